@@ -1,0 +1,22 @@
+//! kvferry: a KV-cache offload runtime.
+//!
+//! A leader and one worker per GPU run beside an LLM engine and move KV blocks between the engine's memory (G1) and
+//! host blocks (G2), so that a prompt prefix that was computed once is loaded instead of computed again.
+//!
+//! # Map of modules
+//!
+//! Read them in this order. An arrow says who may use whom; `tests/tidy.rs` holds the arrows.
+//!
+//! ```text
+//! types     <- core <- actors                    what exists, and what is decided about it
+//! types     <- protocol <- transport <- actors   how it is said, and how it gets there
+//! types     <- memory <- actors                  the bytes
+//! types, protocol, transport, memory <- engine   the reference engine, a client like any other
+//! core, protocol, engine <- sim                  the same core, without processes
+//! everything <- cli                              the commands
+//! ```
+//!
+//! [`core`] never sees a socket, a file, a clock, a random source or an async runtime: it is
+//! `step(now, event, effects)` on plain data, so that the live leader and a replay in virtual time run the same code.
+
+pub mod types;

@@ -1,0 +1,106 @@
+//! Fragment pairs: which pages a copy reads and which it writes.
+
+use serde::{Deserialize, Serialize};
+use smallvec::SmallVec;
+
+/// `count` consecutive pages from `start` on, in the index space of one arena or one device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct PageRun {
+    /// Index of the first page.
+    pub start: u32,
+    /// Number of pages, at least 1.
+    pub count: u32,
+}
+
+impl PageRun {
+    /// The run of one page.
+    pub const fn one(page: u32) -> Self {
+        Self {
+            start: page,
+            count: 1,
+        }
+    }
+
+    /// Index behind the last page. A `u64`, so that it cannot overflow.
+    pub const fn end(self) -> u64 {
+        self.start as u64 + self.count as u64
+    }
+}
+
+/// Pages in order, neighbours merged into runs. Two runs fit without an allocation.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct PageList(pub SmallVec<[PageRun; 2]>);
+
+impl PageList {
+    /// A list of one run.
+    pub fn run(start: u32, count: u32) -> Self {
+        Self(SmallVec::from_slice(&[PageRun { start, count }]))
+    }
+
+    /// Appends a run, merged into the last one where it continues it.
+    pub fn push(&mut self, run: PageRun) {
+        match self.0.last_mut() {
+            Some(last) if last.end() == u64::from(run.start) => {
+                if let Some(count) = last.count.checked_add(run.count) {
+                    last.count = count;
+                    return;
+                }
+                self.0.push(run);
+            }
+            _ => self.0.push(run),
+        }
+    }
+
+    /// Number of pages in all runs.
+    pub fn pages(&self) -> u64 {
+        self.0.iter().map(|run| u64::from(run.count)).sum()
+    }
+
+    /// Every page index, in order.
+    pub fn iter_pages(&self) -> impl Iterator<Item = u32> + '_ {
+        self.0
+            .iter()
+            .flat_map(|run| (0..run.count).map(move |i| run.start + i))
+    }
+}
+
+impl FromIterator<u32> for PageList {
+    fn from_iter<I: IntoIterator<Item = u32>>(pages: I) -> Self {
+        let mut list = Self::default();
+        for page in pages {
+            list.push(PageRun::one(page));
+        }
+        list
+    }
+}
+
+/// `(sources, destinations)`: two lists with the same number of pages; the i-th source page is copied to the i-th
+/// destination page. `[p0..p31] -> [[a, 32]]` is a gather, the reverse a scatter.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct FragmentPair {
+    /// Pages that are read.
+    pub src: PageList,
+    /// Pages that are written.
+    pub dst: PageList,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn neighbours_merge_into_one_run() {
+        let list: PageList = [7, 8, 9, 3, 4, 20].into_iter().collect();
+        let runs: Vec<_> = list.0.iter().map(|run| (run.start, run.count)).collect();
+        assert_eq!(runs, [(7, 3), (3, 2), (20, 1)]);
+        assert_eq!(list.pages(), 6);
+        assert_eq!(list.iter_pages().collect::<Vec<_>>(), [7, 8, 9, 3, 4, 20]);
+    }
+
+    #[test]
+    fn a_run_at_the_end_of_the_index_space_does_not_overflow() {
+        let mut list = PageList::run(u32::MAX, 1);
+        list.push(PageRun::one(0));
+        assert_eq!(list.0.len(), 2);
+    }
+}

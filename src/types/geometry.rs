@@ -1,0 +1,165 @@
+//! Sizes that leader, workers and engine must agree on.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use super::GroupId;
+
+/// Largest number of engine pages in one block.
+pub const RATIO_MAX: u32 = 256;
+
+/// Engine pages in the largest block, 1..=[`RATIO_MAX`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(try_from = "u32", into = "u32")]
+pub struct Ratio(u32);
+
+impl Ratio {
+    /// Checks the bounds.
+    pub fn new(pages: u32) -> Result<Self, GeometryError> {
+        match pages {
+            1..=RATIO_MAX => Ok(Self(pages)),
+            _ => Err(GeometryError::Ratio(pages)),
+        }
+    }
+
+    /// The ratio that makes blocks of `offload_page_tokens` out of pages of `engine_page_tokens`.
+    pub fn from_tokens(
+        engine_page_tokens: u32,
+        offload_page_tokens: u32,
+    ) -> Result<Self, GeometryError> {
+        if engine_page_tokens == 0 {
+            return Err(GeometryError::ZeroPage);
+        }
+        if !offload_page_tokens.is_multiple_of(engine_page_tokens) {
+            return Err(GeometryError::NotMultiple {
+                engine_page_tokens,
+                offload_page_tokens,
+            });
+        }
+        Self::new(offload_page_tokens / engine_page_tokens)
+    }
+
+    /// Pages in the largest block.
+    pub const fn pages(self) -> u32 {
+        self.0
+    }
+
+    /// Tokens in the largest block, or an error when the number does not fit.
+    pub fn offload_page_tokens(self, engine_page_tokens: u32) -> Result<u32, GeometryError> {
+        if engine_page_tokens == 0 {
+            return Err(GeometryError::ZeroPage);
+        }
+        engine_page_tokens
+            .checked_mul(self.0)
+            .ok_or(GeometryError::Overflow {
+                engine_page_tokens,
+                ratio: self.0,
+            })
+    }
+}
+
+impl Default for Ratio {
+    fn default() -> Self {
+        Self(32)
+    }
+}
+
+impl TryFrom<u32> for Ratio {
+    type Error = GeometryError;
+
+    fn try_from(pages: u32) -> Result<Self, GeometryError> {
+        Self::new(pages)
+    }
+}
+
+impl From<Ratio> for u32 {
+    fn from(ratio: Ratio) -> Self {
+        ratio.0
+    }
+}
+
+impl fmt::Display for Ratio {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// Why sizes contradict each other. Each names the field, the value and the remedy.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum GeometryError {
+    /// The ratio is zero or above [`RATIO_MAX`].
+    #[error("ratio is {0}: a block holds 1 to {RATIO_MAX} pages; 32 suits most engines")]
+    Ratio(u32),
+    /// A page of no tokens.
+    #[error("engine_page_tokens is 0: a page holds at least one token; vLLM's default is 16")]
+    ZeroPage,
+    /// The block is no whole number of pages.
+    #[error(
+        "offload_page_tokens is {offload_page_tokens}, which is no multiple of engine_page_tokens \
+         ({engine_page_tokens}): choose {engine_page_tokens} x ratio"
+    )]
+    NotMultiple {
+        /// Tokens of an engine page.
+        engine_page_tokens: u32,
+        /// Tokens of the block that was asked for.
+        offload_page_tokens: u32,
+    },
+    /// Tokens of a block exceed 32 bits.
+    #[error(
+        "engine_page_tokens ({engine_page_tokens}) x ratio ({ratio}) does not fit in 32 bits: \
+         lower one of them"
+    )]
+    Overflow {
+        /// Tokens of an engine page.
+        engine_page_tokens: u32,
+        /// Pages of a block.
+        ratio: u32,
+    },
+}
+
+/// What all ranks must have in common for one group, as each derives it from its own memory.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GroupGeometry {
+    /// Which group.
+    pub group: GroupId,
+    /// Tokens of one page.
+    pub engine_page_tokens: u32,
+    /// Number of layers in the group.
+    pub layers: u32,
+    /// Bytes of one page in the lower tiers: all layers and roles of this shard, without padding.
+    pub page_bytes: u64,
+    /// Pages of the engine's own memory.
+    pub device_pages: u32,
+    /// Digest of everything about the layout that changes the meaning of a page's bytes.
+    #[serde(with = "serde_bytes")]
+    pub layout_fingerprint: [u8; 16],
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_ratio_lies_between_1_and_256() {
+        assert_eq!(Ratio::new(0), Err(GeometryError::Ratio(0)));
+        assert_eq!(Ratio::new(257), Err(GeometryError::Ratio(257)));
+        assert_eq!(Ratio::new(256).map(Ratio::pages), Ok(256));
+    }
+
+    #[test]
+    fn tokens_must_divide_and_fit() {
+        assert_eq!(Ratio::from_tokens(16, 512).map(Ratio::pages), Ok(32));
+        assert!(matches!(
+            Ratio::from_tokens(16, 500),
+            Err(GeometryError::NotMultiple { .. })
+        ));
+        assert_eq!(Ratio::from_tokens(0, 500), Err(GeometryError::ZeroPage));
+        assert_eq!(Ratio::from_tokens(16, 0), Err(GeometryError::Ratio(0)));
+        let ratio = Ratio::new(256).expect("in bounds");
+        assert!(matches!(
+            ratio.offload_page_tokens(1 << 24),
+            Err(GeometryError::Overflow { .. })
+        ));
+    }
+}

@@ -1,0 +1,132 @@
+//! Page hashes as the engine computes them, and what kvferry derives from them.
+
+use std::fmt;
+
+/// Shortest page hash that is taken, in bytes: a fingerprint needs 128 bits.
+pub const HASH_BYTES_MIN: usize = 16;
+/// Longest page hash that is taken, in bytes.
+pub const HASH_BYTES_MAX: usize = 64;
+
+/// First 128 bits of a page hash: how pages inside a block are compared.
+#[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Fingerprint(pub u128);
+
+impl fmt::Debug for Fingerprint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:08x}", self.0 >> 96)
+    }
+}
+
+/// Keyed 128-bit hash of namespace, model and layout fingerprint, group, and the hash of a block's first page: how a
+/// block is found.
+#[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Anchor(pub u128);
+
+impl fmt::Debug for Anchor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:08x}", self.0 >> 96)
+    }
+}
+
+/// Consecutive page hashes of one sequence, from its first page on, packed without gaps as the engine sent them.
+///
+/// `bytes.len()` is a multiple of the width, and the width lies in [`HASH_BYTES_MIN`]`..=`[`HASH_BYTES_MAX`]: the
+/// constructor refuses anything else.
+#[derive(Clone, PartialEq, Eq)]
+pub struct PageHashes {
+    width: usize,
+    bytes: Vec<u8>,
+}
+
+impl PageHashes {
+    /// No page at all, of a width that later pages must have.
+    pub fn empty(width: usize) -> Option<Self> {
+        Self::packed(width, Vec::new())
+    }
+
+    /// Takes packed hashes; `None` when the width is out of bounds or the length is no multiple of it.
+    pub fn packed(width: usize, bytes: Vec<u8>) -> Option<Self> {
+        let fits =
+            (HASH_BYTES_MIN..=HASH_BYTES_MAX).contains(&width) && bytes.len().is_multiple_of(width);
+        fits.then_some(Self { width, bytes })
+    }
+
+    /// Bytes of one hash.
+    pub fn width(&self) -> usize {
+        self.width
+    }
+
+    /// The packed hashes.
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
+    /// Number of pages.
+    pub fn len(&self) -> usize {
+        self.bytes.len() / self.width
+    }
+
+    /// True without any page.
+    pub fn is_empty(&self) -> bool {
+        self.bytes.is_empty()
+    }
+
+    /// The hash of page `index`. Panics beyond the end, as a slice does.
+    pub fn get(&self, index: usize) -> &[u8] {
+        &self.bytes[index * self.width..(index + 1) * self.width]
+    }
+
+    /// The fingerprint of page `index`. Panics beyond the end, as a slice does.
+    pub fn fingerprint(&self, index: usize) -> Fingerprint {
+        let mut first = [0; HASH_BYTES_MIN];
+        first.copy_from_slice(&self.get(index)[..HASH_BYTES_MIN]);
+        Fingerprint(u128::from_be_bytes(first))
+    }
+
+    /// Appends the pages of `more`, which must have the same width; returns false, unchanged, otherwise.
+    #[must_use]
+    pub fn extend(&mut self, more: &Self) -> bool {
+        if more.width == self.width {
+            self.bytes.extend_from_slice(&more.bytes);
+        }
+        more.width == self.width
+    }
+
+    /// True when `other` starts with the pages of `self` or the other way round: one sequence, seen at two moments.
+    pub fn agrees_with(&self, other: &Self) -> bool {
+        let shared = self.bytes.len().min(other.bytes.len());
+        self.width == other.width && self.bytes[..shared] == other.bytes[..shared]
+    }
+}
+
+impl fmt::Debug for PageHashes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "PageHashes({} x {} B)", self.len(), self.width)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn refuses_widths_and_lengths_that_do_not_fit() {
+        assert!(PageHashes::packed(15, vec![]).is_none());
+        assert!(PageHashes::packed(65, vec![]).is_none());
+        assert!(PageHashes::packed(16, vec![0; 17]).is_none());
+        assert_eq!(
+            PageHashes::packed(16, vec![0; 32]).map(|h| h.len()),
+            Some(2)
+        );
+    }
+
+    #[test]
+    fn a_fingerprint_is_the_first_128_bits_big_endian() {
+        let mut bytes = vec![0; 20];
+        bytes[0] = 0x80;
+        bytes[15] = 1;
+        bytes[16] = 0xff;
+        let hashes = PageHashes::packed(20, bytes).expect("fits");
+        assert_eq!(hashes.fingerprint(0), Fingerprint((1 << 127) | 1));
+    }
+}

@@ -1,0 +1,21 @@
+//! Ids, keys, units and geometry: plain data that every other module speaks.
+//!
+//! Nothing here does I/O, reads a clock or decides anything. Imports nothing from the crate.
+
+mod fragment;
+mod geometry;
+mod hash;
+mod ids;
+mod registration;
+mod time;
+mod units;
+
+pub use fragment::{FragmentPair, PageList, PageRun};
+pub use geometry::{GeometryError, GroupGeometry, RATIO_MAX, Ratio};
+pub use hash::{Anchor, Fingerprint, HASH_BYTES_MAX, HASH_BYTES_MIN, PageHashes};
+pub use ids::{EngineId, Epoch, Generation, GroupId, OpId, Rank, RequestId, SlotId};
+pub use registration::{
+    Allocation, AllocationHandle, AllocationKind, Nonce, Registration, TensorRole, TensorView,
+};
+pub use time::Time;
+pub use units::{ByteSize, ParseByteSizeError};

@@ -1,0 +1,119 @@
+//! How an engine rank describes its KV memory. It describes, kvferry checks; nothing is guessed from shapes.
+
+use serde::{Deserialize, Serialize};
+
+use super::{GroupId, Rank};
+
+/// What a tensor holds of each page.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum TensorRole {
+    /// Keys only.
+    K,
+    /// Values only.
+    V,
+    /// Keys and values together.
+    Kv,
+    /// A compressed latent from which keys and values are made (MLA).
+    Latent,
+    /// The state of a recurrent layer (SSM).
+    State,
+}
+
+/// What kind of memory an allocation is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum AllocationKind {
+    /// Host memory that both processes map.
+    SharedMemory,
+}
+
+/// How the worker reaches an allocation.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum AllocationHandle {
+    /// A file under a memory file system, by its absolute path.
+    Path(String),
+    /// A file descriptor that was handed to the worker's descriptor socket under this ticket.
+    Ticket(#[serde(with = "serde_bytes")] [u8; 16]),
+}
+
+/// One piece of memory that the engine allocated.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Allocation {
+    /// What kind of memory it is.
+    pub kind: AllocationKind,
+    /// How to reach it.
+    pub handle: AllocationHandle,
+    /// Its size in bytes.
+    pub bytes: u64,
+}
+
+/// One tensor of one layer: where its pages lie.
+///
+/// `shape` and `strides` describe the tensor as the engine sees it, in elements, strides as in PyTorch. `page_axis` is
+/// the axis along which pages are counted. `page_bytes` and `page_stride_bytes` say the same in bytes, so that a
+/// contradiction shows instead of a wrong copy.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TensorView {
+    /// Layer within the group, from 0.
+    pub layer: u32,
+    /// What it holds.
+    pub role: TensorRole,
+    /// Index into [`Registration::allocations`].
+    pub allocation: u32,
+    /// Byte offset of element 0 in the allocation.
+    pub offset_bytes: u64,
+    /// Length of each axis, in elements.
+    pub shape: Vec<u64>,
+    /// Distance between neighbours along each axis, in elements.
+    pub strides: Vec<u64>,
+    /// Bytes of one element.
+    pub element_bytes: u32,
+    /// Which axis counts pages.
+    pub page_axis: u32,
+    /// Bytes that one page occupies in this tensor, without gaps: one fragment.
+    pub page_bytes: u64,
+    /// Distance from one page to the next, in bytes.
+    pub page_stride_bytes: u64,
+}
+
+/// Random bytes that the engine wrote into its memory: the worker must find them through its own mapping.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Nonce {
+    /// Index into [`Registration::allocations`].
+    pub allocation: u32,
+    /// Where the bytes lie.
+    pub offset_bytes: u64,
+    /// The bytes, 16 to 64 of them.
+    #[serde(with = "serde_bytes")]
+    pub bytes: Vec<u8>,
+}
+
+/// Everything about one group of one rank's KV memory.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Registration {
+    /// Which group of layers.
+    pub group: GroupId,
+    /// Which rank this memory belongs to.
+    pub rank: Rank,
+    /// Ranks of the engine.
+    pub tp_size: u16,
+    /// Which slice of the KV the rank holds; ranks whose KV is equal name the same one.
+    pub shard: u16,
+    /// Tokens of one page.
+    pub engine_page_tokens: u32,
+    /// Pages of the engine's memory: every tensor has so many along its page axis.
+    pub device_pages: u32,
+    /// Layers of the group.
+    pub layers: u32,
+    /// The pieces of memory.
+    pub allocations: Vec<Allocation>,
+    /// The tensors, in any order; each (layer, role) at most once.
+    pub tensors: Vec<TensorView>,
+    /// Proof of the mapping.
+    pub nonce: Nonce,
+    /// Identifies the GPU, where there is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device_uuid: Option<String>,
+}
