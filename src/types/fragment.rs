@@ -64,6 +64,51 @@ impl PageList {
     }
 }
 
+/// Reads a [`PageList`] from front to back, a few pages at a time.
+#[derive(Debug)]
+pub struct PageCursor<'a> {
+    runs: &'a [PageRun],
+    used: u32,
+}
+
+impl<'a> PageCursor<'a> {
+    /// At the first page.
+    pub fn new(list: &'a PageList) -> Self {
+        Self {
+            runs: &list.0,
+            used: 0,
+        }
+    }
+
+    /// The next `count` pages; fewer when the list ends before.
+    pub fn take(&mut self, count: u32) -> PageList {
+        let mut taken = PageList::default();
+        self.advance(count, |run| taken.push(run));
+        taken
+    }
+
+    /// Passes over `count` pages.
+    pub fn skip(&mut self, count: u32) {
+        self.advance(count, |_| ());
+    }
+
+    fn advance(&mut self, mut count: u32, mut visit: impl FnMut(PageRun)) {
+        while let Some(run) = self.runs.first().filter(|_| count > 0) {
+            let step = count.min(run.count - self.used);
+            visit(PageRun {
+                start: run.start + self.used,
+                count: step,
+            });
+            count -= step;
+            self.used += step;
+            if self.used == run.count {
+                self.runs = &self.runs[1..];
+                self.used = 0;
+            }
+        }
+    }
+}
+
 impl FromIterator<u32> for PageList {
     fn from_iter<I: IntoIterator<Item = u32>>(pages: I) -> Self {
         let mut list = Self::default();
@@ -95,6 +140,17 @@ mod tests {
         assert_eq!(runs, [(7, 3), (3, 2), (20, 1)]);
         assert_eq!(list.pages(), 6);
         assert_eq!(list.iter_pages().collect::<Vec<_>>(), [7, 8, 9, 3, 4, 20]);
+    }
+
+    #[test]
+    fn a_cursor_cuts_a_list_without_losing_a_page() {
+        let list: PageList = [7, 8, 9, 3, 4, 20].into_iter().collect();
+        let mut cursor = PageCursor::new(&list);
+        let mut pages: Vec<u32> = cursor.take(2).iter_pages().collect();
+        cursor.skip(1);
+        pages.extend(cursor.take(2).iter_pages());
+        pages.extend(cursor.take(9).iter_pages());
+        assert_eq!(pages, [7, 8, 3, 4, 20]);
     }
 
     #[test]

@@ -61,6 +61,11 @@ impl PageHashes {
         &self.bytes
     }
 
+    /// The packed hashes, taken out.
+    pub fn into_bytes(self) -> Vec<u8> {
+        self.bytes
+    }
+
     /// Number of pages.
     pub fn len(&self) -> usize {
         self.bytes.len() / self.width

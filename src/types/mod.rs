@@ -7,15 +7,17 @@ mod geometry;
 mod hash;
 mod ids;
 mod registration;
+mod request;
 mod time;
 mod units;
 
-pub use fragment::{FragmentPair, PageList, PageRun};
+pub use fragment::{FragmentPair, PageCursor, PageList, PageRun};
 pub use geometry::{GeometryError, GroupGeometry, RATIO_MAX, Ratio};
 pub use hash::{Anchor, Fingerprint, HASH_BYTES_MAX, HASH_BYTES_MIN, PageHashes};
 pub use ids::{EngineId, Epoch, Generation, GroupId, OpId, Rank, RequestId, SlotId};
 pub use registration::{
     Allocation, AllocationHandle, AllocationKind, Nonce, Registration, TensorRole, TensorView,
 };
+pub use request::{Answer, Copy, Direction, EndedCopy, Request};
 pub use time::Time;
 pub use units::{ByteSize, ParseByteSizeError};

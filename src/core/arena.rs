@@ -1,0 +1,285 @@
+//! The page-addressed space of a tier: allocates runs of pages in constant time.
+//!
+//! Holes are kept in one list per exact length (1 to [`RATIO_MAX`], longer ones together), with boundary tags at both
+//! ends, so that an allocation, a growth in place and a release look at a handful of words whatever the size of the
+//! arena. Pages behind the `frontier` were never used; they form one more hole that needs no tags, so that an arena
+//! costs memory only for the pages it has used: 12 bytes each.
+
+use crate::types::RATIO_MAX;
+
+const NONE: u32 = u32::MAX;
+/// Longest hole with a list of its own.
+const EXACT_MAX: u32 = RATIO_MAX;
+/// Lists 1..=EXACT_MAX hold holes of exactly that length; the last list holds all longer ones.
+const LISTS: usize = EXACT_MAX as usize + 2;
+const LONG: usize = LISTS - 1;
+const WORDS: usize = LISTS.div_ceil(64);
+
+/// Most pages an arena can have; page indices stay below the marker for "none".
+pub const ARENA_PAGES_MAX: u32 = u32::MAX - 1;
+
+/// Allocator of page runs. Knows nothing of what the pages hold.
+#[derive(Debug, Clone)]
+pub struct Arena {
+    capacity: u32,
+    frontier: u32,
+    free: u32,
+    /// Length of the hole that starts or ends at this page; 0 anywhere else.
+    tag: Vec<u32>,
+    next: Vec<u32>,
+    prev: Vec<u32>,
+    heads: [u32; LISTS],
+    occupied: [u64; WORDS],
+}
+
+impl Arena {
+    /// An empty arena of `capacity` pages (at most [`ARENA_PAGES_MAX`]; more is cut to that).
+    pub fn new(capacity: u32) -> Self {
+        let capacity = capacity.min(ARENA_PAGES_MAX);
+        Self {
+            capacity,
+            frontier: 0,
+            free: capacity,
+            tag: Vec::new(),
+            next: Vec::new(),
+            prev: Vec::new(),
+            heads: [NONE; LISTS],
+            occupied: [0; WORDS],
+        }
+    }
+
+    /// Pages in all.
+    pub fn capacity_pages(&self) -> u32 {
+        self.capacity
+    }
+
+    /// Pages in holes, the never used ones included.
+    pub fn free_pages(&self) -> u32 {
+        self.free
+    }
+
+    /// First page that was never used: every allocated page lies below it.
+    pub fn frontier(&self) -> u32 {
+        self.frontier
+    }
+
+    /// Takes `len` neighbouring pages from the smallest hole that fits, else from the frontier. `None` when no hole is
+    /// long enough or `len` is 0.
+    pub fn alloc(&mut self, len: u32) -> Option<u32> {
+        if len == 0 {
+            return None;
+        }
+        if let Some(hole) = self.smallest_hole(len) {
+            self.take(hole, len);
+            return Some(hole);
+        }
+        if self.capacity - self.frontier < len {
+            return None;
+        }
+        let start = self.frontier;
+        self.advance(len);
+        Some(start)
+    }
+
+    /// Takes the `len` pages from `start` on, when they are free and a hole begins exactly there: growth in place.
+    pub fn alloc_at(&mut self, start: u32, len: u32) -> bool {
+        if len == 0 || self.hole_at(start) < len {
+            return false;
+        }
+        if start == self.frontier {
+            self.advance(len);
+        } else {
+            self.take(start, len);
+        }
+        true
+    }
+
+    /// Gives pages back; they merge with the holes around them.
+    ///
+    /// The pages must be allocated: the caller owns them, and a double release is a bug that [`Self::check`] shows.
+    pub fn release(&mut self, start: u32, len: u32) {
+        debug_assert!(len > 0 && u64::from(start) + u64::from(len) <= u64::from(self.frontier));
+        self.free += len;
+        let (mut first, mut length) = (start, len);
+        if start > 0 && self.tag[start as usize - 1] != 0 {
+            let before = self.tag[start as usize - 1];
+            first = start - before;
+            length += before;
+            self.unlink(first, before);
+        }
+        let end = start + len;
+        if end < self.frontier && self.tag[end as usize] != 0 {
+            let after = self.tag[end as usize];
+            self.unlink(end, after);
+            length += after;
+        }
+        if first + length == self.frontier {
+            self.frontier = first;
+            self.tag.truncate(first as usize);
+            self.next.truncate(first as usize);
+            self.prev.truncate(first as usize);
+        } else {
+            self.link(first, length);
+        }
+    }
+
+    /// Length of the hole that begins at `start`; 0 when none begins there.
+    pub fn hole_at(&self, start: u32) -> u32 {
+        if start == self.frontier {
+            return self.capacity - self.frontier;
+        }
+        if start > self.frontier {
+            return 0;
+        }
+        // A tag marks both ends of a hole; only at its first page does the hole lie ahead.
+        let tag = self.tag[start as usize];
+        let starts_here = tag != 0 && (tag == 1 || self.tag_is_start(start, tag));
+        if starts_here { tag } else { 0 }
+    }
+
+    /// Length of the longest hole, counted up to [`RATIO_MAX`] + 1: no run is longer.
+    pub fn largest_hole(&self) -> u32 {
+        let ahead = (self.capacity - self.frontier).min(EXACT_MAX + 1);
+        let listed = self
+            .occupied
+            .iter()
+            .enumerate()
+            .rev()
+            .find(|(_, word)| **word != 0)
+            .map_or(0, |(index, word)| {
+                u32::try_from(index).unwrap_or(0) * 64 + (63 - word.leading_zeros())
+            });
+        ahead.max(listed)
+    }
+
+    /// Every hole as `(start, length)`, in address order, the one behind the frontier included. Walks all pages.
+    pub fn holes(&self) -> Vec<(u32, u32)> {
+        let mut holes = Vec::new();
+        let mut page = 0;
+        while page < self.frontier {
+            let length = self.hole_at(page);
+            if length > 0 {
+                holes.push((page, length));
+            }
+            page += length.max(1);
+        }
+        if self.frontier < self.capacity {
+            holes.push((self.frontier, self.capacity - self.frontier));
+        }
+        holes
+    }
+
+    /// Recounts by a second path what the arena keeps in counters and lists. `Err` names the first contradiction.
+    pub fn check(&self) -> Result<(), String> {
+        let holes = self.holes();
+        let counted: u64 = holes.iter().map(|(_, length)| u64::from(*length)).sum();
+        if counted != u64::from(self.free) {
+            return Err(format!(
+                "holes hold {counted} pages, the counter says {}",
+                self.free
+            ));
+        }
+        for (list, head) in self.heads.iter().enumerate() {
+            let occupied = self.occupied[list / 64] >> (list % 64) & 1 == 1;
+            if occupied != (*head != NONE) {
+                return Err(format!(
+                    "list {list}: the bitmap says {occupied}, the head {head}"
+                ));
+            }
+            let mut hole = *head;
+            while hole != NONE {
+                let length = self.hole_at(hole);
+                if list_of(length) != list {
+                    return Err(format!("hole {hole} of {length} pages lies in list {list}"));
+                }
+                hole = self.next[hole as usize];
+            }
+        }
+        Ok(())
+    }
+
+    fn tag_is_start(&self, page: u32, tag: u32) -> bool {
+        let last = u64::from(page) + u64::from(tag) - 1;
+        last < u64::from(self.frontier)
+            && self.tag[last as usize] == tag
+            && self.is_linked(page, tag)
+    }
+
+    /// A hole's first page is linked: it is the head of its list or its predecessor points back at it.
+    fn is_linked(&self, page: u32, tag: u32) -> bool {
+        let before = self.prev[page as usize];
+        match before {
+            NONE => self.heads[list_of(tag)] == page,
+            _ => self.next.get(before as usize) == Some(&page),
+        }
+    }
+
+    fn smallest_hole(&self, len: u32) -> Option<u32> {
+        let from = list_of(len);
+        let mut word = from / 64;
+        let mut bits = self.occupied[word] & (!0 << (from % 64));
+        while bits == 0 {
+            word += 1;
+            bits = *self.occupied.get(word)?;
+        }
+        let list = word * 64 + bits.trailing_zeros() as usize;
+        Some(self.heads[list]).filter(|hole| self.tag[*hole as usize] >= len)
+    }
+
+    /// Cuts `len` pages off the front of the hole at `start`.
+    fn take(&mut self, start: u32, len: u32) {
+        let length = self.tag[start as usize];
+        self.unlink(start, length);
+        if length > len {
+            self.link(start + len, length - len);
+        }
+        self.free -= len;
+    }
+
+    fn advance(&mut self, len: u32) {
+        self.frontier += len;
+        self.free -= len;
+        let used = self.frontier as usize;
+        self.tag.resize(used, 0);
+        self.next.resize(used, NONE);
+        self.prev.resize(used, NONE);
+    }
+
+    fn link(&mut self, start: u32, length: u32) {
+        self.tag[start as usize] = length;
+        self.tag[(start + length) as usize - 1] = length;
+        let list = list_of(length);
+        let head = self.heads[list];
+        self.next[start as usize] = head;
+        self.prev[start as usize] = NONE;
+        if head != NONE {
+            self.prev[head as usize] = start;
+        }
+        self.heads[list] = start;
+        self.occupied[list / 64] |= 1 << (list % 64);
+    }
+
+    fn unlink(&mut self, start: u32, length: u32) {
+        let (before, after) = (self.prev[start as usize], self.next[start as usize]);
+        let list = list_of(length);
+        if before == NONE {
+            self.heads[list] = after;
+            if after == NONE {
+                self.occupied[list / 64] &= !(1 << (list % 64));
+            }
+        } else {
+            self.next[before as usize] = after;
+        }
+        if after != NONE {
+            self.prev[after as usize] = before;
+        }
+        self.prev[start as usize] = NONE;
+        self.next[start as usize] = NONE;
+        self.tag[start as usize] = 0;
+        self.tag[(start + length) as usize - 1] = 0;
+    }
+}
+
+fn list_of(length: u32) -> usize {
+    (length as usize).min(LONG)
+}

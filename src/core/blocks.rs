@@ -1,0 +1,263 @@
+//! The blocks of a tier: what each holds, how old it is, and who pins it.
+//!
+//! Blocks lie in a slab; the fingerprints of their pages lie in one array by arena page, because a block's pages are
+//! neighbours. Age is a doubly linked list through the slab, oldest first.
+
+use crate::core::anchor::DomainId;
+use crate::types::{Anchor, Fingerprint, Generation, PageHashes};
+
+/// Marks the end of a list.
+pub const NONE: u32 = u32::MAX;
+
+/// Where a block lies in the slab. Valid while the block lives; say [`BlockRef`] where it must outlive that.
+pub type BlockIndex = u32;
+
+/// A block and the stamp it was born with: a later block in the same place has another stamp.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct BlockRef {
+    /// Place in the slab.
+    pub index: BlockIndex,
+    /// Unique over the life of the pool.
+    pub stamp: u64,
+}
+
+/// The pages that a reservation adds to a block, from its watermark on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Filling {
+    /// The reservation's generation; a growth has one of its own.
+    pub generation: Generation,
+    /// How many pages.
+    pub pages: u32,
+}
+
+/// A run of pages of one sequence in one arena.
+#[derive(Debug, Clone)]
+pub struct Block {
+    /// How it is found.
+    pub anchor: Anchor,
+    /// Whose it is.
+    pub domain: DomainId,
+    /// First arena page.
+    pub start: u32,
+    /// Position of its first page in its sequence, modulo the ratio: it may grow to the next multiple.
+    pub phase: u16,
+    /// The watermark: pages below it are ready.
+    pub ready: u16,
+    /// Pages above the watermark that are reserved or filling.
+    pub filling: Option<Filling>,
+    /// Holders of pins and leases.
+    pub pins: u32,
+    /// Pages below this must stay: the highest page that any holder has pinned since the block was last unpinned.
+    pub pinned_pages: u16,
+    /// Not in the index any more; goes with its last holder.
+    pub retired: bool,
+    /// Unique over the life of the pool.
+    pub stamp: u64,
+    pub(super) sibling: u32,
+    older: u32,
+    newer: u32,
+}
+
+impl Block {
+    /// Pages that it occupies in the arena.
+    pub fn total_pages(&self) -> u32 {
+        u32::from(self.ready) + self.filling.map_or(0, |filling| filling.pages)
+    }
+
+    /// Pages that eviction may take from its tail now.
+    pub fn evictable_pages(&self) -> u32 {
+        match self.filling {
+            Some(_) => 0,
+            None => u32::from(self.ready) - u32::from(self.pinned_pages.min(self.ready)),
+        }
+    }
+}
+
+/// Slab, age list and fingerprints.
+#[derive(Debug, Default)]
+pub struct Blocks {
+    slab: Vec<Option<Block>>,
+    vacant: Vec<u32>,
+    fingerprints: Vec<Fingerprint>,
+    oldest: u32,
+    newest: u32,
+    stamps: u64,
+    live: u32,
+}
+
+impl Blocks {
+    /// Without any block.
+    pub fn new() -> Self {
+        Self {
+            oldest: NONE,
+            newest: NONE,
+            ..Self::default()
+        }
+    }
+
+    /// Blocks that live.
+    pub fn len(&self) -> u32 {
+        self.live
+    }
+
+    /// The block at `index`. Panics when none lives there: indices come from the index and the age list.
+    #[expect(
+        clippy::expect_used,
+        reason = "an index outlives its block only by a bug of the pool"
+    )]
+    pub fn get(&self, index: BlockIndex) -> &Block {
+        self.slab[index as usize].as_ref().expect("a live block")
+    }
+
+    /// The block at `index`, to change it. Panics when none lives there.
+    #[expect(
+        clippy::expect_used,
+        reason = "an index outlives its block only by a bug of the pool"
+    )]
+    pub fn get_mut(&mut self, index: BlockIndex) -> &mut Block {
+        self.slab[index as usize].as_mut().expect("a live block")
+    }
+
+    /// The block that `reference` means, if it still lives.
+    pub fn find(&self, reference: BlockRef) -> Option<&Block> {
+        let block = self.slab.get(reference.index as usize)?.as_ref()?;
+        (block.stamp == reference.stamp).then_some(block)
+    }
+
+    /// A reference that outlives the block.
+    pub fn reference(&self, index: BlockIndex) -> BlockRef {
+        BlockRef {
+            index,
+            stamp: self.get(index).stamp,
+        }
+    }
+
+    /// Adds an empty block as the newest one.
+    pub fn insert(
+        &mut self,
+        anchor: Anchor,
+        domain: DomainId,
+        start: u32,
+        phase: u16,
+        filling: Filling,
+    ) -> BlockIndex {
+        self.stamps += 1;
+        let block = Block {
+            anchor,
+            domain,
+            start,
+            phase,
+            ready: 0,
+            filling: Some(filling),
+            pins: 0,
+            pinned_pages: 0,
+            retired: false,
+            stamp: self.stamps,
+            sibling: NONE,
+            older: NONE,
+            newer: NONE,
+        };
+        let index = match self.vacant.pop() {
+            Some(index) => {
+                self.slab[index as usize] = Some(block);
+                index
+            }
+            None => {
+                self.slab.push(Some(block));
+                u32::try_from(self.slab.len() - 1).unwrap_or(NONE)
+            }
+        };
+        self.live += 1;
+        self.append(index);
+        index
+    }
+
+    /// Takes a block out.
+    pub fn remove(&mut self, index: BlockIndex) {
+        self.unlink(index);
+        self.slab[index as usize] = None;
+        self.vacant.push(index);
+        self.live -= 1;
+    }
+
+    /// Makes a block the newest one.
+    pub fn touch(&mut self, index: BlockIndex) {
+        if self.newest != index {
+            self.unlink(index);
+            self.append(index);
+        }
+    }
+
+    /// Every block, oldest first.
+    pub fn by_age(&self) -> impl Iterator<Item = (BlockIndex, &Block)> {
+        let mut next = self.oldest;
+        std::iter::from_fn(move || {
+            let index = next;
+            let block = self.slab.get(index as usize)?.as_ref()?;
+            next = block.newer;
+            Some((index, block))
+        })
+    }
+
+    /// Writes the fingerprints of `count` pages of `hashes`, from page `first` on, to the arena pages from `start` on.
+    pub fn write_fingerprints(
+        &mut self,
+        start: u32,
+        hashes: &PageHashes,
+        first: usize,
+        count: u32,
+    ) {
+        let end = start as usize + count as usize;
+        if self.fingerprints.len() < end {
+            self.fingerprints.resize(end, Fingerprint::default());
+        }
+        for (offset, slot) in self.fingerprints[start as usize..end]
+            .iter_mut()
+            .enumerate()
+        {
+            *slot = hashes.fingerprint(first + offset);
+        }
+    }
+
+    /// How many of the block's pages, the filling ones included, equal those of `hashes` from `first` on.
+    pub fn matching_pages(&self, block: &Block, hashes: &PageHashes, first: usize) -> u32 {
+        let most = (block.total_pages() as usize).min(hashes.len() - first);
+        let start = block.start as usize;
+        let held = &self.fingerprints[start..start + most];
+        let equal = held
+            .iter()
+            .enumerate()
+            .take_while(|(i, f)| hashes.fingerprint(first + i) == **f);
+        u32::try_from(equal.count()).unwrap_or(0)
+    }
+
+    fn append(&mut self, index: BlockIndex) {
+        let newest = self.newest;
+        let block = self.get_mut(index);
+        block.older = newest;
+        block.newer = NONE;
+        if newest == NONE {
+            self.oldest = index;
+        } else {
+            self.get_mut(newest).newer = index;
+        }
+        self.newest = index;
+    }
+
+    fn unlink(&mut self, index: BlockIndex) {
+        let (older, newer) = {
+            let block = self.get(index);
+            (block.older, block.newer)
+        };
+        if older == NONE {
+            self.oldest = newer;
+        } else {
+            self.get_mut(older).newer = newer;
+        }
+        if newer == NONE {
+            self.newest = older;
+        } else {
+            self.get_mut(newer).older = older;
+        }
+    }
+}

@@ -1,0 +1,96 @@
+//! The second count: what a pool keeps in counters and lists, recomputed from its blocks and holes.
+
+use std::collections::HashSet;
+
+use crate::core::pool::Pool;
+
+impl Pool {
+    /// Walks everything and compares. `Err` names the first contradiction. Costs time in proportion to the arena: for
+    /// tests, the simulator and the end of a run.
+    pub fn check(&self) -> Result<(), String> {
+        self.arena.check()?;
+        let mut spans = self.arena.holes();
+        let mut filling = HashSet::new();
+        let (mut pins, mut blocks) = (0, 0);
+        for (index, block) in self.blocks.by_age() {
+            blocks += 1;
+            pins += u64::from(block.pins);
+            let total = block.total_pages();
+            if total == 0 {
+                return Err(format!("block {index} holds no page"));
+            }
+            if u32::from(block.phase) + total > self.ratio {
+                return Err(format!("block {index} crosses a multiple of the ratio"));
+            }
+            if block.pins == 0 && block.pinned_pages != 0 {
+                return Err(format!("block {index} has pinned pages and no holder"));
+            }
+            if block.pinned_pages > block.ready {
+                return Err(format!("block {index} lost pinned pages"));
+            }
+            spans.push((block.start, total));
+            if let Some(fill) = block.filling {
+                filling.insert(fill.generation);
+                let owner = self.reservations.get(&fill.generation);
+                if !owner.is_some_and(|owner| owner.block == index && owner.pages == fill.pages) {
+                    return Err(format!(
+                        "{} of block {index} has no such owner",
+                        fill.generation
+                    ));
+                }
+            }
+        }
+        if blocks != self.blocks.len() {
+            return Err(format!(
+                "{blocks} blocks by age, {} in the slab",
+                self.blocks.len()
+            ));
+        }
+        if pins != self.pins() {
+            return Err(format!(
+                "blocks count {pins} pins, the pool {}",
+                self.pins()
+            ));
+        }
+        if filling.len() != self.reservations.len() {
+            return Err(format!(
+                "{} blocks fill, {} reservations live",
+                filling.len(),
+                self.reservations.len()
+            ));
+        }
+        check_cover(&mut spans, self.capacity_pages())?;
+        let states = self.page_states();
+        let sum =
+            states.free + states.reserved + states.filling + states.ready + states.quarantined;
+        let ready: u32 = self
+            .blocks
+            .by_age()
+            .map(|(_, block)| u32::from(block.ready))
+            .sum();
+        if sum != self.capacity_pages() || ready != states.ready {
+            return Err(format!(
+                "{states:?} do not add up: blocks hold {ready} ready pages"
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// Holes and blocks together cover every page exactly once.
+fn check_cover(spans: &mut [(u32, u32)], capacity: u32) -> Result<(), String> {
+    spans.sort_unstable();
+    let mut next = 0;
+    for (start, length) in spans {
+        if *start != next {
+            return Err(format!(
+                "page {next} is lost, or page {start} is held twice"
+            ));
+        }
+        next = *start + *length;
+    }
+    match next == capacity {
+        true => Ok(()),
+        false => Err(format!("pages from {next} to {capacity} are lost")),
+    }
+}

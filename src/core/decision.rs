@@ -1,0 +1,104 @@
+//! The digest of decisions: one number that is equal exactly when two runs decided the same.
+//!
+//! It covers, per request in the order in which requests finished: tokens per tier, page ranges stored and loaded with
+//! their arena places, evictions and refusals. It leaves out what may differ between a live run and a replay in virtual
+//! time: ids, epochs, generations, times and the order in which ranks answered.
+
+use crate::types::PageRun;
+
+/// One decision of the leader about a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Decision {
+    /// A lookup: pages that the engine had, and further pages found in G2.
+    Found {
+        /// Pages of the prompt in the engine's own cache.
+        device_pages: u32,
+        /// Pages behind those in G2.
+        hit_pages: u32,
+    },
+    /// Pages from `position` of the sequence on are loaded from `run`.
+    Loaded {
+        /// Position of the first page.
+        position: u32,
+        /// Where they lie.
+        run: PageRun,
+    },
+    /// Pages from `position` of the sequence on are stored to `run`.
+    Stored {
+        /// Position of the first page.
+        position: u32,
+        /// Where they go.
+        run: PageRun,
+        /// Behind a block that was there, not as one of their own.
+        grown: bool,
+    },
+    /// Pages were taken from other blocks to make room.
+    Evicted(PageRun),
+    /// There was no room for `count` pages from `position` on.
+    Refused {
+        /// Position of the first page.
+        position: u32,
+        /// How many.
+        count: u32,
+    },
+}
+
+/// Digest of the decisions about one request.
+#[derive(Debug, Clone, Default)]
+pub struct RequestDigest(Option<Box<blake3::Hasher>>);
+
+impl RequestDigest {
+    /// One that records, or one that ignores everything.
+    pub fn new(record: bool) -> Self {
+        Self(record.then(Box::default))
+    }
+
+    /// Adds a decision.
+    pub fn add(&mut self, tokens_per_page: u32, decision: Decision) {
+        let Some(hasher) = &mut self.0 else { return };
+        let tokens = |pages: u32| u64::from(pages) * u64::from(tokens_per_page);
+        let pages = |run: PageRun| [u64::from(run.start), u64::from(run.count)];
+        let words = match decision {
+            Decision::Found {
+                device_pages,
+                hit_pages,
+            } => [1, tokens(device_pages), tokens(hit_pages), 0],
+            Decision::Loaded { position, run } => {
+                [2, position.into(), pages(run)[0], pages(run)[1]]
+            }
+            Decision::Stored {
+                position,
+                run,
+                grown,
+            } => [
+                3 + u64::from(grown),
+                position.into(),
+                pages(run)[0],
+                pages(run)[1],
+            ],
+            Decision::Evicted(run) => [5, 0, pages(run)[0], pages(run)[1]],
+            Decision::Refused { position, count } => [6, position.into(), count.into(), 0],
+        };
+        for word in words {
+            hasher.update(&word.to_le_bytes());
+        }
+    }
+}
+
+/// Digest of a whole run.
+#[derive(Debug, Clone, Default)]
+pub struct RunDigest(blake3::Hasher);
+
+impl RunDigest {
+    /// Adds a request that finished.
+    pub fn add(&mut self, request: &RequestDigest) {
+        if let Some(hasher) = &request.0 {
+            self.0.update(hasher.finalize().as_bytes());
+        }
+    }
+
+    /// The digest so far, `blake3:` and 64 hexadecimal digits.
+    pub fn hex(&self) -> String {
+        format!("blake3:{}", self.0.finalize().to_hex())
+    }
+}

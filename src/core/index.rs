@@ -1,0 +1,156 @@
+//! From an anchor to the blocks that start with its page.
+//!
+//! Nothing points from block to block. A lookup walks the request's own hashes and asks here at each position.
+
+use hashbrown::HashTable;
+
+use crate::core::anchor::DomainId;
+use crate::core::blocks::{BlockIndex, Blocks, NONE};
+use crate::types::{Anchor, PageHashes};
+
+/// Most blocks that may share an anchor: sequences that branch inside a block's reach. One more is refused.
+pub const SIBLINGS_MAX: usize = 8;
+
+/// The longest run that the index knows at one position of a sequence.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Match {
+    /// Which block.
+    pub block: BlockIndex,
+    /// How many of its pages match, the filling ones included; at least 1.
+    pub pages: u32,
+    /// How many of those can be read now.
+    pub ready: u32,
+}
+
+/// What makes one run better than another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Want {
+    /// Pages that can be read now: a lookup.
+    Readable,
+    /// Pages that are there or on their way: the presence check of a store.
+    Present,
+}
+
+impl Match {
+    fn rank(self, want: Want) -> (u32, u32) {
+        match want {
+            Want::Readable => (self.ready, self.pages),
+            Want::Present => (self.pages, self.ready),
+        }
+    }
+}
+
+/// Heads of the sibling lists, by anchor. About 8 bytes a block beside the slab.
+#[derive(Debug, Default)]
+pub struct Index {
+    heads: HashTable<BlockIndex>,
+}
+
+impl Index {
+    /// Adds a block under its anchor; false when [`SIBLINGS_MAX`] share it already.
+    pub fn insert(&mut self, blocks: &mut Blocks, index: BlockIndex) -> bool {
+        let anchor = blocks.get(index).anchor;
+        match self
+            .heads
+            .find_mut(hash(anchor), |head| blocks.get(*head).anchor == anchor)
+        {
+            Some(head) => {
+                if siblings(blocks, *head).count() >= SIBLINGS_MAX {
+                    return false;
+                }
+                let first = *head;
+                *head = index;
+                blocks.get_mut(index).sibling = first;
+            }
+            None => {
+                self.heads
+                    .insert_unique(hash(anchor), index, |other| hash(blocks.get(*other).anchor));
+            }
+        }
+        true
+    }
+
+    /// True when no further block can be added under `anchor`.
+    pub fn is_full(&self, blocks: &Blocks, anchor: Anchor) -> bool {
+        self.head(blocks, anchor)
+            .is_some_and(|head| siblings(blocks, head).count() >= SIBLINGS_MAX)
+    }
+
+    /// Takes a block out, before it leaves the slab.
+    pub fn remove(&mut self, blocks: &mut Blocks, index: BlockIndex) {
+        let (anchor, sibling) = {
+            let block = blocks.get(index);
+            (block.anchor, block.sibling)
+        };
+        let found = self
+            .heads
+            .find_entry(hash(anchor), |head| blocks.get(*head).anchor == anchor);
+        let Ok(mut entry) = found else { return };
+        if *entry.get() == index {
+            if sibling == NONE {
+                entry.remove();
+            } else {
+                *entry.get_mut() = sibling;
+            }
+        } else {
+            let head = *entry.get();
+            let before = siblings(blocks, head).find(|other| blocks.get(*other).sibling == index);
+            if let Some(before) = before {
+                blocks.get_mut(before).sibling = sibling;
+            }
+        }
+        blocks.get_mut(index).sibling = NONE;
+    }
+
+    /// The longest run for page `position` of `hashes`, whose anchor the caller made. Only blocks of `domain` that start
+    /// with that very page are looked at.
+    pub fn longest(
+        &self,
+        blocks: &Blocks,
+        domain: DomainId,
+        anchor: Anchor,
+        hashes: &PageHashes,
+        position: usize,
+        want: Want,
+    ) -> Option<Match> {
+        let head = self.head(blocks, anchor)?;
+        let mut best: Option<Match> = None;
+        for index in siblings(blocks, head) {
+            let block = blocks.get(index);
+            if block.domain != domain {
+                continue;
+            }
+            let pages = blocks.matching_pages(block, hashes, position);
+            let ready = pages.min(u32::from(block.ready));
+            let found = Match {
+                block: index,
+                pages,
+                ready,
+            };
+            if pages > 0 && best.is_none_or(|best| found.rank(want) > best.rank(want)) {
+                best = Some(found);
+            }
+        }
+        best
+    }
+
+    fn head(&self, blocks: &Blocks, anchor: Anchor) -> Option<BlockIndex> {
+        self.heads
+            .find(hash(anchor), |head| blocks.get(*head).anchor == anchor)
+            .copied()
+    }
+}
+
+fn siblings(blocks: &Blocks, head: BlockIndex) -> impl Iterator<Item = BlockIndex> {
+    std::iter::successors(Some(head), |index| {
+        let next = blocks.get(*index).sibling;
+        (next != NONE).then_some(next)
+    })
+}
+
+/// An anchor is already a keyed hash; half of it serves as the table's.
+fn hash(anchor: Anchor) -> u64 {
+    #[expect(clippy::cast_possible_truncation, reason = "the low half is wanted")]
+    let low = anchor.0 as u64;
+    low
+}

@@ -1,0 +1,150 @@
+//! Loads: copies from G2 into the engine's memory.
+
+use crate::core::decision::Decision;
+use crate::core::event::Effect;
+use crate::core::pool::Pin;
+use crate::core::refusal::Refusal;
+use crate::core::slot::HeldRun;
+use crate::types::{Copy, Direction};
+use crate::types::{FragmentPair, OpId, PageCursor, PageList, PageRun, SlotId};
+
+use super::ops::{Op, Work};
+use super::{Due, Leader};
+
+impl Leader {
+    pub(super) fn load(
+        &mut self,
+        due: Due,
+        id: SlotId,
+        first_page: u32,
+        destination: &PageList,
+        effects: &mut Vec<Effect>,
+    ) -> Result<(), Refusal> {
+        self.check_device_pages("destination", destination)?;
+        if !self.is_ready() {
+            return Err(self.ranks.not_ready());
+        }
+        let (tokens_per_page, ranks) = (self.tokens_per_page(), self.ranks.attached());
+        let Some(pool) = &mut self.pool else {
+            return Err(self.ranks.not_ready());
+        };
+        let session = self.sessions.entry(due.engine).or_default();
+        let slot = session.slots.get_mut(&id).ok_or(Refusal::UnknownSlot(id))?;
+        let pages = u32::try_from(destination.pages()).unwrap_or(u32::MAX);
+        let end = first_page.saturating_add(pages);
+        let not_pinned = Refusal::NotPinned {
+            slot: id,
+            first_page,
+            end,
+        };
+        let sources = covering(&slot.held, first_page, end).ok_or(not_pinned)?;
+
+        let mut cursor = PageCursor::new(destination);
+        let mut pairs = Vec::with_capacity(sources.len());
+        let mut lease: Vec<Pin> = Vec::with_capacity(sources.len());
+        let mut position = first_page;
+        for (held, run) in sources {
+            slot.digest
+                .add(tokens_per_page, Decision::Loaded { position, run });
+            pairs.push(FragmentPair {
+                src: PageList::run(run.start, run.count),
+                dst: cursor.take(run.count),
+            });
+            let upto = run.start + run.count - slot.held[held].arena_start;
+            lease.push(pool.pin(slot.held[held].block, upto));
+            position += run.count;
+        }
+        // The pin becomes a lease: what the load has passed need not be held for another one.
+        let (passed, kept) = slot
+            .held
+            .drain(..)
+            .partition(|held| held.position + held.pages <= end);
+        slot.held = kept;
+        let passed: Vec<HeldRun> = passed;
+        for held in passed {
+            pool.unpin(held.pin);
+        }
+        self.counts.loaded += pairs.len() as u64;
+        self.counts.loaded_pages += u64::from(pages);
+
+        self.next_id += 1;
+        let op = OpId(self.next_id);
+        let work = Work::Load {
+            due,
+            lease,
+            pages,
+            missing: ranks,
+            failed: 0,
+        };
+        self.begin_op(
+            op,
+            Op {
+                work,
+                deadline: due.deadline,
+            },
+        );
+        let copy = Copy {
+            op,
+            engine: due.engine,
+            direction: Direction::Load,
+            pairs,
+            after: crate::types::RequestId(0),
+            deadline: due.deadline,
+        };
+        effects.push(Effect::Copy { ranks, copy });
+        Ok(())
+    }
+
+    /// Refuses pages that the engine does not have, and empty lists.
+    pub(super) fn check_device_pages(
+        &self,
+        field: &'static str,
+        pages: &PageList,
+    ) -> Result<(), Refusal> {
+        let Some(geometry) = self.ranks.geometry() else {
+            return Err(self.ranks.not_ready());
+        };
+        if pages.0.is_empty() {
+            let remedy = "name at least one page";
+            return Err(Refusal::Invalid {
+                field,
+                value: "empty".to_owned(),
+                remedy,
+            });
+        }
+        match pages
+            .0
+            .iter()
+            .find(|run| run.end() > u64::from(geometry.device_pages) || run.count == 0)
+        {
+            None => Ok(()),
+            Some(run) => Err(Refusal::Invalid {
+                field,
+                value: format!("[{}, {}]", run.start, run.count),
+                remedy: "name pages that the ranks registered",
+            }),
+        }
+    }
+
+    pub(super) fn tokens_per_page(&self) -> u32 {
+        self.ranks
+            .geometry()
+            .map_or(0, |geometry| geometry.engine_page_tokens)
+    }
+}
+
+/// The arena pages of positions `first..end`, each with the index of the held run it lies in; `None` when some page is not
+/// held.
+fn covering(held: &[HeldRun], first: u32, end: u32) -> Option<Vec<(usize, PageRun)>> {
+    let mut sources = Vec::new();
+    let mut position = first;
+    for (index, run) in held.iter().enumerate() {
+        if position < end && (run.position..run.position + run.pages).contains(&position) {
+            let count = (run.position + run.pages).min(end) - position;
+            let start = run.arena_start + (position - run.position);
+            sources.push((index, PageRun { start, count }));
+            position += count;
+        }
+    }
+    (position == end && first < end).then_some(sources)
+}

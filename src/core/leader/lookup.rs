@@ -1,0 +1,124 @@
+//! Lookups: which pages of a sequence are there.
+
+use std::sync::Arc;
+
+use crate::core::decision::Decision;
+use crate::core::pool::Run;
+use crate::core::refusal::Refusal;
+use crate::core::slot::{HASH_BYTES_PER_ENGINE_MAX, HeldRun, SLOTS_MAX, Slot};
+use crate::types::Answer;
+use crate::types::{PageHashes, SlotId, Time};
+
+use super::{Due, Leader, Timer};
+
+impl Leader {
+    pub(super) fn lookup(
+        &mut self,
+        now: Time,
+        due: Due,
+        id: SlotId,
+        namespace: Vec<u8>,
+        hashes: PageHashes,
+        device_pages: u32,
+    ) -> Result<Answer, Refusal> {
+        if device_pages as usize > hashes.len() {
+            return Err(Refusal::Invalid {
+                field: "device_pages",
+                value: device_pages.to_string(),
+                remedy: "at most the number of page hashes",
+            });
+        }
+        if !self.is_ready() {
+            return Err(self.ranks.not_ready());
+        }
+        self.open_slot(due, id, &namespace, hashes)?;
+        let Some(pool) = &mut self.pool else {
+            return Err(self.ranks.not_ready());
+        };
+        let session = self.sessions.entry(due.engine).or_default();
+        let slot = session.slots.get_mut(&id).ok_or(Refusal::UnknownSlot(id))?;
+
+        let mut runs: Vec<Run> = Vec::new();
+        let reach = pool.walk(&slot.domain, &slot.hashes, device_pages as usize, &mut runs);
+        pool.touch(&runs);
+        let hit_pages = reach.end.saturating_sub(device_pages);
+        for run in runs
+            .iter()
+            .filter(|run| hit_pages > 0 && run.position + run.pages > device_pages)
+        {
+            slot.held.push(HeldRun {
+                position: run.position,
+                pages: run.pages,
+                arena_start: pool.arena_page(run, run.position),
+                block: run.block,
+                pin: pool.pin(run.block, run.pages),
+            });
+        }
+        if !slot.held.is_empty() {
+            slot.held_until = now + self.settings.hold_for;
+            self.timers
+                .insert((slot.held_until, Timer::Hold(due.engine, id)));
+        }
+        if let Some(geometry) = self.ranks.geometry() {
+            let found = Decision::Found {
+                device_pages,
+                hit_pages,
+            };
+            slot.digest.add(geometry.engine_page_tokens, found);
+        }
+        self.counts.lookups += 1;
+        self.counts.lookup_pages += slot.hashes.len() as u64;
+        self.counts.device_pages += u64::from(device_pages);
+        self.counts.hit_pages += u64::from(hit_pages);
+        Ok(Answer::Lookup {
+            hit_pages,
+            pending: reach.pending,
+        })
+    }
+
+    /// Opens the slot, or begins it anew: what an earlier lookup held is given back.
+    fn open_slot(
+        &mut self,
+        due: Due,
+        id: SlotId,
+        namespace: &[u8],
+        hashes: PageHashes,
+    ) -> Result<(), Refusal> {
+        let session = self.sessions.entry(due.engine).or_default();
+        let before = session.slots.remove(&id);
+        let digest = match before {
+            Some(mut slot) => {
+                session.hash_bytes -= slot.hashes.as_bytes().len();
+                self.let_go(due.engine, id, &mut slot);
+                slot.digest
+            }
+            None => self.new_digest(),
+        };
+        let domain = self.domain(namespace)?;
+        let session = self.sessions.entry(due.engine).or_default();
+        if session.slots.len() >= SLOTS_MAX {
+            return Err(Refusal::Limit {
+                limit: "running requests",
+                max: SLOTS_MAX as u64,
+            });
+        }
+        let bytes = session.hash_bytes + hashes.as_bytes().len();
+        if bytes > HASH_BYTES_PER_ENGINE_MAX {
+            let max = HASH_BYTES_PER_ENGINE_MAX as u64;
+            return Err(Refusal::Limit {
+                limit: "bytes of page hashes",
+                max,
+            });
+        }
+        session.hash_bytes = bytes;
+        let slot = Slot {
+            domain,
+            hashes: Arc::new(hashes),
+            held: Vec::new(),
+            held_until: Time::NEVER,
+            digest,
+        };
+        session.slots.insert(id, slot);
+        Ok(())
+    }
+}

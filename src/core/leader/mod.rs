@@ -1,0 +1,481 @@
+//! The leader: decides which page lives where, and answers engines.
+//!
+//! [`Leader::step`] is a plain function of its state, the time and an event. It touches no KV byte, reads no clock, draws
+//! no random number and waits for nothing: it appends effects, and whoever drives it carries them out. The live leader
+//! and a replay in virtual time drive the same code.
+
+mod load;
+mod lookup;
+mod ops;
+mod ranks;
+mod store;
+
+use std::collections::{BTreeSet, HashMap};
+use std::time::Duration;
+
+use crate::core::anchor::{AnchorKey, Domain, DomainId};
+use crate::core::decision::{RequestDigest, RunDigest};
+use crate::core::event::{Effect, Event};
+use crate::core::pool::Pool;
+use crate::core::refusal::Refusal;
+use crate::core::slot::{Seen, Session, Slot};
+use crate::types::{Answer, Request};
+use crate::types::{EngineId, Epoch, Generation, OpId, Rank, Ratio, RequestId, SlotId, Time};
+
+use ops::Op;
+use ranks::Ranks;
+use store::{PendingStore, StoreKey};
+
+/// Namespaces that one leader remembers, at most; each costs about 100 bytes and its name.
+pub const NAMESPACES_MAX: usize = 65_536;
+
+/// Settings of a leader. Data only.
+#[derive(Debug, Clone)]
+pub struct LeaderSettings {
+    /// Grows with each start.
+    pub epoch: Epoch,
+    /// Ranks of an engine.
+    pub ranks: u16,
+    /// Pages of the largest block.
+    pub ratio: Ratio,
+    /// Secret of the anchors.
+    pub anchor_key: AnchorKey,
+    /// How long a lookup holds what it found. Default: 30 s.
+    pub hold_for: Duration,
+    /// How long after its deadline a copy may take to end before its worker is expelled. Default: 10 s.
+    pub fence: Duration,
+    /// How long an engine is remembered after its connection broke. Default: 10 s.
+    pub engine_grace: Duration,
+    /// There is a tier, with room for one block at least. Without, every store is refused: a baseline. Default: on.
+    pub tiers: bool,
+    /// Keep the digest of decisions. Default: on.
+    pub record_decisions: bool,
+}
+
+impl LeaderSettings {
+    /// The defaults, for an epoch, a number of ranks, a ratio and a key.
+    pub fn new(epoch: Epoch, ranks: u16, ratio: Ratio, anchor_key: AnchorKey) -> Self {
+        Self {
+            epoch,
+            ranks,
+            ratio,
+            anchor_key,
+            hold_for: Duration::from_secs(30),
+            fence: Duration::from_secs(10),
+            engine_grace: Duration::from_secs(10),
+            tiers: true,
+            record_decisions: true,
+        }
+    }
+}
+
+/// What a timeout is about. Ordered, so that equal times fire in one order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Timer {
+    Hold(EngineId, SlotId),
+    Deadline(OpId),
+    Fence(OpId),
+    Engine(EngineId),
+}
+
+/// Counted since the start.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct LeaderCounts {
+    /// Lookups answered.
+    pub lookups: u64,
+    /// Pages that lookups were asked about.
+    pub lookup_pages: u64,
+    /// Pages that engines had themselves.
+    pub device_pages: u64,
+    /// Further pages found.
+    pub hit_pages: u64,
+    /// Block runs read by loads.
+    pub loaded: u64,
+    /// Pages read by loads.
+    pub loaded_pages: u64,
+    /// Pages that became ready.
+    pub published_pages: u64,
+    /// Copies that failed on some rank.
+    pub failed_copies: u64,
+    /// Copies that missed their deadline.
+    pub late_copies: u64,
+    /// Bytes gathered, summed over ranks.
+    pub gathered_bytes: u64,
+    /// Bytes scattered, summed over ranks.
+    pub scattered_bytes: u64,
+    /// Time that gathers took, summed over ranks.
+    pub gather_us: u64,
+    /// Time that scatters took, summed over ranks.
+    pub scatter_us: u64,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub struct Leader {
+    settings: LeaderSettings,
+    ranks: Ranks,
+    pool: Option<Pool>,
+    domains: HashMap<Vec<u8>, DomainId>,
+    sessions: HashMap<EngineId, Session>,
+    ops: HashMap<OpId, Op>,
+    stores: HashMap<StoreKey, PendingStore>,
+    waiters: HashMap<Generation, Vec<StoreKey>>,
+    timers: BTreeSet<(Time, Timer)>,
+    next_id: u64,
+    next_store: u64,
+    counts: LeaderCounts,
+    digest: RunDigest,
+}
+
+impl Leader {
+    /// A leader without workers and engines.
+    pub fn new(settings: LeaderSettings) -> Self {
+        Self {
+            ranks: Ranks::new(settings.ranks),
+            settings,
+            pool: None,
+            domains: HashMap::new(),
+            sessions: HashMap::new(),
+            ops: HashMap::new(),
+            stores: HashMap::new(),
+            waiters: HashMap::new(),
+            timers: BTreeSet::new(),
+            next_id: 0,
+            next_store: 0,
+            counts: LeaderCounts::default(),
+            digest: RunDigest::default(),
+        }
+    }
+
+    /// Takes an event and appends what is to be done.
+    pub fn step(&mut self, now: Time, event: Event, effects: &mut Vec<Effect>) {
+        match event {
+            Event::EngineOpened(engine) => self.engine_opened(engine),
+            Event::EngineClosed(engine) => self.engine_closed(now, engine),
+            Event::Attached(attached) => self.attached(attached, effects),
+            Event::WorkerLost(rank) => self.ranks.lost(rank),
+            Event::WorkerDead(rank) => self.worker_dead(rank, effects),
+            Event::Request {
+                engine,
+                id,
+                deadline,
+                request,
+            } => {
+                self.request(now, engine, id, deadline, request, effects);
+            }
+            Event::Ended {
+                rank,
+                epoch,
+                copies,
+            } => {
+                if epoch == self.settings.epoch {
+                    self.copies_ended(rank, &copies, effects);
+                }
+            }
+            Event::Tick => {}
+        }
+        self.fire_timers(now, effects);
+    }
+
+    /// When the next [`Event::Tick`] is due.
+    pub fn next_timeout(&self) -> Option<Time> {
+        self.timers.first().map(|(at, _)| *at)
+    }
+
+    /// This leader's epoch.
+    pub fn epoch(&self) -> Epoch {
+        self.settings.epoch
+    }
+
+    /// What happened since the start.
+    pub fn counts(&self) -> LeaderCounts {
+        self.counts
+    }
+
+    /// The pool of G2, once every rank is there.
+    pub fn pool(&self) -> Option<&Pool> {
+        self.pool.as_ref()
+    }
+
+    /// Copies that have not ended.
+    pub fn copies_under_way(&self) -> usize {
+        self.ops.len()
+    }
+
+    /// Slots of all engines.
+    pub fn slots(&self) -> usize {
+        self.sessions
+            .values()
+            .map(|session| session.slots.len())
+            .sum()
+    }
+
+    /// True when lookups are served.
+    pub fn is_ready(&self) -> bool {
+        self.pool.is_some() && self.ranks.all_attached()
+    }
+
+    /// Ranks that have attached.
+    pub fn attached_ranks(&self) -> u32 {
+        self.ranks.attached().len()
+    }
+
+    /// True when this rank has attached.
+    pub fn is_attached(&self, rank: Rank) -> bool {
+        self.ranks.attached().contains(rank)
+    }
+
+    /// Tokens of one page; 0 before a rank attached.
+    pub fn engine_page_tokens(&self) -> u32 {
+        self.tokens_per_page()
+    }
+
+    /// Every counter with its name: the names that status and reports use.
+    pub fn counters(&self) -> impl Iterator<Item = (&'static str, u64)> {
+        let pool = self.pool.as_ref().map(Pool::counts).unwrap_or_default();
+        let c = self.counts;
+        [
+            ("lookups", c.lookups),
+            ("lookup_pages", c.lookup_pages),
+            ("device_pages", c.device_pages),
+            ("hit_pages", c.hit_pages),
+            ("blocks_loaded", c.loaded),
+            ("loaded_pages", c.loaded_pages),
+            ("published_pages", c.published_pages),
+            ("failed_copies", c.failed_copies),
+            ("late_copies", c.late_copies),
+            ("gathered_bytes", c.gathered_bytes),
+            ("scattered_bytes", c.scattered_bytes),
+            ("gather_us", c.gather_us),
+            ("scatter_us", c.scatter_us),
+            ("blocks_stored", pool.stored),
+            ("blocks_grown", pool.grown),
+            ("blocks_branched", pool.branched),
+            ("blocks_split", pool.split),
+            ("blocks_evicted", pool.evicted),
+            ("evicted_pages", pool.evicted_pages),
+            ("blocks_refused", pool.refused),
+            ("refused_pages", pool.refused_pages),
+            (
+                "largest_eviction_pages",
+                u64::from(pool.largest_eviction_pages),
+            ),
+        ]
+        .into_iter()
+    }
+
+    /// Digest of all decisions about finished requests.
+    pub fn decisions_digest(&self) -> String {
+        self.digest.hex()
+    }
+
+    /// Recounts pools and holds by a second path. `Err` names the first contradiction.
+    pub fn check(&self) -> Result<(), String> {
+        let Some(pool) = &self.pool else {
+            return Ok(());
+        };
+        pool.check()?;
+        let slots = self
+            .sessions
+            .values()
+            .flat_map(|session| session.slots.values());
+        let held: usize = slots.map(|slot| slot.held.len()).sum();
+        let leased: usize = self.ops.values().map(Op::pins).sum();
+        if (held + leased) as u64 != pool.pins() {
+            return Err(format!(
+                "{held} held and {leased} leased, the pool counts {}",
+                pool.pins()
+            ));
+        }
+        Ok(())
+    }
+
+    fn request(
+        &mut self,
+        now: Time,
+        engine: EngineId,
+        id: RequestId,
+        deadline: Time,
+        request: Request,
+        effects: &mut Vec<Effect>,
+    ) {
+        match self.sessions.entry(engine).or_default().answers.begin(id) {
+            Seen::New => {}
+            Seen::UnderWay => return,
+            Seen::Answered(answer) => return effects.push(Effect::Answer { engine, id, answer }),
+            Seen::Stale => {
+                let answer = Err(Refusal::StaleRequest(id));
+                return effects.push(Effect::Answer { engine, id, answer });
+            }
+        }
+        let due = Due {
+            engine,
+            id,
+            deadline,
+        };
+        let answer = match request {
+            Request::Lookup {
+                slot,
+                namespace,
+                hashes,
+                device_pages,
+            } => self
+                .lookup(now, due, slot, namespace, hashes, device_pages)
+                .map(Some),
+            Request::Load {
+                slot,
+                first_page,
+                destination,
+            } => self
+                .load(due, slot, first_page, &destination, effects)
+                .map(|()| None),
+            Request::Store {
+                slot,
+                first_page,
+                more,
+                source,
+            } => self.store(due, slot, first_page, more, &source, effects),
+            Request::Finish { slot } => {
+                self.finish(engine, slot);
+                Ok(Some(Answer::Finish))
+            }
+        };
+        if let Some(answer) = answer.transpose() {
+            self.answer(engine, id, answer, effects);
+        }
+    }
+
+    fn answer(
+        &mut self,
+        engine: EngineId,
+        id: RequestId,
+        answer: Result<Answer, Refusal>,
+        effects: &mut Vec<Effect>,
+    ) {
+        if let Some(session) = self.sessions.get_mut(&engine) {
+            session.answers.end(id, &answer);
+        }
+        effects.push(Effect::Answer { engine, id, answer });
+    }
+
+    /// Ends a slot: its holds are given back and its decisions are added up. Unknown slots are finished already.
+    fn finish(&mut self, engine: EngineId, slot: SlotId) {
+        let Some(session) = self.sessions.get_mut(&engine) else {
+            return;
+        };
+        let Some(mut slot_state) = session.slots.remove(&slot) else {
+            return;
+        };
+        session.hash_bytes -= slot_state.hashes.as_bytes().len();
+        self.digest.add(&slot_state.digest);
+        self.let_go(engine, slot, &mut slot_state);
+    }
+
+    /// Gives back what the last lookup of a slot holds.
+    fn let_go(&mut self, engine: EngineId, id: SlotId, slot: &mut Slot) {
+        self.timers
+            .remove(&(slot.held_until, Timer::Hold(engine, id)));
+        if let Some(pool) = &mut self.pool {
+            for held in slot.held.drain(..) {
+                pool.unpin(held.pin);
+            }
+        }
+    }
+
+    fn engine_opened(&mut self, engine: EngineId) {
+        let session = self.sessions.entry(engine).or_default();
+        if let Some(at) = session.gone_at.take() {
+            self.timers.remove(&(at, Timer::Engine(engine)));
+        }
+    }
+
+    fn engine_closed(&mut self, now: Time, engine: EngineId) {
+        let Some(session) = self.sessions.get_mut(&engine) else {
+            return;
+        };
+        let at = now + self.settings.engine_grace;
+        if let Some(before) = session.gone_at.replace(at) {
+            self.timers.remove(&(before, Timer::Engine(engine)));
+        }
+        self.timers.insert((at, Timer::Engine(engine)));
+    }
+
+    fn forget_engine(&mut self, engine: EngineId) {
+        let Some(session) = self.sessions.get(&engine) else {
+            return;
+        };
+        let mut slots: Vec<SlotId> = session.slots.keys().copied().collect();
+        slots.sort_unstable();
+        for slot in slots {
+            self.finish(engine, slot);
+        }
+        self.sessions.remove(&engine);
+    }
+
+    fn fire_timers(&mut self, now: Time, effects: &mut Vec<Effect>) {
+        while let Some((at, timer)) = self.timers.first().copied().filter(|(at, _)| *at <= now) {
+            self.timers.remove(&(at, timer));
+            match timer {
+                Timer::Hold(engine, slot) => self.hold_expired(engine, slot),
+                Timer::Deadline(op) => self.copy_late(op, at, effects),
+                Timer::Fence(op) => self.copy_stuck(op, effects),
+                Timer::Engine(engine) => self.forget_engine(engine),
+            }
+        }
+    }
+
+    fn hold_expired(&mut self, engine: EngineId, id: SlotId) {
+        let slot = self
+            .sessions
+            .get_mut(&engine)
+            .and_then(|session| session.slots.remove(&id));
+        if let Some(mut slot) = slot {
+            self.let_go(engine, id, &mut slot);
+            if let Some(session) = self.sessions.get_mut(&engine) {
+                session.slots.insert(id, slot);
+            }
+        }
+    }
+
+    /// The domain of a namespace, made when it is seen for the first time.
+    fn domain(&mut self, namespace: &[u8]) -> Result<Domain, Refusal> {
+        let id = match self.domains.get(namespace) {
+            Some(id) => *id,
+            None if self.domains.len() >= NAMESPACES_MAX => {
+                return Err(Refusal::Limit {
+                    limit: "namespaces",
+                    max: NAMESPACES_MAX as u64,
+                });
+            }
+            None => {
+                let id = DomainId(u32::try_from(self.domains.len()).unwrap_or(u32::MAX));
+                self.domains.insert(namespace.to_vec(), id);
+                id
+            }
+        };
+        let geometry = self
+            .ranks
+            .geometry()
+            .ok_or_else(|| self.ranks.not_ready())?;
+        let key = &self.settings.anchor_key;
+        Ok(Domain::new(
+            id,
+            key,
+            namespace,
+            &geometry.layout_fingerprint,
+            geometry.group,
+        ))
+    }
+
+    fn new_digest(&self) -> RequestDigest {
+        RequestDigest::new(self.settings.record_decisions)
+    }
+}
+
+/// Who is waiting for an answer, and until when.
+#[derive(Debug, Clone, Copy)]
+struct Due {
+    engine: EngineId,
+    id: RequestId,
+    deadline: Time,
+}

@@ -1,0 +1,351 @@
+//! Stores: which pages are missing below, where they go, and when they are there.
+
+use std::sync::Arc;
+
+use crate::core::anchor::Domain;
+use crate::core::decision::Decision;
+use crate::core::event::Effect;
+use crate::core::index::{Match, Want};
+use crate::core::pool::{Kind, Pin, Pool, Reserved, Run};
+use crate::core::refusal::Refusal;
+use crate::core::slot::{HASH_BYTES_PER_ENGINE_MAX, Slot};
+use crate::types::{Answer, Copy, Direction};
+use crate::types::{
+    FragmentPair, Generation, OpId, PageCursor, PageHashes, PageList, PageRun, Rank, SlotId,
+};
+
+use super::ops::{Op, Work};
+use super::{Due, Leader};
+
+/// A store request that waits for copies: its own and those of others that it found under way.
+pub(super) type StoreKey = u64;
+
+#[derive(Debug)]
+pub(super) struct PendingStore {
+    due: Due,
+    domain: Domain,
+    hashes: Arc<PageHashes>,
+    /// Copies that have not ended, each with the pages of this request in it and whether they are its own.
+    waits: Vec<Wait>,
+    stored_pages: u32,
+    present_pages: u32,
+    refused_pages: u32,
+    failed_pages: u32,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Wait {
+    generation: Generation,
+    pages: u32,
+    own: bool,
+}
+
+/// What a store comes to: filled while its pages are looked at one after another.
+#[derive(Debug, Default)]
+struct Plan {
+    reserved: Vec<Reserved>,
+    evicted: Vec<PageRun>,
+    waits: Vec<Wait>,
+    present_pages: u32,
+    refused_pages: u32,
+}
+
+impl Leader {
+    /// `Some` answer at once when nothing needs to be copied or waited for.
+    pub(super) fn store(
+        &mut self,
+        due: Due,
+        id: SlotId,
+        first_page: u32,
+        more: Option<PageHashes>,
+        source: &PageList,
+        effects: &mut Vec<Effect>,
+    ) -> Result<Option<Answer>, Refusal> {
+        self.check_device_pages("source", source)?;
+        if !self.is_ready() {
+            return Err(self.ranks.not_ready());
+        }
+        let (tokens_per_page, ranks) = (self.tokens_per_page(), self.ranks.attached());
+        let ratio = self.settings.ratio.pages();
+        let Some(pool) = &mut self.pool else {
+            return Err(self.ranks.not_ready());
+        };
+        let session = self.sessions.entry(due.engine).or_default();
+        let slot = session.slots.get_mut(&id).ok_or(Refusal::UnknownSlot(id))?;
+        extend_hashes(slot, &mut session.hash_bytes, more)?;
+        let end = u64::from(first_page) + source.pages();
+        let end = u32::try_from(end)
+            .ok()
+            .filter(|end| *end as usize <= slot.hashes.len());
+        let end = end.ok_or_else(|| Refusal::Invalid {
+            field: "source",
+            value: format!("{} pages from page {first_page} on", source.pages()),
+            remedy: "send the hashes of all pages that are stored",
+        })?;
+
+        let plan = plan(pool, slot, first_page..end, ratio, &mut self.next_id);
+        for run in &plan.evicted {
+            slot.digest.add(tokens_per_page, Decision::Evicted(*run));
+        }
+        let mut cursor = PageCursor::new(source);
+        let mut at = first_page;
+        for reserved in &plan.reserved {
+            let Reserved {
+                generation,
+                position,
+                run,
+                kind,
+            } = *reserved;
+            let grown = kind == Kind::Growth;
+            slot.digest.add(
+                tokens_per_page,
+                Decision::Stored {
+                    position,
+                    run,
+                    grown,
+                },
+            );
+            cursor.skip(position - at);
+            let src = cursor.take(run.count);
+            at = position + run.count;
+            let pair = FragmentPair {
+                src,
+                dst: PageList::run(run.start, run.count),
+            };
+            let copy = Copy {
+                op: OpId(generation.0),
+                engine: due.engine,
+                direction: Direction::Store,
+                pairs: vec![pair],
+                after: due.id,
+                deadline: due.deadline,
+            };
+            effects.push(Effect::Copy { ranks, copy });
+            pool.start_filling(generation, ranks);
+        }
+        if plan.refused_pages > 0 {
+            let (position, count) = (end - plan.refused_pages, plan.refused_pages);
+            slot.digest
+                .add(tokens_per_page, Decision::Refused { position, count });
+        }
+        let pending = PendingStore {
+            due,
+            domain: slot.domain.clone(),
+            hashes: Arc::clone(&slot.hashes),
+            waits: plan.waits,
+            stored_pages: 0,
+            present_pages: plan.present_pages,
+            refused_pages: plan.refused_pages,
+            failed_pages: 0,
+        };
+        for reserved in &plan.reserved {
+            let work = Work::Store { missing: ranks };
+            self.begin_op(
+                OpId(reserved.generation.0),
+                Op {
+                    work,
+                    deadline: due.deadline,
+                },
+            );
+        }
+        Ok(self.wait_or_end(pending))
+    }
+
+    /// One rank's copy into a reservation ended; the last one publishes or frees its pages and wakes who waits for it.
+    pub(super) fn filled(
+        &mut self,
+        generation: Generation,
+        rank: Rank,
+        whole: bool,
+        effects: &mut Vec<Effect>,
+    ) {
+        let Some(pool) = &mut self.pool else { return };
+        let Some(published) = pool.ended(generation, rank, whole) else {
+            return;
+        };
+        self.counts.failed_copies += u64::from(!published);
+        for key in self.waiters.remove(&generation).unwrap_or_default() {
+            let Some(store) = self.stores.get_mut(&key) else {
+                continue;
+            };
+            let Some(index) = store
+                .waits
+                .iter()
+                .position(|wait| wait.generation == generation)
+            else {
+                continue;
+            };
+            let wait = store.waits.swap_remove(index);
+            match (published, wait.own) {
+                (true, true) => {
+                    store.stored_pages += wait.pages;
+                    self.counts.published_pages += u64::from(wait.pages);
+                }
+                (true, false) => store.present_pages += wait.pages,
+                (false, _) => store.failed_pages += wait.pages,
+            }
+            if store.waits.is_empty()
+                && let Some(store) = self.stores.remove(&key)
+            {
+                let answer = self.end_store(&store);
+                self.answer(store.due.engine, store.due.id, Ok(answer), effects);
+            }
+        }
+    }
+
+    fn wait_or_end(&mut self, pending: PendingStore) -> Option<Answer> {
+        if pending.waits.is_empty() {
+            return Some(self.end_store(&pending));
+        }
+        self.next_store += 1;
+        for wait in &pending.waits {
+            self.waiters
+                .entry(wait.generation)
+                .or_default()
+                .push(self.next_store);
+        }
+        self.stores.insert(self.next_store, pending);
+        None
+    }
+
+    /// A store that ended makes its sequence the newest, the tail first.
+    fn end_store(&mut self, store: &PendingStore) -> Answer {
+        if let Some(pool) = &mut self.pool {
+            let mut runs: Vec<Run> = Vec::new();
+            pool.walk(&store.domain, &store.hashes, store.hashes.len(), &mut runs);
+            pool.touch(&runs);
+        }
+        Answer::Store {
+            stored_pages: store.stored_pages,
+            present_pages: store.present_pages,
+            refused_pages: store.refused_pages,
+            failed_pages: store.failed_pages,
+        }
+    }
+}
+
+/// Appends hashes that the slot does not know yet.
+fn extend_hashes(
+    slot: &mut Slot,
+    hash_bytes: &mut usize,
+    more: Option<PageHashes>,
+) -> Result<(), Refusal> {
+    let Some(more) = more else { return Ok(()) };
+    let added = more.as_bytes().len();
+    if *hash_bytes + added > HASH_BYTES_PER_ENGINE_MAX {
+        let max = HASH_BYTES_PER_ENGINE_MAX as u64;
+        return Err(Refusal::Limit {
+            limit: "bytes of page hashes",
+            max,
+        });
+    }
+    let width = more.width();
+    if !Arc::make_mut(&mut slot.hashes).extend(&more) {
+        return Err(Refusal::Invalid {
+            field: "hash_bytes",
+            value: width.to_string(),
+            remedy: "use one width for all hashes of a slot",
+        });
+    }
+    *hash_bytes += added;
+    Ok(())
+}
+
+/// Looks at the sequence from its first page on: what is there or on its way is left alone, what is missing in `wanted`
+/// is reserved. What was passed is held meanwhile, so that making room for the tail never costs the root.
+fn plan(
+    pool: &mut Pool,
+    slot: &Slot,
+    wanted: std::ops::Range<u32>,
+    ratio: u32,
+    next_id: &mut u64,
+) -> Plan {
+    let mut plan = Plan::default();
+    let mut held: Vec<Pin> = Vec::new();
+    let mut tail: Option<Match> = None;
+    let mut position = 0;
+    while position < wanted.end {
+        if let Some(found) =
+            pool.longest(&slot.domain, &slot.hashes, position as usize, Want::Present)
+        {
+            if found.ready > 0 {
+                held.push(pool.pin(found.block, found.ready));
+            }
+            plan.count_present(pool, found, position, &wanted);
+            position += found.pages;
+            tail = Some(found);
+        } else if position < wanted.start {
+            position += 1;
+            tail = None;
+        } else {
+            let end = missing_until(pool, slot, position, wanted.end, ratio);
+            let before = plan.reserved.len();
+            let room = pool.reserve(
+                &slot.domain,
+                &slot.hashes,
+                position,
+                end,
+                tail,
+                next_id,
+                &mut plan.reserved,
+                &mut plan.evicted,
+            );
+            for reserved in &plan.reserved[before..] {
+                let (generation, pages) = (reserved.generation, reserved.run.count);
+                plan.waits.push(Wait {
+                    generation,
+                    pages,
+                    own: true,
+                });
+            }
+            position += room;
+            if position < end {
+                plan.refused_pages = wanted.end - position;
+                break;
+            }
+            tail = None;
+        }
+    }
+    for pin in held {
+        pool.unpin(pin);
+    }
+    plan
+}
+
+/// End of the pages from `position` on that one block could take: the next multiple of the ratio, the end of what is
+/// wanted, or the first page that is there again.
+fn missing_until(pool: &Pool, slot: &Slot, position: u32, end: u32, ratio: u32) -> u32 {
+    let limit = end.min((position / ratio + 1) * ratio);
+    let there = |page: &u32| {
+        pool.longest(&slot.domain, &slot.hashes, *page as usize, Want::Present)
+            .is_some()
+    };
+    (position + 1..limit).find(there).unwrap_or(limit)
+}
+
+impl Plan {
+    /// Counts the wanted pages of a run that is there; those on their way are waited for.
+    fn count_present(
+        &mut self,
+        pool: &Pool,
+        found: Match,
+        position: u32,
+        wanted: &std::ops::Range<u32>,
+    ) {
+        let overlap =
+            |from: u32, to: u32| to.min(wanted.end).saturating_sub(from.max(wanted.start));
+        let ready_end = position + found.ready;
+        self.present_pages += overlap(position, ready_end);
+        let pages = overlap(ready_end, position + found.pages);
+        if pages > 0
+            && let Some(filling) = pool.filling_of(found.block)
+        {
+            let generation = filling.generation;
+            self.waits.push(Wait {
+                generation,
+                pages,
+                own: false,
+            });
+        }
+    }
+}

@@ -1,0 +1,34 @@
+//! The heart: plain, synchronous state machines on plain data.
+//!
+//! [`Leader::step`] takes the time and an event and appends effects. Nothing in here knows of sockets, files, clocks,
+//! random sources or an async runtime; time and keys come in from outside. Read in this order:
+//!
+//! 1. `arena`: where runs of pages lie; `blocks`: what they hold and how old they are; `anchor`, `index`: how they are
+//!    found;
+//! 2. `pool`: one tier: reserve, fill, publish, pin, evict; `check`: all of it counted a second time;
+//! 3. `slot`: what is known of an engine; `event`, `refusal`: what goes in and comes out;
+//! 4. `leader`: the decisions; `decision`: their digest; `worker`: what a worker does with its orders.
+
+mod anchor;
+mod arena;
+mod blocks;
+mod check;
+mod decision;
+mod event;
+mod index;
+mod leader;
+mod pool;
+mod refusal;
+mod shards;
+mod slot;
+mod worker;
+
+pub use anchor::{AnchorKey, Domain, DomainId};
+pub use arena::{ARENA_PAGES_MAX, Arena};
+pub use event::{Attached, Effect, Event};
+pub use index::{Match, SIBLINGS_MAX, Want};
+pub use leader::{Leader, LeaderCounts, LeaderSettings, NAMESPACES_MAX};
+pub use pool::{Kind, PageStates, Pin, Pool, PoolCounts, Reach, Reserved, Run};
+pub use refusal::Refusal;
+pub use shards::{RANKS_MAX, RankSet};
+pub use worker::{BatchId, WORKER_COPIES_MAX, Worker, WorkerEffect, WorkerEvent};

@@ -1,0 +1,114 @@
+//! What engines ask of a leader, what it answers, and what it asks of workers: the vocabulary that the wire encodes, the
+//! core decides about and engines speak.
+
+use super::{EngineId, FragmentPair, OpId, PageHashes, PageList, RequestId, SlotId, Time};
+
+/// What an engine can ask for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Request {
+    /// Which pages of a sequence are there? Opens the slot, or begins it anew, and pins what is found for a short time.
+    Lookup {
+        /// The engine's number of the request.
+        slot: SlotId,
+        /// Whose pages: salt, tenant, adapter. Two namespaces never share a page.
+        namespace: Vec<u8>,
+        /// Hashes of all full pages of the prompt.
+        hashes: PageHashes,
+        /// So many pages from the first on the engine has itself.
+        device_pages: u32,
+    },
+    /// Copy pages that the last lookup found to the engine's memory.
+    Load {
+        /// Which slot.
+        slot: SlotId,
+        /// Position of the first page in the sequence.
+        first_page: u32,
+        /// Device pages, one for each page from there on.
+        destination: PageList,
+    },
+    /// Keep pages of the sequence. They are read once the engine's ranks say that they are written.
+    Store {
+        /// Which slot.
+        slot: SlotId,
+        /// Position of the first page in the sequence.
+        first_page: u32,
+        /// Hashes of pages that the slot does not know yet, behind those that it knows.
+        more: Option<PageHashes>,
+        /// Device pages, one for each page from `first_page` on.
+        source: PageList,
+    },
+    /// The request is over: let go of what the slot pins. Copies that are under way still end and are answered.
+    Finish {
+        /// Which slot.
+        slot: SlotId,
+    },
+}
+
+/// What comes back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Answer {
+    /// To a lookup.
+    Lookup {
+        /// Pages behind the engine's own that can be loaded.
+        hit_pages: u32,
+        /// The page behind those is on its way.
+        pending: bool,
+    },
+    /// To a load: every page is in place on every rank.
+    Load {
+        /// How many pages.
+        pages: u32,
+    },
+    /// To a store: a lookup finds `stored` and `present` pages from now on.
+    Store {
+        /// Pages that this request stored.
+        stored_pages: u32,
+        /// Pages that were there, or that another request stored meanwhile.
+        present_pages: u32,
+        /// Pages for which there was no room.
+        refused_pages: u32,
+        /// Pages whose copy failed.
+        failed_pages: u32,
+    },
+    /// To a finish.
+    Finish,
+}
+
+/// Which way bytes go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Direction {
+    /// From the engine's memory to a depot: a gather.
+    Store,
+    /// From a depot to the engine's memory: a scatter.
+    Load,
+}
+
+/// One copy, the same on every rank.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Copy {
+    /// Its name; a store's is also the generation of its reservation.
+    pub op: OpId,
+    /// Whose memory.
+    pub engine: EngineId,
+    /// Which way.
+    pub direction: Direction,
+    /// Which pages: device pages on the engine's side, arena pages on the depot's.
+    pub pairs: Vec<FragmentPair>,
+    /// A store starts once the rank's engine has said that everything up to this request is written.
+    pub after: RequestId,
+    /// When it is cancelled.
+    pub deadline: Time,
+}
+
+/// The end of one copy on one rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct EndedCopy {
+    /// Which copy.
+    pub op: OpId,
+    /// True when every byte was copied.
+    pub whole: bool,
+    /// Bytes that were copied.
+    pub bytes: u64,
+    /// How long the copy itself took, in microseconds.
+    pub busy_us: u64,
+}
