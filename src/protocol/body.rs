@@ -1,0 +1,345 @@
+//! The second part of each message: a MessagePack map with these fields as keys. Unknown keys are skipped; a field that
+//! may be absent has a default.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use crate::protocol::pairs::{Pages, Pairs};
+use crate::types::{GroupGeometry, Registration};
+
+/// A body without any field.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Empty {}
+
+/// What a client is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Role {
+    /// The scheduler of an engine: looks up, loads, stores.
+    Engine,
+    /// One rank of an engine: registers its memory with its worker.
+    Rank,
+    /// A worker.
+    Worker,
+    /// A person or a probe.
+    Admin,
+}
+
+/// First message of a client.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Hello {
+    /// Oldest version it speaks.
+    pub version_min: u16,
+    /// Newest version it speaks.
+    pub version_max: u16,
+    /// What it is.
+    pub role: Role,
+    /// 16 bytes that name the engine, kept over reconnects; zero for others.
+    #[serde(with = "serde_bytes")]
+    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    pub engine: [u8; 16],
+    /// Its rank; 0 where there is none.
+    #[serde(default)]
+    pub rank: u16,
+    /// A name for people, in logs.
+    #[serde(default)]
+    pub name: String,
+}
+
+/// Answer to [`Hello`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Welcome {
+    /// The version that both speak from now on.
+    pub version: u16,
+    /// A side that heard nothing for so long says ping; after three times that the other is gone.
+    pub heartbeat_ms: u32,
+    /// Requests that may wait for an answer at one time.
+    pub request_credits: u32,
+    /// Bytes of requests that may wait for an answer at one time.
+    pub byte_credits: u64,
+}
+
+/// Answer to a request that is not carried out.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct ErrorBody {
+    /// See the list of codes.
+    pub code: u16,
+    /// One line for people: what, which value, what to do.
+    pub message: String,
+    /// True when the same request may succeed later.
+    #[serde(default)]
+    pub retry: bool,
+}
+
+/// Which pages of a sequence are there?
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Lookup {
+    /// The engine's number of the request.
+    pub slot: u64,
+    /// Whose pages these are.
+    #[serde(with = "serde_bytes", default)]
+    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    pub namespace: Vec<u8>,
+    /// Bytes of one page hash, 16 to 64.
+    pub hash_bytes: u8,
+    /// The hashes of all full pages of the prompt, packed.
+    #[serde(with = "serde_bytes")]
+    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    pub hashes: Vec<u8>,
+    /// So many pages from the first on the engine has itself.
+    #[serde(default)]
+    pub device_pages: u32,
+}
+
+/// Answer to [`Lookup`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct LookupAnswer {
+    /// Pages behind the engine's own that can be loaded. They are pinned for a short time.
+    pub hit_pages: u32,
+    /// The page behind those is on its way: asking again may find more.
+    #[serde(default)]
+    pub pending: bool,
+}
+
+/// Copy found pages to the engine's memory.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Load {
+    /// Which slot.
+    pub slot: u64,
+    /// Position of the first page in the sequence.
+    pub first_page: u32,
+    /// Device pages, one for each page from there on.
+    #[schemars(with = "Vec<PageItemSchema>")]
+    pub destination: Pages,
+}
+
+/// Answer to [`Load`]: every page is in place on every rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct LoadAnswer {
+    /// How many pages.
+    pub pages: u32,
+}
+
+/// Keep pages of a sequence.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Store {
+    /// Which slot.
+    pub slot: u64,
+    /// Position of the first page in the sequence.
+    pub first_page: u32,
+    /// Device pages, one for each page from there on.
+    #[schemars(with = "Vec<PageItemSchema>")]
+    pub source: Pages,
+    /// Bytes of one page hash; 0 without further hashes.
+    #[serde(default)]
+    pub hash_bytes: u8,
+    /// Hashes of pages behind those that the slot knows, packed.
+    #[serde(with = "serde_bytes", default)]
+    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    pub more_hashes: Vec<u8>,
+}
+
+/// Answer to [`Store`]: a lookup finds stored and present pages from now on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct StoreAnswer {
+    /// Pages that this request stored.
+    pub stored_pages: u32,
+    /// Pages that were there.
+    pub present_pages: u32,
+    /// Pages for which there was no room.
+    #[serde(default)]
+    pub refused_pages: u32,
+    /// Pages whose copy failed.
+    #[serde(default)]
+    pub failed_pages: u32,
+}
+
+/// The request is over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Finish {
+    /// Which slot.
+    pub slot: u64,
+}
+
+/// This is the KV memory of one engine rank.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Register {
+    /// 16 bytes that name the engine: those of its scheduler's hello.
+    #[serde(with = "serde_bytes")]
+    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    pub engine: [u8; 16],
+    /// The memory.
+    #[schemars(with = "serde_json::Value")]
+    pub registration: Registration,
+}
+
+/// Answer to [`Register`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Registered {
+    /// Pages that this rank's depot has room for.
+    pub arena_pages: u32,
+    /// Bytes of one page below the device.
+    pub page_bytes: u64,
+}
+
+/// What stores up to this request read is written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Written {
+    /// Id of the last such request.
+    pub through: u64,
+}
+
+/// A worker has its engine's memory and its depot.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Attach {
+    /// Which rank.
+    pub rank: u16,
+    /// What the memory looks like.
+    #[schemars(with = "serde_json::Value")]
+    pub geometry: GroupGeometry,
+    /// Pages that the depot has room for.
+    pub arena_pages: u32,
+    /// The depot still holds what this leader stored there.
+    #[serde(default)]
+    pub keeps_pages: bool,
+}
+
+/// Answer to [`Attach`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Attached {
+    /// Ranks that have attached by now.
+    pub attached_ranks: u32,
+}
+
+/// One copy of a transfer.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct CopyOrder {
+    /// Its name, unique within the epoch.
+    pub op: u64,
+    /// Which pages. A store reads device pages and writes arena pages, a load the reverse.
+    #[schemars(with = "Vec<PairSchema>")]
+    pub pairs: Pairs,
+}
+
+/// Copy.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Transfer {
+    /// Whose memory.
+    #[serde(with = "serde_bytes")]
+    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    pub engine: [u8; 16],
+    /// True: from the device to the depot. False: from the depot to the device.
+    pub store: bool,
+    /// A store starts once the rank has said that everything up to this request is written.
+    #[serde(default)]
+    pub after: u64,
+    /// The copies. They may end in any order.
+    pub copies: Vec<CopyOrder>,
+}
+
+/// How one copy ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct CopyResult {
+    /// Which copy.
+    pub op: u64,
+    /// True when every byte was copied.
+    pub whole: bool,
+    /// Bytes that were copied.
+    #[serde(default)]
+    pub bytes: u64,
+    /// How long it took, in microseconds.
+    #[serde(default)]
+    pub busy_us: u64,
+}
+
+/// Answer to [`Transfer`]: nothing of these copies reads or writes any more.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Ended {
+    /// Which rank.
+    pub rank: u16,
+    /// One result for each copy.
+    pub copies: Vec<CopyResult>,
+}
+
+/// Stop copies.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Cancel {
+    /// Which.
+    pub ops: Vec<u64>,
+}
+
+/// How is it going?
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Status {
+    /// Recount pools and holds by a second path, which takes time in proportion to the arena.
+    #[serde(default)]
+    pub check: bool,
+}
+
+/// A rank in [`StatusAnswer`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct RankStatus {
+    /// Which rank.
+    pub rank: u16,
+    /// Its worker is there, with the engine's memory.
+    pub attached: bool,
+    /// Process id of the worker; 0 when it is not known.
+    #[serde(default)]
+    pub pid: u32,
+}
+
+/// Answer to [`Status`]. Counters run since the leader's start; a reader skips those that it does not know.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct StatusAnswer {
+    /// Version of the program.
+    pub version: String,
+    /// Epoch of the leader.
+    pub epoch: u64,
+    /// Every rank is there: lookups are served.
+    pub ready: bool,
+    /// Pages of the largest block.
+    pub ratio: u32,
+    /// Tokens of one page; 0 before a rank attached.
+    pub engine_page_tokens: u32,
+    /// The ranks.
+    pub ranks: Vec<RankStatus>,
+    /// Running requests.
+    pub slots: u64,
+    /// Holds and leases.
+    pub pins: u64,
+    /// Copies that have not ended.
+    pub copies_under_way: u64,
+    /// Pages of the arena by state: free, reserved, filling, ready, quarantined.
+    pub pages: std::collections::BTreeMap<String, u64>,
+    /// Blocks that live.
+    pub blocks: u64,
+    /// Counters by name.
+    pub counters: std::collections::BTreeMap<String, u64>,
+    /// Digest of the decisions about finished requests.
+    pub decisions_digest: String,
+    /// What the second count found wrong; empty when nothing, or when it was not asked for.
+    pub contradiction: String,
+}
+
+/// A page index, or a run `[start, count]`.
+#[derive(JsonSchema)]
+#[serde(untagged)]
+#[expect(dead_code, reason = "describes the wire, is never made")]
+pub enum PageItemSchema {
+    /// One page.
+    Page(u32),
+    /// Neighbours.
+    Run(u32, u32),
+}
+
+/// `[src, dst]` of version 1, or `[[srcs], [dsts]]` of version 2.
+#[derive(JsonSchema)]
+#[serde(untagged)]
+#[expect(dead_code, reason = "describes the wire, is never made")]
+pub enum PairSchema {
+    /// Two page indices.
+    Pages(u32, u32),
+    /// Two lists of items with the same number of pages.
+    Fragments(Vec<PageItemSchema>, Vec<PageItemSchema>),
+}

@@ -1,0 +1,65 @@
+//! The catalogue of messages as JSON: `schema/messages.json`.
+
+use serde_json::{Value, json};
+
+use crate::protocol::error::ErrorCode;
+use crate::protocol::kind::Kind;
+use crate::protocol::{Message, VERSION, VERSION_MIN, limits};
+
+/// Every kind with its number and the JSON Schema of its body, every error code, and the limits.
+pub fn catalogue() -> Value {
+    let kinds: Vec<Value> = Kind::ALL
+        .iter()
+        .map(|kind| {
+            json!({
+                "number": kind.number(),
+                "name": kind.name(),
+                "answer": answer(*kind).map(Kind::name),
+                "body": Message::schema(*kind),
+            })
+        })
+        .collect();
+    let errors: Vec<Value> = ErrorCode::ALL
+        .iter()
+        .map(|code| json!({ "number": code.number(), "name": code.name(), "retry": code.retry() }))
+        .collect();
+    json!({
+        "status": "provisional",
+        "versions": { "oldest": VERSION_MIN, "newest": VERSION },
+        "header": "src/protocol/header.rs: 32 bytes, big-endian",
+        "kinds": kinds,
+        "errors": errors,
+        "limits": {
+            "body_bytes": limits::BODY_BYTES_MAX,
+            "page_hashes": limits::HASHES_MAX,
+            "pairs": limits::PAIRS_MAX,
+            "page_items": limits::PAGE_ITEMS_MAX,
+            "pages": limits::PAGES_MAX,
+            "copies": limits::COPIES_MAX,
+            "text_bytes": limits::TEXT_BYTES_MAX,
+            "namespace_bytes": limits::NAMESPACE_BYTES_MAX,
+            "depth": limits::DEPTH_MAX,
+            "request_credits": limits::REQUEST_CREDITS,
+            "byte_credits": limits::BYTE_CREDITS,
+        },
+    })
+}
+
+/// The kind that answers a request; every request may be answered by an error instead.
+fn answer(kind: Kind) -> Option<Kind> {
+    match kind {
+        Kind::Hello => Some(Kind::Welcome),
+        Kind::Ping => Some(Kind::Pong),
+        Kind::Lookup => Some(Kind::LookupAnswer),
+        Kind::Load => Some(Kind::LoadAnswer),
+        Kind::Store => Some(Kind::StoreAnswer),
+        Kind::Finish => Some(Kind::FinishAnswer),
+        Kind::Register => Some(Kind::Registered),
+        Kind::Written => Some(Kind::WrittenAnswer),
+        Kind::Attach => Some(Kind::Attached),
+        Kind::Transfer => Some(Kind::Ended),
+        Kind::Cancel => Some(Kind::CancelAnswer),
+        Kind::Status => Some(Kind::StatusAnswer),
+        _ => None,
+    }
+}

@@ -1,0 +1,257 @@
+//! The one way from bytes to messages and back.
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::protocol::body::{
+    Attach, Attached, Cancel, Empty, Ended, ErrorBody, Finish, Hello, Load, LoadAnswer, Lookup,
+    LookupAnswer, Register, Registered, Status, StatusAnswer, Store, StoreAnswer, Transfer,
+    Welcome, Written,
+};
+use crate::protocol::error::{DecodeError, EncodeError};
+use crate::protocol::header::{HEADER_BYTES, Header};
+use crate::protocol::kind::Kind;
+use crate::protocol::limits::{
+    BODY_BYTES_MAX, COPIES_MAX, DEPTH_MAX, HASHES_MAX, NAMESPACE_BYTES_MAX, PAGES_MAX,
+    TEXT_BYTES_MAX,
+};
+use crate::protocol::{VERSION, VERSION_MIN};
+use crate::types::{Epoch, PageList, RequestId};
+
+macro_rules! messages {
+    ($($(#[$doc:meta])* $name:ident($body:ty);)*) => {
+        /// A message: its kind and its body.
+        #[derive(Debug, Clone, PartialEq)]
+        pub enum Message {
+            $($(#[$doc])* $name($body),)*
+        }
+
+        impl Message {
+            /// Its kind.
+            pub fn kind(&self) -> Kind {
+                match self {
+                    $(Self::$name(_) => Kind::$name,)*
+                }
+            }
+
+            fn write(&self, out: &mut Vec<u8>) -> Result<(), rmp_serde::encode::Error> {
+                match self {
+                    $(Self::$name(body) => body.serialize(&mut rmp_serde::Serializer::new(out).with_struct_map()),)*
+                }
+            }
+
+            fn read(kind: Kind, bytes: &[u8]) -> Result<Self, DecodeError> {
+                match kind {
+                    $(Kind::$name => read_body(kind, bytes).map(Self::$name),)*
+                }
+            }
+
+            /// JSON Schema of the body of a kind.
+            pub fn schema(kind: Kind) -> schemars::Schema {
+                match kind {
+                    $(Kind::$name => schemars::schema_for!($body),)*
+                }
+            }
+        }
+    };
+}
+
+messages! {
+    /// See [`Kind::Hello`].
+    Hello(Hello);
+    /// See [`Kind::Welcome`].
+    Welcome(Welcome);
+    /// See [`Kind::Error`].
+    Error(ErrorBody);
+    /// See [`Kind::Ping`].
+    Ping(Empty);
+    /// See [`Kind::Pong`].
+    Pong(Empty);
+    /// See [`Kind::Lookup`].
+    Lookup(Lookup);
+    /// See [`Kind::LookupAnswer`].
+    LookupAnswer(LookupAnswer);
+    /// See [`Kind::Load`].
+    Load(Load);
+    /// See [`Kind::LoadAnswer`].
+    LoadAnswer(LoadAnswer);
+    /// See [`Kind::Store`].
+    Store(Store);
+    /// See [`Kind::StoreAnswer`].
+    StoreAnswer(StoreAnswer);
+    /// See [`Kind::Finish`].
+    Finish(Finish);
+    /// See [`Kind::FinishAnswer`].
+    FinishAnswer(Empty);
+    /// See [`Kind::Register`].
+    Register(Register);
+    /// See [`Kind::Registered`].
+    Registered(Registered);
+    /// See [`Kind::Written`].
+    Written(Written);
+    /// See [`Kind::WrittenAnswer`].
+    WrittenAnswer(Empty);
+    /// See [`Kind::Attach`].
+    Attach(Attach);
+    /// See [`Kind::Attached`].
+    Attached(Attached);
+    /// See [`Kind::Transfer`].
+    Transfer(Transfer);
+    /// See [`Kind::Ended`].
+    Ended(Ended);
+    /// See [`Kind::Cancel`].
+    Cancel(Cancel);
+    /// See [`Kind::CancelAnswer`].
+    CancelAnswer(Empty);
+    /// See [`Kind::Status`].
+    Status(Status);
+    /// See [`Kind::StatusAnswer`].
+    StatusAnswer(StatusAnswer);
+}
+
+/// A message with what its header says.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Envelope {
+    /// Version of the body.
+    pub version: u16,
+    /// Ties an answer to its request.
+    pub correlation: RequestId,
+    /// Milliseconds left; 0 in answers.
+    pub deadline_ms: u32,
+    /// The epoch that the sender knows.
+    pub epoch: Epoch,
+    /// The message.
+    pub message: Message,
+}
+
+/// The two parts of a message. What the limits or the version forbid is refused here, before it is sent.
+pub fn encode(envelope: &Envelope) -> Result<([u8; HEADER_BYTES], Vec<u8>), EncodeError> {
+    let kind = envelope.message.kind();
+    let version = envelope.version;
+    if !(VERSION_MIN..=VERSION).contains(&version) {
+        return Err(EncodeError::Version {
+            kind: kind.name(),
+            version,
+        });
+    }
+    check(&envelope.message)?;
+    let header = Header {
+        version,
+        kind: kind.number(),
+        correlation: envelope.correlation,
+        deadline_ms: envelope.deadline_ms,
+        epoch: envelope.epoch,
+    };
+    let mut body = Vec::new();
+    let written = match version {
+        1 => flat(&envelope.message).write(&mut body),
+        _ => envelope.message.write(&mut body),
+    };
+    written.map_err(|error| EncodeError::Body {
+        kind: kind.name(),
+        reason: error.to_string(),
+    })?;
+    if body.len() > BODY_BYTES_MAX {
+        let (value, max) = (body.len() as u64, BODY_BYTES_MAX as u64);
+        return Err(EncodeError::limit(kind, "body bytes", value, max));
+    }
+    Ok((header.to_bytes(), body))
+}
+
+/// Reads a message whose header was read. Refuses other versions, unknown kinds, what breaks a limit, and whatever
+/// follows the body. Never panics, never allocates by what a length claims.
+pub fn decode(header: Header, body: &[u8]) -> Result<Envelope, DecodeError> {
+    if !(VERSION_MIN..=VERSION).contains(&header.version) {
+        return Err(DecodeError::Version(header.version));
+    }
+    let kind = Kind::from_number(header.kind).ok_or(DecodeError::UnknownKind(header.kind))?;
+    if body.len() > BODY_BYTES_MAX {
+        return Err(DecodeError::BodyLength(body.len()));
+    }
+    let message = Message::read(kind, body)?;
+    check(&message).map_err(|error| DecodeError::Body {
+        kind: kind.name(),
+        reason: error.to_string(),
+    })?;
+    Ok(Envelope {
+        version: header.version,
+        correlation: header.correlation,
+        deadline_ms: header.deadline_ms,
+        epoch: header.epoch,
+        message,
+    })
+}
+
+fn read_body<T: DeserializeOwned>(kind: Kind, bytes: &[u8]) -> Result<T, DecodeError> {
+    let mut reader = rmp_serde::Deserializer::new(std::io::Cursor::new(bytes));
+    reader.set_max_depth(DEPTH_MAX);
+    let body = T::deserialize(&mut reader).map_err(|error| DecodeError::Body {
+        kind: kind.name(),
+        reason: error.to_string(),
+    })?;
+    let read = usize::try_from(reader.get_ref().position()).unwrap_or(usize::MAX);
+    match bytes.len().saturating_sub(read) {
+        0 => Ok(body),
+        bytes => Err(DecodeError::Trailing {
+            kind: kind.name(),
+            bytes,
+        }),
+    }
+}
+
+/// The limits that lie in the values themselves. The same on both sides.
+fn check(message: &Message) -> Result<(), EncodeError> {
+    let kind = message.kind();
+    let within = |what, value: u64, max: u64| match value <= max {
+        true => Ok(()),
+        false => Err(EncodeError::limit(kind, what, value, max)),
+    };
+    let hashes = |bytes: &[u8], width: u8| {
+        within(
+            "page hashes",
+            bytes.len() as u64 / u64::from(width.max(1)),
+            HASHES_MAX as u64,
+        )
+    };
+    let pages = |list: &PageList| within("pages", list.pages(), PAGES_MAX);
+    let text = |text: &str| within("text bytes", text.len() as u64, TEXT_BYTES_MAX as u64);
+    match message {
+        Message::Hello(hello) => text(&hello.name),
+        Message::Error(error) => text(&error.message),
+        Message::Lookup(lookup) => {
+            let namespace = lookup.namespace.len() as u64;
+            within("namespace bytes", namespace, NAMESPACE_BYTES_MAX as u64)?;
+            hashes(&lookup.hashes, lookup.hash_bytes)
+        }
+        Message::Load(load) => pages(&load.destination.list),
+        Message::Store(store) => {
+            pages(&store.source.list)?;
+            hashes(&store.more_hashes, store.hash_bytes)
+        }
+        Message::Transfer(transfer) => {
+            within("copies", transfer.copies.len() as u64, COPIES_MAX as u64)?;
+            let pairs = transfer.copies.iter().flat_map(|copy| &copy.pairs.list);
+            within("pages", pairs.map(|pair| pair.src.pages()).sum(), PAGES_MAX)
+        }
+        Message::Ended(ended) => within("copies", ended.copies.len() as u64, COPIES_MAX as u64),
+        Message::Cancel(cancel) => within("copies", cancel.ops.len() as u64, COPIES_MAX as u64),
+        _ => Ok(()),
+    }
+}
+
+/// The same message in words of version 1: page by page.
+fn flat(message: &Message) -> Message {
+    let mut message = message.clone();
+    match &mut message {
+        Message::Load(load) => load.destination.flat = true,
+        Message::Store(store) => store.source.flat = true,
+        Message::Transfer(transfer) => {
+            transfer
+                .copies
+                .iter_mut()
+                .for_each(|copy| copy.pairs.flat = true);
+        }
+        _ => {}
+    }
+    message
+}

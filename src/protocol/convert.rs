@@ -1,0 +1,226 @@
+//! Between bodies and the vocabulary of the rest of the program.
+
+use crate::protocol::body::{
+    CopyOrder, Empty, ErrorBody, Finish, Load, LoadAnswer, Lookup, LookupAnswer, Store,
+    StoreAnswer, Transfer,
+};
+use crate::protocol::codec::Message;
+use crate::protocol::error::ErrorCode;
+use crate::protocol::limits::TEXT_BYTES_MAX;
+use crate::types::{
+    Answer, Copy, Direction, EngineId, HASH_BYTES_MAX, HASH_BYTES_MIN, OpId, PageHashes, Request,
+    RequestId, SlotId, Time,
+};
+
+impl From<Request> for Message {
+    fn from(request: Request) -> Self {
+        match request {
+            Request::Lookup {
+                slot,
+                namespace,
+                hashes,
+                device_pages,
+            } => Self::Lookup(Lookup {
+                slot: slot.0,
+                namespace,
+                hash_bytes: width(&hashes),
+                hashes: hashes.into_bytes(),
+                device_pages,
+            }),
+            Request::Load {
+                slot,
+                first_page,
+                destination,
+            } => Self::Load(Load {
+                slot: slot.0,
+                first_page,
+                destination: destination.into(),
+            }),
+            Request::Store {
+                slot,
+                first_page,
+                more,
+                source,
+            } => Self::Store(Store {
+                slot: slot.0,
+                first_page,
+                source: source.into(),
+                hash_bytes: more.as_ref().map_or(0, width),
+                more_hashes: more.map_or_else(Vec::new, PageHashes::into_bytes),
+            }),
+            Request::Finish { slot } => Self::Finish(Finish { slot: slot.0 }),
+        }
+    }
+}
+
+impl TryFrom<Message> for Request {
+    type Error = ErrorBody;
+
+    /// Fails for messages that no engine sends, and for hashes that do not fit their width.
+    fn try_from(message: Message) -> Result<Self, ErrorBody> {
+        match message {
+            Message::Lookup(lookup) => Ok(Self::Lookup {
+                slot: SlotId(lookup.slot),
+                namespace: lookup.namespace,
+                hashes: page_hashes("hashes", lookup.hash_bytes, lookup.hashes)?,
+                device_pages: lookup.device_pages,
+            }),
+            Message::Load(load) => Ok(Self::Load {
+                slot: SlotId(load.slot),
+                first_page: load.first_page,
+                destination: load.destination.list,
+            }),
+            Message::Store(store) => Ok(Self::Store {
+                slot: SlotId(store.slot),
+                first_page: store.first_page,
+                more: match store.more_hashes.is_empty() {
+                    true => None,
+                    false => Some(page_hashes(
+                        "more_hashes",
+                        store.hash_bytes,
+                        store.more_hashes,
+                    )?),
+                },
+                source: store.source.list,
+            }),
+            Message::Finish(finish) => Ok(Self::Finish {
+                slot: SlotId(finish.slot),
+            }),
+            other => Err(ErrorBody::new(
+                ErrorCode::UnknownKind,
+                format!("{} is not for a leader to answer", other.kind().name()),
+            )),
+        }
+    }
+}
+
+impl From<Answer> for Message {
+    fn from(answer: Answer) -> Self {
+        match answer {
+            Answer::Lookup { hit_pages, pending } => {
+                Self::LookupAnswer(LookupAnswer { hit_pages, pending })
+            }
+            Answer::Load { pages } => Self::LoadAnswer(LoadAnswer { pages }),
+            Answer::Store {
+                stored_pages,
+                present_pages,
+                refused_pages,
+                failed_pages,
+            } => Self::StoreAnswer(StoreAnswer {
+                stored_pages,
+                present_pages,
+                refused_pages,
+                failed_pages,
+            }),
+            Answer::Finish => Self::FinishAnswer(Empty {}),
+        }
+    }
+}
+
+impl Message {
+    /// The answer to an engine's request, if this is one.
+    pub fn answer(&self) -> Option<Answer> {
+        match *self {
+            Self::LookupAnswer(LookupAnswer { hit_pages, pending }) => {
+                Some(Answer::Lookup { hit_pages, pending })
+            }
+            Self::LoadAnswer(LoadAnswer { pages }) => Some(Answer::Load { pages }),
+            Self::StoreAnswer(StoreAnswer {
+                stored_pages,
+                present_pages,
+                refused_pages,
+                failed_pages,
+            }) => Some(Answer::Store {
+                stored_pages,
+                present_pages,
+                refused_pages,
+                failed_pages,
+            }),
+            Self::FinishAnswer(Empty {}) => Some(Answer::Finish),
+            _ => None,
+        }
+    }
+}
+
+impl Transfer {
+    /// A transfer of copies that belong to one request; `None` when there are none, or they do not belong together.
+    pub fn of(copies: &[&Copy]) -> Option<Self> {
+        let first = copies.first()?;
+        let alike = |copy: &&&Copy| {
+            (copy.engine, copy.direction, copy.after)
+                == (first.engine, first.direction, first.after)
+        };
+        let orders = copies.iter().filter(alike).map(|copy| CopyOrder {
+            op: copy.op.0,
+            pairs: copy.pairs.clone().into(),
+        });
+        let transfer = Self {
+            engine: first.engine.0,
+            store: first.direction == Direction::Store,
+            after: first.after.0,
+            copies: orders.collect(),
+        };
+        (transfer.copies.len() == copies.len()).then_some(transfer)
+    }
+
+    /// The copies, each to be cancelled at `deadline`.
+    pub fn into_copies(self, deadline: Time) -> impl Iterator<Item = Copy> {
+        let Self {
+            engine,
+            store,
+            after,
+            copies,
+        } = self;
+        let direction = if store {
+            Direction::Store
+        } else {
+            Direction::Load
+        };
+        copies.into_iter().map(move |order| Copy {
+            op: OpId(order.op),
+            engine: EngineId(engine),
+            direction,
+            pairs: order.pairs.list,
+            after: RequestId(after),
+            deadline,
+        })
+    }
+}
+
+impl ErrorBody {
+    /// An error with the code's own retry class; a long text is cut.
+    pub fn new(code: ErrorCode, message: impl Into<String>) -> Self {
+        let mut message = message.into();
+        if message.len() > TEXT_BYTES_MAX {
+            let end = (0..=TEXT_BYTES_MAX)
+                .rev()
+                .find(|end| message.is_char_boundary(*end));
+            message.truncate(end.unwrap_or(0));
+        }
+        Self {
+            code: code.number(),
+            message,
+            retry: code.retry(),
+        }
+    }
+
+    /// The code.
+    pub fn code(&self) -> ErrorCode {
+        ErrorCode::from_number(self.code)
+    }
+}
+
+fn width(hashes: &PageHashes) -> u8 {
+    u8::try_from(hashes.width()).unwrap_or(0)
+}
+
+fn page_hashes(field: &str, width: u8, bytes: Vec<u8>) -> Result<PageHashes, ErrorBody> {
+    let length = bytes.len();
+    PageHashes::packed(usize::from(width), bytes).ok_or_else(|| {
+        let text = format!(
+            "{field} has {length} bytes and hash_bytes is {width}: hashes of {HASH_BYTES_MIN} to \
+             {HASH_BYTES_MAX} bytes, packed without gaps"
+        );
+        ErrorBody::new(ErrorCode::Invalid, text)
+    })
+}

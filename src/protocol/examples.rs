@@ -1,0 +1,248 @@
+//! One example of every kind: the source of the golden vectors.
+
+use crate::protocol::body::{
+    Attach, Attached, Cancel, CopyOrder, CopyResult, Empty, Ended, ErrorBody, Finish, Hello, Load,
+    LoadAnswer, Lookup, LookupAnswer, RankStatus, Register, Registered, Role, Status, StatusAnswer,
+    Store, StoreAnswer, Transfer, Welcome, Written,
+};
+use crate::protocol::codec::Message;
+use crate::protocol::error::ErrorCode;
+use crate::types::{
+    Allocation, AllocationHandle, AllocationKind, FragmentPair, GroupGeometry, GroupId, Nonce,
+    PageList, Rank, Registration, TensorRole, TensorView,
+};
+
+/// One message of each kind, with values that show every field. Names are unique.
+pub fn examples() -> Vec<(&'static str, Message)> {
+    let pages = |list: &[u32]| list.iter().copied().collect::<PageList>();
+    let gather = FragmentPair {
+        src: pages(&[7, 9, 4, 5]),
+        dst: PageList::run(96, 4),
+    };
+    let single = FragmentPair {
+        src: pages(&[3]),
+        dst: pages(&[200]),
+    };
+    vec![
+        ("hello", Message::Hello(hello())),
+        (
+            "welcome",
+            Message::Welcome(Welcome {
+                version: 2,
+                heartbeat_ms: 1000,
+                request_credits: 1024,
+                byte_credits: 64 << 20,
+            }),
+        ),
+        (
+            "error",
+            Message::Error(ErrorBody::new(
+                ErrorCode::UnknownSlot,
+                "slot 7 is unknown: look up first",
+            )),
+        ),
+        ("ping", Message::Ping(Empty {})),
+        ("pong", Message::Pong(Empty {})),
+        (
+            "lookup",
+            Message::Lookup(Lookup {
+                slot: 7,
+                namespace: b"tenant".to_vec(),
+                hash_bytes: 16,
+                hashes: (0..48).collect(),
+                device_pages: 1,
+            }),
+        ),
+        (
+            "lookup_answer",
+            Message::LookupAnswer(LookupAnswer {
+                hit_pages: 2,
+                pending: true,
+            }),
+        ),
+        (
+            "load",
+            Message::Load(Load {
+                slot: 7,
+                first_page: 1,
+                destination: pages(&[7, 9, 10]).into(),
+            }),
+        ),
+        ("load_answer", Message::LoadAnswer(LoadAnswer { pages: 3 })),
+        (
+            "store",
+            Message::Store(Store {
+                slot: 7,
+                first_page: 0,
+                source: pages(&[1, 2, 3, 70_000]).into(),
+                hash_bytes: 16,
+                more_hashes: vec![0xab; 16],
+            }),
+        ),
+        (
+            "store_answer",
+            Message::StoreAnswer(StoreAnswer {
+                stored_pages: 1,
+                present_pages: 2,
+                refused_pages: 3,
+                failed_pages: 4,
+            }),
+        ),
+        ("finish", Message::Finish(Finish { slot: 7 })),
+        ("finish_answer", Message::FinishAnswer(Empty {})),
+        (
+            "register",
+            Message::Register(Register {
+                engine: [1; 16],
+                registration: registration(),
+            }),
+        ),
+        (
+            "registered",
+            Message::Registered(Registered {
+                arena_pages: 4096,
+                page_bytes: 4096,
+            }),
+        ),
+        ("written", Message::Written(Written { through: 12 })),
+        ("written_answer", Message::WrittenAnswer(Empty {})),
+        (
+            "attach",
+            Message::Attach(Attach {
+                rank: 1,
+                geometry: GroupGeometry {
+                    group: GroupId(0),
+                    engine_page_tokens: 16,
+                    layers: 2,
+                    page_bytes: 4096,
+                    device_pages: 1024,
+                    layout_fingerprint: [9; 16],
+                },
+                arena_pages: 4096,
+                keeps_pages: true,
+            }),
+        ),
+        (
+            "attached",
+            Message::Attached(Attached { attached_ranks: 2 }),
+        ),
+        (
+            "transfer",
+            Message::Transfer(Transfer {
+                engine: [1; 16],
+                store: true,
+                after: 11,
+                copies: vec![
+                    CopyOrder {
+                        op: 40,
+                        pairs: vec![gather].into(),
+                    },
+                    CopyOrder {
+                        op: 41,
+                        pairs: vec![single].into(),
+                    },
+                ],
+            }),
+        ),
+        (
+            "ended",
+            Message::Ended(Ended {
+                rank: 1,
+                copies: vec![
+                    CopyResult {
+                        op: 40,
+                        whole: true,
+                        bytes: 16_384,
+                        busy_us: 12,
+                    },
+                    CopyResult {
+                        op: 41,
+                        whole: false,
+                        bytes: 0,
+                        busy_us: 0,
+                    },
+                ],
+            }),
+        ),
+        ("cancel", Message::Cancel(Cancel { ops: vec![40, 41] })),
+        ("cancel_answer", Message::CancelAnswer(Empty {})),
+        ("status", Message::Status(Status { check: true })),
+        ("status_answer", Message::StatusAnswer(status_answer())),
+    ]
+}
+
+fn hello() -> Hello {
+    Hello {
+        version_min: 1,
+        version_max: 2,
+        role: Role::Engine,
+        engine: [1; 16],
+        rank: 0,
+        name: "example".to_owned(),
+    }
+}
+
+fn registration() -> Registration {
+    Registration {
+        group: GroupId(0),
+        rank: Rank(1),
+        tp_size: 2,
+        shard: 1,
+        engine_page_tokens: 16,
+        device_pages: 4,
+        layers: 1,
+        allocations: vec![
+            Allocation {
+                kind: AllocationKind::SharedMemory,
+                handle: AllocationHandle::Ticket([5; 16]),
+                bytes: 8192,
+            },
+            Allocation {
+                kind: AllocationKind::SharedMemory,
+                handle: AllocationHandle::Path("/dev/shm/example".to_owned()),
+                bytes: 8192,
+            },
+        ],
+        tensors: vec![TensorView {
+            layer: 0,
+            role: TensorRole::Kv,
+            allocation: 0,
+            offset_bytes: 0,
+            shape: vec![4, 16, 64],
+            strides: vec![1024, 64, 1],
+            element_bytes: 2,
+            page_axis: 0,
+            page_bytes: 2048,
+            page_stride_bytes: 2048,
+        }],
+        nonce: Nonce {
+            allocation: 0,
+            offset_bytes: 0,
+            bytes: vec![3; 16],
+        },
+        device_uuid: None,
+    }
+}
+
+fn status_answer() -> StatusAnswer {
+    StatusAnswer {
+        version: "0.1.0".to_owned(),
+        epoch: 3,
+        ready: true,
+        ratio: 32,
+        engine_page_tokens: 16,
+        ranks: vec![RankStatus {
+            rank: 0,
+            attached: true,
+            pid: 4711,
+        }],
+        slots: 1,
+        pins: 2,
+        copies_under_way: 3,
+        pages: [("free".to_owned(), 4)].into(),
+        blocks: 5,
+        counters: [("stored".to_owned(), 6)].into(),
+        decisions_digest: "blake3:00".to_owned(),
+        contradiction: String::new(),
+    }
+}

@@ -1,0 +1,100 @@
+//! The first part of every message: 32 bytes, numbers big-endian.
+//!
+//! | bytes | field |
+//! | --- | --- |
+//! | 0..4 | magic `KVFY` |
+//! | 4..6 | protocol version |
+//! | 6..8 | kind |
+//! | 8..16 | correlation id: an answer carries that of its request |
+//! | 16..20 | milliseconds left until the deadline; 0 in answers |
+//! | 20..24 | zero |
+//! | 24..32 | epoch of the leader that the sender speaks to or is; 0 before it knows |
+
+use crate::protocol::error::DecodeError;
+use crate::types::{Epoch, RequestId};
+
+/// Bytes of a header.
+pub const HEADER_BYTES: usize = 32;
+
+const MAGIC: [u8; 4] = *b"KVFY";
+
+/// What every message says before its body. The kind is a bare number here: one that is unknown still gets an answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Header {
+    /// Version of the body.
+    pub version: u16,
+    /// Number of the kind.
+    pub kind: u16,
+    /// Ties an answer to its request; for engine requests it is the request id.
+    pub correlation: RequestId,
+    /// Milliseconds that are left; a duration, so that clocks need not agree.
+    pub deadline_ms: u32,
+    /// Fences what an older leader asked for.
+    pub epoch: Epoch,
+}
+
+impl Header {
+    /// Its bytes.
+    pub fn to_bytes(self) -> [u8; HEADER_BYTES] {
+        let mut bytes = [0; HEADER_BYTES];
+        bytes[..4].copy_from_slice(&MAGIC);
+        bytes[4..6].copy_from_slice(&self.version.to_be_bytes());
+        bytes[6..8].copy_from_slice(&self.kind.to_be_bytes());
+        bytes[8..16].copy_from_slice(&self.correlation.0.to_be_bytes());
+        bytes[16..20].copy_from_slice(&self.deadline_ms.to_be_bytes());
+        bytes[24..].copy_from_slice(&self.epoch.0.to_be_bytes());
+        bytes
+    }
+
+    /// Reads exactly [`HEADER_BYTES`] bytes. Neither version nor kind is judged.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self, DecodeError> {
+        let bytes: &[u8; HEADER_BYTES] = bytes
+            .try_into()
+            .map_err(|_| DecodeError::HeaderLength(bytes.len()))?;
+        let (magic, rest) = bytes.split_at(4);
+        if magic != MAGIC {
+            return Err(DecodeError::Magic);
+        }
+        if rest[16..20] != [0; 4] {
+            return Err(DecodeError::Reserved);
+        }
+        let u16_at = |at: usize| u16::from_be_bytes([bytes[at], bytes[at + 1]]);
+        let u32_at = |at: usize| u32::from(u16_at(at)) << 16 | u32::from(u16_at(at + 2));
+        let u64_at = |at: usize| u64::from(u32_at(at)) << 32 | u64::from(u32_at(at + 4));
+        Ok(Self {
+            version: u16_at(4),
+            kind: u16_at(6),
+            correlation: RequestId(u64_at(8)),
+            deadline_ms: u32_at(16),
+            epoch: Epoch(u64_at(24)),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn survives_a_round_trip_and_refuses_what_is_not_one() {
+        let header = Header {
+            version: 2,
+            kind: 0xabcd,
+            correlation: RequestId(0x0102_0304_0506_0708),
+            deadline_ms: 0xdead_beef,
+            epoch: Epoch(7),
+        };
+        let bytes = header.to_bytes();
+        assert_eq!(Header::from_bytes(&bytes), Ok(header));
+        assert_eq!(
+            Header::from_bytes(&bytes[1..]),
+            Err(DecodeError::HeaderLength(31))
+        );
+        let mut other = bytes;
+        other[0] = b'X';
+        assert_eq!(Header::from_bytes(&other), Err(DecodeError::Magic));
+        let mut other = bytes;
+        other[21] = 1;
+        assert_eq!(Header::from_bytes(&other), Err(DecodeError::Reserved));
+    }
+}

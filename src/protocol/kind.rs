@@ -1,0 +1,90 @@
+//! Kinds of messages. A number is never reused.
+
+macro_rules! kinds {
+    ($($(#[$doc:meta])* $name:ident = $number:literal, $text:literal;)*) => {
+        /// What a message is. See `schema/messages.json`.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        #[repr(u16)]
+        pub enum Kind {
+            $($(#[$doc])* $name = $number,)*
+        }
+
+        impl Kind {
+            /// Every kind, by number.
+            pub const ALL: &[Self] = &[$(Self::$name,)*];
+
+            /// The kind of a number, if there is one.
+            pub fn from_number(number: u16) -> Option<Self> {
+                match number {
+                    $($number => Some(Self::$name),)*
+                    _ => None,
+                }
+            }
+
+            /// Its name in schema and logs.
+            pub fn name(self) -> &'static str {
+                match self {
+                    $(Self::$name => $text,)*
+                }
+            }
+
+            /// Its number on the wire.
+            pub fn number(self) -> u16 {
+                self as u16
+            }
+        }
+    };
+}
+
+kinds! {
+    /// First message of a client: who it is, which versions it speaks.
+    Hello = 1, "hello";
+    /// Answer to hello: the version that was chosen, the epoch, the credits.
+    Welcome = 2, "welcome";
+    /// Answer to any request that is not carried out.
+    Error = 3, "error";
+    /// Are you there?
+    Ping = 4, "ping";
+    /// Yes.
+    Pong = 5, "pong";
+    /// Engine to leader: which pages of a sequence are there?
+    Lookup = 16, "lookup";
+    /// Answer to a lookup.
+    LookupAnswer = 17, "lookup_answer";
+    /// Engine to leader: copy found pages to device pages.
+    Load = 18, "load";
+    /// Answer to a load: every page is in place.
+    LoadAnswer = 19, "load_answer";
+    /// Engine to leader: keep these device pages.
+    Store = 20, "store";
+    /// Answer to a store: a lookup finds them.
+    StoreAnswer = 21, "store_answer";
+    /// Engine to leader: the request is over.
+    Finish = 22, "finish";
+    /// Answer to finish.
+    FinishAnswer = 23, "finish_answer";
+    /// Engine rank to worker: this is my KV memory.
+    Register = 32, "register";
+    /// Answer to register: worker and leader have taken it.
+    Registered = 33, "registered";
+    /// Engine rank to worker: what stores up to this request read is written.
+    Written = 34, "written";
+    /// Answer to written.
+    WrittenAnswer = 35, "written_answer";
+    /// Worker to leader: memory and depot are ready.
+    Attach = 48, "attach";
+    /// Answer to attach.
+    Attached = 49, "attached";
+    /// Leader to worker: copy.
+    Transfer = 50, "transfer";
+    /// Answer to a transfer: how each copy ended.
+    Ended = 51, "ended";
+    /// Leader to worker: stop copies; their ends are still reported.
+    Cancel = 52, "cancel";
+    /// Answer to cancel.
+    CancelAnswer = 53, "cancel_answer";
+    /// Anyone to leader: how is it going?
+    Status = 64, "status";
+    /// Answer to status.
+    StatusAnswer = 65, "status_answer";
+}

@@ -1,0 +1,24 @@
+//! Named limits of the wire, held on encode and on decode, before anything is allocated.
+
+/// Bytes of a message's second part. A lookup of a million tokens in pages of 16, with hashes of 64 bytes, takes 4 MiB.
+pub const BODY_BYTES_MAX: usize = 8 << 20;
+/// Page hashes in one message.
+pub const HASHES_MAX: usize = 131_072;
+/// Pairs in one message.
+pub const PAIRS_MAX: usize = 65_536;
+/// Items (pages or runs) in one list of pages.
+pub const PAGE_ITEMS_MAX: usize = 131_072;
+/// Pages named by one message, runs counted out.
+pub const PAGES_MAX: u64 = 1 << 20;
+/// Copies ordered by one transfer, and results in its answer.
+pub const COPIES_MAX: usize = 65_536;
+/// Bytes of a text field.
+pub const TEXT_BYTES_MAX: usize = 4096;
+/// Bytes of a namespace.
+pub const NAMESPACE_BYTES_MAX: usize = 1024;
+/// Nesting of a body: maps, lists and pairs.
+pub const DEPTH_MAX: usize = 16;
+/// Requests of one peer that may wait for their answers.
+pub const REQUEST_CREDITS: u32 = 1024;
+/// Bytes of requests of one peer that may wait for their answers: the memory that a peer can hold.
+pub const BYTE_CREDITS: u64 = 64 << 20;

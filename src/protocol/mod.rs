@@ -1,0 +1,33 @@
+//! The wire: messages, their bytes, versions and limits. Bytes in, values out.
+//!
+//! No sockets, no async, no clock, no panic. Every message is two parts: a fixed [`Header`] and a MessagePack map.
+//! [`encode`] and [`decode`] are the only ways between bytes and [`Message`]s; both hold the limits of [`limits`].
+
+mod body;
+mod catalogue;
+mod codec;
+mod convert;
+mod error;
+mod examples;
+mod header;
+mod kind;
+pub mod limits;
+mod pairs;
+
+pub use body::{
+    Attach, Attached, Cancel, CopyOrder, CopyResult, Empty, Ended, ErrorBody, Finish, Hello, Load,
+    LoadAnswer, Lookup, LookupAnswer, RankStatus, Register, Registered, Role, Status, StatusAnswer,
+    Store, StoreAnswer, Transfer, Welcome, Written,
+};
+pub use catalogue::catalogue;
+pub use codec::{Envelope, Message, decode, encode};
+pub use error::{DecodeError, EncodeError, ErrorCode};
+pub use examples::examples;
+pub use header::{HEADER_BYTES, Header};
+pub use kind::Kind;
+pub use pairs::{Pages, Pairs};
+
+/// Newest version that this program speaks: fragment pairs.
+pub const VERSION: u16 = 2;
+/// Oldest version that this program speaks: pairs of single pages.
+pub const VERSION_MIN: u16 = 1;
