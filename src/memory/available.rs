@@ -1,0 +1,161 @@
+//! How much memory a depot can still take.
+
+use std::fmt;
+use std::fs;
+use std::os::fd::BorrowedFd;
+use std::path::{Path, PathBuf};
+
+/// Where version 2 of the control groups is mounted.
+const CGROUP_ROOT: &str = "/sys/fs/cgroup";
+
+/// What keeps memory from growing.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum MemoryLimit {
+    /// The machine's memory.
+    Host,
+    /// The limit of a control group: the directory that sets it.
+    Cgroup(PathBuf),
+    /// The size of the file system that holds the memory's file.
+    FileSystem,
+}
+
+impl fmt::Display for MemoryLimit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Host => f.write_str("the host's memory"),
+            Self::Cgroup(path) => write!(f, "the memory cgroup {}", path.display()),
+            Self::FileSystem => f.write_str("its file system (such as /dev/shm)"),
+        }
+    }
+}
+
+/// Bytes that can be had, and what sets that number.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MemoryAvailable {
+    /// Bytes that can still be allocated.
+    pub bytes: u64,
+    /// The tightest limit.
+    pub limit: MemoryLimit,
+}
+
+impl MemoryAvailable {
+    /// The tightest limit for this process; a limit that cannot be read counts as none.
+    pub fn now() -> Self {
+        Self::least(None)
+    }
+
+    /// The same for the file behind `fd`, whose file system may have a limit of its own.
+    pub(super) fn for_file(fd: BorrowedFd<'_>) -> Self {
+        Self::least(file_system_bytes(fd).map(|bytes| Self {
+            bytes,
+            limit: MemoryLimit::FileSystem,
+        }))
+    }
+
+    fn least(system: Option<Self>) -> Self {
+        let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+        let host = Self {
+            bytes: host_bytes(&meminfo).unwrap_or(u64::MAX),
+            limit: MemoryLimit::Host,
+        };
+        let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+        let group = group_path(&groups).and_then(|path| cgroup(Path::new(CGROUP_ROOT), path));
+        let others = [system, group].into_iter().flatten();
+        others.fold(host, |least, other| {
+            if other.bytes < least.bytes {
+                other
+            } else {
+                least
+            }
+        })
+    }
+}
+
+/// `MemAvailable` of `/proc/meminfo`, which is in KiB.
+fn host_bytes(meminfo: &str) -> Option<u64> {
+    let line = meminfo
+        .lines()
+        .find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    kib.checked_mul(1024)
+}
+
+/// Free bytes of the file's own file system; `None` where it has no size, as below a memfd.
+fn file_system_bytes(fd: BorrowedFd<'_>) -> Option<u64> {
+    let system = rustix::fs::fstatvfs(fd)
+        .ok()
+        .filter(|system| system.f_blocks > 0)?;
+    system.f_bavail.checked_mul(system.f_frsize)
+}
+
+/// This process's group in the version 2 hierarchy, the line `0::/path` of `/proc/self/cgroup`.
+fn group_path(groups: &str) -> Option<&str> {
+    groups.lines().find_map(|line| line.strip_prefix("0::/"))
+}
+
+/// The tightest limit between a group and the root.
+fn cgroup(root: &Path, group: &str) -> Option<MemoryAvailable> {
+    let leaf = root.join(group);
+    let levels = leaf.ancestors().take_while(|level| level.starts_with(root));
+    levels
+        .filter_map(|level| {
+            Some(MemoryAvailable {
+                bytes: level_bytes(level)?,
+                limit: MemoryLimit::Cgroup(level.to_owned()),
+            })
+        })
+        .min_by_key(|available| available.bytes)
+}
+
+/// What one group may still take: its limit less its use, where page cache that can be dropped is no use.
+fn level_bytes(level: &Path) -> Option<u64> {
+    let read = |name: &str| fs::read_to_string(level.join(name)).ok();
+    let max: u64 = read("memory.max")?.trim().parse().ok()?;
+    let current: u64 = read("memory.current")?.trim().parse().ok()?;
+    let stat = read("memory.stat").unwrap_or_default();
+    let cache = stat
+        .lines()
+        .find_map(|line| line.strip_prefix("inactive_file "));
+    let cache: u64 = cache
+        .and_then(|bytes| bytes.trim().parse().ok())
+        .unwrap_or(0);
+    Some(max.saturating_sub(current.saturating_sub(cache)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_host_says_what_is_available_in_kib() {
+        let text = "MemTotal:       100 kB\nMemAvailable:    64 kB\n";
+        assert_eq!(host_bytes(text), Some(65536));
+        assert_eq!(host_bytes("MemTotal: 100 kB\n"), None);
+    }
+
+    #[test]
+    fn the_tightest_group_on_the_way_up_counts() {
+        let root = tempfile::tempdir().expect("a directory");
+        let leaf = root.path().join("pod/engine");
+        fs::create_dir_all(&leaf).expect("made");
+        let write = |dir: &Path, name: &str, text: &str| {
+            fs::write(dir.join(name), text).expect("written");
+        };
+        write(&leaf, "memory.max", "max\n");
+        write(&leaf, "memory.current", "10\n");
+        let pod = root.path().join("pod");
+        write(&pod, "memory.max", "1000\n");
+        write(&pod, "memory.current", "700\n");
+        write(&pod, "memory.stat", "anon 5\ninactive_file 100\n");
+        let found = cgroup(root.path(), "pod/engine");
+        let expected = MemoryAvailable {
+            bytes: 400,
+            limit: MemoryLimit::Cgroup(pod),
+        };
+        assert_eq!(found, Some(expected));
+        assert_eq!(
+            group_path("1:name=x:/y\n0::/pod/engine\n"),
+            Some("pod/engine")
+        );
+    }
+}

@@ -1,0 +1,312 @@
+//! Checks a job and cuts it into steps.
+//!
+//! Steps are made on the fly from their number, so that a plan's size depends on its runs and its layout, not on the
+//! pages it moves.
+
+use super::{CopyError, CopyJob, Side};
+use crate::memory::depot::{DEPOT_HEADER_BYTES, page_stride_bytes};
+use crate::memory::layout::PageLayout;
+use crate::types::{Direction, FragmentPair, PageList, PageRun};
+
+/// Longest step in bytes: what a cancel waits for, at most, on each thread.
+pub const CUT_BYTES: u64 = 1 << 20;
+
+/// One contiguous copy, at most [`CUT_BYTES`] long.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Step {
+    pub(super) allocation: u32,
+    pub(super) device_bytes: u64,
+    pub(super) depot_bytes: u64,
+    pub(super) len_bytes: u64,
+}
+
+/// Pages that follow each other on both sides.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct PairRun {
+    device: u64,
+    depot: u64,
+    pages: u64,
+    /// Number of this run's first step.
+    first_step: u64,
+}
+
+/// A part of every page that is contiguous on both sides, at most [`CUT_BYTES`] long.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Piece {
+    allocation: u32,
+    base_bytes: u64,
+    stride_bytes: u64,
+    block_offset_bytes: u64,
+    len_bytes: u64,
+}
+
+/// A checked job.
+#[derive(Debug)]
+pub(super) struct Plan {
+    runs: Vec<PairRun>,
+    pieces: Vec<Piece>,
+    /// Pages follow each other without a gap on both sides, so that a run of them is one range.
+    seamless: bool,
+    page_bytes: u64,
+    depot_stride_bytes: u64,
+    /// Number of steps.
+    pub(super) steps: u64,
+    /// Bytes of all steps.
+    pub(super) bytes: u64,
+}
+
+impl Plan {
+    /// Checks everything about a job; an error names the pair and the page.
+    pub(super) fn new(job: &CopyJob) -> Result<Self, CopyError> {
+        check_layout(job)?;
+        check_pages(job)?;
+        let layout = &*job.layout;
+        let columns = columns(layout);
+        let depot_stride_bytes = page_stride_bytes(layout.page_bytes);
+        let seamless = depot_stride_bytes == layout.page_bytes
+            && columns.len() == 1
+            && columns[0].stride_bytes == layout.page_bytes;
+        let mut plan = Self {
+            runs: pair_runs(job.direction, &job.pairs),
+            pieces: columns.into_iter().flat_map(cut).collect(),
+            seamless,
+            page_bytes: layout.page_bytes,
+            depot_stride_bytes,
+            steps: 0,
+            bytes: 0,
+        };
+        for index in 0..plan.runs.len() {
+            plan.runs[index].first_step = plan.steps;
+            plan.steps += plan.steps_of(plan.runs[index].pages);
+            plan.bytes += plan.runs[index].pages * plan.page_bytes;
+        }
+        Ok(plan)
+    }
+
+    fn steps_of(&self, pages: u64) -> u64 {
+        if self.seamless {
+            (pages * self.page_bytes).div_ceil(CUT_BYTES)
+        } else {
+            pages * self.pieces.len() as u64
+        }
+    }
+
+    /// The steps of `range`, in order: page by page, and in a page as the depot has it, so that the depot is walked
+    /// upwards.
+    pub(super) fn steps(&self, range: std::ops::Range<u64>) -> impl Iterator<Item = Step> + '_ {
+        let at = self
+            .runs
+            .partition_point(|run| run.first_step <= range.start);
+        let mut at = at.saturating_sub(1);
+        range.map_while(move |number| {
+            while self
+                .runs
+                .get(at + 1)
+                .is_some_and(|next| next.first_step <= number)
+            {
+                at += 1;
+            }
+            let run = self.runs.get(at)?;
+            Some(self.step(run, number - run.first_step))
+        })
+    }
+
+    fn step(&self, run: &PairRun, number: u64) -> Step {
+        if self.seamless {
+            let start = number * CUT_BYTES;
+            let piece = &self.pieces[0];
+            return Step {
+                allocation: piece.allocation,
+                device_bytes: piece.base_bytes + run.device * self.page_bytes + start,
+                depot_bytes: DEPOT_HEADER_BYTES + run.depot * self.page_bytes + start,
+                len_bytes: CUT_BYTES.min(run.pages * self.page_bytes - start),
+            };
+        }
+        let pieces = self.pieces.len() as u64;
+        let (page, piece) = (number / pieces, &self.pieces[(number % pieces) as usize]);
+        let depot_page = DEPOT_HEADER_BYTES + (run.depot + page) * self.depot_stride_bytes;
+        Step {
+            allocation: piece.allocation,
+            device_bytes: piece.base_bytes + (run.device + page) * piece.stride_bytes,
+            depot_bytes: depot_page + piece.block_offset_bytes,
+            len_bytes: piece.len_bytes,
+        }
+    }
+}
+
+/// Fragments of a page that follow each other on the device as they do in the depot, merged.
+fn columns(layout: &PageLayout) -> Vec<Piece> {
+    let mut columns: Vec<Piece> = Vec::new();
+    for fragment in &layout.fragments {
+        match columns.last_mut() {
+            Some(last)
+                if last.allocation == fragment.allocation
+                    && last.stride_bytes == fragment.page_stride_bytes
+                    && last.base_bytes + last.len_bytes == fragment.base_bytes =>
+            {
+                last.len_bytes += fragment.page_bytes;
+            }
+            _ => columns.push(Piece {
+                allocation: fragment.allocation,
+                base_bytes: fragment.base_bytes,
+                stride_bytes: fragment.page_stride_bytes,
+                block_offset_bytes: fragment.block_offset_bytes,
+                len_bytes: fragment.page_bytes,
+            }),
+        }
+    }
+    columns
+}
+
+fn cut(column: Piece) -> impl Iterator<Item = Piece> {
+    (0..column.len_bytes.div_ceil(CUT_BYTES)).map(move |index| {
+        let start = index * CUT_BYTES;
+        Piece {
+            base_bytes: column.base_bytes + start,
+            block_offset_bytes: column.block_offset_bytes + start,
+            len_bytes: CUT_BYTES.min(column.len_bytes - start),
+            ..column
+        }
+    })
+}
+
+/// Every page of every fragment lies in its mapped allocation, whichever memory the layout was derived for.
+fn check_layout(job: &CopyJob) -> Result<(), CopyError> {
+    let last_page = u64::from(job.layout.device_pages.saturating_sub(1));
+    for (index, fragment) in job.layout.fragments.iter().enumerate() {
+        let end = last_page
+            .checked_mul(fragment.page_stride_bytes)
+            .and_then(|bytes| bytes.checked_add(fragment.page_bytes))
+            .and_then(|bytes| bytes.checked_add(fragment.base_bytes));
+        let memory = job
+            .device
+            .buffer(fragment.allocation)
+            .map(|buffer| buffer.len());
+        if end.is_none() || end > memory {
+            return Err(CopyError::Layout { fragment: index });
+        }
+    }
+    Ok(())
+}
+
+fn check_pages(job: &CopyJob) -> Result<(), CopyError> {
+    let device = (Side::Device, job.layout.device_pages);
+    let depot = (Side::Depot, job.depot.arena_pages(job.layout.page_bytes));
+    let (src, dst) = match job.direction {
+        Direction::Store => (device, depot),
+        Direction::Load => (depot, device),
+    };
+    for (pair, lists) in job.pairs.iter().enumerate() {
+        check_list(pair, &lists.src, src)?;
+        check_list(pair, &lists.dst, dst)?;
+        let (src_pages, dst_pages) = (lists.src.pages(), lists.dst.pages());
+        if src_pages != dst_pages {
+            return Err(CopyError::PageCounts {
+                pair,
+                src_pages,
+                dst_pages,
+            });
+        }
+    }
+    let mut written: Vec<PageRun> = job
+        .pairs
+        .iter()
+        .flat_map(|pair| pair.dst.0.iter())
+        .copied()
+        .collect();
+    written.retain(|run| run.count > 0);
+    written.sort_unstable();
+    let twice = written
+        .windows(2)
+        .find(|runs| runs[0].end() > u64::from(runs[1].start));
+    match twice {
+        Some(runs) => Err(CopyError::WrittenTwice {
+            side: dst.0,
+            page: u64::from(runs[1].start),
+        }),
+        None => Ok(()),
+    }
+}
+
+fn check_list(pair: usize, list: &PageList, (side, pages): (Side, u32)) -> Result<(), CopyError> {
+    match list.0.iter().find(|run| run.end() > u64::from(pages)) {
+        Some(run) => Err(CopyError::OutOfRange {
+            pair,
+            side,
+            page: u64::from(run.start.max(pages)),
+            pages,
+        }),
+        None => Ok(()),
+    }
+}
+
+/// Walks both lists of every pair at once and merges what goes on on both sides, also from one pair to the next.
+fn pair_runs(direction: Direction, pairs: &[FragmentPair]) -> Vec<PairRun> {
+    let mut runs: Vec<PairRun> = Vec::new();
+    for pair in pairs {
+        let (device, depot) = match direction {
+            Direction::Store => (&pair.src, &pair.dst),
+            Direction::Load => (&pair.dst, &pair.src),
+        };
+        let (mut device, mut depot) = (Cursor::new(device), Cursor::new(depot));
+        while let (Some(from), Some(to)) = (device.rest(), depot.rest()) {
+            let pages = from.pages.min(to.pages);
+            device.skip(pages);
+            depot.skip(pages);
+            match runs.last_mut() {
+                Some(last)
+                    if last.device + last.pages == from.start
+                        && last.depot + last.pages == to.start =>
+                {
+                    last.pages += pages;
+                }
+                _ => runs.push(PairRun {
+                    device: from.start,
+                    depot: to.start,
+                    pages,
+                    first_step: 0,
+                }),
+            }
+        }
+    }
+    runs
+}
+
+/// A place in a list of pages.
+struct Cursor<'a> {
+    runs: &'a [PageRun],
+    skipped: u64,
+}
+
+/// What is left of a run.
+struct Rest {
+    start: u64,
+    pages: u64,
+}
+
+impl<'a> Cursor<'a> {
+    fn new(list: &'a PageList) -> Self {
+        Self {
+            runs: &list.0,
+            skipped: 0,
+        }
+    }
+
+    fn rest(&mut self) -> Option<Rest> {
+        loop {
+            let run = self.runs.first()?;
+            if self.skipped < u64::from(run.count) {
+                return Some(Rest {
+                    start: u64::from(run.start) + self.skipped,
+                    pages: u64::from(run.count) - self.skipped,
+                });
+            }
+            self.runs = &self.runs[1..];
+            self.skipped = 0;
+        }
+    }
+
+    fn skip(&mut self, pages: u64) {
+        self.skipped += pages;
+    }
+}

@@ -1,0 +1,139 @@
+//! Where each byte of a page lies: on the device, and in a block of the lower tiers.
+
+use crate::types::{GroupGeometry, Registration, TensorRole, TensorView};
+
+/// Names what is hashed, so that a later change of the recipe makes other fingerprints.
+const FINGERPRINT_DOMAIN: &[u8] = b"kvferry page layout 1\0";
+
+/// One contiguous range of every page: one (layer, role).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FragmentLayout {
+    /// Layer within the group, from 0.
+    pub layer: u32,
+    /// What the range holds.
+    pub role: TensorRole,
+    /// Index into [`Registration::allocations`].
+    pub allocation: u32,
+    /// Byte offset of page 0 in the allocation.
+    pub base_bytes: u64,
+    /// Bytes of the range.
+    pub page_bytes: u64,
+    /// Bytes from one page to the next in the allocation, at least `page_bytes`.
+    pub page_stride_bytes: u64,
+    /// Byte offset of the range inside a page of the lower tiers.
+    pub block_offset_bytes: u64,
+}
+
+/// The layout of one group's pages on one rank, derived from a checked registration.
+///
+/// In the lower tiers a page is its fragments in order of (layer, role), without gaps.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PageLayout {
+    /// Ordered by (layer, role); never empty.
+    pub fragments: Vec<FragmentLayout>,
+    /// Bytes of one page in the lower tiers: the sum over the fragments.
+    pub page_bytes: u64,
+    /// Pages of the engine's memory.
+    pub device_pages: u32,
+    /// Digest of everything that changes the meaning of a page's bytes. Where the memory lies, how many pages it has
+    /// and which rank holds it are no part of it.
+    pub layout_fingerprint: [u8; 16],
+}
+
+impl PageLayout {
+    /// Orders the tensors of a registration whose every field was checked before.
+    pub(super) fn derive(registration: &Registration) -> Self {
+        let mut tensors: Vec<&TensorView> = registration.tensors.iter().collect();
+        tensors.sort_by_key(|tensor| (tensor.layer, tensor.role));
+        let mut page_bytes = 0;
+        let fragments = tensors
+            .iter()
+            .map(|tensor| {
+                let block_offset_bytes = page_bytes;
+                page_bytes += tensor.page_bytes;
+                FragmentLayout {
+                    layer: tensor.layer,
+                    role: tensor.role,
+                    allocation: tensor.allocation,
+                    base_bytes: tensor.offset_bytes,
+                    page_bytes: tensor.page_bytes,
+                    page_stride_bytes: tensor.page_stride_bytes,
+                    block_offset_bytes,
+                }
+            })
+            .collect();
+        Self {
+            fragments,
+            page_bytes,
+            device_pages: registration.device_pages,
+            layout_fingerprint: fingerprint(registration, &tensors),
+        }
+    }
+
+    /// What this rank derives for its group, to be compared with the other ranks.
+    pub fn geometry(&self, registration: &Registration) -> GroupGeometry {
+        GroupGeometry {
+            group: registration.group,
+            engine_page_tokens: registration.engine_page_tokens,
+            layers: registration.layers,
+            page_bytes: self.page_bytes,
+            device_pages: self.device_pages,
+            layout_fingerprint: self.layout_fingerprint,
+        }
+    }
+}
+
+/// Numbers enter little-endian and lists with their length, so that no two layouts hash the same input.
+fn fingerprint(registration: &Registration, tensors: &[&TensorView]) -> [u8; 16] {
+    let mut hasher = blake3::Hasher::new();
+    hasher.update(FINGERPRINT_DOMAIN);
+    hasher.update(&registration.engine_page_tokens.to_le_bytes());
+    hasher.update(&registration.tp_size.to_le_bytes());
+    hasher.update(&registration.layers.to_le_bytes());
+    hasher.update(&(tensors.len() as u64).to_le_bytes());
+    for tensor in tensors {
+        hasher.update(&tensor.layer.to_le_bytes());
+        hasher.update(&[role_number(tensor.role)]);
+        hasher.update(&tensor.element_bytes.to_le_bytes());
+        hasher.update(&tensor.page_bytes.to_le_bytes());
+        let axes = inner_axes(tensor);
+        hasher.update(&(axes.len() as u64).to_le_bytes());
+        for (length, place) in axes {
+            hasher.update(&length.to_le_bytes());
+            hasher.update(&place.to_le_bytes());
+        }
+    }
+    let mut first = [0; 16];
+    first.copy_from_slice(&hasher.finalize().as_bytes()[..16]);
+    first
+}
+
+/// Part of the fingerprint: never renumber.
+fn role_number(role: TensorRole) -> u8 {
+    match role {
+        TensorRole::K => 0,
+        TensorRole::V => 1,
+        TensorRole::Kv => 2,
+        TensorRole::Latent => 3,
+        TensorRole::State => 4,
+    }
+}
+
+/// The axes inside a page that are longer than 1, in the engine's order: length, and place in memory order (0 is the
+/// innermost). A transposed page has the same lengths and other places.
+fn inner_axes(tensor: &TensorView) -> Vec<(u64, u64)> {
+    let axes: Vec<(u64, u64)> = tensor
+        .shape
+        .iter()
+        .zip(&tensor.strides)
+        .enumerate()
+        .filter(|(axis, (length, _))| *axis as u64 != u64::from(tensor.page_axis) && **length > 1)
+        .map(|(_, (length, stride))| (*length, *stride))
+        .collect();
+    axes.iter()
+        .map(|(length, stride)| {
+            let inside = axes.iter().filter(|(_, other)| other < stride).count();
+            (*length, inside as u64)
+        })
+        .collect()
+}

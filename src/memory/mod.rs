@@ -1,0 +1,34 @@
+//! The bytes: registered engine memory (G1), depots (G2), page layouts and the CPU copy engine.
+//!
+//! [`validate`] turns an engine's description of its memory into a [`PageLayout`]; [`EngineMemory`] holds the mapped
+//! allocations, [`Depot`] the host memory of one shard, and [`CopyEngine`] moves pages between the two. Everything here
+//! blocks: an async caller runs it on a thread of its own.
+//!
+//! Both kinds of memory are written by other processes too. No reference into them is ever formed; bytes go in and out
+//! through bounds-checked raw copies, and what is read is checked only after it was copied out.
+
+mod available;
+mod buffer;
+mod copy;
+mod depot;
+mod engine_memory;
+mod layout;
+mod open;
+mod prefault;
+mod registration;
+
+pub use available::{MemoryAvailable, MemoryLimit};
+pub use buffer::{BufferError, SharedBuffer};
+pub use copy::{
+    CUT_BYTES, CancelFlag, CopyEngine, CopyError, CopyJob, CopyMode, CopyReport,
+    NON_TEMPORAL_MIN_BYTES, POOL_MIN_BYTES, Side,
+};
+pub use depot::{DEPOT_FORMAT_VERSION, DEPOT_HEADER_BYTES, Depot, DepotError, page_stride_bytes};
+pub use engine_memory::{EngineMemory, EngineMemoryError, NonceMismatch};
+pub use layout::{FragmentLayout, PageLayout};
+pub use open::{OpenError, RegisteredMemory};
+pub use prefault::{PrefaultError, PrefaultReport};
+pub use registration::{
+    ALLOCATIONS_MAX, AXES_MAX, NONCE_BYTES_MAX, NONCE_BYTES_MIN, PAGE_BYTES_MAX, RegistrationError,
+    TENSORS_MAX, validate,
+};

@@ -1,0 +1,82 @@
+//! From an engine's description of its memory to memory that can be copied.
+
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::sync::Arc;
+
+use crate::memory::{
+    BufferError, EngineMemory, EngineMemoryError, NonceMismatch, PageLayout, RegistrationError,
+    SharedBuffer, validate,
+};
+use crate::types::{AllocationHandle, GroupGeometry, Registration};
+
+/// An engine's memory that was checked, mapped and proven.
+#[derive(Debug, Clone)]
+pub struct RegisteredMemory {
+    /// The mapped allocations.
+    pub memory: Arc<EngineMemory>,
+    /// Where each page lies in them.
+    pub layout: Arc<PageLayout>,
+    /// What all ranks must have in common.
+    pub geometry: GroupGeometry,
+}
+
+/// Why registered memory cannot be used. Each names the field.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    /// The description contradicts itself.
+    #[error(transparent)]
+    Registration(#[from] RegistrationError),
+    /// Nobody handed a file descriptor over under this ticket, or too long ago.
+    #[error(
+        "registration.allocations[{0}].handle: no file descriptor came under this ticket: send it \
+         first, and register within 30 s"
+    )]
+    Ticket(usize),
+    /// The allocation cannot be mapped.
+    #[error("registration.allocations[{index}]: {source}")]
+    Buffer {
+        /// Which allocation.
+        index: usize,
+        /// Why.
+        source: BufferError,
+    },
+    /// The allocations do not fit together.
+    #[error(transparent)]
+    Memory(#[from] EngineMemoryError),
+    /// What was mapped is not what the engine described.
+    #[error("registration.nonce: {0}")]
+    Nonce(#[from] NonceMismatch),
+}
+
+impl RegisteredMemory {
+    /// Checks the description, maps the allocations and looks for the nonce. `take` finds the descriptor of a ticket.
+    /// Blocks on system calls.
+    pub fn open(
+        registration: &Registration,
+        take: impl Fn(&[u8; 16]) -> Option<OwnedFd>,
+    ) -> Result<Self, OpenError> {
+        let layout = validate(registration)?;
+        let mut buffers = Vec::with_capacity(registration.allocations.len());
+        for (index, allocation) in registration.allocations.iter().enumerate() {
+            let buffer = match &allocation.handle {
+                AllocationHandle::Path(path) => {
+                    SharedBuffer::open_path(Path::new(path), allocation.bytes)
+                }
+                AllocationHandle::Ticket(ticket) => {
+                    let fd = take(ticket).ok_or(OpenError::Ticket(index))?;
+                    SharedBuffer::from_fd(fd, allocation.bytes)
+                }
+            };
+            buffers.push(buffer.map_err(|source| OpenError::Buffer { index, source })?);
+        }
+        let memory = EngineMemory::new(registration, buffers)?;
+        memory.verify_nonce(&registration.nonce)?;
+        let geometry = layout.geometry(registration);
+        Ok(Self {
+            memory: Arc::new(memory),
+            layout: Arc::new(layout),
+            geometry,
+        })
+    }
+}

@@ -1,0 +1,289 @@
+//! Takes a depot's memory before the first copy needs it.
+
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::{SyncSender, sync_channel};
+
+use super::available::{MemoryAvailable, MemoryLimit};
+use super::buffer::SharedBuffer;
+use super::depot::Depot;
+
+/// Chunks start at multiples of this, whatever was asked for: one huge page.
+const CHUNK_ALIGN_BYTES: u64 = 2 << 20;
+/// `st_blocks` counts in these, whatever the file system's own block is.
+const STAT_BLOCK_BYTES: u64 = 512;
+
+/// What a prefault did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PrefaultReport {
+    /// Bytes that are in memory now: all of the depot.
+    pub bytes: u64,
+    /// The system took the advice to use huge pages. Whether it follows it depends on `shmem_enabled`.
+    pub huge_pages_advised: bool,
+}
+
+/// Why a depot's memory is not all there. What was taken stays taken.
+#[derive(Debug, thiserror::Error)]
+pub enum PrefaultError {
+    /// There is less memory than the depot still needs.
+    #[error(
+        "the depot needs {needed_bytes} more bytes, {limit} has {available_bytes}: give it a \
+         smaller depot, or raise that limit"
+    )]
+    MemoryShort {
+        /// Bytes of the depot that were not in memory yet.
+        needed_bytes: u64,
+        /// Bytes that could be had.
+        available_bytes: u64,
+        /// What keeps it from more.
+        limit: MemoryLimit,
+    },
+    /// The flag was set.
+    #[error("cancelled with {done_bytes} of {total_bytes} bytes in memory")]
+    Cancelled {
+        /// Bytes that were walked.
+        done_bytes: u64,
+        /// Bytes of the depot.
+        total_bytes: u64,
+    },
+    /// The system refused.
+    #[error("cannot take the depot's memory: {0}")]
+    Io(io::Error),
+}
+
+impl Depot {
+    /// Takes all memory of the depot, contents unchanged, with `threads` threads in steps of `chunk_bytes`.
+    ///
+    /// `progress(done_bytes, total_bytes)` is called on the caller's thread, first with 0, then with growing numbers up
+    /// to the total. `cancel` is looked at between chunks. When it returns, all its threads have ended.
+    pub fn prefault(
+        &self,
+        threads: usize,
+        chunk_bytes: u64,
+        progress: &dyn Fn(u64, u64),
+        cancel: &AtomicBool,
+    ) -> Result<PrefaultReport, PrefaultError> {
+        let buffer = self.buffer();
+        refuse_short(buffer)?;
+        let huge_pages_advised = buffer.advise_huge_pages();
+        let total_bytes = buffer.len();
+        progress(0, total_bytes);
+        let walk = Walk {
+            buffer,
+            chunk_bytes: chunk_bytes
+                .clamp(1, 1 << 40)
+                .next_multiple_of(CHUNK_ALIGN_BYTES),
+            next_chunk: AtomicU64::new(0),
+            failed: AtomicBool::new(false),
+            cancel,
+        };
+        let done_bytes = walk.run(threads.max(1), &|done| progress(done, total_bytes))?;
+        if done_bytes < total_bytes {
+            return Err(PrefaultError::Cancelled {
+                done_bytes,
+                total_bytes,
+            });
+        }
+        Ok(PrefaultReport {
+            bytes: total_bytes,
+            huge_pages_advised,
+        })
+    }
+}
+
+/// Compares what is missing with what can be had, before the system's own answer: that may be the end of this process.
+fn refuse_short(buffer: &SharedBuffer) -> Result<(), PrefaultError> {
+    let needed_bytes = missing_bytes(buffer)?;
+    let available = MemoryAvailable::for_file(buffer.fd());
+    if needed_bytes > available.bytes {
+        return Err(short(needed_bytes, available));
+    }
+    Ok(())
+}
+
+fn missing_bytes(buffer: &SharedBuffer) -> Result<u64, PrefaultError> {
+    let stat = rustix::fs::fstat(buffer.fd()).map_err(|errno| PrefaultError::Io(errno.into()))?;
+    let present = u64::try_from(stat.st_blocks).unwrap_or(0) * STAT_BLOCK_BYTES;
+    Ok(buffer.len().saturating_sub(present))
+}
+
+fn short(needed_bytes: u64, available: MemoryAvailable) -> PrefaultError {
+    PrefaultError::MemoryShort {
+        needed_bytes,
+        available_bytes: available.bytes,
+        limit: available.limit,
+    }
+}
+
+/// One pass over a buffer, shared by its threads.
+struct Walk<'a> {
+    buffer: &'a SharedBuffer,
+    chunk_bytes: u64,
+    next_chunk: AtomicU64,
+    failed: AtomicBool,
+    cancel: &'a AtomicBool,
+}
+
+impl Walk<'_> {
+    /// Runs the threads and reports the bytes they did, from the caller's thread.
+    fn run(&self, threads: usize, report: &dyn Fn(u64)) -> Result<u64, PrefaultError> {
+        let (sender, receiver) = sync_channel(threads);
+        std::thread::scope(|scope| {
+            for _ in 0..threads {
+                let sender = sender.clone();
+                std::thread::Builder::new()
+                    .name("kvferry-prefault".to_owned())
+                    .spawn_scoped(scope, move || self.chunks(&sender))
+                    .map_err(|error| {
+                        self.failed.store(true, Ordering::Relaxed);
+                        PrefaultError::Io(error)
+                    })?;
+            }
+            drop(sender);
+            let mut done_bytes = 0;
+            let mut outcome = Ok(());
+            for chunk in receiver {
+                match chunk {
+                    Ok(bytes) => {
+                        done_bytes += bytes;
+                        report(done_bytes);
+                    }
+                    Err(error) => outcome = outcome.and(Err(error)),
+                }
+            }
+            outcome
+                .map(|()| done_bytes)
+                .map_err(|error| self.explain(error))
+        })
+    }
+
+    /// One thread: takes the next chunk until there is none. The channel is closed by the last one.
+    fn chunks(&self, done: &SyncSender<io::Result<u64>>) {
+        let stop = || self.cancel.load(Ordering::Relaxed) || self.failed.load(Ordering::Relaxed);
+        while !stop() {
+            let start = self.next_chunk.fetch_add(1, Ordering::Relaxed) * self.chunk_bytes;
+            if start >= self.buffer.len() {
+                return;
+            }
+            let bytes = self.chunk_bytes.min(self.buffer.len() - start);
+            let taken = self.take(start, bytes).map(|()| bytes);
+            if taken.is_err() {
+                self.failed.store(true, Ordering::Relaxed);
+            }
+            if done.send(taken).is_err() {
+                return;
+            }
+        }
+    }
+
+    fn take(&self, start: u64, bytes: u64) -> io::Result<()> {
+        match self.buffer.populate(start, bytes) {
+            // Kernels before 5.14 do not know the advice.
+            Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
+                self.buffer.touch(start, bytes)
+            }
+            outcome => outcome,
+        }
+    }
+
+    /// The system says ENOMEM, ENOSPC or (for a fault that would raise SIGBUS) EFAULT when memory is short.
+    fn explain(&self, error: io::Error) -> PrefaultError {
+        use rustix::io::Errno;
+        let short_of = [Errno::NOMEM, Errno::NOSPC, Errno::FAULT];
+        let is_short = short_of
+            .iter()
+            .any(|errno| error.raw_os_error() == Some(errno.raw_os_error()));
+        match missing_bytes(self.buffer) {
+            Ok(needed) if is_short => short(needed, MemoryAvailable::for_file(self.buffer.fd())),
+            _ => PrefaultError::Io(error),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::RefCell;
+
+    #[test]
+    fn progress_grows_to_the_total_and_contents_stay() {
+        let depot = Depot::create((9 << 20) + 123).expect("memory");
+        depot
+            .buffer()
+            .write_from(5 << 20, b"kept")
+            .expect("in bounds");
+        let seen = RefCell::new(Vec::new());
+        let progress = |done, total| seen.borrow_mut().push((done, total));
+        let report = depot
+            .prefault(3, 1, &progress, &AtomicBool::new(false))
+            .expect("enough memory");
+        assert_eq!(report.bytes, depot.bytes());
+        let seen = seen.into_inner();
+        assert_eq!(seen.first(), Some(&(0, depot.bytes())));
+        assert_eq!(seen.last(), Some(&(depot.bytes(), depot.bytes())));
+        assert!(
+            seen.windows(2).all(|pair| pair[0].0 < pair[1].0),
+            "{seen:?}"
+        );
+        assert_eq!(missing_bytes(depot.buffer()).expect("readable"), 0);
+        let mut kept = [0; 4];
+        depot
+            .buffer()
+            .read_into(5 << 20, &mut kept)
+            .expect("in bounds");
+        assert_eq!(&kept, b"kept");
+    }
+
+    #[test]
+    fn touching_takes_memory_without_changing_it() {
+        let depot = Depot::create(3 << 20).expect("memory");
+        depot
+            .buffer()
+            .write_from(4096, &[255; 4096])
+            .expect("in bounds");
+        depot.buffer().touch(0, 3 << 20).expect("enough memory");
+        let mut kept = [0; 4096];
+        depot
+            .buffer()
+            .read_into(4096, &mut kept)
+            .expect("in bounds");
+        assert_eq!(kept, [255; 4096]);
+        assert_eq!(missing_bytes(depot.buffer()).expect("readable"), 0);
+    }
+
+    #[test]
+    fn a_cancel_stops_between_chunks() {
+        let depot = Depot::create(9 << 20).expect("memory");
+        let cancel = AtomicBool::new(false);
+        let stop = |done, _| {
+            if done > 0 {
+                cancel.store(true, Ordering::Relaxed);
+            }
+        };
+        assert!(
+            depot
+                .prefault(1, 2 << 20, &stop, &AtomicBool::new(false))
+                .is_ok()
+        );
+        let found = depot.prefault(2, 2 << 20, &|_, _| (), &cancel);
+        assert!(matches!(
+            found,
+            Err(PrefaultError::Cancelled { done_bytes: 0, .. })
+        ));
+    }
+
+    #[test]
+    fn too_little_memory_is_refused_before_it_is_taken() {
+        let depot = Depot::create(1 << 45).expect("a promise");
+        let found = depot.prefault(1, 2 << 20, &|_, _| (), &AtomicBool::new(false));
+        let Err(PrefaultError::MemoryShort {
+            needed_bytes,
+            available_bytes,
+            ..
+        }) = found
+        else {
+            panic!("{found:?}");
+        };
+        assert!(available_bytes < needed_bytes);
+    }
+}

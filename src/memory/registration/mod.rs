@@ -1,0 +1,261 @@
+//! Checks an engine's description of its memory, and refuses what contradicts itself.
+
+mod overlap;
+mod tensor;
+#[cfg(test)]
+pub(super) mod tests;
+
+use std::collections::HashMap;
+
+use super::layout::PageLayout;
+use crate::types::{AllocationHandle, Nonce, Registration, TensorRole};
+
+/// Most allocations of one registration.
+pub const ALLOCATIONS_MAX: usize = 256;
+/// Most tensors of one registration.
+pub const TENSORS_MAX: usize = 4096;
+/// Most axes of one tensor.
+pub const AXES_MAX: usize = 8;
+/// Largest page, all layers and roles together, in bytes.
+pub const PAGE_BYTES_MAX: u64 = 1 << 30;
+/// Shortest nonce, in bytes.
+pub const NONCE_BYTES_MIN: usize = 16;
+/// Longest nonce, in bytes.
+pub const NONCE_BYTES_MAX: usize = 64;
+
+/// A field that contradicts itself, another field or a limit.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{field} is {value}: {remedy}")]
+pub struct RegistrationError {
+    /// Path of the field, such as `tensors[3].page_stride_bytes`.
+    pub field: String,
+    /// What was given.
+    pub value: String,
+    /// What is expected instead.
+    pub remedy: String,
+}
+
+impl RegistrationError {
+    fn new(field: impl Into<String>, value: impl ToString, remedy: impl Into<String>) -> Self {
+        Self {
+            field: field.into(),
+            value: value.to_string(),
+            remedy: remedy.into(),
+        }
+    }
+}
+
+/// Derives where every page lies, or names the first field that contradicts the rest.
+///
+/// Pure arithmetic on the description: no memory is touched. The work is bounded by [`TENSORS_MAX`] squared.
+pub fn validate(registration: &Registration) -> Result<PageLayout, RegistrationError> {
+    check_limits(registration)?;
+    check_counts(registration)?;
+    check_allocations(registration)?;
+    for index in 0..registration.tensors.len() {
+        tensor::check(registration, index)?;
+    }
+    check_roles(registration)?;
+    check_page_total(registration)?;
+    overlap::check(registration)?;
+    check_nonce(registration)?;
+    Ok(PageLayout::derive(registration))
+}
+
+fn check_limits(registration: &Registration) -> Result<(), RegistrationError> {
+    let lists = [
+        (
+            "allocations",
+            registration.allocations.len(),
+            ALLOCATIONS_MAX,
+        ),
+        ("tensors", registration.tensors.len(), TENSORS_MAX),
+    ];
+    for (field, length, max) in lists {
+        if length == 0 || length > max {
+            let value = format!("a list of {length}");
+            return Err(RegistrationError::new(
+                field,
+                value,
+                format!("give 1 to {max}"),
+            ));
+        }
+    }
+    Ok(())
+}
+
+fn check_counts(registration: &Registration) -> Result<(), RegistrationError> {
+    let counts = [
+        (
+            "tp_size",
+            u32::from(registration.tp_size),
+            "ranks of the engine",
+        ),
+        (
+            "engine_page_tokens",
+            registration.engine_page_tokens,
+            "tokens of one page",
+        ),
+        (
+            "device_pages",
+            registration.device_pages,
+            "pages of the engine's memory",
+        ),
+        ("layers", registration.layers, "layers of the group"),
+    ];
+    for (field, value, meaning) in counts {
+        if value == 0 {
+            let remedy = format!("give the number of {meaning}, at least 1");
+            return Err(RegistrationError::new(field, value, remedy));
+        }
+    }
+    let slices = [("rank", registration.rank.0), ("shard", registration.shard)];
+    for (field, value) in slices {
+        if value >= registration.tp_size {
+            let remedy = format!("it must be below tp_size ({})", registration.tp_size);
+            return Err(RegistrationError::new(field, value, remedy));
+        }
+    }
+    Ok(())
+}
+
+fn check_allocations(registration: &Registration) -> Result<(), RegistrationError> {
+    let allocations = &registration.allocations;
+    for (index, allocation) in allocations.iter().enumerate() {
+        if allocation.bytes == 0 {
+            let remedy = "give the size of the memory in bytes";
+            return Err(RegistrationError::new(
+                format!("allocations[{index}].bytes"),
+                0,
+                remedy,
+            ));
+        }
+        let same = allocations[..index]
+            .iter()
+            .position(|earlier| earlier.handle == allocation.handle);
+        if let Some(earlier) = same {
+            let value = match &allocation.handle {
+                AllocationHandle::Path(path) => format!("'{path}'"),
+                AllocationHandle::Ticket(_) => "a ticket".to_owned(),
+            };
+            return Err(RegistrationError::new(
+                format!("allocations[{index}].handle"),
+                value,
+                format!("allocations[{earlier}] has the same handle: list each memory once"),
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// Every layer has tensors, each role at most once, and no role says what another one says already.
+fn check_roles(registration: &Registration) -> Result<(), RegistrationError> {
+    let mut seen = HashMap::new();
+    for (index, tensor) in registration.tensors.iter().enumerate() {
+        if let Some(earlier) = seen.insert((tensor.layer, tensor.role), index) {
+            return Err(RegistrationError::new(
+                format!("tensors[{index}].role"),
+                format!("{:?} of layer {}", tensor.role, tensor.layer),
+                format!("tensors[{earlier}] is the same: give each (layer, role) once"),
+            ));
+        }
+    }
+    for (index, tensor) in registration.tensors.iter().enumerate() {
+        let split = [TensorRole::K, TensorRole::V]
+            .into_iter()
+            .find_map(|role| seen.get(&(tensor.layer, role)));
+        if let (TensorRole::Kv, Some(other)) = (tensor.role, split) {
+            return Err(RegistrationError::new(
+                format!("tensors[{index}].role"),
+                format!("Kv of layer {}", tensor.layer),
+                format!(
+                    "tensors[{other}] describes K or V of the same layer: describe both together \
+                     or each apart"
+                ),
+            ));
+        }
+    }
+    let mut layers: Vec<u32> = registration
+        .tensors
+        .iter()
+        .map(|tensor| tensor.layer)
+        .collect();
+    layers.sort_unstable();
+    layers.dedup();
+    // Every layer lies below `layers`, so the first gap in the sorted list is the first layer without a tensor.
+    if (layers.len() as u64) < u64::from(registration.layers) {
+        let missing = layers
+            .iter()
+            .zip(0..)
+            .take_while(|(layer, place)| *layer == place)
+            .count();
+        return Err(RegistrationError::new(
+            "layers",
+            registration.layers,
+            format!("layer {missing} has no tensor: describe it, or lower the number"),
+        ));
+    }
+    Ok(())
+}
+
+fn check_page_total(registration: &Registration) -> Result<(), RegistrationError> {
+    // Each term is at most PAGE_BYTES_MAX and there are at most TENSORS_MAX of them: the sum cannot overflow.
+    let total: u64 = registration
+        .tensors
+        .iter()
+        .map(|tensor| tensor.page_bytes)
+        .sum();
+    if total > PAGE_BYTES_MAX {
+        return Err(RegistrationError::new(
+            "tensors",
+            format!("{total} bytes a page in all"),
+            format!("a page has at most {PAGE_BYTES_MAX} bytes: lower engine_page_tokens"),
+        ));
+    }
+    Ok(())
+}
+
+fn check_nonce(registration: &Registration) -> Result<(), RegistrationError> {
+    let Nonce {
+        allocation,
+        offset_bytes,
+        bytes,
+    } = &registration.nonce;
+    if !(NONCE_BYTES_MIN..=NONCE_BYTES_MAX).contains(&bytes.len()) {
+        return Err(RegistrationError::new(
+            "nonce.bytes",
+            format!("{} bytes long", bytes.len()),
+            format!("write {NONCE_BYTES_MIN} to {NONCE_BYTES_MAX} random bytes"),
+        ));
+    }
+    let memory = allocation_of(registration, "nonce.allocation", *allocation)?;
+    let end = offset_bytes.checked_add(bytes.len() as u64);
+    if end.is_none_or(|end| end > memory) {
+        return Err(RegistrationError::new(
+            "nonce.offset_bytes",
+            offset_bytes,
+            format!("the nonce must end within allocations[{allocation}] ({memory} bytes)"),
+        ));
+    }
+    Ok(())
+}
+
+/// Size in bytes of the allocation that `field` refers to.
+fn allocation_of(
+    registration: &Registration,
+    field: impl Into<String>,
+    index: u32,
+) -> Result<u64, RegistrationError> {
+    usize::try_from(index)
+        .ok()
+        .and_then(|index| registration.allocations.get(index))
+        .map(|allocation| allocation.bytes)
+        .ok_or_else(|| {
+            let count = registration.allocations.len();
+            RegistrationError::new(
+                field,
+                index,
+                format!("there are {count} allocations, from 0"),
+            )
+        })
+}

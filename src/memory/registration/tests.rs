@@ -1,0 +1,263 @@
+use super::*;
+use crate::types::{Allocation, AllocationKind, GroupId, Rank, TensorView};
+
+type Spoil = fn(&mut Registration);
+
+/// Four layers of 6 pages, each layer in an allocation of its own: a page of K, then one of V, 2 tokens x 3 heads x 5
+/// elements of 2 bytes each, pages 64 elements apart.
+pub(in crate::memory) fn separate_layers() -> Registration {
+    let tensors = (0..8).map(|index| TensorView {
+        layer: index / 2,
+        role: [TensorRole::K, TensorRole::V][index as usize % 2],
+        allocation: index / 2,
+        offset_bytes: 64 + u64::from(index % 2) * 60,
+        shape: vec![6, 2, 3, 5],
+        strides: vec![64, 15, 5, 1],
+        element_bytes: 2,
+        page_axis: 0,
+        page_bytes: 60,
+        page_stride_bytes: 128,
+    });
+    let allocations = (0..4).map(|layer| Allocation {
+        kind: AllocationKind::SharedMemory,
+        handle: AllocationHandle::Path(format!("/dev/shm/layer-{layer}")),
+        bytes: 64 + 6 * 128,
+    });
+    Registration {
+        group: GroupId(0),
+        rank: Rank(1),
+        tp_size: 2,
+        shard: 1,
+        engine_page_tokens: 2,
+        device_pages: 6,
+        layers: 4,
+        allocations: allocations.collect(),
+        tensors: tensors.collect(),
+        nonce: Nonce {
+            allocation: 0,
+            offset_bytes: 0,
+            bytes: vec![7; 32],
+        },
+        device_uuid: None,
+    }
+}
+
+fn refusal(spoil: Spoil) -> RegistrationError {
+    let mut registration = separate_layers();
+    spoil(&mut registration);
+    validate(&registration).expect_err("a contradiction")
+}
+
+#[test]
+fn fragments_are_ordered_by_layer_and_role() {
+    let mut registration = separate_layers();
+    registration.tensors.reverse();
+    let layout = validate(&registration).expect("consistent");
+    assert_eq!(layout.page_bytes, 480);
+    assert_eq!(layout.device_pages, 6);
+    let found: Vec<_> = layout
+        .fragments
+        .iter()
+        .map(|it| {
+            (
+                it.layer,
+                it.role,
+                it.allocation,
+                it.base_bytes,
+                it.block_offset_bytes,
+            )
+        })
+        .collect();
+    assert_eq!(
+        found[..2],
+        [(0, TensorRole::K, 0, 64, 0), (0, TensorRole::V, 0, 124, 60)]
+    );
+    assert_eq!(found[7], (3, TensorRole::V, 3, 124, 420));
+    assert_eq!(layout, validate(&separate_layers()).expect("consistent"));
+}
+
+#[test]
+fn every_contradiction_is_refused_by_its_field() {
+    let cases: &[(&str, Spoil)] = &[
+        ("allocations", |r| r.allocations.clear()),
+        ("allocations", |r| {
+            r.allocations = vec![r.allocations[0].clone(); 257]
+        }),
+        ("tensors", |r| r.tensors.clear()),
+        ("tensors", |r| r.tensors = vec![r.tensors[0].clone(); 4097]),
+        ("tp_size", |r| r.tp_size = 0),
+        ("engine_page_tokens", |r| r.engine_page_tokens = 0),
+        ("device_pages", |r| r.device_pages = 0),
+        ("layers", |r| r.layers = 0),
+        ("layers", |r| r.layers = 5),
+        ("layers", |r| r.layers = u32::MAX),
+        ("rank", |r| r.rank = Rank(2)),
+        ("shard", |r| r.shard = 2),
+        ("allocations[1].bytes", |r| r.allocations[1].bytes = 0),
+        ("allocations[2].handle", |r| {
+            r.allocations[2].handle = r.allocations[1].handle.clone();
+        }),
+        ("tensors[6].layer", |r| r.layers = 3),
+        ("tensors[3].shape", |r| r.tensors[3].shape.clear()),
+        ("tensors[3].shape", |r| r.tensors[3].shape = vec![1; 9]),
+        ("tensors[3].shape", |r| {
+            r.tensors[3].shape = vec![6, 1 << 40, 1 << 40, 1]
+        }),
+        ("tensors[3].shape", |r| r.tensors[3].shape[1] = 1 << 30),
+        ("tensors[3].shape[0]", |r| r.tensors[3].shape[0] = 7),
+        ("tensors[3].shape[2]", |r| r.tensors[3].shape[2] = 0),
+        ("tensors[3].strides", |r| r.tensors[3].strides.truncate(3)),
+        ("tensors[3].strides", |r| r.tensors[3].strides[1] = 16),
+        ("tensors[3].strides", |r| r.tensors[3].strides[3] = 0),
+        ("tensors[3].page_axis", |r| r.tensors[3].page_axis = 4),
+        ("tensors[3].element_bytes", |r| {
+            r.tensors[3].element_bytes = 0
+        }),
+        ("tensors[3].page_bytes", |r| r.tensors[3].page_bytes = 64),
+        ("tensors[3].page_bytes", |r| r.tensors[3].element_bytes = 1),
+        ("tensors[3].page_stride_bytes", |r| {
+            r.tensors[3].page_stride_bytes = 64
+        }),
+        ("tensors[3].page_stride_bytes", |r| {
+            r.tensors[3].strides[0] = u64::MAX
+        }),
+        ("tensors[3].page_stride_bytes", |r| {
+            r.tensors[3].strides[0] = 29;
+            r.tensors[3].page_stride_bytes = 58;
+        }),
+        ("tensors[3].page_stride_bytes", |r| {
+            r.tensors[3].strides[0] = 63;
+            r.tensors[3].page_stride_bytes = 126;
+        }),
+        ("tensors[3].allocation", |r| r.tensors[3].allocation = 4),
+        ("tensors[3].offset_bytes", |r| {
+            r.tensors[3].offset_bytes = 133
+        }),
+        ("tensors[3].offset_bytes", |r| {
+            r.tensors[3].offset_bytes = u64::MAX
+        }),
+        ("tensors[3].offset_bytes", |r| {
+            r.tensors[3].offset_bytes = 123
+        }),
+        ("tensors[2].offset_bytes", |r| {
+            r.tensors[2].offset_bytes = 125
+        }),
+        ("tensors[3].offset_bytes", |r| {
+            r.tensors[2].offset_bytes = 0;
+            r.tensors[3].offset_bytes = 70;
+        }),
+        ("tensors[3].role", |r| r.tensors[3].role = TensorRole::K),
+        ("tensors[2].role", |r| r.tensors[2].role = TensorRole::Kv),
+        ("nonce.allocation", |r| r.nonce.allocation = 4),
+        ("nonce.bytes", |r| r.nonce.bytes.truncate(15)),
+        ("nonce.bytes", |r| r.nonce.bytes.resize(65, 0)),
+        ("nonce.offset_bytes", |r| {
+            r.nonce.offset_bytes = 64 + 6 * 128 - 31
+        }),
+        ("nonce.offset_bytes", |r| r.nonce.offset_bytes = u64::MAX),
+    ];
+    for (number, (field, spoil)) in cases.iter().enumerate() {
+        let error = refusal(*spoil);
+        assert_eq!(&error.field, field, "case {number}: {error}");
+        assert!(!error.remedy.is_empty());
+    }
+}
+
+#[test]
+fn a_refusal_reads_as_one_line() {
+    let error = refusal(|r| r.tensors[3].page_stride_bytes = 64);
+    assert_eq!(
+        error.to_string(),
+        "tensors[3].page_stride_bytes is 64: it must be strides[0] (64) x element_bytes (2)"
+    );
+    let missing = refusal(|r| {
+        r.tensors.retain(|tensor| tensor.layer != 2);
+    });
+    assert_eq!(
+        missing.to_string(),
+        "layers is 4: layer 2 has no tensor: describe it, or lower the number"
+    );
+}
+
+#[test]
+fn k_and_v_planes_in_one_tensor_are_refused() {
+    let mut registration = separate_layers();
+    registration
+        .tensors
+        .retain(|tensor| tensor.role == TensorRole::K);
+    let tensor = &mut registration.tensors[1];
+    tensor.role = TensorRole::Kv;
+    tensor.shape = vec![2, 6, 30];
+    tensor.strides = vec![180, 30, 1];
+    tensor.page_axis = 1;
+    tensor.page_bytes = 120;
+    tensor.page_stride_bytes = 60;
+    let error = validate(&registration).expect_err("a page in two places");
+    assert_eq!(error.field, "tensors[1].strides");
+    assert!(
+        error.remedy.contains("K and V planes as separate tensors"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_page_larger_than_the_limit_in_sum_is_refused() {
+    let error = refusal(|r| {
+        r.allocations.iter_mut().for_each(|it| it.bytes = u64::MAX);
+        for tensor in &mut r.tensors {
+            tensor.shape = vec![6, 1 << 28];
+            tensor.strides = vec![1 << 28, 1];
+            tensor.page_bytes = 1 << 29;
+            tensor.page_stride_bytes = 1 << 29;
+        }
+    });
+    assert_eq!(error.field, "tensors");
+}
+
+#[test]
+fn the_fingerprint_follows_the_meaning_of_the_bytes() {
+    let of = |spoil: Spoil| {
+        let mut registration = separate_layers();
+        spoil(&mut registration);
+        validate(&registration)
+            .expect("consistent")
+            .layout_fingerprint
+    };
+    let base = of(|_| ());
+    let same: &[Spoil] = &[
+        |r| r.rank = Rank(0),
+        |r| r.shard = 0,
+        |r| r.allocations.swap(0, 1),
+        |r| r.device_uuid = Some("GPU-0".to_owned()),
+        |r| {
+            r.device_pages = 5;
+            r.tensors.iter_mut().for_each(|tensor| tensor.shape[0] = 5);
+        },
+        |r| r.tensors[1].offset_bytes = 128,
+        |r| {
+            r.tensors[0].shape.push(1);
+            r.tensors[0].strides.push(99);
+        },
+    ];
+    for (number, spoil) in same.iter().enumerate() {
+        assert_eq!(of(*spoil), base, "case {number}");
+    }
+    let other: &[Spoil] = &[
+        |r| r.engine_page_tokens = 4,
+        |r| r.tp_size = 3,
+        |r| r.tensors[7].role = TensorRole::State,
+        |r| {
+            r.tensors[7].element_bytes = 1;
+            r.tensors[7].strides = vec![128, 30, 10, 1];
+            r.tensors[7].shape[3] = 10;
+        },
+        |r| r.tensors[0].strides = vec![64, 5, 10, 1],
+        |r| {
+            r.tensors[0].shape = vec![6, 3, 2, 5];
+            r.tensors[0].strides = vec![64, 10, 5, 1];
+        },
+    ];
+    for (number, spoil) in other.iter().enumerate() {
+        assert_ne!(of(*spoil), base, "case {number}");
+    }
+}
