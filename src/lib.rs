@@ -21,4 +21,5 @@
 pub mod core;
 pub mod memory;
 pub mod protocol;
+pub mod transport;
 pub mod types;

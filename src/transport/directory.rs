@@ -1,0 +1,251 @@
+//! The directory of a process: who may reach its sockets is decided by its mode, so that is checked by both sides.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read as _, Write as _};
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::fs::{
+    DirBuilderExt as _, FileTypeExt as _, MetadataExt as _, OpenOptionsExt as _,
+    PermissionsExt as _,
+};
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{FlockOperation, Mode, OFlags};
+
+use super::{Address, TransportError};
+
+/// The socket that clients connect to.
+pub(super) const SOCKET_NAME: &str = "kvferry.sock";
+/// The socket that descriptors are handed over on.
+pub(super) const FD_SOCKET_NAME: &str = "fds.sock";
+/// How the names of the sockets behind the gate begin; the rest is different for each listener.
+const INNER_PREFIX: &str = "gate-inner-";
+/// Longest path of a Unix socket on Linux, without the closing zero.
+const SOCKET_PATH_BYTES_MAX: usize = 107;
+
+fn own_uid() -> u32 {
+    rustix::process::geteuid().as_raw()
+}
+
+/// Makes the directory with mode 0700 if it is missing, then checks it.
+pub fn prepare(path: &Path) -> Result<(), TransportError> {
+    match fs::DirBuilder::new().mode(0o700).create(path) {
+        Ok(()) => {}
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+        Err(error) => return Err(TransportError::io("cannot make directory", path)(error)),
+    }
+    check(path)
+}
+
+/// Refuses a directory that anybody else could read, enter, write or swap.
+pub fn check(path: &Path) -> Result<(), TransportError> {
+    let refuse = |path: &Path, mode: u32, problem, remedy| TransportError::Directory {
+        path: path.to_owned(),
+        mode: mode & 0o7777,
+        problem,
+        remedy,
+    };
+    let link = fs::symlink_metadata(path).map_err(TransportError::io("cannot read", path))?;
+    if !link.is_dir() {
+        let remedy = "name a directory itself".to_owned();
+        return Err(refuse(
+            path,
+            link.mode(),
+            "is a link or no directory",
+            remedy,
+        ));
+    }
+    let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::RDONLY;
+    let found: OwnedFd = rustix::fs::open(path, flags, Mode::empty())
+        .map_err(|errno| TransportError::io("cannot open", path)(errno.into()))?;
+    let found = rustix::fs::fstat(&found)
+        .map_err(|errno| TransportError::io("cannot read", path)(errno.into()))?;
+    if found.st_uid != own_uid() {
+        let remedy = format!("use a directory that belongs to uid {}", own_uid());
+        return Err(refuse(
+            path,
+            found.st_mode,
+            "belongs to another user",
+            remedy,
+        ));
+    }
+    if found.st_mode & 0o777 != 0o700 {
+        let remedy = format!("run chmod 700 {}", path.display());
+        return Err(refuse(
+            path,
+            found.st_mode,
+            "must be open to its owner alone",
+            remedy,
+        ));
+    }
+    check_parent(path, refuse)
+}
+
+fn check_parent(
+    path: &Path,
+    refuse: impl Fn(&Path, u32, &'static str, String) -> TransportError,
+) -> Result<(), TransportError> {
+    let absolute = path
+        .canonicalize()
+        .map_err(TransportError::io("cannot resolve", path))?;
+    let Some(parent) = absolute.parent() else {
+        return Ok(());
+    };
+    let found = fs::metadata(parent).map_err(TransportError::io("cannot read", parent))?;
+    let (mode, owner) = (found.mode(), found.uid());
+    if owner != 0 && owner != own_uid() {
+        let remedy = "use a directory under a parent of root or of this user".to_owned();
+        return Err(refuse(
+            parent,
+            mode,
+            "belongs to another user, who could swap what lies in it",
+            remedy,
+        ));
+    }
+    if mode & 0o022 != 0 && mode & 0o1000 == 0 {
+        let remedy = format!("run chmod go-w {}", parent.display());
+        return Err(refuse(
+            parent,
+            mode,
+            "can be written by others, who could swap what lies in it",
+            remedy,
+        ));
+    }
+    Ok(())
+}
+
+/// A path in the directory, if the kernel takes it as a socket's.
+pub(super) fn socket_path(directory: &Path, name: &str) -> Result<PathBuf, TransportError> {
+    let path = directory.join(name);
+    match path.as_os_str().as_bytes().len() <= SOCKET_PATH_BYTES_MAX {
+        true => Ok(path),
+        false => Err(TransportError::PathTooLong(path)),
+    }
+}
+
+/// Binds a socket with mode 0600 in a checked directory. A socket that lies there already is replaced: whoever calls this
+/// holds the lock, so nobody listens on it.
+pub(super) fn bind(path: &Path) -> Result<UnixListener, TransportError> {
+    match fs::symlink_metadata(path) {
+        Ok(found) if found.file_type().is_socket() => {
+            fs::remove_file(path)
+                .map_err(TransportError::io("cannot remove the stale socket", path))?;
+        }
+        Ok(found) => {
+            return Err(TransportError::Directory {
+                path: path.to_owned(),
+                mode: found.mode() & 0o7777,
+                problem: "is no socket but lies where one is to be made",
+                remedy: "remove it".to_owned(),
+            });
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+        Err(error) => return Err(TransportError::io("cannot read", path)(error)),
+    }
+    let listener = UnixListener::bind(path).map_err(TransportError::io("cannot bind", path))?;
+    fs::set_permissions(path, fs::Permissions::from_mode(0o600))
+        .map_err(TransportError::io("cannot set the mode of", path))?;
+    let found = fs::symlink_metadata(path).map_err(TransportError::io("cannot read", path))?;
+    if !found.file_type().is_socket() || found.mode() & 0o777 != 0o600 || found.uid() != own_uid() {
+        return Err(TransportError::Directory {
+            path: path.to_owned(),
+            mode: found.mode() & 0o7777,
+            problem: "is not the socket that was just made",
+            remedy: "use a directory that nothing else writes to".to_owned(),
+        });
+    }
+    Ok(listener)
+}
+
+/// The right to listen on one socket of a directory: a lock file beside it, held with `flock`, that names the holder's
+/// process. Dropping it removes the socket and frees the lock, in this order.
+#[derive(Debug)]
+pub(super) struct Claim {
+    socket: PathBuf,
+    _lock: File,
+}
+
+impl Claim {
+    /// Takes the lock or says who has it.
+    pub(super) fn take(directory: &Path, name: &str) -> Result<Self, TransportError> {
+        let socket = socket_path(directory, name)?;
+        let lock_path = socket.with_extension("lock");
+        let mut lock = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(0o600)
+            .custom_flags(OFlags::NOFOLLOW.bits().cast_signed())
+            .open(&lock_path)
+            .map_err(TransportError::io("cannot open", &lock_path))?;
+        match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => {}
+            Err(rustix::io::Errno::WOULDBLOCK) => {
+                return Err(TransportError::InUse {
+                    address: Address::Directory(directory.to_owned()),
+                    pid: read_pid(&mut lock),
+                });
+            }
+            Err(errno) => return Err(TransportError::io("cannot lock", &lock_path)(errno.into())),
+        }
+        write_pid(&mut lock).map_err(TransportError::io("cannot write", &lock_path))?;
+        Ok(Self {
+            socket,
+            _lock: lock,
+        })
+    }
+
+    /// The socket's path.
+    pub(super) fn socket(&self) -> &Path {
+        &self.socket
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        if let Err(error) = fs::remove_file(&self.socket) {
+            tracing::debug!(path = %self.socket.display(), %error, "socket was not there to remove");
+        }
+    }
+}
+
+/// A path for an inner socket that no other listener ever had, so that a late removal of it harms nobody.
+pub(super) fn inner_path(directory: &Path) -> Result<PathBuf, TransportError> {
+    let unique = super::listener::Peers::next_id().0;
+    socket_path(
+        directory,
+        &format!("{INNER_PREFIX}{}-{unique}", std::process::id()),
+    )
+}
+
+/// Removes the inner sockets of listeners that died. Only for the holder of the directory's [`Claim`].
+pub(super) fn remove_stale_inner(directory: &Path) -> Result<(), TransportError> {
+    let remove = || {
+        for entry in fs::read_dir(directory)? {
+            let entry = entry?;
+            if entry
+                .file_name()
+                .as_bytes()
+                .starts_with(INNER_PREFIX.as_bytes())
+            {
+                fs::remove_file(entry.path())?;
+            }
+        }
+        Ok(())
+    };
+    remove().map_err(TransportError::io("cannot clean", directory))
+}
+
+/// The process that holds the lock, as it wrote itself down; `None` while it is just about to.
+fn read_pid(lock: &mut File) -> Option<i32> {
+    let mut text = String::new();
+    lock.take(16).read_to_string(&mut text).ok()?;
+    text.trim().parse().ok()
+}
+
+fn write_pid(lock: &mut File) -> io::Result<()> {
+    lock.set_len(0)?;
+    writeln!(lock, "{}", std::process::id())
+}

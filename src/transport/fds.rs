@@ -1,0 +1,289 @@
+//! Handing file descriptors to a worker, over a Unix socket of its own.
+//!
+//! A sender connects, sends a ticket of 16 bytes with exactly one descriptor beside it (`SCM_RIGHTS`), and reads one byte:
+//! [`ACCEPTED`] or [`REFUSED`]. The worker takes the descriptor by its ticket, which reaches it in a message. At most
+//! [`UNTAKEN_MAX`] descriptors wait, each for [`UNTAKEN_TTL`]; tickets are secrets of their sender and must be random.
+
+use std::collections::HashMap;
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
+
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
+};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, Interest};
+use tokio::net::{UnixListener, UnixStream};
+use tokio::sync::{Semaphore, oneshot, watch};
+use tokio::time::{sleep, timeout};
+
+use super::TransportError;
+use super::directory::{self, Claim, FD_SOCKET_NAME};
+
+/// Length of a [`Ticket`].
+pub const TICKET_BYTES: usize = 16;
+/// Most descriptors that wait to be taken; further ones are refused.
+pub const UNTAKEN_MAX: usize = 64;
+/// How long a descriptor waits before it is closed.
+pub const UNTAKEN_TTL: Duration = Duration::from_secs(30);
+
+/// Most connections served at once; further ones wait in the socket's queue.
+const CONNECTIONS_MAX: usize = 16;
+/// Time for a sender to send its message.
+const MESSAGE_DEADLINE: Duration = Duration::from_secs(5);
+/// Pause after `accept` failed.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+/// The answer to a descriptor that waits now.
+const ACCEPTED: u8 = 1;
+/// The answer to anything else.
+const REFUSED: u8 = 0;
+
+/// Names one descriptor: 16 random bytes, chosen by its sender.
+pub type Ticket = [u8; TICKET_BYTES];
+
+/// Why a descriptor did not arrive.
+#[derive(Debug, thiserror::Error)]
+pub enum FdError {
+    /// The receiver's directory is missing or not safe.
+    #[error(transparent)]
+    Directory(#[from] TransportError),
+    /// No answer by the deadline.
+    #[error("no answer within {0:?}")]
+    Late(Duration),
+    /// The receiver did not keep it: too many wait, or the ticket is known already.
+    #[error("the receiver refused the descriptor")]
+    Refused,
+    /// A system call failed.
+    #[error("cannot hand over a descriptor: {0}")]
+    Io(#[from] io::Error),
+}
+
+/// Receives descriptors until it is dropped; those not taken are closed then.
+pub struct FdReceiver {
+    untaken: Arc<Untaken>,
+    _claim: Claim,
+    _alive: watch::Sender<()>,
+}
+
+#[derive(Default)]
+struct Untaken {
+    waiting: Mutex<HashMap<Ticket, Waiting>>,
+}
+
+/// A descriptor that waits. Its expiry ends when this is dropped.
+struct Waiting {
+    fd: OwnedFd,
+    _expiry: oneshot::Sender<()>,
+}
+
+impl Untaken {
+    fn waiting(&self) -> MutexGuard<'_, HashMap<Ticket, Waiting>> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Keeps a descriptor, if there is room and the ticket is new. The receiver ends when it is taken.
+    fn keep(&self, ticket: Ticket, fd: OwnedFd) -> Option<oneshot::Receiver<()>> {
+        let mut waiting = self.waiting();
+        if waiting.len() >= UNTAKEN_MAX || waiting.contains_key(&ticket) {
+            return None;
+        }
+        let (expiry, taken) = oneshot::channel();
+        let entry = Waiting {
+            fd,
+            _expiry: expiry,
+        };
+        waiting.insert(ticket, entry);
+        Some(taken)
+    }
+}
+
+impl FdReceiver {
+    /// Listens in `directory`, which is made with mode 0700 if it is missing. Needs a tokio runtime.
+    ///
+    /// # Errors
+    /// [`TransportError`]: a directory that others could reach, one where somebody receives already, or a failed call.
+    pub fn bind(directory: &Path) -> Result<Self, TransportError> {
+        directory::prepare(directory)?;
+        let claim = Claim::take(directory, FD_SOCKET_NAME)?;
+        let socket = directory::bind(claim.socket())?;
+        socket
+            .set_nonblocking(true)
+            .map_err(TransportError::io("cannot set up", claim.socket()))?;
+        let socket = UnixListener::from_std(socket)
+            .map_err(TransportError::io("cannot set up", claim.socket()))?;
+        let untaken = Arc::new(Untaken::default());
+        let (alive, gone) = watch::channel(());
+        tokio::spawn(accept(socket, Arc::downgrade(&untaken), gone));
+        Ok(Self {
+            untaken,
+            _claim: claim,
+            _alive: alive,
+        })
+    }
+
+    /// The descriptor that was sent with this ticket, once.
+    pub fn take(&self, ticket: &Ticket) -> Option<OwnedFd> {
+        let waiting = self.untaken.waiting().remove(ticket)?;
+        Some(waiting.fd)
+    }
+}
+
+async fn accept(socket: UnixListener, untaken: Weak<Untaken>, mut gone: watch::Receiver<()>) {
+    let places = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+    loop {
+        let next = async {
+            let place = places.clone().acquire_owned().await;
+            (place, socket.accept().await)
+        };
+        let (place, accepted) = tokio::select! {
+            next = next => next,
+            _ = gone.changed() => return,
+        };
+        let stream = match accepted {
+            Ok((stream, _)) => stream,
+            Err(error) => {
+                tracing::warn!(%error, "cannot accept a connection for descriptors");
+                sleep(ACCEPT_PAUSE).await;
+                continue;
+            }
+        };
+        let untaken = untaken.clone();
+        tokio::spawn(async move {
+            let served = timeout(MESSAGE_DEADLINE, serve(stream, &untaken)).await;
+            drop(place);
+            match served {
+                Ok(Ok((ticket, taken))) => expire(&untaken, &ticket, taken).await,
+                Ok(Err(error)) => tracing::info!(%error, "refused a descriptor"),
+                Err(_) => tracing::info!("refused a descriptor: it did not come in time"),
+            }
+        });
+    }
+}
+
+/// Receives one message and answers it.
+async fn serve(
+    mut stream: UnixStream,
+    untaken: &Weak<Untaken>,
+) -> io::Result<(Ticket, oneshot::Receiver<()>)> {
+    if stream.peer_cred()?.uid() != rustix::process::geteuid().as_raw() {
+        return Err(io::Error::other("it comes from another user"));
+    }
+    let kept = match receive(&mut stream).await {
+        Ok((ticket, fd)) => untaken
+            .upgrade()
+            .and_then(|untaken| untaken.keep(ticket, fd))
+            .map(|taken| (ticket, taken))
+            .ok_or_else(|| io::Error::other("too many wait, or the ticket is known")),
+        Err(error) => Err(error),
+    };
+    let answer = match kept {
+        Ok(_) => ACCEPTED,
+        Err(_) => REFUSED,
+    };
+    if let Err(error) = stream.write_all(&[answer]).await {
+        tracing::debug!(%error, "the sender of a descriptor did not wait");
+    }
+    kept
+}
+
+async fn expire(untaken: &Weak<Untaken>, ticket: &Ticket, taken: oneshot::Receiver<()>) {
+    if timeout(UNTAKEN_TTL, taken).await.is_ok() {
+        return;
+    }
+    if let Some(untaken) = untaken.upgrade() {
+        untaken.waiting().remove(ticket);
+        tracing::info!("closed a descriptor that nobody took");
+    }
+}
+
+/// A ticket and exactly one descriptor. Whatever else came is closed.
+async fn receive(stream: &mut UnixStream) -> io::Result<(Ticket, OwnedFd)> {
+    let mut ticket = [0; TICKET_BYTES];
+    let mut fds = Vec::new();
+    let mut filled = 0;
+    while filled < TICKET_BYTES {
+        let part = &mut ticket[filled..];
+        let bytes = stream
+            .async_io(Interest::READABLE, || {
+                receive_some(stream.as_fd(), part, &mut fds)
+            })
+            .await?;
+        if bytes == 0 {
+            return Err(io::Error::other("the message is cut short"));
+        }
+        filled += bytes;
+    }
+    match <[OwnedFd; 1]>::try_from(fds) {
+        Ok([fd]) => Ok((ticket, fd)),
+        Err(fds) => Err(io::Error::other(format!(
+            "it has {} descriptors",
+            fds.len()
+        ))),
+    }
+}
+
+fn receive_some(
+    stream: BorrowedFd<'_>,
+    part: &mut [u8],
+    fds: &mut Vec<OwnedFd>,
+) -> io::Result<usize> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let mut slices = [IoSliceMut::new(part)];
+    let received = recvmsg(stream, &mut slices, &mut ancillary, RecvFlags::CMSG_CLOEXEC)?;
+    for message in ancillary.drain() {
+        if let RecvAncillaryMessage::ScmRights(rights) = message {
+            fds.extend(rights);
+        }
+    }
+    match received.flags.contains(ReturnFlags::CTRUNC) || fds.len() > 1 {
+        true => Err(io::Error::other("it has more than one descriptor")),
+        false => Ok(received.bytes),
+    }
+}
+
+/// Hands `fd` to the [`FdReceiver`] in `directory` under `ticket`, and waits until that has it. The caller keeps its own
+/// copy of the descriptor.
+///
+/// # Errors
+/// [`FdError`]; after [`FdError::Late`] the receiver may have it or not.
+pub async fn send_fd(
+    directory: &Path,
+    ticket: &Ticket,
+    fd: BorrowedFd<'_>,
+    deadline: Duration,
+) -> Result<(), FdError> {
+    directory::check(directory)?;
+    let socket = directory::socket_path(directory, FD_SOCKET_NAME)?;
+    let exchange = async {
+        let mut stream = UnixStream::connect(&socket).await?;
+        let sent = stream
+            .async_io(Interest::WRITABLE, || send_both(stream.as_fd(), ticket, fd))
+            .await?;
+        stream.write_all(&ticket[sent..]).await?;
+        stream.read_u8().await
+    };
+    match timeout(deadline, exchange).await {
+        Ok(Ok(ACCEPTED)) => Ok(()),
+        Ok(Ok(_)) => Err(FdError::Refused),
+        Ok(Err(error)) => Err(error.into()),
+        Err(_) => Err(FdError::Late(deadline)),
+    }
+}
+
+fn send_both(stream: BorrowedFd<'_>, ticket: &Ticket, fd: BorrowedFd<'_>) -> io::Result<usize> {
+    let fds = [fd];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    ancillary.push(SendAncillaryMessage::ScmRights(&fds));
+    Ok(sendmsg(
+        stream,
+        &[IoSlice::new(ticket)],
+        &mut ancillary,
+        SendFlags::NOSIGNAL,
+    )?)
+}

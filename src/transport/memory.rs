@@ -1,0 +1,296 @@
+//! The transport inside one process: same events, limits and errors as over sockets, no I/O, follows paused time.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::time::{timeout, timeout_at};
+
+use super::connection::ConnectionLink;
+use super::listener::{Event, Intake, Outgoing, PeerLink, Peers};
+use super::queue::{Budget, Queued};
+use super::zmtp::{Part, check_part};
+use super::{
+    Address, BoxFuture, CloseReason, Closed, Connection, Frame, Limits, Listener, PeerId,
+    Transport, TransportError, Violation,
+};
+
+/// Listeners and connections that find each other by name. Clones share their names; two instances share nothing.
+#[derive(Clone, Default)]
+pub struct MemoryTransport {
+    registry: Arc<Registry>,
+}
+
+#[derive(Default)]
+struct Registry {
+    slots: Mutex<HashMap<String, Slot>>,
+    appeared: Notify,
+}
+
+/// A listener as its clients find it.
+#[derive(Clone)]
+struct Slot {
+    intake: Intake,
+    connections: Arc<Semaphore>,
+    limits: Arc<Limits>,
+}
+
+impl Registry {
+    fn slots(&self) -> MutexGuard<'_, HashMap<String, Slot>> {
+        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Frees the name when the listener goes.
+struct Claim {
+    registry: Arc<Registry>,
+    name: String,
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        self.registry.slots().remove(&self.name);
+    }
+}
+
+impl Transport for MemoryTransport {
+    fn listen<'a>(
+        &'a self,
+        address: &'a Address,
+        limits: Limits,
+    ) -> BoxFuture<'a, Result<Listener, TransportError>> {
+        Box::pin(async move { self.listen_now(address, limits) })
+    }
+
+    fn connect<'a>(
+        &'a self,
+        address: &'a Address,
+        limits: Limits,
+        deadline: Duration,
+    ) -> BoxFuture<'a, Result<Connection, TransportError>> {
+        Box::pin(self.connect_by(address, limits, deadline))
+    }
+}
+
+impl MemoryTransport {
+    fn listen_now(&self, address: &Address, limits: Limits) -> Result<Listener, TransportError> {
+        let name = name_of(address)?;
+        limits.check()?;
+        let limits = Arc::new(limits);
+        let mut slots = self.registry.slots();
+        if slots.contains_key(name) {
+            return Err(TransportError::InUse {
+                address: address.clone(),
+                pid: i32::try_from(std::process::id()).ok(),
+            });
+        }
+        let claim = Claim {
+            registry: self.registry.clone(),
+            name: name.to_owned(),
+        };
+        let (listener, intake) = Listener::new(address.clone(), &limits, |_| Box::new(claim));
+        let slot = Slot {
+            intake,
+            connections: Arc::new(Semaphore::new(limits.connections)),
+            limits,
+        };
+        slots.insert(name.to_owned(), slot);
+        drop(slots);
+        self.registry.appeared.notify_waiters();
+        Ok(listener)
+    }
+
+    async fn connect_by(
+        &self,
+        address: &Address,
+        limits: Limits,
+        deadline: Duration,
+    ) -> Result<Connection, TransportError> {
+        let name = name_of(address)?;
+        limits.check()?;
+        let unreachable = || TransportError::Unreachable {
+            address: address.clone(),
+            waited: deadline,
+        };
+        let by = tokio::time::Instant::now() + deadline;
+        let slot = timeout_at(by, self.find(name))
+            .await
+            .map_err(|_| unreachable())?;
+        let permit =
+            slot.connections
+                .clone()
+                .try_acquire_owned()
+                .map_err(|_| TransportError::Refused {
+                    address: address.clone(),
+                    detail: "it has as many connections as it may".to_owned(),
+                })?;
+        let peer = Peers::next_id();
+        let peer_link = slot.intake.peers.open(peer);
+        let opened = Event::Opened {
+            peer,
+            uid: rustix::process::geteuid().as_raw(),
+            pid: i32::try_from(std::process::id()).ok(),
+        };
+        match timeout_at(by, slot.intake.push(opened)).await {
+            Ok(Ok(())) => {}
+            _ => {
+                slot.intake.peers.close(peer);
+                return Err(unreachable());
+            }
+        }
+        let (connection, link) = Connection::new(&Arc::new(limits));
+        let wire = Wire {
+            slot,
+            peer: peer_link,
+            client: link,
+        };
+        tokio::spawn(wire.run(permit));
+        Ok(connection)
+    }
+
+    /// Waits until somebody listens under `name`.
+    async fn find(&self, name: &str) -> Slot {
+        loop {
+            let appeared = self.registry.appeared.notified();
+            tokio::pin!(appeared);
+            appeared.as_mut().enable();
+            if let Some(slot) = self.registry.slots().get(name) {
+                return slot.clone();
+            }
+            appeared.await;
+        }
+    }
+}
+
+fn name_of(address: &Address) -> Result<&str, TransportError> {
+    match address {
+        Address::Memory(name) => Ok(name),
+        Address::Directory(_) => Err(TransportError::Address(address.clone())),
+    }
+}
+
+/// One connection: what a socket and the gate are to the other transport.
+struct Wire {
+    slot: Slot,
+    peer: PeerLink,
+    client: ConnectionLink,
+}
+
+impl Wire {
+    async fn run(mut self, permit: OwnedSemaphorePermit) {
+        let (peer, killed) = (self.peer.peer, self.peer.killed());
+        let Slot { intake, limits, .. } = &self.slot;
+        let ConnectionLink {
+            outbox,
+            inbox,
+            inbound,
+            ..
+        } = &mut self.client;
+        let mut client_reason = Closed::ByServer;
+        let reason = tokio::select! {
+            biased;
+            () = intake.events.closed() => None,
+            reason = killed => Some(reason),
+            violation = upward(intake, limits, peer, outbox) => {
+                Some(violation)
+            }
+            end = downward(limits, &mut self.peer, inbox, inbound) => match end {
+                DownwardEnd::ByUs => Some(CloseReason::ByUs),
+                DownwardEnd::Slow => Some(CloseReason::SlowConsumer),
+                DownwardEnd::Refused(closed) => {
+                    client_reason = closed;
+                    Some(CloseReason::ByPeer)
+                }
+                DownwardEnd::ByPeer => {
+                    outbox.close();
+                    let rest = upward_rest(intake, limits, peer, outbox).await;
+                    Some(rest.unwrap_or(CloseReason::ByPeer))
+                }
+            },
+        };
+        intake.peers.close(peer);
+        let intake = intake.clone();
+        self.client.close(client_reason);
+        drop(permit);
+        if let Some(reason) = reason {
+            intake.push(Event::Closed { peer, reason }).await.ok();
+        }
+    }
+}
+
+/// Carries frames to the listener while the client may send. Ends only with a violation.
+async fn upward(
+    intake: &Intake,
+    limits: &Limits,
+    peer: PeerId,
+    outbox: &mut mpsc::Receiver<Queued>,
+) -> CloseReason {
+    match upward_rest(intake, limits, peer, outbox).await {
+        Some(reason) => reason,
+        None => std::future::pending().await,
+    }
+}
+
+/// Carries frames until the client's queue is closed and empty, or one of them is refused.
+async fn upward_rest(
+    intake: &Intake,
+    limits: &Limits,
+    peer: PeerId,
+    outbox: &mut mpsc::Receiver<Queued>,
+) -> Option<CloseReason> {
+    while let Some(queued) = outbox.recv().await {
+        if let Err(violation) = check(limits, &queued.frame) {
+            return Some(CloseReason::Violation(violation));
+        }
+        intake.frame(peer, queued.frame).await.ok()?;
+    }
+    None
+}
+
+enum DownwardEnd {
+    ByUs,
+    ByPeer,
+    Slow,
+    /// The client refused a frame of ours.
+    Refused(Closed),
+}
+
+/// Carries frames to the client.
+async fn downward(
+    limits: &Limits,
+    peer: &mut PeerLink,
+    inbox: &mpsc::Sender<Queued>,
+    inbound: &Budget,
+) -> DownwardEnd {
+    loop {
+        let outgoing = tokio::select! {
+            outgoing = peer.outbox.recv() => outgoing,
+            () = inbox.closed() => return DownwardEnd::ByPeer,
+        };
+        let Some(Outgoing::Frame(queued)) = outgoing else {
+            return DownwardEnd::ByUs;
+        };
+        if let Err(violation) = check(&inbound.limits, &queued.frame) {
+            return DownwardEnd::Refused(Closed::Violation(violation));
+        }
+        let deliver = async {
+            let moved = inbound.admit(queued.frame.clone()).await?;
+            inbox.send(moved).await.ok()
+        };
+        let delivered = tokio::select! {
+            delivered = timeout(limits.slow_after, deliver) => delivered,
+            () = inbox.closed() => return DownwardEnd::ByPeer,
+        };
+        match delivered {
+            Ok(Some(())) => {}
+            Ok(None) => return DownwardEnd::ByPeer,
+            Err(_) => return DownwardEnd::Slow,
+        }
+    }
+}
+
+fn check(limits: &Limits, frame: &Frame) -> Result<(), Violation> {
+    check_part(limits, Part::Header, frame.header.len() as u64)?;
+    check_part(limits, Part::Body, frame.body.len() as u64)
+}

@@ -1,0 +1,69 @@
+//! What bounds the queues of every transport.
+//!
+//! Bytes are bounded by semaphores: a queued frame holds its permits until whoever is next has taken it over. The capacity
+//! of the channels follows from that and is never what refuses a frame.
+
+use std::sync::Arc;
+
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+use super::{Frame, Limits, SendError};
+
+/// A bound in bytes on the frames of one queue.
+#[derive(Clone)]
+pub(super) struct Budget {
+    semaphore: Arc<Semaphore>,
+    pub(super) limits: Arc<Limits>,
+}
+
+impl Budget {
+    pub(super) fn new(limits: Arc<Limits>) -> Self {
+        Self {
+            semaphore: Arc::new(Semaphore::new(limits.pending_bytes)),
+            limits,
+        }
+    }
+
+    fn cost(&self, frame: &Frame) -> u32 {
+        let bytes = frame.header.len() + frame.body.len() + self.limits.overhead_bytes();
+        u32::try_from(bytes.min(self.limits.pending_bytes)).unwrap_or(u32::MAX)
+    }
+
+    /// Waits for room; ends when the other side of the queue is gone, which the caller watches.
+    pub(super) async fn admit(&self, frame: Frame) -> Option<Queued> {
+        let cost = self.cost(&frame);
+        let permit = self.semaphore.clone().acquire_many_owned(cost).await.ok()?;
+        Some(Queued { frame, permit })
+    }
+
+    pub(super) fn try_admit(&self, frame: Frame) -> Result<Queued, SendError> {
+        let cost = self.cost(&frame);
+        let permit = self.semaphore.clone().try_acquire_many_owned(cost);
+        match permit {
+            Ok(permit) => Ok(Queued { frame, permit }),
+            Err(_) => Err(SendError::Slow),
+        }
+    }
+
+    pub(super) fn check(&self, frame: &Frame) -> Result<(), SendError> {
+        let parts = [
+            ("header", frame.header.len(), self.limits.header_bytes),
+            ("body", frame.body.len(), self.limits.body_bytes),
+        ];
+        match parts.into_iter().find(|(_, bytes, limit)| bytes > limit) {
+            Some((part, bytes, limit)) => Err(SendError::TooLong { part, bytes, limit }),
+            None => Ok(()),
+        }
+    }
+
+    /// Frames that fit the budget at most, and one more for a closing mark.
+    pub(super) fn capacity(&self) -> usize {
+        self.limits.pending_bytes / self.limits.overhead_bytes() + 1
+    }
+}
+
+/// A frame in a queue, with the permits that it holds there.
+pub(super) struct Queued {
+    pub(super) frame: Frame,
+    pub(super) permit: OwnedSemaphorePermit,
+}

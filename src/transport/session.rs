@@ -1,0 +1,519 @@
+//! The client's side of a conversation: hello, requests with deadlines, retries over reconnects, heartbeats, credits.
+//!
+//! A [`Client`] keeps one connection. When it breaks, it connects again, says hello again, and sends what has not been
+//! answered once more under the same id, until each request's own deadline. So a caller sees an answer or a typed
+//! failure, exactly one, in time, whatever happens to the other side.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use bytes::Bytes;
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::Instant;
+
+use crate::protocol::{
+    DecodeError, Empty, Envelope, ErrorBody, ErrorCode, Header, Hello, Kind, Message, VERSION,
+    Welcome, decode, encode,
+};
+use crate::transport::{Address, Connection, Frame, Limits, Transport};
+use crate::types::{Epoch, RequestId};
+
+/// Requests that wait in a client before they are taken up; a caller waits for a place beyond that.
+pub const CLIENT_QUEUE: usize = 1024;
+/// Requests that a client has taken up and that are not answered; it takes up no more.
+pub const CLIENT_OPEN_MAX: usize = 4096;
+/// Ids of requests that a client numbers itself begin here; callers number theirs below.
+const OWN_IDS: u64 = 1 << 63;
+const BACKOFF_FIRST: Duration = Duration::from_millis(20);
+const BACKOFF_MAX: Duration = Duration::from_secs(1);
+/// Longest wait for a connection, and then for the welcome.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Why a request was not carried out.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{}: {message}", code.name())]
+pub struct Failure {
+    /// Which kind of failure.
+    pub code: ErrorCode,
+    /// One line for people.
+    pub message: String,
+}
+
+impl Failure {
+    fn new(code: ErrorCode, message: impl Into<String>) -> Self {
+        Self {
+            code,
+            message: message.into(),
+        }
+    }
+}
+
+impl From<ErrorBody> for Failure {
+    fn from(body: ErrorBody) -> Self {
+        Self {
+            code: body.code(),
+            message: body.message,
+        }
+    }
+}
+
+/// What a client hears without having asked.
+#[derive(Debug)]
+pub enum Incoming {
+    /// The other side said welcome; its epoch may be a new one.
+    Welcomed(Epoch),
+    /// The connection broke; the client connects again by itself.
+    Lost,
+    /// The other side asks for something; answer with [`Client::reply`].
+    Request(Box<Envelope>),
+}
+
+/// Whom to speak to, and as whom.
+#[derive(Debug, Clone)]
+pub struct ClientSettings {
+    /// Where the other side listens.
+    pub address: Address,
+    /// What is said first, again after every reconnect.
+    pub hello: Hello,
+    /// Limits of the transport.
+    pub limits: Limits,
+}
+
+enum Command {
+    Ask {
+        id: RequestId,
+        message: Message,
+        deadline: Instant,
+        reply: oneshot::Sender<Result<Message, Failure>>,
+    },
+    Reply {
+        correlation: RequestId,
+        message: Message,
+    },
+}
+
+/// Speaks to one server. Cheap to clone; the conversation ends when the last clone is dropped.
+#[derive(Debug, Clone)]
+pub struct Client {
+    commands: mpsc::Sender<Command>,
+    next_own_id: Arc<AtomicU64>,
+}
+
+impl Client {
+    /// Starts a conversation in the background. What the other side asks comes out of the receiver; it must be read,
+    /// or the conversation stands still.
+    pub fn start(
+        transport: Arc<dyn Transport>,
+        settings: ClientSettings,
+    ) -> (Self, mpsc::Receiver<Incoming>) {
+        let (commands, command_queue) = mpsc::channel(CLIENT_QUEUE);
+        let (incoming, incoming_queue) = mpsc::channel(CLIENT_QUEUE);
+        let session = Session {
+            transport,
+            settings,
+            incoming,
+            commands: command_queue,
+            pending: BTreeMap::new(),
+            unsent: VecDeque::new(),
+            in_flight_bytes: 0,
+            version: VERSION,
+            epoch: Epoch(0),
+        };
+        tokio::spawn(session.run());
+        (
+            Self {
+                commands,
+                next_own_id: Arc::new(AtomicU64::new(OWN_IDS)),
+            },
+            incoming_queue,
+        )
+    }
+
+    /// Asks, under an id that the client chooses.
+    pub async fn ask(&self, message: Message, timeout: Duration) -> Result<Message, Failure> {
+        let id = RequestId(self.next_own_id.fetch_add(1, Ordering::Relaxed));
+        self.ask_as(id, message, timeout).await
+    }
+
+    /// Asks, under an id of the caller's, below 2^63. The same id again is a retry.
+    pub async fn ask_as(
+        &self,
+        id: RequestId,
+        message: Message,
+        timeout: Duration,
+    ) -> Result<Message, Failure> {
+        let gone = || Failure::new(ErrorCode::Draining, "the connection was closed");
+        let (reply, answer) = oneshot::channel();
+        let deadline = Instant::now() + timeout;
+        let command = Command::Ask {
+            id,
+            message,
+            deadline,
+            reply,
+        };
+        self.commands.send(command).await.map_err(|_| gone())?;
+        answer.await.map_err(|_| gone())?
+    }
+
+    /// Answers a request of the other side, without waiting: an answer more than the queue holds waits in a task of its
+    /// own, and there are no more of those than the other side has open requests.
+    pub fn reply(&self, correlation: RequestId, message: Message) {
+        let command = Command::Reply {
+            correlation,
+            message,
+        };
+        if let Err(mpsc::error::TrySendError::Full(command)) = self.commands.try_send(command) {
+            let commands = self.commands.clone();
+            tokio::spawn(async move {
+                if commands.send(command).await.is_err() {
+                    tracing::debug!("answer dropped: the conversation has ended");
+                }
+            });
+        }
+    }
+}
+
+struct Pending {
+    message: Message,
+    deadline: Instant,
+    bytes: u64,
+    reply: oneshot::Sender<Result<Message, Failure>>,
+}
+
+struct Session {
+    transport: Arc<dyn Transport>,
+    settings: ClientSettings,
+    incoming: mpsc::Sender<Incoming>,
+    commands: mpsc::Receiver<Command>,
+    pending: BTreeMap<RequestId, Pending>,
+    unsent: VecDeque<RequestId>,
+    in_flight_bytes: u64,
+    version: u16,
+    epoch: Epoch,
+}
+
+/// Why the inner loop ended.
+enum End {
+    Broken(String),
+    Dropped,
+}
+
+impl Session {
+    async fn run(mut self) {
+        let mut backoff = BACKOFF_FIRST;
+        loop {
+            match self.connect().await {
+                Ok((connection, welcome)) => {
+                    backoff = BACKOFF_FIRST;
+                    if self
+                        .incoming
+                        .send(Incoming::Welcomed(self.epoch))
+                        .await
+                        .is_err()
+                    {
+                        return;
+                    }
+                    match self.converse(connection, &welcome).await {
+                        End::Dropped => return,
+                        End::Broken(why) => tracing::debug!(why, "connection lost"),
+                    }
+                    if self.incoming.send(Incoming::Lost).await.is_err() {
+                        return;
+                    }
+                }
+                Err(failure) if !failure.code.retry() => self.fail_all(&failure),
+                Err(failure) => tracing::debug!(%failure, "cannot connect yet"),
+            }
+            if self.pause(backoff).await {
+                return;
+            }
+            backoff = (backoff * 2).min(BACKOFF_MAX);
+        }
+    }
+
+    async fn connect(&mut self) -> Result<(Connection, Welcome), Failure> {
+        let busy = |error: String| Failure::new(ErrorCode::Busy, error);
+        let Self {
+            transport,
+            settings,
+            ..
+        } = self;
+        let connecting =
+            transport.connect(&settings.address, settings.limits.clone(), CONNECT_TIMEOUT);
+        let mut connection = connecting.await.map_err(|error| busy(error.to_string()))?;
+        let hello = self.frame(RequestId(0), Message::Hello(self.settings.hello.clone()), 0)?;
+        connection
+            .send(hello)
+            .await
+            .map_err(|error| busy(error.to_string()))?;
+        let answer = tokio::time::timeout(CONNECT_TIMEOUT, connection.recv()).await;
+        let answer = answer.map_err(|_| busy("no welcome in time".to_owned()))?;
+        let answer = read(&answer.map_err(|error| busy(error.to_string()))?);
+        match answer.map_err(|error| busy(error.to_string()))? {
+            Envelope {
+                message: Message::Welcome(welcome),
+                epoch,
+                ..
+            } => {
+                self.version = welcome.version;
+                self.epoch = epoch;
+                Ok((connection, welcome))
+            }
+            Envelope {
+                message: Message::Error(error),
+                ..
+            } => Err(error.into()),
+            other => Err(busy(format!(
+                "{} instead of a welcome",
+                other.message.kind().name()
+            ))),
+        }
+    }
+
+    async fn converse(&mut self, mut connection: Connection, welcome: &Welcome) -> End {
+        self.in_flight_bytes = 0;
+        self.unsent = self.pending.keys().copied().collect();
+        let beat = Duration::from_millis(u64::from(welcome.heartbeat_ms.max(10)));
+        let mut heard = Instant::now();
+        let mut asked_for_life = false;
+        loop {
+            if let Err(why) = self.send_unsent(&mut connection, welcome).await {
+                return End::Broken(why);
+            }
+            let next_beat = heard + if asked_for_life { beat * 3 } else { beat };
+            let wake = self
+                .next_deadline()
+                .map_or(next_beat, |at| at.min(next_beat));
+            tokio::select! {
+                frame = connection.recv() => {
+                    let Ok(frame) = frame else { return End::Broken("closed".to_owned()) };
+                    heard = Instant::now();
+                    asked_for_life = false;
+                    match self.received(&frame, &mut connection).await {
+                        Ok(true) => {}
+                        Ok(false) => return End::Dropped,
+                        Err(why) => return End::Broken(why),
+                    }
+                }
+                command = self.commands.recv(), if self.pending.len() < CLIENT_OPEN_MAX => match command {
+                    None => return End::Dropped,
+                    Some(command) => if let Err(why) = self.commanded(command, Some(&mut connection)).await {
+                        return End::Broken(why);
+                    },
+                },
+                () = tokio::time::sleep_until(wake) => {
+                    self.expire();
+                    if Instant::now() >= next_beat {
+                        if asked_for_life {
+                            return End::Broken("silent for three heartbeats".to_owned());
+                        }
+                        asked_for_life = true;
+                        let Ok(ping) = self.frame(RequestId(0), Message::Ping(Empty {}), 0) else { continue };
+                        if connection.send(ping).await.is_err() {
+                            return End::Broken("closed".to_owned());
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Waits before the next attempt, and takes commands meanwhile; true when nobody speaks to the client any more.
+    async fn pause(&mut self, backoff: Duration) -> bool {
+        let until = Instant::now() + backoff;
+        loop {
+            self.expire();
+            let wake = self.next_deadline().map_or(until, |at| at.min(until));
+            tokio::select! {
+                command = self.commands.recv(), if self.pending.len() < CLIENT_OPEN_MAX => match command {
+                    None => return true,
+                    Some(command) => if let Err(why) = self.commanded(command, None).await {
+                        tracing::debug!(why, "command dropped");
+                    },
+                },
+                () = tokio::time::sleep_until(wake) => if Instant::now() >= until {
+                    return false;
+                },
+            }
+        }
+    }
+
+    async fn commanded(
+        &mut self,
+        command: Command,
+        connection: Option<&mut Connection>,
+    ) -> Result<(), String> {
+        match command {
+            Command::Ask {
+                id,
+                message,
+                deadline,
+                reply,
+            } => {
+                self.pending.insert(
+                    id,
+                    Pending {
+                        message,
+                        deadline,
+                        bytes: 0,
+                        reply,
+                    },
+                );
+                self.unsent.push_back(id);
+                Ok(())
+            }
+            Command::Reply {
+                correlation,
+                message,
+            } => {
+                let Some(connection) = connection else {
+                    return Ok(());
+                };
+                match self.frame(correlation, message, 0) {
+                    Ok(frame) => connection
+                        .send(frame)
+                        .await
+                        .map_err(|error| error.to_string()),
+                    Err(failure) => {
+                        tracing::error!(%failure, "answer cannot be said");
+                        Ok(())
+                    }
+                }
+            }
+        }
+    }
+
+    /// Sends what waits, as far as the credits of the other side reach.
+    async fn send_unsent(
+        &mut self,
+        connection: &mut Connection,
+        welcome: &Welcome,
+    ) -> Result<(), String> {
+        while let Some(id) = self.unsent.front().copied() {
+            let sent = self.pending.len() - self.unsent.len();
+            if sent >= welcome.request_credits as usize && sent > 0 {
+                return Ok(());
+            }
+            let Some(pending) = self.pending.get(&id) else {
+                self.unsent.pop_front();
+                continue;
+            };
+            let left = pending.deadline.saturating_duration_since(Instant::now());
+            let left_ms = u32::try_from(left.as_millis()).unwrap_or(u32::MAX).max(1);
+            let frame = match self.frame(id, pending.message.clone(), left_ms) {
+                Ok(frame) => frame,
+                Err(failure) => {
+                    self.unsent.pop_front();
+                    self.settle(id, Err(failure));
+                    continue;
+                }
+            };
+            let bytes = frame.body.len() as u64;
+            if sent > 0 && self.in_flight_bytes + bytes > welcome.byte_credits {
+                return Ok(());
+            }
+            self.unsent.pop_front();
+            self.in_flight_bytes += bytes;
+            if let Some(pending) = self.pending.get_mut(&id) {
+                pending.bytes = bytes;
+            }
+            connection
+                .send(frame)
+                .await
+                .map_err(|error| error.to_string())?;
+        }
+        Ok(())
+    }
+
+    /// False when nobody listens any more.
+    async fn received(
+        &mut self,
+        frame: &Frame,
+        connection: &mut Connection,
+    ) -> Result<bool, String> {
+        let envelope = read(frame).map_err(|error| error.to_string())?;
+        match envelope.message.kind() {
+            Kind::Ping => {
+                let pong = self.frame(envelope.correlation, Message::Pong(Empty {}), 0);
+                let pong = pong.map_err(|failure| failure.to_string())?;
+                connection
+                    .send(pong)
+                    .await
+                    .map_err(|error| error.to_string())?;
+            }
+            Kind::Pong => {}
+            Kind::Transfer | Kind::Cancel => {
+                return Ok(self
+                    .incoming
+                    .send(Incoming::Request(Box::new(envelope)))
+                    .await
+                    .is_ok());
+            }
+            _ => {
+                let answer = match envelope.message {
+                    Message::Error(error) => Err(error.into()),
+                    message => Ok(message),
+                };
+                self.settle(envelope.correlation, answer);
+            }
+        }
+        Ok(true)
+    }
+
+    fn settle(&mut self, id: RequestId, answer: Result<Message, Failure>) {
+        if let Some(pending) = self.pending.remove(&id) {
+            self.in_flight_bytes = self.in_flight_bytes.saturating_sub(pending.bytes);
+            if pending.reply.send(answer).is_err() {
+                tracing::trace!(%id, "nobody waits for this answer any more");
+            }
+        }
+    }
+
+    fn expire(&mut self) {
+        let now = Instant::now();
+        let late = self
+            .pending
+            .iter()
+            .filter(|(_, pending)| pending.deadline <= now);
+        for id in late.map(|(id, _)| *id).collect::<Vec<_>>() {
+            self.unsent.retain(|unsent| *unsent != id);
+            let failure = Failure::new(ErrorCode::Deadline, "no answer by the deadline");
+            self.settle(id, Err(failure));
+        }
+    }
+
+    fn fail_all(&mut self, failure: &Failure) {
+        self.unsent.clear();
+        for id in self.pending.keys().copied().collect::<Vec<_>>() {
+            self.settle(id, Err(failure.clone()));
+        }
+    }
+
+    fn next_deadline(&self) -> Option<Instant> {
+        self.pending.values().map(|pending| pending.deadline).min()
+    }
+
+    fn frame(&self, id: RequestId, message: Message, deadline_ms: u32) -> Result<Frame, Failure> {
+        let envelope = Envelope {
+            version: self.version,
+            correlation: id,
+            deadline_ms,
+            epoch: self.epoch,
+            message,
+        };
+        to_frame(&envelope).map_err(|error| Failure::new(ErrorCode::Limit, error.to_string()))
+    }
+}
+
+/// The frame of a message.
+pub(super) fn to_frame(envelope: &Envelope) -> Result<Frame, crate::protocol::EncodeError> {
+    let (header, body) = encode(envelope)?;
+    Ok(Frame::new(Bytes::copy_from_slice(&header), body))
+}
+
+/// The message of a frame.
+fn read(frame: &Frame) -> Result<Envelope, DecodeError> {
+    decode(Header::from_bytes(&frame.header)?, &frame.body)
+}

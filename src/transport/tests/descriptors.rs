@@ -1,0 +1,188 @@
+//! Descriptors: handed over once, or closed.
+
+use std::fs::File;
+use std::io::{self, IoSlice, Read as _, Seek as _, Write as _};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd as _, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+
+use super::super::{FdError, FdReceiver, TICKET_BYTES, Ticket, UNTAKEN_MAX, UNTAKEN_TTL, send_fd};
+use super::*;
+
+fn bench() -> (tempfile::TempDir, PathBuf, FdReceiver) {
+    let root = tempfile::tempdir().expect("temporary directory");
+    let path = root.path().join("own");
+    let receiver = FdReceiver::bind(&path).expect("binds");
+    (root, path, receiver)
+}
+
+/// A pipe: while any copy of its writing end lives, its reading end does not end.
+fn pipe() -> (io::PipeReader, io::PipeWriter) {
+    io::pipe().expect("a pipe")
+}
+
+/// Ends when every copy of the writing end is closed.
+async fn all_closed(mut reader: io::PipeReader) {
+    let reading = tokio::task::spawn_blocking(move || reader.read(&mut [0; 1]));
+    let read = timeout(PATIENCE, reading).await.expect("closed in time");
+    assert_eq!(read.expect("no panic").expect("read"), 0);
+}
+
+/// A message of these bytes with these descriptors; returns the answer.
+async fn raw(path: &Path, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<u8> {
+    let stream = UnixStream::connect(path.join("fds.sock"))?;
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() {
+        assert!(ancillary.push(SendAncillaryMessage::ScmRights(fds)));
+    }
+    sendmsg(
+        &stream,
+        &[IoSlice::new(bytes)],
+        &mut ancillary,
+        SendFlags::empty(),
+    )?;
+    stream.shutdown(std::net::Shutdown::Write)?;
+    let answer = tokio::task::spawn_blocking(move || {
+        let mut answer = [0; 1];
+        (&stream).read_exact(&mut answer).map(|()| answer[0])
+    });
+    timeout(PATIENCE, answer)
+        .await
+        .expect("in time")
+        .expect("no panic")
+}
+
+const TICKET: Ticket = [7; TICKET_BYTES];
+
+#[tokio::test]
+async fn hands_over_a_descriptor_once() {
+    let (_root, path, receiver) = bench();
+    let mut file = tempfile::tempfile().expect("a file");
+    file.write_all(b"the same file").expect("written");
+    send_fd(&path, &TICKET, file.as_fd(), PATIENCE)
+        .await
+        .expect("sent");
+    assert!(receiver.take(&[8; TICKET_BYTES]).is_none());
+    let mut taken = File::from(receiver.take(&TICKET).expect("came"));
+    assert!(receiver.take(&TICKET).is_none());
+    let flags = rustix::io::fcntl_getfd(&taken).expect("flags");
+    assert!(flags.contains(rustix::io::FdFlags::CLOEXEC));
+    taken.rewind().expect("rewound");
+    let mut text = String::new();
+    taken.read_to_string(&mut text).expect("read");
+    assert_eq!(text, "the same file");
+}
+
+#[tokio::test]
+async fn refuses_a_ticket_that_waits_already() {
+    let (_root, path, receiver) = bench();
+    let (first_reader, first) = pipe();
+    let (second_reader, second) = pipe();
+    send_fd(&path, &TICKET, first.as_fd(), PATIENCE)
+        .await
+        .expect("sent");
+    let again = send_fd(&path, &TICKET, second.as_fd(), PATIENCE).await;
+    assert!(matches!(again, Err(FdError::Refused)), "{again:?}");
+    drop(second);
+    all_closed(second_reader).await;
+    drop(first);
+    drop(receiver.take(&TICKET).expect("the first one is kept"));
+    all_closed(first_reader).await;
+}
+
+#[tokio::test]
+async fn refuses_none_and_several_and_closes_them() {
+    let (_root, path, receiver) = bench();
+    for count in [0, 2, 3, 8] {
+        let (reader, writer) = pipe();
+        let fds = vec![writer.as_fd(); count];
+        assert_eq!(
+            raw(&path, &TICKET, &fds).await.expect("answered"),
+            0,
+            "{count}"
+        );
+        drop(fds);
+        drop(writer);
+        all_closed(reader).await;
+        assert!(receiver.take(&TICKET).is_none());
+    }
+}
+
+#[tokio::test]
+async fn refuses_a_message_cut_short_and_closes_what_came() {
+    let (_root, path, receiver) = bench();
+    let (reader, writer) = pipe();
+    let answer = raw(&path, &TICKET[..15], &[writer.as_fd()]).await;
+    assert_eq!(answer.expect("answered"), 0);
+    drop(writer);
+    all_closed(reader).await;
+    assert!(receiver.take(&TICKET).is_none());
+}
+
+#[tokio::test]
+async fn keeps_so_many_and_not_one_more() {
+    let (_root, path, receiver) = bench();
+    let (reader, writer) = pipe();
+    let ticket = |n: usize| [u8::try_from(n).expect("small"); TICKET_BYTES];
+    for n in 0..UNTAKEN_MAX {
+        send_fd(&path, &ticket(n), writer.as_fd(), PATIENCE)
+            .await
+            .expect("sent");
+    }
+    let one_more = send_fd(&path, &ticket(99), writer.as_fd(), PATIENCE).await;
+    assert!(matches!(one_more, Err(FdError::Refused)), "{one_more:?}");
+    drop(receiver.take(&ticket(5)).expect("came"));
+    send_fd(&path, &ticket(99), writer.as_fd(), PATIENCE)
+        .await
+        .expect("sent");
+    drop(writer);
+    drop(receiver);
+    all_closed(reader).await;
+}
+
+#[tokio::test]
+async fn closes_what_nobody_takes() {
+    let (_root, path, receiver) = bench();
+    let (reader, writer) = pipe();
+    send_fd(&path, &TICKET, writer.as_fd(), PATIENCE)
+        .await
+        .expect("sent");
+    drop(writer);
+    tokio::time::pause();
+    tokio::time::sleep(UNTAKEN_TTL / 2).await;
+    drop(receiver.take(&TICKET).expect("still there"));
+    all_closed_paused(reader);
+
+    tokio::time::resume();
+    let (reader, writer) = pipe();
+    send_fd(&path, &TICKET, writer.as_fd(), PATIENCE)
+        .await
+        .expect("sent");
+    drop(writer);
+    tokio::time::pause();
+    tokio::time::sleep(UNTAKEN_TTL * 2).await;
+    assert!(receiver.take(&TICKET).is_none());
+    all_closed_paused(reader);
+}
+
+/// As [`all_closed`], where the copies are known to be closed and the clock stands.
+fn all_closed_paused(mut reader: io::PipeReader) {
+    assert_eq!(reader.read(&mut [0; 1]).expect("read"), 0);
+}
+
+#[tokio::test]
+async fn says_in_time_that_nobody_answers() {
+    let (_root, path, receiver) = bench();
+    let (_reader, writer) = pipe();
+    drop(receiver);
+    let gone = send_fd(&path, &TICKET, writer.as_fd(), PATIENCE).await;
+    assert!(matches!(gone, Err(FdError::Io(_))), "{gone:?}");
+    let _mute = std::os::unix::net::UnixListener::bind(path.join("fds.sock")).expect("binds");
+    let short = Duration::from_millis(50);
+    let late = send_fd(&path, &TICKET, writer.as_fd(), short).await;
+    assert!(matches!(late, Err(FdError::Late(_))), "{late:?}");
+}

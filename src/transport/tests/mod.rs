@@ -1,0 +1,75 @@
+//! Tests of the transports: what both do alike, what the gate survives, and what the directory refuses.
+
+mod bench;
+mod descriptors;
+mod directories;
+mod hostile;
+mod parser;
+mod pressure;
+mod semantics;
+
+use std::time::Duration;
+
+use tokio::time::timeout;
+
+use super::{
+    Address, CloseReason, Connection, Frame, Limits, Listener, ListenerEvent, PeerId, Transport,
+    ZmqTransport,
+};
+
+/// Long enough for a loaded machine; nothing waits this long when all is well.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+fn frame(header: &str, body: &str) -> Frame {
+    Frame::new(header.to_owned(), body.to_owned())
+}
+
+async fn event(listener: &mut Listener) -> ListenerEvent {
+    let next = timeout(PATIENCE, listener.next()).await;
+    next.expect("an event in time").expect("tasks run")
+}
+
+async fn opened(listener: &mut Listener) -> PeerId {
+    match event(listener).await {
+        ListenerEvent::Opened { peer, uid, .. } => {
+            assert_eq!(uid, rustix::process::geteuid().as_raw());
+            peer
+        }
+        other => panic!("not opened: {other:?}"),
+    }
+}
+
+async fn arrived(listener: &mut Listener) -> (PeerId, Frame) {
+    match event(listener).await {
+        ListenerEvent::Frame { peer, frame } => (peer, frame),
+        other => panic!("not a frame: {other:?}"),
+    }
+}
+
+async fn closed(listener: &mut Listener) -> (PeerId, CloseReason) {
+    match event(listener).await {
+        ListenerEvent::Closed { peer, reason } => (peer, reason),
+        other => panic!("not closed: {other:?}"),
+    }
+}
+
+async fn received(connection: &mut Connection) -> Frame {
+    let received = timeout(PATIENCE, connection.recv()).await;
+    received.expect("a frame in time").expect("open")
+}
+
+/// A directory that is removed in the end, and a listener's address in it.
+fn own_directory() -> (tempfile::TempDir, Address) {
+    let root = tempfile::tempdir().expect("temporary directory");
+    let address = Address::Directory(root.path().join("own"));
+    (root, address)
+}
+
+async fn zmq_listener(limits: Limits) -> (tempfile::TempDir, Address, Listener) {
+    let (root, address) = own_directory();
+    let listener = ZmqTransport
+        .listen(&address, limits)
+        .await
+        .expect("listens");
+    (root, address, listener)
+}

@@ -1,0 +1,91 @@
+//! ZMTP 3.0 as far as a gate needs it: an incremental parser that refuses before it keeps anything, and the few things
+//! that the gate itself says. Sans I/O. Source: <https://rfc.zeromq.org/spec/23/>.
+//!
+//! A stream is a greeting of 64 bytes, then frames: a flags byte (1 more, 2 long, 4 command), a length of 1 or 8 bytes,
+//! big-endian, and so many bytes. The parser keeps at most 64 bytes of a greeting, 9 of a frame's head or
+//! [`COMMAND_BYTES_MAX`] of a command; payload is passed on as it comes.
+
+mod parser;
+mod write;
+
+use super::Limits;
+
+pub(super) use parser::{Item, Parser};
+pub(super) use write::{greeting, pong, put_head, ready};
+
+/// Longest command, READY with all its properties included.
+pub(super) const COMMAND_BYTES_MAX: usize = 1024;
+/// Length of a greeting.
+pub(super) const GREETING_BYTES: usize = 64;
+/// Longest context of a PING, by the specification.
+const PING_CONTEXT_BYTES_MAX: usize = 16;
+/// A frame's head at its longest: flags and eight bytes of length.
+const HEAD_BYTES_MAX: usize = 9;
+
+const FLAG_MORE: u8 = 1;
+const FLAG_LONG: u8 = 2;
+const FLAG_COMMAND: u8 = 4;
+
+/// What a peer did that the protocol or the limits forbid.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Violation {
+    /// The stream does not start like ZMTP 3.
+    #[error("no ZMTP 3 greeting")]
+    Greeting,
+    /// A security mechanism other than NULL.
+    #[error("a security mechanism other than NULL")]
+    Mechanism,
+    /// Reserved bits of a frame's flags are set.
+    #[error("reserved flag bits")]
+    Flags,
+    /// A command that does not parse.
+    #[error("a malformed command")]
+    Command,
+    /// A command longer than 1 KiB.
+    #[error("a command longer than {COMMAND_BYTES_MAX} bytes")]
+    CommandTooLong,
+    /// A command that is unknown, or not allowed at this point.
+    #[error("a command that is not allowed here")]
+    UnexpectedCommand,
+    /// A message before READY.
+    #[error("a message before READY")]
+    NotReady,
+    /// A socket type other than DEALER.
+    #[error("a socket type other than DEALER")]
+    SocketType,
+    /// The first part is longer than the limit.
+    #[error("a header longer than its limit")]
+    HeaderTooLong,
+    /// The second part is longer than the limit.
+    #[error("a body longer than its limit")]
+    BodyTooLong,
+    /// A message that has not exactly two parts.
+    #[error("a message without exactly two parts")]
+    Parts,
+}
+
+/// Which part of a message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Part {
+    Header,
+    Body,
+}
+
+/// Refuses a part that is longer than the limits.
+pub(super) fn check_part(limits: &Limits, part: Part, bytes: u64) -> Result<(), Violation> {
+    let (limit, violation) = match part {
+        Part::Header => (limits.header_bytes, Violation::HeaderTooLong),
+        Part::Body => (limits.body_bytes, Violation::BodyTooLong),
+    };
+    match bytes <= limit as u64 {
+        true => Ok(()),
+        false => Err(violation),
+    }
+}
+
+/// The context of a PING, to be sent back in a PONG.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct PingContext {
+    pub(super) bytes: [u8; PING_CONTEXT_BYTES_MAX],
+    pub(super) len: usize,
+}

@@ -1,0 +1,267 @@
+//! The parser of one direction of a connection.
+
+use super::{
+    COMMAND_BYTES_MAX, FLAG_COMMAND, FLAG_LONG, FLAG_MORE, GREETING_BYTES, HEAD_BYTES_MAX,
+    PING_CONTEXT_BYTES_MAX, Part, PingContext, Violation, check_part,
+};
+use crate::transport::Limits;
+
+/// What the parser found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::transport) enum Item<'a> {
+    /// The greeting is complete and acceptable.
+    Greeting,
+    /// A valid READY of a DEALER.
+    Ready,
+    /// Wants a PONG.
+    Ping(PingContext),
+    /// A PONG or an ERROR, both without effect.
+    Ignored,
+    /// A part begins; its length is within the limits.
+    Part { part: Part, bytes: u64 },
+    /// The next bytes of the part.
+    Payload(&'a [u8]),
+    /// The message is complete.
+    End,
+}
+
+#[derive(Debug)]
+enum State {
+    Greeting,
+    Head,
+    Command { bytes: usize },
+    Payload { left: u64 },
+}
+
+/// Parses one direction of a connection. After an `Err` the stream is lost: nothing more may be fed.
+#[derive(Debug)]
+pub(in crate::transport) struct Parser {
+    state: State,
+    /// What came of a greeting, a head or a command.
+    held: Vec<u8>,
+    ready: bool,
+    part: Part,
+    limits: Limits,
+}
+
+impl Parser {
+    /// For the bytes of a client from the start.
+    pub(in crate::transport) fn client(limits: &Limits) -> Self {
+        Self {
+            state: State::Greeting,
+            held: Vec::with_capacity(GREETING_BYTES),
+            ready: false,
+            part: Part::Header,
+            limits: limits.clone(),
+        }
+    }
+
+    /// For a stream whose handshake is over.
+    pub(in crate::transport) fn traffic(limits: &Limits) -> Self {
+        Self {
+            state: State::Head,
+            ready: true,
+            ..Self::client(limits)
+        }
+    }
+
+    /// Takes bytes off the front of `input` until something is found; `None` when all are taken.
+    pub(in crate::transport) fn next<'a>(
+        &mut self,
+        input: &mut &'a [u8],
+    ) -> Result<Option<Item<'a>>, Violation> {
+        loop {
+            let found = match self.state {
+                State::Greeting => self.greeting(input)?,
+                State::Head => self.head(input)?,
+                State::Command { bytes } => match self.hold(input, bytes) {
+                    true => Some(self.command()?),
+                    false => None,
+                },
+                State::Payload { left } => self.payload(input, left),
+            };
+            match found {
+                Some(item) => return Ok(Some(item)),
+                None if input.is_empty() && !self.can_go_on() => return Ok(None),
+                None => {}
+            }
+        }
+    }
+
+    /// Whether there is something to find without further bytes.
+    fn can_go_on(&self) -> bool {
+        match self.state {
+            State::Payload { left } => left == 0,
+            State::Command { bytes } => self.held.len() == bytes,
+            State::Greeting | State::Head => false,
+        }
+    }
+
+    /// Holds bytes until there are `want`.
+    fn hold(&mut self, input: &mut &[u8], want: usize) -> bool {
+        let take = want.saturating_sub(self.held.len()).min(input.len());
+        let (taken, rest) = input.split_at(take);
+        self.held.extend_from_slice(taken);
+        *input = rest;
+        self.held.len() == want
+    }
+
+    fn greeting<'a>(&mut self, input: &mut &[u8]) -> Result<Option<Item<'a>>, Violation> {
+        let complete = self.hold(input, GREETING_BYTES);
+        check_greeting(&self.held)?;
+        if !complete {
+            return Ok(None);
+        }
+        self.held.clear();
+        self.state = State::Head;
+        Ok(Some(Item::Greeting))
+    }
+
+    fn head<'a>(&mut self, input: &mut &[u8]) -> Result<Option<Item<'a>>, Violation> {
+        if !self.hold(input, 1) && self.held.is_empty() {
+            return Ok(None);
+        }
+        let flags = self.held[0];
+        self.check_flags(flags)?;
+        let want = match flags & FLAG_LONG {
+            0 => 2,
+            _ => HEAD_BYTES_MAX,
+        };
+        if !self.hold(input, want) {
+            return Ok(None);
+        }
+        let bytes = self.held[1..]
+            .iter()
+            .fold(0_u64, |sum, byte| sum << 8 | u64::from(*byte));
+        self.held.clear();
+        match flags & FLAG_COMMAND {
+            0 => self.start_part(bytes).map(Some),
+            _ => self.start_command(bytes),
+        }
+    }
+
+    fn check_flags(&self, flags: u8) -> Result<(), Violation> {
+        if flags & !(FLAG_MORE | FLAG_LONG | FLAG_COMMAND) != 0 {
+            return Err(Violation::Flags);
+        }
+        let more = flags & FLAG_MORE != 0;
+        match (flags & FLAG_COMMAND != 0, self.part) {
+            (true, _) if more => Err(Violation::Flags),
+            (true, _) => Ok(()),
+            (false, _) if !self.ready => Err(Violation::NotReady),
+            (false, Part::Header) if !more => Err(Violation::Parts),
+            (false, Part::Body) if more => Err(Violation::Parts),
+            (false, _) => Ok(()),
+        }
+    }
+
+    fn start_part<'a>(&mut self, bytes: u64) -> Result<Item<'a>, Violation> {
+        check_part(&self.limits, self.part, bytes)?;
+        self.state = State::Payload { left: bytes };
+        Ok(Item::Part {
+            part: self.part,
+            bytes,
+        })
+    }
+
+    fn start_command<'a>(&mut self, bytes: u64) -> Result<Option<Item<'a>>, Violation> {
+        let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+        if bytes > COMMAND_BYTES_MAX {
+            return Err(Violation::CommandTooLong);
+        }
+        self.state = State::Command { bytes };
+        Ok(None)
+    }
+
+    fn payload<'a>(&mut self, input: &mut &'a [u8], left: u64) -> Option<Item<'a>> {
+        if left == 0 {
+            self.state = State::Head;
+            let ended = self.part;
+            self.part = match ended {
+                Part::Header => Part::Body,
+                Part::Body => Part::Header,
+            };
+            return (ended == Part::Body).then_some(Item::End);
+        }
+        let take = usize::try_from(left).unwrap_or(usize::MAX).min(input.len());
+        if take == 0 {
+            return None;
+        }
+        let (taken, rest) = input.split_at(take);
+        *input = rest;
+        self.state = State::Payload {
+            left: left - take as u64,
+        };
+        Some(Item::Payload(taken))
+    }
+
+    fn command<'a>(&mut self) -> Result<Item<'a>, Violation> {
+        self.state = State::Head;
+        let held = std::mem::take(&mut self.held);
+        let (name, rest) = take_string(&held).ok_or(Violation::Command)?;
+        match (name, self.ready) {
+            (b"READY", false) => {
+                check_ready(rest)?;
+                self.ready = true;
+                Ok(Item::Ready)
+            }
+            (b"PING", true) => ping_context(rest).map(Item::Ping),
+            (b"PONG", true) | (b"ERROR", _) => Ok(Item::Ignored),
+            _ => Err(Violation::UnexpectedCommand),
+        }
+    }
+}
+
+/// Checks as much of a greeting as is there, so that garbage is refused at its first byte.
+fn check_greeting(held: &[u8]) -> Result<(), Violation> {
+    let signature = |at: usize, wrong: fn(u8) -> bool| held.get(at).copied().is_some_and(wrong);
+    if signature(0, |b| b != 0xff) || signature(9, |b| b != 0x7f) || signature(10, |b| b < 3) {
+        return Err(Violation::Greeting);
+    }
+    let mut mechanism = [0_u8; 20];
+    mechanism[..4].copy_from_slice(b"NULL");
+    let given = held.get(12..).unwrap_or_default();
+    match given.iter().zip(&mechanism).all(|(a, b)| a == b) {
+        true => Ok(()),
+        false => Err(Violation::Mechanism),
+    }
+}
+
+/// A string with a length of one byte, and what follows it.
+fn take_string(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
+    let (len, rest) = bytes.split_first()?;
+    rest.split_at_checked(usize::from(*len))
+}
+
+/// A value with a length of four bytes, and what follows it.
+fn take_value(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
+    let (len, rest) = bytes.split_first_chunk::<4>()?;
+    rest.split_at_checked(usize::try_from(u32::from_be_bytes(*len)).ok()?)
+}
+
+fn check_ready(mut rest: &[u8]) -> Result<(), Violation> {
+    let mut socket_type = None;
+    while !rest.is_empty() {
+        let (name, after) = take_string(rest).ok_or(Violation::Command)?;
+        let (value, after) = take_value(after).ok_or(Violation::Command)?;
+        rest = after;
+        if name.eq_ignore_ascii_case(b"Socket-Type") && socket_type.replace(value).is_some() {
+            return Err(Violation::Command);
+        }
+    }
+    match socket_type {
+        Some(b"DEALER") => Ok(()),
+        _ => Err(Violation::SocketType),
+    }
+}
+
+fn ping_context(rest: &[u8]) -> Result<PingContext, Violation> {
+    let (_ttl, context) = rest.split_first_chunk::<2>().ok_or(Violation::Command)?;
+    let mut bytes = [0; PING_CONTEXT_BYTES_MAX];
+    let slot = bytes.get_mut(..context.len()).ok_or(Violation::Command)?;
+    slot.copy_from_slice(context);
+    Ok(PingContext {
+        bytes,
+        len: context.len(),
+    })
+}
