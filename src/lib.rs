@@ -19,7 +19,9 @@
 //! [`core`] never sees a socket, a file, a clock, a random source or an async runtime: it is
 //! `step(now, event, effects)` on plain data, so that the live leader and a replay in virtual time run the same code.
 pub mod core;
+pub mod engine;
 pub mod memory;
 pub mod protocol;
+pub mod sim;
 pub mod transport;
 pub mod types;

@@ -1,0 +1,91 @@
+//! How the reference engine lays its pages out in one allocation.
+
+use clap::ValueEnum;
+
+use crate::engine::rank::RankSettings;
+use crate::types::{
+    Allocation, AllocationHandle, AllocationKind, GroupId, Nonce, Registration, TensorRole,
+    TensorView,
+};
+
+/// Where the fragments of a page lie.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+pub enum EngineLayout {
+    /// One tensor for each layer and role: `[layer][role][page]`, as engines that allocate by layer do.
+    #[default]
+    LayerSeparate,
+    /// All of a page together: `[page][layer][role]`.
+    Contiguous,
+}
+
+impl EngineLayout {
+    /// Byte offset of a fragment; `role` is its index within the layer.
+    pub fn offset(self, settings: &RankSettings, layer: u32, role: usize, page: u32) -> u64 {
+        let geometry = &settings.geometry;
+        let tensor = u64::from(layer) * geometry.roles.len() as u64 + role as u64;
+        match self {
+            Self::LayerSeparate => {
+                (tensor * u64::from(settings.device_pages) + u64::from(page))
+                    * geometry.fragment_bytes
+            }
+            Self::Contiguous => {
+                u64::from(page) * geometry.page_bytes() + tensor * geometry.fragment_bytes
+            }
+        }
+    }
+
+    fn page_stride_bytes(self, settings: &RankSettings) -> u64 {
+        match self {
+            Self::LayerSeparate => settings.geometry.fragment_bytes,
+            Self::Contiguous => settings.geometry.page_bytes(),
+        }
+    }
+}
+
+/// The registration of a rank's memory, handed over under `ticket`.
+pub(super) fn describe(settings: &RankSettings, ticket: [u8; 16], nonce: Nonce) -> Registration {
+    let geometry = &settings.geometry;
+    let element_bytes = u64::from(geometry.element_bytes);
+    let layout = settings.layout;
+    let view = |layer: u32, index: usize, role: TensorRole| TensorView {
+        layer,
+        role,
+        allocation: 0,
+        offset_bytes: layout.offset(settings, layer, index, 0),
+        shape: vec![
+            u64::from(settings.device_pages),
+            geometry.fragment_bytes / element_bytes,
+        ],
+        strides: vec![layout.page_stride_bytes(settings) / element_bytes, 1],
+        element_bytes: geometry.element_bytes,
+        page_axis: 0,
+        page_bytes: geometry.fragment_bytes,
+        page_stride_bytes: layout.page_stride_bytes(settings),
+    };
+    let tensors = (0..geometry.layers).flat_map(|layer| {
+        geometry
+            .roles
+            .iter()
+            .enumerate()
+            .map(move |(index, role)| (layer, index, *role))
+    });
+    Registration {
+        group: GroupId(0),
+        rank: settings.rank,
+        tp_size: settings.ranks,
+        shard: settings.rank.0,
+        engine_page_tokens: settings.engine_page_tokens,
+        device_pages: settings.device_pages,
+        layers: geometry.layers,
+        allocations: vec![Allocation {
+            kind: AllocationKind::SharedMemory,
+            handle: AllocationHandle::Ticket(ticket),
+            bytes: geometry.page_bytes() * u64::from(settings.device_pages),
+        }],
+        tensors: tensors
+            .map(|(layer, index, role)| view(layer, index, role))
+            .collect(),
+        nonce,
+        device_uuid: None,
+    }
+}

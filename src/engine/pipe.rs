@@ -1,0 +1,111 @@
+//! How the engine's scheduler and its ranks speak: frames over pipes, a 32-bit big-endian length and MessagePack.
+//!
+//! This is the inside of the reference engine, no part of kvferry's protocol.
+
+use std::io;
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+
+use crate::engine::scheduler::WorkKind;
+
+/// Longest frame: the work of a prompt of 16 million tokens in pages of 16 takes 20 MiB.
+pub const PIPE_FRAME_BYTES_MAX: u32 = 64 << 20;
+
+/// What the scheduler tells a rank.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Order {
+    /// Comes back in the report.
+    pub ticket: u64,
+    /// 0 poison, 1 compute, 2 verify.
+    pub kind: u8,
+    /// Device pages, 4 bytes little-endian each.
+    #[serde(with = "serde_bytes")]
+    pub pages: Vec<u8>,
+    /// Fingerprints of what they hold, 16 bytes big-endian each.
+    #[serde(with = "serde_bytes")]
+    pub contents: Vec<u8>,
+    /// Tell the worker that everything up to this request is written; 0 for nothing.
+    pub written_through: u64,
+}
+
+/// What a rank answers.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Report {
+    /// Of which order.
+    pub ticket: u64,
+    /// Bytes that were compared.
+    pub verified_bytes: u64,
+    /// Bytes that were wrong.
+    pub mismatched_bytes: u64,
+    /// The first wrong byte, or why the rank gives up; empty when all is well.
+    pub complaint: String,
+    /// The rank cannot go on.
+    pub fatal: bool,
+}
+
+impl Order {
+    /// An order of work.
+    pub fn new(ticket: u64, kind: WorkKind, written_through: u64) -> Self {
+        let kind = match kind {
+            WorkKind::Poison => 0,
+            WorkKind::Compute => 1,
+            WorkKind::Verify => 2,
+        };
+        Self {
+            ticket,
+            kind,
+            pages: Vec::new(),
+            contents: Vec::new(),
+            written_through,
+        }
+    }
+
+    /// What kind of work it is.
+    pub fn work(&self) -> Option<WorkKind> {
+        match self.kind {
+            0 => Some(WorkKind::Poison),
+            1 => Some(WorkKind::Compute),
+            2 => Some(WorkKind::Verify),
+            _ => None,
+        }
+    }
+}
+
+/// Writes one frame.
+pub async fn write<T: Serialize>(
+    pipe: &mut (impl AsyncWrite + Unpin),
+    value: &T,
+) -> io::Result<()> {
+    let body = rmp_serde::to_vec_named(value).map_err(io::Error::other)?;
+    let length = u32::try_from(body.len())
+        .ok()
+        .filter(|length| *length <= PIPE_FRAME_BYTES_MAX);
+    let length = length.ok_or_else(|| io::Error::other("frame too long"))?;
+    pipe.write_all(&length.to_be_bytes()).await?;
+    pipe.write_all(&body).await?;
+    pipe.flush().await
+}
+
+/// Reads one frame; `None` when the other side has closed the pipe.
+pub async fn read<T: DeserializeOwned>(
+    pipe: &mut (impl AsyncRead + Unpin),
+) -> io::Result<Option<T>> {
+    let mut length = [0; 4];
+    match pipe.read_exact(&mut length).await {
+        Ok(_) => {}
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
+        Err(error) => return Err(error),
+    }
+    let length = u32::from_be_bytes(length);
+    if length > PIPE_FRAME_BYTES_MAX {
+        return Err(io::Error::other(format!("frame of {length} bytes")));
+    }
+    let mut body = vec![0; length as usize];
+    pipe.read_exact(&mut body).await?;
+    let mut reader = rmp_serde::Deserializer::new(&body[..]);
+    T::deserialize(&mut reader)
+        .map(Some)
+        .map_err(io::Error::other)
+}

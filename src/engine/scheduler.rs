@@ -1,0 +1,384 @@
+//! The reference engine's scheduler: what an engine does with a prompt, without sockets, clocks or memory.
+//!
+//! A prompt goes: wait for pages -> look up -> load what was found -> compute the rest -> store -> finish. Whoever drives
+//! the scheduler sends its requests to a leader and its work to the ranks, and reports back.
+
+use std::collections::{HashMap, VecDeque};
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::engine::cache::PagedCache;
+use crate::types::{Answer, PageHashes, PageList, Request, RequestId, SlotId};
+
+/// Prompts that run at one time; more wait. Bounds the work and the requests that are under way.
+pub const RUNNING_PROMPTS_MAX: usize = 256;
+
+/// A prompt to serve.
+#[derive(Debug, Clone)]
+pub struct Prompt {
+    /// Number of the request, unique.
+    pub slot: SlotId,
+    /// Length in tokens.
+    pub tokens: u64,
+    /// Hashes of its full pages.
+    pub hashes: Arc<PageHashes>,
+}
+
+/// What the ranks do with pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WorkKind {
+    /// Overwrite with a pattern that no page has, so that a page that is not loaded is seen.
+    Poison,
+    /// Write what the pages must hold, as a forward pass would.
+    Compute,
+    /// Compare with what the pages must hold.
+    Verify,
+}
+
+/// Something for the driver to do.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Action {
+    /// Send a request to the leader.
+    Send {
+        /// Its id, growing.
+        id: RequestId,
+        /// The request.
+        request: Request,
+    },
+    /// Let every rank work on these positions of a prompt; report [`Scheduler::worked`] when all have.
+    Work {
+        /// Which prompt.
+        slot: SlotId,
+        /// What to do.
+        kind: WorkKind,
+        /// Positions in the sequence.
+        positions: Range<u32>,
+        /// After this work everything up to this request is written: ranks tell their workers.
+        written_through: Option<RequestId>,
+    },
+    /// The prompt is done.
+    Done(Served),
+    /// Nothing: what is left of an action that was taken out of its list.
+    Idle,
+}
+
+/// What became of a prompt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Served {
+    /// Which prompt.
+    pub slot: SlotId,
+    /// Its length.
+    pub tokens: u64,
+    /// Full pages found in the engine's own cache.
+    pub device_pages: u32,
+    /// Further pages that were found in G2.
+    pub hit_pages: u32,
+    /// Pages that were loaded; fewer than found when a load failed.
+    pub loaded_pages: u32,
+    /// Requests that were refused or failed; the prompt was computed all the same.
+    pub refusals: u32,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Step {
+    LookingUp,
+    Poisoning,
+    Loading,
+    Computing {
+        stored: bool,
+        computed: bool,
+        verified: bool,
+    },
+    Finishing,
+}
+
+#[derive(Debug)]
+struct Run {
+    prompt: Prompt,
+    pages: Vec<u32>,
+    step: Step,
+    served: Served,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub struct Scheduler {
+    cache: PagedCache,
+    namespace: Vec<u8>,
+    waiting: VecDeque<Prompt>,
+    running: HashMap<SlotId, Run>,
+    asked: HashMap<RequestId, SlotId>,
+    next_id: u64,
+}
+
+impl Scheduler {
+    /// A scheduler with `device_pages` of memory that keeps `cached_pages` of them when idle.
+    pub fn new(device_pages: u32, cached_pages: u32, namespace: Vec<u8>) -> Self {
+        Self {
+            cache: PagedCache::new(device_pages, cached_pages),
+            namespace,
+            waiting: VecDeque::new(),
+            running: HashMap::new(),
+            asked: HashMap::new(),
+            next_id: 0,
+        }
+    }
+
+    /// A prompt arrives. It waits until its pages fit; prompts are admitted in the order of their arrival.
+    pub fn arrive(&mut self, prompt: Prompt, actions: &mut Vec<Action>) {
+        self.waiting.push_back(prompt);
+        self.admit(actions);
+    }
+
+    /// Prompts that run or wait.
+    pub fn open_prompts(&self) -> usize {
+        self.running.len() + self.waiting.len()
+    }
+
+    /// Pages that running prompts hold: zero when none runs.
+    pub fn held_pages(&self) -> u32 {
+        self.cache.held_pages()
+    }
+
+    /// Hashes and device pages of a running prompt.
+    pub fn pages_of(&self, slot: SlotId) -> Option<(&PageHashes, &[u32])> {
+        self.running
+            .get(&slot)
+            .map(|run| (&*run.prompt.hashes, run.pages.as_slice()))
+    }
+
+    /// The leader answered, or refused (`None`): then the prompt goes on without. Answers to unknown requests have no
+    /// effect.
+    pub fn answered(&mut self, id: RequestId, answer: Option<Answer>, actions: &mut Vec<Action>) {
+        let Some(slot) = self.asked.remove(&id) else {
+            return;
+        };
+        let Some(run) = self.running.get_mut(&slot) else {
+            return;
+        };
+        run.served.refusals += u32::from(answer.is_none());
+        match (run.step, answer) {
+            (Step::LookingUp, Some(Answer::Lookup { hit_pages, .. })) if hit_pages > 0 => {
+                run.served.hit_pages = hit_pages;
+                run.step = Step::Poisoning;
+                let positions = run.loading();
+                let kind = WorkKind::Poison;
+                actions.push(Action::Work {
+                    slot,
+                    kind,
+                    positions,
+                    written_through: None,
+                });
+            }
+            (Step::LookingUp, _) => self.compute(slot, actions),
+            (Step::Loading, Some(_)) => {
+                run.served.loaded_pages = run.served.hit_pages;
+                let positions = run.loading();
+                let kind = WorkKind::Verify;
+                actions.push(Action::Work {
+                    slot,
+                    kind,
+                    positions,
+                    written_through: None,
+                });
+                self.compute(slot, actions);
+            }
+            (Step::Loading, None) => self.compute(slot, actions),
+            (
+                Step::Computing {
+                    computed, verified, ..
+                },
+                _,
+            ) => {
+                run.step = Step::Computing {
+                    stored: true,
+                    computed,
+                    verified,
+                };
+                self.finish_if_done(slot, actions);
+            }
+            (Step::Finishing, _) => self.end(slot, actions),
+            (Step::Poisoning, _) => {}
+        }
+    }
+
+    /// All ranks have done a piece of work.
+    pub fn worked(&mut self, slot: SlotId, kind: WorkKind, actions: &mut Vec<Action>) {
+        let Some(run) = self.running.get_mut(&slot) else {
+            return;
+        };
+        match (kind, run.step) {
+            (WorkKind::Poison, Step::Poisoning) => {
+                run.step = Step::Loading;
+                let first_page = run.served.device_pages;
+                let pages = run.loading();
+                let destination = run.page_list(pages);
+                self.send(
+                    slot,
+                    Request::Load {
+                        slot,
+                        first_page,
+                        destination,
+                    },
+                    actions,
+                );
+            }
+            (
+                WorkKind::Compute,
+                Step::Computing {
+                    stored, verified, ..
+                },
+            ) => {
+                run.step = Step::Computing {
+                    stored,
+                    computed: true,
+                    verified,
+                };
+                for (position, page) in run.pages.iter().enumerate() {
+                    self.cache
+                        .written(*page, run.prompt.hashes.fingerprint(position));
+                }
+                self.finish_if_done(slot, actions);
+            }
+            (
+                WorkKind::Verify,
+                Step::Computing {
+                    stored, computed, ..
+                },
+            ) => {
+                run.step = Step::Computing {
+                    stored,
+                    computed,
+                    verified: true,
+                };
+                self.finish_if_done(slot, actions);
+            }
+            _ => {}
+        }
+    }
+
+    fn admit(&mut self, actions: &mut Vec<Action>) {
+        while let Some(prompt) = self.waiting.front()
+            && self.running.len() < RUNNING_PROMPTS_MAX
+        {
+            let mut pages = self.cache.hold_prefix(&prompt.hashes);
+            let device_pages = count(pages.len());
+            let Some(fresh) = self.cache.take(count(prompt.hashes.len()) - device_pages) else {
+                self.cache.give_back(&pages);
+                return;
+            };
+            pages.extend(fresh);
+            let Some(prompt) = self.waiting.pop_front() else {
+                return;
+            };
+            let slot = prompt.slot;
+            let served = Served {
+                slot,
+                tokens: prompt.tokens,
+                device_pages,
+                hit_pages: 0,
+                loaded_pages: 0,
+                refusals: 0,
+            };
+            if prompt.hashes.is_empty() {
+                actions.push(Action::Done(served));
+                continue;
+            }
+            let request = Request::Lookup {
+                slot,
+                namespace: self.namespace.clone(),
+                hashes: (*prompt.hashes).clone(),
+                device_pages,
+            };
+            self.running.insert(
+                slot,
+                Run {
+                    prompt,
+                    pages,
+                    step: Step::LookingUp,
+                    served,
+                },
+            );
+            self.send(slot, request, actions);
+        }
+    }
+
+    /// Computes what was not loaded, and offers the whole prompt to be stored.
+    fn compute(&mut self, slot: SlotId, actions: &mut Vec<Action>) {
+        let Some(run) = self.running.get_mut(&slot) else {
+            return;
+        };
+        let all = 0..count(run.pages.len());
+        let found = run.served.device_pages + run.served.loaded_pages;
+        let verified = run.served.loaded_pages == 0;
+        run.step = Step::Computing {
+            stored: false,
+            computed: false,
+            verified,
+        };
+        let source = run.page_list(all.clone());
+        let store = Request::Store {
+            slot,
+            first_page: 0,
+            more: None,
+            source,
+        };
+        let id = self.send(slot, store, actions);
+        let (kind, positions) = (WorkKind::Compute, found..all.end);
+        actions.push(Action::Work {
+            slot,
+            kind,
+            positions,
+            written_through: Some(id),
+        });
+    }
+
+    fn finish_if_done(&mut self, slot: SlotId, actions: &mut Vec<Action>) {
+        let Some(run) = self.running.get_mut(&slot) else {
+            return;
+        };
+        if let Step::Computing {
+            stored: true,
+            computed: true,
+            verified: true,
+        } = run.step
+        {
+            run.step = Step::Finishing;
+            self.send(slot, Request::Finish { slot }, actions);
+        }
+    }
+
+    fn end(&mut self, slot: SlotId, actions: &mut Vec<Action>) {
+        let Some(run) = self.running.remove(&slot) else {
+            return;
+        };
+        self.cache.give_back(&run.pages);
+        actions.push(Action::Done(run.served));
+        self.admit(actions);
+    }
+
+    fn send(&mut self, slot: SlotId, request: Request, actions: &mut Vec<Action>) -> RequestId {
+        self.next_id += 1;
+        let id = RequestId(self.next_id);
+        self.asked.insert(id, slot);
+        actions.push(Action::Send { id, request });
+        id
+    }
+}
+
+impl Run {
+    fn loading(&self) -> Range<u32> {
+        self.served.device_pages..self.served.device_pages + self.served.hit_pages
+    }
+
+    fn page_list(&self, positions: Range<u32>) -> PageList {
+        self.pages[positions.start as usize..positions.end as usize]
+            .iter()
+            .copied()
+            .collect()
+    }
+}
+
+fn count(pages: usize) -> u32 {
+    u32::try_from(pages).unwrap_or(u32::MAX)
+}

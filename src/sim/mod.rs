@@ -1,0 +1,3 @@
+//! The same core without processes.
+
+pub mod sequential;

@@ -1,0 +1,128 @@
+//! One prompt after another, no time at all: a request and every copy that it caused end before the next one arrives.
+//!
+//! Leader and scheduler are the very state machines of the live system; copies end at once on every rank.
+
+use crate::core::{Attached, Effect, Event, Leader};
+use crate::engine::scheduler::{Action, Prompt, Scheduler, Served};
+use crate::types::{EndedCopy, EngineId, GroupGeometry, Rank, Time};
+
+const ENGINE: EngineId = EngineId([0; 16]);
+
+/// A leader and an engine, joined without anything between them.
+#[derive(Debug)]
+pub struct Sequential {
+    leader: Leader,
+    scheduler: Scheduler,
+    effects: Vec<Effect>,
+    actions: Vec<Action>,
+}
+
+impl Sequential {
+    /// Attaches `ranks` equal ranks with `arena_pages` each to the leader.
+    pub fn new(
+        mut leader: Leader,
+        scheduler: Scheduler,
+        ranks: u16,
+        geometry: &GroupGeometry,
+        arena_pages: u32,
+    ) -> Result<Self, String> {
+        let mut effects = Vec::new();
+        leader.step(Time(0), Event::EngineOpened(ENGINE), &mut effects);
+        for rank in (0..ranks).map(Rank) {
+            let geometry = geometry.clone();
+            let attached = Attached {
+                rank,
+                geometry,
+                arena_pages,
+                keeps_pages: false,
+            };
+            leader.step(Time(0), Event::Attached(attached), &mut effects);
+        }
+        for effect in effects.drain(..) {
+            if let Effect::Admit {
+                verdict: Err(refusal),
+                ..
+            } = effect
+            {
+                return Err(refusal.to_string());
+            }
+        }
+        Ok(Self {
+            leader,
+            scheduler,
+            effects,
+            actions: Vec::new(),
+        })
+    }
+
+    /// Serves a prompt to its end.
+    pub fn serve(&mut self, prompt: Prompt) -> Result<Served, String> {
+        let mut served = None;
+        let mut actions = std::mem::take(&mut self.actions);
+        self.scheduler.arrive(prompt, &mut actions);
+        let mut next = 0;
+        while let Some(action) = actions.get_mut(next) {
+            next += 1;
+            match std::mem::replace(action, Action::Idle) {
+                Action::Idle => {}
+                Action::Done(done) => served = Some(done),
+                Action::Work { slot, kind, .. } => self.scheduler.worked(slot, kind, &mut actions),
+                Action::Send { id, request } => {
+                    let event = Event::Request {
+                        engine: ENGINE,
+                        id,
+                        deadline: Time::NEVER,
+                        request,
+                    };
+                    self.leader.step(Time(0), event, &mut self.effects);
+                    self.carry_out(&mut actions);
+                }
+            }
+        }
+        actions.clear();
+        self.actions = actions;
+        served.ok_or_else(|| "the prompt does not fit into the engine's memory".to_owned())
+    }
+
+    /// The leader, to read its counters.
+    pub fn leader(&self) -> &Leader {
+        &self.leader
+    }
+
+    /// Pages that the engine holds: zero between prompts.
+    pub fn held_pages(&self) -> u32 {
+        self.scheduler.held_pages()
+    }
+
+    /// Copies end at once, on every rank, whole; answers reach the engine.
+    fn carry_out(&mut self, actions: &mut Vec<Action>) {
+        let mut next = 0;
+        while next < self.effects.len() {
+            match self.effects[next].clone() {
+                Effect::Answer { id, answer, .. } => {
+                    self.scheduler.answered(id, answer.ok(), actions);
+                }
+                Effect::Copy { ranks, copy } => {
+                    let ended = EndedCopy {
+                        op: copy.op,
+                        whole: true,
+                        bytes: 0,
+                        busy_us: 0,
+                    };
+                    for rank in ranks.iter() {
+                        let epoch = self.leader.epoch();
+                        let event = Event::Ended {
+                            rank,
+                            epoch,
+                            copies: vec![ended],
+                        };
+                        self.leader.step(Time(0), event, &mut self.effects);
+                    }
+                }
+                Effect::Admit { .. } | Effect::Cancel { .. } | Effect::Expel(_) => {}
+            }
+            next += 1;
+        }
+        self.effects.clear();
+    }
+}
