@@ -18,10 +18,16 @@
 //!
 //! [`core`] never sees a socket, a file, a clock, a random source or an async runtime: it is
 //! `step(now, event, effects)` on plain data, so that the live leader and a replay in virtual time run the same code.
+
+pub mod actors;
+pub mod cli;
+pub mod config;
 pub mod core;
 pub mod engine;
+pub mod error;
 pub mod memory;
 pub mod protocol;
 pub mod sim;
+pub mod telemetry;
 pub mod transport;
 pub mod types;

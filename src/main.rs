@@ -1,2 +1,5 @@
-//! The command line.
-fn main() {}
+//! The `kvferry` program. See `kvferry --help`.
+
+fn main() -> std::process::ExitCode {
+    kvferry::cli::main()
+}

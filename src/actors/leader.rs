@@ -1,0 +1,543 @@
+//! The leader's shell: peers in, core, peers out.
+
+use std::collections::{HashMap, HashSet};
+use std::time::Duration;
+
+use ractor::{Actor, ActorProcessingErr, ActorRef};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
+
+use crate::actors::clock::Clock;
+use crate::actors::mailbox::{Credited, Feeder};
+use crate::core::{Attached, Effect, Event, Leader, LeaderSettings, Refusal};
+use crate::protocol::{
+    Attached as AttachedBody, Cancel, Envelope, ErrorBody, ErrorCode, Message, RankStatus, Role,
+    StatusAnswer, Transfer,
+};
+use crate::transport::{PeerId, Replier, Server, ServerEvent};
+use crate::types::{Copy, EndedCopy, EngineId, OpId, Rank, Request, RequestId, Time};
+
+/// What a leader needs to start.
+pub struct LeaderArguments {
+    /// Settings of the core.
+    pub settings: LeaderSettings,
+    /// Where engines, workers and people connect.
+    pub server: Server,
+}
+
+/// What can be sent to the leader.
+pub(super) enum LeaderMessage {
+    Peers(Credited<Vec<ServerEvent>>),
+    /// The listener has ended.
+    Deaf,
+    WorkerExited {
+        pid: i32,
+    },
+    Tick,
+    Drain(oneshot::Sender<()>),
+}
+
+/// A running leader.
+#[derive(Clone)]
+pub struct LeaderHandle(ActorRef<LeaderMessage>);
+
+impl LeaderHandle {
+    pub(super) fn new(actor: ActorRef<LeaderMessage>) -> Self {
+        Self(actor)
+    }
+
+    /// Takes no new work and waits until no copy is under way, at most `limit`. True when all ended in time.
+    pub async fn drain(&self, limit: Duration) -> bool {
+        let (done, drained) = oneshot::channel();
+        if self.0.cast(LeaderMessage::Drain(done)).is_err() {
+            return true;
+        }
+        matches!(tokio::time::timeout(limit, drained).await, Ok(Ok(())))
+    }
+}
+
+pub(super) struct LeaderActor;
+
+struct WorkerPeer {
+    peer: PeerId,
+    pid: Option<i32>,
+    /// The attach request that waits for its answer.
+    attaching: Option<RequestId>,
+}
+
+pub(super) struct State {
+    feeder: Feeder,
+    core: Leader,
+    settings: LeaderSettings,
+    clock: Clock,
+    replier: Replier,
+    roles: HashMap<PeerId, PeerRole>,
+    engines: HashMap<EngineId, PeerId>,
+    workers: HashMap<Rank, WorkerPeer>,
+    watched: HashSet<i32>,
+    next_order: u64,
+    timer: Option<JoinHandle<Result<(), ractor::MessagingErr<LeaderMessage>>>>,
+    armed_at: Option<Time>,
+    draining: Option<oneshot::Sender<()>>,
+    refuse_new: bool,
+    effects: Vec<Effect>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum PeerRole {
+    Engine(EngineId),
+    Worker(Rank),
+    Admin,
+}
+
+impl Actor for LeaderActor {
+    type Msg = LeaderMessage;
+    type State = State;
+    type Arguments = LeaderArguments;
+
+    async fn pre_start(
+        &self,
+        myself: ActorRef<LeaderMessage>,
+        arguments: LeaderArguments,
+    ) -> Result<State, ActorProcessingErr> {
+        let LeaderArguments { settings, server } = arguments;
+        let replier = server.replier();
+        let feeder = Feeder::start(server, move |batch| {
+            let message = batch.map_or(LeaderMessage::Deaf, LeaderMessage::Peers);
+            myself.cast(message).is_ok()
+        });
+        Ok(State {
+            feeder,
+            core: Leader::new(settings.clone()),
+            settings,
+            clock: Clock::start(),
+            replier,
+            roles: HashMap::new(),
+            engines: HashMap::new(),
+            workers: HashMap::new(),
+            watched: HashSet::new(),
+            next_order: 0,
+            timer: None,
+            armed_at: None,
+            draining: None,
+            refuse_new: false,
+            effects: Vec::new(),
+        })
+    }
+
+    async fn post_stop(
+        &self,
+        _myself: ActorRef<LeaderMessage>,
+        state: &mut State,
+    ) -> Result<(), ActorProcessingErr> {
+        state.feeder.stop().await;
+        Ok(())
+    }
+
+    async fn handle(
+        &self,
+        myself: ActorRef<LeaderMessage>,
+        message: LeaderMessage,
+        state: &mut State,
+    ) -> Result<(), ActorProcessingErr> {
+        match message {
+            LeaderMessage::Peers(batch) => {
+                for event in batch.item {
+                    state.peer_event(event, &myself);
+                }
+            }
+            LeaderMessage::Deaf => return Err("the listener has ended".into()),
+            LeaderMessage::WorkerExited { pid } => state.worker_exited(pid),
+            LeaderMessage::Tick => {
+                state.armed_at = None;
+                state.step(Event::Tick);
+            }
+            LeaderMessage::Drain(done) => {
+                state.refuse_new = true;
+                state.draining = Some(done);
+            }
+        }
+        state.end_drain();
+        state.arm(&myself);
+        Ok(())
+    }
+}
+
+/// Waits for the end of a process, on a thread of its own: there are as many as workers.
+fn watch(pid: i32, actor: ActorRef<LeaderMessage>) -> std::io::Result<()> {
+    let Some(process) = Pid::from_raw(pid) else {
+        return Ok(());
+    };
+    let process = pidfd_open(process, PidfdFlags::empty())?;
+    let wait = move || {
+        let mut ended = [PollFd::new(&process, PollFlags::IN)];
+        while poll(&mut ended, None).is_err_and(|error| error == rustix::io::Errno::INTR) {}
+        if ended[0].revents().contains(PollFlags::IN)
+            && actor.cast(LeaderMessage::WorkerExited { pid }).is_err()
+        {
+            tracing::debug!("the leader has stopped");
+        }
+    };
+    std::thread::Builder::new()
+        .name("kvferry-pidfd".to_owned())
+        .spawn(wait)
+        .map(|_| ())
+}
+
+impl State {
+    fn peer_event(&mut self, event: ServerEvent, myself: &ActorRef<LeaderMessage>) {
+        match event {
+            ServerEvent::Opened { peer, hello, pid } => {
+                let role = match hello.role {
+                    Role::Engine => PeerRole::Engine(EngineId(hello.engine)),
+                    Role::Worker => PeerRole::Worker(Rank(hello.rank)),
+                    Role::Rank | Role::Admin => PeerRole::Admin,
+                };
+                self.roles.insert(peer, role);
+                self.opened(peer, role, pid, myself);
+            }
+            ServerEvent::Closed { peer } => self.closed(peer),
+            ServerEvent::Message { peer, envelope } => self.message(peer, envelope),
+        }
+    }
+
+    fn opened(
+        &mut self,
+        peer: PeerId,
+        role: PeerRole,
+        pid: Option<i32>,
+        myself: &ActorRef<LeaderMessage>,
+    ) {
+        match role {
+            PeerRole::Engine(engine) => {
+                if let Some(before) = self.engines.insert(engine, peer) {
+                    self.replier.disconnect(before);
+                }
+                self.step(Event::EngineOpened(engine));
+            }
+            PeerRole::Worker(rank) => {
+                if let Some(before) = self.workers.get(&rank) {
+                    tracing::warn!(rank = rank.0, "a second worker took over");
+                    self.replier.disconnect(before.peer);
+                    self.step(Event::WorkerLost(rank));
+                }
+                self.workers.insert(
+                    rank,
+                    WorkerPeer {
+                        peer,
+                        pid,
+                        attaching: None,
+                    },
+                );
+                if let Some(pid) = pid.filter(|pid| self.watched.insert(*pid))
+                    && let Err(error) = watch(pid, myself.clone())
+                {
+                    tracing::warn!(%error, pid, "cannot watch this worker");
+                }
+            }
+            PeerRole::Admin => {}
+        }
+    }
+
+    fn closed(&mut self, peer: PeerId) {
+        match self.roles.remove(&peer) {
+            Some(PeerRole::Engine(engine)) if self.engines.get(&engine) == Some(&peer) => {
+                self.engines.remove(&engine);
+                self.step(Event::EngineClosed(engine));
+            }
+            Some(PeerRole::Worker(rank))
+                if self
+                    .workers
+                    .get(&rank)
+                    .is_some_and(|worker| worker.peer == peer) =>
+            {
+                tracing::warn!(rank = rank.0, "worker lost");
+                self.step(Event::WorkerLost(rank));
+            }
+            _ => {}
+        }
+    }
+
+    /// Only the end of the process proves that nothing is written any more.
+    fn worker_exited(&mut self, pid: i32) {
+        self.watched.remove(&pid);
+        let dead = self
+            .workers
+            .iter()
+            .find(|(_, worker)| worker.pid == Some(pid));
+        if let Some(rank) = dead.map(|(rank, _)| *rank) {
+            self.workers.remove(&rank);
+            self.step(Event::WorkerDead(rank));
+        }
+    }
+
+    fn message(&mut self, peer: PeerId, envelope: Envelope) {
+        let Envelope {
+            correlation,
+            deadline_ms,
+            epoch,
+            message,
+            ..
+        } = envelope;
+        let role = self.roles.get(&peer).copied();
+        match (role, message) {
+            (_, Message::Status(status)) => {
+                let answer = Box::new(self.status(status.check));
+                self.replier
+                    .reply(peer, correlation, Message::StatusAnswer(*answer));
+            }
+            (Some(PeerRole::Worker(rank)), Message::Attach(attach)) => {
+                if let Some(worker) = self.workers.get_mut(&rank) {
+                    worker.attaching = Some(correlation);
+                }
+                self.step(Event::Attached(Attached {
+                    rank,
+                    geometry: attach.geometry,
+                    arena_pages: attach.arena_pages,
+                    keeps_pages: attach.keeps_pages && epoch == self.settings.epoch,
+                }));
+            }
+            (Some(PeerRole::Worker(rank)), Message::Ended(ended)) => {
+                let copies = ended.copies.iter().map(|copy| EndedCopy {
+                    op: OpId(copy.op),
+                    whole: copy.whole,
+                    bytes: copy.bytes,
+                    busy_us: copy.busy_us,
+                });
+                let copies = copies.collect();
+                self.step(Event::Ended {
+                    rank,
+                    epoch,
+                    copies,
+                });
+            }
+            (Some(PeerRole::Worker(_)), Message::CancelAnswer(_)) => {}
+            (Some(PeerRole::Worker(rank)), Message::Error(error)) => {
+                tracing::warn!(
+                    rank = rank.0,
+                    message = error.message,
+                    "worker refuses an order"
+                );
+            }
+            (Some(PeerRole::Engine(engine)), message) => {
+                self.engine_asks(peer, engine, correlation, deadline_ms, message);
+            }
+            (_, message) => {
+                let kind = message.kind().name();
+                let text = format!("{kind} is not for this peer to send here: check its role");
+                self.replier.refuse(
+                    peer,
+                    correlation,
+                    ErrorBody::new(ErrorCode::UnknownKind, text),
+                );
+            }
+        }
+    }
+
+    fn engine_asks(
+        &mut self,
+        peer: PeerId,
+        engine: EngineId,
+        id: RequestId,
+        deadline_ms: u32,
+        message: Message,
+    ) {
+        let request = match Request::try_from(message) {
+            Ok(request) => request,
+            Err(error) => return self.replier.refuse(peer, id, error),
+        };
+        if self.refuse_new && !matches!(request, Request::Finish { .. }) {
+            let error = ErrorBody::new(ErrorCode::Draining, "the leader is shutting down");
+            return self.replier.refuse(peer, id, error);
+        }
+        let deadline = self.clock.after_ms(deadline_ms);
+        self.step(Event::Request {
+            engine,
+            id,
+            deadline,
+            request,
+        });
+    }
+
+    fn step(&mut self, event: Event) {
+        let mut effects = std::mem::take(&mut self.effects);
+        self.core.step(self.clock.now(), event, &mut effects);
+        let mut copies: Vec<(crate::core::RankSet, Copy)> = Vec::new();
+        for effect in effects.drain(..) {
+            match effect {
+                Effect::Answer { engine, id, answer } => self.answer(engine, id, answer),
+                Effect::Admit { rank, verdict } => self.admit(rank, verdict),
+                Effect::Copy { ranks, copy } => copies.push((ranks, copy)),
+                Effect::Cancel { ranks, op } => {
+                    for rank in ranks.iter() {
+                        self.order(
+                            rank,
+                            Message::Cancel(Cancel { ops: vec![op.0] }),
+                            Duration::ZERO,
+                        );
+                    }
+                }
+                Effect::Expel(rank) => {
+                    tracing::error!(rank = rank.0, "worker does not end its copies: closing it");
+                    if let Some(worker) = self.workers.get(&rank) {
+                        self.replier.disconnect(worker.peer);
+                    }
+                }
+            }
+        }
+        self.effects = effects;
+        self.transfer(&copies);
+    }
+
+    /// One step's copies belong to one request: one message to each rank.
+    fn transfer(&mut self, copies: &[(crate::core::RankSet, Copy)]) {
+        let Some((ranks, first)) = copies.first() else {
+            return;
+        };
+        let list: Vec<&Copy> = copies.iter().map(|(_, copy)| copy).collect();
+        let Some(transfer) = Transfer::of(&list) else {
+            tracing::error!("copies of several requests in one step");
+            return;
+        };
+        let left = self.clock.now().until(first.deadline);
+        for rank in ranks.iter() {
+            if !self.order(rank, Message::Transfer(transfer.clone()), left) {
+                tracing::debug!(
+                    rank = rank.0,
+                    "order not sent: the worker is gone, its end is awaited"
+                );
+            }
+        }
+    }
+
+    fn order(&mut self, rank: Rank, message: Message, deadline: Duration) -> bool {
+        self.next_order += 1;
+        let correlation = RequestId(self.next_order);
+        let peer = self.workers.get(&rank).map(|worker| worker.peer);
+        peer.is_some_and(|peer| self.replier.order(peer, correlation, message, deadline))
+    }
+
+    fn answer(
+        &mut self,
+        engine: EngineId,
+        id: RequestId,
+        answer: Result<crate::types::Answer, Refusal>,
+    ) {
+        let Some(peer) = self.engines.get(&engine).copied() else {
+            return;
+        };
+        match answer {
+            Ok(answer) => self.replier.reply(peer, id, answer.into()),
+            Err(refusal) => self.replier.refuse(peer, id, to_error(&refusal)),
+        }
+    }
+
+    fn admit(&mut self, rank: Rank, verdict: Result<(), Refusal>) {
+        let attached_ranks = self.core.attached_ranks();
+        let Some(worker) = self.workers.get_mut(&rank) else {
+            return;
+        };
+        let Some(correlation) = worker.attaching.take() else {
+            return;
+        };
+        match verdict {
+            Ok(()) => {
+                let body = AttachedBody { attached_ranks };
+                self.replier
+                    .reply(worker.peer, correlation, Message::Attached(body));
+            }
+            Err(refusal) => {
+                tracing::error!(%refusal, "rank turned away");
+                self.replier
+                    .refuse(worker.peer, correlation, to_error(&refusal));
+            }
+        }
+    }
+
+    fn status(&self, check: bool) -> StatusAnswer {
+        let ranks = (0..self.settings.ranks).map(Rank).map(|rank| {
+            let worker = self.workers.get(&rank);
+            RankStatus {
+                rank: rank.0,
+                attached: self.core.is_attached(rank),
+                pid: worker
+                    .and_then(|worker| worker.pid)
+                    .and_then(|pid| u32::try_from(pid).ok())
+                    .unwrap_or(0),
+            }
+        });
+        let mut answer = StatusAnswer {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            epoch: self.settings.epoch.0,
+            ready: self.core.is_ready(),
+            ratio: self.settings.ratio.pages(),
+            engine_page_tokens: self.core.engine_page_tokens(),
+            ranks: ranks.collect(),
+            slots: self.core.slots() as u64,
+            copies_under_way: self.core.copies_under_way() as u64,
+            decisions_digest: self.core.decisions_digest(),
+            counters: self
+                .core
+                .counters()
+                .map(|(name, value)| (name.to_owned(), value))
+                .collect(),
+            ..StatusAnswer::default()
+        };
+        if let Some(pool) = self.core.pool() {
+            let states = pool.page_states().by_name();
+            answer.pages = states
+                .map(|(name, pages)| (name.to_owned(), u64::from(pages)))
+                .into();
+            answer.pins = pool.pins();
+            answer.blocks = u64::from(pool.live_blocks());
+        }
+        if check {
+            answer.contradiction = self.core.check().err().unwrap_or_default();
+        }
+        answer
+    }
+
+    fn end_drain(&mut self) {
+        if self.core.copies_under_way() == 0
+            && let Some(done) = self.draining.take()
+            && done.send(()).is_err()
+        {
+            tracing::debug!("nobody waits for the end of the drain");
+        }
+    }
+
+    /// Sets the timer for the next timeout, if that is another one than before.
+    fn arm(&mut self, myself: &ActorRef<LeaderMessage>) {
+        let next = self.core.next_timeout();
+        if self.armed_at == next {
+            return;
+        }
+        self.armed_at = next;
+        if let Some(timer) = self.timer.take() {
+            timer.abort();
+        }
+        if let Some(at) = next {
+            let left = self.clock.now().until(at);
+            self.timer = Some(myself.send_after(left, || LeaderMessage::Tick));
+        }
+    }
+}
+
+/// What an engine or a worker is told.
+fn to_error(refusal: &Refusal) -> ErrorBody {
+    let code = match refusal {
+        Refusal::NotReady { .. } => ErrorCode::NotReady,
+        Refusal::RankDisagrees { .. } => ErrorCode::RankDisagrees,
+        Refusal::NoSuchRank { .. } | Refusal::DepotTooSmall { .. } | Refusal::Invalid { .. } => {
+            ErrorCode::Invalid
+        }
+        Refusal::UnknownSlot(_) => ErrorCode::UnknownSlot,
+        Refusal::NotPinned { .. } => ErrorCode::NotPinned,
+        Refusal::Limit { .. } => ErrorCode::Limit,
+        Refusal::CopyFailed(_) => ErrorCode::CopyFailed,
+        Refusal::StaleRequest(_) => ErrorCode::StaleRequest,
+    };
+    ErrorBody::new(code, refusal.to_string())
+}

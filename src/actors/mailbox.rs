@@ -1,0 +1,118 @@
+//! Credits for mailboxes. An actor's mailbox has no limit of its own; whoever feeds one waits for a credit first, and the
+//! credit comes back when the message has been handled.
+
+use std::sync::Arc;
+
+use std::time::Duration;
+
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
+use tokio::task::JoinHandle;
+
+use crate::transport::{Server, ServerEvent};
+
+/// Batches that may wait in the mailbox of an actor, for each task that feeds it.
+pub(super) const MAILBOX_CREDITS: usize = 8;
+
+/// How long a server may take to close its connections.
+const CLOSE_LIMIT: Duration = Duration::from_secs(2);
+
+/// Hands what a server hears to an actor, one credit a batch, until it is told to stop.
+#[derive(Debug)]
+pub(super) struct Feeder {
+    stop: Arc<Notify>,
+    task: JoinHandle<()>,
+}
+
+impl Feeder {
+    /// `deliver` takes a batch, or `None` when the server has ended by itself; it returns false when nobody takes them.
+    pub(super) fn start(
+        mut server: Server,
+        deliver: impl Fn(Option<Credited<Vec<ServerEvent>>>) -> bool + Send + 'static,
+    ) -> Self {
+        let stop = Arc::new(Notify::new());
+        let stopped = Arc::clone(&stop);
+        let task = tokio::spawn(async move {
+            let credits = Credits::new();
+            loop {
+                let events = tokio::select! {
+                    events = server.next() => events,
+                    () = stopped.notified() => break,
+                };
+                let batch = match events {
+                    Some(events) => credits.attach(events).await,
+                    None => None,
+                };
+                let ended = batch.is_none();
+                if !deliver(batch) || ended {
+                    break;
+                }
+            }
+            server.close().await;
+        });
+        Self { stop, task }
+    }
+
+    /// Stops listening and waits until the socket is gone.
+    pub(super) async fn stop(&mut self) {
+        self.stop.notify_one();
+        if tokio::time::timeout(CLOSE_LIMIT, &mut self.task)
+            .await
+            .is_err()
+        {
+            tracing::warn!("connections did not close in {CLOSE_LIMIT:?}");
+        }
+    }
+}
+
+/// Gives out credits.
+#[derive(Debug, Clone)]
+pub(super) struct Credits(Arc<Semaphore>);
+
+/// A message with its credit, which comes back when this is dropped.
+#[derive(Debug)]
+pub(super) struct Credited<T> {
+    pub(super) item: T,
+    _credit: OwnedSemaphorePermit,
+}
+
+impl Credits {
+    pub(super) fn new() -> Self {
+        Self(Arc::new(Semaphore::new(MAILBOX_CREDITS)))
+    }
+
+    /// Waits for a credit. `None` never happens: the semaphore is not closed.
+    pub(super) async fn attach<T>(&self, item: T) -> Option<Credited<T>> {
+        let credit = Arc::clone(&self.0).acquire_owned().await.ok()?;
+        Some(Credited {
+            item,
+            _credit: credit,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_feeder_waits_until_a_message_was_handled() {
+        let credits = Credits::new();
+        let mut waiting = Vec::new();
+        for item in 0..MAILBOX_CREDITS {
+            waiting.push(credits.attach(item).await.expect("a credit"));
+        }
+        let mut next = Box::pin(credits.attach(99));
+        let early = futures_poll(&mut next);
+        assert!(early.is_none(), "all credits are out");
+        waiting.pop();
+        assert_eq!(next.await.expect("a credit").item, 99);
+    }
+
+    fn futures_poll<F: Future + Unpin>(future: &mut F) -> Option<F::Output> {
+        let mut context = std::task::Context::from_waker(std::task::Waker::noop());
+        match std::pin::Pin::new(future).poll(&mut context) {
+            std::task::Poll::Ready(output) => Some(output),
+            std::task::Poll::Pending => None,
+        }
+    }
+}

@@ -1,0 +1,23 @@
+//! The live system: thin actors around the core. Each decodes what it hears, steps a state machine, and carries out the
+//! effects. They decide nothing.
+//!
+//! * `leader`: engines and workers on one side, [`crate::core::Leader`] on the other;
+//! * `worker`: a leader and engine ranks on one side, [`crate::core::Worker`] on the other;
+//! * `transfer`: runs copies on threads of its own and reports their ends;
+//! * `pool`: makes a worker's depot ready, with progress;
+//! * `supervision`: starts the others, ends the process when one of them fails;
+//! * `mailbox`: mailboxes are unbounded, so what is sent to them is counted by credits.
+
+mod clock;
+mod leader;
+mod mailbox;
+mod pool;
+mod supervision;
+mod transfer;
+mod worker;
+
+pub use clock::Clock;
+pub use leader::{LeaderArguments, LeaderHandle};
+pub use pool::PoolSettings;
+pub use supervision::{ProcessHandle, run_leader, run_worker};
+pub use worker::WorkerArguments;

@@ -1,0 +1,114 @@
+//! Starts the actors of a process and ends it when one of them fails: a process that has lost a part of itself does not
+//! go on as if nothing had happened. Its supervisor starts a new one.
+
+use ractor::{Actor, ActorCell, ActorProcessingErr, ActorRef, SupervisionEvent};
+use tokio::sync::oneshot;
+
+use crate::actors::leader::{LeaderActor, LeaderArguments, LeaderHandle};
+use crate::actors::worker::{WorkerActor, WorkerArguments};
+
+/// A running process: what it is made of, and how it ends.
+pub struct ProcessHandle {
+    root: ActorRef<RootMessage>,
+    actor: ActorCell,
+    failed: oneshot::Receiver<String>,
+}
+
+impl ProcessHandle {
+    /// Waits until an actor fails; says which, and why.
+    pub async fn failed(&mut self) -> String {
+        (&mut self.failed)
+            .await
+            .unwrap_or_else(|_| "the supervisor ended".to_owned())
+    }
+
+    /// Stops the actor and then its supervisor, and waits until they have: the end of a supervisor alone would cut its
+    /// children off.
+    pub async fn stop(self) {
+        if let Err(error) = self.actor.stop_and_wait(None, None).await {
+            tracing::debug!(%error, "the actor had ended");
+        }
+        if let Err(error) = self.root.stop_and_wait(None, None).await {
+            tracing::debug!(%error, "the supervisor had ended");
+        }
+    }
+}
+
+struct RootActor;
+
+enum RootMessage {}
+
+struct RootState(Option<oneshot::Sender<String>>);
+
+impl Actor for RootActor {
+    type Msg = RootMessage;
+    type State = RootState;
+    type Arguments = oneshot::Sender<String>;
+
+    async fn pre_start(
+        &self,
+        _myself: ActorRef<RootMessage>,
+        failed: oneshot::Sender<String>,
+    ) -> Result<RootState, ActorProcessingErr> {
+        Ok(RootState(Some(failed)))
+    }
+
+    async fn handle_supervisor_evt(
+        &self,
+        myself: ActorRef<RootMessage>,
+        event: SupervisionEvent,
+        state: &mut RootState,
+    ) -> Result<(), ActorProcessingErr> {
+        let why = match event {
+            SupervisionEvent::ActorFailed(_, error) => error.to_string(),
+            SupervisionEvent::ActorTerminated(..) => "an actor ended".to_owned(),
+            _ => return Ok(()),
+        };
+        if let Some(failed) = state.0.take()
+            && failed.send(why).is_err()
+        {
+            tracing::debug!("nobody waits for failures");
+        }
+        myself.stop(None);
+        Ok(())
+    }
+}
+
+async fn root() -> Result<(ActorRef<RootMessage>, oneshot::Receiver<String>), String> {
+    let (failed, failure) = oneshot::channel();
+    let (root, _) = Actor::spawn(None, RootActor, failed)
+        .await
+        .map_err(|error| error.to_string())?;
+    Ok((root, failure))
+}
+
+/// Starts a leader in this process.
+pub async fn run_leader(
+    arguments: LeaderArguments,
+) -> Result<(ProcessHandle, LeaderHandle), String> {
+    let (root, failed) = root().await?;
+    let (leader, _) = Actor::spawn_linked(None, LeaderActor, arguments, root.get_cell())
+        .await
+        .map_err(|error| error.to_string())?;
+    Ok((
+        ProcessHandle {
+            root,
+            actor: leader.get_cell(),
+            failed,
+        },
+        LeaderHandle::new(leader),
+    ))
+}
+
+/// Starts a worker in this process.
+pub async fn run_worker(arguments: WorkerArguments) -> Result<ProcessHandle, String> {
+    let (root, failed) = root().await?;
+    let (worker, _) = Actor::spawn_linked(None, WorkerActor, arguments, root.get_cell())
+        .await
+        .map_err(|error| error.to_string())?;
+    Ok(ProcessHandle {
+        root,
+        actor: worker.get_cell(),
+        failed,
+    })
+}

@@ -1,0 +1,268 @@
+//! `kvferry bench copy`
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
+
+use crate::cli::say;
+use crate::engine::content::POISON;
+use crate::error::CommandError;
+use crate::memory::{
+    CancelFlag, CopyEngine, CopyJob, DEPOT_HEADER_BYTES, Depot, EngineMemory, SharedBuffer,
+    page_stride_bytes, validate,
+};
+use crate::types::{
+    Allocation, AllocationHandle, AllocationKind, Direction, FragmentPair, GroupId, Nonce,
+    PageList, Rank, Registration, TensorRole, TensorView,
+};
+
+use super::spread;
+
+/// Sets of pages that take turns, so that no cache holds what is copied next.
+const ROTATION: u32 = 4;
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct Arguments {
+    /// Sizes of a fragment in KiB.
+    #[arg(long, value_delimiter = ',', default_value = "32,18,8")]
+    fragment_kib: Vec<u32>,
+    /// Fragments in one copy.
+    #[arg(long, default_value = "2048", value_parser = clap::value_parser!(u32).range(1..=65536))]
+    fragments: u32,
+    /// Threads that copy.
+    #[arg(long, default_value = "1", value_parser = clap::value_parser!(u16).range(1..=64))]
+    threads: u16,
+    /// Rounds of each side.
+    #[arg(long, default_value = "15", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    rounds: u32,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// One row of the result: GB/s (10^9 bytes) as minimum, median, maximum.
+#[derive(Debug, serde::Serialize)]
+struct Row {
+    fragment_kib: u32,
+    fragments: u32,
+    threads: u16,
+    memcpy_gb_per_s: (f64, f64, f64),
+    gather_gb_per_s: (f64, f64, f64),
+    scatter_gb_per_s: (f64, f64, f64),
+    gather_to_memcpy: f64,
+    scatter_to_memcpy: f64,
+}
+
+impl Arguments {
+    pub(crate) fn run(self) -> Result<(), CommandError> {
+        let rows: Result<Vec<Row>, String> = self
+            .fragment_kib
+            .iter()
+            .map(|kib| self.measure(*kib))
+            .collect();
+        let rows = rows.map_err(CommandError::Failed)?;
+        if self.json {
+            say(&serde_json::to_string_pretty(&rows).map_err(CommandError::failed)?);
+            return Ok(());
+        }
+        say(
+            "fragment  threads  memcpy GB/s          gather GB/s          scatter GB/s         gather/memcpy  scatter/memcpy",
+        );
+        for row in rows {
+            let three = |(least, median, most): (f64, f64, f64)| {
+                format!("{median:5.2} ({least:5.2}..{most:5.2})")
+            };
+            say(&format!(
+                "{:>4} KiB  {:>7}  {:<20} {:<20} {:<20} {:>13.2}  {:>14.2}",
+                row.fragment_kib,
+                row.threads,
+                three(row.memcpy_gb_per_s),
+                three(row.gather_gb_per_s),
+                three(row.scatter_gb_per_s),
+                row.gather_to_memcpy,
+                row.scatter_to_memcpy
+            ));
+        }
+        Ok(())
+    }
+
+    fn measure(&self, kib: u32) -> Result<Row, String> {
+        let fragment = u64::from(kib) * 1024;
+        let pages = self.fragments * ROTATION;
+        let bytes = fragment * u64::from(pages);
+        let bench = Bench::new(fragment, pages)?;
+        let engine =
+            CopyEngine::new(usize::from(self.threads)).map_err(|error| error.to_string())?;
+        let (mut memcpy, mut gather, mut scatter) = (Vec::new(), Vec::new(), Vec::new());
+        let source = vec![1_u8; usize::try_from(bytes).unwrap_or(0)];
+        let mut target = vec![POISON; source.len()];
+        let each = source.len() / ROTATION as usize;
+        let rate = |begun: Instant| each as f64 / begun.elapsed().as_secs_f64() / 1e9;
+        for round in 0..self.rounds + 1 {
+            let set = round % ROTATION;
+            let from = set as usize * each;
+            let begun = Instant::now();
+            self.memcpy(&mut target[from..from + each], &source[from..from + each]);
+            let floor = rate(begun);
+            let pairs = bench.pairs(set, self.fragments);
+            let begun = Instant::now();
+            engine
+                .run(&bench.job(Direction::Store, pairs))
+                .map_err(|error| error.to_string())?;
+            let gathered = rate(begun);
+            let pairs = bench.pairs(set, self.fragments);
+            let back = pairs.into_iter().map(|pair| FragmentPair {
+                src: pair.dst,
+                dst: pair.src,
+            });
+            let back = back.collect();
+            let begun = Instant::now();
+            engine
+                .run(&bench.job(Direction::Load, back))
+                .map_err(|error| error.to_string())?;
+            let scattered = rate(begun);
+            // The first round warms up.
+            if round > 0 {
+                memcpy.push(floor);
+                gather.push(gathered);
+                scatter.push(scattered);
+            }
+        }
+        let (memcpy, gather, scatter) = (spread(memcpy), spread(gather), spread(scatter));
+        Ok(Row {
+            fragment_kib: kib,
+            fragments: self.fragments,
+            threads: self.threads,
+            memcpy_gb_per_s: memcpy,
+            gather_gb_per_s: gather,
+            scatter_gb_per_s: scatter,
+            gather_to_memcpy: gather.1 / memcpy.1,
+            scatter_to_memcpy: scatter.1 / memcpy.1,
+        })
+    }
+
+    /// One contiguous copy, cut evenly among the threads.
+    fn memcpy(&self, target: &mut [u8], source: &[u8]) {
+        let each = target.len().div_ceil(usize::from(self.threads)).max(1);
+        if self.threads == 1 {
+            target.copy_from_slice(source);
+            return;
+        }
+        std::thread::scope(|scope| {
+            for (target, source) in target.chunks_mut(each).zip(source.chunks(each)) {
+                scope.spawn(|| target.copy_from_slice(source));
+            }
+        });
+    }
+}
+
+/// One tensor in which a page is one fragment, and a depot of the same number of pages.
+struct Bench {
+    job: CopyJob,
+    order: Vec<u32>,
+}
+
+impl Bench {
+    fn new(fragment: u64, pages: u32) -> Result<Self, String> {
+        let text = |error: &dyn std::fmt::Display| error.to_string();
+        let bytes = fragment * u64::from(pages);
+        let registration = Registration {
+            group: GroupId(0),
+            rank: Rank(0),
+            tp_size: 1,
+            shard: 0,
+            engine_page_tokens: 16,
+            device_pages: pages,
+            layers: 1,
+            allocations: vec![Allocation {
+                kind: AllocationKind::SharedMemory,
+                handle: AllocationHandle::Ticket([0; 16]),
+                bytes,
+            }],
+            tensors: vec![TensorView {
+                layer: 0,
+                role: TensorRole::Kv,
+                allocation: 0,
+                offset_bytes: 0,
+                shape: vec![u64::from(pages), fragment],
+                strides: vec![fragment, 1],
+                element_bytes: 1,
+                page_axis: 0,
+                page_bytes: fragment,
+                page_stride_bytes: fragment,
+            }],
+            nonce: Nonce {
+                allocation: 0,
+                offset_bytes: 0,
+                bytes: vec![0; 16],
+            },
+            device_uuid: None,
+        };
+        let layout = validate(&registration).map_err(|error| text(&error))?;
+        let buffer = SharedBuffer::create("kvferry-bench", bytes).map_err(|error| text(&error))?;
+        let filler = vec![1; usize::try_from(fragment).unwrap_or(0)];
+        for page in 0..pages {
+            let at = u64::from(page) * fragment;
+            buffer
+                .write_from(at, &filler)
+                .map_err(|error| text(&error))?;
+        }
+        let depot =
+            Depot::create(DEPOT_HEADER_BYTES + u64::from(pages) * page_stride_bytes(fragment));
+        let depot = depot.map_err(|error| text(&error))?;
+        let never = AtomicBool::new(false);
+        depot
+            .prefault(1, 64 << 20, &|_, _| (), &never)
+            .map_err(|error| text(&error))?;
+        let device =
+            EngineMemory::new(&registration, vec![buffer]).map_err(|error| text(&error))?;
+        let job = CopyJob {
+            direction: Direction::Store,
+            layout: Arc::new(layout),
+            device: Arc::new(device),
+            depot: Arc::new(depot),
+            pairs: Vec::new(),
+            cancel: Arc::new(CancelFlag::default()),
+        };
+        Ok(Self {
+            job,
+            order: shuffled(pages),
+        })
+    }
+
+    /// Device pages in random order, to blocks of 32 arena pages.
+    fn pairs(&self, set: u32, count: u32) -> Vec<FragmentPair> {
+        let first = set * count;
+        let pages = &self.order[first as usize..(first + count) as usize];
+        let blocks = pages
+            .chunks(32)
+            .enumerate()
+            .map(|(index, pages)| FragmentPair {
+                src: pages.iter().copied().collect(),
+                dst: PageList::run(first + 32 * index as u32, pages.len() as u32),
+            });
+        blocks.collect()
+    }
+
+    fn job(&self, direction: Direction, pairs: Vec<FragmentPair>) -> CopyJob {
+        CopyJob {
+            direction,
+            pairs,
+            ..self.job.clone()
+        }
+    }
+}
+
+/// The numbers below `count` in an order that no prefetcher foresees, the same each time.
+fn shuffled(count: u32) -> Vec<u32> {
+    let mut order: Vec<u32> = (0..count).collect();
+    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+    for last in (1..order.len()).rev() {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        let other = usize::try_from(state % (last as u64 + 1)).unwrap_or(0);
+        order.swap(last, other);
+    }
+    order
+}

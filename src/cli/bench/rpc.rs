@@ -1,0 +1,190 @@
+//! `kvferry bench rpc`
+
+use std::fs::Permissions;
+use std::io::{Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::process::Stdio;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tokio::process::Command;
+
+use crate::cli::dirs::Dirs;
+use crate::cli::{block_on, say};
+use crate::error::CommandError;
+use crate::protocol::{ErrorCode, Hello, Lookup, Message, Role, VERSION, VERSION_MIN};
+use crate::transport::{Client, ClientSettings, Limits, ZmqTransport};
+
+/// Bytes of page hashes in a request.
+const HASH_BYTES: [usize; 2] = [160, 64 << 10];
+/// Bytes of a bare request beside its hashes, and of an answer: about what header and fields take.
+const FRAME_BYTES: usize = 96;
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct Arguments {
+    /// Round trips of each kind.
+    #[arg(long, default_value = "2000", value_parser = clap::value_parser!(u32).range(10..=1_000_000))]
+    rounds: u32,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// One row of the result, in microseconds.
+#[derive(Debug, serde::Serialize)]
+struct Row {
+    hash_bytes: usize,
+    socket_p50_us: f64,
+    socket_p99_us: f64,
+    leader_p50_us: f64,
+    leader_p99_us: f64,
+    leader_to_socket: f64,
+}
+
+impl Arguments {
+    pub(crate) fn run(self) -> Result<(), CommandError> {
+        let rows = block_on(1, self.measure_all())?;
+        if self.json {
+            say(&serde_json::to_string_pretty(&rows).map_err(CommandError::failed)?);
+            return Ok(());
+        }
+        say(
+            "A lookup that a leader without ranks refuses at once, beside the same bytes over a bare socket.",
+        );
+        say("request    socket p50  p99      leader p50  p99      leader/socket");
+        for row in rows {
+            say(&format!(
+                "{:>6} B  {:>8.1} us {:>6.1}  {:>8.1} us {:>6.1}  {:>13.2}",
+                row.hash_bytes,
+                row.socket_p50_us,
+                row.socket_p99_us,
+                row.leader_p50_us,
+                row.leader_p99_us,
+                row.leader_to_socket
+            ));
+        }
+        Ok(())
+    }
+
+    async fn measure_all(&self) -> Result<Vec<Row>, CommandError> {
+        let owner_only = Permissions::from_mode(0o700);
+        let folder = tempfile::Builder::new()
+            .prefix("kvferry-bench-")
+            .permissions(owner_only)
+            .tempdir();
+        let folder = folder.map_err(CommandError::failed)?;
+        let dirs = Dirs::new(folder.path());
+        let program = std::env::current_exe().map_err(CommandError::failed)?;
+        let mut leader = Command::new(program)
+            .args(["leader", "--supervised", "--log", "warn", "--socket-dir"])
+            .arg(folder.path())
+            .stdin(Stdio::piped())
+            .kill_on_drop(true)
+            .spawn()
+            .map_err(CommandError::failed)?;
+        let hello = Hello {
+            version_min: VERSION_MIN,
+            version_max: VERSION,
+            role: Role::Engine,
+            engine: [7; 16],
+            rank: 0,
+            name: "bench".to_owned(),
+        };
+        let address = dirs.leader_address();
+        let settings = ClientSettings {
+            address,
+            hello,
+            limits: Limits::default(),
+        };
+        let (client, mut incoming) = Client::start(Arc::new(ZmqTransport), settings);
+        tokio::spawn(async move { while incoming.recv().await.is_some() {} });
+        let mut rows = Vec::new();
+        for hash_bytes in HASH_BYTES {
+            rows.push(self.measure(&client, hash_bytes).await?);
+        }
+        leader.kill().await.map_err(CommandError::failed)?;
+        Ok(rows)
+    }
+
+    /// Both sides in turn, a few round trips each.
+    async fn measure(&self, client: &Client, hash_bytes: usize) -> Result<Row, CommandError> {
+        let (mut near, far) = UnixStream::pair().map_err(CommandError::failed)?;
+        let echo = std::thread::spawn(move || echo(far, hash_bytes + FRAME_BYTES));
+        let (mut socket, mut leader) = (Vec::new(), Vec::new());
+        let warm_up = self.rounds / 10;
+        for round in 0..self.rounds + warm_up {
+            let begun = Instant::now();
+            bare(&mut near, hash_bytes).map_err(CommandError::failed)?;
+            let bare_us = begun.elapsed().as_secs_f64() * 1e6;
+            let begun = Instant::now();
+            refused_lookup(client, hash_bytes).await?;
+            if round >= warm_up {
+                socket.push(bare_us);
+                leader.push(begun.elapsed().as_secs_f64() * 1e6);
+            }
+        }
+        drop(near);
+        if echo.join().is_err() {
+            return Err(CommandError::Failed("the echo thread panicked".to_owned()));
+        }
+        let (socket_p50_us, socket_p99_us) = percentiles(socket);
+        let (leader_p50_us, leader_p99_us) = percentiles(leader);
+        let leader_to_socket = leader_p50_us / socket_p50_us;
+        Ok(Row {
+            hash_bytes,
+            socket_p50_us,
+            socket_p99_us,
+            leader_p50_us,
+            leader_p99_us,
+            leader_to_socket,
+        })
+    }
+}
+
+async fn refused_lookup(client: &Client, hash_bytes: usize) -> Result<(), CommandError> {
+    let lookup = Lookup {
+        slot: 1,
+        namespace: Vec::new(),
+        hash_bytes: 16,
+        hashes: vec![1; hash_bytes],
+        device_pages: 0,
+    };
+    match client
+        .ask(Message::Lookup(lookup), Duration::from_secs(10))
+        .await
+    {
+        Err(failure) if failure.code == ErrorCode::NotReady => Ok(()),
+        Err(failure) => Err(CommandError::failed(failure)),
+        Ok(other) => Err(CommandError::Failed(format!(
+            "unexpected {}",
+            other.kind().name()
+        ))),
+    }
+}
+
+fn bare(stream: &mut UnixStream, hash_bytes: usize) -> std::io::Result<()> {
+    stream.write_all(&vec![1; hash_bytes + FRAME_BYTES])?;
+    stream.read_exact(&mut [0; FRAME_BYTES])
+}
+
+fn echo(mut stream: UnixStream, request_bytes: usize) {
+    let mut request = vec![0; request_bytes];
+    while stream.read_exact(&mut request).is_ok() {
+        if stream.write_all(&[2; FRAME_BYTES]).is_err() {
+            return;
+        }
+    }
+}
+
+fn percentiles(mut values: Vec<f64>) -> (f64, f64) {
+    values.sort_by(f64::total_cmp);
+    let last = values.len().saturating_sub(1);
+    let at = |thousandths: usize| {
+        values
+            .get(last * thousandths / 1000)
+            .copied()
+            .unwrap_or(0.0)
+    };
+    (at(500), at(990))
+}

@@ -1,0 +1,32 @@
+//! Where the processes of one deployment meet: a directory each, below the socket directory.
+
+use std::path::{Path, PathBuf};
+
+use crate::transport::Address;
+use crate::types::Rank;
+
+/// The socket directory.
+#[derive(Debug, Clone)]
+pub(super) struct Dirs(PathBuf);
+
+impl Dirs {
+    pub(super) fn new(socket_dir: &Path) -> Self {
+        Self(socket_dir.to_owned())
+    }
+
+    pub(super) fn root(&self) -> &Path {
+        &self.0
+    }
+
+    pub(super) fn leader(&self) -> PathBuf {
+        self.0.join("leader")
+    }
+
+    pub(super) fn leader_address(&self) -> Address {
+        Address::Directory(self.leader())
+    }
+
+    pub(super) fn worker(&self, rank: Rank) -> PathBuf {
+        self.0.join(format!("worker-{}", rank.0))
+    }
+}

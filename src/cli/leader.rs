@@ -1,0 +1,100 @@
+//! `kvferry leader`
+
+use std::fs;
+use std::path::Path;
+use std::time::Duration;
+
+use crate::actors::{LeaderArguments, run_leader};
+use crate::cli::process::{DRAIN_LIMIT, told_to_end};
+use crate::cli::{ConfigArguments, block_on, dirs::Dirs};
+use crate::core::{AnchorKey, LeaderSettings};
+use crate::error::CommandError;
+use crate::protocol::Role;
+use crate::transport::{
+    Limits, Server, ServerSettings, Transport, ZmqTransport, prepare_directory,
+};
+use crate::types::Epoch;
+
+#[derive(Debug, clap::Args)]
+pub(super) struct Arguments {
+    #[command(flatten)]
+    config: ConfigArguments,
+    /// End when standard input ends.
+    #[arg(long, hide = true)]
+    supervised: bool,
+    /// Serve lookups without any tier: every store is refused.
+    #[arg(long, hide = true)]
+    no_tiers: bool,
+}
+
+impl Arguments {
+    pub(super) fn run(self) -> Result<(), CommandError> {
+        let config = self.config.load()?;
+        block_on(2, async move {
+            let dirs = Dirs::new(&config.socket_dir);
+            prepare_directory(dirs.root()).map_err(CommandError::failed)?;
+            let listener = ZmqTransport
+                .listen(&dirs.leader_address(), Limits::default())
+                .await
+                .map_err(CommandError::failed)?;
+            let epoch = next_epoch(&dirs.leader())?;
+            let mut key = [0; 32];
+            random(&mut key)?;
+            let mut settings =
+                LeaderSettings::new(epoch, config.ranks, config.ratio, AnchorKey(key));
+            settings.tiers = !self.no_tiers;
+            let server = Server::new(
+                listener,
+                ServerSettings {
+                    epoch,
+                    heartbeat: Duration::from_millis(config.heartbeat_ms),
+                    roles: vec![Role::Engine, Role::Worker, Role::Admin],
+                },
+            );
+            let started = run_leader(LeaderArguments { settings, server }).await;
+            let (mut process, leader) = started.map_err(CommandError::Failed)?;
+            tracing::info!(
+                epoch = epoch.0,
+                ranks = config.ranks,
+                ratio = config.ratio.pages(),
+                "leader ready"
+            );
+            tokio::select! {
+                told = told_to_end(self.supervised) => told?,
+                why = process.failed() => return Err(CommandError::Failed(why)),
+            }
+            if !leader.drain(DRAIN_LIMIT).await {
+                tracing::warn!("copies were still under way after {DRAIN_LIMIT:?}");
+            }
+            process.stop().await;
+            tracing::info!("leader ended");
+            Ok(())
+        })
+    }
+}
+
+/// The number after the last leader's in this directory, kept in a file that is replaced as a whole.
+fn next_epoch(directory: &Path) -> Result<Epoch, CommandError> {
+    let (path, fresh) = (directory.join("epoch"), directory.join("epoch.new"));
+    let last = match fs::read_to_string(&path) {
+        Ok(text) => text.trim().parse::<u64>().map_err(|_| {
+            let path = path.display();
+            CommandError::Failed(format!(
+                "{path} holds no number: remove it when no leader runs here"
+            ))
+        })?,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => 0,
+        Err(error) => return Err(CommandError::Failed(format!("{}: {error}", path.display()))),
+    };
+    let write = || {
+        fs::write(&fresh, format!("{}\n", last + 1))?;
+        fs::rename(&fresh, &path)
+    };
+    write().map_err(|error| CommandError::Failed(format!("{}: {error}", path.display())))?;
+    Ok(Epoch(last + 1))
+}
+
+/// Fills with random bytes of the system.
+pub(super) fn random(bytes: &mut [u8]) -> Result<(), CommandError> {
+    crate::engine::rank::random(bytes).map_err(CommandError::Failed)
+}

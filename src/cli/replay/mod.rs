@@ -1,0 +1,163 @@
+//! `kvferry replay`: a request trace through leader, workers and an engine, every byte verified; or through the same core
+//! without processes.
+
+mod live;
+mod offline;
+mod report;
+mod workload;
+
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use clap::ValueEnum;
+
+use crate::cli::say;
+use crate::core::ARENA_PAGES_MAX;
+use crate::engine::layout::EngineLayout;
+use crate::engine::models::Model;
+use crate::error::CommandError;
+use crate::types::ByteSize;
+
+pub(super) use report::Report;
+use workload::Workload;
+
+/// Host memory of a replay unless it says otherwise, all ranks together.
+const DEFAULT_G2: ByteSize = ByteSize(256 << 20);
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum Mode {
+    /// Real processes, real bytes.
+    Live,
+    /// The same core, without processes and bytes.
+    Offline,
+}
+
+/// Pages of the G2 arena.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum ArenaPages {
+    Count(u32),
+    Unlimited,
+}
+
+impl FromStr for ArenaPages {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "unlimited" => Ok(Self::Unlimited),
+            _ => match text.parse() {
+                Ok(pages) if pages < ARENA_PAGES_MAX => Ok(Self::Count(pages)),
+                _ => Err(format!(
+                    "a number of pages below {ARENA_PAGES_MAX}, or 'unlimited'"
+                )),
+            },
+        }
+    }
+}
+
+#[derive(Debug, clap::Args)]
+pub(super) struct Arguments {
+    /// Request trace: JSON lines with timestamp, input_length, output_length and hash_ids; also .zst or .gz. Without it, a
+    /// built-in multi-turn workload.
+    trace: Option<PathBuf>,
+    /// Real processes and bytes, or the core alone.
+    #[arg(long, value_enum, default_value = "live")]
+    mode: Mode,
+    /// One request after another: each and all its copies end before the next one arrives.
+    #[arg(long)]
+    sequential: bool,
+    /// Replay only the first N requests.
+    #[arg(long, value_name = "N")]
+    requests: Option<usize>,
+    /// Play timestamps X times as fast.
+    #[arg(long, value_name = "X", default_value = "1", value_parser = positive)]
+    speedup: f64,
+    /// Keep N requests running, whatever the timestamps say.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    concurrency: Option<u32>,
+    /// Ranks of the engine.
+    #[arg(long, value_name = "N", default_value = "2", value_parser = clap::value_parser!(u16).range(1..=64))]
+    ranks: u16,
+    /// Tokens of an engine page.
+    #[arg(long, value_name = "TOKENS", default_value = "16")]
+    engine_page_tokens: u32,
+    /// Engine pages in the largest block.
+    #[arg(long, value_name = "PAGES", default_value = "32")]
+    ratio: u32,
+    /// Pages that the engine's own cache keeps; 0 for no reuse.
+    #[arg(long, value_name = "N", default_value = "2048")]
+    g1_pages: u32,
+    /// Host memory for blocks, all ranks together. [default: 256 MiB]
+    #[arg(long, value_name = "SIZE", conflicts_with = "g2_pages")]
+    g2: Option<ByteSize>,
+    /// Pages of host memory on each rank instead; 0 for none, 'unlimited' offline only.
+    #[arg(long, value_name = "N")]
+    g2_pages: Option<ArenaPages>,
+    /// Whose page sizes to use.
+    #[arg(long, value_enum, default_value = "tiny")]
+    model: Model,
+    /// How the engine lays out its memory.
+    #[arg(long, value_enum, default_value = "layer-separate")]
+    layout: EngineLayout,
+    /// Tokens that one hash id of the trace stands for. [default: 512; 16 for the built-in workload]
+    #[arg(long, value_name = "TOKENS")]
+    trace_block_tokens: Option<u32>,
+    /// Seed of the built-in workload.
+    #[arg(long, default_value = "1")]
+    seed: u64,
+    /// Write the report as JSON (schema/replay.json); '-' for standard output.
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// No progress, no table.
+    #[arg(long)]
+    quiet: bool,
+    /// Log filter of the processes of a live replay.
+    #[arg(long, value_name = "FILTER", default_value = "warn")]
+    log: String,
+}
+
+fn positive(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(factor) if factor.is_finite() && factor > 0.0 => Ok(factor),
+        _ => Err("a number above 0".to_owned()),
+    }
+}
+
+impl Arguments {
+    pub(super) fn run(self) -> Result<(), CommandError> {
+        crate::telemetry::start(&self.log).map_err(CommandError::Config)?;
+        let workload = Workload::load(&self)?;
+        let report = match self.mode {
+            Mode::Offline if !self.sequential => {
+                return Err(CommandError::Config(
+                    "--mode offline plays no time yet: add --sequential".to_owned(),
+                ));
+            }
+            Mode::Offline => offline::run(&self, &workload)?,
+            Mode::Live => live::run(&self, &workload)?,
+        };
+        self.publish(&report)?;
+        report.verdict()
+    }
+
+    fn publish(&self, report: &Report) -> Result<(), CommandError> {
+        let to_stdout = self
+            .json
+            .as_deref()
+            .is_some_and(|path| path.as_os_str() == "-");
+        if !self.quiet && !to_stdout {
+            say(&report.table());
+        }
+        let Some(path) = &self.json else {
+            return Ok(());
+        };
+        let mut text = serde_json::to_string_pretty(report).map_err(CommandError::failed)?;
+        if to_stdout {
+            say(&text);
+            return Ok(());
+        }
+        text.push('\n');
+        std::fs::write(path, text)
+            .map_err(|error| CommandError::Failed(format!("--json {}: {error}", path.display())))
+    }
+}

@@ -1,0 +1,70 @@
+//! The sequential replay without processes.
+
+use std::time::Instant;
+
+use crate::core::{ARENA_PAGES_MAX, AnchorKey, Leader, LeaderSettings};
+use crate::engine::scheduler::Scheduler;
+use crate::error::CommandError;
+use crate::sim::sequential::Sequential;
+use crate::types::{Epoch, GroupGeometry, GroupId};
+
+use super::Arguments;
+use super::report::Report;
+use super::workload::Workload;
+
+pub(super) fn run(arguments: &Arguments, workload: &Workload) -> Result<Report, CommandError> {
+    let begun = Instant::now();
+    let mut report = Report::new(arguments, workload);
+    let ranks = arguments.ranks;
+    // The key decides nothing but where an anchor lies in a table.
+    let key = AnchorKey([0; 32]);
+    let mut settings = LeaderSettings::new(Epoch(1), ranks, workload.ratio, key);
+    settings.tiers = workload.arena_pages > 0;
+    let geometry = GroupGeometry {
+        group: GroupId(0),
+        engine_page_tokens: arguments.engine_page_tokens,
+        layers: workload.geometry.layers,
+        page_bytes: workload.geometry.page_bytes(),
+        device_pages: workload.device_pages,
+        layout_fingerprint: [0; 16],
+    };
+    let scheduler = Scheduler::new(workload.device_pages, arguments.g1_pages, Vec::new());
+    let leader = Leader::new(settings);
+    let world = Sequential::new(leader, scheduler, ranks, &geometry, workload.arena_pages);
+    let mut world = world.map_err(CommandError::Config)?;
+    let progress = workload.progress(arguments);
+    for (_, prompt) in workload.prompts() {
+        let served = world.serve(prompt).map_err(CommandError::Failed)?;
+        report.add(&served);
+        progress.inc(1);
+    }
+    progress.finish_and_clear();
+
+    let leader = world.leader();
+    report.count(|name| {
+        leader
+            .counters()
+            .find(|(known, _)| *known == name)
+            .map_or(0, |(_, value)| value)
+    });
+    if let Some(pool) = leader.pool() {
+        let states = pool.page_states();
+        report.arena.capacity_pages =
+            (workload.arena_pages < ARENA_PAGES_MAX).then_some(u64::from(workload.arena_pages));
+        report.arena.used_pages = u64::from(states.ready);
+        report.left.pins = pool.pins();
+        report.left.unsettled_pages =
+            u64::from(states.reserved + states.filling + states.quarantined);
+    }
+    let counts = leader.counts();
+    let bytes = |pages: u64| pages * workload.geometry.page_bytes() * u64::from(ranks);
+    report.bytes.gathered = bytes(counts.published_pages);
+    report.bytes.scattered = bytes(counts.loaded_pages);
+    report.left.slots = leader.slots() as u64;
+    report.left.copies_under_way = leader.copies_under_way() as u64;
+    report.left.device_pages = u64::from(world.held_pages());
+    report.left.contradiction = leader.check().err().unwrap_or_default();
+    report.decisions_digest = leader.decisions_digest();
+    report.seconds.wall = begun.elapsed().as_secs_f64();
+    Ok(report)
+}

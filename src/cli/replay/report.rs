@@ -1,0 +1,364 @@
+//! What a replay found: the same keys live and offline. `schema/replay.json` describes them.
+
+use schemars::JsonSchema;
+use serde::Serialize;
+
+use crate::engine::scheduler::Served;
+use crate::error::CommandError;
+use crate::types::ByteSize;
+
+use super::workload::Workload;
+use super::{Arguments, Mode};
+
+/// Version of the report's shape: grows when a key changes its meaning.
+const REPORT_VERSION: u32 = 1;
+
+/// Report of `kvferry replay --json`. What a mode cannot know is null.
+#[derive(Debug, Clone, Serialize, JsonSchema)]
+pub struct Report {
+    /// Version of this shape.
+    pub version: u32,
+    /// `live` or `offline`.
+    pub mode: &'static str,
+    /// One request after another.
+    pub sequential: bool,
+    /// Requests that were served.
+    pub requests: u64,
+    /// Requests during which the leader refused something, or a copy failed.
+    pub disturbed_requests: u64,
+    /// What was replayed.
+    pub trace: TraceInfo,
+    /// With which sizes.
+    pub setup: Setup,
+    /// Tokens by where they came from.
+    pub tokens: Tokens,
+    /// Blocks.
+    pub blocks: Blocks,
+    /// The arena of G2.
+    pub arena: ArenaInfo,
+    /// Bytes, all ranks together.
+    pub bytes: Bytes,
+    /// How fast bytes moved while they moved, per rank.
+    pub rates: Rates,
+    /// How long requests took, in microseconds.
+    pub latency_us: Latency,
+    /// How long the replay took.
+    pub seconds: Seconds,
+    /// What was still held at the end: all zero unless something leaked.
+    pub left: Left,
+    /// Digest of all decisions: equal when two sequential runs decided the same.
+    pub decisions_digest: String,
+}
+
+/// The trace.
+#[derive(Debug, Clone, Serialize, JsonSchema)]
+pub struct TraceInfo {
+    /// Name of the file, or of the built-in workload.
+    pub name: String,
+    /// Digest of the requests.
+    pub digest: String,
+    /// Tokens of one hash id.
+    pub block_tokens: u32,
+}
+
+/// Sizes.
+#[derive(Debug, Clone, Serialize, JsonSchema)]
+pub struct Setup {
+    /// Whose page sizes.
+    pub model: String,
+    /// Ranks of the engine.
+    pub ranks: u16,
+    /// Tokens of a page.
+    pub engine_page_tokens: u32,
+    /// Pages of the largest block.
+    pub ratio: u32,
+    /// Pages that the engine's cache keeps.
+    pub g1_pages: u32,
+    /// Bytes of a page on one rank.
+    pub page_bytes: u64,
+}
+
+/// Tokens of all prompts.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, JsonSchema)]
+pub struct Tokens {
+    /// All tokens of all prompts, those behind the last full page included.
+    pub prompt: u64,
+    /// Found in the engine's own cache, in full pages.
+    pub hit_g1: u64,
+    /// The further part of the same prefixes found in G2, in full pages.
+    pub hit_g2: u64,
+    /// The rest.
+    pub computed: u64,
+}
+
+/// Blocks, counted since the start.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, JsonSchema)]
+pub struct Blocks {
+    /// New blocks.
+    pub stored: u64,
+    /// Blocks that grew in place.
+    pub grown: u64,
+    /// Runs that loads read.
+    pub loaded: u64,
+    /// New blocks that begin where a sequence leaves another one inside a block.
+    pub branched: u64,
+    /// Additional blocks because no hole was long enough.
+    pub split: u64,
+    /// Times that a block lost pages to eviction, wholly or at its tail.
+    pub evicted: u64,
+    /// Runs for which there was no room.
+    pub refused: u64,
+}
+
+/// The arena.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, JsonSchema)]
+pub struct ArenaInfo {
+    /// Pages on each rank; null when unlimited.
+    pub capacity_pages: Option<u64>,
+    /// Pages that hold something at the end.
+    pub used_pages: u64,
+    /// Most pages evicted for one allocation.
+    pub largest_eviction_pages: u64,
+    /// Pages evicted in all.
+    pub evicted_pages: u64,
+}
+
+/// Bytes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, JsonSchema)]
+pub struct Bytes {
+    /// From the engine's memory to G2.
+    pub gathered: u64,
+    /// From G2 to the engine's memory.
+    pub scattered: u64,
+    /// Loaded bytes that were compared with what they must be.
+    pub verified: u64,
+    /// Of those, wrong ones.
+    pub mismatched: u64,
+}
+
+/// Rates in GB/s (10^9 bytes).
+#[derive(Debug, Clone, Copy, Default, Serialize, JsonSchema)]
+pub struct Rates {
+    /// Of gathers.
+    pub gather_gb_per_s: Option<f64>,
+    /// Of scatters.
+    pub scatter_gb_per_s: Option<f64>,
+}
+
+/// Latencies as the engine sees them.
+#[derive(Debug, Clone, Copy, Default, Serialize, JsonSchema)]
+pub struct Latency {
+    /// Median of lookups.
+    pub lookup_p50: Option<u64>,
+    /// 99th percentile of lookups.
+    pub lookup_p99: Option<u64>,
+    /// Median of loads.
+    pub load_p50: Option<u64>,
+    /// 99th percentile of loads.
+    pub load_p99: Option<u64>,
+}
+
+/// Durations.
+#[derive(Debug, Clone, Copy, Default, Serialize, JsonSchema)]
+pub struct Seconds {
+    /// By the clock on the wall.
+    pub wall: f64,
+    /// In the time of the trace; null where time plays no part.
+    pub r#virtual: Option<f64>,
+}
+
+/// What was still held at the end.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, JsonSchema)]
+pub struct Left {
+    /// Running requests of the leader.
+    pub slots: u64,
+    /// Holds and leases.
+    pub pins: u64,
+    /// Copies that have not ended.
+    pub copies_under_way: u64,
+    /// Pages that are neither free nor ready.
+    pub unsettled_pages: u64,
+    /// Pages that the engine's requests hold.
+    pub device_pages: u64,
+    /// What the second count of the leader found wrong; empty when nothing.
+    pub contradiction: String,
+    /// First wrong bytes and refusals.
+    pub complaints: Vec<String>,
+}
+
+impl Report {
+    /// A report with what is known before the run.
+    pub(super) fn new(arguments: &Arguments, workload: &Workload) -> Self {
+        Self {
+            version: REPORT_VERSION,
+            mode: match arguments.mode {
+                Mode::Live => "live",
+                Mode::Offline => "offline",
+            },
+            sequential: arguments.sequential,
+            requests: 0,
+            disturbed_requests: 0,
+            trace: TraceInfo {
+                name: workload.trace.name.clone(),
+                digest: workload.trace.digest.clone(),
+                block_tokens: workload.trace.block_tokens,
+            },
+            setup: Setup {
+                model: arguments.model.to_string(),
+                ranks: arguments.ranks,
+                engine_page_tokens: arguments.engine_page_tokens,
+                ratio: workload.ratio.pages(),
+                g1_pages: arguments.g1_pages,
+                page_bytes: workload.geometry.page_bytes(),
+            },
+            tokens: Tokens::default(),
+            blocks: Blocks::default(),
+            arena: ArenaInfo::default(),
+            bytes: Bytes::default(),
+            rates: Rates::default(),
+            latency_us: Latency::default(),
+            seconds: Seconds::default(),
+            left: Left::default(),
+            decisions_digest: String::new(),
+        }
+    }
+
+    /// Adds a request.
+    pub(super) fn add(&mut self, served: &Served) {
+        let page_tokens = u64::from(self.setup.engine_page_tokens);
+        let (g1, g2) = (u64::from(served.device_pages), u64::from(served.hit_pages));
+        self.requests += 1;
+        self.disturbed_requests += u64::from(served.refusals > 0);
+        self.tokens.prompt += served.tokens;
+        self.tokens.hit_g1 += g1 * page_tokens;
+        self.tokens.hit_g2 += g2 * page_tokens;
+        self.tokens.computed += served.tokens - (g1 + g2) * page_tokens;
+    }
+
+    /// Takes the leader's counters, by their names.
+    pub(super) fn count(&mut self, counter: impl Fn(&str) -> u64) {
+        self.blocks = Blocks {
+            stored: counter("blocks_stored"),
+            grown: counter("blocks_grown"),
+            loaded: counter("blocks_loaded"),
+            branched: counter("blocks_branched"),
+            split: counter("blocks_split"),
+            evicted: counter("blocks_evicted"),
+            refused: counter("blocks_refused"),
+        };
+        self.arena.largest_eviction_pages = counter("largest_eviction_pages");
+        self.arena.evicted_pages = counter("evicted_pages");
+    }
+
+    /// Fails when something mismatched, leaked, or contradicts itself.
+    pub(super) fn verdict(&self) -> Result<(), CommandError> {
+        let Left {
+            slots,
+            pins,
+            copies_under_way,
+            unsettled_pages,
+            device_pages,
+            ..
+        } = &self.left;
+        let detail = self
+            .left
+            .complaints
+            .first()
+            .map_or_else(String::new, |text| format!(": {text}"));
+        if self.bytes.mismatched > 0 {
+            let bytes = self.bytes.mismatched;
+            return Err(CommandError::Found(format!(
+                "{bytes} bytes came back wrong{detail}"
+            )));
+        }
+        if !self.left.contradiction.is_empty() {
+            return Err(CommandError::Found(format!(
+                "second count: {}",
+                self.left.contradiction
+            )));
+        }
+        if slots + pins + copies_under_way + unsettled_pages + device_pages > 0 {
+            return Err(CommandError::Found(format!(
+                "leaked: {slots} requests, {pins} pins, {copies_under_way} copies, {unsettled_pages} \
+                 arena pages, {device_pages} device pages{detail}"
+            )));
+        }
+        Ok(())
+    }
+
+    /// The report for people.
+    pub(super) fn table(&self) -> String {
+        let Tokens {
+            prompt,
+            hit_g1,
+            hit_g2,
+            computed,
+        } = self.tokens;
+        let share = |tokens: u64| match prompt {
+            0 => "0.0 %".to_owned(),
+            _ => format!("{:.1} %", 100.0 * tokens as f64 / prompt as f64),
+        };
+        let rate =
+            |rate: Option<f64>| rate.map_or("-".to_owned(), |rate| format!("{rate:.2} GB/s"));
+        let us = |us: Option<u64>| us.map_or("-".to_owned(), |us| format!("{us} us"));
+        let capacity = self.arena.capacity_pages;
+        let capacity = capacity.map_or("unlimited".to_owned(), |pages| pages.to_string());
+        let b = &self.blocks;
+        let l = &self.latency_us;
+        let lines = [
+            format!(
+                "trace      {} ({} requests, {} ranks, {})",
+                self.trace.name, self.requests, self.setup.ranks, self.mode
+            ),
+            format!("prompt     {prompt:>14} tokens"),
+            format!("  from G1  {hit_g1:>14} tokens  {:>7}", share(hit_g1)),
+            format!("  from G2  {hit_g2:>14} tokens  {:>7}", share(hit_g2)),
+            format!("  computed {computed:>14} tokens  {:>7}", share(computed)),
+            format!(
+                "blocks     {} stored, {} grown, {} loaded, {} branched, {} split, {} evicted, {} refused",
+                b.stored, b.grown, b.loaded, b.branched, b.split, b.evicted, b.refused
+            ),
+            format!(
+                "arena      {} of {capacity} pages used",
+                self.arena.used_pages
+            ),
+            format!(
+                "bytes      {} gathered, {} scattered, {} verified, {} wrong",
+                ByteSize(self.bytes.gathered),
+                ByteSize(self.bytes.scattered),
+                ByteSize(self.bytes.verified),
+                self.bytes.mismatched
+            ),
+            format!(
+                "rates      gather {}, scatter {}",
+                rate(self.rates.gather_gb_per_s),
+                rate(self.rates.scatter_gb_per_s)
+            ),
+            format!(
+                "latency    lookup p50 {} p99 {}, load p50 {} p99 {}",
+                us(l.lookup_p50),
+                us(l.lookup_p99),
+                us(l.load_p50),
+                us(l.load_p99)
+            ),
+            format!("time       {:.1} s", self.seconds.wall),
+            format!("decisions  {}", self.decisions_digest),
+        ];
+        let mut text = lines.join("\n");
+        if self.disturbed_requests > 0 {
+            let first = self.left.complaints.first().map_or("", String::as_str);
+            text.push_str(&format!(
+                "\ndisturbed  {} requests; first: {first}",
+                self.disturbed_requests
+            ));
+        }
+        text
+    }
+}
+
+/// The value at a share of a list, in thousandths; sorts it.
+pub(super) fn percentile(values: &mut [u64], thousandths: usize) -> Option<u64> {
+    values.sort_unstable();
+    let last = values.len().checked_sub(1)?;
+    values.get(last * thousandths / 1000).copied()
+}

@@ -1,0 +1,150 @@
+//! What is replayed: the requests, and the sizes they are replayed with, checked against each other.
+
+use std::sync::Arc;
+
+use indicatif::{ProgressBar, ProgressStyle};
+
+use crate::core::ARENA_PAGES_MAX;
+use crate::engine::hashes::PageHasher;
+use crate::engine::models::ModelGeometry;
+use crate::engine::scheduler::Prompt;
+use crate::engine::trace::{self, Shape, Trace, TraceRequest};
+use crate::error::CommandError;
+use crate::memory::{DEPOT_HEADER_BYTES, page_stride_bytes};
+use crate::types::{Ratio, SlotId};
+
+use super::{ArenaPages, Arguments, DEFAULT_G2, Mode};
+
+/// Tokens of a hash id in the traces that others publish.
+const TRACE_BLOCK_TOKENS: u32 = 512;
+
+/// Requests and sizes.
+pub(super) struct Workload {
+    pub(super) trace: Trace,
+    pub(super) hasher: PageHasher,
+    pub(super) ratio: Ratio,
+    pub(super) geometry: ModelGeometry,
+    /// Pages of the engine's memory: its cache, or the longest prompt where that is more.
+    pub(super) device_pages: u32,
+    /// Pages of G2 on each rank; 0 for none.
+    pub(super) arena_pages: u32,
+    /// Host memory of all ranks together.
+    pub(super) g2_bytes: u64,
+}
+
+impl Workload {
+    pub(super) fn load(arguments: &Arguments) -> Result<Self, CommandError> {
+        let config = |error: &dyn std::fmt::Display| CommandError::Config(error.to_string());
+        let ratio = Ratio::new(arguments.ratio).map_err(|error| config(&error))?;
+        ratio
+            .offload_page_tokens(arguments.engine_page_tokens)
+            .map_err(|error| config(&error))?;
+        let geometry = arguments
+            .model
+            .geometry(arguments.engine_page_tokens, arguments.ranks);
+        let geometry = geometry.map_err(|error| config(&error))?;
+        let built_in = Shape {
+            block_tokens: arguments.engine_page_tokens,
+            ..Shape::default()
+        };
+        let block_tokens = arguments
+            .trace_block_tokens
+            .unwrap_or(match arguments.trace {
+                Some(_) => TRACE_BLOCK_TOKENS,
+                None => built_in.block_tokens,
+            });
+        let hasher = PageHasher::new(block_tokens, arguments.engine_page_tokens)
+            .map_err(|error| config(&error))?;
+        let trace = match &arguments.trace {
+            Some(path) => trace::read(path, block_tokens, arguments.requests)
+                .map_err(|error| CommandError::Data(error.to_string()))?,
+            None => {
+                let shape = Shape {
+                    block_tokens,
+                    ..built_in
+                };
+                let mut trace = trace::generate(&shape, arguments.seed);
+                trace
+                    .requests
+                    .truncate(arguments.requests.unwrap_or(usize::MAX));
+                trace
+            }
+        };
+        let longest = trace
+            .requests
+            .iter()
+            .map(|request| hasher.pages(request.blocks.len()))
+            .max();
+        let longest = u32::try_from(longest.unwrap_or(0)).map_err(|error| config(&error))?;
+        let device_pages = arguments.g1_pages.max(longest).max(1);
+        let ranks = u64::from(arguments.ranks);
+        let stride = page_stride_bytes(geometry.page_bytes());
+        let (arena_pages, g2_bytes) = match (arguments.g2_pages, arguments.mode) {
+            (Some(ArenaPages::Unlimited), Mode::Offline) => (ARENA_PAGES_MAX, 0),
+            (Some(ArenaPages::Unlimited), Mode::Live) => {
+                return Err(CommandError::Config(
+                    "--g2-pages unlimited needs --mode offline: live memory has an end".to_owned(),
+                ));
+            }
+            (Some(ArenaPages::Count(pages)), _) => (
+                pages,
+                ranks * (DEPOT_HEADER_BYTES + u64::from(pages) * stride),
+            ),
+            (None, _) => {
+                let bytes = arguments.g2.unwrap_or(DEFAULT_G2).0;
+                let room = (bytes / ranks).saturating_sub(DEPOT_HEADER_BYTES);
+                (
+                    u32::try_from(room / stride).unwrap_or(ARENA_PAGES_MAX),
+                    bytes,
+                )
+            }
+        };
+        let none = arguments.g2_pages == Some(ArenaPages::Count(0))
+            || arguments.g2.is_some_and(|size| size.0 == 0);
+        if arena_pages < ratio.pages() && !none {
+            let least = ranks * (DEPOT_HEADER_BYTES + u64::from(ratio.pages()) * stride);
+            return Err(CommandError::Config(format!(
+                "G2 has room for {arena_pages} pages on each rank, one block takes {ratio}: use \
+                 --g2-pages {ratio} or --g2 {least} at least, a lower --ratio, or --g2-pages 0 for none"
+            )));
+        }
+        Ok(Self {
+            trace,
+            hasher,
+            ratio,
+            geometry,
+            device_pages,
+            arena_pages,
+            g2_bytes,
+        })
+    }
+
+    /// The prompts, numbered in the order of their arrival.
+    pub(super) fn prompts(&self) -> impl Iterator<Item = (&TraceRequest, Prompt)> {
+        self.trace
+            .requests
+            .iter()
+            .enumerate()
+            .map(|(index, request)| {
+                let prompt = Prompt {
+                    slot: SlotId(index as u64),
+                    tokens: request.input_tokens,
+                    hashes: Arc::new(self.hasher.hash(&request.blocks)),
+                };
+                (request, prompt)
+            })
+    }
+
+    /// A progress bar over the requests; hidden with `--quiet` and where nobody looks.
+    pub(super) fn progress(&self, arguments: &Arguments) -> ProgressBar {
+        if arguments.quiet {
+            return ProgressBar::hidden();
+        }
+        let bar = ProgressBar::new(self.trace.requests.len() as u64);
+        let style = ProgressStyle::with_template("{bar:40} {pos}/{len} requests, {elapsed} {msg}");
+        match style {
+            Ok(style) => bar.with_style(style),
+            Err(_) => bar,
+        }
+    }
+}

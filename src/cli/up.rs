@@ -1,0 +1,265 @@
+//! `kvferry up`: a leader and its workers on one machine, with nothing else to install.
+
+use std::os::fd::OwnedFd;
+use std::process::Stdio;
+use std::time::Duration;
+
+use command_fds::{CommandFdExt, FdMapping};
+use rustix::process::{Pid, Signal, kill_process};
+use tokio::process::{Child, ChildStdin, Command};
+use tokio::time::Instant;
+
+use crate::cli::process::told_to_end;
+use crate::cli::{ConfigArguments, block_on, dirs::Dirs};
+use crate::config::Config;
+use crate::error::CommandError;
+use crate::memory::{DEPOT_HEADER_BYTES, Depot};
+use crate::transport::prepare_directory;
+
+/// How long children may take to end before they are killed.
+const END_LIMIT: Duration = Duration::from_secs(10);
+const RESTART_FIRST: Duration = Duration::from_millis(100);
+const RESTART_MAX: Duration = Duration::from_secs(5);
+/// A child that lived so long starts with the shortest pause again.
+const SETTLED_AFTER: Duration = Duration::from_secs(10);
+/// A child that ends so often in a row without settling is not started again: `up` ends with it.
+const FAILURES_MAX: u32 = 8;
+/// The descriptor under which a worker finds its depot.
+const DEPOT_FD: i32 = 3;
+
+#[derive(Debug, clap::Args)]
+pub(super) struct Arguments {
+    #[command(flatten)]
+    config: ConfigArguments,
+    /// End when standard input ends.
+    #[arg(long, hide = true)]
+    supervised: bool,
+    /// Start without any tier.
+    #[arg(long, hide = true)]
+    no_tiers: bool,
+}
+
+/// What a child is started as.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Part {
+    Leader,
+    Worker(u16),
+}
+
+impl std::fmt::Display for Part {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Leader => f.write_str("leader"),
+            Self::Worker(rank) => write!(f, "worker {rank}"),
+        }
+    }
+}
+
+struct Supervised {
+    part: Part,
+    child: Option<Child>,
+    /// Held open: a child ends when its standard input does. Waiting for a child would close it.
+    input: Option<ChildStdin>,
+    started: Instant,
+    pause: Duration,
+    failures: u32,
+}
+
+struct Supervisor {
+    config: Config,
+    no_tiers: bool,
+    depots: Vec<Depot>,
+    parts: Vec<Supervised>,
+}
+
+impl Arguments {
+    pub(super) fn run(self) -> Result<(), CommandError> {
+        let (no_tiers, supervised) = (self.no_tiers, self.supervised);
+        let config = self.config.load()?;
+        block_on(1, async move {
+            prepare_directory(Dirs::new(&config.socket_dir).root())
+                .map_err(CommandError::failed)?;
+            let mut supervisor = Supervisor::new(config, no_tiers)?;
+            supervisor.start_all()?;
+            tokio::select! {
+                told = told_to_end(supervised) => {
+                    told?;
+                    supervisor.end_all().await;
+                    tracing::info!("all ended");
+                    Ok(())
+                }
+                failed = supervisor.watch() => {
+                    supervisor_failed(&failed);
+                    Err(failed)
+                }
+            }
+        })
+    }
+}
+
+fn supervisor_failed(error: &CommandError) {
+    tracing::error!(%error, "giving up");
+}
+
+impl Supervisor {
+    fn new(config: Config, no_tiers: bool) -> Result<Self, CommandError> {
+        let each = match no_tiers {
+            // One byte behind the header: a depot without room for any page.
+            true => DEPOT_HEADER_BYTES + 1,
+            false => config.g2.0 / u64::from(config.ranks),
+        };
+        let depots = (0..config.ranks)
+            .map(|_| Depot::create(each))
+            .collect::<Result<_, _>>()
+            .map_err(|error| CommandError::Config(format!("g2 is {}: {error}", config.g2)))?;
+        let parts = std::iter::once(Part::Leader).chain((0..config.ranks).map(Part::Worker));
+        let started = Instant::now();
+        let parts = parts.map(|part| Supervised {
+            part,
+            child: None,
+            input: None,
+            started,
+            pause: RESTART_FIRST,
+            failures: 0,
+        });
+        Ok(Self {
+            parts: parts.collect(),
+            depots,
+            no_tiers,
+            config,
+        })
+    }
+
+    fn start_all(&mut self) -> Result<(), CommandError> {
+        (0..self.parts.len()).try_for_each(|index| self.start(index))
+    }
+
+    fn start(&mut self, index: usize) -> Result<(), CommandError> {
+        let part = self.parts[index].part;
+        let program = std::env::current_exe().map_err(CommandError::failed)?;
+        let mut command = Command::new(program);
+        match part {
+            Part::Leader => command.arg("leader"),
+            Part::Worker(_) => command.arg("worker"),
+        };
+        let config = &self.config;
+        command
+            .arg("--supervised")
+            .args(["--ranks", &config.ranks.to_string()])
+            .args(["--ratio", &config.ratio.to_string()])
+            .args(["--g2", &config.g2.0.to_string()])
+            .args(["--copy-threads", &config.copy_threads.to_string()])
+            .args(["--heartbeat-ms", &config.heartbeat_ms.to_string()])
+            .args(["--log", &config.log])
+            .arg("--socket-dir")
+            .arg(&config.socket_dir)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .kill_on_drop(true);
+        match part {
+            Part::Leader if self.no_tiers => {
+                command.arg("--no-tiers");
+            }
+            Part::Leader => {}
+            Part::Worker(rank) => {
+                let parent_fd: OwnedFd = self.depots[usize::from(rank)]
+                    .try_clone_fd()
+                    .map_err(CommandError::failed)?;
+                let mapping = FdMapping {
+                    parent_fd,
+                    child_fd: DEPOT_FD,
+                };
+                command.args(["--rank", &rank.to_string()]);
+                command.args(["--depot-fd", &DEPOT_FD.to_string()]);
+                command
+                    .fd_mappings(vec![mapping])
+                    .map_err(CommandError::failed)?;
+            }
+        }
+        let child = command.spawn();
+        let mut child = child.map_err(|error| CommandError::Failed(format!("{part}: {error}")))?;
+        tracing::info!(pid = child.id(), "{part} started");
+        let supervised = &mut self.parts[index];
+        supervised.input = child.stdin.take();
+        supervised.child = Some(child);
+        supervised.started = Instant::now();
+        Ok(())
+    }
+
+    /// Starts again what ends, with growing pauses. Returns only when that is hopeless.
+    async fn watch(&mut self) -> CommandError {
+        loop {
+            let (index, status) = self.next_end().await;
+            let supervised = &mut self.parts[index];
+            supervised.child = None;
+            let part = supervised.part;
+            if supervised.started.elapsed() >= SETTLED_AFTER {
+                supervised.pause = RESTART_FIRST;
+                supervised.failures = 0;
+            }
+            supervised.failures += 1;
+            let hopeless = status
+                .and_then(|status| status.code())
+                .is_some_and(|code| code == 78);
+            if hopeless || supervised.failures >= FAILURES_MAX {
+                self.end_all().await;
+                return CommandError::Failed(format!(
+                    "{part} does not stay up: see its messages above"
+                ));
+            }
+            tracing::warn!(pause = ?supervised.pause, "{part} ended: starting it again");
+            tokio::time::sleep(supervised.pause).await;
+            supervised.pause = (supervised.pause * 2).min(RESTART_MAX);
+            if let Err(error) = self.start(index) {
+                self.end_all().await;
+                return error;
+            }
+        }
+    }
+
+    async fn next_end(&mut self) -> (usize, Option<std::process::ExitStatus>) {
+        let waits = self
+            .parts
+            .iter_mut()
+            .enumerate()
+            .filter_map(|(index, supervised)| {
+                let child = supervised.child.as_mut()?;
+                Some(Box::pin(async move { (index, child.wait().await.ok()) }))
+            });
+        let mut waits: Vec<_> = waits.collect();
+        std::future::poll_fn(|context| {
+            for wait in &mut waits {
+                if let std::task::Poll::Ready(ended) = wait.as_mut().poll(context) {
+                    return std::task::Poll::Ready(ended);
+                }
+            }
+            std::task::Poll::Pending
+        })
+        .await
+    }
+
+    /// The leader first, so that its copies end while the workers are there; then the workers.
+    async fn end_all(&mut self) {
+        let limit = Instant::now() + END_LIMIT;
+        for supervised in &mut self.parts {
+            let Some(mut child) = supervised.child.take() else {
+                continue;
+            };
+            let pid = child
+                .id()
+                .and_then(|id| i32::try_from(id).ok())
+                .and_then(Pid::from_raw);
+            if let Some(pid) = pid
+                && let Err(error) = kill_process(pid, Signal::TERM)
+            {
+                tracing::debug!(%error, "{} had ended", supervised.part);
+            }
+            if tokio::time::timeout_at(limit, child.wait()).await.is_err() {
+                tracing::warn!("{} does not end: killed", supervised.part);
+                if let Err(error) = child.kill().await {
+                    tracing::warn!(%error, "{} cannot be killed", supervised.part);
+                }
+            }
+        }
+    }
+}

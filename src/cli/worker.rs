@@ -1,0 +1,113 @@
+//! `kvferry worker`
+
+use std::fs::OpenOptions;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::actors::{PoolSettings, WorkerArguments, run_worker};
+use crate::cli::process::told_to_end;
+use crate::cli::{ConfigArguments, block_on, dirs::Dirs};
+use crate::error::CommandError;
+use crate::memory::DEPOT_HEADER_BYTES;
+use crate::protocol::{Hello, Role, VERSION, VERSION_MIN};
+use crate::transport::{
+    Address, Client, ClientSettings, FdReceiver, Limits, Server, ServerSettings, Transport,
+    ZmqTransport, prepare_directory,
+};
+use crate::types::{Epoch, Rank};
+
+#[derive(Debug, clap::Args)]
+pub(super) struct Arguments {
+    #[command(flatten)]
+    config: ConfigArguments,
+    /// The rank that this worker serves.
+    #[arg(long)]
+    rank: u16,
+    /// Descriptor of the memory that a supervisor holds for this worker's depot.
+    #[arg(long, hide = true)]
+    depot_fd: Option<u32>,
+    /// End when standard input ends.
+    #[arg(long, hide = true)]
+    supervised: bool,
+}
+
+impl Arguments {
+    pub(super) fn run(self) -> Result<(), CommandError> {
+        let config = self.config.load()?;
+        let rank = Rank(self.rank);
+        if self.rank >= config.ranks {
+            return Err(CommandError::Config(format!(
+                "rank is {}: there are {} ranks, so it is 0 to {}",
+                self.rank,
+                config.ranks,
+                config.ranks - 1
+            )));
+        }
+        let held = self.depot_fd.map(reopen).transpose()?;
+        block_on(2, async move {
+            let dirs = Dirs::new(&config.socket_dir);
+            prepare_directory(dirs.root()).map_err(CommandError::failed)?;
+            let directory = dirs.worker(rank);
+            let listener = ZmqTransport
+                .listen(&Address::Directory(directory.clone()), Limits::default())
+                .await
+                .map_err(CommandError::failed)?;
+            let fds = FdReceiver::bind(&directory).map_err(CommandError::failed)?;
+            let server = Server::new(
+                listener,
+                ServerSettings {
+                    epoch: Epoch(0),
+                    heartbeat: Duration::from_millis(config.heartbeat_ms),
+                    roles: vec![Role::Rank],
+                },
+            );
+            let hello = Hello {
+                version_min: VERSION_MIN,
+                version_max: VERSION,
+                role: Role::Worker,
+                engine: [0; 16],
+                rank: rank.0,
+                name: format!("worker of {rank}"),
+            };
+            let settings = ClientSettings {
+                address: dirs.leader_address(),
+                hello,
+                limits: Limits::default(),
+            };
+            let (leader, incoming) = Client::start(Arc::new(ZmqTransport), settings);
+            let threads = usize::from(config.copy_threads);
+            let bytes = config.g2.0 / u64::from(config.ranks);
+            let arguments = WorkerArguments {
+                rank,
+                server,
+                fds,
+                leader,
+                incoming,
+                depot: PoolSettings {
+                    held,
+                    bytes: bytes.max(DEPOT_HEADER_BYTES),
+                    threads,
+                },
+                copy_threads: threads,
+            };
+            let mut process = run_worker(arguments).await.map_err(CommandError::Failed)?;
+            tracing::info!(rank = rank.0, "worker ready");
+            tokio::select! {
+                told = told_to_end(self.supervised) => told?,
+                why = process.failed() => return Err(CommandError::Failed(why)),
+            }
+            process.stop().await;
+            tracing::info!(rank = rank.0, "worker ended");
+            Ok(())
+        })
+    }
+}
+
+/// Opens an inherited descriptor anew, by its name in `/proc`.
+fn reopen(fd: u32) -> Result<OwnedFd, CommandError> {
+    let path = format!("/proc/self/fd/{fd}");
+    let file = OpenOptions::new().read(true).write(true).open(&path);
+    file.map(OwnedFd::from)
+        .map_err(|error| CommandError::Failed(format!("{path}: {error}")))
+}

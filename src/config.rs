@@ -1,0 +1,201 @@
+//! The configuration: a TOML file, over it the environment, over it the flags.
+
+mod error;
+mod sources;
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+use figment::Figment;
+use serde::{Deserialize, Serialize};
+
+use crate::types::{ByteSize, Ratio};
+
+pub use error::ConfigError;
+pub use sources::{CONFIG_BYTES_MAX, ENVIRONMENT_PREFIX, OTHER_VARIABLES};
+
+/// Most ranks of an engine.
+pub const RANKS_MAX: u16 = 64;
+/// Most threads that copy for one worker.
+pub const COPY_THREADS_MAX: u16 = 256;
+/// Shortest time between heartbeats, in milliseconds: below it, a busy machine looks dead.
+pub const HEARTBEAT_MS_MIN: u64 = 10;
+/// Longest time between heartbeats, in milliseconds: a peer that died is noticed a few heartbeats later.
+pub const HEARTBEAT_MS_MAX: u64 = 60_000;
+/// Longest socket directory, in bytes: Linux takes 107 bytes for a whole socket's path.
+pub const SOCKET_DIR_BYTES_MAX: usize = 80;
+
+/// Everything that can be configured. Values are in bounds, and a file, a variable or a flag can give each of them.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Config {
+    /// Where the sockets are: an absolute path of at most [`SOCKET_DIR_BYTES_MAX`] bytes.
+    /// Default: `$XDG_RUNTIME_DIR/kvferry`, or `/tmp/kvferry-<uid>` without that variable.
+    pub socket_dir: PathBuf,
+    /// Ranks of the engine, one worker each, 1..=[`RANKS_MAX`]. Default: `1`.
+    pub ranks: u16,
+    /// Engine pages in the largest block, 1..=256. Default: `32`.
+    pub ratio: Ratio,
+    /// Host memory for blocks, at least one byte. Default: `8GiB`.
+    pub g2: ByteSize,
+    /// Threads that copy for each worker, 1..=[`COPY_THREADS_MAX`]. Default: `4`.
+    pub copy_threads: u16,
+    /// Time between heartbeats, in milliseconds, [`HEARTBEAT_MS_MIN`]..=[`HEARTBEAT_MS_MAX`]. Default: `1000`.
+    pub heartbeat_ms: u64,
+    /// What is logged, as a filter of targets and levels such as `info,kvferry=debug`. Default: `info`.
+    pub log: String,
+}
+
+/// The same, as flags give it: what is `None` was not given.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, clap::Args)]
+pub struct Flags {
+    /// Where the sockets are; an absolute path.
+    #[arg(long, value_name = "DIR")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub socket_dir: Option<PathBuf>,
+    /// Ranks of the engine, one worker each: 1 to 64.
+    #[arg(long, value_name = "N")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ranks: Option<u16>,
+    /// Engine pages in the largest block: 1 to 256.
+    #[arg(long, value_name = "PAGES")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ratio: Option<u32>,
+    /// Host memory for blocks, such as 8GiB.
+    #[arg(long, value_name = "SIZE")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub g2: Option<ByteSize>,
+    /// Threads that copy for each worker: 1 to 256.
+    #[arg(long, value_name = "N")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub copy_threads: Option<u16>,
+    /// Time between heartbeats, in milliseconds: 10 to 60000.
+    #[arg(long, value_name = "MS")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub heartbeat_ms: Option<u64>,
+    /// What is logged, such as info,kvferry=debug.
+    #[arg(long, value_name = "FILTER")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub log: Option<String>,
+}
+
+impl Config {
+    /// Reads `file`, where one is given, the process's environment, and `flags`; the later wins.
+    ///
+    /// # Errors
+    ///
+    /// See [`ConfigError`]. Nothing is taken of a configuration that is not right in every key.
+    pub fn load(file: Option<&Path>, flags: &Flags) -> Result<Self, ConfigError> {
+        Self::load_with(file, std::env::vars_os(), flags)
+    }
+
+    /// [`Config::load`] with an environment of the caller's: names and values of all variables.
+    pub fn load_with(
+        file: Option<&Path>,
+        environment: impl IntoIterator<Item = (OsString, OsString)>,
+        flags: &Flags,
+    ) -> Result<Self, ConfigError> {
+        let environment: Vec<_> = environment.into_iter().collect();
+        let runtime_dir = environment
+            .iter()
+            .find(|(name, _)| name == RUNTIME_DIR)
+            .map(|(_, value)| PathBuf::from(value));
+        let mut settings = Figment::new();
+        for setting in sources::defaults(&socket_dir_in(runtime_dir)) {
+            settings = settings.merge(setting);
+        }
+        for setting in file.map(sources::file).transpose()?.unwrap_or_default() {
+            settings = settings.merge(setting);
+        }
+        for setting in sources::environment(&environment)? {
+            settings = settings.merge(setting);
+        }
+        for setting in sources::flags(flags)? {
+            settings = settings.merge(setting);
+        }
+        Self::check(&Settings(settings))
+    }
+
+    /// Where sockets are unless configured: `$XDG_RUNTIME_DIR/kvferry`, or `/tmp/kvferry-<uid>` where that variable
+    /// is not set, no absolute path, or not UTF-8.
+    pub fn default_socket_dir() -> PathBuf {
+        socket_dir_in(std::env::var_os(RUNTIME_DIR).map(PathBuf::from))
+    }
+
+    fn check(settings: &Settings) -> Result<Self, ConfigError> {
+        let directory = format!("an absolute path of at most {SOCKET_DIR_BYTES_MAX} bytes");
+        let bounds = |start: u64, end: u64| format!("a whole number from {start} to {end}");
+        Ok(Self {
+            socket_dir: settings.get("socket_dir", &directory, |path: PathBuf| {
+                let fits = path.as_os_str().len() <= SOCKET_DIR_BYTES_MAX;
+                (path.is_absolute() && fits).then_some(path)
+            })?,
+            ranks: settings.get("ranks", &bounds(1, RANKS_MAX.into()), |ranks| {
+                (1..=RANKS_MAX).contains(&ranks).then_some(ranks)
+            })?,
+            ratio: settings.get(
+                "ratio",
+                &bounds(1, crate::types::RATIO_MAX.into()),
+                |ratio| Ratio::new(ratio).ok(),
+            )?,
+            g2: settings.get("g2", "a size above 0, such as \"8GiB\"", |g2: ByteSize| {
+                (g2.0 > 0).then_some(g2)
+            })?,
+            copy_threads: settings.get(
+                "copy_threads",
+                &bounds(1, COPY_THREADS_MAX.into()),
+                |threads| (1..=COPY_THREADS_MAX).contains(&threads).then_some(threads),
+            )?,
+            heartbeat_ms: settings.get(
+                "heartbeat_ms",
+                &bounds(HEARTBEAT_MS_MIN, HEARTBEAT_MS_MAX),
+                |ms| {
+                    (HEARTBEAT_MS_MIN..=HEARTBEAT_MS_MAX)
+                        .contains(&ms)
+                        .then_some(ms)
+                },
+            )?,
+            log: settings.get("log", "a filter such as \"info,kvferry=debug\"", Some)?,
+        })
+    }
+}
+
+const RUNTIME_DIR: &str = "XDG_RUNTIME_DIR";
+
+fn socket_dir_in(runtime_dir: Option<PathBuf>) -> PathBuf {
+    match runtime_dir.filter(|path| path.is_absolute() && path.to_str().is_some()) {
+        Some(path) => path.join("kvferry"),
+        None => format!("/tmp/kvferry-{}", rustix::process::getuid().as_raw()).into(),
+    }
+}
+
+/// All settings, each with the source that won.
+struct Settings(Figment);
+
+impl Settings {
+    /// The value of `key`, once `check` takes it.
+    fn get<T: for<'de> Deserialize<'de>, U>(
+        &self,
+        key: &'static str,
+        expected: &str,
+        check: impl FnOnce(T) -> Option<U>,
+    ) -> Result<U, ConfigError> {
+        let value = self.0.find_value(key).ok();
+        let taken = value.as_ref().and_then(|value| value.deserialize().ok());
+        taken.and_then(check).ok_or_else(|| {
+            let origin = value
+                .as_ref()
+                .and_then(|value| self.0.get_metadata(value.tag()));
+            ConfigError::Value {
+                key,
+                value: value.as_ref().map(error::show).unwrap_or_default(),
+                origin: origin
+                    .map(|metadata| metadata.name.to_string())
+                    .unwrap_or_default(),
+                expected: expected.to_owned(),
+            }
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,201 @@
+//! Where settings come from. Each setting is a provider of its own, named for messages.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+
+use figment::providers::{Format, Toml};
+use figment::value::{Dict, Map, Value};
+use figment::{Metadata, Profile, Provider};
+
+use super::{ConfigError, Flags};
+
+/// What the names of our environment variables start with: `ratio` is `KVFERRY_RATIO`.
+pub const ENVIRONMENT_PREFIX: &str = "KVFERRY_";
+/// Variables with our prefix that are no configuration: where tests find shared files.
+pub const OTHER_VARIABLES: &[&str] = &["KVFERRY_SHARED"];
+/// Most bytes of a configuration file.
+pub const CONFIG_BYTES_MAX: u64 = 1 << 20;
+
+/// How alike two names must be for a suggestion, by Jaro and Winkler's measure, where 1 is equal.
+const ALIKE_MIN: f64 = 0.8;
+
+/// One key of the configuration.
+pub(super) struct Key {
+    pub(super) name: &'static str,
+    is_number: bool,
+    default: Fallback,
+}
+
+enum Fallback {
+    SocketDir,
+    Number(u64),
+    Text(&'static str),
+}
+
+const fn number(name: &'static str, default: u64) -> Key {
+    Key {
+        name,
+        is_number: true,
+        default: Fallback::Number(default),
+    }
+}
+
+const fn text(name: &'static str, default: Fallback) -> Key {
+    Key {
+        name,
+        is_number: false,
+        default,
+    }
+}
+
+/// All keys, in the order of the structure.
+pub(super) const KEYS: [Key; 7] = [
+    text("socket_dir", Fallback::SocketDir),
+    number("ranks", 1),
+    number("ratio", 32),
+    text("g2", Fallback::Text("8GiB")),
+    number("copy_threads", 4),
+    number("heartbeat_ms", 1_000),
+    text("log", Fallback::Text("info")),
+];
+
+/// One value of one key, and who gave it.
+pub(super) struct Setting {
+    origin: String,
+    key: String,
+    value: Value,
+}
+
+impl Provider for Setting {
+    fn metadata(&self) -> Metadata {
+        Metadata::named(self.origin.clone())
+    }
+
+    fn data(&self) -> Result<Map<Profile, Dict>, figment::Error> {
+        let dict = Dict::from([(self.key.clone(), self.value.clone())]);
+        Ok(Map::from([(Profile::Default, dict)]))
+    }
+}
+
+pub(super) fn defaults(socket_dir: &Path) -> Vec<Setting> {
+    KEYS.iter()
+        .map(|key| Setting {
+            origin: "default".to_owned(),
+            key: key.name.to_owned(),
+            value: match key.default {
+                Fallback::SocketDir => Value::from(socket_dir.to_string_lossy().as_ref()),
+                Fallback::Number(number) => Value::from(number),
+                Fallback::Text(text) => Value::from(text),
+            },
+        })
+        .collect()
+}
+
+/// The settings of a TOML file. Every key must be known.
+pub(super) fn file(path: &Path) -> Result<Vec<Setting>, ConfigError> {
+    let text = read(path)?;
+    let origin = path.display().to_string();
+    let profiles = Toml::string(&text)
+        .data()
+        .map_err(|error| ConfigError::Syntax {
+            path: path.to_owned(),
+            reason: one_line(&error.kind.to_string()),
+        })?;
+    let settings = profiles.into_values().flatten().map(|(key, value)| {
+        if KEYS.iter().any(|known| known.name == key) {
+            let origin = origin.clone();
+            return Ok(Setting { origin, key, value });
+        }
+        Err(ConfigError::UnknownKey {
+            origin: origin.clone(),
+            suggestion: suggest(&key).map(str::to_owned),
+            key,
+        })
+    });
+    settings.collect()
+}
+
+fn read(path: &Path) -> Result<String, ConfigError> {
+    let failed = |cause| ConfigError::File {
+        path: path.to_owned(),
+        cause,
+    };
+    let mut text = String::new();
+    let mut file = File::open(path).map_err(failed)?.take(CONFIG_BYTES_MAX + 1);
+    file.read_to_string(&mut text).map_err(failed)?;
+    if text.len() as u64 > CONFIG_BYTES_MAX {
+        return Err(ConfigError::TooLarge {
+            path: path.to_owned(),
+        });
+    }
+    Ok(text)
+}
+
+/// The first line of the parser's message, which says where, and the last, which says what.
+fn one_line(message: &str) -> String {
+    let mut lines = message.lines().filter(|line| !line.trim().is_empty());
+    let first = lines.next().unwrap_or_default().to_owned();
+    match lines.next_back() {
+        Some(last) => format!("{first}: {last}"),
+        None => first,
+    }
+}
+
+/// The settings among environment variables. Every one with our prefix must be known.
+pub(super) fn environment(variables: &[(OsString, OsString)]) -> Result<Vec<Setting>, ConfigError> {
+    let mut settings = Vec::new();
+    for (name, value) in variables {
+        let Some(name) = name.to_str() else { continue };
+        let Some(rest) = name.strip_prefix(ENVIRONMENT_PREFIX) else {
+            continue;
+        };
+        if OTHER_VARIABLES.contains(&name) {
+            continue;
+        }
+        let known = KEYS.iter().find(|key| key.name.to_uppercase() == rest);
+        let key = known.ok_or_else(|| ConfigError::UnknownKey {
+            origin: "environment".to_owned(),
+            key: name.to_owned(),
+            suggestion: suggest(&rest.to_lowercase())
+                .map(|key| format!("{ENVIRONMENT_PREFIX}{}", key.to_uppercase())),
+        })?;
+        let origin = format!("environment variable {name}");
+        let Some(value) = value.to_str() else {
+            return Err(ConfigError::NotUtf8 { origin });
+        };
+        let number = key.is_number.then(|| value.trim().parse::<i64>().ok());
+        settings.push(Setting {
+            origin,
+            key: key.name.to_owned(),
+            value: number.flatten().map_or_else(|| value.into(), Value::from),
+        });
+    }
+    Ok(settings)
+}
+
+/// The settings that flags give.
+pub(super) fn flags(flags: &Flags) -> Result<Vec<Setting>, ConfigError> {
+    // A path is the only flag that can fail: it may be no text.
+    let value = Value::serialize(flags).map_err(|_| ConfigError::NotUtf8 {
+        origin: "--socket-dir".to_owned(),
+    })?;
+    let given = value.into_dict().unwrap_or_default();
+    let settings = given.into_iter().map(|(key, value)| Setting {
+        origin: format!("--{}", key.replace('_', "-")),
+        key,
+        value,
+    });
+    Ok(settings.collect())
+}
+
+/// The known key that is most like `key`, when it is like it at all.
+fn suggest(key: &str) -> Option<&'static str> {
+    let key = key.to_lowercase().replace('-', "_");
+    KEYS.iter()
+        .map(|known| (strsim::jaro_winkler(known.name, &key), known.name))
+        .filter(|(alike, _)| *alike >= ALIKE_MIN)
+        .max_by(|(a, _), (b, _)| a.total_cmp(b))
+        .map(|(_, name)| name)
+}

@@ -1,0 +1,319 @@
+use super::*;
+
+/// A file of its own, in a folder that goes with it.
+struct Toml(tempfile::TempDir);
+
+impl Toml {
+    fn new(text: &str) -> Self {
+        let folder = Self(tempfile::tempdir().expect("a folder"));
+        std::fs::write(folder.path(), text).expect("a file");
+        folder
+    }
+
+    fn path(&self) -> PathBuf {
+        self.0.path().join("kvferry.toml")
+    }
+
+    fn load(&self) -> Result<Config, ConfigError> {
+        Config::load_with(Some(&self.path()), [], &Flags::default())
+    }
+}
+
+fn environment(variables: &[(&str, &str)]) -> Vec<(OsString, OsString)> {
+    variables
+        .iter()
+        .map(|(name, value)| (name.into(), value.into()))
+        .collect()
+}
+
+fn load_environment(variables: &[(&str, &str)]) -> Result<Config, ConfigError> {
+    Config::load_with(None, environment(variables), &Flags::default())
+}
+
+fn message(result: Result<Config, ConfigError>) -> String {
+    let message = result.expect_err("a bad configuration").to_string();
+    assert!(!message.contains('\n'), "{message}");
+    message
+}
+
+#[test]
+fn defaults_are_those_of_the_docs() {
+    let config = load_environment(&[("XDG_RUNTIME_DIR", "/run/user/7")]).expect("defaults");
+    let expected = Config {
+        socket_dir: "/run/user/7/kvferry".into(),
+        ranks: 1,
+        ratio: Ratio::default(),
+        g2: ByteSize(8 << 30),
+        copy_threads: 4,
+        heartbeat_ms: 1_000,
+        log: "info".to_owned(),
+    };
+    assert_eq!(config, expected);
+}
+
+#[test]
+fn without_a_runtime_directory_sockets_lie_in_tmp_under_the_user_id() {
+    let uid = rustix::process::getuid().as_raw();
+    for variables in [
+        &[][..],
+        &[("XDG_RUNTIME_DIR", "")],
+        &[("XDG_RUNTIME_DIR", "run")],
+    ] {
+        let config = load_environment(variables).expect("defaults");
+        assert_eq!(
+            config.socket_dir,
+            PathBuf::from(format!("/tmp/kvferry-{uid}"))
+        );
+    }
+}
+
+#[test]
+fn flags_win_over_the_environment_and_that_over_the_file() {
+    let toml = Toml::new("ratio = 1\nranks = 2\ng2 = \"3GiB\"\nlog = 'warn'\n");
+    let variables = environment(&[("KVFERRY_RANKS", "4"), ("KVFERRY_G2", " 5 MiB ")]);
+    let flags = Flags {
+        g2: Some(ByteSize(6)),
+        ..Flags::default()
+    };
+    let config = Config::load_with(Some(&toml.path()), variables, &flags).expect("good");
+    assert_eq!(
+        (config.ratio.pages(), config.ranks, config.g2),
+        (1, 4, ByteSize(6))
+    );
+    assert_eq!((config.log.as_str(), config.copy_threads), ("warn", 4));
+}
+
+#[test]
+fn every_key_can_be_given_by_every_source() {
+    let expected = Config {
+        socket_dir: "/x".into(),
+        ranks: 2,
+        ratio: Ratio::new(8).expect("in bounds"),
+        g2: ByteSize(4_096),
+        copy_threads: 3,
+        heartbeat_ms: 50,
+        log: "1".to_owned(),
+    };
+    let toml = Toml::new(
+        "socket_dir = '/x'\nranks = 2\nratio = 8\ng2 = 4096\ncopy_threads = 3\n\
+         heartbeat_ms = 50\nlog = '1'",
+    );
+    assert_eq!(toml.load().expect("file"), expected);
+    let variables = [
+        ("KVFERRY_SOCKET_DIR", "/x"),
+        ("KVFERRY_RANKS", "2"),
+        ("KVFERRY_RATIO", "8"),
+        ("KVFERRY_G2", "4096"),
+        ("KVFERRY_COPY_THREADS", "3"),
+        ("KVFERRY_HEARTBEAT_MS", "50"),
+        ("KVFERRY_LOG", "1"),
+    ];
+    assert_eq!(load_environment(&variables).expect("environment"), expected);
+    let flags = Flags {
+        socket_dir: Some("/x".into()),
+        ranks: Some(2),
+        ratio: Some(8),
+        g2: Some(ByteSize(4_096)),
+        copy_threads: Some(3),
+        heartbeat_ms: Some(50),
+        log: Some("1".to_owned()),
+    };
+    assert_eq!(
+        Config::load_with(None, [], &flags).expect("flags"),
+        expected
+    );
+}
+
+#[test]
+fn unknown_keys_are_refused_with_a_suggestion_and_their_source() {
+    let error = message(Toml::new("ratoi = 3").load());
+    assert!(
+        error.ends_with("kvferry.toml: unknown key 'ratoi': did you mean 'ratio'?"),
+        "{error}"
+    );
+    let error = message(Toml::new("[ranks_]\na = 1").load());
+    assert!(
+        error.ends_with("unknown key 'ranks_': did you mean 'ranks'?"),
+        "{error}"
+    );
+    let error = message(Toml::new("heartbeat-ms = 1").load());
+    assert!(error.ends_with("did you mean 'heartbeat_ms'?"), "{error}");
+    let error = message(Toml::new("zzz = 3").load());
+    assert!(
+        error.ends_with(
+            "unknown key 'zzz': the keys are socket_dir, ranks, ratio, g2, \
+        copy_threads, heartbeat_ms, log"
+        ),
+        "{error}"
+    );
+    let expected = "environment: unknown key 'KVFERRY_RATIOS': did you mean 'KVFERRY_RATIO'?";
+    assert_eq!(
+        message(load_environment(&[("KVFERRY_RATIOS", "3")])),
+        expected
+    );
+    let error = message(load_environment(&[("KVFERRY_ratio", "3")]));
+    assert!(error.ends_with("did you mean 'KVFERRY_RATIO'?"), "{error}");
+}
+
+#[test]
+fn variables_that_are_no_configuration_are_left_alone() {
+    let variables = [("KVFERRY_SHARED", "/x"), ("RATIO", "no"), ("KVFERRY", "z")];
+    assert!(load_environment(&variables).is_ok());
+}
+
+#[test]
+fn bad_values_name_key_value_source_and_what_is_expected() {
+    let cases = [
+        (
+            "ranks = 0",
+            "'ranks' is 0: expected a whole number from 1 to 64",
+        ),
+        ("ranks = 65", "'ranks' is 65: expected"),
+        (
+            "ranks = 70000",
+            "'ranks' is 70000: expected a whole number from 1 to 64",
+        ),
+        ("ranks = -1", "'ranks' is -1: expected"),
+        ("ranks = '2'", "'ranks' is \"2\": expected"),
+        ("ranks = [1]", "'ranks' is [1]: expected"),
+        (
+            "ratio = 257",
+            "'ratio' is 257: expected a whole number from 1 to 256",
+        ),
+        ("ratio = 1.5", "'ratio' is 1.5: expected"),
+        ("ratio = true", "'ratio' is true: expected"),
+        (
+            "g2 = 0",
+            "'g2' is 0: expected a size above 0, such as \"8GiB\"",
+        ),
+        ("g2 = '8 apples'", "'g2' is \"8 apples\": expected a size"),
+        (
+            "copy_threads = 0",
+            "'copy_threads' is 0: expected a whole number from 1 to 256",
+        ),
+        (
+            "heartbeat_ms = 9",
+            "'heartbeat_ms' is 9: expected a whole number from 10 to 60000",
+        ),
+        ("log = 1", "'log' is 1: expected a filter"),
+        (
+            "socket_dir = 'run'",
+            "'socket_dir' is \"run\": expected an absolute path of at most 80",
+        ),
+        ("[socket_dir]\na = 1", "'socket_dir' is {\"a\":1}: expected"),
+    ];
+    for (text, expected) in cases {
+        let error = message(Toml::new(text).load());
+        assert!(
+            error.contains(&format!("kvferry.toml: {expected}")),
+            "{error}"
+        );
+    }
+    let long = format!("/{}", "x".repeat(SOCKET_DIR_BYTES_MAX));
+    let error = message(Toml::new(&format!("socket_dir = '{long}{long}'")).load());
+    assert!(
+        error.contains("xxx...: expected an absolute path"),
+        "{error}"
+    );
+    let error = message(load_environment(&[("KVFERRY_RATIO", "many")]));
+    assert_eq!(
+        error,
+        "environment variable KVFERRY_RATIO: 'ratio' is \"many\": expected a whole \
+        number from 1 to 256"
+    );
+    let flags = Flags {
+        ranks: Some(0),
+        ..Flags::default()
+    };
+    let error = message(Config::load_with(None, [], &flags));
+    assert_eq!(
+        error,
+        "--ranks: 'ranks' is 0: expected a whole number from 1 to 64"
+    );
+    let flags = Flags {
+        copy_threads: Some(0),
+        ..Flags::default()
+    };
+    assert!(message(Config::load_with(None, [], &flags)).starts_with("--copy-threads: "));
+}
+
+#[test]
+fn a_file_that_is_missing_broken_or_huge_is_refused() {
+    let toml = Toml::new("ratio = \nranks = 1");
+    let error = message(toml.load());
+    assert!(
+        error.contains("kvferry.toml: not TOML: TOML parse error at line 1"),
+        "{error}"
+    );
+    let error = message(Toml::new(&"#".repeat(CONFIG_BYTES_MAX as usize + 1)).load());
+    assert!(error.ends_with("at most 1048576 bytes"), "{error}");
+    let missing = toml.0.path().join("none.toml");
+    let error = message(Config::load_with(Some(&missing), [], &Flags::default()));
+    assert!(
+        error.contains("none.toml: cannot read this configuration"),
+        "{error}"
+    );
+    assert!(Toml::new("").load().is_ok());
+}
+
+#[test]
+fn what_is_not_utf_8_is_refused_by_name() {
+    use std::os::unix::ffi::OsStringExt;
+    let value = OsString::from_vec(vec![0xff]);
+    let error = message(Config::load_with(
+        None,
+        [("KVFERRY_LOG".into(), value.clone())],
+        &Flags::default(),
+    ));
+    assert_eq!(
+        error,
+        "environment variable KVFERRY_LOG: the value is not UTF-8"
+    );
+    let flags = Flags {
+        socket_dir: Some(value.into()),
+        ..Flags::default()
+    };
+    let error = message(Config::load_with(None, [], &flags));
+    assert_eq!(error, "--socket-dir: the value is not UTF-8");
+}
+
+#[test]
+fn flags_are_a_part_of_any_command_line() {
+    use clap::{Args, FromArgMatches};
+    let command = Flags::augment_args(clap::Command::new("kvferry"));
+    command.clone().debug_assert();
+    let words = [
+        "kvferry",
+        "--g2",
+        "1.5GiB",
+        "--heartbeat-ms=20",
+        "--socket-dir",
+        "/x",
+    ];
+    let matches = command.clone().try_get_matches_from(words).expect("flags");
+    let expected = Flags {
+        g2: Some(ByteSize(3 << 29)),
+        heartbeat_ms: Some(20),
+        socket_dir: Some("/x".into()),
+        ..Flags::default()
+    };
+    assert_eq!(Flags::from_arg_matches(&matches).expect("flags"), expected);
+    assert!(
+        command
+            .try_get_matches_from(["kvferry", "--g2", "much"])
+            .is_err()
+    );
+}
+
+#[test]
+fn every_field_is_a_key_and_every_key_a_field() {
+    let config = load_environment(&[]).expect("defaults");
+    let json = serde_json::to_value(&config).expect("plain data");
+    let fields: std::collections::BTreeSet<_> =
+        json.as_object().expect("an object").keys().collect();
+    let keys: Vec<String> = sources::KEYS
+        .iter()
+        .map(|key| key.name.to_owned())
+        .collect();
+    assert_eq!(fields, keys.iter().collect());
+}

@@ -1,0 +1,42 @@
+//! How a command ends when it does not succeed.
+
+use crate::config::ConfigError;
+
+/// An error for people, with the exit code that scripts see.
+#[derive(Debug, thiserror::Error)]
+pub enum CommandError {
+    /// What was asked for was done, and found something wrong. Exit code 1.
+    #[error("{0}")]
+    Found(String),
+    /// It could not be done. Exit code 1.
+    #[error("{0}")]
+    Failed(String),
+    /// Values contradict each other or lie out of bounds. Exit code 78, as `EX_CONFIG`.
+    #[error("{0}")]
+    Config(String),
+    /// A file that was named cannot be used. Exit code 65, as `EX_DATAERR`.
+    #[error("{0}")]
+    Data(String),
+}
+
+impl CommandError {
+    /// A failure, from anything that says why.
+    pub fn failed(why: impl ToString) -> Self {
+        Self::Failed(why.to_string())
+    }
+
+    /// See the variants.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Found(_) | Self::Failed(_) => 1,
+            Self::Data(_) => 65,
+            Self::Config(_) => 78,
+        }
+    }
+}
+
+impl From<ConfigError> for CommandError {
+    fn from(error: ConfigError) -> Self {
+        Self::Config(error.to_string())
+    }
+}

@@ -1,0 +1,20 @@
+//! Logs: one line an event, to standard error, so that standard output stays for results.
+
+use std::io::IsTerminal;
+
+use tracing_subscriber::EnvFilter;
+
+/// Starts logging with a filter such as `info,kvferry=debug`.
+pub fn start(filter: &str) -> Result<(), String> {
+    let filter = EnvFilter::try_new(filter).map_err(|error| {
+        format!("log is '{filter}': {error}; write a filter such as info,kvferry=debug")
+    })?;
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
+        .with_target(false)
+        .compact()
+        .try_init()
+        .map_err(|error| error.to_string())
+}
