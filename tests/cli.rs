@@ -1,0 +1,248 @@
+//! What people see when they get something wrong: which field, which value, what to do; and nothing half-done.
+
+#![expect(
+    clippy::expect_used,
+    clippy::panic,
+    clippy::print_stdout,
+    reason = "a test says what it expects"
+)]
+
+mod support;
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::time::Duration;
+
+use serde_json::Value;
+use support::{Running, kvferry, socket_dir};
+
+const LIMIT: Duration = Duration::from_secs(30);
+
+/// Runs the program, which must fail with this exit code and say all of these words, and print no result.
+fn refused(arguments: &[&str], code: i32, words: &[&str]) {
+    let output = kvferry(arguments);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(code), "{arguments:?}: {errors}");
+    for word in words {
+        assert!(
+            errors.contains(word),
+            "{arguments:?} does not say {word:?}: {errors}"
+        );
+    }
+    assert!(output.stdout.is_empty(), "{arguments:?} printed a result");
+}
+
+#[test]
+fn sizes_that_contradict_each_other() {
+    refused(&["replay", "--ratio", "0"], 78, &["ratio is 0", "1 to 256"]);
+    refused(&["replay", "--ratio", "257"], 78, &["ratio is 257"]);
+    let overflow = [
+        "replay",
+        "--engine-page-tokens",
+        "4294967295",
+        "--ratio",
+        "256",
+    ];
+    refused(&overflow, 78, &["engine_page_tokens", "ratio", "32 bits"]);
+    refused(&["replay", "--engine-page-tokens", "0"], 78, &["page", "0"]);
+    let uneven = [
+        "replay",
+        "--engine-page-tokens",
+        "48",
+        "--trace-block-tokens",
+        "512",
+    ];
+    refused(
+        &uneven,
+        78,
+        &["--engine-page-tokens", "--trace-block-tokens", "48", "512"],
+    );
+    let small = ["replay", "--g2-pages", "31"];
+    refused(
+        &small,
+        78,
+        &["31 pages", "one block takes 32", "--g2-pages 32"],
+    );
+    refused(&["replay", "--g2", "64KiB"], 78, &["one block takes 32"]);
+    refused(
+        &["replay", "--g2-pages", "unlimited"],
+        78,
+        &["--mode offline"],
+    );
+    refused(
+        &["replay", "--model", "llama-3-8b", "--ranks", "3"],
+        78,
+        &["3", "8 KV heads"],
+    );
+    refused(&["replay", "--mode", "offline"], 78, &["--sequential"]);
+}
+
+#[test]
+fn a_replay_that_does_not_fit_into_memory_is_refused_before_it_starts() {
+    let huge = ["replay", "--model", "llama-3-70b", "--g1-pages", "4000000"];
+    refused(&huge, 78, &["--g1-pages", "available"]);
+}
+
+#[test]
+fn a_broken_line_in_a_trace() {
+    let folder = socket_dir();
+    let path = folder.path().join("broken.jsonl");
+    let good = r#"{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1, 2]}"#;
+    fs::write(
+        &path,
+        format!("{good}\n{{\"timestamp\": 1, \"input_length\":\n"),
+    )
+    .expect("written");
+    let name = path.to_str().expect("UTF-8");
+    for mode in ["live", "offline"] {
+        let arguments = [
+            "replay",
+            name,
+            "--sequential",
+            "--mode",
+            mode,
+            "--json",
+            "-",
+        ];
+        refused(&arguments, 65, &["broken.jsonl", "2"]);
+    }
+    refused(
+        &["replay", "/nowhere/at-all.jsonl"],
+        65,
+        &["/nowhere/at-all.jsonl"],
+    );
+}
+
+#[test]
+fn settings_that_do_not_exist() {
+    let folder = socket_dir();
+    let path = folder.path().join("kvferry.toml");
+    fs::write(&path, "ratoi = 16\n").expect("written");
+    let name = path.to_str().expect("UTF-8");
+    for command in ["leader", "up", "status"] {
+        refused(
+            &[command, "--config", name],
+            78,
+            &["ratoi", "did you mean", "ratio", "kvferry.toml"],
+        );
+    }
+    fs::write(&path, "g2 = \"lots\"\n").expect("written");
+    refused(&["up", "--config", name], 78, &["g2", "lots", "8GiB"]);
+    refused(&["leader", "--ratio", "0"], 78, &["ratio", "0", "256"]);
+    refused(
+        &["worker", "--ranks", "2", "--rank", "2"],
+        78,
+        &["rank is 2", "0 to 1"],
+    );
+}
+
+#[test]
+fn a_socket_directory_that_others_can_write() {
+    let folder = socket_dir();
+    let open = folder.path().join("open");
+    fs::create_dir(&open).expect("made");
+    fs::set_permissions(&open, fs::Permissions::from_mode(0o777)).expect("opened");
+    let name = open.to_str().expect("UTF-8");
+    for command in ["up", "leader"] {
+        refused(
+            &[command, "--g2", "16MiB", "--socket-dir", name],
+            1,
+            &["777", "chmod 700", name],
+        );
+    }
+}
+
+#[test]
+fn nobody_is_there() {
+    let folder = socket_dir();
+    let name = folder.path().to_str().expect("UTF-8");
+    refused(
+        &["status", "--socket-dir", name],
+        1,
+        &["no leader answers", name, "kvferry up"],
+    );
+}
+
+#[test]
+fn a_second_leader_in_the_same_directory() {
+    let folder = socket_dir();
+    let name = folder.path().to_str().expect("UTF-8");
+    let first = Running::start(&["leader", "--socket-dir", name]);
+    assert!(kvferry(&["status", "--socket-dir", name]).status.success());
+    let pid = first.0.id().to_string();
+    refused(&["leader", "--socket-dir", name], 1, &[&pid, name]);
+    first.terminate();
+    assert_eq!(first.end(LIMIT).0, Some(0));
+    let again = Running::start(&["leader", "--socket-dir", name]);
+    let status = kvferry(&["status", "--json", "--socket-dir", name]);
+    let status: Value = serde_json::from_slice(&status.stdout).expect("JSON");
+    assert_eq!(status["epoch"], 2, "the epoch grows with each start");
+    again.terminate();
+    assert_eq!(again.end(LIMIT).0, Some(0));
+}
+
+#[test]
+fn up_serves_its_status_and_drains_when_told_to_end() {
+    let folder = socket_dir();
+    let name = folder.path().to_str().expect("UTF-8");
+    let up = Running::start(&["up", "--ranks", "2", "--g2", "32MiB", "--socket-dir", name]);
+    let status = kvferry(&["status", "--json", "--check", "--socket-dir", name]);
+    let status: Value = serde_json::from_slice(&status.stdout).expect("JSON");
+    assert_eq!(status["ready"], false, "no engine has registered");
+    assert_eq!(status["ranks"].as_array().map(Vec::len), Some(2));
+    up.terminate();
+    let (code, errors) = up.end(LIMIT);
+    assert_eq!(code, Some(0), "{errors}");
+    assert!(!folder.path().join("leader/kvferry.sock").exists());
+}
+
+#[test]
+fn ranks_that_disagree_are_told_which_rank_and_which_field() {
+    let folder = socket_dir();
+    let name = folder.path().to_str().expect("UTF-8");
+    let _up = Running::start(&["up", "--ranks", "2", "--g2", "32MiB", "--socket-dir", name]);
+    let engine = "0123456789abcdef0123456789abcdef";
+    let rank = |rank: &str, page_tokens: &str| {
+        let worker = folder.path().join(format!("worker-{rank}"));
+        Running::start(&[
+            "engine-rank",
+            "--worker-dir",
+            worker.to_str().expect("UTF-8"),
+            "--engine",
+            engine,
+            "--rank",
+            rank,
+            "--ranks",
+            "2",
+            "--engine-page-tokens",
+            page_tokens,
+            "--device-pages",
+            "64",
+            "--model",
+            "tiny",
+            "--layout",
+            "layer-separate",
+            "--start-limit-s",
+            "20",
+        ])
+    };
+    let _first = rank("0", "16");
+    let begun = std::time::Instant::now();
+    loop {
+        let status = kvferry(&["status", "--json", "--socket-dir", name]);
+        let status: Value = serde_json::from_slice(&status.stdout).expect("JSON");
+        if status["ranks"][0]["attached"] == true {
+            break;
+        }
+        assert!(begun.elapsed() < LIMIT, "rank 0 does not attach");
+    }
+    let (code, errors) = rank("1", "32").end(LIMIT);
+    assert_eq!(code, Some(1));
+    for word in [
+        "rank 1 disagrees with rank 0",
+        "engine_page_tokens is 32",
+        "rank 0 has 16",
+    ] {
+        assert!(errors.contains(word), "{errors}");
+    }
+}

@@ -1,0 +1,162 @@
+//! The bytes of every message, and the published schemas. With `KVFERRY_BLESS=1` the files are written anew.
+
+#![expect(clippy::expect_used, reason = "a test says what it expects")]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use kvferry::protocol::{
+    Envelope, Header, Message, VERSION, VERSION_MIN, decode, encode, examples,
+};
+use kvferry::types::{Epoch, RequestId};
+use serde_json::Value;
+
+fn schema(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("schema")
+        .join(name)
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn unhex(text: &str) -> Vec<u8> {
+    let digits = |at: usize| u8::from_str_radix(&text[at..at + 2], 16).expect("hexadecimal");
+    (0..text.len()).step_by(2).map(digits).collect()
+}
+
+/// Compares with a file, or writes it.
+fn compare(path: &Path, text: &str) {
+    if std::env::var_os("KVFERRY_BLESS").is_some() {
+        fs::create_dir_all(path.parent().expect("a folder")).expect("made");
+        fs::write(path, text).expect("written");
+    }
+    let published = fs::read_to_string(path).unwrap_or_default();
+    assert_eq!(
+        published,
+        text,
+        "{} differs: see tests/golden.rs",
+        path.display()
+    );
+}
+
+fn envelope(version: u16, message: Message) -> Envelope {
+    Envelope {
+        version,
+        correlation: RequestId(0x0102_0304),
+        deadline_ms: 2000,
+        epoch: Epoch(7),
+        message,
+    }
+}
+
+#[test]
+fn every_message_has_the_bytes_of_its_golden_vector() {
+    for version in VERSION_MIN..=VERSION {
+        for (name, message) in examples() {
+            let said = envelope(version, message);
+            let (header, body) = encode(&said).expect("an example can be said");
+            let path = schema(&format!("golden/v{version}/{name}.hex"));
+            compare(&path, &format!("{}\n{}\n", hex(&header), hex(&body)));
+        }
+    }
+}
+
+#[test]
+fn every_golden_vector_is_read_back() {
+    for version in VERSION_MIN..=VERSION {
+        for (name, message) in examples() {
+            let path = schema(&format!("golden/v{version}/{name}.hex"));
+            let text = fs::read_to_string(&path).expect("a golden vector");
+            let (header, body) = text.trim_end().split_once('\n').expect("two lines");
+            let header = Header::from_bytes(&unhex(header)).expect("a header");
+            let heard = decode(header, &unhex(body)).expect("a message");
+            let said = envelope(version, message);
+            assert_eq!(
+                pages(&heard.message),
+                pages(&said.message),
+                "{name}, version {version}"
+            );
+            if version == VERSION {
+                assert_eq!(heard, said, "{name}");
+            }
+        }
+    }
+}
+
+/// What a message says about pages, page by page: version 1 has no runs, and no pairs of many pages.
+fn pages(message: &Message) -> Vec<(u64, u32, u32)> {
+    match message {
+        Message::Load(load) => load
+            .destination
+            .list
+            .iter_pages()
+            .map(|page| (0, page, 0))
+            .collect(),
+        Message::Store(store) => store
+            .source
+            .list
+            .iter_pages()
+            .map(|page| (0, page, 0))
+            .collect(),
+        Message::Transfer(transfer) => {
+            let pairs = transfer.copies.iter().flat_map(|copy| {
+                copy.pairs.list.iter().flat_map(|pair| {
+                    let both = pair.src.iter_pages().zip(pair.dst.iter_pages());
+                    both.map(|(from, to)| (copy.op, from, to))
+                })
+            });
+            pairs.collect()
+        }
+        _ => Vec::new(),
+    }
+}
+
+#[test]
+fn every_kind_has_an_example() {
+    let shown: Vec<_> = examples()
+        .into_iter()
+        .map(|(_, message)| message.kind())
+        .collect();
+    for kind in kvferry::protocol::Kind::ALL {
+        assert!(shown.contains(kind), "{} has no example", kind.name());
+    }
+}
+
+#[test]
+fn the_published_schemas_are_those_of_the_program() {
+    let pretty =
+        |value: &Value| format!("{}\n", serde_json::to_string_pretty(value).expect("JSON"));
+    compare(
+        &schema("messages.json"),
+        &pretty(&kvferry::protocol::catalogue()),
+    );
+    let report = serde_json::to_value(kvferry::cli::replay_schema()).expect("JSON");
+    compare(&schema("replay.json"), &pretty(&report));
+}
+
+#[test]
+fn a_replay_report_fits_its_schema() {
+    let output = std::process::Command::new(env!("CARGO_BIN_EXE_kvferry"))
+        .args([
+            "replay",
+            "--mode",
+            "offline",
+            "--sequential",
+            "--quiet",
+            "--json",
+            "-",
+        ])
+        .output()
+        .expect("the program runs");
+    let report: Value = serde_json::from_slice(&output.stdout).expect("a report");
+    let text = fs::read_to_string(schema("replay.json")).expect("a schema");
+    let schema: Value = serde_json::from_str(&text).expect("JSON");
+    let validator = jsonschema::validator_for(&schema).expect("a valid schema");
+    let errors: Vec<String> = validator
+        .iter_errors(&report)
+        .map(|error| error.to_string())
+        .collect();
+    assert!(errors.is_empty(), "{errors:?}");
+}

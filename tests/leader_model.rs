@@ -1,0 +1,506 @@
+//! The leader under random orders of requests, reports, deaths and time: one answer each, one effect each, nothing left.
+
+#![expect(clippy::expect_used, reason = "a test says what it expects")]
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use kvferry::core::{AnchorKey, Attached, Effect, Event, Leader, LeaderSettings, Refusal};
+use kvferry::types::{
+    Answer, Direction, EndedCopy, EngineId, Epoch, GroupGeometry, GroupId, OpId, PageHashes,
+    PageList, Rank, Ratio, Request, RequestId, SlotId, Time,
+};
+use proptest::prelude::*;
+
+const RANKS: u16 = 3;
+const EPOCH: Epoch = Epoch(4);
+
+#[derive(Debug, Clone)]
+enum Step {
+    Lookup {
+        engine: u8,
+        slot: u64,
+        name: u8,
+        pages: usize,
+        device_pages: u32,
+    },
+    Load {
+        engine: u8,
+        slot: u64,
+    },
+    Store {
+        engine: u8,
+        slot: u64,
+    },
+    Finish {
+        engine: u8,
+        slot: u64,
+    },
+    Retry(usize),
+    Report {
+        which: usize,
+        rank: u16,
+        whole: bool,
+        epoch: u64,
+    },
+    Wait(u64),
+    /// The connection breaks and is back within the grace time.
+    Reconnect(u8),
+    Die(u16),
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let who = || (0_u8..2, 0_u64..3);
+    prop_oneof![
+        6 => (who(), 0_u8..4, 1_usize..40, 0_u32..6).prop_map(|((engine, slot), name, pages, device_pages)| {
+            Step::Lookup { engine, slot, name, pages, device_pages: device_pages.min(pages as u32) }
+        }),
+        4 => who().prop_map(|(engine, slot)| Step::Load { engine, slot }),
+        6 => who().prop_map(|(engine, slot)| Step::Store { engine, slot }),
+        3 => who().prop_map(|(engine, slot)| Step::Finish { engine, slot }),
+        3 => any::<usize>().prop_map(Step::Retry),
+        30 => (any::<usize>(), 0..RANKS, prop::bool::weighted(0.9), prop_oneof![9 => Just(4_u64), 1 => Just(3)])
+            .prop_map(|(which, rank, whole, epoch)| Step::Report { which, rank, whole, epoch }),
+        3 => (1_u64..20).prop_map(Step::Wait),
+        1 => (0_u8..2).prop_map(Step::Reconnect),
+        1 => (0..RANKS).prop_map(Step::Die),
+    ]
+}
+
+fn engine_id(engine: u8) -> EngineId {
+    EngineId([engine; 16])
+}
+
+/// Names share their first pages in pairs.
+fn sequence(name: u8, pages: usize) -> PageHashes {
+    let page = |page: usize| {
+        let branch = if page < 6 { name / 2 } else { name };
+        [page as u8, branch, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]
+    };
+    PageHashes::packed(16, (0..pages).flat_map(page).collect()).expect("16 bytes a page")
+}
+
+type Reply = Result<Answer, Refusal>;
+
+struct World {
+    leader: Leader,
+    now: Time,
+    next_id: u64,
+    /// Requests with their answers.
+    asked: BTreeMap<(u8, RequestId), (Request, Option<Reply>)>,
+    /// Copies that have not ended on these ranks.
+    open: BTreeMap<OpId, (Direction, BTreeSet<u16>)>,
+    slots: BTreeMap<(u8, u64), (usize, u32, u32)>,
+    cancelled: BTreeSet<OpId>,
+}
+
+impl World {
+    fn new() -> Self {
+        let ratio = Ratio::new(8).expect("in bounds");
+        let leader = Leader::new(LeaderSettings::new(EPOCH, RANKS, ratio, AnchorKey([3; 32])));
+        let mut world = Self {
+            leader,
+            now: Time(0),
+            next_id: 0,
+            asked: BTreeMap::new(),
+            open: BTreeMap::new(),
+            slots: BTreeMap::new(),
+            cancelled: BTreeSet::new(),
+        };
+        for engine in 0..2 {
+            world.event(Event::EngineOpened(engine_id(engine)));
+        }
+        for rank in 0..RANKS {
+            world.attach(rank);
+        }
+        assert!(world.leader.is_ready());
+        world
+    }
+
+    fn attach(&mut self, rank: u16) {
+        let geometry = GroupGeometry {
+            group: GroupId(0),
+            engine_page_tokens: 16,
+            layers: 1,
+            page_bytes: 64,
+            device_pages: 64,
+            layout_fingerprint: [1; 16],
+        };
+        let rank = Rank(rank);
+        self.event(Event::Attached(Attached {
+            rank,
+            geometry,
+            arena_pages: 60,
+            keeps_pages: false,
+        }));
+    }
+
+    fn ask(&mut self, engine: u8, request: Request) {
+        self.next_id += 1;
+        let id = RequestId(self.next_id);
+        self.asked.insert((engine, id), (request.clone(), None));
+        self.send(engine, id, request);
+    }
+
+    fn send(&mut self, engine: u8, id: RequestId, request: Request) {
+        let deadline = self.now + Duration::from_secs(5);
+        self.event(Event::Request {
+            engine: engine_id(engine),
+            id,
+            deadline,
+            request,
+        });
+    }
+
+    fn event(&mut self, event: Event) {
+        let mut effects = Vec::new();
+        self.leader.step(self.now, event, &mut effects);
+        for effect in effects {
+            match effect {
+                Effect::Answer { engine, id, answer } => self.answered(engine.0[0], id, answer),
+                Effect::Copy { ranks, copy } => {
+                    for pair in &copy.pairs {
+                        assert_eq!(pair.src.pages(), pair.dst.pages());
+                    }
+                    let ranks = ranks.iter().map(|rank| rank.0).collect();
+                    let before = self.open.insert(copy.op, (copy.direction, ranks));
+                    assert!(before.is_none(), "{} was given twice", copy.op);
+                }
+                Effect::Cancel { op, .. } => {
+                    assert!(
+                        self.open.contains_key(&op),
+                        "{op} was cancelled after its end"
+                    );
+                    self.cancelled.insert(op);
+                }
+                Effect::Admit { verdict, .. } => assert_eq!(verdict, Ok(())),
+                Effect::Expel(rank) => {
+                    let stuck = self.open.values().any(|(_, ranks)| ranks.contains(&rank.0));
+                    assert!(stuck, "{rank} owes nothing");
+                }
+            }
+        }
+        self.leader.check().expect("the second count agrees");
+        assert_eq!(self.leader.copies_under_way(), self.open.len());
+    }
+
+    fn answered(&mut self, engine: u8, id: RequestId, answer: Reply) {
+        let (request, known) = self
+            .asked
+            .get_mut(&(engine, id))
+            .expect("a request that was asked");
+        match known {
+            Some(known) => assert_eq!(*known, answer, "a retry got another answer"),
+            None => *known = Some(answer.clone()),
+        }
+        if let (
+            Request::Lookup {
+                slot,
+                hashes,
+                device_pages,
+                ..
+            },
+            Ok(Answer::Lookup { hit_pages, .. }),
+        ) = (request, answer)
+        {
+            self.slots
+                .insert((engine, slot.0), (hashes.len(), *device_pages, hit_pages));
+        }
+    }
+
+    fn report(&mut self, op: OpId, rank: u16, whole: bool, epoch: Epoch) {
+        if epoch == EPOCH {
+            if let Some((_, ranks)) = self.open.get_mut(&op) {
+                ranks.remove(&rank);
+                if ranks.is_empty() {
+                    self.open.remove(&op);
+                }
+            }
+        }
+        let ended = EndedCopy {
+            op,
+            whole,
+            bytes: 64,
+            busy_us: 1,
+        };
+        self.event(Event::Ended {
+            rank: Rank(rank),
+            epoch,
+            copies: vec![ended, ended],
+        });
+    }
+
+    /// Everything of a rank has ended: its process is dead, and a new one attaches.
+    fn die(&mut self, rank: u16) {
+        self.open.retain(|_, (_, ranks)| {
+            ranks.remove(&rank);
+            !ranks.is_empty()
+        });
+        self.event(Event::WorkerDead(Rank(rank)));
+        assert!(!self.leader.is_ready());
+        self.attach(rank);
+    }
+
+    fn take(&mut self, step: Step) {
+        match step {
+            Step::Lookup {
+                engine,
+                slot,
+                name,
+                pages,
+                device_pages,
+            } => {
+                let hashes = sequence(name, pages);
+                let (slot, namespace) = (SlotId(slot), vec![engine % 2]);
+                self.ask(
+                    engine,
+                    Request::Lookup {
+                        slot,
+                        namespace,
+                        hashes,
+                        device_pages,
+                    },
+                );
+            }
+            Step::Load { engine, slot } => {
+                let found = self.slots.get(&(engine, slot)).copied();
+                let (_, first_page, pages) = found.unwrap_or((0, 0, 1));
+                let destination = PageList::run(0, pages.max(1));
+                self.ask(
+                    engine,
+                    Request::Load {
+                        slot: SlotId(slot),
+                        first_page,
+                        destination,
+                    },
+                );
+            }
+            Step::Store { engine, slot } => {
+                let pages = self
+                    .slots
+                    .get(&(engine, slot))
+                    .map_or(1, |(pages, _, _)| *pages);
+                let source = PageList::run(1, pages as u32);
+                let (slot, first_page, more) = (SlotId(slot), 0, None);
+                self.ask(
+                    engine,
+                    Request::Store {
+                        slot,
+                        first_page,
+                        more,
+                        source,
+                    },
+                );
+            }
+            Step::Finish { engine, slot } => {
+                self.ask(engine, Request::Finish { slot: SlotId(slot) })
+            }
+            Step::Retry(which) if !self.asked.is_empty() => {
+                let (key, (request, _)) = self
+                    .asked
+                    .iter()
+                    .nth(which % self.asked.len())
+                    .expect("a request");
+                let ((engine, id), request) = (*key, request.clone());
+                let copies = self.open.len();
+                self.send(engine, id, request);
+                assert_eq!(self.open.len(), copies, "a retry copied again");
+            }
+            Step::Report {
+                which,
+                rank,
+                whole,
+                epoch,
+            } if !self.open.is_empty() => {
+                let op = *self
+                    .open
+                    .keys()
+                    .nth(which % self.open.len())
+                    .expect("a copy");
+                self.report(op, rank, whole, Epoch(epoch));
+            }
+            Step::Wait(seconds) => {
+                self.now = self.now + Duration::from_secs(seconds);
+                self.event(Event::Tick);
+            }
+            Step::Reconnect(engine) => {
+                self.event(Event::EngineClosed(engine_id(engine)));
+                self.take(Step::Wait(9));
+                self.event(Event::EngineOpened(engine_id(engine)));
+            }
+            Step::Die(rank) => self.die(rank),
+            Step::Retry(_) | Step::Report { .. } => {}
+        }
+    }
+
+    /// All copies end, all holds expire: then everything is answered and nothing is left.
+    fn settle(&mut self) {
+        while let Some((op, rank)) = self
+            .open
+            .iter()
+            .next()
+            .and_then(|(op, (_, ranks))| Some((*op, *ranks.first()?)))
+        {
+            self.report(op, rank, true, EPOCH);
+        }
+        self.now = self.now + Duration::from_secs(3600);
+        self.event(Event::Tick);
+        let pool = self.leader.pool().expect("a pool");
+        assert_eq!(pool.pins(), 0, "a hold outlived its expiry");
+        let states = pool.page_states();
+        assert_eq!(
+            states.free + states.ready,
+            pool.capacity_pages(),
+            "{states:?}"
+        );
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(500))]
+
+    #[test]
+    fn every_request_is_answered_once_and_nothing_is_left(
+        steps in prop::collection::vec(step(), 1..120),
+    ) {
+        let mut world = World::new();
+        for step in steps {
+            world.take(step);
+        }
+        world.settle();
+        for ((engine, id), (request, answer)) in &world.asked {
+            prop_assert!(answer.is_some(), "engine {} {}: {:?} was never answered", engine, id, request);
+        }
+    }
+}
+
+/// Looks up and stores a sequence; the copies are left open.
+fn store(world: &mut World, engine: u8, slot: u64, namespace: u8, pages: usize) -> RequestId {
+    let hashes = sequence(0, pages);
+    let lookup = Request::Lookup {
+        slot: SlotId(slot),
+        namespace: vec![namespace],
+        hashes,
+        device_pages: 0,
+    };
+    world.ask(engine, lookup);
+    world.take(Step::Store { engine, slot });
+    RequestId(world.next_id)
+}
+
+fn answer(world: &World, engine: u8, id: RequestId) -> Option<Reply> {
+    world
+        .asked
+        .get(&(engine, id))
+        .and_then(|(_, answer)| answer.clone())
+}
+
+#[test]
+fn two_stores_of_the_same_pages_copy_once_and_both_are_answered() {
+    let mut world = World::new();
+    let first = store(&mut world, 0, 0, 7, 8);
+    let second = store(&mut world, 1, 0, 7, 8);
+    assert_eq!(world.open.len(), 1, "one copy for both");
+    let op = *world.open.keys().next().expect("a copy");
+    for rank in 0..RANKS {
+        assert_eq!(
+            answer(&world, 0, first),
+            None,
+            "answered before rank {rank} ended"
+        );
+        world.report(op, rank, true, EPOCH);
+    }
+    let stored = |stored_pages, present_pages| {
+        Some(Ok(Answer::Store {
+            stored_pages,
+            present_pages,
+            refused_pages: 0,
+            failed_pages: 0,
+        }))
+    };
+    assert_eq!(answer(&world, 0, first), stored(8, 0));
+    assert_eq!(answer(&world, 1, second), stored(0, 8));
+}
+
+#[test]
+fn a_late_copy_is_cancelled_and_its_pages_stay_until_every_rank_has_ended() {
+    let mut world = World::new();
+    let id = store(&mut world, 0, 0, 7, 8);
+    let op = *world.open.keys().next().expect("a copy");
+    world.report(op, 0, true, EPOCH);
+    world.take(Step::Wait(6));
+    assert!(world.cancelled.contains(&op));
+    let quarantined = |world: &World| {
+        world
+            .leader
+            .pool()
+            .expect("a pool")
+            .page_states()
+            .quarantined
+    };
+    assert_eq!(quarantined(&world), 8);
+    world.report(op, 1, false, EPOCH);
+    assert_eq!(
+        (quarantined(&world), answer(&world, 0, id)),
+        (8, None),
+        "rank 2 may still write"
+    );
+    world.report(op, 2, false, EPOCH);
+    assert_eq!(quarantined(&world), 0);
+    let failed = Answer::Store {
+        stored_pages: 0,
+        present_pages: 0,
+        refused_pages: 0,
+        failed_pages: 8,
+    };
+    assert_eq!(answer(&world, 0, id), Some(Ok(failed)));
+}
+
+#[test]
+fn a_load_is_reported_failed_only_when_no_rank_writes_any_more() {
+    let mut world = World::new();
+    store(&mut world, 0, 0, 7, 8);
+    let op = *world.open.keys().next().expect("a copy");
+    (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    let hashes = sequence(0, 8);
+    world.ask(
+        0,
+        Request::Lookup {
+            slot: SlotId(1),
+            namespace: vec![7],
+            hashes,
+            device_pages: 0,
+        },
+    );
+    world.take(Step::Load { engine: 0, slot: 1 });
+    let id = RequestId(world.next_id);
+    let op = *world.open.keys().next().expect("a copy");
+    world.report(op, 0, false, EPOCH);
+    world.report(op, 1, true, EPOCH);
+    assert_eq!(answer(&world, 0, id), None, "rank 2 may still write");
+    world.report(op, 2, true, EPOCH);
+    assert_eq!(answer(&world, 0, id), Some(Err(Refusal::CopyFailed(1))));
+}
+
+#[test]
+fn an_engine_that_stays_away_is_forgotten_with_all_it_held() {
+    let mut world = World::new();
+    store(&mut world, 0, 0, 7, 8);
+    let op = *world.open.keys().next().expect("a copy");
+    (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    let hashes = sequence(0, 8);
+    world.ask(
+        0,
+        Request::Lookup {
+            slot: SlotId(1),
+            namespace: vec![7],
+            hashes,
+            device_pages: 0,
+        },
+    );
+    assert_eq!(world.leader.pool().expect("a pool").pins(), 1);
+    world.event(Event::EngineClosed(engine_id(0)));
+    world.take(Step::Wait(11));
+    assert_eq!(world.leader.pool().expect("a pool").pins(), 0);
+    assert_eq!(world.leader.slots(), 0);
+}

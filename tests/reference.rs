@@ -1,0 +1,224 @@
+//! Sequential offline replays of real traces give exactly the hit counts of independent reference simulations, and runs
+//! of pages keep nearly all of them.
+
+#![expect(
+    clippy::expect_used,
+    clippy::panic,
+    clippy::print_stdout,
+    reason = "a test says what it expects"
+)]
+
+mod support;
+
+use serde_json::Value;
+
+use support::{number, replay, shared, trace};
+
+/// Longest prompt of each trace, in trace blocks. Below it, a cache evicts its own request, and the models differ.
+const LONGEST: [(&str, u64); 2] = [("conv", 246), ("weka40", 8_922)];
+
+struct Run {
+    g1_pages: u64,
+    g2_pages: String,
+    ratio: u64,
+}
+
+fn offline(name: &str, run: &Run) -> Option<Value> {
+    let path = trace(name)?;
+    let block = if name == "conv" { "512" } else { "64" };
+    Some(replay(&[
+        path.to_str().expect("UTF-8"),
+        "--mode",
+        "offline",
+        "--sequential",
+        "--trace-block-tokens",
+        block,
+        "--engine-page-tokens",
+        block,
+        "--ratio",
+        &run.ratio.to_string(),
+        "--g1-pages",
+        &run.g1_pages.to_string(),
+        "--g2-pages",
+        &run.g2_pages,
+    ]))
+}
+
+/// Hit pages in G1 and in G2.
+fn hits(name: &str, report: &Value) -> (u64, u64) {
+    let tokens = if name == "conv" { 512 } else { 64 };
+    (
+        number(report, "/tokens/hit_g1") / tokens,
+        number(report, "/tokens/hit_g2") / tokens,
+    )
+}
+
+/// Rows of a reference table, as lists of columns.
+fn rows(file: &str) -> Option<Vec<Vec<String>>> {
+    let path = shared()?.join("traces/reference").join(file);
+    let text = std::fs::read_to_string(path).expect("a reference table");
+    Some(
+        text.lines()
+            .skip(1)
+            .map(|line| line.split(',').map(str::to_owned).collect())
+            .collect(),
+    )
+}
+
+fn one_tier_matches_the_reference(name: &str) {
+    let Some(rows) = rows(&format!("lru_opt_{name}.csv")) else {
+        return;
+    };
+    let longest = LONGEST
+        .iter()
+        .find(|(trace, _)| *trace == name)
+        .map_or(0, |(_, pages)| *pages);
+    let mut compared = 0;
+    for row in rows.iter().filter(|row| row[2] == "lru_tail_first") {
+        let (capacity, expected) = (&row[1], row[3].parse::<u64>().expect("hits"));
+        if capacity.parse::<u64>().is_ok_and(|pages| pages <= longest) {
+            continue;
+        }
+        let g2_pages = if capacity == "1000000000" {
+            "unlimited"
+        } else {
+            capacity.as_str()
+        };
+        let run = Run {
+            g1_pages: 0,
+            g2_pages: g2_pages.to_owned(),
+            ratio: 1,
+        };
+        let Some(report) = offline(name, &run) else {
+            return;
+        };
+        assert_eq!(
+            hits(name, &report),
+            (0, expected),
+            "{name} with {capacity} pages"
+        );
+        compared += 1;
+    }
+    assert!(compared >= 6, "only {compared} rows compared");
+}
+
+fn two_tiers_match_the_reference(name: &str) {
+    let Some(rows) = rows(&format!("two_tier_{name}.csv")) else {
+        return;
+    };
+    let mut compared = 0;
+    for row in rows.iter().filter(|row| row[3] == "inclusive") {
+        let column = |index: usize| row[index].parse::<u64>().expect("a number");
+        let run = Run {
+            g1_pages: column(1),
+            g2_pages: row[2].clone(),
+            ratio: 1,
+        };
+        let Some(report) = offline(name, &run) else {
+            return;
+        };
+        assert_eq!(
+            hits(name, &report),
+            (column(4), column(5)),
+            "{name} {row:?}"
+        );
+        assert_eq!(
+            number(&report, "/blocks/stored"),
+            column(11),
+            "{name} {row:?}"
+        );
+        compared += 1;
+    }
+    assert!(compared >= 2, "only {compared} rows compared");
+}
+
+#[test]
+fn one_tier_conversation() {
+    one_tier_matches_the_reference("conv");
+}
+
+#[test]
+fn one_tier_weka40() {
+    one_tier_matches_the_reference("weka40");
+}
+
+#[test]
+fn two_tiers_conversation() {
+    two_tiers_match_the_reference("conv");
+}
+
+#[test]
+fn two_tiers_weka40() {
+    two_tiers_match_the_reference("weka40");
+}
+
+#[test]
+fn unlimited_runs_lose_no_hit() {
+    for ratio in [2, 8, 32] {
+        let run = Run {
+            g1_pages: 0,
+            g2_pages: "unlimited".to_owned(),
+            ratio,
+        };
+        let Some(report) = offline("conv", &run) else {
+            return;
+        };
+        assert_eq!(hits("conv", &report), (0, 105_592), "ratio {ratio}");
+    }
+}
+
+#[test]
+fn runs_keep_the_hits_with_a_fraction_of_the_stores() {
+    // (G1 pages, G2 pages, ratio, hits at ratio 1, least share of them, most stores and growths)
+    let cases = [
+        (5_000, 30_000, 8, 95_337, 0.998, u64::MAX),
+        (5_000, 30_000, 32, 95_337, 0.988, 16_500),
+        (0, 10_000, 32, 62_005, 0.98, 19_500),
+        (0, 5_000, 32, 34_193, 0.94, 20_500),
+    ];
+    for (g1_pages, g2_pages, ratio, all, share, most_writes) in cases {
+        let run = Run {
+            g1_pages,
+            g2_pages: g2_pages.to_string(),
+            ratio,
+        };
+        let Some(report) = offline("conv", &run) else {
+            return;
+        };
+        let (g1, g2) = hits("conv", &report);
+        let kept = (g1 + g2) as f64 / f64::from(all);
+        let writes = number(&report, "/blocks/stored") + number(&report, "/blocks/grown");
+        let evicted = number(&report, "/arena/largest_eviction_pages");
+        assert!(
+            kept >= share,
+            "G1 {g1_pages}, G2 {g2_pages}, ratio {ratio}: kept {kept}"
+        );
+        assert!(
+            writes <= most_writes,
+            "G1 {g1_pages}, G2 {g2_pages}, ratio {ratio}: {writes} writes"
+        );
+        assert!(
+            evicted <= 2 * ratio,
+            "{evicted} pages evicted for one allocation"
+        );
+    }
+}
+
+#[test]
+fn two_offline_runs_give_the_same_report_but_for_wall_time() {
+    let run = Run {
+        g1_pages: 1_000,
+        g2_pages: "5000".to_owned(),
+        ratio: 32,
+    };
+    let Some(mut first) = offline("conv", &run) else {
+        return;
+    };
+    let Some(mut second) = offline("conv", &run) else {
+        return;
+    };
+    for report in [&mut first, &mut second] {
+        report["seconds"]["wall"] = Value::Null;
+    }
+    assert_eq!(first.to_string(), second.to_string());
+}

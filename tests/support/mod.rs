@@ -1,0 +1,119 @@
+//! What several integration tests need: the program, and the shared traces.
+#![allow(
+    dead_code,
+    clippy::allow_attributes,
+    reason = "each test uses a part of this"
+)]
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+/// The folder with traces and reference tables: `KVFERRY_SHARED`, or `../shared`. Prints that tests are skipped when it
+/// is not there.
+pub fn shared() -> Option<PathBuf> {
+    let named = std::env::var_os("KVFERRY_SHARED").map(PathBuf::from);
+    let path = named.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared"));
+    let there = path.join("traces").is_dir();
+    if !there {
+        println!(
+            "skipped: no traces in {} (set KVFERRY_SHARED)",
+            path.display()
+        );
+    }
+    there.then_some(path)
+}
+
+/// A trace of the shared folder.
+pub fn trace(name: &str) -> Option<PathBuf> {
+    let file = match name {
+        "conv" => "mooncake_conversation_trace.jsonl.zst",
+        _ => "weka40_flat64.jsonl.zst",
+    };
+    Some(shared()?.join("traces").join(file))
+}
+
+/// Runs the program.
+pub fn kvferry(arguments: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvferry"));
+    command.args(arguments).output().expect("the program runs")
+}
+
+/// Runs a replay and returns its report.
+pub fn replay(arguments: &[&str]) -> Value {
+    let mut all = vec!["replay", "--quiet", "--json", "-"];
+    all.extend_from_slice(arguments);
+    let output = kvferry(&all);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{arguments:?}: {errors}");
+    serde_json::from_slice(&output.stdout).expect("a report")
+}
+
+/// A number of a report, by its path.
+pub fn number(report: &Value, path: &str) -> u64 {
+    report
+        .pointer(path)
+        .and_then(Value::as_u64)
+        .unwrap_or_else(|| panic!("{path} in {report}"))
+}
+
+/// A directory of its own for sockets, with mode 0700.
+pub fn socket_dir() -> tempfile::TempDir {
+    use std::os::unix::fs::PermissionsExt;
+    let owner_only = std::fs::Permissions::from_mode(0o700);
+    tempfile::Builder::new()
+        .prefix("kvferry-test-")
+        .permissions(owner_only)
+        .tempdir()
+        .expect("a directory")
+}
+
+/// A process of the program; killed when dropped.
+pub struct Running(pub std::process::Child);
+
+impl Running {
+    /// Starts the program; its standard input stays open, its standard error is read when it ends.
+    pub fn start(arguments: &[&str]) -> Self {
+        use std::process::Stdio;
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kvferry"));
+        command
+            .args(arguments)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped());
+        Self(command.spawn().expect("the program starts"))
+    }
+
+    /// Sends SIGTERM.
+    pub fn terminate(&self) {
+        let pid = rustix::process::Pid::from_child(&self.0);
+        rustix::process::kill_process(pid, rustix::process::Signal::TERM).expect("it runs");
+    }
+
+    /// Waits for the end, at most so long. Returns exit code and standard error.
+    pub fn end(mut self, limit: std::time::Duration) -> (Option<i32>, String) {
+        use std::io::Read;
+        let begun = std::time::Instant::now();
+        let mut errors = self.0.stderr.take().expect("standard error");
+        let reader = std::thread::spawn(move || {
+            let mut text = String::new();
+            errors.read_to_string(&mut text).expect("UTF-8");
+            text
+        });
+        while self.0.try_wait().expect("a child").is_none() {
+            assert!(begun.elapsed() < limit, "it does not end");
+            std::thread::yield_now();
+        }
+        let status = self.0.wait().expect("a status");
+        (status.code(), reader.join().expect("a reader"))
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if self.0.kill().is_ok() {
+            self.0.wait().expect("a status");
+        }
+    }
+}

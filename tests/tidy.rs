@@ -1,0 +1,246 @@
+//! Rules of the structure, held by reading the source as text.
+
+#![expect(clippy::expect_used, reason = "a test says what it expects")]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Who may use whom. What stands first may use what follows.
+const ARROWS: &[(&str, &[&str])] = &[
+    ("types", &[]),
+    ("core", &["types"]),
+    ("protocol", &["types"]),
+    ("transport", &["types", "protocol"]),
+    ("memory", &["types"]),
+    (
+        "actors",
+        &["types", "core", "protocol", "transport", "memory"],
+    ),
+    ("engine", &["types", "protocol", "transport", "memory"]),
+    ("sim", &["types", "core", "protocol", "engine"]),
+    ("config", &["types"]),
+    ("error", &["config"]),
+    ("telemetry", &[]),
+    (
+        "cli",
+        &[
+            "types",
+            "core",
+            "protocol",
+            "transport",
+            "memory",
+            "actors",
+            "engine",
+            "sim",
+            "config",
+            "error",
+            "telemetry",
+        ],
+    ),
+];
+
+/// Words that the heart must never contain: no socket, file, clock, random source, thread or runtime.
+const NOT_IN_CORE: &[&str] = &[
+    "tokio",
+    "ractor",
+    "zeromq",
+    "std::fs",
+    "std::net",
+    "std::os",
+    "std::io",
+    "std::thread",
+    "Instant",
+    "SystemTime",
+    "rand::",
+    "getrandom",
+    "async ",
+    ".await",
+    "Mutex",
+    "crossbeam",
+];
+
+/// Words that the protocol must never contain.
+const NOT_IN_PROTOCOL: &[&str] = &[
+    "tokio",
+    "ractor",
+    "zeromq",
+    "std::net",
+    "std::fs",
+    "Instant",
+    "SystemTime",
+    "async ",
+    ".await",
+];
+
+/// Parts of the engine that the simulator drives as well.
+const SANS_IO_ENGINE: &[&str] = &[
+    "cache.rs",
+    "scheduler.rs",
+    "hashes.rs",
+    "content.rs",
+    "models.rs",
+];
+
+/// The only files with `unsafe`.
+const UNSAFE_FILES: &[&str] = &["src/memory/buffer.rs", "src/memory/copy/kernel.rs"];
+
+const LINES_MAX: usize = 800;
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+/// Every Rust file below a folder, with its path from the root and its text.
+fn sources(folder: &str) -> Vec<(String, String)> {
+    let mut found = Vec::new();
+    let mut folders: Vec<PathBuf> = vec![root().join(folder)];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(&folder).expect("a folder") {
+            let path = entry.expect("an entry").path();
+            if path.is_dir() {
+                folders.push(path);
+            } else if path.extension().is_some_and(|extension| extension == "rs") {
+                let name = path.strip_prefix(root()).expect("below the root");
+                let text = fs::read_to_string(&path).expect("UTF-8");
+                found.push((name.to_string_lossy().into_owned(), text));
+            }
+        }
+    }
+    found.sort();
+    found
+}
+
+/// Lines of code: neither comments nor documentation, and not the tests at the end of a file.
+fn code(text: &str) -> impl Iterator<Item = (usize, &str)> {
+    let lines = text
+        .lines()
+        .take_while(|line| !line.starts_with("#[cfg(test)]"))
+        .enumerate()
+        .map(|(index, line)| (index + 1, line));
+    lines.filter(|(_, line)| !line.trim_start().starts_with("//"))
+}
+
+/// The top module that a file belongs to.
+fn module(name: &str) -> Option<&str> {
+    let rest = name.strip_prefix("src/")?;
+    let first = rest.split('/').next()?;
+    let first = first.strip_suffix(".rs").unwrap_or(first);
+    (!matches!(first, "lib" | "main")).then_some(first)
+}
+
+#[test]
+fn modules_use_only_what_stands_below_them() {
+    let mut seen = 0;
+    for (name, text) in sources("src") {
+        let Some(from) = module(&name) else { continue };
+        let allowed = ARROWS.iter().find(|(module, _)| *module == from);
+        let (_, allowed) =
+            allowed.unwrap_or_else(|| panic_at(&name, 0, "belongs to no known module"));
+        for (line, text) in code(&text) {
+            for used in text.split("crate::").skip(1) {
+                let used: String = used
+                    .chars()
+                    .take_while(|c| c.is_alphanumeric() || *c == '_')
+                    .collect();
+                let known = ARROWS.iter().any(|(module, _)| *module == used);
+                if known && used != from && !allowed.contains(&used.as_str()) {
+                    panic_at(&name, line, &format!("{from} must not use {used}"));
+                }
+                seen += usize::from(known);
+            }
+        }
+    }
+    assert!(seen > 200, "only {seen} uses seen: the test reads nothing");
+}
+
+#[test]
+fn the_heart_and_the_protocol_know_no_outside_world() {
+    let rules = [("src/core", NOT_IN_CORE), ("src/protocol", NOT_IN_PROTOCOL)];
+    for (folder, words) in rules {
+        for (name, text) in sources(folder) {
+            forbid(&name, &text, words);
+        }
+    }
+    for file in SANS_IO_ENGINE {
+        let name = format!("src/engine/{file}");
+        let text = fs::read_to_string(root().join(&name)).expect("an engine file");
+        forbid(
+            &name,
+            &text,
+            &["tokio", "std::fs", "std::net", "Instant", ".await"],
+        );
+    }
+}
+
+#[test]
+fn unsafe_stands_in_its_files_only() {
+    for (name, text) in sources("src") {
+        if !UNSAFE_FILES.contains(&name.as_str()) {
+            forbid(
+                &name,
+                &text,
+                &["unsafe {", "unsafe fn", "unsafe impl", "unsafe_code"],
+            );
+        }
+    }
+    for file in UNSAFE_FILES {
+        assert!(
+            root().join(file).exists(),
+            "{file} is listed and does not exist"
+        );
+    }
+}
+
+#[test]
+fn files_fit_a_sitting() {
+    for folder in ["src", "tests", "xtask"] {
+        for (name, text) in sources(folder) {
+            let lines = text.lines().count();
+            assert!(
+                lines <= LINES_MAX,
+                "{name} has {lines} lines, more than {LINES_MAX}"
+            );
+        }
+    }
+}
+
+#[test]
+fn nothing_is_left_for_later_without_saying_so() {
+    for folder in ["src", "xtask"] {
+        for (name, text) in sources(folder) {
+            for (line, text) in text.lines().enumerate() {
+                for word in ["TODO", "FIXME", "XXX", "HACK"] {
+                    if text.contains(word) {
+                        panic_at(&name, line + 1, word);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn the_map_of_modules_names_them_all() {
+    let map = fs::read_to_string(root().join("src/lib.rs")).expect("lib.rs");
+    for (module, _) in ARROWS {
+        assert!(
+            map.contains(&format!("pub mod {module};")),
+            "{module} is not in src/lib.rs"
+        );
+    }
+}
+
+fn forbid(name: &str, text: &str, words: &[&str]) {
+    for (line, text) in code(text) {
+        for word in words {
+            if text.contains(word) {
+                panic_at(name, line, &format!("{word:?} has no place here"));
+            }
+        }
+    }
+}
+
+#[expect(clippy::panic, reason = "this is how a rule fails")]
+fn panic_at(name: &str, line: usize, why: &str) -> ! {
+    panic!("{name}:{line}: {why}")
+}
