@@ -1,2 +1,78 @@
-//! Development tasks.
-fn main() {}
+//! Development tasks: `cargo xtask test`, `cargo xtask licences`.
+
+#![expect(
+    clippy::print_stdout,
+    clippy::print_stderr,
+    reason = "a tool for the terminal"
+)]
+
+mod licences;
+
+use std::path::Path;
+use std::process::{Command, ExitCode};
+
+const HELP: &str = "cargo xtask TASK
+
+  test       run every test of the workspace, with the documentation's
+  licences   check that every dependency's licence is allowed by deny.toml
+  check      format, lints, licences, tests: what CI runs";
+
+fn main() -> ExitCode {
+    let task = std::env::args().nth(1).unwrap_or_default();
+    let result = match task.as_str() {
+        "test" => test(),
+        "licences" => licences::check(root()),
+        "check" => check(),
+        "" | "help" | "--help" => {
+            println!("{HELP}");
+            Ok(())
+        }
+        other => Err(format!("unknown task '{other}'\n\n{HELP}")),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(why) => {
+            eprintln!("error: {why}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .parent()
+        .unwrap_or(Path::new("."))
+}
+
+fn test() -> Result<(), String> {
+    cargo(&["test", "--workspace", "--locked", "--all-targets"])?;
+    cargo(&["test", "--workspace", "--locked", "--doc"])
+}
+
+fn check() -> Result<(), String> {
+    cargo(&["fmt", "--all", "--check"])?;
+    cargo(&[
+        "clippy",
+        "--workspace",
+        "--all-targets",
+        "--locked",
+        "--",
+        "-D",
+        "warnings",
+    ])?;
+    licences::check(root())?;
+    test()
+}
+
+fn cargo(arguments: &[&str]) -> Result<(), String> {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let status = Command::new(cargo)
+        .current_dir(root())
+        .args(arguments)
+        .status();
+    match status {
+        Ok(status) if status.success() => Ok(()),
+        Ok(status) => Err(format!("cargo {} ended with {status}", arguments.join(" "))),
+        Err(error) => Err(format!("cargo: {error}")),
+    }
+}
