@@ -209,12 +209,12 @@ impl World {
     }
 
     fn report(&mut self, op: OpId, rank: u16, whole: bool, epoch: Epoch) {
-        if epoch == EPOCH {
-            if let Some((_, ranks)) = self.open.get_mut(&op) {
-                ranks.remove(&rank);
-                if ranks.is_empty() {
-                    self.open.remove(&op);
-                }
+        if epoch == EPOCH
+            && let Some((_, ranks)) = self.open.get_mut(&op)
+        {
+            ranks.remove(&rank);
+            if ranks.is_empty() {
+                self.open.remove(&op);
             }
         }
         let ended = EndedCopy {
