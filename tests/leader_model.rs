@@ -504,3 +504,26 @@ fn an_engine_that_stays_away_is_forgotten_with_all_it_held() {
     assert_eq!(world.leader.pool().expect("a pool").pins(), 0);
     assert_eq!(world.leader.slots(), 0);
 }
+
+#[test]
+fn a_load_that_comes_while_a_rank_is_missing_is_refused_only_when_that_rank_is_back() {
+    let mut world = World::new();
+    world.event(Event::WorkerLost(Rank(1)));
+    let (slot, destination) = (SlotId(9), PageList::run(0, 1));
+    world.ask(
+        0,
+        Request::Load {
+            slot,
+            first_page: 0,
+            destination,
+        },
+    );
+    let id = RequestId(world.next_id);
+    assert_eq!(
+        answer(&world, 0, id),
+        None,
+        "rank 1 may still write these pages for an older leader"
+    );
+    world.attach(1);
+    assert_eq!(answer(&world, 0, id), Some(Err(Refusal::UnknownSlot(slot))));
+}

@@ -9,7 +9,7 @@ use tokio::time::Instant;
 
 use crate::engine::pipe::{self, Order, Report};
 use crate::engine::scheduler::{Action, Prompt, Scheduler, Served, WorkKind};
-use crate::protocol::Message;
+use crate::protocol::{ErrorCode, Message};
 use crate::transport::{Client, Failure};
 use crate::types::{Answer, Request, RequestId, SlotId};
 
@@ -18,6 +18,8 @@ const RANK_QUEUE: usize = 1024;
 
 /// Longest wait for each kind of request. Not a promise of speed: what comes later is computed instead.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(20);
+/// How much longer a load is waited for: its pages cannot be used before nothing writes them any more.
+const LOAD_PATIENCE: Duration = Duration::from_secs(20);
 
 /// A rank process and the pipes to it.
 #[derive(Debug)]
@@ -181,6 +183,17 @@ impl Driver {
     fn take(&mut self, happened: Happened) -> Result<(), String> {
         match happened {
             Happened::RankLost(rank) => return Err(format!("engine rank {rank} ended early")),
+            Happened::Answered {
+                id,
+                answer: Err(failure),
+                ..
+            } if failure.code == ErrorCode::Deadline
+                && self.asked.get(&id) == Some(&Asked::Load) =>
+            {
+                return Err(format!(
+                    "{id}: a load was never answered, its pages cannot be used: {failure}"
+                ));
+            }
             Happened::Answered { id, answer, us } => self.answered(id, answer, us),
             Happened::Reported(report) => {
                 self.observed.verified_bytes += report.verified_bytes;
@@ -278,10 +291,17 @@ impl Driver {
             Request::Finish { .. } => Asked::Finish,
         };
         self.asked.insert(id, asked);
+        let patience = if asked == Asked::Load {
+            LOAD_PATIENCE
+        } else {
+            Duration::ZERO
+        };
         let (client, report) = (self.client.clone(), self.report.clone());
         tokio::spawn(async move {
             let begun = Instant::now();
-            let answer = client.ask_as(id, request.into(), REQUEST_TIMEOUT).await;
+            let answer = client
+                .ask_patiently(id, request.into(), REQUEST_TIMEOUT, patience)
+                .await;
             let us = u64::try_from(begun.elapsed().as_micros()).unwrap_or(u64::MAX);
             if report
                 .send(Happened::Answered { id, answer, us })

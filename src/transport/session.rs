@@ -86,6 +86,7 @@ enum Command {
         id: RequestId,
         message: Message,
         deadline: Instant,
+        patience: Duration,
         reply: oneshot::Sender<Result<Message, Failure>>,
     },
     Reply {
@@ -144,6 +145,19 @@ impl Client {
         message: Message,
         timeout: Duration,
     ) -> Result<Message, Failure> {
+        self.ask_patiently(id, message, timeout, Duration::ZERO)
+            .await
+    }
+
+    /// The same, but waits for `patience` beyond the deadline that the other side is told: a load that misses its deadline
+    /// is answered only when nothing writes its pages any more.
+    pub async fn ask_patiently(
+        &self,
+        id: RequestId,
+        message: Message,
+        timeout: Duration,
+        patience: Duration,
+    ) -> Result<Message, Failure> {
         let gone = || Failure::new(ErrorCode::Draining, "the connection was closed");
         let (reply, answer) = oneshot::channel();
         let deadline = Instant::now() + timeout;
@@ -151,6 +165,7 @@ impl Client {
             id,
             message,
             deadline,
+            patience,
             reply,
         };
         self.commands.send(command).await.map_err(|_| gone())?;
@@ -177,7 +192,10 @@ impl Client {
 
 struct Pending {
     message: Message,
+    /// What the other side is told.
     deadline: Instant,
+    /// When the caller is told that no answer came.
+    expires: Instant,
     bytes: u64,
     reply: oneshot::Sender<Result<Message, Failure>>,
 }
@@ -350,6 +368,7 @@ impl Session {
                 id,
                 message,
                 deadline,
+                patience,
                 reply,
             } => {
                 self.pending.insert(
@@ -357,6 +376,7 @@ impl Session {
                     Pending {
                         message,
                         deadline,
+                        expires: deadline + patience,
                         bytes: 0,
                         reply,
                     },
@@ -476,7 +496,7 @@ impl Session {
         let late = self
             .pending
             .iter()
-            .filter(|(_, pending)| pending.deadline <= now);
+            .filter(|(_, pending)| pending.expires <= now);
         for id in late.map(|(id, _)| *id).collect::<Vec<_>>() {
             self.unsent.retain(|unsent| *unsent != id);
             let failure = Failure::new(ErrorCode::Deadline, "no answer by the deadline");
@@ -492,7 +512,7 @@ impl Session {
     }
 
     fn next_deadline(&self) -> Option<Instant> {
-        self.pending.values().map(|pending| pending.deadline).min()
+        self.pending.values().map(|pending| pending.expires).min()
     }
 
     fn frame(&self, id: RequestId, message: Message, deadline_ms: u32) -> Result<Frame, Failure> {

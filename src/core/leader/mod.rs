@@ -120,6 +120,9 @@ pub struct Leader {
     ops: HashMap<OpId, Op>,
     stores: HashMap<StoreKey, PendingStore>,
     waiters: HashMap<Generation, Vec<StoreKey>>,
+    /// Loads that came while a rank was missing. Their engine may not take its pages back before that rank says that
+    /// nothing of it writes any more; so they are refused only then.
+    parked: Vec<(Due, SlotId)>,
     timers: BTreeSet<(Time, Timer)>,
     next_id: u64,
     next_store: u64,
@@ -139,6 +142,7 @@ impl Leader {
             ops: HashMap::new(),
             stores: HashMap::new(),
             waiters: HashMap::new(),
+            parked: Vec::new(),
             timers: BTreeSet::new(),
             next_id: 0,
             next_store: 0,
@@ -322,6 +326,10 @@ impl Leader {
             } => self
                 .lookup(now, due, slot, namespace, hashes, device_pages)
                 .map(Some),
+            Request::Load { slot, .. } if !self.is_ready() => {
+                self.parked.push((due, slot));
+                return;
+            }
             Request::Load {
                 slot,
                 first_page,

@@ -64,7 +64,7 @@ impl Leader {
                 self.count_bytes(direction, copy);
             }
         }
-        self.open_pool();
+        self.open_pool(effects);
     }
 
     /// Everything that was asked of `rank` has ended, none of it whole: its process is dead, or says so itself.

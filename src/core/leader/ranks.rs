@@ -169,7 +169,7 @@ impl Leader {
             Err(why) => self.ranks.turned_away = Some(why.clone()),
         }
         effects.push(Effect::Admit { rank, verdict });
-        self.open_pool();
+        self.open_pool(effects);
     }
 
     pub(super) fn worker_dead(&mut self, rank: Rank, effects: &mut Vec<Effect>) {
@@ -178,13 +178,16 @@ impl Leader {
         if let Some(pool) = &mut self.pool {
             pool.reset();
         }
-        self.open_pool();
+        self.open_pool(effects);
     }
 
     /// Makes a pool once all ranks are there. One of another size replaces the old one only when nothing holds that.
-    pub(super) fn open_pool(&mut self) {
+    pub(super) fn open_pool(&mut self, effects: &mut Vec<Effect>) {
         if !self.ranks.all_attached() {
             return;
+        }
+        for (due, slot) in std::mem::take(&mut self.parked) {
+            self.answer(due.engine, due.id, Err(Refusal::UnknownSlot(slot)), effects);
         }
         let pages = self.ranks.arena_pages();
         if self
