@@ -246,3 +246,27 @@ fn ranks_that_disagree_are_told_which_rank_and_which_field() {
         assert!(errors.contains(word), "{errors}");
     }
 }
+
+#[test]
+fn a_replay_that_is_told_to_end_leaves_nothing_behind() {
+    let folder = socket_dir();
+    let replay = Running::start_in(&["replay", "--quiet"], folder.path());
+    let begun = std::time::Instant::now();
+    let sockets = || {
+        let entry = fs::read_dir(folder.path()).ok()?.next()?.ok()?;
+        entry
+            .path()
+            .join("worker-1/kvferry.sock")
+            .exists()
+            .then_some(())
+    };
+    while sockets().is_none() {
+        assert!(begun.elapsed() < LIMIT, "the replay does not start");
+        std::thread::yield_now();
+    }
+    replay.terminate();
+    let (code, errors) = replay.end(LIMIT);
+    assert_eq!(code, Some(1), "{errors}");
+    assert!(errors.contains("interrupted"), "{errors}");
+    assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), 0);
+}

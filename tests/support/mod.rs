@@ -75,10 +75,16 @@ pub struct Running(pub std::process::Child);
 impl Running {
     /// Starts the program; its standard input stays open, its standard error is read when it ends.
     pub fn start(arguments: &[&str]) -> Self {
+        Self::start_in(arguments, &std::env::temp_dir())
+    }
+
+    /// The same, with a folder of its own for temporary files.
+    pub fn start_in(arguments: &[&str], temporary: &Path) -> Self {
         use std::process::Stdio;
         let mut command = Command::new(env!("CARGO_BIN_EXE_kvferry"));
         command
             .args(arguments)
+            .env("TMPDIR", temporary)
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
             .stderr(Stdio::piped());

@@ -13,6 +13,7 @@ use tokio::time::Instant;
 
 use crate::cli::dirs::Dirs;
 use crate::cli::leader::random;
+use crate::cli::process::told_to_end;
 use crate::cli::{block_on, status};
 use crate::engine::driver::{Driver, Observed, RankPipe, wait_until_ready};
 use crate::engine::scheduler::{Scheduler, Served};
@@ -48,6 +49,10 @@ pub(super) fn run(arguments: &Arguments, workload: &Workload) -> Result<Report, 
         let _input = up.stdin.take();
         let replayed = tokio::select! {
             replayed = replay(arguments, workload, &dirs) => replayed,
+            told = told_to_end(false) => Err(match told {
+                Ok(()) => CommandError::Failed("interrupted".to_owned()),
+                Err(error) => error,
+            }),
             status = up.wait() => Err(CommandError::Failed(match status {
                 Ok(status) => format!("kvferry up ended early with {status}"),
                 Err(error) => format!("kvferry up: {error}"),
