@@ -25,6 +25,8 @@ mod zmq;
 mod zmtp;
 
 #[cfg(test)]
+mod conversation_tests;
+#[cfg(test)]
 mod tests;
 
 use std::fmt;

@@ -15,7 +15,7 @@ use tokio::time::Instant;
 
 use crate::protocol::{
     DecodeError, Empty, Envelope, ErrorBody, ErrorCode, Header, Hello, Kind, Message, VERSION,
-    Welcome, decode, encode,
+    VERSION_MIN, Welcome, decode, encode,
 };
 use crate::transport::{Address, Connection, Frame, Limits, Transport};
 use crate::types::{Epoch, RequestId};
@@ -222,8 +222,14 @@ impl Session {
     async fn run(mut self) {
         let mut backoff = BACKOFF_FIRST;
         loop {
-            match self.connect().await {
-                Ok((connection, welcome)) => {
+            let connecting = connect(Arc::clone(&self.transport), self.settings.clone());
+            let Some(connected) = self.meanwhile(connecting).await else {
+                return;
+            };
+            match connected {
+                Ok((connection, welcome, epoch)) => {
+                    self.version = welcome.version;
+                    self.epoch = epoch;
                     backoff = BACKOFF_FIRST;
                     if self
                         .incoming
@@ -244,49 +250,10 @@ impl Session {
                 Err(failure) if !failure.code.retry() => self.fail_all(&failure),
                 Err(failure) => tracing::debug!(%failure, "cannot connect yet"),
             }
-            if self.pause(backoff).await {
+            if self.meanwhile(tokio::time::sleep(backoff)).await.is_none() {
                 return;
             }
             backoff = (backoff * 2).min(BACKOFF_MAX);
-        }
-    }
-
-    async fn connect(&mut self) -> Result<(Connection, Welcome), Failure> {
-        let busy = |error: String| Failure::new(ErrorCode::Busy, error);
-        let Self {
-            transport,
-            settings,
-            ..
-        } = self;
-        let connecting =
-            transport.connect(&settings.address, settings.limits.clone(), CONNECT_TIMEOUT);
-        let mut connection = connecting.await.map_err(|error| busy(error.to_string()))?;
-        let hello = self.frame(RequestId(0), Message::Hello(self.settings.hello.clone()), 0)?;
-        connection
-            .send(hello)
-            .await
-            .map_err(|error| busy(error.to_string()))?;
-        let answer = tokio::time::timeout(CONNECT_TIMEOUT, connection.recv()).await;
-        let answer = answer.map_err(|_| busy("no welcome in time".to_owned()))?;
-        let answer = read(&answer.map_err(|error| busy(error.to_string()))?);
-        match answer.map_err(|error| busy(error.to_string()))? {
-            Envelope {
-                message: Message::Welcome(welcome),
-                epoch,
-                ..
-            } => {
-                self.version = welcome.version;
-                self.epoch = epoch;
-                Ok((connection, welcome))
-            }
-            Envelope {
-                message: Message::Error(error),
-                ..
-            } => Err(error.into()),
-            other => Err(busy(format!(
-                "{} instead of a welcome",
-                other.message.kind().name()
-            ))),
         }
     }
 
@@ -338,22 +305,21 @@ impl Session {
         }
     }
 
-    /// Waits before the next attempt, and takes commands meanwhile; true when nobody speaks to the client any more.
-    async fn pause(&mut self, backoff: Duration) -> bool {
-        let until = Instant::now() + backoff;
+    /// Waits for something while there is no connection: takes commands, and tells callers whose time is up. `None` when
+    /// nobody speaks to the client any more.
+    async fn meanwhile<T>(&mut self, something: impl Future<Output = T>) -> Option<T> {
+        let mut something = std::pin::pin!(something);
         loop {
             self.expire();
-            let wake = self.next_deadline().map_or(until, |at| at.min(until));
+            let wake = self.next_deadline();
             tokio::select! {
-                command = self.commands.recv(), if self.pending.len() < CLIENT_OPEN_MAX => match command {
-                    None => return true,
-                    Some(command) => if let Err(why) = self.commanded(command, None).await {
+                done = &mut something => return Some(done),
+                command = self.commands.recv(), if self.pending.len() < CLIENT_OPEN_MAX => {
+                    if let Err(why) = self.commanded(command?, None).await {
                         tracing::debug!(why, "command dropped");
-                    },
-                },
-                () = tokio::time::sleep_until(wake) => if Instant::now() >= until {
-                    return false;
-                },
+                    }
+                }
+                () = sleep_until(wake) => {}
             }
         }
     }
@@ -524,6 +490,60 @@ impl Session {
             message,
         };
         to_frame(&envelope).map_err(|error| Failure::new(ErrorCode::Limit, error.to_string()))
+    }
+}
+
+/// Connects and says hello, in the oldest version, which every server reads.
+async fn connect(
+    transport: Arc<dyn Transport>,
+    settings: ClientSettings,
+) -> Result<(Connection, Welcome, Epoch), Failure> {
+    let busy = |error: String| Failure::new(ErrorCode::Busy, error);
+    let ClientSettings {
+        address,
+        hello,
+        limits,
+    } = settings;
+    let connecting = transport.connect(&address, limits, CONNECT_TIMEOUT);
+    let mut connection = connecting.await.map_err(|error| busy(error.to_string()))?;
+    let envelope = Envelope {
+        version: VERSION_MIN,
+        correlation: RequestId(0),
+        deadline_ms: 0,
+        epoch: Epoch(0),
+        message: Message::Hello(hello),
+    };
+    let hello =
+        to_frame(&envelope).map_err(|error| Failure::new(ErrorCode::Limit, error.to_string()))?;
+    connection
+        .send(hello)
+        .await
+        .map_err(|error| busy(error.to_string()))?;
+    let answer = tokio::time::timeout(CONNECT_TIMEOUT, connection.recv()).await;
+    let answer = answer.map_err(|_| busy("no welcome in time".to_owned()))?;
+    let answer = read(&answer.map_err(|error| busy(error.to_string()))?);
+    match answer.map_err(|error| busy(error.to_string()))? {
+        Envelope {
+            message: Message::Welcome(welcome),
+            epoch,
+            ..
+        } => Ok((connection, welcome, epoch)),
+        Envelope {
+            message: Message::Error(error),
+            ..
+        } => Err(error.into()),
+        other => Err(busy(format!(
+            "{} instead of a welcome",
+            other.message.kind().name()
+        ))),
+    }
+}
+
+/// Sleeps until a point in time; for ever without one.
+async fn sleep_until(at: Option<Instant>) {
+    match at {
+        Some(at) => tokio::time::sleep_until(at).await,
+        None => std::future::pending().await,
     }
 }
 

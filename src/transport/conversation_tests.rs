@@ -1,0 +1,321 @@
+//! Server and client together, over the transport in memory and with time that only the test moves.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::protocol::{
+    Empty, Envelope, ErrorCode, Header, Hello, Kind, Message, Role, Status, StatusAnswer, VERSION,
+    VERSION_MIN, decode, encode, limits,
+};
+use crate::transport::{
+    Address, Client, ClientSettings, Connection, Frame, Incoming, Limits, MemoryTransport, Server,
+    ServerEvent, ServerSettings, Transport,
+};
+use crate::types::{Epoch, RequestId};
+
+const HEARTBEAT: Duration = Duration::from_secs(1);
+
+fn address() -> Address {
+    Address::Memory("server".to_owned())
+}
+
+fn hello(version_min: u16, version_max: u16) -> Hello {
+    let name = "test".to_owned();
+    Hello {
+        version_min,
+        version_max,
+        role: Role::Engine,
+        engine: [5; 16],
+        rank: 0,
+        name,
+    }
+}
+
+async fn server(transport: &MemoryTransport, epoch: u64) -> Server {
+    let listener = transport
+        .listen(&address(), Limits::default())
+        .await
+        .expect("it listens");
+    let roles = vec![Role::Engine];
+    Server::new(
+        listener,
+        ServerSettings {
+            epoch: Epoch(epoch),
+            heartbeat: HEARTBEAT,
+            roles,
+        },
+    )
+}
+
+fn client(
+    transport: &MemoryTransport,
+    hello: Hello,
+) -> (Client, tokio::sync::mpsc::Receiver<Incoming>) {
+    let settings = ClientSettings {
+        address: address(),
+        hello,
+        limits: Limits::default(),
+    };
+    Client::start(Arc::new(transport.clone()), settings)
+}
+
+fn status() -> Message {
+    Message::Status(Status { check: false })
+}
+
+fn answer() -> Message {
+    Message::StatusAnswer(StatusAnswer {
+        version: "answered".to_owned(),
+        ..StatusAnswer::default()
+    })
+}
+
+/// Waits for the next request and says who asked, under which id.
+async fn next_request(server: &mut Server) -> (crate::transport::PeerId, RequestId) {
+    loop {
+        for event in server.next().await.expect("the server hears") {
+            if let ServerEvent::Message { peer, envelope } = event {
+                return (peer, envelope.correlation);
+            }
+        }
+    }
+}
+
+/// Hears without answering, for as long as it is polled.
+async fn listen_on(server: &mut Server) {
+    while server.next().await.is_some() {}
+}
+
+/// A client without manners: it says what the test says.
+struct Raw(Connection);
+
+impl Raw {
+    async fn connect(transport: &MemoryTransport) -> Self {
+        let connected = transport
+            .connect(&address(), Limits::default(), HEARTBEAT)
+            .await;
+        Self(connected.expect("it connects"))
+    }
+
+    async fn say(&self, id: u64, message: Message) {
+        let correlation = RequestId(id);
+        let envelope = Envelope {
+            version: VERSION,
+            correlation,
+            deadline_ms: 1,
+            epoch: Epoch(0),
+            message,
+        };
+        let (header, body) = encode(&envelope).expect("it can be said");
+        self.0
+            .send(Frame::new(header.to_vec(), body))
+            .await
+            .expect("it is sent");
+    }
+
+    async fn hear(&mut self) -> Envelope {
+        let frame = self.0.recv().await.expect("an answer");
+        let header = Header::from_bytes(&frame.header).expect("a header");
+        decode(header, &frame.body).expect("a message")
+    }
+
+    async fn hear_error(&mut self) -> (u64, ErrorCode) {
+        let heard = self.hear().await;
+        match heard.message {
+            Message::Error(error) => (heard.correlation.0, error.code()),
+            other => panic!("{} instead of an error", other.kind().name()),
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_is_answered_and_the_older_version_is_spoken() {
+    let transport = MemoryTransport::default();
+    let mut server = server(&transport, 3).await;
+    let (client, mut incoming) = client(&transport, hello(VERSION_MIN, VERSION_MIN));
+    let asking = tokio::spawn(async move { client.ask(status(), HEARTBEAT).await });
+    let (peer, id) = next_request(&mut server).await;
+    server.replier().reply(peer, id, answer());
+    assert_eq!(asking.await.expect("no panic"), Ok(answer()));
+    assert!(matches!(
+        incoming.recv().await,
+        Some(Incoming::Welcomed(Epoch(3)))
+    ));
+}
+
+#[tokio::test(start_paused = true)]
+async fn without_a_common_version_every_request_fails_with_a_word() {
+    let transport = MemoryTransport::default();
+    let mut server = server(&transport, 1).await;
+    let (client, _incoming) = client(&transport, hello(VERSION + 1, VERSION + 5));
+    let asking = client.ask(status(), Duration::from_secs(5));
+    let failure = tokio::select! {
+        answer = asking => answer.expect_err("no version in common"),
+        () = listen_on(&mut server) => unreachable!("the server ends with the test"),
+    };
+    assert_eq!(failure.code, ErrorCode::UnsupportedVersion, "{failure}");
+    assert!(failure.message.contains("3 to 7"), "{failure}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn without_a_server_a_request_fails_at_its_deadline() {
+    let transport = MemoryTransport::default();
+    let (client, _incoming) = client(&transport, hello(1, 2));
+    let begun = tokio::time::Instant::now();
+    let failure = client
+        .ask(status(), Duration::from_secs(7))
+        .await
+        .expect_err("nobody is there");
+    assert_eq!(failure.code, ErrorCode::Deadline);
+    assert_eq!(begun.elapsed().as_secs(), 7);
+    let patient = client.ask_patiently(RequestId(1), status(), HEARTBEAT, Duration::from_secs(4));
+    assert!(patient.await.is_err());
+    assert_eq!(
+        begun.elapsed().as_secs(),
+        12,
+        "the deadline and the patience"
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_was_not_answered_is_asked_again_under_the_same_id_by_a_new_hello() {
+    let transport = MemoryTransport::default();
+    let mut first = server(&transport, 1).await;
+    let (client, mut incoming) = client(&transport, hello(1, 2));
+    let asking = tokio::spawn(async move {
+        client
+            .ask_as(RequestId(42), status(), Duration::from_secs(60))
+            .await
+    });
+    let (_, id) = next_request(&mut first).await;
+    assert_eq!(id, RequestId(42));
+    first.close().await;
+    let mut second = server(&transport, 2).await;
+    let (peer, id) = next_request(&mut second).await;
+    assert_eq!(id, RequestId(42));
+    second.replier().reply(peer, id, answer());
+    assert_eq!(asking.await.expect("no panic"), Ok(answer()));
+    let mut seen = Vec::new();
+    while seen.len() < 3 {
+        match incoming.recv().await.expect("it goes on") {
+            Incoming::Welcomed(epoch) => seen.push(epoch.0),
+            Incoming::Lost => seen.push(0),
+            Incoming::Request(_) => unreachable!("the server asks for nothing"),
+        }
+    }
+    assert_eq!(
+        seen,
+        [1, 0, 2],
+        "welcomed, lost, welcomed by the next epoch"
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn manners_are_asked_for_with_typed_errors() {
+    let transport = MemoryTransport::default();
+    let mut server = server(&transport, 1).await;
+    tokio::spawn(async move { listen_on(&mut server).await });
+    let mut raw = Raw::connect(&transport).await;
+    raw.say(1, status()).await;
+    assert_eq!(raw.hear_error().await, (1, ErrorCode::HelloFirst));
+    raw.say(
+        2,
+        Message::Hello(Hello {
+            role: Role::Worker,
+            ..hello(1, 2)
+        }),
+    )
+    .await;
+    assert_eq!(
+        raw.hear_error().await,
+        (2, ErrorCode::Invalid),
+        "no role for this server"
+    );
+    raw.say(3, Message::Hello(hello(1, 2))).await;
+    assert_eq!(raw.hear().await.message.kind(), Kind::Welcome);
+    raw.say(4, Message::Hello(hello(1, 2))).await;
+    assert_eq!(
+        raw.hear_error().await,
+        (4, ErrorCode::Invalid),
+        "hello was said before"
+    );
+    raw.say(5, Message::Ping(Empty {})).await;
+    assert_eq!(raw.hear().await.message.kind(), Kind::Pong);
+    let unknown = Header {
+        version: VERSION,
+        kind: 999,
+        correlation: RequestId(6),
+        deadline_ms: 1,
+        epoch: Epoch(0),
+    };
+    raw.0
+        .send(Frame::new(unknown.to_bytes().to_vec(), vec![0x80]))
+        .await
+        .expect("it is sent");
+    assert_eq!(raw.hear_error().await, (6, ErrorCode::UnknownKind));
+    let malformed = Header {
+        kind: Kind::Lookup.number(),
+        correlation: RequestId(7),
+        ..unknown
+    };
+    raw.0
+        .send(Frame::new(malformed.to_bytes().to_vec(), vec![0xc1]))
+        .await
+        .expect("it is sent");
+    assert_eq!(raw.hear_error().await, (7, ErrorCode::Malformed));
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_request_more_than_the_credits_is_answered_busy() {
+    let transport = MemoryTransport::default();
+    let mut server = server(&transport, 1).await;
+    tokio::spawn(async move { listen_on(&mut server).await });
+    let mut raw = Raw::connect(&transport).await;
+    raw.say(0, Message::Hello(hello(1, 2))).await;
+    assert_eq!(raw.hear().await.message.kind(), Kind::Welcome);
+    for id in 1..=u64::from(limits::REQUEST_CREDITS) {
+        raw.say(id, status()).await;
+    }
+    let one_more = u64::from(limits::REQUEST_CREDITS) + 1;
+    raw.say(one_more, status()).await;
+    assert_eq!(raw.hear_error().await, (one_more, ErrorCode::Busy));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_peer_that_stays_silent_is_closed_after_three_heartbeats() {
+    let transport = MemoryTransport::default();
+    let mut server = server(&transport, 1).await;
+    let mut raw = Raw::connect(&transport).await;
+    raw.say(1, Message::Hello(hello(1, 2))).await;
+    let begun = tokio::time::Instant::now();
+    let closed = async {
+        loop {
+            for event in server.next().await.expect("the server hears") {
+                if let ServerEvent::Closed { .. } = event {
+                    return;
+                }
+            }
+        }
+    };
+    tokio::time::timeout(HEARTBEAT * 6, closed)
+        .await
+        .expect("it is closed");
+    assert!(begun.elapsed() > HEARTBEAT * 3);
+    assert_eq!(raw.hear().await.message.kind(), Kind::Welcome);
+    assert!(raw.0.recv().await.is_err(), "the connection is gone");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_server_that_stays_silent_is_left_and_a_client_that_pings_is_kept() {
+    let transport = MemoryTransport::default();
+    let mut server = server(&transport, 1).await;
+    let (_client, mut incoming) = client(&transport, hello(1, 2));
+    let kept = tokio::time::timeout(HEARTBEAT * 30, listen_on(&mut server)).await;
+    assert!(kept.is_err(), "the server goes on");
+    assert!(matches!(incoming.try_recv(), Ok(Incoming::Welcomed(_))));
+    assert!(incoming.try_recv().is_err(), "pings kept the connection");
+    // From here on nobody hears the pings.
+    let lost = tokio::time::timeout(HEARTBEAT * 10, incoming.recv()).await;
+    assert!(matches!(lost, Ok(Some(Incoming::Lost))));
+    drop(server);
+}
