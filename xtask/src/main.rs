@@ -44,9 +44,11 @@ fn root() -> &'static Path {
         .unwrap_or(Path::new("."))
 }
 
+/// The small things first, so that the output closes with the tests of the program.
 fn test() -> Result<(), String> {
-    cargo(&["test", "--workspace", "--locked", "--all-targets"])?;
-    cargo(&["test", "--workspace", "--locked", "--doc"])
+    cargo(&["test", "--workspace", "--locked", "--doc"])?;
+    cargo(&["test", "--package", "xtask", "--locked"])?;
+    cargo(&["test", "--package", "kvferry", "--locked", "--all-targets"])
 }
 
 fn check() -> Result<(), String> {
