@@ -4,7 +4,6 @@
 #![expect(
     clippy::expect_used,
     clippy::panic,
-    clippy::print_stdout,
     reason = "a test says what it expects"
 )]
 
