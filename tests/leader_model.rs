@@ -5,10 +5,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use kvferry::core::{AnchorKey, Attached, Effect, Event, Leader, LeaderSettings, Refusal};
+use kvferry::core::{
+    AnchorKey, Attached, Effect, EngineMemory, Event, Leader, LeaderSettings, Refusal,
+};
 use kvferry::types::{
-    Answer, Direction, EndedCopy, EngineId, Epoch, GroupGeometry, GroupId, OpId, PageHashes,
-    PageList, Rank, Ratio, Request, RequestId, SlotId, Time,
+    Answer, AttachId, DepotId, Direction, EndedCopy, EngineId, Epoch, GroupGeometry, GroupId, OpId,
+    PageHashes, PageList, Rank, Ratio, Replica, Request, RequestId, ResetScope, SlotId, Time,
+    WorkerId,
 };
 use proptest::prelude::*;
 
@@ -46,7 +49,7 @@ enum Step {
     Wait(u64),
     /// The connection breaks and is back within the grace time.
     Reconnect(u8),
-    Die(u16),
+    Die(u8, u16),
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -63,7 +66,7 @@ fn step() -> impl Strategy<Value = Step> {
             .prop_map(|(which, rank, whole, epoch)| Step::Report { which, rank, whole, epoch }),
         3 => (1_u64..20).prop_map(Step::Wait),
         1 => (0_u8..2).prop_map(Step::Reconnect),
-        1 => (0..RANKS).prop_map(Step::Die),
+        1 => (0_u8..2, 0..RANKS).prop_map(|(engine, rank)| Step::Die(engine, rank)),
     ]
 }
 
@@ -88,36 +91,52 @@ struct World {
     next_id: u64,
     /// Requests with their answers.
     asked: BTreeMap<(u8, RequestId), (Request, Option<Reply>)>,
-    /// Copies that have not ended on these ranks.
-    open: BTreeMap<OpId, (Direction, BTreeSet<u16>)>,
+    /// Copies that have not ended on these ranks of an engine's replica.
+    open: BTreeMap<OpId, (Direction, u8, BTreeSet<u16>)>,
+    attaches: u64,
     slots: BTreeMap<(u8, u64), (usize, u32, u32)>,
     cancelled: BTreeSet<OpId>,
 }
 
+fn worker(engine: u8, rank: u16) -> WorkerId {
+    WorkerId {
+        replica: Replica(engine.into()),
+        rank: Rank(rank),
+    }
+}
+
 impl World {
+    /// Two engines, each with all its ranks.
     fn new() -> Self {
+        let mut world = Self::without_workers();
+        for engine in 0..2 {
+            (0..RANKS).for_each(|rank| world.attach(engine, rank));
+        }
+        assert!(world.leader.is_ready());
+        world
+    }
+
+    fn without_workers() -> Self {
         let ratio = Ratio::new(8).expect("in bounds");
-        let leader = Leader::new(LeaderSettings::new(EPOCH, RANKS, ratio, AnchorKey([3; 32])));
+        let mut settings = LeaderSettings::new(EPOCH, RANKS, ratio, AnchorKey([3; 32]));
+        settings.replicas = 2;
         let mut world = Self {
-            leader,
+            leader: Leader::new(settings),
             now: Time(0),
             next_id: 0,
             asked: BTreeMap::new(),
             open: BTreeMap::new(),
+            attaches: 0,
             slots: BTreeMap::new(),
             cancelled: BTreeSet::new(),
         };
         for engine in 0..2 {
             world.event(Event::EngineOpened(engine_id(engine)));
         }
-        for rank in 0..RANKS {
-            world.attach(rank);
-        }
-        assert!(world.leader.is_ready());
         world
     }
 
-    fn attach(&mut self, rank: u16) {
+    fn attach(&mut self, engine: u8, rank: u16) {
         let geometry = GroupGeometry {
             group: GroupId(0),
             engine_page_tokens: 16,
@@ -126,12 +145,16 @@ impl World {
             device_pages: 64,
             layout_fingerprint: [1; 16],
         };
-        let rank = Rank(rank);
+        self.attaches += 1;
         self.event(Event::Attached(Attached {
-            rank,
-            geometry,
-            arena_pages: 60,
-            keeps_pages: false,
+            worker: worker(engine, rank),
+            attach: AttachId(self.attaches),
+            depot: DepotId(rank.into()),
+            memory: Some(EngineMemory {
+                engine: engine_id(engine),
+                geometry,
+                arena_pages: 60,
+            }),
         }));
     }
 
@@ -158,12 +181,22 @@ impl World {
         for effect in effects {
             match effect {
                 Effect::Answer { engine, id, answer } => self.answered(engine.0[0], id, answer),
-                Effect::Copy { ranks, copy } => {
+                Effect::Copy {
+                    replica,
+                    ranks,
+                    copy,
+                } => {
+                    assert_eq!(
+                        copy.engine,
+                        engine_id(replica.0 as u8),
+                        "another engine's workers"
+                    );
                     for pair in &copy.pairs {
                         assert_eq!(pair.src.pages(), pair.dst.pages());
                     }
                     let ranks = ranks.iter().map(|rank| rank.0).collect();
-                    let before = self.open.insert(copy.op, (copy.direction, ranks));
+                    let open = (copy.direction, replica.0 as u8, ranks);
+                    let before = self.open.insert(copy.op, open);
                     assert!(before.is_none(), "{} was given twice", copy.op);
                 }
                 Effect::Cancel { op, .. } => {
@@ -173,10 +206,18 @@ impl World {
                     );
                     self.cancelled.insert(op);
                 }
-                Effect::Admit { verdict, .. } => assert_eq!(verdict, Ok(())),
-                Effect::Expel(rank) => {
-                    let stuck = self.open.values().any(|(_, ranks)| ranks.contains(&rank.0));
-                    assert!(stuck, "{rank} owes nothing");
+                Effect::Admit { verdict, .. } => assert!(verdict.is_ok()),
+                Effect::ReadInventory { shard, depot } => self.event(Event::Inventory {
+                    shard,
+                    depot,
+                    records: Vec::new(),
+                }),
+                Effect::Strike { worker, id, .. } => self.event(Event::Struck { worker, id }),
+                Effect::Expel(expelled) => {
+                    let stuck = self.open.values().any(|(_, engine, ranks)| {
+                        ranks.iter().any(|rank| worker(*engine, *rank) == expelled)
+                    });
+                    assert!(stuck, "{expelled} owes nothing");
                 }
             }
         }
@@ -209,9 +250,11 @@ impl World {
     }
 
     fn report(&mut self, op: OpId, rank: u16, whole: bool, epoch: Epoch) {
-        if epoch == EPOCH
-            && let Some((_, ranks)) = self.open.get_mut(&op)
-        {
+        let Some((_, engine, ranks)) = self.open.get_mut(&op) else {
+            return;
+        };
+        let engine = *engine;
+        if epoch == EPOCH {
             ranks.remove(&rank);
             if ranks.is_empty() {
                 self.open.remove(&op);
@@ -224,21 +267,23 @@ impl World {
             busy_us: 1,
         };
         self.event(Event::Ended {
-            rank: Rank(rank),
+            worker: worker(engine, rank),
             epoch,
             copies: vec![ended, ended],
         });
     }
 
     /// Everything of a rank has ended: its process is dead, and a new one attaches.
-    fn die(&mut self, rank: u16) {
-        self.open.retain(|_, (_, ranks)| {
-            ranks.remove(&rank);
+    fn die(&mut self, engine: u8, rank: u16) {
+        self.open.retain(|_, (_, owner, ranks)| {
+            if *owner == engine {
+                ranks.remove(&rank);
+            }
             !ranks.is_empty()
         });
-        self.event(Event::WorkerDead(Rank(rank)));
-        assert!(!self.leader.is_ready());
-        self.attach(rank);
+        self.event(Event::WorkerDead(worker(engine, rank)));
+        assert!(!self.leader.is_attached(worker(engine, rank)));
+        self.attach(engine, rank);
     }
 
     fn take(&mut self, step: Step) {
@@ -328,7 +373,7 @@ impl World {
                 self.take(Step::Wait(9));
                 self.event(Event::EngineOpened(engine_id(engine)));
             }
-            Step::Die(rank) => self.die(rank),
+            Step::Die(engine, rank) => self.die(engine, rank),
             Step::Retry(_) | Step::Report { .. } => {}
         }
     }
@@ -339,7 +384,7 @@ impl World {
             .open
             .iter()
             .next()
-            .and_then(|(op, (_, ranks))| Some((*op, *ranks.first()?)))
+            .and_then(|(op, (_, _, ranks))| Some((*op, *ranks.first()?)))
         {
             self.report(op, rank, true, EPOCH);
         }
@@ -506,24 +551,173 @@ fn an_engine_that_stays_away_is_forgotten_with_all_it_held() {
 }
 
 #[test]
-fn a_load_that_comes_while_a_rank_is_missing_is_refused_only_when_that_rank_is_back() {
-    let mut world = World::new();
-    world.event(Event::WorkerLost(Rank(1)));
+fn what_names_engine_pages_is_refused_only_when_nothing_of_an_older_leader_can_touch_them() {
+    let mut world = World::without_workers();
     let (slot, destination) = (SlotId(9), PageList::run(0, 1));
+    let (first_page, more, source) = (0, None, destination.clone());
     world.ask(
         0,
         Request::Load {
             slot,
-            first_page: 0,
+            first_page,
             destination,
         },
     );
+    let load = RequestId(world.next_id);
+    world.ask(
+        0,
+        Request::Store {
+            slot,
+            first_page,
+            more,
+            source,
+        },
+    );
+    let store = RequestId(world.next_id);
+    for (engine, rank) in [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)] {
+        world.attach(engine, rank);
+    }
+    assert_eq!(
+        answer(&world, 0, load),
+        None,
+        "the last worker may still copy"
+    );
+    world.event(Event::WorkerDead(worker(1, 2)));
+    let refused = Some(Err(Refusal::UnknownSlot(slot)));
+    assert_eq!(answer(&world, 0, load), refused);
+    assert_eq!(answer(&world, 0, store), refused);
+}
+
+#[test]
+fn who_keeps_silent_for_longer_than_the_fence_while_something_waits_must_go() {
+    let mut leader = World::without_workers().leader;
+    let load = Request::Load {
+        slot: SlotId(9),
+        first_page: 0,
+        destination: PageList::run(0, 1),
+    };
+    let ask = Event::Request {
+        engine: engine_id(0),
+        id: RequestId(1),
+        deadline: Time(5),
+        request: load,
+    };
+    let mut effects = Vec::new();
+    leader.step(Time(0), ask, &mut effects);
+    let fence = Time(5) + Duration::from_secs(10);
+    assert_eq!(leader.next_timeout(), Some(fence));
+    leader.step(fence, Event::Tick, &mut effects);
+    let all = (0..2).flat_map(|engine| (0..RANKS).map(move |rank| worker(engine, rank)));
+    let expelled: Vec<Effect> = all.map(Effect::Expel).collect();
+    assert_eq!(effects, expelled);
+}
+
+fn reset(world: &mut World, scope: ResetScope) -> Option<Reply> {
+    world.ask(0, Request::Reset { scope });
+    answer(world, 0, RequestId(world.next_id))
+}
+
+fn found(world: &mut World, namespace: u8) -> u32 {
+    let lookup = Request::Lookup {
+        slot: SlotId(2),
+        namespace: vec![namespace],
+        hashes: sequence(0, 8),
+        device_pages: 0,
+    };
+    world.ask(1, lookup);
     let id = RequestId(world.next_id);
+    world.take(Step::Finish { engine: 1, slot: 2 });
+    let answer = answer(world, 1, id)
+        .expect("an answer")
+        .expect("no refusal");
+    let Answer::Lookup { hit_pages, .. } = answer else {
+        unreachable!("a lookup's answer is one");
+    };
+    hit_pages
+}
+
+#[test]
+fn a_reset_forgets_what_it_names_and_nothing_else() {
+    let mut world = World::new();
+    for (slot, namespace) in [(0, 7), (1, 8)] {
+        store(&mut world, 0, slot, namespace, 8);
+        let op = *world.open.keys().next().expect("a copy");
+        (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    }
+    let forgotten = |pages| Some(Ok(Answer::Reset { pages }));
+    assert_eq!(
+        reset(&mut world, ResetScope::Namespace(vec![7])),
+        forgotten(8)
+    );
+    assert_eq!((found(&mut world, 7), found(&mut world, 8)), (0, 8));
+    let page = PageHashes::packed(16, sequence(0, 3).get(2).to_vec()).expect("one page");
+    assert_eq!(
+        reset(&mut world, ResetScope::Pages(vec![7], page.clone())),
+        forgotten(0)
+    );
+    assert_eq!(
+        reset(&mut world, ResetScope::Pages(vec![8], page)),
+        forgotten(8)
+    );
+    assert_eq!(found(&mut world, 8), 0);
+    assert_eq!(reset(&mut world, ResetScope::Everything), forgotten(0));
+}
+
+#[test]
+fn a_reset_is_refused_while_pages_are_held_with_the_number_of_holders() {
+    let mut world = World::new();
+    store(&mut world, 0, 0, 7, 8);
+    let op = *world.open.keys().next().expect("a copy");
+    (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    for slot in [4, 5] {
+        world.ask(
+            1,
+            Request::Lookup {
+                slot: SlotId(slot),
+                namespace: vec![7],
+                hashes: sequence(0, 8),
+                device_pages: 0,
+            },
+        );
+    }
+    let refused = Some(Err(Refusal::Leased { holders: 2 }));
+    assert_eq!(reset(&mut world, ResetScope::Everything), refused);
+    assert_eq!(found(&mut world, 7), 8, "nothing was forgotten");
+}
+
+#[test]
+fn a_reset_is_answered_when_stores_in_flight_have_ended() {
+    let mut world = World::new();
+    let stored = store(&mut world, 0, 0, 7, 8);
+    let op = *world.open.keys().next().expect("a copy");
+    assert_eq!(reset(&mut world, ResetScope::Everything), None);
+    let id = RequestId(world.next_id);
+    assert!(world.cancelled.contains(&op));
+    (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    assert_eq!(answer(&world, 0, id), Some(Ok(Answer::Reset { pages: 8 })));
+    let failed = Answer::Store {
+        stored_pages: 0,
+        present_pages: 0,
+        refused_pages: 0,
+        failed_pages: 8,
+    };
+    assert_eq!(answer(&world, 0, stored), Some(Ok(failed)));
+    assert_eq!(found(&mut world, 7), 0);
+}
+
+#[test]
+fn one_request_too_many_is_refused_and_may_come_again() {
+    let mut world = World::without_workers();
+    let mut settings = LeaderSettings::new(EPOCH, RANKS, Ratio::default(), AnchorKey([3; 32]));
+    settings.open_requests_max = 1;
+    world.leader = Leader::new(settings);
+    world.take(Step::Load { engine: 0, slot: 1 });
+    world.take(Step::Load { engine: 0, slot: 2 });
+    let id = RequestId(world.next_id);
+    let limit = "requests of an engine under way";
     assert_eq!(
         answer(&world, 0, id),
-        None,
-        "rank 1 may still write these pages for an older leader"
+        Some(Err(Refusal::Limit { limit, max: 1 }))
     );
-    world.attach(1);
-    assert_eq!(answer(&world, 0, id), Some(Err(Refusal::UnknownSlot(slot))));
+    assert_eq!(world.leader.open_requests(), 1);
 }

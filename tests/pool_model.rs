@@ -4,9 +4,7 @@
 
 use std::collections::HashMap;
 
-use kvferry::core::{
-    AnchorKey, Arena, Domain, DomainId, Match, Pin, Pool, RankSet, Reserved, Run, Want,
-};
+use kvferry::core::{AnchorKey, Arena, Domain, Match, Pin, Pool, RankSet, Reserved, Run, Want};
 use kvferry::types::{Generation, GroupId, PageHashes, Rank, Ratio};
 use proptest::prelude::*;
 
@@ -139,13 +137,7 @@ fn sequence(name: u8, pages: usize) -> PageHashes {
 }
 
 fn domain(namespace: u8) -> Domain {
-    Domain::new(
-        DomainId(namespace.into()),
-        &AnchorKey([1; 32]),
-        &[namespace],
-        &[0; 16],
-        GroupId(0),
-    )
+    Domain::new(&AnchorKey([1; 32]), &[namespace], &[0; 16], GroupId(0))
 }
 
 #[derive(Debug, Clone)]
@@ -191,6 +183,7 @@ struct Copying {
     content: Vec<(u8, Vec<u8>)>,
     missing: Vec<u16>,
     failed: bool,
+    forgotten: bool,
 }
 
 /// Pages that are held, with what they held then.
@@ -298,6 +291,7 @@ impl Model {
                     content,
                     missing,
                     failed: false,
+                    forgotten: false,
                 });
             }
             if room < end - position {
@@ -329,6 +323,8 @@ impl Model {
             );
             return;
         }
+        // What a reset forgot meanwhile does not come back.
+        copy.failed |= copy.forgotten;
         assert_eq!(ended, Some(!copy.failed));
         let copy = self.copying.swap_remove(which);
         if !copy.failed {
@@ -427,6 +423,7 @@ proptest! {
                 PoolStep::LetGo(which) => model.let_go(which),
                 PoolStep::Reset => {
                     model.pool.reset();
+                    model.copying.iter_mut().for_each(|copy| copy.forgotten = true);
                     let mut runs = Vec::new();
                     for namespace in 0..2 {
                         for name in 0..4 {

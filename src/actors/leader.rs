@@ -11,13 +11,16 @@ use tokio::task::JoinHandle;
 
 use crate::actors::clock::Clock;
 use crate::actors::mailbox::{Credited, Feeder};
-use crate::core::{Attached, Effect, Event, Leader, LeaderSettings, Refusal};
+use crate::core::{Attached, Effect, EngineMemory, Event, Leader, LeaderSettings, Refusal};
 use crate::protocol::{
-    Attached as AttachedBody, Cancel, Envelope, ErrorBody, ErrorCode, Message, RankStatus, Role,
-    StatusAnswer, Transfer,
+    Attach, Attached as AttachedBody, Cancel, Envelope, ErrorBody, ErrorCode, Message, RankStatus,
+    Role, StatusAnswer, Strike, Transfer,
 };
 use crate::transport::{PeerId, Replier, Server, ServerEvent};
-use crate::types::{Copy, EndedCopy, EngineId, OpId, Rank, Request, RequestId, Time};
+use crate::types::{
+    AttachId, Copy, DepotId, EndedCopy, EngineId, OpId, Rank, Replica, Request, RequestId, ResetId,
+    Time, WorkerId,
+};
 
 /// What a leader needs to start.
 pub struct LeaderArguments {
@@ -63,8 +66,8 @@ pub(super) struct LeaderActor;
 struct WorkerPeer {
     peer: PeerId,
     pid: Option<i32>,
-    /// The attach request that waits for its answer.
-    attaching: Option<RequestId>,
+    /// The last attach request of each number: where its answer goes.
+    attaching: Option<(AttachId, RequestId)>,
 }
 
 pub(super) struct State {
@@ -75,7 +78,7 @@ pub(super) struct State {
     replier: Replier,
     roles: HashMap<PeerId, PeerRole>,
     engines: HashMap<EngineId, PeerId>,
-    workers: HashMap<Rank, WorkerPeer>,
+    workers: HashMap<WorkerId, WorkerPeer>,
     watched: HashSet<i32>,
     next_order: u64,
     timer: Option<JoinHandle<Result<(), ractor::MessagingErr<LeaderMessage>>>>,
@@ -88,7 +91,7 @@ pub(super) struct State {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum PeerRole {
     Engine(EngineId),
-    Worker(Rank),
+    Worker(WorkerId),
     Admin,
 }
 
@@ -192,7 +195,10 @@ impl State {
             ServerEvent::Opened { peer, hello, pid } => {
                 let role = match hello.role {
                     Role::Engine => PeerRole::Engine(EngineId(hello.engine)),
-                    Role::Worker => PeerRole::Worker(Rank(hello.rank)),
+                    Role::Worker => PeerRole::Worker(WorkerId {
+                        replica: Replica(hello.replica),
+                        rank: Rank(hello.rank),
+                    }),
                     Role::Rank | Role::Admin => PeerRole::Admin,
                 };
                 self.roles.insert(peer, role);
@@ -217,14 +223,14 @@ impl State {
                 }
                 self.step(Event::EngineOpened(engine));
             }
-            PeerRole::Worker(rank) => {
-                if let Some(before) = self.workers.get(&rank) {
-                    tracing::warn!(rank = rank.0, "a second worker took over");
+            PeerRole::Worker(worker) => {
+                if let Some(before) = self.workers.get(&worker) {
+                    tracing::warn!(%worker, "connected again, or a second one took over");
                     self.replier.disconnect(before.peer);
-                    self.step(Event::WorkerLost(rank));
+                    self.step(Event::WorkerLost(worker));
                 }
                 self.workers.insert(
-                    rank,
+                    worker,
                     WorkerPeer {
                         peer,
                         pid,
@@ -247,14 +253,14 @@ impl State {
                 self.engines.remove(&engine);
                 self.step(Event::EngineClosed(engine));
             }
-            Some(PeerRole::Worker(rank))
+            Some(PeerRole::Worker(worker))
                 if self
                     .workers
-                    .get(&rank)
-                    .is_some_and(|worker| worker.peer == peer) =>
+                    .get(&worker)
+                    .is_some_and(|known| known.peer == peer) =>
             {
-                tracing::warn!(rank = rank.0, "worker lost");
-                self.step(Event::WorkerLost(rank));
+                tracing::warn!(%worker, "worker lost");
+                self.step(Event::WorkerLost(worker));
             }
             _ => {}
         }
@@ -267,9 +273,9 @@ impl State {
             .workers
             .iter()
             .find(|(_, worker)| worker.pid == Some(pid));
-        if let Some(rank) = dead.map(|(rank, _)| *rank) {
-            self.workers.remove(&rank);
-            self.step(Event::WorkerDead(rank));
+        if let Some(worker) = dead.map(|(worker, _)| *worker) {
+            self.workers.remove(&worker);
+            self.step(Event::WorkerDead(worker));
         }
     }
 
@@ -288,18 +294,10 @@ impl State {
                 self.replier
                     .reply(peer, correlation, Message::StatusAnswer(*answer));
             }
-            (Some(PeerRole::Worker(rank)), Message::Attach(attach)) => {
-                if let Some(worker) = self.workers.get_mut(&rank) {
-                    worker.attaching = Some(correlation);
-                }
-                self.step(Event::Attached(Attached {
-                    rank,
-                    geometry: attach.geometry,
-                    arena_pages: attach.arena_pages,
-                    keeps_pages: attach.keeps_pages && epoch == self.settings.epoch,
-                }));
+            (Some(PeerRole::Worker(worker)), Message::Attach(attach)) => {
+                self.attach(worker, correlation, attach);
             }
-            (Some(PeerRole::Worker(rank)), Message::Ended(ended)) => {
+            (Some(PeerRole::Worker(worker)), Message::Ended(ended)) => {
                 let copies = ended.copies.iter().map(|copy| EndedCopy {
                     op: OpId(copy.op),
                     whole: copy.whole,
@@ -308,18 +306,19 @@ impl State {
                 });
                 let copies = copies.collect();
                 self.step(Event::Ended {
-                    rank,
+                    worker,
                     epoch,
                     copies,
                 });
             }
-            (Some(PeerRole::Worker(_)), Message::CancelAnswer(_)) => {}
-            (Some(PeerRole::Worker(rank)), Message::Error(error)) => {
-                tracing::warn!(
-                    rank = rank.0,
-                    message = error.message,
-                    "worker refuses an order"
-                );
+            (Some(PeerRole::Worker(worker)), Message::Struck(struck)) => {
+                if epoch == self.settings.epoch {
+                    let id = ResetId(struck.reset);
+                    self.step(Event::Struck { worker, id });
+                }
+            }
+            (Some(PeerRole::Worker(worker)), Message::Error(error)) => {
+                tracing::warn!(%worker, message = error.message, "worker refuses an order");
             }
             (Some(PeerRole::Engine(engine)), message) => {
                 self.engine_asks(peer, engine, correlation, deadline_ms, message);
@@ -334,6 +333,24 @@ impl State {
                 );
             }
         }
+    }
+
+    fn attach(&mut self, worker: WorkerId, correlation: RequestId, attach: Attach) {
+        let id = AttachId(attach.attach);
+        if let Some(peer) = self.workers.get_mut(&worker) {
+            peer.attaching = Some((id, correlation));
+        }
+        let memory = attach.memory.map(|memory| EngineMemory {
+            engine: EngineId(memory.engine),
+            geometry: memory.geometry,
+            arena_pages: memory.arena_pages,
+        });
+        self.step(Event::Attached(Attached {
+            worker,
+            attach: id,
+            depot: DepotId(u128::from_be_bytes(attach.depot)),
+            memory,
+        }));
     }
 
     fn engine_asks(
@@ -364,24 +381,40 @@ impl State {
     fn step(&mut self, event: Event) {
         let mut effects = std::mem::take(&mut self.effects);
         self.core.step(self.clock.now(), event, &mut effects);
-        let mut copies: Vec<(crate::core::RankSet, Copy)> = Vec::new();
+        let mut copies: Vec<(Replica, crate::core::RankSet, Copy)> = Vec::new();
+        let mut inventories = Vec::new();
         for effect in effects.drain(..) {
             match effect {
                 Effect::Answer { engine, id, answer } => self.answer(engine, id, answer),
-                Effect::Admit { rank, verdict } => self.admit(rank, verdict),
-                Effect::Copy { ranks, copy } => copies.push((ranks, copy)),
-                Effect::Cancel { ranks, op } => {
+                Effect::Admit {
+                    worker,
+                    attach,
+                    verdict,
+                } => self.admit(worker, attach, verdict),
+                Effect::Copy {
+                    replica,
+                    ranks,
+                    copy,
+                } => copies.push((replica, ranks, copy)),
+                Effect::Cancel { replica, ranks, op } => {
                     for rank in ranks.iter() {
-                        self.order(
-                            rank,
-                            Message::Cancel(Cancel { ops: vec![op.0] }),
-                            Duration::ZERO,
-                        );
+                        let cancel = Message::Cancel(Cancel { ops: vec![op.0] });
+                        self.order(WorkerId { replica, rank }, cancel, Duration::ZERO);
                     }
                 }
-                Effect::Expel(rank) => {
-                    tracing::error!(rank = rank.0, "worker does not end its copies: closing it");
-                    if let Some(worker) = self.workers.get(&rank) {
+                Effect::Strike { worker, id, scope } => {
+                    let strike = Message::Strike(Strike::from((id, &scope)));
+                    self.order(worker, strike, Duration::ZERO);
+                }
+                // A depot's memory ends with its worker so far, and nothing is listed beside it.
+                Effect::ReadInventory { shard, depot } => inventories.push(Event::Inventory {
+                    shard,
+                    depot,
+                    records: Vec::new(),
+                }),
+                Effect::Expel(worker) => {
+                    tracing::error!(%worker, "worker does not end its copies: closing it");
+                    if let Some(worker) = self.workers.get(&worker) {
                         self.replier.disconnect(worker.peer);
                     }
                 }
@@ -389,33 +422,35 @@ impl State {
         }
         self.effects = effects;
         self.transfer(&copies);
+        inventories.into_iter().for_each(|event| self.step(event));
     }
 
     /// One step's copies belong to one request: one message to each rank.
-    fn transfer(&mut self, copies: &[(crate::core::RankSet, Copy)]) {
-        let Some((ranks, first)) = copies.first() else {
+    fn transfer(&mut self, copies: &[(Replica, crate::core::RankSet, Copy)]) {
+        let Some((replica, ranks, first)) = copies.first() else {
             return;
         };
-        let list: Vec<&Copy> = copies.iter().map(|(_, copy)| copy).collect();
+        let list: Vec<&Copy> = copies.iter().map(|(_, _, copy)| copy).collect();
         let Some(transfer) = Transfer::of(&list) else {
             tracing::error!("copies of several requests in one step");
             return;
         };
         let left = self.clock.now().until(first.deadline);
         for rank in ranks.iter() {
-            if !self.order(rank, Message::Transfer(transfer.clone()), left) {
-                tracing::debug!(
-                    rank = rank.0,
-                    "order not sent: the worker is gone, its end is awaited"
-                );
+            let worker = WorkerId {
+                replica: *replica,
+                rank,
+            };
+            if !self.order(worker, Message::Transfer(transfer.clone()), left) {
+                tracing::debug!(%worker, "order not sent: the worker is gone, its end is awaited");
             }
         }
     }
 
-    fn order(&mut self, rank: Rank, message: Message, deadline: Duration) -> bool {
+    fn order(&mut self, worker: WorkerId, message: Message, deadline: Duration) -> bool {
         self.next_order += 1;
         let correlation = RequestId(self.next_order);
-        let peer = self.workers.get(&rank).map(|worker| worker.peer);
+        let peer = self.workers.get(&worker).map(|worker| worker.peer);
         peer.is_some_and(|peer| self.replier.order(peer, correlation, message, deadline))
     }
 
@@ -434,39 +469,48 @@ impl State {
         }
     }
 
-    fn admit(&mut self, rank: Rank, verdict: Result<(), Refusal>) {
-        let attached_ranks = self.core.attached_ranks();
-        let Some(worker) = self.workers.get_mut(&rank) else {
+    fn admit(&mut self, worker: WorkerId, attach: AttachId, verdict: Result<OpId, Refusal>) {
+        let attached_ranks = self.core.attached_workers();
+        let Some(known) = self.workers.get_mut(&worker) else {
             return;
         };
-        let Some(correlation) = worker.attaching.take() else {
+        let Some((_, correlation)) = known.attaching.take_if(|(asked, _)| *asked == attach) else {
             return;
         };
         match verdict {
-            Ok(()) => {
-                let body = AttachedBody { attached_ranks };
+            Ok(after) => {
+                let body = AttachedBody {
+                    attach: attach.0,
+                    after: after.0,
+                    attached_ranks,
+                };
                 self.replier
-                    .reply(worker.peer, correlation, Message::Attached(body));
+                    .reply(known.peer, correlation, Message::Attached(body));
             }
             Err(refusal) => {
-                tracing::error!(%refusal, "rank turned away");
+                tracing::error!(%refusal, "worker turned away");
                 self.replier
-                    .refuse(worker.peer, correlation, to_error(&refusal));
+                    .refuse(known.peer, correlation, to_error(&refusal));
             }
         }
     }
 
     fn status(&self, check: bool) -> StatusAnswer {
-        let ranks = (0..self.settings.ranks).map(Rank).map(|rank| {
-            let worker = self.workers.get(&rank);
-            RankStatus {
-                rank: rank.0,
-                attached: self.core.is_attached(rank),
-                pid: worker
-                    .and_then(|worker| worker.pid)
-                    .and_then(|pid| u32::try_from(pid).ok())
-                    .unwrap_or(0),
-            }
+        let replicas = (0..self.settings.replicas).map(Replica);
+        let workers = replicas.flat_map(|replica| {
+            let ranks = (0..self.settings.ranks).map(Rank);
+            ranks.map(move |rank| WorkerId { replica, rank })
+        });
+        let ranks = workers.map(|id| RankStatus {
+            replica: id.replica.0,
+            rank: id.rank.0,
+            attached: self.core.is_attached(id),
+            pid: self
+                .workers
+                .get(&id)
+                .and_then(|worker| worker.pid)
+                .and_then(|pid| u32::try_from(pid).ok())
+                .unwrap_or(0),
         });
         let mut answer = StatusAnswer {
             version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -530,9 +574,12 @@ fn to_error(refusal: &Refusal) -> ErrorBody {
     let code = match refusal {
         Refusal::NotReady { .. } => ErrorCode::NotReady,
         Refusal::RankDisagrees { .. } => ErrorCode::RankDisagrees,
-        Refusal::NoSuchRank { .. } | Refusal::DepotTooSmall { .. } | Refusal::Invalid { .. } => {
-            ErrorCode::Invalid
-        }
+        Refusal::NoSuchWorker { .. }
+        | Refusal::DepotNotShared { .. }
+        | Refusal::DepotTooSmall { .. }
+        | Refusal::Invalid { .. } => ErrorCode::Invalid,
+        Refusal::Leased { .. } => ErrorCode::Leased,
+        Refusal::ResetUnconfirmed { .. } => ErrorCode::ResetUnconfirmed,
         Refusal::UnknownSlot(_) => ErrorCode::UnknownSlot,
         Refusal::NotPinned { .. } => ErrorCode::NotPinned,
         Refusal::Limit { .. } => ErrorCode::Limit,

@@ -1,5 +1,6 @@
 //! The worker's shell: a leader and engine ranks outside, the core inside, copies on threads of their own.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use ractor::{Actor, ActorProcessingErr, ActorRef};
@@ -12,23 +13,26 @@ use crate::actors::pool::{PoolActor, PoolArguments, PoolSettings, Progress};
 use crate::actors::transfer::{
     RUNNING_COPIES_MAX, TransferActor, TransferArguments, TransferMessage,
 };
-use crate::core::{BatchId, Worker, WorkerEffect, WorkerEvent};
+use crate::core::{BatchId, Worker, WorkerEffect, WorkerEvent, WorkerSettings};
 use crate::memory::{Depot, RegisteredMemory};
 use crate::protocol::{
-    Attach, CopyResult, Empty, Ended, Envelope, ErrorBody, ErrorCode, Message, Register, Registered,
+    Attach, Attached, AttachedMemory, CopyResult, Empty, Ended, Envelope, ErrorBody, ErrorCode,
+    Message, Register, Registered, Struck,
 };
 use crate::transport::{
     Client, Failure, FdReceiver, Incoming, PeerId, Replier, Server, ServerEvent,
 };
-use crate::types::{EndedCopy, EngineId, Epoch, OpId, Rank, RequestId, Time};
+use crate::types::{
+    AttachId, DepotId, EndedCopy, EngineId, OpId, RequestId, ResetId, Time, WorkerId,
+};
 
-/// How long the leader may take to admit a rank.
-const ATTACH_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(10);
+/// How long one question of a worker to its leader may take; the core asks again.
+const ATTACH_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(2);
 
 /// What a worker needs to start.
 pub struct WorkerArguments {
-    /// Which rank it serves.
-    pub rank: Rank,
+    /// Which rank of which engine it serves.
+    pub worker: WorkerId,
     /// Where its engine rank connects.
     pub server: Server,
     /// Where its engine rank hands over file descriptors.
@@ -50,23 +54,26 @@ pub(super) enum WorkerMessage {
     Deaf(&'static str),
     Depot(Result<Arc<Depot>, String>),
     Mapped(Registering, Box<Result<RegisteredMemory, String>>),
-    Admitted(Registering, Result<(), Failure>),
+    Admitted(AttachId, Result<Attached, Failure>),
     Ended(Vec<EndedCopy>),
     Tick,
 }
 
-/// A rank that registers: who asked, under which id, for which engine. `asked` is empty when the worker attaches again
-/// by itself.
+/// A rank that registers: who asked, under which id, for which engine, and which of its requests are over.
 #[derive(Debug, Clone)]
 pub(super) struct Registering {
-    asked: Option<(PeerId, RequestId)>,
+    peer: PeerId,
+    asked: RequestId,
     engine: EngineId,
+    after: RequestId,
 }
 
 /// Memory that was mapped and, once the leader has agreed, is used.
 struct Mapped {
     engine: EngineId,
-    peer: Option<PeerId>,
+    peer: PeerId,
+    /// The registration, until it is answered.
+    asked: Option<RequestId>,
     memory: RegisteredMemory,
 }
 
@@ -74,21 +81,24 @@ pub(super) struct WorkerActor;
 
 pub(super) struct State {
     feeder: Feeder,
-    rank: Rank,
+    worker: WorkerId,
     core: Worker,
     clock: Clock,
     replier: Replier,
     fds: Arc<FdReceiver>,
     leader: Client,
-    leader_epoch: Option<Epoch>,
     transfer: ActorRef<TransferMessage>,
     progress: Arc<Progress>,
     depot: Option<Arc<Depot>>,
-    /// The epoch in which this depot was last attached: only there does the leader know what it holds.
-    attached_in: Option<Epoch>,
+    depot_id: DepotId,
     mapped: Option<Mapped>,
-    /// An attach that waits until no copy is under way.
-    attach_next: Option<Registering>,
+    /// Why the leader turned this worker away, last.
+    turned_away: Option<Failure>,
+    /// Ranks that wait until nothing is copied for what they abandoned, by the number that the core was given.
+    abandoning: HashMap<u64, (PeerId, RequestId)>,
+    next_ask: u64,
+    /// The order that is being carried out.
+    order: RequestId,
     timer: Option<JoinHandle<Result<(), ractor::MessagingErr<WorkerMessage>>>>,
     armed_at: Option<Time>,
     effects: Vec<WorkerEffect>,
@@ -105,7 +115,7 @@ impl Actor for WorkerActor {
         arguments: WorkerArguments,
     ) -> Result<State, ActorProcessingErr> {
         let WorkerArguments {
-            rank,
+            worker,
             server,
             fds,
             leader,
@@ -136,19 +146,21 @@ impl Actor for WorkerActor {
         tokio::spawn(feed_leader(incoming, myself));
         Ok(State {
             feeder,
-            rank,
-            core: Worker::new(RUNNING_COPIES_MAX),
+            worker,
+            core: Worker::new(WorkerSettings::new(RUNNING_COPIES_MAX)),
             clock: Clock::start(),
             replier,
             fds: Arc::new(fds),
             leader,
-            leader_epoch: None,
             transfer,
             progress,
             depot: None,
-            attached_in: None,
+            depot_id: random_depot_id()?,
             mapped: None,
-            attach_next: None,
+            turned_away: None,
+            abandoning: HashMap::new(),
+            next_ask: 0,
+            order: RequestId(0),
             timer: None,
             armed_at: None,
             effects: Vec::new(),
@@ -179,29 +191,31 @@ impl Actor for WorkerActor {
                     state.rank_event(event, &myself)?;
                 }
             }
-            WorkerMessage::Leader(incoming) => state.leader_says(incoming.item)?,
+            WorkerMessage::Leader(incoming) => state.leader_says(incoming.item, &myself)?,
             WorkerMessage::Deaf(what) => return Err(format!("{what} has ended").into()),
             WorkerMessage::Depot(Ok(depot)) => {
                 tracing::info!(
-                    rank = state.rank.0,
+                    worker = %state.worker,
                     bytes = depot.bytes(),
                     "host memory ready"
                 );
                 state.depot = Some(depot);
+                state.step(WorkerEvent::DepotReady, &myself)?;
             }
             WorkerMessage::Depot(Err(why)) => return Err(why.into()),
             WorkerMessage::Mapped(who, memory) => match *memory {
-                Ok(memory) => state.mapped(who, memory)?,
-                Err(why) => state.refuse(&who, ErrorCode::Invalid, why),
+                Ok(memory) => state.mapped(who, memory, &myself)?,
+                Err(why) => state.refuse(who.peer, who.asked, ErrorCode::Invalid, why),
             },
-            WorkerMessage::Admitted(who, verdict) => state.admitted(&who, verdict)?,
-            WorkerMessage::Ended(copies) => state.step(WorkerEvent::CopiesEnded(copies))?,
+            WorkerMessage::Admitted(attach, verdict) => state.admitted(attach, verdict, &myself)?,
+            WorkerMessage::Ended(copies) => {
+                state.step(WorkerEvent::CopiesEnded(copies), &myself)?;
+            }
             WorkerMessage::Tick => {
                 state.armed_at = None;
-                state.step(WorkerEvent::Tick)?;
+                state.step(WorkerEvent::Tick, &myself)?;
             }
         }
-        state.attach_if_idle(&myself);
         state.arm(&myself);
         Ok(())
     }
@@ -227,55 +241,72 @@ async fn feed_leader(mut incoming: mpsc::Receiver<Incoming>, actor: ActorRef<Wor
 
 type Handled = Result<(), ActorProcessingErr>;
 
+fn random_depot_id() -> Result<DepotId, ActorProcessingErr> {
+    let mut bytes = [0; 16];
+    rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())?;
+    Ok(DepotId(u128::from_be_bytes(bytes)))
+}
+
 impl State {
     fn rank_event(&mut self, event: ServerEvent, myself: &ActorRef<WorkerMessage>) -> Handled {
         match event {
             ServerEvent::Opened { .. } => Ok(()),
-            ServerEvent::Closed { peer } => self.rank_gone(peer),
+            ServerEvent::Closed { peer } => self.rank_gone(peer, myself),
             ServerEvent::Message { peer, envelope } => {
-                let correlation = envelope.correlation;
-                match envelope.message {
-                    Message::Register(register) => {
-                        self.register(peer, correlation, register, myself);
-                        Ok(())
-                    }
-                    Message::Written(written) => {
-                        let engine = self
-                            .mapped
-                            .as_ref()
-                            .filter(|mapped| mapped.peer == Some(peer));
-                        let Some(engine) = engine.map(|mapped| mapped.engine) else {
-                            let who = Registering {
-                                asked: Some((peer, correlation)),
-                                engine: EngineId::default(),
-                            };
-                            self.refuse(
-                                &who,
-                                ErrorCode::Invalid,
-                                "register your memory first".to_owned(),
-                            );
-                            return Ok(());
-                        };
-                        let through = RequestId(written.through);
-                        self.replier
-                            .reply(peer, correlation, Message::WrittenAnswer(Empty {}));
-                        self.step(WorkerEvent::Written { engine, through })
-                    }
-                    other => {
-                        let text = format!("{} is not for a worker to answer", other.kind().name());
-                        let error = ErrorBody::new(ErrorCode::UnknownKind, text);
-                        self.replier.refuse(peer, correlation, error);
-                        Ok(())
-                    }
-                }
+                self.rank_asks(peer, envelope.correlation, envelope.message, myself)
             }
         }
     }
 
-    fn rank_gone(&mut self, peer: PeerId) -> Handled {
-        let gone = self.mapped.take_if(|mapped| mapped.peer == Some(peer));
+    fn rank_asks(
+        &mut self,
+        peer: PeerId,
+        correlation: RequestId,
+        message: Message,
+        myself: &ActorRef<WorkerMessage>,
+    ) -> Handled {
+        if let Message::Register(register) = message {
+            self.register(peer, correlation, register, myself);
+            return Ok(());
+        }
+        if !matches!(message, Message::Written(_) | Message::Abandon(_)) {
+            let text = format!("{} is not for a worker to answer", message.kind().name());
+            self.refuse(peer, correlation, ErrorCode::UnknownKind, text);
+            return Ok(());
+        }
+        let mapped = self.mapped.as_ref().filter(|mapped| mapped.peer == peer);
+        let Some(engine) = mapped.map(|mapped| mapped.engine) else {
+            let text = "register your memory first".to_owned();
+            self.refuse(peer, correlation, ErrorCode::Invalid, text);
+            return Ok(());
+        };
+        match message {
+            Message::Abandon(abandon) => {
+                self.next_ask += 1;
+                let ask = self.next_ask;
+                self.abandoning.insert(ask, (peer, correlation));
+                let event = WorkerEvent::Abandon {
+                    engine,
+                    ask,
+                    requests: abandon.requests.into_iter().map(RequestId).collect(),
+                };
+                self.step(event, myself)
+            }
+            Message::Written(written) => {
+                let through = RequestId(written.through);
+                self.replier
+                    .reply(peer, correlation, Message::WrittenAnswer(Empty {}));
+                self.step(WorkerEvent::Written { engine, through }, myself)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn rank_gone(&mut self, peer: PeerId, myself: &ActorRef<WorkerMessage>) -> Handled {
+        self.abandoning.retain(|_, (waiting, _)| *waiting != peer);
+        let gone = self.mapped.take_if(|mapped| mapped.peer == peer);
         match gone {
-            Some(mapped) => self.step(WorkerEvent::MemoryGone(mapped.engine)),
+            Some(mapped) => self.step(WorkerEvent::MemoryGone(mapped.engine), myself),
             None => Ok(()),
         }
     }
@@ -288,21 +319,22 @@ impl State {
         register: Register,
         myself: &ActorRef<WorkerMessage>,
     ) {
-        let engine = EngineId(register.engine);
         let who = Registering {
-            asked: Some((peer, correlation)),
-            engine,
+            peer,
+            asked: correlation,
+            engine: EngineId(register.engine),
+            after: RequestId(register.after),
         };
         let registration = register.registration;
-        if registration.rank != self.rank {
+        if registration.rank != self.worker.rank {
             let text = format!(
                 "registration.rank is {}, this worker serves {}: connect to the worker of your rank",
-                registration.rank.0, self.rank
+                registration.rank.0, self.worker.rank
             );
-            return self.refuse(&who, ErrorCode::Invalid, text);
+            return self.refuse(peer, correlation, ErrorCode::Invalid, text);
         }
         if self.depot.is_none() {
-            return self.refuse(&who, ErrorCode::NotReady, self.progress.line());
+            return self.refuse(peer, correlation, ErrorCode::NotReady, self.progress.line());
         }
         let fds = Arc::clone(&self.fds);
         let myself = myself.clone();
@@ -316,119 +348,129 @@ impl State {
     }
 
     /// The new memory takes the place of the old one; the leader is asked once nothing is under way any more.
-    fn mapped(&mut self, who: Registering, memory: RegisteredMemory) -> Handled {
-        let peer = who.asked.map(|(peer, _)| peer);
+    fn mapped(
+        &mut self,
+        who: Registering,
+        memory: RegisteredMemory,
+        myself: &ActorRef<WorkerMessage>,
+    ) -> Handled {
+        let (engine, after) = (who.engine, who.after);
         let before = self.mapped.replace(Mapped {
-            engine: who.engine,
-            peer,
+            engine,
+            peer: who.peer,
+            asked: Some(who.asked),
             memory,
         });
-        self.attach_next = Some(who);
-        match before {
-            Some(before) => self.step(WorkerEvent::MemoryGone(before.engine)),
-            None => Ok(()),
+        if let Some((peer, asked)) = before.and_then(|before| Some((before.peer, before.asked?))) {
+            let text = "another engine registered meanwhile".to_owned();
+            self.refuse(peer, asked, ErrorCode::Invalid, text);
         }
+        self.step(WorkerEvent::Registered { engine, after }, myself)
     }
 
-    fn attach_if_idle(&mut self, myself: &ActorRef<WorkerMessage>) {
-        if self.core.open_copies() > 0 {
-            return;
-        }
-        let (Some(epoch), Some(depot), Some(mapped)) =
-            (self.leader_epoch, &self.depot, &self.mapped)
-        else {
-            return;
-        };
-        let Some(who) = self.attach_next.take() else {
-            return;
-        };
-        let attach = Attach {
-            rank: self.rank.0,
+    /// Asks the leader; without an answer in time the core asks again.
+    fn attach(&self, attach: AttachId, myself: &ActorRef<WorkerMessage>) {
+        let memory = self.mapped.as_ref().zip(self.depot.as_ref());
+        let memory = memory.map(|(mapped, depot)| AttachedMemory {
+            engine: mapped.engine.0,
             geometry: mapped.memory.geometry.clone(),
             arena_pages: depot.arena_pages(mapped.memory.geometry.page_bytes),
-            keeps_pages: self.attached_in == Some(epoch),
+        });
+        let question = Attach {
+            replica: self.worker.replica.0,
+            rank: self.worker.rank.0,
+            attach: attach.0,
+            depot: self.depot_id.0.to_be_bytes(),
+            memory,
         };
         let (leader, myself) = (self.leader.clone(), myself.clone());
         tokio::spawn(async move {
-            let answer = leader.ask(Message::Attach(attach), ATTACH_TIMEOUT).await;
-            let verdict = answer.map(|_| ());
-            if myself.cast(WorkerMessage::Admitted(who, verdict)).is_err() {
+            let answer = leader.ask(Message::Attach(question), ATTACH_TIMEOUT).await;
+            let verdict = match answer {
+                Ok(Message::Attached(attached)) => Ok(attached),
+                Ok(other) => {
+                    tracing::warn!(kind = other.kind().name(), "no answer to an attach");
+                    return;
+                }
+                Err(failure) => Err(failure),
+            };
+            if myself
+                .cast(WorkerMessage::Admitted(attach, verdict))
+                .is_err()
+            {
                 tracing::debug!("the worker has stopped");
             }
         });
     }
 
-    fn admitted(&mut self, who: &Registering, verdict: Result<(), Failure>) -> Handled {
-        let current = self
-            .mapped
-            .as_ref()
-            .filter(|mapped| mapped.engine == who.engine);
-        let Some(mapped) = current else {
-            self.refuse(
-                who,
-                ErrorCode::Invalid,
-                "another engine registered meanwhile".to_owned(),
-            );
-            return Ok(());
-        };
-        match verdict {
-            Ok(()) => {
-                self.attached_in = self.leader_epoch;
-                let page_bytes = mapped.memory.geometry.page_bytes;
-                let arena_pages = self
-                    .depot
-                    .as_ref()
-                    .map_or(0, |depot| depot.arena_pages(page_bytes));
-                let engine = mapped.engine;
-                if let Some((peer, correlation)) = who.asked {
-                    let body = Registered {
-                        arena_pages,
-                        page_bytes,
-                    };
-                    self.replier
-                        .reply(peer, correlation, Message::Registered(body));
-                }
-                tracing::info!(
-                    rank = self.rank.0,
-                    arena_pages,
-                    page_bytes,
-                    "engine memory registered"
-                );
-                self.step(WorkerEvent::MemoryReady(engine))
+    fn admitted(
+        &mut self,
+        attach: AttachId,
+        verdict: Result<Attached, Failure>,
+        myself: &ActorRef<WorkerMessage>,
+    ) -> Handled {
+        let after = match verdict {
+            Ok(attached) => Some(OpId(attached.after)),
+            Err(failure)
+                if matches!(failure.code, ErrorCode::Invalid | ErrorCode::RankDisagrees) =>
+            {
+                tracing::error!(worker = %self.worker, message = failure.message, "turned away");
+                self.turned_away = Some(failure);
+                None
             }
             Err(failure) => {
-                if who.asked.is_some() {
-                    self.mapped = None;
-                }
-                self.refuse(who, failure.code, failure.message);
-                Ok(())
+                tracing::debug!(worker = %self.worker, message = failure.message, "not attached yet");
+                return Ok(());
             }
+        };
+        self.step(WorkerEvent::Admitted { attach, after }, myself)
+    }
+
+    /// The rank hears whether its memory is used.
+    fn registered(&mut self, engine: EngineId, admitted: bool) {
+        let Some(mapped) = self
+            .mapped
+            .as_mut()
+            .filter(|mapped| mapped.engine == engine)
+        else {
+            return;
+        };
+        let (peer, asked) = (mapped.peer, mapped.asked.take());
+        let page_bytes = mapped.memory.geometry.page_bytes;
+        if !admitted {
+            self.mapped = None;
+            let why = self.turned_away.take();
+            let (code, text) = why.map_or((ErrorCode::Internal, String::new()), |why| {
+                (why.code, why.message)
+            });
+            if let Some(asked) = asked {
+                self.refuse(peer, asked, code, text);
+            }
+            return;
+        }
+        let arena_pages = self
+            .depot
+            .as_ref()
+            .map_or(0, |depot| depot.arena_pages(page_bytes));
+        tracing::info!(worker = %self.worker, arena_pages, page_bytes, "engine memory registered");
+        if let Some(asked) = asked {
+            let body = Registered {
+                arena_pages,
+                page_bytes,
+            };
+            self.replier.reply(peer, asked, Message::Registered(body));
         }
     }
 
-    fn leader_says(&mut self, incoming: Incoming) -> Handled {
+    fn leader_says(&mut self, incoming: Incoming, myself: &ActorRef<WorkerMessage>) -> Handled {
         match incoming {
-            Incoming::Welcomed(epoch) => {
-                self.leader_epoch = Some(epoch);
-                if let Some(mapped) = &self.mapped
-                    && self.attach_next.is_none()
-                {
-                    self.attach_next = Some(Registering {
-                        asked: None,
-                        engine: mapped.engine,
-                    });
-                }
-                self.step(WorkerEvent::Leader(epoch))
-            }
-            Incoming::Lost => {
-                self.leader_epoch = None;
-                self.step(WorkerEvent::LeaderLost)
-            }
-            Incoming::Request(envelope) => self.ordered(*envelope),
+            Incoming::Welcomed(epoch) => self.step(WorkerEvent::LeaderFound(epoch), myself),
+            Incoming::Lost => self.step(WorkerEvent::LeaderLost, myself),
+            Incoming::Request(envelope) => self.ordered(*envelope, myself),
         }
     }
 
-    fn ordered(&mut self, envelope: Envelope) -> Handled {
+    fn ordered(&mut self, envelope: Envelope, myself: &ActorRef<WorkerMessage>) -> Handled {
         let Envelope {
             correlation,
             deadline_ms,
@@ -436,42 +478,49 @@ impl State {
             message,
             ..
         } = envelope;
-        if self.leader_epoch != Some(epoch) {
-            let error = ErrorBody::new(ErrorCode::StaleEpoch, format!("{epoch} is over"));
-            self.leader.reply(correlation, Message::Error(error));
-            return Ok(());
-        }
-        match message {
-            Message::Transfer(transfer) if !transfer.copies.is_empty() => {
-                let deadline = self.clock.after_ms(deadline_ms);
-                let copies = transfer.into_copies(deadline).collect();
-                self.step(WorkerEvent::Ordered {
+        self.order = correlation;
+        let batch = BatchId(correlation.0);
+        let event = match message {
+            Message::Transfer(transfer) if !transfer.copies.is_empty() => WorkerEvent::Ordered {
+                epoch,
+                batch,
+                copies: transfer
+                    .into_copies(epoch, self.clock.after_ms(deadline_ms))
+                    .collect(),
+            },
+            Message::Cancel(cancel) => WorkerEvent::Cancel {
+                epoch,
+                batch,
+                ops: cancel.ops.into_iter().map(OpId).collect(),
+            },
+            Message::Strike(strike) => match strike.scope() {
+                Ok(scope) => WorkerEvent::Strike {
                     epoch,
-                    batch: BatchId(correlation.0),
-                    copies,
-                })
-            }
-            Message::Cancel(cancel) => {
-                self.leader
-                    .reply(correlation, Message::CancelAnswer(Empty {}));
-                self.step(WorkerEvent::Cancel(
-                    cancel.ops.into_iter().map(OpId).collect(),
-                ))
-            }
+                    id: ResetId(strike.reset),
+                    scope,
+                },
+                Err(error) => {
+                    self.leader.reply(correlation, Message::Error(error));
+                    return Ok(());
+                }
+            },
             other => {
                 let text = format!("{} without anything to do", other.kind().name());
                 let error = ErrorBody::new(ErrorCode::Invalid, text);
                 self.leader.reply(correlation, Message::Error(error));
-                Ok(())
+                return Ok(());
             }
-        }
+        };
+        self.step(event, myself)
     }
 
-    fn step(&mut self, event: WorkerEvent) -> Handled {
+    fn step(&mut self, event: WorkerEvent, myself: &ActorRef<WorkerMessage>) -> Handled {
         let mut effects = std::mem::take(&mut self.effects);
         self.core.step(self.clock.now(), event, &mut effects);
         for effect in effects.drain(..) {
             match effect {
+                WorkerEffect::Attach { attach, .. } => self.attach(attach, myself),
+                WorkerEffect::Registered { engine, admitted } => self.registered(engine, admitted),
                 WorkerEffect::Start(copies) => match (&self.mapped, &self.depot) {
                     (Some(mapped), Some(depot)) => {
                         let (memory, depot) = (mapped.memory.clone(), Arc::clone(depot));
@@ -485,6 +534,21 @@ impl State {
                 },
                 WorkerEffect::Stop(op) => self.transfer.cast(TransferMessage::Stop(op))?,
                 WorkerEffect::Report { batch, copies } => self.report(batch, &copies),
+                WorkerEffect::Struck(id) => {
+                    let body = Struck { reset: id.0 };
+                    self.leader.reply(self.order, Message::Struck(body));
+                }
+                WorkerEffect::Abandoned { ask } => {
+                    if let Some((peer, correlation)) = self.abandoning.remove(&ask) {
+                        self.replier
+                            .reply(peer, correlation, Message::AbandonAnswer(Empty {}));
+                    }
+                }
+                // This depot's memory ends with this process, and nothing is listed beside it so far.
+                WorkerEffect::StrikeOut(_)
+                | WorkerEffect::List(_)
+                | WorkerEffect::StrikeScope(_) => {}
+                WorkerEffect::GiveUp => return Err("a copy does not stop".into()),
             }
         }
         self.effects = effects;
@@ -499,24 +563,15 @@ impl State {
             busy_us: copy.busy_us,
         });
         let body = Ended {
-            rank: self.rank.0,
+            rank: self.worker.rank.0,
             copies: results.collect(),
         };
         self.leader.reply(RequestId(batch.0), Message::Ended(body));
     }
 
-    fn refuse(&self, who: &Registering, code: ErrorCode, text: String) {
-        match who.asked {
-            Some((peer, correlation)) => {
-                self.replier
-                    .refuse(peer, correlation, ErrorBody::new(code, text));
-            }
-            None => tracing::error!(
-                rank = self.rank.0,
-                text,
-                "the leader turned this worker away"
-            ),
-        }
+    fn refuse(&self, peer: PeerId, correlation: RequestId, code: ErrorCode, text: String) {
+        self.replier
+            .refuse(peer, correlation, ErrorBody::new(code, text));
     }
 
     /// Sets the timer for the next timeout, if that is another one than before.

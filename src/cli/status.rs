@@ -60,6 +60,7 @@ pub(super) async fn ask(
         role: Role::Admin,
         engine: [0; 16],
         rank: 0,
+        replica: 0,
         name: "status".to_owned(),
     };
     let settings = ClientSettings {

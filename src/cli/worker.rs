@@ -15,7 +15,7 @@ use crate::transport::{
     Address, Client, ClientSettings, FdReceiver, Limits, Server, ServerSettings, Transport,
     ZmqTransport, prepare_directory,
 };
-use crate::types::{Epoch, Rank};
+use crate::types::{Epoch, Rank, Replica, WorkerId};
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Arguments {
@@ -68,6 +68,7 @@ impl Arguments {
                 role: Role::Worker,
                 engine: [0; 16],
                 rank: rank.0,
+                replica: 0,
                 name: format!("worker of {rank}"),
             };
             let settings = ClientSettings {
@@ -79,7 +80,10 @@ impl Arguments {
             let threads = usize::from(config.copy_threads);
             let bytes = config.g2.0 / u64::from(config.ranks);
             let arguments = WorkerArguments {
-                rank,
+                worker: WorkerId {
+                    replica: Replica(0),
+                    rank,
+                },
                 server,
                 fds,
                 leader,

@@ -4,7 +4,8 @@ use std::hash::Hasher;
 
 use siphasher::sip128::{Hasher128, SipHasher24};
 
-use crate::types::{Anchor, GroupId, PageHashes};
+use crate::core::sabotage::{Bug, planted};
+use crate::types::{Anchor, DomainId, GroupId, PageHashes};
 
 /// Secret of a depot: anchors made with another key never match. Comes from outside; the core draws no random bytes.
 #[derive(Clone)]
@@ -16,13 +17,9 @@ impl std::fmt::Debug for AnchorKey {
     }
 }
 
-/// A space of anchors: one namespace of one model, layout and group. Two domains never share a page: blocks carry their
-/// domain and are compared by it, beyond the anchor.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct DomainId(pub u32);
-
 /// Makes the anchors of one domain: `SipHash-2-4-128(k, page hash)`, where `k` is the first half of
-/// `BLAKE3-keyed(anchor key, lengths and bytes of namespace, layout fingerprint and group)`.
+/// `BLAKE3-keyed(anchor key, lengths and bytes of namespace, layout fingerprint and group)`; its second half is the
+/// domain's id. Blocks carry their domain and are compared by it, beyond the anchor.
 #[derive(Debug, Clone)]
 pub struct Domain {
     id: DomainId,
@@ -32,22 +29,27 @@ pub struct Domain {
 impl Domain {
     /// Derives the domain's own key. `layout_fingerprint` covers model, dtype and layout.
     pub fn new(
-        id: DomainId,
         key: &AnchorKey,
         namespace: &[u8],
         layout_fingerprint: &[u8; 16],
         group: GroupId,
     ) -> Self {
+        let namespace = match planted(Bug::IgnoreNamespace) {
+            true => &[],
+            false => namespace,
+        };
         let mut derive = blake3::Hasher::new_keyed(&key.0);
         derive.update(&(namespace.len() as u64).to_le_bytes());
         derive.update(namespace);
         derive.update(layout_fingerprint);
         derive.update(&[group.0]);
-        let mut half = [0; 16];
-        half.copy_from_slice(&derive.finalize().as_bytes()[..16]);
+        let derived = derive.finalize();
+        let (mut first, mut second) = ([0; 16], [0; 16]);
+        first.copy_from_slice(&derived.as_bytes()[..16]);
+        second.copy_from_slice(&derived.as_bytes()[16..]);
         Self {
-            id,
-            hasher: SipHasher24::new_with_key(&half),
+            id: DomainId(u128::from_le_bytes(second)),
+            hasher: SipHasher24::new_with_key(&first),
         }
     }
 
@@ -70,8 +72,12 @@ mod tests {
 
     fn anchor(key: u8, namespace: &[u8], layout: u8, group: u8) -> Anchor {
         let hashes = PageHashes::packed(16, vec![7; 16]).expect("one page");
+        domain(key, namespace, layout, group).anchor(&hashes, 0)
+    }
+
+    fn domain(key: u8, namespace: &[u8], layout: u8, group: u8) -> Domain {
         let key = AnchorKey([key; 32]);
-        Domain::new(DomainId(0), &key, namespace, &[layout; 16], GroupId(group)).anchor(&hashes, 0)
+        Domain::new(&key, namespace, &[layout; 16], GroupId(group))
     }
 
     #[test]
@@ -85,6 +91,16 @@ mod tests {
             anchor(1, b"a", 1, 1),
         ] {
             assert_ne!(base, other);
+        }
+        let ids = [
+            domain(1, b"a", 1, 0).id(),
+            domain(2, b"a", 1, 0).id(),
+            domain(1, b"b", 1, 0).id(),
+            domain(1, b"a", 2, 0).id(),
+            domain(1, b"a", 1, 1).id(),
+        ];
+        for (index, id) in ids.iter().enumerate() {
+            assert!(!ids[..index].contains(id));
         }
     }
 }

@@ -3,8 +3,7 @@
 //! Blocks lie in a slab; the fingerprints of their pages lie in one array by arena page, because a block's pages are
 //! neighbours. Age is a doubly linked list through the slab, oldest first.
 
-use crate::core::anchor::DomainId;
-use crate::types::{Anchor, Fingerprint, Generation, PageHashes};
+use crate::types::{Anchor, DomainId, Fingerprint, Generation, PageHashes};
 
 /// Marks the end of a list.
 pub const NONE: u32 = u32::MAX;
@@ -207,16 +206,28 @@ impl Blocks {
         first: usize,
         count: u32,
     ) {
-        let end = start as usize + count as usize;
+        let pages = (0..count as usize).map(|offset| hashes.fingerprint(first + offset));
+        self.set_fingerprints(start, pages);
+    }
+
+    /// Writes fingerprints to the arena pages from `start` on.
+    pub fn set_fingerprints(
+        &mut self,
+        start: u32,
+        pages: impl ExactSizeIterator<Item = Fingerprint>,
+    ) {
+        let end = start as usize + pages.len();
         if self.fingerprints.len() < end {
             self.fingerprints.resize(end, Fingerprint::default());
         }
-        for (offset, slot) in self.fingerprints[start as usize..end]
-            .iter_mut()
-            .enumerate()
-        {
-            *slot = hashes.fingerprint(first + offset);
+        for (slot, page) in self.fingerprints[start as usize..end].iter_mut().zip(pages) {
+            *slot = page;
         }
+    }
+
+    /// What `count` arena pages from `start` on hold.
+    pub fn fingerprints(&self, start: u32, count: u32) -> &[Fingerprint] {
+        &self.fingerprints[start as usize..start as usize + count as usize]
     }
 
     /// How many of the block's pages, the filling ones included, equal those of `hashes` from `first` on.

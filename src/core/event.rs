@@ -3,7 +3,8 @@
 use crate::core::refusal::Refusal;
 use crate::core::shards::RankSet;
 use crate::types::{
-    Answer, Copy, EndedCopy, EngineId, Epoch, GroupGeometry, OpId, Rank, Request, RequestId, Time,
+    Answer, AttachId, Copy, DepotId, EndedCopy, EngineId, Epoch, GroupGeometry, OpId, PageRecord,
+    Rank, Replica, Request, RequestId, ResetId, Scope, Time, WorkerId,
 };
 
 /// Something that happened to the leader.
@@ -13,12 +14,28 @@ pub enum Event {
     EngineOpened(EngineId),
     /// The connection of an engine broke. Its leases stay for the grace time.
     EngineClosed(EngineId),
-    /// A worker has its engine's memory and its depot. Whatever it copied before has ended.
+    /// A worker has its depot, and the memory of its engine once there is one. Whatever it copied before has ended.
     Attached(Attached),
-    /// The connection of a worker broke. Its copies may go on.
-    WorkerLost(Rank),
+    /// The connection of a worker broke, or a new one took its place. Its copies may go on.
+    WorkerLost(WorkerId),
     /// The process of a worker is seen dead: nothing of it writes any more.
-    WorkerDead(Rank),
+    WorkerDead(WorkerId),
+    /// What the inventory of a shard lists.
+    Inventory {
+        /// Which shard.
+        shard: Rank,
+        /// Which depot was read.
+        depot: DepotId,
+        /// One item for each page that holds something.
+        records: Vec<PageRecord>,
+    },
+    /// A worker has struck the pages of a reset out of its depot's inventory.
+    Struck {
+        /// Which worker.
+        worker: WorkerId,
+        /// Which reset.
+        id: ResetId,
+    },
     /// An engine asks for something.
     Request {
         /// Who asks.
@@ -33,7 +50,7 @@ pub enum Event {
     /// A worker's copies ended.
     Ended {
         /// Which worker.
-        rank: Rank,
+        worker: WorkerId,
         /// The epoch in which they were asked for.
         epoch: Epoch,
         /// One item for each copy.
@@ -43,17 +60,28 @@ pub enum Event {
     Tick,
 }
 
-/// What a worker says when it is ready.
+/// What a worker says when nothing that was asked of it before is under way.
 #[derive(Debug, Clone)]
 pub struct Attached {
-    /// Which rank.
-    pub rank: Rank,
-    /// What the memory of its engine looks like.
+    /// Which worker.
+    pub worker: WorkerId,
+    /// Grows over one connection; the same again is a retry.
+    pub attach: AttachId,
+    /// The depot of its shard.
+    pub depot: DepotId,
+    /// The memory of its engine, once that has registered it.
+    pub memory: Option<EngineMemory>,
+}
+
+/// The memory that a worker copies from and to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EngineMemory {
+    /// Whose.
+    pub engine: EngineId,
+    /// What it looks like.
     pub geometry: GroupGeometry,
-    /// Pages that its depot has room for.
+    /// Pages of that size that the depot has room for.
     pub arena_pages: u32,
-    /// True when the depot still holds what this leader stored there.
-    pub keeps_pages: bool,
 }
 
 /// What the leader wants done.
@@ -71,24 +99,46 @@ pub enum Effect {
     /// Tell a worker that it belongs, or why not.
     Admit {
         /// Which worker.
-        rank: Rank,
-        /// The refusal names the rank and the field.
-        verdict: Result<(), Refusal>,
+        worker: WorkerId,
+        /// What it said.
+        attach: AttachId,
+        /// Orders up to this one are not for it; or a refusal that names the field.
+        verdict: Result<OpId, Refusal>,
     },
-    /// Copy on these ranks.
+    /// Copy on these ranks of a replica.
     Copy {
-        /// Which.
+        /// Which replica.
+        replica: Replica,
+        /// Which ranks.
         ranks: RankSet,
         /// What.
         copy: Copy,
     },
     /// Stop a copy on these ranks as soon as may be; its end is still reported.
     Cancel {
-        /// Which.
+        /// Of which replica.
+        replica: Replica,
+        /// Which ranks.
         ranks: RankSet,
         /// Which copy.
         op: OpId,
     },
-    /// This worker did not end a copy within the fence time: end its process.
-    Expel(Rank),
+    /// Read what the inventory of a shard lists.
+    ReadInventory {
+        /// Which shard.
+        shard: Rank,
+        /// Which depot.
+        depot: DepotId,
+    },
+    /// Strike these pages out of the inventory of this worker's shard, and say so.
+    Strike {
+        /// Which worker.
+        worker: WorkerId,
+        /// Which reset.
+        id: ResetId,
+        /// Which pages.
+        scope: Scope,
+    },
+    /// This worker did not end a copy within the fence time, or does not say whether it did: end its process.
+    Expel(WorkerId),
 }

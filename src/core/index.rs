@@ -4,9 +4,9 @@
 
 use hashbrown::HashTable;
 
-use crate::core::anchor::DomainId;
 use crate::core::blocks::{BlockIndex, Blocks, NONE};
-use crate::types::{Anchor, PageHashes};
+use crate::core::sabotage::{Bug, planted};
+use crate::types::{Anchor, DomainId, PageHashes};
 
 /// Most blocks that may share an anchor: sequences that branch inside a block's reach. One more is refused.
 pub const SIBLINGS_MAX: usize = 8;
@@ -117,7 +117,7 @@ impl Index {
         let mut best: Option<Match> = None;
         for index in siblings(blocks, head) {
             let block = blocks.get(index);
-            if block.domain != domain {
+            if block.domain != domain && !planted(Bug::IgnoreNamespace) {
                 continue;
             }
             let pages = blocks.matching_pages(block, hashes, position);

@@ -18,17 +18,22 @@ mod event;
 mod index;
 mod leader;
 mod pool;
+mod recover;
 mod refusal;
+pub mod sabotage;
 mod shards;
 mod slot;
 mod worker;
 
-pub use anchor::{AnchorKey, Domain, DomainId};
+pub use anchor::{AnchorKey, Domain};
 pub use arena::{ARENA_PAGES_MAX, Arena};
-pub use event::{Attached, Effect, Event};
+pub use event::{Attached, Effect, EngineMemory, Event};
 pub use index::{Match, SIBLINGS_MAX, Want};
-pub use leader::{Leader, LeaderCounts, LeaderSettings, NAMESPACES_MAX};
-pub use pool::{Kind, PageStates, Pin, Pool, PoolCounts, Reach, Reserved, Run};
+pub use leader::{Leader, LeaderCounts, LeaderSettings, OPEN_REQUESTS_MAX, REPLICAS_MAX};
+pub use pool::{BlockView, Kind, PageStates, Pin, Pool, PoolCounts, Reach, Reserved, Run};
 pub use refusal::Refusal;
 pub use shards::{RANKS_MAX, RankSet};
-pub use worker::{BatchId, WORKER_COPIES_MAX, Worker, WorkerEffect, WorkerEvent};
+pub use worker::{
+    BatchId, WORKER_ABANDONED_MAX, WORKER_COPIES_MAX, WORKER_ENDED_MAX, Worker, WorkerEffect,
+    WorkerEvent, WorkerSettings,
+};

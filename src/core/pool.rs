@@ -10,8 +10,12 @@ use crate::core::anchor::Domain;
 use crate::core::arena::Arena;
 use crate::core::blocks::{BlockIndex, BlockRef, Blocks, Filling};
 use crate::core::index::{Index, Match, Want};
+use crate::core::sabotage::{Bug, planted};
 use crate::core::shards::RankSet;
-use crate::types::{Generation, PageHashes, PageRun, Rank, Ratio};
+use crate::types::{
+    DomainId, Epoch, Fingerprint, Generation, PageHashes, PageRecord, PageRun, Rank, Ratio, Record,
+    Scope, Stored,
+};
 
 /// Blocks that one search for an evictable block looks at before it gives up: pinned blocks are young, so the oldest
 /// ones are rarely pinned.
@@ -57,6 +61,8 @@ pub(super) struct Reservation {
     stage: Stage,
     missing: RankSet,
     failed: bool,
+    /// Answers so far: kept for nothing but a planted bug.
+    answers: u32,
 }
 
 /// A hold on the first `pages` pages of a block. Not `Clone`: whoever has it gives it back, once.
@@ -143,6 +149,27 @@ impl PageStates {
             ("quarantined", quarantined),
         ]
     }
+}
+
+/// A block as it is now, to be looked at: by checks and by people.
+#[derive(Debug, Clone, Copy)]
+pub struct BlockView<'a> {
+    /// Its number among those that live.
+    pub index: u32,
+    /// Whose it is.
+    pub domain: DomainId,
+    /// First arena page.
+    pub start: u32,
+    /// Pages that can be read, from the first on.
+    pub ready: u32,
+    /// The reservation behind those, and its pages.
+    pub filling: Option<(Generation, u32)>,
+    /// Holders.
+    pub pins: u32,
+    /// No longer found; goes with its last holder.
+    pub retired: bool,
+    /// What its pages hold, the filling ones included.
+    pub fingerprints: &'a [Fingerprint],
 }
 
 /// The blocks of one tier.
@@ -367,24 +394,43 @@ impl Pool {
     }
 
     /// One rank's copy into the pages of `generation` ended. Once all have: `Some(true)` when the pages became ready,
-    /// `Some(false)` when they were freed. An unknown generation and a repeated answer have no effect.
+    /// `Some(false)` when they were freed: a copy failed or was late, or the block was forgotten meanwhile. An unknown
+    /// generation and a repeated answer have no effect.
     pub fn ended(&mut self, generation: Generation, rank: Rank, whole: bool) -> Option<bool> {
         let reservation = self.reservations.get_mut(&generation)?;
-        if !reservation.missing.remove(rank) {
+        let owed = reservation.missing.len() + reservation.answers;
+        let news = reservation.missing.remove(rank);
+        if !news && !planted(Bug::CountAcks) {
             return None;
         }
-        reservation.failed |= !whole;
-        if !reservation.missing.is_empty() {
+        reservation.answers += 1;
+        reservation.failed |= !whole && !planted(Bug::PublishOnFailure);
+        if planted(Bug::FreeTwice) && !whole && !reservation.missing.is_empty() {
+            let (block, pages) = (reservation.block, reservation.pages);
+            let held = self.blocks.get(block);
+            self.arena
+                .release(held.start + u32::from(held.ready), pages);
             return None;
         }
-        let (block, pages, failed) = (reservation.block, reservation.pages, reservation.failed);
+        let all = match planted(Bug::CountAcks) {
+            true => reservation.answers >= owed,
+            false => reservation.missing.is_empty(),
+        };
+        if !all {
+            return None;
+        }
+        let (block, pages) = (reservation.block, reservation.pages);
+        let late = reservation.stage == Stage::Quarantined && !planted(Bug::PublishLate);
+        let failed = reservation.failed || late || self.blocks.get(block).retired;
         self.reservations.remove(&generation);
         let held = self.blocks.get_mut(block);
         held.filling = None;
         if failed {
             let start = held.start + u32::from(held.ready);
             let empty = held.ready == 0;
-            self.arena.release(start, pages);
+            if !planted(Bug::LeakOnAbort) {
+                self.arena.release(start, pages);
+            }
             if empty {
                 self.forget(block);
                 return Some(false);
@@ -396,14 +442,109 @@ impl Pool {
         Some(!failed)
     }
 
+    /// What a store into the pages of `generation` leaves in the inventories.
+    pub fn record(&self, generation: Generation, epoch: Epoch) -> Option<Record> {
+        let reservation = self.reservations.get(&generation)?;
+        let block = self.blocks.get(reservation.block);
+        let start = block.start + u32::from(block.ready);
+        Some(Record {
+            anchor: block.anchor,
+            domain: block.domain,
+            block_start: block.start,
+            first: block.ready,
+            phase: block.phase,
+            stored: Stored { epoch, generation },
+            fingerprints: self.blocks.fingerprints(start, reservation.pages).to_vec(),
+        })
+    }
+
+    /// Forgets the blocks that hold a page of `scope`: none is found any more. What is filling is freed when its copies
+    /// have ended; their reservations are returned, with the number of pages that are forgotten. Changes nothing and
+    /// returns the number of holders when any of these blocks is held.
+    pub fn retire(&mut self, scope: &Scope) -> Result<(u32, Vec<Generation>), u64> {
+        let meant = |block: &BlockView<'_>| {
+            let mut pages = block.fingerprints.iter();
+            pages.any(|page| scope.contains(block.domain, *page))
+        };
+        let blocks: Vec<BlockIndex> = self
+            .view()
+            .filter(|block| !block.retired && meant(block))
+            .map(|block| block.index)
+            .collect();
+        let holders: u64 = blocks
+            .iter()
+            .map(|block| u64::from(self.blocks.get(*block).pins))
+            .sum();
+        if holders > 0 {
+            return Err(holders);
+        }
+        let (mut pages, mut filling) = (0, Vec::new());
+        for index in blocks {
+            let block = self.blocks.get(index);
+            pages += block.total_pages();
+            filling.extend(block.filling.map(|filling| filling.generation));
+            if !(planted(Bug::ResetSkipsInFlight) && block.filling.is_some()) {
+                self.retire_block(index);
+            }
+        }
+        filling.sort_unstable();
+        Ok((pages, filling))
+    }
+
+    /// Every block, the oldest first.
+    pub fn view(&self) -> impl Iterator<Item = BlockView<'_>> {
+        self.blocks.by_age().map(|(index, block)| BlockView {
+            index,
+            domain: block.domain,
+            start: block.start,
+            ready: u32::from(block.ready),
+            filling: block
+                .filling
+                .map(|filling| (filling.generation, filling.pages)),
+            pins: block.pins,
+            retired: block.retired,
+            fingerprints: self.blocks.fingerprints(block.start, block.total_pages()),
+        })
+    }
+
+    /// Adds a block that a depot was found to hold; its pages are allocated already.
+    pub(super) fn adopt(
+        &mut self,
+        first: &PageRecord,
+        pages: impl ExactSizeIterator<Item = Fingerprint>,
+    ) {
+        let count = u32::try_from(pages.len()).unwrap_or(0);
+        self.blocks.set_fingerprints(first.page, pages);
+        let filling = Filling {
+            generation: Generation(0),
+            pages: count,
+        };
+        let block =
+            self.blocks
+                .insert(first.anchor, first.domain, first.page, first.phase, filling);
+        let held = self.blocks.get_mut(block);
+        held.filling = None;
+        held.ready = u16::try_from(count).unwrap_or(0);
+        if !self.index.insert(&mut self.blocks, block) {
+            self.blocks.remove(block);
+            self.arena.release(first.page, count);
+        }
+    }
+
     /// Forgets every block: none is found any more. What is pinned or filling goes with its last holder.
     pub fn reset(&mut self) {
         let all: Vec<BlockIndex> = self.blocks.by_age().map(|(index, _)| index).collect();
         for index in all {
+            self.retire_block(index);
+        }
+    }
+
+    fn retire_block(&mut self, index: BlockIndex) {
+        if !self.blocks.get(index).retired {
             self.index.remove(&mut self.blocks, index);
             self.blocks.get_mut(index).retired = true;
-            self.bury(index);
         }
+        self.bury(index);
     }
 
     /// Pages by state.
@@ -434,7 +575,8 @@ impl Pool {
         let block = self.blocks.get(tail.block);
         let whole = tail.pages == tail.ready && block.total_pages() == tail.pages;
         let start = block.start + tail.pages;
-        let next_to_it = whole && block.filling.is_none() && self.arena.alloc_at(start, wanted);
+        let idle = whole && block.filling.is_none();
+        let next_to_it = (idle || planted(Bug::GrowTwice)) && self.arena.alloc_at(start, wanted);
         if !next_to_it {
             return None;
         }
@@ -559,6 +701,7 @@ impl Pool {
             stage: Stage::Reserved,
             missing: RankSet::default(),
             failed: false,
+            answers: 0,
         };
         self.reservations.insert(generation, reservation);
     }

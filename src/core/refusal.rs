@@ -1,30 +1,34 @@
 //! Why the leader does not do what it is asked. Each names the field, the value and the remedy.
 
-use crate::types::{Rank, RequestId, SlotId};
+use crate::types::{RequestId, SlotId, WorkerId};
 
 /// A typed no. The caller loses nothing: an engine computes what it could not load.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
-    /// Not every rank is there yet.
-    #[error("not ready: waiting for {waiting_for} of {ranks} ranks{detail}; ask again later")]
+    /// Not every rank of this engine is there yet.
+    #[error(
+        "not ready: {waiting_for} of {replicas} x {ranks} ranks have no engine memory yet{detail}; ask again later"
+    )]
     NotReady {
-        /// Ranks that have not attached.
+        /// Ranks of all replicas that have not attached with an engine's memory.
         waiting_for: u32,
-        /// Ranks in all.
+        /// Ranks of an engine.
         ranks: u16,
+        /// Engines.
+        replicas: u16,
         /// Why a rank was turned away, if one was.
         detail: String,
     },
     /// A rank describes other memory than the ranks before it.
     #[error(
-        "{rank} disagrees with {other}: {field} is {value}, {other} has {other_value}; start every \
-         rank of an engine with the same model, page size and layout"
+        "{worker} disagrees with {other}: {field} is {value}, {other} has {other_value}; start every \
+         rank of an engine, and every replica, with the same model, page size and layout"
     )]
     RankDisagrees {
-        /// The rank that was turned away.
-        rank: Rank,
-        /// A rank that was there.
-        other: Rank,
+        /// The one that was turned away.
+        worker: WorkerId,
+        /// One that was there.
+        other: WorkerId,
         /// The field in which they differ.
         field: &'static str,
         /// The value of the one turned away.
@@ -33,25 +37,39 @@ pub enum Refusal {
         other_value: String,
     },
     /// A rank beyond the configured number.
-    #[error("{rank} is none of the {ranks} ranks this leader was started for: check --ranks")]
-    NoSuchRank {
-        /// The rank that was given.
-        rank: Rank,
-        /// Ranks in all.
+    #[error(
+        "{worker} is none of the {replicas} x {ranks} this leader was started for: check --ranks and --replicas"
+    )]
+    NoSuchWorker {
+        /// The place that was given.
+        worker: WorkerId,
+        /// Ranks of an engine.
         ranks: u16,
+        /// Engines.
+        replicas: u16,
+    },
+    /// Two workers of one shard with memory of their own.
+    #[error(
+        "{worker} has another depot than {other}: replicas on a host share the depot of a shard"
+    )]
+    DepotNotShared {
+        /// The one that was turned away.
+        worker: WorkerId,
+        /// One that was there.
+        other: WorkerId,
     },
     /// A depot without room for one block.
     #[error(
-        "{rank}: G2 has room for {arena_pages} pages, one block takes {ratio}: give G2 at least \
-         {ratio} pages on each rank, or lower the ratio"
+        "{worker}: G2 has room for {arena_pages} pages and needs {least_pages}: one block at least, and as much \
+         as the other ranks while they are in use; give G2 more, or lower the ratio"
     )]
     DepotTooSmall {
-        /// Which rank.
-        rank: Rank,
+        /// Which worker.
+        worker: WorkerId,
         /// Pages there is room for.
         arena_pages: u32,
-        /// Pages of the largest block.
-        ratio: u32,
+        /// Pages that are needed.
+        least_pages: u32,
     },
     /// The slot was never opened, or is finished.
     #[error("{0} is unknown: look up first")]
@@ -87,6 +105,21 @@ pub enum Refusal {
     /// A copy failed on these ranks; it has ended everywhere.
     #[error("the copy failed on {0} rank(s); nothing writes these pages any more")]
     CopyFailed(u32),
+    /// Pages that are to be forgotten are held.
+    #[error("{holders} lookups or loads hold pages of these: ask again when they have finished")]
+    Leased {
+        /// How many.
+        holders: u64,
+    },
+    /// Not every shard said in time that it struck the pages out.
+    #[error(
+        "the pages are forgotten, but {ranks} rank(s) have not confirmed it: they may be found again after a \
+         restart of the leader; ask again"
+    )]
+    ResetUnconfirmed {
+        /// How many.
+        ranks: usize,
+    },
     /// A request id below those that are remembered.
     #[error("{0} is older than every answer kept: use growing request ids")]
     StaleRequest(RequestId),

@@ -288,7 +288,7 @@ impl Driver {
             Request::Lookup { .. } => Asked::Lookup,
             Request::Load { .. } => Asked::Load,
             Request::Store { .. } => Asked::Store,
-            Request::Finish { .. } => Asked::Finish,
+            Request::Finish { .. } | Request::Reset { .. } => Asked::Finish,
         };
         self.asked.insert(id, asked);
         let patience = if asked == Asked::Load {

@@ -114,6 +114,7 @@ impl RankProcess {
             role: Role::Rank,
             engine: settings.engine.0,
             rank: settings.rank.0,
+            replica: 0,
             name: format!("reference engine, {}", settings.rank),
         };
         let client = ClientSettings {
@@ -182,6 +183,7 @@ impl RankProcess {
 
     async fn ask_to_register(&self, registration: Registration) -> Result<(), Failure> {
         let register = Register {
+            after: 0,
             engine: self.settings.engine.0,
             registration,
         };

@@ -44,6 +44,9 @@ pub struct Hello {
     /// A name for people, in logs.
     #[serde(default)]
     pub name: String,
+    /// Which engine instance a worker or a rank belongs to.
+    #[serde(default)]
+    pub replica: u16,
 }
 
 /// Answer to [`Hello`].
@@ -164,6 +167,9 @@ pub struct Finish {
 /// This is the KV memory of one engine rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Register {
+    /// Requests up to this one are over: nothing is copied for them any more.
+    #[serde(default)]
+    pub after: u64,
     /// 16 bytes that name the engine: those of its scheduler's hello.
     #[serde(with = "serde_bytes")]
     #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
@@ -189,25 +195,47 @@ pub struct Written {
     pub through: u64,
 }
 
-/// A worker has its engine's memory and its depot.
+/// A worker is there: nothing that it was asked for over an older connection is under way any more.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Attach {
-    /// Which rank.
+    /// Which engine instance it serves.
+    #[serde(default)]
+    pub replica: u16,
+    /// Which rank of it.
     pub rank: u16,
+    /// Grows with each attach over one connection; the same again is a retry.
+    pub attach: u64,
+    /// The depot of its shard: 16 bytes drawn when that was made.
+    #[serde(with = "serde_bytes")]
+    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    pub depot: [u8; 16],
+    /// The memory of its engine, once that has registered it.
+    #[serde(default)]
+    pub memory: Option<AttachedMemory>,
+}
+
+/// The memory that a worker copies from and to.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct AttachedMemory {
+    /// Whose.
+    #[serde(with = "serde_bytes")]
+    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    pub engine: [u8; 16],
     /// What the memory looks like.
     #[schemars(with = "serde_json::Value")]
     pub geometry: GroupGeometry,
-    /// Pages that the depot has room for.
+    /// Pages of that size that the depot has room for.
     pub arena_pages: u32,
-    /// The depot still holds what this leader stored there.
-    #[serde(default)]
-    pub keeps_pages: bool,
 }
 
 /// Answer to [`Attach`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Attached {
-    /// Ranks that have attached by now.
+    /// Which attach.
+    pub attach: u64,
+    /// Transfers of copies up to this one are not for this worker.
+    pub after: u64,
+    /// Workers of all replicas that have attached with an engine's memory by now.
     pub attached_ranks: u32,
 }
 
@@ -219,6 +247,34 @@ pub struct CopyOrder {
     /// Which pages. A store reads device pages and writes arena pages, a load the reverse.
     #[schemars(with = "Vec<PairSchema>")]
     pub pairs: Pairs,
+    /// What a store writes into the inventory behind its last byte.
+    #[serde(default)]
+    pub record: Option<RecordBody>,
+}
+
+/// What an inventory keeps of the pages that a store fills.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct RecordBody {
+    /// Keyed hash by which the block is found, big-endian.
+    #[serde(with = "serde_bytes")]
+    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    pub anchor: [u8; 16],
+    /// Keyed hash of namespace, layout and group, big-endian.
+    #[serde(with = "serde_bytes")]
+    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    pub domain: [u8; 16],
+    /// First arena page of the block.
+    pub block_start: u32,
+    /// Place in the block of the first page that is filled.
+    pub first: u16,
+    /// Position of the block's first page in its sequence, modulo the ratio.
+    pub phase: u16,
+    /// Orders stores within the epoch.
+    pub generation: u64,
+    /// 16 bytes for each page that is filled, big-endian.
+    #[serde(with = "serde_bytes")]
+    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    pub fingerprints: Vec<u8>,
 }
 
 /// Copy.
@@ -230,9 +286,10 @@ pub struct Transfer {
     pub engine: [u8; 16],
     /// True: from the device to the depot. False: from the depot to the device.
     pub store: bool,
-    /// A store starts once the rank has said that everything up to this request is written.
+    /// For which request. A store starts once the rank has said that everything up to it is written; a copy for a request
+    /// that the engine has abandoned never starts.
     #[serde(default)]
-    pub after: u64,
+    pub request: u64,
     /// The copies. They may end in any order.
     pub copies: Vec<CopyOrder>,
 }
@@ -268,6 +325,59 @@ pub struct Cancel {
     pub ops: Vec<u64>,
 }
 
+/// Strike pages out of the inventory of the worker's shard. Without a domain: all of them; without fingerprints: all of the
+/// domain.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Strike {
+    /// Number of the reset.
+    pub reset: u64,
+    /// No byte, or 16: which domain, big-endian.
+    #[serde(with = "serde_bytes", default)]
+    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    pub domain: Vec<u8>,
+    /// 16 bytes for each page, big-endian.
+    #[serde(with = "serde_bytes", default)]
+    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    pub fingerprints: Vec<u8>,
+}
+
+/// Answer to [`Strike`]: the pages are struck out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Struck {
+    /// Number of the reset.
+    pub reset: u64,
+}
+
+/// Forget pages. Without a namespace: every page; without hashes: every page of the namespace.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Reset {
+    /// Whose pages, or everybody's.
+    #[serde(default)]
+    #[schemars(with = "Option<Vec<u8>>")]
+    pub namespace: Option<serde_bytes::ByteBuf>,
+    /// Bytes of one hash; 0 without hashes.
+    #[serde(default)]
+    pub hash_bytes: u8,
+    /// Hashes of the pages, packed.
+    #[serde(with = "serde_bytes", default)]
+    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    pub hashes: Vec<u8>,
+}
+
+/// Answer to [`Reset`]: none of them is found any more, now or after a restart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct ResetAnswer {
+    /// Pages that were forgotten.
+    pub pages: u32,
+}
+
+/// An engine's rank wants pages back: nothing may be copied for these requests any more. The answer comes when nothing is.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Abandon {
+    /// Which requests.
+    pub requests: Vec<u64>,
+}
+
 /// How is it going?
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Status {
@@ -286,6 +396,9 @@ pub struct RankStatus {
     /// Process id of the worker; 0 when it is not known.
     #[serde(default)]
     pub pid: u32,
+    /// Of which engine instance.
+    #[serde(default)]
+    pub replica: u16,
 }
 
 /// Answer to [`Status`]. Counters run since the leader's start; a reader skips those that it does not know.

@@ -58,7 +58,10 @@ fn answer(kind: Kind) -> Option<Kind> {
         Kind::Written => Some(Kind::WrittenAnswer),
         Kind::Attach => Some(Kind::Attached),
         Kind::Transfer => Some(Kind::Ended),
-        Kind::Cancel => Some(Kind::CancelAnswer),
+        Kind::Cancel => Some(Kind::Ended),
+        Kind::Strike => Some(Kind::Struck),
+        Kind::Reset => Some(Kind::ResetAnswer),
+        Kind::Abandon => Some(Kind::AbandonAnswer),
         Kind::Status => Some(Kind::StatusAnswer),
         _ => None,
     }

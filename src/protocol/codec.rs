@@ -4,9 +4,9 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::protocol::body::{
-    Attach, Attached, Cancel, Empty, Ended, ErrorBody, Finish, Hello, Load, LoadAnswer, Lookup,
-    LookupAnswer, Register, Registered, Status, StatusAnswer, Store, StoreAnswer, Transfer,
-    Welcome, Written,
+    Abandon, Attach, Attached, Cancel, Empty, Ended, ErrorBody, Finish, Hello, Load, LoadAnswer,
+    Lookup, LookupAnswer, Register, Registered, Reset, ResetAnswer, Status, StatusAnswer, Store,
+    StoreAnswer, Strike, Struck, Transfer, Welcome, Written,
 };
 use crate::protocol::error::{DecodeError, EncodeError};
 use crate::protocol::header::{HEADER_BYTES, Header};
@@ -83,6 +83,10 @@ messages! {
     Finish(Finish);
     /// See [`Kind::FinishAnswer`].
     FinishAnswer(Empty);
+    /// See [`Reset`].
+    Reset(Reset);
+    /// See [`ResetAnswer`].
+    ResetAnswer(ResetAnswer);
     /// See [`Kind::Register`].
     Register(Register);
     /// See [`Kind::Registered`].
@@ -91,6 +95,10 @@ messages! {
     Written(Written);
     /// See [`Kind::WrittenAnswer`].
     WrittenAnswer(Empty);
+    /// See [`Abandon`].
+    Abandon(Abandon);
+    /// Answer to [`Abandon`].
+    AbandonAnswer(Empty);
     /// See [`Kind::Attach`].
     Attach(Attach);
     /// See [`Kind::Attached`].
@@ -101,8 +109,10 @@ messages! {
     Ended(Ended);
     /// See [`Kind::Cancel`].
     Cancel(Cancel);
-    /// See [`Kind::CancelAnswer`].
-    CancelAnswer(Empty);
+    /// See [`Strike`].
+    Strike(Strike);
+    /// See [`Struck`].
+    Struck(Struck);
     /// See [`Kind::Status`].
     Status(Status);
     /// See [`Kind::StatusAnswer`].
@@ -223,6 +233,15 @@ fn check(message: &Message) -> Result<(), EncodeError> {
             within("namespace bytes", namespace, NAMESPACE_BYTES_MAX as u64)?;
             hashes(&lookup.hashes, lookup.hash_bytes)
         }
+        Message::Reset(reset) => {
+            let namespace = reset.namespace.as_ref().map_or(0, |name| name.len()) as u64;
+            within("namespace bytes", namespace, NAMESPACE_BYTES_MAX as u64)?;
+            hashes(&reset.hashes, reset.hash_bytes)
+        }
+        Message::Strike(strike) => hashes(&strike.fingerprints, 16),
+        Message::Abandon(abandon) => {
+            within("requests", abandon.requests.len() as u64, COPIES_MAX as u64)
+        }
         Message::Load(load) => pages(&load.destination.list),
         Message::Store(store) => {
             pages(&store.source.list)?;
@@ -231,7 +250,15 @@ fn check(message: &Message) -> Result<(), EncodeError> {
         Message::Transfer(transfer) => {
             within("copies", transfer.copies.len() as u64, COPIES_MAX as u64)?;
             let pairs = transfer.copies.iter().flat_map(|copy| &copy.pairs.list);
-            within("pages", pairs.map(|pair| pair.src.pages()).sum(), PAGES_MAX)
+            within("pages", pairs.map(|pair| pair.src.pages()).sum(), PAGES_MAX)?;
+            let records = transfer
+                .copies
+                .iter()
+                .filter_map(|copy| copy.record.as_ref());
+            let pages: u64 = records
+                .map(|record| record.fingerprints.len() as u64 / 16)
+                .sum();
+            within("pages", pages, PAGES_MAX)
         }
         Message::Ended(ended) => within("copies", ended.copies.len() as u64, COPIES_MAX as u64),
         Message::Cancel(cancel) => within("copies", cancel.ops.len() as u64, COPIES_MAX as u64),

@@ -1,15 +1,16 @@
 //! Between bodies and the vocabulary of the rest of the program.
 
 use crate::protocol::body::{
-    CopyOrder, Empty, ErrorBody, Finish, Load, LoadAnswer, Lookup, LookupAnswer, Store,
-    StoreAnswer, Transfer,
+    CopyOrder, Empty, ErrorBody, Finish, Load, LoadAnswer, Lookup, LookupAnswer, RecordBody, Reset,
+    ResetAnswer, Store, StoreAnswer, Strike, Transfer,
 };
 use crate::protocol::codec::Message;
 use crate::protocol::error::ErrorCode;
 use crate::protocol::limits::TEXT_BYTES_MAX;
 use crate::types::{
-    Answer, Copy, Direction, EngineId, HASH_BYTES_MAX, HASH_BYTES_MIN, OpId, PageHashes, Request,
-    RequestId, SlotId, Time,
+    Anchor, Answer, Copy, Direction, DomainId, EngineId, Epoch, Fingerprint, Generation,
+    HASH_BYTES_MAX, HASH_BYTES_MIN, OpId, PageHashes, Record, Request, RequestId, ResetId,
+    ResetScope, Scope, SlotId, Stored, Time,
 };
 
 impl From<Request> for Message {
@@ -48,6 +49,7 @@ impl From<Request> for Message {
                 hash_bytes: more.as_ref().map_or(0, width),
                 more_hashes: more.map_or_else(Vec::new, PageHashes::into_bytes),
             }),
+            Request::Reset { scope } => Self::Reset(reset(scope)),
             Request::Finish { slot } => Self::Finish(Finish { slot: slot.0 }),
         }
     }
@@ -83,6 +85,9 @@ impl TryFrom<Message> for Request {
                 },
                 source: store.source.list,
             }),
+            Message::Reset(reset) => Ok(Self::Reset {
+                scope: reset_scope(reset)?,
+            }),
             Message::Finish(finish) => Ok(Self::Finish {
                 slot: SlotId(finish.slot),
             }),
@@ -112,6 +117,7 @@ impl From<Answer> for Message {
                 refused_pages,
                 failed_pages,
             }),
+            Answer::Reset { pages } => Self::ResetAnswer(ResetAnswer { pages }),
             Answer::Finish => Self::FinishAnswer(Empty {}),
         }
     }
@@ -136,6 +142,7 @@ impl Message {
                 refused_pages,
                 failed_pages,
             }),
+            Self::ResetAnswer(ResetAnswer { pages }) => Some(Answer::Reset { pages }),
             Self::FinishAnswer(Empty {}) => Some(Answer::Finish),
             _ => None,
         }
@@ -147,28 +154,29 @@ impl Transfer {
     pub fn of(copies: &[&Copy]) -> Option<Self> {
         let first = copies.first()?;
         let alike = |copy: &&&Copy| {
-            (copy.engine, copy.direction, copy.after)
-                == (first.engine, first.direction, first.after)
+            (copy.engine, copy.direction, copy.request)
+                == (first.engine, first.direction, first.request)
         };
         let orders = copies.iter().filter(alike).map(|copy| CopyOrder {
             op: copy.op.0,
             pairs: copy.pairs.clone().into(),
+            record: copy.record.as_ref().map(RecordBody::from),
         });
         let transfer = Self {
             engine: first.engine.0,
             store: first.direction == Direction::Store,
-            after: first.after.0,
+            request: first.request.0,
             copies: orders.collect(),
         };
         (transfer.copies.len() == copies.len()).then_some(transfer)
     }
 
-    /// The copies, each to be cancelled at `deadline`.
-    pub fn into_copies(self, deadline: Time) -> impl Iterator<Item = Copy> {
+    /// The copies, ordered by the leader of `epoch` and due at `deadline`.
+    pub fn into_copies(self, epoch: Epoch, deadline: Time) -> impl Iterator<Item = Copy> {
         let Self {
             engine,
             store,
-            after,
+            request,
             copies,
         } = self;
         let direction = if store {
@@ -181,9 +189,117 @@ impl Transfer {
             engine: EngineId(engine),
             direction,
             pairs: order.pairs.list,
-            after: RequestId(after),
+            request: RequestId(request),
+            record: order.record.map(|record| record.into_record(epoch)),
             deadline,
         })
+    }
+}
+
+impl From<&Record> for RecordBody {
+    fn from(record: &Record) -> Self {
+        Self {
+            anchor: record.anchor.0.to_be_bytes(),
+            domain: record.domain.0.to_be_bytes(),
+            block_start: record.block_start,
+            first: record.first,
+            phase: record.phase,
+            generation: record.stored.generation.0,
+            fingerprints: packed(&record.fingerprints),
+        }
+    }
+}
+
+impl RecordBody {
+    fn into_record(self, epoch: Epoch) -> Record {
+        Record {
+            anchor: Anchor(u128::from_be_bytes(self.anchor)),
+            domain: DomainId(u128::from_be_bytes(self.domain)),
+            block_start: self.block_start,
+            first: self.first,
+            phase: self.phase,
+            stored: Stored {
+                epoch,
+                generation: Generation(self.generation),
+            },
+            fingerprints: unpacked(&self.fingerprints),
+        }
+    }
+}
+
+impl From<(ResetId, &Scope)> for Strike {
+    fn from((id, scope): (ResetId, &Scope)) -> Self {
+        let (domain, fingerprints) = match scope {
+            Scope::Everything => (Vec::new(), Vec::new()),
+            Scope::Domain(domain) => (domain.0.to_be_bytes().to_vec(), Vec::new()),
+            Scope::Pages(domain, pages) => (domain.0.to_be_bytes().to_vec(), packed(pages)),
+        };
+        Self {
+            reset: id.0,
+            domain,
+            fingerprints,
+        }
+    }
+}
+
+impl Strike {
+    /// Which pages it means.
+    pub fn scope(&self) -> Result<Scope, ErrorBody> {
+        let domain = match (
+            <[u8; 16]>::try_from(self.domain.as_slice()),
+            self.domain.len(),
+        ) {
+            (Ok(domain), _) => DomainId(u128::from_be_bytes(domain)),
+            (Err(_), 0) => return Ok(Scope::Everything),
+            (Err(_), length) => {
+                let text = format!("domain has {length} bytes: none, or 16");
+                return Err(ErrorBody::new(ErrorCode::Invalid, text));
+            }
+        };
+        Ok(match self.fingerprints.is_empty() {
+            true => Scope::Domain(domain),
+            false => Scope::Pages(domain, unpacked(&self.fingerprints)),
+        })
+    }
+}
+
+fn packed(pages: &[Fingerprint]) -> Vec<u8> {
+    pages.iter().flat_map(|page| page.0.to_be_bytes()).collect()
+}
+
+fn unpacked(bytes: &[u8]) -> Vec<Fingerprint> {
+    let (pages, _) = bytes.as_chunks::<16>();
+    pages
+        .iter()
+        .map(|page| Fingerprint(u128::from_be_bytes(*page)))
+        .collect()
+}
+
+fn reset(scope: ResetScope) -> Reset {
+    let (namespace, hashes) = match scope {
+        ResetScope::Everything => (None, None),
+        ResetScope::Namespace(namespace) => (Some(namespace), None),
+        ResetScope::Pages(namespace, hashes) => (Some(namespace), Some(hashes)),
+    };
+    Reset {
+        namespace: namespace.map(serde_bytes::ByteBuf::from),
+        hash_bytes: hashes.as_ref().map_or(0, width),
+        hashes: hashes.map_or_else(Vec::new, PageHashes::into_bytes),
+    }
+}
+
+fn reset_scope(reset: Reset) -> Result<ResetScope, ErrorBody> {
+    match (reset.namespace, reset.hashes.is_empty()) {
+        (None, true) => Ok(ResetScope::Everything),
+        (None, false) => {
+            let text = "hashes without a namespace: say whose pages";
+            Err(ErrorBody::new(ErrorCode::Invalid, text))
+        }
+        (Some(namespace), true) => Ok(ResetScope::Namespace(namespace.into_vec())),
+        (Some(namespace), false) => {
+            let hashes = page_hashes("hashes", reset.hash_bytes, reset.hashes)?;
+            Ok(ResetScope::Pages(namespace.into_vec(), hashes))
+        }
     }
 }
 

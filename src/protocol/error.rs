@@ -80,6 +80,10 @@ codes! {
     Draining = 16, "draining", true;
     /// A bug, or something that this version has no code for.
     Internal = 17, "internal", false;
+    /// Pages that are to be forgotten are held.
+    Leased = 18, "leased", true;
+    /// Pages are forgotten, but not every worker said so.
+    ResetUnconfirmed = 19, "reset_unconfirmed", true;
 }
 
 /// Why bytes are no message. Each says what was found and what would have been right.

@@ -1,9 +1,10 @@
 //! One example of every kind: the source of the golden vectors.
 
 use crate::protocol::body::{
-    Attach, Attached, Cancel, CopyOrder, CopyResult, Empty, Ended, ErrorBody, Finish, Hello, Load,
-    LoadAnswer, Lookup, LookupAnswer, RankStatus, Register, Registered, Role, Status, StatusAnswer,
-    Store, StoreAnswer, Transfer, Welcome, Written,
+    Abandon, Attach, Attached, AttachedMemory, Cancel, CopyOrder, CopyResult, Empty, Ended,
+    ErrorBody, Finish, Hello, Load, LoadAnswer, Lookup, LookupAnswer, RankStatus, RecordBody,
+    Register, Registered, Reset, ResetAnswer, Role, Status, StatusAnswer, Store, StoreAnswer,
+    Strike, Struck, Transfer, Welcome, Written,
 };
 use crate::protocol::codec::Message;
 use crate::protocol::error::ErrorCode;
@@ -91,8 +92,21 @@ pub fn examples() -> Vec<(&'static str, Message)> {
         ("finish", Message::Finish(Finish { slot: 7 })),
         ("finish_answer", Message::FinishAnswer(Empty {})),
         (
+            "reset",
+            Message::Reset(Reset {
+                namespace: Some(serde_bytes::ByteBuf::from(b"tenant".to_vec())),
+                hash_bytes: 16,
+                hashes: vec![0xab; 32],
+            }),
+        ),
+        (
+            "reset_answer",
+            Message::ResetAnswer(ResetAnswer { pages: 2 }),
+        ),
+        (
             "register",
             Message::Register(Register {
+                after: 0,
                 engine: [1; 16],
                 registration: registration(),
             }),
@@ -107,39 +121,65 @@ pub fn examples() -> Vec<(&'static str, Message)> {
         ("written", Message::Written(Written { through: 12 })),
         ("written_answer", Message::WrittenAnswer(Empty {})),
         (
+            "abandon",
+            Message::Abandon(Abandon {
+                requests: vec![12, 14],
+            }),
+        ),
+        ("abandon_answer", Message::AbandonAnswer(Empty {})),
+        (
             "attach",
             Message::Attach(Attach {
+                replica: 0,
                 rank: 1,
-                geometry: GroupGeometry {
-                    group: GroupId(0),
-                    engine_page_tokens: 16,
-                    layers: 2,
-                    page_bytes: 4096,
-                    device_pages: 1024,
-                    layout_fingerprint: [9; 16],
-                },
-                arena_pages: 4096,
-                keeps_pages: true,
+                attach: 2,
+                depot: [8; 16],
+                memory: Some(AttachedMemory {
+                    engine: [1; 16],
+                    geometry: GroupGeometry {
+                        group: GroupId(0),
+                        engine_page_tokens: 16,
+                        layers: 2,
+                        page_bytes: 4096,
+                        device_pages: 1024,
+                        layout_fingerprint: [9; 16],
+                    },
+                    arena_pages: 4096,
+                }),
             }),
         ),
         (
             "attached",
-            Message::Attached(Attached { attached_ranks: 2 }),
+            Message::Attached(Attached {
+                attach: 2,
+                after: 39,
+                attached_ranks: 2,
+            }),
         ),
         (
             "transfer",
             Message::Transfer(Transfer {
                 engine: [1; 16],
                 store: true,
-                after: 11,
+                request: 11,
                 copies: vec![
                     CopyOrder {
                         op: 40,
                         pairs: vec![gather].into(),
+                        record: Some(RecordBody {
+                            anchor: [2; 16],
+                            domain: [4; 16],
+                            block_start: 96,
+                            first: 0,
+                            phase: 0,
+                            generation: 40,
+                            fingerprints: vec![6; 64],
+                        }),
                     },
                     CopyOrder {
                         op: 41,
                         pairs: vec![single].into(),
+                        record: None,
                     },
                 ],
             }),
@@ -165,7 +205,15 @@ pub fn examples() -> Vec<(&'static str, Message)> {
             }),
         ),
         ("cancel", Message::Cancel(Cancel { ops: vec![40, 41] })),
-        ("cancel_answer", Message::CancelAnswer(Empty {})),
+        (
+            "strike",
+            Message::Strike(Strike {
+                reset: 3,
+                domain: vec![4; 16],
+                fingerprints: vec![6; 32],
+            }),
+        ),
+        ("struck", Message::Struck(Struck { reset: 3 })),
         ("status", Message::Status(Status { check: true })),
         ("status_answer", Message::StatusAnswer(status_answer())),
     ]
@@ -179,6 +227,7 @@ fn hello() -> Hello {
         engine: [1; 16],
         rank: 0,
         name: "example".to_owned(),
+        replica: 0,
     }
 }
 
@@ -235,6 +284,7 @@ fn status_answer() -> StatusAnswer {
             rank: 0,
             attached: true,
             pid: 4711,
+            replica: 0,
         }],
         slots: 1,
         pins: 2,

@@ -63,6 +63,10 @@ kinds! {
     Finish = 22, "finish";
     /// Answer to finish.
     FinishAnswer = 23, "finish_answer";
+    /// Forget pages.
+    Reset = 24, "reset";
+    /// They are forgotten.
+    ResetAnswer = 25, "reset_answer";
     /// Engine rank to worker: this is my KV memory.
     Register = 32, "register";
     /// Answer to register: worker and leader have taken it.
@@ -71,6 +75,10 @@ kinds! {
     Written = 34, "written";
     /// Answer to written.
     WrittenAnswer = 35, "written_answer";
+    /// Nothing may be copied any more for these requests.
+    Abandon = 36, "abandon";
+    /// Nothing is.
+    AbandonAnswer = 37, "abandon_answer";
     /// Worker to leader: memory and depot are ready.
     Attach = 48, "attach";
     /// Answer to attach.
@@ -81,8 +89,10 @@ kinds! {
     Ended = 51, "ended";
     /// Leader to worker: stop copies; their ends are still reported.
     Cancel = 52, "cancel";
-    /// Answer to cancel.
-    CancelAnswer = 53, "cancel_answer";
+    /// Strike pages out of an inventory.
+    Strike = 54, "strike";
+    /// They are struck out.
+    Struck = 55, "struck";
     /// Anyone to leader: how is it going?
     Status = 64, "status";
     /// Answer to status.

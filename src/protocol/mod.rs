@@ -15,9 +15,10 @@ pub mod limits;
 mod pairs;
 
 pub use body::{
-    Attach, Attached, Cancel, CopyOrder, CopyResult, Empty, Ended, ErrorBody, Finish, Hello, Load,
-    LoadAnswer, Lookup, LookupAnswer, RankStatus, Register, Registered, Role, Status, StatusAnswer,
-    Store, StoreAnswer, Transfer, Welcome, Written,
+    Abandon, Attach, Attached, AttachedMemory, Cancel, CopyOrder, CopyResult, Empty, Ended,
+    ErrorBody, Finish, Hello, Load, LoadAnswer, Lookup, LookupAnswer, RankStatus, RecordBody,
+    Register, Registered, Reset, ResetAnswer, Role, Status, StatusAnswer, Store, StoreAnswer,
+    Strike, Struck, Transfer, Welcome, Written,
 };
 pub use catalogue::catalogue;
 pub use codec::{Envelope, Message, decode, encode};

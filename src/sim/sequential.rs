@@ -2,9 +2,11 @@
 //!
 //! Leader and scheduler are the very state machines of the live system; copies end at once on every rank.
 
-use crate::core::{Attached, Effect, Event, Leader};
+use crate::core::{Attached, Effect, EngineMemory, Event, Leader};
 use crate::engine::scheduler::{Action, Prompt, Scheduler, Served};
-use crate::types::{EndedCopy, EngineId, GroupGeometry, Rank, Time};
+use crate::types::{
+    AttachId, DepotId, EndedCopy, EngineId, GroupGeometry, Rank, Replica, Time, WorkerId,
+};
 
 const ENGINE: EngineId = EngineId([0; 16]);
 
@@ -29,22 +31,36 @@ impl Sequential {
         let mut effects = Vec::new();
         leader.step(Time(0), Event::EngineOpened(ENGINE), &mut effects);
         for rank in (0..ranks).map(Rank) {
-            let geometry = geometry.clone();
+            let replica = Replica(0);
             let attached = Attached {
-                rank,
-                geometry,
-                arena_pages,
-                keeps_pages: false,
+                worker: WorkerId { replica, rank },
+                attach: AttachId(1),
+                depot: DepotId(rank.0.into()),
+                memory: Some(EngineMemory {
+                    engine: ENGINE,
+                    geometry: geometry.clone(),
+                    arena_pages,
+                }),
             };
             leader.step(Time(0), Event::Attached(attached), &mut effects);
         }
         for effect in effects.drain(..) {
-            if let Effect::Admit {
-                verdict: Err(refusal),
-                ..
-            } = effect
-            {
-                return Err(refusal.to_string());
+            match effect {
+                Effect::Admit {
+                    verdict: Err(refusal),
+                    ..
+                } => return Err(refusal.to_string()),
+                // The depots are new.
+                Effect::ReadInventory { shard, depot } => {
+                    let records = Vec::new();
+                    let event = Event::Inventory {
+                        shard,
+                        depot,
+                        records,
+                    };
+                    leader.step(Time(0), event, &mut Vec::new());
+                }
+                _ => {}
             }
         }
         Ok(Self {
@@ -102,7 +118,11 @@ impl Sequential {
                 Effect::Answer { id, answer, .. } => {
                     self.scheduler.answered(id, answer.ok(), actions);
                 }
-                Effect::Copy { ranks, copy } => {
+                Effect::Copy {
+                    replica,
+                    ranks,
+                    copy,
+                } => {
                     let ended = EndedCopy {
                         op: copy.op,
                         whole: true,
@@ -112,14 +132,18 @@ impl Sequential {
                     for rank in ranks.iter() {
                         let epoch = self.leader.epoch();
                         let event = Event::Ended {
-                            rank,
+                            worker: WorkerId { replica, rank },
                             epoch,
                             copies: vec![ended],
                         };
                         self.leader.step(Time(0), event, &mut self.effects);
                     }
                 }
-                Effect::Admit { .. } | Effect::Cancel { .. } | Effect::Expel(_) => {}
+                Effect::Admit { .. }
+                | Effect::Cancel { .. }
+                | Effect::Strike { .. }
+                | Effect::ReadInventory { .. }
+                | Effect::Expel(_) => {}
             }
             next += 1;
         }

@@ -27,6 +27,7 @@ fn hello(version_min: u16, version_max: u16) -> Hello {
         role: Role::Engine,
         engine: [5; 16],
         rank: 0,
+        replica: 0,
         name,
     }
 }

@@ -26,6 +26,18 @@ number_id!(
     Rank(u16), "rank "
 );
 number_id!(
+    /// One engine instance's place beside a leader: data-parallel ranks, or engines that share depots.
+    Replica(u16), "replica "
+);
+number_id!(
+    /// Names one reset that the leader asked the workers to carry out. Never reused within an epoch.
+    ResetId(u64), "reset "
+);
+number_id!(
+    /// Numbers the times that one worker said who it is; grows over one connection.
+    AttachId(u64), "attach "
+);
+number_id!(
     /// Layers that share page geometry and attention kind. Most models have group 0 only.
     GroupId(u8), "group "
 );
@@ -49,6 +61,40 @@ number_id!(
     /// The engine's own number of a running request (a sequence), unique among its live ones.
     SlotId(u64), "slot "
 );
+
+/// A worker's place: one rank of one replica. At most one process has it at a time. Shown without the replica when that is
+/// the first, which most leaders have alone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct WorkerId {
+    /// Of which engine instance.
+    pub replica: Replica,
+    /// Which rank of it.
+    pub rank: Rank,
+}
+
+impl fmt::Display for WorkerId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.replica {
+            Replica(0) => self.rank.fmt(f),
+            replica => write!(f, "{} of {replica}", self.rank),
+        }
+    }
+}
+
+/// The memory of one shard on one host: random bytes drawn when it is made, so that an empty successor is not taken for
+/// the one that held pages.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct DepotId(pub u128);
+
+/// A space of pages: one namespace of one model, layout and group, as a keyed hash. Two domains never share a page.
+#[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct DomainId(pub u128);
+
+impl fmt::Debug for DomainId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:08x}", self.0 >> 96)
+    }
+}
 
 /// One engine instance: 16 random bytes that it keeps over reconnects.
 #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]

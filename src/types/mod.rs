@@ -6,6 +6,7 @@ mod fragment;
 mod geometry;
 mod hash;
 mod ids;
+mod record;
 mod registration;
 mod request;
 mod time;
@@ -14,10 +15,14 @@ mod units;
 pub use fragment::{FragmentPair, PageCursor, PageList, PageRun};
 pub use geometry::{GeometryError, GroupGeometry, RATIO_MAX, Ratio};
 pub use hash::{Anchor, Fingerprint, HASH_BYTES_MAX, HASH_BYTES_MIN, PageHashes};
-pub use ids::{EngineId, Epoch, Generation, GroupId, OpId, Rank, RequestId, SlotId};
+pub use ids::{
+    AttachId, DepotId, DomainId, EngineId, Epoch, Generation, GroupId, OpId, Rank, Replica,
+    RequestId, ResetId, SlotId, WorkerId,
+};
+pub use record::{PageRecord, Record, Scope, Stored};
 pub use registration::{
     Allocation, AllocationHandle, AllocationKind, Nonce, Registration, TensorRole, TensorView,
 };
-pub use request::{Answer, Copy, Direction, EndedCopy, Request};
+pub use request::{Answer, Copy, Direction, EndedCopy, Request, ResetScope};
 pub use time::Time;
 pub use units::{ByteSize, ParseByteSizeError};

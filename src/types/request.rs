@@ -1,7 +1,7 @@
 //! What engines ask of a leader, what it answers, and what it asks of workers: the vocabulary that the wire encodes, the
 //! core decides about and engines speak.
 
-use super::{EngineId, FragmentPair, OpId, PageHashes, PageList, RequestId, SlotId, Time};
+use super::{EngineId, FragmentPair, OpId, PageHashes, PageList, Record, RequestId, SlotId, Time};
 
 /// What an engine can ask for.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -37,6 +37,12 @@ pub enum Request {
         /// Device pages, one for each page from `first_page` on.
         source: PageList,
     },
+    /// Forget pages: none is found any more, now or after a restart, once this is answered. Refused while one of them is
+    /// held.
+    Reset {
+        /// Which.
+        scope: ResetScope,
+    },
     /// The request is over: let go of what the slot pins. Copies that are under way still end and are answered.
     Finish {
         /// Which slot.
@@ -70,8 +76,24 @@ pub enum Answer {
         /// Pages whose copy failed.
         failed_pages: u32,
     },
+    /// To a reset.
+    Reset {
+        /// Pages that were forgotten.
+        pages: u32,
+    },
     /// To a finish.
     Finish,
+}
+
+/// What is to be forgotten.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ResetScope {
+    /// Every page.
+    Everything,
+    /// Every page of a namespace.
+    Namespace(Vec<u8>),
+    /// These pages of a namespace, and what their blocks hold beside them.
+    Pages(Vec<u8>, PageHashes),
 }
 
 /// Which way bytes go.
@@ -94,8 +116,11 @@ pub struct Copy {
     pub direction: Direction,
     /// Which pages: device pages on the engine's side, arena pages on the depot's.
     pub pairs: Vec<FragmentPair>,
-    /// A store starts once the rank's engine has said that everything up to this request is written.
-    pub after: RequestId,
+    /// For which request. A store starts once the rank's engine has said that everything up to it is written; a copy for
+    /// a request that the engine has abandoned never starts.
+    pub request: RequestId,
+    /// What a store writes into the inventory when its last byte is there.
+    pub record: Option<Record>,
     /// When it is cancelled.
     pub deadline: Time,
 }

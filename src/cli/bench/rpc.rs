@@ -89,6 +89,7 @@ impl Arguments {
             role: Role::Engine,
             engine: [7; 16],
             rank: 0,
+            replica: 0,
             name: "bench".to_owned(),
         };
         let address = dirs.leader_address();

@@ -98,6 +98,7 @@ async fn replay(
         role: Role::Engine,
         engine: engine.0,
         rank: 0,
+        replica: 0,
         name: "reference engine, scheduler".to_owned(),
     };
     let settings = ClientSettings {

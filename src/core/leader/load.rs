@@ -21,12 +21,11 @@ impl Leader {
         effects: &mut Vec<Effect>,
     ) -> Result<(), Refusal> {
         self.check_device_pages("destination", destination)?;
-        if !self.is_ready() {
-            return Err(self.ranks.not_ready());
-        }
-        let (tokens_per_page, ranks) = (self.tokens_per_page(), self.ranks.attached());
+        let replica = self.workers.replica_of(due.engine);
+        let replica = replica.ok_or_else(|| self.workers.not_ready())?;
+        let (tokens_per_page, ranks) = (self.tokens_per_page(), self.workers.ranks());
         let Some(pool) = &mut self.pool else {
-            return Err(self.ranks.not_ready());
+            return Err(self.workers.not_ready());
         };
         let session = self.sessions.entry(due.engine).or_default();
         let slot = session.slots.get_mut(&id).ok_or(Refusal::UnknownSlot(id))?;
@@ -76,22 +75,21 @@ impl Leader {
             missing: ranks,
             failed: 0,
         };
-        self.begin_op(
-            op,
-            Op {
-                work,
-                deadline: due.deadline,
-            },
-        );
+        self.begin_op(op, Op::new(replica, work, due.deadline));
         let copy = Copy {
             op,
             engine: due.engine,
             direction: Direction::Load,
             pairs,
-            after: crate::types::RequestId(0),
+            request: due.id,
+            record: None,
             deadline: due.deadline,
         };
-        effects.push(Effect::Copy { ranks, copy });
+        effects.push(Effect::Copy {
+            replica,
+            ranks,
+            copy,
+        });
         Ok(())
     }
 
@@ -101,8 +99,8 @@ impl Leader {
         field: &'static str,
         pages: &PageList,
     ) -> Result<(), Refusal> {
-        let Some(geometry) = self.ranks.geometry() else {
-            return Err(self.ranks.not_ready());
+        let Some(geometry) = self.workers.geometry() else {
+            return Err(self.workers.not_ready());
         };
         if pages.0.is_empty() {
             let remedy = "name at least one page";
@@ -127,7 +125,7 @@ impl Leader {
     }
 
     pub(super) fn tokens_per_page(&self) -> u32 {
-        self.ranks
+        self.workers
             .geometry()
             .map_or(0, |geometry| geometry.engine_page_tokens)
     }

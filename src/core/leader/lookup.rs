@@ -28,12 +28,12 @@ impl Leader {
                 remedy: "at most the number of page hashes",
             });
         }
-        if !self.is_ready() {
-            return Err(self.ranks.not_ready());
+        if self.workers.replica_of(due.engine).is_none() {
+            return Err(self.workers.not_ready());
         }
         self.open_slot(due, id, &namespace, hashes)?;
         let Some(pool) = &mut self.pool else {
-            return Err(self.ranks.not_ready());
+            return Err(self.workers.not_ready());
         };
         let session = self.sessions.entry(due.engine).or_default();
         let slot = session.slots.get_mut(&id).ok_or(Refusal::UnknownSlot(id))?;
@@ -59,7 +59,7 @@ impl Leader {
             self.timers
                 .insert((slot.held_until, Timer::Hold(due.engine, id)));
         }
-        if let Some(geometry) = self.ranks.geometry() {
+        if let Some(geometry) = self.workers.geometry() {
             let found = Decision::Found {
                 device_pages,
                 hit_pages,

@@ -7,27 +7,34 @@
 mod load;
 mod lookup;
 mod ops;
-mod ranks;
+mod reset;
 mod store;
+mod workers;
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::Duration;
 
-use crate::core::anchor::{AnchorKey, Domain, DomainId};
+use crate::core::anchor::{AnchorKey, Domain};
 use crate::core::decision::{RequestDigest, RunDigest};
 use crate::core::event::{Effect, Event};
 use crate::core::pool::Pool;
 use crate::core::refusal::Refusal;
+use crate::core::sabotage::{Bug, planted};
 use crate::core::slot::{Seen, Session, Slot};
 use crate::types::{Answer, Request};
-use crate::types::{EngineId, Epoch, Generation, OpId, Rank, Ratio, RequestId, SlotId, Time};
+use crate::types::{
+    EngineId, Epoch, Generation, OpId, PageRecord, Ratio, RequestId, ResetId, SlotId, Time,
+    WorkerId,
+};
 
 use ops::Op;
-use ranks::Ranks;
+use reset::Reset;
 use store::{PendingStore, StoreKey};
+pub use workers::REPLICAS_MAX;
+use workers::Workers;
 
-/// Namespaces that one leader remembers, at most; each costs about 100 bytes and its name.
-pub const NAMESPACES_MAX: usize = 65_536;
+/// Requests of one engine that are under way at one time, unless the settings say otherwise.
+pub const OPEN_REQUESTS_MAX: usize = 1024;
 
 /// Settings of a leader. Data only.
 #[derive(Debug, Clone)]
@@ -36,6 +43,8 @@ pub struct LeaderSettings {
     pub epoch: Epoch,
     /// Ranks of an engine.
     pub ranks: u16,
+    /// Engines that share the depots. Default: 1.
+    pub replicas: u16,
     /// Pages of the largest block.
     pub ratio: Ratio,
     /// Secret of the anchors.
@@ -44,6 +53,8 @@ pub struct LeaderSettings {
     pub hold_for: Duration,
     /// How long after its deadline a copy may take to end before its worker is expelled. Default: 10 s.
     pub fence: Duration,
+    /// Requests of one engine under way at one time; more are refused. Default: [`OPEN_REQUESTS_MAX`].
+    pub open_requests_max: usize,
     /// How long an engine is remembered after its connection broke. Default: 10 s.
     pub engine_grace: Duration,
     /// There is a tier, with room for one block at least. Without, every store is refused: a baseline. Default: on.
@@ -58,8 +69,10 @@ impl LeaderSettings {
         Self {
             epoch,
             ranks,
+            replicas: 1,
             ratio,
             anchor_key,
+            open_requests_max: OPEN_REQUESTS_MAX,
             hold_for: Duration::from_secs(30),
             fence: Duration::from_secs(10),
             engine_grace: Duration::from_secs(10),
@@ -73,8 +86,9 @@ impl LeaderSettings {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Timer {
     Hold(EngineId, SlotId),
-    Deadline(OpId),
-    Fence(OpId),
+    Copy(OpId),
+    Parked(EngineId, RequestId),
+    Reset(ResetId),
     Engine(EngineId),
 }
 
@@ -95,6 +109,8 @@ pub struct LeaderCounts {
     pub loaded_pages: u64,
     /// Pages that became ready.
     pub published_pages: u64,
+    /// Pages that were found in the depots when this leader began.
+    pub recovered_pages: u64,
     /// Copies that failed on some rank.
     pub failed_copies: u64,
     /// Copies that missed their deadline.
@@ -113,18 +129,21 @@ pub struct LeaderCounts {
 #[derive(Debug)]
 pub struct Leader {
     settings: LeaderSettings,
-    ranks: Ranks,
+    workers: Workers,
     pool: Option<Pool>,
-    domains: HashMap<Vec<u8>, DomainId>,
+    /// Inventories that were read so far, while a pool is being made from them.
+    reading: Option<Vec<Option<Vec<PageRecord>>>>,
     sessions: HashMap<EngineId, Session>,
     ops: HashMap<OpId, Op>,
     stores: HashMap<StoreKey, PendingStore>,
     waiters: HashMap<Generation, Vec<StoreKey>>,
-    /// Loads that came while a rank was missing. Their engine may not take its pages back before that rank says that
-    /// nothing of it writes any more; so they are refused only then.
-    parked: Vec<(Due, SlotId)>,
+    resets: BTreeMap<ResetId, Reset>,
+    /// Loads and stores that came while copies of an older leader could be under way. Their engine may not take its pages
+    /// back before those have ended; so they are refused only then.
+    parked: BTreeMap<(EngineId, RequestId), Parked>,
     timers: BTreeSet<(Time, Timer)>,
     next_id: u64,
+    next_reset: u64,
     next_store: u64,
     counts: LeaderCounts,
     digest: RunDigest,
@@ -134,17 +153,19 @@ impl Leader {
     /// A leader without workers and engines.
     pub fn new(settings: LeaderSettings) -> Self {
         Self {
-            ranks: Ranks::new(settings.ranks),
+            workers: Workers::new(settings.replicas, settings.ranks),
             settings,
             pool: None,
-            domains: HashMap::new(),
+            reading: None,
             sessions: HashMap::new(),
             ops: HashMap::new(),
             stores: HashMap::new(),
             waiters: HashMap::new(),
-            parked: Vec::new(),
+            resets: BTreeMap::new(),
+            parked: BTreeMap::new(),
             timers: BTreeSet::new(),
             next_id: 0,
+            next_reset: 0,
             next_store: 0,
             counts: LeaderCounts::default(),
             digest: RunDigest::default(),
@@ -157,8 +178,14 @@ impl Leader {
             Event::EngineOpened(engine) => self.engine_opened(engine),
             Event::EngineClosed(engine) => self.engine_closed(now, engine),
             Event::Attached(attached) => self.attached(attached, effects),
-            Event::WorkerLost(rank) => self.ranks.lost(rank),
-            Event::WorkerDead(rank) => self.worker_dead(rank, effects),
+            Event::WorkerLost(worker) => self.workers.lost(worker),
+            Event::WorkerDead(worker) => self.worker_dead(worker, effects),
+            Event::Inventory {
+                shard,
+                depot,
+                records,
+            } => self.inventory(shard, depot, records),
+            Event::Struck { worker, id } => self.struck(worker, id, effects),
             Event::Request {
                 engine,
                 id,
@@ -168,12 +195,12 @@ impl Leader {
                 self.request(now, engine, id, deadline, request, effects);
             }
             Event::Ended {
-                rank,
+                worker,
                 epoch,
                 copies,
             } => {
                 if epoch == self.settings.epoch {
-                    self.copies_ended(rank, &copies, effects);
+                    self.copies_ended(worker, &copies, effects);
                 }
             }
             Event::Tick => {}
@@ -214,19 +241,25 @@ impl Leader {
             .sum()
     }
 
-    /// True when lookups are served.
+    /// True when lookups are served, for one engine at least.
     pub fn is_ready(&self) -> bool {
-        self.pool.is_some() && self.ranks.all_attached()
+        self.pool.is_some() && self.workers.any_replica()
     }
 
-    /// Ranks that have attached.
-    pub fn attached_ranks(&self) -> u32 {
-        self.ranks.attached().len()
+    /// Workers that have attached with the memory of an engine.
+    pub fn attached_workers(&self) -> u32 {
+        self.workers.with_memory()
     }
 
-    /// True when this rank has attached.
-    pub fn is_attached(&self, rank: Rank) -> bool {
-        self.ranks.attached().contains(rank)
+    /// True when this worker has attached with the memory of an engine.
+    pub fn is_attached(&self, worker: WorkerId) -> bool {
+        self.workers.has_memory(worker)
+    }
+
+    /// Requests that have not been answered.
+    pub fn open_requests(&self) -> usize {
+        let sessions = self.sessions.values();
+        sessions.map(|session| session.answers.open()).sum()
     }
 
     /// Tokens of one page; 0 before a rank attached.
@@ -246,6 +279,7 @@ impl Leader {
             ("blocks_loaded", c.loaded),
             ("loaded_pages", c.loaded_pages),
             ("published_pages", c.published_pages),
+            ("recovered_pages", c.recovered_pages),
             ("failed_copies", c.failed_copies),
             ("late_copies", c.late_copies),
             ("gathered_bytes", c.gathered_bytes),
@@ -303,10 +337,20 @@ impl Leader {
         request: Request,
         effects: &mut Vec<Effect>,
     ) {
-        match self.sessions.entry(engine).or_default().answers.begin(id) {
+        let open = self.sessions.entry(engine).or_default();
+        let full =
+            open.answers.open() >= self.settings.open_requests_max && !planted(Bug::UnboundedQueue);
+        match open.answers.begin(id, full) {
             Seen::New => {}
             Seen::UnderWay => return,
             Seen::Answered(answer) => return effects.push(Effect::Answer { engine, id, answer }),
+            Seen::TooMany => {
+                let answer = Err(Refusal::Limit {
+                    limit: "requests of an engine under way",
+                    max: self.settings.open_requests_max as u64,
+                });
+                return effects.push(Effect::Answer { engine, id, answer });
+            }
             Seen::Stale => {
                 let answer = Err(Refusal::StaleRequest(id));
                 return effects.push(Effect::Answer { engine, id, answer });
@@ -326,9 +370,10 @@ impl Leader {
             } => self
                 .lookup(now, due, slot, namespace, hashes, device_pages)
                 .map(Some),
-            Request::Load { slot, .. } if !self.is_ready() => {
-                self.parked.push((due, slot));
-                return;
+            Request::Load { slot, .. } | Request::Store { slot, .. }
+                if !self.workers.all_clear() =>
+            {
+                return self.park(due, slot);
             }
             Request::Load {
                 slot,
@@ -343,6 +388,7 @@ impl Leader {
                 more,
                 source,
             } => self.store(due, slot, first_page, more, &source, effects),
+            Request::Reset { scope } => self.reset(now, due, scope, effects).map(|()| None),
             Request::Finish { slot } => {
                 self.finish(engine, slot);
                 Ok(Some(Answer::Finish))
@@ -350,6 +396,35 @@ impl Leader {
         };
         if let Some(answer) = answer.transpose() {
             self.answer(engine, id, answer, effects);
+        }
+    }
+
+    /// What names engine pages waits until nothing of an older leader touches them.
+    fn park(&mut self, due: Due, slot: SlotId) {
+        let next = due.deadline + self.settings.fence;
+        self.timers
+            .insert((next, Timer::Parked(due.engine, due.id)));
+        self.parked
+            .insert((due.engine, due.id), Parked { due, slot, next });
+    }
+
+    /// Nothing of an older leader is under way: what was parked is refused, because its slot is not known here.
+    fn refuse_parked(&mut self, effects: &mut Vec<Effect>) {
+        for ((engine, id), parked) in std::mem::take(&mut self.parked) {
+            self.timers
+                .remove(&(parked.next, Timer::Parked(engine, id)));
+            let refusal = Refusal::UnknownSlot(parked.slot);
+            self.answer(parked.due.engine, parked.due.id, Err(refusal), effects);
+        }
+    }
+
+    /// A request is parked for longer than its deadline and the fence: whoever keeps silent must go.
+    fn parked_due(&mut self, now: Time, key: (EngineId, RequestId), effects: &mut Vec<Effect>) {
+        if let Some(parked) = self.parked.get_mut(&key) {
+            parked.next = now + self.settings.fence;
+            self.timers
+                .insert((parked.next, Timer::Parked(key.0, key.1)));
+            effects.extend(self.workers.unclear().map(Effect::Expel));
         }
     }
 
@@ -414,6 +489,9 @@ impl Leader {
         };
         let mut slots: Vec<SlotId> = session.slots.keys().copied().collect();
         slots.sort_unstable();
+        if planted(Bug::KeepLease) {
+            slots.clear();
+        }
         for slot in slots {
             self.finish(engine, slot);
         }
@@ -425,8 +503,9 @@ impl Leader {
             self.timers.remove(&(at, timer));
             match timer {
                 Timer::Hold(engine, slot) => self.hold_expired(engine, slot),
-                Timer::Deadline(op) => self.copy_late(op, at, effects),
-                Timer::Fence(op) => self.copy_stuck(op, effects),
+                Timer::Copy(op) => self.copy_due(now, op, effects),
+                Timer::Parked(engine, id) => self.parked_due(now, (engine, id), effects),
+                Timer::Reset(id) => self.reset_due(now, id, effects),
                 Timer::Engine(engine) => self.forget_engine(engine),
             }
         }
@@ -445,30 +524,14 @@ impl Leader {
         }
     }
 
-    /// The domain of a namespace, made when it is seen for the first time.
-    fn domain(&mut self, namespace: &[u8]) -> Result<Domain, Refusal> {
-        let id = match self.domains.get(namespace) {
-            Some(id) => *id,
-            None if self.domains.len() >= NAMESPACES_MAX => {
-                return Err(Refusal::Limit {
-                    limit: "namespaces",
-                    max: NAMESPACES_MAX as u64,
-                });
-            }
-            None => {
-                let id = DomainId(u32::try_from(self.domains.len()).unwrap_or(u32::MAX));
-                self.domains.insert(namespace.to_vec(), id);
-                id
-            }
-        };
+    /// The domain of a namespace.
+    fn domain(&self, namespace: &[u8]) -> Result<Domain, Refusal> {
         let geometry = self
-            .ranks
+            .workers
             .geometry()
-            .ok_or_else(|| self.ranks.not_ready())?;
-        let key = &self.settings.anchor_key;
+            .ok_or_else(|| self.workers.not_ready())?;
         Ok(Domain::new(
-            id,
-            key,
+            &self.settings.anchor_key,
             namespace,
             &geometry.layout_fingerprint,
             geometry.group,
@@ -478,6 +541,15 @@ impl Leader {
     fn new_digest(&self) -> RequestDigest {
         RequestDigest::new(self.settings.record_decisions)
     }
+}
+
+/// A request that is refused when nothing of an older leader is under way.
+#[derive(Debug)]
+struct Parked {
+    due: Due,
+    slot: SlotId,
+    /// When its patience ends.
+    next: Time,
 }
 
 /// Who is waiting for an answer, and until when.

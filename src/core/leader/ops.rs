@@ -3,17 +3,21 @@
 use crate::core::event::Effect;
 use crate::core::pool::Pin;
 use crate::core::refusal::Refusal;
+use crate::core::sabotage::{Bug, planted};
 use crate::core::shards::RankSet;
 use crate::types::{Answer, Direction, EndedCopy};
-use crate::types::{Generation, OpId, Rank, Time};
+use crate::types::{Generation, OpId, Rank, Replica, Time, WorkerId};
 
 use super::{Due, Leader, Timer};
 
 /// One copy that was asked for and has not ended on every rank.
 #[derive(Debug)]
 pub(super) struct Op {
+    pub(super) replica: Replica,
     pub(super) work: Work,
     pub(super) deadline: Time,
+    /// When it is looked at next: at its deadline, then every quarter of the fence time.
+    pub(super) next: Time,
 }
 
 #[derive(Debug)]
@@ -32,6 +36,15 @@ pub(super) enum Work {
 }
 
 impl Op {
+    pub(super) fn new(replica: Replica, work: Work, deadline: Time) -> Self {
+        Self {
+            replica,
+            work,
+            deadline,
+            next: deadline,
+        }
+    }
+
     /// Pins that its lease holds.
     pub(super) fn pins(&self) -> usize {
         match &self.work {
@@ -45,51 +58,59 @@ impl Op {
             Work::Load { missing, .. } | Work::Store { missing } => *missing,
         }
     }
+
+    fn owes(&self, worker: WorkerId) -> bool {
+        self.replica == worker.replica && self.missing().contains(worker.rank)
+    }
 }
 
 impl Leader {
     pub(super) fn begin_op(&mut self, id: OpId, op: Op) {
-        self.timers.insert((op.deadline, Timer::Deadline(id)));
+        self.timers.insert((op.next, Timer::Copy(id)));
         self.ops.insert(id, op);
     }
 
     pub(super) fn copies_ended(
         &mut self,
-        rank: Rank,
+        worker: WorkerId,
         copies: &[EndedCopy],
         effects: &mut Vec<Effect>,
     ) {
         for copy in copies {
-            if let Some(direction) = self.copy_ended(rank, copy.op, copy.whole, effects) {
+            let op = self.mistaken(copy.op).unwrap_or(copy.op);
+            if let Some(direction) = self.copy_ended(worker, op, copy.whole, effects) {
                 self.count_bytes(direction, copy);
             }
         }
-        self.open_pool(effects);
     }
 
-    /// Everything that was asked of `rank` has ended, none of it whole: its process is dead, or says so itself.
-    pub(super) fn end_all_of(&mut self, rank: Rank, effects: &mut Vec<Effect>) {
+    /// Everything that was asked of a worker has ended, none of it whole: its process is dead, or says so itself.
+    pub(super) fn end_all_of(&mut self, worker: WorkerId, effects: &mut Vec<Effect>) {
         let mut ops: Vec<OpId> = self
             .ops
             .iter()
-            .filter(|(_, op)| op.missing().contains(rank))
+            .filter(|(_, op)| op.owes(worker))
             .map(|(id, _)| *id)
             .collect();
         ops.sort_unstable();
         for op in ops {
-            self.copy_ended(rank, op, false, effects);
+            self.copy_ended(worker, op, false, effects);
         }
     }
 
     /// Which way the copy went, when its end was news.
     fn copy_ended(
         &mut self,
-        rank: Rank,
+        worker: WorkerId,
         id: OpId,
         whole: bool,
         effects: &mut Vec<Effect>,
     ) -> Option<Direction> {
+        let rank = worker.rank;
         let op = self.ops.get_mut(&id)?;
+        if op.replica != worker.replica {
+            return None;
+        }
         let (news, last) = match &mut op.work {
             Work::Load {
                 missing, failed, ..
@@ -100,20 +121,19 @@ impl Leader {
             }
             Work::Store { missing } => (missing.remove(rank), missing.is_empty()),
         };
-        if !news {
-            return None;
-        }
         let direction = match op.work {
             Work::Load { .. } => Direction::Load,
             Work::Store { .. } => Direction::Store,
         };
+        let counted = direction == Direction::Store && planted(Bug::CountAcks);
+        if !news && !counted {
+            return None;
+        }
         if direction == Direction::Store {
             self.filled(Generation(id.0), rank, whole, effects);
         }
         if last && let Some(op) = self.ops.remove(&id) {
-            self.timers.remove(&(op.deadline, Timer::Deadline(id)));
-            self.timers
-                .remove(&(op.deadline + self.settings.fence, Timer::Fence(id)));
+            self.timers.remove(&(op.next, Timer::Copy(id)));
             if let Work::Load {
                 due,
                 lease,
@@ -147,27 +167,51 @@ impl Leader {
         self.answer(due.engine, due.id, answer, effects);
     }
 
-    /// The deadline of a copy passed: it is cancelled where it has not ended. Its pages stay as they are until it has.
-    pub(super) fn copy_late(&mut self, id: OpId, at: Time, effects: &mut Vec<Effect>) {
-        let Some(op) = self.ops.get(&id) else { return };
-        effects.push(Effect::Cancel {
-            ranks: op.missing(),
-            op: id,
-        });
-        if let Work::Store { .. } = op.work
-            && let Some(pool) = &mut self.pool
-        {
-            pool.quarantine(Generation(id.0));
+    /// The deadline of a copy passed: it is cancelled where it has not ended, again and again, and its pages stay as they
+    /// are until it has. After the fence time only the death of its workers proves that nothing is written any more.
+    pub(super) fn copy_due(&mut self, now: Time, id: OpId, effects: &mut Vec<Effect>) {
+        let fence = self.settings.fence;
+        let Some(op) = self.ops.get_mut(&id) else {
+            return;
+        };
+        let (replica, missing) = (op.replica, op.missing());
+        let (deadline, first) = (op.deadline, op.next == op.deadline);
+        op.next = now + fence / 4;
+        self.timers.insert((op.next, Timer::Copy(id)));
+        let store = matches!(op.work, Work::Store { .. });
+        if first {
+            self.counts.late_copies += 1;
+            if store && let Some(pool) = &mut self.pool {
+                pool.quarantine(Generation(id.0));
+            }
         }
-        self.counts.late_copies += 1;
-        self.timers
-            .insert((at + self.settings.fence, Timer::Fence(id)));
+        self.cancel(id, effects);
+        if now >= deadline + fence {
+            effects.extend(
+                missing
+                    .iter()
+                    .map(|rank| Effect::Expel(WorkerId { replica, rank })),
+            );
+        }
+        if planted(Bug::FreeBeforeEnd) && store {
+            for rank in missing.iter() {
+                self.filled(Generation(id.0), rank, false, effects);
+            }
+        }
+        if planted(Bug::FailBeforeFence) {
+            self.fail_load_early(id, effects);
+        }
     }
 
-    /// The fence time passed as well: only the death of these workers proves that nothing is written any more.
-    pub(super) fn copy_stuck(&mut self, id: OpId, effects: &mut Vec<Effect>) {
-        let Some(op) = self.ops.get(&id) else { return };
-        effects.extend(op.missing().iter().map(Effect::Expel));
+    /// Stops a copy where it has not ended.
+    pub(super) fn cancel(&mut self, id: OpId, effects: &mut Vec<Effect>) {
+        if let Some(op) = self.ops.get(&id) {
+            effects.push(Effect::Cancel {
+                replica: op.replica,
+                ranks: op.missing(),
+                op: id,
+            });
+        }
     }
 
     fn count_bytes(&mut self, direction: Direction, copy: &EndedCopy) {
@@ -181,5 +225,48 @@ impl Leader {
                 self.counts.scatter_us += copy.busy_us;
             }
         }
+    }
+
+    /// A planted bug: the copy that an acknowledgement is mistaken for.
+    fn mistaken(&self, id: OpId) -> Option<OpId> {
+        let growths = planted(Bug::IgnoreGrowthGeneration);
+        if !(growths || planted(Bug::IgnoreGeneration)) || self.ops.contains_key(&id) {
+            return None;
+        }
+        let stores = self.ops.iter().filter(|(id, op)| {
+            let growth = self.pool.as_ref().is_some_and(|pool| {
+                let mut blocks = pool.view();
+                blocks.any(|block| {
+                    block.ready > 0 && block.filling.is_some_and(|(filling, _)| filling.0 == id.0)
+                })
+            });
+            matches!(op.work, Work::Store { .. }) && (growth || !growths)
+        });
+        stores.map(|(id, _)| *id).min()
+    }
+
+    /// A planted bug: the engine may use its pages again, and a worker writes them.
+    fn fail_load_early(&mut self, id: OpId, effects: &mut Vec<Effect>) {
+        if !matches!(
+            self.ops.get(&id).map(|op| &op.work),
+            Some(Work::Load { .. })
+        ) {
+            return;
+        }
+        if let Some(op) = self.ops.remove(&id)
+            && let Work::Load {
+                due, lease, pages, ..
+            } = op.work
+        {
+            self.timers.remove(&(op.next, Timer::Copy(id)));
+            self.load_ended(due, lease, pages, 1, effects);
+        }
+    }
+
+    /// Ranks that still owe the end of a copy: for checks.
+    pub fn owed(&self) -> impl Iterator<Item = (OpId, Replica, Vec<Rank>)> {
+        self.ops
+            .iter()
+            .map(|(id, op)| (*id, op.replica, op.missing().iter().collect()))
     }
 }

@@ -8,6 +8,7 @@ use crate::core::event::Effect;
 use crate::core::index::{Match, Want};
 use crate::core::pool::{Kind, Pin, Pool, Reserved, Run};
 use crate::core::refusal::Refusal;
+use crate::core::sabotage::{Bug, planted};
 use crate::core::slot::{HASH_BYTES_PER_ENGINE_MAX, Slot};
 use crate::types::{Answer, Copy, Direction};
 use crate::types::{
@@ -62,13 +63,13 @@ impl Leader {
         effects: &mut Vec<Effect>,
     ) -> Result<Option<Answer>, Refusal> {
         self.check_device_pages("source", source)?;
-        if !self.is_ready() {
-            return Err(self.ranks.not_ready());
-        }
-        let (tokens_per_page, ranks) = (self.tokens_per_page(), self.ranks.attached());
+        let replica = self.workers.replica_of(due.engine);
+        let replica = replica.ok_or_else(|| self.workers.not_ready())?;
+        let (tokens_per_page, ranks) = (self.tokens_per_page(), self.workers.ranks());
+        let epoch = self.settings.epoch;
         let ratio = self.settings.ratio.pages();
         let Some(pool) = &mut self.pool else {
-            return Err(self.ranks.not_ready());
+            return Err(self.workers.not_ready());
         };
         let session = self.sessions.entry(due.engine).or_default();
         let slot = session.slots.get_mut(&id).ok_or(Refusal::UnknownSlot(id))?;
@@ -117,10 +118,15 @@ impl Leader {
                 engine: due.engine,
                 direction: Direction::Store,
                 pairs: vec![pair],
-                after: due.id,
+                request: due.id,
+                record: pool.record(generation, epoch),
                 deadline: due.deadline,
             };
-            effects.push(Effect::Copy { ranks, copy });
+            effects.push(Effect::Copy {
+                replica,
+                ranks,
+                copy,
+            });
             pool.start_filling(generation, ranks);
         }
         if plan.refused_pages > 0 {
@@ -140,13 +146,8 @@ impl Leader {
         };
         for reserved in &plan.reserved {
             let work = Work::Store { missing: ranks };
-            self.begin_op(
-                OpId(reserved.generation.0),
-                Op {
-                    work,
-                    deadline: due.deadline,
-                },
-            );
+            let op = Op::new(replica, work, due.deadline);
+            self.begin_op(OpId(reserved.generation.0), op);
         }
         Ok(self.wait_or_end(pending))
     }
@@ -164,6 +165,7 @@ impl Leader {
             return;
         };
         self.counts.failed_copies += u64::from(!published);
+        self.store_over(generation, effects);
         for key in self.waiters.remove(&generation).unwrap_or_default() {
             let Some(store) = self.stores.get_mut(&key) else {
                 continue;
@@ -199,10 +201,10 @@ impl Leader {
         }
         self.next_store += 1;
         for wait in &pending.waits {
-            self.waiters
-                .entry(wait.generation)
-                .or_default()
-                .push(self.next_store);
+            let waiting = self.waiters.entry(wait.generation).or_default();
+            if waiting.is_empty() || !planted(Bug::LoseSecondRequester) {
+                waiting.push(self.next_store);
+            }
         }
         self.stores.insert(self.next_store, pending);
         None

@@ -1,0 +1,152 @@
+//! Resets: pages are forgotten here, then struck out of every inventory, and only then is it said.
+
+use std::collections::BTreeSet;
+
+use crate::core::event::Effect;
+use crate::core::refusal::Refusal;
+use crate::core::sabotage::{Bug, planted};
+use crate::core::shards::RankSet;
+use crate::types::{Answer, Generation, OpId, Rank, ResetId, ResetScope, Scope, Time, WorkerId};
+
+use super::{Due, Leader, Timer};
+
+/// A reset that has not been answered.
+#[derive(Debug)]
+pub(super) struct Reset {
+    due: Due,
+    scope: Scope,
+    pages: u32,
+    /// Stores of these pages that were under way, and are not over.
+    ending: BTreeSet<Generation>,
+    /// Shards that have not struck the pages out.
+    missing: RankSet,
+    /// When the shards are asked again, or the answer is due.
+    next: Time,
+}
+
+impl Leader {
+    pub(super) fn reset(
+        &mut self,
+        now: Time,
+        due: Due,
+        scope: ResetScope,
+        effects: &mut Vec<Effect>,
+    ) -> Result<(), Refusal> {
+        let scope = self.scope(scope)?;
+        let Some(pool) = &mut self.pool else {
+            return Err(self.workers.not_ready());
+        };
+        let retired = pool.retire(&scope);
+        let (pages, filling) = retired.map_err(|holders| Refusal::Leased { holders })?;
+        for generation in &filling {
+            self.cancel(OpId(generation.0), effects);
+        }
+        self.next_reset += 1;
+        let next = due.deadline.min(now + self.settings.fence / 4);
+        let reset = Reset {
+            due,
+            scope,
+            pages,
+            ending: match planted(Bug::ResetSkipsInFlight) {
+                true => BTreeSet::new(),
+                false => filling.into_iter().collect(),
+            },
+            missing: self.workers.ranks(),
+            next,
+        };
+        let id = ResetId(self.next_reset);
+        self.timers.insert((next, Timer::Reset(id)));
+        self.resets.insert(id, reset);
+        self.strike_one(id, effects);
+        Ok(())
+    }
+
+    fn scope(&self, scope: ResetScope) -> Result<Scope, Refusal> {
+        Ok(match scope {
+            ResetScope::Everything => Scope::Everything,
+            ResetScope::Namespace(namespace) => Scope::Domain(self.domain(&namespace)?.id()),
+            ResetScope::Pages(namespace, hashes) => {
+                let pages = (0..hashes.len()).map(|page| hashes.fingerprint(page));
+                Scope::Pages(self.domain(&namespace)?.id(), pages.collect())
+            }
+        })
+    }
+
+    /// A store is over, one way or the other: resets that waited for it go on.
+    pub(super) fn store_over(&mut self, generation: Generation, effects: &mut Vec<Effect>) {
+        let waited = self.resets.iter_mut().filter_map(|(id, reset)| {
+            let last = reset.ending.remove(&generation) && reset.ending.is_empty();
+            last.then_some(*id)
+        });
+        let ready: Vec<ResetId> = waited.collect();
+        ready
+            .into_iter()
+            .for_each(|id| self.strike_one(id, effects));
+    }
+
+    /// Asks every shard that has not struck out, of every reset that waits for nothing else.
+    pub(super) fn strike(&mut self, effects: &mut Vec<Effect>) {
+        let open: Vec<ResetId> = self.resets.keys().copied().collect();
+        open.into_iter().for_each(|id| self.strike_one(id, effects));
+    }
+
+    fn strike_one(&mut self, id: ResetId, effects: &mut Vec<Effect>) {
+        if planted(Bug::ResetKeepsRecords) {
+            return self.end_reset(id, effects);
+        }
+        let Some(reset) = self.resets.get(&id).filter(|reset| reset.ending.is_empty()) else {
+            return;
+        };
+        let workers = self.workers.one_of_each_shard();
+        let asked = workers
+            .into_iter()
+            .flatten()
+            .filter(|worker| reset.missing.contains(worker.rank));
+        effects.extend(asked.map(|worker| Effect::Strike {
+            worker,
+            id,
+            scope: reset.scope.clone(),
+        }));
+    }
+
+    /// A worker has struck the pages out of its shard's inventory.
+    pub(super) fn struck(&mut self, worker: WorkerId, id: ResetId, effects: &mut Vec<Effect>) {
+        let Some(reset) = self
+            .resets
+            .get_mut(&id)
+            .filter(|reset| reset.ending.is_empty())
+        else {
+            return;
+        };
+        if reset.missing.remove(worker.rank) && reset.missing.is_empty() {
+            self.end_reset(id, effects);
+        }
+    }
+
+    fn end_reset(&mut self, id: ResetId, effects: &mut Vec<Effect>) {
+        if let Some(reset) = self.resets.remove(&id) {
+            self.timers.remove(&(reset.next, Timer::Reset(id)));
+            let answer = Ok(Answer::Reset { pages: reset.pages });
+            self.answer(reset.due.engine, reset.due.id, answer, effects);
+        }
+    }
+
+    /// Asks again, or gives up: then the pages are forgotten, but may be found again after a restart.
+    pub(super) fn reset_due(&mut self, now: Time, id: ResetId, effects: &mut Vec<Effect>) {
+        let Some(reset) = self.resets.get_mut(&id) else {
+            return;
+        };
+        if now < reset.due.deadline {
+            reset.next = reset.due.deadline.min(now + self.settings.fence / 4);
+            self.timers.insert((reset.next, Timer::Reset(id)));
+            return self.strike_one(id, effects);
+        }
+        if let Some(reset) = self.resets.remove(&id) {
+            let waiting: Vec<Rank> = reset.missing.iter().collect();
+            let late = Refusal::ResetUnconfirmed {
+                ranks: waiting.len(),
+            };
+            self.answer(reset.due.engine, reset.due.id, Err(late), effects);
+        }
+    }
+}

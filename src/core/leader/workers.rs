@@ -1,0 +1,403 @@
+//! Workers come and go: who is there, what each of them has, and whether they agree.
+//!
+//! A worker *attaches* when nothing that an older leader, or an older connection, ordered of it is under way any more.
+//! Until every place has attached or is seen dead, something old may still read or write engine memory and depots: no
+//! inventory is read, and nothing that names engine pages is refused, before that.
+
+use crate::core::arena::ARENA_PAGES_MAX;
+use crate::core::event::{Attached, Effect, EngineMemory};
+use crate::core::pool::Pool;
+use crate::core::refusal::Refusal;
+use crate::core::shards::{RANKS_MAX, RankSet};
+use crate::types::{
+    AttachId, DepotId, EngineId, GroupGeometry, OpId, PageRecord, Rank, Replica, WorkerId,
+};
+
+use super::Leader;
+
+/// Replicas of one leader, at most.
+pub const REPLICAS_MAX: u16 = 64;
+
+/// What is known of one place.
+#[derive(Debug, Clone, Default)]
+struct Place {
+    attached: bool,
+    /// Nothing that this leader did not order is under way: it attached once, or is seen dead.
+    clear: bool,
+    memory: Option<EngineMemory>,
+    /// The last time that it said who it is, and what it was told.
+    last: Option<(AttachId, Result<OpId, Refusal>)>,
+}
+
+/// What is known of all of them.
+#[derive(Debug)]
+pub(super) struct Workers {
+    ranks: u16,
+    replicas: u16,
+    places: Vec<Place>,
+    /// The depot of each shard, once a worker has named it.
+    depots: Vec<Option<DepotId>>,
+    turned_away: Option<Refusal>,
+}
+
+impl Workers {
+    pub(super) fn new(replicas: u16, ranks: u16) -> Self {
+        let (replicas, ranks) = (replicas.min(REPLICAS_MAX), ranks.min(RANKS_MAX));
+        Self {
+            ranks,
+            replicas,
+            places: vec![Place::default(); usize::from(replicas) * usize::from(ranks)],
+            depots: vec![None; usize::from(ranks)],
+            turned_away: None,
+        }
+    }
+
+    fn index(&self, worker: WorkerId) -> Option<usize> {
+        let within = worker.replica.0 < self.replicas && worker.rank.0 < self.ranks;
+        within.then(|| {
+            usize::from(worker.replica.0) * usize::from(self.ranks) + usize::from(worker.rank.0)
+        })
+    }
+
+    fn place(&mut self, worker: WorkerId) -> Option<&mut Place> {
+        let index = self.index(worker)?;
+        self.places.get_mut(index)
+    }
+
+    fn ids(&self) -> impl Iterator<Item = WorkerId> + use<> {
+        let ranks = self.ranks;
+        let replicas = (0..self.replicas).map(Replica);
+        replicas.flat_map(move |replica| {
+            (0..ranks).map(move |rank| WorkerId {
+                replica,
+                rank: Rank(rank),
+            })
+        })
+    }
+
+    fn all(&self) -> impl Iterator<Item = (WorkerId, &Place)> {
+        self.ids().zip(&self.places)
+    }
+
+    /// It has attached with an engine's memory.
+    pub(super) fn has_memory(&self, worker: WorkerId) -> bool {
+        self.memories().any(|(id, _)| id == worker)
+    }
+
+    /// Places whose worker has attached with an engine's memory.
+    pub(super) fn with_memory(&self) -> u32 {
+        let there = self
+            .places
+            .iter()
+            .filter(|place| place.attached && place.memory.is_some());
+        u32::try_from(there.count()).unwrap_or(u32::MAX)
+    }
+
+    pub(super) fn lost(&mut self, worker: WorkerId) {
+        if let Some(place) = self.place(worker) {
+            place.attached = false;
+            place.last = None;
+        }
+    }
+
+    pub(super) fn dead(&mut self, worker: WorkerId) {
+        self.lost(worker);
+        if let Some(place) = self.place(worker) {
+            place.clear = true;
+        }
+    }
+
+    /// Nothing is under way anywhere that this leader did not order.
+    pub(super) fn all_clear(&self) -> bool {
+        self.places.iter().all(|place| place.clear)
+    }
+
+    pub(super) fn unclear(&self) -> impl Iterator<Item = WorkerId> {
+        self.all()
+            .filter(|(_, place)| !place.clear)
+            .map(|(id, _)| id)
+    }
+
+    /// The replica whose every rank has this engine's memory.
+    pub(super) fn replica_of(&self, engine: EngineId) -> Option<Replica> {
+        self.places
+            .chunks(usize::from(self.ranks.max(1)))
+            .zip(0..)
+            .find(|(ranks, _)| {
+                ranks.iter().all(|place| {
+                    let memory = place.memory.as_ref().filter(|_| place.attached);
+                    memory.is_some_and(|memory| memory.engine == engine)
+                })
+            })
+            .map(|(_, replica)| Replica(replica))
+    }
+
+    /// All ranks of an engine.
+    pub(super) fn ranks(&self) -> RankSet {
+        RankSet::first(self.ranks)
+    }
+
+    /// Some replica has every rank, with one engine's memory.
+    pub(super) fn any_replica(&self) -> bool {
+        let engines = self.places.iter().filter_map(|place| place.memory.as_ref());
+        engines
+            .map(|memory| memory.engine)
+            .any(|engine| self.replica_of(engine).is_some())
+    }
+
+    /// An attached worker for each shard that has one.
+    pub(super) fn one_of_each_shard(&self) -> Vec<Option<WorkerId>> {
+        let of_shard = |rank: u16| {
+            self.all()
+                .find(|(id, place)| id.rank == Rank(rank) && place.attached)
+                .map(|(id, _)| id)
+        };
+        (0..self.ranks).map(of_shard).collect()
+    }
+
+    fn memories(&self) -> impl Iterator<Item = (WorkerId, &EngineMemory)> {
+        self.all().filter_map(|(id, place)| {
+            let memory = place.memory.as_ref().filter(|_| place.attached)?;
+            Some((id, memory))
+        })
+    }
+
+    /// What all workers with memory agree on.
+    pub(super) fn geometry(&self) -> Option<&GroupGeometry> {
+        self.memories().next().map(|(_, memory)| &memory.geometry)
+    }
+
+    /// Pages that every one of them has room for: the smallest sets the capacity, up to what an arena can have.
+    fn arena_pages(&self) -> u32 {
+        self.memories()
+            .map(|(_, memory)| memory.arena_pages)
+            .min()
+            .unwrap_or(0)
+            .min(ARENA_PAGES_MAX)
+    }
+
+    pub(super) fn not_ready(&self) -> Refusal {
+        Refusal::NotReady {
+            waiting_for: u32::from(self.ranks) * u32::from(self.replicas) - self.with_memory(),
+            ranks: self.ranks,
+            replicas: self.replicas,
+            detail: self
+                .turned_away
+                .as_ref()
+                .map_or_else(String::new, |why| format!(" ({why})")),
+        }
+    }
+
+    fn judge(&self, attached: &Attached, least_pages: u32) -> Result<(), Refusal> {
+        let worker = attached.worker;
+        if self.index(worker).is_none() {
+            return Err(Refusal::NoSuchWorker {
+                worker,
+                ranks: self.ranks,
+                replicas: self.replicas,
+            });
+        }
+        let shares = |(id, place): &(WorkerId, &Place)| {
+            id.rank == worker.rank && *id != worker && place.attached
+        };
+        let known = self.depots[usize::from(worker.rank.0)];
+        if let Some((other, _)) = self.all().find(shares)
+            && known.is_some_and(|known| known != attached.depot)
+        {
+            return Err(Refusal::DepotNotShared { worker, other });
+        }
+        let Some(memory) = &attached.memory else {
+            return Ok(());
+        };
+        if memory.arena_pages < least_pages {
+            return Err(Refusal::DepotTooSmall {
+                worker,
+                arena_pages: memory.arena_pages,
+                least_pages,
+            });
+        }
+        for (other, theirs) in self.memories().filter(|(other, _)| *other != worker) {
+            let same_replica = other.replica == worker.replica;
+            if let Some((field, value, other_value)) =
+                difference(&memory.geometry, &theirs.geometry, same_replica)
+            {
+                return Err(Refusal::RankDisagrees {
+                    worker,
+                    other,
+                    field,
+                    value,
+                    other_value,
+                });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The first field in which two workers differ, with both values. Replicas may have memory of different sizes.
+fn difference(
+    a: &GroupGeometry,
+    b: &GroupGeometry,
+    same_replica: bool,
+) -> Option<(&'static str, String, String)> {
+    let hex = |bytes: &[u8; 16]| {
+        bytes
+            .iter()
+            .map(|byte| format!("{byte:02x}"))
+            .collect::<String>()
+    };
+    let device_pages = |pages: u32| {
+        if same_replica {
+            pages.to_string()
+        } else {
+            String::new()
+        }
+    };
+    let fields = [
+        ("group", a.group.0.to_string(), b.group.0.to_string()),
+        (
+            "engine_page_tokens",
+            a.engine_page_tokens.to_string(),
+            b.engine_page_tokens.to_string(),
+        ),
+        ("layers", a.layers.to_string(), b.layers.to_string()),
+        (
+            "page_bytes",
+            a.page_bytes.to_string(),
+            b.page_bytes.to_string(),
+        ),
+        (
+            "device_pages",
+            device_pages(a.device_pages),
+            device_pages(b.device_pages),
+        ),
+        (
+            "layout_fingerprint",
+            hex(&a.layout_fingerprint),
+            hex(&b.layout_fingerprint),
+        ),
+    ];
+    fields.into_iter().find(|(_, a, b)| a != b)
+}
+
+impl Leader {
+    /// A worker says who it is; everything that it was asked for before has ended. Said again, it is told the same.
+    pub(super) fn attached(&mut self, attached: Attached, effects: &mut Vec<Effect>) {
+        let (worker, attach) = (attached.worker, attached.attach);
+        let last = self
+            .workers
+            .place(worker)
+            .and_then(|place| place.last.clone());
+        if let Some((last, verdict)) = last.filter(|(last, _)| attach <= *last) {
+            if attach == last {
+                effects.push(Effect::Admit {
+                    worker,
+                    attach,
+                    verdict,
+                });
+            }
+            return;
+        }
+        self.end_all_of(worker, effects);
+        if let Some(place) = self.workers.place(worker) {
+            place.attached = false;
+            place.clear = true;
+        }
+        let verdict = self.judge(&attached);
+        let told = verdict.clone().map(|()| OpId(self.next_id));
+        self.workers.turned_away = verdict.err();
+        if told.is_ok() {
+            self.adopt_depot(worker.rank, attached.depot);
+        }
+        if let Some(place) = self.workers.place(worker) {
+            place.attached = told.is_ok();
+            place.memory = attached.memory;
+            place.last = Some((attach, told.clone()));
+        }
+        effects.push(Effect::Admit {
+            worker,
+            attach,
+            verdict: told,
+        });
+        self.look_around(effects);
+    }
+
+    /// Beside what the workers themselves agree on: a pool that is in use keeps its size.
+    fn judge(&mut self, attached: &Attached) -> Result<(), Refusal> {
+        let mut least_pages = match self.settings.tiers {
+            true => self.settings.ratio.pages(),
+            false => 0,
+        };
+        if let (Some(pool), Some(memory)) = (&self.pool, &attached.memory)
+            && memory.arena_pages < pool.capacity_pages()
+        {
+            match pool.pins() == 0 && self.ops.is_empty() {
+                true => self.pool = None,
+                false => least_pages = pool.capacity_pages(),
+            }
+        }
+        self.workers.judge(attached, least_pages)
+    }
+
+    /// Another depot than before holds nothing of what the pool knows.
+    fn adopt_depot(&mut self, shard: Rank, depot: DepotId) {
+        let known = &mut self.workers.depots[usize::from(shard.0)];
+        if known.replace(depot).is_some_and(|known| known != depot) {
+            self.reading = None;
+            if let Some(pool) = &mut self.pool {
+                pool.reset();
+            }
+        }
+    }
+
+    pub(super) fn worker_dead(&mut self, worker: WorkerId, effects: &mut Vec<Effect>) {
+        self.workers.dead(worker);
+        self.end_all_of(worker, effects);
+        self.look_around(effects);
+    }
+
+    /// What becomes possible when workers have come or gone.
+    pub(super) fn look_around(&mut self, effects: &mut Vec<Effect>) {
+        if self.workers.all_clear() {
+            self.refuse_parked(effects);
+        }
+        self.open_pool(effects);
+        self.strike(effects);
+    }
+
+    /// Asks for the inventories once nothing writes them behind this leader's back.
+    fn open_pool(&mut self, effects: &mut Vec<Effect>) {
+        let possible = self.workers.all_clear() && self.workers.any_replica();
+        if self.pool.is_some() || self.reading.is_some() || !possible {
+            return;
+        }
+        let shards = usize::from(self.settings.ranks);
+        self.reading = Some(vec![None; shards]);
+        for (shard, depot) in (0..).map(Rank).zip(&self.workers.depots) {
+            let Some(depot) = *depot else { continue };
+            effects.push(Effect::ReadInventory { shard, depot });
+        }
+    }
+
+    /// The inventory of a shard was read. With the last one the pool opens.
+    pub(super) fn inventory(&mut self, shard: Rank, depot: DepotId, records: Vec<PageRecord>) {
+        let current = self.workers.depots.get(usize::from(shard.0)) == Some(&Some(depot));
+        let Some(reading) = self.reading.as_mut().filter(|_| current) else {
+            return;
+        };
+        reading[usize::from(shard.0)] = Some(records);
+        if reading.iter().any(Option::is_none) {
+            return;
+        }
+        let shards: Vec<Vec<PageRecord>> = self
+            .reading
+            .take()
+            .into_iter()
+            .flatten()
+            .flatten()
+            .collect();
+        let pool = Pool::recover(self.workers.arena_pages(), self.settings.ratio, &shards);
+        self.counts.recovered_pages += u64::from(pool.page_states().ready);
+        self.pool = Some(pool);
+    }
+}

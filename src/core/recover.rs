@@ -1,0 +1,212 @@
+//! A pool from the inventories of its depots: what every shard still holds, found again by a new leader.
+
+use std::collections::BTreeMap;
+
+use crate::core::arena::Arena;
+use crate::core::pool::Pool;
+use crate::core::sabotage::{Bug, planted};
+use crate::types::{PageRecord, Ratio, Stored};
+
+/// Pages that hold one block on every shard.
+struct Whole {
+    first: PageRecord,
+    pages: Vec<PageRecord>,
+    newest: Stored,
+}
+
+impl Pool {
+    /// A pool that holds what all `shards` agree on: of every block the pages from its first one on that each shard lists
+    /// with the same block, place and content. Everything else is free. The oldest store comes first in age.
+    pub fn recover(capacity_pages: u32, ratio: Ratio, shards: &[Vec<PageRecord>]) -> Self {
+        let mut pool = Self::new(capacity_pages, ratio);
+        let blocks = agreed(capacity_pages, ratio, shards);
+        pool.arena = occupied(capacity_pages, &blocks);
+        let mut by_age: Vec<&Whole> = blocks.iter().collect();
+        by_age.sort_by_key(|block| (block.newest, block.first.page));
+        for block in by_age {
+            pool.adopt(
+                &block.first,
+                block.pages.iter().map(|page| page.fingerprint),
+            );
+        }
+        pool
+    }
+}
+
+/// Blocks in the order of their arena pages; no two share a page, because a page has one record.
+fn agreed(capacity: u32, ratio: Ratio, shards: &[Vec<PageRecord>]) -> Vec<Whole> {
+    let shards = match planted(Bug::TrustOneShard) {
+        true => &shards[..1],
+        false => shards,
+    };
+    let by_page = |records: &Vec<PageRecord>| -> BTreeMap<u32, PageRecord> {
+        let fits = records.iter().filter(|record| record.page < capacity);
+        fits.map(|record| (record.page, *record)).collect()
+    };
+    let shards: Vec<BTreeMap<u32, PageRecord>> = shards.iter().map(by_page).collect();
+    let Some((first_shard, others)) = shards.split_first() else {
+        return Vec::new();
+    };
+    let everywhere = |record: &PageRecord| {
+        others.iter().all(|shard| {
+            shard.get(&record.page).is_some_and(|other| {
+                same_place(record, other) && record.fingerprint == other.fingerprint
+            })
+        })
+    };
+    let mut blocks: Vec<Whole> = Vec::new();
+    for record in first_shard.values().filter(|record| everywhere(record)) {
+        if record.index == 0
+            && record.page == record.block_start
+            && record.phase < ratio.pages() as u16
+        {
+            blocks.push(Whole {
+                first: *record,
+                pages: vec![*record],
+                newest: record.stored,
+            });
+        } else if let Some(block) = blocks.last_mut()
+            && continues(block, record, ratio)
+        {
+            block.pages.push(*record);
+            block.newest = block.newest.max(record.stored);
+        }
+    }
+    blocks
+}
+
+fn same_place(a: &PageRecord, b: &PageRecord) -> bool {
+    (a.anchor, a.domain, a.block_start, a.index, a.phase)
+        == (b.anchor, b.domain, b.block_start, b.index, b.phase)
+}
+
+/// The record is that of the block's next page, and the block has room for it before the next multiple of the ratio.
+fn continues(block: &Whole, record: &PageRecord, ratio: Ratio) -> bool {
+    let next = block.pages.len();
+    let expected = PageRecord {
+        page: block.first.page + next as u32,
+        index: next as u16,
+        stored: record.stored,
+        fingerprint: record.fingerprint,
+        ..block.first
+    };
+    *record == expected && usize::from(block.first.phase) + next < ratio.pages() as usize
+}
+
+/// An arena in which exactly these blocks are allocated.
+fn occupied(capacity: u32, blocks: &[Whole]) -> Arena {
+    let mut arena = Arena::new(capacity);
+    let mut gaps = Vec::new();
+    for block in blocks {
+        let gap = block.first.page - arena.frontier();
+        if arena.alloc_at(arena.frontier(), gap) {
+            gaps.push((block.first.page - gap, gap));
+        }
+        let room = arena.alloc_at(block.first.page, block.pages.len() as u32);
+        debug_assert!(room, "blocks do not overlap");
+    }
+    for (start, pages) in gaps {
+        arena.release(start, pages);
+    }
+    arena
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::types::{Anchor, DomainId, Epoch, Fingerprint, Generation};
+
+    fn page(page: u32, block_start: u32, anchor: u128, content: u128) -> PageRecord {
+        PageRecord {
+            page,
+            anchor: Anchor(anchor),
+            domain: DomainId(1),
+            block_start,
+            index: (page - block_start) as u16,
+            phase: 0,
+            stored: Stored {
+                epoch: Epoch(1),
+                generation: Generation(u64::from(block_start)),
+            },
+            fingerprint: Fingerprint(content),
+        }
+    }
+
+    fn block(start: u32, pages: u32, anchor: u128) -> Vec<PageRecord> {
+        let content = |at: u32| anchor * 100 + u128::from(at - start);
+        (start..start + pages)
+            .map(|at| page(at, start, anchor, content(at)))
+            .collect()
+    }
+
+    fn recover(shards: &[Vec<PageRecord>]) -> Pool {
+        let pool = Pool::recover(32, Ratio::new(8).expect("in bounds"), shards);
+        pool.check().expect("the second count agrees");
+        pool
+    }
+
+    fn ready(pool: &Pool) -> Vec<(u32, u32)> {
+        let mut blocks: Vec<(u32, u32)> = pool
+            .view()
+            .map(|block| (block.start, block.ready))
+            .collect();
+        blocks.sort_unstable();
+        blocks
+    }
+
+    #[test]
+    fn a_block_is_cut_to_what_every_shard_holds() {
+        let (long, short) = (block(4, 6, 1), block(4, 4, 1));
+        assert_eq!(ready(&recover(&[long.clone(), long.clone()])), [(4, 6)]);
+        assert_eq!(ready(&recover(&[long.clone(), short.clone()])), [(4, 4)]);
+        assert_eq!(ready(&recover(&[short, long])), [(4, 4)]);
+    }
+
+    #[test]
+    fn a_hole_in_one_shard_ends_a_block() {
+        let whole = block(0, 5, 1);
+        let mut torn = whole.clone();
+        torn.remove(2);
+        assert_eq!(ready(&recover(&[whole.clone(), torn.clone()])), [(0, 2)]);
+        torn.remove(0);
+        assert_eq!(ready(&recover(&[whole, torn])), []);
+    }
+
+    #[test]
+    fn other_content_and_another_block_end_a_block() {
+        let whole = block(0, 5, 1);
+        let mut other = whole.clone();
+        other[3].fingerprint = Fingerprint(7);
+        assert_eq!(ready(&recover(&[whole.clone(), other])), [(0, 3)]);
+        // A younger block lies over the tail of an older one; a part of the old one behind it is unreachable.
+        let mut over = block(0, 8, 1);
+        over.splice(3..5, block(3, 2, 2));
+        assert_eq!(ready(&recover(&[over.clone(), over])), [(0, 3), (3, 2)]);
+    }
+
+    #[test]
+    fn records_that_make_no_sense_are_left_out() {
+        let beyond = vec![page(40, 40, 1, 1)];
+        assert_eq!(ready(&recover(&[beyond.clone(), beyond])), []);
+        let long = block(0, 12, 1);
+        assert_eq!(ready(&recover(&[long.clone(), long])), [(0, 8)]);
+        let mut late = block(0, 4, 1);
+        late.iter_mut().for_each(|page| page.phase = 6);
+        assert_eq!(ready(&recover(&[late.clone(), late])), [(0, 2)]);
+        assert_eq!(ready(&recover(&[])), []);
+    }
+
+    #[test]
+    fn the_oldest_store_is_evicted_first() {
+        let (mut young, mut old) = (block(0, 4, 1), block(8, 4, 2));
+        young
+            .iter_mut()
+            .for_each(|page| page.stored.epoch = Epoch(2));
+        old.iter_mut()
+            .for_each(|page| page.stored.generation = Generation(900));
+        let all: Vec<PageRecord> = [young, old].concat();
+        let pool = recover(&[all.clone(), all]);
+        let by_age: Vec<u32> = pool.view().map(|block| block.start).collect();
+        assert_eq!(by_age, [8, 0]);
+    }
+}

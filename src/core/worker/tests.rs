@@ -1,0 +1,411 @@
+use super::*;
+use crate::types::{FragmentPair, PageList};
+
+const ENGINE: EngineId = EngineId([1; 16]);
+const FENCE_NS: u64 = 10_000_000_000;
+
+fn copy(op: u64, direction: Direction, request: u64) -> Copy {
+    let pair = FragmentPair {
+        src: PageList::run(0, 1),
+        dst: PageList::run(0, 1),
+    };
+    Copy {
+        op: OpId(op),
+        engine: ENGINE,
+        direction,
+        pairs: vec![pair],
+        request: RequestId(request),
+        record: None,
+        deadline: Time(100),
+    }
+}
+
+fn load(op: u64) -> Copy {
+    copy(op, Direction::Load, 1)
+}
+
+fn store(op: u64, request: u64) -> Copy {
+    copy(op, Direction::Store, request)
+}
+
+fn step(worker: &mut Worker, now: u64, event: WorkerEvent) -> Vec<WorkerEffect> {
+    let mut effects = Vec::new();
+    worker.step(Time(now), event, &mut effects);
+    effects
+}
+
+/// One with depot, leader and engine that may be given orders.
+fn worker() -> Worker {
+    let mut worker = Worker::new(WorkerSettings::new(2));
+    step(&mut worker, 0, WorkerEvent::DepotReady);
+    let after = RequestId(0);
+    let registered = WorkerEvent::Registered {
+        engine: ENGINE,
+        after,
+    };
+    step(&mut worker, 0, registered);
+    find(&mut worker, 1, 1);
+    worker
+}
+
+/// The leader of `epoch` is found and admits the worker.
+fn find(worker: &mut Worker, epoch: u64, attach: u64) {
+    let effects = step(worker, 0, WorkerEvent::LeaderFound(Epoch(epoch)));
+    let attach = AttachId(attach);
+    let engine = Some(ENGINE);
+    assert!(
+        effects.contains(&WorkerEffect::Attach { attach, engine }),
+        "{effects:?}"
+    );
+    let after = Some(OpId(0));
+    step(worker, 0, WorkerEvent::Admitted { attach, after });
+}
+
+fn order(worker: &mut Worker, epoch: u64, batch: u64, copies: Vec<Copy>) -> Vec<WorkerEffect> {
+    let (epoch, batch) = (Epoch(epoch), BatchId(batch));
+    step(
+        worker,
+        0,
+        WorkerEvent::Ordered {
+            epoch,
+            batch,
+            copies,
+        },
+    )
+}
+
+fn cancel(worker: &mut Worker, batch: u64, op: u64) -> Vec<WorkerEffect> {
+    let cancel = WorkerEvent::Cancel {
+        epoch: Epoch(1),
+        batch: BatchId(batch),
+        ops: vec![OpId(op)],
+    };
+    step(worker, 0, cancel)
+}
+
+fn written(worker: &mut Worker, through: u64) -> Vec<WorkerEffect> {
+    let through = RequestId(through);
+    let engine = ENGINE;
+    step(worker, 0, WorkerEvent::Written { engine, through })
+}
+
+fn whole(op: u64) -> EndedCopy {
+    EndedCopy {
+        op: OpId(op),
+        whole: true,
+        bytes: 1,
+        busy_us: 1,
+    }
+}
+
+fn ended(worker: &mut Worker, now: u64, copies: Vec<EndedCopy>) -> Vec<WorkerEffect> {
+    step(worker, now, WorkerEvent::CopiesEnded(copies))
+}
+
+fn report(batch: u64, copies: Vec<EndedCopy>) -> WorkerEffect {
+    let batch = BatchId(batch);
+    WorkerEffect::Report { batch, copies }
+}
+
+fn starts(effects: &[WorkerEffect]) -> Vec<u64> {
+    let started = effects.iter().filter_map(|effect| match effect {
+        WorkerEffect::Start(copies) => Some(copies),
+        _ => None,
+    });
+    started.flatten().map(|copy| copy.op.0).collect()
+}
+
+#[test]
+fn a_store_reads_nothing_before_it_is_written_and_strikes_out_before_it_writes() {
+    let mut worker = worker();
+    assert_eq!(order(&mut worker, 1, 1, vec![store(1, 5)]), []);
+    assert_eq!(written(&mut worker, 4), []);
+    let out = WorkerEffect::StrikeOut(PageRun { start: 0, count: 1 });
+    let start = WorkerEffect::Start(vec![store(1, 5)]);
+    assert_eq!(written(&mut worker, 5), [out, start]);
+}
+
+#[test]
+fn an_order_is_reported_once_when_all_of_it_has_ended() {
+    let mut worker = worker();
+    order(&mut worker, 1, 1, vec![load(1), load(2)]);
+    assert_eq!(ended(&mut worker, 0, vec![whole(2)]), []);
+    let effects = ended(&mut worker, 0, vec![whole(1), whole(1)]);
+    assert_eq!(effects, [report(1, vec![whole(2), whole(1)])]);
+    assert_eq!(worker.open_copies(), 0);
+}
+
+#[test]
+fn an_order_that_comes_again_is_reported_again_and_not_carried_out() {
+    let mut worker = worker();
+    order(&mut worker, 1, 1, vec![load(1)]);
+    assert_eq!(order(&mut worker, 1, 1, vec![load(1)]), []);
+    ended(&mut worker, 0, vec![whole(1)]);
+    let effects = order(&mut worker, 1, 1, vec![load(1)]);
+    assert_eq!(effects, [report(1, vec![whole(1)])]);
+}
+
+#[test]
+fn an_order_behind_its_own_cancel_is_not_carried_out() {
+    let mut worker = worker();
+    assert_eq!(
+        cancel(&mut worker, 8, 1),
+        [report(8, vec![refused(OpId(1))])]
+    );
+    let effects = order(&mut worker, 1, 9, vec![load(1)]);
+    assert_eq!(effects, [report(9, vec![refused(OpId(1))])]);
+}
+
+#[test]
+fn a_cancel_says_how_copies_ended_and_stops_the_others() {
+    let mut worker = worker();
+    order(&mut worker, 1, 1, vec![load(1), load(2)]);
+    ended(&mut worker, 0, vec![whole(1)]);
+    assert_eq!(cancel(&mut worker, 8, 1), [report(8, vec![whole(1)])]);
+    let effects = cancel(&mut worker, 9, 2);
+    assert_eq!(effects, [WorkerEffect::Stop(OpId(2)), report(9, vec![])]);
+    assert_eq!(cancel(&mut worker, 10, 2), [report(10, vec![])]);
+}
+
+#[test]
+fn what_was_ended_too_long_ago_is_refused() {
+    let mut worker = worker();
+    let all = WORKER_ENDED_MAX as u64 + 1;
+    for op in 1..=all {
+        order(&mut worker, 1, op, vec![load(op)]);
+        ended(&mut worker, 0, vec![whole(op)]);
+    }
+    assert_eq!(worker.ended.len(), WORKER_ENDED_MAX);
+    let effects = order(&mut worker, 1, all + 1, vec![load(1)]);
+    assert_eq!(effects, [report(all + 1, vec![refused(OpId(1))])]);
+}
+
+#[test]
+fn no_more_copies_run_than_there_are_places() {
+    let mut worker = worker();
+    let effects = order(&mut worker, 1, 1, (1..=3).map(load).collect());
+    assert_eq!(starts(&effects), [1, 2]);
+    assert_eq!(starts(&ended(&mut worker, 0, vec![whole(1)])), [3]);
+}
+
+#[test]
+fn a_late_copy_is_stopped_and_reported_only_when_it_has_ended() {
+    let mut worker = worker();
+    order(&mut worker, 1, 1, vec![load(1)]);
+    let effects = step(&mut worker, 100, WorkerEvent::Tick);
+    assert_eq!(effects, [WorkerEffect::Stop(OpId(1))]);
+    let effects = ended(&mut worker, 101, vec![refused(OpId(1))]);
+    assert_eq!(effects, [report(1, vec![refused(OpId(1))])]);
+}
+
+#[test]
+fn a_store_that_ends_late_or_stopped_is_not_whole() {
+    for (now, stop) in [(101, false), (50, true)] {
+        let mut worker = worker();
+        order(&mut worker, 1, 1, vec![store(1, 1)]);
+        written(&mut worker, 1);
+        if stop {
+            cancel(&mut worker, 2, 1);
+        }
+        let effects = ended(&mut worker, now, vec![whole(1)]);
+        let late = EndedCopy {
+            whole: false,
+            ..whole(1)
+        };
+        assert_eq!(effects, [report(1, vec![late])]);
+    }
+}
+
+#[test]
+fn a_store_is_listed_before_its_end_is_reported() {
+    let mut worker = worker();
+    let record = Record {
+        anchor: crate::types::Anchor(1),
+        domain: crate::types::DomainId(2),
+        block_start: 0,
+        first: 0,
+        phase: 0,
+        stored: crate::types::Stored::default(),
+        fingerprints: vec![crate::types::Fingerprint(3)],
+    };
+    let copy = Copy {
+        record: Some(record.clone()),
+        ..store(1, 1)
+    };
+    order(&mut worker, 1, 1, vec![copy]);
+    written(&mut worker, 1);
+    let effects = ended(&mut worker, 0, vec![whole(1)]);
+    assert_eq!(
+        effects,
+        [WorkerEffect::List(record), report(1, vec![whole(1)])]
+    );
+}
+
+#[test]
+fn a_copy_that_does_not_stop_ends_the_worker() {
+    let mut worker = worker();
+    order(&mut worker, 1, 1, vec![load(1)]);
+    step(&mut worker, 100, WorkerEvent::Tick);
+    assert_eq!(worker.next_timeout(), Some(Time(100 + FENCE_NS)));
+    assert_eq!(step(&mut worker, 99 + FENCE_NS, WorkerEvent::Tick), []);
+    let effects = step(&mut worker, 100 + FENCE_NS, WorkerEvent::Tick);
+    assert_eq!(effects, [WorkerEffect::GiveUp]);
+}
+
+#[test]
+fn a_copy_that_waits_in_vain_ends_at_its_deadline() {
+    let mut worker = worker();
+    order(&mut worker, 1, 1, vec![store(1, 5)]);
+    let effects = step(&mut worker, 100, WorkerEvent::Tick);
+    assert_eq!(effects, [report(1, vec![refused(OpId(1))])]);
+}
+
+#[test]
+fn a_new_leader_hears_nothing_of_old_orders_and_nothing_at_all_before_they_have_ended() {
+    let mut worker = worker();
+    order(&mut worker, 1, 1, vec![load(1), store(2, 5)]);
+    let effects = step(&mut worker, 1, WorkerEvent::LeaderFound(Epoch(2)));
+    assert_eq!(effects, [WorkerEffect::Stop(OpId(1))]);
+    assert_eq!(order(&mut worker, 1, 2, vec![load(3)]), [], "an old order");
+    assert_eq!(
+        order(&mut worker, 2, 2, vec![load(3)]),
+        [],
+        "before it was admitted"
+    );
+    let effects = ended(&mut worker, 2, vec![whole(1)]);
+    let (attach, engine) = (AttachId(2), Some(ENGINE));
+    assert_eq!(effects, [WorkerEffect::Attach { attach, engine }]);
+    let after = Some(OpId(7));
+    step(&mut worker, 3, WorkerEvent::Admitted { attach, after });
+    assert_eq!(
+        order(&mut worker, 2, 2, vec![load(7)]),
+        [report(2, vec![refused(OpId(7))])]
+    );
+    assert_eq!(starts(&order(&mut worker, 2, 3, vec![load(8)])), [8]);
+}
+
+#[test]
+fn it_says_who_it_is_until_it_is_answered() {
+    let mut worker = worker();
+    let effects = step(&mut worker, 5, WorkerEvent::LeaderFound(Epoch(2)));
+    let (attach, engine) = (AttachId(2), Some(ENGINE));
+    let says = WorkerEffect::Attach { attach, engine };
+    assert_eq!(effects, std::slice::from_ref(&says));
+    let next = worker.next_timeout().expect("asks again");
+    assert_eq!(step(&mut worker, next.0, WorkerEvent::Tick), [says]);
+    let (stale, after) = (AttachId(1), Some(OpId(0)));
+    let other = WorkerEvent::Admitted {
+        attach: stale,
+        after,
+    };
+    assert_eq!(step(&mut worker, next.0, other), []);
+    let effects = step(&mut worker, next.0, WorkerEvent::Admitted { attach, after });
+    let (engine, admitted) = (ENGINE, true);
+    assert_eq!(effects, [WorkerEffect::Registered { engine, admitted }]);
+    assert_eq!(worker.next_timeout(), None);
+}
+
+#[test]
+fn a_worker_that_is_turned_away_with_its_memory_says_that_it_is_there_without() {
+    let mut worker = worker();
+    step(&mut worker, 5, WorkerEvent::LeaderFound(Epoch(2)));
+    let (attach, after) = (AttachId(2), None);
+    let effects = step(&mut worker, 6, WorkerEvent::Admitted { attach, after });
+    let (engine, admitted, attach) = (ENGINE, false, AttachId(3));
+    let says = WorkerEffect::Attach {
+        attach,
+        engine: None,
+    };
+    assert_eq!(
+        effects,
+        [WorkerEffect::Registered { engine, admitted }, says]
+    );
+}
+
+#[test]
+fn other_memory_stops_the_copies_of_the_old_one_before_it_is_used() {
+    let mut worker = worker();
+    order(&mut worker, 1, 1, vec![load(1)]);
+    let (engine, after) = (EngineId([2; 16]), RequestId(0));
+    let effects = step(&mut worker, 1, WorkerEvent::Registered { engine, after });
+    assert_eq!(effects, [WorkerEffect::Stop(OpId(1))]);
+    let effects = ended(&mut worker, 2, vec![refused(OpId(1))]);
+    let (attach, engine) = (AttachId(2), Some(engine));
+    let says = WorkerEffect::Attach { attach, engine };
+    assert_eq!(effects, [report(1, vec![refused(OpId(1))]), says]);
+}
+
+#[test]
+fn copies_of_memory_that_is_not_there_are_refused() {
+    let mut worker = worker();
+    step(&mut worker, 0, WorkerEvent::MemoryGone(ENGINE));
+    let attach = AttachId(2);
+    let after = Some(OpId(0));
+    step(&mut worker, 0, WorkerEvent::Admitted { attach, after });
+    let effects = order(&mut worker, 1, 1, vec![load(1)]);
+    assert_eq!(effects, [report(1, vec![refused(OpId(1))])]);
+}
+
+#[test]
+fn what_an_engine_abandons_is_over_when_it_hears_so() {
+    let mut worker = worker();
+    order(&mut worker, 1, 1, vec![store(1, 3), store(2, 4)]);
+    written(&mut worker, 3);
+    let abandon = |requests: &[u64]| WorkerEvent::Abandon {
+        engine: ENGINE,
+        ask: 9,
+        requests: requests.iter().copied().map(RequestId).collect(),
+    };
+    let effects = step(&mut worker, 1, abandon(&[3, 4, 5]));
+    assert_eq!(effects, [WorkerEffect::Stop(OpId(1))], "one copy runs");
+    assert_eq!(step(&mut worker, 1, abandon(&[3, 4, 5])), [], "asked again");
+    let late = EndedCopy {
+        whole: false,
+        ..whole(1)
+    };
+    let effects = ended(&mut worker, 2, vec![whole(1)]);
+    let copies = vec![refused(OpId(2)), late];
+    assert_eq!(
+        effects,
+        [report(1, copies), WorkerEffect::Abandoned { ask: 9 }]
+    );
+    let effects = order(&mut worker, 1, 2, vec![store(3, 5)]);
+    assert_eq!(
+        effects,
+        [report(2, vec![refused(OpId(3))])],
+        "ordered afterwards"
+    );
+}
+
+#[test]
+fn what_was_asked_before_an_engine_registered_is_over() {
+    let mut worker = Worker::new(WorkerSettings::new(2));
+    step(&mut worker, 0, WorkerEvent::DepotReady);
+    let (engine, after) = (ENGINE, RequestId(4));
+    step(&mut worker, 0, WorkerEvent::Registered { engine, after });
+    find(&mut worker, 1, 1);
+    let effects = order(&mut worker, 1, 1, vec![store(1, 4)]);
+    assert_eq!(effects, [report(1, vec![refused(OpId(1))])]);
+    order(&mut worker, 1, 2, vec![store(2, 5)]);
+    assert_eq!(starts(&written(&mut worker, 5)), [2]);
+}
+
+#[test]
+fn abandoned_requests_are_remembered_within_a_limit() {
+    let mut worker = worker();
+    let requests: Vec<RequestId> = (10..=10 + WORKER_ABANDONED_MAX as u64)
+        .map(RequestId)
+        .collect();
+    let (engine, ask) = (ENGINE, 1);
+    let abandon = WorkerEvent::Abandon {
+        engine,
+        ask,
+        requests,
+    };
+    assert_eq!(
+        step(&mut worker, 0, abandon),
+        [WorkerEffect::Abandoned { ask }]
+    );
+    let effects = order(&mut worker, 1, 1, vec![store(1, 10)]);
+    assert_eq!(effects, [report(1, vec![refused(OpId(1))])]);
+}

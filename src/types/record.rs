@@ -1,0 +1,93 @@
+//! What a depot knows of its own pages, so that they are found again when every process that knew them has ended.
+
+use super::{Anchor, DomainId, Epoch, Fingerprint, Generation};
+
+/// What a store writes beside the pages that it fills.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Record {
+    /// How the block is found.
+    pub anchor: Anchor,
+    /// Whose it is.
+    pub domain: DomainId,
+    /// First arena page of the block.
+    pub block_start: u32,
+    /// Place in the block of the first page that is filled: 0 for a new block, more for a growth.
+    pub first: u16,
+    /// Position of the block's first page in its sequence, modulo the ratio.
+    pub phase: u16,
+    /// When it was stored.
+    pub stored: Stored,
+    /// One for each page that is filled.
+    pub fingerprints: Vec<Fingerprint>,
+}
+
+/// Orders stores, also over the restarts of a leader.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Stored {
+    /// In which epoch.
+    pub epoch: Epoch,
+    /// By which reservation.
+    pub generation: Generation,
+}
+
+/// What an inventory says of one arena page that holds something.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PageRecord {
+    /// Which arena page.
+    pub page: u32,
+    /// How its block is found.
+    pub anchor: Anchor,
+    /// Whose it is.
+    pub domain: DomainId,
+    /// First arena page of its block.
+    pub block_start: u32,
+    /// Its place in the block.
+    pub index: u16,
+    /// Position of the block's first page in its sequence, modulo the ratio.
+    pub phase: u16,
+    /// When it was stored.
+    pub stored: Stored,
+    /// What it holds.
+    pub fingerprint: Fingerprint,
+}
+
+impl Record {
+    /// One by one.
+    pub fn pages(&self) -> impl Iterator<Item = PageRecord> {
+        self.fingerprints
+            .iter()
+            .zip(self.first..)
+            .map(|(fingerprint, index)| PageRecord {
+                page: self.block_start + u32::from(index),
+                anchor: self.anchor,
+                domain: self.domain,
+                block_start: self.block_start,
+                index,
+                phase: self.phase,
+                stored: self.stored,
+                fingerprint: *fingerprint,
+            })
+    }
+}
+
+/// Which pages a reset means.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Scope {
+    /// Every page.
+    Everything,
+    /// Every page of a domain.
+    Domain(DomainId),
+    /// Pages of a domain that hold one of these.
+    Pages(DomainId, Vec<Fingerprint>),
+}
+
+impl Scope {
+    /// True when it means a page.
+    pub fn contains(&self, domain: DomainId, fingerprint: Fingerprint) -> bool {
+        match self {
+            Self::Everything => true,
+            Self::Domain(which) => *which == domain,
+            Self::Pages(which, pages) => *which == domain && pages.contains(&fingerprint),
+        }
+    }
+}
