@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 
-use crate::types::{Fingerprint, PageHashes};
+use crate::types::Fingerprint;
 
 const NONE: u32 = u32::MAX;
 
@@ -55,10 +55,10 @@ impl PagedCache {
     }
 
     /// Holds the longest cached prefix of a sequence and returns its pages in order.
-    pub fn hold_prefix(&mut self, hashes: &PageHashes) -> Vec<u32> {
+    pub fn hold_prefix(&mut self, contents: impl Iterator<Item = Fingerprint>) -> Vec<u32> {
         let mut held = Vec::new();
-        for position in 0..hashes.len() {
-            let Some(page) = self.by_content.get(&hashes.fingerprint(position)).copied() else {
+        for content in contents {
+            let Some(page) = self.by_content.get(&content).copied() else {
                 break;
             };
             self.hold(page);
@@ -165,17 +165,16 @@ impl PagedCache {
 mod tests {
     use super::*;
 
-    fn hashes(ids: &[u8]) -> PageHashes {
-        PageHashes::packed(16, ids.iter().flat_map(|id| [*id; 16]).collect()).expect("packed")
+    fn contents(ids: &[u8]) -> impl Iterator<Item = Fingerprint> {
+        ids.iter().map(|id| Fingerprint(u128::from(*id)))
     }
 
     fn serve(cache: &mut PagedCache, ids: &[u8]) -> usize {
-        let hashes = hashes(ids);
-        let mut pages = cache.hold_prefix(&hashes);
+        let mut pages = cache.hold_prefix(contents(ids));
         let hits = pages.len();
         pages.extend(cache.take((ids.len() - hits) as u32).expect("room"));
-        for (position, page) in pages.iter().enumerate() {
-            cache.written(*page, hashes.fingerprint(position));
+        for (page, content) in pages.iter().zip(contents(ids)) {
+            cache.written(*page, content);
         }
         cache.give_back(&pages);
         hits
@@ -202,7 +201,7 @@ mod tests {
     fn held_pages_are_not_taken() {
         let mut cache = PagedCache::new(3, 3);
         serve(&mut cache, &[1, 2]);
-        let held = cache.hold_prefix(&hashes(&[1, 2]));
+        let held = cache.hold_prefix(contents(&[1, 2]));
         assert!(cache.take(2).is_none());
         assert!(cache.take(1).is_some());
         cache.give_back(&held);

@@ -243,6 +243,9 @@ impl Driver {
         for action in std::mem::take(&mut self.actions) {
             match action {
                 Action::Idle => {}
+                Action::Abandon { id } => {
+                    return Err(format!("{id}: this driver waits for every load and store"));
+                }
                 Action::Done(done) => served.push(done),
                 Action::Send { id, request } => self.send(id, request),
                 Action::Work {

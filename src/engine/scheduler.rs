@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::engine::cache::PagedCache;
-use crate::types::{Answer, PageHashes, PageList, Request, RequestId, SlotId};
+use crate::types::{Answer, Fingerprint, PageHashes, PageList, Request, RequestId, SlotId};
 
 /// Prompts that run at one time; more wait. Bounds the work and the requests that are under way.
 pub const RUNNING_PROMPTS_MAX: usize = 256;
@@ -18,6 +18,8 @@ pub const RUNNING_PROMPTS_MAX: usize = 256;
 pub struct Prompt {
     /// Number of the request, unique.
     pub slot: SlotId,
+    /// Whose pages: salt, tenant, adapter.
+    pub namespace: Arc<[u8]>,
     /// Length in tokens.
     pub tokens: u64,
     /// Hashes of its full pages.
@@ -55,6 +57,12 @@ pub enum Action {
         positions: Range<u32>,
         /// After this work everything up to this request is written: ranks tell their workers.
         written_through: Option<RequestId>,
+    },
+    /// Tell every rank's worker that this load or store is over, and report a refusal once all have said that nothing is
+    /// copied for it any more, or are dead: the prompt needs its pages.
+    Abandon {
+        /// Which request.
+        id: RequestId,
     },
     /// The prompt is done.
     Done(Served),
@@ -104,7 +112,6 @@ struct Run {
 #[derive(Debug)]
 pub struct Scheduler {
     cache: PagedCache,
-    namespace: Vec<u8>,
     waiting: VecDeque<Prompt>,
     running: HashMap<SlotId, Run>,
     asked: HashMap<RequestId, SlotId>,
@@ -113,10 +120,9 @@ pub struct Scheduler {
 
 impl Scheduler {
     /// A scheduler with `device_pages` of memory that keeps `cached_pages` of them when idle.
-    pub fn new(device_pages: u32, cached_pages: u32, namespace: Vec<u8>) -> Self {
+    pub fn new(device_pages: u32, cached_pages: u32) -> Self {
         Self {
             cache: PagedCache::new(device_pages, cached_pages),
-            namespace,
             waiting: VecDeque::new(),
             running: HashMap::new(),
             asked: HashMap::new(),
@@ -202,6 +208,17 @@ impl Scheduler {
         }
     }
 
+    /// The leader does not answer this request in time. A prompt goes on without an answer to its lookup; what a load or a
+    /// store may still be copying must be known to have ended first.
+    pub fn gave_up(&mut self, id: RequestId, actions: &mut Vec<Action>) {
+        let run = self.asked.get(&id).and_then(|slot| self.running.get(slot));
+        match run.map(|run| run.step) {
+            Some(Step::LookingUp) => self.answered(id, None, actions),
+            Some(Step::Loading | Step::Computing { .. }) => actions.push(Action::Abandon { id }),
+            Some(Step::Poisoning | Step::Finishing) | None => {}
+        }
+    }
+
     /// All ranks have done a piece of work.
     pub fn worked(&mut self, slot: SlotId, kind: WorkKind, actions: &mut Vec<Action>) {
         let Some(run) = self.running.get_mut(&slot) else {
@@ -234,9 +251,8 @@ impl Scheduler {
                     computed: true,
                     verified,
                 };
-                for (position, page) in run.pages.iter().enumerate() {
-                    self.cache
-                        .written(*page, run.prompt.hashes.fingerprint(position));
+                for (page, content) in run.pages.iter().zip(run.prompt.contents()) {
+                    self.cache.written(*page, content);
                 }
                 self.finish_if_done(slot, actions);
             }
@@ -261,7 +277,7 @@ impl Scheduler {
         while let Some(prompt) = self.waiting.front()
             && self.running.len() < RUNNING_PROMPTS_MAX
         {
-            let mut pages = self.cache.hold_prefix(&prompt.hashes);
+            let mut pages = self.cache.hold_prefix(prompt.contents());
             let device_pages = count(pages.len());
             let Some(fresh) = self.cache.take(count(prompt.hashes.len()) - device_pages) else {
                 self.cache.give_back(&pages);
@@ -286,7 +302,7 @@ impl Scheduler {
             }
             let request = Request::Lookup {
                 slot,
-                namespace: self.namespace.clone(),
+                namespace: prompt.namespace.to_vec(),
                 hashes: (*prompt.hashes).clone(),
                 device_pages,
             };
@@ -363,6 +379,19 @@ impl Scheduler {
         self.asked.insert(id, slot);
         actions.push(Action::Send { id, request });
         id
+    }
+}
+
+impl Prompt {
+    /// Names what its pages hold in the engine's own cache: the same tokens of two namespaces are two things.
+    fn contents(&self) -> impl Iterator<Item = Fingerprint> {
+        let mut owner = [0; 16];
+        if !self.namespace.is_empty() {
+            owner.copy_from_slice(&blake3::hash(&self.namespace).as_bytes()[..16]);
+        }
+        let owner = u128::from_be_bytes(owner);
+        let pages = 0..self.hashes.len();
+        pages.map(move |position| Fingerprint(self.hashes.fingerprint(position).0 ^ owner))
     }
 }
 

@@ -80,7 +80,7 @@ impl Sequential {
         while let Some(action) = actions.get_mut(next) {
             next += 1;
             match std::mem::replace(action, Action::Idle) {
-                Action::Idle => {}
+                Action::Idle | Action::Abandon { .. } => {}
                 Action::Done(done) => served = Some(done),
                 Action::Work { slot, kind, .. } => self.scheduler.worked(slot, kind, &mut actions),
                 Action::Send { id, request } => {

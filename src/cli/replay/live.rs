@@ -108,7 +108,7 @@ async fn replay(
     };
     let (client, mut incoming) = Client::start(Arc::new(ZmqTransport), settings);
     tokio::spawn(async move { while incoming.recv().await.is_some() {} });
-    let scheduler = Scheduler::new(workload.device_pages, arguments.g1_pages, Vec::new());
+    let scheduler = Scheduler::new(workload.device_pages, arguments.g1_pages);
     let mut driver = Driver::new(scheduler, client, ranks);
 
     let begun = Instant::now();

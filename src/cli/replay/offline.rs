@@ -28,7 +28,7 @@ pub(super) fn run(arguments: &Arguments, workload: &Workload) -> Result<Report, 
         device_pages: workload.device_pages,
         layout_fingerprint: [0; 16],
     };
-    let scheduler = Scheduler::new(workload.device_pages, arguments.g1_pages, Vec::new());
+    let scheduler = Scheduler::new(workload.device_pages, arguments.g1_pages);
     let leader = Leader::new(settings);
     let world = Sequential::new(leader, scheduler, ranks, &geometry, workload.arena_pages);
     let mut world = world.map_err(CommandError::Config)?;

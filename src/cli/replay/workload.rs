@@ -128,6 +128,7 @@ impl Workload {
             .map(|(index, request)| {
                 let prompt = Prompt {
                     slot: SlotId(index as u64),
+                    namespace: Arc::from([]),
                     tokens: request.input_tokens,
                     hashes: Arc::new(self.hasher.hash(&request.blocks)),
                 };
