@@ -115,10 +115,29 @@ pub struct Session {
     pub slots: HashMap<SlotId, Slot>,
     /// Its answers.
     pub answers: Answers,
+    /// The last requests that finished slots, as long as an older one could come behind them.
+    finished: BTreeMap<RequestId, SlotId>,
     /// Bytes of page hashes in its slots.
     pub hash_bytes: usize,
     /// When it is forgotten, while its connection is broken.
     pub gone_at: Option<Time>,
+    /// It is forgotten but for what is under way.
+    pub gone: bool,
+}
+
+impl Session {
+    /// This request finishes a slot. What was said before it, and comes behind it, has no effect.
+    pub fn note_finish(&mut self, id: RequestId, slot: SlotId) {
+        self.finished.insert(id, slot);
+        if let Some(dropped) = self.answers.dropped {
+            self.finished = self.finished.split_off(&dropped);
+        }
+    }
+
+    /// This request was said before its slot was finished.
+    pub fn is_finished(&self, id: RequestId, slot: SlotId) -> bool {
+        self.finished.range(id..).any(|(_, finished)| *finished == slot)
+    }
 }
 
 #[cfg(test)]

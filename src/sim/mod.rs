@@ -1,3 +1,4 @@
 //! The same core without processes.
 
 pub mod sequential;
+pub mod world;

@@ -31,6 +31,10 @@ impl Leader {
         if self.workers.replica_of(due.engine).is_none() {
             return Err(self.workers.not_ready());
         }
+        let session = self.sessions.get(&due.engine);
+        if session.is_some_and(|session| session.is_finished(due.id, id)) {
+            return Err(Refusal::UnknownSlot(id));
+        }
         self.open_slot(due, id, &namespace, hashes)?;
         let Some(pool) = &mut self.pool else {
             return Err(self.workers.not_ready());

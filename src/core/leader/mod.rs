@@ -338,8 +338,10 @@ impl Leader {
         effects: &mut Vec<Effect>,
     ) {
         let open = self.sessions.entry(engine).or_default();
-        let full =
-            open.answers.open() >= self.settings.open_requests_max && !planted(Bug::UnboundedQueue);
+        // Whoever finishes makes room.
+        let full = open.answers.open() >= self.settings.open_requests_max
+            && !matches!(request, Request::Finish { .. })
+            && !planted(Bug::UnboundedQueue);
         match open.answers.begin(id, full) {
             Seen::New => {}
             Seen::UnderWay => return,
@@ -390,6 +392,7 @@ impl Leader {
             } => self.store(due, slot, first_page, more, &source, effects),
             Request::Reset { scope } => self.reset(now, due, scope, effects).map(|()| None),
             Request::Finish { slot } => {
+                self.sessions.entry(engine).or_default().note_finish(id, slot);
                 self.finish(engine, slot);
                 Ok(Some(Answer::Finish))
             }
@@ -437,6 +440,9 @@ impl Leader {
     ) {
         if let Some(session) = self.sessions.get_mut(&engine) {
             session.answers.end(id, &answer);
+            if session.gone && session.answers.open() == 0 {
+                self.sessions.remove(&engine);
+            }
         }
         effects.push(Effect::Answer { engine, id, answer });
     }
@@ -467,6 +473,7 @@ impl Leader {
 
     fn engine_opened(&mut self, engine: EngineId) {
         let session = self.sessions.entry(engine).or_default();
+        session.gone = false;
         if let Some(at) = session.gone_at.take() {
             self.timers.remove(&(at, Timer::Engine(engine)));
         }
@@ -483,6 +490,13 @@ impl Leader {
         self.timers.insert((at, Timer::Engine(engine)));
     }
 
+    /// True while something of this engine is remembered.
+    pub fn knows(&self, engine: EngineId) -> bool {
+        self.sessions.contains_key(&engine)
+    }
+
+    /// Lets go of everything that an engine held. What is still being copied for it stays known until it has ended: asked
+    /// again, it must not be refused while a worker reads or writes that engine's pages.
     fn forget_engine(&mut self, engine: EngineId) {
         let Some(session) = self.sessions.get(&engine) else {
             return;
@@ -495,7 +509,12 @@ impl Leader {
         for slot in slots {
             self.finish(engine, slot);
         }
-        self.sessions.remove(&engine);
+        if let Some(session) = self.sessions.get_mut(&engine) {
+            session.gone = true;
+            if session.answers.open() == 0 {
+                self.sessions.remove(&engine);
+            }
+        }
     }
 
     fn fire_timers(&mut self, now: Time, effects: &mut Vec<Effect>) {

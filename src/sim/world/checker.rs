@@ -1,0 +1,177 @@
+//! What must hold after every step, and at the end: recomputed from what the leader shows and from memory itself.
+
+use std::collections::BTreeSet;
+
+use super::env::expected;
+use super::storage::Storage;
+use super::{Who, World};
+use crate::types::{Generation, OpId, Rank};
+
+/// Pages that are looked at for their content at every check; a larger arena is looked at in turn.
+const PAGES_AT_ONCE: u32 = 192;
+
+impl World {
+    /// After the leader has decided something.
+    pub(super) fn check(&mut self) {
+        self.checks += 1;
+        let turns = u64::from(self.env.setup.arena_pages / PAGES_AT_ONCE + 1);
+        let contents = self.checks.is_multiple_of(turns);
+        if let Err(what) = self.check_leader(contents) {
+            self.env.violated(what);
+        }
+    }
+
+    fn check_leader(&self, contents: bool) -> Result<(), String> {
+        let Some(leader) = self.leader.state.as_ref().map(|leader| &leader.core) else {
+            return Ok(());
+        };
+        let most = self.env.setup.open_requests_max * self.engines_known();
+        if leader.open_requests() > most {
+            return Err(format!("{} requests are open, the limit is {most}", leader.open_requests()));
+        }
+        let Some(pool) = leader.pool() else {
+            return Ok(());
+        };
+        if contents {
+            leader.check()?;
+        }
+        // Every page is in one place: in a block, once, or free.
+        let mut held = vec![false; pool.capacity_pages() as usize];
+        let (mut ready, mut filling, mut pins) = (0, 0, 0);
+        let mut fillings: BTreeSet<(u32, OpId)> = BTreeSet::new();
+        for block in pool.view() {
+            let more = block.filling.map_or(0, |(_, pages)| pages);
+            for page in block.start..block.start + block.ready + more {
+                if std::mem::replace(&mut held[page as usize], true) {
+                    return Err(format!("arena page {page} is in two blocks"));
+                }
+            }
+            if let Some((Generation(generation), pages)) = block.filling {
+                let first = block.start + block.ready;
+                fillings.extend((first..first + pages).map(|page| (page, OpId(generation))));
+            }
+            ready += block.ready;
+            filling += more;
+            pins += u64::from(block.pins);
+            if contents {
+                self.check_contents(&block)?;
+            }
+        }
+        let states = pool.page_states();
+        let counted = states.reserved + states.filling + states.quarantined;
+        let free = pool.capacity_pages() - ready - filling;
+        if (states.free, states.ready, counted) != (free, ready, filling) {
+            return Err(format!("{states:?}, but blocks hold {ready} ready and {filling} filling pages"));
+        }
+        if pins != pool.pins() {
+            return Err(format!("blocks have {pins} holders, the pool says {}", pool.pins()));
+        }
+        // Whatever is written belongs to the copy that writes it.
+        for (shard, page, op) in self.env.ghost.touched.writers() {
+            if !fillings.contains(&(page, op)) {
+                return Err(format!(
+                    "{op} writes arena page {page} of shard {shard}, which is not, or no longer, its own"
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Every page that could be served holds what it must, on every shard, and was not forgotten.
+    fn check_contents(&self, block: &crate::core::BlockView<'_>) -> Result<(), String> {
+        let Some(namespace) = self.env.namespace_of(block.domain) else {
+            return Ok(());
+        };
+        for (page, fingerprint) in (block.start..block.start + block.ready).zip(block.fingerprints) {
+            for (rank, depot) in (0..).map(Rank).zip(&self.env.depots) {
+                let must = expected(namespace, *fingerprint, rank);
+                let holds = depot.read(page);
+                if holds != must {
+                    return Err(format!(
+                        "arena page {page} can be served, and holds {holds:x} on {rank}, not {must:x}"
+                    ));
+                }
+            }
+            if block.retired {
+                continue;
+            }
+            if let Some(at) = self.env.ghost.came_back(namespace, block.domain, *fingerprint) {
+                return Err(format!("arena page {page} came back: it was forgotten at {at}"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Engines that a leader may remember: every life that has spoken to it within its grace.
+    fn engines_known(&self) -> usize {
+        let lives: u32 = self.engines.iter().map(|engine| engine.life).sum();
+        lives as usize
+    }
+
+    /// Nothing is pending anywhere.
+    pub(super) fn is_quiet(&self) -> bool {
+        let everyone = self.everyone().all(|who| self.life(who).is_some());
+        let leader = self.leader.state.as_ref().is_some_and(|leader| {
+            let core = &leader.core;
+            core.is_ready()
+                && (core.slots(), core.open_requests(), core.copies_under_way()) == (0, 0, 0)
+        });
+        let workers = self.workers.values().all(|process| {
+            process.state.as_ref().is_some_and(|worker| worker.core.open_copies() == 0)
+        });
+        let engines = self.engines.iter().all(|process| {
+            process.state.as_ref().is_some_and(|engine| engine.is_idle())
+        });
+        everyone && leader && workers && engines
+    }
+
+    /// What is pending, for people.
+    pub(super) fn pending(&self) -> String {
+        let dead: Vec<Who> = self.everyone().filter(|who| self.life(*who).is_none()).collect();
+        let leader = self.leader.state.as_ref().map(|leader| {
+            let core = &leader.core;
+            let owed: Vec<_> = core.owed().collect();
+            format!(
+                "ready {}, {} slots, {} requests, copies {owed:?}",
+                core.is_ready(),
+                core.slots(),
+                core.open_requests()
+            )
+        });
+        let engines: Vec<String> = self
+            .engines
+            .iter()
+            .filter_map(|process| Some(process.state.as_ref()?.waits()))
+            .collect();
+        let workers = self.workers.iter().filter_map(|(id, process)| {
+            let open = process.state.as_ref()?.core.open_copies();
+            (open > 0).then(|| format!("{id}: {open} copies"))
+        });
+        let workers: Vec<String> = workers.collect();
+        format!("dead {dead:?}; leader {leader:?}; workers {workers:?}; engines {engines:?}")
+    }
+
+    /// The accounts at the end.
+    pub(super) fn check_end(&mut self) {
+        self.checks = 0;
+        let mut wrong = self.check_leader(true).err();
+        if let Some(pool) = self.leader.state.as_ref().and_then(|leader| leader.core.pool()) {
+            let states = pool.page_states();
+            let set_aside = states.reserved + states.filling + states.quarantined;
+            if pool.pins() != 0 || set_aside != 0 {
+                wrong.get_or_insert(format!("{} pins and {states:?} are left", pool.pins()));
+            }
+        }
+        for process in &self.engines {
+            if let Some(engine) = &process.state
+                && engine.scheduler.held_pages() != 0
+            {
+                let held = engine.scheduler.held_pages();
+                wrong.get_or_insert(format!("an engine holds {held} pages and runs nothing"));
+            }
+        }
+        if let Some(wrong) = wrong {
+            self.env.violated(wrong);
+        }
+    }
+}

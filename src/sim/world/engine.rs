@@ -1,0 +1,543 @@
+//! An engine's process: the reference engine's scheduler, its memory on every rank, and its conversations.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::client::{Client, Noticed};
+use super::net::{ConnectionId, Heard};
+use super::prompts;
+use super::storage::TORN;
+use super::{Env, Happening, Who};
+use crate::core::sabotage::{Bug, planted};
+use crate::engine::scheduler::{Action, Prompt, Scheduler, WorkKind};
+use crate::protocol::{Abandon, Message, Register, Role, Written};
+use crate::types::{
+    Answer, EngineId, GroupId, Nonce, Rank, Registration, Replica, Request, RequestId, ResetScope,
+    SlotId, Time, WorkerId,
+};
+
+/// How long an engine waits before it says something again.
+const AGAIN: Duration = Duration::from_millis(12);
+/// Prompts that an engine serves in one life, at most.
+const PROMPTS_MAX: u64 = 1 << 40;
+
+/// A request that is not over.
+#[derive(Debug)]
+struct Asked {
+    message: Message,
+    due: Time,
+    again: Time,
+    /// The scheduler was told that no answer comes.
+    gave_up: bool,
+    /// Ranks whose workers have not said that nothing is copied for it.
+    abandoning: BTreeSet<u16>,
+    kind: Kind,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Lookup,
+    Pages,
+    Finish,
+    Reset,
+}
+
+/// The conversation with one rank's worker.
+#[derive(Debug)]
+struct RankSide {
+    client: Client,
+    /// The life of the worker that has this engine's memory.
+    registered: Option<u32>,
+    again: Time,
+    /// What it was told last to be written, and what it said it heard.
+    told: RequestId,
+    heard: RequestId,
+    registering: Option<RequestId>,
+    telling: BTreeMap<RequestId, RequestId>,
+    abandoning: BTreeMap<RequestId, RequestId>,
+}
+
+#[derive(Debug)]
+struct Work {
+    slot: SlotId,
+    kind: WorkKind,
+    positions: Range<u32>,
+    through: Option<RequestId>,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct EngineProcess {
+    pub(super) id: EngineId,
+    replica: Replica,
+    life: u32,
+    pub(super) scheduler: Scheduler,
+    leader: Client,
+    ranks: Vec<RankSide>,
+    asked: BTreeMap<RequestId, Asked>,
+    /// The highest id so far; resets take theirs from above the scheduler's.
+    highest: RequestId,
+    /// Everything up to this request is written; what is being computed is not.
+    written: RequestId,
+    unwritten: BTreeSet<RequestId>,
+    work: BTreeMap<u64, Work>,
+    next: u64,
+    namespaces: BTreeMap<SlotId, u8>,
+    next_slot: u64,
+    actions: Vec<Action>,
+}
+
+/// Ids of requests that the scheduler does not know of begin here.
+const OWN_IDS: u64 = 1 << 32;
+
+impl EngineProcess {
+    pub(super) fn start(env: &mut Env, replica: Replica, life: u32) -> Self {
+        let mut id = [0; 16];
+        id[0] = u8::try_from(replica.0).unwrap_or(0);
+        id[1..5].copy_from_slice(&life.to_be_bytes());
+        let id = EngineId(id);
+        let me = Who::Engine(replica);
+        let version = env.setup.version_max;
+        let place = |rank| WorkerId { replica, rank };
+        let hello = |role, rank| Client::hello(role, id, place(Rank(rank)), version);
+        let ranks = (0..env.setup.ranks).map(|rank| RankSide {
+            client: Client::new(me, life, Who::Worker(place(Rank(rank))), hello(Role::Rank, rank)),
+            registered: None,
+            again: Time(0),
+            told: RequestId(0),
+            heard: RequestId(0),
+            registering: None,
+            telling: BTreeMap::new(),
+            abandoning: BTreeMap::new(),
+        });
+        let ranks = ranks.collect();
+        env.add_memory(id);
+        Self {
+            id,
+            replica,
+            life,
+            scheduler: Scheduler::new(env.setup.device_pages, env.setup.cached_pages),
+            leader: Client::new(me, life, Who::Leader, hello(Role::Engine, 0)),
+            ranks,
+            asked: BTreeMap::new(),
+            highest: RequestId(0),
+            written: RequestId(0),
+            unwritten: BTreeSet::new(),
+            work: BTreeMap::new(),
+            next: OWN_IDS,
+            namespaces: BTreeMap::new(),
+            next_slot: 0,
+            actions: Vec::new(),
+        }
+    }
+
+    pub(super) fn is_idle(&self) -> bool {
+        self.scheduler.open_prompts() == 0 && self.asked.is_empty()
+    }
+
+    /// Everything it waits for, for people.
+    pub(super) fn waits(&self) -> String {
+        let asked: Vec<String> = self
+            .asked
+            .iter()
+            .map(|(id, asked)| format!("{id} {:?} {:?} {:?}", asked.kind, asked.gave_up, asked.abandoning))
+            .collect();
+        let ranks: Vec<Option<u32>> = self.ranks.iter().map(|rank| rank.registered).collect();
+        format!(
+            "{} prompts, asked {asked:?}, ranks {ranks:?}, work {:?}",
+            self.scheduler.open_prompts(),
+            self.work
+        )
+    }
+
+    pub(super) fn next_timeout(&self) -> Time {
+        let asked = self.asked.values().map(|asked| match asked.gave_up || asked.kind == Kind::Finish {
+            true => asked.again,
+            false => asked.again.min(asked.due),
+        });
+        let ranks = self.ranks.iter().map(|rank| rank.again.min(rank.client.next_timeout()));
+        asked.chain(ranks).min().unwrap_or(Time::NEVER).min(self.leader.next_timeout())
+    }
+
+    pub(super) fn tick(&mut self, env: &mut Env) {
+        if let Some(noticed) = self.leader.tick(env) {
+            self.leader_says(env, noticed);
+        }
+        for rank in 0..self.ranks.len() {
+            if let Some(noticed) = self.ranks[rank].client.tick(env) {
+                self.rank_says(env, rank, noticed);
+            }
+            self.speak_to_rank(env, rank);
+        }
+        self.ask_again(env);
+        self.act(env);
+    }
+
+    pub(super) fn hear(&mut self, env: &mut Env, id: ConnectionId, heard: Heard) {
+        if self.leader.is(id) {
+            if let Some(noticed) = self.leader.hear(env.now(), heard) {
+                self.leader_says(env, noticed);
+            }
+        } else if let Some(rank) = self.ranks.iter().position(|rank| rank.client.is(id))
+            && let Some(noticed) = self.ranks[rank].client.hear(env.now(), heard)
+        {
+            self.rank_says(env, rank, noticed);
+        }
+        self.act(env);
+    }
+
+    fn leader_says(&mut self, env: &mut Env, noticed: Noticed) {
+        match noticed {
+            Noticed::Lost => {}
+            // Whatever was not answered is asked again, of this leader or the next one.
+            Noticed::Welcomed(_) => {
+                self.asked.values_mut().for_each(|asked| asked.again = env.now());
+                self.ask_again(env);
+            }
+            Noticed::Message(envelope) => {
+                let id = envelope.correlation;
+                if self.asked.remove(&id).is_none() {
+                    return;
+                }
+                let answer: Option<Answer> = envelope.message.answer();
+                env.counts.answers += 1;
+                env.counts.refusals += u64::from(answer.is_none());
+                if let Some(Answer::Reset { .. }) = answer {
+                    env.counts.resets += 1;
+                }
+                self.scheduler.answered(id, answer, &mut self.actions);
+            }
+        }
+    }
+
+    fn ask_again(&mut self, env: &mut Env) {
+        let now = env.now();
+        let mut given_up = Vec::new();
+        for (id, asked) in &mut self.asked {
+            if now >= asked.due && !asked.gave_up && asked.kind != Kind::Finish {
+                asked.gave_up = true;
+                given_up.push((*id, asked.kind));
+            }
+            if now < asked.again {
+                continue;
+            }
+            asked.again = now + AGAIN;
+            let left = now.until(asked.due).max(Duration::from_millis(1));
+            self.leader.say(env, *id, left, asked.message.clone());
+            for rank in &asked.abandoning {
+                self.next += 1;
+                let correlation = RequestId(self.next);
+                let side = &mut self.ranks[usize::from(*rank)];
+                side.abandoning.insert(correlation, *id);
+                let body = Message::Abandon(Abandon {
+                    requests: vec![id.0],
+                });
+                side.client.say(env, correlation, Duration::ZERO, body);
+            }
+        }
+        for (id, kind) in given_up {
+            env.counts.given_up += 1;
+            if kind != Kind::Pages {
+                self.asked.remove(&id);
+            }
+            self.scheduler.gave_up(id, &mut self.actions);
+        }
+    }
+
+    fn rank_says(&mut self, env: &mut Env, rank: usize, noticed: Noticed) {
+        let side = &mut self.ranks[rank];
+        match noticed {
+            Noticed::Lost => {
+                side.registered = None;
+                side.registering = None;
+                side.again = env.now();
+            }
+            Noticed::Welcomed(_) => side.again = env.now(),
+            Noticed::Message(envelope) => {
+                let id = envelope.correlation;
+                match envelope.message {
+                    Message::Registered(_) if side.registering == Some(id) => {
+                        side.registering = None;
+                        side.registered = side.client.server_life(env);
+                        side.heard = RequestId(0);
+                        side.again = env.now();
+                    }
+                    Message::Error(_) if side.registering == Some(id) => {
+                        side.registering = None;
+                        side.again = env.now() + AGAIN;
+                    }
+                    Message::WrittenAnswer(_) => {
+                        if let Some(through) = side.telling.remove(&id) {
+                            side.heard = side.heard.max(through);
+                        }
+                    }
+                    Message::AbandonAnswer(_) => {
+                        if let Some(request) = side.abandoning.remove(&id) {
+                            self.abandoned(rank, request);
+                        }
+                    }
+                    Message::Registered(_) | Message::Error(_) => {}
+                    other => env.violated(format!("a worker said {} to a rank", other.kind().name())),
+                }
+            }
+        }
+        self.speak_to_rank(env, rank);
+    }
+
+    /// Registers where that is due, and says what is written.
+    fn speak_to_rank(&mut self, env: &mut Env, rank: usize) {
+        let now = env.now();
+        let highest = self.highest;
+        let side = &mut self.ranks[rank];
+        if now < side.again {
+            return;
+        }
+        side.again = now + AGAIN;
+        if side.client.epoch().is_none() {
+            return;
+        }
+        self.next += 1;
+        let correlation = RequestId(self.next);
+        if side.registered.is_none() {
+            side.registering = Some(correlation);
+            let body = Message::Register(Register {
+                after: highest.0,
+                engine: self.id.0,
+                registration: registration(env, rank),
+            });
+            return side.client.say(env, correlation, Duration::ZERO, body);
+        }
+        if side.heard < self.written {
+            side.told = self.written;
+            side.telling.insert(correlation, self.written);
+            while side.telling.len() > 64 {
+                side.telling.pop_first();
+            }
+            let body = Message::Written(Written {
+                through: self.written.0,
+            });
+            side.client.say(env, correlation, Duration::ZERO, body);
+        } else {
+            side.again = Time::NEVER;
+        }
+    }
+
+    /// A worker that had this engine's memory is seen dead: it copies nothing any more.
+    pub(super) fn died(&mut self, env: &mut Env, worker: WorkerId, life: u32) {
+        let rank = usize::from(worker.rank.0);
+        if worker.replica != self.replica || self.ranks[rank].registered != Some(life) {
+            return;
+        }
+        self.ranks[rank].registered = None;
+        self.ranks[rank].registering = None;
+        self.ranks[rank].again = env.now();
+        let open: Vec<RequestId> = self.asked.keys().copied().collect();
+        open.into_iter().for_each(|request| self.abandoned(rank, request));
+        self.act(env);
+    }
+
+    /// A rank's worker copies nothing any more for a request.
+    fn abandoned(&mut self, rank: usize, request: RequestId) {
+        let rank = u16::try_from(rank).unwrap_or(u16::MAX);
+        let Some(asked) = self.asked.get_mut(&request) else {
+            return;
+        };
+        if asked.abandoning.remove(&rank) && asked.abandoning.is_empty() {
+            self.asked.remove(&request);
+            self.scheduler.answered(request, None, &mut self.actions);
+        }
+    }
+
+    /// A prompt arrives; another one will.
+    pub(super) fn arrive(&mut self, env: &mut Env) {
+        if env.arrivals_end() || self.next_slot >= PROMPTS_MAX {
+            return;
+        }
+        if self.scheduler.open_prompts() < env.setup.concurrency {
+            self.next_slot += 1;
+            let (namespace, hashes) = prompts::draw(env);
+            let slot = SlotId(self.next_slot);
+            self.namespaces.insert(slot, namespace);
+            env.counts.prompts += 1;
+            let prompt = Prompt {
+                slot,
+                namespace: Arc::from([namespace]),
+                tokens: hashes.len() as u64,
+                hashes: Arc::new(hashes),
+            };
+            self.scheduler.arrive(prompt, &mut self.actions);
+            if env.rng.u8(..) < 4 {
+                self.reset(env);
+            }
+            self.act(env);
+        }
+        let (replica, life) = (self.replica, self.life);
+        let at = env.now() + Duration::from_micros(env.rng.u64(50..4000));
+        env.queue.push(at, Happening::Arrive { replica, life });
+    }
+
+    fn reset(&mut self, env: &mut Env) {
+        let (namespace, hashes) = prompts::draw(env);
+        let scope = match env.rng.u8(0..3) {
+            0 => ResetScope::Everything,
+            1 => ResetScope::Namespace(vec![namespace]),
+            _ => ResetScope::Pages(vec![namespace], hashes),
+        };
+        self.next += 1;
+        let id = RequestId(self.next);
+        self.ask(env, id, Request::Reset { scope }, Kind::Reset);
+    }
+
+    fn ask(&mut self, env: &mut Env, id: RequestId, request: Request, kind: Kind) {
+        let now = env.now();
+        let message: Message = request.into();
+        let timeout = env.setup.request_timeout;
+        self.leader.say(env, id, timeout, message.clone());
+        let asked = Asked {
+            message,
+            due: now + timeout,
+            again: now + AGAIN,
+            gave_up: false,
+            abandoning: BTreeSet::new(),
+            kind,
+        };
+        self.asked.insert(id, asked);
+    }
+
+    fn act(&mut self, env: &mut Env) {
+        let mut next = 0;
+        while let Some(action) = self.actions.get_mut(next) {
+            tracing::trace!(engine = %self.id, ?action);
+            next += 1;
+            match std::mem::replace(action, Action::Idle) {
+                Action::Idle => {}
+                Action::Send { id, request } => {
+                    self.highest = self.highest.max(id);
+                    let kind = match &request {
+                        Request::Lookup { .. } => Kind::Lookup,
+                        Request::Load { .. } | Request::Store { .. } => Kind::Pages,
+                        Request::Finish { .. } => Kind::Finish,
+                        Request::Reset { .. } => Kind::Reset,
+                    };
+                    let store = matches!(request, Request::Store { .. });
+                    self.ask(env, id, request, kind);
+                    if store && planted(Bug::ReleaseSource) {
+                        self.scheduler.answered(id, None, &mut self.actions);
+                    }
+                }
+                Action::Work {
+                    slot,
+                    kind,
+                    positions,
+                    written_through,
+                } => self.work(env, slot, kind, positions, written_through),
+                Action::Abandon { id } => {
+                    if let Some(asked) = self.asked.get_mut(&id) {
+                        asked.abandoning = (0..env.setup.ranks).collect();
+                        asked.again = env.now();
+                    }
+                }
+                Action::Done(served) => {
+                    env.counts.served += 1;
+                    env.counts.hit_pages += u64::from(served.loaded_pages);
+                    self.namespaces.remove(&served.slot);
+                }
+            }
+        }
+        self.actions.clear();
+    }
+
+    fn work(
+        &mut self,
+        env: &mut Env,
+        slot: SlotId,
+        kind: WorkKind,
+        positions: Range<u32>,
+        through: Option<RequestId>,
+    ) {
+        self.next += 1;
+        let ticket = self.next;
+        let work = Work {
+            slot,
+            kind,
+            positions,
+            through,
+        };
+        self.unwritten.extend(work.through);
+        self.work.insert(ticket, work);
+        let (replica, life) = (self.replica, self.life);
+        let at = env.now() + Duration::from_micros(env.rng.u64(1..600));
+        env.queue.push(at, Happening::Worked { replica, life, ticket });
+    }
+
+    /// A piece of work is done on every rank.
+    pub(super) fn worked(&mut self, env: &mut Env, ticket: u64) {
+        let Some(work) = self.work.remove(&ticket) else {
+            return;
+        };
+        self.carry_out(env, &work);
+        if let Some(through) = work.through {
+            self.unwritten.remove(&through);
+            self.written = match self.unwritten.first() {
+                Some(first) => RequestId(first.0 - 1),
+                None => self.highest,
+            };
+            for rank in 0..self.ranks.len() {
+                self.ranks[rank].again = env.now();
+                self.speak_to_rank(env, rank);
+            }
+        }
+        self.scheduler.worked(work.slot, work.kind, &mut self.actions);
+        self.act(env);
+    }
+
+    fn carry_out(&self, env: &mut Env, work: &Work) {
+        let Some((hashes, pages)) = self.scheduler.pages_of(work.slot) else {
+            return;
+        };
+        let namespace = self.namespaces.get(&work.slot).copied().unwrap_or(0);
+        let all = 0..u32::try_from(pages.len()).unwrap_or(0);
+        for rank in 0..env.setup.ranks {
+            for position in work.positions.clone() {
+                let page = pages[position as usize];
+                let must = env.expected(namespace, hashes.fingerprint(position as usize), Rank(rank));
+                match work.kind {
+                    WorkKind::Poison => env.engine_writes(self.id, rank, page, TORN),
+                    WorkKind::Compute => env.engine_writes(self.id, rank, page, must),
+                    WorkKind::Verify => env.engine_reads(self.id, rank, page, must, "loaded"),
+                }
+            }
+            // Once everything is computed, everything must be right, what was cached included.
+            if work.kind == WorkKind::Compute {
+                for position in all.clone().filter(|position| !work.positions.contains(position)) {
+                    let page = pages[position as usize];
+                    let must = env.expected(namespace, hashes.fingerprint(position as usize), Rank(rank));
+                    env.engine_reads(self.id, rank, page, must, "held");
+                }
+            }
+        }
+    }
+}
+
+/// What a rank says of its memory; a simulated worker asks nobody.
+fn registration(env: &Env, rank: usize) -> Registration {
+    Registration {
+        group: GroupId(0),
+        rank: Rank(u16::try_from(rank).unwrap_or(0)),
+        tp_size: env.setup.ranks,
+        shard: u16::try_from(rank).unwrap_or(0),
+        engine_page_tokens: env.geometry().engine_page_tokens,
+        device_pages: env.setup.device_pages,
+        layers: 1,
+        allocations: Vec::new(),
+        tensors: Vec::new(),
+        nonce: Nonce {
+            allocation: 0,
+            offset_bytes: 0,
+            bytes: Vec::new(),
+        },
+        device_uuid: None,
+    }
+}

@@ -1,0 +1,273 @@
+//! What the checker knows by itself: who touches which page, who asked for what, what was forgotten.
+//!
+//! Written apart from the core: nothing here is taken from it but what it says outwardly.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use super::worker::TouchedPages;
+use crate::core::Refusal;
+use crate::types::{
+    Answer, Copy, Direction, DomainId, EngineId, Epoch, Fingerprint, OpId, Request, RequestId,
+    ResetScope, Time, WorkerId,
+};
+
+/// Pages that copies read and write right now.
+#[derive(Debug, Default)]
+pub(super) struct Touched {
+    /// Of a depot: shard and page.
+    depot: BTreeMap<(u16, u32), Uses>,
+    /// Of an engine's memory: engine, rank, page.
+    device: BTreeMap<(EngineId, u16, u32), Uses>,
+    pub(super) trouble: Option<String>,
+}
+
+#[derive(Debug, Default, Clone)]
+struct Uses {
+    readers: Vec<Copier>,
+    writers: Vec<Copier>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Copier {
+    worker: WorkerId,
+    life: u32,
+    op: OpId,
+}
+
+impl Touched {
+    /// A copy starts: nobody else may write what it touches, and nobody touch what it writes.
+    pub(super) fn begin(&mut self, touched: &TouchedPages<'_>) {
+        self.each(touched, |uses, copier, writes| {
+            let clash = uses.writers.first().or(uses.readers.first().filter(|_| writes)).copied();
+            match writes {
+                true => uses.writers.push(copier),
+                false => uses.readers.push(copier),
+            }
+            clash
+        });
+    }
+
+    /// It has ended.
+    pub(super) fn end(&mut self, touched: &TouchedPages<'_>) {
+        self.each(touched, |uses, copier, _| {
+            uses.writers.retain(|other| *other != copier);
+            uses.readers.retain(|other| *other != copier);
+            None
+        });
+    }
+
+    fn each(
+        &mut self,
+        touched: &TouchedPages<'_>,
+        mut with: impl FnMut(&mut Uses, Copier, bool) -> Option<Copier>,
+    ) {
+        let TouchedPages {
+            worker,
+            life,
+            copy,
+            pages,
+        } = *touched;
+        let copier = Copier {
+            worker,
+            life,
+            op: copy.op,
+        };
+        let store = copy.direction == Direction::Store;
+        let rank = worker.rank.0;
+        for (source, destination) in pages {
+            let (device, depot) = if store { (*source, *destination) } else { (*destination, *source) };
+            let clash = with(self.depot.entry((rank, depot)).or_default(), copier, store);
+            if let Some(other) = clash {
+                self.trouble = Some(format!(
+                    "depot page {depot} of {rank}: {} of {worker} touches what {} of {} writes or reads",
+                    copy.op, other.op, other.worker
+                ));
+            }
+            let clash = with(self.device.entry((copy.engine, rank, device)).or_default(), copier, !store);
+            if let Some(other) = clash {
+                self.trouble = Some(format!(
+                    "device page {device} of rank {rank}: {} of {worker} touches what {} of {} writes or reads",
+                    copy.op, other.op, other.worker
+                ));
+            }
+        }
+        self.depot.retain(|_, uses| !(uses.readers.is_empty() && uses.writers.is_empty()));
+        self.device.retain(|_, uses| !(uses.readers.is_empty() && uses.writers.is_empty()));
+    }
+
+    /// A worker's process has died, its copies with it.
+    pub(super) fn died(&mut self, worker: WorkerId, life: u32) {
+        let of_the_dead = |copier: &Copier| (copier.worker, copier.life) == (worker, life);
+        for uses in self.depot.values_mut().chain(self.device.values_mut()) {
+            uses.readers.retain(|copier| !of_the_dead(copier));
+            uses.writers.retain(|copier| !of_the_dead(copier));
+        }
+    }
+
+    /// Who writes a page of a depot.
+    pub(super) fn writers(&self) -> impl Iterator<Item = (u16, u32, OpId)> {
+        self.depot.iter().flat_map(|((shard, page), uses)| {
+            uses.writers.iter().map(|copier| (*shard, *page, copier.op))
+        })
+    }
+
+    /// Who touches a page of an engine's memory.
+    pub(super) fn device(&self, engine: EngineId, rank: u16, page: u32) -> Option<(OpId, WorkerId)> {
+        let uses = self.device.get(&(engine, rank, page))?;
+        let copier = uses.writers.first().or(uses.readers.first())?;
+        Some((copier.op, copier.worker))
+    }
+}
+
+/// A request as a leader took it.
+#[derive(Debug)]
+struct Taken {
+    answer: Option<Result<Answer, Refusal>>,
+    reset: Option<ResetScope>,
+    at: Time,
+}
+
+/// See the module.
+#[derive(Debug, Default)]
+pub(super) struct Ghost {
+    pub(super) touched: Touched,
+    taken: BTreeMap<(Epoch, EngineId, RequestId), Taken>,
+    /// How long the leader may still work on each, standing still not counted.
+    open: BTreeMap<(Epoch, EngineId, RequestId), Duration>,
+    /// When each page was last ordered to be stored.
+    stored: BTreeMap<(DomainId, Fingerprint), Time>,
+    /// What was forgotten, and when that was asked.
+    forgotten: Vec<(ResetScope, Time)>,
+    fence: Duration,
+}
+
+/// A leader has as much time beyond a deadline and the fence as messages, restarts and the death of a worker may take.
+const SLACK: Duration = Duration::from_millis(500);
+
+impl Ghost {
+    /// Knows nothing yet but how long a leader may wait for the end of a copy.
+    pub(super) fn new(fence: Duration) -> Self {
+        Self {
+            fence,
+            ..Self::default()
+        }
+    }
+
+    pub(super) fn asked(
+        &mut self,
+        now: Time,
+        epoch: Epoch,
+        engine: EngineId,
+        id: RequestId,
+        left: Duration,
+        request: &Request,
+    ) {
+        let key = (epoch, engine, id);
+        if self.taken.contains_key(&key) {
+            return;
+        }
+        let reset = match request {
+            Request::Reset { scope } => Some(scope.clone()),
+            _ => None,
+        };
+        let left = match request {
+            Request::Load { .. } | Request::Store { .. } => left + 2 * self.fence + SLACK,
+            Request::Reset { .. } => left + SLACK,
+            Request::Lookup { .. } | Request::Finish { .. } => Duration::ZERO,
+        };
+        self.open.insert(key, left);
+        let taken = Taken {
+            answer: None,
+            reset,
+            at: now,
+        };
+        self.taken.insert(key, taken);
+    }
+
+    /// The leader was awake for a while: what it has left for each request shrinks.
+    pub(super) fn passed(&mut self, epoch: Epoch, time: Duration) -> Option<String> {
+        for ((of, engine, id), left) in &mut self.open {
+            if *of == epoch {
+                let Some(rest) = left.checked_sub(time) else {
+                    return Some(format!("{id} of engine {engine} was not answered in time"));
+                };
+                *left = rest;
+            }
+        }
+        None
+    }
+
+    /// Engines that stayed away for longer than the grace are unknown: what they ask again is asked for the first time.
+    pub(super) fn forgot(&mut self, epoch: Epoch, forgot: impl Fn(EngineId) -> bool) {
+        self.taken.retain(|(of, engine, _), taken| {
+            *of != epoch || taken.answer.is_none() || !forgot(*engine)
+        });
+    }
+
+    /// A leader has died: nobody waits for its answers.
+    pub(super) fn leader_died(&mut self, epoch: Epoch) {
+        self.open.retain(|(of, ..), _| *of > epoch);
+        self.taken.retain(|(of, ..), _| *of > epoch);
+    }
+
+    /// An answer: the only one, or the same as before.
+    pub(super) fn answered(
+        &mut self,
+        epoch: Epoch,
+        engine: EngineId,
+        id: RequestId,
+        answer: &Result<Answer, Refusal>,
+    ) -> Option<String> {
+        let key = (epoch, engine, id);
+        let Some(taken) = self.taken.get_mut(&key) else {
+            return Some(format!("{id} of engine {engine} is answered and was never asked"));
+        };
+        self.open.remove(&key);
+        if let Some(before) = &taken.answer
+            && before != answer
+            && !matches!(before, Err(Refusal::Limit { .. } | Refusal::StaleRequest(_)))
+        {
+            return Some(format!("{id} of engine {engine} is answered {before:?}, then {answer:?}"));
+        }
+        let first = taken.answer.is_none();
+        taken.answer = Some(answer.clone());
+        if let (Some(scope), Ok(Answer::Reset { .. }), true) = (taken.reset.take(), answer, first) {
+            let place = self.forgotten.partition_point(|(_, at)| *at <= taken.at);
+            self.forgotten.insert(place, (scope, taken.at));
+        }
+        None
+    }
+
+    /// A store is ordered.
+    pub(super) fn ordered(&mut self, now: Time, copy: &Copy) {
+        if let Some(record) = &copy.record {
+            for page in record.pages() {
+                self.stored.insert((page.domain, page.fingerprint), now);
+            }
+        }
+    }
+
+    /// A page that can be found was stored after everything that made it forgotten.
+    pub(super) fn came_back(
+        &self,
+        namespace: u8,
+        domain: DomainId,
+        fingerprint: Fingerprint,
+    ) -> Option<Time> {
+        let stored = self.stored.get(&(domain, fingerprint)).copied().unwrap_or(Time(0));
+        let meant = |scope: &ResetScope| match scope {
+            ResetScope::Everything => true,
+            ResetScope::Namespace(name) => name == &[namespace],
+            ResetScope::Pages(name, hashes) => {
+                name == &[namespace] && (0..hashes.len()).any(|page| hashes.fingerprint(page) == fingerprint)
+            }
+        };
+        self.forgotten
+            .iter()
+            .rev()
+            .take_while(|(_, at)| *at > stored)
+            .find(|(scope, _)| meant(scope))
+            .map(|(_, at)| *at)
+    }
+}

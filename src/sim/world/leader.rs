@@ -1,0 +1,357 @@
+//! The leader's process: what `actors::leader` does, without an actor.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use super::net::{ConnectionId, Heard};
+use super::server::{Noticed, Server};
+use super::storage::Storage;
+use super::{Env, Who};
+use crate::core::sabotage::{Bug, planted};
+use crate::core::{Attached, Effect, EngineMemory, Event, Leader, LeaderSettings, RankSet, Refusal};
+use crate::protocol::{
+    Attached as AttachedBody, Cancel, Envelope, ErrorBody, ErrorCode, Message, Role, Strike, Transfer,
+};
+use crate::types::{
+    AttachId, Copy, DepotId, EndedCopy, EngineId, OpId, Rank, Replica, Request, RequestId, ResetId,
+    Time, WorkerId,
+};
+
+#[derive(Debug, Clone, Copy)]
+enum Peer {
+    Engine(EngineId),
+    Worker(WorkerId),
+}
+
+#[derive(Debug)]
+struct WorkerPeer {
+    connection: ConnectionId,
+    life: Option<u32>,
+    attaching: Option<(AttachId, RequestId)>,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct LeaderProcess {
+    pub(super) core: Leader,
+    settings: LeaderSettings,
+    server: Server,
+    peers: BTreeMap<ConnectionId, Peer>,
+    engines: BTreeMap<EngineId, ConnectionId>,
+    workers: BTreeMap<WorkerId, WorkerPeer>,
+    next_order: u64,
+}
+
+impl LeaderProcess {
+    pub(super) fn start(env: &Env, settings: LeaderSettings) -> Self {
+        Self {
+            core: Leader::new(settings.clone()),
+            server: Server::new(settings.epoch, env.now()),
+            settings,
+            peers: BTreeMap::new(),
+            engines: BTreeMap::new(),
+            workers: BTreeMap::new(),
+            next_order: 0,
+        }
+    }
+
+    /// The time that decisions are made by.
+    fn now(env: &Env) -> Time {
+        match planted(Bug::WallClock) {
+            true => env.wall(),
+            false => env.now(),
+        }
+    }
+
+    pub(super) fn next_timeout(&self, env: &Env) -> Time {
+        let core = self.core.next_timeout().unwrap_or(Time::NEVER);
+        let core = match planted(Bug::WallClock) {
+            true => env.from_wall(core),
+            false => core,
+        };
+        core.min(self.server.next_timeout())
+    }
+
+    pub(super) fn tick(&mut self, env: &mut Env) {
+        for silent in self.server.tick(env) {
+            self.closed(env, silent);
+        }
+        self.step(env, Event::Tick);
+    }
+
+    pub(super) fn hear(&mut self, env: &mut Env, id: ConnectionId, heard: Heard) {
+        match self.server.hear(env, id, heard) {
+            None => {}
+            Some(Noticed::Closed) => self.closed(env, id),
+            Some(Noticed::Opened(hello)) => match hello.role {
+                Role::Engine => self.engine_opened(env, id, EngineId(hello.engine)),
+                Role::Worker => {
+                    let (replica, rank) = (Replica(hello.replica), Rank(hello.rank));
+                    self.worker_opened(env, id, WorkerId { replica, rank });
+                }
+                Role::Rank | Role::Admin => env.violated("a stranger speaks to the leader".to_owned()),
+            },
+            Some(Noticed::Message(envelope)) => self.message(env, id, envelope),
+        }
+    }
+
+    fn engine_opened(&mut self, env: &mut Env, id: ConnectionId, engine: EngineId) {
+        self.peers.insert(id, Peer::Engine(engine));
+        if let Some(before) = self.engines.insert(engine, id) {
+            self.peers.remove(&before);
+            self.server.close(env, before);
+        }
+        self.step(env, Event::EngineOpened(engine));
+    }
+
+    fn worker_opened(&mut self, env: &mut Env, id: ConnectionId, worker: WorkerId) {
+        self.peers.insert(id, Peer::Worker(worker));
+        let life = env.life_of_client(Who::Worker(worker), id);
+        let peer = WorkerPeer {
+            connection: id,
+            life,
+            attaching: None,
+        };
+        if let Some(before) = self.workers.insert(worker, peer) {
+            self.peers.remove(&before.connection);
+            self.server.close(env, before.connection);
+            self.step(env, Event::WorkerLost(worker));
+        }
+    }
+
+    fn closed(&mut self, env: &mut Env, id: ConnectionId) {
+        match self.peers.remove(&id) {
+            Some(Peer::Engine(engine)) if self.engines.get(&engine) == Some(&id) => {
+                self.engines.remove(&engine);
+                self.step(env, Event::EngineClosed(engine));
+            }
+            Some(Peer::Worker(worker))
+                if self.workers.get(&worker).is_some_and(|peer| peer.connection == id) =>
+            {
+                self.step(env, Event::WorkerLost(worker));
+            }
+            _ => {}
+        }
+    }
+
+    /// The process of a worker that this leader spoke to is seen dead.
+    pub(super) fn died(&mut self, env: &mut Env, worker: WorkerId, life: u32) {
+        if self.workers.get(&worker).is_some_and(|peer| peer.life == Some(life)) {
+            self.workers.remove(&worker);
+            self.step(env, Event::WorkerDead(worker));
+        }
+    }
+
+    fn message(&mut self, env: &mut Env, id: ConnectionId, envelope: Envelope) {
+        let Envelope {
+            correlation,
+            deadline_ms,
+            epoch,
+            message,
+            ..
+        } = envelope;
+        match (self.peers.get(&id).copied(), message) {
+            (Some(Peer::Worker(worker)), Message::Attach(attach)) => {
+                let attach_id = AttachId(attach.attach);
+                if let Some(peer) = self.workers.get_mut(&worker) {
+                    peer.attaching = Some((attach_id, correlation));
+                }
+                let memory = attach.memory.map(|memory| EngineMemory {
+                    engine: EngineId(memory.engine),
+                    geometry: memory.geometry,
+                    arena_pages: memory.arena_pages,
+                });
+                self.step(
+                    env,
+                    Event::Attached(Attached {
+                        worker,
+                        attach: attach_id,
+                        depot: DepotId(u128::from_be_bytes(attach.depot)),
+                        memory,
+                    }),
+                );
+            }
+            (Some(Peer::Worker(worker)), Message::Ended(ended)) => {
+                let copies = ended.copies.iter().map(|copy| EndedCopy {
+                    op: OpId(copy.op),
+                    whole: copy.whole,
+                    bytes: copy.bytes,
+                    busy_us: copy.busy_us,
+                });
+                let copies = copies.collect();
+                let event = Event::Ended {
+                    worker,
+                    epoch,
+                    copies,
+                };
+                self.step(env, event);
+            }
+            (Some(Peer::Worker(worker)), Message::Struck(struck)) => {
+                let id = ResetId(struck.reset);
+                self.step(env, Event::Struck { worker, id });
+            }
+            (Some(Peer::Worker(_)), Message::Error(_)) => {}
+            (Some(Peer::Engine(engine)), message) => {
+                let request = match Request::try_from(message) {
+                    Ok(request) => request,
+                    Err(error) => return env.violated(format!("an engine was not understood: {error:?}")),
+                };
+                let left = Duration::from_millis(u64::from(deadline_ms));
+                let (now, deadline) = (env.now(), Self::now(env) + left);
+                env.ghost.asked(now, self.settings.epoch, engine, correlation, left, &request);
+                let event = Event::Request {
+                    engine,
+                    id: correlation,
+                    deadline,
+                    request,
+                };
+                self.step(env, event);
+            }
+            (_, message) => {
+                let kind = message.kind().name();
+                env.violated(format!("the leader cannot place a message: {kind}"));
+            }
+        }
+    }
+
+    fn step(&mut self, env: &mut Env, event: Event) {
+        let mut effects = Vec::new();
+        self.core.step(Self::now(env), event, &mut effects);
+        let mut copies: Vec<(Replica, RankSet, Copy)> = Vec::new();
+        let mut inventories = Vec::new();
+        for effect in effects {
+            tracing::trace!(?effect, "leader");
+            match effect {
+                Effect::Answer { engine, id, answer } => self.answer(env, engine, id, answer),
+                Effect::Admit {
+                    worker,
+                    attach,
+                    verdict,
+                } => self.admit(env, worker, attach, verdict),
+                Effect::Copy {
+                    replica,
+                    ranks,
+                    copy,
+                } => {
+                    env.ghost.ordered(env.queue.now(), &copy);
+                    copies.push((replica, ranks, copy));
+                }
+                Effect::Cancel { replica, ranks, op } => {
+                    for rank in ranks.iter() {
+                        let cancel = Message::Cancel(Cancel { ops: vec![op.0] });
+                        self.order(env, WorkerId { replica, rank }, cancel, Duration::ZERO);
+                    }
+                }
+                Effect::Strike { worker, id, scope } => {
+                    let strike = Message::Strike(Strike::from((id, &scope)));
+                    self.order(env, worker, strike, Duration::ZERO);
+                }
+                Effect::ReadInventory { shard, depot } => {
+                    let storage = &env.depots[usize::from(shard.0)];
+                    if storage.id() != depot {
+                        env.violated(format!("{shard} has another depot than the leader believes"));
+                        continue;
+                    }
+                    let records = storage.listed();
+                    inventories.push(Event::Inventory {
+                        shard,
+                        depot,
+                        records,
+                    });
+                }
+                Effect::Expel(worker) => env.expel(worker),
+            }
+        }
+        self.transfer(env, &copies);
+        env.decided = true;
+        for event in inventories {
+            self.step(env, event);
+        }
+    }
+
+    fn transfer(&mut self, env: &mut Env, copies: &[(Replica, RankSet, Copy)]) {
+        let Some((replica, ranks, first)) = copies.first() else {
+            return;
+        };
+        let list: Vec<&Copy> = copies.iter().map(|(_, _, copy)| copy).collect();
+        let Some(transfer) = Transfer::of(&list) else {
+            return env.violated("copies of several requests in one step".to_owned());
+        };
+        let left = Self::now(env).until(first.deadline);
+        for rank in ranks.iter() {
+            let worker = WorkerId {
+                replica: *replica,
+                rank,
+            };
+            self.order(env, worker, Message::Transfer(transfer.clone()), left);
+        }
+    }
+
+    fn order(&mut self, env: &mut Env, worker: WorkerId, message: Message, deadline: Duration) {
+        self.next_order += 1;
+        if let Some(peer) = self.workers.get(&worker) {
+            let correlation = RequestId(self.next_order);
+            self.server.say(env, peer.connection, correlation, deadline, message);
+        }
+    }
+
+    fn answer(
+        &mut self,
+        env: &mut Env,
+        engine: EngineId,
+        id: RequestId,
+        answer: Result<crate::types::Answer, Refusal>,
+    ) {
+        env.answered(self.settings.epoch, engine, id, &answer);
+        if let Some(connection) = self.engines.get(&engine) {
+            let message = match answer {
+                Ok(answer) => answer.into(),
+                Err(refusal) => refused(&refusal),
+            };
+            self.server.say(env, *connection, id, Duration::ZERO, message);
+        }
+    }
+
+    fn admit(
+        &mut self,
+        env: &mut Env,
+        worker: WorkerId,
+        attach: AttachId,
+        verdict: Result<OpId, Refusal>,
+    ) {
+        let Some(peer) = self.workers.get_mut(&worker) else {
+            return;
+        };
+        let Some((_, correlation)) = peer.attaching.filter(|(asked, _)| *asked == attach) else {
+            return;
+        };
+        let message = match verdict {
+            Ok(after) => Message::Attached(AttachedBody {
+                attach: attach.0,
+                after: after.0,
+                attached_ranks: self.core.attached_workers(),
+            }),
+            Err(refusal) => refused(&refusal),
+        };
+        self.server.say(env, peer.connection, correlation, Duration::ZERO, message);
+    }
+}
+
+fn refused(refusal: &Refusal) -> Message {
+    let code = match refusal {
+        Refusal::NotReady { .. } => ErrorCode::NotReady,
+        Refusal::RankDisagrees { .. } => ErrorCode::RankDisagrees,
+        Refusal::UnknownSlot(_) => ErrorCode::UnknownSlot,
+        Refusal::NotPinned { .. } => ErrorCode::NotPinned,
+        Refusal::Limit { .. } => ErrorCode::Limit,
+        Refusal::CopyFailed(_) => ErrorCode::CopyFailed,
+        Refusal::StaleRequest(_) => ErrorCode::StaleRequest,
+        Refusal::Leased { .. } => ErrorCode::Leased,
+        Refusal::ResetUnconfirmed { .. } => ErrorCode::ResetUnconfirmed,
+        Refusal::NoSuchWorker { .. }
+        | Refusal::DepotNotShared { .. }
+        | Refusal::DepotTooSmall { .. }
+        | Refusal::Invalid { .. } => ErrorCode::Invalid,
+    };
+    Message::Error(ErrorBody::new(code, refusal.to_string()))
+}

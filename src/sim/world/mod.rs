@@ -1,0 +1,703 @@
+//! A world with faults: leader, workers, engines, their messages, copies and memory, in one thread and virtual time.
+//!
+//! The state machines are those of the live system, and so are the bytes of their messages. Everything else is drawn from
+//! one seed: who exists, what is asked, how long it takes, what goes wrong. After every step the checker looks at what the
+//! leader believes and at what lies in memory; after the last fault everything that is pending must end within a bound.
+//!
+//! [`run`] runs one seed. `setup` says what a seed decides, `faults` what can go wrong, `ghost` and `checker` what is held
+//! against the core.
+
+mod checker;
+mod client;
+mod engine;
+mod env;
+mod faults;
+mod ghost;
+mod leader;
+mod net;
+mod prompts;
+mod queue;
+mod server;
+mod setup;
+mod storage;
+mod trouble;
+mod worker;
+
+#[cfg(test)]
+mod tests;
+
+use std::collections::{BTreeMap, VecDeque};
+use std::hash::Hasher;
+use std::time::Duration;
+
+use siphasher::sip128::Hasher128;
+
+use crate::core::{AnchorKey, LeaderSettings};
+use crate::types::{Epoch, OpId, Ratio, Replica, Time, WorkerId};
+
+use engine::EngineProcess;
+use env::Env;
+pub use faults::{Fault, FaultCounts};
+use leader::LeaderProcess;
+use net::{ConnectionId, End, Packet};
+pub use setup::{Chances, Setup};
+pub use storage::{Content, Depot, EMPTY, Storage, TORN};
+use worker::WorkerProcess;
+
+/// Secret of the depots; a new leader finds it there.
+const ANCHOR_KEY: AnchorKey = AnchorKey([0x5a; 32]);
+/// After the last fault everything pending ends within this time.
+pub const LIVENESS_BOUND: Duration = Duration::from_secs(20);
+/// Steps of the quiet end of a run, at most.
+const QUIET_STEPS_MAX: u64 = 400_000;
+
+/// A process's place.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+enum Who {
+    /// The leader.
+    Leader,
+    /// A worker.
+    Worker(WorkerId),
+    /// An engine.
+    Engine(Replica),
+}
+
+/// What can happen next.
+#[derive(Debug)]
+enum Happening {
+    /// A packet arrives.
+    Packet {
+        id: ConnectionId,
+        to: End,
+        packet: Packet,
+    },
+    /// A process wanted to be woken.
+    Wake { who: Who, life: u32 },
+    /// A copy goes on.
+    CopyStep {
+        worker: WorkerId,
+        life: u32,
+        op: OpId,
+    },
+    /// An engine has computed or compared.
+    Worked {
+        replica: Replica,
+        life: u32,
+        ticket: u64,
+    },
+    /// A prompt arrives.
+    Arrive { replica: Replica, life: u32 },
+    /// A process begins.
+    Begin(Who),
+    /// A slow process reads its next message.
+    Read { who: Who, life: u32 },
+    /// A process goes on after it stood still.
+    Resume { who: Who, pause: u32 },
+    /// A process is ended from outside.
+    Kill { worker: WorkerId, life: u32 },
+    /// A process hears that a worker's process has ended.
+    Died {
+        to: Who,
+        worker: WorkerId,
+        life: u32,
+    },
+    /// Something goes wrong.
+    Trouble,
+}
+
+/// What happened in a run.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Events.
+    pub steps: u64,
+    /// Messages.
+    pub messages: u64,
+    /// Prompts that arrived.
+    pub prompts: u64,
+    /// Prompts that were served.
+    pub served: u64,
+    /// Answers that engines heard.
+    pub answers: u64,
+    /// Of those, refusals.
+    pub refusals: u64,
+    /// Requests that engines gave up.
+    pub given_up: u64,
+    /// Resets that were confirmed.
+    pub resets: u64,
+    /// Copies that started.
+    pub copies: u64,
+    /// Pages that were written by copies.
+    pub pages_copied: u64,
+    /// Pages that engines compared with what they must hold.
+    pub pages_verified: u64,
+    /// Pages that engines were spared.
+    pub hit_pages: u64,
+    /// Pages that new leaders found in the depots.
+    pub recovered_pages: u64,
+    /// Leaders that began.
+    pub leaders: u64,
+    /// Workers that had to go.
+    pub expelled: u64,
+    /// Virtual time in milliseconds.
+    pub virtual_ms: u64,
+}
+
+/// How a run ended.
+#[derive(Debug, Clone)]
+pub struct Outcome {
+    /// Its seed.
+    pub seed: u64,
+    /// What the seed decided.
+    pub setup: Setup,
+    /// What happened.
+    pub counts: Counts,
+    /// What went wrong, on purpose.
+    pub faults: FaultCounts,
+    /// Digest of everything that happened, in order.
+    pub digest: u128,
+    /// What must not have happened.
+    pub violation: Option<String>,
+}
+
+#[derive(Debug)]
+struct Process<S> {
+    life: u32,
+    state: Option<S>,
+    /// Standing still, how many times so far.
+    paused: bool,
+    pauses: u32,
+    inbox: VecDeque<Happening>,
+    /// Reads one message in this time, until then.
+    slow: Option<(Duration, Time)>,
+    reading: bool,
+    armed: Time,
+}
+
+impl<S> Process<S> {
+    fn new() -> Self {
+        Self {
+            life: 0,
+            state: None,
+            paused: false,
+            pauses: 0,
+            inbox: VecDeque::new(),
+            slow: None,
+            reading: false,
+            armed: Time::NEVER,
+        }
+    }
+}
+
+/// How a process takes what comes, whatever it is.
+struct Place<'a> {
+    paused: &'a mut bool,
+    inbox: &'a mut VecDeque<Happening>,
+    slow: Option<(Duration, Time)>,
+    reading: &'a mut bool,
+}
+
+impl<S> Process<S> {
+    fn place(&mut self) -> Place<'_> {
+        Place {
+            paused: &mut self.paused,
+            inbox: &mut self.inbox,
+            slow: self.slow,
+            reading: &mut self.reading,
+        }
+    }
+}
+
+struct World {
+    env: Env,
+    leader: Process<LeaderProcess>,
+    epoch: Epoch,
+    workers: BTreeMap<WorkerId, Process<WorkerProcess>>,
+    engines: Vec<Process<EngineProcess>>,
+    /// Since when the leader has been awake.
+    awake_since: Time,
+    checks: u64,
+}
+
+/// Runs a seed: `steps` events with faults, then quiet until everything has ended.
+pub fn run(seed: u64, steps: u64) -> Outcome {
+    let mut world = World::new(seed);
+    world.begin();
+    while world.env.violation.is_none() && world.env.counts.steps < steps {
+        world.next();
+    }
+    if world.env.violation.is_none() {
+        world.quiet();
+    }
+    let Env {
+        mut counts,
+        faults,
+        setup,
+        violation,
+        digest,
+        net,
+        queue,
+        ..
+    } = world.env;
+    counts.messages = net.sent;
+    counts.virtual_ms = queue.now().0 / 1_000_000;
+    Outcome {
+        seed,
+        setup,
+        counts,
+        faults,
+        digest: digest.finish128().as_u128(),
+        violation,
+    }
+}
+
+impl World {
+    fn new(seed: u64) -> Self {
+        let env = Env::new(seed);
+        let replicas = (0..env.setup.replicas).map(Replica);
+        let ranks = env.setup.ranks;
+        let places = replicas.flat_map(|replica| {
+            (0..ranks).map(move |rank| WorkerId {
+                replica,
+                rank: crate::types::Rank(rank),
+            })
+        });
+        Self {
+            leader: Process::new(),
+            epoch: Epoch(0),
+            workers: places.map(|place| (place, Process::new())).collect(),
+            engines: (0..env.setup.replicas).map(|_| Process::new()).collect(),
+            awake_since: Time(0),
+            checks: 0,
+            env,
+        }
+    }
+
+    fn begin(&mut self) {
+        let everyone: Vec<Who> = self.everyone().collect();
+        for who in everyone {
+            let at = Time(self.env.rng.u64(0..20_000_000));
+            self.env.queue.push(at, Happening::Begin(who));
+        }
+        let first = self.env.setup.fault_every;
+        self.env.queue.push(Time(0) + first, Happening::Trouble);
+    }
+
+    fn everyone(&self) -> impl Iterator<Item = Who> + use<> {
+        let workers: Vec<WorkerId> = self.workers.keys().copied().collect();
+        let engines = (0..self.env.setup.replicas).map(Replica).map(Who::Engine);
+        std::iter::once(Who::Leader).chain(workers.into_iter().map(Who::Worker)).chain(engines)
+    }
+
+    /// The next event, and what follows from it.
+    fn next(&mut self) -> bool {
+        let Some((number, happening)) = self.env.queue.pop() else {
+            self.env.violated("nothing happens any more".to_owned());
+            return false;
+        };
+        self.env.counts.steps += 1;
+        self.env.digest.write_u64(number);
+        self.env.digest.write_u64(self.env.queue.now().0);
+        self.dispatch(happening);
+        self.after();
+        true
+    }
+
+    fn dispatch(&mut self, happening: Happening) {
+        tracing::trace!(at = %self.env.now(), ?happening);
+        match happening {
+            Happening::Packet { id, to, packet } => self.packet(id, to, packet),
+            Happening::Wake { who, life } => self.to(who, Some(life), Happening::Wake { who, life }),
+            Happening::CopyStep { worker, life, op } => {
+                let event = Happening::CopyStep { worker, life, op };
+                self.to(Who::Worker(worker), Some(life), event);
+            }
+            Happening::Worked {
+                replica,
+                life,
+                ticket,
+            } => {
+                let event = Happening::Worked {
+                    replica,
+                    life,
+                    ticket,
+                };
+                self.to(Who::Engine(replica), Some(life), event);
+            }
+            Happening::Arrive { replica, life } => {
+                self.to(Who::Engine(replica), Some(life), Happening::Arrive { replica, life });
+            }
+            Happening::Died { to, worker, life } => {
+                self.to(to, None, Happening::Died { to, worker, life });
+            }
+            Happening::Begin(who) => self.begin_process(who),
+            Happening::Read { who, life } => self.read_next(who, life),
+            Happening::Resume { who, pause } => self.resume(who, pause),
+            Happening::Kill { worker, life } => {
+                if self.workers[&worker].life == life && self.workers[&worker].state.is_some() {
+                    self.crash(Who::Worker(worker));
+                }
+            }
+            Happening::Trouble => self.trouble(),
+        }
+    }
+
+    fn packet(&mut self, id: ConnectionId, to: End, packet: Packet) {
+        let Some(who) = self.env.net.receiver(id, to) else {
+            return;
+        };
+        if self.life(who).is_none() {
+            let env = &mut self.env;
+            let heard = env.net.hear(&mut env.queue, &mut env.rng, &mut env.faults, id, to, None, packet);
+            if let Err(why) = heard {
+                env.violated(why);
+            }
+            return;
+        }
+        self.to(who, None, Happening::Packet { id, to, packet });
+    }
+
+    /// The life of a process, while it lives.
+    fn life(&self, who: Who) -> Option<u32> {
+        match who {
+            Who::Leader => self.leader.state.as_ref().map(|_| self.leader.life),
+            Who::Worker(worker) => {
+                let process = &self.workers[&worker];
+                process.state.as_ref().map(|_| process.life)
+            }
+            Who::Engine(replica) => {
+                let process = &self.engines[usize::from(replica.0)];
+                process.state.as_ref().map(|_| process.life)
+            }
+        }
+    }
+
+    /// Gives an event to a process: at once, or when it can.
+    fn to(&mut self, who: Who, life: Option<u32>, happening: Happening) {
+        let Some(lives) = self.life(who) else { return };
+        if life.is_some_and(|life| life != lives) {
+            return;
+        }
+        let now = self.env.now();
+        if let Some(happening) = self.hold_back(who, now, happening) {
+            self.handle(who, lives, happening);
+        }
+    }
+
+    /// A process that stands still or is busy takes it later.
+    fn hold_back(&mut self, who: Who, now: Time, happening: Happening) -> Option<Happening> {
+        let message = matches!(happening, Happening::Packet { .. });
+        let life = self.life(who)?;
+        let place = self.place(who)?;
+        if *place.paused {
+            place.inbox.push_back(happening);
+            return None;
+        }
+        let slow = place.slow.filter(|(_, until)| message && now < *until);
+        if !(slow.is_some() || message && !place.inbox.is_empty()) {
+            return Some(happening);
+        }
+        place.inbox.push_back(happening);
+        let waits = place.inbox.len() > 1;
+        if !std::mem::replace(place.reading, true) {
+            let each = slow.map_or(Duration::ZERO, |(each, _)| each);
+            self.env.queue.push(now + each, Happening::Read { who, life });
+        }
+        if waits {
+            self.env.faults.took_effect(Fault::SlowConsumer);
+        }
+        None
+    }
+
+    /// A slow process reads one message, and the next one when it has had time for it.
+    fn read_next(&mut self, who: Who, life: u32) {
+        if self.life(who) != Some(life) {
+            return;
+        }
+        let now = self.env.now();
+        let Some(place) = self.place(who) else { return };
+        *place.reading = false;
+        if *place.paused {
+            return;
+        }
+        let Some(happening) = place.inbox.pop_front() else {
+            return;
+        };
+        if !place.inbox.is_empty() {
+            *place.reading = true;
+            let slow = place.slow.filter(|(_, until)| now < *until);
+            let each = slow.map_or(Duration::ZERO, |(each, _)| each);
+            self.env.queue.push(now + each, Happening::Read { who, life });
+        }
+        self.handle(who, life, happening);
+    }
+
+    fn place(&mut self, who: Who) -> Option<Place<'_>> {
+        match who {
+            Who::Leader => Some(self.leader.place()),
+            Who::Worker(worker) => self.workers.get_mut(&worker).map(Process::place),
+            Who::Engine(replica) => self.engines.get_mut(usize::from(replica.0)).map(Process::place),
+        }
+    }
+
+    fn handle(&mut self, who: Who, life: u32, happening: Happening) {
+        let heard = match happening {
+            Happening::Packet { id, to, packet } => {
+                let env = &mut self.env;
+                let heard = env.net.hear(
+                    &mut env.queue,
+                    &mut env.rng,
+                    &mut env.faults,
+                    id,
+                    to,
+                    Some(life),
+                    packet,
+                );
+                match heard {
+                    Ok(Some(heard)) => Err((id, to, heard)),
+                    Ok(None) => return,
+                    Err(why) => return env.violated(format!("a message was not understood: {why}")),
+                }
+            }
+            other => Ok(other),
+        };
+        match who {
+            Who::Leader => self.handle_leader(heard),
+            Who::Worker(worker) => self.handle_worker(worker, heard),
+            Who::Engine(replica) => self.handle_engine(replica, heard),
+        }
+    }
+
+    fn handle_leader(&mut self, happening: Result<Happening, (ConnectionId, End, net::Heard)>) {
+        let now = self.env.now();
+        let awake = now - self.awake_since;
+        self.awake_since = now;
+        let Some(mut leader) = self.leader.state.take() else {
+            return;
+        };
+        match happening {
+            Err((id, _, heard)) => leader.hear(&mut self.env, id, heard),
+            Ok(Happening::Wake { .. }) => {
+                self.leader.armed = Time::NEVER;
+                leader.tick(&mut self.env);
+            }
+            Ok(Happening::Died { worker, life, .. }) => leader.died(&mut self.env, worker, life),
+            Ok(other) => self.env.violated(format!("the leader was given {other:?}")),
+        }
+        let forgot = |engine| !leader.core.knows(engine);
+        self.env.ghost.forgot(self.epoch, forgot);
+        if let Some(late) = self.env.ghost.passed(self.epoch, awake) {
+            self.env.violated(late);
+        }
+        let next = leader.next_timeout(&self.env);
+        if next < self.leader.armed {
+            self.leader.armed = next;
+            let (who, life) = (Who::Leader, self.leader.life);
+            self.env.queue.push(next, Happening::Wake { who, life });
+        }
+        self.leader.state = Some(leader);
+    }
+
+    fn handle_worker(
+        &mut self,
+        id: WorkerId,
+        happening: Result<Happening, (ConnectionId, End, net::Heard)>,
+    ) {
+        let Some(process) = self.workers.get_mut(&id) else {
+            return;
+        };
+        let Some(mut worker) = process.state.take() else {
+            return;
+        };
+        let env = &mut self.env;
+        match happening {
+            Err((connection, to, heard)) => worker.hear(env, connection, to, heard),
+            Ok(Happening::Wake { .. }) => {
+                process.armed = Time::NEVER;
+                worker.tick(env);
+            }
+            Ok(Happening::CopyStep { op, .. }) => worker.copy_step(env, op),
+            Ok(other) => env.violated(format!("a worker was given {other:?}")),
+        }
+        let next = worker.next_timeout();
+        if next < process.armed {
+            process.armed = next;
+            let (who, life) = (Who::Worker(id), process.life);
+            env.queue.push(next, Happening::Wake { who, life });
+        }
+        let over = worker.gave_up();
+        process.state = Some(worker);
+        if over {
+            self.crash(Who::Worker(id));
+        }
+    }
+
+    fn handle_engine(
+        &mut self,
+        replica: Replica,
+        happening: Result<Happening, (ConnectionId, End, net::Heard)>,
+    ) {
+        let process = &mut self.engines[usize::from(replica.0)];
+        let Some(mut engine) = process.state.take() else {
+            return;
+        };
+        let env = &mut self.env;
+        match happening {
+            Err((id, _, heard)) => engine.hear(env, id, heard),
+            Ok(Happening::Wake { .. }) => {
+                process.armed = Time::NEVER;
+                engine.tick(env);
+            }
+            Ok(Happening::Worked { ticket, .. }) => engine.worked(env, ticket),
+            Ok(Happening::Arrive { .. }) => engine.arrive(env),
+            Ok(Happening::Died { worker, life, .. }) => engine.died(env, worker, life),
+            Ok(other) => env.violated(format!("an engine was given {other:?}")),
+        }
+        let next = engine.next_timeout();
+        if next < process.armed {
+            process.armed = next;
+            let (who, life) = (Who::Engine(replica), process.life);
+            env.queue.push(next, Happening::Wake { who, life });
+        }
+        process.state = Some(engine);
+    }
+
+    fn begin_process(&mut self, who: Who) {
+        if self.life(who).is_some() {
+            return;
+        }
+        let env = &mut self.env;
+        let life = match who {
+            Who::Leader => {
+                self.epoch = Epoch(self.epoch.0 + 1);
+                env.counts.leaders += 1;
+                let ratio = Ratio::new(env.setup.ratio).unwrap_or_default();
+                let mut settings = LeaderSettings::new(self.epoch, env.setup.ranks, ratio, ANCHOR_KEY);
+                settings.replicas = env.setup.replicas;
+                settings.fence = env.setup.fence;
+                settings.hold_for = env.setup.request_timeout * 4;
+                settings.engine_grace = env.setup.request_timeout * 2;
+                settings.open_requests_max = env.setup.open_requests_max;
+                self.awake_since = env.now();
+                self.leader = Process {
+                    life: self.leader.life + 1,
+                    state: Some(LeaderProcess::start(env, settings)),
+                    pauses: self.leader.pauses,
+                    ..Process::new()
+                };
+                self.leader.life
+            }
+            Who::Worker(id) => {
+                let Some(process) = self.workers.get_mut(&id) else {
+                    return;
+                };
+                let life = process.life + 1;
+                env.lives.insert(who, life);
+                *process = Process {
+                    life,
+                    state: Some(WorkerProcess::start(env, id, life)),
+                    pauses: process.pauses,
+                    ..Process::new()
+                };
+                life
+            }
+            Who::Engine(replica) => {
+                let process = &mut self.engines[usize::from(replica.0)];
+                let life = process.life + 1;
+                *process = Process {
+                    life,
+                    state: Some(EngineProcess::start(env, replica, life)),
+                    pauses: process.pauses,
+                    ..Process::new()
+                };
+                env.queue.push(env.queue.now(), Happening::Arrive { replica, life });
+                life
+            }
+        };
+        env.lives.insert(who, life);
+        env.queue.push(env.queue.now(), Happening::Wake { who, life });
+    }
+
+    /// A process dies: what it knew is gone, what it copied has ended.
+    fn crash(&mut self, who: Who) {
+        tracing::trace!(?who, "dies");
+        let env = &mut self.env;
+        match who {
+            Who::Leader => {
+                if let Some(leader) = self.leader.state.take() {
+                    env.counts.recovered_pages += leader.core.counts().recovered_pages;
+                }
+                env.ghost.leader_died(self.epoch);
+            }
+            Who::Worker(id) => {
+                let Some(process) = self.workers.get_mut(&id) else {
+                    return;
+                };
+                let life = process.life;
+                if process.state.take().is_some_and(|worker| worker.has_stuck_copy()) {
+                    env.faults.took_effect(Fault::CopyStuck);
+                }
+                env.ghost.touched.died(id, life);
+                for to in [Who::Leader, Who::Engine(id.replica)] {
+                    let at = env.queue.now() + Duration::from_micros(env.rng.u64(20..3000));
+                    let died = Happening::Died {
+                        to,
+                        worker: id,
+                        life,
+                    };
+                    env.queue.push(at, died);
+                }
+            }
+            Who::Engine(replica) => self.engines[usize::from(replica.0)].state = None,
+        }
+        env.net.died(&mut env.queue, &mut env.rng, &mut env.faults, who);
+        let at = env.queue.now() + Duration::from_micros(env.rng.u64(200..60_000));
+        env.queue.push(at, Happening::Begin(who));
+        let live: Vec<_> = self.engines.iter().filter_map(|engine| Some(engine.state.as_ref()?.id)).collect();
+        env.drop_memories(&live);
+    }
+
+    /// Everything that waited while a process stood still reaches it now, in order.
+    fn resume(&mut self, who: Who, pause: u32) {
+        fn awake<S>(process: &mut Process<S>, pause: u32) -> Option<VecDeque<Happening>> {
+            (process.paused && process.pauses == pause).then(|| {
+                process.paused = false;
+                std::mem::take(&mut process.inbox)
+            })
+        }
+        let inbox = match who {
+            Who::Leader => {
+                self.awake_since = self.env.now();
+                awake(&mut self.leader, pause)
+            }
+            Who::Worker(id) => self.workers.get_mut(&id).and_then(|process| {
+                let inbox = awake(process, pause);
+                if let Some(worker) = process.state.as_mut().filter(|_| inbox.is_some()) {
+                    worker.resumed();
+                }
+                inbox
+            }),
+            Who::Engine(replica) => awake(&mut self.engines[usize::from(replica.0)], pause),
+        };
+        let (Some(inbox), Some(life)) = (inbox, self.life(who)) else {
+            return;
+        };
+        if !inbox.is_empty() {
+            self.env.faults.took_effect(trouble::pause_of(who));
+        }
+        for happening in inbox {
+            self.to(who, Some(life), happening);
+        }
+    }
+
+    /// What every step ends with: the dead are counted, the checker looks.
+    fn after(&mut self) {
+        for worker in std::mem::take(&mut self.env.expelled) {
+            let life = self.workers[&worker].life;
+            let at = self.env.now() + Duration::from_micros(self.env.rng.u64(100..5000));
+            self.env.queue.push(at, Happening::Kill { worker, life });
+        }
+        if std::mem::take(&mut self.env.decided) {
+            self.check();
+        }
+    }
+}

@@ -1,0 +1,299 @@
+//! Messages between processes: real bytes over connections that lose, repeat, delay and reorder them.
+//!
+//! A connection belongs to two lives of two processes; when one of them dies, the other is told, or finds out by silence.
+//! Nothing that was said over one connection is heard over another: that is what the gate's identities give.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use fastrand::Rng;
+
+use super::faults::{Fault, FaultCounts};
+use super::queue::Queue;
+use super::setup::Chances;
+use super::{Happening, Who};
+use crate::protocol::{Envelope, HEADER_BYTES, Header, Message, decode, encode};
+use crate::types::{Epoch, RequestId, Time};
+
+/// Names a connection, for ever.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(super) struct ConnectionId(pub(super) u64);
+
+/// Which end of a connection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum End {
+    /// Who connected.
+    Client,
+    /// Who was connected to.
+    Server,
+}
+
+impl End {
+    fn other(self) -> Self {
+        match self {
+            Self::Client => Self::Server,
+            Self::Server => Self::Client,
+        }
+    }
+}
+
+/// What travels.
+#[derive(Debug, Clone)]
+pub(super) enum Packet {
+    /// A message, as bytes.
+    Bytes {
+        header: [u8; HEADER_BYTES],
+        body: Vec<u8>,
+        number: u64,
+    },
+    /// The connection is over.
+    Close,
+}
+
+#[derive(Debug)]
+struct Connection {
+    ends: [(Who, Option<u32>); 2],
+    open: [bool; 2],
+    version: u16,
+    sent: [u64; 2],
+    heard: [u64; 2],
+}
+
+/// Something that came over a connection.
+#[derive(Debug)]
+pub(super) enum Heard {
+    Message(Box<Envelope>),
+    Closed,
+}
+
+/// All connections.
+#[derive(Debug)]
+pub(super) struct Net {
+    connections: BTreeMap<ConnectionId, Connection>,
+    next: u64,
+    /// From whom to whom nothing comes through, and until when.
+    pub(super) partitions: Vec<(Who, Who, Time)>,
+    pub(super) chances: Chances,
+    pub(super) sent: u64,
+}
+
+/// The usual time that a message takes.
+const LATENCY_US: std::ops::RangeInclusive<u64> = 5..=60;
+
+impl Net {
+    pub(super) fn new(chances: Chances) -> Self {
+        Self {
+            connections: BTreeMap::new(),
+            next: 0,
+            partitions: Vec::new(),
+            chances,
+            sent: 0,
+        }
+    }
+
+    /// A connection from a live process to a place, whoever lives there when the first message arrives.
+    pub(super) fn connect(&mut self, client: Who, life: u32, server: Who, version: u16) -> ConnectionId {
+        self.next += 1;
+        let id = ConnectionId(self.next);
+        let connection = Connection {
+            ends: [(client, Some(life)), (server, None)],
+            open: [true, true],
+            version,
+            sent: [0; 2],
+            heard: [0; 2],
+        };
+        self.connections.insert(id, connection);
+        id
+    }
+
+    /// Who lives at the other end, once a message has reached it: its process id, so to speak.
+    pub(super) fn life_of_server(&self, id: ConnectionId) -> Option<u32> {
+        self.connections.get(&id)?.ends[1].1
+    }
+
+    /// Who lives at the end that connected.
+    pub(super) fn life_of_client(&self, id: ConnectionId) -> Option<u32> {
+        self.connections.get(&id)?.ends[0].1
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "a message and the world it travels through")]
+    pub(super) fn say(
+        &mut self,
+        queue: &mut Queue<Happening>,
+        rng: &mut Rng,
+        faults: &mut FaultCounts,
+        id: ConnectionId,
+        from: End,
+        correlation: RequestId,
+        deadline: Duration,
+        epoch: Epoch,
+        message: Message,
+    ) -> Result<(), String> {
+        let Some(connection) = self.connections.get_mut(&id).filter(|c| c.open[from as usize]) else {
+            return Ok(());
+        };
+        let version = match message {
+            Message::Hello(_) => 1,
+            _ => connection.version,
+        };
+        let deadline_ms = u32::try_from(deadline.as_millis()).unwrap_or(u32::MAX);
+        let envelope = Envelope {
+            version,
+            correlation,
+            deadline_ms,
+            epoch,
+            message,
+        };
+        let (header, body) = encode(&envelope).map_err(|error| error.to_string())?;
+        connection.sent[from as usize] += 1;
+        self.sent += 1;
+        let number = connection.sent[from as usize];
+        let packet = Packet::Bytes {
+            header,
+            body,
+            number,
+        };
+        self.post(queue, rng, faults, id, from, packet);
+        Ok(())
+    }
+
+    /// Closes one end; the other one hears of it, perhaps.
+    pub(super) fn close(
+        &mut self,
+        queue: &mut Queue<Happening>,
+        rng: &mut Rng,
+        faults: &mut FaultCounts,
+        id: ConnectionId,
+        from: End,
+    ) {
+        let open = self.connections.get_mut(&id).map(|c| &mut c.open[from as usize]);
+        if open.is_some_and(|open| std::mem::take(open)) {
+            self.post(queue, rng, faults, id, from, Packet::Close);
+        }
+    }
+
+    fn post(
+        &mut self,
+        queue: &mut Queue<Happening>,
+        rng: &mut Rng,
+        faults: &mut FaultCounts,
+        id: ConnectionId,
+        from: End,
+        packet: Packet,
+    ) {
+        let Some(connection) = self.connections.get(&id) else {
+            return;
+        };
+        let (sender, receiver) = (connection.ends[from as usize].0, connection.ends[from.other() as usize].0);
+        let now = queue.now();
+        let cut = |(a, b, until): &(Who, Who, Time)| (*a, *b) == (sender, receiver) && now < *until;
+        if self.partitions.iter().any(cut) {
+            faults.took_effect(Fault::Partition);
+            return;
+        }
+        let mut happens = |chance: u32| rng.u32(0..1_000_000) < chance;
+        if happens(self.chances.loss) {
+            faults.injected(Fault::Loss);
+            let there = connection.open[from.other() as usize];
+            if there {
+                faults.took_effect(Fault::Loss);
+            }
+            return;
+        }
+        let copies = if happens(self.chances.duplicate) {
+            faults.injected(Fault::Duplicate);
+            2
+        } else {
+            1
+        };
+        for _ in 0..copies {
+            let mut late = Duration::from_micros(rng.u64(LATENCY_US));
+            if rng.u32(0..1_000_000) < self.chances.delay {
+                faults.injected(Fault::Delay);
+                late += Duration::from_micros(1 << rng.u32(7..=19));
+            }
+            let packet = packet.clone();
+            let to = from.other();
+            queue.push(now + late, Happening::Packet { id, to, packet });
+        }
+    }
+
+    /// Who is to hear a packet.
+    pub(super) fn receiver(&self, id: ConnectionId, to: End) -> Option<Who> {
+        Some(self.connections.get(&id)?.ends[to as usize].0)
+    }
+
+    /// A packet reaches a life of a process. `None`: it is not for this life, or the connection is over here.
+    #[expect(clippy::too_many_arguments, reason = "a packet and the world it comes from")]
+    pub(super) fn hear(
+        &mut self,
+        queue: &mut Queue<Happening>,
+        rng: &mut Rng,
+        faults: &mut FaultCounts,
+        id: ConnectionId,
+        to: End,
+        life: Option<u32>,
+        packet: Packet,
+    ) -> Result<Option<Heard>, String> {
+        let Some(connection) = self.connections.get_mut(&id) else {
+            return Ok(None);
+        };
+        let end = to as usize;
+        let (_, known) = &mut connection.ends[end];
+        if known.is_none() && connection.open[end] {
+            *known = life;
+        }
+        if life.is_none() || *known != life || !connection.open[end] {
+            // Nobody here knows this connection: the other end is told so.
+            connection.open[end] = false;
+            if !matches!(packet, Packet::Close) {
+                self.post(queue, rng, faults, id, to, Packet::Close);
+            }
+            return Ok(None);
+        }
+        match packet {
+            Packet::Close => {
+                connection.open[end] = false;
+                Ok(Some(Heard::Closed))
+            }
+            Packet::Bytes {
+                header,
+                body,
+                number,
+            } => {
+                if number < connection.heard[end] {
+                    faults.took_effect(Fault::Delay);
+                } else if number == connection.heard[end] {
+                    faults.took_effect(Fault::Duplicate);
+                }
+                connection.heard[end] = connection.heard[end].max(number);
+                let header = Header::from_bytes(&header).map_err(|error| error.to_string())?;
+                let envelope = decode(header, &body).map_err(|error| error.to_string())?;
+                tracing::trace!(to = ?connection.ends[end], ?id, message = ?envelope.message, correlation = %envelope.correlation, "hears");
+                Ok(Some(Heard::Message(Box::new(envelope))))
+            }
+        }
+    }
+
+    /// A process has died: its connections close, and the others hear of it as they hear of anything.
+    pub(super) fn died(
+        &mut self,
+        queue: &mut Queue<Happening>,
+        rng: &mut Rng,
+        faults: &mut FaultCounts,
+        who: Who,
+    ) {
+        let mut ends = Vec::new();
+        for (id, connection) in &self.connections {
+            for end in [End::Client, End::Server] {
+                if connection.ends[end as usize].0 == who && connection.open[end as usize] {
+                    ends.push((*id, end));
+                }
+            }
+        }
+        for (id, end) in ends {
+            self.close(queue, rng, faults, id, end);
+        }
+        self.connections.retain(|_, connection| connection.open != [false, false]);
+    }
+}

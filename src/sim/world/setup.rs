@@ -1,0 +1,114 @@
+//! A world's configuration: drawn from its seed, so that a seed is all that is needed to see a run again.
+
+use std::time::Duration;
+
+use fastrand::Rng;
+
+/// What the seed decided before anything happened.
+#[derive(Debug, Clone)]
+pub struct Setup {
+    /// Ranks of an engine, 1 to 4.
+    pub ranks: u16,
+    /// Engines, 1 to 3.
+    pub replicas: u16,
+    /// Pages of the largest block, 1 to 32.
+    pub ratio: u32,
+    /// Pages of each shard's arena.
+    pub arena_pages: u32,
+    /// Pages of each engine's memory.
+    pub device_pages: u32,
+    /// Of those, pages that stay cached when no prompt holds them.
+    pub cached_pages: u32,
+    /// Namespaces, 1 to 3.
+    pub namespaces: u8,
+    /// Families of sequences, each with branches.
+    pub families: u64,
+    /// Longest sequence in pages.
+    pub longest: u32,
+    /// Prompts that an engine has at one time.
+    pub concurrency: usize,
+    /// Requests of one engine that the leader takes at one time.
+    pub open_requests_max: usize,
+    /// Copies that a worker runs at one time.
+    pub running_max: usize,
+    /// Highest protocol version that is spoken.
+    pub version_max: u16,
+    /// How long an engine waits for an answer.
+    pub request_timeout: Duration,
+    /// The leader's fence.
+    pub fence: Duration,
+    /// How long a page takes to be copied, on average.
+    pub page_time: Duration,
+    /// Chances in a million.
+    pub chances: Chances,
+    /// Time between two faults of the processes, on average.
+    pub fault_every: Duration,
+}
+
+/// How often messages and copies go wrong, in a million.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Chances {
+    /// A message is lost.
+    pub loss: u32,
+    /// A message arrives twice.
+    pub duplicate: u32,
+    /// A message is delayed.
+    pub delay: u32,
+    /// A copy fails.
+    pub copy_error: u32,
+    /// A copy is slower than its deadline.
+    pub copy_late: u32,
+    /// A copy never ends.
+    pub copy_stuck: u32,
+}
+
+impl Setup {
+    /// The world of this seed.
+    pub fn draw(rng: &mut Rng) -> Self {
+        let ratio = *pick(rng, &[1, 2, 3, 4, 8, 16, 32]);
+        let device_pages = rng.u32(12..=96);
+        let arena_pages = match rng.u8(0..4) {
+            0 => ratio.max(4) + rng.u32(0..8),
+            1 | 2 => ratio.max(8) + rng.u32(0..96),
+            _ => ratio.max(8) + rng.u32(0..512),
+        };
+        let often = |rng: &mut Rng, most: u32| match rng.u8(0..3) {
+            0 => 0,
+            1 => rng.u32(0..most / 10 + 1),
+            _ => rng.u32(0..most + 1),
+        };
+        let ms = |rng: &mut Rng, from: u64, to: u64| Duration::from_millis(rng.u64(from..=to));
+        Self {
+            ranks: rng.u16(1..=4),
+            replicas: rng.u16(1..=3),
+            ratio,
+            arena_pages,
+            device_pages,
+            cached_pages: rng.u32(0..=device_pages),
+            namespaces: rng.u8(1..=3),
+            families: rng.u64(1..=6),
+            longest: rng.u32(2..=device_pages.min(48)),
+            concurrency: rng.usize(1..=6),
+            open_requests_max: *pick(rng, &[2, 4, 16, 1024]),
+            running_max: *pick(rng, &[1, 2, 8, 64]),
+            version_max: rng.u16(1..=2),
+            request_timeout: ms(rng, 40, 400),
+            fence: ms(rng, 50, 300),
+            page_time: Duration::from_micros(rng.u64(5..=400)),
+            chances: Chances {
+                loss: often(rng, 30_000),
+                duplicate: often(rng, 50_000),
+                delay: often(rng, 50_000),
+                copy_error: often(rng, 40_000),
+                copy_late: often(rng, 20_000),
+                copy_stuck: often(rng, 4_000),
+            },
+            fault_every: ms(rng, 10, 200),
+        }
+    }
+}
+
+/// One of them.
+pub(super) fn pick<'a, T>(rng: &mut Rng, from: &'a [T]) -> &'a T {
+    &from[rng.usize(0..from.len())]
+}

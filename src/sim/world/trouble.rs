@@ -1,0 +1,191 @@
+//! What goes wrong with processes, and the quiet end in which nothing does.
+
+use std::time::Duration;
+
+use super::faults::Fault;
+use super::setup::{Chances, pick};
+use super::{Happening, LIVENESS_BOUND, QUIET_STEPS_MAX, Who, World};
+use crate::types::{Rank, Replica, WorkerId};
+
+/// The fault that a process's standing still is.
+pub(super) fn pause_of(who: Who) -> Fault {
+    match who {
+        Who::Leader => Fault::LeaderPause,
+        Who::Worker(_) => Fault::WorkerPause,
+        Who::Engine(_) => Fault::EnginePause,
+    }
+}
+
+impl World {
+    /// One fault now, another one later.
+    pub(super) fn trouble(&mut self) {
+        if self.env.closing {
+            return;
+        }
+        let env = &mut self.env;
+        let every = env.setup.fault_every.mul_f64(env.rng.f64() * 2.0);
+        let at = env.now() + every;
+        env.queue.push(at, Happening::Trouble);
+        match env.rng.u8(0..12) {
+            0 => self.kill(Who::Leader, Fault::LeaderCrash),
+            1 | 2 => {
+                let worker = self.some_worker();
+                self.kill(Who::Worker(worker), Fault::WorkerCrash);
+            }
+            3 => {
+                let engine = self.some_engine();
+                self.kill(engine, Fault::EngineCrash);
+            }
+            4 => self.pause(Who::Leader),
+            5 | 6 => {
+                let worker = self.some_worker();
+                self.pause(Who::Worker(worker));
+            }
+            7 => {
+                let engine = self.some_engine();
+                self.pause(engine);
+            }
+            8 | 9 => self.cut(),
+            10 => self.slow_down(),
+            _ => self.jump_or_fail(),
+        }
+    }
+
+    fn some_worker(&mut self) -> WorkerId {
+        let workers: Vec<WorkerId> = self.workers.keys().copied().collect();
+        *pick(&mut self.env.rng, &workers)
+    }
+
+    fn some_engine(&mut self) -> Who {
+        Who::Engine(Replica(self.env.rng.u16(0..self.env.setup.replicas)))
+    }
+
+    fn someone(&mut self) -> Who {
+        let everyone: Vec<Who> = self.everyone().collect();
+        *pick(&mut self.env.rng, &everyone)
+    }
+
+    fn kill(&mut self, who: Who, fault: Fault) {
+        self.env.faults.injected(fault);
+        let busy = match who {
+            Who::Leader => self.leader.state.as_ref().is_some_and(|leader| {
+                leader.core.open_requests() > 0 || leader.core.copies_under_way() > 0
+            }),
+            Who::Worker(id) => {
+                let worker = self.workers[&id].state.as_ref();
+                worker.is_some_and(|worker| worker.core.open_copies() > 0)
+            }
+            Who::Engine(replica) => {
+                let engine = self.engines[usize::from(replica.0)].state.as_ref();
+                engine.is_some_and(|engine| engine.scheduler.open_prompts() > 0)
+            }
+        };
+        if busy {
+            self.env.faults.took_effect(fault);
+        }
+        if self.life(who).is_some() {
+            self.crash(who);
+        }
+    }
+
+    /// Stands still, sometimes for longer than any deadline and the fence.
+    fn pause(&mut self, who: Who) {
+        if self.life(who).is_none() {
+            return;
+        }
+        self.env.faults.injected(pause_of(who));
+        let longest = (self.env.setup.request_timeout + self.env.setup.fence) * 2;
+        let time = longest.mul_f64(self.env.rng.f64());
+        let pause = match who {
+            Who::Leader => stand_still(&mut self.leader),
+            Who::Worker(id) => self.workers.get_mut(&id).map_or(0, stand_still),
+            Who::Engine(replica) => stand_still(&mut self.engines[usize::from(replica.0)]),
+        };
+        let at = self.env.now() + time;
+        self.env.queue.push(at, Happening::Resume { who, pause });
+    }
+
+    fn cut(&mut self) {
+        let (from, to) = (self.someone(), self.someone());
+        if from == to {
+            return;
+        }
+        self.env.faults.injected(Fault::Partition);
+        let time = self.env.setup.request_timeout.mul_f64(self.env.rng.f64() * 2.0);
+        let until = self.env.now() + time;
+        let now = self.env.now();
+        self.env.net.partitions.retain(|(_, _, until)| *until > now);
+        self.env.net.partitions.push((from, to, until));
+    }
+
+    fn slow_down(&mut self) {
+        let who = self.someone();
+        self.env.faults.injected(Fault::SlowConsumer);
+        let each = Duration::from_micros(self.env.rng.u64(100..3000));
+        let until = self.env.now() + self.env.setup.request_timeout;
+        let slow = Some((each, until));
+        match who {
+            Who::Leader => self.leader.slow = slow,
+            Who::Worker(id) => {
+                if let Some(process) = self.workers.get_mut(&id) {
+                    process.slow = slow;
+                }
+            }
+            Who::Engine(replica) => self.engines[usize::from(replica.0)].slow = slow,
+        }
+    }
+
+    fn jump_or_fail(&mut self) {
+        let env = &mut self.env;
+        if env.rng.bool() {
+            env.faults.injected(Fault::WallJump);
+            let hour: i64 = 3_600_000_000_000;
+            let by = env.rng.i64(-hour..=hour);
+            env.jump_wall(by);
+            if self.leader.state.as_ref().is_some_and(|leader| leader.core.copies_under_way() > 0) {
+                env.faults.took_effect(Fault::WallJump);
+            }
+        } else {
+            let rank = Rank(env.rng.u16(0..env.setup.ranks));
+            let time = env.setup.request_timeout.mul_f64(env.rng.f64());
+            env.failing = Some((rank, env.now() + time));
+        }
+    }
+
+    /// Nothing goes wrong any more, and nothing new is asked: all that is pending must end.
+    pub(super) fn quiet(&mut self) {
+        self.env.closing = true;
+        self.env.net.chances = Chances::default();
+        self.env.net.partitions.clear();
+        self.env.failing = None;
+        let everyone: Vec<Who> = self.everyone().collect();
+        for who in everyone {
+            let pause = match who {
+                Who::Leader => self.leader.pauses,
+                Who::Worker(id) => self.workers[&id].pauses,
+                Who::Engine(replica) => self.engines[usize::from(replica.0)].pauses,
+            };
+            let now = self.env.now();
+            self.env.queue.push(now, Happening::Resume { who, pause });
+        }
+        let (begun, first) = (self.env.now(), self.env.counts.steps);
+        while self.env.violation.is_none() {
+            if self.is_quiet() {
+                return self.check_end();
+            }
+            let late = self.env.now() > begun + LIVENESS_BOUND
+                || self.env.counts.steps > first + QUIET_STEPS_MAX;
+            if late {
+                let open = self.pending();
+                return self.env.violated(format!("still pending after the last fault: {open}"));
+            }
+            self.next();
+        }
+    }
+}
+
+fn stand_still<S>(process: &mut super::Process<S>) -> u32 {
+    process.paused = true;
+    process.pauses += 1;
+    process.pauses
+}

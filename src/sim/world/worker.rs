@@ -1,0 +1,477 @@
+//! A worker's process: what `actors::worker` and the copy engine do, without actors and threads.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use super::client::{self, Client};
+use super::faults::Fault;
+use super::ghost::Touched;
+use super::net::{ConnectionId, End, Heard};
+use super::server::{self, Server};
+use super::storage::{Storage, TORN};
+use super::{Env, Happening, Who};
+use crate::core::{BatchId, Worker, WorkerEffect, WorkerEvent, WorkerSettings};
+use crate::protocol::{
+    Attach, AttachedMemory, CopyResult, Empty, Ended, Envelope, ErrorBody, ErrorCode, Message,
+    Registered, Role, Struck,
+};
+use crate::types::{
+    AttachId, Copy, Direction, EndedCopy, EngineId, Epoch, OpId, RequestId, ResetId, Time, WorkerId,
+};
+
+/// A copy that runs: page by page.
+#[derive(Debug)]
+struct Running {
+    copy: Copy,
+    /// Source and destination pages.
+    pages: Vec<(u32, u32)>,
+    done: usize,
+    stop: bool,
+    fate: Fate,
+    pace: Duration,
+    /// The process stood still while this copy ran.
+    held: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Fate {
+    Good,
+    /// Fails before this page.
+    Fails(usize),
+    /// Takes too long.
+    Slow,
+    /// Never goes on behind its first page.
+    Stuck,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct WorkerProcess {
+    id: WorkerId,
+    life: u32,
+    pub(super) core: Worker,
+    leader: Client,
+    server: Server,
+    /// Correlations of attaches: an error names no attach.
+    attaching: BTreeMap<RequestId, AttachId>,
+    next_question: u64,
+    memory: Option<(EngineId, ConnectionId, Option<RequestId>)>,
+    abandoning: BTreeMap<u64, (ConnectionId, RequestId)>,
+    next_ask: u64,
+    order: RequestId,
+    running: BTreeMap<OpId, Running>,
+    gave_up: bool,
+}
+
+impl WorkerProcess {
+    pub(super) fn start(env: &mut Env, id: WorkerId, life: u32) -> Self {
+        let hello = Client::hello(Role::Worker, EngineId::default(), id, env.setup.version_max);
+        let settings = WorkerSettings {
+            running_max: env.setup.running_max,
+            fence: env.setup.fence,
+            attach_every: Duration::from_millis(15),
+        };
+        let mut process = Self {
+            id,
+            life,
+            core: Worker::new(settings),
+            leader: Client::new(Who::Worker(id), life, Who::Leader, hello),
+            server: Server::new(Epoch(0), env.now()),
+            attaching: BTreeMap::new(),
+            next_question: 0,
+            memory: None,
+            abandoning: BTreeMap::new(),
+            next_ask: 0,
+            order: RequestId(0),
+            running: BTreeMap::new(),
+            gave_up: false,
+        };
+        process.step(env, WorkerEvent::DepotReady);
+        process
+    }
+
+    pub(super) fn gave_up(&self) -> bool {
+        self.gave_up
+    }
+
+    pub(super) fn has_stuck_copy(&self) -> bool {
+        self.running.values().any(|running| running.fate == Fate::Stuck && running.done > 0)
+    }
+
+    pub(super) fn next_timeout(&self) -> Time {
+        let core = self.core.next_timeout().unwrap_or(Time::NEVER);
+        core.min(self.leader.next_timeout()).min(self.server.next_timeout())
+    }
+
+    pub(super) fn tick(&mut self, env: &mut Env) {
+        if let Some(noticed) = self.leader.tick(env) {
+            self.leader_says(env, noticed);
+        }
+        for silent in self.server.tick(env) {
+            self.rank_gone(env, silent);
+        }
+        self.step(env, WorkerEvent::Tick);
+    }
+
+    pub(super) fn hear(&mut self, env: &mut Env, id: ConnectionId, to: End, heard: Heard) {
+        if to == End::Client {
+            if self.leader.is(id)
+                && let Some(noticed) = self.leader.hear(env.now(), heard)
+            {
+                self.leader_says(env, noticed);
+            }
+            return;
+        }
+        match self.server.hear(env, id, heard) {
+            None | Some(server::Noticed::Opened(_)) => {}
+            Some(server::Noticed::Closed) => self.rank_gone(env, id),
+            Some(server::Noticed::Message(envelope)) => self.rank_asks(env, id, envelope),
+        }
+    }
+
+    fn leader_says(&mut self, env: &mut Env, noticed: client::Noticed) {
+        match noticed {
+            client::Noticed::Welcomed(epoch) => self.step(env, WorkerEvent::LeaderFound(epoch)),
+            client::Noticed::Lost => self.step(env, WorkerEvent::LeaderLost),
+            client::Noticed::Message(envelope) => self.leader_message(env, envelope),
+        }
+    }
+
+    fn leader_message(&mut self, env: &mut Env, envelope: Envelope) {
+        let Envelope {
+            correlation,
+            deadline_ms,
+            epoch,
+            message,
+            ..
+        } = envelope;
+        self.order = correlation;
+        let batch = BatchId(correlation.0);
+        let deadline = env.now() + Duration::from_millis(u64::from(deadline_ms));
+        let event = match message {
+            Message::Attached(attached) => WorkerEvent::Admitted {
+                attach: AttachId(attached.attach),
+                after: Some(OpId(attached.after)),
+            },
+            Message::Error(_) => match self.attaching.get(&correlation) {
+                Some(attach) => WorkerEvent::Admitted {
+                    attach: *attach,
+                    after: None,
+                },
+                None => return,
+            },
+            Message::Transfer(transfer) => WorkerEvent::Ordered {
+                epoch,
+                batch,
+                copies: transfer.into_copies(epoch, deadline).collect(),
+            },
+            Message::Cancel(cancel) => WorkerEvent::Cancel {
+                epoch,
+                batch,
+                ops: cancel.ops.into_iter().map(OpId).collect(),
+            },
+            Message::Strike(strike) => match strike.scope() {
+                Ok(scope) => WorkerEvent::Strike {
+                    epoch,
+                    id: ResetId(strike.reset),
+                    scope,
+                },
+                Err(error) => return env.violated(format!("a strike was not understood: {error:?}")),
+            },
+            other => {
+                let kind = other.kind().name();
+                return env.violated(format!("a worker cannot place a message: {kind}"));
+            }
+        };
+        self.step(env, event);
+    }
+
+    fn rank_asks(&mut self, env: &mut Env, id: ConnectionId, envelope: Envelope) {
+        let correlation = envelope.correlation;
+        let Some(engine) = self.server.hello(id).map(|hello| EngineId(hello.engine)) else {
+            return;
+        };
+        match envelope.message {
+            Message::Register(register) => {
+                let engine = EngineId(register.engine);
+                let after = RequestId(register.after);
+                if let Some((known, connection, asked)) = &mut self.memory
+                    && (*known, *connection) == (engine, id)
+                {
+                    // Said again: it is answered when the leader has agreed, or has agreed already.
+                    match asked {
+                        Some(asked) => *asked = correlation,
+                        None => self.registered(env, engine, Some(correlation), true),
+                    }
+                    return;
+                }
+                self.memory = Some((engine, id, Some(correlation)));
+                self.step(env, WorkerEvent::Registered { engine, after });
+            }
+            Message::Written(written) => {
+                if self.memory.is_some_and(|(_, connection, _)| connection == id) {
+                    self.server.say(env, id, correlation, Duration::ZERO, Message::WrittenAnswer(Empty {}));
+                    let through = RequestId(written.through);
+                    self.step(env, WorkerEvent::Written { engine, through });
+                }
+            }
+            Message::Abandon(abandon) => {
+                self.next_ask += 1;
+                let ask = self.next_ask;
+                self.abandoning.insert(ask, (id, correlation));
+                let requests = abandon.requests.into_iter().map(RequestId).collect();
+                let event = WorkerEvent::Abandon {
+                    engine,
+                    ask,
+                    requests,
+                };
+                self.step(env, event);
+            }
+            other => env.violated(format!("a rank said {}", other.kind().name())),
+        }
+    }
+
+    fn rank_gone(&mut self, env: &mut Env, id: ConnectionId) {
+        self.abandoning.retain(|_, (connection, _)| *connection != id);
+        if let Some((engine, ..)) = self.memory.take_if(|(_, connection, _)| *connection == id) {
+            self.step(env, WorkerEvent::MemoryGone(engine));
+        }
+    }
+
+    fn registered(&mut self, env: &mut Env, engine: EngineId, asked: Option<RequestId>, admitted: bool) {
+        let Some((known, connection, waiting)) = self.memory.as_mut() else {
+            return;
+        };
+        if *known != engine {
+            return;
+        }
+        let asked = asked.or(waiting.take());
+        let connection = *connection;
+        if !admitted {
+            self.memory = None;
+        }
+        let Some(asked) = asked else { return };
+        let message = match admitted {
+            true => Message::Registered(Registered {
+                arena_pages: env.setup.arena_pages,
+                page_bytes: env.geometry().page_bytes,
+            }),
+            false => Message::Error(ErrorBody::new(ErrorCode::RankDisagrees, "turned away")),
+        };
+        self.server.say(env, connection, asked, Duration::ZERO, message);
+    }
+
+    fn step(&mut self, env: &mut Env, event: WorkerEvent) {
+        let mut effects = Vec::new();
+        self.core.step(env.now(), event, &mut effects);
+        let shard = usize::from(self.id.rank.0);
+        for effect in effects {
+            tracing::trace!(worker = %self.id, ?effect);
+            match effect {
+                WorkerEffect::Attach { attach, .. } => self.attach(env, attach),
+                WorkerEffect::Registered { engine, admitted } => {
+                    self.registered(env, engine, None, admitted);
+                }
+                WorkerEffect::StrikeOut(run) => env.depots[shard].strike_out(run),
+                WorkerEffect::StrikeScope(scope) => env.depots[shard].strike_scope(&scope),
+                WorkerEffect::List(record) => env.depots[shard].list(&record),
+                WorkerEffect::Start(copies) => {
+                    copies.into_iter().for_each(|copy| self.start_copy(env, copy));
+                }
+                WorkerEffect::Stop(op) => {
+                    if let Some(running) = self.running.get_mut(&op) {
+                        running.stop = true;
+                    }
+                }
+                WorkerEffect::Report { batch, copies } => self.report(env, batch, &copies),
+                WorkerEffect::Struck(id) => {
+                    let body = Message::Struck(Struck { reset: id.0 });
+                    self.leader.say(env, self.order, Duration::ZERO, body);
+                }
+                WorkerEffect::Abandoned { ask } => {
+                    if let Some((id, correlation)) = self.abandoning.remove(&ask) {
+                        let body = Message::AbandonAnswer(Empty {});
+                        self.server.say(env, id, correlation, Duration::ZERO, body);
+                    }
+                }
+                WorkerEffect::GiveUp => self.gave_up = true,
+            }
+        }
+    }
+
+    fn attach(&mut self, env: &mut Env, attach: AttachId) {
+        self.next_question += 1;
+        let correlation = RequestId(self.next_question);
+        self.attaching.insert(correlation, attach);
+        while self.attaching.len() > 64 {
+            self.attaching.pop_first();
+        }
+        let memory = self.memory.map(|(engine, ..)| AttachedMemory {
+            engine: engine.0,
+            geometry: env.geometry(),
+            arena_pages: env.setup.arena_pages,
+        });
+        let body = Message::Attach(Attach {
+            replica: self.id.replica.0,
+            rank: self.id.rank.0,
+            attach: attach.0,
+            depot: env.depots[usize::from(self.id.rank.0)].id().0.to_be_bytes(),
+            memory,
+        });
+        self.leader.say(env, correlation, Duration::ZERO, body);
+    }
+
+    fn report(&self, env: &mut Env, batch: BatchId, copies: &[EndedCopy]) {
+        let results = copies.iter().map(|copy| CopyResult {
+            op: copy.op.0,
+            whole: copy.whole,
+            bytes: copy.bytes,
+            busy_us: copy.busy_us,
+        });
+        let body = Message::Ended(Ended {
+            rank: self.id.rank.0,
+            copies: results.collect(),
+        });
+        self.leader.say(env, RequestId(batch.0), Duration::ZERO, body);
+    }
+
+    fn start_copy(&mut self, env: &mut Env, copy: Copy) {
+        let pairs = copy.pairs.iter();
+        let pages: Vec<(u32, u32)> = pairs
+            .flat_map(|pair| pair.src.iter_pages().zip(pair.dst.iter_pages()))
+            .collect();
+        let fate = self.fate(env, &copy, pages.len());
+        env.counts.copies += 1;
+        let pace = match fate {
+            Fate::Slow => env.setup.request_timeout,
+            _ => env.setup.page_time,
+        };
+        self.touch(env, &copy, &pages, Touched::begin);
+        let op = copy.op;
+        let running = Running {
+            copy,
+            pages,
+            done: 0,
+            stop: false,
+            fate,
+            pace,
+            held: false,
+        };
+        self.running.insert(op, running);
+        self.tear(env, op);
+        self.go_on(env, op, pace);
+    }
+
+    fn fate(&self, env: &mut Env, copy: &Copy, pages: usize) -> Fate {
+        let chances = env.net.chances;
+        let dice = env.rng.u32(0..1_000_000);
+        if env.failing.is_some_and(|(rank, until)| rank == self.id.rank && env.now() < until) {
+            env.faults.injected(Fault::RankFailure);
+            if copy.direction == Direction::Store {
+                env.faults.took_effect(Fault::RankFailure);
+            }
+            return Fate::Fails(env.rng.usize(0..=pages));
+        }
+        if dice < chances.copy_error {
+            env.faults.injected(Fault::CopyError);
+            return Fate::Fails(env.rng.usize(0..=pages));
+        }
+        if dice < chances.copy_error + chances.copy_late {
+            env.faults.injected(Fault::CopyLate);
+            return Fate::Slow;
+        }
+        if dice < chances.copy_error + chances.copy_late + chances.copy_stuck {
+            env.faults.injected(Fault::CopyStuck);
+            return Fate::Stuck;
+        }
+        Fate::Good
+    }
+
+    /// Begins or ends the copy's hold on what it reads and writes, for the checker.
+    fn touch(&self, env: &mut Env, copy: &Copy, pages: &[(u32, u32)], with: fn(&mut Touched, &TouchedPages<'_>)) {
+        let touched = TouchedPages {
+            worker: self.id,
+            life: self.life,
+            copy,
+            pages,
+        };
+        with(&mut env.ghost.touched, &touched);
+        env.check_touched();
+    }
+
+    /// The next page of a copy is half written.
+    fn tear(&self, env: &mut Env, op: OpId) {
+        let Some(running) = self.running.get(&op) else {
+            return;
+        };
+        if let Some((_, destination)) = running.pages.get(running.done) {
+            env.write(&running.copy, self.id.rank, *destination, TORN);
+        }
+    }
+
+    fn go_on(&self, env: &mut Env, op: OpId, pace: Duration) {
+        let late = pace.mul_f64(0.5 + env.rng.f64());
+        let (worker, life) = (self.id, self.life);
+        let at = env.now() + late;
+        env.queue.push(at, Happening::CopyStep { worker, life, op });
+    }
+
+    /// The process stood still: what it was copying may go on behind its deadline.
+    pub(super) fn resumed(&mut self) {
+        self.running.values_mut().for_each(|running| running.held = true);
+    }
+
+    /// One page more, or the end.
+    pub(super) fn copy_step(&mut self, env: &mut Env, op: OpId) {
+        let now = env.now();
+        let rank = self.id.rank;
+        let Some(running) = self.running.get_mut(&op) else {
+            return;
+        };
+        let stuck = running.fate == Fate::Stuck && running.done == running.pages.len() / 2;
+        if stuck {
+            return;
+        }
+        let fails = matches!(running.fate, Fate::Fails(at) if at == running.done);
+        let over = running.stop || fails || running.done == running.pages.len();
+        if !over {
+            let (source, destination) = running.pages[running.done];
+            if running.held && now > running.copy.deadline {
+                env.faults.injected(Fault::LateWriter);
+                env.faults.took_effect(Fault::LateWriter);
+            }
+            let content = env.read(&running.copy, rank, source);
+            env.write(&running.copy, rank, destination, content);
+            running.done += 1;
+            let pace = running.pace;
+            self.tear(env, op);
+            return self.go_on(env, op, pace);
+        }
+        let whole = running.done == running.pages.len() && !fails;
+        match running.fate {
+            Fate::Fails(_) if !whole => env.faults.took_effect(Fault::CopyError),
+            Fate::Slow if !whole || now > running.copy.deadline => env.faults.took_effect(Fault::CopyLate),
+            _ => {}
+        }
+        let Some(running) = self.running.remove(&op) else {
+            return;
+        };
+        self.touch(env, &running.copy, &running.pages, Touched::end);
+        let ended = EndedCopy {
+            op,
+            whole,
+            bytes: running.done as u64 * env.geometry().page_bytes,
+            busy_us: 1,
+        };
+        self.step(env, WorkerEvent::CopiesEnded(vec![ended]));
+    }
+}
+
+/// What a copy touches.
+#[derive(Debug)]
+pub(super) struct TouchedPages<'a> {
+    pub(super) worker: WorkerId,
+    pub(super) life: u32,
+    pub(super) copy: &'a Copy,
+    pub(super) pages: &'a [(u32, u32)],
+}
