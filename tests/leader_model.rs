@@ -105,23 +105,41 @@ fn worker(engine: u8, rank: u16) -> WorkerId {
     }
 }
 
+fn settings() -> LeaderSettings {
+    let ratio = Ratio::new(8).expect("in bounds");
+    let mut settings = LeaderSettings::new(EPOCH, RANKS, ratio, AnchorKey([3; 32]));
+    settings.replicas = 2;
+    settings
+}
+
 impl World {
     /// Two engines, each with all its ranks.
     fn new() -> Self {
         let mut world = Self::without_workers();
+        world.begin();
+        world
+    }
+
+    fn begin(&mut self) {
         for engine in 0..2 {
-            (0..RANKS).for_each(|rank| world.attach(engine, rank));
+            self.event(Event::EngineOpened(engine_id(engine)));
+            (0..RANKS).for_each(|rank| self.attach(engine, rank));
         }
-        assert!(world.leader.is_ready());
+        assert!(self.leader.is_ready());
+    }
+
+    fn with_limit(open_requests_max: usize) -> Self {
+        let mut world = Self::without_workers();
+        let mut settings = settings();
+        settings.open_requests_max = open_requests_max;
+        world.leader = Leader::new(settings);
+        world.begin();
         world
     }
 
     fn without_workers() -> Self {
-        let ratio = Ratio::new(8).expect("in bounds");
-        let mut settings = LeaderSettings::new(EPOCH, RANKS, ratio, AnchorKey([3; 32]));
-        settings.replicas = 2;
         let mut world = Self {
-            leader: Leader::new(settings),
+            leader: Leader::new(settings()),
             now: Time(0),
             next_id: 0,
             asked: BTreeMap::new(),
@@ -706,18 +724,79 @@ fn a_reset_is_answered_when_stores_in_flight_have_ended() {
 }
 
 #[test]
-fn one_request_too_many_is_refused_and_may_come_again() {
-    let mut world = World::without_workers();
-    let mut settings = LeaderSettings::new(EPOCH, RANKS, Ratio::default(), AnchorKey([3; 32]));
-    settings.open_requests_max = 1;
-    world.leader = Leader::new(settings);
-    world.take(Step::Load { engine: 0, slot: 1 });
-    world.take(Step::Load { engine: 0, slot: 2 });
-    let id = RequestId(world.next_id);
+fn one_request_too_many_is_refused_and_may_come_again_and_a_finish_never_is() {
+    let mut world = World::with_limit(1);
+    let first = store(&mut world, 0, 0, 7, 8);
+    let op = *world.open.keys().next().expect("a copy");
+    let second = store(&mut world, 0, 1, 8, 8);
     let limit = "requests of an engine under way";
+    let refused = Some(Err(Refusal::Limit { limit, max: 1 }));
+    assert_eq!(answer(&world, 0, second), refused);
+    assert_eq!(world.leader.open_requests(), 1);
+    world.take(Step::Finish { engine: 0, slot: 1 });
+    let finish = RequestId(world.next_id);
+    assert_eq!(answer(&world, 0, finish), Some(Ok(Answer::Finish)));
+    (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    assert!(answer(&world, 0, first).is_some());
+    let third = store(&mut world, 0, 2, 8, 8);
+    assert_eq!(answer(&world, 0, third), None, "there is room again");
+}
+
+#[test]
+fn a_draining_leader_begins_nothing_new_and_ends_what_it_began() {
+    let mut world = World::new();
+    let first = store(&mut world, 0, 0, 7, 8);
+    let op = *world.open.keys().next().expect("a copy");
+    world.leader.drain();
+    let second = store(&mut world, 0, 1, 7, 8);
+    assert_eq!(answer(&world, 0, second), Some(Err(Refusal::Draining)));
+    world.take(Step::Retry(first.0 as usize - 1));
+    assert_eq!(
+        answer(&world, 0, first),
+        None,
+        "asked again, its copy still runs"
+    );
+    (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    assert!(matches!(
+        answer(&world, 0, first),
+        Some(Ok(Answer::Store { .. }))
+    ));
+}
+
+#[test]
+fn a_lookup_behind_the_finish_of_its_slot_opens_nothing() {
+    let mut world = World::new();
+    world.next_id = 5;
+    world.take(Step::Finish { engine: 0, slot: 1 });
+    let late = Request::Lookup {
+        slot: SlotId(1),
+        namespace: vec![7],
+        hashes: sequence(0, 8),
+        device_pages: 0,
+    };
+    world.asked.insert((0, RequestId(3)), (late.clone(), None));
+    world.send(0, RequestId(3), late);
+    let unknown = Some(Err(Refusal::UnknownSlot(SlotId(1))));
+    assert_eq!(answer(&world, 0, RequestId(3)), unknown);
+    assert_eq!(world.leader.slots(), 0);
+}
+
+#[test]
+fn what_is_copied_for_an_engine_that_stays_away_is_not_forgotten() {
+    let mut world = World::new();
+    let id = store(&mut world, 0, 0, 7, 8);
+    let op = *world.open.keys().next().expect("a copy");
+    world.event(Event::EngineClosed(engine_id(0)));
+    world.now = world.now + Duration::from_secs(11);
+    world.event(Event::Tick);
+    world.event(Event::EngineOpened(engine_id(0)));
+    let (request, _) = world.asked[&(0, id)].clone();
+    world.send(0, id, request);
     assert_eq!(
         answer(&world, 0, id),
-        Some(Err(Refusal::Limit { limit, max: 1 }))
+        None,
+        "a worker may still read these pages"
     );
-    assert_eq!(world.leader.open_requests(), 1);
+    (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    assert!(answer(&world, 0, id).is_some());
 }

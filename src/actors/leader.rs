@@ -84,7 +84,6 @@ pub(super) struct State {
     timer: Option<JoinHandle<Result<(), ractor::MessagingErr<LeaderMessage>>>>,
     armed_at: Option<Time>,
     draining: Option<oneshot::Sender<()>>,
-    refuse_new: bool,
     effects: Vec<Effect>,
 }
 
@@ -125,7 +124,6 @@ impl Actor for LeaderActor {
             timer: None,
             armed_at: None,
             draining: None,
-            refuse_new: false,
             effects: Vec::new(),
         })
     }
@@ -158,7 +156,7 @@ impl Actor for LeaderActor {
                 state.step(Event::Tick);
             }
             LeaderMessage::Drain(done) => {
-                state.refuse_new = true;
+                state.core.drain();
                 state.draining = Some(done);
             }
         }
@@ -365,10 +363,6 @@ impl State {
             Ok(request) => request,
             Err(error) => return self.replier.refuse(peer, id, error),
         };
-        if self.refuse_new && !matches!(request, Request::Finish { .. }) {
-            let error = ErrorBody::new(ErrorCode::Draining, "the leader is shutting down");
-            return self.replier.refuse(peer, id, error);
-        }
         let deadline = self.clock.after_ms(deadline_ms);
         self.step(Event::Request {
             engine,
@@ -578,6 +572,7 @@ fn to_error(refusal: &Refusal) -> ErrorBody {
         | Refusal::DepotNotShared { .. }
         | Refusal::DepotTooSmall { .. }
         | Refusal::Invalid { .. } => ErrorCode::Invalid,
+        Refusal::Draining => ErrorCode::Draining,
         Refusal::Leased { .. } => ErrorCode::Leased,
         Refusal::ResetUnconfirmed { .. } => ErrorCode::ResetUnconfirmed,
         Refusal::UnknownSlot(_) => ErrorCode::UnknownSlot,

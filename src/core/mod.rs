@@ -29,7 +29,9 @@ pub use anchor::{AnchorKey, Domain};
 pub use arena::{ARENA_PAGES_MAX, Arena};
 pub use event::{Attached, Effect, EngineMemory, Event};
 pub use index::{Match, SIBLINGS_MAX, Want};
-pub use leader::{Leader, LeaderCounts, LeaderSettings, OPEN_REQUESTS_MAX, REPLICAS_MAX};
+pub use leader::{
+    Leader, LeaderCounts, LeaderSettings, OPEN_REQUESTS_MAX, PARKED_MAX, REPLICAS_MAX,
+};
 pub use pool::{BlockView, Kind, PageStates, Pin, Pool, PoolCounts, Reach, Reserved, Run};
 pub use refusal::Refusal;
 pub use shards::{RANKS_MAX, RankSet};

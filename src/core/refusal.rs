@@ -105,6 +105,9 @@ pub enum Refusal {
     /// A copy failed on these ranks; it has ended everywhere.
     #[error("the copy failed on {0} rank(s); nothing writes these pages any more")]
     CopyFailed(u32),
+    /// Nothing new is begun.
+    #[error("the leader is shutting down: ask its successor")]
+    Draining,
     /// Pages that are to be forgotten are held.
     #[error("{holders} lookups or loads hold pages of these: ask again when they have finished")]
     Leased {

@@ -70,6 +70,18 @@ bugs! {
     AbandonEarly,
     /// An engine gives pages back while they are being stored.
     ReleaseSource,
+    /// A lookup that arrives behind the finish of its slot opens it again.
+    ReopenFinished,
+    /// A finish is refused when too many requests are open.
+    LimitFinish,
+    /// An engine that stays away is forgotten while copies for it are under way.
+    ForgetTooSoon,
+    /// What became late while nobody looked is taken for timely.
+    LookLate,
+    /// A load or a store is refused while an older leader's copy for it may run.
+    RefuseUnclear,
+    /// A new leader reads inventories while an older one's copies may still run.
+    ReadTooSoon,
 }
 
 #[cfg(test)]

@@ -136,7 +136,9 @@ impl Session {
 
     /// This request was said before its slot was finished.
     pub fn is_finished(&self, id: RequestId, slot: SlotId) -> bool {
-        self.finished.range(id..).any(|(_, finished)| *finished == slot)
+        self.finished
+            .range(id..)
+            .any(|(_, finished)| *finished == slot)
     }
 }
 

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use crate::core::decision::Decision;
 use crate::core::pool::Run;
 use crate::core::refusal::Refusal;
+use crate::core::sabotage::{Bug, planted};
 use crate::core::slot::{HASH_BYTES_PER_ENGINE_MAX, HeldRun, SLOTS_MAX, Slot};
 use crate::types::Answer;
 use crate::types::{PageHashes, SlotId, Time};
@@ -17,7 +18,7 @@ impl Leader {
         now: Time,
         due: Due,
         id: SlotId,
-        namespace: Vec<u8>,
+        namespace: &[u8],
         hashes: PageHashes,
         device_pages: u32,
     ) -> Result<Answer, Refusal> {
@@ -32,10 +33,12 @@ impl Leader {
             return Err(self.workers.not_ready());
         }
         let session = self.sessions.get(&due.engine);
-        if session.is_some_and(|session| session.is_finished(due.id, id)) {
+        if session
+            .is_some_and(|session| session.is_finished(due.id, id) && !planted(Bug::ReopenFinished))
+        {
             return Err(Refusal::UnknownSlot(id));
         }
-        self.open_slot(due, id, &namespace, hashes)?;
+        self.open_slot(due, id, namespace, hashes)?;
         let Some(pool) = &mut self.pool else {
             return Err(self.workers.not_ready());
         };

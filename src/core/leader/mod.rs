@@ -7,6 +7,7 @@
 mod load;
 mod lookup;
 mod ops;
+mod requests;
 mod reset;
 mod store;
 mod workers;
@@ -20,21 +21,19 @@ use crate::core::event::{Effect, Event};
 use crate::core::pool::Pool;
 use crate::core::refusal::Refusal;
 use crate::core::sabotage::{Bug, planted};
-use crate::core::slot::{Seen, Session, Slot};
-use crate::types::{Answer, Request};
+use crate::core::slot::{Session, Slot};
 use crate::types::{
     EngineId, Epoch, Generation, OpId, PageRecord, Ratio, RequestId, ResetId, SlotId, Time,
     WorkerId,
 };
 
 use ops::Op;
+use requests::Parked;
+pub use requests::{OPEN_REQUESTS_MAX, PARKED_MAX};
 use reset::Reset;
 use store::{PendingStore, StoreKey};
 pub use workers::REPLICAS_MAX;
 use workers::Workers;
-
-/// Requests of one engine that are under way at one time, unless the settings say otherwise.
-pub const OPEN_REQUESTS_MAX: usize = 1024;
 
 /// Settings of a leader. Data only.
 #[derive(Debug, Clone)]
@@ -141,6 +140,8 @@ pub struct Leader {
     /// Loads and stores that came while copies of an older leader could be under way. Their engine may not take its pages
     /// back before those have ended; so they are refused only then.
     parked: BTreeMap<(EngineId, RequestId), Parked>,
+    /// Nothing new is begun.
+    draining: bool,
     timers: BTreeSet<(Time, Timer)>,
     next_id: u64,
     next_reset: u64,
@@ -163,6 +164,7 @@ impl Leader {
             waiters: HashMap::new(),
             resets: BTreeMap::new(),
             parked: BTreeMap::new(),
+            draining: false,
             timers: BTreeSet::new(),
             next_id: 0,
             next_reset: 0,
@@ -174,6 +176,10 @@ impl Leader {
 
     /// Takes an event and appends what is to be done.
     pub fn step(&mut self, now: Time, event: Event, effects: &mut Vec<Effect>) {
+        // What is late is late before anything else happens, also when nobody looked in time.
+        if !planted(Bug::LookLate) {
+            self.fire_timers(now, effects);
+        }
         match event {
             Event::EngineOpened(engine) => self.engine_opened(engine),
             Event::EngineClosed(engine) => self.engine_closed(now, engine),
@@ -192,7 +198,12 @@ impl Leader {
                 deadline,
                 request,
             } => {
-                self.request(now, engine, id, deadline, request, effects);
+                let due = Due {
+                    engine,
+                    id,
+                    deadline,
+                };
+                self.request(now, due, request, effects);
             }
             Event::Ended {
                 worker,
@@ -211,6 +222,11 @@ impl Leader {
     /// When the next [`Event::Tick`] is due.
     pub fn next_timeout(&self) -> Option<Time> {
         self.timers.first().map(|(at, _)| *at)
+    }
+
+    /// Begins nothing new from now on: what is asked for the first time is refused. What is under way ends as ever.
+    pub fn drain(&mut self) {
+        self.draining = true;
     }
 
     /// This leader's epoch.
@@ -328,125 +344,6 @@ impl Leader {
         Ok(())
     }
 
-    fn request(
-        &mut self,
-        now: Time,
-        engine: EngineId,
-        id: RequestId,
-        deadline: Time,
-        request: Request,
-        effects: &mut Vec<Effect>,
-    ) {
-        let open = self.sessions.entry(engine).or_default();
-        // Whoever finishes makes room.
-        let full = open.answers.open() >= self.settings.open_requests_max
-            && !matches!(request, Request::Finish { .. })
-            && !planted(Bug::UnboundedQueue);
-        match open.answers.begin(id, full) {
-            Seen::New => {}
-            Seen::UnderWay => return,
-            Seen::Answered(answer) => return effects.push(Effect::Answer { engine, id, answer }),
-            Seen::TooMany => {
-                let answer = Err(Refusal::Limit {
-                    limit: "requests of an engine under way",
-                    max: self.settings.open_requests_max as u64,
-                });
-                return effects.push(Effect::Answer { engine, id, answer });
-            }
-            Seen::Stale => {
-                let answer = Err(Refusal::StaleRequest(id));
-                return effects.push(Effect::Answer { engine, id, answer });
-            }
-        }
-        let due = Due {
-            engine,
-            id,
-            deadline,
-        };
-        let answer = match request {
-            Request::Lookup {
-                slot,
-                namespace,
-                hashes,
-                device_pages,
-            } => self
-                .lookup(now, due, slot, namespace, hashes, device_pages)
-                .map(Some),
-            Request::Load { slot, .. } | Request::Store { slot, .. }
-                if !self.workers.all_clear() =>
-            {
-                return self.park(due, slot);
-            }
-            Request::Load {
-                slot,
-                first_page,
-                destination,
-            } => self
-                .load(due, slot, first_page, &destination, effects)
-                .map(|()| None),
-            Request::Store {
-                slot,
-                first_page,
-                more,
-                source,
-            } => self.store(due, slot, first_page, more, &source, effects),
-            Request::Reset { scope } => self.reset(now, due, scope, effects).map(|()| None),
-            Request::Finish { slot } => {
-                self.sessions.entry(engine).or_default().note_finish(id, slot);
-                self.finish(engine, slot);
-                Ok(Some(Answer::Finish))
-            }
-        };
-        if let Some(answer) = answer.transpose() {
-            self.answer(engine, id, answer, effects);
-        }
-    }
-
-    /// What names engine pages waits until nothing of an older leader touches them.
-    fn park(&mut self, due: Due, slot: SlotId) {
-        let next = due.deadline + self.settings.fence;
-        self.timers
-            .insert((next, Timer::Parked(due.engine, due.id)));
-        self.parked
-            .insert((due.engine, due.id), Parked { due, slot, next });
-    }
-
-    /// Nothing of an older leader is under way: what was parked is refused, because its slot is not known here.
-    fn refuse_parked(&mut self, effects: &mut Vec<Effect>) {
-        for ((engine, id), parked) in std::mem::take(&mut self.parked) {
-            self.timers
-                .remove(&(parked.next, Timer::Parked(engine, id)));
-            let refusal = Refusal::UnknownSlot(parked.slot);
-            self.answer(parked.due.engine, parked.due.id, Err(refusal), effects);
-        }
-    }
-
-    /// A request is parked for longer than its deadline and the fence: whoever keeps silent must go.
-    fn parked_due(&mut self, now: Time, key: (EngineId, RequestId), effects: &mut Vec<Effect>) {
-        if let Some(parked) = self.parked.get_mut(&key) {
-            parked.next = now + self.settings.fence;
-            self.timers
-                .insert((parked.next, Timer::Parked(key.0, key.1)));
-            effects.extend(self.workers.unclear().map(Effect::Expel));
-        }
-    }
-
-    fn answer(
-        &mut self,
-        engine: EngineId,
-        id: RequestId,
-        answer: Result<Answer, Refusal>,
-        effects: &mut Vec<Effect>,
-    ) {
-        if let Some(session) = self.sessions.get_mut(&engine) {
-            session.answers.end(id, &answer);
-            if session.gone && session.answers.open() == 0 {
-                self.sessions.remove(&engine);
-            }
-        }
-        effects.push(Effect::Answer { engine, id, answer });
-    }
-
     /// Ends a slot: its holds are given back and its decisions are added up. Unknown slots are finished already.
     fn finish(&mut self, engine: EngineId, slot: SlotId) {
         let Some(session) = self.sessions.get_mut(&engine) else {
@@ -511,7 +408,7 @@ impl Leader {
         }
         if let Some(session) = self.sessions.get_mut(&engine) {
             session.gone = true;
-            if session.answers.open() == 0 {
+            if session.answers.open() == 0 || planted(Bug::ForgetTooSoon) {
                 self.sessions.remove(&engine);
             }
         }
@@ -560,15 +457,6 @@ impl Leader {
     fn new_digest(&self) -> RequestDigest {
         RequestDigest::new(self.settings.record_decisions)
     }
-}
-
-/// A request that is refused when nothing of an older leader is under way.
-#[derive(Debug)]
-struct Parked {
-    due: Due,
-    slot: SlotId,
-    /// When its patience ends.
-    next: Time,
 }
 
 /// Who is waiting for an answer, and until when.

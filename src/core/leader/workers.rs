@@ -8,6 +8,7 @@ use crate::core::arena::ARENA_PAGES_MAX;
 use crate::core::event::{Attached, Effect, EngineMemory};
 use crate::core::pool::Pool;
 use crate::core::refusal::Refusal;
+use crate::core::sabotage::{Bug, planted};
 use crate::core::shards::{RANKS_MAX, RankSet};
 use crate::types::{
     AttachId, DepotId, EngineId, GroupGeometry, OpId, PageRecord, Rank, Replica, WorkerId,
@@ -367,7 +368,8 @@ impl Leader {
 
     /// Asks for the inventories once nothing writes them behind this leader's back.
     fn open_pool(&mut self, effects: &mut Vec<Effect>) {
-        let possible = self.workers.all_clear() && self.workers.any_replica();
+        let clear = self.workers.all_clear() || planted(Bug::ReadTooSoon);
+        let possible = clear && self.workers.any_replica();
         if self.pool.is_some() || self.reading.is_some() || !possible {
             return;
         }

@@ -1,6 +1,6 @@
 //! What must hold after every step, and at the end: recomputed from what the leader shows and from memory itself.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 
 use super::env::expected;
 use super::storage::Storage;
@@ -10,35 +10,55 @@ use crate::types::{Generation, OpId, Rank};
 /// Pages that are looked at for their content at every check; a larger arena is looked at in turn.
 const PAGES_AT_ONCE: u32 = 192;
 
+/// What the leader believes of each arena page.
+#[derive(Debug, Default)]
+struct Pages {
+    readable: Vec<bool>,
+    filling: BTreeMap<u32, OpId>,
+}
+
 impl World {
     /// After the leader has decided something.
     pub(super) fn check(&mut self) {
         self.checks += 1;
         let turns = u64::from(self.env.setup.arena_pages / PAGES_AT_ONCE + 1);
         let contents = self.checks.is_multiple_of(turns);
-        if let Err(what) = self.check_leader(contents) {
-            self.env.violated(what);
+        match self.check_leader(contents) {
+            Err(what) => self.env.violated(what),
+            Ok(pages) => {
+                let now = self.env.now();
+                let readable = |page: u32| pages.readable.get(page as usize) == Some(&true);
+                if let Some(late) = self.env.ghost.published(now, pages.filling, readable) {
+                    self.env.violated(late);
+                }
+            }
         }
     }
 
-    fn check_leader(&self, contents: bool) -> Result<(), String> {
+    fn check_leader(&self, contents: bool) -> Result<Pages, String> {
         let Some(leader) = self.leader.state.as_ref().map(|leader| &leader.core) else {
-            return Ok(());
+            return Ok(Pages::default());
         };
         let most = self.env.setup.open_requests_max * self.engines_known();
         if leader.open_requests() > most {
-            return Err(format!("{} requests are open, the limit is {most}", leader.open_requests()));
+            return Err(format!(
+                "{} requests are open, the limit is {most}",
+                leader.open_requests()
+            ));
         }
         let Some(pool) = leader.pool() else {
-            return Ok(());
+            return Ok(Pages::default());
         };
         if contents {
             leader.check()?;
         }
         // Every page is in one place: in a block, once, or free.
         let mut held = vec![false; pool.capacity_pages() as usize];
+        let mut pages = Pages {
+            readable: vec![false; pool.capacity_pages() as usize],
+            filling: BTreeMap::new(),
+        };
         let (mut ready, mut filling, mut pins) = (0, 0, 0);
-        let mut fillings: BTreeSet<(u32, OpId)> = BTreeSet::new();
         for block in pool.view() {
             let more = block.filling.map_or(0, |(_, pages)| pages);
             for page in block.start..block.start + block.ready + more {
@@ -46,9 +66,11 @@ impl World {
                     return Err(format!("arena page {page} is in two blocks"));
                 }
             }
-            if let Some((Generation(generation), pages)) = block.filling {
+            pages.readable[block.start as usize..][..block.ready as usize].fill(true);
+            if let Some((Generation(generation), count)) = block.filling {
                 let first = block.start + block.ready;
-                fillings.extend((first..first + pages).map(|page| (page, OpId(generation))));
+                let filled = (first..first + count).map(|page| (page, OpId(generation)));
+                pages.filling.extend(filled);
             }
             ready += block.ready;
             filling += more;
@@ -61,20 +83,25 @@ impl World {
         let counted = states.reserved + states.filling + states.quarantined;
         let free = pool.capacity_pages() - ready - filling;
         if (states.free, states.ready, counted) != (free, ready, filling) {
-            return Err(format!("{states:?}, but blocks hold {ready} ready and {filling} filling pages"));
+            return Err(format!(
+                "{states:?}, but blocks hold {ready} ready and {filling} filling pages"
+            ));
         }
         if pins != pool.pins() {
-            return Err(format!("blocks have {pins} holders, the pool says {}", pool.pins()));
+            return Err(format!(
+                "blocks have {pins} holders, the pool says {}",
+                pool.pins()
+            ));
         }
         // Whatever is written belongs to the copy that writes it.
         for (shard, page, op) in self.env.ghost.touched.writers() {
-            if !fillings.contains(&(page, op)) {
+            if pages.filling.get(&page) != Some(&op) {
                 return Err(format!(
                     "{op} writes arena page {page} of shard {shard}, which is not, or no longer, its own"
                 ));
             }
         }
-        Ok(())
+        Ok(pages)
     }
 
     /// Every page that could be served holds what it must, on every shard, and was not forgotten.
@@ -82,7 +109,8 @@ impl World {
         let Some(namespace) = self.env.namespace_of(block.domain) else {
             return Ok(());
         };
-        for (page, fingerprint) in (block.start..block.start + block.ready).zip(block.fingerprints) {
+        for (page, fingerprint) in (block.start..block.start + block.ready).zip(block.fingerprints)
+        {
             for (rank, depot) in (0..).map(Rank).zip(&self.env.depots) {
                 let must = expected(namespace, *fingerprint, rank);
                 let holds = depot.read(page);
@@ -95,8 +123,14 @@ impl World {
             if block.retired {
                 continue;
             }
-            if let Some(at) = self.env.ghost.came_back(namespace, block.domain, *fingerprint) {
-                return Err(format!("arena page {page} came back: it was forgotten at {at}"));
+            if let Some(at) = self
+                .env
+                .ghost
+                .came_back(namespace, block.domain, *fingerprint)
+            {
+                return Err(format!(
+                    "arena page {page} came back: it was forgotten at {at}"
+                ));
             }
         }
         Ok(())
@@ -117,17 +151,26 @@ impl World {
                 && (core.slots(), core.open_requests(), core.copies_under_way()) == (0, 0, 0)
         });
         let workers = self.workers.values().all(|process| {
-            process.state.as_ref().is_some_and(|worker| worker.core.open_copies() == 0)
+            process
+                .state
+                .as_ref()
+                .is_some_and(|worker| worker.core.open_copies() == 0)
         });
         let engines = self.engines.iter().all(|process| {
-            process.state.as_ref().is_some_and(|engine| engine.is_idle())
+            process
+                .state
+                .as_ref()
+                .is_some_and(|engine| engine.is_idle())
         });
         everyone && leader && workers && engines
     }
 
     /// What is pending, for people.
     pub(super) fn pending(&self) -> String {
-        let dead: Vec<Who> = self.everyone().filter(|who| self.life(*who).is_none()).collect();
+        let dead: Vec<Who> = self
+            .everyone()
+            .filter(|who| self.life(*who).is_none())
+            .collect();
         let leader = self.leader.state.as_ref().map(|leader| {
             let core = &leader.core;
             let owed: Vec<_> = core.owed().collect();
@@ -155,7 +198,12 @@ impl World {
     pub(super) fn check_end(&mut self) {
         self.checks = 0;
         let mut wrong = self.check_leader(true).err();
-        if let Some(pool) = self.leader.state.as_ref().and_then(|leader| leader.core.pool()) {
+        if let Some(pool) = self
+            .leader
+            .state
+            .as_ref()
+            .and_then(|leader| leader.core.pool())
+        {
             let states = pool.page_states();
             let set_aside = states.reserved + states.filling + states.quarantined;
             if pool.pins() != 0 || set_aside != 0 {

@@ -88,7 +88,14 @@ impl Client {
             self.connection = Some(id);
             self.heard = now;
             let hello = Message::Hello(self.hello.clone());
-            env.say(id, End::Client, RequestId(0), Duration::ZERO, Epoch(0), hello);
+            env.say(
+                id,
+                End::Client,
+                RequestId(0),
+                Duration::ZERO,
+                Epoch(0),
+                hello,
+            );
             return None;
         };
         if now >= self.heard + 3 * HEARTBEAT {
@@ -99,7 +106,14 @@ impl Client {
             Some(epoch) => (epoch, Message::Ping(Empty {})),
             None => (Epoch(0), Message::Hello(self.hello.clone())),
         };
-        env.say(id, End::Client, RequestId(0), Duration::ZERO, epoch, message);
+        env.say(
+            id,
+            End::Client,
+            RequestId(0),
+            Duration::ZERO,
+            epoch,
+            message,
+        );
         None
     }
 

@@ -103,7 +103,12 @@ impl EngineProcess {
         let place = |rank| WorkerId { replica, rank };
         let hello = |role, rank| Client::hello(role, id, place(Rank(rank)), version);
         let ranks = (0..env.setup.ranks).map(|rank| RankSide {
-            client: Client::new(me, life, Who::Worker(place(Rank(rank))), hello(Role::Rank, rank)),
+            client: Client::new(
+                me,
+                life,
+                Who::Worker(place(Rank(rank))),
+                hello(Role::Rank, rank),
+            ),
             registered: None,
             again: Time(0),
             told: RequestId(0),
@@ -142,7 +147,12 @@ impl EngineProcess {
         let asked: Vec<String> = self
             .asked
             .iter()
-            .map(|(id, asked)| format!("{id} {:?} {:?} {:?}", asked.kind, asked.gave_up, asked.abandoning))
+            .map(|(id, asked)| {
+                format!(
+                    "{id} {:?} {:?} {:?}",
+                    asked.kind, asked.gave_up, asked.abandoning
+                )
+            })
             .collect();
         let ranks: Vec<Option<u32>> = self.ranks.iter().map(|rank| rank.registered).collect();
         format!(
@@ -153,12 +163,22 @@ impl EngineProcess {
     }
 
     pub(super) fn next_timeout(&self) -> Time {
-        let asked = self.asked.values().map(|asked| match asked.gave_up || asked.kind == Kind::Finish {
-            true => asked.again,
-            false => asked.again.min(asked.due),
-        });
-        let ranks = self.ranks.iter().map(|rank| rank.again.min(rank.client.next_timeout()));
-        asked.chain(ranks).min().unwrap_or(Time::NEVER).min(self.leader.next_timeout())
+        let asked =
+            self.asked
+                .values()
+                .map(|asked| match asked.gave_up || asked.kind == Kind::Finish {
+                    true => asked.again,
+                    false => asked.again.min(asked.due),
+                });
+        let ranks = self
+            .ranks
+            .iter()
+            .map(|rank| rank.again.min(rank.client.next_timeout()));
+        asked
+            .chain(ranks)
+            .min()
+            .unwrap_or(Time::NEVER)
+            .min(self.leader.next_timeout())
     }
 
     pub(super) fn tick(&mut self, env: &mut Env) {
@@ -193,7 +213,9 @@ impl EngineProcess {
             Noticed::Lost => {}
             // Whatever was not answered is asked again, of this leader or the next one.
             Noticed::Welcomed(_) => {
-                self.asked.values_mut().for_each(|asked| asked.again = env.now());
+                self.asked
+                    .values_mut()
+                    .for_each(|asked| asked.again = env.now());
                 self.ask_again(env);
             }
             Noticed::Message(envelope) => {
@@ -279,7 +301,9 @@ impl EngineProcess {
                         }
                     }
                     Message::Registered(_) | Message::Error(_) => {}
-                    other => env.violated(format!("a worker said {} to a rank", other.kind().name())),
+                    other => {
+                        env.violated(format!("a worker said {} to a rank", other.kind().name()))
+                    }
                 }
             }
         }
@@ -334,7 +358,8 @@ impl EngineProcess {
         self.ranks[rank].registering = None;
         self.ranks[rank].again = env.now();
         let open: Vec<RequestId> = self.asked.keys().copied().collect();
-        open.into_iter().for_each(|request| self.abandoned(rank, request));
+        open.into_iter()
+            .for_each(|request| self.abandoned(rank, request));
         self.act(env);
     }
 
@@ -469,7 +494,14 @@ impl EngineProcess {
         self.work.insert(ticket, work);
         let (replica, life) = (self.replica, self.life);
         let at = env.now() + Duration::from_micros(env.rng.u64(1..600));
-        env.queue.push(at, Happening::Worked { replica, life, ticket });
+        env.queue.push(
+            at,
+            Happening::Worked {
+                replica,
+                life,
+                ticket,
+            },
+        );
     }
 
     /// A piece of work is done on every rank.
@@ -489,7 +521,8 @@ impl EngineProcess {
                 self.speak_to_rank(env, rank);
             }
         }
-        self.scheduler.worked(work.slot, work.kind, &mut self.actions);
+        self.scheduler
+            .worked(work.slot, work.kind, &mut self.actions);
         self.act(env);
     }
 
@@ -502,7 +535,8 @@ impl EngineProcess {
         for rank in 0..env.setup.ranks {
             for position in work.positions.clone() {
                 let page = pages[position as usize];
-                let must = env.expected(namespace, hashes.fingerprint(position as usize), Rank(rank));
+                let must =
+                    env.expected(namespace, hashes.fingerprint(position as usize), Rank(rank));
                 match work.kind {
                     WorkKind::Poison => env.engine_writes(self.id, rank, page, TORN),
                     WorkKind::Compute => env.engine_writes(self.id, rank, page, must),
@@ -511,9 +545,13 @@ impl EngineProcess {
             }
             // Once everything is computed, everything must be right, what was cached included.
             if work.kind == WorkKind::Compute {
-                for position in all.clone().filter(|position| !work.positions.contains(position)) {
+                for position in all
+                    .clone()
+                    .filter(|position| !work.positions.contains(position))
+                {
                     let page = pages[position as usize];
-                    let must = env.expected(namespace, hashes.fingerprint(position as usize), Rank(rank));
+                    let must =
+                        env.expected(namespace, hashes.fingerprint(position as usize), Rank(rank));
                     env.engine_reads(self.id, rank, page, must, "held");
                 }
             }

@@ -16,8 +16,8 @@ use super::{Counts, Happening, Who};
 use crate::core::{Domain, Refusal};
 use crate::protocol::Message;
 use crate::types::{
-    Answer, Copy, DepotId, Direction, DomainId, EngineId, Epoch, Fingerprint, GroupGeometry, GroupId,
-    Rank, RequestId, Time, WorkerId,
+    Answer, Copy, DepotId, Direction, DomainId, EngineId, Epoch, Fingerprint, GroupGeometry,
+    GroupId, Rank, RequestId, Time, WorkerId,
 };
 
 use super::ANCHOR_KEY;
@@ -83,7 +83,9 @@ impl Env {
             expelled: Vec::new(),
             wall_offset: 1 << 50,
             closing: false,
-            namespaces: (0..setup.namespaces).map(|name| (domain(name), name)).collect(),
+            namespaces: (0..setup.namespaces)
+                .map(|name| (domain(name), name))
+                .collect(),
             digest: SipHasher24::new(),
             setup,
         }
@@ -156,12 +158,15 @@ impl Env {
     }
 
     pub(super) fn close(&mut self, id: ConnectionId, from: End) {
-        self.net.close(&mut self.queue, &mut self.rng, &mut self.faults, id, from);
+        self.net
+            .close(&mut self.queue, &mut self.rng, &mut self.faults, id, from);
     }
 
     /// The life of the process that made a connection: what the kernel says of its peer.
     pub(super) fn life_of_client(&self, who: Who, id: ConnectionId) -> Option<u32> {
-        self.net.life_of_client(id).filter(|_| self.lives.contains_key(&who))
+        self.net
+            .life_of_client(id)
+            .filter(|_| self.lives.contains_key(&who))
     }
 
     pub(super) fn expel(&mut self, worker: WorkerId) {
@@ -230,7 +235,13 @@ impl Env {
     }
 
     /// An engine writes its own memory: no copy may touch that page.
-    pub(super) fn engine_writes(&mut self, engine: EngineId, rank: u16, page: u32, content: Content) {
+    pub(super) fn engine_writes(
+        &mut self,
+        engine: EngineId,
+        rank: u16,
+        page: u32,
+        content: Content,
+    ) {
         if let Some((op, worker)) = self.ghost.touched.device(engine, rank, page) {
             self.violated(format!(
                 "engine {engine} writes page {page} of rank {rank} while {op} of {worker} copies it"
@@ -262,7 +273,11 @@ impl Env {
     /// Memory of engines that are dead and that no copy touches goes.
     pub(super) fn drop_memories(&mut self, live: &[EngineId]) {
         if self.memories.len() > live.len() + 8 {
-            let oldest = self.memories.keys().find(|engine| !live.contains(engine)).copied();
+            let oldest = self
+                .memories
+                .keys()
+                .find(|engine| !live.contains(engine))
+                .copied();
             if let Some(oldest) = oldest {
                 self.memories.remove(&oldest);
             }

@@ -79,7 +79,10 @@ impl FaultCounts {
 
     /// Kind, injected, taken effect.
     pub fn iter(&self) -> impl Iterator<Item = (Fault, u64, u64)> {
-        Fault::ALL.iter().zip(self.0).map(|(fault, (injected, effect))| (*fault, injected, effect))
+        Fault::ALL
+            .iter()
+            .zip(self.0)
+            .map(|(fault, (injected, effect))| (*fault, injected, effect))
     }
 
     /// Adds those of another run.

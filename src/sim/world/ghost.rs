@@ -39,7 +39,11 @@ impl Touched {
     /// A copy starts: nobody else may write what it touches, and nobody touch what it writes.
     pub(super) fn begin(&mut self, touched: &TouchedPages<'_>) {
         self.each(touched, |uses, copier, writes| {
-            let clash = uses.writers.first().or(uses.readers.first().filter(|_| writes)).copied();
+            let clash = uses
+                .writers
+                .first()
+                .or(uses.readers.first().filter(|_| writes))
+                .copied();
             match writes {
                 true => uses.writers.push(copier),
                 false => uses.readers.push(copier),
@@ -76,7 +80,11 @@ impl Touched {
         let store = copy.direction == Direction::Store;
         let rank = worker.rank.0;
         for (source, destination) in pages {
-            let (device, depot) = if store { (*source, *destination) } else { (*destination, *source) };
+            let (device, depot) = if store {
+                (*source, *destination)
+            } else {
+                (*destination, *source)
+            };
             let clash = with(self.depot.entry((rank, depot)).or_default(), copier, store);
             if let Some(other) = clash {
                 self.trouble = Some(format!(
@@ -84,7 +92,11 @@ impl Touched {
                     copy.op, other.op, other.worker
                 ));
             }
-            let clash = with(self.device.entry((copy.engine, rank, device)).or_default(), copier, !store);
+            let clash = with(
+                self.device.entry((copy.engine, rank, device)).or_default(),
+                copier,
+                !store,
+            );
             if let Some(other) = clash {
                 self.trouble = Some(format!(
                     "device page {device} of rank {rank}: {} of {worker} touches what {} of {} writes or reads",
@@ -92,8 +104,10 @@ impl Touched {
                 ));
             }
         }
-        self.depot.retain(|_, uses| !(uses.readers.is_empty() && uses.writers.is_empty()));
-        self.device.retain(|_, uses| !(uses.readers.is_empty() && uses.writers.is_empty()));
+        self.depot
+            .retain(|_, uses| !(uses.readers.is_empty() && uses.writers.is_empty()));
+        self.device
+            .retain(|_, uses| !(uses.readers.is_empty() && uses.writers.is_empty()));
     }
 
     /// A worker's process has died, its copies with it.
@@ -113,7 +127,12 @@ impl Touched {
     }
 
     /// Who touches a page of an engine's memory.
-    pub(super) fn device(&self, engine: EngineId, rank: u16, page: u32) -> Option<(OpId, WorkerId)> {
+    pub(super) fn device(
+        &self,
+        engine: EngineId,
+        rank: u16,
+        page: u32,
+    ) -> Option<(OpId, WorkerId)> {
         let uses = self.device.get(&(engine, rank, page))?;
         let copier = uses.writers.first().or(uses.readers.first())?;
         Some((copier.op, copier.worker))
@@ -137,6 +156,10 @@ pub(super) struct Ghost {
     open: BTreeMap<(Epoch, EngineId, RequestId), Duration>,
     /// When each page was last ordered to be stored.
     stored: BTreeMap<(DomainId, Fingerprint), Time>,
+    /// When each copy of the leader's epoch is late, by the leader's clock.
+    deadlines: BTreeMap<OpId, Time>,
+    /// Arena pages that were being filled when the checker looked last, and by which copy.
+    filling: BTreeMap<u32, OpId>,
     /// What was forgotten, and when that was asked.
     forgotten: Vec<(ResetScope, Time)>,
     fence: Duration,
@@ -207,6 +230,8 @@ impl Ghost {
 
     /// A leader has died: nobody waits for its answers.
     pub(super) fn leader_died(&mut self, epoch: Epoch) {
+        self.deadlines.clear();
+        self.filling.clear();
         self.open.retain(|(of, ..), _| *of > epoch);
         self.taken.retain(|(of, ..), _| *of > epoch);
     }
@@ -221,14 +246,21 @@ impl Ghost {
     ) -> Option<String> {
         let key = (epoch, engine, id);
         let Some(taken) = self.taken.get_mut(&key) else {
-            return Some(format!("{id} of engine {engine} is answered and was never asked"));
+            return Some(format!(
+                "{id} of engine {engine} is answered and was never asked"
+            ));
         };
         self.open.remove(&key);
         if let Some(before) = &taken.answer
             && before != answer
-            && !matches!(before, Err(Refusal::Limit { .. } | Refusal::StaleRequest(_)))
+            && !matches!(
+                before,
+                Err(Refusal::Limit { .. } | Refusal::StaleRequest(_))
+            )
         {
-            return Some(format!("{id} of engine {engine} is answered {before:?}, then {answer:?}"));
+            return Some(format!(
+                "{id} of engine {engine} is answered {before:?}, then {answer:?}"
+            ));
         }
         let first = taken.answer.is_none();
         taken.answer = Some(answer.clone());
@@ -241,11 +273,33 @@ impl Ghost {
 
     /// A store is ordered.
     pub(super) fn ordered(&mut self, now: Time, copy: &Copy) {
+        self.deadlines.insert(copy.op, copy.deadline);
         if let Some(record) = &copy.record {
             for page in record.pages() {
                 self.stored.insert((page.domain, page.fingerprint), now);
             }
         }
+    }
+
+    /// Pages that were being filled and can be read now: their copies must have ended in time.
+    pub(super) fn published(
+        &mut self,
+        now: Time,
+        filling: BTreeMap<u32, OpId>,
+        readable: impl Fn(u32) -> bool,
+    ) -> Option<String> {
+        let before = std::mem::replace(&mut self.filling, filling);
+        let late = before.iter().find(|(page, op)| {
+            let over = !self.filling.values().any(|other| other == *op);
+            let late = self
+                .deadlines
+                .get(op)
+                .is_some_and(|deadline| now > *deadline);
+            over && late && readable(**page)
+        });
+        late.map(|(page, op)| {
+            format!("arena page {page} can be read, and {op} ended behind its deadline")
+        })
     }
 
     /// A page that can be found was stored after everything that made it forgotten.
@@ -255,12 +309,17 @@ impl Ghost {
         domain: DomainId,
         fingerprint: Fingerprint,
     ) -> Option<Time> {
-        let stored = self.stored.get(&(domain, fingerprint)).copied().unwrap_or(Time(0));
+        let stored = self
+            .stored
+            .get(&(domain, fingerprint))
+            .copied()
+            .unwrap_or(Time(0));
         let meant = |scope: &ResetScope| match scope {
             ResetScope::Everything => true,
             ResetScope::Namespace(name) => name == &[namespace],
             ResetScope::Pages(name, hashes) => {
-                name == &[namespace] && (0..hashes.len()).any(|page| hashes.fingerprint(page) == fingerprint)
+                name == &[namespace]
+                    && (0..hashes.len()).any(|page| hashes.fingerprint(page) == fingerprint)
             }
         };
         self.forgotten

@@ -8,9 +8,12 @@ use super::server::{Noticed, Server};
 use super::storage::Storage;
 use super::{Env, Who};
 use crate::core::sabotage::{Bug, planted};
-use crate::core::{Attached, Effect, EngineMemory, Event, Leader, LeaderSettings, RankSet, Refusal};
+use crate::core::{
+    Attached, Effect, EngineMemory, Event, Leader, LeaderSettings, RankSet, Refusal,
+};
 use crate::protocol::{
-    Attached as AttachedBody, Cancel, Envelope, ErrorBody, ErrorCode, Message, Role, Strike, Transfer,
+    Attached as AttachedBody, Cancel, Envelope, ErrorBody, ErrorCode, Message, Role, Strike,
+    Transfer,
 };
 use crate::types::{
     AttachId, Copy, DepotId, EndedCopy, EngineId, OpId, Rank, Replica, Request, RequestId, ResetId,
@@ -89,7 +92,9 @@ impl LeaderProcess {
                     let (replica, rank) = (Replica(hello.replica), Rank(hello.rank));
                     self.worker_opened(env, id, WorkerId { replica, rank });
                 }
-                Role::Rank | Role::Admin => env.violated("a stranger speaks to the leader".to_owned()),
+                Role::Rank | Role::Admin => {
+                    env.violated("a stranger speaks to the leader".to_owned())
+                }
             },
             Some(Noticed::Message(envelope)) => self.message(env, id, envelope),
         }
@@ -126,7 +131,10 @@ impl LeaderProcess {
                 self.step(env, Event::EngineClosed(engine));
             }
             Some(Peer::Worker(worker))
-                if self.workers.get(&worker).is_some_and(|peer| peer.connection == id) =>
+                if self
+                    .workers
+                    .get(&worker)
+                    .is_some_and(|peer| peer.connection == id) =>
             {
                 self.step(env, Event::WorkerLost(worker));
             }
@@ -136,7 +144,11 @@ impl LeaderProcess {
 
     /// The process of a worker that this leader spoke to is seen dead.
     pub(super) fn died(&mut self, env: &mut Env, worker: WorkerId, life: u32) {
-        if self.workers.get(&worker).is_some_and(|peer| peer.life == Some(life)) {
+        if self
+            .workers
+            .get(&worker)
+            .is_some_and(|peer| peer.life == Some(life))
+        {
             self.workers.remove(&worker);
             self.step(env, Event::WorkerDead(worker));
         }
@@ -194,11 +206,20 @@ impl LeaderProcess {
             (Some(Peer::Engine(engine)), message) => {
                 let request = match Request::try_from(message) {
                     Ok(request) => request,
-                    Err(error) => return env.violated(format!("an engine was not understood: {error:?}")),
+                    Err(error) => {
+                        return env.violated(format!("an engine was not understood: {error:?}"));
+                    }
                 };
                 let left = Duration::from_millis(u64::from(deadline_ms));
                 let (now, deadline) = (env.now(), Self::now(env) + left);
-                env.ghost.asked(now, self.settings.epoch, engine, correlation, left, &request);
+                env.ghost.asked(
+                    now,
+                    self.settings.epoch,
+                    engine,
+                    correlation,
+                    left,
+                    &request,
+                );
                 let event = Event::Request {
                     engine,
                     id: correlation,
@@ -249,7 +270,9 @@ impl LeaderProcess {
                 Effect::ReadInventory { shard, depot } => {
                     let storage = &env.depots[usize::from(shard.0)];
                     if storage.id() != depot {
-                        env.violated(format!("{shard} has another depot than the leader believes"));
+                        env.violated(format!(
+                            "{shard} has another depot than the leader believes"
+                        ));
                         continue;
                     }
                     let records = storage.listed();
@@ -291,7 +314,8 @@ impl LeaderProcess {
         self.next_order += 1;
         if let Some(peer) = self.workers.get(&worker) {
             let correlation = RequestId(self.next_order);
-            self.server.say(env, peer.connection, correlation, deadline, message);
+            self.server
+                .say(env, peer.connection, correlation, deadline, message);
         }
     }
 
@@ -308,7 +332,8 @@ impl LeaderProcess {
                 Ok(answer) => answer.into(),
                 Err(refusal) => refused(&refusal),
             };
-            self.server.say(env, *connection, id, Duration::ZERO, message);
+            self.server
+                .say(env, *connection, id, Duration::ZERO, message);
         }
     }
 
@@ -333,7 +358,8 @@ impl LeaderProcess {
             }),
             Err(refusal) => refused(&refusal),
         };
-        self.server.say(env, peer.connection, correlation, Duration::ZERO, message);
+        self.server
+            .say(env, peer.connection, correlation, Duration::ZERO, message);
     }
 }
 
@@ -346,6 +372,7 @@ fn refused(refusal: &Refusal) -> Message {
         Refusal::Limit { .. } => ErrorCode::Limit,
         Refusal::CopyFailed(_) => ErrorCode::CopyFailed,
         Refusal::StaleRequest(_) => ErrorCode::StaleRequest,
+        Refusal::Draining => ErrorCode::Draining,
         Refusal::Leased { .. } => ErrorCode::Leased,
         Refusal::ResetUnconfirmed { .. } => ErrorCode::ResetUnconfirmed,
         Refusal::NoSuchWorker { .. }

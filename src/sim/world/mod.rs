@@ -285,7 +285,9 @@ impl World {
     fn everyone(&self) -> impl Iterator<Item = Who> + use<> {
         let workers: Vec<WorkerId> = self.workers.keys().copied().collect();
         let engines = (0..self.env.setup.replicas).map(Replica).map(Who::Engine);
-        std::iter::once(Who::Leader).chain(workers.into_iter().map(Who::Worker)).chain(engines)
+        std::iter::once(Who::Leader)
+            .chain(workers.into_iter().map(Who::Worker))
+            .chain(engines)
     }
 
     /// The next event, and what follows from it.
@@ -306,7 +308,9 @@ impl World {
         tracing::trace!(at = %self.env.now(), ?happening);
         match happening {
             Happening::Packet { id, to, packet } => self.packet(id, to, packet),
-            Happening::Wake { who, life } => self.to(who, Some(life), Happening::Wake { who, life }),
+            Happening::Wake { who, life } => {
+                self.to(who, Some(life), Happening::Wake { who, life })
+            }
             Happening::CopyStep { worker, life, op } => {
                 let event = Happening::CopyStep { worker, life, op };
                 self.to(Who::Worker(worker), Some(life), event);
@@ -324,7 +328,11 @@ impl World {
                 self.to(Who::Engine(replica), Some(life), event);
             }
             Happening::Arrive { replica, life } => {
-                self.to(Who::Engine(replica), Some(life), Happening::Arrive { replica, life });
+                self.to(
+                    Who::Engine(replica),
+                    Some(life),
+                    Happening::Arrive { replica, life },
+                );
             }
             Happening::Died { to, worker, life } => {
                 self.to(to, None, Happening::Died { to, worker, life });
@@ -347,7 +355,15 @@ impl World {
         };
         if self.life(who).is_none() {
             let env = &mut self.env;
-            let heard = env.net.hear(&mut env.queue, &mut env.rng, &mut env.faults, id, to, None, packet);
+            let heard = env.net.hear(
+                &mut env.queue,
+                &mut env.rng,
+                &mut env.faults,
+                id,
+                to,
+                None,
+                packet,
+            );
             if let Err(why) = heard {
                 env.violated(why);
             }
@@ -400,7 +416,9 @@ impl World {
         let waits = place.inbox.len() > 1;
         if !std::mem::replace(place.reading, true) {
             let each = slow.map_or(Duration::ZERO, |(each, _)| each);
-            self.env.queue.push(now + each, Happening::Read { who, life });
+            self.env
+                .queue
+                .push(now + each, Happening::Read { who, life });
         }
         if waits {
             self.env.faults.took_effect(Fault::SlowConsumer);
@@ -426,7 +444,9 @@ impl World {
             *place.reading = true;
             let slow = place.slow.filter(|(_, until)| now < *until);
             let each = slow.map_or(Duration::ZERO, |(each, _)| each);
-            self.env.queue.push(now + each, Happening::Read { who, life });
+            self.env
+                .queue
+                .push(now + each, Happening::Read { who, life });
         }
         self.handle(who, life, happening);
     }
@@ -435,7 +455,10 @@ impl World {
         match who {
             Who::Leader => Some(self.leader.place()),
             Who::Worker(worker) => self.workers.get_mut(&worker).map(Process::place),
-            Who::Engine(replica) => self.engines.get_mut(usize::from(replica.0)).map(Process::place),
+            Who::Engine(replica) => self
+                .engines
+                .get_mut(usize::from(replica.0))
+                .map(Process::place),
         }
     }
 
@@ -455,7 +478,9 @@ impl World {
                 match heard {
                     Ok(Some(heard)) => Err((id, to, heard)),
                     Ok(None) => return,
-                    Err(why) => return env.violated(format!("a message was not understood: {why}")),
+                    Err(why) => {
+                        return env.violated(format!("a message was not understood: {why}"));
+                    }
                 }
             }
             other => Ok(other),
@@ -571,11 +596,12 @@ impl World {
                 self.epoch = Epoch(self.epoch.0 + 1);
                 env.counts.leaders += 1;
                 let ratio = Ratio::new(env.setup.ratio).unwrap_or_default();
-                let mut settings = LeaderSettings::new(self.epoch, env.setup.ranks, ratio, ANCHOR_KEY);
+                let mut settings =
+                    LeaderSettings::new(self.epoch, env.setup.ranks, ratio, ANCHOR_KEY);
                 settings.replicas = env.setup.replicas;
                 settings.fence = env.setup.fence;
                 settings.hold_for = env.setup.request_timeout * 4;
-                settings.engine_grace = env.setup.request_timeout * 2;
+                settings.engine_grace = env.setup.engine_grace;
                 settings.open_requests_max = env.setup.open_requests_max;
                 self.awake_since = env.now();
                 self.leader = Process {
@@ -609,12 +635,14 @@ impl World {
                     pauses: process.pauses,
                     ..Process::new()
                 };
-                env.queue.push(env.queue.now(), Happening::Arrive { replica, life });
+                env.queue
+                    .push(env.queue.now(), Happening::Arrive { replica, life });
                 life
             }
         };
         env.lives.insert(who, life);
-        env.queue.push(env.queue.now(), Happening::Wake { who, life });
+        env.queue
+            .push(env.queue.now(), Happening::Wake { who, life });
     }
 
     /// A process dies: what it knew is gone, what it copied has ended.
@@ -633,7 +661,11 @@ impl World {
                     return;
                 };
                 let life = process.life;
-                if process.state.take().is_some_and(|worker| worker.has_stuck_copy()) {
+                if process
+                    .state
+                    .take()
+                    .is_some_and(|worker| worker.has_stuck_copy())
+                {
                     env.faults.took_effect(Fault::CopyStuck);
                 }
                 env.ghost.touched.died(id, life);
@@ -649,10 +681,15 @@ impl World {
             }
             Who::Engine(replica) => self.engines[usize::from(replica.0)].state = None,
         }
-        env.net.died(&mut env.queue, &mut env.rng, &mut env.faults, who);
+        env.net
+            .died(&mut env.queue, &mut env.rng, &mut env.faults, who);
         let at = env.queue.now() + Duration::from_micros(env.rng.u64(200..60_000));
         env.queue.push(at, Happening::Begin(who));
-        let live: Vec<_> = self.engines.iter().filter_map(|engine| Some(engine.state.as_ref()?.id)).collect();
+        let live: Vec<_> = self
+            .engines
+            .iter()
+            .filter_map(|engine| Some(engine.state.as_ref()?.id))
+            .collect();
         env.drop_memories(&live);
     }
 

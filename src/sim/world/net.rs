@@ -92,7 +92,13 @@ impl Net {
     }
 
     /// A connection from a live process to a place, whoever lives there when the first message arrives.
-    pub(super) fn connect(&mut self, client: Who, life: u32, server: Who, version: u16) -> ConnectionId {
+    pub(super) fn connect(
+        &mut self,
+        client: Who,
+        life: u32,
+        server: Who,
+        version: u16,
+    ) -> ConnectionId {
         self.next += 1;
         let id = ConnectionId(self.next);
         let connection = Connection {
@@ -116,7 +122,10 @@ impl Net {
         self.connections.get(&id)?.ends[0].1
     }
 
-    #[expect(clippy::too_many_arguments, reason = "a message and the world it travels through")]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "a message and the world it travels through"
+    )]
     pub(super) fn say(
         &mut self,
         queue: &mut Queue<Happening>,
@@ -129,7 +138,11 @@ impl Net {
         epoch: Epoch,
         message: Message,
     ) -> Result<(), String> {
-        let Some(connection) = self.connections.get_mut(&id).filter(|c| c.open[from as usize]) else {
+        let Some(connection) = self
+            .connections
+            .get_mut(&id)
+            .filter(|c| c.open[from as usize])
+        else {
             return Ok(());
         };
         let version = match message {
@@ -166,7 +179,10 @@ impl Net {
         id: ConnectionId,
         from: End,
     ) {
-        let open = self.connections.get_mut(&id).map(|c| &mut c.open[from as usize]);
+        let open = self
+            .connections
+            .get_mut(&id)
+            .map(|c| &mut c.open[from as usize]);
         if open.is_some_and(|open| std::mem::take(open)) {
             self.post(queue, rng, faults, id, from, Packet::Close);
         }
@@ -184,7 +200,10 @@ impl Net {
         let Some(connection) = self.connections.get(&id) else {
             return;
         };
-        let (sender, receiver) = (connection.ends[from as usize].0, connection.ends[from.other() as usize].0);
+        let (sender, receiver) = (
+            connection.ends[from as usize].0,
+            connection.ends[from.other() as usize].0,
+        );
         let now = queue.now();
         let cut = |(a, b, until): &(Who, Who, Time)| (*a, *b) == (sender, receiver) && now < *until;
         if self.partitions.iter().any(cut) {
@@ -224,7 +243,10 @@ impl Net {
     }
 
     /// A packet reaches a life of a process. `None`: it is not for this life, or the connection is over here.
-    #[expect(clippy::too_many_arguments, reason = "a packet and the world it comes from")]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "a packet and the world it comes from"
+    )]
     pub(super) fn hear(
         &mut self,
         queue: &mut Queue<Happening>,
@@ -294,6 +316,7 @@ impl Net {
         for (id, end) in ends {
             self.close(queue, rng, faults, id, end);
         }
-        self.connections.retain(|_, connection| connection.open != [false, false]);
+        self.connections
+            .retain(|_, connection| connection.open != [false, false]);
     }
 }

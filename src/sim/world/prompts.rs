@@ -26,12 +26,17 @@ pub(super) fn draw(env: &mut Env) -> (u8, PageHashes) {
         bytes.extend_from_slice(&hash(family, branch, page.into()));
     }
     let hashes = PageHashes::packed(16, bytes.clone());
-    (namespace, hashes.unwrap_or_else(|| unreachable!("16 bytes a page")))
+    (
+        namespace,
+        hashes.unwrap_or_else(|| unreachable!("16 bytes a page")),
+    )
 }
 
 fn hash(family: u64, branch: u64, page: u64) -> [u8; 16] {
     let mut hasher = SipHasher24::new();
-    [family, branch, page + 1].into_iter().for_each(|word| hasher.write_u64(word));
+    [family, branch, page + 1]
+        .into_iter()
+        .for_each(|word| hasher.write_u64(word));
     hasher.finish128().as_bytes()
 }
 

@@ -55,7 +55,10 @@ impl Server {
             return Vec::new();
         }
         self.next = now + HEARTBEAT;
-        let silent = self.peers.iter().filter(|(_, peer)| now >= peer.heard + 3 * HEARTBEAT);
+        let silent = self
+            .peers
+            .iter()
+            .filter(|(_, peer)| now >= peer.heard + 3 * HEARTBEAT);
         let silent: Vec<ConnectionId> = silent.map(|(id, _)| *id).collect();
         silent.iter().for_each(|id| self.close(env, *id));
         silent
@@ -67,7 +70,12 @@ impl Server {
     }
 
     /// Something came over a connection.
-    pub(super) fn hear(&mut self, env: &mut Env, id: ConnectionId, heard: Heard) -> Option<Noticed> {
+    pub(super) fn hear(
+        &mut self,
+        env: &mut Env,
+        id: ConnectionId,
+        heard: Heard,
+    ) -> Option<Noticed> {
         let envelope = match heard {
             Heard::Closed => return self.peers.remove(&id).map(|_| Noticed::Closed),
             Heard::Message(envelope) => *envelope,
@@ -90,7 +98,13 @@ impl Server {
             // Its hello was lost or is late: nothing is done for a stranger.
             _ if peer.hello.is_none() => None,
             Message::Ping(_) => {
-                self.say(env, id, envelope.correlation, Duration::ZERO, Message::Pong(Empty {}));
+                self.say(
+                    env,
+                    id,
+                    envelope.correlation,
+                    Duration::ZERO,
+                    Message::Pong(Empty {}),
+                );
                 None
             }
             _ => Some(Noticed::Message(envelope)),

@@ -37,6 +37,8 @@ pub struct Setup {
     pub request_timeout: Duration,
     /// The leader's fence.
     pub fence: Duration,
+    /// How long a leader remembers an engine that is away.
+    pub engine_grace: Duration,
     /// How long a page takes to be copied, on average.
     pub page_time: Duration,
     /// Chances in a million.
@@ -94,7 +96,12 @@ impl Setup {
             version_max: rng.u16(1..=2),
             request_timeout: ms(rng, 40, 400),
             fence: ms(rng, 50, 300),
-            page_time: Duration::from_micros(rng.u64(5..=400)),
+            engine_grace: ms(rng, 10, 400),
+            page_time: Duration::from_micros(match rng.u8(0..3) {
+                0 => rng.u64(5..50),
+                1 => rng.u64(50..500),
+                _ => rng.u64(500..4000),
+            }),
             chances: Chances {
                 loss: often(rng, 30_000),
                 duplicate: often(rng, 50_000),
@@ -103,7 +110,7 @@ impl Setup {
                 copy_late: often(rng, 20_000),
                 copy_stuck: often(rng, 4_000),
             },
-            fault_every: ms(rng, 10, 200),
+            fault_every: ms(rng, 3, 120),
         }
     }
 }

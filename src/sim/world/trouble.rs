@@ -26,7 +26,7 @@ impl World {
         let every = env.setup.fault_every.mul_f64(env.rng.f64() * 2.0);
         let at = env.now() + every;
         env.queue.push(at, Happening::Trouble);
-        match env.rng.u8(0..12) {
+        match env.rng.u8(0..13) {
             0 => self.kill(Who::Leader, Fault::LeaderCrash),
             1 | 2 => {
                 let worker = self.some_worker();
@@ -53,7 +53,13 @@ impl World {
 
     fn some_worker(&mut self) -> WorkerId {
         let workers: Vec<WorkerId> = self.workers.keys().copied().collect();
-        *pick(&mut self.env.rng, &workers)
+        let mut some: Vec<WorkerId> = (0..3).map(|_| *pick(&mut self.env.rng, &workers)).collect();
+        // Rather one that has something to lose.
+        some.sort_by_key(|id| {
+            let worker = self.workers[id].state.as_ref();
+            worker.map_or(0, |worker| worker.core.open_copies())
+        });
+        some[some.len() - 1]
     }
 
     fn some_engine(&mut self) -> Who {
@@ -111,7 +117,11 @@ impl World {
             return;
         }
         self.env.faults.injected(Fault::Partition);
-        let time = self.env.setup.request_timeout.mul_f64(self.env.rng.f64() * 2.0);
+        let time = self
+            .env
+            .setup
+            .request_timeout
+            .mul_f64(self.env.rng.f64() * 2.0);
         let until = self.env.now() + time;
         let now = self.env.now();
         self.env.net.partitions.retain(|(_, _, until)| *until > now);
@@ -139,10 +149,15 @@ impl World {
         let env = &mut self.env;
         if env.rng.bool() {
             env.faults.injected(Fault::WallJump);
-            let hour: i64 = 3_600_000_000_000;
-            let by = env.rng.i64(-hour..=hour);
+            let most: i64 = *pick(&mut env.rng, &[100_000_000, 3_600_000_000_000]);
+            let by = env.rng.i64(-most..=most);
             env.jump_wall(by);
-            if self.leader.state.as_ref().is_some_and(|leader| leader.core.copies_under_way() > 0) {
+            if self
+                .leader
+                .state
+                .as_ref()
+                .is_some_and(|leader| leader.core.copies_under_way() > 0)
+            {
                 env.faults.took_effect(Fault::WallJump);
             }
         } else {
@@ -177,7 +192,9 @@ impl World {
                 || self.env.counts.steps > first + QUIET_STEPS_MAX;
             if late {
                 let open = self.pending();
-                return self.env.violated(format!("still pending after the last fault: {open}"));
+                return self
+                    .env
+                    .violated(format!("still pending after the last fault: {open}"));
             }
             self.next();
         }

@@ -95,12 +95,15 @@ impl WorkerProcess {
     }
 
     pub(super) fn has_stuck_copy(&self) -> bool {
-        self.running.values().any(|running| running.fate == Fate::Stuck && running.done > 0)
+        self.running
+            .values()
+            .any(|running| running.fate == Fate::Stuck && running.done > 0)
     }
 
     pub(super) fn next_timeout(&self) -> Time {
         let core = self.core.next_timeout().unwrap_or(Time::NEVER);
-        core.min(self.leader.next_timeout()).min(self.server.next_timeout())
+        core.min(self.leader.next_timeout())
+            .min(self.server.next_timeout())
     }
 
     pub(super) fn tick(&mut self, env: &mut Env) {
@@ -176,7 +179,9 @@ impl WorkerProcess {
                     id: ResetId(strike.reset),
                     scope,
                 },
-                Err(error) => return env.violated(format!("a strike was not understood: {error:?}")),
+                Err(error) => {
+                    return env.violated(format!("a strike was not understood: {error:?}"));
+                }
             },
             other => {
                 let kind = other.kind().name();
@@ -209,8 +214,17 @@ impl WorkerProcess {
                 self.step(env, WorkerEvent::Registered { engine, after });
             }
             Message::Written(written) => {
-                if self.memory.is_some_and(|(_, connection, _)| connection == id) {
-                    self.server.say(env, id, correlation, Duration::ZERO, Message::WrittenAnswer(Empty {}));
+                if self
+                    .memory
+                    .is_some_and(|(_, connection, _)| connection == id)
+                {
+                    self.server.say(
+                        env,
+                        id,
+                        correlation,
+                        Duration::ZERO,
+                        Message::WrittenAnswer(Empty {}),
+                    );
                     let through = RequestId(written.through);
                     self.step(env, WorkerEvent::Written { engine, through });
                 }
@@ -232,13 +246,20 @@ impl WorkerProcess {
     }
 
     fn rank_gone(&mut self, env: &mut Env, id: ConnectionId) {
-        self.abandoning.retain(|_, (connection, _)| *connection != id);
+        self.abandoning
+            .retain(|_, (connection, _)| *connection != id);
         if let Some((engine, ..)) = self.memory.take_if(|(_, connection, _)| *connection == id) {
             self.step(env, WorkerEvent::MemoryGone(engine));
         }
     }
 
-    fn registered(&mut self, env: &mut Env, engine: EngineId, asked: Option<RequestId>, admitted: bool) {
+    fn registered(
+        &mut self,
+        env: &mut Env,
+        engine: EngineId,
+        asked: Option<RequestId>,
+        admitted: bool,
+    ) {
         let Some((known, connection, waiting)) = self.memory.as_mut() else {
             return;
         };
@@ -258,7 +279,8 @@ impl WorkerProcess {
             }),
             false => Message::Error(ErrorBody::new(ErrorCode::RankDisagrees, "turned away")),
         };
-        self.server.say(env, connection, asked, Duration::ZERO, message);
+        self.server
+            .say(env, connection, asked, Duration::ZERO, message);
     }
 
     fn step(&mut self, env: &mut Env, event: WorkerEvent) {
@@ -276,7 +298,9 @@ impl WorkerProcess {
                 WorkerEffect::StrikeScope(scope) => env.depots[shard].strike_scope(&scope),
                 WorkerEffect::List(record) => env.depots[shard].list(&record),
                 WorkerEffect::Start(copies) => {
-                    copies.into_iter().for_each(|copy| self.start_copy(env, copy));
+                    copies
+                        .into_iter()
+                        .for_each(|copy| self.start_copy(env, copy));
                 }
                 WorkerEffect::Stop(op) => {
                     if let Some(running) = self.running.get_mut(&op) {
@@ -332,7 +356,8 @@ impl WorkerProcess {
             rank: self.id.rank.0,
             copies: results.collect(),
         });
-        self.leader.say(env, RequestId(batch.0), Duration::ZERO, body);
+        self.leader
+            .say(env, RequestId(batch.0), Duration::ZERO, body);
     }
 
     fn start_copy(&mut self, env: &mut Env, copy: Copy) {
@@ -365,7 +390,10 @@ impl WorkerProcess {
     fn fate(&self, env: &mut Env, copy: &Copy, pages: usize) -> Fate {
         let chances = env.net.chances;
         let dice = env.rng.u32(0..1_000_000);
-        if env.failing.is_some_and(|(rank, until)| rank == self.id.rank && env.now() < until) {
+        if env
+            .failing
+            .is_some_and(|(rank, until)| rank == self.id.rank && env.now() < until)
+        {
             env.faults.injected(Fault::RankFailure);
             if copy.direction == Direction::Store {
                 env.faults.took_effect(Fault::RankFailure);
@@ -388,7 +416,13 @@ impl WorkerProcess {
     }
 
     /// Begins or ends the copy's hold on what it reads and writes, for the checker.
-    fn touch(&self, env: &mut Env, copy: &Copy, pages: &[(u32, u32)], with: fn(&mut Touched, &TouchedPages<'_>)) {
+    fn touch(
+        &self,
+        env: &mut Env,
+        copy: &Copy,
+        pages: &[(u32, u32)],
+        with: fn(&mut Touched, &TouchedPages<'_>),
+    ) {
         let touched = TouchedPages {
             worker: self.id,
             life: self.life,
@@ -418,7 +452,9 @@ impl WorkerProcess {
 
     /// The process stood still: what it was copying may go on behind its deadline.
     pub(super) fn resumed(&mut self) {
-        self.running.values_mut().for_each(|running| running.held = true);
+        self.running
+            .values_mut()
+            .for_each(|running| running.held = true);
     }
 
     /// One page more, or the end.
@@ -450,7 +486,9 @@ impl WorkerProcess {
         let whole = running.done == running.pages.len() && !fails;
         match running.fate {
             Fate::Fails(_) if !whole => env.faults.took_effect(Fault::CopyError),
-            Fate::Slow if !whole || now > running.copy.deadline => env.faults.took_effect(Fault::CopyLate),
+            Fate::Slow if !whole || now > running.copy.deadline => {
+                env.faults.took_effect(Fault::CopyLate)
+            }
             _ => {}
         }
         let Some(running) = self.running.remove(&op) else {

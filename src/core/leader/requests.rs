@@ -1,0 +1,156 @@
+//! What engines ask: once, again, too much, too early.
+//!
+//! An engine takes any answer to a load or a store for leave to use its pages again. So none is given while a worker may
+//! still touch them: not by the copy of this request, and not by one that an older leader ordered for it.
+
+use crate::core::event::Effect;
+use crate::core::refusal::Refusal;
+use crate::core::sabotage::{Bug, planted};
+use crate::core::slot::Seen;
+use crate::types::{Answer, EngineId, Request, RequestId, SlotId, Time};
+
+use super::{Due, Leader, Timer};
+
+/// Requests of one engine that are under way at one time, unless the settings say otherwise.
+pub const OPEN_REQUESTS_MAX: usize = 1024;
+/// Loads and stores that wait until nothing of an older leader is under way; about 100 bytes each. What comes beyond is
+/// not answered: its engine asks again, or abandons it.
+pub const PARKED_MAX: usize = 65_536;
+
+/// A request that is refused when nothing of an older leader is under way.
+#[derive(Debug)]
+pub(super) struct Parked {
+    due: Due,
+    slot: SlotId,
+    /// When its patience ends.
+    next: Time,
+}
+
+impl Leader {
+    pub(super) fn request(
+        &mut self,
+        now: Time,
+        due: Due,
+        request: Request,
+        effects: &mut Vec<Effect>,
+    ) {
+        let Due { engine, id, .. } = due;
+        match request {
+            Request::Load { slot, .. } | Request::Store { slot, .. }
+                if !self.workers.all_clear() && !planted(Bug::RefuseUnclear) =>
+            {
+                return self.park(due, slot);
+            }
+            _ => {}
+        }
+        let finishes = matches!(request, Request::Finish { .. });
+        let answers = &mut self.sessions.entry(engine).or_default().answers;
+        // Whoever finishes makes room.
+        let full = answers.open() >= self.settings.open_requests_max
+            && (!finishes || planted(Bug::LimitFinish))
+            && !planted(Bug::UnboundedQueue);
+        let refused = match answers.begin(id, full || self.draining && !finishes) {
+            Seen::New => None,
+            Seen::UnderWay => return,
+            Seen::Answered(answer) => return effects.push(Effect::Answer { engine, id, answer }),
+            Seen::TooMany if self.draining => Some(Refusal::Draining),
+            Seen::TooMany => Some(Refusal::Limit {
+                limit: "requests of an engine under way",
+                max: self.settings.open_requests_max as u64,
+            }),
+            Seen::Stale => Some(Refusal::StaleRequest(id)),
+        };
+        if let Some(refused) = refused {
+            let answer = Err(refused);
+            return effects.push(Effect::Answer { engine, id, answer });
+        }
+        let answer = match request {
+            Request::Lookup {
+                slot,
+                namespace,
+                hashes,
+                device_pages,
+            } => self
+                .lookup(now, due, slot, &namespace, hashes, device_pages)
+                .map(Some),
+            Request::Load {
+                slot,
+                first_page,
+                destination,
+            } => self
+                .load(due, slot, first_page, &destination, effects)
+                .map(|()| None),
+            Request::Store {
+                slot,
+                first_page,
+                more,
+                source,
+            } => self.store(due, slot, first_page, more, &source, effects),
+            Request::Reset { scope } => self.reset(now, due, scope, effects).map(|()| None),
+            Request::Finish { slot } => {
+                let session = self.sessions.entry(engine).or_default();
+                session.note_finish(id, slot);
+                self.finish(engine, slot);
+                Ok(Some(Answer::Finish))
+            }
+        };
+        if let Some(answer) = answer.transpose() {
+            self.answer(engine, id, answer, effects);
+        }
+    }
+
+    pub(super) fn answer(
+        &mut self,
+        engine: EngineId,
+        id: RequestId,
+        answer: Result<Answer, Refusal>,
+        effects: &mut Vec<Effect>,
+    ) {
+        if let Some(session) = self.sessions.get_mut(&engine) {
+            session.answers.end(id, &answer);
+            if session.gone && session.answers.open() == 0 {
+                self.sessions.remove(&engine);
+            }
+        }
+        effects.push(Effect::Answer { engine, id, answer });
+    }
+
+    /// What names engine pages waits until nothing of an older leader touches them.
+    fn park(&mut self, due: Due, slot: SlotId) {
+        let key = (due.engine, due.id);
+        if self.parked.len() >= PARKED_MAX || self.parked.contains_key(&key) {
+            return;
+        }
+        let next = due.deadline + self.settings.fence;
+        self.timers.insert((next, Timer::Parked(key.0, key.1)));
+        self.parked.insert(key, Parked { due, slot, next });
+    }
+
+    /// Nothing of an older leader is under way: what was parked is refused, because its slot is not known here.
+    pub(super) fn refuse_parked(&mut self, effects: &mut Vec<Effect>) {
+        for ((engine, id), parked) in std::mem::take(&mut self.parked) {
+            self.timers
+                .remove(&(parked.next, Timer::Parked(engine, id)));
+            if let Some(session) = self.sessions.get_mut(&engine) {
+                session.answers.begin(id, false);
+            }
+            let refusal = Refusal::UnknownSlot(parked.slot);
+            self.answer(parked.due.engine, parked.due.id, Err(refusal), effects);
+        }
+    }
+
+    /// A request is parked for longer than its deadline and the fence: whoever keeps silent must go.
+    pub(super) fn parked_due(
+        &mut self,
+        now: Time,
+        key: (EngineId, RequestId),
+        effects: &mut Vec<Effect>,
+    ) {
+        if let Some(parked) = self.parked.get_mut(&key) {
+            parked.next = now + self.settings.fence;
+            self.timers
+                .insert((parked.next, Timer::Parked(key.0, key.1)));
+            effects.extend(self.workers.unclear().map(Effect::Expel));
+        }
+    }
+}
