@@ -9,6 +9,7 @@ mod engine_rank;
 mod leader;
 mod process;
 mod replay;
+mod sim;
 mod status;
 mod up;
 mod worker;
@@ -45,6 +46,9 @@ enum Command {
     /// Measure this machine.
     #[command(subcommand)]
     Bench(bench::Command),
+    /// Run simulated worlds with faults. For developers: see `cargo xtask sim`.
+    #[command(hide = true)]
+    Sim(sim::Arguments),
     /// One rank of the reference engine; speaks over its standard input and output.
     #[command(hide = true)]
     EngineRank(engine_rank::Arguments),
@@ -89,6 +93,7 @@ pub fn main() -> ExitCode {
         Command::Status(arguments) => arguments.run(),
         Command::Replay(arguments) => arguments.run(),
         Command::Bench(command) => command.run(),
+        Command::Sim(arguments) => arguments.run(),
         Command::EngineRank(arguments) => arguments.run(),
     };
     match result {

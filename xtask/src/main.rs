@@ -14,6 +14,9 @@ use std::process::{Command, ExitCode};
 const HELP: &str = "cargo xtask TASK
 
   test       run every test of the workspace, with the documentation's
+  sim        run simulated worlds with faults: --seeds A..B [--steps N] [--jobs N] [--trace]; a seed
+             that fails is printed with the line that runs it again, and joins tests/seeds.txt
+  planted    how many planted bugs the simulator finds, and in how many seeds
   licences   check that every dependency's licence is allowed by deny.toml
   check      format, lints, licences, tests: what CI runs";
 
@@ -21,6 +24,8 @@ fn main() -> ExitCode {
     let task = std::env::args().nth(1).unwrap_or_default();
     let result = match task.as_str() {
         "test" => test(),
+        "sim" => sim(),
+        "planted" => planted(),
         "licences" => licences::check(root()),
         "check" => check(),
         "" | "help" | "--help" => {
@@ -49,6 +54,20 @@ fn test() -> Result<(), String> {
     cargo(&["test", "--workspace", "--locked", "--doc"])?;
     cargo(&["test", "--package", "xtask", "--locked"])?;
     cargo(&["test", "--package", "kvferry", "--locked", "--all-targets"])
+}
+
+/// The simulator itself is a hidden command of the program; the rest of the command line is its.
+fn sim() -> Result<(), String> {
+    let given: Vec<String> = std::env::args().skip(2).collect();
+    let mut arguments = vec!["run", "--release", "--locked", "--quiet", "--", "sim"];
+    arguments.extend(["--corpus", "tests/seeds.txt"]);
+    arguments.extend(given.iter().map(String::as_str));
+    cargo(&arguments)
+}
+
+fn planted() -> Result<(), String> {
+    let name = "sim::world::tests::every_planted_bug_is_found";
+    cargo(&["test", "--locked", "--lib", name, "--", "--nocapture"])
 }
 
 fn check() -> Result<(), String> {

@@ -20,6 +20,7 @@ mod queue;
 mod server;
 mod setup;
 mod storage;
+mod summary;
 mod trouble;
 mod worker;
 
@@ -42,6 +43,7 @@ use leader::LeaderProcess;
 use net::{ConnectionId, End, Packet};
 pub use setup::{Chances, Setup};
 pub use storage::{Content, Depot, EMPTY, Storage, TORN};
+pub use summary::{RUNS_TO_JUDGE, Summary};
 use worker::WorkerProcess;
 
 /// Secret of the depots; a new leader finds it there.
@@ -105,41 +107,61 @@ enum Happening {
     Trouble,
 }
 
-/// What happened in a run.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Counts {
+macro_rules! counts {
+    ($($(#[$doc:meta])* $name:ident;)*) => {
+        /// What happened in a run.
+        #[derive(Debug, Clone, Default, PartialEq, Eq)]
+        pub struct Counts {
+            $($(#[$doc])* pub $name: u64,)*
+        }
+
+        impl Counts {
+            /// Each count with its name.
+            pub fn by_name(&self) -> impl Iterator<Item = (&'static str, u64)> {
+                [$((stringify!($name), self.$name),)*].into_iter()
+            }
+
+            /// Adds those of another run.
+            pub fn add(&mut self, other: &Self) {
+                $(self.$name += other.$name;)*
+            }
+        }
+    };
+}
+
+counts! {
     /// Events.
-    pub steps: u64,
+    steps;
     /// Messages.
-    pub messages: u64,
+    messages;
     /// Prompts that arrived.
-    pub prompts: u64,
+    prompts;
     /// Prompts that were served.
-    pub served: u64,
+    served;
     /// Answers that engines heard.
-    pub answers: u64,
+    answers;
     /// Of those, refusals.
-    pub refusals: u64,
+    refusals;
     /// Requests that engines gave up.
-    pub given_up: u64,
+    given_up;
     /// Resets that were confirmed.
-    pub resets: u64,
+    resets;
     /// Copies that started.
-    pub copies: u64,
-    /// Pages that were written by copies.
-    pub pages_copied: u64,
+    copies;
+    /// Pages that copies wrote.
+    pages_copied;
     /// Pages that engines compared with what they must hold.
-    pub pages_verified: u64,
+    pages_verified;
     /// Pages that engines were spared.
-    pub hit_pages: u64,
+    hit_pages;
     /// Pages that new leaders found in the depots.
-    pub recovered_pages: u64,
+    recovered_pages;
     /// Leaders that began.
-    pub leaders: u64,
+    leaders;
     /// Workers that had to go.
-    pub expelled: u64,
+    expelled;
     /// Virtual time in milliseconds.
-    pub virtual_ms: u64,
+    virtual_ms;
 }
 
 /// How a run ended.

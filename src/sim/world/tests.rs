@@ -1,11 +1,21 @@
 //! The world itself, and what it finds.
 
+use std::io::Write;
+
 use super::*;
+use crate::core::sabotage::{Bug, plant};
+
+/// Steps of the short runs.
+const SHORT: u64 = 2000;
+
+fn tell(text: &str) {
+    writeln!(std::io::stderr(), "{text}").expect("standard error");
+}
 
 #[test]
 fn one_seed_is_one_story() {
     for seed in 0..20 {
-        let (first, second) = (run(seed, 1500), run(seed, 1500));
+        let (first, second) = (run(seed, SHORT), run(seed, SHORT));
         assert_eq!(first.digest, second.digest, "seed {seed}");
         assert_eq!(first.counts, second.counts);
         assert_eq!(first.faults, second.faults);
@@ -13,83 +23,92 @@ fn one_seed_is_one_story() {
 }
 
 #[test]
-#[ignore = "by hand"]
-fn look() {
-    let from: u64 = std::env::var("FROM")
-        .ok()
-        .and_then(|n| n.parse().ok())
-        .unwrap_or(0);
-    let to: u64 = std::env::var("TO")
-        .ok()
-        .and_then(|n| n.parse().ok())
-        .unwrap_or(100);
-    let steps: u64 = std::env::var("STEPS")
-        .ok()
-        .and_then(|n| n.parse().ok())
-        .unwrap_or(2000);
-    if std::env::var_os("TRACE").is_some() {
-        let print = tracing_subscriber::fmt()
-            .with_max_level(tracing::Level::TRACE)
-            .without_time();
-        print
-            .with_writer(std::io::stderr)
-            .with_ansi(false)
-            .with_target(false)
-            .init();
-    }
-    let begun = std::time::Instant::now();
-    let mut faults = FaultCounts::default();
-    for seed in from..to {
-        let outcome = run(seed, steps);
-        faults.add(&outcome.faults);
-        if let Some(violation) = &outcome.violation {
-            eprintln!("seed {seed} after {}: {violation}", outcome.counts.steps);
-        }
-        if std::env::var_os("ALL").is_some() {
-            eprintln!("{seed} {:?}", outcome.counts);
-        }
-    }
-    for (fault, injected, effect) in faults.iter() {
-        eprintln!("{fault}: {injected} {effect}");
-    }
-    eprintln!("{:?}", begun.elapsed());
+fn two_seeds_are_two_stories() {
+    assert_ne!(run(1, SHORT).digest, run(2, SHORT).digest);
 }
 
 #[test]
-#[ignore = "by hand"]
-fn plants() {
-    use crate::core::sabotage::{Bug, plant};
-    let number = |name: &str, or: u64| {
-        std::env::var(name)
-            .ok()
-            .and_then(|n| n.parse().ok())
-            .unwrap_or(or)
-    };
-    let (to, steps) = (number("TO", 100), number("STEPS", 3000));
-    std::panic::set_hook(Box::new(|_| {}));
-    let only = std::env::var("BUG").unwrap_or_default();
-    for bug in Bug::ALL
-        .iter()
-        .filter(|bug| format!("{bug:?}").contains(&only))
-    {
-        let begun = std::time::Instant::now();
-        let mut found = Vec::new();
-        for seed in 0..to {
-            plant(Some(*bug));
-            let outcome = std::panic::catch_unwind(|| run(seed, steps));
-            plant(None);
-            match outcome {
-                Ok(outcome) => found.extend(outcome.violation.map(|what| (seed, what))),
-                Err(_) => found.push((seed, "panic".to_owned())),
-            }
-        }
-        let first = found
-            .first()
-            .map(|(seed, what)| format!("{seed}: {}", &what[..what.len().min(150)]));
-        eprintln!(
-            "{bug:?}: {} of {to}, {:?}; {first:?}",
-            found.len(),
-            begun.elapsed()
-        );
+fn a_thousand_short_worlds_hold() {
+    let mut summary = Summary::default();
+    (0..1000).for_each(|seed| summary.add(&run(seed, SHORT)));
+    tell(&format!("{summary}"));
+    assert!(summary.failed.is_empty(), "{:?}", summary.failed);
+    assert_eq!(summary.toothless(), [], "these faults never had an effect");
+}
+
+#[test]
+fn what_failed_once_does_not_fail_again() {
+    let corpus = include_str!("../../../tests/seeds.txt");
+    let lines = corpus
+        .lines()
+        .filter(|line| !line.starts_with('#') && !line.is_empty());
+    for line in lines {
+        let mut words = line.split(' ').map(str::parse);
+        let (Some(Ok(seed)), Some(Ok(steps))) = (words.next(), words.next()) else {
+            panic!("tests/seeds.txt: {line}: seed, steps, text");
+        };
+        let outcome = run(seed, steps);
+        assert_eq!(outcome.violation, None, "seed {seed}, {steps} steps");
     }
+}
+
+/// Steps in which a planted bug is looked for.
+const PLANTED_STEPS: u64 = 4000;
+/// Seeds in which it is looked for, at most.
+const PLANTED_SEEDS: u64 = 3000;
+/// So many seeds that find it are enough.
+const PLANTED_ENOUGH: usize = 3;
+
+fn hunt(bug: Bug) -> (Vec<u64>, u64) {
+    let mut found = Vec::new();
+    for seed in 0..PLANTED_SEEDS {
+        plant(Some(bug));
+        let outcome = std::panic::catch_unwind(|| run(seed, PLANTED_STEPS));
+        plant(None);
+        if !outcome.is_ok_and(|outcome| outcome.violation.is_none()) {
+            found.push(seed);
+        }
+        if found.len() >= PLANTED_ENOUGH {
+            return (found, seed + 1);
+        }
+    }
+    (found, PLANTED_SEEDS)
+}
+
+#[test]
+fn every_planted_bug_is_found() {
+    let next = std::sync::atomic::AtomicUsize::new(0);
+    let work = || {
+        let mut found = Vec::new();
+        while let Some(bug) = Bug::ALL.get(next.fetch_add(1, std::sync::atomic::Ordering::Relaxed))
+        {
+            found.push((*bug, hunt(*bug)));
+        }
+        found
+    };
+    let mut all: Vec<_> = std::thread::scope(|scope| {
+        let hunters: Vec<_> = (0..2).map(|_| scope.spawn(work)).collect();
+        hunters
+            .into_iter()
+            .flat_map(|hunter| hunter.join().expect("no panic"))
+            .collect()
+    });
+    all.sort();
+    for (bug, (seeds, of)) in &all {
+        tell(&format!(
+            "{bug:?}: found in {} of {of} seeds: {seeds:?}",
+            seeds.len()
+        ));
+    }
+    let missed: Vec<Bug> = all
+        .iter()
+        .filter(|(_, (seeds, _))| seeds.is_empty())
+        .map(|(bug, _)| *bug)
+        .collect();
+    tell(&format!(
+        "{} of {} planted bugs found",
+        all.len() - missed.len(),
+        all.len()
+    ));
+    assert_eq!(missed, []);
 }
