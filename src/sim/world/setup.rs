@@ -110,7 +110,11 @@ impl Setup {
                 copy_late: often(rng, 20_000),
                 copy_stuck: often(rng, 4_000),
             },
-            fault_every: ms(rng, 3, 120),
+            fault_every: match rng.u8(0..3) {
+                0 => ms(rng, 3, 20),
+                1 => ms(rng, 20, 120),
+                _ => ms(rng, 120, 600),
+            },
         }
     }
 }

@@ -38,6 +38,8 @@ enum Fate {
     Good,
     /// Fails before this page.
     Fails(usize),
+    /// The same, because its rank fails for a while.
+    FailsWithRank(usize),
     /// Takes too long.
     Slow,
     /// Never goes on behind its first page.
@@ -398,7 +400,7 @@ impl WorkerProcess {
             if copy.direction == Direction::Store {
                 env.faults.took_effect(Fault::RankFailure);
             }
-            return Fate::Fails(env.rng.usize(0..=pages));
+            return Fate::FailsWithRank(env.rng.usize(0..=pages));
         }
         if dice < chances.copy_error {
             env.faults.injected(Fault::CopyError);
@@ -468,7 +470,8 @@ impl WorkerProcess {
         if stuck {
             return;
         }
-        let fails = matches!(running.fate, Fate::Fails(at) if at == running.done);
+        let fails =
+            matches!(running.fate, Fate::Fails(at) | Fate::FailsWithRank(at) if at == running.done);
         let over = running.stop || fails || running.done == running.pages.len();
         if !over {
             let (source, destination) = running.pages[running.done];
