@@ -1,0 +1,176 @@
+//! What the models share: the network, the past of a state, and how a model is checked.
+
+use std::fmt::Debug;
+use std::hash::{Hash, Hasher};
+use std::sync::Arc;
+
+use kvferry::core::RankSet;
+use kvferry::types::Rank;
+use stateright::{Checker, Expectation, HasDiscoveries, Model};
+
+/// Ranks of every model.
+pub const RANKS: u16 = 2;
+
+/// Their numbers.
+pub fn ranks() -> impl Iterator<Item = Rank> {
+    (0..RANKS).map(Rank)
+}
+
+/// The index of a rank.
+pub fn at(rank: Rank) -> usize {
+    usize::from(rank.0)
+}
+
+/// A set of ranks, as a part of a state.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Missing(pub RankSet);
+
+impl Missing {
+    /// Every rank.
+    pub fn all() -> Self {
+        Self(RankSet::first(RANKS))
+    }
+}
+
+impl Hash for Missing {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.0.iter().for_each(|rank| rank.hash(state));
+        self.0.len().hash(state);
+    }
+}
+
+/// Every message that was ever sent and whose connection stands: each may arrive at any time, in any order, any number
+/// of times, or never.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Network<M>(Vec<M>);
+
+impl<M: Ord + Copy> Network<M> {
+    pub fn new() -> Self {
+        Self(Vec::new())
+    }
+
+    /// Sends; the same message again is no other one.
+    pub fn send(&mut self, message: M) {
+        if let Err(at) = self.0.binary_search(&message) {
+            self.0.insert(at, message);
+        }
+    }
+
+    /// Whatever may arrive next.
+    pub fn messages(&self) -> impl Iterator<Item = M> {
+        self.0.iter().copied()
+    }
+
+    /// A connection broke: what it carried never arrives.
+    pub fn cut(&mut self, lost: impl Fn(&M) -> bool) {
+        self.0.retain(|message| !lost(message));
+    }
+}
+
+/// How a state was reached, for the code that is run beside the model. No part of what a state is.
+#[derive(Clone)]
+pub struct Past<E>(Option<Arc<(E, Self)>>);
+
+impl<E: Clone> Past<E> {
+    pub fn new() -> Self {
+        Self(None)
+    }
+
+    /// One more event.
+    pub fn then(&self, event: E) -> Self {
+        Self(Some(Arc::new((event, self.clone()))))
+    }
+
+    /// All of them, the first one first.
+    pub fn events(&self) -> Vec<E> {
+        let mut events = Vec::new();
+        let mut next = self;
+        while let Some(node) = &next.0 {
+            events.push(node.0.clone());
+            next = &node.1;
+        }
+        events.reverse();
+        events
+    }
+}
+
+impl<E> Hash for Past<E> {
+    fn hash<H: Hasher>(&self, _: &mut H) {}
+}
+
+impl<E> PartialEq for Past<E> {
+    fn eq(&self, _: &Self) -> bool {
+        true
+    }
+}
+
+impl<E> Eq for Past<E> {}
+
+impl<E> Debug for Past<E> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("..")
+    }
+}
+
+/// Most states of one model.
+const STATES_MAX: usize = 2_000_000;
+
+/// Visits every state. What must always hold, does; what must be reachable, is.
+pub fn holds<M>(name: &str, model: M)
+where
+    M: Model + Send + Sync + 'static,
+    M::State: Clone + Debug + Hash + PartialEq + Send + Sync + 'static,
+    M::Action: Clone + Debug + PartialEq + Send,
+{
+    let begun = std::time::Instant::now();
+    let expected: Vec<_> = model
+        .properties()
+        .iter()
+        .map(|property| (property.name, property.expectation.clone()))
+        .collect();
+    let reachable = |expectation: &Expectation| matches!(expectation, Expectation::Sometimes);
+    let checker = model
+        .checker()
+        .finish_when(HasDiscoveries::AnyFailures)
+        .spawn_bfs()
+        .join();
+    let states = checker.unique_state_count();
+    eprintln!(
+        "{name}: {states} states, {} steps, depth {}, {:.1?}",
+        checker.state_count(),
+        checker.max_depth(),
+        begun.elapsed()
+    );
+    assert!(states < STATES_MAX, "{name} has {states} states");
+    let found = checker.discoveries();
+    for (property, expectation) in expected {
+        match (reachable(&expectation), found.get(property)) {
+            (false, Some(path)) => panic!("{name}: not always '{property}':\n{path:?}"),
+            (true, None) => panic!("{name}: never '{property}'"),
+            _ => {}
+        }
+    }
+}
+
+/// Visits states until `property` is seen to fail.
+pub fn breaks<M>(name: &str, model: M, property: &'static str)
+where
+    M: Model + Send + Sync + 'static,
+    M::State: Clone + Debug + Hash + PartialEq + Send + Sync + 'static,
+    M::Action: Clone + Debug + PartialEq + Send,
+{
+    let sought = [property].into_iter().collect();
+    let checker = model
+        .checker()
+        .finish_when(HasDiscoveries::AnyOf(sought))
+        .spawn_bfs()
+        .join();
+    let states = checker.unique_state_count();
+    let found = checker.discovery(property);
+    let path = found.unwrap_or_else(|| panic!("{name}: '{property}' holds in all {states} states"));
+    let steps: Vec<_> = path.into_actions();
+    eprintln!(
+        "{name}: broken after {} steps, {states} states: {steps:?}",
+        steps.len()
+    );
+}
