@@ -12,6 +12,7 @@
 )]
 
 mod model {
+    mod growth;
     pub mod harness;
     mod publish;
 }

@@ -152,25 +152,36 @@ where
     }
 }
 
-/// Visits states until `property` is seen to fail.
-pub fn breaks<M>(name: &str, model: M, property: &'static str)
+/// Visits states until `property` is seen to fail, and finds the shortest way there.
+pub fn breaks<M>(name: &str, model: impl Fn() -> M, property: &'static str)
 where
     M: Model + Send + Sync + 'static,
     M::State: Clone + Debug + Hash + PartialEq + Send + Sync + 'static,
     M::Action: Clone + Debug + PartialEq + Send,
 {
-    let sought = [property].into_iter().collect();
-    let checker = model
-        .checker()
-        .finish_when(HasDiscoveries::AnyOf(sought))
-        .spawn_bfs()
-        .join();
-    let states = checker.unique_state_count();
-    let found = checker.discovery(property);
-    let path = found.unwrap_or_else(|| panic!("{name}: '{property}' holds in all {states} states"));
-    let steps: Vec<_> = path.into_actions();
-    eprintln!(
-        "{name}: broken after {} steps, {states} states: {steps:?}",
-        steps.len()
-    );
+    let mut shortest = None;
+    let mut states = 0;
+    let mut depth = usize::MAX;
+    loop {
+        let sought = [property].into_iter().collect();
+        let checker = model()
+            .checker()
+            .finish_when(HasDiscoveries::AnyOf(sought))
+            .target_max_depth(depth)
+            .spawn_bfs()
+            .join();
+        states = states.max(checker.unique_state_count());
+        let Some(path) = checker.discovery(property) else {
+            break;
+        };
+        let actions = path.into_actions();
+        // The state before the first action counts as well.
+        depth = actions.len() + 1;
+        shortest = Some(actions);
+    }
+    let Some(steps) = shortest else {
+        panic!("{name}: '{property}' holds in all {states} states");
+    };
+    let count = steps.len();
+    eprintln!("{name}: broken after {count} steps, {states} states: {steps:?}");
 }

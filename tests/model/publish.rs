@@ -549,14 +549,14 @@ fn pages_become_readable_by_set_and_are_freed_once() {
 fn counting_acknowledgements_serves_pages_that_are_not_whole() {
     breaks(
         "publish by count",
-        Publish::one_leader(Rule::Count),
+        || Publish::one_leader(Rule::Count),
         READABLE,
     );
 }
 
 #[test]
 fn an_acknowledgement_of_another_store_serves_pages_that_are_not_whole() {
-    let model = Publish::one_leader(Rule::AnyGeneration);
+    let model = || Publish::one_leader(Rule::AnyGeneration);
     breaks("publish by any generation", model, READABLE);
 }
 
@@ -564,7 +564,7 @@ fn an_acknowledgement_of_another_store_serves_pages_that_are_not_whole() {
 fn an_acknowledgement_to_an_older_leader_serves_pages_that_are_not_whole() {
     breaks(
         "publish by any epoch",
-        Publish::two_leaders(Rule::AnyEpoch),
+        || Publish::two_leaders(Rule::AnyEpoch),
         READABLE,
     );
 }
@@ -573,12 +573,12 @@ fn an_acknowledgement_to_an_older_leader_serves_pages_that_are_not_whole() {
 fn pages_that_are_freed_at_their_deadline_are_written_twice_at_a_time() {
     breaks(
         "free late pages",
-        Publish::one_leader(Rule::FreeLate),
+        || Publish::one_leader(Rule::FreeLate),
         ONE_WRITER,
     );
     breaks(
         "free late pages",
-        Publish::one_leader(Rule::FreeLate),
+        || Publish::one_leader(Rule::FreeLate),
         FREED_ONCE,
     );
 }
@@ -587,7 +587,7 @@ fn pages_that_are_freed_at_their_deadline_are_written_twice_at_a_time() {
 fn a_late_acknowledgement_that_counts_publishes_what_was_given_up() {
     breaks(
         "publish late pages",
-        Publish::one_leader(Rule::PublishLate),
+        || Publish::one_leader(Rule::PublishLate),
         IN_TIME,
     );
 }

@@ -1,0 +1,361 @@
+//! Growth: a block grows behind its watermark, page by page. A growth that fails, or is late, gives its page back, and
+//! the next one takes the same page under another generation. What came before stays readable throughout.
+//!
+//! One sequence of three pages in an arena of three. [`Pool`] is run beside it.
+
+use kvferry::core::{AnchorKey, Domain, Kind, Pool, Reach, Run, Want};
+use kvferry::types::{Generation, GroupId, PageHashes, Rank, Ratio};
+use stateright::{Model, Property};
+
+use super::harness::{Missing, Network, Past, RANKS, at, breaks, holds, ranks};
+
+const PAGES: usize = 3;
+
+type Page = usize;
+
+/// How growing goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Rule {
+    /// As it is built.
+    Watermark,
+    /// An acknowledgement of an older growth is taken for the one that fills.
+    AnyGeneration,
+    /// A page can be read as soon as it is reserved.
+    ReadReserved,
+    /// A growth that failed on some rank publishes.
+    PublishFailed,
+    /// A growth is given up at its deadline, and its page used again.
+    FreeLate,
+}
+
+struct Growth {
+    rule: Rule,
+    /// Stores in all: the first one and growths.
+    stores: u64,
+    domain: Domain,
+    sequence: PageHashes,
+}
+
+impl Growth {
+    fn new(rule: Rule) -> Self {
+        let pages = (0..PAGES).flat_map(|page| [page as u8; 16]).collect();
+        Self {
+            rule,
+            stores: 4,
+            domain: Domain::new(&AnchorKey([1; 32]), b"", &[0; 16], GroupId(0)),
+            sequence: PageHashes::packed(16, pages).expect("three pages"),
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+enum Message {
+    Order(Rank, Generation, Page),
+    Ack(Rank, Generation, bool),
+}
+
+#[derive(Debug, Clone, PartialEq)]
+enum Action {
+    Grow,
+    Arrive(Message),
+    End(Rank, Generation, bool),
+    Late,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Fill {
+    generation: Generation,
+    missing: Missing,
+    failed: bool,
+    late: bool,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct State {
+    last: Generation,
+    /// Pages below the watermark, each with the store that published it.
+    ready: Vec<Generation>,
+    fill: Option<Fill>,
+    writing: [Vec<(Page, Generation)>; RANKS as usize],
+    wrote: [[Option<Generation>; PAGES]; RANKS as usize],
+    seen: [Vec<Generation>; RANKS as usize],
+    network: Network<Message>,
+    failures: u8,
+    differs: Option<String>,
+    past: Past<Event>,
+}
+
+/// What the pool is asked.
+#[derive(Debug, Clone)]
+enum Event {
+    Grow,
+    Late(Generation),
+    Ended(Generation, Rank, bool, Option<bool>),
+}
+
+impl State {
+    fn tell(&mut self, event: Event) {
+        self.past = self.past.then(event);
+    }
+
+    fn grow(&mut self) {
+        self.last.0 += 1;
+        let (generation, page) = (self.last, self.ready.len());
+        self.fill = Some(Fill {
+            generation,
+            missing: Missing::all(),
+            failed: false,
+            late: false,
+        });
+        for rank in ranks() {
+            self.network.send(Message::Order(rank, generation, page));
+        }
+        self.tell(Event::Grow);
+    }
+
+    fn start(&mut self, rank: Rank, generation: Generation, page: Page) -> bool {
+        let seen = &mut self.seen[at(rank)];
+        if seen.contains(&generation) {
+            return false;
+        }
+        seen.push(generation);
+        seen.sort_unstable();
+        self.writing[at(rank)].push((page, generation));
+        self.writing[at(rank)].sort_unstable();
+        self.wrote[at(rank)][page] = None;
+        true
+    }
+
+    fn end(&mut self, rank: Rank, generation: Generation, whole: bool) {
+        let writing = &mut self.writing[at(rank)];
+        let which = writing.iter().position(|(_, copy)| *copy == generation);
+        let (page, _) = writing.remove(which.expect("a copy"));
+        if whole {
+            self.wrote[at(rank)][page] = Some(generation);
+        }
+        self.network.send(Message::Ack(rank, generation, whole));
+    }
+
+    /// An acknowledgement; whether it had an effect.
+    fn ended(&mut self, rule: Rule, generation: Generation, rank: Rank, whole: bool) -> bool {
+        let meant = |fill: &Fill| fill.generation == generation || rule == Rule::AnyGeneration;
+        let mut result = None;
+        let mut effect = false;
+        if let Some(fill) = self.fill.as_mut().filter(|fill| meant(fill)) {
+            effect = fill.missing.0.remove(rank);
+            fill.failed |= effect && !whole;
+            if effect && fill.missing.0.is_empty() {
+                let failed = (fill.failed && rule != Rule::PublishFailed) || fill.late;
+                result = Some(!failed);
+                let generation = fill.generation;
+                self.fill = None;
+                match failed {
+                    true => self.failures += 1,
+                    false => self.ready.push(generation),
+                }
+            }
+        }
+        self.tell(Event::Ended(generation, rank, whole, result));
+        effect
+    }
+
+    fn late(&mut self, rule: Rule) {
+        let fill = self.fill.as_mut().expect("a store under way");
+        let generation = fill.generation;
+        fill.late = true;
+        if rule == Rule::FreeLate {
+            self.fill = None;
+        }
+        self.tell(Event::Late(generation));
+    }
+
+    /// Pages that a lookup finds.
+    fn readable(&self, rule: Rule) -> Vec<Generation> {
+        let reserved = self.fill.iter().map(|fill| fill.generation);
+        let reserved = reserved.filter(|_| rule == Rule::ReadReserved);
+        self.ready.iter().copied().chain(reserved).collect()
+    }
+}
+
+impl Model for Growth {
+    type State = State;
+    type Action = Action;
+
+    fn init_states(&self) -> Vec<State> {
+        vec![State {
+            last: Generation(0),
+            ready: Vec::new(),
+            fill: None,
+            writing: Default::default(),
+            wrote: Default::default(),
+            seen: Default::default(),
+            network: Network::new(),
+            failures: 0,
+            differs: None,
+            past: Past::new(),
+        }]
+    }
+
+    fn actions(&self, state: &State, actions: &mut Vec<Action>) {
+        let room = state.fill.is_none() && state.ready.len() < PAGES;
+        if room && state.last.0 < self.stores {
+            actions.push(Action::Grow);
+        }
+        actions.extend(state.network.messages().map(Action::Arrive));
+        for rank in ranks() {
+            for (_, generation) in &state.writing[at(rank)] {
+                actions.push(Action::End(rank, *generation, true));
+                actions.push(Action::End(rank, *generation, false));
+            }
+        }
+        if state.fill.as_ref().is_some_and(|fill| !fill.late) {
+            actions.push(Action::Late);
+        }
+    }
+
+    fn next_state(&self, last: &State, action: Action) -> Option<State> {
+        let mut state = last.clone();
+        match action {
+            Action::Grow => state.grow(),
+            Action::Arrive(Message::Order(rank, generation, page)) => {
+                if !state.start(rank, generation, page) {
+                    return None;
+                }
+            }
+            Action::Arrive(Message::Ack(rank, generation, whole)) => {
+                if !state.ended(self.rule, generation, rank, whole) {
+                    state.differs = self.compare(&state);
+                    return state.differs.is_some().then_some(state);
+                }
+            }
+            Action::End(rank, generation, whole) => state.end(rank, generation, whole),
+            Action::Late => state.late(self.rule),
+        }
+        state.differs = self.compare(&state);
+        Some(state)
+    }
+
+    fn properties(&self) -> Vec<Property<Self>> {
+        vec![
+            Property::always(READABLE, |model: &Self, state: &State| {
+                let readable = state.readable(model.rule);
+                readable.iter().enumerate().all(|(page, generation)| {
+                    ranks().all(|rank| state.wrote[at(rank)][page] == Some(*generation))
+                })
+            }),
+            Property::always(ONE_WRITER, |_, state: &State| {
+                ranks().all(|rank| state.writing[at(rank)].len() < 2)
+            }),
+            Property::always(ALIKE, |_, state: &State| state.differs.is_none()),
+            Property::sometimes("whole after growths that failed", |_, state: &State| {
+                state.ready.len() == PAGES && state.failures > 0
+            }),
+            Property::sometimes(
+                "given up while pages before are readable",
+                |_, state: &State| {
+                    let late = state.fill.as_ref().is_some_and(|fill| fill.late);
+                    late && !state.ready.is_empty()
+                },
+            ),
+        ]
+    }
+}
+
+const READABLE: &str = "what is readable was written whole by every rank in its generation";
+const ONE_WRITER: &str = "no two copies write one page at a time";
+const ALIKE: &str = "the pool does what the model does";
+
+impl Growth {
+    /// Runs the pool through the past of a state; says where they differ. Broken variants are not compared.
+    fn compare(&self, state: &State) -> Option<String> {
+        if self.rule != Rule::Watermark {
+            return None;
+        }
+        let ratio = Ratio::new(PAGES as u32).expect("in bounds");
+        let mut pool = Pool::new(PAGES as u32, ratio);
+        let (domain, sequence) = (&self.domain, &self.sequence);
+        let mut last = 0;
+        for event in state.past.events() {
+            match event {
+                Event::Grow => {
+                    let tail = pool.longest(domain, sequence, 0, Want::Present);
+                    let position = tail.map_or(0, |tail| tail.pages);
+                    let kind = tail.map_or(Kind::New, |_| Kind::Growth);
+                    let (mut reserved, mut evicted) = (Vec::new(), Vec::new());
+                    pool.reserve(
+                        domain,
+                        sequence,
+                        position,
+                        position + 1,
+                        tail,
+                        &mut last,
+                        &mut reserved,
+                        &mut evicted,
+                    );
+                    let Some(reserved) = reserved.first().filter(|new| new.kind == kind) else {
+                        return Some(format!("{reserved:?} for page {position}"));
+                    };
+                    pool.start_filling(reserved.generation, Missing::all().0);
+                }
+                Event::Late(generation) => pool.quarantine(generation),
+                Event::Ended(generation, rank, whole, expected) => {
+                    let result = pool.ended(generation, rank, whole);
+                    if result != expected {
+                        return Some(format!(
+                            "{generation}, {rank}: {result:?}, not {expected:?}"
+                        ));
+                    }
+                }
+            }
+        }
+        let mut runs: Vec<Run> = Vec::new();
+        let found = pool.walk(domain, sequence, 0, &mut runs);
+        let expected = Reach {
+            end: state.ready.len() as u32,
+            pending: state.fill.is_some(),
+        };
+        let wrong = (found != expected).then(|| format!("{found:?}, not {expected:?}"));
+        pool.check().err().or(wrong)
+    }
+}
+
+#[test]
+fn an_acknowledgement_of_one_growth_never_publishes_another() {
+    holds("growth", Growth::new(Rule::Watermark));
+}
+
+#[test]
+fn an_acknowledgement_without_a_generation_publishes_the_wrong_growth() {
+    breaks(
+        "growth by any generation",
+        || Growth::new(Rule::AnyGeneration),
+        READABLE,
+    );
+}
+
+#[test]
+fn pages_above_the_watermark_are_not_whole() {
+    breaks(
+        "growth without watermark",
+        || Growth::new(Rule::ReadReserved),
+        READABLE,
+    );
+}
+
+#[test]
+fn a_growth_that_failed_on_one_rank_is_not_whole() {
+    breaks(
+        "growth in spite of failures",
+        || Growth::new(Rule::PublishFailed),
+        READABLE,
+    );
+}
+
+#[test]
+fn a_growth_that_is_given_up_too_early_is_written_twice_at_a_time() {
+    breaks(
+        "growth freed late",
+        || Growth::new(Rule::FreeLate),
+        ONE_WRITER,
+    );
+}
