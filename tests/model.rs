@@ -12,6 +12,7 @@
 )]
 
 mod model {
+    mod epochs;
     mod growth;
     pub mod harness;
     mod publish;

@@ -112,6 +112,28 @@ impl<E> Debug for Past<E> {
     }
 }
 
+/// What a value prints, with the items of everything in braces in order: a hash map prints alike in every run.
+pub fn canonical(printed: &str) -> String {
+    let mut open: Vec<Vec<String>> = vec![vec![String::new()]];
+    for letter in printed.chars().filter(|letter| !letter.is_whitespace()) {
+        let depth = open.len();
+        match letter {
+            '{' | '[' | '(' => open.push(vec![String::new()]),
+            ',' => open[depth - 1].push(String::new()),
+            '}' | ']' | ')' => {
+                let mut items = open.pop().unwrap_or_default();
+                if letter == '}' {
+                    items.sort_unstable();
+                }
+                let text = format!("({})", items.join(","));
+                open[depth - 2].last_mut().expect("an item").push_str(&text);
+            }
+            _ => open[depth - 1].last_mut().expect("an item").push(letter),
+        }
+    }
+    open.concat().join(",")
+}
+
 /// Most states of one model.
 const STATES_MAX: usize = 2_000_000;
 

@@ -1,0 +1,651 @@
+//! Epochs: leaders restart, connections break, memory is registered anew and workers die, while copies run and messages
+//! of every age arrive. A worker starts what is ordered of it now, once; a leader waits for every copy that may run.
+//!
+//! One page. The workers are [`Worker`]s, rebuilt from their past at every step; what they print is part of a state. The
+//! leader is small: it orders stores one after another, and publishes by set.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use kvferry::core::{BatchId, Worker, WorkerEffect, WorkerEvent, WorkerSettings};
+use kvferry::types::{
+    AttachId, Copy, Direction, EndedCopy, EngineId, Epoch, FragmentPair, OpId, PageList, Rank,
+    RequestId, Time,
+};
+use stateright::{Model, Property};
+
+use super::harness::{Missing, Network, Past, RANKS, at, breaks, canonical, holds, ranks};
+
+const NOW: Time = Time(0);
+const ENGINE: EngineId = EngineId([1; 16]);
+const RUNNING_MAX: usize = 2;
+
+/// A copy, over all epochs.
+type CopyId = (Epoch, OpId);
+
+/// How epochs are kept apart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Rule {
+    /// As it is built.
+    Built,
+    /// A leader takes acknowledgements of any epoch.
+    AnyAck,
+    /// A worker takes orders of any epoch.
+    AnyOrder,
+    /// A worker starts whatever arrives in its epoch, again and again.
+    RunAgain,
+    /// A worker answers a cancel that comes before its order, and forgets it.
+    ForgetCancel,
+    /// A worker attaches while it still copies.
+    AttachEarly,
+}
+
+struct Epochs {
+    rule: Rule,
+    /// Stores that a leader orders, for each of the leaders.
+    stores: Vec<u64>,
+    /// Connections that break, memory that is registered anew, and workers that die; each at most.
+    breaks: u8,
+    remaps: u8,
+    deaths: u8,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+enum Message {
+    /// Over one connection.
+    Attach(Rank, AttachId),
+    /// Over one connection.
+    Admit(Rank, AttachId, OpId),
+    Order(Rank, CopyId),
+    Cancel(Rank, CopyId),
+    Ack(Rank, CopyId, bool),
+}
+
+#[derive(Debug, Clone, PartialEq)]
+enum Action {
+    Store,
+    Late,
+    Arrive(Message),
+    End(Rank, CopyId, bool),
+    Restart,
+    /// A leader loses a worker that does not know yet.
+    Break(Rank),
+    /// A worker finds the leader.
+    Connect(Rank),
+    Remap(Rank),
+    Die(Rank),
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Fill {
+    op: OpId,
+    missing: Missing,
+    failed: bool,
+    late: bool,
+}
+
+/// A worker's place, from both sides.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Place {
+    /// The leader that it is connected to.
+    link: Option<Epoch>,
+    /// The leader knows of this connection.
+    connected: bool,
+    /// The last attach over this connection, as the leader saw it.
+    attached: Option<AttachId>,
+    /// Its depot is not the one that the leader knows.
+    other_depot: bool,
+    /// Copies that write.
+    running: Vec<CopyId>,
+    /// Whose bytes lie in the page, whole.
+    wrote: Option<CopyId>,
+    /// What the worker prints.
+    worker: Arc<str>,
+    past: Past<WorkerEvent>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct State {
+    epoch: Epoch,
+    last: OpId,
+    fill: Option<Fill>,
+    ready: Option<OpId>,
+    places: [Place; RANKS as usize],
+    network: Network<Message>,
+    broken: u8,
+    remapped: u8,
+    dead: u8,
+    /// A worker started what an older leader ordered.
+    started_old: bool,
+}
+
+impl Place {
+    fn new() -> Self {
+        let first = Past::new().then(WorkerEvent::DepotReady);
+        let after = RequestId(0);
+        let first = first.then(WorkerEvent::Registered {
+            engine: ENGINE,
+            after,
+        });
+        let through = RequestId(u64::MAX);
+        let past = first.then(WorkerEvent::Written {
+            engine: ENGINE,
+            through,
+        });
+        Self {
+            link: None,
+            connected: false,
+            attached: None,
+            other_depot: false,
+            running: Vec::new(),
+            wrote: None,
+            worker: Arc::from(""),
+            past,
+        }
+    }
+
+    /// One more event for the worker; what it does about it.
+    fn step(&mut self, event: WorkerEvent) -> Vec<WorkerEffect> {
+        let key = (Arc::clone(&self.worker), format!("{event:?}"));
+        self.past = self.past.then(event);
+        let stepped = STEPS.with_borrow_mut(|steps| {
+            let rebuilt = || rebuild(self.past.events());
+            steps.entry(key).or_insert_with(rebuilt).clone()
+        });
+        self.worker = stepped.0;
+        stepped.1
+    }
+
+    fn start(&mut self, copy: CopyId) {
+        self.running.push(copy);
+        self.running.sort_unstable();
+        self.wrote = None;
+    }
+}
+
+/// What a worker prints after an event, and what it wants done.
+type Stepped = (Arc<str>, Vec<WorkerEffect>);
+
+thread_local! {
+    /// Steps that were taken before: a worker that prints the same does the same.
+    static STEPS: RefCell<HashMap<(Arc<str>, String), Stepped>> = RefCell::default();
+}
+
+fn rebuild(past: Vec<WorkerEvent>) -> Stepped {
+    let mut worker = Worker::new(WorkerSettings::new(RUNNING_MAX));
+    let mut effects = Vec::new();
+    for event in past {
+        effects.clear();
+        worker.step(NOW, event, &mut effects);
+    }
+    (Arc::from(canonical(&format!("{worker:?}"))), effects)
+}
+
+/// The order of a copy. Its source names it, over all epochs.
+fn copy((epoch, op): CopyId) -> Copy {
+    let source = u32::try_from(epoch.0 * 100 + op.0).expect("small numbers");
+    let pair = FragmentPair {
+        src: PageList::run(source, 1),
+        dst: PageList::run(0, 1),
+    };
+    Copy {
+        op,
+        engine: ENGINE,
+        direction: Direction::Store,
+        pairs: vec![pair],
+        request: RequestId(1),
+        record: None,
+        deadline: Time(1),
+    }
+}
+
+fn id(copy: &Copy) -> CopyId {
+    let source = u64::from(copy.pairs[0].src.0[0].start);
+    (Epoch(source / 100), copy.op)
+}
+
+impl State {
+    fn store(&mut self) {
+        self.last.0 += 1;
+        self.ready = None;
+        self.fill = Some(Fill {
+            op: self.last,
+            missing: Missing::all(),
+            failed: false,
+            late: false,
+        });
+        for rank in ranks() {
+            let order = Message::Order(rank, (self.epoch, self.last));
+            self.network.send(order);
+        }
+    }
+
+    fn late(&mut self) {
+        let fill = self.fill.as_mut().expect("a store under way");
+        fill.late = true;
+        for rank in fill.missing.0.iter() {
+            let cancel = Message::Cancel(rank, (self.epoch, fill.op));
+            self.network.send(cancel);
+        }
+    }
+
+    /// A copy ended on a rank, as the leader sees it; whether that was news.
+    fn ended(&mut self, op: OpId, rank: Rank, whole: bool) -> bool {
+        let Some(fill) = self.fill.as_mut().filter(|fill| fill.op == op) else {
+            return false;
+        };
+        let news = fill.missing.0.remove(rank);
+        fill.failed |= news && !whole;
+        if fill.missing.0.is_empty() {
+            self.ready = (!fill.failed && !fill.late).then_some(op);
+            self.fill = None;
+        }
+        news
+    }
+
+    fn end_all_of(&mut self, rank: Rank) {
+        if let Some(op) = self.fill.as_ref().map(|fill| fill.op) {
+            self.ended(op, rank, false);
+        }
+    }
+
+    /// Whether that was news to the leader.
+    fn attach(&mut self, rank: Rank, attach: AttachId) -> bool {
+        if !self.places[at(rank)].connected || Some(attach) <= self.places[at(rank)].attached {
+            return false;
+        }
+        self.end_all_of(rank);
+        let place = &mut self.places[at(rank)];
+        place.attached = Some(attach);
+        if std::mem::take(&mut place.other_depot) {
+            self.ready = None;
+            // What fills is forgotten when it ends.
+            self.fill.iter_mut().for_each(|fill| fill.failed = true);
+        }
+        self.network.send(Message::Admit(rank, attach, self.last));
+        true
+    }
+
+    /// The leader's side of a connection is gone, with what it carried of it.
+    fn cut(&mut self, rank: Rank) {
+        let place = &mut self.places[at(rank)];
+        place.connected = false;
+        place.attached = None;
+        self.network.cut(|message| match message {
+            Message::Attach(who, _) | Message::Admit(who, ..) => *who == rank,
+            _ => false,
+        });
+    }
+
+    /// Hands an event to a worker, and carries out what it wants.
+    fn tell(&mut self, rule: Rule, rank: Rank, event: WorkerEvent) {
+        let place = &mut self.places[at(rank)];
+        for effect in place.step(event) {
+            match effect {
+                WorkerEffect::Attach { attach, .. } => {
+                    self.network.send(Message::Attach(rank, attach));
+                }
+                WorkerEffect::Start(copies) => {
+                    for copy in copies.iter().map(id) {
+                        self.started_old |= Some(copy.0) != place.link;
+                        place.start(copy);
+                    }
+                }
+                WorkerEffect::Report { copies, .. } => {
+                    for ended in copies {
+                        let epoch = place.link.expect("nobody is told without a leader");
+                        let ack = Message::Ack(rank, (epoch, ended.op), ended.whole);
+                        self.network.send(ack);
+                    }
+                }
+                WorkerEffect::GiveUp => unreachable!("time stands still"),
+                _ => {}
+            }
+        }
+        if rule == Rule::AttachEarly && place.link.is_some() && place.attached.is_none() {
+            self.network.send(Message::Attach(rank, AttachId(1)));
+        }
+    }
+
+    /// An order or a cancel reaches a worker.
+    fn ordered(&mut self, rule: Rule, message: Message) {
+        match message {
+            Message::Order(rank, order) => {
+                let epoch = match (rule, self.places[at(rank)].link) {
+                    (Rule::AnyOrder, Some(epoch)) => epoch,
+                    _ => order.0,
+                };
+                let batch = BatchId(order.1.0);
+                let copies = vec![copy(order)];
+                let event = WorkerEvent::Ordered {
+                    epoch,
+                    batch,
+                    copies,
+                };
+                self.tell(rule, rank, event);
+                let place = &mut self.places[at(rank)];
+                let again = rule == Rule::RunAgain && place.link == Some(order.0);
+                if again && !place.running.contains(&order) {
+                    place.start(order);
+                }
+            }
+            Message::Cancel(rank, (epoch, op)) => {
+                let place = &self.places[at(rank)];
+                let runs = place.running.contains(&(epoch, op));
+                if rule == Rule::ForgetCancel && !runs && place.link == Some(epoch) {
+                    self.network.send(Message::Ack(rank, (epoch, op), false));
+                    return;
+                }
+                let batch = BatchId(100 + op.0);
+                let ops = vec![op];
+                let event = WorkerEvent::Cancel { epoch, batch, ops };
+                self.tell(rule, rank, event);
+            }
+            _ => {}
+        }
+    }
+
+    /// Whether it changes anything.
+    fn arrive(&mut self, rule: Rule, message: Message) -> bool {
+        match message {
+            Message::Attach(rank, attach) => self.attach(rank, attach),
+            Message::Ack(rank, (epoch, op), whole) => {
+                (epoch == self.epoch || rule == Rule::AnyAck) && self.ended(op, rank, whole)
+            }
+            Message::Admit(rank, attach, after) => {
+                let after = Some(after);
+                self.changed(rank, |state| {
+                    state.tell(rule, rank, WorkerEvent::Admitted { attach, after });
+                })
+            }
+            Message::Order(rank, _) | Message::Cancel(rank, _) => {
+                self.changed(rank, |state| state.ordered(rule, message))
+            }
+        }
+    }
+
+    fn changed(&mut self, rank: Rank, event: impl FnOnce(&mut Self)) -> bool {
+        let before = (self.places[at(rank)].clone(), self.network.clone());
+        event(self);
+        before != (self.places[at(rank)].clone(), self.network.clone())
+    }
+
+    fn end(&mut self, rule: Rule, rank: Rank, copy: CopyId, whole: bool) {
+        let place = &mut self.places[at(rank)];
+        place.running.retain(|running| *running != copy);
+        if whole {
+            place.wrote = Some(copy);
+        }
+        let ended = EndedCopy {
+            op: copy.1,
+            whole,
+            bytes: 0,
+            busy_us: 0,
+        };
+        self.tell(rule, rank, WorkerEvent::CopiesEnded(vec![ended]));
+    }
+
+    fn restart(&mut self) {
+        self.epoch.0 += 1;
+        self.last = OpId(0);
+        self.fill = None;
+        self.ready = None;
+        ranks().for_each(|rank| self.cut(rank));
+    }
+
+    fn connect(&mut self, rule: Rule, rank: Rank) {
+        self.cut(rank);
+        let place = &mut self.places[at(rank)];
+        place.connected = true;
+        place.link = Some(self.epoch);
+        self.tell(rule, rank, WorkerEvent::LeaderFound(self.epoch));
+    }
+
+    fn die(&mut self, rank: Rank) {
+        self.dead += 1;
+        self.cut(rank);
+        self.end_all_of(rank);
+        self.places[at(rank)] = Place::new();
+        self.places[at(rank)].other_depot = true;
+    }
+
+    fn all_attached(&self) -> bool {
+        self.places.iter().all(|place| place.attached.is_some())
+    }
+}
+
+impl Model for Epochs {
+    type State = State;
+    type Action = Action;
+
+    fn init_states(&self) -> Vec<State> {
+        vec![State {
+            epoch: Epoch(1),
+            last: OpId(0),
+            fill: None,
+            ready: None,
+            places: [Place::new(), Place::new()],
+            network: Network::new(),
+            broken: 0,
+            remapped: 0,
+            dead: 0,
+            started_old: false,
+        }]
+    }
+
+    fn actions(&self, state: &State, actions: &mut Vec<Action>) {
+        let leader = usize::try_from(state.epoch.0 - 1).expect("a small number");
+        if state.all_attached() && state.fill.is_none() && state.last.0 < self.stores[leader] {
+            actions.push(Action::Store);
+        }
+        if state.fill.as_ref().is_some_and(|fill| !fill.late) {
+            actions.push(Action::Late);
+        }
+        if leader + 1 < self.stores.len() {
+            actions.push(Action::Restart);
+        }
+        actions.extend(state.network.messages().map(Action::Arrive));
+        for rank in ranks() {
+            let place = &state.places[at(rank)];
+            for copy in &place.running {
+                actions.push(Action::End(rank, *copy, true));
+                actions.push(Action::End(rank, *copy, false));
+            }
+            match place.connected {
+                false => actions.push(Action::Connect(rank)),
+                true if state.broken < self.breaks => actions.push(Action::Break(rank)),
+                true => {}
+            }
+            if state.remapped < self.remaps {
+                actions.push(Action::Remap(rank));
+            }
+            if state.dead < self.deaths {
+                actions.push(Action::Die(rank));
+            }
+        }
+    }
+
+    fn next_state(&self, last: &State, action: Action) -> Option<State> {
+        let mut state = last.clone();
+        match action {
+            Action::Store => state.store(),
+            Action::Late => state.late(),
+            Action::Arrive(message) => return state.arrive(self.rule, message).then_some(state),
+            Action::End(rank, copy, whole) => state.end(self.rule, rank, copy, whole),
+            Action::Restart => state.restart(),
+            Action::Break(rank) => {
+                state.broken += 1;
+                state.cut(rank);
+            }
+            Action::Connect(rank) => state.connect(self.rule, rank),
+            Action::Remap(rank) => {
+                state.remapped += 1;
+                let after = RequestId(0);
+                let event = WorkerEvent::Registered {
+                    engine: ENGINE,
+                    after,
+                };
+                state.tell(self.rule, rank, event);
+                let through = RequestId(u64::MAX);
+                let event = WorkerEvent::Written {
+                    engine: ENGINE,
+                    through,
+                };
+                state.tell(self.rule, rank, event);
+            }
+            Action::Die(rank) => state.die(rank),
+        }
+        Some(state)
+    }
+
+    fn properties(&self) -> Vec<Property<Self>> {
+        vec![
+            Property::always(READABLE, |_, state: &State| {
+                let served = state.ready.filter(|_| state.all_attached());
+                served.is_none_or(|op| {
+                    let whole = Some((state.epoch, op));
+                    state.places.iter().all(|place| place.wrote == whole)
+                })
+            }),
+            Property::always(ONE_WRITER, |_, state: &State| {
+                state.places.iter().all(|place| place.running.len() < 2)
+            }),
+            Property::always(AWAITED, |_, state: &State| {
+                ranks().all(|rank| {
+                    let place = &state.places[at(rank)];
+                    let owes = |fill: &Fill| fill.missing.0.contains(rank);
+                    let awaited = state.fill.as_ref().filter(|fill| owes(fill));
+                    let awaited = awaited.map(|fill| (state.epoch, fill.op));
+                    let mut running = place.running.iter();
+                    place.attached.is_none() || running.all(|copy| Some(*copy) == awaited)
+                })
+            }),
+            Property::always(ENDED, |_, state: &State| {
+                state.network.messages().all(|message| match message {
+                    Message::Ack(rank, copy, _) => !state.places[at(rank)].running.contains(&copy),
+                    _ => true,
+                })
+            }),
+            Property::always(NOTHING_OLD, |_, state: &State| !state.started_old),
+            Property::sometimes(
+                "a page is readable after all",
+                |model: &Self, state: &State| {
+                    state.ready.is_some()
+                        && state.all_attached()
+                        && state.epoch.0 == model.stores.len() as u64
+                        && (state.broken, state.remapped, state.dead)
+                            == (model.breaks, model.remaps, model.deaths)
+                },
+            ),
+            Property::sometimes(
+                "a copy outlives its leader, or what it was for",
+                |_, state: &State| {
+                    let outlives = |place: &Place| {
+                        let mut running = place.running.iter();
+                        running.any(|(epoch, _)| *epoch != state.epoch || place.attached.is_none())
+                    };
+                    state.places.iter().any(outlives) || state.fill.iter().any(|fill| fill.late)
+                },
+            ),
+        ]
+    }
+}
+
+const READABLE: &str = "what is readable was written whole by every rank, for this leader";
+const ONE_WRITER: &str = "no two copies write one page at a time";
+const AWAITED: &str = "what runs on an attached worker is waited for by its leader";
+const ENDED: &str = "a copy that was said to have ended does not run";
+const NOTHING_OLD: &str = "no worker starts what an older leader ordered";
+
+impl Epochs {
+    fn restarted(rule: Rule) -> Self {
+        Self {
+            rule,
+            stores: vec![1, 1],
+            breaks: 0,
+            remaps: 0,
+            deaths: 0,
+        }
+    }
+
+    fn one_leader(rule: Rule, breaks: u8, remaps: u8, deaths: u8) -> Self {
+        Self {
+            rule,
+            stores: vec![2],
+            breaks,
+            remaps,
+            deaths,
+        }
+    }
+}
+
+#[test]
+fn nothing_of_an_older_leader_has_an_effect() {
+    holds("epochs, restarted", Epochs::restarted(Rule::Built));
+    let model = Epochs {
+        breaks: 1,
+        ..Epochs::restarted(Rule::Built)
+    };
+    holds("epochs, restarted, a connection breaks", model);
+    let model = Epochs {
+        deaths: 1,
+        ..Epochs::restarted(Rule::Built)
+    };
+    holds("epochs, restarted, a worker dies", model);
+}
+
+#[test]
+fn a_worker_runs_what_its_leader_waits_for_over_broken_connections() {
+    let model = Epochs::one_leader(Rule::Built, 1, 0, 0);
+    holds("epochs, connections break", model);
+}
+
+#[test]
+fn a_worker_runs_what_its_leader_waits_for_when_memory_is_registered_anew() {
+    let model = Epochs::one_leader(Rule::Built, 0, 1, 0);
+    holds("epochs, memory registered anew", model);
+}
+
+#[test]
+fn a_worker_runs_what_its_leader_waits_for_when_workers_die() {
+    let model = Epochs::one_leader(Rule::Built, 0, 0, 1);
+    holds("epochs, workers die", model);
+}
+
+#[test]
+fn acknowledgements_to_an_older_leader_serve_pages_that_are_not_whole() {
+    breaks(
+        "epochs: any acknowledgement",
+        || Epochs::restarted(Rule::AnyAck),
+        READABLE,
+    );
+}
+
+#[test]
+fn orders_of_an_older_leader_are_carried_out() {
+    breaks(
+        "epochs: any order",
+        || Epochs::restarted(Rule::AnyOrder),
+        NOTHING_OLD,
+    );
+}
+
+#[test]
+fn an_order_that_comes_again_runs_after_its_end() {
+    let model = || Epochs::one_leader(Rule::RunAgain, 0, 0, 0);
+    breaks("epochs: run again", model, ENDED);
+    breaks("epochs: run again", model, ONE_WRITER);
+}
+
+#[test]
+fn an_order_behind_a_forgotten_cancel_runs_after_its_end() {
+    let model = || Epochs::one_leader(Rule::ForgetCancel, 0, 0, 0);
+    breaks("epochs: forgotten cancel", model, ENDED);
+}
+
+#[test]
+fn a_worker_that_attaches_too_early_writes_what_nobody_waits_for() {
+    let model = || Epochs::restarted(Rule::AttachEarly);
+    breaks("epochs: early attach", model, AWAITED);
+}
