@@ -15,5 +15,6 @@ mod model {
     mod epochs;
     mod growth;
     pub mod harness;
+    mod leases;
     mod publish;
 }

@@ -45,13 +45,22 @@ struct Publish {
 }
 
 impl Publish {
-    /// Three stores of one leader, and a worker that dies.
+    /// Three stores of one leader.
     fn one_leader(rule: Rule) -> Self {
         Self {
             rule,
             stores: vec![3],
-            deaths: 1,
+            deaths: 0,
             domain: domain(),
+        }
+    }
+
+    /// Two stores, and a worker that dies.
+    fn dying(rule: Rule) -> Self {
+        Self {
+            stores: vec![2],
+            deaths: 1,
+            ..Self::one_leader(rule)
         }
     }
 
@@ -59,7 +68,6 @@ impl Publish {
     fn two_leaders(rule: Rule) -> Self {
         Self {
             stores: vec![1, 2],
-            deaths: 0,
             ..Self::one_leader(rule)
         }
     }
@@ -542,6 +550,7 @@ impl Publish {
 #[test]
 fn pages_become_readable_by_set_and_are_freed_once() {
     holds("publish", Publish::one_leader(Rule::Set));
+    holds("publish, workers die", Publish::dying(Rule::Set));
     holds("publish, restarted", Publish::two_leaders(Rule::Set));
 }
 

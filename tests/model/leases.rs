@@ -1,0 +1,594 @@
+//! Leases: a lookup holds what it found for a while, a load holds it until its copy has ended on every rank; late
+//! copies, disconnects, expiry and deaths included. What is held is never evicted, and nothing is held for nobody.
+//!
+//! Two pages, three sequences of one page each, one engine. A leader is run beside it.
+
+mod beside;
+
+use kvferry::core::Event;
+use kvferry::types::{
+    EndedCopy, EngineId, Epoch, OpId, PageList, Rank, Request, RequestId, SlotId,
+};
+use stateright::{Model, Property};
+
+use super::harness::{Missing, Past, breaks, holds, ranks};
+use beside::{attached, sequence, time, worker};
+
+const PAGES: usize = 2;
+const NAMES: usize = 3;
+const ENGINE: EngineId = EngineId([1; 16]);
+const EPOCH: Epoch = Epoch(1);
+/// In seconds: how long a lookup holds, how long an engine is remembered, when an answer is due.
+const HOLD: u8 = 2;
+const GRACE: u8 = 1;
+const DEADLINE: u8 = 1;
+
+/// How holds are kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Rule {
+    /// As it is built.
+    Built,
+    /// A lease ends with the deadline of its load.
+    UntilDeadline,
+    /// A lease ends when the first rank has ended.
+    UntilFirst,
+    /// What an engine held stays held when it is forgotten.
+    Keep,
+    /// The oldest block is evicted, held or not.
+    EvictHeld,
+    /// An end that is reported again gives the lease back again.
+    ReleaseAgain,
+}
+
+struct Leases {
+    rule: Rule,
+    /// Copies, seconds, broken connections and deaths; each at most.
+    ops: u64,
+    seconds: u8,
+    disconnects: u8,
+    deaths: u8,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+enum Action {
+    Lookup(usize),
+    Load(usize),
+    Store(usize),
+    Finish(usize),
+    Ended(OpId, Rank, bool),
+    Second,
+    Disconnect,
+    Reconnect,
+    /// A worker dies and another one, with another depot, attaches.
+    Die(Rank),
+}
+
+/// A page of a sequence, the oldest first. Named by the store that fills it.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Block {
+    id: OpId,
+    name: usize,
+    filling: bool,
+    pins: i8,
+    retired: bool,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Hold {
+    block: OpId,
+    until: u8,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Op {
+    id: OpId,
+    /// What a load reads, or a store fills.
+    block: OpId,
+    load: bool,
+    missing: Missing,
+    failed: bool,
+    late: bool,
+    deadline: u8,
+    leased: bool,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct State {
+    now: u8,
+    last: OpId,
+    blocks: Vec<Block>,
+    /// Running requests, each with what it holds.
+    slots: [Option<Option<Hold>>; NAMES],
+    ops: Vec<Op>,
+    connected: bool,
+    gone_at: Option<u8>,
+    disconnected: u8,
+    dead: u8,
+    evicted: bool,
+    differs: Option<String>,
+    past: Past<(u8, Event)>,
+}
+
+impl State {
+    fn tell(&mut self, event: Event) {
+        self.past = self.past.then((self.now, event));
+    }
+
+    fn ask(&mut self, request: Request) {
+        let (engine, id) = (ENGINE, RequestId(0));
+        let deadline = time(self.now + DEADLINE);
+        self.tell(Event::Request {
+            engine,
+            id,
+            deadline,
+            request,
+        });
+    }
+
+    fn block(&mut self, id: OpId) -> Option<&mut Block> {
+        self.blocks.iter_mut().find(|block| block.id == id)
+    }
+
+    fn found(&self, name: usize) -> Option<&Block> {
+        let mut blocks = self.blocks.iter();
+        blocks.find(|block| block.name == name && !block.retired)
+    }
+
+    fn touch(&mut self, id: OpId) {
+        if let Some(at) = self.blocks.iter().position(|block| block.id == id) {
+            let block = self.blocks.remove(at);
+            self.blocks.push(block);
+        }
+    }
+
+    fn pin(&mut self, id: OpId) {
+        if let Some(block) = self.block(id) {
+            block.pins += 1;
+        }
+    }
+
+    fn unpin(&mut self, id: OpId) {
+        if let Some(block) = self.block(id) {
+            block.pins -= 1;
+        }
+        self.bury();
+    }
+
+    /// What is forgotten goes with its last holder.
+    fn bury(&mut self) {
+        self.blocks
+            .retain(|block| block.filling || !block.retired || block.pins > 0);
+    }
+
+    fn let_go(&mut self, name: usize) {
+        let hold = self.slots[name].as_mut().and_then(Option::take);
+        if let Some(hold) = hold {
+            self.unpin(hold.block);
+        }
+    }
+
+    fn lookup(&mut self, name: usize) {
+        self.let_go(name);
+        self.slots[name] = Some(None);
+        let found = self.found(name).filter(|block| !block.filling);
+        if let Some(block) = found.map(|block| block.id) {
+            self.touch(block);
+            self.pin(block);
+            let until = self.now + HOLD;
+            self.slots[name] = Some(Some(Hold { block, until }));
+        }
+        self.ask(Request::Lookup {
+            slot: SlotId(name as u64),
+            namespace: Vec::new(),
+            hashes: sequence(name),
+            device_pages: 0,
+        });
+    }
+
+    fn load(&mut self, name: usize) {
+        let hold = self.slots[name].as_mut().and_then(Option::take);
+        let block = hold.expect("a hold").block;
+        self.begin(block, true);
+        self.ask(Request::Load {
+            slot: SlotId(name as u64),
+            first_page: 0,
+            destination: PageList::run(name as u32, 1),
+        });
+    }
+
+    fn begin(&mut self, block: OpId, load: bool) {
+        self.last.0 += u64::from(load);
+        self.ops.push(Op {
+            id: self.last,
+            block,
+            load,
+            missing: Missing::all(),
+            failed: false,
+            late: false,
+            deadline: self.now + DEADLINE,
+            leased: load,
+        });
+    }
+
+    fn store(&mut self, rule: Rule, name: usize) {
+        match self.found(name) {
+            Some(block) if !block.filling => {
+                let block = block.id;
+                self.touch(block);
+            }
+            Some(_) => {}
+            None => self.reserve(rule, name),
+        }
+        self.ask(Request::Store {
+            slot: SlotId(name as u64),
+            first_page: 0,
+            more: None,
+            source: PageList::run(name as u32, 1),
+        });
+    }
+
+    fn reserve(&mut self, rule: Rule, name: usize) {
+        if self.blocks.len() == PAGES {
+            let free = |block: &Block| block.pins == 0 || rule == Rule::EvictHeld;
+            let oldest = self
+                .blocks
+                .iter()
+                .position(|block| !block.filling && free(block));
+            let Some(oldest) = oldest else { return };
+            self.blocks.remove(oldest);
+            self.evicted = true;
+        }
+        self.last.0 += 1;
+        self.blocks.push(Block {
+            id: self.last,
+            name,
+            filling: true,
+            pins: 0,
+            retired: false,
+        });
+        self.begin(self.last, false);
+    }
+
+    /// A copy ended on a rank; whether that was news.
+    fn ended(&mut self, rule: Rule, id: OpId, rank: Rank, whole: bool) -> bool {
+        let Some(op) = self.ops.iter_mut().find(|op| op.id == id) else {
+            return false;
+        };
+        let news = op.missing.0.remove(rank);
+        op.failed |= news && !whole;
+        let (op, last) = (op.clone(), op.missing.0.is_empty());
+        let again = rule == Rule::ReleaseAgain && !news && op.load;
+        let first = rule == Rule::UntilFirst && op.leased;
+        if again || first {
+            self.release(id);
+        }
+        if news && last {
+            self.release(id);
+            self.ops.retain(|op| op.id != id);
+            if !op.load {
+                self.filled(&op);
+            }
+        }
+        news || again
+    }
+
+    fn release(&mut self, id: OpId) {
+        let op = self.ops.iter_mut().find(|op| op.id == id);
+        let op = op.expect("a copy under way");
+        if std::mem::take(&mut op.leased) {
+            let block = op.block;
+            self.unpin(block);
+        }
+    }
+
+    fn filled(&mut self, op: &Op) {
+        let failed = op.failed || op.late;
+        if let Some(block) = self.block(op.block) {
+            block.filling = false;
+            block.retired |= failed;
+        }
+        self.bury();
+        self.touch(op.block);
+    }
+
+    fn second(&mut self, rule: Rule) {
+        self.now += 1;
+        let now = self.now;
+        for name in 0..NAMES {
+            let hold = self.slots[name].as_ref().and_then(Option::as_ref);
+            if hold.is_some_and(|hold| hold.until <= now) {
+                self.let_go(name);
+            }
+        }
+        let due = self.ops.iter_mut().filter(|op| op.deadline <= now);
+        let late: Vec<OpId> = due
+            .map(|op| {
+                op.late = true;
+                op.id
+            })
+            .collect();
+        if rule == Rule::UntilDeadline {
+            late.into_iter().for_each(|op| self.release(op));
+        }
+        if self.gone_at.is_some_and(|at| at <= now) {
+            self.gone_at = None;
+            for name in 0..NAMES {
+                if rule != Rule::Keep {
+                    self.let_go(name);
+                }
+                self.slots[name] = None;
+            }
+        }
+        self.tell(Event::Tick);
+    }
+
+    fn die(&mut self, rule: Rule, rank: Rank) {
+        self.dead += 1;
+        let owed: Vec<OpId> = self.ops.iter().map(|op| op.id).collect();
+        for op in owed {
+            self.ended(rule, op, rank, false);
+        }
+        self.blocks
+            .iter_mut()
+            .for_each(|block| block.retired = true);
+        self.bury();
+        let worker = worker(rank);
+        self.tell(Event::WorkerDead(worker));
+        self.tell(Event::Attached(attached(worker, 2)));
+    }
+
+    /// Every block that somebody reads or may read, once for each holder.
+    fn holders(&self) -> impl Iterator<Item = OpId> {
+        let slots = self.slots.iter().flatten().flatten();
+        let loads = self.ops.iter().filter(|op| op.load);
+        slots.map(|hold| hold.block).chain(loads.map(|op| op.block))
+    }
+}
+
+impl Model for Leases {
+    type State = State;
+    type Action = Action;
+
+    /// Two sequences are stored, and nobody holds them.
+    fn init_states(&self) -> Vec<State> {
+        let empty = State {
+            now: 0,
+            last: OpId(0),
+            blocks: Vec::new(),
+            slots: [None, None, None],
+            ops: Vec::new(),
+            connected: true,
+            gone_at: None,
+            disconnected: 0,
+            dead: 0,
+            evicted: false,
+            differs: None,
+            past: Past::new(),
+        };
+        let store = |name: usize| {
+            let op = OpId(name as u64 + 1);
+            let ended = ranks().map(move |rank| Action::Ended(op, rank, true));
+            let begun = [Action::Lookup(name), Action::Store(name)].into_iter();
+            begun.chain(ended).chain([Action::Finish(name)])
+        };
+        let stored = (0..PAGES).flat_map(store).fold(empty, |state, action| {
+            self.next_state(&state, action).expect("an effect")
+        });
+        vec![stored]
+    }
+
+    fn actions(&self, state: &State, actions: &mut Vec<Action>) {
+        let room = state.last.0 < self.ops;
+        for name in (0..NAMES).filter(|_| state.connected) {
+            actions.push(Action::Lookup(name));
+            let Some(slot) = &state.slots[name] else {
+                continue;
+            };
+            actions.push(Action::Finish(name));
+            if room {
+                actions.push(Action::Store(name));
+            }
+            if room && slot.is_some() {
+                actions.push(Action::Load(name));
+            }
+        }
+        // Ends that were reported before are reported again.
+        for op in &state.ops {
+            for rank in ranks() {
+                actions.push(Action::Ended(op.id, rank, true));
+                actions.push(Action::Ended(op.id, rank, false));
+            }
+        }
+        if state.now < self.seconds {
+            actions.push(Action::Second);
+        }
+        if state.connected && state.disconnected < self.disconnects {
+            actions.push(Action::Disconnect);
+        }
+        if !state.connected {
+            actions.push(Action::Reconnect);
+        }
+        if state.dead < self.deaths {
+            actions.extend(ranks().map(Action::Die));
+        }
+    }
+
+    fn next_state(&self, last: &State, action: Action) -> Option<State> {
+        let mut state = last.clone();
+        match action {
+            Action::Lookup(name) => state.lookup(name),
+            Action::Load(name) => state.load(name),
+            Action::Store(name) => state.store(self.rule, name),
+            Action::Finish(name) => {
+                state.let_go(name);
+                state.slots[name] = None;
+                let slot = SlotId(name as u64);
+                state.ask(Request::Finish { slot });
+            }
+            Action::Ended(op, rank, whole) => {
+                let news = state.ended(self.rule, op, rank, whole);
+                let ended = EndedCopy {
+                    op,
+                    whole,
+                    bytes: 0,
+                    busy_us: 0,
+                };
+                state.tell(Event::Ended {
+                    worker: worker(rank),
+                    epoch: EPOCH,
+                    copies: vec![ended],
+                });
+                if !news {
+                    state.differs = self.compare(&state);
+                    return state.differs.is_some().then_some(state);
+                }
+            }
+            Action::Second => state.second(self.rule),
+            Action::Disconnect => {
+                state.disconnected += 1;
+                state.connected = false;
+                state.gone_at = Some(state.now + GRACE);
+                state.tell(Event::EngineClosed(ENGINE));
+            }
+            Action::Reconnect => {
+                state.connected = true;
+                state.gone_at = None;
+                state.tell(Event::EngineOpened(ENGINE));
+            }
+            Action::Die(rank) => state.die(self.rule, rank),
+        }
+        state.differs = self.compare(&state);
+        Some(state)
+    }
+
+    fn properties(&self) -> Vec<Property<Self>> {
+        vec![
+            Property::always(KEPT, |_, state: &State| {
+                let there = |id: OpId| state.blocks.iter().any(|block| block.id == id);
+                state.holders().all(there)
+            }),
+            Property::always(COUNTED, |_, state: &State| {
+                state.blocks.iter().all(|block| {
+                    let holders = state.holders().filter(|id| *id == block.id);
+                    i8::try_from(holders.count()) == Ok(block.pins)
+                })
+            }),
+            Property::always(ALIKE, |_, state: &State| state.differs.is_none()),
+            Property::sometimes(
+                "evicted while another page is read",
+                |model: &Self, state: &State| {
+                    let read = state.ops.iter().any(|op| op.load);
+                    (state.evicted && read) || model.ops < 4
+                },
+            ),
+            Property::sometimes("read after its deadline", |_, state: &State| {
+                state.ops.iter().any(|op| op.load && op.late)
+            }),
+            Property::sometimes(
+                "read for an engine that is forgotten",
+                |model: &Self, state: &State| {
+                    let forgotten = !state.connected && state.gone_at.is_none();
+                    (forgotten && state.ops.iter().any(|op| op.load)) || model.disconnects == 0
+                },
+            ),
+            Property::sometimes(
+                "forgotten while it is held",
+                |model: &Self, state: &State| {
+                    let forgotten = |block: &Block| block.retired && block.pins > 0;
+                    state.blocks.iter().any(forgotten) || model.deaths == 0
+                },
+            ),
+        ]
+    }
+}
+
+const KEPT: &str = "what is held is there";
+const COUNTED: &str = "every holder counts, once, and nobody else";
+const ALIKE: &str = "the leader does what the model does";
+
+impl Leases {
+    /// Two further copies and a second, in which they can be late.
+    fn late(rule: Rule) -> Self {
+        Self {
+            rule,
+            ops: 4,
+            seconds: 1,
+            disconnects: 0,
+            deaths: 0,
+        }
+    }
+
+    /// One further copy, time for everything to expire, and an engine that goes away.
+    fn forgotten(rule: Rule) -> Self {
+        Self {
+            rule,
+            ops: 3,
+            seconds: 3,
+            disconnects: 1,
+            deaths: 0,
+        }
+    }
+
+    /// The same with a worker that dies.
+    fn dying(rule: Rule) -> Self {
+        Self {
+            rule,
+            ops: 3,
+            seconds: 1,
+            disconnects: 0,
+            deaths: 1,
+        }
+    }
+}
+
+#[test]
+fn what_is_held_is_never_evicted_and_is_let_go_by_its_last_holder() {
+    holds("leases, late copies", Leases::late(Rule::Built));
+}
+
+#[test]
+fn what_an_engine_held_is_let_go_when_it_is_forgotten() {
+    holds("leases, engines go away", Leases::forgotten(Rule::Built));
+}
+
+#[test]
+fn what_a_dead_worker_stored_goes_with_its_last_holder() {
+    holds("leases, workers die", Leases::dying(Rule::Built));
+}
+
+#[test]
+fn a_lease_until_the_deadline_lets_pages_go_that_are_still_read() {
+    breaks(
+        "lease until the deadline",
+        || Leases::late(Rule::UntilDeadline),
+        KEPT,
+    );
+}
+
+#[test]
+fn a_lease_until_the_first_end_lets_pages_go_that_are_still_read() {
+    breaks(
+        "lease until the first end",
+        || Leases::late(Rule::UntilFirst),
+        KEPT,
+    );
+}
+
+#[test]
+fn what_a_forgotten_engine_keeps_is_held_for_nobody() {
+    breaks("holds are kept", || Leases::forgotten(Rule::Keep), COUNTED);
+}
+
+#[test]
+fn evicting_the_oldest_whatever_it_is_takes_what_is_held() {
+    breaks("evict what is held", || Leases::late(Rule::EvictHeld), KEPT);
+}
+
+#[test]
+fn an_end_that_is_reported_again_must_not_release_again() {
+    breaks(
+        "release again",
+        || Leases::late(Rule::ReleaseAgain),
+        COUNTED,
+    );
+}

@@ -1,0 +1,173 @@
+//! The leader that is run beside the model.
+
+use std::time::Duration;
+
+use kvferry::core::{AnchorKey, Attached, Effect, EngineMemory, Event, Leader, LeaderSettings};
+use kvferry::types::{
+    Answer, AttachId, Copy, DepotId, Direction, GroupGeometry, GroupId, OpId, PageHashes, Rank,
+    Ratio, Replica, Request, RequestId, Time, WorkerId,
+};
+
+use super::super::harness::{RANKS, ranks};
+use super::{ENGINE, EPOCH, GRACE, HOLD, Leases, NAMES, PAGES, Rule, State};
+
+pub(super) fn time(seconds: u8) -> Time {
+    Time(0) + Duration::from_secs(u64::from(seconds))
+}
+
+pub(super) fn sequence(name: usize) -> PageHashes {
+    PageHashes::packed(16, vec![name as u8 + 1; 16]).expect("one page")
+}
+
+pub(super) fn worker(rank: Rank) -> WorkerId {
+    let replica = Replica(0);
+    WorkerId { replica, rank }
+}
+
+pub(super) fn attached(worker: WorkerId, depot: u128) -> Attached {
+    let geometry = GroupGeometry {
+        group: GroupId(0),
+        engine_page_tokens: 16,
+        layers: 1,
+        page_bytes: 64,
+        device_pages: NAMES as u32,
+        layout_fingerprint: [1; 16],
+    };
+    let memory = EngineMemory {
+        engine: ENGINE,
+        geometry,
+        arena_pages: PAGES as u32,
+    };
+    Attached {
+        worker,
+        attach: AttachId(1),
+        depot: DepotId(depot),
+        memory: Some(memory),
+    }
+}
+
+/// A leader with both workers and an empty pool.
+fn leader() -> Leader {
+    let ratio = Ratio::new(1).expect("in bounds");
+    let mut settings = LeaderSettings::new(EPOCH, RANKS, ratio, AnchorKey([1; 32]));
+    settings.hold_for = Duration::from_secs(u64::from(HOLD));
+    settings.engine_grace = Duration::from_secs(u64::from(GRACE));
+    let mut leader = Leader::new(settings);
+    let mut effects = Vec::new();
+    leader.step(Time(0), Event::EngineOpened(ENGINE), &mut effects);
+    for rank in ranks() {
+        let event = Event::Attached(attached(worker(rank), 1));
+        leader.step(Time(0), event, &mut effects);
+    }
+    for effect in std::mem::take(&mut effects) {
+        if let Effect::ReadInventory { shard, depot } = effect {
+            let records = Vec::new();
+            let event = Event::Inventory {
+                shard,
+                depot,
+                records,
+            };
+            leader.step(Time(0), event, &mut effects);
+        }
+    }
+    leader
+}
+
+/// The sequence that a lookup asks for.
+fn looked_up(event: &Event) -> Option<usize> {
+    match event {
+        Event::Request {
+            request: Request::Lookup { slot, .. },
+            ..
+        } => usize::try_from(slot.0).ok(),
+        _ => None,
+    }
+}
+
+/// Loads that have not ended, with the arena pages that they read; and what was found last.
+#[derive(Default)]
+struct Seen {
+    reading: Vec<(OpId, u32)>,
+    found: Option<u32>,
+}
+
+impl Seen {
+    /// A page that is read must not be given to a store.
+    fn copy(&mut self, leader: &Leader, copy: &Copy) -> Option<String> {
+        let runs = leader.owed().map(|(op, ..)| op).collect::<Vec<_>>();
+        self.reading.retain(|(op, _)| runs.contains(op));
+        let pair = &copy.pairs[0];
+        match copy.direction {
+            Direction::Load => self.reading.push((copy.op, pair.src.0[0].start)),
+            Direction::Store => {
+                let page = pair.dst.0[0].start;
+                let read = self.reading.iter().find(|(_, read)| *read == page);
+                return read.map(|(op, _)| format!("{} overwrites what {op} reads", copy.op));
+            }
+        }
+        None
+    }
+}
+
+impl Leases {
+    /// Runs a leader through the past of a state; says where they differ. Broken variants are not compared.
+    pub(super) fn compare(&self, state: &State) -> Option<String> {
+        if self.rule != Rule::Built {
+            return None;
+        }
+        let mut leader = leader();
+        let mut seen = Seen::default();
+        let (mut effects, mut held) = (Vec::new(), None);
+        for (index, (now, mut event)) in (1..).zip(state.past.events()) {
+            if let Event::Request { id, .. } = &mut event {
+                *id = RequestId(index);
+            }
+            seen.found = None;
+            held = looked_up(&event).map(|name| state.slots[name] != Some(None));
+            leader.step(time(now), event, &mut effects);
+            for effect in effects.drain(..) {
+                match effect {
+                    Effect::Copy { copy, .. } => {
+                        if let Some(why) = seen.copy(&leader, &copy) {
+                            return Some(why);
+                        }
+                    }
+                    Effect::Answer {
+                        answer: Ok(Answer::Lookup { hit_pages, .. }),
+                        ..
+                    } => seen.found = Some(hit_pages),
+                    _ => {}
+                }
+            }
+        }
+        if let Err(why) = leader.check() {
+            return Some(why);
+        }
+        let states = leader.pool().expect("a pool").page_states();
+        let ready = state.blocks.iter().filter(|block| !block.filling).count();
+        let late = state.ops.iter().filter(|op| op.late && !op.load).count();
+        let expected = [ready, late, PAGES - state.blocks.len()];
+        let found = [states.ready, states.quarantined, states.free];
+        let pins: i8 = state.blocks.iter().map(|block| block.pins).sum();
+        let compared = [
+            ("pages", found.map(|pages| pages as usize) == expected),
+            (
+                "pins",
+                leader.pool().map(|pool| pool.pins()) == u64::try_from(pins).ok(),
+            ),
+            ("copies", leader.copies_under_way() == state.ops.len()),
+            (
+                "slots",
+                leader.slots() == state.slots.iter().flatten().count(),
+            ),
+            ("answer", seen.found.map(|pages| pages > 0) == held),
+        ];
+        let wrong = compared.into_iter().find(|(_, equal)| !equal);
+        wrong.map(|(what, _)| {
+            format!(
+                "{what}: {states:?}, {} pins",
+                leader.pool().map_or(0, |pool| pool.pins())
+            )
+        })
+    }
+}
