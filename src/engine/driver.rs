@@ -18,8 +18,8 @@ const RANK_QUEUE: usize = 1024;
 
 /// Longest wait for each kind of request. Not a promise of speed: what comes later is computed instead.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(20);
-/// How much longer a load is waited for: its pages cannot be used before nothing writes them any more.
-const LOAD_PATIENCE: Duration = Duration::from_secs(20);
+/// How much longer a load or a store is waited for: its pages cannot be used before nothing reads or writes them any more.
+const PAGES_PATIENCE: Duration = Duration::from_secs(20);
 
 /// A rank process and the pipes to it.
 #[derive(Debug)]
@@ -188,10 +188,10 @@ impl Driver {
                 answer: Err(failure),
                 ..
             } if failure.code == ErrorCode::Deadline
-                && self.asked.get(&id) == Some(&Asked::Load) =>
+                && matches!(self.asked.get(&id), Some(Asked::Load | Asked::Store)) =>
             {
                 return Err(format!(
-                    "{id}: a load was never answered, its pages cannot be used: {failure}"
+                    "{id}: a load or a store was never answered, its pages cannot be used: {failure}"
                 ));
             }
             Happened::Answered { id, answer, us } => self.answered(id, answer, us),
@@ -294,8 +294,8 @@ impl Driver {
             Request::Finish { .. } | Request::Reset { .. } => Asked::Finish,
         };
         self.asked.insert(id, asked);
-        let patience = if asked == Asked::Load {
-            LOAD_PATIENCE
+        let patience = if matches!(asked, Asked::Load | Asked::Store) {
+            PAGES_PATIENCE
         } else {
             Duration::ZERO
         };
