@@ -1,4 +1,5 @@
 //! The same core without processes.
 
+pub mod links;
 pub mod sequential;
 pub mod world;
