@@ -224,9 +224,10 @@ impl State {
             PeerRole::Worker(worker) => {
                 if let Some(before) = self.workers.get(&worker) {
                     tracing::warn!(%worker, "connected again, or a second one took over");
+                    self.roles.remove(&before.peer);
                     self.replier.disconnect(before.peer);
-                    self.step(Event::WorkerLost(worker));
                 }
+                self.step(Event::WorkerLost(worker));
                 self.workers.insert(
                     worker,
                     WorkerPeer {
@@ -272,7 +273,11 @@ impl State {
             .iter()
             .find(|(_, worker)| worker.pid == Some(pid));
         if let Some(worker) = dead.map(|(worker, _)| *worker) {
-            self.workers.remove(&worker);
+            // What it said before it died, and arrives behind its death, is not heard.
+            if let Some(dead) = self.workers.remove(&worker) {
+                self.roles.remove(&dead.peer);
+                self.replier.disconnect(dead.peer);
+            }
             self.step(Event::WorkerDead(worker));
         }
     }

@@ -120,8 +120,8 @@ impl LeaderProcess {
         if let Some(before) = self.workers.insert(worker, peer) {
             self.peers.remove(&before.connection);
             self.server.close(env, before.connection);
-            self.step(env, Event::WorkerLost(worker));
         }
+        self.step(env, Event::WorkerLost(worker));
     }
 
     fn closed(&mut self, env: &mut Env, id: ConnectionId) {
@@ -149,7 +149,11 @@ impl LeaderProcess {
             .get(&worker)
             .is_some_and(|peer| peer.life == Some(life))
         {
-            self.workers.remove(&worker);
+            // What it said before it died, and arrives behind its death, is not heard.
+            if let Some(dead) = self.workers.remove(&worker) {
+                self.peers.remove(&dead.connection);
+                self.server.close(env, dead.connection);
+            }
             self.step(env, Event::WorkerDead(worker));
         }
     }
@@ -228,6 +232,8 @@ impl LeaderProcess {
                 };
                 self.step(env, event);
             }
+            // It said hello and was replaced, or is dead.
+            (None, _) => {}
             (_, message) => {
                 let kind = message.kind().name();
                 env.violated(format!("the leader cannot place a message: {kind}"));
