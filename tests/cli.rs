@@ -73,7 +73,85 @@ fn sizes_that_contradict_each_other() {
         78,
         &["3", "8 KV heads"],
     );
-    refused(&["replay", "--mode", "offline"], 78, &["--sequential"]);
+}
+
+#[test]
+fn flags_that_a_replay_does_not_use() {
+    for flag in [
+        "--d2h-gb-per-s",
+        "--h2d-gb-per-s",
+        "--link-latency-us",
+        "--message-latency-us",
+        "--prefill-tokens-per-s",
+        "--formula",
+    ] {
+        let live = ["replay", flag, "5"];
+        refused(&live, 78, &[flag, "virtual time", "--mode offline"]);
+        let sequential = ["replay", "--mode", "offline", "--sequential", flag, "5"];
+        refused(&sequential, 78, &[flag, "leave --sequential out"]);
+    }
+    let parallel = ["replay", "--sequential", "--parallel-prefill"];
+    refused(
+        &parallel,
+        78,
+        &["--parallel-prefill", "without --sequential"],
+    );
+    for mode in ["live", "offline"] {
+        for flag in ["--speedup", "--concurrency"] {
+            let arguments = ["replay", "--mode", mode, "--sequential", flag, "2"];
+            refused(
+                &arguments,
+                78,
+                &[flag, "--sequential", "leave one of the two out"],
+            );
+        }
+    }
+    let layout = ["replay", "--mode", "offline", "--layout", "contiguous"];
+    refused(&layout, 78, &["--layout", "--mode live"]);
+    let both = ["replay", "--speedup", "2", "--concurrency", "2"];
+    refused(&both, 2, &["--speedup", "--concurrency"]);
+    let both = [
+        "replay",
+        "--mode",
+        "offline",
+        "--prefill-tokens-per-s",
+        "9",
+        "--formula",
+        "f",
+    ];
+    refused(&both, 2, &["--prefill-tokens-per-s", "--formula"]);
+    for rate in ["0", "-1", "inf", "fast"] {
+        let arguments = [
+            "replay",
+            "--mode",
+            "offline",
+            &format!("--d2h-gb-per-s={rate}"),
+        ];
+        refused(&arguments, 2, &["--d2h-gb-per-s", rate, "1e-9 to 1e6"]);
+    }
+    refused(
+        &["replay", "--max-prompt-tokens", "0"],
+        2,
+        &["--max-prompt-tokens"],
+    );
+}
+
+#[test]
+fn formulas_that_cannot_be() {
+    let folder = socket_dir();
+    let path = folder.path().join("formula.toml");
+    let name = path.to_str().expect("UTF-8");
+    let arguments = ["replay", "--mode", "offline", "--formula", name];
+    refused(&arguments, 65, &["--formula", name]);
+    for (text, word) in [
+        ("decode_ms = 2", "prefill_ms"),
+        ("prefill_ms = { a = -1.0 }", "prefill_ms.a"),
+        ("prefill_ms = { a = 1.0 }\ndecode = 2", "decode"),
+        ("prefill_ms = ", "formula.toml"),
+    ] {
+        fs::write(&path, text).expect("written");
+        refused(&arguments, 65, &["--formula", word]);
+    }
 }
 
 #[test]

@@ -12,8 +12,7 @@ use crate::actors::worker::WorkerMessage;
 use crate::memory::{CancelFlag, CopyEngine, CopyError, CopyJob, Depot, RegisteredMemory};
 use crate::types::{Copy, Direction, EndedCopy, OpId};
 
-/// Copies that run or wait for their thread at one time.
-pub(super) const RUNNING_COPIES_MAX: usize = 256;
+pub(super) use crate::core::RUNNING_COPIES_MAX;
 
 pub(super) enum TransferMessage {
     Start {

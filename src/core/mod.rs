@@ -39,3 +39,6 @@ pub use worker::{
     BatchId, WORKER_ABANDONED_MAX, WORKER_COPIES_MAX, WORKER_ENDED_MAX, Worker, WorkerEffect,
     WorkerEvent, WorkerSettings,
 };
+
+/// Copies that a worker runs at one time; more wait for a place.
+pub const RUNNING_COPIES_MAX: usize = 256;

@@ -3,7 +3,8 @@
 //! Least recently used, the tail of a sequence first: a request that ends gives its pages back from the last to the
 //! first, so that the root is the newest.
 
-use std::collections::HashMap;
+use hashbrown::HashMap;
+use hashbrown::hash_map::Entry;
 
 use crate::types::Fingerprint;
 
@@ -84,9 +85,12 @@ impl PagedCache {
 
     /// The page now holds this content. When another page holds it already, that one stays the known one.
     pub fn written(&mut self, page: u32, content: Fingerprint) {
-        if self.pages[page as usize].content.is_none() && !self.by_content.contains_key(&content) {
-            self.by_content.insert(content, page);
-            self.pages[page as usize].content = Some(content);
+        let held = &mut self.pages[page as usize];
+        if held.content.is_none()
+            && let Entry::Vacant(place) = self.by_content.entry(content)
+        {
+            place.insert(page);
+            held.content = Some(content);
         }
     }
 

@@ -8,7 +8,7 @@ use tokio::sync::mpsc;
 use tokio::time::Instant;
 
 use crate::engine::pipe::{self, Order, Report};
-use crate::engine::scheduler::{Action, Prompt, Scheduler, Served, WorkKind};
+use crate::engine::scheduler::{Action, Prompt, REQUEST_TIMEOUT, Scheduler, Served, WorkKind};
 use crate::protocol::{ErrorCode, Message};
 use crate::transport::{Client, Failure};
 use crate::types::{Answer, Request, RequestId, SlotId};
@@ -16,8 +16,6 @@ use crate::types::{Answer, Request, RequestId, SlotId};
 /// Orders that may wait in the queue of a rank.
 const RANK_QUEUE: usize = 1024;
 
-/// Longest wait for each kind of request. Not a promise of speed: what comes later is computed instead.
-const REQUEST_TIMEOUT: Duration = Duration::from_secs(20);
 /// How much longer a load or a store is waited for: its pages cannot be used before nothing reads or writes them any more.
 const PAGES_PATIENCE: Duration = Duration::from_secs(20);
 
@@ -41,6 +39,10 @@ pub struct Latencies {
     pub load_us: Vec<u64>,
     /// Of stores.
     pub store_us: Vec<u64>,
+    /// From a prompt's arrival to the end of its computation, checks of what was loaded included.
+    pub first_token_us: Vec<u64>,
+    /// From a prompt's arrival to its lookup, where pages were missing.
+    pub page_wait_us: Vec<u64>,
 }
 
 /// What was seen at the engine.
@@ -85,6 +87,12 @@ struct Open {
     missing: usize,
 }
 
+/// When a prompt came, and how long it waited then.
+struct Arrived {
+    at: Instant,
+    waited: Duration,
+}
+
 /// See the module.
 pub struct Driver {
     scheduler: Scheduler,
@@ -94,6 +102,7 @@ pub struct Driver {
     report: mpsc::Sender<Happened>,
     work: HashMap<u64, Open>,
     asked: HashMap<RequestId, Asked>,
+    open: HashMap<SlotId, Arrived>,
     next_ticket: u64,
     observed: Observed,
     actions: Vec<Action>,
@@ -121,6 +130,7 @@ impl Driver {
             report,
             work: HashMap::new(),
             asked: HashMap::new(),
+            open: HashMap::new(),
             next_ticket: 0,
             observed: Observed::default(),
             actions: Vec::new(),
@@ -145,6 +155,11 @@ impl Driver {
 
     /// A prompt arrives. Appends what was served meanwhile.
     pub async fn arrive(&mut self, prompt: Prompt, served: &mut Vec<Served>) -> Result<(), String> {
+        let arrived = Arrived {
+            at: Instant::now(),
+            waited: Duration::ZERO,
+        };
+        self.open.insert(prompt.slot, arrived);
         self.scheduler.arrive(prompt, &mut self.actions);
         self.act(served).await
     }
@@ -211,6 +226,12 @@ impl Driver {
                 if open.missing == 0
                     && let Some(open) = self.work.remove(&report.ticket)
                 {
+                    if open.kind == WorkKind::Compute
+                        && let Some(arrived) = self.open.get(&open.slot)
+                    {
+                        let first_token = microseconds(arrived.at.elapsed());
+                        self.observed.latencies.first_token_us.push(first_token);
+                    }
                     self.scheduler
                         .worked(open.slot, open.kind, &mut self.actions);
                 }
@@ -246,7 +267,15 @@ impl Driver {
                 Action::Abandon { id } => {
                     return Err(format!("{id}: this driver waits for every load and store"));
                 }
-                Action::Done(done) => served.push(done),
+                Action::Done(done) => {
+                    if let Some(arrived) = self.open.remove(&done.slot)
+                        && done.waited_for_pages
+                    {
+                        let waited = microseconds(arrived.waited);
+                        self.observed.latencies.page_wait_us.push(waited);
+                    }
+                    served.push(done);
+                }
                 Action::Send { id, request } => self.send(id, request),
                 Action::Work {
                     slot,
@@ -288,7 +317,12 @@ impl Driver {
 
     fn send(&mut self, id: RequestId, request: Request) {
         let asked = match &request {
-            Request::Lookup { .. } => Asked::Lookup,
+            Request::Lookup { slot, .. } => {
+                if let Some(arrived) = self.open.get_mut(slot) {
+                    arrived.waited = arrived.at.elapsed();
+                }
+                Asked::Lookup
+            }
             Request::Load { .. } => Asked::Load,
             Request::Store { .. } => Asked::Store,
             Request::Finish { .. } | Request::Reset { .. } => Asked::Finish,
@@ -305,7 +339,7 @@ impl Driver {
             let answer = client
                 .ask_patiently(id, request.into(), REQUEST_TIMEOUT, patience)
                 .await;
-            let us = u64::try_from(begun.elapsed().as_micros()).unwrap_or(u64::MAX);
+            let us = microseconds(begun.elapsed());
             if report
                 .send(Happened::Answered { id, answer, us })
                 .await
@@ -315,6 +349,10 @@ impl Driver {
             }
         });
     }
+}
+
+fn microseconds(span: Duration) -> u64 {
+    u64::try_from(span.as_micros()).unwrap_or(u64::MAX)
 }
 
 async fn send_orders(mut orders: mpsc::Receiver<Order>, mut pipe: ChildStdin) {

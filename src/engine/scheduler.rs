@@ -6,12 +6,16 @@
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::engine::cache::PagedCache;
 use crate::types::{Answer, Fingerprint, PageHashes, PageList, Request, RequestId, SlotId};
 
 /// Prompts that run at one time; more wait. Bounds the work and the requests that are under way.
 pub const RUNNING_PROMPTS_MAX: usize = 256;
+
+/// Longest wait for each kind of request. Not a promise of speed: what comes later is computed instead.
+pub const REQUEST_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// A prompt to serve.
 #[derive(Debug, Clone)]
@@ -85,6 +89,10 @@ pub struct Served {
     pub loaded_pages: u32,
     /// Requests that were refused or failed; the prompt was computed all the same.
     pub refusals: u32,
+    /// It could not run when it arrived, because it or one before it needed pages that others held.
+    pub waited_for_pages: bool,
+    /// Its store left pages out, or was refused as a whole.
+    pub store_refused: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -101,6 +109,12 @@ enum Step {
 }
 
 #[derive(Debug)]
+struct Waiting {
+    prompt: Prompt,
+    for_pages: bool,
+}
+
+#[derive(Debug)]
 struct Run {
     prompt: Prompt,
     pages: Vec<u32>,
@@ -112,7 +126,7 @@ struct Run {
 #[derive(Debug)]
 pub struct Scheduler {
     cache: PagedCache,
-    waiting: VecDeque<Prompt>,
+    waiting: VecDeque<Waiting>,
     running: HashMap<SlotId, Run>,
     asked: HashMap<RequestId, SlotId>,
     next_id: u64,
@@ -132,8 +146,17 @@ impl Scheduler {
 
     /// A prompt arrives. It waits until its pages fit; prompts are admitted in the order of their arrival.
     pub fn arrive(&mut self, prompt: Prompt, actions: &mut Vec<Action>) {
-        self.waiting.push_back(prompt);
+        let waiting = Waiting {
+            prompt,
+            for_pages: false,
+        };
+        self.waiting.push_back(waiting);
         self.admit(actions);
+        if self.running.len() < RUNNING_PROMPTS_MAX
+            && let Some(waiting) = self.waiting.back_mut()
+        {
+            waiting.for_pages = true;
+        }
     }
 
     /// Prompts that run or wait.
@@ -194,8 +217,10 @@ impl Scheduler {
                 Step::Computing {
                     computed, verified, ..
                 },
-                _,
+                answer,
             ) => {
+                let refused = |answer| matches!(answer, Answer::Store { refused_pages, .. } if refused_pages > 0);
+                run.served.store_refused = answer.is_none_or(refused);
                 run.step = Step::Computing {
                     stored: true,
                     computed,
@@ -274,7 +299,7 @@ impl Scheduler {
     }
 
     fn admit(&mut self, actions: &mut Vec<Action>) {
-        while let Some(prompt) = self.waiting.front()
+        while let Some(Waiting { prompt, .. }) = self.waiting.front()
             && self.running.len() < RUNNING_PROMPTS_MAX
         {
             let mut pages = self.cache.hold_prefix(prompt.contents());
@@ -284,7 +309,7 @@ impl Scheduler {
                 return;
             };
             pages.extend(fresh);
-            let Some(prompt) = self.waiting.pop_front() else {
+            let Some(Waiting { prompt, for_pages }) = self.waiting.pop_front() else {
                 return;
             };
             let slot = prompt.slot;
@@ -295,6 +320,8 @@ impl Scheduler {
                 hit_pages: 0,
                 loaded_pages: 0,
                 refusals: 0,
+                waited_for_pages: for_pages,
+                store_refused: false,
             };
             if prompt.hashes.is_empty() {
                 actions.push(Action::Done(served));

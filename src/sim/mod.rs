@@ -2,4 +2,5 @@
 
 pub mod links;
 pub mod sequential;
+pub mod timed;
 pub mod world;

@@ -8,7 +8,53 @@ use crate::types::{
     AttachId, DepotId, EndedCopy, EngineId, GroupGeometry, Rank, Replica, Time, WorkerId,
 };
 
-const ENGINE: EngineId = EngineId([0; 16]);
+/// The one engine of a simulated world.
+pub(super) const ENGINE: EngineId = EngineId([0; 16]);
+
+/// Lets an engine of `ranks` equal ranks, with `arena_pages` of host memory each, attach to a leader.
+pub(super) fn attach(
+    leader: &mut Leader,
+    ranks: u16,
+    geometry: &GroupGeometry,
+    arena_pages: u32,
+) -> Result<(), String> {
+    let mut effects = Vec::new();
+    leader.step(Time(0), Event::EngineOpened(ENGINE), &mut effects);
+    for rank in (0..ranks).map(Rank) {
+        let replica = Replica(0);
+        let attached = Attached {
+            worker: WorkerId { replica, rank },
+            attach: AttachId(1),
+            depot: DepotId(rank.0.into()),
+            memory: Some(EngineMemory {
+                engine: ENGINE,
+                geometry: geometry.clone(),
+                arena_pages,
+            }),
+        };
+        leader.step(Time(0), Event::Attached(attached), &mut effects);
+    }
+    for effect in effects {
+        match effect {
+            Effect::Admit {
+                verdict: Err(refusal),
+                ..
+            } => return Err(refusal.to_string()),
+            // The depots are new.
+            Effect::ReadInventory { shard, depot } => {
+                let records = Vec::new();
+                let event = Event::Inventory {
+                    shard,
+                    depot,
+                    records,
+                };
+                leader.step(Time(0), event, &mut Vec::new());
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
 
 /// A leader and an engine, joined without anything between them.
 #[derive(Debug)]
@@ -28,45 +74,11 @@ impl Sequential {
         geometry: &GroupGeometry,
         arena_pages: u32,
     ) -> Result<Self, String> {
-        let mut effects = Vec::new();
-        leader.step(Time(0), Event::EngineOpened(ENGINE), &mut effects);
-        for rank in (0..ranks).map(Rank) {
-            let replica = Replica(0);
-            let attached = Attached {
-                worker: WorkerId { replica, rank },
-                attach: AttachId(1),
-                depot: DepotId(rank.0.into()),
-                memory: Some(EngineMemory {
-                    engine: ENGINE,
-                    geometry: geometry.clone(),
-                    arena_pages,
-                }),
-            };
-            leader.step(Time(0), Event::Attached(attached), &mut effects);
-        }
-        for effect in effects.drain(..) {
-            match effect {
-                Effect::Admit {
-                    verdict: Err(refusal),
-                    ..
-                } => return Err(refusal.to_string()),
-                // The depots are new.
-                Effect::ReadInventory { shard, depot } => {
-                    let records = Vec::new();
-                    let event = Event::Inventory {
-                        shard,
-                        depot,
-                        records,
-                    };
-                    leader.step(Time(0), event, &mut Vec::new());
-                }
-                _ => {}
-            }
-        }
+        attach(&mut leader, ranks, geometry, arena_pages)?;
         Ok(Self {
             leader,
             scheduler,
-            effects,
+            effects: Vec::new(),
             actions: Vec::new(),
         })
     }

@@ -88,6 +88,11 @@ impl PageHashes {
         Fingerprint(u128::from_be_bytes(first))
     }
 
+    /// Keeps the first `pages` pages.
+    pub fn truncate(&mut self, pages: usize) {
+        self.bytes.truncate(pages.saturating_mul(self.width));
+    }
+
     /// Appends the pages of `more`, which must have the same width; returns false, unchanged, otherwise.
     #[must_use]
     pub fn extend(&mut self, more: &Self) -> bool {

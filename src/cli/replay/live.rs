@@ -16,6 +16,7 @@ use crate::cli::leader::random;
 use crate::cli::process::told_to_end;
 use crate::cli::{block_on, status};
 use crate::engine::driver::{Driver, Observed, RankPipe, wait_until_ready};
+use crate::engine::layout::EngineLayout;
 use crate::engine::scheduler::{Scheduler, Served};
 use crate::error::CommandError;
 use crate::memory::MemoryAvailable;
@@ -144,7 +145,8 @@ async fn play(
     let mut last_change = Instant::now();
     loop {
         let due = prompts.peek().map(|(request, _)| {
-            let offset = (request.timestamp_us - first_us) as f64 / arguments.speedup;
+            let speedup = arguments.speedup.unwrap_or(1.0);
+            let offset = (request.timestamp_us - first_us) as f64 / speedup;
             begun + Duration::from_micros(offset as u64)
         });
         let now = Instant::now();
@@ -209,7 +211,16 @@ fn fill(report: &mut Report, status: &StatusAnswer, mut observed: Observed) {
     report.latency_us.lookup_p50 = percentile(&mut latencies.lookup_us, 500);
     report.latency_us.lookup_p99 = percentile(&mut latencies.lookup_us, 990);
     report.latency_us.load_p50 = percentile(&mut latencies.load_us, 500);
+    report.latency_us.load_p95 = percentile(&mut latencies.load_us, 950);
     report.latency_us.load_p99 = percentile(&mut latencies.load_us, 990);
+    report.first_token_us.p50 = percentile(&mut latencies.first_token_us, 500);
+    report.first_token_us.p95 = percentile(&mut latencies.first_token_us, 950);
+    report.first_token_us.p99 = percentile(&mut latencies.first_token_us, 990);
+    let waited: u64 = latencies.page_wait_us.iter().sum();
+    report.waits.page_wait_seconds = Some(waited as f64 / 1e6);
+    report.waits.page_wait_p95_us = percentile(&mut latencies.page_wait_us, 950);
+    report.links.d2h.bytes = report.bytes.gathered;
+    report.links.h2d.bytes = report.bytes.scattered;
     report.left.slots = status.slots;
     report.left.pins = status.pins;
     report.left.copies_under_way = status.copies_under_way;
@@ -317,6 +328,7 @@ async fn start_ranks(
 
 fn layout_name(arguments: &Arguments) -> String {
     use clap::ValueEnum;
-    let value = arguments.layout.to_possible_value();
+    let layout = arguments.layout.unwrap_or(EngineLayout::LayerSeparate);
+    let value = layout.to_possible_value();
     value.map_or_else(String::new, |value| value.get_name().to_owned())
 }

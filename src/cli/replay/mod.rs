@@ -1,9 +1,12 @@
 //! `kvferry replay`: a request trace through leader, workers and an engine, every byte verified; or through the same core
 //! without processes.
 
+mod compare;
+mod flags;
 mod live;
 mod offline;
 mod report;
+mod timed;
 mod workload;
 
 use std::path::PathBuf;
@@ -18,7 +21,9 @@ use crate::engine::models::Model;
 use crate::error::CommandError;
 use crate::types::ByteSize;
 
+use flags::Kind;
 pub(super) use report::Report;
+use timed::TimedArguments;
 use workload::Workload;
 
 /// Host memory of a replay unless it says otherwise, all ranks together.
@@ -30,6 +35,15 @@ pub(super) enum Mode {
     Live,
     /// The same core, without processes and bytes.
     Offline,
+}
+
+impl Mode {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Live => "live",
+            Self::Offline => "offline",
+        }
+    }
 }
 
 /// Pages of the G2 arena.
@@ -60,20 +74,24 @@ pub(super) struct Arguments {
     /// Request trace: JSON lines with timestamp, input_length, output_length and hash_ids; also .zst or .gz. Without it, a
     /// built-in multi-turn workload.
     trace: Option<PathBuf>,
-    /// Real processes and bytes, or the core alone.
+    /// Real processes and bytes, or the core alone, in virtual time.
     #[arg(long, value_enum, default_value = "live")]
     mode: Mode,
-    /// One request after another: each and all its copies end before the next one arrives.
+    /// One request after another: each and all its copies end before the next one arrives. Offline, nothing takes time
+    /// then.
     #[arg(long)]
     sequential: bool,
     /// Replay only the first N requests.
     #[arg(long, value_name = "N")]
     requests: Option<usize>,
-    /// Play timestamps X times as fast.
-    #[arg(long, value_name = "X", default_value = "1", value_parser = positive)]
-    speedup: f64,
+    /// Cut longer prompts to their first N tokens.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    max_prompt_tokens: Option<u64>,
+    /// Play timestamps X times as fast. [default: 1]
+    #[arg(long, value_name = "X", value_parser = positive)]
+    speedup: Option<f64>,
     /// Keep N requests running, whatever the timestamps say.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), conflicts_with = "speedup")]
     concurrency: Option<u32>,
     /// Ranks of the engine.
     #[arg(long, value_name = "N", default_value = "2", value_parser = clap::value_parser!(u16).range(1..=64))]
@@ -96,9 +114,9 @@ pub(super) struct Arguments {
     /// Whose page sizes to use.
     #[arg(long, value_enum, default_value = "tiny")]
     model: Model,
-    /// How the engine lays out its memory.
-    #[arg(long, value_enum, default_value = "layer-separate")]
-    layout: EngineLayout,
+    /// How the engine of a live replay lays out its memory. [default: layer-separate]
+    #[arg(long, value_enum)]
+    layout: Option<EngineLayout>,
     /// Tokens that one hash id of the trace stands for. [default: 512; 16 for the built-in workload]
     #[arg(long, value_name = "TOKENS")]
     trace_block_tokens: Option<u32>,
@@ -114,6 +132,11 @@ pub(super) struct Arguments {
     /// Log filter of the processes of a live replay.
     #[arg(long, value_name = "FILTER", default_value = "warn")]
     log: String,
+    /// Compare two reports that --json wrote, of the same requests and sizes, key by key; replays nothing.
+    #[arg(long, num_args = 2, value_names = ["LIVE", "OFFLINE"], exclusive = true)]
+    compare: Option<Vec<PathBuf>>,
+    #[command(flatten)]
+    timed: TimedArguments,
 }
 
 fn positive(text: &str) -> Result<f64, String> {
@@ -126,15 +149,16 @@ fn positive(text: &str) -> Result<f64, String> {
 impl Arguments {
     pub(super) fn run(self) -> Result<(), CommandError> {
         crate::telemetry::start(&self.log).map_err(CommandError::Config)?;
+        if let Some([live, offline]) = self.compare.as_deref() {
+            say(&compare::run(live, offline)?);
+            return Ok(());
+        }
+        self.check_flags()?;
         let workload = Workload::load(&self)?;
-        let report = match self.mode {
-            Mode::Offline if !self.sequential => {
-                return Err(CommandError::Config(
-                    "--mode offline plays no time yet: add --sequential".to_owned(),
-                ));
-            }
-            Mode::Offline => offline::run(&self, &workload)?,
-            Mode::Live => live::run(&self, &workload)?,
+        let report = match self.kind() {
+            Kind::Live | Kind::LiveSequential => live::run(&self, &workload)?,
+            Kind::Timed => timed::run(&self, &workload)?,
+            Kind::OfflineSequential => offline::run(&self, &workload)?,
         };
         self.publish(&report)?;
         report.verdict()

@@ -1,4 +1,4 @@
-//! The sequential replay without processes.
+//! The sequential replay without processes, and what all replays without processes share.
 
 use std::time::Instant;
 
@@ -15,22 +15,11 @@ use super::workload::Workload;
 pub(super) fn run(arguments: &Arguments, workload: &Workload) -> Result<Report, CommandError> {
     let begun = Instant::now();
     let mut report = Report::new(arguments, workload);
-    let ranks = arguments.ranks;
-    // The key decides nothing but where an anchor lies in a table.
-    let key = AnchorKey([0; 32]);
-    let mut settings = LeaderSettings::new(Epoch(1), ranks, workload.ratio, key);
-    settings.tiers = workload.arena_pages > 0;
-    let geometry = GroupGeometry {
-        group: GroupId(0),
-        engine_page_tokens: arguments.engine_page_tokens,
-        layers: workload.geometry.layers,
-        page_bytes: workload.geometry.page_bytes(),
-        device_pages: workload.device_pages,
-        layout_fingerprint: [0; 16],
-    };
     let scheduler = Scheduler::new(workload.device_pages, arguments.g1_pages);
-    let leader = Leader::new(settings);
-    let world = Sequential::new(leader, scheduler, ranks, &geometry, workload.arena_pages);
+    let leader = leader(arguments, workload, workload.arena_pages > 0);
+    let geometry = geometry(arguments, workload);
+    let pages = workload.arena_pages;
+    let world = Sequential::new(leader, scheduler, arguments.ranks, &geometry, pages);
     let mut world = world.map_err(CommandError::Config)?;
     let progress = workload.progress(arguments);
     for (_, prompt) in workload.prompts() {
@@ -39,8 +28,34 @@ pub(super) fn run(arguments: &Arguments, workload: &Workload) -> Result<Report, 
         progress.inc(1);
     }
     progress.finish_and_clear();
+    fill(&mut report, workload, world.leader(), world.held_pages());
+    report.seconds.wall = begun.elapsed().as_secs_f64();
+    Ok(report)
+}
 
-    let leader = world.leader();
+/// A leader for a world without processes.
+pub(super) fn leader(arguments: &Arguments, workload: &Workload, tiers: bool) -> Leader {
+    // The key decides nothing but where an anchor lies in a table.
+    let key = AnchorKey([0; 32]);
+    let mut settings = LeaderSettings::new(Epoch(1), arguments.ranks, workload.ratio, key);
+    settings.tiers = tiers;
+    Leader::new(settings)
+}
+
+/// What its ranks say of their memory.
+pub(super) fn geometry(arguments: &Arguments, workload: &Workload) -> GroupGeometry {
+    GroupGeometry {
+        group: GroupId(0),
+        engine_page_tokens: arguments.engine_page_tokens,
+        layers: workload.geometry.layers,
+        page_bytes: workload.geometry.page_bytes(),
+        device_pages: workload.device_pages,
+        layout_fingerprint: [0; 16],
+    }
+}
+
+/// Takes what the leader knows at the end, and the pages that the engine holds then.
+pub(super) fn fill(report: &mut Report, workload: &Workload, leader: &Leader, held_pages: u32) {
     report.count(|name| {
         leader
             .counters()
@@ -57,14 +72,15 @@ pub(super) fn run(arguments: &Arguments, workload: &Workload) -> Result<Report, 
             u64::from(states.reserved + states.filling + states.quarantined);
     }
     let counts = leader.counts();
-    let bytes = |pages: u64| pages * workload.geometry.page_bytes() * u64::from(ranks);
+    let ranks = u64::from(report.setup.ranks);
+    let bytes = |pages: u64| pages * workload.geometry.page_bytes() * ranks;
     report.bytes.gathered = bytes(counts.published_pages);
     report.bytes.scattered = bytes(counts.loaded_pages);
+    report.links.d2h.bytes = report.bytes.gathered;
+    report.links.h2d.bytes = report.bytes.scattered;
     report.left.slots = leader.slots() as u64;
     report.left.copies_under_way = leader.copies_under_way() as u64;
-    report.left.device_pages = u64::from(world.held_pages());
+    report.left.device_pages = u64::from(held_pages);
     report.left.contradiction = leader.check().err().unwrap_or_default();
     report.decisions_digest = leader.decisions_digest();
-    report.seconds.wall = begun.elapsed().as_secs_f64();
-    Ok(report)
 }

@@ -1,17 +1,22 @@
 //! What a replay found: the same keys live and offline. `schema/replay.json` describes them.
 
+mod measured;
+mod table;
+
 use schemars::JsonSchema;
 use serde::Serialize;
 
+use crate::core::ARENA_PAGES_MAX;
 use crate::engine::scheduler::Served;
 use crate::error::CommandError;
-use crate::types::ByteSize;
 
+use super::Arguments;
 use super::workload::Workload;
-use super::{Arguments, Mode};
 
-/// Version of the report's shape: grows when a key changes its meaning.
-const REPORT_VERSION: u32 = 1;
+pub use measured::{FirstToken, LinkReports, Prefills, Waits};
+
+/// Version of the report's shape: grows when a key is added or changes its meaning.
+pub(super) const REPORT_VERSION: u32 = 2;
 
 /// Report of `kvferry replay --json`. What a mode cannot know is null.
 #[derive(Debug, Clone, Serialize, JsonSchema)]
@@ -42,6 +47,14 @@ pub struct Report {
     pub rates: Rates,
     /// How long requests took, in microseconds.
     pub latency_us: Latency,
+    /// From a prompt's arrival to the end of its prefill, in microseconds.
+    pub first_token_us: FirstToken,
+    /// The links of all ranks.
+    pub links: LinkReports,
+    /// What prompts and stores had to wait for, or did not get.
+    pub waits: Waits,
+    /// Time of all prefills together.
+    pub prefill_seconds: Prefills,
     /// How long the replay took.
     pub seconds: Seconds,
     /// What was still held at the end: all zero unless something leaked.
@@ -76,6 +89,14 @@ pub struct Setup {
     pub g1_pages: u32,
     /// Bytes of a page on one rank.
     pub page_bytes: u64,
+    /// Pages of G2 on each rank; null when unlimited.
+    pub g2_pages: Option<u64>,
+    /// Longer prompts are cut to so many tokens; null when none is.
+    pub max_prompt_tokens: Option<u64>,
+    /// Timestamps pass so many times as fast; null where they are not looked at.
+    pub speedup: Option<f64>,
+    /// So many requests run at a time; null when the timestamps say when.
+    pub concurrency: Option<u32>,
 }
 
 /// Tokens of all prompts.
@@ -154,6 +175,8 @@ pub struct Latency {
     pub lookup_p99: Option<u64>,
     /// Median of loads.
     pub load_p50: Option<u64>,
+    /// 95th percentile of loads.
+    pub load_p95: Option<u64>,
     /// 99th percentile of loads.
     pub load_p99: Option<u64>,
 }
@@ -191,10 +214,7 @@ impl Report {
     pub(super) fn new(arguments: &Arguments, workload: &Workload) -> Self {
         Self {
             version: REPORT_VERSION,
-            mode: match arguments.mode {
-                Mode::Live => "live",
-                Mode::Offline => "offline",
-            },
+            mode: arguments.mode.name(),
             sequential: arguments.sequential,
             requests: 0,
             disturbed_requests: 0,
@@ -210,6 +230,11 @@ impl Report {
                 ratio: workload.ratio.pages(),
                 g1_pages: arguments.g1_pages,
                 page_bytes: workload.geometry.page_bytes(),
+                g2_pages: (workload.arena_pages < ARENA_PAGES_MAX)
+                    .then_some(u64::from(workload.arena_pages)),
+                max_prompt_tokens: arguments.max_prompt_tokens,
+                speedup: arguments.timestamps_speedup(),
+                concurrency: arguments.concurrency,
             },
             tokens: Tokens::default(),
             blocks: Blocks::default(),
@@ -217,6 +242,10 @@ impl Report {
             bytes: Bytes::default(),
             rates: Rates::default(),
             latency_us: Latency::default(),
+            first_token_us: FirstToken::default(),
+            links: LinkReports::default(),
+            waits: Waits::default(),
+            prefill_seconds: Prefills::default(),
             seconds: Seconds::default(),
             left: Left::default(),
             decisions_digest: String::new(),
@@ -229,6 +258,8 @@ impl Report {
         let (g1, g2) = (u64::from(served.device_pages), u64::from(served.hit_pages));
         self.requests += 1;
         self.disturbed_requests += u64::from(served.refusals > 0);
+        self.waits.page_waits += u64::from(served.waited_for_pages);
+        self.waits.refused_stores += u64::from(served.store_refused);
         self.tokens.prompt += served.tokens;
         self.tokens.hit_g1 += g1 * page_tokens;
         self.tokens.hit_g2 += g2 * page_tokens;
@@ -284,75 +315,6 @@ impl Report {
             )));
         }
         Ok(())
-    }
-
-    /// The report for people.
-    pub(super) fn table(&self) -> String {
-        let Tokens {
-            prompt,
-            hit_g1,
-            hit_g2,
-            computed,
-        } = self.tokens;
-        let share = |tokens: u64| match prompt {
-            0 => "0.0 %".to_owned(),
-            _ => format!("{:.1} %", 100.0 * tokens as f64 / prompt as f64),
-        };
-        let rate =
-            |rate: Option<f64>| rate.map_or("-".to_owned(), |rate| format!("{rate:.2} GB/s"));
-        let us = |us: Option<u64>| us.map_or("-".to_owned(), |us| format!("{us} us"));
-        let capacity = self.arena.capacity_pages;
-        let capacity = capacity.map_or("unlimited".to_owned(), |pages| pages.to_string());
-        let b = &self.blocks;
-        let l = &self.latency_us;
-        let lines = [
-            format!(
-                "trace      {} ({} requests, {} ranks, {})",
-                self.trace.name, self.requests, self.setup.ranks, self.mode
-            ),
-            format!("prompt     {prompt:>14} tokens"),
-            format!("  from G1  {hit_g1:>14} tokens  {:>7}", share(hit_g1)),
-            format!("  from G2  {hit_g2:>14} tokens  {:>7}", share(hit_g2)),
-            format!("  computed {computed:>14} tokens  {:>7}", share(computed)),
-            format!(
-                "blocks     {} stored, {} grown, {} loaded, {} branched, {} split, {} evicted, {} refused",
-                b.stored, b.grown, b.loaded, b.branched, b.split, b.evicted, b.refused
-            ),
-            format!(
-                "arena      {} of {capacity} pages used",
-                self.arena.used_pages
-            ),
-            format!(
-                "bytes      {} gathered, {} scattered, {} verified, {} wrong",
-                ByteSize(self.bytes.gathered),
-                ByteSize(self.bytes.scattered),
-                ByteSize(self.bytes.verified),
-                self.bytes.mismatched
-            ),
-            format!(
-                "rates      gather {}, scatter {}",
-                rate(self.rates.gather_gb_per_s),
-                rate(self.rates.scatter_gb_per_s)
-            ),
-            format!(
-                "latency    lookup p50 {} p99 {}, load p50 {} p99 {}",
-                us(l.lookup_p50),
-                us(l.lookup_p99),
-                us(l.load_p50),
-                us(l.load_p99)
-            ),
-            format!("time       {:.1} s", self.seconds.wall),
-            format!("decisions  {}", self.decisions_digest),
-        ];
-        let mut text = lines.join("\n");
-        if self.disturbed_requests > 0 {
-            let first = self.left.complaints.first().map_or("", String::as_str);
-            text.push_str(&format!(
-                "\ndisturbed  {} requests; first: {first}",
-                self.disturbed_requests
-            ));
-        }
-        text
     }
 }
 

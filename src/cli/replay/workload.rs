@@ -24,6 +24,8 @@ pub(super) struct Workload {
     pub(super) hasher: PageHasher,
     pub(super) ratio: Ratio,
     pub(super) geometry: ModelGeometry,
+    /// Tokens of an engine page.
+    page_tokens: u64,
     /// Pages of the engine's memory: its cache, or the longest prompt where that is more.
     pub(super) device_pages: u32,
     /// Pages of G2 on each rank; 0 for none.
@@ -55,7 +57,7 @@ impl Workload {
             });
         let hasher = PageHasher::new(block_tokens, arguments.engine_page_tokens)
             .map_err(|error| config(&error))?;
-        let trace = match &arguments.trace {
+        let mut trace = match &arguments.trace {
             Some(path) => trace::read(path, block_tokens, arguments.requests)
                 .map_err(|error| CommandError::Data(error.to_string()))?,
             None => {
@@ -70,10 +72,15 @@ impl Workload {
                 trace
             }
         };
+        if let Some(most) = arguments.max_prompt_tokens {
+            let cut = |request: &mut TraceRequest| cut(request, most, block_tokens);
+            trace.requests.iter_mut().for_each(cut);
+        }
+        let page_tokens = u64::from(arguments.engine_page_tokens);
         let longest = trace
             .requests
             .iter()
-            .map(|request| hasher.pages(request.blocks.len()))
+            .map(|request| full_pages(&hasher, request, page_tokens))
             .max();
         let longest = u32::try_from(longest.unwrap_or(0)).map_err(|error| config(&error))?;
         let device_pages = arguments.g1_pages.max(longest).max(1);
@@ -113,6 +120,7 @@ impl Workload {
             hasher,
             ratio,
             geometry,
+            page_tokens,
             device_pages,
             arena_pages,
             g2_bytes,
@@ -126,11 +134,13 @@ impl Workload {
             .iter()
             .enumerate()
             .map(|(index, request)| {
+                let mut hashes = self.hasher.hash(&request.blocks);
+                hashes.truncate(full_pages(&self.hasher, request, self.page_tokens));
                 let prompt = Prompt {
                     slot: SlotId(index as u64),
                     namespace: Arc::from([]),
                     tokens: request.input_tokens,
-                    hashes: Arc::new(self.hasher.hash(&request.blocks)),
+                    hashes: Arc::new(hashes),
                 };
                 (request, prompt)
             })
@@ -148,4 +158,20 @@ impl Workload {
             Err(_) => bar,
         }
     }
+}
+
+/// Cuts a prompt to its first tokens, and to the blocks in which these lie. The answer stays as long as it is.
+fn cut(request: &mut TraceRequest, tokens: u64, block_tokens: u32) {
+    if request.input_tokens > tokens {
+        request.input_tokens = tokens;
+        let blocks = tokens.div_ceil(u64::from(block_tokens.max(1)));
+        let blocks = usize::try_from(blocks).unwrap_or(usize::MAX);
+        request.blocks.truncate(blocks);
+    }
+}
+
+/// Pages of a prompt that are full and of which the hashes are known.
+fn full_pages(hasher: &PageHasher, request: &TraceRequest, page_tokens: u64) -> usize {
+    let full = usize::try_from(request.input_tokens / page_tokens).unwrap_or(usize::MAX);
+    hasher.pages(request.blocks.len()).min(full)
 }

@@ -1,0 +1,85 @@
+//! Which flag belongs to which kind of replay. One that would have no effect is refused.
+
+use crate::error::CommandError;
+
+use super::{Arguments, Mode};
+
+/// What a replay does with time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// Real processes, prompts as they come.
+    Live,
+    /// Real processes, one prompt after another.
+    LiveSequential,
+    /// Virtual time.
+    Timed,
+    /// No time.
+    OfflineSequential,
+}
+
+impl Arguments {
+    pub(super) fn kind(&self) -> Kind {
+        match (self.mode, self.sequential) {
+            (Mode::Live, false) => Kind::Live,
+            (Mode::Live, true) => Kind::LiveSequential,
+            (Mode::Offline, false) => Kind::Timed,
+            (Mode::Offline, true) => Kind::OfflineSequential,
+        }
+    }
+
+    /// How fast timestamps pass, where they are looked at.
+    pub(super) fn timestamps_speedup(&self) -> Option<f64> {
+        let looked_at = !self.sequential && self.concurrency.is_none();
+        looked_at.then(|| self.speedup.unwrap_or(1.0))
+    }
+
+    /// Refuses flags that this kind of replay does not use.
+    pub(super) fn check_flags(&self) -> Result<(), CommandError> {
+        let kind = self.kind();
+        let timed = &self.timed;
+        let virtual_time = [
+            ("--d2h-gb-per-s", timed.d2h_gb_per_s.is_some()),
+            ("--h2d-gb-per-s", timed.h2d_gb_per_s.is_some()),
+            ("--link-latency-us", timed.link_latency_us.is_some()),
+            ("--message-latency-us", timed.message_latency_us.is_some()),
+            (
+                "--prefill-tokens-per-s",
+                timed.prefill_tokens_per_s.is_some(),
+            ),
+            ("--formula", timed.formula.is_some()),
+            ("--parallel-prefill", timed.parallel_prefill),
+        ];
+        let pace = [
+            ("--speedup", self.speedup.is_some()),
+            ("--concurrency", self.concurrency.is_some()),
+        ];
+        let memory = [("--layout", self.layout.is_some())];
+        match kind {
+            Kind::Live => refuse(&virtual_time, "plays virtual time, use --mode offline"),
+            Kind::LiveSequential => {
+                let remedy = "plays virtual time, use --mode offline without --sequential";
+                refuse(&virtual_time, remedy)
+            }
+            Kind::Timed => Ok(()),
+            Kind::OfflineSequential => {
+                refuse(&virtual_time, "plays virtual time, leave --sequential out")
+            }
+        }?;
+        if self.sequential {
+            let remedy = "says when prompts come, and with --sequential each waits for the one \
+                          before it: leave one of the two out";
+            refuse(&pace, remedy)?;
+        }
+        if self.mode == Mode::Offline {
+            refuse(&memory, "lays out real memory, use --mode live")?;
+        }
+        Ok(())
+    }
+}
+
+fn refuse(flags: &[(&str, bool)], remedy: &str) -> Result<(), CommandError> {
+    match flags.iter().find(|(_, given)| *given) {
+        Some((flag, _)) => Err(CommandError::Config(format!("{flag} {remedy}"))),
+        None => Ok(()),
+    }
+}

@@ -1,0 +1,140 @@
+//! What only time shows: latencies, waits, links. A live replay measures with the clock on the wall, a timed offline one
+//! in virtual time; what neither knows is null.
+
+use schemars::JsonSchema;
+use serde::Serialize;
+
+use crate::sim::timed::{LinkUse, Seen, TimedSettings};
+
+use super::{Report, percentile};
+
+/// Time to the first token, in microseconds.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, JsonSchema)]
+pub struct FirstToken {
+    /// Median.
+    pub p50: Option<u64>,
+    /// 95th percentile.
+    pub p95: Option<u64>,
+    /// 99th percentile.
+    pub p99: Option<u64>,
+    /// Median of the same requests without G2.
+    pub without_p50: Option<u64>,
+    /// 95th percentile without G2.
+    pub without_p95: Option<u64>,
+    /// 99th percentile without G2.
+    pub without_p99: Option<u64>,
+}
+
+/// Both directions.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, JsonSchema)]
+pub struct LinkReports {
+    /// From device to host: stores.
+    pub d2h: LinkReport,
+    /// From host to device: loads.
+    pub h2d: LinkReport,
+}
+
+/// The links of one direction, one for each rank.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, JsonSchema)]
+pub struct LinkReport {
+    /// What each link can move, in GB/s (10^9 bytes).
+    pub gb_per_s: Option<f64>,
+    /// Bytes that all of them moved.
+    pub bytes: u64,
+    /// Share of the time during which a link carried something, from 0 to 1, the mean of all ranks.
+    pub busy_share: Option<f64>,
+    /// How much longer a copy took than alone on its link, in microseconds: the mean.
+    pub queue_mean_us: Option<f64>,
+    /// The same: 95th percentile.
+    pub queue_p95_us: Option<u64>,
+}
+
+/// Waits and refusals.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, JsonSchema)]
+pub struct Waits {
+    /// Prompts that could not run when they arrived because pages of the engine's memory were missing.
+    pub page_waits: u64,
+    /// For how long, together, in seconds.
+    pub page_wait_seconds: Option<f64>,
+    /// 95th percentile of these, in microseconds.
+    pub page_wait_p95_us: Option<u64>,
+    /// Stores that left pages out, or were refused as a whole.
+    pub refused_stores: u64,
+    /// Stores that were refused, or whose copies failed or did not end in time.
+    pub late_stores: Option<u64>,
+}
+
+/// Seconds that all prefills take together.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, JsonSchema)]
+pub struct Prefills {
+    /// With G2.
+    pub with: Option<f64>,
+    /// Without it.
+    pub without: Option<f64>,
+    /// The difference: what G2 saves.
+    pub saved: Option<f64>,
+}
+
+impl Report {
+    /// Takes what a timed replay measured, with G2 and without.
+    pub(in crate::cli::replay) fn measured(
+        &mut self,
+        settings: &TimedSettings,
+        mut with: Seen,
+        mut without: Seen,
+    ) {
+        let ranks = f64::from(self.setup.ranks);
+        let span = with.span.as_secs_f64();
+        self.latency_us.lookup_p50 = microseconds(&mut with.lookup_ns, 500);
+        self.latency_us.lookup_p99 = microseconds(&mut with.lookup_ns, 990);
+        self.latency_us.load_p50 = microseconds(&mut with.load_ns, 500);
+        self.latency_us.load_p95 = microseconds(&mut with.load_ns, 950);
+        self.latency_us.load_p99 = microseconds(&mut with.load_ns, 990);
+        self.first_token_us = FirstToken {
+            p50: microseconds(&mut with.first_token_ns, 500),
+            p95: microseconds(&mut with.first_token_ns, 950),
+            p99: microseconds(&mut with.first_token_ns, 990),
+            without_p50: microseconds(&mut without.first_token_ns, 500),
+            without_p95: microseconds(&mut without.first_token_ns, 950),
+            without_p99: microseconds(&mut without.first_token_ns, 990),
+        };
+        let link = |used: &mut LinkUse, bytes_per_s: u64| {
+            let busy = used.busy.as_secs_f64();
+            let queued: u128 = used.queue_ns.iter().map(|ns| u128::from(*ns)).sum();
+            let copies = used.queue_ns.len();
+            LinkReport {
+                gb_per_s: Some(bytes_per_s as f64 / 1e9),
+                bytes: used.bytes,
+                busy_share: (span > 0.0).then(|| busy / span / ranks),
+                queue_mean_us: (copies > 0).then(|| queued as f64 / copies as f64 / 1e3),
+                queue_p95_us: microseconds(&mut used.queue_ns, 950),
+            }
+        };
+        self.links = LinkReports {
+            d2h: link(&mut with.d2h, settings.d2h_bytes_per_s),
+            h2d: link(&mut with.h2d, settings.h2d_bytes_per_s),
+        };
+        let rate = |used: &LinkUse| {
+            let busy = used.busy.as_secs_f64();
+            (busy > 0.0).then(|| used.bytes as f64 / busy / 1e9)
+        };
+        self.rates.gather_gb_per_s = rate(&with.d2h);
+        self.rates.scatter_gb_per_s = rate(&with.h2d);
+        let waited: u128 = with.page_wait_ns.iter().map(|ns| u128::from(*ns)).sum();
+        self.waits.page_wait_seconds = Some(waited as f64 / 1e9);
+        self.waits.page_wait_p95_us = microseconds(&mut with.page_wait_ns, 950);
+        self.waits.late_stores = Some(with.late_stores);
+        let (with_s, without_s) = (with.prefill.as_secs_f64(), without.prefill.as_secs_f64());
+        self.prefill_seconds = Prefills {
+            with: Some(with_s),
+            without: Some(without_s),
+            saved: Some(without_s - with_s),
+        };
+        self.seconds.r#virtual = Some(span);
+    }
+}
+
+/// The value at a share of a list of nanoseconds, in microseconds.
+fn microseconds(nanoseconds: &mut [u64], thousandths: usize) -> Option<u64> {
+    percentile(nanoseconds, thousandths).map(|ns| ns / 1_000)
+}

@@ -1,0 +1,161 @@
+//! The replay in virtual time.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use figment::Figment;
+use figment::providers::{Format, Toml};
+
+use crate::engine::scheduler::{Scheduler, Served};
+use crate::error::CommandError;
+use crate::sim::timed::{
+    Arrival, Formula, LINK_BYTES_PER_S, LINK_LATENCY, MESSAGE_LATENCY, Pace, Prefill, Seen, Timed,
+    TimedSettings,
+};
+use crate::types::Time;
+
+use super::Arguments;
+use super::offline;
+use super::report::Report;
+use super::workload::Workload;
+
+/// Most bytes of a formula file.
+const FORMULA_BYTES_MAX: u64 = 1 << 16;
+
+/// What takes how long in an offline replay that plays time.
+#[derive(Debug, clap::Args)]
+#[command(next_help_heading = "Virtual time (--mode offline)")]
+pub(super) struct TimedArguments {
+    /// Rate of each rank's link from device to host, in GB/s (10^9 bytes). [default: 25]
+    #[arg(long, value_name = "RATE", value_parser = bytes_per_s)]
+    pub(super) d2h_gb_per_s: Option<u64>,
+    /// Rate of each rank's link from host to device, in GB/s. [default: 25]
+    #[arg(long, value_name = "RATE", value_parser = bytes_per_s)]
+    pub(super) h2d_gb_per_s: Option<u64>,
+    /// How long a copy takes before its first byte, in microseconds. [default: 10]
+    #[arg(long, value_name = "US")]
+    pub(super) link_latency_us: Option<u64>,
+    /// How long a message between engine, leader and worker takes, in microseconds. [default: 35]
+    #[arg(long, value_name = "US")]
+    pub(super) message_latency_us: Option<u64>,
+    /// Prompt tokens that the engine computes in a second. Without it and --formula, computing takes no time.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), conflicts_with = "formula")]
+    pub(super) prefill_tokens_per_s: Option<u64>,
+    /// A TOML file: prefill_ms.a, .b and .c for a x T^2 + b x T + c milliseconds for T new tokens, and decode_ms for each
+    /// token of an answer, while which a prompt keeps its pages.
+    #[arg(long, value_name = "FILE")]
+    pub(super) formula: Option<PathBuf>,
+    /// Compute all prompts that run at once instead of one after another.
+    #[arg(long)]
+    pub(super) parallel_prefill: bool,
+}
+
+/// Bytes per second of a rate in GB/s.
+fn bytes_per_s(text: &str) -> Result<u64, String> {
+    match text.parse::<f64>() {
+        Ok(rate) if (1e-9..=1e6).contains(&rate) => Ok((rate * 1e9).round() as u64),
+        _ => Err("a rate in GB/s, from 1e-9 to 1e6".to_owned()),
+    }
+}
+
+impl TimedArguments {
+    fn settings(&self) -> Result<TimedSettings, CommandError> {
+        let (prefill, decode_per_token) = match (&self.formula, self.prefill_tokens_per_s) {
+            (Some(path), _) => read_formula(path)?,
+            (None, Some(rate)) => (Prefill::Rate(rate), Duration::ZERO),
+            (None, None) => (Prefill::Instant, Duration::ZERO),
+        };
+        let us = |us: Option<u64>, default| us.map_or(default, Duration::from_micros);
+        Ok(TimedSettings {
+            d2h_bytes_per_s: self.d2h_gb_per_s.unwrap_or(LINK_BYTES_PER_S),
+            h2d_bytes_per_s: self.h2d_gb_per_s.unwrap_or(LINK_BYTES_PER_S),
+            link_latency: us(self.link_latency_us, LINK_LATENCY),
+            message_latency: us(self.message_latency_us, MESSAGE_LATENCY),
+            prefill,
+            decode_per_token,
+            serial_prefill: !self.parallel_prefill,
+        })
+    }
+}
+
+fn read_formula(path: &Path) -> Result<(Prefill, Duration), CommandError> {
+    let refuse = |why: &dyn std::fmt::Display| {
+        CommandError::Data(format!("--formula {}: {why}", path.display()))
+    };
+    let bytes = std::fs::metadata(path).map_err(|error| refuse(&error))?;
+    if bytes.len() > FORMULA_BYTES_MAX {
+        return Err(refuse(&format!("more than {FORMULA_BYTES_MAX} bytes")));
+    }
+    let text = std::fs::read_to_string(path).map_err(|error| refuse(&error))?;
+    let formula: Formula = Figment::from(Toml::string(&text))
+        .extract()
+        .map_err(|error| refuse(&error))?;
+    formula.parts().map_err(|name| {
+        refuse(&format!(
+            "{name} must be a number of milliseconds, 0 or more"
+        ))
+    })
+}
+
+pub(super) fn run(arguments: &Arguments, workload: &Workload) -> Result<Report, CommandError> {
+    let begun = Instant::now();
+    let settings = arguments.timed.settings()?;
+    let mut report = Report::new(arguments, workload);
+    let progress = workload.progress(arguments);
+    let mut world = world(arguments, workload, settings, workload.arena_pages)?;
+    let with = play(arguments, workload, &mut world, |served| {
+        report.add(served);
+        progress.inc(1);
+    })?;
+    offline::fill(&mut report, workload, world.leader(), world.held_pages());
+    drop(world);
+    // The same requests once more, without G2: what would have been.
+    let mut world = self::world(arguments, workload, settings, 0)?;
+    progress.set_position(0);
+    progress.set_message("without G2");
+    let without = play(arguments, workload, &mut world, |_| progress.inc(1))?;
+    progress.finish_and_clear();
+    report.measured(&settings, with, without);
+    report.seconds.wall = begun.elapsed().as_secs_f64();
+    Ok(report)
+}
+
+fn world(
+    arguments: &Arguments,
+    workload: &Workload,
+    settings: TimedSettings,
+    arena_pages: u32,
+) -> Result<Timed, CommandError> {
+    let leader = offline::leader(arguments, workload, arena_pages > 0);
+    let scheduler = Scheduler::new(workload.device_pages, arguments.g1_pages);
+    let geometry = offline::geometry(arguments, workload);
+    let ranks = arguments.ranks;
+    Timed::new(leader, scheduler, ranks, &geometry, arena_pages, settings)
+        .map_err(CommandError::Config)
+}
+
+fn play(
+    arguments: &Arguments,
+    workload: &Workload,
+    world: &mut Timed,
+    served: impl FnMut(&Served),
+) -> Result<Seen, CommandError> {
+    let requests = &workload.trace.requests;
+    let first_us = requests.first().map_or(0, |request| request.timestamp_us);
+    let speedup = arguments.speedup.unwrap_or(1.0);
+    let arrivals = workload.prompts().map(|(request, prompt)| {
+        let offset = (request.timestamp_us - first_us) as f64 * 1e3 / speedup;
+        Arrival {
+            at: Time(offset as u64),
+            prompt,
+            output_tokens: request.output_tokens,
+        }
+    });
+    let pace = match arguments.concurrency {
+        Some(limit) => Pace::Closed(limit as usize),
+        None => Pace::Timestamps,
+    };
+    world
+        .run(arrivals, pace, served)
+        .map_err(CommandError::Failed)
+}

@@ -1,0 +1,192 @@
+//! Copies in flight: the two links of each rank, and what was measured on them.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use crate::sim::links::{FlowId, FlowSpec, LinkId, Links, LinksError};
+use crate::types::{Copy, Direction, EndedCopy, OpId, Rank, RequestId, Time};
+
+use super::{DIRECTIONS, Seen, TimedSettings, pages};
+
+/// A copy that a worker has.
+#[derive(Debug, Clone, Copy)]
+struct Task {
+    direction: Direction,
+    bytes: u64,
+    /// When it was ordered, and what it reads was written.
+    ready_at: Time,
+    started_at: Time,
+    flow: Option<FlowId>,
+}
+
+#[derive(Debug)]
+pub(super) struct Copies {
+    links: Links,
+    /// The links of each rank, by direction.
+    by_rank: Vec<[LinkId; 2]>,
+    bytes_per_s: [u64; 2],
+    latency: Duration,
+    page_bytes: u64,
+    tasks: HashMap<(Rank, OpId), Task>,
+    flows: HashMap<FlowId, (Rank, OpId)>,
+    /// When workers heard that everything up to a request is written. Both grow.
+    written: Vec<(RequestId, Time)>,
+    queue_ns: [Vec<u64>; 2],
+    over: Vec<(Time, FlowId)>,
+}
+
+fn index(direction: Direction) -> usize {
+    usize::from(direction == Direction::Load)
+}
+
+impl Copies {
+    pub(super) fn new(
+        settings: &TimedSettings,
+        ranks: u16,
+        page_bytes: u64,
+    ) -> Result<Self, LinksError> {
+        let mut links = Links::new();
+        let bytes_per_s = [settings.d2h_bytes_per_s, settings.h2d_bytes_per_s];
+        let mut by_rank = Vec::new();
+        for _ in 0..ranks {
+            by_rank.push([
+                links.add_link(bytes_per_s[0])?,
+                links.add_link(bytes_per_s[1])?,
+            ]);
+        }
+        Ok(Self {
+            links,
+            by_rank,
+            bytes_per_s,
+            latency: settings.link_latency,
+            page_bytes,
+            tasks: HashMap::new(),
+            flows: HashMap::new(),
+            written: Vec::new(),
+            queue_ns: [Vec::new(), Vec::new()],
+            over: Vec::new(),
+        })
+    }
+
+    /// When copies may end next.
+    pub(super) fn next_event(&mut self) -> Option<Time> {
+        self.links.next_event()
+    }
+
+    /// A worker hears of copies.
+    pub(super) fn ordered(&mut self, now: Time, rank: Rank, copies: &[Copy]) {
+        for copy in copies {
+            let task = Task {
+                direction: copy.direction,
+                bytes: pages(copy) * self.page_bytes,
+                ready_at: now,
+                started_at: now,
+                flow: None,
+            };
+            self.tasks.insert((rank, copy.op), task);
+        }
+    }
+
+    /// Workers hear that everything up to a request is written.
+    pub(super) fn written(&mut self, now: Time, through: RequestId) {
+        self.written.push((through, now));
+    }
+
+    /// A worker starts copies.
+    pub(super) fn start(&mut self, now: Time, rank: Rank, copies: &[Copy]) {
+        for copy in copies {
+            let Some(task) = self.tasks.get_mut(&(rank, copy.op)) else {
+                continue;
+            };
+            if copy.direction == Direction::Store {
+                let first = self.written.partition_point(|(id, _)| *id < copy.request);
+                let written_at = self.written.get(first).map_or(Time(0), |(_, at)| *at);
+                task.ready_at = task.ready_at.max(written_at);
+            }
+            let flow = FlowSpec {
+                links: &[self.by_rank[usize::from(rank.0)][index(copy.direction)]],
+                bytes: task.bytes,
+                weight: 1,
+                cap: None,
+                latency: self.latency,
+            };
+            task.started_at = now;
+            task.flow = self.links.start(now, &flow).ok();
+            if let Some(flow) = task.flow {
+                self.flows.insert(flow, (rank, copy.op));
+            }
+        }
+    }
+
+    /// A worker stops a copy: nothing of it moves any more.
+    pub(super) fn stop(&mut self, now: Time, rank: Rank, op: OpId) -> Option<EndedCopy> {
+        let task = self.tasks.get_mut(&(rank, op))?;
+        let flow = task.flow.take()?;
+        // One that is over by now is reported as such.
+        self.links.cancel(now, flow)?;
+        self.flows.remove(&flow);
+        Some(EndedCopy {
+            op,
+            whole: false,
+            bytes: 0,
+            busy_us: microseconds(task.started_at, now),
+        })
+    }
+
+    /// The copies that are over by now, those of a rank together.
+    pub(super) fn take_ended(&mut self, now: Time) -> Vec<(Rank, EndedCopy)> {
+        let mut ended = Vec::new();
+        self.links.advance(now, &mut self.over);
+        for (at, flow) in self.over.drain(..) {
+            let Some((rank, op)) = self.flows.remove(&flow) else {
+                continue;
+            };
+            let Some(task) = self.tasks.get_mut(&(rank, op)) else {
+                continue;
+            };
+            task.flow = None;
+            let way = index(task.direction);
+            let alone = u128::from(task.bytes) * 1_000_000_000;
+            let alone = alone.div_ceil(u128::from(self.bytes_per_s[way]));
+            let alone =
+                self.latency + Duration::from_nanos(u64::try_from(alone).unwrap_or(u64::MAX));
+            let queued = (task.ready_at + alone).until(at).as_nanos();
+            self.queue_ns[way].push(u64::try_from(queued).unwrap_or(u64::MAX));
+            let copy = EndedCopy {
+                op,
+                whole: true,
+                bytes: task.bytes,
+                busy_us: microseconds(task.started_at, at),
+            };
+            ended.push((rank, copy));
+        }
+        ended.sort_by_key(|(rank, _)| *rank);
+        ended
+    }
+
+    /// A worker reported copies: nothing is known of them any more.
+    pub(super) fn reported(&mut self, rank: Rank, copies: &[EndedCopy]) {
+        for copy in copies {
+            self.tasks.remove(&(rank, copy.op));
+        }
+    }
+
+    /// Adds what was measured.
+    pub(super) fn fill(&mut self, seen: &mut Seen) {
+        for direction in DIRECTIONS {
+            let way = index(direction);
+            let use_of = match direction {
+                Direction::Store => &mut seen.d2h,
+                Direction::Load => &mut seen.h2d,
+            };
+            for links in &self.by_rank {
+                use_of.add(self.links.utilisation(links[way]));
+            }
+            use_of.queue_ns = std::mem::take(&mut self.queue_ns[way]);
+        }
+    }
+}
+
+fn microseconds(from: Time, to: Time) -> u64 {
+    u64::try_from(from.until(to).as_micros()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,273 @@
+//! The engine in virtual time: the reference engine's scheduler, a device that computes, and a watch.
+
+use std::collections::{BTreeSet, HashMap};
+use std::ops::Range;
+use std::time::Duration;
+
+use crate::engine::scheduler::{Action, REQUEST_TIMEOUT, Scheduler, Served, WorkKind};
+use crate::types::{Answer, Request, RequestId, SlotId, Time};
+
+use super::agenda::Agenda;
+use super::compute::Device;
+use super::{Arrival, Happening, Seen, TimedSettings};
+
+/// A prompt that is not over.
+#[derive(Debug, Clone, Copy)]
+struct Open {
+    tokens: u64,
+    output_tokens: u64,
+    arrived_at: Time,
+    admitted_at: Time,
+    /// When its prefill ends, once that is known.
+    first_token_at: Option<Time>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Asked {
+    Lookup,
+    Load,
+    Store,
+    Finish,
+}
+
+#[derive(Debug)]
+pub(super) struct Engine {
+    scheduler: Scheduler,
+    device: Device,
+    message_latency: Duration,
+    decode_per_token: Duration,
+    page_tokens: u64,
+    open: HashMap<SlotId, Open>,
+    asked: HashMap<RequestId, (Asked, Time)>,
+    /// Stores of prompts that are not computed yet.
+    unwritten: BTreeSet<RequestId>,
+    last_store: RequestId,
+    first_arrival: Option<Time>,
+    last_end: Time,
+    actions: Vec<Action>,
+    served: Vec<Served>,
+    seen: Seen,
+}
+
+impl Engine {
+    pub(super) fn new(scheduler: Scheduler, settings: &TimedSettings, page_tokens: u32) -> Self {
+        Self {
+            scheduler,
+            device: Device::new(settings.prefill, settings.serial_prefill),
+            message_latency: settings.message_latency,
+            decode_per_token: settings.decode_per_token,
+            page_tokens: u64::from(page_tokens),
+            open: HashMap::new(),
+            asked: HashMap::new(),
+            unwritten: BTreeSet::new(),
+            last_store: RequestId(0),
+            first_arrival: None,
+            last_end: Time(0),
+            actions: Vec::new(),
+            served: Vec::new(),
+            seen: Seen::default(),
+        }
+    }
+
+    pub(super) fn open_prompts(&self) -> usize {
+        self.scheduler.open_prompts()
+    }
+
+    pub(super) fn held_pages(&self) -> u32 {
+        self.scheduler.held_pages()
+    }
+
+    pub(super) fn arrive(&mut self, now: Time, arrival: Arrival) {
+        let open = Open {
+            tokens: arrival.prompt.tokens,
+            output_tokens: arrival.output_tokens,
+            arrived_at: now,
+            admitted_at: now,
+            first_token_at: None,
+        };
+        self.first_arrival.get_or_insert(now);
+        self.open.insert(arrival.prompt.slot, open);
+        self.scheduler.arrive(arrival.prompt, &mut self.actions);
+    }
+
+    pub(super) fn answered(&mut self, now: Time, id: RequestId, answer: Option<Answer>) {
+        let Some((asked, at)) = self.asked.remove(&id) else {
+            return;
+        };
+        let took = nanoseconds(at, now);
+        match asked {
+            Asked::Lookup => self.seen.lookup_ns.push(took),
+            Asked::Load => self.seen.load_ns.push(took),
+            Asked::Store
+                if !matches!(
+                    answer,
+                    Some(Answer::Store {
+                        failed_pages: 0,
+                        ..
+                    })
+                ) =>
+            {
+                self.seen.late_stores += 1;
+            }
+            Asked::Store | Asked::Finish => {}
+        }
+        self.scheduler.answered(id, answer, &mut self.actions);
+    }
+
+    /// The prefill of a prompt ended. Returns up to which request everything is written, when the prompt is stored.
+    pub(super) fn computed(
+        &mut self,
+        now: Time,
+        slot: SlotId,
+        stores: Option<RequestId>,
+    ) -> Option<RequestId> {
+        if let Some(open) = self.open.get(&slot) {
+            let first_token = nanoseconds(open.arrived_at, now);
+            self.seen.first_token_ns.push(first_token);
+        }
+        self.last_end = self.last_end.max(now);
+        match stores {
+            Some(id) => self.unwritten.remove(&id),
+            None => self.open.remove(&slot).is_some(),
+        };
+        self.scheduler
+            .worked(slot, WorkKind::Compute, &mut self.actions);
+        let before_next = |id: &RequestId| RequestId(id.0 - 1);
+        stores.map(|_| self.unwritten.first().map_or(self.last_store, before_next))
+    }
+
+    pub(super) fn take_served(&mut self, served: &mut Vec<Served>) {
+        served.append(&mut self.served);
+    }
+
+    /// Does what the scheduler wants done: work on pages takes no time, but for the prefill.
+    pub(super) fn act(&mut self, now: Time, agenda: &mut Agenda<Happening>) {
+        let mut actions = std::mem::take(&mut self.actions);
+        let mut next = 0;
+        while let Some(action) = actions.get_mut(next) {
+            next += 1;
+            match std::mem::replace(action, Action::Idle) {
+                // A late store is refused by whoever drives this; nothing is abandoned.
+                Action::Idle | Action::Abandon { .. } => {}
+                Action::Done(served) => self.done(now, served, agenda),
+                Action::Work {
+                    slot,
+                    kind: WorkKind::Compute,
+                    positions,
+                    written_through,
+                } => {
+                    self.compute(now, slot, positions, written_through, agenda);
+                }
+                Action::Work { slot, kind, .. } => self.scheduler.worked(slot, kind, &mut actions),
+                Action::Send { id, request } => {
+                    // An engine knows how long its prefill takes, and grants that much to the store that waits for it.
+                    let mut from = now;
+                    if let Request::Store { .. } = request
+                        && let Some(Action::Work {
+                            slot, positions, ..
+                        }) = actions.get(next)
+                    {
+                        let (slot, positions) = (*slot, positions.clone());
+                        next += 1;
+                        from = self.compute(now, slot, positions, Some(id), agenda);
+                    }
+                    self.send(now, from, id, request, agenda);
+                }
+            }
+        }
+        actions.clear();
+        self.actions = actions;
+    }
+
+    fn done(&mut self, now: Time, served: Served, agenda: &mut Agenda<Happening>) {
+        self.last_end = self.last_end.max(now);
+        if let Some(open) = self.open.get(&served.slot).copied() {
+            if served.waited_for_pages {
+                let waited = nanoseconds(open.arrived_at, open.admitted_at);
+                self.seen.page_wait_ns.push(waited);
+            }
+            match open.first_token_at {
+                Some(_) => _ = self.open.remove(&served.slot),
+                // Too short for a page: the scheduler has no work with it, the device has.
+                None => _ = self.compute(now, served.slot, 0..0, None, agenda),
+            }
+        }
+        self.served.push(served);
+    }
+
+    /// Queues the prefill of a prompt but for the pages before `positions`; returns when it ends.
+    fn compute(
+        &mut self,
+        now: Time,
+        slot: SlotId,
+        positions: Range<u32>,
+        stores: Option<RequestId>,
+        agenda: &mut Agenda<Happening>,
+    ) -> Time {
+        let Some(open) = self.open.get_mut(&slot) else {
+            return now;
+        };
+        let found = u64::from(positions.start) * self.page_tokens;
+        let end = self.device.compute(now, open.tokens.saturating_sub(found));
+        open.first_token_at = Some(end);
+        if let Some(id) = stores {
+            self.unwritten.insert(id);
+            self.last_store = self.last_store.max(id);
+        }
+        agenda.add(end, Happening::Computed { slot, stores });
+        end
+    }
+
+    /// Sends a request to the leader; its answer is due so long after `from` as in a live engine.
+    fn send(
+        &mut self,
+        now: Time,
+        from: Time,
+        id: RequestId,
+        request: Request,
+        agenda: &mut Agenda<Happening>,
+    ) {
+        let mut sent_at = now;
+        let asked = match &request {
+            Request::Lookup { slot, .. } => {
+                if let Some(open) = self.open.get_mut(slot) {
+                    open.admitted_at = now;
+                }
+                Asked::Lookup
+            }
+            Request::Load { .. } => Asked::Load,
+            Request::Store { .. } | Request::Reset { .. } => Asked::Store,
+            Request::Finish { slot } => {
+                if let Some(open) = self.open.get(slot)
+                    && let Some(first) = open.first_token_at
+                {
+                    let tokens = u32::try_from(open.output_tokens).unwrap_or(u32::MAX);
+                    sent_at = now.max(first + self.decode_per_token.saturating_mul(tokens));
+                }
+                Asked::Finish
+            }
+        };
+        self.asked.insert(id, (asked, sent_at));
+        let deadline = from.max(sent_at) + REQUEST_TIMEOUT;
+        agenda.add(
+            sent_at + self.message_latency,
+            Happening::Asked {
+                id,
+                deadline,
+                request,
+            },
+        );
+    }
+
+    pub(super) fn seen(&mut self) -> Seen {
+        let mut seen = std::mem::take(&mut self.seen);
+        let first = self.first_arrival.unwrap_or_default();
+        seen.span = first.until(self.last_end);
+        seen.prefill = self.device.busy();
+        seen
+    }
+}
+
+fn nanoseconds(from: Time, to: Time) -> u64 {
+    u64::try_from(from.until(to).as_nanos()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,399 @@
+//! The replay in virtual time: one engine, its workers and their leader as one discrete-event simulation.
+//!
+//! Leader, workers and scheduler are the very state machines of the live system; a copy takes what its link gives it
+//! ([`crate::sim::links`]), a message takes a fixed time, and so does a prefill. Nothing else takes time. Nothing waits:
+//! the earliest of all deadlines drives the clock. Where several things happen at one time, copies end first, then
+//! messages come in the order in which they were sent, then timeouts fire, then prompts arrive; so that equal input
+//! gives equal output, to the last bit.
+//!
+//! What it does not know of: the time that leader and workers take to decide, hashing, and the engine's own steps other
+//! than prefill. Copies of one rank and direction share their link, as streams of a device do; a live worker that copies
+//! with the CPU runs them one after another, so that of copies at one time the last ends at the same time, the others
+//! earlier.
+
+mod agenda;
+mod compute;
+mod copies;
+mod engine;
+mod seen;
+mod settings;
+#[cfg(test)]
+mod tests;
+
+use crate::core::{
+    BatchId, Effect, Event, Leader, RUNNING_COPIES_MAX, Refusal, Worker, WorkerEffect, WorkerEvent,
+    WorkerSettings,
+};
+use crate::engine::scheduler::{Scheduler, Served};
+use crate::sim::sequential::{ENGINE, attach};
+use crate::types::{
+    Answer, AttachId, Copy, Direction, EndedCopy, GroupGeometry, OpId, Rank, Replica, Request,
+    RequestId, SlotId, Time, WorkerId,
+};
+
+use agenda::Agenda;
+use copies::Copies;
+use engine::Engine;
+
+pub use compute::{Formula, Polynomial, Prefill};
+pub use seen::{LinkUse, Seen};
+pub use settings::{Arrival, LINK_BYTES_PER_S, LINK_LATENCY, MESSAGE_LATENCY, Pace, TimedSettings};
+
+/// Something that was sent, or takes a known time.
+#[derive(Debug)]
+enum Happening {
+    /// A request of the engine reaches the leader.
+    Asked {
+        id: RequestId,
+        deadline: Time,
+        request: Request,
+    },
+    /// An answer of the leader reaches the engine.
+    Answered {
+        id: RequestId,
+        answer: Result<Answer, Refusal>,
+    },
+    /// An order of the leader reaches a worker.
+    Ordered {
+        rank: Rank,
+        batch: BatchId,
+        copies: Vec<Copy>,
+    },
+    /// A cancel of the leader reaches a worker.
+    Cancelled { rank: Rank, op: OpId },
+    /// A report of a worker reaches the leader.
+    Reported { rank: Rank, copies: Vec<EndedCopy> },
+    /// The prefill of a prompt ended; what the request stores is written.
+    Computed {
+        slot: SlotId,
+        stores: Option<RequestId>,
+    },
+    /// Every worker hears that everything up to this request is written.
+    Written { through: RequestId },
+}
+
+/// See the module.
+#[derive(Debug)]
+pub struct Timed {
+    settings: TimedSettings,
+    leader: Leader,
+    workers: Vec<Worker>,
+    engine: Engine,
+    copies: Copies,
+    agenda: Agenda<Happening>,
+    now: Time,
+    batches: u64,
+    effects: Vec<Effect>,
+    orders: Vec<WorkerEffect>,
+}
+
+impl Timed {
+    /// Attaches `ranks` equal ranks with `arena_pages` each to the leader.
+    ///
+    /// # Errors
+    ///
+    /// What the leader refuses, or a link that moves nothing.
+    pub fn new(
+        mut leader: Leader,
+        scheduler: Scheduler,
+        ranks: u16,
+        geometry: &GroupGeometry,
+        arena_pages: u32,
+        settings: TimedSettings,
+    ) -> Result<Self, String> {
+        attach(&mut leader, ranks, geometry, arena_pages)?;
+        let worker = || {
+            let mut worker = Worker::new(WorkerSettings::new(RUNNING_COPIES_MAX));
+            let (engine, after) = (ENGINE, RequestId(0));
+            let admitted = WorkerEvent::Admitted {
+                attach: AttachId(1),
+                after: Some(OpId(0)),
+            };
+            for event in [
+                WorkerEvent::DepotReady,
+                WorkerEvent::Registered { engine, after },
+                WorkerEvent::LeaderFound(leader.epoch()),
+                admitted,
+            ] {
+                worker.step(Time(0), event, &mut Vec::new());
+            }
+            worker
+        };
+        let workers = (0..ranks).map(|_| worker()).collect();
+        let copies = Copies::new(&settings, ranks, geometry.page_bytes);
+        Ok(Self {
+            settings,
+            workers,
+            leader,
+            engine: Engine::new(scheduler, &settings, geometry.engine_page_tokens),
+            copies: copies.map_err(|error| error.to_string())?,
+            agenda: Agenda::new(),
+            now: Time(0),
+            batches: 0,
+            effects: Vec::new(),
+            orders: Vec::new(),
+        })
+    }
+
+    /// Serves all prompts to their ends; `served` hears of each.
+    ///
+    /// # Errors
+    ///
+    /// A prompt does not fit into the engine's memory.
+    pub fn run(
+        &mut self,
+        arrivals: impl Iterator<Item = Arrival>,
+        pace: Pace,
+        mut served: impl FnMut(&Served),
+    ) -> Result<Seen, String> {
+        let mut arrivals = arrivals.peekable();
+        let mut done = Vec::new();
+        loop {
+            let arrives = arrivals.peek().and_then(|arrival| match pace {
+                Pace::Timestamps => Some(arrival.at.max(self.now)),
+                Pace::Closed(limit) => (self.engine.open_prompts() < limit).then_some(self.now),
+            });
+            let Some(next) = self.next_event(arrives) else {
+                break;
+            };
+            self.now = self.now.max(next);
+            self.end_copies();
+            while let Some(happening) = self.agenda.take_due(self.now) {
+                self.happen(happening);
+            }
+            self.tick();
+            if arrives.is_some_and(|at| at <= self.now)
+                && let Some(arrival) = arrivals.next()
+            {
+                self.engine.arrive(self.now, arrival);
+                self.act();
+            }
+            self.engine.take_served(&mut done);
+            done.drain(..).for_each(|done| served(&done));
+        }
+        match self.engine.open_prompts() {
+            0 if arrivals.peek().is_none() => Ok(self.seen()),
+            open => Err(format!(
+                "{open} prompts never run: the next one does not fit into the engine's memory"
+            )),
+        }
+    }
+
+    /// The leader, to read its counters.
+    pub fn leader(&self) -> &Leader {
+        &self.leader
+    }
+
+    /// Pages that the engine holds: zero between prompts.
+    pub fn held_pages(&self) -> u32 {
+        self.engine.held_pages()
+    }
+
+    /// When something happens next; `None` at the end. Timeouts alone are no reason to go on.
+    fn next_event(&mut self, arrives: Option<Time>) -> Option<Time> {
+        let ends = self.copies.next_event();
+        let sent = self.agenda.next_at();
+        let next = [arrives, ends, sent].into_iter().flatten().min()?;
+        let workers = self.workers.iter().filter_map(Worker::next_timeout);
+        workers
+            .chain(self.leader.next_timeout())
+            .chain([next])
+            .min()
+    }
+
+    fn happen(&mut self, happening: Happening) {
+        match happening {
+            Happening::Asked {
+                id,
+                deadline,
+                request,
+            } => {
+                let engine = ENGINE;
+                self.lead(Event::Request {
+                    engine,
+                    id,
+                    deadline,
+                    request,
+                });
+            }
+            Happening::Reported { rank, copies } => {
+                let epoch = self.leader.epoch();
+                let worker = WorkerId {
+                    replica: Replica(0),
+                    rank,
+                };
+                self.lead(Event::Ended {
+                    worker,
+                    epoch,
+                    copies,
+                });
+            }
+            Happening::Answered { id, answer } => {
+                self.engine.answered(self.now, id, answer.ok());
+                self.act();
+            }
+            Happening::Computed { slot, stores } => {
+                let through = self.engine.computed(self.now, slot, stores);
+                if let Some(through) = through {
+                    self.send(Happening::Written { through });
+                }
+                self.act();
+            }
+            Happening::Ordered {
+                rank,
+                batch,
+                copies,
+            } => {
+                self.copies.ordered(self.now, rank, &copies);
+                let epoch = self.leader.epoch();
+                self.work(
+                    rank,
+                    WorkerEvent::Ordered {
+                        epoch,
+                        batch,
+                        copies,
+                    },
+                );
+            }
+            Happening::Cancelled { rank, op } => {
+                self.batches += 1;
+                let cancel = WorkerEvent::Cancel {
+                    epoch: self.leader.epoch(),
+                    batch: BatchId(self.batches),
+                    ops: vec![op],
+                };
+                self.work(rank, cancel);
+            }
+            Happening::Written { through } => {
+                self.copies.written(self.now, through);
+                for rank in self.ranks() {
+                    let engine = ENGINE;
+                    self.work(rank, WorkerEvent::Written { engine, through });
+                }
+            }
+        }
+    }
+
+    fn ranks(&self) -> impl Iterator<Item = Rank> + use<> {
+        (0..u16::try_from(self.workers.len()).unwrap_or(u16::MAX)).map(Rank)
+    }
+
+    fn send(&mut self, message: Happening) {
+        self.agenda
+            .add(self.now + self.settings.message_latency, message);
+    }
+
+    /// What the scheduler wants done.
+    fn act(&mut self) {
+        self.engine.act(self.now, &mut self.agenda);
+    }
+
+    fn lead(&mut self, event: Event) {
+        let mut effects = std::mem::take(&mut self.effects);
+        self.leader.step(self.now, event, &mut effects);
+        // One step's copies belong to one request: one message to each rank.
+        let mut to = None;
+        let mut copies = Vec::new();
+        for effect in effects.drain(..) {
+            match effect {
+                Effect::Answer { id, answer, .. } => self.send(Happening::Answered { id, answer }),
+                Effect::Copy { ranks, copy, .. } => {
+                    to = Some(ranks);
+                    copies.push(copy);
+                }
+                Effect::Cancel { ranks, op, .. } => {
+                    for rank in ranks.iter() {
+                        self.send(Happening::Cancelled { rank, op });
+                    }
+                }
+                // Workers are there from the start, and stop a copy when they are told to; nobody resets.
+                Effect::Admit { .. }
+                | Effect::Expel(..)
+                | Effect::ReadInventory { .. }
+                | Effect::Strike { .. } => {}
+            }
+        }
+        self.effects = effects;
+        for rank in to.iter().flat_map(|ranks| ranks.iter()) {
+            self.batches += 1;
+            let (batch, copies) = (BatchId(self.batches), copies.clone());
+            self.send(Happening::Ordered {
+                rank,
+                batch,
+                copies,
+            });
+        }
+    }
+
+    fn work(&mut self, rank: Rank, event: WorkerEvent) {
+        let mut next = Some(event);
+        while let Some(event) = next.take() {
+            let Some(worker) = self.workers.get_mut(usize::from(rank.0)) else {
+                return;
+            };
+            let mut orders = std::mem::take(&mut self.orders);
+            let mut stopped = Vec::new();
+            worker.step(self.now, event, &mut orders);
+            for order in orders.drain(..) {
+                match order {
+                    WorkerEffect::Start(copies) => self.copies.start(self.now, rank, &copies),
+                    WorkerEffect::Stop(op) => {
+                        stopped.extend(self.copies.stop(self.now, rank, op));
+                    }
+                    WorkerEffect::Report { copies, .. } => {
+                        self.copies.reported(rank, &copies);
+                        self.send(Happening::Reported { rank, copies });
+                    }
+                    // Nobody starts again, so nobody looks at an inventory.
+                    WorkerEffect::StrikeOut(_)
+                    | WorkerEffect::List(_)
+                    | WorkerEffect::StrikeScope(_)
+                    | WorkerEffect::Struck(_)
+                    | WorkerEffect::Attach { .. }
+                    | WorkerEffect::Registered { .. }
+                    | WorkerEffect::Abandoned { .. }
+                    | WorkerEffect::GiveUp => {}
+                }
+            }
+            self.orders = orders;
+            next = (!stopped.is_empty()).then_some(WorkerEvent::CopiesEnded(stopped));
+        }
+    }
+
+    fn end_copies(&mut self) {
+        let ended = self.copies.take_ended(self.now);
+        for copies in ended.chunk_by(|(a, _), (b, _)| a == b) {
+            let rank = copies[0].0;
+            let copies = copies.iter().map(|(_, copy)| *copy).collect();
+            self.work(rank, WorkerEvent::CopiesEnded(copies));
+        }
+    }
+
+    fn tick(&mut self) {
+        let due = |at: Option<Time>| at.is_some_and(|at| at <= self.now);
+        let late: Vec<Rank> = self
+            .ranks()
+            .filter(|rank| due(self.workers[usize::from(rank.0)].next_timeout()))
+            .collect();
+        if due(self.leader.next_timeout()) {
+            self.lead(Event::Tick);
+        }
+        for rank in late {
+            self.work(rank, WorkerEvent::Tick);
+        }
+    }
+
+    fn seen(&mut self) -> Seen {
+        let mut seen = self.engine.seen();
+        self.copies.fill(&mut seen);
+        seen
+    }
+}
+
+/// Pages of a copy, whichever way.
+fn pages(copy: &Copy) -> u64 {
+    copy.pairs.iter().map(|pair| pair.src.pages()).sum()
+}
+
+/// Both directions, in the order in which their links lie.
+const DIRECTIONS: [Direction; 2] = [Direction::Store, Direction::Load];
