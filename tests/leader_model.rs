@@ -724,7 +724,7 @@ fn a_reset_is_answered_when_stores_in_flight_have_ended() {
 }
 
 #[test]
-fn one_request_too_many_is_refused_and_may_come_again_and_a_finish_never_is() {
+fn one_request_too_many_is_refused_for_good_and_a_finish_never_is() {
     let mut world = World::with_limit(1);
     let first = store(&mut world, 0, 0, 7, 8);
     let op = *world.open.keys().next().expect("a copy");
@@ -738,6 +738,12 @@ fn one_request_too_many_is_refused_and_may_come_again_and_a_finish_never_is() {
     assert_eq!(answer(&world, 0, finish), Some(Ok(Answer::Finish)));
     (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
     assert!(answer(&world, 0, first).is_some());
+    let again = world.asked[&(0, second)].0.clone();
+    world.send(0, second, again);
+    assert!(
+        world.open.is_empty(),
+        "what was refused is not carried out when it comes again"
+    );
     let third = store(&mut world, 0, 2, 8, 8);
     assert_eq!(answer(&world, 0, third), None, "there is room again");
 }

@@ -66,6 +66,8 @@ bugs! {
     AttachEarly,
     /// A repeated order is carried out again.
     RunTwice,
+    /// How copies of an older leader ended is taken for how those of the new one did.
+    RememberOldEnds,
     /// An abandoned copy is said to have ended while it runs.
     AbandonEarly,
     /// An engine gives pages back while they are being stored.
@@ -78,6 +80,8 @@ bugs! {
     ForgetTooSoon,
     /// What became late while nobody looked is taken for timely.
     LookLate,
+    /// A request that was refused for want of room is carried out when it comes again.
+    ForgetRefusal,
     /// A load or a store is refused while an older leader's copy for it may run.
     RefuseUnclear,
     /// A new leader reads inventories while an older one's copies may still run.

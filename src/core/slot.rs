@@ -56,8 +56,6 @@ pub enum Seen {
     UnderWay,
     /// Answered: say it again.
     Answered(Result<Answer, Refusal>),
-    /// New, and one too many: not noted.
-    TooMany,
     /// Too old to know.
     Stale,
 }
@@ -76,13 +74,17 @@ impl Answers {
         self.kept.len() - self.answered
     }
 
-    /// Notes a request and says what it is. A new one is not noted when the engine is `full`.
-    pub fn begin(&mut self, id: RequestId, full: bool) -> Seen {
+    /// True when this request was noted and is remembered.
+    pub fn knows(&self, id: RequestId) -> bool {
+        self.kept.contains_key(&id)
+    }
+
+    /// Notes a request and says what it is.
+    pub fn begin(&mut self, id: RequestId) -> Seen {
         match self.kept.get(&id) {
             Some(Some(answer)) => Seen::Answered(answer.clone()),
             Some(None) => Seen::UnderWay,
             None if self.dropped.is_some_and(|dropped| id <= dropped) => Seen::Stale,
-            None if full => Seen::TooMany,
             None => {
                 self.kept.insert(id, None);
                 Seen::New
@@ -150,23 +152,23 @@ mod tests {
     fn a_retry_is_recognised_while_under_way_and_after() {
         let mut answers = Answers::default();
         let id = RequestId(7);
-        assert_eq!(answers.begin(id, false), Seen::New);
-        assert_eq!(answers.begin(id, false), Seen::UnderWay);
+        assert_eq!(answers.begin(id), Seen::New);
+        assert_eq!(answers.begin(id), Seen::UnderWay);
         answers.end(id, &Ok(Answer::Finish));
-        assert_eq!(answers.begin(id, false), Seen::Answered(Ok(Answer::Finish)));
+        assert_eq!(answers.begin(id), Seen::Answered(Ok(Answer::Finish)));
     }
 
     #[test]
     fn answers_are_bounded_and_what_was_dropped_is_stale() {
         let mut answers = Answers::default();
         for id in 0..=ANSWERS_KEPT as u64 {
-            assert_eq!(answers.begin(RequestId(id), false), Seen::New);
+            assert_eq!(answers.begin(RequestId(id)), Seen::New);
             answers.end(RequestId(id), &Ok(Answer::Finish));
         }
         assert_eq!(answers.kept.len(), ANSWERS_KEPT);
-        assert_eq!(answers.begin(RequestId(0), false), Seen::Stale);
+        assert_eq!(answers.begin(RequestId(0)), Seen::Stale);
         assert_eq!(
-            answers.begin(RequestId(1), false),
+            answers.begin(RequestId(1)),
             Seen::Answered(Ok(Answer::Finish))
         );
     }

@@ -49,20 +49,30 @@ impl Leader {
         let full = answers.open() >= self.settings.open_requests_max
             && (!finishes || planted(Bug::LimitFinish))
             && !planted(Bug::UnboundedQueue);
-        let refused = match answers.begin(id, full || self.draining && !finishes) {
-            Seen::New => None,
+        if full && planted(Bug::ForgetRefusal) && !answers.knows(id) {
+            let answer = Err(Refusal::Draining);
+            return effects.push(Effect::Answer { engine, id, answer });
+        }
+        match answers.begin(id) {
+            Seen::New => {}
             Seen::UnderWay => return,
             Seen::Answered(answer) => return effects.push(Effect::Answer { engine, id, answer }),
-            Seen::TooMany if self.draining => Some(Refusal::Draining),
-            Seen::TooMany => Some(Refusal::Limit {
+            Seen::Stale => {
+                let answer = Err(Refusal::StaleRequest(id));
+                return effects.push(Effect::Answer { engine, id, answer });
+            }
+        }
+        // A refusal stays one: an engine that hears it goes on, and the same request must not be carried out when it comes
+        // again.
+        if self.draining && !finishes {
+            return self.answer(engine, id, Err(Refusal::Draining), effects);
+        }
+        if full {
+            let refused = Err(Refusal::Limit {
                 limit: "requests of an engine under way",
                 max: self.settings.open_requests_max as u64,
-            }),
-            Seen::Stale => Some(Refusal::StaleRequest(id)),
-        };
-        if let Some(refused) = refused {
-            let answer = Err(refused);
-            return effects.push(Effect::Answer { engine, id, answer });
+            });
+            return self.answer(engine, id, refused, effects);
         }
         let answer = match request {
             Request::Lookup {
@@ -132,7 +142,7 @@ impl Leader {
             self.timers
                 .remove(&(parked.next, Timer::Parked(engine, id)));
             if let Some(session) = self.sessions.get_mut(&engine) {
-                session.answers.begin(id, false);
+                session.answers.begin(id);
             }
             let refusal = Refusal::UnknownSlot(parked.slot);
             self.answer(parked.due.engine, parked.due.id, Err(refusal), effects);

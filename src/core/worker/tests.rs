@@ -409,3 +409,14 @@ fn abandoned_requests_are_remembered_within_a_limit() {
     let effects = order(&mut worker, 1, 1, vec![store(1, 10)]);
     assert_eq!(effects, [report(1, vec![refused(OpId(1))])]);
 }
+
+#[test]
+fn the_end_of_an_old_copy_is_not_told_to_a_leader_that_uses_its_number_again() {
+    let mut worker = worker();
+    order(&mut worker, 1, 1, vec![load(7)]);
+    step(&mut worker, 1, WorkerEvent::LeaderFound(Epoch(2)));
+    ended(&mut worker, 2, vec![whole(7)]);
+    let (attach, after) = (AttachId(2), Some(OpId(6)));
+    step(&mut worker, 3, WorkerEvent::Admitted { attach, after });
+    assert_eq!(starts(&order(&mut worker, 2, 1, vec![load(7)])), [7]);
+}

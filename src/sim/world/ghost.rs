@@ -253,10 +253,7 @@ impl Ghost {
         self.open.remove(&key);
         if let Some(before) = &taken.answer
             && before != answer
-            && !matches!(
-                before,
-                Err(Refusal::Limit { .. } | Refusal::StaleRequest(_))
-            )
+            && !matches!(before, Err(Refusal::StaleRequest(_)))
         {
             return Some(format!(
                 "{id} of engine {engine} is answered {before:?}, then {answer:?}"
