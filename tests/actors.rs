@@ -1,0 +1,17 @@
+//! The actors over the transport in memory, with time that only waiting moves: a leader among engines and workers that do
+//! what a test says, and a worker beside a leader that does.
+
+#![expect(
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test says what it expects"
+)]
+
+mod actors {
+    mod deadlines;
+    mod drain;
+    mod pressure;
+    mod restart;
+    mod supervision;
+    mod world;
+}

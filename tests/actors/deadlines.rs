@@ -1,0 +1,139 @@
+//! Deadlines: a copy that is late is cancelled, its worker is expelled after the fence time, and its engine hears of a
+//! failure only when nothing can write its pages any more.
+
+use std::time::Duration;
+
+use kvferry::protocol::{ErrorCode, Message, StoreAnswer};
+use kvferry::transport::MemoryTransport;
+use tokio::task::JoinHandle;
+use tokio::time::Instant;
+
+use super::world::{Answered, Engine, Heard, Order, Puppet, leader, puppets, seconds, soon};
+
+const PAGES: u32 = 4;
+const WITHIN: Duration = Duration::from_secs(2);
+/// The defaults of a leader.
+const FENCE_SECONDS: f64 = 10.0;
+
+/// Pages that are stored, and a load of them that both workers were ordered to carry out.
+async fn loading(engine: &Engine, workers: &mut [Puppet; 2]) -> (JoinHandle<Answered>, [Order; 2]) {
+    let stored = storing(engine, workers).await;
+    for (worker, order) in workers.iter().zip(&stored.1) {
+        worker.ended(order, true);
+    }
+    let answer = stored.0.await.expect("no panic");
+    assert!(answer.is_ok(), "{answer:?}");
+    let found = engine.lookup(3, 2, PAGES as u8).await;
+    assert!(matches!(found, Ok(Message::LookupAnswer(found)) if found.hit_pages == PAGES));
+    let asking = engine.clone();
+    let asked = tokio::spawn(async move { asking.load(4, 2, PAGES, WITHIN).await });
+    (asked, orders(workers).await)
+}
+
+/// A store that both workers were ordered to carry out.
+async fn storing(engine: &Engine, workers: &mut [Puppet; 2]) -> (JoinHandle<Answered>, [Order; 2]) {
+    engine.lookup(1, 1, PAGES as u8).await.expect("an answer");
+    let asking = engine.clone();
+    let asked = tokio::spawn(async move { asking.store(2, 1, PAGES, WITHIN).await });
+    (asked, orders(workers).await)
+}
+
+async fn orders([first, second]: &mut [Puppet; 2]) -> [Order; 2] {
+    [first.order().await, second.order().await]
+}
+
+fn about(found: f64, expected: f64) {
+    assert!(
+        (found - expected).abs() < 0.1,
+        "{found} s, not {expected} s"
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_load_is_answered_only_when_the_worker_that_kept_silent_is_fenced() {
+    let transport = MemoryTransport::default();
+    let (process, _) = leader(&transport, 1).await;
+    let engine = Engine::start(&transport, 1);
+    let mut workers = puppets(&transport).await;
+    let (asked, [first, second]) = loading(&engine, &mut workers).await;
+    let op = second.transfer.copies[0].op;
+    let begun = Instant::now();
+    workers[0].ended(&first, true);
+
+    let mut cancels = Vec::new();
+    loop {
+        match workers[1].hear().await {
+            Heard::Cancel(ops) => {
+                assert_eq!(ops, [op]);
+                cancels.push(seconds(begun));
+            }
+            Heard::Lost => break,
+            other => panic!("{other:?} for a worker that is late"),
+        }
+    }
+    about(cancels[0], WITHIN.as_secs_f64());
+    assert!(cancels.len() >= 4, "cancelled again and again: {cancels:?}");
+    about(seconds(begun), WITHIN.as_secs_f64() + FENCE_SECONDS);
+    assert!(!asked.is_finished(), "it is expelled, and may still write");
+
+    assert!(matches!(workers[1].hear().await, Heard::Welcomed(1)));
+    tokio::time::sleep(Duration::from_secs(100)).await;
+    assert_eq!(engine.status().await.copies_under_way, 1);
+    assert!(!asked.is_finished(), "it is back, and may still write");
+    let mut back = Puppet::start(&transport, 1);
+    back.begin().await;
+    let failure = asked.await.expect("no panic").expect_err("it failed");
+    assert_eq!(failure.code, ErrorCode::CopyFailed, "{failure}");
+    assert_eq!(engine.status().await.pins, 0);
+    process.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_load_that_is_cancelled_is_answered_at_its_last_end_and_nobody_is_expelled() {
+    let transport = MemoryTransport::default();
+    let (process, _) = leader(&transport, 1).await;
+    let engine = Engine::start(&transport, 1);
+    let mut workers = puppets(&transport).await;
+    let (asked, [first, second]) = loading(&engine, &mut workers).await;
+    let begun = Instant::now();
+    assert!(matches!(workers[1].hear().await, Heard::Cancel(_)));
+    workers[0].ended(&first, false);
+    engine.status().await;
+    assert!(!asked.is_finished(), "the other rank still copies");
+    workers[1].ended(&second, false);
+    let failure = asked.await.expect("no panic").expect_err("it failed");
+    assert_eq!(failure.code, ErrorCode::CopyFailed, "{failure}");
+    about(seconds(begun), WITHIN.as_secs_f64());
+
+    let further = tokio::time::timeout(Duration::from_secs(60), workers[1].hear()).await;
+    assert!(further.is_err(), "{further:?} after the end");
+    process.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn pages_of_a_late_store_stay_set_aside_until_both_workers_have_ended() {
+    let transport = MemoryTransport::default();
+    let (process, _) = leader(&transport, 1).await;
+    let engine = Engine::start(&transport, 1);
+    let mut workers = puppets(&transport).await;
+    let (asked, [first, second]) = storing(&engine, &mut workers).await;
+    workers[0].ended(&first, true);
+    assert!(matches!(workers[1].hear().await, Heard::Cancel(_)));
+    let pages = |state: &'static str| {
+        let engine = engine.clone();
+        async move { engine.status().await.pages[state] }
+    };
+    assert_eq!(pages("quarantined").await, u64::from(PAGES));
+    workers[1].ended(&second, true);
+    let answer = soon("an answer", asked).await.expect("no panic");
+    let expected = StoreAnswer {
+        stored_pages: 0,
+        present_pages: 0,
+        refused_pages: 0,
+        failed_pages: PAGES,
+    };
+    assert_eq!(answer, Ok(Message::StoreAnswer(expected)));
+    assert_eq!(pages("quarantined").await, 0);
+    assert_eq!(pages("ready").await, 0);
+    process.stop().await;
+}

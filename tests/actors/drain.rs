@@ -1,0 +1,106 @@
+//! The end of a leader: what is under way ends first, nothing new begins.
+
+use std::time::Duration;
+
+use kvferry::protocol::{ErrorCode, Message};
+use kvferry::transport::MemoryTransport;
+use kvferry::types::RequestId;
+use tokio::task::JoinHandle;
+use tokio::time::Instant;
+
+use super::world::{
+    Answered, Engine, Order, PATIENCE, Puppet, leader, lookup, puppets, seconds, soon, store,
+};
+
+const PAGES: u8 = 4;
+
+fn code(answer: Answered) -> Option<ErrorCode> {
+    answer.err().map(|failure| failure.code)
+}
+
+/// A store that both workers were ordered to carry out, and have not.
+async fn under_way(
+    engine: &Engine,
+    workers: &mut [Puppet; 2],
+) -> (JoinHandle<Answered>, Vec<Order>) {
+    engine.lookup(1, 1, PAGES).await.expect("an answer");
+    let asking = engine.clone();
+    let asked = tokio::spawn(async move { asking.store(2, 1, u32::from(PAGES), PATIENCE).await });
+    let mut orders = Vec::new();
+    for worker in workers {
+        orders.push(worker.order().await);
+    }
+    (asked, orders)
+}
+
+#[tokio::test(start_paused = true)]
+async fn copies_under_way_end_before_a_drain_does_and_nothing_new_begins() {
+    let transport = MemoryTransport::default();
+    let (process, handle) = leader(&transport, 1).await;
+    let engine = Engine::start(&transport, 1);
+    let mut workers = puppets(&transport).await;
+    let (asked, orders) = under_way(&engine, &mut workers).await;
+
+    let draining = handle.clone();
+    let drained = tokio::spawn(async move { draining.drain(PATIENCE).await });
+    // Whatever comes behind the order to drain is refused.
+    let refused = async {
+        let mut id = 10;
+        while code(engine.lookup(id, 2, PAGES).await) != Some(ErrorCode::Draining) {
+            id += 1;
+        }
+        id
+    };
+    let id = soon("a refusal", refused).await;
+    let store = engine.0.ask_as(RequestId(id + 1), store(1, 1), PATIENCE);
+    assert_eq!(code(store.await), Some(ErrorCode::Draining));
+    assert!(!drained.is_finished(), "a copy is under way");
+    assert!(!asked.is_finished(), "a copy is under way");
+
+    workers[0].ended(&orders[0], true);
+    assert_eq!(engine.status().await.copies_under_way, 1);
+    assert!(!drained.is_finished(), "the other rank still copies");
+    workers[1].ended(&orders[1], true);
+    assert!(drained.await.expect("no panic"), "all ended in time");
+    let answer = asked.await.expect("no panic").expect("stored");
+    assert!(matches!(answer, Message::StoreAnswer(answer) if answer.stored_pages == 4));
+    process.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_drain_gives_up_at_its_limit() {
+    let transport = MemoryTransport::default();
+    let (process, handle) = leader(&transport, 1).await;
+    let engine = Engine::start(&transport, 1);
+    let mut workers = puppets(&transport).await;
+    let (asked, _) = under_way(&engine, &mut workers).await;
+    let begun = Instant::now();
+    assert!(!handle.drain(Duration::from_secs(5)).await);
+    assert_eq!(seconds(begun).round(), 5.0);
+    assert!(!asked.is_finished(), "its copies may still run");
+    process.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_leader_with_nothing_under_way_is_drained_at_once_and_lets_slots_finish() {
+    let transport = MemoryTransport::default();
+    let (process, handle) = leader(&transport, 1).await;
+    let engine = Engine::start(&transport, 1);
+    let _workers = puppets(&transport).await;
+    engine.lookup(1, 1, PAGES).await.expect("an answer");
+    assert!(handle.drain(Duration::from_secs(5)).await);
+    let finish = Message::Finish(kvferry::protocol::Finish { slot: 1 });
+    let finished = engine.0.ask_as(RequestId(2), finish, PATIENCE).await;
+    assert!(finished.is_ok(), "{finished:?}");
+    assert_eq!(engine.status().await.slots, 0);
+    let again = engine
+        .0
+        .ask_as(RequestId(1), lookup(1, PAGES), PATIENCE)
+        .await;
+    assert!(again.is_ok(), "what was answered is said again: {again:?}");
+    process.stop().await;
+    assert!(
+        handle.drain(PATIENCE).await,
+        "a leader that has ended is drained"
+    );
+}

@@ -1,0 +1,171 @@
+//! Peers without manners: what they can hold is bounded, what they say is answered or ends their connection, and others
+//! are served meanwhile.
+
+use std::time::Duration;
+
+use kvferry::protocol::{
+    Empty, ErrorCode, HEADER_BYTES, Header, Kind, Load, Message, Status, Store, VERSION, limits,
+};
+use kvferry::transport::{Frame, Limits, MemoryTransport, PENDING_FRAMES_MAX};
+use kvferry::types::{Epoch, PageList, RequestId};
+use tokio::time::Instant;
+
+use super::world::{Engine, PATIENCE, Puppet, Raw, leader, leader_within, puppets, seconds, store};
+
+/// Limits under which a few messages fill every queue.
+fn narrow() -> Limits {
+    Limits {
+        body_bytes: 16 << 10,
+        pending_bytes: 64 << 10,
+        ..Limits::default()
+    }
+}
+
+async fn is_served(engine: &Engine) {
+    let begun = Instant::now();
+    assert_eq!(engine.status().await.contradiction, "");
+    assert!(seconds(begun) < 1.0, "served after {} s", seconds(begun));
+}
+
+#[tokio::test(start_paused = true)]
+async fn requests_beyond_the_credits_are_refused_and_others_are_served() {
+    let transport = MemoryTransport::default();
+    let (process, _) = leader(&transport, 1).await;
+    let engine = Engine::start(&transport, 1);
+    // Without workers, stores wait.
+    let mut flood = Raw::engine(&transport, 2, Limits::default()).await;
+    let credits = u64::from(limits::REQUEST_CREDITS);
+    for id in 1..=credits {
+        assert!(flood.say(id, store(id, 1)).await);
+    }
+    is_served(&engine).await;
+    for id in credits + 1..=credits + 100 {
+        assert!(flood.say(id, store(id, 1)).await);
+        assert_eq!(flood.hear_error().await, (id, ErrorCode::Busy));
+    }
+    is_served(&engine).await;
+    process.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn bytes_beyond_the_credits_are_refused() {
+    let transport = MemoryTransport::default();
+    let (process, _) = leader(&transport, 1).await;
+    let mut flood = Raw::engine(&transport, 2, Limits::default()).await;
+    let large = |slot| {
+        Message::Store(Store {
+            slot,
+            first_page: 0,
+            source: PageList::run(0, 1).into(),
+            hash_bytes: 64,
+            more_hashes: vec![0; 64 * 100_000],
+        })
+    };
+    let fit = limits::BYTE_CREDITS / (64 * 100_000);
+    for id in 1..=fit {
+        assert!(flood.say(id, large(id)).await);
+    }
+    assert!(flood.say(fit + 1, large(fit + 1)).await);
+    assert_eq!(flood.hear_error().await, (fit + 1, ErrorCode::Busy));
+    // What fits beside the others is taken: it waits without an answer.
+    assert!(flood.say(fit + 2, store(1, 1)).await);
+    let answer = tokio::time::timeout(Duration::from_millis(500), flood.0.recv()).await;
+    assert!(answer.is_err(), "{answer:?}");
+    process.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_peer_that_never_reads_is_closed_and_others_are_served() {
+    let transport = MemoryTransport::default();
+    let (process, _) = leader_within(&transport, 1, narrow()).await;
+    let engine = Engine::start_within(&transport, 1, narrow());
+    is_served(&engine).await;
+    let deaf = Raw::engine(&transport, 2, narrow()).await;
+    let mut said = 0_usize;
+    while deaf
+        .say(1 + said as u64, Message::Status(Status { check: false }))
+        .await
+    {
+        said += 1;
+        assert!(said < PENDING_FRAMES_MAX, "its answers are kept for ever");
+        if said.is_multiple_of(16) {
+            is_served(&engine).await;
+        }
+    }
+    is_served(&engine).await;
+    process.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_engine_that_asks_far_beyond_its_credits_is_answered_all_the_same() {
+    let transport = MemoryTransport::default();
+    let (process, _) = leader(&transport, 1).await;
+    let workers = puppets(&transport).await.map(Puppet::obey);
+    let engine = Engine::start(&transport, 1);
+    let count = 3 * u64::from(limits::REQUEST_CREDITS);
+    let asked: Vec<_> = (1..=count)
+        .map(|id| {
+            let engine = engine.clone();
+            tokio::spawn(async move { engine.lookup(id, id % 64, 8).await })
+        })
+        .collect();
+    for answer in asked {
+        let answer = answer.await.expect("no panic");
+        assert!(answer.is_ok(), "{answer:?}");
+    }
+    assert_eq!(engine.status().await.counters["lookups"], count);
+    workers.iter().for_each(|worker| worker.abort());
+    process.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_no_message_for_a_leader_is_answered_with_a_typed_error() {
+    let transport = MemoryTransport::default();
+    let (process, _) = leader(&transport, 1).await;
+    let _workers = puppets(&transport).await;
+    let mut raw = Raw::engine(&transport, 1, Limits::default()).await;
+    assert!(raw.say(1, Message::WrittenAnswer(Empty {})).await);
+    assert_eq!(raw.hear_error().await, (1, ErrorCode::UnknownKind));
+    let beyond = Message::Load(Load {
+        slot: 1,
+        first_page: 0,
+        destination: PageList::run(1000, 1).into(),
+    });
+    assert!(raw.say(2, beyond).await);
+    assert_eq!(raw.hear_error().await, (2, ErrorCode::Invalid));
+    let header = Header {
+        version: VERSION,
+        kind: Kind::Lookup.number(),
+        correlation: RequestId(3),
+        deadline_ms: 1000,
+        epoch: Epoch(0),
+    };
+    let cut_off = Frame::new(header.to_bytes().to_vec(), vec![0x81]);
+    assert!(raw.send(cut_off).await);
+    assert_eq!(raw.hear_error().await, (3, ErrorCode::Malformed));
+    assert!(raw.say(4, super::world::lookup(1, 1)).await);
+    let answer = raw.hear().await.expect("an answer");
+    assert_eq!(answer.correlation, RequestId(4), "it goes on");
+    process.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_peer_that_says_nothing_but_noise_is_closed_and_others_are_served() {
+    let transport = MemoryTransport::default();
+    let (process, _) = leader(&transport, 1).await;
+    let engine = Engine::start(&transport, 1);
+    let mut noise = Raw::engine(&transport, 2, Limits::default()).await;
+    let mut sent = 0;
+    while noise
+        .send(Frame::new(vec![0xa5; HEADER_BYTES], vec![0xc1]))
+        .await
+    {
+        sent += 1;
+        assert!(sent < 100, "it is heard for ever");
+        is_served(&engine).await;
+    }
+    let heard = tokio::time::timeout(PATIENCE, noise.0.recv()).await;
+    assert!(matches!(heard, Ok(Err(_))), "{heard:?}");
+    is_served(&engine).await;
+    process.stop().await;
+}

@@ -1,0 +1,148 @@
+//! A leader that stops, and the next one at the same address: engines and workers find it, and requests are answered.
+
+use std::os::unix::fs::PermissionsExt;
+use std::time::Duration;
+
+use kvferry::actors::{PoolSettings, WorkerArguments, run_worker};
+use kvferry::memory::DEPOT_HEADER_BYTES;
+use kvferry::protocol::{Attached, ErrorCode, Message, Role};
+use kvferry::transport::{
+    Address, FdReceiver, Limits, MemoryTransport, Server, ServerEvent, ServerSettings, Transport,
+};
+use kvferry::types::{Epoch, Rank, Replica, WorkerId};
+
+use super::world::{
+    Engine, HEARTBEAT, Heard, PATIENCE, Puppet, client, hello, leader, puppets, server, soon,
+};
+
+const PAGES: u8 = 4;
+
+async fn hits(engine: &Engine, id: u64, slot: u64) -> u32 {
+    match engine.lookup(id, slot, PAGES).await {
+        Ok(Message::LookupAnswer(found)) => found.hit_pages,
+        other => panic!("{other:?} instead of a lookup's answer"),
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn engines_and_workers_find_the_next_leader_and_go_on() {
+    let transport = MemoryTransport::default();
+    let (first, _) = leader(&transport, 1).await;
+    let engine = Engine::start(&transport, 1);
+    let workers = puppets(&transport).await.map(Puppet::obey);
+    assert_eq!(hits(&engine, 1, 1).await, 0);
+    let stored = engine.store(2, 1, PAGES.into(), PATIENCE).await;
+    assert!(stored.is_ok(), "{stored:?}");
+    assert_eq!(hits(&engine, 3, 2).await, u32::from(PAGES));
+
+    first.stop().await;
+    let asking = engine.clone();
+    let unheard = tokio::spawn(async move { asking.status().await });
+    tokio::time::sleep(Duration::from_secs(30)).await;
+    assert!(!unheard.is_finished(), "nobody is there");
+    let (second, _) = leader(&transport, 2).await;
+    let status = soon("an answer of the next leader", unheard).await;
+    assert_eq!(status.expect("no panic").epoch, 2);
+    engine.until_ready().await;
+    assert_eq!(hits(&engine, 4, 3).await, 0, "it knows of no page");
+    let stored = engine.store(5, 3, PAGES.into(), PATIENCE).await;
+    assert!(stored.is_ok(), "{stored:?}");
+    assert_eq!(hits(&engine, 6, 4).await, u32::from(PAGES));
+    assert_eq!(engine.status().await.contradiction, "");
+    workers.iter().for_each(|worker| worker.abort());
+    second.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_store_that_outlives_its_leader_is_refused_when_no_worker_reads_its_pages() {
+    let transport = MemoryTransport::default();
+    let (first, _) = leader(&transport, 1).await;
+    let engine = Engine::start(&transport, 1);
+    let mut workers = puppets(&transport).await;
+    engine.lookup(1, 1, PAGES).await.expect("an answer");
+    let asking = engine.clone();
+    let asked = tokio::spawn(async move { asking.store(2, 1, PAGES.into(), PATIENCE).await });
+    for worker in &mut workers {
+        worker.order().await;
+    }
+    first.stop().await;
+    let (second, _) = leader(&transport, 2).await;
+    let [one, other] = &mut workers;
+    assert_eq!(one.begin().await, 2);
+    while !matches!(other.hear().await, Heard::Welcomed(2)) {}
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    assert_eq!(engine.status().await.epoch, 2);
+    assert!(!asked.is_finished(), "a worker may still read these pages");
+    other.attach().await;
+    let answer = soon("an answer", asked).await.expect("no panic");
+    let failure = answer.expect_err("its slot is unknown");
+    assert_eq!(failure.code, ErrorCode::UnknownSlot, "{failure}");
+    second.stop().await;
+}
+
+/// Waits until a worker attaches, and admits it; the number of its attach.
+async fn attached(server: &mut Server) -> u64 {
+    let wait = async {
+        loop {
+            for event in server.next().await.expect("the server hears") {
+                if let ServerEvent::Message { peer, envelope } = event
+                    && let Message::Attach(attach) = envelope.message
+                {
+                    let answer = Message::Attached(Attached {
+                        attach: attach.attach,
+                        after: 0,
+                        attached_ranks: 0,
+                    });
+                    server.replier().reply(peer, envelope.correlation, answer);
+                    assert_eq!(attach.memory, None);
+                    return attach.attach;
+                }
+            }
+        }
+    };
+    soon("an attach", wait).await
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_worker_attaches_to_every_leader_that_comes_and_says_so_anew() {
+    let transport = MemoryTransport::default();
+    let mut first = server(&transport, 1, Limits::default()).await;
+    let address = Address::Memory("worker".to_owned());
+    let listener = transport.listen(&address, Limits::default()).await;
+    let settings = ServerSettings {
+        epoch: Epoch(0),
+        heartbeat: HEARTBEAT,
+        roles: vec![Role::Rank],
+    };
+    let ranks = Server::new(listener.expect("it listens"), settings);
+    let owner_only = std::fs::Permissions::from_mode(0o700);
+    let directory = tempfile::Builder::new().permissions(owner_only).tempdir();
+    let directory = directory.expect("a directory");
+    let (leader, incoming) = client(&transport, hello(Role::Worker, 0, 0), Limits::default());
+    let started = run_worker(WorkerArguments {
+        worker: WorkerId {
+            replica: Replica(0),
+            rank: Rank(0),
+        },
+        server: ranks,
+        fds: FdReceiver::bind(directory.path()).expect("a socket"),
+        leader,
+        incoming,
+        depot: PoolSettings {
+            held: None,
+            bytes: DEPOT_HEADER_BYTES + (1 << 20),
+            threads: 1,
+        },
+        copy_threads: 1,
+    });
+    let worker = started.await.expect("a worker");
+    let one = attached(&mut first).await;
+    // The answer arrives before the leader goes.
+    let quiet = tokio::time::timeout(HEARTBEAT / 2, first.next()).await;
+    assert!(quiet.is_err(), "{quiet:?}");
+    first.close().await;
+    let mut second = server(&transport, 2, Limits::default()).await;
+    let two = attached(&mut second).await;
+    assert!(two > one, "{two} after {one}");
+    worker.stop().await;
+}

@@ -1,0 +1,108 @@
+//! A process that has lost a part of itself says which, and why, and ends; one that is told to stop leaves nothing.
+
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::PermissionsExt;
+use std::time::Duration;
+
+use kvferry::actors::{PoolSettings, ProcessHandle, WorkerArguments, run_worker};
+use kvferry::memory::DEPOT_HEADER_BYTES;
+use kvferry::protocol::Role;
+use kvferry::transport::{
+    Address, FdReceiver, Incoming, Limits, MemoryTransport, Server, ServerSettings, Transport,
+};
+use kvferry::types::{Epoch, Rank, Replica, WorkerId};
+use tokio::sync::mpsc;
+
+use super::world::{HEARTBEAT, address, client, hello, leader, soon};
+
+struct Worker {
+    process: ProcessHandle,
+    /// What the leader says unasked.
+    incoming: mpsc::Sender<Incoming>,
+    _directory: tempfile::TempDir,
+}
+
+fn ranks() -> Address {
+    Address::Memory("worker".to_owned())
+}
+
+async fn worker(transport: &MemoryTransport, held: Option<OwnedFd>) -> Worker {
+    let listener = transport.listen(&ranks(), Limits::default()).await;
+    let settings = ServerSettings {
+        epoch: Epoch(0),
+        heartbeat: HEARTBEAT,
+        roles: vec![Role::Rank],
+    };
+    let server = Server::new(listener.expect("it listens"), settings);
+    let owner_only = std::fs::Permissions::from_mode(0o700);
+    let directory = tempfile::Builder::new().permissions(owner_only).tempdir();
+    let directory = directory.expect("a directory");
+    let (leader, _) = client(transport, hello(Role::Worker, 0, 0), Limits::default());
+    let (says, incoming) = mpsc::channel(1);
+    let started = run_worker(WorkerArguments {
+        worker: WorkerId {
+            replica: Replica(0),
+            rank: Rank(0),
+        },
+        server,
+        fds: FdReceiver::bind(directory.path()).expect("a socket"),
+        leader,
+        incoming,
+        depot: PoolSettings {
+            held,
+            bytes: DEPOT_HEADER_BYTES + (1 << 20),
+            threads: 1,
+        },
+        copy_threads: 1,
+    });
+    Worker {
+        process: started.await.expect("a worker"),
+        incoming: says,
+        _directory: directory,
+    }
+}
+
+/// True when somebody listens there.
+async fn listens(transport: &MemoryTransport, address: &Address) -> bool {
+    let connected = transport.connect(address, Limits::default(), Duration::from_secs(1));
+    connected.await.is_ok()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_worker_that_loses_its_conversation_with_the_leader_says_so_and_ends() {
+    let transport = MemoryTransport::default();
+    let Worker {
+        mut process,
+        incoming,
+        _directory,
+    } = worker(&transport, None).await;
+    let early = tokio::time::timeout(Duration::from_secs(60), process.failed()).await;
+    assert!(early.is_err(), "{early:?}");
+    drop(incoming);
+    let why = soon("the failure", process.failed()).await;
+    assert_eq!(why, "the conversation with the leader has ended");
+    soon("the end", process.stop()).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_worker_whose_memory_is_no_depot_says_so_and_ends() {
+    let transport = MemoryTransport::default();
+    let file = tempfile::tempfile().expect("a file");
+    let mut worker = worker(&transport, Some(file.into())).await;
+    let why = soon("the failure", worker.process.failed()).await;
+    assert!(why.contains("depot") || why.contains("bytes"), "{why}");
+    soon("the end", worker.process.stop()).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_told_to_stop_stops_listening_and_has_not_failed() {
+    let transport = MemoryTransport::default();
+    let worker = worker(&transport, None).await;
+    let (leader, _) = leader(&transport, 1).await;
+    assert!(listens(&transport, &ranks()).await);
+    assert!(listens(&transport, &address()).await);
+    worker.process.stop().await;
+    assert!(!listens(&transport, &ranks()).await);
+    leader.stop().await;
+    assert!(!listens(&transport, &address()).await);
+}

@@ -1,0 +1,353 @@
+//! A leader in this process, engines and workers that do what a test says, and time that only waiting moves.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvferry::actors::{LeaderArguments, LeaderHandle, ProcessHandle, run_leader};
+use kvferry::core::{AnchorKey, LeaderSettings};
+use kvferry::protocol::{
+    Attach, AttachedMemory, CopyResult, Ended, Envelope, ErrorCode, Header, Hello, Load, Lookup,
+    Message, Role, Status, StatusAnswer, Store, Transfer, VERSION, VERSION_MIN, decode, encode,
+};
+use kvferry::transport::{
+    Address, Client, ClientSettings, Closed, Connection, Failure, Frame, Incoming, Limits,
+    MemoryTransport, Server, ServerSettings, Transport,
+};
+use kvferry::types::{Epoch, GroupGeometry, GroupId, PageList, Ratio, RequestId};
+use tokio::sync::mpsc;
+use tokio::time::{Instant, timeout};
+
+pub const RANKS: u16 = 2;
+pub const HEARTBEAT: Duration = Duration::from_secs(1);
+/// Longer than anything here takes, in time that costs nothing.
+pub const PATIENCE: Duration = Duration::from_secs(600);
+
+pub fn address() -> Address {
+    Address::Memory("leader".to_owned())
+}
+
+pub fn hello(role: Role, engine: u8, rank: u16) -> Hello {
+    Hello {
+        version_min: VERSION_MIN,
+        version_max: VERSION,
+        role,
+        engine: [engine; 16],
+        rank,
+        replica: 0,
+        name: "test".to_owned(),
+    }
+}
+
+/// A server as a leader has it, under small or usual limits.
+pub async fn server(transport: &MemoryTransport, epoch: u64, limits: Limits) -> Server {
+    let listener = transport.listen(&address(), limits).await;
+    let settings = ServerSettings {
+        epoch: Epoch(epoch),
+        heartbeat: HEARTBEAT,
+        roles: vec![Role::Engine, Role::Worker, Role::Admin],
+    };
+    Server::new(listener.expect("it listens"), settings)
+}
+
+pub async fn leader_within(
+    transport: &MemoryTransport,
+    epoch: u64,
+    limits: Limits,
+) -> (ProcessHandle, LeaderHandle) {
+    let ratio = Ratio::new(4).expect("in bounds");
+    let settings = LeaderSettings::new(Epoch(epoch), RANKS, ratio, AnchorKey([7; 32]));
+    let server = server(transport, epoch, limits).await;
+    let started = run_leader(LeaderArguments { settings, server }).await;
+    started.expect("a leader")
+}
+
+pub async fn leader(transport: &MemoryTransport, epoch: u64) -> (ProcessHandle, LeaderHandle) {
+    leader_within(transport, epoch, Limits::default()).await
+}
+
+pub fn client(
+    transport: &MemoryTransport,
+    hello: Hello,
+    limits: Limits,
+) -> (Client, mpsc::Receiver<Incoming>) {
+    let settings = ClientSettings {
+        address: address(),
+        hello,
+        limits,
+    };
+    Client::start(Arc::new(transport.clone()), settings)
+}
+
+/// Waits, but not for ever.
+pub async fn soon<T>(what: &str, something: impl Future<Output = T>) -> T {
+    let waited = timeout(PATIENCE, something).await;
+    waited.unwrap_or_else(|_| panic!("never: {what}"))
+}
+
+/// An engine's scheduler.
+#[derive(Clone)]
+pub struct Engine(pub Client);
+
+pub type Answered = Result<Message, Failure>;
+
+impl Engine {
+    pub fn start(transport: &MemoryTransport, engine: u8) -> Self {
+        Self::start_within(transport, engine, Limits::default())
+    }
+
+    pub fn start_within(transport: &MemoryTransport, engine: u8, limits: Limits) -> Self {
+        let (client, mut incoming) = client(transport, hello(Role::Engine, engine, 0), limits);
+        tokio::spawn(async move { while incoming.recv().await.is_some() {} });
+        Self(client)
+    }
+
+    pub async fn lookup(&self, id: u64, slot: u64, pages: u8) -> Answered {
+        let message = lookup(slot, pages);
+        self.0.ask_as(RequestId(id), message, PATIENCE).await
+    }
+
+    pub async fn store(&self, id: u64, slot: u64, pages: u32, within: Duration) -> Answered {
+        self.patiently(id, store(slot, pages), within).await
+    }
+
+    pub async fn load(&self, id: u64, slot: u64, pages: u32, within: Duration) -> Answered {
+        let message = Message::Load(Load {
+            slot,
+            first_page: 0,
+            destination: PageList::run(0, pages).into(),
+        });
+        self.patiently(id, message, within).await
+    }
+
+    async fn patiently(&self, id: u64, message: Message, within: Duration) -> Answered {
+        let id = RequestId(id);
+        self.0.ask_patiently(id, message, within, PATIENCE).await
+    }
+
+    pub async fn status(&self) -> StatusAnswer {
+        let message = Message::Status(Status { check: true });
+        match self.0.ask(message, PATIENCE).await {
+            Ok(Message::StatusAnswer(answer)) => answer,
+            other => panic!("{other:?} instead of a status"),
+        }
+    }
+
+    /// Asks until lookups are served.
+    pub async fn until_ready(&self) {
+        let ready = async { while !self.status().await.ready {} };
+        soon("a leader with all its workers", ready).await;
+    }
+}
+
+pub fn lookup(slot: u64, pages: u8) -> Message {
+    Message::Lookup(Lookup {
+        slot,
+        namespace: Vec::new(),
+        hash_bytes: 16,
+        hashes: (0..pages).flat_map(|page| [page + 1; 16]).collect(),
+        device_pages: 0,
+    })
+}
+
+pub fn store(slot: u64, pages: u32) -> Message {
+    Message::Store(Store {
+        slot,
+        first_page: 0,
+        source: PageList::run(0, pages).into(),
+        hash_bytes: 0,
+        more_hashes: Vec::new(),
+    })
+}
+
+/// Copies that a worker is to carry out.
+#[derive(Debug, Clone)]
+pub struct Order {
+    id: RequestId,
+    pub transfer: Transfer,
+}
+
+/// What a worker hears of its leader.
+#[derive(Debug)]
+pub enum Heard {
+    Welcomed(u64),
+    Lost,
+    Order(Order),
+    Cancel(Vec<u64>),
+}
+
+/// A worker that copies nothing: it says what a test says.
+pub struct Puppet {
+    pub rank: u16,
+    client: Client,
+    incoming: mpsc::Receiver<Incoming>,
+    attaches: u64,
+}
+
+impl Puppet {
+    pub fn start(transport: &MemoryTransport, rank: u16) -> Self {
+        let hello = hello(Role::Worker, 0, rank);
+        let (client, incoming) = client(transport, hello, Limits::default());
+        Self {
+            rank,
+            client,
+            incoming,
+            attaches: 0,
+        }
+    }
+
+    pub async fn hear(&mut self) -> Heard {
+        let next = soon("a word of the leader", self.incoming.recv()).await;
+        match next.expect("the conversation goes on") {
+            Incoming::Welcomed(epoch) => Heard::Welcomed(epoch.0),
+            Incoming::Lost => Heard::Lost,
+            Incoming::Request(envelope) => match envelope.message {
+                Message::Transfer(transfer) => Heard::Order(Order {
+                    id: envelope.correlation,
+                    transfer,
+                }),
+                Message::Cancel(cancel) => Heard::Cancel(cancel.ops),
+                other => panic!("{} is not for this worker", other.kind().name()),
+            },
+        }
+    }
+
+    /// Says that nothing is under way, with the memory of engine 1.
+    pub async fn attach(&mut self) {
+        self.attaches += 1;
+        let geometry = GroupGeometry {
+            group: GroupId(0),
+            engine_page_tokens: 16,
+            layers: 1,
+            page_bytes: 64,
+            device_pages: 64,
+            layout_fingerprint: [1; 16],
+        };
+        let memory = AttachedMemory {
+            engine: [1; 16],
+            geometry,
+            arena_pages: 32,
+        };
+        let attach = Message::Attach(Attach {
+            replica: 0,
+            rank: self.rank,
+            attach: self.attaches,
+            depot: [self.rank as u8; 16],
+            memory: Some(memory),
+        });
+        match self.client.ask(attach, PATIENCE).await {
+            Ok(Message::Attached(_)) => {}
+            other => panic!("{other:?} instead of a welcome to {}", self.rank),
+        }
+    }
+
+    /// Waits until the leader is there, and attaches to it; the leader's epoch.
+    pub async fn begin(&mut self) -> u64 {
+        loop {
+            if let Heard::Welcomed(epoch) = self.hear().await {
+                self.attach().await;
+                return epoch;
+            }
+        }
+    }
+
+    pub async fn order(&mut self) -> Order {
+        loop {
+            if let Heard::Order(order) = self.hear().await {
+                return order;
+            }
+        }
+    }
+
+    /// Says that the copies of an order have ended.
+    pub fn ended(&self, order: &Order, whole: bool) {
+        let results = order.transfer.copies.iter().map(|copy| CopyResult {
+            op: copy.op,
+            whole,
+            bytes: 64,
+            busy_us: 1,
+        });
+        let ended = Ended {
+            rank: self.rank,
+            copies: results.collect(),
+        };
+        self.client.reply(order.id, Message::Ended(ended));
+    }
+
+    /// Attaches to every leader that comes, and ends every copy at once.
+    pub fn obey(mut self) -> tokio::task::JoinHandle<()> {
+        tokio::spawn(async move {
+            loop {
+                match self.hear().await {
+                    Heard::Welcomed(_) => self.attach().await,
+                    Heard::Order(order) => self.ended(&order, true),
+                    Heard::Lost | Heard::Cancel(_) => {}
+                }
+            }
+        })
+    }
+}
+
+/// Both workers, attached.
+pub async fn puppets(transport: &MemoryTransport) -> [Puppet; 2] {
+    let mut both = [Puppet::start(transport, 0), Puppet::start(transport, 1)];
+    for puppet in &mut both {
+        puppet.begin().await;
+    }
+    both
+}
+
+/// A client without manners: it says what a test says, and reads when a test says so.
+pub struct Raw(pub Connection);
+
+impl Raw {
+    pub async fn connect(transport: &MemoryTransport, limits: Limits) -> Self {
+        let connected = transport.connect(&address(), limits, PATIENCE).await;
+        Self(connected.expect("it connects"))
+    }
+
+    /// One that the leader takes for an engine.
+    pub async fn engine(transport: &MemoryTransport, engine: u8, limits: Limits) -> Self {
+        let mut raw = Self::connect(transport, limits).await;
+        let welcomed = raw.say(0, Message::Hello(hello(Role::Engine, engine, 0)));
+        assert!(welcomed.await, "it is heard");
+        let heard = raw.hear().await.expect("an answer").message;
+        assert!(matches!(heard, Message::Welcome(_)), "{heard:?}");
+        raw
+    }
+
+    /// False when the connection is gone.
+    pub async fn say(&self, id: u64, message: Message) -> bool {
+        let envelope = Envelope {
+            version: VERSION,
+            correlation: RequestId(id),
+            deadline_ms: 60_000,
+            epoch: Epoch(0),
+            message,
+        };
+        let (header, body) = encode(&envelope).expect("it can be said");
+        self.send(Frame::new(header.to_vec(), body)).await
+    }
+
+    pub async fn send(&self, frame: Frame) -> bool {
+        soon("room for a frame", self.0.send(frame)).await.is_ok()
+    }
+
+    pub async fn hear(&mut self) -> Result<Envelope, Closed> {
+        let frame = soon("an answer", self.0.recv()).await?;
+        let header = Header::from_bytes(&frame.header).expect("a header");
+        Ok(decode(header, &frame.body).expect("a message"))
+    }
+
+    pub async fn hear_error(&mut self) -> (u64, ErrorCode) {
+        let heard = self.hear().await.expect("an answer");
+        match heard.message {
+            Message::Error(error) => (heard.correlation.0, error.code()),
+            other => panic!("{} instead of an error", other.kind().name()),
+        }
+    }
+}
+
+/// Seconds since `begun`, in the time of the test.
+pub fn seconds(begun: Instant) -> f64 {
+    begun.elapsed().as_secs_f64()
+}
