@@ -39,6 +39,8 @@ enum Rule {
     ForgetCancel,
     /// A worker attaches while it still copies.
     AttachEarly,
+    /// What a worker said of itself over one connection is said again over the next.
+    AttachAgain,
 }
 
 struct Epochs {
@@ -268,12 +270,13 @@ impl State {
     }
 
     /// The leader's side of a connection is gone, with what it carried of it.
-    fn cut(&mut self, rank: Rank) {
+    fn cut(&mut self, rule: Rule, rank: Rank) {
         let place = &mut self.places[at(rank)];
         place.connected = false;
         place.attached = None;
         self.network.cut(|message| match message {
-            Message::Attach(who, _) | Message::Admit(who, ..) => *who == rank,
+            Message::Attach(who, _) => *who == rank && rule != Rule::AttachAgain,
+            Message::Admit(who, ..) => *who == rank,
             _ => false,
         });
     }
@@ -386,16 +389,16 @@ impl State {
         self.tell(rule, rank, WorkerEvent::CopiesEnded(vec![ended]));
     }
 
-    fn restart(&mut self) {
+    fn restart(&mut self, rule: Rule) {
         self.epoch.0 += 1;
         self.last = OpId(0);
         self.fill = None;
         self.ready = None;
-        ranks().for_each(|rank| self.cut(rank));
+        ranks().for_each(|rank| self.cut(rule, rank));
     }
 
     fn connect(&mut self, rule: Rule, rank: Rank) {
-        self.cut(rank);
+        self.cut(rule, rank);
         let place = &mut self.places[at(rank)];
         place.connected = true;
         place.link = Some(self.epoch);
@@ -404,7 +407,7 @@ impl State {
 
     fn die(&mut self, rank: Rank) {
         self.dead += 1;
-        self.cut(rank);
+        self.cut(Rule::Built, rank);
         self.end_all_of(rank);
         self.places[at(rank)] = Place::new();
         self.places[at(rank)].other_depot = true;
@@ -473,10 +476,10 @@ impl Model for Epochs {
             Action::Late => state.late(),
             Action::Arrive(message) => return state.arrive(self.rule, message).then_some(state),
             Action::End(rank, copy, whole) => state.end(self.rule, rank, copy, whole),
-            Action::Restart => state.restart(),
+            Action::Restart => state.restart(self.rule),
             Action::Break(rank) => {
                 state.broken += 1;
-                state.cut(rank);
+                state.cut(self.rule, rank);
             }
             Action::Connect(rank) => state.connect(self.rule, rank),
             Action::Remap(rank) => {
@@ -648,4 +651,10 @@ fn an_order_behind_a_forgotten_cancel_runs_after_its_end() {
 fn a_worker_that_attaches_too_early_writes_what_nobody_waits_for() {
     let model = || Epochs::restarted(Rule::AttachEarly);
     breaks("epochs: early attach", model, AWAITED);
+}
+
+#[test]
+fn a_worker_that_is_heard_again_over_the_next_connection_writes_what_nobody_waits_for() {
+    let model = || Epochs::one_leader(Rule::AttachAgain, 1, 0, 0);
+    breaks("epochs: attach again", model, AWAITED);
 }
