@@ -66,6 +66,7 @@ async fn a_load_is_answered_only_when_the_worker_that_kept_silent_is_fenced() {
             Heard::Cancel(ops) => {
                 assert_eq!(ops, [op]);
                 cancels.push(seconds(begun));
+                assert!(cancels.len() < 100, "it is never expelled");
             }
             Heard::Lost => break,
             other => panic!("{other:?} for a worker that is late"),
