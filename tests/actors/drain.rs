@@ -48,6 +48,7 @@ async fn copies_under_way_end_before_a_drain_does_and_nothing_new_begins() {
         let mut id = 10;
         while code(engine.lookup(id, 2, PAGES).await) != Some(ErrorCode::Draining) {
             id += 1;
+            assert!(id < 1000, "lookups go on");
         }
         id
     };

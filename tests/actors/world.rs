@@ -134,7 +134,11 @@ impl Engine {
 
     /// Asks until lookups are served.
     pub async fn until_ready(&self) {
-        let ready = async { while !self.status().await.ready {} };
+        let ready = async {
+            while !self.status().await.ready {
+                tokio::time::sleep(HEARTBEAT).await;
+            }
+        };
         soon("a leader with all its workers", ready).await;
     }
 }
