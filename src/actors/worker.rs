@@ -20,7 +20,7 @@ use crate::protocol::{
     Message, Register, Registered, Struck,
 };
 use crate::transport::{
-    Client, Failure, FdReceiver, Incoming, PeerId, Replier, Server, ServerEvent,
+    Client, Failure, FdReceiver, Incoming, LinkId, PeerId, Replier, Server, ServerEvent,
 };
 use crate::types::{
     AttachId, DepotId, EndedCopy, EngineId, OpId, RequestId, ResetId, Time, WorkerId,
@@ -87,6 +87,8 @@ pub(super) struct State {
     replier: Replier,
     fds: Arc<FdReceiver>,
     leader: Client,
+    /// The connection to the leader over which it was found.
+    link: LinkId,
     transfer: ActorRef<TransferMessage>,
     progress: Arc<Progress>,
     depot: Option<Arc<Depot>>,
@@ -152,6 +154,7 @@ impl Actor for WorkerActor {
             replier,
             fds: Arc::new(fds),
             leader,
+            link: LinkId::default(),
             transfer,
             progress,
             depot: None,
@@ -383,9 +386,11 @@ impl State {
             depot: self.depot_id.0.to_be_bytes(),
             memory,
         };
-        let (leader, myself) = (self.leader.clone(), myself.clone());
+        let (leader, link, myself) = (self.leader.clone(), self.link, myself.clone());
         tokio::spawn(async move {
-            let answer = leader.ask(Message::Attach(question), ATTACH_TIMEOUT).await;
+            let answer = leader
+                .ask_over(link, Message::Attach(question), ATTACH_TIMEOUT)
+                .await;
             let verdict = match answer {
                 Ok(Message::Attached(attached)) => Ok(attached),
                 Ok(other) => {
@@ -464,7 +469,10 @@ impl State {
 
     fn leader_says(&mut self, incoming: Incoming, myself: &ActorRef<WorkerMessage>) -> Handled {
         match incoming {
-            Incoming::Welcomed(epoch) => self.step(WorkerEvent::LeaderFound(epoch), myself),
+            Incoming::Welcomed(epoch, link) => {
+                self.link = link;
+                self.step(WorkerEvent::LeaderFound(epoch), myself)
+            }
             Incoming::Lost => self.step(WorkerEvent::LeaderLost, myself),
             Incoming::Request(envelope) => self.ordered(*envelope, myself),
         }

@@ -140,7 +140,7 @@ async fn a_request_is_answered_and_the_older_version_is_spoken() {
     assert_eq!(asking.await.expect("no panic"), Ok(answer()));
     assert!(matches!(
         incoming.recv().await,
-        Some(Incoming::Welcomed(Epoch(3)))
+        Some(Incoming::Welcomed(Epoch(3), _))
     ));
 }
 
@@ -199,7 +199,7 @@ async fn what_was_not_answered_is_asked_again_under_the_same_id_by_a_new_hello()
     let mut seen = Vec::new();
     while seen.len() < 3 {
         match incoming.recv().await.expect("it goes on") {
-            Incoming::Welcomed(epoch) => seen.push(epoch.0),
+            Incoming::Welcomed(epoch, _) => seen.push(epoch.0),
             Incoming::Lost => seen.push(0),
             Incoming::Request(_) => unreachable!("the server asks for nothing"),
         }
@@ -313,7 +313,7 @@ async fn a_server_that_stays_silent_is_left_and_a_client_that_pings_is_kept() {
     let (_client, mut incoming) = client(&transport, hello(1, 2));
     let kept = tokio::time::timeout(HEARTBEAT * 30, listen_on(&mut server)).await;
     assert!(kept.is_err(), "the server goes on");
-    assert!(matches!(incoming.try_recv(), Ok(Incoming::Welcomed(_))));
+    assert!(matches!(incoming.try_recv(), Ok(Incoming::Welcomed(..))));
     assert!(incoming.try_recv().is_err(), "pings kept the connection");
     // From here on nobody hears the pings.
     let lost = tokio::time::timeout(HEARTBEAT * 10, incoming.recv()).await;

@@ -44,7 +44,9 @@ pub use fds::{FdError, FdReceiver, TICKET_BYTES, Ticket, UNTAKEN_MAX, UNTAKEN_TT
 pub use listener::{FrameSender, Listener};
 pub use memory::MemoryTransport;
 pub use server::{Replier, SERVER_BATCH_MAX, Server, ServerEvent, ServerSettings};
-pub use session::{CLIENT_OPEN_MAX, CLIENT_QUEUE, Client, ClientSettings, Failure, Incoming};
+pub use session::{
+    CLIENT_OPEN_MAX, CLIENT_QUEUE, Client, ClientSettings, Failure, Incoming, LinkId,
+};
 pub use zmq::ZmqTransport;
 pub use zmtp::Violation;
 

@@ -59,11 +59,15 @@ impl From<ErrorBody> for Failure {
     }
 }
 
+/// Names one connection of a client: grows with each.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct LinkId(pub u64);
+
 /// What a client hears without having asked.
 #[derive(Debug)]
 pub enum Incoming {
-    /// The other side said welcome; its epoch may be a new one.
-    Welcomed(Epoch),
+    /// The other side said welcome over a new connection; its epoch may be a new one.
+    Welcomed(Epoch, LinkId),
     /// The connection broke; the client connects again by itself.
     Lost,
     /// The other side asks for something; answer with [`Client::reply`].
@@ -87,6 +91,7 @@ enum Command {
         message: Message,
         deadline: Instant,
         patience: Duration,
+        link: Option<LinkId>,
         reply: oneshot::Sender<Result<Message, Failure>>,
     },
     Reply {
@@ -121,6 +126,7 @@ impl Client {
             in_flight_bytes: 0,
             version: VERSION,
             epoch: Epoch(0),
+            link: LinkId(0),
         };
         tokio::spawn(session.run());
         (
@@ -149,6 +155,19 @@ impl Client {
             .await
     }
 
+    /// Asks over this connection or not at all: what is true now need not be true when the client has connected again.
+    /// When the connection breaks, the caller is told that no answer came.
+    pub async fn ask_over(
+        &self,
+        link: LinkId,
+        message: Message,
+        timeout: Duration,
+    ) -> Result<Message, Failure> {
+        let id = RequestId(self.next_own_id.fetch_add(1, Ordering::Relaxed));
+        self.command(id, message, timeout, Duration::ZERO, Some(link))
+            .await
+    }
+
     /// The same, but waits for `patience` beyond the deadline that the other side is told: a load that misses its deadline
     /// is answered only when nothing writes its pages any more.
     pub async fn ask_patiently(
@@ -158,6 +177,17 @@ impl Client {
         timeout: Duration,
         patience: Duration,
     ) -> Result<Message, Failure> {
+        self.command(id, message, timeout, patience, None).await
+    }
+
+    async fn command(
+        &self,
+        id: RequestId,
+        message: Message,
+        timeout: Duration,
+        patience: Duration,
+        link: Option<LinkId>,
+    ) -> Result<Message, Failure> {
         let gone = || Failure::new(ErrorCode::Draining, "the connection was closed");
         let (reply, answer) = oneshot::channel();
         let deadline = Instant::now() + timeout;
@@ -166,6 +196,7 @@ impl Client {
             message,
             deadline,
             patience,
+            link,
             reply,
         };
         self.commands.send(command).await.map_err(|_| gone())?;
@@ -197,6 +228,8 @@ struct Pending {
     /// When the caller is told that no answer came.
     expires: Instant,
     bytes: u64,
+    /// The only connection over which it may be said.
+    link: Option<LinkId>,
     reply: oneshot::Sender<Result<Message, Failure>>,
 }
 
@@ -210,6 +243,15 @@ struct Session {
     in_flight_bytes: u64,
     version: u16,
     epoch: Epoch,
+    /// The connection that there is, or was last.
+    link: LinkId,
+}
+
+fn broken() -> Failure {
+    Failure::new(
+        ErrorCode::Deadline,
+        "the connection broke before an answer came",
+    )
 }
 
 /// Why the inner loop ended.
@@ -230,10 +272,11 @@ impl Session {
                 Ok((connection, welcome, epoch)) => {
                     self.version = welcome.version;
                     self.epoch = epoch;
+                    self.link = LinkId(self.link.0 + 1);
                     backoff = BACKOFF_FIRST;
                     if self
                         .incoming
-                        .send(Incoming::Welcomed(self.epoch))
+                        .send(Incoming::Welcomed(self.epoch, self.link))
                         .await
                         .is_err()
                     {
@@ -259,6 +302,7 @@ impl Session {
 
     async fn converse(&mut self, mut connection: Connection, welcome: &Welcome) -> End {
         self.in_flight_bytes = 0;
+        self.drop_bound();
         self.unsent = self.pending.keys().copied().collect();
         let beat = Duration::from_millis(u64::from(welcome.heartbeat_ms.max(10)));
         let mut heard = Instant::now();
@@ -335,8 +379,15 @@ impl Session {
                 message,
                 deadline,
                 patience,
+                link,
                 reply,
             } => {
+                if link.is_some_and(|link| connection.is_none() || link != self.link) {
+                    if reply.send(Err(broken())).is_err() {
+                        tracing::trace!(%id, "nobody waits for this answer any more");
+                    }
+                    return Ok(());
+                }
                 self.pending.insert(
                     id,
                     Pending {
@@ -344,6 +395,7 @@ impl Session {
                         deadline,
                         expires: deadline + patience,
                         bytes: 0,
+                        link,
                         reply,
                     },
                 );
@@ -430,7 +482,7 @@ impl Session {
                     .map_err(|error| error.to_string())?;
             }
             Kind::Pong => {}
-            Kind::Transfer | Kind::Cancel => {
+            Kind::Transfer | Kind::Cancel | Kind::Strike => {
                 return Ok(self
                     .incoming
                     .send(Incoming::Request(Box::new(envelope)))
@@ -454,6 +506,17 @@ impl Session {
             if pending.reply.send(answer).is_err() {
                 tracing::trace!(%id, "nobody waits for this answer any more");
             }
+        }
+    }
+
+    /// What may be said over an older connection only is not said any more.
+    fn drop_bound(&mut self) {
+        let bound = self
+            .pending
+            .iter()
+            .filter(|(_, pending)| pending.link.is_some_and(|link| link != self.link));
+        for id in bound.map(|(id, _)| *id).collect::<Vec<_>>() {
+            self.settle(id, Err(broken()));
         }
     }
 

@@ -158,7 +158,6 @@ async fn a_worker_attaches_to_every_leader_that_comes_and_says_so_anew() {
 }
 
 #[tokio::test(start_paused = true)]
-#[ignore = "a client asks again what was not answered, an attach as well, over the next connection"]
 async fn what_a_worker_said_over_one_connection_is_not_said_over_the_next() {
     let transport = MemoryTransport::default();
     let mut first = server(&transport, 1, Limits::default()).await;

@@ -202,7 +202,7 @@ impl Puppet {
     pub async fn hear(&mut self) -> Heard {
         let next = soon("a word of the leader", self.incoming.recv()).await;
         match next.expect("the conversation goes on") {
-            Incoming::Welcomed(epoch) => Heard::Welcomed(epoch.0),
+            Incoming::Welcomed(epoch, _) => Heard::Welcomed(epoch.0),
             Incoming::Lost => Heard::Lost,
             Incoming::Request(envelope) => match envelope.message {
                 Message::Transfer(transfer) => Heard::Order(Order {

@@ -1,0 +1,373 @@
+//! One case after another, each with its name.
+
+use super::*;
+
+/// Looks up and stores a sequence; the copies are left open.
+fn store(world: &mut World, engine: u8, slot: u64, namespace: u8, pages: usize) -> RequestId {
+    let hashes = sequence(0, pages);
+    let lookup = Request::Lookup {
+        slot: SlotId(slot),
+        namespace: vec![namespace],
+        hashes,
+        device_pages: 0,
+    };
+    world.ask(engine, lookup);
+    world.take(Step::Store { engine, slot });
+    RequestId(world.next_id)
+}
+
+fn answer(world: &World, engine: u8, id: RequestId) -> Option<Reply> {
+    world
+        .asked
+        .get(&(engine, id))
+        .and_then(|(_, answer)| answer.clone())
+}
+
+#[test]
+fn two_stores_of_the_same_pages_copy_once_and_both_are_answered() {
+    let mut world = World::new();
+    let first = store(&mut world, 0, 0, 7, 8);
+    let second = store(&mut world, 1, 0, 7, 8);
+    assert_eq!(world.open.len(), 1, "one copy for both");
+    let op = *world.open.keys().next().expect("a copy");
+    for rank in 0..RANKS {
+        assert_eq!(
+            answer(&world, 0, first),
+            None,
+            "answered before rank {rank} ended"
+        );
+        world.report(op, rank, true, EPOCH);
+    }
+    let stored = |stored_pages, present_pages| {
+        Some(Ok(Answer::Store {
+            stored_pages,
+            present_pages,
+            refused_pages: 0,
+            failed_pages: 0,
+        }))
+    };
+    assert_eq!(answer(&world, 0, first), stored(8, 0));
+    assert_eq!(answer(&world, 1, second), stored(0, 8));
+}
+
+#[test]
+fn a_late_copy_is_cancelled_and_its_pages_stay_until_every_rank_has_ended() {
+    let mut world = World::new();
+    let id = store(&mut world, 0, 0, 7, 8);
+    let op = *world.open.keys().next().expect("a copy");
+    world.report(op, 0, true, EPOCH);
+    world.take(Step::Wait(6));
+    assert!(world.cancelled.contains(&op));
+    let quarantined = |world: &World| {
+        world
+            .leader
+            .pool()
+            .expect("a pool")
+            .page_states()
+            .quarantined
+    };
+    assert_eq!(quarantined(&world), 8);
+    world.report(op, 1, false, EPOCH);
+    assert_eq!(
+        (quarantined(&world), answer(&world, 0, id)),
+        (8, None),
+        "rank 2 may still write"
+    );
+    world.report(op, 2, false, EPOCH);
+    assert_eq!(quarantined(&world), 0);
+    let failed = Answer::Store {
+        stored_pages: 0,
+        present_pages: 0,
+        refused_pages: 0,
+        failed_pages: 8,
+    };
+    assert_eq!(answer(&world, 0, id), Some(Ok(failed)));
+}
+
+#[test]
+fn a_load_is_reported_failed_only_when_no_rank_writes_any_more() {
+    let mut world = World::new();
+    store(&mut world, 0, 0, 7, 8);
+    let op = *world.open.keys().next().expect("a copy");
+    (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    let hashes = sequence(0, 8);
+    world.ask(
+        0,
+        Request::Lookup {
+            slot: SlotId(1),
+            namespace: vec![7],
+            hashes,
+            device_pages: 0,
+        },
+    );
+    world.take(Step::Load { engine: 0, slot: 1 });
+    let id = RequestId(world.next_id);
+    let op = *world.open.keys().next().expect("a copy");
+    world.report(op, 0, false, EPOCH);
+    world.report(op, 1, true, EPOCH);
+    assert_eq!(answer(&world, 0, id), None, "rank 2 may still write");
+    world.report(op, 2, true, EPOCH);
+    assert_eq!(answer(&world, 0, id), Some(Err(Refusal::CopyFailed(1))));
+}
+
+#[test]
+fn an_engine_that_stays_away_is_forgotten_with_all_it_held() {
+    let mut world = World::new();
+    store(&mut world, 0, 0, 7, 8);
+    let op = *world.open.keys().next().expect("a copy");
+    (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    let hashes = sequence(0, 8);
+    world.ask(
+        0,
+        Request::Lookup {
+            slot: SlotId(1),
+            namespace: vec![7],
+            hashes,
+            device_pages: 0,
+        },
+    );
+    assert_eq!(world.leader.pool().expect("a pool").pins(), 1);
+    world.event(Event::EngineClosed(engine_id(0)));
+    world.take(Step::Wait(11));
+    assert_eq!(world.leader.pool().expect("a pool").pins(), 0);
+    assert_eq!(world.leader.slots(), 0);
+}
+
+#[test]
+fn what_names_engine_pages_is_refused_only_when_nothing_of_an_older_leader_can_touch_them() {
+    let mut world = World::without_workers();
+    let (slot, destination) = (SlotId(9), PageList::run(0, 1));
+    let (first_page, more, source) = (0, None, destination.clone());
+    world.ask(
+        0,
+        Request::Load {
+            slot,
+            first_page,
+            destination,
+        },
+    );
+    let load = RequestId(world.next_id);
+    world.ask(
+        0,
+        Request::Store {
+            slot,
+            first_page,
+            more,
+            source,
+        },
+    );
+    let store = RequestId(world.next_id);
+    for (engine, rank) in [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)] {
+        world.attach(engine, rank);
+    }
+    assert_eq!(
+        answer(&world, 0, load),
+        None,
+        "the last worker may still copy"
+    );
+    world.event(Event::WorkerDead(worker(1, 2)));
+    let refused = Some(Err(Refusal::UnknownSlot(slot)));
+    assert_eq!(answer(&world, 0, load), refused);
+    assert_eq!(answer(&world, 0, store), refused);
+}
+
+#[test]
+fn who_keeps_silent_for_longer_than_the_fence_while_something_waits_must_go() {
+    let mut leader = World::without_workers().leader;
+    let load = Request::Load {
+        slot: SlotId(9),
+        first_page: 0,
+        destination: PageList::run(0, 1),
+    };
+    let ask = Event::Request {
+        engine: engine_id(0),
+        id: RequestId(1),
+        deadline: Time(5),
+        request: load,
+    };
+    let mut effects = Vec::new();
+    leader.step(Time(0), ask, &mut effects);
+    let fence = Time(5) + Duration::from_secs(10);
+    assert_eq!(leader.next_timeout(), Some(fence));
+    leader.step(fence, Event::Tick, &mut effects);
+    let all = (0..2).flat_map(|engine| (0..RANKS).map(move |rank| worker(engine, rank)));
+    let expelled: Vec<Effect> = all.map(Effect::Expel).collect();
+    assert_eq!(effects, expelled);
+}
+
+fn reset(world: &mut World, scope: ResetScope) -> Option<Reply> {
+    world.ask(0, Request::Reset { scope });
+    answer(world, 0, RequestId(world.next_id))
+}
+
+fn found(world: &mut World, namespace: u8) -> u32 {
+    let lookup = Request::Lookup {
+        slot: SlotId(2),
+        namespace: vec![namespace],
+        hashes: sequence(0, 8),
+        device_pages: 0,
+    };
+    world.ask(1, lookup);
+    let id = RequestId(world.next_id);
+    world.take(Step::Finish { engine: 1, slot: 2 });
+    let answer = answer(world, 1, id)
+        .expect("an answer")
+        .expect("no refusal");
+    let Answer::Lookup { hit_pages, .. } = answer else {
+        unreachable!("a lookup's answer is one");
+    };
+    hit_pages
+}
+
+#[test]
+fn a_reset_forgets_what_it_names_and_nothing_else() {
+    let mut world = World::new();
+    for (slot, namespace) in [(0, 7), (1, 8)] {
+        store(&mut world, 0, slot, namespace, 8);
+        let op = *world.open.keys().next().expect("a copy");
+        (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    }
+    let forgotten = |pages| Some(Ok(Answer::Reset { pages }));
+    assert_eq!(
+        reset(&mut world, ResetScope::Namespace(vec![7])),
+        forgotten(8)
+    );
+    assert_eq!((found(&mut world, 7), found(&mut world, 8)), (0, 8));
+    let page = PageHashes::packed(16, sequence(0, 3).get(2).to_vec()).expect("one page");
+    assert_eq!(
+        reset(&mut world, ResetScope::Pages(vec![7], page.clone())),
+        forgotten(0)
+    );
+    assert_eq!(
+        reset(&mut world, ResetScope::Pages(vec![8], page)),
+        forgotten(8)
+    );
+    assert_eq!(found(&mut world, 8), 0);
+    assert_eq!(reset(&mut world, ResetScope::Everything), forgotten(0));
+}
+
+#[test]
+fn a_reset_is_refused_while_pages_are_held_with_the_number_of_holders() {
+    let mut world = World::new();
+    store(&mut world, 0, 0, 7, 8);
+    let op = *world.open.keys().next().expect("a copy");
+    (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    for slot in [4, 5] {
+        world.ask(
+            1,
+            Request::Lookup {
+                slot: SlotId(slot),
+                namespace: vec![7],
+                hashes: sequence(0, 8),
+                device_pages: 0,
+            },
+        );
+    }
+    let refused = Some(Err(Refusal::Leased { holders: 2 }));
+    assert_eq!(reset(&mut world, ResetScope::Everything), refused);
+    assert_eq!(found(&mut world, 7), 8, "nothing was forgotten");
+}
+
+#[test]
+fn a_reset_is_answered_when_stores_in_flight_have_ended() {
+    let mut world = World::new();
+    let stored = store(&mut world, 0, 0, 7, 8);
+    let op = *world.open.keys().next().expect("a copy");
+    assert_eq!(reset(&mut world, ResetScope::Everything), None);
+    let id = RequestId(world.next_id);
+    assert!(world.cancelled.contains(&op));
+    (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    assert_eq!(answer(&world, 0, id), Some(Ok(Answer::Reset { pages: 8 })));
+    let failed = Answer::Store {
+        stored_pages: 0,
+        present_pages: 0,
+        refused_pages: 0,
+        failed_pages: 8,
+    };
+    assert_eq!(answer(&world, 0, stored), Some(Ok(failed)));
+    assert_eq!(found(&mut world, 7), 0);
+}
+
+#[test]
+fn one_request_too_many_is_refused_for_good_and_a_finish_never_is() {
+    let mut world = World::with_limit(1);
+    let first = store(&mut world, 0, 0, 7, 8);
+    let op = *world.open.keys().next().expect("a copy");
+    let second = store(&mut world, 0, 1, 8, 8);
+    let limit = "requests of an engine under way";
+    let refused = Some(Err(Refusal::Limit { limit, max: 1 }));
+    assert_eq!(answer(&world, 0, second), refused);
+    assert_eq!(world.leader.open_requests(), 1);
+    world.take(Step::Finish { engine: 0, slot: 1 });
+    let finish = RequestId(world.next_id);
+    assert_eq!(answer(&world, 0, finish), Some(Ok(Answer::Finish)));
+    (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    assert!(answer(&world, 0, first).is_some());
+    let again = world.asked[&(0, second)].0.clone();
+    world.send(0, second, again);
+    assert!(
+        world.open.is_empty(),
+        "what was refused is not carried out when it comes again"
+    );
+    let third = store(&mut world, 0, 2, 8, 8);
+    assert_eq!(answer(&world, 0, third), None, "there is room again");
+}
+
+#[test]
+fn a_draining_leader_begins_nothing_new_and_ends_what_it_began() {
+    let mut world = World::new();
+    let first = store(&mut world, 0, 0, 7, 8);
+    let op = *world.open.keys().next().expect("a copy");
+    world.leader.drain();
+    let second = store(&mut world, 0, 1, 7, 8);
+    assert_eq!(answer(&world, 0, second), Some(Err(Refusal::Draining)));
+    world.take(Step::Retry(first.0 as usize - 1));
+    assert_eq!(
+        answer(&world, 0, first),
+        None,
+        "asked again, its copy still runs"
+    );
+    (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    assert!(matches!(
+        answer(&world, 0, first),
+        Some(Ok(Answer::Store { .. }))
+    ));
+}
+
+#[test]
+fn a_lookup_behind_the_finish_of_its_slot_opens_nothing() {
+    let mut world = World::new();
+    world.next_id = 5;
+    world.take(Step::Finish { engine: 0, slot: 1 });
+    let late = Request::Lookup {
+        slot: SlotId(1),
+        namespace: vec![7],
+        hashes: sequence(0, 8),
+        device_pages: 0,
+    };
+    world.asked.insert((0, RequestId(3)), (late.clone(), None));
+    world.send(0, RequestId(3), late);
+    let unknown = Some(Err(Refusal::UnknownSlot(SlotId(1))));
+    assert_eq!(answer(&world, 0, RequestId(3)), unknown);
+    assert_eq!(world.leader.slots(), 0);
+}
+
+#[test]
+fn what_is_copied_for_an_engine_that_stays_away_is_not_forgotten() {
+    let mut world = World::new();
+    let id = store(&mut world, 0, 0, 7, 8);
+    let op = *world.open.keys().next().expect("a copy");
+    world.event(Event::EngineClosed(engine_id(0)));
+    world.now = world.now + Duration::from_secs(11);
+    world.event(Event::Tick);
+    world.event(Event::EngineOpened(engine_id(0)));
+    let (request, _) = world.asked[&(0, id)].clone();
+    world.send(0, id, request);
+    assert_eq!(
+        answer(&world, 0, id),
+        None,
+        "a worker may still read these pages"
+    );
+    (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    assert!(answer(&world, 0, id).is_some());
+}
