@@ -66,8 +66,6 @@ bugs! {
     AttachEarly,
     /// A repeated order is carried out again.
     RunTwice,
-    /// How copies of an older leader ended is taken for how those of the new one did.
-    RememberOldEnds,
     /// An abandoned copy is said to have ended while it runs.
     AbandonEarly,
     /// An engine gives pages back while they are being stored.

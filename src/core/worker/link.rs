@@ -139,9 +139,7 @@ impl Worker {
         link.admitted = after.is_some();
         self.floor = self.floor.max(after.unwrap_or_default());
         // What ended since was ordered by an older leader, and a new one counts from the start again.
-        if !planted(Bug::RememberOldEnds) {
-            self.ended.clear();
-        }
+        self.ended.clear();
         let engine = self.memory.as_ref().map(|memory| memory.engine);
         if after.is_none() && self.memory.take().is_some() {
             // Without that memory it may belong.

@@ -4,6 +4,9 @@ use std::time::Duration;
 
 use fastrand::Rng;
 
+/// Faults of processes, by number: see `trouble`.
+pub(super) const TROUBLES: u8 = 13;
+
 /// What the seed decided before anything happened.
 #[derive(Debug, Clone)]
 pub struct Setup {
@@ -45,6 +48,8 @@ pub struct Setup {
     pub chances: Chances,
     /// Time between two faults of the processes, on average.
     pub fault_every: Duration,
+    /// A fault of the processes that happens more often than all others together.
+    pub favourite: Option<u8>,
 }
 
 /// How often messages and copies go wrong, in a million.
@@ -79,6 +84,7 @@ impl Setup {
             1 => rng.u32(0..most / 10 + 1),
             _ => rng.u32(0..most + 1),
         };
+        let favourite = (rng.u8(0..3) == 0).then(|| rng.u8(0..TROUBLES));
         let ms = |rng: &mut Rng, from: u64, to: u64| Duration::from_millis(rng.u64(from..=to));
         Self {
             ranks: rng.u16(1..=4),
@@ -86,17 +92,30 @@ impl Setup {
             ratio,
             arena_pages,
             device_pages,
-            cached_pages: rng.u32(0..=device_pages),
+            cached_pages: rng.u32(0..=device_pages) * u32::from(rng.bool()),
             namespaces: rng.u8(1..=3),
-            families: rng.u64(1..=6),
+            families: if rng.bool() {
+                rng.u64(1..=2)
+            } else {
+                rng.u64(1..=6)
+            },
             longest: rng.u32(2..=device_pages.min(48)),
             concurrency: rng.usize(1..=6),
             open_requests_max: *pick(rng, &[2, 4, 16, 1024]),
+            favourite,
             running_max: *pick(rng, &[1, 2, 8, 64]),
             version_max: rng.u16(1..=2),
-            request_timeout: ms(rng, 40, 400),
+            request_timeout: match rng.u8(0..3) {
+                0 => ms(rng, 4, 30),
+                1 => ms(rng, 30, 120),
+                _ => ms(rng, 120, 400),
+            },
             fence: ms(rng, 50, 300),
-            engine_grace: ms(rng, 10, 400),
+            engine_grace: if rng.bool() {
+                ms(rng, 1, 20)
+            } else {
+                ms(rng, 20, 400)
+            },
             page_time: Duration::from_micros(match rng.u8(0..3) {
                 0 => rng.u64(5..50),
                 1 => rng.u64(50..500),

@@ -78,10 +78,15 @@ fn hunt(bug: Bug) -> (Vec<u64>, u64) {
 #[test]
 fn every_planted_bug_is_found() {
     let next = std::sync::atomic::AtomicUsize::new(0);
+    let only = std::env::var("KVFERRY_PLANTED").unwrap_or_default();
+    let bugs: Vec<Bug> = Bug::ALL
+        .iter()
+        .copied()
+        .filter(|bug| format!("{bug:?}").contains(&only))
+        .collect();
     let work = || {
         let mut found = Vec::new();
-        while let Some(bug) = Bug::ALL.get(next.fetch_add(1, std::sync::atomic::Ordering::Relaxed))
-        {
+        while let Some(bug) = bugs.get(next.fetch_add(1, std::sync::atomic::Ordering::Relaxed)) {
             found.push((*bug, hunt(*bug)));
         }
         found

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::faults::Fault;
-use super::setup::{Chances, pick};
+use super::setup::{Chances, TROUBLES, pick};
 use super::{Happening, LIVENESS_BOUND, QUIET_STEPS_MAX, Who, World};
 use crate::types::{Rank, Replica, WorkerId};
 
@@ -26,7 +26,9 @@ impl World {
         let every = env.setup.fault_every.mul_f64(env.rng.f64() * 2.0);
         let at = env.now() + every;
         env.queue.push(at, Happening::Trouble);
-        match env.rng.u8(0..13) {
+        let any = env.rng.u8(0..TROUBLES);
+        let favourite = env.setup.favourite.filter(|_| env.rng.u8(0..3) > 0);
+        match favourite.unwrap_or(any) {
             0 => self.kill(Who::Leader, Fault::LeaderCrash),
             1 | 2 => {
                 let worker = self.some_worker();

@@ -31,6 +31,8 @@ struct Running {
     pace: Duration,
     /// The process stood still while this copy ran.
     held: bool,
+    /// Its last byte is written, or it has stopped; the core has not heard of it yet.
+    over: Option<bool>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -383,6 +385,7 @@ impl WorkerProcess {
             fate,
             pace,
             held: false,
+            over: None,
         };
         self.running.insert(op, running);
         self.tear(env, op);
@@ -466,6 +469,9 @@ impl WorkerProcess {
         let Some(running) = self.running.get_mut(&op) else {
             return;
         };
+        if let Some(whole) = running.over {
+            return self.copy_over(env, op, whole);
+        }
         let stuck = running.fate == Fate::Stuck && running.done == running.pages.len() / 2;
         if stuck {
             return;
@@ -494,6 +500,13 @@ impl WorkerProcess {
             }
             _ => {}
         }
+        running.over = Some(whole);
+        let pace = running.pace.min(env.setup.page_time);
+        self.go_on(env, op, pace);
+    }
+
+    /// The core hears that a copy is over.
+    fn copy_over(&mut self, env: &mut Env, op: OpId, whole: bool) {
         let Some(running) = self.running.remove(&op) else {
             return;
         };
