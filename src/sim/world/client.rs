@@ -29,7 +29,7 @@ pub(super) struct Client {
 pub(super) enum Noticed {
     Welcomed(Epoch),
     Lost,
-    Message(Envelope),
+    Message(Box<Envelope>),
 }
 
 impl Client {
@@ -127,7 +127,7 @@ impl Client {
     pub(super) fn hear(&mut self, now: Time, heard: Heard) -> Option<Noticed> {
         let envelope = match heard {
             Heard::Closed => return self.lost(now),
-            Heard::Message(envelope) => *envelope,
+            Heard::Message(envelope) => envelope,
         };
         self.heard = now;
         match envelope.message {

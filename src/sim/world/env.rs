@@ -101,7 +101,7 @@ impl Env {
     }
 
     /// When the wall clock will show this, as it goes now.
-    pub(super) fn from_wall(&self, wall: Time) -> Time {
+    pub(super) fn when_wall_shows(&self, wall: Time) -> Time {
         match wall {
             Time::NEVER => wall,
             Time(wall) => Time(wall.saturating_add_signed(-self.wall_offset)),

@@ -69,7 +69,7 @@ impl LeaderProcess {
     pub(super) fn next_timeout(&self, env: &Env) -> Time {
         let core = self.core.next_timeout().unwrap_or(Time::NEVER);
         let core = match planted(Bug::WallClock) {
-            true => env.from_wall(core),
+            true => env.when_wall_shows(core),
             false => core,
         };
         core.min(self.server.next_timeout())

@@ -183,7 +183,7 @@ impl Net {
             .connections
             .get_mut(&id)
             .map(|c| &mut c.open[from as usize]);
-        if open.is_some_and(|open| std::mem::take(open)) {
+        if open.is_some_and(std::mem::take) {
             self.post(queue, rng, faults, id, from, Packet::Close);
         }
     }

@@ -140,7 +140,7 @@ impl WorkerProcess {
         match noticed {
             client::Noticed::Welcomed(epoch) => self.step(env, WorkerEvent::LeaderFound(epoch)),
             client::Noticed::Lost => self.step(env, WorkerEvent::LeaderLost),
-            client::Noticed::Message(envelope) => self.leader_message(env, envelope),
+            client::Noticed::Message(envelope) => self.leader_message(env, *envelope),
         }
     }
 
