@@ -18,6 +18,8 @@ pub struct Summary {
     pub violations: u64,
     /// The first of them: seed and what it was.
     pub failed: Vec<(u64, String)>,
+    /// Of everything that happened in all of them, whatever the order of the runs.
+    pub digest: u128,
     steps: Vec<u64>,
     counts: Counts,
     faults: FaultCounts,
@@ -27,6 +29,7 @@ impl Summary {
     /// Adds a run.
     pub fn add(&mut self, outcome: &Outcome) {
         self.runs += 1;
+        self.digest = self.digest.wrapping_add(outcome.digest);
         self.steps.push(outcome.counts.steps);
         self.counts.add(&outcome.counts);
         self.faults.add(&outcome.faults);
@@ -41,6 +44,7 @@ impl Summary {
     /// Adds other runs.
     pub fn merge(&mut self, other: Self) {
         self.runs += other.runs;
+        self.digest = self.digest.wrapping_add(other.digest);
         self.violations += other.violations;
         self.failed.extend(other.failed);
         self.failed.sort();
@@ -72,10 +76,11 @@ impl fmt::Display for Summary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,
-            "{} runs, {} with violations; median {} steps",
+            "{} runs, {} with violations; median {} steps; digest {:032x}",
             self.runs,
             self.violations,
-            self.median_steps()
+            self.median_steps(),
+            self.digest
         )?;
         for (name, count) in self.counts.by_name() {
             writeln!(f, "  {name:<32} {count:>14}")?;

@@ -1,0 +1,37 @@
+//! The simulator as a command: what a seed means does not depend on the process that runs it.
+
+#![expect(clippy::expect_used, reason = "a test says what it expects")]
+
+mod support;
+
+use support::kvferry;
+
+fn run(arguments: &[&str]) -> (bool, String) {
+    let output = kvferry(&[&["sim"], arguments].concat());
+    let text = String::from_utf8(output.stdout).expect("UTF-8");
+    (output.status.success(), text)
+}
+
+/// Everything but how long it took.
+fn story(text: &str) -> Vec<&str> {
+    text.lines().filter(|line| !line.ends_with(" s")).collect()
+}
+
+#[test]
+fn the_same_seeds_are_the_same_story_in_every_process_and_in_any_order() {
+    let (good, first) = run(&["--seeds", "0..24", "--steps", "1500", "--jobs", "1"]);
+    assert!(good, "{first}");
+    let (good, second) = run(&["--seeds", "0..24", "--steps", "1500", "--jobs", "2"]);
+    assert!(good, "{second}");
+    assert_eq!(story(&first), story(&second));
+    let (_, other) = run(&["--seeds", "24..48", "--steps", "1500"]);
+    assert_ne!(story(&first)[0], story(&other)[0]);
+}
+
+#[test]
+fn seeds_that_are_none_are_refused() {
+    for seeds in ["5..5", "7..3", "a..b", "3"] {
+        let (good, _) = run(&["--seeds", seeds]);
+        assert!(!good, "{seeds}");
+    }
+}
