@@ -1,6 +1,10 @@
 //! The simulator as a command: what a seed means does not depend on the process that runs it.
 
-#![expect(clippy::expect_used, reason = "a test says what it expects")]
+#![expect(
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test says what it expects"
+)]
 
 mod support;
 

@@ -5,7 +5,8 @@
 //!
 //! 1. `arena`: where runs of pages lie; `blocks`: what they hold and how old they are; `anchor`, `index`: how they are
 //!    found;
-//! 2. `pool`: one tier: reserve, fill, publish, pin, evict; `check`: all of it counted a second time;
+//! 2. `pool`: one tier: reserve, fill, publish, pin, evict; `view`: what others see of it, and resets; `recover`: from
+//!    inventories; `check`: all of it counted a second time;
 //! 3. `slot`: what is known of an engine; `event`, `refusal`: what goes in and comes out;
 //! 4. `leader`: the decisions; `decision`: their digest; `worker`: what a worker does with its orders.
 
@@ -23,6 +24,7 @@ mod refusal;
 pub mod sabotage;
 mod shards;
 mod slot;
+mod view;
 mod worker;
 
 pub use anchor::{AnchorKey, Domain};
@@ -32,9 +34,10 @@ pub use index::{Match, SIBLINGS_MAX, Want};
 pub use leader::{
     Leader, LeaderCounts, LeaderSettings, OPEN_REQUESTS_MAX, PARKED_MAX, REPLICAS_MAX,
 };
-pub use pool::{BlockView, Kind, PageStates, Pin, Pool, PoolCounts, Reach, Reserved, Run};
+pub use pool::{Kind, PageStates, Pin, Pool, PoolCounts, Reach, Reserved, Run};
 pub use refusal::Refusal;
 pub use shards::{RANKS_MAX, RankSet};
+pub use view::BlockView;
 pub use worker::{
     BatchId, WORKER_ABANDONED_MAX, WORKER_COPIES_MAX, WORKER_ENDED_MAX, Worker, WorkerEffect,
     WorkerEvent, WorkerSettings,
