@@ -24,6 +24,8 @@ use super::ANCHOR_KEY;
 
 /// Bytes of a page: nobody looks at them here.
 const PAGE_BYTES: u64 = 4096;
+/// Lives of one engine whose memory is kept.
+const MEMORIES_KEPT: usize = 8;
 /// Layout of all engines.
 const LAYOUT: [u8; 16] = [7; 16];
 
@@ -198,6 +200,14 @@ impl Env {
         let pages = vec![EMPTY; self.setup.device_pages as usize];
         let ranks = vec![pages; usize::from(self.setup.ranks)];
         self.memories.insert(engine, ranks);
+        // Workers may have the memory of an engine that has died mapped for a while, and read it. Ids are ordered by
+        // place and life.
+        let place = |id: &&EngineId| id.0[0] == engine.0[0];
+        if self.memories.keys().filter(place).count() > MEMORIES_KEPT
+            && let Some(oldest) = self.memories.keys().find(place).copied()
+        {
+            self.memories.remove(&oldest);
+        }
     }
 
     /// What a page must hold: a number made from whose it is, what it is, and which shard.
@@ -267,20 +277,6 @@ impl Env {
             self.violated(format!(
                 "wrong bytes: a {how} page {page} on rank {rank} of engine {engine} holds {holds:x}, not {must:x}"
             ));
-        }
-    }
-
-    /// Memory of engines that are dead and that no copy touches goes.
-    pub(super) fn drop_memories(&mut self, live: &[EngineId]) {
-        if self.memories.len() > live.len() + 8 {
-            let oldest = self
-                .memories
-                .keys()
-                .find(|engine| !live.contains(engine))
-                .copied();
-            if let Some(oldest) = oldest {
-                self.memories.remove(&oldest);
-            }
         }
     }
 }

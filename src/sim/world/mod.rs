@@ -707,12 +707,6 @@ impl World {
             .died(&mut env.queue, &mut env.rng, &mut env.faults, who);
         let at = env.queue.now() + Duration::from_micros(env.rng.u64(200..60_000));
         env.queue.push(at, Happening::Begin(who));
-        let live: Vec<_> = self
-            .engines
-            .iter()
-            .filter_map(|engine| Some(engine.state.as_ref()?.id))
-            .collect();
-        env.drop_memories(&live);
     }
 
     /// Everything that waited while a process stood still reaches it now, in order.
