@@ -112,3 +112,49 @@ pub async fn run_worker(arguments: WorkerArguments) -> Result<ProcessHandle, Str
         failed,
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    struct Panics;
+
+    impl Actor for Panics {
+        type Msg = ();
+        type State = ();
+        type Arguments = ();
+
+        async fn pre_start(&self, _myself: ActorRef<()>, (): ()) -> Result<(), ActorProcessingErr> {
+            Ok(())
+        }
+
+        async fn handle(
+            &self,
+            _myself: ActorRef<()>,
+            (): (),
+            (): &mut (),
+        ) -> Result<(), ActorProcessingErr> {
+            panic!("a bug")
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_actor_that_panics_ends_its_process_with_the_reason() {
+        let (root, failed) = root().await.expect("a supervisor");
+        let (actor, _) = Actor::spawn_linked(None, Panics, (), root.get_cell())
+            .await
+            .expect("an actor");
+        let mut process = ProcessHandle {
+            root,
+            actor: actor.get_cell(),
+            failed,
+        };
+        actor.cast(()).expect("it takes messages");
+        let why = tokio::time::timeout(Duration::from_secs(5), process.failed()).await;
+        let why = why.expect("it is noticed");
+        assert!(why.contains("a bug"), "{why}");
+        process.stop().await;
+    }
+}
