@@ -301,13 +301,7 @@ impl State {
                 self.attach(worker, correlation, attach);
             }
             (Some(PeerRole::Worker(worker)), Message::Ended(ended)) => {
-                let copies = ended.copies.iter().map(|copy| EndedCopy {
-                    op: OpId(copy.op),
-                    whole: copy.whole,
-                    bytes: copy.bytes,
-                    busy_us: copy.busy_us,
-                });
-                let copies = copies.collect();
+                let copies = ended.copies.iter().map(EndedCopy::from).collect();
                 self.step(Event::Ended {
                     worker,
                     epoch,

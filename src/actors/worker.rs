@@ -564,15 +564,9 @@ impl State {
     }
 
     fn report(&self, batch: BatchId, copies: &[EndedCopy]) {
-        let results = copies.iter().map(|copy| CopyResult {
-            op: copy.op.0,
-            whole: copy.whole,
-            bytes: copy.bytes,
-            busy_us: copy.busy_us,
-        });
         let body = Ended {
             rank: self.worker.rank.0,
-            copies: results.collect(),
+            copies: copies.iter().map(CopyResult::from).collect(),
         };
         self.leader.reply(RequestId(batch.0), Message::Ended(body));
     }

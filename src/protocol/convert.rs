@@ -1,14 +1,14 @@
 //! Between bodies and the vocabulary of the rest of the program.
 
 use crate::protocol::body::{
-    CopyOrder, Empty, ErrorBody, Finish, Load, LoadAnswer, Lookup, LookupAnswer, RecordBody, Reset,
-    ResetAnswer, Store, StoreAnswer, Strike, Transfer,
+    CopyOrder, CopyResult, Empty, ErrorBody, Finish, Load, LoadAnswer, Lookup, LookupAnswer,
+    RecordBody, Reset, ResetAnswer, Store, StoreAnswer, Strike, Transfer,
 };
 use crate::protocol::codec::Message;
 use crate::protocol::error::ErrorCode;
 use crate::protocol::limits::TEXT_BYTES_MAX;
 use crate::types::{
-    Anchor, Answer, Copy, Direction, DomainId, EngineId, Epoch, Fingerprint, Generation,
+    Anchor, Answer, Copy, Direction, DomainId, EndedCopy, EngineId, Epoch, Fingerprint, Generation,
     HASH_BYTES_MAX, HASH_BYTES_MIN, OpId, PageHashes, Record, Request, RequestId, ResetId,
     ResetScope, Scope, SlotId, Stored, Time,
 };
@@ -145,6 +145,28 @@ impl Message {
             Self::ResetAnswer(ResetAnswer { pages }) => Some(Answer::Reset { pages }),
             Self::FinishAnswer(Empty {}) => Some(Answer::Finish),
             _ => None,
+        }
+    }
+}
+
+impl From<&EndedCopy> for CopyResult {
+    fn from(copy: &EndedCopy) -> Self {
+        Self {
+            op: copy.op.0,
+            whole: copy.whole,
+            bytes: copy.bytes,
+            busy_us: copy.busy_us,
+        }
+    }
+}
+
+impl From<&CopyResult> for EndedCopy {
+    fn from(copy: &CopyResult) -> Self {
+        Self {
+            op: OpId(copy.op),
+            whole: copy.whole,
+            bytes: copy.bytes,
+            busy_us: copy.busy_us,
         }
     }
 }

@@ -156,7 +156,7 @@ impl Client {
     }
 
     /// Asks over this connection or not at all: what is true now need not be true when the client has connected again.
-    /// When the connection breaks, the caller is told that no answer came.
+    /// When the connection breaks, the caller is told that no answer came, at its deadline or at the next connection.
     pub async fn ask_over(
         &self,
         link: LinkId,

@@ -371,3 +371,71 @@ fn what_is_copied_for_an_engine_that_stays_away_is_not_forgotten() {
     (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
     assert!(answer(&world, 0, id).is_some());
 }
+
+/// What a leader tells a worker of the first replica's rank 2 with this memory.
+fn verdict(world: &mut World, arena_pages: u32, page_bytes: u64) -> Result<OpId, Refusal> {
+    world.event(Event::WorkerDead(worker(0, 2)));
+    world.attaches += 1;
+    let geometry = GroupGeometry {
+        page_bytes,
+        ..geometry()
+    };
+    let attached = Attached {
+        worker: worker(0, 2),
+        attach: AttachId(world.attaches),
+        depot: DepotId(2),
+        memory: Some(EngineMemory {
+            engine: engine_id(0),
+            geometry,
+            arena_pages,
+        }),
+    };
+    let mut effects = Vec::new();
+    world
+        .leader
+        .step(world.now, Event::Attached(attached), &mut effects);
+    let verdict = effects.into_iter().find_map(|effect| match effect {
+        Effect::Admit { verdict, .. } => Some(verdict),
+        _ => None,
+    });
+    verdict.expect("a verdict")
+}
+
+#[test]
+fn a_worker_that_is_turned_away_costs_no_page() {
+    let mut world = World::new();
+    store(&mut world, 0, 0, 7, 8);
+    let op = *world.open.keys().next().expect("a copy");
+    (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    let refused = verdict(&mut world, 50, 128);
+    assert!(
+        matches!(refused, Err(Refusal::RankDisagrees { .. })),
+        "{refused:?}"
+    );
+    assert_eq!(found(&mut world, 7), 8);
+}
+
+#[test]
+fn a_smaller_depot_is_taken_when_nothing_is_held_and_refused_while_something_is() {
+    let mut world = World::new();
+    store(&mut world, 1, 0, 7, 8);
+    let refused = verdict(&mut world, 50, 64);
+    let least_pages = 60;
+    let arena_pages = 50;
+    let worker = worker(0, 2);
+    let too_small = Refusal::DepotTooSmall {
+        worker,
+        arena_pages,
+        least_pages,
+    };
+    assert_eq!(refused, Err(too_small));
+    let op = *world.open.keys().next().expect("a copy");
+    (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    assert!(verdict(&mut world, 50, 64).is_ok());
+    assert!(
+        world
+            .leader
+            .pool()
+            .is_none_or(|pool| pool.capacity_pages() == 50)
+    );
+}

@@ -107,6 +107,17 @@ fn worker(engine: u8, rank: u16) -> WorkerId {
     }
 }
 
+fn geometry() -> GroupGeometry {
+    GroupGeometry {
+        group: GroupId(0),
+        engine_page_tokens: 16,
+        layers: 1,
+        page_bytes: 64,
+        device_pages: 64,
+        layout_fingerprint: [1; 16],
+    }
+}
+
 fn settings() -> LeaderSettings {
     let ratio = Ratio::new(8).expect("in bounds");
     let mut settings = LeaderSettings::new(EPOCH, RANKS, ratio, AnchorKey([3; 32]));
@@ -157,14 +168,7 @@ impl World {
     }
 
     fn attach(&mut self, engine: u8, rank: u16) {
-        let geometry = GroupGeometry {
-            group: GroupId(0),
-            engine_page_tokens: 16,
-            layers: 1,
-            page_bytes: 64,
-            device_pages: 64,
-            layout_fingerprint: [1; 16],
-        };
+        let geometry = geometry();
         self.attaches += 1;
         self.event(Event::Attached(Attached {
             worker: worker(engine, rank),

@@ -309,6 +309,7 @@ impl Leader {
         self.workers.turned_away = verdict.err();
         if told.is_ok() {
             self.adopt_depot(worker.rank, attached.depot);
+            self.fit_pool(attached.memory.as_ref());
         }
         if let Some(place) = self.workers.place(worker) {
             place.attached = told.is_ok();
@@ -324,20 +325,26 @@ impl Leader {
     }
 
     /// Beside what the workers themselves agree on: a pool that is in use keeps its size.
-    fn judge(&mut self, attached: &Attached) -> Result<(), Refusal> {
-        let mut least_pages = match self.settings.tiers {
+    fn judge(&self, attached: &Attached) -> Result<(), Refusal> {
+        let block = match self.settings.tiers {
             true => self.settings.ratio.pages(),
             false => 0,
         };
-        if let (Some(pool), Some(memory)) = (&self.pool, &attached.memory)
-            && memory.arena_pages < pool.capacity_pages()
-        {
-            match pool.pins() == 0 && self.ops.is_empty() {
-                true => self.pool = None,
-                false => least_pages = pool.capacity_pages(),
-            }
-        }
+        let in_use = self
+            .pool
+            .as_ref()
+            .filter(|pool| pool.pins() > 0 || !self.ops.is_empty());
+        let least_pages = in_use.map_or(0, Pool::capacity_pages).max(block);
         self.workers.judge(attached, least_pages)
+    }
+
+    /// A pool that nobody uses makes room for a smaller one.
+    fn fit_pool(&mut self, memory: Option<&EngineMemory>) {
+        let fits =
+            |pool: &Pool| memory.is_none_or(|memory| memory.arena_pages >= pool.capacity_pages());
+        if !self.pool.as_ref().is_none_or(fits) {
+            self.pool = None;
+        }
     }
 
     /// Another depot than before holds nothing of what the pool knows.

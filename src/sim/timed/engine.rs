@@ -147,7 +147,7 @@ impl Engine {
         while let Some(action) = actions.get_mut(next) {
             next += 1;
             match std::mem::replace(action, Action::Idle) {
-                // A late store is refused by whoever drives this; nothing is abandoned.
+                // Every load and store is waited for; nothing is abandoned.
                 Action::Idle | Action::Abandon { .. } => {}
                 Action::Done(served) => self.done(now, served, agenda),
                 Action::Work {

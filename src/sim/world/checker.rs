@@ -18,7 +18,7 @@ struct Pages {
 }
 
 impl World {
-    /// After the leader has decided something.
+    /// After the leader has decided something, or a depot was written.
     pub(super) fn check(&mut self) {
         self.checks += 1;
         let turns = u64::from(self.env.setup.arena_pages / PAGES_AT_ONCE + 1);

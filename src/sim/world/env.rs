@@ -42,7 +42,7 @@ pub(super) struct Env {
     memories: BTreeMap<EngineId, Vec<Vec<Content>>>,
     pub(super) ghost: Ghost,
     pub(super) violation: Option<String>,
-    /// The leader took a decision since the last check.
+    /// The leader took a decision, or a depot was written, since the last check.
     pub(super) decided: bool,
     /// A rank all of whose copies fail, and until when.
     pub(super) failing: Option<(Rank, Time)>,
@@ -235,7 +235,10 @@ impl Env {
     pub(super) fn write(&mut self, copy: &Copy, rank: Rank, page: u32, content: Content) {
         self.counts.pages_copied += 1;
         match copy.direction {
-            Direction::Store => self.depots[usize::from(rank.0)].write(page, content),
+            Direction::Store => {
+                self.depots[usize::from(rank.0)].write(page, content);
+                self.decided = true;
+            }
             Direction::Load => {
                 if let Some(ranks) = self.memories.get_mut(&copy.engine) {
                     ranks[usize::from(rank.0)][page as usize] = content;

@@ -350,15 +350,9 @@ impl WorkerProcess {
     }
 
     fn report(&self, env: &mut Env, batch: BatchId, copies: &[EndedCopy]) {
-        let results = copies.iter().map(|copy| CopyResult {
-            op: copy.op.0,
-            whole: copy.whole,
-            bytes: copy.bytes,
-            busy_us: copy.busy_us,
-        });
         let body = Message::Ended(Ended {
             rank: self.id.rank.0,
-            copies: results.collect(),
+            copies: copies.iter().map(CopyResult::from).collect(),
         });
         self.leader
             .say(env, RequestId(batch.0), Duration::ZERO, body);
