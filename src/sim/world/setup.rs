@@ -7,6 +7,9 @@ use fastrand::Rng;
 /// Faults of processes, by number: see `trouble`.
 pub(super) const TROUBLES: u8 = 13;
 
+/// Sets the dice for large worlds apart, so that they leave those of all others as they are.
+const LARGE: u64 = 0x6c61_7267_6521;
+
 /// What the seed decided before anything happened.
 #[derive(Debug, Clone)]
 pub struct Setup {
@@ -86,7 +89,8 @@ impl Setup {
         };
         let favourite = (rng.u8(0..3) == 0).then(|| rng.u8(0..TROUBLES));
         let ms = |rng: &mut Rng, from: u64, to: u64| Duration::from_millis(rng.u64(from..=to));
-        Self {
+        let mut beside = Rng::with_seed(rng.clone().u64(..) ^ LARGE);
+        let mut setup = Self {
             ranks: rng.u16(1..=4),
             replicas: rng.u16(1..=3),
             ratio,
@@ -134,7 +138,21 @@ impl Setup {
                 1 => ms(rng, 20, 120),
                 _ => ms(rng, 120, 600),
             },
+        };
+        if beside.u8(0..16) == 0 {
+            setup.enlarge(&mut beside);
         }
+        setup
+    }
+
+    /// Thousands of pages, and prompts that fill them.
+    fn enlarge(&mut self, rng: &mut Rng) {
+        self.arena_pages = rng.u32(1024..=4096);
+        self.device_pages = rng.u32(256..=1024);
+        self.cached_pages = rng.u32(0..=self.device_pages) * u32::from(rng.bool());
+        self.longest = rng.u32(64..=self.device_pages.min(256));
+        self.families = rng.u64(2..=48);
+        self.page_time = Duration::from_micros(rng.u64(2..20));
     }
 }
 
