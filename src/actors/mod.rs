@@ -13,7 +13,7 @@ mod leader;
 mod mailbox;
 mod pool;
 mod supervision;
-mod transfer;
+pub(crate) mod transfer;
 mod worker;
 
 pub use clock::Clock;

@@ -6,27 +6,36 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use crossbeam::channel::{Receiver, Sender, bounded};
-use ractor::{Actor, ActorProcessingErr, ActorRef};
+use ractor::{Actor, ActorProcessingErr, ActorRef, DerivedActorRef};
 
-use crate::actors::worker::WorkerMessage;
 use crate::memory::{CancelFlag, CopyEngine, CopyError, CopyJob, Depot, RegisteredMemory};
 use crate::types::{Copy, Direction, EndedCopy, OpId};
 
 pub(super) use crate::core::RUNNING_COPIES_MAX;
 
-pub(super) enum TransferMessage {
+/// What the actor is told.
+pub(crate) enum TransferMessage {
+    /// Run these copies, each direction in this order.
     Start {
+        /// What to copy.
         copies: Vec<Copy>,
+        /// The engine's side.
         memory: RegisteredMemory,
+        /// The arena's side.
         depot: Arc<Depot>,
     },
+    /// Stop this copy between two fragments.
     Stop(OpId),
+    /// From a copying thread: these are over.
     Ended(Vec<EndedCopy>),
 }
 
-pub(super) struct TransferArguments {
-    pub(super) copy_threads: usize,
-    pub(super) worker: ActorRef<WorkerMessage>,
+/// With what the actor starts.
+pub(crate) struct TransferArguments {
+    /// Threads that share one copy.
+    pub(crate) copy_threads: usize,
+    /// Who hears of copies that are over.
+    pub(crate) ended: DerivedActorRef<Vec<EndedCopy>>,
 }
 
 /// What a copying thread is given.
@@ -36,10 +45,12 @@ struct Work {
     depot: Arc<Depot>,
 }
 
-pub(super) struct TransferActor;
+/// Runs copies; see the module.
+pub(crate) struct TransferActor;
 
-pub(super) struct State {
-    worker: ActorRef<WorkerMessage>,
+/// The actor's own.
+pub(crate) struct State {
+    ended: DerivedActorRef<Vec<EndedCopy>>,
     flags: HashMap<OpId, Arc<CancelFlag>>,
     stores: Sender<Work>,
     loads: Sender<Work>,
@@ -68,9 +79,8 @@ impl Actor for TransferActor {
             let thread = std::thread::Builder::new().name(name.to_owned());
             threads.push(thread.spawn(move || run(&work, &engine, &actor))?);
         }
-        let worker = arguments.worker;
         Ok(State {
-            worker,
+            ended: arguments.ended,
             flags: HashMap::new(),
             stores,
             loads,
@@ -105,7 +115,7 @@ impl Actor for TransferActor {
                 for copy in &copies {
                     state.flags.remove(&copy.op);
                 }
-                state.worker.cast(WorkerMessage::Ended(copies))?;
+                state.ended.cast(copies)?;
             }
         }
         Ok(())

@@ -59,6 +59,23 @@ pub(super) enum WorkerMessage {
     Tick,
 }
 
+impl From<Vec<EndedCopy>> for WorkerMessage {
+    fn from(copies: Vec<EndedCopy>) -> Self {
+        Self::Ended(copies)
+    }
+}
+
+impl TryFrom<WorkerMessage> for Vec<EndedCopy> {
+    type Error = ();
+
+    fn try_from(message: WorkerMessage) -> Result<Self, ()> {
+        match message {
+            WorkerMessage::Ended(copies) => Ok(copies),
+            _ => Err(()),
+        }
+    }
+}
+
 /// A rank that registers: who asked, under which id, for which engine, and which of its requests are over.
 #[derive(Debug, Clone)]
 pub(super) struct Registering {
@@ -129,7 +146,7 @@ impl Actor for WorkerActor {
         let progress = Arc::new(Progress::default());
         let transfer = TransferArguments {
             copy_threads,
-            worker: myself.clone(),
+            ended: myself.get_derived(),
         };
         let cell = myself.get_cell();
         let (transfer, _) =

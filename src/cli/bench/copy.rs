@@ -4,22 +4,25 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
-use crate::cli::say;
+use crate::cli::{block_on, say};
 use crate::engine::content::POISON;
 use crate::error::CommandError;
 use crate::memory::{
-    CancelFlag, CopyEngine, CopyJob, DEPOT_HEADER_BYTES, Depot, EngineMemory, SharedBuffer,
-    page_stride_bytes, validate,
+    CancelFlag, CopyEngine, CopyJob, DEPOT_HEADER_BYTES, Depot, EngineMemory, RegisteredMemory,
+    SharedBuffer, page_stride_bytes, validate,
 };
 use crate::types::{
     Allocation, AllocationHandle, AllocationKind, Direction, FragmentPair, GroupId, Nonce,
     PageList, Rank, Registration, TensorRole, TensorView,
 };
 
+use super::order::{Ordered, measure};
 use super::spread;
 
 /// Sets of pages that take turns, so that no cache holds what is copied next.
 const ROTATION: u32 = 4;
+/// Copies of one page that are ordered.
+const ORDERS: u32 = 2000;
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Arguments {
@@ -51,16 +54,17 @@ struct Row {
     scatter_gb_per_s: (f64, f64, f64),
     gather_to_memcpy: f64,
     scatter_to_memcpy: f64,
+    one_page: Ordered,
 }
 
 impl Arguments {
     pub(crate) fn run(self) -> Result<(), CommandError> {
-        let rows: Result<Vec<Row>, String> = self
+        let rows: Result<Vec<Row>, CommandError> = self
             .fragment_kib
             .iter()
             .map(|kib| self.measure(*kib))
             .collect();
-        let rows = rows.map_err(CommandError::Failed)?;
+        let rows = rows?;
         if self.json {
             say(&serde_json::to_string_pretty(&rows).map_err(CommandError::failed)?);
             return Ok(());
@@ -82,17 +86,17 @@ impl Arguments {
                 row.gather_to_memcpy,
                 row.scatter_to_memcpy
             ));
+            say(&format!("          {}", row.one_page.text()));
         }
         Ok(())
     }
 
-    fn measure(&self, kib: u32) -> Result<Row, String> {
+    fn measure(&self, kib: u32) -> Result<Row, CommandError> {
         let fragment = u64::from(kib) * 1024;
         let pages = self.fragments * ROTATION;
         let bytes = fragment * u64::from(pages);
-        let bench = Bench::new(fragment, pages)?;
-        let engine =
-            CopyEngine::new(usize::from(self.threads)).map_err(|error| error.to_string())?;
+        let bench = Bench::new(fragment, pages).map_err(CommandError::Failed)?;
+        let engine = CopyEngine::new(usize::from(self.threads)).map_err(CommandError::failed)?;
         let (mut memcpy, mut gather, mut scatter) = (Vec::new(), Vec::new(), Vec::new());
         let source = vec![1_u8; usize::try_from(bytes).unwrap_or(0)];
         let mut target = vec![POISON; source.len()];
@@ -108,7 +112,7 @@ impl Arguments {
             let begun = Instant::now();
             engine
                 .run(&bench.job(Direction::Store, pairs))
-                .map_err(|error| error.to_string())?;
+                .map_err(CommandError::failed)?;
             let gathered = rate(begun);
             let pairs = bench.pairs(set, self.fragments);
             let back = pairs.into_iter().map(|pair| FragmentPair {
@@ -119,7 +123,7 @@ impl Arguments {
             let begun = Instant::now();
             engine
                 .run(&bench.job(Direction::Load, back))
-                .map_err(|error| error.to_string())?;
+                .map_err(CommandError::failed)?;
             let scattered = rate(begun);
             // The first round warms up.
             if round > 0 {
@@ -128,6 +132,12 @@ impl Arguments {
                 scatter.push(scattered);
             }
         }
+        let one = bench.pairs(0, 1).into_iter().map(|pair| FragmentPair {
+            src: pair.dst,
+            dst: pair.src,
+        });
+        let one = bench.job(Direction::Load, one.collect());
+        let one_page = block_on(2, measure(one, bench.memory, ORDERS))?;
         let (memcpy, gather, scatter) = (spread(memcpy), spread(gather), spread(scatter));
         Ok(Row {
             fragment_kib: kib,
@@ -138,6 +148,7 @@ impl Arguments {
             scatter_gb_per_s: scatter,
             gather_to_memcpy: gather.1 / memcpy.1,
             scatter_to_memcpy: scatter.1 / memcpy.1,
+            one_page,
         })
     }
 
@@ -159,6 +170,7 @@ impl Arguments {
 /// One tensor in which a page is one fragment, and a depot of the same number of pages.
 struct Bench {
     job: CopyJob,
+    memory: RegisteredMemory,
     order: Vec<u32>,
 }
 
@@ -199,6 +211,7 @@ impl Bench {
             device_uuid: None,
         };
         let layout = validate(&registration).map_err(|error| text(&error))?;
+        let geometry = layout.geometry(&registration);
         let buffer = SharedBuffer::create("kvferry-bench", bytes).map_err(|error| text(&error))?;
         let filler = vec![1; usize::try_from(fragment).unwrap_or(0)];
         for page in 0..pages {
@@ -216,16 +229,22 @@ impl Bench {
             .map_err(|error| text(&error))?;
         let device =
             EngineMemory::new(&registration, vec![buffer]).map_err(|error| text(&error))?;
+        let memory = RegisteredMemory {
+            memory: Arc::new(device),
+            layout: Arc::new(layout),
+            geometry,
+        };
         let job = CopyJob {
             direction: Direction::Store,
-            layout: Arc::new(layout),
-            device: Arc::new(device),
+            layout: Arc::clone(&memory.layout),
+            device: Arc::clone(&memory.memory),
             depot: Arc::new(depot),
             pairs: Vec::new(),
             cancel: Arc::new(CancelFlag::default()),
         };
         Ok(Self {
             job,
+            memory,
             order: shuffled(pages),
         })
     }

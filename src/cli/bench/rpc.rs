@@ -16,8 +16,10 @@ use crate::error::CommandError;
 use crate::protocol::{ErrorCode, Hello, Lookup, Message, Role, VERSION, VERSION_MIN};
 use crate::transport::{Client, ClientSettings, Limits, ZmqTransport};
 
+use super::percentiles;
+
 /// Bytes of page hashes in a request.
-const HASH_BYTES: [usize; 2] = [160, 64 << 10];
+const HASH_BYTES: [usize; 3] = [160, 4 << 10, 64 << 10];
 /// Bytes of a bare request beside its hashes, and of an answer: about what header and fields take.
 const FRAME_BYTES: usize = 96;
 
@@ -176,16 +178,4 @@ fn echo(mut stream: UnixStream, request_bytes: usize) {
             return;
         }
     }
-}
-
-fn percentiles(mut values: Vec<f64>) -> (f64, f64) {
-    values.sort_by(f64::total_cmp);
-    let last = values.len().saturating_sub(1);
-    let at = |thousandths: usize| {
-        values
-            .get(last * thousandths / 1000)
-            .copied()
-            .unwrap_or(0.0)
-    };
-    (at(500), at(990))
 }

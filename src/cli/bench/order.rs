@@ -1,0 +1,124 @@
+//! What it takes to have a copy made: from the order to the word that it is over, through the actor and the copying
+//! thread of a worker, beside the same copy made on the spot.
+
+use std::time::Instant;
+
+use ractor::{Actor, ActorProcessingErr, ActorRef};
+use tokio::sync::mpsc;
+
+use crate::actors::transfer::{TransferActor, TransferArguments, TransferMessage};
+use crate::error::CommandError;
+use crate::memory::{CopyEngine, CopyJob, RegisteredMemory};
+use crate::types::{Copy, Direction, EndedCopy, EngineId, OpId, RequestId, Time};
+
+use super::percentiles;
+
+/// Microseconds of copies of one page each.
+#[derive(Debug, serde::Serialize)]
+pub(super) struct Ordered {
+    direct_p50_us: f64,
+    ordered_p50_us: f64,
+    ordered_p99_us: f64,
+    /// What the order adds.
+    latency_us: f64,
+}
+
+impl Ordered {
+    pub(super) fn text(&self) -> String {
+        format!(
+            "One page: {:.1} us on the spot, {:.1} us (p99 {:.1}) when ordered as in a worker; latency per copy {:.1} us.",
+            self.direct_p50_us, self.ordered_p50_us, self.ordered_p99_us, self.latency_us
+        )
+    }
+}
+
+/// Stands where a worker's actor stands.
+struct Orderer;
+
+impl Actor for Orderer {
+    type Msg = Vec<EndedCopy>;
+    type State = mpsc::Sender<Vec<EndedCopy>>;
+    type Arguments = mpsc::Sender<Vec<EndedCopy>>;
+
+    async fn pre_start(
+        &self,
+        _myself: ActorRef<Self::Msg>,
+        over: Self::Arguments,
+    ) -> Result<Self::State, ActorProcessingErr> {
+        Ok(over)
+    }
+
+    async fn handle(
+        &self,
+        _myself: ActorRef<Self::Msg>,
+        ended: Vec<EndedCopy>,
+        over: &mut Self::State,
+    ) -> Result<(), ActorProcessingErr> {
+        Ok(over.send(ended).await?)
+    }
+}
+
+/// Both sides in turn: `job` is a load of one page.
+pub(super) async fn measure(
+    job: CopyJob,
+    memory: RegisteredMemory,
+    rounds: u32,
+) -> Result<Ordered, CommandError> {
+    let engine = CopyEngine::new(1).map_err(CommandError::failed)?;
+    let (over, mut ended) = mpsc::channel(1);
+    let (orderer, orderers_end) = Actor::spawn(None, Orderer, over)
+        .await
+        .map_err(CommandError::failed)?;
+    let arguments = TransferArguments {
+        copy_threads: 1,
+        ended: orderer.get_derived(),
+    };
+    let (transfer, transfers_end) = Actor::spawn(None, TransferActor, arguments)
+        .await
+        .map_err(CommandError::failed)?;
+    let (mut direct, mut ordered) = (Vec::new(), Vec::new());
+    let warm_up = rounds / 10;
+    for round in 0..rounds + warm_up {
+        let begun = Instant::now();
+        engine.run(&job).map_err(CommandError::failed)?;
+        let on_the_spot = begun.elapsed();
+        let copy = Copy {
+            op: OpId(u64::from(round)),
+            engine: EngineId::default(),
+            direction: Direction::Load,
+            pairs: job.pairs.clone(),
+            request: RequestId(u64::from(round)),
+            record: None,
+            deadline: Time(u64::MAX),
+        };
+        let start = TransferMessage::Start {
+            copies: vec![copy],
+            memory: memory.clone(),
+            depot: std::sync::Arc::clone(&job.depot),
+        };
+        let begun = Instant::now();
+        transfer.cast(start).map_err(CommandError::failed)?;
+        let copies = ended.recv().await.unwrap_or_default();
+        let whole = copies.iter().filter(|copy| copy.whole).count();
+        if whole != 1 {
+            let text = format!("a copy of one page ended as {copies:?}");
+            return Err(CommandError::Failed(text));
+        }
+        if round >= warm_up {
+            direct.push(on_the_spot.as_secs_f64() * 1e6);
+            ordered.push(begun.elapsed().as_secs_f64() * 1e6);
+        }
+    }
+    transfer.stop(None);
+    transfers_end.await.map_err(CommandError::failed)?;
+    orderer.stop(None);
+    orderers_end.await.map_err(CommandError::failed)?;
+    let (direct_p50_us, _) = percentiles(direct);
+    let (ordered_p50_us, ordered_p99_us) = percentiles(ordered);
+    Ok(Ordered {
+        direct_p50_us,
+        ordered_p50_us,
+        ordered_p99_us,
+        latency_us: ordered_p50_us - direct_p50_us,
+    })
+}
