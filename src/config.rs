@@ -16,6 +16,8 @@ pub use sources::{CONFIG_BYTES_MAX, ENVIRONMENT_PREFIX, OTHER_VARIABLES};
 
 /// Most ranks of an engine.
 pub const RANKS_MAX: u16 = 64;
+/// Most engines of one leader.
+pub const REPLICAS_MAX: u16 = 64;
 /// Most threads that copy for one worker.
 pub const COPY_THREADS_MAX: u16 = 256;
 /// Shortest time between heartbeats, in milliseconds: below it, a busy machine looks dead.
@@ -33,6 +35,9 @@ pub struct Config {
     pub socket_dir: PathBuf,
     /// Ranks of the engine, one worker each, 1..=[`RANKS_MAX`]. Default: `1`.
     pub ranks: u16,
+    /// Engines of the same model that share the host memory, each with workers of its own, 1..=[`REPLICAS_MAX`].
+    /// Default: `1`.
+    pub replicas: u16,
     /// Engine pages in the largest block, 1..=256. Default: `32`.
     pub ratio: Ratio,
     /// Host memory for blocks, at least one byte. Default: `8GiB`.
@@ -56,6 +61,10 @@ pub struct Flags {
     #[arg(long, value_name = "N")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ranks: Option<u16>,
+    /// Engines of the same model that share the host memory: 1 to 64.
+    #[arg(long, value_name = "N")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub replicas: Option<u16>,
     /// Engine pages in the largest block: 1 to 256.
     #[arg(long, value_name = "PAGES")]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -131,6 +140,9 @@ impl Config {
             })?,
             ranks: settings.get("ranks", &bounds(1, RANKS_MAX.into()), |ranks| {
                 (1..=RANKS_MAX).contains(&ranks).then_some(ranks)
+            })?,
+            replicas: settings.get("replicas", &bounds(1, REPLICAS_MAX.into()), |replicas| {
+                (1..=REPLICAS_MAX).contains(&replicas).then_some(replicas)
             })?,
             ratio: settings.get(
                 "ratio",

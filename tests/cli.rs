@@ -280,7 +280,7 @@ fn ranks_that_disagree_are_told_which_rank_and_which_field() {
     let _up = Running::start(&["up", "--ranks", "2", "--g2", "32MiB", "--socket-dir", name]);
     let engine = "0123456789abcdef0123456789abcdef";
     let rank = |rank: &str, page_tokens: &str| {
-        let worker = folder.path().join(format!("worker-{rank}"));
+        let worker = folder.path().join(format!("worker-0-{rank}"));
         Running::start(&[
             "engine-rank",
             "--worker-dir",
@@ -333,7 +333,7 @@ fn a_replay_that_is_told_to_end_leaves_nothing_behind() {
         let entry = fs::read_dir(folder.path()).ok()?.next()?.ok()?;
         entry
             .path()
-            .join("worker-1/kvferry.sock")
+            .join("worker-0-1/kvferry.sock")
             .exists()
             .then_some(())
     };

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use crate::transport::Address;
-use crate::types::Rank;
+use crate::types::WorkerId;
 
 /// The socket directory.
 #[derive(Debug, Clone)]
@@ -26,7 +26,8 @@ impl Dirs {
         Address::Directory(self.leader())
     }
 
-    pub(super) fn worker(&self, rank: Rank) -> PathBuf {
-        self.0.join(format!("worker-{}", rank.0))
+    pub(super) fn worker(&self, worker: WorkerId) -> PathBuf {
+        let WorkerId { replica, rank } = worker;
+        self.0.join(format!("worker-{}-{}", replica.0, rank.0))
     }
 }

@@ -42,6 +42,7 @@ impl Arguments {
             random(&mut key)?;
             let mut settings =
                 LeaderSettings::new(epoch, config.ranks, config.ratio, AnchorKey(key));
+            settings.replicas = config.replicas;
             settings.tiers = !self.no_tiers;
             let server = Server::new(
                 listener,
@@ -56,6 +57,7 @@ impl Arguments {
             tracing::info!(
                 epoch = epoch.0,
                 ranks = config.ranks,
+                replicas = config.replicas,
                 ratio = config.ratio.pages(),
                 "leader ready"
             );

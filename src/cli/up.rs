@@ -15,6 +15,7 @@ use crate::config::Config;
 use crate::error::CommandError;
 use crate::memory::{DEPOT_HEADER_BYTES, Depot};
 use crate::transport::prepare_directory;
+use crate::types::{Rank, Replica, WorkerId};
 
 /// How long children may take to end before they are killed.
 const END_LIMIT: Duration = Duration::from_secs(10);
@@ -43,14 +44,14 @@ pub(super) struct Arguments {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Part {
     Leader,
-    Worker(u16),
+    Worker(WorkerId),
 }
 
 impl std::fmt::Display for Part {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Leader => f.write_str("leader"),
-            Self::Worker(rank) => write!(f, "worker {rank}"),
+            Self::Worker(worker) => write!(f, "worker of {worker}"),
         }
     }
 }
@@ -112,7 +113,11 @@ impl Supervisor {
             .map(|_| Depot::create(each))
             .collect::<Result<_, _>>()
             .map_err(|error| CommandError::Config(format!("g2 is {}: {error}", config.g2)))?;
-        let parts = std::iter::once(Part::Leader).chain((0..config.ranks).map(Part::Worker));
+        let workers = (0..config.replicas).map(Replica).flat_map(|replica| {
+            let ranks = (0..config.ranks).map(Rank);
+            ranks.map(move |rank| Part::Worker(WorkerId { replica, rank }))
+        });
+        let parts = std::iter::once(Part::Leader).chain(workers);
         let started = Instant::now();
         let parts = parts.map(|part| Supervised {
             part,
@@ -146,6 +151,7 @@ impl Supervisor {
         command
             .arg("--supervised")
             .args(["--ranks", &config.ranks.to_string()])
+            .args(["--replicas", &config.replicas.to_string()])
             .args(["--ratio", &config.ratio.to_string()])
             .args(["--g2", &config.g2.0.to_string()])
             .args(["--copy-threads", &config.copy_threads.to_string()])
@@ -161,15 +167,16 @@ impl Supervisor {
                 command.arg("--no-tiers");
             }
             Part::Leader => {}
-            Part::Worker(rank) => {
-                let parent_fd: OwnedFd = self.depots[usize::from(rank)]
+            Part::Worker(WorkerId { replica, rank }) => {
+                let parent_fd: OwnedFd = self.depots[usize::from(rank.0)]
                     .try_clone_fd()
                     .map_err(CommandError::failed)?;
                 let mapping = FdMapping {
                     parent_fd,
                     child_fd: DEPOT_FD,
                 };
-                command.args(["--rank", &rank.to_string()]);
+                command.args(["--rank", &rank.0.to_string()]);
+                command.args(["--replica", &replica.0.to_string()]);
                 command.args(["--depot-fd", &DEPOT_FD.to_string()]);
                 command
                     .fd_mappings(vec![mapping])

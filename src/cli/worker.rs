@@ -24,6 +24,9 @@ pub(super) struct Arguments {
     /// The rank that this worker serves.
     #[arg(long)]
     rank: u16,
+    /// The engine whose rank it is.
+    #[arg(long, default_value_t = 0)]
+    replica: u16,
     /// Descriptor of the memory that a supervisor holds for this worker's depot.
     #[arg(long, hide = true)]
     depot_fd: Option<u32>,
@@ -35,7 +38,18 @@ pub(super) struct Arguments {
 impl Arguments {
     pub(super) fn run(self) -> Result<(), CommandError> {
         let config = self.config.load()?;
-        let rank = Rank(self.rank);
+        let worker = WorkerId {
+            replica: Replica(self.replica),
+            rank: Rank(self.rank),
+        };
+        if self.replica >= config.replicas {
+            return Err(CommandError::Config(format!(
+                "replica is {}: there are {} replicas, so it is 0 to {}",
+                self.replica,
+                config.replicas,
+                config.replicas - 1
+            )));
+        }
         if self.rank >= config.ranks {
             return Err(CommandError::Config(format!(
                 "rank is {}: there are {} ranks, so it is 0 to {}",
@@ -48,7 +62,7 @@ impl Arguments {
         block_on(2, async move {
             let dirs = Dirs::new(&config.socket_dir);
             prepare_directory(dirs.root()).map_err(CommandError::failed)?;
-            let directory = dirs.worker(rank);
+            let directory = dirs.worker(worker);
             let listener = ZmqTransport
                 .listen(&Address::Directory(directory.clone()), Limits::default())
                 .await
@@ -67,9 +81,9 @@ impl Arguments {
                 version_max: VERSION,
                 role: Role::Worker,
                 engine: [0; 16],
-                rank: rank.0,
-                replica: 0,
-                name: format!("worker of {rank}"),
+                rank: self.rank,
+                replica: self.replica,
+                name: format!("worker of {worker}"),
             };
             let settings = ClientSettings {
                 address: dirs.leader_address(),
@@ -80,10 +94,7 @@ impl Arguments {
             let threads = usize::from(config.copy_threads);
             let bytes = config.g2.0 / u64::from(config.ranks);
             let arguments = WorkerArguments {
-                worker: WorkerId {
-                    replica: Replica(0),
-                    rank,
-                },
+                worker,
                 server,
                 fds,
                 leader,
@@ -96,13 +107,13 @@ impl Arguments {
                 copy_threads: threads,
             };
             let mut process = run_worker(arguments).await.map_err(CommandError::Failed)?;
-            tracing::info!(rank = rank.0, "worker ready");
+            tracing::info!(%worker, "worker ready");
             tokio::select! {
                 told = told_to_end(self.supervised) => told?,
                 why = process.failed() => return Err(CommandError::Failed(why)),
             }
             process.stop().await;
-            tracing::info!(rank = rank.0, "worker ended");
+            tracing::info!(%worker, "worker ended");
             Ok(())
         })
     }

@@ -22,7 +22,7 @@ use crate::error::CommandError;
 use crate::memory::MemoryAvailable;
 use crate::protocol::{Hello, Role, StatusAnswer, VERSION, VERSION_MIN};
 use crate::transport::{Client, ClientSettings, Limits, ZmqTransport};
-use crate::types::{ByteSize, EngineId, Rank};
+use crate::types::{ByteSize, EngineId, Rank, Replica, WorkerId};
 
 use super::Arguments;
 use super::report::{Report, percentile};
@@ -285,11 +285,15 @@ async fn start_ranks(
     let engine = format!("{:032x}", u128::from_be_bytes(engine.0));
     let mut pipes = Vec::new();
     for rank in 0..arguments.ranks {
+        let worker = WorkerId {
+            replica: Replica(0),
+            rank: Rank(rank),
+        };
         let mut command = Command::new(&program);
         command
             .arg("engine-rank")
             .arg("--worker-dir")
-            .arg(dirs.worker(Rank(rank)))
+            .arg(dirs.worker(worker))
             .args(["--engine", &engine])
             .args(["--rank", &rank.to_string()])
             .args(["--ranks", &arguments.ranks.to_string()])
