@@ -14,7 +14,7 @@ use crate::actors::mailbox::{Credited, Feeder};
 use crate::core::{Attached, Effect, EngineMemory, Event, Leader, LeaderSettings, Refusal};
 use crate::protocol::{
     Attach, Attached as AttachedBody, Cancel, Envelope, ErrorBody, ErrorCode, Message, RankStatus,
-    Role, StatusAnswer, Strike, Transfer,
+    ReadInventory, Role, StatusAnswer, Strike, Transfer,
 };
 use crate::transport::{PeerId, Replier, Server, ServerEvent};
 use crate::types::{
@@ -314,6 +314,15 @@ impl State {
                     self.step(Event::Struck { worker, id });
                 }
             }
+            (Some(PeerRole::Worker(worker)), Message::Inventory(inventory)) => {
+                self.step(Event::Inventory {
+                    worker,
+                    depot: DepotId(u128::from_be_bytes(inventory.depot)),
+                    from: inventory.from,
+                    next: inventory.next,
+                    records: inventory.pages(),
+                });
+            }
             (Some(PeerRole::Worker(worker)), Message::Error(error)) => {
                 tracing::warn!(%worker, message = error.message, "worker refuses an order");
             }
@@ -375,7 +384,6 @@ impl State {
         let mut effects = std::mem::take(&mut self.effects);
         self.core.step(self.clock.now(), event, &mut effects);
         let mut copies: Vec<(Replica, crate::core::RankSet, Copy)> = Vec::new();
-        let mut inventories = Vec::new();
         for effect in effects.drain(..) {
             match effect {
                 Effect::Answer { engine, id, answer } => self.answer(engine, id, answer),
@@ -399,12 +407,19 @@ impl State {
                     let strike = Message::Strike(Strike::from((id, &scope)));
                     self.order(worker, strike, Duration::ZERO);
                 }
-                // A depot's memory ends with its worker so far, and nothing is listed beside it.
-                Effect::ReadInventory { shard, depot } => inventories.push(Event::Inventory {
-                    shard,
+                Effect::ReadInventory {
+                    worker,
                     depot,
-                    records: Vec::new(),
-                }),
+                    page_bytes,
+                    from,
+                } => {
+                    let read = Message::ReadInventory(ReadInventory {
+                        depot: depot.0.to_be_bytes(),
+                        page_bytes,
+                        from,
+                    });
+                    self.order(worker, read, Duration::ZERO);
+                }
                 Effect::Expel(worker) => {
                     tracing::error!(%worker, "worker does not end its copies: closing it");
                     if let Some(worker) = self.workers.get(&worker) {
@@ -415,7 +430,6 @@ impl State {
         }
         self.effects = effects;
         self.transfer(&copies);
-        inventories.into_iter().for_each(|event| self.step(event));
     }
 
     /// One step's copies belong to one request: one message to each rank.

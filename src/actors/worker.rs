@@ -14,10 +14,11 @@ use crate::actors::transfer::{
     RUNNING_COPIES_MAX, TransferActor, TransferArguments, TransferMessage,
 };
 use crate::core::{BatchId, Worker, WorkerEffect, WorkerEvent, WorkerSettings};
-use crate::memory::{Depot, RegisteredMemory};
+use crate::memory::{BufferError, Depot, RegisteredMemory};
+use crate::protocol::limits::PAGE_RECORDS_MAX;
 use crate::protocol::{
     Attach, Attached, AttachedMemory, CopyResult, Empty, Ended, Envelope, ErrorBody, ErrorCode,
-    Message, Register, Registered, Struck,
+    Inventory, Message, ReadInventory, Register, Registered, Struck,
 };
 use crate::transport::{
     Client, Failure, FdReceiver, Incoming, LinkId, PeerId, Replier, Server, ServerEvent,
@@ -109,7 +110,6 @@ pub(super) struct State {
     transfer: ActorRef<TransferMessage>,
     progress: Arc<Progress>,
     depot: Option<Arc<Depot>>,
-    depot_id: DepotId,
     mapped: Option<Mapped>,
     /// Why the leader turned this worker away, last.
     turned_away: Option<Failure>,
@@ -175,7 +175,6 @@ impl Actor for WorkerActor {
             transfer,
             progress,
             depot: None,
-            depot_id: random_depot_id()?,
             mapped: None,
             turned_away: None,
             abandoning: HashMap::new(),
@@ -260,12 +259,6 @@ async fn feed_leader(mut incoming: mpsc::Receiver<Incoming>, actor: ActorRef<Wor
 }
 
 type Handled = Result<(), ActorProcessingErr>;
-
-fn random_depot_id() -> Result<DepotId, ActorProcessingErr> {
-    let mut bytes = [0; 16];
-    rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())?;
-    Ok(DepotId(u128::from_be_bytes(bytes)))
-}
 
 impl State {
     fn rank_event(&mut self, event: ServerEvent, myself: &ActorRef<WorkerMessage>) -> Handled {
@@ -400,7 +393,12 @@ impl State {
             replica: self.worker.replica.0,
             rank: self.worker.rank.0,
             attach: attach.0,
-            depot: self.depot_id.0.to_be_bytes(),
+            depot: self
+                .depot
+                .as_ref()
+                .map_or(DepotId::default(), |depot| depot.id())
+                .0
+                .to_be_bytes(),
             memory,
         };
         let (leader, link, myself) = (self.leader.clone(), self.link, myself.clone());
@@ -518,6 +516,7 @@ impl State {
                 batch,
                 ops: cancel.ops.into_iter().map(OpId).collect(),
             },
+            Message::ReadInventory(read) => return self.read_inventory(correlation, read),
             Message::Strike(strike) => match strike.scope() {
                 Ok(scope) => WorkerEvent::Strike {
                     epoch,
@@ -569,14 +568,49 @@ impl State {
                             .reply(peer, correlation, Message::AbandonAnswer(Empty {}));
                     }
                 }
-                // This depot's memory ends with this process, and nothing is listed beside it so far.
-                WorkerEffect::StrikeOut(_)
-                | WorkerEffect::List(_)
-                | WorkerEffect::StrikeScope(_) => {}
+                WorkerEffect::StrikeOut(run) => self.inventory(|depot, _| depot.strike_out(run))?,
+                WorkerEffect::List(record) => {
+                    self.inventory(|depot, page_bytes| depot.list(page_bytes, &record))?;
+                }
+                WorkerEffect::StrikeScope(scope) => {
+                    self.inventory(|depot, page_bytes| depot.strike_scope(page_bytes, &scope))?;
+                }
                 WorkerEffect::GiveUp => return Err("a copy does not stop".into()),
             }
         }
         self.effects = effects;
+        Ok(())
+    }
+
+    /// Writes the inventory. A depot that holds no pages lists none.
+    fn inventory(&self, write: impl FnOnce(&Depot, u64) -> Result<(), BufferError>) -> Handled {
+        let Some(depot) = &self.depot else {
+            return Ok(());
+        };
+        if let Some(page_bytes) = depot.page_bytes()? {
+            write(depot, page_bytes)?;
+        }
+        Ok(())
+    }
+
+    /// A part of what the depot lists, as pages of this size.
+    fn read_inventory(&self, correlation: RequestId, read: ReadInventory) -> Handled {
+        let Some(depot) = self
+            .depot
+            .as_ref()
+            .filter(|depot| depot.id().0.to_be_bytes() == read.depot)
+        else {
+            let error = ErrorBody::new(ErrorCode::Invalid, "this worker has another depot");
+            self.leader.reply(correlation, Message::Error(error));
+            return Ok(());
+        };
+        depot.hold_pages_of(read.page_bytes)?;
+        let pages = PAGE_RECORDS_MAX as u32;
+        let records = depot.read_inventory(read.page_bytes, read.from, pages)?;
+        let end = read.from.saturating_add(pages);
+        let next = (end < depot.arena_pages(read.page_bytes)).then_some(end);
+        let part = Inventory::new(depot.id(), read.from, next, &records);
+        self.leader.reply(correlation, Message::Inventory(part));
         Ok(())
     }
 

@@ -1,6 +1,8 @@
 //! `kvferry leader`
 
 use std::fs;
+use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::time::Duration;
 
@@ -38,8 +40,7 @@ impl Arguments {
                 .await
                 .map_err(CommandError::failed)?;
             let epoch = next_epoch(&dirs.leader())?;
-            let mut key = [0; 32];
-            random(&mut key)?;
+            let key = anchor_key(&dirs.leader())?;
             let mut settings =
                 LeaderSettings::new(epoch, config.ranks, config.ratio, AnchorKey(key));
             settings.replicas = config.replicas;
@@ -75,9 +76,46 @@ impl Arguments {
     }
 }
 
+/// The secret of the anchors, the same for every leader of this directory: with another one, nothing of what the depots
+/// hold would be found.
+fn anchor_key(directory: &Path) -> Result<[u8; 32], CommandError> {
+    let path = directory.join("anchor-key");
+    let failed =
+        |error: std::io::Error| CommandError::Failed(format!("{}: {error}", path.display()));
+    match fs::read(&path) {
+        Ok(bytes) => <[u8; 32]>::try_from(bytes.as_slice()).map_err(|_| {
+            CommandError::Failed(format!(
+                "{} has {} bytes, not 32: remove it when no leader runs here; what the depots hold is lost then",
+                path.display(),
+                bytes.len()
+            ))
+        }),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            let mut key = [0; 32];
+            random(&mut key)?;
+            replace(&path, &key).map_err(failed)?;
+            Ok(key)
+        }
+        Err(error) => Err(failed(error)),
+    }
+}
+
+/// Replaces a file as a whole; only its owner may read it.
+fn replace(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
+    let fresh = path.with_extension("new");
+    let mut file = fs::OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .mode(0o600)
+        .open(&fresh)?;
+    file.write_all(bytes)?;
+    fs::rename(&fresh, path)
+}
+
 /// The number after the last leader's in this directory, kept in a file that is replaced as a whole.
 fn next_epoch(directory: &Path) -> Result<Epoch, CommandError> {
-    let (path, fresh) = (directory.join("epoch"), directory.join("epoch.new"));
+    let path = directory.join("epoch");
     let last = match fs::read_to_string(&path) {
         Ok(text) => text.trim().parse::<u64>().map_err(|_| {
             let path = path.display();
@@ -88,11 +126,9 @@ fn next_epoch(directory: &Path) -> Result<Epoch, CommandError> {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => 0,
         Err(error) => return Err(CommandError::Failed(format!("{}: {error}", path.display()))),
     };
-    let write = || {
-        fs::write(&fresh, format!("{}\n", last + 1))?;
-        fs::rename(&fresh, &path)
-    };
-    write().map_err(|error| CommandError::Failed(format!("{}: {error}", path.display())))?;
+    let next = format!("{}\n", last + 1);
+    replace(&path, next.as_bytes())
+        .map_err(|error| CommandError::Failed(format!("{}: {error}", path.display())))?;
     Ok(Epoch(last + 1))
 }
 

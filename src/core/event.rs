@@ -4,7 +4,7 @@ use crate::core::refusal::Refusal;
 use crate::core::shards::RankSet;
 use crate::types::{
     Answer, AttachId, Copy, DepotId, EndedCopy, EngineId, Epoch, GroupGeometry, OpId, PageRecord,
-    Rank, Replica, Request, RequestId, ResetId, Scope, Time, WorkerId,
+    Replica, Request, RequestId, ResetId, Scope, Time, WorkerId,
 };
 
 /// Something that happened to the leader.
@@ -20,13 +20,17 @@ pub enum Event {
     WorkerLost(WorkerId),
     /// The process of a worker is seen dead: nothing of it writes any more.
     WorkerDead(WorkerId),
-    /// What the inventory of a shard lists.
+    /// A part of what the inventory of a worker's depot lists.
     Inventory {
-        /// Which shard.
-        shard: Rank,
-        /// Which depot was read.
+        /// Which worker read it.
+        worker: WorkerId,
+        /// Which depot it read.
         depot: DepotId,
-        /// One item for each page that holds something.
+        /// First arena page that it looked at.
+        from: u32,
+        /// First arena page that it did not look at, unless it came to the last.
+        next: Option<u32>,
+        /// One item for each page in between that holds something.
         records: Vec<PageRecord>,
     },
     /// A worker has struck the pages of a reset out of its depot's inventory.
@@ -123,12 +127,16 @@ pub enum Effect {
         /// Which copy.
         op: OpId,
     },
-    /// Read what the inventory of a shard lists.
+    /// Read what the inventory of this worker's depot lists.
     ReadInventory {
-        /// Which shard.
-        shard: Rank,
-        /// Which depot.
+        /// Which worker.
+        worker: WorkerId,
+        /// Which depot is meant.
         depot: DepotId,
+        /// Bytes of one page: a depot that held pages of another size holds nothing.
+        page_bytes: u64,
+        /// First arena page to look at.
+        from: u32,
     },
     /// Strike these pages out of the inventory of this worker's shard, and say so.
     Strike {

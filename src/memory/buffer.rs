@@ -8,7 +8,7 @@ use std::ffi::CString;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
 use memmap2::{Advice, MmapOptions, MmapRaw};
 use rustix::fs::{FileType, FsWord, MemfdFlags, Mode, OFlags, SealFlags};
@@ -19,6 +19,7 @@ const TMPFS_MAGIC: FsWord = 0x0102_1994;
 const HUGETLBFS_MAGIC: FsWord = 0x9584_58f6;
 /// Smallest page of memory on the machines we run on, in bytes.
 const SYSTEM_PAGE_BYTES: usize = 4096;
+const WORD_BYTES: u64 = 8;
 
 /// A shared, writable mapping of a file in memory.
 ///
@@ -61,6 +62,9 @@ pub enum BufferError {
         /// Length of the buffer.
         bytes: u64,
     },
+    /// A word that does not start at a multiple of its length.
+    #[error("{0} is no multiple of 8 bytes")]
+    Unaligned(u64),
     /// A relative path.
     #[error("'{0}' is not an absolute path")]
     NotAbsolute(PathBuf),
@@ -197,6 +201,29 @@ impl SharedBuffer {
         Ok(())
     }
 
+    /// Writes the aligned word at `offset_bytes`, after everything that this thread wrote before.
+    pub fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), BufferError> {
+        self.word(offset_bytes)?
+            .store(word.to_le(), Ordering::Release);
+        Ok(())
+    }
+
+    /// Reads the aligned word at `offset_bytes`, before anything that this thread reads after.
+    pub fn load_word(&self, offset_bytes: u64) -> Result<u64, BufferError> {
+        let word = self.word(offset_bytes)?.load(Ordering::Acquire);
+        Ok(u64::from_le(word))
+    }
+
+    fn word(&self, offset_bytes: u64) -> Result<&AtomicU64, BufferError> {
+        let at = self.range(offset_bytes, WORD_BYTES)?.cast::<u64>();
+        if !at.is_aligned() {
+            return Err(BufferError::Unaligned(offset_bytes));
+        }
+        // SAFETY: `range` checked that the word lies in the mapping, which lives as long as `self`, and it is aligned.
+        // Other processes may change it at any time, which an atomic may be.
+        Ok(unsafe { AtomicU64::from_ptr(at) })
+    }
+
     /// Start of a range, after a check that all of it lies in the mapping. The pointer is valid for reads and writes of
     /// `len_bytes` bytes as long as `self` lives.
     pub(super) fn range(&self, offset_bytes: u64, len_bytes: u64) -> Result<*mut u8, BufferError> {
@@ -293,6 +320,19 @@ mod tests {
         let mut seen = [0; 4];
         other.read_into(96, &mut seen).expect("in bounds");
         assert_eq!(&seen, b"\0abc");
+    }
+
+    #[test]
+    fn words_are_aligned_and_within() {
+        let buffer = SharedBuffer::create("kvferry-test", 100).expect("memory");
+        buffer.store_word(88, 0x0102).expect("in bounds");
+        assert_eq!(buffer.load_word(88).expect("in bounds"), 0x0102);
+        let mut low = [0; 1];
+        buffer.read_into(88, &mut low).expect("in bounds");
+        assert_eq!(low, [2]);
+        let found = buffer.store_word(44, 1);
+        assert!(matches!(found, Err(BufferError::Unaligned(44))));
+        assert!(buffer.load_word(96).is_err());
     }
 
     #[test]

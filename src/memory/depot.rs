@@ -1,4 +1,4 @@
-//! Host memory for one shard: a header, then the arena's pages.
+//! Host memory for one shard: a header, then one inventory slot for each of the arena's pages, then the pages.
 //!
 //! ```text
 //! offset  bytes  field (numbers little-endian)
@@ -7,10 +7,10 @@
 //!     12      4  reserved
 //!     16      8  bytes of the whole depot
 //!     24      8  page_bytes of the arena, 0 while no layout is known
-//!     32     16  reserved: key of the anchors
-//!     48      8  reserved: last epoch
-//!     56   4040  reserved, zero
-//!   4096         page 0; page i at 4096 + i x page_stride_bytes(page_bytes)
+//!     32     16  its name, random
+//!     48   4048  reserved, zero
+//!   4096         slot i of the inventory at 4096 + i x 80: see `inventory`
+//!              page i at pages_at(page_bytes) + i x page_stride_bytes(page_bytes), behind the last slot
 //! ```
 //!
 //! A page starts at a multiple of [`PAGE_ALIGN_BYTES`], so that aligned streaming stores reach all of it.
@@ -18,27 +18,35 @@
 use std::os::fd::OwnedFd;
 
 use super::buffer::{BufferError, SharedBuffer};
+use super::inventory::SLOT_BYTES;
+use crate::types::DepotId;
 
-/// Bytes before page 0.
+/// Bytes before the first slot.
 pub const DEPOT_HEADER_BYTES: u64 = 4096;
 /// Version of the header and of what it describes.
-pub const DEPOT_FORMAT_VERSION: u32 = 1;
+pub const DEPOT_FORMAT_VERSION: u32 = 2;
 /// Pages start at multiples of this: one cache line.
 const PAGE_ALIGN_BYTES: u64 = 64;
+const SYSTEM_PAGE_BYTES: u64 = 4096;
 const MAGIC: [u8; 8] = *b"KVFDEPOT";
 const VERSION_AT: u64 = 8;
 const BYTES_AT: u64 = 16;
 const PAGE_BYTES_AT: u64 = 24;
+const NAME_AT: u64 = 32;
 
 /// Distance from one page of an arena to the next, in bytes.
 pub const fn page_stride_bytes(page_bytes: u64) -> u64 {
-    page_bytes.next_multiple_of(PAGE_ALIGN_BYTES)
+    match page_bytes.checked_next_multiple_of(PAGE_ALIGN_BYTES) {
+        Some(stride) => stride,
+        None => page_bytes,
+    }
 }
 
 /// The memory of one shard on one host. It outlives the workers that map it: its creator hands the descriptor on.
 #[derive(Debug)]
 pub struct Depot {
     buffer: SharedBuffer,
+    id: DepotId,
 }
 
 /// Why a depot could not be made or taken over.
@@ -68,6 +76,9 @@ pub enum DepotError {
         /// The version in the header.
         found: u32,
     },
+    /// The system gave no random name.
+    #[error("no random bytes: {0}")]
+    Random(std::io::Error),
     /// The header describes a depot of another size.
     #[error("the depot's header says {header_bytes} bytes, the memory has {bytes}")]
     Size {
@@ -87,8 +98,13 @@ impl Depot {
         let buffer = SharedBuffer::create("kvferry-depot", bytes)?;
         buffer.write_from(VERSION_AT, &DEPOT_FORMAT_VERSION.to_le_bytes())?;
         buffer.write_from(BYTES_AT, &bytes.to_le_bytes())?;
+        let mut name = [0; 16];
+        rustix::rand::getrandom(&mut name, rustix::rand::GetRandomFlags::empty())
+            .map_err(|errno| DepotError::Random(errno.into()))?;
+        buffer.write_from(NAME_AT, &name)?;
         buffer.write_from(0, &MAGIC)?;
-        Ok(Self { buffer })
+        let id = DepotId(u128::from_le_bytes(name));
+        Ok(Self { buffer, id })
     }
 
     /// Takes over a depot from the process that created it.
@@ -101,8 +117,9 @@ impl Depot {
         if bytes <= DEPOT_HEADER_BYTES {
             return Err(DepotError::TooSmall { bytes });
         }
-        let depot = Self {
+        let mut depot = Self {
             buffer: SharedBuffer::from_fd(fd, bytes)?,
+            id: DepotId::default(),
         };
         let found = depot.header(0)?;
         if found != MAGIC {
@@ -119,26 +136,35 @@ impl Depot {
                 bytes,
             });
         }
+        depot.id = DepotId(u128::from_le_bytes(depot.header(NAME_AT)?));
         Ok(depot)
     }
 
-    fn header<const N: usize>(&self, at: u64) -> Result<[u8; N], DepotError> {
+    fn header<const N: usize>(&self, at: u64) -> Result<[u8; N], BufferError> {
         let mut field = [0; N];
         self.buffer.read_into(at, &mut field)?;
         Ok(field)
     }
 
     /// `page_bytes` of the layout whose pages the arena holds; `None` while none was set.
-    pub fn page_bytes(&self) -> Result<Option<u64>, DepotError> {
+    pub fn page_bytes(&self) -> Result<Option<u64>, BufferError> {
         let page_bytes = u64::from_le_bytes(self.header(PAGE_BYTES_AT)?);
         Ok((page_bytes > 0).then_some(page_bytes))
     }
 
-    /// Notes the layout's `page_bytes`. The caller drops what the arena held before, if it was another number.
-    pub fn set_page_bytes(&self, page_bytes: u64) -> Result<(), DepotError> {
-        Ok(self
-            .buffer
-            .write_from(PAGE_BYTES_AT, &page_bytes.to_le_bytes())?)
+    /// Notes the layout's `page_bytes`.
+    pub(super) fn set_page_bytes(&self, page_bytes: u64) -> Result<(), BufferError> {
+        self.buffer.store_word(PAGE_BYTES_AT, page_bytes)
+    }
+
+    /// Tells it from every other depot, also behind the death of all that mapped it.
+    pub fn id(&self) -> DepotId {
+        self.id
+    }
+
+    /// Two words of its name: slots of another depot's inventory say nothing here.
+    pub(super) fn seal_key(&self) -> [u64; 2] {
+        [(self.id.0 >> 64) as u64, self.id.0 as u64]
     }
 
     /// Bytes in all, header included.
@@ -148,17 +174,49 @@ impl Depot {
 
     /// Whole pages of `page_bytes` that fit, 0 for pages of no bytes.
     pub fn arena_pages(&self, page_bytes: u64) -> u32 {
-        let room = self.bytes() - DEPOT_HEADER_BYTES;
-        match page_bytes {
-            0 => 0,
-            // The last page needs no padding behind it.
-            _ if page_bytes > room => 0,
-            _ if page_bytes > u64::MAX - PAGE_ALIGN_BYTES => 0,
-            _ => {
-                let pages = (room - page_bytes) / page_stride_bytes(page_bytes) + 1;
-                u32::try_from(pages).unwrap_or(u32::MAX)
-            }
+        Self::pages_in(self.bytes(), page_bytes)
+    }
+
+    /// Whole pages of `page_bytes` for which a depot of `bytes` bytes has room, 0 for pages of no bytes.
+    pub fn pages_in(bytes: u64, page_bytes: u64) -> u32 {
+        let room = bytes.saturating_sub(DEPOT_HEADER_BYTES);
+        if page_bytes == 0 || page_bytes > room {
+            return 0;
         }
+        let each = page_stride_bytes(page_bytes) + SLOT_BYTES;
+        // The last page needs no padding behind it, and what lies between slots and pages is less than a page of memory.
+        let most = room / each + 1;
+        let most = u32::try_from(most).unwrap_or(u32::MAX);
+        let least = u32::try_from(room.saturating_sub(SYSTEM_PAGE_BYTES) / each);
+        let least = least.unwrap_or(u32::MAX).min(most);
+        let fits = |pages: &u32| Self::bytes_for(*pages, page_bytes) <= bytes;
+        (least..=most).rev().find(fits).unwrap_or(0)
+    }
+
+    /// Bytes of a depot with room for so many pages of `page_bytes`.
+    pub const fn bytes_for(pages: u32, page_bytes: u64) -> u64 {
+        let stride = page_stride_bytes(page_bytes);
+        let behind = match pages {
+            0 => 0,
+            _ => (pages as u64 - 1)
+                .saturating_mul(stride)
+                .saturating_add(page_bytes),
+        };
+        Self::pages_behind(pages).saturating_add(behind)
+    }
+
+    /// Where page 0 lies. Pages start at a page of memory.
+    pub fn pages_at(&self, page_bytes: u64) -> u64 {
+        Self::pages_behind(self.arena_pages(page_bytes))
+    }
+
+    const fn pages_behind(slots: u32) -> u64 {
+        (DEPOT_HEADER_BYTES + slots as u64 * SLOT_BYTES).next_multiple_of(SYSTEM_PAGE_BYTES)
+    }
+
+    /// Where the slot of a page lies.
+    pub(super) const fn slot_at(page: u32) -> u64 {
+        DEPOT_HEADER_BYTES + page as u64 * SLOT_BYTES
     }
 
     /// The memory behind it, header included: for reads and writes of whole pages by disk and remote tiers.
@@ -180,23 +238,33 @@ mod tests {
     fn another_process_takes_over_what_was_created() {
         let depot = Depot::create(1 << 20).expect("memory");
         assert_eq!(depot.page_bytes().expect("readable"), None);
-        depot.set_page_bytes(1000).expect("writable");
+        depot.hold_pages_of(1000).expect("writable");
         let again = Depot::from_fd(depot.try_clone_fd().expect("descriptor")).expect("a depot");
         assert_eq!(again.bytes(), 1 << 20);
         assert_eq!(again.page_bytes().expect("readable"), Some(1000));
+        assert_eq!(again.id(), depot.id());
+        assert_ne!(Depot::create(1 << 20).expect("memory").id(), depot.id());
     }
 
     #[test]
-    fn pages_are_counted_with_their_padding() {
-        let depot = Depot::create(DEPOT_HEADER_BYTES + 1024 * 3).expect("memory");
+    fn as_many_pages_fit_as_there_is_room_for() {
         assert_eq!(page_stride_bytes(1000), 1024);
-        assert_eq!(depot.arena_pages(1024), 3);
-        assert_eq!(depot.arena_pages(1000), 3);
-        assert_eq!(depot.arena_pages(1025), 2);
-        assert_eq!(depot.arena_pages(3072), 1);
-        for none in [0, 3073, u64::MAX] {
-            assert_eq!(depot.arena_pages(none), 0);
+        for page_bytes in [1, 64, 1000, 1024, 4096, 18_432, 3 << 20] {
+            for pages in [1, 2, 3, 63, 64, 1000] {
+                let bytes = Depot::bytes_for(pages, page_bytes);
+                assert_eq!(Depot::pages_in(bytes, page_bytes), pages, "{page_bytes}");
+                assert_eq!(Depot::pages_in(bytes - 1, page_bytes), pages - 1);
+            }
         }
+        for none in [0, 1 << 30, u64::MAX] {
+            assert_eq!(Depot::pages_in(1 << 20, none), 0);
+        }
+        assert_eq!(Depot::pages_in(u64::MAX, 1), u32::MAX);
+        let depot = Depot::create(1 << 20).expect("memory");
+        let pages = depot.arena_pages(1000);
+        let end = depot.pages_at(1000) + u64::from(pages - 1) * 1024 + 1000;
+        assert!(end <= 1 << 20 && Depot::slot_at(pages) <= depot.pages_at(1000));
+        assert_eq!(depot.pages_at(1000) % 4096, 0);
     }
 
     #[test]

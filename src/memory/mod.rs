@@ -12,6 +12,7 @@ mod buffer;
 mod copy;
 mod depot;
 mod engine_memory;
+mod inventory;
 mod layout;
 mod open;
 mod prefault;
@@ -25,6 +26,7 @@ pub use copy::{
 };
 pub use depot::{DEPOT_FORMAT_VERSION, DEPOT_HEADER_BYTES, Depot, DepotError, page_stride_bytes};
 pub use engine_memory::{EngineMemory, EngineMemoryError, NonceMismatch};
+pub use inventory::SLOT_BYTES;
 pub use layout::{FragmentLayout, PageLayout};
 pub use open::{OpenError, RegisteredMemory};
 pub use prefault::{PrefaultError, PrefaultReport};

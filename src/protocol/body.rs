@@ -348,6 +348,39 @@ pub struct Struck {
     pub reset: u64,
 }
 
+/// Read the inventory of the worker's depot from an arena page on. A depot that held pages of another size is emptied.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct ReadInventory {
+    /// Which depot is meant.
+    #[serde(with = "serde_bytes")]
+    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    pub depot: [u8; 16],
+    /// Bytes of one page of one rank.
+    pub page_bytes: u64,
+    /// First arena page that is looked at.
+    pub from: u32,
+}
+
+/// Answer to [`ReadInventory`]: what the depot lists from a page on.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Inventory {
+    /// Which depot was read.
+    #[serde(with = "serde_bytes")]
+    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    pub depot: [u8; 16],
+    /// First arena page that was looked at.
+    pub from: u32,
+    /// First arena page that was not, unless it was the last.
+    #[serde(default)]
+    pub next: Option<u32>,
+    /// 76 bytes for each page that holds something: arena page (4), first arena page of its block (4), place in the block
+    /// (2), phase of the block (2), epoch (8) and generation (8) of its store, anchor (16), domain (16), fingerprint (16);
+    /// numbers big-endian.
+    #[serde(with = "serde_bytes")]
+    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    pub records: Vec<u8>,
+}
+
 /// Forget pages. Without a namespace: every page; without hashes: every page of the namespace.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Reset {

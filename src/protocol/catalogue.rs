@@ -60,6 +60,7 @@ fn answer(kind: Kind) -> Option<Kind> {
         Kind::Transfer => Some(Kind::Ended),
         Kind::Cancel => Some(Kind::Ended),
         Kind::Strike => Some(Kind::Struck),
+        Kind::ReadInventory => Some(Kind::Inventory),
         Kind::Reset => Some(Kind::ResetAnswer),
         Kind::Abandon => Some(Kind::AbandonAnswer),
         Kind::Status => Some(Kind::StatusAnswer),

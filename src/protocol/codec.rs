@@ -4,16 +4,16 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::protocol::body::{
-    Abandon, Attach, Attached, Cancel, Empty, Ended, ErrorBody, Finish, Hello, Load, LoadAnswer,
-    Lookup, LookupAnswer, Register, Registered, Reset, ResetAnswer, Status, StatusAnswer, Store,
-    StoreAnswer, Strike, Struck, Transfer, Welcome, Written,
+    Abandon, Attach, Attached, Cancel, Empty, Ended, ErrorBody, Finish, Hello, Inventory, Load,
+    LoadAnswer, Lookup, LookupAnswer, ReadInventory, Register, Registered, Reset, ResetAnswer,
+    Status, StatusAnswer, Store, StoreAnswer, Strike, Struck, Transfer, Welcome, Written,
 };
 use crate::protocol::error::{DecodeError, EncodeError};
 use crate::protocol::header::{HEADER_BYTES, Header};
 use crate::protocol::kind::Kind;
 use crate::protocol::limits::{
-    BODY_BYTES_MAX, COPIES_MAX, DEPTH_MAX, HASHES_MAX, NAMESPACE_BYTES_MAX, PAGES_MAX,
-    TEXT_BYTES_MAX,
+    BODY_BYTES_MAX, COPIES_MAX, DEPTH_MAX, HASHES_MAX, NAMESPACE_BYTES_MAX, PAGE_RECORD_BYTES,
+    PAGE_RECORDS_MAX, PAGES_MAX, TEXT_BYTES_MAX,
 };
 use crate::protocol::{VERSION, VERSION_MIN};
 use crate::types::{Epoch, PageList, RequestId};
@@ -113,6 +113,10 @@ messages! {
     Strike(Strike);
     /// See [`Struck`].
     Struck(Struck);
+    /// See [`ReadInventory`].
+    ReadInventory(ReadInventory);
+    /// See [`Inventory`].
+    Inventory(Inventory);
     /// See [`Kind::Status`].
     Status(Status);
     /// See [`Kind::StatusAnswer`].
@@ -239,6 +243,10 @@ fn check(message: &Message) -> Result<(), EncodeError> {
             hashes(&reset.hashes, reset.hash_bytes)
         }
         Message::Strike(strike) => hashes(&strike.fingerprints, 16),
+        Message::Inventory(inventory) => {
+            let records = inventory.records.len() / PAGE_RECORD_BYTES;
+            within("page records", records as u64, PAGE_RECORDS_MAX as u64)
+        }
         Message::Abandon(abandon) => {
             within("requests", abandon.requests.len() as u64, COPIES_MAX as u64)
         }

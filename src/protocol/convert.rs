@@ -1,16 +1,16 @@
 //! Between bodies and the vocabulary of the rest of the program.
 
 use crate::protocol::body::{
-    CopyOrder, CopyResult, Empty, ErrorBody, Finish, Load, LoadAnswer, Lookup, LookupAnswer,
-    RecordBody, Reset, ResetAnswer, Store, StoreAnswer, Strike, Transfer,
+    CopyOrder, CopyResult, Empty, ErrorBody, Finish, Inventory, Load, LoadAnswer, Lookup,
+    LookupAnswer, RecordBody, Reset, ResetAnswer, Store, StoreAnswer, Strike, Transfer,
 };
 use crate::protocol::codec::Message;
 use crate::protocol::error::ErrorCode;
-use crate::protocol::limits::TEXT_BYTES_MAX;
+use crate::protocol::limits::{PAGE_RECORD_BYTES, TEXT_BYTES_MAX};
 use crate::types::{
-    Anchor, Answer, Copy, Direction, DomainId, EndedCopy, EngineId, Epoch, Fingerprint, Generation,
-    HASH_BYTES_MAX, HASH_BYTES_MIN, OpId, PageHashes, Record, Request, RequestId, ResetId,
-    ResetScope, Scope, SlotId, Stored, Time,
+    Anchor, Answer, Copy, DepotId, Direction, DomainId, EndedCopy, EngineId, Epoch, Fingerprint,
+    Generation, HASH_BYTES_MAX, HASH_BYTES_MIN, OpId, PageHashes, PageRecord, Record, Request,
+    RequestId, ResetId, ResetScope, Scope, SlotId, Stored, Time,
 };
 
 impl From<Request> for Message {
@@ -282,6 +282,57 @@ impl Strike {
             true => Scope::Domain(domain),
             false => Scope::Pages(domain, unpacked(&self.fingerprints)),
         })
+    }
+}
+
+impl Inventory {
+    /// A part of an inventory.
+    pub fn new(depot: DepotId, from: u32, next: Option<u32>, pages: &[PageRecord]) -> Self {
+        let mut records = Vec::with_capacity(pages.len() * PAGE_RECORD_BYTES);
+        for page in pages {
+            records.extend(page.page.to_be_bytes());
+            records.extend(page.block_start.to_be_bytes());
+            records.extend(page.index.to_be_bytes());
+            records.extend(page.phase.to_be_bytes());
+            records.extend(page.stored.epoch.0.to_be_bytes());
+            records.extend(page.stored.generation.0.to_be_bytes());
+            records.extend(page.anchor.0.to_be_bytes());
+            records.extend(page.domain.0.to_be_bytes());
+            records.extend(page.fingerprint.0.to_be_bytes());
+        }
+        Self {
+            depot: depot.0.to_be_bytes(),
+            from,
+            next,
+            records,
+        }
+    }
+
+    /// What it lists. What is left behind the last whole record is ignored.
+    pub fn pages(&self) -> Vec<PageRecord> {
+        let (records, _) = self.records.as_chunks::<PAGE_RECORD_BYTES>();
+        records.iter().map(page_record).collect()
+    }
+}
+
+fn page_record(bytes: &[u8; PAGE_RECORD_BYTES]) -> PageRecord {
+    /// The number of `N` bytes at this place.
+    fn number<const N: usize>(bytes: &[u8; PAGE_RECORD_BYTES], at: usize) -> u128 {
+        let of = |sum: u128, byte: &u8| sum << 8 | u128::from(*byte);
+        bytes[at..at + N].iter().fold(0, of)
+    }
+    PageRecord {
+        page: number::<4>(bytes, 0) as u32,
+        block_start: number::<4>(bytes, 4) as u32,
+        index: number::<2>(bytes, 8) as u16,
+        phase: number::<2>(bytes, 10) as u16,
+        stored: Stored {
+            epoch: Epoch(number::<8>(bytes, 12) as u64),
+            generation: Generation(number::<8>(bytes, 20) as u64),
+        },
+        anchor: Anchor(number::<16>(bytes, 28)),
+        domain: DomainId(number::<16>(bytes, 44)),
+        fingerprint: Fingerprint(number::<16>(bytes, 60)),
     }
 }
 

@@ -2,15 +2,16 @@
 
 use crate::protocol::body::{
     Abandon, Attach, Attached, AttachedMemory, Cancel, CopyOrder, CopyResult, Empty, Ended,
-    ErrorBody, Finish, Hello, Load, LoadAnswer, Lookup, LookupAnswer, RankStatus, RecordBody,
-    Register, Registered, Reset, ResetAnswer, Role, Status, StatusAnswer, Store, StoreAnswer,
-    Strike, Struck, Transfer, Welcome, Written,
+    ErrorBody, Finish, Hello, Inventory, Load, LoadAnswer, Lookup, LookupAnswer, RankStatus,
+    ReadInventory, RecordBody, Register, Registered, Reset, ResetAnswer, Role, Status,
+    StatusAnswer, Store, StoreAnswer, Strike, Struck, Transfer, Welcome, Written,
 };
 use crate::protocol::codec::Message;
 use crate::protocol::error::ErrorCode;
 use crate::types::{
-    Allocation, AllocationHandle, AllocationKind, FragmentPair, GroupGeometry, GroupId, Nonce,
-    PageList, Rank, Registration, TensorRole, TensorView,
+    Allocation, AllocationHandle, AllocationKind, Anchor, DepotId, DomainId, Epoch, Fingerprint,
+    FragmentPair, Generation, GroupGeometry, GroupId, Nonce, PageList, PageRecord, Rank,
+    Registration, Stored, TensorRole, TensorView,
 };
 
 /// One message of each kind, with values that show every field. Names are unique.
@@ -214,9 +215,35 @@ pub fn examples() -> Vec<(&'static str, Message)> {
             }),
         ),
         ("struck", Message::Struck(Struck { reset: 3 })),
+        (
+            "read_inventory",
+            Message::ReadInventory(ReadInventory {
+                depot: [8; 16],
+                page_bytes: 4096,
+                from: 64,
+            }),
+        ),
+        ("inventory", Message::Inventory(inventory())),
         ("status", Message::Status(Status { check: true })),
         ("status_answer", Message::StatusAnswer(status_answer())),
     ]
+}
+
+fn inventory() -> Inventory {
+    let page = PageRecord {
+        page: 70,
+        anchor: Anchor(1),
+        domain: DomainId(2),
+        block_start: 68,
+        index: 2,
+        phase: 5,
+        stored: Stored {
+            epoch: Epoch(3),
+            generation: Generation(40),
+        },
+        fingerprint: Fingerprint(6),
+    };
+    Inventory::new(DepotId(7), 64, Some(128), &[page])
 }
 
 fn hello() -> Hello {

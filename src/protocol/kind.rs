@@ -93,6 +93,10 @@ kinds! {
     Strike = 54, "strike";
     /// They are struck out.
     Struck = 55, "struck";
+    /// Read a part of an inventory.
+    ReadInventory = 56, "read_inventory";
+    /// What it lists.
+    Inventory = 57, "inventory";
     /// Anyone to leader: how is it going?
     Status = 64, "status";
     /// Answer to status.

@@ -16,6 +16,10 @@ pub const COPIES_MAX: usize = 65_536;
 pub const TEXT_BYTES_MAX: usize = 4096;
 /// Bytes of a namespace.
 pub const NAMESPACE_BYTES_MAX: usize = 1024;
+/// Bytes of one page record.
+pub const PAGE_RECORD_BYTES: usize = 76;
+/// Page records in one part of an inventory.
+pub const PAGE_RECORDS_MAX: usize = 4096;
 /// Nesting of a body: maps, lists and pairs.
 pub const DEPTH_MAX: usize = 16;
 /// Requests of one peer that may wait for their answers.

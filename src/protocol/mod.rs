@@ -16,9 +16,9 @@ mod pairs;
 
 pub use body::{
     Abandon, Attach, Attached, AttachedMemory, Cancel, CopyOrder, CopyResult, Empty, Ended,
-    ErrorBody, Finish, Hello, Load, LoadAnswer, Lookup, LookupAnswer, RankStatus, RecordBody,
-    Register, Registered, Reset, ResetAnswer, Role, Status, StatusAnswer, Store, StoreAnswer,
-    Strike, Struck, Transfer, Welcome, Written,
+    ErrorBody, Finish, Hello, Inventory, Load, LoadAnswer, Lookup, LookupAnswer, RankStatus,
+    ReadInventory, RecordBody, Register, Registered, Reset, ResetAnswer, Role, Status,
+    StatusAnswer, Store, StoreAnswer, Strike, Struck, Transfer, Welcome, Written,
 };
 pub use catalogue::catalogue;
 pub use codec::{Envelope, Message, decode, encode};

@@ -41,12 +41,18 @@ pub(super) fn attach(
                 ..
             } => return Err(refusal.to_string()),
             // The depots are new.
-            Effect::ReadInventory { shard, depot } => {
-                let records = Vec::new();
+            Effect::ReadInventory {
+                worker,
+                depot,
+                from,
+                ..
+            } => {
                 let event = Event::Inventory {
-                    shard,
+                    worker,
                     depot,
-                    records,
+                    from,
+                    next: None,
+                    records: Vec::new(),
                 };
                 leader.step(Time(0), event, &mut Vec::new());
             }

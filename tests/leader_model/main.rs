@@ -231,9 +231,16 @@ impl World {
                     self.cancelled.insert(op);
                 }
                 Effect::Admit { verdict, .. } => assert!(verdict.is_ok()),
-                Effect::ReadInventory { shard, depot } => self.event(Event::Inventory {
-                    shard,
+                Effect::ReadInventory {
+                    worker,
                     depot,
+                    from,
+                    ..
+                } => self.event(Event::Inventory {
+                    worker,
+                    depot,
+                    from,
+                    next: None,
                     records: Vec::new(),
                 }),
                 Effect::Strike { worker, id, .. } => self.event(Event::Struck { worker, id }),

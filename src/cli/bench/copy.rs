@@ -8,8 +8,7 @@ use crate::cli::{block_on, say};
 use crate::engine::content::POISON;
 use crate::error::CommandError;
 use crate::memory::{
-    CancelFlag, CopyEngine, CopyJob, DEPOT_HEADER_BYTES, Depot, EngineMemory, RegisteredMemory,
-    SharedBuffer, page_stride_bytes, validate,
+    CancelFlag, CopyEngine, CopyJob, Depot, EngineMemory, RegisteredMemory, SharedBuffer, validate,
 };
 use crate::types::{
     Allocation, AllocationHandle, AllocationKind, Direction, FragmentPair, GroupId, Nonce,
@@ -220,8 +219,7 @@ impl Bench {
                 .write_from(at, &filler)
                 .map_err(|error| text(&error))?;
         }
-        let depot =
-            Depot::create(DEPOT_HEADER_BYTES + u64::from(pages) * page_stride_bytes(fragment));
+        let depot = Depot::create(Depot::bytes_for(pages, fragment));
         let depot = depot.map_err(|error| text(&error))?;
         let never = AtomicBool::new(false);
         depot

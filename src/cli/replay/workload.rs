@@ -10,7 +10,7 @@ use crate::engine::models::ModelGeometry;
 use crate::engine::scheduler::Prompt;
 use crate::engine::trace::{self, Shape, Trace, TraceRequest};
 use crate::error::CommandError;
-use crate::memory::{DEPOT_HEADER_BYTES, page_stride_bytes};
+use crate::memory::Depot;
 use crate::types::{Ratio, SlotId};
 
 use super::{ArenaPages, Arguments, DEFAULT_G2, Mode};
@@ -85,7 +85,7 @@ impl Workload {
         let longest = u32::try_from(longest.unwrap_or(0)).map_err(|error| config(&error))?;
         let device_pages = arguments.g1_pages.max(longest).max(1);
         let ranks = u64::from(arguments.ranks);
-        let stride = page_stride_bytes(geometry.page_bytes());
+        let page_bytes = geometry.page_bytes();
         let (arena_pages, g2_bytes) = match (arguments.g2_pages, arguments.mode) {
             (Some(ArenaPages::Unlimited), Mode::Offline) => (ARENA_PAGES_MAX, 0),
             (Some(ArenaPages::Unlimited), Mode::Live) => {
@@ -93,23 +93,18 @@ impl Workload {
                     "--g2-pages unlimited needs --mode offline: live memory has an end".to_owned(),
                 ));
             }
-            (Some(ArenaPages::Count(pages)), _) => (
-                pages,
-                ranks * (DEPOT_HEADER_BYTES + u64::from(pages) * stride),
-            ),
+            (Some(ArenaPages::Count(pages)), _) => {
+                (pages, ranks * Depot::bytes_for(pages, page_bytes))
+            }
             (None, _) => {
                 let bytes = arguments.g2.unwrap_or(DEFAULT_G2).0;
-                let room = (bytes / ranks).saturating_sub(DEPOT_HEADER_BYTES);
-                (
-                    u32::try_from(room / stride).unwrap_or(ARENA_PAGES_MAX),
-                    bytes,
-                )
+                (Depot::pages_in(bytes / ranks, page_bytes), bytes)
             }
         };
         let none = arguments.g2_pages == Some(ArenaPages::Count(0))
             || arguments.g2.is_some_and(|size| size.0 == 0);
         if arena_pages < ratio.pages() && !none {
-            let least = ranks * (DEPOT_HEADER_BYTES + u64::from(ratio.pages()) * stride);
+            let least = ranks * Depot::bytes_for(ratio.pages(), page_bytes);
             return Err(CommandError::Config(format!(
                 "G2 has room for {arena_pages} pages on each rank, one block takes {ratio}: use \
                  --g2-pages {ratio} or --g2 {least} at least, a lower --ratio, or --g2-pages 0 for none"

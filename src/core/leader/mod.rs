@@ -4,6 +4,7 @@
 //! no random number and waits for nothing: it appends effects, and whoever drives it carries them out. The live leader
 //! and a replay in virtual time drive the same code.
 
+mod inventory;
 mod load;
 mod lookup;
 mod ops;
@@ -23,10 +24,10 @@ use crate::core::refusal::Refusal;
 use crate::core::sabotage::{Bug, planted};
 use crate::core::slot::{Session, Slot};
 use crate::types::{
-    EngineId, Epoch, Generation, OpId, PageRecord, Ratio, RequestId, ResetId, SlotId, Time,
-    WorkerId,
+    EngineId, Epoch, Generation, OpId, Ratio, RequestId, ResetId, SlotId, Time, WorkerId,
 };
 
+use inventory::{Part, Readings};
 use ops::Op;
 use requests::Parked;
 pub use requests::{OPEN_REQUESTS_MAX, PARKED_MAX};
@@ -88,6 +89,7 @@ enum Timer {
     Copy(OpId),
     Parked(EngineId, RequestId),
     Reset(ResetId),
+    Reading,
     Engine(EngineId),
 }
 
@@ -131,7 +133,7 @@ pub struct Leader {
     workers: Workers,
     pool: Option<Pool>,
     /// Inventories that were read so far, while a pool is being made from them.
-    reading: Option<Vec<Option<Vec<PageRecord>>>>,
+    reading: Option<Readings>,
     sessions: HashMap<EngineId, Session>,
     ops: HashMap<OpId, Op>,
     stores: HashMap<StoreKey, PendingStore>,
@@ -183,15 +185,29 @@ impl Leader {
         match event {
             Event::EngineOpened(engine) => self.engine_opened(engine),
             Event::EngineClosed(engine) => self.engine_closed(now, engine),
-            Event::Attached(attached) => self.attached(attached, effects),
-            Event::WorkerLost(worker) => self.workers.lost(worker),
-            Event::WorkerDead(worker) => self.worker_dead(worker, effects),
+            Event::Attached(attached) => self.attached(now, attached, effects),
+            Event::WorkerLost(worker) => {
+                self.workers.lost(worker);
+                self.reader_lost(worker, effects);
+            }
+            Event::WorkerDead(worker) => self.worker_dead(now, worker, effects),
             Event::Inventory {
-                shard,
+                worker,
                 depot,
+                from,
+                next,
                 records,
-            } => self.inventory(shard, depot, records),
-            Event::Struck { worker, id } => self.struck(worker, id, effects),
+            } => {
+                let part = Part {
+                    worker,
+                    depot,
+                    from,
+                    next,
+                    records,
+                };
+                self.inventory(part, effects);
+            }
+            Event::Struck { worker, id } => self.struck(now, worker, id, effects),
             Event::Request {
                 engine,
                 id,
@@ -422,6 +438,7 @@ impl Leader {
                 Timer::Copy(op) => self.copy_due(now, op, effects),
                 Timer::Parked(engine, id) => self.parked_due(now, (engine, id), effects),
                 Timer::Reset(id) => self.reset_due(now, id, effects),
+                Timer::Reading => self.reading_due(now, effects),
                 Timer::Engine(engine) => self.forget_engine(engine),
             }
         }

@@ -24,6 +24,13 @@ pub(super) struct Reset {
     next: Time,
 }
 
+impl Reset {
+    /// Which pages it means.
+    pub(super) fn scope(&self) -> &Scope {
+        &self.scope
+    }
+}
+
 impl Leader {
     pub(super) fn reset(
         &mut self,
@@ -110,7 +117,13 @@ impl Leader {
     }
 
     /// A worker has struck the pages out of its shard's inventory.
-    pub(super) fn struck(&mut self, worker: WorkerId, id: ResetId, effects: &mut Vec<Effect>) {
+    pub(super) fn struck(
+        &mut self,
+        now: Time,
+        worker: WorkerId,
+        id: ResetId,
+        effects: &mut Vec<Effect>,
+    ) {
         let Some(reset) = self
             .resets
             .get_mut(&id)
@@ -120,6 +133,7 @@ impl Leader {
         };
         if reset.missing.remove(worker.rank) && reset.missing.is_empty() {
             self.end_reset(id, effects);
+            self.read_anew(now, effects);
         }
     }
 

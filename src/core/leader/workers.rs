@@ -8,10 +8,9 @@ use crate::core::arena::ARENA_PAGES_MAX;
 use crate::core::event::{Attached, Effect, EngineMemory};
 use crate::core::pool::Pool;
 use crate::core::refusal::Refusal;
-use crate::core::sabotage::{Bug, planted};
 use crate::core::shards::{RANKS_MAX, RankSet};
 use crate::types::{
-    AttachId, DepotId, EngineId, GroupGeometry, OpId, PageRecord, Rank, Replica, WorkerId,
+    AttachId, DepotId, EngineId, GroupGeometry, OpId, Rank, Replica, Time, WorkerId,
 };
 
 use super::Leader;
@@ -94,6 +93,11 @@ impl Workers {
         u32::try_from(there.count()).unwrap_or(u32::MAX)
     }
 
+    /// The depot of a shard, once a worker has named it.
+    pub(super) fn depot(&self, shard: Rank) -> Option<DepotId> {
+        *self.depots.get(usize::from(shard.0))?
+    }
+
     pub(super) fn lost(&mut self, worker: WorkerId) {
         if let Some(place) = self.place(worker) {
             place.attached = false;
@@ -169,7 +173,7 @@ impl Workers {
     }
 
     /// Pages that every one of them has room for: the smallest sets the capacity, up to what an arena can have.
-    fn arena_pages(&self) -> u32 {
+    pub(super) fn arena_pages(&self) -> u32 {
         self.memories()
             .map(|(_, memory)| memory.arena_pages)
             .min()
@@ -283,7 +287,7 @@ fn difference(
 
 impl Leader {
     /// A worker says who it is; everything that it was asked for before has ended. Said again, it is told the same.
-    pub(super) fn attached(&mut self, attached: Attached, effects: &mut Vec<Effect>) {
+    pub(super) fn attached(&mut self, now: Time, attached: Attached, effects: &mut Vec<Effect>) {
         let (worker, attach) = (attached.worker, attached.attach);
         let last = self
             .workers
@@ -321,7 +325,7 @@ impl Leader {
             attach,
             verdict: told,
         });
-        self.look_around(effects);
+        self.look_around(now, effects);
     }
 
     /// Beside what the workers themselves agree on: a pool that is in use keeps its size.
@@ -351,62 +355,27 @@ impl Leader {
     fn adopt_depot(&mut self, shard: Rank, depot: DepotId) {
         let known = &mut self.workers.depots[usize::from(shard.0)];
         if known.replace(depot).is_some_and(|known| known != depot) {
-            self.reading = None;
+            self.stop_reading();
             if let Some(pool) = &mut self.pool {
                 pool.reset();
             }
         }
     }
 
-    pub(super) fn worker_dead(&mut self, worker: WorkerId, effects: &mut Vec<Effect>) {
+    pub(super) fn worker_dead(&mut self, now: Time, worker: WorkerId, effects: &mut Vec<Effect>) {
         self.workers.dead(worker);
+        self.reader_lost(worker, effects);
         self.end_all_of(worker, effects);
-        self.look_around(effects);
+        self.look_around(now, effects);
     }
 
     /// What becomes possible when workers have come or gone.
-    pub(super) fn look_around(&mut self, effects: &mut Vec<Effect>) {
+    pub(super) fn look_around(&mut self, now: Time, effects: &mut Vec<Effect>) {
         if self.workers.all_clear() {
             self.refuse_parked(effects);
         }
-        self.open_pool(effects);
+        self.open_pool(now, effects);
+        self.read_on(effects);
         self.strike(effects);
-    }
-
-    /// Asks for the inventories once nothing writes them behind this leader's back.
-    fn open_pool(&mut self, effects: &mut Vec<Effect>) {
-        let clear = self.workers.all_clear() || planted(Bug::ReadTooSoon);
-        let possible = clear && self.workers.any_replica();
-        if self.pool.is_some() || self.reading.is_some() || !possible {
-            return;
-        }
-        let shards = usize::from(self.settings.ranks);
-        self.reading = Some(vec![None; shards]);
-        for (shard, depot) in (0..).map(Rank).zip(&self.workers.depots) {
-            let Some(depot) = *depot else { continue };
-            effects.push(Effect::ReadInventory { shard, depot });
-        }
-    }
-
-    /// The inventory of a shard was read. With the last one the pool opens.
-    pub(super) fn inventory(&mut self, shard: Rank, depot: DepotId, records: Vec<PageRecord>) {
-        let current = self.workers.depots.get(usize::from(shard.0)) == Some(&Some(depot));
-        let Some(reading) = self.reading.as_mut().filter(|_| current) else {
-            return;
-        };
-        reading[usize::from(shard.0)] = Some(records);
-        if reading.iter().any(Option::is_none) {
-            return;
-        }
-        let shards: Vec<Vec<PageRecord>> = self
-            .reading
-            .take()
-            .into_iter()
-            .flatten()
-            .flatten()
-            .collect();
-        let pool = Pool::recover(self.workers.arena_pages(), self.settings.ratio, &shards);
-        self.counts.recovered_pages += u64::from(pool.page_states().ready);
-        self.pool = Some(pool);
     }
 }

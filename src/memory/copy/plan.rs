@@ -4,7 +4,7 @@
 //! pages it moves.
 
 use super::{CopyError, CopyJob, Side};
-use crate::memory::depot::{DEPOT_HEADER_BYTES, page_stride_bytes};
+use crate::memory::depot::page_stride_bytes;
 use crate::memory::layout::PageLayout;
 use crate::types::{Direction, FragmentPair, PageList, PageRun};
 
@@ -49,6 +49,8 @@ pub(super) struct Plan {
     seamless: bool,
     page_bytes: u64,
     depot_stride_bytes: u64,
+    /// Where the depot's page 0 lies.
+    pages_at: u64,
     /// Number of steps.
     pub(super) steps: u64,
     /// Bytes of all steps.
@@ -72,6 +74,7 @@ impl Plan {
             seamless,
             page_bytes: layout.page_bytes,
             depot_stride_bytes,
+            pages_at: job.depot.pages_at(layout.page_bytes),
             steps: 0,
             bytes: 0,
         };
@@ -118,13 +121,13 @@ impl Plan {
             return Step {
                 allocation: piece.allocation,
                 device_bytes: piece.base_bytes + run.device * self.page_bytes + start,
-                depot_bytes: DEPOT_HEADER_BYTES + run.depot * self.page_bytes + start,
+                depot_bytes: self.pages_at + run.depot * self.page_bytes + start,
                 len_bytes: CUT_BYTES.min(run.pages * self.page_bytes - start),
             };
         }
         let pieces = self.pieces.len() as u64;
         let (page, piece) = (number / pieces, &self.pieces[(number % pieces) as usize]);
-        let depot_page = DEPOT_HEADER_BYTES + (run.depot + page) * self.depot_stride_bytes;
+        let depot_page = self.pages_at + (run.depot + page) * self.depot_stride_bytes;
         Step {
             allocation: piece.allocation,
             device_bytes: piece.base_bytes + (run.device + page) * piece.stride_bytes,

@@ -5,15 +5,14 @@ use std::time::Duration;
 
 use super::net::{ConnectionId, Heard};
 use super::server::{Noticed, Server};
-use super::storage::Storage;
 use super::{Env, Who};
 use crate::core::sabotage::{Bug, planted};
 use crate::core::{
     Attached, Effect, EngineMemory, Event, Leader, LeaderSettings, RankSet, Refusal,
 };
 use crate::protocol::{
-    Attached as AttachedBody, Cancel, Envelope, ErrorBody, ErrorCode, Message, Role, Strike,
-    Transfer,
+    Attached as AttachedBody, Cancel, Envelope, ErrorBody, ErrorCode, Message, ReadInventory, Role,
+    Strike, Transfer,
 };
 use crate::types::{
     AttachId, Copy, DepotId, EndedCopy, EngineId, OpId, Rank, Replica, Request, RequestId, ResetId,
@@ -200,6 +199,16 @@ impl LeaderProcess {
                 let id = ResetId(struck.reset);
                 self.step(env, Event::Struck { worker, id });
             }
+            (Some(Peer::Worker(worker)), Message::Inventory(inventory)) => {
+                let event = Event::Inventory {
+                    worker,
+                    depot: DepotId(u128::from_be_bytes(inventory.depot)),
+                    from: inventory.from,
+                    next: inventory.next,
+                    records: inventory.pages(),
+                };
+                self.step(env, event);
+            }
             (Some(Peer::Worker(_)), Message::Error(_)) => {}
             (Some(Peer::Engine(engine)), message) => {
                 let request = match Request::try_from(message) {
@@ -239,7 +248,6 @@ impl LeaderProcess {
         let mut effects = Vec::new();
         self.core.step(Self::now(env), event, &mut effects);
         let mut copies: Vec<(Replica, RankSet, Copy)> = Vec::new();
-        let mut inventories = Vec::new();
         for effect in effects {
             tracing::trace!(?effect, "leader");
             match effect {
@@ -267,29 +275,24 @@ impl LeaderProcess {
                     let strike = Message::Strike(Strike::from((id, &scope)));
                     self.order(env, worker, strike, Duration::ZERO);
                 }
-                Effect::ReadInventory { shard, depot } => {
-                    let storage = &env.depots[usize::from(shard.0)];
-                    if storage.id() != depot {
-                        env.violated(format!(
-                            "{shard} has another depot than the leader believes"
-                        ));
-                        continue;
-                    }
-                    let records = storage.listed();
-                    inventories.push(Event::Inventory {
-                        shard,
-                        depot,
-                        records,
+                Effect::ReadInventory {
+                    worker,
+                    depot,
+                    page_bytes,
+                    from,
+                } => {
+                    let read = Message::ReadInventory(ReadInventory {
+                        depot: depot.0.to_be_bytes(),
+                        page_bytes,
+                        from,
                     });
+                    self.order(env, worker, read, Duration::ZERO);
                 }
                 Effect::Expel(worker) => env.expel(worker),
             }
         }
         self.transfer(env, &copies);
         env.decided = true;
-        for event in inventories {
-            self.step(env, event);
-        }
     }
 
     fn transfer(&mut self, env: &mut Env, copies: &[(Replica, RankSet, Copy)]) {

@@ -12,12 +12,15 @@ use super::storage::{Storage, TORN};
 use super::{Env, Happening, Who};
 use crate::core::{BatchId, Worker, WorkerEffect, WorkerEvent, WorkerSettings};
 use crate::protocol::{
-    Attach, AttachedMemory, CopyResult, Empty, Ended, Envelope, ErrorBody, ErrorCode, Message,
-    Registered, Role, Struck,
+    Attach, AttachedMemory, CopyResult, Empty, Ended, Envelope, ErrorBody, ErrorCode, Inventory,
+    Message, ReadInventory, Registered, Role, Struck,
 };
 use crate::types::{
     AttachId, Copy, Direction, EndedCopy, EngineId, Epoch, OpId, RequestId, ResetId, Time, WorkerId,
 };
+
+/// Pages of an inventory that are told in one message: few, so that much can happen between two.
+const PAGES_AT_ONCE: u32 = 100;
 
 /// A copy that runs: page by page.
 #[derive(Debug)]
@@ -177,6 +180,7 @@ impl WorkerProcess {
                 batch,
                 ops: cancel.ops.into_iter().map(OpId).collect(),
             },
+            Message::ReadInventory(read) => return self.read_inventory(env, correlation, read),
             Message::Strike(strike) => match strike.scope() {
                 Ok(scope) => WorkerEvent::Strike {
                     epoch,
@@ -193,6 +197,18 @@ impl WorkerProcess {
             }
         };
         self.step(env, event);
+    }
+
+    /// A part of what the depot lists.
+    fn read_inventory(&self, env: &mut Env, correlation: RequestId, read: ReadInventory) {
+        let depot = &env.depots[usize::from(self.id.rank.0)];
+        let end = read.from.saturating_add(PAGES_AT_ONCE);
+        let mut pages = depot.listed();
+        pages.retain(|page| (read.from..end).contains(&page.page));
+        let next = (end < env.setup.arena_pages).then_some(end);
+        let body = Inventory::new(depot.id(), read.from, next, &pages);
+        let body = Message::Inventory(body);
+        self.leader.say(env, correlation, Duration::ZERO, body);
     }
 
     fn rank_asks(&mut self, env: &mut Env, id: ConnectionId, envelope: Envelope) {

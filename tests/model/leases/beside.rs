@@ -60,12 +60,19 @@ fn leader() -> Leader {
         leader.step(Time(0), event, &mut effects);
     }
     for effect in std::mem::take(&mut effects) {
-        if let Effect::ReadInventory { shard, depot } = effect {
-            let records = Vec::new();
+        if let Effect::ReadInventory {
+            worker,
+            depot,
+            from,
+            ..
+        } = effect
+        {
             let event = Event::Inventory {
-                shard,
+                worker,
                 depot,
-                records,
+                from,
+                next: None,
+                records: Vec::new(),
             };
             leader.step(Time(0), event, &mut effects);
         }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::super::{CopyJob, Direction};
 use crate::memory::buffer::SharedBuffer;
-use crate::memory::depot::{DEPOT_HEADER_BYTES, Depot, page_stride_bytes};
+use crate::memory::depot::Depot;
 use crate::memory::engine_memory::EngineMemory;
 use crate::memory::layout::PageLayout;
 use crate::memory::registration::validate;
@@ -132,11 +132,12 @@ impl Bench {
             buffer
         });
         let device = EngineMemory::new(&registration, buffers.collect()).expect("fits");
-        let arena_bytes = arena_pages * page_stride_bytes(layout.page_bytes);
-        let depot = Depot::create(DEPOT_HEADER_BYTES + arena_bytes).expect("memory");
+        let bytes = Depot::bytes_for(arena_pages as u32, layout.page_bytes);
+        let depot = Depot::create(bytes).expect("memory");
+        let pages_at = depot.pages_at(layout.page_bytes);
         depot
             .buffer()
-            .write_from(DEPOT_HEADER_BYTES, &noise(0, arena_bytes))
+            .write_from(pages_at, &noise(0, bytes - pages_at))
             .expect("in bounds");
         Self {
             registration,
@@ -171,13 +172,15 @@ impl Bench {
         tensors.sort_by_key(|tensor| (tensor.layer, tensor.role));
         let page_bytes: u64 = tensors.iter().map(|tensor| tensor.page_bytes).sum();
         let stride = page_bytes.div_ceil(64) * 64;
+        let slots = u64::from(self.depot.arena_pages(page_bytes));
+        let pages_at = (4096 + slots * 80).div_ceil(4096) * 4096;
         for pair in &job.pairs {
             for (src, dst) in pair.src.iter_pages().zip(pair.dst.iter_pages()) {
                 let (device_page, depot_page) = match job.direction {
                     Direction::Store => (src, dst),
                     Direction::Load => (dst, src),
                 };
-                let mut at = 4096 + u64::from(depot_page) * stride;
+                let mut at = pages_at + u64::from(depot_page) * stride;
                 for tensor in &tensors {
                     let base =
                         tensor.offset_bytes + u64::from(device_page) * tensor.page_stride_bytes;

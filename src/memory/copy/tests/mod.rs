@@ -5,7 +5,6 @@ use proptest::prelude::*;
 use self::bench::{Bench, Layout, Shape};
 use super::plan::{Plan, Step};
 use super::*;
-use crate::memory::depot::DEPOT_HEADER_BYTES;
 use crate::types::{PageList, PageRun};
 
 fn pair(src: &[(u32, u32)], dst: &[(u32, u32)]) -> FragmentPair {
@@ -264,7 +263,7 @@ fn neighbours_are_merged_before_they_are_copied() {
     let expected = Step {
         allocation: 0,
         device_bytes: 10 * 4096,
-        depot_bytes: DEPOT_HEADER_BYTES + 20 * 4096,
+        depot_bytes: bench.depot.pages_at(4096) + 20 * 4096,
         len_bytes: 7 * 4096,
     };
     assert_eq!(run, [expected]);

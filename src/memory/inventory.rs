@@ -1,0 +1,297 @@
+//! What lies beside an arena: for each page one slot that says what the page holds, so that it is found again when
+//! every process that knew it has ended.
+//!
+//! ```text
+//! offset  bytes  field of a slot (numbers little-endian)
+//!      0      8  seal: 0 when the page holds nothing, else a checksum of the other fields and of the page's number
+//!      8     16  anchor
+//!     24     16  domain
+//!     40     16  fingerprint
+//!     56      8  epoch of the store
+//!     64      8  generation of the store
+//!     72      4  first arena page of the block
+//!     76      2  place in the block
+//!     78      2  phase of the block
+//! ```
+//!
+//! The seal is one aligned word. It is cleared before anything else of a page or its slot changes, and set when the last
+//! byte of both is there: whoever dies in between leaves a slot that says nothing.
+
+use std::hash::Hasher;
+
+use siphasher::sip::SipHasher13;
+
+use super::buffer::BufferError;
+use super::depot::Depot;
+use crate::types::{
+    Anchor, DomainId, Epoch, Fingerprint, Generation, PageRecord, PageRun, Record, Scope, Stored,
+};
+
+/// Bytes of one slot.
+pub const SLOT_BYTES: u64 = 80;
+const SEAL_BYTES: usize = 8;
+const BODY_BYTES: usize = SLOT_BYTES as usize - SEAL_BYTES;
+
+/// The seal of a slot: never 0.
+fn seal(depot: &Depot, page: u32, body: &[u8; BODY_BYTES]) -> u64 {
+    let [high, low] = depot.seal_key();
+    let mut hasher = SipHasher13::new_with_keys(high, low);
+    hasher.write_u32(page);
+    hasher.write(body);
+    hasher.finish() | 1
+}
+
+fn body(record: &PageRecord) -> [u8; BODY_BYTES] {
+    let mut body = [0; BODY_BYTES];
+    let mut at = 0;
+    let mut put = |bytes: &[u8]| {
+        body[at..at + bytes.len()].copy_from_slice(bytes);
+        at += bytes.len();
+    };
+    put(&record.anchor.0.to_le_bytes());
+    put(&record.domain.0.to_le_bytes());
+    put(&record.fingerprint.0.to_le_bytes());
+    put(&record.stored.epoch.0.to_le_bytes());
+    put(&record.stored.generation.0.to_le_bytes());
+    put(&record.block_start.to_le_bytes());
+    put(&record.index.to_le_bytes());
+    put(&record.phase.to_le_bytes());
+    body
+}
+
+fn record(page: u32, body: &[u8; BODY_BYTES]) -> PageRecord {
+    /// The next `N` bytes.
+    fn take<const N: usize>(rest: &mut &[u8]) -> [u8; N] {
+        match rest.split_first_chunk::<N>() {
+            Some((field, behind)) => {
+                *rest = behind;
+                *field
+            }
+            None => [0; N],
+        }
+    }
+    let rest = &mut &body[..];
+    let anchor = Anchor(u128::from_le_bytes(take(rest)));
+    let domain = DomainId(u128::from_le_bytes(take(rest)));
+    let fingerprint = Fingerprint(u128::from_le_bytes(take(rest)));
+    let stored = Stored {
+        epoch: Epoch(u64::from_le_bytes(take(rest))),
+        generation: Generation(u64::from_le_bytes(take(rest))),
+    };
+    PageRecord {
+        page,
+        anchor,
+        domain,
+        block_start: u32::from_le_bytes(take(rest)),
+        index: u16::from_le_bytes(take(rest)),
+        phase: u16::from_le_bytes(take(rest)),
+        stored,
+        fingerprint,
+    }
+}
+
+/// The inventory of a depot for pages of `page_bytes` bytes. Only one process writes a page's slot at a time: the leader
+/// gives each page to one store.
+impl Depot {
+    /// Makes the depot hold pages of this size: nothing is listed any more where it held others before.
+    pub fn hold_pages_of(&self, page_bytes: u64) -> Result<(), BufferError> {
+        if self.page_bytes()? == Some(page_bytes) {
+            return Ok(());
+        }
+        self.set_page_bytes(0)?;
+        for page in 0..self.arena_pages(page_bytes) {
+            self.buffer().store_word(Self::slot_at(page), 0)?;
+        }
+        self.set_page_bytes(page_bytes)
+    }
+
+    /// These pages will be overwritten: they are not listed any more.
+    pub fn strike_out(&self, run: PageRun) -> Result<(), BufferError> {
+        let pages = run.start..run.start.saturating_add(run.count);
+        for page in pages {
+            self.buffer().store_word(Self::slot_at(page), 0)?;
+        }
+        Ok(())
+    }
+
+    /// No page of this scope is listed any more. Looks at every slot.
+    pub fn strike_scope(&self, page_bytes: u64, scope: &Scope) -> Result<(), BufferError> {
+        for page in 0..self.arena_pages(page_bytes) {
+            let listed = self.listed(page)?;
+            if listed.is_some_and(|record| scope.contains(record.domain, record.fingerprint)) {
+                self.buffer().store_word(Self::slot_at(page), 0)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Every byte of these pages is there: they are listed. A page that is none of the arena's is refused, and none
+    /// behind it is listed.
+    pub fn list(&self, page_bytes: u64, stored: &Record) -> Result<(), BufferError> {
+        let pages = self.arena_pages(page_bytes);
+        for page in stored.pages() {
+            if page.page >= pages {
+                return Err(BufferError::OutOfRange {
+                    offset_bytes: Self::slot_at(page.page),
+                    len_bytes: SLOT_BYTES,
+                    bytes: Self::slot_at(pages),
+                });
+            }
+            let at = Self::slot_at(page.page);
+            let body = body(&page);
+            self.buffer().store_word(at, 0)?;
+            self.buffer().write_from(at + SEAL_BYTES as u64, &body)?;
+            let seal = seal(self, page.page, &body);
+            self.buffer().store_word(at, seal)?;
+        }
+        Ok(())
+    }
+
+    /// What is listed of the `count` pages from `from` on, in order. What its seal does not fit is not listed.
+    pub fn read_inventory(
+        &self,
+        page_bytes: u64,
+        from: u32,
+        count: u32,
+    ) -> Result<Vec<PageRecord>, BufferError> {
+        let end = from.saturating_add(count).min(self.arena_pages(page_bytes));
+        let mut records = Vec::new();
+        for page in from..end {
+            records.extend(self.listed(page)?);
+        }
+        Ok(records)
+    }
+
+    fn listed(&self, page: u32) -> Result<Option<PageRecord>, BufferError> {
+        let at = Self::slot_at(page);
+        let found = self.buffer().load_word(at)?;
+        if found == 0 {
+            return Ok(None);
+        }
+        let mut bytes = [0; BODY_BYTES];
+        self.buffer()
+            .read_into(at + SEAL_BYTES as u64, &mut bytes)?;
+        let whole = found == seal(self, page, &bytes);
+        Ok(whole.then(|| record(page, &bytes)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PAGE_BYTES: u64 = 1000;
+
+    fn depot() -> Depot {
+        let depot = Depot::create(Depot::bytes_for(64, PAGE_BYTES)).expect("memory");
+        depot.hold_pages_of(PAGE_BYTES).expect("held");
+        depot
+    }
+
+    fn stored(block_start: u32, first: u16, pages: u128, domain: u128) -> Record {
+        Record {
+            anchor: Anchor(u128::from(block_start) << 100 | 7),
+            domain: DomainId(domain),
+            block_start,
+            first,
+            phase: 3,
+            stored: Stored {
+                epoch: Epoch(5),
+                generation: Generation(6 << 40),
+            },
+            fingerprints: (0..pages).map(|page| Fingerprint(page << 90 | 1)).collect(),
+        }
+    }
+
+    fn listed(depot: &Depot) -> Vec<PageRecord> {
+        depot
+            .read_inventory(PAGE_BYTES, 0, u32::MAX)
+            .expect("readable")
+    }
+
+    #[test]
+    fn what_is_listed_is_read_by_whoever_maps_the_depot_next() {
+        let depot = depot();
+        let (long, short) = (stored(0, 2, 5, 1), stored(60, 0, 4, 2));
+        depot.list(PAGE_BYTES, &short).expect("listed");
+        depot.list(PAGE_BYTES, &long).expect("listed");
+        let expected: Vec<PageRecord> = long.pages().chain(short.pages()).collect();
+        let again = Depot::from_fd(depot.try_clone_fd().expect("descriptor")).expect("a depot");
+        assert_eq!(listed(&again), expected);
+        let part = again.read_inventory(PAGE_BYTES, 4, 57).expect("readable");
+        assert_eq!(part, expected[2..6]);
+    }
+
+    #[test]
+    fn what_is_struck_out_is_not_listed() {
+        let depot = depot();
+        depot.list(PAGE_BYTES, &stored(0, 0, 8, 1)).expect("listed");
+        depot
+            .strike_out(PageRun { start: 2, count: 3 })
+            .expect("struck");
+        let pages: Vec<u32> = listed(&depot).iter().map(|page| page.page).collect();
+        assert_eq!(pages, [0, 1, 5, 6, 7]);
+    }
+
+    #[test]
+    fn a_scope_is_struck_out_and_nothing_else() {
+        let depot = depot();
+        depot.list(PAGE_BYTES, &stored(0, 0, 4, 1)).expect("listed");
+        depot.list(PAGE_BYTES, &stored(8, 0, 4, 2)).expect("listed");
+        let pages =
+            |depot: &Depot| -> Vec<u32> { listed(depot).iter().map(|page| page.page).collect() };
+        let one = Scope::Pages(DomainId(2), vec![Fingerprint(1)]);
+        depot.strike_scope(PAGE_BYTES, &one).expect("struck");
+        assert_eq!(pages(&depot), [0, 1, 2, 3, 9, 10, 11]);
+        let scope = Scope::Domain(DomainId(1));
+        depot.strike_scope(PAGE_BYTES, &scope).expect("struck");
+        assert_eq!(pages(&depot), [9, 10, 11]);
+        depot
+            .strike_scope(PAGE_BYTES, &Scope::Everything)
+            .expect("struck");
+        assert!(pages(&depot).is_empty());
+    }
+
+    #[test]
+    fn a_slot_with_any_other_bit_says_nothing() {
+        let depot = depot();
+        let one = stored(3, 0, 1, 1);
+        depot.list(PAGE_BYTES, &one).expect("listed");
+        let at = Depot::slot_at(3);
+        for byte in at..at + SLOT_BYTES {
+            let mut was = [0];
+            depot.buffer().read_into(byte, &mut was).expect("readable");
+            let other = [was[0] ^ 0x10];
+            depot.buffer().write_from(byte, &other).expect("written");
+            assert_eq!(listed(&depot), [], "byte {}", byte - at);
+            depot.buffer().write_from(byte, &was).expect("written");
+        }
+        assert_eq!(listed(&depot), one.pages().collect::<Vec<_>>());
+        // Nor does a good slot in another page's place.
+        let mut slot = [0; SLOT_BYTES as usize];
+        depot.buffer().read_into(at, &mut slot).expect("readable");
+        let place = Depot::slot_at(4);
+        depot.buffer().write_from(place, &slot).expect("written");
+        assert_eq!(listed(&depot).len(), 1);
+    }
+
+    #[test]
+    fn pages_of_another_size_empty_the_depot() {
+        let depot = depot();
+        depot.list(PAGE_BYTES, &stored(0, 0, 4, 1)).expect("listed");
+        depot.hold_pages_of(PAGE_BYTES).expect("held");
+        assert_eq!(listed(&depot).len(), 4);
+        depot.hold_pages_of(2000).expect("held");
+        let found = depot.read_inventory(2000, 0, u32::MAX).expect("readable");
+        assert_eq!(found, []);
+        depot.hold_pages_of(PAGE_BYTES).expect("held");
+        assert_eq!(listed(&depot), []);
+    }
+
+    #[test]
+    fn a_page_outside_the_arena_is_refused() {
+        let depot = depot();
+        assert!(depot.list(PAGE_BYTES, &stored(62, 0, 4, 1)).is_err());
+        assert_eq!(listed(&depot).len(), 2);
+    }
+}
