@@ -1,11 +1,13 @@
 //! The leader's shell: peers in, core, peers out.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::time::Duration;
 
 use ractor::{Actor, ActorProcessingErr, ActorRef};
 use rustix::event::{PollFd, PollFlags, poll};
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
@@ -28,6 +30,8 @@ pub struct LeaderArguments {
     pub settings: LeaderSettings,
     /// Where engines, workers and people connect.
     pub server: Server,
+    /// Ends a worker's process, where a supervisor does that. Without one, the leader ends it itself.
+    pub supervisor: Option<Box<dyn FnMut(WorkerId) + Send>>,
 }
 
 /// What can be sent to the leader.
@@ -66,6 +70,8 @@ pub(super) struct LeaderActor;
 struct WorkerPeer {
     peer: PeerId,
     pid: Option<i32>,
+    /// Its process, as long as it lives.
+    process: Option<Arc<OwnedFd>>,
     /// The last attach request of each number: where its answer goes.
     attaching: Option<(AttachId, RequestId)>,
 }
@@ -74,12 +80,13 @@ pub(super) struct State {
     feeder: Feeder,
     core: Leader,
     settings: LeaderSettings,
+    supervisor: Option<Box<dyn FnMut(WorkerId) + Send>>,
     clock: Clock,
     replier: Replier,
     roles: HashMap<PeerId, PeerRole>,
     engines: HashMap<EngineId, PeerId>,
     workers: HashMap<WorkerId, WorkerPeer>,
-    watched: HashSet<i32>,
+    watched: HashMap<i32, Arc<OwnedFd>>,
     next_order: u64,
     timer: Option<JoinHandle<Result<(), ractor::MessagingErr<LeaderMessage>>>>,
     armed_at: Option<Time>,
@@ -104,7 +111,11 @@ impl Actor for LeaderActor {
         myself: ActorRef<LeaderMessage>,
         arguments: LeaderArguments,
     ) -> Result<State, ActorProcessingErr> {
-        let LeaderArguments { settings, server } = arguments;
+        let LeaderArguments {
+            settings,
+            server,
+            supervisor,
+        } = arguments;
         let replier = server.replier();
         let feeder = Feeder::start(server, move |batch| {
             let message = batch.map_or(LeaderMessage::Deaf, LeaderMessage::Peers);
@@ -114,12 +125,13 @@ impl Actor for LeaderActor {
             feeder,
             core: Leader::new(settings.clone()),
             settings,
+            supervisor,
             clock: Clock::start(),
             replier,
             roles: HashMap::new(),
             engines: HashMap::new(),
             workers: HashMap::new(),
-            watched: HashSet::new(),
+            watched: HashMap::new(),
             next_order: 0,
             timer: None,
             armed_at: None,
@@ -167,13 +179,12 @@ impl Actor for LeaderActor {
 }
 
 /// Waits for the end of a process, on a thread of its own: there are as many as workers.
-fn watch(pid: i32, actor: ActorRef<LeaderMessage>) -> std::io::Result<()> {
-    let Some(process) = Pid::from_raw(pid) else {
-        return Ok(());
-    };
-    let process = pidfd_open(process, PidfdFlags::empty())?;
+fn watch(pid: i32, actor: ActorRef<LeaderMessage>) -> std::io::Result<Arc<OwnedFd>> {
+    let process = Pid::from_raw(pid).ok_or(std::io::ErrorKind::InvalidInput)?;
+    let process = Arc::new(pidfd_open(process, PidfdFlags::empty())?);
+    let watched = Arc::clone(&process);
     let wait = move || {
-        let mut ended = [PollFd::new(&process, PollFlags::IN)];
+        let mut ended = [PollFd::new(&*watched, PollFlags::IN)];
         while poll(&mut ended, None).is_err_and(|error| error == rustix::io::Errno::INTR) {}
         if ended[0].revents().contains(PollFlags::IN)
             && actor.cast(LeaderMessage::WorkerExited { pid }).is_err()
@@ -183,8 +194,8 @@ fn watch(pid: i32, actor: ActorRef<LeaderMessage>) -> std::io::Result<()> {
     };
     std::thread::Builder::new()
         .name("kvferry-pidfd".to_owned())
-        .spawn(wait)
-        .map(|_| ())
+        .spawn(wait)?;
+    Ok(process)
 }
 
 impl State {
@@ -228,21 +239,51 @@ impl State {
                     self.replier.disconnect(before.peer);
                 }
                 self.step(Event::WorkerLost(worker));
+                let process = pid.and_then(|pid| self.watch(pid, myself));
                 self.workers.insert(
                     worker,
                     WorkerPeer {
                         peer,
                         pid,
+                        process,
                         attaching: None,
                     },
                 );
-                if let Some(pid) = pid.filter(|pid| self.watched.insert(*pid))
-                    && let Err(error) = watch(pid, myself.clone())
-                {
-                    tracing::warn!(%error, pid, "cannot watch this worker");
-                }
             }
             PeerRole::Admin => {}
+        }
+    }
+
+    fn watch(&mut self, pid: i32, myself: &ActorRef<LeaderMessage>) -> Option<Arc<OwnedFd>> {
+        if let Some(process) = self.watched.get(&pid) {
+            return Some(Arc::clone(process));
+        }
+        match watch(pid, myself.clone()) {
+            Ok(process) => {
+                self.watched.insert(pid, Arc::clone(&process));
+                Some(process)
+            }
+            Err(error) => {
+                tracing::warn!(%error, pid, "cannot watch this worker");
+                None
+            }
+        }
+    }
+
+    /// Ends a worker's process. Its end is seen like any other.
+    fn expel(&mut self, worker: WorkerId) {
+        let peer = self.workers.get(&worker);
+        if let Some(supervisor) = &mut self.supervisor {
+            tracing::error!(%worker, "worker does not end its copies, or keeps silent: it is ended");
+            return supervisor(worker);
+        }
+        let Some(process) = peer.and_then(|peer| peer.process.as_ref()) else {
+            tracing::error!(%worker, "worker keeps silent, and its process is not known: end it by hand");
+            return;
+        };
+        tracing::error!(%worker, "worker does not end its copies, or keeps silent: killed");
+        if let Err(error) = pidfd_send_signal(process, Signal::KILL) {
+            tracing::warn!(%error, %worker, "it had ended, or cannot be killed");
         }
     }
 
@@ -420,12 +461,7 @@ impl State {
                     });
                     self.order(worker, read, Duration::ZERO);
                 }
-                Effect::Expel(worker) => {
-                    tracing::error!(%worker, "worker does not end its copies: closing it");
-                    if let Some(worker) = self.workers.get(&worker) {
-                        self.replier.disconnect(worker.peer);
-                    }
-                }
+                Effect::Expel(worker) => self.expel(worker),
             }
         }
         self.effects = effects;

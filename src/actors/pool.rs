@@ -68,9 +68,20 @@ impl Actor for PoolActor {
                 progress,
                 worker,
             } = arguments;
-            let depot = open(settings, &progress, &flag);
-            if worker.cast(WorkerMessage::Depot(depot)).is_err() {
-                tracing::debug!("the worker has stopped");
+            let threads = settings.threads;
+            let say = |message| {
+                if worker.cast(message).is_err() {
+                    tracing::debug!("the worker has stopped");
+                }
+            };
+            match open(settings) {
+                Ok(depot) => {
+                    say(WorkerMessage::Depot(Ok(Arc::clone(&depot))));
+                    say(WorkerMessage::Prefaulted(prefault(
+                        &depot, threads, &progress, &flag,
+                    )));
+                }
+                Err(why) => say(WorkerMessage::Depot(Err(why))),
             }
         });
         Ok(State(cancel))
@@ -86,22 +97,26 @@ impl Actor for PoolActor {
     }
 }
 
-fn open(
-    settings: PoolSettings,
-    progress: &Progress,
-    cancel: &AtomicBool,
-) -> Result<Arc<Depot>, String> {
+fn open(settings: PoolSettings) -> Result<Arc<Depot>, String> {
     let depot = match settings.held {
         Some(held) => Depot::from_fd(held),
         None => Depot::create(settings.bytes),
     };
-    let depot = depot.map_err(|error| error.to_string())?;
+    depot.map(Arc::new).map_err(|error| error.to_string())
+}
+
+fn prefault(
+    depot: &Depot,
+    threads: usize,
+    progress: &Progress,
+    cancel: &AtomicBool,
+) -> Result<(), String> {
     let report = |done, total| {
         progress.done.store(done, Ordering::Relaxed);
         progress.total.store(total, Ordering::Relaxed);
     };
     depot
-        .prefault(settings.threads, PREFAULT_CHUNK_BYTES, &report, cancel)
-        .map_err(|error| error.to_string())?;
-    Ok(Arc::new(depot))
+        .prefault(threads, PREFAULT_CHUNK_BYTES, &report, cancel)
+        .map(|_| ())
+        .map_err(|error| error.to_string())
 }

@@ -53,7 +53,10 @@ pub(super) enum WorkerMessage {
     Leader(Credited<Incoming>),
     /// A feeding task has ended.
     Deaf(&'static str),
+    /// The depot is mapped.
     Depot(Result<Arc<Depot>, String>),
+    /// All of its memory is there.
+    Prefaulted(Result<(), String>),
     Mapped(Registering, Box<Result<RegisteredMemory, String>>),
     Admitted(AttachId, Result<Attached, Failure>),
     Ended(Vec<EndedCopy>),
@@ -110,6 +113,7 @@ pub(super) struct State {
     transfer: ActorRef<TransferMessage>,
     progress: Arc<Progress>,
     depot: Option<Arc<Depot>>,
+    prefaulted: bool,
     mapped: Option<Mapped>,
     /// Why the leader turned this worker away, last.
     turned_away: Option<Failure>,
@@ -175,6 +179,7 @@ impl Actor for WorkerActor {
             transfer,
             progress,
             depot: None,
+            prefaulted: false,
             mapped: None,
             turned_away: None,
             abandoning: HashMap::new(),
@@ -213,15 +218,17 @@ impl Actor for WorkerActor {
             WorkerMessage::Leader(incoming) => state.leader_says(incoming.item, &myself)?,
             WorkerMessage::Deaf(what) => return Err(format!("{what} has ended").into()),
             WorkerMessage::Depot(Ok(depot)) => {
-                tracing::info!(
-                    worker = %state.worker,
-                    bytes = depot.bytes(),
-                    "host memory ready"
-                );
                 state.depot = Some(depot);
                 state.step(WorkerEvent::DepotReady, &myself)?;
             }
-            WorkerMessage::Depot(Err(why)) => return Err(why.into()),
+            WorkerMessage::Prefaulted(Ok(())) => {
+                let bytes = state.depot.as_ref().map(|depot| depot.bytes());
+                tracing::info!(worker = %state.worker, bytes, "host memory ready");
+                state.prefaulted = true;
+            }
+            WorkerMessage::Depot(Err(why)) | WorkerMessage::Prefaulted(Err(why)) => {
+                return Err(why.into());
+            }
             WorkerMessage::Mapped(who, memory) => match *memory {
                 Ok(memory) => state.mapped(who, memory, &myself)?,
                 Err(why) => state.refuse(who.peer, who.asked, ErrorCode::Invalid, why),
@@ -346,7 +353,7 @@ impl State {
             );
             return self.refuse(peer, correlation, ErrorCode::Invalid, text);
         }
-        if self.depot.is_none() {
+        if !self.prefaulted {
             return self.refuse(peer, correlation, ErrorCode::NotReady, self.progress.line());
         }
         let fds = Arc::clone(&self.fds);

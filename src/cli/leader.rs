@@ -7,7 +7,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use crate::actors::{LeaderArguments, run_leader};
-use crate::cli::process::{DRAIN_LIMIT, told_to_end};
+use crate::cli::process::{DRAIN_LIMIT, Expel, end_with_supervisor, told_to_end};
 use crate::cli::{ConfigArguments, block_on, dirs::Dirs};
 use crate::core::{AnchorKey, LeaderSettings};
 use crate::error::CommandError;
@@ -15,7 +15,7 @@ use crate::protocol::Role;
 use crate::transport::{
     Limits, Server, ServerSettings, Transport, ZmqTransport, prepare_directory,
 };
-use crate::types::Epoch;
+use crate::types::{Epoch, WorkerId};
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Arguments {
@@ -32,6 +32,7 @@ pub(super) struct Arguments {
 impl Arguments {
     pub(super) fn run(self) -> Result<(), CommandError> {
         let config = self.config.load()?;
+        end_with_supervisor(self.supervised)?;
         block_on(2, async move {
             let dirs = Dirs::new(&config.socket_dir);
             prepare_directory(dirs.root()).map_err(CommandError::failed)?;
@@ -53,7 +54,15 @@ impl Arguments {
                     roles: vec![Role::Engine, Role::Worker, Role::Admin],
                 },
             );
-            let started = run_leader(LeaderArguments { settings, server }).await;
+            let supervisor = self
+                .supervised
+                .then(|| Box::new(expel) as Box<dyn FnMut(WorkerId) + Send>);
+            let started = run_leader(LeaderArguments {
+                settings,
+                server,
+                supervisor,
+            })
+            .await;
             let (mut process, leader) = started.map_err(CommandError::Failed)?;
             tracing::info!(
                 epoch = epoch.0,
@@ -73,6 +82,16 @@ impl Arguments {
             tracing::info!("leader ended");
             Ok(())
         })
+    }
+}
+
+/// Asks the supervisor, over standard output, to end a worker. Where nobody listens, the worker's connection and the copies
+/// of its successor tell.
+fn expel(worker: WorkerId) {
+    let mut output = std::io::stdout();
+    let line = Expel(worker);
+    if let Err(error) = writeln!(output, "{line}").and_then(|()| output.flush()) {
+        tracing::error!(%error, %worker, "the supervisor does not listen");
     }
 }
 

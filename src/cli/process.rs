@@ -2,13 +2,50 @@
 
 use std::time::Duration;
 
+use rustix::process::{Signal, set_parent_process_death_signal};
 use tokio::io::AsyncReadExt;
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::error::CommandError;
+use crate::types::{Rank, Replica, WorkerId};
 
 /// How long a process waits for copies under way when it is told to end.
 pub(super) const DRAIN_LIMIT: Duration = Duration::from_secs(5);
+
+/// What a leader says to its supervisor, on a line of its own: end the process of this worker.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Expel(pub(super) WorkerId);
+
+impl std::fmt::Display for Expel {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "expel {} {}", self.0.replica.0, self.0.rank.0)
+    }
+}
+
+impl std::str::FromStr for Expel {
+    type Err = ();
+
+    fn from_str(line: &str) -> Result<Self, ()> {
+        let mut words = line.strip_prefix("expel ").ok_or(())?.split(' ');
+        let mut number = || words.next().and_then(|word| word.parse().ok()).ok_or(());
+        let worker = WorkerId {
+            replica: Replica(number()?),
+            rank: Rank(number()?),
+        };
+        match words.next() {
+            None => Ok(Self(worker)),
+            Some(_) => Err(()),
+        }
+    }
+}
+
+/// Lets this process die with its supervisor, also while it is stopped and reads nothing.
+pub(super) fn end_with_supervisor(supervised: bool) -> Result<(), CommandError> {
+    match supervised {
+        true => set_parent_process_death_signal(Some(Signal::KILL)).map_err(CommandError::failed),
+        false => Ok(()),
+    }
+}
 
 /// Waits until the process is told to end: SIGTERM, SIGINT, or, under a supervisor, the end of standard input, which
 /// comes when the supervisor is gone, however it went.
@@ -28,4 +65,29 @@ async fn end_of_input() {
     let mut input = tokio::io::stdin();
     let mut byte = [0];
     while matches!(input.read(&mut byte).await, Ok(1)) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_supervisor_reads_what_a_leader_writes_and_nothing_else() {
+        let worker = WorkerId {
+            replica: Replica(3),
+            rank: Rank(17),
+        };
+        assert_eq!(Expel(worker).to_string().parse(), Ok(Expel(worker)));
+        for wrong in [
+            "",
+            "expel",
+            "expel 1",
+            "expel 1 2 3",
+            "expel 1 x",
+            "expel 70000 1",
+            " expel 1 2",
+        ] {
+            assert_eq!(wrong.parse::<Expel>(), Err(()), "{wrong}");
+        }
+    }
 }

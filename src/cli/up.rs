@@ -1,15 +1,18 @@
 //! `kvferry up`: a leader and its workers on one machine, with nothing else to install.
 
 use std::os::fd::OwnedFd;
-use std::process::Stdio;
+use std::process::{ExitStatus, Stdio};
+use std::task::Poll;
 use std::time::Duration;
 
 use command_fds::{CommandFdExt, FdMapping};
 use rustix::process::{Pid, Signal, kill_process};
-use tokio::process::{Child, ChildStdin, Command};
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, BufReader};
+use tokio::process::{Child, ChildStdin, ChildStdout, Command};
+use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-use crate::cli::process::told_to_end;
+use crate::cli::process::{Expel, told_to_end};
 use crate::cli::{ConfigArguments, block_on, dirs::Dirs};
 use crate::config::Config;
 use crate::error::CommandError;
@@ -19,8 +22,14 @@ use crate::types::{Rank, Replica, WorkerId};
 
 /// How long children may take to end before they are killed.
 const END_LIMIT: Duration = Duration::from_secs(10);
+/// Exit code of a child whose configuration is wrong: it would be wrong again.
+const CONFIGURATION_ERROR: i32 = 78;
 const RESTART_FIRST: Duration = Duration::from_millis(100);
 const RESTART_MAX: Duration = Duration::from_secs(5);
+/// Lines of the leader that wait until they are read.
+const LINES_MAX: usize = 64;
+/// Longest line of the leader, in bytes.
+const LINE_BYTES_MAX: u64 = 256;
 /// A child that lived so long starts with the shortest pause again.
 const SETTLED_AFTER: Duration = Duration::from_secs(10);
 /// A child that ends so often in a row without settling is not started again: `up` ends with it.
@@ -62,6 +71,8 @@ struct Supervised {
     /// Held open: a child ends when its standard input does. Waiting for a child would close it.
     input: Option<ChildStdin>,
     started: Instant,
+    /// When it is started again.
+    restart: Option<Instant>,
     pause: Duration,
     failures: u32,
 }
@@ -71,6 +82,15 @@ struct Supervisor {
     no_tiers: bool,
     depots: Vec<Depot>,
     parts: Vec<Supervised>,
+    /// What leaders want done.
+    wanted: mpsc::Receiver<Expel>,
+    wants: mpsc::Sender<Expel>,
+}
+
+enum Happened {
+    Ended(usize, Option<ExitStatus>),
+    Due(usize),
+    Wanted(Expel),
 }
 
 impl Arguments {
@@ -124,10 +144,14 @@ impl Supervisor {
             child: None,
             input: None,
             started,
+            restart: None,
             pause: RESTART_FIRST,
             failures: 0,
         });
+        let (wants, wanted) = mpsc::channel(LINES_MAX);
         Ok(Self {
+            wanted,
+            wants,
             parts: parts.collect(),
             depots,
             no_tiers,
@@ -160,7 +184,10 @@ impl Supervisor {
             .arg("--socket-dir")
             .arg(&config.socket_dir)
             .stdin(Stdio::piped())
-            .stdout(Stdio::null())
+            .stdout(match part {
+                Part::Leader => Stdio::piped(),
+                Part::Worker(_) => Stdio::null(),
+            })
             .kill_on_drop(true);
         match part {
             Part::Leader if self.no_tiers => {
@@ -188,7 +215,11 @@ impl Supervisor {
         tracing::info!(pid = child.id(), "{part} started");
         let supervised = &mut self.parts[index];
         supervised.input = child.stdin.take();
+        if let Some(lines) = child.stdout.take() {
+            tokio::spawn(listen(lines, self.wants.clone()));
+        }
         supervised.child = Some(child);
+        supervised.restart = None;
         supervised.started = Instant::now();
         Ok(())
     }
@@ -196,53 +227,86 @@ impl Supervisor {
     /// Starts again what ends, with growing pauses. Returns only when that is hopeless.
     async fn watch(&mut self) -> CommandError {
         loop {
-            let (index, status) = self.next_end().await;
-            let supervised = &mut self.parts[index];
-            supervised.child = None;
-            let part = supervised.part;
-            if supervised.started.elapsed() >= SETTLED_AFTER {
-                supervised.pause = RESTART_FIRST;
-                supervised.failures = 0;
-            }
-            supervised.failures += 1;
-            let hopeless = status
-                .and_then(|status| status.code())
-                .is_some_and(|code| code == 78);
-            if hopeless || supervised.failures >= FAILURES_MAX {
-                self.end_all().await;
-                return CommandError::Failed(format!(
-                    "{part} does not stay up: see its messages above"
-                ));
-            }
-            tracing::warn!(pause = ?supervised.pause, "{part} ended: starting it again");
-            tokio::time::sleep(supervised.pause).await;
-            supervised.pause = (supervised.pause * 2).min(RESTART_MAX);
-            if let Err(error) = self.start(index) {
+            let failed = match self.next().await {
+                Happened::Ended(index, status) => self.ended(index, status),
+                Happened::Due(index) => self.start(index),
+                Happened::Wanted(Expel(worker)) => {
+                    self.kill(worker);
+                    Ok(())
+                }
+            };
+            if let Err(error) = failed {
                 self.end_all().await;
                 return error;
             }
         }
     }
 
-    async fn next_end(&mut self) -> (usize, Option<std::process::ExitStatus>) {
-        let waits = self
+    fn ended(&mut self, index: usize, status: Option<ExitStatus>) -> Result<(), CommandError> {
+        let supervised = &mut self.parts[index];
+        supervised.child = None;
+        let part = supervised.part;
+        if supervised.started.elapsed() >= SETTLED_AFTER {
+            supervised.pause = RESTART_FIRST;
+            supervised.failures = 0;
+        }
+        let code = status.and_then(|status| status.code());
+        // Somebody killed it: that says nothing of whether it would stay up.
+        if code.is_some() {
+            supervised.failures += 1;
+        }
+        if code == Some(CONFIGURATION_ERROR) || supervised.failures >= FAILURES_MAX {
+            return Err(CommandError::Failed(format!(
+                "{part} does not stay up: see its messages above"
+            )));
+        }
+        let how = status.map_or_else(String::new, |status| status.to_string());
+        tracing::warn!(pause = ?supervised.pause, how, "{part} ended: starting it again");
+        supervised.restart = Some(Instant::now() + supervised.pause);
+        supervised.pause = (supervised.pause * 2).min(RESTART_MAX);
+        Ok(())
+    }
+
+    /// Ends a worker that keeps silent. Its end is seen like any other.
+    fn kill(&mut self, worker: WorkerId) {
+        let part = Part::Worker(worker);
+        let child = self
             .parts
             .iter_mut()
+            .find(|supervised| supervised.part == part)
+            .and_then(|supervised| supervised.child.as_mut());
+        let Some(child) = child else {
+            tracing::info!("{part} is to be ended, and has ended");
+            return;
+        };
+        tracing::warn!("{part} is ended, because the leader wants so");
+        if let Err(error) = child.start_kill() {
+            tracing::warn!(%error, "{part} cannot be killed");
+        }
+    }
+
+    async fn next(&mut self) -> Happened {
+        let due = self
+            .parts
+            .iter()
             .enumerate()
-            .filter_map(|(index, supervised)| {
-                let child = supervised.child.as_mut()?;
-                Some(Box::pin(async move { (index, child.wait().await.ok()) }))
-            });
-        let mut waits: Vec<_> = waits.collect();
-        std::future::poll_fn(|context| {
-            for wait in &mut waits {
-                if let std::task::Poll::Ready(ended) = wait.as_mut().poll(context) {
-                    return std::task::Poll::Ready(ended);
+            .filter_map(|(index, supervised)| Some((supervised.restart?, index)))
+            .min();
+        let restart = async {
+            match due {
+                Some((at, index)) => {
+                    tokio::time::sleep_until(at).await;
+                    index
                 }
+                None => std::future::pending().await,
             }
-            std::task::Poll::Pending
-        })
-        .await
+        };
+        let ended = next_end(&mut self.parts);
+        tokio::select! {
+            (index, status) = ended => Happened::Ended(index, status),
+            index = restart => Happened::Due(index),
+            Some(wanted) = self.wanted.recv() => Happened::Wanted(wanted),
+        }
     }
 
     /// The leader first, so that its copies end while the workers are there; then the workers.
@@ -267,6 +331,45 @@ impl Supervisor {
                     tracing::warn!(%error, "{} cannot be killed", supervised.part);
                 }
             }
+        }
+    }
+}
+
+/// The first child that ends.
+async fn next_end(parts: &mut [Supervised]) -> (usize, Option<ExitStatus>) {
+    let waits = parts.iter_mut().enumerate().filter_map(|(index, part)| {
+        let child = part.child.as_mut()?;
+        Some(Box::pin(async move { (index, child.wait().await.ok()) }))
+    });
+    let mut waits: Vec<_> = waits.collect();
+    std::future::poll_fn(|context| {
+        for wait in &mut waits {
+            if let Poll::Ready(ended) = wait.as_mut().poll(context) {
+                return Poll::Ready(ended);
+            }
+        }
+        Poll::Pending
+    })
+    .await
+}
+
+/// Reads what a leader wants. A line that is too long, or none, ends its hearing.
+async fn listen(output: ChildStdout, wants: mpsc::Sender<Expel>) {
+    let mut output = BufReader::new(output);
+    loop {
+        let mut line = String::new();
+        let mut limited = (&mut output).take(LINE_BYTES_MAX);
+        match limited.read_line(&mut line).await {
+            Ok(0) | Err(_) => return,
+            Ok(_) => {}
+        }
+        match line.trim_end().parse() {
+            Ok(wanted) => {
+                if wants.send(wanted).await.is_err() {
+                    return;
+                }
+            }
+            Err(()) => tracing::warn!(line, "the leader says what nobody understands"),
         }
     }
 }

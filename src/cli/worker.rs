@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::actors::{PoolSettings, WorkerArguments, run_worker};
-use crate::cli::process::told_to_end;
+use crate::cli::process::{end_with_supervisor, told_to_end};
 use crate::cli::{ConfigArguments, block_on, dirs::Dirs};
 use crate::error::CommandError;
 use crate::memory::DEPOT_HEADER_BYTES;
@@ -38,6 +38,7 @@ pub(super) struct Arguments {
 impl Arguments {
     pub(super) fn run(self) -> Result<(), CommandError> {
         let config = self.config.load()?;
+        end_with_supervisor(self.supervised)?;
         let worker = WorkerId {
             replica: Replica(self.replica),
             rank: Rank(self.rank),

@@ -57,7 +57,12 @@ pub async fn leader_within(
     let ratio = Ratio::new(4).expect("in bounds");
     let settings = LeaderSettings::new(Epoch(epoch), RANKS, ratio, AnchorKey([7; 32]));
     let server = server(transport, epoch, limits).await;
-    let started = run_leader(LeaderArguments { settings, server }).await;
+    let started = run_leader(LeaderArguments {
+        settings,
+        server,
+        supervisor: None,
+    })
+    .await;
     started.expect("a leader")
 }
 

@@ -90,6 +90,7 @@ enum Timer {
     Parked(EngineId, RequestId),
     Reset(ResetId),
     Reading,
+    Silent,
     Engine(EngineId),
 }
 
@@ -144,6 +145,8 @@ pub struct Leader {
     parked: BTreeMap<(EngineId, RequestId), Parked>,
     /// Nothing new is begun.
     draining: bool,
+    /// When workers that have not said a word are expelled.
+    silent_at: Option<Time>,
     timers: BTreeSet<(Time, Timer)>,
     next_id: u64,
     next_reset: u64,
@@ -167,6 +170,7 @@ impl Leader {
             resets: BTreeMap::new(),
             parked: BTreeMap::new(),
             draining: false,
+            silent_at: None,
             timers: BTreeSet::new(),
             next_id: 0,
             next_reset: 0,
@@ -178,6 +182,9 @@ impl Leader {
 
     /// Takes an event and appends what is to be done.
     pub fn step(&mut self, now: Time, event: Event, effects: &mut Vec<Effect>) {
+        if self.silent_at.is_none() {
+            self.expect_workers(now);
+        }
         // What is late is late before anything else happens, also when nobody looked in time.
         if !planted(Bug::LookLate) {
             self.fire_timers(now, effects);
@@ -439,6 +446,7 @@ impl Leader {
                 Timer::Parked(engine, id) => self.parked_due(now, (engine, id), effects),
                 Timer::Reset(id) => self.reset_due(now, id, effects),
                 Timer::Reading => self.reading_due(now, effects),
+                Timer::Silent => self.silent_due(now, effects),
                 Timer::Engine(engine) => self.forget_engine(engine),
             }
         }

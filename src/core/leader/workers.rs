@@ -13,7 +13,7 @@ use crate::types::{
     AttachId, DepotId, EngineId, GroupGeometry, OpId, Rank, Replica, Time, WorkerId,
 };
 
-use super::Leader;
+use super::{Leader, Timer};
 
 /// Replicas of one leader, at most.
 pub const REPLICAS_MAX: u16 = 64;
@@ -369,9 +369,27 @@ impl Leader {
         self.look_around(now, effects);
     }
 
+    /// From the first moment on, workers have the fence time to say that nothing old is under way.
+    pub(super) fn expect_workers(&mut self, now: Time) {
+        let at = now + self.settings.fence;
+        self.silent_at = Some(at);
+        if !self.workers.all_clear() {
+            self.timers.insert((at, Timer::Silent));
+        }
+    }
+
+    /// Who keeps silent may still read and write for an older leader: it must go, and its successor will speak.
+    pub(super) fn silent_due(&mut self, now: Time, effects: &mut Vec<Effect>) {
+        effects.extend(self.workers.unclear().map(Effect::Expel));
+        self.expect_workers(now);
+    }
+
     /// What becomes possible when workers have come or gone.
     pub(super) fn look_around(&mut self, now: Time, effects: &mut Vec<Effect>) {
         if self.workers.all_clear() {
+            if let Some(at) = self.silent_at {
+                self.timers.remove(&(at, Timer::Silent));
+            }
             self.refuse_parked(effects);
         }
         self.open_pool(now, effects);

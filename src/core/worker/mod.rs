@@ -60,7 +60,7 @@ pub enum WorkerEvent {
     LeaderFound(Epoch),
     /// The connection to the leader broke; its orders end now, unreported.
     LeaderLost,
-    /// The depot can be used.
+    /// The depot is mapped: it can be named, and its inventory read.
     DepotReady,
     /// The leader knows this worker, or turned it away.
     Admitted {
