@@ -98,7 +98,8 @@ pub(super) struct State {
 enum PeerRole {
     Engine(EngineId),
     Worker(WorkerId),
-    Admin,
+    /// A person's command. It may ask for a reset, under a name of its own.
+    Admin(EngineId),
 }
 
 impl Actor for LeaderActor {
@@ -208,7 +209,7 @@ impl State {
                         replica: Replica(hello.replica),
                         rank: Rank(hello.rank),
                     }),
-                    Role::Rank | Role::Admin => PeerRole::Admin,
+                    Role::Rank | Role::Admin => PeerRole::Admin(EngineId(hello.engine)),
                 };
                 self.roles.insert(peer, role);
                 self.opened(peer, role, pid, myself);
@@ -250,7 +251,7 @@ impl State {
                     },
                 );
             }
-            PeerRole::Admin => {}
+            PeerRole::Admin(_) => {}
         }
     }
 
@@ -366,6 +367,14 @@ impl State {
             }
             (Some(PeerRole::Worker(worker)), Message::Error(error)) => {
                 tracing::warn!(%worker, message = error.message, "worker refuses an order");
+            }
+            (Some(PeerRole::Admin(name)), message @ Message::Reset(_)) => {
+                // From here on it is an engine like any other, which has no memory.
+                let role = PeerRole::Engine(name);
+                self.roles.insert(peer, role);
+                self.engines.insert(name, peer);
+                self.step(Event::EngineOpened(name));
+                self.engine_asks(peer, name, correlation, deadline_ms, message);
             }
             (Some(PeerRole::Engine(engine)), message) => {
                 self.engine_asks(peer, engine, correlation, deadline_ms, message);

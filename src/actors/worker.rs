@@ -479,7 +479,16 @@ impl State {
             .depot
             .as_ref()
             .map_or(0, |depot| depot.arena_pages(page_bytes));
+        let device_pages = mapped.memory.geometry.device_pages;
         tracing::info!(worker = %self.worker, arena_pages, page_bytes, "engine memory registered");
+        if arena_pages > 0 && arena_pages < device_pages {
+            tracing::warn!(
+                worker = %self.worker,
+                arena_pages,
+                device_pages,
+                "G2 holds fewer pages than the engine itself: it will find little there; raise g2"
+            );
+        }
         if let Some(asked) = asked {
             let body = Registered {
                 arena_pages,

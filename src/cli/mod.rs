@@ -9,6 +9,7 @@ mod engine_rank;
 mod leader;
 mod process;
 mod replay;
+mod reset;
 mod sim;
 mod status;
 mod up;
@@ -41,6 +42,8 @@ enum Command {
     Worker(worker::Arguments),
     /// Show how a running leader is doing.
     Status(status::Arguments),
+    /// Forget pages: all, those of a namespace, or those with given hashes.
+    Reset(reset::Arguments),
     /// Replay a request trace through leader, workers and an engine, and verify every byte.
     Replay(Box<replay::Arguments>),
     /// Measure this machine.
@@ -91,6 +94,7 @@ pub fn main() -> ExitCode {
         Command::Leader(arguments) => arguments.run(),
         Command::Worker(arguments) => arguments.run(),
         Command::Status(arguments) => arguments.run(),
+        Command::Reset(arguments) => arguments.run(),
         Command::Replay(arguments) => arguments.run(),
         Command::Bench(command) => command.run(),
         Command::Sim(arguments) => arguments.run(),

@@ -172,27 +172,42 @@ fn what_names_engine_pages_is_refused_only_when_nothing_of_an_older_leader_can_t
 }
 
 #[test]
-fn who_keeps_silent_for_longer_than_the_fence_while_something_waits_must_go() {
-    let mut leader = World::without_workers().leader;
-    let load = Request::Load {
-        slot: SlotId(9),
-        first_page: 0,
-        destination: PageList::run(0, 1),
-    };
-    let ask = Event::Request {
-        engine: engine_id(0),
-        id: RequestId(1),
-        deadline: Time(5),
-        request: load,
-    };
+fn workers_that_say_nothing_within_the_fence_of_a_new_leader_must_go() {
+    let fence = settings().fence;
+    let mut leader = Leader::new(settings());
     let mut effects = Vec::new();
-    leader.step(Time(0), ask, &mut effects);
-    let fence = Time(5) + Duration::from_secs(10);
-    assert_eq!(leader.next_timeout(), Some(fence));
-    leader.step(fence, Event::Tick, &mut effects);
-    let all = (0..2).flat_map(|engine| (0..RANKS).map(move |rank| worker(engine, rank)));
-    let expelled: Vec<Effect> = all.map(Effect::Expel).collect();
-    assert_eq!(effects, expelled);
+    let at = |seconds: u64| Time(0) + fence.mul_f64(seconds as f64);
+    leader.step(at(1), Event::EngineOpened(engine_id(0)), &mut effects);
+    let spoke = Attached {
+        worker: worker(0, 0),
+        attach: AttachId(1),
+        depot: DepotId(0),
+        memory: None,
+    };
+    leader.step(at(1), Event::Attached(spoke), &mut effects);
+    let expelled = |effects: &mut Vec<Effect>| -> Vec<WorkerId> {
+        effects
+            .drain(..)
+            .filter_map(|effect| match effect {
+                Effect::Expel(worker) => Some(worker),
+                _ => None,
+            })
+            .collect()
+    };
+    assert_eq!(expelled(&mut effects), []);
+    assert_eq!(leader.next_timeout(), Some(at(2)));
+    leader.step(at(2), Event::Tick, &mut effects);
+    let silent: Vec<WorkerId> = (0..2)
+        .flat_map(|engine| (0..RANKS).map(move |rank| worker(engine, rank)))
+        .filter(|silent| *silent != worker(0, 0))
+        .collect();
+    assert_eq!(expelled(&mut effects), silent);
+    for dead in silent {
+        leader.step(at(2), Event::WorkerDead(dead), &mut effects);
+    }
+    leader.step(at(9), Event::Tick, &mut effects);
+    assert_eq!(expelled(&mut effects), []);
+    assert_eq!(leader.next_timeout(), None);
 }
 
 fn reset(world: &mut World, scope: ResetScope) -> Option<Reply> {

@@ -87,7 +87,6 @@ impl LeaderSettings {
 enum Timer {
     Hold(EngineId, SlotId),
     Copy(OpId),
-    Parked(EngineId, RequestId),
     Reset(ResetId),
     Reading,
     Silent,
@@ -443,7 +442,6 @@ impl Leader {
             match timer {
                 Timer::Hold(engine, slot) => self.hold_expired(engine, slot),
                 Timer::Copy(op) => self.copy_due(now, op, effects),
-                Timer::Parked(engine, id) => self.parked_due(now, (engine, id), effects),
                 Timer::Reset(id) => self.reset_due(now, id, effects),
                 Timer::Reading => self.reading_due(now, effects),
                 Timer::Silent => self.silent_due(now, effects),

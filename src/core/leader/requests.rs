@@ -9,7 +9,7 @@ use crate::core::sabotage::{Bug, planted};
 use crate::core::slot::Seen;
 use crate::types::{Answer, EngineId, Request, RequestId, SlotId, Time};
 
-use super::{Due, Leader, Timer};
+use super::{Due, Leader};
 
 /// Requests of one engine that are under way at one time, unless the settings say otherwise.
 pub const OPEN_REQUESTS_MAX: usize = 1024;
@@ -22,8 +22,6 @@ pub const PARKED_MAX: usize = 65_536;
 pub(super) struct Parked {
     due: Due,
     slot: SlotId,
-    /// When its patience ends.
-    next: Time,
 }
 
 impl Leader {
@@ -131,36 +129,17 @@ impl Leader {
         if self.parked.len() >= PARKED_MAX || self.parked.contains_key(&key) {
             return;
         }
-        let next = due.deadline + self.settings.fence;
-        self.timers.insert((next, Timer::Parked(key.0, key.1)));
-        self.parked.insert(key, Parked { due, slot, next });
+        self.parked.insert(key, Parked { due, slot });
     }
 
     /// Nothing of an older leader is under way: what was parked is refused, because its slot is not known here.
     pub(super) fn refuse_parked(&mut self, effects: &mut Vec<Effect>) {
         for ((engine, id), parked) in std::mem::take(&mut self.parked) {
-            self.timers
-                .remove(&(parked.next, Timer::Parked(engine, id)));
             if let Some(session) = self.sessions.get_mut(&engine) {
                 session.answers.begin(id);
             }
             let refusal = Refusal::UnknownSlot(parked.slot);
             self.answer(parked.due.engine, parked.due.id, Err(refusal), effects);
-        }
-    }
-
-    /// A request is parked for longer than its deadline and the fence: whoever keeps silent must go.
-    pub(super) fn parked_due(
-        &mut self,
-        now: Time,
-        key: (EngineId, RequestId),
-        effects: &mut Vec<Effect>,
-    ) {
-        if let Some(parked) = self.parked.get_mut(&key) {
-            parked.next = now + self.settings.fence;
-            self.timers
-                .insert((parked.next, Timer::Parked(key.0, key.1)));
-            effects.extend(self.workers.unclear().map(Effect::Expel));
         }
     }
 }

@@ -1,0 +1,152 @@
+//! `kvferry reset`
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::cli::leader::random;
+use crate::cli::{ConfigArguments, block_on, dirs::Dirs, say};
+use crate::error::CommandError;
+use crate::protocol::{Hello, Message, Role, VERSION, VERSION_MIN};
+use crate::transport::{Client, ClientSettings, Limits, ZmqTransport};
+use crate::types::{HASH_BYTES_MAX, HASH_BYTES_MIN, PageHashes, Request, ResetScope};
+
+/// How long a leader may take to answer: stores under way are waited for, and workers look at every page.
+const RESET_LIMIT: Duration = Duration::from_secs(30);
+
+#[derive(Debug, clap::Args)]
+#[group(id = "what", required = true, multiple = true)]
+pub(super) struct Arguments {
+    #[command(flatten)]
+    config: ConfigArguments,
+    /// Forget every page of every namespace.
+    #[arg(long, group = "what", conflicts_with_all = ["namespace", "hashes"])]
+    all: bool,
+    /// Forget the pages of this namespace.
+    #[arg(long, group = "what", value_name = "NAME")]
+    namespace: Option<String>,
+    /// Forget only the pages with these hashes, in hexadecimal digits, and what their blocks hold beside them.
+    #[arg(long = "hash", value_name = "HEX", requires = "namespace")]
+    hashes: Vec<String>,
+}
+
+impl Arguments {
+    pub(super) fn run(self) -> Result<(), CommandError> {
+        let mut config = self.config;
+        config.flags.log.get_or_insert_with(|| "warn".to_owned());
+        let scope = scope(self.namespace, &self.hashes)?;
+        let config = config.load()?;
+        let dirs = Dirs::new(&config.socket_dir);
+        let pages = block_on(1, async move { ask(&dirs, scope).await })?;
+        say(&format!("{pages} pages forgotten"));
+        Ok(())
+    }
+}
+
+fn scope(namespace: Option<String>, hashes: &[String]) -> Result<ResetScope, CommandError> {
+    let Some(namespace) = namespace.map(String::into_bytes) else {
+        return Ok(ResetScope::Everything);
+    };
+    let Some(first) = hashes.first() else {
+        return Ok(ResetScope::Namespace(namespace));
+    };
+    let width = first.len() / 2;
+    let mut bytes = Vec::new();
+    for hash in hashes {
+        let refuse = |why: String| CommandError::Config(format!("--hash is '{hash}': {why}"));
+        if hash.len() != first.len() {
+            return Err(refuse("it is not as long as the first one".to_owned()));
+        }
+        bytes.extend(hex(hash).ok_or_else(|| {
+            refuse(format!(
+                "{} to {} hexadecimal digits, an even number of them",
+                2 * HASH_BYTES_MIN,
+                2 * HASH_BYTES_MAX
+            ))
+        })?);
+    }
+    let pages = PageHashes::packed(width, bytes).ok_or_else(|| {
+        let (least, most) = (2 * HASH_BYTES_MIN, 2 * HASH_BYTES_MAX);
+        CommandError::Config(format!(
+            "--hash is '{first}': {least} to {most} hexadecimal digits"
+        ))
+    })?;
+    Ok(ResetScope::Pages(namespace, pages))
+}
+
+fn hex(text: &str) -> Option<Vec<u8>> {
+    let digits = text.as_bytes().chunks(2);
+    let byte = |pair: &[u8]| match pair {
+        [_, _] if pair.iter().all(u8::is_ascii_hexdigit) => {
+            u8::from_str_radix(std::str::from_utf8(pair).ok()?, 16).ok()
+        }
+        _ => None,
+    };
+    digits.map(byte).collect()
+}
+
+async fn ask(dirs: &Dirs, scope: ResetScope) -> Result<u32, CommandError> {
+    let mut name = [0; 16];
+    random(&mut name)?;
+    let hello = Hello {
+        version_min: VERSION_MIN,
+        version_max: VERSION,
+        role: Role::Admin,
+        engine: name,
+        rank: 0,
+        replica: 0,
+        name: "reset".to_owned(),
+    };
+    let settings = ClientSettings {
+        address: dirs.leader_address(),
+        hello,
+        limits: Limits::default(),
+    };
+    let (client, mut incoming) = Client::start(Arc::new(ZmqTransport), settings);
+    tokio::spawn(async move { while incoming.recv().await.is_some() {} });
+    let question = Message::from(Request::Reset { scope });
+    match client.ask(question, RESET_LIMIT).await {
+        Ok(Message::ResetAnswer(answer)) => Ok(answer.pages),
+        Ok(other) => Err(CommandError::Failed(format!(
+            "the leader answered a reset with {}",
+            other.kind().name()
+        ))),
+        Err(failure) => Err(CommandError::Failed(failure.to_string())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pages(hashes: &[&str]) -> Result<ResetScope, String> {
+        let hashes: Vec<String> = hashes.iter().map(|hash| (*hash).to_owned()).collect();
+        scope(Some("a".to_owned()), &hashes).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn what_is_named_is_what_is_meant() {
+        assert_eq!(scope(None, &[]).ok(), Some(ResetScope::Everything));
+        assert_eq!(pages(&[]), Ok(ResetScope::Namespace(b"a".to_vec())));
+        let hash = "00112233445566778899aabbccddeeFF";
+        let bytes: Vec<u8> = (0..=15).map(|digit| digit * 0x11).collect();
+        let packed = PageHashes::packed(16, [bytes.clone(), bytes].concat()).expect("16 bytes");
+        let expected = ResetScope::Pages(b"a".to_vec(), packed);
+        assert_eq!(pages(&[hash, hash]), Ok(expected));
+    }
+
+    #[test]
+    fn hashes_that_are_none_are_refused() {
+        let hash = "00112233445566778899aabbccddeeff";
+        for wrong in [
+            "00112233445566778899aabbccddeef",
+            "+0112233445566778899aabbccddeeff",
+            "xy",
+            "",
+        ] {
+            let why = pages(&[hash, wrong]).expect_err("refused");
+            assert!(why.contains("--hash is"), "{why}");
+            let why = pages(&[wrong]).expect_err("refused");
+            assert!(why.contains("--hash is"), "{why}");
+        }
+    }
+}
