@@ -1,6 +1,10 @@
 //! `kvferry bench`: figures of this machine, each beside a floor that is measured in the same run, both sides in turn.
 
+mod arena;
+mod codec;
 mod copy;
+mod filled;
+mod lookup;
 mod order;
 mod rpc;
 
@@ -12,6 +16,12 @@ use crate::error::CommandError;
 pub(super) enum Command {
     /// Gather and scatter pages, beside one memcpy of as many bytes by as many threads; and what an order adds.
     Copy(copy::Arguments),
+    /// Lookups in a leader that holds many pages, beside plain probes and compares.
+    Lookup(lookup::Arguments),
+    /// A transfer order to bytes and back, beside its numbers alone.
+    Codec(codec::Arguments),
+    /// Allocations of an arena that is nearly full, beside a free list; and the memory that a pool takes.
+    Arena(arena::Arguments),
     /// Round trips to a leader, beside round trips over a bare socket.
     Rpc(rpc::Arguments),
 }
@@ -20,6 +30,9 @@ impl Command {
     pub(super) fn run(self) -> Result<(), CommandError> {
         match self {
             Self::Copy(arguments) => arguments.run(),
+            Self::Lookup(arguments) => arguments.run(),
+            Self::Codec(arguments) => arguments.run(),
+            Self::Arena(arguments) => arguments.run(),
             Self::Rpc(arguments) => arguments.run(),
         }
     }

@@ -1,0 +1,241 @@
+//! A leader's core whose pool is full of prompts.
+
+use std::time::{Duration, Instant};
+
+use crate::core::{
+    AnchorKey, Attached, Effect, EngineMemory, Event, Leader, LeaderSettings, Pool, Refusal,
+};
+use crate::error::CommandError;
+use crate::protocol::{Envelope, HEADER_BYTES, Header, Lookup, Message, VERSION, decode, encode};
+use crate::types::{
+    Answer, AttachId, DepotId, EndedCopy, EngineId, Epoch, GroupGeometry, GroupId, PageHashes,
+    PageList, Rank, Ratio, Replica, Request, RequestId, SlotId, Time, WorkerId,
+};
+
+/// Bytes of a page hash.
+pub(super) const HASH_BYTES: usize = 16;
+/// Whose pages these are.
+pub(super) const ENGINE: EngineId = EngineId([7; 16]);
+/// Prompts that are stored together, a block of each in turn, so that the blocks of one lie far apart.
+const TOGETHER: u64 = 2048;
+const WORKER: WorkerId = WorkerId {
+    replica: Replica(0),
+    rank: Rank(0),
+};
+const NOW: Time = Time(1);
+
+/// The page hashes of a prompt, packed; the same each time.
+pub(super) fn hashes(prompt: u64, pages: u32) -> Vec<u8> {
+    let mut bytes = vec![0; pages as usize * HASH_BYTES];
+    fastrand::Rng::with_seed(prompt).fill(&mut bytes);
+    bytes
+}
+
+/// What a worker says of the memory of such an engine.
+pub(super) fn geometry() -> GroupGeometry {
+    GroupGeometry {
+        group: GroupId(0),
+        engine_page_tokens: 16,
+        layers: 1,
+        page_bytes: 4096,
+        device_pages: 1 << 20,
+        layout_fingerprint: [3; 16],
+    }
+}
+
+/// A lookup of a whole prompt as it comes from the wire.
+pub(super) struct Encoded {
+    header: [u8; HEADER_BYTES],
+    body: Vec<u8>,
+}
+
+/// A leader's core that holds prompts `0..prompts`.
+pub(super) struct FilledLeader {
+    leader: Leader,
+    prompt_pages: u32,
+    requests: u64,
+    effects: Vec<Effect>,
+}
+
+impl FilledLeader {
+    pub(super) fn new(prompts: u64, prompt_pages: u32) -> Result<Self, CommandError> {
+        let ratio = Ratio::default();
+        let settings = LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey([5; 32]));
+        let mut filled = Self {
+            leader: Leader::new(settings),
+            prompt_pages,
+            requests: 0,
+            effects: Vec::new(),
+        };
+        let pages = prompts * u64::from(prompt_pages);
+        filled.attach(u32::try_from(pages).map_err(CommandError::failed)?)?;
+        for first in (0..prompts).step_by(TOGETHER as usize) {
+            filled.fill(
+                (first..prompts.min(first + TOGETHER)).collect(),
+                ratio.pages(),
+            )?;
+        }
+        Ok(filled)
+    }
+
+    pub(super) fn pool(&self) -> Result<&Pool, CommandError> {
+        let pool = self.leader.pool();
+        pool.ok_or_else(|| CommandError::Failed("no pool".to_owned()))
+    }
+
+    fn attach(&mut self, arena_pages: u32) -> Result<(), CommandError> {
+        let depot = DepotId(1);
+        let attached = Attached {
+            worker: WORKER,
+            attach: AttachId(1),
+            depot,
+            memory: Some(EngineMemory {
+                engine: ENGINE,
+                geometry: geometry(),
+                arena_pages,
+            }),
+        };
+        let inventory = Event::Inventory {
+            shard: WORKER.rank,
+            depot,
+            records: Vec::new(),
+        };
+        for event in [
+            Event::EngineOpened(ENGINE),
+            Event::Attached(attached),
+            inventory,
+        ] {
+            self.leader.step(NOW, event, &mut self.effects);
+        }
+        self.effects.clear();
+        self.pool().map(|_| ())
+    }
+
+    fn fill(&mut self, mut prompts: Vec<u64>, block_pages: u32) -> Result<(), CommandError> {
+        for prompt in &prompts {
+            let lookup = Request::Lookup {
+                slot: SlotId(*prompt),
+                namespace: Vec::new(),
+                hashes: packed(hashes(*prompt, self.prompt_pages))?,
+                device_pages: 0,
+            };
+            self.ask(lookup)?;
+        }
+        let mut rng = fastrand::Rng::with_seed(1);
+        for first_page in (0..self.prompt_pages).step_by(block_pages as usize) {
+            rng.shuffle(&mut prompts);
+            let pages = block_pages.min(self.prompt_pages - first_page);
+            for prompt in &prompts {
+                let store = Request::Store {
+                    slot: SlotId(*prompt),
+                    first_page,
+                    more: None,
+                    source: PageList::run(first_page, pages),
+                };
+                match self.ask(store)? {
+                    Answer::Store { stored_pages, .. } if stored_pages == pages => {}
+                    other => return Err(CommandError::Failed(format!("stored {other:?}"))),
+                }
+            }
+        }
+        for prompt in prompts {
+            self.finish(prompt)?;
+        }
+        Ok(())
+    }
+
+    /// Asks, and ends at once whatever copy that leads to.
+    fn ask(&mut self, request: Request) -> Result<Answer, CommandError> {
+        self.requests += 1;
+        let event = Event::Request {
+            engine: ENGINE,
+            id: RequestId(self.requests),
+            deadline: Time::NEVER,
+            request,
+        };
+        self.leader.step(NOW, event, &mut self.effects);
+        let copies: Vec<EndedCopy> = self
+            .effects
+            .iter()
+            .filter_map(|effect| match effect {
+                Effect::Copy { copy, .. } => Some(EndedCopy {
+                    op: copy.op,
+                    whole: true,
+                    bytes: 0,
+                    busy_us: 0,
+                }),
+                _ => None,
+            })
+            .collect();
+        if !copies.is_empty() {
+            let ended = Event::Ended {
+                worker: WORKER,
+                epoch: Epoch(1),
+                copies,
+            };
+            self.leader.step(NOW, ended, &mut self.effects);
+        }
+        self.answer()
+    }
+
+    fn answer(&mut self) -> Result<Answer, CommandError> {
+        let answer = self.effects.drain(..).find_map(|effect| match effect {
+            Effect::Answer { answer, .. } => Some(answer),
+            _ => None,
+        });
+        let answer = answer.ok_or_else(|| CommandError::Failed("no answer".to_owned()))?;
+        answer.map_err(|refusal: Refusal| CommandError::failed(refusal))
+    }
+
+    pub(super) fn encoded(&mut self, prompt: u64) -> Result<Encoded, CommandError> {
+        self.requests += 1;
+        let lookup = Lookup {
+            slot: prompt,
+            namespace: Vec::new(),
+            hash_bytes: HASH_BYTES as u8,
+            hashes: hashes(prompt, self.prompt_pages),
+            device_pages: 0,
+        };
+        let envelope = Envelope {
+            version: VERSION,
+            correlation: RequestId(self.requests),
+            deadline_ms: 1000,
+            epoch: Epoch(1),
+            message: Message::Lookup(lookup),
+        };
+        let (header, body) = encode(&envelope).map_err(CommandError::failed)?;
+        Ok(Encoded { header, body })
+    }
+
+    /// From the bytes of a lookup to the answer that is to be sent: the time that took. The whole prompt must be found.
+    pub(super) fn lookup(&mut self, encoded: &Encoded) -> Result<Duration, CommandError> {
+        let begun = Instant::now();
+        let header = Header::from_bytes(&encoded.header).map_err(CommandError::failed)?;
+        let envelope = decode(header, &encoded.body).map_err(CommandError::failed)?;
+        let id = envelope.correlation;
+        let request = Request::try_from(envelope.message)
+            .map_err(|error| CommandError::Failed(error.message))?;
+        let event = Event::Request {
+            engine: ENGINE,
+            id,
+            deadline: Time::NEVER,
+            request,
+        };
+        self.leader.step(NOW, event, &mut self.effects);
+        let took = begun.elapsed();
+        match self.answer()? {
+            Answer::Lookup { hit_pages, .. } if hit_pages == self.prompt_pages => Ok(took),
+            other => Err(CommandError::Failed(format!("found {other:?}"))),
+        }
+    }
+
+    pub(super) fn finish(&mut self, prompt: u64) -> Result<(), CommandError> {
+        let slot = SlotId(prompt);
+        self.ask(Request::Finish { slot }).map(|_| ())
+    }
+}
+
+fn packed(hashes: Vec<u8>) -> Result<PageHashes, CommandError> {
+    let packed = PageHashes::packed(HASH_BYTES, hashes);
+    packed.ok_or_else(|| CommandError::Failed("hashes do not fit".to_owned()))
+}
