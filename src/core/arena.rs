@@ -18,16 +18,33 @@ const WORDS: usize = LISTS.div_ceil(64);
 /// Most pages an arena can have; page indices stay below the marker for "none".
 pub const ARENA_PAGES_MAX: u32 = u32::MAX - 1;
 
+/// What is known of a page. In one place, so that a look at a hole's end costs one line of cache.
+#[derive(Debug, Clone, Copy)]
+struct Page {
+    /// Length of the hole that starts or ends here; 0 anywhere else.
+    tag: u32,
+    /// Of the hole that starts here: the next one in its list.
+    next: u32,
+    /// The one before it.
+    prev: u32,
+}
+
+impl Page {
+    const USED: Self = Self {
+        tag: 0,
+        next: NONE,
+        prev: NONE,
+    };
+}
+
 /// Allocator of page runs. Knows nothing of what the pages hold.
 #[derive(Debug, Clone)]
 pub struct Arena {
     capacity: u32,
     frontier: u32,
     free: u32,
-    /// Length of the hole that starts or ends at this page; 0 anywhere else.
-    tag: Vec<u32>,
-    next: Vec<u32>,
-    prev: Vec<u32>,
+    /// One for each page that was ever used.
+    pages: Vec<Page>,
     heads: [u32; LISTS],
     occupied: [u64; WORDS],
 }
@@ -40,9 +57,7 @@ impl Arena {
             capacity,
             frontier: 0,
             free: capacity,
-            tag: Vec::new(),
-            next: Vec::new(),
-            prev: Vec::new(),
+            pages: Vec::new(),
             heads: [NONE; LISTS],
             occupied: [0; WORDS],
         }
@@ -101,23 +116,21 @@ impl Arena {
         debug_assert!(len > 0 && u64::from(start) + u64::from(len) <= u64::from(self.frontier));
         self.free += len;
         let (mut first, mut length) = (start, len);
-        if start > 0 && self.tag[start as usize - 1] != 0 {
-            let before = self.tag[start as usize - 1];
+        if start > 0 && self.pages[start as usize - 1].tag != 0 {
+            let before = self.pages[start as usize - 1].tag;
             first = start - before;
             length += before;
             self.unlink(first, before);
         }
         let end = start + len;
-        if end < self.frontier && self.tag[end as usize] != 0 {
-            let after = self.tag[end as usize];
+        if end < self.frontier && self.pages[end as usize].tag != 0 {
+            let after = self.pages[end as usize].tag;
             self.unlink(end, after);
             length += after;
         }
         if first + length == self.frontier {
             self.frontier = first;
-            self.tag.truncate(first as usize);
-            self.next.truncate(first as usize);
-            self.prev.truncate(first as usize);
+            self.pages.truncate(first as usize);
         } else {
             self.link(first, length);
         }
@@ -132,7 +145,7 @@ impl Arena {
             return 0;
         }
         // A tag marks both ends of a hole; only at its first page does the hole lie ahead.
-        let tag = self.tag[start as usize];
+        let tag = self.pages[start as usize].tag;
         let starts_here = tag != 0 && (tag == 1 || self.tag_is_start(start, tag));
         if starts_here { tag } else { 0 }
     }
@@ -192,7 +205,7 @@ impl Arena {
                 if list_of(length) != list {
                     return Err(format!("hole {hole} of {length} pages lies in list {list}"));
                 }
-                hole = self.next[hole as usize];
+                hole = self.pages[hole as usize].next;
             }
         }
         Ok(())
@@ -201,16 +214,19 @@ impl Arena {
     fn tag_is_start(&self, page: u32, tag: u32) -> bool {
         let last = u64::from(page) + u64::from(tag) - 1;
         last < u64::from(self.frontier)
-            && self.tag[last as usize] == tag
+            && self.pages[last as usize].tag == tag
             && self.is_linked(page, tag)
     }
 
     /// A hole's first page is linked: it is the head of its list or its predecessor points back at it.
     fn is_linked(&self, page: u32, tag: u32) -> bool {
-        let before = self.prev[page as usize];
+        let before = self.pages[page as usize].prev;
         match before {
             NONE => self.heads[list_of(tag)] == page,
-            _ => self.next.get(before as usize) == Some(&page),
+            _ => self
+                .pages
+                .get(before as usize)
+                .is_some_and(|before| before.next == page),
         }
     }
 
@@ -223,12 +239,12 @@ impl Arena {
             bits = *self.occupied.get(word)?;
         }
         let list = word * 64 + bits.trailing_zeros() as usize;
-        Some(self.heads[list]).filter(|hole| self.tag[*hole as usize] >= len)
+        Some(self.heads[list]).filter(|hole| self.pages[*hole as usize].tag >= len)
     }
 
     /// Cuts `len` pages off the front of the hole at `start`.
     fn take(&mut self, start: u32, len: u32) {
-        let length = self.tag[start as usize];
+        let length = self.pages[start as usize].tag;
         self.unlink(start, length);
         if length > len {
             self.link(start + len, length - len);
@@ -240,27 +256,28 @@ impl Arena {
         self.frontier += len;
         self.free -= len;
         let used = self.frontier as usize;
-        self.tag.resize(used, 0);
-        self.next.resize(used, NONE);
-        self.prev.resize(used, NONE);
+        self.pages.resize(used, Page::USED);
     }
 
     fn link(&mut self, start: u32, length: u32) {
-        self.tag[start as usize] = length;
-        self.tag[(start + length) as usize - 1] = length;
+        self.pages[start as usize].tag = length;
+        self.pages[(start + length) as usize - 1].tag = length;
         let list = list_of(length);
         let head = self.heads[list];
-        self.next[start as usize] = head;
-        self.prev[start as usize] = NONE;
+        self.pages[start as usize].next = head;
+        self.pages[start as usize].prev = NONE;
         if head != NONE {
-            self.prev[head as usize] = start;
+            self.pages[head as usize].prev = start;
         }
         self.heads[list] = start;
         self.occupied[list / 64] |= 1 << (list % 64);
     }
 
     fn unlink(&mut self, start: u32, length: u32) {
-        let (before, after) = (self.prev[start as usize], self.next[start as usize]);
+        let (before, after) = (
+            self.pages[start as usize].prev,
+            self.pages[start as usize].next,
+        );
         let list = list_of(length);
         if before == NONE {
             self.heads[list] = after;
@@ -268,15 +285,15 @@ impl Arena {
                 self.occupied[list / 64] &= !(1 << (list % 64));
             }
         } else {
-            self.next[before as usize] = after;
+            self.pages[before as usize].next = after;
         }
         if after != NONE {
-            self.prev[after as usize] = before;
+            self.pages[after as usize].prev = before;
         }
-        self.prev[start as usize] = NONE;
-        self.next[start as usize] = NONE;
-        self.tag[start as usize] = 0;
-        self.tag[(start + length) as usize - 1] = 0;
+        self.pages[start as usize].prev = NONE;
+        self.pages[start as usize].next = NONE;
+        self.pages[start as usize].tag = 0;
+        self.pages[(start + length) as usize - 1].tag = 0;
     }
 }
 
