@@ -102,18 +102,16 @@ impl Index {
         blocks.get_mut(index).sibling = NONE;
     }
 
-    /// The longest run for page `position` of `hashes`, whose anchor the caller made. Only blocks of `domain` that start
-    /// with that very page are looked at.
+    /// The longest run for page `position` of `hashes`. Only blocks of `domain` that start with that very page are looked
+    /// at; `head` is the first of those that share its anchor.
     pub fn longest(
-        &self,
         blocks: &Blocks,
         domain: DomainId,
-        anchor: Anchor,
+        head: BlockIndex,
         hashes: &PageHashes,
         position: usize,
         want: Want,
     ) -> Option<Match> {
-        let head = self.head(blocks, anchor)?;
         let mut best: Option<Match> = None;
         for index in siblings(blocks, head) {
             let block = blocks.get(index);
@@ -134,7 +132,8 @@ impl Index {
         best
     }
 
-    fn head(&self, blocks: &Blocks, anchor: Anchor) -> Option<BlockIndex> {
+    /// The first of the blocks under `anchor`.
+    pub fn head(&self, blocks: &Blocks, anchor: Anchor) -> Option<BlockIndex> {
         self.heads
             .find(hash(anchor), |head| blocks.get(*head).anchor == anchor)
             .copied()

@@ -3,13 +3,14 @@
 //! [`Leader::step`] takes the time and an event and appends effects. Nothing in here knows of sockets, files, clocks,
 //! random sources or an async runtime; time and keys come in from outside. Read in this order:
 //!
-//! 1. `arena`: where runs of pages lie; `blocks`: what they hold and how old they are; `anchor`, `index`: how they are
-//!    found;
+//! 1. `arena`: where runs of pages lie; `blocks`: what they hold and how old they are; `anchor`, `index`, `ahead`: how they
+//!    are found;
 //! 2. `pool`: one tier: reserve, fill, publish, pin, evict; `view`: what others see of it, and resets; `recover`: from
 //!    inventories; `check`: all of it counted a second time;
 //! 3. `slot`: what is known of an engine; `event`, `refusal`: what goes in and comes out;
 //! 4. `leader`: the decisions; `decision`: their digest; `worker`: what a worker does with its orders.
 
+mod ahead;
 mod anchor;
 mod arena;
 mod blocks;

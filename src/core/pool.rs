@@ -6,6 +6,7 @@
 
 use std::collections::HashMap;
 
+use crate::core::ahead::Ahead;
 use crate::core::anchor::Domain;
 use crate::core::arena::Arena;
 use crate::core::blocks::{BlockIndex, BlockRef, Blocks, Filling};
@@ -202,9 +203,10 @@ impl Pool {
         position: usize,
         want: Want,
     ) -> Option<Match> {
-        let anchor = domain.anchor(hashes, position);
-        self.index
-            .longest(&self.blocks, domain.id(), anchor, hashes, position, want)
+        let head = self
+            .index
+            .head(&self.blocks, domain.anchor(hashes, position))?;
+        Index::longest(&self.blocks, domain.id(), head, hashes, position, want)
     }
 
     /// Follows a sequence from its first page, run by run, and appends the runs that can be read. Pages below
@@ -218,8 +220,12 @@ impl Pool {
     ) -> Reach {
         let mut position = 0;
         let mut pending = false;
+        let mut ahead = Ahead::new(self, domain, hashes);
         while position < hashes.len() {
-            let found = self.longest(domain, hashes, position, Want::Readable);
+            let found = ahead.head(position).and_then(|head| {
+                let want = Want::Readable;
+                Index::longest(&self.blocks, domain.id(), head, hashes, position, want)
+            });
             let ready = found.map_or(0, |found| found.ready);
             if let Some(found) = found.filter(|_| ready > 0) {
                 pending = found.pages > ready;

@@ -88,6 +88,14 @@ impl PageHashes {
         Fingerprint(u128::from_be_bytes(first))
     }
 
+    /// The fingerprints of the pages from `first` on. Panics beyond the end, as a slice does.
+    pub fn fingerprints(&self, first: usize) -> impl Iterator<Item = Fingerprint> + '_ {
+        let pages = self.bytes[first * self.width..].chunks_exact(self.width);
+        pages
+            .filter_map(|page| page.first_chunk())
+            .map(|first| Fingerprint(u128::from_be_bytes(*first)))
+    }
+
     /// Keeps the first `pages` pages.
     pub fn truncate(&mut self, pages: usize) {
         self.bytes.truncate(pages.saturating_mul(self.width));
@@ -138,5 +146,13 @@ mod tests {
         bytes[16] = 0xff;
         let hashes = PageHashes::packed(20, bytes).expect("fits");
         assert_eq!(hashes.fingerprint(0), Fingerprint((1 << 127) | 1));
+    }
+
+    #[test]
+    fn fingerprints_are_those_of_each_page() {
+        let hashes = PageHashes::packed(20, (0..60).collect()).expect("fits");
+        let one_by_one: Vec<_> = (1..3).map(|page| hashes.fingerprint(page)).collect();
+        assert_eq!(hashes.fingerprints(1).collect::<Vec<_>>(), one_by_one);
+        assert_eq!(hashes.fingerprints(3).count(), 0);
     }
 }
