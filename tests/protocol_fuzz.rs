@@ -218,6 +218,12 @@ fn what_follows_a_body_is_refused_and_unknown_fields_are_skipped() {
         matches!(trailing, DecodeError::Trailing { bytes: 1, .. }),
         "{trailing}"
     );
+    // What follows need not be whole to be refused.
+    let broken = decode(header(2, ping), &[0x80, 0x91]).expect_err("too much");
+    assert!(
+        matches!(broken, DecodeError::Trailing { bytes: 1, .. }),
+        "{broken}"
+    );
     assert!(decode(header(2, ping), b"\x81\xa5later\x92\x01\xa1x").is_ok());
     assert!(matches!(
         decode(header(3, ping), &[0x80]),

@@ -1,7 +1,7 @@
 //! The one way from bytes to messages and back.
 
-use serde::Serialize;
-use serde::de::DeserializeOwned;
+use serde::de::{DeserializeOwned, IgnoredAny};
+use serde::{Deserialize, Serialize};
 
 use crate::protocol::body::{
     Abandon, Attach, Attached, Cancel, Empty, Ended, ErrorBody, Finish, Hello, Inventory, Load,
@@ -197,20 +197,30 @@ pub fn decode(header: Header, body: &[u8]) -> Result<Envelope, DecodeError> {
 }
 
 fn read_body<T: DeserializeOwned>(kind: Kind, bytes: &[u8]) -> Result<T, DecodeError> {
-    let mut reader = rmp_serde::Deserializer::new(std::io::Cursor::new(bytes));
-    reader.set_max_depth(DEPTH_MAX);
-    let body = T::deserialize(&mut reader).map_err(|error| DecodeError::Body {
+    let refuse = |error: rmp_serde::decode::Error| DecodeError::Body {
         kind: kind.name(),
         reason: error.to_string(),
-    })?;
-    let read = usize::try_from(reader.get_ref().position()).unwrap_or(usize::MAX);
-    match bytes.len().saturating_sub(read) {
-        0 => Ok(body),
-        bytes => Err(DecodeError::Trailing {
+    };
+    let mut reader = rmp_serde::Deserializer::from_read_ref(bytes);
+    reader.set_max_depth(DEPTH_MAX);
+    let body = T::deserialize(&mut reader).map_err(refuse)?;
+    // The reader does not tell how much it has read. At the end, and only there, it finds no marker of a further value;
+    // of any value it reads no more than what `()` needs.
+    match <()>::deserialize(&mut reader) {
+        Err(rmp_serde::decode::Error::InvalidMarkerRead(_)) => Ok(body),
+        _ => Err(DecodeError::Trailing {
             kind: kind.name(),
-            bytes,
+            bytes: bytes.len() - body_bytes(bytes).map_err(refuse)?,
         }),
     }
+}
+
+/// Length of the first value.
+fn body_bytes(bytes: &[u8]) -> Result<usize, rmp_serde::decode::Error> {
+    let mut reader = rmp_serde::Deserializer::new(bytes);
+    reader.set_max_depth(DEPTH_MAX);
+    IgnoredAny::deserialize(&mut reader)?;
+    Ok(bytes.len() - reader.get_ref().len())
 }
 
 /// The limits that lie in the values themselves. The same on both sides.

@@ -14,6 +14,9 @@ use smallvec::SmallVec;
 use crate::protocol::limits::{PAGE_ITEMS_MAX, PAIRS_MAX};
 use crate::types::{FragmentPair, PageList, PageRun};
 
+/// Most items for which room is made before they are read.
+const EXPECTED_MAX: usize = 256;
+
 /// A list of pages on the wire.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Pages {
@@ -113,7 +116,7 @@ impl<'de> Deserialize<'de> for Pairs {
 
             fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Pairs, A::Error> {
                 let mut budget = 2 * PAGE_ITEMS_MAX;
-                let mut list = Vec::new();
+                let mut list = Vec::with_capacity(expected(&seq));
                 while let Some(pair) = seq.next_element_seed(Pair(&mut budget))? {
                     if list.len() == PAIRS_MAX {
                         return Err(A::Error::custom(format!("more than {PAIRS_MAX} pairs")));
@@ -186,7 +189,7 @@ impl<'de> Visitor<'de> for Side<'_> {
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<PageList, A::Error> {
-        let mut runs = SmallVec::new();
+        let mut runs = SmallVec::with_capacity(expected(&seq));
         while let Some(Item(run)) = seq.next_element()? {
             spend(self.0)?;
             runs.push(run);
@@ -233,6 +236,12 @@ impl<'de> Deserialize<'de> for Item {
         }
         deserializer.deserialize_any(Either)
     }
+}
+
+/// Room for what a list claims to hold, up to a few KiB. A claim that does not hold ends the message, so no more than one
+/// such room is empty at a time.
+fn expected<'de, A: SeqAccess<'de>>(seq: &A) -> usize {
+    seq.size_hint().unwrap_or(0).min(EXPECTED_MAX)
 }
 
 fn index<E: serde::de::Error>(page: u64) -> Result<u32, E> {
