@@ -643,19 +643,20 @@ impl State {
             .refuse(peer, correlation, ErrorBody::new(code, text));
     }
 
-    /// Sets the timer for the next timeout, if that is another one than before.
+    /// Sets the timer for the next timeout, unless it fires before that anyway: a tick that comes early finds nothing to do
+    /// and sets it anew. Requests move timeouts all the time, the first of them rarely.
     fn arm(&mut self, myself: &ActorRef<WorkerMessage>) {
-        let next = self.core.next_timeout();
-        if self.armed_at == next {
+        let Some(next) = self.core.next_timeout() else {
+            return;
+        };
+        if self.armed_at.is_some_and(|at| at <= next) {
             return;
         }
-        self.armed_at = next;
+        self.armed_at = Some(next);
         if let Some(timer) = self.timer.take() {
             timer.abort();
         }
-        if let Some(at) = next {
-            let left = self.clock.now().until(at);
-            self.timer = Some(myself.send_after(left, || WorkerMessage::Tick));
-        }
+        let left = self.clock.now().until(next);
+        self.timer = Some(myself.send_after(left, || WorkerMessage::Tick));
     }
 }
