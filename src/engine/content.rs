@@ -309,34 +309,4 @@ mod tests {
     fn bytes_stay_what_they_are() {
         assert_eq!(bytes(key(), 8), [191, 153, 175, 79, 167, 188, 177, 11]);
     }
-
-    /// `cargo test --release --lib content::tests::speed -- --ignored --nocapture`
-    #[test]
-    #[ignore = "measures, and asserts nothing"]
-    fn speed() {
-        for length in [1 << 10, 32 << 10, 1 << 20] {
-            let mut page = vec![0; length];
-            let rounds = (1 << 30) / length;
-            let start = std::time::Instant::now();
-            for layer in 0..rounds {
-                let key = ContentKey::new(PAGE, layer as u32, TensorRole::K, Rank(0));
-                key.fill(std::hint::black_box(&mut page));
-            }
-            let fill = start.elapsed();
-            key().fill(&mut page);
-            let start = std::time::Instant::now();
-            for _ in 0..rounds {
-                let verified = std::hint::black_box(key()).verify(std::hint::black_box(&page));
-                assert_eq!(verified, Ok(()));
-            }
-            let verify = start.elapsed();
-            let rate =
-                |time: std::time::Duration| (rounds * length) as f64 / 1e9 / time.as_secs_f64();
-            println!(
-                "{length} B: fill {:.1} GB/s, verify {:.1} GB/s",
-                rate(fill),
-                rate(verify)
-            );
-        }
-    }
 }

@@ -239,18 +239,4 @@ mod tests {
         let far = PageHasher::new(1, 2 * SPLIT_MAX);
         assert!(matches!(far, Err(PageHasherError::TooFar { .. })));
     }
-
-    /// `cargo test --release --lib hashes::tests::speed -- --ignored --nocapture`
-    #[test]
-    #[ignore = "measures, and asserts nothing"]
-    fn speed() {
-        let ids: Vec<u64> = (0..20_000).collect();
-        for (block, page) in [(512, 16), (64, 16), (32, 16), (16, 16), (16, 64)] {
-            let hasher = PageHasher::new(block, page).expect("sizes");
-            let start = std::time::Instant::now();
-            let pages: usize = (0..10).map(|_| hasher.hash(&ids).len()).sum();
-            let ns = start.elapsed().as_nanos() as f64 / pages as f64;
-            println!("{block} tokens a block, {page} a page: {ns:.1} ns a page");
-        }
-    }
 }
