@@ -1,7 +1,7 @@
 //! `kvferry bench copy`
 
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Barrier};
 use std::time::Instant;
 
 use crate::cli::{block_on, say};
@@ -104,8 +104,7 @@ impl Arguments {
         for round in 0..self.rounds + 1 {
             let set = round % ROTATION;
             let from = set as usize * each;
-            let begun = Instant::now();
-            self.memcpy(&mut target[from..from + each], &source[from..from + each]);
+            let begun = self.memcpy(&mut target[from..from + each], &source[from..from + each]);
             let floor = rate(begun);
             let pairs = bench.pairs(set, self.fragments);
             let begun = Instant::now();
@@ -151,18 +150,28 @@ impl Arguments {
         })
     }
 
-    /// One contiguous copy, cut evenly among the threads.
-    fn memcpy(&self, target: &mut [u8], source: &[u8]) {
+    /// One contiguous copy, cut evenly among the threads; says when all of them were there to begin.
+    fn memcpy(&self, target: &mut [u8], source: &[u8]) -> Instant {
         let each = target.len().div_ceil(usize::from(self.threads)).max(1);
-        if self.threads == 1 {
-            target.copy_from_slice(source);
-            return;
-        }
+        let shares = target.chunks_mut(each).zip(source.chunks(each));
+        let ready = Barrier::new(shares.len());
         std::thread::scope(|scope| {
-            for (target, source) in target.chunks_mut(each).zip(source.chunks(each)) {
-                scope.spawn(|| target.copy_from_slice(source));
+            let mut shares = shares;
+            let own = shares.next();
+            for (target, source) in shares {
+                let ready = &ready;
+                scope.spawn(move || {
+                    ready.wait();
+                    target.copy_from_slice(source);
+                });
             }
-        });
+            ready.wait();
+            let begun = Instant::now();
+            if let Some((target, source)) = own {
+                target.copy_from_slice(source);
+            }
+            begun
+        })
     }
 }
 

@@ -49,6 +49,14 @@ pub(super) struct Encoded {
     body: Vec<u8>,
 }
 
+/// How long a lookup took.
+pub(super) struct Took {
+    /// With its decoding.
+    pub(super) whole: Duration,
+    /// The step of the core alone.
+    pub(super) step: Duration,
+}
+
 /// A leader's core that holds prompts `0..prompts`.
 pub(super) struct FilledLeader {
     leader: Leader,
@@ -207,14 +215,15 @@ impl FilledLeader {
         Ok(Encoded { header, body })
     }
 
-    /// From the bytes of a lookup to the answer that is to be sent: the time that took. The whole prompt must be found.
-    pub(super) fn lookup(&mut self, encoded: &Encoded) -> Result<Duration, CommandError> {
+    /// From the bytes of a lookup to the answer that is to be sent. The whole prompt must be found.
+    pub(super) fn lookup(&mut self, encoded: &Encoded) -> Result<Took, CommandError> {
         let begun = Instant::now();
         let header = Header::from_bytes(&encoded.header).map_err(CommandError::failed)?;
         let envelope = decode(header, &encoded.body).map_err(CommandError::failed)?;
         let id = envelope.correlation;
         let request = Request::try_from(envelope.message)
             .map_err(|error| CommandError::Failed(error.message))?;
+        let decoded = begun.elapsed();
         let event = Event::Request {
             engine: ENGINE,
             id,
@@ -222,9 +231,12 @@ impl FilledLeader {
             request,
         };
         self.leader.step(NOW, event, &mut self.effects);
-        let took = begun.elapsed();
+        let whole = begun.elapsed();
+        let step = whole - decoded;
         match self.answer()? {
-            Answer::Lookup { hit_pages, .. } if hit_pages == self.prompt_pages => Ok(took),
+            Answer::Lookup { hit_pages, .. } if hit_pages == self.prompt_pages => {
+                Ok(Took { whole, step })
+            }
             other => Err(CommandError::Failed(format!("found {other:?}"))),
         }
     }

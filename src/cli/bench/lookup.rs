@@ -114,7 +114,7 @@ impl Arguments {
                     evict(&mut caches);
                 }
                 let encoded = leader.encoded(prompt)?;
-                let lookup = leader.lookup(&encoded)?;
+                let lookup = leader.lookup(&encoded)?.whole;
                 leader.finish(prompt)?;
                 if cold {
                     evict(&mut caches);

@@ -4,6 +4,7 @@ mod arena;
 mod codec;
 mod copy;
 mod filled;
+mod found;
 mod lookup;
 mod order;
 mod rpc;
@@ -22,8 +23,11 @@ pub(super) enum Command {
     Codec(codec::Arguments),
     /// Allocations of an arena that is nearly full, beside a free list; and the memory that a pool takes.
     Arena(arena::Arguments),
-    /// Round trips to a leader, beside round trips over a bare socket.
+    /// Round trips to a leader, beside round trips over a bare socket and to a server that is busy as long.
     Rpc(rpc::Arguments),
+    /// Stands for a leader in `rpc`.
+    #[command(hide = true)]
+    Busy(found::BusyArguments),
 }
 
 impl Command {
@@ -34,6 +38,7 @@ impl Command {
             Self::Codec(arguments) => arguments.run(),
             Self::Arena(arguments) => arguments.run(),
             Self::Rpc(arguments) => arguments.run(),
+            Self::Busy(arguments) => arguments.run(),
         }
     }
 }

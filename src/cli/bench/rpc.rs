@@ -4,19 +4,15 @@ use std::fs::Permissions;
 use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
-use std::process::Stdio;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
-
-use tokio::process::Command;
 
 use crate::cli::dirs::Dirs;
 use crate::cli::{block_on, say};
 use crate::error::CommandError;
-use crate::protocol::{ErrorCode, Hello, Lookup, Message, Role, VERSION, VERSION_MIN};
-use crate::transport::{Client, ClientSettings, Limits, ZmqTransport};
+use crate::protocol::{ErrorCode, Lookup, Message, Role};
+use crate::transport::Client;
 
-use super::percentiles;
+use super::{found, percentiles};
 
 /// Bytes of page hashes in a request.
 const HASH_BYTES: [usize; 3] = [160, 4 << 10, 64 << 10];
@@ -44,18 +40,24 @@ struct Row {
     leader_to_socket: f64,
 }
 
+#[derive(Debug, serde::Serialize)]
+struct Report {
+    refused: Vec<Row>,
+    found: Vec<found::Row>,
+}
+
 impl Arguments {
     pub(crate) fn run(self) -> Result<(), CommandError> {
-        let rows = block_on(1, self.measure_all())?;
+        let report = block_on(1, self.measure_all())?;
         if self.json {
-            say(&serde_json::to_string_pretty(&rows).map_err(CommandError::failed)?);
+            say(&serde_json::to_string_pretty(&report).map_err(CommandError::failed)?);
             return Ok(());
         }
         say(
             "A lookup that a leader without ranks refuses at once, beside the same bytes over a bare socket.",
         );
         say("request    socket p50  p99      leader p50  p99      leader/socket");
-        for row in rows {
+        for row in report.refused {
             say(&format!(
                 "{:>6} B  {:>8.1} us {:>6.1}  {:>8.1} us {:>6.1}  {:>13.2}",
                 row.hash_bytes,
@@ -66,10 +68,17 @@ impl Arguments {
                 row.leader_to_socket
             ));
         }
+        say(
+            "A lookup that a leader answers, beside a server that is busy as long as the core's step takes.",
+        );
+        say(found::Row::heading());
+        for row in report.found {
+            say(&row.text());
+        }
         Ok(())
     }
 
-    async fn measure_all(&self) -> Result<Vec<Row>, CommandError> {
+    async fn measure_all(&self) -> Result<Report, CommandError> {
         let owner_only = Permissions::from_mode(0o700);
         let folder = tempfile::Builder::new()
             .prefix("kvferry-bench-")
@@ -77,37 +86,21 @@ impl Arguments {
             .tempdir();
         let folder = folder.map_err(CommandError::failed)?;
         let dirs = Dirs::new(folder.path());
-        let program = std::env::current_exe().map_err(CommandError::failed)?;
-        let mut leader = Command::new(program)
-            .args(["leader", "--supervised", "--log", "warn", "--socket-dir"])
-            .arg(folder.path())
-            .stdin(Stdio::piped())
-            .kill_on_drop(true)
-            .spawn()
-            .map_err(CommandError::failed)?;
-        let hello = Hello {
-            version_min: VERSION_MIN,
-            version_max: VERSION,
-            role: Role::Engine,
-            engine: [7; 16],
-            rank: 0,
-            replica: 0,
-            name: "bench".to_owned(),
-        };
-        let address = dirs.leader_address();
-        let settings = ClientSettings {
-            address,
-            hello,
-            limits: Limits::default(),
-        };
-        let (client, mut incoming) = Client::start(Arc::new(ZmqTransport), settings);
+        let leader = ["leader", "--supervised", "--log", "warn", "--socket-dir"];
+        let mut leader = found::process(&leader, folder.path())?;
+        let (client, mut incoming) = found::client(dirs.leader_address(), Role::Engine);
         tokio::spawn(async move { while incoming.recv().await.is_some() {} });
         let mut rows = Vec::new();
         for hash_bytes in HASH_BYTES {
             rows.push(self.measure(&client, hash_bytes).await?);
         }
+        let busy = folder.path().join("busy");
+        let found = found::measure(&client, folder.path(), &busy, self.rounds).await?;
         leader.kill().await.map_err(CommandError::failed)?;
-        Ok(rows)
+        Ok(Report {
+            refused: rows,
+            found,
+        })
     }
 
     /// Both sides in turn, a few round trips each.

@@ -1,0 +1,304 @@
+//! Round trips of lookups that a real leader answers from a pool that holds them, beside round trips of the same sizes
+//! through the same transport to a server that is busy for as long as such a lookup takes in the core.
+//!
+//! The leader is a process of its own. This one stands for its engine and for its worker, which says of each copy at once
+//! that it has ended.
+
+use std::path::Path;
+use std::process::Stdio;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tokio::process::{Child, Command};
+use tokio::sync::mpsc;
+
+use crate::cli::dirs::Dirs;
+use crate::cli::process::told_to_end;
+use crate::error::CommandError;
+use crate::protocol::{
+    Attach, AttachedMemory, CopyResult, Ended, Hello, Lookup, LookupAnswer, Message, Role, Store,
+    VERSION, VERSION_MIN,
+};
+use crate::transport::{
+    Address, Client, ClientSettings, Incoming, Limits, Server, ServerEvent, ServerSettings,
+    Transport, ZmqTransport, prepare_directory,
+};
+use crate::types::{Epoch, PageList};
+
+use super::filled::{ENGINE, FilledLeader, HASH_BYTES, geometry, hashes};
+use super::percentiles;
+
+/// Pages of the prompts.
+const PROMPT_PAGES: [u32; 4] = [10, 256, 2048, 4096];
+/// Prompts of each length, which take turns.
+const PROMPTS: u64 = 16;
+/// Answer limit of anything that is asked here.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// One row of the result, in microseconds.
+#[derive(Debug, serde::Serialize)]
+pub(super) struct Row {
+    pages: u32,
+    /// In the core alone.
+    core_p50_us: f64,
+    busy_p50_us: f64,
+    busy_p99_us: f64,
+    leader_p50_us: f64,
+    leader_p99_us: f64,
+    leader_to_busy: f64,
+}
+
+impl Row {
+    pub(super) fn heading() -> &'static str {
+        "pages    core p50    busy server p50  p99      leader p50  p99      leader/busy"
+    }
+
+    pub(super) fn text(&self) -> String {
+        format!(
+            "{:>5}  {:>7.1} us  {:>13.1} us {:>6.1}  {:>8.1} us {:>6.1}  {:>11.2}",
+            self.pages,
+            self.core_p50_us,
+            self.busy_p50_us,
+            self.busy_p99_us,
+            self.leader_p50_us,
+            self.leader_p99_us,
+            self.leader_to_busy
+        )
+    }
+}
+
+/// Starts this program as a process that ends with this one.
+pub(super) fn process(arguments: &[&str], folder: &Path) -> Result<Child, CommandError> {
+    let program = std::env::current_exe().map_err(CommandError::failed)?;
+    let child = Command::new(program)
+        .args(arguments)
+        .arg(folder)
+        .stdin(Stdio::piped())
+        .kill_on_drop(true)
+        .spawn();
+    child.map_err(CommandError::failed)
+}
+
+pub(super) fn hello(role: Role) -> Hello {
+    Hello {
+        version_min: VERSION_MIN,
+        version_max: VERSION,
+        role,
+        engine: ENGINE.0,
+        rank: 0,
+        replica: 0,
+        name: "bench".to_owned(),
+    }
+}
+
+/// A client of whoever listens in a directory.
+pub(super) fn client(address: Address, role: Role) -> (Client, mpsc::Receiver<Incoming>) {
+    let settings = ClientSettings {
+        address,
+        hello: hello(role),
+        limits: Limits::default(),
+    };
+    Client::start(Arc::new(ZmqTransport), settings)
+}
+
+/// Measures against the leader that listens below `leader`; the busy server gets the directory `busy`.
+pub(super) async fn measure(
+    engine: &Client,
+    leader: &Path,
+    busy: &Path,
+    rounds: u32,
+) -> Result<Vec<Row>, CommandError> {
+    let worker = attach(leader).await?;
+    let mut server = process(&["bench", "busy"], busy)?;
+    let (to_busy, mut incoming) = client(Address::Directory(busy.to_owned()), Role::Engine);
+    let ignore = tokio::spawn(async move { while incoming.recv().await.is_some() {} });
+    let mut rows = Vec::new();
+    let mut first_prompt = 1_u64;
+    for pages in PROMPT_PAGES {
+        let prompts: Vec<u64> = (first_prompt..first_prompt + PROMPTS).collect();
+        first_prompt += PROMPTS;
+        for prompt in &prompts {
+            store(engine, *prompt, pages).await?;
+        }
+        rows.push(row(engine, &to_busy, &prompts, pages, rounds).await?);
+    }
+    server.kill().await.map_err(CommandError::failed)?;
+    ignore.abort();
+    worker.abort();
+    Ok(rows)
+}
+
+async fn row(
+    engine: &Client,
+    to_busy: &Client,
+    prompts: &[u64],
+    pages: u32,
+    rounds: u32,
+) -> Result<Row, CommandError> {
+    let core_us = in_core(pages, rounds)?;
+    let (mut busy, mut leader) = (Vec::new(), Vec::new());
+    let warm_up = rounds / 10;
+    for (round, prompt) in (0..rounds + warm_up).zip(prompts.iter().cycle()) {
+        let nanoseconds = (core_us * 1e3) as u64;
+        let idle = lookup(nanoseconds, *prompt, pages);
+        let begun = Instant::now();
+        ask(to_busy, idle).await?;
+        let busy_us = begun.elapsed().as_secs_f64() * 1e6;
+        let real = lookup(*prompt, *prompt, pages);
+        let begun = Instant::now();
+        let answer = ask(engine, real).await?;
+        let leader_us = begun.elapsed().as_secs_f64() * 1e6;
+        match answer {
+            Message::LookupAnswer(LookupAnswer { hit_pages, .. }) if hit_pages == pages => {}
+            other => return Err(CommandError::Failed(format!("found {other:?}"))),
+        }
+        if round >= warm_up {
+            busy.push(busy_us);
+            leader.push(leader_us);
+        }
+    }
+    let (busy_p50_us, busy_p99_us) = percentiles(busy);
+    let (leader_p50_us, leader_p99_us) = percentiles(leader);
+    Ok(Row {
+        pages,
+        core_p50_us: core_us,
+        busy_p50_us,
+        busy_p99_us,
+        leader_p50_us,
+        leader_p99_us,
+        leader_to_busy: leader_p50_us / busy_p50_us,
+    })
+}
+
+/// How long such a lookup takes without sockets and actors, its decoding left out: the busy server decodes as well.
+fn in_core(pages: u32, rounds: u32) -> Result<f64, CommandError> {
+    let mut leader = FilledLeader::new(PROMPTS, pages)?;
+    let mut took = Vec::new();
+    for (_, prompt) in (0..rounds).zip((0..PROMPTS).cycle()) {
+        let encoded = leader.encoded(prompt)?;
+        took.push(leader.lookup(&encoded)?.step.as_secs_f64() * 1e6);
+    }
+    Ok(percentiles(took).0)
+}
+
+fn lookup(slot: u64, prompt: u64, pages: u32) -> Message {
+    Message::Lookup(Lookup {
+        slot,
+        namespace: Vec::new(),
+        hash_bytes: HASH_BYTES as u8,
+        hashes: hashes(prompt, pages),
+        device_pages: 0,
+    })
+}
+
+async fn ask(client: &Client, message: Message) -> Result<Message, CommandError> {
+    let answer = client.ask(message, PATIENCE).await;
+    answer.map_err(CommandError::failed)
+}
+
+async fn store(engine: &Client, prompt: u64, pages: u32) -> Result<(), CommandError> {
+    ask(engine, lookup(prompt, prompt, pages)).await?;
+    let store = Store {
+        slot: prompt,
+        first_page: 0,
+        source: PageList::run(0, pages).into(),
+        hash_bytes: 0,
+        more_hashes: Vec::new(),
+    };
+    match ask(engine, Message::Store(store)).await? {
+        Message::StoreAnswer(answer) if answer.stored_pages == pages => Ok(()),
+        other => Err(CommandError::Failed(format!("stored {other:?}"))),
+    }
+}
+
+/// Attaches as the leader's only worker and answers its orders from then on.
+async fn attach(leader: &Path) -> Result<tokio::task::JoinHandle<()>, CommandError> {
+    let (worker, mut incoming) = client(Dirs::new(leader).leader_address(), Role::Worker);
+    let pages = PROMPT_PAGES.iter().sum::<u32>() * PROMPTS as u32;
+    let attach = Attach {
+        replica: 0,
+        rank: 0,
+        attach: 1,
+        depot: [1; 16],
+        memory: Some(AttachedMemory {
+            engine: ENGINE.0,
+            geometry: geometry(),
+            arena_pages: 2 * pages,
+        }),
+    };
+    ask(&worker, Message::Attach(attach)).await?;
+    Ok(tokio::spawn(async move {
+        while let Some(heard) = incoming.recv().await {
+            if let Incoming::Request(envelope) = heard
+                && let Message::Transfer(transfer) = envelope.message
+            {
+                let copies = transfer.copies.iter().map(|copy| CopyResult {
+                    op: copy.op,
+                    whole: true,
+                    bytes: 0,
+                    busy_us: 0,
+                });
+                let copies = copies.collect();
+                worker.reply(
+                    envelope.correlation,
+                    Message::Ended(Ended { rank: 0, copies }),
+                );
+            }
+        }
+    }))
+}
+
+/// `kvferry bench busy`: answers lookups after as many nanoseconds as their slot says, until its standard input ends.
+#[derive(Debug, clap::Args)]
+pub(crate) struct BusyArguments {
+    directory: std::path::PathBuf,
+}
+
+impl BusyArguments {
+    pub(crate) fn run(self) -> Result<(), CommandError> {
+        crate::cli::block_on(2, async move {
+            let directory = prepare_directory(&self.directory);
+            directory.map_err(CommandError::failed)?;
+            let listener = ZmqTransport
+                .listen(&Address::Directory(self.directory), Limits::default())
+                .await
+                .map_err(CommandError::failed)?;
+            let settings = ServerSettings {
+                epoch: Epoch(1),
+                heartbeat: Duration::from_secs(1),
+                roles: vec![Role::Engine],
+            };
+            let server = Server::new(listener, settings);
+            // As a leader does, away from the thread that called.
+            let serve = tokio::spawn(serve(server));
+            tokio::select! {
+                told = told_to_end(true) => told,
+                ended = serve => ended.map_err(CommandError::failed),
+            }
+        })
+    }
+}
+
+async fn serve(mut server: Server) {
+    let replier = server.replier();
+    while let Some(events) = server.next().await {
+        for event in events {
+            let ServerEvent::Message { peer, envelope } = event else {
+                continue;
+            };
+            let begun = Instant::now();
+            let Message::Lookup(lookup) = envelope.message else {
+                continue;
+            };
+            while begun.elapsed() < Duration::from_nanos(lookup.slot) {
+                std::hint::spin_loop();
+            }
+            let hit_pages = (lookup.hashes.len() / HASH_BYTES) as u32;
+            let answer = LookupAnswer {
+                hit_pages,
+                pending: false,
+            };
+            replier.reply(peer, envelope.correlation, Message::LookupAnswer(answer));
+        }
+    }
+}
