@@ -17,8 +17,8 @@ use crate::core::{BatchId, Worker, WorkerEffect, WorkerEvent, WorkerSettings};
 use crate::memory::{BufferError, Depot, RegisteredMemory};
 use crate::protocol::limits::PAGE_RECORDS_MAX;
 use crate::protocol::{
-    Attach, Attached, AttachedMemory, CopyResult, Empty, Ended, Envelope, ErrorBody, ErrorCode,
-    Inventory, Message, ReadInventory, Register, Registered, Struck,
+    Abandon, Attach, Attached, AttachedMemory, CopyResult, Empty, Ended, Envelope, ErrorBody,
+    ErrorCode, Inventory, Message, ReadInventory, Register, Registered, Struck,
 };
 use crate::transport::{
     Client, Failure, FdReceiver, Incoming, LinkId, PeerId, Replier, Server, ServerEvent,
@@ -115,6 +115,11 @@ pub(super) struct State {
     depot: Option<Arc<Depot>>,
     prefaulted: bool,
     mapped: Option<Mapped>,
+    /// Ranks that are connected, and the engine that each named in its hello.
+    ranks: HashMap<PeerId, EngineId>,
+    /// The engine that abandoned requests last, and the highest of them. They are over for memory that is only being mapped,
+    /// too.
+    over: (EngineId, RequestId),
     /// Why the leader turned this worker away, last.
     turned_away: Option<Failure>,
     /// Ranks that wait until nothing is copied for what they abandoned, by the number that the core was given.
@@ -181,6 +186,8 @@ impl Actor for WorkerActor {
             depot: None,
             prefaulted: false,
             mapped: None,
+            ranks: HashMap::new(),
+            over: (EngineId::default(), RequestId(0)),
             turned_away: None,
             abandoning: HashMap::new(),
             next_ask: 0,
@@ -270,7 +277,10 @@ type Handled = Result<(), ActorProcessingErr>;
 impl State {
     fn rank_event(&mut self, event: ServerEvent, myself: &ActorRef<WorkerMessage>) -> Handled {
         match event {
-            ServerEvent::Opened { .. } => Ok(()),
+            ServerEvent::Opened { peer, hello, .. } => {
+                self.ranks.insert(peer, EngineId(hello.engine));
+                Ok(())
+            }
             ServerEvent::Closed { peer } => self.rank_gone(peer, myself),
             ServerEvent::Message { peer, envelope } => {
                 self.rank_asks(peer, envelope.correlation, envelope.message, myself)
@@ -285,44 +295,64 @@ impl State {
         message: Message,
         myself: &ActorRef<WorkerMessage>,
     ) -> Handled {
-        if let Message::Register(register) = message {
-            self.register(peer, correlation, register, myself);
-            return Ok(());
-        }
-        if !matches!(message, Message::Written(_) | Message::Abandon(_)) {
-            let text = format!("{} is not for a worker to answer", message.kind().name());
-            self.refuse(peer, correlation, ErrorCode::UnknownKind, text);
-            return Ok(());
-        }
-        let mapped = self.mapped.as_ref().filter(|mapped| mapped.peer == peer);
-        let Some(engine) = mapped.map(|mapped| mapped.engine) else {
-            let text = "register your memory first".to_owned();
-            self.refuse(peer, correlation, ErrorCode::Invalid, text);
-            return Ok(());
-        };
         match message {
-            Message::Abandon(abandon) => {
-                self.next_ask += 1;
-                let ask = self.next_ask;
-                self.abandoning.insert(ask, (peer, correlation));
-                let event = WorkerEvent::Abandon {
-                    engine,
-                    ask,
-                    requests: abandon.requests.into_iter().map(RequestId).collect(),
-                };
-                self.step(event, myself)
+            Message::Register(register) => {
+                self.register(peer, correlation, register, myself);
+                Ok(())
             }
+            Message::Abandon(abandon) => self.abandon(peer, correlation, &abandon, myself),
             Message::Written(written) => {
+                let mapped = self.mapped.as_ref().filter(|mapped| mapped.peer == peer);
+                let Some(engine) = mapped.map(|mapped| mapped.engine) else {
+                    let text = "register your memory first".to_owned();
+                    self.refuse(peer, correlation, ErrorCode::Invalid, text);
+                    return Ok(());
+                };
                 let through = RequestId(written.through);
                 self.replier
                     .reply(peer, correlation, Message::WrittenAnswer(Empty {}));
                 self.step(WorkerEvent::Written { engine, through }, myself)
             }
-            _ => Ok(()),
+            other => {
+                let text = format!("{} is not for a worker to answer", other.kind().name());
+                self.refuse(peer, correlation, ErrorCode::UnknownKind, text);
+                Ok(())
+            }
         }
     }
 
+    /// Also for an engine that has not registered here: a worker that took over from a dead one copies nothing for it, and
+    /// says so.
+    fn abandon(
+        &mut self,
+        peer: PeerId,
+        correlation: RequestId,
+        abandon: &Abandon,
+        myself: &ActorRef<WorkerMessage>,
+    ) -> Handled {
+        let mapped = self.mapped.as_ref().filter(|mapped| mapped.peer == peer);
+        let engine = mapped.map(|mapped| mapped.engine);
+        let Some(engine) = engine.or_else(|| self.ranks.get(&peer).copied()) else {
+            return Ok(());
+        };
+        let highest = abandon.requests.iter().copied().max().unwrap_or(0);
+        if self.over.0 != engine {
+            self.over = (engine, RequestId(0));
+        }
+        self.over.1 = self.over.1.max(RequestId(highest));
+        self.next_ask += 1;
+        let ask = self.next_ask;
+        self.abandoning.insert(ask, (peer, correlation));
+        let event = WorkerEvent::Abandon {
+            engine,
+            ask,
+            requests: abandon.requests.iter().copied().map(RequestId).collect(),
+        };
+        self.step(event, myself)
+    }
+
     fn rank_gone(&mut self, peer: PeerId, myself: &ActorRef<WorkerMessage>) -> Handled {
+        self.ranks.remove(&peer);
         self.abandoning.retain(|_, (waiting, _)| *waiting != peer);
         let gone = self.mapped.take_if(|mapped| mapped.peer == peer);
         match gone {
@@ -374,7 +404,14 @@ impl State {
         memory: RegisteredMemory,
         myself: &ActorRef<WorkerMessage>,
     ) -> Handled {
-        let (engine, after) = (who.engine, who.after);
+        if !self.ranks.contains_key(&who.peer) {
+            tracing::debug!(worker = %self.worker, "a rank is gone before its memory was mapped");
+            return Ok(());
+        }
+        let (engine, mut after) = (who.engine, who.after);
+        if self.over.0 == engine {
+            after = after.max(self.over.1);
+        }
         let before = self.mapped.replace(Mapped {
             engine,
             peer: who.peer,
