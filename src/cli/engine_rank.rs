@@ -10,7 +10,7 @@ use crate::engine::models::Model;
 use crate::engine::rank::{RankSettings, run};
 use crate::error::CommandError;
 use crate::transport::ZmqTransport;
-use crate::types::{EngineId, Rank};
+use crate::types::{EngineId, Rank, Replica};
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Arguments {
@@ -19,6 +19,8 @@ pub(super) struct Arguments {
     /// 32 hexadecimal digits.
     #[arg(long)]
     engine: String,
+    #[arg(long)]
+    replica: u16,
     #[arg(long)]
     rank: u16,
     #[arg(long)]
@@ -48,6 +50,7 @@ impl Arguments {
         let settings = RankSettings {
             worker_dir: self.worker_dir,
             engine: EngineId(engine.to_be_bytes()),
+            replica: Replica(self.replica),
             rank: Rank(self.rank),
             ranks: self.ranks,
             engine_page_tokens: self.engine_page_tokens,

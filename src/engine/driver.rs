@@ -1,74 +1,39 @@
-//! Drives the scheduler of the reference engine for real: requests go to a leader, work goes to rank processes.
+//! Drives the scheduler of one engine for real: requests go to a leader, work goes to rank processes.
+//!
+//! Every request ends by its deadline. A lookup without an answer is a miss. The pages of a load or a store without an answer
+//! are taken back from the workers first: what a worker still writes must not be used for anything else.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
-use tokio::process::{Child, ChildStdin, ChildStdout};
+use tokio::process::Child;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-use crate::engine::pipe::{self, Order, Report};
-use crate::engine::scheduler::{Action, Prompt, REQUEST_TIMEOUT, Scheduler, Served, WorkKind};
+use crate::engine::fleet::EngineParts;
+use crate::engine::observed::Observed;
+use crate::engine::pipe::{Order, Report};
+use crate::engine::rank_pipe::{RANK_QUEUE, send_orders, take_reports};
+use crate::engine::scheduler::{Action, Prompt, Scheduler, Served, WorkKind};
 use crate::protocol::{ErrorCode, Message};
 use crate::transport::{Client, Failure};
 use crate::types::{Answer, Request, RequestId, SlotId};
 
-/// Orders that may wait in the queue of a rank.
-const RANK_QUEUE: usize = 1024;
-
-/// How much longer a load or a store is waited for: its pages cannot be used before nothing reads or writes them any more.
-const PAGES_PATIENCE: Duration = Duration::from_secs(20);
-
-/// A rank process and the pipes to it.
-#[derive(Debug)]
-pub struct RankPipe {
-    /// The process; it is killed when this is dropped.
-    pub child: Child,
-    /// Takes orders.
-    pub orders: ChildStdin,
-    /// Gives reports.
-    pub reports: ChildStdout,
+/// Something that happened to one engine of a fleet.
+pub(super) struct Event {
+    /// Which one.
+    pub(super) engine: usize,
+    pub(super) happened: Happened,
 }
 
-/// Microseconds that requests took.
-#[derive(Debug, Clone, Default)]
-pub struct Latencies {
-    /// Of lookups.
-    pub lookup_us: Vec<u64>,
-    /// Of loads.
-    pub load_us: Vec<u64>,
-    /// Of stores.
-    pub store_us: Vec<u64>,
-    /// From a prompt's arrival to the end of its computation, checks of what was loaded included.
-    pub first_token_us: Vec<u64>,
-    /// From a prompt's arrival to its lookup, where pages were missing.
-    pub page_wait_us: Vec<u64>,
-}
-
-/// What was seen at the engine.
-#[derive(Debug, Clone, Default)]
-pub struct Observed {
-    /// Bytes of loaded pages that were compared, all ranks.
-    pub verified_bytes: u64,
-    /// Bytes that were wrong.
-    pub mismatched_bytes: u64,
-    /// The first complaints of the ranks.
-    pub complaints: Vec<String>,
-    /// The first refusals of the leader.
-    pub refusals: Vec<String>,
-    /// How long requests took.
-    pub latencies: Latencies,
-}
-
-/// Most complaints and refusals that are kept.
-const KEPT_TEXTS: usize = 8;
-
-enum Happened {
+pub(super) enum Happened {
     Answered {
         id: RequestId,
         answer: Result<Message, Failure>,
         us: u64,
     },
+    /// The end of a prompt was not answered by its deadline; the leader is told until it hears.
+    FinishIsLate(RequestId),
     Reported(Report),
     RankLost(usize),
 }
@@ -81,10 +46,16 @@ enum Asked {
     Finish,
 }
 
+/// What a ticket is for, and how many ranks have not reported.
 struct Open {
-    slot: SlotId,
-    kind: WorkKind,
+    task: Task,
     missing: usize,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Task {
+    Work(SlotId, WorkKind),
+    Abandon(RequestId),
 }
 
 /// When a prompt came, and how long it waited then.
@@ -94,15 +65,18 @@ struct Arrived {
 }
 
 /// See the module.
-pub struct Driver {
+pub(super) struct Driver {
+    engine: usize,
     scheduler: Scheduler,
     client: Client,
+    request_timeout: Duration,
     queues: Vec<mpsc::Sender<Order>>,
-    happened: mpsc::Receiver<Happened>,
-    report: mpsc::Sender<Happened>,
-    work: HashMap<u64, Open>,
+    report: mpsc::Sender<Event>,
+    open: HashMap<u64, Open>,
     asked: HashMap<RequestId, Asked>,
-    open: HashMap<SlotId, Arrived>,
+    /// Prompts whose end the leader has not heard of.
+    finishing: HashSet<RequestId>,
+    arrived: HashMap<SlotId, Arrived>,
     next_ticket: u64,
     observed: Observed,
     actions: Vec<Action>,
@@ -110,27 +84,37 @@ pub struct Driver {
 }
 
 impl Driver {
-    /// Joins a scheduler, a leader and ranks that have registered.
-    pub fn new(scheduler: Scheduler, client: Client, ranks: Vec<RankPipe>) -> Self {
-        let (report, happened) = mpsc::channel(RANK_QUEUE);
+    /// Joins a scheduler, a leader and ranks; what happens to them goes to `report`.
+    pub(super) fn new(
+        engine: usize,
+        parts: EngineParts,
+        request_timeout: Duration,
+        report: mpsc::Sender<Event>,
+    ) -> Self {
         let mut queues = Vec::new();
         let mut children = Vec::new();
-        for (index, rank) in ranks.into_iter().enumerate() {
+        for (index, rank) in parts.ranks.into_iter().enumerate() {
             let (queue, orders) = mpsc::channel(RANK_QUEUE);
             tokio::spawn(send_orders(orders, rank.orders));
-            tokio::spawn(take_reports(index, rank.reports, report.clone()));
+            let event = move |report: Option<Report>| Event {
+                engine,
+                happened: report.map_or(Happened::RankLost(index), Happened::Reported),
+            };
+            tokio::spawn(take_reports(rank.reports, report.clone(), event));
             queues.push(queue);
             children.push(rank.child);
         }
         Self {
-            scheduler,
-            client,
+            engine,
+            scheduler: parts.scheduler,
+            client: parts.client,
+            request_timeout,
             queues,
-            happened,
             report,
-            work: HashMap::new(),
-            asked: HashMap::new(),
             open: HashMap::new(),
+            asked: HashMap::new(),
+            finishing: HashSet::new(),
+            arrived: HashMap::new(),
             next_ticket: 0,
             observed: Observed::default(),
             actions: Vec::new(),
@@ -138,51 +122,40 @@ impl Driver {
         }
     }
 
-    /// Prompts that run or wait.
-    pub fn open_prompts(&self) -> usize {
+    pub(super) fn open_prompts(&self) -> usize {
         self.scheduler.open_prompts()
     }
 
-    /// What was seen so far.
-    pub fn observed(&self) -> &Observed {
+    /// Whether the leader has still to hear of the end of a prompt.
+    pub(super) fn is_finishing(&self) -> bool {
+        !self.finishing.is_empty()
+    }
+
+    pub(super) fn observed(&self) -> &Observed {
         &self.observed
     }
 
-    /// Pages that prompts hold: zero when none runs.
-    pub fn held_pages(&self) -> u32 {
+    pub(super) fn held_pages(&self) -> u32 {
         self.scheduler.held_pages()
     }
 
     /// A prompt arrives. Appends what was served meanwhile.
-    pub async fn arrive(&mut self, prompt: Prompt, served: &mut Vec<Served>) -> Result<(), String> {
+    pub(super) async fn arrive(
+        &mut self,
+        prompt: Prompt,
+        served: &mut Vec<Served>,
+    ) -> Result<(), String> {
         let arrived = Arrived {
             at: Instant::now(),
             waited: Duration::ZERO,
         };
-        self.open.insert(prompt.slot, arrived);
+        self.arrived.insert(prompt.slot, arrived);
         self.scheduler.arrive(prompt, &mut self.actions);
         self.act(served).await
     }
 
-    /// Waits until something happens, at most until `limit`, and goes on from there. Appends what was served.
-    pub async fn progress(
-        &mut self,
-        limit: Instant,
-        served: &mut Vec<Served>,
-    ) -> Result<(), String> {
-        let Ok(happened) = tokio::time::timeout_at(limit, self.happened.recv()).await else {
-            return Ok(());
-        };
-        let mut next = happened;
-        while let Some(happened) = next {
-            self.take(happened)?;
-            next = self.happened.try_recv().ok();
-        }
-        self.act(served).await
-    }
-
     /// Ends the ranks: closes their pipes and waits for them, at most `limit` each.
-    pub async fn end(mut self, limit: Duration) -> Result<Observed, String> {
+    pub(super) async fn end(mut self, limit: Duration) -> Result<Observed, String> {
         self.queues.clear();
         for (rank, mut child) in self.children.drain(..).enumerate() {
             match tokio::time::timeout(limit, child.wait()).await {
@@ -195,80 +168,91 @@ impl Driver {
         Ok(self.observed)
     }
 
-    fn take(&mut self, happened: Happened) -> Result<(), String> {
+    /// Takes what happened; [`Self::act`] carries out what follows from it.
+    pub(super) fn take(&mut self, happened: Happened) -> Result<(), String> {
         match happened {
             Happened::RankLost(rank) => return Err(format!("engine rank {rank} ended early")),
-            Happened::Answered {
-                id,
-                answer: Err(failure),
-                ..
-            } if failure.code == ErrorCode::Deadline
-                && matches!(self.asked.get(&id), Some(Asked::Load | Asked::Store)) =>
-            {
-                return Err(format!(
-                    "{id}: a load or a store was never answered, its pages cannot be used: {failure}"
-                ));
-            }
             Happened::Answered { id, answer, us } => self.answered(id, answer, us),
-            Happened::Reported(report) => {
-                self.observed.verified_bytes += report.verified_bytes;
-                self.observed.mismatched_bytes += report.mismatched_bytes;
-                if report.fatal {
-                    return Err(report.complaint);
-                }
-                if !report.complaint.is_empty() && self.observed.complaints.len() < KEPT_TEXTS {
-                    self.observed.complaints.push(report.complaint);
-                }
-                let Some(open) = self.work.get_mut(&report.ticket) else {
-                    return Err("a rank reported unknown work".to_owned());
-                };
-                open.missing -= 1;
-                if open.missing == 0
-                    && let Some(open) = self.work.remove(&report.ticket)
-                {
-                    if open.kind == WorkKind::Compute
-                        && let Some(arrived) = self.open.get(&open.slot)
-                    {
-                        let first_token = microseconds(arrived.at.elapsed());
-                        self.observed.latencies.first_token_us.push(first_token);
-                    }
-                    self.scheduler
-                        .worked(open.slot, open.kind, &mut self.actions);
-                }
+            Happened::FinishIsLate(id) => {
+                self.observed.refused(format!("{id}: not answered in time"));
+                self.scheduler.answered(id, None, &mut self.actions);
             }
+            Happened::Reported(report) => self.reported(report)?,
+        }
+        Ok(())
+    }
+
+    fn reported(&mut self, report: Report) -> Result<(), String> {
+        self.observed.verified_bytes += report.verified_bytes;
+        self.observed.mismatched_bytes += report.mismatched_bytes;
+        if report.fatal {
+            return Err(report.complaint);
+        }
+        if !report.complaint.is_empty() {
+            self.observed.complain(report.complaint);
+        }
+        let open = self.open.get_mut(&report.ticket);
+        let open = open.ok_or("a rank reported unknown work")?;
+        open.missing -= 1;
+        if open.missing > 0 {
+            return Ok(());
+        }
+        let task = open.task;
+        self.open.remove(&report.ticket);
+        match task {
+            Task::Work(slot, kind) => {
+                if kind == WorkKind::Compute
+                    && let Some(arrived) = self.arrived.get(&slot)
+                {
+                    let first_token = microseconds(arrived.at.elapsed());
+                    self.observed.latencies.first_token_us.push(first_token);
+                }
+                self.scheduler.worked(slot, kind, &mut self.actions);
+            }
+            // No worker copies for it any more: its pages are the prompt's again.
+            Task::Abandon(id) => self.scheduler.answered(id, None, &mut self.actions),
         }
         Ok(())
     }
 
     fn answered(&mut self, id: RequestId, answer: Result<Message, Failure>, us: u64) {
         let latencies = &mut self.observed.latencies;
-        match self.asked.remove(&id) {
+        let asked = self.asked.remove(&id);
+        match asked {
             Some(Asked::Lookup) => latencies.lookup_us.push(us),
             Some(Asked::Load) => latencies.load_us.push(us),
             Some(Asked::Store) => latencies.store_us.push(us),
             Some(Asked::Finish) | None => {}
         }
-        let answer: Option<Answer> = match answer {
-            Ok(message) => message.answer(),
-            Err(failure) => {
-                if self.observed.refusals.len() < KEPT_TEXTS {
-                    self.observed.refusals.push(failure.to_string());
-                }
-                None
+        self.finishing.remove(&id);
+        let failure = match answer {
+            Ok(message) => {
+                let answer: Option<Answer> = message.answer();
+                return self.scheduler.answered(id, answer, &mut self.actions);
             }
+            Err(failure) => failure,
         };
-        self.scheduler.answered(id, answer, &mut self.actions);
+        let copies = matches!(asked, Some(Asked::Load | Asked::Store));
+        self.observed.refused(failure.to_string());
+        if copies && !ends_copies(failure.code) {
+            self.observed.abandoned += 1;
+            self.scheduler.gave_up(id, &mut self.actions);
+        } else {
+            self.scheduler.answered(id, None, &mut self.actions);
+        }
     }
 
-    async fn act(&mut self, served: &mut Vec<Served>) -> Result<(), String> {
+    /// Carries out what the scheduler wants. Appends what was served.
+    pub(super) async fn act(&mut self, served: &mut Vec<Served>) -> Result<(), String> {
         for action in std::mem::take(&mut self.actions) {
             match action {
                 Action::Idle => {}
                 Action::Abandon { id } => {
-                    return Err(format!("{id}: this driver waits for every load and store"));
+                    let ticket = self.ticket(Task::Abandon(id));
+                    self.order(Order::abandon(ticket, id)).await?;
                 }
                 Action::Done(done) => {
-                    if let Some(arrived) = self.open.remove(&done.slot)
+                    if let Some(arrived) = self.arrived.remove(&done.slot)
                         && done.waited_for_pages
                     {
                         let waited = microseconds(arrived.waited);
@@ -283,9 +267,9 @@ impl Driver {
                     positions,
                     written_through,
                 } => {
-                    self.next_ticket += 1;
+                    let ticket = self.ticket(Task::Work(slot, kind));
                     let through = written_through.map_or(0, |id| id.0);
-                    let mut order = Order::new(self.next_ticket, kind, through);
+                    let mut order = Order::new(ticket, kind, through);
                     if let Some((hashes, pages)) = self.scheduler.pages_of(slot) {
                         for position in positions {
                             let position = position as usize;
@@ -296,21 +280,25 @@ impl Driver {
                             order.contents.extend_from_slice(&content.to_be_bytes());
                         }
                     }
-                    let missing = self.queues.len();
-                    self.work.insert(
-                        self.next_ticket,
-                        Open {
-                            slot,
-                            kind,
-                            missing,
-                        },
-                    );
-                    for queue in &self.queues {
-                        let sent = queue.send(order.clone()).await;
-                        sent.map_err(|_| "an engine rank takes no orders".to_owned())?;
-                    }
+                    self.order(order).await?;
                 }
             }
+        }
+        Ok(())
+    }
+
+    /// A number under which every rank reports.
+    fn ticket(&mut self, task: Task) -> u64 {
+        self.next_ticket += 1;
+        let missing = self.queues.len();
+        self.open.insert(self.next_ticket, Open { task, missing });
+        self.next_ticket
+    }
+
+    async fn order(&self, order: Order) -> Result<(), String> {
+        for queue in &self.queues {
+            let sent = queue.send(order.clone()).await;
+            sent.map_err(|_| "an engine rank takes no orders".to_owned())?;
         }
         Ok(())
     }
@@ -318,7 +306,7 @@ impl Driver {
     fn send(&mut self, id: RequestId, request: Request) {
         let asked = match &request {
             Request::Lookup { slot, .. } => {
-                if let Some(arrived) = self.open.get_mut(slot) {
+                if let Some(arrived) = self.arrived.get_mut(slot) {
                     arrived.waited = arrived.at.elapsed();
                 }
                 Asked::Lookup
@@ -328,62 +316,95 @@ impl Driver {
             Request::Finish { .. } | Request::Reset { .. } => Asked::Finish,
         };
         self.asked.insert(id, asked);
-        let patience = if matches!(asked, Asked::Load | Asked::Store) {
-            PAGES_PATIENCE
-        } else {
-            Duration::ZERO
+        if asked == Asked::Finish {
+            self.finishing.insert(id);
+        }
+        let asking = Asking {
+            engine: self.engine,
+            client: self.client.clone(),
+            report: self.report.clone(),
+            timeout: self.request_timeout,
         };
-        let (client, report) = (self.client.clone(), self.report.clone());
         tokio::spawn(async move {
-            let begun = Instant::now();
-            let answer = client
-                .ask_patiently(id, request.into(), REQUEST_TIMEOUT, patience)
-                .await;
-            let us = microseconds(begun.elapsed());
-            if report
-                .send(Happened::Answered { id, answer, us })
-                .await
-                .is_err()
-            {
+            let reported = asking.ask(id, request.into(), asked).await;
+            if reported.is_err() {
                 tracing::debug!("the engine has ended");
             }
         });
     }
 }
 
+/// Whether a load or a store that failed like this copies nothing any more. A leader says so; what this side found out, or
+/// what was said before the leader looked at it, proves nothing.
+fn ends_copies(code: ErrorCode) -> bool {
+    matches!(
+        code,
+        ErrorCode::NotReady
+            | ErrorCode::Limit
+            | ErrorCode::UnknownSlot
+            | ErrorCode::Invalid
+            | ErrorCode::NotPinned
+            | ErrorCode::CopyFailed
+            | ErrorCode::StaleRequest
+    )
+}
+
+/// What it takes to ask a leader.
+struct Asking {
+    engine: usize,
+    client: Client,
+    report: mpsc::Sender<Event>,
+    timeout: Duration,
+}
+
+impl Asking {
+    /// Asks until the deadline; in case of the end of a prompt until the leader has heard of it.
+    async fn ask(&self, id: RequestId, message: Message, asked: Asked) -> Result<(), Closed> {
+        let begun = Instant::now();
+        let mut late = false;
+        loop {
+            let answer = self.client.ask_as(id, message.clone(), self.timeout).await;
+            let unheard = |failure: &Failure| failure.code == ErrorCode::Deadline;
+            if asked == Asked::Finish && answer.as_ref().is_err_and(unheard) {
+                if !std::mem::replace(&mut late, true) {
+                    self.tell(Happened::FinishIsLate(id)).await?;
+                }
+                continue;
+            }
+            let us = microseconds(begun.elapsed());
+            return self.tell(Happened::Answered { id, answer, us }).await;
+        }
+    }
+
+    async fn tell(&self, happened: Happened) -> Result<(), Closed> {
+        let engine = self.engine;
+        let sent = self.report.send(Event { engine, happened }).await;
+        sent.map_err(|_| Closed)
+    }
+}
+
+/// Nobody listens any more.
+struct Closed;
+
 fn microseconds(span: Duration) -> u64 {
     u64::try_from(span.as_micros()).unwrap_or(u64::MAX)
 }
 
-async fn send_orders(mut orders: mpsc::Receiver<Order>, mut pipe: ChildStdin) {
-    while let Some(order) = orders.recv().await {
-        if let Err(error) = pipe::write(&mut pipe, &order).await {
-            tracing::debug!(%error, "a rank takes no orders");
-            return;
-        }
-    }
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-async fn take_reports(rank: usize, mut reports: ChildStdout, happened: mpsc::Sender<Happened>) {
-    loop {
-        let next = match pipe::read::<Report>(&mut reports).await {
-            Ok(Some(report)) => Happened::Reported(report),
-            Ok(None) | Err(_) => Happened::RankLost(rank),
-        };
-        let last = matches!(next, Happened::RankLost(_));
-        if happened.send(next).await.is_err() || last {
-            return;
+    #[test]
+    fn only_a_leaders_word_ends_copies() {
+        for said_by_this_side in [
+            ErrorCode::Deadline,
+            ErrorCode::Draining,
+            ErrorCode::Busy,
+            ErrorCode::UnsupportedVersion,
+        ] {
+            assert!(!ends_copies(said_by_this_side), "{said_by_this_side:?}");
         }
-    }
-}
-
-/// Waits until a rank says that it has registered.
-pub async fn wait_until_ready(rank: &mut RankPipe, limit: Duration) -> Result<(), String> {
-    match tokio::time::timeout(limit, pipe::read::<Report>(&mut rank.reports)).await {
-        Err(_) => Err(format!("an engine rank is not ready after {limit:?}")),
-        Ok(Ok(Some(report))) if report.fatal => Err(report.complaint),
-        Ok(Ok(Some(_))) => Ok(()),
-        Ok(Ok(None)) => Err("an engine rank ended before it was ready".to_owned()),
-        Ok(Err(error)) => Err(error.to_string()),
+        assert!(ends_copies(ErrorCode::CopyFailed));
+        assert!(ends_copies(ErrorCode::NotReady));
     }
 }

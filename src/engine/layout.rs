@@ -8,6 +8,9 @@ use crate::types::{
     TensorView,
 };
 
+/// Bytes behind the pages for the nonce of a registration: a rank registers again while its pages are in use.
+pub(super) const NONCE_ROOM_BYTES: u64 = 64;
+
 /// Where the fragments of a page lie.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub enum EngineLayout {
@@ -40,6 +43,11 @@ impl EngineLayout {
             Self::Contiguous => settings.geometry.page_bytes(),
         }
     }
+}
+
+/// Bytes of all pages; the nonce lies behind them.
+pub(super) fn pages_bytes(settings: &RankSettings) -> u64 {
+    settings.geometry.page_bytes() * u64::from(settings.device_pages)
 }
 
 /// The registration of a rank's memory, handed over under `ticket`.
@@ -80,7 +88,7 @@ pub(super) fn describe(settings: &RankSettings, ticket: [u8; 16], nonce: Nonce) 
         allocations: vec![Allocation {
             kind: AllocationKind::SharedMemory,
             handle: AllocationHandle::Ticket(ticket),
-            bytes: geometry.page_bytes() * u64::from(settings.device_pages),
+            bytes: pages_bytes(settings) + NONCE_ROOM_BYTES,
         }],
         tensors: tensors
             .map(|(layer, index, role)| view(layer, index, role))

@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 use crate::engine::scheduler::WorkKind;
+use crate::types::RequestId;
 
 /// Longest frame: the work of a prompt of 16 million tokens in pages of 16 takes 20 MiB.
 pub const PIPE_FRAME_BYTES_MAX: u32 = 64 << 20;
@@ -18,7 +19,7 @@ pub const PIPE_FRAME_BYTES_MAX: u32 = 64 << 20;
 pub struct Order {
     /// Comes back in the report.
     pub ticket: u64,
-    /// 0 poison, 1 compute, 2 verify.
+    /// 0 poison, 1 compute, 2 verify, 3 abandon.
     pub kind: u8,
     /// Device pages, 4 bytes little-endian each.
     #[serde(with = "serde_bytes")]
@@ -28,6 +29,17 @@ pub struct Order {
     pub contents: Vec<u8>,
     /// Tell the worker that everything up to this request is written; 0 for nothing.
     pub written_through: u64,
+    /// The request to abandon; 0 for none.
+    pub abandon: u64,
+}
+
+/// What an order is about.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Task {
+    /// Work on pages.
+    Work(WorkKind),
+    /// Report when the worker copies nothing for this request any more, and never will.
+    Abandon(RequestId),
 }
 
 /// What a rank answers.
@@ -59,15 +71,29 @@ impl Order {
             pages: Vec::new(),
             contents: Vec::new(),
             written_through,
+            abandon: 0,
         }
     }
 
-    /// What kind of work it is.
-    pub fn work(&self) -> Option<WorkKind> {
+    /// An order to have nothing copied for a request any more.
+    pub fn abandon(ticket: u64, request: RequestId) -> Self {
+        Self {
+            ticket,
+            kind: 3,
+            pages: Vec::new(),
+            contents: Vec::new(),
+            written_through: 0,
+            abandon: request.0,
+        }
+    }
+
+    /// What it is about; `None` for an unknown kind.
+    pub fn task(&self) -> Option<Task> {
         match self.kind {
-            0 => Some(WorkKind::Poison),
-            1 => Some(WorkKind::Compute),
-            2 => Some(WorkKind::Verify),
+            0 => Some(Task::Work(WorkKind::Poison)),
+            1 => Some(Task::Work(WorkKind::Compute)),
+            2 => Some(Task::Work(WorkKind::Verify)),
+            3 => Some(Task::Abandon(RequestId(self.abandon))),
             _ => None,
         }
     }

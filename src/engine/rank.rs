@@ -1,7 +1,6 @@
 //! One rank of the reference engine: a process with KV memory of its own that registers it with its worker, and computes
 //! and checks pages when the scheduler says so.
 
-use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,16 +9,17 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::mpsc;
 
 use crate::engine::content::{ContentKey, POISON};
-use crate::engine::layout::{EngineLayout, describe};
+use crate::engine::layout::{EngineLayout, NONCE_ROOM_BYTES, pages_bytes};
 use crate::engine::models::ModelGeometry;
-use crate::engine::pipe::{self, Order, Report};
+use crate::engine::pipe::{self, Order, Report, Task};
 use crate::engine::scheduler::WorkKind;
+use crate::engine::speaker::{Speaker, Tell};
 use crate::memory::SharedBuffer;
-use crate::protocol::{ErrorCode, Hello, Message, Register, Role, VERSION, VERSION_MIN, Written};
-use crate::transport::{
-    Address, Client, ClientSettings, Failure, Incoming, Limits, Transport, send_fd,
-};
-use crate::types::{EngineId, Fingerprint, Nonce, Rank, Registration};
+use crate::transport::Transport;
+use crate::types::{EngineId, Fingerprint, Rank, Replica, RequestId};
+
+/// Reports, and things to tell the worker, that may wait.
+const QUEUE: usize = 1024;
 
 /// What a rank is.
 #[derive(Debug, Clone)]
@@ -28,6 +28,8 @@ pub struct RankSettings {
     pub worker_dir: PathBuf,
     /// Which engine it belongs to.
     pub engine: EngineId,
+    /// Which instance of the engine beside the leader that is.
+    pub replica: Replica,
     /// Which rank it is.
     pub rank: Rank,
     /// Ranks of the engine.
@@ -42,164 +44,114 @@ pub struct RankSettings {
     pub replicated: bool,
     /// How the pages lie in memory.
     pub layout: EngineLayout,
-    /// How long registration may take, the worker's start included.
+    /// How long the first registration may take, the worker's start included.
     pub start_limit: Duration,
 }
 
-/// A rank that has registered.
+/// The rank's memory, and what works on it.
 struct RankProcess {
     settings: RankSettings,
-    memory: SharedBuffer,
-    worker: Client,
+    memory: Arc<SharedBuffer>,
+    tell: mpsc::Sender<Tell>,
     scratch: Vec<u8>,
 }
 
-/// Runs a rank until `orders` ends. Says on `reports` when it is ready (ticket 0), then reports each order.
+/// Runs a rank until `orders` ends. Says on `reports` when it has registered for the first time (ticket 0), then reports
+/// each order. When its connection breaks, it registers again by itself.
 pub async fn run(
     transport: Arc<dyn Transport>,
     settings: RankSettings,
-    mut orders: impl AsyncRead + Unpin,
-    mut reports: impl AsyncWrite + Unpin,
+    orders: impl AsyncRead + Unpin,
+    reports: impl AsyncWrite + Unpin + Send + 'static,
 ) -> Result<(), String> {
-    let started = RankProcess::start(transport, settings).await;
-    let (mut process, mut incoming) = match started {
-        Ok(started) => started,
-        Err(complaint) => {
-            let report = Report {
-                complaint: complaint.clone(),
-                fatal: true,
-                ..Report::default()
-            };
-            pipe::write(&mut reports, &report)
-                .await
-                .map_err(|error| error.to_string())?;
-            return Err(complaint);
-        }
-    };
-    tokio::spawn(async move { while incoming.recv().await.is_some() {} });
-    pipe::write(&mut reports, &Report::default())
-        .await
-        .map_err(|error| error.to_string())?;
-    loop {
-        let order: Option<Order> = pipe::read(&mut orders)
-            .await
-            .map_err(|error| error.to_string())?;
-        let Some(order) = order else { return Ok(()) };
-        let report = process.carry_out(&order).await;
-        let report = report.unwrap_or_else(|complaint| Report {
-            ticket: order.ticket,
-            complaint,
+    let (report, queue) = mpsc::channel(QUEUE);
+    let writing = tokio::spawn(write_reports(queue, reports));
+    let ended = serve(transport, settings, orders, &report).await;
+    if let Err(complaint) = &ended {
+        let last = Report {
+            complaint: complaint.clone(),
             fatal: true,
             ..Report::default()
-        });
-        pipe::write(&mut reports, &report)
-            .await
-            .map_err(|error| error.to_string())?;
+        };
+        if report.send(last).await.is_err() {
+            tracing::debug!("nobody reads the reports");
+        }
+    }
+    drop(report);
+    let written = writing.await.map_err(|error| error.to_string())?;
+    ended.and(written)
+}
+
+async fn serve(
+    transport: Arc<dyn Transport>,
+    settings: RankSettings,
+    orders: impl AsyncRead + Unpin,
+    report: &mpsc::Sender<Report>,
+) -> Result<(), String> {
+    let bytes = pages_bytes(&settings) + NONCE_ROOM_BYTES;
+    let memory = SharedBuffer::create("kvferry-engine", bytes);
+    let memory = Arc::new(memory.map_err(|error| error.to_string())?);
+    let (tell, told) = mpsc::channel(QUEUE);
+    let speaker = Speaker::start(transport, &settings, Arc::clone(&memory), report.clone());
+    let process = RankProcess {
+        settings,
+        memory,
+        tell,
+        scratch: Vec::new(),
+    };
+    tokio::select! {
+        ended = process.work(orders, report) => ended,
+        failed = speaker.run(told) => Err(failed),
     }
 }
 
-impl RankProcess {
-    async fn start(
-        transport: Arc<dyn Transport>,
-        settings: RankSettings,
-    ) -> Result<(Self, mpsc::Receiver<Incoming>), String> {
-        let page_bytes = settings.geometry.page_bytes();
-        let bytes = page_bytes * u64::from(settings.device_pages);
-        let memory =
-            SharedBuffer::create("kvferry-engine", bytes).map_err(|error| error.to_string())?;
-        let address = Address::Directory(settings.worker_dir.clone());
-        let hello = Hello {
-            version_min: VERSION_MIN,
-            version_max: VERSION,
-            role: Role::Rank,
-            engine: settings.engine.0,
-            rank: settings.rank.0,
-            replica: 0,
-            name: format!("reference engine, {}", settings.rank),
-        };
-        let client = ClientSettings {
-            address,
-            hello,
-            limits: Limits::default(),
-        };
-        let (worker, incoming) = Client::start(transport, client);
-        let process = Self {
-            settings,
-            memory,
-            worker,
-            scratch: Vec::new(),
-        };
-        process.register().await?;
-        Ok((process, incoming))
+async fn write_reports(
+    mut queue: mpsc::Receiver<Report>,
+    mut reports: impl AsyncWrite + Unpin,
+) -> Result<(), String> {
+    while let Some(report) = queue.recv().await {
+        let written = pipe::write(&mut reports, &report).await;
+        written.map_err(|error| error.to_string())?;
     }
+    Ok(())
+}
 
-    /// Hands the memory over and describes it; asks again while the worker is not ready, until the limit.
-    async fn register(&self) -> Result<(), String> {
-        let settings = &self.settings;
-        let limit = tokio::time::Instant::now() + settings.start_limit;
-        let mut proof = [0; 32];
-        let mut ticket = [0; 16];
-        random(&mut proof)?;
+impl RankProcess {
+    async fn work(
+        mut self,
+        mut orders: impl AsyncRead + Unpin,
+        reports: &mpsc::Sender<Report>,
+    ) -> Result<(), String> {
+        let ended = |_| "the worker's side has ended".to_owned();
         loop {
-            random(&mut ticket)?;
-            let nonce = Nonce {
-                allocation: 0,
-                offset_bytes: 0,
-                bytes: proof.to_vec(),
-            };
-            self.memory
-                .write_from(0, &proof)
+            let order: Option<Order> = pipe::read(&mut orders)
+                .await
                 .map_err(|error| error.to_string())?;
-            let failure = match self.hand_over(ticket).await {
-                Err(why) => Failure {
-                    code: ErrorCode::NotReady,
-                    message: why,
-                },
-                Ok(()) => {
-                    let registration = describe(settings, ticket, nonce);
-                    match self.ask_to_register(registration).await {
-                        Ok(()) => return Ok(()),
-                        Err(failure) => failure,
-                    }
+            let Some(order) = order else { return Ok(()) };
+            let kind = match order.task().ok_or("unknown work")? {
+                Task::Work(kind) => kind,
+                Task::Abandon(request) => {
+                    let ticket = order.ticket;
+                    let abandon = Tell::Abandon { request, ticket };
+                    self.tell.send(abandon).await.map_err(ended)?;
+                    continue;
                 }
             };
-            if !failure.code.retry() || tokio::time::Instant::now() >= limit {
-                return Err(format!("{}: {failure}", settings.rank));
+            let report = self.carry_out(kind, &order)?;
+            if order.written_through > 0 {
+                let written = Tell::Written(RequestId(order.written_through));
+                self.tell.send(written).await.map_err(ended)?;
             }
-            tokio::time::sleep(Duration::from_millis(50)).await;
+            let sent = reports.send(report).await;
+            sent.map_err(|_| "nobody reads the reports".to_owned())?;
         }
     }
 
-    async fn hand_over(&self, ticket: [u8; 16]) -> Result<(), String> {
-        let fd = self
-            .memory
-            .try_clone_fd()
-            .map_err(|error| error.to_string())?;
-        let (directory, limit) = (&self.settings.worker_dir, Duration::from_secs(2));
-        send_fd(directory, &ticket, fd.as_fd(), limit)
-            .await
-            .map_err(|error| error.to_string())
-    }
-
-    async fn ask_to_register(&self, registration: Registration) -> Result<(), Failure> {
-        let register = Register {
-            after: 0,
-            engine: self.settings.engine.0,
-            registration,
-        };
-        let limit = Duration::from_secs(30);
-        self.worker
-            .ask(Message::Register(register), limit)
-            .await
-            .map(|_| ())
-    }
-
-    async fn carry_out(&mut self, order: &Order) -> Result<Report, String> {
+    fn carry_out(&mut self, kind: WorkKind, order: &Order) -> Result<Report, String> {
         let mut report = Report {
             ticket: order.ticket,
             ..Report::default()
         };
-        let kind = order.work().ok_or("unknown work")?;
         let pages = order
             .pages
             .chunks_exact(4)
@@ -213,15 +165,6 @@ impl RankProcess {
                 Fingerprint(u128::from_be_bytes(first)),
                 &mut report,
             )?;
-        }
-        if order.written_through > 0 {
-            let written = Written {
-                through: order.written_through,
-            };
-            self.worker
-                .ask(Message::Written(written), Duration::from_secs(30))
-                .await
-                .map_err(|failure| failure.to_string())?;
         }
         Ok(report)
     }

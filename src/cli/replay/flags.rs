@@ -72,6 +72,12 @@ impl Arguments {
         }
         if self.mode == Mode::Offline {
             refuse(&memory, "lays out real memory, use --mode live")?;
+            let live = [
+                ("--replicas", self.replicas > 1),
+                ("--socket-dir", self.socket_dir.is_some()),
+                ("--request-timeout-ms", self.request_timeout_ms.is_some()),
+            ];
+            refuse(&live, "is for live replays, use --mode live")?;
         }
         Ok(())
     }

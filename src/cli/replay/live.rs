@@ -1,65 +1,52 @@
 //! The live replay: `kvferry up`, an engine process for each rank, and the requests of the trace.
 
-use std::fs::Permissions;
-use std::os::unix::fs::PermissionsExt;
-use std::path::Path;
-use std::process::Stdio;
 use std::sync::Arc;
 use std::time::Duration;
 
-use rustix::process::{Pid, Signal, kill_process};
-use tokio::process::{Child, Command};
 use tokio::time::Instant;
 
 use crate::cli::dirs::Dirs;
 use crate::cli::leader::random;
 use crate::cli::process::told_to_end;
 use crate::cli::{block_on, status};
-use crate::engine::driver::{Driver, Observed, RankPipe, wait_until_ready};
-use crate::engine::layout::EngineLayout;
+use crate::engine::fleet::{EngineParts, Fleet};
+use crate::engine::observed::Observed;
 use crate::engine::scheduler::{Scheduler, Served};
 use crate::error::CommandError;
 use crate::memory::MemoryAvailable;
 use crate::protocol::{Hello, Role, StatusAnswer, VERSION, VERSION_MIN};
 use crate::transport::{Client, ClientSettings, Limits, ZmqTransport};
-use crate::types::{ByteSize, EngineId, Rank, Replica, WorkerId};
+use crate::types::{ByteSize, EngineId, Replica};
 
 use super::Arguments;
+use super::processes::{END_LIMIT, START_LIMIT, Up, start_ranks};
 use super::report::{Report, percentile};
 use super::workload::Workload;
 
-/// How long leader, workers and ranks may take to be ready, host memory included.
-const START_LIMIT: Duration = Duration::from_secs(120);
-/// How long they may take to end.
-const END_LIMIT: Duration = Duration::from_secs(30);
-/// A replay in which nothing happens for so long has hung, and fails.
-const STALL_LIMIT: Duration = Duration::from_secs(60);
+/// A replay in which no request ends for so long has hung, and fails.
+const STALL_MIN: Duration = Duration::from_secs(60);
+/// The same, in times that a request may wait for an answer: a prompt asks up to four, and its pages may have to be taken back
+/// from a worker that starts again.
+const STALL_FACTOR: u32 = 6;
+/// How long what was still under way when the last request ended may take to end.
+const SETTLE_LIMIT: Duration = Duration::from_secs(30);
+/// How often the leader is asked whether it has.
+const SETTLE_EVERY: Duration = Duration::from_millis(100);
 
 pub(super) fn run(arguments: &Arguments, workload: &Workload) -> Result<Report, CommandError> {
     check_memory(arguments, workload)?;
     block_on(2, async {
-        let owner_only = Permissions::from_mode(0o700);
-        let directory = tempfile::Builder::new()
-            .prefix("kvferry-replay-")
-            .permissions(owner_only)
-            .tempdir();
-        let directory = directory.map_err(CommandError::failed)?;
-        let dirs = Dirs::new(directory.path());
-        let mut up = start_up(arguments, workload, directory.path())?;
-        // Held open until the end: `up` ends when its standard input does, and waiting for it would close that.
-        let _input = up.stdin.take();
+        let mut up = Up::start(arguments, workload)?;
+        let dirs = up.dirs();
         let replayed = tokio::select! {
             replayed = replay(arguments, workload, &dirs) => replayed,
             told = told_to_end(false) => Err(match told {
                 Ok(()) => CommandError::Failed("interrupted".to_owned()),
                 Err(error) => error,
             }),
-            status = up.wait() => Err(CommandError::Failed(match status {
-                Ok(status) => format!("kvferry up ended early with {status}"),
-                Err(error) => format!("kvferry up: {error}"),
-            })),
+            error = up.ended_early() => Err(error),
         };
-        let ended = end_up(&mut up).await;
+        let ended = up.end().await;
         let report = replayed?;
         ended?;
         Ok(report)
@@ -69,7 +56,8 @@ pub(super) fn run(arguments: &Arguments, workload: &Workload) -> Result<Report, 
 /// Refuses what this machine has no memory for, before anything starts.
 fn check_memory(arguments: &Arguments, workload: &Workload) -> Result<(), CommandError> {
     let page_bytes = workload.geometry.page_bytes() * u64::from(arguments.ranks);
-    let g1 = ByteSize(page_bytes * u64::from(workload.device_pages));
+    let pages = u64::from(workload.device_pages) * u64::from(arguments.replicas);
+    let g1 = ByteSize(page_bytes * pages);
     let g2 = ByteSize(workload.g2_bytes);
     let available = MemoryAvailable::now();
     if g1.0 + g2.0 <= available.bytes {
@@ -77,7 +65,7 @@ fn check_memory(arguments: &Arguments, workload: &Workload) -> Result<(), Comman
     }
     let longest = workload.device_pages.max(arguments.g1_pages);
     Err(CommandError::Config(format!(
-        "this replay takes {g1} for the engine ({longest} pages: --g1-pages or the longest prompt) and {g2} \
+        "this replay takes {g1} for the engines ({longest} pages each: --g1-pages or the longest prompt) and {g2} \
          for G2, but only {} of memory are available: use a smaller --model, --g1-pages, --g2 or fewer \
          --requests",
         ByteSize(available.bytes)
@@ -89,18 +77,47 @@ async fn replay(
     workload: &Workload,
     dirs: &Dirs,
 ) -> Result<Report, CommandError> {
+    let replicas = (0..arguments.replicas).map(Replica);
+    let engines = replicas.map(|replica| start_engine(arguments, workload, dirs, replica));
+    let mut engines = engines.collect::<Result<Vec<_>, _>>()?;
+    for rank in engines.iter_mut().flat_map(|engine| &mut engine.ranks) {
+        let ready = rank.wait_until_ready(START_LIMIT).await;
+        ready.map_err(CommandError::Failed)?;
+    }
+    let mut fleet = Fleet::new(engines, arguments.request_timeout());
+
+    let begun = Instant::now();
+    let mut report = Report::new(arguments, workload);
+    play(arguments, workload, &mut fleet, &mut report).await?;
+    report.seconds.wall = begun.elapsed().as_secs_f64();
+    report.left.device_pages = fleet.held_pages();
+    let limit = Instant::now() + SETTLE_LIMIT;
+    fleet.settle(limit).await.map_err(CommandError::Failed)?;
+    let status = settled_status(dirs, limit).await?;
+    let observed = fleet.end(END_LIMIT).await.map_err(CommandError::Failed)?;
+    fill(&mut report, &status, observed);
+    Ok(report)
+}
+
+/// Starts the ranks of one engine, and the conversation of its scheduler.
+fn start_engine(
+    arguments: &Arguments,
+    workload: &Workload,
+    dirs: &Dirs,
+    replica: Replica,
+) -> Result<EngineParts, CommandError> {
     let mut engine = [0; 16];
     random(&mut engine)?;
     let engine = EngineId(engine);
-    let ranks = start_ranks(arguments, workload, dirs, engine).await?;
+    let ranks = start_ranks(arguments, workload, dirs, engine, replica)?;
     let hello = Hello {
         version_min: VERSION_MIN,
         version_max: VERSION,
         role: Role::Engine,
         engine: engine.0,
         rank: 0,
-        replica: 0,
-        name: "reference engine, scheduler".to_owned(),
+        replica: replica.0,
+        name: format!("reference engine, scheduler of {replica}"),
     };
     let settings = ClientSettings {
         address: dirs.leader_address(),
@@ -109,28 +126,43 @@ async fn replay(
     };
     let (client, mut incoming) = Client::start(Arc::new(ZmqTransport), settings);
     tokio::spawn(async move { while incoming.recv().await.is_some() {} });
-    let scheduler = Scheduler::new(workload.device_pages, arguments.g1_pages);
-    let mut driver = Driver::new(scheduler, client, ranks);
+    Ok(EngineParts {
+        scheduler: Scheduler::new(workload.device_pages, arguments.g1_pages),
+        client,
+        ranks,
+    })
+}
 
-    let begun = Instant::now();
-    let mut report = Report::new(arguments, workload);
-    play(arguments, workload, &mut driver, &mut report).await?;
-    report.seconds.wall = begun.elapsed().as_secs_f64();
-    report.left.device_pages = u64::from(driver.held_pages());
-    let status = status::ask(Arc::new(ZmqTransport), dirs, true).await?;
-    let observed = driver.end(END_LIMIT).await.map_err(CommandError::Failed)?;
-    fill(&mut report, &status, observed);
-    Ok(report)
+/// The leader's status at the end. What it only now learns to be over, or still waits for, gets time until `limit`.
+async fn settled_status(dirs: &Dirs, limit: Instant) -> Result<StatusAnswer, CommandError> {
+    loop {
+        let status = status::ask(Arc::new(ZmqTransport), dirs, true).await;
+        let settled = status.as_ref().is_ok_and(|status| {
+            let held = status.slots + status.pins + status.copies_under_way;
+            held + unsettled_pages(status) == 0
+        });
+        if settled || Instant::now() >= limit {
+            return status;
+        }
+        tokio::time::sleep(SETTLE_EVERY).await;
+    }
+}
+
+fn unsettled_pages(status: &StatusAnswer) -> u64 {
+    let states = ["reserved", "filling", "quarantined"];
+    let pages = states.iter().filter_map(|state| status.pages.get(*state));
+    pages.sum()
 }
 
 /// Lets the requests arrive: one after another, a number at a time, or when the trace says.
 async fn play(
     arguments: &Arguments,
     workload: &Workload,
-    driver: &mut Driver,
+    fleet: &mut Fleet,
     report: &mut Report,
 ) -> Result<(), CommandError> {
     let progress = workload.progress(arguments);
+    let stall_limit = STALL_MIN.max(STALL_FACTOR * arguments.request_timeout());
     let begun = Instant::now();
     let at_once = match (arguments.sequential, arguments.concurrency) {
         (true, _) => Some(1),
@@ -151,23 +183,23 @@ async fn play(
         });
         let now = Instant::now();
         let arrives = match (due, at_once) {
-            (None, _) if driver.open_prompts() == 0 => break,
+            (None, _) if fleet.open_prompts() == 0 => break,
             (None, _) => false,
-            (Some(_), Some(limit)) => driver.open_prompts() < limit,
+            (Some(_), Some(limit)) => fleet.open_prompts() < limit,
             (Some(due), None) => due <= now,
         };
         if let Some((_, prompt)) = prompts.next_if(|_| arrives) {
-            driver
+            fleet
                 .arrive(prompt, &mut served)
                 .await
                 .map_err(CommandError::Failed)?;
         } else {
-            let stalled = last_change + STALL_LIMIT;
+            let stalled = last_change + stall_limit;
             let wake = match at_once {
                 Some(_) => stalled,
                 None => due.map_or(stalled, |due| due.min(stalled)),
             };
-            driver
+            fleet
                 .progress(wake, &mut served)
                 .await
                 .map_err(CommandError::Failed)?;
@@ -177,17 +209,17 @@ async fn play(
             progress.inc(1);
             last_change = Instant::now();
         }
-        if driver.open_prompts() == 0 {
+        if fleet.open_prompts() == 0 {
             last_change = Instant::now();
         }
-        if last_change.elapsed() >= STALL_LIMIT {
-            let open = driver.open_prompts();
-            let text = format!("no request ended for {STALL_LIMIT:?} while {open} were running");
+        if last_change.elapsed() >= stall_limit {
+            let open = fleet.open_prompts();
+            let text = format!("no request ended for {stall_limit:?} while {open} were running");
             return Err(CommandError::Failed(text));
         }
-        let observed = driver.observed();
-        if observed.mismatched_bytes > 0 {
-            progress.set_message(format!("{} wrong bytes", observed.mismatched_bytes));
+        let mismatched = fleet.mismatched_bytes();
+        if mismatched > 0 {
+            progress.set_message(format!("{mismatched} wrong bytes"));
         }
     }
     progress.finish_and_clear();
@@ -219,120 +251,15 @@ fn fill(report: &mut Report, status: &StatusAnswer, mut observed: Observed) {
     let waited: u64 = latencies.page_wait_us.iter().sum();
     report.waits.page_wait_seconds = Some(waited as f64 / 1e6);
     report.waits.page_wait_p95_us = percentile(&mut latencies.page_wait_us, 950);
+    report.waits.abandoned = Some(observed.abandoned);
     report.links.d2h.bytes = report.bytes.gathered;
     report.links.h2d.bytes = report.bytes.scattered;
     report.left.slots = status.slots;
     report.left.pins = status.pins;
     report.left.copies_under_way = status.copies_under_way;
-    report.left.unsettled_pages = pages("reserved") + pages("filling") + pages("quarantined");
+    report.left.unsettled_pages = unsettled_pages(status);
     report.left.contradiction.clone_from(&status.contradiction);
     report.left.complaints = observed.complaints;
     report.left.complaints.append(&mut observed.refusals);
     report.decisions_digest.clone_from(&status.decisions_digest);
-}
-
-fn start_up(
-    arguments: &Arguments,
-    workload: &Workload,
-    directory: &Path,
-) -> Result<Child, CommandError> {
-    let program = std::env::current_exe().map_err(CommandError::failed)?;
-    let mut command = Command::new(program);
-    command
-        .args(["up", "--supervised"])
-        .args(["--ranks", &arguments.ranks.to_string()])
-        .args(["--ratio", &workload.ratio.to_string()])
-        .args(["--g2", &workload.g2_bytes.max(1).to_string()])
-        .args(["--log", &arguments.log])
-        .arg("--socket-dir")
-        .arg(directory)
-        .stdin(Stdio::piped())
-        .stdout(Stdio::null())
-        .kill_on_drop(true);
-    if workload.arena_pages == 0 {
-        command.arg("--no-tiers");
-    }
-    command.spawn().map_err(CommandError::failed)
-}
-
-/// Asks `up` to end; it must do so in time and with success.
-async fn end_up(up: &mut Child) -> Result<(), CommandError> {
-    let pid = up
-        .id()
-        .and_then(|id| i32::try_from(id).ok())
-        .and_then(Pid::from_raw);
-    let Some(pid) = pid else { return Ok(()) };
-    kill_process(pid, Signal::TERM).map_err(CommandError::failed)?;
-    match tokio::time::timeout(END_LIMIT, up.wait()).await {
-        Ok(Ok(status)) if status.success() => Ok(()),
-        Ok(Ok(status)) => Err(CommandError::Failed(format!(
-            "kvferry up ended with {status}"
-        ))),
-        Ok(Err(error)) => Err(CommandError::failed(error)),
-        Err(_) => Err(CommandError::Failed(format!(
-            "kvferry up did not end in {END_LIMIT:?}"
-        ))),
-    }
-}
-
-async fn start_ranks(
-    arguments: &Arguments,
-    workload: &Workload,
-    dirs: &Dirs,
-    engine: EngineId,
-) -> Result<Vec<RankPipe>, CommandError> {
-    let program = std::env::current_exe().map_err(CommandError::failed)?;
-    let engine = format!("{:032x}", u128::from_be_bytes(engine.0));
-    let mut pipes = Vec::new();
-    for rank in 0..arguments.ranks {
-        let worker = WorkerId {
-            replica: Replica(0),
-            rank: Rank(rank),
-        };
-        let mut command = Command::new(&program);
-        command
-            .arg("engine-rank")
-            .arg("--worker-dir")
-            .arg(dirs.worker(worker))
-            .args(["--engine", &engine])
-            .args(["--rank", &rank.to_string()])
-            .args(["--ranks", &arguments.ranks.to_string()])
-            .args([
-                "--engine-page-tokens",
-                &arguments.engine_page_tokens.to_string(),
-            ])
-            .args(["--device-pages", &workload.device_pages.to_string()])
-            .args(["--model", &arguments.model.to_string()])
-            .args(["--layout", &layout_name(arguments)])
-            .args(["--start-limit-s", &START_LIMIT.as_secs().to_string()])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .kill_on_drop(true);
-        let mut child = command.spawn().map_err(CommandError::failed)?;
-        match (child.stdin.take(), child.stdout.take()) {
-            (Some(orders), Some(reports)) => pipes.push(RankPipe {
-                child,
-                orders,
-                reports,
-            }),
-            _ => {
-                return Err(CommandError::Failed(
-                    "an engine rank has no pipes".to_owned(),
-                ));
-            }
-        }
-    }
-    for pipe in &mut pipes {
-        wait_until_ready(pipe, START_LIMIT)
-            .await
-            .map_err(CommandError::Failed)?;
-    }
-    Ok(pipes)
-}
-
-fn layout_name(arguments: &Arguments) -> String {
-    use clap::ValueEnum;
-    let layout = arguments.layout.unwrap_or(EngineLayout::LayerSeparate);
-    let value = layout.to_possible_value();
-    value.map_or_else(String::new, |value| value.get_name().to_owned())
 }

@@ -5,12 +5,14 @@ mod compare;
 mod flags;
 mod live;
 mod offline;
+mod processes;
 mod report;
 mod timed;
 mod workload;
 
 use std::path::PathBuf;
 use std::str::FromStr;
+use std::time::Duration;
 
 use clap::ValueEnum;
 
@@ -18,6 +20,7 @@ use crate::cli::say;
 use crate::core::ARENA_PAGES_MAX;
 use crate::engine::layout::EngineLayout;
 use crate::engine::models::Model;
+use crate::engine::scheduler::REQUEST_TIMEOUT;
 use crate::error::CommandError;
 use crate::types::ByteSize;
 
@@ -96,13 +99,16 @@ pub(super) struct Arguments {
     /// Ranks of the engine.
     #[arg(long, value_name = "N", default_value = "2", value_parser = clap::value_parser!(u16).range(1..=64))]
     ranks: u16,
+    /// Engines beside each other that share one leader; requests are dealt to them in turn. Live only.
+    #[arg(long, value_name = "N", default_value = "1", value_parser = clap::value_parser!(u16).range(1..=16))]
+    replicas: u16,
     /// Tokens of an engine page.
     #[arg(long, value_name = "TOKENS", default_value = "16")]
     engine_page_tokens: u32,
     /// Engine pages in the largest block.
     #[arg(long, value_name = "PAGES", default_value = "32")]
     ratio: u32,
-    /// Pages that the engine's own cache keeps; 0 for no reuse.
+    /// Pages that each engine's own cache keeps; 0 for no reuse.
     #[arg(long, value_name = "N", default_value = "2048")]
     g1_pages: u32,
     /// Host memory for blocks, all ranks together. [default: 256 MiB]
@@ -132,6 +138,12 @@ pub(super) struct Arguments {
     /// Log filter of the processes of a live replay.
     #[arg(long, value_name = "FILTER", default_value = "warn")]
     log: String,
+    /// Use a `kvferry up` that runs with this socket directory, and leave it running.
+    #[arg(long, value_name = "DIR", hide = true)]
+    socket_dir: Option<PathBuf>,
+    /// How long an engine of a live replay waits for an answer.
+    #[arg(long, value_name = "MS", hide = true, value_parser = clap::value_parser!(u64).range(1..=3_600_000))]
+    request_timeout_ms: Option<u64>,
     /// Compare two reports that --json wrote, of the same requests and sizes, key by key; replays nothing.
     #[arg(long, num_args = 2, value_names = ["LIVE", "OFFLINE"], exclusive = true)]
     compare: Option<Vec<PathBuf>>,
@@ -147,6 +159,11 @@ fn positive(text: &str) -> Result<f64, String> {
 }
 
 impl Arguments {
+    fn request_timeout(&self) -> Duration {
+        self.request_timeout_ms
+            .map_or(REQUEST_TIMEOUT, Duration::from_millis)
+    }
+
     pub(super) fn run(self) -> Result<(), CommandError> {
         crate::telemetry::start(&self.log).map_err(CommandError::Config)?;
         if let Some([live, offline]) = self.compare.as_deref() {

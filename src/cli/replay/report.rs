@@ -16,7 +16,7 @@ use super::workload::Workload;
 pub use measured::{FirstToken, LinkReports, Prefills, Waits};
 
 /// Version of the report's shape: grows when a key is added or changes its meaning.
-pub(super) const REPORT_VERSION: u32 = 2;
+pub(super) const REPORT_VERSION: u32 = 3;
 
 /// Report of `kvferry replay --json`. What a mode cannot know is null.
 #[derive(Debug, Clone, Serialize, JsonSchema)]
@@ -79,13 +79,15 @@ pub struct TraceInfo {
 pub struct Setup {
     /// Whose page sizes.
     pub model: String,
-    /// Ranks of the engine.
+    /// Ranks of an engine.
     pub ranks: u16,
+    /// Engines beside each other.
+    pub replicas: u16,
     /// Tokens of a page.
     pub engine_page_tokens: u32,
     /// Pages of the largest block.
     pub ratio: u32,
-    /// Pages that the engine's cache keeps.
+    /// Pages that the cache of an engine keeps.
     pub g1_pages: u32,
     /// Bytes of a page on one rank.
     pub page_bytes: u64,
@@ -201,7 +203,7 @@ pub struct Left {
     pub copies_under_way: u64,
     /// Pages that are neither free nor ready.
     pub unsettled_pages: u64,
-    /// Pages that the engine's requests hold.
+    /// Pages that requests of the engines hold.
     pub device_pages: u64,
     /// What the second count of the leader found wrong; empty when nothing.
     pub contradiction: String,
@@ -226,6 +228,7 @@ impl Report {
             setup: Setup {
                 model: arguments.model.to_string(),
                 ranks: arguments.ranks,
+                replicas: arguments.replicas,
                 engine_page_tokens: arguments.engine_page_tokens,
                 ratio: workload.ratio.pages(),
                 g1_pages: arguments.g1_pages,

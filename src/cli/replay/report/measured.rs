@@ -62,6 +62,8 @@ pub struct Waits {
     pub refused_stores: u64,
     /// Stores that were refused, or whose copies failed or did not end in time.
     pub late_stores: Option<u64>,
+    /// Loads and stores that were not answered in time, so that their pages were taken back from the workers.
+    pub abandoned: Option<u64>,
 }
 
 /// Seconds that all prefills take together.

@@ -24,9 +24,13 @@ impl Report {
         let capacity = capacity.map_or("unlimited".to_owned(), |pages| pages.to_string());
         let b = &self.blocks;
         let l = &self.latency_us;
+        let replicas = match self.setup.replicas {
+            1 => String::new(),
+            replicas => format!("{replicas} replicas, "),
+        };
         let lines = [
             format!(
-                "trace      {} ({} requests, {} ranks, {})",
+                "trace      {} ({} requests, {replicas}{} ranks, {})",
                 self.trace.name, self.requests, self.setup.ranks, self.mode
             ),
             format!("prompt     {prompt:>14} tokens"),
@@ -73,6 +77,9 @@ impl Report {
                 "\ndisturbed  {} requests",
                 self.disturbed_requests
             ));
+            if let Some(abandoned) = self.waits.abandoned.filter(|abandoned| *abandoned > 0) {
+                text.push_str(&format!(", {abandoned} loads and stores abandoned"));
+            }
             if let Some(first) = self.left.complaints.first() {
                 text.push_str(&format!("; first: {first}"));
             }

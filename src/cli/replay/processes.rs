@@ -1,0 +1,188 @@
+//! The processes of a live replay: `kvferry up`, and the ranks of its engines.
+
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::Stdio;
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal, kill_process};
+use tempfile::TempDir;
+use tokio::process::{Child, ChildStdin, Command};
+
+use crate::cli::dirs::Dirs;
+use crate::engine::layout::EngineLayout;
+use crate::engine::rank_pipe::RankPipe;
+use crate::error::CommandError;
+use crate::types::{EngineId, Rank, Replica, WorkerId};
+
+use super::Arguments;
+use super::workload::Workload;
+
+/// How long leader, workers and ranks may take to be ready, host memory included.
+pub(super) const START_LIMIT: Duration = Duration::from_secs(120);
+/// How long they may take to end.
+pub(super) const END_LIMIT: Duration = Duration::from_secs(30);
+
+/// Leader and workers: started for this replay, or somebody else's.
+pub(super) enum Up {
+    Started {
+        child: Box<Child>,
+        /// Held open until the end: `up` ends when its standard input does, and waiting for it would close that.
+        _input: Option<ChildStdin>,
+        directory: TempDir,
+    },
+    Attached(Dirs),
+}
+
+impl Up {
+    pub(super) fn start(arguments: &Arguments, workload: &Workload) -> Result<Self, CommandError> {
+        if let Some(directory) = &arguments.socket_dir {
+            return Ok(Self::Attached(Dirs::new(directory)));
+        }
+        let owner_only = Permissions::from_mode(0o700);
+        let directory = tempfile::Builder::new()
+            .prefix("kvferry-replay-")
+            .permissions(owner_only)
+            .tempdir();
+        let directory = directory.map_err(CommandError::failed)?;
+        let mut child = start_up(arguments, workload, directory.path())?;
+        let _input = child.stdin.take();
+        Ok(Self::Started {
+            child: Box::new(child),
+            _input,
+            directory,
+        })
+    }
+
+    pub(super) fn dirs(&self) -> Dirs {
+        match self {
+            Self::Started { directory, .. } => Dirs::new(directory.path()),
+            Self::Attached(dirs) => dirs.clone(),
+        }
+    }
+
+    /// Waits until what was started ends by itself, which it should not; never returns for what was not.
+    pub(super) async fn ended_early(&mut self) -> CommandError {
+        match self {
+            Self::Attached(_) => std::future::pending().await,
+            Self::Started { child, .. } => CommandError::Failed(match child.wait().await {
+                Ok(status) => format!("kvferry up ended early with {status}"),
+                Err(error) => format!("kvferry up: {error}"),
+            }),
+        }
+    }
+
+    /// Asks what was started to end; it must do so in time and with success.
+    pub(super) async fn end(self) -> Result<(), CommandError> {
+        match self {
+            Self::Attached(_) => Ok(()),
+            Self::Started { mut child, .. } => end_up(&mut child).await,
+        }
+    }
+}
+
+fn start_up(
+    arguments: &Arguments,
+    workload: &Workload,
+    directory: &Path,
+) -> Result<Child, CommandError> {
+    let program = std::env::current_exe().map_err(CommandError::failed)?;
+    let mut command = Command::new(program);
+    command
+        .args(["up", "--supervised"])
+        .args(["--ranks", &arguments.ranks.to_string()])
+        .args(["--replicas", &arguments.replicas.to_string()])
+        .args(["--ratio", &workload.ratio.to_string()])
+        .args(["--g2", &workload.g2_bytes.max(1).to_string()])
+        .args(["--log", &arguments.log])
+        .arg("--socket-dir")
+        .arg(directory)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .kill_on_drop(true);
+    if workload.arena_pages == 0 {
+        command.arg("--no-tiers");
+    }
+    command.spawn().map_err(CommandError::failed)
+}
+
+/// Asks `up` to end; it must do so in time and with success.
+async fn end_up(up: &mut Child) -> Result<(), CommandError> {
+    let pid = up
+        .id()
+        .and_then(|id| i32::try_from(id).ok())
+        .and_then(Pid::from_raw);
+    let Some(pid) = pid else { return Ok(()) };
+    kill_process(pid, Signal::TERM).map_err(CommandError::failed)?;
+    match tokio::time::timeout(END_LIMIT, up.wait()).await {
+        Ok(Ok(status)) if status.success() => Ok(()),
+        Ok(Ok(status)) => Err(CommandError::Failed(format!(
+            "kvferry up ended with {status}"
+        ))),
+        Ok(Err(error)) => Err(CommandError::failed(error)),
+        Err(_) => Err(CommandError::Failed(format!(
+            "kvferry up did not end in {END_LIMIT:?}"
+        ))),
+    }
+}
+
+/// Starts the ranks of one engine; they register by themselves.
+pub(super) fn start_ranks(
+    arguments: &Arguments,
+    workload: &Workload,
+    dirs: &Dirs,
+    engine: EngineId,
+    replica: Replica,
+) -> Result<Vec<RankPipe>, CommandError> {
+    let program = std::env::current_exe().map_err(CommandError::failed)?;
+    let engine = format!("{:032x}", u128::from_be_bytes(engine.0));
+    let mut pipes = Vec::new();
+    for rank in 0..arguments.ranks {
+        let worker = WorkerId {
+            replica,
+            rank: Rank(rank),
+        };
+        let mut command = Command::new(&program);
+        command
+            .arg("engine-rank")
+            .arg("--worker-dir")
+            .arg(dirs.worker(worker))
+            .args(["--engine", &engine])
+            .args(["--replica", &replica.0.to_string()])
+            .args(["--rank", &rank.to_string()])
+            .args(["--ranks", &arguments.ranks.to_string()])
+            .args([
+                "--engine-page-tokens",
+                &arguments.engine_page_tokens.to_string(),
+            ])
+            .args(["--device-pages", &workload.device_pages.to_string()])
+            .args(["--model", &arguments.model.to_string()])
+            .args(["--layout", &layout_name(arguments)])
+            .args(["--start-limit-s", &START_LIMIT.as_secs().to_string()])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .kill_on_drop(true);
+        let mut child = command.spawn().map_err(CommandError::failed)?;
+        match (child.stdin.take(), child.stdout.take()) {
+            (Some(orders), Some(reports)) => pipes.push(RankPipe {
+                child,
+                orders,
+                reports,
+            }),
+            _ => {
+                return Err(CommandError::Failed(
+                    "an engine rank has no pipes".to_owned(),
+                ));
+            }
+        }
+    }
+    Ok(pipes)
+}
+
+fn layout_name(arguments: &Arguments) -> String {
+    use clap::ValueEnum;
+    let layout = arguments.layout.unwrap_or(EngineLayout::LayerSeparate);
+    let value = layout.to_possible_value();
+    value.map_or_else(String::new, |value| value.get_name().to_owned())
+}

@@ -1,0 +1,71 @@
+//! What is seen at the engine while it is driven.
+
+/// Microseconds that requests took.
+#[derive(Debug, Clone, Default)]
+pub struct Latencies {
+    /// Of lookups.
+    pub lookup_us: Vec<u64>,
+    /// Of loads.
+    pub load_us: Vec<u64>,
+    /// Of stores.
+    pub store_us: Vec<u64>,
+    /// From a prompt's arrival to the end of its computation, checks of what was loaded included.
+    pub first_token_us: Vec<u64>,
+    /// From a prompt's arrival to its lookup, where pages were missing.
+    pub page_wait_us: Vec<u64>,
+}
+
+/// What was seen at the engine.
+#[derive(Debug, Clone, Default)]
+pub struct Observed {
+    /// Bytes of loaded pages that were compared, all ranks.
+    pub verified_bytes: u64,
+    /// Bytes that were wrong.
+    pub mismatched_bytes: u64,
+    /// The first complaints of the ranks.
+    pub complaints: Vec<String>,
+    /// The first refusals of the leader.
+    pub refusals: Vec<String>,
+    /// Loads and stores that were not answered in time, and whose pages the workers were made to let go.
+    pub abandoned: u64,
+    /// How long requests took.
+    pub latencies: Latencies,
+}
+
+/// Most complaints and refusals that are kept.
+const KEPT_TEXTS: usize = 8;
+
+impl Observed {
+    pub(super) fn complain(&mut self, text: String) {
+        keep(&mut self.complaints, text);
+    }
+
+    pub(super) fn refused(&mut self, text: String) {
+        keep(&mut self.refusals, text);
+    }
+
+    /// Takes what was seen at another engine.
+    pub(super) fn add(&mut self, other: Self) {
+        self.verified_bytes += other.verified_bytes;
+        self.mismatched_bytes += other.mismatched_bytes;
+        self.abandoned += other.abandoned;
+        for text in other.complaints {
+            self.complain(text);
+        }
+        for text in other.refusals {
+            self.refused(text);
+        }
+        let (mine, others) = (&mut self.latencies, other.latencies);
+        mine.lookup_us.extend(others.lookup_us);
+        mine.load_us.extend(others.load_us);
+        mine.store_us.extend(others.store_us);
+        mine.first_token_us.extend(others.first_token_us);
+        mine.page_wait_us.extend(others.page_wait_us);
+    }
+}
+
+fn keep(texts: &mut Vec<String>, text: String) {
+    if texts.len() < KEPT_TEXTS {
+        texts.push(text);
+    }
+}

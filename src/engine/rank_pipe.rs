@@ -1,0 +1,63 @@
+//! The scheduler's end of the pipes to its rank processes.
+
+use std::time::Duration;
+
+use tokio::process::{Child, ChildStdin, ChildStdout};
+use tokio::sync::mpsc;
+
+use crate::engine::pipe::{self, Order, Report};
+
+/// Orders that may wait in the queue of a rank.
+pub(super) const RANK_QUEUE: usize = 1024;
+
+/// A rank process and the pipes to it.
+#[derive(Debug)]
+pub struct RankPipe {
+    /// The process; it is killed when this is dropped.
+    pub child: Child,
+    /// Takes orders.
+    pub orders: ChildStdin,
+    /// Gives reports.
+    pub reports: ChildStdout,
+}
+
+impl RankPipe {
+    /// Waits until the rank says that it has registered.
+    ///
+    /// # Errors
+    /// What the rank complains about, or that it ended or took longer than `limit`.
+    pub async fn wait_until_ready(&mut self, limit: Duration) -> Result<(), String> {
+        match tokio::time::timeout(limit, pipe::read::<Report>(&mut self.reports)).await {
+            Err(_) => Err(format!("an engine rank is not ready after {limit:?}")),
+            Ok(Ok(Some(report))) if report.fatal => Err(report.complaint),
+            Ok(Ok(Some(_))) => Ok(()),
+            Ok(Ok(None)) => Err("an engine rank ended before it was ready".to_owned()),
+            Ok(Err(error)) => Err(error.to_string()),
+        }
+    }
+}
+
+/// Writes orders until the queue ends.
+pub(super) async fn send_orders(mut orders: mpsc::Receiver<Order>, mut pipe: ChildStdin) {
+    while let Some(order) = orders.recv().await {
+        if let Err(error) = pipe::write(&mut pipe, &order).await {
+            tracing::debug!(%error, "a rank takes no orders");
+            return;
+        }
+    }
+}
+
+/// Reads reports; `None` once, when the rank is gone.
+pub(super) async fn take_reports<T>(
+    mut reports: ChildStdout,
+    events: mpsc::Sender<T>,
+    event: impl Fn(Option<Report>) -> T,
+) {
+    loop {
+        let report = pipe::read::<Report>(&mut reports).await.ok().flatten();
+        let last = report.is_none();
+        if events.send(event(report)).await.is_err() || last {
+            return;
+        }
+    }
+}

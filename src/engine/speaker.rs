@@ -1,0 +1,269 @@
+//! A rank's conversation with its worker, for as long as the engine runs.
+//!
+//! When the connection breaks, or another worker takes over, the memory is registered again. What the scheduler did
+//! meanwhile is refused by the leader; nothing else is lost.
+
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+
+use crate::engine::layout::{describe, pages_bytes};
+use crate::engine::owed::{Owed, Question};
+use crate::engine::pipe::Report;
+use crate::engine::rank::{RankSettings, random};
+use crate::memory::SharedBuffer;
+use crate::protocol::{
+    Abandon, ErrorCode, Hello, Message, Register, Role, VERSION, VERSION_MIN, Written,
+};
+use crate::transport::{
+    Address, Client, ClientSettings, Failure, Incoming, Limits, LinkId, Transport, send_fd,
+};
+use crate::types::{Nonce, RequestId};
+
+/// How long a worker may take for one question; then it is asked again. A registration waits for the leader.
+const QUESTION_LIMIT: Duration = Duration::from_secs(30);
+/// How long a worker may take to accept a file descriptor.
+const HAND_OVER_LIMIT: Duration = Duration::from_secs(2);
+/// Pause after a question that the worker could not answer; it doubles with each.
+const PAUSE_FIRST: Duration = Duration::from_millis(50);
+const PAUSE_MAX: Duration = Duration::from_secs(1);
+
+/// What the worker must hear.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Tell {
+    /// Stores up to this request may read their pages.
+    Written(RequestId),
+    /// Nothing may be copied for this request any more. Reported under `ticket` once that is so.
+    Abandon { request: RequestId, ticket: u64 },
+}
+
+/// How a question ended.
+struct Asked {
+    link: LinkId,
+    question: Question,
+    answer: Result<(), Failure>,
+}
+
+/// See the module.
+pub(super) struct Speaker {
+    asker: Asker,
+    incoming: mpsc::Receiver<Incoming>,
+    reports: mpsc::Sender<Report>,
+    owed: Owed,
+    asking: JoinSet<Asked>,
+    pause: Duration,
+    /// Until when the first registration must have succeeded; `None` once it has.
+    start_by: Option<Instant>,
+}
+
+/// What it takes to ask.
+#[derive(Clone)]
+struct Asker {
+    settings: Arc<RankSettings>,
+    memory: Arc<SharedBuffer>,
+    worker: Client,
+}
+
+impl Speaker {
+    pub(super) fn start(
+        transport: Arc<dyn Transport>,
+        settings: &RankSettings,
+        memory: Arc<SharedBuffer>,
+        reports: mpsc::Sender<Report>,
+    ) -> Self {
+        let hello = Hello {
+            version_min: VERSION_MIN,
+            version_max: VERSION,
+            role: Role::Rank,
+            engine: settings.engine.0,
+            rank: settings.rank.0,
+            replica: settings.replica.0,
+            name: format!("reference engine, {}", settings.rank),
+        };
+        let client = ClientSettings {
+            address: Address::Directory(settings.worker_dir.clone()),
+            hello,
+            limits: Limits::default(),
+        };
+        let (worker, incoming) = Client::start(transport, client);
+        let start_by = Some(Instant::now() + settings.start_limit);
+        let asker = Asker {
+            settings: Arc::new(settings.clone()),
+            memory,
+            worker,
+        };
+        Self {
+            asker,
+            incoming,
+            reports,
+            owed: Owed::new(),
+            asking: JoinSet::new(),
+            pause: PAUSE_FIRST,
+            start_by,
+        }
+    }
+
+    /// Speaks until that makes no sense any more; returns why.
+    pub(super) async fn run(mut self, mut told: mpsc::Receiver<Tell>) -> String {
+        loop {
+            while let Some((link, question)) = self.owed.next() {
+                let (asker, pause) = (self.asker.clone(), self.pause);
+                self.asking.spawn(asker.ask(link, question, pause));
+            }
+            let step = tokio::select! {
+                incoming = self.incoming.recv() => self.heard(incoming),
+                tell = told.recv() => self.told(tell),
+                Some(asked) = self.asking.join_next() => match asked {
+                    Ok(asked) => self.answered(asked).await,
+                    Err(error) if error.is_cancelled() => Ok(()),
+                    Err(error) => Err(error.to_string()),
+                },
+                () = expired(self.start_by) => {
+                    let limit = self.asker.settings.start_limit;
+                    Err(format!("{}: no worker took its memory in {limit:?}", self.asker.settings.rank))
+                }
+            };
+            if let Err(why) = step {
+                return why;
+            }
+        }
+    }
+
+    fn told(&mut self, tell: Option<Tell>) -> Result<(), String> {
+        match tell.ok_or("the engine has ended")? {
+            Tell::Written(through) => self.owed.wrote(through.0),
+            Tell::Abandon { request, ticket } => self.owed.abandon(request.0, ticket),
+        }
+        Ok(())
+    }
+
+    fn heard(&mut self, incoming: Option<Incoming>) -> Result<(), String> {
+        match incoming.ok_or("the conversation with the worker has ended")? {
+            Incoming::Welcomed(_, link) => {
+                self.asking.abort_all();
+                self.pause = PAUSE_FIRST;
+                self.owed.connected(link);
+            }
+            Incoming::Lost => {
+                self.asking.abort_all();
+                self.owed.lost();
+            }
+            Incoming::Request(envelope) => {
+                let kind = envelope.message.kind().name();
+                tracing::debug!(kind, "a worker asks a rank for nothing");
+            }
+        }
+        Ok(())
+    }
+
+    async fn answered(&mut self, asked: Asked) -> Result<(), String> {
+        let Asked {
+            link,
+            question,
+            answer,
+        } = asked;
+        let registers = matches!(question, Question::Register { .. });
+        if let Err(failure) = &answer {
+            let rank = self.asker.settings.rank;
+            tracing::debug!(%rank, ?question, %failure, "asking the worker again");
+            if registers && self.start_by.is_some() && !failure.code.retry() {
+                return Err(format!("{rank}: {failure}"));
+            }
+            if failure.code == ErrorCode::Invalid {
+                self.owed.forgotten(link);
+            }
+            self.pause = (self.pause * 2).min(PAUSE_MAX);
+        } else {
+            self.pause = PAUSE_FIRST;
+        }
+        let ended = self.owed.answered(link, &question, answer.is_ok());
+        if answer.is_ok() && registers && self.start_by.take().is_some() {
+            self.report(0).await?;
+        }
+        for ticket in ended {
+            self.report(ticket).await?;
+        }
+        Ok(())
+    }
+
+    async fn report(&self, ticket: u64) -> Result<(), String> {
+        let report = Report {
+            ticket,
+            ..Report::default()
+        };
+        let sent = self.reports.send(report).await;
+        sent.map_err(|_| "nobody reads the reports".to_owned())
+    }
+}
+
+impl Asker {
+    /// Asks once, over this connection; pauses after a failure.
+    async fn ask(self, link: LinkId, question: Question, pause: Duration) -> Asked {
+        let answer = match &question {
+            Question::Register { after } => self.register(link, *after).await,
+            Question::Written { through } => {
+                let written = Written { through: *through };
+                self.say(link, Message::Written(written)).await
+            }
+            Question::Abandon { requests } => {
+                let requests = requests.clone();
+                self.say(link, Message::Abandon(Abandon { requests })).await
+            }
+        };
+        if answer.is_err() {
+            tokio::time::sleep(pause).await;
+        }
+        Asked {
+            link,
+            question,
+            answer,
+        }
+    }
+
+    async fn say(&self, link: LinkId, message: Message) -> Result<(), Failure> {
+        let asked = self.worker.ask_over(link, message, QUESTION_LIMIT);
+        asked.await.map(|_| ())
+    }
+
+    /// Hands the memory over and describes it.
+    async fn register(&self, link: LinkId, after: u64) -> Result<(), Failure> {
+        let not_now = |message: String| Failure {
+            code: ErrorCode::NotReady,
+            message,
+        };
+        let settings = &self.settings;
+        let (mut proof, mut ticket) = ([0; 32], [0; 16]);
+        random(&mut proof).map_err(not_now)?;
+        random(&mut ticket).map_err(not_now)?;
+        let nonce = Nonce {
+            allocation: 0,
+            offset_bytes: pages_bytes(settings),
+            bytes: proof.to_vec(),
+        };
+        let written = self.memory.write_from(nonce.offset_bytes, &proof);
+        written.map_err(|error| not_now(error.to_string()))?;
+        let fd = self.memory.try_clone_fd();
+        let fd = fd.map_err(|error| not_now(error.to_string()))?;
+        send_fd(&settings.worker_dir, &ticket, fd.as_fd(), HAND_OVER_LIMIT)
+            .await
+            .map_err(|error| not_now(error.to_string()))?;
+        let register = Register {
+            after,
+            engine: settings.engine.0,
+            registration: describe(settings, ticket, nonce),
+        };
+        self.say(link, Message::Register(register)).await
+    }
+}
+
+/// Ends at a point in time; never without one.
+async fn expired(at: Option<Instant>) {
+    match at {
+        Some(at) => tokio::time::sleep_until(at).await,
+        None => std::future::pending().await,
+    }
+}
