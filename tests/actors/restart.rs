@@ -1,14 +1,15 @@
 //! A leader that stops, and the next one at the same address: engines and workers find it, and requests are answered.
 
 use std::os::unix::fs::PermissionsExt;
+use std::sync::Arc;
 use std::time::Duration;
 
 use kvferry::actors::{PoolSettings, ProcessHandle, WorkerArguments, run_worker};
 use kvferry::memory::DEPOT_HEADER_BYTES;
-use kvferry::protocol::{Attached, ErrorCode, Message, Role};
+use kvferry::protocol::{Abandon, Attached, ErrorCode, Message, Role, Written};
 use kvferry::transport::{
-    Address, FdReceiver, Limits, MemoryTransport, PeerId, Server, ServerEvent, ServerSettings,
-    Transport,
+    Address, Client, ClientSettings, FdReceiver, Limits, MemoryTransport, PeerId, Server,
+    ServerEvent, ServerSettings, Transport,
 };
 use kvferry::types::{Epoch, Rank, Replica, RequestId, WorkerId};
 
@@ -173,6 +174,31 @@ async fn what_a_worker_said_over_one_connection_is_not_said_over_the_next() {
     assert!(
         attach > asked.2,
         "attach {attach} says that nothing is under way, and was said before copies began"
+    );
+    worker.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_worker_copies_nothing_for_an_engine_that_it_does_not_know_and_says_so() {
+    let transport = MemoryTransport::default();
+    let (worker, _directory) = worker(&transport).await;
+    let settings = ClientSettings {
+        address: Address::Memory("worker".to_owned()),
+        hello: hello(Role::Rank, 1, 0),
+        limits: Limits::default(),
+    };
+    let (rank, _incoming) = Client::start(Arc::new(transport.clone()), settings);
+    let written = Message::Written(Written { through: 5 });
+    let refused = rank.ask(written, PATIENCE).await;
+    let failure = refused.expect_err("there is no memory");
+    assert_eq!(failure.code, ErrorCode::Invalid, "{failure}");
+    let abandon = Message::Abandon(Abandon {
+        requests: vec![3, 5],
+    });
+    let answer = rank.ask(abandon, PATIENCE).await;
+    assert!(
+        matches!(answer, Ok(Message::AbandonAnswer(_))),
+        "{answer:?}"
     );
     worker.stop().await;
 }
