@@ -294,7 +294,7 @@ impl Server {
                 let text = format!("{} before hello: say hello first", kind.name());
                 return Err(ErrorBody::new(ErrorCode::HelloFirst, text));
             }
-            Kind::Ended | Kind::Struck | Kind::Error => return Ok(true),
+            Kind::Ended | Kind::Struck | Kind::Inventory | Kind::Error => return Ok(true),
             _ => {}
         }
         if peer.open.contains_key(&envelope.correlation) {

@@ -482,7 +482,7 @@ impl Session {
                     .map_err(|error| error.to_string())?;
             }
             Kind::Pong => {}
-            Kind::Transfer | Kind::Cancel | Kind::Strike => {
+            Kind::Transfer | Kind::Cancel | Kind::Strike | Kind::ReadInventory => {
                 return Ok(self
                     .incoming
                     .send(Incoming::Request(Box::new(envelope)))
