@@ -165,6 +165,34 @@ fn without_any_tier_everything_is_computed() {
     );
 }
 
+#[test]
+fn replicas_find_what_others_stored() {
+    let alone = concurrent(&["--requests", "200", "--seed", "9"]);
+    let report = concurrent(&["--requests", "200", "--seed", "9", "--replicas", "3"]);
+    assert_eq!(number(&report, "/setup/replicas"), 3);
+    assert_eq!(number(&report, "/requests"), 200);
+    assert_eq!(number(&report, "/disturbed_requests"), 0);
+    assert_eq!(
+        number(&report, "/tokens/prompt"),
+        number(&alone, "/tokens/prompt")
+    );
+    assert!(
+        number(&report, "/tokens/hit_g2") > number(&alone, "/tokens/hit_g2") / 2,
+        "each finds its own only"
+    );
+}
+
+#[test]
+fn replicas_are_for_live_replays() {
+    let output = kvferry(&["replay", "--mode", "offline", "--replicas", "2"]);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success());
+    assert!(
+        errors.contains("--replicas is for live replays"),
+        "{errors}"
+    );
+}
+
 /// A replay in the background, with processes that a test kills or stops.
 struct Disturbed {
     running: Running,
@@ -295,7 +323,7 @@ fn a_leader_that_stands_still_costs_hits_and_no_bytes() {
     let leader = leader_beside(number(&status, "/ranks/0/pid"));
     signal(leader, Signal::STOP);
     // Not a wait for anything: this is how long it stands still.
-    std::thread::sleep(3 * REQUEST_TIMEOUT);
+    std::thread::sleep(4 * REQUEST_TIMEOUT);
     signal(leader, Signal::CONT);
     let report = replay.report();
     assert!(
