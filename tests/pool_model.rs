@@ -506,3 +506,53 @@ fn two_sequences_never_grow_one_block() {
     );
     model.check();
 }
+
+/// Eight pages that part from all others of this kind at page `from`.
+fn parting(from: u8) -> PageHashes {
+    let page = |page: u8| {
+        let mut hash = [1; 16];
+        (hash[0], hash[1]) = (page, if page < from { 0 } else { from });
+        hash
+    };
+    PageHashes::packed(16, (0..8).flat_map(page).collect()).expect("16 bytes a page")
+}
+
+#[test]
+fn of_blocks_that_begin_alike_the_best_is_found() {
+    let mut model = Model::new(64, 16);
+    let domain = domain(0);
+    let mut generations = Vec::new();
+    for from in [4, 6, 2] {
+        let (mut reserved, mut evicted) = (Vec::new(), Vec::new());
+        let room = model.pool.reserve(
+            &domain,
+            &parting(from),
+            0,
+            8,
+            None,
+            &mut model.next,
+            &mut reserved,
+            &mut evicted,
+        );
+        assert_eq!((room, reserved.len()), (8, 1));
+        let generation = reserved[0].generation;
+        model.pool.start_filling(generation, RankSet::first(1));
+        generations.push(generation);
+    }
+    assert_eq!(model.pool.live_blocks(), 3);
+    let first = model.pool.ended(generations[0], Rank(0), true);
+    assert_eq!(first, Some(true));
+    let best = |from, want| {
+        let found = model.pool.longest(&domain, &parting(from), 0, want);
+        found.map(|found| (found.ready, found.pages))
+    };
+    // Only the first can be read; the others are on their way, each the longest for its own sequence.
+    for (from, readable, present) in [
+        (4, (8, 8), (8, 8)),
+        (6, (4, 4), (0, 8)),
+        (2, (2, 2), (0, 8)),
+    ] {
+        assert_eq!(best(from, Want::Readable), Some(readable), "{from}");
+        assert_eq!(best(from, Want::Present), Some(present), "{from}");
+    }
+}

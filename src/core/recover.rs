@@ -192,7 +192,9 @@ mod tests {
         assert_eq!(ready(&recover(&[long.clone(), long])), [(0, 8)]);
         let mut late = block(0, 4, 1);
         late.iter_mut().for_each(|page| page.phase = 6);
-        assert_eq!(ready(&recover(&[late.clone(), late])), [(0, 2)]);
+        assert_eq!(ready(&recover(&[late.clone(), late.clone()])), [(0, 2)]);
+        late.iter_mut().for_each(|page| page.phase = 8);
+        assert_eq!(ready(&recover(&[late.clone(), late])), []);
         assert_eq!(ready(&recover(&[])), []);
     }
 

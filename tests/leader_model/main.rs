@@ -2,13 +2,14 @@
 
 #![expect(clippy::expect_used, reason = "a test says what it expects")]
 
+mod accounts;
 mod cases;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use kvferry::core::{
-    AnchorKey, Attached, Effect, EngineMemory, Event, Leader, LeaderSettings, Refusal,
+    AnchorKey, Attached, Effect, EngineMemory, Event, Leader, LeaderSettings, PARKED_MAX, Refusal,
 };
 use kvferry::types::{
     Answer, AttachId, DepotId, Direction, EndedCopy, EngineId, Epoch, GroupGeometry, GroupId, OpId,

@@ -104,7 +104,9 @@ impl FilledLeader {
             }),
         };
         let inventory = Event::Inventory {
-            shard: WORKER.rank,
+            worker: WORKER,
+            from: 0,
+            next: None,
             depot,
             records: Vec::new(),
         };

@@ -489,3 +489,6 @@ struct Due {
     id: RequestId,
     deadline: Time,
 }
+
+#[cfg(test)]
+mod tests;

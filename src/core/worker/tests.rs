@@ -411,6 +411,24 @@ fn abandoned_requests_are_remembered_within_a_limit() {
 }
 
 #[test]
+fn what_is_older_than_an_abandoned_request_is_copied_as_ever() {
+    let mut worker = worker();
+    let (engine, ask) = (ENGINE, 1);
+    let requests = vec![RequestId(5)];
+    let abandon = WorkerEvent::Abandon {
+        engine,
+        ask,
+        requests,
+    };
+    step(&mut worker, 0, abandon);
+    let late = copy(1, Direction::Load, 5);
+    let effects = order(&mut worker, 1, 1, vec![late]);
+    assert_eq!(effects, [report(1, vec![refused(OpId(1))])]);
+    let other = copy(2, Direction::Load, 4);
+    assert_eq!(starts(&order(&mut worker, 1, 2, vec![other])), [2]);
+}
+
+#[test]
 fn the_end_of_an_old_copy_is_not_told_to_a_leader_that_uses_its_number_again() {
     let mut worker = worker();
     order(&mut worker, 1, 1, vec![load(7)]);
