@@ -278,6 +278,11 @@ impl State {
             tracing::error!(%worker, "worker does not end its copies, or keeps silent: it is ended");
             return supervisor(worker);
         }
+        if let Some(peer) = peer.filter(|peer| peer.pid == i32::try_from(std::process::id()).ok()) {
+            // It lives in this process: all that can be ended is the conversation.
+            tracing::error!(%worker, "worker does not end its copies, or keeps silent: closing it");
+            return self.replier.disconnect(peer.peer);
+        }
         let Some(process) = peer.and_then(|peer| peer.process.as_ref()) else {
             tracing::error!(%worker, "worker keeps silent, and its process is not known: end it by hand");
             return;

@@ -7,7 +7,8 @@ use crate::types::{RequestId, SlotId, WorkerId};
 pub enum Refusal {
     /// Not every rank of this engine is there yet.
     #[error(
-        "not ready: {waiting_for} of {replicas} x {ranks} ranks have no engine memory yet{detail}; ask again later"
+        "not ready: {waiting_for} of {all} ranks have no engine memory yet{detail}; ask again later",
+        all = u32::from(*.ranks) * u32::from(*.replicas)
     )]
     NotReady {
         /// Ranks of all replicas that have not attached with an engine's memory.
@@ -16,7 +17,7 @@ pub enum Refusal {
         ranks: u16,
         /// Engines.
         replicas: u16,
-        /// Why a rank was turned away, if one was.
+        /// Why a rank was turned away, or what is waited for beside them.
         detail: String,
     },
     /// A rank describes other memory than the ranks before it.

@@ -6,8 +6,9 @@ use std::time::Duration;
 use kvferry::actors::{LeaderArguments, LeaderHandle, ProcessHandle, run_leader};
 use kvferry::core::{AnchorKey, LeaderSettings};
 use kvferry::protocol::{
-    Attach, AttachedMemory, CopyResult, Ended, Envelope, ErrorCode, Header, Hello, Load, Lookup,
-    Message, Role, Status, StatusAnswer, Store, Transfer, VERSION, VERSION_MIN, decode, encode,
+    Attach, AttachedMemory, CopyResult, Ended, Envelope, ErrorCode, Header, Hello, Inventory, Load,
+    Lookup, Message, Role, Status, StatusAnswer, Store, Transfer, VERSION, VERSION_MIN, decode,
+    encode,
 };
 use kvferry::transport::{
     Address, Client, ClientSettings, Closed, Connection, Failure, Frame, Incoming, Limits,
@@ -195,7 +196,18 @@ pub struct Puppet {
 impl Puppet {
     pub fn start(transport: &MemoryTransport, rank: u16) -> Self {
         let hello = hello(Role::Worker, 0, rank);
-        let (client, incoming) = client(transport, hello, Limits::default());
+        let (client, mut heard) = client(transport, hello, Limits::default());
+        let (tell, incoming) = mpsc::channel(1024);
+        let depot = client.clone();
+        tokio::spawn(async move {
+            while let Some(next) = heard.recv().await {
+                match empty_depot(&next) {
+                    Some((asked, inventory)) => depot.reply(asked, inventory),
+                    None if tell.send(next).await.is_err() => return,
+                    None => {}
+                }
+            }
+        });
         Self {
             rank,
             client,
@@ -296,12 +308,30 @@ impl Puppet {
     }
 }
 
-/// Both workers, attached.
+/// The answer to a leader that reads an inventory: nothing is listed.
+fn empty_depot(incoming: &Incoming) -> Option<(RequestId, Message)> {
+    let Incoming::Request(envelope) = incoming else {
+        return None;
+    };
+    let Message::ReadInventory(read) = envelope.message else {
+        return None;
+    };
+    let inventory = Inventory {
+        depot: read.depot,
+        from: read.from,
+        next: None,
+        records: Vec::new(),
+    };
+    Some((envelope.correlation, Message::Inventory(inventory)))
+}
+
+/// Both workers, attached, to a leader that knows that their depots are empty.
 pub async fn puppets(transport: &MemoryTransport) -> [Puppet; 2] {
     let mut both = [Puppet::start(transport, 0), Puppet::start(transport, 1)];
     for puppet in &mut both {
         puppet.begin().await;
     }
+    Engine::start(transport, 200).until_ready().await;
     both
 }
 

@@ -182,14 +182,17 @@ impl Workers {
     }
 
     pub(super) fn not_ready(&self) -> Refusal {
+        let waiting_for = u32::from(self.ranks) * u32::from(self.replicas) - self.with_memory();
+        let detail = match &self.turned_away {
+            Some(why) => format!(" ({why})"),
+            None if waiting_for == 0 => ", and what the depots hold is being read".to_owned(),
+            None => String::new(),
+        };
         Refusal::NotReady {
-            waiting_for: u32::from(self.ranks) * u32::from(self.replicas) - self.with_memory(),
+            waiting_for,
             ranks: self.ranks,
             replicas: self.replicas,
-            detail: self
-                .turned_away
-                .as_ref()
-                .map_or_else(String::new, |why| format!(" ({why})")),
+            detail,
         }
     }
 
