@@ -287,6 +287,8 @@ fn ranks_that_disagree_are_told_which_rank_and_which_field() {
             worker.to_str().expect("UTF-8"),
             "--engine",
             engine,
+            "--replica",
+            "0",
             "--rank",
             rank,
             "--ranks",

@@ -102,3 +102,28 @@ impl RunDigest {
         format!("blake3:{}", self.0.finalize().to_hex())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn digest(tokens_per_page: u32, device_pages: u32, hit_pages: u32) -> String {
+        let mut request = RequestDigest::new(true);
+        let found = Decision::Found {
+            device_pages,
+            hit_pages,
+        };
+        request.add(tokens_per_page, found);
+        let mut run = RunDigest::default();
+        run.add(&request);
+        run.hex()
+    }
+
+    #[test]
+    fn what_was_found_counts_in_tokens() {
+        assert_eq!(digest(16, 2, 4), digest(32, 1, 2));
+        for other in [digest(16, 3, 4), digest(16, 2, 3), digest(32, 2, 4)] {
+            assert_ne!(digest(16, 2, 4), other);
+        }
+    }
+}

@@ -76,6 +76,15 @@ mod tests {
     }
 
     #[test]
+    fn a_rank_is_added_once() {
+        let mut some = RankSet::first(1);
+        assert!(!some.insert(Rank(0)));
+        assert!(some.insert(Rank(2)));
+        assert!(!some.insert(Rank(2)));
+        assert_eq!(some.iter().collect::<Vec<_>>(), [Rank(0), Rank(2)]);
+    }
+
+    #[test]
     fn holds_64_ranks_and_no_more() {
         let mut all = RankSet::first(64);
         assert_eq!(all.len(), 64);

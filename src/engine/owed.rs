@@ -173,7 +173,7 @@ mod tests {
         assert_eq!(owed.next(), None, "nobody is there");
         registered(&mut owed, FIRST, 0);
         let written = Question::Written { through: 4 };
-        assert_eq!(questions(&mut owed), [written.clone()]);
+        assert_eq!(questions(&mut owed), std::slice::from_ref(&written));
         owed.answered(FIRST, &written, true);
         assert_eq!(questions(&mut owed), []);
         registered(&mut owed, SECOND, 0);
@@ -186,13 +186,13 @@ mod tests {
         owed.connected(FIRST);
         let register = Question::Register { after: 0 };
         for _ in 0..2 {
-            assert_eq!(questions(&mut owed), [register.clone()]);
+            assert_eq!(questions(&mut owed), std::slice::from_ref(&register));
             owed.answered(FIRST, &register, false);
         }
         registered(&mut owed, FIRST, 0);
         owed.wrote(7);
         let written = Question::Written { through: 7 };
-        assert_eq!(questions(&mut owed), [written.clone()]);
+        assert_eq!(questions(&mut owed), std::slice::from_ref(&written));
         owed.wrote(9);
         assert_eq!(questions(&mut owed), [], "one at a time");
         owed.answered(FIRST, &written, false);
@@ -208,7 +208,7 @@ mod tests {
         let both = Question::Abandon {
             requests: vec![3, 5],
         };
-        assert_eq!(questions(&mut owed), [both.clone()]);
+        assert_eq!(questions(&mut owed), std::slice::from_ref(&both));
         owed.lost();
         let late = owed.answered(FIRST, &both, true);
         assert!(late.is_empty(), "said by one that is gone");
@@ -227,7 +227,7 @@ mod tests {
         registered(&mut owed, FIRST, 0);
         owed.wrote(2);
         let written = Question::Written { through: 2 };
-        assert_eq!(questions(&mut owed), [written.clone()]);
+        assert_eq!(questions(&mut owed), std::slice::from_ref(&written));
         owed.forgotten(FIRST);
         owed.answered(FIRST, &written, false);
         assert_eq!(questions(&mut owed), [Question::Register { after: 0 }]);

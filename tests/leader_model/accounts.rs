@@ -229,3 +229,137 @@ fn no_more_wait_for_the_workers_of_an_older_leader_than_the_limit() {
     });
     assert_eq!((refused.count(), effects.len()), (PARKED_MAX, PARKED_MAX));
 }
+
+#[test]
+fn ranks_and_pages_are_told() {
+    let mut world = World::without_workers();
+    let told = |world: &World| {
+        (
+            world.leader.attached_workers(),
+            world.leader.engine_page_tokens(),
+        )
+    };
+    assert_eq!(told(&world), (0, 0));
+    world.begin();
+    assert_eq!(told(&world), (2 * u32::from(RANKS), 16));
+    let lookup = Request::Lookup {
+        slot: SlotId(0),
+        namespace: vec![7],
+        hashes: sequence(0, 9),
+        device_pages: 5,
+    };
+    world.ask(0, lookup);
+    let expected = [("lookups", 1), ("lookup_pages", 9), ("device_pages", 5)];
+    assert_eq!(counted(&world), BTreeMap::from(expected));
+}
+
+#[test]
+fn a_rank_that_there_is_not_is_turned_away() {
+    for (engine, rank) in [(0, RANKS), (2, 0)] {
+        let mut leader = Leader::new(settings());
+        let attached = Attached {
+            worker: worker(engine, rank),
+            attach: AttachId(1),
+            depot: DepotId(0),
+            memory: None,
+        };
+        let mut effects = Vec::new();
+        leader.step(Time(0), Event::Attached(attached), &mut effects);
+        let [Effect::Admit { verdict, .. }] = &effects[..] else {
+            panic!("{effects:?}");
+        };
+        let refused = matches!(verdict, Err(Refusal::NoSuchWorker { .. }));
+        assert!(refused, "{verdict:?}");
+    }
+}
+
+#[test]
+fn a_load_of_a_part_leaves_the_rest_held() {
+    let mut world = World::new();
+    look_up(&mut world, 0, 20);
+    assert_eq!(store_from(&mut world, 0, 0, 20), stored(20, 0));
+    let pins = |world: &World| world.leader.pool().expect("a pool").pins();
+    look_up(&mut world, 1, 20);
+    assert_eq!(pins(&world), 3);
+    let load = |first_page| Request::Load {
+        slot: SlotId(1),
+        first_page,
+        destination: PageList::run(0, 8),
+    };
+    for (first_page, left) in [(0, 2), (8, 1)] {
+        world.ask(0, load(first_page));
+        assert_eq!(pins(&world), left + 1, "the lease, and what is left");
+        let op = *world.open.keys().next().expect("a copy");
+        (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+        assert_eq!(pins(&world), left);
+    }
+}
+
+#[test]
+fn room_for_a_tail_is_never_made_at_the_cost_of_its_root() {
+    let mut world = World::new();
+    look_up(&mut world, 0, 16);
+    look_up(&mut world, 1, 16);
+    assert_eq!(store_from(&mut world, 1, 0, 8), stored(8, 0));
+    // The other pages of the arena are younger.
+    for slot in 2..9 {
+        let pages = if slot == 8 { 4 } else { 8 };
+        let lookup = Request::Lookup {
+            slot: SlotId(slot),
+            namespace: vec![100 + slot as u8],
+            hashes: sequence(0, pages),
+            device_pages: 0,
+        };
+        world.ask(0, lookup);
+        assert_eq!(
+            store_from(&mut world, slot, 0, pages as u32),
+            stored(pages as u32, 0)
+        );
+    }
+    let states = world.leader.pool().expect("a pool").page_states();
+    assert_eq!((states.free, states.ready), (0, 60));
+    assert_eq!(store_from(&mut world, 0, 0, 16), stored(8, 8));
+    look_up(&mut world, 9, 16);
+    let found = world.asked[&(0, RequestId(world.next_id))].1.clone();
+    let all = Answer::Lookup {
+        hit_pages: 16,
+        pending: false,
+    };
+    assert_eq!(found, Some(Ok(all)));
+}
+
+#[test]
+fn what_finds_no_room_and_what_is_cut_is_counted() {
+    let mut world = World::new();
+    // 56 of 60 pages are held by lookups.
+    for slot in 0..7 {
+        let lookup = |slot: u64| Request::Lookup {
+            slot: SlotId(slot),
+            namespace: vec![slot as u8 % 10],
+            hashes: sequence(0, 8),
+            device_pages: 0,
+        };
+        world.ask(0, lookup(slot));
+        assert_eq!(store_from(&mut world, slot, 0, 8), stored(8, 0));
+        world.ask(0, lookup(slot + 10));
+    }
+    let lookup = Request::Lookup {
+        slot: SlotId(9),
+        namespace: vec![9],
+        hashes: sequence(0, 7),
+        device_pages: 0,
+    };
+    world.ask(0, lookup);
+    let refused = Answer::Store {
+        stored_pages: 4,
+        present_pages: 0,
+        refused_pages: 3,
+        failed_pages: 0,
+    };
+    assert_eq!(store_from(&mut world, 9, 0, 7), Some(Ok(refused)));
+    let counts = counted(&world);
+    let count = |name| counts.get(name).copied().unwrap_or(0);
+    assert_eq!((count("blocks_refused"), count("refused_pages")), (1, 3));
+    assert_eq!((count("blocks_stored"), count("blocks_split")), (8, 0));
+    assert_eq!(count("blocks_evicted"), 0);
+}

@@ -168,6 +168,26 @@ fn a_cancel_says_how_copies_ended_and_stops_the_others() {
 }
 
 #[test]
+fn a_strike_of_another_epoch_strikes_nothing() {
+    let mut worker = worker();
+    let mut strike = |epoch: u64| {
+        let strike = WorkerEvent::Strike {
+            epoch: Epoch(epoch),
+            id: ResetId(3),
+            scope: Scope::Everything,
+        };
+        step(&mut worker, 0, strike)
+    };
+    assert_eq!(strike(2), []);
+    assert_eq!(strike(0), []);
+    let struck = WorkerEffect::Struck(ResetId(3));
+    assert_eq!(
+        strike(1),
+        [WorkerEffect::StrikeScope(Scope::Everything), struck]
+    );
+}
+
+#[test]
 fn what_was_ended_too_long_ago_is_refused() {
     let mut worker = worker();
     let all = WORKER_ENDED_MAX as u64 + 1;
