@@ -5,7 +5,7 @@ use crate::types::{GroupGeometry, Registration, TensorRole, TensorView};
 /// Names what is hashed, so that a later change of the recipe makes other fingerprints.
 const FINGERPRINT_DOMAIN: &[u8] = b"kvferry page layout 1\0";
 
-/// One contiguous range of every page: one (layer, role).
+/// One contiguous range of every page: a tensor's page, or a piece of it where the axes inside a page leave gaps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FragmentLayout {
     /// Layer within the group, from 0.
@@ -26,10 +26,11 @@ pub struct FragmentLayout {
 
 /// The layout of one group's pages on one rank, derived from a checked registration.
 ///
-/// In the lower tiers a page is its fragments in order of (layer, role), without gaps.
+/// In the lower tiers a page is its tensors in order of (layer, role), without gaps, and each tensor's bytes in the order
+/// in which they lie on the device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PageLayout {
-    /// Ordered by (layer, role); never empty.
+    /// Ordered by (layer, role, place on the device); never empty.
     pub fragments: Vec<FragmentLayout>,
     /// Bytes of one page in the lower tiers: the sum over the fragments.
     pub page_bytes: u64,
@@ -46,22 +47,22 @@ impl PageLayout {
         let mut tensors: Vec<&TensorView> = registration.tensors.iter().collect();
         tensors.sort_by_key(|tensor| (tensor.layer, tensor.role));
         let mut page_bytes = 0;
-        let fragments = tensors
-            .iter()
-            .map(|tensor| {
-                let block_offset_bytes = page_bytes;
-                page_bytes += tensor.page_bytes;
-                FragmentLayout {
+        let mut fragments = Vec::with_capacity(tensors.len());
+        for tensor in &tensors {
+            let pieces = Pieces::of(tensor);
+            for offset_bytes in pieces.offsets() {
+                fragments.push(FragmentLayout {
                     layer: tensor.layer,
                     role: tensor.role,
                     allocation: tensor.allocation,
-                    base_bytes: tensor.offset_bytes,
-                    page_bytes: tensor.page_bytes,
+                    base_bytes: tensor.offset_bytes + offset_bytes,
+                    page_bytes: pieces.piece_bytes,
                     page_stride_bytes: tensor.page_stride_bytes,
-                    block_offset_bytes,
-                }
-            })
-            .collect();
+                    block_offset_bytes: page_bytes,
+                });
+                page_bytes += pieces.piece_bytes;
+            }
+        }
         Self {
             fragments,
             page_bytes,
@@ -83,6 +84,51 @@ impl PageLayout {
     }
 }
 
+/// The contiguous pieces of which a page of one tensor consists: one, unless an axis inside the page leaves a gap, as the
+/// K/V axis does when it stands before the page axis.
+pub(super) struct Pieces {
+    /// Bytes of each piece.
+    pub(super) piece_bytes: u64,
+    /// Number of pieces.
+    pub(super) count: u64,
+    /// The axes that step from piece to piece, outermost first: length, and stride in bytes.
+    steps: Vec<(u64, u64)>,
+}
+
+impl Pieces {
+    /// Of a tensor whose axes, strides and page size were checked before.
+    pub(super) fn of(tensor: &TensorView) -> Self {
+        let element_bytes = u64::from(tensor.element_bytes);
+        let mut steps = inner_axes(tensor);
+        steps.sort_unstable_by_key(|(_, stride)| std::cmp::Reverse(*stride));
+        let mut piece_bytes = element_bytes;
+        while let Some((length, stride)) = steps.last().copied()
+            && stride * element_bytes == piece_bytes
+        {
+            piece_bytes *= length;
+            steps.pop();
+        }
+        for (_, stride) in &mut steps {
+            *stride *= element_bytes;
+        }
+        Self {
+            piece_bytes,
+            count: steps.iter().map(|(length, _)| *length).product(),
+            steps,
+        }
+    }
+
+    /// Where each piece of page 0 starts, in bytes behind the tensor's first one, in ascending order.
+    pub(super) fn offsets(&self) -> Vec<u64> {
+        self.steps.iter().fold(vec![0], |offsets, (length, step)| {
+            offsets
+                .iter()
+                .flat_map(|offset| (0..*length).map(move |index| offset + index * step))
+                .collect()
+        })
+    }
+}
+
 /// Numbers enter little-endian and lists with their length, so that no two layouts hash the same input.
 fn fingerprint(registration: &Registration, tensors: &[&TensorView]) -> [u8; 16] {
     let mut hasher = blake3::Hasher::new();
@@ -96,7 +142,7 @@ fn fingerprint(registration: &Registration, tensors: &[&TensorView]) -> [u8; 16]
         hasher.update(&[role_number(tensor.role)]);
         hasher.update(&tensor.element_bytes.to_le_bytes());
         hasher.update(&tensor.page_bytes.to_le_bytes());
-        let axes = inner_axes(tensor);
+        let axes = inner_places(tensor);
         hasher.update(&(axes.len() as u64).to_le_bytes());
         for (length, place) in axes {
             hasher.update(&length.to_le_bytes());
@@ -119,17 +165,22 @@ fn role_number(role: TensorRole) -> u8 {
     }
 }
 
-/// The axes inside a page that are longer than 1, in the engine's order: length, and place in memory order (0 is the
-/// innermost). A transposed page has the same lengths and other places.
+/// The axes inside a page that are longer than 1, in the engine's order: length, and stride in elements.
 fn inner_axes(tensor: &TensorView) -> Vec<(u64, u64)> {
-    let axes: Vec<(u64, u64)> = tensor
+    tensor
         .shape
         .iter()
         .zip(&tensor.strides)
         .enumerate()
         .filter(|(axis, (length, _))| *axis as u64 != u64::from(tensor.page_axis) && **length > 1)
         .map(|(_, (length, stride))| (*length, *stride))
-        .collect();
+        .collect()
+}
+
+/// The same with each axis's place in memory order (0 is the innermost) in place of its stride. A transposed page has the
+/// same lengths and other places; gaps between the axes change nothing, as the lower tiers have none.
+fn inner_places(tensor: &TensorView) -> Vec<(u64, u64)> {
+    let axes = inner_axes(tensor);
     axes.iter()
         .map(|(length, stride)| {
             let inside = axes.iter().filter(|(_, other)| other < stride).count();

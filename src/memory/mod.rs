@@ -31,6 +31,6 @@ pub use layout::{FragmentLayout, PageLayout};
 pub use open::{OpenError, RegisteredMemory};
 pub use prefault::{PrefaultError, PrefaultReport};
 pub use registration::{
-    ALLOCATIONS_MAX, AXES_MAX, NONCE_BYTES_MAX, NONCE_BYTES_MIN, PAGE_BYTES_MAX, RegistrationError,
-    TENSORS_MAX, validate,
+    ALLOCATIONS_MAX, AXES_MAX, FRAGMENTS_MAX, NONCE_BYTES_MAX, NONCE_BYTES_MIN, PAGE_BYTES_MAX,
+    RegistrationError, TENSORS_MAX, validate,
 };

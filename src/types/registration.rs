@@ -54,6 +54,12 @@ pub struct Allocation {
 /// `shape` and `strides` describe the tensor as the engine sees it, in elements, strides as in PyTorch. `page_axis` is
 /// the axis along which pages are counted. `page_bytes` and `page_stride_bytes` say the same in bytes, so that a
 /// contradiction shows instead of a wrong copy.
+///
+/// The axes may lie in any order and with gaps between them, as long as they nest: a page is then copied in several
+/// pieces. Elements that share bytes are refused.
+///
+/// Scales of quantised keys and values are tensors too, one more layer of the group for each layer that has them:
+/// `layers` counts what is described, and a (layer, role) names one tensor.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TensorView {
     /// Layer within the group, from 0.
@@ -72,7 +78,7 @@ pub struct TensorView {
     pub element_bytes: u32,
     /// Which axis counts pages.
     pub page_axis: u32,
-    /// Bytes that one page occupies in this tensor, without gaps: one fragment.
+    /// Bytes of one page in this tensor, gaps not counted.
     pub page_bytes: u64,
     /// Distance from one page to the next, in bytes.
     pub page_stride_bytes: u64,

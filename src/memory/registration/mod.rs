@@ -7,13 +7,15 @@ pub(super) mod tests;
 
 use std::collections::HashMap;
 
-use super::layout::PageLayout;
+use super::layout::{PageLayout, Pieces};
 use crate::types::{AllocationHandle, Nonce, Registration, TensorRole};
 
 /// Most allocations of one registration.
 pub const ALLOCATIONS_MAX: usize = 256;
 /// Most tensors of one registration.
 pub const TENSORS_MAX: usize = 4096;
+/// Most contiguous pieces of one page, all tensors together.
+pub const FRAGMENTS_MAX: usize = 8192;
 /// Most axes of one tensor.
 pub const AXES_MAX: usize = 8;
 /// Largest page, all layers and roles together, in bytes.
@@ -47,7 +49,7 @@ impl RegistrationError {
 
 /// Derives where every page lies, or names the first field that contradicts the rest.
 ///
-/// Pure arithmetic on the description: no memory is touched. The work is bounded by [`TENSORS_MAX`] squared.
+/// Pure arithmetic on the description: no memory is touched. The work is bounded by [`FRAGMENTS_MAX`] squared.
 pub fn validate(registration: &Registration) -> Result<PageLayout, RegistrationError> {
     check_limits(registration)?;
     check_counts(registration)?;
@@ -57,6 +59,7 @@ pub fn validate(registration: &Registration) -> Result<PageLayout, RegistrationE
     }
     check_roles(registration)?;
     check_page_total(registration)?;
+    check_pieces(registration)?;
     overlap::check(registration)?;
     check_nonce(registration)?;
     Ok(PageLayout::derive(registration))
@@ -211,6 +214,27 @@ fn check_page_total(registration: &Registration) -> Result<(), RegistrationError
             format!("{total} bytes a page in all"),
             format!("a page has at most {PAGE_BYTES_MAX} bytes: lower engine_page_tokens"),
         ));
+    }
+    Ok(())
+}
+
+/// Bounds what the overlap check and every copy have to walk.
+fn check_pieces(registration: &Registration) -> Result<(), RegistrationError> {
+    let mut total = 0_u64;
+    for (index, tensor) in registration.tensors.iter().enumerate() {
+        let count = Pieces::of(tensor).count;
+        // Each term is at most PAGE_BYTES_MAX and the sum was below FRAGMENTS_MAX: it cannot overflow.
+        total += count;
+        if total > FRAGMENTS_MAX as u64 {
+            return Err(RegistrationError::new(
+                format!("tensors[{index}].strides"),
+                format!("{:?}, {count} pieces a page", tensor.strides),
+                format!(
+                    "a page has at most {FRAGMENTS_MAX} contiguous pieces in all tensors together: \
+                     describe larger contiguous ranges"
+                ),
+            ));
+        }
     }
     Ok(())
 }

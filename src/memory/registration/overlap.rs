@@ -1,57 +1,83 @@
 //! Finds tensors that claim the same bytes.
 
 use super::RegistrationError;
+use crate::memory::layout::Pieces;
 use crate::types::{Registration, TensorView};
 
+/// One contiguous piece of every page of a tensor.
+struct Claim {
+    tensor: usize,
+    allocation: u32,
+    /// Where page 0's piece starts.
+    start_bytes: u64,
+    piece_bytes: u64,
+}
+
 /// Refuses two tensors of which any two pages share a byte. Every tensor was checked by itself before, so that no end
-/// overflows.
+/// overflows, and their pieces were counted.
 pub(super) fn check(registration: &Registration) -> Result<(), RegistrationError> {
     let pages = u64::from(registration.device_pages);
     let tensors = &registration.tensors;
-    let mut order: Vec<usize> = (0..tensors.len()).collect();
-    order.sort_by_key(|index| (tensors[*index].allocation, tensors[*index].offset_bytes));
-    for (place, first) in order.iter().enumerate() {
-        let low = &tensors[*first];
-        let end = low.offset_bytes + (pages - 1) * low.page_stride_bytes + low.page_bytes;
-        let inside = order[place + 1..].iter().take_while(|index| {
-            let high = &tensors[**index];
-            high.allocation == low.allocation && high.offset_bytes < end
+    let mut claims: Vec<Claim> = (0..tensors.len())
+        .flat_map(|tensor| claims_of(tensors, tensor))
+        .collect();
+    claims.sort_by_key(|claim| (claim.allocation, claim.start_bytes));
+    for (place, low) in claims.iter().enumerate() {
+        let reach = (pages - 1) * tensors[low.tensor].page_stride_bytes + low.piece_bytes;
+        let inside = claims[place + 1..].iter().take_while(|high| {
+            high.allocation == low.allocation && high.start_bytes < low.start_bytes + reach
         });
-        for second in inside {
-            check_pair(tensors, *first, *second, pages)?;
+        // A tensor's own pieces are apart: its axes nest.
+        for high in inside.filter(|high| high.tensor != low.tensor) {
+            check_pair(tensors, low, high, pages)?;
         }
     }
     Ok(())
 }
 
-/// Two tensors of one allocation, the second one starting inside the first one's span.
+fn claims_of(tensors: &[TensorView], tensor: usize) -> impl Iterator<Item = Claim> {
+    let view = &tensors[tensor];
+    let pieces = Pieces::of(view);
+    let piece_bytes = pieces.piece_bytes;
+    pieces.offsets().into_iter().map(move |offset| Claim {
+        tensor,
+        allocation: view.allocation,
+        start_bytes: view.offset_bytes + offset,
+        piece_bytes,
+    })
+}
+
+/// Two claims on one allocation, the second one starting inside the first one's span.
 fn check_pair(
     tensors: &[TensorView],
-    first: usize,
-    second: usize,
+    low: &Claim,
+    high: &Claim,
     pages: u64,
 ) -> Result<(), RegistrationError> {
-    let (low, high) = (&tensors[first], &tensors[second]);
-    let stride = low.page_stride_bytes;
-    let distance = high.offset_bytes - low.offset_bytes;
-    // Page 0 of `high` starts this far into stride number `skipped` of `low`, and so does every later page with its own.
-    let (skipped, into) = (distance / stride, distance % stride);
-    let hits_same = into < low.page_bytes;
-    let hits_next = skipped + 1 < pages && into + high.page_bytes > stride;
-    if pages > 1 && high.page_stride_bytes != stride {
+    let (first, second) = (low.tensor, high.tensor);
+    let stride = tensors[first].page_stride_bytes;
+    let high_stride = tensors[second].page_stride_bytes;
+    if pages > 1 && high_stride != stride {
         return Err(RegistrationError::new(
             format!("tensors[{second}].page_stride_bytes"),
-            high.page_stride_bytes,
+            high_stride,
             format!(
                 "its pages lie between those of tensors[{first}] (page_stride_bytes {stride}): \
                  interleaved tensors must have the same stride"
             ),
         ));
     }
-    if hits_same || hits_next {
+    // Page 0 of `high` starts this far into a stride of `low`, and so does every later page with its own. A single page
+    // of `low` is its whole span, so that `high` starts inside it.
+    let distance = high.start_bytes - low.start_bytes;
+    let hit = pages == 1 || {
+        let (skipped, into) = (distance / stride, distance % stride);
+        into < low.piece_bytes || (skipped + 1 < pages && into + high.piece_bytes > stride)
+    };
+    if hit {
         return Err(RegistrationError::new(
             format!("tensors[{second}].offset_bytes"),
-            high.offset_bytes,
+            tensors[second].offset_bytes,
             format!("its pages overlap those of tensors[{first}]"),
         ));
     }

@@ -99,7 +99,7 @@ fn check_shape(
     Ok(())
 }
 
-/// A page is one contiguous range, and pages do not run into each other.
+/// The axes nest: each one steps over all that the axes inside it reach, so that no byte belongs to two elements.
 fn check_strides(checked: &Checked<'_>, page_axis: usize) -> Result<(), RegistrationError> {
     let tensor = checked.tensor;
     let stride_bytes = tensor.strides[page_axis].checked_mul(u64::from(tensor.element_bytes));
@@ -110,39 +110,46 @@ fn check_strides(checked: &Checked<'_>, page_axis: usize) -> Result<(), Registra
         );
         return Err(checked.refuse("page_stride_bytes", tensor.page_stride_bytes, remedy));
     }
-    let mut inner: Vec<(u64, u64)> = (0..tensor.shape.len())
-        .filter(|axis| *axis != page_axis && tensor.shape[*axis] > 1)
-        .map(|axis| (tensor.strides[axis], tensor.shape[axis]))
+    // By stride, and of equal ones the page axis last. An axis of one element goes nowhere, whatever its stride.
+    let mut axes: Vec<(u64, bool, u64)> = (0..tensor.shape.len())
+        .filter(|axis| tensor.shape[*axis] > 1)
+        .map(|axis| (tensor.strides[axis], axis == page_axis, tensor.shape[axis]))
         .collect();
-    inner.sort_unstable();
-    // The lengths multiply to at most PAGE_BYTES_MAX, so the running product cannot overflow.
-    let mut dense = 1;
-    for (stride, length) in inner {
-        if stride != dense {
-            return Err(checked.refuse(
-                "strides",
-                format!("{:?}", tensor.strides),
-                "the axes inside a page are not contiguous: describe the K and V planes as \
-                 separate tensors",
-            ));
+    axes.sort_unstable();
+    let mut reach = 1_u64;
+    for (stride, counts_pages, length) in axes {
+        if stride < reach && counts_pages {
+            let remedy = format!(
+                "pages would overlap: what lies inside of one reaches over {}",
+                reach.saturating_mul(u64::from(tensor.element_bytes))
+            );
+            return Err(checked.refuse("page_stride_bytes", tensor.page_stride_bytes, remedy));
         }
-        dense *= length;
-    }
-    if tensor.page_stride_bytes < tensor.page_bytes {
-        let remedy = format!("pages of {} bytes would overlap", tensor.page_bytes);
-        return Err(checked.refuse("page_stride_bytes", tensor.page_stride_bytes, remedy));
+        if stride < reach {
+            let remedy = format!(
+                "elements would overlap: the axis with stride {stride} must step over the {reach} \
+                 elements that the axes inside it reach"
+            );
+            return Err(checked.refuse("strides", format!("{:?}", tensor.strides), remedy));
+        }
+        reach = reach.saturating_add((length - 1).saturating_mul(stride));
     }
     Ok(())
 }
 
-/// The last page ends within the allocation.
+/// The last element ends within the allocation.
 fn check_end(checked: &Checked<'_>, registration: &Registration) -> Result<(), RegistrationError> {
     let tensor = checked.tensor;
     let field = format!("tensors[{}].allocation", checked.index);
     let memory = allocation_of(registration, field, tensor.allocation)?;
-    let end = u64::from(registration.device_pages - 1)
-        .checked_mul(tensor.page_stride_bytes)
-        .and_then(|bytes| bytes.checked_add(tensor.page_bytes))
+    let end = tensor
+        .shape
+        .iter()
+        .zip(&tensor.strides)
+        .try_fold(1_u64, |reach, (length, stride)| {
+            reach.checked_add((length - 1).checked_mul(*stride)?)
+        })
+        .and_then(|elements| elements.checked_mul(u64::from(tensor.element_bytes)))
         .and_then(|bytes| bytes.checked_add(tensor.offset_bytes));
     if end.is_none_or(|end| end > memory) {
         let remedy = format!(
