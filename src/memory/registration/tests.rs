@@ -179,6 +179,139 @@ fn a_refusal_reads_as_one_line() {
     );
 }
 
+/// Six pages of K/V planes in one tensor, 60 bytes a page and plane, and behind them two scales of 4 bytes a page.
+fn planes_with_scales() -> Registration {
+    let mut registration = separate_layers();
+    let tensors = &mut registration.tensors;
+    tensors.truncate(2);
+    tensors[0] = TensorView {
+        role: TensorRole::Kv,
+        offset_bytes: 0,
+        shape: vec![2, 6, 30],
+        strides: vec![180, 30, 1],
+        page_axis: 1,
+        page_bytes: 120,
+        page_stride_bytes: 60,
+        ..tensors[0].clone()
+    };
+    tensors[1] = TensorView {
+        layer: 1,
+        role: TensorRole::Kv,
+        offset_bytes: 720,
+        shape: vec![6, 2],
+        strides: vec![2, 1],
+        element_bytes: 4,
+        page_bytes: 8,
+        page_stride_bytes: 8,
+        ..tensors[1].clone()
+    };
+    registration.layers = 2;
+    registration.allocations.truncate(2);
+    registration
+}
+
+#[test]
+fn planes_and_scales_that_contradict_themselves_are_refused_by_field() {
+    let layout = validate(&planes_with_scales()).expect("consistent");
+    let found = layout.fragments.iter();
+    let found: Vec<_> = found.map(|it| (it.base_bytes, it.page_bytes)).collect();
+    assert_eq!(found, [(0, 60), (360, 60), (720, 8)]);
+    let cases: &[(&str, Spoil)] = &[
+        // The second plane starts in the first one.
+        ("tensors[0].strides", |r| r.tensors[0].strides[0] = 179),
+        ("tensors[0].strides", |r| r.tensors[0].strides[0] = 0),
+        ("tensors[0].strides", |r| r.tensors[0].strides[0] = 15),
+        // The second plane ends behind the allocation.
+        ("tensors[0].offset_bytes", |r| r.tensors[0].strides[0] = 250),
+        ("tensors[0].offset_bytes", |r| {
+            r.tensors[0].strides[0] = u64::MAX
+        }),
+        // A page's size is that of both planes, its stride that of one.
+        ("tensors[0].page_bytes", |r| r.tensors[0].page_bytes = 60),
+        ("tensors[0].page_stride_bytes", |r| {
+            r.tensors[0].page_stride_bytes = 120
+        }),
+        ("tensors[0].page_stride_bytes", |r| {
+            r.tensors[0].strides[1] = 29;
+            r.tensors[0].page_stride_bytes = 58;
+        }),
+        ("tensors[0].shape[0]", |r| r.tensors[0].page_axis = 0),
+        ("tensors[1].allocation", |r| r.tensors[1].allocation = 2),
+        ("tensors[1].offset_bytes", |r| {
+            r.tensors[1].offset_bytes = 785
+        }),
+        // Scales that run into each other, page by page and scale by scale.
+        ("tensors[1].page_stride_bytes", |r| {
+            r.tensors[1].strides[0] = 1;
+            r.tensors[1].page_stride_bytes = 4;
+        }),
+        ("tensors[1].strides", |r| {
+            r.tensors[1].strides = vec![1, 5];
+            r.tensors[1].page_stride_bytes = 4;
+        }),
+        // Scales among the pages: with a stride of their own, and in the second plane only.
+        ("tensors[1].page_stride_bytes", |r| {
+            r.tensors[1].offset_bytes = 716
+        }),
+        ("tensors[1].offset_bytes", |r| {
+            r.tensors[1].strides[0] = 15;
+            r.tensors[1].page_stride_bytes = 60;
+            r.tensors[1].offset_bytes = 364;
+        }),
+        // Beside the data instead of a layer of their own.
+        ("tensors[1].role", |r| r.tensors[1].layer = 0),
+        ("tensors[1].element_bytes", |r| {
+            r.tensors[1].element_bytes = 0
+        }),
+    ];
+    for (number, (field, spoil)) in cases.iter().enumerate() {
+        let mut registration = planes_with_scales();
+        spoil(&mut registration);
+        let error = validate(&registration).expect_err("a contradiction");
+        assert_eq!(&error.field, field, "case {number}: {error}");
+    }
+}
+
+#[test]
+fn a_page_in_too_many_pieces_is_refused() {
+    // One piece for each scale, because the pages of a scale lie side by side.
+    let with = |scales: u64| {
+        let mut registration = planes_with_scales();
+        registration.allocations[0].bytes = 1 << 20;
+        let tensor = &mut registration.tensors[1];
+        tensor.shape[1] = scales;
+        tensor.strides = vec![1, 6];
+        tensor.page_bytes = scales * 4;
+        tensor.page_stride_bytes = 4;
+        validate(&registration)
+    };
+    let most = FRAGMENTS_MAX as u64 - 2;
+    assert_eq!(
+        with(most).map(|layout| layout.fragments.len()),
+        Ok(FRAGMENTS_MAX)
+    );
+    let error = with(most + 1).expect_err("too many");
+    assert_eq!(error.field, "tensors[1].strides");
+}
+
+#[test]
+fn the_stride_of_a_single_page_means_nothing() {
+    let with = |offset_bytes| {
+        let mut registration = planes_with_scales();
+        registration.device_pages = 1;
+        let tensors = &mut registration.tensors;
+        tensors[0].shape[1] = 1;
+        tensors[0].strides = vec![30, 0, 1];
+        tensors[0].page_stride_bytes = 0;
+        tensors[1].shape[0] = 1;
+        tensors[1].offset_bytes = offset_bytes;
+        validate(&registration).map(|layout| layout.fragments.len())
+    };
+    assert_eq!(with(120), Ok(2));
+    let error = with(119).expect_err("an overlap");
+    assert_eq!(error.field, "tensors[1].offset_bytes");
+}
+
 #[test]
 fn a_page_larger_than_the_limit_in_sum_is_refused() {
     let error = refusal(|r| {
@@ -213,6 +346,7 @@ fn the_fingerprint_follows_the_meaning_of_the_bytes() {
             r.tensors.iter_mut().for_each(|tensor| tensor.shape[0] = 5);
         },
         |r| r.tensors[1].offset_bytes = 128,
+        |r| r.tensors[1].strides = vec![64, 16, 5, 1],
         |r| {
             r.tensors[0].shape.push(1);
             r.tensors[0].strides.push(99);
