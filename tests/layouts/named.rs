@@ -178,6 +178,21 @@ fn gaps_between_pages() {
 }
 
 #[test]
+fn gaps_between_pages_that_the_depot_has_side_by_side() {
+    let mut engine = Engine::new([Layer, Page, Half, Token, Head, Content], Roles::Packed);
+    engine.layers = 1;
+    engine.content = 8;
+    engine.gaps[2] = 3;
+    let world = World::new(engine.registration());
+    let pages: Vec<_> = (0..7).map(|page| (page, page + 2)).collect();
+    for direction in [Direction::Store, Direction::Load] {
+        let copied = world.copy(direction, &pages, 7, CopyMode::Plain);
+        let report = copied.expect("as the reference has it");
+        assert_eq!((report.bytes, report.fragments), (7 * 256, 7));
+    }
+}
+
+#[test]
 fn gaps_between_tokens() {
     let mut engine = Engine::new([Layer, Page, Half, Token, Head, Content], Roles::Latent);
     engine.gaps[4] = 3;
@@ -223,6 +238,15 @@ fn several_allocations() {
     let world = World::new(registration(7, 2, &[257, 280, 232], tensors));
     assert_eq!(world.layout.page_bytes, 18 * 3 + 33);
     world.copy_both_ways();
+}
+
+#[test]
+fn places_that_would_be_neighbours_in_one_allocation() {
+    let tensors = vec![
+        view((0, TensorRole::K, 0), 0, vec![(7, 64), (32, 1)], 0, 1),
+        view((0, TensorRole::V, 1), 32, vec![(7, 64), (32, 1)], 0, 1),
+    ];
+    World::new(registration(7, 1, &[448, 448], tensors)).copy_both_ways();
 }
 
 #[test]
