@@ -16,14 +16,14 @@ use crate::cli::dirs::Dirs;
 use crate::cli::process::told_to_end;
 use crate::error::CommandError;
 use crate::protocol::{
-    Attach, AttachedMemory, CopyResult, Ended, Hello, Lookup, LookupAnswer, Message, Role, Store,
-    VERSION, VERSION_MIN,
+    Attach, AttachedMemory, CopyResult, Ended, Hello, Inventory, Lookup, LookupAnswer, Message,
+    Role, Status, Store, VERSION, VERSION_MIN,
 };
 use crate::transport::{
     Address, Client, ClientSettings, Incoming, Limits, Server, ServerEvent, ServerSettings,
     Transport, ZmqTransport, prepare_directory,
 };
-use crate::types::{Epoch, PageList};
+use crate::types::{DepotId, Epoch, PageList};
 
 use super::filled::{ENGINE, FilledLeader, HASH_BYTES, geometry, hashes};
 use super::percentiles;
@@ -226,26 +226,51 @@ async fn attach(leader: &Path) -> Result<tokio::task::JoinHandle<()>, CommandErr
             arena_pages: 2 * pages,
         }),
     };
-    ask(&worker, Message::Attach(attach)).await?;
-    Ok(tokio::spawn(async move {
+    let orders = worker.clone();
+    let obeys = tokio::spawn(async move {
         while let Some(heard) = incoming.recv().await {
-            if let Incoming::Request(envelope) = heard
-                && let Message::Transfer(transfer) = envelope.message
-            {
-                let copies = transfer.copies.iter().map(|copy| CopyResult {
-                    op: copy.op,
-                    whole: true,
-                    bytes: 0,
-                    busy_us: 0,
-                });
-                let copies = copies.collect();
-                worker.reply(
-                    envelope.correlation,
-                    Message::Ended(Ended { rank: 0, copies }),
-                );
+            let Incoming::Request(envelope) = heard else {
+                continue;
+            };
+            if let Some(answer) = obey(envelope.message) {
+                orders.reply(envelope.correlation, answer);
             }
         }
-    }))
+    });
+    ask(&worker, Message::Attach(attach)).await?;
+    let limit = Instant::now() + PATIENCE;
+    loop {
+        match ask(&worker, Message::Status(Status { check: false })).await? {
+            Message::StatusAnswer(status) if status.ready => return Ok(obeys),
+            _ if Instant::now() >= limit => {
+                let text = format!("the leader is not ready after {PATIENCE:?}");
+                return Err(CommandError::Failed(text));
+            }
+            _ => {}
+        }
+    }
+}
+
+/// A worker with an empty depot that copies nothing and says that it did.
+fn obey(order: Message) -> Option<Message> {
+    match order {
+        Message::Transfer(transfer) => {
+            let copies = transfer.copies.iter().map(|copy| CopyResult {
+                op: copy.op,
+                whole: true,
+                bytes: 0,
+                busy_us: 0,
+            });
+            let copies = copies.collect();
+            Some(Message::Ended(Ended { rank: 0, copies }))
+        }
+        Message::ReadInventory(read) => {
+            let depot = DepotId(u128::from_be_bytes(read.depot));
+            let nothing = Inventory::new(depot, read.from, None, &[]);
+            Some(Message::Inventory(nothing))
+        }
+        _ => None,
+    }
 }
 
 /// `kvferry bench busy`: answers lookups after as many nanoseconds as their slot says, until its standard input ends.
