@@ -350,3 +350,85 @@ fn a_leader_and_a_worker_that_are_killed_together_cost_hits_and_no_bytes() {
         "nothing is found any more"
     );
 }
+
+/// The status of an `up`, once something is true of it.
+fn status_of(sockets: &str, is_true: impl Fn(&Value) -> bool) -> Value {
+    let begun = Instant::now();
+    loop {
+        let output = kvferry(&["status", "--json", "--check", "--socket-dir", sockets]);
+        if let Ok(status) = serde_json::from_slice(&output.stdout)
+            && is_true(&status)
+        {
+            return status;
+        }
+        assert!(begun.elapsed() < LIMIT, "it does not get there");
+    }
+}
+
+#[test]
+fn what_was_stored_outlives_leader_and_workers_and_what_was_reset_stays_away() {
+    let folder = support::socket_dir();
+    let sockets = folder.path().to_str().expect("UTF-8");
+    let _up = Running::start(&[
+        "up",
+        "--ranks",
+        "2",
+        "--g2",
+        "64MiB",
+        "--socket-dir",
+        sockets,
+    ]);
+    let serve = || {
+        let report = replay(&[
+            "--socket-dir",
+            sockets,
+            "--requests",
+            "40",
+            "--sequential",
+            "--g1-pages",
+            "0",
+            "--g2",
+            "64MiB",
+        ]);
+        assert_eq!(number(&report, "/bytes/mismatched"), 0);
+        number(&report, "/tokens/hit_g2")
+    };
+    let first = serve();
+    let status = status_of(sockets, |_| true);
+    let ready = number(&status, "/pages/ready");
+    assert!(ready > 0, "nothing was stored");
+
+    let next_leader = |epoch: u64| {
+        let status = status_of(sockets, |status| status["ranks"][0]["pid"].is_u64());
+        let leader = leader_beside(number(&status, "/ranks/0/pid"));
+        signal(leader, Signal::KILL);
+        status_of(sockets, |status| number(status, "/epoch") == epoch);
+    };
+    next_leader(2);
+    let all = serve();
+    let status = status_of(sockets, |_| true);
+    assert_eq!(number(&status, "/counters/recovered_pages"), ready);
+    assert!(
+        all > first,
+        "{all} after {first}: what was found again was not found"
+    );
+
+    for rank in 0..2 {
+        let pid = number(&status, &format!("/ranks/{rank}/pid"));
+        signal(pid, Signal::KILL);
+    }
+    assert_eq!(
+        serve(),
+        all,
+        "a new worker serves what its predecessor stored"
+    );
+
+    let output = kvferry(&["reset", "--all", "--socket-dir", sockets]);
+    assert!(output.status.success());
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert_eq!(text.trim(), format!("{ready} pages forgotten"));
+    next_leader(3);
+    assert_eq!(serve(), first, "what was reset came back");
+    let status = status_of(sockets, |_| true);
+    assert_eq!(number(&status, "/counters/recovered_pages"), 0);
+}

@@ -85,8 +85,7 @@ impl Arguments {
     }
 }
 
-/// Asks the supervisor, over standard output, to end a worker. Where nobody listens, the worker's connection and the copies
-/// of its successor tell.
+/// Asks the supervisor, over standard output, to end a worker. The leader asks again while the worker keeps silent.
 fn expel(worker: WorkerId) {
     let mut output = std::io::stdout();
     let line = Expel(worker);

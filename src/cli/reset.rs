@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::cli::leader::random;
-use crate::cli::{ConfigArguments, block_on, dirs::Dirs, say};
+use crate::cli::{ConfigArguments, block_on, dirs::Dirs, say, status};
 use crate::error::CommandError;
-use crate::protocol::{Hello, Message, Role, VERSION, VERSION_MIN};
-use crate::transport::{Client, ClientSettings, Limits, ZmqTransport};
+use crate::protocol::Message;
+use crate::transport::ZmqTransport;
 use crate::types::{HASH_BYTES_MAX, HASH_BYTES_MIN, PageHashes, Request, ResetScope};
 
 /// How long a leader may take to answer: stores under way are waited for, and workers look at every page.
@@ -87,22 +87,7 @@ fn hex(text: &str) -> Option<Vec<u8>> {
 async fn ask(dirs: &Dirs, scope: ResetScope) -> Result<u32, CommandError> {
     let mut name = [0; 16];
     random(&mut name)?;
-    let hello = Hello {
-        version_min: VERSION_MIN,
-        version_max: VERSION,
-        role: Role::Admin,
-        engine: name,
-        rank: 0,
-        replica: 0,
-        name: "reset".to_owned(),
-    };
-    let settings = ClientSettings {
-        address: dirs.leader_address(),
-        hello,
-        limits: Limits::default(),
-    };
-    let (client, mut incoming) = Client::start(Arc::new(ZmqTransport), settings);
-    tokio::spawn(async move { while incoming.recv().await.is_some() {} });
+    let client = status::admin(Arc::new(ZmqTransport), dirs, name, "reset");
     let question = Message::from(Request::Reset { scope });
     match client.ask(question, RESET_LIMIT).await {
         Ok(Message::ResetAnswer(answer)) => Ok(answer.pages),

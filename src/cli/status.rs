@@ -48,20 +48,21 @@ impl Arguments {
     }
 }
 
-/// Asks a leader for its status.
-pub(super) async fn ask(
+/// A person's conversation with a leader, under the name of a command; `engine` tells those apart that ask as engines do.
+pub(super) fn admin(
     transport: Arc<dyn Transport>,
     dirs: &Dirs,
-    check: bool,
-) -> Result<StatusAnswer, CommandError> {
+    engine: [u8; 16],
+    name: &str,
+) -> Client {
     let hello = Hello {
         version_min: VERSION_MIN,
         version_max: VERSION,
         role: Role::Admin,
-        engine: [0; 16],
+        engine,
         rank: 0,
         replica: 0,
-        name: "status".to_owned(),
+        name: name.to_owned(),
     };
     let settings = ClientSettings {
         address: dirs.leader_address(),
@@ -70,6 +71,16 @@ pub(super) async fn ask(
     };
     let (client, mut incoming) = Client::start(transport, settings);
     tokio::spawn(async move { while incoming.recv().await.is_some() {} });
+    client
+}
+
+/// Asks a leader for its status.
+pub(super) async fn ask(
+    transport: Arc<dyn Transport>,
+    dirs: &Dirs,
+    check: bool,
+) -> Result<StatusAnswer, CommandError> {
+    let client = admin(transport, dirs, [0; 16], "status");
     let answer = client
         .ask(Message::Status(Status { check }), STATUS_LIMIT)
         .await;

@@ -353,15 +353,19 @@ async fn next_end(parts: &mut [Supervised]) -> (usize, Option<ExitStatus>) {
     .await
 }
 
-/// Reads what a leader wants. A line that is too long, or none, ends its hearing.
+/// Reads what a leader wants until it ends. A line that nobody understands is logged and passed over.
 async fn listen(output: ChildStdout, wants: mpsc::Sender<Expel>) {
     let mut output = BufReader::new(output);
     loop {
         let mut line = String::new();
         let mut limited = (&mut output).take(LINE_BYTES_MAX);
         match limited.read_line(&mut line).await {
-            Ok(0) | Err(_) => return,
+            Ok(0) => return,
             Ok(_) => {}
+            Err(error) => {
+                tracing::warn!(%error, "the leader is not heard any more");
+                return;
+            }
         }
         match line.trim_end().parse() {
             Ok(wanted) => {

@@ -1,7 +1,7 @@
 //! What it takes to have a copy made: from the order to the word that it is over, through the actor and the copying
 //! thread of a worker, beside the same copy made on the spot.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use ractor::{Actor, ActorProcessingErr, ActorRef};
 use tokio::sync::mpsc;
@@ -12,6 +12,9 @@ use crate::memory::{CopyEngine, CopyJob, RegisteredMemory};
 use crate::types::{Copy, Direction, EndedCopy, EngineId, OpId, RequestId, Time};
 
 use super::percentiles;
+
+/// How long a copy of one page may take.
+const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Microseconds of copies of one page each.
 #[derive(Debug, serde::Serialize)]
@@ -98,7 +101,10 @@ pub(super) async fn measure(
         };
         let begun = Instant::now();
         transfer.cast(start).map_err(CommandError::failed)?;
-        let copies = ended.recv().await.unwrap_or_default();
+        let copies = tokio::time::timeout(PATIENCE, ended.recv()).await;
+        let copies = copies.map_err(CommandError::failed)?;
+        let copies =
+            copies.ok_or_else(|| CommandError::Failed("the actor has ended".to_owned()))?;
         let whole = copies.iter().filter(|copy| copy.whole).count();
         if whole != 1 {
             let text = format!("a copy of one page ended as {copies:?}");

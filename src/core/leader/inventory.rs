@@ -7,7 +7,7 @@ use crate::types::{DepotId, PageRecord, Rank, Time, WorkerId};
 
 use super::{Leader, Timer};
 
-/// The inventory of one shard, as far as it was read. At most one record for each arena page.
+/// The inventory of one shard, as far as it was read. At most one record, of 112 bytes, for each arena page.
 #[derive(Debug, Default)]
 struct Reading {
     /// The worker that was asked for the next part.
