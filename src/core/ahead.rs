@@ -77,3 +77,66 @@ impl<'a> Ahead<'a> {
         self.pool.index.head(&self.pool.blocks, anchor)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::core::tests::{domain, sequence, stored};
+
+    /// Positions of the table, and how many of them were used up.
+    fn table(ahead: &Ahead<'_>) -> (Vec<usize>, usize) {
+        let filled = &ahead.found[..ahead.filled];
+        (filled.iter().map(|(at, _)| *at).collect(), ahead.used)
+    }
+
+    #[test]
+    fn as_long_as_blocks_are_asked_for_more_are_looked_up_together() {
+        let hashes = sequence(400, 0);
+        let pool = stored(&hashes, 400);
+        let domain = domain();
+        let mut ahead = Ahead::new(&pool, &domain, &hashes);
+        let head = |at| pool.index.head(&pool.blocks, domain.anchor(&hashes, at));
+        for (position, tables) in [
+            (0, (vec![0], 0)),
+            (4, (vec![4, 8], 0)),
+            (8, (vec![4, 8], 1)),
+            (12, (vec![12, 16, 20, 24], 0)),
+            (20, (vec![12, 16, 20, 24], 2)),
+            (28, ((7..15).map(|block| block * 4).collect(), 0)),
+            (60, ((15..31).map(|block| block * 4).collect(), 0)),
+            (124, ((31..47).map(|block| block * 4).collect(), 0)),
+        ] {
+            assert!(head(position).is_some(), "{position} is stored");
+            assert_eq!(ahead.head(position), head(position), "{position}");
+            assert_eq!(table(&ahead), tables, "{position}");
+        }
+    }
+
+    #[test]
+    fn what_lies_between_is_looked_up_alone_and_what_is_behind_the_end_is_not() {
+        let hashes = sequence(11, 0);
+        let pool = stored(&hashes, 11);
+        let domain = domain();
+        let mut ahead = Ahead::new(&pool, &domain, &hashes);
+        assert!(ahead.head(0).is_some());
+        assert!(ahead.head(4).is_some());
+        assert_eq!(table(&ahead), (vec![4, 8], 0));
+        assert_eq!(ahead.head(6), None, "no block begins there");
+        assert_eq!(table(&ahead), (vec![4, 8], 1), "8 is kept");
+        assert!(ahead.head(8).is_some());
+        assert_eq!(ahead.head(9), None);
+        assert_eq!(table(&ahead), (vec![9], 0), "11 is behind the end");
+    }
+
+    #[test]
+    fn what_was_looked_up_is_not_looked_up_again() {
+        let hashes = sequence(20, 0);
+        let pool = stored(&hashes, 20);
+        let domain = domain();
+        let mut ahead = Ahead::new(&pool, &domain, &hashes);
+        assert!(ahead.head(0).is_some());
+        assert!(ahead.head(4).is_some());
+        ahead.found[1] = (8, None);
+        assert_eq!(ahead.head(8), None, "the table says so");
+    }
+}

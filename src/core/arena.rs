@@ -300,3 +300,70 @@ impl Arena {
 fn list_of(length: u32) -> usize {
     (length as usize).min(LONG)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Holes of 1 and 2 pages, and one behind the frontier.
+    fn with_holes() -> Arena {
+        let mut arena = Arena::new(16);
+        for start in [0, 2, 4, 6, 8] {
+            assert_eq!(arena.alloc(2), Some(start));
+        }
+        arena.release(2, 2);
+        arena.release(7, 1);
+        assert_eq!(arena.holes(), [(2, 2), (7, 1), (10, 6)]);
+        assert_eq!(arena.check(), Ok(()));
+        arena
+    }
+
+    #[test]
+    fn the_second_count_sees_what_is_wrong() {
+        let wrong = |spoil: fn(&mut Arena), expected: &str| {
+            let mut arena = with_holes();
+            spoil(&mut arena);
+            let why = arena.check().expect_err(expected);
+            assert!(why.contains(expected), "{why}");
+        };
+        wrong(|arena| arena.free += 1, "the counter says 10");
+        wrong(
+            |arena| arena.occupied[0] |= 1 << 9,
+            "list 9: the bitmap says true",
+        );
+        wrong(
+            |arena| arena.occupied[0] &= !(1 << 2),
+            "list 2: the bitmap says false",
+        );
+        wrong(
+            |arena| {
+                let hole = arena.heads[1];
+                arena.heads[5] = hole;
+                arena.occupied[0] |= 1 << 5;
+            },
+            "hole 7 of 1 pages lies in list 5",
+        );
+    }
+
+    #[test]
+    fn an_arena_without_room_has_no_hole() {
+        let mut arena = Arena::new(8);
+        assert_eq!(arena.holes(), [(0, 8)]);
+        assert_eq!(arena.alloc(8), Some(0));
+        assert_eq!(arena.holes(), []);
+        assert_eq!(arena.largest_hole(), 0);
+    }
+
+    #[test]
+    fn the_longest_hole_is_told_up_to_one_more_than_a_block_has() {
+        assert_eq!(Arena::new(10_000).largest_hole(), RATIO_MAX + 1);
+        assert_eq!(Arena::new(RATIO_MAX).largest_hole(), RATIO_MAX);
+        let mut arena = Arena::new(1000);
+        assert_eq!(arena.alloc(600), Some(0));
+        assert_eq!(arena.alloc(400), Some(600));
+        arena.release(10, 3);
+        assert_eq!(arena.largest_hole(), 3);
+        arena.release(100, 400);
+        assert_eq!(arena.largest_hole(), RATIO_MAX + 1);
+    }
+}

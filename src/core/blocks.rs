@@ -235,9 +235,7 @@ impl Blocks {
 
     /// How many of the block's pages, the filling ones included, equal those of `hashes` from `first` on.
     pub fn matching_pages(&self, block: &Block, hashes: &PageHashes, first: usize) -> u32 {
-        let most = (block.total_pages() as usize).min(hashes.len() - first);
-        let start = block.start as usize;
-        let held = &self.fingerprints[start..start + most];
+        let held = self.fingerprints(block.start, block.total_pages());
         let pairs = held.iter().zip(hashes.fingerprints(first));
         let equal = pairs.take_while(|(held, asked)| *held == asked);
         u32::try_from(equal.count()).unwrap_or(0)
@@ -280,5 +278,56 @@ impl Blocks {
         } else {
             self.get_mut(newer).older = older;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn three() -> (Blocks, [BlockIndex; 3]) {
+        let mut blocks = Blocks::new();
+        let filling = Filling {
+            generation: Generation(1),
+            pages: 1,
+        };
+        let all = [0, 1, 2].map(|start| blocks.insert(Anchor(7), DomainId(1), start, 0, filling));
+        (blocks, all)
+    }
+
+    fn ages(blocks: &Blocks) -> Vec<BlockIndex> {
+        blocks.by_age().map(|(index, _)| index).collect()
+    }
+
+    #[test]
+    fn a_touch_makes_a_block_the_newest() {
+        let (mut blocks, [a, b, c]) = three();
+        assert_eq!(ages(&blocks), [a, b, c]);
+        blocks.touch(a);
+        assert_eq!(ages(&blocks), [b, c, a]);
+        blocks.touch(c);
+        assert_eq!(ages(&blocks), [b, a, c]);
+        blocks.touch(c);
+        assert_eq!(ages(&blocks), [b, a, c]);
+        blocks.remove(a);
+        assert_eq!(ages(&blocks), [b, c]);
+    }
+
+    #[test]
+    fn a_reference_does_not_mean_the_next_block_in_the_same_place() {
+        let (mut blocks, [a, b, _]) = three();
+        let (first, other) = (blocks.reference(a), blocks.reference(b));
+        assert!(blocks.find(first).is_some());
+        blocks.remove(a);
+        assert!(blocks.find(first).is_none());
+        let filling = Filling {
+            generation: Generation(2),
+            pages: 1,
+        };
+        let again = blocks.insert(Anchor(7), DomainId(1), 0, 0, filling);
+        assert_eq!(again, a, "the place is used again");
+        assert!(blocks.find(first).is_none());
+        assert!(blocks.find(blocks.reference(a)).is_some());
+        assert!(blocks.find(other).is_some());
     }
 }

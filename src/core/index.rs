@@ -153,3 +153,118 @@ fn hash(anchor: Anchor) -> u64 {
     let low = anchor.0 as u64;
     low
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::core::blocks::Filling;
+    use crate::core::tests::sequence;
+    use crate::types::Generation;
+
+    const DOMAIN: DomainId = DomainId(1);
+    const ANCHOR: Anchor = Anchor(9);
+
+    /// Blocks under one anchor, the first one first, of the first two pages of sequences.
+    fn under_one_anchor(salts: &[u8]) -> (Index, Blocks, Vec<BlockIndex>) {
+        let (mut index, mut blocks) = (Index::default(), Blocks::new());
+        let all = salts.iter().zip(0..).map(|(salt, place)| {
+            let filling = Filling {
+                generation: Generation(place.into()),
+                pages: 2,
+            };
+            blocks.write_fingerprints(2 * place, &sequence(2, *salt), 0, 2);
+            let block = blocks.insert(ANCHOR, DOMAIN, 2 * place, 0, filling);
+            assert!(index.insert(&mut blocks, block));
+            block
+        });
+        let all = all.collect();
+        (index, blocks, all)
+    }
+
+    fn found(index: &Index, blocks: &Blocks) -> Vec<BlockIndex> {
+        let head = index.head(blocks, ANCHOR);
+        head.map_or_else(Vec::new, |head| siblings(blocks, head).collect())
+    }
+
+    #[test]
+    fn a_block_that_goes_takes_no_other_with_it() {
+        for gone in 0..4 {
+            let (mut index, mut blocks, all) = under_one_anchor(&[1, 2, 3, 4]);
+            index.remove(&mut blocks, all[gone]);
+            let mut left = all.clone();
+            left.remove(gone);
+            left.reverse();
+            assert_eq!(found(&index, &blocks), left, "without {gone}");
+            assert_eq!(blocks.get(all[gone]).sibling, NONE);
+        }
+        let (mut index, mut blocks, all) = under_one_anchor(&[1]);
+        index.remove(&mut blocks, all[0]);
+        assert!(found(&index, &blocks).is_empty());
+        assert_eq!(index.head(&blocks, ANCHOR), None);
+    }
+
+    #[test]
+    fn an_anchor_has_room_for_so_many() {
+        let (mut index, mut blocks, all) = under_one_anchor(&[0; SIBLINGS_MAX - 1]);
+        assert!(!index.is_full(&blocks, ANCHOR));
+        assert!(!index.is_full(&blocks, Anchor(10)));
+        let filling = Filling {
+            generation: Generation(99),
+            pages: 2,
+        };
+        let mut one_more = || {
+            let block = blocks.insert(ANCHOR, DOMAIN, 0, 0, filling);
+            (
+                index.insert(&mut blocks, block),
+                index.is_full(&blocks, ANCHOR),
+            )
+        };
+        assert_eq!(one_more(), (true, true));
+        assert_eq!(one_more(), (false, true));
+        assert_eq!(found(&index, &blocks).len(), all.len() + 1);
+    }
+
+    #[test]
+    fn the_longest_run_wins_and_of_two_the_newer() {
+        let (index, mut blocks, all) = under_one_anchor(&[5, 6, 6]);
+        let head = index.head(&blocks, ANCHOR).expect("a block");
+        let longest = |blocks: &Blocks, salt, want| {
+            let hashes = sequence(2, salt);
+            Index::longest(blocks, DOMAIN, head, &hashes, 0, want)
+        };
+        let run = |block, pages, ready| {
+            Some(Match {
+                block,
+                pages,
+                ready,
+            })
+        };
+        assert_eq!(longest(&blocks, 7, Want::Present), None);
+        assert_eq!(longest(&blocks, 5, Want::Present), run(all[0], 2, 0));
+        assert_eq!(longest(&blocks, 6, Want::Present), run(all[2], 2, 0));
+        let old = blocks.get_mut(all[1]);
+        (old.filling, old.ready) = (None, 1);
+        assert_eq!(longest(&blocks, 6, Want::Readable), run(all[1], 1, 1));
+        assert_eq!(longest(&blocks, 6, Want::Present), run(all[2], 2, 0));
+        let elsewhere = Index::longest(
+            &blocks,
+            DomainId(2),
+            head,
+            &sequence(2, 6),
+            0,
+            Want::Present,
+        );
+        assert_eq!(elsewhere, None);
+    }
+
+    #[test]
+    fn what_is_better_depends_on_what_is_wanted() {
+        let found = Match {
+            block: 0,
+            pages: 3,
+            ready: 2,
+        };
+        assert_eq!(found.rank(Want::Readable), (2, 3));
+        assert_eq!(found.rank(Want::Present), (3, 2));
+    }
+}

@@ -46,3 +46,6 @@ pub use worker::{
 
 /// Copies that a worker runs at one time; more wait for a place.
 pub const RUNNING_COPIES_MAX: usize = 256;
+
+#[cfg(test)]
+mod tests;

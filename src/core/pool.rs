@@ -245,7 +245,7 @@ impl Pool {
         }
         Reach {
             end: position as u32,
-            pending: pending && position < hashes.len(),
+            pending,
         }
     }
 
@@ -490,9 +490,8 @@ impl Pool {
         wanted: u32,
     ) -> Option<PageRun> {
         let block = self.blocks.get(tail.block);
-        let whole = tail.pages == tail.ready && block.total_pages() == tail.pages;
         let start = block.start + tail.pages;
-        let idle = whole && block.filling.is_none();
+        let idle = block.total_pages() == tail.pages && block.filling.is_none();
         let next_to_it = (idle || planted(Bug::GrowTwice)) && self.arena.alloc_at(start, wanted);
         if !next_to_it {
             return None;

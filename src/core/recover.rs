@@ -178,6 +178,9 @@ mod tests {
         let mut other = whole.clone();
         other[3].fingerprint = Fingerprint(7);
         assert_eq!(ready(&recover(&[whole.clone(), other])), [(0, 3)]);
+        let mut elsewhere = whole.clone();
+        elsewhere[3].anchor = Anchor(2);
+        assert_eq!(ready(&recover(&[whole, elsewhere])), [(0, 3)]);
         // A younger block lies over the tail of an older one; a part of the old one behind it is unreachable.
         let mut over = block(0, 8, 1);
         over.splice(3..5, block(3, 2, 2));
@@ -186,8 +189,10 @@ mod tests {
 
     #[test]
     fn records_that_make_no_sense_are_left_out() {
-        let beyond = vec![page(40, 40, 1, 1)];
-        assert_eq!(ready(&recover(&[beyond.clone(), beyond])), []);
+        for beyond in [32, 40] {
+            let beyond = vec![page(beyond, beyond, 1, 1)];
+            assert_eq!(ready(&recover(&[beyond.clone(), beyond])), []);
+        }
         let long = block(0, 12, 1);
         assert_eq!(ready(&recover(&[long.clone(), long])), [(0, 8)]);
         let mut late = block(0, 4, 1);
@@ -196,6 +201,14 @@ mod tests {
         late.iter_mut().for_each(|page| page.phase = 8);
         assert_eq!(ready(&recover(&[late.clone(), late])), []);
         assert_eq!(ready(&recover(&[])), []);
+    }
+
+    #[test]
+    fn what_a_block_grew_by_later_belongs_to_it() {
+        let mut grown = block(0, 5, 1);
+        grown[3].stored.generation = Generation(7);
+        grown[4].stored.epoch = Epoch(2);
+        assert_eq!(ready(&recover(&[grown.clone(), grown])), [(0, 5)]);
     }
 
     #[test]

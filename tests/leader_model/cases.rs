@@ -454,3 +454,93 @@ fn a_smaller_depot_is_taken_when_nothing_is_held_and_refused_while_something_is(
             .is_none_or(|pool| pool.capacity_pages() == 50)
     );
 }
+
+#[test]
+fn a_smaller_depot_is_refused_while_a_lookup_holds_pages() {
+    let mut world = World::new();
+    store(&mut world, 1, 0, 7, 8);
+    let op = *world.open.keys().next().expect("a copy");
+    (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    let lookup = Request::Lookup {
+        slot: SlotId(5),
+        namespace: vec![7],
+        hashes: sequence(0, 8),
+        device_pages: 0,
+    };
+    world.ask(1, lookup);
+    assert_eq!(world.leader.pool().expect("a pool").pins(), 1);
+    assert_eq!(world.leader.copies_under_way(), 0);
+    let refused = verdict(&mut world, 50, 64);
+    assert!(
+        matches!(refused, Err(Refusal::DepotTooSmall { .. })),
+        "{refused:?}"
+    );
+    assert_eq!(verdict(&mut world, 60, 64).map(|_| ()), Ok(()));
+}
+
+#[test]
+fn another_depot_holds_nothing_and_the_same_one_all_of_it() {
+    let mut world = World::new();
+    store(&mut world, 0, 0, 7, 8);
+    let op = *world.open.keys().next().expect("a copy");
+    (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    for engine in 0..2 {
+        world.die(engine, 1);
+    }
+    assert_eq!(found(&mut world, 7), 8);
+    for engine in 0..2 {
+        world.event(Event::WorkerDead(worker(engine, 1)));
+    }
+    for engine in 0..2 {
+        world.attaches += 1;
+        world.event(Event::Attached(Attached {
+            worker: worker(engine, 1),
+            attach: AttachId(world.attaches),
+            depot: DepotId(70),
+            memory: Some(EngineMemory {
+                engine: engine_id(engine),
+                geometry: geometry(),
+                arena_pages: 60,
+            }),
+        }));
+    }
+    assert_eq!(found(&mut world, 7), 0);
+}
+
+#[test]
+fn replicas_may_have_memory_of_different_sizes_and_ranks_may_not() {
+    let mut world = World::without_workers();
+    let mut attach = |engine: u8, rank: u16, device_pages: u32| {
+        world.attaches += 1;
+        let attached = Attached {
+            worker: worker(engine, rank),
+            attach: AttachId(world.attaches),
+            depot: DepotId(rank.into()),
+            memory: Some(EngineMemory {
+                engine: engine_id(engine),
+                geometry: GroupGeometry {
+                    device_pages,
+                    ..geometry()
+                },
+                arena_pages: 60,
+            }),
+        };
+        let mut effects = Vec::new();
+        world
+            .leader
+            .step(world.now, Event::Attached(attached), &mut effects);
+        let refused = effects.into_iter().find_map(|effect| match effect {
+            Effect::Admit { verdict, .. } => verdict.err(),
+            _ => None,
+        });
+        refused.map(|refusal| match refusal {
+            Refusal::RankDisagrees { field, value, .. } => (field, value),
+            other => unreachable!("{other:?}"),
+        })
+    };
+    assert_eq!(attach(0, 0, 64), None);
+    assert_eq!(attach(1, 0, 32), None);
+    assert_eq!(attach(0, 1, 32), Some(("device_pages", "32".to_owned())));
+    assert_eq!(attach(0, 1, 64), None);
+    assert_eq!(attach(1, 1, 32), None);
+}

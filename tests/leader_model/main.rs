@@ -4,6 +4,8 @@
 
 mod accounts;
 mod cases;
+mod edges;
+mod inventory;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -218,6 +220,7 @@ impl World {
                     );
                     for pair in &copy.pairs {
                         assert_eq!(pair.src.pages(), pair.dst.pages());
+                        assert!(pair.src.pages() > 0, "nothing is copied");
                     }
                     let ranks = ranks.iter().map(|rank| rank.0).collect();
                     let open = (copy.direction, replica.0 as u8, ranks);

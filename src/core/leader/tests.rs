@@ -1,8 +1,12 @@
-//! What the second count notices.
+//! What the second count notices, and the bytes of hashes that an engine may have.
 
 use super::*;
+use crate::core::event::{Attached, EngineMemory};
 use crate::core::shards::RankSet;
-use crate::types::{GroupId, PageHashes, Rank};
+use crate::core::slot::HASH_BYTES_PER_ENGINE_MAX;
+use crate::types::{
+    Answer, AttachId, DepotId, GroupGeometry, GroupId, PageHashes, PageList, Rank, Replica, Request,
+};
 
 #[test]
 fn a_pin_that_nobody_holds_is_noticed() {
@@ -38,4 +42,162 @@ fn a_pin_that_nobody_holds_is_noticed() {
         pool.unpin(pin);
     }
     assert_eq!(leader.check(), Ok(()));
+}
+
+const ENGINE: EngineId = EngineId([1; 16]);
+
+/// A leader with one worker that serves one engine.
+fn serving() -> Leader {
+    let ratio = Ratio::new(4).expect("in bounds");
+    let mut leader = Leader::new(LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey([1; 32])));
+    let worker = WorkerId {
+        replica: Replica(0),
+        rank: Rank(0),
+    };
+    let depot = DepotId(1);
+    let memory = EngineMemory {
+        engine: ENGINE,
+        geometry: GroupGeometry {
+            group: GroupId(0),
+            engine_page_tokens: 16,
+            layers: 1,
+            page_bytes: 64,
+            device_pages: 64,
+            layout_fingerprint: [1; 16],
+        },
+        arena_pages: 32,
+    };
+    let attached = Event::Attached(Attached {
+        worker,
+        attach: AttachId(1),
+        depot,
+        memory: Some(memory),
+    });
+    let inventory = Event::Inventory {
+        worker,
+        depot,
+        from: 0,
+        next: None,
+        records: Vec::new(),
+    };
+    for event in [Event::EngineOpened(ENGINE), attached, inventory] {
+        leader.step(Time(0), event, &mut Vec::new());
+    }
+    assert!(leader.is_ready());
+    leader
+}
+
+/// The answer, where there is one at once.
+fn ask(leader: &mut Leader, id: u64, request: Request) -> Option<Result<Answer, Refusal>> {
+    let mut effects = Vec::new();
+    let event = Event::Request {
+        engine: ENGINE,
+        id: RequestId(id),
+        deadline: Time(0) + Duration::from_secs(5),
+        request,
+    };
+    leader.step(Time(0), event, &mut effects);
+    effects.into_iter().find_map(|effect| match effect {
+        Effect::Answer { answer, .. } => Some(answer),
+        _ => None,
+    })
+}
+
+fn hashes(width: usize, pages: usize) -> PageHashes {
+    PageHashes::packed(width, vec![3; width * pages]).expect("a width that there is")
+}
+
+fn lookup(slot: u64, pages: usize) -> Request {
+    Request::Lookup {
+        slot: SlotId(slot),
+        namespace: Vec::new(),
+        hashes: hashes(16, pages),
+        device_pages: 0,
+    }
+}
+
+fn store(slot: u64, more: Option<PageHashes>) -> Request {
+    Request::Store {
+        slot: SlotId(slot),
+        first_page: 0,
+        more,
+        source: PageList::run(0, 1),
+    }
+}
+
+fn hash_bytes(leader: &mut Leader) -> &mut usize {
+    &mut leader
+        .sessions
+        .get_mut(&ENGINE)
+        .expect("an engine")
+        .hash_bytes
+}
+
+#[test]
+fn the_bytes_of_hashes_are_those_of_the_slots() {
+    let mut leader = serving();
+    assert!(
+        ask(&mut leader, 1, lookup(1, 4))
+            .expect("an answer")
+            .is_ok()
+    );
+    assert!(
+        ask(&mut leader, 2, lookup(2, 2))
+            .expect("an answer")
+            .is_ok()
+    );
+    assert_eq!(*hash_bytes(&mut leader), 96);
+    assert!(
+        ask(&mut leader, 3, lookup(1, 3))
+            .expect("an answer")
+            .is_ok()
+    );
+    assert_eq!(*hash_bytes(&mut leader), 80, "the slot began anew");
+    assert_eq!(ask(&mut leader, 4, store(1, Some(hashes(16, 2)))), None);
+    assert_eq!(*hash_bytes(&mut leader), 112);
+    let other_width = ask(&mut leader, 5, store(2, Some(hashes(32, 2))));
+    let refused = Err(Refusal::Invalid {
+        field: "hash_bytes",
+        value: "32".to_owned(),
+        remedy: "use one width for all hashes of a slot",
+    });
+    assert_eq!(other_width, Some(refused));
+    assert_eq!(*hash_bytes(&mut leader), 112);
+    for (id, slot, left) in [(6, 1, 32), (7, 2, 0)] {
+        let slot = SlotId(slot);
+        assert!(
+            ask(&mut leader, id, Request::Finish { slot })
+                .expect("an answer")
+                .is_ok()
+        );
+        assert_eq!(*hash_bytes(&mut leader), left);
+    }
+}
+
+#[test]
+fn an_engine_has_no_more_bytes_of_hashes_than_the_limit() {
+    let mut leader = serving();
+    let limit = || {
+        Some(Err(Refusal::Limit {
+            limit: "bytes of page hashes",
+            max: HASH_BYTES_PER_ENGINE_MAX as u64,
+        }))
+    };
+    assert!(
+        ask(&mut leader, 1, lookup(1, 1))
+            .expect("an answer")
+            .is_ok()
+    );
+    *hash_bytes(&mut leader) = HASH_BYTES_PER_ENGINE_MAX - 32;
+    assert_eq!(ask(&mut leader, 2, lookup(2, 3)), limit());
+    assert_eq!(ask(&mut leader, 3, store(1, Some(hashes(16, 3)))), limit());
+    assert_eq!(*hash_bytes(&mut leader), HASH_BYTES_PER_ENGINE_MAX - 32);
+    assert_eq!(ask(&mut leader, 4, store(1, Some(hashes(16, 1)))), None);
+    assert!(
+        ask(&mut leader, 5, lookup(2, 1))
+            .expect("an answer")
+            .is_ok()
+    );
+    assert_eq!(*hash_bytes(&mut leader), HASH_BYTES_PER_ENGINE_MAX);
+    assert_eq!(ask(&mut leader, 6, lookup(3, 1)), limit());
 }

@@ -398,6 +398,52 @@ fn what_an_engine_abandons_is_over_when_it_hears_so() {
 }
 
 #[test]
+fn an_engine_hears_of_what_it_abandoned_when_the_last_copy_has_ended() {
+    let mut worker = worker();
+    let copies = [(1, 5), (2, 5), (3, 6)].map(|(op, request)| copy(op, Direction::Load, request));
+    order(&mut worker, 1, 1, copies.to_vec());
+    let (engine, ask) = (ENGINE, 9);
+    let requests = vec![RequestId(5)];
+    let abandon = WorkerEvent::Abandon {
+        engine,
+        ask,
+        requests,
+    };
+    let effects = step(&mut worker, 1, abandon);
+    let stops = effects.iter().filter_map(|effect| match effect {
+        WorkerEffect::Stop(op) => Some(op.0),
+        _ => None,
+    });
+    assert_eq!(
+        stops.collect::<Vec<u64>>(),
+        [1, 2],
+        "3 is of another request"
+    );
+    let heard = |effects: Vec<WorkerEffect>| effects.contains(&WorkerEffect::Abandoned { ask });
+    assert!(!heard(effects));
+    assert!(!heard(ended(&mut worker, 2, vec![whole(2)])));
+    assert!(heard(ended(&mut worker, 3, vec![whole(1)])));
+    assert!(!heard(ended(&mut worker, 4, vec![whole(3)])), "once");
+}
+
+#[test]
+fn a_cancel_of_another_epoch_stops_nothing() {
+    let mut worker = worker();
+    order(&mut worker, 1, 1, vec![load(7)]);
+    let cancel = |epoch| WorkerEvent::Cancel {
+        epoch: Epoch(epoch),
+        batch: BatchId(2),
+        ops: vec![OpId(7)],
+    };
+    assert_eq!(step(&mut worker, 1, cancel(2)), []);
+    let effects = step(&mut worker, 1, cancel(1));
+    assert_eq!(
+        effects,
+        [WorkerEffect::Stop(OpId(7)), report(2, Vec::new())]
+    );
+}
+
+#[test]
 fn what_was_asked_before_an_engine_registered_is_over() {
     let mut worker = Worker::new(WorkerSettings::new(2));
     step(&mut worker, 0, WorkerEvent::DepotReady);
@@ -428,6 +474,26 @@ fn abandoned_requests_are_remembered_within_a_limit() {
     );
     let effects = order(&mut worker, 1, 1, vec![store(1, 10)]);
     assert_eq!(effects, [report(1, vec![refused(OpId(1))])]);
+}
+
+#[test]
+fn as_many_abandoned_requests_as_the_limit_are_remembered_one_by_one() {
+    let mut worker = worker();
+    let abandon = |requests: std::ops::Range<u64>| WorkerEvent::Abandon {
+        engine: ENGINE,
+        ask: 1,
+        requests: requests.map(RequestId).collect(),
+    };
+    step(
+        &mut worker,
+        0,
+        abandon(10..10 + WORKER_ABANDONED_MAX as u64),
+    );
+    let older = |op| copy(op, Direction::Load, 8);
+    assert_eq!(starts(&order(&mut worker, 1, 1, vec![older(1)])), [1]);
+    step(&mut worker, 0, abandon(9..10));
+    let effects = order(&mut worker, 1, 2, vec![older(2)]);
+    assert_eq!(effects, [report(2, vec![refused(OpId(2))])]);
 }
 
 #[test]

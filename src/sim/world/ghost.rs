@@ -162,6 +162,8 @@ pub(super) struct Ghost {
     filling: BTreeMap<u32, OpId>,
     /// What was forgotten, and when that was asked.
     forgotten: Vec<(ResetScope, Time)>,
+    /// When the leader may forget an engine that went.
+    away: BTreeMap<EngineId, Time>,
     fence: Duration,
 }
 
@@ -221,6 +223,18 @@ impl Ghost {
         None
     }
 
+    /// An engine's connection has broken: from `due` on it may be unknown.
+    pub(super) fn went(&mut self, engine: EngineId, due: Time) {
+        self.away.insert(engine, due);
+    }
+
+    /// An engine speaks again. Whoever comes too late was forgotten and is known anew in one and the same step.
+    pub(super) fn came(&mut self, now: Time, epoch: Epoch, engine: EngineId) {
+        if self.away.remove(&engine).is_some_and(|due| due <= now) {
+            self.forgot(epoch, |other| other == engine);
+        }
+    }
+
     /// Engines that stayed away for longer than the grace are unknown: what they ask again is asked for the first time.
     pub(super) fn forgot(&mut self, epoch: Epoch, forgot: impl Fn(EngineId) -> bool) {
         self.taken.retain(|(of, engine, _), taken| {
@@ -232,6 +246,7 @@ impl Ghost {
     pub(super) fn leader_died(&mut self, epoch: Epoch) {
         self.deadlines.clear();
         self.filling.clear();
+        self.away.clear();
         self.open.retain(|(of, ..), _| *of > epoch);
         self.taken.retain(|(of, ..), _| *of > epoch);
     }

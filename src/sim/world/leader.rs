@@ -105,6 +105,7 @@ impl LeaderProcess {
             self.peers.remove(&before);
             self.server.close(env, before);
         }
+        env.ghost.came(env.now(), self.settings.epoch, engine);
         self.step(env, Event::EngineOpened(engine));
     }
 
@@ -127,6 +128,7 @@ impl LeaderProcess {
         match self.peers.remove(&id) {
             Some(Peer::Engine(engine)) if self.engines.get(&engine) == Some(&id) => {
                 self.engines.remove(&engine);
+                env.ghost.went(engine, env.now() + env.setup.engine_grace);
                 self.step(env, Event::EngineClosed(engine));
             }
             Some(Peer::Worker(worker))

@@ -1,0 +1,354 @@
+//! What a pool counts a second time, and what several tests of the core need.
+
+use super::anchor::{AnchorKey, Domain};
+use super::blocks::Filling;
+use super::index::Want;
+use super::pool::{Pin, Pool, Reach, Run};
+use super::shards::RankSet;
+use crate::types::{Generation, GroupId, PageHashes, PageRun, Rank, Ratio};
+
+/// Pages in a block.
+const RATIO: usize = 4;
+
+/// The hashes of a sequence; sequences of other salts have no page in common.
+pub(super) fn sequence(pages: u32, salt: u8) -> PageHashes {
+    let bytes = (0..pages).flat_map(|page| {
+        let mut hash = [salt; 16];
+        hash[..4].copy_from_slice(&page.to_le_bytes());
+        hash
+    });
+    PageHashes::packed(16, bytes.collect()).expect("16 bytes a page")
+}
+
+pub(super) fn domain() -> Domain {
+    Domain::new(&AnchorKey([1; 32]), b"a", &[0; 16], GroupId(0))
+}
+
+/// Sets the first block of a sequence aside, and has it filled.
+fn reserve(pool: &mut Pool, hashes: &PageHashes, position: usize, generation: u64) -> Generation {
+    let (mut reserved, mut evicted, mut next) = (Vec::new(), Vec::new(), generation);
+    let end = hashes.len().min(position + RATIO);
+    let (at, to) = (position as u32, end as u32);
+    let domain = domain();
+    let room = pool.reserve(
+        &domain,
+        hashes,
+        at,
+        to,
+        None,
+        &mut next,
+        &mut reserved,
+        &mut evicted,
+    );
+    assert_eq!((room, reserved.len(), evicted.len()), (to - at, 1, 0));
+    reserved[0].generation
+}
+
+/// A pool of so many pages that holds a whole sequence.
+pub(super) fn stored(hashes: &PageHashes, capacity: u32) -> Pool {
+    let mut pool = Pool::new(capacity, Ratio::new(RATIO as u32).expect("in bounds"));
+    for position in (0..hashes.len()).step_by(RATIO) {
+        let generation = reserve(&mut pool, hashes, position, position as u64);
+        pool.start_filling(generation, RankSet::first(1));
+        assert_eq!(pool.ended(generation, Rank(0), true), Some(true));
+    }
+    pool
+}
+
+/// Two ready blocks of 4 and 3 pages, one pinned; one block each that is set aside, fills, and was filled too late.
+fn one_of_each() -> (Pool, Pin, [Generation; 3]) {
+    let mut pool = stored(&sequence(7, 0), 32);
+    let filling =
+        [1, 2, 3].map(|salt| reserve(&mut pool, &sequence(4, salt), 0, 100 + u64::from(salt)));
+    pool.start_filling(filling[1], RankSet::first(2));
+    pool.start_filling(filling[2], RankSet::first(2));
+    pool.quarantine(filling[2]);
+    let pin = pool.pin(0, 2);
+    (pool, pin, filling)
+}
+
+#[test]
+fn pages_are_counted_by_state() {
+    let (mut pool, pin, filling) = one_of_each();
+    assert_eq!(pool.check(), Ok(()));
+    let states = [
+        ("free", 13),
+        ("reserved", 4),
+        ("filling", 4),
+        ("ready", 7),
+        ("quarantined", 4),
+    ];
+    assert_eq!(pool.page_states().by_name(), states);
+    assert_eq!(
+        (pool.live_blocks(), pool.pins(), Pool::pinned_pages(&pin)),
+        (5, 1, 2)
+    );
+    pool.unpin(pin);
+    pool.start_filling(filling[0], RankSet::first(1));
+    assert_eq!(pool.ended(filling[0], Rank(0), true), Some(true));
+    assert_eq!(pool.ended(filling[1], Rank(1), true), None);
+    assert_eq!(
+        pool.ended(filling[1], Rank(0), false),
+        Some(false),
+        "a copy failed"
+    );
+    assert_eq!(pool.ended(filling[2], Rank(0), true), None);
+    assert_eq!(
+        pool.ended(filling[2], Rank(1), true),
+        Some(false),
+        "too late"
+    );
+    assert_eq!(pool.check(), Ok(()));
+    let states = [
+        ("free", 21),
+        ("reserved", 0),
+        ("filling", 0),
+        ("ready", 11),
+        ("quarantined", 0),
+    ];
+    assert_eq!(pool.page_states().by_name(), states);
+}
+
+#[test]
+fn the_second_count_sees_what_is_wrong() {
+    let wrong = |spoil: fn(&mut Pool), expected: &str| {
+        let (mut pool, ..) = one_of_each();
+        spoil(&mut pool);
+        let why = pool.check().expect_err(expected);
+        assert!(why.contains(expected), "{why}, not {expected}");
+    };
+    wrong(
+        |pool| pool.blocks.get_mut(1).ready = 0,
+        "block 1 holds no page",
+    );
+    wrong(
+        |pool| pool.blocks.get_mut(0).phase = 1,
+        "block 0 crosses a multiple",
+    );
+    wrong(
+        |pool| pool.blocks.get_mut(1).pinned_pages = 1,
+        "block 1 has pinned pages and no holder",
+    );
+    wrong(
+        |pool| pool.blocks.get_mut(0).pinned_pages = 5,
+        "block 0 lost pinned pages",
+    );
+    wrong(
+        |pool| pool.blocks.get_mut(1).pins = 1,
+        "blocks count 2 pins, the pool 1",
+    );
+    wrong(|pool| pool.blocks.get_mut(1).ready = 2, "page 6 is lost");
+    wrong(
+        |pool| pool.blocks.get_mut(1).start = 3,
+        "page 4 is lost, or page 3 is held twice",
+    );
+    wrong(|pool| pool.arena.release(5, 1), "held twice");
+    wrong(
+        |pool| assert!(pool.arena.alloc_at(19, 13)),
+        "pages from 19 to 32 are lost",
+    );
+    wrong(
+        |pool| pool.blocks.get_mut(2).filling = None,
+        "block 2 holds no page",
+    );
+    wrong(
+        |pool| {
+            let filling = Filling {
+                generation: Generation(77),
+                pages: 1,
+            };
+            pool.blocks.get_mut(1).filling = Some(filling);
+        },
+        "generation 77 of block 1 has no such owner",
+    );
+    wrong(
+        |pool| {
+            let generation = Generation(102);
+            if let Some(filling) = &mut pool.blocks.get_mut(2).filling {
+                assert_eq!(filling.generation, generation);
+                filling.pages = 3;
+            }
+        },
+        "generation 102 of block 2 has no such owner",
+    );
+    wrong(
+        |pool| {
+            let generation = Generation(102);
+            if let Some(owner) = pool.reservations.get_mut(&generation) {
+                owner.block = 3;
+            }
+        },
+        "generation 102 of block 2 has no such owner",
+    );
+    wrong(
+        |pool| {
+            let block = pool.blocks.get_mut(2);
+            (block.filling, block.ready) = (None, 4);
+        },
+        "2 blocks fill, 3 reservations live",
+    );
+}
+
+fn walk(pool: &Pool, hashes: &PageHashes, covered: usize) -> (Reach, Vec<Run>) {
+    let mut runs = Vec::new();
+    let reach = pool.walk(&domain(), hashes, covered, &mut runs);
+    (reach, runs)
+}
+
+#[test]
+fn a_walk_tells_how_far_it_came_and_whether_more_is_on_its_way() {
+    let hashes = sequence(20, 0);
+    let mut pool = stored(&sequence(12, 0), 40);
+    let reach = |pool: &Pool, pages, covered| {
+        let (reach, runs) = walk(pool, &sequence(pages, 0), covered);
+        (reach.end, reach.pending, runs.len())
+    };
+    assert_eq!(reach(&pool, 8, 0), (8, false, 2));
+    assert_eq!(reach(&pool, 12, 0), (12, false, 3));
+    assert_eq!(reach(&pool, 20, 0), (12, false, 3));
+    assert_eq!(reach(&pool, 20, 16), (16, false, 3));
+    assert_eq!(reach(&pool, 20, 20), (20, false, 3));
+
+    let generation = reserve(&mut pool, &hashes, 12, 70);
+    assert_eq!(reach(&pool, 20, 0), (12, true, 3));
+    assert_eq!(reach(&pool, 20, 16), (16, false, 3), "16 is not on its way");
+    assert_eq!(reach(&pool, 12, 0), (12, false, 3), "nothing is waited for");
+    pool.start_filling(generation, RankSet::first(1));
+    assert_eq!(pool.ended(generation, Rank(0), true), Some(true));
+    assert_eq!(reach(&pool, 20, 0), (16, false, 4));
+}
+
+#[test]
+fn the_root_of_a_sequence_outlives_its_tail() {
+    let hashes = sequence(12, 0);
+    let mut pool = stored(&hashes, 40);
+    let (_, runs) = walk(&pool, &hashes, 0);
+    let by_age = |pool: &Pool| -> Vec<u32> { pool.view().map(|block| block.start).collect() };
+    assert_eq!(by_age(&pool), [0, 4, 8]);
+    pool.touch(&runs);
+    assert_eq!(by_age(&pool), [8, 4, 0]);
+    pool.touch(&runs[1..2]);
+    assert_eq!(by_age(&pool), [8, 0, 4]);
+}
+
+#[test]
+fn a_block_grows_only_behind_all_of_it_and_when_nothing_fills() {
+    let hashes = sequence(4, 0);
+    let mut pool = stored(&sequence(2, 0), 40);
+    let domain = domain();
+    let mut next = 500;
+    let mut store = |pool: &mut Pool, hashes: &PageHashes, at: u32, to: u32| {
+        let (mut reserved, mut evicted) = (Vec::new(), Vec::new());
+        let tail = pool.longest(&domain, hashes, 0, Want::Present);
+        let room = pool.reserve(
+            &domain,
+            hashes,
+            at,
+            to,
+            tail,
+            &mut next,
+            &mut reserved,
+            &mut evicted,
+        );
+        assert_eq!((room, evicted.len()), (to - at, 0));
+        let runs = reserved
+            .iter()
+            .map(|reserved| (reserved.run.start, reserved.run.count));
+        (
+            tail.map(|tail| (tail.pages, tail.ready)),
+            runs.collect::<Vec<_>>(),
+        )
+    };
+    let counts = |pool: &Pool| {
+        let counts = pool.counts();
+        (counts.stored, counts.grown, counts.branched, counts.split)
+    };
+    assert_eq!(counts(&pool), (1, 0, 0, 0));
+    // Behind the whole block, and then behind one that still fills.
+    assert_eq!(
+        store(&mut pool, &hashes, 2, 3),
+        (Some((2, 2)), vec![(2, 1)])
+    );
+    assert_eq!(counts(&pool), (1, 1, 0, 0));
+    assert_eq!(
+        store(&mut pool, &hashes, 3, 4),
+        (Some((3, 2)), vec![(3, 1)])
+    );
+    assert_eq!(counts(&pool), (2, 1, 0, 0), "not a growth, and no branch");
+    // A sequence that shares one page of the block leaves it there.
+    let mut other = hashes.as_bytes()[..16].to_vec();
+    other.extend_from_slice(&sequence(3, 9).as_bytes()[16..]);
+    let other = PageHashes::packed(16, other).expect("16 bytes a page");
+    assert_eq!(store(&mut pool, &other, 1, 3), (Some((1, 1)), vec![(4, 2)]));
+    assert_eq!(counts(&pool), (3, 1, 1, 0));
+    assert_eq!(pool.check(), Ok(()));
+}
+
+#[test]
+fn no_more_is_evicted_than_was_asked_for_and_what_has_no_hole_is_cut() {
+    // Blocks of 2 pages side by side; every other one is pinned.
+    let mut pool = Pool::new(12, Ratio::new(RATIO as u32).expect("in bounds"));
+    for salt in 0..6 {
+        let generation = reserve(&mut pool, &sequence(2, salt), 0, u64::from(salt));
+        pool.start_filling(generation, RankSet::first(1));
+        assert_eq!(pool.ended(generation, Rank(0), true), Some(true));
+    }
+    let pins = [1, 3, 5].map(|block| pool.pin(block, 2));
+    let hashes = sequence(4, 50);
+    let (mut reserved, mut evicted, mut next) = (Vec::new(), Vec::new(), 90);
+    let domain = domain();
+    let room = pool.reserve(
+        &domain,
+        &hashes,
+        0,
+        4,
+        None,
+        &mut next,
+        &mut reserved,
+        &mut evicted,
+    );
+    let run = |start| PageRun { start, count: 2 };
+    assert_eq!((room, &evicted[..]), (4, &[run(0), run(4)][..]));
+    let places: Vec<(u32, PageRun)> = reserved
+        .iter()
+        .map(|piece| (piece.position, piece.run))
+        .collect();
+    assert_eq!(places.len(), 2);
+    assert!(
+        places.contains(&(0, run(0))) || places.contains(&(0, run(4))),
+        "{places:?}"
+    );
+    let counts = pool.counts();
+    assert_eq!(
+        (
+            counts.evicted,
+            counts.evicted_pages,
+            counts.largest_eviction_pages
+        ),
+        (2, 4, 4)
+    );
+    assert_eq!(
+        (counts.stored, counts.split, counts.branched, counts.refused),
+        (8, 1, 0, 0)
+    );
+    assert_eq!(pool.check(), Ok(()));
+
+    // Two pages are left that nobody holds.
+    let (mut reserved, mut evicted) = (Vec::new(), Vec::new());
+    let hashes = sequence(4, 60);
+    let room = pool.reserve(
+        &domain,
+        &hashes,
+        0,
+        4,
+        None,
+        &mut next,
+        &mut reserved,
+        &mut evicted,
+    );
+    assert_eq!((room, &evicted[..]), (2, &[run(8)][..]));
+    let counts = pool.counts();
+    assert_eq!((counts.refused, counts.refused_pages), (1, 2));
+    pins.into_iter().for_each(|pin| pool.unpin(pin));
+    assert_eq!(pool.check(), Ok(()));
+}

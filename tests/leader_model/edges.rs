@@ -1,0 +1,490 @@
+//! What lies on an edge: limits, deadlines, and what a repeated or a last word changes.
+
+use kvferry::types::{ResetId, Scope};
+
+use super::inventory::Reader;
+use super::*;
+
+fn lookup(slot: u64, pages: usize, device_pages: u32) -> Request {
+    Request::Lookup {
+        slot: SlotId(slot),
+        namespace: vec![7],
+        hashes: sequence(0, pages),
+        device_pages,
+    }
+}
+
+fn answer_of(world: &World) -> Option<Reply> {
+    world.asked[&(0, RequestId(world.next_id))].1.clone()
+}
+
+fn store(world: &mut World, pages: usize) {
+    world.ask(0, lookup(0, pages, 0));
+    world.take(Step::Store { engine: 0, slot: 0 });
+    while let Some(op) = world.open.keys().next().copied() {
+        (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    }
+}
+
+#[test]
+fn a_prompt_holds_what_an_engine_lacks_and_nothing_else() {
+    let mut world = World::new();
+    store(&mut world, 16);
+    for (device_pages, hit_pages, pins) in
+        [(0, 16, 2), (7, 9, 2), (8, 8, 1), (15, 1, 1), (16, 0, 0)]
+    {
+        world.ask(0, lookup(1, 16, device_pages));
+        let found = Answer::Lookup {
+            hit_pages,
+            pending: false,
+        };
+        assert_eq!(answer_of(&world), Some(Ok(found)), "{device_pages}");
+        let pool = world.leader.pool().expect("a pool");
+        assert_eq!(pool.pins(), pins, "{device_pages}");
+    }
+    world.ask(0, lookup(1, 16, 17));
+    let why = answer_of(&world).expect("an answer").expect_err("too many");
+    assert!(matches!(
+        why,
+        Refusal::Invalid {
+            field: "device_pages",
+            ..
+        }
+    ));
+}
+
+#[test]
+fn pages_that_an_engine_does_not_have_are_refused() {
+    let mut world = World::new();
+    store(&mut world, 8);
+    let refused = |world: &mut World, run: (u32, u32)| {
+        world.ask(0, lookup(1, 8, 0));
+        let destination = match run {
+            (_, 0) => PageList::default(),
+            (start, count) => PageList::run(start, count),
+        };
+        world.ask(
+            0,
+            Request::Load {
+                slot: SlotId(1),
+                first_page: 0,
+                destination,
+            },
+        );
+        match answer_of(world) {
+            None => None,
+            Some(Err(Refusal::Invalid { value, .. })) => Some(value),
+            Some(other) => unreachable!("{other:?}"),
+        }
+    };
+    assert_eq!(refused(&mut world, (64, 1)).as_deref(), Some("[64, 1]"));
+    assert_eq!(refused(&mut world, (60, 5)).as_deref(), Some("[60, 5]"));
+    assert_eq!(
+        refused(&mut world, (u32::MAX, 2)).as_deref(),
+        Some("[4294967295, 2]")
+    );
+    assert_eq!(refused(&mut world, (0, 0)).as_deref(), Some("empty"));
+    assert!(world.open.is_empty());
+    assert_eq!(refused(&mut world, (60, 4)), None);
+    assert_eq!(world.open.len(), 1);
+}
+
+#[test]
+fn a_failed_load_is_counted_once_and_a_whole_one_is_not() {
+    let mut world = World::new();
+    store(&mut world, 8);
+    for (failing, failed) in [(None, 0), (Some(1), 1), (Some(0), 2)] {
+        world.ask(0, lookup(1, 8, 0));
+        world.take(Step::Load { engine: 0, slot: 1 });
+        let op = *world.open.keys().next().expect("a copy");
+        for rank in 0..RANKS {
+            world.report(op, rank, failing != Some(rank), EPOCH);
+        }
+        let counted = world.leader.counters();
+        let counted: Vec<u64> = counted
+            .filter(|(name, _)| *name == "failed_copies")
+            .map(|(_, count)| count)
+            .collect();
+        assert_eq!(counted, [failed]);
+    }
+}
+
+#[test]
+fn an_engine_that_stays_away_is_unknown_when_its_last_copy_has_ended() {
+    let mut world = World::new();
+    store(&mut world, 8);
+    world.ask(0, lookup(1, 8, 0));
+    world.take(Step::Load { engine: 0, slot: 1 });
+    world.event(Event::EngineClosed(engine_id(0)));
+    world.take(Step::Wait(3));
+    assert!(world.leader.knows(engine_id(0)));
+    // The grace is over, and the copy late.
+    world.take(Step::Wait(8));
+    assert!(world.leader.knows(engine_id(0)));
+    let op = *world.open.keys().next().expect("a copy");
+    for rank in 0..RANKS {
+        assert!(world.leader.knows(engine_id(0)), "{rank}");
+        world.report(op, rank, true, EPOCH);
+    }
+    assert!(!world.leader.knows(engine_id(0)));
+}
+
+#[test]
+fn what_is_told_of_a_leader_is_so() {
+    let mut world = World::without_workers();
+    assert_eq!(world.leader.epoch(), EPOCH);
+    assert!(!world.leader.is_ready());
+    for engine in 0..2 {
+        for rank in 0..RANKS {
+            assert!(!world.leader.is_ready(), "{engine} {rank}");
+            world.attach(engine, rank);
+        }
+    }
+    assert!(world.leader.is_ready());
+    assert_eq!((world.leader.slots(), world.leader.open_requests()), (0, 0));
+    for slot in 0..3 {
+        world.ask(slot as u8 % 2, lookup(slot, 4, 0));
+    }
+    assert_eq!(world.leader.slots(), 3);
+    assert_eq!(world.leader.counts().lookups, 3);
+    world.take(Step::Store { engine: 0, slot: 0 });
+    assert_eq!(world.leader.open_requests(), 1);
+    world.take(Step::Finish { engine: 1, slot: 1 });
+    assert_eq!(world.leader.slots(), 2);
+    // Without the workers of any engine it serves nobody.
+    for engine in 0..2 {
+        assert!(world.leader.is_ready(), "{engine}");
+        world.event(Event::WorkerLost(worker(engine, 1)));
+    }
+    assert!(!world.leader.is_ready());
+}
+
+/// Words of a decision, as the digest takes them.
+fn words(decisions: &[[u64; 4]]) -> blake3::Hash {
+    let bytes = decisions
+        .iter()
+        .flatten()
+        .flat_map(|word| word.to_le_bytes());
+    blake3::hash(&bytes.collect::<Vec<u8>>())
+}
+
+#[test]
+fn the_digest_is_that_of_what_was_decided_request_by_request() {
+    let mut world = World::without_workers();
+    let mut settings = settings();
+    settings.record_decisions = true;
+    world.leader = Leader::new(settings);
+    world.begin();
+    let nothing = format!("blake3:{}", blake3::hash(b"").to_hex());
+    assert_eq!(world.leader.decisions_digest(), nothing);
+    store(&mut world, 12);
+    assert_eq!(
+        world.leader.decisions_digest(),
+        nothing,
+        "it has not finished"
+    );
+    world.take(Step::Finish { engine: 0, slot: 0 });
+    world.ask(0, lookup(1, 12, 2));
+    world.take(Step::Load { engine: 0, slot: 1 });
+    let op = *world.open.keys().next().expect("a copy");
+    (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    world.take(Step::Finish { engine: 0, slot: 1 });
+    // A page has 16 tokens; two blocks of 8 and 4 pages lie side by side in the arena.
+    let stored = words(&[[1, 0, 0, 0], [3, 0, 0, 8], [3, 8, 8, 4]]);
+    let loaded = words(&[[1, 32, 160, 0], [2, 2, 2, 6], [2, 8, 8, 4]]);
+    let run = [stored.as_bytes().as_slice(), loaded.as_bytes()].concat();
+    let run = format!("blake3:{}", blake3::hash(&run).to_hex());
+    assert_eq!(world.leader.decisions_digest(), run);
+}
+
+#[test]
+fn growth_eviction_and_refusal_are_decisions_too() {
+    let mut world = World::without_workers();
+    let mut settings = settings();
+    settings.record_decisions = true;
+    world.leader = Leader::new(settings);
+    world.begin();
+    let run = |world: &mut World, slot: u64, namespace: u8, pages: usize, finish: bool| {
+        let lookup = Request::Lookup {
+            slot: SlotId(slot),
+            namespace: vec![namespace],
+            hashes: sequence(0, pages),
+            device_pages: 0,
+        };
+        world.ask(0, lookup);
+        world.take(Step::Store { engine: 0, slot });
+        while let Some(op) = world.open.keys().next().copied() {
+            (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+        }
+        if finish {
+            world.take(Step::Finish { engine: 0, slot });
+        }
+    };
+    // The arena has 60 pages. A block of 4 grows by 2; 50 pages fill what is left but for 4.
+    run(&mut world, 0, 7, 4, true);
+    run(&mut world, 0, 7, 6, true);
+    run(&mut world, 1, 8, 39, true);
+    run(&mut world, 1, 9, 11, true);
+    // The oldest block makes room for two pages more, at its tail.
+    run(&mut world, 2, 10, 6, true);
+    let mut expected: Vec<blake3::Hash> = vec![
+        words(&[[1, 0, 0, 0], [3, 0, 0, 4]]),
+        words(&[[1, 0, 64, 0], [4, 4, 4, 2]]),
+    ];
+    let stores = |hit: u64, at: u64, pages: u64| {
+        let mut all = vec![[1, 0, hit, 0]];
+        all.extend(
+            (0..pages)
+                .step_by(8)
+                .map(|first| [3, first, at + first, (pages - first).min(8)]),
+        );
+        words(&all)
+    };
+    expected.push(stores(0, 6, 39));
+    expected.push(stores(0, 45, 11));
+    expected.push(words(&[[1, 0, 0, 0], [5, 0, 0, 6], [3, 0, 0, 6]]));
+    let digest = |expected: &[blake3::Hash]| {
+        let all: Vec<u8> = expected.iter().flat_map(|hash| *hash.as_bytes()).collect();
+        format!("blake3:{}", blake3::hash(&all).to_hex())
+    };
+    assert_eq!(world.leader.decisions_digest(), digest(&expected));
+
+    // All but the 4 free pages are held now: what does not find room is refused.
+    for (slot, namespace, pages) in [(10, 8, 39), (11, 9, 11), (12, 10, 6)] {
+        let lookup = Request::Lookup {
+            slot: SlotId(slot),
+            namespace: vec![namespace],
+            hashes: sequence(0, pages),
+            device_pages: 0,
+        };
+        world.ask(0, lookup);
+    }
+    run(&mut world, 3, 11, 7, true);
+    expected.push(words(&[[1, 0, 0, 0], [3, 0, 56, 4], [6, 4, 3, 0]]));
+    assert_eq!(world.leader.decisions_digest(), digest(&expected));
+}
+
+#[test]
+fn a_store_waits_for_what_it_was_asked_to_store_and_nothing_else() {
+    let mut world = World::new();
+    world.ask(0, lookup(0, 8, 0));
+    world.take(Step::Store { engine: 0, slot: 0 });
+    let first = RequestId(world.next_id);
+    let op = *world.open.keys().next().expect("a copy");
+    world.ask(0, lookup(1, 12, 0));
+    let behind = Request::Store {
+        slot: SlotId(1),
+        first_page: 8,
+        more: None,
+        source: PageList::run(20, 4),
+    };
+    world.ask(0, behind);
+    let tail = *world.open.keys().next_back().expect("a copy");
+    assert_ne!(op, tail);
+    (0..RANKS).for_each(|rank| world.report(tail, rank, true, EPOCH));
+    let stored = Answer::Store {
+        stored_pages: 4,
+        present_pages: 0,
+        refused_pages: 0,
+        failed_pages: 0,
+    };
+    assert_eq!(answer_of(&world), Some(Ok(stored)));
+    assert_eq!(world.asked[&(0, first)].1, None, "its copy goes on");
+}
+
+#[test]
+fn who_is_waited_for_is_told() {
+    let mut reader = Reader::new();
+    let not_ready = |reader: &mut Reader, id| {
+        let asked = reader.step(Event::Request {
+            engine: engine_id(0),
+            id: RequestId(id),
+            deadline: Time(1),
+            request: lookup(0, 1, 0),
+        });
+        match &asked[..] {
+            [
+                Effect::Answer {
+                    answer:
+                        Err(Refusal::NotReady {
+                            waiting_for,
+                            ranks: RANKS,
+                            replicas: 2,
+                            detail,
+                        }),
+                    ..
+                },
+            ] => (*waiting_for, detail.clone()),
+            other => unreachable!("{other:?}"),
+        }
+    };
+    reader.step(Event::EngineOpened(engine_id(0)));
+    assert_eq!(not_ready(&mut reader, 1), (6, String::new()));
+    // It is there, but its engine is not.
+    reader.attaches += 1;
+    reader.step(Event::Attached(Attached {
+        worker: worker(1, 2),
+        attach: AttachId(reader.attaches),
+        depot: DepotId(2),
+        memory: None,
+    }));
+    assert_eq!(reader.leader.attached_workers(), 0);
+    assert_eq!(not_ready(&mut reader, 2), (6, String::new()));
+    reader.attach(1, 2);
+    assert_eq!(reader.leader.attached_workers(), 1);
+    assert_eq!(not_ready(&mut reader, 3), (5, String::new()));
+    reader.step(Event::WorkerLost(worker(1, 2)));
+    assert_eq!(reader.leader.attached_workers(), 0);
+    assert_eq!(not_ready(&mut reader, 4), (6, String::new()));
+    for engine in 0..2 {
+        (0..RANKS).for_each(|rank| drop(reader.attach(engine, rank)));
+    }
+    let reading = ", and what the depots hold is being read".to_owned();
+    assert_eq!(not_ready(&mut reader, 5), (0, reading));
+}
+
+#[test]
+fn workers_of_one_rank_share_a_depot_as_long_as_they_are_there() {
+    let mut reader = Reader::new();
+    let mut attach = |replica, rank, depot| {
+        reader.attaches += 1;
+        let effects = reader.step(Event::Attached(Attached {
+            worker: worker(replica, rank),
+            attach: AttachId(reader.attaches),
+            depot: DepotId(depot),
+            memory: None,
+        }));
+        let verdict = effects.into_iter().find_map(|effect| match effect {
+            Effect::Admit { verdict, .. } => Some(verdict),
+            _ => None,
+        });
+        verdict.expect("a verdict").map(|_| ())
+    };
+    assert_eq!(attach(0, 0, 10), Ok(()));
+    assert_eq!(attach(0, 1, 11), Ok(()), "another rank has another depot");
+    let not_shared = Err(Refusal::DepotNotShared {
+        worker: worker(1, 1),
+        other: worker(0, 1),
+    });
+    assert_eq!(attach(1, 1, 99), not_shared);
+    assert_eq!(attach(1, 1, 11), Ok(()));
+    assert_eq!(attach(1, 0, 10), Ok(()));
+    let alone = Err(Refusal::DepotNotShared {
+        worker: worker(0, 0),
+        other: worker(1, 0),
+    });
+    assert_eq!(attach(0, 0, 98), alone);
+    reader.step(Event::WorkerLost(worker(1, 1)));
+    let mut attach = |replica, rank, depot| {
+        reader.attaches += 1;
+        let effects = reader.step(Event::Attached(Attached {
+            worker: worker(replica, rank),
+            attach: AttachId(reader.attaches),
+            depot: DepotId(depot),
+            memory: None,
+        }));
+        effects
+            .iter()
+            .any(|effect| matches!(effect, Effect::Admit { verdict: Ok(_), .. }))
+    };
+    assert!(attach(0, 1, 99), "it is the only one of its rank now");
+}
+
+#[test]
+fn a_late_copy_is_cancelled_again_and_again_and_its_workers_go_behind_the_fence() {
+    let mut reader = Reader::served();
+    let fence = reader.fence();
+    let deadline = reader.now + Duration::from_secs(5);
+    let mut ask = |id, request| {
+        reader.step(Event::Request {
+            engine: engine_id(0),
+            id: RequestId(id),
+            deadline,
+            request,
+        })
+    };
+    ask(1, lookup(0, 8, 0));
+    let store = Request::Store {
+        slot: SlotId(0),
+        first_page: 0,
+        more: None,
+        source: PageList::run(0, 8),
+    };
+    let copies = ask(2, store);
+    let [
+        Effect::Copy {
+            copy,
+            ranks,
+            replica,
+        },
+    ] = &copies[..]
+    else {
+        unreachable!("{copies:?}")
+    };
+    let cancel = Effect::Cancel {
+        replica: *replica,
+        ranks: *ranks,
+        op: copy.op,
+    };
+    reader.now = Time(deadline.0 - 1);
+    assert_eq!(reader.step(Event::Tick), []);
+    for quarter in 0..4 {
+        let at = deadline + fence * quarter / 4;
+        assert_eq!(reader.leader.next_timeout(), Some(at));
+        reader.now = at;
+        let effects = reader.step(Event::Tick);
+        assert_eq!(effects, std::slice::from_ref(&cancel), "{quarter}");
+    }
+    reader.now = deadline + fence;
+    let expel = |rank| Effect::Expel(worker(0, rank));
+    assert_eq!(
+        reader.step(Event::Tick),
+        [cancel, expel(0), expel(1), expel(2)]
+    );
+}
+
+#[test]
+fn what_was_not_struck_out_is_asked_for_again_until_the_deadline() {
+    let mut reader = Reader::served();
+    let fence = reader.fence();
+    let (begun, deadline) = (reader.now, reader.now + fence * 5 / 8);
+    let strike = |rank, replica| Effect::Strike {
+        worker: worker(replica, rank),
+        id: ResetId(1),
+        scope: Scope::Everything,
+    };
+    let asked = reader.step(Event::Request {
+        engine: engine_id(0),
+        id: RequestId(1),
+        deadline,
+        request: Request::Reset {
+            scope: ResetScope::Everything,
+        },
+    });
+    assert_eq!(asked, [strike(0, 0), strike(1, 0), strike(2, 0)]);
+    let struck = |rank| Event::Struck {
+        worker: worker(0, rank),
+        id: ResetId(1),
+    };
+    assert_eq!(reader.step(struck(1)), []);
+    assert_eq!(reader.step(struck(1)), [], "said again");
+    // Where a worker is gone, another one of its shard is asked as soon as any speaks.
+    let again = reader.step(Event::WorkerDead(worker(0, 2)));
+    assert_eq!(again, [strike(0, 0), strike(2, 1)]);
+    for quarter in 1..3 {
+        let at = begun + fence * quarter / 4;
+        assert_eq!(reader.leader.next_timeout(), Some(at));
+        reader.now = at;
+        assert_eq!(reader.step(Event::Tick), [strike(0, 0), strike(2, 1)]);
+    }
+    assert_eq!(reader.leader.next_timeout(), Some(deadline));
+    reader.now = deadline;
+    let late = Effect::Answer {
+        engine: engine_id(0),
+        id: RequestId(1),
+        answer: Err(Refusal::ResetUnconfirmed { ranks: 2 }),
+    };
+    assert_eq!(reader.step(Event::Tick), [late]);
+    assert_eq!(reader.leader.next_timeout(), None);
+    assert_eq!(reader.step(struck(0)), [], "too late");
+}

@@ -1,0 +1,345 @@
+//! What a new leader reads of the depots before it serves anything.
+
+use kvferry::types::{
+    Anchor, DomainId, Fingerprint, Generation, PageRecord, ResetId, Scope, Stored,
+};
+
+use super::*;
+
+const FENCE: Duration = Duration::from_secs(4);
+const ARENA_PAGES: u32 = 60;
+
+/// A leader whose questions are looked at one by one.
+pub(super) struct Reader {
+    pub(super) leader: Leader,
+    pub(super) now: Time,
+    pub(super) attaches: u64,
+}
+
+/// A question: who is asked, from which page on.
+type Asked = ((u8, u16), u32);
+
+impl Reader {
+    pub(super) fn new() -> Self {
+        let mut settings = settings();
+        settings.fence = FENCE;
+        Self {
+            leader: Leader::new(settings),
+            now: Time(0),
+            attaches: 0,
+        }
+    }
+
+    /// One that has read empty depots, and serves.
+    pub(super) fn served() -> Self {
+        let mut reader = Self::new();
+        for engine in 0..2 {
+            reader.step(Event::EngineOpened(engine_id(engine)));
+        }
+        reader.attach_all();
+        for rank in 0..RANKS {
+            reader.part((0, rank), 0, None, &[]);
+        }
+        assert!(reader.leader.is_ready());
+        reader
+    }
+
+    pub(super) fn fence(&self) -> Duration {
+        FENCE
+    }
+
+    pub(super) fn step(&mut self, event: Event) -> Vec<Effect> {
+        let mut effects = Vec::new();
+        self.leader.step(self.now, event, &mut effects);
+        self.leader.check().expect("the second count agrees");
+        effects
+    }
+
+    /// What was asked of inventories.
+    fn asks(&mut self, event: Event) -> Vec<Asked> {
+        let effects = self.step(event);
+        let asked = effects.into_iter().filter_map(|effect| match effect {
+            Effect::ReadInventory {
+                worker,
+                depot,
+                page_bytes,
+                from,
+            } => {
+                assert_eq!((depot, page_bytes), (DepotId(worker.rank.0.into()), 64));
+                Some(((worker.replica.0 as u8, worker.rank.0), from))
+            }
+            _ => None,
+        });
+        asked.collect()
+    }
+
+    pub(super) fn attach(&mut self, engine: u8, rank: u16) -> Vec<Asked> {
+        self.attach_with(engine, rank, ARENA_PAGES)
+    }
+
+    fn attach_with(&mut self, engine: u8, rank: u16, arena_pages: u32) -> Vec<Asked> {
+        self.attaches += 1;
+        self.asks(Event::Attached(Attached {
+            worker: worker(engine, rank),
+            attach: AttachId(self.attaches),
+            depot: DepotId(rank.into()),
+            memory: Some(EngineMemory {
+                engine: engine_id(engine),
+                geometry: geometry(),
+                arena_pages,
+            }),
+        }))
+    }
+
+    /// Everybody is there; returns what was asked.
+    pub(super) fn attach_all(&mut self) -> Vec<Asked> {
+        let mut asked = Vec::new();
+        for engine in 0..2 {
+            for rank in 0..RANKS {
+                assert!(asked.is_empty(), "asked before all had attached");
+                asked = self.attach(engine, rank);
+            }
+        }
+        asked
+    }
+
+    fn part(&mut self, who: (u8, u16), from: u32, next: Option<u32>, pages: &[u32]) -> Vec<Asked> {
+        self.asks(Event::Inventory {
+            worker: worker(who.0, who.1),
+            depot: DepotId(who.1.into()),
+            from,
+            next,
+            records: pages.iter().map(|page| record(*page)).collect(),
+        })
+    }
+
+    /// Pages that were found, once the leader serves.
+    fn recovered(&self) -> Option<u64> {
+        let mut counters = self.leader.counters();
+        let found = counters.find(|(name, _)| *name == "recovered_pages");
+        found
+            .map(|(_, pages)| pages)
+            .filter(|_| self.leader.is_ready())
+    }
+
+    fn tick_at(&mut self, at: Time) -> Vec<Asked> {
+        self.now = at;
+        self.asks(Event::Tick)
+    }
+}
+
+/// A block of one page.
+fn record(page: u32) -> PageRecord {
+    PageRecord {
+        page,
+        anchor: Anchor(page.into()),
+        domain: DomainId(1),
+        block_start: page,
+        index: 0,
+        phase: 0,
+        stored: Stored {
+            epoch: Epoch(1),
+            generation: Generation(1),
+        },
+        fingerprint: Fingerprint(page.into()),
+    }
+}
+
+const FIRST: [Asked; 3] = [((0, 0), 0), ((0, 1), 0), ((0, 2), 0)];
+
+#[test]
+fn parts_are_asked_for_one_after_another_until_no_shard_has_more() {
+    let mut reader = Reader::new();
+    assert_eq!(reader.attach_all(), FIRST);
+    assert_eq!(reader.recovered(), None);
+    let pages = [1, 3, 9, 12, 59];
+    assert_eq!(reader.part((0, 0), 0, Some(8), &pages[..2]), [((0, 0), 8)]);
+    assert_eq!(reader.part((0, 1), 0, None, &pages), []);
+    assert_eq!(reader.part((0, 0), 8, Some(10), &[9]), [((0, 0), 10)]);
+    assert_eq!(reader.part((0, 2), 0, None, &pages), []);
+    assert_eq!(reader.recovered(), None);
+    assert_eq!(reader.part((0, 0), 10, None, &pages[3..]), []);
+    assert_eq!(reader.recovered(), Some(5));
+    assert_eq!(reader.leader.next_timeout(), None, "nothing is waited for");
+}
+
+#[test]
+fn what_was_not_asked_for_is_not_taken() {
+    let mut reader = Reader::new();
+    assert_eq!(reader.attach_all(), FIRST);
+    let whole: Vec<u32> = (0..ARENA_PAGES).collect();
+    // Another worker of the shard, another page, another depot, a shard that there is not.
+    assert_eq!(reader.part((1, 0), 0, None, &whole), []);
+    assert_eq!(reader.part((0, 0), 1, None, &whole), []);
+    assert_eq!(reader.part((0, 9), 0, None, &whole), []);
+    let other_depot = Event::Inventory {
+        worker: worker(0, 0),
+        depot: DepotId(77),
+        from: 0,
+        next: None,
+        records: Vec::new(),
+    };
+    assert_eq!(reader.asks(other_depot), []);
+    // A part begins where the one before ended, and holds nothing of what lies around it.
+    assert_eq!(reader.part((0, 0), 0, Some(8), &[7, 8, 9]), [((0, 0), 8)]);
+    assert_eq!(reader.part((0, 0), 0, Some(8), &[7]), [], "said again");
+    assert_eq!(reader.part((0, 0), 8, None, &[7, 8, 9, ARENA_PAGES]), []);
+    for rank in 1..RANKS {
+        assert_eq!(reader.recovered(), None);
+        assert_eq!(reader.part((0, rank), 0, None, &whole), []);
+    }
+    assert_eq!(reader.recovered(), Some(3), "7, 8 and 9");
+    assert_eq!(reader.part((0, 0), 0, None, &whole), [], "too late");
+    assert_eq!(reader.recovered(), Some(3));
+}
+
+#[test]
+fn an_inventory_that_goes_back_or_beyond_the_arena_ends() {
+    for next in [0, 8, 7, ARENA_PAGES, u32::MAX] {
+        let mut reader = Reader::new();
+        reader.attach_all();
+        assert_eq!(reader.part((0, 0), 0, Some(8), &[]), [((0, 0), 8)]);
+        assert_eq!(reader.part((0, 0), 8, Some(next), &[]), [], "{next}");
+        for rank in 1..RANKS {
+            reader.part((0, rank), 0, None, &[]);
+        }
+        assert_eq!(reader.recovered(), Some(0), "{next}");
+    }
+    let mut reader = Reader::new();
+    reader.attach_all();
+    let last = ARENA_PAGES - 1;
+    assert_eq!(reader.part((0, 0), 0, Some(last), &[]), [((0, 0), last)]);
+}
+
+#[test]
+fn another_worker_of_the_shard_reads_on_when_one_is_lost() {
+    for dead in [false, true] {
+        let mut reader = Reader::new();
+        assert_eq!(reader.attach_all(), FIRST);
+        assert_eq!(reader.part((0, 1), 0, Some(8), &[2]), [((0, 1), 8)]);
+        let gone = match dead {
+            true => Event::WorkerDead(worker(0, 1)),
+            false => Event::WorkerLost(worker(0, 1)),
+        };
+        assert_eq!(reader.asks(gone), [((1, 1), 8)]);
+        assert_eq!(reader.part((0, 1), 8, None, &[9]), [], "it was not asked");
+        assert_eq!(reader.part((1, 1), 8, None, &[9]), []);
+        for rank in [0, 2] {
+            reader.part((0, rank), 0, None, &[2, 9]);
+        }
+        assert_eq!(reader.recovered(), Some(2));
+    }
+    // Without another one, its successor is asked.
+    let mut reader = Reader::new();
+    assert_eq!(reader.attach_all(), FIRST);
+    assert_eq!(reader.asks(Event::WorkerDead(worker(1, 1))), []);
+    assert_eq!(reader.asks(Event::WorkerLost(worker(0, 1))), []);
+    assert_eq!(reader.attach(1, 1), [((1, 1), 0)]);
+}
+
+#[test]
+fn what_does_not_come_is_asked_for_again_a_quarter_of_the_fence_later() {
+    let mut reader = Reader::new();
+    reader.now = Time(5);
+    assert_eq!(reader.attach_all(), FIRST);
+    let first = Time(5) + FENCE / 4;
+    assert_eq!(reader.leader.next_timeout(), Some(first));
+    assert_eq!(reader.part((0, 2), 0, None, &[]), []);
+    assert_eq!(reader.tick_at(Time(first.0 - 1)), []);
+    assert_eq!(reader.tick_at(first), FIRST[..2]);
+    let second = first + FENCE / 4;
+    assert_eq!(reader.leader.next_timeout(), Some(second));
+    assert_eq!(reader.tick_at(second), FIRST[..2]);
+    for rank in 0..2 {
+        reader.part((0, rank), 0, None, &[]);
+    }
+    assert_eq!(reader.recovered(), Some(0));
+    assert_eq!(reader.leader.next_timeout(), None);
+}
+
+#[test]
+fn another_depot_is_read_from_its_first_page() {
+    let mut reader = Reader::new();
+    assert_eq!(reader.attach_all(), FIRST);
+    assert_eq!(reader.part((0, 1), 0, Some(8), &[2]), [((0, 1), 8)]);
+    for engine in 0..2 {
+        reader.step(Event::WorkerDead(worker(engine, 1)));
+    }
+    reader.attaches += 1;
+    let attached = Attached {
+        worker: worker(0, 1),
+        attach: AttachId(reader.attaches),
+        depot: DepotId(500),
+        memory: Some(EngineMemory {
+            engine: engine_id(0),
+            geometry: geometry(),
+            arena_pages: ARENA_PAGES,
+        }),
+    };
+    let effects = reader.step(Event::Attached(attached));
+    let asked = effects.iter().filter_map(|effect| match effect {
+        Effect::ReadInventory { depot, from, .. } => Some((depot.0, *from)),
+        _ => None,
+    });
+    let asked: Vec<(u128, u32)> = asked.collect();
+    assert_eq!(asked, [(0, 0), (500, 0), (2, 0)], "all shards anew");
+}
+
+#[test]
+fn what_was_read_before_a_reset_was_struck_out_is_read_anew() {
+    let mut reader = Reader::new();
+    reader.attach_all();
+    for rank in 0..RANKS {
+        reader.part((0, rank), 0, None, &[2, 9]);
+    }
+    assert_eq!(reader.recovered(), Some(2));
+    reader.step(Event::EngineOpened(engine_id(0)));
+    let deadline = reader.now + Duration::from_secs(60);
+    let strikes = reader.step(Event::Request {
+        engine: engine_id(0),
+        id: RequestId(1),
+        deadline,
+        request: Request::Reset {
+            scope: ResetScope::Everything,
+        },
+    });
+    let strike = |rank| Effect::Strike {
+        worker: worker(0, rank),
+        id: ResetId(1),
+        scope: Scope::Everything,
+    };
+    assert_eq!(strikes, [strike(0), strike(1), strike(2)]);
+    let struck = |rank| Event::Struck {
+        worker: worker(0, rank),
+        id: ResetId(1),
+    };
+    assert_eq!(reader.step(struck(0)), []);
+    // A successor with a smaller depot: the pool is opened anew, and first what the depots hold is read.
+    assert_eq!(reader.attach_with(1, 0, ARENA_PAGES / 2), FIRST);
+    assert_eq!(reader.recovered(), None);
+    assert_eq!(reader.part((0, 0), 0, Some(8), &[]), [((0, 0), 8)]);
+    assert_eq!(reader.step(struck(1)), []);
+    let last = reader.step(struck(2));
+    let answered = Effect::Answer {
+        engine: engine_id(0),
+        id: RequestId(1),
+        answer: Ok(Answer::Reset { pages: 2 }),
+    };
+    assert_eq!(last[0], answered);
+    assert_eq!(
+        last.len(),
+        1 + usize::from(RANKS),
+        "all are read from the first page"
+    );
+    assert_eq!(reader.part((0, 0), 8, None, &[9]), [], "of before");
+    // It was read before it was struck out, and comes late: it is not found again.
+    for rank in 0..RANKS {
+        assert_eq!(reader.recovered(), None);
+        reader.part((0, rank), 0, None, &[]);
+    }
+    assert_eq!(
+        reader.recovered(),
+        Some(2),
+        "the count of before: nothing more was found"
+    );
+}
