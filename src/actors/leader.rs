@@ -20,8 +20,8 @@ use crate::protocol::{
 };
 use crate::transport::{PeerId, Replier, Server, ServerEvent};
 use crate::types::{
-    AttachId, Copy, DepotId, EndedCopy, EngineId, OpId, Rank, Replica, Request, RequestId, ResetId,
-    Time, WorkerId,
+    AttachId, Copy, DepotId, Direction, EndedCopy, EngineId, OpId, Rank, Replica, Request,
+    RequestId, ResetId, Time, WorkerId,
 };
 
 /// What a leader needs to start.
@@ -552,6 +552,10 @@ impl State {
         }
     }
 
+    fn owed(&self, worker: WorkerId, direction: Direction) -> u32 {
+        u32::try_from(self.core.owed_by(worker, direction)).unwrap_or(u32::MAX)
+    }
+
     fn status(&self, check: bool) -> StatusAnswer {
         let replicas = (0..self.settings.replicas).map(Replica);
         let workers = replicas.flat_map(|replica| {
@@ -562,6 +566,8 @@ impl State {
             replica: id.replica.0,
             rank: id.rank.0,
             attached: self.core.is_attached(id),
+            gathers: self.owed(id, Direction::Store),
+            scatters: self.owed(id, Direction::Load),
             pid: self
                 .workers
                 .get(&id)

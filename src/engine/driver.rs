@@ -55,7 +55,7 @@ struct Open {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Task {
     Work(SlotId, WorkKind),
-    Abandon(RequestId),
+    Abandon(RequestId, Instant),
 }
 
 /// When a prompt came, and how long it waited then.
@@ -210,7 +210,12 @@ impl Driver {
                 self.scheduler.worked(slot, kind, &mut self.actions);
             }
             // No worker copies for it any more: its pages are the prompt's again.
-            Task::Abandon(id) => self.scheduler.answered(id, None, &mut self.actions),
+            Task::Abandon(id, begun) => {
+                let us = microseconds(begun.elapsed());
+                let longest = self.observed.abandon_max_us.max(us);
+                self.observed.abandon_max_us = longest;
+                self.scheduler.answered(id, None, &mut self.actions);
+            }
         }
         Ok(())
     }
@@ -223,6 +228,9 @@ impl Driver {
             Some(Asked::Load) => latencies.load_us.push(us),
             Some(Asked::Store) => latencies.store_us.push(us),
             Some(Asked::Finish) | None => {}
+        }
+        if asked.is_some_and(|asked| asked != Asked::Finish) {
+            self.observed.answer_max_us = self.observed.answer_max_us.max(us);
         }
         self.finishing.remove(&id);
         let failure = match answer {
@@ -248,7 +256,7 @@ impl Driver {
             match action {
                 Action::Idle => {}
                 Action::Abandon { id } => {
-                    let ticket = self.ticket(Task::Abandon(id));
+                    let ticket = self.ticket(Task::Abandon(id, Instant::now()));
                     self.order(Order::abandon(ticket, id)).await?;
                 }
                 Action::Done(done) => {

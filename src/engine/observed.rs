@@ -28,6 +28,10 @@ pub struct Observed {
     pub refusals: Vec<String>,
     /// Loads and stores that were not answered in time, and whose pages the workers were made to let go.
     pub abandoned: u64,
+    /// The longest time until a lookup, load or store was answered or given up, in microseconds.
+    pub answer_max_us: u64,
+    /// The longest time from then until the workers had let go of the pages, in microseconds.
+    pub abandon_max_us: u64,
     /// How long requests took.
     pub latencies: Latencies,
 }
@@ -49,6 +53,8 @@ impl Observed {
         self.verified_bytes += other.verified_bytes;
         self.mismatched_bytes += other.mismatched_bytes;
         self.abandoned += other.abandoned;
+        self.answer_max_us = self.answer_max_us.max(other.answer_max_us);
+        self.abandon_max_us = self.abandon_max_us.max(other.abandon_max_us);
         for text in other.complaints {
             self.complain(text);
         }

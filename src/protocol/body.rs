@@ -432,6 +432,12 @@ pub struct RankStatus {
     /// Of which engine instance.
     #[serde(default)]
     pub replica: u16,
+    /// Stores that it copies, or is about to.
+    #[serde(default)]
+    pub gathers: u32,
+    /// Loads that it copies, or is about to.
+    #[serde(default)]
+    pub scatters: u32,
 }
 
 /// Answer to [`Status`]. Counters run since the leader's start; a reader skips those that it does not know.

@@ -312,6 +312,8 @@ fn status_answer() -> StatusAnswer {
             attached: true,
             pid: 4711,
             replica: 0,
+            gathers: 1,
+            scatters: 2,
         }],
         slots: 1,
         pins: 2,

@@ -6,6 +6,7 @@
     reason = "a tool for the terminal"
 )]
 
+mod chaos;
 mod licences;
 
 use std::path::Path;
@@ -17,6 +18,8 @@ const HELP: &str = "cargo xtask TASK
   sim        run simulated worlds with faults: --seeds A..B [--steps N] [--jobs N] [--trace]; a seed
              that fails is printed with the line that runs it again, and joins tests/seeds.txt
   planted    how many planted bugs the simulator finds, and in how many seeds
+  chaos      kill and stop real processes at random under a replay that compares every byte:
+             [--minutes 30] [--seed 1]
   licences   check that every dependency's licence is allowed by deny.toml
   check      format, lints, licences, tests: what CI runs";
 
@@ -26,6 +29,7 @@ fn main() -> ExitCode {
         "test" => test(),
         "sim" => sim(),
         "planted" => planted(),
+        "chaos" => chaos::run(&std::env::args().skip(2).collect::<Vec<String>>()),
         "licences" => licences::check(root()),
         "check" => check(),
         "" | "help" | "--help" => {

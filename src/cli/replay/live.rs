@@ -270,6 +270,8 @@ fn fill(report: &mut Report, status: &StatusAnswer, mut observed: Observed) {
     report.waits.page_wait_seconds = Some(waited as f64 / 1e6);
     report.waits.page_wait_p95_us = percentile(&mut latencies.page_wait_us, 950);
     report.waits.abandoned = Some(observed.abandoned);
+    report.waits.answer_max_us = Some(observed.answer_max_us);
+    report.waits.abandon_max_us = Some(observed.abandon_max_us);
     report.links.d2h.bytes = report.bytes.gathered;
     report.links.h2d.bytes = report.bytes.scattered;
     report.left.slots = status.slots;

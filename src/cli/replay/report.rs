@@ -16,7 +16,7 @@ use super::workload::Workload;
 pub use measured::{FirstToken, LinkReports, Prefills, Waits};
 
 /// Version of the report's shape: grows when a key is added or changes its meaning.
-pub(super) const REPORT_VERSION: u32 = 3;
+pub(super) const REPORT_VERSION: u32 = 4;
 
 /// Report of `kvferry replay --json`. What a mode cannot know is null.
 #[derive(Debug, Clone, Serialize, JsonSchema)]

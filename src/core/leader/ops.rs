@@ -59,6 +59,13 @@ impl Op {
         }
     }
 
+    fn direction(&self) -> Direction {
+        match self.work {
+            Work::Load { .. } => Direction::Load,
+            Work::Store { .. } => Direction::Store,
+        }
+    }
+
     fn owes(&self, worker: WorkerId) -> bool {
         self.replica == worker.replica && self.missing().contains(worker.rank)
     }
@@ -121,10 +128,7 @@ impl Leader {
             }
             Work::Store { missing } => (missing.remove(rank), missing.is_empty()),
         };
-        let direction = match op.work {
-            Work::Load { .. } => Direction::Load,
-            Work::Store { .. } => Direction::Store,
-        };
+        let direction = op.direction();
         let counted = direction == Direction::Store && planted(Bug::CountAcks);
         if !news && !counted {
             return None;
@@ -261,6 +265,12 @@ impl Leader {
             self.timers.remove(&(op.next, Timer::Copy(id)));
             self.load_ended(due, lease, pages, 1, effects);
         }
+    }
+
+    /// Copies of this direction whose end this worker owes.
+    pub fn owed_by(&self, worker: WorkerId, direction: Direction) -> usize {
+        let owed = self.ops.values().filter(|op| op.owes(worker));
+        owed.filter(|op| op.direction() == direction).count()
     }
 
     /// Ranks that still owe the end of a copy: for checks.

@@ -64,6 +64,10 @@ pub struct Waits {
     pub late_stores: Option<u64>,
     /// Loads and stores that were not answered in time, so that their pages were taken back from the workers.
     pub abandoned: Option<u64>,
+    /// The longest time until a lookup, load or store was answered or given up, in microseconds.
+    pub answer_max_us: Option<u64>,
+    /// The longest time from giving up until the workers had let go of the pages, in microseconds.
+    pub abandon_max_us: Option<u64>,
 }
 
 /// Seconds that all prefills take together.

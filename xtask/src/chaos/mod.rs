@@ -1,0 +1,369 @@
+//! Real processes under random kills and stops, as long as one likes: `cargo xtask chaos --minutes N --seed S`.
+//!
+//! Two engine replicas of two ranks each replay and compare every byte that comes back, while their workers, their leader,
+//! the supervisor of those and the engines themselves are killed and stopped at random. The seed decides what happens in
+//! which order; the machine decides at which moment.
+
+mod processes;
+mod record;
+
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+use serde_json::Value;
+
+use processes::{Cluster, Engines, is_alive, number, signal};
+use record::Record;
+
+/// Engines and ranks of each.
+const REPLICAS: u64 = 2;
+const RANKS: u64 = 2;
+/// How long an engine waits for an answer.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
+/// How long a leader waits, behind the deadline of a copy, before a worker must go.
+const FENCE: Duration = Duration::from_secs(10);
+/// How much longer than it should anything may take, because the machine is busy.
+const SLACK: Duration = Duration::from_secs(5);
+/// How long it may take until everything serves again.
+const RECOVERY_MAX: Duration = Duration::from_secs(60);
+/// How often a worker is looked at that should be copying.
+const LOOKS_MAX: u32 = 2000;
+
+/// What is done to whom.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Kind {
+    WorkerInGather,
+    WorkerInScatter,
+    Leader,
+    Engine,
+    Supervisor,
+    WorkerStops,
+    WorkerStaysStopped,
+    LeaderStops,
+}
+
+impl Kind {
+    const ALL: [Self; 8] = [
+        Self::WorkerInGather,
+        Self::WorkerInScatter,
+        Self::Leader,
+        Self::Engine,
+        Self::Supervisor,
+        Self::WorkerStops,
+        Self::WorkerStaysStopped,
+        Self::LeaderStops,
+    ];
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::WorkerInGather => "worker killed in a gather",
+            Self::WorkerInScatter => "worker killed in a scatter",
+            Self::Leader => "leader killed",
+            Self::Engine => "engines killed",
+            Self::Supervisor => "`up` killed",
+            Self::WorkerStops => "worker stopped past a deadline, then let go",
+            Self::WorkerStaysStopped => "worker stopped until it was killed for that",
+            Self::LeaderStops => "leader stopped, then let go",
+        }
+    }
+}
+
+/// Runs until the time is over, or something is wrong.
+pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
+    let minutes = option(arguments, "--minutes")?.unwrap_or(30);
+    let seed = option(arguments, "--seed")?.unwrap_or(1);
+    crate::cargo(&["build", "--release", "--locked", "--quiet"])?;
+    let mut chaos = Chaos::start(seed)?;
+    let result = chaos.until(Duration::from_secs(60 * minutes));
+    let folder = chaos.cluster.folder().display().to_string();
+    println!("{}", chaos.record.table(minutes, seed));
+    match result.and_then(|()| chaos.end()) {
+        Ok(()) => Ok(()),
+        Err(why) => Err(format!("seed {seed}: {why}; logs are in {folder}")),
+    }
+}
+
+fn option(arguments: &[String], name: &str) -> Result<Option<u64>, String> {
+    let Some(at) = arguments.iter().position(|argument| argument == name) else {
+        return Ok(None);
+    };
+    let value = arguments.get(at + 1).and_then(|value| value.parse().ok());
+    value.map(Some).ok_or(format!("{name} needs a number"))
+}
+
+struct Chaos {
+    rng: fastrand::Rng,
+    cluster: Cluster,
+    engines: Engines,
+    record: Record,
+}
+
+impl Chaos {
+    fn start(seed: u64) -> Result<Self, String> {
+        let cluster = Cluster::start()?;
+        let engines = Engines::start(&cluster, 0)?;
+        Ok(Self {
+            rng: fastrand::Rng::with_seed(seed),
+            cluster,
+            engines,
+            record: Record::default(),
+        })
+    }
+
+    fn until(&mut self, time: Duration) -> Result<(), String> {
+        let begun = Instant::now();
+        let mut kinds: Vec<Kind> = Vec::new();
+        while begun.elapsed() < time {
+            // All kinds in an order of their own, again and again.
+            if kinds.is_empty() {
+                kinds.extend(Kind::ALL);
+                self.rng.shuffle(&mut kinds);
+            }
+            let Some(kind) = kinds.pop() else { continue };
+            self.goes_on()?;
+            std::thread::sleep(Duration::from_millis(self.rng.u64(0..300)));
+            let at = begun.elapsed().as_secs();
+            println!("{:>3}:{:02}  {}", at / 60, at % 60, kind.name());
+            self.disturb(kind)
+                .map_err(|why| format!("{}: {why}", kind.name()))?;
+        }
+        Ok(())
+    }
+
+    /// The replay that runs ends by itself, and everything else when it is told to.
+    fn end(&mut self) -> Result<(), String> {
+        let report = self.engines.end(RECOVERY_MAX + SLACK)?;
+        self.record.replay(&report)?;
+        self.settled(SLACK)?;
+        self.cluster.end()
+    }
+
+    /// Another replay where the last one has ended.
+    fn tend(&mut self) -> Result<(), String> {
+        if let Some(report) = self.engines.ended()? {
+            self.record.replay(&report)?;
+            self.settled(SLACK)?;
+            self.engines = Engines::start(&self.cluster, self.record.replays())?;
+        }
+        Ok(())
+    }
+
+    /// The status, once something is true of it.
+    fn once(
+        &mut self,
+        limit: Duration,
+        what: &str,
+        is_true: impl Fn(&Value) -> bool,
+    ) -> Result<Value, String> {
+        let begun = Instant::now();
+        loop {
+            self.tend()?;
+            let status = self.cluster.status();
+            if let Some(status) = status.as_ref().filter(|status| is_true(status)) {
+                return Ok(status.clone());
+            }
+            if begun.elapsed() > limit {
+                let status = status.map_or_else(|| "none".to_owned(), |status| status.to_string());
+                return Err(format!(
+                    "not within {limit:?}: {what}; the status is {status}"
+                ));
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Blocks are stored and loaded again.
+    fn goes_on(&mut self) -> Result<(), String> {
+        let counts = |status: &Value| {
+            ["blocks_stored", "blocks_loaded"]
+                .map(|name| number(status, &format!("/counters/{name}")))
+        };
+        let before = counts(&self.serves()?);
+        let more = |status: &Value| {
+            let now = counts(status);
+            now.iter()
+                .zip(before)
+                .all(|(now, before)| *now > before + 3)
+        };
+        self.once(RECOVERY_MAX, "blocks are stored and loaded", more)?;
+        Ok(())
+    }
+
+    fn serves(&mut self) -> Result<Value, String> {
+        self.once(RECOVERY_MAX, "all ranks serve", serves)
+    }
+
+    /// Nothing is held, and the second count agrees. Between two replays.
+    fn settled(&mut self, limit: Duration) -> Result<(), String> {
+        let begun = Instant::now();
+        loop {
+            let status = self.cluster.status();
+            if status.as_ref().is_some_and(holds_nothing) {
+                return Ok(());
+            }
+            if begun.elapsed() > limit {
+                return Err(format!("something is held after {limit:?}: {status:?}"));
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    fn disturb(&mut self, kind: Kind) -> Result<(), String> {
+        match kind {
+            Kind::WorkerInGather | Kind::WorkerInScatter => self.kill_worker(kind),
+            Kind::WorkerStops | Kind::WorkerStaysStopped => self.stop_worker(kind),
+            Kind::Leader => self.kill_leader(),
+            Kind::LeaderStops => self.stop_leader(),
+            Kind::Engine => self.kill_engines(),
+            Kind::Supervisor => self.kill_supervisor(),
+        }
+    }
+
+    /// Stops workers, one after another, until one owes the end of such a copy; it stays stopped.
+    fn catch_worker(&mut self, key: Option<&str>) -> Result<(usize, u64, Value), String> {
+        for _ in 0..LOOKS_MAX {
+            let status = self.serves()?;
+            let place = self.rng.usize(0..(REPLICAS * RANKS) as usize);
+            let pid = number(&status, &format!("/ranks/{place}/pid"));
+            signal(pid, Signal::STOP)?;
+            let status = self.cluster.status().unwrap_or_default();
+            let owes = |key: &str| number(&status, &format!("/ranks/{place}/{key}")) > 0;
+            let caught = match key {
+                Some(key) => owes(key),
+                None => owes("gathers") || owes("scatters"),
+            };
+            if caught && number(&status, &format!("/ranks/{place}/pid")) == pid {
+                return Ok((place, pid, status));
+            }
+            signal(pid, Signal::CONT)?;
+        }
+        Err(format!("no worker was seen to copy in {LOOKS_MAX} looks"))
+    }
+
+    fn kill_worker(&mut self, kind: Kind) -> Result<(), String> {
+        let key = match kind {
+            Kind::WorkerInGather => "gathers",
+            _ => "scatters",
+        };
+        let (place, pid, before) = self.catch_worker(Some(key))?;
+        let begun = Instant::now();
+        signal(pid, Signal::KILL)?;
+        let after = self.successor(place, pid)?;
+        self.record.recovered(kind, begun.elapsed());
+        let ready = |status: &Value| number(status, "/pages/ready");
+        self.record.kept(kind, ready(&before), ready(&after));
+        Ok(())
+    }
+
+    fn successor(&mut self, place: usize, pid: u64) -> Result<Value, String> {
+        let is_there = |status: &Value| {
+            serves(status) && number(status, &format!("/ranks/{place}/pid")) != pid
+        };
+        self.once(RECOVERY_MAX, "a successor serves", is_there)
+    }
+
+    fn stop_worker(&mut self, kind: Kind) -> Result<(), String> {
+        let (place, pid, _) = self.catch_worker(None)?;
+        let stopped = Instant::now();
+        if kind == Kind::WorkerStops {
+            let beyond = REQUEST_TIMEOUT + Duration::from_millis(self.rng.u64(300..4000));
+            while stopped.elapsed() < beyond {
+                self.tend()?;
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            let begun = Instant::now();
+            signal(pid, Signal::CONT)?;
+            self.serves()?;
+            self.record.recovered(kind, begun.elapsed());
+            return Ok(());
+        }
+        self.successor(place, pid)?;
+        self.record.recovered(kind, stopped.elapsed());
+        match is_alive(pid) {
+            true => Err(format!(
+                "the stopped worker {pid} lives beside its successor"
+            )),
+            false => Ok(()),
+        }
+    }
+
+    fn kill_leader(&mut self) -> Result<(), String> {
+        let before = self.serves()?;
+        let begun = Instant::now();
+        signal(self.cluster.leader()?, Signal::KILL)?;
+        let epoch = number(&before, "/epoch");
+        let next = |status: &Value| serves(status) && number(status, "/epoch") > epoch;
+        let after = self.once(RECOVERY_MAX, "the next leader serves", next)?;
+        self.record.recovered(Kind::Leader, begun.elapsed());
+        let (held, found) = (
+            number(&before, "/pages/ready"),
+            number(&after, "/counters/recovered_pages"),
+        );
+        self.record.kept(Kind::Leader, held, found);
+        Ok(())
+    }
+
+    fn stop_leader(&mut self) -> Result<(), String> {
+        let leader = self.cluster.leader()?;
+        signal(leader, Signal::STOP)?;
+        let time = REQUEST_TIMEOUT + Duration::from_millis(self.rng.u64(0..4000));
+        std::thread::sleep(time);
+        let begun = Instant::now();
+        signal(leader, Signal::CONT)?;
+        self.serves()?;
+        self.record.recovered(Kind::LeaderStops, begun.elapsed());
+        Ok(())
+    }
+
+    /// Their leases are given back within the grace time, whatever was copied for them.
+    fn kill_engines(&mut self) -> Result<(), String> {
+        self.once(RECOVERY_MAX, "leases are held", |status| {
+            number(status, "/pins") > 0
+        })?;
+        let begun = Instant::now();
+        self.engines.kill()?;
+        self.record.killed_replay();
+        self.settled(2 * FENCE + REQUEST_TIMEOUT + SLACK)?;
+        self.record.recovered(Kind::Engine, begun.elapsed());
+        self.engines = Engines::start(&self.cluster, self.record.replays())?;
+        Ok(())
+    }
+
+    /// Leader and workers end with it; its successor begins with empty depots.
+    fn kill_supervisor(&mut self) -> Result<(), String> {
+        let status = self.serves()?;
+        let epoch = number(&status, "/epoch");
+        let mut children: Vec<u64> = (0..REPLICAS * RANKS)
+            .map(|place| number(&status, &format!("/ranks/{place}/pid")))
+            .collect();
+        children.push(self.cluster.leader()?);
+        let begun = Instant::now();
+        self.cluster.kill()?;
+        while let Some(left) = children.iter().find(|pid| is_alive(**pid)) {
+            if begun.elapsed() > SLACK {
+                return Err(format!(
+                    "process {left} lives {SLACK:?} after `up` was killed"
+                ));
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        self.cluster.start_again()?;
+        let next = |status: &Value| serves(status) && number(status, "/epoch") > epoch;
+        self.once(RECOVERY_MAX, "everything serves again", next)?;
+        self.record.recovered(Kind::Supervisor, begun.elapsed());
+        Ok(())
+    }
+}
+
+fn serves(status: &Value) -> bool {
+    let ranks = status["ranks"].as_array();
+    let attached = ranks.is_some_and(|ranks| ranks.iter().all(|rank| rank["attached"] == true));
+    attached && status["ready"] == true
+}
+
+fn holds_nothing(status: &Value) -> bool {
+    let held = ["/slots", "/pins", "/copies_under_way"];
+    let unsettled = ["/pages/reserved", "/pages/filling", "/pages/quarantined"];
+    let mut all = held.iter().chain(&unsettled);
+    all.all(|path| number(status, path) == 0) && status["contradiction"] == ""
+}

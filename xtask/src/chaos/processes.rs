@@ -1,0 +1,249 @@
+//! The processes that are killed and stopped, and what they say.
+
+use std::fs::{DirBuilder, File};
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+use super::{RANKS, REPLICAS, REQUEST_TIMEOUT};
+
+/// How long `up` may take to end.
+const END_LIMIT: Duration = Duration::from_secs(30);
+/// Prompts of one replay.
+const REQUESTS: u64 = 1500;
+
+/// A leader and its workers under `up`, and where they meet.
+pub(super) struct Cluster {
+    folder: PathBuf,
+    up: Child,
+}
+
+impl Cluster {
+    pub(super) fn start() -> Result<Self, String> {
+        let name = format!("kvferry-chaos-{}", std::process::id());
+        let folder = std::env::temp_dir().join(name);
+        let made = DirBuilder::new().mode(0o700).create(&folder);
+        made.map_err(|error| format!("{}: {error}", folder.display()))?;
+        let up = start_up(&folder)?;
+        Ok(Self { folder, up })
+    }
+
+    pub(super) fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    pub(super) fn start_again(&mut self) -> Result<(), String> {
+        self.up = start_up(&self.folder)?;
+        Ok(())
+    }
+
+    /// What the leader says, if one answers.
+    pub(super) fn status(&self) -> Option<Value> {
+        let mut command = kvferry();
+        command.args(["status", "--json", "--check", "--socket-dir"]);
+        let output = command.arg(self.sockets()).output().ok()?;
+        serde_json::from_slice(&output.stdout).ok()
+    }
+
+    /// The process of the leader: a child of `up`.
+    pub(super) fn leader(&self) -> Result<u64, String> {
+        let up = u64::from(self.up.id());
+        let begun = Instant::now();
+        loop {
+            let entries = std::fs::read_dir("/proc").map_err(|error| format!("/proc: {error}"))?;
+            let pids = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
+            let mut leaders = pids.filter(|pid| parent(*pid) == Some(up) && is_leader(*pid));
+            match leaders.next() {
+                Some(leader) => return Ok(leader),
+                None if begun.elapsed() > END_LIMIT => return Err("there is no leader".to_owned()),
+                None => std::thread::sleep(Duration::from_millis(5)),
+            }
+        }
+    }
+
+    pub(super) fn kill(&mut self) -> Result<(), String> {
+        kill(&mut self.up)
+    }
+
+    /// Ends `up` as an administrator does.
+    pub(super) fn end(&mut self) -> Result<(), String> {
+        signal(self.up.id().into(), Signal::TERM)?;
+        let status = wait(&mut self.up, END_LIMIT)?;
+        let status = status.ok_or(format!("`up` does not end within {END_LIMIT:?}"))?;
+        if !status.success() {
+            return Err(format!("`up` ended with {status}"));
+        }
+        std::fs::remove_dir_all(&self.folder)
+            .map_err(|error| format!("{}: {error}", self.folder.display()))
+    }
+
+    fn sockets(&self) -> PathBuf {
+        self.folder.join("sockets")
+    }
+}
+
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        if let Err(why) = kill(&mut self.up) {
+            eprintln!("{why}");
+        }
+    }
+}
+
+fn start_up(folder: &Path) -> Result<Child, String> {
+    let (ranks, replicas) = (RANKS.to_string(), REPLICAS.to_string());
+    let mut command = kvferry();
+    command.args(["up", "--g2", "2GiB", "--ratio", "8"]);
+    command.args(["--ranks", &ranks, "--replicas", &replicas]);
+    command.arg("--socket-dir").arg(folder.join("sockets"));
+    command.stdout(Stdio::null()).stderr(log(folder, "up.log")?);
+    let child = command.stdin(Stdio::null()).spawn();
+    child.map_err(|error| format!("`up` does not start: {error}"))
+}
+
+/// A replay: the engines of all replicas.
+pub(super) struct Engines {
+    child: Child,
+    report: PathBuf,
+}
+
+impl Engines {
+    pub(super) fn start(cluster: &Cluster, number: u64) -> Result<Self, String> {
+        let folder = cluster.folder();
+        let report = folder.join(format!("replay-{number}.json"));
+        let timeout = REQUEST_TIMEOUT.as_millis().to_string();
+        let (ranks, replicas) = (RANKS.to_string(), REPLICAS.to_string());
+        let (requests, seed) = (REQUESTS.to_string(), number.to_string());
+        let layout = match number % 2 {
+            0 => "layer-separate",
+            _ => "contiguous",
+        };
+        let mut command = kvferry();
+        command.args(["replay", "--quiet", "--model", "llama-3-8b"]);
+        command.args(["--max-prompt-tokens", "1024", "--g1-pages", "128"]);
+        command.args(["--concurrency", "6", "--g2", "2GiB", "--ratio", "8"]);
+        command.args(["--request-timeout-ms", &timeout, "--layout", layout]);
+        command.args(["--ranks", &ranks, "--replicas", &replicas]);
+        command.args(["--requests", &requests, "--seed", &seed]);
+        command.arg("--socket-dir").arg(cluster.sockets());
+        command.arg("--json").arg(&report);
+        command.stdout(Stdio::null()).stdin(Stdio::null());
+        command.stderr(log(folder, &format!("replay-{number}.log"))?);
+        let child = command.spawn();
+        let child = child.map_err(|error| format!("the replay does not start: {error}"))?;
+        Ok(Self { child, report })
+    }
+
+    /// The report, once the replay has ended.
+    pub(super) fn ended(&mut self) -> Result<Option<Value>, String> {
+        let ended = self.child.try_wait();
+        let Some(status) = ended.map_err(|error| format!("the replay: {error}"))? else {
+            return Ok(None);
+        };
+        if !status.success() {
+            return Err(format!(
+                "the replay of {} ended with {status}",
+                self.report.display()
+            ));
+        }
+        let text = std::fs::read(&self.report);
+        let text = text.map_err(|error| format!("{}: {error}", self.report.display()))?;
+        let report = serde_json::from_slice(&text);
+        report
+            .map(Some)
+            .map_err(|error| format!("{}: {error}", self.report.display()))
+    }
+
+    /// The same, within a time; then it is killed.
+    pub(super) fn end(&mut self, limit: Duration) -> Result<Value, String> {
+        wait(&mut self.child, limit)?;
+        match self.ended()? {
+            Some(report) => Ok(report),
+            None => Err(format!("the replay does not end within {limit:?}")),
+        }
+    }
+
+    pub(super) fn kill(&mut self) -> Result<(), String> {
+        kill(&mut self.child)
+    }
+}
+
+impl Drop for Engines {
+    fn drop(&mut self) {
+        if let Err(why) = self.kill() {
+            eprintln!("{why}");
+        }
+    }
+}
+
+/// The program, as `cargo build --release` made it.
+fn kvferry() -> Command {
+    let target = std::env::var_os("CARGO_TARGET_DIR").map(PathBuf::from);
+    let target = target.unwrap_or_else(|| crate::root().join("target"));
+    Command::new(target.join("release").join("kvferry"))
+}
+
+fn log(folder: &Path, name: &str) -> Result<File, String> {
+    let path = folder.join(name);
+    let opened = File::options().append(true).create(true).open(&path);
+    opened.map_err(|error| format!("{}: {error}", path.display()))
+}
+
+fn wait(child: &mut Child, limit: Duration) -> Result<Option<std::process::ExitStatus>, String> {
+    let begun = Instant::now();
+    loop {
+        let status = child.try_wait();
+        let status = status.map_err(|error| format!("process {}: {error}", child.id()))?;
+        if status.is_some() || begun.elapsed() > limit {
+            return Ok(status);
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+fn kill(child: &mut Child) -> Result<(), String> {
+    let killed = child.kill().and_then(|()| child.wait());
+    killed
+        .map(|_| ())
+        .map_err(|error| format!("process {}: {error}", child.id()))
+}
+
+/// Sends a signal. A process that has ended meanwhile is no error.
+pub(super) fn signal(pid: u64, signal: Signal) -> Result<(), String> {
+    let raw = i32::try_from(pid).ok().and_then(Pid::from_raw);
+    let raw = raw.ok_or(format!("{pid} is no process"))?;
+    match kill_process(raw, signal) {
+        Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),
+        Err(error) => Err(format!("process {pid}: {error}")),
+    }
+}
+
+/// True while the process runs; one that has ended and that nobody has waited for does not.
+pub(super) fn is_alive(pid: u64) -> bool {
+    stat(pid).is_some_and(|fields| !matches!(fields.first().map(String::as_str), Some("Z" | "X")))
+}
+
+fn parent(pid: u64) -> Option<u64> {
+    stat(pid)?.get(1)?.parse().ok()
+}
+
+/// The fields behind the name: state, parent, and so on.
+fn stat(pid: u64) -> Option<Vec<String>> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    let behind_name = text.rsplit_once(')')?.1;
+    Some(behind_name.split_whitespace().map(str::to_owned).collect())
+}
+
+fn is_leader(pid: u64) -> bool {
+    let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    line.split(|byte| *byte == 0).nth(1) == Some(b"leader")
+}
+
+/// A number of a report or status, by its path; 0 where there is none.
+pub(super) fn number(value: &Value, path: &str) -> u64 {
+    value.pointer(path).and_then(Value::as_u64).unwrap_or(0)
+}
