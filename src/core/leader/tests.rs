@@ -192,7 +192,10 @@ fn an_engine_has_no_more_bytes_of_hashes_than_the_limit() {
     assert_eq!(ask(&mut leader, 2, lookup(2, 3)), limit());
     assert_eq!(ask(&mut leader, 3, store(1, Some(hashes(16, 3)))), limit());
     assert_eq!(*hash_bytes(&mut leader), HASH_BYTES_PER_ENGINE_MAX - 32);
+    *hash_bytes(&mut leader) += 16;
     assert_eq!(ask(&mut leader, 4, store(1, Some(hashes(16, 1)))), None);
+    assert_eq!(*hash_bytes(&mut leader), HASH_BYTES_PER_ENGINE_MAX);
+    *hash_bytes(&mut leader) -= 16;
     assert!(
         ask(&mut leader, 5, lookup(2, 1))
             .expect("an answer")

@@ -427,6 +427,16 @@ fn an_engine_hears_of_what_it_abandoned_when_the_last_copy_has_ended() {
 }
 
 #[test]
+fn a_copy_that_is_under_way_is_not_begun_by_another_order() {
+    let mut worker = worker();
+    assert_eq!(starts(&order(&mut worker, 1, 1, vec![load(7)])), [7]);
+    assert_eq!(order(&mut worker, 1, 2, vec![load(7)]), []);
+    assert_eq!(order(&mut worker, 1, 3, Vec::new()), []);
+    let effects = ended(&mut worker, 2, vec![whole(7)]);
+    assert_eq!(effects, [report(1, vec![whole(7)])]);
+}
+
+#[test]
 fn a_cancel_of_another_epoch_stops_nothing() {
     let mut worker = worker();
     order(&mut worker, 1, 1, vec![load(7)]);
