@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use figment::Figment;
 use serde::{Deserialize, Serialize};
 
-use crate::types::{ByteSize, Ratio};
+use crate::types::{ByteSize, Ratio, Sharding};
 
 pub use error::ConfigError;
 pub use sources::{CONFIG_BYTES_MAX, ENVIRONMENT_PREFIX, OTHER_VARIABLES};
@@ -35,6 +35,9 @@ pub struct Config {
     pub socket_dir: PathBuf,
     /// Ranks of the engine, one worker each, 1..=[`RANKS_MAX`]. Default: `1`.
     pub ranks: u16,
+    /// Slices of KV that the ranks hold: fewer than ranks where neighbours hold the same, 1 for MLA. It divides the ranks.
+    /// Each is stored once a host. Default: `0`, as many as ranks.
+    pub kv_shards: u16,
     /// Engines of the same model that share the host memory, each with workers of its own, 1..=[`REPLICAS_MAX`].
     /// Default: `1`.
     pub replicas: u16,
@@ -61,6 +64,10 @@ pub struct Flags {
     #[arg(long, value_name = "N")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ranks: Option<u16>,
+    /// Slices of KV that the ranks hold; 1 for MLA, 0 for as many as ranks.
+    #[arg(long, value_name = "N")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub kv_shards: Option<u16>,
     /// Engines of the same model that share the host memory: 1 to 64.
     #[arg(long, value_name = "N")]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -130,16 +137,27 @@ impl Config {
         socket_dir_in(std::env::var_os(RUNTIME_DIR).map(PathBuf::from))
     }
 
+    /// Which ranks hold the same KV.
+    pub fn sharding(&self) -> Sharding {
+        Sharding::new(self.ranks, self.kv_shards).unwrap_or(Sharding::each(self.ranks))
+    }
+
     fn check(settings: &Settings) -> Result<Self, ConfigError> {
         let directory = format!("an absolute path of at most {SOCKET_DIR_BYTES_MAX} bytes");
         let bounds = |start: u64, end: u64| format!("a whole number from {start} to {end}");
+        let ranks = settings.get("ranks", &bounds(1, RANKS_MAX.into()), |ranks| {
+            (1..=RANKS_MAX).contains(&ranks).then_some(ranks)
+        })?;
+        let divides = format!("a whole number that divides the {ranks} ranks, or 0 for as many");
         Ok(Self {
             socket_dir: settings.get("socket_dir", &directory, |path: PathBuf| {
                 let fits = path.as_os_str().len() <= SOCKET_DIR_BYTES_MAX;
                 (path.is_absolute() && fits).then_some(path)
             })?,
-            ranks: settings.get("ranks", &bounds(1, RANKS_MAX.into()), |ranks| {
-                (1..=RANKS_MAX).contains(&ranks).then_some(ranks)
+            ranks,
+            kv_shards: settings.get("kv_shards", &divides, |shards| match shards {
+                0 => Some(ranks),
+                shards => Sharding::new(ranks, shards).ok().map(Sharding::shards),
             })?,
             replicas: settings.get("replicas", &bounds(1, REPLICAS_MAX.into()), |replicas| {
                 (1..=REPLICAS_MAX).contains(&replicas).then_some(replicas)

@@ -32,6 +32,24 @@ fn refused(arguments: &[&str], code: i32, words: &[&str]) {
 }
 
 #[test]
+fn more_host_memory_than_there_is() {
+    let folder = socket_dir();
+    let sockets = folder.path().to_str().expect("UTF-8");
+    let up = ["up", "--g2", "900TiB", "--socket-dir", sockets];
+    refused(&up, 78, &["g2 is 900 TiB", "has", "give less"]);
+    let shards = [
+        "up",
+        "--ranks",
+        "4",
+        "--kv-shards",
+        "3",
+        "--socket-dir",
+        sockets,
+    ];
+    refused(&shards, 78, &["kv_shards", "3", "divides the 4 ranks"]);
+}
+
+#[test]
 fn sizes_that_contradict_each_other() {
     refused(&["replay", "--ratio", "0"], 78, &["ratio is 0", "1 to 256"]);
     refused(&["replay", "--ratio", "257"], 78, &["ratio is 257"]);

@@ -156,6 +156,45 @@ fn models_with_odd_geometry_come_back_whole() {
 }
 
 #[test]
+fn what_all_ranks_hold_is_stored_once_and_loaded_by_each() {
+    for (model, ranks, shards) in [("deepseek-v3-mla", 4, 1), ("llama-3-8b", 16, 8)] {
+        let report = replay(&[
+            "--model",
+            model,
+            "--ranks",
+            &ranks.to_string(),
+            "--requests",
+            "8",
+            "--g1-pages",
+            "0",
+            "--g2",
+            "1GiB",
+            "--max-prompt-tokens",
+            "1024",
+            "--concurrency",
+            "2",
+        ]);
+        assert_eq!(number(&report, "/setup/kv_shards"), shards, "{model}");
+        assert_eq!(number(&report, "/bytes/mismatched"), 0, "{model}");
+        assert_eq!(number(&report, "/blocks/evicted"), 0, "{model}");
+        let page_bytes = number(&report, "/setup/page_bytes");
+        let stored = number(&report, "/arena/used_pages") * page_bytes;
+        assert_eq!(
+            number(&report, "/bytes/gathered"),
+            shards * stored,
+            "{model}"
+        );
+        let found = number(&report, "/tokens/hit_g2") / 16 * page_bytes;
+        assert!(found > 0, "{model}: nothing was found");
+        assert_eq!(
+            number(&report, "/bytes/scattered"),
+            ranks * found,
+            "{model}"
+        );
+    }
+}
+
+#[test]
 fn without_any_tier_everything_is_computed() {
     let report = replay(&["--requests", "10", "--g2-pages", "0", "--concurrency", "2"]);
     assert_eq!(number(&report, "/tokens/hit_g2"), 0);
@@ -367,29 +406,25 @@ fn status_of(sockets: &str, is_true: impl Fn(&Value) -> bool) -> Value {
 
 #[test]
 fn what_was_stored_outlives_leader_and_workers_and_what_was_reset_stays_away() {
+    outlives(&[], &["--requests", "40"]);
+}
+
+#[test]
+fn what_was_stored_once_for_two_ranks_outlives_them() {
+    let model = ["--model", "deepseek-v3-mla", "--max-prompt-tokens", "512"];
+    let replayed = [&model[..], &["--requests", "8"]].concat();
+    outlives(&["--kv-shards", "1"], &replayed);
+}
+
+/// Kills the leader and then both workers of an `up` between equal replays, and resets it.
+fn outlives(started: &[&str], replayed: &[&str]) {
     let folder = support::socket_dir();
     let sockets = folder.path().to_str().expect("UTF-8");
-    let _up = Running::start(&[
-        "up",
-        "--ranks",
-        "2",
-        "--g2",
-        "64MiB",
-        "--socket-dir",
-        sockets,
-    ]);
+    let common = ["--g2", "1GiB", "--socket-dir", sockets];
+    let _up = Running::start(&[&["up", "--ranks", "2"], started, &common].concat());
     let serve = || {
-        let report = replay(&[
-            "--socket-dir",
-            sockets,
-            "--requests",
-            "40",
-            "--sequential",
-            "--g1-pages",
-            "0",
-            "--g2",
-            "64MiB",
-        ]);
+        let sequential = ["--sequential", "--g1-pages", "0"];
+        let report = replay(&[replayed, &sequential, &common].concat());
         assert_eq!(number(&report, "/bytes/mismatched"), 0);
         number(&report, "/tokens/hit_g2")
     };

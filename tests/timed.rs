@@ -216,7 +216,7 @@ fn reports_of_different_things_are_not_compared() {
     for (other, word) in [
         (
             ranks.as_str(),
-            "setup.ranks is 2 in the first and 1 in the second",
+            "setup.kv_shards is 2 in the first and 1 in the second",
         ),
         (seed.as_str(), "trace.digest"),
         (old, "version is 1"),

@@ -559,7 +559,7 @@ impl State {
     fn status(&self, check: bool) -> StatusAnswer {
         let replicas = (0..self.settings.replicas).map(Replica);
         let workers = replicas.flat_map(|replica| {
-            let ranks = (0..self.settings.ranks).map(Rank);
+            let ranks = (0..self.settings.sharding.ranks()).map(Rank);
             ranks.map(move |rank| WorkerId { replica, rank })
         });
         let ranks = workers.map(|id| RankStatus {

@@ -24,7 +24,8 @@ use crate::transport::{
     Client, Failure, FdReceiver, Incoming, LinkId, PeerId, Replier, Server, ServerEvent,
 };
 use crate::types::{
-    AttachId, DepotId, EndedCopy, EngineId, OpId, RequestId, ResetId, Time, WorkerId,
+    AttachId, DepotId, EndedCopy, EngineId, OpId, Registration, RequestId, ResetId, Sharding, Time,
+    WorkerId,
 };
 
 /// How long one question of a worker to its leader may take; the core asks again.
@@ -34,6 +35,8 @@ const ATTACH_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(2);
 pub struct WorkerArguments {
     /// Which rank of which engine it serves.
     pub worker: WorkerId,
+    /// Which ranks hold the same KV.
+    pub sharding: Sharding,
     /// Where its engine rank connects.
     pub server: Server,
     /// Where its engine rank hands over file descriptors.
@@ -103,6 +106,7 @@ pub(super) struct WorkerActor;
 pub(super) struct State {
     feeder: Feeder,
     worker: WorkerId,
+    sharding: Sharding,
     core: Worker,
     clock: Clock,
     replier: Replier,
@@ -144,6 +148,7 @@ impl Actor for WorkerActor {
     ) -> Result<State, ActorProcessingErr> {
         let WorkerArguments {
             worker,
+            sharding,
             server,
             fds,
             leader,
@@ -175,6 +180,7 @@ impl Actor for WorkerActor {
         Ok(State {
             feeder,
             worker,
+            sharding,
             core: Worker::new(WorkerSettings::new(RUNNING_COPIES_MAX)),
             clock: Clock::start(),
             replier,
@@ -362,6 +368,26 @@ impl State {
     }
 
     /// Checks what can be checked at once; opens and maps the memory on a thread of its own.
+    /// Why this rank's KV is not what its depot is for.
+    fn wrong_shard(&self, registration: &Registration) -> Option<String> {
+        let (ranks, shards) = (self.sharding.ranks(), self.sharding.shards());
+        let expected = self.sharding.of(self.worker.rank).0;
+        let (tp_size, shard) = (registration.tp_size, registration.shard);
+        if tp_size != ranks {
+            return Some(format!(
+                "registration.tp_size is {tp_size}, this worker serves an engine of {ranks} ranks: start kvferry with \
+                 ranks = {tp_size}"
+            ));
+        }
+        (shard != expected).then(|| {
+            format!(
+                "registration.shard is {shard}, but {} of {ranks} holds shard {expected} of {shards}: start kvferry \
+                 with as many kv_shards as the engine has",
+                self.worker.rank
+            )
+        })
+    }
+
     fn register(
         &mut self,
         peer: PeerId,
@@ -381,6 +407,9 @@ impl State {
                 "registration.rank is {}, this worker serves {}: connect to the worker of your rank",
                 registration.rank.0, self.worker.rank
             );
+            return self.refuse(peer, correlation, ErrorCode::Invalid, text);
+        }
+        if let Some(text) = self.wrong_shard(&registration) {
             return self.refuse(peer, correlation, ErrorCode::Invalid, text);
         }
         if !self.prefaulted {

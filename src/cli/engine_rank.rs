@@ -47,6 +47,7 @@ impl Arguments {
             ))
         })?;
         let geometry = self.model.geometry(self.engine_page_tokens, self.ranks);
+        let sharding = self.model.sharding(self.ranks);
         let settings = RankSettings {
             worker_dir: self.worker_dir,
             engine: EngineId(engine.to_be_bytes()),
@@ -56,7 +57,9 @@ impl Arguments {
             engine_page_tokens: self.engine_page_tokens,
             device_pages: self.device_pages,
             geometry: geometry.map_err(|error| CommandError::Config(error.to_string()))?,
-            replicated: self.model.is_replicated(),
+            shard: sharding
+                .map_err(|error| CommandError::Config(error.to_string()))?
+                .of(Rank(self.rank)),
             layout: self.layout,
             start_limit: Duration::from_secs(self.start_limit_s),
         };

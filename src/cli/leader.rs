@@ -7,7 +7,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use crate::actors::{LeaderArguments, run_leader};
-use crate::cli::process::{DRAIN_LIMIT, Expel, end_with_supervisor, told_to_end};
+use crate::cli::process::{DRAIN_LIMIT, Ending, Expel, end_with_supervisor};
 use crate::cli::{ConfigArguments, block_on, dirs::Dirs};
 use crate::core::{AnchorKey, LeaderSettings};
 use crate::error::CommandError;
@@ -34,6 +34,7 @@ impl Arguments {
         let config = self.config.load()?;
         end_with_supervisor(self.supervised)?;
         block_on(2, async move {
+            let mut ending = Ending::listen(self.supervised)?;
             let dirs = Dirs::new(&config.socket_dir);
             prepare_directory(dirs.root()).map_err(CommandError::failed)?;
             let listener = ZmqTransport
@@ -44,6 +45,7 @@ impl Arguments {
             let key = anchor_key(&dirs.leader())?;
             let mut settings =
                 LeaderSettings::new(epoch, config.ranks, config.ratio, AnchorKey(key));
+            settings.sharding = config.sharding();
             settings.replicas = config.replicas;
             settings.tiers = !self.no_tiers;
             let server = Server::new(
@@ -72,7 +74,7 @@ impl Arguments {
                 "leader ready"
             );
             tokio::select! {
-                told = told_to_end(self.supervised) => told?,
+                () = ending.told() => {}
                 why = process.failed() => return Err(CommandError::Failed(why)),
             }
             if !leader.drain(DRAIN_LIMIT).await {

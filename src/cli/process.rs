@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use rustix::process::{Signal, set_parent_process_death_signal};
 use tokio::io::AsyncReadExt;
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal as Signals, SignalKind, signal};
 
 use crate::error::CommandError;
 use crate::types::{Rank, Replica, WorkerId};
@@ -47,18 +47,33 @@ pub(super) fn end_with_supervisor(supervised: bool) -> Result<(), CommandError> 
     }
 }
 
-/// Waits until the process is told to end: SIGTERM, SIGINT, or, under a supervisor, the end of standard input, which
-/// comes when the supervisor is gone, however it went.
-pub(super) async fn told_to_end(supervised: bool) -> Result<(), CommandError> {
-    let mut terminate = signal(SignalKind::terminate()).map_err(CommandError::failed)?;
-    let mut interrupt = signal(SignalKind::interrupt()).map_err(CommandError::failed)?;
-    tokio::select! {
-        _ = terminate.recv() => {}
-        // A supervisor in the same terminal gets the signal too, and passes it on in its own order.
-        _ = interrupt.recv(), if !supervised => {}
-        () = end_of_input(), if supervised => tracing::warn!("the supervisor is gone"),
+/// Hears when the process is told to end, from the moment on that it is made: before anything that must be ended is
+/// started.
+pub(super) struct Ending {
+    terminate: Signals,
+    interrupt: Signals,
+    supervised: bool,
+}
+
+impl Ending {
+    pub(super) fn listen(supervised: bool) -> Result<Self, CommandError> {
+        Ok(Self {
+            terminate: signal(SignalKind::terminate()).map_err(CommandError::failed)?,
+            interrupt: signal(SignalKind::interrupt()).map_err(CommandError::failed)?,
+            supervised,
+        })
     }
-    Ok(())
+
+    /// Waits for it: SIGTERM, SIGINT, or, under a supervisor, the end of standard input, which comes when the supervisor is
+    /// gone, however it went.
+    pub(super) async fn told(&mut self) {
+        tokio::select! {
+            _ = self.terminate.recv() => {}
+            // A supervisor in the same terminal gets the signal too, and passes it on in its own order.
+            _ = self.interrupt.recv(), if !self.supervised => {}
+            () = end_of_input(), if self.supervised => tracing::warn!("the supervisor is gone"),
+        }
+    }
 }
 
 async fn end_of_input() {

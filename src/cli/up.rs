@@ -12,13 +12,13 @@ use tokio::process::{Child, ChildStdin, ChildStdout, Command};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-use crate::cli::process::{Expel, told_to_end};
+use crate::cli::process::{Ending, Expel};
 use crate::cli::{ConfigArguments, block_on, dirs::Dirs};
 use crate::config::Config;
 use crate::error::CommandError;
-use crate::memory::{DEPOT_HEADER_BYTES, Depot};
+use crate::memory::{DEPOT_HEADER_BYTES, Depot, MemoryAvailable};
 use crate::transport::prepare_directory;
-use crate::types::{Rank, Replica, WorkerId};
+use crate::types::{ByteSize, Rank, Replica, WorkerId};
 
 /// How long children may take to end before they are killed.
 const END_LIMIT: Duration = Duration::from_secs(10);
@@ -98,13 +98,16 @@ impl Arguments {
         let (no_tiers, supervised) = (self.no_tiers, self.supervised);
         let config = self.config.load()?;
         block_on(1, async move {
+            let mut ending = Ending::listen(supervised)?;
             prepare_directory(Dirs::new(&config.socket_dir).root())
                 .map_err(CommandError::failed)?;
+            if !no_tiers {
+                check_memory(config.g2)?;
+            }
             let mut supervisor = Supervisor::new(config, no_tiers)?;
             supervisor.start_all()?;
             tokio::select! {
-                told = told_to_end(supervised) => {
-                    told?;
+                () = ending.told() => {
                     supervisor.end_all().await;
                     tracing::info!("all ended");
                     Ok(())
@@ -118,6 +121,18 @@ impl Arguments {
     }
 }
 
+/// Refuses at once what there is no memory for now: workers would try for a while, and say so too.
+fn check_memory(g2: ByteSize) -> Result<(), CommandError> {
+    let MemoryAvailable { bytes, limit } = MemoryAvailable::now();
+    if g2.0 <= bytes {
+        return Ok(());
+    }
+    let available = ByteSize(bytes);
+    Err(CommandError::Config(format!(
+        "g2 is {g2}, {limit} has {available}: give less than that, or more memory"
+    )))
+}
+
 fn supervisor_failed(error: &CommandError) {
     tracing::error!(%error, "giving up");
 }
@@ -127,9 +142,9 @@ impl Supervisor {
         let each = match no_tiers {
             // One byte behind the header: a depot without room for any page.
             true => DEPOT_HEADER_BYTES + 1,
-            false => config.g2.0 / u64::from(config.ranks),
+            false => config.g2.0 / u64::from(config.kv_shards),
         };
-        let depots = (0..config.ranks)
+        let depots = (0..config.kv_shards)
             .map(|_| Depot::create(each))
             .collect::<Result<_, _>>()
             .map_err(|error| CommandError::Config(format!("g2 is {}: {error}", config.g2)))?;
@@ -175,6 +190,7 @@ impl Supervisor {
         command
             .arg("--supervised")
             .args(["--ranks", &config.ranks.to_string()])
+            .args(["--kv-shards", &config.kv_shards.to_string()])
             .args(["--replicas", &config.replicas.to_string()])
             .args(["--ratio", &config.ratio.to_string()])
             .args(["--g2", &config.g2.0.to_string()])
@@ -195,7 +211,7 @@ impl Supervisor {
             }
             Part::Leader => {}
             Part::Worker(WorkerId { replica, rank }) => {
-                let parent_fd: OwnedFd = self.depots[usize::from(rank.0)]
+                let parent_fd: OwnedFd = self.depots[usize::from(config.sharding().of(rank).0)]
                     .try_clone_fd()
                     .map_err(CommandError::failed)?;
                 let mapping = FdMapping {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::actors::{PoolSettings, WorkerArguments, run_worker};
-use crate::cli::process::{end_with_supervisor, told_to_end};
+use crate::cli::process::{Ending, end_with_supervisor};
 use crate::cli::{ConfigArguments, block_on, dirs::Dirs};
 use crate::error::CommandError;
 use crate::memory::DEPOT_HEADER_BYTES;
@@ -61,6 +61,7 @@ impl Arguments {
         }
         let held = self.depot_fd.map(reopen).transpose()?;
         block_on(2, async move {
+            let mut ending = Ending::listen(self.supervised)?;
             let dirs = Dirs::new(&config.socket_dir);
             prepare_directory(dirs.root()).map_err(CommandError::failed)?;
             let directory = dirs.worker(worker);
@@ -93,9 +94,10 @@ impl Arguments {
             };
             let (leader, incoming) = Client::start(Arc::new(ZmqTransport), settings);
             let threads = usize::from(config.copy_threads);
-            let bytes = config.g2.0 / u64::from(config.ranks);
+            let bytes = config.g2.0 / u64::from(config.kv_shards);
             let arguments = WorkerArguments {
                 worker,
+                sharding: config.sharding(),
                 server,
                 fds,
                 leader,
@@ -110,7 +112,7 @@ impl Arguments {
             let mut process = run_worker(arguments).await.map_err(CommandError::Failed)?;
             tracing::info!(%worker, "worker ready");
             tokio::select! {
-                told = told_to_end(self.supervised) => told?,
+                () = ending.told() => {}
                 why = process.failed() => return Err(CommandError::Failed(why)),
             }
             process.stop().await;

@@ -51,9 +51,10 @@ const fn text(name: &'static str, default: Fallback) -> Key {
 }
 
 /// All keys, in the order of the structure.
-pub(super) const KEYS: [Key; 8] = [
+pub(super) const KEYS: [Key; 9] = [
     text("socket_dir", Fallback::SocketDir),
     number("ranks", 1),
+    number("kv_shards", 0),
     number("replicas", 1),
     number("ratio", 32),
     text("g2", Fallback::Text("8GiB")),

@@ -42,6 +42,7 @@ fn defaults_are_those_of_the_docs() {
     let expected = Config {
         socket_dir: "/run/user/7/kvferry".into(),
         ranks: 1,
+        kv_shards: 1,
         replicas: 1,
         ratio: Ratio::default(),
         g2: ByteSize(8 << 30),
@@ -89,6 +90,7 @@ fn every_key_can_be_given_by_every_source() {
     let expected = Config {
         socket_dir: "/x".into(),
         ranks: 2,
+        kv_shards: 1,
         replicas: 3,
         ratio: Ratio::new(8).expect("in bounds"),
         g2: ByteSize(4_096),
@@ -97,13 +99,14 @@ fn every_key_can_be_given_by_every_source() {
         log: "1".to_owned(),
     };
     let toml = Toml::new(
-        "socket_dir = '/x'\nranks = 2\nreplicas = 3\nratio = 8\ng2 = 4096\ncopy_threads = 3\n\
+        "socket_dir = '/x'\nranks = 2\nkv_shards = 1\nreplicas = 3\nratio = 8\ng2 = 4096\ncopy_threads = 3\n\
          heartbeat_ms = 50\nlog = '1'",
     );
     assert_eq!(toml.load().expect("file"), expected);
     let variables = [
         ("KVFERRY_SOCKET_DIR", "/x"),
         ("KVFERRY_RANKS", "2"),
+        ("KVFERRY_KV_SHARDS", "1"),
         ("KVFERRY_REPLICAS", "3"),
         ("KVFERRY_RATIO", "8"),
         ("KVFERRY_G2", "4096"),
@@ -115,6 +118,7 @@ fn every_key_can_be_given_by_every_source() {
     let flags = Flags {
         socket_dir: Some("/x".into()),
         ranks: Some(2),
+        kv_shards: Some(1),
         replicas: Some(3),
         ratio: Some(8),
         g2: Some(ByteSize(4_096)),
@@ -145,7 +149,7 @@ fn unknown_keys_are_refused_with_a_suggestion_and_their_source() {
     let error = message(Toml::new("zzz = 3").load());
     assert!(
         error.ends_with(
-            "unknown key 'zzz': the keys are socket_dir, ranks, replicas, ratio, g2, \
+            "unknown key 'zzz': the keys are socket_dir, ranks, kv_shards, replicas, ratio, g2, \
         copy_threads, heartbeat_ms, log"
         ),
         "{error}"

@@ -51,7 +51,7 @@ pub enum Refusal {
     },
     /// Two workers of one shard with memory of their own.
     #[error(
-        "{worker} has another depot than {other}: replicas on a host share the depot of a shard"
+        "{worker} has another depot than {other}: workers on a host that hold one shard of the KV share its depot"
     )]
     DepotNotShared {
         /// The one that was turned away.
@@ -117,12 +117,12 @@ pub enum Refusal {
     },
     /// Not every shard said in time that it struck the pages out.
     #[error(
-        "the pages are forgotten, but {ranks} rank(s) have not confirmed it: they may be found again after a \
+        "the pages are forgotten, but {shards} shard(s) have not confirmed it: they may be found again after a \
          restart of the leader; ask again"
     )]
     ResetUnconfirmed {
         /// How many.
-        ranks: usize,
+        shards: usize,
     },
     /// A request id below those that are remembered.
     #[error("{0} is older than every answer kept: use growing request ids")]

@@ -3,7 +3,7 @@
 //! A byte is a function of the page's hash, the layer, the role, the rank and the offset. Whatever was copied to the
 //! wrong place, half, or twice, has bytes that belong elsewhere.
 
-use crate::types::{Fingerprint, Rank, TensorRole};
+use crate::types::{Fingerprint, Shard, TensorRole};
 
 /// What unwritten memory is filled with: engine pages before they are computed or loaded, and depots before a store.
 /// Content equals it in one byte of 256 by chance, so that a page of it never passes.
@@ -15,7 +15,7 @@ const CHUNK_BYTES: usize = LANES * 8;
 const GAMMA: u64 = 0x9e37_79b9_7f4a_7c15;
 const STEP: u64 = GAMMA.wrapping_mul(LANES as u64);
 
-/// Which bytes: one page of one layer and role, on one rank. Ranks that hold equal KV are given one rank's number.
+/// Which bytes: one page of one layer and role, of one shard of the KV.
 ///
 /// Word `i` (8 bytes, little-endian) is a mix of `start + i x GAMMA` and `twist`, two numbers that BLAKE3 derives from
 /// the four. The mix is additions, shifts and exclusive ors only: what a baseline x86-64 does on two words at once.
@@ -44,12 +44,12 @@ pub struct Mismatch {
 
 impl ContentKey {
     /// The key of one page in one layer and role, on one rank.
-    pub fn new(page: Fingerprint, layer: u32, role: TensorRole, rank: Rank) -> Self {
+    pub fn new(page: Fingerprint, layer: u32, role: TensorRole, shard: Shard) -> Self {
         let mut input = [0; 23];
         input[..16].copy_from_slice(&page.0.to_le_bytes());
         input[16..20].copy_from_slice(&layer.to_le_bytes());
         input[20] = role_number(role);
-        input[21..].copy_from_slice(&rank.0.to_le_bytes());
+        input[21..].copy_from_slice(&shard.0.to_le_bytes());
         let digest = blake3::hash(&input);
         let word = |at: usize| {
             let mut bytes = [0; 8];
@@ -197,7 +197,7 @@ mod tests {
     const PAGE: Fingerprint = Fingerprint(0x0123_4567_89ab_cdef_0011_2233_4455_6677);
 
     fn key() -> ContentKey {
-        ContentKey::new(PAGE, 3, TensorRole::K, Rank(1))
+        ContentKey::new(PAGE, 3, TensorRole::K, Shard(1))
     }
 
     fn bytes(key: ContentKey, length: usize) -> Vec<u8> {
@@ -254,10 +254,12 @@ mod tests {
     #[test]
     fn another_page_layer_role_or_rank_is_caught() {
         let others = (0..128)
-            .map(|bit| ContentKey::new(Fingerprint(PAGE.0 ^ (1 << bit)), 3, TensorRole::K, Rank(1)))
+            .map(|bit| {
+                ContentKey::new(Fingerprint(PAGE.0 ^ (1 << bit)), 3, TensorRole::K, Shard(1))
+            })
             .chain(
                 [0, 1, 2, 4, 3 + (1 << 8), 3 + (1 << 31)]
-                    .map(|layer| ContentKey::new(PAGE, layer, TensorRole::K, Rank(1))),
+                    .map(|layer| ContentKey::new(PAGE, layer, TensorRole::K, Shard(1))),
             )
             .chain(
                 [
@@ -266,14 +268,16 @@ mod tests {
                     TensorRole::Latent,
                     TensorRole::State,
                 ]
-                .map(|role| ContentKey::new(PAGE, 3, role, Rank(1))),
+                .map(|role| ContentKey::new(PAGE, 3, role, Shard(1))),
             )
-            .chain([0, 2, 63, 257].map(|rank| ContentKey::new(PAGE, 3, TensorRole::K, Rank(rank))));
+            .chain(
+                [0, 2, 63, 257].map(|rank| ContentKey::new(PAGE, 3, TensorRole::K, Shard(rank))),
+            );
         for other in others {
             assert!(foreign(key(), &bytes(other, 8_192)), "{other:?}");
         }
         // A layer and a rank that change places are no other pair's sum.
-        let swapped = ContentKey::new(PAGE, 1, TensorRole::K, Rank(3));
+        let swapped = ContentKey::new(PAGE, 1, TensorRole::K, Shard(3));
         assert!(foreign(key(), &bytes(swapped, 8_192)));
     }
 

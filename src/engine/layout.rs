@@ -81,7 +81,7 @@ pub(super) fn describe(settings: &RankSettings, ticket: [u8; 16], nonce: Nonce) 
         group: GroupId(0),
         rank: settings.rank,
         tp_size: settings.ranks,
-        shard: settings.rank.0,
+        shard: settings.shard.0,
         engine_page_tokens: settings.engine_page_tokens,
         device_pages: settings.device_pages,
         layers: geometry.layers,

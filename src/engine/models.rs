@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::types::TensorRole;
+use crate::types::{Sharding, TensorRole};
 
 /// Bytes of one element: bfloat16.
 const ELEMENT_BYTES: u32 = 2;
@@ -61,8 +61,8 @@ pub enum ModelError {
     ZeroRanks,
     /// More ranks than KV heads.
     #[error(
-        "ranks is {ranks}, but {model} has {kv_heads} KV heads: each rank holds at least one; use \
-         {kv_heads} ranks or fewer"
+        "ranks is {ranks}, but {model} has {kv_heads} KV heads: use {kv_heads} ranks or fewer, or a \
+         multiple of it, where several ranks hold one head"
     )]
     TooManyRanks {
         /// Which model.
@@ -134,9 +134,17 @@ impl Model {
         })
     }
 
-    /// True when every rank holds the same KV: one shard, whatever the number of ranks.
-    pub fn is_replicated(self) -> bool {
-        matches!(self.architecture().1, Attention::Latent { .. })
+    /// Which ranks hold the same KV: all of them hold a latent, and ranks beyond the number of heads share one.
+    pub fn sharding(self, ranks: u16) -> Result<Sharding, ModelError> {
+        let shards = match self.architecture().1 {
+            Attention::Fixed => ranks,
+            Attention::Latent { .. } => 1,
+            Attention::Heads { kv_heads, .. } => {
+                self.heads_per_rank(kv_heads, ranks)?;
+                ranks.min(u16::try_from(kv_heads).unwrap_or(ranks))
+            }
+        };
+        Sharding::new(ranks, shards).map_err(|_| ModelError::ZeroRanks)
     }
 
     fn architecture(self) -> (u32, Attention) {
@@ -154,6 +162,9 @@ impl Model {
 
     fn heads_per_rank(self, kv_heads: u32, ranks: u16) -> Result<u32, ModelError> {
         let (model, count) = (self, u32::from(ranks));
+        if count > kv_heads && count.is_multiple_of(kv_heads) {
+            return Ok(1);
+        }
         if count > kv_heads {
             return Err(ModelError::TooManyRanks {
                 model,
@@ -220,11 +231,19 @@ mod tests {
             one.map(|geometry| geometry.roles),
             Ok(&[TensorRole::Latent][..])
         );
-        let replicated: Vec<_> = Model::value_variants()
-            .iter()
-            .map(|m| m.is_replicated())
-            .collect();
-        assert_eq!(replicated, [false, false, false, true]);
+        let shards = |model: Model| model.sharding(7).map(Sharding::shards);
+        assert_eq!(shards(Model::DeepseekV3Mla), Ok(1));
+        assert_eq!(shards(Model::Tiny), Ok(7));
+    }
+
+    #[test]
+    fn ranks_beyond_the_heads_share_them() {
+        let model = Model::Llama3_8b;
+        let shards = |ranks| model.sharding(ranks).map(Sharding::shards);
+        assert_eq!((shards(1), shards(4), shards(8)), (Ok(1), Ok(4), Ok(8)));
+        assert_eq!((shards(16), shards(32)), (Ok(8), Ok(8)));
+        assert_eq!(model.geometry(16, 32), model.geometry(16, 8));
+        assert!(shards(12).is_err());
     }
 
     #[test]
@@ -235,11 +254,11 @@ mod tests {
             .to_string();
         assert!(uneven.contains("ranks is 3, which does not divide the 8 KV heads of llama-3-8b"));
         let many = Model::Llama3_70b
-            .geometry(16, 16)
-            .expect_err("16 of 8")
+            .geometry(16, 12)
+            .expect_err("12 of 8")
             .to_string();
         assert!(
-            many.contains("ranks is 16, but llama-3-70b has 8 KV heads"),
+            many.contains("ranks is 12, but llama-3-70b has 8 KV heads"),
             "{many}"
         );
         assert_eq!(Model::Tiny.geometry(0, 1), Err(ModelError::ZeroPage));

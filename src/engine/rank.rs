@@ -16,7 +16,7 @@ use crate::engine::scheduler::WorkKind;
 use crate::engine::speaker::{Speaker, Tell};
 use crate::memory::SharedBuffer;
 use crate::transport::Transport;
-use crate::types::{EngineId, Fingerprint, Rank, Replica, RequestId};
+use crate::types::{EngineId, Fingerprint, Rank, Replica, RequestId, Shard};
 
 /// Reports, and things to tell the worker, that may wait.
 const QUEUE: usize = 1024;
@@ -40,8 +40,8 @@ pub struct RankSettings {
     pub device_pages: u32,
     /// What a page is made of.
     pub geometry: ModelGeometry,
-    /// Pages are equal on all ranks.
-    pub replicated: bool,
+    /// What of the KV it holds.
+    pub shard: Shard,
     /// How the pages lie in memory.
     pub layout: EngineLayout,
     /// How long the first registration may take, the worker's start included.
@@ -183,16 +183,11 @@ impl RankProcess {
             ..
         } = self;
         let bytes = usize::try_from(settings.geometry.fragment_bytes).unwrap_or(0);
-        let rank = if settings.replicated {
-            Rank(0)
-        } else {
-            settings.rank
-        };
         scratch.resize(bytes, POISON);
         for layer in 0..settings.geometry.layers {
             for (index, role) in settings.geometry.roles.iter().enumerate() {
                 let offset = settings.layout.offset(settings, layer, index, page);
-                let key = ContentKey::new(content, layer, *role, rank);
+                let key = ContentKey::new(content, layer, *role, settings.shard);
                 let result = match kind {
                     WorkKind::Poison => {
                         scratch.fill(POISON);

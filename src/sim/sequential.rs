@@ -25,7 +25,7 @@ pub(super) fn attach(
         let attached = Attached {
             worker: WorkerId { replica, rank },
             attach: AttachId(1),
-            depot: DepotId(rank.0.into()),
+            depot: DepotId(leader.sharding().of(rank).0.into()),
             memory: Some(EngineMemory {
                 engine: ENGINE,
                 geometry: geometry.clone(),

@@ -38,6 +38,10 @@ number_id!(
     AttachId(u64), "attach "
 );
 number_id!(
+    /// A slice of a group's KV. Ranks whose KV is equal hold the same one.
+    Shard(u16), "shard "
+);
+number_id!(
     /// Layers that share page geometry and attention kind. Most models have group 0 only.
     GroupId(u8), "group "
 );

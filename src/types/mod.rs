@@ -9,6 +9,7 @@ mod ids;
 mod record;
 mod registration;
 mod request;
+mod sharding;
 mod time;
 mod units;
 
@@ -17,12 +18,13 @@ pub use geometry::{GeometryError, GroupGeometry, RATIO_MAX, Ratio};
 pub use hash::{Anchor, Fingerprint, HASH_BYTES_MAX, HASH_BYTES_MIN, PageHashes};
 pub use ids::{
     AttachId, DepotId, DomainId, EngineId, Epoch, Generation, GroupId, OpId, Rank, Replica,
-    RequestId, ResetId, SlotId, WorkerId,
+    RequestId, ResetId, Shard, SlotId, WorkerId,
 };
 pub use record::{PageRecord, Record, Scope, Stored};
 pub use registration::{
     Allocation, AllocationHandle, AllocationKind, Nonce, Registration, TensorRole, TensorView,
 };
 pub use request::{Answer, Copy, Direction, EndedCopy, Request, ResetScope};
+pub use sharding::{Sharding, ShardingError};
 pub use time::Time;
 pub use units::{ByteSize, ParseByteSizeError};

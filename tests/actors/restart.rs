@@ -11,7 +11,7 @@ use kvferry::transport::{
     Address, Client, ClientSettings, FdReceiver, Limits, MemoryTransport, PeerId, Server,
     ServerEvent, ServerSettings, Transport,
 };
-use kvferry::types::{Epoch, Rank, Replica, RequestId, WorkerId};
+use kvferry::types::{Epoch, Rank, Replica, RequestId, Sharding, WorkerId};
 
 use super::world::{
     Engine, HEARTBEAT, Heard, PATIENCE, Puppet, client, hello, leader, puppets, server, soon,
@@ -130,6 +130,7 @@ async fn worker(transport: &MemoryTransport) -> (ProcessHandle, tempfile::TempDi
             replica: Replica(0),
             rank: Rank(0),
         },
+        sharding: Sharding::each(1),
         server: ranks,
         fds: FdReceiver::bind(directory.path()).expect("a socket"),
         leader,

@@ -10,7 +10,7 @@ use kvferry::protocol::Role;
 use kvferry::transport::{
     Address, FdReceiver, Incoming, Limits, MemoryTransport, Server, ServerSettings, Transport,
 };
-use kvferry::types::{Epoch, Rank, Replica, WorkerId};
+use kvferry::types::{Epoch, Rank, Replica, Sharding, WorkerId};
 use tokio::sync::mpsc;
 
 use super::world::{HEARTBEAT, address, client, hello, leader, soon};
@@ -44,6 +44,7 @@ async fn worker(transport: &MemoryTransport, held: Option<OwnedFd>) -> Worker {
             replica: Replica(0),
             rank: Rank(0),
         },
+        sharding: Sharding::each(1),
         server,
         fds: FdReceiver::bind(directory.path()).expect("a socket"),
         leader,

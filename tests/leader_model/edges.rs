@@ -482,7 +482,7 @@ fn what_was_not_struck_out_is_asked_for_again_until_the_deadline() {
     let late = Effect::Answer {
         engine: engine_id(0),
         id: RequestId(1),
-        answer: Err(Refusal::ResetUnconfirmed { ranks: 2 }),
+        answer: Err(Refusal::ResetUnconfirmed { shards: 2 }),
     };
     assert_eq!(reader.step(Event::Tick), [late]);
     assert_eq!(reader.leader.next_timeout(), None);

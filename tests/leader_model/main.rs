@@ -6,6 +6,7 @@ mod accounts;
 mod cases;
 mod edges;
 mod inventory;
+mod shared;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;

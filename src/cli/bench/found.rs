@@ -13,7 +13,7 @@ use tokio::process::{Child, Command};
 use tokio::sync::mpsc;
 
 use crate::cli::dirs::Dirs;
-use crate::cli::process::told_to_end;
+use crate::cli::process::Ending;
 use crate::error::CommandError;
 use crate::protocol::{
     Attach, AttachedMemory, CopyResult, Ended, Hello, Inventory, Lookup, LookupAnswer, Message,
@@ -296,8 +296,9 @@ impl BusyArguments {
             let server = Server::new(listener, settings);
             // As a leader does, away from the thread that called.
             let serve = tokio::spawn(serve(server));
+            let mut ending = Ending::listen(true)?;
             tokio::select! {
-                told = told_to_end(true) => told,
+                () = ending.told() => Ok(()),
                 ended = serve => ended.map_err(CommandError::failed),
             }
         })

@@ -7,7 +7,7 @@ use tokio::time::Instant;
 
 use crate::cli::dirs::Dirs;
 use crate::cli::leader::random;
-use crate::cli::process::told_to_end;
+use crate::cli::process::Ending;
 use crate::cli::{block_on, status};
 use crate::engine::fleet::{EngineParts, Fleet};
 use crate::engine::observed::Observed;
@@ -38,14 +38,12 @@ const SETTLE_EVERY: Duration = Duration::from_millis(100);
 pub(super) fn run(arguments: &Arguments, workload: &Workload) -> Result<Report, CommandError> {
     check_memory(arguments, workload)?;
     block_on(2, async {
+        let mut ending = Ending::listen(false)?;
         let mut up = Up::start(arguments, workload)?;
         let dirs = up.dirs();
         let replayed = tokio::select! {
             replayed = replay(arguments, workload, &dirs) => replayed,
-            told = told_to_end(false) => Err(match told {
-                Ok(()) => CommandError::Failed("interrupted".to_owned()),
-                Err(error) => error,
-            }),
+            () = ending.told() => Err(CommandError::Failed("interrupted".to_owned())),
             error = up.ended_early() => Err(error),
         };
         let ended = up.end().await;

@@ -39,6 +39,7 @@ pub(super) fn leader(arguments: &Arguments, workload: &Workload, tiers: bool) ->
     let key = AnchorKey([0; 32]);
     let mut settings = LeaderSettings::new(Epoch(1), arguments.ranks, workload.ratio, key);
     settings.tiers = tiers;
+    settings.sharding = workload.sharding;
     Leader::new(settings)
 }
 
@@ -72,10 +73,10 @@ pub(super) fn fill(report: &mut Report, workload: &Workload, leader: &Leader, he
             u64::from(states.reserved + states.filling + states.quarantined);
     }
     let counts = leader.counts();
-    let ranks = u64::from(report.setup.ranks);
-    let bytes = |pages: u64| pages * workload.geometry.page_bytes() * ranks;
-    report.bytes.gathered = bytes(counts.published_pages);
-    report.bytes.scattered = bytes(counts.loaded_pages);
+    let bytes = |pages: u64, times: u16| pages * workload.geometry.page_bytes() * u64::from(times);
+    let sharding = workload.sharding;
+    report.bytes.gathered = bytes(counts.published_pages, sharding.shards());
+    report.bytes.scattered = bytes(counts.loaded_pages, sharding.ranks());
     report.links.d2h.bytes = report.bytes.gathered;
     report.links.h2d.bytes = report.bytes.scattered;
     report.left.slots = leader.slots() as u64;

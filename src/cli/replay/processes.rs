@@ -92,6 +92,7 @@ fn start_up(
     command
         .args(["up", "--supervised"])
         .args(["--ranks", &arguments.ranks.to_string()])
+        .args(["--kv-shards", &workload.sharding.shards().to_string()])
         .args(["--replicas", &arguments.replicas.to_string()])
         .args(["--ratio", &workload.ratio.to_string()])
         .args(["--g2", &workload.g2_bytes.max(1).to_string()])

@@ -81,6 +81,8 @@ pub struct Setup {
     pub model: String,
     /// Ranks of an engine.
     pub ranks: u16,
+    /// Slices of KV that they hold, each stored once a host.
+    pub kv_shards: u16,
     /// Engines beside each other.
     pub replicas: u16,
     /// Tokens of a page.
@@ -228,6 +230,7 @@ impl Report {
             setup: Setup {
                 model: arguments.model.to_string(),
                 ranks: arguments.ranks,
+                kv_shards: workload.sharding.shards(),
                 replicas: arguments.replicas,
                 engine_page_tokens: arguments.engine_page_tokens,
                 ratio: workload.ratio.pages(),

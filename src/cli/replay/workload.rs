@@ -11,7 +11,7 @@ use crate::engine::scheduler::Prompt;
 use crate::engine::trace::{self, Shape, Trace, TraceRequest};
 use crate::error::CommandError;
 use crate::memory::Depot;
-use crate::types::{Ratio, SlotId};
+use crate::types::{Ratio, Sharding, SlotId};
 
 use super::{ArenaPages, Arguments, DEFAULT_G2, Mode};
 
@@ -24,6 +24,8 @@ pub(super) struct Workload {
     pub(super) hasher: PageHasher,
     pub(super) ratio: Ratio,
     pub(super) geometry: ModelGeometry,
+    /// Which ranks hold the same KV.
+    pub(super) sharding: Sharding,
     /// Tokens of an engine page.
     page_tokens: u64,
     /// Pages of the engine's memory: its cache, or the longest prompt where that is more.
@@ -84,7 +86,9 @@ impl Workload {
             .max();
         let longest = u32::try_from(longest.unwrap_or(0)).map_err(|error| config(&error))?;
         let device_pages = arguments.g1_pages.max(longest).max(1);
-        let ranks = u64::from(arguments.ranks);
+        let sharding = arguments.model.sharding(arguments.ranks);
+        let sharding = sharding.map_err(|error| config(&error))?;
+        let shards = u64::from(sharding.shards());
         let page_bytes = geometry.page_bytes();
         let (arena_pages, g2_bytes) = match (arguments.g2_pages, arguments.mode) {
             (Some(ArenaPages::Unlimited), Mode::Offline) => (ARENA_PAGES_MAX, 0),
@@ -94,17 +98,17 @@ impl Workload {
                 ));
             }
             (Some(ArenaPages::Count(pages)), _) => {
-                (pages, ranks * Depot::bytes_for(pages, page_bytes))
+                (pages, shards * Depot::bytes_for(pages, page_bytes))
             }
             (None, _) => {
                 let bytes = arguments.g2.unwrap_or(DEFAULT_G2).0;
-                (Depot::pages_in(bytes / ranks, page_bytes), bytes)
+                (Depot::pages_in(bytes / shards, page_bytes), bytes)
             }
         };
         let none = arguments.g2_pages == Some(ArenaPages::Count(0))
             || arguments.g2.is_some_and(|size| size.0 == 0);
         if arena_pages < ratio.pages() && !none {
-            let least = ranks * Depot::bytes_for(ratio.pages(), page_bytes);
+            let least = shards * Depot::bytes_for(ratio.pages(), page_bytes);
             return Err(CommandError::Config(format!(
                 "G2 has room for {arena_pages} pages on each rank, one block takes {ratio}: use \
                  --g2-pages {ratio} or --g2 {least} at least, a lower --ratio, or --g2-pages 0 for none"
@@ -115,6 +119,7 @@ impl Workload {
             hasher,
             ratio,
             geometry,
+            sharding,
             page_tokens,
             device_pages,
             arena_pages,

@@ -3,7 +3,7 @@
 use crate::core::event::Effect;
 use crate::core::pool::Pool;
 use crate::core::sabotage::{Bug, planted};
-use crate::types::{DepotId, PageRecord, Rank, Time, WorkerId};
+use crate::types::{DepotId, PageRecord, Shard, Time, WorkerId};
 
 use super::{Leader, Timer};
 
@@ -49,7 +49,7 @@ impl Leader {
         let again = now + self.settings.fence / 4;
         self.timers.insert((again, Timer::Reading));
         self.reading = Some(Readings {
-            shards: (0..self.settings.ranks).map(|_| begin()).collect(),
+            shards: self.workers.shards().map(|_| begin()).collect(),
             again,
         });
         self.read_on(effects);
@@ -70,7 +70,7 @@ impl Leader {
         let page_bytes = geometry.page_bytes;
         let workers = self.workers.one_of_each_shard();
         for ((reading, worker), shard) in readings.shards.iter_mut().zip(workers).zip(0..) {
-            let depot = self.workers.depot(Rank(shard));
+            let depot = self.workers.depot(Shard(shard));
             let (Some(from), Some(worker), Some(depot), None) =
                 (reading.from, worker, depot, reading.asked)
             else {
@@ -118,7 +118,7 @@ impl Leader {
 
     /// A part of an inventory has come. With the last one the pool opens.
     pub(super) fn inventory(&mut self, part: Part, effects: &mut Vec<Effect>) {
-        let shard = part.worker.rank;
+        let shard = self.workers.shard_of(part.worker);
         let current = self.workers.depot(shard) == Some(part.depot);
         let Some(readings) = self.reading.as_mut().filter(|_| current) else {
             return;

@@ -24,7 +24,7 @@ use crate::core::refusal::Refusal;
 use crate::core::sabotage::{Bug, planted};
 use crate::core::slot::{Session, Slot};
 use crate::types::{
-    EngineId, Epoch, Generation, OpId, Ratio, RequestId, ResetId, SlotId, Time, WorkerId,
+    EngineId, Epoch, Generation, OpId, Ratio, RequestId, ResetId, Sharding, SlotId, Time, WorkerId,
 };
 
 use inventory::{Part, Readings};
@@ -41,8 +41,8 @@ use workers::Workers;
 pub struct LeaderSettings {
     /// Grows with each start.
     pub epoch: Epoch,
-    /// Ranks of an engine.
-    pub ranks: u16,
+    /// Ranks of one engine, and which of them hold the same KV.
+    pub sharding: Sharding,
     /// Engines that share the depots. Default: 1.
     pub replicas: u16,
     /// Pages of the largest block.
@@ -64,11 +64,11 @@ pub struct LeaderSettings {
 }
 
 impl LeaderSettings {
-    /// The defaults, for an epoch, a number of ranks, a ratio and a key.
+    /// The defaults, for an epoch, a number of ranks with KV of their own, a ratio and a key.
     pub fn new(epoch: Epoch, ranks: u16, ratio: Ratio, anchor_key: AnchorKey) -> Self {
         Self {
             epoch,
-            ranks,
+            sharding: Sharding::each(ranks),
             replicas: 1,
             ratio,
             anchor_key,
@@ -158,7 +158,7 @@ impl Leader {
     /// A leader without workers and engines.
     pub fn new(settings: LeaderSettings) -> Self {
         Self {
-            workers: Workers::new(settings.replicas, settings.ranks),
+            workers: Workers::new(settings.replicas, settings.sharding),
             settings,
             pool: None,
             reading: None,
@@ -254,6 +254,11 @@ impl Leader {
     /// This leader's epoch.
     pub fn epoch(&self) -> Epoch {
         self.settings.epoch
+    }
+
+    /// Ranks of an engine, and which of them hold the same KV.
+    pub fn sharding(&self) -> Sharding {
+        self.settings.sharding
     }
 
     /// What happened since the start.

@@ -5,8 +5,7 @@ use std::collections::BTreeSet;
 use crate::core::event::Effect;
 use crate::core::refusal::Refusal;
 use crate::core::sabotage::{Bug, planted};
-use crate::core::shards::RankSet;
-use crate::types::{Answer, Generation, OpId, Rank, ResetId, ResetScope, Scope, Time, WorkerId};
+use crate::types::{Answer, Generation, OpId, ResetId, ResetScope, Scope, Shard, Time, WorkerId};
 
 use super::{Due, Leader, Timer};
 
@@ -19,7 +18,7 @@ pub(super) struct Reset {
     /// Stores of these pages that were under way, and are not over.
     ending: BTreeSet<Generation>,
     /// Shards that have not struck the pages out.
-    missing: RankSet,
+    missing: BTreeSet<Shard>,
     /// When the shards are asked again, or the answer is due.
     next: Time,
 }
@@ -58,7 +57,7 @@ impl Leader {
                 true => BTreeSet::new(),
                 false => filling.into_iter().collect(),
             },
-            missing: self.workers.ranks(),
+            missing: self.workers.shards().collect(),
             next,
         };
         let id = ResetId(self.next_reset);
@@ -104,11 +103,9 @@ impl Leader {
         let Some(reset) = self.resets.get(&id).filter(|reset| reset.ending.is_empty()) else {
             return;
         };
-        let workers = self.workers.one_of_each_shard();
-        let asked = workers
-            .into_iter()
-            .flatten()
-            .filter(|worker| reset.missing.contains(worker.rank));
+        let workers = self.workers.one_of_each_shard().into_iter().flatten();
+        let missing = |worker: &WorkerId| reset.missing.contains(&self.workers.shard_of(*worker));
+        let asked = workers.filter(missing);
         effects.extend(asked.map(|worker| Effect::Strike {
             worker,
             id,
@@ -124,6 +121,7 @@ impl Leader {
         id: ResetId,
         effects: &mut Vec<Effect>,
     ) {
+        let shard = self.workers.shard_of(worker);
         let Some(reset) = self
             .resets
             .get_mut(&id)
@@ -131,7 +129,7 @@ impl Leader {
         else {
             return;
         };
-        if reset.missing.remove(worker.rank) && reset.missing.is_empty() {
+        if reset.missing.remove(&shard) && reset.missing.is_empty() {
             self.end_reset(id, effects);
             self.read_anew(now, effects);
         }
@@ -156,9 +154,8 @@ impl Leader {
             return self.strike_one(id, effects);
         }
         if let Some(reset) = self.resets.remove(&id) {
-            let waiting: Vec<Rank> = reset.missing.iter().collect();
             let late = Refusal::ResetUnconfirmed {
-                ranks: waiting.len(),
+                shards: reset.missing.len(),
             };
             self.answer(reset.due.engine, reset.due.id, Err(late), effects);
         }

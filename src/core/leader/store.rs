@@ -65,7 +65,9 @@ impl Leader {
         self.check_device_pages("source", source)?;
         let replica = self.workers.replica_of(due.engine);
         let replica = replica.ok_or_else(|| self.workers.not_ready())?;
-        let (tokens_per_page, ranks) = (self.tokens_per_page(), self.workers.ranks());
+        let tokens_per_page = self.tokens_per_page();
+        // All copies of a store are those of the same ranks: they travel in one message to each.
+        let ranks = self.workers.storers(self.next_store);
         let epoch = self.settings.epoch;
         let ratio = self.settings.ratio.pages();
         let Some(pool) = &mut self.pool else {

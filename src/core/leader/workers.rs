@@ -10,7 +10,8 @@ use crate::core::pool::Pool;
 use crate::core::refusal::Refusal;
 use crate::core::shards::{RANKS_MAX, RankSet};
 use crate::types::{
-    AttachId, DepotId, EngineId, GroupGeometry, OpId, Rank, Replica, Time, WorkerId,
+    AttachId, DepotId, EngineId, GroupGeometry, OpId, Rank, Replica, Shard, Sharding, Time,
+    WorkerId,
 };
 
 use super::{Leader, Timer};
@@ -33,6 +34,7 @@ struct Place {
 #[derive(Debug)]
 pub(super) struct Workers {
     ranks: u16,
+    sharding: Sharding,
     replicas: u16,
     places: Vec<Place>,
     /// The depot of each shard, once a worker has named it.
@@ -41,13 +43,14 @@ pub(super) struct Workers {
 }
 
 impl Workers {
-    pub(super) fn new(replicas: u16, ranks: u16) -> Self {
-        let (replicas, ranks) = (replicas.min(REPLICAS_MAX), ranks.min(RANKS_MAX));
+    pub(super) fn new(replicas: u16, sharding: Sharding) -> Self {
+        let (replicas, ranks) = (replicas.min(REPLICAS_MAX), sharding.ranks().min(RANKS_MAX));
         Self {
             ranks,
+            sharding,
             replicas,
             places: vec![Place::default(); usize::from(replicas) * usize::from(ranks)],
-            depots: vec![None; usize::from(ranks)],
+            depots: vec![None; usize::from(sharding.shards())],
             turned_away: None,
         }
     }
@@ -94,7 +97,7 @@ impl Workers {
     }
 
     /// The depot of a shard, once a worker has named it.
-    pub(super) fn depot(&self, shard: Rank) -> Option<DepotId> {
+    pub(super) fn depot(&self, shard: Shard) -> Option<DepotId> {
         *self.depots.get(usize::from(shard.0))?
     }
 
@@ -137,9 +140,27 @@ impl Workers {
             .map(|(_, replica)| Replica(replica))
     }
 
-    /// All ranks of an engine.
+    /// All ranks of an engine: what is loaded is copied by each.
     pub(super) fn ranks(&self) -> RankSet {
         RankSet::first(self.ranks)
+    }
+
+    /// One rank of each shard, which store what all that hold it have; another one for each number.
+    pub(super) fn storers(&self, number: u64) -> RankSet {
+        let mut storers = RankSet::default();
+        for rank in self.sharding.one_of_each(number) {
+            storers.insert(rank);
+        }
+        storers
+    }
+
+    /// What a worker's rank holds.
+    pub(super) fn shard_of(&self, worker: WorkerId) -> Shard {
+        self.sharding.of(worker.rank)
+    }
+
+    pub(super) fn shards(&self) -> impl Iterator<Item = Shard> + use<> {
+        (0..self.sharding.shards()).map(Shard)
     }
 
     /// Some replica has every rank, with one engine's memory.
@@ -152,12 +173,12 @@ impl Workers {
 
     /// An attached worker for each shard that has one.
     pub(super) fn one_of_each_shard(&self) -> Vec<Option<WorkerId>> {
-        let of_shard = |rank: u16| {
+        let of_shard = |shard: Shard| {
             self.all()
-                .find(|(id, place)| id.rank == Rank(rank) && place.attached)
+                .find(|(id, place)| self.shard_of(*id) == shard && place.attached)
                 .map(|(id, _)| id)
         };
-        (0..self.ranks).map(of_shard).collect()
+        self.shards().map(of_shard).collect()
     }
 
     fn memories(&self) -> impl Iterator<Item = (WorkerId, &EngineMemory)> {
@@ -206,9 +227,9 @@ impl Workers {
             });
         }
         let shares = |(id, place): &(WorkerId, &Place)| {
-            id.rank == worker.rank && *id != worker && place.attached
+            self.shard_of(*id) == self.shard_of(worker) && *id != worker && place.attached
         };
-        let known = self.depots[usize::from(worker.rank.0)];
+        let known = self.depot(self.shard_of(worker));
         if let Some((other, _)) = self.all().find(shares)
             && known.is_some_and(|known| known != attached.depot)
         {
@@ -315,7 +336,7 @@ impl Leader {
         let told = verdict.clone().map(|()| OpId(self.next_id));
         self.workers.turned_away = verdict.err();
         if told.is_ok() {
-            self.adopt_depot(worker.rank, attached.depot);
+            self.adopt_depot(self.workers.shard_of(worker), attached.depot);
             self.fit_pool(attached.memory.as_ref());
         }
         if let Some(place) = self.workers.place(worker) {
@@ -355,7 +376,7 @@ impl Leader {
     }
 
     /// Another depot than before holds nothing of what the pool knows.
-    fn adopt_depot(&mut self, shard: Rank, depot: DepotId) {
+    fn adopt_depot(&mut self, shard: Shard, depot: DepotId) {
         let known = &mut self.workers.depots[usize::from(shard.0)];
         if known.replace(depot).is_some_and(|known| known != depot) {
             self.stop_reading();

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::env::expected;
 use super::storage::Storage;
 use super::{Who, World};
-use crate::types::{Generation, OpId, Rank};
+use crate::types::{Generation, OpId, Shard};
 
 /// Pages that are looked at for their content at every check; a larger arena is looked at in turn.
 const PAGES_AT_ONCE: u32 = 192;
@@ -111,12 +111,12 @@ impl World {
         };
         for (page, fingerprint) in (block.start..block.start + block.ready).zip(block.fingerprints)
         {
-            for (rank, depot) in (0..).map(Rank).zip(&self.env.depots) {
-                let must = expected(namespace, *fingerprint, rank);
+            for (shard, depot) in (0..).map(Shard).zip(&self.env.depots) {
+                let must = expected(namespace, *fingerprint, shard);
                 let holds = depot.read(page);
                 if holds != must {
                     return Err(format!(
-                        "arena page {page} can be served, and holds {holds:x} on {rank}, not {must:x}"
+                        "arena page {page} can be served, and holds {holds:x} on {shard}, not {must:x}"
                     ));
                 }
             }

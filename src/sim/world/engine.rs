@@ -561,11 +561,12 @@ impl EngineProcess {
 
 /// What a rank says of its memory; a simulated worker asks nobody.
 fn registration(env: &Env, rank: usize) -> Registration {
+    let rank = Rank(u16::try_from(rank).unwrap_or(0));
     Registration {
         group: GroupId(0),
-        rank: Rank(u16::try_from(rank).unwrap_or(0)),
+        rank,
         tp_size: env.setup.ranks,
-        shard: u16::try_from(rank).unwrap_or(0),
+        shard: u16::try_from(env.depot_of(rank)).unwrap_or(0),
         engine_page_tokens: env.geometry().engine_page_tokens,
         device_pages: env.setup.device_pages,
         layers: 1,

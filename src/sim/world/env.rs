@@ -17,7 +17,7 @@ use crate::core::{Domain, Refusal};
 use crate::protocol::Message;
 use crate::types::{
     Answer, Copy, DepotId, Direction, DomainId, EngineId, Epoch, Fingerprint, GroupGeometry,
-    GroupId, Rank, RequestId, Time, WorkerId,
+    GroupId, Rank, RequestId, Shard, Time, WorkerId,
 };
 
 use super::ANCHOR_KEY;
@@ -62,8 +62,8 @@ impl Env {
     pub(super) fn new(seed: u64) -> Self {
         let mut rng = Rng::with_seed(seed);
         let setup = Setup::draw(&mut rng);
-        let depots = (0..setup.ranks).map(|rank| {
-            let id = DepotId(u128::from(rank) + 1);
+        let depots = (0..setup.sharding.shards()).map(|shard| {
+            let id = DepotId(u128::from(shard) + 1);
             Depot::new(id, setup.arena_pages)
         });
         let depots = depots.collect();
@@ -212,7 +212,12 @@ impl Env {
 
     /// What a page must hold: a number made from whose it is, what it is, and which shard.
     pub(super) fn expected(&self, namespace: u8, fingerprint: Fingerprint, rank: Rank) -> Content {
-        expected(namespace, fingerprint, rank)
+        expected(namespace, fingerprint, self.setup.sharding.of(rank))
+    }
+
+    /// Where the depot of a rank stands among all of them.
+    pub(super) fn depot_of(&self, rank: Rank) -> usize {
+        usize::from(self.setup.sharding.of(rank).0)
     }
 
     /// Whose pages lie in a domain.
@@ -227,7 +232,7 @@ impl Env {
                 .memories
                 .get(&copy.engine)
                 .map_or(EMPTY, |ranks| ranks[usize::from(rank.0)][page as usize]),
-            Direction::Load => self.depots[usize::from(rank.0)].read(page),
+            Direction::Load => self.depots[self.depot_of(rank)].read(page),
         }
     }
 
@@ -236,7 +241,8 @@ impl Env {
         self.counts.pages_copied += 1;
         match copy.direction {
             Direction::Store => {
-                self.depots[usize::from(rank.0)].write(page, content);
+                let depot = self.depot_of(rank);
+                self.depots[depot].write(page, content);
                 self.decided = true;
             }
             Direction::Load => {
@@ -285,8 +291,8 @@ impl Env {
 }
 
 /// See [`Env::expected`].
-pub(super) fn expected(namespace: u8, fingerprint: Fingerprint, rank: Rank) -> Content {
+pub(super) fn expected(namespace: u8, fingerprint: Fingerprint, shard: Shard) -> Content {
     let mixed = (fingerprint.0 as u64) ^ (fingerprint.0 >> 64) as u64;
-    let whose = (u64::from(namespace) << 8 | u64::from(rank.0)) + 2;
+    let whose = (u64::from(namespace) << 8 | u64::from(shard.0)) + 2;
     (mixed.wrapping_add(whose.wrapping_mul(0x9e37_79b9_7f4a_7c15))).max(2)
 }

@@ -68,6 +68,7 @@ impl Touched {
     ) {
         let TouchedPages {
             worker,
+            shard,
             life,
             copy,
             pages,
@@ -85,10 +86,14 @@ impl Touched {
             } else {
                 (*destination, *source)
             };
-            let clash = with(self.depot.entry((rank, depot)).or_default(), copier, store);
+            let clash = with(
+                self.depot.entry((shard.0, depot)).or_default(),
+                copier,
+                store,
+            );
             if let Some(other) = clash {
                 self.trouble = Some(format!(
-                    "depot page {depot} of {rank}: {} of {worker} touches what {} of {} writes or reads",
+                    "depot page {depot} of {shard}: {} of {worker} touches what {} of {} writes or reads",
                     copy.op, other.op, other.worker
                 ));
             }

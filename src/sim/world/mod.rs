@@ -620,6 +620,7 @@ impl World {
                 let ratio = Ratio::new(env.setup.ratio).unwrap_or_default();
                 let mut settings =
                     LeaderSettings::new(self.epoch, env.setup.ranks, ratio, ANCHOR_KEY);
+                settings.sharding = env.setup.sharding;
                 settings.replicas = env.setup.replicas;
                 settings.fence = env.setup.fence;
                 settings.hold_for = env.setup.request_timeout * 4;

@@ -4,17 +4,23 @@ use std::time::Duration;
 
 use fastrand::Rng;
 
+use crate::types::Sharding;
+
 /// Faults of processes, by number: see `trouble`.
 pub(super) const TROUBLES: u8 = 13;
 
 /// Sets the dice for large worlds apart, so that they leave those of all others as they are.
 const LARGE: u64 = 0x6c61_7267_6521;
+/// The same for worlds whose ranks hold the same KV.
+const SHARED: u64 = 0x7368_6172_6564;
 
 /// What the seed decided before anything happened.
 #[derive(Debug, Clone)]
 pub struct Setup {
     /// Ranks of an engine, 1 to 4.
     pub ranks: u16,
+    /// Which of them hold the same KV.
+    pub sharding: Sharding,
     /// Engines, 1 to 3.
     pub replicas: u16,
     /// Pages of the largest block, 1 to 32.
@@ -90,8 +96,11 @@ impl Setup {
         let favourite = (rng.u8(0..3) == 0).then(|| rng.u8(0..TROUBLES));
         let ms = |rng: &mut Rng, from: u64, to: u64| Duration::from_millis(rng.u64(from..=to));
         let mut beside = Rng::with_seed(rng.clone().u64(..) ^ LARGE);
+        let mut others = Rng::with_seed(rng.clone().u64(..) ^ SHARED);
+        let ranks = rng.u16(1..=4);
         let mut setup = Self {
-            ranks: rng.u16(1..=4),
+            ranks,
+            sharding: Sharding::each(ranks),
             replicas: rng.u16(1..=3),
             ratio,
             arena_pages,
@@ -141,6 +150,10 @@ impl Setup {
         };
         if beside.u8(0..16) == 0 {
             setup.enlarge(&mut beside);
+        }
+        if others.u8(0..3) == 0 {
+            let shards = others.u16(1..=ranks);
+            setup.sharding = Sharding::new(ranks, shards).unwrap_or(setup.sharding);
         }
         setup
     }

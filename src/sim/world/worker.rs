@@ -16,7 +16,8 @@ use crate::protocol::{
     Message, ReadInventory, Registered, Role, Struck,
 };
 use crate::types::{
-    AttachId, Copy, Direction, EndedCopy, EngineId, Epoch, OpId, RequestId, ResetId, Time, WorkerId,
+    AttachId, Copy, Direction, EndedCopy, EngineId, Epoch, OpId, RequestId, ResetId, Shard, Time,
+    WorkerId,
 };
 
 /// Pages of an inventory that are told in one message: few, so that much can happen between two.
@@ -201,7 +202,7 @@ impl WorkerProcess {
 
     /// A part of what the depot lists.
     fn read_inventory(&self, env: &mut Env, correlation: RequestId, read: ReadInventory) {
-        let depot = &env.depots[usize::from(self.id.rank.0)];
+        let depot = &env.depots[env.depot_of(self.id.rank)];
         let end = read.from.saturating_add(PAGES_AT_ONCE);
         let mut pages = depot.listed();
         pages.retain(|page| (read.from..end).contains(&page.page));
@@ -306,7 +307,7 @@ impl WorkerProcess {
     fn step(&mut self, env: &mut Env, event: WorkerEvent) {
         let mut effects = Vec::new();
         self.core.step(env.now(), event, &mut effects);
-        let shard = usize::from(self.id.rank.0);
+        let shard = env.depot_of(self.id.rank);
         for effect in effects {
             tracing::trace!(worker = %self.id, ?effect);
             match effect {
@@ -359,7 +360,7 @@ impl WorkerProcess {
             replica: self.id.replica.0,
             rank: self.id.rank.0,
             attach: attach.0,
-            depot: env.depots[usize::from(self.id.rank.0)].id().0.to_be_bytes(),
+            depot: env.depots[env.depot_of(self.id.rank)].id().0.to_be_bytes(),
             memory,
         });
         self.leader.say(env, correlation, Duration::ZERO, body);
@@ -440,6 +441,7 @@ impl WorkerProcess {
     ) {
         let touched = TouchedPages {
             worker: self.id,
+            shard: env.setup.sharding.of(self.id.rank),
             life: self.life,
             copy,
             pages,
@@ -535,6 +537,7 @@ impl WorkerProcess {
 #[derive(Debug)]
 pub(super) struct TouchedPages<'a> {
     pub(super) worker: WorkerId,
+    pub(super) shard: Shard,
     pub(super) life: u32,
     pub(super) copy: &'a Copy,
     pub(super) pages: &'a [(u32, u32)],

@@ -1,0 +1,112 @@
+//! Which ranks of an engine hold the same KV.
+
+use crate::types::{Rank, Shard};
+
+/// Ranks and the slices of KV that they hold. With fewer shards than ranks, neighbours hold the same slice: all ranks of a
+/// model whose attention keeps one latent, or as many as share one KV head.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Sharding {
+    ranks: u16,
+    shards: u16,
+}
+
+/// Numbers that do not fit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{shards} KV shards for {ranks} ranks: give a number from 1 on that divides the ranks; as many as ranks when no two of them hold the same KV"
+)]
+pub struct ShardingError {
+    /// Ranks of an engine.
+    pub ranks: u16,
+    /// Shards that were asked for.
+    pub shards: u16,
+}
+
+impl Sharding {
+    /// Every rank holds KV of its own.
+    pub fn each(ranks: u16) -> Self {
+        Self {
+            ranks,
+            shards: ranks,
+        }
+    }
+
+    /// So many shards, each held by the same number of ranks.
+    pub fn new(ranks: u16, shards: u16) -> Result<Self, ShardingError> {
+        if shards == 0 || !ranks.is_multiple_of(shards) {
+            return Err(ShardingError { ranks, shards });
+        }
+        Ok(Self { ranks, shards })
+    }
+
+    /// Ranks of an engine.
+    pub fn ranks(self) -> u16 {
+        self.ranks
+    }
+
+    /// Shards of its KV.
+    pub fn shards(self) -> u16 {
+        self.shards
+    }
+
+    /// Ranks that hold one shard.
+    pub fn copies(self) -> u16 {
+        self.ranks.checked_div(self.shards).unwrap_or(1).max(1)
+    }
+
+    /// What a rank holds.
+    pub fn of(self, rank: Rank) -> Shard {
+        Shard(rank.0 / self.copies())
+    }
+
+    /// One rank of each shard, another one for each number.
+    pub fn one_of_each(self, number: u64) -> impl Iterator<Item = Rank> {
+        let copies = self.copies();
+        let which = u16::try_from(number % u64::from(copies)).unwrap_or(0);
+        (0..self.shards).map(move |shard| Rank(shard * copies + which))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn neighbours_share_a_shard() {
+        let all = |sharding: Sharding| -> Vec<u16> {
+            (0..sharding.ranks())
+                .map(|rank| sharding.of(Rank(rank)).0)
+                .collect()
+        };
+        assert_eq!(all(Sharding::each(3)), [0, 1, 2]);
+        assert_eq!(all(Sharding::new(4, 1).expect("divides")), [0, 0, 0, 0]);
+        assert_eq!(
+            all(Sharding::new(6, 3).expect("divides")),
+            [0, 0, 1, 1, 2, 2]
+        );
+    }
+
+    #[test]
+    fn each_number_takes_another_rank_of_every_shard() {
+        let sharding = Sharding::new(6, 2).expect("divides");
+        let taken = |number| {
+            sharding
+                .one_of_each(number)
+                .map(|rank| rank.0)
+                .collect::<Vec<u16>>()
+        };
+        assert_eq!([0, 1, 2, 3].map(taken), [[0, 3], [1, 4], [2, 5], [0, 3]]);
+        let each = Sharding::each(3).one_of_each(7);
+        assert_eq!(each.collect::<Vec<Rank>>(), [Rank(0), Rank(1), Rank(2)]);
+    }
+
+    #[test]
+    fn numbers_that_do_not_divide_are_refused() {
+        for (ranks, shards) in [(4, 0), (4, 3), (2, 4)] {
+            assert_eq!(
+                Sharding::new(ranks, shards),
+                Err(ShardingError { ranks, shards })
+            );
+        }
+    }
+}

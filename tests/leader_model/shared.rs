@@ -1,0 +1,202 @@
+//! Ranks that hold the same KV: one of them stores it, all of them load it.
+
+use kvferry::types::{ResetId, Scope, Sharding};
+
+use super::*;
+
+/// Four ranks, two shards, one engine.
+struct Shared {
+    leader: Leader,
+    asked: u64,
+}
+
+fn place(rank: u16) -> WorkerId {
+    worker(0, rank)
+}
+
+fn depot(rank: u16) -> DepotId {
+    DepotId(u128::from(rank / 2) + 100)
+}
+
+impl Shared {
+    fn new() -> Self {
+        let mut settings = settings();
+        settings.sharding = Sharding::new(4, 2).expect("divides");
+        settings.replicas = 1;
+        let mut shared = Self {
+            leader: Leader::new(settings),
+            asked: 0,
+        };
+        shared.step(Event::EngineOpened(engine_id(0)));
+        shared
+    }
+
+    /// One that serves.
+    fn ready() -> Self {
+        let mut shared = Self::new();
+        let mut asked = Vec::new();
+        for rank in 0..4 {
+            asked = shared.attach(rank, depot(rank));
+        }
+        let read: Vec<(WorkerId, DepotId)> = asked
+            .into_iter()
+            .filter_map(|effect| match effect {
+                Effect::ReadInventory { worker, depot, .. } => Some((worker, depot)),
+                _ => None,
+            })
+            .collect();
+        assert_eq!(
+            read,
+            [(place(0), depot(0)), (place(2), depot(2))],
+            "one of each shard"
+        );
+        for (worker, depot) in read {
+            shared.step(Event::Inventory {
+                worker,
+                depot,
+                from: 0,
+                next: None,
+                records: Vec::new(),
+            });
+        }
+        assert!(shared.leader.is_ready());
+        shared
+    }
+
+    fn step(&mut self, event: Event) -> Vec<Effect> {
+        let mut effects = Vec::new();
+        self.leader.step(Time(0), event, &mut effects);
+        self.leader.check().expect("the second count agrees");
+        effects
+    }
+
+    fn attach(&mut self, rank: u16, depot: DepotId) -> Vec<Effect> {
+        self.asked += 1;
+        self.step(Event::Attached(Attached {
+            worker: place(rank),
+            attach: AttachId(self.asked),
+            depot,
+            memory: Some(EngineMemory {
+                engine: engine_id(0),
+                geometry: geometry(),
+                arena_pages: 60,
+            }),
+        }))
+    }
+
+    fn ask(&mut self, request: Request) -> Vec<Effect> {
+        self.asked += 1;
+        self.step(Event::Request {
+            engine: engine_id(0),
+            id: RequestId(self.asked),
+            deadline: Time(0) + Duration::from_secs(5),
+            request,
+        })
+    }
+
+    /// Asks for a sequence, and has it copied. Returns which ranks are to do so, and the copy.
+    fn copies(&mut self, slot: u64, name: u8, request: Request) -> (Vec<u16>, OpId) {
+        self.ask(Request::Lookup {
+            slot: SlotId(slot),
+            namespace: vec![7],
+            hashes: sequence(name, 8),
+            device_pages: 0,
+        });
+        let effects = self.ask(request);
+        let [Effect::Copy { ranks, copy, .. }] = &effects[..] else {
+            unreachable!("{effects:?}")
+        };
+        (ranks.iter().map(|rank| rank.0).collect(), copy.op)
+    }
+
+    fn store(&mut self, slot: u64, name: u8) -> (Vec<u16>, OpId) {
+        let store = Request::Store {
+            slot: SlotId(slot),
+            first_page: 0,
+            more: None,
+            source: PageList::run(0, 8),
+        };
+        self.copies(slot, name, store)
+    }
+
+    fn ended(&mut self, rank: u16, op: OpId) -> bool {
+        let ended = EndedCopy {
+            op,
+            whole: true,
+            bytes: 64,
+            busy_us: 1,
+        };
+        let effects = self.step(Event::Ended {
+            worker: place(rank),
+            epoch: EPOCH,
+            copies: vec![ended],
+        });
+        !effects.is_empty()
+    }
+}
+
+#[test]
+fn one_rank_of_each_shard_stores_in_turn_and_all_load() {
+    let mut shared = Shared::ready();
+    for (name, storers) in [(0, [0, 2]), (2, [1, 3]), (4, [0, 2])] {
+        let (ranks, op) = shared.store(u64::from(name), name);
+        assert_eq!(ranks, storers);
+        assert!(!shared.ended(storers[0], op));
+        for other in (0..4).filter(|rank| !storers.contains(rank)) {
+            assert!(!shared.ended(other, op), "{other} stores nothing");
+        }
+        assert!(shared.ended(storers[1], op), "it is answered");
+    }
+    let load = Request::Load {
+        slot: SlotId(9),
+        first_page: 0,
+        destination: PageList::run(20, 8),
+    };
+    let (ranks, op) = shared.copies(9, 2, load);
+    assert_eq!(ranks, [0, 1, 2, 3]);
+    for rank in 0..4 {
+        assert_eq!(shared.ended(rank, op), rank == 3);
+    }
+}
+
+#[test]
+fn ranks_of_a_shard_share_its_depot() {
+    let mut shared = Shared::new();
+    shared.attach(0, DepotId(1));
+    let refused = shared.attach(1, DepotId(2));
+    let verdict = refused.into_iter().find_map(|effect| match effect {
+        Effect::Admit { verdict, .. } => Some(verdict),
+        _ => None,
+    });
+    let not_shared = Refusal::DepotNotShared {
+        worker: place(1),
+        other: place(0),
+    };
+    assert_eq!(verdict, Some(Err(not_shared)));
+}
+
+#[test]
+fn what_is_reset_is_struck_out_once_a_shard() {
+    let mut shared = Shared::ready();
+    let strikes = shared.ask(Request::Reset {
+        scope: ResetScope::Everything,
+    });
+    let strike = |rank| Effect::Strike {
+        worker: place(rank),
+        id: ResetId(1),
+        scope: Scope::Everything,
+    };
+    assert_eq!(strikes, [strike(0), strike(2)]);
+    let mut struck = |rank| {
+        let effects = shared.step(Event::Struck {
+            worker: place(rank),
+            id: ResetId(1),
+        });
+        effects.len()
+    };
+    assert_eq!(
+        (struck(0), struck(1), struck(3)),
+        (0, 0, 1),
+        "0 and 1 are of one shard"
+    );
+}
