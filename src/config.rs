@@ -37,7 +37,7 @@ pub struct Config {
     pub ranks: u16,
     /// Slices of KV that the ranks hold: fewer than ranks where neighbours hold the same, 1 for MLA. It divides the ranks.
     /// Each is stored once a host. Default: `0`, as many as ranks.
-    pub kv_shards: u16,
+    pub kv_shards: Sharding,
     /// Engines of the same model that share the host memory, each with workers of its own, 1..=[`REPLICAS_MAX`].
     /// Default: `1`.
     pub replicas: u16,
@@ -137,11 +137,6 @@ impl Config {
         socket_dir_in(std::env::var_os(RUNTIME_DIR).map(PathBuf::from))
     }
 
-    /// Which ranks hold the same KV.
-    pub fn sharding(&self) -> Sharding {
-        Sharding::new(self.ranks, self.kv_shards).unwrap_or(Sharding::each(self.ranks))
-    }
-
     fn check(settings: &Settings) -> Result<Self, ConfigError> {
         let directory = format!("an absolute path of at most {SOCKET_DIR_BYTES_MAX} bytes");
         let bounds = |start: u64, end: u64| format!("a whole number from {start} to {end}");
@@ -156,8 +151,8 @@ impl Config {
             })?,
             ranks,
             kv_shards: settings.get("kv_shards", &divides, |shards| match shards {
-                0 => Some(ranks),
-                shards => Sharding::new(ranks, shards).ok().map(Sharding::shards),
+                0 => Some(Sharding::each(ranks)),
+                shards => Sharding::new(ranks, shards),
             })?,
             replicas: settings.get("replicas", &bounds(1, REPLICAS_MAX.into()), |replicas| {
                 (1..=REPLICAS_MAX).contains(&replicas).then_some(replicas)

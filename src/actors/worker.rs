@@ -367,7 +367,6 @@ impl State {
         }
     }
 
-    /// Checks what can be checked at once; opens and maps the memory on a thread of its own.
     /// Why this rank's KV is not what its depot is for.
     fn wrong_shard(&self, registration: &Registration) -> Option<String> {
         let (ranks, shards) = (self.sharding.ranks(), self.sharding.shards());
@@ -388,6 +387,7 @@ impl State {
         })
     }
 
+    /// Checks what can be checked at once; opens and maps the memory on a thread of its own.
     fn register(
         &mut self,
         peer: PeerId,

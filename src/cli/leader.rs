@@ -45,7 +45,7 @@ impl Arguments {
             let key = anchor_key(&dirs.leader())?;
             let mut settings =
                 LeaderSettings::new(epoch, config.ranks, config.ratio, AnchorKey(key));
-            settings.sharding = config.sharding();
+            settings.sharding = config.kv_shards;
             settings.replicas = config.replicas;
             settings.tiers = !self.no_tiers;
             let server = Server::new(

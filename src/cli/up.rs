@@ -142,9 +142,9 @@ impl Supervisor {
         let each = match no_tiers {
             // One byte behind the header: a depot without room for any page.
             true => DEPOT_HEADER_BYTES + 1,
-            false => config.g2.0 / u64::from(config.kv_shards),
+            false => config.g2.0 / u64::from(config.kv_shards.shards()),
         };
-        let depots = (0..config.kv_shards)
+        let depots = (0..config.kv_shards.shards())
             .map(|_| Depot::create(each))
             .collect::<Result<_, _>>()
             .map_err(|error| CommandError::Config(format!("g2 is {}: {error}", config.g2)))?;
@@ -190,7 +190,7 @@ impl Supervisor {
         command
             .arg("--supervised")
             .args(["--ranks", &config.ranks.to_string()])
-            .args(["--kv-shards", &config.kv_shards.to_string()])
+            .args(["--kv-shards", &config.kv_shards.shards().to_string()])
             .args(["--replicas", &config.replicas.to_string()])
             .args(["--ratio", &config.ratio.to_string()])
             .args(["--g2", &config.g2.0.to_string()])
@@ -211,7 +211,7 @@ impl Supervisor {
             }
             Part::Leader => {}
             Part::Worker(WorkerId { replica, rank }) => {
-                let parent_fd: OwnedFd = self.depots[usize::from(config.sharding().of(rank).0)]
+                let parent_fd: OwnedFd = self.depots[usize::from(config.kv_shards.of(rank).0)]
                     .try_clone_fd()
                     .map_err(CommandError::failed)?;
                 let mapping = FdMapping {

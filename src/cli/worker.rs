@@ -94,10 +94,10 @@ impl Arguments {
             };
             let (leader, incoming) = Client::start(Arc::new(ZmqTransport), settings);
             let threads = usize::from(config.copy_threads);
-            let bytes = config.g2.0 / u64::from(config.kv_shards);
+            let bytes = config.g2.0 / u64::from(config.kv_shards.shards());
             let arguments = WorkerArguments {
                 worker,
-                sharding: config.sharding(),
+                sharding: config.kv_shards,
                 server,
                 fds,
                 leader,

@@ -42,7 +42,7 @@ fn defaults_are_those_of_the_docs() {
     let expected = Config {
         socket_dir: "/run/user/7/kvferry".into(),
         ranks: 1,
-        kv_shards: 1,
+        kv_shards: Sharding::each(1),
         replicas: 1,
         ratio: Ratio::default(),
         g2: ByteSize(8 << 30),
@@ -90,7 +90,7 @@ fn every_key_can_be_given_by_every_source() {
     let expected = Config {
         socket_dir: "/x".into(),
         ranks: 2,
-        kv_shards: 1,
+        kv_shards: Sharding::new(2, 1).expect("divides"),
         replicas: 3,
         ratio: Ratio::new(8).expect("in bounds"),
         g2: ByteSize(4_096),

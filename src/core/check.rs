@@ -66,7 +66,8 @@ impl Pool {
             .by_age()
             .map(|(_, block)| u32::from(block.ready))
             .sum();
-        if ready != states.ready {
+        let sum = states.free + states.reserved + states.filling + ready + states.quarantined;
+        if sum != self.capacity_pages() || ready != states.ready {
             return Err(format!(
                 "{states:?} do not add up: blocks hold {ready} ready pages"
             ));

@@ -144,7 +144,8 @@ impl Model {
                 ranks.min(u16::try_from(kv_heads).unwrap_or(ranks))
             }
         };
-        Sharding::new(ranks, shards).map_err(|_| ModelError::ZeroRanks)
+        // No rank is the only number that none of these divides.
+        Sharding::new(ranks, shards).ok_or(ModelError::ZeroRanks)
     }
 
     fn architecture(self) -> (u32, Attention) {

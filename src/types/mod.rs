@@ -25,6 +25,6 @@ pub use registration::{
     Allocation, AllocationHandle, AllocationKind, Nonce, Registration, TensorRole, TensorView,
 };
 pub use request::{Answer, Copy, Direction, EndedCopy, Request, ResetScope};
-pub use sharding::{Sharding, ShardingError};
+pub use sharding::Sharding;
 pub use time::Time;
 pub use units::{ByteSize, ParseByteSizeError};

@@ -1,25 +1,15 @@
 //! Which ranks of an engine hold the same KV.
 
+use serde::Serialize;
+
 use crate::types::{Rank, Shard};
 
 /// Ranks and the slices of KV that they hold. With fewer shards than ranks, neighbours hold the same slice: all ranks of a
 /// model whose attention keeps one latent, or as many as share one KV head.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Sharding {
     ranks: u16,
     shards: u16,
-}
-
-/// Numbers that do not fit.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "{shards} KV shards for {ranks} ranks: give a number from 1 on that divides the ranks; as many as ranks when no two of them hold the same KV"
-)]
-pub struct ShardingError {
-    /// Ranks of an engine.
-    pub ranks: u16,
-    /// Shards that were asked for.
-    pub shards: u16,
 }
 
 impl Sharding {
@@ -31,12 +21,10 @@ impl Sharding {
         }
     }
 
-    /// So many shards, each held by the same number of ranks.
-    pub fn new(ranks: u16, shards: u16) -> Result<Self, ShardingError> {
-        if shards == 0 || !ranks.is_multiple_of(shards) {
-            return Err(ShardingError { ranks, shards });
-        }
-        Ok(Self { ranks, shards })
+    /// So many shards, each held by the same number of ranks; `None` where that cannot be.
+    pub fn new(ranks: u16, shards: u16) -> Option<Self> {
+        let fits = shards > 0 && ranks >= shards && ranks.is_multiple_of(shards);
+        fits.then_some(Self { ranks, shards })
     }
 
     /// Ranks of an engine.
@@ -50,7 +38,7 @@ impl Sharding {
     }
 
     /// Ranks that hold one shard.
-    pub fn copies(self) -> u16 {
+    fn copies(self) -> u16 {
         self.ranks.checked_div(self.shards).unwrap_or(1).max(1)
     }
 
@@ -102,11 +90,8 @@ mod tests {
 
     #[test]
     fn numbers_that_do_not_divide_are_refused() {
-        for (ranks, shards) in [(4, 0), (4, 3), (2, 4)] {
-            assert_eq!(
-                Sharding::new(ranks, shards),
-                Err(ShardingError { ranks, shards })
-            );
+        for (ranks, shards) in [(4, 0), (4, 3), (2, 4), (0, 1), (0, 0)] {
+            assert_eq!(Sharding::new(ranks, shards), None);
         }
     }
 }

@@ -343,51 +343,43 @@ fn who_is_waited_for_is_told() {
     assert_eq!(not_ready(&mut reader, 5), (0, reading));
 }
 
+/// What a worker without an engine's memory is told when it attaches with a depot.
+fn attach_depot(reader: &mut Reader, replica: u8, rank: u16, depot: u128) -> Result<(), Refusal> {
+    reader.attaches += 1;
+    let effects = reader.step(Event::Attached(Attached {
+        worker: worker(replica, rank),
+        attach: AttachId(reader.attaches),
+        depot: DepotId(depot),
+        memory: None,
+    }));
+    let verdict = effects.into_iter().find_map(|effect| match effect {
+        Effect::Admit { verdict, .. } => Some(verdict),
+        _ => None,
+    });
+    verdict.expect("a verdict").map(|_| ())
+}
+
 #[test]
 fn workers_of_one_rank_share_a_depot_as_long_as_they_are_there() {
     let mut reader = Reader::new();
-    let mut attach = |replica, rank, depot| {
-        reader.attaches += 1;
-        let effects = reader.step(Event::Attached(Attached {
-            worker: worker(replica, rank),
-            attach: AttachId(reader.attaches),
-            depot: DepotId(depot),
-            memory: None,
-        }));
-        let verdict = effects.into_iter().find_map(|effect| match effect {
-            Effect::Admit { verdict, .. } => Some(verdict),
-            _ => None,
-        });
-        verdict.expect("a verdict").map(|_| ())
+    let not_shared = |by: (u8, u16), other: (u8, u16)| {
+        let (worker, other) = (worker(by.0, by.1), worker(other.0, other.1));
+        Err(Refusal::DepotNotShared { worker, other })
     };
-    assert_eq!(attach(0, 0, 10), Ok(()));
-    assert_eq!(attach(0, 1, 11), Ok(()), "another rank has another depot");
-    let not_shared = Err(Refusal::DepotNotShared {
-        worker: worker(1, 1),
-        other: worker(0, 1),
-    });
-    assert_eq!(attach(1, 1, 99), not_shared);
-    assert_eq!(attach(1, 1, 11), Ok(()));
-    assert_eq!(attach(1, 0, 10), Ok(()));
-    let alone = Err(Refusal::DepotNotShared {
-        worker: worker(0, 0),
-        other: worker(1, 0),
-    });
-    assert_eq!(attach(0, 0, 98), alone);
+    for (replica, rank, depot, told) in [
+        (0, 0, 10, Ok(())),
+        // Another rank has another depot.
+        (0, 1, 11, Ok(())),
+        (1, 1, 99, not_shared((1, 1), (0, 1))),
+        (1, 1, 11, Ok(())),
+        (1, 0, 10, Ok(())),
+        (0, 0, 98, not_shared((0, 0), (1, 0))),
+    ] {
+        assert_eq!(attach_depot(&mut reader, replica, rank, depot), told);
+    }
     reader.step(Event::WorkerLost(worker(1, 1)));
-    let mut attach = |replica, rank, depot| {
-        reader.attaches += 1;
-        let effects = reader.step(Event::Attached(Attached {
-            worker: worker(replica, rank),
-            attach: AttachId(reader.attaches),
-            depot: DepotId(depot),
-            memory: None,
-        }));
-        effects
-            .iter()
-            .any(|effect| matches!(effect, Effect::Admit { verdict: Ok(_), .. }))
-    };
-    assert!(attach(0, 1, 99), "it is the only one of its rank now");
+    let alone = attach_depot(&mut reader, 0, 1, 99);
+    assert_eq!(alone, Ok(()), "it is the only one of its rank now");
 }
 
 #[test]

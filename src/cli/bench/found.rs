@@ -294,9 +294,9 @@ impl BusyArguments {
                 roles: vec![Role::Engine],
             };
             let server = Server::new(listener, settings);
+            let mut ending = Ending::listen(true)?;
             // As a leader does, away from the thread that called.
             let serve = tokio::spawn(serve(server));
-            let mut ending = Ending::listen(true)?;
             tokio::select! {
                 () = ending.told() => Ok(()),
                 ended = serve => ended.map_err(CommandError::failed),

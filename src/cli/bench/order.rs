@@ -102,7 +102,11 @@ pub(super) async fn measure(
         let begun = Instant::now();
         transfer.cast(start).map_err(CommandError::failed)?;
         let copies = tokio::time::timeout(PATIENCE, ended.recv()).await;
-        let copies = copies.map_err(CommandError::failed)?;
+        let copies = copies.map_err(|_| {
+            CommandError::Failed(format!(
+                "a copy of one page did not end within {PATIENCE:?}"
+            ))
+        })?;
         let copies =
             copies.ok_or_else(|| CommandError::Failed("the actor has ended".to_owned()))?;
         let whole = copies.iter().filter(|copy| copy.whole).count();

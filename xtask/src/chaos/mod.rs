@@ -26,8 +26,6 @@ const FENCE: Duration = Duration::from_secs(10);
 const SLACK: Duration = Duration::from_secs(5);
 /// How long it may take until everything serves again.
 const RECOVERY_MAX: Duration = Duration::from_secs(60);
-/// How often a worker is looked at that should be copying.
-const LOOKS_MAX: u32 = 2000;
 
 /// What is done to whom.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -70,8 +68,16 @@ impl Kind {
 
 /// Runs until the time is over, or something is wrong.
 pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
-    let minutes = option(arguments, "--minutes")?.unwrap_or(30);
-    let seed = option(arguments, "--seed")?.unwrap_or(1);
+    let (mut minutes, mut seed) = (30, 1);
+    for pair in arguments.chunks(2) {
+        let value = pair.get(1).and_then(|value| value.parse().ok());
+        let value = value.ok_or(format!("{} needs a number", pair[0]));
+        match pair[0].as_str() {
+            "--minutes" => minutes = value?,
+            "--seed" => seed = value?,
+            other => return Err(format!("unknown option '{other}': --minutes N, --seed S")),
+        }
+    }
     crate::cargo(&["build", "--release", "--locked", "--quiet"])?;
     let mut chaos = Chaos::start(seed)?;
     let result = chaos.until(Duration::from_secs(60 * minutes));
@@ -81,14 +87,6 @@ pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
         Ok(()) => Ok(()),
         Err(why) => Err(format!("seed {seed}: {why}; logs are in {folder}")),
     }
-}
-
-fn option(arguments: &[String], name: &str) -> Result<Option<u64>, String> {
-    let Some(at) = arguments.iter().position(|argument| argument == name) else {
-        return Ok(None);
-    };
-    let value = arguments.get(at + 1).and_then(|value| value.parse().ok());
-    value.map(Some).ok_or(format!("{name} needs a number"))
 }
 
 struct Chaos {
@@ -221,23 +219,26 @@ impl Chaos {
 
     /// Stops workers, one after another, until one owes the end of such a copy; it stays stopped.
     fn catch_worker(&mut self, key: Option<&str>) -> Result<(usize, u64, Value), String> {
-        for _ in 0..LOOKS_MAX {
+        let begun = Instant::now();
+        while begun.elapsed() < RECOVERY_MAX {
             let status = self.serves()?;
             let place = self.rng.usize(0..(REPLICAS * RANKS) as usize);
             let pid = number(&status, &format!("/ranks/{place}/pid"));
             signal(pid, Signal::STOP)?;
-            let status = self.cluster.status().unwrap_or_default();
-            let owes = |key: &str| number(&status, &format!("/ranks/{place}/{key}")) > 0;
-            let caught = match key {
-                Some(key) => owes(key),
-                None => owes("gathers") || owes("scatters"),
-            };
-            if caught && number(&status, &format!("/ranks/{place}/pid")) == pid {
-                return Ok((place, pid, status));
+            // A leader that does not answer says of nobody that it copies.
+            if let Some(status) = self.cluster.status() {
+                let owes = |key: &str| number(&status, &format!("/ranks/{place}/{key}")) > 0;
+                let caught = match key {
+                    Some(key) => owes(key),
+                    None => owes("gathers") || owes("scatters"),
+                };
+                if caught && number(&status, &format!("/ranks/{place}/pid")) == pid {
+                    return Ok((place, pid, status));
+                }
             }
             signal(pid, Signal::CONT)?;
         }
-        Err(format!("no worker was seen to copy in {LOOKS_MAX} looks"))
+        Err(format!("no worker was seen to copy in {RECOVERY_MAX:?}"))
     }
 
     fn kill_worker(&mut self, kind: Kind) -> Result<(), String> {
