@@ -1,56 +1,65 @@
-//! `kvferry engine-rank`: one rank of the reference engine, started by `kvferry replay`.
+//! `kvferry engine-rank`: one rank of the reference engine, started by `kvferry replay` and `kvferry bench move`.
 
 use std::path::PathBuf;
+use std::process::Stdio;
 use std::sync::Arc;
 use std::time::Duration;
+
+use clap::ValueEnum;
+use tokio::process::Command;
 
 use crate::cli::block_on;
 use crate::engine::layout::EngineLayout;
 use crate::engine::models::Model;
 use crate::engine::rank::{RankSettings, run};
+use crate::engine::rank_pipe::RankPipe;
 use crate::error::CommandError;
 use crate::transport::ZmqTransport;
 use crate::types::{EngineId, Rank, Replica};
 
-#[derive(Debug, clap::Args)]
+#[derive(Debug, Clone, clap::Args)]
 pub(super) struct Arguments {
     #[arg(long)]
-    worker_dir: PathBuf,
-    /// 32 hexadecimal digits.
+    pub(super) worker_dir: PathBuf,
+    #[arg(long, value_parser = engine_id, value_name = "32 HEX DIGITS")]
+    pub(super) engine: EngineId,
     #[arg(long)]
-    engine: String,
+    pub(super) replica: u16,
     #[arg(long)]
-    replica: u16,
+    pub(super) rank: u16,
     #[arg(long)]
-    rank: u16,
+    pub(super) ranks: u16,
     #[arg(long)]
-    ranks: u16,
+    pub(super) engine_page_tokens: u32,
     #[arg(long)]
-    engine_page_tokens: u32,
+    pub(super) device_pages: u32,
     #[arg(long)]
-    device_pages: u32,
+    pub(super) model: Model,
     #[arg(long)]
-    model: Model,
+    pub(super) layout: EngineLayout,
     #[arg(long)]
-    layout: EngineLayout,
-    #[arg(long)]
-    start_limit_s: u64,
+    pub(super) start_limit_s: u64,
 }
 
 impl Arguments {
     pub(super) fn run(self) -> Result<(), CommandError> {
         crate::telemetry::start("warn").map_err(CommandError::Config)?;
-        let engine = u128::from_str_radix(&self.engine, 16).map_err(|_| {
-            CommandError::Config(format!(
-                "engine is '{}': 32 hexadecimal digits",
-                self.engine
-            ))
-        })?;
+        let settings = self.settings()?;
+        block_on(1, async {
+            let (orders, reports) = (tokio::io::stdin(), tokio::io::stdout());
+            run(Arc::new(ZmqTransport), settings, orders, reports)
+                .await
+                .map_err(CommandError::Failed)
+        })
+    }
+
+    /// What such a rank is.
+    pub(super) fn settings(self) -> Result<RankSettings, CommandError> {
         let geometry = self.model.geometry(self.engine_page_tokens, self.ranks);
         let sharding = self.model.sharding(self.ranks);
-        let settings = RankSettings {
+        Ok(RankSettings {
             worker_dir: self.worker_dir,
-            engine: EngineId(engine.to_be_bytes()),
+            engine: self.engine,
             replica: Replica(self.replica),
             rank: Rank(self.rank),
             ranks: self.ranks,
@@ -62,12 +71,51 @@ impl Arguments {
                 .of(Rank(self.rank)),
             layout: self.layout,
             start_limit: Duration::from_secs(self.start_limit_s),
-        };
-        block_on(1, async {
-            let (orders, reports) = (tokio::io::stdin(), tokio::io::stdout());
-            run(Arc::new(ZmqTransport), settings, orders, reports)
-                .await
-                .map_err(CommandError::Failed)
         })
     }
+
+    /// Starts it as a process, which registers by itself and ends with this one.
+    pub(super) fn start(&self) -> Result<RankPipe, CommandError> {
+        let program = std::env::current_exe().map_err(CommandError::failed)?;
+        let layout = self.layout.to_possible_value();
+        let mut child = Command::new(program)
+            .arg("engine-rank")
+            .arg("--worker-dir")
+            .arg(&self.worker_dir)
+            .args(["--engine", &engine_text(self.engine)])
+            .args(["--replica", &self.replica.to_string()])
+            .args(["--rank", &self.rank.to_string()])
+            .args(["--ranks", &self.ranks.to_string()])
+            .args(["--engine-page-tokens", &self.engine_page_tokens.to_string()])
+            .args(["--device-pages", &self.device_pages.to_string()])
+            .args(["--model", &self.model.to_string()])
+            .args([
+                "--layout",
+                layout.as_ref().map_or("", |layout| layout.get_name()),
+            ])
+            .args(["--start-limit-s", &self.start_limit_s.to_string()])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .kill_on_drop(true)
+            .spawn()
+            .map_err(CommandError::failed)?;
+        let (Some(orders), Some(reports)) = (child.stdin.take(), child.stdout.take()) else {
+            let text = "an engine rank has no pipes".to_owned();
+            return Err(CommandError::Failed(text));
+        };
+        Ok(RankPipe {
+            child,
+            orders,
+            reports,
+        })
+    }
+}
+
+fn engine_id(text: &str) -> Result<EngineId, String> {
+    let number = u128::from_str_radix(text, 16).map_err(|error| error.to_string())?;
+    Ok(EngineId(number.to_be_bytes()))
+}
+
+fn engine_text(engine: EngineId) -> String {
+    format!("{:032x}", u128::from_be_bytes(engine.0))
 }

@@ -3,13 +3,18 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use tokio::time::Instant;
+
 use crate::cli::{ConfigArguments, block_on, dirs::Dirs, say};
 use crate::error::CommandError;
 use crate::protocol::{Hello, Message, Role, Status, StatusAnswer, VERSION, VERSION_MIN};
-use crate::transport::{Client, ClientSettings, Limits, Transport};
+use crate::transport::{Client, ClientSettings, Limits, Transport, ZmqTransport};
 
 /// How long a leader may take to answer.
 const STATUS_LIMIT: Duration = Duration::from_secs(5);
+
+/// Time between two questions to a leader that is not ready yet.
+const READY_PAUSE: Duration = Duration::from_millis(5);
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Arguments {
@@ -30,9 +35,10 @@ impl Arguments {
         let config = config.load()?;
         let dirs = Dirs::new(&config.socket_dir);
         let check = self.check;
-        let answer = block_on(1, async move {
-            ask(Arc::new(crate::transport::ZmqTransport), &dirs, check).await
-        })?;
+        let answer = block_on(
+            1,
+            async move { ask(Arc::new(ZmqTransport), &dirs, check).await },
+        )?;
         if self.json {
             say(&serde_json::to_string_pretty(&answer).map_err(CommandError::failed)?);
         } else {
@@ -45,6 +51,22 @@ impl Arguments {
                 answer.contradiction
             ))),
         }
+    }
+}
+
+/// Waits until lookups are served: the leader first reads what the depots hold.
+pub(super) async fn until_ready(dirs: &Dirs, limit: Duration) -> Result<(), CommandError> {
+    let until = Instant::now() + limit;
+    loop {
+        let status = ask(Arc::new(ZmqTransport), dirs, false).await?;
+        if status.ready {
+            return Ok(());
+        }
+        if Instant::now() >= until {
+            let text = format!("the leader is not ready after {limit:?}");
+            return Err(CommandError::Failed(text));
+        }
+        tokio::time::sleep(READY_PAUSE).await;
     }
 }
 

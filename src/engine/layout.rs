@@ -51,7 +51,7 @@ pub(super) fn pages_bytes(settings: &RankSettings) -> u64 {
 }
 
 /// The registration of a rank's memory, handed over under `ticket`.
-pub(super) fn describe(settings: &RankSettings, ticket: [u8; 16], nonce: Nonce) -> Registration {
+pub fn describe(settings: &RankSettings, ticket: [u8; 16], nonce: Nonce) -> Registration {
     let geometry = &settings.geometry;
     let element_bytes = u64::from(geometry.element_bytes);
     let layout = settings.layout;

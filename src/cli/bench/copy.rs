@@ -1,21 +1,19 @@
 //! `kvferry bench copy`
 
-use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Barrier};
+use std::sync::Barrier;
 use std::time::Instant;
 
 use crate::cli::{block_on, say};
 use crate::engine::content::POISON;
 use crate::error::CommandError;
-use crate::memory::{
-    CancelFlag, CopyEngine, CopyJob, Depot, EngineMemory, RegisteredMemory, SharedBuffer, validate,
-};
+use crate::memory::CopyEngine;
 use crate::types::{
-    Allocation, AllocationHandle, AllocationKind, Direction, FragmentPair, GroupId, Nonce,
-    PageList, Rank, Registration, TensorRole, TensorView,
+    Allocation, AllocationHandle, AllocationKind, Direction, GroupId, Nonce, Rank, Registration,
+    TensorRole, TensorView,
 };
 
 use super::order::{Ordered, measure};
+use super::pages::Pages;
 use super::spread;
 
 /// Sets of pages that take turns, so that no cache holds what is copied next.
@@ -94,7 +92,8 @@ impl Arguments {
         let fragment = u64::from(kib) * 1024;
         let pages = self.fragments * ROTATION;
         let bytes = fragment * u64::from(pages);
-        let bench = Bench::new(fragment, pages).map_err(CommandError::Failed)?;
+        let bench = Pages::new(&registration(fragment, pages), pages);
+        let bench = bench.map_err(CommandError::Failed)?;
         let engine = CopyEngine::new(usize::from(self.threads)).map_err(CommandError::failed)?;
         let (mut memcpy, mut gather, mut scatter) = (Vec::new(), Vec::new(), Vec::new());
         let source = vec![1_u8; usize::try_from(bytes).unwrap_or(0)];
@@ -106,22 +105,13 @@ impl Arguments {
             let from = set as usize * each;
             let begun = self.memcpy(&mut target[from..from + each], &source[from..from + each]);
             let floor = rate(begun);
-            let pairs = bench.pairs(set, self.fragments);
+            let job = bench.job(Direction::Store, set, set, self.fragments);
             let begun = Instant::now();
-            engine
-                .run(&bench.job(Direction::Store, pairs))
-                .map_err(CommandError::failed)?;
+            engine.run(&job).map_err(CommandError::failed)?;
             let gathered = rate(begun);
-            let pairs = bench.pairs(set, self.fragments);
-            let back = pairs.into_iter().map(|pair| FragmentPair {
-                src: pair.dst,
-                dst: pair.src,
-            });
-            let back = back.collect();
+            let job = bench.job(Direction::Load, set, set, self.fragments);
             let begun = Instant::now();
-            engine
-                .run(&bench.job(Direction::Load, back))
-                .map_err(CommandError::failed)?;
+            engine.run(&job).map_err(CommandError::failed)?;
             let scattered = rate(begun);
             // The first round warms up.
             if round > 0 {
@@ -130,12 +120,8 @@ impl Arguments {
                 scatter.push(scattered);
             }
         }
-        let one = bench.pairs(0, 1).into_iter().map(|pair| FragmentPair {
-            src: pair.dst,
-            dst: pair.src,
-        });
-        let one = bench.job(Direction::Load, one.collect());
-        let one_page = block_on(2, measure(one, bench.memory, ORDERS))?;
+        let one = bench.job(Direction::Load, 0, 0, 1);
+        let one_page = block_on(2, measure(one, bench.memory(), ORDERS))?;
         let (memcpy, gather, scatter) = (spread(memcpy), spread(gather), spread(scatter));
         Ok(Row {
             fragment_kib: kib,
@@ -175,120 +161,39 @@ impl Arguments {
     }
 }
 
-/// One tensor in which a page is one fragment, and a depot of the same number of pages.
-struct Bench {
-    job: CopyJob,
-    memory: RegisteredMemory,
-    order: Vec<u32>,
-}
-
-impl Bench {
-    fn new(fragment: u64, pages: u32) -> Result<Self, String> {
-        let text = |error: &dyn std::fmt::Display| error.to_string();
-        let bytes = fragment * u64::from(pages);
-        let registration = Registration {
-            group: GroupId(0),
-            rank: Rank(0),
-            tp_size: 1,
-            shard: 0,
-            engine_page_tokens: 16,
-            device_pages: pages,
-            layers: 1,
-            allocations: vec![Allocation {
-                kind: AllocationKind::SharedMemory,
-                handle: AllocationHandle::Ticket([0; 16]),
-                bytes,
-            }],
-            tensors: vec![TensorView {
-                layer: 0,
-                role: TensorRole::Kv,
-                allocation: 0,
-                offset_bytes: 0,
-                shape: vec![u64::from(pages), fragment],
-                strides: vec![fragment, 1],
-                element_bytes: 1,
-                page_axis: 0,
-                page_bytes: fragment,
-                page_stride_bytes: fragment,
-            }],
-            nonce: Nonce {
-                allocation: 0,
-                offset_bytes: 0,
-                bytes: vec![0; 16],
-            },
-            device_uuid: None,
-        };
-        let layout = validate(&registration).map_err(|error| text(&error))?;
-        let geometry = layout.geometry(&registration);
-        let buffer = SharedBuffer::create("kvferry-bench", bytes).map_err(|error| text(&error))?;
-        let filler = vec![1; usize::try_from(fragment).unwrap_or(0)];
-        for page in 0..pages {
-            let at = u64::from(page) * fragment;
-            buffer
-                .write_from(at, &filler)
-                .map_err(|error| text(&error))?;
-        }
-        let depot = Depot::create(Depot::bytes_for(pages, fragment));
-        let depot = depot.map_err(|error| text(&error))?;
-        let never = AtomicBool::new(false);
-        depot
-            .prefault(1, 64 << 20, &|_, _| (), &never)
-            .map_err(|error| text(&error))?;
-        let device =
-            EngineMemory::new(&registration, vec![buffer]).map_err(|error| text(&error))?;
-        let memory = RegisteredMemory {
-            memory: Arc::new(device),
-            layout: Arc::new(layout),
-            geometry,
-        };
-        let job = CopyJob {
-            direction: Direction::Store,
-            layout: Arc::clone(&memory.layout),
-            device: Arc::clone(&memory.memory),
-            depot: Arc::new(depot),
-            pairs: Vec::new(),
-            cancel: Arc::new(CancelFlag::default()),
-        };
-        Ok(Self {
-            job,
-            memory,
-            order: shuffled(pages),
-        })
+/// One tensor in which a page is one fragment.
+fn registration(fragment: u64, pages: u32) -> Registration {
+    let bytes = fragment * u64::from(pages);
+    Registration {
+        group: GroupId(0),
+        rank: Rank(0),
+        tp_size: 1,
+        shard: 0,
+        engine_page_tokens: 16,
+        device_pages: pages,
+        layers: 1,
+        allocations: vec![Allocation {
+            kind: AllocationKind::SharedMemory,
+            handle: AllocationHandle::Ticket([0; 16]),
+            bytes,
+        }],
+        tensors: vec![TensorView {
+            layer: 0,
+            role: TensorRole::Kv,
+            allocation: 0,
+            offset_bytes: 0,
+            shape: vec![u64::from(pages), fragment],
+            strides: vec![fragment, 1],
+            element_bytes: 1,
+            page_axis: 0,
+            page_bytes: fragment,
+            page_stride_bytes: fragment,
+        }],
+        nonce: Nonce {
+            allocation: 0,
+            offset_bytes: 0,
+            bytes: vec![0; 16],
+        },
+        device_uuid: None,
     }
-
-    /// Device pages in random order, to blocks of 32 arena pages.
-    fn pairs(&self, set: u32, count: u32) -> Vec<FragmentPair> {
-        let first = set * count;
-        let pages = &self.order[first as usize..(first + count) as usize];
-        let blocks = pages
-            .chunks(32)
-            .enumerate()
-            .map(|(index, pages)| FragmentPair {
-                src: pages.iter().copied().collect(),
-                dst: PageList::run(first + 32 * index as u32, pages.len() as u32),
-            });
-        blocks.collect()
-    }
-
-    fn job(&self, direction: Direction, pairs: Vec<FragmentPair>) -> CopyJob {
-        CopyJob {
-            direction,
-            pairs,
-            ..self.job.clone()
-        }
-    }
-}
-
-/// The numbers below `count` in an order that no prefetcher foresees, the same each time.
-fn shuffled(count: u32) -> Vec<u32> {
-    let mut order: Vec<u32> = (0..count).collect();
-    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
-    for last in (1..order.len()).rev() {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        let other = usize::try_from(state % (last as u64 + 1)).unwrap_or(0);
-        order.swap(last, other);
-    }
-    order
 }

@@ -4,11 +4,14 @@
 //! The leader is a process of its own. This one stands for its engine and for its worker, which says of each copy at once
 //! that it has ended.
 
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Stdio;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use tempfile::TempDir;
 use tokio::process::{Child, Command};
 use tokio::sync::mpsc;
 
@@ -65,6 +68,16 @@ impl Row {
             self.leader_to_busy
         )
     }
+}
+
+/// A folder for sockets, gone with what is returned.
+pub(super) fn folder() -> Result<TempDir, CommandError> {
+    let owner_only = Permissions::from_mode(0o700);
+    let folder = tempfile::Builder::new()
+        .prefix("kvferry-bench-")
+        .permissions(owner_only)
+        .tempdir();
+    folder.map_err(CommandError::failed)
 }
 
 /// Starts this program as a process that ends with this one.

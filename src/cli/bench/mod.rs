@@ -6,7 +6,9 @@ mod copy;
 mod filled;
 mod found;
 mod lookup;
+mod moved;
 mod order;
+mod pages;
 mod rpc;
 
 use clap::Subcommand;
@@ -17,6 +19,8 @@ use crate::error::CommandError;
 pub(super) enum Command {
     /// Gather and scatter pages, beside one memcpy of as many bytes by as many threads; and what an order adds.
     Copy(copy::Arguments),
+    /// Stores and loads of an engine through leader and worker, beside the same copies by the copy engine alone.
+    Move(moved::Arguments),
     /// Lookups in a leader that holds many pages, beside plain probes and compares.
     Lookup(lookup::Arguments),
     /// A transfer order to bytes and back, beside its numbers alone.
@@ -34,6 +38,7 @@ impl Command {
     pub(super) fn run(self) -> Result<(), CommandError> {
         match self {
             Self::Copy(arguments) => arguments.run(),
+            Self::Move(arguments) => arguments.run(),
             Self::Lookup(arguments) => arguments.run(),
             Self::Codec(arguments) => arguments.run(),
             Self::Arena(arguments) => arguments.run(),

@@ -1,8 +1,6 @@
 //! `kvferry bench rpc`
 
-use std::fs::Permissions;
 use std::io::{Read, Write};
-use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
@@ -79,12 +77,7 @@ impl Arguments {
     }
 
     async fn measure_all(&self) -> Result<Report, CommandError> {
-        let owner_only = Permissions::from_mode(0o700);
-        let folder = tempfile::Builder::new()
-            .prefix("kvferry-bench-")
-            .permissions(owner_only)
-            .tempdir();
-        let folder = folder.map_err(CommandError::failed)?;
+        let folder = found::folder()?;
         let dirs = Dirs::new(folder.path());
         let leader = ["leader", "--supervised", "--log", "warn", "--socket-dir"];
         let mut leader = found::process(&leader, folder.path())?;

@@ -23,8 +23,6 @@ use super::processes::{END_LIMIT, START_LIMIT, Up, start_ranks};
 use super::report::{Report, percentile};
 use super::workload::Workload;
 
-/// Time between two questions to a leader that is not ready yet.
-const READY_PAUSE: Duration = Duration::from_millis(5);
 /// A replay in which no request ends for so long has hung, and fails.
 const STALL_MIN: Duration = Duration::from_secs(60);
 /// The same, in times that a request may wait for an answer: a prompt asks up to four, and its pages may have to be taken back
@@ -84,7 +82,7 @@ async fn replay(
         let ready = rank.wait_until_ready(START_LIMIT).await;
         ready.map_err(CommandError::Failed)?;
     }
-    until_ready(dirs, Instant::now() + START_LIMIT).await?;
+    status::until_ready(dirs, START_LIMIT).await?;
     let mut fleet = Fleet::new(engines, arguments.request_timeout());
 
     let begun = Instant::now();
@@ -132,21 +130,6 @@ fn start_engine(
         client,
         ranks,
     })
-}
-
-/// Waits until lookups are served: the leader first reads what the depots hold.
-async fn until_ready(dirs: &Dirs, limit: Instant) -> Result<(), CommandError> {
-    loop {
-        let status = status::ask(Arc::new(ZmqTransport), dirs, false).await?;
-        if status.ready {
-            return Ok(());
-        }
-        if Instant::now() >= limit {
-            let text = format!("the leader is not ready after {START_LIMIT:?}");
-            return Err(CommandError::Failed(text));
-        }
-        tokio::time::sleep(READY_PAUSE).await;
-    }
 }
 
 /// The leader's status at the end. What it only now learns to be over, or still waits for, gets time until `limit`.

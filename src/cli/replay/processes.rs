@@ -11,7 +11,7 @@ use tempfile::TempDir;
 use tokio::process::{Child, ChildStdin, Command};
 
 use crate::cli::dirs::Dirs;
-use crate::engine::layout::EngineLayout;
+use crate::cli::engine_rank;
 use crate::engine::rank_pipe::RankPipe;
 use crate::error::CommandError;
 use crate::types::{EngineId, Rank, Replica, WorkerId};
@@ -136,54 +136,24 @@ pub(super) fn start_ranks(
     engine: EngineId,
     replica: Replica,
 ) -> Result<Vec<RankPipe>, CommandError> {
-    let program = std::env::current_exe().map_err(CommandError::failed)?;
-    let engine = format!("{:032x}", u128::from_be_bytes(engine.0));
-    let mut pipes = Vec::new();
-    for rank in 0..arguments.ranks {
+    let start = |rank| {
         let worker = WorkerId {
             replica,
             rank: Rank(rank),
         };
-        let mut command = Command::new(&program);
-        command
-            .arg("engine-rank")
-            .arg("--worker-dir")
-            .arg(dirs.worker(worker))
-            .args(["--engine", &engine])
-            .args(["--replica", &replica.0.to_string()])
-            .args(["--rank", &rank.to_string()])
-            .args(["--ranks", &arguments.ranks.to_string()])
-            .args([
-                "--engine-page-tokens",
-                &arguments.engine_page_tokens.to_string(),
-            ])
-            .args(["--device-pages", &workload.device_pages.to_string()])
-            .args(["--model", &arguments.model.to_string()])
-            .args(["--layout", &layout_name(arguments)])
-            .args(["--start-limit-s", &START_LIMIT.as_secs().to_string()])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .kill_on_drop(true);
-        let mut child = command.spawn().map_err(CommandError::failed)?;
-        match (child.stdin.take(), child.stdout.take()) {
-            (Some(orders), Some(reports)) => pipes.push(RankPipe {
-                child,
-                orders,
-                reports,
-            }),
-            _ => {
-                return Err(CommandError::Failed(
-                    "an engine rank has no pipes".to_owned(),
-                ));
-            }
-        }
-    }
-    Ok(pipes)
-}
-
-fn layout_name(arguments: &Arguments) -> String {
-    use clap::ValueEnum;
-    let layout = arguments.layout.unwrap_or(EngineLayout::LayerSeparate);
-    let value = layout.to_possible_value();
-    value.map_or_else(String::new, |value| value.get_name().to_owned())
+        let rank = engine_rank::Arguments {
+            worker_dir: dirs.worker(worker),
+            engine,
+            replica: replica.0,
+            rank,
+            ranks: arguments.ranks,
+            engine_page_tokens: arguments.engine_page_tokens,
+            device_pages: workload.device_pages,
+            model: arguments.model,
+            layout: arguments.layout.unwrap_or_default(),
+            start_limit_s: START_LIMIT.as_secs(),
+        };
+        rank.start()
+    };
+    (0..arguments.ranks).map(start).collect()
 }

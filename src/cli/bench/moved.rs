@@ -1,0 +1,484 @@
+//! `kvferry bench move`: an engine's stores and loads, end to end.
+//!
+//! Leader, worker and the engine's rank are processes, as `kvferry up` and `kvferry replay` start them; this one stands for
+//! the engine's scheduler. The other side is the copy engine alone, in this process: as many bytes, in the same layout,
+//! with as many threads, from and to memory of its own.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tokio::process::Child;
+
+use crate::cli::dirs::Dirs;
+use crate::cli::{block_on, engine_rank, say, status};
+use crate::engine::layout::{EngineLayout, describe};
+use crate::engine::models::Model;
+use crate::engine::pipe::{self, Order, Report as RankReport};
+use crate::engine::rank_pipe::RankPipe;
+use crate::engine::scheduler::WorkKind;
+use crate::error::CommandError;
+use crate::memory::{CopyEngine, Depot};
+use crate::protocol::{Finish, Load, Lookup, Message, Role, Store};
+use crate::transport::{Client, ZmqTransport};
+use crate::types::{Direction, Nonce, PageList, Rank, Replica, RequestId, WorkerId};
+
+use super::filled::{ENGINE, HASH_BYTES, hashes};
+use super::pages::{Pages, set_of, shuffled};
+use super::{found, spread};
+
+const ENGINE_PAGE_TOKENS: u32 = 16;
+/// Sets of device pages: two that are stored in turn, two that are loaded into.
+const SETS: u32 = 4;
+/// Prompts for which the arena has room.
+const PLACES: u32 = 3;
+/// A leader takes no smaller arena than of one block; one more, so that there is always room.
+const ARENA_PAGES_MIN: u32 = 64;
+/// Rounds whose times do not count.
+const WARM_UP: u32 = 4;
+/// Limit of everything that is waited for.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct Arguments {
+    /// MiB of each store and load.
+    #[arg(long, default_value = "512", value_parser = clap::value_parser!(u32).range(2..=16_384))]
+    mib: u32,
+    /// Whose page sizes, of 16 tokens.
+    #[arg(long, default_value = "llama-3-8b")]
+    model: Model,
+    /// How the pages lie in the engine's memory.
+    #[arg(long, default_value = "layer-separate")]
+    layout: EngineLayout,
+    /// Threads that copy, on both sides.
+    #[arg(long, default_value = "1", value_parser = clap::value_parser!(u16).range(1..=64))]
+    copy_threads: u16,
+    /// Rounds: a store and a load on each side.
+    #[arg(long, default_value = "15", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    rounds: u32,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Milliseconds, and shares of the rate of the copy engine alone.
+#[derive(Debug, serde::Serialize)]
+struct Report {
+    bytes: u64,
+    pages: u32,
+    fragment_bytes: u64,
+    copy_threads: u16,
+    store: Row,
+    load: Row,
+}
+
+/// One direction.
+#[derive(Debug, serde::Serialize)]
+struct Row {
+    bare_p50_ms: f64,
+    bare_min_ms: f64,
+    p50_ms: f64,
+    min_ms: f64,
+    max_ms: f64,
+    /// Of which the worker copied so long, on average.
+    copying_ms: f64,
+    /// Rate, as a share of the copy engine's alone: medians.
+    to_bare: f64,
+}
+
+/// Milliseconds of one direction, round by round.
+#[derive(Debug, Default)]
+struct Times {
+    bare: Vec<f64>,
+    whole: Vec<f64>,
+    /// What the worker says that its copies took, all together.
+    copying_us: u64,
+}
+
+impl Times {
+    fn row(self) -> Row {
+        let rounds = self.whole.len() as f64;
+        let (bare_min_ms, bare_p50_ms, _) = spread(self.bare);
+        let (min_ms, p50_ms, max_ms) = spread(self.whole);
+        Row {
+            bare_p50_ms,
+            bare_min_ms,
+            p50_ms,
+            min_ms,
+            max_ms,
+            copying_ms: self.copying_us as f64 / 1e3 / rounds,
+            to_bare: bare_p50_ms / p50_ms,
+        }
+    }
+}
+
+impl Row {
+    fn text(&self, name: &str, bytes: u64) -> String {
+        let rate = |ms: f64| bytes as f64 / ms / 1e6;
+        format!(
+            "{name:<6} {:>8.2} ms {:>6.2} GB/s  {:>8.2} ms {:>6.2} GB/s ({:.2}..{:.2})  {:>8.2} ms  {:>7.2}",
+            self.bare_p50_ms,
+            rate(self.bare_p50_ms),
+            self.p50_ms,
+            rate(self.p50_ms),
+            self.min_ms,
+            self.max_ms,
+            self.copying_ms,
+            self.to_bare
+        )
+    }
+}
+
+impl Arguments {
+    pub(crate) fn run(self) -> Result<(), CommandError> {
+        let report = block_on(2, self.measure())?;
+        if self.json {
+            say(&serde_json::to_string_pretty(&report).map_err(CommandError::failed)?);
+            return Ok(());
+        }
+        say(&format!(
+            "{} MiB in {} pages, fragments of {} bytes in random page order, {} threads; medians, (least..most)",
+            report.bytes >> 20,
+            report.pages,
+            report.fragment_bytes,
+            report.copy_threads
+        ));
+        say(
+            "       copy engine alone        through leader and worker                   of which copying  to bare",
+        );
+        say(&report.store.text("store", report.bytes));
+        say(&report.load.text("load", report.bytes));
+        Ok(())
+    }
+
+    async fn measure(&self) -> Result<Report, CommandError> {
+        let folder = found::folder()?;
+        let dirs = Dirs::new(folder.path());
+        let geometry = self.model.geometry(ENGINE_PAGE_TOKENS, 1);
+        let geometry = geometry.map_err(|error| CommandError::Config(error.to_string()))?;
+        let page_bytes = geometry.page_bytes();
+        let pages = u32::try_from((u64::from(self.mib) << 20) / page_bytes).unwrap_or(0);
+        if pages == 0 {
+            return Err(CommandError::Config(format!(
+                "mib is {}: a page of {} has {page_bytes} bytes: give more",
+                self.mib, self.model
+            )));
+        }
+        let rank = self.rank(&dirs, SETS * pages);
+        let bare = Bare::new(self, rank.clone(), pages)?;
+        let arena_pages = (PLACES * pages).max(ARENA_PAGES_MIN);
+        let mut up = self.start_up(folder.path(), Depot::bytes_for(arena_pages, page_bytes))?;
+        let played = self.play(&dirs, &rank, pages, &bare).await;
+        drop(up.stdin.take());
+        let ended = tokio::time::timeout(PATIENCE, up.wait()).await;
+        let (store, load) = played?;
+        match ended {
+            Ok(Ok(status)) if status.success() => {}
+            other => return Err(CommandError::Failed(format!("kvferry up: {other:?}"))),
+        }
+        Ok(Report {
+            bytes: u64::from(pages) * page_bytes,
+            pages,
+            fragment_bytes: geometry.fragment_bytes,
+            copy_threads: self.copy_threads,
+            store: store.row(),
+            load: load.row(),
+        })
+    }
+
+    fn start_up(&self, folder: &Path, g2_bytes: u64) -> Result<Child, CommandError> {
+        let (g2, threads) = (g2_bytes.to_string(), self.copy_threads.to_string());
+        let arguments = ["up", "--supervised", "--log", "error", "--ranks", "1"];
+        let sizes = ["--g2", &g2, "--copy-threads", &threads, "--socket-dir"];
+        found::process(&[&arguments[..], &sizes[..]].concat(), folder)
+    }
+
+    fn rank(&self, dirs: &Dirs, device_pages: u32) -> engine_rank::Arguments {
+        let worker = WorkerId {
+            replica: Replica(0),
+            rank: Rank(0),
+        };
+        engine_rank::Arguments {
+            worker_dir: dirs.worker(worker),
+            engine: ENGINE,
+            replica: 0,
+            rank: 0,
+            ranks: 1,
+            engine_page_tokens: ENGINE_PAGE_TOKENS,
+            device_pages,
+            model: self.model,
+            layout: self.layout,
+            start_limit_s: PATIENCE.as_secs(),
+        }
+    }
+
+    /// Both sides in turn. Times of stores, and of loads.
+    async fn play(
+        &self,
+        dirs: &Dirs,
+        rank: &engine_rank::Arguments,
+        pages: u32,
+        bare: &Bare,
+    ) -> Result<(Times, Times), CommandError> {
+        let mut moves = Moves::start(dirs, rank, pages).await?;
+        let (mut store, mut load) = (Times::default(), Times::default());
+        let mut before = moves.copied().await?;
+        for round in 0..WARM_UP + self.rounds {
+            if round == WARM_UP {
+                before = moves.copied().await?;
+            }
+            let bare_store = bare.run(Direction::Store, round)?;
+            let whole_store = moves.store(round).await?;
+            let bare_load = bare.run(Direction::Load, round)?;
+            let whole_load = moves.load(round).await?;
+            if round >= WARM_UP {
+                store.bare.push(bare_store);
+                store.whole.push(whole_store);
+                load.bare.push(bare_load);
+                load.whole.push(whole_load);
+            }
+        }
+        let after = moves.copied().await?;
+        store.copying_us = after.0 - before.0;
+        load.copying_us = after.1 - before.1;
+        moves.end().await?;
+        Ok((store, load))
+    }
+}
+
+/// The copy engine alone.
+struct Bare {
+    engine: CopyEngine,
+    memory: Pages,
+    pages: u32,
+}
+
+impl Bare {
+    fn new(
+        arguments: &Arguments,
+        rank: engine_rank::Arguments,
+        pages: u32,
+    ) -> Result<Self, CommandError> {
+        let nonce = Nonce {
+            allocation: 0,
+            offset_bytes: 0,
+            bytes: vec![0; 16],
+        };
+        let registration = describe(&rank.settings()?, [0; 16], nonce);
+        let memory = Pages::new(&registration, PLACES * pages).map_err(CommandError::Failed)?;
+        let engine = CopyEngine::new(usize::from(arguments.copy_threads));
+        Ok(Self {
+            engine: engine.map_err(CommandError::failed)?,
+            memory,
+            pages,
+        })
+    }
+
+    fn run(&self, direction: Direction, round: u32) -> Result<f64, CommandError> {
+        let set = set_in(direction, round);
+        let job = self.memory.job(direction, set, round % PLACES, self.pages);
+        let begun = Instant::now();
+        self.engine.run(&job).map_err(CommandError::failed)?;
+        Ok(milliseconds(begun))
+    }
+}
+
+/// Which device pages are copied in a round. What is stored in turn is never loaded to where it already lies.
+fn set_in(direction: Direction, round: u32) -> u32 {
+    match direction {
+        Direction::Store => round % 2,
+        Direction::Load => 2 + round / 2 % 2,
+    }
+}
+
+/// An engine with one rank, whose scheduler stores and loads one prompt after another.
+struct Moves {
+    leader: Client,
+    dirs: Dirs,
+    rank: RankPipe,
+    pages: u32,
+    /// Device pages in random order.
+    order: Vec<u32>,
+    requests: u64,
+    tickets: u64,
+}
+
+impl Moves {
+    /// Connects, and has the rank write all pages that are stored from or loaded into.
+    async fn start(
+        dirs: &Dirs,
+        rank: &engine_rank::Arguments,
+        pages: u32,
+    ) -> Result<Self, CommandError> {
+        let mut process = rank.start()?;
+        let ready = process.wait_until_ready(PATIENCE).await;
+        ready.map_err(CommandError::Failed)?;
+        status::until_ready(dirs, PATIENCE).await?;
+        let (leader, mut incoming) = found::client(dirs.leader_address(), Role::Engine);
+        tokio::spawn(async move { while incoming.recv().await.is_some() {} });
+        let mut moves = Self {
+            leader,
+            dirs: dirs.clone(),
+            rank: process,
+            pages,
+            order: shuffled(SETS * pages),
+            requests: 0,
+            tickets: 0,
+        };
+        for round in 0..2 {
+            let set = set_in(Direction::Store, round);
+            moves.work(WorkKind::Compute, set, round).await?;
+            let set = set_in(Direction::Load, 2 * round);
+            moves.work(WorkKind::Poison, set, round).await?;
+        }
+        Ok(moves)
+    }
+
+    /// Microseconds that the worker has copied, in stores and in loads.
+    async fn copied(&self) -> Result<(u64, u64), CommandError> {
+        let status = status::ask(Arc::new(ZmqTransport), &self.dirs, false).await?;
+        let counter = |name: &str| status.counters.get(name).copied().unwrap_or(0);
+        Ok((counter("gather_us"), counter("scatter_us")))
+    }
+
+    /// Stores the pages of a round under hashes that are new. Milliseconds from the request to its answer.
+    async fn store(&mut self, round: u32) -> Result<f64, CommandError> {
+        let slot = 2 * u64::from(round);
+        self.look_up(slot, round, 0).await?;
+        // As after a forward pass: the rank has said that the pages are written.
+        let id = self.next_request();
+        self.order(Order::new(self.tickets + 1, WorkKind::Compute, id.0))
+            .await?;
+        let set = set_in(Direction::Store, round);
+        let store = Store {
+            slot,
+            first_page: 0,
+            source: self
+                .device_pages(set)
+                .iter()
+                .copied()
+                .collect::<PageList>()
+                .into(),
+            hash_bytes: 0,
+            more_hashes: Vec::new(),
+        };
+        let begun = Instant::now();
+        let answer = self.ask_as(id, Message::Store(store)).await?;
+        let took = milliseconds(begun);
+        match answer {
+            Message::StoreAnswer(answer) if answer.stored_pages == self.pages => {}
+            other => return Err(CommandError::Failed(format!("stored {other:?}"))),
+        }
+        self.finish(slot).await?;
+        Ok(took)
+    }
+
+    /// Loads what the round has stored, and has it compared. Milliseconds from the request to its answer.
+    async fn load(&mut self, round: u32) -> Result<f64, CommandError> {
+        let slot = 2 * u64::from(round) + 1;
+        self.look_up(slot, round, self.pages).await?;
+        let set = set_in(Direction::Load, round);
+        let load = Load {
+            slot,
+            first_page: 0,
+            destination: self
+                .device_pages(set)
+                .iter()
+                .copied()
+                .collect::<PageList>()
+                .into(),
+        };
+        let id = self.next_request();
+        let begun = Instant::now();
+        let answer = self.ask_as(id, Message::Load(load)).await?;
+        let took = milliseconds(begun);
+        match answer {
+            Message::LoadAnswer(answer) if answer.pages == self.pages => {}
+            other => return Err(CommandError::Failed(format!("loaded {other:?}"))),
+        }
+        self.finish(slot).await?;
+        self.work(WorkKind::Verify, set, round).await?;
+        Ok(took)
+    }
+
+    async fn look_up(&mut self, slot: u64, round: u32, expected: u32) -> Result<(), CommandError> {
+        let lookup = Lookup {
+            slot,
+            namespace: Vec::new(),
+            hash_bytes: HASH_BYTES as u8,
+            hashes: hashes(u64::from(round), self.pages),
+            device_pages: 0,
+        };
+        match self.ask(Message::Lookup(lookup)).await? {
+            Message::LookupAnswer(answer) if answer.hit_pages == expected => Ok(()),
+            other => Err(CommandError::Failed(format!("found {other:?}"))),
+        }
+    }
+
+    async fn finish(&mut self, slot: u64) -> Result<(), CommandError> {
+        self.ask(Message::Finish(Finish { slot })).await?;
+        Ok(())
+    }
+
+    async fn ask(&mut self, message: Message) -> Result<Message, CommandError> {
+        let id = self.next_request();
+        self.ask_as(id, message).await
+    }
+
+    async fn ask_as(&self, id: RequestId, message: Message) -> Result<Message, CommandError> {
+        let answer = self.leader.ask_as(id, message, PATIENCE).await;
+        answer.map_err(CommandError::failed)
+    }
+
+    fn next_request(&mut self) -> RequestId {
+        self.requests += 1;
+        RequestId(self.requests)
+    }
+
+    fn device_pages(&self, set: u32) -> &[u32] {
+        set_of(&self.order, set, self.pages)
+    }
+
+    /// Work on the pages of a set. What a page holds depends on the parity of the round, and on its place in the prompt.
+    async fn work(&mut self, kind: WorkKind, set: u32, round: u32) -> Result<(), CommandError> {
+        let mut order = Order::new(self.tickets + 1, kind, 0);
+        for (position, page) in (0_u64..).zip(self.device_pages(set)) {
+            order.pages.extend_from_slice(&page.to_le_bytes());
+            let content = u128::from(position) << 1 | u128::from(round % 2);
+            order.contents.extend_from_slice(&content.to_be_bytes());
+        }
+        self.order(order).await
+    }
+
+    /// Has the rank carry out an order, and waits until it has.
+    async fn order(&mut self, order: Order) -> Result<(), CommandError> {
+        self.tickets = order.ticket;
+        let sent = pipe::write(&mut self.rank.orders, &order).await;
+        sent.map_err(CommandError::failed)?;
+        let report = tokio::time::timeout(PATIENCE, pipe::read(&mut self.rank.reports)).await;
+        let report = report.map_err(|_| late("the rank's report"))?;
+        let report: Option<RankReport> = report.map_err(CommandError::failed)?;
+        match report {
+            Some(report) if report.complaint.is_empty() && report.ticket == order.ticket => Ok(()),
+            Some(report) => Err(CommandError::Found(report.complaint)),
+            None => Err(CommandError::Failed("the rank has ended".to_owned())),
+        }
+    }
+
+    async fn end(mut self) -> Result<(), CommandError> {
+        drop(self.rank.orders);
+        let ended = tokio::time::timeout(PATIENCE, self.rank.child.wait()).await;
+        match ended.map_err(|_| late("the rank's end"))? {
+            Ok(status) if status.success() => Ok(()),
+            other => Err(CommandError::Failed(format!("the rank: {other:?}"))),
+        }
+    }
+}
+
+fn late(what: &str) -> CommandError {
+    CommandError::Failed(format!("{what} did not come within {PATIENCE:?}"))
+}
+
+fn milliseconds(begun: Instant) -> f64 {
+    begun.elapsed().as_secs_f64() * 1e3
+}

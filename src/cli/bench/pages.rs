@@ -1,0 +1,115 @@
+//! Memory of an engine, a depot, and copies between them, without any actor or process.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use crate::memory::{
+    CancelFlag, CopyJob, Depot, EngineMemory, RegisteredMemory, SharedBuffer, validate,
+};
+use crate::types::{Direction, FragmentPair, PageList, Registration};
+
+/// Pages of a block.
+const BLOCK_PAGES: usize = 32;
+/// How much memory is filled or taken at a time.
+const STEP_BYTES: usize = 1 << 20;
+
+/// See the module. All memory is in use before the first copy.
+pub(super) struct Pages {
+    job: CopyJob,
+    memory: RegisteredMemory,
+    order: Vec<u32>,
+}
+
+impl Pages {
+    /// For what a registration describes, in one allocation, and a depot of `arena_pages`.
+    pub(super) fn new(registration: &Registration, arena_pages: u32) -> Result<Self, String> {
+        let text = |error: &dyn std::fmt::Display| error.to_string();
+        let layout = validate(registration).map_err(|error| text(&error))?;
+        let geometry = layout.geometry(registration);
+        let bytes = registration.allocations.iter().map(|one| one.bytes).sum();
+        let buffer = SharedBuffer::create("kvferry-bench", bytes).map_err(|error| text(&error))?;
+        let filler = vec![1; STEP_BYTES];
+        let mut at = 0;
+        while at < bytes {
+            let step = usize::try_from(bytes - at).unwrap_or(usize::MAX);
+            let step = &filler[..step.min(STEP_BYTES)];
+            buffer.write_from(at, step).map_err(|error| text(&error))?;
+            at += step.len() as u64;
+        }
+        let depot = Depot::create(Depot::bytes_for(arena_pages, geometry.page_bytes));
+        let depot = depot.map_err(|error| text(&error))?;
+        let never = AtomicBool::new(false);
+        depot
+            .prefault(1, 64 << 20, &|_, _| (), &never)
+            .map_err(|error| text(&error))?;
+        let device = EngineMemory::new(registration, vec![buffer]).map_err(|error| text(&error))?;
+        let memory = RegisteredMemory {
+            memory: Arc::new(device),
+            layout: Arc::new(layout),
+            geometry,
+        };
+        let job = CopyJob {
+            direction: Direction::Store,
+            layout: Arc::clone(&memory.layout),
+            device: Arc::clone(&memory.memory),
+            depot: Arc::new(depot),
+            pairs: Vec::new(),
+            cancel: Arc::new(CancelFlag::default()),
+        };
+        Ok(Self {
+            job,
+            memory,
+            order: shuffled(registration.device_pages),
+        })
+    }
+
+    /// The engine's memory, as a worker knows it.
+    pub(super) fn memory(&self) -> RegisteredMemory {
+        self.memory.clone()
+    }
+
+    /// A copy of `count` device pages, the same for the same `set`, to blocks of 32 arena pages from `count * place` on,
+    /// or the other way.
+    pub(super) fn job(&self, direction: Direction, set: u32, place: u32, count: u32) -> CopyJob {
+        let pairs = gather(set_of(&self.order, set, count), count * place);
+        let pairs = match direction {
+            Direction::Store => pairs,
+            Direction::Load => pairs.into_iter().map(turned).collect(),
+        };
+        CopyJob {
+            direction,
+            pairs,
+            ..self.job.clone()
+        }
+    }
+}
+
+/// `count` of the pages of `order`: others for each set.
+pub(super) fn set_of(order: &[u32], set: u32, count: u32) -> &[u32] {
+    let first = set * count;
+    &order[first as usize..(first + count) as usize]
+}
+
+/// Pages to consecutive blocks of an arena.
+fn gather(pages: &[u32], first: u32) -> Vec<FragmentPair> {
+    let blocks = pages.chunks(BLOCK_PAGES).enumerate();
+    let pairs = blocks.map(|(index, pages)| FragmentPair {
+        src: pages.iter().copied().collect(),
+        dst: PageList::run(first + (BLOCK_PAGES * index) as u32, pages.len() as u32),
+    });
+    pairs.collect()
+}
+
+fn turned(pair: FragmentPair) -> FragmentPair {
+    FragmentPair {
+        src: pair.dst,
+        dst: pair.src,
+    }
+}
+
+/// The numbers below `count` in an order that no prefetcher foresees, the same each time.
+pub(super) fn shuffled(count: u32) -> Vec<u32> {
+    let mut order: Vec<u32> = (0..count).collect();
+    fastrand::Rng::with_seed(5).shuffle(&mut order);
+    order
+}
