@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use figment::Figment;
 use serde::{Deserialize, Serialize};
 
-use crate::types::{ByteSize, Ratio, Sharding};
+use crate::types::{ByteSize, NumaNodes, Ratio, Sharding};
 
 pub use error::ConfigError;
 pub use sources::{CONFIG_BYTES_MAX, ENVIRONMENT_PREFIX, OTHER_VARIABLES};
@@ -45,6 +45,10 @@ pub struct Config {
     pub ratio: Ratio,
     /// Host memory for blocks, at least one byte. Default: `8GiB`.
     pub g2: ByteSize,
+    /// Keep it in memory: it is never swapped out. Needs a limit of locked memory that is high enough. Default: `false`.
+    pub g2_lock: bool,
+    /// NUMA nodes from which it is taken, one for each KV shard in turn. Default: none, wherever a worker runs.
+    pub g2_numa: NumaNodes,
     /// Threads that copy for each worker, 1..=[`COPY_THREADS_MAX`]. Default: `4`.
     pub copy_threads: u16,
     /// Time between heartbeats, in milliseconds, [`HEARTBEAT_MS_MIN`]..=[`HEARTBEAT_MS_MAX`]. Default: `1000`.
@@ -80,6 +84,14 @@ pub struct Flags {
     #[arg(long, value_name = "SIZE")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub g2: Option<ByteSize>,
+    /// Lock the host memory, so that it is never swapped out.
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub g2_lock: Option<bool>,
+    /// NUMA nodes of the host memory, one for each KV shard in turn, such as 0,1.
+    #[arg(long, value_name = "NODES")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub g2_numa: Option<NumaNodes>,
     /// Threads that copy for each worker: 1 to 256.
     #[arg(long, value_name = "N")]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -165,6 +177,8 @@ impl Config {
             g2: settings.get("g2", "a size above 0, such as \"8GiB\"", |g2: ByteSize| {
                 (g2.0 > 0).then_some(g2)
             })?,
+            g2_numa: settings.get("g2_numa", "node numbers such as \"0,1\", or \"\"", Some)?,
+            g2_lock: settings.get("g2_lock", "true or false", Some)?,
             copy_threads: settings.get(
                 "copy_threads",
                 &bounds(1, COPY_THREADS_MAX.into()),

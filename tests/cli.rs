@@ -342,6 +342,15 @@ fn ranks_that_disagree_are_told_which_rank_and_which_field() {
     ] {
         assert!(errors.contains(word), "{errors}");
     }
+    let status = kvferry(&["status", "--json", "--socket-dir", name]);
+    let status: Value = serde_json::from_slice(&status.stdout).expect("JSON");
+    let problem = |rank: usize| status["ranks"][rank]["problem"].as_str();
+    assert_eq!(problem(0), Some(""));
+    let turned_away = problem(1).expect("a text");
+    assert!(
+        turned_away.contains("engine_page_tokens is 32"),
+        "{turned_away}"
+    );
 }
 
 #[test]
@@ -366,4 +375,125 @@ fn a_replay_that_is_told_to_end_leaves_nothing_behind() {
     assert_eq!(code, Some(1), "{errors}");
     assert!(errors.contains("interrupted"), "{errors}");
     assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), 0);
+}
+
+/// The status of a leader, once something is true of it.
+fn status_once(sockets: &str, is_true: impl Fn(&Value) -> bool) -> Value {
+    let begun = std::time::Instant::now();
+    loop {
+        let output = kvferry(&["status", "--json", "--socket-dir", sockets]);
+        if let Ok(status) = serde_json::from_slice(&output.stdout)
+            && is_true(&status)
+        {
+            return status;
+        }
+        assert!(begun.elapsed() < LIMIT, "it does not get there");
+    }
+}
+
+#[test]
+fn every_rank_says_how_far_it_is() {
+    let folder = socket_dir();
+    let name = folder.path().to_str().expect("UTF-8");
+    let _up = Running::start(&[
+        "up",
+        "--ranks",
+        "2",
+        "--g2",
+        "32MiB",
+        "--g2-numa",
+        "0",
+        "--socket-dir",
+        name,
+    ]);
+    let is_ready = |rank: &Value| {
+        let bytes = rank["host_bytes"].as_u64();
+        bytes == Some(16 << 20) && rank["host_ready_bytes"].as_u64() == bytes
+    };
+    status_once(name, |status| {
+        let ranks = status["ranks"].as_array().expect("a list");
+        ranks.len() == 2 && ranks.iter().all(is_ready)
+    });
+    let output = kvferry(&["status", "--socket-dir", name]);
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(
+        text.contains("rank 1: waits for its engine to register"),
+        "{text}"
+    );
+    refused(
+        &["status", "--wait-s", "1", "--socket-dir", name],
+        1,
+        &["not ready after 1s", "rank 0: waits", "rank 1: waits"],
+    );
+}
+
+#[test]
+fn a_rank_without_memory_says_why_before_it_ends() {
+    let folder = socket_dir();
+    let name = folder.path().to_str().expect("UTF-8");
+    let _leader = Running::start(&["leader", "--socket-dir", name]);
+    let worker = [
+        "worker",
+        "--rank",
+        "0",
+        "--g2",
+        "8TiB",
+        "--socket-dir",
+        name,
+    ];
+    refused(
+        &worker,
+        1,
+        &["the depot needs", "more bytes", "has", "give it a"],
+    );
+    let status = status_once(name, |status| status["ranks"][0]["pid"] == 0);
+    let problem = status["ranks"][0]["problem"].as_str().expect("a text");
+    assert!(problem.contains("the depot needs"), "{problem}");
+    refused(
+        &["status", "--wait-s", "1", "--socket-dir", name],
+        1,
+        &["rank 0: the depot needs"],
+    );
+}
+
+#[test]
+fn a_numa_node_that_is_not_there() {
+    let folder = socket_dir();
+    let name = folder.path().to_str().expect("UTF-8");
+    let up = [
+        "up",
+        "--g2",
+        "16MiB",
+        "--g2-numa",
+        "4095",
+        "--socket-dir",
+        name,
+    ];
+    refused(&up, 78, &["g2_numa", "4095", "nodes 0"]);
+    let up = ["up", "--g2-numa", "0;1", "--socket-dir", name];
+    refused(&up, 2, &["--g2-numa", "0;1", "such as 0,1"]);
+}
+
+#[test]
+fn stores_and_loads_are_measured_beside_the_copy_engine() {
+    let bench = [
+        "bench", "move", "--model", "tiny", "--mib", "2", "--rounds", "2", "--json",
+    ];
+    let output = kvferry(&bench);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{errors}");
+    let report: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    assert_eq!(
+        (&report["bytes"], &report["pages"]),
+        (&Value::from(2 << 20), &Value::from(512))
+    );
+    for direction in ["store", "load"] {
+        let ratio = report[direction]["to_bare"].as_f64().expect("a number");
+        assert!(ratio > 0.0, "{report}");
+    }
+    refused(
+        &["bench", "move", "--mib", "2", "--model", "llama-3-70b"],
+        78,
+        &["mib is 2", "give more"],
+    );
 }

@@ -1,5 +1,7 @@
 //! The leader's shell: peers in, core, peers out.
 
+mod status;
+
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -15,13 +17,13 @@ use crate::actors::clock::Clock;
 use crate::actors::mailbox::{Credited, Feeder};
 use crate::core::{Attached, Effect, EngineMemory, Event, Leader, LeaderSettings, Refusal};
 use crate::protocol::{
-    Attach, Attached as AttachedBody, Cancel, Envelope, ErrorBody, ErrorCode, Message, RankStatus,
-    ReadInventory, Role, StatusAnswer, Strike, Transfer,
+    Attach, Attached as AttachedBody, Cancel, Empty, Envelope, ErrorBody, ErrorCode, Message,
+    Preparing, ReadInventory, Role, Strike, Transfer,
 };
 use crate::transport::{PeerId, Replier, Server, ServerEvent};
 use crate::types::{
-    AttachId, Copy, DepotId, Direction, EndedCopy, EngineId, OpId, Rank, Replica, Request,
-    RequestId, ResetId, Time, WorkerId,
+    AttachId, Copy, DepotId, EndedCopy, EngineId, OpId, Rank, Replica, Request, RequestId, ResetId,
+    Time, WorkerId,
 };
 
 /// What a leader needs to start.
@@ -87,6 +89,8 @@ pub(super) struct State {
     engines: HashMap<EngineId, PeerId>,
     workers: HashMap<WorkerId, WorkerPeer>,
     watched: HashMap<i32, Arc<OwnedFd>>,
+    /// How far each worker said last that it is; at most as many as there are places.
+    preparing: HashMap<WorkerId, Preparing>,
     next_order: u64,
     timer: Option<JoinHandle<Result<(), ractor::MessagingErr<LeaderMessage>>>>,
     armed_at: Option<Time>,
@@ -133,6 +137,7 @@ impl Actor for LeaderActor {
             engines: HashMap::new(),
             workers: HashMap::new(),
             watched: HashMap::new(),
+            preparing: HashMap::new(),
             next_order: 0,
             timer: None,
             armed_at: None,
@@ -306,6 +311,9 @@ impl State {
                     .is_some_and(|known| known.peer == peer) =>
             {
                 tracing::warn!(%worker, "worker lost");
+                if !self.places().any(|place| place == worker) {
+                    self.workers.remove(&worker);
+                }
                 self.step(Event::WorkerLost(worker));
             }
             _ => {}
@@ -346,6 +354,11 @@ impl State {
             }
             (Some(PeerRole::Worker(worker)), Message::Attach(attach)) => {
                 self.attach(worker, correlation, attach);
+            }
+            (Some(PeerRole::Worker(worker)), Message::Preparing(preparing)) => {
+                self.prepares(worker, preparing);
+                self.replier
+                    .reply(peer, correlation, Message::PreparingAnswer(Empty {}));
             }
             (Some(PeerRole::Worker(worker)), Message::Ended(ended)) => {
                 let copies = ended.copies.iter().map(EndedCopy::from).collect();
@@ -550,60 +563,6 @@ impl State {
                     .refuse(known.peer, correlation, to_error(&refusal));
             }
         }
-    }
-
-    fn owed(&self, worker: WorkerId, direction: Direction) -> u32 {
-        u32::try_from(self.core.owed_by(worker, direction)).unwrap_or(u32::MAX)
-    }
-
-    fn status(&self, check: bool) -> StatusAnswer {
-        let replicas = (0..self.settings.replicas).map(Replica);
-        let workers = replicas.flat_map(|replica| {
-            let ranks = (0..self.settings.sharding.ranks()).map(Rank);
-            ranks.map(move |rank| WorkerId { replica, rank })
-        });
-        let ranks = workers.map(|id| RankStatus {
-            replica: id.replica.0,
-            rank: id.rank.0,
-            attached: self.core.is_attached(id),
-            gathers: self.owed(id, Direction::Store),
-            scatters: self.owed(id, Direction::Load),
-            pid: self
-                .workers
-                .get(&id)
-                .and_then(|worker| worker.pid)
-                .and_then(|pid| u32::try_from(pid).ok())
-                .unwrap_or(0),
-        });
-        let mut answer = StatusAnswer {
-            version: env!("CARGO_PKG_VERSION").to_owned(),
-            epoch: self.settings.epoch.0,
-            ready: self.core.is_ready(),
-            ratio: self.settings.ratio.pages(),
-            engine_page_tokens: self.core.engine_page_tokens(),
-            ranks: ranks.collect(),
-            slots: self.core.slots() as u64,
-            copies_under_way: self.core.copies_under_way() as u64,
-            decisions_digest: self.core.decisions_digest(),
-            counters: self
-                .core
-                .counters()
-                .map(|(name, value)| (name.to_owned(), value))
-                .collect(),
-            ..StatusAnswer::default()
-        };
-        if let Some(pool) = self.core.pool() {
-            let states = pool.page_states().by_name();
-            answer.pages = states
-                .map(|(name, pages)| (name.to_owned(), u64::from(pages)))
-                .into();
-            answer.pins = pool.pins();
-            answer.blocks = u64::from(pool.live_blocks());
-        }
-        if check {
-            answer.contradiction = self.core.check().err().unwrap_or_default();
-        }
-        answer
     }
 
     fn end_drain(&mut self) {

@@ -5,6 +5,7 @@
 //! * `worker`: a leader and engine ranks on one side, [`crate::core::Worker`] on the other;
 //! * `transfer`: runs copies on threads of its own and reports their ends;
 //! * `pool`: makes a worker's depot ready, with progress;
+//! * `teller`: tells the leader how far a worker is that cannot serve yet;
 //! * `supervision`: starts the others, ends the process when one of them fails;
 //! * `mailbox`: mailboxes are unbounded, so what is sent to them is counted by credits.
 
@@ -13,6 +14,7 @@ mod leader;
 mod mailbox;
 mod pool;
 mod supervision;
+mod teller;
 pub(crate) mod transfer;
 mod worker;
 

@@ -1,17 +1,26 @@
 //! Makes a worker's depot ready: opens its memory and touches every page of it, in parallel, with progress.
 
+use std::cell::Cell;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use ractor::{Actor, ActorProcessingErr, ActorRef};
+use tokio::task::JoinHandle;
 
 use crate::actors::worker::WorkerMessage;
-use crate::memory::Depot;
+use crate::memory::{Depot, NumaNode, Prefault};
 use crate::types::ByteSize;
 
 /// Bytes that one thread touches before it reports.
 const PREFAULT_CHUNK_BYTES: u64 = 64 << 20;
+/// A depot must be ready after so long, and a second for each [`READY_BYTES_PER_S`]: more means that the machine swaps.
+const READY_LIMIT_MIN: Duration = Duration::from_secs(60);
+/// A tenth of what a slow machine does.
+const READY_BYTES_PER_S: u64 = 128 << 20;
+/// Pause between two words about how far it is.
+const TELL_EVERY: Duration = Duration::from_millis(500);
 
 /// Where a depot's memory comes from.
 pub struct PoolSettings {
@@ -21,6 +30,16 @@ pub struct PoolSettings {
     pub bytes: u64,
     /// Threads that touch it.
     pub threads: usize,
+    /// Where its memory is to lie.
+    pub node: Option<NumaNode>,
+    /// Lock it into memory, so that it is never swapped out.
+    pub lock: bool,
+}
+
+impl PoolSettings {
+    fn ready_limit(&self) -> Duration {
+        READY_LIMIT_MIN + Duration::from_secs(self.bytes / READY_BYTES_PER_S)
+    }
 }
 
 /// How far the depot is, in bytes.
@@ -31,6 +50,12 @@ pub(super) struct Progress {
 }
 
 impl Progress {
+    /// Bytes that are ready, and of how many.
+    pub(super) fn bytes(&self) -> (u64, u64) {
+        let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
+        (read(&self.done), read(&self.total))
+    }
+
     /// One line for people.
     pub(super) fn line(&self) -> String {
         let done = ByteSize(self.done.load(Ordering::Relaxed));
@@ -62,27 +87,32 @@ impl Actor for PoolActor {
     ) -> Result<State, ActorProcessingErr> {
         let cancel = Arc::new(AtomicBool::new(false));
         let flag = Arc::clone(&cancel);
-        tokio::task::spawn_blocking(move || {
-            let PoolArguments {
-                settings,
-                progress,
-                worker,
-            } = arguments;
-            let threads = settings.threads;
-            let say = |message| {
-                if worker.cast(message).is_err() {
-                    tracing::debug!("the worker has stopped");
-                }
+        let PoolArguments {
+            settings,
+            progress,
+            worker,
+        } = arguments;
+        let limit = settings.ready_limit();
+        let (shown, to) = (Arc::clone(&progress), worker.clone());
+        let taken = tokio::task::spawn_blocking(move || {
+            let lock = settings.lock;
+            let by = Prefault {
+                threads: settings.threads,
+                chunk_bytes: PREFAULT_CHUNK_BYTES,
+                node: settings.node.clone(),
             };
-            match open(settings) {
-                Ok(depot) => {
-                    say(WorkerMessage::Depot(Ok(Arc::clone(&depot))));
-                    say(WorkerMessage::Prefaulted(prefault(
-                        &depot, threads, &progress, &flag,
-                    )));
-                }
-                Err(why) => say(WorkerMessage::Depot(Err(why))),
+            let depot = open(settings)?;
+            say(&to, WorkerMessage::Depot(Arc::clone(&depot)));
+            prefault(&depot, &by, &progress, &flag, &to)?;
+            if lock {
+                depot.lock().map_err(|error| error.to_string())?;
             }
+            Ok(())
+        });
+        let flag = Arc::clone(&cancel);
+        tokio::spawn(async move {
+            let ready = within(limit, taken, &shown, &flag).await;
+            say(&worker, WorkerMessage::Prefaulted(ready));
         });
         Ok(State(cancel))
     }
@@ -107,16 +137,90 @@ fn open(settings: PoolSettings) -> Result<Arc<Depot>, String> {
 
 fn prefault(
     depot: &Depot,
-    threads: usize,
+    by: &Prefault,
     progress: &Progress,
     cancel: &AtomicBool,
+    worker: &ActorRef<WorkerMessage>,
 ) -> Result<(), String> {
+    let told = Cell::new(Instant::now());
     let report = |done, total| {
         progress.done.store(done, Ordering::Relaxed);
         progress.total.store(total, Ordering::Relaxed);
+        if told.get().elapsed() >= TELL_EVERY {
+            told.set(Instant::now());
+            say(worker, WorkerMessage::Preparing);
+        }
     };
     depot
-        .prefault(threads, PREFAULT_CHUNK_BYTES, &report, cancel)
+        .prefault(by, &report, cancel)
         .map(|_| ())
         .map_err(|error| error.to_string())
+}
+
+/// What becomes of the depot, or that it took too long: then what still runs is told to end.
+async fn within(
+    limit: Duration,
+    taken: JoinHandle<Result<(), String>>,
+    progress: &Progress,
+    cancel: &AtomicBool,
+) -> Result<(), String> {
+    match tokio::time::timeout(limit, taken).await {
+        Ok(Ok(ready)) => ready,
+        Ok(Err(error)) => Err(error.to_string()),
+        Err(_) => {
+            cancel.store(true, Ordering::Relaxed);
+            let line = progress.line();
+            Err(format!(
+                "{line} after {limit:?}: is the machine swapping? Give it a smaller g2"
+            ))
+        }
+    }
+}
+
+fn say(worker: &ActorRef<WorkerMessage>, message: WorkerMessage) {
+    if worker.cast(message).is_err() {
+        tracing::debug!("the worker has stopped");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_depot_that_does_not_get_ready_in_time_is_given_up() {
+        let progress = Progress::default();
+        progress.done.store(1 << 30, Ordering::Relaxed);
+        progress.total.store(8 << 30, Ordering::Relaxed);
+        let cancel = Arc::new(AtomicBool::new(false));
+        let flag = Arc::clone(&cancel);
+        let taken = tokio::task::spawn_blocking(move || {
+            while !flag.load(Ordering::Relaxed) {
+                std::thread::yield_now();
+            }
+            Ok(())
+        });
+        let why = within(Duration::from_millis(1), taken, &progress, &cancel).await;
+        let why = why.expect_err("it takes for ever");
+        assert!(why.contains("1 GiB of 8 GiB"), "{why}");
+        assert!(cancel.load(Ordering::Relaxed), "what runs is told to end");
+    }
+
+    #[test]
+    fn larger_depots_have_more_time() {
+        let settings = |bytes| PoolSettings {
+            held: None,
+            bytes,
+            threads: 1,
+            node: None,
+            lock: false,
+        };
+        assert_eq!(settings(0).ready_limit(), READY_LIMIT_MIN);
+        let day = Duration::from_secs(24 * 3600);
+        let limit = settings(1 << 40).ready_limit();
+        assert!(
+            limit > Duration::from_secs(3600) && limit < day,
+            "{limit:?}"
+        );
+    }
 }

@@ -10,6 +10,7 @@ use tokio::task::JoinHandle;
 use crate::actors::clock::Clock;
 use crate::actors::mailbox::{Credited, Credits, Feeder};
 use crate::actors::pool::{PoolActor, PoolArguments, PoolSettings, Progress};
+use crate::actors::teller::Teller;
 use crate::actors::transfer::{
     RUNNING_COPIES_MAX, TransferActor, TransferArguments, TransferMessage,
 };
@@ -57,9 +58,13 @@ pub(super) enum WorkerMessage {
     /// A feeding task has ended.
     Deaf(&'static str),
     /// The depot is mapped.
-    Depot(Result<Arc<Depot>, String>),
-    /// All of its memory is there.
+    Depot(Arc<Depot>),
+    /// More of its memory is there.
+    Preparing,
+    /// All of it is there, or never will be.
     Prefaulted(Result<(), String>),
+    /// The leader has been told why this worker ends.
+    Failed(String),
     Mapped(Registering, Box<Result<RegisteredMemory, String>>),
     Admitted(AttachId, Result<Attached, Failure>),
     Ended(Vec<EndedCopy>),
@@ -116,6 +121,7 @@ pub(super) struct State {
     link: LinkId,
     transfer: ActorRef<TransferMessage>,
     progress: Arc<Progress>,
+    teller: Teller,
     depot: Option<Arc<Depot>>,
     prefaulted: bool,
     mapped: Option<Mapped>,
@@ -176,6 +182,7 @@ impl Actor for WorkerActor {
             let message = batch.map_or(WorkerMessage::Deaf("the listener"), WorkerMessage::Ranks);
             ranks.cast(message).is_ok()
         });
+        let teller = Teller::start(leader.clone(), myself.clone());
         tokio::spawn(feed_leader(incoming, myself));
         Ok(State {
             feeder,
@@ -189,6 +196,7 @@ impl Actor for WorkerActor {
             link: LinkId::default(),
             transfer,
             progress,
+            teller,
             depot: None,
             prefaulted: false,
             mapped: None,
@@ -230,7 +238,7 @@ impl Actor for WorkerActor {
             }
             WorkerMessage::Leader(incoming) => state.leader_says(incoming.item, &myself)?,
             WorkerMessage::Deaf(what) => return Err(format!("{what} has ended").into()),
-            WorkerMessage::Depot(Ok(depot)) => {
+            WorkerMessage::Depot(depot) => {
                 state.depot = Some(depot);
                 state.step(WorkerEvent::DepotReady, &myself)?;
             }
@@ -238,13 +246,23 @@ impl Actor for WorkerActor {
                 let bytes = state.depot.as_ref().map(|depot| depot.bytes());
                 tracing::info!(worker = %state.worker, bytes, "host memory ready");
                 state.prefaulted = true;
+                state.teller.tell(state.progress.bytes());
             }
-            WorkerMessage::Depot(Err(why)) | WorkerMessage::Prefaulted(Err(why)) => {
-                return Err(why.into());
+            WorkerMessage::Preparing => {
+                tracing::info!(worker = %state.worker, "{}", state.progress.line());
+                state.teller.tell(state.progress.bytes());
             }
+            WorkerMessage::Prefaulted(Err(why)) => {
+                tracing::error!(worker = %state.worker, why, "no host memory");
+                state.teller.give_up(why);
+            }
+            WorkerMessage::Failed(why) => return Err(why.into()),
             WorkerMessage::Mapped(who, memory) => match *memory {
                 Ok(memory) => state.mapped(who, memory, &myself)?,
-                Err(why) => state.refuse(who.peer, who.asked, ErrorCode::Invalid, why),
+                Err(why) => {
+                    state.teller.problem(why.clone());
+                    state.refuse(who.peer, who.asked, ErrorCode::Invalid, why);
+                }
             },
             WorkerMessage::Admitted(attach, verdict) => state.admitted(attach, verdict, &myself)?,
             WorkerMessage::Ended(copies) => {
@@ -407,9 +425,11 @@ impl State {
                 "registration.rank is {}, this worker serves {}: connect to the worker of your rank",
                 registration.rank.0, self.worker.rank
             );
+            self.teller.problem(text.clone());
             return self.refuse(peer, correlation, ErrorCode::Invalid, text);
         }
         if let Some(text) = self.wrong_shard(&registration) {
+            self.teller.problem(text.clone());
             return self.refuse(peer, correlation, ErrorCode::Invalid, text);
         }
         if !self.prefaulted {
@@ -451,6 +471,7 @@ impl State {
             let text = "another engine registered meanwhile".to_owned();
             self.refuse(peer, asked, ErrorCode::Invalid, text);
         }
+        self.teller.problem(String::new());
         self.step(WorkerEvent::Registered { engine, after }, myself)
     }
 
@@ -508,6 +529,7 @@ impl State {
                 if matches!(failure.code, ErrorCode::Invalid | ErrorCode::RankDisagrees) =>
             {
                 tracing::error!(worker = %self.worker, message = failure.message, "turned away");
+                self.teller.problem(failure.message.clone());
                 self.turned_away = Some(failure);
                 None
             }
@@ -568,6 +590,7 @@ impl State {
         match incoming {
             Incoming::Welcomed(epoch, link) => {
                 self.link = link;
+                self.teller.tell(self.progress.bytes());
                 self.step(WorkerEvent::LeaderFound(epoch), myself)
             }
             Incoming::Lost => self.step(WorkerEvent::LeaderLost, myself),

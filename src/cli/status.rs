@@ -7,8 +7,11 @@ use tokio::time::Instant;
 
 use crate::cli::{ConfigArguments, block_on, dirs::Dirs, say};
 use crate::error::CommandError;
-use crate::protocol::{Hello, Message, Role, Status, StatusAnswer, VERSION, VERSION_MIN};
+use crate::protocol::{
+    Hello, Message, RankStatus, Role, Status, StatusAnswer, VERSION, VERSION_MIN,
+};
 use crate::transport::{Client, ClientSettings, Limits, Transport, ZmqTransport};
+use crate::types::{ByteSize, Rank, Replica, WorkerId};
 
 /// How long a leader may take to answer.
 const STATUS_LIMIT: Duration = Duration::from_secs(5);
@@ -20,6 +23,9 @@ const READY_PAUSE: Duration = Duration::from_millis(5);
 pub(super) struct Arguments {
     #[command(flatten)]
     config: ConfigArguments,
+    /// Wait until every rank is ready, at most so many seconds, and say on the way how far each is.
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    wait_s: Option<u64>,
     /// Print JSON: `schema/messages.json`, `status_answer`.
     #[arg(long)]
     json: bool,
@@ -34,11 +40,13 @@ impl Arguments {
         config.flags.log.get_or_insert_with(|| "warn".to_owned());
         let config = config.load()?;
         let dirs = Dirs::new(&config.socket_dir);
-        let check = self.check;
-        let answer = block_on(
-            1,
-            async move { ask(Arc::new(ZmqTransport), &dirs, check).await },
-        )?;
+        let (check, wait) = (self.check, self.wait_s.map(Duration::from_secs));
+        let answer = block_on(1, async move {
+            if let Some(limit) = wait {
+                wait_until_ready(&dirs, limit, &mut say_progress).await?;
+            }
+            ask(Arc::new(ZmqTransport), &dirs, check).await
+        })?;
         if self.json {
             say(&serde_json::to_string_pretty(&answer).map_err(CommandError::failed)?);
         } else {
@@ -54,20 +62,81 @@ impl Arguments {
     }
 }
 
-/// Waits until lookups are served: the leader first reads what the depots hold.
+/// Waits until lookups are served: every rank is there, and the leader has read what the depots hold.
 pub(super) async fn until_ready(dirs: &Dirs, limit: Duration) -> Result<(), CommandError> {
+    wait_until_ready(dirs, limit, &mut |_| ()).await
+}
+
+/// The same; says how far all are whenever that has changed.
+async fn wait_until_ready(
+    dirs: &Dirs,
+    limit: Duration,
+    progress: &mut dyn FnMut(&str),
+) -> Result<(), CommandError> {
     let until = Instant::now() + limit;
+    let client = admin(Arc::new(ZmqTransport), dirs, [0; 16], "status");
+    let mut said = String::new();
     loop {
-        let status = ask(Arc::new(ZmqTransport), dirs, false).await?;
-        if status.ready {
-            return Ok(());
+        let now = match status_by(&client, until, dirs, false).await {
+            Ok(status) if status.ready => return Ok(()),
+            Ok(status) => unready(&status),
+            Err(error) => error.to_string(),
+        };
+        if now != said {
+            progress(&now);
+            said = now;
         }
         if Instant::now() >= until {
-            let text = format!("the leader is not ready after {limit:?}");
+            let text = format!("not ready after {limit:?}: {said}");
             return Err(CommandError::Failed(text));
         }
         tokio::time::sleep(READY_PAUSE).await;
     }
+}
+
+/// What is missing.
+fn unready(status: &StatusAnswer) -> String {
+    let missing: Vec<String> = status
+        .ranks
+        .iter()
+        .filter(|rank| !rank.attached || !rank.problem.is_empty())
+        .map(|rank| format!("{}: {}", name(rank), stage(rank)))
+        .collect();
+    match missing.is_empty() {
+        true => "the leader reads what the depots hold".to_owned(),
+        false => missing.join("; "),
+    }
+}
+
+fn name(rank: &RankStatus) -> String {
+    let (replica, rank) = (Replica(rank.replica), Rank(rank.rank));
+    WorkerId { replica, rank }.to_string()
+}
+
+/// How far a rank is.
+fn stage(rank: &RankStatus) -> String {
+    if !rank.problem.is_empty() {
+        return rank.problem.clone();
+    }
+    if rank.attached {
+        return "ready".to_owned();
+    }
+    if rank.pid == 0 && rank.host_bytes == 0 {
+        return "no worker yet".to_owned();
+    }
+    if rank.pid == 0 {
+        return "its worker has ended".to_owned();
+    }
+    let (ready, bytes) = (ByteSize(rank.host_ready_bytes), ByteSize(rank.host_bytes));
+    match rank.host_bytes == 0 || ready < bytes {
+        true => format!("{ready} of {bytes} host memory are ready"),
+        false => "waits for its engine to register its memory".to_owned(),
+    }
+}
+
+#[expect(clippy::print_stderr, reason = "progress, which is no result")]
+fn say_progress(text: &str) {
+    eprintln!("{text}");
 }
 
 /// A person's conversation with a leader, under the name of a command; `engine` tells those apart that ask as engines do.
@@ -103,10 +172,19 @@ pub(super) async fn ask(
     check: bool,
 ) -> Result<StatusAnswer, CommandError> {
     let client = admin(transport, dirs, [0; 16], "status");
-    let answer = client
-        .ask(Message::Status(Status { check }), STATUS_LIMIT)
-        .await;
-    match answer {
+    status_by(&client, Instant::now() + STATUS_LIMIT, dirs, check).await
+}
+
+async fn status_by(
+    client: &Client,
+    until: Instant,
+    dirs: &Dirs,
+    check: bool,
+) -> Result<StatusAnswer, CommandError> {
+    let left = until.saturating_duration_since(Instant::now());
+    let limit = left.clamp(READY_PAUSE, STATUS_LIMIT);
+    let question = Message::Status(Status { check });
+    match client.ask(question, limit).await {
         Ok(Message::StatusAnswer(answer)) => Ok(answer),
         Ok(other) => Err(CommandError::Failed(format!(
             "unexpected {}",
@@ -129,11 +207,13 @@ fn table(answer: &StatusAnswer) -> String {
             if answer.ready { "yes" } else { "no" },
             answer.ranks.len()
         ),
-        format!(
-            "blocks       {} of up to {} pages of {} tokens",
-            answer.blocks, answer.ratio, answer.engine_page_tokens
-        ),
     ];
+    let unready = answer.ranks.iter().filter(|rank| !rank.attached);
+    lines.extend(unready.map(|rank| format!("  {}: {}", name(rank), stage(rank))));
+    lines.extend([format!(
+        "blocks       {} of up to {} pages of {} tokens",
+        answer.blocks, answer.ratio, answer.engine_page_tokens
+    )]);
     let states: Vec<String> = answer
         .pages
         .iter()
@@ -148,4 +228,35 @@ fn table(answer: &StatusAnswer) -> String {
         lines.push(format!("  {name:<24}{value}"));
     }
     lines.join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_stage_of_a_rank_is_told() {
+        let mut rank = RankStatus {
+            rank: 1,
+            ..RankStatus::default()
+        };
+        assert_eq!(stage(&rank), "no worker yet");
+        rank.pid = 7;
+        rank.host_bytes = 8 << 30;
+        rank.host_ready_bytes = 1 << 30;
+        assert_eq!(stage(&rank), "1 GiB of 8 GiB host memory are ready");
+        rank.host_ready_bytes = 8 << 30;
+        assert_eq!(stage(&rank), "waits for its engine to register its memory");
+        rank.attached = true;
+        assert_eq!(stage(&rank), "ready");
+        rank.attached = false;
+        rank.pid = 0;
+        assert_eq!(stage(&rank), "its worker has ended");
+        rank.problem = "no memory".to_owned();
+        let status = StatusAnswer {
+            ranks: vec![rank],
+            ..StatusAnswer::default()
+        };
+        assert_eq!(unready(&status), "rank 1: no memory");
+    }
 }

@@ -16,9 +16,9 @@ use crate::cli::process::{Ending, Expel};
 use crate::cli::{ConfigArguments, block_on, dirs::Dirs};
 use crate::config::Config;
 use crate::error::CommandError;
-use crate::memory::{DEPOT_HEADER_BYTES, Depot, MemoryAvailable};
+use crate::memory::{DEPOT_HEADER_BYTES, Depot, LockLimit, MemoryAvailable, NumaNode};
 use crate::transport::prepare_directory;
-use crate::types::{ByteSize, Rank, Replica, WorkerId};
+use crate::types::{ByteSize, Rank, Replica, Shard, WorkerId};
 
 /// How long children may take to end before they are killed.
 const END_LIMIT: Duration = Duration::from_secs(10);
@@ -102,7 +102,7 @@ impl Arguments {
             prepare_directory(Dirs::new(&config.socket_dir).root())
                 .map_err(CommandError::failed)?;
             if !no_tiers {
-                check_memory(config.g2)?;
+                check_memory(&config)?;
             }
             let mut supervisor = Supervisor::new(config, no_tiers)?;
             supervisor.start_all()?;
@@ -122,7 +122,21 @@ impl Arguments {
 }
 
 /// Refuses at once what there is no memory for now: workers would try for a while, and say so too.
-fn check_memory(g2: ByteSize) -> Result<(), CommandError> {
+fn check_memory(config: &Config) -> Result<(), CommandError> {
+    let wrong = |error: &dyn std::fmt::Display| CommandError::Config(error.to_string());
+    let (g2, shards) = (config.g2, config.kv_shards.shards());
+    for shard in (0..shards).map(Shard) {
+        if let Some(node) = config.g2_numa.of(shard) {
+            NumaNode::find(node).map_err(|error| wrong(&error))?;
+        }
+    }
+    if config.g2_lock {
+        // Each worker locks the depot of its shard.
+        let each = g2.0 / u64::from(shards);
+        LockLimit::now()
+            .check(each)
+            .map_err(|error| wrong(&error))?;
+    }
     let MemoryAvailable { bytes, limit } = MemoryAvailable::now();
     if g2.0 <= bytes {
         return Ok(());
@@ -194,6 +208,8 @@ impl Supervisor {
             .args(["--replicas", &config.replicas.to_string()])
             .args(["--ratio", &config.ratio.to_string()])
             .args(["--g2", &config.g2.0.to_string()])
+            .args(["--g2-lock", &config.g2_lock.to_string()])
+            .args(["--g2-numa", &config.g2_numa.to_string()])
             .args(["--copy-threads", &config.copy_threads.to_string()])
             .args(["--heartbeat-ms", &config.heartbeat_ms.to_string()])
             .args(["--log", &config.log])

@@ -9,7 +9,7 @@ use crate::actors::{PoolSettings, WorkerArguments, run_worker};
 use crate::cli::process::{Ending, end_with_supervisor};
 use crate::cli::{ConfigArguments, block_on, dirs::Dirs};
 use crate::error::CommandError;
-use crate::memory::DEPOT_HEADER_BYTES;
+use crate::memory::{DEPOT_HEADER_BYTES, NumaNode};
 use crate::protocol::{Hello, Role, VERSION, VERSION_MIN};
 use crate::transport::{
     Address, Client, ClientSettings, FdReceiver, Limits, Server, ServerSettings, Transport,
@@ -59,6 +59,9 @@ impl Arguments {
                 config.ranks - 1
             )));
         }
+        let node = config.g2_numa.of(config.kv_shards.of(worker.rank));
+        let node = node.map(NumaNode::find).transpose();
+        let node = node.map_err(|error| CommandError::Config(error.to_string()))?;
         let held = self.depot_fd.map(reopen).transpose()?;
         block_on(2, async move {
             let mut ending = Ending::listen(self.supervised)?;
@@ -106,6 +109,8 @@ impl Arguments {
                     held,
                     bytes: bytes.max(DEPOT_HEADER_BYTES),
                     threads,
+                    node,
+                    lock: config.g2_lock,
                 },
                 copy_threads: threads,
             };

@@ -24,11 +24,32 @@ const ALIKE_MIN: f64 = 0.8;
 /// One key of the configuration.
 pub(super) struct Key {
     pub(super) name: &'static str,
-    is_number: bool,
+    is: Is,
     default: Fallback,
 }
 
+/// What a variable's text is read as.
+#[derive(Clone, Copy)]
+enum Is {
+    Number,
+    Switch,
+    Text,
+}
+
+impl Is {
+    /// What cannot be read stays text, and is refused as such.
+    fn read(self, text: &str) -> Value {
+        let value = match self {
+            Self::Number => text.trim().parse::<i64>().ok().map(Value::from),
+            Self::Switch => text.trim().parse::<bool>().ok().map(Value::from),
+            Self::Text => None,
+        };
+        value.unwrap_or_else(|| text.into())
+    }
+}
+
 enum Fallback {
+    Switch(bool),
     SocketDir,
     Number(u64),
     Text(&'static str),
@@ -37,7 +58,7 @@ enum Fallback {
 const fn number(name: &'static str, default: u64) -> Key {
     Key {
         name,
-        is_number: true,
+        is: Is::Number,
         default: Fallback::Number(default),
     }
 }
@@ -45,19 +66,29 @@ const fn number(name: &'static str, default: u64) -> Key {
 const fn text(name: &'static str, default: Fallback) -> Key {
     Key {
         name,
-        is_number: false,
+        is: Is::Text,
         default,
     }
 }
 
+const fn switch(name: &'static str, default: bool) -> Key {
+    Key {
+        name,
+        is: Is::Switch,
+        default: Fallback::Switch(default),
+    }
+}
+
 /// All keys, in the order of the structure.
-pub(super) const KEYS: [Key; 9] = [
+pub(super) const KEYS: [Key; 11] = [
     text("socket_dir", Fallback::SocketDir),
     number("ranks", 1),
     number("kv_shards", 0),
     number("replicas", 1),
     number("ratio", 32),
     text("g2", Fallback::Text("8GiB")),
+    switch("g2_lock", false),
+    text("g2_numa", Fallback::Text("")),
     number("copy_threads", 4),
     number("heartbeat_ms", 1_000),
     text("log", Fallback::Text("info")),
@@ -88,6 +119,7 @@ pub(super) fn defaults(socket_dir: &Path) -> Vec<Setting> {
             key: key.name.to_owned(),
             value: match key.default {
                 Fallback::SocketDir => Value::from(socket_dir.to_string_lossy().as_ref()),
+                Fallback::Switch(on) => Value::from(on),
                 Fallback::Number(number) => Value::from(number),
                 Fallback::Text(text) => Value::from(text),
             },
@@ -167,11 +199,10 @@ pub(super) fn environment(variables: &[(OsString, OsString)]) -> Result<Vec<Sett
         let Some(value) = value.to_str() else {
             return Err(ConfigError::NotUtf8 { origin });
         };
-        let number = key.is_number.then(|| value.trim().parse::<i64>().ok());
         settings.push(Setting {
             origin,
             key: key.name.to_owned(),
-            value: number.flatten().map_or_else(|| value.into(), Value::from),
+            value: key.is.read(value),
         });
     }
     Ok(settings)

@@ -46,6 +46,8 @@ fn defaults_are_those_of_the_docs() {
         replicas: 1,
         ratio: Ratio::default(),
         g2: ByteSize(8 << 30),
+        g2_lock: false,
+        g2_numa: NumaNodes::default(),
         copy_threads: 4,
         heartbeat_ms: 1_000,
         log: "info".to_owned(),
@@ -94,12 +96,15 @@ fn every_key_can_be_given_by_every_source() {
         replicas: 3,
         ratio: Ratio::new(8).expect("in bounds"),
         g2: ByteSize(4_096),
+        g2_lock: true,
+        g2_numa: "1,0".parse().expect("nodes"),
         copy_threads: 3,
         heartbeat_ms: 50,
         log: "1".to_owned(),
     };
     let toml = Toml::new(
-        "socket_dir = '/x'\nranks = 2\nkv_shards = 1\nreplicas = 3\nratio = 8\ng2 = 4096\ncopy_threads = 3\n\
+        "socket_dir = '/x'\nranks = 2\nkv_shards = 1\nreplicas = 3\nratio = 8\ng2 = 4096\ng2_lock = true\n\
+         g2_numa = '1,0'\ncopy_threads = 3\n\
          heartbeat_ms = 50\nlog = '1'",
     );
     assert_eq!(toml.load().expect("file"), expected);
@@ -110,6 +115,8 @@ fn every_key_can_be_given_by_every_source() {
         ("KVFERRY_REPLICAS", "3"),
         ("KVFERRY_RATIO", "8"),
         ("KVFERRY_G2", "4096"),
+        ("KVFERRY_G2_LOCK", "true"),
+        ("KVFERRY_G2_NUMA", "1,0"),
         ("KVFERRY_COPY_THREADS", "3"),
         ("KVFERRY_HEARTBEAT_MS", "50"),
         ("KVFERRY_LOG", "1"),
@@ -122,6 +129,8 @@ fn every_key_can_be_given_by_every_source() {
         replicas: Some(3),
         ratio: Some(8),
         g2: Some(ByteSize(4_096)),
+        g2_lock: Some(true),
+        g2_numa: Some("1,0".parse().expect("nodes")),
         copy_threads: Some(3),
         heartbeat_ms: Some(50),
         log: Some("1".to_owned()),
@@ -150,7 +159,7 @@ fn unknown_keys_are_refused_with_a_suggestion_and_their_source() {
     assert!(
         error.ends_with(
             "unknown key 'zzz': the keys are socket_dir, ranks, kv_shards, replicas, ratio, g2, \
-        copy_threads, heartbeat_ms, log"
+        g2_lock, g2_numa, copy_threads, heartbeat_ms, log"
         ),
         "{error}"
     );

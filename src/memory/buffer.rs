@@ -252,6 +252,11 @@ impl SharedBuffer {
         self.fd.as_fd()
     }
 
+    /// Keeps the whole mapping in memory: it is never swapped out.
+    pub(super) fn lock(&self) -> io::Result<()> {
+        self.map.lock()
+    }
+
     /// Asks for huge pages; true when the system took the advice, which does not say that it follows it.
     pub(super) fn advise_huge_pages(&self) -> bool {
         self.map.advise(Advice::HugePage).is_ok()

@@ -14,6 +14,8 @@ mod depot;
 mod engine_memory;
 mod inventory;
 mod layout;
+mod lock;
+mod node;
 mod open;
 mod prefault;
 mod registration;
@@ -28,8 +30,10 @@ pub use depot::{DEPOT_FORMAT_VERSION, DEPOT_HEADER_BYTES, Depot, DepotError, pag
 pub use engine_memory::{EngineMemory, EngineMemoryError, NonceMismatch};
 pub use inventory::SLOT_BYTES;
 pub use layout::{FragmentLayout, PageLayout};
+pub use lock::{LockError, LockLimit};
+pub use node::{NoSuchNode, NumaNode};
 pub use open::{OpenError, RegisteredMemory};
-pub use prefault::{PrefaultError, PrefaultReport};
+pub use prefault::{Prefault, PrefaultError, PrefaultReport};
 pub use registration::{
     ALLOCATIONS_MAX, AXES_MAX, FRAGMENTS_MAX, NONCE_BYTES_MAX, NONCE_BYTES_MIN, PAGE_BYTES_MAX,
     RegistrationError, TENSORS_MAX, validate,

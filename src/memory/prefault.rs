@@ -7,11 +7,23 @@ use std::sync::mpsc::{SyncSender, sync_channel};
 use super::available::{MemoryAvailable, MemoryLimit};
 use super::buffer::SharedBuffer;
 use super::depot::Depot;
+use super::node::NumaNode;
 
 /// Chunks start at multiples of this, whatever was asked for: one huge page.
 const CHUNK_ALIGN_BYTES: u64 = 2 << 20;
 /// `st_blocks` counts in these, whatever the file system's own block is.
 const STAT_BLOCK_BYTES: u64 = 512;
+
+/// Who takes the memory.
+#[derive(Debug, Clone)]
+pub struct Prefault {
+    /// How many threads; at least one.
+    pub threads: usize,
+    /// Bytes that one of them takes before it reports; rounded up to 2 MiB.
+    pub chunk_bytes: u64,
+    /// Where they run, and so where the memory is taken from.
+    pub node: Option<NumaNode>,
+}
 
 /// What a prefault did.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,14 +64,13 @@ pub enum PrefaultError {
 }
 
 impl Depot {
-    /// Takes all memory of the depot, contents unchanged, with `threads` threads in steps of `chunk_bytes`.
+    /// Takes all memory of the depot, contents unchanged.
     ///
     /// `progress(done_bytes, total_bytes)` is called on the caller's thread, first with 0, then with growing numbers up
     /// to the total. `cancel` is looked at between chunks. When it returns, all its threads have ended.
     pub fn prefault(
         &self,
-        threads: usize,
-        chunk_bytes: u64,
+        by: &Prefault,
         progress: &dyn Fn(u64, u64),
         cancel: &AtomicBool,
     ) -> Result<PrefaultReport, PrefaultError> {
@@ -70,14 +81,16 @@ impl Depot {
         progress(0, total_bytes);
         let walk = Walk {
             buffer,
-            chunk_bytes: chunk_bytes
+            chunk_bytes: by
+                .chunk_bytes
                 .clamp(1, 1 << 40)
                 .next_multiple_of(CHUNK_ALIGN_BYTES),
             next_chunk: AtomicU64::new(0),
             failed: AtomicBool::new(false),
             cancel,
+            node: by.node.as_ref(),
         };
-        let done_bytes = walk.run(threads.max(1), &|done| progress(done, total_bytes))?;
+        let done_bytes = walk.run(by.threads.max(1), &|done| progress(done, total_bytes))?;
         if done_bytes < total_bytes {
             return Err(PrefaultError::Cancelled {
                 done_bytes,
@@ -122,6 +135,7 @@ struct Walk<'a> {
     next_chunk: AtomicU64,
     failed: AtomicBool,
     cancel: &'a AtomicBool,
+    node: Option<&'a NumaNode>,
 }
 
 impl Walk<'_> {
@@ -159,6 +173,10 @@ impl Walk<'_> {
 
     /// One thread: takes the next chunk until there is none. The channel is closed by the last one.
     fn chunks(&self, done: &SyncSender<io::Result<u64>>) {
+        if let Some(Err(error)) = self.node.map(NumaNode::run_here) {
+            // Not allowed by the set of processors of this container, say: the memory is worth more than its place.
+            tracing::warn!(%error, "host memory comes from any NUMA node");
+        }
         let stop = || self.cancel.load(Ordering::Relaxed) || self.failed.load(Ordering::Relaxed);
         while !stop() {
             let start = self.next_chunk.fetch_add(1, Ordering::Relaxed) * self.chunk_bytes;
@@ -205,6 +223,23 @@ mod tests {
     use super::*;
     use std::cell::RefCell;
 
+    fn by(threads: usize, chunk_bytes: u64) -> Prefault {
+        Prefault {
+            threads,
+            chunk_bytes,
+            node: None,
+        }
+    }
+
+    #[test]
+    fn memory_of_a_node_is_taken_by_threads_that_run_there() {
+        let depot = Depot::create(5 << 20).expect("memory");
+        let node = Some(NumaNode::find(0).expect("every machine has node 0"));
+        let by = Prefault { node, ..by(2, 1) };
+        let report = depot.prefault(&by, &|_, _| (), &AtomicBool::new(false));
+        assert_eq!(report.expect("memory").bytes, 5 << 20);
+    }
+
     #[test]
     fn progress_grows_to_the_total_and_contents_stay() {
         let depot = Depot::create((9 << 20) + 123).expect("memory");
@@ -215,7 +250,7 @@ mod tests {
         let seen = RefCell::new(Vec::new());
         let progress = |done, total| seen.borrow_mut().push((done, total));
         let report = depot
-            .prefault(3, 1, &progress, &AtomicBool::new(false))
+            .prefault(&by(3, 1), &progress, &AtomicBool::new(false))
             .expect("enough memory");
         assert_eq!(report.bytes, depot.bytes());
         let seen = seen.into_inner();
@@ -262,10 +297,10 @@ mod tests {
         };
         assert!(
             depot
-                .prefault(1, 2 << 20, &stop, &AtomicBool::new(false))
+                .prefault(&by(1, 2 << 20), &stop, &AtomicBool::new(false))
                 .is_ok()
         );
-        let found = depot.prefault(2, 2 << 20, &|_, _| (), &cancel);
+        let found = depot.prefault(&by(2, 2 << 20), &|_, _| (), &cancel);
         assert!(matches!(
             found,
             Err(PrefaultError::Cancelled { done_bytes: 0, .. })
@@ -275,7 +310,7 @@ mod tests {
     #[test]
     fn too_little_memory_is_refused_before_it_is_taken() {
         let depot = Depot::create(1 << 45).expect("a promise");
-        let found = depot.prefault(1, 2 << 20, &|_, _| (), &AtomicBool::new(false));
+        let found = depot.prefault(&by(1, 2 << 20), &|_, _| (), &AtomicBool::new(false));
         let Err(PrefaultError::MemoryShort {
             needed_bytes,
             available_bytes,

@@ -419,8 +419,20 @@ pub struct Status {
     pub check: bool,
 }
 
+/// How far a worker is that cannot serve yet: what of its host memory is there, and what keeps it from going on.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct Preparing {
+    /// Bytes of its depot that are in memory.
+    pub ready_bytes: u64,
+    /// Bytes of its depot; 0 while it is not open.
+    pub bytes: u64,
+    /// Why it gave up, or turned the engine's rank away; empty when all is well.
+    pub problem: String,
+}
+
 /// A rank in [`StatusAnswer`].
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct RankStatus {
     /// Which rank.
     pub rank: u16,
@@ -438,6 +450,15 @@ pub struct RankStatus {
     /// Loads that it copies, or is about to.
     #[serde(default)]
     pub scatters: u32,
+    /// Bytes of its depot that are in memory.
+    #[serde(default)]
+    pub host_ready_bytes: u64,
+    /// Bytes of its depot; 0 before its worker has said so.
+    #[serde(default)]
+    pub host_bytes: u64,
+    /// Why its worker gave up or was turned away, or turned the engine's rank away; empty when all is well.
+    #[serde(default)]
+    pub problem: String,
 }
 
 /// Answer to [`Status`]. Counters run since the leader's start; a reader skips those that it does not know.

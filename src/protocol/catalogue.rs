@@ -63,6 +63,7 @@ fn answer(kind: Kind) -> Option<Kind> {
         Kind::ReadInventory => Some(Kind::Inventory),
         Kind::Reset => Some(Kind::ResetAnswer),
         Kind::Abandon => Some(Kind::AbandonAnswer),
+        Kind::Preparing => Some(Kind::PreparingAnswer),
         Kind::Status => Some(Kind::StatusAnswer),
         _ => None,
     }

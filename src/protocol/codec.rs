@@ -5,8 +5,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::protocol::body::{
     Abandon, Attach, Attached, Cancel, Empty, Ended, ErrorBody, Finish, Hello, Inventory, Load,
-    LoadAnswer, Lookup, LookupAnswer, ReadInventory, Register, Registered, Reset, ResetAnswer,
-    Status, StatusAnswer, Store, StoreAnswer, Strike, Struck, Transfer, Welcome, Written,
+    LoadAnswer, Lookup, LookupAnswer, Preparing, ReadInventory, Register, Registered, Reset,
+    ResetAnswer, Status, StatusAnswer, Store, StoreAnswer, Strike, Struck, Transfer, Welcome,
+    Written,
 };
 use crate::protocol::error::{DecodeError, EncodeError};
 use crate::protocol::header::{HEADER_BYTES, Header};
@@ -117,6 +118,10 @@ messages! {
     ReadInventory(ReadInventory);
     /// See [`Inventory`].
     Inventory(Inventory);
+    /// See [`Preparing`].
+    Preparing(Preparing);
+    /// Answer to [`Preparing`].
+    PreparingAnswer(Empty);
     /// See [`Kind::Status`].
     Status(Status);
     /// See [`Kind::StatusAnswer`].
@@ -242,6 +247,7 @@ fn check(message: &Message) -> Result<(), EncodeError> {
     match message {
         Message::Hello(hello) => text(&hello.name),
         Message::Error(error) => text(&error.message),
+        Message::Preparing(preparing) => text(&preparing.problem),
         Message::Lookup(lookup) => {
             let namespace = lookup.namespace.len() as u64;
             within("namespace bytes", namespace, NAMESPACE_BYTES_MAX as u64)?;

@@ -2,7 +2,7 @@
 
 use crate::protocol::body::{
     CopyOrder, CopyResult, Empty, ErrorBody, Finish, Inventory, Load, LoadAnswer, Lookup,
-    LookupAnswer, RecordBody, Reset, ResetAnswer, Store, StoreAnswer, Strike, Transfer,
+    LookupAnswer, Preparing, RecordBody, Reset, ResetAnswer, Store, StoreAnswer, Strike, Transfer,
 };
 use crate::protocol::codec::Message;
 use crate::protocol::error::ErrorCode;
@@ -379,16 +379,9 @@ fn reset_scope(reset: Reset) -> Result<ResetScope, ErrorBody> {
 impl ErrorBody {
     /// An error with the code's own retry class; a long text is cut.
     pub fn new(code: ErrorCode, message: impl Into<String>) -> Self {
-        let mut message = message.into();
-        if message.len() > TEXT_BYTES_MAX {
-            let end = (0..=TEXT_BYTES_MAX)
-                .rev()
-                .find(|end| message.is_char_boundary(*end));
-            message.truncate(end.unwrap_or(0));
-        }
         Self {
             code: code.number(),
-            message,
+            message: cut(message.into()),
             retry: code.retry(),
         }
     }
@@ -397,6 +390,28 @@ impl ErrorBody {
     pub fn code(&self) -> ErrorCode {
         ErrorCode::from_number(self.code)
     }
+}
+
+impl Preparing {
+    /// A long problem is cut.
+    pub fn new(ready_bytes: u64, bytes: u64, problem: String) -> Self {
+        Self {
+            ready_bytes,
+            bytes,
+            problem: cut(problem),
+        }
+    }
+}
+
+/// As much of a text as a message may carry.
+fn cut(mut text: String) -> String {
+    if text.len() > TEXT_BYTES_MAX {
+        let end = (0..=TEXT_BYTES_MAX)
+            .rev()
+            .find(|end| text.is_char_boundary(*end));
+        text.truncate(end.unwrap_or(0));
+    }
+    text
 }
 
 fn width(hashes: &PageHashes) -> u8 {

@@ -2,8 +2,8 @@
 
 use crate::protocol::body::{
     Abandon, Attach, Attached, AttachedMemory, Cancel, CopyOrder, CopyResult, Empty, Ended,
-    ErrorBody, Finish, Hello, Inventory, Load, LoadAnswer, Lookup, LookupAnswer, RankStatus,
-    ReadInventory, RecordBody, Register, Registered, Reset, ResetAnswer, Role, Status,
+    ErrorBody, Finish, Hello, Inventory, Load, LoadAnswer, Lookup, LookupAnswer, Preparing,
+    RankStatus, ReadInventory, RecordBody, Register, Registered, Reset, ResetAnswer, Role, Status,
     StatusAnswer, Store, StoreAnswer, Strike, Struck, Transfer, Welcome, Written,
 };
 use crate::protocol::codec::Message;
@@ -224,6 +224,15 @@ pub fn examples() -> Vec<(&'static str, Message)> {
             }),
         ),
         ("inventory", Message::Inventory(inventory())),
+        (
+            "preparing",
+            Message::Preparing(Preparing {
+                ready_bytes: 64 << 20,
+                bytes: 8 << 30,
+                problem: "not enough memory".to_owned(),
+            }),
+        ),
+        ("preparing_answer", Message::PreparingAnswer(Empty {})),
         ("status", Message::Status(Status { check: true })),
         ("status_answer", Message::StatusAnswer(status_answer())),
     ]
@@ -314,6 +323,9 @@ fn status_answer() -> StatusAnswer {
             replica: 0,
             gathers: 1,
             scatters: 2,
+            host_ready_bytes: 8 << 30,
+            host_bytes: 8 << 30,
+            problem: String::new(),
         }],
         slots: 1,
         pins: 2,

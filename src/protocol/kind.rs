@@ -97,6 +97,10 @@ kinds! {
     ReadInventory = 56, "read_inventory";
     /// What it lists.
     Inventory = 57, "inventory";
+    /// Worker to leader: how far a worker is that cannot serve yet.
+    Preparing = 58, "preparing";
+    /// Answer to preparing.
+    PreparingAnswer = 59, "preparing_answer";
     /// Anyone to leader: how is it going?
     Status = 64, "status";
     /// Answer to status.

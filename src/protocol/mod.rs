@@ -16,8 +16,8 @@ mod pairs;
 
 pub use body::{
     Abandon, Attach, Attached, AttachedMemory, Cancel, CopyOrder, CopyResult, Empty, Ended,
-    ErrorBody, Finish, Hello, Inventory, Load, LoadAnswer, Lookup, LookupAnswer, RankStatus,
-    ReadInventory, RecordBody, Register, Registered, Reset, ResetAnswer, Role, Status,
+    ErrorBody, Finish, Hello, Inventory, Load, LoadAnswer, Lookup, LookupAnswer, Preparing,
+    RankStatus, ReadInventory, RecordBody, Register, Registered, Reset, ResetAnswer, Role, Status,
     StatusAnswer, Store, StoreAnswer, Strike, Struck, Transfer, Welcome, Written,
 };
 pub use catalogue::catalogue;

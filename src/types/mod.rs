@@ -6,6 +6,7 @@ mod fragment;
 mod geometry;
 mod hash;
 mod ids;
+mod numa;
 mod record;
 mod registration;
 mod request;
@@ -20,6 +21,7 @@ pub use ids::{
     AttachId, DepotId, DomainId, EngineId, Epoch, Generation, GroupId, OpId, Rank, Replica,
     RequestId, ResetId, Shard, SlotId, WorkerId,
 };
+pub use numa::{NumaNodes, ParseNumaNodesError};
 pub use record::{PageRecord, Record, Scope, Stored};
 pub use registration::{
     Allocation, AllocationHandle, AllocationKind, Nonce, Registration, TensorRole, TensorView,

@@ -139,6 +139,8 @@ async fn worker(transport: &MemoryTransport) -> (ProcessHandle, tempfile::TempDi
             held: None,
             bytes: DEPOT_HEADER_BYTES + (1 << 20),
             threads: 1,
+            node: None,
+            lock: false,
         },
         copy_threads: 1,
     });

@@ -53,6 +53,8 @@ async fn worker(transport: &MemoryTransport, held: Option<OwnedFd>) -> Worker {
             held,
             bytes: DEPOT_HEADER_BYTES + (1 << 20),
             threads: 1,
+            node: None,
+            lock: false,
         },
         copy_threads: 1,
     });

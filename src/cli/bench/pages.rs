@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use crate::memory::{
-    CancelFlag, CopyJob, Depot, EngineMemory, RegisteredMemory, SharedBuffer, validate,
+    CancelFlag, CopyJob, Depot, EngineMemory, Prefault, RegisteredMemory, SharedBuffer, validate,
 };
 use crate::types::{Direction, FragmentPair, PageList, Registration};
 
@@ -38,9 +38,14 @@ impl Pages {
         }
         let depot = Depot::create(Depot::bytes_for(arena_pages, geometry.page_bytes));
         let depot = depot.map_err(|error| text(&error))?;
+        let by = Prefault {
+            threads: 1,
+            chunk_bytes: 64 << 20,
+            node: None,
+        };
         let never = AtomicBool::new(false);
         depot
-            .prefault(1, 64 << 20, &|_, _| (), &never)
+            .prefault(&by, &|_, _| (), &never)
             .map_err(|error| text(&error))?;
         let device = EngineMemory::new(registration, vec![buffer]).map_err(|error| text(&error))?;
         let memory = RegisteredMemory {

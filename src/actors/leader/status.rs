@@ -1,0 +1,81 @@
+//! What a leader says of itself, and of its workers while they get ready.
+
+use crate::protocol::{Preparing, RankStatus, StatusAnswer};
+use crate::types::{Direction, Rank, Replica, WorkerId};
+
+use super::State;
+
+impl State {
+    /// A worker says how far it is. The last word counts; it stays when the worker ends.
+    pub(super) fn prepares(&mut self, worker: WorkerId, preparing: Preparing) {
+        if !self.places().any(|place| place == worker) {
+            return;
+        }
+        if !preparing.problem.is_empty() {
+            tracing::error!(%worker, problem = preparing.problem, "worker cannot go on");
+        }
+        self.preparing.insert(worker, preparing);
+    }
+
+    /// Where there are workers.
+    pub(super) fn places(&self) -> impl Iterator<Item = WorkerId> + use<> {
+        let ranks = self.settings.sharding.ranks();
+        let replicas = (0..self.settings.replicas).map(Replica);
+        replicas.flat_map(move |replica| {
+            let ranks = (0..ranks).map(Rank);
+            ranks.map(move |rank| WorkerId { replica, rank })
+        })
+    }
+
+    fn rank(&self, worker: WorkerId) -> RankStatus {
+        let pid = self.workers.get(&worker).and_then(|known| known.pid);
+        let preparing = self.preparing.get(&worker).cloned().unwrap_or_default();
+        RankStatus {
+            replica: worker.replica.0,
+            rank: worker.rank.0,
+            attached: self.core.is_attached(worker),
+            pid: pid.and_then(|pid| u32::try_from(pid).ok()).unwrap_or(0),
+            gathers: self.owed(worker, Direction::Store),
+            scatters: self.owed(worker, Direction::Load),
+            host_ready_bytes: preparing.ready_bytes,
+            host_bytes: preparing.bytes,
+            problem: preparing.problem,
+        }
+    }
+
+    fn owed(&self, worker: WorkerId, direction: Direction) -> u32 {
+        u32::try_from(self.core.owed_by(worker, direction)).unwrap_or(u32::MAX)
+    }
+
+    pub(super) fn status(&self, check: bool) -> StatusAnswer {
+        let mut answer = StatusAnswer {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            epoch: self.settings.epoch.0,
+            ready: self.core.is_ready(),
+            ratio: self.settings.ratio.pages(),
+            engine_page_tokens: self.core.engine_page_tokens(),
+            ranks: self.places().map(|worker| self.rank(worker)).collect(),
+            slots: self.core.slots() as u64,
+            copies_under_way: self.core.copies_under_way() as u64,
+            decisions_digest: self.core.decisions_digest(),
+            counters: self
+                .core
+                .counters()
+                .map(|(name, value)| (name.to_owned(), value))
+                .collect(),
+            ..StatusAnswer::default()
+        };
+        if let Some(pool) = self.core.pool() {
+            let states = pool.page_states().by_name();
+            answer.pages = states
+                .map(|(name, pages)| (name.to_owned(), u64::from(pages)))
+                .into();
+            answer.pins = pool.pins();
+            answer.blocks = u64::from(pool.live_blocks());
+        }
+        if check {
+            answer.contradiction = self.core.check().err().unwrap_or_default();
+        }
+        answer
+    }
+}

@@ -1,0 +1,97 @@
+//! The processors of a NUMA node. Memory comes from the node of the processor that touches it first.
+
+use std::fs;
+use std::io;
+use std::path::Path;
+
+use rustix::thread::{CpuSet, sched_setaffinity};
+
+const NODES: &str = "/sys/devices/system/node";
+
+/// The processors of one node.
+#[derive(Debug, Clone)]
+pub struct NumaNode(CpuSet);
+
+/// There is no such node, or none with a processor.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "g2_numa names node {node}: this machine has the nodes {there} with processors of their own"
+)]
+pub struct NoSuchNode {
+    node: u16,
+    there: String,
+}
+
+impl NumaNode {
+    /// Looks a node up.
+    pub fn find(node: u16) -> Result<Self, NoSuchNode> {
+        Self::find_in(Path::new(NODES), node)
+    }
+
+    fn find_in(nodes: &Path, node: u16) -> Result<Self, NoSuchNode> {
+        let list = fs::read_to_string(nodes.join(format!("node{node}/cpulist")));
+        let cpus = list.ok().and_then(|list| cpus(&list));
+        cpus.map(Self).ok_or_else(|| {
+            let there = fs::read_to_string(nodes.join("has_cpu")).unwrap_or_default();
+            let there = match there.trim() {
+                "" => "(none are listed)".to_owned(),
+                there => there.to_owned(),
+            };
+            NoSuchNode { node, there }
+        })
+    }
+
+    /// Keeps the calling thread on the processors of the node.
+    pub(super) fn run_here(&self) -> io::Result<()> {
+        Ok(sched_setaffinity(None, &self.0)?)
+    }
+}
+
+/// `0-3,8` as a set; `None` for an empty one. Processors beyond what a set holds are left out.
+fn cpus(list: &str) -> Option<CpuSet> {
+    let mut set = CpuSet::new();
+    for range in list.trim().split(',').filter(|range| !range.is_empty()) {
+        let (first, last) = range.split_once('-').unwrap_or((range, range));
+        let (first, last): (usize, usize) = (first.parse().ok()?, last.parse().ok()?);
+        for cpu in first..=last.min(CpuSet::MAX_CPU - 1) {
+            set.set(cpu);
+        }
+    }
+    (set.count() > 0).then_some(set)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn listed(list: &str) -> Vec<usize> {
+        let set = cpus(list).expect("processors");
+        (0..CpuSet::MAX_CPU)
+            .filter(|cpu| set.is_set(*cpu))
+            .collect()
+    }
+
+    #[test]
+    fn lists_of_processors_are_read() {
+        assert_eq!(listed("0-2,8,10-11\n"), [0, 1, 2, 8, 10, 11]);
+        assert_eq!(listed("3\n"), [3]);
+        assert!(cpus("\n").is_none());
+        assert!(cpus("x").is_none());
+        assert!(cpus("0-99999999999").is_some(), "no more than a set holds");
+    }
+
+    #[test]
+    fn a_node_that_is_not_there_is_named_with_those_that_are() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let node = folder.path().join("node1");
+        fs::create_dir(&node).expect("writable");
+        fs::write(node.join("cpulist"), "0\n").expect("writable");
+        fs::write(folder.path().join("has_cpu"), "1\n").expect("writable");
+        assert!(NumaNode::find_in(folder.path(), 1).is_ok());
+        let error = NumaNode::find_in(folder.path(), 7).expect_err("no node 7");
+        assert_eq!(
+            error.to_string(),
+            "g2_numa names node 7: this machine has the nodes 1 with processors of their own"
+        );
+    }
+}

@@ -1,0 +1,171 @@
+//! Processes of a concurrent replay are killed or stopped in the middle of it.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+use serde_json::Value;
+
+use super::processes::{leader_beside, lives, signal};
+use crate::support::{Running, kvferry, number, socket_dir};
+
+/// A replay in the background, with processes that a test kills or stops.
+struct Disturbed {
+    running: Running,
+    folder: tempfile::TempDir,
+    began: Instant,
+}
+
+/// Longer than any replay here takes.
+pub const LIMIT: Duration = Duration::from_secs(120);
+/// How long the engines of these replays wait for an answer.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
+
+impl Disturbed {
+    fn start(arguments: &[&str]) -> Self {
+        let folder = socket_dir();
+        let report = folder.path().join("report.json");
+        let timeout = REQUEST_TIMEOUT.as_millis().to_string();
+        let common = [
+            "replay",
+            "--quiet",
+            "--json",
+            report.to_str().expect("UTF-8"),
+            "--concurrency",
+            "6",
+            "--g1-pages",
+            "64",
+            "--g2-pages",
+            "3000",
+            "--request-timeout-ms",
+            &timeout,
+        ];
+        Self {
+            running: Running::start_in(&[&common[..], arguments].concat(), folder.path()),
+            folder,
+            began: Instant::now(),
+        }
+    }
+
+    /// Where leader and workers meet, once they do.
+    fn sockets(&self) -> Option<PathBuf> {
+        let entries = std::fs::read_dir(self.folder.path()).expect("a folder");
+        let mut paths = entries.map(|entry| entry.expect("an entry").path());
+        paths.find(|path| path.is_dir())
+    }
+
+    /// The leader's status, once something is true of it.
+    fn status(&self, is_true: impl Fn(&Value) -> bool) -> Value {
+        loop {
+            assert!(self.began.elapsed() < LIMIT, "it does not get there");
+            let Some(sockets) = self.sockets() else {
+                std::thread::yield_now();
+                continue;
+            };
+            let sockets = sockets.to_str().expect("UTF-8").to_owned();
+            let output = kvferry(&["status", "--json", "--socket-dir", &sockets]);
+            if let Ok(status) = serde_json::from_slice(&output.stdout)
+                && is_true(&status)
+            {
+                return status;
+            }
+        }
+    }
+
+    /// The status in the middle of the replay.
+    fn in_the_middle(&self) -> Value {
+        self.status(|status| number(status, "/counters/blocks_loaded") > 40)
+    }
+
+    /// The report, of a replay that brought every byte back and left nothing behind.
+    fn report(self) -> Value {
+        let left = LIMIT.saturating_sub(self.began.elapsed());
+        let (code, errors) = self.running.end(left);
+        assert_eq!(code, Some(0), "{errors}");
+        let text = std::fs::read(self.folder.path().join("report.json")).expect("a report");
+        let report = serde_json::from_slice(&text).expect("JSON");
+        assert_eq!(number(&report, "/bytes/mismatched"), 0);
+        for held in ["slots", "pins", "copies_under_way", "unsettled_pages"] {
+            assert_eq!(number(&report, &format!("/left/{held}")), 0, "{held}");
+        }
+        assert!(number(&report, "/disturbed_requests") > 0, "nobody noticed");
+        report
+    }
+}
+
+#[test]
+fn a_worker_that_is_killed_costs_hits_and_no_bytes() {
+    let replay = Disturbed::start(&[]);
+    let status = replay.in_the_middle();
+    let loaded = number(&status, "/counters/blocks_loaded");
+    signal(number(&status, "/ranks/1/pid"), Signal::KILL);
+    let report = replay.report();
+    assert!(
+        number(&report, "/blocks/loaded") > 2 * loaded + 100,
+        "its successor got no memory"
+    );
+}
+
+#[test]
+fn a_worker_that_stands_still_past_a_deadline_costs_hits_and_no_bytes() {
+    let replay = Disturbed::start(&["--replicas", "2"]);
+    let status = replay.in_the_middle();
+    let worker = number(&status, "/ranks/1/pid");
+    signal(worker, Signal::STOP);
+    // Not a wait for anything: this is how long it stands still. What it copies late, it copies for requests that are over.
+    std::thread::sleep(3 * REQUEST_TIMEOUT);
+    signal(worker, Signal::CONT);
+    let report = replay.report();
+    assert!(number(&report, "/waits/abandoned") > 0, "nothing was late");
+}
+
+#[test]
+fn a_worker_that_stands_still_for_ever_is_killed_and_succeeded() {
+    let replay = Disturbed::start(&[]);
+    let status = replay.in_the_middle();
+    let worker = number(&status, "/ranks/1/pid");
+    signal(worker, Signal::STOP);
+    let report = replay.report();
+    assert!(!lives(worker), "nobody killed it");
+    let loaded = number(&status, "/counters/blocks_loaded");
+    assert!(
+        number(&report, "/blocks/loaded") > loaded + 100,
+        "its successor got no memory"
+    );
+}
+
+#[test]
+fn a_leader_that_stands_still_costs_hits_and_no_bytes() {
+    let replay = Disturbed::start(&[]);
+    let status = replay.in_the_middle();
+    let loaded = number(&status, "/counters/blocks_loaded");
+    let leader = leader_beside(number(&status, "/ranks/0/pid"));
+    signal(leader, Signal::STOP);
+    // Not a wait for anything: this is how long it stands still.
+    std::thread::sleep(4 * REQUEST_TIMEOUT);
+    signal(leader, Signal::CONT);
+    let report = replay.report();
+    assert!(
+        number(&report, "/waits/abandoned") > 0,
+        "its engine gave nothing up"
+    );
+    assert!(
+        number(&report, "/blocks/loaded") > 2 * loaded + 100,
+        "its engine found nothing any more"
+    );
+}
+
+#[test]
+fn a_leader_and_a_worker_that_are_killed_together_cost_hits_and_no_bytes() {
+    let replay = Disturbed::start(&["--layout", "contiguous"]);
+    let status = replay.in_the_middle();
+    let worker = number(&status, "/ranks/0/pid");
+    let leader = leader_beside(worker);
+    signal(leader, Signal::KILL);
+    signal(worker, Signal::KILL);
+    let report = replay.report();
+    assert!(
+        number(&report, "/blocks/loaded") > 100,
+        "nothing is found any more"
+    );
+}
