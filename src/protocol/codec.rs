@@ -16,7 +16,7 @@ use crate::protocol::limits::{
     BODY_BYTES_MAX, COPIES_MAX, DEPTH_MAX, HASHES_MAX, NAMESPACE_BYTES_MAX, PAGE_RECORD_BYTES,
     PAGE_RECORDS_MAX, PAGES_MAX, TEXT_BYTES_MAX,
 };
-use crate::protocol::{VERSION, VERSION_MIN};
+use crate::protocol::{VERSION, VERSION_MIN, transfer};
 use crate::types::{Epoch, PageList, RequestId};
 
 macro_rules! messages {
@@ -164,7 +164,10 @@ pub fn encode(envelope: &Envelope) -> Result<([u8; HEADER_BYTES], Vec<u8>), Enco
     let mut body = Vec::new();
     let written = match version {
         1 => flat(&envelope.message).write(&mut body),
-        _ => envelope.message.write(&mut body),
+        _ => match &envelope.message {
+            Message::Transfer(transfer) => transfer::write(transfer, &mut body),
+            message => message.write(&mut body),
+        },
     };
     written.map_err(|error| EncodeError::Body {
         kind: kind.name(),
@@ -187,7 +190,14 @@ pub fn decode(header: Header, body: &[u8]) -> Result<Envelope, DecodeError> {
     if body.len() > BODY_BYTES_MAX {
         return Err(DecodeError::BodyLength(body.len()));
     }
-    let message = Message::read(kind, body)?;
+    let as_written = match kind {
+        Kind::Transfer => transfer::read(body).map(Message::Transfer),
+        _ => None,
+    };
+    let message = match as_written {
+        Some(message) => message,
+        None => Message::read(kind, body)?,
+    };
     check(&message).map_err(|error| DecodeError::Body {
         kind: kind.name(),
         reason: error.to_string(),

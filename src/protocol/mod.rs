@@ -13,6 +13,7 @@ mod header;
 mod kind;
 pub mod limits;
 mod pairs;
+mod transfer;
 
 pub use body::{
     Abandon, Attach, Attached, AttachedMemory, Cancel, CopyOrder, CopyResult, Empty, Ended,

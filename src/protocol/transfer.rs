@@ -1,0 +1,437 @@
+//! Transfers as this program writes them, to bytes and back, without asking of every page what it may be.
+//!
+//! The largest messages by far: thousands of page numbers, of one, two, three or five bytes each, which a decoder that
+//! branches on the length foresees badly. [`write`] makes the bytes that serde makes; [`read`] takes those, and leaves
+//! whatever looks different to serde, errors included. So there is one format, and one decoder that decides what is wrong.
+
+use rmp::decode::{read_array_len, read_bin_len, read_bool, read_int, read_map_len};
+use rmp::encode::{
+    write_array_len, write_bin, write_bool, write_map_len, write_nil, write_str, write_uint,
+};
+use serde::{Deserialize, Serialize};
+use smallvec::SmallVec;
+
+use crate::protocol::body::{CopyOrder, RecordBody, Transfer};
+use crate::protocol::limits::{DEPTH_MAX, PAGE_ITEMS_MAX, PAIRS_MAX};
+use crate::types::{FragmentPair, PageList, PageRun};
+
+/// Most items for which room is made before they are read.
+const EXPECTED_MAX: usize = 256;
+/// Nothing: "MessagePack specification", formats nil.
+const NIL: u8 = 0xc0;
+
+/// A number, by its first byte: "MessagePack specification", formats positive fixint and uint 8 to 32. As a big-endian word
+/// of eight bytes, the number begins behind `skip_bits`, and `drop_bits` follow it.
+#[derive(Clone, Copy)]
+struct Number {
+    bytes: u8,
+    skip_bits: u8,
+    drop_bits: u8,
+}
+
+/// By first byte; no bytes for what is no such number.
+const NUMBERS: [Number; 256] = {
+    let none = Number {
+        bytes: 0,
+        skip_bits: 0,
+        drop_bits: 0,
+    };
+    let mut numbers = [none; 256];
+    let mut first = 0;
+    while first < 0x80 {
+        numbers[first] = Number {
+            bytes: 1,
+            skip_bits: 0,
+            drop_bits: 56,
+        };
+        first += 1;
+    }
+    let mut log = 0;
+    while log < 3 {
+        let width = 1 << log;
+        numbers[0xcc + log] = Number {
+            bytes: 1 + width,
+            skip_bits: 8,
+            drop_bits: 64 - 8 * width,
+        };
+        log += 1;
+    }
+    numbers
+};
+
+/// Appends the body. Serde's serializer into memory cannot fail but for what it cannot express.
+pub(super) fn write(
+    transfer: &Transfer,
+    out: &mut Vec<u8>,
+) -> Result<(), rmp_serde::encode::Error> {
+    write_map_len(out, 4)?;
+    write_str(out, "engine")?;
+    write_bin(out, &transfer.engine)?;
+    write_str(out, "store")?;
+    write_bool(out, transfer.store).map_err(rmp::encode::ValueWriteError::InvalidMarkerWrite)?;
+    write_str(out, "request")?;
+    write_uint(out, transfer.request)?;
+    write_str(out, "copies")?;
+    write_array_len(out, length(transfer.copies.len()))?;
+    for copy in &transfer.copies {
+        write_map_len(out, 3)?;
+        write_str(out, "op")?;
+        write_uint(out, copy.op)?;
+        write_str(out, "pairs")?;
+        write_array_len(out, length(copy.pairs.list.len()))?;
+        for pair in &copy.pairs.list {
+            write_array_len(out, 2)?;
+            write_items(&pair.src, out)?;
+            write_items(&pair.dst, out)?;
+        }
+        write_str(out, "record")?;
+        match &copy.record {
+            Some(record) => {
+                record.serialize(&mut rmp_serde::Serializer::new(&mut *out).with_struct_map())?;
+            }
+            None => write_nil(out).map_err(rmp::encode::ValueWriteError::InvalidMarkerWrite)?,
+        }
+    }
+    Ok(())
+}
+
+/// Lists are checked against limits far below this before they are written.
+fn length(items: usize) -> u32 {
+    u32::try_from(items).unwrap_or(u32::MAX)
+}
+
+fn write_items(list: &PageList, out: &mut Vec<u8>) -> Result<(), rmp_serde::encode::Error> {
+    write_array_len(out, length(list.0.len()))?;
+    for run in &list.0 {
+        if run.count == 1 {
+            write_page(run.start, out);
+        } else {
+            write_array_len(out, 2)?;
+            write_page(run.start, out);
+            write_page(run.count, out);
+        }
+    }
+    Ok(())
+}
+
+/// The shortest form, without a branch: the word that begins with it is written, and what is too much cut off.
+fn write_page(page: u32, out: &mut Vec<u8>) {
+    const FORMS: [(u64, u32, usize); 4] = [(0, 56, 1), (0xcc, 48, 2), (0xcd, 40, 3), (0xce, 24, 5)];
+    let form =
+        usize::from(page >= 1 << 7) + usize::from(page >= 1 << 8) + usize::from(page >= 1 << 16);
+    let (first, shift, bytes) = FORMS[form];
+    let word = first << 56 | u64::from(page) << shift;
+    let end = out.len() + bytes;
+    out.extend_from_slice(&word.to_be_bytes());
+    out.truncate(end);
+}
+
+/// Reads a body that [`write`] made. `None` for everything else, also for what breaks a limit.
+pub(super) fn read(body: &[u8]) -> Option<Transfer> {
+    let mut rest = body;
+    let from = &mut rest;
+    (read_map_len(from).ok()? == 4).then_some(())?;
+    key(from, "engine")?;
+    (read_bin_len(from).ok()? == 16).then_some(())?;
+    let (engine, behind) = from.split_first_chunk::<16>()?;
+    *from = behind;
+    key(from, "store")?;
+    let store = read_bool(from).ok()?;
+    key(from, "request")?;
+    let request = read_int(from).ok()?;
+    key(from, "copies")?;
+    let expected = read_array_len(from).ok()? as usize;
+    let mut copies = Vec::with_capacity(expected.min(EXPECTED_MAX));
+    for _ in 0..expected {
+        copies.push(read_copy(from)?);
+    }
+    let transfer = Transfer {
+        engine: *engine,
+        store,
+        request,
+        copies,
+    };
+    rest.is_empty().then_some(transfer)
+}
+
+fn read_copy(from: &mut &[u8]) -> Option<CopyOrder> {
+    (read_map_len(from).ok()? == 3).then_some(())?;
+    key(from, "op")?;
+    let op = read_int(from).ok()?;
+    key(from, "pairs")?;
+    let pairs = read_array_len(from).ok()? as usize;
+    if pairs > PAIRS_MAX {
+        return None;
+    }
+    let mut budget = 2 * PAGE_ITEMS_MAX;
+    let mut list = Vec::with_capacity(pairs.min(EXPECTED_MAX));
+    for _ in 0..pairs {
+        (read_array_len(from).ok()? == 2).then_some(())?;
+        let (src, src_pages) = read_items(from, &mut budget)?;
+        let (dst, dst_pages) = read_items(from, &mut budget)?;
+        (src_pages == dst_pages).then_some(())?;
+        list.push(FragmentPair { src, dst });
+    }
+    key(from, "record")?;
+    Some(CopyOrder {
+        op,
+        pairs: list.into(),
+        record: read_record(from)?,
+    })
+}
+
+fn read_record(from: &mut &[u8]) -> Option<Option<RecordBody>> {
+    if let [NIL, behind @ ..] = *from {
+        *from = behind;
+        return Some(None);
+    }
+    let mut reader = rmp_serde::Deserializer::new(*from);
+    reader.set_max_depth(DEPTH_MAX);
+    let record = RecordBody::deserialize(&mut reader).ok()?;
+    *from = reader.get_ref();
+    Some(Some(record))
+}
+
+/// A field of this name comes next.
+fn key(from: &mut &[u8], name: &str) -> Option<()> {
+    let (first, behind) = from.split_first()?;
+    // The names are short: format fixstr.
+    if usize::from(*first) != 0xa0 | name.len() {
+        return None;
+    }
+    *from = behind.strip_prefix(name.as_bytes())?;
+    Some(())
+}
+
+/// A list of pages, and how many they are.
+fn read_items(from: &mut &[u8], budget: &mut usize) -> Option<(PageList, u64)> {
+    let items = read_array_len(from).ok()? as usize;
+    *budget = budget.checked_sub(items).filter(|_| items > 0)?;
+    let mut runs = SmallVec::with_capacity(items.min(EXPECTED_MAX));
+    let mut pages = 0;
+    for _ in 0..items {
+        let run = match read_number(from) {
+            Some(start) if start < u32::MAX => PageRun::one(start),
+            Some(_) => return None,
+            None => {
+                (read_array_len(from).ok()? == 2).then_some(())?;
+                let (start, count) = (read_number(from)?, read_number(from)?);
+                let run = PageRun { start, count };
+                (count > 0 && run.end() <= u64::from(u32::MAX)).then_some(run)?
+            }
+        };
+        pages += u64::from(run.count);
+        runs.push(run);
+    }
+    Some((PageList(runs), pages))
+}
+
+/// The number that comes next, in any of its forms, and nothing read when it is none.
+fn read_number(from: &mut &[u8]) -> Option<u32> {
+    let word = match from.first_chunk::<8>() {
+        Some(word) => u64::from_be_bytes(*word),
+        None => {
+            let mut word = [0; 8];
+            word[..from.len()].copy_from_slice(from);
+            u64::from_be_bytes(word)
+        }
+    };
+    let number = NUMBERS[usize::from((word >> 56) as u8)];
+    if number.bytes == 0 {
+        return None;
+    }
+    *from = from.get(usize::from(number.bytes)..)?;
+    Some((word << number.skip_bits >> number.drop_bits) as u32)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn written(transfer: &Transfer) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        write(transfer, &mut bytes).expect("memory");
+        bytes
+    }
+
+    fn by_serde(transfer: &Transfer) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        let mut serializer = rmp_serde::Serializer::new(&mut bytes).with_struct_map();
+        transfer.serialize(&mut serializer).expect("memory");
+        bytes
+    }
+
+    fn read_by_serde(bytes: &[u8]) -> Option<Transfer> {
+        let mut reader = rmp_serde::Deserializer::new(bytes);
+        let transfer = Transfer::deserialize(&mut reader).ok()?;
+        reader.get_ref().is_empty().then_some(transfer)
+    }
+
+    /// Of every length on the wire, and its borders.
+    fn page() -> impl Strategy<Value = u32> {
+        let borders = [0, 127, 128, 255, 256, 65_535, 65_536, u32::MAX - 1];
+        prop_oneof![
+            prop::sample::select(borders.to_vec()),
+            0..300_u32,
+            0..70_000_u32,
+            0..u32::MAX
+        ]
+    }
+
+    fn side(pages: u32) -> impl Strategy<Value = PageList> {
+        let single = prop::collection::vec(page(), pages as usize);
+        let one_run = (0..1_000_000_u32).prop_map(move |start| PageList::run(start, pages));
+        prop_oneof![
+            single.prop_map(|pages| pages.into_iter().collect()),
+            one_run
+        ]
+    }
+
+    fn pair() -> impl Strategy<Value = FragmentPair> {
+        let sides = (1..300_u32).prop_flat_map(|pages| (side(pages), side(pages)));
+        sides.prop_map(|(src, dst)| FragmentPair { src, dst })
+    }
+
+    prop_compose! {
+        fn record()(
+            anchor: [u8; 16],
+            block_start: u32,
+            generation: u64,
+            fingerprints in prop::collection::vec(any::<u8>(), 0..64),
+        ) -> RecordBody {
+            RecordBody {
+                anchor,
+                domain: [7; 16],
+                block_start,
+                first: 1,
+                phase: 2,
+                generation,
+                fingerprints,
+            }
+        }
+    }
+
+    prop_compose! {
+        fn copy()(
+            op: u64,
+            pairs in prop::collection::vec(pair(), 0..6),
+            record in prop::option::of(record()),
+        ) -> CopyOrder {
+            CopyOrder { op, pairs: pairs.into(), record }
+        }
+    }
+
+    prop_compose! {
+        fn transfer()(
+            engine: [u8; 16],
+            store: bool,
+            request: u64,
+            copies in prop::collection::vec(copy(), 0..20),
+        ) -> Transfer {
+            Transfer { engine, store, request, copies }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn the_bytes_are_those_of_serde_and_come_back(transfer in transfer()) {
+            let bytes = written(&transfer);
+            prop_assert_eq!(&bytes, &by_serde(&transfer));
+            prop_assert_eq!(read(&bytes), Some(transfer));
+        }
+
+        #[test]
+        fn what_is_read_is_what_serde_reads(
+            transfer in transfer(),
+            damage in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..3),
+            cut in prop::option::weighted(0.1, any::<prop::sample::Index>()),
+        ) {
+            let mut bytes = written(&transfer);
+            for (at, byte) in damage {
+                let at = at.index(bytes.len());
+                bytes[at] = byte;
+            }
+            if let Some(cut) = cut {
+                bytes.truncate(cut.index(bytes.len()));
+            }
+            if let Some(read) = read(&bytes) {
+                prop_assert_eq!(read_by_serde(&bytes), Some(read));
+            }
+        }
+    }
+
+    /// A load of one pair with these bytes as its lists.
+    fn with_lists(lists: &[u8]) -> Vec<u8> {
+        let transfer = Transfer {
+            engine: [1; 16],
+            store: false,
+            request: 3,
+            copies: vec![CopyOrder {
+                op: 4,
+                pairs: vec![FragmentPair {
+                    src: PageList::run(5, 1),
+                    dst: PageList::run(6, 1),
+                }]
+                .into(),
+                record: None,
+            }],
+        };
+        let bytes = written(&transfer);
+        let pair = b"\x92\x91\x05\x91\x06";
+        let at = bytes.windows(pair.len()).position(|window| window == pair);
+        let (before, behind) = bytes.split_at(at.expect("the pair"));
+        [before, b"\x92", lists, &behind[pair.len()..]].concat()
+    }
+
+    #[test]
+    fn what_breaks_a_rule_is_left_to_serde() {
+        assert!(read(&with_lists(b"\x91\x05\x91\x06")).is_some());
+        for (what, lists) in [
+            ("no pages", &b"\x90\x90"[..]),
+            ("other numbers of pages", b"\x92\x05\x06\x91\x06"),
+            ("no page index", b"\x91\xce\xff\xff\xff\xff\x91\x06"),
+            ("an empty run", b"\x91\x92\x05\x00\x91\x06"),
+            (
+                "a run beyond all pages",
+                b"\x91\x92\xce\xff\xff\xff\xff\x01\x91\x06",
+            ),
+            ("a run of three numbers", b"\x91\x93\x05\x01\x01\x91\x06"),
+        ] {
+            let bytes = with_lists(lists);
+            assert_eq!(read(&bytes), None, "{what}");
+            assert_eq!(read_by_serde(&bytes), None, "{what}");
+        }
+        let version_1 = with_lists(b"\x05\x06");
+        assert_eq!(read(&version_1), None);
+        assert!(read_by_serde(&version_1).is_some(), "pages of version 1");
+        let long = with_lists(b"\x91\xcd\x00\x05\x91\x06");
+        assert!(read(&long).is_some(), "a number longer than it must be");
+        assert_eq!(read(&long), read_by_serde(&long));
+    }
+
+    #[test]
+    fn more_items_than_a_message_may_have_are_left_to_serde() {
+        let full = |items: usize| {
+            let list = |first: u32| (0..items as u32).map(|page| first + 2 * page).collect();
+            let pair = FragmentPair {
+                src: list(0),
+                dst: list(1),
+            };
+            let copies = vec![CopyOrder {
+                op: 1,
+                pairs: vec![pair].into(),
+                record: None,
+            }];
+            written(&Transfer {
+                engine: [0; 16],
+                store: true,
+                request: 0,
+                copies,
+            })
+        };
+        assert!(read(&full(PAGE_ITEMS_MAX)).is_some());
+        assert!(read(&full(PAGE_ITEMS_MAX + 1)).is_none());
+    }
+}
