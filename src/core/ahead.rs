@@ -5,8 +5,10 @@ use crate::core::blocks::BlockIndex;
 use crate::core::pool::Pool;
 use crate::types::{Anchor, PageHashes};
 
+/// Positions that are looked up together at first.
+const AHEAD_FIRST: usize = 4;
 /// Most positions that are looked up together.
-const AHEAD_MAX: usize = 16;
+const AHEAD_MAX: usize = 32;
 
 /// Heads of the blocks at a few positions of a sequence.
 ///
@@ -32,7 +34,7 @@ impl<'a> Ahead<'a> {
             found: [(0, None); AHEAD_MAX],
             used: 0,
             filled: 0,
-            next_fill: 1,
+            next_fill: AHEAD_FIRST,
         }
     }
 
@@ -96,15 +98,17 @@ mod tests {
         let domain = domain();
         let mut ahead = Ahead::new(&pool, &domain, &hashes);
         let head = |at| pool.index.head(&pool.blocks, domain.anchor(&hashes, at));
+        let blocks = |range: std::ops::Range<usize>| range.map(|block| block * 4).collect();
         for (position, tables) in [
-            (0, (vec![0], 0)),
-            (4, (vec![4, 8], 0)),
-            (8, (vec![4, 8], 1)),
-            (12, (vec![12, 16, 20, 24], 0)),
-            (20, (vec![12, 16, 20, 24], 2)),
-            (28, ((7..15).map(|block| block * 4).collect(), 0)),
-            (60, ((15..31).map(|block| block * 4).collect(), 0)),
-            (124, ((31..47).map(|block| block * 4).collect(), 0)),
+            (0, (blocks(0..4), 0)),
+            (4, (blocks(0..4), 1)),
+            (12, (blocks(0..4), 3)),
+            (16, (blocks(4..12), 0)),
+            (28, (blocks(4..12), 3)),
+            (48, (blocks(12..28), 0)),
+            (112, (blocks(28..60), 0)),
+            (240, (blocks(60..92), 0)),
+            (368, (blocks(92..100), 0)),
         ] {
             assert!(head(position).is_some(), "{position} is stored");
             assert_eq!(ahead.head(position), head(position), "{position}");
@@ -114,18 +118,18 @@ mod tests {
 
     #[test]
     fn what_lies_between_is_looked_up_alone_and_what_is_behind_the_end_is_not() {
-        let hashes = sequence(11, 0);
-        let pool = stored(&hashes, 11);
+        let hashes = sequence(19, 0);
+        let pool = stored(&hashes, 19);
         let domain = domain();
         let mut ahead = Ahead::new(&pool, &domain, &hashes);
         assert!(ahead.head(0).is_some());
+        assert_eq!(table(&ahead), (vec![0, 4, 8, 12], 0));
         assert!(ahead.head(4).is_some());
-        assert_eq!(table(&ahead), (vec![4, 8], 0));
         assert_eq!(ahead.head(6), None, "no block begins there");
-        assert_eq!(table(&ahead), (vec![4, 8], 1), "8 is kept");
+        assert_eq!(table(&ahead), (vec![0, 4, 8, 12], 2), "8 is kept");
         assert!(ahead.head(8).is_some());
-        assert_eq!(ahead.head(9), None);
-        assert_eq!(table(&ahead), (vec![9], 0), "11 is behind the end");
+        assert_eq!(ahead.head(17), None);
+        assert_eq!(table(&ahead), (vec![17], 0), "20 is behind the end");
     }
 
     #[test]
