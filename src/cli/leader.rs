@@ -33,7 +33,9 @@ impl Arguments {
     pub(super) fn run(self) -> Result<(), CommandError> {
         let config = self.config.load()?;
         end_with_supervisor(self.supervised)?;
-        block_on(2, async move {
+        // One thread: what is heard goes through several tasks, and each handing over to another thread would wait for that
+        // to wake up, which takes longer than most requests.
+        block_on(1, async move {
             let mut ending = Ending::listen(self.supervised)?;
             let dirs = Dirs::new(&config.socket_dir);
             prepare_directory(dirs.root()).map_err(CommandError::failed)?;

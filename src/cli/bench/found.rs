@@ -294,7 +294,8 @@ pub(crate) struct BusyArguments {
 
 impl BusyArguments {
     pub(crate) fn run(self) -> Result<(), CommandError> {
-        crate::cli::block_on(2, async move {
+        // As many threads as a leader has.
+        crate::cli::block_on(1, async move {
             let directory = prepare_directory(&self.directory);
             directory.map_err(CommandError::failed)?;
             let listener = ZmqTransport
