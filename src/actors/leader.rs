@@ -378,6 +378,7 @@ impl State {
                 self.step(Event::Inventory {
                     worker,
                     depot: DepotId(u128::from_be_bytes(inventory.depot)),
+                    reading: inventory.reading,
                     from: inventory.from,
                     next: inventory.next,
                     records: inventory.pages(),
@@ -479,11 +480,13 @@ impl State {
                     worker,
                     depot,
                     page_bytes,
+                    reading,
                     from,
                 } => {
                     let read = Message::ReadInventory(ReadInventory {
                         depot: depot.0.to_be_bytes(),
                         page_bytes,
+                        reading,
                         from,
                     });
                     self.order(worker, read, Duration::ZERO);
@@ -599,6 +602,7 @@ fn to_error(refusal: &Refusal) -> ErrorBody {
         Refusal::RankDisagrees { .. } => ErrorCode::RankDisagrees,
         Refusal::NoSuchWorker { .. }
         | Refusal::DepotNotShared { .. }
+        | Refusal::DepotOfTwoShards { .. }
         | Refusal::DepotTooSmall { .. }
         | Refusal::Invalid { .. } => ErrorCode::Invalid,
         Refusal::Draining => ErrorCode::Draining,

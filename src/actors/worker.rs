@@ -714,7 +714,7 @@ impl State {
         let records = depot.read_inventory(read.page_bytes, read.from, pages)?;
         let end = read.from.saturating_add(pages);
         let next = (end < depot.arena_pages(read.page_bytes)).then_some(end);
-        let part = Inventory::new(depot.id(), read.from, next, &records);
+        let part = Inventory::new(&read, next, &records);
         self.leader.reply(correlation, Message::Inventory(part));
         Ok(())
     }

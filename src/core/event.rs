@@ -26,6 +26,8 @@ pub enum Event {
         worker: WorkerId,
         /// Which depot it read.
         depot: DepotId,
+        /// For which reading.
+        reading: u64,
         /// First arena page that it looked at.
         from: u32,
         /// First arena page that it did not look at, unless it came to the last.
@@ -135,6 +137,8 @@ pub enum Effect {
         depot: DepotId,
         /// Bytes of one page: a depot that held pages of another size holds nothing.
         page_bytes: u64,
+        /// Number of this reading of all inventories, said again in the answer.
+        reading: u64,
         /// First arena page to look at.
         from: u32,
     },

@@ -59,6 +59,17 @@ pub enum Refusal {
         /// One that was there.
         other: WorkerId,
     },
+    /// A depot that holds another slice of the KV.
+    #[error(
+        "{worker} has the depot of shard {shard}: start leader and workers with the same ranks and kv_shards, and give \
+         each shard a depot of its own"
+    )]
+    DepotOfTwoShards {
+        /// The one that was turned away.
+        worker: WorkerId,
+        /// The shard whose depot it is.
+        shard: u16,
+    },
     /// A depot without room for one block.
     #[error(
         "{worker}: G2 has room for {arena_pages} pages and needs {least_pages}: one block at least, and as much \

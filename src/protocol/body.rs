@@ -357,6 +357,9 @@ pub struct ReadInventory {
     pub depot: [u8; 16],
     /// Bytes of one page of one rank.
     pub page_bytes: u64,
+    /// Number of this reading of all inventories: an answer to an earlier one may list what is struck out by now.
+    #[serde(default)]
+    pub reading: u64,
     /// First arena page that is looked at.
     pub from: u32,
 }
@@ -368,6 +371,9 @@ pub struct Inventory {
     #[serde(with = "serde_bytes")]
     #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
     pub depot: [u8; 16],
+    /// That of the question.
+    #[serde(default)]
+    pub reading: u64,
     /// First arena page that was looked at.
     pub from: u32,
     /// First arena page that was not, unless it was the last.

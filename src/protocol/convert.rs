@@ -2,15 +2,16 @@
 
 use crate::protocol::body::{
     CopyOrder, CopyResult, Empty, ErrorBody, Finish, Inventory, Load, LoadAnswer, Lookup,
-    LookupAnswer, Preparing, RecordBody, Reset, ResetAnswer, Store, StoreAnswer, Strike, Transfer,
+    LookupAnswer, Preparing, ReadInventory, RecordBody, Reset, ResetAnswer, Store, StoreAnswer,
+    Strike, Transfer,
 };
 use crate::protocol::codec::Message;
 use crate::protocol::error::ErrorCode;
 use crate::protocol::limits::{PAGE_RECORD_BYTES, TEXT_BYTES_MAX};
 use crate::types::{
-    Anchor, Answer, Copy, DepotId, Direction, DomainId, EndedCopy, EngineId, Epoch, Fingerprint,
-    Generation, HASH_BYTES_MAX, HASH_BYTES_MIN, OpId, PageHashes, PageRecord, Record, Request,
-    RequestId, ResetId, ResetScope, Scope, SlotId, Stored, Time,
+    Anchor, Answer, Copy, Direction, DomainId, EndedCopy, EngineId, Epoch, Fingerprint, Generation,
+    HASH_BYTES_MAX, HASH_BYTES_MIN, OpId, PageHashes, PageRecord, Record, Request, RequestId,
+    ResetId, ResetScope, Scope, SlotId, Stored, Time,
 };
 
 impl From<Request> for Message {
@@ -286,8 +287,8 @@ impl Strike {
 }
 
 impl Inventory {
-    /// A part of an inventory.
-    pub fn new(depot: DepotId, from: u32, next: Option<u32>, pages: &[PageRecord]) -> Self {
+    /// The part of an inventory that was asked for.
+    pub fn new(asked: &ReadInventory, next: Option<u32>, pages: &[PageRecord]) -> Self {
         let mut records = Vec::with_capacity(pages.len() * PAGE_RECORD_BYTES);
         for page in pages {
             records.extend(page.page.to_be_bytes());
@@ -301,8 +302,9 @@ impl Inventory {
             records.extend(page.fingerprint.0.to_be_bytes());
         }
         Self {
-            depot: depot.0.to_be_bytes(),
-            from,
+            depot: asked.depot,
+            reading: asked.reading,
+            from: asked.from,
             next,
             records,
         }

@@ -220,6 +220,7 @@ pub fn examples() -> Vec<(&'static str, Message)> {
             Message::ReadInventory(ReadInventory {
                 depot: [8; 16],
                 page_bytes: 4096,
+                reading: 2,
                 from: 64,
             }),
         ),
@@ -252,7 +253,13 @@ fn inventory() -> Inventory {
         },
         fingerprint: Fingerprint(6),
     };
-    Inventory::new(DepotId(7), 64, Some(128), &[page])
+    let asked = ReadInventory {
+        depot: DepotId(7).0.to_be_bytes(),
+        page_bytes: 4096,
+        reading: 2,
+        from: 64,
+    };
+    Inventory::new(&asked, Some(128), &[page])
 }
 
 fn hello() -> Hello {

@@ -44,12 +44,14 @@ pub(super) fn attach(
             Effect::ReadInventory {
                 worker,
                 depot,
+                reading,
                 from,
                 ..
             } => {
                 let event = Event::Inventory {
                     worker,
                     depot,
+                    reading,
                     from,
                     next: None,
                     records: Vec::new(),

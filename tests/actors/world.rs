@@ -318,6 +318,7 @@ fn empty_depot(incoming: &Incoming) -> Option<(RequestId, Message)> {
     };
     let inventory = Inventory {
         depot: read.depot,
+        reading: read.reading,
         from: read.from,
         next: None,
         records: Vec::new(),

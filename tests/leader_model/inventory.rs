@@ -14,6 +14,8 @@ pub(super) struct Reader {
     pub(super) leader: Leader,
     pub(super) now: Time,
     pub(super) attaches: u64,
+    /// Number of the reading that was asked for last.
+    reading: u64,
 }
 
 /// A question: who is asked, from which page on.
@@ -27,6 +29,7 @@ impl Reader {
             leader: Leader::new(settings),
             now: Time(0),
             attaches: 0,
+            reading: 0,
         }
     }
 
@@ -52,6 +55,11 @@ impl Reader {
         let mut effects = Vec::new();
         self.leader.step(self.now, event, &mut effects);
         self.leader.check().expect("the second count agrees");
+        let asked = effects.iter().filter_map(|effect| match effect {
+            Effect::ReadInventory { reading, .. } => Some(*reading),
+            _ => None,
+        });
+        self.reading = asked.max().unwrap_or(self.reading);
         effects
     }
 
@@ -64,6 +72,7 @@ impl Reader {
                 depot,
                 page_bytes,
                 from,
+                ..
             } => {
                 assert_eq!((depot, page_bytes), (DepotId(worker.rank.0.into()), 64));
                 Some(((worker.replica.0 as u8, worker.rank.0), from))
@@ -107,6 +116,7 @@ impl Reader {
         self.asks(Event::Inventory {
             worker: worker(who.0, who.1),
             depot: DepotId(who.1.into()),
+            reading: self.reading,
             from,
             next,
             records: pages.iter().map(|page| record(*page)).collect(),
@@ -175,6 +185,7 @@ fn what_was_not_asked_for_is_not_taken() {
     let other_depot = Event::Inventory {
         worker: worker(0, 0),
         depot: DepotId(77),
+        reading: 1,
         from: 0,
         next: None,
         records: Vec::new(),
@@ -333,6 +344,11 @@ fn what_was_read_before_a_reset_was_struck_out_is_read_anew() {
     );
     assert_eq!(reader.part((0, 0), 8, None, &[9]), [], "of before");
     // It was read before it was struck out, and comes late: it is not found again.
+    reader.reading -= 1;
+    for rank in 0..RANKS {
+        assert_eq!(reader.part((0, rank), 0, None, &[2, 9]), [], "of before");
+    }
+    reader.reading += 1;
     for rank in 0..RANKS {
         assert_eq!(reader.recovered(), None);
         reader.part((0, rank), 0, None, &[]);

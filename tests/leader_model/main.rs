@@ -239,11 +239,13 @@ impl World {
                 Effect::ReadInventory {
                     worker,
                     depot,
+                    reading,
                     from,
                     ..
                 } => self.event(Event::Inventory {
                     worker,
                     depot,
+                    reading,
                     from,
                     next: None,
                     records: Vec::new(),

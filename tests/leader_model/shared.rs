@@ -54,6 +54,7 @@ impl Shared {
             shared.step(Event::Inventory {
                 worker,
                 depot,
+                reading: 1,
                 from: 0,
                 next: None,
                 records: Vec::new(),
@@ -173,6 +174,22 @@ fn ranks_of_a_shard_share_its_depot() {
         other: place(0),
     };
     assert_eq!(verdict, Some(Err(not_shared)));
+}
+
+#[test]
+fn a_depot_is_of_one_shard() {
+    let mut shared = Shared::new();
+    shared.attach(0, DepotId(1));
+    let refused = shared.attach(2, DepotId(1));
+    let verdict = refused.into_iter().find_map(|effect| match effect {
+        Effect::Admit { verdict, .. } => Some(verdict),
+        _ => None,
+    });
+    let of_two = Refusal::DepotOfTwoShards {
+        worker: place(2),
+        shard: 0,
+    };
+    assert_eq!(verdict, Some(Err(of_two)));
 }
 
 #[test]

@@ -105,6 +105,7 @@ impl FilledLeader {
         };
         let inventory = Event::Inventory {
             worker: WORKER,
+            reading: 1,
             from: 0,
             next: None,
             depot,

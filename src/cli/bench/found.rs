@@ -26,7 +26,7 @@ use crate::transport::{
     Address, Client, ClientSettings, Incoming, Limits, Server, ServerEvent, ServerSettings,
     Transport, ZmqTransport, prepare_directory,
 };
-use crate::types::{DepotId, Epoch, PageList};
+use crate::types::{Epoch, PageList};
 
 use super::filled::{ENGINE, FilledLeader, HASH_BYTES, geometry, hashes};
 use super::percentiles;
@@ -278,8 +278,7 @@ fn obey(order: Message) -> Option<Message> {
             Some(Message::Ended(Ended { rank: 0, copies }))
         }
         Message::ReadInventory(read) => {
-            let depot = DepotId(u128::from_be_bytes(read.depot));
-            let nothing = Inventory::new(depot, read.from, None, &[]);
+            let nothing = Inventory::new(&read, None, &[]);
             Some(Message::Inventory(nothing))
         }
         _ => None,

@@ -20,6 +20,8 @@ struct Reading {
 /// The inventories of all shards.
 #[derive(Debug)]
 pub(super) struct Readings {
+    /// Answers to what was asked for an earlier reading are not of this one: what they list may be struck out by now.
+    number: u64,
     shards: Vec<Reading>,
     /// When what has not come is asked for again.
     again: Time,
@@ -29,6 +31,7 @@ pub(super) struct Readings {
 pub(super) struct Part {
     pub(super) worker: WorkerId,
     pub(super) depot: DepotId,
+    pub(super) reading: u64,
     pub(super) from: u32,
     pub(super) next: Option<u32>,
     pub(super) records: Vec<PageRecord>,
@@ -48,7 +51,9 @@ impl Leader {
         };
         let again = now + self.settings.fence / 4;
         self.timers.insert((again, Timer::Reading));
+        self.readings += 1;
         self.reading = Some(Readings {
+            number: self.readings,
             shards: self.workers.shards().map(|_| begin()).collect(),
             again,
         });
@@ -81,6 +86,7 @@ impl Leader {
                 worker,
                 depot,
                 page_bytes,
+                reading: readings.number,
                 from,
             });
         }
@@ -120,7 +126,8 @@ impl Leader {
     pub(super) fn inventory(&mut self, part: Part, effects: &mut Vec<Effect>) {
         let shard = self.workers.shard_of(part.worker);
         let current = self.workers.depot(shard) == Some(part.depot);
-        let Some(readings) = self.reading.as_mut().filter(|_| current) else {
+        let asked = |readings: &&mut Readings| current && readings.number == part.reading;
+        let Some(readings) = self.reading.as_mut().filter(asked) else {
             return;
         };
         let Some(reading) = readings.shards.get_mut(usize::from(shard.0)) else {

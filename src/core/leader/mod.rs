@@ -134,6 +134,8 @@ pub struct Leader {
     pool: Option<Pool>,
     /// Inventories that were read so far, while a pool is being made from them.
     reading: Option<Readings>,
+    /// How often the inventories were begun to be read.
+    readings: u64,
     sessions: HashMap<EngineId, Session>,
     ops: HashMap<OpId, Op>,
     stores: HashMap<StoreKey, PendingStore>,
@@ -162,6 +164,7 @@ impl Leader {
             settings,
             pool: None,
             reading: None,
+            readings: 0,
             sessions: HashMap::new(),
             ops: HashMap::new(),
             stores: HashMap::new(),
@@ -200,6 +203,7 @@ impl Leader {
             Event::Inventory {
                 worker,
                 depot,
+                reading,
                 from,
                 next,
                 records,
@@ -207,6 +211,7 @@ impl Leader {
                 let part = Part {
                     worker,
                     depot,
+                    reading,
                     from,
                     next,
                     records,

@@ -76,6 +76,7 @@ fn serving() -> Leader {
     let inventory = Event::Inventory {
         worker,
         depot,
+        reading: 1,
         from: 0,
         next: None,
         records: Vec::new(),

@@ -235,6 +235,14 @@ impl Workers {
         {
             return Err(Refusal::DepotNotShared { worker, other });
         }
+        let another = |shard: &Shard| *shard != self.shard_of(worker);
+        let mut others = self.shards().filter(another);
+        if let Some(shard) = others.find(|shard| self.depot(*shard) == Some(attached.depot)) {
+            return Err(Refusal::DepotOfTwoShards {
+                worker,
+                shard: shard.0,
+            });
+        }
         let Some(memory) = &attached.memory else {
             return Ok(());
         };

@@ -205,6 +205,7 @@ impl LeaderProcess {
                 let event = Event::Inventory {
                     worker,
                     depot: DepotId(u128::from_be_bytes(inventory.depot)),
+                    reading: inventory.reading,
                     from: inventory.from,
                     next: inventory.next,
                     records: inventory.pages(),
@@ -281,11 +282,13 @@ impl LeaderProcess {
                     worker,
                     depot,
                     page_bytes,
+                    reading,
                     from,
                 } => {
                     let read = Message::ReadInventory(ReadInventory {
                         depot: depot.0.to_be_bytes(),
                         page_bytes,
+                        reading,
                         from,
                     });
                     self.order(env, worker, read, Duration::ZERO);

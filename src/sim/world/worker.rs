@@ -207,7 +207,7 @@ impl WorkerProcess {
         let mut pages = depot.listed();
         pages.retain(|page| (read.from..end).contains(&page.page));
         let next = (end < env.setup.arena_pages).then_some(end);
-        let body = Inventory::new(depot.id(), read.from, next, &pages);
+        let body = Inventory::new(&read, next, &pages);
         let body = Message::Inventory(body);
         self.leader.say(env, correlation, Duration::ZERO, body);
     }

@@ -24,6 +24,7 @@ pub(super) fn worker(rank: Rank) -> WorkerId {
     WorkerId { replica, rank }
 }
 
+/// With the first depot of its shard, or a later one.
 pub(super) fn attached(worker: WorkerId, depot: u128) -> Attached {
     let geometry = GroupGeometry {
         group: GroupId(0),
@@ -41,7 +42,7 @@ pub(super) fn attached(worker: WorkerId, depot: u128) -> Attached {
     Attached {
         worker,
         attach: AttachId(1),
-        depot: DepotId(depot),
+        depot: DepotId(depot << 16 | u128::from(worker.rank.0)),
         memory: Some(memory),
     }
 }
@@ -63,6 +64,7 @@ fn leader() -> Leader {
         if let Effect::ReadInventory {
             worker,
             depot,
+            reading,
             from,
             ..
         } = effect
@@ -70,6 +72,7 @@ fn leader() -> Leader {
             let event = Event::Inventory {
                 worker,
                 depot,
+                reading,
                 from,
                 next: None,
                 records: Vec::new(),
