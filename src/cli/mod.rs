@@ -10,6 +10,7 @@ mod leader;
 mod process;
 mod replay;
 mod reset;
+mod room;
 mod sim;
 mod status;
 mod up;

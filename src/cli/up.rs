@@ -13,12 +13,13 @@ use tokio::sync::mpsc;
 use tokio::time::Instant;
 
 use crate::cli::process::{Ending, Expel};
+use crate::cli::room::room_for;
 use crate::cli::{ConfigArguments, block_on, dirs::Dirs};
 use crate::config::Config;
 use crate::error::CommandError;
-use crate::memory::{DEPOT_HEADER_BYTES, Depot, LockLimit, MemoryAvailable, NumaNode};
+use crate::memory::{DEPOT_HEADER_BYTES, Depot};
 use crate::transport::prepare_directory;
-use crate::types::{ByteSize, Rank, Replica, Shard, WorkerId};
+use crate::types::{Rank, Replica, WorkerId};
 
 /// How long children may take to end before they are killed.
 const END_LIMIT: Duration = Duration::from_secs(10);
@@ -102,7 +103,10 @@ impl Arguments {
             prepare_directory(Dirs::new(&config.socket_dir).root())
                 .map_err(CommandError::failed)?;
             if !no_tiers {
-                check_memory(&config)?;
+                tokio::select! {
+                    () = ending.told() => return Ok(()),
+                    found = room_for(&config) => found?,
+                }
             }
             let mut supervisor = Supervisor::new(config, no_tiers)?;
             supervisor.start_all()?;
@@ -119,32 +123,6 @@ impl Arguments {
             }
         })
     }
-}
-
-/// Refuses at once what there is no memory for now: workers would try for a while, and say so too.
-fn check_memory(config: &Config) -> Result<(), CommandError> {
-    let wrong = |error: &dyn std::fmt::Display| CommandError::Config(error.to_string());
-    let (g2, shards) = (config.g2, config.kv_shards.shards());
-    for shard in (0..shards).map(Shard) {
-        if let Some(node) = config.g2_numa.of(shard) {
-            NumaNode::find(node).map_err(|error| wrong(&error))?;
-        }
-    }
-    if config.g2_lock {
-        // Each worker locks the depot of its shard.
-        let each = g2.0 / u64::from(shards);
-        LockLimit::now()
-            .check(each)
-            .map_err(|error| wrong(&error))?;
-    }
-    let MemoryAvailable { bytes, limit } = MemoryAvailable::now();
-    if g2.0 <= bytes {
-        return Ok(());
-    }
-    let available = ByteSize(bytes);
-    Err(CommandError::Config(format!(
-        "g2 is {g2}, {limit} has {available}: give less than that, or more memory"
-    )))
 }
 
 fn supervisor_failed(error: &CommandError) {

@@ -41,25 +41,32 @@ pub struct MemoryAvailable {
 impl MemoryAvailable {
     /// The tightest limit for this process; a limit that cannot be read counts as none.
     pub fn now() -> Self {
-        Self::least(None)
+        Self::least(None, Use::Counts)
+    }
+
+    /// The same if nothing were in use: what cannot be had by waiting either.
+    pub fn ever() -> Self {
+        Self::least(None, Use::Ignored)
     }
 
     /// The same for the file behind `fd`, whose file system may have a limit of its own.
     pub(super) fn for_file(fd: BorrowedFd<'_>) -> Self {
-        Self::least(file_system_bytes(fd).map(|bytes| Self {
+        let system = file_system_bytes(fd).map(|bytes| Self {
             bytes,
             limit: MemoryLimit::FileSystem,
-        }))
+        });
+        Self::least(system, Use::Counts)
     }
 
-    fn least(system: Option<Self>) -> Self {
+    fn least(system: Option<Self>, in_use: Use) -> Self {
         let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
         let host = Self {
-            bytes: host_bytes(&meminfo).unwrap_or(u64::MAX),
+            bytes: host_bytes(&meminfo, in_use).unwrap_or(u64::MAX),
             limit: MemoryLimit::Host,
         };
         let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-        let group = group_path(&groups).and_then(|path| cgroup(Path::new(CGROUP_ROOT), path));
+        let group = group_path(&groups);
+        let group = group.and_then(|path| cgroup(Path::new(CGROUP_ROOT), path, in_use));
         let others = [system, group].into_iter().flatten();
         others.fold(host, |least, other| {
             if other.bytes < least.bytes {
@@ -71,11 +78,20 @@ impl MemoryAvailable {
     }
 }
 
-/// `MemAvailable` of `/proc/meminfo`, which is in KiB.
-fn host_bytes(meminfo: &str) -> Option<u64> {
-    let line = meminfo
-        .lines()
-        .find_map(|line| line.strip_prefix("MemAvailable:"))?;
+/// Whether what is in use is gone.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Use {
+    Counts,
+    Ignored,
+}
+
+/// `MemAvailable` or `MemTotal` of `/proc/meminfo`, which is in KiB.
+fn host_bytes(meminfo: &str, in_use: Use) -> Option<u64> {
+    let name = match in_use {
+        Use::Counts => "MemAvailable:",
+        Use::Ignored => "MemTotal:",
+    };
+    let line = meminfo.lines().find_map(|line| line.strip_prefix(name))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     kib.checked_mul(1024)
 }
@@ -94,13 +110,13 @@ fn group_path(groups: &str) -> Option<&str> {
 }
 
 /// The tightest limit between a group and the root.
-fn cgroup(root: &Path, group: &str) -> Option<MemoryAvailable> {
+fn cgroup(root: &Path, group: &str, in_use: Use) -> Option<MemoryAvailable> {
     let leaf = root.join(group);
     let levels = leaf.ancestors().take_while(|level| level.starts_with(root));
     levels
         .filter_map(|level| {
             Some(MemoryAvailable {
-                bytes: level_bytes(level)?,
+                bytes: level_bytes(level, in_use)?,
                 limit: MemoryLimit::Cgroup(level.to_owned()),
             })
         })
@@ -108,9 +124,12 @@ fn cgroup(root: &Path, group: &str) -> Option<MemoryAvailable> {
 }
 
 /// What one group may still take: its limit less its use, where page cache that can be dropped is no use.
-fn level_bytes(level: &Path) -> Option<u64> {
+fn level_bytes(level: &Path, in_use: Use) -> Option<u64> {
     let read = |name: &str| fs::read_to_string(level.join(name)).ok();
     let max: u64 = read("memory.max")?.trim().parse().ok()?;
+    if in_use == Use::Ignored {
+        return Some(max);
+    }
     let current: u64 = read("memory.current")?.trim().parse().ok()?;
     let stat = read("memory.stat").unwrap_or_default();
     let cache = stat
@@ -129,8 +148,9 @@ mod tests {
     #[test]
     fn the_host_says_what_is_available_in_kib() {
         let text = "MemTotal:       100 kB\nMemAvailable:    64 kB\n";
-        assert_eq!(host_bytes(text), Some(65536));
-        assert_eq!(host_bytes("MemTotal: 100 kB\n"), None);
+        assert_eq!(host_bytes(text, Use::Counts), Some(65536));
+        assert_eq!(host_bytes(text, Use::Ignored), Some(102_400));
+        assert_eq!(host_bytes("MemTotal: 100 kB\n", Use::Counts), None);
     }
 
     #[test]
@@ -147,12 +167,11 @@ mod tests {
         write(&pod, "memory.max", "1000\n");
         write(&pod, "memory.current", "700\n");
         write(&pod, "memory.stat", "anon 5\ninactive_file 100\n");
-        let found = cgroup(root.path(), "pod/engine");
-        let expected = MemoryAvailable {
-            bytes: 400,
-            limit: MemoryLimit::Cgroup(pod),
-        };
-        assert_eq!(found, Some(expected));
+        for (in_use, bytes) in [(Use::Counts, 400), (Use::Ignored, 1000)] {
+            let found = cgroup(root.path(), "pod/engine", in_use);
+            let limit = MemoryLimit::Cgroup(pod.clone());
+            assert_eq!(found, Some(MemoryAvailable { bytes, limit }));
+        }
         assert_eq!(
             group_path("1:name=x:/y\n0::/pod/engine\n"),
             Some("pod/engine")

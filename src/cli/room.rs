@@ -1,0 +1,107 @@
+//! Whether there is room for the host memory that is configured, before anything is started.
+
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use crate::config::Config;
+use crate::error::CommandError;
+use crate::memory::{LockLimit, MemoryAvailable, NumaNode};
+use crate::types::{ByteSize, Shard};
+
+/// How long memory that others use is waited for.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// How often it is looked for.
+const PAUSE: Duration = Duration::from_millis(500);
+
+/// Refuses nodes that there are not, more than may be locked, and what there is no memory for.
+pub(super) async fn room_for(config: &Config) -> Result<(), CommandError> {
+    let wrong = |error: &dyn std::fmt::Display| CommandError::Config(error.to_string());
+    let shards = config.kv_shards.shards();
+    for node in (0..shards).filter_map(|shard| config.g2_numa.of(Shard(shard))) {
+        NumaNode::find(node).map_err(|error| wrong(&error))?;
+    }
+    if config.g2_lock {
+        // Each worker locks the depot of its shard.
+        let each = config.g2.0 / u64::from(shards);
+        LockLimit::now()
+            .check(each)
+            .map_err(|error| wrong(&error))?;
+    }
+    memory_for(config.g2, &MemoryAvailable::ever(), MemoryAvailable::now).await
+}
+
+/// What others use may be given back in a moment, as after the end of another `up`. `ever` is what there is beside that.
+async fn memory_for(
+    g2: ByteSize,
+    ever: &MemoryAvailable,
+    mut now: impl FnMut() -> MemoryAvailable,
+) -> Result<(), CommandError> {
+    let refused = |found: &MemoryAvailable| {
+        let (limit, available) = (&found.limit, ByteSize(found.bytes));
+        CommandError::Config(format!(
+            "g2 is {g2}, {limit} has {available}: give less than that, or more memory"
+        ))
+    };
+    if g2.0 > ever.bytes {
+        return Err(refused(ever));
+    }
+    let until = Instant::now() + PATIENCE;
+    loop {
+        let found = now();
+        if g2.0 <= found.bytes {
+            return Ok(());
+        }
+        if Instant::now() >= until {
+            return Err(refused(&found));
+        }
+        tracing::warn!(%g2, available = %ByteSize(found.bytes), "waiting for memory");
+        tokio::time::sleep(PAUSE).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::MemoryLimit;
+
+    fn host(bytes: u64) -> MemoryAvailable {
+        let limit = MemoryLimit::Host;
+        MemoryAvailable { bytes, limit }
+    }
+
+    /// Time that passed, how often it was looked, and the refusal.
+    async fn asked(ever: u64, now: impl Fn(u32) -> u64) -> (Duration, u32, Option<String>) {
+        let begun = Instant::now();
+        let mut looks = 0;
+        let found = memory_for(ByteSize(100), &host(ever), || {
+            looks += 1;
+            host(now(looks))
+        })
+        .await;
+        let refused = found.err().map(|error| error.to_string());
+        (begun.elapsed(), looks, refused)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn memory_that_is_given_back_in_time_is_waited_for() {
+        assert_eq!(asked(100, |_| 100).await, (Duration::ZERO, 1, None));
+        let soon = |look: u32| if look < 4 { 99 } else { 100 };
+        assert_eq!(asked(100, soon).await, (3 * PAUSE, 4, None));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn memory_that_does_not_come_is_refused_with_both_numbers() {
+        let (took, looks, refused) = asked(100, |_| 99).await;
+        assert_eq!((took, looks), (PATIENCE, 21));
+        let text = "g2 is 100 B, the host's memory has 99 B: give less than that, or more memory";
+        assert_eq!(refused.as_deref(), Some(text));
+        let (took, looks, refused) = asked(98, |_| 99).await;
+        assert_eq!(
+            (took, looks),
+            (Duration::ZERO, 0),
+            "there never was as much"
+        );
+        assert!(refused.is_some_and(|text| text.contains("has 98 B")));
+    }
+}
