@@ -5,7 +5,7 @@ mod status;
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ractor::{Actor, ActorProcessingErr, ActorRef};
 use rustix::event::{PollFd, PollFlags, poll};
@@ -91,6 +91,8 @@ pub(super) struct State {
     watched: HashMap<i32, Arc<OwnedFd>>,
     /// How far each worker said last that it is; at most as many as there are places.
     preparing: HashMap<WorkerId, Preparing>,
+    /// What the core's steps of lookups took.
+    lookup_time: Duration,
     next_order: u64,
     timer: Option<JoinHandle<Result<(), ractor::MessagingErr<LeaderMessage>>>>,
     armed_at: Option<Time>,
@@ -138,6 +140,7 @@ impl Actor for LeaderActor {
             workers: HashMap::new(),
             watched: HashMap::new(),
             preparing: HashMap::new(),
+            lookup_time: Duration::ZERO,
             next_order: 0,
             timer: None,
             armed_at: None,
@@ -451,7 +454,10 @@ impl State {
 
     fn step(&mut self, event: Event) {
         let mut effects = std::mem::take(&mut self.effects);
+        let is_lookup = matches!(&event, Event::Request { request, .. } if matches!(request, Request::Lookup { .. }));
+        let begun = is_lookup.then(Instant::now);
         self.core.step(self.clock.now(), event, &mut effects);
+        self.lookup_time += begun.map_or(Duration::ZERO, |begun| begun.elapsed());
         let mut copies: Vec<(Replica, crate::core::RankSet, Copy)> = Vec::new();
         for effect in effects.drain(..) {
             match effect {

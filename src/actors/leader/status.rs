@@ -65,6 +65,8 @@ impl State {
                 .collect(),
             ..StatusAnswer::default()
         };
+        let lookup_ns = u64::try_from(self.lookup_time.as_nanos()).unwrap_or(u64::MAX);
+        answer.counters.insert("lookup_ns".to_owned(), lookup_ns);
         if let Some(pool) = self.core.pool() {
             let states = pool.page_states().by_name();
             answer.pages = states

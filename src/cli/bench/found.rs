@@ -33,6 +33,8 @@ use super::percentiles;
 
 /// Pages of the prompts.
 const PROMPT_PAGES: [u32; 4] = [10, 256, 2048, 4096];
+/// Parts of the time in which the leader's own is measured.
+const WINDOWS: u32 = 20;
 /// Prompts of each length, which take turns.
 const PROMPTS: u64 = 16;
 /// Answer limit of anything that is asked here.
@@ -42,8 +44,10 @@ const PATIENCE: Duration = Duration::from_secs(10);
 #[derive(Debug, serde::Serialize)]
 pub(super) struct Row {
     pages: u32,
-    /// In the core alone.
+    /// The core's step, alone in a process.
     core_p50_us: f64,
+    /// The core's step in the leader: how long the busy server is busy.
+    step_p50_us: f64,
     busy_p50_us: f64,
     busy_p99_us: f64,
     leader_p50_us: f64,
@@ -53,14 +57,15 @@ pub(super) struct Row {
 
 impl Row {
     pub(super) fn heading() -> &'static str {
-        "pages    core p50    busy server p50  p99      leader p50  p99      leader/busy"
+        "pages    core p50   in leader    busy server p50  p99      leader p50  p99      leader/busy"
     }
 
     pub(super) fn text(&self) -> String {
         format!(
-            "{:>5}  {:>7.1} us  {:>13.1} us {:>6.1}  {:>8.1} us {:>6.1}  {:>11.2}",
+            "{:>5}  {:>7.1} us  {:>7.1} us  {:>13.1} us {:>6.1}  {:>8.1} us {:>6.1}  {:>11.2}",
             self.pages,
             self.core_p50_us,
+            self.step_p50_us,
             self.busy_p50_us,
             self.busy_p99_us,
             self.leader_p50_us,
@@ -149,10 +154,10 @@ async fn row(
     rounds: u32,
 ) -> Result<Row, CommandError> {
     let core_us = in_core(pages, rounds)?;
+    let step_us = in_leader(engine, to_busy, prompts, pages, rounds).await?;
     let (mut busy, mut leader) = (Vec::new(), Vec::new());
-    let warm_up = rounds / 10;
-    for (round, prompt) in (0..rounds + warm_up).zip(prompts.iter().cycle()) {
-        let nanoseconds = (core_us * 1e3) as u64;
+    let nanoseconds = (step_us * 1e3) as u64;
+    for (_, prompt) in (0..rounds).zip(prompts.iter().cycle()) {
         let idle = lookup(nanoseconds, *prompt, pages);
         let begun = Instant::now();
         ask(to_busy, idle).await?;
@@ -161,26 +166,61 @@ async fn row(
         let begun = Instant::now();
         let answer = ask(engine, real).await?;
         let leader_us = begun.elapsed().as_secs_f64() * 1e6;
-        match answer {
-            Message::LookupAnswer(LookupAnswer { hit_pages, .. }) if hit_pages == pages => {}
-            other => return Err(CommandError::Failed(format!("found {other:?}"))),
-        }
-        if round >= warm_up {
-            busy.push(busy_us);
-            leader.push(leader_us);
-        }
+        all_found(&answer, pages)?;
+        busy.push(busy_us);
+        leader.push(leader_us);
     }
     let (busy_p50_us, busy_p99_us) = percentiles(busy);
     let (leader_p50_us, leader_p99_us) = percentiles(leader);
     Ok(Row {
         pages,
         core_p50_us: core_us,
+        step_p50_us: step_us,
         busy_p50_us,
         busy_p99_us,
         leader_p50_us,
         leader_p99_us,
         leader_to_busy: leader_p50_us / busy_p50_us,
     })
+}
+
+fn all_found(answer: &Message, pages: u32) -> Result<(), CommandError> {
+    match answer {
+        Message::LookupAnswer(LookupAnswer { hit_pages, .. }) if *hit_pages == pages => Ok(()),
+        other => Err(CommandError::Failed(format!("found {other:?}"))),
+    }
+}
+
+/// How long the step of such a lookup takes in the leader's process, between messages to another one, as it does later: the
+/// median of means, by what the leader itself counts.
+async fn in_leader(
+    engine: &Client,
+    to_busy: &Client,
+    prompts: &[u64],
+    pages: u32,
+    rounds: u32,
+) -> Result<f64, CommandError> {
+    let each = rounds.div_ceil(WINDOWS * 4).max(1);
+    let mut means = Vec::new();
+    let mut prompts = prompts.iter().cycle();
+    let mut before = lookup_ns(engine).await?;
+    for _ in 0..WINDOWS {
+        for (_, prompt) in (0..each).zip(&mut prompts) {
+            ask(to_busy, lookup(0, *prompt, pages)).await?;
+            all_found(&ask(engine, lookup(*prompt, *prompt, pages)).await?, pages)?;
+        }
+        let now = lookup_ns(engine).await?;
+        means.push((now - before) as f64 / f64::from(each) / 1e3);
+        before = now;
+    }
+    Ok(percentiles(means).0)
+}
+
+async fn lookup_ns(engine: &Client) -> Result<u64, CommandError> {
+    match ask(engine, Message::Status(Status { check: false })).await? {
+        Message::StatusAnswer(status) => Ok(status.counters.get("lookup_ns").copied().unwrap_or(0)),
+        other => Err(CommandError::Failed(format!("answered {other:?}"))),
+    }
 }
 
 /// How long such a lookup takes without sockets and actors, its decoding left out: the busy server decodes as well.

@@ -67,7 +67,7 @@ impl Arguments {
             ));
         }
         say(
-            "A lookup that a leader answers, beside a server that is busy as long as the core's step takes.",
+            "A lookup that a leader answers, beside a server that is busy as long as the core's step takes in the leader.",
         );
         say(found::Row::heading());
         for row in report.found {
