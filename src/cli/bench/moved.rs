@@ -54,7 +54,7 @@ pub(crate) struct Arguments {
     #[arg(long, default_value = "1", value_parser = clap::value_parser!(u16).range(1..=64))]
     copy_threads: u16,
     /// Rounds: a store and a load on each side.
-    #[arg(long, default_value = "15", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    #[arg(long, default_value = "15", value_parser = clap::value_parser!(u32).range(1..=100_000))]
     rounds: u32,
     /// Print JSON.
     #[arg(long)]
