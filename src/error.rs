@@ -2,6 +2,9 @@
 
 use crate::config::ConfigError;
 
+/// Exit code of [`CommandError::NoMemory`].
+pub const NO_MEMORY: u8 = 69;
+
 /// An error for people, with the exit code that scripts see.
 #[derive(Debug, thiserror::Error)]
 pub enum CommandError {
@@ -11,6 +14,9 @@ pub enum CommandError {
     /// It could not be done. Exit code 1.
     #[error("{0}")]
     Failed(String),
+    /// The host memory that is configured cannot be had. Exit code 69, as `EX_UNAVAILABLE`.
+    #[error("{0}")]
+    NoMemory(String),
     /// Values contradict each other or lie out of bounds. Exit code 78, as `EX_CONFIG`.
     #[error("{0}")]
     Config(String),
@@ -30,6 +36,7 @@ impl CommandError {
         match self {
             Self::Found(_) | Self::Failed(_) => 1,
             Self::Data(_) => 65,
+            Self::NoMemory(_) => NO_MEMORY,
             Self::Config(_) => 78,
         }
     }

@@ -342,8 +342,7 @@ fn ranks_that_disagree_are_told_which_rank_and_which_field() {
     ] {
         assert!(errors.contains(word), "{errors}");
     }
-    let status = kvferry(&["status", "--json", "--socket-dir", name]);
-    let status: Value = serde_json::from_slice(&status.stdout).expect("JSON");
+    let status = status_once(name, |status| status["ranks"][1]["problem"] != "");
     let problem = |rank: usize| status["ranks"][rank]["problem"].as_str();
     assert_eq!(problem(0), Some(""));
     let turned_away = problem(1).expect("a text");
@@ -432,6 +431,7 @@ fn a_rank_without_memory_says_why_before_it_ends() {
     let folder = socket_dir();
     let name = folder.path().to_str().expect("UTF-8");
     let _leader = Running::start(&["leader", "--socket-dir", name]);
+    status_once(name, |status| status["ranks"][0]["pid"] == 0);
     let worker = [
         "worker",
         "--rank",
@@ -443,7 +443,7 @@ fn a_rank_without_memory_says_why_before_it_ends() {
     ];
     refused(
         &worker,
-        1,
+        69,
         &["the depot needs", "more bytes", "has", "give it a"],
     );
     let status = status_once(name, |status| status["ranks"][0]["pid"] == 0);

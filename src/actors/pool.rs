@@ -34,6 +34,8 @@ pub struct PoolSettings {
     pub node: Option<NumaNode>,
     /// Lock it into memory, so that it is never swapped out.
     pub lock: bool,
+    /// Set once all of it is there.
+    pub ready: Arc<AtomicBool>,
 }
 
 impl PoolSettings {
@@ -95,7 +97,7 @@ impl Actor for PoolActor {
         let limit = settings.ready_limit();
         let (shown, to) = (Arc::clone(&progress), worker.clone());
         let taken = tokio::task::spawn_blocking(move || {
-            let lock = settings.lock;
+            let (lock, ready) = (settings.lock, Arc::clone(&settings.ready));
             let by = Prefault {
                 threads: settings.threads,
                 chunk_bytes: PREFAULT_CHUNK_BYTES,
@@ -103,10 +105,12 @@ impl Actor for PoolActor {
             };
             let depot = open(settings)?;
             say(&to, WorkerMessage::Depot(Arc::clone(&depot)));
-            prefault(&depot, &by, &progress, &flag, &to)?;
+            prefault(&depot, &by, lock, &progress, &flag, &to)?;
             if lock {
                 depot.lock().map_err(|error| error.to_string())?;
+                progress.done.store(depot.bytes(), Ordering::Relaxed);
             }
+            ready.store(true, Ordering::Relaxed);
             Ok(())
         });
         let flag = Arc::clone(&cancel);
@@ -138,12 +142,19 @@ fn open(settings: PoolSettings) -> Result<Arc<Depot>, String> {
 fn prefault(
     depot: &Depot,
     by: &Prefault,
+    lock: bool,
     progress: &Progress,
     cancel: &AtomicBool,
     worker: &ActorRef<WorkerMessage>,
 ) -> Result<(), String> {
     let told = Cell::new(Instant::now());
     let report = |done, total| {
+        // What is to be locked is not ready before that.
+        let done = if lock && done == total {
+            total - 1
+        } else {
+            done
+        };
         progress.done.store(done, Ordering::Relaxed);
         progress.total.store(total, Ordering::Relaxed);
         if told.get().elapsed() >= TELL_EVERY {
@@ -214,6 +225,7 @@ mod tests {
             threads: 1,
             node: None,
             lock: false,
+            ready: Arc::default(),
         };
         assert_eq!(settings(0).ready_limit(), READY_LIMIT_MIN);
         let day = Duration::from_secs(24 * 3600);

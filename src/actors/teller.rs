@@ -63,8 +63,19 @@ async fn run(leader: Client, mut told: watch::Receiver<News>, worker: ActorRef<W
     while told.changed().await.is_ok() {
         let news = told.borrow_and_update().clone();
         let body = Preparing::new(news.ready_bytes, news.bytes, news.problem.clone());
-        if let Err(failure) = leader.ask(Message::Preparing(body), TELL_LIMIT).await {
-            tracing::debug!(%failure, "the leader does not know how far this worker is");
+        let asked = leader.ask(Message::Preparing(body), TELL_LIMIT);
+        let newer = tokio::select! {
+            answer = asked => {
+                if let Err(failure) = answer {
+                    tracing::debug!(%failure, "the leader does not know how far this worker is");
+                }
+                false
+            }
+            gives_up = told.wait_for(|newer| newer.gives_up), if !news.gives_up => gives_up.is_ok(),
+        };
+        if newer {
+            told.mark_changed();
+            continue;
         }
         if news.gives_up {
             if worker.cast(WorkerMessage::Failed(news.problem)).is_err() {

@@ -260,7 +260,7 @@ impl Actor for WorkerActor {
             WorkerMessage::Mapped(who, memory) => match *memory {
                 Ok(memory) => state.mapped(who, memory, &myself)?,
                 Err(why) => {
-                    state.teller.problem(why.clone());
+                    state.turned_away_rank(&why);
                     state.refuse(who.peer, who.asked, ErrorCode::Invalid, why);
                 }
             },
@@ -425,11 +425,11 @@ impl State {
                 "registration.rank is {}, this worker serves {}: connect to the worker of your rank",
                 registration.rank.0, self.worker.rank
             );
-            self.teller.problem(text.clone());
+            self.turned_away_rank(&text);
             return self.refuse(peer, correlation, ErrorCode::Invalid, text);
         }
         if let Some(text) = self.wrong_shard(&registration) {
-            self.teller.problem(text.clone());
+            self.turned_away_rank(&text);
             return self.refuse(peer, correlation, ErrorCode::Invalid, text);
         }
         if !self.prefaulted {
@@ -725,6 +725,13 @@ impl State {
             copies: copies.iter().map(CopyResult::from).collect(),
         };
         self.leader.reply(RequestId(batch.0), Message::Ended(body));
+    }
+
+    /// A rank that serves has no problem with another one that does not get in.
+    fn turned_away_rank(&self, why: &str) {
+        if self.mapped.is_none() {
+            self.teller.problem(why.to_owned());
+        }
     }
 
     fn refuse(&self, peer: PeerId, correlation: RequestId, code: ErrorCode, text: String) {

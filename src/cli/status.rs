@@ -18,12 +18,14 @@ const STATUS_LIMIT: Duration = Duration::from_secs(5);
 
 /// Time between two questions to a leader that is not ready yet.
 const READY_PAUSE: Duration = Duration::from_millis(5);
+/// The same where nobody measures how long it takes.
+const WAIT_PAUSE: Duration = Duration::from_millis(200);
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Arguments {
     #[command(flatten)]
     config: ConfigArguments,
-    /// Wait until every rank is ready, at most so many seconds, and say on the way how far each is.
+    /// Wait until every rank of every engine is ready, at most so many seconds, and say on the way how far each is.
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=86_400))]
     wait_s: Option<u64>,
     /// Print JSON: `schema/messages.json`, `status_answer`.
@@ -43,7 +45,7 @@ impl Arguments {
         let (check, wait) = (self.check, self.wait_s.map(Duration::from_secs));
         let answer = block_on(1, async move {
             if let Some(limit) = wait {
-                wait_until_ready(&dirs, limit, &mut say_progress).await?;
+                wait_until(&dirs, limit, WAIT_PAUSE, all_ready, &mut say_progress).await?;
             }
             ask(Arc::new(ZmqTransport), &dirs, check).await
         })?;
@@ -62,15 +64,23 @@ impl Arguments {
     }
 }
 
-/// Waits until lookups are served: every rank is there, and the leader has read what the depots hold.
+/// Waits until lookups are served: every rank of an engine is there, and the leader has read what the depots hold.
 pub(super) async fn until_ready(dirs: &Dirs, limit: Duration) -> Result<(), CommandError> {
-    wait_until_ready(dirs, limit, &mut |_| ()).await
+    let served = |status: &StatusAnswer| status.ready;
+    wait_until(dirs, limit, READY_PAUSE, served, &mut |_| ()).await
 }
 
-/// The same; says how far all are whenever that has changed.
-async fn wait_until_ready(
+/// Every rank of every engine has its worker, and lookups are served.
+fn all_ready(status: &StatusAnswer) -> bool {
+    status.ready && status.ranks.iter().all(|rank| rank.attached)
+}
+
+/// Waits until something is true of a leader; says how far all are whenever that has changed.
+async fn wait_until(
     dirs: &Dirs,
     limit: Duration,
+    pause: Duration,
+    is_true: fn(&StatusAnswer) -> bool,
     progress: &mut dyn FnMut(&str),
 ) -> Result<(), CommandError> {
     let until = Instant::now() + limit;
@@ -78,7 +88,7 @@ async fn wait_until_ready(
     let mut said = String::new();
     loop {
         let now = match status_by(&client, until, dirs, false).await {
-            Ok(status) if status.ready => return Ok(()),
+            Ok(status) if is_true(&status) => return Ok(()),
             Ok(status) => unready(&status),
             Err(error) => error.to_string(),
         };
@@ -90,7 +100,7 @@ async fn wait_until_ready(
             let text = format!("not ready after {limit:?}: {said}");
             return Err(CommandError::Failed(text));
         }
-        tokio::time::sleep(READY_PAUSE).await;
+        tokio::time::sleep(pause).await;
     }
 }
 

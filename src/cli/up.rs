@@ -16,7 +16,7 @@ use crate::cli::process::{Ending, Expel};
 use crate::cli::room::room_for;
 use crate::cli::{ConfigArguments, block_on, dirs::Dirs};
 use crate::config::Config;
-use crate::error::CommandError;
+use crate::error::{CommandError, NO_MEMORY};
 use crate::memory::{DEPOT_HEADER_BYTES, Depot};
 use crate::transport::prepare_directory;
 use crate::types::{Rank, Replica, WorkerId};
@@ -256,11 +256,13 @@ impl Supervisor {
         let supervised = &mut self.parts[index];
         supervised.child = None;
         let part = supervised.part;
-        if supervised.started.elapsed() >= SETTLED_AFTER {
+        let code = status.and_then(|status| status.code());
+        let no_memory = code == Some(i32::from(NO_MEMORY));
+        // To find out that there is no memory may take longer than to settle.
+        if supervised.started.elapsed() >= SETTLED_AFTER && !no_memory {
             supervised.pause = RESTART_FIRST;
             supervised.failures = 0;
         }
-        let code = status.and_then(|status| status.code());
         // Somebody killed it: that says nothing of whether it would stay up.
         if code.is_some() {
             supervised.failures += 1;

@@ -3,6 +3,7 @@
 use std::fs::OpenOptions;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use crate::actors::{PoolSettings, WorkerArguments, run_worker};
@@ -97,6 +98,7 @@ impl Arguments {
             };
             let (leader, incoming) = Client::start(Arc::new(ZmqTransport), settings);
             let threads = usize::from(config.copy_threads);
+            let ready = Arc::new(AtomicBool::new(false));
             let bytes = config.g2.0 / u64::from(config.kv_shards.shards());
             let arguments = WorkerArguments {
                 worker,
@@ -111,6 +113,7 @@ impl Arguments {
                     threads,
                     node,
                     lock: config.g2_lock,
+                    ready: Arc::clone(&ready),
                 },
                 copy_threads: threads,
             };
@@ -118,7 +121,10 @@ impl Arguments {
             tracing::info!(%worker, "worker ready");
             tokio::select! {
                 () = ending.told() => {}
-                why = process.failed() => return Err(CommandError::Failed(why)),
+                why = process.failed() => return Err(match ready.load(Ordering::Relaxed) {
+                    true => CommandError::Failed(why),
+                    false => CommandError::NoMemory(why),
+                }),
             }
             process.stop().await;
             tracing::info!(%worker, "worker ended");

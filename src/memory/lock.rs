@@ -3,6 +3,7 @@
 use std::fs;
 use std::io;
 
+use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
 
 use super::depot::Depot;
@@ -36,6 +37,25 @@ pub enum LockError {
         /// What it said.
         source: io::Error,
     },
+}
+
+impl LockError {
+    /// In a container of its own users a capability may be worth nothing: then the limit was what counted.
+    fn of(bytes: u64, source: io::Error) -> Self {
+        let limit = getrlimit(Resource::Memlock).current;
+        let exceeded = limit.filter(|limit| bytes > *limit);
+        let told = [Errno::NOMEM, Errno::PERM, Errno::AGAIN].map(|errno| errno.raw_os_error());
+        match exceeded {
+            Some(limit_bytes)
+                if source
+                    .raw_os_error()
+                    .is_some_and(|code| told.contains(&code)) =>
+            {
+                Self::Limit { bytes, limit_bytes }
+            }
+            _ => Self::Io { bytes, source },
+        }
+    }
 }
 
 impl LockLimit {
@@ -72,7 +92,7 @@ impl Depot {
         let bytes = self.bytes();
         LockLimit::now().check(bytes)?;
         let locked = self.buffer().lock();
-        locked.map_err(|source| LockError::Io { bytes, source })
+        locked.map_err(|source| LockError::of(bytes, source))
     }
 }
 

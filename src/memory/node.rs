@@ -61,8 +61,30 @@ fn cpus(list: &str) -> Option<CpuSet> {
 }
 
 #[cfg(test)]
+impl NumaNode {
+    /// A node of the processors on which this thread may run.
+    pub(super) fn of_this_thread() -> io::Result<Self> {
+        Ok(Self(rustix::thread::sched_getaffinity(None)?))
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_thread_is_kept_on_the_processors_of_its_node() {
+        let NumaNode(all) = NumaNode::of_this_thread().expect("processors");
+        let last = (0..CpuSet::MAX_CPU).rfind(|cpu| all.is_set(*cpu));
+        let last = last.expect("at least one");
+        let kept = std::thread::spawn(move || {
+            let node = NumaNode(cpus(&last.to_string()).expect("a set"));
+            node.run_here().expect("one that it may run on");
+            NumaNode::of_this_thread().expect("processors").0
+        });
+        let kept = kept.join().expect("no panic");
+        assert_eq!((kept.count(), kept.is_set(last)), (1, true));
+    }
 
     fn listed(list: &str) -> Vec<usize> {
         let set = cpus(list).expect("processors");

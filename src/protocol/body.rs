@@ -372,7 +372,6 @@ pub struct Inventory {
     #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
     pub depot: [u8; 16],
     /// That of the question.
-    #[serde(default)]
     pub reading: u64,
     /// First arena page that was looked at.
     pub from: u32,

@@ -17,6 +17,8 @@ use crate::types::{FragmentPair, PageList, PageRun};
 
 /// Most items for which room is made before they are read.
 const EXPECTED_MAX: usize = 256;
+/// What lies around a record: the body, the list of copies, the copy.
+const RECORD_DEPTH: usize = 3;
 /// Nothing: "MessagePack specification", formats nil.
 const NIL: u8 = 0xc0;
 
@@ -186,7 +188,7 @@ fn read_record(from: &mut &[u8]) -> Option<Option<RecordBody>> {
         return Some(None);
     }
     let mut reader = rmp_serde::Deserializer::new(*from);
-    reader.set_max_depth(DEPTH_MAX);
+    reader.set_max_depth(DEPTH_MAX - RECORD_DEPTH);
     let record = RecordBody::deserialize(&mut reader).ok()?;
     *from = reader.get_ref();
     Some(Some(record))
@@ -265,6 +267,7 @@ mod tests {
 
     fn read_by_serde(bytes: &[u8]) -> Option<Transfer> {
         let mut reader = rmp_serde::Deserializer::new(bytes);
+        reader.set_max_depth(DEPTH_MAX);
         let transfer = Transfer::deserialize(&mut reader).ok()?;
         reader.get_ref().is_empty().then_some(transfer)
     }
@@ -409,6 +412,45 @@ mod tests {
         let long = with_lists(b"\x91\xcd\x00\x05\x91\x06");
         assert!(read(&long).is_some(), "a number longer than it must be");
         assert_eq!(read(&long), read_by_serde(&long));
+    }
+
+    #[test]
+    fn a_record_is_nested_no_deeper_than_serde_takes_it() {
+        let nested = |lists: usize| {
+            let record = RecordBody {
+                anchor: [1; 16],
+                domain: [2; 16],
+                block_start: 3,
+                first: 0,
+                phase: 0,
+                generation: 4,
+                fingerprints: Vec::new(),
+            };
+            let transfer = Transfer {
+                engine: [1; 16],
+                store: true,
+                request: 3,
+                copies: vec![CopyOrder {
+                    op: 4,
+                    pairs: Vec::new().into(),
+                    record: Some(record),
+                }],
+            };
+            let mut bytes = written(&transfer);
+            let at = bytes.windows(2).rposition(|window| window == [0x87, 0xa6]);
+            bytes[at.expect("a map of seven, and its first key")] = 0x88;
+            bytes.extend(b"\xa1x");
+            bytes.extend(vec![0x91; lists]);
+            bytes.push(NIL);
+            bytes
+        };
+        let mut taken = 0;
+        for lists in 0..2 * DEPTH_MAX {
+            let bytes = nested(lists);
+            assert_eq!(read(&bytes), read_by_serde(&bytes), "{lists} lists");
+            taken += usize::from(read(&bytes).is_some());
+        }
+        assert!((1..2 * DEPTH_MAX).contains(&taken));
     }
 
     #[test]

@@ -307,6 +307,41 @@ async fn a_peer_that_stays_silent_is_closed_after_three_heartbeats() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn what_was_said_while_the_server_did_not_listen_counts() {
+    let transport = MemoryTransport::default();
+    let mut server = server(&transport, 1).await;
+    let peers = [
+        Raw::connect(&transport).await,
+        Raw::connect(&transport).await,
+    ];
+    for peer in &peers {
+        peer.say(1, Message::Hello(hello(1, 2))).await;
+    }
+    let heard = tokio::time::timeout(HEARTBEAT / 2, listen_on(&mut server)).await;
+    assert!(heard.is_err(), "the server goes on");
+    for peer in &peers {
+        peer.say(2, status()).await;
+    }
+    // Longer than a peer may be silent.
+    tokio::time::advance(HEARTBEAT * 5).await;
+    let mut asked = 0;
+    let listen = async {
+        loop {
+            for event in server.next().await.expect("the server hears") {
+                match event {
+                    ServerEvent::Message { .. } => asked += 1,
+                    ServerEvent::Closed { .. } => return,
+                    ServerEvent::Opened { .. } => {}
+                }
+            }
+        }
+    };
+    let closed = tokio::time::timeout(HEARTBEAT * 2, listen).await;
+    assert!(closed.is_err(), "closed although it had spoken");
+    assert_eq!(asked, peers.len());
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_server_that_stays_silent_is_left_and_a_client_that_pings_is_kept() {
     let transport = MemoryTransport::default();
     let mut server = server(&transport, 1).await;

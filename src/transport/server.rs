@@ -395,13 +395,18 @@ impl Server {
         }
     }
 
-    /// Closes who was silent too long; looks at most once a heartbeat.
+    /// Closes who was silent too long; looks at most once a heartbeat. While nobody listened here, nobody was heard: what
+    /// was said meanwhile is heard before anybody is judged.
     fn close_silent(&mut self) {
         let now = Instant::now();
-        if now.duration_since(self.swept) < self.settings.heartbeat {
+        let since = now.duration_since(self.swept);
+        if since < self.settings.heartbeat {
             return;
         }
         self.swept = now;
+        if since > self.settings.heartbeat * 2 {
+            return;
+        }
         let limit = self.settings.heartbeat * 3;
         let silent: Vec<PeerId> = lock(&self.replier.peers)
             .iter()

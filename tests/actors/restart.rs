@@ -141,6 +141,7 @@ async fn worker(transport: &MemoryTransport) -> (ProcessHandle, tempfile::TempDi
             threads: 1,
             node: None,
             lock: false,
+            ready: Default::default(),
         },
         copy_threads: 1,
     });

@@ -55,6 +55,7 @@ async fn worker(transport: &MemoryTransport, held: Option<OwnedFd>) -> Worker {
             threads: 1,
             node: None,
             lock: false,
+            ready: Default::default(),
         },
         copy_threads: 1,
     });

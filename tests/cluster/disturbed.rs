@@ -125,8 +125,13 @@ fn a_worker_that_stands_still_for_ever_is_killed_and_succeeded() {
     let status = replay.in_the_middle();
     let worker = number(&status, "/ranks/1/pid");
     signal(worker, Signal::STOP);
+    // While the replay goes on: at its end everything is ended.
+    replay.status(|status| {
+        let pid = number(status, "/ranks/1/pid");
+        pid != 0 && pid != worker
+    });
+    assert!(!lives(worker), "there are two");
     let report = replay.report();
-    assert!(!lives(worker), "nobody killed it");
     let loaded = number(&status, "/counters/blocks_loaded");
     assert!(
         number(&report, "/blocks/loaded") > loaded + 100,
