@@ -32,6 +32,9 @@ use crate::types::{
 /// How long one question of a worker to its leader may take; the core asks again.
 const ATTACH_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(2);
 
+/// Pause between two lines of the log about how far the depot is.
+const LOG_EVERY: std::time::Duration = std::time::Duration::from_secs(3);
+
 /// What a worker needs to start.
 pub struct WorkerArguments {
     /// Which rank of which engine it serves.
@@ -121,6 +124,8 @@ pub(super) struct State {
     link: LinkId,
     transfer: ActorRef<TransferMessage>,
     progress: Arc<Progress>,
+    /// When the log said last how far the depot is.
+    logged: Time,
     teller: Teller,
     depot: Option<Arc<Depot>>,
     prefaulted: bool,
@@ -196,6 +201,7 @@ impl Actor for WorkerActor {
             link: LinkId::default(),
             transfer,
             progress,
+            logged: Time(0),
             teller,
             depot: None,
             prefaulted: false,
@@ -249,7 +255,11 @@ impl Actor for WorkerActor {
                 state.teller.tell(state.progress.bytes());
             }
             WorkerMessage::Preparing => {
-                tracing::info!(worker = %state.worker, "{}", state.progress.line());
+                let now = state.clock.now();
+                if state.logged.until(now) >= LOG_EVERY {
+                    state.logged = now;
+                    tracing::info!(worker = %state.worker, "{}", state.progress.line());
+                }
                 state.teller.tell(state.progress.bytes());
             }
             WorkerMessage::Prefaulted(Err(why)) => {
