@@ -454,7 +454,13 @@ impl State {
 
     fn step(&mut self, event: Event) {
         let mut effects = std::mem::take(&mut self.effects);
-        let is_lookup = matches!(&event, Event::Request { request, .. } if matches!(request, Request::Lookup { .. }));
+        let is_lookup = matches!(
+            event,
+            Event::Request {
+                request: Request::Lookup { .. },
+                ..
+            }
+        );
         let begun = is_lookup.then(Instant::now);
         self.core.step(self.clock.now(), event, &mut effects);
         self.lookup_time += begun.map_or(Duration::ZERO, |begun| begun.elapsed());

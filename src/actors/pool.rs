@@ -17,8 +17,8 @@ use crate::types::ByteSize;
 const PREFAULT_CHUNK_BYTES: u64 = 64 << 20;
 /// A depot must be ready after so long, and a second for each [`READY_BYTES_PER_S`]: more means that the machine swaps.
 const READY_LIMIT_MIN: Duration = Duration::from_secs(60);
-/// A tenth of what a slow machine does.
-const READY_BYTES_PER_S: u64 = 128 << 20;
+/// Two workers on two virtual cores did 300 MiB a second each; more of them share what the machine does.
+const READY_BYTES_PER_S: u64 = 32 << 20;
 /// Pause between two words about how far it is.
 const TELL_EVERY: Duration = Duration::from_millis(500);
 
