@@ -220,17 +220,19 @@ pub(super) fn inner_path(directory: &Path) -> Result<PathBuf, TransportError> {
     )
 }
 
-/// Removes the inner sockets of listeners that died. Only for the holder of the directory's [`Claim`].
+/// Removes the inner sockets of listeners that died. Only for the holder of the directory's [`Claim`]. A listener of this
+/// process that has just let go of its claim may remove its own at the same time; then it is simply gone.
 pub(super) fn remove_stale_inner(directory: &Path) -> Result<(), TransportError> {
     let remove = || {
         for entry in fs::read_dir(directory)? {
             let entry = entry?;
-            if entry
-                .file_name()
-                .as_bytes()
-                .starts_with(INNER_PREFIX.as_bytes())
-            {
-                fs::remove_file(entry.path())?;
+            let name = entry.file_name();
+            if !name.as_bytes().starts_with(INNER_PREFIX.as_bytes()) {
+                continue;
+            }
+            match fs::remove_file(entry.path()) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+                _ => {}
             }
         }
         Ok(())

@@ -153,3 +153,25 @@ async fn names_the_process_that_holds_the_directory() {
     let expected = format!("{address} is in use by process {}", std::process::id());
     assert_eq!(text, expected);
 }
+
+#[test]
+fn a_socket_that_goes_by_itself_does_not_stop_the_cleaning() {
+    let root = tempfile::tempdir().expect("temporary directory");
+    let paths: Vec<_> = (0..64)
+        .map(|n| root.path().join(format!("gate-inner-1-{n}")))
+        .collect();
+    for _ in 0..100 {
+        for path in &paths {
+            fs::write(path, "").expect("made");
+        }
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for path in paths.iter().rev() {
+                    let _ = fs::remove_file(path);
+                }
+            });
+            super::super::directory::remove_stale_inner(root.path()).expect("cleaned");
+        });
+        assert_eq!(fs::read_dir(root.path()).expect("readable").count(), 0);
+    }
+}
