@@ -1,0 +1,437 @@
+"""A conversation with one process of kvferry: hello, requests with deadlines, retries over reconnects, heartbeats.
+
+A :class:`Client` has one thread of its own, which owns the sockets. Whoever asks gets a :class:`Question` at once and
+never waits unless it wants to. Each question ends exactly once, by its own deadline: with the other side's answer, or
+with a :class:`Failure` that says whether the other side said so (then nothing of the request is under way any more) or
+whether nobody knows.
+"""
+
+import collections
+import heapq
+import itertools
+import logging
+import os
+import select
+import stat
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from kvferry import wire
+from kvferry.wire import Code, Hello, Kind
+
+logger = logging.getLogger(__name__)
+
+#: Questions that are not answered; one more is refused at once. With the hashes of 4,096 pages each: 512 MiB.
+OPEN_MAX = 4096
+#: Longest path of a Unix socket.
+SOCKET_PATH_BYTES_MAX = 107
+SOCKET_NAME = "kvferry.sock"
+
+_BACKOFF_FIRST_S = 0.02
+_BACKOFF_MAX_S = 1.0
+#: Longest wait for a connection and its welcome.
+_CONNECT_LIMIT_S = 2.0
+_CLOSE_LIMIT_S = 2.0
+_GONE_EVENTS = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+class Failure(Exception):
+    """Why a question has no answer.
+
+    ``said``: the other side said so, or never got the question: nothing of it is under way, and nothing will be.
+    Otherwise its fate is unknown.
+    """
+
+    def __init__(self, code: int, message: str, *, said: bool, retry: bool = False):
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.said = said
+        self.retry = retry
+
+
+class Question:
+    """One request and, once :attr:`done`, how it ended."""
+
+    __slots__ = ("_ended", "answer", "body", "expires", "failure", "id", "kind", "link", "told", "until")
+
+    def __init__(self, identity: int, message: msgspec.Struct, told: float, expires: float, link: int | None):
+        self.id = identity
+        self.kind = wire.KINDS[type(message)]
+        self.body = wire.body_of(message)
+        #: When the other side's time is up, and when ours is.
+        self.told = told
+        self.expires = expires
+        self.link = link
+        self.answer: msgspec.Struct | None = None
+        self.failure: Failure | None = None
+        self.until: Callable[[Question], None] | None = None
+        self._ended = threading.Event()
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self._ended.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits until it has ended, at most so long; returns whether it has."""
+        return self._ended.wait(timeout_s)
+
+    def _end(self, answer: msgspec.Struct | None, failure: Failure | None) -> None:
+        self.answer, self.failure = answer, failure
+        self.body = b""
+        self._ended.set()
+        if self.until is not None:
+            self.until(self)
+
+
+class Client:
+    """Speaks to the process that listens in ``directory``, for as long as it is not closed.
+
+    ``turn`` is called on the client's thread whenever something may have changed: after a welcome, a loss, an answer, a
+    :meth:`poke`, and when the time it returned the last time has come (``None``: not before something happens). It may
+    ask. ``listening`` says whether there is a welcome now.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        hello: Hello,
+        *,
+        first_id: int,
+        turn: Callable[[], float | None] | None = None,
+    ):
+        self.directory = directory
+        self._hello = hello
+        self._turn = turn
+        self._ids = itertools.count(first_id)
+        self._open: dict[int, Question] = {}
+        self._unsent: collections.deque[Question] = collections.deque()
+        self._new: collections.deque[Question] = collections.deque()
+        self._expiry: list[tuple[float, int]] = []
+        self._lock = threading.Lock()
+        self._count = 0
+        self._closing = False
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        #: Number of the connection that there is; 0 without one.
+        self.link = 0
+        #: Epoch of the other side's leader, as the last welcome said.
+        self.epoch = 0
+        #: Since when there is no connection.
+        self.lost_at: float | None = time.monotonic()
+        #: Why the last attempt to connect failed, for people.
+        self.trouble = ""
+        self._links = itertools.count(1)
+        self._next_turn: float | None = None
+        self._credits = (1, 1)
+        self._in_flight_bytes = 0
+        self._thread = threading.Thread(target=self._run, name=f"kvferry {hello.role} {hello.rank}", daemon=True)
+        self._thread.start()
+
+    # Anybody's thread.
+
+    @property
+    def listening(self) -> bool:
+        """Whether the other side has said welcome and has not been lost since."""
+        return self.link != 0
+
+    def ask(
+        self,
+        message: msgspec.Struct,
+        timeout_s: float,
+        *,
+        patience_s: float = 0.0,
+        link: int | None = None,
+        until: Callable[[Question], None] | None = None,
+    ) -> Question:
+        """Asks; returns at once.
+
+        The other side is given ``timeout_s``, and ``patience_s`` more to say so. Over a new connection the question is
+        asked again under the same id, unless it names the ``link`` over which alone it makes sense. ``until`` is called
+        with the ended question, on the client's thread.
+        """
+        now = time.monotonic()
+        with self._lock:
+            question = Question(next(self._ids), message, now + timeout_s, now + timeout_s + patience_s, link)
+            question.until = until
+            full = self._count >= OPEN_MAX or self._closing
+            if not full:
+                self._count += 1
+                self._new.append(question)
+        if full:
+            question._end(None, Failure(Code.BUSY, f"{OPEN_MAX} questions wait for an answer", said=True, retry=True))
+        else:
+            self.poke()
+        return question
+
+    def poke(self) -> None:
+        """Wakes the client's thread, so that it takes its turn."""
+        if not self._closing:
+            os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """Ends the conversation. What waits for an answer fails."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+        os.eventfd_write(self._wake, 1)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_CLOSE_LIMIT_S)
+
+    # The client's own thread.
+
+    def _run(self) -> None:
+        context = zmq.Context()
+        backoff_s = _BACKOFF_FIRST_S
+        try:
+            while not self._closing:
+                try:
+                    if self._connect_and_converse(context):
+                        backoff_s = _BACKOFF_FIRST_S
+                except (OSError, zmq.ZMQError, wire.Malformed, Failure) as error:
+                    self._set_trouble(str(error))
+                except Exception:
+                    logger.exception("kvferry: the conversation with %s failed", self.directory)
+                self._set_lost()
+                until = time.monotonic() + backoff_s
+                while not self._closing and time.monotonic() < until:
+                    self._meanwhile(until)
+                backoff_s = min(backoff_s * 2, _BACKOFF_MAX_S)
+        finally:
+            self._take_new()
+            for question in list(self._open.values()):
+                self._settle(question, None, Failure(Code.DRAINING, "the conversation was closed", said=False))
+            context.destroy(linger=0)
+            os.close(self._wake)
+
+    def _set_trouble(self, trouble: str) -> None:
+        if trouble != self.trouble:
+            logger.debug("kvferry: %s: %s", self.directory, trouble)
+        self.trouble = trouble
+
+    def _set_lost(self) -> None:
+        if self.lost_at is None:
+            self.lost_at = time.monotonic()
+        self.link = 0
+        for question in [question for question in self._open.values() if question.link is not None]:
+            self._settle(question, None, Failure(Code.DEADLINE, "the connection broke", said=False, retry=True))
+        self._take_turn()
+
+    def _meanwhile(self, until: float) -> None:
+        """Waits for a question, a poke or a deadline, without a connection."""
+        self._take_new()
+        self._expire()
+        self._take_turn()
+        timeout_s = self._until_next(until) - time.monotonic()
+        select.select([self._wake], [], [], max(timeout_s, 0.0))
+        self._drain_wake()
+
+    def _connect_and_converse(self, context: zmq.Context) -> bool:
+        """Returns whether it came to a welcome."""
+        path = self.directory / SOCKET_NAME
+        check_directory(self.directory)
+        if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
+            raise OSError(f"{path} is longer than the {SOCKET_PATH_BYTES_MAX} bytes of a socket's path")
+        if not path.exists():
+            raise OSError(f"nobody listens at {path}")
+        socket = context.socket(zmq.DEALER)
+        try:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.RECONNECT_IVL, -1)
+            socket.setsockopt(zmq.MAXMSGSIZE, wire.BODY_BYTES_MAX)
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.setsockopt(zmq.RCVHWM, 0)
+            monitor = socket.get_monitor_socket(_GONE_EVENTS)
+            try:
+                socket.connect(f"ipc://{path}")
+                welcome = self._say_hello(socket, monitor)
+                self._converse(socket, monitor, welcome)
+                return True
+            finally:
+                socket.disable_monitor()
+        finally:
+            socket.close(0)
+
+    def _say_hello(self, socket: zmq.Socket, monitor: zmq.Socket) -> wire.Welcome:
+        deadline = time.monotonic() + _CONNECT_LIMIT_S
+        head = wire.header(wire.VERSION_MIN, Kind.HELLO, 0, int(_CONNECT_LIMIT_S * 1000), 0)
+        socket.send_multipart([head, wire.body_of(self._hello)])
+        poller = self._poller(socket, monitor)
+        while (left_s := deadline - time.monotonic()) > 0 and not self._closing:
+            self._take_new()
+            self._expire()
+            ready = dict(poller.poll(int(left_s * 1000) + 1))
+            if self._wake in ready:
+                self._drain_wake()
+            if socket in ready:
+                envelope = wire.read(socket.recv_multipart(zmq.NOBLOCK))
+                if isinstance(envelope.body, wire.Welcome):
+                    self.epoch = envelope.epoch
+                    return envelope.body
+                raise Failure(Code.NOT_READY, f"{self.directory} does not say welcome: {envelope.body}", said=True)
+            if monitor in ready and self._gone(monitor):
+                raise OSError(f"nobody listens at {self.directory / SOCKET_NAME}")
+        raise OSError(f"{self.directory} said no welcome within {_CONNECT_LIMIT_S:.0f} s")
+
+    def _poller(self, socket: zmq.Socket, monitor: zmq.Socket) -> zmq.Poller:
+        poller = zmq.Poller()
+        for what in (socket, monitor, self._wake):
+            poller.register(what, zmq.POLLIN)
+        return poller
+
+    @staticmethod
+    def _gone(monitor: zmq.Socket) -> bool:
+        gone = False
+        while monitor.poll(0):
+            gone |= bool(recv_monitor_message(monitor, zmq.NOBLOCK)["event"] & _GONE_EVENTS)
+        return gone
+
+    def _converse(self, socket: zmq.Socket, monitor: zmq.Socket, welcome: wire.Welcome) -> None:
+        self._version = welcome.version
+        self._credits = (max(welcome.request_credits, 1), max(welcome.byte_credits, 1))
+        self._in_flight_bytes = 0
+        self._unsent = collections.deque(self._open[identity] for identity in sorted(self._open))
+        self.trouble = ""
+        self.lost_at = None
+        self.link = next(self._links)
+        beat_s = max(welcome.heartbeat_ms, 10) / 1000
+        heard, pinged = time.monotonic(), False
+        poller = self._poller(socket, monitor)
+        while not self._closing:
+            self._take_new()
+            self._take_turn()
+            self._take_new()
+            self._send_unsent(socket)
+            next_beat = heard + beat_s * (3 if pinged else 1)
+            timeout_s = self._until_next(next_beat) - time.monotonic()
+            ready = dict(poller.poll(max(int(timeout_s * 1000 + 0.999), 0)))
+            if self._wake in ready:
+                self._drain_wake()
+            if socket in ready:
+                heard, pinged = time.monotonic(), False
+                self._read_all(socket)
+            if monitor in ready and self._gone(monitor):
+                return
+            self._expire()
+            if time.monotonic() >= next_beat and not (socket in ready):
+                if pinged:
+                    self._set_trouble(f"{self.directory} was silent for three heartbeats")
+                    return
+                pinged = True
+                head = wire.header(self._version, Kind.PING, 0, max(int(beat_s * 1000), 1), self.epoch)
+                socket.send_multipart([head, wire.body_of(wire.Empty())])
+
+    def _read_all(self, socket: zmq.Socket) -> None:
+        """Reads what has come; a limit keeps deadlines and our own questions in turn."""
+        for _ in range(256):
+            try:
+                parts = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            envelope = wire.read(parts)
+            if envelope.kind == Kind.PING:
+                head = wire.header(self._version, Kind.PONG, envelope.correlation, 0, self.epoch)
+                socket.send_multipart([head, wire.body_of(wire.Empty())])
+            question = self._open.get(envelope.correlation)
+            if question is None or envelope.kind in (Kind.PING, Kind.PONG):
+                continue
+            if isinstance(envelope.body, wire.Error):
+                error = envelope.body
+                self._settle(question, None, Failure(error.code, error.message, said=True, retry=error.retry))
+            elif envelope.kind == question.kind + 1 and envelope.body is not None:
+                self._settle(question, envelope.body, None)
+            else:
+                text = f"kind {envelope.kind} is no answer to kind {int(question.kind)}"
+                self._settle(question, None, Failure(Code.INTERNAL, text, said=False))
+
+    def _send_unsent(self, socket: zmq.Socket) -> None:
+        requests, byte_credits = self._credits
+        while self._unsent:
+            question = self._unsent[0]
+            if question.done:
+                self._unsent.popleft()
+                continue
+            sent = len(self._open) - len(self._unsent)
+            too_much = self._in_flight_bytes + len(question.body) > byte_credits
+            if sent > 0 and (sent >= requests or too_much):
+                return
+            self._unsent.popleft()
+            self._in_flight_bytes += len(question.body)
+            left_ms = max(int((question.told - time.monotonic()) * 1000), 1)
+            head = wire.header(self._version, question.kind, question.id, left_ms, self.epoch)
+            socket.send_multipart([head, question.body])
+
+    def _take_new(self) -> None:
+        while self._new:
+            question = self._new.popleft()
+            self._open[question.id] = question
+            heapq.heappush(self._expiry, (question.expires, question.id))
+            if question.link is not None and question.link != self.link:
+                self._settle(question, None, Failure(Code.DEADLINE, "the connection broke", said=True, retry=True))
+            else:
+                self._unsent.append(question)
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        while self._expiry and self._expiry[0][0] <= now:
+            _, identity = heapq.heappop(self._expiry)
+            question = self._open.get(identity)
+            if question is not None:
+                self._settle(question, None, Failure(Code.DEADLINE, "no answer came in time", said=False, retry=True))
+
+    def _settle(self, question: Question, answer: msgspec.Struct | None, failure: Failure | None) -> None:
+        if self._open.pop(question.id, None) is None:
+            return
+        self._in_flight_bytes = max(self._in_flight_bytes - len(question.body), 0)
+        with self._lock:
+            self._count -= 1
+        question._end(answer, failure)
+
+    def _take_turn(self) -> None:
+        if self._turn is not None:
+            self._next_turn = self._turn()
+
+    def _until_next(self, at: float) -> float:
+        if self._expiry:
+            at = min(at, self._expiry[0][0])
+        if self._next_turn is not None:
+            at = min(at, self._next_turn)
+        return at
+
+    def _drain_wake(self) -> None:
+        try:
+            os.eventfd_read(self._wake)
+        except BlockingIOError:
+            pass
+
+
+def check_directory(directory: Path) -> None:
+    """Refuses a directory of sockets that anybody else could reach or swap.
+
+    Raises:
+        OSError: naming the directory, what is wrong with it, and the remedy.
+    """
+    try:
+        found = os.lstat(directory)
+    except FileNotFoundError:
+        raise OSError(f"{directory} does not exist: is kvferry running with this socket_dir?") from None
+    if not stat.S_ISDIR(found.st_mode):
+        raise OSError(f"{directory} is a link or no directory: name a directory itself")
+    if found.st_uid != os.geteuid():
+        raise OSError(f"{directory} belongs to uid {found.st_uid}: run the engine and kvferry as one user")
+    if stat.S_IMODE(found.st_mode) & 0o777 != 0o700:
+        raise OSError(f"{directory} must be open to its owner alone; run chmod 700 {directory}")

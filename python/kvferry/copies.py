@@ -1,0 +1,140 @@
+"""Copies of engine pages that are not known to be over.
+
+A copy is over when kvferry has said so; or, when kvferry cannot be asked, when every rank knows that nothing is copied
+for it any more ("abandoned"). Only then may its pages be used again. Copies cannot outnumber the questions that a client
+keeps (:data:`kvferry.client.OPEN_MAX`).
+"""
+
+import collections
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kvferry.client import Client, Failure, Question
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+
+#: How long kvferry may take, beyond a copy's deadline, to say how it ended: its own fence of 10 s, and some.
+FENCE_S = 12.0
+#: With no connection for so long, copies are not waited for but abandoned. A leader's restart takes less.
+LOST_S = 3.0
+
+
+@dataclass(eq=False)
+class Copy:
+    """A load, or a store when it holds ``blocks`` of vLLM's pool. ``owner`` is whose request it is."""
+
+    owner: Any
+    first_page: int
+    pages: list[int]
+    store: bool
+    blocks: list[Any] = field(default_factory=list)
+    asked_at: float = field(default_factory=time.monotonic)
+    question: Question | None = None
+    #: Ranks that know that it is over, once they were asked; None before.
+    ranks_over: int | None = None
+
+    @property
+    def answer(self) -> msgspec.Struct | None:
+        """What kvferry said, when it was carried out."""
+        return self.question.answer if self.question and self.ranks_over is None else None
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why it was not carried out, when that is known."""
+        return self.question.failure if self.question else None
+
+
+class Copies:
+    """See the module. For the scheduler's thread alone."""
+
+    def __init__(self, client: Client, ranks: int):
+        self._client = client
+        self._ranks = ranks
+        self._pool: BlockPool | None = None
+        self._open: dict[int, Copy] = {}
+        self._ended: collections.deque[Question] = collections.deque()
+        self._news = threading.Event()
+        self._over: list[Copy] = []
+        self._to_abandon: list[int] = []
+
+    def bind_pool(self, pool: "BlockPool") -> None:
+        """Where pages get and lose their references."""
+        self._pool = pool
+
+    def begin(self, copy: Copy, message: msgspec.Struct, timeout_s: float) -> int:
+        """Asks for a copy; returns the id of the request. A store holds its pages until it is over."""
+        if copy.store and self._pool is not None:
+            copy.blocks = [self._pool.blocks[page] for page in copy.pages]
+            self._pool.touch(copy.blocks)
+        question = self._client.ask(message, timeout_s, patience_s=FENCE_S, until=self._question_ended)
+        copy.question = question
+        self._open[question.id] = copy
+        return question.id
+
+    def _question_ended(self, question: Question) -> None:
+        """On the client's thread."""
+        self._ended.append(question)
+        self._news.set()
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits until some copy has ended, at most so long."""
+        self._news.wait(timeout_s)
+
+    def settle(self) -> Iterator[Copy]:
+        """The copies that are over since the last call. Pages of stores have been given back."""
+        self._news.clear()
+        lost_at = self._client.lost_at
+        if lost_at is not None and time.monotonic() - lost_at > LOST_S:
+            for request, copy in self._open.items():
+                self._abandon(request, copy)
+        while self._ended:
+            question = self._ended.popleft()
+            copy = self._open.get(question.id)
+            if copy is None or copy.ranks_over is not None:
+                continue
+            if question.failure is not None and not question.failure.said:
+                self._abandon(question.id, copy)
+            else:
+                self._end(question.id)
+        over, self._over = self._over, []
+        yield from over
+
+    def _abandon(self, request: int, copy: Copy) -> None:
+        if copy.ranks_over is None:
+            copy.ranks_over = 0
+            self._to_abandon.append(request)
+
+    def to_abandon(self) -> list[int]:
+        """Requests that every rank is to take its pages back from, each once."""
+        requests, self._to_abandon = self._to_abandon, []
+        return requests
+
+    def ranks_know(self, over: dict[int, int]) -> None:
+        """So many more ranks know that nothing is copied for these requests any more."""
+        for request, ranks in over.items():
+            copy = self._open.get(request)
+            if copy is not None and copy.ranks_over is not None:
+                copy.ranks_over += ranks
+                if copy.ranks_over >= self._ranks:
+                    self._end(request)
+
+    def _end(self, request: int) -> None:
+        copy = self._open.pop(request)
+        if copy.blocks and self._pool is not None:
+            # The tail first: it is the first to be evicted.
+            self._pool.free_blocks(reversed(copy.blocks))
+        self._over.append(copy)
+
+    def frees_since(self) -> float | None:
+        """When the oldest store began that alone keeps pages from being used again; None without one."""
+        times = [copy.asked_at for copy in self._open.values() if any(block.ref_cnt == 1 for block in copy.blocks)]
+        return min(times, default=None)
+
+    def __len__(self) -> int:
+        return len(self._open)

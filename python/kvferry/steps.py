@@ -1,0 +1,36 @@
+"""What the two sides of the connector tell each other with each step of the engine."""
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """From the scheduler to every rank."""
+
+    #: Stores up to this request read what this step's forward pass, or an earlier one, writes.
+    written_through: int = 0
+    #: Engine requests whose loads are over, on every rank.
+    loaded: list[str] = field(default_factory=list)
+    #: Pages of those that did not come whole.
+    failed_pages: list[int] = field(default_factory=list)
+    #: Finished engine requests whose stores are over.
+    sent: list[str] = field(default_factory=list)
+    #: kvferry requests whose pages the engine takes back.
+    abandon: list[int] = field(default_factory=list)
+
+
+@dataclass
+class RankReport(KVConnectorWorkerMetadata):
+    """From the ranks to the scheduler: how many of them know that nothing is copied for a request any more."""
+
+    over: dict[int, int]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "RankReport":
+        """Both together."""
+        assert isinstance(other, RankReport)
+        total = dict(self.over)
+        for request, ranks in other.over.items():
+            total[request] = total.get(request, 0) + ranks
+        return RankReport(total)

@@ -1,0 +1,312 @@
+"""The KV connector for vLLM: ``KvferryConnector``.
+
+vLLM makes one in the scheduler and one in every rank's worker, and calls them at fixed points of each step. This file
+only takes those calls apart: the scheduler's go to :mod:`kvferry.scheduler`, a rank's to :mod:`kvferry.rank`. What is
+cached, found and evicted is the leader's affair.
+"""
+
+import hashlib
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+from kvferry import interface
+
+try:
+    from vllm import envs
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorMetadata,
+        KVConnectorRole,
+        KVConnectorWorkerMetadata,
+        SupportsHMA,
+    )
+    from vllm.platforms import current_platform
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError as error:
+    raise RuntimeError(
+        f"kvferry knows the KV connector interface of vLLM {interface.KNOWN_VERSION}; vLLM {interface.version()} is "
+        f"installed, and differs: {error}. Install vLLM {interface.KNOWN_VERSION}, or a kvferry that knows this one."
+    ) from error
+
+from kvferry.memory import KvMemory, Place, Unsupported
+from kvferry.rank import RankSession
+from kvferry.scheduler import SchedulerSide
+from kvferry.settings import Settings
+from kvferry.steps import RankReport, StepMetadata
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("vllm.kvferry")
+
+#: Kinds of attention whose pages are found by the hash of everything before them, and nothing else.
+_SUPPORTED_SPECS = (FullAttentionSpec, MLAAttentionSpec)
+
+
+class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
+    """Loads pages that kvferry has, stores those that it has not. See ``docs/vllm.md``."""
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"):
+        """Made by vLLM.
+
+        Raises:
+            ValueError: for a setting that cannot be used, with the remedy.
+            RuntimeError: when this vLLM's interface is not the known one.
+        """
+        interface.check(KVConnectorBase_V1, SupportsHMA, BlockPool, SchedulerOutput, KVConnectorBlockState)
+        super().__init__(vllm_config, role, kv_cache_config)
+        check_config(vllm_config)
+        self._settings = Settings.read(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
+        self._scheduler: SchedulerSide | None = None
+        self._rank: RankSession | None = None
+        self._steps: list[StepMetadata] = []
+        why = why_unsupported(vllm_config, kv_cache_config)
+        if why is not None:
+            if role == KVConnectorRole.SCHEDULER:
+                logger.warning("kvferry: %s: requests run without the cache", why)
+            self._supported = False
+            return
+        self._supported = True
+        if role == KVConnectorRole.SCHEDULER:
+            parallel = vllm_config.parallel_config
+            self._scheduler = SchedulerSide(
+                self._settings,
+                engine=engine_name(vllm_config),
+                replica=replica_of(vllm_config, self._settings),
+                namespace=namespace_of(vllm_config, self._settings),
+                page_tokens=kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
+                ranks=parallel.world_size,
+                idles=envs.VLLM_ENABLE_V1_MULTIPROCESSING,
+            )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A page that is not stored is only a later miss."""
+        return False
+
+    def shutdown(self) -> None:
+        """Ends the conversations; kvferry lets go what it holds for this engine."""
+        if self._scheduler is not None:
+            self._scheduler.close()
+        if self._rank is not None:
+            self._rank.close()
+
+    # A rank's worker.
+
+    def register_kv_caches(self, kv_caches: dict[str, "torch.Tensor"]) -> None:
+        """Moves the KV memory to where kvferry can map it; the rest goes on by itself."""
+        if not self._supported:
+            return
+        config, parallel = self._vllm_config, self._vllm_config.parallel_config
+        rank, ranks = parallel.rank, parallel.world_size
+        (group,) = self._kv_cache_config.kv_cache_groups
+        shards = kv_shards(config)
+        place = Place(
+            rank=rank,
+            tp_size=ranks,
+            shard=rank * shards // ranks,
+            engine_page_tokens=group.kv_cache_spec.block_size,
+            device_pages=self._kv_cache_config.num_blocks,
+            latent=config.model_config.use_mla,
+        )
+        try:
+            memory = KvMemory({name: kv_caches[name] for name in group.layer_names if name in kv_caches}, place)
+        except Unsupported as why:
+            logger.warning("kvferry: rank %d: %s: requests run without the cache", rank, why)
+            return
+        replica = replica_of(config, self._settings)
+        directory = self._settings.socket_dir / f"worker-{replica}-{rank}"
+        self._rank = RankSession(directory, engine_name(config), rank, replica, memory)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """A step begins."""
+        super().bind_connector_metadata(connector_metadata)
+        if isinstance(connector_metadata, StepMetadata):
+            self._steps.append(connector_metadata)
+            if connector_metadata.abandon and self._rank is not None:
+                self._rank.abandon(connector_metadata.abandon)
+
+    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
+        """Nothing: the scheduler has asked for the loads."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: a request runs once its load is over."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: "torch.Tensor", attn_metadata: "AttentionMetadata", **kwargs: Any
+    ) -> None:
+        """Nothing: pages are stored once the whole forward pass is over."""
+
+    def wait_for_save(self) -> None:
+        """The forward pass is over: stores may read what it wrote. Does not wait."""
+        metadata = self._connector_metadata
+        if self._rank is not None and isinstance(metadata, StepMetadata):
+            self._rank.wrote(metadata.written_through)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Stores and loads that the scheduler's side knows to be over."""
+        sent = {request for step in self._steps for request in step.sent}
+        loaded = {request for step in self._steps for request in step.loaded}
+        return sent or None, loaded or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Pages of those loads that must be computed."""
+        failed = {page for step in self._steps for page in step.failed_pages}
+        self._steps.clear()
+        return failed
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """What this rank knows to be over."""
+        over = self._rank.over() if self._rank is not None else []
+        return RankReport(dict.fromkeys(over, 1)) if over else None
+
+    # The scheduler.
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Pages under copy are held there."""
+        if self._scheduler is not None:
+            self._scheduler.bind_pool(gpu_block_pool)
+
+    def on_new_request(self, request: "Request") -> None:
+        """A request has come."""
+        if self._scheduler is not None:
+            self._scheduler.track(request)
+
+    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens that kvferry can load behind the computed ones; always between steps."""
+        if self._scheduler is None:
+            return 0, False
+        tokens = self._scheduler.matched_tokens(request, num_computed_tokens)
+        return tokens, bool(tokens)
+
+    def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
+        """Pages are there: the load begins."""
+        if self._scheduler is not None:
+            self._scheduler.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """What the ranks must know of this step."""
+        if self._scheduler is None:
+            return StepMetadata()
+        return self._scheduler.step(scheduler_output)
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        """What the ranks said of a step."""
+        if self._scheduler is not None:
+            self._scheduler.ranks_reported(connector_output)
+
+    def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """A request is over; its pages are kept while a copy reads them."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request is over; its pages are kept while a copy reads them."""
+        return self._scheduler is not None and self._scheduler.finished(request), None
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether waiting a little is better than preempting a request."""
+        return self._scheduler is not None and self._scheduler.frees_soon()
+
+    def reset_cache(self) -> bool | None:
+        """Forgets every page of the leader."""
+        return self._scheduler.reset() if self._scheduler is not None else True
+
+
+def check_config(config: "VllmConfig") -> None:
+    """Refuses settings with which something wrong could be served.
+
+    Raises:
+        ValueError: naming the setting, its value and the remedy.
+    """
+    transfer = config.kv_transfer_config
+    if transfer.kv_role != "kv_both":
+        raise ValueError(f'kv_role is {transfer.kv_role!r}: kvferry stores and loads, set "kv_role": "kv_both"')
+    if transfer.kv_load_failure_policy != "recompute":
+        raise ValueError(
+            f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}: a page that cannot be loaded is to be "
+            'computed, set "kv_load_failure_policy": "recompute"'
+        )
+    algorithm = config.cache_config.prefix_caching_hash_algo
+    if not algorithm.startswith("sha256") and not os.environ.get("PYTHONHASHSEED"):
+        raise ValueError(
+            f"prefix_caching_hash_algo is {algorithm!r}: its hashes differ from process to process, so that nothing "
+            "would ever be found: use --prefix-caching-hash-algo sha256, or set PYTHONHASHSEED to the same number for "
+            "every engine"
+        )
+
+
+def why_unsupported(config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> str | None:
+    """Why nothing can be cached for this model and configuration; None when it can."""
+    parallel = config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        return f"pipeline_parallel_size is {parallel.pipeline_parallel_size}, and ranks with other layers are not supported yet"
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            return f"{name} is {getattr(parallel, name)}, and pages that are spread over ranks are not supported yet"
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups) or "none"
+        return f"the model's KV cache has {len(groups)} groups ({kinds}), and only one is supported yet"
+    spec = groups[0].kv_cache_spec
+    specs = list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+    for each in specs:
+        if type(each) not in _SUPPORTED_SPECS:
+            return f"the model has layers of kind {type(each).__name__}, which are not supported yet"
+    return None
+
+
+def kv_shards(config: "VllmConfig") -> int:
+    """How many distinct slices of the KV cache the ranks hold: fewer than ranks where heads are replicated."""
+    ranks = config.parallel_config.world_size
+    return 1 if config.model_config.use_mla else min(ranks, config.model_config.get_total_num_kv_heads())
+
+
+def engine_name(config: "VllmConfig") -> bytes:
+    """16 bytes that name this start of this engine, the same in all its processes."""
+    parts = (config.kv_transfer_config.engine_id, config.instance_id, _data_parallel_index(config))
+    return hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=16).digest()
+
+
+def replica_of(config: "VllmConfig", settings: Settings) -> int:
+    """Which engine of the leader this is."""
+    return settings.replica + _data_parallel_index(config)
+
+
+def _data_parallel_index(config: "VllmConfig") -> int:
+    return config.parallel_config.data_parallel_index
+
+
+def namespace_of(config: "VllmConfig", settings: Settings) -> bytes:
+    """Everything, beside the tokens and the memory's shape, on which the bytes of a page depend."""
+    model, cache = config.model_config, config.cache_config
+    dummy = config.load_config.load_format == "dummy"
+    parts = {
+        "vllm": interface.version(),
+        "model": model.model,
+        "revision": model.revision,
+        "overrides": model.hf_overrides,
+        "dtype": str(model.dtype),
+        "quantization": model.quantization,
+        "kv_cache_dtype": cache.cache_dtype,
+        "hash": cache.prefix_caching_hash_algo,
+        "platform": current_platform.get_device_name(),
+        "attention": str(config.attention_config.backend),
+        "dummy_weights": (model.seed, config.parallel_config.world_size) if dummy else None,
+        "namespace": settings.namespace,
+    }
+    return ";".join(f"{name}={value}" for name, value in parts.items()).encode()

@@ -1,0 +1,294 @@
+"""The messages of docs/wire.md that an engine sends and reads: a header of 32 bytes and a MessagePack map.
+
+Only what engines need. Unknown fields of an answer are skipped, so that a newer kvferry may say more.
+"""
+
+import struct
+from enum import IntEnum
+
+import msgspec
+
+MAGIC = b"KVFY"
+VERSION_MIN = 1
+VERSION = 2
+#: Longest body that the other side takes, and that is read here.
+BODY_BYTES_MAX = 8 << 20
+#: Most page hashes in one message.
+HASHES_MAX = 131_072
+#: Bytes of one page hash.
+HASH_BYTES = range(16, 65)
+
+_HEADER = struct.Struct(">4sHHQIIQ")
+HEADER_BYTES = _HEADER.size
+
+
+class Kind(IntEnum):
+    """Numbers of the messages that engines send or get."""
+
+    HELLO = 1
+    WELCOME = 2
+    ERROR = 3
+    PING = 4
+    PONG = 5
+    LOOKUP = 16
+    LOOKUP_ANSWER = 17
+    LOAD = 18
+    LOAD_ANSWER = 19
+    STORE = 20
+    STORE_ANSWER = 21
+    FINISH = 22
+    FINISH_ANSWER = 23
+    RESET = 24
+    RESET_ANSWER = 25
+    REGISTER = 32
+    REGISTERED = 33
+    WRITTEN = 34
+    WRITTEN_ANSWER = 35
+    ABANDON = 36
+    ABANDON_ANSWER = 37
+
+
+class Code(IntEnum):
+    """Codes of errors that are told apart here; a reader treats the others by ``retry`` alone."""
+
+    LIMIT = 4
+    NOT_READY = 5
+    UNKNOWN_SLOT = 6
+    INVALID = 7
+    NOT_PINNED = 8
+    COPY_FAILED = 9
+    STALE_REQUEST = 10
+    BUSY = 11
+    DEADLINE = 12
+    RANK_DISAGREES = 14
+    DRAINING = 16
+    INTERNAL = 17
+    LEASED = 18
+
+
+class Hello(msgspec.Struct, kw_only=True):
+    """First message of a client. ``engine`` has 16 bytes."""
+
+    version_min: int = VERSION_MIN
+    version_max: int = VERSION
+    role: str
+    engine: bytes
+    rank: int = 0
+    replica: int = 0
+    name: str = ""
+
+
+class Welcome(msgspec.Struct):
+    """Answer to hello."""
+
+    version: int
+    heartbeat_ms: int
+    request_credits: int
+    byte_credits: int
+
+
+class Error(msgspec.Struct):
+    """Answer to a request that is not carried out. ``message`` is one line for people."""
+
+    code: int
+    message: str
+    retry: bool = False
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class Lookup(msgspec.Struct, kw_only=True):
+    """Which pages of a sequence are there? ``hashes`` are packed, ``hash_bytes`` each."""
+
+    slot: int
+    namespace: bytes
+    hash_bytes: int
+    hashes: bytes
+    device_pages: int = 0
+
+
+class LookupAnswer(msgspec.Struct):
+    """Pages behind the engine's own that can be loaded; ``pending``: the next one is on its way."""
+
+    hit_pages: int
+    pending: bool = False
+
+
+class Load(msgspec.Struct):
+    """Copy found pages, from position ``first_page`` on, to these device pages."""
+
+    slot: int
+    first_page: int
+    destination: list
+
+
+class LoadAnswer(msgspec.Struct):
+    """The load is over. ``failed`` lists the positions (items as in ``destination``) whose pages are not whole."""
+
+    pages: int
+    failed: list = []
+
+
+class Store(msgspec.Struct):
+    """Keep these device pages, from position ``first_page`` on; ``more_hashes`` are those the slot does not know yet."""
+
+    slot: int
+    first_page: int
+    source: list
+    hash_bytes: int = 0
+    more_hashes: bytes = b""
+
+
+class StoreAnswer(msgspec.Struct):
+    """What became of the pages of a store."""
+
+    stored_pages: int
+    present_pages: int
+    refused_pages: int = 0
+    failed_pages: int = 0
+
+
+class Finish(msgspec.Struct):
+    """The request is over."""
+
+    slot: int
+
+
+class Reset(msgspec.Struct, omit_defaults=True):
+    """Forget pages: everybody's, or those of a namespace."""
+
+    namespace: bytes | None = None
+
+
+class ResetAnswer(msgspec.Struct):
+    """So many pages were forgotten."""
+
+    pages: int
+
+
+class Written(msgspec.Struct):
+    """What stores up to this request read is written."""
+
+    through: int
+
+
+class Abandon(msgspec.Struct):
+    """Nothing may be copied any more for these requests."""
+
+    requests: list[int]
+
+
+class Register(msgspec.Struct):
+    """This is the KV memory of one engine rank; requests up to ``after`` are over. ``registration`` as in docs/wire.md."""
+
+    after: int
+    engine: bytes
+    registration: dict
+
+
+class Registered(msgspec.Struct):
+    """The memory is taken: how many pages the rank's depot has room for, and their size."""
+
+    arena_pages: int
+    page_bytes: int
+
+
+class Empty(msgspec.Struct):
+    """A body without fields."""
+
+
+BODIES: dict[int, type[msgspec.Struct]] = {
+    Kind.WELCOME: Welcome,
+    Kind.ERROR: Error,
+    Kind.LOOKUP_ANSWER: LookupAnswer,
+    Kind.LOAD_ANSWER: LoadAnswer,
+    Kind.STORE_ANSWER: StoreAnswer,
+    Kind.FINISH_ANSWER: Empty,
+    Kind.RESET_ANSWER: ResetAnswer,
+    Kind.REGISTERED: Registered,
+    Kind.WRITTEN_ANSWER: Empty,
+    Kind.ABANDON_ANSWER: Empty,
+}
+
+KINDS: dict[type[msgspec.Struct], Kind] = {
+    Hello: Kind.HELLO,
+    Lookup: Kind.LOOKUP,
+    Load: Kind.LOAD,
+    Store: Kind.STORE,
+    Finish: Kind.FINISH,
+    Reset: Kind.RESET,
+    Register: Kind.REGISTER,
+    Written: Kind.WRITTEN,
+    Abandon: Kind.ABANDON,
+}
+
+_encode = msgspec.msgpack.Encoder().encode
+_decoders = {kind: msgspec.msgpack.Decoder(body) for kind, body in BODIES.items()}
+
+
+class Malformed(ValueError):
+    """Bytes that are no message."""
+
+
+def body_of(message: msgspec.Struct) -> bytes:
+    """The second part of a message."""
+    return _encode(message)
+
+
+def header(version: int, kind: int, correlation: int, deadline_ms: int, epoch: int) -> bytes:
+    """The first part of a message. ``deadline_ms`` is 0 in answers, at least 1 in requests."""
+    return _HEADER.pack(MAGIC, version, kind, correlation, deadline_ms, 0, epoch)
+
+
+class Envelope(msgspec.Struct):
+    """A message that came. ``body`` is None for kinds that are unknown here."""
+
+    kind: int
+    correlation: int
+    epoch: int
+    body: msgspec.Struct | None
+
+
+def read(parts: list[bytes]) -> Envelope:
+    """Reads the two parts of a message.
+
+    Raises:
+        Malformed: with what is wrong.
+    """
+    if len(parts) != 2 or len(parts[0]) != HEADER_BYTES:
+        raise Malformed(f"a message has 2 parts, the first of {HEADER_BYTES} bytes, not {[len(part) for part in parts]}")
+    magic, _version, kind, correlation, _deadline_ms, zero, epoch = _HEADER.unpack(parts[0])
+    if magic != MAGIC or zero != 0:
+        raise Malformed("the header does not begin with KVFY, or its reserved bytes are not zero")
+    decoder = _decoders.get(kind)
+    try:
+        body = decoder.decode(parts[1]) if decoder else None
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise Malformed(f"kind {kind}: {error}") from error
+    return Envelope(kind, correlation, epoch, body)
+
+
+def runs(pages: list[int]) -> list:
+    """Page indices as items of the wire: neighbours become runs ``[start, count]``."""
+    items: list = []
+    at = 0
+    while at < len(pages):
+        end = at + 1
+        while end < len(pages) and pages[end] == pages[end - 1] + 1:
+            end += 1
+        items.append(pages[at] if end - at == 1 else [pages[at], end - at])
+        at = end
+    return items
+
+
+def positions(items: list) -> list[int]:
+    """The reverse of :func:`runs`."""
+    pages: list[int] = []
+    for item in items:
+        if isinstance(item, int):
+            pages.append(item)
+        else:
+            start, count = item
+            pages.extend(range(start, start + count))
+    return pages
