@@ -9,9 +9,12 @@ use crossbeam::channel::{Receiver, Sender, bounded};
 use ractor::{Actor, ActorProcessingErr, ActorRef, DerivedActorRef};
 
 use crate::memory::{CancelFlag, CopyEngine, CopyError, CopyJob, Depot, RegisteredMemory};
-use crate::types::{Copy, Direction, EndedCopy, OpId};
+use crate::types::{Copy, Direction, EndedCopy, FragmentPair, OpId};
 
 pub(super) use crate::core::RUNNING_COPIES_MAX;
+
+/// A load is copied in parts of about so many bytes: large beside what beginning one costs.
+const LOAD_PART_BYTES: u64 = 32 << 20;
 
 /// What the actor is told.
 pub(crate) enum TransferMessage {
@@ -178,45 +181,192 @@ fn run(work: &Receiver<Work>, engine: &CopyEngine, actor: &ActorRef<TransferMess
         depot,
     }) = work.recv()
     {
-        let ended = copies.into_iter().map(|(copy, cancel)| {
-            let begun = Instant::now();
-            let op = copy.op;
-            let job = CopyJob {
-                direction: copy.direction,
-                layout: Arc::clone(&memory.layout),
-                device: Arc::clone(&memory.memory),
-                depot: Arc::clone(&depot),
-                pairs: copy.pairs,
-                cancel,
-            };
-            let result = engine.run(&job);
-            let busy_us = u64::try_from(begun.elapsed().as_micros()).unwrap_or(u64::MAX);
-            match result {
-                Ok(report) => EndedCopy {
-                    op,
-                    whole: true,
-                    bytes: report.bytes,
-                    busy_us,
-                },
-                Err(error) => {
-                    match error {
-                        CopyError::Cancelled { .. } => tracing::info!(%op, "copy cancelled"),
-                        _ => tracing::error!(%op, %error, "copy refused"),
-                    }
-                    EndedCopy {
-                        op,
-                        whole: false,
-                        bytes: 0,
-                        busy_us,
-                    }
-                }
-            }
-        });
+        let ended = copies
+            .into_iter()
+            .map(|(copy, cancel)| copied(copy, &cancel, engine, &memory, &depot, LOAD_PART_BYTES));
         let ended = ended.collect();
         // Nothing reads or writes any more when this is sent.
         drop((memory, depot));
         if actor.cast(TransferMessage::Ended(ended)).is_err() {
             return;
         }
+    }
+}
+
+/// Runs one copy. A load in parts, so that what came before it was stopped is of use.
+fn copied(
+    copy: Copy,
+    cancel: &Arc<CancelFlag>,
+    engine: &CopyEngine,
+    memory: &RegisteredMemory,
+    depot: &Arc<Depot>,
+    load_part_bytes: u64,
+) -> EndedCopy {
+    let (begun, op, direction) = (Instant::now(), copy.op, copy.direction);
+    let part_bytes = match direction {
+        Direction::Store => u64::MAX,
+        Direction::Load => load_part_bytes,
+    };
+    let mut ended = EndedCopy {
+        op,
+        whole: true,
+        whole_pages: 0,
+        bytes: 0,
+        busy_us: 0,
+    };
+    for pairs in parts(copy.pairs, memory.layout.page_bytes, part_bytes) {
+        let pages: u64 = pairs.iter().map(|pair| pair.dst.pages()).sum();
+        let job = CopyJob {
+            direction,
+            layout: Arc::clone(&memory.layout),
+            device: Arc::clone(&memory.memory),
+            depot: Arc::clone(depot),
+            pairs,
+            cancel: Arc::clone(cancel),
+        };
+        match engine.run(&job) {
+            Ok(report) => {
+                ended.bytes += report.bytes;
+                ended.whole_pages += u32::try_from(pages).unwrap_or(0);
+            }
+            Err(error) => {
+                match error {
+                    CopyError::Cancelled { .. } => tracing::info!(%op, "copy cancelled"),
+                    _ => tracing::error!(%op, %error, "copy refused"),
+                }
+                ended.whole = false;
+                break;
+            }
+        }
+    }
+    ended.busy_us = u64::try_from(begun.elapsed().as_micros()).unwrap_or(u64::MAX);
+    ended
+}
+
+/// Cuts a list between pairs, where a part has grown to so many bytes.
+fn parts(pairs: Vec<FragmentPair>, page_bytes: u64, part_bytes: u64) -> Vec<Vec<FragmentPair>> {
+    let mut parts = vec![Vec::new()];
+    let mut bytes = 0u64;
+    for pair in pairs {
+        if bytes >= part_bytes {
+            parts.push(Vec::new());
+            bytes = 0;
+        }
+        bytes = bytes.saturating_add(pair.dst.pages().saturating_mul(page_bytes));
+        if let Some(part) = parts.last_mut() {
+            part.push(pair);
+        }
+    }
+    parts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::{EngineMemory, SharedBuffer, validate};
+    use crate::types::{
+        Allocation, AllocationHandle, AllocationKind, EngineId, GroupId, Nonce, PageList, Rank,
+        Registration, RequestId, TensorRole, TensorView, Time,
+    };
+
+    const PAGES: u32 = 8;
+    const PAGE_BYTES: u64 = 4096;
+
+    /// Engine memory and a depot of 8 pages each.
+    fn memories() -> (RegisteredMemory, Arc<Depot>) {
+        let bytes = u64::from(PAGES) * PAGE_BYTES;
+        let registration = Registration {
+            group: GroupId(0),
+            rank: Rank(0),
+            tp_size: 1,
+            shard: 0,
+            engine_page_tokens: 16,
+            device_pages: PAGES,
+            layers: 1,
+            allocations: vec![Allocation {
+                kind: AllocationKind::SharedMemory,
+                handle: AllocationHandle::Ticket([0; 16]),
+                bytes,
+            }],
+            tensors: vec![TensorView {
+                layer: 0,
+                role: TensorRole::Kv,
+                allocation: 0,
+                offset_bytes: 0,
+                shape: vec![u64::from(PAGES), PAGE_BYTES],
+                strides: vec![PAGE_BYTES, 1],
+                element_bytes: 1,
+                page_axis: 0,
+                page_bytes: PAGE_BYTES,
+                page_stride_bytes: PAGE_BYTES,
+            }],
+            nonce: Nonce {
+                allocation: 0,
+                offset_bytes: 0,
+                bytes: vec![0; 16],
+            },
+            device_uuid: None,
+        };
+        let layout = validate(&registration).expect("consistent");
+        let buffer = SharedBuffer::create("kvferry-test", bytes).expect("memory");
+        let memory = EngineMemory::new(&registration, vec![buffer]).expect("fits");
+        let geometry = layout.geometry(&registration);
+        let depot = Depot::create(Depot::bytes_for(PAGES, PAGE_BYTES)).expect("memory");
+        let memory = RegisteredMemory {
+            memory: Arc::new(memory),
+            layout: Arc::new(layout),
+            geometry,
+        };
+        (memory, Arc::new(depot))
+    }
+
+    #[test]
+    fn a_load_that_fails_in_the_middle_says_which_pages_came_before() {
+        let (memory, depot) = memories();
+        let engine = CopyEngine::new(1).expect("threads");
+        let run = |direction, last: u32| {
+            let pages = |start, count| FragmentPair {
+                src: PageList::run(start, count),
+                dst: PageList::run(start, count),
+            };
+            let copy = Copy {
+                op: OpId(1),
+                engine: EngineId([1; 16]),
+                direction,
+                pairs: vec![pages(0, 2), pages(2, 1), pages(last, 2)],
+                request: RequestId(1),
+                record: None,
+                deadline: Time::NEVER,
+            };
+            let ended = copied(copy, &Arc::default(), &engine, &memory, &depot, PAGE_BYTES);
+            (ended.whole, ended.whole_pages, ended.bytes / PAGE_BYTES)
+        };
+        assert_eq!(run(Direction::Load, 6), (true, 5, 5));
+        assert_eq!(run(Direction::Load, PAGES), (false, 3, 3));
+        assert_eq!(
+            run(Direction::Store, PAGES),
+            (false, 0, 0),
+            "a store is one"
+        );
+    }
+
+    fn pair(pages: u32) -> FragmentPair {
+        FragmentPair {
+            src: PageList::run(0, pages),
+            dst: PageList::run(0, pages),
+        }
+    }
+
+    #[test]
+    fn a_list_is_cut_between_pairs() {
+        let lengths = |counts: &[u32], part_bytes| {
+            let pairs = counts.iter().copied().map(pair).collect();
+            let cut = parts(pairs, 10, part_bytes);
+            cut.iter().map(Vec::len).collect::<Vec<_>>()
+        };
+        assert_eq!(lengths(&[1, 1, 1, 1, 1], 20), [2, 2, 1]);
+        assert_eq!(lengths(&[5, 1, 1], 20), [1, 2]);
+        assert_eq!(lengths(&[1, 1, 1], u64::MAX), [3]);
+        assert_eq!(lengths(&[], 20), [0]);
     }
 }

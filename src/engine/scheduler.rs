@@ -200,9 +200,9 @@ impl Scheduler {
                 });
             }
             (Step::LookingUp, _) => self.compute(slot, actions),
-            (Step::Loading, Some(_)) => {
-                run.served.loaded_pages = run.served.hit_pages;
-                let positions = run.loading();
+            (Step::Loading, Some(Answer::Load { pages })) => {
+                run.served.loaded_pages = pages.min(run.served.hit_pages);
+                let positions = run.loaded();
                 let kind = WorkKind::Verify;
                 actions.push(Action::Work {
                     slot,
@@ -212,7 +212,7 @@ impl Scheduler {
                 });
                 self.compute(slot, actions);
             }
-            (Step::Loading, None) => self.compute(slot, actions),
+            (Step::Loading, _) => self.compute(slot, actions),
             (
                 Step::Computing {
                     computed, verified, ..
@@ -425,6 +425,10 @@ impl Prompt {
 impl Run {
     fn loading(&self) -> Range<u32> {
         self.served.device_pages..self.served.device_pages + self.served.hit_pages
+    }
+
+    fn loaded(&self) -> Range<u32> {
+        self.served.device_pages..self.served.device_pages + self.served.loaded_pages
     }
 
     fn page_list(&self, positions: Range<u32>) -> PageList {

@@ -8,7 +8,7 @@ use crate::memory::{
     BufferError, EngineMemory, EngineMemoryError, NonceMismatch, PageLayout, RegistrationError,
     SharedBuffer, validate,
 };
-use crate::types::{AllocationHandle, GroupGeometry, Registration};
+use crate::types::{AllocationHandle, AllocationKind, GroupGeometry, Registration};
 
 /// An engine's memory that was checked, mapped and proven.
 #[derive(Debug, Clone)]
@@ -33,6 +33,12 @@ pub enum OpenError {
          first, and register within 30 s"
     )]
     Ticket(usize),
+    /// Memory of a GPU.
+    #[error(
+        "registration.allocations[{0}].kind is device: this worker cannot reach the memory of a GPU; \
+         register host memory"
+    )]
+    Device(usize),
     /// The allocation cannot be mapped.
     #[error("registration.allocations[{index}]: {source}")]
     Buffer {
@@ -59,6 +65,9 @@ impl RegisteredMemory {
         let layout = validate(registration)?;
         let mut buffers = Vec::with_capacity(registration.allocations.len());
         for (index, allocation) in registration.allocations.iter().enumerate() {
+            if allocation.kind == AllocationKind::Device {
+                return Err(OpenError::Device(index));
+            }
             let buffer = match &allocation.handle {
                 AllocationHandle::Path(path) => {
                     SharedBuffer::open_path(Path::new(path), allocation.bytes)
@@ -66,6 +75,9 @@ impl RegisteredMemory {
                 AllocationHandle::Ticket(ticket) => {
                     let fd = take(ticket).ok_or(OpenError::Ticket(index))?;
                     SharedBuffer::from_fd(fd, allocation.bytes)
+                }
+                AllocationHandle::CudaIpc(_) | AllocationHandle::CudaFabric(_) => {
+                    return Err(OpenError::Device(index));
                 }
             };
             buffers.push(buffer.map_err(|source| OpenError::Buffer { index, source })?);
@@ -78,5 +90,33 @@ impl RegisteredMemory {
             layout: Arc::new(layout),
             geometry,
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::registration::tests::separate_layers;
+    use super::*;
+
+    #[test]
+    fn device_memory_is_refused_in_words() {
+        let mut registration = separate_layers();
+        registration.device_uuid = Some("GPU-0".to_owned());
+        registration.allocations[1].kind = AllocationKind::Device;
+        registration.allocations[1].handle = AllocationHandle::CudaIpc([7; 64]);
+        registration.allocations.swap(0, 1);
+        for tensor in &mut registration.tensors {
+            tensor.allocation = match tensor.allocation {
+                0 => 1,
+                1 => 0,
+                other => other,
+            };
+        }
+        let opened = RegisteredMemory::open(&registration, |_| None);
+        let text = opened.expect_err("refused").to_string();
+        assert!(
+            text.starts_with("registration.allocations[0].kind is device: "),
+            "{text}"
+        );
     }
 }

@@ -116,10 +116,10 @@ pub struct Load {
     pub destination: Pages,
 }
 
-/// Answer to [`Load`]: every page is in place on every rank.
+/// Answer to [`Load`]: nothing writes its pages any more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct LoadAnswer {
-    /// How many pages.
+    /// So many of them, from the first on, are in place on every rank. The engine computes the others.
     pub pages: u32,
 }
 
@@ -301,6 +301,9 @@ pub struct CopyResult {
     pub op: u64,
     /// True when every byte was copied.
     pub whole: bool,
+    /// When not: pages, from the first on and in the order of the pairs, of which every byte was.
+    #[serde(default)]
+    pub whole_pages: u32,
     /// Bytes that were copied.
     #[serde(default)]
     pub bytes: u64,

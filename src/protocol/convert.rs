@@ -155,6 +155,7 @@ impl From<&EndedCopy> for CopyResult {
         Self {
             op: copy.op.0,
             whole: copy.whole,
+            whole_pages: copy.whole_pages,
             bytes: copy.bytes,
             busy_us: copy.busy_us,
         }
@@ -166,6 +167,7 @@ impl From<&CopyResult> for EndedCopy {
         Self {
             op: OpId(copy.op),
             whole: copy.whole,
+            whole_pages: copy.whole_pages,
             bytes: copy.bytes,
             busy_us: copy.busy_us,
         }

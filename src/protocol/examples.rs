@@ -113,6 +113,14 @@ pub fn examples() -> Vec<(&'static str, Message)> {
             }),
         ),
         (
+            "register_device",
+            Message::Register(Register {
+                after: 0,
+                engine: [1; 16],
+                registration: device_registration(),
+            }),
+        ),
+        (
             "registered",
             Message::Registered(Registered {
                 arena_pages: 4096,
@@ -193,12 +201,14 @@ pub fn examples() -> Vec<(&'static str, Message)> {
                     CopyResult {
                         op: 40,
                         whole: true,
+                        whole_pages: 0,
                         bytes: 16_384,
                         busy_us: 12,
                     },
                     CopyResult {
                         op: 41,
                         whole: false,
+                        whole_pages: 0,
                         bytes: 0,
                         busy_us: 0,
                     },
@@ -313,6 +323,26 @@ fn registration() -> Registration {
             bytes: vec![3; 16],
         },
         device_uuid: None,
+    }
+}
+
+/// Three ways to reach the memory of a GPU.
+fn device_registration() -> Registration {
+    let host = registration();
+    let handles = [
+        AllocationHandle::CudaIpc([6; 64]),
+        AllocationHandle::CudaFabric([7; 64]),
+        AllocationHandle::Ticket([8; 16]),
+    ];
+    let allocations = handles.map(|handle| Allocation {
+        kind: AllocationKind::Device,
+        handle,
+        bytes: 2 << 20,
+    });
+    Registration {
+        allocations: allocations.to_vec(),
+        device_uuid: Some("GPU-5f1d1a3c-0000-0000-0000-000000000000".to_owned()),
+        ..host
     }
 }
 

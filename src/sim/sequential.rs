@@ -146,6 +146,7 @@ impl Sequential {
                     let ended = EndedCopy {
                         op: copy.op,
                         whole: true,
+                        whole_pages: 0,
                         bytes: 0,
                         busy_us: 0,
                     };

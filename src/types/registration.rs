@@ -26,6 +26,8 @@ pub enum TensorRole {
 pub enum AllocationKind {
     /// Host memory that both processes map.
     SharedMemory,
+    /// Memory of the GPU that [`Registration::device_uuid`] names.
+    Device,
 }
 
 /// How the worker reaches an allocation.
@@ -34,8 +36,13 @@ pub enum AllocationKind {
 pub enum AllocationHandle {
     /// A file under a memory file system, by its absolute path.
     Path(String),
-    /// A file descriptor that was handed to the worker's descriptor socket under this ticket.
+    /// A file descriptor that was handed to the worker's descriptor socket under this ticket: of a memory file, or of device
+    /// memory that CUDA's virtual memory management exported.
     Ticket(#[serde(with = "serde_bytes")] [u8; 16]),
+    /// `cudaIpcMemHandle_t` of device memory: the whole allocation that holds the tensors, from its first byte.
+    CudaIpc(#[serde(with = "serde_bytes")] [u8; 64]),
+    /// `CUmemFabricHandle` of device memory.
+    CudaFabric(#[serde(with = "serde_bytes")] [u8; 64]),
 }
 
 /// One piece of memory that the engine allocated.

@@ -60,9 +60,9 @@ pub enum Answer {
         /// The page behind those is on its way.
         pending: bool,
     },
-    /// To a load: every page is in place on every rank.
+    /// To a load: nothing writes its pages any more.
     Load {
-        /// How many pages.
+        /// So many of them, from the first on, are in place on every rank; the engine computes the others.
         pages: u32,
     },
     /// To a store: a lookup finds `stored` and `present` pages from now on.
@@ -132,6 +132,8 @@ pub struct EndedCopy {
     pub op: OpId,
     /// True when every byte was copied.
     pub whole: bool,
+    /// When not: pages, from the first on and in the order of the pairs, of which every byte was.
+    pub whole_pages: u32,
     /// Bytes that were copied.
     pub bytes: u64,
     /// How long the copy itself took, in microseconds.

@@ -284,6 +284,7 @@ impl Puppet {
         let results = order.transfer.copies.iter().map(|copy| CopyResult {
             op: copy.op,
             whole,
+            whole_pages: 0,
             bytes: 64,
             busy_us: 1,
         });

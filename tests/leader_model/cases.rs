@@ -84,10 +84,9 @@ fn a_late_copy_is_cancelled_and_its_pages_stay_until_every_rank_has_ended() {
     assert_eq!(answer(&world, 0, id), Some(Ok(failed)));
 }
 
-#[test]
-fn a_load_is_reported_failed_only_when_no_rank_writes_any_more() {
-    let mut world = World::new();
-    store(&mut world, 0, 0, 7, 8);
+/// A load of 8 stored pages: its request and its copy.
+fn loading(world: &mut World) -> (RequestId, OpId) {
+    store(world, 0, 0, 7, 8);
     let op = *world.open.keys().next().expect("a copy");
     (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
     let hashes = sequence(0, 8);
@@ -101,13 +100,38 @@ fn a_load_is_reported_failed_only_when_no_rank_writes_any_more() {
         },
     );
     world.take(Step::Load { engine: 0, slot: 1 });
-    let id = RequestId(world.next_id);
     let op = *world.open.keys().next().expect("a copy");
+    (RequestId(world.next_id), op)
+}
+
+#[test]
+fn a_load_is_reported_failed_only_when_no_rank_writes_any_more() {
+    let mut world = World::new();
+    let (id, op) = loading(&mut world);
     world.report(op, 0, false, EPOCH);
     world.report(op, 1, true, EPOCH);
     assert_eq!(answer(&world, 0, id), None, "rank 2 may still write");
     world.report(op, 2, true, EPOCH);
     assert_eq!(answer(&world, 0, id), Some(Err(Refusal::CopyFailed(1))));
+}
+
+#[test]
+fn a_load_that_came_in_part_says_how_much_of_it_every_rank_has() {
+    for (ends, pages) in [
+        ([(false, 5), (true, 0), (false, 6)], 5),
+        ([(true, 0), (false, 3), (false, 99)], 3),
+        ([(true, 0), (true, 0), (true, 0)], 8),
+        // More than there are, said by all.
+        ([(false, 99), (false, 99), (false, 99)], 8),
+    ] {
+        let mut world = World::new();
+        let (id, op) = loading(&mut world);
+        for (rank, (whole, whole_pages)) in ends.into_iter().enumerate() {
+            world.report_part(op, rank as u16, whole, whole_pages, EPOCH);
+        }
+        let load = Answer::Load { pages };
+        assert_eq!(answer(&world, 0, id), Some(Ok(load)), "{ends:?}");
+    }
 }
 
 #[test]

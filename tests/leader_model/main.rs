@@ -288,6 +288,10 @@ impl World {
     }
 
     fn report(&mut self, op: OpId, rank: u16, whole: bool, epoch: Epoch) {
+        self.report_part(op, rank, whole, 0, epoch);
+    }
+
+    fn report_part(&mut self, op: OpId, rank: u16, whole: bool, whole_pages: u32, epoch: Epoch) {
         let Some((_, engine, ranks)) = self.open.get_mut(&op) else {
             return;
         };
@@ -301,6 +305,7 @@ impl World {
         let ended = EndedCopy {
             op,
             whole,
+            whole_pages,
             bytes: 64,
             busy_us: 1,
         };

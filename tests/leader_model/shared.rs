@@ -124,6 +124,7 @@ impl Shared {
         let ended = EndedCopy {
             op,
             whole: true,
+            whole_pages: 0,
             bytes: 64,
             busy_us: 1,
         };

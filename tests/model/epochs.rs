@@ -383,6 +383,7 @@ impl State {
         let ended = EndedCopy {
             op: copy.1,
             whole,
+            whole_pages: 0,
             bytes: 0,
             busy_us: 0,
         };

@@ -430,6 +430,7 @@ impl Model for Leases {
                 let ended = EndedCopy {
                     op,
                     whole,
+                    whole_pages: 0,
                     bytes: 0,
                     busy_us: 0,
                 };

@@ -172,6 +172,7 @@ impl FilledLeader {
                 Effect::Copy { copy, .. } => Some(EndedCopy {
                     op: copy.op,
                     whole: true,
+                    whole_pages: 0,
                     bytes: 0,
                     busy_us: 0,
                 }),

@@ -311,6 +311,7 @@ fn obey(order: Message) -> Option<Message> {
             let copies = transfer.copies.iter().map(|copy| CopyResult {
                 op: copy.op,
                 whole: true,
+                whole_pages: 0,
                 bytes: 0,
                 busy_us: 0,
             });

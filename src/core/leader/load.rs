@@ -71,9 +71,9 @@ impl Leader {
         let work = Work::Load {
             due,
             lease,
-            pages,
             missing: ranks,
             failed: 0,
+            whole_pages: pages,
         };
         self.begin_op(op, Op::new(replica, work, due.deadline));
         let copy = Copy {

@@ -26,13 +26,34 @@ pub(super) enum Work {
     Load {
         due: Due,
         lease: Vec<Pin>,
-        pages: u32,
         missing: RankSet,
         failed: u32,
+        /// Pages, from the first on, that are whole on every rank that has ended: at first all.
+        whole_pages: u32,
     },
     /// Fills the reservation of the same number; stores wait for it. `missing` is here for deadlines only: what
     /// publishes is the reservation's own set.
     Store { missing: RankSet },
+}
+
+/// How a copy ended on one rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum End {
+    /// Every byte was copied.
+    Whole,
+    /// Not; so many of the first pages came whole all the same.
+    Failed { whole_pages: u32 },
+}
+
+impl End {
+    fn of(copy: &EndedCopy) -> Self {
+        match copy.whole {
+            true => Self::Whole,
+            false => Self::Failed {
+                whole_pages: copy.whole_pages,
+            },
+        }
+    }
 }
 
 impl Op {
@@ -85,7 +106,8 @@ impl Leader {
     ) {
         for copy in copies {
             let op = self.mistaken(copy.op).unwrap_or(copy.op);
-            if let Some(direction) = self.copy_ended(worker, op, copy.whole, effects) {
+            let end = End::of(copy);
+            if let Some(direction) = self.copy_ended(worker, op, end, effects) {
                 self.count_bytes(direction, copy);
             }
         }
@@ -101,7 +123,7 @@ impl Leader {
             .collect();
         ops.sort_unstable();
         for op in ops {
-            self.copy_ended(worker, op, false, effects);
+            self.copy_ended(worker, op, End::Failed { whole_pages: 0 }, effects);
         }
     }
 
@@ -110,7 +132,7 @@ impl Leader {
         &mut self,
         worker: WorkerId,
         id: OpId,
-        whole: bool,
+        end: End,
         effects: &mut Vec<Effect>,
     ) -> Option<Direction> {
         let rank = worker.rank;
@@ -120,10 +142,16 @@ impl Leader {
         }
         let (news, last) = match &mut op.work {
             Work::Load {
-                missing, failed, ..
+                missing,
+                failed,
+                whole_pages,
+                ..
             } => {
                 let news = missing.remove(rank);
-                *failed += u32::from(news && !whole);
+                if let (true, End::Failed { whole_pages: here }) = (news, end) {
+                    *failed += 1;
+                    *whole_pages = here.min(*whole_pages);
+                }
                 (news, missing.is_empty())
             }
             Work::Store { missing } => (missing.remove(rank), missing.is_empty()),
@@ -134,19 +162,19 @@ impl Leader {
             return None;
         }
         if direction == Direction::Store {
-            self.filled(Generation(id.0), rank, whole, effects);
+            self.filled(Generation(id.0), rank, end == End::Whole, effects);
         }
         if last && let Some(op) = self.ops.remove(&id) {
             self.timers.remove(&(op.next, Timer::Copy(id)));
             if let Work::Load {
                 due,
                 lease,
-                pages,
                 failed,
+                whole_pages,
                 ..
             } = op.work
             {
-                self.load_ended(due, lease, pages, failed, effects);
+                self.load_ended(due, lease, whole_pages, failed, effects);
             }
         }
         Some(direction)
@@ -156,16 +184,16 @@ impl Leader {
         &mut self,
         due: Due,
         lease: Vec<Pin>,
-        pages: u32,
+        whole_pages: u32,
         failed: u32,
         effects: &mut Vec<Effect>,
     ) {
         if let Some(pool) = &mut self.pool {
             lease.into_iter().for_each(|pin| pool.unpin(pin));
         }
-        let answer = match failed {
-            0 => Ok(Answer::Load { pages }),
-            _ => Err(Refusal::CopyFailed(failed)),
+        let answer = match whole_pages {
+            0 => Err(Refusal::CopyFailed(failed)),
+            pages => Ok(Answer::Load { pages }),
         };
         self.counts.failed_copies += u64::from(failed > 0);
         self.answer(due.engine, due.id, answer, effects);
@@ -258,12 +286,10 @@ impl Leader {
             return;
         }
         if let Some(op) = self.ops.remove(&id)
-            && let Work::Load {
-                due, lease, pages, ..
-            } = op.work
+            && let Work::Load { due, lease, .. } = op.work
         {
             self.timers.remove(&(op.next, Timer::Copy(id)));
-            self.load_ended(due, lease, pages, 1, effects);
+            self.load_ended(due, lease, 0, 1, effects);
         }
     }
 

@@ -540,6 +540,7 @@ fn refused(op: OpId) -> EndedCopy {
     EndedCopy {
         op,
         whole: false,
+        whole_pages: 0,
         bytes: 0,
         busy_us: 0,
     }

@@ -93,6 +93,7 @@ fn whole(op: u64) -> EndedCopy {
     EndedCopy {
         op: OpId(op),
         whole: true,
+        whole_pages: 0,
         bytes: 1,
         busy_us: 1,
     }

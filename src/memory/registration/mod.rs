@@ -8,7 +8,7 @@ pub(super) mod tests;
 use std::collections::HashMap;
 
 use super::layout::{PageLayout, Pieces};
-use crate::types::{AllocationHandle, Nonce, Registration, TensorRole};
+use crate::types::{Allocation, AllocationHandle, AllocationKind, Nonce, Registration, TensorRole};
 
 /// Most allocations of one registration.
 pub const ALLOCATIONS_MAX: usize = 256;
@@ -122,9 +122,44 @@ fn check_counts(registration: &Registration) -> Result<(), RegistrationError> {
     Ok(())
 }
 
+fn kind_of_handle(handle: &AllocationHandle) -> &'static str {
+    match handle {
+        AllocationHandle::Path(_) => "a path",
+        AllocationHandle::Ticket(_) => "a ticket",
+        AllocationHandle::CudaIpc(_) => "a CUDA IPC handle",
+        AllocationHandle::CudaFabric(_) => "a CUDA fabric handle",
+    }
+}
+
+/// A handle must be one of its allocation's kind, and device memory that of a named device.
+fn check_handle(
+    registration: &Registration,
+    index: usize,
+    allocation: &Allocation,
+) -> Result<(), RegistrationError> {
+    use AllocationHandle::{CudaFabric, CudaIpc, Path};
+    let remedy = match (allocation.kind, &allocation.handle) {
+        (AllocationKind::SharedMemory, CudaIpc(_) | CudaFabric(_)) => {
+            "shared_memory has a path or a ticket"
+        }
+        (AllocationKind::Device, Path(_)) => {
+            "device memory has cuda_ipc, cuda_fabric, or a ticket of its file descriptor"
+        }
+        (AllocationKind::Device, _) if registration.device_uuid.is_none() => {
+            let remedy = format!("allocations[{index}] lies on a device: name it");
+            return Err(RegistrationError::new("device_uuid", "absent", remedy));
+        }
+        _ => return Ok(()),
+    };
+    let field = format!("allocations[{index}].handle");
+    let value = kind_of_handle(&allocation.handle);
+    Err(RegistrationError::new(field, value, remedy))
+}
+
 fn check_allocations(registration: &Registration) -> Result<(), RegistrationError> {
     let allocations = &registration.allocations;
     for (index, allocation) in allocations.iter().enumerate() {
+        check_handle(registration, index, allocation)?;
         if allocation.bytes == 0 {
             let remedy = "give the size of the memory in bytes";
             return Err(RegistrationError::new(
@@ -139,7 +174,7 @@ fn check_allocations(registration: &Registration) -> Result<(), RegistrationErro
         if let Some(earlier) = same {
             let value = match &allocation.handle {
                 AllocationHandle::Path(path) => format!("'{path}'"),
-                AllocationHandle::Ticket(_) => "a ticket".to_owned(),
+                other => kind_of_handle(other).to_owned(),
             };
             return Err(RegistrationError::new(
                 format!("allocations[{index}].handle"),

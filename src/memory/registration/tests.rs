@@ -88,6 +88,19 @@ fn every_contradiction_is_refused_by_its_field() {
         ("tp_size", |r| r.tp_size = 0),
         ("engine_page_tokens", |r| r.engine_page_tokens = 0),
         ("device_pages", |r| r.device_pages = 0),
+        ("allocations[1].handle", |r| {
+            r.allocations[1].handle = AllocationHandle::CudaIpc([1; 64]);
+        }),
+        ("allocations[1].handle", |r| {
+            r.allocations[1].handle = AllocationHandle::CudaFabric([1; 64]);
+        }),
+        ("allocations[1].handle", |r| {
+            r.allocations[1].kind = AllocationKind::Device;
+        }),
+        ("device_uuid", |r| {
+            r.allocations[0].kind = AllocationKind::Device;
+            r.allocations[0].handle = AllocationHandle::CudaIpc([1; 64]);
+        }),
         ("layers", |r| r.layers = 0),
         ("layers", |r| r.layers = 5),
         ("layers", |r| r.layers = u32::MAX),

@@ -128,6 +128,7 @@ impl Copies {
         Some(EndedCopy {
             op,
             whole: false,
+            whole_pages: 0,
             bytes: 0,
             busy_us: microseconds(task.started_at, now),
         })
@@ -155,6 +156,7 @@ impl Copies {
             let copy = EndedCopy {
                 op,
                 whole: true,
+                whole_pages: 0,
                 bytes: task.bytes,
                 busy_us: microseconds(task.started_at, at),
             };

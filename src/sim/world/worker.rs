@@ -526,6 +526,7 @@ impl WorkerProcess {
         let ended = EndedCopy {
             op,
             whole,
+            whole_pages: u32::try_from(running.done).unwrap_or(0),
             bytes: running.done as u64 * env.geometry().page_bytes,
             busy_us: 1,
         };
