@@ -7,6 +7,7 @@ whether nobody knows.
 """
 
 import collections
+import contextlib
 import heapq
 import itertools
 import logging
@@ -268,7 +269,7 @@ class Client:
 
     def _say_hello(self, socket: zmq.Socket, monitor: zmq.Socket) -> wire.Welcome:
         deadline = time.monotonic() + _CONNECT_LIMIT_S
-        head = wire.header(wire.VERSION_MIN, Kind.HELLO, 0, int(_CONNECT_LIMIT_S * 1000), 0)
+        head = wire.header(wire.HELLO_VERSION, Kind.HELLO, 0, int(_CONNECT_LIMIT_S * 1000), 0)
         socket.send_multipart([head, wire.body_of(self._hello)])
         poller = self._poller(socket, monitor)
         while (left_s := deadline - time.monotonic()) > 0 and not self._closing:
@@ -327,7 +328,7 @@ class Client:
             if monitor in ready and self._gone(monitor):
                 return
             self._expire()
-            if time.monotonic() >= next_beat and not (socket in ready):
+            if time.monotonic() >= next_beat and socket not in ready:
                 if pinged:
                     self._set_trouble(f"{self.directory} was silent for three heartbeats")
                     return
@@ -413,10 +414,8 @@ class Client:
         return at
 
     def _drain_wake(self) -> None:
-        try:
+        with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
-        except BlockingIOError:
-            pass
 
 
 def check_directory(directory: Path) -> None:

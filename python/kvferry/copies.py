@@ -1,8 +1,8 @@
 """Copies of engine pages that are not known to be over.
 
 A copy is over when kvferry has said so; or, when kvferry cannot be asked, when every rank knows that nothing is copied
-for it any more ("abandoned"). Only then may its pages be used again. Copies cannot outnumber the questions that a client
-keeps (:data:`kvferry.client.OPEN_MAX`).
+for it any more. Only then may its pages be used again. Copies cannot outnumber the questions that a client keeps
+(:data:`kvferry.client.OPEN_MAX`).
 """
 
 import collections

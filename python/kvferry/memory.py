@@ -136,8 +136,9 @@ class KvMemory:
         }
 
     def hand_over(self, directory: Path) -> tuple[list[bytes], int]:
-        """Gives the worker in ``directory`` the descriptors. Returns their tickets, and the process that has them (0 where
-        that cannot be seen).
+        """Gives the worker in ``directory`` the descriptors.
+
+        Returns their tickets, and the process that has them (0 where that cannot be seen).
 
         Raises:
             OSError: the worker does not take them.

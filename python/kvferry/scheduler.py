@@ -68,7 +68,9 @@ class Tracked:
     device_pages: int = 0
     #: No more lookups: one was not answered in time, or a load failed.
     computes: bool = False
-    #: The question that opened the slot at the leader, at which epoch, and how many hashes that knows.
+    #: The leader was asked about the slot, and may keep it.
+    known_there: bool = False
+    #: The question that opened the slot, at which epoch, and how many hashes that knows; None: open it anew.
     opened: Question | None = None
     epoch: int = 0
     known: int = 0
@@ -160,7 +162,7 @@ class SchedulerSide:
         if tracked is None:
             return False
         tracked.finished = True
-        if tracked.opened is not None:
+        if tracked.known_there:
             self._client.ask(wire.Finish(tracked.slot), FINISH_LIMIT_S)
         if tracked.stores and not self._idles and all(other.finished for other in self._tracked.values()):
             self._wait_for_stores(tracked)
@@ -228,7 +230,7 @@ class SchedulerSide:
             device_pages=device_pages,
         )
         tracked.opened = self._client.ask(message, self._settings.lookup_timeout_ms / 1000)
-        tracked.epoch = self._client.epoch
+        tracked.known_there, tracked.epoch = True, self._client.epoch
         tracked.known = pages
         return tracked.opened
 
@@ -321,18 +323,14 @@ class SchedulerSide:
     def _loaded(self, tracked: Tracked, copy: Copy) -> None:
         tracked.load = None
         answer = copy.answer
-        if isinstance(answer, wire.LoadAnswer):
-            bad = {position - copy.first_page for position in wire.positions(answer.failed)}
-            failed = [page for index, page in enumerate(copy.pages) if index in bad]
-        else:
-            failed = copy.pages
+        failed = copy.pages[answer.pages :] if isinstance(answer, wire.LoadAnswer) else copy.pages
         if failed:
             logger.warning(
                 "kvferry: %d of %d pages of request %s were not loaded and are computed: %s",
                 len(failed),
                 len(copy.pages),
                 tracked.request.request_id,
-                copy.failure or "they were damaged",
+                copy.failure or "the load was stopped",
             )
             tracked.computes = True
         self._step.failed_pages.extend(failed)

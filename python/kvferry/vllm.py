@@ -254,7 +254,8 @@ def why_unsupported(config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> s
     """Why nothing can be cached for this model and configuration; None when it can."""
     parallel = config.parallel_config
     if parallel.pipeline_parallel_size > 1:
-        return f"pipeline_parallel_size is {parallel.pipeline_parallel_size}, and ranks with other layers are not supported yet"
+        stages = parallel.pipeline_parallel_size
+        return f"pipeline_parallel_size is {stages}, and ranks that hold different layers are not supported yet"
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             return f"{name} is {getattr(parallel, name)}, and pages that are spread over ranks are not supported yet"

@@ -9,8 +9,9 @@ from enum import IntEnum
 import msgspec
 
 MAGIC = b"KVFY"
-VERSION_MIN = 1
+#: Versions of the messages; the first message itself always says 1.
 VERSION = 2
+HELLO_VERSION = 1
 #: Longest body that the other side takes, and that is read here.
 BODY_BYTES_MAX = 8 << 20
 #: Most page hashes in one message.
@@ -69,7 +70,7 @@ class Code(IntEnum):
 class Hello(msgspec.Struct, kw_only=True):
     """First message of a client. ``engine`` has 16 bytes."""
 
-    version_min: int = VERSION_MIN
+    version_min: int = VERSION
     version_max: int = VERSION
     role: str
     engine: bytes
@@ -124,14 +125,13 @@ class Load(msgspec.Struct):
 
 
 class LoadAnswer(msgspec.Struct):
-    """The load is over. ``failed`` lists the positions (items as in ``destination``) whose pages are not whole."""
+    """The load is over: so many of its pages, from the first on, are in place on every rank."""
 
     pages: int
-    failed: list = []
 
 
 class Store(msgspec.Struct):
-    """Keep these device pages, from position ``first_page`` on; ``more_hashes`` are those the slot does not know yet."""
+    """Keep these device pages, from position ``first_page`` on. ``more_hashes``: what the slot does not know yet."""
 
     slot: int
     first_page: int
@@ -180,7 +180,7 @@ class Abandon(msgspec.Struct):
 
 
 class Register(msgspec.Struct):
-    """This is the KV memory of one engine rank; requests up to ``after`` are over. ``registration`` as in docs/wire.md."""
+    """This is the KV memory of one rank (docs/wire.md); requests up to ``after`` are over."""
 
     after: int
     engine: bytes
@@ -257,7 +257,9 @@ def read(parts: list[bytes]) -> Envelope:
         Malformed: with what is wrong.
     """
     if len(parts) != 2 or len(parts[0]) != HEADER_BYTES:
-        raise Malformed(f"a message has 2 parts, the first of {HEADER_BYTES} bytes, not {[len(part) for part in parts]}")
+        raise Malformed(
+            f"a message has 2 parts, the first of {HEADER_BYTES} bytes, not {[len(part) for part in parts]}"
+        )
     magic, _version, kind, correlation, _deadline_ms, zero, epoch = _HEADER.unpack(parts[0])
     if magic != MAGIC or zero != 0:
         raise Malformed("the header does not begin with KVFY, or its reserved bytes are not zero")
@@ -280,15 +282,3 @@ def runs(pages: list[int]) -> list:
         items.append(pages[at] if end - at == 1 else [pages[at], end - at])
         at = end
     return items
-
-
-def positions(items: list) -> list[int]:
-    """The reverse of :func:`runs`."""
-    pages: list[int] = []
-    for item in items:
-        if isinstance(item, int):
-            pages.append(item)
-        else:
-            start, count = item
-            pages.extend(range(start, start + count))
-    return pages

@@ -8,18 +8,21 @@
 
 mod chaos;
 mod licences;
+mod vllm;
 
 use std::path::Path;
 use std::process::{Command, ExitCode};
 
 const HELP: &str = "cargo xtask TASK
 
-  test       run every test of the workspace, with the documentation's
+  test       run every test of the workspace, with the documentation's, and the Python tests
   sim        run simulated worlds with faults: --seeds A..B [--steps N] [--jobs N] [--trace]; a seed
              that fails is printed with the line that runs it again, and joins tests/seeds.txt
   planted    how many planted bugs the simulator finds, and in how many seeds
   chaos      kill and stop real processes at random under a replay that compares every byte:
              [--minutes 30] [--seed 1]
+  vllm       the Python tests, with a real vLLM on the CPU, which is installed into the cache folder
+             once: [--full] every combination, [--install] nothing else, [ARGUMENTS of pytest]
   licences   check that every dependency's licence is allowed by deny.toml
   check      format, lints, licences, tests: what CI runs";
 
@@ -30,6 +33,7 @@ fn main() -> ExitCode {
         "sim" => sim(),
         "planted" => planted(),
         "chaos" => chaos::run(&std::env::args().skip(2).collect::<Vec<String>>()),
+        "vllm" => vllm::run(root(), &std::env::args().skip(2).collect::<Vec<String>>()),
         "licences" => licences::check(root()),
         "check" => check(),
         "" | "help" | "--help" => {
@@ -57,7 +61,8 @@ fn root() -> &'static Path {
 fn test() -> Result<(), String> {
     cargo(&["test", "--workspace", "--locked", "--doc"])?;
     cargo(&["test", "--package", "xtask", "--locked"])?;
-    cargo(&["test", "--package", "kvferry", "--locked", "--all-targets"])
+    cargo(&["test", "--package", "kvferry", "--locked", "--all-targets"])?;
+    vllm::run(root(), &[])
 }
 
 /// The simulator itself is a hidden command of the program; the rest of the command line is its.

@@ -1,0 +1,7 @@
+"""Tests of the Python package. Those with a real engine come last, the cheap ones first."""
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name.startswith("test_vllm"))

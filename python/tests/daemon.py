@@ -1,0 +1,168 @@
+"""A kvferry for one test: processes of the installed program, in a directory of their own."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import kvferry
+
+#: The program that was installed with the package.
+PROGRAM = str(Path(kvferry.__file__).parents[1] / "bin" / "kvferry")
+#: Deadline of everything that a test waits for; nothing takes so long unless it hangs.
+PATIENCE_S = 60.0
+#: Of a depot's header and inventory.
+DEPOT_HEADER_BYTES = 4096
+PAGE_BYTES_AT = 24
+SLOT_BYTES = 80
+
+
+def eventually(what: str, check: Callable[[], Any], patience_s: float = PATIENCE_S) -> Any:
+    """Waits until ``check`` returns something true, and returns that."""
+    until = time.monotonic() + patience_s
+    while True:
+        if found := check():
+            return found
+        assert time.monotonic() < until, f"{what}: not within {patience_s:.0f} s"
+        time.sleep(0.02)
+
+
+def environment() -> dict[str, str]:
+    """Without what vLLM needs to run here, and without settings of kvferry."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("LD_", "KVFERRY_"))}
+
+
+class Daemon:
+    """``kvferry up``."""
+
+    def __init__(self, socket_dir: Path, **settings: Any):
+        self.socket_dir = socket_dir
+        self._settings = {"g2": "256MiB", **settings}
+        self._up: subprocess.Popen | None = None
+
+    def start(self) -> None:
+        flags = [text for name, value in self._settings.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+        command = [PROGRAM, "up", *flags, "--socket-dir", str(self.socket_dir)]
+        self._up = up = subprocess.Popen(command, env=environment())
+
+        def answers() -> bool:
+            assert up.poll() is None, f"kvferry up ended with {up.returncode}"
+            return bool(self.status(missing=True))
+
+        eventually("a leader answers", answers)
+
+    def stop(self) -> None:
+        if self._up is not None:
+            self._up.send_signal(signal.SIGTERM)
+            assert self._up.wait(PATIENCE_S) == 0
+        self._up = None
+
+    def kill(self) -> None:
+        """However it stands."""
+        if self._up is not None:
+            self._up.kill()
+            self._up.wait(PATIENCE_S)
+        self._up = None
+
+    def status(self, *, missing: bool = False) -> dict[str, Any]:
+        """What ``kvferry status --json`` says; nothing when no leader answers and that may be so."""
+        command = [PROGRAM, "status", "--json", "--socket-dir", str(self.socket_dir)]
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=PATIENCE_S)
+        if done.returncode != 0 and missing:
+            return {}
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def counter(self, name: str) -> int:
+        return self.status()["counters"][name]
+
+    def wait_ready(self) -> None:
+        eventually("every rank is attached", lambda: self.status(missing=True).get("ready"))
+
+    def pid(self, replica: int = 0, rank: int = 0) -> int:
+        """The worker of a rank, once its engine's memory is attached."""
+
+        def attached() -> int:
+            ranks = self.status(missing=True).get("ranks", [])
+            pids = [
+                each["pid"]
+                for each in ranks
+                if (each["replica"], each["rank"], each["attached"]) == (replica, rank, True)
+            ]
+            return pids[0] if pids and pids[0] in self.workers else 0
+
+        return eventually(f"rank {rank} of replica {replica} is attached", attached)
+
+    def killed(self, pid: int) -> None:
+        """Kills a process, and waits until nothing of it is there."""
+        os.kill(pid, signal.SIGKILL)
+        eventually("it is gone", lambda: pid not in [*self._children("leader"), *self.workers])
+
+    def wait_idle(self) -> None:
+        """Nothing is leased, pinned or under way."""
+
+        def idle() -> bool:
+            status = self.status()
+            return not (status["pins"] or status["copies_under_way"] or status["slots"])
+
+        eventually("nothing is held", idle)
+
+    def _children(self, command: str) -> list[int]:
+        assert self._up is not None
+        found = []
+        for pid in Path(f"/proc/{self._up.pid}/task/{self._up.pid}/children").read_text().split():
+            with contextlib.suppress(OSError):
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                if command.encode() in words:
+                    found.append(int(pid))
+        return found
+
+    @property
+    def leader(self) -> int:
+        return self._children("leader")[0]
+
+    @property
+    def workers(self) -> list[int]:
+        return self._children("worker")
+
+    def poison(self) -> None:
+        """Changes every byte of every page in host memory, which ``up`` holds."""
+        assert self._up is not None
+        depots = [
+            path
+            for path in Path(f"/proc/{self._up.pid}/fd").iterdir()
+            if os.readlink(path).startswith("/memfd:kvferry-depot")
+        ]
+        assert depots
+        for path in depots:
+            _flip(path)
+
+
+def _flip(path: Path) -> None:
+    """Changes every byte of a depot's pages; src/memory/depot.rs says where they lie."""
+    depot = np.memmap(path, np.uint8, "r+")
+    page_bytes = int(depot[PAGE_BYTES_AT : PAGE_BYTES_AT + 8].view("<u8")[0])
+    stride = -(-page_bytes // 64) * 64
+    slots = (depot.size - 2 * DEPOT_HEADER_BYTES) // (SLOT_BYTES + stride)
+    pages_at = -(-(DEPOT_HEADER_BYTES + slots * SLOT_BYTES) // 4096) * 4096
+    depot[pages_at:] ^= 0x5A
+
+
+@contextlib.contextmanager
+def running(**settings: Any) -> Iterator[Daemon]:
+    """A daemon that is there, and that leaves nothing behind."""
+    with tempfile.TemporaryDirectory(prefix="kvferry-") as directory:
+        daemon = Daemon(Path(directory) / "s", **settings)
+        daemon.start()
+        try:
+            yield daemon
+        finally:
+            daemon.kill()

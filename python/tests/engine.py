@@ -1,0 +1,250 @@
+"""Engines for tests: a real vLLM with a tiny model, in a process of its own or behind HTTP."""
+
+import contextlib
+import json
+import os
+import random
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import make_model
+from daemon import PATIENCE_S, Daemon, eventually
+
+HERE = Path(__file__).parent
+PAGE_TOKENS = 32
+DEVICE_PAGES = 256
+#: An engine's start on two busy cores.
+START_LIMIT_S = 240.0
+Answer = dict[str, Any]
+
+
+def transfer_config(socket_dir: Path, **extra: Any) -> dict[str, Any]:
+    return {
+        "kv_connector": "KvferryConnector",
+        "kv_connector_module_path": "kvferry.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"socket_dir": str(socket_dir), **extra},
+    }
+
+
+def config(socket_dir: Path | None, **changes: Any) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM``; ``extra`` goes to the connector. Without a directory there is no connector."""
+    extra = changes.pop("extra", {})
+    wanted: dict[str, Any] = {
+        "model": str(make_model.llama()),
+        "dtype": "float32",
+        "enforce_eager": True,
+        "block_size": PAGE_TOKENS,
+        "num_gpu_blocks_override": DEVICE_PAGES,
+        "enable_prefix_caching": True,
+        "seed": 0,
+        "disable_log_stats": False,
+    }
+    if socket_dir is not None:
+        wanted["kv_transfer_config"] = transfer_config(socket_dir, **extra)
+    return {**wanted, **changes}
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    """A prompt of so many tokens, the same for the same seed."""
+    chooser = random.Random(seed)
+    return [chooser.randrange(3, 500) for _ in range(count)]
+
+
+class Process:
+    """A process of which nothing is left behind."""
+
+    def __init__(self, command: list[str], env: dict[str, str], **popen: Any):
+        self.log = tempfile.TemporaryFile("w+")
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", **env}
+        self.process = subprocess.Popen(
+            command,
+            env=environment,
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            **popen,
+        )
+
+    def logged(self) -> str:
+        self.log.seek(0)
+        return self.log.read()
+
+    def end(self, sent: int = signal.SIGKILL) -> None:
+        """Sends a signal to the whole group, and waits until nothing of it is there."""
+        group = self.process.pid
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, sent)
+        self.process.wait(PATIENCE_S)
+
+        def gone() -> bool:
+            try:
+                os.killpg(group, 0)
+            except ProcessLookupError:
+                return True
+            # Not all of a group end by a signal to them.
+            os.killpg(group, signal.SIGKILL)
+            return False
+
+        eventually("the engine's processes are gone", gone)
+
+
+class Engine(Process):
+    """``vllm.LLM`` in a process of its own."""
+
+    def __init__(self, wanted: dict[str, Any], *, in_process: bool = True):
+        reply, theirs = os.pipe()
+        super().__init__(
+            [sys.executable, str(HERE / "engine_host.py"), str(theirs)],
+            {"VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1"},
+            stdin=subprocess.PIPE,
+            pass_fds=[theirs],
+            text=True,
+        )
+        os.close(theirs)
+        self._replies = os.fdopen(reply)
+        self._say(wanted)
+        self.started = self._hear(START_LIMIT_S)
+
+    def _say(self, what: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(what) + "\n")
+        self.process.stdin.flush()
+
+    def _hear(self, patience_s: float) -> Any:
+        ready, _, _ = select.select([self._replies], [], [], patience_s)
+        line = self._replies.readline() if ready else ""
+        assert line, f"the engine does not answer:\n{self.logged()[-8000:]}"
+        return json.loads(line)
+
+    def ask(self, do: str, **order: Any) -> Any:
+        self._say({"do": do, **order})
+        return self._hear(2 * PATIENCE_S)
+
+    def generate(self, *prompts: list[int] | dict[str, Any], max_tokens: int = 16) -> list[Answer]:
+        orders = [each if isinstance(each, dict) else {"tokens": each} for each in prompts]
+        return self.ask("generate", prompts=orders, max_tokens=max_tokens)
+
+    def reset(self, *, connector: bool = False) -> None:
+        """Forgets what the engine has itself; copies that still read its pages are waited for."""
+        eventually("the prefix cache is reset", lambda: self.ask("reset", connector=connector))
+
+    def external_hits(self) -> int:
+        return int(self.ask("metrics")["vllm:external_prefix_cache_hits"])
+
+
+class Server(Process):
+    """``vllm serve``."""
+
+    def __init__(self, wanted: dict[str, Any]):
+        self.port = free_port()
+        flags = []
+        for name, value in wanted.items():
+            flag = f"--{name.replace('_', '-')}"
+            match value:
+                case True:
+                    flags.append(flag)
+                case False:
+                    pass
+                case dict():
+                    flags += [flag, json.dumps(value)]
+                case _ if name != "model":
+                    flags += [flag, str(value)]
+        command = [str(Path(sys.executable).parent / "vllm"), "serve", wanted["model"], "--port", str(self.port)]
+        super().__init__(command + flags, {"VLLM_SERVER_DEV_MODE": "1"})
+        eventually("the server answers", self._healthy, START_LIMIT_S)
+
+    def _healthy(self) -> bool:
+        assert self.process.poll() is None, self.logged()[-8000:]
+        try:
+            self._call("/health")
+        except (urllib.error.URLError, ConnectionError):
+            return False
+        return True
+
+    def _call(self, path: str, body: dict[str, Any] | None = None, method: str | None = None) -> str:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", data, {"Content-Type": "application/json"}, method=method
+        )
+        with urllib.request.urlopen(request, timeout=2 * PATIENCE_S) as answer:
+            return answer.read().decode()
+
+    def generate(self, *prompts: list[int], max_tokens: int = 16) -> list[Answer]:
+        """The same as an :class:`Engine`'s, one prompt after another."""
+        return [self._complete(prompt, max_tokens) for prompt in prompts]
+
+    def _complete(self, prompt: list[int], max_tokens: int) -> Answer:
+        body = {
+            "model": self._model(),
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "logprobs": 5,
+            "ignore_eos": True,
+            "return_tokens_as_token_ids": True,
+        }
+        said = json.loads(self._call("/v1/completions", body))
+        number = len("token_id:")
+        made = said["choices"][0]["logprobs"]
+        return {
+            "tokens": [int(token[number:]) for token in made["tokens"]],
+            "logprobs": [
+                sorted([int(token[number:]), logprob] for token, logprob in step.items())
+                for step in made["top_logprobs"]
+            ],
+        }
+
+    def _model(self) -> str:
+        return json.loads(self._call("/v1/models"))["data"][0]["id"]
+
+    def reset(self, *, connector: bool = False) -> None:
+        path = f"/reset_prefix_cache?reset_external={str(connector).lower()}"
+        self._call(path, method="POST")
+
+    def external_hits(self) -> int:
+        for line in self._call("/metrics").splitlines():
+            if line.startswith("vllm:external_prefix_cache_hits_total"):
+                return int(float(line.rsplit(" ", 1)[1]))
+        return 0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def said(answers: list[Answer]) -> list[Any]:
+    """What an engine computed: tokens and log-probabilities, to the last bit."""
+    return [(answer["tokens"], answer["logprobs"]) for answer in answers]
+
+
+def shared_memory() -> set[str]:
+    """KV memory of torch in shared memory; libraries' own small files are not meant."""
+    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith("torch_")}
+
+
+def settled(engine: Engine, daemon: Daemon) -> None:
+    """Everything that was stored is found."""
+    eventually("copies are over", lambda: not daemon.status()["copies_under_way"])
+
+
+def wait_steps(engine: Engine, what: str, check: Any, patience_s: float = PATIENCE_S) -> dict[str, Any]:
+    """Runs steps of an engine in its own process until what they say satisfies ``check``."""
+    until = time.monotonic() + patience_s
+    while True:
+        state = engine.ask("step")
+        if check(state):
+            return state
+        assert time.monotonic() < until, f"{what}: not within {patience_s:.0f} s: {state}"

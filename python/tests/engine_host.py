@@ -1,0 +1,113 @@
+"""A process with a vLLM engine that does what it is told: one JSON object a line in, one a line out.
+
+Usage: ``engine_host.py REPLY_FD``; the first line is the engine's configuration.
+"""
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+
+def sampling(order: dict[str, Any]) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0, max_tokens=order.get("max_tokens", 16), logprobs=5, ignore_eos=True)
+
+
+def prompt(order: dict[str, Any]) -> dict[str, Any]:
+    given = {"prompt_token_ids": order["tokens"]}
+    if order.get("salt"):
+        given["cache_salt"] = order["salt"]
+    return given
+
+
+class Host:
+    """The engine, and the orders that it knows."""
+
+    def __init__(self, config: dict[str, Any]):
+        spent = watch_connector()
+        from vllm import LLM
+
+        begun = time.monotonic()
+        self.llm = LLM(**config)
+        self.started = {"start_s": time.monotonic() - begun, "connector_s": spent}
+
+    def generate(self, order: dict[str, Any]) -> list[dict[str, Any]]:
+        prompts = [prompt(each) for each in order["prompts"]]
+        outputs = self.llm.generate(prompts, sampling(order), use_tqdm=False)
+        return [answer(output) for output in outputs]
+
+    def reset(self, order: dict[str, Any]) -> bool:
+        return self.llm.llm_engine.reset_prefix_cache(reset_connector=order.get("connector", False))
+
+    def metrics(self, order: dict[str, Any]) -> dict[str, float]:
+        found = {metric.name: getattr(metric, "value", None) for metric in self.llm.get_metrics()}
+        return {name: value for name, value in found.items() if isinstance(value, (int, float))}
+
+    # Only with the engine in this process.
+
+    @property
+    def scheduler(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    def add(self, order: dict[str, Any]) -> None:
+        self.llm.llm_engine.add_request(order["id"], prompt(order), sampling(order))
+
+    def step(self, order: dict[str, Any]) -> dict[str, Any]:
+        """One step of the engine, idle or not. Returns what ended in it, and how it stands."""
+        core = self.llm.llm_engine.engine_core.engine_core
+        outputs = []
+        if self.llm.llm_engine.has_unfinished_requests():
+            outputs = self.llm.llm_engine.step()
+        elif core.scheduler.has_requests():
+            core.step_fn()
+        pool = core.scheduler.kv_cache_manager.block_pool
+        return {
+            "done": {output.request_id: answer(output) for output in outputs if output.finished},
+            "free": pool.get_num_free_blocks(),
+            "status": {request.request_id: request.status.name for request in core.scheduler.requests.values()},
+        }
+
+    def abort(self, order: dict[str, Any]) -> None:
+        self.llm.llm_engine.abort_request([order["id"]])
+
+
+def answer(output: Any) -> dict[str, Any]:
+    """Tokens, and the five best with their log-probabilities at each; floats go through JSON unchanged."""
+    (made,) = output.outputs
+    logprobs = [sorted((token, one.logprob) for token, one in step.items()) for step in made.logprobs]
+    return {"tokens": list(made.token_ids), "logprobs": logprobs, "cached": output.num_cached_tokens}
+
+
+def watch_connector() -> list[float]:
+    """How long each call of the connector takes that the engine's start waits for."""
+    import kvferry.vllm
+
+    spent: list[float] = []
+    for name in ("__init__", "register_kv_caches"):
+        original = getattr(kvferry.vllm.KvferryConnector, name)
+
+        def timed(*arguments: Any, _original: Any = original, **named: Any) -> Any:
+            begun = time.monotonic()
+            try:
+                return _original(*arguments, **named)
+            finally:
+                spent.append(time.monotonic() - begun)
+
+        setattr(kvferry.vllm.KvferryConnector, name, timed)
+    return spent
+
+
+def main() -> None:
+    with os.fdopen(int(sys.argv[1]), "w", buffering=1) as replies:
+        host = Host(json.loads(sys.stdin.readline()))
+        print(json.dumps(host.started), file=replies)
+        for line in sys.stdin:
+            order = json.loads(line)
+            print(json.dumps(getattr(host, order["do"])(order)), file=replies)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""A real vLLM with kvferry beside it says what it says without, to the last bit."""
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+from daemon import Daemon, eventually, running
+from engine import PAGE_TOKENS, Engine, Server, config, said, settled, shared_memory, tokens, wait_steps
+
+BASE = tokens(270, seed=1)
+#: Prompts that share, branch and extend prefixes.
+PROMPTS = [
+    BASE,
+    BASE[:100],
+    BASE[:150] + tokens(90, seed=2),
+    BASE + tokens(140, seed=3),
+    tokens(PAGE_TOKENS * 4, seed=4),
+    tokens(20, seed=5),
+]
+
+
+def loadable(prompts: list[list[int]]) -> int:
+    """Tokens of full pages, of each prompt all but its last token at most."""
+    return sum((len(prompt) - 1) // PAGE_TOKENS * PAGE_TOKENS for prompt in prompts)
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with running(ranks=1, replicas=2) as daemon:
+        yield daemon
+
+
+@pytest.fixture(scope="module")
+def engine(daemon: Daemon) -> Iterator[Engine]:
+    """One engine for all tests that leave it as they found it."""
+    engine = Engine(config(daemon.socket_dir, extra={"load_timeout_ms": 2000}))
+    daemon.pid()
+    yield engine
+    engine.end()
+
+
+@pytest.fixture(scope="module")
+def cold(engine: Engine) -> list:
+    """What the engine computes without finding anything."""
+    answers = []
+    for prompt in PROMPTS:
+        engine.reset(connector=True)
+        answers += engine.generate(prompt)
+    assert all(answer["cached"] == 0 for answer in answers)
+    return said(answers)
+
+
+def stored(engine: Engine, daemon: Daemon) -> None:
+    """kvferry has the pages of all prompts, the engine has none."""
+    engine.reset(connector=True)
+    engine.generate(*PROMPTS)
+    settled(engine, daemon)
+    engine.reset()
+
+
+def test_warm_is_cold(engine: Engine, daemon: Daemon, cold: list) -> None:
+    stored(engine, daemon)
+    for prompt, expected in zip(PROMPTS, cold, strict=True):
+        engine.reset()
+        before = engine.external_hits()
+        answers = engine.generate(prompt)
+        assert said(answers) == [expected]
+        assert engine.external_hits() - before == loadable([prompt])
+        assert answers[0]["cached"] == loadable([prompt])
+
+
+def test_all_at_once(engine: Engine, daemon: Daemon, cold: list) -> None:
+    stored(engine, daemon)
+    before = engine.external_hits()
+    assert said(engine.generate(*PROMPTS)) == cold
+    assert engine.external_hits() > before
+
+
+def test_poisoned_pages_are_seen(engine: Engine, daemon: Daemon, cold: list) -> None:
+    stored(engine, daemon)
+    daemon.poison()
+    answers = said(engine.generate(BASE))
+    assert answers != cold[:1], "what kvferry has was not used"
+    engine.reset(connector=True)
+    assert said(engine.generate(BASE)) == cold[:1]
+
+
+def test_salts_are_apart(engine: Engine, daemon: Daemon, cold: list) -> None:
+    stored(engine, daemon)
+    before = engine.external_hits()
+    salted = {"tokens": BASE, "salt": "another"}
+    assert said(engine.generate(salted)) == cold[:1]
+    assert engine.external_hits() == before
+    engine.reset()
+    assert said(engine.generate(salted)) == cold[:1]
+    assert engine.external_hits() - before == loadable([BASE])
+
+
+def test_what_was_said_is_found_too(engine: Engine, daemon: Daemon) -> None:
+    """Pages of generated tokens are stored as they fill."""
+    engine.reset(connector=True)
+    prompt = tokens(40, seed=6)
+    (first,) = engine.generate(prompt, max_tokens=70)
+    settled(engine, daemon)
+    longer = prompt + first["tokens"] + tokens(5, seed=7)
+    engine.reset(connector=False)
+    before = engine.external_hits()
+    warm = engine.generate(longer)
+    # The last token that was generated was never computed.
+    assert engine.external_hits() - before == (len(prompt) + 69) // PAGE_TOKENS * PAGE_TOKENS
+    engine.reset(connector=True)
+    assert said(warm) == said(engine.generate(longer))
+
+
+def test_two_failed_pages_are_computed(engine: Engine, daemon: Daemon, cold: list) -> None:
+    stored(engine, daemon)
+    # Six of the eight pages are the engine's own, two are to be loaded.
+    engine.generate(BASE[: 6 * PAGE_TOKENS + 1])
+    hits = engine.external_hits()
+    worker = daemon.pid()
+    os.kill(worker, signal.SIGSTOP)
+    engine.ask("add", id="two", tokens=BASE)
+    state = wait_steps(engine, "the load is under way", lambda state: waits_for_pages(state, "two"))
+    daemon.killed(worker)
+    state = wait_steps(engine, "the prompt is done", lambda state: "two" in state["done"])
+    assert said([state["done"]["two"]]) == cold[:1]
+    assert engine.external_hits() - hits == 2 * PAGE_TOKENS
+    assert "2 of 2 pages of request two" in engine.logged()
+    daemon.pid()
+
+
+def waits_for_pages(state: dict, request: str) -> bool:
+    return state["status"].get(f"{request}") == "WAITING_FOR_REMOTE_KVS" or any(
+        name.startswith(request) and status == "WAITING_FOR_REMOTE_KVS" for name, status in state["status"].items()
+    )
+
+
+def test_abort_in_a_load(engine: Engine, daemon: Daemon, cold: list) -> None:
+    stored(engine, daemon)
+    free = engine.ask("step")["free"]
+    worker = daemon.pid()
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        engine.ask("add", id="aborted", tokens=BASE)
+        state = wait_steps(engine, "the load is under way", lambda state: waits_for_pages(state, "aborted"))
+        assert state["free"] == free - loadable([BASE]) // PAGE_TOKENS
+        engine.ask("abort", id="aborted")
+        for _ in range(10):
+            state = engine.ask("step")
+        assert state["free"] < free, "the worker may still write the pages"
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    wait_steps(engine, "pages are free again", lambda state: state["free"] == free and not state["status"])
+    daemon.wait_idle()
+    assert daemon.status()["pages"]["filling"] == 0
+    assert said(engine.generate(BASE)) == cold[:1]
+
+
+def test_abort_in_a_store(engine: Engine, daemon: Daemon, cold: list) -> None:
+    engine.reset(connector=True)
+    free = engine.ask("step")["free"]
+    worker = daemon.pid()
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        engine.ask("add", id="aborted", tokens=BASE)
+        for _ in range(3):
+            engine.ask("step")
+        engine.ask("abort", id="aborted")
+        for _ in range(10):
+            state = engine.ask("step")
+        assert state["free"] <= free - len(BASE) // PAGE_TOKENS, "the worker may still read the pages"
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    wait_steps(engine, "pages are free again", lambda state: state["free"] == free and not state["status"])
+    daemon.wait_idle()
+    pages = daemon.status()["pages"]
+    assert pages["filling"] == pages["reserved"] == pages["quarantined"] == 0
+    engine.reset()
+    assert said(engine.generate(BASE)) == cold[:1]
+
+
+@pytest.mark.parametrize("victim", ["leader", "worker"])
+def test_killed_between_two_requests(engine: Engine, daemon: Daemon, cold: list, victim: str) -> None:
+    stored(engine, daemon)
+    hits = engine.external_hits()
+    daemon.killed(daemon.leader if victim == "leader" else daemon.pid())
+    assert said(engine.generate(*PROMPTS)) == cold
+    daemon.pid()
+
+    def found() -> bool:
+        engine.reset()
+        assert said(engine.generate(*PROMPTS)) == cold
+        return engine.external_hits() > hits
+
+    eventually("pages are loaded again", found)
+
+
+def test_two_engines_share(engine: Engine, daemon: Daemon, cold: list) -> None:
+    """The second one is ``vllm serve``, and is killed in the end."""
+    stored(engine, daemon)
+    before = shared_memory()
+    server = Server(config(daemon.socket_dir, extra={"replica": 1}))
+    try:
+        daemon.pid(replica=1)
+        assert said(server.generate(*PROMPTS[:4])) == json_like(cold[:4])
+        # What one prompt has loaded the next one finds in the engine itself.
+        assert server.external_hits() > 0
+        other = tokens(200, seed=8)
+        fresh = server.generate(other)
+        eventually("copies are over", lambda: not daemon.status()["copies_under_way"])
+        hits = engine.external_hits()
+        assert json_like(said(engine.generate(other))) == said(fresh)
+        assert engine.external_hits() - hits == loadable([other])
+    finally:
+        server.end(signal.SIGKILL)
+    daemon.wait_idle()
+    eventually("the engine's memory is gone", lambda: shared_memory() == before)
+    eventually("the rank is gone", lambda: not all(rank["attached"] for rank in daemon.status()["ranks"]))
+
+
+def json_like(what: list) -> list:
+    return [(tokens, [[list(pair) for pair in step] for step in logprobs]) for tokens, logprobs in what]

@@ -1,0 +1,135 @@
+//! A Python environment with vLLM for the CPU, outside the tree.
+
+use std::ffi::OsString;
+use std::fs::{self, File};
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use super::succeed;
+
+/// What decides what is installed; a change of any of them makes a new environment.
+const RECIPE: &[&str] = &[
+    "python/tests/requirements.in",
+    "python/tests/constraints.txt",
+    "python/tests/overrides.txt",
+    "python/tests/cuda_stubs.py",
+];
+const UV: &str = "uv==0.13.9";
+/// vLLM's own version, as its command line asks for it. The wheel has another name.
+const VERSION: &str = "0.32.0+cpu";
+
+/// See the module.
+pub(super) struct Installed {
+    folder: PathBuf,
+}
+
+impl Installed {
+    /// Where the environment's programs lie.
+    pub(super) fn tools(&self) -> PathBuf {
+        self.folder.join("venv/bin")
+    }
+
+    pub(super) fn tool(&self, name: &str) -> PathBuf {
+        self.tools().join(name)
+    }
+
+    /// Python with what vLLM needs to run here: one thread for each process, no compiling at run time, no network.
+    pub(super) fn python(&self) -> Command {
+        let mut python = Command::new(self.tool("python"));
+        python
+            .env("LD_LIBRARY_PATH", self.folder.join("stubs"))
+            .env("LD_PRELOAD", self.folder.join("venv/lib/libiomp5.so"))
+            .env("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+            .env("OMP_NUM_THREADS", "1")
+            .env("TORCH_COMPILE_DISABLE", "1")
+            .env("VLLM_CPU_KVCACHE_SPACE", "1")
+            .env("VLLM_NO_USAGE_STATS", "1")
+            .env("HF_HUB_OFFLINE", "1");
+        python
+    }
+}
+
+/// The environment, made when it is not there. One run makes it, others wait.
+pub(super) fn installed(root: &Path) -> Result<Installed, String> {
+    let mut recipe = DefaultHasher::new();
+    (UV, VERSION).hash(&mut recipe);
+    for name in RECIPE {
+        let text = fs::read(root.join(name)).map_err(|error| format!("{name}: {error}"))?;
+        text.hash(&mut recipe);
+    }
+    let folder = cache()?.join(format!("vllm-{:016x}", recipe.finish()));
+    let io = |error: std::io::Error| format!("{}: {error}", folder.display());
+    fs::create_dir_all(&folder).map_err(io)?;
+    let lock = File::create(folder.join("lock")).map_err(io)?;
+    lock.lock().map_err(io)?;
+    let complete = folder.join("complete");
+    let installed = Installed {
+        folder: folder.clone(),
+    };
+    if !complete.exists() {
+        println!(
+            "installing vLLM for the CPU (about 2.5 GB) into {}",
+            folder.display()
+        );
+        install(root, &installed)?;
+        File::create(complete).map_err(io)?;
+    }
+    Ok(installed)
+}
+
+fn cache() -> Result<PathBuf, String> {
+    let given = |name: &str| std::env::var_os(name).filter(|value: &OsString| !value.is_empty());
+    let base = given("XDG_CACHE_HOME").map(PathBuf::from);
+    let base = base.or_else(|| given("HOME").map(|home| PathBuf::from(home).join(".cache")));
+    let base = base.ok_or("neither XDG_CACHE_HOME nor HOME is set: there is no cache folder")?;
+    Ok(base.join("kvferry"))
+}
+
+fn install(root: &Path, installed: &Installed) -> Result<(), String> {
+    let folder = &installed.folder;
+    let venv = folder.join("venv");
+    let mut python = Command::new("python3");
+    python.args(["-m", "venv", "--clear"]).arg(&venv);
+    succeed(
+        &mut python,
+        "python3 -m venv (Debian: apt install python3-venv)",
+    )?;
+    let mut pip = Command::new(installed.tool("pip"));
+    pip.args(["install", "--quiet", "--disable-pip-version-check", UV]);
+    succeed(&mut pip, "pip install uv")?;
+
+    let mut uv = Command::new(installed.tool("uv"));
+    uv.args(["pip", "install", "--python"])
+        .arg(installed.tool("python"))
+        .args(["--requirement", "python/tests/requirements.in"])
+        .args(["--constraint", "python/tests/constraints.txt"])
+        .args(["--override", "python/tests/overrides.txt"])
+        .current_dir(root);
+    succeed(&mut uv, "installing vLLM")?;
+
+    let packages = site_packages(&venv)?;
+    let mut stubs = Command::new(installed.tool("python"));
+    stubs
+        .arg("python/tests/cuda_stubs.py")
+        .arg(packages.join("torch"))
+        .arg(folder.join("stubs"))
+        .current_dir(root);
+    succeed(&mut stubs, "building stubs of CUDA's libraries")?;
+
+    let named = packages.join(format!("vllm-{VERSION}.dist-info"));
+    let metadata = format!("Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}\n");
+    fs::create_dir_all(&named)
+        .and_then(|()| fs::write(named.join("METADATA"), metadata))
+        .map_err(|error| format!("{}: {error}", named.display()))
+}
+
+fn site_packages(venv: &Path) -> Result<PathBuf, String> {
+    let lib = venv.join("lib");
+    let entries = fs::read_dir(&lib).map_err(|error| format!("{}: {error}", lib.display()))?;
+    entries
+        .flatten()
+        .map(|entry| entry.path().join("site-packages"))
+        .find(|path| path.is_dir())
+        .ok_or_else(|| format!("{} has no site-packages", lib.display()))
+}

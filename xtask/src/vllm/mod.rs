@@ -1,0 +1,71 @@
+//! The tests of the Python package, with a real vLLM on the CPU.
+//!
+//! vLLM and what it needs, about 2.5 GB, is installed once into a folder of the user's cache (`install`); the package is
+//! built from this tree and installed below `target/`, so that what is tested is what a user gets.
+
+mod install;
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use install::Installed;
+
+/// Runs the Python tests. `--full`: every combination of engine, dtype and ranks; `--install`: nothing but the
+/// installation. What else is given goes to pytest.
+pub(crate) fn run(root: &Path, arguments: &[String]) -> Result<(), String> {
+    let installed = install::installed(root)?;
+    if arguments.iter().any(|argument| argument == "--install") {
+        return Ok(());
+    }
+    lint(root, &installed)?;
+    let package = build(root, &installed)?;
+    let full = arguments.iter().any(|argument| argument == "--full");
+    let mut pytest = installed.python();
+    pytest
+        .args(["-m", "pytest"])
+        .args(arguments.iter().filter(|argument| *argument != "--full"))
+        .current_dir(root)
+        .env("PYTHONPATH", &package)
+        .env("KVFERRY_VLLM_FULL", if full { "1" } else { "" });
+    succeed(&mut pytest, "the Python tests")
+}
+
+fn lint(root: &Path, installed: &Installed) -> Result<(), String> {
+    for task in [&["check"][..], &["format", "--check"]] {
+        let mut ruff = Command::new(installed.tool("ruff"));
+        ruff.args(task)
+            .args(["--no-cache", "python"])
+            .current_dir(root);
+        succeed(&mut ruff, "ruff")?;
+    }
+    Ok(())
+}
+
+/// Builds the package as a user's `pip install .` would, but unoptimised, and installs it into a folder of its own.
+fn build(root: &Path, installed: &Installed) -> Result<PathBuf, String> {
+    let package = root.join("target/python");
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let tools = std::iter::once(installed.tools()).chain(std::env::split_paths(&path));
+    let tools = std::env::join_paths(tools).map_err(|error| error.to_string())?;
+    let mut uv = Command::new(installed.tool("uv"));
+    uv.args(["pip", "install", "--quiet", "--python"])
+        .arg(installed.tool("python"))
+        .arg("--target")
+        .arg(&package)
+        .args(["--no-deps", "--no-build-isolation", "--no-cache"])
+        .args(["--reinstall", "."])
+        .current_dir(root)
+        .env("PATH", tools)
+        .env("MATURIN_PEP517_ARGS", "--profile dev --locked")
+        .env("CARGO_TARGET_DIR", root.join("target"));
+    succeed(&mut uv, "building the Python package")?;
+    Ok(package)
+}
+
+fn succeed(command: &mut Command, what: &str) -> Result<(), String> {
+    match command.status() {
+        Ok(status) if status.success() => Ok(()),
+        Ok(status) => Err(format!("{what} ended with {status}")),
+        Err(error) => Err(format!("{what}: {error}")),
+    }
+}
