@@ -100,7 +100,7 @@ class Question:
 
 
 class Client:
-    """Speaks to the process that listens in ``directory``, for as long as it is not closed.
+    """Speaks to the process that listens in ``directory``, from :meth:`start` to :meth:`close`.
 
     ``turn`` is called on the client's thread whenever something may have changed: after a welcome, a loss, an answer, a
     :meth:`poke`, and when the time it returned the last time has come (``None``: not before something happens). It may
@@ -140,9 +140,12 @@ class Client:
         self._credits = (1, 1)
         self._in_flight_bytes = 0
         self._thread = threading.Thread(target=self._run, name=f"kvferry {hello.role} {hello.rank}", daemon=True)
-        self._thread.start()
 
     # Anybody's thread.
+
+    def start(self) -> None:
+        """Begins the conversation; ``turn`` is called from now on."""
+        self._thread.start()
 
     @property
     def listening(self) -> bool:
@@ -190,7 +193,7 @@ class Client:
                 return
             self._closing = True
         os.eventfd_write(self._wake, 1)
-        if threading.current_thread() is not self._thread:
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(_CLOSE_LIMIT_S)
 
     # The client's own thread.

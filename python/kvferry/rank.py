@@ -50,6 +50,7 @@ class RankSession:
         hello = wire.Hello(role="rank", engine=engine, rank=rank, replica=replica, name=f"vLLM, rank {rank}")
         self._name = f"rank {rank}"
         self._client = Client(directory, hello, first_id=1 << 63, turn=self._turn)
+        self._client.start()
 
     # The engine's threads.
 

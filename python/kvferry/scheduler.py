@@ -114,6 +114,7 @@ class SchedulerSide:
         hello = wire.Hello(role="engine", engine=engine, replica=replica, name="vLLM")
         self._client = Client(settings.socket_dir / "leader", hello, first_id=base, turn=self._watch)
         self._copies = Copies(self._client, ranks)
+        self._client.start()
 
     def bind_pool(self, pool: "BlockPool") -> None:
         """The engine's pool of pages."""

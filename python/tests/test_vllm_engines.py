@@ -1,0 +1,135 @@
+"""Engines of every kind beside kvferry: their starts and ends, more ranks, models that are not supported."""
+
+import itertools
+import os
+import signal
+
+import make_model
+import pytest
+from daemon import Daemon, eventually, running
+from engine import Engine, Server, config, said, settled, shared_memory, tokens
+from test_vllm import BASE, PROMPTS, json_like, loadable
+
+FULL = bool(os.environ.get("KVFERRY_VLLM_FULL"))
+#: How long a start may be delayed by a kvferry that is not there.
+DELAY_MAX_S = 2.0
+#: Engine, dtype and ranks, each at least once; with --full all of them.
+SOME = [("processes", "bfloat16", 2)]
+ALL = list(itertools.product(["in-process", "processes", "serve"], ["float32", "bfloat16"], [1, 2]))
+
+
+def make(kind: str, wanted: dict) -> Engine | Server:
+    return Server(wanted) if kind == "serve" else Engine(wanted, in_process=kind == "in-process")
+
+
+@pytest.mark.parametrize(("kind", "dtype", "ranks"), ALL if FULL else SOME)
+def test_warm_is_cold(kind: str, dtype: str, ranks: int) -> None:
+    with running(ranks=ranks) as daemon:
+        engine = make(kind, config(daemon.socket_dir, dtype=dtype, tensor_parallel_size=ranks))
+        try:
+            daemon.wait_ready()
+            cold = [engine.generate(PROMPTS[0]), engine.generate(PROMPTS[2])]
+            eventually("copies are over", lambda: not daemon.status()["copies_under_way"])
+            engine.reset()
+            hits = engine.external_hits()
+            warm = [engine.generate(PROMPTS[0]), engine.generate(PROMPTS[2])]
+            assert [said(answers) for answers in warm] == [said(answers) for answers in cold]
+            found = engine.external_hits() - hits
+            assert found > loadable([PROMPTS[0]])
+            print(f"{kind}, {dtype}, {ranks} ranks: {found} tokens loaded, bit for bit the same")
+            daemon.poison()
+            engine.reset()
+            assert said(engine.generate(PROMPTS[0])) != said(cold[0])
+        finally:
+            engine.end(signal.SIGTERM)
+        daemon.wait_idle()
+
+
+def test_started_before_kvferry_and_started_again() -> None:
+    """An engine that begins without kvferry, takes it when it comes, ends; its successor finds what it stored."""
+    plain = Engine(config(None))
+    expected = said(plain.generate(*PROMPTS))
+    plain.end()
+    before = shared_memory()
+    with running(ranks=1) as daemon:
+        daemon.stop()
+        engine = Engine(config(daemon.socket_dir))
+        assert sum(engine.started["connector_s"]) < DELAY_MAX_S
+        assert said(engine.generate(*PROMPTS)) == expected
+        warning = "requests run without the cache"
+        eventually("the user is told", lambda: warning in engine.logged())
+        daemon.start()
+        daemon.wait_ready()
+
+        def stored() -> bool:
+            engine.reset()
+            assert said(engine.generate(BASE)) == expected[:1]
+            return daemon.counter("published_pages") >= loadable([BASE]) // 32
+
+        eventually("pages are stored", stored)
+        assert engine.logged().count(warning) == 1
+        assert shared_memory() == before, "the memory has no name while it is used either"
+        engine.end(signal.SIGTERM)
+        daemon.wait_idle()
+        forgotten(daemon)
+
+        engine = Engine(config(daemon.socket_dir))
+        daemon.wait_ready()
+        assert said(engine.generate(BASE)) == expected[:1]
+        assert engine.external_hits() == loadable([BASE])
+        daemon.kill()
+        # Nobody is there any more; what is computed is the same.
+        engine.ask("reset")
+        assert said(engine.generate(*PROMPTS)) == expected
+        engine.end(signal.SIGINT)
+        assert shared_memory() == before
+
+
+def forgotten(daemon: Daemon) -> None:
+    def gone() -> bool:
+        return not any(rank["attached"] for rank in daemon.status()["ranks"])
+
+    eventually("the worker has let the memory go", gone)
+
+
+def test_more_than_the_device_has() -> None:
+    """Prompts that crowd each other out: preempted, resumed, loaded again."""
+    pages = 40
+    prompts = [tokens(400, seed=20 + number) for number in range(6)]
+    with running(ranks=1) as daemon:
+        wanted = config(daemon.socket_dir, num_gpu_blocks_override=pages, max_model_len=1024)
+        engine = Engine(wanted)
+        try:
+            daemon.wait_ready()
+            alone = [said(engine.generate(prompt, max_tokens=120)) for prompt in prompts]
+            settled(engine, daemon)
+            engine.reset()
+            together = [[each] for each in said(engine.generate(*prompts, max_tokens=120))]
+            assert together == alone
+            engine.reset(connector=True)
+            together = [[each] for each in said(engine.generate(*prompts, max_tokens=120))]
+            assert together == alone
+            assert engine.ask("metrics").get("vllm:num_preemptions", 0) > 0
+        finally:
+            engine.end()
+        daemon.wait_idle()
+
+
+def test_two_groups_are_declined() -> None:
+    """Sliding windows beside full attention: the engine runs as without kvferry, and says so."""
+    wanted = {"model": str(make_model.gemma()), "load_format": "dummy", "max_model_len": 1024}
+    with running(ranks=1) as daemon:
+        engine = Engine(config(daemon.socket_dir, disable_hybrid_kv_cache_manager=False, **wanted))
+        try:
+            cold = said(engine.generate(BASE))
+            engine.reset(connector=True)
+            assert said(engine.generate(BASE)) == cold
+            assert engine.external_hits() == 0
+            assert "has 2 groups" in engine.logged()
+            assert daemon.counter("lookups") == 0
+        finally:
+            engine.end()
+
+
+def test_json_keeps_every_bit() -> None:
+    assert json_like([([1], [[(2, 0.1)]])]) == [([1], [[[2, 0.1]]])]
