@@ -98,6 +98,7 @@ class SchedulerSide:
         page_tokens: int,
         ranks: int,
         idles: bool,
+        connect: type[Client] = Client,
     ):
         """``idles``: steps of an idle engine are run too, so that what is over is noticed."""
         self._settings = settings
@@ -112,7 +113,7 @@ class SchedulerSide:
         # Ids and slots grow also over a restart of an engine with the same name.
         self._next_slot = base = time.time_ns() // 1000
         hello = wire.Hello(role="engine", engine=engine, replica=replica, name="vLLM")
-        self._client = Client(settings.socket_dir / "leader", hello, first_id=base, turn=self._watch)
+        self._client = connect(settings.socket_dir / "leader", hello, first_id=base, turn=self._watch)
         self._copies = Copies(self._client, ranks)
         self._client.start()
 

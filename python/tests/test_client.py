@@ -1,0 +1,239 @@
+"""The conversation with one process of kvferry, from the client's side."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+from daemon import eventually, running
+
+from kvferry import wire
+from kvferry.client import Client, Failure, Question
+from kvferry.wire import Code, Kind
+
+ENGINE = b"e" * 16
+LOOKUP = wire.Lookup(slot=1, namespace=b"", hash_bytes=16, hashes=b"h" * 32)
+FOUND = wire.LookupAnswer(2)
+
+
+class Fake:
+    """A server that says what a test wants."""
+
+    def __init__(self, directory: Path, **welcome: int):
+        self.path = directory / "kvferry.sock"
+        self.welcome = {
+            "version": 2,
+            "heartbeat_ms": 1000,
+            "request_credits": 1024,
+            "byte_credits": 64 << 20,
+            **welcome,
+        }
+        self.context = zmq.Context()
+        self.open()
+
+    def open(self) -> None:
+        self.socket = self.context.socket(zmq.ROUTER)
+        self.socket.bind(f"ipc://{self.path}")
+
+    def close(self) -> None:
+        self.socket.close(0)
+        self.path.unlink(missing_ok=True)
+
+    def hear(self, *, pings: bool = False) -> tuple[bytes, wire.Envelope]:
+        """The next message that is no hello, and no ping unless those are asked for."""
+        while True:
+            assert self.socket.poll(10_000), "nothing came"
+            peer, *parts = self.socket.recv_multipart()
+            kind = int.from_bytes(parts[0][6:8], "big")
+            if kind == Kind.HELLO:
+                self.say(peer, Kind.WELCOME, 0, wire.Welcome(**self.welcome), epoch=7)
+            elif kind == Kind.PING and not pings:
+                self.say(peer, Kind.PONG, 0, wire.Empty())
+            else:
+                correlation = int.from_bytes(parts[0][8:16], "big")
+                return peer, wire.Envelope(kind, correlation, 0, None)
+
+    def greet(self, client: Client) -> None:
+        """Says welcome, and waits until the client knows."""
+        peer, *_ = self.socket.recv_multipart()
+        self.say(peer, Kind.WELCOME, 0, wire.Welcome(**self.welcome), epoch=7)
+        eventually("a welcome", lambda: client.listening)
+
+    def say(self, peer: bytes, kind: int, correlation: int, body: object, epoch: int = 0) -> None:
+        head = wire.header(2, kind, correlation, 0, epoch)
+        self.socket.send_multipart([peer, head, body if isinstance(body, bytes) else wire.body_of(body)])
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    own = tmp_path / "d"
+    own.mkdir(mode=0o700)
+    return own
+
+
+@contextlib.contextmanager
+def talking(directory: Path, **turn: object) -> Iterator[Client]:
+    client = Client(directory, wire.Hello(role="engine", engine=ENGINE), first_id=100, **turn)
+    client.start()
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def ended(question: Question) -> Question:
+    assert question.wait(10), "no end"
+    return question
+
+
+def test_an_answer_a_refusal_and_an_answer_of_the_wrong_kind(directory: Path) -> None:
+    server = Fake(directory)
+    with talking(directory) as client:
+        first, second, third = (client.ask(LOOKUP, 5) for _ in range(3))
+        assert [question.id for question in (first, second, third)] == [100, 101, 102]
+        for _ in range(3):
+            peer, envelope = server.hear()
+            match envelope.correlation:
+                case 100:
+                    server.say(peer, Kind.LOOKUP_ANSWER, 100, FOUND)
+                case 101:
+                    server.say(peer, Kind.ERROR, 101, wire.Error(Code.NOT_READY, "not yet", True))
+                case 102:
+                    server.say(peer, Kind.STORE_ANSWER, 102, wire.StoreAnswer(1, 1))
+        assert ended(first).answer == FOUND
+        failure = ended(second).failure
+        assert failure is not None
+        assert (failure.code, failure.message, failure.said, failure.retry) == (Code.NOT_READY, "not yet", True, True)
+        failure = ended(third).failure
+        assert failure is not None
+        assert not failure.said, "whatever that was, nobody knows how the request ended"
+        assert client.epoch == 7
+
+
+def test_nobody_there_is_told_in_time(directory: Path) -> None:
+    with talking(directory) as client:
+        begun = time.monotonic()
+        failure = ended(client.ask(LOOKUP, 0.2, patience_s=0.1)).failure
+        assert failure is not None
+        assert (failure.code, failure.said) == (Code.DEADLINE, False)
+        assert 0.3 <= time.monotonic() - begun < 5
+        assert "nobody listens" in client.trouble
+        assert not client.listening
+
+
+def test_what_is_not_answered_is_asked_again_under_its_id(directory: Path) -> None:
+    server = Fake(directory)
+    with talking(directory) as client:
+        server.greet(client)
+        kept = client.ask(LOOKUP, 20)
+        bound = client.ask(LOOKUP, 20, link=client.link)
+        link = client.link
+        assert [server.hear()[1].correlation for _ in range(2)] == [kept.id, bound.id]
+        server.close()
+        failure = ended(bound).failure
+        assert failure is not None
+        assert not failure.said, "it may have been carried out"
+        server.open()
+        peer, envelope = server.hear()
+        assert envelope.correlation == kept.id
+        server.say(peer, Kind.LOOKUP_ANSWER, kept.id, FOUND)
+        assert ended(kept).answer == FOUND
+        assert client.link > link
+        stale = ended(client.ask(LOOKUP, 20, link=link)).failure
+        assert stale is not None
+        assert stale.said, "it was never sent"
+
+
+@pytest.mark.parametrize("garbage", [b"", b"\xc1", b"\x80\x80", b"\xff" * 100, b"\x81\xa9hit_pages\xa1x"])
+def test_garbage_breaks_the_connection_and_nothing_else(directory: Path, garbage: bytes) -> None:
+    server = Fake(directory)
+    with talking(directory) as client:
+        question = client.ask(LOOKUP, 20)
+        peer, _ = server.hear()
+        server.say(peer, Kind.LOOKUP_ANSWER, question.id, garbage)
+        peer, envelope = server.hear()
+        assert envelope.correlation == question.id
+        server.say(peer, Kind.LOOKUP_ANSWER, question.id, FOUND)
+        assert ended(question).answer == FOUND
+
+
+def test_a_header_of_another_length_or_magic_is_no_message() -> None:
+    good = wire.header(2, Kind.PONG, 1, 0, 0)
+    for parts in ([], [good], [good, b"\x80", b""], [good[:-1], b"\x80"], [b"X" + good[1:], b"\x80"]):
+        with pytest.raises(wire.Malformed):
+            wire.read(parts)
+
+
+def test_silence_is_a_lost_connection(directory: Path) -> None:
+    server = Fake(directory, heartbeat_ms=20)
+    with talking(directory) as client:
+        eventually(
+            "a welcome", lambda: client.listening or (server.socket.poll(0) and server.hear(pings=True) and False)
+        )
+        link = client.link
+        eventually("it is lost", lambda: client.link != link)
+        assert "silent for three heartbeats" in client.trouble
+
+
+def test_credits_are_kept(directory: Path) -> None:
+    server = Fake(directory, request_credits=2)
+    with talking(directory) as client:
+        questions = [client.ask(LOOKUP, 20) for _ in range(5)]
+        heard = [server.hear() for _ in range(2)]
+        assert not server.socket.poll(100), "two may wait, not more"
+        for left in (3, 2, 1, 0, 0):
+            peer, envelope = heard.pop(0)
+            server.say(peer, Kind.LOOKUP_ANSWER, envelope.correlation, FOUND)
+            if left:
+                heard.append(server.hear())
+        assert all(ended(question).answer == FOUND for question in questions)
+
+
+def test_a_directory_that_others_can_reach_is_refused(directory: Path) -> None:
+    Fake(directory)
+    directory.chmod(0o755)
+    with talking(directory) as client:
+        eventually("it says why", lambda: "chmod 700" in client.trouble)
+        assert not client.listening
+
+
+def test_closing_ends_every_question(directory: Path) -> None:
+    with talking(directory) as client:
+        question = client.ask(LOOKUP, 60)
+        client.close()
+        failure = ended(question).failure
+        assert isinstance(failure, Failure)
+        assert not failure.said
+        late = ended(client.ask(LOOKUP, 60)).failure
+        assert late is not None
+        assert late.said
+
+
+def test_a_turn_comes_when_something_happens_and_when_its_time_has_come(directory: Path) -> None:
+    turns: list[float] = []
+
+    def turn() -> float:
+        turns.append(time.monotonic())
+        return turns[-1] + 0.05
+
+    with talking(directory, turn=turn):
+        eventually("some turns", lambda: len(turns) > 10)
+
+
+def test_with_a_real_leader() -> None:
+    with running(ranks=1) as daemon, talking(daemon.socket_dir / "leader") as client:
+        failure = ended(client.ask(LOOKUP, 5)).failure
+        assert failure is not None
+        assert (failure.code, failure.said) == (Code.NOT_READY, True)
+        first, epoch = client.link, client.epoch
+        daemon.killed(daemon.leader)
+        eventually("another leader", lambda: client.link > first)
+        assert client.epoch > epoch
+        assert ended(client.ask(LOOKUP, 5)).failure is not None
+
+
+def test_runs_of_neighbours() -> None:
+    assert wire.runs([3, 5, 6, 7, 9, 8]) == [3, [5, 3], 9, 8]
+    assert wire.runs([]) == []

@@ -1,0 +1,145 @@
+"""What the connector refuses, and how it is made."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+
+from kvferry import interface
+from kvferry import vllm as connector
+from kvferry.settings import Settings, default_socket_dir
+
+KNOWN = (KVConnectorBase_V1, SupportsHMA, BlockPool, SchedulerOutput, KVConnectorBlockState)
+
+
+def config(**changes: Any) -> Any:
+    parts: dict[str, Any] = {
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "prefix_caching_hash_algo": "sha256",
+        "pipeline_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+        "world_size": 2,
+        "use_mla": False,
+        "heads": 8,
+        **changes,
+    }
+    every = SimpleNamespace(**parts, get_total_num_kv_heads=lambda: parts["heads"])
+    return SimpleNamespace(
+        kv_transfer_config=every, cache_config=every, parallel_config=every, model_config=every, instance_id="i"
+    )
+
+
+def test_the_installed_interface_is_the_known_one() -> None:
+    assert interface.differences(*KNOWN) == []
+
+
+def test_an_interface_that_differs_is_named() -> None:
+    class Other(KVConnectorBase_V1):
+        def get_num_new_matched_tokens(self, request: Any) -> Any:  # type: ignore[override]
+            pass
+
+        wait_for_save = None  # type: ignore[assignment]
+
+    Other.__abstractmethods__ = frozenset({"fly"})
+
+    class Pool:
+        def touch(self) -> None:
+            pass
+
+    with pytest.raises(RuntimeError) as refused:
+        interface.check(Other, SupportsHMA, Pool, SchedulerOutput, KVConnectorBlockState)
+    text = str(refused.value)
+    for part in (
+        "kvferry knows the KV connector interface of vLLM 0.32; vLLM 0.32.0",
+        "Other.get_num_new_matched_tokens takes ('request',), known is ('request', 'num_computed_tokens')",
+        "Other.wait_for_save is missing",
+        "Other.fly must be written, and is unknown here",
+        "Pool.free_blocks is missing",
+        "Install vLLM 0.32",
+    ):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"kv_role": "kv_producer"}, '"kv_role": "kv_both"'),
+        ({"kv_load_failure_policy": "fail"}, '"kv_load_failure_policy": "recompute"'),
+        ({"prefix_caching_hash_algo": "xxhash"}, "prefix_caching_hash_algo is 'xxhash': its hashes differ"),
+        ({"prefix_caching_hash_algo": "xxhash_cbor"}, "PYTHONHASHSEED"),
+    ],
+)
+def test_settings_with_which_it_would_go_wrong(
+    changes: dict[str, str], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    connector.check_config(config())
+    with pytest.raises(ValueError, match=text):
+        connector.check_config(config(**changes))
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    if "prefix" in text or "PYTHON" in text:
+        connector.check_config(config(**changes))
+
+
+def test_every_hash_algorithm_of_vllm_is_judged() -> None:
+    from vllm.config.cache import PrefixCachingHashAlgo
+
+    known = {"sha256", "sha256_cbor", "xxhash", "xxhash_cbor"}
+    assert set(PrefixCachingHashAlgo.__args__) == known
+
+
+@pytest.mark.parametrize(
+    ("kinds", "changes", "text"),
+    [
+        ([FullAttentionSpec], {}, None),
+        ([MLAAttentionSpec], {}, None),
+        ([SlidingWindowSpec], {}, "layers of kind SlidingWindowSpec"),
+        ([SlidingWindowSpec, FullAttentionSpec], {}, "2 groups (SlidingWindowSpec, FullAttentionSpec)"),
+        ([], {}, "0 groups (none)"),
+        ([FullAttentionSpec], {"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2"),
+        ([FullAttentionSpec], {"decode_context_parallel_size": 2}, "decode_context_parallel_size is 2"),
+    ],
+)
+def test_what_is_not_supported_is_said(kinds: list[type], changes: dict[str, int], text: str | None) -> None:
+    groups = [SimpleNamespace(kv_cache_spec=object.__new__(kind)) for kind in kinds]
+    why = connector.why_unsupported(config(**changes), SimpleNamespace(kv_cache_groups=groups))  # type: ignore[arg-type]
+    assert (why is None) == (text is None)
+    assert text is None or text in (why or "")
+
+
+def test_shards_are_those_that_differ() -> None:
+    for heads, mla, ranks, shards in ((8, False, 2, 2), (2, False, 8, 2), (1, False, 4, 1), (8, True, 4, 1)):
+        assert connector.kv_shards(config(heads=heads, use_mla=mla, world_size=ranks)) == shards
+
+
+@pytest.mark.parametrize(
+    ("extra", "text"),
+    [
+        ({"socketdir": "/a"}, "unknown key 'socketdir': did you mean 'socket_dir'"),
+        ({"socket_dir": "relative"}, "give an absolute path"),
+        ({"socket_dir": "/" + "x" * 80}, "give a path of at most 80"),
+        ({"replica": -1}, "replica is -1: give a whole number from 0 to 63"),
+        ({"replica": True}, "replica is True"),
+        ({"load_timeout_ms": "5"}, "load_timeout_ms is '5'"),
+        ({"namespace": 3}, "namespace is 3: give a text"),
+    ],
+)
+def test_extra_settings_that_are_wrong(extra: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match="kv_connector_extra_config") as refused:
+        Settings.read(extra)
+    assert text in str(refused.value)
+
+
+def test_extra_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
+    assert Settings.read({}) == Settings(Path("/run/user/7/kvferry"))
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    assert default_socket_dir().name.startswith("kvferry-")
+    read = Settings.read({"socket_dir": "/s", "replica": 2, "namespace": "a"})
+    assert (read.socket_dir, read.replica, read.namespace) == (Path("/s"), 2, "a")

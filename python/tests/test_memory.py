@@ -1,0 +1,180 @@
+"""KV memory as vLLM lays it out: described, mapped by a real worker, stored and loaded, compared byte by byte."""
+
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from daemon import Daemon, eventually, running
+
+from kvferry import memory, wire
+from kvferry.client import Client
+from kvferry.memory import KvMemory, Place, Unsupported
+from kvferry.rank import RankSession
+
+PAGES, LAYERS, HEADS, PAGE_TOKENS, CONTENT = 12, 3, 2, 8, 16
+#: Where each of (layer, page, head, token, content) lies, outermost first: the layouts of vLLM 0.32.
+LAYOUTS = {
+    "LBHNC": (0, 1, 2, 3, 4),
+    "LBNHC": (0, 1, 3, 2, 4),
+    "LHBNC": (0, 2, 1, 3, 4),
+    "BLHNC": (1, 0, 2, 3, 4),
+    "BLNHC": (1, 0, 3, 2, 4),
+    "BHLNC": (1, 2, 0, 3, 4),
+}
+DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
+
+
+def place(pages: int = PAGES, *, latent: bool = False) -> Place:
+    return Place(rank=0, tp_size=1, shard=0, engine_page_tokens=PAGE_TOKENS, device_pages=pages, latent=latent)
+
+
+def layers(order: tuple[int, ...], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """One storage of all layers, in an order; each layer as (page, head, token, content)."""
+    shape = (LAYERS, PAGES, HEADS, PAGE_TOKENS, CONTENT)
+    physical = torch.zeros([shape[axis] for axis in order], dtype=dtype)
+    logical = physical.permute([order.index(axis) for axis in range(5)])
+    return {f"layer.{index}": logical[index] for index in range(LAYERS)}
+
+
+def fill(tensors: dict[str, torch.Tensor], seed: int) -> None:
+    chance = torch.Generator().manual_seed(seed)
+    for tensor in tensors.values():
+        noise = torch.randint(0, 100, tensor.shape, generator=chance).to(torch.float32)
+        tensor.copy_(noise.to(tensor.dtype))
+
+
+def page(tensors: dict[str, torch.Tensor], number: int) -> list[torch.Tensor]:
+    return [tensor[number].to(torch.float32).clone() for tensor in tensors.values()]
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with running(ranks=1, g2="16MiB") as daemon:
+        yield daemon
+
+
+_NUMBERS = itertools.count(1)
+
+
+class Talk:
+    """A scheduler and a rank of one engine."""
+
+    def __init__(self, daemon: Daemon, tensors: dict[str, torch.Tensor], where: Place):
+        number = next(_NUMBERS)
+        engine = number.to_bytes(16, "big")
+        self.namespace = str(number).encode()
+        self.scheduler = Client(
+            daemon.socket_dir / "leader", wire.Hello(role="engine", engine=engine), first_id=number * 1000
+        )
+        self.scheduler.start()
+        self.rank = RankSession(daemon.socket_dir / "worker-0-0", engine, 0, 0, KvMemory(tensors, where))
+        eventually("the rank is registered", lambda: self.rank.registered)
+
+    def ask(self, message: Any, *, written: bool = False) -> Any:
+        question = self.scheduler.ask(message, 10)
+        if written:
+            self.rank.wrote(question.id)
+        assert question.wait(20)
+        assert question.answer is not None, question.failure
+        return question.answer
+
+    def lookup(self, pages: int, slot: int) -> wire.LookupAnswer:
+        hashes = b"".join(number.to_bytes(16, "big") for number in range(1, pages + 1))
+        return self.ask(wire.Lookup(slot=slot, namespace=self.namespace, hash_bytes=16, hashes=hashes))
+
+    def close(self) -> None:
+        self.scheduler.close()
+        self.rank.close()
+
+
+def there_and_back(daemon: Daemon, tensors: dict[str, torch.Tensor], where: Place, rows: int = 1) -> None:
+    """Stores pages, spoils the memory, and loads them elsewhere: only what was loaded changes, to what was stored."""
+    talk = Talk(daemon, tensors, where)
+    try:
+        fill(tensors, seed=1)
+        stored = [4, 5, 1]
+        kept = [[page(tensors, number * rows + row) for row in range(rows)] for number in stored]
+        assert talk.lookup(3, slot=1).hit_pages == 0
+        answer = talk.ask(wire.Store(1, 0, wire.runs(stored)), written=True)
+        assert answer.stored_pages == 3
+        fill(tensors, seed=2)
+        assert talk.lookup(3, slot=2).hit_pages == 3
+        expected = [page(tensors, number) for number in range(where.device_pages * rows)]
+        target = [0, 7, 8]
+        assert talk.ask(wire.Load(2, 0, wire.runs(target))).pages == 3
+        for number, content in zip(target, kept, strict=True):
+            for row in range(rows):
+                expected[number * rows + row] = content[row]
+        for number, content in enumerate(expected):
+            for ours, theirs in zip(page(tensors, number), content, strict=True):
+                assert torch.equal(ours, theirs), f"page {number}"
+    finally:
+        talk.close()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout(daemon: Daemon, layout: str, dtype: torch.dtype) -> None:
+    there_and_back(daemon, layers(LAYOUTS[layout], dtype), place())
+
+
+def test_layers_of_their_own_and_layers_that_share(daemon: Daemon) -> None:
+    own = {f"layer.{index}": torch.zeros(PAGES, HEADS, PAGE_TOKENS, CONTENT) for index in range(LAYERS)}
+    own["layer.3"] = own["layer.1"]
+    there_and_back(daemon, own, place())
+
+
+def test_latent_pages(daemon: Daemon) -> None:
+    there_and_back(daemon, {"layer": torch.zeros(PAGES, 1, PAGE_TOKENS, CONTENT)}, place(latent=True))
+
+
+def test_kernel_blocks_that_are_smaller_than_pages(daemon: Daemon) -> None:
+    there_and_back(daemon, {"layer": torch.zeros(PAGES * 2, HEADS, PAGE_TOKENS // 2, CONTENT)}, place(), rows=2)
+
+
+def test_a_tensor_in_the_middle_of_its_storage(daemon: Daemon) -> None:
+    whole = torch.zeros(1000 + PAGES * 64)
+    there_and_back(daemon, {"layer": whole[7 : 7 + PAGES * 64].view(PAGES, 2, 4, 8)}, place())
+
+
+def test_the_storage_moves_in_place_and_has_no_name() -> None:
+    tensors = layers(LAYOUTS["LBHNC"], torch.float32)
+    fill(tensors, seed=1)
+    before = [tensor.clone() for tensor in tensors.values()]
+    names = set(os.listdir("/dev/shm"))
+    kept = KvMemory(tensors, place())
+    assert set(os.listdir("/dev/shm")) <= names
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(tensors.values(), before, strict=True))
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors.values()}) == 1
+    described = kept.describe([b"t" * 16])
+    assert described["nonce"]["offset_bytes"] == tensors["layer.0"].untyped_storage().nbytes()
+    kept.close()
+
+
+def test_what_cannot_be_shared_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = layers(LAYOUTS["LBHNC"], torch.float32)
+    with pytest.raises(Unsupported, match="12 blocks along its first axis, the engine counts 5 pages"):
+        KvMemory(tensors, place(5))
+    with pytest.raises(Unsupported, match="is NoneType, not a tensor"):
+        KvMemory({"layer": None}, place())
+    with pytest.raises(Unsupported, match="lies on meta"):
+        KvMemory({"layer": torch.zeros(PAGES, 1, 8, 8, device="meta")}, place())
+
+    class Full:
+        f_bavail, f_frsize = 1, 4096
+
+    monkeypatch.setattr(memory.os, "statvfs", lambda path: Full)
+    with pytest.raises(Unsupported, match="4096 bytes free, the KV cache takes 36864: give it more room"):
+        KvMemory(tensors, place())
+    assert not tensors["layer.0"].is_shared()
+
+
+def test_a_worker_that_is_not_there(tmp_path: Path) -> None:
+    kept = KvMemory({"layer": torch.zeros(PAGES, 1, 8, 8)}, place())
+    with pytest.raises(OSError, match="does not exist"):
+        kept.hand_over(tmp_path / "nobody")
+    kept.close()

@@ -1,0 +1,216 @@
+"""What a rank owes its worker, and how it learns that nothing is copied any more."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from daemon import PROGRAM, Daemon, environment, eventually, running
+
+from kvferry import rank, wire
+from kvferry.client import Client
+from kvferry.memory import KvMemory, Place
+from kvferry.owed import Abandon, Owed, Register, Written
+from kvferry.rank import RankSession
+
+
+def demands(side: Owed) -> list[Any]:
+    return list(iter(side.next, None))
+
+
+def registered(side: Owed, after: int = 0) -> None:
+    assert side.next() == Register(after)
+    assert side.answered(Register(after), True) == []
+
+
+def test_what_is_written_is_said_behind_the_registration_and_again_to_the_next_worker() -> None:
+    side = Owed()
+    side.wrote(4)
+    assert demands(side) == [Register(0)]
+    side.answered(Register(0), True)
+    assert demands(side) == [Written(4)]
+    side.wrote(9)
+    assert demands(side) == [], "one at a time"
+    side.answered(Written(4), True)
+    assert demands(side) == [Written(9)]
+    side.answered(Written(9), True)
+    side.wrote(3)
+    assert demands(side) == []
+    side.lost()
+    registered(side)
+    assert demands(side) == [Written(9)]
+
+
+def test_what_was_not_confirmed_is_asked_again() -> None:
+    side = Owed()
+    for _ in range(2):
+        assert demands(side) == [Register(0)]
+        side.answered(Register(0), False)
+    registered(side)
+    side.abandon([5, 3])
+    assert demands(side) == [Abandon([3, 5])]
+    assert side.answered(Abandon([3, 5]), False) == []
+    assert demands(side) == [Abandon([3, 5])]
+    assert side.answered(Abandon([3, 5]), True) == [3, 5]
+    assert demands(side) == []
+
+
+def test_abandoned_requests_are_over_for_every_later_worker() -> None:
+    side = Owed()
+    registered(side)
+    side.abandon([5])
+    side.lost()
+    assert demands(side) == [Register(5), Abandon([5])], "not behind the registration"
+    side.abandon([8])
+    assert side.answered(Abandon([5]), True) == [5]
+    assert demands(side) == [Abandon([8])]
+    assert side.dead() == [8]
+    assert demands(side) == []
+
+
+def test_a_worker_that_has_forgotten_the_memory_gets_it_again() -> None:
+    side = Owed()
+    registered(side)
+    side.wrote(2)
+    assert demands(side) == [Written(2)]
+    side.forgotten()
+    side.answered(Written(2), False)
+    assert demands(side) == [Register(0)]
+
+
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    with running(ranks=1, g2="16MiB") as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def session(daemon: Daemon) -> Iterator[RankSession]:
+    session = begin(daemon.socket_dir / "worker-0-0")
+    eventually("it is registered", lambda: session.registered)
+    yield session
+    session.close()
+
+
+def begin(directory: Path) -> RankSession:
+    where = Place(rank=0, tp_size=1, shard=0, engine_page_tokens=8, device_pages=8, latent=False)
+    return RankSession(directory, b"e" * 16, 0, 0, KvMemory({"layer": torch.zeros(8, 2, 8, 8)}, where))
+
+
+def over(session: RankSession, requests: list[int]) -> None:
+    seen: list[int] = []
+
+    def all_over() -> bool:
+        seen.extend(session.over())
+        return sorted(seen) == requests
+
+    eventually("nothing is copied for them", all_over)
+
+
+def test_a_worker_gives_pages_back(session: RankSession) -> None:
+    session.abandon([7, 9])
+    over(session, [7, 9])
+    assert session.over() == []
+
+
+def test_another_worker_registers_by_itself(session: RankSession, daemon: Daemon) -> None:
+    daemon.killed(daemon.pid())
+    session.abandon([7])
+    over(session, [7])
+    daemon.pid()
+    eventually("it is registered", lambda: session.registered)
+
+
+def test_a_dead_worker_gives_pages_back_without_a_successor(session: RankSession, daemon: Daemon) -> None:
+    daemon.kill()
+    eventually("the connection broke", lambda: not session.registered)
+    session.abandon([7])
+    over(session, [7])
+
+
+def test_without_any_worker_nothing_is_copied(tmp_path: Path) -> None:
+    session = begin(tmp_path / "nobody")
+    session.abandon([1])
+    over(session, [1])
+    session.close()
+
+
+def test_a_worker_that_stands_still_with_nobody_to_end_it_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A leader and a worker without a supervisor; the leader is gone."""
+    monkeypatch.setattr(rank, "KILL_AFTER_S", 0.5)
+    tmp_path.chmod(0o700)
+    sides = [["leader"], ["worker", "--rank", "0"]]
+    common = ["--g2", "16MiB", "--socket-dir", str(tmp_path)]
+    leader, worker = (
+        subprocess.Popen([PROGRAM, *side, *common], env=environment(), stdin=subprocess.DEVNULL) for side in sides
+    )
+    session = begin(tmp_path / "worker-0-0")
+    try:
+        eventually("it is registered", lambda: session.registered)
+        worker.send_signal(signal.SIGSTOP)
+        leader.kill()
+        session.abandon([7])
+        over(session, [7])
+        assert worker.wait(10) == -signal.SIGKILL
+    finally:
+        for process in (leader, worker):
+            process.kill()
+            process.wait(10)
+        session.close()
+
+
+def test_nothing_of_an_engine_is_left_however_it_ends(daemon: Daemon) -> None:
+    """The worker lets the memory of an engine that was killed go, and takes that of the next one."""
+    engine = subprocess.Popen([sys.executable, __file__, str(daemon.socket_dir)], stdout=subprocess.PIPE, text=True)
+    assert engine.stdout is not None
+    assert engine.stdout.readline() == "registered\n"
+    names = [name for name in os.listdir("/dev/shm") if name.startswith("torch_")]
+    assert names == []
+    engine.kill()
+    engine.wait(10)
+    daemon.wait_idle()
+    eventually("it is let go", lambda: not daemon.status()["ranks"][0]["attached"])
+    session = begin(daemon.socket_dir / "worker-0-0")
+    eventually("it is registered", lambda: session.registered)
+    session.close()
+
+
+def test_a_rank_that_is_turned_away_says_why_once(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
+    where = Place(rank=0, tp_size=3, shard=0, engine_page_tokens=8, device_pages=8, latent=False)
+    memory = KvMemory({"layer": torch.zeros(8, 2, 8, 8)}, where)
+    session = RankSession(daemon.socket_dir / "worker-0-0", b"e" * 16, 0, 0, memory)
+    eventually("it is told", lambda: "tp_size" in caplog.text)
+    time.sleep(0.3)
+    assert caplog.text.count("is turned away") == 1
+    session.close()
+
+
+def main(socket_dir: Path) -> None:
+    """An engine that registers, holds a lease, and waits for its end."""
+    session = begin(socket_dir / "worker-0-0")
+    eventually("it is registered", lambda: session.registered)
+    client = Client(socket_dir / "leader", wire.Hello(role="engine", engine=b"e" * 16), first_id=1)
+    client.start()
+    hashes = b"h" * 64
+    for message in (
+        wire.Lookup(slot=1, namespace=b"", hash_bytes=32, hashes=hashes),
+        wire.Store(1, 0, [[0, 2]]),
+        wire.Lookup(slot=2, namespace=b"", hash_bytes=32, hashes=hashes),
+    ):
+        question = client.ask(message, 10)
+        session.wrote(question.id)
+        assert question.wait(10), question.failure
+    print("registered", flush=True)
+    signal.pause()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,527 @@
+"""The scheduler's side of the connector, call by call, with a leader that a test plays."""
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from daemon import eventually
+
+from kvferry import copies, wire
+from kvferry.client import Failure
+from kvferry.scheduler import SchedulerSide
+from kvferry.settings import Settings
+from kvferry.steps import RankReport, StepMetadata
+from kvferry.wire import Code
+
+PAGE_TOKENS = 4
+RANKS = 2
+
+
+class Asked:
+    """A question that the test answers."""
+
+    def __init__(self, number: int, message: Any, until: Callable | None):
+        self.id, self.message, self.until = number, message, until
+        self.answer: Any = None
+        self.failure: Failure | None = None
+        self.done = False
+
+    def wait(self, timeout_s: float) -> bool:
+        return self.done
+
+    def end(self, answer: Any) -> None:
+        if isinstance(answer, Failure):
+            self.failure = answer
+        else:
+            self.answer = answer
+        self.done = True
+        if self.until is not None:
+            self.until(self)
+
+
+class Leader:
+    """Takes the place of the client."""
+
+    def __init__(self, directory: Path, hello: wire.Hello, *, first_id: int, turn: Callable):
+        self.directory, self.turn = directory, turn
+        self.link = self.epoch = 1
+        self.lost_at: float | None = None
+        self.trouble = "nobody listens"
+        self.asked: list[Asked] = []
+        self.answers: dict[type, Any] = {}
+        self._ids = itertools.count(1)
+
+    @property
+    def listening(self) -> bool:
+        return self.link != 0
+
+    def start(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def ask(self, message: Any, timeout_s: float, *, patience_s: float = 0, until: Callable | None = None) -> Asked:
+        asked = Asked(next(self._ids), message, until)
+        self.asked.append(asked)
+        if type(message) in self.answers:
+            asked.end(self.answers[type(message)])
+        return asked
+
+    def last(self, kind: type) -> Asked:
+        return next(asked for asked in reversed(self.asked) if isinstance(asked.message, kind))
+
+    def count(self, kind: type) -> int:
+        return sum(isinstance(asked.message, kind) for asked in self.asked)
+
+
+@dataclass
+class Block:
+    number: int
+    ref_cnt: int = 0
+
+
+class Pool:
+    """vLLM's pool, as far as it is used."""
+
+    def __init__(self) -> None:
+        self.blocks = [Block(number) for number in range(100)]
+
+    def touch(self, blocks: list[Block]) -> None:
+        for block in blocks:
+            block.ref_cnt += 1
+
+    def free_blocks(self, blocks: Any) -> None:
+        for block in blocks:
+            block.ref_cnt -= 1
+            assert block.ref_cnt >= 0
+
+    def held(self) -> list[int]:
+        return [block.number for block in self.blocks if block.ref_cnt]
+
+
+@dataclass
+class Request:
+    request_id: str
+    num_tokens: int
+    num_computed_tokens: int = 0
+    lora_request: Any = None
+    block_hashes: list[bytes] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.grow(0)
+
+    def grow(self, tokens: int) -> None:
+        self.num_tokens += tokens
+        full = self.num_tokens // PAGE_TOKENS
+        self.block_hashes = [f"{self.request_id}{number:031}".encode() for number in range(full)]
+
+
+class Engine:
+    """The side under test, and what vLLM would do around it."""
+
+    def __init__(self, *, idles: bool = True, **settings: Any):
+        self.side = SchedulerSide(
+            Settings(Path("/nowhere"), **settings),
+            engine=b"e" * 16,
+            replica=0,
+            namespace=b"model",
+            page_tokens=PAGE_TOKENS,
+            ranks=RANKS,
+            idles=idles,
+            connect=Leader,  # type: ignore[arg-type]
+        )
+        self.leader: Leader = self.side._client  # type: ignore[assignment]
+        self.pool = Pool()
+        self.side.bind_pool(self.pool)  # type: ignore[arg-type]
+        self.tables: dict[str, list[int]] = {}
+
+    def step(self, scheduled: dict[Request, int] | None = None, preempted: tuple[str, ...] = ()) -> StepMetadata:
+        tokens = {request.request_id: count for request, count in (scheduled or {}).items()}
+        state = SimpleNamespace(get_block_ids=lambda name: (self.tables[name],))
+        output = SimpleNamespace(
+            num_scheduled_tokens=tokens, preempted_req_ids=set(preempted), kv_connector_block_state=state
+        )
+        step = self.side.step(output)  # type: ignore[arg-type]
+        for request, count in (scheduled or {}).items():
+            request.num_computed_tokens += count
+        return step
+
+    def allocate(self, request: Request, pages: list[int], external_tokens: int) -> None:
+        self.tables[request.request_id] = pages
+        blocks = SimpleNamespace(get_block_ids=lambda: (pages,))
+        self.side.allocated(request, blocks, external_tokens)  # type: ignore[arg-type]
+
+
+def request(name: str, tokens: int) -> Request:
+    made = Request(name, tokens)
+    Request.__hash__ = lambda self: hash(self.request_id)  # type: ignore[method-assign]
+    return made
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+def found(engine: Engine, pages: int) -> None:
+    engine.leader.answers[wire.Lookup] = wire.LookupAnswer(pages)
+
+
+def refused(code: int = Code.COPY_FAILED) -> Failure:
+    return Failure(code, "refused", said=True)
+
+
+def unknown() -> Failure:
+    return Failure(Code.DEADLINE, "nobody knows", said=False)
+
+
+def test_a_token_is_left_to_compute(engine: Engine) -> None:
+    found(engine, 100)
+    assert engine.side.matched_tokens(request("a", 12), 0) == 8
+    assert engine.side.matched_tokens(request("b", 13), 0) == 12
+    assert engine.side.matched_tokens(request("c", 4), 0) == 0
+    assert engine.side.matched_tokens(request("d", 13), 12) == 0
+
+
+def test_what_the_device_has_comes_first(engine: Engine) -> None:
+    found(engine, 2)
+    asking = request("a", 33)
+    assert engine.side.matched_tokens(asking, 8) == 8
+    lookup = engine.leader.last(wire.Lookup).message
+    assert (lookup.device_pages, lookup.hash_bytes, len(lookup.hashes)) == (2, 32, 8 * 32)
+    engine.allocate(asking, list(range(10, 19)), 8)
+    load = engine.leader.last(wire.Load).message
+    assert (load.first_page, load.destination) == (2, [[12, 2]])
+
+
+def test_a_lookup_is_asked_once_and_again_when_it_is_old(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    found(engine, 4)
+    asking = request("a", 33)
+    for device_tokens, asked, matched in ((0, 1, 16), (0, 1, 16), (8, 1, 8), (16, 2, 16), (0, 3, 16)):
+        assert engine.side.matched_tokens(asking, device_tokens) == matched
+        assert engine.leader.count(wire.Lookup) == asked
+    monkeypatch.setattr("kvferry.scheduler.FRESH_S", -1.0)
+    engine.side.matched_tokens(asking, 0)
+    assert engine.leader.count(wire.Lookup) == 4
+    monkeypatch.undo()
+    engine.leader.link = 2
+    engine.side.matched_tokens(asking, 0)
+    assert engine.leader.count(wire.Lookup) == 5
+
+
+def test_an_answer_that_does_not_come_is_waited_for_but_not_for_long() -> None:
+    engine = Engine(lookup_timeout_ms=50)
+    asking = request("a", 33)
+    assert engine.side.matched_tokens(asking, 0) is None
+    eventually("it is computed", lambda: engine.side.matched_tokens(asking, 0) == 0)
+    assert engine.leader.count(wire.Lookup) == 1
+    found(engine, 2)
+    assert engine.side.matched_tokens(asking, 0) == 0, "the request goes on without"
+    assert engine.side.matched_tokens(request("b", 33), 0) == 8
+
+
+def test_nobody_there(engine: Engine) -> None:
+    engine.leader.link = 0
+    asking = request("a", 33)
+    assert engine.side.matched_tokens(asking, 0) == 0
+    engine.tables["a"] = list(range(1, 10))
+    assert engine.step({asking: 33}) == StepMetadata()
+    assert not engine.side.finished(asking)
+    assert engine.leader.asked == []
+
+
+def test_a_load_that_comes_whole_in_part_and_not_at_all(engine: Engine) -> None:
+    for name, answer, failed in (
+        ("a", wire.LoadAnswer(4), []),
+        ("b", wire.LoadAnswer(2), [12, 13]),
+        ("c", refused(), [10, 11, 12, 13]),
+    ):
+        found(engine, 4)
+        asking = request(name, 17)
+        assert engine.side.matched_tokens(asking, 0) == 16
+        engine.allocate(asking, [10, 11, 12, 13, 14], 16)
+        assert engine.step() == StepMetadata(written_through=0)
+        engine.leader.last(wire.Load).end(answer)
+        assert engine.step() == StepMetadata(loaded=[name], failed_pages=failed)
+        assert engine.step() == StepMetadata()
+        lookups = engine.leader.count(wire.Lookup)
+        assert engine.side.matched_tokens(asking, 0) == (0 if failed else 16)
+        assert engine.leader.count(wire.Lookup) - lookups == (0 if failed else 1), "a failed load is not tried again"
+
+
+def test_a_load_of_which_nobody_knows_is_over_when_every_rank_says_so(engine: Engine) -> None:
+    found(engine, 4)
+    asking = request("a", 17)
+    engine.side.matched_tokens(asking, 0)
+    engine.allocate(asking, [10, 11, 12, 13, 14], 16)
+    load = engine.leader.last(wire.Load)
+    load.end(unknown())
+    assert engine.step() == StepMetadata(abandon=[load.id])
+    assert engine.step() == StepMetadata(), "each rank is told once"
+    report(engine, {load.id: 1})
+    assert engine.step().loaded == [], "the other rank's worker may still write"
+    report(engine, {load.id: 1})
+    assert engine.step() == StepMetadata(loaded=["a"], failed_pages=[10, 11, 12, 13])
+    report(engine, {load.id: 2})
+    assert engine.step() == StepMetadata()
+
+
+def report(engine: Engine, over: dict[int, int]) -> None:
+    engine.side.ranks_reported(SimpleNamespace(kv_connector_worker_meta=RankReport(over)))  # type: ignore[arg-type]
+
+
+def test_without_a_connection_copies_are_not_waited_for(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    found(engine, 4)
+    asking = request("a", 17)
+    engine.side.matched_tokens(asking, 0)
+    engine.allocate(asking, [10, 11, 12, 13, 14], 16)
+    load = engine.leader.last(wire.Load)
+    engine.leader.link, engine.leader.lost_at = 0, time.monotonic()
+    assert engine.step().abandon == [], "a leader that is started again answers"
+    monkeypatch.setattr(copies, "LOST_S", -1.0)
+    assert engine.step().abandon == [load.id]
+    load.end(wire.LoadAnswer(4))
+    assert engine.step().loaded == [], "what comes late may be about other pages by now"
+    report(engine, {load.id: 2})
+    assert engine.step() == StepMetadata(loaded=["a"], failed_pages=[10, 11, 12, 13])
+
+
+def test_pages_are_stored_as_they_fill(engine: Engine) -> None:
+    found(engine, 0)
+    asking = request("a", 10)
+    engine.side.matched_tokens(asking, 0)
+    engine.tables["a"] = [7, 8, 20, 21]
+    step = engine.step({asking: 10})
+    store = engine.leader.last(wire.Store)
+    assert (store.message.first_page, store.message.source, store.message.more_hashes) == (0, [[7, 2]], b"")
+    assert step == StepMetadata(written_through=store.id)
+    assert engine.pool.held() == [7, 8]
+    asking.grow(1)
+    assert engine.step({asking: 1}).written_through == store.id
+    assert engine.leader.count(wire.Store) == 1, "no page was filled"
+    asking.grow(1)
+    engine.step({asking: 1})
+    more = engine.leader.last(wire.Store)
+    assert (more.message.first_page, more.message.source) == (2, [20])
+    assert more.message.more_hashes == asking.block_hashes[2]
+    store.end(wire.StoreAnswer(2, 0))
+    engine.step()
+    assert engine.pool.held() == [20]
+
+
+def test_guessed_tokens_are_not_stored(engine: Engine) -> None:
+    """Of 3 tokens that are scheduled only the first is known: the others may be rejected."""
+    found(engine, 0)
+    asking = request("a", 6)
+    engine.side.matched_tokens(asking, 0)
+    engine.tables["a"] = [7, 8]
+    engine.step({asking: 5})
+    engine.step({asking: 3})
+    assert engine.leader.last(wire.Store).message.source == [7]
+    assert engine.leader.count(wire.Store) == 1
+
+
+def test_parts_of_a_prompt(engine: Engine) -> None:
+    found(engine, 0)
+    asking = request("a", 24)
+    engine.side.matched_tokens(asking, 0)
+    engine.tables["a"] = [1, 2, 3, 4, 5, 6]
+    firsts = []
+    for tokens in (6, 6, 6, 6):
+        engine.step({asking: tokens})
+        message = engine.leader.last(wire.Store).message
+        firsts.append((message.first_page, message.source))
+    assert firsts == [(0, [1]), (1, [[2, 2]]), (3, [4]), (4, [[5, 2]])]
+
+
+def test_a_store_that_failed_is_tried_again_with_the_next_page(engine: Engine) -> None:
+    found(engine, 0)
+    asking = request("a", 8)
+    engine.side.matched_tokens(asking, 0)
+    engine.tables["a"] = [1, 2, 3]
+    engine.step({asking: 8})
+    engine.leader.last(wire.Store).end(refused(Code.UNKNOWN_SLOT))
+    engine.step()
+    assert engine.pool.held() == []
+    lookups = engine.leader.count(wire.Lookup)
+    asking.grow(4)
+    engine.step({asking: 4})
+    assert engine.leader.count(wire.Lookup) == lookups + 1, "the slot is opened anew"
+    opened, store = engine.leader.asked[-2].message, engine.leader.asked[-1].message
+    assert (opened.slot, opened.device_pages, len(opened.hashes)) == (store.slot, 3, 3 * 32)
+    assert (store.first_page, store.source, store.more_hashes) == (0, [[1, 3]], b"")
+
+
+def test_another_leader_is_told_about_the_slot(engine: Engine) -> None:
+    found(engine, 0)
+    asking = request("a", 8)
+    engine.side.matched_tokens(asking, 0)
+    engine.tables["a"] = [1, 2, 3]
+    engine.step({asking: 4})
+    engine.leader.link, engine.leader.epoch = 2, 2
+    engine.step({asking: 4})
+    kinds = [type(asked.message) for asked in engine.leader.asked]
+    assert kinds == [wire.Lookup, wire.Store, wire.Lookup, wire.Store]
+
+
+def test_a_finished_request_keeps_its_pages_while_they_are_read(engine: Engine) -> None:
+    found(engine, 0)
+    asking = request("a", 8)
+    engine.side.matched_tokens(asking, 0)
+    engine.tables["a"] = [1, 2]
+    engine.step({asking: 8})
+    assert engine.side.finished(asking)
+    assert isinstance(engine.leader.asked[-1].message, wire.Finish)
+    assert engine.step().sent == []
+    engine.leader.last(wire.Store).end(wire.StoreAnswer(2, 0))
+    assert engine.step().sent == ["a"]
+    assert engine.step().sent == []
+    assert engine.pool.held() == []
+
+    quiet = request("b", 8)
+    engine.side.matched_tokens(quiet, 0)
+    engine.tables["b"] = [1, 2]
+    engine.step({quiet: 8})
+    engine.leader.last(wire.Store).end(wire.StoreAnswer(2, 0))
+    engine.step()
+    assert not engine.side.finished(quiet)
+
+
+def test_an_aborted_load_gives_its_pages_back_once(engine: Engine) -> None:
+    found(engine, 4)
+    asking = request("a", 17)
+    engine.side.matched_tokens(asking, 0)
+    engine.allocate(asking, [10, 11, 12, 13, 14], 16)
+    assert not engine.side.finished(asking), "vLLM itself keeps the pages of a load"
+    engine.leader.last(wire.Load).end(wire.LoadAnswer(4))
+    step = engine.step()
+    assert (step.loaded, step.sent) == (["a"], [])
+
+
+def test_an_abort_between_a_load_and_its_report_while_an_older_store_reads(engine: Engine) -> None:
+    """Preempted with a store under way, loaded again, aborted: vLLM frees such a request once, by the load."""
+    found(engine, 0)
+    asking = request("a", 17)
+    engine.side.matched_tokens(asking, 0)
+    engine.tables["a"] = [1, 2, 3, 4, 5]
+    engine.step({asking: 17})
+    store = engine.leader.last(wire.Store)
+    asking.num_computed_tokens = 0
+    engine.step(preempted=("a",))
+    assert engine.pool.held() == [1, 2, 3, 4], "the copy still reads what was the request's"
+    found(engine, 4)
+    engine.side.matched_tokens(asking, 0)
+    engine.allocate(asking, [10, 11, 12, 13, 14], 16)
+    engine.leader.last(wire.Load).end(wire.LoadAnswer(4))
+    assert engine.step().loaded == ["a"]
+    assert not engine.side.finished(asking)
+    store.end(wire.StoreAnswer(4, 0))
+    assert engine.step().sent == []
+    assert engine.pool.held() == []
+
+
+def test_a_preempted_request_is_stored_from_its_first_page_again(engine: Engine) -> None:
+    found(engine, 0)
+    asking = request("a", 8)
+    engine.side.matched_tokens(asking, 0)
+    engine.tables["a"] = [1, 2]
+    engine.step({asking: 8})
+    engine.leader.last(wire.Store).end(wire.StoreAnswer(2, 0))
+    asking.num_computed_tokens = 0
+    engine.step(preempted=("a",))
+    engine.side.matched_tokens(asking, 0)
+    engine.tables["a"] = [5, 6]
+    engine.step({asking: 8})
+    message = engine.leader.last(wire.Store).message
+    assert (message.first_page, message.source) == (0, [[5, 2]])
+
+
+def test_preemption_waits_a_little_for_pages_that_only_a_store_holds(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found(engine, 0)
+    asking = request("a", 8)
+    engine.side.matched_tokens(asking, 0)
+    engine.tables["a"] = [1, 2]
+    engine.pool.touch(engine.pool.blocks[1:3])
+    engine.step({asking: 8})
+    assert not engine.side.frees_soon(), "the request has them too"
+    engine.pool.free_blocks(engine.pool.blocks[1:3])
+    assert engine.side.frees_soon()
+    monkeypatch.setattr("kvferry.scheduler.FREES_SOON_S", 0.0)
+    assert not engine.side.frees_soon(), "nobody waits for a store that takes long"
+
+
+def test_an_engine_that_does_not_idle_waits_for_its_last_stores() -> None:
+    engine = Engine(idles=False)
+    found(engine, 0)
+    engine.leader.answers[wire.Store] = wire.StoreAnswer(2, 0)
+    asking = request("a", 8)
+    engine.side.matched_tokens(asking, 0)
+    engine.tables["a"] = [1, 2]
+    engine.step({asking: 8})
+    assert not engine.side.finished(asking)
+    assert engine.pool.held() == []
+
+
+def test_adapters_are_apart(engine: Engine) -> None:
+    found(engine, 0)
+    seen = set()
+    for name, path in ((None, None), ("one", "/a"), ("one", "/b"), ("two", "/a")):
+        asking = request(f"{name}{path}", 9)
+        asking.lora_request = name and SimpleNamespace(lora_name=name, lora_path=path)
+        engine.side.matched_tokens(asking, 0)
+        seen.add(engine.leader.last(wire.Lookup).message.namespace)
+    assert len(seen) == 4
+
+
+def test_reset_is_confirmed_or_not(engine: Engine) -> None:
+    engine.leader.answers[wire.Reset] = wire.ResetAnswer(3)
+    assert engine.side.reset()
+    engine.leader.answers[wire.Reset] = refused(Code.DRAINING)
+    assert not engine.side.reset()
+
+
+def test_a_reset_takes_back_what_lookups_found(engine: Engine) -> None:
+    found(engine, 4)
+    asking = request("a", 33)
+    assert engine.side.matched_tokens(asking, 0) == 16
+    engine.leader.answers[wire.Reset] = wire.ResetAnswer(4)
+    assert engine.side.reset()
+    found(engine, 0)
+    assert engine.side.matched_tokens(asking, 0) == 0
+
+
+def test_the_user_is_told_once_that_nobody_is_there(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "vllm.kvferry")
+    engine.leader.lost_at = time.monotonic() - 5
+    for _ in range(3):
+        engine.leader.turn()
+    engine.leader.lost_at = None
+    for _ in range(3):
+        engine.leader.turn()
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == 2
+    assert "no leader answers in /nowhere/leader (nobody listens): requests run without the cache" in texts[0]
+    assert "is there" in texts[1]
+
+
+def test_nothing_is_kept_of_requests_that_are_over(engine: Engine) -> None:
+    found(engine, 0)
+    engine.leader.answers[wire.Store] = wire.StoreAnswer(2, 0)
+    for number in range(50):
+        asking = request(f"r{number}", 8)
+        engine.side.matched_tokens(asking, 0)
+        engine.tables[asking.request_id] = [1, 2]
+        engine.step({asking: 8})
+        engine.step()
+        engine.side.finished(asking)
+    engine.step()
+    assert engine.side._tracked == {}
+    assert len(engine.side._copies) == 0
