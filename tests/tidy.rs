@@ -81,6 +81,38 @@ const SANS_IO_ENGINE: &[&str] = &[
     "models.rs",
 ];
 
+/// Modules of the Python package, and which others each may use. The third list: packages of others that
+/// only those modules import when they are loaded.
+const PYTHON_ARROWS: &[(&str, &[&str], &[&str])] = &[
+    ("__init__", &[], &[]),
+    ("wire", &[], &[]),
+    ("settings", &[], &[]),
+    ("owed", &[], &[]),
+    ("interface", &[], &[]),
+    ("client", &["wire"], &["zmq"]),
+    ("memory", &["client"], &["torch"]),
+    ("rank", &["owed", "wire", "client", "memory"], &[]),
+    ("copies", &["client"], &[]),
+    ("steps", &[], &["vllm"]),
+    (
+        "scheduler",
+        &["wire", "client", "copies", "settings", "steps"],
+        &[],
+    ),
+    (
+        "vllm",
+        &[
+            "interface",
+            "memory",
+            "rank",
+            "scheduler",
+            "settings",
+            "steps",
+        ],
+        &["vllm"],
+    ),
+];
+
 /// The only files with `unsafe`.
 const UNSAFE_FILES: &[&str] = &["src/memory/buffer.rs", "src/memory/copy/kernel.rs"];
 
@@ -92,6 +124,10 @@ fn root() -> &'static Path {
 
 /// Every Rust file below a folder, with its path from the root and its text.
 fn sources(folder: &str) -> Vec<(String, String)> {
+    files(folder, "rs")
+}
+
+fn files(folder: &str, extension: &str) -> Vec<(String, String)> {
     let mut found = Vec::new();
     let mut folders: Vec<PathBuf> = vec![root().join(folder)];
     while let Some(folder) = folders.pop() {
@@ -99,7 +135,7 @@ fn sources(folder: &str) -> Vec<(String, String)> {
             let path = entry.expect("an entry").path();
             if path.is_dir() {
                 folders.push(path);
-            } else if path.extension().is_some_and(|extension| extension == "rs") {
+            } else if path.extension().is_some_and(|found| found == extension) {
                 let name = path.strip_prefix(root()).expect("below the root");
                 let text = fs::read_to_string(&path).expect("UTF-8");
                 found.push((name.to_string_lossy().into_owned(), text));
@@ -202,6 +238,50 @@ fn files_fit_a_sitting() {
             );
         }
     }
+    for (name, text) in files("python", "py") {
+        let lines = text.lines().count();
+        assert!(
+            lines <= LINES_MAX,
+            "{name} has {lines} lines, more than {LINES_MAX}"
+        );
+    }
+}
+
+#[test]
+fn python_modules_use_only_what_stands_below_them() {
+    let mut seen = 0;
+    for (name, text) in files("python/kvferry", "py") {
+        let module = name
+            .strip_prefix("python/kvferry/")
+            .and_then(|name| name.strip_suffix(".py"));
+        let arrows = PYTHON_ARROWS
+            .iter()
+            .find(|(from, _, _)| Some(*from) == module);
+        let (from, allowed, packages) =
+            arrows.unwrap_or_else(|| panic_at(&name, 0, "belongs to no known module"));
+        // What stands deeper is for type checkers alone, or answers a missing package.
+        for (line, text) in text.lines().enumerate() {
+            let words: Vec<&str> = text.split([' ', '.', ',']).collect();
+            let used = match words[..] {
+                ["from", "kvferry", "import", ref modules @ ..] => modules.to_vec(),
+                ["from", "kvferry", module, ..] => vec![module],
+                ["from" | "import", package @ ("zmq" | "torch" | "vllm"), ..] => {
+                    if !packages.contains(&package) {
+                        panic_at(&name, line + 1, &format!("{from} must not use {package}"));
+                    }
+                    continue;
+                }
+                _ => continue,
+            };
+            for used in used.into_iter().filter(|used| !used.is_empty()) {
+                seen += 1;
+                if !allowed.contains(&used) {
+                    panic_at(&name, line + 1, &format!("{from} must not use {used}"));
+                }
+            }
+        }
+    }
+    assert!(seen > 15, "only {seen} uses seen: the test reads nothing");
 }
 
 #[test]
