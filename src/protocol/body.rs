@@ -136,10 +136,13 @@ pub struct Store {
     /// Bytes of one page hash; 0 without further hashes.
     #[serde(default)]
     pub hash_bytes: u8,
-    /// Hashes of pages behind those that the slot knows, packed.
+    /// Hashes of pages that the slot may not know yet, packed.
     #[serde(with = "serde_bytes", default)]
     #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
     pub more_hashes: Vec<u8>,
+    /// Position of the first of them. What the slot knows already must be the same, and nothing may be left out.
+    #[serde(default)]
+    pub more_from: u32,
 }
 
 /// Answer to [`Store`]: a lookup finds stored and present pages from now on.

@@ -43,13 +43,17 @@ impl From<Request> for Message {
                 first_page,
                 more,
                 source,
-            } => Self::Store(Store {
-                slot: slot.0,
-                first_page,
-                source: source.into(),
-                hash_bytes: more.as_ref().map_or(0, width),
-                more_hashes: more.map_or_else(Vec::new, PageHashes::into_bytes),
-            }),
+            } => {
+                let (more_from, more) = more.unzip();
+                Self::Store(Store {
+                    slot: slot.0,
+                    first_page,
+                    source: source.into(),
+                    hash_bytes: more.as_ref().map_or(0, width),
+                    more_hashes: more.map_or_else(Vec::new, PageHashes::into_bytes),
+                    more_from: more_from.unwrap_or(0),
+                })
+            }
             Request::Reset { scope } => Self::Reset(reset(scope)),
             Request::Finish { slot } => Self::Finish(Finish { slot: slot.0 }),
         }
@@ -78,11 +82,10 @@ impl TryFrom<Message> for Request {
                 first_page: store.first_page,
                 more: match store.more_hashes.is_empty() {
                     true => None,
-                    false => Some(page_hashes(
-                        "more_hashes",
-                        store.hash_bytes,
-                        store.more_hashes,
-                    )?),
+                    false => Some((
+                        store.more_from,
+                        page_hashes("more_hashes", store.hash_bytes, store.more_hashes)?,
+                    )),
                 },
                 source: store.source.list,
             }),

@@ -79,6 +79,7 @@ pub fn examples() -> Vec<(&'static str, Message)> {
                 source: pages(&[1, 2, 3, 70_000]).into(),
                 hash_bytes: 16,
                 more_hashes: vec![0xab; 16],
+                more_from: 8,
             }),
         ),
         (

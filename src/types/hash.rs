@@ -101,13 +101,23 @@ impl PageHashes {
         self.bytes.truncate(pages.saturating_mul(self.width));
     }
 
-    /// Appends the pages of `more`, which must have the same width; returns false, unchanged, otherwise.
-    #[must_use]
-    pub fn extend(&mut self, more: &Self) -> bool {
-        if more.width == self.width {
-            self.bytes.extend_from_slice(&more.bytes);
+    /// Takes `more`, whose first hash is that of page `from`. What is known already must be the same; what is not is
+    /// appended. Unchanged when it does not fit.
+    pub fn extend_from(&mut self, from: usize, more: &Self) -> Result<(), HashesDiffer> {
+        if more.width != self.width {
+            return Err(HashesDiffer::Width);
         }
-        more.width == self.width
+        let known = self
+            .len()
+            .checked_sub(from)
+            .ok_or(HashesDiffer::Gap { known: self.len() })?;
+        let shared = known.min(more.len()) * self.width;
+        let at = from * self.width;
+        if self.bytes[at..at + shared] != more.bytes[..shared] {
+            return Err(HashesDiffer::Content);
+        }
+        self.bytes.extend_from_slice(&more.bytes[shared..]);
+        Ok(())
     }
 
     /// True when `other` starts with the pages of `self` or the other way round: one sequence, seen at two moments.
@@ -115,6 +125,20 @@ impl PageHashes {
         let shared = self.bytes.len().min(other.bytes.len());
         self.width == other.width && self.bytes[..shared] == other.bytes[..shared]
     }
+}
+
+/// Why hashes do not continue a sequence.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HashesDiffer {
+    /// They have another width.
+    Width,
+    /// They begin behind what is known.
+    Gap {
+        /// Hashes that are known.
+        known: usize,
+    },
+    /// A page that is known has another hash.
+    Content,
 }
 
 impl fmt::Debug for PageHashes {

@@ -16,7 +16,7 @@ mod units;
 
 pub use fragment::{FragmentPair, PageCursor, PageList, PageRun};
 pub use geometry::{GeometryError, GroupGeometry, RATIO_MAX, Ratio};
-pub use hash::{Anchor, Fingerprint, HASH_BYTES_MAX, HASH_BYTES_MIN, PageHashes};
+pub use hash::{Anchor, Fingerprint, HASH_BYTES_MAX, HASH_BYTES_MIN, HashesDiffer, PageHashes};
 pub use ids::{
     AttachId, DepotId, DomainId, EngineId, Epoch, Generation, GroupId, OpId, Rank, Replica,
     RequestId, ResetId, Shard, SlotId, WorkerId,

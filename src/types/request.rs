@@ -32,8 +32,8 @@ pub enum Request {
         slot: SlotId,
         /// Position of the first page in the sequence.
         first_page: u32,
-        /// Hashes of pages that the slot does not know yet, behind those that it knows.
-        more: Option<PageHashes>,
+        /// Hashes of pages that the slot may not know yet, and the position of the first of them.
+        more: Option<(u32, PageHashes)>,
         /// Device pages, one for each page from `first_page` on.
         source: PageList,
     },

@@ -166,6 +166,7 @@ pub fn store(slot: u64, pages: u32) -> Message {
         source: PageList::run(0, pages).into(),
         hash_bytes: 0,
         more_hashes: Vec::new(),
+        more_from: 0,
     })
 }
 

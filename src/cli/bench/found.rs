@@ -257,6 +257,7 @@ async fn store(engine: &Client, prompt: u64, pages: u32) -> Result<(), CommandEr
         source: PageList::run(0, pages).into(),
         hash_bytes: 0,
         more_hashes: Vec::new(),
+        more_from: 0,
     };
     match ask(engine, Message::Store(store)).await? {
         Message::StoreAnswer(answer) if answer.stored_pages == pages => Ok(()),

@@ -361,6 +361,7 @@ impl Moves {
                 .into(),
             hash_bytes: 0,
             more_hashes: Vec::new(),
+            more_from: 0,
         };
         let begun = Instant::now();
         let answer = self.ask_as(id, Message::Store(store)).await?;

@@ -12,7 +12,8 @@ use crate::core::sabotage::{Bug, planted};
 use crate::core::slot::{HASH_BYTES_PER_ENGINE_MAX, Slot};
 use crate::types::{Answer, Copy, Direction};
 use crate::types::{
-    FragmentPair, Generation, OpId, PageCursor, PageHashes, PageList, PageRun, Rank, SlotId,
+    FragmentPair, Generation, HashesDiffer, OpId, PageCursor, PageHashes, PageList, PageRun, Rank,
+    SlotId,
 };
 
 use super::ops::{Op, Work};
@@ -58,7 +59,7 @@ impl Leader {
         due: Due,
         id: SlotId,
         first_page: u32,
-        more: Option<PageHashes>,
+        more: Option<(u32, PageHashes)>,
         source: &PageList,
         effects: &mut Vec<Effect>,
     ) -> Result<Option<Answer>, Refusal> {
@@ -228,31 +229,55 @@ impl Leader {
     }
 }
 
-/// Appends hashes that the slot does not know yet.
+/// Appends hashes that the slot does not know yet; those that it knows must be the same.
 fn extend_hashes(
     slot: &mut Slot,
     hash_bytes: &mut usize,
-    more: Option<PageHashes>,
+    more: Option<(u32, PageHashes)>,
 ) -> Result<(), Refusal> {
-    let Some(more) = more else { return Ok(()) };
-    let added = more.as_bytes().len();
-    if *hash_bytes + added > HASH_BYTES_PER_ENGINE_MAX {
+    let Some((from, more)) = more else {
+        return Ok(());
+    };
+    let before = slot.hashes.as_bytes().len();
+    let after = match from as usize <= slot.hashes.len() {
+        true => before.max(from as usize * more.width() + more.as_bytes().len()),
+        false => before,
+    };
+    if *hash_bytes + (after - before) > HASH_BYTES_PER_ENGINE_MAX {
         let max = HASH_BYTES_PER_ENGINE_MAX as u64;
         return Err(Refusal::Limit {
             limit: "bytes of page hashes",
             max,
         });
     }
-    let width = more.width();
-    if !Arc::make_mut(&mut slot.hashes).extend(&more) {
-        return Err(Refusal::Invalid {
-            field: "hash_bytes",
-            value: width.to_string(),
-            remedy: "use one width for all hashes of a slot",
-        });
+    let invalid = |field, value, remedy| {
+        Err(Refusal::Invalid {
+            field,
+            value,
+            remedy,
+        })
+    };
+    match Arc::make_mut(&mut slot.hashes).extend_from(from as usize, &more) {
+        Ok(()) => {
+            *hash_bytes += slot.hashes.as_bytes().len() - before;
+            Ok(())
+        }
+        Err(HashesDiffer::Width) => invalid(
+            "hash_bytes",
+            more.width().to_string(),
+            "use one width for all hashes of a slot",
+        ),
+        Err(HashesDiffer::Gap { known }) => invalid(
+            "more_from",
+            format!("{from}, and the slot knows {known} hashes"),
+            "leave none out",
+        ),
+        Err(HashesDiffer::Content) => invalid(
+            "more_hashes",
+            format!("other hashes than the slot knows, from page {from} on"),
+            "hashes of a slot do not change: look up again",
+        ),
     }
-    *hash_bytes += added;
-    Ok(())
 }
 
 /// Looks at the sequence from its first page on: what is there or on its way is left alone, what is missing in `wanted`

@@ -117,7 +117,7 @@ fn lookup(slot: u64, pages: usize) -> Request {
     }
 }
 
-fn store(slot: u64, more: Option<PageHashes>) -> Request {
+fn store(slot: u64, more: Option<(u32, PageHashes)>) -> Request {
     Request::Store {
         slot: SlotId(slot),
         first_page: 0,
@@ -154,9 +154,12 @@ fn the_bytes_of_hashes_are_those_of_the_slots() {
             .is_ok()
     );
     assert_eq!(*hash_bytes(&mut leader), 80, "the slot began anew");
-    assert_eq!(ask(&mut leader, 4, store(1, Some(hashes(16, 2)))), None);
+    assert_eq!(
+        ask(&mut leader, 4, store(1, Some((3, hashes(16, 2))))),
+        None
+    );
     assert_eq!(*hash_bytes(&mut leader), 112);
-    let other_width = ask(&mut leader, 5, store(2, Some(hashes(32, 2))));
+    let other_width = ask(&mut leader, 5, store(2, Some((2, hashes(32, 2)))));
     let refused = Err(Refusal::Invalid {
         field: "hash_bytes",
         value: "32".to_owned(),
@@ -176,6 +179,40 @@ fn the_bytes_of_hashes_are_those_of_the_slots() {
 }
 
 #[test]
+fn hashes_of_a_store_continue_those_of_the_slot() {
+    let mut leader = serving();
+    let known = ask(&mut leader, 1, lookup(1, 3));
+    assert!(known.expect("an answer").is_ok());
+    let others = PageHashes::packed(16, vec![4; 48]).expect("fits");
+    let refused = [
+        (
+            "more_from",
+            "4, and the slot knows 3 hashes",
+            (4, hashes(16, 1)),
+        ),
+        (
+            "more_hashes",
+            "other hashes than the slot knows, from page 2 on",
+            (2, others),
+        ),
+    ];
+    for (id, (field, value, more)) in (2..).zip(refused) {
+        match ask(&mut leader, id, store(1, Some(more))) {
+            Some(Err(Refusal::Invalid {
+                field: named,
+                value: said,
+                ..
+            })) => assert_eq!((named, said.as_str()), (field, value)),
+            other => panic!("{other:?}"),
+        }
+        assert_eq!(*hash_bytes(&mut leader), 48);
+    }
+    let overlapping = store(1, Some((1, hashes(16, 4))));
+    assert_eq!(ask(&mut leader, 4, overlapping), None, "a copy begins");
+    assert_eq!(*hash_bytes(&mut leader), 80);
+}
+
+#[test]
 fn an_engine_has_no_more_bytes_of_hashes_than_the_limit() {
     let mut leader = serving();
     let limit = || {
@@ -191,10 +228,16 @@ fn an_engine_has_no_more_bytes_of_hashes_than_the_limit() {
     );
     *hash_bytes(&mut leader) = HASH_BYTES_PER_ENGINE_MAX - 32;
     assert_eq!(ask(&mut leader, 2, lookup(2, 3)), limit());
-    assert_eq!(ask(&mut leader, 3, store(1, Some(hashes(16, 3)))), limit());
+    assert_eq!(
+        ask(&mut leader, 3, store(1, Some((1, hashes(16, 3))))),
+        limit()
+    );
     assert_eq!(*hash_bytes(&mut leader), HASH_BYTES_PER_ENGINE_MAX - 32);
     *hash_bytes(&mut leader) += 16;
-    assert_eq!(ask(&mut leader, 4, store(1, Some(hashes(16, 1)))), None);
+    assert_eq!(
+        ask(&mut leader, 4, store(1, Some((1, hashes(16, 1))))),
+        None
+    );
     assert_eq!(*hash_bytes(&mut leader), HASH_BYTES_PER_ENGINE_MAX);
     *hash_bytes(&mut leader) -= 16;
     assert!(
