@@ -67,7 +67,7 @@ class Failure(Exception):
 class Question:
     """One request and, once :attr:`done`, how it ended."""
 
-    __slots__ = ("_ended", "answer", "body", "expires", "failure", "id", "kind", "link", "told", "until")
+    __slots__ = ("_ended", "answer", "body", "expires", "failure", "id", "kind", "link", "sent_bytes", "told", "until")
 
     def __init__(self, identity: int, message: msgspec.Struct, told: float, expires: float, link: int | None):
         self.id = identity
@@ -77,6 +77,8 @@ class Question:
         self.told = told
         self.expires = expires
         self.link = link
+        #: Bytes of it that take up credits of the connection; None while it was not sent over it.
+        self.sent_bytes: int | None = None
         self.answer: msgspec.Struct | None = None
         self.failure: Failure | None = None
         self.until: Callable[[Question], None] | None = None
@@ -138,7 +140,7 @@ class Client:
         self._links = itertools.count(1)
         self._next_turn: float | None = None
         self._credits = (1, 1)
-        self._in_flight_bytes = 0
+        self._in_flight = self._in_flight_bytes = 0
         self._thread = threading.Thread(target=self._run, name=f"kvferry {hello.role} {hello.rank}", daemon=True)
 
     # Anybody's thread.
@@ -183,8 +185,9 @@ class Client:
 
     def poke(self) -> None:
         """Wakes the client's thread, so that it takes its turn."""
-        if not self._closing:
-            os.eventfd_write(self._wake, 1)
+        with self._lock:
+            if not self._closing:
+                os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
         """Ends the conversation. What waits for an answer fails."""
@@ -192,7 +195,7 @@ class Client:
             if self._closing:
                 return
             self._closing = True
-        os.eventfd_write(self._wake, 1)
+            os.eventfd_write(self._wake, 1)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(_CLOSE_LIMIT_S)
 
@@ -216,11 +219,13 @@ class Client:
                     self._meanwhile(until)
                 backoff_s = min(backoff_s * 2, _BACKOFF_MAX_S)
         finally:
+            with self._lock:
+                self._closing = True
+                os.close(self._wake)
             self._take_new()
             for question in list(self._open.values()):
                 self._settle(question, None, Failure(Code.DRAINING, "the conversation was closed", said=False))
             context.destroy(linger=0)
-            os.close(self._wake)
 
     def _set_trouble(self, trouble: str) -> None:
         if trouble != self.trouble:
@@ -231,6 +236,9 @@ class Client:
         if self.lost_at is None:
             self.lost_at = time.monotonic()
         self.link = 0
+        self._in_flight = self._in_flight_bytes = 0
+        for question in self._open.values():
+            question.sent_bytes = None
         for question in [question for question in self._open.values() if question.link is not None]:
             self._settle(question, None, Failure(Code.DEADLINE, "the connection broke", said=False, retry=True))
         self._take_turn()
@@ -241,7 +249,9 @@ class Client:
         self._expire()
         self._take_turn()
         timeout_s = self._until_next(until) - time.monotonic()
-        select.select([self._wake], [], [], max(timeout_s, 0.0))
+        wake = select.poll()
+        wake.register(self._wake, select.POLLIN)
+        wake.poll(max(timeout_s, 0.0) * 1000)
         self._drain_wake()
 
     def _connect_and_converse(self, context: zmq.Context) -> bool:
@@ -307,8 +317,10 @@ class Client:
     def _converse(self, socket: zmq.Socket, monitor: zmq.Socket, welcome: wire.Welcome) -> None:
         self._version = welcome.version
         self._credits = (max(welcome.request_credits, 1), max(welcome.byte_credits, 1))
-        self._in_flight_bytes = 0
+        self._in_flight = self._in_flight_bytes = 0
         self._unsent = collections.deque(self._open[identity] for identity in sorted(self._open))
+        for question in self._unsent:
+            question.sent_bytes = None
         self.trouble = ""
         self.lost_at = None
         self.link = next(self._links)
@@ -369,12 +381,13 @@ class Client:
             if question.done:
                 self._unsent.popleft()
                 continue
-            sent = len(self._open) - len(self._unsent)
             too_much = self._in_flight_bytes + len(question.body) > byte_credits
-            if sent > 0 and (sent >= requests or too_much):
+            if self._in_flight > 0 and (self._in_flight >= requests or too_much):
                 return
             self._unsent.popleft()
-            self._in_flight_bytes += len(question.body)
+            question.sent_bytes = len(question.body)
+            self._in_flight += 1
+            self._in_flight_bytes += question.sent_bytes
             left_ms = max(int((question.told - time.monotonic()) * 1000), 1)
             head = wire.header(self._version, question.kind, question.id, left_ms, self.epoch)
             socket.send_multipart([head, question.body])
@@ -384,6 +397,9 @@ class Client:
             question = self._new.popleft()
             self._open[question.id] = question
             heapq.heappush(self._expiry, (question.expires, question.id))
+            if len(self._expiry) > 4 * OPEN_MAX:
+                self._expiry = [(each.expires, each.id) for each in self._open.values()]
+                heapq.heapify(self._expiry)
             if question.link is not None and question.link != self.link:
                 self._settle(question, None, Failure(Code.DEADLINE, "the connection broke", said=True, retry=True))
             else:
@@ -400,14 +416,21 @@ class Client:
     def _settle(self, question: Question, answer: msgspec.Struct | None, failure: Failure | None) -> None:
         if self._open.pop(question.id, None) is None:
             return
-        self._in_flight_bytes = max(self._in_flight_bytes - len(question.body), 0)
+        if question.sent_bytes is not None:
+            self._in_flight -= 1
+            self._in_flight_bytes -= question.sent_bytes
         with self._lock:
             self._count -= 1
         question._end(answer, failure)
 
     def _take_turn(self) -> None:
-        if self._turn is not None:
+        if self._turn is None:
+            return
+        try:
             self._next_turn = self._turn()
+        except Exception:
+            logger.exception("kvferry: %s: a turn failed", self.directory)
+            self._next_turn = time.monotonic() + _BACKOFF_MAX_S
 
     def _until_next(self, at: float) -> float:
         if self._expiry:

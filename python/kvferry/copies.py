@@ -136,5 +136,9 @@ class Copies:
         times = [copy.asked_at for copy in self._open.values() if any(block.ref_cnt == 1 for block in copy.blocks)]
         return min(times, default=None)
 
+    def stores(self) -> int:
+        """Stores that are not known to be over."""
+        return sum(copy.store for copy in self._open.values())
+
     def __len__(self) -> int:
         return len(self._open)

@@ -25,6 +25,7 @@ _METHODS: dict[str, tuple[str, ...]] = {
     "on_new_request": ("request",),
     "update_connector_output": ("connector_output",),
     "has_pending_block_frees": (),
+    "has_pending_push_work": (),
     "reset_cache": (),
     "shutdown": (),
 }
@@ -62,7 +63,7 @@ def differences(base: type, hma: type, block_pool: type, scheduler_output: type,
     if not hasattr(hma, "request_finished_all_groups"):
         found.append(f"{hma.__name__}.request_finished_all_groups is missing")
     for cls, names in (
-        (block_pool, ("touch", "free_blocks")),
+        (block_pool, ("touch", "free_blocks", "reset_prefix_cache")),
         (scheduler_output, ("num_scheduled_tokens", "preempted_req_ids", "kv_connector_block_state")),
         (block_state, ("get_block_ids",)),
     ):

@@ -5,10 +5,12 @@ anything is written to it, so nothing is left behind however the engine ends.
 """
 
 import contextlib
+import fcntl
 import os
 import secrets
 import socket
 import struct
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ _HAND_OVER_LIMIT_S = 2.0
 _NONCE_ROOM_BYTES = 4096
 _NONCE_BYTES = 32
 _SHM = "/dev/shm"
+#: Moving the memory of another rank takes less, at a GiB a second.
+_FOLDER_LIMIT_S = 120.0
 
 
 class Unsupported(Exception):
@@ -83,6 +87,10 @@ class KvMemory:
 
     def _share(self, storages: list[torch.UntypedStorage]) -> None:
         by_address = {storage.data_ptr(): storage for storage in storages}
+        with contextlib.closing(_Folder(_SHM)):
+            self._move(by_address)
+
+    def _move(self, by_address: dict[int, torch.UntypedStorage]) -> None:
         wanted = sum(storage.nbytes() for storage in by_address.values() if not storage.is_shared())
         room = os.statvfs(_SHM)
         free = room.f_bavail * room.f_frsize
@@ -135,21 +143,45 @@ class KvMemory:
             "page_stride_bytes": view.strides[0] * tensor.element_size(),
         }
 
-    def hand_over(self, directory: Path) -> tuple[list[bytes], int]:
+    def hand_over(self, directory: Path) -> tuple[list[bytes], int | None, int | None]:
         """Gives the worker in ``directory`` the descriptors.
 
-        Returns their tickets, and the process that has them (0 where that cannot be seen).
+        Returns their tickets, the process that has them (0 when it is dead, None where it cannot be seen), and a
+        descriptor of that process, which is the caller's to close.
 
         Raises:
             OSError: the worker does not take them.
         """
         check_directory(directory)
-        tickets, process = [], 0
-        for piece in self._pieces:
-            ticket = secrets.token_bytes(16)
-            process = _send_fd(directory / FD_SOCKET_NAME, ticket, piece.fd)
-            tickets.append(ticket)
-        return tickets, process
+        tickets = [secrets.token_bytes(16) for _ in self._pieces]
+        process: int | None = None
+        process_fd: int | None = None
+        for piece, ticket in zip(self._pieces, tickets, strict=True):
+            if process_fd is not None:
+                os.close(process_fd)
+                process_fd = None
+            process, process_fd = _send_fd(directory / FD_SOCKET_NAME, ticket, piece.fd)
+        return tickets, process, process_fd
+
+
+class _Folder:
+    """Held by one rank at a time, so that each sees the room that the others have left."""
+
+    def __init__(self, path: str):
+        self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        until = time.monotonic() + _FOLDER_LIMIT_S
+        while True:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    self.close()
+                    raise Unsupported(f"another process has locked {path} for {_FOLDER_LIMIT_S:.0f} s") from None
+                time.sleep(0.01)
+
+    def close(self) -> None:
+        os.close(self._fd)
 
 
 @dataclass(frozen=True)
@@ -178,7 +210,7 @@ class _View:
         return cls([pages, *(length for length, _ in kept)], [stride, *(step for _, step in kept)], elements)
 
 
-def _send_fd(path: Path, ticket: bytes, fd: int) -> int:
+def _send_fd(path: Path, ticket: bytes, fd: int) -> tuple[int | None, int | None]:
     if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
         raise OSError(f"{path} is longer than the {SOCKET_PATH_BYTES_MAX} bytes of a socket's path")
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as worker:
@@ -191,4 +223,12 @@ def _send_fd(path: Path, ticket: bytes, fd: int) -> int:
         socket.send_fds(worker, [ticket], [fd])
         if worker.recv(1) != b"\x01":
             raise OSError(f"{path}: the worker did not take the descriptor")
-        return process
+        if process <= 0:
+            # It lives in a space of processes that is not ours.
+            return None, None
+        try:
+            return process, os.pidfd_open(process)
+        except ProcessLookupError:
+            return 0, None
+        except OSError:
+            return None, None

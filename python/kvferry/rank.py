@@ -3,6 +3,7 @@
 It runs on a thread of its own; the engine's threads leave notes for it and never wait.
 """
 
+import contextlib
 import logging
 import os
 import select
@@ -46,7 +47,8 @@ class RankSession:
         #: descriptor that is readable once it is dead.
         self._process: int | None = 0
         self._process_fd: int | None = None
-        self._abandoning_since: float | None = None
+        #: Since when each abandoned request waits.
+        self._abandoned_at: dict[int, float] = {}
         hello = wire.Hello(role="rank", engine=engine, rank=rank, replica=replica, name=f"vLLM, rank {rank}")
         self._name = f"rank {rank}"
         self._client = Client(directory, hello, first_id=1 << 63, turn=self._turn)
@@ -56,20 +58,26 @@ class RankSession:
 
     def wrote(self, through: int) -> None:
         """The pages of stores up to this request are written."""
-        with self._lock:
-            self._owed.wrote(through)
-        self._client.poke()
+        if through > self._owed.written:
+            with self._lock:
+                self._owed.wrote(through)
+            self._client.poke()
 
     def abandon(self, requests: list[int]) -> None:
         """Takes the pages of these requests back; they come out of :meth:`over` once nothing is copied for them."""
+        now = time.monotonic()
         with self._lock:
             self._owed.abandon(requests)
+            for request in requests:
+                self._abandoned_at.setdefault(request, now)
         self._client.poke()
 
     def over(self) -> list[int]:
         """Abandoned requests for which nothing is copied any more, each once."""
         with self._lock:
             over, self._over = self._over, []
+            for request in over:
+                self._abandoned_at.pop(request, None)
         return over
 
     @property
@@ -119,8 +127,8 @@ class RankSession:
     def _message(self, demand: owed.Demand) -> wire.Register | wire.Written | wire.Abandon:
         match demand:
             case owed.Register(after):
-                tickets, process = self._memory.hand_over(self._directory)
-                self._remember_process(process)
+                tickets, process, process_fd = self._memory.hand_over(self._directory)
+                self._remember_process(process, process_fd)
                 return wire.Register(after, self._engine, self._memory.describe(tickets))
             case owed.Written(through):
                 return wire.Written(through)
@@ -154,38 +162,36 @@ class RankSession:
 
     # Dead workers copy nothing.
 
-    def _remember_process(self, process: int) -> None:
+    def _remember_process(self, process: int | None, process_fd: int | None) -> None:
         self._forget_process()
-        self._process = process if process > 0 else None
-        if process > 0:
-            try:
-                self._process_fd = os.pidfd_open(process)
-            except ProcessLookupError:
-                self._process = 0
-            except OSError as error:
-                self._process = None
-                logger.debug("kvferry: process %d cannot be watched: %s", process, error)
+        self._process, self._process_fd = process, process_fd
 
     def _forget_process(self) -> None:
         if self._process_fd is not None:
             os.close(self._process_fd)
         self._process_fd = None
 
+    def _process_is_dead(self) -> bool:
+        if self._process_fd is None:
+            return False
+        process = select.poll()
+        process.register(self._process_fd, select.POLLIN)
+        return bool(process.poll(0))
+
     def _fence(self, now: float) -> None:
         if not self._owed.abandoned:
-            self._abandoning_since = None
             return
-        if self._abandoning_since is None:
-            self._abandoning_since = now
+        waited_s = now - min(self._abandoned_at[request] for request in self._owed.abandoned)
         if self._process_fd is None:
             if self._process == 0:
                 self._over.extend(self._owed.dead())
-        elif select.select([self._process_fd], [], [], 0)[0]:
+        elif self._process_is_dead():
             self._over.extend(self._owed.dead())
-        elif now - self._abandoning_since > KILL_AFTER_S:
+        elif waited_s > KILL_AFTER_S:
             logger.error(
                 "kvferry: worker %s gives no pages back for %.0f s and nobody ends it: it is killed",
                 self._process,
-                now - self._abandoning_since,
+                waited_s,
             )
-            signal.pidfd_send_signal(self._process_fd, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._process_fd, signal.SIGKILL)

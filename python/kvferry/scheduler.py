@@ -8,8 +8,12 @@ of its request. When kvferry cannot be asked how a copy ended, each rank makes s
 before the pages are used again (:mod:`kvferry.copies`).
 """
 
+import hashlib
 import logging
+import os
+import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,10 +38,12 @@ FRESH_S = 15.0
 ABSENT_S = 1.0
 #: Preemption waits for stores that free pages, unless they take longer than this.
 FREES_SOON_S = 0.1
-#: Where nobody runs steps of an idle engine, its last request waits so long for stores of its pages.
+#: Where nobody runs steps, stores of pages that are wanted back are waited for so long.
 LAST_STORES_S = 0.25
-FINISH_LIMIT_S = 10.0
-RESET_LIMIT_S = 5.0
+#: After a store that the leader could not take, nothing is stored for so long.
+STORE_PAUSE_S = 1.0
+FINISH_LIMIT_S = 30.0
+RESET_LIMIT_S = 1.0
 
 
 @dataclass(eq=False)
@@ -94,7 +100,7 @@ class SchedulerSide:
         *,
         engine: bytes,
         replica: int,
-        namespace: bytes,
+        namespace: str,
         page_tokens: int,
         ranks: int,
         idles: bool,
@@ -102,7 +108,8 @@ class SchedulerSide:
     ):
         """``idles``: steps of an idle engine are run too, so that what is over is noticed."""
         self._settings = settings
-        self._namespace = namespace
+        #: What pages depend on, and a text of our own behind a reset that the leader did not confirm.
+        self._namespace = [namespace]
         self._page_tokens = page_tokens
         self._idles = idles
         self._tracked: dict[str, Tracked] = {}
@@ -110,6 +117,12 @@ class SchedulerSide:
         self._step = StepMetadata()
         self._last_store = 0
         self._told_absent = False
+        #: When the cache was last reset: what was stored before is not stored again.
+        self._reset_at = 0.0
+        self._reset_owed: Question | None = None
+        self._reset_again_at = 0.0
+        #: A leader that cannot store now is left alone until then.
+        self._store_again_at = 0.0
         # Ids and slots grow also over a restart of an engine with the same name.
         self._next_slot = base = time.time_ns() // 1000
         hello = wire.Hello(role="engine", engine=engine, replica=replica, name="vLLM")
@@ -118,8 +131,19 @@ class SchedulerSide:
         self._client.start()
 
     def bind_pool(self, pool: "BlockPool") -> None:
-        """The engine's pool of pages."""
+        """The engine's pool of pages.
+
+        vLLM resets it only while no page is held, and asks nobody before. An engine that is paused or idle runs no
+        step in which the end of a store would be noticed, so that is done here, within a limit.
+        """
         self._copies.bind_pool(pool)
+        reset = pool.reset_prefix_cache
+
+        def reset_behind_stores() -> bool:
+            self._wait_for_stores(self._copies.stores)
+            return reset()
+
+        pool.reset_prefix_cache = reset_behind_stores  # type: ignore[method-assign]
 
     def _watch(self) -> float | None:
         """Says once that kvferry is away, and once that it is back. On the client's thread."""
@@ -152,11 +176,10 @@ class SchedulerSide:
         return tracked
 
     def _namespace_of(self, request: "Request") -> bytes:
-        """Salts and multimodal inputs are in the hashes; of a LoRA only its name is."""
+        """32 bytes. Salts and multimodal inputs are in the hashes; of a LoRA only its name is."""
         lora = request.lora_request
-        if lora is None:
-            return self._namespace
-        return self._namespace + f"|lora={lora.lora_name!r}:{lora.lora_path!r}".encode()
+        adapter = f"lora={lora.lora_name!r}, {identity(lora.lora_path)}" if lora else "no lora"
+        return hashlib.blake2b("\n".join([*self._namespace, adapter]).encode(), digest_size=32).digest()
 
     def finished(self, request: "Request") -> bool:
         """A request is over. Returns whether vLLM keeps its pages until it is reported sent."""
@@ -167,15 +190,15 @@ class SchedulerSide:
         if tracked.known_there:
             self._client.ask(wire.Finish(tracked.slot), FINISH_LIMIT_S)
         if tracked.stores and not self._idles and all(other.finished for other in self._tracked.values()):
-            self._wait_for_stores(tracked)
+            self._wait_for_stores(lambda: tracked.stores)
         # Pages are given back once: when a load is reported, or when stores are.
         tracked.delayed = tracked.stores > 0 and not tracked.receiving
         self._forget_if_over(tracked)
         return tracked.delayed
 
-    def _wait_for_stores(self, tracked: Tracked) -> None:
+    def _wait_for_stores(self, under_way: Callable[[], int]) -> None:
         until = time.monotonic() + LAST_STORES_S
-        while tracked.stores and (left_s := until - time.monotonic()) > 0:
+        while under_way() and (left_s := until - time.monotonic()) > 0:
             self._copies.wait(left_s)
             self._settle()
 
@@ -189,7 +212,9 @@ class SchedulerSide:
         """Tokens behind the computed ones that can be loaded; None: ask again."""
         tracked = self.track(request)
         tracked.device_pages = device_pages = computed_tokens // self._page_tokens
-        if tracked.computes or tracked.load is not None or not self._client.listening:
+        # vLLM ignores hits of a request that does not read its prefix cache: nothing is held for it then.
+        idle = tracked.computes or tracked.load is not None or request.skip_reading_prefix_cache
+        if idle or not self._client.listening:
             return 0
         # At least one token is left to compute.
         pages = min((request.num_tokens - 1) // self._page_tokens, len(request.block_hashes), wire.HASHES_MAX)
@@ -197,7 +222,7 @@ class SchedulerSide:
             return 0
         lookup = tracked.lookup
         if lookup is None or not self._serves(lookup, device_pages, pages):
-            question = self._open(tracked, device_pages, pages)
+            question = self._open(tracked, device_pages, pages, self._settings.lookup_timeout_ms)
             lookup = Lookup(question, time.monotonic(), self._client.link, device_pages, pages)
             tracked.lookup = lookup
         if not lookup.question.done and self._budget_s > 0:
@@ -221,7 +246,7 @@ class SchedulerSide:
             return False
         return lookup.device_pages == device_pages or lookup.device_pages < device_pages < lookup.found()
 
-    def _open(self, tracked: Tracked, device_pages: int, pages: int) -> Question:
+    def _open(self, tracked: Tracked, device_pages: int, pages: int, timeout_ms: int) -> Question:
         """Opens the request's slot, or opens it anew: looks its pages up."""
         hashes = tracked.request.block_hashes[:pages]
         message = wire.Lookup(
@@ -231,7 +256,7 @@ class SchedulerSide:
             hashes=b"".join(hashes),
             device_pages=device_pages,
         )
-        tracked.opened = self._client.ask(message, self._settings.lookup_timeout_ms / 1000)
+        tracked.opened = self._client.ask(message, timeout_ms / 1000)
         tracked.known_there, tracked.epoch = True, self._client.epoch
         tracked.known = pages
         return tracked.opened
@@ -255,6 +280,7 @@ class SchedulerSide:
     def step(self, output: "SchedulerOutput") -> StepMetadata:
         """What this step's ranks must know. Asks to store the pages that the step fills."""
         self._settle()
+        self._reset_again()
         for request_id in output.preempted_req_ids or ():
             self._begin_anew(request_id)
         for request_id, tokens in output.num_scheduled_tokens.items():
@@ -281,17 +307,18 @@ class SchedulerSide:
         # Tokens that are only a guess have no hash; what is computed for them may be written over.
         computed = min(request.num_computed_tokens + tokens, request.num_tokens)
         full = min(computed // self._page_tokens, len(request.block_hashes))
-        if full <= tracked.full:
+        if full <= tracked.full or time.monotonic() < self._store_again_at:
             return
         tracked.full = full
         tables = state.get_block_ids(request.request_id)
         if tables is None or full > min(len(tables[0]), wire.HASHES_MAX):
             return
         if tracked.epoch != self._client.epoch or tracked.opened is None or tracked.opened.failure is not None:
-            self._open(tracked, full, full)
+            self._open(tracked, full, full, self._settings.store_timeout_ms)
         first, tracked.store_from = tracked.store_from, full
-        more = request.block_hashes[tracked.known : full]
-        tracked.known = max(tracked.known, full)
+        known = tracked.known
+        more = request.block_hashes[known:full]
+        tracked.known = max(known, full)
         copy = Copy(tracked, first, list(tables[0][first:full]), store=True)
         store = wire.Store(
             slot=tracked.slot,
@@ -299,6 +326,7 @@ class SchedulerSide:
             source=wire.runs(copy.pages),
             hash_bytes=len(more[0]) if more else 0,
             more_hashes=b"".join(more),
+            more_from=known,
         )
         tracked.stores += 1
         self._last_store = self._copies.begin(copy, store, self._settings.store_timeout_ms / 1000)
@@ -318,7 +346,10 @@ class SchedulerSide:
             logger.debug("kvferry: a store of %d pages failed: %s", len(copy.pages), copy.failure)
             # The slot is opened anew, and the pages are tried again when the next one is full.
             tracked.opened = None
-            tracked.store_from = min(tracked.store_from, copy.first_page)
+            if copy.failure is None or copy.failure.retry:
+                self._store_again_at = time.monotonic() + STORE_PAUSE_S
+            if copy.asked_at > self._reset_at:
+                tracked.store_from = min(tracked.store_from, copy.first_page)
         if tracked.delayed and not tracked.stores:
             self._step.sent.append(tracked.request.request_id)
 
@@ -349,24 +380,75 @@ class SchedulerSide:
         since = self._copies.frees_since()
         return since is not None and self._client.listening and time.monotonic() - since < FREES_SOON_S
 
+    def copying(self) -> bool:
+        """Whether some copy is not known to be over."""
+        return len(self._copies) > 0
+
     # The whole cache.
 
     def reset(self) -> bool:
-        """Forgets every page of the leader, within a limit; False when it did not confirm that."""
-        for tracked in self._tracked.values():
+        """Forgets every page of the leader; at least, this engine finds none of them any more.
+
+        A leader that does not confirm within a limit, because it is away or pages are held elsewhere, keeps them, for
+        other engines too; until it does, what this engine stores and finds has a name of its own.
+        """
+        self._reset_at = time.monotonic()
+        running = [tracked for tracked in self._tracked.values() if not tracked.finished]
+        for tracked in running:
+            # What was computed before is not stored any more, what was found is let go.
+            tracked.store_from = tracked.full
+            if tracked.lookup is not None:
+                pages = tracked.lookup.pages
+                self._open(tracked, pages, pages, self._settings.lookup_timeout_ms)
             tracked.lookup = None
+        self._reset_owed = None
+        if not self._confirmed():
+            self._namespace = [self._namespace[0], f"reset={secrets.token_hex(16)}"]
+            self._reset_owed = self._client.ask(wire.Reset(), RESET_LIMIT_S)
+            for tracked in running:
+                tracked.namespace, tracked.opened = self._namespace_of(tracked.request), None
+        return True
+
+    def _reset_again(self) -> None:
+        """A reset that was not confirmed is asked for until it is; then this engine shares pages with others again."""
+        if self._reset_owed is None or not self._reset_owed.done or time.monotonic() < self._reset_again_at:
+            return
+        if self._reset_owed.answer is not None:
+            self._reset_owed = None
+            del self._namespace[1:]
+            logger.info("kvferry: the leader confirmed the reset")
+        else:
+            self._reset_again_at = time.monotonic() + RESET_LIMIT_S
+            self._reset_owed = self._client.ask(wire.Reset(), RESET_LIMIT_S)
+
+    def _confirmed(self) -> bool:
         until = time.monotonic() + RESET_LIMIT_S
-        while True:
-            question = self._client.ask(wire.Reset(), max(until - time.monotonic(), 0.001))
-            question.wait(RESET_LIMIT_S)
-            failure = question.failure
+        why = "there is no leader"
+        while self._client.listening and (left_s := until - time.monotonic()) > 0:
+            question = self._client.ask(wire.Reset(), left_s)
+            question.wait(left_s)
             if question.answer is not None:
                 return True
-            if failure is None or failure.code != wire.Code.LEASED or time.monotonic() > until - 0.1:
-                logger.warning("kvferry: the cache was not reset: %s", failure or "no answer came in time")
-                return False
+            failure = question.failure
+            why = str(failure or "no answer came in time")
+            if failure is None or not failure.retry:
+                break
             time.sleep(0.02)
+        logger.warning("kvferry: the leader did not confirm a reset (%s): this engine finds nothing of before", why)
+        return False
 
     def close(self) -> None:
         """Ends the conversation: the leader forgets this engine."""
         self._client.close()
+
+
+def identity(path: str) -> str:
+    """What a model or an adapter is: its name; of a folder also where it really lies, and which files are in it."""
+    if not os.path.isdir(path):
+        return path
+    folder = os.path.realpath(path)
+    with os.scandir(folder) as entries:
+        files = sorted(
+            (entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in entries if entry.is_file()
+        )
+    return f"{folder} {files}"

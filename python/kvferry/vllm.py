@@ -34,7 +34,7 @@ except ImportError as error:
 
 from kvferry.memory import KvMemory, Place, Unsupported
 from kvferry.rank import RankSession
-from kvferry.scheduler import SchedulerSide
+from kvferry.scheduler import SchedulerSide, identity
 from kvferry.settings import Settings
 from kvferry.steps import RankReport, StepMetadata
 
@@ -73,6 +73,8 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._rank: RankSession | None = None
         self._steps: list[StepMetadata] = []
+        #: Of a rank without memory that kvferry could reach: nothing is copied there.
+        self._over: list[int] = []
         why = why_unsupported(vllm_config, kv_cache_config)
         if why is not None:
             if role == KVConnectorRole.SCHEDULER:
@@ -136,7 +138,9 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, StepMetadata):
             self._steps.append(connector_metadata)
-            if connector_metadata.abandon and self._rank is not None:
+            if self._rank is None:
+                self._over += connector_metadata.abandon
+            elif connector_metadata.abandon:
                 self._rank.abandon(connector_metadata.abandon)
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
@@ -170,7 +174,9 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """What this rank knows to be over."""
-        over = self._rank.over() if self._rank is not None else []
+        over, self._over = self._over, []
+        if self._rank is not None:
+            over += self._rank.over()
         return RankReport(dict.fromkeys(over, 1)) if over else None
 
     # The scheduler.
@@ -222,8 +228,12 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         """Whether waiting a little is better than preempting a request."""
         return self._scheduler is not None and self._scheduler.frees_soon()
 
+    def has_pending_push_work(self) -> bool:
+        """Whether steps of an idle engine are needed, to notice that copies are over."""
+        return self._scheduler is not None and self._scheduler.copying()
+
     def reset_cache(self) -> bool | None:
-        """Forgets every page of the leader."""
+        """Forgets every page of the leader; at least, this engine finds none of them any more."""
         return self._scheduler.reset() if self._scheduler is not None else True
 
 
@@ -292,22 +302,26 @@ def _data_parallel_index(config: "VllmConfig") -> int:
     return config.parallel_config.data_parallel_index
 
 
-def namespace_of(config: "VllmConfig", settings: Settings) -> bytes:
+def namespace_of(config: "VllmConfig", settings: Settings) -> str:
     """Everything, beside the tokens and the memory's shape, on which the bytes of a page depend."""
     model, cache = config.model_config, config.cache_config
     dummy = config.load_config.load_format == "dummy"
     parts = {
         "vllm": interface.version(),
-        "model": model.model,
+        "model": identity(model.model),
         "revision": model.revision,
+        "config": model.hf_config.to_json_string(use_diff=False),
+        "config_path": model.hf_config_path,
         "overrides": model.hf_overrides,
-        "dtype": str(model.dtype),
+        "max_model_len": model.max_model_len,
+        "multimodal": model.multimodal_config,
+        "dtype": model.dtype,
         "quantization": model.quantization,
         "kv_cache_dtype": cache.cache_dtype,
         "hash": cache.prefix_caching_hash_algo,
         "platform": current_platform.get_device_name(),
-        "attention": str(config.attention_config.backend),
+        "attention": config.attention_config,
         "dummy_weights": (model.seed, config.parallel_config.world_size) if dummy else None,
         "namespace": settings.namespace,
     }
-    return ";".join(f"{name}={value}" for name, value in parts.items()).encode()
+    return "\n".join(f"{name}={value}" for name, value in parts.items())

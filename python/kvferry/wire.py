@@ -131,13 +131,17 @@ class LoadAnswer(msgspec.Struct):
 
 
 class Store(msgspec.Struct):
-    """Keep these device pages, from position ``first_page`` on. ``more_hashes``: what the slot does not know yet."""
+    """Keep these device pages, from position ``first_page`` on.
+
+    ``more_hashes``, from position ``more_from`` on, are those that the slot may not know yet.
+    """
 
     slot: int
     first_page: int
     source: list
     hash_bytes: int = 0
     more_hashes: bytes = b""
+    more_from: int = 0
 
 
 class StoreAnswer(msgspec.Struct):

@@ -40,7 +40,7 @@ class Host:
         return [answer(output) for output in outputs]
 
     def reset(self, order: dict[str, Any]) -> bool:
-        return self.llm.llm_engine.reset_prefix_cache(reset_connector=order.get("connector", False))
+        return self.llm.llm_engine.reset_prefix_cache(order.get("running", False), order.get("connector", False))
 
     def metrics(self, order: dict[str, Any]) -> dict[str, float]:
         found = {metric.name: getattr(metric, "value", None) for metric in self.llm.get_metrics()}

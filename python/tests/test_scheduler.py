@@ -13,7 +13,7 @@ from daemon import eventually
 
 from kvferry import copies, wire
 from kvferry.client import Failure
-from kvferry.scheduler import SchedulerSide
+from kvferry.scheduler import SchedulerSide, identity
 from kvferry.settings import Settings
 from kvferry.steps import RankReport, StepMetadata
 from kvferry.wire import Code
@@ -101,6 +101,9 @@ class Pool:
             block.ref_cnt -= 1
             assert block.ref_cnt >= 0
 
+    def reset_prefix_cache(self) -> bool:
+        return not self.held()
+
     def held(self) -> list[int]:
         return [block.number for block in self.blocks if block.ref_cnt]
 
@@ -111,6 +114,7 @@ class Request:
     num_tokens: int
     num_computed_tokens: int = 0
     lora_request: Any = None
+    skip_reading_prefix_cache: bool = False
     block_hashes: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -130,7 +134,7 @@ class Engine:
             Settings(Path("/nowhere"), **settings),
             engine=b"e" * 16,
             replica=0,
-            namespace=b"model",
+            namespace="model",
             page_tokens=PAGE_TOKENS,
             ranks=RANKS,
             idles=idles,
@@ -309,7 +313,7 @@ def test_pages_are_stored_as_they_fill(engine: Engine) -> None:
     engine.step({asking: 1})
     more = engine.leader.last(wire.Store)
     assert (more.message.first_page, more.message.source) == (2, [20])
-    assert more.message.more_hashes == asking.block_hashes[2]
+    assert (more.message.more_from, more.message.more_hashes) == (2, asking.block_hashes[2])
     store.end(wire.StoreAnswer(2, 0))
     engine.step()
     assert engine.pool.held() == [20]
@@ -484,8 +488,112 @@ def test_adapters_are_apart(engine: Engine) -> None:
 def test_reset_is_confirmed_or_not(engine: Engine) -> None:
     engine.leader.answers[wire.Reset] = wire.ResetAnswer(3)
     assert engine.side.reset()
+    before = engine.side.track(request("a", 9)).namespace
+    assert engine.side.track(request("b", 9)).namespace == before
+    for answer in (refused(Code.DRAINING), refused(Code.LEASED)):
+        engine.leader.answers[wire.Reset] = answer
+        assert engine.side.reset()
+        assert engine.side.track(request("a", 9)).namespace != before, "what the leader kept is not found any more"
+        assert engine.side.track(request(f"c{answer.code}", 9)).namespace != before
+    engine.leader.link = 0
+    begun = time.monotonic()
+    assert engine.side.reset()
+    assert time.monotonic() - begun < 0.5, "nobody is waited for"
+
+
+def test_a_reset_that_was_not_confirmed_is_asked_for_until_it_is(engine: Engine) -> None:
+    before = engine.side.track(request("a", 9)).namespace
     engine.leader.answers[wire.Reset] = refused(Code.DRAINING)
-    assert not engine.side.reset()
+    assert engine.side.reset()
+    engine.leader.answers[wire.Reset] = wire.ResetAnswer(1)
+    eventually("it is asked again", lambda: engine.step() and shared(engine, before))
+    resets = engine.leader.count(wire.Reset)
+    engine.step()
+    assert engine.leader.count(wire.Reset) == resets
+
+
+def shared(engine: Engine, namespace: bytes) -> bool:
+    return engine.side.track(request(f"r{time.monotonic_ns()}", 9)).namespace == namespace
+
+
+def test_a_reset_does_not_open_what_is_finished(engine: Engine) -> None:
+    found(engine, 0)
+    asking = request("a", 8)
+    engine.side.matched_tokens(asking, 0)
+    engine.tables["a"] = [1, 2]
+    engine.step({asking: 8})
+    engine.side.finished(asking)
+    engine.leader.answers[wire.Reset] = wire.ResetAnswer(0)
+    lookups = engine.leader.count(wire.Lookup)
+    assert engine.side.reset()
+    assert engine.leader.count(wire.Lookup) == lookups
+
+
+def test_the_pool_is_reset_behind_stores(engine: Engine) -> None:
+    """Nobody runs steps of a paused engine."""
+    found(engine, 0)
+    asking = request("a", 8)
+    engine.side.matched_tokens(asking, 0)
+    engine.tables["a"] = [1, 2]
+    engine.step({asking: 8})
+    assert not engine.pool.reset_prefix_cache(), "not for ever"
+    assert engine.side.copying()
+    engine.leader.last(wire.Store).end(wire.StoreAnswer(2, 0))
+    assert engine.pool.reset_prefix_cache()
+    assert not engine.side.copying()
+
+
+def test_a_leader_that_cannot_store_is_left_alone_for_a_while(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    found(engine, 0)
+    asking = request("a", 8)
+    engine.side.matched_tokens(asking, 0)
+    engine.tables["a"] = [1, 2, 3, 4]
+    engine.step({asking: 8})
+    engine.leader.last(wire.Store).end(Failure(Code.NOT_READY, "not yet", said=True, retry=True))
+    asking.grow(4)
+    engine.step({asking: 4})
+    assert engine.leader.count(wire.Store) == 1
+    monkeypatch.setattr(engine.side, "_store_again_at", 0.0)
+    asking.grow(1)
+    engine.step({asking: 1})
+    message = engine.leader.last(wire.Store).message
+    assert (message.first_page, message.source) == (0, [[1, 3]])
+
+
+def test_a_folder_is_known_by_what_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert identity("org/model") == "org/model"
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_text(name)
+    seen = {identity(str(tmp_path / name)) for name in ("a", "b")}
+    monkeypatch.chdir(tmp_path / "a")
+    seen.add(identity("."))
+    assert len(seen) == 2
+    (tmp_path / "a" / "weights").write_text("other")
+    assert identity(".") not in seen
+
+
+def test_what_was_computed_before_a_reset_is_not_stored_after_it(engine: Engine) -> None:
+    found(engine, 0)
+    asking = request("a", 8)
+    engine.side.matched_tokens(asking, 0)
+    engine.tables["a"] = [1, 2, 3]
+    engine.step({asking: 8})
+    engine.leader.answers[wire.Reset] = wire.ResetAnswer(0)
+    assert engine.side.reset()
+    engine.leader.last(wire.Store).end(refused(Code.UNKNOWN_SLOT))
+    asking.grow(4)
+    engine.step({asking: 4})
+    message = engine.leader.last(wire.Store).message
+    assert (message.first_page, message.source) == (2, [3])
+
+
+def test_a_request_that_does_not_read_the_cache_holds_nothing(engine: Engine) -> None:
+    found(engine, 4)
+    asking = request("a", 33)
+    asking.skip_reading_prefix_cache = True
+    assert engine.side.matched_tokens(asking, 0) == 0
+    assert engine.leader.asked == []
 
 
 def test_a_reset_takes_back_what_lookups_found(engine: Engine) -> None:
@@ -494,6 +602,8 @@ def test_a_reset_takes_back_what_lookups_found(engine: Engine) -> None:
     assert engine.side.matched_tokens(asking, 0) == 16
     engine.leader.answers[wire.Reset] = wire.ResetAnswer(4)
     assert engine.side.reset()
+    let_go = engine.leader.asked[-2].message
+    assert (let_go.slot, let_go.device_pages) == (engine.leader.asked[0].message.slot, 8), "or it would be refused"
     found(engine, 0)
     assert engine.side.matched_tokens(asking, 0) == 0
 

@@ -53,10 +53,20 @@ def cold(engine: Engine) -> list:
 
 def stored(engine: Engine, daemon: Daemon) -> None:
     """kvferry has the pages of all prompts, the engine has none."""
+    daemon.pid()
     engine.reset(connector=True)
-    engine.generate(*PROMPTS)
-    settled(engine, daemon)
-    engine.reset()
+    full = {
+        tuple(prompt[: end * PAGE_TOKENS]) for prompt in PROMPTS for end in range(1, len(prompt) // PAGE_TOKENS + 1)
+    }
+
+    def found() -> bool:
+        # After a worker's death nothing is stored for a moment.
+        engine.generate(*PROMPTS)
+        settled(engine, daemon)
+        engine.reset()
+        return daemon.status()["pages"]["ready"] >= len(full)
+
+    eventually("the pages of all prompts are stored", found)
 
 
 def test_warm_is_cold(engine: Engine, daemon: Daemon, cold: list) -> None:
@@ -178,6 +188,17 @@ def test_abort_in_a_store(engine: Engine, daemon: Daemon, cold: list) -> None:
     assert pages["filling"] == pages["reserved"] == pages["quarantined"] == 0
     engine.reset()
     assert said(engine.generate(BASE)) == cold[:1]
+
+
+def test_reset_in_the_middle_of_a_prompt(engine: Engine, daemon: Daemon, cold: list) -> None:
+    """With a store that has just begun: vLLM ends if its pages are still held then."""
+    engine.reset(connector=True)
+    engine.ask("add", id="reset", tokens=BASE)
+    engine.ask("step")
+    assert engine.ask("reset", running=True, connector=True)
+    state = wait_steps(engine, "the prompt is done", lambda state: "reset" in state["done"])
+    assert said([state["done"]["reset"]]) == cold[:1]
+    daemon.wait_idle()
 
 
 @pytest.mark.parametrize("victim", ["leader", "worker"])

@@ -93,12 +93,12 @@ def forgotten(daemon: Daemon) -> None:
 
 
 def test_more_than_the_device_has() -> None:
-    """Prompts that crowd each other out: preempted, resumed, loaded again."""
+    """Prompts that crowd each other out, with steps that overlap: preempted, resumed, loaded again."""
     pages = 40
     prompts = [tokens(400, seed=20 + number) for number in range(6)]
     with running(ranks=1) as daemon:
-        wanted = config(daemon.socket_dir, num_gpu_blocks_override=pages, max_model_len=1024)
-        engine = Engine(wanted)
+        wanted = config(daemon.socket_dir, num_gpu_blocks_override=pages, max_model_len=1024, async_scheduling=True)
+        engine = Engine(wanted, in_process=False)
         try:
             daemon.wait_ready()
             alone = [said(engine.generate(prompt, max_tokens=120)) for prompt in prompts]
