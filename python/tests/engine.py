@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 PAGE_TOKENS = 32
 DEVICE_PAGES = 256
 #: An engine's start on two busy cores.
-START_LIMIT_S = 240.0
+START_LIMIT_S = 400.0
 Answer = dict[str, Any]
 
 

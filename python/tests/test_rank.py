@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -188,7 +187,7 @@ def test_a_rank_that_is_turned_away_says_why_once(daemon: Daemon, caplog: pytest
     memory = KvMemory({"layer": torch.zeros(8, 2, 8, 8)}, where)
     session = RankSession(daemon.socket_dir / "worker-0-0", b"e" * 16, 0, 0, memory)
     eventually("it is told", lambda: "tp_size" in caplog.text)
-    time.sleep(0.3)
+    eventually("it has asked some times", lambda: session._pause_s > 0.3)
     assert caplog.text.count("is turned away") == 1
     session.close()
 

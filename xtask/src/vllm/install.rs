@@ -58,7 +58,7 @@ pub(super) fn installed(root: &Path) -> Result<Installed, String> {
         let text = fs::read(root.join(name)).map_err(|error| format!("{name}: {error}"))?;
         text.hash(&mut recipe);
     }
-    let folder = cache()?.join(format!("vllm-{:016x}", recipe.finish()));
+    let folder = cache().join(format!("vllm-{:016x}", recipe.finish()));
     let io = |error: std::io::Error| format!("{}: {error}", folder.display());
     fs::create_dir_all(&folder).map_err(io)?;
     let lock = File::create(folder.join("lock")).map_err(io)?;
@@ -78,12 +78,12 @@ pub(super) fn installed(root: &Path) -> Result<Installed, String> {
     Ok(installed)
 }
 
-fn cache() -> Result<PathBuf, String> {
+/// The user's cache folder, or the system's temporary one.
+fn cache() -> PathBuf {
     let given = |name: &str| std::env::var_os(name).filter(|value: &OsString| !value.is_empty());
     let base = given("XDG_CACHE_HOME").map(PathBuf::from);
     let base = base.or_else(|| given("HOME").map(|home| PathBuf::from(home).join(".cache")));
-    let base = base.ok_or("neither XDG_CACHE_HOME nor HOME is set: there is no cache folder")?;
-    Ok(base.join("kvferry"))
+    base.unwrap_or_else(std::env::temp_dir).join("kvferry")
 }
 
 fn install(root: &Path, installed: &Installed) -> Result<(), String> {
