@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 FENCE_S = 12.0
 #: With no connection for so long, copies are not waited for but abandoned. A leader's restart takes less.
 LOST_S = 3.0
+#: What no rank could confirm for so long is not waited for by an idle engine. A worker is killed before.
+ABANDONED_S = 60.0
 
 
 @dataclass(eq=False)
@@ -36,8 +38,9 @@ class Copy:
     blocks: list[Any] = field(default_factory=list)
     asked_at: float = field(default_factory=time.monotonic)
     question: Question | None = None
-    #: Ranks that know that it is over, once they were asked; None before.
+    #: Ranks that know that it is over, once they were asked, and since when; None before.
     ranks_over: int | None = None
+    abandoned_at: float = 0.0
 
     @property
     def answer(self) -> msgspec.Struct | None:
@@ -107,7 +110,7 @@ class Copies:
 
     def _abandon(self, request: int, copy: Copy) -> None:
         if copy.ranks_over is None:
-            copy.ranks_over = 0
+            copy.ranks_over, copy.abandoned_at = 0, time.monotonic()
             self._to_abandon.append(request)
 
     def to_abandon(self) -> list[int]:
@@ -135,6 +138,14 @@ class Copies:
         """When the oldest store began that alone keeps pages from being used again; None without one."""
         times = [copy.asked_at for copy in self._open.values() if any(block.ref_cnt == 1 for block in copy.blocks)]
         return min(times, default=None)
+
+    def end_soon(self) -> bool:
+        """Whether some copy is not known to be over, but may be shortly.
+
+        A worker whose process cannot be seen, and that does not come back, would otherwise keep an idle engine busy.
+        """
+        given_up = time.monotonic() - ABANDONED_S
+        return any(copy.ranks_over is None or copy.abandoned_at > given_up for copy in self._open.values())
 
     def stores(self) -> int:
         """Stores that are not known to be over."""

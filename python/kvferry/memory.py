@@ -25,8 +25,8 @@ _HAND_OVER_LIMIT_S = 2.0
 _NONCE_ROOM_BYTES = 4096
 _NONCE_BYTES = 32
 _SHM = "/dev/shm"
-#: Moving the memory of another rank takes less, at a GiB a second.
-_FOLDER_LIMIT_S = 120.0
+#: How long other ranks may take to move their memory, beside what that takes by its size.
+_FOLDER_LIMIT_S = 60.0
 
 
 class Unsupported(Exception):
@@ -87,7 +87,10 @@ class KvMemory:
 
     def _share(self, storages: list[torch.UntypedStorage]) -> None:
         by_address = {storage.data_ptr(): storage for storage in storages}
-        with contextlib.closing(_Folder(_SHM)):
+        # Every other rank may come first, at 256 MiB a second.
+        wanted = sum(storage.nbytes() for storage in by_address.values())
+        limit_s = _FOLDER_LIMIT_S + self._place.tp_size * wanted / (256 << 20)
+        with contextlib.closing(_Folder(_SHM, limit_s)):
             self._move(by_address)
 
     def _move(self, by_address: dict[int, torch.UntypedStorage]) -> None:
@@ -167,9 +170,9 @@ class KvMemory:
 class _Folder:
     """Held by one rank at a time, so that each sees the room that the others have left."""
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, limit_s: float):
         self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        until = time.monotonic() + _FOLDER_LIMIT_S
+        until = time.monotonic() + limit_s
         while True:
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -177,7 +180,7 @@ class _Folder:
             except BlockingIOError:
                 if time.monotonic() > until:
                     self.close()
-                    raise Unsupported(f"another process has locked {path} for {_FOLDER_LIMIT_S:.0f} s") from None
+                    raise Unsupported(f"another process has locked {path} for {limit_s:.0f} s") from None
                 time.sleep(0.01)
 
     def close(self) -> None:

@@ -8,12 +8,13 @@ of its request. When kvferry cannot be asked how a copy ended, each rank makes s
 before the pages are used again (:mod:`kvferry.copies`).
 """
 
+import contextlib
 import hashlib
 import logging
 import os
 import secrets
+import stat
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ from kvferry.settings import Settings
 from kvferry.steps import RankReport, StepMetadata
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -38,11 +40,13 @@ FRESH_S = 15.0
 ABSENT_S = 1.0
 #: Preemption waits for stores that free pages, unless they take longer than this.
 FREES_SOON_S = 0.1
-#: Where nobody runs steps, stores of pages that are wanted back are waited for so long.
+#: When the engine's pool of pages is reset, stores that read them are waited for so long.
 LAST_STORES_S = 0.25
 #: After a store that the leader could not take, nothing is stored for so long.
 STORE_PAUSE_S = 1.0
 FINISH_LIMIT_S = 30.0
+#: Adapters whose files are remembered; of one more the oldest is looked at again.
+ADAPTERS_MAX = 4096
 RESET_LIMIT_S = 1.0
 
 
@@ -84,11 +88,7 @@ class Tracked:
     store_from: int = 0
     full: int = 0
     load: Copy | None = None
-    #: From a load's begin until vLLM runs the request: vLLM itself keeps its pages if it ends meanwhile.
-    receiving: bool = False
-    stores: int = 0
     finished: bool = False
-    delayed: bool = False
 
 
 class SchedulerSide:
@@ -103,15 +103,13 @@ class SchedulerSide:
         namespace: str,
         page_tokens: int,
         ranks: int,
-        idles: bool,
         connect: type[Client] = Client,
     ):
-        """``idles``: steps of an idle engine are run too, so that what is over is noticed."""
         self._settings = settings
         #: What pages depend on, and a text of our own behind a reset that the leader did not confirm.
         self._namespace = [namespace]
         self._page_tokens = page_tokens
-        self._idles = idles
+        self._adapters: dict[tuple[int, str, str], str] = {}
         self._tracked: dict[str, Tracked] = {}
         self._budget_s = settings.lookup_budget_ms / 1000
         self._step = StepMetadata()
@@ -140,7 +138,7 @@ class SchedulerSide:
         reset = pool.reset_prefix_cache
 
         def reset_behind_stores() -> bool:
-            self._wait_for_stores(self._copies.stores)
+            self._wait_for_stores()
             return reset()
 
         pool.reset_prefix_cache = reset_behind_stores  # type: ignore[method-assign]
@@ -168,7 +166,7 @@ class SchedulerSide:
     def track(self, request: "Request") -> Tracked:
         """Our record of a request, made when it is new."""
         tracked = self._tracked.get(request.request_id)
-        if tracked is None:
+        if tracked is None or tracked.finished:
             self._next_slot += 1
             tracked = Tracked(request, self._next_slot, self._namespace_of(request))
             self._tracked[request.request_id] = tracked
@@ -177,34 +175,38 @@ class SchedulerSide:
 
     def _namespace_of(self, request: "Request") -> bytes:
         """32 bytes. Salts and multimodal inputs are in the hashes; of a LoRA only its name is."""
-        lora = request.lora_request
-        adapter = f"lora={lora.lora_name!r}, {identity(lora.lora_path)}" if lora else "no lora"
+        adapter = self._adapter(request.lora_request) if request.lora_request else "no lora"
         return hashlib.blake2b("\n".join([*self._namespace, adapter]).encode(), digest_size=32).digest()
 
-    def finished(self, request: "Request") -> bool:
-        """A request is over. Returns whether vLLM keeps its pages until it is reported sent."""
+    def _adapter(self, lora: "LoRARequest") -> str:
+        """An adapter as vLLM has it: what lay in its folder when it was first used, or was loaded anew."""
+        name = (lora.lora_int_id, lora.lora_name, lora.lora_path)
+        if name not in self._adapters or lora.load_inplace:
+            if len(self._adapters) >= ADAPTERS_MAX:
+                self._adapters.pop(next(iter(self._adapters)))
+            self._adapters[name] = f"lora={lora.lora_name!r}, {identity(lora.lora_path)}"
+        return self._adapters[name]
+
+    def finished(self, request: "Request") -> None:
+        """A request is over. Pages under copy stay held: by the pool, or by vLLM until a load is reported."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            return False
+            return
         tracked.finished = True
         if tracked.known_there:
             self._client.ask(wire.Finish(tracked.slot), FINISH_LIMIT_S)
-        if tracked.stores and not self._idles and all(other.finished for other in self._tracked.values()):
-            self._wait_for_stores(lambda: tracked.stores)
-        # Pages are given back once: when a load is reported, or when stores are.
-        tracked.delayed = tracked.stores > 0 and not tracked.receiving
         self._forget_if_over(tracked)
-        return tracked.delayed
 
-    def _wait_for_stores(self, under_way: Callable[[], int]) -> None:
+    def _wait_for_stores(self) -> None:
         until = time.monotonic() + LAST_STORES_S
-        while under_way() and (left_s := until - time.monotonic()) > 0:
+        while self._copies.stores() and (left_s := until - time.monotonic()) > 0:
             self._copies.wait(left_s)
             self._settle()
 
     def _forget_if_over(self, tracked: Tracked) -> None:
-        if tracked.finished and not tracked.stores and tracked.load is None:
-            self._tracked.pop(tracked.request.request_id, None)
+        name = tracked.request.request_id
+        if tracked.finished and tracked.load is None and self._tracked.get(name) is tracked:
+            del self._tracked[name]
 
     # Lookups.
 
@@ -273,7 +275,7 @@ class SchedulerSide:
         (table,) = blocks.get_block_ids()
         first = tracked.device_pages
         copy = Copy(tracked, first, list(table[first : first + count]), store=False)
-        tracked.load, tracked.receiving = copy, True
+        tracked.load = copy
         load = wire.Load(tracked.slot, first, wire.runs(copy.pages))
         self._copies.begin(copy, load, self._settings.load_timeout_ms / 1000)
 
@@ -285,10 +287,8 @@ class SchedulerSide:
             self._begin_anew(request_id)
         for request_id, tokens in output.num_scheduled_tokens.items():
             tracked = self._tracked.get(request_id)
-            if tracked is not None:
-                tracked.receiving = False
-                if self._client.listening:
-                    self._store(tracked, tokens, output.kv_connector_block_state)
+            if tracked is not None and self._client.listening:
+                self._store(tracked, tokens, output.kv_connector_block_state)
         self._budget_s = self._settings.lookup_budget_ms / 1000
         step, self._step = self._step, StepMetadata()
         step.written_through = self._last_store
@@ -328,7 +328,6 @@ class SchedulerSide:
             more_hashes=b"".join(more),
             more_from=known,
         )
-        tracked.stores += 1
         self._last_store = self._copies.begin(copy, store, self._settings.store_timeout_ms / 1000)
 
     def _settle(self) -> None:
@@ -341,7 +340,6 @@ class SchedulerSide:
             self._forget_if_over(tracked)
 
     def _stored(self, tracked: Tracked, copy: Copy) -> None:
-        tracked.stores -= 1
         if copy.answer is None:
             logger.debug("kvferry: a store of %d pages failed: %s", len(copy.pages), copy.failure)
             # The slot is opened anew, and the pages are tried again when the next one is full.
@@ -350,8 +348,6 @@ class SchedulerSide:
                 self._store_again_at = time.monotonic() + STORE_PAUSE_S
             if copy.asked_at > self._reset_at:
                 tracked.store_from = min(tracked.store_from, copy.first_page)
-        if tracked.delayed and not tracked.stores:
-            self._step.sent.append(tracked.request.request_id)
 
     def _loaded(self, tracked: Tracked, copy: Copy) -> None:
         tracked.load = None
@@ -381,8 +377,8 @@ class SchedulerSide:
         return since is not None and self._client.listening and time.monotonic() - since < FREES_SOON_S
 
     def copying(self) -> bool:
-        """Whether some copy is not known to be over."""
-        return len(self._copies) > 0
+        """Whether steps are needed, also of an idle engine, to notice that copies are over."""
+        return self._copies.end_soon()
 
     # The whole cache.
 
@@ -395,15 +391,18 @@ class SchedulerSide:
         self._reset_at = time.monotonic()
         running = [tracked for tracked in self._tracked.values() if not tracked.finished]
         for tracked in running:
-            # What was computed before is not stored any more, what was found is let go.
-            tracked.store_from = tracked.full
+            # What was computed or is loaded by now is not stored any more, what was found is let go.
+            request = tracked.request
+            computed = min(request.num_computed_tokens, request.num_tokens) // self._page_tokens
+            tracked.full = tracked.store_from = max(tracked.full, computed)
             if tracked.lookup is not None:
                 pages = tracked.lookup.pages
                 self._open(tracked, pages, pages, self._settings.lookup_timeout_ms)
             tracked.lookup = None
         self._reset_owed = None
+        del self._namespace[1:]
         if not self._confirmed():
-            self._namespace = [self._namespace[0], f"reset={secrets.token_hex(16)}"]
+            self._namespace.append(f"reset={secrets.token_hex(16)}")
             self._reset_owed = self._client.ask(wire.Reset(), RESET_LIMIT_S)
             for tracked in running:
                 tracked.namespace, tracked.opened = self._namespace_of(tracked.request), None
@@ -443,12 +442,22 @@ class SchedulerSide:
 
 
 def identity(path: str) -> str:
-    """What a model or an adapter is: its name; of a folder also where it really lies, and which files are in it."""
+    """What a model or an adapter is: its name; of a folder also where it really lies, and which files are in it.
+
+    A folder that cannot be read is like no other.
+    """
     if not os.path.isdir(path):
         return path
     folder = os.path.realpath(path)
-    with os.scandir(folder) as entries:
-        files = sorted(
-            (entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in entries if entry.is_file()
-        )
-    return f"{folder} {files}"
+    files = []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                # A file may vanish meanwhile, or be a link to nowhere.
+                with contextlib.suppress(OSError):
+                    found = entry.stat()
+                    if stat.S_ISREG(found.st_mode):
+                        files.append((entry.name, found.st_size, found.st_mtime_ns))
+    except OSError:
+        return f"{folder} {secrets.token_hex(16)}"
+    return f"{folder} {sorted(files)}"

@@ -15,8 +15,6 @@ class StepMetadata(KVConnectorMetadata):
     loaded: list[str] = field(default_factory=list)
     #: Pages of those that did not come whole.
     failed_pages: list[int] = field(default_factory=list)
-    #: Finished engine requests whose stores are over.
-    sent: list[str] = field(default_factory=list)
     #: kvferry requests whose pages the engine takes back.
     abandon: list[int] = field(default_factory=list)
 

@@ -6,14 +6,15 @@ cached, found and evicted is the leader's affair.
 """
 
 import hashlib
+import json
 import logging
 import os
+import re
 from typing import TYPE_CHECKING, Any
 
 from kvferry import interface
 
 try:
-    from vllm import envs
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorBase_V1,
         KVConnectorMetadata,
@@ -91,7 +92,6 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
                 namespace=namespace_of(vllm_config, self._settings),
                 page_tokens=kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
                 ranks=parallel.world_size,
-                idles=envs.VLLM_ENABLE_V1_MULTIPROCESSING,
             )
 
     @property
@@ -161,10 +161,9 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
             self._rank.wrote(metadata.written_through)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Stores and loads that the scheduler's side knows to be over."""
-        sent = {request for step in self._steps for request in step.sent}
+        """Loads that the scheduler's side knows to be over. Stores are never waited for: the pool holds their pages."""
         loaded = {request for step in self._steps for request in step.loaded}
-        return sent or None, loaded or None
+        return None, loaded or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Pages of those loads that must be computed."""
@@ -215,14 +214,16 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.ranks_reported(connector_output)
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """A request is over; its pages are kept while a copy reads them."""
+        """A request is over."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request is over; its pages are kept while a copy reads them."""
-        return self._scheduler is not None and self._scheduler.finished(request), None
+        """A request is over. Pages that a copy still reads are held by the pool, until it is over and no longer."""
+        if self._scheduler is not None:
+            self._scheduler.finished(request)
+        return False, None
 
     def has_pending_block_frees(self) -> bool:
         """Whether waiting a little is better than preempting a request."""
@@ -308,15 +309,16 @@ def namespace_of(config: "VllmConfig", settings: Settings) -> str:
     dummy = config.load_config.load_format == "dummy"
     parts = {
         "vllm": interface.version(),
-        "model": identity(model.model),
+        # What comes from object storage lies in a folder that is new with each start.
+        "model": identity(model.model_weights or model.model),
         "revision": model.revision,
-        "config": model.hf_config.to_json_string(use_diff=False),
+        "config": json.dumps(model.hf_config.to_dict(), default=described, sort_keys=True),
         "config_path": model.hf_config_path,
         "overrides": model.hf_overrides,
         "max_model_len": model.max_model_len,
         "multimodal": model.multimodal_config,
         "dtype": model.dtype,
-        "quantization": model.quantization,
+        "quantization": (model.quantization, model.quantization_config),
         "kv_cache_dtype": cache.cache_dtype,
         "hash": cache.prefix_caching_hash_algo,
         "platform": current_platform.get_device_name(),
@@ -324,4 +326,9 @@ def namespace_of(config: "VllmConfig", settings: Settings) -> str:
         "dummy_weights": (model.seed, config.parallel_config.world_size) if dummy else None,
         "namespace": settings.namespace,
     }
-    return "\n".join(f"{name}={value}" for name, value in parts.items())
+    return "\n".join(f"{name}={described(value)}" for name, value in parts.items())
+
+
+def described(value: Any) -> str:
+    """A text that is the same in every process: without addresses of objects."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))

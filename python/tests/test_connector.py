@@ -113,6 +113,11 @@ def test_what_is_not_supported_is_said(kinds: list[type], changes: dict[str, int
     assert text is None or text in (why or "")
 
 
+def test_what_is_described_is_the_same_in_every_process() -> None:
+    assert connector.described(test_shards_are_those_that_differ) == "<function test_shards_are_those_that_differ>"
+    assert connector.described({"a": 1}) == "{'a': 1}"
+
+
 def test_shards_are_those_that_differ() -> None:
     for heads, mla, ranks, shards in ((8, False, 2, 2), (2, False, 8, 2), (1, False, 4, 1), (8, True, 4, 1)):
         assert connector.kv_shards(config(heads=heads, use_mla=mla, world_size=ranks)) == shards

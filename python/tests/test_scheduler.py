@@ -129,7 +129,7 @@ class Request:
 class Engine:
     """The side under test, and what vLLM would do around it."""
 
-    def __init__(self, *, idles: bool = True, **settings: Any):
+    def __init__(self, **settings: Any):
         self.side = SchedulerSide(
             Settings(Path("/nowhere"), **settings),
             engine=b"e" * 16,
@@ -137,7 +137,6 @@ class Engine:
             namespace="model",
             page_tokens=PAGE_TOKENS,
             ranks=RANKS,
-            idles=idles,
             connect=Leader,  # type: ignore[arg-type]
         )
         self.leader: Leader = self.side._client  # type: ignore[assignment]
@@ -236,7 +235,7 @@ def test_nobody_there(engine: Engine) -> None:
     assert engine.side.matched_tokens(asking, 0) == 0
     engine.tables["a"] = list(range(1, 10))
     assert engine.step({asking: 33}) == StepMetadata()
-    assert not engine.side.finished(asking)
+    engine.side.finished(asking)
     assert engine.leader.asked == []
 
 
@@ -374,27 +373,36 @@ def test_another_leader_is_told_about_the_slot(engine: Engine) -> None:
     assert kinds == [wire.Lookup, wire.Store, wire.Lookup, wire.Store]
 
 
-def test_a_finished_request_keeps_its_pages_while_they_are_read(engine: Engine) -> None:
+def test_pages_of_a_finished_request_are_held_while_they_are_read(engine: Engine) -> None:
     found(engine, 0)
     asking = request("a", 8)
     engine.side.matched_tokens(asking, 0)
     engine.tables["a"] = [1, 2]
     engine.step({asking: 8})
-    assert engine.side.finished(asking)
+    engine.side.finished(asking)
     assert isinstance(engine.leader.asked[-1].message, wire.Finish)
-    assert engine.step().sent == []
-    engine.leader.last(wire.Store).end(wire.StoreAnswer(2, 0))
-    assert engine.step().sent == ["a"]
-    assert engine.step().sent == []
-    assert engine.pool.held() == []
-
-    quiet = request("b", 8)
-    engine.side.matched_tokens(quiet, 0)
-    engine.tables["b"] = [1, 2]
-    engine.step({quiet: 8})
+    assert engine.pool.held() == [1, 2]
+    assert engine.side.copying(), "an idle engine goes on until it is over"
+    again = request("a", 8)
+    assert engine.side.track(again).slot != engine.leader.asked[-1].message.slot, "a name may come again at once"
     engine.leader.last(wire.Store).end(wire.StoreAnswer(2, 0))
     engine.step()
-    assert not engine.side.finished(quiet)
+    assert engine.pool.held() == []
+    assert not engine.side.copying()
+
+
+def test_an_idle_engine_does_not_wait_for_ever(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    found(engine, 0)
+    asking = request("a", 8)
+    engine.side.matched_tokens(asking, 0)
+    engine.tables["a"] = [1, 2]
+    engine.step({asking: 8})
+    engine.leader.last(wire.Store).end(unknown())
+    assert engine.step().abandon == [2]
+    assert engine.side.copying()
+    monkeypatch.setattr(copies, "ABANDONED_S", -1.0)
+    assert not engine.side.copying()
+    assert engine.pool.held() == [1, 2], "nobody knows whether they are read"
 
 
 def test_an_aborted_load_gives_its_pages_back_once(engine: Engine) -> None:
@@ -402,14 +410,14 @@ def test_an_aborted_load_gives_its_pages_back_once(engine: Engine) -> None:
     asking = request("a", 17)
     engine.side.matched_tokens(asking, 0)
     engine.allocate(asking, [10, 11, 12, 13, 14], 16)
-    assert not engine.side.finished(asking), "vLLM itself keeps the pages of a load"
+    engine.side.finished(asking)
     engine.leader.last(wire.Load).end(wire.LoadAnswer(4))
-    step = engine.step()
-    assert (step.loaded, step.sent) == (["a"], [])
+    assert engine.step().loaded == ["a"]
+    assert engine.step().loaded == []
 
 
 def test_an_abort_between_a_load_and_its_report_while_an_older_store_reads(engine: Engine) -> None:
-    """Preempted with a store under way, loaded again, aborted: vLLM frees such a request once, by the load."""
+    """Preempted with a store under way, loaded again, aborted."""
     found(engine, 0)
     asking = request("a", 17)
     engine.side.matched_tokens(asking, 0)
@@ -424,9 +432,10 @@ def test_an_abort_between_a_load_and_its_report_while_an_older_store_reads(engin
     engine.allocate(asking, [10, 11, 12, 13, 14], 16)
     engine.leader.last(wire.Load).end(wire.LoadAnswer(4))
     assert engine.step().loaded == ["a"]
-    assert not engine.side.finished(asking)
+    engine.side.finished(asking)
+    assert engine.pool.held() == [1, 2, 3, 4]
     store.end(wire.StoreAnswer(4, 0))
-    assert engine.step().sent == []
+    engine.step()
     assert engine.pool.held() == []
 
 
@@ -462,27 +471,52 @@ def test_preemption_waits_a_little_for_pages_that_only_a_store_holds(
     assert not engine.side.frees_soon(), "nobody waits for a store that takes long"
 
 
-def test_an_engine_that_does_not_idle_waits_for_its_last_stores() -> None:
-    engine = Engine(idles=False)
-    found(engine, 0)
-    engine.leader.answers[wire.Store] = wire.StoreAnswer(2, 0)
-    asking = request("a", 8)
-    engine.side.matched_tokens(asking, 0)
-    engine.tables["a"] = [1, 2]
-    engine.step({asking: 8})
-    assert not engine.side.finished(asking)
-    assert engine.pool.held() == []
-
-
 def test_adapters_are_apart(engine: Engine) -> None:
     found(engine, 0)
     seen = set()
     for name, path in ((None, None), ("one", "/a"), ("one", "/b"), ("two", "/a")):
         asking = request(f"{name}{path}", 9)
-        asking.lora_request = name and SimpleNamespace(lora_name=name, lora_path=path)
+        asking.lora_request = name and adapter(name, path)
         engine.side.matched_tokens(asking, 0)
         seen.add(engine.leader.last(wire.Lookup).message.namespace)
     assert len(seen) == 4
+
+
+def adapter(name: str, path: str, *, anew: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(lora_int_id=1, lora_name=name, lora_path=path, load_inplace=anew)
+
+
+def test_an_adapter_is_what_the_engine_has_loaded(engine: Engine, tmp_path: Path) -> None:
+    """vLLM does not look at the files of an adapter that it has; what it computes is the old one's."""
+
+    def namespace(**how: bool) -> bytes:
+        asking = request(f"r{time.monotonic_ns()}", 9)
+        asking.lora_request = adapter("one", str(tmp_path), **how)
+        return engine.side.track(asking).namespace
+
+    (tmp_path / "weights").write_text("one")
+    first = namespace()
+    (tmp_path / "weights").write_text("another")
+    assert namespace() == first
+    second = namespace(anew=True)
+    assert second != first
+    assert namespace() == second
+
+
+def test_loaded_pages_are_not_stored_behind_a_reset(engine: Engine) -> None:
+    found(engine, 4)
+    asking = request("a", 17)
+    engine.side.matched_tokens(asking, 0)
+    engine.allocate(asking, [10, 11, 12, 13, 14], 16)
+    asking.num_computed_tokens = 16
+    engine.leader.answers[wire.Reset] = wire.ResetAnswer(0)
+    assert engine.side.reset()
+    engine.leader.last(wire.Load).end(wire.LoadAnswer(4))
+    engine.step()
+    asking.grow(3)
+    engine.step({asking: 4})
+    message = engine.leader.last(wire.Store).message
+    assert (message.first_page, message.source) == (4, [14])
 
 
 def test_reset_is_confirmed_or_not(engine: Engine) -> None:
@@ -495,6 +529,9 @@ def test_reset_is_confirmed_or_not(engine: Engine) -> None:
         assert engine.side.reset()
         assert engine.side.track(request("a", 9)).namespace != before, "what the leader kept is not found any more"
         assert engine.side.track(request(f"c{answer.code}", 9)).namespace != before
+    engine.leader.answers[wire.Reset] = wire.ResetAnswer(1)
+    assert engine.side.reset()
+    assert shared(engine, before), "the leader has none of it any more"
     engine.leader.link = 0
     begun = time.monotonic()
     assert engine.side.reset()
@@ -570,7 +607,10 @@ def test_a_folder_is_known_by_what_is_in_it(tmp_path: Path, monkeypatch: pytest.
     seen.add(identity("."))
     assert len(seen) == 2
     (tmp_path / "a" / "weights").write_text("other")
+    (tmp_path / "a" / "nowhere").symlink_to("nothing")
     assert identity(".") not in seen
+    (tmp_path / "loop").symlink_to("loop")
+    assert identity(str(tmp_path / "loop")) == str(tmp_path / "loop")
 
 
 def test_what_was_computed_before_a_reset_is_not_stored_after_it(engine: Engine) -> None:
