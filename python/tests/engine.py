@@ -33,7 +33,8 @@ def transfer_config(socket_dir: Path, **extra: Any) -> dict[str, Any]:
         "kv_connector_module_path": "kvferry.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"socket_dir": str(socket_dir), **extra},
+        # A machine that stands still for a moment must not turn a hit into a miss.
+        "kv_connector_extra_config": {"socket_dir": str(socket_dir), "lookup_timeout_ms": 30_000, **extra},
     }
 
 
