@@ -268,6 +268,8 @@ class Client:
             socket.setsockopt(zmq.RECONNECT_IVL, -1)
             socket.setsockopt(zmq.MAXMSGSIZE, wire.BODY_BYTES_MAX)
             socket.setsockopt(zmq.SNDHWM, 0)
+            # Without a peer a send would wait for one, for ever: that peer is gone.
+            socket.setsockopt(zmq.SNDTIMEO, 0)
             socket.setsockopt(zmq.RCVHWM, 0)
             monitor = socket.get_monitor_socket(_GONE_EVENTS)
             try:

@@ -146,6 +146,30 @@ def test_what_is_not_answered_is_asked_again_under_its_id(directory: Path) -> No
         assert stale.said, "it was never sent"
 
 
+def test_a_connection_that_is_gone_and_not_known_to_be_holds_nobody(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A socket without a peer takes no message; whoever sends must not wait for one."""
+    server = Fake(directory)
+    with talking(directory) as client:
+        server.greet(client)
+        monkeypatch.setattr(client, "_gone", lambda monitor: False)
+        server.close()
+        questions = []
+
+        def noticed() -> bool:
+            questions.append(client.ask(LOOKUP, 30))
+            return not client.listening
+
+        eventually("it is noticed", noticed, 10)
+        server.open()
+        for question in questions:
+            peer, envelope = server.hear()
+            assert envelope.correlation == question.id
+            server.say(peer, Kind.LOOKUP_ANSWER, question.id, FOUND)
+        assert all(ended(question).answer == FOUND for question in questions)
+
+
 @pytest.mark.parametrize("garbage", [b"", b"\xc1", b"\x80\x80", b"\xff" * 100, b"\x81\xa9hit_pages\xa1x"])
 def test_garbage_breaks_the_connection_and_nothing_else(directory: Path, garbage: bytes) -> None:
     server = Fake(directory)
