@@ -1,5 +1,7 @@
 //! The worker's shell: a leader and engine ranks outside, the core inside, copies on threads of their own.
 
+mod registration;
+
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -18,15 +20,14 @@ use crate::core::{BatchId, Worker, WorkerEffect, WorkerEvent, WorkerSettings};
 use crate::memory::{BufferError, Depot, RegisteredMemory};
 use crate::protocol::limits::PAGE_RECORDS_MAX;
 use crate::protocol::{
-    Abandon, Attach, Attached, AttachedMemory, CopyResult, Empty, Ended, Envelope, ErrorBody,
-    ErrorCode, Inventory, Message, ReadInventory, Register, Registered, Struck,
+    Abandon, Attached, CopyResult, Empty, Ended, Envelope, ErrorBody, ErrorCode, Inventory,
+    Message, ReadInventory, Struck,
 };
 use crate::transport::{
     Client, Failure, FdReceiver, Incoming, LinkId, PeerId, Replier, Server, ServerEvent,
 };
 use crate::types::{
-    AttachId, DepotId, EndedCopy, EngineId, OpId, Registration, RequestId, ResetId, Sharding, Time,
-    WorkerId,
+    AttachId, EndedCopy, EngineId, OpId, RequestId, ResetId, Sharding, Time, WorkerId,
 };
 
 /// How long one question of a worker to its leader may take; the core asks again.
@@ -34,6 +35,8 @@ const ATTACH_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(2);
 
 /// Pause between two lines of the log about how far the depot is.
 const LOG_EVERY: std::time::Duration = std::time::Duration::from_secs(3);
+
+use registration::{Mapped, Registering};
 
 /// What a worker needs to start.
 pub struct WorkerArguments {
@@ -89,24 +92,6 @@ impl TryFrom<WorkerMessage> for Vec<EndedCopy> {
             _ => Err(()),
         }
     }
-}
-
-/// A rank that registers: who asked, under which id, for which engine, and which of its requests are over.
-#[derive(Debug, Clone)]
-pub(super) struct Registering {
-    peer: PeerId,
-    asked: RequestId,
-    engine: EngineId,
-    after: RequestId,
-}
-
-/// Memory that was mapped and, once the leader has agreed, is used.
-struct Mapped {
-    engine: EngineId,
-    peer: PeerId,
-    /// The registration, until it is answered.
-    asked: Option<RequestId>,
-    memory: RegisteredMemory,
 }
 
 pub(super) struct WorkerActor;
@@ -267,13 +252,7 @@ impl Actor for WorkerActor {
                 state.teller.give_up(why);
             }
             WorkerMessage::Failed(why) => return Err(why.into()),
-            WorkerMessage::Mapped(who, memory) => match *memory {
-                Ok(memory) => state.mapped(who, memory, &myself)?,
-                Err(why) => {
-                    state.turned_away_rank(&why);
-                    state.refuse(who.peer, who.asked, ErrorCode::Invalid, why);
-                }
-            },
+            WorkerMessage::Mapped(who, memory) => state.mapped(who, *memory, &myself)?,
             WorkerMessage::Admitted(attach, verdict) => state.admitted(attach, verdict, &myself)?,
             WorkerMessage::Ended(copies) => {
                 state.step(WorkerEvent::CopiesEnded(copies), &myself)?;
@@ -392,207 +371,6 @@ impl State {
         match gone {
             Some(mapped) => self.step(WorkerEvent::MemoryGone(mapped.engine), myself),
             None => Ok(()),
-        }
-    }
-
-    /// Why this rank's KV is not what its depot is for.
-    fn wrong_shard(&self, registration: &Registration) -> Option<String> {
-        let (ranks, shards) = (self.sharding.ranks(), self.sharding.shards());
-        let expected = self.sharding.of(self.worker.rank).0;
-        let (tp_size, shard) = (registration.tp_size, registration.shard);
-        if tp_size != ranks {
-            return Some(format!(
-                "registration.tp_size is {tp_size}, this worker serves an engine of {ranks} ranks: start kvferry with \
-                 ranks = {tp_size}"
-            ));
-        }
-        (shard != expected).then(|| {
-            format!(
-                "registration.shard is {shard}, but {} of {ranks} holds shard {expected} of {shards}: start kvferry \
-                 with as many kv_shards as the engine has",
-                self.worker.rank
-            )
-        })
-    }
-
-    /// Checks what can be checked at once; opens and maps the memory on a thread of its own.
-    fn register(
-        &mut self,
-        peer: PeerId,
-        correlation: RequestId,
-        register: Register,
-        myself: &ActorRef<WorkerMessage>,
-    ) {
-        let who = Registering {
-            peer,
-            asked: correlation,
-            engine: EngineId(register.engine),
-            after: RequestId(register.after),
-        };
-        let registration = register.registration;
-        if registration.rank != self.worker.rank {
-            let text = format!(
-                "registration.rank is {}, this worker serves {}: connect to the worker of your rank",
-                registration.rank.0, self.worker.rank
-            );
-            self.turned_away_rank(&text);
-            return self.refuse(peer, correlation, ErrorCode::Invalid, text);
-        }
-        if let Some(text) = self.wrong_shard(&registration) {
-            self.turned_away_rank(&text);
-            return self.refuse(peer, correlation, ErrorCode::Invalid, text);
-        }
-        if !self.prefaulted {
-            return self.refuse(peer, correlation, ErrorCode::NotReady, self.progress.line());
-        }
-        let fds = Arc::clone(&self.fds);
-        let myself = myself.clone();
-        tokio::task::spawn_blocking(move || {
-            let memory = RegisteredMemory::open(&registration, |ticket| fds.take(ticket));
-            let memory = Box::new(memory.map_err(|error| error.to_string()));
-            if myself.cast(WorkerMessage::Mapped(who, memory)).is_err() {
-                tracing::debug!("the worker has stopped");
-            }
-        });
-    }
-
-    /// The new memory takes the place of the old one; the leader is asked once nothing is under way any more.
-    fn mapped(
-        &mut self,
-        who: Registering,
-        memory: RegisteredMemory,
-        myself: &ActorRef<WorkerMessage>,
-    ) -> Handled {
-        if !self.ranks.contains_key(&who.peer) {
-            tracing::debug!(worker = %self.worker, "a rank is gone before its memory was mapped");
-            return Ok(());
-        }
-        let (engine, mut after) = (who.engine, who.after);
-        if self.over.0 == engine {
-            after = after.max(self.over.1);
-        }
-        let before = self.mapped.replace(Mapped {
-            engine,
-            peer: who.peer,
-            asked: Some(who.asked),
-            memory,
-        });
-        if let Some((peer, asked)) = before.and_then(|before| Some((before.peer, before.asked?))) {
-            let text = "another engine registered meanwhile".to_owned();
-            self.refuse(peer, asked, ErrorCode::Invalid, text);
-        }
-        self.teller.problem(String::new());
-        self.step(WorkerEvent::Registered { engine, after }, myself)
-    }
-
-    /// Asks the leader; without an answer in time the core asks again.
-    fn attach(&self, attach: AttachId, myself: &ActorRef<WorkerMessage>) {
-        let memory = self.mapped.as_ref().zip(self.depot.as_ref());
-        let memory = memory.map(|(mapped, depot)| AttachedMemory {
-            engine: mapped.engine.0,
-            geometry: mapped.memory.geometry.clone(),
-            arena_pages: depot.arena_pages(mapped.memory.geometry.page_bytes),
-        });
-        let question = Attach {
-            replica: self.worker.replica.0,
-            rank: self.worker.rank.0,
-            attach: attach.0,
-            depot: self
-                .depot
-                .as_ref()
-                .map_or(DepotId::default(), |depot| depot.id())
-                .0
-                .to_be_bytes(),
-            memory,
-        };
-        let (leader, link, myself) = (self.leader.clone(), self.link, myself.clone());
-        tokio::spawn(async move {
-            let answer = leader
-                .ask_over(link, Message::Attach(question), ATTACH_TIMEOUT)
-                .await;
-            let verdict = match answer {
-                Ok(Message::Attached(attached)) => Ok(attached),
-                Ok(other) => {
-                    tracing::warn!(kind = other.kind().name(), "no answer to an attach");
-                    return;
-                }
-                Err(failure) => Err(failure),
-            };
-            if myself
-                .cast(WorkerMessage::Admitted(attach, verdict))
-                .is_err()
-            {
-                tracing::debug!("the worker has stopped");
-            }
-        });
-    }
-
-    fn admitted(
-        &mut self,
-        attach: AttachId,
-        verdict: Result<Attached, Failure>,
-        myself: &ActorRef<WorkerMessage>,
-    ) -> Handled {
-        let after = match verdict {
-            Ok(attached) => Some(OpId(attached.after)),
-            Err(failure)
-                if matches!(failure.code, ErrorCode::Invalid | ErrorCode::RankDisagrees) =>
-            {
-                tracing::error!(worker = %self.worker, message = failure.message, "turned away");
-                self.teller.problem(failure.message.clone());
-                self.turned_away = Some(failure);
-                None
-            }
-            Err(failure) => {
-                tracing::debug!(worker = %self.worker, message = failure.message, "not attached yet");
-                return Ok(());
-            }
-        };
-        self.step(WorkerEvent::Admitted { attach, after }, myself)
-    }
-
-    /// The rank hears whether its memory is used.
-    fn registered(&mut self, engine: EngineId, admitted: bool) {
-        let Some(mapped) = self
-            .mapped
-            .as_mut()
-            .filter(|mapped| mapped.engine == engine)
-        else {
-            return;
-        };
-        let (peer, asked) = (mapped.peer, mapped.asked.take());
-        let page_bytes = mapped.memory.geometry.page_bytes;
-        if !admitted {
-            self.mapped = None;
-            let why = self.turned_away.take();
-            let (code, text) = why.map_or((ErrorCode::Internal, String::new()), |why| {
-                (why.code, why.message)
-            });
-            if let Some(asked) = asked {
-                self.refuse(peer, asked, code, text);
-            }
-            return;
-        }
-        let arena_pages = self
-            .depot
-            .as_ref()
-            .map_or(0, |depot| depot.arena_pages(page_bytes));
-        let device_pages = mapped.memory.geometry.device_pages;
-        tracing::info!(worker = %self.worker, arena_pages, page_bytes, "engine memory registered");
-        if arena_pages > 0 && arena_pages < device_pages {
-            tracing::warn!(
-                worker = %self.worker,
-                arena_pages,
-                device_pages,
-                "G2 holds fewer pages than the engine itself: it will find little there; raise g2"
-            );
-        }
-        if let Some(asked) = asked {
-            let body = Registered {
-                arena_pages,
-                page_bytes,
-            };
-            self.replier.reply(peer, asked, Message::Registered(body));
         }
     }
 
@@ -735,13 +513,6 @@ impl State {
             copies: copies.iter().map(CopyResult::from).collect(),
         };
         self.leader.reply(RequestId(batch.0), Message::Ended(body));
-    }
-
-    /// A rank that serves has no problem with another one that does not get in.
-    fn turned_away_rank(&self, why: &str) {
-        if self.mapped.is_none() {
-            self.teller.problem(why.to_owned());
-        }
     }
 
     fn refuse(&self, peer: PeerId, correlation: RequestId, code: ErrorCode, text: String) {
