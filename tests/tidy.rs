@@ -99,9 +99,11 @@ const PYTHON_ARROWS: &[(&str, &[&str], &[&str])] = &[
         &["wire", "client", "copies", "settings", "steps"],
         &[],
     ),
+    ("groups", &["memory"], &["vllm"]),
     (
         "vllm",
         &[
+            "groups",
             "interface",
             "memory",
             "rank",

@@ -49,35 +49,59 @@ class Place:
     rank: int
     tp_size: int
     shard: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers with the same pages, in the words of docs/wire.md. A layer may have several tensors, as states do."""
+
+    tensors: dict[str, torch.Tensor | list[torch.Tensor]]
     engine_page_tokens: int
     device_pages: int
-    latent: bool
+    role: str = "kv"
+    attention: str = "full"
+    window_tokens: int = 0
+
+    def distinct(self) -> list[torch.Tensor]:
+        """Its tensors, in order; layers that use the cache of an earlier one show the same memory again.
+
+        Raises:
+            Unsupported: for what is not a tensor in the memory of the CPU.
+        """
+        found: dict[tuple, torch.Tensor] = {}
+        for name, layer in self.tensors.items():
+            for tensor in layer if isinstance(layer, (list, tuple)) else [layer]:
+                if not isinstance(tensor, torch.Tensor):
+                    raise Unsupported(f"the KV cache of layer {name} is {type(tensor).__name__}, not a tensor")
+                if tensor.device.type != "cpu":
+                    raise Unsupported(
+                        f"the KV cache of layer {name} lies on {tensor.device}: this version of kvferry reaches CPU "
+                        "memory"
+                    )
+                found.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype), tensor)
+        return list(found.values())
 
 
 class KvMemory:
-    """The KV memory of one rank, one group."""
+    """The KV memory of one rank. Each group is described and registered by itself; they may lie in the same memory."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor], place: Place):
-        """Moves and describes the tensors, which are those of all layers by name.
+    def __init__(self, groups: list[Group], place: Place):
+        """Moves the tensors of all groups.
 
         Raises:
             Unsupported: nothing is moved then.
         """
         self._place = place
         self._pieces: list[Piece] = []
-        distinct: dict[tuple, torch.Tensor] = {}
-        for name, tensor in tensors.items():
-            if not isinstance(tensor, torch.Tensor):
-                raise Unsupported(f"the KV cache of layer {name} is {type(tensor).__name__}, not a tensor")
-            if tensor.device.type != "cpu":
-                raise Unsupported(
-                    f"the KV cache of layer {name} lies on {tensor.device}: this version of kvferry reaches CPU memory"
-                )
-            # Layers that use the cache of an earlier one show the same memory again.
-            distinct.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype), tensor)
-        self._views = [_View.of(tensor, place) for tensor in distinct.values()]
-        self._share([tensor.untyped_storage() for tensor in distinct.values()])
-        self._tensors = list(distinct.values())
+        self._groups = [_Described.of(group) for group in groups]
+        if not any(group.tensors for group in self._groups):
+            raise Unsupported("the engine has no KV cache")
+        self._share([tensor.untyped_storage() for group in self._groups for tensor in group.tensors])
+
+    @property
+    def groups(self) -> int:
+        """How many groups there are."""
+        return len(self._groups)
 
     def close(self) -> None:
         """Gives the descriptors back. The engine keeps its memory."""
@@ -108,46 +132,41 @@ class KvMemory:
             self._pieces.append(Piece(fd, size, storage.data_ptr()))
             os.ftruncate(fd, size + _NONCE_ROOM_BYTES)
 
-    def describe(self, tickets: list[bytes]) -> dict[str, Any]:
-        """A registration, with a fresh proof of the mapping. ``tickets`` name the descriptors, in order."""
+    def describe(self, group: int, tickets: list[bytes]) -> dict[str, Any]:
+        """A group's registration, with a fresh proof of the mapping. ``tickets`` name its descriptors, in order."""
+        described = self._groups[group]
+        pieces = self._pieces_of(described)
         proof = secrets.token_bytes(_NONCE_BYTES)
-        first = self._pieces[0]
+        first = pieces[0]
         os.pwrite(first.fd, proof, first.bytes)
         return {
-            "group": 0,
+            "group": group,
+            "groups": len(self._groups),
+            "attention": described.group.attention,
+            "window_tokens": described.group.window_tokens,
             "rank": self._place.rank,
             "tp_size": self._place.tp_size,
             "shard": self._place.shard,
-            "engine_page_tokens": self._place.engine_page_tokens,
-            "device_pages": self._place.device_pages,
-            "layers": len(self._tensors),
+            "engine_page_tokens": described.group.engine_page_tokens,
+            "device_pages": described.group.device_pages,
+            "layers": len(described.tensors),
             "allocations": [
                 {"kind": "shared_memory", "handle": {"ticket": ticket}, "bytes": piece.bytes + _NONCE_ROOM_BYTES}
-                for piece, ticket in zip(self._pieces, tickets, strict=True)
+                for piece, ticket in zip(pieces, tickets, strict=True)
             ],
-            "tensors": [self._tensor(layer) for layer in range(len(self._tensors))],
+            "tensors": [
+                described.describe(layer, [piece.address for piece in pieces])
+                for layer in range(len(described.tensors))
+            ],
             "nonce": {"allocation": 0, "offset_bytes": first.bytes, "bytes": proof},
         }
 
-    def _tensor(self, layer: int) -> dict[str, Any]:
-        tensor, view = self._tensors[layer], self._views[layer]
-        base = tensor.untyped_storage().data_ptr()
-        allocation = next(index for index, piece in enumerate(self._pieces) if piece.address == base)
-        return {
-            "layer": layer,
-            "role": "latent" if self._place.latent else "kv",
-            "allocation": allocation,
-            "offset_bytes": tensor.data_ptr() - base,
-            "shape": view.shape,
-            "strides": view.strides,
-            "element_bytes": tensor.element_size(),
-            "page_axis": 0,
-            "page_bytes": view.page_elements * tensor.element_size(),
-            "page_stride_bytes": view.strides[0] * tensor.element_size(),
-        }
+    def _pieces_of(self, described: "_Described") -> list[Piece]:
+        used = {tensor.untyped_storage().data_ptr() for tensor in described.tensors}
+        return [piece for piece in self._pieces if piece.address in used]
 
-    def hand_over(self, directory: Path) -> tuple[list[bytes], int | None, int | None]:
-        """Gives the worker in ``directory`` the descriptors.
+    def hand_over(self, group: int, directory: Path) -> tuple[list[bytes], int | None, int | None]:
+        """Gives the worker in ``directory`` the descriptors of a group.
 
         Returns their tickets, the process that has them (0 when it is dead, None where it cannot be seen), and a
         descriptor of that process, which is the caller's to close.
@@ -156,15 +175,46 @@ class KvMemory:
             OSError: the worker does not take them.
         """
         check_directory(directory)
-        tickets = [secrets.token_bytes(16) for _ in self._pieces]
+        pieces = self._pieces_of(self._groups[group])
+        tickets = [secrets.token_bytes(16) for _ in pieces]
         process: int | None = None
         process_fd: int | None = None
-        for piece, ticket in zip(self._pieces, tickets, strict=True):
+        for piece, ticket in zip(pieces, tickets, strict=True):
             if process_fd is not None:
                 os.close(process_fd)
                 process_fd = None
             process, process_fd = _send_fd(directory / FD_SOCKET_NAME, ticket, piece.fd)
         return tickets, process, process_fd
+
+
+@dataclass(frozen=True)
+class _Described:
+    """A group's tensors, and how each looks."""
+
+    group: Group
+    tensors: list[torch.Tensor]
+    views: list["_View"]
+
+    @classmethod
+    def of(cls, group: Group) -> "_Described":
+        tensors = group.distinct()
+        return cls(group, tensors, [_View.of(tensor, group.device_pages) for tensor in tensors])
+
+    def describe(self, layer: int, addresses: list[int]) -> dict[str, Any]:
+        tensor, view = self.tensors[layer], self.views[layer]
+        base = tensor.untyped_storage().data_ptr()
+        return {
+            "layer": layer,
+            "role": self.group.role,
+            "allocation": addresses.index(base),
+            "offset_bytes": tensor.data_ptr() - base,
+            "shape": view.shape,
+            "strides": view.strides,
+            "element_bytes": tensor.element_size(),
+            "page_axis": 0,
+            "page_bytes": view.page_elements * tensor.element_size(),
+            "page_stride_bytes": view.strides[0] * tensor.element_size(),
+        }
 
 
 class _Folder:
@@ -196,8 +246,7 @@ class _View:
     page_elements: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, place: Place) -> "_View":
-        pages = place.device_pages
+    def of(cls, tensor: torch.Tensor, pages: int) -> "_View":
         blocks, *shape = tensor.shape
         stride, *strides = tensor.stride()
         if blocks % pages or blocks == 0:

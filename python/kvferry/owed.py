@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Register:
-    """Use this memory; requests up to ``after`` are over."""
+    """Use this group's memory; requests up to ``after`` are over."""
 
     after: int
+    group: int = 0
 
 
 @dataclass
@@ -35,7 +36,9 @@ Demand = Register | Written | Abandon
 class Owed:
     """See the module. Plain data; not for several threads at a time."""
 
-    registered: bool = False
+    #: Groups of the memory, and how many of them the worker has: one after another, each by itself.
+    groups: int = 1
+    registered_groups: int = 0
     asked: set[type] = field(default_factory=set)
     #: Everything up to this request is written, and what of it the worker has confirmed since the registration.
     written: int = 0
@@ -44,9 +47,14 @@ class Owed:
     over: int = 0
     abandoned: set[int] = field(default_factory=set)
 
+    @property
+    def registered(self) -> bool:
+        """Whether the worker has all of the memory."""
+        return self.registered_groups == self.groups
+
     def lost(self) -> None:
         """The connection broke: the worker forgets the memory."""
-        self.registered = False
+        self.registered_groups = 0
         self.confirmed = 0
         self.asked.clear()
 
@@ -63,7 +71,7 @@ class Owed:
         """What to ask now; at most one of a kind at a time."""
         if not self.registered and Register not in self.asked:
             self.asked.add(Register)
-            return Register(self.over)
+            return Register(self.over, self.registered_groups)
         # Not behind the registration, which may take as long as a leader is away.
         if self.abandoned and Abandon not in self.asked:
             self.asked.add(Abandon)
@@ -79,8 +87,8 @@ class Owed:
         if not confirmed:
             return []
         match demand:
-            case Register():
-                self.registered = True
+            case Register(group=group):
+                self.registered_groups = group + 1
             case Written(through):
                 self.confirmed = through
             case Abandon(requests):
@@ -91,7 +99,7 @@ class Owed:
 
     def forgotten(self) -> None:
         """The worker says that it has no memory of this rank."""
-        self.registered = False
+        self.registered_groups = 0
         self.confirmed = 0
 
     def dead(self) -> list[int]:

@@ -12,6 +12,8 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
+
 from kvferry import owed, wire
 from kvferry.client import Client, Failure, Question
 from kvferry.memory import KvMemory
@@ -37,12 +39,14 @@ class RankSession:
         self._engine = engine
         self._memory = memory
         self._lock = threading.Lock()
-        self._owed = owed.Owed()
+        self._owed = owed.Owed(groups=memory.groups)
         self._over: list[int] = []
         self._link = 0
         self._pause_s = _PAUSE_FIRST_S
         self._not_before = 0.0
         self._complaint = ""
+        #: What was said of groups, each once.
+        self._not_served: set[str] = set()
         #: The last process that was given the memory: 0 before there was one, None where it cannot be seen; and a
         #: descriptor that is readable once it is dead.
         self._process: int | None = 0
@@ -120,22 +124,22 @@ class RankSession:
             return
 
         def until(question: Question) -> None:
-            self._answered(demand, question.failure)
+            self._answered(demand, question.failure, question.answer)
 
         self._client.ask(message, QUESTION_LIMIT_S, link=self._link, until=until)
 
     def _message(self, demand: owed.Demand) -> wire.Register | wire.Written | wire.Abandon:
         match demand:
-            case owed.Register(after):
-                tickets, process, process_fd = self._memory.hand_over(self._directory)
+            case owed.Register(after, group):
+                tickets, process, process_fd = self._memory.hand_over(group, self._directory)
                 self._remember_process(process, process_fd)
-                return wire.Register(after, self._engine, self._memory.describe(tickets))
+                return wire.Register(after, self._engine, self._memory.describe(group, tickets))
             case owed.Written(through):
                 return wire.Written(through)
             case owed.Abandon(requests):
                 return wire.Abandon(requests)
 
-    def _answered(self, demand: owed.Demand, failure: Failure | None) -> None:
+    def _answered(self, demand: owed.Demand, failure: Failure | None, answer: msgspec.Struct | None = None) -> None:
         with self._lock:
             if failure is None:
                 self._pause_s, self._not_before = _PAUSE_FIRST_S, 0.0
@@ -146,11 +150,16 @@ class RankSession:
                 self._pause_s = min(self._pause_s * 2, _PAUSE_MAX_S)
             self._over.extend(self._owed.answered(demand, failure is None))
         if isinstance(demand, owed.Register):
-            self._tell(failure)
+            not_served = answer.not_served if isinstance(answer, wire.Registered) else ""
+            self._tell(demand.group, failure, not_served)
 
-    def _tell(self, failure: Failure | None) -> None:
+    def _tell(self, group: int, failure: Failure | None, not_served: str) -> None:
         """Says once how it stands."""
-        if failure is None:
+        if not_served:
+            if not_served not in self._not_served:
+                self._not_served.add(not_served)
+                logger.info("kvferry: %s: group %d: its worker copies nothing: %s", self._name, group, not_served)
+        elif failure is None:
             if self._complaint != "fine":
                 logger.info("kvferry: %s: its worker has the KV memory", self._name)
             self._complaint = "fine"

@@ -25,8 +25,9 @@ try:
     from vllm.platforms import current_platform
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    from kvferry import groups
 except ImportError as error:
     raise RuntimeError(
         f"kvferry knows the KV connector interface of vLLM {interface.KNOWN_VERSION}; vLLM {interface.version()} is "
@@ -51,9 +52,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvferry")
 
-#: Kinds of attention whose pages are found by the hash of everything before them, and nothing else.
-_SUPPORTED_SPECS = (FullAttentionSpec, MLAAttentionSpec)
-
 
 class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
     """Loads pages that kvferry has, stores those that it has not. See ``docs/vllm.md``."""
@@ -76,14 +74,12 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         self._steps: list[StepMetadata] = []
         #: Of a rank without memory that kvferry could reach: nothing is copied there.
         self._over: list[int] = []
-        why = why_unsupported(vllm_config, kv_cache_config)
-        if why is not None:
-            if role == KVConnectorRole.SCHEDULER:
-                logger.warning("kvferry: %s: requests run without the cache", why)
-            self._supported = False
-            return
-        self._supported = True
-        if role == KVConnectorRole.SCHEDULER:
+        unreachable = why_unreachable(vllm_config)
+        self._registers = unreachable is None
+        why = unreachable or groups.why_not_served(kv_cache_config)
+        if role == KVConnectorRole.SCHEDULER and why is not None:
+            logger.warning("kvferry: %s: requests run without the cache", why)
+        elif role == KVConnectorRole.SCHEDULER:
             parallel = vllm_config.parallel_config
             self._scheduler = SchedulerSide(
                 self._settings,
@@ -110,22 +106,14 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, "torch.Tensor"]) -> None:
         """Moves the KV memory to where kvferry can map it; the rest goes on by itself."""
-        if not self._supported:
+        if not self._registers:
             return
         config, parallel = self._vllm_config, self._vllm_config.parallel_config
         rank, ranks = parallel.rank, parallel.world_size
-        (group,) = self._kv_cache_config.kv_cache_groups
         shards = kv_shards(config)
-        place = Place(
-            rank=rank,
-            tp_size=ranks,
-            shard=rank * shards // ranks,
-            engine_page_tokens=group.kv_cache_spec.block_size,
-            device_pages=self._kv_cache_config.num_blocks,
-            latent=config.model_config.use_mla,
-        )
+        place = Place(rank=rank, tp_size=ranks, shard=rank * shards // ranks)
         try:
-            memory = KvMemory({name: kv_caches[name] for name in group.layer_names if name in kv_caches}, place)
+            memory = KvMemory(groups.groups_of(self._kv_cache_config, kv_caches), place)
         except Unsupported as why:
             logger.warning("kvferry: rank %d: %s: requests run without the cache", rank, why)
             return
@@ -261,8 +249,8 @@ def check_config(config: "VllmConfig") -> None:
         )
 
 
-def why_unsupported(config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> str | None:
-    """Why nothing can be cached for this model and configuration; None when it can."""
+def why_unreachable(config: "VllmConfig") -> str | None:
+    """Why ranks of this configuration cannot register their memory; None when they can."""
     parallel = config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         stages = parallel.pipeline_parallel_size
@@ -270,15 +258,6 @@ def why_unsupported(config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> s
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             return f"{name} is {getattr(parallel, name)}, and pages that are spread over ranks are not supported yet"
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups) or "none"
-        return f"the model's KV cache has {len(groups)} groups ({kinds}), and only one is supported yet"
-    spec = groups[0].kv_cache_spec
-    specs = list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
-    for each in specs:
-        if type(each) not in _SUPPORTED_SPECS:
-            return f"the model has layers of kind {type(each).__name__}, which are not supported yet"
     return None
 
 

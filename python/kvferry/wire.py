@@ -184,7 +184,7 @@ class Abandon(msgspec.Struct):
 
 
 class Register(msgspec.Struct):
-    """This is the KV memory of one rank (docs/wire.md); requests up to ``after`` are over."""
+    """This is the KV memory of one rank, one group (docs/wire.md); requests up to ``after`` are over."""
 
     after: int
     engine: bytes
@@ -192,10 +192,11 @@ class Register(msgspec.Struct):
 
 
 class Registered(msgspec.Struct):
-    """The memory is taken: how many pages the rank's depot has room for, and their size."""
+    """The memory is taken: how many pages the rank's depot has room for, their size, and why none is ever copied."""
 
     arena_pages: int
     page_bytes: int
+    not_served: str = ""
 
 
 class Empty(msgspec.Struct):

@@ -5,12 +5,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
-from kvferry import interface
+from kvferry import groups, interface
 from kvferry import vllm as connector
 from kvferry.settings import Settings, default_socket_dir
 
@@ -107,10 +116,41 @@ def test_every_hash_algorithm_of_vllm_is_judged() -> None:
     ],
 )
 def test_what_is_not_supported_is_said(kinds: list[type], changes: dict[str, int], text: str | None) -> None:
-    groups = [SimpleNamespace(kv_cache_spec=object.__new__(kind)) for kind in kinds]
-    why = connector.why_unsupported(config(**changes), SimpleNamespace(kv_cache_groups=groups))  # type: ignore[arg-type]
+    found = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=object.__new__(kind)) for kind in kinds])
+    why = connector.why_unreachable(config(**changes)) or groups.why_not_served(found)  # type: ignore[arg-type]
     assert (why is None) == (text is None)
     assert text is None or text in (why or "")
+
+
+def test_groups_in_words() -> None:
+    plain = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    window = SlidingWindowSpec(**plain, sliding_window=128)
+    chunk = ChunkedLocalAttentionSpec(**plain, attention_chunk_size=64)
+    state = MambaSpec(block_size=16, shapes=((4,),), dtypes=(torch.float32,))
+    every = {
+        "full": FullAttentionSpec(**plain),
+        "latent": MLAAttentionSpec(**plain),
+        "window": window,
+        "chunk": chunk,
+        "state": state,
+        "sink": SinkFullAttentionSpec(**plain),
+        "mixed": UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": FullAttentionSpec(**plain), "b": window}),
+    }
+    found = SimpleNamespace(
+        num_blocks=9,
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=[name]) for name, spec in every.items()],
+    )
+    described = groups.groups_of(found, dict.fromkeys(every, "a tensor"))  # type: ignore[arg-type]
+    assert {(each.engine_page_tokens, each.device_pages) for each in described} == {(16, 9)}
+    assert [(*each.tensors, each.role, each.attention, each.window_tokens) for each in described] == [
+        ("full", "kv", "full", 0),
+        ("latent", "latent", "full", 0),
+        ("window", "kv", "sliding_window", 128),
+        ("chunk", "kv", "chunked_local", 64),
+        ("state", "state", "state", 0),
+        ("sink", "kv", "other", 0),
+        ("mixed", "kv", "other", 0),
+    ]
 
 
 def test_what_is_described_is_the_same_in_every_process() -> None:

@@ -12,7 +12,7 @@ from daemon import Daemon, eventually, running
 
 from kvferry import memory, wire
 from kvferry.client import Client
-from kvferry.memory import KvMemory, Place, Unsupported
+from kvferry.memory import Group, KvMemory, Place, Unsupported
 from kvferry.rank import RankSession
 
 PAGES, LAYERS, HEADS, PAGE_TOKENS, CONTENT = 12, 3, 2, 8, 16
@@ -28,8 +28,11 @@ LAYOUTS = {
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
 
 
-def place(pages: int = PAGES, *, latent: bool = False) -> Place:
-    return Place(rank=0, tp_size=1, shard=0, engine_page_tokens=PAGE_TOKENS, device_pages=pages, latent=latent)
+PLACE = Place(rank=0, tp_size=1, shard=0)
+
+
+def group(tensors: Any, pages: int = PAGES, **more: Any) -> Group:
+    return Group(tensors, engine_page_tokens=PAGE_TOKENS, device_pages=pages, **more)
 
 
 def layers(order: tuple[int, ...], dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -63,7 +66,7 @@ _NUMBERS = itertools.count(1)
 class Talk:
     """A scheduler and a rank of one engine."""
 
-    def __init__(self, daemon: Daemon, tensors: dict[str, torch.Tensor], where: Place):
+    def __init__(self, daemon: Daemon, *groups: Group):
         number = next(_NUMBERS)
         engine = number.to_bytes(16, "big")
         self.namespace = str(number).encode()
@@ -71,7 +74,7 @@ class Talk:
             daemon.socket_dir / "leader", wire.Hello(role="engine", engine=engine), first_id=number * 1000
         )
         self.scheduler.start()
-        self.rank = RankSession(daemon.socket_dir / "worker-0-0", engine, 0, 0, KvMemory(tensors, where))
+        self.rank = RankSession(daemon.socket_dir / "worker-0-0", engine, 0, 0, KvMemory(list(groups), PLACE))
         eventually("the rank is registered", lambda: self.rank.registered)
 
     def ask(self, message: Any, *, written: bool = False) -> Any:
@@ -91,9 +94,9 @@ class Talk:
         self.rank.close()
 
 
-def there_and_back(daemon: Daemon, tensors: dict[str, torch.Tensor], where: Place, rows: int = 1) -> None:
+def there_and_back(daemon: Daemon, tensors: dict[str, torch.Tensor], rows: int = 1, role: str = "kv") -> None:
     """Stores pages, spoils the memory, and loads them elsewhere: only what was loaded changes, to what was stored."""
-    talk = Talk(daemon, tensors, where)
+    talk = Talk(daemon, group(tensors, role=role))
     try:
         fill(tensors, seed=1)
         stored = [4, 5, 1]
@@ -103,7 +106,7 @@ def there_and_back(daemon: Daemon, tensors: dict[str, torch.Tensor], where: Plac
         assert answer.stored_pages == 3
         fill(tensors, seed=2)
         assert talk.lookup(3, slot=2).hit_pages == 3
-        expected = [page(tensors, number) for number in range(where.device_pages * rows)]
+        expected = [page(tensors, number) for number in range(PAGES * rows)]
         target = [0, 7, 8]
         assert talk.ask(wire.Load(2, 0, wire.runs(target))).pages == 3
         for number, content in zip(target, kept, strict=True):
@@ -119,26 +122,26 @@ def there_and_back(daemon: Daemon, tensors: dict[str, torch.Tensor], where: Plac
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout(daemon: Daemon, layout: str, dtype: torch.dtype) -> None:
-    there_and_back(daemon, layers(LAYOUTS[layout], dtype), place())
+    there_and_back(daemon, layers(LAYOUTS[layout], dtype))
 
 
 def test_layers_of_their_own_and_layers_that_share(daemon: Daemon) -> None:
     own = {f"layer.{index}": torch.zeros(PAGES, HEADS, PAGE_TOKENS, CONTENT) for index in range(LAYERS)}
     own["layer.3"] = own["layer.1"]
-    there_and_back(daemon, own, place())
+    there_and_back(daemon, own)
 
 
 def test_latent_pages(daemon: Daemon) -> None:
-    there_and_back(daemon, {"layer": torch.zeros(PAGES, 1, PAGE_TOKENS, CONTENT)}, place(latent=True))
+    there_and_back(daemon, {"layer": torch.zeros(PAGES, 1, PAGE_TOKENS, CONTENT)}, role="latent")
 
 
 def test_kernel_blocks_that_are_smaller_than_pages(daemon: Daemon) -> None:
-    there_and_back(daemon, {"layer": torch.zeros(PAGES * 2, HEADS, PAGE_TOKENS // 2, CONTENT)}, place(), rows=2)
+    there_and_back(daemon, {"layer": torch.zeros(PAGES * 2, HEADS, PAGE_TOKENS // 2, CONTENT)}, rows=2)
 
 
 def test_a_tensor_in_the_middle_of_its_storage(daemon: Daemon) -> None:
     whole = torch.zeros(1000 + PAGES * 64)
-    there_and_back(daemon, {"layer": whole[7 : 7 + PAGES * 64].view(PAGES, 2, 4, 8)}, place())
+    there_and_back(daemon, {"layer": whole[7 : 7 + PAGES * 64].view(PAGES, 2, 4, 8)})
 
 
 def test_the_storage_moves_in_place_and_has_no_name() -> None:
@@ -146,11 +149,11 @@ def test_the_storage_moves_in_place_and_has_no_name() -> None:
     fill(tensors, seed=1)
     before = [tensor.clone() for tensor in tensors.values()]
     names = set(os.listdir("/dev/shm"))
-    kept = KvMemory(tensors, place())
+    kept = KvMemory([group(tensors)], PLACE)
     assert set(os.listdir("/dev/shm")) <= names
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(tensors.values(), before, strict=True))
     assert len({tensor.untyped_storage().data_ptr() for tensor in tensors.values()}) == 1
-    described = kept.describe([b"t" * 16])
+    described = kept.describe(0, [b"t" * 16])
     assert described["nonce"]["offset_bytes"] == tensors["layer.0"].untyped_storage().nbytes()
     kept.close()
 
@@ -158,23 +161,76 @@ def test_the_storage_moves_in_place_and_has_no_name() -> None:
 def test_what_cannot_be_shared_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = layers(LAYOUTS["LBHNC"], torch.float32)
     with pytest.raises(Unsupported, match="12 blocks along its first axis, the engine counts 5 pages"):
-        KvMemory(tensors, place(5))
+        KvMemory([group(tensors, 5)], PLACE)
     with pytest.raises(Unsupported, match="is NoneType, not a tensor"):
-        KvMemory({"layer": None}, place())
+        KvMemory([group({"layer": None})], PLACE)
     with pytest.raises(Unsupported, match="lies on meta"):
-        KvMemory({"layer": torch.zeros(PAGES, 1, 8, 8, device="meta")}, place())
+        KvMemory([group({"layer": torch.zeros(PAGES, 1, 8, 8, device="meta")})], PLACE)
 
     class Full:
         f_bavail, f_frsize = 1, 4096
 
     monkeypatch.setattr(memory.os, "statvfs", lambda path: Full)
     with pytest.raises(Unsupported, match="4096 bytes free, the KV cache takes 36864: give it more room"):
-        KvMemory(tensors, place())
+        KvMemory([group(tensors)], PLACE)
     assert not tensors["layer.0"].is_shared()
 
 
+def test_groups_are_registered_separately_and_not_served(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
+    """Sliding windows and a state beside full attention, all in the same memory: understood, declined, said."""
+    caplog.set_level("INFO")
+    storage = torch.zeros(PAGES, HEADS, PAGE_TOKENS, CONTENT)
+    whole = storage.view(PAGES, -1)
+    groups = [
+        group({"full": storage}),
+        group({"window": storage}, attention="sliding_window", window_tokens=128),
+        group({"state": [whole[:, :32], whole[:, 32:96]]}, attention="state", role="state"),
+    ]
+    kept = KvMemory(groups, PLACE)
+    described = kept.describe(2, [b"t" * 16])
+    assert (described["group"], described["groups"], described["layers"]) == (2, 3, 2)
+    assert [tensor["offset_bytes"] for tensor in described["tensors"]] == [0, 32 * 4]
+    kept.close()
+    talk = Talk(daemon, *groups)
+    try:
+        said = [record.message for record in caplog.records if "copies nothing" in record.message]
+        assert [text.split(": ", 3)[2:] for text in said] == [
+            [
+                "group 0",
+                "its worker copies nothing: the engine's KV memory has 3 groups, and more than one is not served yet",
+            ],
+            [
+                "group 1",
+                "its worker copies nothing: group 1 has layers with a sliding window, which are not served yet",
+            ],
+            ["group 2", "its worker copies nothing: group 2 has layers with state, which are not served yet"],
+        ]
+        status = daemon.status()
+        assert not status["ready"]
+        assert "not served yet" in status["ranks"][0]["problem"]
+        question = talk.scheduler.ask(wire.Lookup(slot=1, namespace=b"", hash_bytes=16, hashes=b"h" * 16), 1)
+        assert question.wait(20)
+        assert question.failure is not None
+        assert question.failure.code == wire.Code.NOT_READY
+    finally:
+        talk.close()
+
+
+def test_a_window_alone_is_not_served_either(daemon: Daemon) -> None:
+    """And an engine that is served goes on beside it."""
+    tensors = layers(LAYOUTS["LBHNC"], torch.float32)
+    served = Talk(daemon, group(tensors))
+    try:
+        other = Talk(daemon, group({"layer": torch.zeros(PAGES, 2, 8, 8)}, attention="sliding_window", window_tokens=9))
+        other.close()
+        assert served.lookup(3, slot=1).hit_pages == 0
+        assert daemon.status()["ready"]
+    finally:
+        served.close()
+
+
 def test_a_worker_that_is_not_there(tmp_path: Path) -> None:
-    kept = KvMemory({"layer": torch.zeros(PAGES, 1, 8, 8)}, place())
+    kept = KvMemory([group({"layer": torch.zeros(PAGES, 1, 8, 8)})], PLACE)
     with pytest.raises(OSError, match="does not exist"):
-        kept.hand_over(tmp_path / "nobody")
+        kept.hand_over(0, tmp_path / "nobody")
     kept.close()

@@ -14,7 +14,7 @@ from daemon import PROGRAM, Daemon, environment, eventually, running
 
 from kvferry import rank, wire
 from kvferry.client import Client
-from kvferry.memory import KvMemory, Place
+from kvferry.memory import Group, KvMemory, Place
 from kvferry.owed import Abandon, Owed, Register, Written
 from kvferry.rank import RankSession
 
@@ -97,9 +97,10 @@ def session(daemon: Daemon) -> Iterator[RankSession]:
     session.close()
 
 
-def begin(directory: Path) -> RankSession:
-    where = Place(rank=0, tp_size=1, shard=0, engine_page_tokens=8, device_pages=8, latent=False)
-    return RankSession(directory, b"e" * 16, 0, 0, KvMemory({"layer": torch.zeros(8, 2, 8, 8)}, where))
+def begin(directory: Path, ranks: int = 1) -> RankSession:
+    group = Group({"layer": torch.zeros(8, 2, 8, 8)}, engine_page_tokens=8, device_pages=8)
+    memory = KvMemory([group], Place(rank=0, tp_size=ranks, shard=0))
+    return RankSession(directory, b"e" * 16, 0, 0, memory)
 
 
 def over(session: RankSession, requests: list[int]) -> None:
@@ -183,9 +184,7 @@ def test_nothing_of_an_engine_is_left_however_it_ends(daemon: Daemon) -> None:
 
 
 def test_a_rank_that_is_turned_away_says_why_once(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
-    where = Place(rank=0, tp_size=3, shard=0, engine_page_tokens=8, device_pages=8, latent=False)
-    memory = KvMemory({"layer": torch.zeros(8, 2, 8, 8)}, where)
-    session = RankSession(daemon.socket_dir / "worker-0-0", b"e" * 16, 0, 0, memory)
+    session = begin(daemon.socket_dir / "worker-0-0", ranks=3)
     eventually("it is told", lambda: "tp_size" in caplog.text)
     eventually("it has asked some times", lambda: session._pause_s > 0.3)
     assert caplog.text.count("is turned away") == 1

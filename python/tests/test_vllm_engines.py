@@ -125,8 +125,28 @@ def test_two_groups_are_declined() -> None:
             engine.reset(connector=True)
             assert said(engine.generate(BASE)) == cold
             assert engine.external_hits() == 0
-            assert "has 2 groups" in engine.logged()
+            logged = engine.logged()
+            assert "has 2 groups" in logged
+            assert "group 0: its worker copies nothing: " in logged
+            assert "layers with a sliding window, which are not served yet" in logged
+            assert not daemon.status()["ready"]
             assert daemon.counter("lookups") == 0
+        finally:
+            engine.end()
+
+
+def test_windows_with_the_pages_of_full_attention_are_kept() -> None:
+    """The same model, when vLLM is told to give every layer the same pages: one group."""
+    wanted = {"model": str(make_model.gemma()), "load_format": "dummy", "max_model_len": 1024}
+    with running(ranks=1) as daemon:
+        engine = Engine(config(daemon.socket_dir, disable_hybrid_kv_cache_manager=True, **wanted))
+        try:
+            daemon.wait_ready()
+            cold = said(engine.generate(BASE))
+            settled(engine, daemon)
+            engine.reset()
+            assert said(engine.generate(BASE)) == cold
+            assert engine.external_hits() > 0
         finally:
             engine.end()
 

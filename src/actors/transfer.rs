@@ -265,8 +265,8 @@ mod tests {
     use super::*;
     use crate::memory::{EngineMemory, SharedBuffer, validate};
     use crate::types::{
-        Allocation, AllocationHandle, AllocationKind, EngineId, GroupId, Nonce, PageList, Rank,
-        Registration, RequestId, TensorRole, TensorView, Time,
+        Allocation, AllocationHandle, AllocationKind, Attention, EngineId, GroupId, Nonce,
+        PageList, Rank, Registration, RequestId, TensorRole, TensorView, Time,
     };
 
     const PAGES: u32 = 8;
@@ -277,6 +277,9 @@ mod tests {
         let bytes = u64::from(PAGES) * PAGE_BYTES;
         let registration = Registration {
             group: GroupId(0),
+            groups: 1,
+            attention: Attention::Full,
+            window_tokens: 0,
             rank: Rank(0),
             tp_size: 1,
             shard: 0,

@@ -4,8 +4,8 @@ use clap::ValueEnum;
 
 use crate::engine::rank::RankSettings;
 use crate::types::{
-    Allocation, AllocationHandle, AllocationKind, GroupId, Nonce, Registration, TensorRole,
-    TensorView,
+    Allocation, AllocationHandle, AllocationKind, Attention, GroupId, Nonce, Registration,
+    TensorRole, TensorView,
 };
 
 /// Bytes behind the pages for the nonce of a registration: a rank registers again while its pages are in use.
@@ -79,6 +79,9 @@ pub fn describe(settings: &RankSettings, ticket: [u8; 16], nonce: Nonce) -> Regi
     });
     Registration {
         group: GroupId(0),
+        groups: 1,
+        attention: Attention::Full,
+        window_tokens: 0,
         rank: settings.rank,
         tp_size: settings.ranks,
         shard: settings.shard.0,

@@ -256,7 +256,15 @@ impl Asker {
             engine: settings.engine.0,
             registration: describe(settings, ticket, nonce),
         };
-        self.say(link, Message::Register(register)).await
+        let asked = Message::Register(register);
+        let answer = self.worker.ask_over(link, asked, QUESTION_LIMIT).await?;
+        match answer {
+            Message::Registered(registered) if !registered.not_served.is_empty() => Err(Failure {
+                code: ErrorCode::Invalid,
+                message: registered.not_served,
+            }),
+            _ => Ok(()),
+        }
     }
 }
 

@@ -189,6 +189,9 @@ pub struct Registered {
     pub arena_pages: u32,
     /// Bytes of one page below the device.
     pub page_bytes: u64,
+    /// Why nothing of this group is copied; empty when it is served.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub not_served: String,
 }
 
 /// What stores up to this request read is written.

@@ -9,9 +9,9 @@ use crate::protocol::body::{
 use crate::protocol::codec::Message;
 use crate::protocol::error::ErrorCode;
 use crate::types::{
-    Allocation, AllocationHandle, AllocationKind, Anchor, DepotId, DomainId, Epoch, Fingerprint,
-    FragmentPair, Generation, GroupGeometry, GroupId, Nonce, PageList, PageRecord, Rank,
-    Registration, Stored, TensorRole, TensorView,
+    Allocation, AllocationHandle, AllocationKind, Anchor, Attention, DepotId, DomainId, Epoch,
+    Fingerprint, FragmentPair, Generation, GroupGeometry, GroupId, Nonce, PageList, PageRecord,
+    Rank, Registration, Stored, TensorRole, TensorView,
 };
 
 /// One message of each kind, with values that show every field. Names are unique.
@@ -114,6 +114,20 @@ pub fn examples() -> Vec<(&'static str, Message)> {
             }),
         ),
         (
+            "register_group",
+            Message::Register(Register {
+                after: 0,
+                engine: [1; 16],
+                registration: Registration {
+                    group: GroupId(1),
+                    groups: 2,
+                    attention: Attention::SlidingWindow,
+                    window_tokens: 128,
+                    ..registration()
+                },
+            }),
+        ),
+        (
             "register_device",
             Message::Register(Register {
                 after: 0,
@@ -126,6 +140,16 @@ pub fn examples() -> Vec<(&'static str, Message)> {
             Message::Registered(Registered {
                 arena_pages: 4096,
                 page_bytes: 4096,
+                not_served: String::new(),
+            }),
+        ),
+        (
+            "registered_not_served",
+            Message::Registered(Registered {
+                arena_pages: 0,
+                page_bytes: 4096,
+                not_served: "group 1 has layers with a sliding window, which are not served yet"
+                    .to_owned(),
             }),
         ),
         ("written", Message::Written(Written { through: 12 })),
@@ -288,6 +312,9 @@ fn hello() -> Hello {
 fn registration() -> Registration {
     Registration {
         group: GroupId(0),
+        groups: 1,
+        attention: Attention::Full,
+        window_tokens: 0,
         rank: Rank(1),
         tp_size: 2,
         shard: 1,

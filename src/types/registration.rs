@@ -20,6 +20,37 @@ pub enum TensorRole {
     State,
 }
 
+/// What a token of a group's layers attends to, which decides how long its pages are needed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Attention {
+    /// Every token before it (also with a latent, MLA).
+    #[default]
+    Full,
+    /// The last [`Registration::window_tokens`].
+    SlidingWindow,
+    /// Those of its chunk of [`Registration::window_tokens`].
+    ChunkedLocal,
+    /// A state that the tokens before it have left (SSM).
+    State,
+    /// Something that this version has no word for.
+    #[serde(other)]
+    Other,
+}
+
+impl Attention {
+    /// The word for it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Full => "full attention",
+            Self::SlidingWindow => "a sliding window",
+            Self::ChunkedLocal => "chunked local attention",
+            Self::State => "state",
+            Self::Other => "a kind that this version does not know",
+        }
+    }
+}
+
 /// What kind of memory an allocation is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -108,6 +139,15 @@ pub struct Nonce {
 pub struct Registration {
     /// Which group of layers.
     pub group: GroupId,
+    /// Groups of the rank's memory. Each is registered by itself; they may lie in the same allocations.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub groups: u8,
+    /// What its layers attend to.
+    #[serde(default, skip_serializing_if = "is_full")]
+    pub attention: Attention,
+    /// Tokens of a sliding window or a chunk; 0 without one.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub window_tokens: u32,
     /// Which rank this memory belongs to.
     pub rank: Rank,
     /// Ranks of the engine.
@@ -129,4 +169,23 @@ pub struct Registration {
     /// Identifies the GPU, where there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device_uuid: Option<String>,
+}
+
+const fn one() -> u8 {
+    1
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde gives a reference")]
+const fn is_one(groups: &u8) -> bool {
+    *groups == 1
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde gives a reference")]
+fn is_full(attention: &Attention) -> bool {
+    *attention == Attention::Full
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde gives a reference")]
+const fn is_zero(tokens: &u32) -> bool {
+    *tokens == 0
 }

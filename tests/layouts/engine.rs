@@ -1,8 +1,8 @@
 //! Engines that lay their KV out in every way: an order of axes, gaps between them, and what is one tensor.
 
 use kvferry::types::{
-    Allocation, AllocationHandle, AllocationKind, GroupId, Nonce, Rank, Registration, TensorRole,
-    TensorView,
+    Allocation, AllocationHandle, AllocationKind, Attention, GroupId, Nonce, Rank, Registration,
+    TensorRole, TensorView,
 };
 
 /// What an axis of the memory counts.
@@ -234,6 +234,9 @@ pub fn registration(
     });
     Registration {
         group: GroupId(0),
+        groups: 1,
+        attention: Attention::Full,
+        window_tokens: 0,
         rank: Rank(0),
         tp_size: 1,
         shard: 0,

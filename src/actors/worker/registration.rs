@@ -9,7 +9,7 @@ use crate::core::WorkerEvent;
 use crate::memory::RegisteredMemory;
 use crate::protocol::{Attach, Attached, AttachedMemory, ErrorCode, Message, Register, Registered};
 use crate::transport::{Failure, PeerId};
-use crate::types::{AttachId, DepotId, EngineId, OpId, Registration, RequestId};
+use crate::types::{AttachId, Attention, DepotId, EngineId, OpId, Registration, RequestId};
 
 /// A rank that registers: who asked, under which id, for which engine, and which of its requests are over.
 #[derive(Debug, Clone)]
@@ -18,6 +18,8 @@ pub(in crate::actors) struct Registering {
     asked: RequestId,
     engine: EngineId,
     after: RequestId,
+    /// Why nothing will be copied for this memory.
+    not_served: Option<String>,
 }
 
 /// Memory that was mapped and, once the leader has agreed, is used.
@@ -27,6 +29,26 @@ pub(super) struct Mapped {
     /// The registration, until it is answered.
     asked: Option<RequestId>,
     pub(super) memory: RegisteredMemory,
+}
+
+/// Why the pages of a group are not copied, though its memory could be reached: leaders know pages that every token behind
+/// them needs, of one group.
+fn not_served(registration: &Registration) -> Option<String> {
+    let Registration {
+        group,
+        groups,
+        attention,
+        ..
+    } = registration;
+    if *attention != Attention::Full {
+        let kind = attention.name();
+        return Some(format!(
+            "{group} has layers with {kind}, which are not served yet"
+        ));
+    }
+    (*groups != 1).then(|| {
+        format!("the engine's KV memory has {groups} groups, and more than one is not served yet")
+    })
 }
 
 impl State {
@@ -58,13 +80,14 @@ impl State {
         register: Register,
         myself: &ActorRef<WorkerMessage>,
     ) {
+        let registration = register.registration;
         let who = Registering {
             peer,
             asked: correlation,
             engine: EngineId(register.engine),
             after: RequestId(register.after),
+            not_served: not_served(&registration),
         };
-        let registration = register.registration;
         if registration.rank != self.worker.rank {
             let text = format!(
                 "registration.rank is {}, this worker serves {}: connect to the worker of your rank",
@@ -110,6 +133,10 @@ impl State {
             tracing::debug!(worker = %self.worker, "a rank is gone before its memory was mapped");
             return Ok(());
         }
+        if let Some(why) = who.not_served {
+            self.taken_unserved(who.peer, who.asked, why, &memory);
+            return Ok(());
+        }
         let (engine, mut after) = (who.engine, who.after);
         if self.over.0 == engine {
             after = after.max(self.over.1);
@@ -126,6 +153,26 @@ impl State {
         }
         self.teller.problem(String::new());
         self.step(WorkerEvent::Registered { engine, after }, myself)
+    }
+
+    /// The rank hears that its memory was understood, and why it is not used. Memory that is served stays.
+    fn taken_unserved(
+        &self,
+        peer: PeerId,
+        asked: RequestId,
+        why: String,
+        memory: &RegisteredMemory,
+    ) {
+        let page_bytes = memory.geometry.page_bytes;
+        let group = memory.geometry.group;
+        tracing::warn!(worker = %self.worker, %group, page_bytes, why, "engine memory is not used");
+        self.turned_away_rank(&why);
+        let body = Registered {
+            arena_pages: 0,
+            page_bytes,
+            not_served: why,
+        };
+        self.replier.reply(peer, asked, Message::Registered(body));
     }
 
     /// Asks the leader; without an answer in time the core asks again.
@@ -234,6 +281,7 @@ impl State {
             let body = Registered {
                 arena_pages,
                 page_bytes,
+                not_served: String::new(),
             };
             self.replier.reply(peer, asked, Message::Registered(body));
         }

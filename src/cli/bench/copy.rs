@@ -8,8 +8,8 @@ use crate::engine::content::POISON;
 use crate::error::CommandError;
 use crate::memory::CopyEngine;
 use crate::types::{
-    Allocation, AllocationHandle, AllocationKind, Direction, GroupId, Nonce, Rank, Registration,
-    TensorRole, TensorView,
+    Allocation, AllocationHandle, AllocationKind, Attention, Direction, GroupId, Nonce, Rank,
+    Registration, TensorRole, TensorView,
 };
 
 use super::order::{Ordered, measure};
@@ -166,6 +166,9 @@ fn registration(fragment: u64, pages: u32) -> Registration {
     let bytes = fragment * u64::from(pages);
     Registration {
         group: GroupId(0),
+        groups: 1,
+        attention: Attention::Full,
+        window_tokens: 0,
         rank: Rank(0),
         tp_size: 1,
         shard: 0,

@@ -8,7 +8,9 @@ pub(super) mod tests;
 use std::collections::HashMap;
 
 use super::layout::{PageLayout, Pieces};
-use crate::types::{Allocation, AllocationHandle, AllocationKind, Nonce, Registration, TensorRole};
+use crate::types::{
+    Allocation, AllocationHandle, AllocationKind, Attention, Nonce, Registration, TensorRole,
+};
 
 /// Most allocations of one registration.
 pub const ALLOCATIONS_MAX: usize = 256;
@@ -105,6 +107,11 @@ fn check_counts(registration: &Registration) -> Result<(), RegistrationError> {
             "pages of the engine's memory",
         ),
         ("layers", registration.layers, "layers of the group"),
+        (
+            "groups",
+            u32::from(registration.groups),
+            "groups of the rank's memory",
+        ),
     ];
     for (field, value, meaning) in counts {
         if value == 0 {
@@ -119,7 +126,30 @@ fn check_counts(registration: &Registration) -> Result<(), RegistrationError> {
             return Err(RegistrationError::new(field, value, remedy));
         }
     }
-    Ok(())
+    check_group(registration)
+}
+
+/// The group is one of them, and has a window where it needs one.
+fn check_group(registration: &Registration) -> Result<(), RegistrationError> {
+    if registration.group.0 >= registration.groups {
+        let remedy = format!("it must be below groups ({})", registration.groups);
+        return Err(RegistrationError::new(
+            "group",
+            registration.group.0,
+            remedy,
+        ));
+    }
+    let tokens = registration.window_tokens;
+    let remedy = match registration.attention {
+        Attention::SlidingWindow | Attention::ChunkedLocal if tokens == 0 => {
+            "give the tokens of the window or chunk, at least 1"
+        }
+        Attention::Full | Attention::State if tokens > 0 => {
+            "only a sliding window or a chunk has tokens: leave it out"
+        }
+        _ => return Ok(()),
+    };
+    Err(RegistrationError::new("window_tokens", tokens, remedy))
 }
 
 fn kind_of_handle(handle: &AllocationHandle) -> &'static str {

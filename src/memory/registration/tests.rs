@@ -1,5 +1,5 @@
 use super::*;
-use crate::types::{Allocation, AllocationKind, GroupId, Rank, TensorView};
+use crate::types::{Allocation, AllocationKind, Attention, GroupId, Rank, TensorView};
 
 type Spoil = fn(&mut Registration);
 
@@ -25,6 +25,9 @@ pub(in crate::memory) fn separate_layers() -> Registration {
     });
     Registration {
         group: GroupId(0),
+        groups: 1,
+        attention: Attention::Full,
+        window_tokens: 0,
         rank: Rank(1),
         tp_size: 2,
         shard: 1,
@@ -101,6 +104,12 @@ fn every_contradiction_is_refused_by_its_field() {
             r.allocations[0].kind = AllocationKind::Device;
             r.allocations[0].handle = AllocationHandle::CudaIpc([1; 64]);
         }),
+        ("groups", |r| r.groups = 0),
+        ("group", |r| r.group = GroupId(1)),
+        ("window_tokens", |r| {
+            r.attention = Attention::SlidingWindow;
+        }),
+        ("window_tokens", |r| r.window_tokens = 128),
         ("layers", |r| r.layers = 0),
         ("layers", |r| r.layers = 5),
         ("layers", |r| r.layers = u32::MAX),

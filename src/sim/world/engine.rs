@@ -14,8 +14,8 @@ use crate::core::sabotage::{Bug, planted};
 use crate::engine::scheduler::{Action, Prompt, Scheduler, WorkKind};
 use crate::protocol::{Abandon, Message, Register, Role, Written};
 use crate::types::{
-    Answer, EngineId, GroupId, Nonce, Rank, Registration, Replica, Request, RequestId, ResetScope,
-    SlotId, Time, WorkerId,
+    Answer, Attention, EngineId, GroupId, Nonce, Rank, Registration, Replica, Request, RequestId,
+    ResetScope, SlotId, Time, WorkerId,
 };
 
 /// How long an engine waits before it says something again.
@@ -564,6 +564,9 @@ fn registration(env: &Env, rank: usize) -> Registration {
     let rank = Rank(u16::try_from(rank).unwrap_or(0));
     Registration {
         group: GroupId(0),
+        groups: 1,
+        attention: Attention::Full,
+        window_tokens: 0,
         rank,
         tp_size: env.setup.ranks,
         shard: u16::try_from(env.depot_of(rank)).unwrap_or(0),

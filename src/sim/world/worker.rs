@@ -297,6 +297,7 @@ impl WorkerProcess {
             true => Message::Registered(Registered {
                 arena_pages: env.setup.arena_pages,
                 page_bytes: env.geometry().page_bytes,
+                not_served: String::new(),
             }),
             false => Message::Error(ErrorBody::new(ErrorCode::RankDisagrees, "turned away")),
         };

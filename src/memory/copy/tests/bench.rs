@@ -9,8 +9,8 @@ use crate::memory::engine_memory::EngineMemory;
 use crate::memory::layout::PageLayout;
 use crate::memory::registration::validate;
 use crate::types::{
-    Allocation, AllocationHandle, AllocationKind, FragmentPair, GroupId, Nonce, Rank, Registration,
-    TensorRole, TensorView,
+    Allocation, AllocationHandle, AllocationKind, Attention, FragmentPair, GroupId, Nonce, Rank,
+    Registration, TensorRole, TensorView,
 };
 
 /// How an engine lays out its pages.
@@ -77,6 +77,9 @@ impl Layout {
         });
         Registration {
             group: GroupId(0),
+            groups: 1,
+            attention: Attention::Full,
+            window_tokens: 0,
             rank: Rank(0),
             tp_size: 1,
             shard: 0,

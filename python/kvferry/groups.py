@@ -1,0 +1,77 @@
+"""vLLM's KV cache groups in the words of docs/wire.md, and which of them kvferry serves."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from kvferry.memory import Group
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+
+#: Kinds of attention whose pages are found by the hash of everything before them, and nothing else.
+_FULL = (FullAttentionSpec, MLAAttentionSpec)
+
+
+def groups_of(config: "KVCacheConfig", kv_caches: Mapping[str, Any]) -> list[Group]:
+    """Every group of the engine's memory, to be registered by itself."""
+    return [_group(group, kv_caches, config.num_blocks) for group in config.kv_cache_groups]
+
+
+def why_not_served(config: "KVCacheConfig") -> str | None:
+    """Why nothing can be found for these groups; None when it can."""
+    groups = config.kv_cache_groups
+    if len(groups) != 1:
+        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups) or "none"
+        return f"the model's KV cache has {len(groups)} groups ({kinds}), and only one is served yet"
+    for spec in _specs(groups[0]):
+        if type(spec) not in _FULL:
+            return f"the model has layers of kind {type(spec).__name__}, which are not served yet"
+    return None
+
+
+def _specs(group: "KVCacheGroupSpec") -> list["KVCacheSpec"]:
+    spec = group.kv_cache_spec
+    return list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+
+
+def _group(group: "KVCacheGroupSpec", kv_caches: Mapping[str, Any], pages: int) -> Group:
+    specs = _specs(group)
+    attention, window_tokens = _attention(specs)
+    if all(isinstance(spec, (MLAAttentionSpec, SlidingWindowMLASpec)) for spec in specs):
+        role = "latent"
+    else:
+        role = "state" if attention == "state" else "kv"
+    return Group(
+        tensors={name: kv_caches[name] for name in group.layer_names if name in kv_caches},
+        engine_page_tokens=group.kv_cache_spec.block_size,
+        device_pages=pages,
+        role=role,
+        attention=attention,
+        window_tokens=window_tokens,
+    )
+
+
+def _attention(specs: list["KVCacheSpec"]) -> tuple[str, int]:
+    """What all its layers attend to, and the tokens of a window or chunk."""
+    kinds = {_attention_of(spec) for spec in specs}
+    return kinds.pop() if len(kinds) == 1 else ("other", 0)
+
+
+def _attention_of(spec: "KVCacheSpec") -> tuple[str, int]:
+    if type(spec) in _FULL:
+        return "full", 0
+    if isinstance(spec, SlidingWindowSpec):
+        return "sliding_window", spec.sliding_window
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return "chunked_local", spec.attention_chunk_size
+    return ("state" if isinstance(spec, MambaSpec) else "other"), 0
