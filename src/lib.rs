@@ -10,8 +10,8 @@
 //! ```text
 //! types     <- core <- actors                    what exists, and what is decided about it
 //! types     <- protocol <- transport <- actors   how it is said, and how it gets there
-//! types     <- memory <- actors                  the bytes
-//! types, protocol, transport, memory <- engine   the reference engine, a client like any other
+//! types     <- memory <- cuda <- actors          the bytes, in host memory and on GPUs
+//! types, protocol, transport, memory, cuda <- engine   the reference engine, a client like any other
 //! core, protocol, engine <- sim                  the same core, without processes
 //! everything <- cli                              the commands
 //! ```
@@ -23,6 +23,7 @@ pub mod actors;
 pub mod cli;
 pub mod config;
 pub mod core;
+pub mod cuda;
 pub mod engine;
 pub mod error;
 pub mod memory;

@@ -12,11 +12,15 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("protocol", &["types"]),
     ("transport", &["types", "protocol"]),
     ("memory", &["types"]),
+    ("cuda", &["types", "memory"]),
     (
         "actors",
-        &["types", "core", "protocol", "transport", "memory"],
+        &["types", "core", "protocol", "transport", "memory", "cuda"],
     ),
-    ("engine", &["types", "protocol", "transport", "memory"]),
+    (
+        "engine",
+        &["types", "protocol", "transport", "memory", "cuda"],
+    ),
     ("sim", &["types", "core", "protocol", "engine"]),
     ("config", &["types"]),
     ("error", &["config"]),
@@ -29,6 +33,7 @@ const ARROWS: &[(&str, &[&str])] = &[
             "protocol",
             "transport",
             "memory",
+            "cuda",
             "actors",
             "engine",
             "sim",
@@ -116,7 +121,12 @@ const PYTHON_ARROWS: &[(&str, &[&str], &[&str])] = &[
 ];
 
 /// The only files with `unsafe`.
-const UNSAFE_FILES: &[&str] = &["src/memory/buffer.rs", "src/memory/copy/kernel.rs"];
+const UNSAFE_FILES: &[&str] = &[
+    "src/cuda/driver/api.rs",
+    "src/cuda/driver/mod.rs",
+    "src/memory/buffer.rs",
+    "src/memory/copy/kernel.rs",
+];
 
 const LINES_MAX: usize = 800;
 

@@ -51,6 +51,7 @@ class RankSession:
         #: descriptor that is readable once it is dead.
         self._process: int | None = 0
         self._process_fd: int | None = None
+        self._process_killed = False
         #: Since when each abandoned request waits.
         self._abandoned_at: dict[int, float] = {}
         hello = wire.Hello(role="rank", engine=engine, rank=rank, replica=replica, name=f"vLLM, rank {rank}")
@@ -179,6 +180,7 @@ class RankSession:
         if self._process_fd is not None:
             os.close(self._process_fd)
         self._process_fd = None
+        self._process_killed = False
 
     def _process_is_dead(self) -> bool:
         if self._process_fd is None:
@@ -196,7 +198,8 @@ class RankSession:
                 self._over.extend(self._owed.dead())
         elif self._process_is_dead():
             self._over.extend(self._owed.dead())
-        elif waited_s > KILL_AFTER_S:
+        elif waited_s > KILL_AFTER_S and not self._process_killed:
+            self._process_killed = True
             logger.error(
                 "kvferry: worker %s gives no pages back for %.0f s and nobody ends it: it is killed",
                 self._process,

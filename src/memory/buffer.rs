@@ -176,6 +176,11 @@ impl SharedBuffer {
         self.map.len() as u64
     }
 
+    /// Where it lies in this process, as a number: for what copies by itself, such as a GPU.
+    pub fn address(&self) -> usize {
+        self.map.as_mut_ptr().expose_provenance()
+    }
+
     /// Another descriptor of the same memory, to be handed to another process.
     pub fn try_clone_fd(&self) -> Result<OwnedFd, BufferError> {
         self.fd.try_clone().map_err(|source| BufferError::Io {

@@ -19,7 +19,7 @@ use super::layout::PageLayout;
 use crate::types::{Direction, FragmentPair};
 
 pub use kernel::NON_TEMPORAL_MIN_BYTES;
-pub use plan::CUT_BYTES;
+pub use plan::{CUT_BYTES, CopyPlan, CopyRange, CopyRequest};
 pub use pool::{CopyEngine, POOL_MIN_BYTES};
 
 /// One of the two memories of a copy.
@@ -101,6 +101,20 @@ pub struct CopyJob {
     pub pairs: Vec<FragmentPair>,
     /// Stops the copy between two steps.
     pub cancel: Arc<CancelFlag>,
+}
+
+impl CopyJob {
+    fn plan(&self) -> Result<CopyPlan, CopyError> {
+        let request = CopyRequest {
+            direction: self.direction,
+            layout: &self.layout,
+            depot: &self.depot,
+            pairs: &self.pairs,
+        };
+        CopyPlan::new(&request, |index| {
+            self.device.buffer(index).map(|buffer| buffer.len())
+        })
+    }
 }
 
 /// What a finished copy moved.

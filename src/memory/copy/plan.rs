@@ -3,21 +3,38 @@
 //! Steps are made on the fly from their number, so that a plan's size depends on its runs and its layout, not on the
 //! pages it moves.
 
-use super::{CopyError, CopyJob, Side};
-use crate::memory::depot::page_stride_bytes;
+use super::{CopyError, Side};
+use crate::memory::depot::{Depot, page_stride_bytes};
 use crate::memory::layout::PageLayout;
 use crate::types::{Direction, FragmentPair, PageList, PageRun};
 
 /// Longest step in bytes: what a cancel waits for, at most, on each thread.
 pub const CUT_BYTES: u64 = 1 << 20;
 
-/// One contiguous copy, at most [`CUT_BYTES`] long.
+/// One contiguous copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Step {
-    pub(super) allocation: u32,
-    pub(super) device_bytes: u64,
-    pub(super) depot_bytes: u64,
-    pub(super) len_bytes: u64,
+pub struct CopyRange {
+    /// Which allocation of the device.
+    pub allocation: u32,
+    /// Where in it.
+    pub device_bytes: u64,
+    /// Where in the depot's memory, its header included.
+    pub depot_bytes: u64,
+    /// How much.
+    pub len_bytes: u64,
+}
+
+/// What is copied, before anything of it was checked.
+#[derive(Debug, Clone, Copy)]
+pub struct CopyRequest<'a> {
+    /// Which way.
+    pub direction: Direction,
+    /// Where the bytes of a page lie.
+    pub layout: &'a PageLayout,
+    /// The host's memory.
+    pub depot: &'a Depot,
+    /// As in [`super::CopyJob::pairs`].
+    pub pairs: &'a [FragmentPair],
 }
 
 /// Pages that follow each other on both sides.
@@ -40,9 +57,9 @@ struct Piece {
     len_bytes: u64,
 }
 
-/// A checked job.
+/// A checked job: the contiguous ranges that it copies.
 #[derive(Debug)]
-pub(super) struct Plan {
+pub struct CopyPlan {
     runs: Vec<PairRun>,
     pieces: Vec<Piece>,
     /// Pages follow each other without a gap on both sides, so that a run of them is one range.
@@ -57,19 +74,23 @@ pub(super) struct Plan {
     pub(super) bytes: u64,
 }
 
-impl Plan {
-    /// Checks everything about a job; an error names the pair and the page.
-    pub(super) fn new(job: &CopyJob) -> Result<Self, CopyError> {
-        check_layout(job)?;
+impl CopyPlan {
+    /// Checks everything about a job; an error names the pair and the page. `allocation_bytes` says how large each of the
+    /// layout's allocations is.
+    pub fn new(
+        job: &CopyRequest<'_>,
+        allocation_bytes: impl Fn(u32) -> Option<u64>,
+    ) -> Result<Self, CopyError> {
+        check_layout(job.layout, allocation_bytes)?;
         check_pages(job)?;
-        let layout = &*job.layout;
+        let layout = job.layout;
         let columns = columns(layout);
         let depot_stride_bytes = page_stride_bytes(layout.page_bytes);
         let seamless = depot_stride_bytes == layout.page_bytes
             && columns.len() == 1
             && columns[0].stride_bytes == layout.page_bytes;
         let mut plan = Self {
-            runs: pair_runs(job.direction, &job.pairs),
+            runs: pair_runs(job.direction, job.pairs),
             pieces: columns.into_iter().flat_map(cut).collect(),
             seamless,
             page_bytes: layout.page_bytes,
@@ -96,7 +117,10 @@ impl Plan {
 
     /// The steps of `range`, in order: page by page, and in a page as the depot has it, so that the depot is walked
     /// upwards.
-    pub(super) fn steps(&self, range: std::ops::Range<u64>) -> impl Iterator<Item = Step> + '_ {
+    pub(super) fn steps(
+        &self,
+        range: std::ops::Range<u64>,
+    ) -> impl Iterator<Item = CopyRange> + '_ {
         let at = self
             .runs
             .partition_point(|run| run.first_step <= range.start);
@@ -114,11 +138,28 @@ impl Plan {
         })
     }
 
-    fn step(&self, run: &PairRun, number: u64) -> Step {
+    /// Bytes of all of it.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// All of it, as ranges that go on neither in the one memory nor in the other: as long as they can be.
+    pub fn ranges(&self) -> impl Iterator<Item = CopyRange> + '_ {
+        let mut steps = self.steps(0..self.steps).peekable();
+        std::iter::from_fn(move || {
+            let mut range = steps.next()?;
+            while let Some(next) = steps.next_if(|next| range.goes_on_with(next)) {
+                range.len_bytes += next.len_bytes;
+            }
+            Some(range)
+        })
+    }
+
+    fn step(&self, run: &PairRun, number: u64) -> CopyRange {
         if self.seamless {
             let start = number * CUT_BYTES;
             let piece = &self.pieces[0];
-            return Step {
+            return CopyRange {
                 allocation: piece.allocation,
                 device_bytes: piece.base_bytes + run.device * self.page_bytes + start,
                 depot_bytes: self.pages_at + run.depot * self.page_bytes + start,
@@ -128,12 +169,20 @@ impl Plan {
         let pieces = self.pieces.len() as u64;
         let (page, piece) = (number / pieces, &self.pieces[(number % pieces) as usize]);
         let depot_page = self.pages_at + (run.depot + page) * self.depot_stride_bytes;
-        Step {
+        CopyRange {
             allocation: piece.allocation,
             device_bytes: piece.base_bytes + (run.device + page) * piece.stride_bytes,
             depot_bytes: depot_page + piece.block_offset_bytes,
             len_bytes: piece.len_bytes,
         }
+    }
+}
+
+impl CopyRange {
+    fn goes_on_with(&self, next: &Self) -> bool {
+        self.allocation == next.allocation
+            && self.device_bytes + self.len_bytes == next.device_bytes
+            && self.depot_bytes + self.len_bytes == next.depot_bytes
     }
 }
 
@@ -174,25 +223,24 @@ fn cut(column: Piece) -> impl Iterator<Item = Piece> {
 }
 
 /// Every page of every fragment lies in its mapped allocation, whichever memory the layout was derived for.
-fn check_layout(job: &CopyJob) -> Result<(), CopyError> {
-    let last_page = u64::from(job.layout.device_pages.saturating_sub(1));
-    for (index, fragment) in job.layout.fragments.iter().enumerate() {
+fn check_layout(
+    layout: &PageLayout,
+    allocation_bytes: impl Fn(u32) -> Option<u64>,
+) -> Result<(), CopyError> {
+    let last_page = u64::from(layout.device_pages.saturating_sub(1));
+    for (index, fragment) in layout.fragments.iter().enumerate() {
         let end = last_page
             .checked_mul(fragment.page_stride_bytes)
             .and_then(|bytes| bytes.checked_add(fragment.page_bytes))
             .and_then(|bytes| bytes.checked_add(fragment.base_bytes));
-        let memory = job
-            .device
-            .buffer(fragment.allocation)
-            .map(|buffer| buffer.len());
-        if end.is_none() || end > memory {
+        if end.is_none() || end > allocation_bytes(fragment.allocation) {
             return Err(CopyError::Layout { fragment: index });
         }
     }
     Ok(())
 }
 
-fn check_pages(job: &CopyJob) -> Result<(), CopyError> {
+fn check_pages(job: &CopyRequest<'_>) -> Result<(), CopyError> {
     let device = (Side::Device, job.layout.device_pages);
     let depot = (Side::Depot, job.depot.arena_pages(job.layout.page_bytes));
     let (src, dst) = match job.direction {

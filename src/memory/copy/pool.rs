@@ -6,7 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use crossbeam::channel::{Receiver, Sender, bounded};
 
 use super::kernel::{Kernel, NON_TEMPORAL_MIN_BYTES, Place};
-use super::plan::{Plan, Step};
+use super::plan::{CopyPlan, CopyRange};
 use super::{CancelFlag, CopyError, CopyJob, CopyMode, CopyReport};
 use crate::memory::buffer::SharedBuffer;
 use crate::memory::depot::Depot;
@@ -56,7 +56,7 @@ impl CopyEngine {
     /// When it returns, be it with an error, no thread reads or writes the job's memory any more, and the engine holds
     /// none of it.
     pub fn run(&self, job: &CopyJob) -> Result<CopyReport, CopyError> {
-        let plan = Plan::new(job)?;
+        let plan = job.plan()?;
         let (bytes, steps) = (plan.bytes, plan.steps);
         if steps == 0 {
             return Ok(CopyReport::default());
@@ -202,7 +202,7 @@ impl Drop for Share<'_> {
 /// One batch, shared by the threads that copy it.
 #[derive(Debug)]
 struct Work {
-    plan: Plan,
+    plan: CopyPlan,
     direction: Direction,
     device: Arc<EngineMemory>,
     depot: Arc<Depot>,
@@ -257,7 +257,7 @@ impl Work {
     }
 
     /// Source and destination of a step; `None` when the allocation is missing, which the plan ruled out.
-    fn places(&self, step: &Step) -> Option<(Place<'_>, Place<'_>)> {
+    fn places(&self, step: &CopyRange) -> Option<(Place<'_>, Place<'_>)> {
         let device = place(self.device.buffer(step.allocation)?, step.device_bytes);
         let depot = place(self.depot.buffer(), step.depot_bytes);
         Some(match self.direction {

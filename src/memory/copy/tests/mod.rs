@@ -3,7 +3,7 @@ mod bench;
 use proptest::prelude::*;
 
 use self::bench::{Bench, Layout, Shape};
-use super::plan::{Plan, Step};
+use super::plan::CopyRange;
 use super::*;
 use crate::types::{PageList, PageRun};
 
@@ -21,8 +21,8 @@ fn pair(src: &[(u32, u32)], dst: &[(u32, u32)]) -> FragmentPair {
     }
 }
 
-fn plan(bench: &Bench, pairs: Vec<FragmentPair>) -> Vec<Step> {
-    let plan = Plan::new(&bench.job(Direction::Store, pairs)).expect("in range");
+fn plan(bench: &Bench, pairs: Vec<FragmentPair>) -> Vec<CopyRange> {
+    let plan = bench.job(Direction::Store, pairs).plan().expect("in range");
     plan.steps(0..plan.steps).collect()
 }
 
@@ -260,7 +260,7 @@ fn neighbours_are_merged_before_they_are_copied() {
         &bench,
         vec![pair(&[(10, 3)], &[(20, 3)]), pair(&[(13, 4)], &[(23, 4)])],
     );
-    let expected = Step {
+    let expected = CopyRange {
         allocation: 0,
         device_bytes: 10 * 4096,
         depot_bytes: bench.depot.pages_at(4096) + 20 * 4096,
@@ -270,6 +270,20 @@ fn neighbours_are_merged_before_they_are_copied() {
     let long = plan(&bench, vec![pair(&[(0, 600)], &[(0, 600)])]);
     let lengths: Vec<_> = long.iter().map(|step| step.len_bytes).collect();
     assert_eq!(lengths, [CUT_BYTES, CUT_BYTES, 600 * 4096 - 2 * CUT_BYTES]);
+    let job = bench.job(
+        Direction::Store,
+        vec![
+            pair(&[(0, 300)], &[(0, 300)]),
+            pair(&[(301, 9)], &[(300, 9)]),
+        ],
+    );
+    let plan_of_both = job.plan().expect("in range");
+    let ranges: Vec<_> = plan_of_both.ranges().map(|range| range.len_bytes).collect();
+    assert_eq!(
+        ranges,
+        [300 * 4096, 9 * 4096],
+        "whole, as long as both sides go on"
+    );
 
     let planes = Bench::new(
         Layout {

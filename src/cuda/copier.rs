@@ -1,0 +1,376 @@
+//! The stream actor: one thread for a GPU, which gives copies to streams and watches for their ends.
+//!
+//! Each direction has a stream and a lane of copies, done in order. A copy is given in parts, so many at a time that the
+//! link stays busy, so few that a cancel is heard soon. What a part touches is held until its end was seen.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, TryRecvError, TrySendError, bounded};
+
+use super::driver::{Context, DeviceSide, HostMemory, Stream, Submitted};
+use super::engine_memory::RegisteredDevice;
+use super::error::CudaError;
+use super::pinned::PinnedDepot;
+use crate::memory::{CancelFlag, CopyPlan, CopyRequest};
+use crate::types::{Direction, EndedCopy, FragmentPair, OpId};
+
+/// Parts of one direction that a stream has at a time.
+pub const PARTS_IN_FLIGHT: usize = 4;
+/// Copies that wait to be looked at.
+pub const QUEUE_PLACES: usize = 1024;
+/// Pause between two looks at what is under way.
+const POLL_PAUSE: Duration = Duration::from_micros(20);
+/// How long the thread goes on for what is under way when nobody wants it any more.
+const STOP_LIMIT: Duration = Duration::from_secs(2);
+
+/// A copy between an engine's memory and a depot.
+#[derive(Debug)]
+pub struct CopyOrder {
+    /// Its name.
+    pub op: OpId,
+    /// Which way.
+    pub direction: Direction,
+    /// What is copied, cut where it may be stopped.
+    pub parts: Vec<Vec<FragmentPair>>,
+    /// The engine's side.
+    pub device: RegisteredDevice,
+    /// The host's side.
+    pub depot: Arc<PinnedDepot>,
+    /// Stops it before its next part.
+    pub cancel: Arc<CancelFlag>,
+}
+
+/// What the thread says.
+#[derive(Debug)]
+pub enum Outcome {
+    /// Copies that are over: nothing of them reads or writes any more.
+    Ended(Vec<EndedCopy>),
+    /// The GPU does not work for this process any more. What was under way has no end that could be seen, short of the
+    /// end of the process.
+    Lost(CudaError),
+}
+
+/// With what it starts.
+pub struct CopierSettings {
+    /// The GPU.
+    pub context: Arc<Context>,
+    /// Who hears of ends; says whether anybody does.
+    pub tell: Box<dyn Fn(Outcome) -> bool + Send>,
+}
+
+/// The caller's side. When it is dropped, what waits is given up, and what is under way ends.
+#[derive(Debug)]
+pub struct Copier {
+    queue: Option<Sender<CopyOrder>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Copier {
+    /// Starts the thread.
+    pub fn start(settings: CopierSettings) -> Result<Self, CopierError> {
+        let lanes = [
+            Lane::new(Direction::Store, &settings.context)?,
+            Lane::new(Direction::Load, &settings.context)?,
+        ];
+        let (queue, orders) = bounded(QUEUE_PLACES);
+        let thread = std::thread::Builder::new().name("kvferry-cuda".to_owned());
+        let run = Run {
+            orders,
+            lanes,
+            tell: settings.tell,
+        };
+        let thread = thread.spawn(move || run.run())?;
+        Ok(Self {
+            queue: Some(queue),
+            thread: Some(thread),
+        })
+    }
+
+    /// Hands a copy over; gives it back when there is no place, or nobody.
+    pub fn start_copy(&self, order: CopyOrder) -> Result<(), Box<CopyOrder>> {
+        let queue = match &self.queue {
+            Some(queue) => queue,
+            None => return Err(Box::new(order)),
+        };
+        queue.try_send(order).map_err(|refused| match refused {
+            TrySendError::Full(order) | TrySendError::Disconnected(order) => Box::new(order),
+        })
+    }
+}
+
+impl Drop for Copier {
+    fn drop(&mut self) {
+        self.queue = None;
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("the copying thread panicked");
+        }
+    }
+}
+
+/// Why the thread did not start.
+#[derive(Debug, thiserror::Error)]
+pub enum CopierError {
+    /// The driver's error.
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
+    /// The system's error.
+    #[error("no thread for copies: {0}")]
+    Thread(#[from] std::io::Error),
+}
+
+struct Run {
+    orders: Receiver<CopyOrder>,
+    lanes: [Lane; 2],
+    tell: Box<dyn Fn(Outcome) -> bool + Send>,
+}
+
+impl Run {
+    fn run(mut self) {
+        let mut stop_at = None;
+        loop {
+            let stopping = stop_at.is_some();
+            if !stopping && self.take_orders() {
+                stop_at = Some(Instant::now() + STOP_LIMIT);
+                self.lanes.iter_mut().for_each(Lane::give_up);
+            }
+            let mut ended = Vec::new();
+            for lane in &mut self.lanes {
+                if let Err(error) = lane.go_on(&mut ended) {
+                    tracing::error!(%error, "the GPU is lost to this process");
+                    if !ended.is_empty() {
+                        (self.tell)(Outcome::Ended(ended));
+                    }
+                    (self.tell)(Outcome::Lost(error));
+                    return;
+                }
+            }
+            if !ended.is_empty() && !(self.tell)(Outcome::Ended(ended)) {
+                tracing::debug!("nobody hears of copies that are over");
+            }
+            let idle = self.lanes.iter().all(Lane::is_idle);
+            match stop_at {
+                Some(at) if idle || Instant::now() >= at => return,
+                Some(_) => std::thread::sleep(POLL_PAUSE),
+                None => {}
+            }
+        }
+    }
+
+    /// Takes what has come, or waits for it when nothing is under way. True when nobody will send any more.
+    fn take_orders(&mut self) -> bool {
+        let idle = self.lanes.iter().all(Lane::is_idle);
+        let first = match idle {
+            true => self.orders.recv().map_err(|_| true),
+            false => self
+                .orders
+                .recv_timeout(POLL_PAUSE)
+                .map_err(|none| match none {
+                    RecvTimeoutError::Timeout => false,
+                    RecvTimeoutError::Disconnected => true,
+                }),
+        };
+        let mut order = match first {
+            Ok(order) => order,
+            Err(over) => return over,
+        };
+        loop {
+            self.lanes[lane_of(order.direction)].take(order);
+            order = match self.orders.try_recv() {
+                Ok(order) => order,
+                Err(TryRecvError::Empty) => return false,
+                Err(TryRecvError::Disconnected) => return true,
+            };
+        }
+    }
+}
+
+const fn lane_of(direction: Direction) -> usize {
+    match direction {
+        Direction::Store => 0,
+        Direction::Load => 1,
+    }
+}
+
+/// Copies of one direction.
+struct Lane {
+    stream: Arc<Stream>,
+    jobs: VecDeque<Job>,
+    /// Parts that the stream has, in order, each with the number of its job.
+    flights: VecDeque<Flight>,
+    /// Number of the first of `jobs`.
+    first: u64,
+}
+
+struct Job {
+    order: CopyOrder,
+    parts: std::vec::IntoIter<Vec<FragmentPair>>,
+    begun: Option<Instant>,
+    flights: usize,
+    failed: bool,
+    whole_pages: u64,
+    bytes: u64,
+}
+
+struct Flight {
+    job: u64,
+    submitted: Submitted,
+    pages: u64,
+    bytes: u64,
+    /// All of the part was given.
+    whole: bool,
+}
+
+impl Job {
+    fn new(mut order: CopyOrder) -> Self {
+        let parts = std::mem::take(&mut order.parts).into_iter();
+        Self {
+            order,
+            parts,
+            begun: None,
+            flights: 0,
+            failed: false,
+            whole_pages: 0,
+            bytes: 0,
+        }
+    }
+
+    /// Nothing of it will be given any more, and nothing is under way.
+    fn is_over(&self) -> bool {
+        self.flights == 0 && (self.failed || self.parts.len() == 0)
+    }
+
+    fn ended(&self) -> EndedCopy {
+        let busy = self.begun.map_or(Duration::ZERO, |begun| begun.elapsed());
+        EndedCopy {
+            op: self.order.op,
+            whole: !self.failed,
+            whole_pages: u32::try_from(self.whole_pages).unwrap_or(u32::MAX),
+            bytes: self.bytes,
+            busy_us: u64::try_from(busy.as_micros()).unwrap_or(u64::MAX),
+        }
+    }
+
+    /// Gives the next part to the stream. A part that is refused ends the copy; what of it is under way is watched, too.
+    fn submit(&mut self, number: u64, stream: &Arc<Stream>) -> Result<Option<Flight>, CudaError> {
+        if self.order.cancel.is_cancelled() {
+            tracing::info!(op = %self.order.op, "copy cancelled");
+            self.failed = true;
+            return Ok(None);
+        }
+        let Some(pairs) = self.parts.next() else {
+            return Ok(None);
+        };
+        self.begun.get_or_insert_with(Instant::now);
+        let order = &self.order;
+        let request = CopyRequest {
+            direction: order.direction,
+            layout: &order.device.layout,
+            depot: order.depot.depot(),
+            pairs: &pairs,
+        };
+        let memory = &order.device.memory;
+        let plan = CopyPlan::new(&request, |index| memory.get(index).map(|it| it.bytes()));
+        let plan = match plan {
+            Ok(plan) => plan,
+            Err(error) => {
+                tracing::error!(op = %order.op, %error, "copy refused");
+                self.failed = true;
+                return Ok(None);
+            }
+        };
+        let flight = |submitted, whole| Flight {
+            job: number,
+            submitted,
+            pages: pairs.iter().map(|pair| pair.dst.pages()).sum(),
+            bytes: plan.bytes(),
+            whole,
+        };
+        let device = Arc::clone(memory) as Arc<dyn DeviceSide>;
+        let host = Arc::clone(&order.depot) as Arc<dyn HostMemory>;
+        let given = stream.submit(order.direction, device, host, &mut plan.ranges());
+        let flight = match given {
+            Ok(submitted) => Some(flight(submitted, true)),
+            Err(refused) if refused.error.is_fatal() => return Err(refused.error),
+            Err(refused) => {
+                tracing::error!(op = %order.op, error = %refused.error, "copy refused");
+                self.failed = true;
+                refused.under_way.map(|submitted| flight(submitted, false))
+            }
+        };
+        self.flights += usize::from(flight.is_some());
+        Ok(flight)
+    }
+}
+
+impl Lane {
+    fn new(_direction: Direction, context: &Arc<Context>) -> Result<Self, CudaError> {
+        Ok(Self {
+            stream: Stream::new(context)?,
+            jobs: VecDeque::new(),
+            flights: VecDeque::new(),
+            first: 0,
+        })
+    }
+
+    fn take(&mut self, order: CopyOrder) {
+        self.jobs.push_back(Job::new(order));
+    }
+
+    fn is_idle(&self) -> bool {
+        self.jobs.is_empty()
+    }
+
+    /// Gives nothing more to the stream.
+    fn give_up(&mut self) {
+        self.jobs.iter_mut().for_each(|job| job.failed = true);
+    }
+
+    /// Looks at what is under way, and gives more.
+    fn go_on(&mut self, ended: &mut Vec<EndedCopy>) -> Result<(), CudaError> {
+        while let Some(flight) = self.flights.front_mut() {
+            if !flight.submitted.poll()? {
+                break;
+            }
+            let Some(flight) = self.flights.pop_front() else {
+                break;
+            };
+            let Some(job) = self.jobs.get_mut((flight.job - self.first) as usize) else {
+                continue;
+            };
+            job.flights -= 1;
+            // Parts behind one that is not whole do not count: pages are told from the first on.
+            if flight.whole {
+                job.whole_pages += flight.pages;
+                job.bytes += flight.bytes;
+            }
+        }
+        self.fill()?;
+        while self.jobs.front().is_some_and(Job::is_over) {
+            if let Some(job) = self.jobs.pop_front() {
+                self.first += 1;
+                ended.push(job.ended());
+            }
+        }
+        Ok(())
+    }
+
+    /// Parts of the first copies that have any left, as many as the stream may have.
+    fn fill(&mut self) -> Result<(), CudaError> {
+        for (number, job) in (self.first..).zip(&mut self.jobs) {
+            while !job.failed && job.parts.len() > 0 {
+                if self.flights.len() >= PARTS_IN_FLIGHT {
+                    return Ok(());
+                }
+                if let Some(flight) = job.submit(number, &self.stream)? {
+                    self.flights.push_back(flight);
+                }
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,88 @@
+//! The functions of the driver, looked up by name.
+//!
+//! They are called through a table of our own and not through cudarc's bindings: those end the process when a function is
+//! missing, and take what a driver answers for an enum, which a code that is newer than the bindings must not become.
+
+use std::ffi::{c_char, c_int, c_uint, c_void};
+
+use cudarc::driver::sys;
+
+use crate::cuda::error::NoDriver;
+
+/// `CUresult`.
+pub(super) type Code = u32;
+/// `CUdeviceptr`.
+pub(super) type Address = u64;
+
+macro_rules! functions {
+    (
+        required { $($name:ident: fn($($argument:ty),*),)* }
+        optional { $($newer:ident: fn($($its:ty),*),)* }
+    ) => {
+        /// What this driver has.
+        #[expect(non_snake_case, reason = "the names that the driver has")]
+        pub(super) struct Api {
+            $(pub(super) $name: unsafe extern "C" fn($($argument),*) -> Code,)*
+            $(pub(super) $newer: Option<unsafe extern "C" fn($($its),*) -> Code>,)*
+        }
+
+        impl Api {
+            /// Loads the library and looks up its functions.
+            pub(super) fn load() -> Result<Self, NoDriver> {
+                // SAFETY: loading runs the initialisers of the driver's library, which are meant to run in any process.
+                if !unsafe { sys::is_culib_present() } {
+                    return Err(NoDriver::NoLibrary);
+                }
+                // SAFETY: as above; it is there, so this does not panic.
+                let library = unsafe { sys::culib() };
+                Ok(Self {
+                    $($name: {
+                        // SAFETY: the type is that of this function in the driver's header.
+                        let found = unsafe { library.get(stringify!($name).as_bytes()) };
+                        *found.map_err(|_| NoDriver::TooOld(stringify!($name)))?
+                    },)*
+                    $($newer: {
+                        // SAFETY: the type is that of this function in the driver's header.
+                        let found = unsafe { library.get(stringify!($newer).as_bytes()) };
+                        found.ok().map(|function| *function)
+                    },)*
+                })
+            }
+        }
+    };
+}
+
+functions! {
+    required {
+        cuInit: fn(c_uint),
+        cuDriverGetVersion: fn(*mut c_int),
+        cuGetErrorName: fn(Code, *mut *const c_char),
+        cuDeviceGetCount: fn(*mut c_int),
+        cuDeviceGet: fn(*mut c_int, c_int),
+        cuDeviceGetUuid: fn(*mut [u8; 16], c_int),
+        cuDeviceGetPCIBusId: fn(*mut c_char, c_int, c_int),
+        cuDevicePrimaryCtxRetain: fn(*mut sys::CUcontext, c_int),
+        cuDevicePrimaryCtxRelease_v2: fn(c_int),
+        cuCtxSetCurrent: fn(sys::CUcontext),
+        cuStreamCreateWithPriority: fn(*mut sys::CUstream, c_uint, c_int),
+        cuStreamDestroy_v2: fn(sys::CUstream),
+        cuStreamSynchronize: fn(sys::CUstream),
+        cuEventCreate: fn(*mut sys::CUevent, c_uint),
+        cuEventRecord: fn(sys::CUevent, sys::CUstream),
+        cuEventQuery: fn(sys::CUevent),
+        cuEventDestroy_v2: fn(sys::CUevent),
+        cuMemAlloc_v2: fn(*mut Address, usize),
+        cuMemFree_v2: fn(Address),
+        cuMemGetAddressRange_v2: fn(*mut Address, *mut usize, Address),
+        cuMemcpyAsync: fn(Address, Address, usize, sys::CUstream),
+        cuMemHostRegister_v2: fn(*mut c_void, usize, c_uint),
+        cuMemHostUnregister: fn(*mut c_void),
+        cuIpcGetMemHandle: fn(*mut sys::CUipcMemHandle, Address),
+        cuIpcOpenMemHandle_v2: fn(*mut Address, sys::CUipcMemHandle, c_uint),
+        cuIpcCloseMemHandle: fn(Address),
+    }
+    optional {
+        cuStreamWaitValue64_v2: fn(sys::CUstream, Address, u64, c_uint),
+        cuStreamWriteValue64_v2: fn(sys::CUstream, Address, u64, c_uint),
+    }
+}

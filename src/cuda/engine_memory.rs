@@ -1,0 +1,248 @@
+//! An engine's memory on a GPU, opened in this process.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::driver::{Context, DeviceMemory, DeviceSide, DeviceUuid, HostMemory, Stream};
+use super::error::CudaError;
+use crate::memory::{
+    BufferError, CopyRange, PageLayout, RegistrationError, SharedBuffer, validate,
+};
+use crate::types::{AllocationHandle, AllocationKind, Direction, GroupGeometry, Registration};
+
+/// How long one copy of a few bytes may take; the GPU may be busy with an engine's work.
+const SMALL_COPY_LIMIT: Duration = Duration::from_secs(10);
+const SMALL_COPY_PAUSE: Duration = Duration::from_micros(50);
+
+/// One piece of device memory for each allocation of a registration, in order.
+#[derive(Debug)]
+pub struct DeviceMemories(Vec<DeviceMemory>);
+
+impl DeviceMemories {
+    /// Memory of this process's own.
+    pub fn own(memories: Vec<DeviceMemory>) -> Arc<Self> {
+        Arc::new(Self(memories))
+    }
+
+    /// One of them.
+    pub fn get(&self, allocation: u32) -> Option<&DeviceMemory> {
+        self.0.get(allocation as usize)
+    }
+
+    /// Reads bytes, and waits for them.
+    pub fn read(
+        self: &Arc<Self>,
+        stream: &Arc<Stream>,
+        allocation: u32,
+        offset_bytes: u64,
+        out: &mut [u8],
+    ) -> Result<(), SmallCopyError> {
+        let staging = Arc::new(Staging::new(out.len() as u64)?);
+        let to = Arc::clone(&staging);
+        self.small(stream, Direction::Store, allocation, offset_bytes, to)?;
+        Ok(staging.0.read_into(0, out)?)
+    }
+
+    /// Writes bytes, and waits until they are there.
+    pub fn write(
+        self: &Arc<Self>,
+        stream: &Arc<Stream>,
+        allocation: u32,
+        offset_bytes: u64,
+        bytes: &[u8],
+    ) -> Result<(), SmallCopyError> {
+        let staging = Staging::new(bytes.len() as u64)?;
+        staging.0.write_from(0, bytes)?;
+        let from = Arc::new(staging);
+        self.small(stream, Direction::Load, allocation, offset_bytes, from)
+    }
+
+    fn small(
+        self: &Arc<Self>,
+        stream: &Arc<Stream>,
+        direction: Direction,
+        allocation: u32,
+        offset_bytes: u64,
+        staging: Arc<Staging>,
+    ) -> Result<(), SmallCopyError> {
+        let range = CopyRange {
+            allocation,
+            device_bytes: offset_bytes,
+            depot_bytes: 0,
+            len_bytes: staging.0.len(),
+        };
+        let mut ranges = std::iter::once(range);
+        let device = Arc::clone(self) as Arc<dyn DeviceSide>;
+        let submitted = stream.submit(direction, device, staging, &mut ranges);
+        let mut submitted = submitted.map_err(|refused| refused.error)?;
+        let until = Instant::now() + SMALL_COPY_LIMIT;
+        while !submitted.poll()? {
+            if Instant::now() >= until {
+                return Err(SmallCopyError::Late);
+            }
+            std::thread::sleep(SMALL_COPY_PAUSE);
+        }
+        Ok(())
+    }
+}
+
+impl DeviceSide for DeviceMemories {
+    fn memory(&self, allocation: u32) -> Option<&DeviceMemory> {
+        self.get(allocation)
+    }
+}
+
+/// Host memory for one small copy.
+struct Staging(SharedBuffer);
+
+impl Staging {
+    fn new(bytes: u64) -> Result<Self, BufferError> {
+        SharedBuffer::create("kvferry-staging", bytes).map(Self)
+    }
+}
+
+impl HostMemory for Staging {
+    fn buffer(&self) -> &SharedBuffer {
+        &self.0
+    }
+
+    fn end_of_part(&self, _offset_bytes: u64) -> u64 {
+        self.0.len()
+    }
+}
+
+/// Why some bytes of device memory were not read or written.
+#[derive(Debug, thiserror::Error)]
+pub enum SmallCopyError {
+    /// The driver's error.
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
+    /// The host's memory.
+    #[error(transparent)]
+    Buffer(#[from] BufferError),
+    /// It takes too long.
+    #[error("a copy of a few bytes was not done within 10 s: the GPU does not answer")]
+    Late,
+}
+
+/// A registration whose device memory was opened and proven.
+#[derive(Debug, Clone)]
+pub struct RegisteredDevice {
+    /// The opened allocations.
+    pub memory: Arc<DeviceMemories>,
+    /// Where each page lies in them.
+    pub layout: Arc<PageLayout>,
+    /// What all ranks must have in common.
+    pub geometry: GroupGeometry,
+}
+
+/// Why device memory cannot be used. Each names the field.
+#[derive(Debug, thiserror::Error)]
+pub enum DeviceOpenError {
+    /// The description contradicts itself.
+    #[error(transparent)]
+    Registration(#[from] RegistrationError),
+    /// Some of the memory is not on a GPU.
+    #[error(
+        "registration.allocations[{0}].kind is shared_memory, others are device: give all of one kind"
+    )]
+    Mixed(usize),
+    /// The name of no GPU.
+    #[error(
+        "registration.device_uuid is '{0}': give it as nvidia-smi -L does, GPU- and 32 hexadecimal digits"
+    )]
+    Uuid(String),
+    /// A way of sharing that is not known yet.
+    #[error(
+        "registration.allocations[{0}].handle: this version opens cuda_ipc handles; exported descriptors and fabric handles \
+         are not known yet (PyTorch: do not set expandable_segments)"
+    )]
+    Handle(usize),
+    /// The driver does not open the handle.
+    #[error("registration.allocations[{index}].handle: {source}")]
+    Open {
+        /// Which allocation.
+        index: usize,
+        /// What the driver said.
+        source: CudaError,
+    },
+    /// The memory is shorter than it was described.
+    #[error("registration.allocations[{index}].bytes is {bytes}, the memory has {found}")]
+    TooShort {
+        /// Which allocation.
+        index: usize,
+        /// Bytes by the registration.
+        bytes: u64,
+        /// Bytes that there are.
+        found: u64,
+    },
+    /// Two allocations are the same memory.
+    #[error(
+        "registration.allocations[{second}] is the same memory as allocations[{first}]: list it once"
+    )]
+    SameMemory {
+        /// Index of the first one.
+        first: usize,
+        /// Index of the second one.
+        second: usize,
+    },
+    /// The nonce could not be read.
+    #[error("registration.nonce: {0}")]
+    Nonce(#[from] SmallCopyError),
+    /// What was opened is not what the engine described.
+    #[error(
+        "registration.nonce: not at byte {0} of its allocation: the opened memory is not the engine's"
+    )]
+    OtherMemory(u64),
+}
+
+/// The GPU that a registration names.
+pub fn device_of(registration: &Registration) -> Result<DeviceUuid, DeviceOpenError> {
+    let text = registration.device_uuid.clone().unwrap_or_default();
+    text.parse().map_err(|()| DeviceOpenError::Uuid(text))
+}
+
+impl RegisteredDevice {
+    /// Checks the description, opens the allocations and looks for the nonce. Blocks on the driver.
+    pub fn open(
+        registration: &Registration,
+        context: &Arc<Context>,
+        stream: &Arc<Stream>,
+    ) -> Result<Self, DeviceOpenError> {
+        let layout = validate(registration)?;
+        let mut memories: Vec<DeviceMemory> = Vec::with_capacity(registration.allocations.len());
+        for (index, allocation) in registration.allocations.iter().enumerate() {
+            let handle = match (&allocation.handle, allocation.kind) {
+                (_, AllocationKind::SharedMemory) => return Err(DeviceOpenError::Mixed(index)),
+                (AllocationHandle::CudaIpc(handle), AllocationKind::Device) => handle,
+                _ => return Err(DeviceOpenError::Handle(index)),
+            };
+            let memory = DeviceMemory::open_ipc(context, handle);
+            let memory = memory.map_err(|source| DeviceOpenError::Open { index, source })?;
+            if memory.bytes() < allocation.bytes {
+                return Err(DeviceOpenError::TooShort {
+                    index,
+                    bytes: allocation.bytes,
+                    found: memory.bytes(),
+                });
+            }
+            if let Some(first) = memories.iter().position(|earlier| earlier.is(&memory)) {
+                let second = index;
+                return Err(DeviceOpenError::SameMemory { first, second });
+            }
+            memories.push(memory);
+        }
+        let (memory, nonce) = (DeviceMemories::own(memories), &registration.nonce);
+        let mut seen = vec![0; nonce.bytes.len()];
+        memory.read(stream, nonce.allocation, nonce.offset_bytes, &mut seen)?;
+        if seen != nonce.bytes {
+            return Err(DeviceOpenError::OtherMemory(nonce.offset_bytes));
+        }
+        let geometry = layout.geometry(registration);
+        Ok(Self {
+            memory,
+            layout: Arc::new(layout),
+            geometry,
+        })
+    }
+}

@@ -1,0 +1,20 @@
+//! GPUs: the driver, and the thread that copies between device memory and depots.
+//!
+//! * [`driver`](Driver): the only calls into CUDA, with memory and streams that cannot be used wrongly from safe code;
+//! * [`DeviceMemories`]: an engine's memory, as this process opens it;
+//! * [`PinnedDepot`]: a depot whose memory a GPU reaches;
+//! * [`Copier`]: the stream actor, one thread for each GPU.
+//!
+//! The driver is found when the process runs. Without one, everything here says so in words.
+
+mod copier;
+mod driver;
+mod engine_memory;
+mod error;
+mod pinned;
+
+pub use copier::{Copier, CopierSettings, CopyOrder, Outcome, PARTS_IN_FLIGHT, QUEUE_PLACES};
+pub use driver::{Context, Device, DeviceMemory, DeviceUuid, Driver, IPC_HANDLE_BYTES, Stream};
+pub use engine_memory::{DeviceMemories, DeviceOpenError, RegisteredDevice};
+pub use error::{CudaError, NoDriver};
+pub use pinned::{PIN_CHUNK_BYTES, PinError, PinnedDepot};

@@ -1,0 +1,206 @@
+//! Every layout, both ways, fragments of every size: byte by byte what the reference makes, however late the driver is.
+
+use kvferry::types::Direction;
+
+use super::fake;
+use super::world::{Wanted, World};
+use crate::engine::{AXES, Axis, Engine, Roles, Scales};
+
+/// Worlds of one process; each begins with streams, and so with pauses, of its own.
+const SEEDS_A_PROCESS: u64 = 250;
+
+fn engine(chance: &mut fastrand::Rng) -> Engine {
+    let mut order = AXES.to_vec();
+    chance.shuffle(&mut order);
+    if chance.bool() {
+        // What one head holds of one token lies together, as in every engine known.
+        order.retain(|axis| *axis != Axis::Content);
+        order.push(Axis::Content);
+    }
+    let mut view = AXES.to_vec();
+    chance.shuffle(&mut view);
+    let gap = |chance: &mut fastrand::Rng| match chance.u8(0..4) {
+        0 => chance.u64(1..6),
+        _ => 0,
+    };
+    let gaps = std::array::from_fn(|_| gap(chance));
+    // Mostly small pieces of odd lengths; sometimes a page is one piece of up to 2 MiB.
+    let large = chance.u8(0..16) == 0;
+    if large {
+        order = vec![
+            Axis::Layer,
+            Axis::Page,
+            Axis::Half,
+            Axis::Head,
+            Axis::Token,
+            Axis::Content,
+        ];
+    }
+    let (tokens, content) = match large {
+        true => (16, 1 << chance.u32(8..15)),
+        false => (chance.u64(1..5), chance.u64(1..40)),
+    };
+    let scales = (chance.u8(0..3) == 0).then(|| Scales {
+        per_page: chance.u64(1..5),
+        element_bytes: [1, 2, 4][chance.usize(0..3)],
+        page_first: chance.bool(),
+        own_allocation: chance.bool(),
+    });
+    Engine {
+        order,
+        gaps: if large { [0; 6] } else { gaps },
+        view,
+        layers: chance.u64(1..4),
+        pages: chance.u64(3..8),
+        heads: if large { 1 } else { chance.u64(1..4) },
+        tokens,
+        content,
+        element_bytes: [1, 2, 4][chance.usize(0..3)],
+        lead_bytes: chance.u64(0..70),
+        roles: [Roles::Split, Roles::Packed, Roles::Latent][chance.usize(0..3)],
+        allocation_per_layer: chance.bool(),
+        scales,
+    }
+}
+
+/// Copies that may run at once: no page is in two of them.
+fn copies(chance: &mut fastrand::Rng, device_pages: u32, depot_pages: u32) -> Vec<Wanted> {
+    let mut on_device: Vec<u32> = (0..device_pages).collect();
+    let mut in_depot: Vec<u32> = (0..depot_pages).collect();
+    chance.shuffle(&mut on_device);
+    if chance.bool() {
+        chance.shuffle(&mut in_depot);
+    }
+    let mut pages: Vec<(u32, u32)> = on_device.into_iter().zip(in_depot).collect();
+    if chance.bool() {
+        pages.sort_unstable();
+    }
+    let directions = [Direction::Store, Direction::Load];
+    let mut wanted = Vec::new();
+    while !pages.is_empty() {
+        let count = chance.usize(1..=pages.len());
+        wanted.push(Wanted {
+            direction: directions[chance.usize(0..2)],
+            pages: pages.drain(..count).collect(),
+            pages_a_part: chance.usize(1..4),
+        });
+    }
+    wanted
+}
+
+fn one_seed(seed: u64) {
+    let mut chance = fastrand::Rng::with_seed(seed);
+    let engine = engine(&mut chance);
+    let (device_pages, depot_pages) = (engine.pages as u32, chance.u32(3..9));
+    // Registered in small chunks, so that copies meet their borders.
+    let chunk_bytes = 4096 << chance.u32(0..6);
+    let mut world = World::new(engine.registration(), depot_pages, chunk_bytes, seed);
+    for round in 0..2 {
+        let wanted = copies(&mut chance, device_pages, depot_pages);
+        let ops: Vec<_> = wanted.iter().map(|each| world.start(each).0).collect();
+        wanted.iter().for_each(|each| world.expect(each));
+        for (copy, each) in world.wait(&ops).iter().zip(&wanted) {
+            assert!(copy.whole, "seed {seed}");
+            assert_eq!(copy.whole_pages as usize, each.pages.len(), "seed {seed}");
+            assert_eq!(
+                copy.bytes,
+                each.pages.len() as u64 * world.layout.page_bytes
+            );
+        }
+        world.check(&format!("seed {seed}, round {round}"));
+    }
+    // What was stored is what was there when the copy was said to be over, whatever becomes of the pages then.
+    let store = Wanted {
+        direction: Direction::Store,
+        pages: (0..device_pages.min(depot_pages))
+            .map(|page| (page, page))
+            .collect(),
+        pages_a_part: 2,
+    };
+    let (op, _) = world.start(&store);
+    world.expect(&store);
+    world.wait(&[op]);
+    for index in 0..world.on_device.len() as u32 {
+        world.overwrite(index, 0xEE);
+    }
+    world.check(&format!("seed {seed}, pages given back"));
+}
+
+fn seeds(part: u64) {
+    let settings = format!("seed={part};delay_us=300");
+    fake::under_and_clean(&settings, || {
+        (part * SEEDS_A_PROCESS..(part + 1) * SEEDS_A_PROCESS).for_each(one_seed);
+    });
+}
+
+#[test]
+fn late_streams_first_seeds() {
+    seeds(0);
+}
+
+#[test]
+fn late_streams_second_seeds() {
+    seeds(1);
+}
+
+#[test]
+fn late_streams_third_seeds() {
+    seeds(2);
+}
+
+#[test]
+fn late_streams_fourth_seeds() {
+    seeds(3);
+}
+
+fn plain() -> Engine {
+    Engine::new(
+        [
+            Axis::Layer,
+            Axis::Page,
+            Axis::Half,
+            Axis::Token,
+            Axis::Head,
+            Axis::Content,
+        ],
+        Roles::Packed,
+    )
+}
+
+#[test]
+fn a_cancelled_copy_says_what_came() {
+    fake::under_and_clean("delay_us=2000", || {
+        let mut world = World::new(plain().registration(), 9, 4096, 1);
+        let wanted = Wanted {
+            direction: Direction::Load,
+            pages: (0..7).map(|page| (page, page)).collect(),
+            pages_a_part: 1,
+        };
+        let (op, cancel) = world.start(&wanted);
+        cancel.cancel();
+        let ended = world.wait(&[op]);
+        assert!(!ended[0].whole);
+        let came = Wanted {
+            pages: wanted.pages[..ended[0].whole_pages as usize].to_vec(),
+            ..wanted
+        };
+        world.expect(&came);
+        world.check("what came before the cancel");
+    });
+}
+
+#[test]
+fn the_end_of_the_actor_waits_for_what_is_under_way() {
+    fake::under_and_clean("delay_us=2000", || {
+        for seed in 0..20 {
+            let mut world = World::new(plain().registration(), 9, 4096, seed);
+            world.start(&Wanted {
+                direction: Direction::Store,
+                pages: (0..7).map(|page| (page, page)).collect(),
+                pages_a_part: 1,
+            });
+            // Both memories go with the world: under copies, the driver would notice.
+            drop(world);
+        }
+    });
+}

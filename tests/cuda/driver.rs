@@ -1,0 +1,138 @@
+//! A machine without a driver, with a stub of one, with an old one: words, and no panic.
+
+use kvferry::cuda::{Context, DeviceUuid, Driver, NoDriver};
+
+use super::fake;
+
+/// What the driver says under these settings.
+fn refusal(settings: &str, check: impl FnOnce(NoDriver)) {
+    fake::under(settings, || check(Driver::get().expect_err("refused")));
+}
+
+#[test]
+fn no_library() {
+    if fake::is_inside() {
+        let refused = Driver::get().expect_err("nothing to load");
+        assert_eq!(refused, NoDriver::NoLibrary);
+        assert!(refused.to_string().contains("libcuda.so.1 is not"));
+        return;
+    }
+    // What is no library hides one that would be found behind it.
+    let empty = tempfile::NamedTempFile::new().expect("a file");
+    let folder = fake::folder(empty.path());
+    fake::succeeded(&fake::again(folder.path(), ""), "no library");
+}
+
+#[test]
+fn a_stub_of_the_toolkit() {
+    refusal("init=34", |refused| {
+        let text = refused.to_string();
+        assert!(
+            text.contains("CUDA_ERROR_STUB_LIBRARY (34): the library is a stub"),
+            "{text}"
+        );
+    });
+}
+
+#[test]
+fn a_library_that_does_not_fit_the_kernel() {
+    refusal("init=803", |refused| {
+        let text = refused.to_string();
+        assert!(text.contains("(803)"), "{text}");
+        assert!(text.contains("restart the machine"), "{text}");
+    });
+}
+
+#[test]
+fn no_device_by_the_start() {
+    refusal("init=100", |refused| {
+        assert_eq!(refused, NoDriver::NoDevice)
+    });
+}
+
+#[test]
+fn no_device_by_their_number() {
+    refusal("devices=0", |refused| {
+        assert_eq!(refused, NoDriver::NoDevice)
+    });
+}
+
+/// The built driver without one of its functions.
+fn without(function: &str) -> (tempfile::TempDir, tempfile::TempDir) {
+    let mut bytes = std::fs::read(fake::library()).expect("the library");
+    let name = format!("\0{function}\0");
+    let places: Vec<usize> = bytes
+        .windows(name.len())
+        .enumerate()
+        .filter(|(_, window)| *window == name.as_bytes())
+        .map(|(at, _)| at)
+        .collect();
+    assert!(!places.is_empty(), "{function} is there");
+    for at in places {
+        // The tables of names stay as they are: the name that was looked for is not the one that is found.
+        bytes[at + 1] = b'x';
+    }
+    let home = tempfile::tempdir().expect("a folder");
+    let library = home.path().join("older.so");
+    std::fs::write(&library, bytes).expect("written");
+    (fake::folder(&library), home)
+}
+
+#[test]
+fn a_driver_that_is_too_old() {
+    if fake::is_inside() {
+        let refused = Driver::get().expect_err("too old");
+        assert_eq!(refused, NoDriver::TooOld("cuMemHostRegister_v2"));
+        assert!(refused.to_string().contains("install driver 525"));
+        return;
+    }
+    let (folder, _home) = without("cuMemHostRegister_v2");
+    fake::succeeded(&fake::again(folder.path(), ""), "an old driver");
+}
+
+#[test]
+fn a_driver_without_newer_functions() {
+    if fake::is_inside() {
+        let driver = Driver::get().expect("new enough");
+        assert!(!driver.has_stream_values());
+        return;
+    }
+    let (folder, _home) = without("cuStreamWaitValue64_v2");
+    fake::succeeded(&fake::again(folder.path(), ""), "an older driver");
+}
+
+#[test]
+fn gpus_are_found_by_their_names() {
+    fake::under_and_clean("devices=3;version=13000", || {
+        let driver = Driver::get().expect("it is there");
+        assert_eq!(driver.version(), 13_000);
+        assert!(driver.has_stream_values());
+        let devices = driver.devices().expect("listed");
+        assert_eq!(devices.len(), 3);
+        let text = devices[2].uuid.to_string();
+        let second: DeviceUuid = text.parse().expect("a name");
+        let found = driver.find(second).expect("asked").expect("there");
+        assert_eq!(found, devices[2]);
+        assert_eq!(driver.find(DeviceUuid([7; 16])), Ok(None));
+        let context = Context::new(driver, found).expect("a context");
+        assert_eq!(context.pci_bus_id().as_deref(), Ok("0000:fe:00.0"));
+    });
+}
+
+#[test]
+fn names_of_gpus_are_written_as_nvidia_writes_them() {
+    let uuid = DeviceUuid(*b"0123456789abcdef");
+    let text = "GPU-30313233-3435-3637-3839-616263646566";
+    assert_eq!(uuid.to_string(), text);
+    assert_eq!(text.parse(), Ok(uuid));
+    assert_eq!(text[4..].parse(), Ok(uuid));
+    for wrong in [
+        "",
+        "GPU-",
+        "0",
+        "GPU-30313233-3435-3637-3839-6162636465",
+        "zz",
+    ] {
+        assert_eq!(wrong.parse::<DeviceUuid>(), Err(()), "{wrong}");
+    }
+}

@@ -1,0 +1,117 @@
+//! Every call of the driver fails once: an error in words, no wrong byte, no panic, and nothing is left behind.
+
+use kvferry::cuda::Outcome;
+use kvferry::types::{Direction, EndedCopy};
+
+use super::fake;
+use super::world::{Wanted, World};
+use crate::engine::{Axis, Engine, Roles};
+
+/// Calls that give something back. When such a call itself fails, what it was to give back is left.
+const GIVE_BACK: [&str; 5] = [
+    "cuMemFree_v2",
+    "cuMemHostUnregister",
+    "cuStreamDestroy_v2",
+    "cuEventDestroy_v2",
+    "cuDevicePrimaryCtxRelease_v2",
+];
+/// When this call fails, nobody knows when the copies before it are over: their memory is never given back.
+const UNKNOWN_END: &str = "cuEventQuery";
+/// `CUDA_ERROR_INVALID_VALUE`, `_OUT_OF_MEMORY`, and `_LAUNCH_FAILED`, which poisons the context.
+const CODES: [u32; 3] = [1, 2, 719];
+const POISON: u32 = 719;
+
+fn wanted(direction: Direction) -> Wanted {
+    Wanted {
+        direction,
+        pages: (0..6).map(|page| (page, 8 - page)).collect(),
+        pages_a_part: 2,
+    }
+}
+
+/// A store, then a load elsewhere. Whatever the driver refuses is told in words, and the words are said.
+fn there_and_back() -> Result<(), String> {
+    let order = [
+        Axis::Layer,
+        Axis::Page,
+        Axis::Half,
+        Axis::Token,
+        Axis::Head,
+        Axis::Content,
+    ];
+    let registration = Engine::new(order, Roles::Split).registration();
+    let mut world = World::try_new(registration, 9, 4096, 7)?;
+    for direction in [Direction::Store, Direction::Load, Direction::Store] {
+        let mut copy = wanted(direction);
+        world.start(&copy);
+        let ended = match world.outcome() {
+            Outcome::Ended(copies) => copies[0],
+            Outcome::Lost(error) => {
+                assert!(error.is_fatal() || error.call == UNKNOWN_END, "{error}");
+                return Err(error.to_string());
+            }
+        };
+        let EndedCopy {
+            whole, whole_pages, ..
+        } = ended;
+        copy.pages.truncate(whole_pages as usize);
+        assert!(whole || copy.pages.len() < 6, "{ended:?}");
+        if whole {
+            world.expect(&copy);
+            world.try_check("whole")?;
+            continue;
+        }
+        // What came is right; of the rest anything may have come. A whole copy behind it sets that right.
+        let again = wanted(direction);
+        world.start(&again);
+        match world.outcome() {
+            Outcome::Ended(copies) if copies[0].whole => world.expect(&again),
+            other => return Err(format!("refused twice: {other:?}")),
+        }
+        world.try_check("whole at last")?;
+    }
+    Ok(())
+}
+
+/// One process, with one call that fails. Returns whether there was such a call.
+fn one_failure(nth: u64, code: u32) -> bool {
+    let reports = tempfile::tempdir().expect("a folder");
+    let report = reports.path().display();
+    let settings = format!("delay_us=50;fail=*/*/{nth}/{code};report={report}");
+    let folder = fake::folder(&fake::library());
+    let output = fake::again(folder.path(), &settings);
+    let said = fake::succeeded(&output, &settings);
+    let failed = said.lines().find_map(|line| {
+        let line = line.strip_prefix("fake CUDA driver: ")?;
+        line.strip_suffix(&format!(" fails with {code}, as wanted"))
+    });
+    let Some(call) = failed else {
+        assert!(said.contains("all went well"), "{settings}: {said}");
+        return false;
+    };
+    assert!(
+        said.contains("in words: ") || said.contains("all went well"),
+        "{settings}: {said}"
+    );
+    if code != POISON && call != UNKNOWN_END && !GIVE_BACK.contains(&call) {
+        let left = fake::only_file(reports.path());
+        let something = left.split_whitespace().find(|part| !part.ends_with("=0"));
+        assert_eq!(something, None, "{settings}: {call}: {left}");
+    }
+    true
+}
+
+#[test]
+fn every_call_fails_in_turn() {
+    if fake::is_inside() {
+        match there_and_back() {
+            Ok(()) => println!("all went well"),
+            Err(error) => println!("in words: {error}"),
+        }
+        return;
+    }
+    for code in CODES {
+        let failures = (1..).take_while(|nth| one_failure(*nth, code)).count();
+        assert!(failures > 50, "only {failures} calls");
+    }
+}

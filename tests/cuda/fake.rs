@@ -1,0 +1,93 @@
+//! Runs a test in a process that finds the driver for tests in place of a real one.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+/// Says that this process is the one that has the driver.
+const INSIDE: &str = "KVFERRY_TEST_INSIDE";
+/// The names under which the driver is looked for, the first and the last of them.
+const NAMES: [&str; 2] = ["libcuda.so", "libcuda.so.1"];
+
+/// The built driver for tests. Cargo puts it beside the test programs.
+pub fn library() -> PathBuf {
+    let program = std::env::current_exe().expect("a program");
+    let folder = program.parent().expect("in a folder");
+    let library = folder.join("libkvferry_fake_cuda.so");
+    assert!(library.exists(), "{} was not built", library.display());
+    library
+}
+
+/// A folder with a library under the names of the driver.
+pub fn folder(library: &Path) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().expect("a folder");
+    for name in NAMES {
+        std::os::unix::fs::symlink(library, folder.path().join(name)).expect("a link");
+    }
+    folder
+}
+
+/// The process of a test that is under way already.
+pub fn is_inside() -> bool {
+    std::env::var_os(INSIDE).is_some()
+}
+
+/// Runs the calling test again in a process of its own, with this folder before all others and these settings.
+pub fn again(folder: &Path, settings: &str) -> Output {
+    let test = std::thread::current();
+    let test = test.name().expect("tests run on threads with their names");
+    let mut path = folder.as_os_str().to_owned();
+    if let Some(before) = std::env::var_os("LD_LIBRARY_PATH") {
+        path.push(":");
+        path.push(before);
+    }
+    Command::new(std::env::current_exe().expect("a program"))
+        .args([test, "--exact", "--nocapture", "--test-threads=1"])
+        .env(INSIDE, "1")
+        .env("LD_LIBRARY_PATH", path)
+        .env(kvferry_fake_cuda::SETTINGS, settings)
+        .output()
+        .expect("it runs")
+}
+
+/// The rest of a test, with the driver for tests under these settings. Returns what the process said, once it is over; in
+/// that process, nothing.
+pub fn under(settings: &str, body: impl FnOnce()) -> Option<String> {
+    if is_inside() {
+        body();
+        return None;
+    }
+    let folder = folder(&library());
+    Some(succeeded(&again(folder.path(), settings), settings))
+}
+
+/// What a process said that must have succeeded.
+pub fn succeeded(output: &Output, what: &str) -> String {
+    let said = format!(
+        "{}{}",
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    );
+    assert!(output.status.success(), "{what}: {}\n{said}", output.status);
+    assert!(said.contains("1 passed"), "{what}: ran no test\n{said}");
+    said
+}
+
+/// Like [`under`], and nothing of the driver is left when the process ends.
+pub fn under_and_clean(settings: &str, body: impl FnOnce()) {
+    let reports = tempfile::tempdir().expect("a folder");
+    let with_report = format!("{settings};report={}", reports.path().display());
+    if under(&with_report, body).is_none() {
+        return;
+    }
+    let report = only_file(reports.path());
+    let left = report.split_whitespace().find(|part| !part.ends_with("=0"));
+    assert_eq!(left, None, "{settings}: {report}");
+}
+
+/// The text of the only file in a folder.
+pub fn only_file(folder: &Path) -> String {
+    let mut files = std::fs::read_dir(folder).expect("a folder");
+    let file = files.next().expect("a report").expect("readable");
+    assert!(files.next().is_none(), "one process, one report");
+    std::fs::read_to_string(file.path()).expect("text")
+}

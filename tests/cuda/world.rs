@@ -1,0 +1,277 @@
+//! Device memory, a pinned depot and the stream actor, beside what memory must look like by the reference: each element is
+//! found by shape and strides alone.
+
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, Instant};
+
+use kvferry::cuda::{
+    Context, Copier, CopierSettings, CopyOrder, DeviceMemories, DeviceMemory, Driver, Outcome,
+    PinnedDepot, RegisteredDevice, Stream,
+};
+use kvferry::memory::{CancelFlag, Depot, PageLayout, validate};
+use kvferry::types::{
+    Direction, EndedCopy, FragmentPair, OpId, PageList, Registration, TensorView,
+};
+
+/// Nothing here takes so long unless it hangs.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+pub struct World {
+    pub registration: Registration,
+    pub layout: Arc<PageLayout>,
+    pub device: RegisteredDevice,
+    pub depot: Arc<PinnedDepot>,
+    pub copier: Copier,
+    outcomes: Receiver<Outcome>,
+    stream: Arc<Stream>,
+    /// What each allocation must hold.
+    pub on_device: Vec<Vec<u8>>,
+    /// What each page of the depot must hold.
+    pub in_depot: Vec<Vec<u8>>,
+    last: u64,
+}
+
+/// A copy as a test wants it: pages as (device, depot), in parts.
+pub struct Wanted {
+    pub direction: Direction,
+    pub pages: Vec<(u32, u32)>,
+    pub pages_a_part: usize,
+}
+
+/// Where each byte of a page of a tensor lies in its allocation: by shape and strides.
+fn addresses(tensor: &TensorView, page: u32) -> Vec<usize> {
+    let element_bytes = u64::from(tensor.element_bytes);
+    let mut elements = vec![0];
+    for axis in 0..tensor.shape.len() {
+        let indices = match axis == tensor.page_axis as usize {
+            true => u64::from(page)..u64::from(page) + 1,
+            false => 0..tensor.shape[axis],
+        };
+        elements = elements
+            .iter()
+            .flat_map(|at| indices.clone().map(move |i| at + i * tensor.strides[axis]))
+            .collect();
+    }
+    elements.sort_unstable();
+    let start = |at: u64| tensor.offset_bytes + at * element_bytes;
+    let bytes = elements
+        .iter()
+        .flat_map(|at| start(*at)..start(*at) + element_bytes);
+    bytes.map(|byte| byte as usize).collect()
+}
+
+impl World {
+    /// Every byte of both memories is set to something.
+    pub fn new(registration: Registration, depot_pages: u32, chunk_bytes: u64, seed: u64) -> Self {
+        let world = Self::try_new(registration, depot_pages, chunk_bytes, seed);
+        world.expect("a driver without errors")
+    }
+
+    /// The same, with a driver that may refuse things. Its words are errors; anything else that is wrong is a panic.
+    pub fn try_new(
+        registration: Registration,
+        depot_pages: u32,
+        chunk_bytes: u64,
+        seed: u64,
+    ) -> Result<Self, String> {
+        let mut chance = fastrand::Rng::with_seed(seed);
+        let mut noise = |bytes: u64| {
+            let mut noise = vec![0; bytes as usize];
+            chance.fill(&mut noise);
+            noise
+        };
+        let layout = Arc::new(validate(&registration).expect("consistent"));
+        let driver = Driver::get().map_err(words)?;
+        let device = driver.devices().map_err(words)?[0];
+        let context = Context::new(driver, device).map_err(words)?;
+        let stream = Stream::new(&context).map_err(words)?;
+        let allocate = |bytes| DeviceMemory::allocate(&context, bytes).map_err(words);
+        let allocations = &registration.allocations;
+        let memories: Result<_, _> = allocations.iter().map(|it| allocate(it.bytes)).collect();
+        let memory = DeviceMemories::own(memories?);
+        let on_device: Vec<Vec<u8>> = allocations.iter().map(|it| noise(it.bytes)).collect();
+        for (index, bytes) in (0..).zip(&on_device) {
+            memory.write(&stream, index, 0, bytes).map_err(words)?;
+        }
+        let depot = Depot::create(Depot::bytes_for(depot_pages, layout.page_bytes));
+        let depot = Arc::new(depot.expect("memory"));
+        let mut pinned = 0;
+        let pinned_depot = PinnedDepot::new(&context, depot, chunk_bytes, |bytes| {
+            assert!(bytes > pinned, "progress");
+            pinned = bytes;
+        });
+        let depot = Arc::new(pinned_depot.map_err(words)?);
+        assert_eq!(pinned, depot.depot().buffer().len());
+        let in_depot: Vec<Vec<u8>> = (0..depot_pages).map(|_| noise(layout.page_bytes)).collect();
+        let (tell, outcomes) = channel();
+        let copier = Copier::start(CopierSettings {
+            context: Arc::clone(&context),
+            tell: Box::new(move |outcome| tell.send(outcome).is_ok()),
+        });
+        let geometry = layout.geometry(&registration);
+        let world = Self {
+            device: RegisteredDevice {
+                memory,
+                layout: Arc::clone(&layout),
+                geometry,
+            },
+            registration,
+            layout,
+            depot,
+            copier: copier.map_err(words)?,
+            outcomes,
+            stream,
+            on_device,
+            in_depot,
+            last: 0,
+        };
+        for (page, bytes) in (0..).zip(&world.in_depot) {
+            let at = world.depot_offset(page);
+            world
+                .depot
+                .depot()
+                .buffer()
+                .write_from(at, bytes)
+                .expect("in bounds");
+        }
+        Ok(world)
+    }
+
+    fn depot_offset(&self, page: u32) -> u64 {
+        let stride = self.layout.page_bytes.div_ceil(64) * 64;
+        self.depot.depot().pages_at(self.layout.page_bytes) + u64::from(page) * stride
+    }
+
+    /// Hands a copy over.
+    pub fn start(&mut self, wanted: &Wanted) -> (OpId, Arc<CancelFlag>) {
+        self.last += 1;
+        let cancel = Arc::new(CancelFlag::default());
+        let pair = |pages: &[(u32, u32)]| {
+            let device: PageList = pages.iter().map(|pages| pages.0).collect();
+            let depot: PageList = pages.iter().map(|pages| pages.1).collect();
+            match wanted.direction {
+                Direction::Store => FragmentPair {
+                    src: device,
+                    dst: depot,
+                },
+                Direction::Load => FragmentPair {
+                    src: depot,
+                    dst: device,
+                },
+            }
+        };
+        let order = CopyOrder {
+            op: OpId(self.last),
+            direction: wanted.direction,
+            parts: wanted
+                .pages
+                .chunks(wanted.pages_a_part)
+                .map(|part| vec![pair(part)])
+                .collect(),
+            device: self.device.clone(),
+            depot: Arc::clone(&self.depot),
+            cancel: Arc::clone(&cancel),
+        };
+        self.copier.start_copy(order).expect("a place");
+        (OpId(self.last), cancel)
+    }
+
+    /// The next thing that the actor says.
+    pub fn outcome(&self) -> Outcome {
+        self.outcomes.recv_timeout(PATIENCE).expect("it goes on")
+    }
+
+    /// Copies that end next, at least one.
+    pub fn ended(&self) -> Vec<EndedCopy> {
+        match self.outcome() {
+            Outcome::Ended(copies) => copies,
+            Outcome::Lost(error) => panic_with(&format!("lost: {error}")),
+        }
+    }
+
+    /// What memory becomes by a copy that was whole.
+    pub fn expect(&mut self, wanted: &Wanted) {
+        let mut tensors: Vec<&TensorView> = self.registration.tensors.iter().collect();
+        tensors.sort_by_key(|tensor| (tensor.layer, tensor.role));
+        for (device_page, depot_page) in &wanted.pages {
+            let page = &mut self.in_depot[*depot_page as usize];
+            let mut place = 0;
+            for tensor in &tensors {
+                let allocation = &mut self.on_device[tensor.allocation as usize];
+                for at in addresses(tensor, *device_page) {
+                    match wanted.direction {
+                        Direction::Store => page[place] = allocation[at],
+                        Direction::Load => allocation[at] = page[place],
+                    }
+                    place += 1;
+                }
+            }
+        }
+    }
+
+    /// What a page of the depot holds.
+    pub fn depot_page(&self, page: u32) -> Vec<u8> {
+        let mut bytes = vec![0; self.layout.page_bytes as usize];
+        let buffer = self.depot.depot().buffer();
+        buffer
+            .read_into(self.depot_offset(page), &mut bytes)
+            .expect("in bounds");
+        bytes
+    }
+
+    /// What an allocation holds.
+    fn allocation(&self, index: u32) -> Result<Vec<u8>, String> {
+        let mut bytes = vec![0; self.on_device[index as usize].len()];
+        let memory = &self.device.memory;
+        let read = memory.read(&self.stream, index, 0, &mut bytes);
+        read.map_err(words).map(|()| bytes)
+    }
+
+    /// Overwrites an allocation, as an engine does that has its pages back.
+    pub fn overwrite(&mut self, index: u32, byte: u8) {
+        let bytes = &mut self.on_device[index as usize];
+        bytes.fill(byte);
+        let written = self.device.memory.write(&self.stream, index, 0, bytes);
+        written.expect("written");
+    }
+
+    /// Compares every byte of both memories.
+    pub fn check(&self, what: &str) {
+        self.try_check(what).expect("a driver without errors");
+    }
+
+    /// The same, with a driver that may refuse to show what is there.
+    pub fn try_check(&self, what: &str) -> Result<(), String> {
+        for (page, expected) in (0..).zip(&self.in_depot) {
+            let found = self.depot_page(page);
+            assert!(found == *expected, "{what}: depot page {page}");
+        }
+        for (index, expected) in (0..).zip(&self.on_device) {
+            let found = self.allocation(index)?;
+            assert!(found == *expected, "{what}: allocation {index}");
+        }
+        Ok(())
+    }
+
+    /// Waits for the end of copies, and returns how each ended, by its name.
+    pub fn wait(&self, ops: &[OpId]) -> Vec<EndedCopy> {
+        let until = Instant::now() + PATIENCE;
+        let mut ended: Vec<EndedCopy> = Vec::new();
+        while ended.len() < ops.len() {
+            assert!(Instant::now() < until, "copies do not end");
+            ended.extend(self.ended());
+        }
+        ended.sort_by_key(|copy| copy.op);
+        ended
+    }
+}
+
+fn words(error: impl std::fmt::Display) -> String {
+    error.to_string()
+}
+
+#[expect(clippy::panic, reason = "a test says what went wrong")]
+pub fn panic_with(why: &str) -> ! {
+    panic!("{why}")
+}

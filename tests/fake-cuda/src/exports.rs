@@ -1,0 +1,424 @@
+//! The functions of the driver, by the header of the CUDA toolkit.
+#![expect(
+    unsafe_code,
+    reason = "a C interface, with the names that the driver has"
+)]
+
+use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::sync::Arc;
+
+use crate::code::{
+    self, ALREADY_REGISTERED, Code, INVALID_CONTEXT, INVALID_DEVICE, INVALID_HANDLE, INVALID_VALUE,
+    NO_DEVICE, NOT_READY, NOT_REGISTERED, SUCCESS,
+};
+use crate::memory::{Addresses, Block, GRANULE_BYTES, give, rounded, take};
+use crate::stream::{Event, Stream, Work};
+use crate::vmm::{self, HANDLE_BYTES};
+use crate::world::{Kind, Mapping, Needs, World};
+
+/// Granularity of the virtual memory management.
+const VIRTUAL_BYTES: usize = 16 * GRANULE_BYTES;
+const POSIX_FD: c_uint = 1;
+const FABRIC: c_uint = 8;
+
+fn call(
+    name: &'static str,
+    needs: Needs,
+    body: impl FnOnce(&'static World) -> Result<(), Code>,
+) -> Code {
+    let world = World::get();
+    match world.enter(name, needs).and_then(|()| body(world)) {
+        Ok(()) => SUCCESS,
+        Err(code) => code,
+    }
+}
+
+/// `CUipcMemHandle`, which is given by value.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Handle([u8; HANDLE_BYTES]);
+
+/// Written when the process ends.
+#[used]
+#[unsafe(link_section = ".fini_array")]
+static AT_EXIT: extern "C" fn() = at_exit;
+
+extern "C" fn at_exit() {
+    World::get().report();
+}
+
+fn device(world: &World, device: c_int) -> Result<c_int, Code> {
+    let known = (0..world.settings().devices).contains(&device);
+    known.then_some(device).ok_or(INVALID_DEVICE)
+}
+
+/// Defines exported functions: each with its name, what it needs, and what it does.
+macro_rules! exported {
+    ($($needs:ident fn $name:ident($($argument:ident: $kind:ty),*) |$world:ident| $body:block)*) => { $(
+        /// By the header of the CUDA toolkit.
+        // SAFETY: a name of the C interface that this library stands in for.
+        #[unsafe(no_mangle)]
+        extern "C" fn $name($($argument: $kind),*) -> Code {
+            call(stringify!($name), Needs::$needs, |$world| $body)
+        }
+    )* };
+}
+
+exported! {
+    Nothing fn cuInit(flags: c_uint) |world| {
+        if flags != 0 {
+            return Err(INVALID_VALUE);
+        }
+        if world.settings().init != SUCCESS {
+            return Err(world.settings().init);
+        }
+        if world.settings().devices == 0 {
+            return Err(NO_DEVICE);
+        }
+        world.begin();
+        Ok(())
+    }
+
+    Nothing fn cuDriverGetVersion(version: *mut c_int) |world| {
+        give(version, world.settings().version)
+    }
+
+    Init fn cuDeviceGetCount(count: *mut c_int) |world| { give(count, world.settings().devices) }
+
+    Init fn cuDeviceGet(found: *mut c_int, ordinal: c_int) |world| {
+        give(found, device(world, ordinal)?)
+    }
+
+    Init fn cuDeviceGetUuid(uuid: *mut [u8; 16], of: c_int) |world| {
+        let mut bytes = *b"kvferry-fake-GPU";
+        bytes[15] = b'0'.wrapping_add(device(world, of)?.to_le_bytes()[0]);
+        give(uuid, bytes)
+    }
+
+    Init fn cuDeviceGetPCIBusId(text: *mut [u8; 13], length: c_int, of: c_int) |world| {
+        device(world, of)?;
+        if length < 13 {
+            return Err(INVALID_VALUE);
+        }
+        give(text, *b"0000:fe:00.0\0")
+    }
+
+    Init fn cuDevicePrimaryCtxRetain(context: *mut u64, of: c_int) |world| {
+        let number = device(world, of)?;
+        *world.inner().contexts.entry(number).or_default() += 1;
+        give(context, number as u64 + 1)
+    }
+
+    Init fn cuDevicePrimaryCtxRelease_v2(of: c_int) |world| {
+        let number = device(world, of)?;
+        let mut inner = world.inner();
+        let count = inner.contexts.get_mut(&number).filter(|count| **count > 0);
+        *count.ok_or(INVALID_CONTEXT)? -= 1;
+        Ok(())
+    }
+
+    Init fn cuCtxSetCurrent(context: u64) |world| {
+        if context > 0 {
+            device(world, context as c_int - 1)?;
+        }
+        World::make_current(context);
+        Ok(())
+    }
+
+    Context fn cuCtxGetStreamPriorityRange(least: *mut c_int, greatest: *mut c_int) |_world| {
+        give(least, 0)?;
+        give(greatest, -5)
+    }
+
+    Context fn cuStreamCreateWithPriority(stream: *mut u64, _flags: c_uint, _priority: c_int) |world| {
+        let mut inner = world.inner();
+        let number = inner.next();
+        inner.streams.insert(number, Stream::start(number)?);
+        give(stream, number)
+    }
+
+    Context fn cuStreamDestroy_v2(stream: u64) |world| {
+        let gone = world.inner().streams.remove(&stream);
+        gone.map(|_| ()).ok_or(INVALID_HANDLE)
+    }
+
+    Context fn cuStreamSynchronize(stream: u64) |world| {
+        let drained = world.inner().streams.get(&stream).map(Stream::drained);
+        drained.ok_or(INVALID_HANDLE)?();
+        world.poisoned().map_or(Ok(()), Err)
+    }
+
+    Context fn cuEventCreate(event: *mut u64, _flags: c_uint) |world| {
+        let mut inner = world.inner();
+        let number = inner.next();
+        inner.events.insert(number, Arc::new(Event::default()));
+        give(event, number)
+    }
+
+    Context fn cuEventDestroy_v2(event: u64) |world| {
+        world.inner().events.remove(&event).map(|_| ()).ok_or(INVALID_HANDLE)
+    }
+
+    Context fn cuEventRecord(event: u64, stream: u64) |world| {
+        let found = world.inner().events.get(&event).map(Arc::clone);
+        let event = found.ok_or(INVALID_HANDLE)?;
+        let number = event.record();
+        world.give(stream, Work::Record(event, number))
+    }
+
+    Context fn cuEventQuery(event: u64) |world| {
+        let found = world.inner().events.get(&event).map(Arc::clone);
+        match found.ok_or(INVALID_HANDLE)?.is_ready() {
+            true => Ok(()),
+            false => Err(NOT_READY),
+        }
+    }
+
+    Context fn cuMemAlloc_v2(at: *mut u64, bytes: usize) |world| {
+        if bytes == 0 {
+            return Err(INVALID_VALUE);
+        }
+        let whole = rounded(bytes);
+        let addresses = Addresses::reserve(whole)?;
+        let mut inner = world.inner();
+        let id = fresh(inner.next());
+        let block = Arc::new(Block::create(whole, id)?);
+        let base = addresses.base();
+        inner.mappings.insert(base, Mapping {
+            _addresses: Some(addresses),
+            bytes: whole,
+            block,
+            offset: 0,
+            kind: Kind::Allocated,
+            opened: 1,
+        });
+        give(at, base)
+    }
+
+    Context fn cuMemFree_v2(at: u64) |world| {
+        let mut inner = world.inner();
+        if inner.mappings.get(&at).is_none_or(|it| it.kind != Kind::Allocated) {
+            return Err(INVALID_VALUE);
+        }
+        let gone = inner.mappings.remove(&at);
+        drop(inner);
+        if let Some(mapping) = gone {
+            mapping.block.free();
+        }
+        Ok(())
+    }
+
+    Context fn cuMemGetAddressRange_v2(base: *mut u64, bytes: *mut usize, at: u64) |world| {
+        let inner = world.inner();
+        let (first, mapping, _) = inner.find(at, 1).ok_or(INVALID_VALUE)?;
+        if !base.is_null() {
+            give(base, first)?;
+        }
+        if !bytes.is_null() {
+            give(bytes, mapping.bytes)?;
+        }
+        Ok(())
+    }
+
+    Context fn cuMemcpyAsync(to: u64, from: u64, bytes: usize, stream: u64) |world| {
+        if bytes == 0 {
+            return Ok(());
+        }
+        let pinned = world.check_copy(to, from, bytes)?;
+        world.give(stream, Work::Copy { to, from, bytes, pinned })
+    }
+
+    Context fn cuMemHostRegister_v2(at: u64, bytes: usize, _flags: c_uint) |world| {
+        if at == 0 || bytes == 0 {
+            return Err(INVALID_VALUE);
+        }
+        let mut inner = world.inner();
+        let before = inner.registered.range(..at + bytes as u64).next_back();
+        if before.is_some_and(|(base, length)| base + *length as u64 > at) {
+            return Err(ALREADY_REGISTERED);
+        }
+        inner.registered.insert(at, bytes);
+        Ok(())
+    }
+
+    Context fn cuMemHostUnregister(at: u64) |world| {
+        world.inner().registered.remove(&at).map(|_| ()).ok_or(NOT_REGISTERED)
+    }
+
+    Context fn cuIpcGetMemHandle(handle: *mut [u8; HANDLE_BYTES], at: u64) |world| {
+        let inner = world.inner();
+        let (_, mapping, _) = inner.find(at, 1).ok_or(INVALID_VALUE)?;
+        if mapping.kind != Kind::Allocated {
+            return Err(INVALID_VALUE);
+        }
+        give(handle, vmm::handle(&mapping.block))
+    }
+
+    Context fn cuIpcOpenMemHandle_v2(at: *mut u64, handle: Handle, flags: c_uint) |world| {
+        let Handle(handle) = handle;
+        // CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS is the only flag, and must be given.
+        if flags != 1 {
+            return Err(INVALID_VALUE);
+        }
+        if vmm::is_ours(&handle) {
+            return Err(INVALID_CONTEXT);
+        }
+        let block = vmm::open(&handle)?;
+        let mut inner = world.inner();
+        let open = inner.mappings.iter_mut().find(|(_, it)| it.kind == Kind::Imported && it.block.id() == block.id());
+        if let Some((base, mapping)) = open {
+            mapping.opened += 1;
+            return give(at, *base);
+        }
+        let addresses = Addresses::reserve(block.bytes())?;
+        let base = addresses.base();
+        inner.mappings.insert(base, Mapping {
+            _addresses: Some(addresses),
+            bytes: block.bytes(),
+            block: Arc::new(block),
+            offset: 0,
+            kind: Kind::Imported,
+            opened: 1,
+        });
+        give(at, base)
+    }
+
+    Context fn cuIpcCloseMemHandle(at: u64) |world| {
+        let mut inner = world.inner();
+        let mapping = inner.mappings.get_mut(&at).filter(|it| it.kind == Kind::Imported);
+        let mapping = mapping.ok_or(INVALID_VALUE)?;
+        mapping.opened -= 1;
+        if mapping.opened == 0 {
+            inner.mappings.remove(&at);
+        }
+        Ok(())
+    }
+
+    Context fn cuStreamWriteValue64_v2(stream: u64, at: u64, value: u64, _flags: c_uint) |world| {
+        world.give(stream, Work::WriteValue { at, value })
+    }
+
+    Context fn cuStreamWaitValue64_v2(stream: u64, at: u64, value: u64, flags: c_uint) |world| {
+        // CU_STREAM_WAIT_VALUE_GEQ, the only one that is understood here.
+        if flags != 0 {
+            return Err(INVALID_VALUE);
+        }
+        world.give(stream, Work::WaitValue { at, value })
+    }
+
+    Context fn cuMemGetAllocationGranularity(bytes: *mut usize, _properties: *const c_void, _option: c_uint) |_world| {
+        give(bytes, VIRTUAL_BYTES)
+    }
+
+    Context fn cuMemCreate(handle: *mut u64, bytes: usize, _properties: *const c_void, _flags: u64) |world| {
+        if bytes == 0 || !bytes.is_multiple_of(VIRTUAL_BYTES) {
+            return Err(INVALID_VALUE);
+        }
+        let mut inner = world.inner();
+        let id = fresh(inner.next());
+        let block = Arc::new(Block::create(bytes, id)?);
+        inner.physical.insert(id, block);
+        give(handle, id)
+    }
+
+    Context fn cuMemRelease(handle: u64) |world| {
+        world.inner().physical.remove(&handle).map(|_| ()).ok_or(INVALID_VALUE)
+    }
+
+    Context fn cuMemExportToShareableHandle(shared: *mut c_void, handle: u64, kind: c_uint, _flags: u64) |world| {
+        let block = world.inner().physical.get(&handle).map(Arc::clone);
+        let block = block.ok_or(INVALID_VALUE)?;
+        match kind {
+            POSIX_FD => give(shared.cast::<c_int>(), vmm::export(&block)?),
+            FABRIC => give(shared.cast(), vmm::handle(&block)),
+            _ => Err(INVALID_VALUE),
+        }
+    }
+
+    Context fn cuMemImportFromShareableHandle(handle: *mut u64, shared: *mut c_void, kind: c_uint) |world| {
+        let block = match kind {
+            // The descriptor itself stands where a pointer is expected.
+            POSIX_FD => vmm::import(c_int::try_from(shared as usize).map_err(|_| INVALID_VALUE)?)?,
+            FABRIC => vmm::open(&take(shared.cast::<[u8; HANDLE_BYTES]>())?)?,
+            _ => return Err(INVALID_VALUE),
+        };
+        let mut inner = world.inner();
+        let number = fresh(inner.next());
+        inner.physical.insert(number, Arc::new(block));
+        give(handle, number)
+    }
+
+    Context fn cuMemAddressReserve(at: *mut u64, bytes: usize, _alignment: usize, _wanted: u64, _flags: u64) |world| {
+        if bytes == 0 || !bytes.is_multiple_of(VIRTUAL_BYTES) {
+            return Err(INVALID_VALUE);
+        }
+        let addresses = Addresses::reserve(bytes)?;
+        let base = addresses.base();
+        world.inner().reserved.insert(base, addresses);
+        give(at, base)
+    }
+
+    Context fn cuMemAddressFree(at: u64, bytes: usize) |world| {
+        let mut inner = world.inner();
+        if inner.mappings.range(at..at + bytes as u64).next().is_some() {
+            return Err(INVALID_VALUE);
+        }
+        inner.reserved.remove(&at).map(|_| ()).ok_or(INVALID_VALUE)
+    }
+
+    Context fn cuMemMap(at: u64, bytes: usize, offset: usize, handle: u64, _flags: u64) |world| {
+        let mut inner = world.inner();
+        let block = inner.physical.get(&handle).map(Arc::clone).ok_or(INVALID_VALUE)?;
+        let reserved = inner.reserved.range(..=at).next_back();
+        let fits = reserved.is_some_and(|(base, it)| at + bytes as u64 <= base + it.bytes() as u64)
+            && offset.checked_add(bytes).is_some_and(|end| end <= block.bytes())
+            && inner.find(at, 1).is_none();
+        if !fits {
+            return Err(INVALID_VALUE);
+        }
+        inner.mappings.insert(at, Mapping {
+            _addresses: None,
+            bytes,
+            block,
+            offset,
+            kind: Kind::Virtual,
+            opened: 0,
+        });
+        Ok(())
+    }
+
+    Context fn cuMemSetAccess(at: u64, bytes: usize, _access: *const c_void, count: usize) |world| {
+        let mut inner = world.inner();
+        if count == 0 {
+            return Err(INVALID_VALUE);
+        }
+        for (_, mapping) in inner.mappings.range_mut(at..at + bytes as u64) {
+            mapping.opened = 1;
+        }
+        Ok(())
+    }
+
+    Context fn cuMemUnmap(at: u64, bytes: usize) |world| {
+        let mut inner = world.inner();
+        let inside: Vec<u64> = inner.mappings.range(at..at + bytes as u64).map(|(base, _)| *base).collect();
+        for base in inside {
+            inner.mappings.remove(&base);
+        }
+        Ok(())
+    }
+}
+
+/// A name that no other process gives.
+fn fresh(number: u64) -> u64 {
+    (u64::from(std::process::id()) << 32) | number
+}
+
+/// By the header of the CUDA toolkit. Never fails, and is not counted.
+// SAFETY: a name of the C interface that this library stands in for.
+#[unsafe(no_mangle)]
+extern "C" fn cuGetErrorName(error: Code, text: *mut *const c_char) -> Code {
+    match give(text, code::name(error).as_ptr()) {
+        Ok(()) => SUCCESS,
+        Err(code) => code,
+    }
+}

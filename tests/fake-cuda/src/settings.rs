@@ -1,0 +1,99 @@
+//! What a test asks of the driver.
+
+use crate::code::Code;
+
+/// Variable of the environment with the settings, `name=value` with `;` between them:
+///
+/// * `devices=N` (1);
+/// * `version=12040`: what `cuDriverGetVersion` says;
+/// * `init=CODE`: what `cuInit` answers;
+/// * `seed=N` (1): of the pauses; a stream takes its own from it and its number;
+/// * `delay_us=N` (0): longest pause before a piece of work;
+/// * `fail=WHO/CALL/NTH/CODE`, any number of times: the n-th such call of a process fails. `WHO` is a word of its command
+///   line or `*`, `CALL` the name of a function, or `*` for all together; functions that say how an error is called do not
+///   count;
+/// * `report=FOLDER`: at its exit each process writes there what it did not give back, into a file named after its id.
+pub const SETTINGS: &str = "KVFERRY_FAKE_CUDA";
+
+/// A call that fails.
+#[derive(Debug, Clone)]
+pub(crate) struct Fail {
+    pub(crate) call: String,
+    pub(crate) nth: u64,
+    pub(crate) code: Code,
+}
+
+/// See [`SETTINGS`].
+#[derive(Debug, Clone)]
+pub(crate) struct Settings {
+    pub(crate) devices: i32,
+    pub(crate) version: i32,
+    pub(crate) init: Code,
+    pub(crate) seed: u64,
+    pub(crate) delay_us: u64,
+    pub(crate) fails: Vec<Fail>,
+    pub(crate) report: Option<String>,
+}
+
+impl Settings {
+    /// What the environment says. A driver has nobody to complain to: what cannot be read ends the process.
+    pub(crate) fn read() -> Self {
+        let text = std::env::var(SETTINGS).unwrap_or_default();
+        Self::parse(&text, &command_line()).unwrap_or_else(|wrong| {
+            complain(&format!("{SETTINGS}: {wrong}"));
+            std::process::abort()
+        })
+    }
+
+    fn parse(text: &str, command_line: &str) -> Result<Self, String> {
+        let mut settings = Self {
+            devices: 1,
+            version: 12_040,
+            init: crate::code::SUCCESS,
+            seed: 1,
+            delay_us: 0,
+            fails: Vec::new(),
+            report: None,
+        };
+        for part in text.split(';').filter(|part| !part.is_empty()) {
+            let wrong = || format!("'{part}' is not understood");
+            let (name, value) = part.split_once('=').ok_or_else(wrong)?;
+            let number = || value.parse::<u64>().map_err(|_| wrong());
+            match name {
+                "devices" => settings.devices = value.parse().map_err(|_| wrong())?,
+                "version" => settings.version = value.parse().map_err(|_| wrong())?,
+                "init" => settings.init = value.parse().map_err(|_| wrong())?,
+                "seed" => settings.seed = number()?,
+                "delay_us" => settings.delay_us = number()?,
+                "report" => settings.report = Some(value.to_owned()),
+                "fail" => {
+                    let parts: Vec<&str> = value.split('/').collect();
+                    let [who, call, nth, code] = parts[..] else {
+                        return Err(wrong());
+                    };
+                    let fail = Fail {
+                        call: call.to_owned(),
+                        nth: nth.parse().map_err(|_| wrong())?,
+                        code: code.parse().map_err(|_| wrong())?,
+                    };
+                    if who == "*" || command_line.split_whitespace().any(|word| word == who) {
+                        settings.fails.push(fail);
+                    }
+                }
+                _ => return Err(wrong()),
+            }
+        }
+        Ok(settings)
+    }
+}
+
+fn command_line() -> String {
+    let bytes = std::fs::read("/proc/self/cmdline").unwrap_or_default();
+    String::from_utf8_lossy(&bytes).replace('\0', " ")
+}
+
+/// Says something on standard error.
+#[expect(clippy::print_stderr, reason = "a driver has no other way to speak")]
+pub(crate) fn complain(what: &str) {
+    eprintln!("fake CUDA driver: {what}");
+}
