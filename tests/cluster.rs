@@ -8,6 +8,9 @@
 
 mod cluster {
     mod disturbed;
+    #[path = "../support/fake_cuda.rs"]
+    mod fake_cuda;
+    mod on_gpus;
     mod processes;
     mod recovery;
 }

@@ -10,5 +10,7 @@ mod cuda {
     pub mod driver;
     pub mod errors;
     pub mod fake;
+    #[path = "../support/fake_cuda.rs"]
+    pub mod fake_cuda;
     pub mod world;
 }

@@ -4,12 +4,14 @@
 //! * `leader`: engines and workers on one side, [`crate::core::Leader`] on the other;
 //! * `worker`: a leader and engine ranks on one side, [`crate::core::Worker`] on the other;
 //! * `transfer`: runs copies on threads of its own and reports their ends;
+//! * `gpu`: the GPU of a worker's engine, and memory of either kind;
 //! * `pool`: makes a worker's depot ready, with progress;
 //! * `teller`: tells the leader how far a worker is that cannot serve yet;
 //! * `supervision`: starts the others, ends the process when one of them fails;
 //! * `mailbox`: mailboxes are unbounded, so what is sent to them is counted by credits.
 
 mod clock;
+pub(crate) mod gpu;
 mod leader;
 mod mailbox;
 mod pool;

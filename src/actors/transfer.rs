@@ -8,12 +8,14 @@ use std::time::Instant;
 use crossbeam::channel::{Receiver, Sender, bounded};
 use ractor::{Actor, ActorProcessingErr, ActorRef, DerivedActorRef};
 
+use crate::actors::gpu::{EngineSide, Gpu};
+use crate::cuda::RegisteredDevice;
 use crate::memory::{CancelFlag, CopyEngine, CopyError, CopyJob, Depot, RegisteredMemory};
 use crate::types::{Copy, Direction, EndedCopy, FragmentPair, OpId};
 
 pub(super) use crate::core::RUNNING_COPIES_MAX;
 
-/// A load is copied in parts of about so many bytes: large beside what beginning one costs.
+/// A load, and each copy of a GPU, is copied in parts of about so many bytes: large beside what beginning one costs.
 const LOAD_PART_BYTES: u64 = 32 << 20;
 
 /// What the actor is told.
@@ -23,7 +25,7 @@ pub(crate) enum TransferMessage {
         /// What to copy.
         copies: Vec<Copy>,
         /// The engine's side.
-        memory: RegisteredMemory,
+        memory: EngineSide,
         /// The arena's side.
         depot: Arc<Depot>,
     },
@@ -103,6 +105,12 @@ impl Actor for TransferActor {
                 memory,
                 depot,
             } => {
+                let memory = match memory {
+                    EngineSide::Host(memory) => memory,
+                    EngineSide::Device(memory, gpu) => {
+                        return state.start_on(&gpu, copies, &memory);
+                    }
+                };
                 let (stores, loads): (Vec<Copy>, Vec<Copy>) = copies
                     .into_iter()
                     .partition(|copy| copy.direction == Direction::Store);
@@ -143,6 +151,25 @@ impl Actor for TransferActor {
 }
 
 impl State {
+    /// Hands copies to the GPU's thread, which says when they are over.
+    fn start_on(
+        &mut self,
+        gpu: &Gpu,
+        copies: Vec<Copy>,
+        memory: &RegisteredDevice,
+    ) -> Result<(), ActorProcessingErr> {
+        for mut copy in copies {
+            let flag = Arc::new(CancelFlag::default());
+            self.flags.insert(copy.op, Arc::clone(&flag));
+            let pairs = std::mem::take(&mut copy.pairs);
+            let parts = parts(pairs, memory.layout.page_bytes, LOAD_PART_BYTES);
+            if !gpu.copy(&copy, parts, memory, flag) {
+                return Err("the GPU's thread takes no copies".into());
+            }
+        }
+        Ok(())
+    }
+
     fn start(
         &mut self,
         copies: Vec<Copy>,

@@ -1,5 +1,6 @@
 //! The worker's shell: a leader and engine ranks outside, the core inside, copies on threads of their own.
 
+mod gpu;
 mod registration;
 
 use std::collections::HashMap;
@@ -10,6 +11,7 @@ use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
 use crate::actors::clock::Clock;
+use crate::actors::gpu::{EngineSide, Gpu};
 use crate::actors::mailbox::{Credited, Credits, Feeder};
 use crate::actors::pool::{PoolActor, PoolArguments, PoolSettings, Progress};
 use crate::actors::teller::Teller;
@@ -17,7 +19,8 @@ use crate::actors::transfer::{
     RUNNING_COPIES_MAX, TransferActor, TransferArguments, TransferMessage,
 };
 use crate::core::{BatchId, Worker, WorkerEffect, WorkerEvent, WorkerSettings};
-use crate::memory::{BufferError, Depot, RegisteredMemory};
+use crate::cuda::CudaError;
+use crate::memory::{BufferError, Depot};
 use crate::protocol::limits::PAGE_RECORDS_MAX;
 use crate::protocol::{
     Abandon, Attached, CopyResult, Empty, Ended, Envelope, ErrorBody, ErrorCode, Inventory,
@@ -36,6 +39,7 @@ const ATTACH_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(2);
 /// Pause between two lines of the log about how far the depot is.
 const LOG_EVERY: std::time::Duration = std::time::Duration::from_secs(3);
 
+use gpu::GpuState;
 use registration::{Mapped, Registering};
 
 /// What a worker needs to start.
@@ -71,7 +75,11 @@ pub(super) enum WorkerMessage {
     Prefaulted(Result<(), String>),
     /// The leader has been told why this worker ends.
     Failed(String),
-    Mapped(Registering, Box<Result<RegisteredMemory, String>>),
+    Mapped(Registering, Box<Result<EngineSide, String>>),
+    /// The GPU that a rank named is ready, or cannot be used.
+    Gpu(Result<Arc<Gpu>, String>),
+    /// The GPU does not work for this process any more.
+    GpuLost(CudaError),
     Admitted(AttachId, Result<Attached, Failure>),
     Ended(Vec<EndedCopy>),
     Tick,
@@ -115,6 +123,7 @@ pub(super) struct State {
     depot: Option<Arc<Depot>>,
     prefaulted: bool,
     mapped: Option<Mapped>,
+    gpu: GpuState,
     /// Ranks that are connected, and the engine that each named in its hello.
     ranks: HashMap<PeerId, EngineId>,
     /// The engine that abandoned requests last, and the highest of them. They are over for memory that is only being mapped,
@@ -191,6 +200,7 @@ impl Actor for WorkerActor {
             depot: None,
             prefaulted: false,
             mapped: None,
+            gpu: GpuState::default(),
             ranks: HashMap::new(),
             over: (EngineId::default(), RequestId(0)),
             turned_away: None,
@@ -253,6 +263,8 @@ impl Actor for WorkerActor {
             }
             WorkerMessage::Failed(why) => return Err(why.into()),
             WorkerMessage::Mapped(who, memory) => state.mapped(who, *memory, &myself)?,
+            WorkerMessage::Gpu(gpu) => state.gpu_started(gpu),
+            WorkerMessage::GpuLost(error) => state.gpu_lost(error),
             WorkerMessage::Admitted(attach, verdict) => state.admitted(attach, verdict, &myself)?,
             WorkerMessage::Ended(copies) => {
                 state.step(WorkerEvent::CopiesEnded(copies), &myself)?;

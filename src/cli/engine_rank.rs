@@ -10,6 +10,7 @@ use tokio::process::Command;
 
 use crate::cli::block_on;
 use crate::engine::layout::EngineLayout;
+use crate::engine::memory::EngineDevice;
 use crate::engine::models::Model;
 use crate::engine::rank::{RankSettings, run};
 use crate::engine::rank_pipe::RankPipe;
@@ -35,6 +36,8 @@ pub(super) struct Arguments {
     pub(super) device_pages: u32,
     #[arg(long)]
     pub(super) model: Model,
+    #[arg(long, value_enum, default_value = "cpu")]
+    pub(super) device: EngineDevice,
     #[arg(long)]
     pub(super) layout: EngineLayout,
     #[arg(long)]
@@ -69,6 +72,7 @@ impl Arguments {
             shard: sharding
                 .map_err(|error| CommandError::Config(error.to_string()))?
                 .of(Rank(self.rank)),
+            device: self.device,
             layout: self.layout,
             start_limit: Duration::from_secs(self.start_limit_s),
         })
@@ -78,6 +82,7 @@ impl Arguments {
     pub(super) fn start(&self) -> Result<RankPipe, CommandError> {
         let program = std::env::current_exe().map_err(CommandError::failed)?;
         let layout = self.layout.to_possible_value();
+        let device = self.device.to_possible_value();
         let mut child = Command::new(program)
             .arg("engine-rank")
             .arg("--worker-dir")
@@ -92,6 +97,10 @@ impl Arguments {
             .args([
                 "--layout",
                 layout.as_ref().map_or("", |layout| layout.get_name()),
+            ])
+            .args([
+                "--device",
+                device.as_ref().map_or("", |device| device.get_name()),
             ])
             .args(["--start-limit-s", &self.start_limit_s.to_string()])
             .stdin(Stdio::piped())

@@ -12,7 +12,9 @@ use crate::types::{AllocationHandle, AllocationKind, Direction, GroupGeometry, R
 
 /// How long one copy of a few bytes may take; the GPU may be busy with an engine's work.
 const SMALL_COPY_LIMIT: Duration = Duration::from_secs(10);
-const SMALL_COPY_PAUSE: Duration = Duration::from_micros(50);
+const SMALL_COPY_PAUSE: Duration = Duration::from_micros(20);
+/// What a window holds at least.
+const WINDOW_BYTES: u64 = 1 << 16;
 
 /// One piece of device memory for each allocation of a registration, in order.
 #[derive(Debug)]
@@ -28,52 +30,87 @@ impl DeviceMemories {
     pub fn get(&self, allocation: u32) -> Option<&DeviceMemory> {
         self.0.get(allocation as usize)
     }
+}
 
-    /// Reads bytes, and waits for them.
+impl DeviceSide for DeviceMemories {
+    fn memory(&self, allocation: u32) -> Option<&DeviceMemory> {
+        self.get(allocation)
+    }
+}
+
+/// Reads and writes a few bytes of device memory, through host memory of its own, and waits for them.
+pub struct Window {
+    stream: Arc<Stream>,
+    staging: Arc<Staging>,
+}
+
+impl Window {
+    /// With a stream of its own.
+    pub fn new(context: &Arc<Context>) -> Result<Self, SmallCopyError> {
+        Ok(Self {
+            stream: Stream::new(context)?,
+            staging: Staging::new(WINDOW_BYTES)?,
+        })
+    }
+
+    /// Reads bytes.
     pub fn read(
-        self: &Arc<Self>,
-        stream: &Arc<Stream>,
+        &mut self,
+        memory: &Arc<DeviceMemories>,
         allocation: u32,
         offset_bytes: u64,
         out: &mut [u8],
     ) -> Result<(), SmallCopyError> {
-        let staging = Arc::new(Staging::new(out.len() as u64)?);
-        let to = Arc::clone(&staging);
-        self.small(stream, Direction::Store, allocation, offset_bytes, to)?;
-        Ok(staging.0.read_into(0, out)?)
+        let len_bytes = out.len() as u64;
+        self.make_room(len_bytes)?;
+        let place = (allocation, offset_bytes, len_bytes);
+        self.copy(Direction::Store, memory, place)?;
+        Ok(self.staging.0.read_into(0, out)?)
     }
 
-    /// Writes bytes, and waits until they are there.
+    /// Writes bytes.
     pub fn write(
-        self: &Arc<Self>,
-        stream: &Arc<Stream>,
+        &mut self,
+        memory: &Arc<DeviceMemories>,
         allocation: u32,
         offset_bytes: u64,
         bytes: &[u8],
     ) -> Result<(), SmallCopyError> {
-        let staging = Staging::new(bytes.len() as u64)?;
-        staging.0.write_from(0, bytes)?;
-        let from = Arc::new(staging);
-        self.small(stream, Direction::Load, allocation, offset_bytes, from)
+        let len_bytes = bytes.len() as u64;
+        self.make_room(len_bytes)?;
+        self.staging.0.write_from(0, bytes)?;
+        let place = (allocation, offset_bytes, len_bytes);
+        self.copy(Direction::Load, memory, place)
     }
 
-    fn small(
-        self: &Arc<Self>,
-        stream: &Arc<Stream>,
+    /// A copy that went wrong may still use the host memory; then the next one gets another.
+    fn make_room(&mut self, len_bytes: u64) -> Result<(), SmallCopyError> {
+        let free = Arc::get_mut(&mut self.staging).is_some();
+        if !free || self.staging.0.len() < len_bytes {
+            self.staging = Staging::new(len_bytes.max(WINDOW_BYTES))?;
+        }
+        Ok(())
+    }
+
+    fn copy(
+        &self,
         direction: Direction,
-        allocation: u32,
-        offset_bytes: u64,
-        staging: Arc<Staging>,
+        memory: &Arc<DeviceMemories>,
+        (allocation, device_bytes, len_bytes): (u32, u64, u64),
     ) -> Result<(), SmallCopyError> {
+        if len_bytes == 0 {
+            return Ok(());
+        }
         let range = CopyRange {
             allocation,
-            device_bytes: offset_bytes,
+            device_bytes,
             depot_bytes: 0,
-            len_bytes: staging.0.len(),
+            len_bytes,
         };
+        let device = Arc::clone(memory) as Arc<dyn DeviceSide>;
+        let host = Arc::clone(&self.staging) as Arc<dyn HostMemory>;
         let mut ranges = std::iter::once(range);
-        let device = Arc::clone(self) as Arc<dyn DeviceSide>;
-        let submitted = stream.submit(direction, device, staging, &mut ranges);
+        let submitted = self.stream.submit(direction, device, host, &mut ranges);
         let mut submitted = submitted.map_err(|refused| refused.error)?;
         let until = Instant::now() + SMALL_COPY_LIMIT;
         while !submitted.poll()? {
@@ -86,18 +123,13 @@ impl DeviceMemories {
     }
 }
 
-impl DeviceSide for DeviceMemories {
-    fn memory(&self, allocation: u32) -> Option<&DeviceMemory> {
-        self.get(allocation)
-    }
-}
-
-/// Host memory for one small copy.
+/// Host memory for small copies.
 struct Staging(SharedBuffer);
 
 impl Staging {
-    fn new(bytes: u64) -> Result<Self, BufferError> {
-        SharedBuffer::create("kvferry-staging", bytes).map(Self)
+    fn new(bytes: u64) -> Result<Arc<Self>, BufferError> {
+        let buffer = SharedBuffer::create("kvferry-staging", bytes)?;
+        Ok(Arc::new(Self(buffer)))
     }
 }
 
@@ -207,7 +239,7 @@ impl RegisteredDevice {
     pub fn open(
         registration: &Registration,
         context: &Arc<Context>,
-        stream: &Arc<Stream>,
+        window: &mut Window,
     ) -> Result<Self, DeviceOpenError> {
         let layout = validate(registration)?;
         let mut memories: Vec<DeviceMemory> = Vec::with_capacity(registration.allocations.len());
@@ -234,7 +266,7 @@ impl RegisteredDevice {
         }
         let (memory, nonce) = (DeviceMemories::own(memories), &registration.nonce);
         let mut seen = vec![0; nonce.bytes.len()];
-        memory.read(stream, nonce.allocation, nonce.offset_bytes, &mut seen)?;
+        window.read(&memory, nonce.allocation, nonce.offset_bytes, &mut seen)?;
         if seen != nonce.bytes {
             return Err(DeviceOpenError::OtherMemory(nonce.offset_bytes));
         }

@@ -13,8 +13,12 @@ mod engine_memory;
 mod error;
 mod pinned;
 
-pub use copier::{Copier, CopierSettings, CopyOrder, Outcome, PARTS_IN_FLIGHT, QUEUE_PLACES};
-pub use driver::{Context, Device, DeviceMemory, DeviceUuid, Driver, IPC_HANDLE_BYTES, Stream};
-pub use engine_memory::{DeviceMemories, DeviceOpenError, RegisteredDevice};
+pub use copier::{
+    Copier, CopierError, CopierSettings, CopyOrder, Outcome, PARTS_IN_FLIGHT, QUEUE_PLACES,
+};
+pub use driver::{Context, Device, DeviceMemory, DeviceUuid, Driver, IPC_HANDLE_BYTES};
+pub use engine_memory::{
+    DeviceMemories, DeviceOpenError, RegisteredDevice, SmallCopyError, Window, device_of,
+};
 pub use error::{CudaError, NoDriver};
 pub use pinned::{PIN_CHUNK_BYTES, PinError, PinnedDepot};

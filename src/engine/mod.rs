@@ -1,7 +1,7 @@
 //! The reference engine: a paged prefix cache driven by a trace, a client of the public protocol like any other.
 //!
 //! `trace`, `hashes`, `models`: what is asked; `cache`, `scheduler`: what an engine does with it, without I/O; `fleet`,
-//! `driver`: the scheduler, live; `rank`, `speaker`, `owed`, `layout`, `content`, `pipe`: processes with memory and bytes
+//! `driver`: the scheduler, live; `rank`, `speaker`, `owed`, `layout`, `memory`, `content`, `pipe`: processes with memory and bytes
 //! that prove themselves.
 
 pub mod cache;
@@ -10,6 +10,7 @@ mod driver;
 pub mod fleet;
 pub mod hashes;
 pub mod layout;
+pub mod memory;
 pub mod models;
 pub mod observed;
 mod owed;

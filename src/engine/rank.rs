@@ -10,11 +10,11 @@ use tokio::sync::mpsc;
 
 use crate::engine::content::{ContentKey, POISON};
 use crate::engine::layout::{EngineLayout, NONCE_ROOM_BYTES, pages_bytes};
+use crate::engine::memory::{EngineDevice, RankMemory};
 use crate::engine::models::ModelGeometry;
 use crate::engine::pipe::{self, Order, Report, Task};
 use crate::engine::scheduler::WorkKind;
 use crate::engine::speaker::{Speaker, Tell};
-use crate::memory::SharedBuffer;
 use crate::transport::Transport;
 use crate::types::{EngineId, Fingerprint, Rank, Replica, RequestId, Shard};
 
@@ -42,6 +42,8 @@ pub struct RankSettings {
     pub geometry: ModelGeometry,
     /// What of the KV it holds.
     pub shard: Shard,
+    /// Where its memory is.
+    pub device: EngineDevice,
     /// How the pages lie in memory.
     pub layout: EngineLayout,
     /// How long the first registration may take, the worker's start included.
@@ -51,7 +53,7 @@ pub struct RankSettings {
 /// The rank's memory, and what works on it.
 struct RankProcess {
     settings: RankSettings,
-    memory: Arc<SharedBuffer>,
+    memory: Arc<RankMemory>,
     tell: mpsc::Sender<Tell>,
     scratch: Vec<u8>,
 }
@@ -89,8 +91,8 @@ async fn serve(
     report: &mpsc::Sender<Report>,
 ) -> Result<(), String> {
     let bytes = pages_bytes(&settings) + NONCE_ROOM_BYTES;
-    let memory = SharedBuffer::create("kvferry-engine", bytes);
-    let memory = Arc::new(memory.map_err(|error| error.to_string())?);
+    let memory = RankMemory::create(settings.device, settings.rank, bytes);
+    let memory = Arc::new(memory?);
     let (tell, told) = mpsc::channel(QUEUE);
     let speaker = Speaker::start(transport, &settings, Arc::clone(&memory), report.clone());
     let process = RankProcess {
@@ -199,7 +201,7 @@ impl RankProcess {
                     }
                     WorkKind::Verify => memory.read_into(offset, scratch),
                 };
-                result.map_err(|error| error.to_string())?;
+                result?;
                 if kind == WorkKind::Verify {
                     report.verified_bytes += bytes as u64;
                     if let Err(wrong) = key.verify(scratch) {

@@ -3,7 +3,6 @@
 //! When the connection breaks, or another worker takes over, the memory is registered again. What the scheduler did
 //! meanwhile is refused by the leader; nothing else is lost.
 
-use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,23 +10,21 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
-use crate::engine::layout::{describe, pages_bytes};
+use crate::engine::layout::pages_bytes;
+use crate::engine::memory::RankMemory;
 use crate::engine::owed::{Owed, Question};
 use crate::engine::pipe::Report;
 use crate::engine::rank::{RankSettings, random};
-use crate::memory::SharedBuffer;
 use crate::protocol::{
     Abandon, ErrorCode, Hello, Message, Register, Role, VERSION, VERSION_MIN, Written,
 };
 use crate::transport::{
-    Address, Client, ClientSettings, Failure, Incoming, Limits, LinkId, Transport, send_fd,
+    Address, Client, ClientSettings, Failure, Incoming, Limits, LinkId, Transport,
 };
 use crate::types::{Nonce, RequestId};
 
 /// How long a worker may take for one question; then it is asked again. A registration waits for the leader.
 const QUESTION_LIMIT: Duration = Duration::from_secs(30);
-/// How long a worker may take to accept a file descriptor.
-const HAND_OVER_LIMIT: Duration = Duration::from_secs(2);
 /// Pause after a question that the worker could not answer; it doubles with each.
 const PAUSE_FIRST: Duration = Duration::from_millis(50);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
@@ -64,7 +61,7 @@ pub(super) struct Speaker {
 #[derive(Clone)]
 struct Asker {
     settings: Arc<RankSettings>,
-    memory: Arc<SharedBuffer>,
+    memory: Arc<RankMemory>,
     worker: Client,
 }
 
@@ -72,7 +69,7 @@ impl Speaker {
     pub(super) fn start(
         transport: Arc<dyn Transport>,
         settings: &RankSettings,
-        memory: Arc<SharedBuffer>,
+        memory: Arc<RankMemory>,
         reports: mpsc::Sender<Report>,
     ) -> Self {
         let hello = Hello {
@@ -236,25 +233,21 @@ impl Asker {
             message,
         };
         let settings = &self.settings;
-        let (mut proof, mut ticket) = ([0; 32], [0; 16]);
+        let mut proof = [0; 32];
         random(&mut proof).map_err(not_now)?;
-        random(&mut ticket).map_err(not_now)?;
         let nonce = Nonce {
             allocation: 0,
             offset_bytes: pages_bytes(settings),
             bytes: proof.to_vec(),
         };
         let written = self.memory.write_from(nonce.offset_bytes, &proof);
-        written.map_err(|error| not_now(error.to_string()))?;
-        let fd = self.memory.try_clone_fd();
-        let fd = fd.map_err(|error| not_now(error.to_string()))?;
-        send_fd(&settings.worker_dir, &ticket, fd.as_fd(), HAND_OVER_LIMIT)
-            .await
-            .map_err(|error| not_now(error.to_string()))?;
+        written.map_err(not_now)?;
+        let described = self.memory.hand_over(&settings.worker_dir).await;
+        let described = described.map_err(not_now)?;
         let register = Register {
             after,
             engine: settings.engine.0,
-            registration: describe(settings, ticket, nonce),
+            registration: described.complete(settings, nonce),
         };
         let asked = Message::Register(register);
         let answer = self.worker.ask_over(link, asked, QUESTION_LIMIT).await?;

@@ -1,5 +1,6 @@
 //! Processes of a concurrent replay are killed or stopped in the middle of it.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -10,7 +11,7 @@ use super::processes::{leader_beside, lives, signal};
 use crate::support::{Running, kvferry, number, socket_dir};
 
 /// A replay in the background, with processes that a test kills or stops.
-struct Disturbed {
+pub struct Disturbed {
     running: Running,
     folder: tempfile::TempDir,
     began: Instant,
@@ -23,6 +24,11 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl Disturbed {
     fn start(arguments: &[&str]) -> Self {
+        Self::start_with(&[], arguments)
+    }
+
+    /// With variables of the environment.
+    pub fn start_with(variables: &[(&str, OsString)], arguments: &[&str]) -> Self {
         let folder = socket_dir();
         let report = folder.path().join("report.json");
         let timeout = REQUEST_TIMEOUT.as_millis().to_string();
@@ -41,7 +47,11 @@ impl Disturbed {
             &timeout,
         ];
         Self {
-            running: Running::start_in(&[&common[..], arguments].concat(), folder.path()),
+            running: Running::start_with(
+                variables,
+                &[&common[..], arguments].concat(),
+                folder.path(),
+            ),
             folder,
             began: Instant::now(),
         }
@@ -55,7 +65,7 @@ impl Disturbed {
     }
 
     /// The leader's status, once something is true of it.
-    fn status(&self, is_true: impl Fn(&Value) -> bool) -> Value {
+    pub fn status(&self, is_true: impl Fn(&Value) -> bool) -> Value {
         loop {
             assert!(self.began.elapsed() < LIMIT, "it does not get there");
             let Some(sockets) = self.sockets() else {
@@ -73,12 +83,12 @@ impl Disturbed {
     }
 
     /// The status in the middle of the replay.
-    fn in_the_middle(&self) -> Value {
+    pub fn in_the_middle(&self) -> Value {
         self.status(|status| number(status, "/counters/blocks_loaded") > 40)
     }
 
     /// The report, of a replay that brought every byte back and left nothing behind.
-    fn report(self) -> Value {
+    pub fn report(self) -> Value {
         let left = LIMIT.saturating_sub(self.began.elapsed());
         let (code, errors) = self.running.end(left);
         assert_eq!(code, Some(0), "{errors}");

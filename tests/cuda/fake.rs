@@ -1,31 +1,13 @@
 //! Runs a test in a process that finds the driver for tests in place of a real one.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Output};
 
+use super::fake_cuda::variables;
+pub use super::fake_cuda::{folder, library};
+
 /// Says that this process is the one that has the driver.
-const INSIDE: &str = "KVFERRY_TEST_INSIDE";
-/// The names under which the driver is looked for, the first and the last of them.
-const NAMES: [&str; 2] = ["libcuda.so", "libcuda.so.1"];
-
-/// The built driver for tests. Cargo puts it beside the test programs.
-pub fn library() -> PathBuf {
-    let program = std::env::current_exe().expect("a program");
-    let folder = program.parent().expect("in a folder");
-    let library = folder.join("libkvferry_fake_cuda.so");
-    assert!(library.exists(), "{} was not built", library.display());
-    library
-}
-
-/// A folder with a library under the names of the driver.
-pub fn folder(library: &Path) -> tempfile::TempDir {
-    let folder = tempfile::tempdir().expect("a folder");
-    for name in NAMES {
-        std::os::unix::fs::symlink(library, folder.path().join(name)).expect("a link");
-    }
-    folder
-}
-
+const INSIDE: &str = "FAKE_CUDA_INSIDE";
 /// The process of a test that is under way already.
 pub fn is_inside() -> bool {
     std::env::var_os(INSIDE).is_some()
@@ -35,16 +17,10 @@ pub fn is_inside() -> bool {
 pub fn again(folder: &Path, settings: &str) -> Output {
     let test = std::thread::current();
     let test = test.name().expect("tests run on threads with their names");
-    let mut path = folder.as_os_str().to_owned();
-    if let Some(before) = std::env::var_os("LD_LIBRARY_PATH") {
-        path.push(":");
-        path.push(before);
-    }
     Command::new(std::env::current_exe().expect("a program"))
         .args([test, "--exact", "--nocapture", "--test-threads=1"])
         .env(INSIDE, "1")
-        .env("LD_LIBRARY_PATH", path)
-        .env(kvferry_fake_cuda::SETTINGS, settings)
+        .envs(variables(folder, settings))
         .output()
         .expect("it runs")
 }

@@ -1,13 +1,14 @@
 //! Device memory, a pinned depot and the stream actor, beside what memory must look like by the reference: each element is
 //! found by shape and strides alone.
 
+use std::cell::RefCell;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use kvferry::cuda::{
     Context, Copier, CopierSettings, CopyOrder, DeviceMemories, DeviceMemory, Driver, Outcome,
-    PinnedDepot, RegisteredDevice, Stream,
+    PinnedDepot, RegisteredDevice, Window,
 };
 use kvferry::memory::{CancelFlag, Depot, PageLayout, validate};
 use kvferry::types::{
@@ -24,7 +25,7 @@ pub struct World {
     pub depot: Arc<PinnedDepot>,
     pub copier: Copier,
     outcomes: Receiver<Outcome>,
-    stream: Arc<Stream>,
+    window: RefCell<Window>,
     /// What each allocation must hold.
     pub on_device: Vec<Vec<u8>>,
     /// What each page of the depot must hold.
@@ -85,14 +86,14 @@ impl World {
         let driver = Driver::get().map_err(words)?;
         let device = driver.devices().map_err(words)?[0];
         let context = Context::new(driver, device).map_err(words)?;
-        let stream = Stream::new(&context).map_err(words)?;
+        let mut window = Window::new(&context).map_err(words)?;
         let allocate = |bytes| DeviceMemory::allocate(&context, bytes).map_err(words);
         let allocations = &registration.allocations;
         let memories: Result<_, _> = allocations.iter().map(|it| allocate(it.bytes)).collect();
         let memory = DeviceMemories::own(memories?);
         let on_device: Vec<Vec<u8>> = allocations.iter().map(|it| noise(it.bytes)).collect();
         for (index, bytes) in (0..).zip(&on_device) {
-            memory.write(&stream, index, 0, bytes).map_err(words)?;
+            window.write(&memory, index, 0, bytes).map_err(words)?;
         }
         let depot = Depot::create(Depot::bytes_for(depot_pages, layout.page_bytes));
         let depot = Arc::new(depot.expect("memory"));
@@ -121,7 +122,7 @@ impl World {
             depot,
             copier: copier.map_err(words)?,
             outcomes,
-            stream,
+            window: RefCell::new(window),
             on_device,
             in_depot,
             last: 0,
@@ -224,7 +225,7 @@ impl World {
     fn allocation(&self, index: u32) -> Result<Vec<u8>, String> {
         let mut bytes = vec![0; self.on_device[index as usize].len()];
         let memory = &self.device.memory;
-        let read = memory.read(&self.stream, index, 0, &mut bytes);
+        let read = self.window.borrow_mut().read(memory, index, 0, &mut bytes);
         read.map_err(words).map(|()| bytes)
     }
 
@@ -232,7 +233,10 @@ impl World {
     pub fn overwrite(&mut self, index: u32, byte: u8) {
         let bytes = &mut self.on_device[index as usize];
         bytes.fill(byte);
-        let written = self.device.memory.write(&self.stream, index, 0, bytes);
+        let written = self
+            .window
+            .borrow_mut()
+            .write(&self.device.memory, index, 0, bytes);
         written.expect("written");
     }
 

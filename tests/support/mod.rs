@@ -5,6 +5,7 @@
     reason = "each test uses a part of this"
 )]
 
+use std::ffi::OsString;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -47,9 +48,17 @@ pub fn kvferry(arguments: &[&str]) -> Output {
 
 /// Runs a replay and returns its report.
 pub fn replay(arguments: &[&str]) -> Value {
-    let mut all = vec!["replay", "--quiet", "--json", "-"];
-    all.extend_from_slice(arguments);
-    let output = kvferry(&all);
+    replay_with(&[], arguments)
+}
+
+/// The same, with variables of the environment.
+pub fn replay_with(variables: &[(&str, OsString)], arguments: &[&str]) -> Value {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvferry"));
+    command.envs(variables.iter().map(|(name, value)| (name, value)));
+    command
+        .args(["replay", "--quiet", "--json", "-"])
+        .args(arguments);
+    let output = command.output().expect("the program runs");
     let errors = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{arguments:?}: {errors}");
     serde_json::from_slice(&output.stdout).expect("a report")
@@ -85,10 +94,20 @@ impl Running {
 
     /// The same, with a folder of its own for temporary files.
     pub fn start_in(arguments: &[&str], temporary: &Path) -> Self {
+        Self::start_with(&[], arguments, temporary)
+    }
+
+    /// The same, with variables of the environment.
+    pub fn start_with(
+        variables: &[(&str, OsString)],
+        arguments: &[&str],
+        temporary: &Path,
+    ) -> Self {
         use std::process::Stdio;
         let mut command = Command::new(env!("CARGO_BIN_EXE_kvferry"));
         command
             .args(arguments)
+            .envs(variables.iter().map(|(name, value)| (name, value)))
             .env("TMPDIR", temporary)
             .stdin(Stdio::piped())
             .stdout(Stdio::null())

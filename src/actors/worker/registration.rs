@@ -5,11 +5,14 @@ use std::sync::Arc;
 use ractor::ActorRef;
 
 use super::{ATTACH_TIMEOUT, Handled, State, WorkerMessage};
+use crate::actors::gpu::EngineSide;
 use crate::core::WorkerEvent;
 use crate::memory::RegisteredMemory;
 use crate::protocol::{Attach, Attached, AttachedMemory, ErrorCode, Message, Register, Registered};
 use crate::transport::{Failure, PeerId};
-use crate::types::{AttachId, Attention, DepotId, EngineId, OpId, Registration, RequestId};
+use crate::types::{
+    AllocationKind, AttachId, Attention, DepotId, EngineId, OpId, Registration, RequestId,
+};
 
 /// A rank that registers: who asked, under which id, for which engine, and which of its requests are over.
 #[derive(Debug, Clone)]
@@ -28,7 +31,7 @@ pub(super) struct Mapped {
     pub(super) peer: PeerId,
     /// The registration, until it is answered.
     asked: Option<RequestId>,
-    pub(super) memory: RegisteredMemory,
+    pub(super) memory: EngineSide,
 }
 
 /// Why the pages of a group are not copied, though its memory could be reached: leaders know pages that every token behind
@@ -103,11 +106,33 @@ impl State {
         if !self.prefaulted {
             return self.refuse(peer, correlation, ErrorCode::NotReady, self.progress.line());
         }
+        let on_device = registration
+            .allocations
+            .iter()
+            .any(|allocation| allocation.kind == AllocationKind::Device);
+        let gpu = match on_device.then(|| self.gpu_for(&registration, myself)) {
+            Some(Err((code, text))) => {
+                if code == ErrorCode::Invalid {
+                    self.turned_away_rank(&text);
+                }
+                return self.refuse(peer, correlation, code, text);
+            }
+            Some(Ok(gpu)) => Some(gpu),
+            None => None,
+        };
         let fds = Arc::clone(&self.fds);
         let myself = myself.clone();
         tokio::task::spawn_blocking(move || {
-            let memory = RegisteredMemory::open(&registration, |ticket| fds.take(ticket));
-            let memory = Box::new(memory.map_err(|error| error.to_string()));
+            let memory = match gpu {
+                Some(gpu) => gpu
+                    .open(&registration)
+                    .map(|memory| EngineSide::Device(memory, gpu))
+                    .map_err(|error| error.to_string()),
+                None => RegisteredMemory::open(&registration, |ticket| fds.take(ticket))
+                    .map(EngineSide::Host)
+                    .map_err(|error| error.to_string()),
+            };
+            let memory = Box::new(memory);
             if myself.cast(WorkerMessage::Mapped(who, memory)).is_err() {
                 tracing::debug!("the worker has stopped");
             }
@@ -118,7 +143,7 @@ impl State {
     pub(super) fn mapped(
         &mut self,
         who: Registering,
-        memory: Result<RegisteredMemory, String>,
+        memory: Result<EngineSide, String>,
         myself: &ActorRef<WorkerMessage>,
     ) -> Handled {
         let memory = match memory {
@@ -156,15 +181,9 @@ impl State {
     }
 
     /// The rank hears that its memory was understood, and why it is not used. Memory that is served stays.
-    fn taken_unserved(
-        &self,
-        peer: PeerId,
-        asked: RequestId,
-        why: String,
-        memory: &RegisteredMemory,
-    ) {
-        let page_bytes = memory.geometry.page_bytes;
-        let group = memory.geometry.group;
+    fn taken_unserved(&self, peer: PeerId, asked: RequestId, why: String, memory: &EngineSide) {
+        let page_bytes = memory.geometry().page_bytes;
+        let group = memory.geometry().group;
         tracing::warn!(worker = %self.worker, %group, page_bytes, why, "engine memory is not used");
         self.turned_away_rank(&why);
         let body = Registered {
@@ -180,8 +199,8 @@ impl State {
         let memory = self.mapped.as_ref().zip(self.depot.as_ref());
         let memory = memory.map(|(mapped, depot)| AttachedMemory {
             engine: mapped.engine.0,
-            geometry: mapped.memory.geometry.clone(),
-            arena_pages: depot.arena_pages(mapped.memory.geometry.page_bytes),
+            geometry: mapped.memory.geometry().clone(),
+            arena_pages: depot.arena_pages(mapped.memory.geometry().page_bytes),
         });
         let question = Attach {
             replica: self.worker.replica.0,
@@ -251,7 +270,7 @@ impl State {
             return;
         };
         let (peer, asked) = (mapped.peer, mapped.asked.take());
-        let page_bytes = mapped.memory.geometry.page_bytes;
+        let page_bytes = mapped.memory.geometry().page_bytes;
         if !admitted {
             self.mapped = None;
             let why = self.turned_away.take();
@@ -267,7 +286,7 @@ impl State {
             .depot
             .as_ref()
             .map_or(0, |depot| depot.arena_pages(page_bytes));
-        let device_pages = mapped.memory.geometry.device_pages;
+        let device_pages = mapped.memory.geometry().device_pages;
         tracing::info!(worker = %self.worker, arena_pages, page_bytes, "engine memory registered");
         if arena_pages > 0 && arena_pages < device_pages {
             tracing::warn!(
@@ -288,7 +307,7 @@ impl State {
     }
 
     /// A rank that serves has no problem with another one that does not get in.
-    fn turned_away_rank(&self, why: &str) {
+    pub(super) fn turned_away_rank(&self, why: &str) {
         if self.mapped.is_none() {
             self.teller.problem(why.to_owned());
         }

@@ -13,6 +13,7 @@ use tokio::process::Child;
 use crate::cli::dirs::Dirs;
 use crate::cli::{block_on, engine_rank, say, status};
 use crate::engine::layout::{EngineLayout, describe};
+use crate::engine::memory::EngineDevice;
 use crate::engine::models::Model;
 use crate::engine::pipe::{self, Order, Report as RankReport};
 use crate::engine::rank_pipe::RankPipe;
@@ -207,6 +208,7 @@ impl Arguments {
             engine_page_tokens: ENGINE_PAGE_TOKENS,
             device_pages,
             model: self.model,
+            device: EngineDevice::Cpu,
             layout: self.layout,
             start_limit_s: PATIENCE.as_secs(),
         }

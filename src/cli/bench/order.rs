@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use ractor::{Actor, ActorProcessingErr, ActorRef};
 use tokio::sync::mpsc;
 
+use crate::actors::gpu::EngineSide;
 use crate::actors::transfer::{TransferActor, TransferArguments, TransferMessage};
 use crate::error::CommandError;
 use crate::memory::{CopyEngine, CopyJob, RegisteredMemory};
@@ -96,7 +97,7 @@ pub(super) async fn measure(
         };
         let start = TransferMessage::Start {
             copies: vec![copy],
-            memory: memory.clone(),
+            memory: EngineSide::Host(memory.clone()),
             depot: std::sync::Arc::clone(&job.depot),
         };
         let begun = Instant::now();

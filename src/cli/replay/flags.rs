@@ -53,7 +53,10 @@ impl Arguments {
             ("--speedup", self.speedup.is_some()),
             ("--concurrency", self.concurrency.is_some()),
         ];
-        let memory = [("--layout", self.layout.is_some())];
+        let memory = [
+            ("--layout", self.layout.is_some()),
+            ("--device", self.device.is_some()),
+        ];
         match kind {
             Kind::Live => refuse(&virtual_time, "plays virtual time, use --mode offline"),
             Kind::LiveSequential => {

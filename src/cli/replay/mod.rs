@@ -19,6 +19,7 @@ use clap::ValueEnum;
 use crate::cli::say;
 use crate::core::ARENA_PAGES_MAX;
 use crate::engine::layout::EngineLayout;
+use crate::engine::memory::EngineDevice;
 use crate::engine::models::Model;
 use crate::engine::scheduler::REQUEST_TIMEOUT;
 use crate::error::CommandError;
@@ -123,6 +124,9 @@ pub(super) struct Arguments {
     /// How the engine of a live replay lays out its memory. [default: layer-separate]
     #[arg(long, value_enum)]
     layout: Option<EngineLayout>,
+    /// Where the engine of a live replay keeps its KV. [default: cpu]
+    #[arg(long, value_enum)]
+    device: Option<EngineDevice>,
     /// Tokens that one hash id of the trace stands for. [default: 512; 16 for the built-in workload]
     #[arg(long, value_name = "TOKENS")]
     trace_block_tokens: Option<u32>,

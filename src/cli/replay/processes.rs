@@ -150,6 +150,7 @@ pub(super) fn start_ranks(
             engine_page_tokens: arguments.engine_page_tokens,
             device_pages: workload.device_pages,
             model: arguments.model,
+            device: arguments.device.unwrap_or_default(),
             layout: arguments.layout.unwrap_or_default(),
             start_limit_s: START_LIMIT.as_secs(),
         };

@@ -12,8 +12,9 @@ use crate::code::Code;
 /// * `fail=WHO/CALL/NTH/CODE`, any number of times: the n-th such call of a process fails. `WHO` is a word of its command
 ///   line or `*`, `CALL` the name of a function, or `*` for all together; functions that say how an error is called do not
 ///   count;
+/// * `once=FILE`: those calls fail in the first process only that comes so far, which makes this file;
 /// * `report=FOLDER`: at its exit each process writes there what it did not give back, into a file named after its id.
-pub const SETTINGS: &str = "KVFERRY_FAKE_CUDA";
+pub const SETTINGS: &str = "FAKE_CUDA";
 
 /// A call that fails.
 #[derive(Debug, Clone)]
@@ -32,6 +33,7 @@ pub(crate) struct Settings {
     pub(crate) seed: u64,
     pub(crate) delay_us: u64,
     pub(crate) fails: Vec<Fail>,
+    pub(crate) once: Option<String>,
     pub(crate) report: Option<String>,
 }
 
@@ -53,6 +55,7 @@ impl Settings {
             seed: 1,
             delay_us: 0,
             fails: Vec::new(),
+            once: None,
             report: None,
         };
         for part in text.split(';').filter(|part| !part.is_empty()) {
@@ -65,6 +68,7 @@ impl Settings {
                 "init" => settings.init = value.parse().map_err(|_| wrong())?,
                 "seed" => settings.seed = number()?,
                 "delay_us" => settings.delay_us = number()?,
+                "once" => settings.once = Some(value.to_owned()),
                 "report" => settings.report = Some(value.to_owned()),
                 "fail" => {
                     let parts: Vec<&str> = value.split('/').collect();
@@ -84,6 +88,15 @@ impl Settings {
             }
         }
         Ok(settings)
+    }
+}
+
+impl Settings {
+    /// Whether a call that is to fail may.
+    pub(crate) fn may_fail(&self) -> bool {
+        self.once
+            .as_ref()
+            .is_none_or(|path| std::fs::File::create_new(path).is_ok())
     }
 }
 

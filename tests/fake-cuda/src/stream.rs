@@ -8,6 +8,9 @@ use std::time::Duration;
 use crate::code::Code;
 use crate::world::World;
 
+/// One of so many pieces of work begins late, and what stands behind it with it.
+const PAUSE_ONE_IN: u8 = 16;
+
 /// One piece of work.
 pub(crate) enum Work {
     Copy {
@@ -101,7 +104,7 @@ fn run(number: u64, given: &Receiver<Work>, waiting: &Waiting) {
     let settings = world.settings();
     let mut chance = fastrand::Rng::with_seed(settings.seed.wrapping_mul(1_000_003) ^ number);
     while let Ok(work) = given.recv() {
-        if settings.delay_us > 0 && chance.u8(0..4) == 0 {
+        if settings.delay_us > 0 && chance.u8(0..PAUSE_ONE_IN) == 0 {
             std::thread::sleep(Duration::from_micros(chance.u64(0..settings.delay_us)));
         }
         // After an error nothing runs any more, and nothing is ready any more.

@@ -1,0 +1,143 @@
+//! The GPU of a worker's engine: found by its name, once an engine's rank has named it; then the depot is pinned for it.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::cuda::{
+    Context, Copier, CopierError, CopierSettings, CopyOrder, CudaError, DeviceOpenError,
+    DeviceUuid, Driver, NoDriver, Outcome, PIN_CHUNK_BYTES, PinError, PinnedDepot,
+    RegisteredDevice, Window,
+};
+use crate::memory::{CancelFlag, Depot, RegisteredMemory};
+use crate::types::{ByteSize, Copy, FragmentPair, GroupGeometry, Registration};
+
+/// A GPU that copies.
+#[derive(Debug)]
+pub(crate) struct Gpu {
+    /// Its name.
+    pub(super) uuid: DeviceUuid,
+    // Ends, and lets go what it copies, before the depot is unpinned.
+    copier: Copier,
+    context: Arc<Context>,
+    depot: Arc<PinnedDepot>,
+}
+
+/// Why a GPU cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum GpuError {
+    #[error("registration.device_uuid is {uuid}: {source}")]
+    NoDriver { uuid: DeviceUuid, source: NoDriver },
+    #[error(
+        "registration.device_uuid is {uuid}, this worker may use {}: start kvferry where it sees the engine's GPU \
+         (CUDA_VISIBLE_DEVICES, --gpus of a container)",
+        listed(.others)
+    )]
+    NotThere {
+        uuid: DeviceUuid,
+        others: Vec<DeviceUuid>,
+    },
+    #[error(transparent)]
+    Pin(#[from] PinError),
+    #[error(transparent)]
+    Copier(#[from] CopierError),
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
+}
+
+fn listed(uuids: &[DeviceUuid]) -> String {
+    let names: Vec<String> = uuids.iter().map(DeviceUuid::to_string).collect();
+    names.join(", ")
+}
+
+/// How much of a depot is pinned.
+#[derive(Debug, Default)]
+pub(super) struct Pinning(AtomicU64);
+
+impl Pinning {
+    /// One line for people.
+    pub(super) fn line(&self, bytes: u64) -> String {
+        let pinned = ByteSize(self.0.load(Ordering::Relaxed));
+        format!(
+            "{pinned} of {} host memory are pinned for the GPU",
+            ByteSize(bytes)
+        )
+    }
+}
+
+impl Gpu {
+    /// Finds the GPU and pins the depot. Blocks: a second for about 10 GiB.
+    pub(super) fn start(
+        uuid: DeviceUuid,
+        depot: Arc<Depot>,
+        pinning: &Pinning,
+        tell: impl Fn(Outcome) -> bool + Send + 'static,
+    ) -> Result<Self, GpuError> {
+        let driver = Driver::get().map_err(|source| GpuError::NoDriver { uuid, source })?;
+        let device = driver.find(uuid)?;
+        let Some(device) = device else {
+            let others = driver.devices()?.iter().map(|device| device.uuid).collect();
+            return Err(GpuError::NotThere { uuid, others });
+        };
+        let context = Context::new(driver, device)?;
+        let depot = PinnedDepot::new(&context, depot, PIN_CHUNK_BYTES, |bytes| {
+            pinning.0.store(bytes, Ordering::Relaxed);
+        })?;
+        let copier = Copier::start(CopierSettings {
+            context: Arc::clone(&context),
+            tell: Box::new(tell),
+        })?;
+        Ok(Self {
+            uuid,
+            copier,
+            context,
+            depot: Arc::new(depot),
+        })
+    }
+
+    /// Opens an engine's memory. Blocks on the driver.
+    pub(super) fn open(
+        &self,
+        registration: &Registration,
+    ) -> Result<RegisteredDevice, DeviceOpenError> {
+        let mut window = Window::new(&self.context)?;
+        RegisteredDevice::open(registration, &self.context, &mut window)
+    }
+
+    /// Hands a copy over; false when there is no place for it, or the GPU is lost.
+    pub(super) fn copy(
+        &self,
+        copy: &Copy,
+        parts: Vec<Vec<FragmentPair>>,
+        memory: &RegisteredDevice,
+        cancel: Arc<CancelFlag>,
+    ) -> bool {
+        let order = CopyOrder {
+            op: copy.op,
+            direction: copy.direction,
+            parts,
+            device: memory.clone(),
+            depot: Arc::clone(&self.depot),
+            cancel,
+        };
+        self.copier.start_copy(order).is_ok()
+    }
+}
+
+/// An engine's memory, and what copies it.
+#[derive(Debug, Clone)]
+pub(crate) enum EngineSide {
+    /// Host memory, copied by the CPU.
+    Host(RegisteredMemory),
+    /// A GPU's memory.
+    Device(RegisteredDevice, Arc<Gpu>),
+}
+
+impl EngineSide {
+    /// What all ranks must have in common.
+    pub(super) fn geometry(&self) -> &GroupGeometry {
+        match self {
+            Self::Host(memory) => &memory.geometry,
+            Self::Device(memory, _) => &memory.geometry,
+        }
+    }
+}

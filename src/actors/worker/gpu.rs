@@ -1,0 +1,105 @@
+//! The first engine's rank with memory on a GPU makes the worker find that GPU and pin its depot for it. Until that is done
+//! ranks are told how far it is, and ask again.
+
+use std::sync::Arc;
+
+use ractor::ActorRef;
+
+use super::{State, WorkerMessage};
+use crate::actors::gpu::{Gpu, Pinning};
+use crate::actors::transfer::TransferMessage;
+use crate::cuda::{CudaError, DeviceUuid, Outcome, device_of};
+use crate::protocol::ErrorCode;
+use crate::types::Registration;
+
+/// What a worker has of its GPU.
+#[derive(Default)]
+pub(super) enum GpuState {
+    /// Nobody has asked for one.
+    #[default]
+    None,
+    /// The depot is being pinned.
+    Starting(DeviceUuid, Arc<Pinning>),
+    /// It copies.
+    Ready(Arc<Gpu>),
+}
+
+impl State {
+    /// The GPU that a registration names, or what to tell the rank.
+    pub(super) fn gpu_for(
+        &mut self,
+        registration: &Registration,
+        myself: &ActorRef<WorkerMessage>,
+    ) -> Result<Arc<Gpu>, (ErrorCode, String)> {
+        let invalid = |text: String| (ErrorCode::Invalid, text);
+        let uuid = device_of(registration).map_err(|error| invalid(error.to_string()))?;
+        let Some(depot) = self.depot.clone() else {
+            return Err((ErrorCode::NotReady, self.progress.line()));
+        };
+        let bytes = depot.buffer().len();
+        let (there, answer) = match &self.gpu {
+            GpuState::Ready(gpu) => (gpu.uuid, Ok(Arc::clone(gpu))),
+            GpuState::Starting(uuid, pinning) => {
+                (*uuid, Err((ErrorCode::NotReady, pinning.line(bytes))))
+            }
+            GpuState::None => {
+                let pinning = Arc::new(Pinning::default());
+                self.gpu = GpuState::Starting(uuid, Arc::clone(&pinning));
+                let text = pinning.line(bytes);
+                let (transfer, myself) = (self.transfer.clone(), myself.clone());
+                tokio::task::spawn_blocking(move || {
+                    let worker = myself.clone();
+                    let tell = move |outcome| match outcome {
+                        Outcome::Ended(copies) => {
+                            transfer.cast(TransferMessage::Ended(copies)).is_ok()
+                        }
+                        Outcome::Lost(error) => worker.cast(WorkerMessage::GpuLost(error)).is_ok(),
+                    };
+                    let gpu = Gpu::start(uuid, depot, &pinning, tell);
+                    let gpu = gpu.map(Arc::new).map_err(|error| error.to_string());
+                    if myself.cast(WorkerMessage::Gpu(gpu)).is_err() {
+                        tracing::debug!("the worker has stopped");
+                    }
+                });
+                (uuid, Err((ErrorCode::NotReady, text)))
+            }
+        };
+        if there != uuid {
+            return Err(invalid(format!(
+                "registration.device_uuid is {uuid}, this worker copies for {there}: a worker serves one GPU, start the \
+                 engine there, or kvferry again"
+            )));
+        }
+        answer
+    }
+
+    /// Nobody can say when the copies under way are over; the end of this process is their end.
+    pub(super) fn gpu_lost(&self, error: CudaError) {
+        let why = format!("{} does not work any more: {error}", self.gpu_name());
+        tracing::error!(worker = %self.worker, why, "this worker ends");
+        self.teller.give_up(why);
+    }
+
+    fn gpu_name(&self) -> String {
+        match &self.gpu {
+            GpuState::Ready(gpu) => gpu.uuid.to_string(),
+            GpuState::Starting(uuid, _) => uuid.to_string(),
+            GpuState::None => "the GPU".to_owned(),
+        }
+    }
+
+    /// The GPU is there, or never will be: the next rank that asks tries again, and this worker says why.
+    pub(super) fn gpu_started(&mut self, gpu: Result<Arc<Gpu>, String>) {
+        self.gpu = match gpu {
+            Ok(gpu) => {
+                tracing::info!(worker = %self.worker, gpu = %gpu.uuid, "host memory pinned");
+                GpuState::Ready(gpu)
+            }
+            Err(why) => {
+                tracing::error!(worker = %self.worker, why, "no GPU");
+                self.turned_away_rank(&why);
+                GpuState::None
+            }
+        };
+    }
+}

@@ -1,0 +1,142 @@
+//! A rank's KV memory: of the host, or of a GPU.
+
+use std::os::fd::AsFd;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use clap::ValueEnum;
+
+use crate::cuda::{Context, DeviceMemories, DeviceMemory, Driver, IPC_HANDLE_BYTES, Window};
+use crate::engine::layout::describe;
+use crate::engine::rank::{RankSettings, random};
+use crate::memory::SharedBuffer;
+use crate::transport::send_fd;
+use crate::types::{AllocationHandle, AllocationKind, Nonce, Rank, Registration};
+
+/// How long a worker may take to accept a file descriptor.
+const HAND_OVER_LIMIT: Duration = Duration::from_secs(2);
+
+/// Where the reference engine keeps its KV.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+pub enum EngineDevice {
+    /// In host memory, which its worker maps.
+    #[default]
+    Cpu,
+    /// On a GPU for each rank, in turn.
+    Cuda,
+}
+
+/// See the module.
+pub(super) enum RankMemory {
+    Host(SharedBuffer),
+    Device(OnDevice),
+}
+
+pub(super) struct OnDevice {
+    memory: Arc<DeviceMemories>,
+    handle: [u8; IPC_HANDLE_BYTES],
+    uuid: String,
+    window: Mutex<Window>,
+}
+
+/// What a registration says of it.
+pub(super) struct Described {
+    pub(super) kind: AllocationKind,
+    pub(super) handle: AllocationHandle,
+    pub(super) device_uuid: Option<String>,
+}
+
+impl Described {
+    /// The whole registration.
+    pub(super) fn complete(self, settings: &RankSettings, nonce: Nonce) -> Registration {
+        let mut registration = describe(settings, [0; 16], nonce);
+        for allocation in &mut registration.allocations {
+            allocation.kind = self.kind;
+            allocation.handle = self.handle.clone();
+        }
+        registration.device_uuid = self.device_uuid;
+        registration
+    }
+}
+
+impl RankMemory {
+    /// New memory; what it holds is not said.
+    pub(super) fn create(device: EngineDevice, rank: Rank, bytes: u64) -> Result<Self, String> {
+        match device {
+            EngineDevice::Cpu => {
+                let buffer = SharedBuffer::create("kvferry-engine", bytes);
+                buffer.map(Self::Host).map_err(words)
+            }
+            EngineDevice::Cuda => OnDevice::create(rank, bytes).map(Self::Device),
+        }
+    }
+
+    pub(super) fn read_into(&self, offset_bytes: u64, out: &mut [u8]) -> Result<(), String> {
+        match self {
+            Self::Host(buffer) => buffer.read_into(offset_bytes, out).map_err(words),
+            Self::Device(device) => {
+                let mut window = device.window.lock().unwrap_or_else(PoisonError::into_inner);
+                window
+                    .read(&device.memory, 0, offset_bytes, out)
+                    .map_err(words)
+            }
+        }
+    }
+
+    pub(super) fn write_from(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), String> {
+        match self {
+            Self::Host(buffer) => buffer.write_from(offset_bytes, bytes).map_err(words),
+            Self::Device(device) => {
+                let mut window = device.window.lock().unwrap_or_else(PoisonError::into_inner);
+                window
+                    .write(&device.memory, 0, offset_bytes, bytes)
+                    .map_err(words)
+            }
+        }
+    }
+
+    /// Makes it reachable for the worker with these sockets.
+    pub(super) async fn hand_over(&self, worker_dir: &Path) -> Result<Described, String> {
+        match self {
+            Self::Host(buffer) => {
+                let mut ticket = [0; 16];
+                random(&mut ticket)?;
+                let fd = buffer.try_clone_fd().map_err(words)?;
+                let sent = send_fd(worker_dir, &ticket, fd.as_fd(), HAND_OVER_LIMIT);
+                sent.await.map_err(words)?;
+                Ok(Described {
+                    kind: AllocationKind::SharedMemory,
+                    handle: AllocationHandle::Ticket(ticket),
+                    device_uuid: None,
+                })
+            }
+            Self::Device(device) => Ok(Described {
+                kind: AllocationKind::Device,
+                handle: AllocationHandle::CudaIpc(device.handle),
+                device_uuid: Some(device.uuid.clone()),
+            }),
+        }
+    }
+}
+
+impl OnDevice {
+    fn create(rank: Rank, bytes: u64) -> Result<Self, String> {
+        let driver = Driver::get().map_err(words)?;
+        let devices = driver.devices().map_err(words)?;
+        let device = devices[usize::from(rank.0) % devices.len()];
+        let context = Context::new(driver, device).map_err(words)?;
+        let memory = DeviceMemory::allocate(&context, bytes).map_err(words)?;
+        Ok(Self {
+            handle: memory.ipc_handle().map_err(words)?,
+            memory: DeviceMemories::own(vec![memory]),
+            uuid: device.uuid.to_string(),
+            window: Mutex::new(Window::new(&context).map_err(words)?),
+        })
+    }
+}
+
+fn words(error: impl std::fmt::Display) -> String {
+    error.to_string()
+}

@@ -1,0 +1,176 @@
+//! The same processes with KV on GPUs: the driver for tests, late as it may be, under the unchanged programs.
+
+use std::ffi::OsString;
+use std::time::Instant;
+
+use rustix::process::Signal;
+use serde_json::Value;
+
+use super::disturbed::{Disturbed, LIMIT};
+use super::fake_cuda;
+use super::processes::signal;
+use crate::support::{Running, kvferry, number, replay, replay_with, socket_dir};
+
+/// The driver for tests, as long as it is needed.
+struct Gpus(tempfile::TempDir, String);
+
+impl Gpus {
+    fn new(settings: &str) -> Self {
+        let folder = fake_cuda::folder(&fake_cuda::library());
+        Self(folder, format!("devices=2;{settings}"))
+    }
+
+    fn variables(&self) -> [(&'static str, OsString); 2] {
+        fake_cuda::variables(self.0.path(), &self.1)
+    }
+}
+
+/// What was decided does not depend on where the engine's memory is, and every byte comes back.
+fn as_on_the_cpu(arguments: &[&str]) {
+    let gpus = Gpus::new("delay_us=30");
+    let arguments = [arguments, &["--sequential"]].concat();
+    let expected = replay(&arguments);
+    let found = replay_with(
+        &gpus.variables(),
+        &[&arguments[..], &["--device", "cuda"]].concat(),
+    );
+    for key in ["/tokens", "/blocks", "/arena", "/decisions_digest"] {
+        assert_eq!(found.pointer(key), expected.pointer(key), "{key}");
+    }
+    for key in ["/bytes/gathered", "/bytes/scattered", "/bytes/verified"] {
+        assert_eq!(number(&found, key), number(&expected, key), "{key}");
+    }
+    assert!(number(&found, "/bytes/verified") > 0, "nothing was loaded");
+    assert_eq!(number(&found, "/bytes/mismatched"), 0);
+    assert_eq!(number(&found, "/disturbed_requests"), 0);
+}
+
+#[test]
+fn pages_of_layers_by_themselves() {
+    as_on_the_cpu(&["--requests", "60", "--g1-pages", "64"]);
+}
+
+#[test]
+fn pages_that_are_contiguous_and_odd_blocks() {
+    let sizes = ["--ratio", "7", "--engine-page-tokens", "32"];
+    let layout = [
+        "--layout",
+        "contiguous",
+        "--requests",
+        "40",
+        "--g1-pages",
+        "32",
+    ];
+    as_on_the_cpu(&[&sizes[..], &layout].concat());
+}
+
+#[test]
+fn what_both_ranks_hold_alike_is_stored_once() {
+    let model = ["--model", "deepseek-v3-mla", "--max-prompt-tokens", "512"];
+    let sizes = ["--requests", "16", "--g1-pages", "32", "--g2", "1GiB"];
+    as_on_the_cpu(&[&model[..], &sizes].concat());
+}
+
+#[test]
+fn a_worker_that_is_killed_costs_hits_and_no_bytes() {
+    let gpus = Gpus::new("delay_us=50");
+    let replay = Disturbed::start_with(&gpus.variables(), &["--device", "cuda"]);
+    let status = replay.in_the_middle();
+    let loaded = number(&status, "/counters/blocks_loaded");
+    signal(number(&status, "/ranks/1/pid"), Signal::KILL);
+    let report = replay.report();
+    assert!(
+        number(&report, "/blocks/loaded") > loaded + 100,
+        "its successor got no memory"
+    );
+}
+
+#[test]
+fn a_gpu_that_is_lost_costs_a_worker_and_no_bytes() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let once = folder.path().join("once");
+    let once = once.display();
+    let gpus = Gpus::new(&format!(
+        "delay_us=50;fail=worker/cuMemcpyAsync/5000/719;once={once}"
+    ));
+    let replay = Disturbed::start_with(&gpus.variables(), &["--device", "cuda"]);
+    let report = replay.report();
+    assert!(folder.path().join("once").exists(), "nothing was lost");
+    assert!(
+        number(&report, "/blocks/loaded") > 100,
+        "no worker came back"
+    );
+}
+
+#[test]
+fn a_machine_without_a_driver_says_so() {
+    let report = kvferry(&["replay", "--device", "cuda", "--requests", "1"]);
+    if report.status.success() {
+        return;
+    }
+    let errors = String::from_utf8_lossy(&report.stderr);
+    assert!(errors.contains("CUDA driver"), "{errors}");
+    assert!(!errors.contains("panicked"), "{errors}");
+}
+
+/// The GPU memory of a process that it has not made itself.
+fn opened(pid: u64) -> usize {
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
+    maps.lines()
+        .filter(|line| line.contains("memfd:fake-cuda"))
+        .count()
+}
+
+#[test]
+fn nothing_of_a_dead_engine_is_held() {
+    let gpus = Gpus::new("delay_us=50");
+    let folder = socket_dir();
+    let name = folder.path().to_str().expect("UTF-8");
+    let up = ["up", "--ranks", "1", "--g2", "32MiB", "--socket-dir", name];
+    let _up = Running::start_with(&gpus.variables(), &up, &std::env::temp_dir());
+    let worker = folder.path().join("worker-0-0");
+    let rank = [
+        &[
+            "engine-rank",
+            "--worker-dir",
+            worker.to_str().expect("UTF-8"),
+        ][..],
+        &[
+            "--engine",
+            "0123456789abcdef0123456789abcdef",
+            "--replica",
+            "0",
+        ],
+        &["--rank", "0", "--ranks", "1", "--engine-page-tokens", "16"],
+        &[
+            "--device-pages",
+            "64",
+            "--model",
+            "tiny",
+            "--layout",
+            "contiguous",
+        ],
+        &["--device", "cuda", "--start-limit-s", "20"],
+    ];
+    let begun = Instant::now();
+    let status = |is_true: &dyn Fn(&Value) -> bool| loop {
+        let output = kvferry(&["status", "--json", "--socket-dir", name]);
+        match serde_json::from_slice(&output.stdout) {
+            Ok(status) if is_true(&status) => return status,
+            _ => assert!(begun.elapsed() < LIMIT, "it does not get there"),
+        }
+    };
+    for _ in 0..2 {
+        let rank = Running::start_with(&gpus.variables(), &rank.concat(), &std::env::temp_dir());
+        let attached = status(&|status| status["ranks"][0]["attached"] == true);
+        let worker = number(&attached, "/ranks/0/pid");
+        assert_eq!(opened(worker), 1, "the engine's memory");
+        // Killed, as an engine that runs out of memory is.
+        drop(rank);
+        status(&|status| status["ranks"][0]["attached"] == false);
+        while opened(worker) > 0 {
+            assert!(begun.elapsed() < LIMIT, "the memory stays");
+            std::thread::yield_now();
+        }
+    }
+}

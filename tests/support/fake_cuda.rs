@@ -1,0 +1,38 @@
+//! The CUDA driver for tests, in place of a real one.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+/// The names under which a driver is looked for, the first and the last of them.
+const NAMES: [&str; 2] = ["libcuda.so", "libcuda.so.1"];
+
+/// The built driver for tests. Cargo puts it beside the test programs.
+pub fn library() -> PathBuf {
+    let program = std::env::current_exe().expect("a program");
+    let folder = program.parent().expect("in a folder");
+    let library = folder.join("libkvferry_fake_cuda.so");
+    assert!(library.exists(), "{} was not built", library.display());
+    library
+}
+
+/// A folder with a library under the names of the driver.
+pub fn folder(library: &Path) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().expect("a folder");
+    for name in NAMES {
+        std::os::unix::fs::symlink(library, folder.path().join(name)).expect("a link");
+    }
+    folder
+}
+
+/// The variables with which a process finds the driver there, under these settings.
+pub fn variables(folder: &Path, settings: &str) -> [(&'static str, OsString); 2] {
+    let mut path = folder.as_os_str().to_owned();
+    if let Some(before) = std::env::var_os("LD_LIBRARY_PATH") {
+        path.push(":");
+        path.push(before);
+    }
+    [
+        ("LD_LIBRARY_PATH", path),
+        (kvferry_fake_cuda::SETTINGS, settings.into()),
+    ]
+}
