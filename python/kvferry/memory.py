@@ -1,7 +1,8 @@
 """An engine's KV memory: moved to where another process can map it, and described.
 
 On the CPU the storage of the KV tensors is moved, in place, into memory with a file descriptor. Its name is gone before
-anything is written to it, so nothing is left behind however the engine ends.
+anything is written to it, so nothing is left behind however the engine ends. On a GPU it stays where it is, and handles
+of its allocations are handed on.
 """
 
 import contextlib
@@ -11,12 +12,14 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kvferry import cuda
 from kvferry.client import SOCKET_PATH_BYTES_MAX, check_directory
 
 FD_SOCKET_NAME = "fds.sock"
@@ -35,11 +38,15 @@ class Unsupported(Exception):
 
 @dataclass
 class Piece:
-    """One allocation that kvferry maps: a descriptor of our own, and how many of its bytes are the engine's."""
+    """One allocation that kvferry maps, and how many of its bytes are the engine's.
 
-    fd: int
-    bytes: int
+    In host memory ``fd`` is a descriptor of our own; on a device ``handle`` is what other processes open.
+    """
+
+    size: int
     address: int
+    fd: int = -1
+    handle: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -66,17 +73,17 @@ class Group:
         """Its tensors, in order; layers that use the cache of an earlier one show the same memory again.
 
         Raises:
-            Unsupported: for what is not a tensor in the memory of the CPU.
+            Unsupported: for what is not a tensor in the memory of the CPU or of a GPU.
         """
         found: dict[tuple, torch.Tensor] = {}
         for name, layer in self.tensors.items():
             for tensor in layer if isinstance(layer, (list, tuple)) else [layer]:
                 if not isinstance(tensor, torch.Tensor):
                     raise Unsupported(f"the KV cache of layer {name} is {type(tensor).__name__}, not a tensor")
-                if tensor.device.type != "cpu":
+                if tensor.device.type not in ("cpu", "cuda"):
                     raise Unsupported(
-                        f"the KV cache of layer {name} lies on {tensor.device}: this version of kvferry reaches CPU "
-                        "memory"
+                        f"the KV cache of layer {name} lies on {tensor.device}: kvferry reaches memory of the CPU and "
+                        "of CUDA devices"
                     )
                 found.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype), tensor)
         return list(found.values())
@@ -93,10 +100,29 @@ class KvMemory:
         """
         self._place = place
         self._pieces: list[Piece] = []
+        self._context: cuda.Context | None = None
+        self._nonce: Piece | None = None
         self._groups = [_Described.of(group) for group in groups]
-        if not any(group.tensors for group in self._groups):
-            raise Unsupported("the engine has no KV cache")
-        self._share([tensor.untyped_storage() for group in self._groups for tensor in group.tensors])
+        tensors = [tensor for group in self._groups for tensor in group.tensors]
+        devices = {str(tensor.device) for tensor in tensors}
+        if len(devices) != 1:
+            where = ", ".join(sorted(devices)) or "nowhere"
+            raise Unsupported(f"the engine's KV cache lies on {where}: one device is expected")
+        if tensors[0].device.type == "cuda":
+            try:
+                self._open_device(tensors)
+            except cuda.CudaError as error:
+                raise Unsupported(
+                    f"the KV cache on {tensors[0].device} cannot be shared: {error}. Memory of expandable segments and "
+                    "of sleep mode has no handles: leave PYTORCH_CUDA_ALLOC_CONF=expandable_segments and sleep mode out"
+                ) from error
+        else:
+            self._share([tensor.untyped_storage() for tensor in tensors])
+
+    @property
+    def on_device(self) -> bool:
+        """Whether it is a device's memory, which the device may still write when a call has returned."""
+        return self._context is not None
 
     @property
     def groups(self) -> int:
@@ -106,8 +132,25 @@ class KvMemory:
     def close(self) -> None:
         """Gives the descriptors back. The engine keeps its memory."""
         for piece in self._pieces:
-            os.close(piece.fd)
+            if piece.fd >= 0:
+                os.close(piece.fd)
         self._pieces = []
+        if self._context is not None and self._nonce is not None:
+            with contextlib.suppress(cuda.CudaError):
+                self._context.free(self._nonce.address)
+        self._nonce = None
+
+    def _open_device(self, tensors: list[torch.Tensor]) -> None:
+        self._context = cuda.Context()
+        bases: dict[int, int] = {}
+        for tensor in tensors:
+            base, size = self._context.range_of(tensor.data_ptr())
+            bases[base] = size
+        self._pieces = [Piece(size, base, handle=self._context.handle_of(base)) for base, size in bases.items()]
+        # Every byte of the engine's allocations may be in use.
+        address = self._context.allocate(_NONCE_ROOM_BYTES)
+        base, size = self._context.range_of(address)
+        self._nonce = Piece(size, address, handle=self._context.handle_of(base))
 
     def _share(self, storages: list[torch.UntypedStorage]) -> None:
         by_address = {storage.data_ptr(): storage for storage in storages}
@@ -129,7 +172,7 @@ class KvMemory:
         for storage in by_address.values():
             theirs, size = storage._share_fd_cpu_()
             fd = os.dup(theirs)
-            self._pieces.append(Piece(fd, size, storage.data_ptr()))
+            self._pieces.append(Piece(size, storage.data_ptr(), fd=fd))
             os.ftruncate(fd, size + _NONCE_ROOM_BYTES)
 
     def describe(self, group: int, tickets: list[bytes]) -> dict[str, Any]:
@@ -137,9 +180,10 @@ class KvMemory:
         described = self._groups[group]
         pieces = self._pieces_of(described)
         proof = secrets.token_bytes(_NONCE_BYTES)
-        first = pieces[0]
-        os.pwrite(first.fd, proof, first.bytes)
+        allocations, nonce = self._allocations(pieces, tickets, proof)
+        device = {} if self._context is None else {"device_uuid": self._context.uuid()}
         return {
+            **device,
             "group": group,
             "groups": len(self._groups),
             "attention": described.group.attention,
@@ -150,20 +194,36 @@ class KvMemory:
             "engine_page_tokens": described.group.engine_page_tokens,
             "device_pages": described.group.device_pages,
             "layers": len(described.tensors),
-            "allocations": [
-                {"kind": "shared_memory", "handle": {"ticket": ticket}, "bytes": piece.bytes + _NONCE_ROOM_BYTES}
-                for piece, ticket in zip(pieces, tickets, strict=True)
-            ],
-            "tensors": [
-                described.describe(layer, [piece.address for piece in pieces])
-                for layer in range(len(described.tensors))
-            ],
-            "nonce": {"allocation": 0, "offset_bytes": first.bytes, "bytes": proof},
+            "allocations": allocations,
+            "tensors": [described.describe(layer, pieces) for layer in range(len(described.tensors))],
+            "nonce": nonce,
         }
 
+    def _allocations(
+        self, pieces: list[Piece], tickets: list[bytes], proof: bytes
+    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """What a registration says of pieces, and where it proves that they were mapped."""
+        if self._context is None or self._nonce is None:
+            first = pieces[0]
+            os.pwrite(first.fd, proof, first.size)
+            shared = [
+                {"kind": "shared_memory", "handle": {"ticket": ticket}, "bytes": piece.size + _NONCE_ROOM_BYTES}
+                for piece, ticket in zip(pieces, tickets, strict=True)
+            ]
+            return shared, {"allocation": 0, "offset_bytes": first.size, "bytes": proof}
+        nonce = self._nonce
+        self._context.write(nonce.address, proof)
+        base, _ = self._context.range_of(nonce.address)
+        # A small allocation may lie in one of the engine's, as the driver has it.
+        holders = [piece for piece in pieces if piece.address == base]
+        listed = pieces if holders else [*pieces, nonce]
+        place = pieces.index(holders[0]) if holders else len(pieces)
+        device = [{"kind": "device", "handle": {"cuda_ipc": piece.handle}, "bytes": piece.size} for piece in listed]
+        return device, {"allocation": place, "offset_bytes": nonce.address - base, "bytes": proof}
+
     def _pieces_of(self, described: "_Described") -> list[Piece]:
-        used = {tensor.untyped_storage().data_ptr() for tensor in described.tensors}
-        return [piece for piece in self._pieces if piece.address in used]
+        used = {described.place(layer, self._pieces)[0] for layer in range(len(described.tensors))}
+        return [piece for index, piece in enumerate(self._pieces) if index in used]
 
     def hand_over(self, group: int, directory: Path) -> tuple[list[bytes], int | None, int | None]:
         """Gives the worker in ``directory`` the descriptors of a group.
@@ -175,6 +235,9 @@ class KvMemory:
             OSError: the worker does not take them.
         """
         check_directory(directory)
+        if self._context is not None:
+            # Handles are all that it needs; who is it?
+            return [], *_peer_of(directory / FD_SOCKET_NAME)
         pieces = self._pieces_of(self._groups[group])
         tickets = [secrets.token_bytes(16) for _ in pieces]
         process: int | None = None
@@ -200,14 +263,22 @@ class _Described:
         tensors = group.distinct()
         return cls(group, tensors, [_View.of(tensor, group.device_pages) for tensor in tensors])
 
-    def describe(self, layer: int, addresses: list[int]) -> dict[str, Any]:
+    def place(self, layer: int, pieces: list[Piece]) -> tuple[int, int]:
+        """Which of the pieces holds a tensor, and where its first byte lies in it."""
+        address = self.tensors[layer].data_ptr()
+        for index, piece in enumerate(pieces):
+            if piece.address <= address < piece.address + piece.size:
+                return index, address - piece.address
+        raise Unsupported(f"tensor {layer} lies in no known memory")
+
+    def describe(self, layer: int, pieces: list[Piece]) -> dict[str, Any]:
         tensor, view = self.tensors[layer], self.views[layer]
-        base = tensor.untyped_storage().data_ptr()
+        allocation, offset_bytes = self.place(layer, pieces)
         return {
             "layer": layer,
             "role": self.group.role,
-            "allocation": addresses.index(base),
-            "offset_bytes": tensor.data_ptr() - base,
+            "allocation": allocation,
+            "offset_bytes": offset_bytes,
             "shape": view.shape,
             "strides": view.strides,
             "element_bytes": tensor.element_size(),
@@ -263,24 +334,44 @@ class _View:
 
 
 def _send_fd(path: Path, ticket: bytes, fd: int) -> tuple[int | None, int | None]:
+    with _connected(path) as worker:
+        process = _process_of(worker, path)
+        socket.send_fds(worker, [ticket], [fd])
+        if worker.recv(1) != b"\x01":
+            raise OSError(f"{path}: the worker did not take the descriptor")
+        return _watched(process)
+
+
+def _peer_of(path: Path) -> tuple[int | None, int | None]:
+    with _connected(path) as worker:
+        return _watched(_process_of(worker, path))
+
+
+@contextlib.contextmanager
+def _connected(path: Path) -> Iterator[socket.socket]:
     if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
         raise OSError(f"{path} is longer than the {SOCKET_PATH_BYTES_MAX} bytes of a socket's path")
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as worker:
         worker.settimeout(_HAND_OVER_LIMIT_S)
         worker.connect(os.fspath(path))
-        peer = worker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        process, user, _group = struct.unpack("3i", peer)
-        if user != os.geteuid():
-            raise OSError(f"{path} is served by uid {user}: run the engine and kvferry as one user")
-        socket.send_fds(worker, [ticket], [fd])
-        if worker.recv(1) != b"\x01":
-            raise OSError(f"{path}: the worker did not take the descriptor")
-        if process <= 0:
-            # It lives in a space of processes that is not ours.
-            return None, None
-        try:
-            return process, os.pidfd_open(process)
-        except ProcessLookupError:
-            return 0, None
-        except OSError:
-            return None, None
+        yield worker
+
+
+def _process_of(worker: socket.socket, path: Path) -> int:
+    peer = worker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    process, user, _group = struct.unpack("3i", peer)
+    if user != os.geteuid():
+        raise OSError(f"{path} is served by uid {user}: run the engine and kvferry as one user")
+    return process
+
+
+def _watched(process: int) -> tuple[int | None, int | None]:
+    if process <= 0:
+        # It lives in a space of processes that is not ours.
+        return None, None
+    try:
+        return process, os.pidfd_open(process)
+    except ProcessLookupError:
+        return 0, None
+    except OSError:
+        return None, None

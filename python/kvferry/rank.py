@@ -10,6 +10,8 @@ import select
 import signal
 import threading
 import time
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -28,7 +30,13 @@ QUESTION_LIMIT_S = 30.0
 KILL_AFTER_S = 30.0
 
 _PAUSE_FIRST_S = 0.05
+#: Pause between two looks at whether a device has written what it was given.
+_WRITING_PAUSE_S = 0.0005
 _PAUSE_MAX_S = 1.0
+
+
+def _at_once() -> bool:
+    return True
 
 
 class RankSession:
@@ -41,6 +49,9 @@ class RankSession:
         self._lock = threading.Lock()
         self._owed = owed.Owed(groups=memory.groups)
         self._over: list[int] = []
+        #: Stores whose pages a device still writes, in order, and what tells that it has.
+        self._writing: deque[tuple[int, Callable[[], bool]]] = deque()
+        self._announced = 0
         self._link = 0
         self._pause_s = _PAUSE_FIRST_S
         self._not_before = 0.0
@@ -61,11 +72,15 @@ class RankSession:
 
     # The engine's threads.
 
-    def wrote(self, through: int) -> None:
-        """The pages of stores up to this request are written."""
-        if through > self._owed.written:
+    def wrote(self, through: int, when: Callable[[], bool] | None = None) -> None:
+        """The pages of stores up to this request are written: now, or once ``when`` says so, which must not wait."""
+        if through > self._announced:
+            self._announced = through
             with self._lock:
-                self._owed.wrote(through)
+                if when is None and not self._writing:
+                    self._owed.wrote(through)
+                else:
+                    self._writing.append((through, when or _at_once))
             self._client.poke()
 
     def abandon(self, requests: list[int]) -> None:
@@ -106,7 +121,14 @@ class RankSession:
                 self._link = self._client.link
                 self._pause_s, self._not_before = _PAUSE_FIRST_S, 0.0
             self._fence(now)
+            while self._writing and self._writing[0][1]():
+                self._owed.wrote(self._writing.popleft()[0])
             waiting = bool(self._owed.abandoned)
+            writing = bool(self._writing)
+        wake = self._turn_questions(now, waiting)
+        return now + _WRITING_PAUSE_S if writing and (wake is None or wake > now + _WRITING_PAUSE_S) else wake
+
+    def _turn_questions(self, now: float, waiting: bool) -> float | None:
         if self._link == 0:
             return now + 0.2 if waiting else None
         while time.monotonic() >= self._not_before:

@@ -41,6 +41,8 @@ from kvferry.settings import Settings
 from kvferry.steps import RankReport, StepMetadata
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
@@ -71,6 +73,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = Settings.read(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
         self._scheduler: SchedulerSide | None = None
         self._rank: RankSession | None = None
+        self._on_device = False
         self._steps: list[StepMetadata] = []
         #: Of a rank without memory that kvferry could reach: nothing is copied there.
         self._over: list[int] = []
@@ -117,6 +120,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         except Unsupported as why:
             logger.warning("kvferry: rank %d: %s: requests run without the cache", rank, why)
             return
+        self._on_device = memory.on_device
         replica = replica_of(config, self._settings)
         directory = self._settings.socket_dir / f"worker-{replica}-{rank}"
         self._rank = RankSession(directory, engine_name(config), rank, replica, memory)
@@ -143,10 +147,20 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing: pages are stored once the whole forward pass is over."""
 
     def wait_for_save(self) -> None:
-        """The forward pass is over: stores may read what it wrote. Does not wait."""
+        """The forward pass is over, or given to the device: stores may read what it wrote once it is. Does not wait."""
         metadata = self._connector_metadata
         if self._rank is not None and isinstance(metadata, StepMetadata):
-            self._rank.wrote(metadata.written_through)
+            self._rank.wrote(metadata.written_through, self._pass_over())
+
+    def _pass_over(self) -> "Callable[[], bool] | None":
+        """What tells that the device has done what it was given so far; None where that is now."""
+        if not self._on_device:
+            return None
+        import torch
+
+        event = torch.cuda.Event()
+        event.record()
+        return event.query
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Loads that the scheduler's side knows to be over. Stores are never waited for: the pool holds their pages."""

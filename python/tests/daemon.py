@@ -45,13 +45,14 @@ class Daemon:
 
     def __init__(self, socket_dir: Path, **settings: Any):
         self.socket_dir = socket_dir
+        self._variables: dict[str, str] = settings.pop("variables", {})
         self._settings = {"g2": "256MiB", **settings}
         self._up: subprocess.Popen | None = None
 
     def start(self) -> None:
         flags = [text for name, value in self._settings.items() for text in (f"--{name.replace('_', '-')}", str(value))]
         command = [PROGRAM, "up", *flags, "--socket-dir", str(self.socket_dir)]
-        self._up = up = subprocess.Popen(command, env=environment())
+        self._up = up = subprocess.Popen(command, env={**environment(), **self._variables})
 
         def answers() -> bool:
             assert up.poll() is None, f"kvferry up ended with {up.returncode}"

@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +117,32 @@ def test_a_worker_gives_pages_back(session: RankSession) -> None:
     session.abandon([7, 9])
     over(session, [7, 9])
     assert session.over() == []
+
+
+def test_what_a_device_still_writes_is_not_said_to_be_written(session: RankSession) -> None:
+    eventually("it is registered", lambda: session.registered)
+    done = {4: False, 7: False}
+    looked: list[int] = []
+
+    def when(request: int) -> Callable[[], bool]:
+        def over() -> bool:
+            looked.append(request)
+            return done[request]
+
+        return over
+
+    session.wrote(4, when(4))
+    session.wrote(4, when(7))
+    session.wrote(7, when(7))
+    session.wrote(9)
+    eventually("it is looked at again and again", lambda: len(looked) > 3)
+    assert set(looked) == {4}, "in order"
+    assert session._owed.written == 0
+    done[4] = True
+    eventually("the next one is looked at", lambda: 7 in looked)
+    assert session._owed.written == 4
+    done[7] = True
+    eventually("what stands behind it is said, too", lambda: session._owed.confirmed == 9)
 
 
 def test_another_worker_registers_by_itself(session: RankSession, daemon: Daemon) -> None:

@@ -12,7 +12,9 @@ use crate::types::{AllocationHandle, AllocationKind, Direction, GroupGeometry, R
 
 /// How long one copy of a few bytes may take; the GPU may be busy with an engine's work.
 const SMALL_COPY_LIMIT: Duration = Duration::from_secs(10);
-const SMALL_COPY_PAUSE: Duration = Duration::from_micros(20);
+/// So long it is looked at all the time, then in between.
+const SMALL_COPY_SPIN: Duration = Duration::from_micros(100);
+const SMALL_COPY_PAUSE: Duration = Duration::from_micros(50);
 /// What a window holds at least.
 const WINDOW_BYTES: u64 = 1 << 16;
 
@@ -53,34 +55,32 @@ impl Window {
         })
     }
 
-    /// Reads bytes.
+    /// Reads bytes: those of several ranges (offset and length), one behind the other.
     pub fn read(
         &mut self,
         memory: &Arc<DeviceMemories>,
         allocation: u32,
-        offset_bytes: u64,
+        ranges: &[(u64, u64)],
         out: &mut [u8],
     ) -> Result<(), SmallCopyError> {
-        let len_bytes = out.len() as u64;
-        self.make_room(len_bytes)?;
-        let place = (allocation, offset_bytes, len_bytes);
-        self.copy(Direction::Store, memory, place)?;
+        check_length(ranges, out.len())?;
+        self.make_room(out.len() as u64)?;
+        self.copy(Direction::Store, memory, allocation, ranges)?;
         Ok(self.staging.0.read_into(0, out)?)
     }
 
-    /// Writes bytes.
+    /// Writes bytes to several ranges.
     pub fn write(
         &mut self,
         memory: &Arc<DeviceMemories>,
         allocation: u32,
-        offset_bytes: u64,
+        ranges: &[(u64, u64)],
         bytes: &[u8],
     ) -> Result<(), SmallCopyError> {
-        let len_bytes = bytes.len() as u64;
-        self.make_room(len_bytes)?;
+        check_length(ranges, bytes.len())?;
+        self.make_room(bytes.len() as u64)?;
         self.staging.0.write_from(0, bytes)?;
-        let place = (allocation, offset_bytes, len_bytes);
-        self.copy(Direction::Load, memory, place)
+        self.copy(Direction::Load, memory, allocation, ranges)
     }
 
     /// A copy that went wrong may still use the host memory; then the next one gets another.
@@ -96,30 +96,41 @@ impl Window {
         &self,
         direction: Direction,
         memory: &Arc<DeviceMemories>,
-        (allocation, device_bytes, len_bytes): (u32, u64, u64),
+        allocation: u32,
+        ranges: &[(u64, u64)],
     ) -> Result<(), SmallCopyError> {
-        if len_bytes == 0 {
-            return Ok(());
-        }
-        let range = CopyRange {
-            allocation,
-            device_bytes,
-            depot_bytes: 0,
-            len_bytes,
-        };
+        let mut depot_bytes = 0;
+        let mut ranges = ranges.iter().map(|(device_bytes, len_bytes)| {
+            let range = CopyRange {
+                allocation,
+                device_bytes: *device_bytes,
+                depot_bytes,
+                len_bytes: *len_bytes,
+            };
+            depot_bytes += len_bytes;
+            range
+        });
         let device = Arc::clone(memory) as Arc<dyn DeviceSide>;
         let host = Arc::clone(&self.staging) as Arc<dyn HostMemory>;
-        let mut ranges = std::iter::once(range);
         let submitted = self.stream.submit(direction, device, host, &mut ranges);
         let mut submitted = submitted.map_err(|refused| refused.error)?;
-        let until = Instant::now() + SMALL_COPY_LIMIT;
+        let begun = Instant::now();
         while !submitted.poll()? {
-            if Instant::now() >= until {
-                return Err(SmallCopyError::Late);
+            match begun.elapsed() {
+                waited if waited < SMALL_COPY_SPIN => std::thread::yield_now(),
+                waited if waited < SMALL_COPY_LIMIT => std::thread::sleep(SMALL_COPY_PAUSE),
+                _ => return Err(SmallCopyError::Late),
             }
-            std::thread::sleep(SMALL_COPY_PAUSE);
         }
         Ok(())
+    }
+}
+
+fn check_length(ranges: &[(u64, u64)], bytes: usize) -> Result<(), SmallCopyError> {
+    let described: u64 = ranges.iter().map(|(_, len_bytes)| len_bytes).sum();
+    match described == bytes as u64 {
+        true => Ok(()),
+        false => Err(SmallCopyError::Length { described, bytes }),
     }
 }
 
@@ -152,6 +163,14 @@ pub enum SmallCopyError {
     /// The host's memory.
     #[error(transparent)]
     Buffer(#[from] BufferError),
+    /// The ranges have other bytes than there are.
+    #[error("ranges of {described} bytes for {bytes} bytes")]
+    Length {
+        /// Bytes of the ranges.
+        described: u64,
+        /// Bytes that were given.
+        bytes: usize,
+    },
     /// It takes too long.
     #[error("a copy of a few bytes was not done within 10 s: the GPU does not answer")]
     Late,
@@ -266,7 +285,8 @@ impl RegisteredDevice {
         }
         let (memory, nonce) = (DeviceMemories::own(memories), &registration.nonce);
         let mut seen = vec![0; nonce.bytes.len()];
-        window.read(&memory, nonce.allocation, nonce.offset_bytes, &mut seen)?;
+        let place = (nonce.offset_bytes, seen.len() as u64);
+        window.read(&memory, nonce.allocation, &[place], &mut seen)?;
         if seen != nonce.bytes {
             return Err(DeviceOpenError::OtherMemory(nonce.offset_bytes));
         }

@@ -73,26 +73,42 @@ impl RankMemory {
         }
     }
 
-    pub(super) fn read_into(&self, offset_bytes: u64, out: &mut [u8]) -> Result<(), String> {
+    /// Reads ranges (offset and length), one behind the other.
+    pub(super) fn read(&self, ranges: &[(u64, u64)], out: &mut [u8]) -> Result<(), String> {
         match self {
-            Self::Host(buffer) => buffer.read_into(offset_bytes, out).map_err(words),
+            Self::Host(buffer) => {
+                let mut rest = out;
+                for (offset_bytes, len_bytes) in ranges {
+                    let (part, behind) = split(rest, *len_bytes)?;
+                    buffer.read_into(*offset_bytes, part).map_err(words)?;
+                    rest = behind;
+                }
+                Ok(())
+            }
             Self::Device(device) => {
                 let mut window = device.window.lock().unwrap_or_else(PoisonError::into_inner);
-                window
-                    .read(&device.memory, 0, offset_bytes, out)
-                    .map_err(words)
+                let read = window.read(&device.memory, 0, ranges, out);
+                read.map_err(words)
             }
         }
     }
 
-    pub(super) fn write_from(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), String> {
+    /// Writes ranges, as [`Self::read`] reads them.
+    pub(super) fn write(&self, ranges: &[(u64, u64)], bytes: &mut [u8]) -> Result<(), String> {
         match self {
-            Self::Host(buffer) => buffer.write_from(offset_bytes, bytes).map_err(words),
+            Self::Host(buffer) => {
+                let mut rest = bytes;
+                for (offset_bytes, len_bytes) in ranges {
+                    let (part, behind) = split(rest, *len_bytes)?;
+                    buffer.write_from(*offset_bytes, part).map_err(words)?;
+                    rest = behind;
+                }
+                Ok(())
+            }
             Self::Device(device) => {
                 let mut window = device.window.lock().unwrap_or_else(PoisonError::into_inner);
-                window
-                    .write(&device.memory, 0, offset_bytes, bytes)
-                    .map_err(words)
+                let written = window.write(&device.memory, 0, ranges, bytes);
+                written.map_err(words)
             }
         }
     }
@@ -135,6 +151,13 @@ impl OnDevice {
             window: Mutex::new(Window::new(&context).map_err(words)?),
         })
     }
+}
+
+fn split(bytes: &mut [u8], at: u64) -> Result<(&mut [u8], &mut [u8]), String> {
+    let at = usize::try_from(at).map_err(words)?;
+    bytes
+        .split_at_mut_checked(at)
+        .ok_or_else(|| "ranges of more bytes than there are".to_owned())
 }
 
 fn words(error: impl std::fmt::Display) -> String {

@@ -184,27 +184,28 @@ impl RankProcess {
             scratch,
             ..
         } = self;
-        let bytes = usize::try_from(settings.geometry.fragment_bytes).unwrap_or(0);
-        scratch.resize(bytes, POISON);
-        for layer in 0..settings.geometry.layers {
-            for (index, role) in settings.geometry.roles.iter().enumerate() {
-                let offset = settings.layout.offset(settings, layer, index, page);
-                let key = ContentKey::new(content, layer, *role, settings.shard);
-                let result = match kind {
-                    WorkKind::Poison => {
-                        scratch.fill(POISON);
-                        memory.write_from(offset, scratch)
-                    }
-                    WorkKind::Compute => {
-                        key.fill(scratch);
-                        memory.write_from(offset, scratch)
-                    }
-                    WorkKind::Verify => memory.read_into(offset, scratch),
-                };
-                result?;
-                if kind == WorkKind::Verify {
+        let geometry = &settings.geometry;
+        let fragments = (0..geometry.layers)
+            .flat_map(|layer| (0..geometry.roles.len()).map(move |index| (layer, index)));
+        let places: Vec<(u64, u64)> = fragments
+            .clone()
+            .map(|(layer, index)| settings.layout.offset(settings, layer, index, page))
+            .map(|offset| (offset, geometry.fragment_bytes))
+            .collect();
+        let bytes = usize::try_from(geometry.fragment_bytes).unwrap_or(0);
+        scratch.resize(bytes * places.len(), POISON);
+        if kind == WorkKind::Verify {
+            memory.read(&places, scratch)?;
+        }
+        for ((layer, index), fragment) in fragments.zip(scratch.chunks_exact_mut(bytes)) {
+            let role = geometry.roles[index];
+            let key = ContentKey::new(content, layer, role, settings.shard);
+            match kind {
+                WorkKind::Poison => fragment.fill(POISON),
+                WorkKind::Compute => key.fill(fragment),
+                WorkKind::Verify => {
                     report.verified_bytes += bytes as u64;
-                    if let Err(wrong) = key.verify(scratch) {
+                    if let Err(wrong) = key.verify(fragment) {
                         report.mismatched_bytes += wrong.mismatched_bytes;
                         if report.complaint.is_empty() {
                             let place =
@@ -215,7 +216,10 @@ impl RankProcess {
                 }
             }
         }
-        Ok(())
+        match kind {
+            WorkKind::Verify => Ok(()),
+            WorkKind::Poison | WorkKind::Compute => memory.write(&places, scratch),
+        }
     }
 }
 

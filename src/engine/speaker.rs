@@ -240,7 +240,8 @@ impl Asker {
             offset_bytes: pages_bytes(settings),
             bytes: proof.to_vec(),
         };
-        let written = self.memory.write_from(nonce.offset_bytes, &proof);
+        let place = (nonce.offset_bytes, proof.len() as u64);
+        let written = self.memory.write(&[place], &mut proof);
         written.map_err(not_now)?;
         let described = self.memory.hand_over(&settings.worker_dir).await;
         let described = described.map_err(not_now)?;

@@ -157,6 +157,9 @@ async fn accept(socket: UnixListener, untaken: Weak<Untaken>, mut gone: watch::R
             drop(place);
             match served {
                 Ok(Ok((ticket, taken))) => expire(&untaken, &ticket, taken).await,
+                Ok(Err(error)) if error.kind() == io::ErrorKind::NotConnected => {
+                    tracing::debug!(%error, "a connection for descriptors");
+                }
                 Ok(Err(error)) => tracing::info!(%error, "refused a descriptor"),
                 Err(_) => tracing::info!("refused a descriptor: it did not come in time"),
             }
@@ -212,6 +215,13 @@ async fn receive(stream: &mut UnixStream) -> io::Result<(Ticket, OwnedFd)> {
                 receive_some(stream.as_fd(), part, &mut fds)
             })
             .await?;
+        if bytes == 0 && filled == 0 {
+            // Who wanted to know who serves here, for instance.
+            return Err(io::Error::new(
+                io::ErrorKind::NotConnected,
+                "nothing was sent",
+            ));
+        }
         if bytes == 0 {
             return Err(io::Error::other("the message is cut short"));
         }

@@ -73,7 +73,7 @@ fn what_both_ranks_hold_alike_is_stored_once() {
 
 #[test]
 fn a_worker_that_is_killed_costs_hits_and_no_bytes() {
-    let gpus = Gpus::new("delay_us=50");
+    let gpus = Gpus::new("delay_us=20");
     let replay = Disturbed::start_with(&gpus.variables(), &["--device", "cuda"]);
     let status = replay.in_the_middle();
     let loaded = number(&status, "/counters/blocks_loaded");
@@ -91,7 +91,7 @@ fn a_gpu_that_is_lost_costs_a_worker_and_no_bytes() {
     let once = folder.path().join("once");
     let once = once.display();
     let gpus = Gpus::new(&format!(
-        "delay_us=50;fail=worker/cuMemcpyAsync/5000/719;once={once}"
+        "delay_us=20;fail=worker/cuMemcpyAsync/5000/719;once={once}"
     ));
     let replay = Disturbed::start_with(&gpus.variables(), &["--device", "cuda"]);
     let report = replay.report();
@@ -123,7 +123,7 @@ fn opened(pid: u64) -> usize {
 
 #[test]
 fn nothing_of_a_dead_engine_is_held() {
-    let gpus = Gpus::new("delay_us=50");
+    let gpus = Gpus::new("delay_us=20");
     let folder = socket_dir();
     let name = folder.path().to_str().expect("UTF-8");
     let up = ["up", "--ranks", "1", "--g2", "32MiB", "--socket-dir", name];

@@ -93,7 +93,8 @@ impl World {
         let memory = DeviceMemories::own(memories?);
         let on_device: Vec<Vec<u8>> = allocations.iter().map(|it| noise(it.bytes)).collect();
         for (index, bytes) in (0..).zip(&on_device) {
-            window.write(&memory, index, 0, bytes).map_err(words)?;
+            let all = [(0, bytes.len() as u64)];
+            window.write(&memory, index, &all, bytes).map_err(words)?;
         }
         let depot = Depot::create(Depot::bytes_for(depot_pages, layout.page_bytes));
         let depot = Arc::new(depot.expect("memory"));
@@ -225,7 +226,11 @@ impl World {
     fn allocation(&self, index: u32) -> Result<Vec<u8>, String> {
         let mut bytes = vec![0; self.on_device[index as usize].len()];
         let memory = &self.device.memory;
-        let read = self.window.borrow_mut().read(memory, index, 0, &mut bytes);
+        let all = [(0, bytes.len() as u64)];
+        let read = self
+            .window
+            .borrow_mut()
+            .read(memory, index, &all, &mut bytes);
         read.map_err(words).map(|()| bytes)
     }
 
@@ -233,10 +238,11 @@ impl World {
     pub fn overwrite(&mut self, index: u32, byte: u8) {
         let bytes = &mut self.on_device[index as usize];
         bytes.fill(byte);
+        let all = [(0, bytes.len() as u64)];
         let written = self
             .window
             .borrow_mut()
-            .write(&self.device.memory, index, 0, bytes);
+            .write(&self.device.memory, index, &all, bytes);
         written.expect("written");
     }
 

@@ -130,6 +130,13 @@ exported! {
         give(greatest, -5)
     }
 
+    Init fn cuCtxGetCurrent(context: *mut u64) |_world| { give(context, World::current()) }
+
+    Context fn cuCtxGetDevice(of: *mut c_int) |_world| {
+        // Contexts are numbered by their devices, from 1 on.
+        give(of, World::current() as c_int - 1)
+    }
+
     Context fn cuStreamCreateWithPriority(stream: *mut u64, _flags: c_uint, _priority: c_int) |world| {
         let mut inner = world.inner();
         let number = inner.next();
@@ -226,6 +233,14 @@ exported! {
         }
         let pinned = world.check_copy(to, from, bytes)?;
         world.give(stream, Work::Copy { to, from, bytes, pinned })
+    }
+
+    Context fn cuMemcpyHtoD_v2(to: u64, from: u64, bytes: usize) |world| {
+        world.copy(to, from, bytes, None)
+    }
+
+    Context fn cuMemcpyDtoH_v2(to: u64, from: u64, bytes: usize) |world| {
+        world.copy(to, from, bytes, None)
     }
 
     Context fn cuMemHostRegister_v2(at: u64, bytes: usize, _flags: c_uint) |world| {

@@ -165,6 +165,11 @@ impl World {
         CURRENT.set(context);
     }
 
+    /// This thread's own; 0 for none.
+    pub(crate) fn current() -> u64 {
+        CURRENT.get()
+    }
+
     /// An error from which the context does not recover.
     pub(crate) fn poison(&self, code: Code) {
         let fatal = if code::poisons(code) {

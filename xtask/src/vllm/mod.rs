@@ -19,6 +19,7 @@ pub(crate) fn run(root: &Path, arguments: &[String]) -> Result<(), String> {
     }
     lint(root, &installed)?;
     let package = build(root, &installed)?;
+    let driver = build_driver(root)?;
     let full = arguments.iter().any(|argument| argument == "--full");
     let mut pytest = installed.python();
     pytest
@@ -26,6 +27,7 @@ pub(crate) fn run(root: &Path, arguments: &[String]) -> Result<(), String> {
         .args(arguments.iter().filter(|argument| *argument != "--full"))
         .current_dir(root)
         .env("PYTHONPATH", &package)
+        .env("FAKE_CUDA_LIBRARY", &driver)
         .env("KVFERRY_VLLM_FULL", if full { "1" } else { "" });
     succeed(&mut pytest, "the Python tests")
 }
@@ -60,6 +62,23 @@ fn build(root: &Path, installed: &Installed) -> Result<PathBuf, String> {
         .env("CARGO_TARGET_DIR", root.join("target"));
     succeed(&mut uv, "building the Python package")?;
     Ok(package)
+}
+
+/// Builds the CUDA driver for tests.
+fn build_driver(root: &Path) -> Result<PathBuf, String> {
+    let mut cargo = Command::new("cargo");
+    cargo
+        .args([
+            "build",
+            "--quiet",
+            "--locked",
+            "--package",
+            "kvferry-fake-cuda",
+        ])
+        .current_dir(root)
+        .env("CARGO_TARGET_DIR", root.join("target"));
+    succeed(&mut cargo, "building the CUDA driver for tests")?;
+    Ok(root.join("target/debug/libkvferry_fake_cuda.so"))
 }
 
 fn succeed(command: &mut Command, what: &str) -> Result<(), String> {

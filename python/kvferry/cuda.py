@@ -1,0 +1,92 @@
+"""Device memory as other processes open it: by the CUDA driver's own functions, whatever library allocated it."""
+
+import ctypes
+
+#: Bytes of a ``cudaIpcMemHandle_t``.
+IPC_HANDLE_BYTES = 64
+_LIBRARY = "libcuda.so.1"
+
+
+class CudaError(OSError):
+    """A call that the driver refused: as with a socket that is gone, it may be asked again."""
+
+
+class Context:
+    """The context of the thread that makes this. Its methods may be called by any thread."""
+
+    def __init__(self) -> None:
+        """Takes the calling thread's context.
+
+        Raises:
+            CudaError: without a driver or a context.
+        """
+        try:
+            self._library = ctypes.CDLL(_LIBRARY)
+        except OSError as error:
+            raise CudaError(f"the CUDA driver is not there: {error}") from error
+        self._context = ctypes.c_void_p()
+        self._call("cuCtxGetCurrent", ctypes.byref(self._context))
+        if not self._context:
+            raise CudaError("this thread has no CUDA context")
+
+    def uuid(self) -> str:
+        """The device, as ``nvidia-smi -L`` writes it."""
+        device = ctypes.c_int()
+        self._bind()
+        self._call("cuCtxGetDevice", ctypes.byref(device))
+        found = (ctypes.c_ubyte * 16)()
+        self._call("cuDeviceGetUuid", found, device)
+        digits = bytes(found).hex()
+        return "GPU-" + "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
+
+    def range_of(self, address: int) -> tuple[int, int]:
+        """First address and size of the allocation that holds an address."""
+        base, size = ctypes.c_uint64(), ctypes.c_size_t()
+        self._bind()
+        self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+        return base.value, size.value
+
+    def handle_of(self, base: int) -> bytes:
+        """How another process opens an allocation."""
+        handle = (ctypes.c_ubyte * IPC_HANDLE_BYTES)()
+        self._bind()
+        self._call("cuIpcGetMemHandle", handle, ctypes.c_uint64(base))
+        return bytes(handle)
+
+    def allocate(self, size: int) -> int:
+        """New memory; gives its address."""
+        address = ctypes.c_uint64()
+        self._bind()
+        self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
+        return address.value
+
+    def free(self, address: int) -> None:
+        """Gives back what was allocated here."""
+        self._bind()
+        self._call("cuMemFree_v2", ctypes.c_uint64(address))
+
+    def write(self, address: int, data: bytes) -> None:
+        """Writes bytes; they are there when this returns."""
+        self._bind()
+        self._call("cuMemcpyHtoD_v2", ctypes.c_uint64(address), data, ctypes.c_size_t(len(data)))
+
+    def read(self, address: int, size: int) -> bytes:
+        """Reads bytes."""
+        data = ctypes.create_string_buffer(size)
+        self._bind()
+        self._call("cuMemcpyDtoH_v2", data, ctypes.c_uint64(address), ctypes.c_size_t(size))
+        return data.raw
+
+    def _bind(self) -> None:
+        self._call("cuCtxSetCurrent", self._context)
+
+    def _call(self, name: str, *arguments: object) -> None:
+        try:
+            function = getattr(self._library, name)
+        except AttributeError as error:
+            raise CudaError(f"the CUDA driver has no {name}") from error
+        code = function(*arguments)
+        if code != 0:
+            text = ctypes.c_char_p()
+            known = self._library.cuGetErrorName(code, ctypes.byref(text)) == 0 and text.value
+            raise CudaError(f"{name} answered {known.decode() if known else 'an unknown error'} ({code})")
