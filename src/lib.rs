@@ -19,6 +19,9 @@
 //! [`core`] never sees a socket, a file, a clock, a random source or an async runtime: it is
 //! `step(now, event, effects)` on plain data, so that the live leader and a replay in virtual time run the same code.
 
+#[cfg(test)]
+extern crate self as kvferry;
+
 pub mod actors;
 pub mod cli;
 pub mod config;

@@ -1,10 +1,15 @@
 """Device memory as other processes open it: by the CUDA driver's own functions, whatever library allocated it."""
 
 import ctypes
+import threading
 
 #: Bytes of a ``cudaIpcMemHandle_t``.
 IPC_HANDLE_BYTES = 64
 _LIBRARY = "libcuda.so.1"
+#: ``CU_STREAM_CAPTURE_MODE_RELAXED``: what this thread does is no part of a capture that another one makes.
+_CAPTURE_RELAXED = 2
+#: ``CU_STREAM_NON_BLOCKING``.
+_STREAM_NON_BLOCKING = 1
 
 
 class CudaError(OSError):
@@ -28,11 +33,13 @@ class Context:
         self._call("cuCtxGetCurrent", ctypes.byref(self._context))
         if not self._context:
             raise CudaError("this thread has no CUDA context")
+        self._stream = ctypes.c_void_p()
+        self._thread = threading.local()
 
     def uuid(self) -> str:
         """The device, as ``nvidia-smi -L`` writes it."""
         device = ctypes.c_int()
-        self._bind()
+        self.bind()
         self._call("cuCtxGetDevice", ctypes.byref(device))
         found = (ctypes.c_ubyte * 16)()
         self._call("cuDeviceGetUuid", found, device)
@@ -42,43 +49,48 @@ class Context:
     def range_of(self, address: int) -> tuple[int, int]:
         """First address and size of the allocation that holds an address."""
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
-        self._bind()
+        self.bind()
         self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
         return base.value, size.value
 
     def handle_of(self, base: int) -> bytes:
         """How another process opens an allocation."""
         handle = (ctypes.c_ubyte * IPC_HANDLE_BYTES)()
-        self._bind()
+        self.bind()
         self._call("cuIpcGetMemHandle", handle, ctypes.c_uint64(base))
         return bytes(handle)
 
     def allocate(self, size: int) -> int:
         """New memory; gives its address."""
         address = ctypes.c_uint64()
-        self._bind()
+        self.bind()
         self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
         return address.value
 
-    def free(self, address: int) -> None:
-        """Gives back what was allocated here."""
-        self._bind()
-        self._call("cuMemFree_v2", ctypes.c_uint64(address))
-
     def write(self, address: int, data: bytes) -> None:
         """Writes bytes; they are there when this returns."""
-        self._bind()
-        self._call("cuMemcpyHtoD_v2", ctypes.c_uint64(address), data, ctypes.c_size_t(len(data)))
+        self.bind()
+        if not self._stream:
+            self._call("cuStreamCreate", ctypes.byref(self._stream), ctypes.c_uint(_STREAM_NON_BLOCKING))
+        size = ctypes.c_size_t(len(data))
+        self._call("cuMemcpyHtoDAsync_v2", ctypes.c_uint64(address), data, size, self._stream)
+        self._call("cuStreamSynchronize", self._stream)
 
     def read(self, address: int, size: int) -> bytes:
         """Reads bytes."""
         data = ctypes.create_string_buffer(size)
-        self._bind()
+        self.bind()
         self._call("cuMemcpyDtoH_v2", data, ctypes.c_uint64(address), ctypes.c_size_t(size))
         return data.raw
 
-    def _bind(self) -> None:
+    def bind(self) -> None:
+        """Makes it the calling thread's own, and keeps that thread's calls out of graphs that others capture."""
+        if getattr(self._thread, "bound", False):
+            return
         self._call("cuCtxSetCurrent", self._context)
+        mode = ctypes.c_int(_CAPTURE_RELAXED)
+        self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+        self._thread.bound = True
 
     def _call(self, name: str, *arguments: object) -> None:
         try:

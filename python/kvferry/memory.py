@@ -27,6 +27,8 @@ _HAND_OVER_LIMIT_S = 2.0
 #: Room behind the engine's own bytes, where the proof of the mapping is written.
 _NONCE_ROOM_BYTES = 4096
 _NONCE_BYTES = 32
+#: What a driver takes from a device at a time: smaller allocations share a piece, and with it a handle.
+_NONCE_ON_DEVICE_BYTES = 2 << 20
 _SHM = "/dev/shm"
 #: How long other ranks may take to move their memory, beside what that takes by its size.
 _FOLDER_LIMIT_S = 60.0
@@ -130,15 +132,19 @@ class KvMemory:
         return len(self._groups)
 
     def close(self) -> None:
-        """Gives the descriptors back. The engine keeps its memory."""
+        """Gives the descriptors back. The engine keeps its memory.
+
+        What proves the mapping on a device stays until the process ends: a worker may still have it open.
+        """
         for piece in self._pieces:
             if piece.fd >= 0:
                 os.close(piece.fd)
         self._pieces = []
-        if self._context is not None and self._nonce is not None:
-            with contextlib.suppress(cuda.CudaError):
-                self._context.free(self._nonce.address)
-        self._nonce = None
+
+    def bind_thread(self) -> None:
+        """Before the calling thread asks the device for anything."""
+        if self._context is not None:
+            self._context.bind()
 
     def _open_device(self, tensors: list[torch.Tensor]) -> None:
         self._context = cuda.Context()
@@ -148,7 +154,7 @@ class KvMemory:
             bases[base] = size
         self._pieces = [Piece(size, base, handle=self._context.handle_of(base)) for base, size in bases.items()]
         # Every byte of the engine's allocations may be in use.
-        address = self._context.allocate(_NONCE_ROOM_BYTES)
+        address = self._context.allocate(_NONCE_ON_DEVICE_BYTES)
         base, size = self._context.range_of(address)
         self._nonce = Piece(size, address, handle=self._context.handle_of(base))
 

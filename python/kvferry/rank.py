@@ -52,6 +52,7 @@ class RankSession:
         #: Stores whose pages a device still writes, in order, and what tells that it has.
         self._writing: deque[tuple[int, Callable[[], bool]]] = deque()
         self._announced = 0
+        self._blind = False
         self._link = 0
         self._pause_s = _PAUSE_FIRST_S
         self._not_before = 0.0
@@ -74,7 +75,7 @@ class RankSession:
 
     def wrote(self, through: int, when: Callable[[], bool] | None = None) -> None:
         """The pages of stores up to this request are written: now, or once ``when`` says so, which must not wait."""
-        if through > self._announced:
+        if through > self._announced and not self._blind:
             self._announced = through
             with self._lock:
                 if when is None and not self._writing:
@@ -121,12 +122,25 @@ class RankSession:
                 self._link = self._client.link
                 self._pause_s, self._not_before = _PAUSE_FIRST_S, 0.0
             self._fence(now)
-            while self._writing and self._writing[0][1]():
-                self._owed.wrote(self._writing.popleft()[0])
+            self._look_at_writing()
             waiting = bool(self._owed.abandoned)
             writing = bool(self._writing)
         wake = self._turn_questions(now, waiting)
         return now + _WRITING_PAUSE_S if writing and (wake is None or wake > now + _WRITING_PAUSE_S) else wake
+
+    def _look_at_writing(self) -> None:
+        try:
+            if self._writing:
+                self._memory.bind_thread()
+            while self._writing and self._writing[0][1]():
+                self._owed.wrote(self._writing.popleft()[0])
+        except Exception:
+            # Nothing is known of what was given to the device, nor of what comes behind it: nothing more is stored.
+            logger.exception(
+                "kvferry: %s: the device does not say what it has written: no store ends any more", self._name
+            )
+            self._writing.clear()
+            self._blind = True
 
     def _turn_questions(self, now: float, waiting: bool) -> float | None:
         if self._link == 0:

@@ -145,6 +145,22 @@ def test_what_a_device_still_writes_is_not_said_to_be_written(session: RankSessi
     eventually("what stands behind it is said, too", lambda: session._owed.confirmed == 9)
 
 
+def test_a_device_that_does_not_answer_ends_no_conversation(
+    session: RankSession, caplog: pytest.LogCaptureFixture
+) -> None:
+    eventually("it is registered", lambda: session.registered)
+
+    def broken() -> bool:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    session.wrote(4, broken)
+    eventually("it is said", lambda: "unspecified launch failure" in caplog.text)
+    session.wrote(9, lambda: True)
+    session.abandon([3])
+    over(session, [3])
+    assert session._owed.written == 0, "nothing behind it is known to be written"
+
+
 def test_another_worker_registers_by_itself(session: RankSession, daemon: Daemon) -> None:
     daemon.killed(daemon.pid())
     session.abandon([7])

@@ -44,6 +44,18 @@ pub(super) enum GpuError {
     Cuda(#[from] CudaError),
 }
 
+impl GpuError {
+    /// An error after which nothing of this process works on the GPU any more.
+    pub(super) fn fatal(&self) -> Option<CudaError> {
+        let error = match self {
+            Self::Cuda(error) | Self::Copier(CopierError::Cuda(error)) => Some(*error),
+            Self::Pin(pin) => Some(pin.source),
+            _ => None,
+        };
+        error.filter(|error| error.is_fatal())
+    }
+}
+
 fn listed(uuids: &[DeviceUuid]) -> String {
     let names: Vec<String> = uuids.iter().map(DeviceUuid::to_string).collect();
     names.join(", ")

@@ -10,10 +10,11 @@ use std::time::{Duration, Instant};
 
 use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, TryRecvError, TrySendError, bounded};
 
-use super::driver::{Context, DeviceSide, HostMemory, Stream, Submitted};
+use super::driver::{Context, DeviceSide, HostMemory, NotSubmitted, Stream, Submitted};
 use super::engine_memory::RegisteredDevice;
 use super::error::CudaError;
 use super::pinned::PinnedDepot;
+use super::sabotage::{Bug, planted};
 use crate::memory::{CancelFlag, CopyPlan, CopyRequest};
 use crate::types::{Direction, EndedCopy, FragmentPair, OpId};
 
@@ -25,6 +26,8 @@ pub const QUEUE_PLACES: usize = 1024;
 const POLL_PAUSE: Duration = Duration::from_micros(20);
 /// How long the thread goes on for what is under way when nobody wants it any more.
 const STOP_LIMIT: Duration = Duration::from_secs(2);
+/// How long its end is waited for: a call of the driver may not return.
+const END_LIMIT: Duration = Duration::from_secs(3);
 
 /// A copy between an engine's memory and a depot.
 #[derive(Debug)]
@@ -66,6 +69,8 @@ pub struct CopierSettings {
 pub struct Copier {
     queue: Option<Sender<CopyOrder>>,
     thread: Option<JoinHandle<()>>,
+    /// Closed when the thread has ended.
+    over: Receiver<()>,
 }
 
 impl Copier {
@@ -76,16 +81,21 @@ impl Copier {
             Lane::new(Direction::Load, &settings.context)?,
         ];
         let (queue, orders) = bounded(QUEUE_PLACES);
+        let (running, over) = bounded(0);
         let thread = std::thread::Builder::new().name("kvferry-cuda".to_owned());
         let run = Run {
             orders,
             lanes,
             tell: settings.tell,
         };
-        let thread = thread.spawn(move || run.run())?;
+        let thread = thread.spawn(move || {
+            run.run();
+            drop(running);
+        })?;
         Ok(Self {
             queue: Some(queue),
             thread: Some(thread),
+            over,
         })
     }
 
@@ -104,6 +114,10 @@ impl Copier {
 impl Drop for Copier {
     fn drop(&mut self) {
         self.queue = None;
+        if self.over.recv_timeout(END_LIMIT) == Err(RecvTimeoutError::Timeout) {
+            tracing::error!("the driver does not answer: the copying thread stays");
+            return;
+        }
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
         {
@@ -146,6 +160,7 @@ impl Run {
                         (self.tell)(Outcome::Ended(ended));
                     }
                     (self.tell)(Outcome::Lost(error));
+                    self.forget();
                     return;
                 }
             }
@@ -154,10 +169,22 @@ impl Run {
             }
             let idle = self.lanes.iter().all(Lane::is_idle);
             match stop_at {
-                Some(at) if idle || Instant::now() >= at => return,
+                Some(_) if planted(Bug::LetGoEarly) => return,
+                Some(at) if idle || Instant::now() >= at => {
+                    self.forget();
+                    return;
+                }
                 Some(_) => std::thread::sleep(POLL_PAUSE),
                 None => {}
             }
+        }
+    }
+
+    /// Leaves what is under way as it is, with its memory, for the end of the process.
+    fn forget(&mut self) {
+        for lane in &mut self.lanes {
+            let flights = lane.flights.drain(..);
+            flights.for_each(|flight| flight.submitted.forget());
         }
     }
 
@@ -241,6 +268,9 @@ impl Job {
 
     /// Nothing of it will be given any more, and nothing is under way.
     fn is_over(&self) -> bool {
+        if planted(Bug::PageBackEarly) && self.whole_pages > 0 {
+            return true;
+        }
         self.flights == 0 && (self.failed || self.parts.len() == 0)
     }
 
@@ -292,15 +322,23 @@ impl Job {
         };
         let device = Arc::clone(memory) as Arc<dyn DeviceSide>;
         let host = Arc::clone(&order.depot) as Arc<dyn HostMemory>;
-        let given = stream.submit(order.direction, device, host, &mut plan.ranges());
+        let all = match planted(Bug::ForgetLast) {
+            true => plan.ranges().count().saturating_sub(1),
+            false => usize::MAX,
+        };
+        let mut ranges = plan.ranges().take(all);
+        let given = stream.submit(order.direction, device, host, &mut ranges);
         let flight = match given {
             Ok(submitted) => Some(flight(submitted, true)),
-            Err(refused) if refused.error.is_fatal() => return Err(refused.error),
-            Err(refused) => {
-                tracing::error!(op = %order.op, error = %refused.error, "copy refused");
-                self.failed = true;
-                refused.under_way.map(|submitted| flight(submitted, false))
-            }
+            Err(refused) => match *refused {
+                NotSubmitted::Refused(error, under_way) if !error.is_fatal() => {
+                    tracing::error!(op = %order.op, %error, "copy refused");
+                    self.failed = !planted(Bug::CountRefused);
+                    let whole = planted(Bug::CountRefused);
+                    under_way.map(|submitted| flight(submitted, whole))
+                }
+                lost => return Err(lost.error()),
+            },
         };
         self.flights += usize::from(flight.is_some());
         Ok(flight)
@@ -339,9 +377,9 @@ impl Lane {
             let Some(flight) = self.flights.pop_front() else {
                 break;
             };
-            let Some(job) = self.jobs.get_mut((flight.job - self.first) as usize) else {
-                continue;
-            };
+            let place = flight.job.checked_sub(self.first);
+            let job = place.and_then(|place| self.jobs.get_mut(place as usize));
+            let Some(job) = job else { continue };
             job.flights -= 1;
             // Parts behind one that is not whole do not count: pages are told from the first on.
             if flight.whole {
@@ -359,16 +397,19 @@ impl Lane {
         Ok(())
     }
 
-    /// Parts of the first copies that have any left, as many as the stream may have.
+    /// One more part, of the first copy that has any left, if the stream may have it. Only one, so that the other direction
+    /// waits for the giving of one part at most.
     fn fill(&mut self) -> Result<(), CudaError> {
         for (number, job) in (self.first..).zip(&mut self.jobs) {
-            while !job.failed && job.parts.len() > 0 {
-                if self.flights.len() >= PARTS_IN_FLIGHT {
-                    return Ok(());
-                }
-                if let Some(flight) = job.submit(number, &self.stream)? {
-                    self.flights.push_back(flight);
-                }
+            if self.flights.len() >= PARTS_IN_FLIGHT {
+                return Ok(());
+            }
+            if job.failed || job.parts.len() == 0 {
+                continue;
+            }
+            if let Some(flight) = job.submit(number, &self.stream)? {
+                self.flights.push_back(flight);
+                return Ok(());
             }
         }
         Ok(())

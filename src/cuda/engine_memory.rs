@@ -113,7 +113,7 @@ impl Window {
         let device = Arc::clone(memory) as Arc<dyn DeviceSide>;
         let host = Arc::clone(&self.staging) as Arc<dyn HostMemory>;
         let submitted = self.stream.submit(direction, device, host, &mut ranges);
-        let mut submitted = submitted.map_err(|refused| refused.error)?;
+        let mut submitted = submitted.map_err(|refused| refused.error())?;
         let begun = Instant::now();
         while !submitted.poll()? {
             match begun.elapsed() {
@@ -245,6 +245,18 @@ pub enum DeviceOpenError {
         "registration.nonce: not at byte {0} of its allocation: the opened memory is not the engine's"
     )]
     OtherMemory(u64),
+}
+
+impl DeviceOpenError {
+    /// An error after which nothing of this process works on the GPU any more.
+    pub fn fatal(&self) -> Option<CudaError> {
+        let error = match self {
+            Self::Open { source, .. } => Some(*source),
+            Self::Nonce(SmallCopyError::Cuda(error)) => Some(*error),
+            _ => None,
+        };
+        error.filter(|error| error.is_fatal())
+    }
 }
 
 /// The GPU that a registration names.

@@ -13,20 +13,19 @@ pub struct CudaError {
 }
 
 impl CudaError {
-    /// The context is broken: every later call fails, and only the end of the process makes the GPU usable again.
+    /// The context is broken, or may be: every later call fails, and only the end of the process makes the GPU usable again.
     ///
-    /// By the description of each `CUresult` in the driver's reference ("the context cannot be used", "leaves the process
-    /// in an inconsistent state").
+    /// Everything is taken for that but refusals that are known to be about one call (`CUresult` in the driver's reference):
+    /// what a newer driver says is then never taken lightly.
     pub const fn is_fatal(self) -> bool {
-        matches!(
+        !matches!(
             self.code,
-            4 | 46 | 214 | 220 | 700 | 702 | 709 | 710 | 714..=719 | 999
+            // INVALID_VALUE, OUT_OF_MEMORY, INVALID_DEVICE, MAP_FAILED to NOT_MAPPED, PEER_ACCESS_UNSUPPORTED,
+            // OPERATING_SYSTEM, INVALID_HANDLE, NOT_READY, PEER_ACCESS_ALREADY_ENABLED, _NOT_ENABLED, TOO_MANY_PEERS,
+            // HOST_MEMORY_ALREADY_REGISTERED, _NOT_REGISTERED, NOT_PERMITTED, NOT_SUPPORTED
+            1 | 2 | 101 | 205
+                ..=211 | 217 | 304 | 400 | 600 | 704 | 705 | 711 | 712 | 713 | 800 | 801
         )
-    }
-
-    /// No memory of the kind that was asked for.
-    pub const fn is_out_of_memory(self) -> bool {
-        self.code == 2
     }
 }
 

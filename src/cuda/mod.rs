@@ -12,6 +12,9 @@ mod driver;
 mod engine_memory;
 mod error;
 mod pinned;
+mod sabotage;
+#[cfg(test)]
+mod tests;
 
 pub use copier::{
     Copier, CopierError, CopierSettings, CopyOrder, Outcome, PARTS_IN_FLIGHT, QUEUE_PLACES,

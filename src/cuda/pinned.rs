@@ -50,7 +50,7 @@ impl PinnedDepot {
         let mut ranges = Vec::new();
         while pinned_bytes < bytes {
             let len_bytes = chunk_bytes.min(bytes - pinned_bytes);
-            let range = PinnedRange::register(context, depot.buffer(), pinned_bytes, len_bytes);
+            let range = PinnedRange::register(context, &depot, pinned_bytes, len_bytes);
             let range = range.map_err(|source| PinError {
                 pinned_bytes,
                 bytes,

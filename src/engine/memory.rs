@@ -18,6 +18,9 @@ use crate::types::{AllocationHandle, AllocationKind, Nonce, Rank, Registration};
 /// How long a worker may take to accept a file descriptor.
 const HAND_OVER_LIMIT: Duration = Duration::from_secs(2);
 
+/// What the driver takes from the GPU at a time.
+const DRIVER_PIECE_BYTES: u64 = 2 << 20;
+
 /// Where the reference engine keeps its KV.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub enum EngineDevice {
@@ -143,6 +146,8 @@ impl OnDevice {
         let devices = driver.devices().map_err(words)?;
         let device = devices[usize::from(rank.0) % devices.len()];
         let context = Context::new(driver, device).map_err(words)?;
+        // Smaller ones share a piece of the driver's, and with it a handle.
+        let bytes = bytes.next_multiple_of(DRIVER_PIECE_BYTES);
         let memory = DeviceMemory::allocate(&context, bytes).map_err(words)?;
         Ok(Self {
             handle: memory.ipc_handle().map_err(words)?,

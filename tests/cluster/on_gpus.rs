@@ -74,7 +74,10 @@ fn what_both_ranks_hold_alike_is_stored_once() {
 #[test]
 fn a_worker_that_is_killed_costs_hits_and_no_bytes() {
     let gpus = Gpus::new("delay_us=20");
-    let replay = Disturbed::start_with(&gpus.variables(), &["--device", "cuda"]);
+    let replay = Disturbed::start_with(
+        &gpus.variables(),
+        &["--device", "cuda", "--requests", "200"],
+    );
     let status = replay.in_the_middle();
     let loaded = number(&status, "/counters/blocks_loaded");
     signal(number(&status, "/ranks/1/pid"), Signal::KILL);
@@ -93,7 +96,10 @@ fn a_gpu_that_is_lost_costs_a_worker_and_no_bytes() {
     let gpus = Gpus::new(&format!(
         "delay_us=20;fail=worker/cuMemcpyAsync/5000/719;once={once}"
     ));
-    let replay = Disturbed::start_with(&gpus.variables(), &["--device", "cuda"]);
+    let replay = Disturbed::start_with(
+        &gpus.variables(),
+        &["--device", "cuda", "--requests", "200"],
+    );
     let report = replay.report();
     assert!(folder.path().join("once").exists(), "nothing was lost");
     assert!(
@@ -102,34 +108,62 @@ fn a_gpu_that_is_lost_costs_a_worker_and_no_bytes() {
     );
 }
 
+/// A folder with something that is no library hides a driver that would be found behind it.
+fn no_driver() -> (tempfile::TempDir, tempfile::NamedTempFile) {
+    let empty = tempfile::NamedTempFile::new().expect("a file");
+    (fake_cuda::folder(empty.path()), empty)
+}
+
 #[test]
 fn a_machine_without_a_driver_says_so() {
-    let report = kvferry(&["replay", "--device", "cuda", "--requests", "1"]);
-    if report.status.success() {
-        return;
-    }
-    let errors = String::from_utf8_lossy(&report.stderr);
-    assert!(errors.contains("CUDA driver"), "{errors}");
+    let (folder, _empty) = no_driver();
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_kvferry"));
+    command.args(["replay", "--device", "cuda", "--requests", "1"]);
+    command.envs(fake_cuda::variables(folder.path(), ""));
+    let output = command.output().expect("it runs");
+    assert!(!output.status.success());
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(errors.contains("no CUDA driver is installed"), "{errors}");
     assert!(!errors.contains("panicked"), "{errors}");
 }
 
-/// The GPU memory of a process that it has not made itself.
-fn opened(pid: u64) -> usize {
-    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
-    maps.lines()
-        .filter(|line| line.contains("memfd:fake-cuda"))
-        .count()
-}
-
+/// The engine has a GPU, its worker has none: the engine's rank is told why, and so is who asks for the status.
 #[test]
-fn nothing_of_a_dead_engine_is_held() {
-    let gpus = Gpus::new("delay_us=20");
+fn a_worker_without_a_gpu_says_so_to_the_engine() {
+    let (nothing, _empty) = no_driver();
+    let gpus = Gpus::new("");
     let folder = socket_dir();
     let name = folder.path().to_str().expect("UTF-8");
     let up = ["up", "--ranks", "1", "--g2", "32MiB", "--socket-dir", name];
-    let _up = Running::start_with(&gpus.variables(), &up, &std::env::temp_dir());
-    let worker = folder.path().join("worker-0-0");
-    let rank = [
+    let variables = fake_cuda::variables(nothing.path(), "");
+    let _up = Running::start_with(&variables, &up, &std::env::temp_dir());
+    let rank = engine_rank(folder.path());
+    let rank: Vec<&str> = rank.iter().map(String::as_str).collect();
+    let rank = Running::start_with(&gpus.variables(), &rank, &std::env::temp_dir());
+    let (code, errors) = rank.end(LIMIT);
+    assert_eq!(code, Some(1));
+    assert!(errors.contains("no CUDA driver is installed"), "{errors}");
+    status(name, Instant::now(), &|status| {
+        let problem = status["ranks"][0]["problem"].as_str();
+        problem.is_some_and(|text| text.contains("no CUDA driver is installed"))
+    });
+}
+
+/// What the leader says, once something is true of it.
+fn status(sockets: &str, begun: Instant, is_true: &dyn Fn(&Value) -> bool) -> Value {
+    loop {
+        let output = kvferry(&["status", "--json", "--socket-dir", sockets]);
+        match serde_json::from_slice(&output.stdout) {
+            Ok(status) if is_true(&status) => return status,
+            Ok(status) if begun.elapsed() > LIMIT => panic!("it does not get there: {status}"),
+            _ => {}
+        }
+    }
+}
+
+fn engine_rank(sockets: &std::path::Path) -> Vec<String> {
+    let worker = sockets.join("worker-0-0");
+    let arguments = [
         &[
             "engine-rank",
             "--worker-dir",
@@ -152,22 +186,43 @@ fn nothing_of_a_dead_engine_is_held() {
         ],
         &["--device", "cuda", "--start-limit-s", "20"],
     ];
+    arguments
+        .concat()
+        .iter()
+        .map(|text| (*text).to_owned())
+        .collect()
+}
+
+/// The GPU memory of a process that it has not made itself.
+fn opened(pid: u64) -> usize {
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
+    maps.lines()
+        .filter(|line| line.contains("memfd:fake-cuda"))
+        .count()
+}
+
+#[test]
+fn nothing_of_a_dead_engine_is_held() {
+    let gpus = Gpus::new("delay_us=20");
+    let folder = socket_dir();
+    let name = folder.path().to_str().expect("UTF-8");
+    let up = ["up", "--ranks", "1", "--g2", "32MiB", "--socket-dir", name];
+    let _up = Running::start_with(&gpus.variables(), &up, &std::env::temp_dir());
+    let rank = engine_rank(folder.path());
+    let rank: Vec<&str> = rank.iter().map(String::as_str).collect();
     let begun = Instant::now();
-    let status = |is_true: &dyn Fn(&Value) -> bool| loop {
-        let output = kvferry(&["status", "--json", "--socket-dir", name]);
-        match serde_json::from_slice(&output.stdout) {
-            Ok(status) if is_true(&status) => return status,
-            _ => assert!(begun.elapsed() < LIMIT, "it does not get there"),
-        }
-    };
     for _ in 0..2 {
-        let rank = Running::start_with(&gpus.variables(), &rank.concat(), &std::env::temp_dir());
-        let attached = status(&|status| status["ranks"][0]["attached"] == true);
+        let rank = Running::start_with(&gpus.variables(), &rank, &std::env::temp_dir());
+        let attached = status(name, begun, &|status| {
+            status["ranks"][0]["attached"] == true
+        });
         let worker = number(&attached, "/ranks/0/pid");
         assert_eq!(opened(worker), 1, "the engine's memory");
         // Killed, as an engine that runs out of memory is.
         drop(rank);
-        status(&|status| status["ranks"][0]["attached"] == false);
+        status(name, begun, &|status| {
+            status["ranks"][0]["attached"] == false
+        });
         while opened(worker) > 0 {
             assert!(begun.elapsed() < LIMIT, "the memory stays");
             std::thread::yield_now();

@@ -18,9 +18,9 @@ const HELP: &str = "cargo xtask TASK
   test       run every test of the workspace, with the documentation's, and the Python tests
   sim        run simulated worlds with faults: --seeds A..B [--steps N] [--jobs N] [--trace]; a seed
              that fails is printed with the line that runs it again, and joins tests/seeds.txt
-  planted    how many planted bugs the simulator finds, and in how many seeds
+  planted    which planted bugs the simulator and the tests of GPUs find, and by which seeds
   chaos      kill and stop real processes at random under a replay that compares every byte:
-             [--minutes 30] [--seed 1]
+             [--minutes 30] [--seed 1] [--device cpu|cuda]: cuda is the driver for tests
   vllm       the Python tests, with a real vLLM on the CPU, which is installed into the cache folder
              once: [--full] every combination, [--install] nothing else, [ARGUMENTS of pytest]
   licences   check that every dependency's licence is allowed by deny.toml
@@ -75,7 +75,7 @@ fn sim() -> Result<(), String> {
 }
 
 fn planted() -> Result<(), String> {
-    let name = "sim::world::tests::every_planted_bug_is_found";
+    let name = "every_planted_bug_is_found";
     cargo(&["test", "--locked", "--lib", name, "--", "--nocapture"])
 }
 

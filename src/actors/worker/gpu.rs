@@ -2,6 +2,7 @@
 //! ranks are told how far it is, and ask again.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use ractor::ActorRef;
 
@@ -10,7 +11,7 @@ use crate::actors::gpu::{Gpu, Pinning};
 use crate::actors::transfer::TransferMessage;
 use crate::cuda::{CudaError, DeviceUuid, Outcome, device_of};
 use crate::protocol::ErrorCode;
-use crate::types::Registration;
+use crate::types::{Registration, Time};
 
 /// What a worker has of its GPU.
 #[derive(Default)]
@@ -22,7 +23,12 @@ pub(super) enum GpuState {
     Starting(DeviceUuid, Arc<Pinning>),
     /// It copies.
     Ready(Arc<Gpu>),
+    /// It cannot be used, and why. Tried again when somebody asks, a while later.
+    Failed(DeviceUuid, String, Time),
 }
+
+/// How long a worker stays with its word that a GPU cannot be used.
+const TRY_AGAIN_AFTER: Duration = Duration::from_secs(10);
 
 impl State {
     /// The GPU that a registration names, or what to tell the rank.
@@ -42,7 +48,12 @@ impl State {
             GpuState::Starting(uuid, pinning) => {
                 (*uuid, Err((ErrorCode::NotReady, pinning.line(bytes))))
             }
-            GpuState::None => {
+            GpuState::Failed(failed, why, at)
+                if *failed == uuid && at.until(self.clock.now()) < TRY_AGAIN_AFTER =>
+            {
+                (uuid, Err(invalid(why.clone())))
+            }
+            GpuState::None | GpuState::Failed(..) => {
                 let pinning = Arc::new(Pinning::default());
                 self.gpu = GpuState::Starting(uuid, Arc::clone(&pinning));
                 let text = pinning.line(bytes);
@@ -55,9 +66,14 @@ impl State {
                         }
                         Outcome::Lost(error) => worker.cast(WorkerMessage::GpuLost(error)).is_ok(),
                     };
-                    let gpu = Gpu::start(uuid, depot, &pinning, tell);
-                    let gpu = gpu.map(Arc::new).map_err(|error| error.to_string());
-                    if myself.cast(WorkerMessage::Gpu(gpu)).is_err() {
+                    let message = match Gpu::start(uuid, depot, &pinning, tell) {
+                        Ok(gpu) => WorkerMessage::Gpu(Ok(Arc::new(gpu))),
+                        Err(error) => match error.fatal() {
+                            Some(fatal) => WorkerMessage::GpuLost(fatal),
+                            None => WorkerMessage::Gpu(Err(error.to_string())),
+                        },
+                    };
+                    if myself.cast(message).is_err() {
                         tracing::debug!("the worker has stopped");
                     }
                 });
@@ -83,12 +99,12 @@ impl State {
     fn gpu_name(&self) -> String {
         match &self.gpu {
             GpuState::Ready(gpu) => gpu.uuid.to_string(),
-            GpuState::Starting(uuid, _) => uuid.to_string(),
+            GpuState::Starting(uuid, _) | GpuState::Failed(uuid, ..) => uuid.to_string(),
             GpuState::None => "the GPU".to_owned(),
         }
     }
 
-    /// The GPU is there, or never will be: the next rank that asks tries again, and this worker says why.
+    /// The GPU is there, or cannot be used: then this worker says why to every rank that asks, for a while.
     pub(super) fn gpu_started(&mut self, gpu: Result<Arc<Gpu>, String>) {
         self.gpu = match gpu {
             Ok(gpu) => {
@@ -98,7 +114,10 @@ impl State {
             Err(why) => {
                 tracing::error!(worker = %self.worker, why, "no GPU");
                 self.turned_away_rank(&why);
-                GpuState::None
+                match self.gpu {
+                    GpuState::Starting(uuid, _) => GpuState::Failed(uuid, why, self.clock.now()),
+                    _ => GpuState::None,
+                }
             }
         };
     }

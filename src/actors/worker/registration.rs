@@ -7,11 +7,11 @@ use ractor::ActorRef;
 use super::{ATTACH_TIMEOUT, Handled, State, WorkerMessage};
 use crate::actors::gpu::EngineSide;
 use crate::core::WorkerEvent;
-use crate::memory::RegisteredMemory;
+use crate::memory::{RegisteredMemory, validate};
 use crate::protocol::{Attach, Attached, AttachedMemory, ErrorCode, Message, Register, Registered};
 use crate::transport::{Failure, PeerId};
 use crate::types::{
-    AllocationKind, AttachId, Attention, DepotId, EngineId, OpId, Registration, RequestId,
+    AllocationKind, AttachId, Attention, DepotId, EngineId, GroupId, OpId, Registration, RequestId,
 };
 
 /// A rank that registers: who asked, under which id, for which engine, and which of its requests are over.
@@ -110,11 +110,21 @@ impl State {
             .allocations
             .iter()
             .any(|allocation| allocation.kind == AllocationKind::Device);
+        if on_device && let Some(why) = &who.not_served {
+            // No memory is pinned for what is not copied.
+            match validate(&registration) {
+                Ok(layout) => {
+                    let (group, page_bytes) = (registration.group, layout.page_bytes);
+                    self.answer_unserved(&who, group, page_bytes, why.clone());
+                }
+                Err(error) => self.refuse(peer, correlation, ErrorCode::Invalid, error.to_string()),
+            }
+            return;
+        }
         let gpu = match on_device.then(|| self.gpu_for(&registration, myself)) {
             Some(Err((code, text))) => {
-                if code == ErrorCode::Invalid {
-                    self.turned_away_rank(&text);
-                }
+                // While the depot is pinned that is what keeps this worker from serving.
+                self.turned_away_rank(&text);
                 return self.refuse(peer, correlation, code, text);
             }
             Some(Ok(gpu)) => Some(gpu),
@@ -124,10 +134,17 @@ impl State {
         let myself = myself.clone();
         tokio::task::spawn_blocking(move || {
             let memory = match gpu {
-                Some(gpu) => gpu
-                    .open(&registration)
-                    .map(|memory| EngineSide::Device(memory, gpu))
-                    .map_err(|error| error.to_string()),
+                Some(gpu) => match gpu.open(&registration) {
+                    Ok(memory) => Ok(EngineSide::Device(memory, gpu)),
+                    Err(error) => {
+                        if let Some(fatal) = error.fatal()
+                            && myself.cast(WorkerMessage::GpuLost(fatal)).is_err()
+                        {
+                            tracing::debug!("the worker has stopped");
+                        }
+                        Err(error.to_string())
+                    }
+                },
                 None => RegisteredMemory::open(&registration, |ticket| fds.take(ticket))
                     .map(EngineSide::Host)
                     .map_err(|error| error.to_string()),
@@ -158,8 +175,9 @@ impl State {
             tracing::debug!(worker = %self.worker, "a rank is gone before its memory was mapped");
             return Ok(());
         }
-        if let Some(why) = who.not_served {
-            self.taken_unserved(who.peer, who.asked, why, &memory);
+        if let Some(why) = &who.not_served {
+            let geometry = memory.geometry();
+            self.answer_unserved(&who, geometry.group, geometry.page_bytes, why.clone());
             return Ok(());
         }
         let (engine, mut after) = (who.engine, who.after);
@@ -181,9 +199,7 @@ impl State {
     }
 
     /// The rank hears that its memory was understood, and why it is not used. Memory that is served stays.
-    fn taken_unserved(&self, peer: PeerId, asked: RequestId, why: String, memory: &EngineSide) {
-        let page_bytes = memory.geometry().page_bytes;
-        let group = memory.geometry().group;
+    fn answer_unserved(&self, who: &Registering, group: GroupId, page_bytes: u64, why: String) {
         tracing::warn!(worker = %self.worker, %group, page_bytes, why, "engine memory is not used");
         self.turned_away_rank(&why);
         let body = Registered {
@@ -191,7 +207,8 @@ impl State {
             page_bytes,
             not_served: why,
         };
-        self.replier.reply(peer, asked, Message::Registered(body));
+        self.replier
+            .reply(who.peer, who.asked, Message::Registered(body));
     }
 
     /// Asks the leader; without an answer in time the core asks again.

@@ -8,6 +8,7 @@ use std::cell::Cell;
 use std::ffi::{CStr, c_int};
 use std::mem::ManuallyDrop;
 use std::ptr;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -15,7 +16,8 @@ use cudarc::driver::sys;
 
 use self::api::{Address, Api, Code};
 use super::error::{CudaError, NoDriver};
-use crate::memory::{CopyRange, SharedBuffer};
+use super::sabotage::{Bug, planted};
+use crate::memory::{CopyRange, Depot, SharedBuffer};
 use crate::types::Direction;
 
 /// Bytes of a `cudaIpcMemHandle_t`.
@@ -56,18 +58,19 @@ pub struct Device {
 }
 
 thread_local! {
-    /// The context that this thread has made its own, last.
-    static CURRENT: Cell<sys::CUcontext> = const { Cell::new(ptr::null_mut()) };
+    /// Number of the context that this thread has made its own, last.
+    static CURRENT: Cell<u64> = const { Cell::new(0) };
 }
 
 impl Driver {
-    /// Loads and starts the driver, once in a process.
+    /// Loads and starts the driver, once in a process. One that does not start may do so later.
     pub fn get() -> Result<&'static Self, NoDriver> {
-        static DRIVER: OnceLock<Result<Driver, NoDriver>> = OnceLock::new();
-        DRIVER
-            .get_or_init(Self::start)
-            .as_ref()
-            .map_err(NoDriver::clone)
+        static DRIVER: OnceLock<Driver> = OnceLock::new();
+        if let Some(driver) = DRIVER.get() {
+            return Ok(driver);
+        }
+        let started = Self::start()?;
+        Ok(DRIVER.get_or_init(|| started))
     }
 
     fn start() -> Result<Self, NoDriver> {
@@ -206,6 +209,8 @@ impl std::str::FromStr for DeviceUuid {
 
 /// This process's primary context on a GPU. Given back when nothing uses it any more.
 pub struct Context {
+    /// A number that no other context of this process has had: the driver may give the same handle again.
+    number: u64,
     driver: &'static Driver,
     device: Device,
     handle: sys::CUcontext,
@@ -224,7 +229,9 @@ impl Context {
         let code =
             unsafe { (driver.api.cuDevicePrimaryCtxRetain)(&raw mut handle, device.ordinal) };
         driver.check("cuDevicePrimaryCtxRetain", code)?;
+        static LAST: AtomicU64 = AtomicU64::new(0);
         Ok(Arc::new(Self {
+            number: LAST.fetch_add(1, Ordering::Relaxed) + 1,
             driver,
             device,
             handle,
@@ -243,11 +250,11 @@ impl Context {
 
     /// Makes it this thread's own, where it is not.
     fn bind(&self) -> Result<&Api, CudaError> {
-        if CURRENT.get() != self.handle {
+        if CURRENT.get() != self.number {
             // SAFETY: the context is retained.
             let code = unsafe { (self.driver.api.cuCtxSetCurrent)(self.handle) };
             self.driver.check("cuCtxSetCurrent", code)?;
-            CURRENT.set(self.handle);
+            CURRENT.set(self.number);
         }
         Ok(&self.driver.api)
     }
@@ -267,10 +274,6 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // A thread that made it its own must make the next one so, even if that gets the same address.
-        if CURRENT.get() == self.handle {
-            CURRENT.set(ptr::null_mut());
-        }
         // SAFETY: it was retained once, and everything of it holds it.
         let code = unsafe { (self.driver.api.cuDevicePrimaryCtxRelease_v2)(self.device.ordinal) };
         if let Err(error) = self.check("cuDevicePrimaryCtxRelease_v2", code) {
@@ -391,19 +394,20 @@ impl std::fmt::Debug for DeviceMemory {
     }
 }
 
+/// A part of a depot's memory that the GPU reaches without the driver's help, until it is dropped.
 #[derive(Debug)]
-/// A part of host memory that the GPU reaches without the driver's help, until it is dropped.
 pub struct PinnedRange {
     context: Arc<Context>,
     address: usize,
+    /// What is pinned stays mapped: the driver would go on with the pages that were there.
+    _depot: Arc<Depot>,
 }
 
 impl PinnedRange {
-    /// Pins a range of a buffer. Who holds the range must hold the buffer, too: memory that is unmapped before it is
-    /// unregistered is the driver's to notice, and it does; nothing is read there.
+    /// Pins a range of a depot's memory.
     pub fn register(
         context: &Arc<Context>,
-        buffer: &SharedBuffer,
+        depot: &Arc<Depot>,
         offset_bytes: u64,
         len_bytes: u64,
     ) -> Result<Self, CudaError> {
@@ -413,7 +417,7 @@ impl PinnedRange {
             code: 1,
             name: "CUDA_ERROR_INVALID_VALUE",
         };
-        let address = host_range(buffer, offset_bytes, len_bytes).ok_or(out_of_range)?;
+        let address = host_range(depot.buffer(), offset_bytes, len_bytes).ok_or(out_of_range)?;
         // SAFETY: the range lies in a live mapping. The driver pins its pages and changes no byte.
         let code = unsafe {
             (api.cuMemHostRegister_v2)(
@@ -426,6 +430,7 @@ impl PinnedRange {
         Ok(Self {
             context: Arc::clone(context),
             address,
+            _depot: Arc::clone(depot),
         })
     }
 }
@@ -474,11 +479,20 @@ pub trait DeviceSide: Send + Sync + 'static {
 
 /// Why copies were not given to a stream, all or in part.
 #[derive(Debug)]
-pub struct NotSubmitted {
-    /// What was refused.
-    pub error: CudaError,
-    /// Copies that were given before: they are under way.
-    pub under_way: Option<Submitted>,
+pub enum NotSubmitted {
+    /// A call was refused. Copies that were given before are under way, if there were any.
+    Refused(CudaError, Option<Submitted>),
+    /// Copies are under way, and nothing tells when they are over.
+    EndUnknown(CudaError),
+}
+
+impl NotSubmitted {
+    /// What the driver said.
+    pub fn error(&self) -> CudaError {
+        match self {
+            Self::Refused(error, _) | Self::EndUnknown(error) => *error,
+        }
+    }
 }
 
 impl Stream {
@@ -505,40 +519,55 @@ impl Stream {
         host: Arc<dyn HostMemory>,
         ranges: &mut dyn Iterator<Item = CopyRange>,
     ) -> Result<Submitted, Box<NotSubmitted>> {
-        let nothing = |error| {
-            Box::new(NotSubmitted {
-                error,
-                under_way: None,
-            })
+        let nothing = |error| Box::new(NotSubmitted::Refused(error, None));
+        let mut submitted = Submitted {
+            stream: Arc::clone(self),
+            event: Event::new(&self.context).map_err(nothing)?,
+            keeps: ManuallyDrop::new((device, host)),
+            end: End::Over,
         };
-        let event = Event::new(&self.context).map_err(nothing)?;
-        let mut given = false;
+        if planted(Bug::RecordTooSoon) {
+            submitted.event.record(self).map_err(nothing)?;
+        }
         let mut copied = Ok(());
         for range in ranges {
-            copied = self.copy(direction, &*device, &*host, range, &mut given);
+            copied = self.copy(direction, &mut submitted, range);
             if copied.is_err() {
                 break;
             }
         }
-        let submitted = Submitted {
-            stream: Arc::clone(self),
-            event,
-            keeps: ManuallyDrop::new((device, host)),
-            ended: !given,
+        if submitted.end == End::Over {
+            // Nothing was given.
+            return match copied {
+                Ok(()) => Ok(submitted),
+                Err(error) => Err(nothing(error)),
+            };
+        }
+        let recorded = match () {
+            () if planted(Bug::RecordTooSoon) => Ok(()),
+            () if planted(Bug::RecordElsewhere) => {
+                Self::new(&self.context).and_then(|other| submitted.event.record(&other))
+            }
+            () => submitted.event.record(self),
         };
-        let recorded = submitted.event.record(self);
         match (copied, recorded) {
-            (Ok(()), Ok(())) => Ok(submitted),
-            (Err(error), _) if !given => Err(nothing(error)),
-            (Err(error), Ok(())) => Err(Box::new(NotSubmitted {
-                error,
-                under_way: Some(submitted),
-            })),
+            (copied, Ok(())) => {
+                submitted.end = End::AtEvent;
+                match copied {
+                    Ok(()) => Ok(submitted),
+                    Err(error) => Err(Box::new(NotSubmitted::Refused(error, Some(submitted)))),
+                }
+            }
             (copied, Err(error)) => {
-                // Nothing tells the end of these copies: it must be waited for, or their memory be left alone for ever.
-                let mut submitted = submitted;
-                submitted.ended = self.synchronize().is_ok();
-                Err(nothing(copied.err().unwrap_or(error)))
+                // No event tells the end of these copies: it is waited for, or their memory is left alone for ever.
+                let error = copied.err().unwrap_or(error);
+                match self.synchronize() {
+                    Ok(()) => {
+                        submitted.end = End::Over;
+                        Err(nothing(error))
+                    }
+                    Err(_) => Err(Box::new(NotSubmitted::EndUnknown(error))),
+                }
             }
         }
     }
@@ -546,15 +575,19 @@ impl Stream {
     fn copy(
         &self,
         direction: Direction,
-        device: &dyn DeviceSide,
-        host: &dyn HostMemory,
+        submitted: &mut Submitted,
         range: CopyRange,
-        given: &mut bool,
     ) -> Result<(), CudaError> {
+        let (device, host) = &*submitted.keeps;
         let mut done = 0;
         while done < range.len_bytes {
             let depot_bytes = range.depot_bytes + done;
             let part = host.end_of_part(depot_bytes).saturating_sub(depot_bytes);
+            let part = if planted(Bug::CrossChunks) {
+                u64::MAX
+            } else {
+                part
+            };
             let len_bytes = part.min(range.len_bytes - done);
             let here = device
                 .memory(range.allocation)
@@ -567,7 +600,10 @@ impl Stream {
                     name: "CUDA_ERROR_INVALID_VALUE",
                 });
             };
+            let wrong_way = planted(Bug::WrongWay);
             let (to, from) = match direction {
+                Direction::Store if wrong_way => (at_device, at_host as u64),
+                Direction::Load if wrong_way => (at_host as u64, at_device),
                 Direction::Store => (at_host as u64, at_device),
                 Direction::Load => (at_device, at_host as u64),
             };
@@ -576,7 +612,7 @@ impl Stream {
             // processes may write the same bytes, which are then any bytes; nothing in this process refers to them.
             let code = unsafe { (api.cuMemcpyAsync)(to, from, len_bytes as usize, self.handle) };
             self.context.check("cuMemcpyAsync", code)?;
-            *given = true;
+            submitted.end = End::Unknown;
             done += len_bytes;
         }
         Ok(())
@@ -662,24 +698,49 @@ pub struct Submitted {
     stream: Arc<Stream>,
     event: Event,
     keeps: ManuallyDrop<(Arc<dyn DeviceSide>, Arc<dyn HostMemory>)>,
-    ended: bool,
+    end: End,
+}
+
+/// When copies are over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum End {
+    /// They are, or none was given.
+    Over,
+    /// When the event is reached.
+    AtEvent,
+    /// Nobody can say.
+    Unknown,
 }
 
 impl Submitted {
     /// Whether they are over.
     pub fn poll(&mut self) -> Result<bool, CudaError> {
-        self.ended = self.ended || self.event.reached()?;
-        Ok(self.ended)
+        let over = match self.end {
+            End::Over => true,
+            End::AtEvent => planted(Bug::MissingEventWait) || self.event.reached()?,
+            End::Unknown => false,
+        };
+        if over {
+            self.end = End::Over;
+        }
+        Ok(over)
+    }
+
+    /// Lets nothing go, ever: the process is about to end.
+    pub fn forget(mut self) {
+        self.end = End::Unknown;
     }
 }
 
 impl Drop for Submitted {
     fn drop(&mut self) {
         let until = Instant::now() + DROP_LIMIT;
-        while !self.ended {
+        while self.end != End::Over && !planted(Bug::LetGoEarly) {
             match self.poll() {
                 Ok(true) => {}
-                Ok(false) if Instant::now() < until => std::thread::sleep(DROP_PAUSE),
+                Ok(false) if self.end == End::AtEvent && Instant::now() < until => {
+                    std::thread::sleep(DROP_PAUSE);
+                }
                 not_over => {
                     tracing::error!(
                         ?not_over,
@@ -696,6 +757,6 @@ impl Drop for Submitted {
 
 impl std::fmt::Debug for Submitted {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Submitted({:?}, ended: {})", self.stream, self.ended)
+        write!(f, "Submitted({:?}, {:?})", self.stream, self.end)
     }
 }

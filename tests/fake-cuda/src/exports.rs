@@ -235,8 +235,21 @@ exported! {
         world.give(stream, Work::Copy { to, from, bytes, pinned })
     }
 
-    Context fn cuMemcpyHtoD_v2(to: u64, from: u64, bytes: usize) |world| {
-        world.copy(to, from, bytes, None)
+    Context fn cuMemcpyHtoDAsync_v2(to: u64, from: u64, bytes: usize, stream: u64) |world| {
+        let pinned = world.check_copy(to, from, bytes)?;
+        world.give(stream, Work::Copy { to, from, bytes, pinned })
+    }
+
+    Context fn cuStreamCreate(stream: *mut u64, _flags: c_uint) |world| {
+        let mut inner = world.inner();
+        let number = inner.next();
+        inner.streams.insert(number, Stream::start(number)?);
+        give(stream, number)
+    }
+
+    Nothing fn cuThreadExchangeStreamCaptureMode(mode: *mut c_int) |_world| {
+        // CU_STREAM_CAPTURE_MODE_GLOBAL was the thread's; nothing captures here.
+        give(mode, 0)
     }
 
     Context fn cuMemcpyDtoH_v2(to: u64, from: u64, bytes: usize) |world| {

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use serde_json::Value;
 
-use processes::{Cluster, Engines, is_alive, number, signal};
+use processes::{Cluster, Device, Engines, is_alive, number, signal};
 use record::Record;
 
 /// Engines and ranks of each.
@@ -68,18 +68,27 @@ impl Kind {
 
 /// Runs until the time is over, or something is wrong.
 pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
-    let (mut minutes, mut seed) = (30, 1);
+    let (mut minutes, mut seed, mut device) = (30, 1, Device::Cpu);
     for pair in arguments.chunks(2) {
         let value = pair.get(1).and_then(|value| value.parse().ok());
         let value = value.ok_or(format!("{} needs a number", pair[0]));
-        match pair[0].as_str() {
-            "--minutes" => minutes = value?,
-            "--seed" => seed = value?,
-            other => return Err(format!("unknown option '{other}': --minutes N, --seed S")),
+        match (pair[0].as_str(), pair.get(1).map(String::as_str)) {
+            ("--minutes", _) => minutes = value?,
+            ("--seed", _) => seed = value?,
+            ("--device", Some("cpu")) => device = Device::Cpu,
+            ("--device", Some("cuda")) => device = Device::Cuda,
+            (other, _) => {
+                let known = "--minutes N, --seed S, --device cpu|cuda";
+                return Err(format!("unknown option '{other}': {known}"));
+            }
         }
     }
     crate::cargo(&["build", "--release", "--locked", "--quiet"])?;
-    let mut chaos = Chaos::start(seed)?;
+    if device == Device::Cuda {
+        let driver = ["build", "--package", "kvferry-fake-cuda"];
+        crate::cargo(&[&driver[..], &["--release", "--locked", "--quiet"]].concat())?;
+    }
+    let mut chaos = Chaos::start(seed, device)?;
     let result = chaos.until(Duration::from_secs(60 * minutes));
     let folder = chaos.cluster.folder().display().to_string();
     println!("{}", chaos.record.table(minutes, seed));
@@ -97,8 +106,8 @@ struct Chaos {
 }
 
 impl Chaos {
-    fn start(seed: u64) -> Result<Self, String> {
-        let cluster = Cluster::start()?;
+    fn start(seed: u64, device: Device) -> Result<Self, String> {
+        let cluster = Cluster::start(device, seed)?;
         let engines = Engines::start(&cluster, 0)?;
         Ok(Self {
             rng: fastrand::Rng::with_seed(seed),

@@ -16,20 +16,38 @@ const END_LIMIT: Duration = Duration::from_secs(30);
 /// Prompts of one replay.
 const REQUESTS: u64 = 1500;
 
+/// Where the engines keep their KV.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Device {
+    Cpu,
+    /// On GPUs of the driver for tests.
+    Cuda,
+}
+
 /// A leader and its workers under `up`, and where they meet.
 pub(super) struct Cluster {
     folder: PathBuf,
     up: Child,
+    device: Device,
+    seed: u64,
 }
 
 impl Cluster {
-    pub(super) fn start() -> Result<Self, String> {
+    pub(super) fn start(device: Device, seed: u64) -> Result<Self, String> {
         let name = format!("kvferry-chaos-{}", std::process::id());
         let folder = std::env::temp_dir().join(name);
         let made = DirBuilder::new().mode(0o700).create(&folder);
         made.map_err(|error| format!("{}: {error}", folder.display()))?;
-        let up = start_up(&folder)?;
-        Ok(Self { folder, up })
+        if device == Device::Cuda {
+            link_driver(&folder)?;
+        }
+        let up = start_up(&folder, device, seed)?;
+        Ok(Self {
+            folder,
+            up,
+            device,
+            seed,
+        })
     }
 
     pub(super) fn folder(&self) -> &Path {
@@ -37,7 +55,7 @@ impl Cluster {
     }
 
     pub(super) fn start_again(&mut self) -> Result<(), String> {
-        self.up = start_up(&self.folder)?;
+        self.up = start_up(&self.folder, self.device, self.seed)?;
         Ok(())
     }
 
@@ -94,12 +112,33 @@ impl Drop for Cluster {
     }
 }
 
-fn start_up(folder: &Path) -> Result<Child, String> {
+/// The driver for tests, in a folder of its own under the driver's names.
+fn link_driver(folder: &Path) -> Result<(), String> {
+    let library = built().join("libkvferry_fake_cuda.so");
+    let driver = folder.join("driver");
+    let text = |error: std::io::Error| format!("{}: {error}", driver.display());
+    std::fs::create_dir(&driver).map_err(text)?;
+    for name in ["libcuda.so", "libcuda.so.1"] {
+        std::os::unix::fs::symlink(&library, driver.join(name)).map_err(text)?;
+    }
+    Ok(())
+}
+
+/// Lets a process find it.
+fn with_driver(command: &mut Command, folder: &Path, device: Device, seed: u64) {
+    if device == Device::Cuda {
+        command.env("LD_LIBRARY_PATH", folder.join("driver"));
+        command.env("FAKE_CUDA", format!("devices=2;delay_us=20;seed={seed}"));
+    }
+}
+
+fn start_up(folder: &Path, device: Device, seed: u64) -> Result<Child, String> {
     let (ranks, replicas) = (RANKS.to_string(), REPLICAS.to_string());
     let mut command = kvferry();
     command.args(["up", "--g2", "2GiB", "--ratio", "8"]);
     command.args(["--ranks", &ranks, "--replicas", &replicas]);
     command.arg("--socket-dir").arg(folder.join("sockets"));
+    with_driver(&mut command, folder, device, seed);
     command.stdout(Stdio::null()).stderr(log(folder, "up.log")?);
     let child = command.stdin(Stdio::null()).spawn();
     child.map_err(|error| format!("`up` does not start: {error}"))
@@ -131,6 +170,10 @@ impl Engines {
         command.args(["--requests", &requests, "--seed", &seed]);
         command.arg("--socket-dir").arg(cluster.sockets());
         command.arg("--json").arg(&report);
+        if cluster.device == Device::Cuda {
+            command.args(["--device", "cuda"]);
+        }
+        with_driver(&mut command, folder, cluster.device, cluster.seed);
         command.stdout(Stdio::null()).stdin(Stdio::null());
         command.stderr(log(folder, &format!("replay-{number}.log"))?);
         let child = command.spawn();
@@ -182,9 +225,14 @@ impl Drop for Engines {
 
 /// The program, as `cargo build --release` made it.
 fn kvferry() -> Command {
+    Command::new(built().join("kvferry"))
+}
+
+/// Where cargo puts what it builds for a release.
+fn built() -> PathBuf {
     let target = std::env::var_os("CARGO_TARGET_DIR").map(PathBuf::from);
     let target = target.unwrap_or_else(|| crate::root().join("target"));
-    Command::new(target.join("release").join("kvferry"))
+    target.join("release")
 }
 
 fn log(folder: &Path, name: &str) -> Result<File, String> {

@@ -1,6 +1,6 @@
 //! A machine without a driver, with a stub of one, with an old one: words, and no panic.
 
-use kvferry::cuda::{Context, DeviceUuid, Driver, NoDriver};
+use crate::cuda::{Context, DeviceUuid, Driver, NoDriver};
 
 use super::fake;
 

@@ -6,14 +6,12 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-use kvferry::cuda::{
+use crate::cuda::{
     Context, Copier, CopierSettings, CopyOrder, DeviceMemories, DeviceMemory, Driver, Outcome,
     PinnedDepot, RegisteredDevice, Window,
 };
-use kvferry::memory::{CancelFlag, Depot, PageLayout, validate};
-use kvferry::types::{
-    Direction, EndedCopy, FragmentPair, OpId, PageList, Registration, TensorView,
-};
+use crate::memory::{CancelFlag, Depot, PageLayout, validate};
+use crate::types::{Direction, EndedCopy, FragmentPair, OpId, PageList, Registration, TensorView};
 
 /// Nothing here takes so long unless it hangs.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -146,9 +144,13 @@ impl World {
     }
 
     /// Hands a copy over.
-    pub fn start(&mut self, wanted: &Wanted) -> (OpId, Arc<CancelFlag>) {
+    pub fn start(&mut self, wanted: &Wanted) -> OpId {
+        self.start_with(wanted, Arc::default())
+    }
+
+    /// The same, with a flag that stops it.
+    pub fn start_with(&mut self, wanted: &Wanted, cancel: Arc<CancelFlag>) -> OpId {
         self.last += 1;
-        let cancel = Arc::new(CancelFlag::default());
         let pair = |pages: &[(u32, u32)]| {
             let device: PageList = pages.iter().map(|pages| pages.0).collect();
             let depot: PageList = pages.iter().map(|pages| pages.1).collect();
@@ -173,10 +175,10 @@ impl World {
                 .collect(),
             device: self.device.clone(),
             depot: Arc::clone(&self.depot),
-            cancel: Arc::clone(&cancel),
+            cancel,
         };
         self.copier.start_copy(order).expect("a place");
-        (OpId(self.last), cancel)
+        OpId(self.last)
     }
 
     /// The next thing that the actor says.
@@ -188,7 +190,7 @@ impl World {
     pub fn ended(&self) -> Vec<EndedCopy> {
         match self.outcome() {
             Outcome::Ended(copies) => copies,
-            Outcome::Lost(error) => panic_with(&format!("lost: {error}")),
+            Outcome::Lost(error) => panic!("lost: {error}"),
         }
     }
 
@@ -279,9 +281,4 @@ impl World {
 
 fn words(error: impl std::fmt::Display) -> String {
     error.to_string()
-}
-
-#[expect(clippy::panic, reason = "a test says what went wrong")]
-pub fn panic_with(why: &str) -> ! {
-    panic!("{why}")
 }

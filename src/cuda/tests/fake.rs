@@ -1,11 +1,15 @@
 //! Runs a test in a process that finds the driver for tests in place of a real one.
 
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
+use std::sync::mpsc::RecvTimeoutError;
+use std::time::Duration;
 
 use super::fake_cuda::variables;
 pub use super::fake_cuda::{folder, library};
 
+/// Nothing here takes so long unless it hangs.
+const LIMIT: Duration = Duration::from_secs(120);
 /// Says that this process is the one that has the driver.
 const INSIDE: &str = "FAKE_CUDA_INSIDE";
 /// The process of a test that is under way already.
@@ -15,14 +19,34 @@ pub fn is_inside() -> bool {
 
 /// Runs the calling test again in a process of its own, with this folder before all others and these settings.
 pub fn again(folder: &Path, settings: &str) -> Output {
+    again_with(folder, settings, &[], LIMIT)
+}
+
+/// The same, with more variables; killed behind a limit.
+pub fn again_with(folder: &Path, settings: &str, more: &[(&str, &str)], limit: Duration) -> Output {
     let test = std::thread::current();
     let test = test.name().expect("tests run on threads with their names");
-    Command::new(std::env::current_exe().expect("a program"))
+    let mut command = Command::new(std::env::current_exe().expect("a program"));
+    command
         .args([test, "--exact", "--nocapture", "--test-threads=1"])
         .env(INSIDE, "1")
         .envs(variables(folder, settings))
-        .output()
-        .expect("it runs")
+        .envs(more.iter().copied())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    let child = command.spawn().expect("it runs");
+    let process = rustix::process::Pid::from_child(&child);
+    let (over, ended) = std::sync::mpsc::channel::<()>();
+    let watch = std::thread::spawn(move || {
+        if ended.recv_timeout(limit) == Err(RecvTimeoutError::Timeout) {
+            let killed = rustix::process::kill_process(process, rustix::process::Signal::KILL);
+            killed.expect("not waited for yet");
+        }
+    });
+    let output = child.wait_with_output().expect("its output");
+    drop(over);
+    watch.join().expect("no panic");
+    output
 }
 
 /// The rest of a test, with the driver for tests under these settings. Returns what the process said, once it is over; in

@@ -1,0 +1,13 @@
+//! The driver and the stream actor, on a driver for tests that needs no GPU. Each test runs again in a process of its own,
+//! which finds that driver in place of a real one.
+
+mod copies;
+mod driver;
+#[path = "../../../tests/layouts/engine.rs"]
+mod engine;
+mod errors;
+mod fake;
+#[path = "../../../tests/support/fake_cuda.rs"]
+mod fake_cuda;
+mod planted;
+mod world;

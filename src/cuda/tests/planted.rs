@@ -1,0 +1,66 @@
+//! Every planted bug is found, and by which seed.
+
+use std::time::Duration;
+
+use super::copies::one_seed;
+use super::fake;
+use crate::cuda::sabotage::{Bug, plant};
+
+/// Seeds that are tried for each bug.
+const SEEDS: u64 = 200;
+/// Says which bug a process has.
+const BUG: &str = "FAKE_CUDA_BUG";
+
+/// Seeds from 0 on, until one of them goes wrong, which ends the process with its number.
+fn hunt(bug: Bug) {
+    plant(bug);
+    for seed in 0..SEEDS {
+        // On a line of its own: the harness leaves one open.
+        println!("\nseed {seed}");
+        one_seed(seed);
+    }
+}
+
+/// The settings of the driver under which a bug shows: most do under any.
+fn settings(bug: Bug) -> &'static str {
+    match bug {
+        Bug::CountRefused => "seed=1;delay_us=300;fail=*/cuMemcpyAsync/40/1",
+        _ => "seed=1;delay_us=300",
+    }
+}
+
+/// The seed whose story went wrong, or the last one when the driver noticed only at the end of the process.
+fn found_by(bug: Bug) -> Option<u64> {
+    let reports = tempfile::tempdir().expect("a folder");
+    let report = reports.path().display();
+    let folder = fake::folder(&fake::library());
+    let name = format!("{bug:?}");
+    let with_report = format!("{};report={report}", settings(bug));
+    let output = fake::again_with(folder.path(), &with_report, &[(BUG, &name)], LIMIT);
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    let clean = output.status.success() && fake::only_file(reports.path()).contains("poison=0");
+    let mut seeds = said.lines().filter_map(|line| line.strip_prefix("seed "));
+    let last = seeds.next_back()?.parse().ok();
+    if clean { None } else { last }
+}
+
+/// A bug may also show as something that does not end.
+const LIMIT: Duration = Duration::from_secs(60);
+
+#[test]
+fn every_planted_bug_is_found() {
+    if fake::is_inside() {
+        let name = std::env::var(BUG).expect("which bug");
+        let bug = Bug::ALL.iter().find(|bug| format!("{bug:?}") == name);
+        hunt(*bug.expect("a known bug"));
+        return;
+    }
+    let mut missed = Vec::new();
+    for bug in Bug::ALL {
+        match found_by(*bug) {
+            Some(seed) => println!("{bug:?}: found by seed {seed}"),
+            None => missed.push(bug),
+        }
+    }
+    assert!(missed.is_empty(), "not found: {missed:?}");
+}
