@@ -124,7 +124,9 @@ const PYTHON_ARROWS: &[(&str, &[&str], &[&str])] = &[
 /// The only files with `unsafe`.
 const UNSAFE_FILES: &[&str] = &[
     "src/cuda/driver/api.rs",
+    "src/cuda/driver/memory.rs",
     "src/cuda/driver/mod.rs",
+    "src/cuda/driver/stream.rs",
     "src/memory/buffer.rs",
     "src/memory/copy/kernel.rs",
 ];

@@ -116,13 +116,13 @@ class RankSession:
 
     def _turn(self) -> float | None:
         now = time.monotonic()
+        self._look_at_writing()
         with self._lock:
             if self._client.link != self._link:
                 self._owed.lost()
                 self._link = self._client.link
                 self._pause_s, self._not_before = _PAUSE_FIRST_S, 0.0
             self._fence(now)
-            self._look_at_writing()
             waiting = bool(self._owed.abandoned)
             writing = bool(self._writing)
         wake = self._turn_questions(now, waiting)
@@ -132,15 +132,18 @@ class RankSession:
         try:
             if self._writing:
                 self._memory.bind_thread()
+            # Without the lock, which the engine's threads take: only this thread takes anything out.
             while self._writing and self._writing[0][1]():
-                self._owed.wrote(self._writing.popleft()[0])
+                with self._lock:
+                    self._owed.wrote(self._writing.popleft()[0])
         except Exception:
             # Nothing is known of what was given to the device, nor of what comes behind it: nothing more is stored.
             logger.exception(
                 "kvferry: %s: the device does not say what it has written: no store ends any more", self._name
             )
-            self._writing.clear()
-            self._blind = True
+            with self._lock:
+                self._writing.clear()
+                self._blind = True
 
     def _turn_questions(self, now: float, waiting: bool) -> float | None:
         if self._link == 0:

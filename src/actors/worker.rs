@@ -30,7 +30,7 @@ use crate::transport::{
     Client, Failure, FdReceiver, Incoming, LinkId, PeerId, Replier, Server, ServerEvent,
 };
 use crate::types::{
-    AttachId, EndedCopy, EngineId, OpId, RequestId, ResetId, Sharding, Time, WorkerId,
+    AttachId, EndedCopy, EngineId, GroupId, OpId, RequestId, ResetId, Sharding, Time, WorkerId,
 };
 
 /// How long one question of a worker to its leader may take; the core asks again.
@@ -76,6 +76,8 @@ pub(super) enum WorkerMessage {
     /// The leader has been told why this worker ends.
     Failed(String),
     Mapped(Registering, Box<Result<EngineSide, String>>),
+    /// Memory that is not copied: its group, the bytes of a page, and why.
+    Understood(Registering, Result<(GroupId, u64, String), String>),
     /// The GPU that a rank named is ready, or cannot be used.
     Gpu(Result<Arc<Gpu>, String>),
     /// The GPU does not work for this process any more.
@@ -263,6 +265,7 @@ impl Actor for WorkerActor {
             }
             WorkerMessage::Failed(why) => return Err(why.into()),
             WorkerMessage::Mapped(who, memory) => state.mapped(who, *memory, &myself)?,
+            WorkerMessage::Understood(who, answer) => state.understood(&who, answer),
             WorkerMessage::Gpu(gpu) => state.gpu_started(gpu),
             WorkerMessage::GpuLost(error) => state.gpu_lost(error),
             WorkerMessage::Admitted(attach, verdict) => state.admitted(attach, verdict, &myself)?,

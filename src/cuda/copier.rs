@@ -76,10 +76,7 @@ pub struct Copier {
 impl Copier {
     /// Starts the thread.
     pub fn start(settings: CopierSettings) -> Result<Self, CopierError> {
-        let lanes = [
-            Lane::new(Direction::Store, &settings.context)?,
-            Lane::new(Direction::Load, &settings.context)?,
-        ];
+        let lanes = [Lane::new(&settings.context)?, Lane::new(&settings.context)?];
         let (queue, orders) = bounded(QUEUE_PLACES);
         let (running, over) = bounded(0);
         let thread = std::thread::Builder::new().name("kvferry-cuda".to_owned());
@@ -346,7 +343,7 @@ impl Job {
 }
 
 impl Lane {
-    fn new(_direction: Direction, context: &Arc<Context>) -> Result<Self, CudaError> {
+    fn new(context: &Arc<Context>) -> Result<Self, CudaError> {
         Ok(Self {
             stream: Stream::new(context)?,
             jobs: VecDeque::new(),

@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::disturbed::{Disturbed, LIMIT};
 use super::fake_cuda;
-use super::processes::signal;
+use super::processes::{lives, signal};
 use crate::support::{Running, kvferry, number, replay, replay_with, socket_dir};
 
 /// The driver for tests, as long as it is needed.
@@ -227,5 +227,6 @@ fn nothing_of_a_dead_engine_is_held() {
             assert!(begun.elapsed() < LIMIT, "the memory stays");
             std::thread::yield_now();
         }
+        assert!(lives(worker), "the worker let it go, not its end");
     }
 }

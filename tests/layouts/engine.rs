@@ -40,6 +40,29 @@ pub struct Scales {
     pub own_allocation: bool,
 }
 
+/// Where each byte of one page of a tensor lies in its allocation, upwards: from shape and strides alone.
+pub fn addresses(tensor: &TensorView, page: u32) -> Vec<usize> {
+    let element_bytes = u64::from(tensor.element_bytes);
+    let mut elements = vec![0];
+    for axis in 0..tensor.shape.len() {
+        let indices = match axis == tensor.page_axis as usize {
+            true => u64::from(page)..u64::from(page) + 1,
+            false => 0..tensor.shape[axis],
+        };
+        elements = elements
+            .iter()
+            .flat_map(|at| indices.clone().map(move |i| at + i * tensor.strides[axis]))
+            .collect();
+    }
+    let mut bytes = Vec::new();
+    for at in elements {
+        let start = tensor.offset_bytes + at * element_bytes;
+        bytes.extend((start..start + element_bytes).map(|byte| byte as usize));
+    }
+    bytes.sort_unstable();
+    bytes
+}
+
 #[derive(Debug, Clone)]
 pub struct Engine {
     /// All six axes as the memory has them, outermost first.

@@ -160,7 +160,7 @@ fn scales_in_the_tail_of_each_page() {
         .registration
         .tensors
         .iter()
-        .flat_map(|tensor| super::world::addresses(tensor, 2))
+        .flat_map(|tensor| super::engine::addresses(tensor, 2))
         .collect();
     let by_hand: Vec<usize> = (115..157).chain(159..167).collect();
     assert_eq!(device_page, by_hand);

@@ -6,8 +6,8 @@ use kvferry::memory::{CopyMode, validate};
 use kvferry::types::{Direction, Registration};
 use proptest::prelude::*;
 
-use super::engine::{AXES, Engine, Roles, Scales};
-use super::world::{ARENA_PAGES, World, addresses};
+use super::engine::{AXES, Engine, Roles, Scales, addresses};
+use super::world::{ARENA_PAGES, World};
 
 fn scales() -> impl Strategy<Value = Option<Scales>> {
     let some = (1..5_u64, element_bytes(), any::<bool>(), any::<bool>()).prop_map(

@@ -9,7 +9,7 @@ use crate::actors::gpu::EngineSide;
 use crate::core::WorkerEvent;
 use crate::memory::{RegisteredMemory, validate};
 use crate::protocol::{Attach, Attached, AttachedMemory, ErrorCode, Message, Register, Registered};
-use crate::transport::{Failure, PeerId};
+use crate::transport::{Failure, FdReceiver, PeerId};
 use crate::types::{
     AllocationKind, AttachId, Attention, DepotId, EngineId, GroupId, OpId, Registration, RequestId,
 };
@@ -52,6 +52,22 @@ fn not_served(registration: &Registration) -> Option<String> {
     (*groups != 1).then(|| {
         format!("the engine's KV memory has {groups} groups, and more than one is not served yet")
     })
+}
+
+/// Bytes of a page of memory that is not copied: its description is checked, and where it is the host's, it is mapped and
+/// proven, too.
+fn understood(
+    registration: &Registration,
+    on_device: bool,
+    fds: &FdReceiver,
+) -> Result<u64, String> {
+    if on_device {
+        let layout = validate(registration).map_err(|error| error.to_string())?;
+        return Ok(layout.page_bytes);
+    }
+    let memory = RegisteredMemory::open(registration, |ticket| fds.take(ticket));
+    let memory = memory.map_err(|error| error.to_string())?;
+    Ok(memory.geometry.page_bytes)
 }
 
 impl State {
@@ -110,18 +126,9 @@ impl State {
             .allocations
             .iter()
             .any(|allocation| allocation.kind == AllocationKind::Device);
-        if on_device && let Some(why) = &who.not_served {
-            // No memory is pinned for what is not copied.
-            match validate(&registration) {
-                Ok(layout) => {
-                    let (group, page_bytes) = (registration.group, layout.page_bytes);
-                    self.answer_unserved(&who, group, page_bytes, why.clone());
-                }
-                Err(error) => self.refuse(peer, correlation, ErrorCode::Invalid, error.to_string()),
-            }
-            return;
-        }
-        let gpu = match on_device.then(|| self.gpu_for(&registration, myself)) {
+        // No memory is pinned for what is not copied.
+        let copied_on_device = on_device && who.not_served.is_none();
+        let gpu = match copied_on_device.then(|| self.gpu_for(&registration, myself)) {
             Some(Err((code, text))) => {
                 // While the depot is pinned that is what keeps this worker from serving.
                 self.turned_away_rank(&text);
@@ -133,6 +140,15 @@ impl State {
         let fds = Arc::clone(&self.fds);
         let myself = myself.clone();
         tokio::task::spawn_blocking(move || {
+            if let Some(why) = who.not_served.clone() {
+                let page_bytes = understood(&registration, on_device, &fds);
+                let group = registration.group;
+                let answer = page_bytes.map(|page_bytes| (group, page_bytes, why));
+                if myself.cast(WorkerMessage::Understood(who, answer)).is_err() {
+                    tracing::debug!("the worker has stopped");
+                }
+                return;
+            }
             let memory = match gpu {
                 Some(gpu) => match gpu.open(&registration) {
                     Ok(memory) => Ok(EngineSide::Device(memory, gpu)),
@@ -175,11 +191,6 @@ impl State {
             tracing::debug!(worker = %self.worker, "a rank is gone before its memory was mapped");
             return Ok(());
         }
-        if let Some(why) = &who.not_served {
-            let geometry = memory.geometry();
-            self.answer_unserved(&who, geometry.group, geometry.page_bytes, why.clone());
-            return Ok(());
-        }
         let (engine, mut after) = (who.engine, who.after);
         if self.over.0 == engine {
             after = after.max(self.over.1);
@@ -199,7 +210,18 @@ impl State {
     }
 
     /// The rank hears that its memory was understood, and why it is not used. Memory that is served stays.
-    fn answer_unserved(&self, who: &Registering, group: GroupId, page_bytes: u64, why: String) {
+    pub(super) fn understood(
+        &self,
+        who: &Registering,
+        answer: Result<(GroupId, u64, String), String>,
+    ) {
+        let (group, page_bytes, why) = match answer {
+            Ok(understood) => understood,
+            Err(why) => {
+                self.turned_away_rank(&why);
+                return self.refuse(who.peer, who.asked, ErrorCode::Invalid, why);
+            }
+        };
         tracing::warn!(worker = %self.worker, %group, page_bytes, why, "engine memory is not used");
         self.turned_away_rank(&why);
         let body = Registered {

@@ -30,14 +30,7 @@ fn engine(chance: &mut fastrand::Rng) -> Engine {
     // Mostly small pieces of odd lengths; sometimes a page is one piece of up to 2 MiB.
     let large = chance.u8(0..16) == 0;
     if large {
-        order = vec![
-            Axis::Layer,
-            Axis::Page,
-            Axis::Half,
-            Axis::Head,
-            Axis::Token,
-            Axis::Content,
-        ];
+        order = AXES.to_vec();
     }
     let (tokens, content) = match large {
         true => (16, 1 << chance.u32(8..15)),
@@ -158,25 +151,24 @@ fn late_streams_fourth_seeds() {
     seeds(3);
 }
 
-fn plain() -> Engine {
-    Engine::new(
-        [
-            Axis::Layer,
-            Axis::Page,
-            Axis::Half,
-            Axis::Token,
-            Axis::Head,
-            Axis::Content,
-        ],
-        Roles::Packed,
-    )
+/// Layers by themselves, tokens before heads, as many engines have them.
+pub(super) fn plain(roles: Roles) -> Engine {
+    let order = [
+        Axis::Layer,
+        Axis::Page,
+        Axis::Half,
+        Axis::Token,
+        Axis::Head,
+        Axis::Content,
+    ];
+    Engine::new(order, roles)
 }
 
 #[test]
 fn a_cancelled_copy_says_what_came() {
     fake::under_and_clean("delay_us=2000", || {
         for (seed, before) in [(1, true), (2, false), (3, false), (4, false)] {
-            let mut world = World::new(plain().registration(), 9, 4096, seed);
+            let mut world = World::new(plain(Roles::Packed).registration(), 9, 4096, seed);
             let mut wanted = Wanted {
                 direction: Direction::Load,
                 pages: (0..7).map(|page| (page, page)).collect(),
@@ -206,7 +198,7 @@ fn a_cancelled_copy_says_what_came() {
 fn the_end_of_the_actor_waits_for_what_is_under_way() {
     fake::under_and_clean("delay_us=2000", || {
         for seed in 0..20 {
-            let mut world = World::new(plain().registration(), 9, 4096, seed);
+            let mut world = World::new(plain(Roles::Packed).registration(), 9, 4096, seed);
             world.start(&Wanted {
                 direction: Direction::Store,
                 pages: (0..7).map(|page| (page, page)).collect(),

@@ -3,7 +3,8 @@
 use crate::cuda::Outcome;
 use crate::types::{Direction, EndedCopy};
 
-use super::engine::{Axis, Engine, Roles};
+use super::copies::plain;
+use super::engine::Roles;
 use super::fake;
 use super::world::{Wanted, World};
 
@@ -31,15 +32,7 @@ fn wanted(direction: Direction) -> Wanted {
 
 /// A store, then a load elsewhere. Whatever the driver refuses is told in words, and the words are said.
 fn there_and_back() -> Result<(), String> {
-    let order = [
-        Axis::Layer,
-        Axis::Page,
-        Axis::Half,
-        Axis::Token,
-        Axis::Head,
-        Axis::Content,
-    ];
-    let registration = Engine::new(order, Roles::Split).registration();
+    let registration = plain(Roles::Split).registration();
     let mut world = World::try_new(registration, 9, 4096, 7)?;
     for direction in [Direction::Store, Direction::Load, Direction::Store] {
         let mut copy = wanted(direction);

@@ -13,6 +13,8 @@ use crate::cuda::{
 use crate::memory::{CancelFlag, Depot, PageLayout, validate};
 use crate::types::{Direction, EndedCopy, FragmentPair, OpId, PageList, Registration, TensorView};
 
+use super::engine::addresses;
+
 /// Nothing here takes so long unless it hangs.
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -36,28 +38,6 @@ pub struct Wanted {
     pub direction: Direction,
     pub pages: Vec<(u32, u32)>,
     pub pages_a_part: usize,
-}
-
-/// Where each byte of a page of a tensor lies in its allocation: by shape and strides.
-fn addresses(tensor: &TensorView, page: u32) -> Vec<usize> {
-    let element_bytes = u64::from(tensor.element_bytes);
-    let mut elements = vec![0];
-    for axis in 0..tensor.shape.len() {
-        let indices = match axis == tensor.page_axis as usize {
-            true => u64::from(page)..u64::from(page) + 1,
-            false => 0..tensor.shape[axis],
-        };
-        elements = elements
-            .iter()
-            .flat_map(|at| indices.clone().map(move |i| at + i * tensor.strides[axis]))
-            .collect();
-    }
-    elements.sort_unstable();
-    let start = |at: u64| tensor.offset_bytes + at * element_bytes;
-    let bytes = elements
-        .iter()
-        .flat_map(|at| start(*at)..start(*at) + element_bytes);
-    bytes.map(|byte| byte as usize).collect()
 }
 
 impl World {

@@ -138,10 +138,7 @@ exported! {
     }
 
     Context fn cuStreamCreateWithPriority(stream: *mut u64, _flags: c_uint, _priority: c_int) |world| {
-        let mut inner = world.inner();
-        let number = inner.next();
-        inner.streams.insert(number, Stream::start(number)?);
-        give(stream, number)
+        new_stream(world, stream)
     }
 
     Context fn cuStreamDestroy_v2(stream: u64) |world| {
@@ -241,10 +238,7 @@ exported! {
     }
 
     Context fn cuStreamCreate(stream: *mut u64, _flags: c_uint) |world| {
-        let mut inner = world.inner();
-        let number = inner.next();
-        inner.streams.insert(number, Stream::start(number)?);
-        give(stream, number)
+        new_stream(world, stream)
     }
 
     Nothing fn cuThreadExchangeStreamCaptureMode(mode: *mut c_int) |_world| {
@@ -434,6 +428,13 @@ exported! {
         }
         Ok(())
     }
+}
+
+fn new_stream(world: &World, stream: *mut u64) -> Result<(), Code> {
+    let mut inner = world.inner();
+    let number = inner.next();
+    inner.streams.insert(number, Stream::start(number)?);
+    give(stream, number)
 }
 
 /// A name that no other process gives.

@@ -1,0 +1,187 @@
+//! Device memory, and host memory that a GPU reaches by itself.
+#![expect(unsafe_code, reason = "calls into the CUDA driver")]
+
+use std::ptr;
+use std::sync::Arc;
+
+use cudarc::driver::sys;
+
+use super::Context;
+use super::api::Address;
+use crate::cuda::error::CudaError;
+use crate::memory::{Depot, SharedBuffer};
+
+/// Bytes of a `cudaIpcMemHandle_t`.
+pub const IPC_HANDLE_BYTES: usize = 64;
+
+/// `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`, which must be given.
+const IPC_LAZY_PEER_ACCESS: u32 = 1;
+/// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`.
+const REGISTER_FLAGS: u32 = 1 | 2;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Source {
+    Allocated,
+    OpenedIpc,
+}
+
+/// Device memory with an address in this process.
+pub struct DeviceMemory {
+    context: Arc<Context>,
+    address: Address,
+    bytes: u64,
+    source: Source,
+}
+
+impl DeviceMemory {
+    /// New memory, with any contents.
+    pub fn allocate(context: &Arc<Context>, bytes: u64) -> Result<Self, CudaError> {
+        let (api, mut address) = (context.bind()?, 0);
+        let length = usize::try_from(bytes).unwrap_or(usize::MAX);
+        // SAFETY: writes one address.
+        let code = unsafe { (api.cuMemAlloc_v2)(&raw mut address, length) };
+        context.check("cuMemAlloc_v2", code)?;
+        Ok(Self {
+            context: Arc::clone(context),
+            address,
+            bytes,
+            source: Source::Allocated,
+        })
+    }
+
+    /// How another process opens it.
+    pub fn ipc_handle(&self) -> Result<[u8; IPC_HANDLE_BYTES], CudaError> {
+        let api = self.context.bind()?;
+        let mut handle = sys::CUipcMemHandle { reserved: [0; 64] };
+        // SAFETY: writes one handle; the address is that of live memory.
+        let code = unsafe { (api.cuIpcGetMemHandle)(&raw mut handle, self.address) };
+        self.context.check("cuIpcGetMemHandle", code)?;
+        Ok(handle.reserved.map(i8::cast_unsigned))
+    }
+
+    /// Opens another process's memory: all of the allocation that the handle is of, from its first byte.
+    pub fn open_ipc(
+        context: &Arc<Context>,
+        handle: &[u8; IPC_HANDLE_BYTES],
+    ) -> Result<Self, CudaError> {
+        let (api, mut address) = (context.bind()?, 0);
+        let reserved = handle.map(u8::cast_signed);
+        let handle = sys::CUipcMemHandle { reserved };
+        // SAFETY: writes one address. The handle is any 64 bytes: the driver refuses those that are none.
+        let code =
+            unsafe { (api.cuIpcOpenMemHandle_v2)(&raw mut address, handle, IPC_LAZY_PEER_ACCESS) };
+        context.check("cuIpcOpenMemHandle_v2", code)?;
+        let mut opened = Self {
+            context: Arc::clone(context),
+            address,
+            bytes: 0,
+            source: Source::OpenedIpc,
+        };
+        let (mut base, mut bytes) = (0, 0);
+        // SAFETY: writes an address and a size.
+        let code = unsafe { (api.cuMemGetAddressRange_v2)(&raw mut base, &raw mut bytes, address) };
+        context.check("cuMemGetAddressRange_v2", code)?;
+        // What lies before the address belongs to no part of the handle's memory.
+        let before = address.saturating_sub(base);
+        opened.bytes = (bytes as u64).saturating_sub(before);
+        Ok(opened)
+    }
+
+    /// How much there is.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Whether two are the same memory.
+    pub fn is(&self, other: &Self) -> bool {
+        self.address == other.address
+    }
+
+    pub(super) fn range(&self, offset_bytes: u64, len_bytes: u64) -> Option<Address> {
+        let end = offset_bytes.checked_add(len_bytes)?;
+        (end <= self.bytes).then(|| self.address + offset_bytes)
+    }
+}
+
+impl Drop for DeviceMemory {
+    fn drop(&mut self) {
+        let address = self.address;
+        match self.source {
+            // SAFETY: it was allocated here, and what a stream works on is held until that is over.
+            Source::Allocated => self
+                .context
+                .give_back("cuMemFree_v2", |api| unsafe { (api.cuMemFree_v2)(address) }),
+            Source::OpenedIpc => self.context.give_back("cuIpcCloseMemHandle", |api| {
+                // SAFETY: it was opened here, and what a stream works on is held until that is over.
+                unsafe { (api.cuIpcCloseMemHandle)(address) }
+            }),
+        }
+    }
+}
+
+impl std::fmt::Debug for DeviceMemory {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "DeviceMemory({} bytes, {:?})", self.bytes, self.source)
+    }
+}
+
+/// A part of a depot's memory that the GPU reaches without the driver's help, until it is dropped.
+#[derive(Debug)]
+pub struct PinnedRange {
+    context: Arc<Context>,
+    address: usize,
+    /// What is pinned stays mapped: the driver would go on with the pages that were there.
+    _depot: Arc<Depot>,
+}
+
+impl PinnedRange {
+    /// Pins a range of a depot's memory.
+    pub fn register(
+        context: &Arc<Context>,
+        depot: &Arc<Depot>,
+        offset_bytes: u64,
+        len_bytes: u64,
+    ) -> Result<Self, CudaError> {
+        let api = context.bind()?;
+        let out_of_range = CudaError {
+            call: "cuMemHostRegister_v2",
+            code: 1,
+            name: "CUDA_ERROR_INVALID_VALUE",
+        };
+        let address = host_range(depot.buffer(), offset_bytes, len_bytes).ok_or(out_of_range)?;
+        // SAFETY: the range lies in a live mapping. The driver pins its pages and changes no byte.
+        let code = unsafe {
+            (api.cuMemHostRegister_v2)(
+                ptr::with_exposed_provenance_mut(address),
+                len_bytes as usize,
+                REGISTER_FLAGS,
+            )
+        };
+        context.check("cuMemHostRegister_v2", code)?;
+        Ok(Self {
+            context: Arc::clone(context),
+            address,
+            _depot: Arc::clone(depot),
+        })
+    }
+}
+
+impl Drop for PinnedRange {
+    fn drop(&mut self) {
+        let address = ptr::with_exposed_provenance_mut(self.address);
+        self.context.give_back("cuMemHostUnregister", |api| {
+            // SAFETY: it was registered here.
+            unsafe { (api.cuMemHostUnregister)(address) }
+        });
+    }
+}
+
+pub(super) fn host_range(
+    buffer: &SharedBuffer,
+    offset_bytes: u64,
+    len_bytes: u64,
+) -> Option<usize> {
+    let end = offset_bytes.checked_add(len_bytes)?;
+    let inside = len_bytes > 0 && end <= buffer.len();
+    inside.then(|| buffer.address() + offset_bytes as usize)
+}

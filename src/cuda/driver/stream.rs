@@ -1,0 +1,336 @@
+//! Streams, and copies that hold their memory until they are over.
+#![expect(unsafe_code, reason = "calls into the CUDA driver")]
+
+use std::mem::ManuallyDrop;
+use std::ptr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use cudarc::driver::sys;
+
+use super::Context;
+use super::api::Code;
+use super::memory::{DeviceMemory, host_range};
+use crate::cuda::error::CudaError;
+use crate::cuda::sabotage::{Bug, planted};
+use crate::memory::{CopyRange, SharedBuffer};
+use crate::types::Direction;
+
+const NOT_READY: Code = 600;
+/// `CU_STREAM_NON_BLOCKING`: not held up by the default stream.
+const STREAM_NON_BLOCKING: u32 = 1;
+/// `CU_EVENT_DISABLE_TIMING`.
+const EVENT_DISABLE_TIMING: u32 = 2;
+/// How long the end of work is waited for when its owner is gone. Then its memory is left as it is, for ever.
+const DROP_LIMIT: Duration = Duration::from_secs(2);
+const DROP_PAUSE: Duration = Duration::from_micros(200);
+
+/// Work in order, beside that of other streams.
+pub struct Stream {
+    context: Arc<Context>,
+    handle: sys::CUstream,
+}
+
+// SAFETY: a stream may be used by any thread that has made its context its own.
+unsafe impl Send for Stream {}
+// SAFETY: as above; the driver locks what it must.
+unsafe impl Sync for Stream {}
+
+/// Host memory that a stream copies from or to.
+pub trait HostMemory: Send + Sync + 'static {
+    /// The memory.
+    fn buffer(&self) -> &SharedBuffer;
+
+    /// First byte behind the part that holds this offset and that one copy must not leave.
+    fn end_of_part(&self, offset_bytes: u64) -> u64;
+}
+
+/// Device memory that a stream copies from or to, by number.
+pub trait DeviceSide: Send + Sync + 'static {
+    /// One of the allocations.
+    fn memory(&self, allocation: u32) -> Option<&DeviceMemory>;
+}
+
+/// Why copies were not given to a stream, all or in part.
+#[derive(Debug)]
+pub enum NotSubmitted {
+    /// A call was refused. Copies that were given before are under way, if there were any.
+    Refused(CudaError, Option<Submitted>),
+    /// Copies are under way, and nothing tells when they are over.
+    EndUnknown(CudaError),
+}
+
+impl NotSubmitted {
+    /// What the driver said.
+    pub fn error(&self) -> CudaError {
+        match self {
+            Self::Refused(error, _) | Self::EndUnknown(error) => *error,
+        }
+    }
+}
+
+impl Stream {
+    /// A stream of its own.
+    pub fn new(context: &Arc<Context>) -> Result<Arc<Self>, CudaError> {
+        let (api, mut handle) = (context.bind()?, ptr::null_mut());
+        // SAFETY: writes one handle.
+        let code =
+            unsafe { (api.cuStreamCreateWithPriority)(&raw mut handle, STREAM_NON_BLOCKING, 0) };
+        context.check("cuStreamCreateWithPriority", code)?;
+        Ok(Arc::new(Self {
+            context: Arc::clone(context),
+            handle,
+        }))
+    }
+
+    /// Gives copies to the stream, and returns what tells when they are over. Both memories live until then.
+    ///
+    /// Ranges that do not lie in the memories are refused like errors of the driver; those before them are under way.
+    pub fn submit(
+        self: &Arc<Self>,
+        direction: Direction,
+        device: Arc<dyn DeviceSide>,
+        host: Arc<dyn HostMemory>,
+        ranges: &mut dyn Iterator<Item = CopyRange>,
+    ) -> Result<Submitted, Box<NotSubmitted>> {
+        let nothing = |error| Box::new(NotSubmitted::Refused(error, None));
+        let mut submitted = Submitted {
+            stream: Arc::clone(self),
+            event: Event::new(&self.context).map_err(nothing)?,
+            keeps: ManuallyDrop::new((device, host)),
+            end: End::Over,
+        };
+        if planted(Bug::RecordTooSoon) {
+            submitted.event.record(self).map_err(nothing)?;
+        }
+        let mut copied = Ok(());
+        for range in ranges {
+            copied = self.copy(direction, &mut submitted, range);
+            if copied.is_err() {
+                break;
+            }
+        }
+        if submitted.end == End::Over {
+            // Nothing was given.
+            return match copied {
+                Ok(()) => Ok(submitted),
+                Err(error) => Err(nothing(error)),
+            };
+        }
+        let recorded = match () {
+            () if planted(Bug::RecordTooSoon) => Ok(()),
+            () if planted(Bug::RecordElsewhere) => {
+                Self::new(&self.context).and_then(|other| submitted.event.record(&other))
+            }
+            () => submitted.event.record(self),
+        };
+        match (copied, recorded) {
+            (copied, Ok(())) => {
+                submitted.end = End::AtEvent;
+                match copied {
+                    Ok(()) => Ok(submitted),
+                    Err(error) => Err(Box::new(NotSubmitted::Refused(error, Some(submitted)))),
+                }
+            }
+            (copied, Err(error)) => {
+                // No event tells the end of these copies: it is waited for, or their memory is left alone for ever.
+                let error = copied.err().unwrap_or(error);
+                match self.synchronize() {
+                    Ok(()) => {
+                        submitted.end = End::Over;
+                        Err(nothing(error))
+                    }
+                    Err(_) => Err(Box::new(NotSubmitted::EndUnknown(error))),
+                }
+            }
+        }
+    }
+
+    fn copy(
+        &self,
+        direction: Direction,
+        submitted: &mut Submitted,
+        range: CopyRange,
+    ) -> Result<(), CudaError> {
+        let (device, host) = &*submitted.keeps;
+        let mut done = 0;
+        while done < range.len_bytes {
+            let depot_bytes = range.depot_bytes + done;
+            let part = host.end_of_part(depot_bytes).saturating_sub(depot_bytes);
+            let part = if planted(Bug::CrossChunks) {
+                u64::MAX
+            } else {
+                part
+            };
+            let len_bytes = part.min(range.len_bytes - done);
+            let here = device
+                .memory(range.allocation)
+                .and_then(|memory| memory.range(range.device_bytes + done, len_bytes))
+                .zip(host_range(host.buffer(), depot_bytes, len_bytes));
+            let Some((at_device, at_host)) = here else {
+                return Err(CudaError {
+                    call: "cuMemcpyAsync",
+                    code: 1,
+                    name: "CUDA_ERROR_INVALID_VALUE",
+                });
+            };
+            let wrong_way = planted(Bug::WrongWay);
+            let (to, from) = match direction {
+                Direction::Store if wrong_way => (at_device, at_host as u64),
+                Direction::Load if wrong_way => (at_host as u64, at_device),
+                Direction::Store => (at_host as u64, at_device),
+                Direction::Load => (at_device, at_host as u64),
+            };
+            let api = self.context.bind()?;
+            // SAFETY: both ranges lie in memory that `submitted` keeps until the stream has come behind this copy. Other
+            // processes may write the same bytes, which are then any bytes; nothing in this process refers to them.
+            let code = unsafe { (api.cuMemcpyAsync)(to, from, len_bytes as usize, self.handle) };
+            self.context.check("cuMemcpyAsync", code)?;
+            submitted.end = End::Unknown;
+            done += len_bytes;
+        }
+        Ok(())
+    }
+
+    /// Waits until everything in the stream is done.
+    fn synchronize(&self) -> Result<(), CudaError> {
+        let api = self.context.bind()?;
+        // SAFETY: the stream is ours.
+        let code = unsafe { (api.cuStreamSynchronize)(self.handle) };
+        self.context.check("cuStreamSynchronize", code)
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        let handle = self.handle;
+        self.context.give_back("cuStreamDestroy_v2", |api| {
+            // SAFETY: it was made here. What is still in it goes on; its memory is held by who waits for it.
+            unsafe { (api.cuStreamDestroy_v2)(handle) }
+        });
+    }
+}
+
+impl std::fmt::Debug for Stream {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Stream({:?})", self.context)
+    }
+}
+
+/// A point in a stream.
+struct Event {
+    context: Arc<Context>,
+    handle: sys::CUevent,
+}
+
+// SAFETY: an event may be used by any thread that has made its context its own.
+unsafe impl Send for Event {}
+
+impl Event {
+    fn new(context: &Arc<Context>) -> Result<Self, CudaError> {
+        let (api, mut handle) = (context.bind()?, ptr::null_mut());
+        // SAFETY: writes one handle.
+        let code = unsafe { (api.cuEventCreate)(&raw mut handle, EVENT_DISABLE_TIMING) };
+        context.check("cuEventCreate", code)?;
+        Ok(Self {
+            context: Arc::clone(context),
+            handle,
+        })
+    }
+
+    fn record(&self, stream: &Stream) -> Result<(), CudaError> {
+        let api = self.context.bind()?;
+        // SAFETY: both are live, and of one context.
+        let code = unsafe { (api.cuEventRecord)(self.handle, stream.handle) };
+        self.context.check("cuEventRecord", code)
+    }
+
+    fn reached(&self) -> Result<bool, CudaError> {
+        let api = self.context.bind()?;
+        // SAFETY: the event is live.
+        let code = unsafe { (api.cuEventQuery)(self.handle) };
+        match code {
+            NOT_READY => Ok(false),
+            _ => self.context.check("cuEventQuery", code).map(|()| true),
+        }
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        let handle = self.handle;
+        self.context.give_back("cuEventDestroy_v2", |api| {
+            // SAFETY: it was made here; the driver keeps what a stream still needs of it.
+            unsafe { (api.cuEventDestroy_v2)(handle) }
+        });
+    }
+}
+
+/// Copies under way, and the memory that they touch. Both memories are let go when the copies are known to be over, and
+/// never when that cannot be known.
+pub struct Submitted {
+    stream: Arc<Stream>,
+    event: Event,
+    keeps: ManuallyDrop<(Arc<dyn DeviceSide>, Arc<dyn HostMemory>)>,
+    end: End,
+}
+
+/// When copies are over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum End {
+    /// They are, or none was given.
+    Over,
+    /// When the event is reached.
+    AtEvent,
+    /// Nobody can say.
+    Unknown,
+}
+
+impl Submitted {
+    /// Whether they are over.
+    pub fn poll(&mut self) -> Result<bool, CudaError> {
+        let over = match self.end {
+            End::Over => true,
+            End::AtEvent => planted(Bug::MissingEventWait) || self.event.reached()?,
+            End::Unknown => false,
+        };
+        if over {
+            self.end = End::Over;
+        }
+        Ok(over)
+    }
+
+    /// Lets nothing go, ever: the process is about to end.
+    pub fn forget(mut self) {
+        self.end = End::Unknown;
+    }
+}
+
+impl Drop for Submitted {
+    fn drop(&mut self) {
+        let until = Instant::now() + DROP_LIMIT;
+        while self.end != End::Over && !planted(Bug::LetGoEarly) {
+            match self.poll() {
+                Ok(true) => {}
+                Ok(false) if self.end == End::AtEvent && Instant::now() < until => {
+                    std::thread::sleep(DROP_PAUSE);
+                }
+                not_over => {
+                    tracing::error!(
+                        ?not_over,
+                        "copies whose end is not known: their memory stays"
+                    );
+                    return;
+                }
+            }
+        }
+        // SAFETY: dropped here, once, and not used behind this.
+        unsafe { ManuallyDrop::drop(&mut self.keeps) };
+    }
+}
+
+impl std::fmt::Debug for Submitted {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Submitted({:?}, {:?})", self.stream, self.end)
+    }
+}
