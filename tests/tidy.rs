@@ -127,6 +127,7 @@ const UNSAFE_FILES: &[&str] = &[
     "src/cuda/driver/memory.rs",
     "src/cuda/driver/mod.rs",
     "src/cuda/driver/stream.rs",
+    "src/cuda/driver/vmm.rs",
     "src/memory/buffer.rs",
     "src/memory/copy/kernel.rs",
 ];

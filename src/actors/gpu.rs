@@ -9,6 +9,7 @@ use crate::cuda::{
     RegisteredDevice, Window,
 };
 use crate::memory::{CancelFlag, Depot, RegisteredMemory};
+use crate::transport::FdReceiver;
 use crate::types::{ByteSize, Copy, FragmentPair, GroupGeometry, Registration};
 
 /// A GPU that copies.
@@ -110,9 +111,11 @@ impl Gpu {
     pub(super) fn open(
         &self,
         registration: &Registration,
+        fds: &FdReceiver,
     ) -> Result<RegisteredDevice, DeviceOpenError> {
         let mut window = Window::new(&self.context)?;
-        RegisteredDevice::open(registration, &self.context, &mut window)
+        let take = |ticket: &[u8; 16]| fds.take(ticket);
+        RegisteredDevice::open(registration, &self.context, &mut window, take)
     }
 
     /// Hands a copy over; false when there is no place for it, or the GPU is lost.

@@ -6,6 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use rustix::process::{Resource, getrlimit, setrlimit};
+
 use crate::actors::{PoolSettings, WorkerArguments, run_worker};
 use crate::cli::process::{Ending, end_with_supervisor};
 use crate::cli::{ConfigArguments, block_on, dirs::Dirs};
@@ -64,6 +66,7 @@ impl Arguments {
         let node = node.map(NumaNode::find).transpose();
         let node = node.map_err(|error| CommandError::Config(error.to_string()))?;
         let held = self.depot_fd.map(reopen).transpose()?;
+        open_as_many_files_as_allowed();
         block_on(2, async move {
             let mut ending = Ending::listen(self.supervised)?;
             let dirs = Dirs::new(&config.socket_dir);
@@ -139,4 +142,13 @@ fn reopen(fd: u32) -> Result<OwnedFd, CommandError> {
     let file = OpenOptions::new().read(true).write(true).open(&path);
     file.map(OwnedFd::from)
         .map_err(|error| CommandError::Failed(format!("{path}: {error}")))
+}
+
+/// Each chunk of an engine's memory comes as a file: the usual limit of 1024 is soon too low.
+fn open_as_many_files_as_allowed() {
+    let mut files = getrlimit(Resource::Nofile);
+    files.current = files.maximum;
+    if let Err(error) = setrlimit(Resource::Nofile, files) {
+        tracing::warn!(%error, "cannot raise the number of open files");
+    }
 }

@@ -1,14 +1,19 @@
 //! An engine's memory on a GPU, opened in this process.
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::driver::{Context, DeviceMemory, DeviceSide, DeviceUuid, HostMemory, Stream};
+use super::driver::{
+    Context, DeviceMemory, DeviceSide, DeviceUuid, HostMemory, SharedChunk, Stream,
+};
 use super::error::CudaError;
 use crate::memory::{
     BufferError, CopyRange, PageLayout, RegistrationError, SharedBuffer, validate,
 };
-use crate::types::{AllocationHandle, AllocationKind, Direction, GroupGeometry, Registration};
+use crate::types::{
+    AllocationHandle, AllocationKind, Chunk, ChunkHandle, Direction, GroupGeometry, Registration,
+};
 
 /// How long one copy of a few bytes may take; the GPU may be busy with an engine's work.
 const SMALL_COPY_LIMIT: Duration = Duration::from_secs(10);
@@ -203,12 +208,15 @@ pub enum DeviceOpenError {
         "registration.device_uuid is '{0}': give it as nvidia-smi -L does, GPU- and 32 hexadecimal digits"
     )]
     Uuid(String),
-    /// A way of sharing that is not known yet.
+    /// The path of a file.
+    #[error("registration.allocations[{0}].handle is a path: device memory has none")]
+    Path(usize),
+    /// Nobody handed a file descriptor over under this ticket, or too long ago.
     #[error(
-        "registration.allocations[{0}].handle: this version opens cuda_ipc handles; exported descriptors and fabric handles \
-         are not known yet (PyTorch: do not set expandable_segments)"
+        "registration.allocations[{0}].handle: no file descriptor came under this ticket (chunk {1}): send it first, and \
+         register within 30 s"
     )]
-    Handle(usize),
+    Ticket(usize, usize),
     /// The driver does not open the handle.
     #[error("registration.allocations[{index}].handle: {source}")]
     Open {
@@ -265,22 +273,59 @@ pub fn device_of(registration: &Registration) -> Result<DeviceUuid, DeviceOpenEr
     text.parse().map_err(|()| DeviceOpenError::Uuid(text))
 }
 
+/// The chunks of an allocation that is not opened as a whole, each with its length.
+fn chunks(
+    index: usize,
+    handle: &AllocationHandle,
+    bytes: u64,
+    take: impl Fn(&[u8; 16]) -> Option<OwnedFd>,
+) -> Result<Vec<(SharedChunk, u64)>, DeviceOpenError> {
+    let taken = |place: usize, ticket: &[u8; 16]| {
+        let fd = take(ticket).ok_or(DeviceOpenError::Ticket(index, place));
+        fd.map(SharedChunk::Fd)
+    };
+    let list = match handle {
+        AllocationHandle::Ticket(ticket) => return Ok(vec![(taken(0, ticket)?, bytes)]),
+        AllocationHandle::CudaFabric(handle) => {
+            return Ok(vec![(SharedChunk::Fabric(*handle), bytes)]);
+        }
+        AllocationHandle::Chunks(list) => list,
+        AllocationHandle::Path(_) | AllocationHandle::CudaIpc(_) => {
+            return Err(DeviceOpenError::Path(index));
+        }
+    };
+    let shared = |(place, chunk): (usize, &Chunk)| {
+        let shared = match &chunk.handle {
+            ChunkHandle::Ticket(ticket) => taken(place, ticket)?,
+            ChunkHandle::CudaFabric(handle) => SharedChunk::Fabric(*handle),
+        };
+        Ok((shared, chunk.bytes))
+    };
+    list.iter().enumerate().map(shared).collect()
+}
+
 impl RegisteredDevice {
-    /// Checks the description, opens the allocations and looks for the nonce. Blocks on the driver.
+    /// Checks the description, opens the allocations and looks for the nonce. `take` finds the descriptor of a ticket.
+    /// Blocks on the driver.
     pub fn open(
         registration: &Registration,
         context: &Arc<Context>,
         window: &mut Window,
+        take: impl Fn(&[u8; 16]) -> Option<OwnedFd>,
     ) -> Result<Self, DeviceOpenError> {
         let layout = validate(registration)?;
         let mut memories: Vec<DeviceMemory> = Vec::with_capacity(registration.allocations.len());
         for (index, allocation) in registration.allocations.iter().enumerate() {
-            let handle = match (&allocation.handle, allocation.kind) {
-                (_, AllocationKind::SharedMemory) => return Err(DeviceOpenError::Mixed(index)),
-                (AllocationHandle::CudaIpc(handle), AllocationKind::Device) => handle,
-                _ => return Err(DeviceOpenError::Handle(index)),
+            if allocation.kind == AllocationKind::SharedMemory {
+                return Err(DeviceOpenError::Mixed(index));
+            }
+            let memory = match &allocation.handle {
+                AllocationHandle::CudaIpc(handle) => DeviceMemory::open_ipc(context, handle),
+                other => {
+                    let chunks = chunks(index, other, allocation.bytes, &take)?;
+                    DeviceMemory::open_chunks(context, &chunks)
+                }
             };
-            let memory = DeviceMemory::open_ipc(context, handle);
             let memory = memory.map_err(|source| DeviceOpenError::Open { index, source })?;
             if memory.bytes() < allocation.bytes {
                 return Err(DeviceOpenError::TooShort {

@@ -19,7 +19,10 @@ mod tests;
 pub use copier::{
     Copier, CopierError, CopierSettings, CopyOrder, Outcome, PARTS_IN_FLIGHT, QUEUE_PLACES,
 };
-pub use driver::{Context, Device, DeviceMemory, DeviceUuid, Driver, IPC_HANDLE_BYTES};
+pub use driver::{
+    Context, Device, DeviceMemory, DeviceUuid, Driver, IPC_HANDLE_BYTES, Physical, SharedChunk,
+    Sharing,
+};
 pub use engine_memory::{
     DeviceMemories, DeviceOpenError, RegisteredDevice, SmallCopyError, Window, device_of,
 };

@@ -8,12 +8,17 @@ use std::time::Duration;
 
 use clap::ValueEnum;
 
-use crate::cuda::{Context, DeviceMemories, DeviceMemory, Driver, IPC_HANDLE_BYTES, Window};
+use crate::cuda::{
+    Context, DeviceMemories, DeviceMemory, Driver, IPC_HANDLE_BYTES, Physical, SharedChunk,
+    Sharing, Window,
+};
 use crate::engine::layout::describe;
 use crate::engine::rank::{RankSettings, random};
 use crate::memory::SharedBuffer;
-use crate::transport::send_fd;
-use crate::types::{AllocationHandle, AllocationKind, Nonce, Rank, Registration};
+use crate::transport::{send_fd, send_fds};
+use crate::types::{
+    AllocationHandle, AllocationKind, Chunk, ChunkHandle, Nonce, Rank, Registration,
+};
 
 /// How long a worker may take to accept a file descriptor.
 const HAND_OVER_LIMIT: Duration = Duration::from_secs(2);
@@ -21,14 +26,21 @@ const HAND_OVER_LIMIT: Duration = Duration::from_secs(2);
 /// What the driver takes from the GPU at a time.
 const DRIVER_PIECE_BYTES: u64 = 2 << 20;
 
+/// What a chunk has, if the driver does not make it more: as PyTorch's small ones, so that pages lie across their ends.
+const CHUNK_BYTES: u64 = 2 << 20;
+
 /// Where the reference engine keeps its KV.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub enum EngineDevice {
     /// In host memory, which its worker maps.
     #[default]
     Cpu,
-    /// On a GPU for each rank, in turn.
+    /// On a GPU for each rank, in turn; shared by CUDA IPC handles.
     Cuda,
+    /// The same in chunks, as PyTorch's expandable segments are, shared by file descriptors.
+    CudaFd,
+    /// The same, shared by fabric handles.
+    CudaFabric,
 }
 
 /// See the module.
@@ -39,16 +51,24 @@ pub(super) enum RankMemory {
 
 pub(super) struct OnDevice {
     memory: Arc<DeviceMemories>,
-    handle: [u8; IPC_HANDLE_BYTES],
+    shared: Shared,
+    bytes: u64,
     uuid: String,
     window: Mutex<Window>,
 }
 
+/// How others open it.
+enum Shared {
+    Whole([u8; IPC_HANDLE_BYTES]),
+    Chunks(Vec<Physical>),
+}
+
 /// What a registration says of it.
 pub(super) struct Described {
-    pub(super) kind: AllocationKind,
-    pub(super) handle: AllocationHandle,
-    pub(super) device_uuid: Option<String>,
+    kind: AllocationKind,
+    handle: AllocationHandle,
+    bytes: u64,
+    device_uuid: Option<String>,
 }
 
 impl Described {
@@ -58,6 +78,7 @@ impl Described {
         for allocation in &mut registration.allocations {
             allocation.kind = self.kind;
             allocation.handle = self.handle.clone();
+            allocation.bytes = self.bytes;
         }
         registration.device_uuid = self.device_uuid;
         registration
@@ -72,7 +93,7 @@ impl RankMemory {
                 let buffer = SharedBuffer::create("kvferry-engine", bytes);
                 buffer.map(Self::Host).map_err(words)
             }
-            EngineDevice::Cuda => OnDevice::create(rank, bytes).map(Self::Device),
+            _ => OnDevice::create(device, rank, bytes).map(Self::Device),
         }
     }
 
@@ -128,29 +149,75 @@ impl RankMemory {
                 Ok(Described {
                     kind: AllocationKind::SharedMemory,
                     handle: AllocationHandle::Ticket(ticket),
+                    bytes: buffer.len(),
                     device_uuid: None,
                 })
             }
             Self::Device(device) => Ok(Described {
                 kind: AllocationKind::Device,
-                handle: AllocationHandle::CudaIpc(device.handle),
+                handle: device.shared.hand_over(worker_dir).await?,
+                bytes: device.bytes,
                 device_uuid: Some(device.uuid.clone()),
             }),
         }
     }
 }
 
+impl Shared {
+    async fn hand_over(&self, worker_dir: &Path) -> Result<AllocationHandle, String> {
+        let chunks = match self {
+            Self::Whole(handle) => return Ok(AllocationHandle::CudaIpc(*handle)),
+            Self::Chunks(chunks) => chunks,
+        };
+        let (mut list, mut tickets) = (Vec::new(), Vec::new());
+        for chunk in chunks {
+            let handle = match chunk.share().map_err(words)? {
+                SharedChunk::Fabric(handle) => ChunkHandle::CudaFabric(handle),
+                SharedChunk::Fd(fd) => {
+                    let mut ticket = [0; 16];
+                    random(&mut ticket)?;
+                    tickets.push((ticket, fd));
+                    ChunkHandle::Ticket(ticket)
+                }
+            };
+            let bytes = chunk.bytes();
+            list.push(Chunk { handle, bytes });
+        }
+        let fds: Vec<_> = tickets
+            .iter()
+            .map(|(ticket, fd)| (*ticket, fd.as_fd()))
+            .collect();
+        let sent = send_fds(worker_dir, &fds, HAND_OVER_LIMIT).await;
+        sent.map_err(words)?;
+        Ok(AllocationHandle::Chunks(list))
+    }
+}
+
 impl OnDevice {
-    fn create(rank: Rank, bytes: u64) -> Result<Self, String> {
+    fn create(kind: EngineDevice, rank: Rank, bytes: u64) -> Result<Self, String> {
         let driver = Driver::get().map_err(words)?;
         let devices = driver.devices().map_err(words)?;
         let device = devices[usize::from(rank.0) % devices.len()];
         let context = Context::new(driver, device).map_err(words)?;
-        // Smaller ones share a piece of the driver's, and with it a handle.
-        let bytes = bytes.next_multiple_of(DRIVER_PIECE_BYTES);
-        let memory = DeviceMemory::allocate(&context, bytes).map_err(words)?;
+        let in_chunks = |sharing| {
+            let made = DeviceMemory::allocate_chunks(&context, bytes, CHUNK_BYTES, sharing);
+            let (memory, chunks) = made.map_err(words)?;
+            Ok::<_, String>((memory, Shared::Chunks(chunks)))
+        };
+        let (memory, shared) = match kind {
+            EngineDevice::CudaFd => in_chunks(Sharing::Fd)?,
+            EngineDevice::CudaFabric => in_chunks(Sharing::Fabric)?,
+            EngineDevice::Cpu | EngineDevice::Cuda => {
+                // Smaller ones share a piece of the driver's, and with it a handle.
+                let bytes = bytes.next_multiple_of(DRIVER_PIECE_BYTES);
+                let memory = DeviceMemory::allocate(&context, bytes).map_err(words)?;
+                let handle = memory.ipc_handle().map_err(words)?;
+                (memory, Shared::Whole(handle))
+            }
+        };
         Ok(Self {
-            handle: memory.ipc_handle().map_err(words)?,
+            shared,
+            bytes: memory.bytes(),
             memory: DeviceMemories::own(vec![memory]),
             uuid: device.uuid.to_string(),
             window: Mutex::new(Window::new(&context).map_err(words)?),

@@ -76,9 +76,9 @@ impl RegisteredMemory {
                     let fd = take(ticket).ok_or(OpenError::Ticket(index))?;
                     SharedBuffer::from_fd(fd, allocation.bytes)
                 }
-                AllocationHandle::CudaIpc(_) | AllocationHandle::CudaFabric(_) => {
-                    return Err(OpenError::Device(index));
-                }
+                AllocationHandle::CudaIpc(_)
+                | AllocationHandle::CudaFabric(_)
+                | AllocationHandle::Chunks(_) => return Err(OpenError::Device(index)),
             };
             buffers.push(buffer.map_err(|source| OpenError::Buffer { index, source })?);
         }

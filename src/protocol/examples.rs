@@ -9,9 +9,9 @@ use crate::protocol::body::{
 use crate::protocol::codec::Message;
 use crate::protocol::error::ErrorCode;
 use crate::types::{
-    Allocation, AllocationHandle, AllocationKind, Anchor, Attention, DepotId, DomainId, Epoch,
-    Fingerprint, FragmentPair, Generation, GroupGeometry, GroupId, Nonce, PageList, PageRecord,
-    Rank, Registration, Stored, TensorRole, TensorView,
+    Allocation, AllocationHandle, AllocationKind, Anchor, Attention, Chunk, ChunkHandle, DepotId,
+    DomainId, Epoch, Fingerprint, FragmentPair, Generation, GroupGeometry, GroupId, Nonce,
+    PageList, PageRecord, Rank, Registration, Stored, TensorRole, TensorView,
 };
 
 /// One message of each kind, with values that show every field. Names are unique.
@@ -354,13 +354,22 @@ fn registration() -> Registration {
     }
 }
 
-/// Three ways to reach the memory of a GPU.
+/// Ways to reach the memory of a GPU.
 fn device_registration() -> Registration {
     let host = registration();
+    let chunks = [
+        ChunkHandle::Ticket([9; 16]),
+        ChunkHandle::CudaFabric([10; 64]),
+    ];
+    let chunks = chunks.map(|handle| Chunk {
+        handle,
+        bytes: 1 << 20,
+    });
     let handles = [
         AllocationHandle::CudaIpc([6; 64]),
         AllocationHandle::CudaFabric([7; 64]),
         AllocationHandle::Ticket([8; 16]),
+        AllocationHandle::Chunks(chunks.to_vec()),
     ];
     let allocations = handles.map(|handle| Allocation {
         kind: AllocationKind::Device,

@@ -1,8 +1,9 @@
 //! Handing file descriptors to a worker, over a Unix socket of its own.
 //!
 //! A sender connects, sends a ticket of 16 bytes with exactly one descriptor beside it (`SCM_RIGHTS`), and reads one byte:
-//! [`ACCEPTED`] or [`REFUSED`]. The worker takes the descriptor by its ticket, which reaches it in a message. At most
-//! [`UNTAKEN_MAX`] descriptors wait, each for [`UNTAKEN_TTL`]; tickets are secrets of their sender and must be random.
+//! [`ACCEPTED`] or [`REFUSED`]. More may follow on the same connection, one after another. The worker takes the descriptor by
+//! its ticket, which reaches it in a message. At most [`UNTAKEN_MAX`] descriptors wait, each for [`UNTAKEN_TTL`]; tickets are
+//! secrets of their sender and must be random.
 
 use std::collections::HashMap;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -26,8 +27,9 @@ use super::directory::{self, Claim, FD_SOCKET_NAME};
 
 /// Length of a [`Ticket`].
 pub const TICKET_BYTES: usize = 16;
-/// Most descriptors that wait to be taken; further ones are refused.
-pub const UNTAKEN_MAX: usize = 64;
+/// Most descriptors that wait to be taken; further ones are refused. Each chunk of an engine's memory is one. Worst case: about
+/// 16 MiB beside the descriptors themselves.
+pub const UNTAKEN_MAX: usize = 16_448;
 /// How long a descriptor waits before it is closed.
 pub const UNTAKEN_TTL: Duration = Duration::from_secs(30);
 
@@ -153,29 +155,45 @@ async fn accept(socket: UnixListener, untaken: Weak<Untaken>, mut gone: watch::R
         };
         let untaken = untaken.clone();
         tokio::spawn(async move {
-            let served = timeout(MESSAGE_DEADLINE, serve(stream, &untaken)).await;
+            converse(stream, untaken).await;
             drop(place);
-            match served {
-                Ok(Ok((ticket, taken))) => expire(&untaken, &ticket, taken).await,
-                Ok(Err(error)) if error.kind() == io::ErrorKind::NotConnected => {
-                    tracing::debug!(%error, "a connection for descriptors");
-                }
-                Ok(Err(error)) => tracing::info!(%error, "refused a descriptor"),
-                Err(_) => tracing::info!("refused a descriptor: it did not come in time"),
-            }
         });
+    }
+}
+
+/// Takes what one sender has, until it has no more.
+async fn converse(mut stream: UnixStream, untaken: Weak<Untaken>) {
+    loop {
+        match timeout(MESSAGE_DEADLINE, serve(&mut stream, &untaken)).await {
+            Ok(Ok((ticket, taken))) => {
+                let untaken = untaken.clone();
+                tokio::spawn(async move { expire(&untaken, &ticket, taken).await });
+            }
+            Ok(Err(error)) if error.kind() == io::ErrorKind::NotConnected => {
+                tracing::debug!(%error, "a connection for descriptors");
+                return;
+            }
+            Ok(Err(error)) => {
+                tracing::info!(%error, "refused a descriptor");
+                return;
+            }
+            Err(_) => {
+                tracing::info!("refused a descriptor: it did not come in time");
+                return;
+            }
+        }
     }
 }
 
 /// Receives one message and answers it.
 async fn serve(
-    mut stream: UnixStream,
+    stream: &mut UnixStream,
     untaken: &Weak<Untaken>,
 ) -> io::Result<(Ticket, oneshot::Receiver<()>)> {
     if stream.peer_cred()?.uid() != rustix::process::geteuid().as_raw() {
         return Err(io::Error::other("it comes from another user"));
     }
-    let kept = match receive(&mut stream).await {
+    let kept = match receive(stream).await {
         Ok((ticket, fd)) => untaken
             .upgrade()
             .and_then(|untaken| untaken.keep(ticket, fd))
@@ -251,7 +269,9 @@ fn receive_some(
         }
     }
     match received.flags.contains(ReturnFlags::CTRUNC) || fds.len() > 1 {
-        true => Err(io::Error::other("it has more than one descriptor")),
+        true => Err(io::Error::other(
+            "it has more than one descriptor, or this process has as many as it may (ulimit -n)",
+        )),
         false => Ok(received.bytes),
     }
 }
@@ -260,29 +280,50 @@ fn receive_some(
 /// copy of the descriptor.
 ///
 /// # Errors
-/// [`FdError`]; after [`FdError::Late`] the receiver may have it or not.
+/// As [`send_fds`].
 pub async fn send_fd(
     directory: &Path,
     ticket: &Ticket,
     fd: BorrowedFd<'_>,
     deadline: Duration,
 ) -> Result<(), FdError> {
+    send_fds(directory, &[(*ticket, fd)], deadline).await
+}
+
+/// Hands over several descriptors, as [`send_fd`] one.
+///
+/// # Errors
+/// [`FdError`]; then the receiver may have some of them. After [`FdError::Late`] it may have the one in question or not.
+pub async fn send_fds(
+    directory: &Path,
+    fds: &[(Ticket, BorrowedFd<'_>)],
+    deadline: Duration,
+) -> Result<(), FdError> {
     directory::check(directory)?;
     let socket = directory::socket_path(directory, FD_SOCKET_NAME)?;
-    let exchange = async {
-        let mut stream = UnixStream::connect(&socket).await?;
-        let sent = stream
-            .async_io(Interest::WRITABLE, || send_both(stream.as_fd(), ticket, fd))
-            .await?;
-        stream.write_all(&ticket[sent..]).await?;
-        stream.read_u8().await
-    };
-    match timeout(deadline, exchange).await {
-        Ok(Ok(ACCEPTED)) => Ok(()),
-        Ok(Ok(_)) => Err(FdError::Refused),
-        Ok(Err(error)) => Err(error.into()),
-        Err(_) => Err(FdError::Late(deadline)),
+    let mut connected: Option<UnixStream> = None;
+    for (ticket, fd) in fds {
+        let exchange = async {
+            let stream = match &mut connected {
+                Some(stream) => stream,
+                none => none.insert(UnixStream::connect(&socket).await?),
+            };
+            let sent = stream
+                .async_io(Interest::WRITABLE, || {
+                    send_both(stream.as_fd(), ticket, *fd)
+                })
+                .await?;
+            stream.write_all(&ticket[sent..]).await?;
+            stream.read_u8().await
+        };
+        match timeout(deadline, exchange).await {
+            Ok(Ok(ACCEPTED)) => {}
+            Ok(Ok(_)) => return Err(FdError::Refused),
+            Ok(Err(error)) => return Err(error.into()),
+            Err(_) => return Err(FdError::Late(deadline)),
+        }
     }
+    Ok(())
 }
 
 fn send_both(stream: BorrowedFd<'_>, ticket: &Ticket, fd: BorrowedFd<'_>) -> io::Result<usize> {

@@ -40,7 +40,9 @@ use bytes::Bytes;
 pub use connection::{Connection, ConnectionReceiver, ConnectionSender};
 pub use directory::{check as check_directory, prepare as prepare_directory};
 pub use error::{CloseReason, Closed, SendError, TransportError};
-pub use fds::{FdError, FdReceiver, TICKET_BYTES, Ticket, UNTAKEN_MAX, UNTAKEN_TTL, send_fd};
+pub use fds::{
+    FdError, FdReceiver, TICKET_BYTES, Ticket, UNTAKEN_MAX, UNTAKEN_TTL, send_fd, send_fds,
+};
 pub use listener::{FrameSender, Listener};
 pub use memory::MemoryTransport;
 pub use server::{Replier, SERVER_BATCH_MAX, Server, ServerEvent, ServerSettings};

@@ -24,8 +24,8 @@ pub use ids::{
 pub use numa::{NumaNodes, ParseNumaNodesError};
 pub use record::{PageRecord, Record, Scope, Stored};
 pub use registration::{
-    Allocation, AllocationHandle, AllocationKind, Attention, Nonce, Registration, TensorRole,
-    TensorView,
+    Allocation, AllocationHandle, AllocationKind, Attention, Chunk, ChunkHandle, Nonce,
+    Registration, TensorRole, TensorView,
 };
 pub use request::{Answer, Copy, Direction, EndedCopy, Request, ResetScope};
 pub use sharding::Sharding;

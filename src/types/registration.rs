@@ -74,6 +74,27 @@ pub enum AllocationHandle {
     CudaIpc(#[serde(with = "serde_bytes")] [u8; 64]),
     /// `CUmemFabricHandle` of device memory.
     CudaFabric(#[serde(with = "serde_bytes")] [u8; 64]),
+    /// Device memory in chunks, each shared by itself, that lie one behind the other: offsets count over all of them.
+    Chunks(Vec<Chunk>),
+}
+
+/// A part of an allocation of device memory.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Chunk {
+    /// How to reach it.
+    pub handle: ChunkHandle,
+    /// Its size in bytes: all that was created together.
+    pub bytes: u64,
+}
+
+/// How the worker reaches a chunk.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ChunkHandle {
+    /// As [`AllocationHandle::Ticket`].
+    Ticket(#[serde(with = "serde_bytes")] [u8; 16]),
+    /// As [`AllocationHandle::CudaFabric`].
+    CudaFabric(#[serde(with = "serde_bytes")] [u8; 64]),
 }
 
 /// One piece of memory that the engine allocated.

@@ -26,13 +26,13 @@ impl Gpus {
 }
 
 /// What was decided does not depend on where the engine's memory is, and every byte comes back.
-fn as_on_the_cpu(arguments: &[&str]) {
+fn as_on_the_cpu(device: &str, arguments: &[&str]) {
     let gpus = Gpus::new("delay_us=30");
     let arguments = [arguments, &["--sequential"]].concat();
     let expected = replay(&arguments);
     let found = replay_with(
         &gpus.variables(),
-        &[&arguments[..], &["--device", "cuda"]].concat(),
+        &[&arguments[..], &["--device", device]].concat(),
     );
     for key in ["/tokens", "/blocks", "/arena", "/decisions_digest"] {
         assert_eq!(found.pointer(key), expected.pointer(key), "{key}");
@@ -47,7 +47,20 @@ fn as_on_the_cpu(arguments: &[&str]) {
 
 #[test]
 fn pages_of_layers_by_themselves() {
-    as_on_the_cpu(&["--requests", "60", "--g1-pages", "64"]);
+    as_on_the_cpu("cuda", &["--requests", "60", "--g1-pages", "64"]);
+}
+
+/// Several chunks a rank, and pages across their ends.
+#[test]
+fn memory_in_chunks_by_their_descriptors() {
+    as_on_the_cpu("cuda-fd", &["--requests", "60", "--g1-pages", "64"]);
+}
+
+#[test]
+fn memory_in_chunks_by_fabric_handles() {
+    let layout = ["--layout", "contiguous", "--ratio", "7"];
+    let arguments = [&["--requests", "40", "--g1-pages", "64"][..], &layout];
+    as_on_the_cpu("cuda-fabric", &arguments.concat());
 }
 
 #[test]
@@ -61,14 +74,14 @@ fn pages_that_are_contiguous_and_odd_blocks() {
         "--g1-pages",
         "32",
     ];
-    as_on_the_cpu(&[&sizes[..], &layout].concat());
+    as_on_the_cpu("cuda", &[&sizes[..], &layout].concat());
 }
 
 #[test]
 fn what_both_ranks_hold_alike_is_stored_once() {
     let model = ["--model", "deepseek-v3-mla", "--max-prompt-tokens", "512"];
     let sizes = ["--requests", "16", "--g1-pages", "32", "--g2", "1GiB"];
-    as_on_the_cpu(&[&model[..], &sizes].concat());
+    as_on_the_cpu("cuda", &[&model[..], &sizes].concat());
 }
 
 #[test]
@@ -137,7 +150,7 @@ fn a_worker_without_a_gpu_says_so_to_the_engine() {
     let up = ["up", "--ranks", "1", "--g2", "32MiB", "--socket-dir", name];
     let variables = fake_cuda::variables(nothing.path(), "");
     let _up = Running::start_with(&variables, &up, &std::env::temp_dir());
-    let rank = engine_rank(folder.path());
+    let rank = engine_rank(folder.path(), "cuda");
     let rank: Vec<&str> = rank.iter().map(String::as_str).collect();
     let rank = Running::start_with(&gpus.variables(), &rank, &std::env::temp_dir());
     let (code, errors) = rank.end(LIMIT);
@@ -161,7 +174,7 @@ fn status(sockets: &str, begun: Instant, is_true: &dyn Fn(&Value) -> bool) -> Va
     }
 }
 
-fn engine_rank(sockets: &std::path::Path) -> Vec<String> {
+fn engine_rank(sockets: &std::path::Path, device: &str) -> Vec<String> {
     let worker = sockets.join("worker-0-0");
     let arguments = [
         &[
@@ -184,7 +197,7 @@ fn engine_rank(sockets: &std::path::Path) -> Vec<String> {
             "--layout",
             "contiguous",
         ],
-        &["--device", "cuda", "--start-limit-s", "20"],
+        &["--device", device, "--start-limit-s", "20"],
     ];
     arguments
         .concat()
@@ -203,12 +216,21 @@ fn opened(pid: u64) -> usize {
 
 #[test]
 fn nothing_of_a_dead_engine_is_held() {
+    held_no_longer("cuda");
+}
+
+#[test]
+fn no_chunk_of_a_dead_engine_is_held() {
+    held_no_longer("cuda-fd");
+}
+
+fn held_no_longer(device: &str) {
     let gpus = Gpus::new("delay_us=20");
     let folder = socket_dir();
     let name = folder.path().to_str().expect("UTF-8");
     let up = ["up", "--ranks", "1", "--g2", "32MiB", "--socket-dir", name];
     let _up = Running::start_with(&gpus.variables(), &up, &std::env::temp_dir());
-    let rank = engine_rank(folder.path());
+    let rank = engine_rank(folder.path(), device);
     let rank: Vec<&str> = rank.iter().map(String::as_str).collect();
     let begun = Instant::now();
     for _ in 0..2 {

@@ -150,7 +150,7 @@ impl State {
                 return;
             }
             let memory = match gpu {
-                Some(gpu) => match gpu.open(&registration) {
+                Some(gpu) => match gpu.open(&registration, &fds) {
                     Ok(memory) => Ok(EngineSide::Device(memory, gpu)),
                     Err(error) => {
                         if let Some(fatal) = error.fatal()

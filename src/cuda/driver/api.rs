@@ -7,6 +7,7 @@ use std::ffi::{c_char, c_int, c_uint, c_void};
 
 use cudarc::driver::sys;
 
+use super::vmm::{Access, Properties};
 use crate::cuda::error::NoDriver;
 
 /// `CUresult`.
@@ -80,6 +81,16 @@ functions! {
         cuIpcGetMemHandle: fn(*mut sys::CUipcMemHandle, Address),
         cuIpcOpenMemHandle_v2: fn(*mut Address, sys::CUipcMemHandle, c_uint),
         cuIpcCloseMemHandle: fn(Address),
+        cuMemGetAllocationGranularity: fn(*mut usize, *const Properties, c_uint),
+        cuMemCreate: fn(*mut u64, usize, *const Properties, u64),
+        cuMemRelease: fn(u64),
+        cuMemExportToShareableHandle: fn(*mut c_void, u64, c_uint, u64),
+        cuMemImportFromShareableHandle: fn(*mut u64, *mut c_void, c_uint),
+        cuMemAddressReserve: fn(*mut Address, usize, usize, Address, u64),
+        cuMemAddressFree: fn(Address, usize),
+        cuMemMap: fn(Address, usize, usize, u64, u64),
+        cuMemUnmap: fn(Address, usize),
+        cuMemSetAccess: fn(Address, usize, *const Access, usize),
     }
     optional {
         cuStreamWaitValue64_v2: fn(sys::CUstream, Address, u64, c_uint),

@@ -8,6 +8,7 @@ use cudarc::driver::sys;
 
 use super::Context;
 use super::api::Address;
+use super::vmm::Mapped;
 use crate::cuda::error::CudaError;
 use crate::memory::{Depot, SharedBuffer};
 
@@ -19,18 +20,22 @@ const IPC_LAZY_PEER_ACCESS: u32 = 1;
 /// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`.
 const REGISTER_FLAGS: u32 = 1 | 2;
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Source {
+/// Where memory is from, which says how it is given back.
+pub(super) enum Source {
     Allocated,
     OpenedIpc,
+    /// Gives itself back.
+    Chunks {
+        _mapped: Mapped,
+    },
 }
 
 /// Device memory with an address in this process.
 pub struct DeviceMemory {
-    context: Arc<Context>,
-    address: Address,
-    bytes: u64,
-    source: Source,
+    pub(super) context: Arc<Context>,
+    pub(super) address: Address,
+    pub(super) bytes: u64,
+    pub(super) source: Source,
 }
 
 impl DeviceMemory {
@@ -106,7 +111,7 @@ impl DeviceMemory {
 impl Drop for DeviceMemory {
     fn drop(&mut self) {
         let address = self.address;
-        match self.source {
+        match &self.source {
             // SAFETY: it was allocated here, and what a stream works on is held until that is over.
             Source::Allocated => self
                 .context
@@ -115,13 +120,19 @@ impl Drop for DeviceMemory {
                 // SAFETY: it was opened here, and what a stream works on is held until that is over.
                 unsafe { (api.cuIpcCloseMemHandle)(address) }
             }),
+            Source::Chunks { .. } => {}
         }
     }
 }
 
 impl std::fmt::Debug for DeviceMemory {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "DeviceMemory({} bytes, {:?})", self.bytes, self.source)
+        let source = match &self.source {
+            Source::Allocated => "allocated",
+            Source::OpenedIpc => "opened",
+            Source::Chunks { .. } => "in chunks",
+        };
+        write!(f, "DeviceMemory({} bytes, {source})", self.bytes)
     }
 }
 

@@ -5,6 +5,7 @@
 mod api;
 mod memory;
 mod stream;
+mod vmm;
 
 use std::cell::Cell;
 use std::ffi::{CStr, c_int};
@@ -19,6 +20,7 @@ use super::error::{CudaError, NoDriver};
 
 pub use memory::{DeviceMemory, IPC_HANDLE_BYTES, PinnedRange};
 pub use stream::{DeviceSide, HostMemory, NotSubmitted, Stream, Submitted};
+pub use vmm::{Physical, SharedChunk, Sharing};
 
 const SUCCESS: Code = 0;
 const NO_DEVICE: Code = 100;

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use crate::cuda::Sharing;
 use crate::memory::CancelFlag;
 use crate::types::Direction;
 
@@ -90,7 +91,10 @@ pub(super) fn one_seed(seed: u64) {
     let (device_pages, depot_pages) = (engine.pages as u32, chance.u32(3..9));
     // Registered in small chunks, so that copies meet their borders.
     let chunk_bytes = 4096 << chance.u32(0..6);
-    let mut world = World::new(engine.registration(), depot_pages, chunk_bytes, seed);
+    let sharing = [None, None, Some(Sharing::Fd), Some(Sharing::Fabric)][chance.usize(0..4)];
+    let registration = engine.registration();
+    let world = World::with_memory(registration, depot_pages, chunk_bytes, seed, sharing);
+    let mut world = world.expect("a driver without errors");
     for round in 0..2 {
         let wanted = copies(&mut chance, device_pages, depot_pages);
         let ops: Vec<_> = wanted.iter().map(|each| world.start(each)).collect();

@@ -1,6 +1,6 @@
 //! Every call of the driver fails once: an error in words, no wrong byte, no panic, and nothing is left behind.
 
-use crate::cuda::Outcome;
+use crate::cuda::{Outcome, Sharing};
 use crate::types::{Direction, EndedCopy};
 
 use super::copies::plain;
@@ -9,7 +9,10 @@ use super::fake;
 use super::world::{Wanted, World};
 
 /// Calls that give something back. When such a call itself fails, what it was to give back is left.
-const GIVE_BACK: [&str; 5] = [
+const GIVE_BACK: [&str; 8] = [
+    "cuMemRelease",
+    "cuMemUnmap",
+    "cuMemAddressFree",
     "cuMemFree_v2",
     "cuMemHostUnregister",
     "cuStreamDestroy_v2",
@@ -31,9 +34,9 @@ fn wanted(direction: Direction) -> Wanted {
 }
 
 /// A store, then a load elsewhere. Whatever the driver refuses is told in words, and the words are said.
-fn there_and_back() -> Result<(), String> {
+fn there_and_back(sharing: Option<Sharing>) -> Result<(), String> {
     let registration = plain(Roles::Split).registration();
-    let mut world = World::try_new(registration, 9, 4096, 7)?;
+    let mut world = World::with_memory(registration, 9, 4096, 7, sharing)?;
     for direction in [Direction::Store, Direction::Load, Direction::Store] {
         let mut copy = wanted(direction);
         world.start(&copy);
@@ -103,25 +106,34 @@ fn an_end_that_nobody_knows_is_not_told() {
     // The world itself is made with 1 record for each allocation, which is one here.
     let fails = "fail=*/cuEventRecord/2/1;fail=*/cuStreamSynchronize/1/1";
     let settings = format!("delay_us=300;{fails}");
-    let said = fake::under(&settings, || match there_and_back() {
-        Ok(()) => println!("all went well"),
-        Err(error) => println!("in words: {error}"),
-    });
+    let said = fake::under(&settings, || tell(None));
     let Some(said) = said else { return };
     assert!(said.contains("in words: cuEventRecord answered"), "{said}");
 }
 
-#[test]
-fn every_call_fails_in_turn() {
+fn tell(sharing: Option<Sharing>) {
+    match there_and_back(sharing) {
+        Ok(()) => println!("all went well"),
+        Err(error) => println!("in words: {error}"),
+    }
+}
+
+fn each_call_fails(sharing: Option<Sharing>) {
     if fake::is_inside() {
-        match there_and_back() {
-            Ok(()) => println!("all went well"),
-            Err(error) => println!("in words: {error}"),
-        }
-        return;
+        return tell(sharing);
     }
     for code in CODES {
         let failures = (1..).take_while(|nth| one_failure(*nth, code)).count();
         assert!(failures > 50, "only {failures} calls");
     }
+}
+
+#[test]
+fn every_call_fails_in_turn() {
+    each_call_fails(None);
+}
+
+#[test]
+fn every_call_fails_in_turn_with_memory_in_chunks() {
+    each_call_fails(Some(Sharing::Fd));
 }

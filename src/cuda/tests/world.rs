@@ -7,8 +7,8 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use crate::cuda::{
-    Context, Copier, CopierSettings, CopyOrder, DeviceMemories, DeviceMemory, Driver, Outcome,
-    PinnedDepot, RegisteredDevice, Window,
+    Context, Copier, CopierSettings, CopyOrder, CudaError, DeviceMemories, DeviceMemory, Driver,
+    Outcome, PinnedDepot, RegisteredDevice, Sharing, Window,
 };
 use crate::memory::{CancelFlag, Depot, PageLayout, validate};
 use crate::types::{Direction, EndedCopy, FragmentPair, OpId, PageList, Registration, TensorView};
@@ -54,6 +54,17 @@ impl World {
         chunk_bytes: u64,
         seed: u64,
     ) -> Result<Self, String> {
+        Self::with_memory(registration, depot_pages, chunk_bytes, seed, None)
+    }
+
+    /// The same, in memory that was shared in chunks.
+    pub fn with_memory(
+        registration: Registration,
+        depot_pages: u32,
+        chunk_bytes: u64,
+        seed: u64,
+        sharing: Option<Sharing>,
+    ) -> Result<Self, String> {
         let mut chance = fastrand::Rng::with_seed(seed);
         let mut noise = |bytes: u64| {
             let mut noise = vec![0; bytes as usize];
@@ -65,7 +76,10 @@ impl World {
         let device = driver.devices().map_err(words)?[0];
         let context = Context::new(driver, device).map_err(words)?;
         let mut window = Window::new(&context).map_err(words)?;
-        let allocate = |bytes| DeviceMemory::allocate(&context, bytes).map_err(words);
+        let allocate = |bytes| match sharing {
+            None => DeviceMemory::allocate(&context, bytes).map_err(words),
+            Some(sharing) => shared(&context, bytes, sharing).map_err(words),
+        };
         let allocations = &registration.allocations;
         let memories: Result<_, _> = allocations.iter().map(|it| allocate(it.bytes)).collect();
         let memory = DeviceMemories::own(memories?);
@@ -257,6 +271,16 @@ impl World {
         ended.sort_by_key(|copy| copy.op);
         ended
     }
+}
+
+/// Memory as another process opens it; its maker lets it go then.
+fn shared(context: &Arc<Context>, bytes: u64, sharing: Sharing) -> Result<DeviceMemory, CudaError> {
+    let (made, chunks) = DeviceMemory::allocate_chunks(context, bytes, 1, sharing)?;
+    let shared = chunks.iter().map(|it| Ok((it.share()?, it.bytes())));
+    let shared = shared.collect::<Result<Vec<_>, CudaError>>()?;
+    let opened = DeviceMemory::open_chunks(context, &shared);
+    drop((made, chunks));
+    opened
 }
 
 fn words(error: impl std::fmt::Display) -> String {

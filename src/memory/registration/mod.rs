@@ -9,11 +9,14 @@ use std::collections::HashMap;
 
 use super::layout::{PageLayout, Pieces};
 use crate::types::{
-    Allocation, AllocationHandle, AllocationKind, Attention, Nonce, Registration, TensorRole,
+    Allocation, AllocationHandle, AllocationKind, Attention, ChunkHandle, Nonce, Registration,
+    TensorRole,
 };
 
 /// Most allocations of one registration.
 pub const ALLOCATIONS_MAX: usize = 256;
+/// Most chunks of one registration, those of all its allocations together: 320 GiB in PyTorch's chunks of 20 MiB.
+pub const CHUNKS_MAX: usize = 16_384;
 /// Most tensors of one registration.
 pub const TENSORS_MAX: usize = 4096;
 /// Most contiguous pieces of one page, all tensors together.
@@ -158,6 +161,7 @@ fn kind_of_handle(handle: &AllocationHandle) -> &'static str {
         AllocationHandle::Ticket(_) => "a ticket",
         AllocationHandle::CudaIpc(_) => "a CUDA IPC handle",
         AllocationHandle::CudaFabric(_) => "a CUDA fabric handle",
+        AllocationHandle::Chunks(_) => "a list of chunks",
     }
 }
 
@@ -167,13 +171,13 @@ fn check_handle(
     index: usize,
     allocation: &Allocation,
 ) -> Result<(), RegistrationError> {
-    use AllocationHandle::{CudaFabric, CudaIpc, Path};
+    use AllocationHandle::{Chunks, CudaFabric, CudaIpc, Path};
     let remedy = match (allocation.kind, &allocation.handle) {
-        (AllocationKind::SharedMemory, CudaIpc(_) | CudaFabric(_)) => {
+        (AllocationKind::SharedMemory, CudaIpc(_) | CudaFabric(_) | Chunks(_)) => {
             "shared_memory has a path or a ticket"
         }
         (AllocationKind::Device, Path(_)) => {
-            "device memory has cuda_ipc, cuda_fabric, or a ticket of its file descriptor"
+            "device memory has cuda_ipc, cuda_fabric, a ticket of its file descriptor, or chunks"
         }
         (AllocationKind::Device, _) if registration.device_uuid.is_none() => {
             let remedy = format!("allocations[{index}] lies on a device: name it");
@@ -188,6 +192,7 @@ fn check_handle(
 
 fn check_allocations(registration: &Registration) -> Result<(), RegistrationError> {
     let allocations = &registration.allocations;
+    check_chunks(allocations)?;
     for (index, allocation) in allocations.iter().enumerate() {
         check_handle(registration, index, allocation)?;
         if allocation.bytes == 0 {
@@ -211,6 +216,46 @@ fn check_allocations(registration: &Registration) -> Result<(), RegistrationErro
                 value,
                 format!("allocations[{earlier}] has the same handle: list each memory once"),
             ));
+        }
+    }
+    Ok(())
+}
+
+/// Chunks make up their allocation, and none is listed twice.
+fn check_chunks(allocations: &[Allocation]) -> Result<(), RegistrationError> {
+    let mut seen: HashMap<ChunkHandle, (usize, usize)> = HashMap::new();
+    for (index, allocation) in allocations.iter().enumerate() {
+        let AllocationHandle::Chunks(chunks) = &allocation.handle else {
+            continue;
+        };
+        let field = format!("allocations[{index}].handle.chunks");
+        if chunks.is_empty() || seen.len() + chunks.len() > CHUNKS_MAX {
+            let value = format!("a list of {}", chunks.len());
+            let remedy = format!("give 1 to {CHUNKS_MAX}, in all allocations together");
+            return Err(RegistrationError::new(field, value, remedy));
+        }
+        let mut bytes: u64 = 0;
+        for (place, chunk) in chunks.iter().enumerate() {
+            if chunk.bytes == 0 {
+                let remedy = "give the size of the chunk in bytes";
+                let field = format!("{field}[{place}].bytes");
+                return Err(RegistrationError::new(field, 0, remedy));
+            }
+            bytes = bytes.saturating_add(chunk.bytes);
+            let before = seen.insert(chunk.handle.clone(), (index, place));
+            if let Some((earlier, its)) = before {
+                let value = "one that was there before";
+                let remedy = format!(
+                    "allocations[{earlier}].handle.chunks[{its}] has the same: list each memory once"
+                );
+                let field = format!("{field}[{place}].handle");
+                return Err(RegistrationError::new(field, value, remedy));
+            }
+        }
+        if bytes != allocation.bytes {
+            let remedy = format!("its chunks have {bytes} bytes together: give as many");
+            let field = format!("allocations[{index}].bytes");
+            return Err(RegistrationError::new(field, allocation.bytes, remedy));
         }
     }
     Ok(())

@@ -1,5 +1,5 @@
 use super::*;
-use crate::types::{Allocation, AllocationKind, Attention, GroupId, Rank, TensorView};
+use crate::types::{Allocation, AllocationKind, Attention, Chunk, GroupId, Rank, TensorView};
 
 type Spoil = fn(&mut Registration);
 
@@ -79,6 +79,62 @@ fn fragments_are_ordered_by_layer_and_role() {
     assert_eq!(layout, validate(&separate_layers()).expect("consistent"));
 }
 
+/// Chunks of these lengths, each with a ticket of its own.
+fn chunks(lengths: &[u64]) -> AllocationHandle {
+    let numbered = (1..).zip(lengths);
+    let list = numbered.map(|(number, bytes)| Chunk {
+        handle: ChunkHandle::Ticket([number; 16]),
+        bytes: *bytes,
+    });
+    AllocationHandle::Chunks(list.collect())
+}
+
+fn on_device(registration: &mut Registration, handle: AllocationHandle) {
+    registration.device_uuid = Some("GPU-0".to_owned());
+    for (number, allocation) in (0..).zip(&mut registration.allocations) {
+        allocation.kind = AllocationKind::Device;
+        allocation.handle = AllocationHandle::CudaFabric([number; 64]);
+    }
+    registration.allocations[1].handle = handle;
+}
+
+#[test]
+fn chunks_must_make_up_their_allocation() {
+    let mut registration = separate_layers();
+    let bytes = registration.allocations[1].bytes;
+    on_device(&mut registration, chunks(&[100, bytes - 100]));
+    validate(&registration).expect("consistent");
+    let cases: &[(&str, Vec<u64>)] = &[
+        ("allocations[1].handle.chunks is a list of 0: ", vec![]),
+        (
+            "allocations[1].handle.chunks[1].bytes is 0: ",
+            vec![bytes, 0],
+        ),
+        ("allocations[1].bytes is ", vec![bytes - 1]),
+        ("allocations[1].bytes is ", vec![bytes, u64::MAX]),
+    ];
+    for (expected, lengths) in cases {
+        on_device(&mut registration, chunks(lengths));
+        let refused = validate(&registration).expect_err("refused").to_string();
+        assert!(refused.starts_with(expected), "{refused}");
+    }
+    let chunk = Chunk {
+        handle: ChunkHandle::CudaFabric([7; 64]),
+        bytes: bytes / 2,
+    };
+    let twice = AllocationHandle::Chunks(vec![chunk.clone(), chunk.clone()]);
+    on_device(&mut registration, twice);
+    let refused = validate(&registration).expect_err("refused").to_string();
+    assert!(
+        refused.starts_with("allocations[1].handle.chunks[1].handle is one"),
+        "{refused}"
+    );
+    let many = AllocationHandle::Chunks(vec![chunk; CHUNKS_MAX + 1]);
+    on_device(&mut registration, many);
+    let refused = validate(&registration).expect_err("refused").to_string();
+    assert!(refused.contains("a list of 16385"), "{refused}");
+}
+
 #[test]
 fn every_contradiction_is_refused_by_its_field() {
     let cases: &[(&str, Spoil)] = &[
@@ -93,6 +149,10 @@ fn every_contradiction_is_refused_by_its_field() {
         ("device_pages", |r| r.device_pages = 0),
         ("allocations[1].handle", |r| {
             r.allocations[1].handle = AllocationHandle::CudaIpc([1; 64]);
+        }),
+        ("allocations[1].handle", |r| {
+            r.allocations[1].handle = chunks(&[4096]);
+            r.allocations[1].bytes = 4096;
         }),
         ("allocations[1].handle", |r| {
             r.allocations[1].handle = AllocationHandle::CudaFabric([1; 64]);

@@ -9,7 +9,9 @@ use std::path::{Path, PathBuf};
 
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
-use super::super::{FdError, FdReceiver, TICKET_BYTES, Ticket, UNTAKEN_MAX, UNTAKEN_TTL, send_fd};
+use super::super::{
+    FdError, FdReceiver, TICKET_BYTES, Ticket, UNTAKEN_MAX, UNTAKEN_TTL, send_fd, send_fds,
+};
 use super::*;
 
 fn bench() -> (tempfile::TempDir, PathBuf, FdReceiver) {
@@ -127,16 +129,25 @@ async fn refuses_a_message_cut_short_and_closes_what_came() {
 async fn keeps_so_many_and_not_one_more() {
     let (_root, path, receiver) = bench();
     let (reader, writer) = pipe();
-    let ticket = |n: usize| [u8::try_from(n).expect("small"); TICKET_BYTES];
-    for n in 0..UNTAKEN_MAX {
-        send_fd(&path, &ticket(n), writer.as_fd(), PATIENCE)
-            .await
-            .expect("sent");
+    let limit = rustix::process::Resource::Nofile;
+    let mut files = rustix::process::getrlimit(limit);
+    let wanted = UNTAKEN_MAX as u64 + 256;
+    if files.maximum.is_some_and(|most| most < wanted) {
+        println!("skipped: a process may not open {wanted} files here (ulimit -Hn)");
+        return;
     }
-    let one_more = send_fd(&path, &ticket(99), writer.as_fd(), PATIENCE).await;
+    files.current = files.current.map(|now| now.max(wanted));
+    rustix::process::setrlimit(limit, files).expect("up to the maximum");
+    let ticket = |n: usize| (n as u128).to_be_bytes();
+    let all: Vec<_> = (0..UNTAKEN_MAX)
+        .map(|n| (ticket(n), writer.as_fd()))
+        .collect();
+    send_fds(&path, &all, PATIENCE).await.expect("sent");
+    let none = usize::MAX;
+    let one_more = send_fd(&path, &ticket(none), writer.as_fd(), PATIENCE).await;
     assert!(matches!(one_more, Err(FdError::Refused)), "{one_more:?}");
     drop(receiver.take(&ticket(5)).expect("came"));
-    send_fd(&path, &ticket(99), writer.as_fd(), PATIENCE)
+    send_fd(&path, &ticket(none), writer.as_fd(), PATIENCE)
         .await
         .expect("sent");
     drop(writer);

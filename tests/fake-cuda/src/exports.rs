@@ -14,10 +14,10 @@ use crate::code::{
 use crate::memory::{Addresses, Block, GRANULE_BYTES, give, rounded, take};
 use crate::stream::{Event, Stream, Work};
 use crate::vmm::{self, HANDLE_BYTES};
-use crate::world::{Kind, Mapping, Needs, World};
+use crate::world::{Kind, Mapping, Needs, Physical, World};
 
 /// Granularity of the virtual memory management.
-const VIRTUAL_BYTES: usize = 16 * GRANULE_BYTES;
+const VIRTUAL_BYTES: usize = GRANULE_BYTES;
 const POSIX_FD: c_uint = 1;
 const FABRIC: c_uint = 8;
 
@@ -37,6 +37,25 @@ fn call(
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Handle([u8; HANDLE_BYTES]);
+
+/// The parts of `CUmemAllocationProp` that are looked at.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Properties {
+    kind: c_uint,
+    shareable: c_uint,
+    location_kind: c_uint,
+    location: c_int,
+}
+
+/// `CUmemAccessDesc`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Access {
+    location_kind: c_uint,
+    location: c_int,
+    flags: c_uint,
+}
 
 /// Written when the process ends.
 #[used]
@@ -195,6 +214,7 @@ exported! {
             offset: 0,
             kind: Kind::Allocated,
             opened: 1,
+            shareable: 0,
         });
         give(at, base)
     }
@@ -301,6 +321,7 @@ exported! {
             offset: 0,
             kind: Kind::Imported,
             opened: 1,
+            shareable: 0,
         });
         give(at, base)
     }
@@ -332,14 +353,18 @@ exported! {
         give(bytes, VIRTUAL_BYTES)
     }
 
-    Context fn cuMemCreate(handle: *mut u64, bytes: usize, _properties: *const c_void, _flags: u64) |world| {
-        if bytes == 0 || !bytes.is_multiple_of(VIRTUAL_BYTES) {
+    Context fn cuMemCreate(handle: *mut u64, bytes: usize, properties: *const Properties, _flags: u64) |world| {
+        let properties = take(properties)?;
+        device(world, properties.location)?;
+        // CU_MEM_ALLOCATION_TYPE_PINNED, on a device (CU_MEM_LOCATION_TYPE_DEVICE).
+        let right = properties.kind == 1 && properties.location_kind == 1;
+        if bytes == 0 || !bytes.is_multiple_of(VIRTUAL_BYTES) || !right {
             return Err(INVALID_VALUE);
         }
         let mut inner = world.inner();
         let id = fresh(inner.next());
         let block = Arc::new(Block::create(bytes, id)?);
-        inner.physical.insert(id, block);
+        inner.physical.insert(id, Physical { block, shareable: properties.shareable });
         give(handle, id)
     }
 
@@ -348,9 +373,9 @@ exported! {
     }
 
     Context fn cuMemExportToShareableHandle(shared: *mut c_void, handle: u64, kind: c_uint, _flags: u64) |world| {
-        let block = world.inner().physical.get(&handle).map(Arc::clone);
-        let block = block.ok_or(INVALID_VALUE)?;
-        match kind {
+        let found = world.inner().physical.get(&handle).cloned();
+        let Physical { block, shareable } = found.ok_or(INVALID_VALUE)?;
+        match kind & shareable {
             POSIX_FD => give(shared.cast::<c_int>(), vmm::export(&block)?),
             FABRIC => give(shared.cast(), vmm::handle(&block)),
             _ => Err(INVALID_VALUE),
@@ -366,7 +391,19 @@ exported! {
         };
         let mut inner = world.inner();
         let number = fresh(inner.next());
-        inner.physical.insert(number, Arc::new(block));
+        inner.physical.insert(number, Physical { block: Arc::new(block), shareable: 0 });
+        give(handle, number)
+    }
+
+    Context fn cuMemRetainAllocationHandle(handle: *mut u64, at: u64) |world| {
+        let mut inner = world.inner();
+        let (_, mapping, _) = inner.find(at, 1).ok_or(INVALID_VALUE)?;
+        if mapping.kind != Kind::Virtual {
+            return Err(INVALID_VALUE);
+        }
+        let physical = Physical { block: Arc::clone(&mapping.block), shareable: mapping.shareable };
+        let number = fresh(inner.next());
+        inner.physical.insert(number, physical);
         give(handle, number)
     }
 
@@ -390,10 +427,12 @@ exported! {
 
     Context fn cuMemMap(at: u64, bytes: usize, offset: usize, handle: u64, _flags: u64) |world| {
         let mut inner = world.inner();
-        let block = inner.physical.get(&handle).map(Arc::clone).ok_or(INVALID_VALUE)?;
+        let Physical { block, shareable } = inner.physical.get(&handle).cloned().ok_or(INVALID_VALUE)?;
         let reserved = inner.reserved.range(..=at).next_back();
         let fits = reserved.is_some_and(|(base, it)| at + bytes as u64 <= base + it.bytes() as u64)
-            && offset.checked_add(bytes).is_some_and(|end| end <= block.bytes())
+            // Only all of a piece can be mapped.
+            && offset == 0
+            && bytes == block.bytes()
             && inner.find(at, 1).is_none();
         if !fits {
             return Err(INVALID_VALUE);
@@ -405,13 +444,17 @@ exported! {
             offset,
             kind: Kind::Virtual,
             opened: 0,
+            shareable,
         });
         Ok(())
     }
 
-    Context fn cuMemSetAccess(at: u64, bytes: usize, _access: *const c_void, count: usize) |world| {
+    Context fn cuMemSetAccess(at: u64, bytes: usize, access: *const Access, count: usize) |world| {
+        let access = take(access)?;
+        device(world, access.location)?;
         let mut inner = world.inner();
-        if count == 0 {
+        // CU_MEM_LOCATION_TYPE_DEVICE, CU_MEM_ACCESS_FLAGS_PROT_READWRITE.
+        if count != 1 || access.location_kind != 1 || access.flags != 3 {
             return Err(INVALID_VALUE);
         }
         for (_, mapping) in inner.mappings.range_mut(at..at + bytes as u64) {

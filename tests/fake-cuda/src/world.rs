@@ -27,6 +27,16 @@ pub(crate) struct Mapping {
     pub(crate) kind: Kind,
     /// Times that it was opened; 0 as long as nobody has access.
     pub(crate) opened: u32,
+    /// Ways in which it may be shared, as `CUmemAllocationHandleType`.
+    pub(crate) shareable: u32,
+}
+
+/// Physical memory of the virtual memory management.
+#[derive(Clone)]
+pub(crate) struct Physical {
+    pub(crate) block: Arc<Block>,
+    /// As of [`Mapping`].
+    pub(crate) shareable: u32,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,7 +57,7 @@ pub(crate) struct Inner {
     pub(crate) events: HashMap<u64, Arc<Event>>,
     pub(crate) reserved: BTreeMap<u64, Addresses>,
     /// Physical memory of the virtual memory management, by handle.
-    pub(crate) physical: HashMap<u64, Arc<Block>>,
+    pub(crate) physical: HashMap<u64, Physical>,
     /// Contexts that are retained, by device.
     pub(crate) contexts: HashMap<i32, u32>,
     calls: HashMap<&'static str, u64>,
@@ -68,6 +78,12 @@ impl Inner {
         let offset = usize::try_from(at - base).ok()?;
         let fits = offset.checked_add(bytes)? <= mapping.bytes;
         fits.then_some((*base, mapping, offset))
+    }
+
+    /// How much of a range lies in one piece of memory.
+    fn in_one_piece(&self, at: u64, bytes: usize) -> usize {
+        let rest = |(_, mapping, offset): (u64, &Mapping, usize)| mapping.bytes - offset;
+        self.find(at, 1).map_or(bytes, rest).min(bytes)
     }
 
     /// Whether some device memory or reservation begins in or holds this address.
@@ -233,16 +249,23 @@ impl World {
         bytes: usize,
         pinned: Option<u64>,
     ) -> Result<(), Code> {
-        let inner = self.inner();
-        if pinned.is_some_and(|base| !inner.registered.contains_key(&base)) {
-            return Err(ILLEGAL_ADDRESS);
+        let mut done = 0;
+        while done < bytes {
+            let (to, from) = (to + done as u64, from + done as u64);
+            let inner = self.inner();
+            if pinned.is_some_and(|base| !inner.registered.contains_key(&base)) {
+                return Err(ILLEGAL_ADDRESS);
+            }
+            let len = inner.in_one_piece(to, bytes - done);
+            let len = inner.in_one_piece(from, len);
+            let (to, keep_to) = inner.place(to, len)?;
+            let (from, keep_from) = inner.place(from, len)?;
+            drop(inner);
+            memory::copy(to, from, len)?;
+            drop((keep_to, keep_from));
+            done += len;
         }
-        let (to, keep_to) = inner.place(to, bytes)?;
-        let (from, keep_from) = inner.place(from, bytes)?;
-        drop(inner);
-        let copied = memory::copy(to, from, bytes);
-        drop((keep_to, keep_from));
-        copied
+        Ok(())
     }
 
     /// Whether a copy of these ranges can be given to a stream, and which registered host memory it touches.
@@ -250,7 +273,14 @@ impl World {
         let inner = self.inner();
         let mut pinned = None;
         for at in [to, from] {
-            let (_, device) = inner.place(at, bytes)?;
+            let mut done = 0;
+            let mut device = None;
+            while done < bytes {
+                let here = at + done as u64;
+                let len = inner.in_one_piece(here, bytes - done);
+                (_, device) = inner.place(here, len)?;
+                done += len;
+            }
             if device.is_none() {
                 let registered = inner.registered.range(..=at).next_back();
                 let registered = registered.filter(|(base, length)| at < *base + **length as u64);

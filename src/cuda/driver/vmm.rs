@@ -1,0 +1,317 @@
+//! Memory that consists of chunks, each shared by itself: what CUDA's virtual memory management makes, and what PyTorch's
+//! expandable segments are made of.
+#![expect(unsafe_code, reason = "calls into the CUDA driver")]
+
+use std::ffi::{c_int, c_uint, c_void};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::ptr;
+use std::sync::Arc;
+
+use super::Context;
+use super::api::Address;
+use super::memory::{DeviceMemory, Source};
+use crate::cuda::error::CudaError;
+
+/// Bytes of a `CUmemFabricHandle`.
+const FABRIC_HANDLE_BYTES: usize = 64;
+
+/// `CU_MEM_ALLOCATION_TYPE_PINNED`.
+const PINNED: c_uint = 1;
+/// `CU_MEM_LOCATION_TYPE_DEVICE`.
+const ON_DEVICE: c_uint = 1;
+/// `CU_MEM_ACCESS_FLAGS_PROT_READWRITE`.
+const READ_WRITE: c_uint = 3;
+/// `CU_MEM_ALLOC_GRANULARITY_MINIMUM`.
+const GRANULARITY_MINIMUM: c_uint = 0;
+
+/// How a chunk of device memory reaches another process. The numbers are those of `CUmemAllocationHandleType`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Sharing {
+    /// A file descriptor, within a host.
+    Fd = 1,
+    /// 64 bytes, within hosts that NVLink joins.
+    Fabric = 8,
+}
+
+/// A chunk, as another process opens it.
+#[derive(Debug)]
+pub enum SharedChunk {
+    /// Its file descriptor.
+    Fd(OwnedFd),
+    /// Its fabric handle.
+    Fabric([u8; FABRIC_HANDLE_BYTES]),
+}
+
+/// `CUmemLocation`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(super) struct Location {
+    kind: c_uint,
+    id: c_int,
+}
+
+/// `CUmemAllocationProp`.
+#[repr(C)]
+pub(super) struct Properties {
+    kind: c_uint,
+    shareable: c_uint,
+    location: Location,
+    windows_only: *const c_void,
+    flags: [u8; 8],
+}
+
+/// `CUmemAccessDesc`.
+#[repr(C)]
+pub(super) struct Access {
+    location: Location,
+    flags: c_uint,
+}
+
+fn location(context: &Context) -> Location {
+    Location {
+        kind: ON_DEVICE,
+        id: context.device.ordinal,
+    }
+}
+
+fn properties(context: &Context, sharing: Sharing) -> Properties {
+    Properties {
+        kind: PINNED,
+        shareable: sharing as c_uint,
+        location: location(context),
+        windows_only: ptr::null(),
+        flags: [0; 8],
+    }
+}
+
+/// A chunk's memory, wherever it is mapped. It lives on as long as it is mapped anywhere.
+pub struct Physical {
+    context: Arc<Context>,
+    handle: u64,
+    bytes: u64,
+    sharing: Sharing,
+}
+
+impl Physical {
+    fn create(context: &Arc<Context>, bytes: u64, sharing: Sharing) -> Result<Self, CudaError> {
+        let (api, mut handle) = (context.bind()?, 0);
+        let properties = properties(context, sharing);
+        // SAFETY: writes one handle; the properties are read during the call.
+        let code =
+            unsafe { (api.cuMemCreate)(&raw mut handle, bytes as usize, &raw const properties, 0) };
+        context.check("cuMemCreate", code)?;
+        Ok(Self {
+            context: Arc::clone(context),
+            handle,
+            bytes,
+            sharing,
+        })
+    }
+
+    fn import(context: &Arc<Context>, shared: &SharedChunk, bytes: u64) -> Result<Self, CudaError> {
+        let (api, mut handle) = (context.bind()?, 0);
+        let (at, sharing): (*mut c_void, _) = match shared {
+            // The number of the descriptor stands where a pointer is expected.
+            SharedChunk::Fd(fd) => (
+                ptr::without_provenance_mut(fd.as_raw_fd() as usize),
+                Sharing::Fd,
+            ),
+            SharedChunk::Fabric(bytes) => (ptr::from_ref(bytes).cast_mut().cast(), Sharing::Fabric),
+        };
+        // SAFETY: writes one handle. A descriptor stays ours, and the 64 bytes are only read: the driver refuses what it
+        // has not made.
+        let code =
+            unsafe { (api.cuMemImportFromShareableHandle)(&raw mut handle, at, sharing as c_uint) };
+        context.check("cuMemImportFromShareableHandle", code)?;
+        Ok(Self {
+            context: Arc::clone(context),
+            handle,
+            bytes,
+            sharing,
+        })
+    }
+
+    /// How another process opens it.
+    pub fn share(&self) -> Result<SharedChunk, CudaError> {
+        let api = self.context.bind()?;
+        let (mut fd, mut fabric) = (-1, [0; FABRIC_HANDLE_BYTES]);
+        let at: *mut c_void = match self.sharing {
+            Sharing::Fd => (&raw mut fd).cast(),
+            Sharing::Fabric => (&raw mut fabric).cast(),
+        };
+        // SAFETY: writes a descriptor or 64 bytes, as the kind says.
+        let code = unsafe {
+            (api.cuMemExportToShareableHandle)(at, self.handle, self.sharing as c_uint, 0)
+        };
+        self.context.check("cuMemExportToShareableHandle", code)?;
+        Ok(match self.sharing {
+            // SAFETY: the driver has made this descriptor for us.
+            Sharing::Fd => SharedChunk::Fd(unsafe { OwnedFd::from_raw_fd(fd) }),
+            Sharing::Fabric => SharedChunk::Fabric(fabric),
+        })
+    }
+
+    /// How long it is.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+}
+
+impl Drop for Physical {
+    fn drop(&mut self) {
+        let handle = self.handle;
+        self.context.give_back("cuMemRelease", |api| {
+            // SAFETY: it was made or imported here; where it is mapped it stays.
+            unsafe { (api.cuMemRelease)(handle) }
+        });
+    }
+}
+
+impl std::fmt::Debug for Physical {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Physical({} bytes, {:?})", self.bytes, self.sharing)
+    }
+}
+
+/// Addresses of this process, and how much from the first on is mapped.
+pub(super) struct Mapped {
+    context: Arc<Context>,
+    address: Address,
+    bytes: u64,
+    mapped_bytes: u64,
+}
+
+impl Mapped {
+    fn reserve(context: &Arc<Context>, bytes: u64) -> Result<Self, CudaError> {
+        let (api, mut address) = (context.bind()?, 0);
+        let length = usize::try_from(bytes).unwrap_or(usize::MAX);
+        // SAFETY: writes one address; nothing of ours lies there.
+        let code = unsafe { (api.cuMemAddressReserve)(&raw mut address, length, 0, 0, 0) };
+        context.check("cuMemAddressReserve", code)?;
+        Ok(Self {
+            context: Arc::clone(context),
+            address,
+            bytes,
+            mapped_bytes: 0,
+        })
+    }
+
+    /// Maps a chunk behind those before it.
+    fn push(&mut self, chunk: &Physical) -> Result<(), CudaError> {
+        let (api, at) = (self.context.bind()?, self.address + self.mapped_bytes);
+        let behind = self.mapped_bytes.checked_add(chunk.bytes);
+        let Some(behind) = behind.filter(|behind| *behind <= self.bytes) else {
+            return Err(CudaError {
+                call: "cuMemMap",
+                code: 1,
+                name: "CUDA_ERROR_INVALID_VALUE",
+            });
+        };
+        // SAFETY: the range is reserved by us and not mapped yet; a chunk that is shorter is refused by the driver.
+        let code = unsafe { (api.cuMemMap)(at, chunk.bytes as usize, 0, chunk.handle, 0) };
+        self.context.check("cuMemMap", code)?;
+        self.mapped_bytes = behind;
+        Ok(())
+    }
+
+    fn allow(&self) -> Result<(), CudaError> {
+        let api = self.context.bind()?;
+        let access = Access {
+            location: location(&self.context),
+            flags: READ_WRITE,
+        };
+        // SAFETY: the range is mapped by us; the description is read during the call.
+        let code = unsafe {
+            (api.cuMemSetAccess)(
+                self.address,
+                self.mapped_bytes as usize,
+                &raw const access,
+                1,
+            )
+        };
+        self.context.check("cuMemSetAccess", code)
+    }
+}
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        let (address, bytes, mapped) = (self.address, self.bytes as usize, self.mapped_bytes);
+        if mapped > 0 {
+            self.context.give_back("cuMemUnmap", |api| {
+                // SAFETY: it was mapped here, and what a stream works on is held until that is over.
+                unsafe { (api.cuMemUnmap)(address, mapped as usize) }
+            });
+        }
+        self.context.give_back("cuMemAddressFree", |api| {
+            // SAFETY: it was reserved here, and nothing is mapped there any more.
+            unsafe { (api.cuMemAddressFree)(address, bytes) }
+        });
+    }
+}
+
+impl DeviceMemory {
+    /// Opens chunks of another process, each with its length, one behind the other.
+    pub fn open_chunks(
+        context: &Arc<Context>,
+        chunks: &[(SharedChunk, u64)],
+    ) -> Result<Self, CudaError> {
+        let total = chunks
+            .iter()
+            .fold(0, |sum: u64, (_, bytes)| sum.saturating_add(*bytes));
+        let mut mapped = Mapped::reserve(context, total)?;
+        for (shared, bytes) in chunks {
+            let chunk = Physical::import(context, shared, *bytes)?;
+            mapped.push(&chunk)?;
+        }
+        mapped.allow()?;
+        Ok(Self::of_chunks(mapped))
+    }
+
+    /// New memory of at least so many bytes, with any contents, in chunks of about `chunk_bytes` that can be shared.
+    pub fn allocate_chunks(
+        context: &Arc<Context>,
+        bytes: u64,
+        chunk_bytes: u64,
+        sharing: Sharing,
+    ) -> Result<(Self, Vec<Physical>), CudaError> {
+        let (api, mut granularity) = (context.bind()?, 0);
+        let properties = properties(context, sharing);
+        // SAFETY: writes one number; the properties are read during the call.
+        let code = unsafe {
+            (api.cuMemGetAllocationGranularity)(
+                &raw mut granularity,
+                &raw const properties,
+                GRANULARITY_MINIMUM,
+            )
+        };
+        context.check("cuMemGetAllocationGranularity", code)?;
+        let granularity = (granularity as u64).max(1);
+        let whole = |bytes: u64| {
+            bytes
+                .max(1)
+                .div_ceil(granularity)
+                .saturating_mul(granularity)
+        };
+        let (total, chunk_bytes) = (whole(bytes), whole(chunk_bytes));
+        let mut mapped = Mapped::reserve(context, total)?;
+        let mut chunks = Vec::new();
+        while mapped.mapped_bytes < total {
+            let len_bytes = chunk_bytes.min(total - mapped.mapped_bytes);
+            let chunk = Physical::create(context, len_bytes, sharing)?;
+            mapped.push(&chunk)?;
+            chunks.push(chunk);
+        }
+        mapped.allow()?;
+        Ok((Self::of_chunks(mapped), chunks))
+    }
+
+    fn of_chunks(mapped: Mapped) -> Self {
+        Self {
+            context: Arc::clone(&mapped.context),
+            address: mapped.address,
+            bytes: mapped.bytes,
+            source: Source::Chunks { _mapped: mapped },
+        }
+    }
+}
