@@ -28,7 +28,20 @@ impl Teller {
     /// Tells `leader`; ends with the worker.
     pub(super) fn start(leader: Client, worker: ActorRef<WorkerMessage>) -> Self {
         let (news, told) = watch::channel(News::default());
-        tokio::spawn(run(leader, told, worker));
+        let tell = async move |body| {
+            let asked = leader.ask(Message::Preparing(body), TELL_LIMIT).await;
+            if let Err(failure) = asked {
+                tracing::debug!(%failure, "the leader does not know how far this worker is");
+            }
+        };
+        tokio::spawn(async move {
+            let Some(why) = run(tell, told).await else {
+                return;
+            };
+            if worker.cast(WorkerMessage::Failed(why)).is_err() {
+                tracing::debug!("the worker has stopped");
+            }
+        });
         Self(news)
     }
 
@@ -59,29 +72,75 @@ impl Teller {
     }
 }
 
-async fn run(leader: Client, mut told: watch::Receiver<News>, worker: ActorRef<WorkerMessage>) {
+/// Tells what is new until the worker ends, or has told why it gives up: then that is returned.
+async fn run(tell: impl AsyncFn(Preparing), mut told: watch::Receiver<News>) -> Option<String> {
     while told.changed().await.is_ok() {
         let news = told.borrow_and_update().clone();
         let body = Preparing::new(news.ready_bytes, news.bytes, news.problem.clone());
-        let asked = leader.ask(Message::Preparing(body), TELL_LIMIT);
+        // Waits by itself: news that come meanwhile are still to be told.
+        let mut last_words = told.clone();
         let newer = tokio::select! {
-            answer = asked => {
-                if let Err(failure) = answer {
-                    tracing::debug!(%failure, "the leader does not know how far this worker is");
-                }
-                false
-            }
-            gives_up = told.wait_for(|newer| newer.gives_up), if !news.gives_up => gives_up.is_ok(),
+            () = tell(body) => false,
+            gives_up = last_words.wait_for(|newer| newer.gives_up), if !news.gives_up => gives_up.is_ok(),
         };
-        if newer {
-            told.mark_changed();
-            continue;
+        if !newer && news.gives_up {
+            return Some(news.problem);
         }
-        if news.gives_up {
-            if worker.cast(WorkerMessage::Failed(news.problem)).is_err() {
-                tracing::debug!("the worker has stopped");
-            }
-            return;
-        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use tokio::sync::{Semaphore, mpsc};
+
+    use super::*;
+
+    /// A teller whose leader hears each thing when it is let; what it heard comes out.
+    fn slow() -> (
+        Teller,
+        Arc<Semaphore>,
+        mpsc::Receiver<String>,
+        tokio::task::JoinHandle<Option<String>>,
+    ) {
+        let (news, told) = watch::channel(News::default());
+        let (heard, hears) = mpsc::channel(8);
+        let lets = Arc::new(Semaphore::new(0));
+        let gate = Arc::clone(&lets);
+        let tell = async move |body: Preparing| {
+            heard.try_send(body.problem).expect("somebody listens");
+            gate.acquire().await.expect("open").forget();
+        };
+        let running = tokio::spawn(async move { run(tell, told).await });
+        (Teller(news), lets, hears, running)
+    }
+
+    #[tokio::test]
+    async fn what_comes_while_it_tells_is_told_then() {
+        let (teller, lets, mut hears, running) = slow();
+        teller.tell((1, 2));
+        assert_eq!(hears.recv().await.as_deref(), Some(""));
+        teller.problem("no GPU".to_owned());
+        // The problem is seen by who waits for the last words before the first thing has been heard.
+        tokio::task::yield_now().await;
+        lets.add_permits(1);
+        assert_eq!(hears.recv().await.as_deref(), Some("no GPU"));
+        drop(teller);
+        lets.add_permits(1);
+        assert_eq!(running.await.expect("no panic"), None);
+    }
+
+    #[tokio::test]
+    async fn the_last_words_do_not_wait_for_those_before() {
+        let (teller, lets, mut hears, running) = slow();
+        teller.tell((1, 2));
+        assert_eq!(hears.recv().await.as_deref(), Some(""));
+        teller.give_up("no memory".to_owned());
+        assert_eq!(hears.recv().await.as_deref(), Some("no memory"));
+        lets.add_permits(1);
+        let why = running.await.expect("no panic");
+        assert_eq!(why.as_deref(), Some("no memory"));
     }
 }
