@@ -1,10 +1,16 @@
 """Device memory as other processes open it: by the CUDA driver's own functions, whatever library allocated it."""
 
+import contextlib
 import ctypes
+import os
 import threading
+from collections.abc import Iterator
+from typing import Any
 
-#: Bytes of a ``cudaIpcMemHandle_t``.
+#: Bytes of a ``cudaIpcMemHandle_t``, and of a ``CUmemFabricHandle``.
 IPC_HANDLE_BYTES = 64
+#: Ways to share a chunk, as ``CUmemAllocationHandleType``: a file descriptor, or a fabric handle.
+SHARED_BY_FD, SHARED_BY_FABRIC = 1, 8
 _LIBRARY = "libcuda.so.1"
 #: ``CU_STREAM_CAPTURE_MODE_RELAXED``: what this thread does is no part of a capture that another one makes.
 _CAPTURE_RELAXED = 2
@@ -59,6 +65,48 @@ class Context:
         self.bind()
         self._call("cuIpcGetMemHandle", handle, ctypes.c_uint64(base))
         return bytes(handle)
+
+    def ways_to_share(self, base: int) -> list[int]:
+        """The ways in which a chunk of virtual memory management can be shared, the best for one host first.
+
+        Raises:
+            CudaError: it is no such chunk.
+        """
+        ways = []
+        with self._chunk(base) as chunk:
+            for way in (SHARED_BY_FD, SHARED_BY_FABRIC):
+                with contextlib.suppress(CudaError):
+                    shared = self._share(chunk, way)
+                    if isinstance(shared, int):
+                        os.close(shared)
+                    ways.append(way)
+        return ways
+
+    def descriptor_of(self, base: int) -> int:
+        """A file descriptor by which another process opens a chunk; the caller's to close."""
+        with self._chunk(base) as chunk:
+            return self._share(chunk, SHARED_BY_FD)
+
+    def fabric_handle_of(self, base: int) -> bytes:
+        """A fabric handle by which another process opens a chunk."""
+        with self._chunk(base) as chunk:
+            return self._share(chunk, SHARED_BY_FABRIC)
+
+    @contextlib.contextmanager
+    def _chunk(self, base: int) -> Iterator[ctypes.c_uint64]:
+        chunk = ctypes.c_uint64()
+        self.bind()
+        self._call("cuMemRetainAllocationHandle", ctypes.byref(chunk), ctypes.c_uint64(base))
+        try:
+            yield chunk
+        finally:
+            self._call("cuMemRelease", chunk)
+
+    def _share(self, chunk: ctypes.c_uint64, way: int) -> Any:
+        shared = ctypes.c_int(-1) if way == SHARED_BY_FD else (ctypes.c_ubyte * IPC_HANDLE_BYTES)()
+        flags = ctypes.c_uint64(0)
+        self._call("cuMemExportToShareableHandle", ctypes.byref(shared), chunk, ctypes.c_int(way), flags)
+        return shared.value if isinstance(shared, ctypes.c_int) else bytes(shared)
 
     def allocate(self, size: int) -> int:
         """New memory; gives its address."""

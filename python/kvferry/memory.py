@@ -13,7 +13,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +42,16 @@ class Unsupported(Exception):
 class Piece:
     """One allocation that kvferry maps, and how many of its bytes are the engine's.
 
-    In host memory ``fd`` is a descriptor of our own; on a device ``handle`` is what other processes open.
+    In host memory ``fd`` is a descriptor of our own; on a device ``handle`` is what other processes open, or ``chunks``
+    says of which parts (address and size) it consists, each shared by itself.
     """
 
     size: int
     address: int
     fd: int = -1
     handle: bytes = b""
+    chunks: list[tuple[int, int]] = field(default_factory=list)
+    shared_by: int = cuda.SHARED_BY_FD
 
 
 @dataclass(frozen=True)
@@ -115,8 +118,8 @@ class KvMemory:
                 self._open_device(tensors)
             except cuda.CudaError as error:
                 raise Unsupported(
-                    f"the KV cache on {tensors[0].device} cannot be shared: {error}. Memory of expandable segments and "
-                    "of sleep mode has no handles: leave PYTORCH_CUDA_ALLOC_CONF=expandable_segments and sleep mode out"
+                    f"the KV cache on {tensors[0].device} cannot be shared: {error}. Memory of sleep mode and of "
+                    "cudaMallocAsync has no handles: leave them out"
                 ) from error
         else:
             self._share([tensor.untyped_storage() for tensor in tensors])
@@ -150,9 +153,12 @@ class KvMemory:
         self._context = cuda.Context()
         bases: dict[int, int] = {}
         for tensor in tensors:
-            base, size = self._context.range_of(tensor.data_ptr())
-            bases[base] = size
-        self._pieces = [Piece(size, base, handle=self._context.handle_of(base)) for base, size in bases.items()]
+            address, end = tensor.data_ptr(), tensor.data_ptr() + _bytes_of(tensor)
+            while address < end:
+                base, size = self._context.range_of(address)
+                bases[base] = size
+                address = base + size
+        self._pieces = _pieces(self._context, bases)
         # Every byte of the engine's allocations may be in use.
         address = self._context.allocate(_NONCE_ON_DEVICE_BYTES)
         base, size = self._context.range_of(address)
@@ -224,8 +230,33 @@ class KvMemory:
         holders = [piece for piece in pieces if piece.address == base]
         listed = pieces if holders else [*pieces, nonce]
         place = pieces.index(holders[0]) if holders else len(pieces)
-        device = [{"kind": "device", "handle": {"cuda_ipc": piece.handle}, "bytes": piece.size} for piece in listed]
+        named = iter(tickets)
+        device = [{"kind": "device", "handle": self._handle(piece, named), "bytes": piece.size} for piece in listed]
         return device, {"allocation": place, "offset_bytes": nonce.address - base, "bytes": proof}
+
+    def _handle(self, piece: Piece, tickets: Iterator[bytes]) -> dict[str, Any]:
+        if piece.handle or self._context is None:
+            return {"cuda_ipc": piece.handle}
+
+        def shared(base: int) -> dict[str, bytes]:
+            if piece.shared_by == cuda.SHARED_BY_FD:
+                return {"ticket": next(tickets)}
+            return {"cuda_fabric": self._context.fabric_handle_of(base)}
+
+        return {"chunks": [{"handle": shared(base), "bytes": size} for base, size in piece.chunks]}
+
+    def _descriptors(self, pieces: list[Piece]) -> Iterator[int]:
+        """What is handed over of pieces, in order. Each is used before the next is asked for."""
+        for piece in pieces:
+            if self._context is None:
+                yield piece.fd
+            elif not piece.handle and piece.shared_by == cuda.SHARED_BY_FD:
+                for base, _ in piece.chunks:
+                    fd = self._context.descriptor_of(base)
+                    try:
+                        yield fd
+                    finally:
+                        os.close(fd)
 
     def _pieces_of(self, described: "_Described") -> list[Piece]:
         used = {described.place(layer, self._pieces)[0] for layer in range(len(described.tensors))}
@@ -241,19 +272,39 @@ class KvMemory:
             OSError: the worker does not take them.
         """
         check_directory(directory)
-        if self._context is not None:
-            # Handles are all that it needs; who is it?
-            return [], *_peer_of(directory / FD_SOCKET_NAME)
         pieces = self._pieces_of(self._groups[group])
-        tickets = [secrets.token_bytes(16) for _ in pieces]
-        process: int | None = None
-        process_fd: int | None = None
-        for piece, ticket in zip(pieces, tickets, strict=True):
-            if process_fd is not None:
-                os.close(process_fd)
-                process_fd = None
-            process, process_fd = _send_fd(directory / FD_SOCKET_NAME, ticket, piece.fd)
-        return tickets, process, process_fd
+        with contextlib.closing(self._descriptors(pieces)) as fds:
+            return _send_fds(directory / FD_SOCKET_NAME, fds)
+
+
+def _bytes_of(tensor: torch.Tensor) -> int:
+    """How far the elements of a tensor reach."""
+    steps = (step * (length - 1) for length, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (sum(steps) + 1) * tensor.element_size()
+
+
+def _pieces(context: cuda.Context, bases: dict[int, int]) -> list[Piece]:
+    """Pieces of device memory: an allocation each, or chunks that lie one behind the other."""
+    pieces: list[Piece] = []
+    for base, size in sorted(bases.items()):
+        try:
+            pieces.append(Piece(size, base, handle=context.handle_of(base)))
+            continue
+        except cuda.CudaError as error:
+            refused = error
+        try:
+            ways = context.ways_to_share(base)
+        except cuda.CudaError:
+            raise refused from None
+        if not ways:
+            raise cuda.CudaError(f"chunks that were made without a way to share them ({refused})")
+        last = pieces[-1] if pieces else None
+        if last and last.chunks and last.address + last.size == base and last.shared_by == ways[0]:
+            last.chunks.append((base, size))
+            last.size += size
+        else:
+            pieces.append(Piece(size, base, chunks=[(base, size)], shared_by=ways[0]))
+    return pieces
 
 
 @dataclass(frozen=True)
@@ -339,18 +390,17 @@ class _View:
         return cls([pages, *(length for length, _ in kept)], [stride, *(step for _, step in kept)], elements)
 
 
-def _send_fd(path: Path, ticket: bytes, fd: int) -> tuple[int | None, int | None]:
+def _send_fds(path: Path, fds: Iterator[int]) -> tuple[list[bytes], int | None, int | None]:
+    tickets = []
     with _connected(path) as worker:
         process = _process_of(worker, path)
-        socket.send_fds(worker, [ticket], [fd])
-        if worker.recv(1) != b"\x01":
-            raise OSError(f"{path}: the worker did not take the descriptor")
-        return _watched(process)
-
-
-def _peer_of(path: Path) -> tuple[int | None, int | None]:
-    with _connected(path) as worker:
-        return _watched(_process_of(worker, path))
+        for fd in fds:
+            ticket = secrets.token_bytes(16)
+            socket.send_fds(worker, [ticket], [fd])
+            if worker.recv(1) != b"\x01":
+                raise OSError(f"{path}: the worker did not take the descriptor")
+            tickets.append(ticket)
+    return tickets, *_watched(process)
 
 
 @contextlib.contextmanager

@@ -272,6 +272,8 @@ def why_unreachable(config: "VllmConfig") -> str | None:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             return f"{name} is {getattr(parallel, name)}, and pages that are spread over ranks are not supported yet"
+    if getattr(config.model_config, "enable_sleep_mode", False):
+        return "enable_sleep_mode is True, and KV memory that goes while the engine sleeps cannot be shared"
     return None
 
 

@@ -5,6 +5,7 @@ Stores pages, spoils the memory, loads them elsewhere, and compares every byte.
 
 import ctypes
 import random
+import struct
 import sys
 from pathlib import Path
 
@@ -47,10 +48,38 @@ def context() -> cuda.Context:
     return cuda.Context()
 
 
-def main(socket_dir: Path) -> None:
+def in_chunks(sizes: list[int], way: int) -> int:
+    """Memory in chunks that can be shared in this way, as PyTorch makes it for expandable segments."""
+    library = ctypes.CDLL("libcuda.so.1")
+    base, device = ctypes.c_uint64(), ctypes.c_int()
+    assert library.cuCtxGetDevice(ctypes.byref(device)) == 0
+    # CUmemAllocationProp: kind, ways to share, location (kind, number), a pointer, flags.
+    properties = struct.pack("IIIiQ8x", 1, way, 1, device.value, 0)
+    access = struct.pack("IiI", 1, device.value, 3)
+    zero = ctypes.c_uint64(0)
+    whole = ctypes.c_size_t(sum(sizes))
+    assert library.cuMemAddressReserve(ctypes.byref(base), whole, zero, zero, zero) == 0
+    at = base.value
+    for size in sizes:
+        chunk = ctypes.c_uint64()
+        assert library.cuMemCreate(ctypes.byref(chunk), ctypes.c_size_t(size), properties, zero) == 0
+        assert library.cuMemMap(ctypes.c_uint64(at), ctypes.c_size_t(size), zero, chunk, zero) == 0
+        assert library.cuMemRelease(chunk) == 0
+        at += size
+    assert library.cuMemSetAccess(base, whole, access, ctypes.c_size_t(1)) == 0
+    return base.value
+
+
+def main(socket_dir: Path, kind: str) -> None:
     gpu = context()
     # Two layers behind each other in one allocation, as an engine's own allocator gives them out, the third by itself.
-    both, third = gpu.allocate(1 << 20), gpu.allocate(1 << 16)
+    match kind:
+        case "cuda_ipc":
+            both, third = gpu.allocate(1 << 20), gpu.allocate(1 << 16)
+        case "ticket":
+            both, third = in_chunks([4096, 4096], cuda.SHARED_BY_FD), in_chunks([8192], cuda.SHARED_BY_FD)
+        case _:
+            both, third = (in_chunks([4096] * 3, cuda.SHARED_BY_FABRIC) for _ in range(2))
     layers = [on_device(both + 512), on_device(both + 512 + PAGES * PAGE_BYTES), on_device(third)]
     chance = random.Random(1)
 
@@ -63,9 +92,16 @@ def main(socket_dir: Path) -> None:
 
     group = Group({str(index): layer for index, layer in enumerate(layers)}, engine_page_tokens=8, device_pages=PAGES)
     memory = KvMemory([group], Place(rank=0, tp_size=1, shard=0))
-    described = memory.describe(0, [])
+    described = memory.describe(0, [bytes(16)] * 8)
     assert described["device_uuid"] == gpu.uuid()
-    assert [tensor["offset_bytes"] for tensor in described["tensors"]] == [512, 512 + PAGES * PAGE_BYTES, 0]
+    offsets = sorted(tensor["offset_bytes"] for tensor in described["tensors"])
+    assert offsets == [0, 512, 512 + PAGES * PAGE_BYTES]
+    handles = [allocation["handle"] for allocation in described["allocations"]]
+    chunks = [chunk["handle"] for handle in handles for chunk in handle.get("chunks", [])]
+    # Chunks of a tensor's memory only, and what proves the mapping by itself.
+    assert {name for chunk in chunks for name in chunk} == ({kind} if kind != "cuda_ipc" else set())
+    assert len(chunks) == {"cuda_ipc": 0, "ticket": 3, "cuda_fabric": 3}[kind], handles
+    assert "cuda_ipc" in handles[-1]
     rank = RankSession(socket_dir / "worker-0-0", ENGINE, 0, 0, memory)
     scheduler = Client(socket_dir / "leader", wire.Hello(role="engine", engine=ENGINE), first_id=1)
     scheduler.start()
@@ -101,4 +137,4 @@ def main(socket_dir: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

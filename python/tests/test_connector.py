@@ -113,6 +113,7 @@ def test_every_hash_algorithm_of_vllm_is_judged() -> None:
         ([], {}, "0 groups (none)"),
         ([FullAttentionSpec], {"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2"),
         ([FullAttentionSpec], {"decode_context_parallel_size": 2}, "decode_context_parallel_size is 2"),
+        ([FullAttentionSpec], {"enable_sleep_mode": True}, "enable_sleep_mode is True"),
     ],
 )
 def test_what_is_not_supported_is_said(kinds: list[type], changes: dict[str, int], text: str | None) -> None:

@@ -28,10 +28,11 @@ def script(source: str, *arguments: str, **changes: str) -> subprocess.Completed
     return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
-def test_there_and_back(variables: dict[str, str]) -> None:
+@pytest.mark.parametrize("kind", ["cuda_ipc", "ticket", "cuda_fabric"])
+def test_there_and_back(variables: dict[str, str], kind: str) -> None:
     with running(ranks=1, g2="16MiB", variables=variables) as daemon:
         rank = Path(__file__).parent / "gpu_rank.py"
-        done = script(str(rank), str(daemon.socket_dir), **variables)
+        done = script(str(rank), str(daemon.socket_dir), kind, **variables)
         assert "every byte is right" in done.stdout, done.stdout + done.stderr
         assert daemon.counter("blocks_loaded") > 0
 
@@ -41,7 +42,7 @@ def test_there_and_back(variables: dict[str, str]) -> None:
     [
         ("*/cuCtxGetCurrent/1/3", "cuCtxGetCurrent answered CUDA_ERROR_NOT_INITIALIZED (3)"),
         ("*/cuIpcGetMemHandle/1/1", "cuIpcGetMemHandle answered CUDA_ERROR_INVALID_VALUE (1)"),
-        ("*/cuMemGetAddressRange_v2/1/1", "leave PYTORCH_CUDA_ALLOC_CONF=expandable_segments"),
+        ("*/cuMemGetAddressRange_v2/1/1", "Memory of sleep mode and of cudaMallocAsync has no handles"),
     ],
 )
 def test_memory_without_handles_is_refused_in_words(variables: dict[str, str], fail: str, text: str) -> None:
@@ -60,6 +61,22 @@ except Unsupported as error:
 """
     done = script(source, **{**variables, "FAKE_CUDA": f"fail={fail}"})
     assert text in done.stdout, done.stdout + done.stderr
+
+
+def test_chunks_that_nobody_may_share(variables: dict[str, str]) -> None:
+    source = """
+import gpu_rank
+from kvferry.memory import Group, KvMemory, Place, Unsupported
+gpu_rank.context()
+layer = gpu_rank.on_device(gpu_rank.in_chunks([4096], 0))
+group = Group({"layer": layer}, engine_page_tokens=8, device_pages=gpu_rank.PAGES)
+try:
+    KvMemory([group], Place(rank=0, tp_size=1, shard=0))
+except Unsupported as error:
+    print(error)
+"""
+    done = script(source, **variables)
+    assert "chunks that were made without a way to share them" in done.stdout, done.stdout + done.stderr
 
 
 def test_without_a_driver() -> None:
