@@ -133,6 +133,8 @@ class Client:
         self.link = 0
         #: Epoch of the other side's leader, as the last welcome said.
         self.epoch = 0
+        #: What both sides can do beyond the version, as the last welcome said.
+        self.features = 0
         #: Since when there is no connection.
         self.lost_at: float | None = time.monotonic()
         #: Why the last attempt to connect failed, for people.
@@ -318,6 +320,7 @@ class Client:
 
     def _converse(self, socket: zmq.Socket, monitor: zmq.Socket, welcome: wire.Welcome) -> None:
         self._version = welcome.version
+        self.features = welcome.features
         self._credits = (max(welcome.request_credits, 1), max(welcome.byte_credits, 1))
         self._in_flight = self._in_flight_bytes = 0
         self._unsent = collections.deque(self._open[identity] for identity in sorted(self._open))

@@ -124,6 +124,18 @@ class Context:
         self._call("cuMemcpyHtoDAsync_v2", ctypes.c_uint64(address), data, size, self._stream)
         self._call("cuStreamSynchronize", self._stream)
 
+    def can_mark(self) -> bool:
+        """Whether the device can write words by itself."""
+        return hasattr(self._library, "cuStreamWriteValue64_v2")
+
+    def mark(self, stream: int, address: int, value: int) -> None:
+        """Lets the device write a word behind everything that the stream was given so far.
+
+        The calling thread has a context: that of the stream.
+        """
+        word = ctypes.c_uint64(address), ctypes.c_uint64(value)
+        self._call("cuStreamWriteValue64_v2", ctypes.c_void_p(stream), *word, ctypes.c_uint(0))
+
     def read(self, address: int, size: int) -> bytes:
         """Reads bytes."""
         data = ctypes.create_string_buffer(size)

@@ -29,6 +29,8 @@ _NONCE_ROOM_BYTES = 4096
 _NONCE_BYTES = 32
 #: What a driver takes from a device at a time: smaller allocations share a piece, and with it a handle.
 _NONCE_ON_DEVICE_BYTES = 2 << 20
+#: Where in that piece the device writes how far it is, behind the proof.
+_WORD_OFFSET_BYTES = 64
 _SHM = "/dev/shm"
 #: How long other ranks may take to move their memory, beside what that takes by its size.
 _FOLDER_LIMIT_S = 60.0
@@ -130,6 +132,21 @@ class KvMemory:
         return self._context is not None
 
     @property
+    def has_timeline(self) -> bool:
+        """Whether the device can say by itself how far it is."""
+        return self._context is not None and self._context.can_mark()
+
+    def mark(self, stream: int, through: int) -> None:
+        """Lets the device say that stores up to this request may read, behind what the stream was given so far.
+
+        Raises:
+            CudaError: it will not say so.
+        """
+        if self._context is None or self._nonce is None:
+            raise cuda.CudaError("there is no device")
+        self._context.mark(stream, self._nonce.address + _WORD_OFFSET_BYTES, through)
+
+    @property
     def groups(self) -> int:
         """How many groups there are."""
         return len(self._groups)
@@ -163,6 +180,7 @@ class KvMemory:
         address = self._context.allocate(_NONCE_ON_DEVICE_BYTES)
         base, size = self._context.range_of(address)
         self._nonce = Piece(size, address, handle=self._context.handle_of(base))
+        self._context.write(address + _WORD_OFFSET_BYTES, bytes(8))
 
     def _share(self, storages: list[torch.UntypedStorage]) -> None:
         by_address = {storage.data_ptr(): storage for storage in storages}
@@ -187,13 +205,19 @@ class KvMemory:
             self._pieces.append(Piece(size, storage.data_ptr(), fd=fd))
             os.ftruncate(fd, size + _NONCE_ROOM_BYTES)
 
-    def describe(self, group: int, tickets: list[bytes]) -> dict[str, Any]:
-        """A group's registration, with a fresh proof of the mapping. ``tickets`` name its descriptors, in order."""
+    def describe(self, group: int, tickets: list[bytes], *, timeline: bool = False) -> dict[str, Any]:
+        """A group's registration, with a fresh proof of the mapping. ``tickets`` name its descriptors, in order.
+
+        With ``timeline`` it says where the device writes how far it is.
+        """
         described = self._groups[group]
         pieces = self._pieces_of(described)
         proof = secrets.token_bytes(_NONCE_BYTES)
         allocations, nonce = self._allocations(pieces, tickets, proof)
-        device = {} if self._context is None else {"device_uuid": self._context.uuid()}
+        device: dict[str, Any] = {} if self._context is None else {"device_uuid": self._context.uuid()}
+        if timeline:
+            word = nonce["offset_bytes"] + _WORD_OFFSET_BYTES
+            device["timeline"] = {"allocation": nonce["allocation"], "offset_bytes": word}
         return {
             **device,
             "group": group,

@@ -33,6 +33,8 @@ _PAUSE_FIRST_S = 0.05
 #: Pause between two looks at whether a device has written what it was given.
 _WRITING_PAUSE_S = 0.0005
 _PAUSE_MAX_S = 1.0
+#: How long a worker may take to let a device's memory go.
+_LET_GO_LIMIT_S = 3.0
 
 
 def _at_once() -> bool:
@@ -52,6 +54,11 @@ class RankSession:
         #: Stores whose pages a device still writes, in order, and what tells that it has.
         self._writing: deque[tuple[int, Callable[[], bool]]] = deque()
         self._announced = 0
+        #: What the device is known to have written, and the last pass that it says of by itself: request and question.
+        self._known = 0
+        self._last_pass: tuple[int, Callable[[], bool]] = (0, _at_once)
+        #: Whether the worker looks where the device says how far it is.
+        self._timeline = False
         self._blind = False
         self._link = 0
         self._pause_s = _PAUSE_FIRST_S
@@ -66,23 +73,45 @@ class RankSession:
         self._process_killed = False
         #: Since when each abandoned request waits.
         self._abandoned_at: dict[int, float] = {}
-        hello = wire.Hello(role="rank", engine=engine, rank=rank, replica=replica, name=f"vLLM, rank {rank}")
+        features = wire.FEATURE_TIMELINE if memory.has_timeline else 0
+        name = f"vLLM, rank {rank}"
+        hello = wire.Hello(role="rank", engine=engine, rank=rank, replica=replica, name=name, features=features)
         self._name = f"rank {rank}"
         self._client = Client(directory, hello, first_id=1 << 63, turn=self._turn)
         self._client.start()
 
     # The engine's threads.
 
-    def wrote(self, through: int, when: Callable[[], bool] | None = None) -> None:
-        """The pages of stores up to this request are written: now, or once ``when`` says so, which must not wait."""
-        if through > self._announced and not self._blind:
-            self._announced = through
-            with self._lock:
-                if when is None and not self._writing:
-                    self._owed.wrote(through)
-                else:
-                    self._writing.append((through, when or _at_once))
-            self._client.poke()
+    def wrote(self, through: int, when: Callable[[], bool] | None = None, stream: int | None = None) -> None:
+        """The pages of stores up to this request are written: now, or once ``when`` says so, which must not wait.
+
+        With ``stream``, the calling thread's context is the device's, and the device says by itself when what that
+        stream was given so far is written.
+        """
+        if through <= self._announced or self._blind:
+            return
+        self._announced = through
+        marked = when is not None and stream is not None and self._mark(stream, through)
+        with self._lock:
+            if marked:
+                self._last_pass = (through, when or _at_once)
+                self._owed.wrote(through)
+            elif when is None and not self._writing:
+                self._known = through
+                self._owed.wrote(through)
+            else:
+                self._writing.append((through, when or _at_once))
+        self._client.poke()
+
+    def _mark(self, stream: int, through: int) -> bool:
+        if not self._memory.has_timeline:
+            return False
+        try:
+            self._memory.mark(stream, through)
+        except OSError as error:
+            logger.debug("kvferry: %s: the device does not say how far it is: %s", self._name, error)
+            return False
+        return True
 
     def abandon(self, requests: list[int]) -> None:
         """Takes the pages of these requests back; they come out of :meth:`over` once nothing is copied for them."""
@@ -107,7 +136,14 @@ class RankSession:
         return self._owed.registered
 
     def close(self) -> None:
-        """Ends the conversation; the worker lets the memory go."""
+        """Ends the conversation; the worker lets the memory go.
+
+        A device's memory must not be freed before it has: that is waited for, for a while.
+        """
+        if self._memory.on_device and self._client.listening:
+            gone = self._client.ask(wire.Unregister(), _LET_GO_LIMIT_S, link=self._client.link)
+            if not gone.wait(_LET_GO_LIMIT_S) or gone.failure is not None:
+                logger.warning("kvferry: %s: its worker may still have the KV memory: %s", self._name, gone.failure)
         self._client.close()
         self._memory.close()
         self._forget_process()
@@ -135,7 +171,8 @@ class RankSession:
             # Without the lock, which the engine's threads take: only this thread takes anything out.
             while self._writing and self._writing[0][1]():
                 with self._lock:
-                    self._owed.wrote(self._writing.popleft()[0])
+                    self._known = self._writing.popleft()[0]
+                    self._owed.wrote(self._known)
         except Exception:
             # Nothing is known of what was given to the device, nor of what comes behind it: nothing more is stored.
             logger.exception(
@@ -173,11 +210,26 @@ class RankSession:
             case owed.Register(after, group):
                 tickets, process, process_fd = self._memory.hand_over(group, self._directory)
                 self._remember_process(process, process_fd)
-                return wire.Register(after, self._engine, self._memory.describe(group, tickets))
+                self._timeline = bool(self._client.features & wire.FEATURE_TIMELINE)
+                memory = self._memory.describe(group, tickets, timeline=self._timeline)
+                return wire.Register(after, self._engine, memory)
             case owed.Written(through):
-                return wire.Written(through)
+                return self._written(through)
             case owed.Abandon(requests):
                 return wire.Abandon(requests)
+
+    def _written(self, through: int) -> wire.Written:
+        if through <= self._known:
+            return wire.Written(through)
+        if self._timeline:
+            return wire.Written(through, timeline=True)
+        # The device has said so to nobody who looked: is it over?
+        last, is_over = self._last_pass
+        self._memory.bind_thread()
+        if through > last or not is_over():
+            raise OSError("the device has not written it yet")
+        self._known = max(self._known, last)
+        return wire.Written(through)
 
     def _answered(self, demand: owed.Demand, failure: Failure | None, answer: msgspec.Struct | None = None) -> None:
         with self._lock:

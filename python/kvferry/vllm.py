@@ -150,17 +150,17 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         """The forward pass is over, or given to the device: stores may read what it wrote once it is. Does not wait."""
         metadata = self._connector_metadata
         if self._rank is not None and isinstance(metadata, StepMetadata):
-            self._rank.wrote(metadata.written_through, self._pass_over())
+            self._rank.wrote(metadata.written_through, *self._pass_over())
 
-    def _pass_over(self) -> "Callable[[], bool] | None":
-        """What tells that the device has done what it was given so far; None where that is now."""
+    def _pass_over(self) -> "tuple[Callable[[], bool] | None, int | None]":
+        """What tells that the device has done what it was given so far, None where that is now; and its stream."""
         if not self._on_device:
-            return None
+            return None, None
         import torch
 
         event = torch.cuda.Event()
         event.record()
-        return event.query
+        return event.query, torch.cuda.current_stream().cuda_stream
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Loads that the scheduler's side knows to be over. Stores are never waited for: the pool holds their pages."""

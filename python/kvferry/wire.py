@@ -47,6 +47,12 @@ class Kind(IntEnum):
     WRITTEN_ANSWER = 35
     ABANDON = 36
     ABANDON_ANSWER = 37
+    UNREGISTER = 38
+    UNREGISTERED = 39
+
+
+#: A bit of ``features``: a rank's device writes how far it is, and its worker looks there.
+FEATURE_TIMELINE = 1
 
 
 class Code(IntEnum):
@@ -68,7 +74,7 @@ class Code(IntEnum):
 
 
 class Hello(msgspec.Struct, kw_only=True):
-    """First message of a client. ``engine`` has 16 bytes."""
+    """First message of a client. ``engine`` has 16 bytes; ``features`` is what it can do beyond its version."""
 
     version_min: int = VERSION
     version_max: int = VERSION
@@ -77,6 +83,7 @@ class Hello(msgspec.Struct, kw_only=True):
     rank: int = 0
     replica: int = 0
     name: str = ""
+    features: int = 0
 
 
 class Welcome(msgspec.Struct):
@@ -86,6 +93,7 @@ class Welcome(msgspec.Struct):
     heartbeat_ms: int
     request_credits: int
     byte_credits: int
+    features: int = 0
 
 
 class Error(msgspec.Struct):
@@ -172,15 +180,20 @@ class ResetAnswer(msgspec.Struct):
 
 
 class Written(msgspec.Struct):
-    """What stores up to this request read is written."""
+    """What stores up to this request read is written; with ``timeline``, once the device's word says so."""
 
     through: int
+    timeline: bool = False
 
 
 class Abandon(msgspec.Struct):
     """Nothing may be copied any more for these requests."""
 
     requests: list[int]
+
+
+class Unregister(msgspec.Struct):
+    """Let the KV memory of this rank go; answered once nothing of it is open any more."""
 
 
 class Register(msgspec.Struct):
@@ -214,6 +227,7 @@ BODIES: dict[int, type[msgspec.Struct]] = {
     Kind.REGISTERED: Registered,
     Kind.WRITTEN_ANSWER: Empty,
     Kind.ABANDON_ANSWER: Empty,
+    Kind.UNREGISTERED: Empty,
 }
 
 KINDS: dict[type[msgspec.Struct], Kind] = {
@@ -226,6 +240,7 @@ KINDS: dict[type[msgspec.Struct], Kind] = {
     Register: Kind.REGISTER,
     Written: Kind.WRITTEN,
     Abandon: Kind.ABANDON,
+    Unregister: Kind.UNREGISTER,
 }
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -225,6 +225,21 @@ def test_nothing_of_an_engine_is_left_however_it_ends(daemon: Daemon) -> None:
     session.close()
 
 
+def test_an_engine_whose_connections_live_on_in_a_child_is_let_go() -> None:
+    """Nothing closes, and nobody is silent for long enough: the end of the process is what is noticed."""
+    with running(ranks=1, g2="16MiB", variables={"KVFERRY_HEARTBEAT_MS": "60000"}) as daemon:
+        command = [sys.executable, __file__, str(daemon.socket_dir), "with a child"]
+        engine = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
+        assert engine.stdout is not None
+        assert engine.stdout.readline() == "registered\n"
+        assert daemon.status()["ranks"][0]["attached"]
+        engine.kill()
+        engine.wait(10)
+        eventually("it is let go", lambda: not daemon.status()["ranks"][0]["attached"])
+        # The child ends when its standard input does.
+        engine.communicate()
+
+
 def test_a_rank_that_is_turned_away_says_why_once(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
     session = begin(daemon.socket_dir / "worker-0-0", ranks=3)
     eventually("it is told", lambda: "tp_size" in caplog.text)
@@ -233,8 +248,8 @@ def test_a_rank_that_is_turned_away_says_why_once(daemon: Daemon, caplog: pytest
     session.close()
 
 
-def main(socket_dir: Path) -> None:
-    """An engine that registers, holds a lease, and waits for its end."""
+def main(socket_dir: Path, *child: str) -> None:
+    """An engine that registers, holds a lease, and waits for its end, alone or beside a child that has its sockets."""
     session = begin(socket_dir / "worker-0-0")
     eventually("it is registered", lambda: session.registered)
     client = Client(socket_dir / "leader", wire.Hello(role="engine", engine=b"e" * 16), first_id=1)
@@ -248,9 +263,12 @@ def main(socket_dir: Path) -> None:
         question = client.ask(message, 10)
         session.wrote(question.id)
         assert question.wait(10), question.failure
+    if child and os.fork() == 0:
+        sys.stdin.read()
+        os._exit(0)
     print("registered", flush=True)
     signal.pause()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -2,15 +2,16 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use crate::cuda::{
-    Context, Copier, CopierError, CopierSettings, CopyOrder, CudaError, DeviceOpenError,
+    Announced, Context, Copier, CopierError, CopierSettings, CopyOrder, CudaError, DeviceOpenError,
     DeviceUuid, Driver, NoDriver, Outcome, PIN_CHUNK_BYTES, PinError, PinnedDepot,
-    RegisteredDevice, Window,
+    RegisteredDevice, WaitOrder, Window,
 };
 use crate::memory::{CancelFlag, Depot, RegisteredMemory};
 use crate::transport::FdReceiver;
-use crate::types::{ByteSize, Copy, FragmentPair, GroupGeometry, Registration};
+use crate::types::{ByteSize, Copy, FragmentPair, GroupGeometry, Registration, Timeline};
 
 /// A GPU that copies.
 #[derive(Debug)]
@@ -134,7 +135,21 @@ impl Gpu {
             depot: Arc::clone(&self.depot),
             cancel,
         };
-        self.copier.start_copy(order).is_ok()
+        self.copier.start_copy(order)
+    }
+
+    /// Asks to be told when what an engine announced is written; false when there is no place, or the GPU is lost.
+    pub(super) fn wait_for(
+        &self,
+        memory: &RegisteredDevice,
+        word: Timeline,
+        announced: Announced,
+    ) -> bool {
+        self.copier.wait_for(WaitOrder {
+            memory: Arc::downgrade(&memory.memory),
+            word,
+            announced,
+        })
     }
 }
 
@@ -148,6 +163,16 @@ pub(crate) enum EngineSide {
 }
 
 impl EngineSide {
+    /// Lets it go, and waits until nothing of it is open here any more: false when a copy still holds it. Blocks.
+    pub(super) fn let_go(self, limit: Duration) -> bool {
+        let end = match &self {
+            Self::Host(memory) => memory.memory.end(),
+            Self::Device(memory, _) => memory.memory.end(),
+        };
+        drop(self);
+        end.wait(limit)
+    }
+
     /// What all ranks must have in common.
     pub(super) fn geometry(&self) -> &GroupGeometry {
         match self {

@@ -336,6 +336,7 @@ mod tests {
                 bytes: vec![0; 16],
             },
             device_uuid: None,
+            timeline: None,
         };
         let layout = validate(&registration).expect("consistent");
         let buffer = SharedBuffer::create("kvferry-test", bytes).expect("memory");

@@ -19,7 +19,7 @@ use crate::actors::transfer::{
     RUNNING_COPIES_MAX, TransferActor, TransferArguments, TransferMessage,
 };
 use crate::core::{BatchId, Worker, WorkerEffect, WorkerEvent, WorkerSettings};
-use crate::cuda::CudaError;
+use crate::cuda::{Announced, CudaError};
 use crate::memory::{BufferError, Depot};
 use crate::protocol::limits::PAGE_RECORDS_MAX;
 use crate::protocol::{
@@ -82,6 +82,10 @@ pub(super) enum WorkerMessage {
     Gpu(Result<Arc<Gpu>, String>),
     /// The GPU does not work for this process any more.
     GpuLost(CudaError),
+    /// A GPU's memory is held by copies though its engine is gone.
+    StillHeld,
+    /// What engines announced is written by now.
+    Written(Vec<Announced>),
     Admitted(AttachId, Result<Attached, Failure>),
     Ended(Vec<EndedCopy>),
     Tick,
@@ -268,6 +272,16 @@ impl Actor for WorkerActor {
             WorkerMessage::Understood(who, answer) => state.understood(&who, answer),
             WorkerMessage::Gpu(gpu) => state.gpu_started(gpu),
             WorkerMessage::GpuLost(error) => state.gpu_lost(error),
+            WorkerMessage::StillHeld => {
+                let why = "copies do not let go a GPU's memory whose engine is gone".to_owned();
+                tracing::error!(worker = %state.worker, why, "this worker ends");
+                state.teller.give_up(why);
+            }
+            WorkerMessage::Written(announced) => {
+                for Announced { engine, through } in announced {
+                    state.step(WorkerEvent::Written { engine, through }, &myself)?;
+                }
+            }
             WorkerMessage::Admitted(attach, verdict) => state.admitted(attach, verdict, &myself)?,
             WorkerMessage::Ended(copies) => {
                 state.step(WorkerEvent::CopiesEnded(copies), &myself)?;
@@ -331,16 +345,28 @@ impl State {
             Message::Abandon(abandon) => self.abandon(peer, correlation, &abandon, myself),
             Message::Written(written) => {
                 let mapped = self.mapped.as_ref().filter(|mapped| mapped.peer == peer);
-                let Some(engine) = mapped.map(|mapped| mapped.engine) else {
+                let Some(mapped) = mapped else {
                     let text = "register your memory first".to_owned();
                     self.refuse(peer, correlation, ErrorCode::Invalid, text);
                     return Ok(());
                 };
-                let through = RequestId(written.through);
+                let (engine, through) = (mapped.engine, RequestId(written.through));
+                if written.timeline {
+                    let announced = Announced { engine, through };
+                    match self.announced(&mapped.memory, announced) {
+                        Ok(()) => {
+                            let answer = Message::WrittenAnswer(Empty {});
+                            self.replier.reply(peer, correlation, answer);
+                        }
+                        Err((code, why)) => self.refuse(peer, correlation, code, why.to_owned()),
+                    }
+                    return Ok(());
+                }
                 self.replier
                     .reply(peer, correlation, Message::WrittenAnswer(Empty {}));
                 self.step(WorkerEvent::Written { engine, through }, myself)
             }
+            Message::Unregister(_) => self.unregister(peer, correlation, myself),
             other => {
                 let text = format!("{} is not for a worker to answer", other.kind().name());
                 self.refuse(peer, correlation, ErrorCode::UnknownKind, text);
@@ -384,14 +410,18 @@ impl State {
         self.abandoning.retain(|_, (waiting, _)| *waiting != peer);
         let gone = self.mapped.take_if(|mapped| mapped.peer == peer);
         match gone {
-            Some(mapped) => self.step(WorkerEvent::MemoryGone(mapped.engine), myself),
+            Some(mapped) => {
+                let stepped = self.step(WorkerEvent::MemoryGone(mapped.engine), myself);
+                self.let_go(mapped, myself, None);
+                stepped
+            }
             None => Ok(()),
         }
     }
 
     fn leader_says(&mut self, incoming: Incoming, myself: &ActorRef<WorkerMessage>) -> Handled {
         match incoming {
-            Incoming::Welcomed(epoch, link) => {
+            Incoming::Welcomed { epoch, link, .. } => {
                 self.link = link;
                 self.teller.tell(self.progress.bytes());
                 self.step(WorkerEvent::LeaderFound(epoch), myself)
@@ -452,7 +482,9 @@ impl State {
         for effect in effects.drain(..) {
             match effect {
                 WorkerEffect::Attach { attach, .. } => self.attach(attach, myself),
-                WorkerEffect::Registered { engine, admitted } => self.registered(engine, admitted),
+                WorkerEffect::Registered { engine, admitted } => {
+                    self.registered(engine, admitted, myself);
+                }
                 WorkerEffect::Start(copies) => match (&self.mapped, &self.depot) {
                     (Some(mapped), Some(depot)) => {
                         let (memory, depot) = (mapped.memory.clone(), Arc::clone(depot));

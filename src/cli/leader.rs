@@ -56,6 +56,7 @@ impl Arguments {
                     epoch,
                     heartbeat: Duration::from_millis(config.heartbeat_ms),
                     roles: vec![Role::Engine, Role::Worker, Role::Admin],
+                    features: 0,
                 },
             );
             let supervisor = self

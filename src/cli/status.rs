@@ -163,6 +163,7 @@ pub(super) fn admin(
         engine,
         rank: 0,
         replica: 0,
+        features: 0,
         name: name.to_owned(),
     };
     let settings = ClientSettings {

@@ -13,7 +13,7 @@ use crate::cli::process::{Ending, end_with_supervisor};
 use crate::cli::{ConfigArguments, block_on, dirs::Dirs};
 use crate::error::CommandError;
 use crate::memory::{DEPOT_HEADER_BYTES, NumaNode};
-use crate::protocol::{Hello, Role, VERSION, VERSION_MIN};
+use crate::protocol::{FEATURE_TIMELINE, Hello, Role, VERSION, VERSION_MIN};
 use crate::transport::{
     Address, Client, ClientSettings, FdReceiver, Limits, Server, ServerSettings, Transport,
     ZmqTransport, prepare_directory,
@@ -83,6 +83,7 @@ impl Arguments {
                     epoch: Epoch(0),
                     heartbeat: Duration::from_millis(config.heartbeat_ms),
                     roles: vec![Role::Rank],
+                    features: FEATURE_TIMELINE,
                 },
             );
             let hello = Hello {
@@ -92,6 +93,7 @@ impl Arguments {
                 engine: [0; 16],
                 rank: self.rank,
                 replica: self.replica,
+                features: 0,
                 name: format!("worker of {worker}"),
             };
             let settings = ClientSettings {

@@ -8,13 +8,15 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, TryRecvError, TrySendError, bounded};
+use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, TryRecvError, bounded};
 
 use super::driver::{Context, DeviceSide, HostMemory, NotSubmitted, Stream, Submitted};
 use super::engine_memory::RegisteredDevice;
 use super::error::CudaError;
 use super::pinned::PinnedDepot;
 use super::sabotage::{Bug, planted};
+use super::timeline::{Announced, LOOK_PAUSE, WaitOrder, Waits};
+use super::window::SmallCopyError;
 use crate::memory::{CancelFlag, CopyPlan, CopyRequest};
 use crate::types::{Direction, EndedCopy, FragmentPair, OpId};
 
@@ -49,6 +51,8 @@ pub struct CopyOrder {
 /// What the thread says.
 #[derive(Debug)]
 pub enum Outcome {
+    /// What engines announced is written.
+    Written(Vec<Announced>),
     /// Copies that are over: nothing of them reads or writes any more.
     Ended(Vec<EndedCopy>),
     /// The GPU does not work for this process any more. What was under way has no end that could be seen, short of the
@@ -67,7 +71,7 @@ pub struct CopierSettings {
 /// The caller's side. When it is dropped, what waits is given up, and what is under way ends.
 #[derive(Debug)]
 pub struct Copier {
-    queue: Option<Sender<CopyOrder>>,
+    queue: Option<Sender<Order>>,
     thread: Option<JoinHandle<()>>,
     /// Closed when the thread has ended.
     over: Receiver<()>,
@@ -77,12 +81,14 @@ impl Copier {
     /// Starts the thread.
     pub fn start(settings: CopierSettings) -> Result<Self, CopierError> {
         let lanes = [Lane::new(&settings.context)?, Lane::new(&settings.context)?];
+        let waits = Waits::new(&settings.context)?;
         let (queue, orders) = bounded(QUEUE_PLACES);
         let (running, over) = bounded(0);
         let thread = std::thread::Builder::new().name("kvferry-cuda".to_owned());
         let run = Run {
             orders,
             lanes,
+            waits,
             tell: settings.tell,
         };
         let thread = thread.spawn(move || {
@@ -96,15 +102,19 @@ impl Copier {
         })
     }
 
-    /// Hands a copy over; gives it back when there is no place, or nobody.
-    pub fn start_copy(&self, order: CopyOrder) -> Result<(), Box<CopyOrder>> {
-        let queue = match &self.queue {
-            Some(queue) => queue,
-            None => return Err(Box::new(order)),
-        };
-        queue.try_send(order).map_err(|refused| match refused {
-            TrySendError::Full(order) | TrySendError::Disconnected(order) => Box::new(order),
-        })
+    /// Hands a copy over; false when there is no place, or nobody.
+    pub fn start_copy(&self, order: CopyOrder) -> bool {
+        self.hand_over(Order::Copy(Box::new(order)))
+    }
+
+    /// Asks to be told when something is written; false when there is no place, or nobody.
+    pub fn wait_for(&self, order: WaitOrder) -> bool {
+        self.hand_over(Order::Wait(order))
+    }
+
+    fn hand_over(&self, order: Order) -> bool {
+        let queue = self.queue.as_ref();
+        queue.is_some_and(|queue| queue.try_send(order).is_ok())
     }
 }
 
@@ -123,20 +133,29 @@ impl Drop for Copier {
     }
 }
 
+enum Order {
+    Copy(Box<CopyOrder>),
+    Wait(WaitOrder),
+}
+
 /// Why the thread did not start.
 #[derive(Debug, thiserror::Error)]
 pub enum CopierError {
     /// The driver's error.
     #[error(transparent)]
     Cuda(#[from] CudaError),
+    /// Memory for what is seen.
+    #[error(transparent)]
+    Memory(#[from] SmallCopyError),
     /// The system's error.
     #[error("no thread for copies: {0}")]
     Thread(#[from] std::io::Error),
 }
 
 struct Run {
-    orders: Receiver<CopyOrder>,
+    orders: Receiver<Order>,
     lanes: [Lane; 2],
+    waits: Waits,
     tell: Box<dyn Fn(Outcome) -> bool + Send>,
 }
 
@@ -148,23 +167,19 @@ impl Run {
             if !stopping && self.take_orders() {
                 stop_at = Some(Instant::now() + STOP_LIMIT);
                 self.lanes.iter_mut().for_each(Lane::give_up);
+                self.waits.give_up();
             }
-            let mut ended = Vec::new();
-            for lane in &mut self.lanes {
-                if let Err(error) = lane.go_on(&mut ended) {
-                    tracing::error!(%error, "the GPU is lost to this process");
-                    if !ended.is_empty() {
-                        (self.tell)(Outcome::Ended(ended));
-                    }
-                    (self.tell)(Outcome::Lost(error));
-                    self.forget();
-                    return;
-                }
+            let (mut ended, mut written) = (Vec::new(), Vec::new());
+            let went_on = self.go_on(&mut ended, &mut written);
+            self.say(Outcome::Ended, ended);
+            self.say(Outcome::Written, written);
+            if let Err(error) = went_on {
+                tracing::error!(%error, "the GPU is lost to this process");
+                (self.tell)(Outcome::Lost(error));
+                self.forget();
+                return;
             }
-            if !ended.is_empty() && !(self.tell)(Outcome::Ended(ended)) {
-                tracing::debug!("nobody hears of copies that are over");
-            }
-            let idle = self.lanes.iter().all(Lane::is_idle);
+            let idle = self.is_idle();
             match stop_at {
                 Some(_) if planted(Bug::LetGoEarly) => return,
                 Some(at) if idle || Instant::now() >= at => {
@@ -177,8 +192,30 @@ impl Run {
         }
     }
 
+    fn go_on(
+        &mut self,
+        ended: &mut Vec<EndedCopy>,
+        written: &mut Vec<Announced>,
+    ) -> Result<(), CudaError> {
+        for lane in &mut self.lanes {
+            lane.go_on(ended)?;
+        }
+        self.waits.go_on(written)
+    }
+
+    fn say<T>(&self, outcome: impl Fn(Vec<T>) -> Outcome, what: Vec<T>) {
+        if !what.is_empty() && !(self.tell)(outcome(what)) {
+            tracing::debug!("nobody hears of what is over");
+        }
+    }
+
+    fn is_idle(&self) -> bool {
+        self.waits.is_idle() && self.lanes.iter().all(Lane::is_idle)
+    }
+
     /// Leaves what is under way as it is, with its memory, for the end of the process.
     fn forget(&mut self) {
+        self.waits.forget();
         for lane in &mut self.lanes {
             let flights = lane.flights.drain(..);
             flights.for_each(|flight| flight.submitted.forget());
@@ -187,23 +224,26 @@ impl Run {
 
     /// Takes what has come, or waits for it when nothing is under way. True when nobody will send any more.
     fn take_orders(&mut self) -> bool {
-        let idle = self.lanes.iter().all(Lane::is_idle);
-        let first = match idle {
+        let pause = match self.lanes.iter().all(Lane::is_idle) {
+            true => LOOK_PAUSE,
+            false => POLL_PAUSE,
+        };
+        let first = match self.is_idle() {
             true => self.orders.recv().map_err(|_| true),
-            false => self
-                .orders
-                .recv_timeout(POLL_PAUSE)
-                .map_err(|none| match none {
-                    RecvTimeoutError::Timeout => false,
-                    RecvTimeoutError::Disconnected => true,
-                }),
+            false => self.orders.recv_timeout(pause).map_err(|none| match none {
+                RecvTimeoutError::Timeout => false,
+                RecvTimeoutError::Disconnected => true,
+            }),
         };
         let mut order = match first {
             Ok(order) => order,
             Err(over) => return over,
         };
         loop {
-            self.lanes[lane_of(order.direction)].take(order);
+            match order {
+                Order::Copy(order) => self.lanes[lane_of(order.direction)].take(*order),
+                Order::Wait(order) => self.waits.push(order),
+            }
             order = match self.orders.try_recv() {
                 Ok(order) => order,
                 Err(TryRecvError::Empty) => return false,

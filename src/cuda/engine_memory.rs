@@ -1,41 +1,41 @@
 //! An engine's memory on a GPU, opened in this process.
 
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::sync::{Arc, OnceLock};
 
-use super::driver::{
-    Context, DeviceMemory, DeviceSide, DeviceUuid, HostMemory, SharedChunk, Stream,
-};
+use super::driver::{Context, DeviceMemory, DeviceSide, DeviceUuid, SharedChunk};
 use super::error::CudaError;
-use crate::memory::{
-    BufferError, CopyRange, PageLayout, RegistrationError, SharedBuffer, validate,
-};
+use super::sabotage::{Bug, planted};
+use super::window::{SmallCopyError, Window};
+use crate::memory::{Lifeline, LifelineEnd, PageLayout, RegistrationError, validate};
 use crate::types::{
-    AllocationHandle, AllocationKind, Chunk, ChunkHandle, Direction, GroupGeometry, Registration,
+    AllocationHandle, AllocationKind, Chunk, ChunkHandle, GroupGeometry, Registration, Timeline,
 };
-
-/// How long one copy of a few bytes may take; the GPU may be busy with an engine's work.
-const SMALL_COPY_LIMIT: Duration = Duration::from_secs(10);
-/// So long it is looked at all the time, then in between.
-const SMALL_COPY_SPIN: Duration = Duration::from_micros(100);
-const SMALL_COPY_PAUSE: Duration = Duration::from_micros(50);
-/// What a window holds at least.
-const WINDOW_BYTES: u64 = 1 << 16;
 
 /// One piece of device memory for each allocation of a registration, in order.
 #[derive(Debug)]
-pub struct DeviceMemories(Vec<DeviceMemory>);
+pub struct DeviceMemories {
+    memories: Vec<DeviceMemory>,
+    lifeline: Lifeline,
+}
 
 impl DeviceMemories {
     /// Memory of this process's own.
     pub fn own(memories: Vec<DeviceMemory>) -> Arc<Self> {
-        Arc::new(Self(memories))
+        Arc::new(Self {
+            memories,
+            lifeline: Lifeline::default(),
+        })
+    }
+
+    /// Tells when nothing of it is open here any more.
+    pub fn end(&self) -> LifelineEnd {
+        self.lifeline.end()
     }
 
     /// One of them.
     pub fn get(&self, allocation: u32) -> Option<&DeviceMemory> {
-        self.0.get(allocation as usize)
+        self.memories.get(allocation as usize)
     }
 }
 
@@ -43,142 +43,6 @@ impl DeviceSide for DeviceMemories {
     fn memory(&self, allocation: u32) -> Option<&DeviceMemory> {
         self.get(allocation)
     }
-}
-
-/// Reads and writes a few bytes of device memory, through host memory of its own, and waits for them.
-pub struct Window {
-    stream: Arc<Stream>,
-    staging: Arc<Staging>,
-}
-
-impl Window {
-    /// With a stream of its own.
-    pub fn new(context: &Arc<Context>) -> Result<Self, SmallCopyError> {
-        Ok(Self {
-            stream: Stream::new(context)?,
-            staging: Staging::new(WINDOW_BYTES)?,
-        })
-    }
-
-    /// Reads bytes: those of several ranges (offset and length), one behind the other.
-    pub fn read(
-        &mut self,
-        memory: &Arc<DeviceMemories>,
-        allocation: u32,
-        ranges: &[(u64, u64)],
-        out: &mut [u8],
-    ) -> Result<(), SmallCopyError> {
-        check_length(ranges, out.len())?;
-        self.make_room(out.len() as u64)?;
-        self.copy(Direction::Store, memory, allocation, ranges)?;
-        Ok(self.staging.0.read_into(0, out)?)
-    }
-
-    /// Writes bytes to several ranges.
-    pub fn write(
-        &mut self,
-        memory: &Arc<DeviceMemories>,
-        allocation: u32,
-        ranges: &[(u64, u64)],
-        bytes: &[u8],
-    ) -> Result<(), SmallCopyError> {
-        check_length(ranges, bytes.len())?;
-        self.make_room(bytes.len() as u64)?;
-        self.staging.0.write_from(0, bytes)?;
-        self.copy(Direction::Load, memory, allocation, ranges)
-    }
-
-    /// A copy that went wrong may still use the host memory; then the next one gets another.
-    fn make_room(&mut self, len_bytes: u64) -> Result<(), SmallCopyError> {
-        let free = Arc::get_mut(&mut self.staging).is_some();
-        if !free || self.staging.0.len() < len_bytes {
-            self.staging = Staging::new(len_bytes.max(WINDOW_BYTES))?;
-        }
-        Ok(())
-    }
-
-    fn copy(
-        &self,
-        direction: Direction,
-        memory: &Arc<DeviceMemories>,
-        allocation: u32,
-        ranges: &[(u64, u64)],
-    ) -> Result<(), SmallCopyError> {
-        let mut depot_bytes = 0;
-        let mut ranges = ranges.iter().map(|(device_bytes, len_bytes)| {
-            let range = CopyRange {
-                allocation,
-                device_bytes: *device_bytes,
-                depot_bytes,
-                len_bytes: *len_bytes,
-            };
-            depot_bytes += len_bytes;
-            range
-        });
-        let device = Arc::clone(memory) as Arc<dyn DeviceSide>;
-        let host = Arc::clone(&self.staging) as Arc<dyn HostMemory>;
-        let submitted = self.stream.submit(direction, device, host, &mut ranges);
-        let mut submitted = submitted.map_err(|refused| refused.error())?;
-        let begun = Instant::now();
-        while !submitted.poll()? {
-            match begun.elapsed() {
-                waited if waited < SMALL_COPY_SPIN => std::thread::yield_now(),
-                waited if waited < SMALL_COPY_LIMIT => std::thread::sleep(SMALL_COPY_PAUSE),
-                _ => return Err(SmallCopyError::Late),
-            }
-        }
-        Ok(())
-    }
-}
-
-fn check_length(ranges: &[(u64, u64)], bytes: usize) -> Result<(), SmallCopyError> {
-    let described: u64 = ranges.iter().map(|(_, len_bytes)| len_bytes).sum();
-    match described == bytes as u64 {
-        true => Ok(()),
-        false => Err(SmallCopyError::Length { described, bytes }),
-    }
-}
-
-/// Host memory for small copies.
-struct Staging(SharedBuffer);
-
-impl Staging {
-    fn new(bytes: u64) -> Result<Arc<Self>, BufferError> {
-        let buffer = SharedBuffer::create("kvferry-staging", bytes)?;
-        Ok(Arc::new(Self(buffer)))
-    }
-}
-
-impl HostMemory for Staging {
-    fn buffer(&self) -> &SharedBuffer {
-        &self.0
-    }
-
-    fn end_of_part(&self, _offset_bytes: u64) -> u64 {
-        self.0.len()
-    }
-}
-
-/// Why some bytes of device memory were not read or written.
-#[derive(Debug, thiserror::Error)]
-pub enum SmallCopyError {
-    /// The driver's error.
-    #[error(transparent)]
-    Cuda(#[from] CudaError),
-    /// The host's memory.
-    #[error(transparent)]
-    Buffer(#[from] BufferError),
-    /// The ranges have other bytes than there are.
-    #[error("ranges of {described} bytes for {bytes} bytes")]
-    Length {
-        /// Bytes of the ranges.
-        described: u64,
-        /// Bytes that were given.
-        bytes: usize,
-    },
-    /// It takes too long.
-    #[error("a copy of a few bytes was not done within 10 s: the GPU does not answer")]
-    Late,
 }
 
 /// A registration whose device memory was opened and proven.
@@ -190,6 +54,8 @@ pub struct RegisteredDevice {
     pub layout: Arc<PageLayout>,
     /// What all ranks must have in common.
     pub geometry: GroupGeometry,
+    /// Where the engine's device writes how far it is.
+    pub timeline: Option<Timeline>,
 }
 
 /// Why device memory cannot be used. Each names the field.
@@ -340,7 +206,11 @@ impl RegisteredDevice {
             }
             memories.push(memory);
         }
-        let (memory, nonce) = (DeviceMemories::own(memories), &registration.nonce);
+        let (mut memory, nonce) = (DeviceMemories::own(memories), &registration.nonce);
+        if planted(Bug::StaleMapping) {
+            static FIRST: OnceLock<Arc<DeviceMemories>> = OnceLock::new();
+            memory = Arc::clone(FIRST.get_or_init(|| memory));
+        }
         let mut seen = vec![0; nonce.bytes.len()];
         let place = (nonce.offset_bytes, seen.len() as u64);
         window.read(&memory, nonce.allocation, &[place], &mut seen)?;
@@ -352,6 +222,7 @@ impl RegisteredDevice {
             memory,
             layout: Arc::new(layout),
             geometry,
+            timeline: registration.timeline,
         })
     }
 }

@@ -15,6 +15,8 @@ mod pinned;
 mod sabotage;
 #[cfg(test)]
 mod tests;
+mod timeline;
+mod window;
 
 pub use copier::{
     Copier, CopierError, CopierSettings, CopyOrder, Outcome, PARTS_IN_FLIGHT, QUEUE_PLACES,
@@ -23,8 +25,8 @@ pub use driver::{
     Context, Device, DeviceMemory, DeviceUuid, Driver, IPC_HANDLE_BYTES, Physical, SharedChunk,
     Sharing,
 };
-pub use engine_memory::{
-    DeviceMemories, DeviceOpenError, RegisteredDevice, SmallCopyError, Window, device_of,
-};
+pub use engine_memory::{DeviceMemories, DeviceOpenError, RegisteredDevice, device_of};
 pub use error::{CudaError, NoDriver};
 pub use pinned::{PIN_CHUNK_BYTES, PinError, PinnedDepot};
+pub use timeline::{Announced, WAITS_MAX, WaitOrder};
+pub use window::{SmallCopyError, Window};

@@ -36,6 +36,10 @@ bugs! {
     CountRefused,
     /// The last range of a part is forgotten.
     ForgetLast,
+    /// An engine that registers again gets the mapping of its memory of before.
+    StaleMapping,
+    /// Pages count as written before the engine's device says so.
+    SemaphoreTooSoon,
 }
 
 /// The bug that is planted in this process, by its place in [`Bug::ALL`]; none beyond.

@@ -98,5 +98,6 @@ pub fn describe(settings: &RankSettings, ticket: [u8; 16], nonce: Nonce) -> Regi
             .collect(),
         nonce,
         device_uuid: None,
+        timeline: None,
     }
 }

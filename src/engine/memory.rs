@@ -3,7 +3,7 @@
 use std::os::fd::AsFd;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use clap::ValueEnum;
@@ -14,10 +14,10 @@ use crate::cuda::{
 };
 use crate::engine::layout::describe;
 use crate::engine::rank::{RankSettings, random};
-use crate::memory::SharedBuffer;
+use crate::memory::{SharedBuffer, TIMELINE_BYTES};
 use crate::transport::{send_fd, send_fds};
 use crate::types::{
-    AllocationHandle, AllocationKind, Chunk, ChunkHandle, Nonce, Rank, Registration,
+    AllocationHandle, AllocationKind, Chunk, ChunkHandle, Nonce, Rank, Registration, Timeline,
 };
 
 /// How long a worker may take to accept a file descriptor.
@@ -53,6 +53,7 @@ pub(super) struct OnDevice {
     memory: Arc<DeviceMemories>,
     shared: Shared,
     bytes: u64,
+    timeline: Option<Timeline>,
     uuid: String,
     window: Mutex<Window>,
 }
@@ -110,14 +111,14 @@ impl RankMemory {
                 Ok(())
             }
             Self::Device(device) => {
-                let mut window = device.window.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut window = device.window();
                 let read = window.read(&device.memory, 0, ranges, out);
                 read.map_err(words)
             }
         }
     }
 
-    /// Writes ranges, as [`Self::read`] reads them.
+    /// Writes ranges, as [`Self::read`] reads them; on a GPU some time before [`Self::finish`] returns.
     pub(super) fn write(&self, ranges: &[(u64, u64)], bytes: &mut [u8]) -> Result<(), String> {
         match self {
             Self::Host(buffer) => {
@@ -130,10 +131,37 @@ impl RankMemory {
                 Ok(())
             }
             Self::Device(device) => {
-                let mut window = device.window.lock().unwrap_or_else(PoisonError::into_inner);
-                let written = window.write(&device.memory, 0, ranges, bytes);
+                let mut window = device.window();
+                let written = window.write_later(&device.memory, 0, ranges, bytes);
                 written.map_err(words)
             }
+        }
+    }
+
+    /// Waits until everything is written.
+    pub(super) fn finish(&self) -> Result<(), String> {
+        match self {
+            Self::Host(_) => Ok(()),
+            Self::Device(device) => device.window().finish().map_err(words),
+        }
+    }
+
+    /// Where the device says how far it is; `None` where writes are done when they return, or it cannot say.
+    pub(super) fn timeline(&self) -> Option<Timeline> {
+        match self {
+            Self::Host(_) => None,
+            Self::Device(device) => device.timeline,
+        }
+    }
+
+    /// Lets the device say, behind all writes before, that everything up to this request is written.
+    pub(super) fn mark(&self, through: u64) -> Result<(), String> {
+        match self {
+            Self::Device(device) if let Some(word) = device.timeline => {
+                let marked = device.window().mark(&device.memory, word, through);
+                marked.map_err(words)
+            }
+            _ => Ok(()),
         }
     }
 
@@ -194,7 +222,14 @@ impl Shared {
 }
 
 impl OnDevice {
+    fn window(&self) -> MutexGuard<'_, Window> {
+        self.window.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn create(kind: EngineDevice, rank: Rank, bytes: u64) -> Result<Self, String> {
+        // Behind everything else.
+        let word_at = bytes.next_multiple_of(TIMELINE_BYTES);
+        let bytes = word_at + TIMELINE_BYTES;
         let driver = Driver::get().map_err(words)?;
         let devices = driver.devices().map_err(words)?;
         let device = devices[usize::from(rank.0) % devices.len()];
@@ -215,12 +250,26 @@ impl OnDevice {
                 (memory, Shared::Whole(handle))
             }
         };
+        let bytes = memory.bytes();
+        let memory = DeviceMemories::own(vec![memory]);
+        let mut window = Window::new(&context).map_err(words)?;
+        let timeline = driver.writes_words().then_some(Timeline {
+            allocation: 0,
+            offset_bytes: word_at,
+        });
+        if let Some(word) = timeline {
+            let zero = [0; TIMELINE_BYTES as usize];
+            let place = [(word.offset_bytes, TIMELINE_BYTES)];
+            let zeroed = window.write(&memory, word.allocation, &place, &zero);
+            zeroed.map_err(words)?;
+        }
         Ok(Self {
             shared,
-            bytes: memory.bytes(),
-            memory: DeviceMemories::own(vec![memory]),
+            bytes,
+            memory,
+            timeline,
             uuid: device.uuid.to_string(),
-            window: Mutex::new(Window::new(&context).map_err(words)?),
+            window: Mutex::new(window),
         })
     }
 }

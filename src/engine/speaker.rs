@@ -16,12 +16,13 @@ use crate::engine::owed::{Owed, Question};
 use crate::engine::pipe::Report;
 use crate::engine::rank::{RankSettings, random};
 use crate::protocol::{
-    Abandon, ErrorCode, Hello, Message, Register, Role, VERSION, VERSION_MIN, Written,
+    Abandon, ErrorCode, FEATURE_TIMELINE, Hello, Message, Register, Role, VERSION, VERSION_MIN,
+    Written,
 };
 use crate::transport::{
     Address, Client, ClientSettings, Failure, Incoming, Limits, LinkId, Transport,
 };
-use crate::types::{Nonce, RequestId};
+use crate::types::{Nonce, Registration, RequestId, Timeline};
 
 /// How long a worker may take for one question; then it is asked again. A registration waits for the leader.
 const QUESTION_LIMIT: Duration = Duration::from_secs(30);
@@ -63,6 +64,8 @@ struct Asker {
     settings: Arc<RankSettings>,
     memory: Arc<RankMemory>,
     worker: Client,
+    /// What both sides can do, by the last welcome.
+    features: u64,
 }
 
 impl Speaker {
@@ -79,6 +82,7 @@ impl Speaker {
             engine: settings.engine.0,
             rank: settings.rank.0,
             replica: settings.replica.0,
+            features: memory.timeline().map_or(0, |_| FEATURE_TIMELINE),
             name: format!("reference engine, {}", settings.rank),
         };
         let client = ClientSettings {
@@ -92,6 +96,7 @@ impl Speaker {
             settings: Arc::new(settings.clone()),
             memory,
             worker,
+            features: 0,
         };
         Self {
             asker,
@@ -140,7 +145,8 @@ impl Speaker {
 
     fn heard(&mut self, incoming: Option<Incoming>) -> Result<(), String> {
         match incoming.ok_or("the conversation with the worker has ended")? {
-            Incoming::Welcomed(_, link) => {
+            Incoming::Welcomed { link, features, .. } => {
+                self.asker.features = features;
                 self.asking.abort_all();
                 self.pause = PAUSE_FIRST;
                 self.owed.connected(link);
@@ -202,10 +208,7 @@ impl Asker {
     async fn ask(self, link: LinkId, question: Question, pause: Duration) -> Asked {
         let answer = match &question {
             Question::Register { after } => self.register(link, *after).await,
-            Question::Written { through } => {
-                let written = Written { through: *through };
-                self.say(link, Message::Written(written)).await
-            }
+            Question::Written { through } => self.written(link, *through).await,
             Question::Abandon { requests } => {
                 let requests = requests.clone();
                 self.say(link, Message::Abandon(Abandon { requests })).await
@@ -226,12 +229,28 @@ impl Asker {
         asked.await.map(|_| ())
     }
 
+    /// Where the device says how far it is, if the worker looks there.
+    fn timeline(&self) -> Option<Timeline> {
+        let both = self.features & FEATURE_TIMELINE != 0;
+        self.memory.timeline().filter(|_| both)
+    }
+
+    /// The device may still write: its word says when it has. A worker that does not look there hears of it behind that.
+    async fn written(&self, link: LinkId, through: u64) -> Result<(), Failure> {
+        let timeline = self.timeline().is_some();
+        if !timeline {
+            let memory = Arc::clone(&self.memory);
+            let finished = tokio::task::spawn_blocking(move || memory.finish()).await;
+            finished
+                .map_err(|error| not_now(error.to_string()))?
+                .map_err(not_now)?;
+        }
+        let written = Written { through, timeline };
+        self.say(link, Message::Written(written)).await
+    }
+
     /// Hands the memory over and describes it.
     async fn register(&self, link: LinkId, after: u64) -> Result<(), Failure> {
-        let not_now = |message: String| Failure {
-            code: ErrorCode::NotReady,
-            message,
-        };
         let settings = &self.settings;
         let mut proof = [0; 32];
         random(&mut proof).map_err(not_now)?;
@@ -242,13 +261,18 @@ impl Asker {
         };
         let place = (nonce.offset_bytes, proof.len() as u64);
         let written = self.memory.write(&[place], &mut proof);
-        written.map_err(not_now)?;
+        written
+            .and_then(|()| self.memory.finish())
+            .map_err(not_now)?;
         let described = self.memory.hand_over(&settings.worker_dir).await;
         let described = described.map_err(not_now)?;
         let register = Register {
             after,
             engine: settings.engine.0,
-            registration: described.complete(settings, nonce),
+            registration: Registration {
+                timeline: self.timeline(),
+                ..described.complete(settings, nonce)
+            },
         };
         let asked = Message::Register(register);
         let answer = self.worker.ask_over(link, asked, QUESTION_LIMIT).await?;
@@ -259,6 +283,13 @@ impl Asker {
             }),
             _ => Ok(()),
         }
+    }
+}
+
+fn not_now(message: String) -> Failure {
+    Failure {
+        code: ErrorCode::NotReady,
+        message,
     }
 }
 

@@ -1,6 +1,7 @@
 //! The mapped allocations of one registration.
 
 use super::buffer::{BufferError, SharedBuffer};
+use super::lifeline::{Lifeline, LifelineEnd};
 use super::registration::{NONCE_BYTES_MAX, NONCE_BYTES_MIN};
 use crate::types::{Nonce, Registration};
 
@@ -8,6 +9,7 @@ use crate::types::{Nonce, Registration};
 #[derive(Debug)]
 pub struct EngineMemory {
     buffers: Vec<SharedBuffer>,
+    lifeline: Lifeline,
 }
 
 /// Buffers that are not what the registration describes.
@@ -98,7 +100,13 @@ impl EngineMemory {
             }
             files.push(file);
         }
-        Ok(Self { buffers })
+        let lifeline = Lifeline::default();
+        Ok(Self { buffers, lifeline })
+    }
+
+    /// Tells when nothing of it is mapped here any more.
+    pub fn end(&self) -> LifelineEnd {
+        self.lifeline.end()
     }
 
     /// Proves that the mapping is the memory into which the engine wrote its nonce.

@@ -14,6 +14,7 @@ mod depot;
 mod engine_memory;
 mod inventory;
 mod layout;
+mod lifeline;
 mod lock;
 mod node;
 mod open;
@@ -30,11 +31,12 @@ pub use depot::{DEPOT_FORMAT_VERSION, DEPOT_HEADER_BYTES, Depot, DepotError, pag
 pub use engine_memory::{EngineMemory, EngineMemoryError, NonceMismatch};
 pub use inventory::SLOT_BYTES;
 pub use layout::{FragmentLayout, PageLayout};
+pub use lifeline::{Lifeline, LifelineEnd};
 pub use lock::{LockError, LockLimit};
 pub use node::{NoSuchNode, NumaNode};
 pub use open::{OpenError, RegisteredMemory};
 pub use prefault::{Prefault, PrefaultError, PrefaultReport};
 pub use registration::{
     ALLOCATIONS_MAX, AXES_MAX, FRAGMENTS_MAX, NONCE_BYTES_MAX, NONCE_BYTES_MIN, PAGE_BYTES_MAX,
-    RegistrationError, TENSORS_MAX, validate,
+    RegistrationError, TENSORS_MAX, TIMELINE_BYTES, validate,
 };

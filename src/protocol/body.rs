@@ -47,6 +47,23 @@ pub struct Hello {
     /// Which engine instance a worker or a rank belongs to.
     #[serde(default)]
     pub replica: u16,
+    /// What it can do beyond its version, a bit each: [`FEATURE_TIMELINE`].
+    #[serde(default, skip_serializing_if = "no_features")]
+    pub features: u64,
+}
+
+/// A rank's device writes into a word of its own memory how far it is, and its worker looks there
+/// ([`Registration::timeline`], [`Written::timeline`]).
+pub const FEATURE_TIMELINE: u64 = 1;
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde gives a reference")]
+const fn no_features(features: &u64) -> bool {
+    *features == 0
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde gives a reference")]
+const fn is_false(value: &bool) -> bool {
+    !*value
 }
 
 /// Answer to [`Hello`].
@@ -60,6 +77,9 @@ pub struct Welcome {
     pub request_credits: u32,
     /// Bytes of requests that may wait for an answer at one time.
     pub byte_credits: u64,
+    /// Those of the features in the hello that this side can do, too.
+    #[serde(default, skip_serializing_if = "no_features")]
+    pub features: u64,
 }
 
 /// Answer to a request that is not carried out.
@@ -199,6 +219,9 @@ pub struct Registered {
 pub struct Written {
     /// Id of the last such request.
     pub through: u64,
+    /// It is written once the word of [`Registration::timeline`] is at least `through`, and not before.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub timeline: bool,
 }
 
 /// A worker is there: nothing that it was asked for over an older connection is under way any more.

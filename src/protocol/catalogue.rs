@@ -56,6 +56,7 @@ fn answer(kind: Kind) -> Option<Kind> {
         Kind::Finish => Some(Kind::FinishAnswer),
         Kind::Register => Some(Kind::Registered),
         Kind::Written => Some(Kind::WrittenAnswer),
+        Kind::Unregister => Some(Kind::Unregistered),
         Kind::Attach => Some(Kind::Attached),
         Kind::Transfer => Some(Kind::Ended),
         Kind::Cancel => Some(Kind::Ended),

@@ -100,6 +100,10 @@ messages! {
     Abandon(Abandon);
     /// Answer to [`Abandon`].
     AbandonAnswer(Empty);
+    /// See [`Kind::Unregister`].
+    Unregister(Empty);
+    /// See [`Kind::Unregistered`].
+    Unregistered(Empty);
     /// See [`Kind::Attach`].
     Attach(Attach);
     /// See [`Kind::Attached`].

@@ -2,16 +2,16 @@
 
 use crate::protocol::body::{
     Abandon, Attach, Attached, AttachedMemory, Cancel, CopyOrder, CopyResult, Empty, Ended,
-    ErrorBody, Finish, Hello, Inventory, Load, LoadAnswer, Lookup, LookupAnswer, Preparing,
-    RankStatus, ReadInventory, RecordBody, Register, Registered, Reset, ResetAnswer, Role, Status,
-    StatusAnswer, Store, StoreAnswer, Strike, Struck, Transfer, Welcome, Written,
+    ErrorBody, FEATURE_TIMELINE, Finish, Hello, Inventory, Load, LoadAnswer, Lookup, LookupAnswer,
+    Preparing, RankStatus, ReadInventory, RecordBody, Register, Registered, Reset, ResetAnswer,
+    Role, Status, StatusAnswer, Store, StoreAnswer, Strike, Struck, Transfer, Welcome, Written,
 };
 use crate::protocol::codec::Message;
 use crate::protocol::error::ErrorCode;
 use crate::types::{
     Allocation, AllocationHandle, AllocationKind, Anchor, Attention, Chunk, ChunkHandle, DepotId,
     DomainId, Epoch, Fingerprint, FragmentPair, Generation, GroupGeometry, GroupId, Nonce,
-    PageList, PageRecord, Rank, Registration, Stored, TensorRole, TensorView,
+    PageList, PageRecord, Rank, Registration, Stored, TensorRole, TensorView, Timeline,
 };
 
 /// One message of each kind, with values that show every field. Names are unique.
@@ -28,12 +28,30 @@ pub fn examples() -> Vec<(&'static str, Message)> {
     vec![
         ("hello", Message::Hello(hello())),
         (
+            "hello_features",
+            Message::Hello(Hello {
+                features: FEATURE_TIMELINE,
+                ..hello()
+            }),
+        ),
+        (
+            "welcome_features",
+            Message::Welcome(Welcome {
+                version: 2,
+                heartbeat_ms: 1000,
+                request_credits: 1024,
+                byte_credits: 64 << 20,
+                features: FEATURE_TIMELINE,
+            }),
+        ),
+        (
             "welcome",
             Message::Welcome(Welcome {
                 version: 2,
                 heartbeat_ms: 1000,
                 request_credits: 1024,
                 byte_credits: 64 << 20,
+                features: 0,
             }),
         ),
         (
@@ -152,7 +170,20 @@ pub fn examples() -> Vec<(&'static str, Message)> {
                     .to_owned(),
             }),
         ),
-        ("written", Message::Written(Written { through: 12 })),
+        (
+            "written",
+            Message::Written(Written {
+                through: 12,
+                timeline: false,
+            }),
+        ),
+        (
+            "written_timeline",
+            Message::Written(Written {
+                through: 12,
+                timeline: true,
+            }),
+        ),
         ("written_answer", Message::WrittenAnswer(Empty {})),
         (
             "abandon",
@@ -161,6 +192,8 @@ pub fn examples() -> Vec<(&'static str, Message)> {
             }),
         ),
         ("abandon_answer", Message::AbandonAnswer(Empty {})),
+        ("unregister", Message::Unregister(Empty {})),
+        ("unregistered", Message::Unregistered(Empty {})),
         (
             "attach",
             Message::Attach(Attach {
@@ -306,6 +339,7 @@ fn hello() -> Hello {
         rank: 0,
         name: "example".to_owned(),
         replica: 0,
+        features: 0,
     }
 }
 
@@ -351,6 +385,7 @@ fn registration() -> Registration {
             bytes: vec![3; 16],
         },
         device_uuid: None,
+        timeline: None,
     }
 }
 
@@ -379,6 +414,10 @@ fn device_registration() -> Registration {
     Registration {
         allocations: allocations.to_vec(),
         device_uuid: Some("GPU-5f1d1a3c-0000-0000-0000-000000000000".to_owned()),
+        timeline: Some(Timeline {
+            allocation: 0,
+            offset_bytes: 1 << 20,
+        }),
         ..host
     }
 }

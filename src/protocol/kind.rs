@@ -79,6 +79,10 @@ kinds! {
     Abandon = 36, "abandon";
     /// Nothing is.
     AbandonAnswer = 37, "abandon_answer";
+    /// Engine rank to worker: let my KV memory go.
+    Unregister = 38, "unregister";
+    /// Answer to unregister: nothing of it is open any more.
+    Unregistered = 39, "unregistered";
     /// Worker to leader: memory and depot are ready.
     Attach = 48, "attach";
     /// Answer to attach.

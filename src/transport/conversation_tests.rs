@@ -28,6 +28,7 @@ fn hello(version_min: u16, version_max: u16) -> Hello {
         engine: [5; 16],
         rank: 0,
         replica: 0,
+        features: 0,
         name,
     }
 }
@@ -41,6 +42,7 @@ async fn server(transport: &MemoryTransport, epoch: u64) -> Server {
     Server::new(
         listener,
         ServerSettings {
+            features: 0,
             epoch: Epoch(epoch),
             heartbeat: HEARTBEAT,
             roles,
@@ -140,7 +142,10 @@ async fn a_request_is_answered_and_the_older_version_is_spoken() {
     assert_eq!(asking.await.expect("no panic"), Ok(answer()));
     assert!(matches!(
         incoming.recv().await,
-        Some(Incoming::Welcomed(Epoch(3), _))
+        Some(Incoming::Welcomed {
+            epoch: Epoch(3),
+            ..
+        })
     ));
 }
 
@@ -199,7 +204,7 @@ async fn what_was_not_answered_is_asked_again_under_the_same_id_by_a_new_hello()
     let mut seen = Vec::new();
     while seen.len() < 3 {
         match incoming.recv().await.expect("it goes on") {
-            Incoming::Welcomed(epoch, _) => seen.push(epoch.0),
+            Incoming::Welcomed { epoch, .. } => seen.push(epoch.0),
             Incoming::Lost => seen.push(0),
             Incoming::Request(_) => unreachable!("the server asks for nothing"),
         }
@@ -348,7 +353,7 @@ async fn a_server_that_stays_silent_is_left_and_a_client_that_pings_is_kept() {
     let (_client, mut incoming) = client(&transport, hello(1, 2));
     let kept = tokio::time::timeout(HEARTBEAT * 30, listen_on(&mut server)).await;
     assert!(kept.is_err(), "the server goes on");
-    assert!(matches!(incoming.try_recv(), Ok(Incoming::Welcomed(..))));
+    assert!(matches!(incoming.try_recv(), Ok(Incoming::Welcomed { .. })));
     assert!(incoming.try_recv().is_err(), "pings kept the connection");
     // From here on nobody hears the pings.
     let lost = tokio::time::timeout(HEARTBEAT * 10, incoming.recv()).await;

@@ -18,6 +18,7 @@ mod fds;
 mod gate;
 mod listener;
 mod memory;
+mod process;
 mod queue;
 mod server;
 mod session;

@@ -14,6 +14,7 @@ use crate::protocol::{
     DecodeError, Empty, Envelope, ErrorBody, ErrorCode, Header, Hello, Kind, Message, Role,
     VERSION, VERSION_MIN, Welcome, decode, limits,
 };
+use crate::transport::process::ProcessWatch;
 use crate::transport::session::to_frame;
 use crate::transport::{Frame, FrameSender, Listener, ListenerEvent, PeerId};
 use crate::types::{Epoch, RequestId};
@@ -32,6 +33,8 @@ pub struct ServerSettings {
     pub heartbeat: Duration,
     /// Who may say hello.
     pub roles: Vec<Role>,
+    /// What this side can do beyond its version, as in [`Hello::features`].
+    pub features: u64,
 }
 
 /// Something that a peer did.
@@ -63,6 +66,8 @@ pub enum ServerEvent {
 #[derive(Debug)]
 struct Peer {
     pid: Option<i32>,
+    /// Watches it, where it has memory that is used here.
+    _process: Option<ProcessWatch>,
     welcomed: bool,
     version: u16,
     heard: Instant,
@@ -233,6 +238,7 @@ impl Server {
                 let heard = Instant::now();
                 let state = Peer {
                     pid,
+                    _process: None,
                     welcomed: false,
                     version: VERSION,
                     heard,
@@ -355,6 +361,15 @@ impl Server {
             }
             peer.welcomed = true;
             peer.version = version;
+            if hello.role == Role::Rank {
+                // Its memory is not used behind its end, whoever has its connection then.
+                let sender = self.replier.sender.clone();
+                let ended = move || {
+                    tracing::debug!(peer = ?id, "closed: its process has ended");
+                    sender.disconnect(id);
+                };
+                peer._process = peer.pid.and_then(|pid| ProcessWatch::start(pid, ended));
+            }
             peer.pid
         };
         let heartbeat_ms = u32::try_from(self.settings.heartbeat.as_millis()).unwrap_or(u32::MAX);
@@ -363,6 +378,7 @@ impl Server {
             heartbeat_ms,
             request_credits: limits::REQUEST_CREDITS,
             byte_credits: limits::BYTE_CREDITS,
+            features: hello.features & self.settings.features,
         };
         self.replier
             .reply(id, correlation, Message::Welcome(welcome));

@@ -67,7 +67,14 @@ pub struct LinkId(pub u64);
 #[derive(Debug)]
 pub enum Incoming {
     /// The other side said welcome over a new connection; its epoch may be a new one.
-    Welcomed(Epoch, LinkId),
+    Welcomed {
+        /// The other side's epoch.
+        epoch: Epoch,
+        /// Names the connection.
+        link: LinkId,
+        /// What both sides can do beyond the version, as in [`Welcome::features`].
+        features: u64,
+    },
     /// The connection broke; the client connects again by itself.
     Lost,
     /// The other side asks for something; answer with [`Client::reply`].
@@ -276,7 +283,11 @@ impl Session {
                     backoff = BACKOFF_FIRST;
                     if self
                         .incoming
-                        .send(Incoming::Welcomed(self.epoch, self.link))
+                        .send(Incoming::Welcomed {
+                            epoch: self.epoch,
+                            link: self.link,
+                            features: welcome.features,
+                        })
                         .await
                         .is_err()
                     {

@@ -25,7 +25,7 @@ pub use numa::{NumaNodes, ParseNumaNodesError};
 pub use record::{PageRecord, Record, Scope, Stored};
 pub use registration::{
     Allocation, AllocationHandle, AllocationKind, Attention, Chunk, ChunkHandle, Nonce,
-    Registration, TensorRole, TensorView,
+    Registration, TensorRole, TensorView, Timeline,
 };
 pub use request::{Answer, Copy, Direction, EndedCopy, Request, ResetScope};
 pub use sharding::Sharding;

@@ -190,6 +190,20 @@ pub struct Registration {
     /// Identifies the GPU, where there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device_uuid: Option<String>,
+    /// Where the device writes how far it is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub timeline: Option<Timeline>,
+}
+
+/// A word of 8 bytes in device memory, little-endian, that only grows: the highest request for whose stores the device has
+/// written everything. The engine sets it to 0 before it registers for the first time, and lets the device write it behind
+/// the work in question.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Timeline {
+    /// Index into [`Registration::allocations`].
+    pub allocation: u32,
+    /// Where the word lies, a multiple of 8.
+    pub offset_bytes: u64,
 }
 
 const fn one() -> u8 {

@@ -119,6 +119,7 @@ async fn worker(transport: &MemoryTransport) -> (ProcessHandle, tempfile::TempDi
         epoch: Epoch(0),
         heartbeat: HEARTBEAT,
         roles: vec![Role::Rank],
+        features: 0,
     };
     let ranks = Server::new(listener.expect("it listens"), settings);
     let owner_only = std::fs::Permissions::from_mode(0o700);
@@ -192,7 +193,10 @@ async fn a_worker_copies_nothing_for_an_engine_that_it_does_not_know_and_says_so
         limits: Limits::default(),
     };
     let (rank, _incoming) = Client::start(Arc::new(transport.clone()), settings);
-    let written = Message::Written(Written { through: 5 });
+    let written = Message::Written(Written {
+        through: 5,
+        timeline: false,
+    });
     let refused = rank.ask(written, PATIENCE).await;
     let failure = refused.expect_err("there is no memory");
     assert_eq!(failure.code, ErrorCode::Invalid, "{failure}");

@@ -32,6 +32,7 @@ async fn worker(transport: &MemoryTransport, held: Option<OwnedFd>) -> Worker {
         epoch: Epoch(0),
         heartbeat: HEARTBEAT,
         roles: vec![Role::Rank],
+        features: 0,
     };
     let server = Server::new(listener.expect("it listens"), settings);
     let owner_only = std::fs::Permissions::from_mode(0o700);

@@ -35,6 +35,7 @@ pub fn hello(role: Role, engine: u8, rank: u16) -> Hello {
         engine: [engine; 16],
         rank,
         replica: 0,
+        features: 0,
         name: "test".to_owned(),
     }
 }
@@ -46,6 +47,7 @@ pub async fn server(transport: &MemoryTransport, epoch: u64, limits: Limits) -> 
         epoch: Epoch(epoch),
         heartbeat: HEARTBEAT,
         roles: vec![Role::Engine, Role::Worker, Role::Admin],
+        features: 0,
     };
     Server::new(listener.expect("it listens"), settings)
 }
@@ -220,7 +222,7 @@ impl Puppet {
     pub async fn hear(&mut self) -> Heard {
         let next = soon("a word of the leader", self.incoming.recv()).await;
         match next.expect("the conversation goes on") {
-            Incoming::Welcomed(epoch, _) => Heard::Welcomed(epoch.0),
+            Incoming::Welcomed { epoch, .. } => Heard::Welcomed(epoch.0),
             Incoming::Lost => Heard::Lost,
             Incoming::Request(envelope) => match envelope.message {
                 Message::Transfer(transfer) => Heard::Order(Order {

@@ -27,7 +27,10 @@ impl Gpus {
 
 /// What was decided does not depend on where the engine's memory is, and every byte comes back.
 fn as_on_the_cpu(device: &str, arguments: &[&str]) {
-    let gpus = Gpus::new("delay_us=30");
+    as_on_the_cpu_with(&Gpus::new("delay_us=30"), device, arguments);
+}
+
+fn as_on_the_cpu_with(gpus: &Gpus, device: &str, arguments: &[&str]) {
     let arguments = [arguments, &["--sequential"]].concat();
     let expected = replay(&arguments);
     let found = replay_with(
@@ -48,6 +51,24 @@ fn as_on_the_cpu(device: &str, arguments: &[&str]) {
 #[test]
 fn pages_of_layers_by_themselves() {
     as_on_the_cpu("cuda", &["--requests", "60", "--g1-pages", "64"]);
+}
+
+const LATE: &str = "delay_us=engine-rank/8000";
+
+/// The engine's device is late by milliseconds: its rank announces what it writes long before, and stores wait for the word
+/// that the device writes behind it.
+#[test]
+fn stores_wait_for_what_a_late_device_writes() {
+    let gpus = Gpus::new(LATE);
+    as_on_the_cpu_with(&gpus, "cuda", &["--requests", "24", "--g1-pages", "64"]);
+}
+
+/// Without that word: the rank waits for the device itself.
+#[test]
+fn a_driver_that_writes_no_words() {
+    let (folder, _home) = fake_cuda::without("cuStreamWriteValue64_v2");
+    let gpus = Gpus(folder, format!("devices=2;{LATE}"));
+    as_on_the_cpu_with(&gpus, "cuda", &["--requests", "24", "--g1-pages", "64"]);
 }
 
 /// Several chunks a rank, and pages across their ends.

@@ -274,5 +274,6 @@ pub fn registration(
             bytes: vec![1; 16],
         },
         device_uuid: None,
+        timeline: None,
     }
 }

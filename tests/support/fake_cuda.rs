@@ -24,6 +24,27 @@ pub fn folder(library: &Path) -> tempfile::TempDir {
     folder
 }
 
+/// The built driver without one of its functions.
+pub fn without(function: &str) -> (tempfile::TempDir, tempfile::TempDir) {
+    let mut bytes = std::fs::read(library()).expect("the library");
+    let name = format!("\0{function}\0");
+    let places: Vec<usize> = bytes
+        .windows(name.len())
+        .enumerate()
+        .filter(|(_, window)| *window == name.as_bytes())
+        .map(|(at, _)| at)
+        .collect();
+    assert!(!places.is_empty(), "{function} is there");
+    for at in places {
+        // The tables of names stay as they are: the name that was looked for is not the one that is found.
+        bytes[at + 1] = b'x';
+    }
+    let home = tempfile::tempdir().expect("a folder");
+    let library = home.path().join("older.so");
+    std::fs::write(&library, bytes).expect("written");
+    (folder(&library), home)
+}
+
 /// The variables with which a process finds the driver there, under these settings.
 pub fn variables(folder: &Path, settings: &str) -> [(&'static str, OsString); 2] {
     let mut path = folder.as_os_str().to_owned();

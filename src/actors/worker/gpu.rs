@@ -7,9 +7,9 @@ use std::time::Duration;
 use ractor::ActorRef;
 
 use super::{State, WorkerMessage};
-use crate::actors::gpu::{Gpu, Pinning};
+use crate::actors::gpu::{EngineSide, Gpu, Pinning};
 use crate::actors::transfer::TransferMessage;
-use crate::cuda::{CudaError, DeviceUuid, Outcome, device_of};
+use crate::cuda::{Announced, CudaError, DeviceUuid, Outcome, device_of};
 use crate::protocol::ErrorCode;
 use crate::types::{Registration, Time};
 
@@ -26,6 +26,8 @@ pub(super) enum GpuState {
     /// It cannot be used, and why. Tried again when somebody asks, a while later.
     Failed(DeviceUuid, String, Time),
 }
+
+const NO_TIMELINE: &str = "written.timeline is true, and registration.timeline is absent: register it, or wait for the device yourself";
 
 /// How long a worker stays with its word that a GPU cannot be used.
 const TRY_AGAIN_AFTER: Duration = Duration::from_secs(10);
@@ -64,6 +66,9 @@ impl State {
                         Outcome::Ended(copies) => {
                             transfer.cast(TransferMessage::Ended(copies)).is_ok()
                         }
+                        Outcome::Written(announced) => {
+                            worker.cast(WorkerMessage::Written(announced)).is_ok()
+                        }
                         Outcome::Lost(error) => worker.cast(WorkerMessage::GpuLost(error)).is_ok(),
                     };
                     let message = match Gpu::start(uuid, depot, &pinning, tell) {
@@ -87,6 +92,25 @@ impl State {
             )));
         }
         answer
+    }
+
+    /// A rank says that its device writes, and how far it is by its timeline.
+    pub(super) fn announced(
+        &self,
+        memory: &EngineSide,
+        announced: Announced,
+    ) -> Result<(), (ErrorCode, &'static str)> {
+        let (gpu, memory, word) = match memory {
+            EngineSide::Device(memory, gpu) => match memory.timeline {
+                Some(word) => (gpu, memory, word),
+                None => return Err((ErrorCode::Invalid, NO_TIMELINE)),
+            },
+            EngineSide::Host(_) => return Err((ErrorCode::Invalid, NO_TIMELINE)),
+        };
+        match gpu.wait_for(memory, word, announced) {
+            true => Ok(()),
+            false => Err((ErrorCode::Busy, "too much waits for this GPU")),
+        }
     }
 
     /// Nobody can say when the copies under way are over; the end of this process is their end.

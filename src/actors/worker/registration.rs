@@ -1,6 +1,7 @@
 //! An engine rank registers its memory: it is checked, mapped, and used once the leader has agreed.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use ractor::ActorRef;
 
@@ -8,11 +9,16 @@ use super::{ATTACH_TIMEOUT, Handled, State, WorkerMessage};
 use crate::actors::gpu::EngineSide;
 use crate::core::WorkerEvent;
 use crate::memory::{RegisteredMemory, validate};
-use crate::protocol::{Attach, Attached, AttachedMemory, ErrorCode, Message, Register, Registered};
+use crate::protocol::{
+    Attach, Attached, AttachedMemory, Empty, ErrorBody, ErrorCode, Message, Register, Registered,
+};
 use crate::transport::{Failure, FdReceiver, PeerId};
 use crate::types::{
     AllocationKind, AttachId, Attention, DepotId, EngineId, GroupId, OpId, Registration, RequestId,
 };
+
+/// How long copies may hold memory that its engine takes back, or has left behind.
+const LET_GO_LIMIT: Duration = Duration::from_secs(2);
 
 /// A rank that registers: who asked, under which id, for which engine, and which of its requests are over.
 #[derive(Debug, Clone)]
@@ -195,15 +201,19 @@ impl State {
         if self.over.0 == engine {
             after = after.max(self.over.1);
         }
-        let before = self.mapped.replace(Mapped {
+        let mut before = self.mapped.replace(Mapped {
             engine,
             peer: who.peer,
             asked: Some(who.asked),
             memory,
         });
-        if let Some((peer, asked)) = before.and_then(|before| Some((before.peer, before.asked?))) {
+        let waiting = before.as_mut();
+        if let Some((peer, asked)) = waiting.and_then(|it| Some((it.peer, it.asked.take()?))) {
             let text = "another engine registered meanwhile".to_owned();
             self.refuse(peer, asked, ErrorCode::Invalid, text);
+        }
+        if let Some(before) = before {
+            self.let_go(before, myself, None);
         }
         self.teller.problem(String::new());
         self.step(WorkerEvent::Registered { engine, after }, myself)
@@ -300,7 +310,12 @@ impl State {
     }
 
     /// The rank hears whether its memory is used.
-    pub(super) fn registered(&mut self, engine: EngineId, admitted: bool) {
+    pub(super) fn registered(
+        &mut self,
+        engine: EngineId,
+        admitted: bool,
+        myself: &ActorRef<WorkerMessage>,
+    ) {
         let Some(mapped) = self
             .mapped
             .as_mut()
@@ -311,7 +326,9 @@ impl State {
         let (peer, asked) = (mapped.peer, mapped.asked.take());
         let page_bytes = mapped.memory.geometry().page_bytes;
         if !admitted {
-            self.mapped = None;
+            if let Some(mapped) = self.mapped.take() {
+                self.let_go(mapped, myself, None);
+            }
             let why = self.turned_away.take();
             let (code, text) = why.map_or((ErrorCode::Internal, String::new()), |why| {
                 (why.code, why.message)
@@ -343,6 +360,56 @@ impl State {
             };
             self.replier.reply(peer, asked, Message::Registered(body));
         }
+    }
+
+    /// A rank takes its memory back: it hears so once nothing of it is open here any more.
+    pub(super) fn unregister(
+        &mut self,
+        peer: PeerId,
+        correlation: RequestId,
+        myself: &ActorRef<WorkerMessage>,
+    ) -> Handled {
+        let Some(mut mapped) = self.mapped.take_if(|mapped| mapped.peer == peer) else {
+            let answer = Message::Unregistered(Empty {});
+            self.replier.reply(peer, correlation, answer);
+            return Ok(());
+        };
+        if let Some(asked) = mapped.asked.take() {
+            let text = "unregistered meanwhile".to_owned();
+            self.refuse(peer, asked, ErrorCode::Invalid, text);
+        }
+        let stepped = self.step(WorkerEvent::MemoryGone(mapped.engine), myself);
+        self.let_go(mapped, myself, Some(correlation));
+        stepped
+    }
+
+    /// Closes an engine's memory, on a thread of its own, and tells who waits for that. A GPU's memory that a copy holds on to
+    /// for longer than [`LET_GO_LIMIT`] goes with this process.
+    pub(super) fn let_go(
+        &self,
+        mapped: Mapped,
+        myself: &ActorRef<WorkerMessage>,
+        correlation: Option<RequestId>,
+    ) {
+        let Mapped { memory, peer, .. } = mapped;
+        let (replier, myself) = (self.replier.clone(), myself.clone());
+        tokio::task::spawn_blocking(move || {
+            let on_device = matches!(memory, EngineSide::Device(..));
+            let gone = memory.let_go(LET_GO_LIMIT);
+            let answer = match gone {
+                true => Message::Unregistered(Empty {}),
+                false => {
+                    let text = format!("copies of it go on for more than {LET_GO_LIMIT:?}");
+                    Message::Error(ErrorBody::new(ErrorCode::NotReady, text))
+                }
+            };
+            if let Some(correlation) = correlation {
+                replier.reply(peer, correlation, answer);
+            }
+            if !gone && on_device && myself.cast(WorkerMessage::StillHeld).is_err() {
+                tracing::debug!("the worker has stopped");
+            }
+        });
     }
 
     /// A rank that serves has no problem with another one that does not get in.

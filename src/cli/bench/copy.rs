@@ -198,5 +198,6 @@ fn registration(fragment: u64, pages: u32) -> Registration {
             bytes: vec![0; 16],
         },
         device_uuid: None,
+        timeline: None,
     }
 }

@@ -105,6 +105,7 @@ pub(super) fn hello(role: Role) -> Hello {
         engine: ENGINE.0,
         rank: 0,
         replica: 0,
+        features: 0,
         name: "bench".to_owned(),
     }
 }
@@ -347,6 +348,7 @@ impl BusyArguments {
                 epoch: Epoch(1),
                 heartbeat: Duration::from_secs(1),
                 roles: vec![Role::Engine],
+                features: 0,
             };
             let server = Server::new(listener, settings);
             let mut ending = Ending::listen(true)?;

@@ -116,6 +116,7 @@ fn start_engine(
         engine: engine.0,
         rank: 0,
         replica: replica.0,
+        features: 0,
         name: format!("reference engine, scheduler of {replica}"),
     };
     let settings = ClientSettings {

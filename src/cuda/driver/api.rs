@@ -93,7 +93,6 @@ functions! {
         cuMemSetAccess: fn(Address, usize, *const Access, usize),
     }
     optional {
-        cuStreamWaitValue64_v2: fn(sys::CUstream, Address, u64, c_uint),
         cuStreamWriteValue64_v2: fn(sys::CUstream, Address, u64, c_uint),
     }
 }

@@ -136,20 +136,37 @@ impl std::fmt::Debug for DeviceMemory {
     }
 }
 
-/// A part of a depot's memory that the GPU reaches without the driver's help, until it is dropped.
-#[derive(Debug)]
+/// Something that keeps host memory mapped.
+pub trait Mapping: Send + Sync + 'static {
+    /// The memory.
+    fn mapped(&self) -> &SharedBuffer;
+}
+
+impl Mapping for SharedBuffer {
+    fn mapped(&self) -> &SharedBuffer {
+        self
+    }
+}
+
+impl Mapping for Depot {
+    fn mapped(&self) -> &SharedBuffer {
+        self.buffer()
+    }
+}
+
+/// A part of host memory that the GPU reaches without the driver's help, until it is dropped.
 pub struct PinnedRange {
     context: Arc<Context>,
     address: usize,
     /// What is pinned stays mapped: the driver would go on with the pages that were there.
-    _depot: Arc<Depot>,
+    _mapping: Arc<dyn Mapping>,
 }
 
 impl PinnedRange {
-    /// Pins a range of a depot's memory.
-    pub fn register(
+    /// Pins a range.
+    pub fn register<M: Mapping>(
         context: &Arc<Context>,
-        depot: &Arc<Depot>,
+        mapping: &Arc<M>,
         offset_bytes: u64,
         len_bytes: u64,
     ) -> Result<Self, CudaError> {
@@ -159,7 +176,7 @@ impl PinnedRange {
             code: 1,
             name: "CUDA_ERROR_INVALID_VALUE",
         };
-        let address = host_range(depot.buffer(), offset_bytes, len_bytes).ok_or(out_of_range)?;
+        let address = host_range(mapping.mapped(), offset_bytes, len_bytes).ok_or(out_of_range)?;
         // SAFETY: the range lies in a live mapping. The driver pins its pages and changes no byte.
         let code = unsafe {
             (api.cuMemHostRegister_v2)(
@@ -172,8 +189,14 @@ impl PinnedRange {
         Ok(Self {
             context: Arc::clone(context),
             address,
-            _depot: Arc::clone(depot),
+            _mapping: Arc::clone(mapping) as Arc<dyn Mapping>,
         })
+    }
+}
+
+impl std::fmt::Debug for PinnedRange {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "PinnedRange({:?}, {:#x})", self.context, self.address)
     }
 }
 

@@ -127,9 +127,9 @@ impl Driver {
             .collect())
     }
 
-    /// Whether streams can wait for words in device memory, and write them.
-    pub fn has_stream_values(&self) -> bool {
-        self.api.cuStreamWaitValue64_v2.is_some() && self.api.cuStreamWriteValue64_v2.is_some()
+    /// Whether streams can write words in device memory.
+    pub fn writes_words(&self) -> bool {
+        self.api.cuStreamWriteValue64_v2.is_some()
     }
 
     fn check(&self, call: &'static str, code: Code) -> Result<(), CudaError> {

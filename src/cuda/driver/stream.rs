@@ -13,8 +13,8 @@ use super::api::Code;
 use super::memory::{DeviceMemory, host_range};
 use crate::cuda::error::CudaError;
 use crate::cuda::sabotage::{Bug, planted};
-use crate::memory::{CopyRange, SharedBuffer};
-use crate::types::Direction;
+use crate::memory::{CopyRange, SharedBuffer, TIMELINE_BYTES};
+use crate::types::{Direction, Timeline};
 
 const NOT_READY: Code = 600;
 /// `CU_STREAM_NON_BLOCKING`: not held up by the default stream.
@@ -97,7 +97,7 @@ impl Stream {
         let mut submitted = Submitted {
             stream: Arc::clone(self),
             event: Event::new(&self.context).map_err(nothing)?,
-            keeps: ManuallyDrop::new((device, host)),
+            keeps: ManuallyDrop::new((device, Some(host))),
             end: End::Over,
         };
         if planted(Bug::RecordTooSoon) {
@@ -117,33 +117,7 @@ impl Stream {
                 Err(error) => Err(nothing(error)),
             };
         }
-        let recorded = match () {
-            () if planted(Bug::RecordTooSoon) => Ok(()),
-            () if planted(Bug::RecordElsewhere) => {
-                Self::new(&self.context).and_then(|other| submitted.event.record(&other))
-            }
-            () => submitted.event.record(self),
-        };
-        match (copied, recorded) {
-            (copied, Ok(())) => {
-                submitted.end = End::AtEvent;
-                match copied {
-                    Ok(()) => Ok(submitted),
-                    Err(error) => Err(Box::new(NotSubmitted::Refused(error, Some(submitted)))),
-                }
-            }
-            (copied, Err(error)) => {
-                // No event tells the end of these copies: it is waited for, or their memory is left alone for ever.
-                let error = copied.err().unwrap_or(error);
-                match self.synchronize() {
-                    Ok(()) => {
-                        submitted.end = End::Over;
-                        Err(nothing(error))
-                    }
-                    Err(_) => Err(Box::new(NotSubmitted::EndUnknown(error))),
-                }
-            }
-        }
+        self.seal(submitted, copied)
     }
 
     fn copy(
@@ -152,7 +126,9 @@ impl Stream {
         submitted: &mut Submitted,
         range: CopyRange,
     ) -> Result<(), CudaError> {
-        let (device, host) = &*submitted.keeps;
+        let (device, Some(host)) = &*submitted.keeps else {
+            return Ok(());
+        };
         let mut done = 0;
         while done < range.len_bytes {
             let depot_bytes = range.depot_bytes + done;
@@ -190,6 +166,76 @@ impl Stream {
             done += len_bytes;
         }
         Ok(())
+    }
+
+    /// Writes a word of device memory once everything before it in the stream is done, and what that has written can be seen
+    /// by others.
+    pub fn write_word(
+        self: &Arc<Self>,
+        device: Arc<dyn DeviceSide>,
+        word: Timeline,
+        value: u64,
+    ) -> Result<Submitted, Box<NotSubmitted>> {
+        let nothing = |error| Box::new(NotSubmitted::Refused(error, None));
+        let call = "cuStreamWriteValue64_v2";
+        let at = device.memory(word.allocation);
+        let at = at.and_then(|memory| memory.range(word.offset_bytes, TIMELINE_BYTES));
+        let api = self.context.bind().map_err(nothing)?;
+        let (Some(at), Some(write)) = (at, api.cuStreamWriteValue64_v2) else {
+            return Err(nothing(CudaError {
+                call,
+                code: 801,
+                name: "CUDA_ERROR_NOT_SUPPORTED",
+            }));
+        };
+        let mut submitted = Submitted {
+            stream: Arc::clone(self),
+            event: Event::new(&self.context).map_err(nothing)?,
+            keeps: ManuallyDrop::new((device, None)),
+            end: End::Over,
+        };
+        // SAFETY: the word lies in memory that `submitted` keeps until the stream has come behind this. Without a flag the
+        // driver orders what was written before.
+        let code = unsafe { write(self.handle, at, value, 0) };
+        self.context.check(call, code).map_err(nothing)?;
+        submitted.end = End::Unknown;
+        self.seal(submitted, Ok(()))
+    }
+
+    /// Records what tells the end of work that was given to the stream, all of it or a part.
+    fn seal(
+        self: &Arc<Self>,
+        mut submitted: Submitted,
+        given: Result<(), CudaError>,
+    ) -> Result<Submitted, Box<NotSubmitted>> {
+        let recorded = match () {
+            () if planted(Bug::RecordTooSoon) => Ok(()),
+            () if planted(Bug::RecordElsewhere) => {
+                Self::new(&self.context).and_then(|other| submitted.event.record(&other))
+            }
+            () => submitted.event.record(self),
+        };
+        match (given, recorded) {
+            (Ok(()), Ok(())) => {
+                submitted.end = End::AtEvent;
+                Ok(submitted)
+            }
+            (Err(error), Ok(())) => {
+                submitted.end = End::AtEvent;
+                Err(Box::new(NotSubmitted::Refused(error, Some(submitted))))
+            }
+            (given, Err(error)) => {
+                // No event tells the end of this work: it is waited for, or its memory is left alone for ever.
+                let error = given.err().unwrap_or(error);
+                match self.synchronize() {
+                    Ok(()) => {
+                        submitted.end = End::Over;
+                        Err(Box::new(NotSubmitted::Refused(error, None)))
+                    }
+                    Err(_) => Err(Box::new(NotSubmitted::EndUnknown(error))),
+                }
+            }
+        }
     }
 
     /// Waits until everything in the stream is done.
@@ -266,12 +312,14 @@ impl Drop for Event {
     }
 }
 
+type Kept = (Arc<dyn DeviceSide>, Option<Arc<dyn HostMemory>>);
+
 /// Copies under way, and the memory that they touch. Both memories are let go when the copies are known to be over, and
 /// never when that cannot be known.
 pub struct Submitted {
     stream: Arc<Stream>,
     event: Event,
-    keeps: ManuallyDrop<(Arc<dyn DeviceSide>, Arc<dyn HostMemory>)>,
+    keeps: ManuallyDrop<Kept>,
     end: End,
 }
 

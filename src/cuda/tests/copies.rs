@@ -109,7 +109,9 @@ pub(super) fn one_seed(seed: u64) {
         }
         world.check(&format!("seed {seed}, round {round}"));
     }
-    // What was stored is what was there when the copy was said to be over, whatever becomes of the pages then.
+    // What was stored is what was there when the copy was said to be over, whatever becomes of the pages then; and it was
+    // not read before the engine's device had written it.
+    world.engine_writes(&mut chance);
     let store = Wanted {
         direction: Direction::Store,
         pages: (0..device_pages.min(depot_pages))

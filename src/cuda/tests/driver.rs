@@ -2,7 +2,7 @@
 
 use crate::cuda::{Context, DeviceUuid, Driver, NoDriver};
 
-use super::fake;
+use super::{fake, fake_cuda};
 
 /// What the driver says under these settings.
 fn refusal(settings: &str, check: impl FnOnce(NoDriver)) {
@@ -57,27 +57,6 @@ fn no_device_by_their_number() {
     });
 }
 
-/// The built driver without one of its functions.
-fn without(function: &str) -> (tempfile::TempDir, tempfile::TempDir) {
-    let mut bytes = std::fs::read(fake::library()).expect("the library");
-    let name = format!("\0{function}\0");
-    let places: Vec<usize> = bytes
-        .windows(name.len())
-        .enumerate()
-        .filter(|(_, window)| *window == name.as_bytes())
-        .map(|(at, _)| at)
-        .collect();
-    assert!(!places.is_empty(), "{function} is there");
-    for at in places {
-        // The tables of names stay as they are: the name that was looked for is not the one that is found.
-        bytes[at + 1] = b'x';
-    }
-    let home = tempfile::tempdir().expect("a folder");
-    let library = home.path().join("older.so");
-    std::fs::write(&library, bytes).expect("written");
-    (fake::folder(&library), home)
-}
-
 #[test]
 fn a_driver_that_is_too_old() {
     if fake::is_inside() {
@@ -86,7 +65,7 @@ fn a_driver_that_is_too_old() {
         assert!(refused.to_string().contains("install driver 525"));
         return;
     }
-    let (folder, _home) = without("cuMemHostRegister_v2");
+    let (folder, _home) = fake_cuda::without("cuMemHostRegister_v2");
     fake::succeeded(&fake::again(folder.path(), ""), "an old driver");
 }
 
@@ -94,10 +73,10 @@ fn a_driver_that_is_too_old() {
 fn a_driver_without_newer_functions() {
     if fake::is_inside() {
         let driver = Driver::get().expect("new enough");
-        assert!(!driver.has_stream_values());
+        assert!(!driver.writes_words());
         return;
     }
-    let (folder, _home) = without("cuStreamWaitValue64_v2");
+    let (folder, _home) = fake_cuda::without("cuStreamWriteValue64_v2");
     fake::succeeded(&fake::again(folder.path(), ""), "an older driver");
 }
 
@@ -106,7 +85,7 @@ fn gpus_are_found_by_their_names() {
     fake::under_and_clean("devices=3;version=13000", || {
         let driver = Driver::get().expect("it is there");
         assert_eq!(driver.version(), 13_000);
-        assert!(driver.has_stream_values());
+        assert!(driver.writes_words());
         let devices = driver.devices().expect("listed");
         assert_eq!(devices.len(), 3);
         let text = devices[2].uuid.to_string();

@@ -9,5 +9,6 @@ mod errors;
 mod fake;
 #[path = "../../../tests/support/fake_cuda.rs"]
 mod fake_cuda;
+mod neighbour;
 mod planted;
 mod world;

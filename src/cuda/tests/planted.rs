@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::copies::one_seed;
-use super::fake;
+use super::{errors, fake, neighbour};
 use crate::cuda::sabotage::{Bug, plant};
 
 /// Seeds that are tried for each bug.
@@ -14,18 +14,15 @@ const BUG: &str = "FAKE_CUDA_BUG";
 /// Seeds from 0 on, until one of them goes wrong, which ends the process with its number.
 fn hunt(bug: Bug) {
     plant(bug);
+    match bug {
+        Bug::StaleMapping => return neighbour::seeds(SEEDS),
+        Bug::CountRefused => return errors::tell(None),
+        _ => {}
+    }
     for seed in 0..SEEDS {
         // On a line of its own: the harness leaves one open.
         println!("\nseed {seed}");
         one_seed(seed);
-    }
-}
-
-/// The settings of the driver under which a bug shows: most do under any.
-fn settings(bug: Bug) -> &'static str {
-    match bug {
-        Bug::CountRefused => "seed=1;delay_us=300;fail=*/cuMemcpyAsync/40/1",
-        _ => "seed=1;delay_us=300",
     }
 }
 
@@ -35,7 +32,15 @@ fn found_by(bug: Bug) -> Option<u64> {
     let report = reports.path().display();
     let folder = fake::folder(&fake::library());
     let name = format!("{bug:?}");
-    let with_report = format!("{};report={report}", settings(bug));
+    if bug == Bug::CountRefused {
+        // A seed is the number of the copy that is refused; each in a process of its own.
+        return (0..SEEDS).find(|seed| {
+            let settings = format!("delay_us=50;fail=*/cuMemcpyAsync/{}/1", seed + 1);
+            let output = fake::again_with(folder.path(), &settings, &[(BUG, &name)], LIMIT);
+            !output.status.success()
+        });
+    }
+    let with_report = format!("seed=1;delay_us=300;report={report}");
     let output = fake::again_with(folder.path(), &with_report, &[(BUG, &name)], LIMIT);
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
     let clean = output.status.success() && fake::only_file(reports.path()).contains("poison=0");

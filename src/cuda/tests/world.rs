@@ -7,11 +7,14 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use crate::cuda::{
-    Context, Copier, CopierSettings, CopyOrder, CudaError, DeviceMemories, DeviceMemory, Driver,
-    Outcome, PinnedDepot, RegisteredDevice, Sharing, Window,
+    Announced, Context, Copier, CopierSettings, CopyOrder, CudaError, DeviceMemories, DeviceMemory,
+    Driver, Outcome, PinnedDepot, RegisteredDevice, Sharing, WaitOrder, Window,
 };
-use crate::memory::{CancelFlag, Depot, PageLayout, validate};
-use crate::types::{Direction, EndedCopy, FragmentPair, OpId, PageList, Registration, TensorView};
+use crate::memory::{CancelFlag, Depot, PageLayout, TIMELINE_BYTES, validate};
+use crate::types::{
+    Direction, EndedCopy, EngineId, FragmentPair, OpId, PageList, Registration, RequestId,
+    TensorView, Timeline,
+};
 
 use super::engine::addresses;
 
@@ -81,8 +84,17 @@ impl World {
             Some(sharing) => shared(&context, bytes, sharing).map_err(words),
         };
         let allocations = &registration.allocations;
-        let memories: Result<_, _> = allocations.iter().map(|it| allocate(it.bytes)).collect();
-        let memory = DeviceMemories::own(memories?);
+        let memories: Result<Vec<_>, _> = allocations.iter().map(|it| allocate(it.bytes)).collect();
+        let mut memories = memories?;
+        memories.push(DeviceMemory::allocate(&context, TIMELINE_BYTES).map_err(words)?);
+        let memory = DeviceMemories::own(memories);
+        let timeline = Timeline {
+            allocation: allocations.len() as u32,
+            offset_bytes: 0,
+        };
+        let word = [(0, TIMELINE_BYTES)];
+        let zeroed = window.write(&memory, timeline.allocation, &word, &[0; 8]);
+        zeroed.map_err(words)?;
         let on_device: Vec<Vec<u8>> = allocations.iter().map(|it| noise(it.bytes)).collect();
         for (index, bytes) in (0..).zip(&on_device) {
             let all = [(0, bytes.len() as u64)];
@@ -109,6 +121,7 @@ impl World {
                 memory,
                 layout: Arc::clone(&layout),
                 geometry,
+                timeline: Some(timeline),
             },
             registration,
             layout,
@@ -171,7 +184,7 @@ impl World {
             depot: Arc::clone(&self.depot),
             cancel,
         };
-        self.copier.start_copy(order).expect("a place");
+        assert!(self.copier.start_copy(order), "a place");
         OpId(self.last)
     }
 
@@ -184,7 +197,40 @@ impl World {
     pub fn ended(&self) -> Vec<EndedCopy> {
         match self.outcome() {
             Outcome::Ended(copies) => copies,
-            Outcome::Lost(error) => panic!("lost: {error}"),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// The engine gives its device new contents of all its memory to write, lets it say when they are there, and says so
+    /// itself at once. Returns when the actor has heard of it.
+    pub fn engine_writes(&mut self, chance: &mut fastrand::Rng) {
+        self.last += 1;
+        let word = self.device.timeline.expect("it has one");
+        let announced = Announced {
+            engine: EngineId([1; 16]),
+            through: RequestId(self.last),
+        };
+        {
+            let mut window = self.window.borrow_mut();
+            for (index, bytes) in (0..).zip(&mut self.on_device) {
+                chance.fill(bytes);
+                let all = [(0, bytes.len() as u64)];
+                let later = window.write_later(&self.device.memory, index, &all, bytes);
+                later.expect("a driver without errors");
+            }
+            let marked = window.mark(&self.device.memory, word, self.last);
+            marked.expect("a driver without errors");
+        }
+        let memory = Arc::downgrade(&self.device.memory);
+        let order = WaitOrder {
+            memory,
+            word,
+            announced,
+        };
+        assert!(self.copier.wait_for(order), "a place");
+        match self.outcome() {
+            Outcome::Written(all) => assert_eq!(all, [announced]),
+            other => panic!("{other:?}"),
         }
     }
 

@@ -10,7 +10,7 @@ use std::collections::HashMap;
 use super::layout::{PageLayout, Pieces};
 use crate::types::{
     Allocation, AllocationHandle, AllocationKind, Attention, ChunkHandle, Nonce, Registration,
-    TensorRole,
+    TensorRole, Timeline,
 };
 
 /// Most allocations of one registration.
@@ -27,6 +27,8 @@ pub const AXES_MAX: usize = 8;
 pub const PAGE_BYTES_MAX: u64 = 1 << 30;
 /// Shortest nonce, in bytes.
 pub const NONCE_BYTES_MIN: usize = 16;
+/// Bytes of the word of a timeline.
+pub const TIMELINE_BYTES: u64 = 8;
 /// Longest nonce, in bytes.
 pub const NONCE_BYTES_MAX: usize = 64;
 
@@ -67,6 +69,7 @@ pub fn validate(registration: &Registration) -> Result<PageLayout, RegistrationE
     check_pieces(registration)?;
     overlap::check(registration)?;
     check_nonce(registration)?;
+    check_timeline(registration)?;
     Ok(PageLayout::derive(registration))
 }
 
@@ -392,4 +395,34 @@ fn allocation_of(
                 format!("there are {count} allocations, from 0"),
             )
         })
+}
+
+/// The word is one, and lies on the device.
+fn check_timeline(registration: &Registration) -> Result<(), RegistrationError> {
+    let Some(Timeline {
+        allocation,
+        offset_bytes,
+    }) = registration.timeline
+    else {
+        return Ok(());
+    };
+    let found = usize::try_from(allocation)
+        .ok()
+        .and_then(|index| registration.allocations.get(index));
+    let Some(found) = found.filter(|found| found.kind == AllocationKind::Device) else {
+        let remedy = "give the index of an allocation of device memory";
+        let field = "timeline.allocation";
+        return Err(RegistrationError::new(field, allocation, remedy));
+    };
+    let end = offset_bytes.checked_add(TIMELINE_BYTES);
+    if !offset_bytes.is_multiple_of(TIMELINE_BYTES) || end.is_none_or(|end| end > found.bytes) {
+        let remedy = format!(
+            "it must be a multiple of {TIMELINE_BYTES}, and the word must end within \
+             allocations[{allocation}] ({} bytes)",
+            found.bytes
+        );
+        let field = "timeline.offset_bytes";
+        return Err(RegistrationError::new(field, offset_bytes, remedy));
+    }
+    Ok(())
 }

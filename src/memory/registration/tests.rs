@@ -42,6 +42,7 @@ pub(in crate::memory) fn separate_layers() -> Registration {
             bytes: vec![7; 32],
         },
         device_uuid: None,
+        timeline: None,
     }
 }
 

@@ -55,6 +55,7 @@ impl Client {
             rank: place.rank.0,
             name: String::new(),
             replica: place.replica.0,
+            features: 0,
         }
     }
 

@@ -340,6 +340,7 @@ impl EngineProcess {
                 side.telling.pop_first();
             }
             let body = Message::Written(Written {
+                timeline: false,
                 through: self.written.0,
             });
             side.client.say(env, correlation, Duration::ZERO, body);
@@ -581,5 +582,6 @@ fn registration(env: &Env, rank: usize) -> Registration {
             bytes: Vec::new(),
         },
         device_uuid: None,
+        timeline: None,
     }
 }

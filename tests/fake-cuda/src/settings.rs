@@ -8,7 +8,8 @@ use crate::code::Code;
 /// * `version=12040`: what `cuDriverGetVersion` says;
 /// * `init=CODE`: what `cuInit` answers;
 /// * `seed=N` (1): of the pauses; a stream takes its own from it and its number;
-/// * `delay_us=N` (0): longest pause before a piece of work;
+/// * `delay_us=N` (0): longest pause before a piece of work; `delay_us=WHO/N`: of processes with that word in their command
+///   line;
 /// * `fail=WHO/CALL/NTH/CODE`, any number of times: the n-th such call of a process fails. `WHO` is a word of its command
 ///   line or `*`, `CALL` the name of a function, or `*` for all together; functions that say how an error is called do not
 ///   count;
@@ -58,6 +59,8 @@ impl Settings {
             once: None,
             report: None,
         };
+        let is_meant =
+            |who: &str| who == "*" || command_line.split_whitespace().any(|word| word == who);
         for part in text.split(';').filter(|part| !part.is_empty()) {
             let wrong = || format!("'{part}' is not understood");
             let (name, value) = part.split_once('=').ok_or_else(wrong)?;
@@ -67,7 +70,12 @@ impl Settings {
                 "version" => settings.version = value.parse().map_err(|_| wrong())?,
                 "init" => settings.init = value.parse().map_err(|_| wrong())?,
                 "seed" => settings.seed = number()?,
-                "delay_us" => settings.delay_us = number()?,
+                "delay_us" => {
+                    let (who, delay) = value.split_once('/').unwrap_or(("*", value));
+                    if is_meant(who) {
+                        settings.delay_us = delay.parse().map_err(|_| wrong())?;
+                    }
+                }
                 "once" => settings.once = Some(value.to_owned()),
                 "report" => settings.report = Some(value.to_owned()),
                 "fail" => {
@@ -80,7 +88,7 @@ impl Settings {
                         nth: nth.parse().map_err(|_| wrong())?,
                         code: code.parse().map_err(|_| wrong())?,
                     };
-                    if who == "*" || command_line.split_whitespace().any(|word| word == who) {
+                    if is_meant(who) {
                         settings.fails.push(fail);
                     }
                 }

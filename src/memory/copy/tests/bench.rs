@@ -94,6 +94,7 @@ impl Layout {
                 bytes: vec![1; 16],
             },
             device_uuid: None,
+            timeline: None,
         }
     }
 }

@@ -1,0 +1,181 @@
+//! Memory of another process, by IPC handles: opened, proven, read and written, and never that of before.
+
+use std::io::{BufRead as _, BufReader, Lines, Write as _};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+
+use crate::cuda::{Context, DeviceMemories, DeviceMemory, Driver, RegisteredDevice, Window};
+use crate::types::{Allocation, AllocationHandle, AllocationKind, Nonce, Registration};
+
+use super::copies::plain;
+use super::engine::Roles;
+use super::fake;
+
+/// The test below, which plays both sides.
+const TEST: &str = "cuda::tests::neighbour::memory_of_another_process";
+/// Says that this process is the engine.
+const ENGINE: &str = "FAKE_CUDA_ENGINE";
+const SEEDS: u64 = 40;
+
+fn context() -> std::sync::Arc<Context> {
+    let driver = Driver::get().expect("it is there");
+    let device = driver.devices().expect("listed")[0];
+    Context::new(driver, device).expect("a context")
+}
+
+/// What the memory of a generation holds.
+fn contents(generation: u64, bytes: usize) -> Vec<u8> {
+    let mut contents = vec![0; bytes];
+    fastrand::Rng::with_seed(generation).fill(&mut contents);
+    contents
+}
+
+fn bytes() -> u64 {
+    plain(Roles::Split).registration().allocations[0].bytes
+}
+
+/// The engine: for each line, new memory; says how it is opened. `keep` lets the memory before live on.
+fn engine() {
+    let context = context();
+    let mut window = Window::new(&context).expect("a window");
+    let mut kept = Vec::new();
+    for line in std::io::stdin().lines() {
+        let line = line.expect("readable");
+        let (generation, keep) = line.split_once(' ').expect("two words");
+        if keep != "keep" {
+            kept.clear();
+        }
+        let memory = DeviceMemory::allocate(&context, bytes()).expect("memory");
+        let handle = memory.ipc_handle().expect("a handle");
+        let memory = DeviceMemories::own(vec![memory]);
+        let generation = generation.parse().expect("a number");
+        let written = contents(generation, bytes() as usize);
+        let all = [(0, bytes())];
+        window.write(&memory, 0, &all, &written).expect("written");
+        let digits: String = handle.iter().map(|byte| format!("{byte:02x}")).collect();
+        println!("\nengine: {digits}");
+        kept.push(memory);
+    }
+}
+
+struct Neighbour {
+    process: Child,
+    orders: Option<ChildStdin>,
+    answers: Lines<BufReader<ChildStdout>>,
+}
+
+impl Neighbour {
+    fn start() -> Self {
+        let mut command = Command::new(std::env::current_exe().expect("a program"));
+        command
+            .args([TEST, "--exact", "--nocapture", "--test-threads=1"])
+            .env(ENGINE, "1")
+            .env(kvferry_fake_cuda::SETTINGS, "delay_us=100")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
+        let mut process = command.spawn().expect("it runs");
+        Self {
+            orders: process.stdin.take(),
+            answers: BufReader::new(process.stdout.take().expect("a pipe")).lines(),
+            process,
+        }
+    }
+
+    /// New memory, and how it is opened.
+    fn memory(&mut self, generation: u64, keep: bool) -> [u8; 64] {
+        let keep = if keep { "keep" } else { "free" };
+        let orders = self.orders.as_mut().expect("it listens");
+        writeln!(orders, "{generation} {keep}").expect("it listens");
+        let said = self.answers.by_ref().map(|line| line.expect("text"));
+        let digits = said
+            .filter_map(|line| line.strip_prefix("engine: ").map(str::to_owned))
+            .next()
+            .expect("it answers");
+        let byte = |at: usize| u8::from_str_radix(&digits[at * 2..at * 2 + 2], 16);
+        std::array::from_fn(|at| byte(at).expect("hexadecimal"))
+    }
+}
+
+impl Drop for Neighbour {
+    fn drop(&mut self) {
+        self.orders = None;
+        self.process.wait().expect("it ends");
+    }
+}
+
+fn registration(handle: [u8; 64], generation: u64) -> Registration {
+    let mut registration = plain(Roles::Split).registration();
+    assert_eq!(registration.allocations.len(), 1);
+    registration.device_uuid = Some("GPU-0".to_owned());
+    registration.allocations[0] = Allocation {
+        kind: AllocationKind::Device,
+        handle: AllocationHandle::CudaIpc(handle),
+        bytes: bytes(),
+    };
+    registration.nonce = Nonce {
+        allocation: 0,
+        offset_bytes: 0,
+        bytes: contents(generation, bytes() as usize)[..32].to_vec(),
+    };
+    registration
+}
+
+/// An engine that registers memory, and then other memory, as one does that has started anew.
+fn one_seed(neighbour: &mut Neighbour, seed: u64) {
+    let mut chance = fastrand::Rng::with_seed(seed);
+    let context = context();
+    let mut window = Window::new(&context).expect("a window");
+    for round in 0..3 {
+        let generation = seed * 10 + round;
+        let handle = neighbour.memory(generation, chance.bool());
+        let registration = registration(handle, generation);
+        let opened = RegisteredDevice::open(&registration, &context, &mut window, |_| None);
+        let opened = opened.unwrap_or_else(|error| panic!("seed {seed}: {error}"));
+        let expected = contents(generation, bytes() as usize);
+        let mut seen = vec![0; expected.len()];
+        let read = window.read(&opened.memory, 0, &[(0, bytes())], &mut seen);
+        read.unwrap_or_else(|error| panic!("seed {seed}: {error}"));
+        assert!(seen == expected, "seed {seed}, round {round}");
+    }
+}
+
+pub(super) fn seeds(count: u64) {
+    let mut neighbour = Neighbour::start();
+    for seed in 0..count {
+        // On a line of its own: the harness leaves one open.
+        println!("\nseed {seed}");
+        one_seed(&mut neighbour, seed);
+    }
+}
+
+#[test]
+fn memory_of_another_process() {
+    if std::env::var_os(ENGINE).is_some() {
+        return engine();
+    }
+    fake::under_and_clean("seed=3;delay_us=100", || seeds(SEEDS));
+}
+
+#[test]
+fn a_handle_of_memory_that_is_gone_is_refused_in_words() {
+    fake::under_and_clean("", || {
+        let mut neighbour = Neighbour::start();
+        let context = context();
+        let mut window = Window::new(&context).expect("a window");
+        let old = neighbour.memory(1, false);
+        let new = neighbour.memory(2, false);
+        let open = |handle, generation, window: &mut Window| {
+            let registration = registration(handle, generation);
+            let opened = RegisteredDevice::open(&registration, &context, window, |_| None);
+            opened.map(|_| ()).map_err(|error| error.to_string())
+        };
+        let refused = open(old, 1, &mut window).expect_err("freed");
+        let text = "registration.allocations[0].handle: cuIpcOpenMemHandle_v2 answered CUDA_ERROR";
+        assert!(refused.starts_with(text), "{refused}");
+        let refused = open(new, 1, &mut window).expect_err("other contents");
+        assert!(
+            refused.starts_with("registration.nonce: not at byte 0"),
+            "{refused}"
+        );
+        open(new, 2, &mut window).expect("what it says it is");
+    });
+}
