@@ -1,7 +1,6 @@
 //! The GPU of a worker's engine: found by its name, once an engine's rank has named it; then the depot is pinned for it.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::cuda::{
@@ -9,9 +8,9 @@ use crate::cuda::{
     DeviceUuid, Driver, NoDriver, Outcome, PIN_CHUNK_BYTES, PinError, PinnedDepot,
     RegisteredDevice, WaitOrder, Window,
 };
-use crate::memory::{CancelFlag, Depot, RegisteredMemory};
+use crate::memory::{CancelFlag, Depot, NumaNode, RegisteredMemory};
 use crate::transport::FdReceiver;
-use crate::types::{ByteSize, Copy, FragmentPair, GroupGeometry, Registration, Timeline};
+use crate::types::{Copy, FragmentPair, GroupGeometry, Rank, Registration, Timeline};
 
 /// A GPU that copies.
 #[derive(Debug)]
@@ -63,27 +62,24 @@ fn listed(uuids: &[DeviceUuid]) -> String {
     names.join(", ")
 }
 
-/// How much of a depot is pinned.
-#[derive(Debug, Default)]
-pub(super) struct Pinning(AtomicU64);
-
-impl Pinning {
-    /// One line for people.
-    pub(super) fn line(&self, bytes: u64) -> String {
-        let pinned = ByteSize(self.0.load(Ordering::Relaxed));
-        format!(
-            "{pinned} of {} host memory are pinned for the GPU",
-            ByteSize(bytes)
-        )
-    }
+/// The NUMA node of the GPU that a rank most likely uses: the one of its number, of those that this process may use. It is
+/// asked for before any engine has come, when host memory is placed. Blocks on the driver.
+pub(super) fn likely_node(rank: Rank) -> Option<NumaNode> {
+    let driver = Driver::get()
+        .inspect_err(|error| tracing::debug!(%error, "host memory is placed without a GPU"))
+        .ok()?;
+    let device = *driver.devices().ok()?.get(usize::from(rank.0))?;
+    let node = NumaNode::near(&driver.pci_bus_id(device).ok()?)?;
+    tracing::info!(gpu = %device.uuid, node = node.number(), "host memory is placed near a GPU");
+    Some(node)
 }
 
 impl Gpu {
-    /// Finds the GPU and pins the depot. Blocks: a second for about 10 GiB.
+    /// Finds the GPU and pins the depot; `pinned` hears how many bytes are. Blocks: a second for about 10 GiB.
     pub(super) fn start(
         uuid: DeviceUuid,
         depot: Arc<Depot>,
-        pinning: &Pinning,
+        pinned: impl Fn(u64),
         tell: impl Fn(Outcome) -> bool + Send + 'static,
     ) -> Result<Self, GpuError> {
         let driver = Driver::get().map_err(|source| GpuError::NoDriver { uuid, source })?;
@@ -93,9 +89,7 @@ impl Gpu {
             return Err(GpuError::NotThere { uuid, others });
         };
         let context = Context::new(driver, device)?;
-        let depot = PinnedDepot::new(&context, depot, PIN_CHUNK_BYTES, |bytes| {
-            pinning.0.store(bytes, Ordering::Relaxed);
-        })?;
+        let depot = PinnedDepot::new(&context, depot, PIN_CHUNK_BYTES, pinned)?;
         let copier = Copier::start(CopierSettings {
             context: Arc::clone(&context),
             tell: Box::new(tell),
@@ -106,6 +100,12 @@ impl Gpu {
             context,
             depot: Arc::new(depot),
         })
+    }
+
+    /// The NUMA node that it is plugged in at, where the machine tells.
+    pub(super) fn node(&self) -> Option<u16> {
+        let bus_id = self.context.pci_bus_id().ok()?;
+        NumaNode::near(&bus_id).map(|node| node.number())
     }
 
     /// Opens an engine's memory. Blocks on the driver.

@@ -2,16 +2,17 @@
 
 use std::cell::Cell;
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use ractor::{Actor, ActorProcessingErr, ActorRef};
 use tokio::task::JoinHandle;
 
+use crate::actors::gpu::likely_node;
 use crate::actors::worker::WorkerMessage;
 use crate::memory::{Depot, NumaNode, Prefault};
-use crate::types::ByteSize;
+use crate::types::{ByteSize, Rank};
 
 /// Bytes that one thread touches before it reports.
 const PREFAULT_CHUNK_BYTES: u64 = 64 << 20;
@@ -30,8 +31,10 @@ pub struct PoolSettings {
     pub bytes: u64,
     /// Threads that touch it.
     pub threads: usize,
-    /// Where its memory is to lie.
+    /// Where its memory is to lie; without it, near the GPU of `rank`, where there is one.
     pub node: Option<NumaNode>,
+    /// Whose memory it is.
+    pub rank: Rank,
     /// Lock it into memory, so that it is never swapped out.
     pub lock: bool,
     /// Set once all of it is there.
@@ -49,6 +52,8 @@ impl PoolSettings {
 pub(super) struct Progress {
     done: AtomicU64,
     total: AtomicU64,
+    /// The NUMA node that it comes from, where one was chosen.
+    pub(super) node: OnceLock<u16>,
 }
 
 impl Progress {
@@ -98,10 +103,14 @@ impl Actor for PoolActor {
         let (shown, to) = (Arc::clone(&progress), worker.clone());
         let taken = tokio::task::spawn_blocking(move || {
             let (lock, ready) = (settings.lock, Arc::clone(&settings.ready));
+            let node = settings.node.clone().or_else(|| likely_node(settings.rank));
+            if let Some(node) = &node {
+                progress.node.get_or_init(|| node.number());
+            }
             let by = Prefault {
                 threads: settings.threads,
                 chunk_bytes: PREFAULT_CHUNK_BYTES,
-                node: settings.node.clone(),
+                node,
             };
             let depot = open(settings)?;
             say(&to, WorkerMessage::Depot(Arc::clone(&depot)));
@@ -224,6 +233,7 @@ mod tests {
             bytes,
             threads: 1,
             node: None,
+            rank: Rank(0),
             lock: false,
             ready: Arc::default(),
         };

@@ -17,6 +17,7 @@ const TELL_LIMIT: Duration = Duration::from_secs(2);
 struct News {
     ready_bytes: u64,
     bytes: u64,
+    pinned_bytes: Option<u64>,
     problem: String,
     gives_up: bool,
 }
@@ -53,6 +54,15 @@ impl Teller {
         });
     }
 
+    /// So many bytes of it are pinned for a GPU; none where no GPU copies.
+    pub(super) fn pinned(&self, pinned_bytes: Option<u64>) {
+        self.0.send_if_modified(|news| {
+            let changes = news.pinned_bytes != pinned_bytes;
+            news.pinned_bytes = pinned_bytes;
+            changes
+        });
+    }
+
     /// Why the engine's rank was turned away; empty once it was not.
     pub(super) fn problem(&self, problem: String) {
         self.0.send_if_modified(|news| {
@@ -76,7 +86,8 @@ impl Teller {
 async fn run(tell: impl AsyncFn(Preparing), mut told: watch::Receiver<News>) -> Option<String> {
     while told.changed().await.is_ok() {
         let news = told.borrow_and_update().clone();
-        let body = Preparing::new(news.ready_bytes, news.bytes, news.problem.clone());
+        let problem = news.problem.clone();
+        let body = Preparing::new(news.ready_bytes, news.bytes, news.pinned_bytes, problem);
         // Waits by itself: news that come meanwhile are still to be told.
         let mut last_words = told.clone();
         let newer = tokio::select! {

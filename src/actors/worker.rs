@@ -78,6 +78,8 @@ pub(super) enum WorkerMessage {
     Mapped(Registering, Box<Result<EngineSide, String>>),
     /// Memory that is not copied: its group, the bytes of a page, and why.
     Understood(Registering, Result<(GroupId, u64, String), String>),
+    /// So many bytes of the depot are pinned for the GPU by now.
+    Pinned(u64),
     /// The GPU that a rank named is ready, or cannot be used.
     Gpu(Result<Arc<Gpu>, String>),
     /// The GPU does not work for this process any more.
@@ -270,6 +272,7 @@ impl Actor for WorkerActor {
             WorkerMessage::Failed(why) => return Err(why.into()),
             WorkerMessage::Mapped(who, memory) => state.mapped(who, *memory, &myself)?,
             WorkerMessage::Understood(who, answer) => state.understood(&who, answer),
+            WorkerMessage::Pinned(bytes) => state.pinned(bytes),
             WorkerMessage::Gpu(gpu) => state.gpu_started(gpu),
             WorkerMessage::GpuLost(error) => state.gpu_lost(error),
             WorkerMessage::StillHeld => {

@@ -138,9 +138,15 @@ fn stage(rank: &RankStatus) -> String {
         return "its worker has ended".to_owned();
     }
     let (ready, bytes) = (ByteSize(rank.host_ready_bytes), ByteSize(rank.host_bytes));
-    match rank.host_bytes == 0 || ready < bytes {
-        true => format!("{ready} of {bytes} host memory are ready"),
-        false => "waits for its engine to register its memory".to_owned(),
+    if rank.host_bytes == 0 || ready < bytes {
+        return format!("{ready} of {bytes} host memory are ready");
+    }
+    match rank.host_pinned_bytes {
+        Some(pinned) if pinned < rank.host_bytes => {
+            let pinned = ByteSize(pinned);
+            format!("{pinned} of {bytes} host memory are pinned for its GPU")
+        }
+        _ => "waits for its engine to register its memory".to_owned(),
     }
 }
 
@@ -257,6 +263,13 @@ mod tests {
         rank.host_ready_bytes = 1 << 30;
         assert_eq!(stage(&rank), "1 GiB of 8 GiB host memory are ready");
         rank.host_ready_bytes = 8 << 30;
+        assert_eq!(stage(&rank), "waits for its engine to register its memory");
+        rank.host_pinned_bytes = Some(3 << 30);
+        assert_eq!(
+            stage(&rank),
+            "3 GiB of 8 GiB host memory are pinned for its GPU"
+        );
+        rank.host_pinned_bytes = Some(8 << 30);
         assert_eq!(stage(&rank), "waits for its engine to register its memory");
         rank.attached = true;
         assert_eq!(stage(&rank), "ready");

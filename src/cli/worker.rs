@@ -117,6 +117,7 @@ impl Arguments {
                     bytes: bytes.max(DEPOT_HEADER_BYTES),
                     threads,
                     node,
+                    rank: worker.rank,
                     lock: config.g2_lock,
                     ready: Arc::clone(&ready),
                 },

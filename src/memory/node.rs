@@ -7,10 +7,14 @@ use std::path::Path;
 use rustix::thread::{CpuSet, sched_setaffinity};
 
 const NODES: &str = "/sys/devices/system/node";
+const PCI_DEVICES: &str = "/sys/bus/pci/devices";
 
 /// The processors of one node.
 #[derive(Debug, Clone)]
-pub struct NumaNode(CpuSet);
+pub struct NumaNode {
+    number: u16,
+    cpus: CpuSet,
+}
 
 /// There is no such node, or none with a processor.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -31,7 +35,7 @@ impl NumaNode {
     fn find_in(nodes: &Path, node: u16) -> Result<Self, NoSuchNode> {
         let list = fs::read_to_string(nodes.join(format!("node{node}/cpulist")));
         let cpus = list.ok().and_then(|list| cpus(&list));
-        cpus.map(Self).ok_or_else(|| {
+        cpus.map(|cpus| Self { number: node, cpus }).ok_or_else(|| {
             let there = fs::read_to_string(nodes.join("has_cpu")).unwrap_or_default();
             let there = match there.trim() {
                 "" => "(none are listed)".to_owned(),
@@ -41,9 +45,28 @@ impl NumaNode {
         })
     }
 
+    /// The node that a device is plugged in at, by its bus id such as `0000:3b:00.0`. `None` where the machine has one node,
+    /// does not say, or has no processors there.
+    pub fn near(bus_id: &str) -> Option<Self> {
+        Self::near_in(Path::new(PCI_DEVICES), Path::new(NODES), bus_id)
+    }
+
+    fn near_in(devices: &Path, nodes: &Path, bus_id: &str) -> Option<Self> {
+        let device = devices.join(bus_id.to_ascii_lowercase());
+        let number = fs::read_to_string(device.join("numa_node")).ok()?;
+        // -1: it is not known.
+        let number = number.trim().parse().ok()?;
+        Self::find_in(nodes, number).ok()
+    }
+
+    /// Which node it is.
+    pub fn number(&self) -> u16 {
+        self.number
+    }
+
     /// Keeps the calling thread on the processors of the node.
     pub(super) fn run_here(&self) -> io::Result<()> {
-        Ok(sched_setaffinity(None, &self.0)?)
+        Ok(sched_setaffinity(None, &self.cpus)?)
     }
 }
 
@@ -64,7 +87,8 @@ fn cpus(list: &str) -> Option<CpuSet> {
 impl NumaNode {
     /// A node of the processors on which this thread may run.
     pub(super) fn of_this_thread() -> io::Result<Self> {
-        Ok(Self(rustix::thread::sched_getaffinity(None)?))
+        let cpus = rustix::thread::sched_getaffinity(None)?;
+        Ok(Self { number: 0, cpus })
     }
 }
 
@@ -74,13 +98,14 @@ mod tests {
 
     #[test]
     fn a_thread_is_kept_on_the_processors_of_its_node() {
-        let NumaNode(all) = NumaNode::of_this_thread().expect("processors");
+        let all = NumaNode::of_this_thread().expect("processors").cpus;
         let last = (0..CpuSet::MAX_CPU).rfind(|cpu| all.is_set(*cpu));
         let last = last.expect("at least one");
         let kept = std::thread::spawn(move || {
-            let node = NumaNode(cpus(&last.to_string()).expect("a set"));
+            let cpus = cpus(&last.to_string()).expect("a set");
+            let node = NumaNode { number: 0, cpus };
             node.run_here().expect("one that it may run on");
-            NumaNode::of_this_thread().expect("processors").0
+            NumaNode::of_this_thread().expect("processors").cpus
         });
         let kept = kept.join().expect("no panic");
         assert_eq!((kept.count(), kept.is_set(last)), (1, true));
@@ -100,6 +125,25 @@ mod tests {
         assert!(cpus("\n").is_none());
         assert!(cpus("x").is_none());
         assert!(cpus("0-99999999999").is_some(), "no more than a set holds");
+    }
+
+    #[test]
+    fn a_device_tells_its_node() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let write = |path: &str, text: &str| {
+            let path = folder.path().join(path);
+            fs::create_dir_all(path.parent().expect("a folder")).expect("writable");
+            fs::write(path, text).expect("writable");
+        };
+        write("node1/cpulist", "0\n");
+        write("0000:3b:00.0/numa_node", "1\n");
+        write("0000:3c:00.0/numa_node", "-1\n");
+        write("0000:3d:00.0/numa_node", "7\n");
+        let near = |bus_id: &str| NumaNode::near_in(folder.path(), folder.path(), bus_id);
+        assert_eq!(near("0000:3B:00.0").map(|node| node.number()), Some(1));
+        for unknown in ["0000:3c:00.0", "0000:3d:00.0", "0000:3e:00.0"] {
+            assert!(near(unknown).is_none(), "{unknown}");
+        }
     }
 
     #[test]

@@ -464,6 +464,9 @@ pub struct Preparing {
     pub ready_bytes: u64,
     /// Bytes of its depot; 0 while it is not open.
     pub bytes: u64,
+    /// Bytes of its depot that are pinned for a GPU; absent where none copies.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pinned_bytes: Option<u64>,
     /// Why it gave up, or turned the engine's rank away; empty when all is well.
     pub problem: String,
 }
@@ -493,6 +496,9 @@ pub struct RankStatus {
     /// Bytes of its depot; 0 before its worker has said so.
     #[serde(default)]
     pub host_bytes: u64,
+    /// Bytes of its depot that are pinned for a GPU; absent where none copies.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host_pinned_bytes: Option<u64>,
     /// Why its worker gave up or was turned away, or turned the engine's rank away; empty when all is well.
     #[serde(default)]
     pub problem: String,

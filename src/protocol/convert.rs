@@ -401,10 +401,11 @@ impl ErrorBody {
 
 impl Preparing {
     /// A long problem is cut.
-    pub fn new(ready_bytes: u64, bytes: u64, problem: String) -> Self {
+    pub fn new(ready_bytes: u64, bytes: u64, pinned_bytes: Option<u64>, problem: String) -> Self {
         Self {
             ready_bytes,
             bytes,
+            pinned_bytes,
             problem: cut(problem),
         }
     }

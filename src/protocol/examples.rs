@@ -298,7 +298,17 @@ pub fn examples() -> Vec<(&'static str, Message)> {
             Message::Preparing(Preparing {
                 ready_bytes: 64 << 20,
                 bytes: 8 << 30,
+                pinned_bytes: None,
                 problem: "not enough memory".to_owned(),
+            }),
+        ),
+        (
+            "preparing_pinned",
+            Message::Preparing(Preparing {
+                ready_bytes: 8 << 30,
+                bytes: 8 << 30,
+                pinned_bytes: Some(1 << 30),
+                problem: String::new(),
             }),
         ),
         ("preparing_answer", Message::PreparingAnswer(Empty {})),
@@ -438,6 +448,7 @@ fn status_answer() -> StatusAnswer {
             scatters: 2,
             host_ready_bytes: 8 << 30,
             host_bytes: 8 << 30,
+            host_pinned_bytes: None,
             problem: String::new(),
         }],
         slots: 1,

@@ -39,6 +39,7 @@ impl State {
             scatters: self.owed(worker, Direction::Load),
             host_ready_bytes: preparing.ready_bytes,
             host_bytes: preparing.bytes,
+            host_pinned_bytes: preparing.pinned_bytes,
             problem: preparing.problem,
         }
     }

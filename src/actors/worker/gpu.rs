@@ -7,11 +7,11 @@ use std::time::Duration;
 use ractor::ActorRef;
 
 use super::{State, WorkerMessage};
-use crate::actors::gpu::{EngineSide, Gpu, Pinning};
+use crate::actors::gpu::{EngineSide, Gpu};
 use crate::actors::transfer::TransferMessage;
 use crate::cuda::{Announced, CudaError, DeviceUuid, Outcome, device_of};
 use crate::protocol::ErrorCode;
-use crate::types::{Registration, Time};
+use crate::types::{ByteSize, Registration, Time};
 
 /// What a worker has of its GPU.
 #[derive(Default)]
@@ -19,8 +19,8 @@ pub(super) enum GpuState {
     /// Nobody has asked for one.
     #[default]
     None,
-    /// The depot is being pinned.
-    Starting(DeviceUuid, Arc<Pinning>),
+    /// The depot is being pinned, and so many bytes of it are.
+    Starting(DeviceUuid, u64),
     /// It copies.
     Ready(Arc<Gpu>),
     /// It cannot be used, and why. Tried again when somebody asks, a while later.
@@ -47,8 +47,8 @@ impl State {
         let bytes = depot.buffer().len();
         let (there, answer) = match &self.gpu {
             GpuState::Ready(gpu) => (gpu.uuid, Ok(Arc::clone(gpu))),
-            GpuState::Starting(uuid, pinning) => {
-                (*uuid, Err((ErrorCode::NotReady, pinning.line(bytes))))
+            GpuState::Starting(uuid, pinned) => {
+                (*uuid, Err((ErrorCode::NotReady, pinning(*pinned, bytes))))
             }
             GpuState::Failed(failed, why, at)
                 if *failed == uuid && at.until(self.clock.now()) < TRY_AGAIN_AFTER =>
@@ -56,9 +56,9 @@ impl State {
                 (uuid, Err(invalid(why.clone())))
             }
             GpuState::None | GpuState::Failed(..) => {
-                let pinning = Arc::new(Pinning::default());
-                self.gpu = GpuState::Starting(uuid, Arc::clone(&pinning));
-                let text = pinning.line(bytes);
+                self.gpu = GpuState::Starting(uuid, 0);
+                self.teller.pinned(Some(0));
+                let text = pinning(0, bytes);
                 let (transfer, myself) = (self.transfer.clone(), myself.clone());
                 tokio::task::spawn_blocking(move || {
                     let worker = myself.clone();
@@ -71,7 +71,12 @@ impl State {
                         }
                         Outcome::Lost(error) => worker.cast(WorkerMessage::GpuLost(error)).is_ok(),
                     };
-                    let message = match Gpu::start(uuid, depot, &pinning, tell) {
+                    let pinned = |bytes| {
+                        if myself.cast(WorkerMessage::Pinned(bytes)).is_err() {
+                            tracing::debug!("the worker has stopped");
+                        }
+                    };
+                    let message = match Gpu::start(uuid, depot, pinned, tell) {
                         Ok(gpu) => WorkerMessage::Gpu(Ok(Arc::new(gpu))),
                         Err(error) => match error.fatal() {
                             Some(fatal) => WorkerMessage::GpuLost(fatal),
@@ -128,15 +133,34 @@ impl State {
         }
     }
 
+    /// More of the depot is pinned.
+    pub(super) fn pinned(&mut self, bytes: u64) {
+        if let GpuState::Starting(_, pinned) = &mut self.gpu {
+            *pinned = bytes;
+            self.teller.pinned(Some(bytes));
+        }
+    }
+
     /// The GPU is there, or cannot be used: then this worker says why to every rank that asks, for a while.
     pub(super) fn gpu_started(&mut self, gpu: Result<Arc<Gpu>, String>) {
         self.gpu = match gpu {
             Ok(gpu) => {
                 tracing::info!(worker = %self.worker, gpu = %gpu.uuid, "host memory pinned");
+                let (near, chosen) = (gpu.node(), self.progress.node.get().copied());
+                if near.is_some() && near != chosen {
+                    tracing::warn!(
+                        worker = %self.worker,
+                        gpu = %gpu.uuid,
+                        node = near,
+                        ?chosen,
+                        "host memory does not come from the GPU's NUMA node: name it in g2_numa"
+                    );
+                }
                 GpuState::Ready(gpu)
             }
             Err(why) => {
                 tracing::error!(worker = %self.worker, why, "no GPU");
+                self.teller.pinned(None);
                 self.turned_away_rank(&why);
                 match self.gpu {
                     GpuState::Starting(uuid, _) => GpuState::Failed(uuid, why, self.clock.now()),
@@ -145,4 +169,10 @@ impl State {
             }
         };
     }
+}
+
+/// How far the pinning is, for people.
+fn pinning(pinned: u64, bytes: u64) -> String {
+    let (pinned, bytes) = (ByteSize(pinned), ByteSize(bytes));
+    format!("{pinned} of {bytes} host memory are pinned for the GPU")
 }

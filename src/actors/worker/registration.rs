@@ -136,8 +136,10 @@ impl State {
         let copied_on_device = on_device && who.not_served.is_none();
         let gpu = match copied_on_device.then(|| self.gpu_for(&registration, myself)) {
             Some(Err((code, text))) => {
-                // While the depot is pinned that is what keeps this worker from serving.
-                self.turned_away_rank(&text);
+                // While the depot is pinned, the status says how far that is.
+                if code != ErrorCode::NotReady {
+                    self.turned_away_rank(&text);
+                }
                 return self.refuse(peer, correlation, code, text);
             }
             Some(Ok(gpu)) => Some(gpu),
