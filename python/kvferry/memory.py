@@ -7,6 +7,7 @@ of its allocations are handed on.
 
 import contextlib
 import fcntl
+import itertools
 import os
 import secrets
 import socket
@@ -24,6 +25,9 @@ from kvferry.client import SOCKET_PATH_BYTES_MAX, check_directory
 
 FD_SOCKET_NAME = "fds.sock"
 _HAND_OVER_LIMIT_S = 2.0
+_TICKET_BYTES = 16
+#: Descriptors that are handed over at a time.
+_FDS_TOGETHER = 128
 #: Room behind the engine's own bytes, where the proof of the mapping is written.
 _NONCE_ROOM_BYTES = 4096
 _NONCE_BYTES = 32
@@ -120,8 +124,8 @@ class KvMemory:
                 self._open_device(tensors)
             except cuda.CudaError as error:
                 raise Unsupported(
-                    f"the KV cache on {tensors[0].device} cannot be shared: {error}. Memory of sleep mode and of "
-                    "cudaMallocAsync has no handles: leave them out"
+                    f"the KV cache on {tensors[0].device} cannot be shared: {error}. Memory of some allocators, such "
+                    "as cudaMallocAsync, has no handles: leave them out"
                 ) from error
         else:
             self._share([tensor.untyped_storage() for tensor in tensors])
@@ -168,6 +172,8 @@ class KvMemory:
 
     def _open_device(self, tensors: list[torch.Tensor]) -> None:
         self._context = cuda.Context()
+        # Every byte of the engine's allocations may be in use.
+        proof_at = self._context.allocate(_NONCE_ON_DEVICE_BYTES)
         bases: dict[int, int] = {}
         for tensor in tensors:
             address, end = tensor.data_ptr(), tensor.data_ptr() + _bytes_of(tensor)
@@ -176,11 +182,9 @@ class KvMemory:
                 bases[base] = size
                 address = base + size
         self._pieces = _pieces(self._context, bases)
-        # Every byte of the engine's allocations may be in use.
-        address = self._context.allocate(_NONCE_ON_DEVICE_BYTES)
-        base, size = self._context.range_of(address)
-        self._nonce = Piece(size, address, handle=self._context.handle_of(base))
-        self._context.write(address + _WORD_OFFSET_BYTES, bytes(8))
+        base, size = self._context.range_of(proof_at)
+        self._nonce = Piece(size, proof_at, handle=self._context.handle_of(base))
+        self._context.write(proof_at + _WORD_OFFSET_BYTES, bytes(8))
 
     def _share(self, storages: list[torch.UntypedStorage]) -> None:
         by_address = {storage.data_ptr(): storage for storage in storages}
@@ -270,17 +274,21 @@ class KvMemory:
         return {"chunks": [{"handle": shared(base), "bytes": size} for base, size in piece.chunks]}
 
     def _descriptors(self, pieces: list[Piece]) -> Iterator[int]:
-        """What is handed over of pieces, in order. Each is used before the next is asked for."""
-        for piece in pieces:
-            if self._context is None:
-                yield piece.fd
-            elif not piece.handle and piece.shared_by == cuda.SHARED_BY_FD:
-                for base, _ in piece.chunks:
-                    fd = self._context.descriptor_of(base)
-                    try:
-                        yield fd
-                    finally:
-                        os.close(fd)
+        """What is handed over of pieces, in order; each is open until :data:`_FDS_TOGETHER` more were asked for."""
+        ours: list[int] = []
+        try:
+            for piece in pieces:
+                if self._context is None:
+                    yield piece.fd
+                elif not piece.handle and piece.shared_by == cuda.SHARED_BY_FD:
+                    for base, _ in piece.chunks:
+                        ours.append(self._context.descriptor_of(base))
+                        if len(ours) > _FDS_TOGETHER:
+                            os.close(ours.pop(0))
+                        yield ours[-1]
+        finally:
+            for fd in ours:
+                os.close(fd)
 
     def _pieces_of(self, described: "_Described") -> list[Piece]:
         used = {described.place(layer, self._pieces)[0] for layer in range(len(described.tensors))}
@@ -415,15 +423,15 @@ class _View:
 
 
 def _send_fds(path: Path, fds: Iterator[int]) -> tuple[list[bytes], int | None, int | None]:
-    tickets = []
+    tickets: list[bytes] = []
     with _connected(path) as worker:
         process = _process_of(worker, path)
-        for fd in fds:
-            ticket = secrets.token_bytes(16)
-            socket.send_fds(worker, [ticket], [fd])
+        while together := list(itertools.islice(fds, _FDS_TOGETHER)):
+            named = [secrets.token_bytes(_TICKET_BYTES) for _ in together]
+            socket.send_fds(worker, [b"".join(named)], together)
             if worker.recv(1) != b"\x01":
-                raise OSError(f"{path}: the worker did not take the descriptor")
-            tickets.append(ticket)
+                raise OSError(f"{path}: the worker did not take the descriptors")
+            tickets += named
     return tickets, *_watched(process)
 
 

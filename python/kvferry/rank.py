@@ -33,6 +33,8 @@ _PAUSE_FIRST_S = 0.05
 #: Pause between two looks at whether a device has written what it was given.
 _WRITING_PAUSE_S = 0.0005
 _PAUSE_MAX_S = 1.0
+#: Passes that are remembered for a worker that does not look where the device says how far it is.
+_MARKED_MAX = 256
 #: How long a worker may take to let a device's memory go.
 _LET_GO_LIMIT_S = 3.0
 
@@ -54,11 +56,13 @@ class RankSession:
         #: Stores whose pages a device still writes, in order, and what tells that it has.
         self._writing: deque[tuple[int, Callable[[], bool]]] = deque()
         self._announced = 0
-        #: What the device is known to have written, and the last pass that it says of by itself: request and question.
+        #: What the device is known to have written, and the newest passes that it says of by itself: request and what
+        #: tells.
         self._known = 0
-        self._last_pass: tuple[int, Callable[[], bool]] = (0, _at_once)
+        self._marked: deque[tuple[int, Callable[[], bool]]] = deque(maxlen=_MARKED_MAX)
         #: Whether the worker looks where the device says how far it is.
         self._timeline = False
+        self._closing = False
         self._blind = False
         self._link = 0
         self._pause_s = _PAUSE_FIRST_S
@@ -88,13 +92,13 @@ class RankSession:
         With ``stream``, the calling thread's context is the device's, and the device says by itself when what that
         stream was given so far is written.
         """
-        if through <= self._announced or self._blind:
+        if through <= self._announced or self._blind or self._closing:
             return
         self._announced = through
-        marked = when is not None and stream is not None and self._mark(stream, through)
+        marked = self._timeline and when is not None and stream is not None and self._mark(stream, through)
         with self._lock:
             if marked:
-                self._last_pass = (through, when or _at_once)
+                self._marked.append((through, when or _at_once))
                 self._owed.wrote(through)
             elif when is None and not self._writing:
                 self._known = through
@@ -140,13 +144,25 @@ class RankSession:
 
         A device's memory must not be freed before it has: that is waited for, for a while.
         """
-        if self._memory.on_device and self._client.listening:
-            gone = self._client.ask(wire.Unregister(), _LET_GO_LIMIT_S, link=self._client.link)
-            if not gone.wait(_LET_GO_LIMIT_S) or gone.failure is not None:
-                logger.warning("kvferry: %s: its worker may still have the KV memory: %s", self._name, gone.failure)
+        self._closing = True
+        if self._memory.on_device:
+            self._let_go()
         self._client.close()
         self._memory.close()
         self._forget_process()
+
+    def _let_go(self) -> None:
+        until = time.monotonic() + _LET_GO_LIMIT_S
+        why = ""
+        while self._client.listening and (left_s := until - time.monotonic()) > 0:
+            gone = self._client.ask(wire.Unregister(), left_s, link=self._client.link)
+            if gone.wait(left_s) and gone.failure is None:
+                return
+            why = str(gone.failure or "it does not answer")
+            # It is being opened, or copied.
+            time.sleep(min(_PAUSE_FIRST_S, max(until - time.monotonic(), 0.0)))
+        if why:
+            logger.warning("kvferry: %s: its worker may still have the KV memory: %s", self._name, why)
 
     # The client's thread.
 
@@ -183,6 +199,8 @@ class RankSession:
                 self._blind = True
 
     def _turn_questions(self, now: float, waiting: bool) -> float | None:
+        if self._closing:
+            return None
         if self._link == 0:
             return now + 0.2 if waiting else None
         while time.monotonic() >= self._not_before:
@@ -223,13 +241,13 @@ class RankSession:
             return wire.Written(through)
         if self._timeline:
             return wire.Written(through, timeline=True)
-        # The device has said so to nobody who looked: is it over?
-        last, is_over = self._last_pass
+        # Nobody looks where the device says so: what is over by now?
         self._memory.bind_thread()
-        if through > last or not is_over():
+        while self._marked and self._marked[0][1]():
+            self._known = max(self._known, self._marked.popleft()[0])
+        if self._known == 0:
             raise OSError("the device has not written it yet")
-        self._known = max(self._known, last)
-        return wire.Written(through)
+        return wire.Written(min(through, self._known))
 
     def _answered(self, demand: owed.Demand, failure: Failure | None, answer: msgspec.Struct | None = None) -> None:
         with self._lock:

@@ -42,7 +42,7 @@ def test_there_and_back(variables: dict[str, str], kind: str) -> None:
     [
         ("*/cuCtxGetCurrent/1/3", "cuCtxGetCurrent answered CUDA_ERROR_NOT_INITIALIZED (3)"),
         ("*/cuIpcGetMemHandle/1/1", "cuIpcGetMemHandle answered CUDA_ERROR_INVALID_VALUE (1)"),
-        ("*/cuMemGetAddressRange_v2/1/1", "Memory of sleep mode and of cudaMallocAsync has no handles"),
+        ("*/cuMemGetAddressRange_v2/1/1", "Memory of some allocators, such as cudaMallocAsync, has no handles"),
     ],
 )
 def test_memory_without_handles_is_refused_in_words(variables: dict[str, str], fail: str, text: str) -> None:

@@ -3,14 +3,19 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use crossbeam::channel::bounded;
+
 use crate::cuda::{
     Announced, Context, Copier, CopierError, CopierSettings, CopyOrder, CudaError, DeviceOpenError,
     DeviceUuid, Driver, NoDriver, Outcome, PIN_CHUNK_BYTES, PinError, PinnedDepot,
     RegisteredDevice, WaitOrder, Window,
 };
-use crate::memory::{CancelFlag, Depot, NumaNode, RegisteredMemory};
+use crate::memory::{CancelFlag, Depot, LifelineEnd, NumaNode, RegisteredMemory};
 use crate::transport::FdReceiver;
-use crate::types::{Copy, FragmentPair, GroupGeometry, Rank, Registration, Timeline};
+use crate::types::{Copy, FragmentPair, GroupGeometry, Registration, Timeline};
+
+/// How long a driver may take to start, when it is only asked where to place memory.
+const NODE_LIMIT: Duration = Duration::from_secs(10);
 
 /// A GPU that copies.
 #[derive(Debug)]
@@ -62,13 +67,31 @@ fn listed(uuids: &[DeviceUuid]) -> String {
     names.join(", ")
 }
 
-/// The NUMA node of the GPU that a rank most likely uses: the one of its number, of those that this process may use. It is
-/// asked for before any engine has come, when host memory is placed. Blocks on the driver.
-pub(super) fn likely_node(rank: Rank) -> Option<NumaNode> {
+/// The NUMA node of the GPU with this number, of those that this process may use: most likely that of the rank of that
+/// number. It is asked for before any engine has come, when host memory is placed. Blocks on the driver, at most
+/// [`NODE_LIMIT`].
+pub(super) fn likely_node(number: usize) -> Option<NumaNode> {
+    let (tell, told) = bounded(1);
+    let asking = std::thread::Builder::new().name("kvferry-node".to_owned());
+    let asking = asking.spawn(move || {
+        if tell.send(node_of(number)).is_err() {
+            tracing::debug!("the driver has started, too late");
+        }
+    });
+    if let Err(error) = asking {
+        tracing::warn!(%error, "no thread to ask the driver");
+        return None;
+    }
+    let node = told.recv_timeout(NODE_LIMIT);
+    let late = |_| tracing::warn!("the CUDA driver does not start in {NODE_LIMIT:?}");
+    node.map_err(late).ok().flatten()
+}
+
+fn node_of(number: usize) -> Option<NumaNode> {
     let driver = Driver::get()
         .inspect_err(|error| tracing::debug!(%error, "host memory is placed without a GPU"))
         .ok()?;
-    let device = *driver.devices().ok()?.get(usize::from(rank.0))?;
+    let device = *driver.devices().ok()?.get(number)?;
     let node = NumaNode::near(&driver.pci_bus_id(device).ok()?)?;
     tracing::info!(gpu = %device.uuid, node = node.number(), "host memory is placed near a GPU");
     Some(node)
@@ -138,18 +161,18 @@ impl Gpu {
         self.copier.start_copy(order)
     }
 
-    /// Asks to be told when what an engine announced is written; false when there is no place, or the GPU is lost.
-    pub(super) fn wait_for(
-        &self,
-        memory: &RegisteredDevice,
-        word: Timeline,
-        announced: Announced,
-    ) -> bool {
+    /// Asks to be told when what an engine announced is written.
+    pub(super) fn wait_for(&self, memory: &RegisteredDevice, word: Timeline, announced: Announced) {
         self.copier.wait_for(WaitOrder {
             memory: Arc::downgrade(&memory.memory),
             word,
             announced,
-        })
+        });
+    }
+
+    /// Whether the driver still works for this process.
+    pub(super) fn works(&self) -> bool {
+        Window::new(&self.context).is_ok()
     }
 }
 
@@ -163,14 +186,12 @@ pub(crate) enum EngineSide {
 }
 
 impl EngineSide {
-    /// Lets it go, and waits until nothing of it is open here any more: false when a copy still holds it. Blocks.
-    pub(super) fn let_go(self, limit: Duration) -> bool {
-        let end = match &self {
+    /// Tells when nothing of it is open here any more.
+    pub(super) fn end(&self) -> LifelineEnd {
+        match self {
             Self::Host(memory) => memory.memory.end(),
             Self::Device(memory, _) => memory.memory.end(),
-        };
-        drop(self);
-        end.wait(limit)
+        }
     }
 
     /// What all ranks must have in common.

@@ -12,7 +12,7 @@ use tokio::task::JoinHandle;
 use crate::actors::gpu::likely_node;
 use crate::actors::worker::WorkerMessage;
 use crate::memory::{Depot, NumaNode, Prefault};
-use crate::types::{ByteSize, Rank};
+use crate::types::ByteSize;
 
 /// Bytes that one thread touches before it reports.
 const PREFAULT_CHUNK_BYTES: u64 = 64 << 20;
@@ -31,10 +31,10 @@ pub struct PoolSettings {
     pub bytes: u64,
     /// Threads that touch it.
     pub threads: usize,
-    /// Where its memory is to lie; without it, near the GPU of `rank`, where there is one.
+    /// Where its memory is to lie; without it, near the GPU with the number `gpu`, where there is one.
     pub node: Option<NumaNode>,
-    /// Whose memory it is.
-    pub rank: Rank,
+    /// Which of the GPUs that this process sees its engine's rank most likely uses.
+    pub gpu: usize,
     /// Lock it into memory, so that it is never swapped out.
     pub lock: bool,
     /// Set once all of it is there.
@@ -103,7 +103,7 @@ impl Actor for PoolActor {
         let (shown, to) = (Arc::clone(&progress), worker.clone());
         let taken = tokio::task::spawn_blocking(move || {
             let (lock, ready) = (settings.lock, Arc::clone(&settings.ready));
-            let node = settings.node.clone().or_else(|| likely_node(settings.rank));
+            let node = settings.node.clone().or_else(|| likely_node(settings.gpu));
             if let Some(node) = &node {
                 progress.node.get_or_init(|| node.number());
             }
@@ -233,7 +233,7 @@ mod tests {
             bytes,
             threads: 1,
             node: None,
-            rank: Rank(0),
+            gpu: 0,
             lock: false,
             ready: Arc::default(),
         };

@@ -3,7 +3,7 @@
 mod gpu;
 mod registration;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use ractor::{Actor, ActorProcessingErr, ActorRef};
@@ -20,7 +20,7 @@ use crate::actors::transfer::{
 };
 use crate::core::{BatchId, Worker, WorkerEffect, WorkerEvent, WorkerSettings};
 use crate::cuda::{Announced, CudaError};
-use crate::memory::{BufferError, Depot};
+use crate::memory::{BufferError, Depot, LifelineEnd};
 use crate::protocol::limits::PAGE_RECORDS_MAX;
 use crate::protocol::{
     Abandon, Attached, CopyResult, Empty, Ended, Envelope, ErrorBody, ErrorCode, Inventory,
@@ -39,7 +39,7 @@ const ATTACH_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(2);
 /// Pause between two lines of the log about how far the depot is.
 const LOG_EVERY: std::time::Duration = std::time::Duration::from_secs(3);
 
-use gpu::GpuState;
+use gpu::{GpuState, NO_TIMELINE};
 use registration::{Mapped, Registering};
 
 /// What a worker needs to start.
@@ -131,6 +131,12 @@ pub(super) struct State {
     depot: Option<Arc<Depot>>,
     prefaulted: bool,
     mapped: Option<Mapped>,
+    /// Memory that is being closed, of which engine, until it is.
+    closing: Vec<(EngineId, LifelineEnd)>,
+    /// Ranks whose memory is being opened, and how often.
+    opening: HashMap<PeerId, u32>,
+    /// Ranks that have taken their memory back.
+    unregistered: HashSet<PeerId>,
     gpu: GpuState,
     /// Ranks that are connected, and the engine that each named in its hello.
     ranks: HashMap<PeerId, EngineId>,
@@ -208,6 +214,9 @@ impl Actor for WorkerActor {
             depot: None,
             prefaulted: false,
             mapped: None,
+            closing: Vec::new(),
+            opening: HashMap::new(),
+            unregistered: HashSet::new(),
             gpu: GpuState::default(),
             ranks: HashMap::new(),
             over: (EngineId::default(), RequestId(0)),
@@ -276,7 +285,7 @@ impl Actor for WorkerActor {
             WorkerMessage::Gpu(gpu) => state.gpu_started(gpu),
             WorkerMessage::GpuLost(error) => state.gpu_lost(error),
             WorkerMessage::StillHeld => {
-                let why = "copies do not let go a GPU's memory whose engine is gone".to_owned();
+                let why = "copies do not let go a GPU's memory that its engine has left".to_owned();
                 tracing::error!(worker = %state.worker, why, "this worker ends");
                 state.teller.give_up(why);
             }
@@ -356,13 +365,11 @@ impl State {
                 let (engine, through) = (mapped.engine, RequestId(written.through));
                 if written.timeline {
                     let announced = Announced { engine, through };
-                    match self.announced(&mapped.memory, announced) {
-                        Ok(()) => {
-                            let answer = Message::WrittenAnswer(Empty {});
-                            self.replier.reply(peer, correlation, answer);
-                        }
-                        Err((code, why)) => self.refuse(peer, correlation, code, why.to_owned()),
-                    }
+                    let answer = match Self::announced(&mapped.memory, announced) {
+                        true => Message::WrittenAnswer(Empty {}),
+                        false => Message::Error(ErrorBody::new(ErrorCode::Invalid, NO_TIMELINE)),
+                    };
+                    self.replier.reply(peer, correlation, answer);
                     return Ok(());
                 }
                 self.replier
@@ -410,12 +417,13 @@ impl State {
 
     fn rank_gone(&mut self, peer: PeerId, myself: &ActorRef<WorkerMessage>) -> Handled {
         self.ranks.remove(&peer);
+        self.unregistered.remove(&peer);
         self.abandoning.retain(|_, (waiting, _)| *waiting != peer);
         let gone = self.mapped.take_if(|mapped| mapped.peer == peer);
         match gone {
             Some(mapped) => {
                 let stepped = self.step(WorkerEvent::MemoryGone(mapped.engine), myself);
-                self.let_go(mapped, myself, None);
+                self.close(mapped.engine, mapped.memory, myself);
                 stepped
             }
             None => Ok(()),

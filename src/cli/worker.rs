@@ -117,7 +117,8 @@ impl Arguments {
                     bytes: bytes.max(DEPOT_HEADER_BYTES),
                     threads,
                     node,
-                    rank: worker.rank,
+                    gpu: usize::from(self.replica) * usize::from(config.ranks)
+                        + usize::from(self.rank),
                     lock: config.g2_lock,
                     ready: Arc::clone(&ready),
                 },

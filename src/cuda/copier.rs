@@ -15,7 +15,7 @@ use super::engine_memory::RegisteredDevice;
 use super::error::CudaError;
 use super::pinned::PinnedDepot;
 use super::sabotage::{Bug, planted};
-use super::timeline::{Announced, LOOK_PAUSE, WaitOrder, Waits};
+use super::timeline::{Announced, LOOK_PAUSE, WaitList, WaitOrder, Waits};
 use super::window::SmallCopyError;
 use crate::memory::{CancelFlag, CopyPlan, CopyRequest};
 use crate::types::{Direction, EndedCopy, FragmentPair, OpId};
@@ -72,6 +72,7 @@ pub struct CopierSettings {
 #[derive(Debug)]
 pub struct Copier {
     queue: Option<Sender<Order>>,
+    waits: Arc<WaitList>,
     thread: Option<JoinHandle<()>>,
     /// Closed when the thread has ended.
     over: Receiver<()>,
@@ -81,7 +82,8 @@ impl Copier {
     /// Starts the thread.
     pub fn start(settings: CopierSettings) -> Result<Self, CopierError> {
         let lanes = [Lane::new(&settings.context)?, Lane::new(&settings.context)?];
-        let waits = Waits::new(&settings.context)?;
+        let list = Arc::new(WaitList::default());
+        let waits = Waits::new(&settings.context, Arc::clone(&list))?;
         let (queue, orders) = bounded(QUEUE_PLACES);
         let (running, over) = bounded(0);
         let thread = std::thread::Builder::new().name("kvferry-cuda".to_owned());
@@ -97,6 +99,7 @@ impl Copier {
         })?;
         Ok(Self {
             queue: Some(queue),
+            waits: list,
             thread: Some(thread),
             over,
         })
@@ -107,9 +110,11 @@ impl Copier {
         self.hand_over(Order::Copy(Box::new(order)))
     }
 
-    /// Asks to be told when something is written; false when there is no place, or nobody.
-    pub fn wait_for(&self, order: WaitOrder) -> bool {
-        self.hand_over(Order::Wait(order))
+    /// Asks to be told when something is written.
+    pub fn wait_for(&self, order: WaitOrder) {
+        if self.waits.push(order) && !self.hand_over(Order::Look) {
+            tracing::debug!("the copying thread is awake already");
+        }
     }
 
     fn hand_over(&self, order: Order) -> bool {
@@ -135,7 +140,8 @@ impl Drop for Copier {
 
 enum Order {
     Copy(Box<CopyOrder>),
-    Wait(WaitOrder),
+    /// There is something to wait for.
+    Look,
 }
 
 /// Why the thread did not start.
@@ -242,7 +248,7 @@ impl Run {
         loop {
             match order {
                 Order::Copy(order) => self.lanes[lane_of(order.direction)].take(*order),
-                Order::Wait(order) => self.waits.push(order),
+                Order::Look => {}
             }
             order = match self.orders.try_recv() {
                 Ok(order) => order,

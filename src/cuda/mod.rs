@@ -28,5 +28,5 @@ pub use driver::{
 pub use engine_memory::{DeviceMemories, DeviceOpenError, RegisteredDevice, device_of};
 pub use error::{CudaError, NoDriver};
 pub use pinned::{PIN_CHUNK_BYTES, PinError, PinnedDepot};
-pub use timeline::{Announced, WAITS_MAX, WaitOrder};
+pub use timeline::{Announced, WaitOrder};
 pub use window::{SmallCopyError, Window};

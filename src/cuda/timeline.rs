@@ -3,8 +3,7 @@
 //! The word is read, again and again, and not waited for by a stream: what a stream waits for cannot be given up, and would
 //! keep everything behind it when an engine dies before it has written.
 
-use std::collections::VecDeque;
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use super::driver::{Context, DeviceSide, HostMemory, Stream, Submitted};
@@ -15,10 +14,9 @@ use super::window::{SmallCopyError, Staging};
 use crate::memory::{CopyRange, TIMELINE_BYTES};
 use crate::types::{Direction, EngineId, RequestId, Timeline};
 
-/// Things that are waited for at one time.
-pub const WAITS_MAX: usize = 1024;
-/// Pause between two looks at a word.
+/// Pauses between two looks at a word: the first, and the longest, to which it doubles while nothing has happened.
 pub(super) const LOOK_PAUSE: Duration = Duration::from_micros(50);
+const LOOK_PAUSE_MAX: Duration = Duration::from_micros(400);
 
 /// What an engine has announced: it is written once the word is at least `through`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,13 +38,49 @@ pub struct WaitOrder {
     pub announced: Announced,
 }
 
-/// All that is waited for.
+/// What is to be waited for, one entry a word: what is announced last says more than what was before. So it is bounded by the
+/// memories that are open.
+#[derive(Debug, Default)]
+pub(super) struct WaitList(Mutex<Vec<WaitOrder>>);
+
+impl WaitList {
+    /// One more; true when there was none.
+    pub(super) fn push(&self, order: WaitOrder) -> bool {
+        let mut waiting = self.lock();
+        let first = waiting.is_empty();
+        let same = |it: &&mut WaitOrder| it.is_of(&order.memory, order.word);
+        match waiting.iter_mut().find(same) {
+            Some(before) => {
+                let through = &mut before.announced.through;
+                *through = (*through).max(order.announced.through);
+            }
+            None => waiting.push(order),
+        }
+        first
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<WaitOrder>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl WaitOrder {
+    fn is_of(&self, memory: &Weak<DeviceMemories>, word: Timeline) -> bool {
+        self.memory.ptr_eq(memory) && self.word == word
+    }
+}
+
+/// Looks at the words of a [`WaitList`].
 pub(super) struct Waits {
     stream: Arc<Stream>,
     seen: Arc<Staging>,
-    waiting: VecDeque<WaitOrder>,
+    list: Arc<WaitList>,
     look: Option<Look>,
     not_before: Instant,
+    pause: Duration,
+    /// The words that were seen last, so that each is told once.
+    told: u64,
+    complained: bool,
 }
 
 /// A word that is being read.
@@ -57,31 +91,26 @@ struct Look {
 }
 
 impl Waits {
-    pub(super) fn new(context: &Arc<Context>) -> Result<Self, SmallCopyError> {
+    pub(super) fn new(context: &Arc<Context>, list: Arc<WaitList>) -> Result<Self, SmallCopyError> {
         Ok(Self {
             stream: Stream::new(context)?,
             seen: Staging::new(context, TIMELINE_BYTES)?,
-            waiting: VecDeque::new(),
+            list,
             look: None,
             not_before: Instant::now(),
+            pause: LOOK_PAUSE,
+            told: 0,
+            complained: false,
         })
     }
 
-    /// One more thing to wait for; beyond [`WAITS_MAX`] the oldest gives way to it. Later ones say more than earlier ones.
-    pub(super) fn push(&mut self, order: WaitOrder) {
-        if self.waiting.len() >= WAITS_MAX {
-            self.waiting.pop_front();
-        }
-        self.waiting.push_back(order);
-    }
-
     pub(super) fn is_idle(&self) -> bool {
-        self.waiting.is_empty() && self.look.is_none()
+        self.look.is_none() && self.list.lock().is_empty()
     }
 
     /// Waits for nothing more.
     pub(super) fn give_up(&mut self) {
-        self.waiting.clear();
+        self.list.lock().clear();
     }
 
     /// Leaves what is under way as it is.
@@ -91,7 +120,7 @@ impl Waits {
         }
     }
 
-    /// Looks at the word of what has waited longest, and adds what is written by now.
+    /// Looks at a word, and adds what is written by now.
     pub(super) fn go_on(&mut self, written: &mut Vec<Announced>) -> Result<(), CudaError> {
         if let Some(look) = &mut self.look {
             if !look.submitted.poll()? {
@@ -99,18 +128,27 @@ impl Waits {
             }
             self.look_ended(written);
         }
-        self.waiting.retain(|order| order.memory.strong_count() > 0);
-        let Some(order) = self.waiting.front() else {
-            return Ok(());
-        };
         let now = Instant::now();
         if now < self.not_before {
             return Ok(());
         }
-        self.not_before = now + LOOK_PAUSE;
-        let (Some(memory), word) = (order.memory.upgrade(), order.word) else {
+        let next = {
+            let mut waiting = self.list.lock();
+            waiting.retain(|order| order.memory.strong_count() > 0);
+            // Each in turn.
+            let order = match waiting.is_empty() {
+                true => return Ok(()),
+                false => waiting.remove(0),
+            };
+            let next = (order.memory.upgrade(), order.word);
+            waiting.push(order);
+            next
+        };
+        let (Some(memory), word) = next else {
             return Ok(());
         };
+        self.not_before = now + self.pause;
+        self.pause = (self.pause * 2).min(LOOK_PAUSE_MAX);
         let weak = Arc::downgrade(&memory);
         let range = CopyRange {
             allocation: word.allocation,
@@ -134,11 +172,16 @@ impl Waits {
             }
             Err(error) if error.is_fatal() => return Err(error),
             // It was only a look: there will be another one.
-            Err(error) => tracing::warn!(%error, "the device's word cannot be read now"),
+            Err(error) if !self.complained => {
+                tracing::warn!(%error, "the device's word cannot be read");
+                self.complained = true;
+            }
+            Err(_) => {}
         }
         Ok(())
     }
 
+    /// The word says how far the device is, which may be a part of what is announced.
     fn look_ended(&mut self, written: &mut Vec<Announced>) {
         let Some(Look { memory, word, .. }) = self.look.take() else {
             return;
@@ -148,15 +191,23 @@ impl Waits {
             tracing::error!(%error, "a word of our own cannot be read");
             return;
         }
-        let seen = u64::from_le_bytes(bytes);
-        self.waiting.retain(|order| {
-            let same = order.memory.ptr_eq(&memory) && order.word == word;
-            let reached =
-                same && (order.announced.through.0 <= seen || planted(Bug::SemaphoreTooSoon));
-            if reached {
-                written.push(order.announced);
+        let seen = match planted(Bug::SemaphoreTooSoon) {
+            true => u64::MAX,
+            false => u64::from_le_bytes(bytes),
+        };
+        let told = std::mem::replace(&mut self.told, seen);
+        self.list.lock().retain(|order| {
+            if !order.is_of(&memory, word) {
+                return true;
             }
-            !reached
+            let Announced { engine, through } = order.announced;
+            let through = RequestId(through.0.min(seen));
+            let all = through == order.announced.through;
+            if all || seen != told {
+                self.pause = LOOK_PAUSE;
+                written.push(Announced { engine, through });
+            }
+            !all
         });
     }
 }

@@ -253,16 +253,17 @@ impl OnDevice {
         let bytes = memory.bytes();
         let memory = DeviceMemories::own(vec![memory]);
         let mut window = Window::new(&context).map_err(words)?;
-        let timeline = driver.writes_words().then_some(Timeline {
+        let word = Timeline {
             allocation: 0,
             offset_bytes: word_at,
-        });
-        if let Some(word) = timeline {
-            let zero = [0; TIMELINE_BYTES as usize];
-            let place = [(word.offset_bytes, TIMELINE_BYTES)];
-            let zeroed = window.write(&memory, word.allocation, &place, &zero);
-            zeroed.map_err(words)?;
-        }
+        };
+        let place = [(word.offset_bytes, TIMELINE_BYTES)];
+        let zero = [0; TIMELINE_BYTES as usize];
+        let zeroed = window.write(&memory, word.allocation, &place, &zero);
+        zeroed.map_err(words)?;
+        // Not every device writes words.
+        let marked = window.mark(&memory, word, 0).and_then(|()| window.finish());
+        let timeline = marked.is_ok().then_some(word);
         Ok(Self {
             shared,
             bytes,

@@ -1,9 +1,9 @@
 //! Handing file descriptors to a worker, over a Unix socket of its own.
 //!
-//! A sender connects, sends a ticket of 16 bytes with exactly one descriptor beside it (`SCM_RIGHTS`), and reads one byte:
-//! [`ACCEPTED`] or [`REFUSED`]. More may follow on the same connection, one after another. The worker takes the descriptor by
-//! its ticket, which reaches it in a message. At most [`UNTAKEN_MAX`] descriptors wait, each for [`UNTAKEN_TTL`]; tickets are
-//! secrets of their sender and must be random.
+//! A sender connects, sends up to [`TOGETHER_MAX`] tickets of 16 bytes with as many descriptors beside them (`SCM_RIGHTS`), and
+//! reads one byte for all of them: [`ACCEPTED`] or [`REFUSED`]. More may follow on the same connection. The worker takes a
+//! descriptor by its ticket, which reaches it in a message. At most [`UNTAKEN_MAX`] descriptors wait, each for [`UNTAKEN_TTL`]
+//! or until its sender's process ends; tickets are secrets of their sender and must be random.
 
 use std::collections::HashMap;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -24,12 +24,15 @@ use tokio::time::{sleep, timeout};
 
 use super::TransportError;
 use super::directory::{self, Claim, FD_SOCKET_NAME};
+use super::process::ProcessWatch;
 
 /// Length of a [`Ticket`].
 pub const TICKET_BYTES: usize = 16;
 /// Most descriptors that wait to be taken; further ones are refused. Each chunk of an engine's memory is one. Worst case: about
 /// 16 MiB beside the descriptors themselves.
 pub const UNTAKEN_MAX: usize = 16_448;
+/// Most descriptors in one message: as many as Linux lets through.
+pub const TOGETHER_MAX: usize = 253;
 /// How long a descriptor waits before it is closed.
 pub const UNTAKEN_TTL: Duration = Duration::from_secs(30);
 
@@ -163,11 +166,18 @@ async fn accept(socket: UnixListener, untaken: Weak<Untaken>, mut gone: watch::R
 
 /// Takes what one sender has, until it has no more.
 async fn converse(mut stream: UnixStream, untaken: Weak<Untaken>) {
+    let (lives, ended) = watch::channel(());
+    let pid = stream.peer_cred().ok().and_then(|peer| peer.pid());
+    // Dropped, and seen as closed by who keeps the descriptors, when the process has ended.
+    let process = pid.and_then(|pid| ProcessWatch::start(pid, move || drop(lives)));
+    let sender = Arc::new(Sender { ended, process });
     loop {
         match timeout(MESSAGE_DEADLINE, serve(&mut stream, &untaken)).await {
-            Ok(Ok((ticket, taken))) => {
-                let untaken = untaken.clone();
-                tokio::spawn(async move { expire(&untaken, &ticket, taken).await });
+            Ok(Ok(kept)) => {
+                for (ticket, taken) in kept {
+                    let (untaken, sender) = (untaken.clone(), Arc::clone(&sender));
+                    tokio::spawn(async move { expire(&untaken, &ticket, taken, &sender).await });
+                }
             }
             Ok(Err(error)) if error.kind() == io::ErrorKind::NotConnected => {
                 tracing::debug!(%error, "a connection for descriptors");
@@ -185,20 +195,34 @@ async fn converse(mut stream: UnixStream, untaken: Weak<Untaken>) {
     }
 }
 
+/// Who sent descriptors.
+struct Sender {
+    ended: watch::Receiver<()>,
+    /// `None` where its end cannot be seen.
+    process: Option<ProcessWatch>,
+}
+
+impl Sender {
+    async fn end(&self) {
+        match self.process {
+            Some(_) => {
+                let mut ended = self.ended.clone();
+                while ended.changed().await.is_ok() {}
+            }
+            None => std::future::pending().await,
+        }
+    }
+}
+
+type Kept = Vec<(Ticket, oneshot::Receiver<()>)>;
+
 /// Receives one message and answers it.
-async fn serve(
-    stream: &mut UnixStream,
-    untaken: &Weak<Untaken>,
-) -> io::Result<(Ticket, oneshot::Receiver<()>)> {
+async fn serve(stream: &mut UnixStream, untaken: &Weak<Untaken>) -> io::Result<Kept> {
     if stream.peer_cred()?.uid() != rustix::process::geteuid().as_raw() {
         return Err(io::Error::other("it comes from another user"));
     }
     let kept = match receive(stream).await {
-        Ok((ticket, fd)) => untaken
-            .upgrade()
-            .and_then(|untaken| untaken.keep(ticket, fd))
-            .map(|taken| (ticket, taken))
-            .ok_or_else(|| io::Error::other("too many wait, or the ticket is known")),
+        Ok(came) => keep_all(came, untaken),
         Err(error) => Err(error),
     };
     let answer = match kept {
@@ -211,23 +235,52 @@ async fn serve(
     kept
 }
 
-async fn expire(untaken: &Weak<Untaken>, ticket: &Ticket, taken: oneshot::Receiver<()>) {
-    if timeout(UNTAKEN_TTL, taken).await.is_ok() {
-        return;
+/// All of them, or none.
+fn keep_all(came: Vec<(Ticket, OwnedFd)>, untaken: &Weak<Untaken>) -> io::Result<Kept> {
+    let refused = || io::Error::other("too many wait, or the ticket is known");
+    let untaken = untaken.upgrade().ok_or_else(refused)?;
+    let mut kept = Kept::new();
+    for (ticket, fd) in came {
+        match untaken.keep(ticket, fd) {
+            Some(taken) => kept.push((ticket, taken)),
+            None => {
+                for (ticket, _) in kept {
+                    untaken.waiting().remove(&ticket);
+                }
+                return Err(refused());
+            }
+        }
+    }
+    Ok(kept)
+}
+
+async fn expire(
+    untaken: &Weak<Untaken>,
+    ticket: &Ticket,
+    taken: oneshot::Receiver<()>,
+    sender: &Sender,
+) {
+    tokio::select! {
+        _ = taken => return,
+        () = sleep(UNTAKEN_TTL) => tracing::info!("closed a descriptor that nobody took"),
+        () = sender.end() => tracing::debug!("closed a descriptor whose sender has ended"),
     }
     if let Some(untaken) = untaken.upgrade() {
         untaken.waiting().remove(ticket);
-        tracing::info!("closed a descriptor that nobody took");
     }
 }
 
-/// A ticket and exactly one descriptor. Whatever else came is closed.
-async fn receive(stream: &mut UnixStream) -> io::Result<(Ticket, OwnedFd)> {
-    let mut ticket = [0; TICKET_BYTES];
+/// Tickets, and a descriptor for each. Whatever else came is closed.
+async fn receive(stream: &mut UnixStream) -> io::Result<Vec<(Ticket, OwnedFd)>> {
+    let mut tickets = vec![0; TICKET_BYTES * TOGETHER_MAX];
     let mut fds = Vec::new();
     let mut filled = 0;
-    while filled < TICKET_BYTES {
-        let part = &mut ticket[filled..];
+    let wrong = |bytes: usize, fds: usize| {
+        let text = format!("it has {bytes} bytes and {fds} descriptors");
+        Err(io::Error::other(text))
+    };
+    loop {
+        let part = &mut tickets[filled..];
         let bytes = stream
             .async_io(Interest::READABLE, || {
                 receive_some(stream.as_fd(), part, &mut fds)
@@ -240,18 +293,17 @@ async fn receive(stream: &mut UnixStream) -> io::Result<(Ticket, OwnedFd)> {
                 "nothing was sent",
             ));
         }
-        if bytes == 0 {
-            return Err(io::Error::other("the message is cut short"));
-        }
         filled += bytes;
+        let wanted = fds.len() * TICKET_BYTES;
+        match filled.cmp(&wanted) {
+            std::cmp::Ordering::Equal => break,
+            // It may come in parts, but tickets are not missing.
+            std::cmp::Ordering::Less if bytes > 0 && !filled.is_multiple_of(TICKET_BYTES) => {}
+            _ => return wrong(filled, fds.len()),
+        }
     }
-    match <[OwnedFd; 1]>::try_from(fds) {
-        Ok([fd]) => Ok((ticket, fd)),
-        Err(fds) => Err(io::Error::other(format!(
-            "it has {} descriptors",
-            fds.len()
-        ))),
-    }
+    let whole = tickets[..filled].as_chunks().0;
+    Ok(whole.iter().copied().zip(fds).collect())
 }
 
 fn receive_some(
@@ -259,7 +311,7 @@ fn receive_some(
     part: &mut [u8],
     fds: &mut Vec<OwnedFd>,
 ) -> io::Result<usize> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(TOGETHER_MAX))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     let mut slices = [IoSliceMut::new(part)];
     let received = recvmsg(stream, &mut slices, &mut ancillary, RecvFlags::CMSG_CLOEXEC)?;
@@ -268,9 +320,9 @@ fn receive_some(
             fds.extend(rights);
         }
     }
-    match received.flags.contains(ReturnFlags::CTRUNC) || fds.len() > 1 {
+    match received.flags.contains(ReturnFlags::CTRUNC) || fds.len() > TOGETHER_MAX {
         true => Err(io::Error::other(
-            "it has more than one descriptor, or this process has as many as it may (ulimit -n)",
+            "it has too many descriptors, or this process has as many as it may (ulimit -n)",
         )),
         false => Ok(received.bytes),
     }
@@ -302,7 +354,9 @@ pub async fn send_fds(
     directory::check(directory)?;
     let socket = directory::socket_path(directory, FD_SOCKET_NAME)?;
     let mut connected: Option<UnixStream> = None;
-    for (ticket, fd) in fds {
+    for together in fds.chunks(TOGETHER_MAX) {
+        let tickets: Vec<u8> = together.iter().flat_map(|(ticket, _)| *ticket).collect();
+        let fds: Vec<BorrowedFd<'_>> = together.iter().map(|(_, fd)| *fd).collect();
         let exchange = async {
             let stream = match &mut connected {
                 Some(stream) => stream,
@@ -310,10 +364,10 @@ pub async fn send_fds(
             };
             let sent = stream
                 .async_io(Interest::WRITABLE, || {
-                    send_both(stream.as_fd(), ticket, *fd)
+                    send_both(stream.as_fd(), &tickets, &fds)
                 })
                 .await?;
-            stream.write_all(&ticket[sent..]).await?;
+            stream.write_all(&tickets[sent..]).await?;
             stream.read_u8().await
         };
         match timeout(deadline, exchange).await {
@@ -326,14 +380,13 @@ pub async fn send_fds(
     Ok(())
 }
 
-fn send_both(stream: BorrowedFd<'_>, ticket: &Ticket, fd: BorrowedFd<'_>) -> io::Result<usize> {
-    let fds = [fd];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+fn send_both(stream: BorrowedFd<'_>, tickets: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<usize> {
+    let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(fds.len()))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
-    ancillary.push(SendAncillaryMessage::ScmRights(&fds));
+    ancillary.push(SendAncillaryMessage::ScmRights(fds));
     Ok(sendmsg(
         stream,
-        &[IoSlice::new(ticket)],
+        &[IoSlice::new(tickets)],
         &mut ancillary,
         SendFlags::NOSIGNAL,
     )?)

@@ -137,7 +137,7 @@ async fn worker(transport: &MemoryTransport) -> (ProcessHandle, tempfile::TempDi
         leader,
         incoming,
         depot: PoolSettings {
-            rank: Rank(0),
+            gpu: 0,
             held: None,
             bytes: DEPOT_HEADER_BYTES + (1 << 20),
             threads: 1,

@@ -51,7 +51,7 @@ async fn worker(transport: &MemoryTransport, held: Option<OwnedFd>) -> Worker {
         leader,
         incoming,
         depot: PoolSettings {
-            rank: Rank(0),
+            gpu: 0,
             held,
             bytes: DEPOT_HEADER_BYTES + (1 << 20),
             threads: 1,

@@ -27,7 +27,7 @@ pub(super) enum GpuState {
     Failed(DeviceUuid, String, Time),
 }
 
-const NO_TIMELINE: &str = "written.timeline is true, and registration.timeline is absent: register it, or wait for the device yourself";
+pub(super) const NO_TIMELINE: &str = "written.timeline is true, and registration.timeline is absent: register it, or wait for the device yourself";
 
 /// How long a worker stays with its word that a GPU cannot be used.
 const TRY_AGAIN_AFTER: Duration = Duration::from_secs(10);
@@ -99,23 +99,15 @@ impl State {
         answer
     }
 
-    /// A rank says that its device writes, and how far it is by its timeline.
-    pub(super) fn announced(
-        &self,
-        memory: &EngineSide,
-        announced: Announced,
-    ) -> Result<(), (ErrorCode, &'static str)> {
-        let (gpu, memory, word) = match memory {
-            EngineSide::Device(memory, gpu) => match memory.timeline {
-                Some(word) => (gpu, memory, word),
-                None => return Err((ErrorCode::Invalid, NO_TIMELINE)),
-            },
-            EngineSide::Host(_) => return Err((ErrorCode::Invalid, NO_TIMELINE)),
+    /// A rank says that its device writes, and how far it is by its timeline. False where it has registered none.
+    pub(super) fn announced(memory: &EngineSide, announced: Announced) -> bool {
+        let EngineSide::Device(memory, gpu) = memory else {
+            return false;
         };
-        match gpu.wait_for(memory, word, announced) {
-            true => Ok(()),
-            false => Err((ErrorCode::Busy, "too much waits for this GPU")),
+        if let Some(word) = memory.timeline {
+            gpu.wait_for(memory, word, announced);
         }
+        memory.timeline.is_some()
     }
 
     /// Nobody can say when the copies under way are over; the end of this process is their end.

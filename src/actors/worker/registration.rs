@@ -1,20 +1,21 @@
 //! An engine rank registers its memory: it is checked, mapped, and used once the leader has agreed.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ractor::ActorRef;
 
 use super::{ATTACH_TIMEOUT, Handled, State, WorkerMessage};
 use crate::actors::gpu::EngineSide;
 use crate::core::WorkerEvent;
-use crate::memory::{RegisteredMemory, validate};
+use crate::memory::{LifelineEnd, RegisteredMemory, validate};
 use crate::protocol::{
     Attach, Attached, AttachedMemory, Empty, ErrorBody, ErrorCode, Message, Register, Registered,
 };
-use crate::transport::{Failure, FdReceiver, PeerId};
+use crate::transport::{Failure, FdReceiver, PeerId, Ticket};
 use crate::types::{
-    AllocationKind, AttachId, Attention, DepotId, EngineId, GroupId, OpId, Registration, RequestId,
+    AllocationHandle, AllocationKind, AttachId, Attention, ChunkHandle, DepotId, EngineId, GroupId,
+    OpId, Registration, RequestId,
 };
 
 /// How long copies may hold memory that its engine takes back, or has left behind.
@@ -76,7 +77,51 @@ fn understood(
     Ok(memory.geometry.page_bytes)
 }
 
+/// The descriptors that a registration names. Those that nobody has taken are closed with this.
+struct Tickets {
+    fds: Arc<FdReceiver>,
+    tickets: Vec<Ticket>,
+}
+
+impl Tickets {
+    fn of(registration: &Registration, fds: &Arc<FdReceiver>) -> Self {
+        let mut tickets = Vec::new();
+        for allocation in &registration.allocations {
+            match &allocation.handle {
+                AllocationHandle::Ticket(ticket) => tickets.push(*ticket),
+                AllocationHandle::Chunks(chunks) => {
+                    tickets.extend(chunks.iter().filter_map(|chunk| match chunk.handle {
+                        ChunkHandle::Ticket(ticket) => Some(ticket),
+                        ChunkHandle::CudaFabric(_) => None,
+                    }));
+                }
+                _ => {}
+            }
+        }
+        let fds = Arc::clone(fds);
+        Self { fds, tickets }
+    }
+}
+
+impl Drop for Tickets {
+    fn drop(&mut self) {
+        for ticket in &self.tickets {
+            drop(self.fds.take(ticket));
+        }
+    }
+}
+
 impl State {
+    /// An opening of a rank's memory is over.
+    fn opened(&mut self, peer: PeerId) {
+        if let Some(count) = self.opening.get_mut(&peer) {
+            *count -= 1;
+            if *count == 0 {
+                self.opening.remove(&peer);
+            }
+        }
+    }
+
     /// Why this rank's KV is not what its depot is for.
     fn wrong_shard(&self, registration: &Registration) -> Option<String> {
         let (ranks, shards) = (self.sharding.ranks(), self.sharding.shards());
@@ -106,6 +151,9 @@ impl State {
         myself: &ActorRef<WorkerMessage>,
     ) {
         let registration = register.registration;
+        self.unregistered.remove(&peer);
+        // Whatever becomes of it: a descriptor that is left lying holds its memory.
+        let tickets = Tickets::of(&registration, &self.fds);
         let who = Registering {
             peer,
             asked: correlation,
@@ -147,7 +195,9 @@ impl State {
         };
         let fds = Arc::clone(&self.fds);
         let myself = myself.clone();
+        *self.opening.entry(peer).or_default() += 1;
         tokio::task::spawn_blocking(move || {
+            let _tickets = tickets;
             if let Some(why) = who.not_served.clone() {
                 let page_bytes = understood(&registration, on_device, &fds);
                 let group = registration.group;
@@ -161,7 +211,9 @@ impl State {
                 Some(gpu) => match gpu.open(&registration, &fds) {
                     Ok(memory) => Ok(EngineSide::Device(memory, gpu)),
                     Err(error) => {
+                        // What a rank hands over may be anything: the driver's word about it is not yet one about the GPU.
                         if let Some(fatal) = error.fatal()
+                            && !gpu.works()
                             && myself.cast(WorkerMessage::GpuLost(fatal)).is_err()
                         {
                             tracing::debug!("the worker has stopped");
@@ -187,6 +239,7 @@ impl State {
         memory: Result<EngineSide, String>,
         myself: &ActorRef<WorkerMessage>,
     ) -> Handled {
+        self.opened(who.peer);
         let memory = match memory {
             Ok(memory) => memory,
             Err(why) => {
@@ -195,8 +248,9 @@ impl State {
                 return Ok(());
             }
         };
-        if !self.ranks.contains_key(&who.peer) {
+        if !self.ranks.contains_key(&who.peer) || self.unregistered.contains(&who.peer) {
             tracing::debug!(worker = %self.worker, "a rank is gone before its memory was mapped");
+            self.close(who.engine, memory, myself);
             return Ok(());
         }
         let (engine, mut after) = (who.engine, who.after);
@@ -215,7 +269,7 @@ impl State {
             self.refuse(peer, asked, ErrorCode::Invalid, text);
         }
         if let Some(before) = before {
-            self.let_go(before, myself, None);
+            self.close(before.engine, before.memory, myself);
         }
         self.teller.problem(String::new());
         self.step(WorkerEvent::Registered { engine, after }, myself)
@@ -223,10 +277,11 @@ impl State {
 
     /// The rank hears that its memory was understood, and why it is not used. Memory that is served stays.
     pub(super) fn understood(
-        &self,
+        &mut self,
         who: &Registering,
         answer: Result<(GroupId, u64, String), String>,
     ) {
+        self.opened(who.peer);
         let (group, page_bytes, why) = match answer {
             Ok(understood) => understood,
             Err(why) => {
@@ -329,7 +384,7 @@ impl State {
         let page_bytes = mapped.memory.geometry().page_bytes;
         if !admitted {
             if let Some(mapped) = self.mapped.take() {
-                self.let_go(mapped, myself, None);
+                self.close(mapped.engine, mapped.memory, myself);
             }
             let why = self.turned_away.take();
             let (code, text) = why.map_or((ErrorCode::Internal, String::new()), |why| {
@@ -364,50 +419,72 @@ impl State {
         }
     }
 
-    /// A rank takes its memory back: it hears so once nothing of it is open here any more.
+    /// A rank takes its memory back: it hears so once nothing of it is open here any more, whichever connection it was
+    /// registered over.
     pub(super) fn unregister(
         &mut self,
         peer: PeerId,
         correlation: RequestId,
         myself: &ActorRef<WorkerMessage>,
     ) -> Handled {
-        let Some(mut mapped) = self.mapped.take_if(|mapped| mapped.peer == peer) else {
-            let answer = Message::Unregistered(Empty {});
-            self.replier.reply(peer, correlation, answer);
+        let Some(engine) = self.ranks.get(&peer).copied() else {
             return Ok(());
         };
-        if let Some(asked) = mapped.asked.take() {
-            let text = "unregistered meanwhile".to_owned();
-            self.refuse(peer, asked, ErrorCode::Invalid, text);
+        // What is being opened is closed when it is open.
+        self.unregistered.insert(peer);
+        let mut stepped = Ok(());
+        if let Some(mut mapped) = self.mapped.take_if(|mapped| mapped.engine == engine) {
+            if let Some(asked) = mapped.asked.take() {
+                let text = "unregistered meanwhile".to_owned();
+                self.refuse(mapped.peer, asked, ErrorCode::Invalid, text);
+            }
+            stepped = self.step(WorkerEvent::MemoryGone(engine), myself);
+            self.close(engine, mapped.memory, myself);
         }
-        let stepped = self.step(WorkerEvent::MemoryGone(mapped.engine), myself);
-        self.let_go(mapped, myself, Some(correlation));
-        stepped
-    }
-
-    /// Closes an engine's memory, on a thread of its own, and tells who waits for that. A GPU's memory that a copy holds on to
-    /// for longer than [`LET_GO_LIMIT`] goes with this process.
-    pub(super) fn let_go(
-        &self,
-        mapped: Mapped,
-        myself: &ActorRef<WorkerMessage>,
-        correlation: Option<RequestId>,
-    ) {
-        let Mapped { memory, peer, .. } = mapped;
-        let (replier, myself) = (self.replier.clone(), myself.clone());
+        if self.opening.contains_key(&peer) {
+            let text = "it is being opened: ask again".to_owned();
+            self.refuse(peer, correlation, ErrorCode::NotReady, text);
+            return stepped;
+        }
+        let ends: Vec<LifelineEnd> = self
+            .closing
+            .iter()
+            .filter(|(closing, _)| *closing == engine)
+            .map(|(_, end)| end.clone())
+            .collect();
+        let replier = self.replier.clone();
         tokio::task::spawn_blocking(move || {
-            let on_device = matches!(memory, EngineSide::Device(..));
-            let gone = memory.let_go(LET_GO_LIMIT);
-            let answer = match gone {
+            let until = Instant::now() + LET_GO_LIMIT;
+            let left = || until.saturating_duration_since(Instant::now());
+            let answer = match ends.iter().all(|end| end.wait(left())) {
                 true => Message::Unregistered(Empty {}),
                 false => {
                     let text = format!("copies of it go on for more than {LET_GO_LIMIT:?}");
                     Message::Error(ErrorBody::new(ErrorCode::NotReady, text))
                 }
             };
-            if let Some(correlation) = correlation {
-                replier.reply(peer, correlation, answer);
-            }
+            replier.reply(peer, correlation, answer);
+        });
+        stepped
+    }
+
+    /// Closes an engine's memory, on a thread of its own. A GPU's memory that a copy holds on to for longer than
+    /// [`LET_GO_LIMIT`] goes with this process.
+    pub(super) fn close(
+        &mut self,
+        engine: EngineId,
+        memory: EngineSide,
+        myself: &ActorRef<WorkerMessage>,
+    ) {
+        self.closing.retain(|(_, end)| !end.wait(Duration::ZERO));
+        self.closing.push((engine, memory.end()));
+        let myself = myself.clone();
+        tokio::task::spawn_blocking(move || {
+            let on_device = matches!(memory, EngineSide::Device(..));
+            let end = memory.end();
+            drop(memory);
+            // This process may have stood still meanwhile: once more, before that is held against the copies.
+            let gone = end.wait(LET_GO_LIMIT) || end.wait(LET_GO_LIMIT / 10);
             if !gone && on_device && myself.cast(WorkerMessage::StillHeld).is_err() {
                 tracing::debug!("the worker has stopped");
             }

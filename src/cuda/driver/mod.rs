@@ -253,8 +253,13 @@ impl Context {
     /// Gives something back. The GPU may be gone, then nothing is left to do.
     fn give_back(&self, call: &'static str, give: impl FnOnce(&Api) -> Code) {
         let given = self.bind().and_then(|api| self.check(call, give(api)));
-        if let Err(error) = given {
-            tracing::debug!(%error, "the driver took nothing back");
+        match given {
+            Ok(()) => {}
+            // The GPU is lost, and with it this process.
+            Err(error) if error.is_fatal() => {
+                tracing::debug!(%error, "the driver took nothing back");
+            }
+            Err(error) => tracing::error!(%error, "the driver took nothing back"),
         }
     }
 }
