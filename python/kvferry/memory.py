@@ -7,13 +7,13 @@ of its allocations are handed on.
 
 import contextlib
 import fcntl
-import itertools
+import functools
 import os
 import secrets
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -273,22 +273,13 @@ class KvMemory:
 
         return {"chunks": [{"handle": shared(base), "bytes": size} for base, size in piece.chunks]}
 
-    def _descriptors(self, pieces: list[Piece]) -> Iterator[int]:
-        """What is handed over of pieces, in order; each is open until :data:`_FDS_TOGETHER` more were asked for."""
-        ours: list[int] = []
-        try:
-            for piece in pieces:
-                if self._context is None:
-                    yield piece.fd
-                elif not piece.handle and piece.shared_by == cuda.SHARED_BY_FD:
-                    for base, _ in piece.chunks:
-                        ours.append(self._context.descriptor_of(base))
-                        if len(ours) > _FDS_TOGETHER:
-                            os.close(ours.pop(0))
-                        yield ours[-1]
-        finally:
-            for fd in ours:
-                os.close(fd)
+    def _descriptors(self, pieces: list[Piece]) -> list[Callable[[], int]]:
+        """What is handed over of pieces, in order: each gives a descriptor that is the caller's to close."""
+        if self._context is None:
+            return [functools.partial(os.dup, piece.fd) for piece in pieces]
+        by_fd = [piece for piece in pieces if piece.shared_by == cuda.SHARED_BY_FD]
+        chunks = [base for piece in by_fd for base, _ in piece.chunks]
+        return [functools.partial(self._context.descriptor_of, base) for base in chunks]
 
     def _pieces_of(self, described: "_Described") -> list[Piece]:
         used = {described.place(layer, self._pieces)[0] for layer in range(len(described.tensors))}
@@ -305,8 +296,7 @@ class KvMemory:
         """
         check_directory(directory)
         pieces = self._pieces_of(self._groups[group])
-        with contextlib.closing(self._descriptors(pieces)) as fds:
-            return _send_fds(directory / FD_SOCKET_NAME, fds)
+        return _send_fds(directory / FD_SOCKET_NAME, self._descriptors(pieces))
 
 
 def _bytes_of(tensor: torch.Tensor) -> int:
@@ -422,15 +412,22 @@ class _View:
         return cls([pages, *(length for length, _ in kept)], [stride, *(step for _, step in kept)], elements)
 
 
-def _send_fds(path: Path, fds: Iterator[int]) -> tuple[list[bytes], int | None, int | None]:
+def _send_fds(path: Path, descriptors: list[Callable[[], int]]) -> tuple[list[bytes], int | None, int | None]:
     tickets: list[bytes] = []
     with _connected(path) as worker:
         process = _process_of(worker, path)
-        while together := list(itertools.islice(fds, _FDS_TOGETHER)):
-            named = [secrets.token_bytes(_TICKET_BYTES) for _ in together]
-            socket.send_fds(worker, [b"".join(named)], together)
-            if worker.recv(1) != b"\x01":
-                raise OSError(f"{path}: the worker did not take the descriptors")
+        for first in range(0, len(descriptors), _FDS_TOGETHER):
+            named, fds = [], []
+            try:
+                for descriptor in descriptors[first : first + _FDS_TOGETHER]:
+                    fds.append(descriptor())
+                    named.append(secrets.token_bytes(_TICKET_BYTES))
+                socket.send_fds(worker, [b"".join(named)], fds)
+                if worker.recv(1) != b"\x01":
+                    raise OSError(f"{path}: the worker did not take the descriptors")
+            finally:
+                for fd in fds:
+                    os.close(fd)
             tickets += named
     return tickets, *_watched(process)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from daemon import eventually
 
+import kvferry.memory
 from kvferry import cuda, wire
 from kvferry.client import Client
 from kvferry.memory import Group, KvMemory, Place
@@ -90,6 +91,8 @@ def main(socket_dir: Path, kind: str) -> None:
     def page(number: int) -> list[bytes]:
         return [gpu.read(layer.address + number * PAGE_BYTES, PAGE_BYTES) for layer in layers]
 
+    # Several messages for a few chunks.
+    kvferry.memory._FDS_TOGETHER = 2
     group = Group({str(index): layer for index, layer in enumerate(layers)}, engine_page_tokens=8, device_pages=PAGES)
     memory = KvMemory([group], Place(rank=0, tp_size=1, shard=0))
     described = memory.describe(0, [bytes(16)] * 8)

@@ -1,9 +1,11 @@
 """What a rank owes its worker, and how it learns that nothing is copied any more."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -240,12 +242,46 @@ def test_an_engine_whose_connections_live_on_in_a_child_is_let_go() -> None:
         engine.communicate()
 
 
+def engine_memory(daemon: Daemon) -> list[str]:
+    """Descriptors of an engine's memory that the worker has."""
+    folder = Path(f"/proc/{daemon.workers[0]}/fd")
+    links = []
+    for name in os.listdir(folder):
+        with contextlib.suppress(FileNotFoundError):
+            links.append(os.readlink(folder / name))
+    return [link for link in links if "torch_" in link]
+
+
+def test_descriptors_that_an_engine_leaves_behind_are_closed(daemon: Daemon) -> None:
+    """At its end, and not when nobody has asked for them for a while."""
+    command = [sys.executable, __file__, str(daemon.socket_dir / "worker-0-0"), "hands over"]
+    engine = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert engine.stdout is not None
+    assert engine.stdout.readline() == "handed over\n"
+    assert len(engine_memory(daemon)) == 1
+    engine.kill()
+    engine.wait(10)
+    until = time.monotonic() + 10
+    while engine_memory(daemon):
+        assert time.monotonic() < until, "they are kept"
+
+
 def test_a_rank_that_is_turned_away_says_why_once(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
     session = begin(daemon.socket_dir / "worker-0-0", ranks=3)
     eventually("it is told", lambda: "tp_size" in caplog.text)
     eventually("it has asked some times", lambda: session._pause_s > 0.3)
     assert caplog.text.count("is turned away") == 1
+    # One of a question that is not answered yet, at most.
+    assert len(engine_memory(daemon)) <= 1
     session.close()
+
+
+def hand_over(directory: Path) -> None:
+    """An engine that dies before it registers."""
+    group = Group({"layer": torch.zeros(4, 1, 8, 8)}, engine_page_tokens=8, device_pages=4)
+    KvMemory([group], Place(rank=0, tp_size=1, shard=0)).hand_over(0, directory)
+    print("handed over", flush=True)
+    signal.pause()
 
 
 def main(socket_dir: Path, *child: str) -> None:
@@ -271,4 +307,7 @@ def main(socket_dir: Path, *child: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    if sys.argv[2:] == ["hands over"]:
+        hand_over(Path(sys.argv[1]))
+    else:
+        main(Path(sys.argv[1]), *sys.argv[2:])
