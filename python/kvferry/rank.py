@@ -231,23 +231,32 @@ class RankSession:
                 self._timeline = bool(self._client.features & wire.FEATURE_TIMELINE)
                 memory = self._memory.describe(group, tickets, timeline=self._timeline)
                 return wire.Register(after, self._engine, memory)
-            case owed.Written(through):
-                return self._written(through)
+            case owed.Written():
+                return self._written(demand)
             case owed.Abandon(requests):
                 return wire.Abandon(requests)
 
-    def _written(self, through: int) -> wire.Written:
-        if through <= self._known:
-            return wire.Written(through)
-        if self._timeline:
-            return wire.Written(through, timeline=True)
+    def _written(self, demand: owed.Written) -> wire.Written:
+        if demand.through > self._known and self._timeline:
+            return wire.Written(demand.through, timeline=True)
+        if demand.through <= self._known:
+            return wire.Written(demand.through)
         # Nobody looks where the device says so: what is over by now?
         self._memory.bind_thread()
-        while self._marked and self._marked[0][1]():
-            self._known = max(self._known, self._marked.popleft()[0])
-        if self._known == 0:
+        with self._lock:
+            marked = list(self._marked)
+        for request, is_over in marked:
+            if not is_over():
+                break
+            self._known = max(self._known, request)
+        with self._lock:
+            while self._marked and self._marked[0][0] <= self._known:
+                self._marked.popleft()
+        # The rest is told later.
+        demand.through = min(demand.through, self._known)
+        if demand.through <= self._owed.confirmed:
             raise OSError("the device has not written it yet")
-        return wire.Written(min(through, self._known))
+        return wire.Written(demand.through)
 
     def _answered(self, demand: owed.Demand, failure: Failure | None, answer: msgspec.Struct | None = None) -> None:
         with self._lock:

@@ -5,9 +5,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -240,6 +243,30 @@ def test_an_engine_whose_connections_live_on_in_a_child_is_let_go() -> None:
         eventually("it is let go", lambda: not daemon.status()["ranks"][0]["attached"])
         # The child ends when its standard input does.
         engine.communicate()
+
+
+def test_passes_that_a_device_told_nobody_of_are_told_when_they_are_over() -> None:
+    """The worker is another one than before, and does not look where the device says how far it is."""
+    session = object.__new__(RankSession)
+    session._known, session._timeline, session._lock = 0, False, threading.Lock()
+    session._memory = SimpleNamespace(bind_thread=lambda: None)  # type: ignore[assignment]
+    over = {5: True, 6: False, 7: True}
+    session._marked = deque((request, lambda request=request: over[request]) for request in over)
+    session._owed = owed = Owed(registered_groups=1, written=7)
+    demand = owed.next()
+    assert demand == Written(7)
+    assert session._message(demand) == wire.Written(5)
+    owed.answered(demand, True)
+    demand = owed.next()
+    assert demand == Written(7)
+    with pytest.raises(OSError, match="has not written it yet"):
+        session._message(demand)
+    owed.answered(demand, False)
+    over[6] = True
+    demand = owed.next()
+    assert demand is not None
+    assert session._message(demand) == wire.Written(7)
+    assert not session._marked
 
 
 def engine_memory(daemon: Daemon) -> list[str]:

@@ -418,6 +418,7 @@ impl State {
     fn rank_gone(&mut self, peer: PeerId, myself: &ActorRef<WorkerMessage>) -> Handled {
         self.ranks.remove(&peer);
         self.unregistered.remove(&peer);
+        self.opening.remove(&peer);
         self.abandoning.retain(|_, (waiting, _)| *waiting != peer);
         let gone = self.mapped.take_if(|mapped| mapped.peer == peer);
         match gone {
