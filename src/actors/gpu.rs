@@ -8,7 +8,7 @@ use crossbeam::channel::bounded;
 use crate::cuda::{
     Announced, Context, Copier, CopierError, CopierSettings, CopyOrder, CudaError, DeviceOpenError,
     DeviceUuid, Driver, NoDriver, Outcome, PIN_CHUNK_BYTES, PinError, PinnedDepot,
-    RegisteredDevice, WaitOrder, Window,
+    RegisteredDevice, SmallCopyError, WaitOrder, Window,
 };
 use crate::memory::{CancelFlag, Depot, LifelineEnd, NumaNode, RegisteredMemory};
 use crate::transport::FdReceiver;
@@ -54,7 +54,10 @@ impl GpuError {
     /// An error after which nothing of this process works on the GPU any more.
     pub(super) fn fatal(&self) -> Option<CudaError> {
         let error = match self {
-            Self::Cuda(error) | Self::Copier(CopierError::Cuda(error)) => Some(*error),
+            Self::Cuda(error)
+            | Self::Copier(
+                CopierError::Cuda(error) | CopierError::Memory(SmallCopyError::Cuda(error)),
+            ) => Some(*error),
             Self::Pin(pin) => Some(pin.source),
             _ => None,
         };

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use ractor::ActorRef;
 
 use super::{ATTACH_TIMEOUT, Handled, State, WorkerMessage};
-use crate::actors::gpu::EngineSide;
+use crate::actors::gpu::{EngineSide, Gpu};
 use crate::core::WorkerEvent;
 use crate::memory::{LifelineEnd, RegisteredMemory, validate};
 use crate::protocol::{
@@ -142,6 +142,32 @@ impl State {
         })
     }
 
+    /// What can be checked at once, and the GPU for memory that lies on one and is copied.
+    fn admissible(
+        &mut self,
+        registration: &Registration,
+        copied_on_device: bool,
+        myself: &ActorRef<WorkerMessage>,
+    ) -> Result<Option<Arc<Gpu>>, (ErrorCode, String)> {
+        if registration.rank != self.worker.rank {
+            let text = format!(
+                "registration.rank is {}, this worker serves {}: connect to the worker of your rank",
+                registration.rank.0, self.worker.rank
+            );
+            return Err((ErrorCode::Invalid, text));
+        }
+        if let Some(text) = self.wrong_shard(registration) {
+            return Err((ErrorCode::Invalid, text));
+        }
+        if !self.prefaulted {
+            return Err((ErrorCode::NotReady, self.progress.line()));
+        }
+        match copied_on_device {
+            true => self.gpu_for(registration, myself).map(Some),
+            false => Ok(None),
+        }
+    }
+
     /// Checks what can be checked at once; opens and maps the memory on a thread of its own.
     pub(super) fn register(
         &mut self,
@@ -161,37 +187,22 @@ impl State {
             after: RequestId(register.after),
             not_served: not_served(&registration),
         };
-        if registration.rank != self.worker.rank {
-            let text = format!(
-                "registration.rank is {}, this worker serves {}: connect to the worker of your rank",
-                registration.rank.0, self.worker.rank
-            );
-            self.turned_away_rank(&text);
-            return self.refuse(peer, correlation, ErrorCode::Invalid, text);
-        }
-        if let Some(text) = self.wrong_shard(&registration) {
-            self.turned_away_rank(&text);
-            return self.refuse(peer, correlation, ErrorCode::Invalid, text);
-        }
-        if !self.prefaulted {
-            return self.refuse(peer, correlation, ErrorCode::NotReady, self.progress.line());
-        }
         let on_device = registration
             .allocations
             .iter()
             .any(|allocation| allocation.kind == AllocationKind::Device);
         // No memory is pinned for what is not copied.
         let copied_on_device = on_device && who.not_served.is_none();
-        let gpu = match copied_on_device.then(|| self.gpu_for(&registration, myself)) {
-            Some(Err((code, text))) => {
-                // While the depot is pinned, the status says how far that is.
+        let gpu = match self.admissible(&registration, copied_on_device, myself) {
+            Ok(gpu) => gpu,
+            Err((code, text)) => {
+                // What is only not ready yet, the status says by how far it is.
                 if code != ErrorCode::NotReady {
                     self.turned_away_rank(&text);
                 }
+                tokio::task::spawn_blocking(move || drop(tickets));
                 return self.refuse(peer, correlation, code, text);
             }
-            Some(Ok(gpu)) => Some(gpu),
-            None => None,
         };
         let fds = Arc::clone(&self.fds);
         let myself = myself.clone();
@@ -251,6 +262,8 @@ impl State {
         if !self.ranks.contains_key(&who.peer) || self.unregistered.contains(&who.peer) {
             tracing::debug!(worker = %self.worker, "a rank is gone before its memory was mapped");
             self.close(who.engine, memory, myself);
+            let text = "unregistered meanwhile".to_owned();
+            self.refuse(who.peer, who.asked, ErrorCode::Invalid, text);
             return Ok(());
         }
         let (engine, mut after) = (who.engine, who.after);
@@ -433,13 +446,17 @@ impl State {
         // What is being opened is closed when it is open.
         self.unregistered.insert(peer);
         let mut stepped = Ok(());
-        if let Some(mut mapped) = self.mapped.take_if(|mapped| mapped.engine == engine) {
+        // It may have named another engine when it registered.
+        let mut named = engine;
+        let its = |mapped: &mut Mapped| mapped.peer == peer || mapped.engine == engine;
+        if let Some(mut mapped) = self.mapped.take_if(its) {
+            named = mapped.engine;
             if let Some(asked) = mapped.asked.take() {
                 let text = "unregistered meanwhile".to_owned();
                 self.refuse(mapped.peer, asked, ErrorCode::Invalid, text);
             }
-            stepped = self.step(WorkerEvent::MemoryGone(engine), myself);
-            self.close(engine, mapped.memory, myself);
+            stepped = self.step(WorkerEvent::MemoryGone(named), myself);
+            self.close(named, mapped.memory, myself);
         }
         if self.opening.contains_key(&peer) {
             let text = "it is being opened: ask again".to_owned();
@@ -449,7 +466,7 @@ impl State {
         let ends: Vec<LifelineEnd> = self
             .closing
             .iter()
-            .filter(|(closing, _)| *closing == engine)
+            .filter(|(closing, _)| [engine, named].contains(closing))
             .map(|(_, end)| end.clone())
             .collect();
         let replier = self.replier.clone();
