@@ -10,13 +10,12 @@ use ractor::{Actor, ActorProcessingErr, ActorRef, DerivedActorRef};
 
 use crate::actors::gpu::{EngineSide, Gpu};
 use crate::cuda::RegisteredDevice;
-use crate::memory::{CancelFlag, CopyEngine, CopyError, CopyJob, Depot, RegisteredMemory};
+use crate::memory::{
+    COPY_PART_BYTES, CancelFlag, CopyEngine, CopyError, CopyJob, Depot, RegisteredMemory,
+};
 use crate::types::{Copy, Direction, EndedCopy, FragmentPair, OpId};
 
 pub(super) use crate::core::RUNNING_COPIES_MAX;
-
-/// A load, and each copy of a GPU, is copied in parts of about so many bytes: large beside what beginning one costs.
-const LOAD_PART_BYTES: u64 = 32 << 20;
 
 /// What the actor is told.
 pub(crate) enum TransferMessage {
@@ -162,7 +161,7 @@ impl State {
             let flag = Arc::new(CancelFlag::default());
             self.flags.insert(copy.op, Arc::clone(&flag));
             let pairs = std::mem::take(&mut copy.pairs);
-            let parts = parts(pairs, memory.layout.page_bytes, LOAD_PART_BYTES);
+            let parts = FragmentPair::parts(pairs, memory.layout.page_bytes, COPY_PART_BYTES);
             if !gpu.copy(&copy, parts, memory, flag) {
                 return Err("the GPU's thread takes no copies".into());
             }
@@ -210,7 +209,7 @@ fn run(work: &Receiver<Work>, engine: &CopyEngine, actor: &ActorRef<TransferMess
     {
         let ended = copies
             .into_iter()
-            .map(|(copy, cancel)| copied(copy, &cancel, engine, &memory, &depot, LOAD_PART_BYTES));
+            .map(|(copy, cancel)| copied(copy, &cancel, engine, &memory, &depot, COPY_PART_BYTES));
         let ended = ended.collect();
         // Nothing reads or writes any more when this is sent.
         drop((memory, depot));
@@ -241,7 +240,7 @@ fn copied(
         bytes: 0,
         busy_us: 0,
     };
-    for pairs in parts(copy.pairs, memory.layout.page_bytes, part_bytes) {
+    for pairs in FragmentPair::parts(copy.pairs, memory.layout.page_bytes, part_bytes) {
         let pages: u64 = pairs.iter().map(|pair| pair.dst.pages()).sum();
         let job = CopyJob {
             direction,
@@ -268,23 +267,6 @@ fn copied(
     }
     ended.busy_us = u64::try_from(begun.elapsed().as_micros()).unwrap_or(u64::MAX);
     ended
-}
-
-/// Cuts a list between pairs, where a part has grown to so many bytes.
-fn parts(pairs: Vec<FragmentPair>, page_bytes: u64, part_bytes: u64) -> Vec<Vec<FragmentPair>> {
-    let mut parts = vec![Vec::new()];
-    let mut bytes = 0u64;
-    for pair in pairs {
-        if bytes >= part_bytes {
-            parts.push(Vec::new());
-            bytes = 0;
-        }
-        bytes = bytes.saturating_add(pair.dst.pages().saturating_mul(page_bytes));
-        if let Some(part) = parts.last_mut() {
-            part.push(pair);
-        }
-    }
-    parts
 }
 
 #[cfg(test)]
@@ -379,25 +361,5 @@ mod tests {
             (false, 0, 0),
             "a store is one"
         );
-    }
-
-    fn pair(pages: u32) -> FragmentPair {
-        FragmentPair {
-            src: PageList::run(0, pages),
-            dst: PageList::run(0, pages),
-        }
-    }
-
-    #[test]
-    fn a_list_is_cut_between_pairs() {
-        let lengths = |counts: &[u32], part_bytes| {
-            let pairs = counts.iter().copied().map(pair).collect();
-            let cut = parts(pairs, 10, part_bytes);
-            cut.iter().map(Vec::len).collect::<Vec<_>>()
-        };
-        assert_eq!(lengths(&[1, 1, 1, 1, 1], 20), [2, 2, 1]);
-        assert_eq!(lengths(&[5, 1, 1], 20), [1, 2]);
-        assert_eq!(lengths(&[1, 1, 1], u64::MAX), [3]);
-        assert_eq!(lengths(&[], 20), [0]);
     }
 }

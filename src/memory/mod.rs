@@ -24,8 +24,8 @@ mod registration;
 pub use available::{MemoryAvailable, MemoryLimit};
 pub use buffer::{BufferError, SharedBuffer};
 pub use copy::{
-    CUT_BYTES, CancelFlag, CopyEngine, CopyError, CopyJob, CopyMode, CopyPlan, CopyRange,
-    CopyReport, CopyRequest, NON_TEMPORAL_MIN_BYTES, POOL_MIN_BYTES, Side,
+    COPY_PART_BYTES, CUT_BYTES, CancelFlag, CopyEngine, CopyError, CopyJob, CopyMode, CopyPlan,
+    CopyRange, CopyReport, CopyRequest, NON_TEMPORAL_MIN_BYTES, POOL_MIN_BYTES, Side,
 };
 pub use depot::{DEPOT_FORMAT_VERSION, DEPOT_HEADER_BYTES, Depot, DepotError, page_stride_bytes};
 pub use engine_memory::{EngineMemory, EngineMemoryError, NonceMismatch};

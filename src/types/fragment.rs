@@ -129,6 +129,25 @@ pub struct FragmentPair {
     pub dst: PageList,
 }
 
+impl FragmentPair {
+    /// Cuts a list between pairs, where a part has grown to so many bytes.
+    pub fn parts(pairs: Vec<Self>, page_bytes: u64, part_bytes: u64) -> Vec<Vec<Self>> {
+        let mut parts = vec![Vec::new()];
+        let mut bytes = 0u64;
+        for pair in pairs {
+            if bytes >= part_bytes {
+                parts.push(Vec::new());
+                bytes = 0;
+            }
+            bytes = bytes.saturating_add(pair.dst.pages().saturating_mul(page_bytes));
+            if let Some(part) = parts.last_mut() {
+                part.push(pair);
+            }
+        }
+        parts
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -151,6 +170,23 @@ mod tests {
         pages.extend(cursor.take(2).iter_pages());
         pages.extend(cursor.take(9).iter_pages());
         assert_eq!(pages, [7, 8, 3, 4, 20]);
+    }
+
+    #[test]
+    fn a_list_is_cut_between_pairs() {
+        let pair = |pages| FragmentPair {
+            src: PageList::run(0, pages),
+            dst: PageList::run(0, pages),
+        };
+        let lengths = |counts: &[u32], part_bytes| {
+            let pairs = counts.iter().copied().map(pair).collect();
+            let cut = FragmentPair::parts(pairs, 10, part_bytes);
+            cut.iter().map(Vec::len).collect::<Vec<_>>()
+        };
+        assert_eq!(lengths(&[1, 1, 1, 1, 1], 20), [2, 2, 1]);
+        assert_eq!(lengths(&[5, 1, 1], 20), [1, 2]);
+        assert_eq!(lengths(&[1, 1, 1], u64::MAX), [3]);
+        assert_eq!(lengths(&[], 20), [0]);
     }
 
     #[test]

@@ -19,7 +19,7 @@ use super::layout::PageLayout;
 use crate::types::{Direction, FragmentPair};
 
 pub use kernel::NON_TEMPORAL_MIN_BYTES;
-pub use plan::{CUT_BYTES, CopyPlan, CopyRange, CopyRequest};
+pub use plan::{COPY_PART_BYTES, CUT_BYTES, CopyPlan, CopyRange, CopyRequest};
 pub use pool::{CopyEngine, POOL_MIN_BYTES};
 
 /// One of the two memories of a copy.

@@ -11,6 +11,9 @@ use crate::types::{Direction, FragmentPair, PageList, PageRun};
 /// Longest step in bytes: what a cancel waits for, at most, on each thread.
 pub const CUT_BYTES: u64 = 1 << 20;
 
+/// A load, and each copy of a GPU, is copied in parts of about so many bytes: large beside what beginning one costs.
+pub const COPY_PART_BYTES: u64 = 32 << 20;
+
 /// One contiguous copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CopyRange {
