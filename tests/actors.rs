@@ -13,5 +13,7 @@ mod actors {
     mod pressure;
     mod restart;
     mod supervision;
+    mod unregister;
+    mod workers;
     mod world;
 }

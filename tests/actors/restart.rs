@@ -1,21 +1,12 @@
 //! A leader that stops, and the next one at the same address: engines and workers find it, and requests are answered.
 
-use std::os::unix::fs::PermissionsExt;
-use std::sync::Arc;
 use std::time::Duration;
 
-use kvferry::actors::{PoolSettings, ProcessHandle, WorkerArguments, run_worker};
-use kvferry::memory::DEPOT_HEADER_BYTES;
-use kvferry::protocol::{Abandon, Attached, ErrorCode, Message, Role, Written};
-use kvferry::transport::{
-    Address, Client, ClientSettings, FdReceiver, Limits, MemoryTransport, PeerId, Server,
-    ServerEvent, ServerSettings, Transport,
-};
-use kvferry::types::{Epoch, Rank, Replica, RequestId, Sharding, WorkerId};
+use kvferry::protocol::{Abandon, ErrorCode, Message, Written};
+use kvferry::transport::{Limits, MemoryTransport};
 
-use super::world::{
-    Engine, HEARTBEAT, Heard, PATIENCE, Puppet, client, hello, leader, puppets, server, soon,
-};
+use super::workers::{Attaching, admit, attaching, rank, worker};
+use super::world::{Engine, Heard, PATIENCE, Puppet, leader, puppets, server, soon};
 
 const PAGES: u8 = 4;
 
@@ -82,74 +73,6 @@ async fn a_store_that_outlives_its_leader_is_refused_when_no_worker_reads_its_pa
     second.stop().await;
 }
 
-/// Waits until a worker attaches: where its answer goes, and the number of its attach.
-async fn attaching(server: &mut Server) -> (PeerId, RequestId, u64) {
-    let wait = async {
-        loop {
-            for event in server.next().await.expect("the server hears") {
-                if let ServerEvent::Message { peer, envelope } = event
-                    && let Message::Attach(attach) = envelope.message
-                {
-                    assert_eq!(attach.memory, None);
-                    return (peer, envelope.correlation, attach.attach);
-                }
-            }
-        }
-    };
-    soon("an attach", wait).await
-}
-
-/// Tells a worker that it belongs, and waits until it has heard so.
-async fn admit(server: &mut Server, (peer, asked, attach): (PeerId, RequestId, u64)) {
-    let answer = Message::Attached(Attached {
-        attach,
-        after: 0,
-        attached_ranks: 0,
-    });
-    server.replier().reply(peer, asked, answer);
-    let quiet = tokio::time::timeout(HEARTBEAT / 2, server.next()).await;
-    assert!(quiet.is_err(), "{quiet:?}");
-}
-
-/// A worker with a depot and without an engine.
-async fn worker(transport: &MemoryTransport) -> (ProcessHandle, tempfile::TempDir) {
-    let address = Address::Memory("worker".to_owned());
-    let listener = transport.listen(&address, Limits::default()).await;
-    let settings = ServerSettings {
-        epoch: Epoch(0),
-        heartbeat: HEARTBEAT,
-        roles: vec![Role::Rank],
-        features: 0,
-    };
-    let ranks = Server::new(listener.expect("it listens"), settings);
-    let owner_only = std::fs::Permissions::from_mode(0o700);
-    let directory = tempfile::Builder::new().permissions(owner_only).tempdir();
-    let directory = directory.expect("a directory");
-    let (leader, incoming) = client(transport, hello(Role::Worker, 0, 0), Limits::default());
-    let started = run_worker(WorkerArguments {
-        worker: WorkerId {
-            replica: Replica(0),
-            rank: Rank(0),
-        },
-        sharding: Sharding::each(1),
-        server: ranks,
-        fds: FdReceiver::bind(directory.path()).expect("a socket"),
-        leader,
-        incoming,
-        depot: PoolSettings {
-            gpu: 0,
-            held: None,
-            bytes: DEPOT_HEADER_BYTES + (1 << 20),
-            threads: 1,
-            node: None,
-            lock: false,
-            ready: Default::default(),
-        },
-        copy_threads: 1,
-    });
-    (started.await.expect("a worker"), directory)
-}
-
 #[tokio::test(start_paused = true)]
 async fn a_worker_attaches_to_every_leader_that_comes_and_says_so_anew() {
     let transport = MemoryTransport::default();
@@ -159,8 +82,8 @@ async fn a_worker_attaches_to_every_leader_that_comes_and_says_so_anew() {
     admit(&mut first, asked).await;
     first.close().await;
     let mut second = server(&transport, 2, Limits::default()).await;
-    let (_, _, attach) = attaching(&mut second).await;
-    assert!(attach > asked.2, "{attach} after {}", asked.2);
+    let Attaching { attach, .. } = attaching(&mut second).await;
+    assert!(attach > asked.attach, "{attach} after {}", asked.attach);
     worker.stop().await;
 }
 
@@ -171,14 +94,17 @@ async fn what_a_worker_said_over_one_connection_is_not_said_over_the_next() {
     let (worker, _directory) = worker(&transport).await;
     let asked = attaching(&mut first).await;
     let again = attaching(&mut first).await;
-    assert_eq!(again.2, asked.2, "it says so again while nobody answers");
+    assert_eq!(
+        again.attach, asked.attach,
+        "it says so again while nobody answers"
+    );
     // From here on it may be given copies; its second question stays open.
     admit(&mut first, asked).await;
     first.close().await;
     let mut second = server(&transport, 1, Limits::default()).await;
-    let (_, _, attach) = attaching(&mut second).await;
+    let Attaching { attach, .. } = attaching(&mut second).await;
     assert!(
-        attach > asked.2,
+        attach > asked.attach,
         "attach {attach} says that nothing is under way, and was said before copies began"
     );
     worker.stop().await;
@@ -188,12 +114,7 @@ async fn what_a_worker_said_over_one_connection_is_not_said_over_the_next() {
 async fn a_worker_copies_nothing_for_an_engine_that_it_does_not_know_and_says_so() {
     let transport = MemoryTransport::default();
     let (worker, _directory) = worker(&transport).await;
-    let settings = ClientSettings {
-        address: Address::Memory("worker".to_owned()),
-        hello: hello(Role::Rank, 1, 0),
-        limits: Limits::default(),
-    };
-    let (rank, _incoming) = Client::start(Arc::new(transport.clone()), settings);
+    let rank = rank(&transport);
     let written = Message::Written(Written {
         through: 5,
         timeline: false,

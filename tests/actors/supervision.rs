@@ -1,19 +1,14 @@
 //! A process that has lost a part of itself says which, and why, and ends; one that is told to stop leaves nothing.
 
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::PermissionsExt;
 use std::time::Duration;
 
-use kvferry::actors::{PoolSettings, ProcessHandle, WorkerArguments, run_worker};
-use kvferry::memory::DEPOT_HEADER_BYTES;
-use kvferry::protocol::Role;
-use kvferry::transport::{
-    Address, FdReceiver, Incoming, Limits, MemoryTransport, Server, ServerSettings, Transport,
-};
-use kvferry::types::{Epoch, Rank, Replica, Sharding, WorkerId};
+use kvferry::actors::ProcessHandle;
+use kvferry::transport::{Address, Incoming, Limits, MemoryTransport, Transport};
 use tokio::sync::mpsc;
 
-use super::world::{HEARTBEAT, address, client, hello, leader, soon};
+use super::workers::{ranks, worker_with};
+use super::world::{address, leader, soon};
 
 struct Worker {
     process: ProcessHandle,
@@ -22,49 +17,13 @@ struct Worker {
     _directory: tempfile::TempDir,
 }
 
-fn ranks() -> Address {
-    Address::Memory("worker".to_owned())
-}
-
 async fn worker(transport: &MemoryTransport, held: Option<OwnedFd>) -> Worker {
-    let listener = transport.listen(&ranks(), Limits::default()).await;
-    let settings = ServerSettings {
-        epoch: Epoch(0),
-        heartbeat: HEARTBEAT,
-        roles: vec![Role::Rank],
-        features: 0,
-    };
-    let server = Server::new(listener.expect("it listens"), settings);
-    let owner_only = std::fs::Permissions::from_mode(0o700);
-    let directory = tempfile::Builder::new().permissions(owner_only).tempdir();
-    let directory = directory.expect("a directory");
-    let (leader, _) = client(transport, hello(Role::Worker, 0, 0), Limits::default());
     let (says, incoming) = mpsc::channel(1);
-    let started = run_worker(WorkerArguments {
-        worker: WorkerId {
-            replica: Replica(0),
-            rank: Rank(0),
-        },
-        sharding: Sharding::each(1),
-        server,
-        fds: FdReceiver::bind(directory.path()).expect("a socket"),
-        leader,
-        incoming,
-        depot: PoolSettings {
-            gpu: 0,
-            held,
-            bytes: DEPOT_HEADER_BYTES + (1 << 20),
-            threads: 1,
-            node: None,
-            lock: false,
-            ready: Default::default(),
-        },
-        copy_threads: 1,
-    });
+    let (process, _directory) = worker_with(transport, held, Some(incoming)).await;
     Worker {
-        process: started.await.expect("a worker"),
+        process,
         incoming: says,
-        _directory: directory,
+        _directory,
     }
 }
 

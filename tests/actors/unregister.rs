@@ -1,0 +1,209 @@
+//! A rank takes its memory back: every question is answered, and nothing of it is open behind the answer.
+
+use std::io::Write;
+
+use kvferry::protocol::{Empty, ErrorCode, Message, Register};
+use kvferry::transport::{Client, Failure, Limits, MemoryTransport, Server};
+use kvferry::types::{
+    Allocation, AllocationHandle, AllocationKind, Attention, GroupId, Nonce, Rank, Registration,
+    TensorRole, TensorView,
+};
+
+use super::workers::{agree, attaching, rank, worker};
+use super::world::{Answered, PATIENCE, server, soon};
+
+const PAGES: u32 = 4;
+const PAGE_BYTES: u64 = 64;
+const NONCE: [u8; 16] = [7; 16];
+
+/// An engine's memory, as a file.
+struct Memory(tempfile::NamedTempFile);
+
+impl Memory {
+    fn new() -> Self {
+        let mut file = tempfile::NamedTempFile::new_in("/dev/shm").expect("a file in memory");
+        let mut bytes = vec![0; PAGES as usize * PAGE_BYTES as usize];
+        bytes[..NONCE.len()].copy_from_slice(&NONCE);
+        file.write_all(&bytes).expect("written");
+        Self(file)
+    }
+
+    fn registration(&self, engine: u8) -> Message {
+        let path = self.0.path().to_str().expect("a text").to_owned();
+        let registration = Registration {
+            group: GroupId(0),
+            groups: 1,
+            attention: Attention::Full,
+            window_tokens: 0,
+            rank: Rank(0),
+            tp_size: 1,
+            shard: 0,
+            engine_page_tokens: 16,
+            device_pages: PAGES,
+            layers: 1,
+            allocations: vec![Allocation {
+                kind: AllocationKind::SharedMemory,
+                handle: AllocationHandle::Path(path),
+                bytes: u64::from(PAGES) * PAGE_BYTES,
+            }],
+            tensors: vec![TensorView {
+                layer: 0,
+                role: TensorRole::Latent,
+                allocation: 0,
+                offset_bytes: 0,
+                shape: vec![PAGES.into(), 16, PAGE_BYTES / 16],
+                strides: vec![PAGE_BYTES, PAGE_BYTES / 16, 1],
+                element_bytes: 1,
+                page_axis: 0,
+                page_bytes: PAGE_BYTES,
+                page_stride_bytes: PAGE_BYTES,
+            }],
+            nonce: Nonce {
+                allocation: 0,
+                offset_bytes: 0,
+                bytes: NONCE.to_vec(),
+            },
+            device_uuid: None,
+            timeline: None,
+        };
+        Message::Register(Register {
+            after: 0,
+            engine: [engine; 16],
+            registration,
+        })
+    }
+
+    /// Whether this process, in which the worker runs, has it open.
+    fn is_open(&self) -> bool {
+        let maps = std::fs::read_to_string("/proc/self/maps").expect("a list");
+        maps.contains(self.0.path().to_str().expect("a text"))
+    }
+}
+
+/// The answer, once the worker has heard of nothing else.
+async fn register(rank: &Client, memory: &Memory, engine: u8) -> Answered {
+    loop {
+        let answer = rank.ask(memory.registration(engine), PATIENCE).await;
+        match answer {
+            Err(failure) if failure.code == ErrorCode::NotReady => {
+                tokio::task::yield_now().await;
+            }
+            answer => return answer,
+        }
+    }
+}
+
+async fn unregister(rank: &Client) -> Answered {
+    rank.ask(Message::Unregister(Empty {}), PATIENCE).await
+}
+
+/// Asks until it is not said to be too early.
+async fn unregister_at_last(rank: &Client) -> Answered {
+    loop {
+        match unregister(rank).await {
+            Err(Failure {
+                code: ErrorCode::NotReady,
+                ..
+            }) => {
+                tokio::task::yield_now().await;
+            }
+            answer => return answer,
+        }
+    }
+}
+
+/// Registers memory and lets the leader agree.
+async fn registered(leader: &mut Server, rank: &Client, memory: &Memory, engine: u8) {
+    let agreeing = async {
+        loop {
+            let asked = attaching(leader).await;
+            agree(leader, asked);
+        }
+    };
+    let answer = tokio::select! {
+        answer = register(rank, memory, engine) => answer,
+        () = agreeing => unreachable!("it goes on"),
+    };
+    assert!(matches!(answer, Ok(Message::Registered(_))), "{answer:?}");
+    assert!(memory.is_open(), "registered, and open nowhere");
+}
+
+fn assert_taken_back(answer: Answered, memory: &Memory) {
+    assert!(matches!(answer, Ok(Message::Unregistered(_))), "{answer:?}");
+    assert!(!memory.is_open(), "taken back, and still open");
+}
+
+#[tokio::test(start_paused = true)]
+async fn memory_that_is_taken_back_is_open_no_more_and_may_come_again() {
+    let transport = MemoryTransport::default();
+    let mut leader = server(&transport, 1, Limits::default()).await;
+    let (worker, _directory) = worker(&transport).await;
+    let (rank, memory) = (rank(&transport), Memory::new());
+    for _ in 0..3 {
+        registered(&mut leader, &rank, &memory, 1).await;
+        assert_taken_back(unregister(&rank).await, &memory);
+        assert_taken_back(unregister(&rank).await, &memory);
+    }
+    worker.stop().await;
+}
+
+/// The rank may name another engine than its connection did, and another connection may take its memory back.
+#[tokio::test(start_paused = true)]
+async fn memory_is_found_by_its_connection_or_by_its_engine() {
+    let transport = MemoryTransport::default();
+    let mut leader = server(&transport, 1, Limits::default()).await;
+    let (worker, _directory) = worker(&transport).await;
+    let (first, memory) = (rank(&transport), Memory::new());
+    registered(&mut leader, &first, &memory, 2).await;
+    assert_taken_back(unregister(&first).await, &memory);
+    registered(&mut leader, &first, &memory, 1).await;
+    let second = rank(&transport);
+    assert_taken_back(unregister(&second).await, &memory);
+    worker.stop().await;
+}
+
+/// The leader has not agreed yet.
+#[tokio::test(start_paused = true)]
+async fn a_registration_that_is_taken_back_meanwhile_is_answered() {
+    let transport = MemoryTransport::default();
+    let mut leader = server(&transport, 1, Limits::default()).await;
+    let (worker, _directory) = worker(&transport).await;
+    let (rank, memory) = (rank(&transport), Memory::new());
+    let taken_back = async {
+        while !attaching(&mut leader).await.memory {}
+        assert!(
+            memory.is_open(),
+            "the leader is asked, and it is open nowhere"
+        );
+        unregister(&rank).await
+    };
+    let (asked, answer) = tokio::join!(register(&rank, &memory, 1), taken_back);
+    let failure = asked.expect_err("it was taken back");
+    assert_eq!(failure.code, ErrorCode::Invalid, "{failure}");
+    assert!(
+        failure.message.contains("unregistered meanwhile"),
+        "{failure}"
+    );
+    assert_taken_back(answer, &memory);
+    worker.stop().await;
+}
+
+/// Both are asked for at once, so that the memory is being opened when it is taken back, or is not yet.
+#[tokio::test(start_paused = true)]
+async fn whatever_overtakes_what_both_are_answered_and_nothing_stays_open() {
+    let transport = MemoryTransport::default();
+    let mut leader = server(&transport, 1, Limits::default()).await;
+    let (worker, _directory) = worker(&transport).await;
+    let (rank, memory) = (rank(&transport), Memory::new());
+    registered(&mut leader, &rank, &memory, 1).await;
+    for _ in 0..50 {
+        let both = async { tokio::join!(register(&rank, &memory, 1), unregister_at_last(&rank)) };
+        let (asked, answer) = soon("both answers", both).await;
+        assert!(
+            asked.is_err(),
+            "taken back before the leader agreed: {asked:?}"
+        );
+        assert_taken_back(answer, &memory);
+    }
+    worker.stop().await;
+}

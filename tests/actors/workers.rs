@@ -1,0 +1,133 @@
+//! A real worker with a small depot, in this process.
+
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::PermissionsExt;
+use std::sync::Arc;
+
+use kvferry::actors::{PoolSettings, ProcessHandle, WorkerArguments, run_worker};
+use kvferry::memory::DEPOT_HEADER_BYTES;
+use kvferry::protocol::{Attached, Message, Role};
+use kvferry::transport::{
+    Address, Client, ClientSettings, FdReceiver, Incoming, Limits, MemoryTransport, PeerId, Server,
+    ServerEvent, ServerSettings, Transport,
+};
+use kvferry::types::{Epoch, Rank, Replica, RequestId, Sharding, WorkerId};
+use tokio::sync::mpsc;
+
+use super::world::{HEARTBEAT, client, hello, soon};
+
+/// Where its engine's rank connects.
+pub fn ranks() -> Address {
+    Address::Memory("worker".to_owned())
+}
+
+/// A worker whose depot lies in `held`, or in memory of its own. It hears from `incoming` what the leader says unasked, or
+/// from the leader itself.
+pub async fn worker_with(
+    transport: &MemoryTransport,
+    held: Option<OwnedFd>,
+    incoming: Option<mpsc::Receiver<Incoming>>,
+) -> (ProcessHandle, tempfile::TempDir) {
+    let listener = transport.listen(&ranks(), Limits::default()).await;
+    let settings = ServerSettings {
+        epoch: Epoch(0),
+        heartbeat: HEARTBEAT,
+        roles: vec![Role::Rank],
+        features: 0,
+    };
+    let server = Server::new(listener.expect("it listens"), settings);
+    let owner_only = std::fs::Permissions::from_mode(0o700);
+    let directory = tempfile::Builder::new().permissions(owner_only).tempdir();
+    let directory = directory.expect("a directory");
+    let (leader, says) = client(transport, hello(Role::Worker, 0, 0), Limits::default());
+    let started = run_worker(WorkerArguments {
+        worker: WorkerId {
+            replica: Replica(0),
+            rank: Rank(0),
+        },
+        sharding: Sharding::each(1),
+        server,
+        fds: FdReceiver::bind(directory.path()).expect("a socket"),
+        leader,
+        incoming: incoming.unwrap_or(says),
+        depot: PoolSettings {
+            gpu: 0,
+            held,
+            bytes: DEPOT_HEADER_BYTES + (1 << 20),
+            threads: 1,
+            node: None,
+            lock: false,
+            ready: Default::default(),
+        },
+        copy_threads: 1,
+    });
+    (started.await.expect("a worker"), directory)
+}
+
+/// A worker without an engine.
+pub async fn worker(transport: &MemoryTransport) -> (ProcessHandle, tempfile::TempDir) {
+    worker_with(transport, None, None).await
+}
+
+/// A rank of engine 1.
+pub fn rank(transport: &MemoryTransport) -> Client {
+    let settings = ClientSettings {
+        address: ranks(),
+        hello: hello(Role::Rank, 1, 0),
+        limits: Limits::default(),
+    };
+    let (rank, mut incoming) = Client::start(Arc::new(transport.clone()), settings);
+    tokio::spawn(async move { while incoming.recv().await.is_some() {} });
+    rank
+}
+
+/// A worker attaches.
+#[derive(Debug, Clone, Copy)]
+pub struct Attaching {
+    peer: PeerId,
+    asked: RequestId,
+    /// Number of its attach.
+    pub attach: u64,
+    /// With an engine's memory.
+    pub memory: bool,
+}
+
+/// Waits until a worker attaches.
+pub async fn attaching(server: &mut Server) -> Attaching {
+    let wait = async {
+        loop {
+            for event in server.next().await.expect("the server hears") {
+                if let ServerEvent::Message { peer, envelope } = event
+                    && let Message::Attach(attach) = envelope.message
+                {
+                    return Attaching {
+                        peer,
+                        asked: envelope.correlation,
+                        attach: attach.attach,
+                        memory: attach.memory.is_some(),
+                    };
+                }
+            }
+        }
+    };
+    soon("an attach", wait).await
+}
+
+/// Tells a worker that it belongs.
+pub fn agree(server: &Server, attaching: Attaching) {
+    let answer = Message::Attached(Attached {
+        attach: attaching.attach,
+        after: 0,
+        attached_ranks: 0,
+    });
+    server
+        .replier()
+        .reply(attaching.peer, attaching.asked, answer);
+}
+
+/// The same, and waits until it has heard so.
+pub async fn admit(server: &mut Server, attaching: Attaching) {
+    agree(server, attaching);
+    let quiet = tokio::time::timeout(HEARTBEAT / 2, server.next()).await;
+    assert!(quiet.is_err(), "{quiet:?}");
+}
