@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use figment::Figment;
 use serde::{Deserialize, Serialize};
 
-use crate::types::{ByteSize, NumaNodes, Ratio, Sharding};
+use crate::types::{ByteSize, GpuCopy, NumaNodes, Ratio, Sharding};
 
 pub use error::ConfigError;
 pub use sources::{CONFIG_BYTES_MAX, ENVIRONMENT_PREFIX, OTHER_VARIABLES};
@@ -51,6 +51,8 @@ pub struct Config {
     pub g2_numa: NumaNodes,
     /// Threads that copy for each worker, 1..=[`COPY_THREADS_MAX`]. Default: `4`.
     pub copy_threads: u16,
+    /// How copies are given to a GPU's driver. Default: `async`.
+    pub gpu_copy: GpuCopy,
     /// Time between heartbeats, in milliseconds, [`HEARTBEAT_MS_MIN`]..=[`HEARTBEAT_MS_MAX`]. Default: `1000`.
     pub heartbeat_ms: u64,
     /// What is logged, as a filter of targets and levels such as `info,kvferry=debug`. Default: `info`.
@@ -96,6 +98,10 @@ pub struct Flags {
     #[arg(long, value_name = "N")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub copy_threads: Option<u16>,
+    /// How copies are given to a GPU's driver: async (each by itself) or batch (many by one call).
+    #[arg(long, value_name = "WAY")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub gpu_copy: Option<GpuCopy>,
     /// Time between heartbeats, in milliseconds: 10 to 60000.
     #[arg(long, value_name = "MS")]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -184,6 +190,7 @@ impl Config {
                 &bounds(1, COPY_THREADS_MAX.into()),
                 |threads| (1..=COPY_THREADS_MAX).contains(&threads).then_some(threads),
             )?,
+            gpu_copy: settings.get("gpu_copy", "\"async\" or \"batch\"", Some)?,
             heartbeat_ms: settings.get(
                 "heartbeat_ms",
                 &bounds(HEARTBEAT_MS_MIN, HEARTBEAT_MS_MAX),

@@ -124,6 +124,7 @@ const PYTHON_ARROWS: &[(&str, &[&str], &[&str])] = &[
 /// The only files with `unsafe`.
 const UNSAFE_FILES: &[&str] = &[
     "src/cuda/driver/api.rs",
+    "src/cuda/driver/copies.rs",
     "src/cuda/driver/memory.rs",
     "src/cuda/driver/mod.rs",
     "src/cuda/driver/stream.rs",

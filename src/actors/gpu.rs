@@ -6,13 +6,13 @@ use std::time::Duration;
 use crossbeam::channel::bounded;
 
 use crate::cuda::{
-    Announced, Context, Copier, CopierError, CopierSettings, CopyOrder, CudaError, DeviceOpenError,
-    DeviceUuid, Driver, NoDriver, Outcome, PIN_CHUNK_BYTES, PinError, PinnedDepot,
-    RegisteredDevice, SmallCopyError, WaitOrder, Window,
+    Announced, BATCH_COPIES_MAX, Context, Copier, CopierError, CopierSettings, CopyOrder,
+    CudaError, DeviceOpenError, DeviceUuid, Driver, NoDriver, Outcome, PIN_CHUNK_BYTES, PinError,
+    PinnedDepot, RegisteredDevice, SmallCopyError, WaitOrder, Window,
 };
 use crate::memory::{CancelFlag, Depot, LifelineEnd, NumaNode, RegisteredMemory};
 use crate::transport::FdReceiver;
-use crate::types::{Copy, FragmentPair, GroupGeometry, Registration, Timeline};
+use crate::types::{Copy, FragmentPair, GpuCopy, GroupGeometry, Registration, Timeline};
 
 /// How long a driver may take to start, when it is only asked where to place memory.
 const NODE_LIMIT: Duration = Duration::from_secs(10);
@@ -105,6 +105,7 @@ impl Gpu {
     pub(super) fn start(
         uuid: DeviceUuid,
         depot: Arc<Depot>,
+        way: GpuCopy,
         pinned: impl Fn(u64),
         tell: impl Fn(Outcome) -> bool + Send + 'static,
     ) -> Result<Self, GpuError> {
@@ -118,6 +119,10 @@ impl Gpu {
         let depot = PinnedDepot::new(&context, depot, PIN_CHUNK_BYTES, pinned)?;
         let copier = Copier::start(CopierSettings {
             context: Arc::clone(&context),
+            copies_a_call: match way {
+                GpuCopy::Async => 1,
+                GpuCopy::Batch => BATCH_COPIES_MAX,
+            },
             tell: Box::new(tell),
         })?;
         Ok(Self {
@@ -203,5 +208,45 @@ impl EngineSide {
             Self::Host(memory) => &memory.geometry,
             Self::Device(memory, _) => &memory.geometry,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_process_does_not_recover_from_is_fatal_wherever_it_shows() {
+        let error = |code| CudaError {
+            call: "cuMemcpyAsync",
+            code,
+            name: "an error",
+        };
+        let everywhere = |code| {
+            let error = error(code);
+            let pin = PinError {
+                pinned_bytes: 0,
+                bytes: 1,
+                limit: "1 byte".to_owned(),
+                source: error,
+            };
+            [
+                GpuError::Cuda(error),
+                GpuError::Pin(pin),
+                GpuError::Copier(CopierError::Cuda(error)),
+                GpuError::Copier(CopierError::Memory(SmallCopyError::Cuda(error))),
+            ]
+        };
+        for fatal in everywhere(719) {
+            assert_eq!(fatal.fatal(), Some(error(719)), "{fatal}");
+        }
+        for refusal in everywhere(2) {
+            assert_eq!(refusal.fatal(), None, "{refusal}");
+        }
+        let length = SmallCopyError::Length {
+            described: 1,
+            bytes: 2,
+        };
+        assert_eq!(GpuError::Copier(CopierError::Memory(length)).fatal(), None);
     }
 }

@@ -30,7 +30,8 @@ use crate::transport::{
     Client, Failure, FdReceiver, Incoming, LinkId, PeerId, Replier, Server, ServerEvent,
 };
 use crate::types::{
-    AttachId, EndedCopy, EngineId, GroupId, OpId, RequestId, ResetId, Sharding, Time, WorkerId,
+    AttachId, EndedCopy, EngineId, GpuCopy, GroupId, OpId, RequestId, ResetId, Sharding, Time,
+    WorkerId,
 };
 
 /// How long one question of a worker to its leader may take; the core asks again.
@@ -60,6 +61,8 @@ pub struct WorkerArguments {
     pub depot: PoolSettings,
     /// Threads for large copies.
     pub copy_threads: usize,
+    /// How a GPU's driver gets copies.
+    pub gpu_copy: GpuCopy,
 }
 
 pub(super) enum WorkerMessage {
@@ -138,6 +141,7 @@ pub(super) struct State {
     /// Ranks that have taken their memory back.
     unregistered: HashSet<PeerId>,
     gpu: GpuState,
+    gpu_copy: GpuCopy,
     /// Ranks that are connected, and the engine that each named in its hello.
     ranks: HashMap<PeerId, EngineId>,
     /// The engine that abandoned requests last, and the highest of them. They are over for memory that is only being mapped,
@@ -174,6 +178,7 @@ impl Actor for WorkerActor {
             incoming,
             depot,
             copy_threads,
+            gpu_copy,
         } = arguments;
         let replier = server.replier();
         let progress = Arc::new(Progress::default());
@@ -218,6 +223,7 @@ impl Actor for WorkerActor {
             opening: HashMap::new(),
             unregistered: HashSet::new(),
             gpu: GpuState::default(),
+            gpu_copy,
             ranks: HashMap::new(),
             over: (EngineId::default(), RequestId(0)),
             turned_away: None,

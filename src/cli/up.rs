@@ -189,6 +189,7 @@ impl Supervisor {
             .args(["--g2-lock", &config.g2_lock.to_string()])
             .args(["--g2-numa", &config.g2_numa.to_string()])
             .args(["--copy-threads", &config.copy_threads.to_string()])
+            .args(["--gpu-copy", &config.gpu_copy.to_string()])
             .args(["--heartbeat-ms", &config.heartbeat_ms.to_string()])
             .args(["--log", &config.log])
             .arg("--socket-dir")

@@ -123,6 +123,7 @@ impl Arguments {
                     ready: Arc::clone(&ready),
                 },
                 copy_threads: threads,
+                gpu_copy: config.gpu_copy,
             };
             let mut process = run_worker(arguments).await.map_err(CommandError::Failed)?;
             tracing::info!(%worker, "worker ready");

@@ -80,7 +80,7 @@ const fn switch(name: &'static str, default: bool) -> Key {
 }
 
 /// All keys, in the order of the structure.
-pub(super) const KEYS: [Key; 11] = [
+pub(super) const KEYS: [Key; 12] = [
     text("socket_dir", Fallback::SocketDir),
     number("ranks", 1),
     number("kv_shards", 0),
@@ -90,6 +90,7 @@ pub(super) const KEYS: [Key; 11] = [
     switch("g2_lock", false),
     text("g2_numa", Fallback::Text("")),
     number("copy_threads", 4),
+    text("gpu_copy", Fallback::Text("async")),
     number("heartbeat_ms", 1_000),
     text("log", Fallback::Text("info")),
 ];

@@ -49,6 +49,7 @@ fn defaults_are_those_of_the_docs() {
         g2_lock: false,
         g2_numa: NumaNodes::default(),
         copy_threads: 4,
+        gpu_copy: GpuCopy::Async,
         heartbeat_ms: 1_000,
         log: "info".to_owned(),
     };
@@ -99,12 +100,13 @@ fn every_key_can_be_given_by_every_source() {
         g2_lock: true,
         g2_numa: "1,0".parse().expect("nodes"),
         copy_threads: 3,
+        gpu_copy: GpuCopy::Batch,
         heartbeat_ms: 50,
         log: "1".to_owned(),
     };
     let toml = Toml::new(
         "socket_dir = '/x'\nranks = 2\nkv_shards = 1\nreplicas = 3\nratio = 8\ng2 = 4096\ng2_lock = true\n\
-         g2_numa = '1,0'\ncopy_threads = 3\n\
+         g2_numa = '1,0'\ncopy_threads = 3\ngpu_copy = 'batch'\n\
          heartbeat_ms = 50\nlog = '1'",
     );
     assert_eq!(toml.load().expect("file"), expected);
@@ -118,6 +120,7 @@ fn every_key_can_be_given_by_every_source() {
         ("KVFERRY_G2_LOCK", "true"),
         ("KVFERRY_G2_NUMA", "1,0"),
         ("KVFERRY_COPY_THREADS", "3"),
+        ("KVFERRY_GPU_COPY", "batch"),
         ("KVFERRY_HEARTBEAT_MS", "50"),
         ("KVFERRY_LOG", "1"),
     ];
@@ -132,6 +135,7 @@ fn every_key_can_be_given_by_every_source() {
         g2_lock: Some(true),
         g2_numa: Some("1,0".parse().expect("nodes")),
         copy_threads: Some(3),
+        gpu_copy: Some(GpuCopy::Batch),
         heartbeat_ms: Some(50),
         log: Some("1".to_owned()),
     };
@@ -159,7 +163,7 @@ fn unknown_keys_are_refused_with_a_suggestion_and_their_source() {
     assert!(
         error.ends_with(
             "unknown key 'zzz': the keys are socket_dir, ranks, kv_shards, replicas, ratio, g2, \
-        g2_lock, g2_numa, copy_threads, heartbeat_ms, log"
+        g2_lock, g2_numa, copy_threads, gpu_copy, heartbeat_ms, log"
         ),
         "{error}"
     );

@@ -64,6 +64,8 @@ pub enum Outcome {
 pub struct CopierSettings {
     /// The GPU.
     pub context: Arc<Context>,
+    /// Copies that the driver is given by one call, at most [`super::BATCH_COPIES_MAX`]; 1 for each by itself.
+    pub copies_a_call: usize,
     /// Who hears of ends; says whether anybody does.
     pub tell: Box<dyn Fn(Outcome) -> bool + Send>,
 }
@@ -81,7 +83,8 @@ pub struct Copier {
 impl Copier {
     /// Starts the thread.
     pub fn start(settings: CopierSettings) -> Result<Self, CopierError> {
-        let lanes = [Lane::new(&settings.context)?, Lane::new(&settings.context)?];
+        let stream = || Stream::giving(&settings.context, settings.copies_a_call);
+        let lanes = [Lane::new(stream()?), Lane::new(stream()?)];
         let list = Arc::new(WaitList::default());
         let waits = Waits::new(&settings.context, Arc::clone(&list))?;
         let (queue, orders) = bounded(QUEUE_PLACES);
@@ -389,13 +392,13 @@ impl Job {
 }
 
 impl Lane {
-    fn new(context: &Arc<Context>) -> Result<Self, CudaError> {
-        Ok(Self {
-            stream: Stream::new(context)?,
+    fn new(stream: Arc<Stream>) -> Self {
+        Self {
+            stream,
             jobs: VecDeque::new(),
             flights: VecDeque::new(),
             first: 0,
-        })
+        }
     }
 
     fn take(&mut self, order: CopyOrder) {

@@ -186,7 +186,9 @@ impl RegisteredDevice {
                 return Err(DeviceOpenError::Mixed(index));
             }
             let memory = match &allocation.handle {
-                AllocationHandle::CudaIpc(handle) => DeviceMemory::open_ipc(context, handle),
+                AllocationHandle::CudaIpc(handle) => {
+                    DeviceMemory::open_ipc(context, handle, allocation.bytes)
+                }
                 other => {
                     let chunks = chunks(index, other, allocation.bytes, &take)?;
                     DeviceMemory::open_chunks(context, &chunks)

@@ -22,8 +22,8 @@ pub use copier::{
     Copier, CopierError, CopierSettings, CopyOrder, Outcome, PARTS_IN_FLIGHT, QUEUE_PLACES,
 };
 pub use driver::{
-    Context, Device, DeviceMemory, DeviceUuid, Driver, IPC_HANDLE_BYTES, Physical, SharedChunk,
-    Sharing,
+    BATCH_COPIES_MAX, Context, Device, DeviceMemory, DeviceUuid, Driver, IPC_HANDLE_BYTES,
+    Physical, SharedChunk, Sharing,
 };
 pub use engine_memory::{DeviceMemories, DeviceOpenError, RegisteredDevice, device_of};
 pub use error::{CudaError, NoDriver};

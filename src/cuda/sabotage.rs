@@ -38,6 +38,8 @@ bugs! {
     ForgetLast,
     /// An engine that registers again gets the mapping of its memory of before.
     StaleMapping,
+    /// The list of copies that a call was given is used for the next call while the driver may still read it.
+    DescriptorsBackEarly,
     /// Pages count as written before the engine's device says so.
     SemaphoreTooSoon,
 }

@@ -4,6 +4,7 @@
 
 mod fragment;
 mod geometry;
+mod gpu_copy;
 mod hash;
 mod ids;
 mod numa;
@@ -16,6 +17,7 @@ mod units;
 
 pub use fragment::{FragmentPair, PageCursor, PageList, PageRun};
 pub use geometry::{GeometryError, GroupGeometry, RATIO_MAX, Ratio};
+pub use gpu_copy::{GpuCopy, ParseGpuCopyError};
 pub use hash::{Anchor, Fingerprint, HASH_BYTES_MAX, HASH_BYTES_MIN, HashesDiffer, PageHashes};
 pub use ids::{
     AttachId, DepotId, DomainId, EngineId, Epoch, Generation, GroupId, OpId, Rank, Replica,

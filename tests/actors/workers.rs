@@ -11,7 +11,7 @@ use kvferry::transport::{
     Address, Client, ClientSettings, FdReceiver, Incoming, Limits, MemoryTransport, PeerId, Server,
     ServerEvent, ServerSettings, Transport,
 };
-use kvferry::types::{Epoch, Rank, Replica, RequestId, Sharding, WorkerId};
+use kvferry::types::{Epoch, GpuCopy, Rank, Replica, RequestId, Sharding, WorkerId};
 use tokio::sync::mpsc;
 
 use super::world::{HEARTBEAT, client, hello, soon};
@@ -60,6 +60,7 @@ pub async fn worker_with(
             ready: Default::default(),
         },
         copy_threads: 1,
+        gpu_copy: GpuCopy::Async,
     });
     (started.await.expect("a worker"), directory)
 }

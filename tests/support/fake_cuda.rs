@@ -6,6 +6,14 @@ use std::path::{Path, PathBuf};
 /// The names under which a driver is looked for, the first and the last of them.
 const NAMES: [&str; 2] = ["libcuda.so", "libcuda.so.1"];
 
+/// Variable that is set to `gpu` where the tests that a real driver can run too are to run on it.
+pub const PLACE: &str = "CUDA_TESTS";
+
+/// Whether they run on the machine's own driver.
+pub fn on_gpu() -> bool {
+    std::env::var_os(PLACE).is_some_and(|place| place == "gpu")
+}
+
 /// The built driver for tests. Cargo puts it beside the test programs.
 pub fn library() -> PathBuf {
     let program = std::env::current_exe().expect("a program");
@@ -24,20 +32,22 @@ pub fn folder(library: &Path) -> tempfile::TempDir {
     folder
 }
 
-/// The built driver without one of its functions.
-pub fn without(function: &str) -> (tempfile::TempDir, tempfile::TempDir) {
+/// The built driver without some of its functions.
+pub fn without(functions: &[&str]) -> (tempfile::TempDir, tempfile::TempDir) {
     let mut bytes = std::fs::read(library()).expect("the library");
-    let name = format!("\0{function}\0");
-    let places: Vec<usize> = bytes
-        .windows(name.len())
-        .enumerate()
-        .filter(|(_, window)| *window == name.as_bytes())
-        .map(|(at, _)| at)
-        .collect();
-    assert!(!places.is_empty(), "{function} is there");
-    for at in places {
-        // The tables of names stay as they are: the name that was looked for is not the one that is found.
-        bytes[at + 1] = b'x';
+    for function in functions {
+        let name = format!("\0{function}\0");
+        let places: Vec<usize> = bytes
+            .windows(name.len())
+            .enumerate()
+            .filter(|(_, window)| *window == name.as_bytes())
+            .map(|(at, _)| at)
+            .collect();
+        assert!(!places.is_empty(), "{function} is there");
+        for at in places {
+            // The tables of names stay as they are: the name that was looked for is not the one that is found.
+            bytes[at + 1] = b'x';
+        }
     }
     let home = tempfile::tempdir().expect("a folder");
     let library = home.path().join("older.so");

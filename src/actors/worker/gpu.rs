@@ -60,6 +60,7 @@ impl State {
                 self.teller.pinned(Some(0));
                 let text = pinning(0, bytes);
                 let (transfer, myself) = (self.transfer.clone(), myself.clone());
+                let way = self.gpu_copy;
                 tokio::task::spawn_blocking(move || {
                     let worker = myself.clone();
                     let tell = move |outcome| match outcome {
@@ -76,7 +77,7 @@ impl State {
                             tracing::debug!("the worker has stopped");
                         }
                     };
-                    let message = match Gpu::start(uuid, depot, pinned, tell) {
+                    let message = match Gpu::start(uuid, depot, way, pinned, tell) {
                         Ok(gpu) => WorkerMessage::Gpu(Ok(Arc::new(gpu))),
                         Err(error) => match error.fatal() {
                             Some(fatal) => WorkerMessage::GpuLost(fatal),

@@ -94,5 +94,7 @@ functions! {
     }
     optional {
         cuStreamWriteValue64_v2: fn(sys::CUstream, Address, u64, c_uint),
+        cuMemcpyBatchAsync: fn(*const Address, *const Address, *const usize, usize, *const c_void, *const usize, usize, *mut usize, sys::CUstream),
+        cuMemcpyBatchAsync_v2: fn(*const Address, *const Address, *const usize, usize, *const c_void, *const usize, usize, sys::CUstream),
     }
 }

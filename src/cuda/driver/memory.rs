@@ -64,10 +64,12 @@ impl DeviceMemory {
         Ok(handle.reserved.map(i8::cast_unsigned))
     }
 
-    /// Opens another process's memory: all of the allocation that the handle is of, from its first byte.
+    /// Opens another process's memory: all of the allocation that the handle is of, from its first byte. Its size is what the
+    /// driver says, or what the other process said where the driver does not know.
     pub fn open_ipc(
         context: &Arc<Context>,
         handle: &[u8; IPC_HANDLE_BYTES],
+        described_bytes: u64,
     ) -> Result<Self, CudaError> {
         let (api, mut address) = (context.bind()?, 0);
         let reserved = handle.map(u8::cast_signed);
@@ -79,16 +81,23 @@ impl DeviceMemory {
         let mut opened = Self {
             context: Arc::clone(context),
             address,
-            bytes: 0,
+            bytes: described_bytes,
             source: Source::OpenedIpc,
         };
         let (mut base, mut bytes) = (0, 0);
         // SAFETY: writes an address and a size.
         let code = unsafe { (api.cuMemGetAddressRange_v2)(&raw mut base, &raw mut bytes, address) };
-        context.check("cuMemGetAddressRange_v2", code)?;
-        // What lies before the address belongs to no part of the handle's memory.
-        let before = address.saturating_sub(base);
-        opened.bytes = (bytes as u64).saturating_sub(before);
+        match context.check("cuMemGetAddressRange_v2", code) {
+            Ok(()) => {
+                // What lies before the address belongs to no part of the handle's memory.
+                let before = address.saturating_sub(base);
+                opened.bytes = (bytes as u64).saturating_sub(before);
+            }
+            Err(error) if error.is_fatal() => return Err(error),
+            Err(error) => {
+                tracing::warn!(%error, described_bytes, "the size of an engine's memory is its own word");
+            }
+        }
         Ok(opened)
     }
 

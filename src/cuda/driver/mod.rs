@@ -3,6 +3,7 @@
 #![expect(unsafe_code, reason = "calls into the CUDA driver")]
 
 mod api;
+mod copies;
 mod memory;
 mod stream;
 mod vmm;
@@ -18,6 +19,7 @@ use cudarc::driver::sys;
 use self::api::{Api, Code};
 use super::error::{CudaError, NoDriver};
 
+pub use copies::BATCH_COPIES_MAX;
 pub use memory::{DeviceMemory, IPC_HANDLE_BYTES, PinnedRange};
 pub use stream::{DeviceSide, HostMemory, NotSubmitted, Stream, Submitted};
 pub use vmm::{Physical, SharedChunk, Sharing};
@@ -132,6 +134,11 @@ impl Driver {
         self.api.cuStreamWriteValue64_v2.is_some()
     }
 
+    /// Whether it has a call for many copies, 12.8's or 13.0's.
+    pub fn copies_together(&self) -> bool {
+        self.api.cuMemcpyBatchAsync.is_some() || self.api.cuMemcpyBatchAsync_v2.is_some()
+    }
+
     fn check(&self, call: &'static str, code: Code) -> Result<(), CudaError> {
         if code == SUCCESS {
             return Ok(());
@@ -228,6 +235,11 @@ impl Context {
     /// Which GPU.
     pub fn device(&self) -> Device {
         self.device
+    }
+
+    /// Whose it is.
+    pub fn driver(&self) -> &'static Driver {
+        self.driver
     }
 
     /// Where it is plugged in.

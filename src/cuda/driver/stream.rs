@@ -10,7 +10,8 @@ use cudarc::driver::sys;
 
 use super::Context;
 use super::api::Code;
-use super::memory::{DeviceMemory, host_range};
+use super::copies::{Batches, Descriptors, Sides};
+use super::memory::DeviceMemory;
 use crate::cuda::error::CudaError;
 use crate::cuda::sabotage::{Bug, planted};
 use crate::memory::{CopyRange, SharedBuffer, TIMELINE_BYTES};
@@ -27,8 +28,10 @@ const DROP_PAUSE: Duration = Duration::from_micros(200);
 
 /// Work in order, beside that of other streams.
 pub struct Stream {
-    context: Arc<Context>,
-    handle: sys::CUstream,
+    pub(super) context: Arc<Context>,
+    pub(super) handle: sys::CUstream,
+    /// Where it gives many copies by one call.
+    pub(super) batches: Option<Batches>,
 }
 
 // SAFETY: a stream may be used by any thread that has made its context its own.
@@ -72,6 +75,12 @@ impl NotSubmitted {
 impl Stream {
     /// A stream of its own.
     pub fn new(context: &Arc<Context>) -> Result<Arc<Self>, CudaError> {
+        Self::giving(context, 1)
+    }
+
+    /// The same, which gives up to so many copies by one call of the driver. One that takes no such calls gets them one by
+    /// one.
+    pub fn giving(context: &Arc<Context>, copies_a_call: usize) -> Result<Arc<Self>, CudaError> {
         let (api, mut handle) = (context.bind()?, ptr::null_mut());
         // SAFETY: writes one handle.
         let code =
@@ -80,6 +89,7 @@ impl Stream {
         Ok(Arc::new(Self {
             context: Arc::clone(context),
             handle,
+            batches: (copies_a_call > 1).then(|| Batches::new(copies_a_call)),
         }))
     }
 
@@ -94,22 +104,17 @@ impl Stream {
         ranges: &mut dyn Iterator<Item = CopyRange>,
     ) -> Result<Submitted, Box<NotSubmitted>> {
         let nothing = |error| Box::new(NotSubmitted::Refused(error, None));
-        let mut submitted = Submitted {
-            stream: Arc::clone(self),
-            event: Event::new(&self.context).map_err(nothing)?,
-            keeps: ManuallyDrop::new((device, Some(host))),
-            end: End::Over,
-        };
+        let (on_device, in_host) = (Arc::clone(&device), Arc::clone(&host));
+        let mut submitted = Submitted::new(self, device, Some(host)).map_err(nothing)?;
         if planted(Bug::RecordTooSoon) {
             submitted.event.record(self).map_err(nothing)?;
         }
-        let mut copied = Ok(());
-        for range in ranges {
-            copied = self.copy(direction, &mut submitted, range);
-            if copied.is_err() {
-                break;
-            }
-        }
+        let sides = Sides {
+            direction,
+            device: &*on_device,
+            host: &*in_host,
+        };
+        let copied = self.give(&sides, ranges, &mut submitted);
         if submitted.end == End::Over {
             // Nothing was given.
             return match copied {
@@ -118,54 +123,6 @@ impl Stream {
             };
         }
         self.seal(submitted, copied)
-    }
-
-    fn copy(
-        &self,
-        direction: Direction,
-        submitted: &mut Submitted,
-        range: CopyRange,
-    ) -> Result<(), CudaError> {
-        let (device, Some(host)) = &*submitted.keeps else {
-            return Ok(());
-        };
-        let mut done = 0;
-        while done < range.len_bytes {
-            let depot_bytes = range.depot_bytes + done;
-            let part = host.end_of_part(depot_bytes).saturating_sub(depot_bytes);
-            let part = if planted(Bug::CrossChunks) {
-                u64::MAX
-            } else {
-                part
-            };
-            let len_bytes = part.min(range.len_bytes - done);
-            let here = device
-                .memory(range.allocation)
-                .and_then(|memory| memory.range(range.device_bytes + done, len_bytes))
-                .zip(host_range(host.buffer(), depot_bytes, len_bytes));
-            let Some((at_device, at_host)) = here else {
-                return Err(CudaError {
-                    call: "cuMemcpyAsync",
-                    code: 1,
-                    name: "CUDA_ERROR_INVALID_VALUE",
-                });
-            };
-            let wrong_way = planted(Bug::WrongWay);
-            let (to, from) = match direction {
-                Direction::Store if wrong_way => (at_device, at_host as u64),
-                Direction::Load if wrong_way => (at_host as u64, at_device),
-                Direction::Store => (at_host as u64, at_device),
-                Direction::Load => (at_device, at_host as u64),
-            };
-            let api = self.context.bind()?;
-            // SAFETY: both ranges lie in memory that `submitted` keeps until the stream has come behind this copy. Other
-            // processes may write the same bytes, which are then any bytes; nothing in this process refers to them.
-            let code = unsafe { (api.cuMemcpyAsync)(to, from, len_bytes as usize, self.handle) };
-            self.context.check("cuMemcpyAsync", code)?;
-            submitted.end = End::Unknown;
-            done += len_bytes;
-        }
-        Ok(())
     }
 
     /// Writes a word of device memory once everything before it in the stream is done, and what that has written can be seen
@@ -188,17 +145,12 @@ impl Stream {
                 name: "CUDA_ERROR_NOT_SUPPORTED",
             }));
         };
-        let mut submitted = Submitted {
-            stream: Arc::clone(self),
-            event: Event::new(&self.context).map_err(nothing)?,
-            keeps: ManuallyDrop::new((device, None)),
-            end: End::Over,
-        };
+        let mut submitted = Submitted::new(self, device, None).map_err(nothing)?;
         // SAFETY: the word lies in memory that `submitted` keeps until the stream has come behind this. Without a flag the
         // driver orders what was written before.
         let code = unsafe { write(self.handle, at, value, 0) };
         self.context.check(call, code).map_err(nothing)?;
-        submitted.end = End::Unknown;
+        submitted.set_under_way();
         self.seal(submitted, Ok(()))
     }
 
@@ -312,9 +264,14 @@ impl Drop for Event {
     }
 }
 
-type Kept = (Arc<dyn DeviceSide>, Option<Arc<dyn HostMemory>>);
+/// What copies under way touch.
+struct Kept {
+    _device: Arc<dyn DeviceSide>,
+    _host: Option<Arc<dyn HostMemory>>,
+    descriptors: Vec<Descriptors>,
+}
 
-/// Copies under way, and the memory that they touch. Both memories are let go when the copies are known to be over, and
+/// Copies under way, and the memory that they touch. All of it is let go when the copies are known to be over, and
 /// never when that cannot be known.
 pub struct Submitted {
     stream: Arc<Stream>,
@@ -335,6 +292,33 @@ enum End {
 }
 
 impl Submitted {
+    fn new(
+        stream: &Arc<Stream>,
+        device: Arc<dyn DeviceSide>,
+        host: Option<Arc<dyn HostMemory>>,
+    ) -> Result<Self, CudaError> {
+        Ok(Self {
+            stream: Arc::clone(stream),
+            event: Event::new(&stream.context)?,
+            keeps: ManuallyDrop::new(Kept {
+                _device: device,
+                _host: host,
+                descriptors: Vec::new(),
+            }),
+            end: End::Over,
+        })
+    }
+
+    /// Something was given.
+    pub(super) fn set_under_way(&mut self) {
+        self.end = End::Unknown;
+    }
+
+    /// Keeps what the driver may read until then.
+    pub(super) fn keep(&mut self, descriptors: Descriptors) {
+        self.keeps.descriptors.push(descriptors);
+    }
+
     /// Whether they are over.
     pub fn poll(&mut self) -> Result<bool, CudaError> {
         let over = match self.end {
@@ -372,8 +356,11 @@ impl Drop for Submitted {
                 }
             }
         }
-        // SAFETY: dropped here, once, and not used behind this.
-        unsafe { ManuallyDrop::drop(&mut self.keeps) };
+        // SAFETY: taken here, once, and not used behind this.
+        let kept = unsafe { ManuallyDrop::take(&mut self.keeps) };
+        if let Some(batches) = &self.stream.batches {
+            batches.give_back(kept.descriptors);
+        }
     }
 }
 

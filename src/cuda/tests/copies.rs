@@ -2,13 +2,13 @@
 
 use std::sync::Arc;
 
-use crate::cuda::Sharing;
+use crate::cuda::{BATCH_COPIES_MAX, Sharing};
 use crate::memory::CancelFlag;
 use crate::types::Direction;
 
 use super::engine::{AXES, Axis, Engine, Roles, Scales};
 use super::fake;
-use super::world::{Wanted, World};
+use super::world::{Wanted, Ways, World};
 
 /// Worlds of one process; each begins with streams, and so with pauses, of its own.
 const SEEDS_A_PROCESS: u64 = 250;
@@ -91,9 +91,12 @@ pub(super) fn one_seed(seed: u64) {
     let (device_pages, depot_pages) = (engine.pages as u32, chance.u32(3..9));
     // Registered in small chunks, so that copies meet their borders.
     let chunk_bytes = 4096 << chance.u32(0..6);
-    let sharing = [None, None, Some(Sharing::Fd), Some(Sharing::Fabric)][chance.usize(0..4)];
+    let ways = Ways {
+        sharing: [None, None, Some(Sharing::Fd), Some(Sharing::Fabric)][chance.usize(0..4)],
+        copies_a_call: [1, 1, 7, BATCH_COPIES_MAX][chance.usize(0..4)],
+    };
     let registration = engine.registration();
-    let world = World::with_memory(registration, depot_pages, chunk_bytes, seed, sharing);
+    let world = World::with_ways(registration, depot_pages, chunk_bytes, seed, ways);
     let mut world = world.expect("a driver without errors");
     for round in 0..2 {
         let wanted = copies(&mut chance, device_pages, depot_pages);
@@ -132,7 +135,7 @@ pub(super) fn one_seed(seed: u64) {
 
 fn seeds(part: u64) {
     let settings = format!("seed={part};delay_us=300");
-    fake::under_and_clean(&settings, || {
+    fake::anywhere(&settings, || {
         (part * SEEDS_A_PROCESS..(part + 1) * SEEDS_A_PROCESS).for_each(one_seed);
     });
 }
@@ -172,7 +175,7 @@ pub(super) fn plain(roles: Roles) -> Engine {
 
 #[test]
 fn a_cancelled_copy_says_what_came() {
-    fake::under_and_clean("delay_us=2000", || {
+    fake::anywhere("delay_us=2000", || {
         for (seed, before) in [(1, true), (2, false), (3, false), (4, false)] {
             let mut world = World::new(plain(Roles::Packed).registration(), 9, 4096, seed);
             let mut wanted = Wanted {
@@ -202,7 +205,7 @@ fn a_cancelled_copy_says_what_came() {
 
 #[test]
 fn the_end_of_the_actor_waits_for_what_is_under_way() {
-    fake::under_and_clean("delay_us=2000", || {
+    fake::anywhere("delay_us=2000", || {
         for seed in 0..20 {
             let mut world = World::new(plain(Roles::Packed).registration(), 9, 4096, seed);
             world.start(&Wanted {

@@ -65,7 +65,7 @@ fn a_driver_that_is_too_old() {
         assert!(refused.to_string().contains("install driver 525"));
         return;
     }
-    let (folder, _home) = fake_cuda::without("cuMemHostRegister_v2");
+    let (folder, _home) = fake_cuda::without(&["cuMemHostRegister_v2"]);
     fake::succeeded(&fake::again(folder.path(), ""), "an old driver");
 }
 
@@ -74,9 +74,15 @@ fn a_driver_without_newer_functions() {
     if fake::is_inside() {
         let driver = Driver::get().expect("new enough");
         assert!(!driver.writes_words());
+        assert!(!driver.copies_together());
         return;
     }
-    let (folder, _home) = fake_cuda::without("cuStreamWriteValue64_v2");
+    let newer = [
+        "cuStreamWriteValue64_v2",
+        "cuMemcpyBatchAsync",
+        "cuMemcpyBatchAsync_v2",
+    ];
+    let (folder, _home) = fake_cuda::without(&newer);
     fake::succeeded(&fake::again(folder.path(), ""), "an older driver");
 }
 
@@ -86,6 +92,7 @@ fn gpus_are_found_by_their_names() {
         let driver = Driver::get().expect("it is there");
         assert_eq!(driver.version(), 13_000);
         assert!(driver.writes_words());
+        assert!(driver.copies_together());
         let devices = driver.devices().expect("listed");
         assert_eq!(devices.len(), 3);
         let text = devices[2].uuid.to_string();

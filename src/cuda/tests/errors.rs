@@ -6,7 +6,7 @@ use crate::types::{Direction, EndedCopy};
 use super::copies::plain;
 use super::engine::Roles;
 use super::fake;
-use super::world::{Wanted, World};
+use super::world::{Wanted, Ways, World};
 
 /// Calls that give something back. When such a call itself fails, what it was to give back is left.
 const GIVE_BACK: [&str; 8] = [
@@ -34,9 +34,9 @@ fn wanted(direction: Direction) -> Wanted {
 }
 
 /// A store, then a load elsewhere. Whatever the driver refuses is told in words, and the words are said.
-fn there_and_back(sharing: Option<Sharing>) -> Result<(), String> {
+fn there_and_back(ways: Ways) -> Result<(), String> {
     let registration = plain(Roles::Split).registration();
-    let mut world = World::with_memory(registration, 9, 4096, 7, sharing)?;
+    let mut world = World::with_ways(registration, 9, 4096, 7, ways)?;
     for direction in [Direction::Store, Direction::Load, Direction::Store] {
         let mut copy = wanted(direction);
         world.start(&copy);
@@ -107,21 +107,21 @@ fn an_end_that_nobody_knows_is_not_told() {
     // The world itself is made with 1 record for each allocation, which is one here, and one for the timeline.
     let fails = "fail=*/cuEventRecord/3/1;fail=*/cuStreamSynchronize/1/1";
     let settings = format!("delay_us=300;{fails}");
-    let said = fake::under(&settings, || tell(None));
+    let said = fake::under(&settings, || tell(Ways::default()));
     let Some(said) = said else { return };
     assert!(said.contains("in words: cuEventRecord answered"), "{said}");
 }
 
-pub(super) fn tell(sharing: Option<Sharing>) {
-    match there_and_back(sharing) {
+pub(super) fn tell(ways: Ways) {
+    match there_and_back(ways) {
         Ok(()) => println!("all went well"),
         Err(error) => println!("in words: {error}"),
     }
 }
 
-fn each_call_fails(sharing: Option<Sharing>) {
+fn each_call_fails(ways: Ways) {
     if fake::is_inside() {
-        return tell(sharing);
+        return tell(ways);
     }
     for code in CODES {
         let failures = (1..).take_while(|nth| one_failure(*nth, code)).count();
@@ -131,10 +131,24 @@ fn each_call_fails(sharing: Option<Sharing>) {
 
 #[test]
 fn every_call_fails_in_turn() {
-    each_call_fails(None);
+    each_call_fails(Ways::default());
 }
 
 #[test]
 fn every_call_fails_in_turn_with_memory_in_chunks() {
-    each_call_fails(Some(Sharing::Fd));
+    each_call_fails(Ways {
+        sharing: Some(Sharing::Fd),
+        ..Ways::default()
+    });
+}
+
+/// Copies by calls for up to seven each.
+pub(super) const TOGETHER: Ways = Ways {
+    sharing: None,
+    copies_a_call: 7,
+};
+
+#[test]
+fn every_call_fails_in_turn_with_copies_given_together() {
+    each_call_fails(TOGETHER);
 }

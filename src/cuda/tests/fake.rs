@@ -1,12 +1,13 @@
 //! Runs a test in a process that finds the driver for tests in place of a real one.
 
+use std::ffi::OsString;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::sync::mpsc::RecvTimeoutError;
 use std::time::Duration;
 
 use super::fake_cuda::variables;
-pub use super::fake_cuda::{folder, library};
+pub use super::fake_cuda::{folder, library, on_gpu};
 
 /// Nothing here takes so long unless it hangs.
 const LIMIT: Duration = Duration::from_secs(120);
@@ -23,15 +24,28 @@ pub fn again(folder: &Path, settings: &str) -> Output {
 }
 
 /// The same, with more variables; killed behind a limit.
-pub fn again_with(folder: &Path, settings: &str, more: &[(&str, &str)], limit: Duration) -> Output {
+pub fn again_with(
+    folder: &Path,
+    settings: &str,
+    more: &[(&'static str, &str)],
+    limit: Duration,
+) -> Output {
+    let driver = variables(folder, settings);
+    let more = more.iter().map(|(name, value)| (*name, (*value).into()));
+    again_in(driver.into_iter().chain(more), limit)
+}
+
+fn again_in(
+    environment: impl Iterator<Item = (&'static str, OsString)>,
+    limit: Duration,
+) -> Output {
     let test = std::thread::current();
     let test = test.name().expect("tests run on threads with their names");
     let mut command = Command::new(std::env::current_exe().expect("a program"));
     command
         .args([test, "--exact", "--nocapture", "--test-threads=1"])
         .env(INSIDE, "1")
-        .envs(variables(folder, settings))
-        .envs(more.iter().copied())
+        .envs(environment)
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
     let child = command.spawn().expect("it runs");
@@ -82,6 +96,14 @@ pub fn under_and_clean(settings: &str, body: impl FnOnce()) {
     let report = only_file(reports.path());
     let left = report.split_whitespace().find(|part| !part.ends_with("=0"));
     assert_eq!(left, None, "{settings}: {report}");
+}
+
+/// Like [`under_and_clean`]; or with the machine's own driver, where that is wanted.
+pub fn anywhere(settings: &str, body: impl FnOnce()) {
+    if !on_gpu() || is_inside() {
+        return under_and_clean(settings, body);
+    }
+    succeeded(&again_in(std::iter::empty(), LIMIT), "on a GPU");
 }
 
 /// The text of the only file in a folder.

@@ -11,4 +11,5 @@ mod fake;
 mod fake_cuda;
 mod neighbour;
 mod planted;
+mod together;
 mod world;

@@ -44,7 +44,8 @@ fn engine() {
         if keep != "keep" {
             kept.clear();
         }
-        let memory = DeviceMemory::allocate(&context, bytes()).expect("memory");
+        // A real driver shares all of a block of so many bytes.
+        let memory = DeviceMemory::allocate(&context, bytes().max(2 << 20)).expect("memory");
         let handle = memory.ipc_handle().expect("a handle");
         let memory = DeviceMemories::own(vec![memory]);
         let generation = generation.parse().expect("a number");
@@ -152,12 +153,32 @@ fn memory_of_another_process() {
     if std::env::var_os(ENGINE).is_some() {
         return engine();
     }
-    fake::under_and_clean("seed=3;delay_us=100", || seeds(SEEDS));
+    fake::anywhere("seed=3;delay_us=100", || seeds(SEEDS));
+}
+
+/// A driver that knows no size of memory that another process made.
+#[test]
+fn memory_of_a_size_that_only_its_engine_knows() {
+    fake::under_and_clean("fail=*/cuMemGetAddressRange_v2/1/1", || seeds(2));
+}
+
+/// That answer may also be the end of the GPU for this process.
+#[test]
+fn memory_of_which_the_driver_says_that_the_gpu_is_lost() {
+    fake::under("fail=*/cuMemGetAddressRange_v2/1/719", || {
+        let mut neighbour = Neighbour::start();
+        let (context, handle) = (context(), neighbour.memory(1, false));
+        let mut window = Window::new(&context).expect("a window");
+        let registration = registration(handle, 1);
+        let refused = RegisteredDevice::open(&registration, &context, &mut window, |_| None);
+        let error = refused.expect_err("the GPU is lost").fatal();
+        assert_eq!(error.map(|error| error.code), Some(719));
+    });
 }
 
 #[test]
 fn a_handle_of_memory_that_is_gone_is_refused_in_words() {
-    fake::under_and_clean("", || {
+    fake::anywhere("", || {
         let mut neighbour = Neighbour::start();
         let context = context();
         let mut window = Window::new(&context).expect("a window");

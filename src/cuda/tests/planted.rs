@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use super::copies::one_seed;
+use super::world::Ways;
 use super::{errors, fake, neighbour};
 use crate::cuda::sabotage::{Bug, plant};
 
@@ -16,7 +17,7 @@ fn hunt(bug: Bug) {
     plant(bug);
     match bug {
         Bug::StaleMapping => return neighbour::seeds(SEEDS),
-        Bug::CountRefused => return errors::tell(None),
+        Bug::CountRefused => return errors::tell(Ways::default()),
         _ => {}
     }
     for seed in 0..SEEDS {

@@ -17,6 +17,7 @@ use crate::types::{
 };
 
 use super::engine::addresses;
+use super::fake::on_gpu;
 
 /// Nothing here takes so long unless it hangs.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -34,6 +35,24 @@ pub struct World {
     /// What each page of the depot must hold.
     pub in_depot: Vec<Vec<u8>>,
     last: u64,
+}
+
+/// What the driver is asked for.
+#[derive(Debug, Clone, Copy)]
+pub struct Ways {
+    /// How memory was shared in chunks, if it was.
+    pub sharing: Option<Sharing>,
+    /// Of the copier.
+    pub copies_a_call: usize,
+}
+
+impl Default for Ways {
+    fn default() -> Self {
+        Self {
+            sharing: None,
+            copies_a_call: 1,
+        }
+    }
 }
 
 /// A copy as a test wants it: pages as (device, depot), in parts.
@@ -57,16 +76,22 @@ impl World {
         chunk_bytes: u64,
         seed: u64,
     ) -> Result<Self, String> {
-        Self::with_memory(registration, depot_pages, chunk_bytes, seed, None)
+        Self::with_ways(
+            registration,
+            depot_pages,
+            chunk_bytes,
+            seed,
+            Ways::default(),
+        )
     }
 
-    /// The same, in memory that was shared in chunks.
-    pub fn with_memory(
+    /// The same, in memory of a kind and with copies given so many a call.
+    pub fn with_ways(
         registration: Registration,
         depot_pages: u32,
         chunk_bytes: u64,
         seed: u64,
-        sharing: Option<Sharing>,
+        ways: Ways,
     ) -> Result<Self, String> {
         let mut chance = fastrand::Rng::with_seed(seed);
         let mut noise = |bytes: u64| {
@@ -79,7 +104,7 @@ impl World {
         let device = driver.devices().map_err(words)?[0];
         let context = Context::new(driver, device).map_err(words)?;
         let mut window = Window::new(&context).map_err(words)?;
-        let allocate = |bytes| match sharing {
+        let allocate = |bytes| match ways.sharing {
             None => DeviceMemory::allocate(&context, bytes).map_err(words),
             Some(sharing) => shared(&context, bytes, sharing).map_err(words),
         };
@@ -113,6 +138,7 @@ impl World {
         let (tell, outcomes) = channel();
         let copier = Copier::start(CopierSettings {
             context: Arc::clone(&context),
+            copies_a_call: ways.copies_a_call,
             tell: Box::new(move |outcome| tell.send(outcome).is_ok()),
         });
         let geometry = layout.geometry(&registration);
@@ -321,7 +347,12 @@ impl World {
 
 /// Memory as another process opens it; its maker lets it go then.
 fn shared(context: &Arc<Context>, bytes: u64, sharing: Sharing) -> Result<DeviceMemory, CudaError> {
-    let (made, chunks) = DeviceMemory::allocate_chunks(context, bytes, 1, sharing)?;
+    let made = |sharing| DeviceMemory::allocate_chunks(context, bytes, 1, sharing);
+    let (made, chunks) = match made(sharing) {
+        // Few machines have what fabric handles need.
+        Err(_) if on_gpu() && sharing == Sharing::Fabric => made(Sharing::Fd),
+        made => made,
+    }?;
     let shared = chunks.iter().map(|it| Ok((it.share()?, it.bytes())));
     let shared = shared.collect::<Result<Vec<_>, CudaError>>()?;
     let opened = DeviceMemory::open_chunks(context, &shared);

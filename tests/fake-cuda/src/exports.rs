@@ -7,6 +7,7 @@
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::sync::Arc;
 
+use crate::batch::{Attributes, Lists};
 use crate::code::{
     self, ALREADY_REGISTERED, Code, INVALID_CONTEXT, INVALID_DEVICE, INVALID_HANDLE, INVALID_VALUE,
     NO_DEVICE, NOT_READY, NOT_REGISTERED, SUCCESS,
@@ -250,6 +251,17 @@ exported! {
         }
         let pinned = world.check_copy(to, from, bytes)?;
         world.give(stream, Work::Copy { to, from, bytes, pinned })
+    }
+
+    Context fn cuMemcpyBatchAsync(to: *const u64, from: *const u64, bytes: *const usize, count: usize, attributes: *const Attributes, attributes_of: *const usize, attributes_count: usize, failed: *mut usize, stream: u64) |world| {
+        give(failed, usize::MAX)?;
+        let lists = Lists { to, from, bytes, count, attributes, attributes_of, attributes_count };
+        lists.give(world, stream)
+    }
+
+    Context fn cuMemcpyBatchAsync_v2(to: *const u64, from: *const u64, bytes: *const usize, count: usize, attributes: *const Attributes, attributes_of: *const usize, attributes_count: usize, stream: u64) |world| {
+        let lists = Lists { to, from, bytes, count, attributes, attributes_of, attributes_count };
+        lists.give(world, stream)
     }
 
     Context fn cuMemcpyHtoDAsync_v2(to: u64, from: u64, bytes: usize, stream: u64) |world| {

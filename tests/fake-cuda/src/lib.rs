@@ -7,12 +7,14 @@
 //! * each stream is a thread that does its work late, after random pauses, so that what is not waited for is not there;
 //! * every range is looked up when it is used, not when the work is given: memory that was freed, closed or unregistered
 //!   too early is an error, as is memory that its owner freed (a stale mapping of another process);
+//! * what describes many copies of one call is read again when they run, and they run in any order;
 //! * a copy must not cross the end of a registered host range;
 //! * calls without a current context, or before `cuInit`, fail;
 //! * any call can be made to fail at its n-th time, and errors that poison a context do so.
 //!
 //! [`SETTINGS`] names the variable of the environment that steers it.
 
+mod batch;
 mod code;
 mod exports;
 mod memory;

@@ -5,6 +5,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
+use crate::batch::Batch;
 use crate::code::Code;
 use crate::world::World;
 
@@ -20,6 +21,7 @@ pub(crate) enum Work {
         /// Registered host memory, which must still be that when the copy runs.
         pinned: Option<u64>,
     },
+    Batch(Batch),
     Record(Arc<Event>, u64),
     WaitValue {
         at: u64,
@@ -119,6 +121,7 @@ fn run(number: u64, given: &Receiver<Work>, waiting: &Waiting) {
                 },
                 None,
             ) => world.copy(*to, *from, *bytes, *pinned),
+            (Work::Batch(batch), None) => batch.run(world, &mut chance),
             (Work::Record(event, number), None) => {
                 event.reached.fetch_max(*number, Ordering::SeqCst);
                 Ok(())

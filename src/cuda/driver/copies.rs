@@ -1,0 +1,298 @@
+//! Copies as the driver is given them: each by a call of its own, or many by one.
+#![expect(unsafe_code, reason = "calls into the CUDA driver")]
+
+use std::ffi::c_uint;
+use std::iter;
+use std::ptr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use super::api::Address;
+use super::memory::host_range;
+use super::stream::{DeviceSide, HostMemory, Stream, Submitted};
+use crate::cuda::error::CudaError;
+use crate::cuda::sabotage::{Bug, planted};
+use crate::memory::CopyRange;
+use crate::types::Direction;
+
+/// Descriptors that a stream keeps for the next copies. With [`BATCH_COPIES_MAX`] of 32 bytes each: 2 MiB a stream.
+const SPARE_DESCRIPTORS: usize = 16;
+/// Most copies of one call. Drivers have been seen to fail with ten times as many.
+pub const BATCH_COPIES_MAX: usize = 4096;
+/// `CU_MEMCPY_SRC_ACCESS_ORDER_STREAM`: what is copied is read in its turn in the stream.
+const ACCESS_IN_ORDER: c_uint = 1;
+
+/// One copy. It lies in both memories, and in one registered part of the host's.
+#[derive(Clone, Copy)]
+struct Piece {
+    to: Address,
+    from: Address,
+    bytes: usize,
+}
+
+/// What ranges are places in, and which way they are copied.
+pub(super) struct Sides<'a> {
+    pub(super) direction: Direction,
+    pub(super) device: &'a dyn DeviceSide,
+    pub(super) host: &'a dyn HostMemory,
+}
+
+impl Sides<'_> {
+    /// A range, cut where the parts of the host's memory end. One that does not lie in both is an error like the driver's.
+    fn pieces(&self, range: CopyRange) -> impl Iterator<Item = Result<Piece, CudaError>> + '_ {
+        let mut done = 0;
+        iter::from_fn(move || {
+            if done >= range.len_bytes {
+                return None;
+            }
+            let piece = self.piece(&range, done).ok_or(CudaError {
+                call: "cuMemcpyAsync",
+                code: 1,
+                name: "CUDA_ERROR_INVALID_VALUE",
+            });
+            done = match &piece {
+                Ok(piece) => done + piece.bytes as u64,
+                Err(_) => range.len_bytes,
+            };
+            Some(piece)
+        })
+    }
+
+    fn piece(&self, range: &CopyRange, done: u64) -> Option<Piece> {
+        let depot_bytes = range.depot_bytes + done;
+        let part = match planted(Bug::CrossChunks) {
+            true => u64::MAX,
+            false => self
+                .host
+                .end_of_part(depot_bytes)
+                .saturating_sub(depot_bytes),
+        };
+        let len_bytes = part.min(range.len_bytes - done);
+        let memory = self.device.memory(range.allocation)?;
+        let at_device = memory.range(range.device_bytes + done, len_bytes)?;
+        let at_host = host_range(self.host.buffer(), depot_bytes, len_bytes)? as Address;
+        let store = (self.direction == Direction::Store) != planted(Bug::WrongWay);
+        let (to, from) = match store {
+            true => (at_host, at_device),
+            false => (at_device, at_host),
+        };
+        Some(Piece {
+            to,
+            from,
+            bytes: usize::try_from(len_bytes).ok()?,
+        })
+    }
+}
+
+/// `CUmemcpyAttributes`.
+#[repr(C)]
+struct Attributes {
+    source_access_order: c_uint,
+    /// Where both memories are, for memory of which the driver does not know it.
+    hints: [c_uint; 4],
+    flags: c_uint,
+}
+
+const _: () = assert!(size_of::<Attributes>() == 24);
+
+/// What one call for many copies reads. Nothing says that it has read all of it when it returns, so it is kept as long as
+/// the memory that is copied.
+pub(super) struct Descriptors {
+    to: Vec<Address>,
+    from: Vec<Address>,
+    bytes: Vec<usize>,
+    /// Of each copy, or of each of the attributes the first copy: zeros are right either way.
+    attributes_of: Vec<usize>,
+    attributes: Box<Attributes>,
+}
+
+impl Descriptors {
+    fn new(copies: usize) -> Self {
+        Self {
+            to: Vec::with_capacity(copies),
+            from: Vec::with_capacity(copies),
+            bytes: Vec::with_capacity(copies),
+            attributes_of: vec![0; copies],
+            attributes: Box::new(Attributes {
+                source_access_order: ACCESS_IN_ORDER,
+                hints: [0; 4],
+                flags: 0,
+            }),
+        }
+    }
+
+    fn clear(&mut self) {
+        self.to.clear();
+        self.from.clear();
+        self.bytes.clear();
+    }
+
+    fn push(&mut self, piece: Piece) {
+        self.to.push(piece.to);
+        self.from.push(piece.from);
+        self.bytes.push(piece.bytes);
+    }
+
+    fn len(&self) -> usize {
+        self.bytes.len()
+    }
+
+    fn pieces(&self) -> impl Iterator<Item = Piece> + '_ {
+        let places = self.to.iter().zip(&self.from).zip(&self.bytes);
+        places.map(|((to, from), bytes)| Piece {
+            to: *to,
+            from: *from,
+            bytes: *bytes,
+        })
+    }
+}
+
+/// How a stream gives many copies by one call.
+pub(super) struct Batches {
+    /// Copies of one call.
+    most: usize,
+    /// The driver refused such a call: it gets none any more.
+    refused: AtomicBool,
+    spare: Mutex<Vec<Descriptors>>,
+}
+
+impl Batches {
+    /// Calls for at most so many copies.
+    pub(super) fn new(most: usize) -> Self {
+        Self {
+            most: most.clamp(1, BATCH_COPIES_MAX),
+            refused: AtomicBool::new(false),
+            spare: Mutex::default(),
+        }
+    }
+
+    /// The next of these copies, as many as one call takes.
+    fn next(
+        &self,
+        pieces: &mut impl Iterator<Item = Result<Piece, CudaError>>,
+    ) -> Result<Descriptors, CudaError> {
+        let spare = self
+            .spare
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .pop();
+        let mut descriptors = spare.unwrap_or_else(|| Descriptors::new(self.most));
+        descriptors.clear();
+        for piece in pieces.take(self.most) {
+            descriptors.push(piece?);
+        }
+        Ok(descriptors)
+    }
+
+    /// The driver reads these no more.
+    pub(super) fn give_back(&self, descriptors: Vec<Descriptors>) {
+        let mut spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner);
+        let room = SPARE_DESCRIPTORS.saturating_sub(spare.len());
+        spare.extend(descriptors.into_iter().take(room));
+    }
+}
+
+impl Stream {
+    /// Gives copies to the stream. In an error some may have been given.
+    pub(super) fn give(
+        &self,
+        sides: &Sides<'_>,
+        ranges: &mut dyn Iterator<Item = CopyRange>,
+        submitted: &mut Submitted,
+    ) -> Result<(), CudaError> {
+        let mut pieces = ranges.flat_map(|range| sides.pieces(range));
+        let Some(batches) = &self.batches else {
+            return pieces.try_for_each(|piece| self.copy(piece?, submitted));
+        };
+        loop {
+            let descriptors = batches.next(&mut pieces)?;
+            if descriptors.len() == 0 {
+                batches.give_back(vec![descriptors]);
+                return Ok(());
+            }
+            let given = self.copy_together(batches, &descriptors, submitted);
+            match planted(Bug::DescriptorsBackEarly) {
+                true => batches.give_back(vec![descriptors]),
+                false => submitted.keep(descriptors),
+            }
+            given?;
+        }
+    }
+
+    fn copy(&self, piece: Piece, submitted: &mut Submitted) -> Result<(), CudaError> {
+        let api = self.context.bind()?;
+        let Piece { to, from, bytes } = piece;
+        // SAFETY: both ranges lie in memory that `submitted` keeps until the stream has come behind this copy. Other
+        // processes may write the same bytes, which are then any bytes; nothing in this process refers to them.
+        let code = unsafe { (api.cuMemcpyAsync)(to, from, bytes, self.handle) };
+        self.context.check("cuMemcpyAsync", code)?;
+        submitted.set_under_way();
+        Ok(())
+    }
+
+    /// Gives copies by one call, or one by one where the driver does not take them so.
+    fn copy_together(
+        &self,
+        batches: &Batches,
+        descriptors: &Descriptors,
+        submitted: &mut Submitted,
+    ) -> Result<(), CudaError> {
+        if descriptors.len() > 1 && !batches.refused.load(Ordering::Relaxed) {
+            // When it is refused, nothing says that none of them was given.
+            submitted.set_under_way();
+            match self.call_for(descriptors) {
+                Ok(()) => return Ok(()),
+                Err(error) if error.is_fatal() => return Err(error),
+                Err(error) => {
+                    tracing::warn!(%error, "copies are given to the driver one by one from now on");
+                    batches.refused.store(true, Ordering::Relaxed);
+                }
+            }
+        }
+        let mut pieces = descriptors.pieces();
+        pieces.try_for_each(|piece| self.copy(piece, submitted))
+    }
+
+    fn call_for(&self, descriptors: &Descriptors) -> Result<(), CudaError> {
+        let api = self.context.bind()?;
+        let Descriptors {
+            to,
+            from,
+            bytes,
+            attributes_of,
+            attributes,
+        } = descriptors;
+        let (to, from, sizes, count) = (to.as_ptr(), from.as_ptr(), bytes.as_ptr(), to.len());
+        let (attributes, of) = (ptr::from_ref(attributes.as_ref()), attributes_of.as_ptr());
+        if let Some(call) = api.cuMemcpyBatchAsync_v2 {
+            // SAFETY: as for one copy, of each of them; the descriptors are kept as long as that memory, and of each list
+            // there are as many as `count`.
+            let code = unsafe {
+                call(
+                    to,
+                    from,
+                    sizes,
+                    count,
+                    attributes.cast(),
+                    of,
+                    1,
+                    self.handle,
+                )
+            };
+            return self.context.check("cuMemcpyBatchAsync_v2", code);
+        }
+        let (call, mut failed) = (api.cuMemcpyBatchAsync, usize::MAX);
+        let Some(call) = call else {
+            return Err(CudaError {
+                call: "cuMemcpyBatchAsync",
+                code: 801,
+                name: "CUDA_ERROR_NOT_SUPPORTED",
+            });
+        };
+        let failed = &raw mut failed;
+        let (attributes, handle) = (attributes.cast(), self.handle);
+        // SAFETY: as above; writes one number before it returns.
+        let code = unsafe { call(to, from, sizes, count, attributes, of, 1, failed, handle) };
+        self.context.check("cuMemcpyBatchAsync", code)
+    }
+}

@@ -1,0 +1,67 @@
+//! How copies are given to a GPU's driver.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+/// How a worker gives its copies to the GPU's driver. Written `async` or `batch`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum GpuCopy {
+    /// Each by a call of its own (`cuMemcpyAsync`), which every driver takes.
+    #[default]
+    Async,
+    /// Many by one call (`cuMemcpyBatchAsync`), from CUDA 12.8 on; a driver that does not take them gets them one by one.
+    Batch,
+}
+
+/// A text names no way to copy.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("'{0}' is no way to copy: write async or batch")]
+pub struct ParseGpuCopyError(String);
+
+impl GpuCopy {
+    const ALL: [Self; 2] = [Self::Async, Self::Batch];
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Async => "async",
+            Self::Batch => "batch",
+        }
+    }
+}
+
+impl FromStr for GpuCopy {
+    type Err = ParseGpuCopyError;
+
+    fn from_str(text: &str) -> Result<Self, ParseGpuCopyError> {
+        let found = Self::ALL.into_iter().find(|way| way.name() == text.trim());
+        found.ok_or_else(|| ParseGpuCopyError(text.to_owned()))
+    }
+}
+
+impl fmt::Display for GpuCopy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ways_are_written_as_they_are_read() {
+        for way in GpuCopy::ALL {
+            assert_eq!(way.to_string().parse(), Ok(way));
+            let json = serde_json::to_string(&way).expect("a text");
+            assert_eq!(json, format!("\"{way}\""));
+        }
+        let error = "kernel".parse::<GpuCopy>().expect_err("not yet");
+        assert_eq!(
+            error.to_string(),
+            "'kernel' is no way to copy: write async or batch"
+        );
+    }
+}

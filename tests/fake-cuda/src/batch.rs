@@ -1,0 +1,108 @@
+//! Many copies by one call. Their descriptions are read when the call comes, and again when the stream comes there: who frees
+//! or changes them in between gets other copies than he wanted.
+#![expect(
+    unsafe_code,
+    reason = "reads lists at addresses that the callers of a driver give"
+)]
+
+use std::ffi::c_uint;
+
+use crate::code::{Code, INVALID_VALUE};
+use crate::memory::take;
+use crate::stream::Work;
+use crate::world::World;
+
+/// Access orders of a source: in stream order, during the call, any.
+const ACCESS_ORDERS: std::ops::RangeInclusive<c_uint> = 1..=3;
+
+/// `CUmemcpyAttributes`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Attributes {
+    source_access_order: c_uint,
+    _hints: [c_uint; 4],
+    _flags: c_uint,
+}
+
+/// Where the lists are that describe copies.
+#[derive(Clone, Copy)]
+pub(crate) struct Lists {
+    pub(crate) to: *const u64,
+    pub(crate) from: *const u64,
+    pub(crate) bytes: *const usize,
+    pub(crate) count: usize,
+    pub(crate) attributes: *const Attributes,
+    pub(crate) attributes_of: *const usize,
+    pub(crate) attributes_count: usize,
+}
+
+/// Copies that a stream has not come to yet.
+pub(crate) struct Batch {
+    lists: Lists,
+    /// Registered host memory of each copy, which must still be that when it runs.
+    pinned: Vec<Option<u64>>,
+}
+
+// SAFETY: the lists are at addresses that the caller promised to leave alone; any thread may read them.
+unsafe impl Send for Batch {}
+
+/// One copy, as it is described now.
+#[derive(Clone, Copy)]
+struct Described {
+    to: u64,
+    from: u64,
+    bytes: usize,
+}
+
+impl Lists {
+    fn read(&self, index: usize) -> Result<Described, Code> {
+        Ok(Described {
+            to: take(self.to.wrapping_add(index))?,
+            from: take(self.from.wrapping_add(index))?,
+            bytes: take(self.bytes.wrapping_add(index))?,
+        })
+    }
+
+    fn check_attributes(&self) -> Result<(), Code> {
+        if !(1..=self.count).contains(&self.attributes_count) || take(self.attributes_of)? != 0 {
+            return Err(INVALID_VALUE);
+        }
+        (0..self.attributes_count).try_for_each(|index| {
+            let attributes = take(self.attributes.wrapping_add(index))?;
+            let known = ACCESS_ORDERS.contains(&attributes.source_access_order);
+            known.then_some(()).ok_or(INVALID_VALUE)
+        })
+    }
+
+    /// Checks all of it, as the driver does before it takes any.
+    pub(crate) fn give(self, world: &World, stream: u64) -> Result<(), Code> {
+        if self.count == 0 || stream == 0 {
+            return Err(INVALID_VALUE);
+        }
+        self.check_attributes()?;
+        let pinned = (0..self.count).map(|index| {
+            let Described { to, from, bytes } = self.read(index)?;
+            if bytes == 0 {
+                return Err(INVALID_VALUE);
+            }
+            world.check_copy(to, from, bytes)
+        });
+        let pinned = pinned.collect::<Result<_, _>>()?;
+        let lists = self;
+        world.give(stream, Work::Batch(Batch { lists, pinned }))
+    }
+}
+
+impl Batch {
+    /// Does the copies, in any order: nothing promises one.
+    pub(crate) fn run(&self, world: &World, chance: &mut fastrand::Rng) -> Result<(), Code> {
+        self.lists.check_attributes()?;
+        let mut order: Vec<usize> = (0..self.pinned.len()).collect();
+        chance.shuffle(&mut order);
+        for index in order {
+            let Described { to, from, bytes } = self.lists.read(index)?;
+            world.copy(to, from, bytes, self.pinned[index])?;
+        }
+        Ok(())
+    }
+}
