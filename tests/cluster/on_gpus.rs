@@ -20,23 +20,28 @@ impl Gpus {
         Self(folder, format!("devices=2;{settings}"))
     }
 
-    fn variables(&self) -> [(&'static str, OsString); 2] {
-        fake_cuda::variables(self.0.path(), &self.1)
+    fn variables(&self) -> Vec<(&'static str, OsString)> {
+        fake_cuda::variables(self.0.path(), &self.1).into()
+    }
+
+    /// The same; none where tests are to run on the machine's own GPUs.
+    fn anywhere(&self) -> Vec<(&'static str, OsString)> {
+        match fake_cuda::on_gpu() {
+            true => Vec::new(),
+            false => self.variables(),
+        }
     }
 }
 
 /// What was decided does not depend on where the engine's memory is, and every byte comes back.
 fn as_on_the_cpu(device: &str, arguments: &[&str]) {
-    as_on_the_cpu_with(&Gpus::new("delay_us=30"), device, arguments);
+    as_on_the_cpu_with(&Gpus::new("delay_us=30").anywhere(), device, arguments);
 }
 
-fn as_on_the_cpu_with(gpus: &Gpus, device: &str, arguments: &[&str]) {
+fn as_on_the_cpu_with(variables: &[(&str, OsString)], device: &str, arguments: &[&str]) {
     let arguments = [arguments, &["--sequential"]].concat();
     let expected = replay(&arguments);
-    let found = replay_with(
-        &gpus.variables(),
-        &[&arguments[..], &["--device", device]].concat(),
-    );
+    let found = replay_with(variables, &[&arguments[..], &["--device", device]].concat());
     for key in ["/tokens", "/blocks", "/arena", "/decisions_digest"] {
         assert_eq!(found.pointer(key), expected.pointer(key), "{key}");
     }
@@ -60,15 +65,23 @@ const LATE: &str = "delay_us=engine-rank/8000";
 #[test]
 fn stores_wait_for_what_a_late_device_writes() {
     let gpus = Gpus::new(LATE);
-    as_on_the_cpu_with(&gpus, "cuda", &["--requests", "24", "--g1-pages", "64"]);
+    as_on_the_cpu_with(
+        &gpus.variables(),
+        "cuda",
+        &["--requests", "24", "--g1-pages", "64"],
+    );
 }
 
 /// Without that word: the rank waits for the device itself.
 #[test]
 fn a_driver_that_writes_no_words() {
-    let (folder, _home) = fake_cuda::without("cuStreamWriteValue64_v2");
+    let (folder, _home) = fake_cuda::without(&["cuStreamWriteValue64_v2"]);
     let gpus = Gpus(folder, format!("devices=2;{LATE}"));
-    as_on_the_cpu_with(&gpus, "cuda", &["--requests", "24", "--g1-pages", "64"]);
+    as_on_the_cpu_with(
+        &gpus.variables(),
+        "cuda",
+        &["--requests", "24", "--g1-pages", "64"],
+    );
 }
 
 /// Several chunks a rank, and pages across their ends.
@@ -79,9 +92,30 @@ fn memory_in_chunks_by_their_descriptors() {
 
 #[test]
 fn memory_in_chunks_by_fabric_handles() {
+    if fake_cuda::on_gpu() {
+        println!("skipped: few machines have what fabric handles need");
+        return;
+    }
     let layout = ["--layout", "contiguous", "--ratio", "7"];
     let arguments = [&["--requests", "40", "--g1-pages", "64"][..], &layout];
     as_on_the_cpu("cuda-fabric", &arguments.concat());
+}
+
+/// Many copies by one call, until the driver of one worker refuses such a call: then one by one, also those of that call.
+#[test]
+fn copies_that_are_given_together() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let once = folder.path().join("once");
+    let refusal = format!(
+        "fail=worker/cuMemcpyBatchAsync_v2/9/1;once={}",
+        once.display()
+    );
+    let gpus = Gpus::new(&format!("delay_us=30;{refusal}"));
+    let mut variables = gpus.variables();
+    variables.push(("KVFERRY_GPU_COPY", "batch".into()));
+    let arguments = ["--ratio", "7", "--requests", "40", "--g1-pages", "64"];
+    as_on_the_cpu_with(&variables, "cuda", &arguments);
+    assert!(once.exists(), "there were no such calls");
 }
 
 #[test]
@@ -108,10 +142,8 @@ fn what_both_ranks_hold_alike_is_stored_once() {
 #[test]
 fn a_worker_that_is_killed_costs_hits_and_no_bytes() {
     let gpus = Gpus::new("delay_us=20");
-    let replay = Disturbed::start_with(
-        &gpus.variables(),
-        &["--device", "cuda", "--requests", "200"],
-    );
+    let replay =
+        Disturbed::start_with(&gpus.anywhere(), &["--device", "cuda", "--requests", "200"]);
     let status = replay.in_the_middle();
     let loaded = number(&status, "/counters/blocks_loaded");
     signal(number(&status, "/ranks/1/pid"), Signal::KILL);
@@ -146,6 +178,69 @@ fn a_gpu_that_is_lost_costs_a_worker_and_no_bytes() {
 fn no_driver() -> (tempfile::TempDir, tempfile::NamedTempFile) {
     let empty = tempfile::NamedTempFile::new().expect("a file");
     (fake_cuda::folder(empty.path()), empty)
+}
+
+/// What `kvferry bench gpu` says: standard output, or why not.
+fn bench(variables: &[(&str, OsString)], arguments: &[&str]) -> Result<String, String> {
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_kvferry"));
+    command.args(["bench", "gpu", "--rounds", "2", "--mib", "2"]);
+    command.envs(variables.iter().map(|(name, value)| (name, value)));
+    let output = command.args(arguments).output().expect("it runs");
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    match output.status.success() {
+        true => Ok(text(&output.stdout)),
+        false => Err(text(&output.stderr)),
+    }
+}
+
+#[test]
+fn every_way_to_copy_is_measured_on_bytes_that_came_back() {
+    let gpus = Gpus::new("delay_us=20");
+    let said = bench(&gpus.anywhere(), &["--fragment-kib", "2048,18", "--json"]).expect("figures");
+    let report: Value = serde_json::from_str(&said).expect("JSON");
+    let rows = report["rows"].as_array().expect("rows");
+    let shapes: Vec<_> = rows
+        .iter()
+        .map(|row| (&row["fragments"], &row["direction"]))
+        .collect();
+    let expected = serde_json::json!([[1, "store"], [1, "load"], [113, "store"], [113, "load"]]);
+    assert_eq!(serde_json::json!(shapes), expected);
+    for row in rows {
+        for way in ["one_copy_gb_per_s", "async_gb_per_s", "batch_gb_per_s"] {
+            assert!(row[way][1].as_f64().expect("a rate") > 0.0, "{row}");
+        }
+    }
+    assert!(report["both_ways_gb_per_s"][1].as_f64().expect("a rate") > 0.0);
+    let said = bench(&gpus.anywhere(), &["--fragment-kib", "64"]).expect("figures");
+    assert!(said.contains("64 KiB  store"), "{said}");
+}
+
+#[test]
+fn what_cannot_be_measured_is_refused_in_words() {
+    let gpus = Gpus::new("");
+    let cases = [
+        (["--gpu", "7"], "gpu is 7: this process may use 2"),
+        (
+            ["--fragment-kib", "4096"],
+            "fragment_kib is 4096: write sizes from 1 to",
+        ),
+        (["--fragment-kib", "0"], "fragment_kib is 0"),
+    ];
+    for (arguments, expected) in cases {
+        let refused = bench(&gpus.variables(), &arguments).expect_err(expected);
+        assert!(refused.contains(expected), "{refused}");
+    }
+    let (folder, _home) = fake_cuda::without(&["cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2"]);
+    let older = fake_cuda::variables(folder.path(), "");
+    let said = bench(&older, &["--fragment-kib", "64"]).expect("figures");
+    assert!(said.contains("the driver has none"), "{said}");
+    let (folder, _empty) = no_driver();
+    let nothing = fake_cuda::variables(folder.path(), "");
+    let refused = bench(&nothing, &[]).expect_err("no driver");
+    assert!(refused.contains("no CUDA driver is installed"), "{refused}");
+    let lost = Gpus::new("fail=*/cuMemcpyAsync/3/719");
+    let refused = bench(&lost.variables(), &[]).expect_err("the GPU is lost");
+    assert!(refused.contains("cuMemcpyAsync answered"), "{refused}");
 }
 
 #[test]

@@ -21,6 +21,7 @@ const HELP: &str = "cargo xtask TASK
   planted    which planted bugs the simulator and the tests of GPUs find, and by which seeds
   chaos      kill and stop real processes at random under a replay that compares every byte:
              [--minutes 30] [--seed 1] [--device cpu|cuda]: cuda is the driver for tests
+  gpu        on a machine with an NVIDIA GPU: the tests of copies with its driver, and kvferry bench gpu
   vllm       the Python tests, with a real vLLM on the CPU, which is installed into the cache folder
              once: [--full] every combination, [--install] nothing else, [ARGUMENTS of pytest]
   licences   check that every dependency's licence is allowed by deny.toml
@@ -32,6 +33,7 @@ fn main() -> ExitCode {
         "test" => test(),
         "sim" => sim(),
         "planted" => planted(),
+        "gpu" => gpu(),
         "chaos" => chaos::run(&std::env::args().skip(2).collect::<Vec<String>>()),
         "vllm" => vllm::run(root(), &std::env::args().skip(2).collect::<Vec<String>>()),
         "licences" => licences::check(root()),
@@ -79,6 +81,18 @@ fn planted() -> Result<(), String> {
     cargo(&["test", "--locked", "--lib", name, "--", "--nocapture"])
 }
 
+/// What the tests with the driver for tests do, with the machine's own driver; then what its links do.
+fn gpu() -> Result<(), String> {
+    let on_gpu = [("CUDA_TESTS", "gpu")];
+    let copies = ["cuda::tests::copies", "cuda::tests::neighbour"];
+    let library = ["test", "--locked", "--lib", "--", "--test-threads=1"];
+    cargo_with(&on_gpu, &[&library[..], &copies].concat())?;
+    let processes = ["on_gpus", "--test-threads=1"];
+    let cluster = ["test", "--locked", "--test", "cluster", "--"];
+    cargo_with(&on_gpu, &[&cluster[..], &processes].concat())?;
+    cargo(&["run", "--release", "--locked", "--", "bench", "gpu"])
+}
+
 fn check() -> Result<(), String> {
     cargo(&["fmt", "--all", "--check"])?;
     cargo(&[
@@ -95,9 +109,14 @@ fn check() -> Result<(), String> {
 }
 
 fn cargo(arguments: &[&str]) -> Result<(), String> {
+    cargo_with(&[], arguments)
+}
+
+fn cargo_with(variables: &[(&str, &str)], arguments: &[&str]) -> Result<(), String> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let status = Command::new(cargo)
         .current_dir(root())
+        .envs(variables.iter().copied())
         .args(arguments)
         .status();
     match status {

@@ -162,7 +162,7 @@ impl Arguments {
 }
 
 /// One tensor in which a page is one fragment.
-fn registration(fragment: u64, pages: u32) -> Registration {
+pub(super) fn registration(fragment: u64, pages: u32) -> Registration {
     let bytes = fragment * u64::from(pages);
     Registration {
         group: GroupId(0),

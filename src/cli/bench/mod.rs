@@ -5,6 +5,7 @@ mod codec;
 mod copy;
 mod filled;
 mod found;
+mod gpu;
 mod lookup;
 mod moved;
 mod order;
@@ -19,6 +20,8 @@ use crate::error::CommandError;
 pub(super) enum Command {
     /// Gather and scatter pages, beside one memcpy of as many bytes by as many threads; and what an order adds.
     Copy(copy::Arguments),
+    /// Copies between a GPU and pinned host memory, beside one copy of as many bytes.
+    Gpu(gpu::Arguments),
     /// Stores and loads of an engine through leader and worker, beside the same copies by the copy engine alone.
     Move(moved::Arguments),
     /// Lookups in a leader that holds many pages, beside plain probes and compares.
@@ -38,6 +41,7 @@ impl Command {
     pub(super) fn run(self) -> Result<(), CommandError> {
         match self {
             Self::Copy(arguments) => arguments.run(),
+            Self::Gpu(arguments) => arguments.run(),
             Self::Move(arguments) => arguments.run(),
             Self::Lookup(arguments) => arguments.run(),
             Self::Codec(arguments) => arguments.run(),

@@ -96,7 +96,7 @@ pub(super) fn set_of(order: &[u32], set: u32, count: u32) -> &[u32] {
 }
 
 /// Pages to consecutive blocks of an arena.
-fn gather(pages: &[u32], first: u32) -> Vec<FragmentPair> {
+pub(super) fn gather(pages: &[u32], first: u32) -> Vec<FragmentPair> {
     let blocks = pages.chunks(BLOCK_PAGES).enumerate();
     let pairs = blocks.map(|(index, pages)| FragmentPair {
         src: pages.iter().copied().collect(),
@@ -105,7 +105,7 @@ fn gather(pages: &[u32], first: u32) -> Vec<FragmentPair> {
     pairs.collect()
 }
 
-fn turned(pair: FragmentPair) -> FragmentPair {
+pub(super) fn turned(pair: FragmentPair) -> FragmentPair {
     FragmentPair {
         src: pair.dst,
         dst: pair.src,
