@@ -6,6 +6,7 @@
 
 mod processes;
 mod record;
+mod workload;
 
 use std::time::{Duration, Instant};
 

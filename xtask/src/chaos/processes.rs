@@ -13,8 +13,6 @@ use super::{RANKS, REPLICAS, REQUEST_TIMEOUT};
 
 /// How long `up` may take to end.
 const END_LIMIT: Duration = Duration::from_secs(30);
-/// Prompts of one replay.
-const REQUESTS: u64 = 1500;
 
 /// Where the engines keep their KV.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -156,18 +154,22 @@ impl Engines {
         let report = folder.join(format!("replay-{number}.json"));
         let timeout = REQUEST_TIMEOUT.as_millis().to_string();
         let (ranks, replicas) = (RANKS.to_string(), REPLICAS.to_string());
-        let (requests, seed) = (REQUESTS.to_string(), number.to_string());
+        let trace = folder.join(format!("replay-{number}.jsonl"));
+        super::workload::write(&trace, number)?;
+        let block_tokens = super::workload::BLOCK_TOKENS.to_string();
         let layout = match number % 2 {
             0 => "layer-separate",
             _ => "contiguous",
         };
         let mut command = kvferry();
-        command.args(["replay", "--quiet", "--model", "llama-3-8b"]);
-        command.args(["--max-prompt-tokens", "1024", "--g1-pages", "128"]);
+        command
+            .arg("replay")
+            .arg(trace)
+            .args(["--quiet", "--model", "llama-3-8b"]);
+        command.args(["--trace-block-tokens", &block_tokens, "--g1-pages", "128"]);
         command.args(["--concurrency", "6", "--g2", "2GiB", "--ratio", "8"]);
         command.args(["--request-timeout-ms", &timeout, "--layout", layout]);
         command.args(["--ranks", &ranks, "--replicas", &replicas]);
-        command.args(["--requests", &requests, "--seed", &seed]);
         command.arg("--socket-dir").arg(cluster.sockets());
         command.arg("--json").arg(&report);
         if cluster.device == Device::Cuda {

@@ -1,0 +1,49 @@
+//! Prompts that keep both directions busy: about half of most is the start of an earlier one, the rest is new, and all
+//! together are more than the host memory has room for.
+
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::Path;
+
+use serde_json::json;
+
+/// Prompts of one replay.
+const PROMPTS: u64 = 100;
+/// Tokens that one hash id stands for.
+pub(super) const BLOCK_TOKENS: u64 = 16;
+/// Blocks of the longest prompt.
+const BLOCKS_MAX: usize = 64;
+/// Prompts whose start others take up.
+const RECENT: usize = 24;
+/// Hash ids of one replay: none of them is another replay's.
+const IDS: u64 = PROMPTS * BLOCKS_MAX as u64;
+
+/// Writes the trace of the replay with this number.
+pub(super) fn write(path: &Path, number: u64) -> Result<(), String> {
+    let text = |error: std::io::Error| format!("{}: {error}", path.display());
+    let mut file = BufWriter::new(File::create(path).map_err(text)?);
+    let mut rng = fastrand::Rng::with_seed(number);
+    let mut ids = number * IDS..;
+    let mut recent: Vec<Vec<u64>> = Vec::new();
+    for _ in 0..PROMPTS {
+        let length = rng.usize(BLOCKS_MAX / 8..=BLOCKS_MAX);
+        let mut prompt = match recent.is_empty() || rng.u8(0..10) < 2 {
+            true => Vec::new(),
+            false => recent[rng.usize(0..recent.len())].clone(),
+        };
+        prompt.truncate(rng.usize(length / 4..=length));
+        prompt.extend(ids.by_ref().take(length - prompt.len()));
+        let line = json!({
+            "timestamp": 0,
+            "input_length": length as u64 * BLOCK_TOKENS,
+            "output_length": 1,
+            "hash_ids": prompt,
+        });
+        writeln!(file, "{line}").map_err(text)?;
+        if recent.len() == RECENT {
+            recent.swap_remove(rng.usize(0..RECENT));
+        }
+        recent.push(prompt);
+    }
+    file.flush().map_err(text)
+}
