@@ -1,4 +1,4 @@
-//! A rank takes its memory back: every question is answered, and nothing of it is open behind the answer.
+//! A rank takes its memory back: every question is answered, and nothing of it is mapped behind the answer.
 
 use std::io::Write;
 

@@ -206,9 +206,11 @@ fn every_way_to_copy_is_measured_on_bytes_that_came_back() {
     let expected = serde_json::json!([[1, "store"], [1, "load"], [113, "store"], [113, "load"]]);
     assert_eq!(serde_json::json!(shapes), expected);
     for row in rows {
-        for way in ["one_copy_gb_per_s", "async_gb_per_s", "batch_gb_per_s"] {
+        for way in ["one_copy_gb_per_s", "async_gb_per_s"] {
             assert!(row[way][1].as_f64().expect("a rate") > 0.0, "{row}");
         }
+        let batch = row["batch_gb_per_s"][1].as_f64();
+        assert!(batch.is_some() || fake_cuda::on_gpu(), "{row}");
     }
     assert!(report["both_ways_gb_per_s"][1].as_f64().expect("a rate") > 0.0);
     let said = bench(&gpus.anywhere(), &["--fragment-kib", "64"]).expect("figures");
@@ -230,10 +232,6 @@ fn what_cannot_be_measured_is_refused_in_words() {
         let refused = bench(&gpus.variables(), &arguments).expect_err(expected);
         assert!(refused.contains(expected), "{refused}");
     }
-    let (folder, _home) = fake_cuda::without(&["cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2"]);
-    let older = fake_cuda::variables(folder.path(), "");
-    let said = bench(&older, &["--fragment-kib", "64"]).expect("figures");
-    assert!(said.contains("the driver has none"), "{said}");
     let (folder, _empty) = no_driver();
     let nothing = fake_cuda::variables(folder.path(), "");
     let refused = bench(&nothing, &[]).expect_err("no driver");
@@ -241,6 +239,34 @@ fn what_cannot_be_measured_is_refused_in_words() {
     let lost = Gpus::new("fail=*/cuMemcpyAsync/3/719");
     let refused = bench(&lost.variables(), &[]).expect_err("the GPU is lost");
     assert!(refused.contains("cuMemcpyAsync answered"), "{refused}");
+}
+
+/// What is given one by one is no batch, whatever was wanted.
+#[test]
+fn batches_that_the_driver_does_not_take_are_not_measured() {
+    let none = |variables: &[(&str, OsString)]| {
+        let said = bench(variables, &["--fragment-kib", "64"]).expect("figures");
+        assert!(said.contains("the driver takes none"), "{said}");
+    };
+    let calls = ["cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2"];
+    let (folder, _home) = fake_cuda::without(&calls);
+    none(&fake_cuda::variables(folder.path(), ""));
+    for settings in ["host_pointers=0", "fail=*/cuMemcpyBatchAsync_v2/1/1"] {
+        let gpus = Gpus::new(settings);
+        none(&gpus.variables());
+    }
+}
+
+/// One copy is said to be done and is not: of the floor, and of a load and a store each way that is measured.
+#[test]
+fn a_driver_that_copies_wrong_bytes_is_not_measured() {
+    // Six copies are made both ways at once, then two of all bytes and 32 fragments four times.
+    for copy in [7, 10, 45, 75, 110] {
+        let gpus = Gpus::new(&format!("skip={copy}"));
+        let refused = bench(&gpus.variables(), &["--fragment-kib", "64"]);
+        let refused = refused.expect_err("a copy is missing");
+        assert!(refused.contains("came back with other bytes"), "{refused}");
+    }
 }
 
 #[test]

@@ -60,6 +60,7 @@ functions! {
         cuGetErrorName: fn(Code, *mut *const c_char),
         cuDeviceGetCount: fn(*mut c_int),
         cuDeviceGet: fn(*mut c_int, c_int),
+        cuDeviceGetAttribute: fn(*mut c_int, c_uint, c_int),
         cuDeviceGetUuid: fn(*mut [u8; 16], c_int),
         cuDeviceGetPCIBusId: fn(*mut c_char, c_int, c_int),
         cuDevicePrimaryCtxRetain: fn(*mut sys::CUcontext, c_int),
@@ -94,7 +95,7 @@ functions! {
     }
     optional {
         cuStreamWriteValue64_v2: fn(sys::CUstream, Address, u64, c_uint),
-        cuMemcpyBatchAsync: fn(*const Address, *const Address, *const usize, usize, *const c_void, *const usize, usize, *mut usize, sys::CUstream),
-        cuMemcpyBatchAsync_v2: fn(*const Address, *const Address, *const usize, usize, *const c_void, *const usize, usize, sys::CUstream),
+        cuMemcpyBatchAsync: fn(*mut Address, *mut Address, *mut usize, usize, *mut c_void, *mut usize, usize, *mut usize, sys::CUstream),
+        cuMemcpyBatchAsync_v2: fn(*mut Address, *mut Address, *mut usize, usize, *mut c_void, *mut usize, usize, sys::CUstream),
     }
 }

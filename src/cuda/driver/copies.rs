@@ -4,8 +4,7 @@
 use std::ffi::c_uint;
 use std::iter;
 use std::ptr;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::api::Address;
 use super::memory::host_range;
@@ -137,13 +136,12 @@ impl Descriptors {
         self.bytes.len()
     }
 
-    fn pieces(&self) -> impl Iterator<Item = Piece> + '_ {
-        let places = self.to.iter().zip(&self.from).zip(&self.bytes);
-        places.map(|((to, from), bytes)| Piece {
-            to: *to,
-            from: *from,
-            bytes: *bytes,
-        })
+    fn piece(&self, index: usize) -> Piece {
+        Piece {
+            to: self.to[index],
+            from: self.from[index],
+            bytes: self.bytes[index],
+        }
     }
 }
 
@@ -151,8 +149,6 @@ impl Descriptors {
 pub(super) struct Batches {
     /// Copies of one call.
     most: usize,
-    /// The driver refused such a call: it gets none any more.
-    refused: AtomicBool,
     spare: Mutex<Vec<Descriptors>>,
 }
 
@@ -161,9 +157,12 @@ impl Batches {
     pub(super) fn new(most: usize) -> Self {
         Self {
             most: most.clamp(1, BATCH_COPIES_MAX),
-            refused: AtomicBool::new(false),
             spare: Mutex::default(),
         }
+    }
+
+    fn spare(&self) -> MutexGuard<'_, Vec<Descriptors>> {
+        self.spare.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The next of these copies, as many as one call takes.
@@ -171,11 +170,7 @@ impl Batches {
         &self,
         pieces: &mut impl Iterator<Item = Result<Piece, CudaError>>,
     ) -> Result<Descriptors, CudaError> {
-        let spare = self
-            .spare
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .pop();
+        let spare = self.spare().pop();
         let mut descriptors = spare.unwrap_or_else(|| Descriptors::new(self.most));
         descriptors.clear();
         for piece in pieces.take(self.most) {
@@ -185,8 +180,8 @@ impl Batches {
     }
 
     /// The driver reads these no more.
-    pub(super) fn give_back(&self, descriptors: Vec<Descriptors>) {
-        let mut spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner);
+    pub(super) fn give_back(&self, descriptors: impl IntoIterator<Item = Descriptors>) {
+        let mut spare = self.spare();
         let room = SPARE_DESCRIPTORS.saturating_sub(spare.len());
         spare.extend(descriptors.into_iter().take(room));
     }
@@ -201,21 +196,20 @@ impl Stream {
         submitted: &mut Submitted,
     ) -> Result<(), CudaError> {
         let mut pieces = ranges.flat_map(|range| sides.pieces(range));
-        let Some(batches) = &self.batches else {
+        let batches = self.batches.as_ref();
+        let Some(batches) = batches.filter(|_| !self.context.has_refused_batches()) else {
             return pieces.try_for_each(|piece| self.copy(piece?, submitted));
         };
         loop {
             let descriptors = batches.next(&mut pieces)?;
             if descriptors.len() == 0 {
-                batches.give_back(vec![descriptors]);
+                batches.give_back([descriptors]);
                 return Ok(());
             }
-            let given = self.copy_together(batches, &descriptors, submitted);
-            match planted(Bug::DescriptorsBackEarly) {
-                true => batches.give_back(vec![descriptors]),
-                false => submitted.keep(descriptors),
+            self.copy_together(submitted.keep(descriptors), submitted)?;
+            if planted(Bug::DescriptorsBackEarly) {
+                batches.give_back(submitted.descriptors().drain(..));
             }
-            given?;
         }
     }
 
@@ -230,67 +224,50 @@ impl Stream {
         Ok(())
     }
 
-    /// Gives copies by one call, or one by one where the driver does not take them so.
-    fn copy_together(
-        &self,
-        batches: &Batches,
-        descriptors: &Descriptors,
-        submitted: &mut Submitted,
-    ) -> Result<(), CudaError> {
-        if descriptors.len() > 1 && !batches.refused.load(Ordering::Relaxed) {
+    /// Gives the copies of one of the lists that `submitted` keeps by one call, or one by one where the driver does not take
+    /// them so.
+    fn copy_together(&self, list: usize, submitted: &mut Submitted) -> Result<(), CudaError> {
+        let count = submitted.descriptors()[list].len();
+        if count > 1 && !self.context.has_refused_batches() {
             // When it is refused, nothing says that none of them was given.
             submitted.set_under_way();
-            match self.call_for(descriptors) {
+            match self.call_for(&mut submitted.descriptors()[list]) {
                 Ok(()) => return Ok(()),
                 Err(error) if error.is_fatal() => return Err(error),
-                Err(error) => {
-                    tracing::warn!(%error, "copies are given to the driver one by one from now on");
-                    batches.refused.store(true, Ordering::Relaxed);
-                }
+                Err(error) => self.context.refused_batch(error),
             }
         }
-        let mut pieces = descriptors.pieces();
-        pieces.try_for_each(|piece| self.copy(piece, submitted))
+        (0..count).try_for_each(|index| {
+            let piece = submitted.descriptors()[list].piece(index);
+            self.copy(piece, submitted)
+        })
     }
 
-    fn call_for(&self, descriptors: &Descriptors) -> Result<(), CudaError> {
+    fn call_for(&self, descriptors: &mut Descriptors) -> Result<(), CudaError> {
         let api = self.context.bind()?;
-        let Descriptors {
-            to,
-            from,
-            bytes,
-            attributes_of,
-            attributes,
-        } = descriptors;
-        let (to, from, sizes, count) = (to.as_ptr(), from.as_ptr(), bytes.as_ptr(), to.len());
-        let (attributes, of) = (ptr::from_ref(attributes.as_ref()), attributes_of.as_ptr());
+        let count = descriptors.len();
+        let (to, from) = (descriptors.to.as_mut_ptr(), descriptors.from.as_mut_ptr());
+        let (sizes, of) = (
+            descriptors.bytes.as_mut_ptr(),
+            descriptors.attributes_of.as_mut_ptr(),
+        );
+        let attributes = ptr::from_mut(descriptors.attributes.as_mut()).cast();
+        let handle = self.handle;
         if let Some(call) = api.cuMemcpyBatchAsync_v2 {
-            // SAFETY: as for one copy, of each of them; the descriptors are kept as long as that memory, and of each list
-            // there are as many as `count`.
-            let code = unsafe {
-                call(
-                    to,
-                    from,
-                    sizes,
-                    count,
-                    attributes.cast(),
-                    of,
-                    1,
-                    self.handle,
-                )
-            };
+            // SAFETY: as for one copy, of each of them. There are `count` places in each list, and one attribute; all of it is
+            // kept as long as the memory that is copied, and not touched until then.
+            let code = unsafe { call(to, from, sizes, count, attributes, of, 1, handle) };
             return self.context.check("cuMemcpyBatchAsync_v2", code);
         }
-        let (call, mut failed) = (api.cuMemcpyBatchAsync, usize::MAX);
-        let Some(call) = call else {
+        let Some(call) = api.cuMemcpyBatchAsync else {
             return Err(CudaError {
                 call: "cuMemcpyBatchAsync",
                 code: 801,
                 name: "CUDA_ERROR_NOT_SUPPORTED",
             });
         };
+        let mut failed = usize::MAX;
         let failed = &raw mut failed;
-        let (attributes, handle) = (attributes.cast(), self.handle);
         // SAFETY: as above; writes one number before it returns.
         let code = unsafe { call(to, from, sizes, count, attributes, of, 1, failed, handle) };
         self.context.check("cuMemcpyBatchAsync", code)

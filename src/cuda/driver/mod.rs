@@ -9,9 +9,9 @@ mod stream;
 mod vmm;
 
 use std::cell::Cell;
-use std::ffi::{CStr, c_int};
+use std::ffi::{CStr, c_int, c_uint};
 use std::ptr;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::sys;
@@ -26,6 +26,8 @@ pub use vmm::{Physical, SharedChunk, Sharing};
 
 const SUCCESS: Code = 0;
 const NO_DEVICE: Code = 100;
+/// `CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM`. Copies by themselves do without.
+const OWN_ADDRESSES_OF_REGISTERED_MEMORY: c_uint = 91;
 
 /// The driver of this machine, started.
 pub struct Driver {
@@ -135,7 +137,7 @@ impl Driver {
     }
 
     /// Whether it has a call for many copies, 12.8's or 13.0's.
-    pub fn copies_together(&self) -> bool {
+    fn has_batches(&self) -> bool {
         self.api.cuMemcpyBatchAsync.is_some() || self.api.cuMemcpyBatchAsync_v2.is_some()
     }
 
@@ -208,6 +210,8 @@ pub struct Context {
     driver: &'static Driver,
     device: Device,
     handle: sys::CUcontext,
+    /// The driver refused a call for many copies: it gets none any more.
+    refused_batch: AtomicBool,
 }
 
 // SAFETY: a context may be used by any thread; each makes it its own before a call.
@@ -229,6 +233,7 @@ impl Context {
             driver,
             device,
             handle,
+            refused_batch: AtomicBool::new(false),
         }))
     }
 
@@ -237,9 +242,38 @@ impl Context {
         self.device
     }
 
-    /// Whose it is.
-    pub fn driver(&self) -> &'static Driver {
-        self.driver
+    /// Whether the driver takes many copies by one call: it has such a call, which reads registered host memory at its own
+    /// addresses, and has not refused one yet.
+    pub fn copies_together(&self) -> Result<bool, CudaError> {
+        if !self.driver.has_batches() || self.has_refused_batches() {
+            return Ok(false);
+        }
+        let (api, mut value) = (self.bind()?, 0);
+        // SAFETY: writes one number.
+        let code = unsafe {
+            (api.cuDeviceGetAttribute)(
+                &raw mut value,
+                OWN_ADDRESSES_OF_REGISTERED_MEMORY,
+                self.device.ordinal,
+            )
+        };
+        match self.check("cuDeviceGetAttribute", code) {
+            Ok(()) => Ok(value == 1),
+            Err(error) if error.is_fatal() => Err(error),
+            Err(error) => {
+                tracing::warn!(%error, "copies are given to the driver one by one");
+                Ok(false)
+            }
+        }
+    }
+
+    fn has_refused_batches(&self) -> bool {
+        self.refused_batch.load(Ordering::Relaxed)
+    }
+
+    fn refused_batch(&self, error: CudaError) {
+        tracing::warn!(%error, "copies are given to the driver one by one from now on");
+        self.refused_batch.store(true, Ordering::Relaxed);
     }
 
     /// Where it is plugged in.

@@ -78,9 +78,9 @@ impl Stream {
         Self::giving(context, 1)
     }
 
-    /// The same, which gives up to so many copies by one call of the driver. One that takes no such calls gets them one by
-    /// one.
+    /// The same, which gives up to so many copies by one call of the driver, as long as that takes them so.
     pub fn giving(context: &Arc<Context>, copies_a_call: usize) -> Result<Arc<Self>, CudaError> {
+        let together = copies_a_call > 1 && context.copies_together()?;
         let (api, mut handle) = (context.bind()?, ptr::null_mut());
         // SAFETY: writes one handle.
         let code =
@@ -89,13 +89,13 @@ impl Stream {
         Ok(Arc::new(Self {
             context: Arc::clone(context),
             handle,
-            batches: (copies_a_call > 1).then(|| Batches::new(copies_a_call)),
+            batches: together.then(|| Batches::new(copies_a_call)),
         }))
     }
 
     /// Gives copies to the stream, and returns what tells when they are over. Both memories live until then.
     ///
-    /// Ranges that do not lie in the memories are refused like errors of the driver; those before them are under way.
+    /// Ranges that do not lie in the memories are refused like errors of the driver; of those before them, some are under way.
     pub fn submit(
         self: &Arc<Self>,
         direction: Direction,
@@ -314,9 +314,15 @@ impl Submitted {
         self.end = End::Unknown;
     }
 
-    /// Keeps what the driver may read until then.
-    pub(super) fn keep(&mut self, descriptors: Descriptors) {
+    /// Keeps what the driver may read until then. Returns its place.
+    pub(super) fn keep(&mut self, descriptors: Descriptors) -> usize {
         self.keeps.descriptors.push(descriptors);
+        self.keeps.descriptors.len() - 1
+    }
+
+    /// What was kept.
+    pub(super) fn descriptors(&mut self) -> &mut Vec<Descriptors> {
+        &mut self.keeps.descriptors
     }
 
     /// Whether they are over.

@@ -159,7 +159,7 @@ fn memory_of_another_process() {
 /// A driver that knows no size of memory that another process made.
 #[test]
 fn memory_of_a_size_that_only_its_engine_knows() {
-    fake::under_and_clean("fail=*/cuMemGetAddressRange_v2/1/1", || seeds(2));
+    fake::under_and_clean("fail=*/cuMemGetAddressRange_v2/1/500", || seeds(2));
 }
 
 /// That answer may also be the end of the GPU for this process.

@@ -12,18 +12,27 @@ use super::{fake, fake_cuda};
 const CALL: &str = "cuMemcpyBatchAsync";
 const NEWER_CALL: &str = "cuMemcpyBatchAsync_v2";
 
-/// Three stores, byte by byte; what the driver said of its failures.
-fn stores() {
-    let mut world = World::with_ways(plain(Roles::Packed).registration(), 9, 4096, 3, TOGETHER)
-        .expect("a driver without errors");
-    for first in 0..3 {
-        let store = Wanted {
-            direction: Direction::Store,
+fn world() -> World {
+    let registration = plain(Roles::Packed).registration();
+    World::with_ways(registration, 9, 4096, 3, TOGETHER).expect("a driver without errors")
+}
+
+/// Copies both ways, byte by byte.
+fn both_ways() {
+    let mut world = world();
+    for (first, direction) in [
+        (0, Direction::Store),
+        (1, Direction::Load),
+        (2, Direction::Store),
+        (3, Direction::Load),
+    ] {
+        let copy = Wanted {
+            direction,
             pages: (0..6).map(|page| (page, first + page)).collect(),
             pages_a_part: 2,
         };
-        let op = world.start(&store);
-        world.expect(&store);
+        let op = world.start(&copy);
+        world.expect(&copy);
         assert!(world.wait(&[op])[0].whole);
         world.check("all of it, together or one by one");
     }
@@ -33,7 +42,7 @@ fn stores() {
 #[test]
 fn a_driver_that_refuses_them_once_is_not_asked_again() {
     let settings = format!("delay_us=200;fail=*/{NEWER_CALL}/1/801;fail=*/{NEWER_CALL}/2/719");
-    let Some(said) = fake::under(&settings, stores) else {
+    let Some(said) = fake::under(&settings, both_ways) else {
         return;
     };
     assert!(
@@ -64,7 +73,7 @@ fn a_gpu_that_is_lost_by_them_is_told() {
 
 fn with_older_driver(functions: &[&str], settings: &str) -> Option<String> {
     if fake::is_inside() {
-        stores();
+        both_ways();
         (0..40).for_each(one_seed);
         return None;
     }
@@ -89,4 +98,64 @@ fn a_driver_of_cuda_12_8_takes_them_by_the_call_of_then() {
 #[test]
 fn a_driver_before_that_gets_them_one_by_one() {
     with_older_driver(&[CALL, NEWER_CALL], "");
+}
+
+/// A driver that takes half of the copies of a call, refuses the call, and refuses what is then given one by one: nothing
+/// says that the half is over before it is.
+#[test]
+fn half_of_a_refused_call_is_waited_for() {
+    // The world itself is made with two copies.
+    let settings = "delay_us=20000;half=1;fail=*/cuMemcpyAsync/3/1";
+    let said = fake::under(settings, || {
+        for pages in [1, 6] {
+            let mut world = world();
+            let refused = Wanted {
+                direction: Direction::Store,
+                pages: (0..pages).map(|page| (page, page)).collect(),
+                pages_a_part: 6,
+            };
+            let op = world.start(&refused);
+            let ended = world.wait(&[op])[0];
+            if ended.whole {
+                // The driver takes everything of the second world.
+                world.expect(&refused);
+            } else {
+                assert_eq!(ended.whole_pages, 0, "{ended:?}");
+                for page in 0..pages {
+                    world.overwrite_in_depot(page, 0xEE);
+                }
+            }
+            // Whatever was still under way is over behind these.
+            let next = Wanted {
+                direction: Direction::Store,
+                pages: vec![(0, 8), (1, 7)],
+                pages_a_part: 2,
+            };
+            let op = world.start(&next);
+            world.expect(&next);
+            world.wait(&[op]);
+            world.check("nothing came late");
+        }
+    });
+    let Some(said) = said else { return };
+    assert!(said.contains("cuMemcpyAsync fails with 1"), "{said}");
+}
+
+/// The other half comes one by one.
+#[test]
+fn half_of_a_refused_call_may_be_copied_twice() {
+    fake::under_and_clean("delay_us=500;half=2", || {
+        both_ways();
+        (0..40).for_each(one_seed);
+    });
+}
+
+/// Streams of some systems know registered memory by another address than the process: copies by themselves go there, those
+/// of a call for many do not.
+#[test]
+fn host_memory_that_has_another_address_for_the_device_is_copied_one_by_one() {
+    fake::under_and_clean("delay_us=100;host_pointers=0", || {
+        both_ways();
+        (0..20).for_each(one_seed);
+    });
 }

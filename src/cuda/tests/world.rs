@@ -314,6 +314,17 @@ impl World {
         written.expect("written");
     }
 
+    /// Overwrites a page of the depot, as another store does that has its place.
+    pub fn overwrite_in_depot(&mut self, page: u32, byte: u8) {
+        let bytes = &mut self.in_depot[page as usize];
+        bytes.fill(byte);
+        let at = self.depot_offset(page);
+        let buffer = self.depot.depot().buffer();
+        buffer
+            .write_from(at, &self.in_depot[page as usize])
+            .expect("in bounds");
+    }
+
     /// Compares every byte of both memories.
     pub fn check(&self, what: &str) {
         self.try_check(what).expect("a driver without errors");

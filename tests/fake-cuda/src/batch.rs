@@ -7,7 +7,7 @@
 
 use std::ffi::c_uint;
 
-use crate::code::{Code, INVALID_VALUE};
+use crate::code::{Code, ILLEGAL_ADDRESS, INVALID_VALUE};
 use crate::memory::take;
 use crate::stream::Work;
 use crate::world::World;
@@ -87,8 +87,13 @@ impl Lists {
             }
             world.check_copy(to, from, bytes)
         });
-        let pinned = pinned.collect::<Result<_, _>>()?;
+        let mut pinned = pinned.collect::<Result<Vec<_>, _>>()?;
         let lists = self;
+        if world.settings().half == Some(world.next_batch()) {
+            pinned.truncate(self.count / 2);
+            world.give(stream, Work::Batch(Batch { lists, pinned }))?;
+            return Err(INVALID_VALUE);
+        }
         world.give(stream, Work::Batch(Batch { lists, pinned }))
     }
 }
@@ -101,6 +106,9 @@ impl Batch {
         chance.shuffle(&mut order);
         for index in order {
             let Described { to, from, bytes } = self.lists.read(index)?;
+            if self.pinned[index].is_some() && world.settings().host_pointers == 0 {
+                return Err(ILLEGAL_ADDRESS);
+            }
             world.copy(to, from, bytes, self.pinned[index])?;
         }
         Ok(())

@@ -115,6 +115,15 @@ exported! {
         give(uuid, bytes)
     }
 
+    Init fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_uint, of: c_int) |world| {
+        device(world, of)?;
+        match attribute {
+            // CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+            91 => give(value, world.settings().host_pointers),
+            _ => Err(INVALID_VALUE),
+        }
+    }
+
     Init fn cuDeviceGetPCIBusId(text: *mut [u8; 13], length: c_int, of: c_int) |world| {
         device(world, of)?;
         if length < 13 {

@@ -14,6 +14,10 @@ use crate::code::Code;
 ///   line or `*`, `CALL` the name of a function, or `*` for all together; functions that say how an error is called do not
 ///   count;
 /// * `once=FILE`: those calls fail in the first process only that comes so far, which makes this file;
+/// * `host_pointers=0`: streams do not find registered host memory at the addresses that the process has for it, where many
+///   copies are given by one call (1);
+/// * `half=NTH`: the n-th call for many copies of a process takes half of them, and is refused;
+/// * `skip=NTH`: the n-th copy of a process is said to be done, and is not;
 /// * `report=FOLDER`: at its exit each process writes there what it did not give back, into a file named after its id.
 pub const SETTINGS: &str = "FAKE_CUDA";
 
@@ -35,6 +39,9 @@ pub(crate) struct Settings {
     pub(crate) delay_us: u64,
     pub(crate) fails: Vec<Fail>,
     pub(crate) once: Option<String>,
+    pub(crate) host_pointers: i32,
+    pub(crate) half: Option<u64>,
+    pub(crate) skip: Option<u64>,
     pub(crate) report: Option<String>,
 }
 
@@ -57,6 +64,9 @@ impl Settings {
             delay_us: 0,
             fails: Vec::new(),
             once: None,
+            host_pointers: 1,
+            half: None,
+            skip: None,
             report: None,
         };
         let is_meant =
@@ -76,6 +86,9 @@ impl Settings {
                         settings.delay_us = delay.parse().map_err(|_| wrong())?;
                     }
                 }
+                "host_pointers" => settings.host_pointers = value.parse().map_err(|_| wrong())?,
+                "half" => settings.half = Some(number()?),
+                "skip" => settings.skip = Some(number()?),
                 "once" => settings.once = Some(value.to_owned()),
                 "report" => settings.report = Some(value.to_owned()),
                 "fail" => {
