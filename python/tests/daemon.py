@@ -86,7 +86,8 @@ class Daemon:
         return self.status()["counters"][name]
 
     def wait_ready(self) -> None:
-        eventually("every rank is attached", lambda: self.status(missing=True).get("ready"))
+        """Lookups are served: every rank is attached, and what the depots hold has been read behind that."""
+        eventually("lookups are served", lambda: self.status(missing=True).get("ready"))
 
     def pid(self, replica: int = 0, rank: int = 0) -> int:
         """The worker of a rank, once its engine's memory is attached."""

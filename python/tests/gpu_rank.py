@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import torch
-from daemon import eventually
+from daemon import Daemon, eventually
 
 import kvferry.memory
 from kvferry import cuda, wire
@@ -109,6 +109,7 @@ def main(socket_dir: Path, kind: str) -> None:
     scheduler = Client(socket_dir / "leader", wire.Hello(role="engine", engine=ENGINE), first_id=1)
     scheduler.start()
     eventually("the rank is registered", lambda: rank.registered)
+    Daemon(socket_dir).wait_ready()
 
     def ask(message: object, *, written: bool = False) -> object:
         question = scheduler.ask(message, 10)  # type: ignore[arg-type]

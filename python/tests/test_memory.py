@@ -98,6 +98,7 @@ def there_and_back(daemon: Daemon, tensors: dict[str, torch.Tensor], rows: int =
     """Stores pages, spoils the memory, and loads them elsewhere: only what was loaded changes, to what was stored."""
     talk = Talk(daemon, group(tensors, role=role))
     try:
+        daemon.wait_ready()
         fill(tensors, seed=1)
         stored = [4, 5, 1]
         kept = [[page(tensors, number * rows + row) for row in range(rows)] for number in stored]
@@ -223,8 +224,8 @@ def test_a_window_alone_is_not_served_either(daemon: Daemon) -> None:
     try:
         other = Talk(daemon, group({"layer": torch.zeros(PAGES, 2, 8, 8)}, attention="sliding_window", window_tokens=9))
         other.close()
+        daemon.wait_ready()
         assert served.lookup(3, slot=1).hit_pages == 0
-        assert daemon.status()["ready"]
     finally:
         served.close()
 

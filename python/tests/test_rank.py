@@ -315,6 +315,7 @@ def main(socket_dir: Path, *child: str) -> None:
     """An engine that registers, holds a lease, and waits for its end, alone or beside a child that has its sockets."""
     session = begin(socket_dir / "worker-0-0")
     eventually("it is registered", lambda: session.registered)
+    Daemon(socket_dir).wait_ready()
     client = Client(socket_dir / "leader", wire.Hello(role="engine", engine=b"e" * 16), first_id=1)
     client.start()
     hashes = b"h" * 64
@@ -325,7 +326,8 @@ def main(socket_dir: Path, *child: str) -> None:
     ):
         question = client.ask(message, 10)
         session.wrote(question.id)
-        assert question.wait(10), question.failure
+        assert question.wait(10)
+        assert question.answer is not None, question.failure
     if child and os.fork() == 0:
         sys.stdin.read()
         os._exit(0)

@@ -17,9 +17,17 @@ pub enum Refusal {
         ranks: u16,
         /// Engines.
         replicas: u16,
-        /// Why a rank was turned away, or what is waited for beside them.
+        /// Why a rank was turned away.
         detail: String,
     },
+    /// Every rank is there, with the memory of another engine than the one that asks.
+    #[error(
+        "not ready: the ranks have the memory of another engine, not of this one; ask again later"
+    )]
+    AnotherEngine,
+    /// A leader that has begun reads what the depots hold before it serves.
+    #[error("not ready: what the depots hold is being read; ask again later")]
+    Reading,
     /// A rank describes other memory than the ranks before it.
     #[error(
         "{worker} disagrees with {other}: {field} is {value}, {other} has {other_value}; start every \

@@ -295,9 +295,9 @@ fn a_store_waits_for_what_it_was_asked_to_store_and_nothing_else() {
 #[test]
 fn who_is_waited_for_is_told() {
     let mut reader = Reader::new();
-    let not_ready = |reader: &mut Reader, id| {
+    let not_ready = |reader: &mut Reader, engine, id| {
         let asked = reader.step(Event::Request {
-            engine: engine_id(0),
+            engine: engine_id(engine),
             id: RequestId(id),
             deadline: Time(1),
             request: lookup(0, 1, 0),
@@ -305,21 +305,20 @@ fn who_is_waited_for_is_told() {
         match &asked[..] {
             [
                 Effect::Answer {
-                    answer:
-                        Err(Refusal::NotReady {
-                            waiting_for,
-                            ranks: RANKS,
-                            replicas: 2,
-                            detail,
-                        }),
-                    ..
+                    answer: Err(why), ..
                 },
-            ] => (*waiting_for, detail.clone()),
+            ] => why.clone(),
             other => unreachable!("{other:?}"),
         }
     };
+    let waiting = |waiting_for| Refusal::NotReady {
+        waiting_for,
+        ranks: RANKS,
+        replicas: 2,
+        detail: String::new(),
+    };
     reader.step(Event::EngineOpened(engine_id(0)));
-    assert_eq!(not_ready(&mut reader, 1), (6, String::new()));
+    assert_eq!(not_ready(&mut reader, 0, 1), waiting(6));
     // It is there, but its engine is not.
     reader.attaches += 1;
     reader.step(Event::Attached(Attached {
@@ -329,18 +328,20 @@ fn who_is_waited_for_is_told() {
         memory: None,
     }));
     assert_eq!(reader.leader.attached_workers(), 0);
-    assert_eq!(not_ready(&mut reader, 2), (6, String::new()));
+    assert_eq!(not_ready(&mut reader, 0, 2), waiting(6));
     reader.attach(1, 2);
     assert_eq!(reader.leader.attached_workers(), 1);
-    assert_eq!(not_ready(&mut reader, 3), (5, String::new()));
+    assert_eq!(not_ready(&mut reader, 0, 3), waiting(5));
     reader.step(Event::WorkerLost(worker(1, 2)));
     assert_eq!(reader.leader.attached_workers(), 0);
-    assert_eq!(not_ready(&mut reader, 4), (6, String::new()));
+    assert_eq!(not_ready(&mut reader, 0, 4), waiting(6));
     for engine in 0..2 {
         (0..RANKS).for_each(|rank| drop(reader.attach(engine, rank)));
     }
-    let reading = ", and what the depots hold is being read".to_owned();
-    assert_eq!(not_ready(&mut reader, 5), (0, reading));
+    assert_eq!(not_ready(&mut reader, 0, 5), Refusal::Reading);
+    // The places of all replicas are taken.
+    reader.step(Event::EngineOpened(engine_id(2)));
+    assert_eq!(not_ready(&mut reader, 2, 1), Refusal::AnotherEngine);
 }
 
 /// What a worker without an engine's memory is told when it attaches with a depot.

@@ -25,7 +25,7 @@ impl Leader {
         let replica = replica.ok_or_else(|| self.workers.not_ready())?;
         let (tokens_per_page, ranks) = (self.tokens_per_page(), self.workers.ranks());
         let Some(pool) = &mut self.pool else {
-            return Err(self.workers.not_ready());
+            return Err(Refusal::Reading);
         };
         let session = self.sessions.entry(due.engine).or_default();
         let slot = session.slots.get_mut(&id).ok_or(Refusal::UnknownSlot(id))?;

@@ -40,7 +40,7 @@ impl Leader {
         }
         self.open_slot(due, id, namespace, hashes)?;
         let Some(pool) = &mut self.pool else {
-            return Err(self.workers.not_ready());
+            return Err(Refusal::Reading);
         };
         let session = self.sessions.entry(due.engine).or_default();
         let slot = session.slots.get_mut(&id).ok_or(Refusal::UnknownSlot(id))?;

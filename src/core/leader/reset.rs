@@ -40,7 +40,10 @@ impl Leader {
     ) -> Result<(), Refusal> {
         let scope = self.scope(scope)?;
         let Some(pool) = &mut self.pool else {
-            return Err(self.workers.not_ready());
+            return Err(match self.workers.any_replica() {
+                true => Refusal::Reading,
+                false => self.workers.not_ready(),
+            });
         };
         let retired = pool.retire(&scope);
         let (pages, filling) = retired.map_err(|holders| Refusal::Leased { holders })?;

@@ -72,7 +72,7 @@ impl Leader {
         let epoch = self.settings.epoch;
         let ratio = self.settings.ratio.pages();
         let Some(pool) = &mut self.pool else {
-            return Err(self.workers.not_ready());
+            return Err(Refusal::Reading);
         };
         let session = self.sessions.entry(due.engine).or_default();
         let slot = session.slots.get_mut(&id).ok_or(Refusal::UnknownSlot(id))?;

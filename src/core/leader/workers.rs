@@ -202,13 +202,14 @@ impl Workers {
             .min(ARENA_PAGES_MAX)
     }
 
+    /// Why an engine is not served whose ranks are not all there.
     pub(super) fn not_ready(&self) -> Refusal {
         let waiting_for = u32::from(self.ranks) * u32::from(self.replicas) - self.with_memory();
-        let detail = match &self.turned_away {
-            Some(why) => format!(" ({why})"),
-            None if waiting_for == 0 => ", and what the depots hold is being read".to_owned(),
-            None => String::new(),
-        };
+        if waiting_for == 0 {
+            return Refusal::AnotherEngine;
+        }
+        let why = self.turned_away.as_ref();
+        let detail = why.map(|why| format!(" ({why})")).unwrap_or_default();
         Refusal::NotReady {
             waiting_for,
             ranks: self.ranks,
