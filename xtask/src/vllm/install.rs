@@ -35,6 +35,7 @@ impl Installed {
     }
 
     /// Python with what vLLM needs to run here: one thread for each process, no compiling at run time, no network.
+    /// What Python compiles is kept, whatever is set around it: each engine's start would take half a minute more.
     pub(super) fn python(&self) -> Command {
         let mut python = Command::new(self.tool("python"));
         python
@@ -45,7 +46,9 @@ impl Installed {
             .env("TORCH_COMPILE_DISABLE", "1")
             .env("VLLM_CPU_KVCACHE_SPACE", "1")
             .env("VLLM_NO_USAGE_STATS", "1")
-            .env("HF_HUB_OFFLINE", "1");
+            .env("HF_HUB_OFFLINE", "1")
+            .env("PYTHONPYCACHEPREFIX", self.folder.join("bytecode"))
+            .env_remove("PYTHONDONTWRITEBYTECODE");
         python
     }
 }
