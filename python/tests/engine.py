@@ -67,7 +67,7 @@ class Process:
 
     def __init__(self, command: list[str], env: dict[str, str], **popen: Any):
         self.log = tempfile.TemporaryFile("w+")
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1", **env}
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **env}
         self.process = subprocess.Popen(
             command,
             env=environment,
@@ -86,7 +86,13 @@ class Process:
         group = self.process.pid
         with contextlib.suppress(ProcessLookupError):
             os.killpg(group, sent)
-        self.process.wait(PATIENCE_S)
+        try:
+            self.process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            # Python says then where each thread stands.
+            self.process.send_signal(signal.SIGABRT)
+            self.process.wait(PATIENCE_S)
+            raise AssertionError(f"it does not end by signal {sent}:\n{self.logged()[-8000:]}") from None
 
         def gone() -> bool:
             try:
