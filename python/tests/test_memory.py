@@ -226,6 +226,7 @@ def test_a_window_alone_is_not_served_either(daemon: Daemon) -> None:
         other.close()
         daemon.wait_ready()
         assert served.lookup(3, slot=1).hit_pages == 0
+        assert daemon.status()["ready"]
     finally:
         served.close()
 
