@@ -610,7 +610,9 @@ impl State {
 /// What an engine or a worker is told.
 fn to_error(refusal: &Refusal) -> ErrorBody {
     let code = match refusal {
-        Refusal::NotReady { .. } | Refusal::AnotherEngine | Refusal::Reading => ErrorCode::NotReady,
+        Refusal::NotReady { .. } | Refusal::AnotherEngine { .. } | Refusal::Reading => {
+            ErrorCode::NotReady
+        }
         Refusal::RankDisagrees { .. } => ErrorCode::RankDisagrees,
         Refusal::NoSuchWorker { .. }
         | Refusal::DepotNotShared { .. }

@@ -22,9 +22,12 @@ pub enum Refusal {
     },
     /// Every rank is there, with the memory of another engine than the one that asks.
     #[error(
-        "not ready: the ranks have the memory of another engine, not of this one; ask again later"
+        "not ready: the ranks have the memory of another engine, not of this one{detail}; ask again later"
     )]
-    AnotherEngine,
+    AnotherEngine {
+        /// Why a rank was turned away.
+        detail: String,
+    },
     /// A leader that has begun reads what the depots hold before it serves.
     #[error("not ready: what the depots hold is being read; ask again later")]
     Reading,

@@ -341,7 +341,11 @@ fn who_is_waited_for_is_told() {
     assert_eq!(not_ready(&mut reader, 0, 5), Refusal::Reading);
     // The places of all replicas are taken.
     reader.step(Event::EngineOpened(engine_id(2)));
-    assert_eq!(not_ready(&mut reader, 2, 1), Refusal::AnotherEngine);
+    let detail = String::new();
+    assert_eq!(
+        not_ready(&mut reader, 2, 1),
+        Refusal::AnotherEngine { detail }
+    );
 }
 
 /// What a worker without an engine's memory is told when it attaches with a depot.

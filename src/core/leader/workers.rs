@@ -205,11 +205,11 @@ impl Workers {
     /// Why an engine is not served whose ranks are not all there.
     pub(super) fn not_ready(&self) -> Refusal {
         let waiting_for = u32::from(self.ranks) * u32::from(self.replicas) - self.with_memory();
-        if waiting_for == 0 {
-            return Refusal::AnotherEngine;
-        }
         let why = self.turned_away.as_ref();
         let detail = why.map(|why| format!(" ({why})")).unwrap_or_default();
+        if waiting_for == 0 {
+            return Refusal::AnotherEngine { detail };
+        }
         Refusal::NotReady {
             waiting_for,
             ranks: self.ranks,
