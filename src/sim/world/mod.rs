@@ -9,12 +9,15 @@
 
 mod checker;
 mod client;
+mod counts;
 mod engine;
 mod env;
 mod faults;
 mod ghost;
 mod leader;
+mod lives;
 mod net;
+mod process;
 mod prompts;
 mod queue;
 mod server;
@@ -27,20 +30,22 @@ mod worker;
 #[cfg(test)]
 mod tests;
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::hash::Hasher;
 use std::time::Duration;
 
 use siphasher::sip128::Hasher128;
 
-use crate::core::{AnchorKey, LeaderSettings};
-use crate::types::{Epoch, OpId, Ratio, Replica, Time, WorkerId};
+use crate::core::AnchorKey;
+use crate::types::{Epoch, OpId, Replica, Time, WorkerId};
 
+pub use counts::Counts;
 use engine::EngineProcess;
 use env::Env;
 pub use faults::{Fault, FaultCounts};
 use leader::LeaderProcess;
 use net::{ConnectionId, End, Packet};
+use process::{Place, Process};
 pub use setup::{Chances, Setup};
 pub use storage::{Content, Depot, EMPTY, Storage, TORN};
 pub use summary::{RUNS_TO_JUDGE, Summary};
@@ -107,63 +112,6 @@ enum Happening {
     Trouble,
 }
 
-macro_rules! counts {
-    ($($(#[$doc:meta])* $name:ident;)*) => {
-        /// What happened in a run.
-        #[derive(Debug, Clone, Default, PartialEq, Eq)]
-        pub struct Counts {
-            $($(#[$doc])* pub $name: u64,)*
-        }
-
-        impl Counts {
-            /// Each count with its name.
-            pub fn by_name(&self) -> impl Iterator<Item = (&'static str, u64)> {
-                [$((stringify!($name), self.$name),)*].into_iter()
-            }
-
-            /// Adds those of another run.
-            pub fn add(&mut self, other: &Self) {
-                $(self.$name += other.$name;)*
-            }
-        }
-    };
-}
-
-counts! {
-    /// Events.
-    steps;
-    /// Messages.
-    messages;
-    /// Prompts that arrived.
-    prompts;
-    /// Prompts that were served.
-    served;
-    /// Answers that engines heard.
-    answers;
-    /// Of those, refusals.
-    refusals;
-    /// Requests that engines gave up.
-    given_up;
-    /// Resets that were confirmed.
-    resets;
-    /// Copies that started.
-    copies;
-    /// Pages that copies wrote.
-    pages_copied;
-    /// Pages that engines compared with what they must hold.
-    pages_verified;
-    /// Pages that engines were spared.
-    hit_pages;
-    /// Pages that new leaders found in the depots.
-    recovered_pages;
-    /// Leaders that began.
-    leaders;
-    /// Workers that had to go.
-    expelled;
-    /// Virtual time in milliseconds.
-    virtual_ms;
-}
-
 /// How a run ended.
 #[derive(Debug, Clone)]
 pub struct Outcome {
@@ -179,54 +127,6 @@ pub struct Outcome {
     pub digest: u128,
     /// What must not have happened.
     pub violation: Option<String>,
-}
-
-#[derive(Debug)]
-struct Process<S> {
-    life: u32,
-    state: Option<S>,
-    /// Standing still, how many times so far.
-    paused: bool,
-    pauses: u32,
-    inbox: VecDeque<Happening>,
-    /// Reads one message in this time, until then.
-    slow: Option<(Duration, Time)>,
-    reading: bool,
-    armed: Time,
-}
-
-impl<S> Process<S> {
-    fn new() -> Self {
-        Self {
-            life: 0,
-            state: None,
-            paused: false,
-            pauses: 0,
-            inbox: VecDeque::new(),
-            slow: None,
-            reading: false,
-            armed: Time::NEVER,
-        }
-    }
-}
-
-/// How a process takes what comes, whatever it is.
-struct Place<'a> {
-    paused: &'a mut bool,
-    inbox: &'a mut VecDeque<Happening>,
-    slow: Option<(Duration, Time)>,
-    reading: &'a mut bool,
-}
-
-impl<S> Process<S> {
-    fn place(&mut self) -> Place<'_> {
-        Place {
-            paused: &mut self.paused,
-            inbox: &mut self.inbox,
-            slow: self.slow,
-            reading: &mut self.reading,
-        }
-    }
 }
 
 struct World {
@@ -606,141 +506,6 @@ impl World {
             env.queue.push(next, Happening::Wake { who, life });
         }
         process.state = Some(engine);
-    }
-
-    fn begin_process(&mut self, who: Who) {
-        if self.life(who).is_some() {
-            return;
-        }
-        let env = &mut self.env;
-        let life = match who {
-            Who::Leader => {
-                self.epoch = Epoch(self.epoch.0 + 1);
-                env.counts.leaders += 1;
-                let ratio = Ratio::new(env.setup.ratio).unwrap_or_default();
-                let mut settings =
-                    LeaderSettings::new(self.epoch, env.setup.ranks, ratio, ANCHOR_KEY);
-                settings.sharding = env.setup.sharding;
-                settings.replicas = env.setup.replicas;
-                settings.fence = env.setup.fence;
-                settings.hold_for = env.setup.request_timeout * 4;
-                settings.engine_grace = env.setup.engine_grace;
-                settings.open_requests_max = env.setup.open_requests_max;
-                self.awake_since = env.now();
-                self.leader = Process {
-                    life: self.leader.life + 1,
-                    state: Some(LeaderProcess::start(env, settings)),
-                    pauses: self.leader.pauses,
-                    ..Process::new()
-                };
-                self.leader.life
-            }
-            Who::Worker(id) => {
-                let Some(process) = self.workers.get_mut(&id) else {
-                    return;
-                };
-                let life = process.life + 1;
-                env.lives.insert(who, life);
-                *process = Process {
-                    life,
-                    state: Some(WorkerProcess::start(env, id, life)),
-                    pauses: process.pauses,
-                    ..Process::new()
-                };
-                life
-            }
-            Who::Engine(replica) => {
-                let process = &mut self.engines[usize::from(replica.0)];
-                let life = process.life + 1;
-                *process = Process {
-                    life,
-                    state: Some(EngineProcess::start(env, replica, life)),
-                    pauses: process.pauses,
-                    ..Process::new()
-                };
-                env.queue
-                    .push(env.queue.now(), Happening::Arrive { replica, life });
-                life
-            }
-        };
-        env.lives.insert(who, life);
-        env.queue
-            .push(env.queue.now(), Happening::Wake { who, life });
-    }
-
-    /// A process dies: what it knew is gone, what it copied has ended.
-    fn crash(&mut self, who: Who) {
-        tracing::trace!(?who, "dies");
-        let env = &mut self.env;
-        match who {
-            Who::Leader => {
-                if let Some(leader) = self.leader.state.take() {
-                    env.counts.recovered_pages += leader.core.counts().recovered_pages;
-                }
-                env.ghost.leader_died(self.epoch);
-            }
-            Who::Worker(id) => {
-                let Some(process) = self.workers.get_mut(&id) else {
-                    return;
-                };
-                let life = process.life;
-                if process
-                    .state
-                    .take()
-                    .is_some_and(|worker| worker.has_stuck_copy())
-                {
-                    env.faults.took_effect(Fault::CopyStuck);
-                }
-                env.ghost.touched.died(id, life);
-                for to in [Who::Leader, Who::Engine(id.replica)] {
-                    let at = env.queue.now() + Duration::from_micros(env.rng.u64(20..3000));
-                    let died = Happening::Died {
-                        to,
-                        worker: id,
-                        life,
-                    };
-                    env.queue.push(at, died);
-                }
-            }
-            Who::Engine(replica) => self.engines[usize::from(replica.0)].state = None,
-        }
-        env.net
-            .died(&mut env.queue, &mut env.rng, &mut env.faults, who);
-        let at = env.queue.now() + Duration::from_micros(env.rng.u64(200..60_000));
-        env.queue.push(at, Happening::Begin(who));
-    }
-
-    /// Everything that waited while a process stood still reaches it now, in order.
-    fn resume(&mut self, who: Who, pause: u32) {
-        fn awake<S>(process: &mut Process<S>, pause: u32) -> Option<VecDeque<Happening>> {
-            (process.paused && process.pauses == pause).then(|| {
-                process.paused = false;
-                std::mem::take(&mut process.inbox)
-            })
-        }
-        let inbox = match who {
-            Who::Leader => {
-                self.awake_since = self.env.now();
-                awake(&mut self.leader, pause)
-            }
-            Who::Worker(id) => self.workers.get_mut(&id).and_then(|process| {
-                let inbox = awake(process, pause);
-                if let Some(worker) = process.state.as_mut().filter(|_| inbox.is_some()) {
-                    worker.resumed();
-                }
-                inbox
-            }),
-            Who::Engine(replica) => awake(&mut self.engines[usize::from(replica.0)], pause),
-        };
-        let (Some(inbox), Some(life)) = (inbox, self.life(who)) else {
-            return;
-        };
-        if !inbox.is_empty() {
-            self.env.faults.took_effect(trouble::pause_of(who));
-        }
-        for happening in inbox {
-            self.to(who, Some(life), happening);
-        }
     }
 
     /// What every step ends with: the dead are counted, the checker looks.

@@ -1,0 +1,149 @@
+//! Processes begin, die, and go on after they stood still.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use super::engine::EngineProcess;
+use super::faults::Fault;
+use super::leader::LeaderProcess;
+use super::worker::WorkerProcess;
+use super::{ANCHOR_KEY, Happening, Process, Who, World, trouble};
+use crate::core::LeaderSettings;
+use crate::types::{Epoch, Ratio};
+
+impl World {
+    pub(super) fn begin_process(&mut self, who: Who) {
+        if self.life(who).is_some() {
+            return;
+        }
+        let env = &mut self.env;
+        let life = match who {
+            Who::Leader => {
+                self.epoch = Epoch(self.epoch.0 + 1);
+                env.counts.leaders += 1;
+                let ratio = Ratio::new(env.setup.ratio).unwrap_or_default();
+                let mut settings =
+                    LeaderSettings::new(self.epoch, env.setup.ranks, ratio, ANCHOR_KEY);
+                settings.sharding = env.setup.sharding;
+                settings.replicas = env.setup.replicas;
+                settings.fence = env.setup.fence;
+                settings.hold_for = env.setup.request_timeout * 4;
+                settings.engine_grace = env.setup.engine_grace;
+                settings.open_requests_max = env.setup.open_requests_max;
+                self.awake_since = env.now();
+                self.leader = Process {
+                    life: self.leader.life + 1,
+                    state: Some(LeaderProcess::start(env, settings)),
+                    pauses: self.leader.pauses,
+                    ..Process::new()
+                };
+                self.leader.life
+            }
+            Who::Worker(id) => {
+                let Some(process) = self.workers.get_mut(&id) else {
+                    return;
+                };
+                let life = process.life + 1;
+                env.lives.insert(who, life);
+                *process = Process {
+                    life,
+                    state: Some(WorkerProcess::start(env, id, life)),
+                    pauses: process.pauses,
+                    ..Process::new()
+                };
+                life
+            }
+            Who::Engine(replica) => {
+                let process = &mut self.engines[usize::from(replica.0)];
+                let life = process.life + 1;
+                *process = Process {
+                    life,
+                    state: Some(EngineProcess::start(env, replica, life)),
+                    pauses: process.pauses,
+                    ..Process::new()
+                };
+                env.queue
+                    .push(env.queue.now(), Happening::Arrive { replica, life });
+                life
+            }
+        };
+        env.lives.insert(who, life);
+        env.queue
+            .push(env.queue.now(), Happening::Wake { who, life });
+    }
+
+    /// A process dies: what it knew is gone, what it copied has ended.
+    pub(super) fn crash(&mut self, who: Who) {
+        tracing::trace!(?who, "dies");
+        let env = &mut self.env;
+        match who {
+            Who::Leader => {
+                if let Some(leader) = self.leader.state.take() {
+                    env.counts.recovered_pages += leader.core.counts().recovered_pages;
+                }
+                env.ghost.leader_died(self.epoch);
+            }
+            Who::Worker(id) => {
+                let Some(process) = self.workers.get_mut(&id) else {
+                    return;
+                };
+                let life = process.life;
+                if process
+                    .state
+                    .take()
+                    .is_some_and(|worker| worker.has_stuck_copy())
+                {
+                    env.faults.took_effect(Fault::CopyStuck);
+                }
+                env.ghost.touched.died(id, life);
+                for to in [Who::Leader, Who::Engine(id.replica)] {
+                    let at = env.queue.now() + Duration::from_micros(env.rng.u64(20..3000));
+                    let died = Happening::Died {
+                        to,
+                        worker: id,
+                        life,
+                    };
+                    env.queue.push(at, died);
+                }
+            }
+            Who::Engine(replica) => self.engines[usize::from(replica.0)].state = None,
+        }
+        env.net
+            .died(&mut env.queue, &mut env.rng, &mut env.faults, who);
+        let at = env.queue.now() + Duration::from_micros(env.rng.u64(200..60_000));
+        env.queue.push(at, Happening::Begin(who));
+    }
+
+    /// Everything that waited while a process stood still reaches it now, in order.
+    pub(super) fn resume(&mut self, who: Who, pause: u32) {
+        fn awake<S>(process: &mut Process<S>, pause: u32) -> Option<VecDeque<Happening>> {
+            (process.paused && process.pauses == pause).then(|| {
+                process.paused = false;
+                std::mem::take(&mut process.inbox)
+            })
+        }
+        let inbox = match who {
+            Who::Leader => {
+                self.awake_since = self.env.now();
+                awake(&mut self.leader, pause)
+            }
+            Who::Worker(id) => self.workers.get_mut(&id).and_then(|process| {
+                let inbox = awake(process, pause);
+                if let Some(worker) = process.state.as_mut().filter(|_| inbox.is_some()) {
+                    worker.resumed();
+                }
+                inbox
+            }),
+            Who::Engine(replica) => awake(&mut self.engines[usize::from(replica.0)], pause),
+        };
+        let (Some(inbox), Some(life)) = (inbox, self.life(who)) else {
+            return;
+        };
+        if !inbox.is_empty() {
+            self.env.faults.took_effect(trouble::pause_of(who));
+        }
+        for happening in inbox {
+            self.to(who, Some(life), happening);
+        }
+    }
+}

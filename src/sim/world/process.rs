@@ -1,0 +1,55 @@
+//! A process: alive or not, standing still or slow.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use super::Happening;
+use crate::types::Time;
+
+#[derive(Debug)]
+pub(super) struct Process<S> {
+    pub(super) life: u32,
+    pub(super) state: Option<S>,
+    /// Standing still, how many times so far.
+    pub(super) paused: bool,
+    pub(super) pauses: u32,
+    pub(super) inbox: VecDeque<Happening>,
+    /// Reads one message in this time, until then.
+    pub(super) slow: Option<(Duration, Time)>,
+    pub(super) reading: bool,
+    pub(super) armed: Time,
+}
+
+impl<S> Process<S> {
+    pub(super) fn new() -> Self {
+        Self {
+            life: 0,
+            state: None,
+            paused: false,
+            pauses: 0,
+            inbox: VecDeque::new(),
+            slow: None,
+            reading: false,
+            armed: Time::NEVER,
+        }
+    }
+}
+
+/// How a process takes what comes, whatever it is.
+pub(super) struct Place<'a> {
+    pub(super) paused: &'a mut bool,
+    pub(super) inbox: &'a mut VecDeque<Happening>,
+    pub(super) slow: Option<(Duration, Time)>,
+    pub(super) reading: &'a mut bool,
+}
+
+impl<S> Process<S> {
+    pub(super) fn place(&mut self) -> Place<'_> {
+        Place {
+            paused: &mut self.paused,
+            inbox: &mut self.inbox,
+            slow: self.slow,
+            reading: &mut self.reading,
+        }
+    }
+}
