@@ -8,12 +8,7 @@ of its request. When kvferry cannot be asked how a copy ended, each rank makes s
 before the pages are used again (:mod:`kvferry.copies`).
 """
 
-import contextlib
-import hashlib
 import logging
-import os
-import secrets
-import stat
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,11 +16,11 @@ from typing import TYPE_CHECKING
 from kvferry import wire
 from kvferry.client import Client, Question
 from kvferry.copies import Copies, Copy
+from kvferry.namespaces import Namespaces
 from kvferry.settings import Settings
 from kvferry.steps import RankReport, StepMetadata
 
 if TYPE_CHECKING:
-    from vllm.lora.request import LoRARequest
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -45,8 +40,6 @@ LAST_STORES_S = 0.25
 #: After a store that the leader could not take, nothing is stored for so long.
 STORE_PAUSE_S = 1.0
 FINISH_LIMIT_S = 30.0
-#: Adapters whose files are remembered; of one more the oldest is looked at again.
-ADAPTERS_MAX = 4096
 RESET_LIMIT_S = 1.0
 
 
@@ -106,10 +99,8 @@ class SchedulerSide:
         connect: type[Client] = Client,
     ):
         self._settings = settings
-        #: What pages depend on, and a text of our own behind a reset that the leader did not confirm.
-        self._namespace = [namespace]
+        self._namespaces = Namespaces(namespace, engine.hex())
         self._page_tokens = page_tokens
-        self._adapters: dict[tuple[int, str, str], str] = {}
         self._tracked: dict[str, Tracked] = {}
         self._budget_s = settings.lookup_budget_ms / 1000
         self._step = StepMetadata()
@@ -168,24 +159,10 @@ class SchedulerSide:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.finished:
             self._next_slot += 1
-            tracked = Tracked(request, self._next_slot, self._namespace_of(request))
+            tracked = Tracked(request, self._next_slot, self._namespaces.of(request.lora_request))
             self._tracked[request.request_id] = tracked
         tracked.request = request
         return tracked
-
-    def _namespace_of(self, request: "Request") -> bytes:
-        """32 bytes. Salts and multimodal inputs are in the hashes; of a LoRA only its name is."""
-        adapter = self._adapter(request.lora_request) if request.lora_request else "no lora"
-        return hashlib.blake2b("\n".join([*self._namespace, adapter]).encode(), digest_size=32).digest()
-
-    def _adapter(self, lora: "LoRARequest") -> str:
-        """An adapter as vLLM has it: what lay in its folder when it was first used, or was loaded anew."""
-        name = (lora.lora_int_id, lora.lora_name, lora.lora_path)
-        if name not in self._adapters or lora.load_inplace:
-            if len(self._adapters) >= ADAPTERS_MAX:
-                self._adapters.pop(next(iter(self._adapters)))
-            self._adapters[name] = f"lora={lora.lora_name!r}, {identity(lora.lora_path)}"
-        return self._adapters[name]
 
     def finished(self, request: "Request") -> None:
         """A request is over. Pages under copy stay held: by the pool, or by vLLM until a load is reported."""
@@ -400,12 +377,12 @@ class SchedulerSide:
                 self._open(tracked, pages, pages, self._settings.lookup_timeout_ms)
             tracked.lookup = None
         self._reset_owed = None
-        del self._namespace[1:]
+        self._namespaces.share()
         if not self._confirmed():
-            self._namespace.append(f"reset={secrets.token_hex(16)}")
+            self._namespaces.leave()
             self._reset_owed = self._client.ask(wire.Reset(), RESET_LIMIT_S)
             for tracked in running:
-                tracked.namespace, tracked.opened = self._namespace_of(tracked.request), None
+                tracked.namespace, tracked.opened = self._namespaces.of(tracked.request.lora_request), None
         return True
 
     def _reset_again(self) -> None:
@@ -414,7 +391,7 @@ class SchedulerSide:
             return
         if self._reset_owed.answer is not None:
             self._reset_owed = None
-            del self._namespace[1:]
+            self._namespaces.share()
             logger.info("kvferry: the leader confirmed the reset")
         else:
             self._reset_again_at = time.monotonic() + RESET_LIMIT_S
@@ -439,25 +416,3 @@ class SchedulerSide:
     def close(self) -> None:
         """Ends the conversation: the leader forgets this engine."""
         self._client.close()
-
-
-def identity(path: str) -> str:
-    """What a model or an adapter is: its name; of a folder also where it really lies, and which files are in it.
-
-    A folder that cannot be read is like no other.
-    """
-    if not os.path.isdir(path):
-        return path
-    folder = os.path.realpath(path)
-    files = []
-    try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                # A file may vanish meanwhile, or be a link to nowhere.
-                with contextlib.suppress(OSError):
-                    found = entry.stat()
-                    if stat.S_ISREG(found.st_mode):
-                        files.append((entry.name, found.st_size, found.st_mtime_ns))
-    except OSError:
-        return f"{folder} {secrets.token_hex(16)}"
-    return f"{folder} {sorted(files)}"

@@ -26,6 +26,9 @@ class Settings:
     replica: int = 0
     #: Keeps apart what otherwise looks alike: other weights under the same name, for instance. Default: empty.
     namespace: str = ""
+    #: Names the weights where they cannot be identified: neither files here, nor a commit of the Hub. Setting
+    #: it promises that engines with the same text have the same weights. Default: empty.
+    weights: str = ""
     #: How long one step of the scheduler may wait for answers to lookups, in all. Default: 2.
     lookup_budget_ms: int = 2
     #: After so long without an answer a request is computed without asking further. Default: 500.
@@ -50,8 +53,9 @@ class Settings:
                 raise ValueError(f"kv_connector_extra_config: unknown key {key!r}: {hint}")
         values = dict(extra)
         values["socket_dir"] = _socket_dir(values.get("socket_dir", default_socket_dir()))
-        if not isinstance(values.get("namespace", ""), str):
-            raise ValueError(f"kv_connector_extra_config: namespace is {values['namespace']!r}: give a text")
+        for name in ("namespace", "weights"):
+            if not isinstance(values.get(name, ""), str):
+                raise ValueError(f"kv_connector_extra_config: {name} is {values[name]!r}: give a text")
         for name, least, most in (
             ("replica", 0, 63),
             ("lookup_budget_ms", 0, 1000),

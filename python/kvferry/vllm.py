@@ -5,11 +5,8 @@ only takes those calls apart: the scheduler's go to :mod:`kvferry.scheduler`, a 
 cached, found and evicted is the leader's affair.
 """
 
-import hashlib
-import json
 import logging
 import os
-import re
 from typing import TYPE_CHECKING, Any
 
 from kvferry import interface
@@ -22,7 +19,6 @@ try:
         KVConnectorWorkerMetadata,
         SupportsHMA,
     )
-    from vllm.platforms import current_platform
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -34,9 +30,10 @@ except ImportError as error:
         f"installed, and differs: {error}. Install vLLM {interface.KNOWN_VERSION}, or a kvferry that knows this one."
     ) from error
 
+from kvferry.content import namespace_of, start_of, tell_unknown_weights
 from kvferry.memory import KvMemory, Place, Unsupported
 from kvferry.rank import RankSession
-from kvferry.scheduler import SchedulerSide, identity
+from kvferry.scheduler import SchedulerSide
 from kvferry.settings import Settings
 from kvferry.steps import RankReport, StepMetadata
 
@@ -84,9 +81,10 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
             logger.warning("kvferry: %s: requests run without the cache", why)
         elif role == KVConnectorRole.SCHEDULER:
             parallel = vllm_config.parallel_config
+            tell_unknown_weights(vllm_config, self._settings)
             self._scheduler = SchedulerSide(
                 self._settings,
-                engine=engine_name(vllm_config),
+                engine=start_of(vllm_config),
                 replica=replica_of(vllm_config, self._settings),
                 namespace=namespace_of(vllm_config, self._settings),
                 page_tokens=kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
@@ -123,7 +121,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         self._on_device = memory.on_device
         replica = replica_of(config, self._settings)
         directory = self._settings.socket_dir / f"worker-{replica}-{rank}"
-        self._rank = RankSession(directory, engine_name(config), rank, replica, memory)
+        self._rank = RankSession(directory, start_of(config), rank, replica, memory)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """A step begins."""
@@ -283,47 +281,6 @@ def kv_shards(config: "VllmConfig") -> int:
     return 1 if config.model_config.use_mla else min(ranks, config.model_config.get_total_num_kv_heads())
 
 
-def engine_name(config: "VllmConfig") -> bytes:
-    """16 bytes that name this start of this engine, the same in all its processes."""
-    parts = (config.kv_transfer_config.engine_id, config.instance_id, _data_parallel_index(config))
-    return hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=16).digest()
-
-
 def replica_of(config: "VllmConfig", settings: Settings) -> int:
     """Which engine of the leader this is."""
-    return settings.replica + _data_parallel_index(config)
-
-
-def _data_parallel_index(config: "VllmConfig") -> int:
-    return config.parallel_config.data_parallel_index
-
-
-def namespace_of(config: "VllmConfig", settings: Settings) -> str:
-    """Everything, beside the tokens and the memory's shape, on which the bytes of a page depend."""
-    model, cache = config.model_config, config.cache_config
-    dummy = config.load_config.load_format == "dummy"
-    parts = {
-        "vllm": interface.version(),
-        # What comes from object storage lies in a folder that is new with each start.
-        "model": identity(model.model_weights or model.model),
-        "revision": model.revision,
-        "config": json.dumps(model.hf_config.to_dict(), default=described, sort_keys=True),
-        "config_path": model.hf_config_path,
-        "overrides": model.hf_overrides,
-        "max_model_len": model.max_model_len,
-        "multimodal": model.multimodal_config,
-        "dtype": model.dtype,
-        "quantization": (model.quantization, model.quantization_config),
-        "kv_cache_dtype": cache.cache_dtype,
-        "hash": cache.prefix_caching_hash_algo,
-        "platform": current_platform.get_device_name(),
-        "attention": config.attention_config,
-        "dummy_weights": (model.seed, config.parallel_config.world_size) if dummy else None,
-        "namespace": settings.namespace,
-    }
-    return "\n".join(f"{name}={described(value)}" for name, value in parts.items())
-
-
-def described(value: Any) -> str:
-    """A text that is the same in every process: without addresses of objects."""
-    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
+    return settings.replica + config.parallel_config.data_parallel_index

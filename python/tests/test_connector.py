@@ -154,11 +154,6 @@ def test_groups_in_words() -> None:
     ]
 
 
-def test_what_is_described_is_the_same_in_every_process() -> None:
-    assert connector.described(test_shards_are_those_that_differ) == "<function test_shards_are_those_that_differ>"
-    assert connector.described({"a": 1}) == "{'a': 1}"
-
-
 def test_shards_are_those_that_differ() -> None:
     for heads, mla, ranks, shards in ((8, False, 2, 2), (2, False, 8, 2), (1, False, 4, 1), (8, True, 4, 1)):
         assert connector.kv_shards(config(heads=heads, use_mla=mla, world_size=ranks)) == shards
@@ -174,6 +169,7 @@ def test_shards_are_those_that_differ() -> None:
         ({"replica": True}, "replica is True"),
         ({"load_timeout_ms": "5"}, "load_timeout_ms is '5'"),
         ({"namespace": 3}, "namespace is 3: give a text"),
+        ({"weights": 7}, "weights is 7: give a text"),
     ],
 )
 def test_extra_settings_that_are_wrong(extra: dict[str, Any], text: str) -> None:

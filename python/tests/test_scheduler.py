@@ -13,7 +13,7 @@ from daemon import eventually
 
 from kvferry import copies, wire
 from kvferry.client import Failure
-from kvferry.scheduler import SchedulerSide, identity
+from kvferry.scheduler import SchedulerSide
 from kvferry.settings import Settings
 from kvferry.steps import RankReport, StepMetadata
 from kvferry.wire import Code
@@ -595,22 +595,6 @@ def test_a_leader_that_cannot_store_is_left_alone_for_a_while(engine: Engine, mo
     engine.step({asking: 1})
     message = engine.leader.last(wire.Store).message
     assert (message.first_page, message.source) == (0, [[1, 3]])
-
-
-def test_a_folder_is_known_by_what_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert identity("org/model") == "org/model"
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "weights").write_text(name)
-    seen = {identity(str(tmp_path / name)) for name in ("a", "b")}
-    monkeypatch.chdir(tmp_path / "a")
-    seen.add(identity("."))
-    assert len(seen) == 2
-    (tmp_path / "a" / "weights").write_text("other")
-    (tmp_path / "a" / "nowhere").symlink_to("nothing")
-    assert identity(".") not in seen
-    (tmp_path / "loop").symlink_to("loop")
-    assert identity(str(tmp_path / "loop")) == str(tmp_path / "loop")
 
 
 def test_what_was_computed_before_a_reset_is_not_stored_after_it(engine: Engine) -> None:

@@ -1,0 +1,226 @@
+"""What names the bytes of pages: the weights, above all."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvferry import content
+from kvferry.namespaces import Namespaces
+from kvferry.settings import Settings
+
+COMMITS = ("a" * 40, "b" * 40)
+
+
+class HfConfig:
+    """As much of a configuration as is looked at."""
+
+    def __init__(self, commit: str | None = None, **values: Any):
+        self._commit_hash = commit
+        self._values = values
+
+    def to_dict(self) -> dict[Any, Any]:
+        return self._values
+
+
+def config(model: str, *, instance: str = "i", commit: str | None = None, **changes: Any) -> Any:
+    parts: dict[str, Any] = {
+        "model": model,
+        "model_weights": "",
+        "revision": None,
+        "hf_config": HfConfig(commit),
+        "hf_config_path": None,
+        "hf_overrides": {},
+        "max_model_len": 1024,
+        "multimodal_config": None,
+        "dtype": "bfloat16",
+        "quantization": None,
+        "quantization_config": None,
+        "seed": 0,
+        "cache_dtype": "auto",
+        "prefix_caching_hash_algo": "sha256",
+        "load_format": "auto",
+        "download_dir": None,
+        "model_loader_extra_config": {},
+        "engine_id": "e",
+        "data_parallel_index": 0,
+        "world_size": 1,
+        **changes,
+    }
+    every = SimpleNamespace(**parts)
+    return SimpleNamespace(
+        model_config=every,
+        cache_config=every,
+        load_config=every,
+        kv_transfer_config=every,
+        parallel_config=every,
+        attention_config="attention",
+        instance_id=instance,
+    )
+
+
+def settings(**values: Any) -> Settings:
+    return Settings(Path("/nowhere"), **values)
+
+
+def both(made: Any, **given: Any) -> tuple[str, str]:
+    return content.namespace_of(made, settings(**given)), content.content_of(made, settings(**given))
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Path:
+    """A cache of the Hub with one repository, whose branch ``main`` is at the first commit."""
+    for commit in COMMITS:
+        (tmp_path / "models--org--model" / "snapshots" / commit).mkdir(parents=True)
+        (tmp_path / "models--org--model" / "snapshots" / commit / "config.json").write_text("{}")
+    (tmp_path / "models--org--model" / "refs").mkdir()
+    move(tmp_path, COMMITS[0])
+    return tmp_path
+
+
+def move(hub: Path, commit: str) -> None:
+    (hub / "models--org--model" / "refs" / "main").write_text(commit)
+
+
+def test_a_name_on_the_hub_is_the_commit_that_lies_here(hub: Path) -> None:
+    """The branch moves between two starts of an engine: what was stored before is not found after."""
+    cached = {"download_dir": str(hub)}
+    first = both(config("org/model", **cached))
+    assert both(config("org/model", instance="another start", **cached)) == first
+    move(hub, COMMITS[1])
+    second = both(config("org/model", **cached))
+    assert not set(first) & set(second)
+    assert both(config("org/model", revision=COMMITS[0])) != first, "a revision is part of the name"
+    assert content.weights_of(config("org/model", revision=COMMITS[0]), settings()) == (
+        f"org/model at commit {COMMITS[0]}",
+        True,
+    )
+
+
+def test_a_branch_that_moved_while_the_engine_started_is_not_trusted(hub: Path) -> None:
+    cached = {"download_dir": str(hub)}
+    assert content.weights_of(config("org/model", commit=COMMITS[0], **cached), settings())[1]
+    assert not content.weights_of(config("org/model", commit=COMMITS[1], **cached), settings())[1]
+
+
+@pytest.mark.parametrize("model", ["org/unknown", "s3://bucket/model", "/nowhere/model", "org/repository:Q4"])
+def test_weights_that_cannot_be_identified_are_this_starts_own(
+    model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cached = {"download_dir": str(tmp_path)}
+    first = both(config(model, **cached))
+    assert both(config(model, **cached)) == first, "all processes of an engine say the same"
+    again = both(config(model, instance="another start", **cached))
+    assert not set(first) & set(again)
+    content.tell_unknown_weights(config(model, **cached), settings())
+    assert f"the weights of {model} cannot be identified" in caplog.text
+    declared = both(config(model, **cached), weights="v1")
+    assert both(config(model, instance="another start", **cached), weights="v1") == declared
+    assert not set(both(config(model, **cached), weights="v2")) & set(declared)
+
+
+def test_weights_from_object_storage_are_named_by_where_they_come_from(tmp_path: Path) -> None:
+    made = config(str(tmp_path), model_weights="s3://bucket/model")
+    assert content.weights_of(made, settings())[1] is False
+
+
+def test_files_are_looked_at_before_what_is_declared(tmp_path: Path) -> None:
+    (tmp_path / "weights").write_text("one")
+    first = both(config(str(tmp_path)), weights="v1")
+    (tmp_path / "weights").write_text("another")
+    assert not set(both(config(str(tmp_path)), weights="v1")) & set(first)
+
+
+def test_random_weights_are_a_matter_of_the_seed() -> None:
+    dummy = {"load_format": "dummy"}
+    first = both(config("org/model", **dummy))
+    assert both(config("org/model", instance="another start", **dummy)) == first
+    assert not set(both(config("org/model", seed=1, **dummy))) & set(first)
+
+
+@pytest.mark.parametrize(
+    "change", [{"dtype": "float16"}, {"quantization": "fp8"}, {"model_loader_extra_config": {"a": 1}}]
+)
+def test_content_names_what_weights_are_read_as(change: dict[str, Any], tmp_path: Path) -> None:
+    assert not set(both(config(str(tmp_path)))) & set(both(config(str(tmp_path), **change)))
+
+
+def test_content_is_one_short_line(tmp_path: Path) -> None:
+    folder = tmp_path / "ö" / ("ü" * 100) / ("x\ny" * 60)
+    folder.mkdir(parents=True)
+    text = content.content_of(config(str(folder), revision="r" * 999), settings())
+    assert len(text.encode()) <= content.CONTENT_BYTES_MAX
+    assert "\n" not in text
+    assert "bfloat16" in text
+    other = content.content_of(config(str(folder), revision="s" + "r" * 998), settings())
+    assert other.rsplit(", ", 1)[1] != text.rsplit(", ", 1)[1]
+
+
+def test_a_configuration_with_keys_of_several_kinds() -> None:
+    mixed = HfConfig(values={1: "a", "b": [{2: 3, "c": {4: 5, None: 6}}], "1": "d"})
+    made = config("org/model", load_format="dummy")
+    made.model_config.hf_config = mixed
+    assert '"int 1": "a"' in content.namespace_of(made, settings())
+    assert content.sorted_json({"b": 1, "a": 2}) == content.sorted_json({"a": 2, "b": 1})
+    assert content.sorted_json({1: "x"}) != content.sorted_json({"1": "x"})
+
+
+def test_what_is_described_is_the_same_in_every_process() -> None:
+    assert content.described(test_random_weights_are_a_matter_of_the_seed).endswith("_the_seed>")
+    assert content.described({"a": 1}) == "{'a': 1}"
+
+
+def test_a_folder_is_known_by_what_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_text(name)
+    seen = {content.local_identity(str(tmp_path / name)) for name in ("a", "b")}
+    monkeypatch.chdir(tmp_path / "a")
+    seen.add(content.local_identity("."))
+    assert len(seen) == 2
+    (tmp_path / "a" / "weights").write_text("other")
+    (tmp_path / "a" / "nowhere").symlink_to("nothing")
+    assert content.local_identity(".") not in seen
+    (tmp_path / "loop").symlink_to("loop")
+    assert content.local_identity(str(tmp_path / "loop")) is None
+
+
+def test_a_file_is_known_by_its_size_and_time(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_text("one")
+    first = content.local_identity(str(file))
+    file.write_text("another")
+    assert content.local_identity(str(file)) not in (None, first)
+
+
+def adapter(path: str) -> Any:
+    return SimpleNamespace(lora_int_id=1, lora_name="one", lora_path=path, load_inplace=False)
+
+
+def test_an_adapter_on_the_hub_is_this_starts_own_unless_nothing_can_move(
+    hub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM resolves its name after this does, and a branch may have moved by then."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
+    for offline, shared in ((False, False), (True, True)):
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+        first, again = (Namespaces("base", start).of(adapter("org/model")) for start in ("one", "two"))
+        assert (first == again) == shared
+    first = Namespaces("base", "one").of(adapter("org/model"))
+    move(hub, COMMITS[1])
+    assert Namespaces("base", "one").of(adapter("org/model")) != first
+
+
+def test_private_namespaces_are_nobody_elses() -> None:
+    one, two = Namespaces("base", "one"), Namespaces("base", "two")
+    shared = one.of(None)
+    assert two.of(None) == shared
+    assert one.leave() == [shared]
+    private = one.of(None)
+    two.leave()
+    assert len({shared, private, two.of(None)}) == 3
+    assert one.leave() == [private]
+    assert one.of(None) not in (shared, private)
+    one.share()
+    assert one.of(None) == shared
