@@ -143,6 +143,8 @@ class Client:
         self._next_turn: float | None = None
         self._credits = (1, 1)
         self._in_flight = self._in_flight_bytes = 0
+        #: When something was said last over the connection that there is.
+        self._said = 0.0
         self._thread = threading.Thread(target=self._run, name=f"kvferry {hello.role} {hello.rank}", daemon=True)
 
     # Anybody's thread.
@@ -331,13 +333,16 @@ class Client:
         self.link = next(self._links)
         beat_s = max(welcome.heartbeat_ms, 10) / 1000
         heard, pinged = time.monotonic(), False
+        self._said = heard
         poller = self._poller(socket, monitor)
         while not self._closing:
             self._take_new()
             self._take_turn()
             self._take_new()
             self._send_unsent(socket)
-            next_beat = heard + beat_s * (3 if pinged else 1)
+            # Pings after a heartbeat without a word of its own, however much the other side says: that closes a client
+            # that has said nothing for three. Pings too when the other side is silent, to find out whether it is there.
+            next_beat = min(self._said + beat_s, heard + beat_s * (3 if pinged else 1))
             timeout_s = self._until_next(next_beat) - time.monotonic()
             ready = dict(poller.poll(max(int(timeout_s * 1000 + 0.999), 0)))
             if self._wake in ready:
@@ -348,13 +353,17 @@ class Client:
             if monitor in ready and self._gone(monitor):
                 return
             self._expire()
-            if time.monotonic() >= next_beat and socket not in ready:
-                if pinged:
-                    self._set_trouble(f"{self.directory} was silent for three heartbeats")
-                    return
+            if socket not in ready and pinged and time.monotonic() >= heard + beat_s * 3:
+                self._set_trouble(f"{self.directory} was silent for three heartbeats")
+                return
+            if time.monotonic() >= next_beat:
                 pinged = True
                 head = wire.header(self._version, Kind.PING, 0, max(int(beat_s * 1000), 1), self.epoch)
-                socket.send_multipart([head, wire.body_of(wire.Empty())])
+                self._say(socket, head, wire.body_of(wire.Empty()))
+
+    def _say(self, socket: zmq.Socket, head: bytes, body: bytes) -> None:
+        socket.send_multipart([head, body])
+        self._said = time.monotonic()
 
     def _read_all(self, socket: zmq.Socket) -> None:
         """Reads what has come; a limit keeps deadlines and our own questions in turn."""
@@ -366,7 +375,7 @@ class Client:
             envelope = wire.read(parts)
             if envelope.kind == Kind.PING:
                 head = wire.header(self._version, Kind.PONG, envelope.correlation, 0, self.epoch)
-                socket.send_multipart([head, wire.body_of(wire.Empty())])
+                self._say(socket, head, wire.body_of(wire.Empty()))
             question = self._open.get(envelope.correlation)
             if question is None or envelope.kind in (Kind.PING, Kind.PONG):
                 continue
@@ -395,7 +404,7 @@ class Client:
             self._in_flight_bytes += question.sent_bytes
             left_ms = max(int((question.told - time.monotonic()) * 1000), 1)
             head = wire.header(self._version, question.kind, question.id, left_ms, self.epoch)
-            socket.send_multipart([head, question.body])
+            self._say(socket, head, question.body)
 
     def _take_new(self) -> None:
         while self._new:

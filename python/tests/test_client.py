@@ -201,6 +201,29 @@ def test_silence_is_a_lost_connection(directory: Path) -> None:
         assert "silent for three heartbeats" in client.trouble
 
 
+def test_a_client_that_only_listens_pings(directory: Path) -> None:
+    """Answers trickle in for ten seconds, and the client has nothing to ask: a server closes who says nothing."""
+    server = Fake(directory, heartbeat_ms=1000)
+    with talking(directory) as client:
+        server.greet(client)
+        link = client.link
+        questions = [client.ask(LOOKUP, 60) for _ in range(40)]
+        asked = [server.hear() for _ in questions]
+        said, longest_s = time.monotonic(), 0.0
+        for peer, envelope in asked:
+            server.say(peer, Kind.LOOKUP_ANSWER, envelope.correlation, FOUND)
+            until = time.monotonic() + 0.25
+            while (left_s := until - time.monotonic()) > 0:
+                if server.socket.poll(left_s * 1000):
+                    server.hear(pings=True)
+                    server.say(peer, Kind.PONG, 0, wire.Empty())
+                    said = time.monotonic()
+                longest_s = max(longest_s, time.monotonic() - said)
+        assert longest_s < 3, f"it said nothing for {longest_s:.1f} s"
+        assert all(ended(question).answer == FOUND for question in questions)
+        assert client.link == link
+
+
 def test_credits_are_kept(directory: Path) -> None:
     server = Fake(directory, request_credits=2)
     with talking(directory) as client:

@@ -71,7 +71,8 @@ const fn is_false(value: &bool) -> bool {
 pub struct Welcome {
     /// The version that both speak from now on.
     pub version: u16,
-    /// A side that heard nothing for so long says ping; after three times that the other is gone.
+    /// A client that has said nothing for so long, or heard nothing, says ping. The server closes a client that has said
+    /// nothing for three times that; a client that has heard nothing for three times that connects anew.
     pub heartbeat_ms: u32,
     /// Requests that may wait for an answer at one time.
     pub request_credits: u32,

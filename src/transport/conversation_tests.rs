@@ -346,6 +346,50 @@ async fn what_was_said_while_the_server_did_not_listen_counts() {
     assert_eq!(asked, peers.len());
 }
 
+/// The client asks at first and only listens then; something comes twice a heartbeat, for ten seconds.
+#[tokio::test(start_paused = true)]
+async fn a_client_that_only_listens_is_kept() {
+    let transport = MemoryTransport::default();
+    let mut server = server(&transport, 1).await;
+    let (client, mut incoming) = client(&transport, hello(1, 2));
+    let asked: Vec<_> = (1..=20)
+        .map(|id| {
+            let client = client.clone();
+            tokio::spawn(async move {
+                let patience = Duration::from_secs(60);
+                client.ask_as(RequestId(id), status(), patience).await
+            })
+        })
+        .collect();
+    let mut questions = Vec::new();
+    while questions.len() < asked.len() {
+        for event in server.next().await.expect("the server hears") {
+            if let ServerEvent::Message { peer, envelope } = event {
+                questions.push((peer, envelope.correlation));
+            }
+        }
+    }
+    let replier = server.replier();
+    let listening = tokio::spawn(async move {
+        loop {
+            for event in server.next().await.expect("the server hears") {
+                assert!(!matches!(event, ServerEvent::Closed { .. }), "closed");
+            }
+        }
+    });
+    for (peer, id) in questions {
+        tokio::time::sleep(HEARTBEAT / 2).await;
+        assert!(!listening.is_finished(), "the server closed the client");
+        replier.reply(peer, id, answer());
+    }
+    for asked in asked {
+        assert_eq!(asked.await.expect("no panic"), Ok(answer()));
+    }
+    assert!(matches!(incoming.try_recv(), Ok(Incoming::Welcomed { .. })));
+    assert!(incoming.try_recv().is_err(), "the connection was lost");
+    listening.abort();
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_server_that_stays_silent_is_left_and_a_client_that_pings_is_kept() {
     let transport = MemoryTransport::default();

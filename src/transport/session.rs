@@ -134,6 +134,7 @@ impl Client {
             version: VERSION,
             epoch: Epoch(0),
             link: LinkId(0),
+            said: Instant::now(),
         };
         tokio::spawn(session.run());
         (
@@ -252,6 +253,8 @@ struct Session {
     epoch: Epoch,
     /// The connection that there is, or was last.
     link: LinkId,
+    /// When something was said last over that connection.
+    said: Instant,
 }
 
 fn broken() -> Failure {
@@ -318,11 +321,19 @@ impl Session {
         let beat = Duration::from_millis(u64::from(welcome.heartbeat_ms.max(10)));
         let mut heard = Instant::now();
         let mut asked_for_life = false;
+        self.said = Instant::now();
         loop {
             if let Err(why) = self.send_unsent(&mut connection, welcome).await {
                 return End::Broken(why);
             }
-            let next_beat = heard + if asked_for_life { beat * 3 } else { beat };
+            // Pings after a heartbeat without a word of its own, however much the other side says: that closes a
+            // client that has said nothing for three. Pings too when the other side is silent, to find out whether
+            // it is there.
+            let next_word = self.said + beat;
+            let next_beat = match asked_for_life {
+                true => next_word.min(heard + beat * 3),
+                false => next_word.min(heard + beat),
+            };
             let wake = self
                 .next_deadline()
                 .map_or(next_beat, |at| at.min(next_beat));
@@ -346,13 +357,18 @@ impl Session {
                 () = tokio::time::sleep_until(wake) => {
                     self.expire();
                     if Instant::now() >= next_beat {
-                        if asked_for_life {
+                        if asked_for_life && heard.elapsed() >= beat * 3 {
                             return End::Broken("silent for three heartbeats".to_owned());
                         }
                         asked_for_life = true;
-                        let Ok(ping) = self.frame(RequestId(0), Message::Ping(Empty {}), 0) else { continue };
-                        if connection.send(ping).await.is_err() {
-                            return End::Broken("closed".to_owned());
+                        let ping = self.frame(RequestId(0), Message::Ping(Empty {}), 0);
+                        let ping = ping.map_err(|failure| failure.to_string());
+                        let said = match ping {
+                            Ok(ping) => self.say(&mut connection, ping).await,
+                            Err(why) => Err(why),
+                        };
+                        if let Err(why) = said {
+                            return End::Broken(why);
                         }
                     }
                 }
@@ -421,10 +437,7 @@ impl Session {
                     return Ok(());
                 };
                 match self.frame(correlation, message, 0) {
-                    Ok(frame) => connection
-                        .send(frame)
-                        .await
-                        .map_err(|error| error.to_string()),
+                    Ok(frame) => self.say(connection, frame).await,
                     Err(failure) => {
                         tracing::error!(%failure, "answer cannot be said");
                         Ok(())
@@ -468,12 +481,16 @@ impl Session {
             if let Some(pending) = self.pending.get_mut(&id) {
                 pending.bytes = bytes;
             }
-            connection
-                .send(frame)
-                .await
-                .map_err(|error| error.to_string())?;
+            self.say(connection, frame).await?;
         }
         Ok(())
+    }
+
+    /// Sends a frame over the connection that there is.
+    async fn say(&mut self, connection: &mut Connection, frame: Frame) -> Result<(), String> {
+        let sent = connection.send(frame).await;
+        self.said = Instant::now();
+        sent.map_err(|error| error.to_string())
     }
 
     /// False when nobody listens any more.
@@ -487,10 +504,7 @@ impl Session {
             Kind::Ping => {
                 let pong = self.frame(envelope.correlation, Message::Pong(Empty {}), 0);
                 let pong = pong.map_err(|failure| failure.to_string())?;
-                connection
-                    .send(pong)
-                    .await
-                    .map_err(|error| error.to_string())?;
+                self.say(connection, pong).await?;
             }
             Kind::Pong => {}
             Kind::Transfer | Kind::Cancel | Kind::Strike | Kind::ReadInventory => {
