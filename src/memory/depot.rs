@@ -8,7 +8,7 @@
 //!     16      8  bytes of the whole depot
 //!     24      8  page_bytes of the arena, 0 while no layout is known
 //!     32     16  its name, random
-//!     48   4048  reserved, zero
+//!     48   4048  a byte for each worker: see [`Depot::batch_mark`]
 //!   4096         slot i of the inventory at 4096 + i x 80: see `inventory`
 //!              page i at pages_at(page_bytes) + i x page_stride_bytes(page_bytes), behind the last slot
 //! ```
@@ -33,6 +33,9 @@ const VERSION_AT: u64 = 8;
 const BYTES_AT: u64 = 16;
 const PAGE_BYTES_AT: u64 = 24;
 const NAME_AT: u64 = 32;
+const MARKS_AT: u64 = 48;
+/// Workers beyond so many share a mark with an earlier one.
+const MARKS: u64 = DEPOT_HEADER_BYTES - MARKS_AT;
 
 /// Distance from one page of an arena to the next, in bytes.
 pub const fn page_stride_bytes(page_bytes: u64) -> u64 {
@@ -47,6 +50,19 @@ pub const fn page_stride_bytes(page_bytes: u64) -> u64 {
 pub struct Depot {
     buffer: SharedBuffer,
     id: DepotId,
+}
+
+/// Whether a worker may give many copies by one call of a GPU's driver. It lies in the depot, so that it outlives the worker:
+/// no error code tells that such a call hangs or ends the process, only that the worker before has died over one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub enum BatchMark {
+    /// None is under way.
+    None = 0,
+    /// Some are under way.
+    UnderWay = 1,
+    /// A worker died while some were under way: none is given any more.
+    Avoid = 2,
 }
 
 /// Why a depot could not be made or taken over.
@@ -167,6 +183,25 @@ impl Depot {
         [(self.id.0 >> 64) as u64, self.id.0 as u64]
     }
 
+    /// The mark of the worker with this number. A byte that no version has written counts as [`BatchMark::Avoid`].
+    pub fn batch_mark(&self, worker: usize) -> Result<BatchMark, BufferError> {
+        let [mark] = self.header(Self::mark_at(worker))?;
+        Ok(match mark {
+            0 => BatchMark::None,
+            1 => BatchMark::UnderWay,
+            _ => BatchMark::Avoid,
+        })
+    }
+
+    /// Sets the mark of the worker with this number.
+    pub fn set_batch_mark(&self, worker: usize, mark: BatchMark) -> Result<(), BufferError> {
+        self.buffer.write_from(Self::mark_at(worker), &[mark as u8])
+    }
+
+    const fn mark_at(worker: usize) -> u64 {
+        MARKS_AT + worker as u64 % MARKS
+    }
+
     /// Bytes in all, header included.
     pub fn bytes(&self) -> u64 {
         self.buffer.len()
@@ -244,6 +279,27 @@ mod tests {
         assert_eq!(again.page_bytes().expect("readable"), Some(1000));
         assert_eq!(again.id(), depot.id());
         assert_ne!(Depot::create(1 << 20).expect("memory").id(), depot.id());
+    }
+
+    #[test]
+    fn marks_of_workers_outlive_them() {
+        let depot = Depot::create(1 << 20).expect("memory");
+        depot.hold_pages_of(1000).expect("writable");
+        let page_bytes = depot.page_bytes().expect("readable");
+        let last = MARKS as usize - 1;
+        for worker in [0, 1, last] {
+            assert_eq!(depot.batch_mark(worker).expect("readable"), BatchMark::None);
+            let set = depot.set_batch_mark(worker, BatchMark::UnderWay);
+            set.expect("writable");
+        }
+        depot.set_batch_mark(1, BatchMark::Avoid).expect("writable");
+        let again = Depot::from_fd(depot.try_clone_fd().expect("descriptor")).expect("a depot");
+        let marks = [0, 1, 2, last, last + 1].map(|worker| again.batch_mark(worker));
+        let marks = marks.map(|mark| mark.expect("readable"));
+        use BatchMark::{Avoid, None, UnderWay};
+        assert_eq!(marks, [UnderWay, Avoid, None, UnderWay, UnderWay]);
+        assert_eq!(again.page_bytes().expect("readable"), page_bytes);
+        assert_eq!(again.id(), depot.id());
     }
 
     #[test]

@@ -27,7 +27,9 @@ pub use copy::{
     COPY_PART_BYTES, CUT_BYTES, CancelFlag, CopyEngine, CopyError, CopyJob, CopyMode, CopyPlan,
     CopyRange, CopyReport, CopyRequest, NON_TEMPORAL_MIN_BYTES, POOL_MIN_BYTES, Side,
 };
-pub use depot::{DEPOT_FORMAT_VERSION, DEPOT_HEADER_BYTES, Depot, DepotError, page_stride_bytes};
+pub use depot::{
+    BatchMark, DEPOT_FORMAT_VERSION, DEPOT_HEADER_BYTES, Depot, DepotError, page_stride_bytes,
+};
 pub use engine_memory::{EngineMemory, EngineMemoryError, NonceMismatch};
 pub use inventory::SLOT_BYTES;
 pub use layout::{FragmentLayout, PageLayout};

@@ -148,14 +148,27 @@ impl CopyPlan {
 
     /// All of it, as ranges that go on neither in the one memory nor in the other: as long as they can be.
     pub fn ranges(&self) -> impl Iterator<Item = CopyRange> + '_ {
-        let mut steps = self.steps(0..self.steps).peekable();
+        self.ranges_from(0).map(|(range, _)| range)
+    }
+
+    /// The same from a step on, each range with the step behind it: where to go on later. See [`Self::is_done`].
+    pub fn ranges_from(&self, first_step: u64) -> impl Iterator<Item = (CopyRange, u64)> + '_ {
+        let mut steps = self.steps(first_step..self.steps).peekable();
+        let mut step = first_step;
         std::iter::from_fn(move || {
             let mut range = steps.next()?;
+            step += 1;
             while let Some(next) = steps.next_if(|next| range.goes_on_with(next)) {
                 range.len_bytes += next.len_bytes;
+                step += 1;
             }
-            Some(range)
+            Some((range, step))
         })
+    }
+
+    /// Whether nothing is left from this step on.
+    pub fn is_done(&self, step: u64) -> bool {
+        step >= self.steps
     }
 
     fn step(&self, run: &PairRun, number: u64) -> CopyRange {
