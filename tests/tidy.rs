@@ -124,6 +124,7 @@ const PYTHON_ARROWS: &[(&str, &[&str], &[&str])] = &[
 /// The only files with `unsafe`.
 const UNSAFE_FILES: &[&str] = &[
     "src/cuda/driver/api.rs",
+    "src/cuda/driver/context.rs",
     "src/cuda/driver/copies.rs",
     "src/cuda/driver/memory.rs",
     "src/cuda/driver/mod.rs",
@@ -242,6 +243,23 @@ fn unsafe_stands_in_its_files_only() {
             "{file} is listed and does not exist"
         );
     }
+}
+
+/// `c_char` is signed on x86-64 and unsigned on aarch64: arrays of it in the driver's structures would compile on one of them
+/// only.
+#[test]
+fn structures_of_the_driver_hold_bytes_and_no_characters() {
+    let mut seen = 0;
+    for (name, text) in sources("src/cuda/driver") {
+        for (line, text) in code(&text) {
+            let words = ["[c_char", "[i8", "i8::", "CUipcMemHandle", "cast_signed"];
+            if let Some(word) = words.iter().find(|word| text.contains(**word)) {
+                panic_at(&name, line, &format!("{word}: take u8"));
+            }
+            seen += 1;
+        }
+    }
+    assert!(seen > 500, "only {seen} lines seen: the test reads nothing");
 }
 
 #[test]

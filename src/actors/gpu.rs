@@ -10,9 +10,12 @@ use crate::cuda::{
     CudaError, DeviceOpenError, DeviceUuid, Driver, NoDriver, Outcome, PIN_CHUNK_BYTES, PinError,
     PinnedDepot, RegisteredDevice, SmallCopyError, WaitOrder, Window,
 };
-use crate::memory::{CancelFlag, Depot, LifelineEnd, NumaNode, RegisteredMemory};
+use crate::memory::{BatchMark, CancelFlag, Depot, LifelineEnd, NumaNode, RegisteredMemory};
 use crate::transport::FdReceiver;
 use crate::types::{Copy, FragmentPair, GpuCopy, GroupGeometry, Registration, Timeline};
+
+/// `CU_DEVICE_ATTRIBUTE_MPS_ENABLED`.
+const MPS_ENABLED: u32 = 133;
 
 /// How long a driver may take to start, when it is only asked where to place memory.
 const NODE_LIMIT: Duration = Duration::from_secs(10);
@@ -35,33 +38,49 @@ pub(super) enum GpuError {
     NoDriver { uuid: DeviceUuid, source: NoDriver },
     #[error(
         "registration.device_uuid is {uuid}, this worker may use {}: start kvferry where it sees the engine's GPU \
-         (CUDA_VISIBLE_DEVICES, --gpus of a container)",
-        listed(.others)
+         (CUDA_VISIBLE_DEVICES, --gpus of a container){}",
+        listed(.others),
+        by_instance(*.uuid, .others)
     )]
     NotThere {
         uuid: DeviceUuid,
         others: Vec<DeviceUuid>,
     },
+    /// There is no context yet that could be lost.
+    #[error("{uuid} cannot be used: {source}{}", source.hint())]
+    NoContext { uuid: DeviceUuid, source: CudaError },
     #[error(transparent)]
     Pin(#[from] PinError),
     #[error(transparent)]
     Copier(#[from] CopierError),
-    #[error(transparent)]
-    Cuda(#[from] CudaError),
 }
 
 impl GpuError {
     /// An error after which nothing of this process works on the GPU any more.
     pub(super) fn fatal(&self) -> Option<CudaError> {
         let error = match self {
-            Self::Cuda(error)
-            | Self::Copier(
+            Self::Copier(
                 CopierError::Cuda(error) | CopierError::Memory(SmallCopyError::Cuda(error)),
             ) => Some(*error),
             Self::Pin(pin) => Some(pin.source),
             _ => None,
         };
         error.filter(|error| error.is_fatal())
+    }
+
+    /// A refusal that this process gets until it ends.
+    pub(super) fn is_final(&self) -> bool {
+        matches!(self, Self::NoDriver { source, .. } if source.is_final())
+    }
+}
+
+/// What to add where a MIG instance is meant, or a GPU that has some.
+fn by_instance(uuid: DeviceUuid, others: &[DeviceUuid]) -> &'static str {
+    match uuid.is_instance() || others.iter().any(DeviceUuid::is_instance) {
+        true => {
+            "; with MIG, give the worker the engine's own instance: its MIG- name in CUDA_VISIBLE_DEVICES"
+        }
+        false => "",
     }
 }
 
@@ -100,22 +119,50 @@ fn node_of(number: usize) -> Option<NumaNode> {
     Some(node)
 }
 
+/// How copies are given: not many by one call where the worker of this number has died while some were under way.
+fn allowed(way: GpuCopy, depot: &Depot, worker: usize) -> GpuCopy {
+    if way == GpuCopy::Async {
+        return way;
+    }
+    let avoid = match depot.batch_mark(worker) {
+        Ok(BatchMark::None) => return way,
+        Ok(BatchMark::UnderWay | BatchMark::Avoid) => {
+            tracing::warn!(
+                "a worker ended while copies that were given together were under way: they are given to the driver one by one \
+                 from now on; start kvferry anew to try them together again"
+            );
+            depot.set_batch_mark(worker, BatchMark::Avoid)
+        }
+        Err(error) => Err(error),
+    };
+    if let Err(error) = avoid {
+        tracing::error!(%error, "the depot does not say how copies were given");
+    }
+    GpuCopy::Async
+}
+
 impl Gpu {
-    /// Finds the GPU and pins the depot; `pinned` hears how many bytes are. Blocks: a second for about 10 GiB.
+    /// Finds the GPU and pins the depot; `pinned` hears how many bytes are. `worker` is the number of this worker among those
+    /// that may share the depot. Blocks: a second for about 10 GiB.
     pub(super) fn start(
         uuid: DeviceUuid,
         depot: Arc<Depot>,
+        worker: usize,
         way: GpuCopy,
         pinned: impl Fn(u64),
         tell: impl Fn(Outcome) -> bool + Send + 'static,
     ) -> Result<Self, GpuError> {
         let driver = Driver::get().map_err(|source| GpuError::NoDriver { uuid, source })?;
-        let device = driver.find(uuid)?;
+        let no_context = |source| GpuError::NoContext { uuid, source };
+        let device = driver.find(uuid).map_err(no_context)?;
         let Some(device) = device else {
-            let others = driver.devices()?.iter().map(|device| device.uuid).collect();
+            let others = driver.devices().map_err(no_context)?;
+            let others = others.iter().map(|device| device.uuid).collect();
             return Err(GpuError::NotThere { uuid, others });
         };
-        let context = Context::new(driver, device)?;
+        let context = Context::new(driver, device).map_err(no_context)?;
+        let way = allowed(way, &depot, worker);
+        let marked = Arc::clone(&depot);
         let depot = PinnedDepot::new(&context, depot, PIN_CHUNK_BYTES, pinned)?;
         let copier = Copier::start(CopierSettings {
             context: Arc::clone(&context),
@@ -123,6 +170,15 @@ impl Gpu {
                 GpuCopy::Async => 1,
                 GpuCopy::Batch => BATCH_COPIES_MAX,
             },
+            mark: Box::new(move |under_way| {
+                let mark = match under_way {
+                    true => BatchMark::UnderWay,
+                    false => BatchMark::None,
+                };
+                if let Err(error) = marked.set_batch_mark(worker, mark) {
+                    tracing::error!(%error, "a successor does not learn that copies were under way");
+                }
+            }),
             tell: Box::new(tell),
         })?;
         Ok(Self {
@@ -131,6 +187,12 @@ impl Gpu {
             context,
             depot: Arc::new(depot),
         })
+    }
+
+    /// Whether MPS serves it, which has consequences for how a worker may end.
+    pub(super) fn is_shared_by_mps(&self) -> bool {
+        // An older driver does not know the attribute.
+        self.context.attribute(MPS_ENABLED) == Ok(1)
     }
 
     /// The NUMA node that it is plugged in at, where the machine tells.
@@ -217,7 +279,7 @@ mod tests {
 
     #[test]
     fn what_a_process_does_not_recover_from_is_fatal_wherever_it_shows() {
-        let error = |code| CudaError {
+        let error = |code| CudaError::Answered {
             call: "cuMemcpyAsync",
             code,
             name: "an error",
@@ -231,7 +293,6 @@ mod tests {
                 source: error,
             };
             [
-                GpuError::Cuda(error),
                 GpuError::Pin(pin),
                 GpuError::Copier(CopierError::Cuda(error)),
                 GpuError::Copier(CopierError::Memory(SmallCopyError::Cuda(error))),
@@ -248,5 +309,63 @@ mod tests {
             bytes: 2,
         };
         assert_eq!(GpuError::Copier(CopierError::Memory(length)).fatal(), None);
+    }
+
+    /// A GPU that others have, or that is not ready, is no GPU that was lost: nothing is under way on it.
+    #[test]
+    fn what_keeps_a_context_from_being_made_is_a_refusal_with_a_remedy() {
+        let uuid = DeviceUuid::gpu([7; 16]);
+        for (code, remedy) in [
+            (2, "gpu_memory_utilization"),
+            (46, "nvidia-smi -c DEFAULT"),
+            (802, "fabric manager"),
+            (805, "CUDA_MPS_PIPE_DIRECTORY"),
+            (807, "CUDA_MPS_PIPE_DIRECTORY"),
+            (999, "nvidia-uvm"),
+        ] {
+            let source = CudaError::Answered {
+                call: "cuDevicePrimaryCtxRetain",
+                code,
+                name: "an error",
+            };
+            let refusal = GpuError::NoContext { uuid, source };
+            assert_eq!(refusal.fatal(), None, "{refusal}");
+            assert!(!refusal.is_final(), "{refusal}");
+            let text = refusal.to_string();
+            assert!(text.contains(remedy), "{text}");
+            let source = NoDriver::InitFailed { error: source };
+            let refusal = GpuError::NoDriver { uuid, source };
+            assert!(refusal.is_final() && refusal.to_string().contains(remedy));
+        }
+    }
+
+    #[test]
+    fn a_worker_that_died_over_copies_given_together_has_a_successor_that_gives_them_one_by_one() {
+        let depot = Depot::create(1 << 20).expect("memory");
+        let way = |worker| allowed(GpuCopy::Batch, &depot, worker);
+        assert_eq!(way(3), GpuCopy::Batch);
+        depot
+            .set_batch_mark(3, BatchMark::UnderWay)
+            .expect("writable");
+        assert_eq!(allowed(GpuCopy::Async, &depot, 3), GpuCopy::Async);
+        for _ in 0..2 {
+            assert_eq!(way(3), GpuCopy::Async);
+            assert_eq!(way(4), GpuCopy::Batch, "another worker");
+        }
+        let mark = depot.batch_mark(3).expect("readable");
+        assert_eq!(mark, BatchMark::Avoid);
+    }
+
+    #[test]
+    fn a_mig_instance_that_is_not_there_is_refused_with_what_to_name() {
+        let named = |uuid| GpuError::NotThere {
+            uuid,
+            others: vec![DeviceUuid::gpu([1; 16])],
+        };
+        let text = named(DeviceUuid::instance([7; 16])).to_string();
+        assert!(text.contains("is MIG-07070707-"), "{text}");
+        assert!(text.contains("MIG- name in CUDA_VISIBLE_DEVICES"), "{text}");
+        let text = named(DeviceUuid::gpu([7; 16])).to_string();
+        assert!(!text.contains("MIG"), "{text}");
     }
 }

@@ -40,7 +40,7 @@ const ATTACH_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(2);
 /// Pause between two lines of the log about how far the depot is.
 const LOG_EVERY: std::time::Duration = std::time::Duration::from_secs(3);
 
-use gpu::{GpuState, NO_TIMELINE};
+use gpu::{GpuState, IDLE_LIMIT, NO_TIMELINE, Refusal};
 use registration::{Mapped, Registering};
 
 /// What a worker needs to start.
@@ -63,6 +63,8 @@ pub struct WorkerArguments {
     pub copy_threads: usize,
     /// How a GPU's driver gets copies.
     pub gpu_copy: GpuCopy,
+    /// How long a GPU is kept after its last engine has left; a default without it.
+    pub gpu_idle: Option<std::time::Duration>,
 }
 
 pub(super) enum WorkerMessage {
@@ -84,7 +86,9 @@ pub(super) enum WorkerMessage {
     /// So many bytes of the depot are pinned for the GPU by now.
     Pinned(u64),
     /// The GPU that a rank named is ready, or cannot be used.
-    Gpu(Result<Arc<Gpu>, String>),
+    Gpu(Result<Arc<Gpu>, Refusal>),
+    /// A while ago an engine left, and the GPU had been asked for so many times.
+    GpuIdle(u64),
     /// The GPU does not work for this process any more.
     GpuLost(CudaError),
     /// A GPU's memory is held by copies though its engine is gone.
@@ -142,6 +146,11 @@ pub(super) struct State {
     unregistered: HashSet<PeerId>,
     gpu: GpuState,
     gpu_copy: GpuCopy,
+    gpu_idle: std::time::Duration,
+    /// How often ranks have asked for a GPU.
+    gpu_uses: u64,
+    /// Of this worker, among all that may share a depot.
+    number: usize,
     /// Ranks that are connected, and the engine that each named in its hello.
     ranks: HashMap<PeerId, EngineId>,
     /// The engine that abandoned requests last, and the highest of them. They are over for memory that is only being mapped,
@@ -179,7 +188,9 @@ impl Actor for WorkerActor {
             depot,
             copy_threads,
             gpu_copy,
+            gpu_idle,
         } = arguments;
+        let number = depot.gpu;
         let replier = server.replier();
         let progress = Arc::new(Progress::default());
         let transfer = TransferArguments {
@@ -224,6 +235,9 @@ impl Actor for WorkerActor {
             unregistered: HashSet::new(),
             gpu: GpuState::default(),
             gpu_copy,
+            gpu_idle: gpu_idle.unwrap_or(IDLE_LIMIT),
+            gpu_uses: 0,
+            number,
             ranks: HashMap::new(),
             over: (EngineId::default(), RequestId(0)),
             turned_away: None,
@@ -288,7 +302,8 @@ impl Actor for WorkerActor {
             WorkerMessage::Mapped(who, memory) => state.mapped(who, *memory, &myself)?,
             WorkerMessage::Understood(who, answer) => state.understood(&who, answer),
             WorkerMessage::Pinned(bytes) => state.pinned(bytes),
-            WorkerMessage::Gpu(gpu) => state.gpu_started(gpu),
+            WorkerMessage::Gpu(gpu) => state.gpu_started(gpu, &myself),
+            WorkerMessage::GpuIdle(uses) => state.gpu_idle(uses),
             WorkerMessage::GpuLost(error) => state.gpu_lost(error),
             WorkerMessage::StillHeld => {
                 let why = "copies do not let go a GPU's memory that its engine has left".to_owned();

@@ -33,6 +33,9 @@ pub(super) struct Arguments {
     /// Descriptor of the memory that a supervisor holds for this worker's depot.
     #[arg(long, hide = true)]
     depot_fd: Option<u32>,
+    /// Seconds for which a GPU is kept after its last engine has left.
+    #[arg(long, hide = true)]
+    gpu_idle_s: Option<u64>,
     /// End when standard input ends.
     #[arg(long, hide = true)]
     supervised: bool,
@@ -124,6 +127,7 @@ impl Arguments {
                 },
                 copy_threads: threads,
                 gpu_copy: config.gpu_copy,
+                gpu_idle: self.gpu_idle_s.map(Duration::from_secs),
             };
             let mut process = run_worker(arguments).await.map_err(CommandError::Failed)?;
             tracing::info!(%worker, "worker ready");

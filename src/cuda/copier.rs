@@ -1,10 +1,12 @@
 //! The stream actor: one thread for a GPU, which gives copies to streams and watches for their ends.
 //!
-//! Each direction has a stream and a lane of copies, done in order. A copy is given in parts, so many at a time that the
-//! link stays busy, so few that a cancel is heard soon. What a part touches is held until its end was seen.
+//! Each direction has a stream and a lane of copies, done in order. A copy is given in parts, and a part of many small ranges
+//! in slices: so many at a time that the link stays busy, so few that a cancel is heard soon and that the other direction gets
+//! its turn. What a slice touches is held until its end was seen.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -20,8 +22,11 @@ use super::window::SmallCopyError;
 use crate::memory::{CancelFlag, CopyPlan, CopyRequest};
 use crate::types::{Direction, EndedCopy, FragmentPair, OpId};
 
-/// Parts of one direction that a stream has at a time.
+/// Slices of one direction that a stream has at a time.
 pub const PARTS_IN_FLIGHT: usize = 4;
+/// Calls of the driver that one direction may take in a turn, before the other one has its turn. At about 2 us a call: 0.5 ms.
+/// A range that crosses the end of a pinned chunk takes one call more.
+pub const CALLS_A_TURN: usize = 256;
 /// Copies that wait to be looked at.
 pub const QUEUE_PLACES: usize = 1024;
 /// Pause between two looks at what is under way.
@@ -66,7 +71,9 @@ pub struct CopierSettings {
     pub context: Arc<Context>,
     /// Copies that the driver is given by one call, at most [`super::BATCH_COPIES_MAX`]; 1 for each by itself.
     pub copies_a_call: usize,
-    /// Who hears of ends; says whether anybody does.
+    /// Hears true before a call for many copies is given while none is under way, and false once none is under way any more.
+    pub mark: Box<dyn Fn(bool) + Send>,
+    /// Hears of ends; says whether anybody does.
     pub tell: Box<dyn Fn(Outcome) -> bool + Send>,
 }
 
@@ -75,6 +82,8 @@ pub struct CopierSettings {
 pub struct Copier {
     queue: Option<Sender<Order>>,
     waits: Arc<WaitList>,
+    /// Nanoseconds that were spent in giving copies to the driver.
+    giving_ns: Arc<AtomicU64>,
     thread: Option<JoinHandle<()>>,
     /// Closed when the thread has ended.
     over: Receiver<()>,
@@ -90,10 +99,14 @@ impl Copier {
         let (queue, orders) = bounded(QUEUE_PLACES);
         let (running, over) = bounded(0);
         let thread = std::thread::Builder::new().name("kvferry-cuda".to_owned());
+        let giving_ns = Arc::new(AtomicU64::new(0));
         let run = Run {
             orders,
             lanes,
             waits,
+            mark: settings.mark,
+            marked: false,
+            giving_ns: Arc::clone(&giving_ns),
             tell: settings.tell,
         };
         let thread = thread.spawn(move || {
@@ -103,6 +116,7 @@ impl Copier {
         Ok(Self {
             queue: Some(queue),
             waits: list,
+            giving_ns,
             thread: Some(thread),
             over,
         })
@@ -111,6 +125,11 @@ impl Copier {
     /// Hands a copy over; false when there is no place, or nobody.
     pub fn start_copy(&self, order: CopyOrder) -> bool {
         self.hand_over(Order::Copy(Box::new(order)))
+    }
+
+    /// How long giving copies to the driver has taken, in all. The GPU may work meanwhile.
+    pub fn giving(&self) -> Duration {
+        Duration::from_nanos(self.giving_ns.load(Ordering::Relaxed))
     }
 
     /// Asks to be told when something is written.
@@ -165,6 +184,10 @@ struct Run {
     orders: Receiver<Order>,
     lanes: [Lane; 2],
     waits: Waits,
+    mark: Box<dyn Fn(bool) + Send>,
+    /// It was said that calls for many copies are under way.
+    marked: bool,
+    giving_ns: Arc<AtomicU64>,
     tell: Box<dyn Fn(Outcome) -> bool + Send>,
 }
 
@@ -206,8 +229,16 @@ impl Run {
         ended: &mut Vec<EndedCopy>,
         written: &mut Vec<Announced>,
     ) -> Result<(), CudaError> {
+        if !self.marked && self.lanes.iter().any(Lane::will_give_batches) {
+            self.marked = true;
+            (self.mark)(true);
+        }
         for lane in &mut self.lanes {
-            lane.go_on(ended)?;
+            lane.go_on(ended, &self.giving_ns)?;
+        }
+        if self.marked && self.lanes.iter().all(Lane::is_idle) {
+            self.marked = false;
+            (self.mark)(false);
         }
         self.waits.go_on(written)
     }
@@ -237,12 +268,17 @@ impl Run {
             true => LOOK_PAUSE,
             false => POLL_PAUSE,
         };
-        let first = match self.is_idle() {
-            true => self.orders.recv().map_err(|_| true),
-            false => self.orders.recv_timeout(pause).map_err(|none| match none {
-                RecvTimeoutError::Timeout => false,
-                RecvTimeoutError::Disconnected => true,
-            }),
+        let first = match () {
+            () if self.is_idle() => self.orders.recv().map_err(|_| true),
+            // There is more to give: a pause would leave the link idle.
+            () if self.lanes.iter().any(Lane::can_give) => {
+                let none = |none| none == TryRecvError::Disconnected;
+                self.orders.try_recv().map_err(none)
+            }
+            () => {
+                let none = |none| none == RecvTimeoutError::Disconnected;
+                self.orders.recv_timeout(pause).map_err(none)
+            }
         };
         let mut order = match first {
             Ok(order) => order,
@@ -273,7 +309,7 @@ const fn lane_of(direction: Direction) -> usize {
 struct Lane {
     stream: Arc<Stream>,
     jobs: VecDeque<Job>,
-    /// Parts that the stream has, in order, each with the number of its job.
+    /// Slices that the stream has, in order, each with the number of its job.
     flights: VecDeque<Flight>,
     /// Number of the first of `jobs`.
     first: u64,
@@ -282,6 +318,8 @@ struct Lane {
 struct Job {
     order: CopyOrder,
     parts: std::vec::IntoIter<Vec<FragmentPair>>,
+    /// What is being given.
+    part: Option<Part>,
     begun: Option<Instant>,
     flights: usize,
     failed: bool,
@@ -289,12 +327,24 @@ struct Job {
     bytes: u64,
 }
 
+/// A part of a copy, of which some ranges were given.
+struct Part {
+    plan: CopyPlan,
+    pages: u64,
+    /// The first step that was not given yet.
+    step: u64,
+    /// Ranges that are still to be given; more than there are, without a planted bug.
+    ranges: usize,
+}
+
+/// A slice of a part.
 struct Flight {
     job: u64,
     submitted: Submitted,
+    /// Of the whole part.
     pages: u64,
     bytes: u64,
-    /// All of the part was given.
+    /// With it all of the part was given.
     whole: bool,
 }
 
@@ -304,6 +354,7 @@ impl Job {
         Self {
             order,
             parts,
+            part: None,
             begun: None,
             flights: 0,
             failed: false,
@@ -317,7 +368,12 @@ impl Job {
         if planted(Bug::PageBackEarly) && self.whole_pages > 0 {
             return true;
         }
-        self.flights == 0 && (self.failed || self.parts.len() == 0)
+        self.flights == 0 && !self.has_more()
+    }
+
+    /// Something of it is still to be given.
+    fn has_more(&self) -> bool {
+        !self.failed && (self.part.is_some() || self.parts.len() > 0)
     }
 
     fn ended(&self) -> EndedCopy {
@@ -331,51 +387,42 @@ impl Job {
         }
     }
 
-    /// Gives the next part to the stream. A part that is refused ends the copy; what of it is under way is watched, too.
+    /// Gives the next slice to the stream. A slice that is refused ends the copy; what of it is under way is watched, too.
     fn submit(&mut self, number: u64, stream: &Arc<Stream>) -> Result<Option<Flight>, CudaError> {
         if self.order.cancel.is_cancelled() {
             tracing::info!(op = %self.order.op, "copy cancelled");
             self.failed = true;
             return Ok(None);
         }
-        let Some(pairs) = self.parts.next() else {
-            return Ok(None);
+        let part = match self.part.take() {
+            Some(part) => part,
+            None => match self.next_part() {
+                Some(part) => part,
+                None => return Ok(None),
+            },
         };
-        self.begun.get_or_insert_with(Instant::now);
         let order = &self.order;
-        let request = CopyRequest {
-            direction: order.direction,
-            layout: &order.device.layout,
-            depot: order.depot.depot(),
-            pairs: &pairs,
-        };
-        let memory = &order.device.memory;
-        let plan = CopyPlan::new(&request, |index| memory.get(index).map(|it| it.bytes()));
-        let plan = match plan {
-            Ok(plan) => plan,
-            Err(error) => {
-                tracing::error!(op = %order.op, %error, "copy refused");
-                self.failed = true;
-                return Ok(None);
-            }
-        };
+        let device = Arc::clone(&order.device.memory) as Arc<dyn DeviceSide>;
+        let host = Arc::clone(&order.depot) as Arc<dyn HostMemory>;
+        let most = stream.copies_a_call().max(CALLS_A_TURN).min(part.ranges);
+        let (mut step, mut count) = (part.step, 0);
+        let ranges = part.plan.ranges_from(part.step).take(most);
+        let mut ranges = ranges.map(|(range, behind)| {
+            (step, count) = (behind, count + 1);
+            range
+        });
+        let given = stream.submit(order.direction, device, host, &mut ranges);
+        drop(ranges);
+        let whole = part.plan.is_done(step) || part.ranges == count;
         let flight = |submitted, whole| Flight {
             job: number,
             submitted,
-            pages: pairs.iter().map(|pair| pair.dst.pages()).sum(),
-            bytes: plan.bytes(),
+            pages: part.pages,
+            bytes: part.plan.bytes(),
             whole,
         };
-        let device = Arc::clone(memory) as Arc<dyn DeviceSide>;
-        let host = Arc::clone(&order.depot) as Arc<dyn HostMemory>;
-        let all = match planted(Bug::ForgetLast) {
-            true => plan.ranges().count().saturating_sub(1),
-            false => usize::MAX,
-        };
-        let mut ranges = plan.ranges().take(all);
-        let given = stream.submit(order.direction, device, host, &mut ranges);
         let flight = match given {
-            Ok(submitted) => Some(flight(submitted, true)),
+            Ok(submitted) => Some(flight(submitted, whole)),
             Err(refused) => match *refused {
                 NotSubmitted::Refused(error, under_way) if !error.is_fatal() => {
                     tracing::error!(op = %order.op, %error, "copy refused");
@@ -387,7 +434,44 @@ impl Job {
             },
         };
         self.flights += usize::from(flight.is_some());
+        if !whole {
+            self.part = Some(Part {
+                step,
+                ranges: part.ranges - count,
+                ..part
+            });
+        }
         Ok(flight)
+    }
+
+    /// Checks what is to be given next. A part that contradicts the memories ends the copy.
+    fn next_part(&mut self) -> Option<Part> {
+        let pairs = self.parts.next()?;
+        self.begun.get_or_insert_with(Instant::now);
+        let order = &self.order;
+        let request = CopyRequest {
+            direction: order.direction,
+            layout: &order.device.layout,
+            depot: order.depot.depot(),
+            pairs: &pairs,
+        };
+        let memory = &order.device.memory;
+        match CopyPlan::new(&request, |index| memory.get(index).map(|it| it.bytes())) {
+            Ok(plan) => Some(Part {
+                pages: pairs.iter().map(|pair| pair.dst.pages()).sum(),
+                step: 0,
+                ranges: match planted(Bug::ForgetLast) {
+                    true => plan.ranges().count().saturating_sub(1),
+                    false => usize::MAX,
+                },
+                plan,
+            }),
+            Err(error) => {
+                tracing::error!(op = %order.op, %error, "copy refused");
+                self.failed = true;
+                None
+            }
+        }
     }
 }
 
@@ -409,13 +493,27 @@ impl Lane {
         self.jobs.is_empty()
     }
 
+    /// More can be given at once.
+    fn can_give(&self) -> bool {
+        self.flights.len() < PARTS_IN_FLIGHT && self.jobs.iter().any(Job::has_more)
+    }
+
+    /// What it gives next are calls for many copies.
+    fn will_give_batches(&self) -> bool {
+        self.stream.copies_a_call() > 1 && self.can_give()
+    }
+
     /// Gives nothing more to the stream.
     fn give_up(&mut self) {
         self.jobs.iter_mut().for_each(|job| job.failed = true);
     }
 
     /// Looks at what is under way, and gives more.
-    fn go_on(&mut self, ended: &mut Vec<EndedCopy>) -> Result<(), CudaError> {
+    fn go_on(
+        &mut self,
+        ended: &mut Vec<EndedCopy>,
+        giving_ns: &AtomicU64,
+    ) -> Result<(), CudaError> {
         while let Some(flight) = self.flights.front_mut() {
             if !flight.submitted.poll()? {
                 break;
@@ -433,7 +531,13 @@ impl Lane {
                 job.bytes += flight.bytes;
             }
         }
-        self.fill()?;
+        if self.can_give() {
+            let begun = Instant::now();
+            let filled = self.fill();
+            let giving = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
+            giving_ns.fetch_add(giving, Ordering::Relaxed);
+            filled?;
+        }
         while self.jobs.front().is_some_and(Job::is_over) {
             if let Some(job) = self.jobs.pop_front() {
                 self.first += 1;
@@ -443,14 +547,14 @@ impl Lane {
         Ok(())
     }
 
-    /// One more part, of the first copy that has any left, if the stream may have it. Only one, so that the other direction
-    /// waits for the giving of one part at most.
+    /// One more slice, of the first copy that has any left, if the stream may have it. Only one, so that the other direction
+    /// waits for [`CALLS_A_TURN`] calls at most, or for one call for many copies.
     fn fill(&mut self) -> Result<(), CudaError> {
         for (number, job) in (self.first..).zip(&mut self.jobs) {
             if self.flights.len() >= PARTS_IN_FLIGHT {
                 return Ok(());
             }
-            if job.failed || job.parts.len() == 0 {
+            if !job.has_more() {
                 continue;
             }
             if let Some(flight) = job.submit(number, &self.stream)? {

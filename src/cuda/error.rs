@@ -1,36 +1,93 @@
-//! What a driver may answer, in words.
+//! Refusals of the CUDA driver, in words.
 
-/// A call that the driver refused, or an error of earlier work that it reports late.
+/// Why a call of the driver did not do what it was to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("{call} answered {name} ({code})")]
-pub struct CudaError {
-    /// Which function of the driver.
-    pub call: &'static str,
-    /// `CUresult`, by the driver's own header.
-    pub code: u32,
-    /// The driver's name for it.
-    pub name: &'static str,
+pub enum CudaError {
+    /// The driver refused a call, or reports late that earlier work failed.
+    #[error("{call} answered {name} ({code})")]
+    Answered {
+        /// Which function of the driver.
+        call: &'static str,
+        /// `CUresult`, by the driver's own header.
+        code: u32,
+        /// The driver's name for it.
+        name: &'static str,
+    },
+    /// A range was refused before the driver was called.
+    #[error("{0} lies outside of its memory: the driver was not called")]
+    OutOfRange(&'static str),
+    /// This driver does not have a function.
+    #[error("the CUDA driver has no {0}")]
+    NoFunction(&'static str),
 }
 
 impl CudaError {
+    /// `CUresult`, where the driver answered.
+    pub const fn code(self) -> Option<u32> {
+        match self {
+            Self::Answered { code, .. } => Some(code),
+            Self::OutOfRange(_) | Self::NoFunction(_) => None,
+        }
+    }
+
+    /// The function of the driver that answered.
+    pub const fn call(self) -> Option<&'static str> {
+        match self {
+            Self::Answered { call, .. } => Some(call),
+            Self::OutOfRange(_) | Self::NoFunction(_) => None,
+        }
+    }
+
     /// The context is broken, or may be: every later call fails, and only the end of the process makes the GPU usable again.
     ///
-    /// Everything is taken for that but refusals that are known to be about one call (`CUresult` in the driver's reference):
-    /// what a newer driver says is then never taken lightly.
+    /// Every answer counts as that, except refusals that are known to be about one call (`CUresult` in the driver's
+    /// reference): an answer that only a newer driver gives must not be taken lightly.
     pub const fn is_fatal(self) -> bool {
+        let Some(code) = self.code() else {
+            return false;
+        };
         !matches!(
-            self.code,
-            // INVALID_VALUE, OUT_OF_MEMORY, INVALID_DEVICE, MAP_FAILED to NOT_MAPPED, PEER_ACCESS_UNSUPPORTED,
-            // OPERATING_SYSTEM, INVALID_HANDLE, NOT_FOUND, NOT_READY, PEER_ACCESS_ALREADY_ENABLED, _NOT_ENABLED, TOO_MANY_PEERS,
-            // HOST_MEMORY_ALREADY_REGISTERED, _NOT_REGISTERED, NOT_PERMITTED, NOT_SUPPORTED
-            1 | 2 | 101 | 205
-                ..=211 | 217 | 304 | 400 | 500 | 600 | 704 | 705 | 711 | 712 | 713 | 800 | 801
+            code,
+            // INVALID_VALUE, OUT_OF_MEMORY, INVALID_DEVICE, INVALID_IMAGE, MAP_FAILED to NOT_MAPPED,
+            // PEER_ACCESS_UNSUPPORTED, INVALID_PTX, JIT_COMPILER_NOT_FOUND, UNSUPPORTED_PTX_VERSION,
+            // JIT_COMPILATION_DISABLED, FILE_NOT_FOUND, SHARED_OBJECT_SYMBOL_NOT_FOUND, SHARED_OBJECT_INIT_FAILED,
+            // OPERATING_SYSTEM, INVALID_HANDLE, NOT_FOUND, NOT_READY, LAUNCH_OUT_OF_RESOURCES,
+            // PEER_ACCESS_ALREADY_ENABLED, _NOT_ENABLED, TOO_MANY_PEERS, HOST_MEMORY_ALREADY_REGISTERED, _NOT_REGISTERED,
+            // COOPERATIVE_LAUNCH_TOO_LARGE, NOT_PERMITTED, NOT_SUPPORTED
+            1 | 2
+                | 101
+                | 200
+                | 205..=211
+                | 217
+                | 218
+                | 221..=223
+                | 301..=304
+                | 400
+                | 500
+                | 600
+                | 701
+                | 704
+                | 705
+                | 711
+                | 712
+                | 713
+                | 720
+                | 800
+                | 801
         )
+    }
+
+    /// What to do about a refusal to start the driver or to make a context; empty where nothing is known.
+    pub const fn hint(self) -> &'static str {
+        match self.code() {
+            Some(code) => hint(code),
+            None => "",
+        }
     }
 }
 
 /// Why GPUs cannot be used.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum NoDriver {
     /// Nothing to load.
     #[error(
@@ -41,7 +98,7 @@ pub enum NoDriver {
     #[error("the CUDA driver has no {0}: install driver 525 (CUDA 12.0) or a newer one")]
     TooOld(&'static str),
     /// It does not start.
-    #[error("the CUDA driver does not start: {error}{}", hint(error.code))]
+    #[error("the CUDA driver does not start: {error}{}", error.hint())]
     InitFailed {
         /// What `cuInit` said.
         error: CudaError,
@@ -53,11 +110,30 @@ pub enum NoDriver {
     NoDevice,
 }
 
+impl NoDriver {
+    /// Whether `cuInit` was called. It cannot be relied on to work later in the same process.
+    pub const fn is_final(&self) -> bool {
+        matches!(self, Self::InitFailed { .. } | Self::NoDevice)
+    }
+}
+
 const fn hint(code: u32) -> &'static str {
     match code {
+        2 => {
+            ": the GPU's memory is full: a context takes about 0.5 GiB beside the engine's share (lower \
+             gpu_memory_utilization)"
+        }
         34 => {
             ": the library is a stub of the CUDA toolkit that was found before the driver's: take its folder out of \
              LD_LIBRARY_PATH"
+        }
+        46 => {
+            ": the GPU is in exclusive or prohibited compute mode, and a worker is a process beside the engine: set it to \
+             the default mode (nvidia-smi -c DEFAULT), or use MPS"
+        }
+        802 => {
+            ": the GPUs are not ready: on a machine with NVSwitch start its fabric manager (systemctl start \
+             nvidia-fabricmanager)"
         }
         803 => {
             ": the library and the kernel's driver differ in version: restart the machine after the update, or use the \
@@ -65,6 +141,14 @@ const fn hint(code: u32) -> &'static str {
         }
         804 => {
             ": this driver is too new for the GPU's kind without the forward compatibility package"
+        }
+        805..=810 => {
+            ": MPS: see that nvidia-cuda-mps-control runs as this user, that CUDA_MPS_PIPE_DIRECTORY is the engine's, and \
+             that it allows one more client"
+        }
+        999 => {
+            ": the device files are missing or closed to this user: load nvidia-uvm (nvidia-modprobe -u -c=0), or start the \
+             container with GPU access"
         }
         _ => "",
     }

@@ -19,7 +19,8 @@ mod timeline;
 mod window;
 
 pub use copier::{
-    Copier, CopierError, CopierSettings, CopyOrder, Outcome, PARTS_IN_FLIGHT, QUEUE_PLACES,
+    CALLS_A_TURN, Copier, CopierError, CopierSettings, CopyOrder, Outcome, PARTS_IN_FLIGHT,
+    QUEUE_PLACES,
 };
 pub use driver::{
     BATCH_COPIES_MAX, Context, Device, DeviceMemory, DeviceUuid, Driver, IPC_HANDLE_BYTES,

@@ -61,6 +61,7 @@ pub async fn worker_with(
         },
         copy_threads: 1,
         gpu_copy: GpuCopy::Async,
+        gpu_idle: None,
     });
     (started.await.expect("a worker"), directory)
 }

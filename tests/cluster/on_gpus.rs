@@ -213,8 +213,52 @@ fn every_way_to_copy_is_measured_on_bytes_that_came_back() {
         assert!(batch.is_some() || fake_cuda::on_gpu(), "{row}");
     }
     assert!(report["both_ways_gb_per_s"][1].as_f64().expect("a rate") > 0.0);
+    let attributes = report["attributes"].as_array().expect("attributes");
+    let numbers: Vec<_> = attributes.iter().map(|each| &each["number"]).collect();
+    assert_eq!(
+        serde_json::json!(numbers),
+        serde_json::json!([91, 99, 122, 133])
+    );
+    for key in ["device", "driver_version"] {
+        assert!(!report[key].is_null(), "{key}");
+    }
     let said = bench(&gpus.anywhere(), &["--fragment-kib", "64"]).expect("figures");
     assert!(said.contains("64 KiB  store"), "{said}");
+    assert!(said.contains("attribute 133 (mps_enabled):"), "{said}");
+}
+
+/// A driver may crash or hang under calls for many copies: they can be left out, and so can a direction.
+#[test]
+fn what_is_not_wanted_is_not_measured() {
+    let gpus = Gpus::new("delay_us=20;fail=*/cuMemcpyBatchAsync_v2/1/719");
+    let arguments = [
+        "--ways",
+        "async",
+        "--direction",
+        "load",
+        "--fragment-kib",
+        "64",
+        "--json",
+    ];
+    let said = bench(&gpus.variables(), &arguments).expect("figures");
+    let report: Value = serde_json::from_str(&said).expect("JSON");
+    let rows = report["rows"].as_array().expect("rows");
+    assert_eq!(rows.len(), 1);
+    let row = &rows[0];
+    assert_eq!(row["direction"], "load");
+    assert!(
+        row["batch_gb_per_s"].is_null() && row["batch_submit_us"].is_null(),
+        "{row}"
+    );
+    for way in ["one_copy_submit_us", "async_submit_us"] {
+        assert!(row[way][1].as_f64().expect("a time") > 0.0, "{row}");
+    }
+    let batches = ["--ways", "batch", "--fragment-kib", "64"];
+    let refused = bench(&gpus.variables(), &batches).expect_err("the GPU is lost");
+    assert!(
+        refused.contains("cuMemcpyBatchAsync_v2 answered"),
+        "{refused}"
+    );
 }
 
 #[test]

@@ -24,13 +24,53 @@ pub(super) enum GpuState {
     /// It copies.
     Ready(Arc<Gpu>),
     /// It cannot be used, and why. Tried again when somebody asks, a while later.
-    Failed(DeviceUuid, String, Time),
+    Failed(DeviceUuid, Refusal, Time),
+}
+
+/// Why a GPU cannot be used.
+#[derive(Debug)]
+pub(in crate::actors) struct Refusal {
+    why: String,
+    /// This process gets no other answer until it ends.
+    is_final: bool,
+}
+
+/// What a worker does that is asked for a GPU which it could not use before.
+#[derive(Debug, PartialEq, Eq)]
+enum Again {
+    /// Says why once more.
+    Say,
+    /// Tries.
+    Try,
+    /// Ends: its successor tries.
+    End,
+}
+
+impl Refusal {
+    fn again(&self, waited: Duration, serves: bool) -> Again {
+        match self.is_final {
+            true if waited >= END_AFTER && !serves => Again::End,
+            false if waited >= TRY_AGAIN_AFTER => Again::Try,
+            _ => Again::Say,
+        }
+    }
 }
 
 pub(super) const NO_TIMELINE: &str = "written.timeline is true, and registration.timeline is absent: register it, or wait for the device yourself";
 
 /// How long a worker stays with its word that a GPU cannot be used.
 const TRY_AGAIN_AFTER: Duration = Duration::from_secs(10);
+
+/// The same where the driver did not start, which is tried once in a process: then the worker ends, so that its successor
+/// tries. Longer than a supervisor takes to count a worker as one that stays up.
+const END_AFTER: Duration = Duration::from_secs(60);
+
+/// How long a worker keeps its context on a GPU, about 0.5 GiB of the GPU's memory, and its depot pinned after the last engine
+/// has left.
+pub(super) const IDLE_LIMIT: Duration = Duration::from_secs(300);
+
+/// Says whether host memory of this kind gets huge pages, by which a GPU reaches it faster.
+const SHARED_HUGE_PAGES: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
 
 impl State {
     /// The GPU that a registration names, or what to tell the rank.
@@ -45,22 +85,31 @@ impl State {
             return Err((ErrorCode::NotReady, self.progress.line()));
         };
         let bytes = depot.buffer().len();
+        if let GpuState::Failed(failed, refusal, at) = &self.gpu
+            && (*failed == uuid || refusal.is_final)
+        {
+            match refusal.again(at.until(self.clock.now()), self.mapped.is_some()) {
+                Again::Say => return Err(invalid(refusal.why.clone())),
+                Again::End => {
+                    let why = refusal.why.clone();
+                    tracing::error!(worker = %self.worker, why, "this worker ends: its successor asks the driver again");
+                    self.teller.give_up(why.clone());
+                    return Err(invalid(why));
+                }
+                Again::Try => {}
+            }
+        }
         let (there, answer) = match &self.gpu {
             GpuState::Ready(gpu) => (gpu.uuid, Ok(Arc::clone(gpu))),
             GpuState::Starting(uuid, pinned) => {
                 (*uuid, Err((ErrorCode::NotReady, pinning(*pinned, bytes))))
-            }
-            GpuState::Failed(failed, why, at)
-                if *failed == uuid && at.until(self.clock.now()) < TRY_AGAIN_AFTER =>
-            {
-                (uuid, Err(invalid(why.clone())))
             }
             GpuState::None | GpuState::Failed(..) => {
                 self.gpu = GpuState::Starting(uuid, 0);
                 self.teller.pinned(Some(0));
                 let text = pinning(0, bytes);
                 let (transfer, myself) = (self.transfer.clone(), myself.clone());
-                let way = self.gpu_copy;
+                let (number, way) = (self.number, self.gpu_copy);
                 tokio::task::spawn_blocking(move || {
                     let worker = myself.clone();
                     let tell = move |outcome| match outcome {
@@ -77,11 +126,14 @@ impl State {
                             tracing::debug!("the worker has stopped");
                         }
                     };
-                    let message = match Gpu::start(uuid, depot, way, pinned, tell) {
+                    let message = match Gpu::start(uuid, depot, number, way, pinned, tell) {
                         Ok(gpu) => WorkerMessage::Gpu(Ok(Arc::new(gpu))),
                         Err(error) => match error.fatal() {
                             Some(fatal) => WorkerMessage::GpuLost(fatal),
-                            None => WorkerMessage::Gpu(Err(error.to_string())),
+                            None => WorkerMessage::Gpu(Err(Refusal {
+                                why: error.to_string(),
+                                is_final: error.is_final(),
+                            })),
                         },
                     };
                     if myself.cast(message).is_err() {
@@ -97,6 +149,7 @@ impl State {
                  engine there, or kvferry again"
             )));
         }
+        self.gpu_uses += 1;
         answer
     }
 
@@ -135,10 +188,20 @@ impl State {
     }
 
     /// The GPU is there, or cannot be used: then this worker says why to every rank that asks, for a while.
-    pub(super) fn gpu_started(&mut self, gpu: Result<Arc<Gpu>, String>) {
+    pub(super) fn gpu_started(
+        &mut self,
+        gpu: Result<Arc<Gpu>, Refusal>,
+        myself: &ActorRef<WorkerMessage>,
+    ) {
         self.gpu = match gpu {
             Ok(gpu) => {
-                tracing::info!(worker = %self.worker, gpu = %gpu.uuid, "host memory pinned");
+                let huge_pages = std::fs::read_to_string(SHARED_HUGE_PAGES).unwrap_or_default();
+                tracing::info!(
+                    worker = %self.worker,
+                    gpu = %gpu.uuid,
+                    shmem_enabled = huge_pages.trim(),
+                    "host memory pinned"
+                );
                 let (near, chosen) = (gpu.node(), self.progress.node.get().copied());
                 if near.is_some() && near != chosen {
                     tracing::warn!(
@@ -149,18 +212,52 @@ impl State {
                         "host memory does not come from the GPU's NUMA node: name it in g2_numa"
                     );
                 }
+                if gpu.is_shared_by_mps() {
+                    tracing::warn!(
+                        worker = %self.worker,
+                        gpu = %gpu.uuid,
+                        "MPS serves this GPU: a worker that is killed while it copies may take the engine with it; end it by \
+                         SIGTERM"
+                    );
+                }
                 GpuState::Ready(gpu)
             }
-            Err(why) => {
-                tracing::error!(worker = %self.worker, why, "no GPU");
+            Err(refusal) => {
+                tracing::error!(worker = %self.worker, why = refusal.why, "no GPU");
                 self.teller.pinned(None);
-                self.turned_away_rank(&why);
+                self.turned_away_rank(&refusal.why);
                 match self.gpu {
-                    GpuState::Starting(uuid, _) => GpuState::Failed(uuid, why, self.clock.now()),
+                    GpuState::Starting(uuid, _) => {
+                        GpuState::Failed(uuid, refusal, self.clock.now())
+                    }
                     _ => GpuState::None,
                 }
             }
         };
+        // The rank that asked may have gone.
+        self.watch_gpu(myself);
+    }
+
+    /// Looks later whether an engine still uses the GPU.
+    pub(super) fn watch_gpu(&self, myself: &ActorRef<WorkerMessage>) {
+        let uses = self.gpu_uses;
+        if matches!(self.gpu, GpuState::Ready(_)) {
+            drop(myself.send_after(self.gpu_idle, move || WorkerMessage::GpuIdle(uses)));
+        }
+    }
+
+    /// Lets the GPU go if no engine has asked for it since then: its memory is the engines', and some tools refuse to work
+    /// while a process has a context. The next registration takes it again.
+    pub(super) fn gpu_idle(&mut self, uses: u64) {
+        let serves = self.mapped.is_some() || !self.opening.is_empty();
+        if serves || self.gpu_uses != uses || !matches!(self.gpu, GpuState::Ready(_)) {
+            return;
+        }
+        let gpu = std::mem::take(&mut self.gpu);
+        tracing::info!(worker = %self.worker, idle = ?self.gpu_idle, "no engine: the GPU is let go");
+        self.teller.pinned(None);
+        // What copies is waited for, and unpinning takes as long as pinning.
+        tokio::task::spawn_blocking(move || drop(gpu));
     }
 }
 
@@ -168,4 +265,33 @@ impl State {
 fn pinning(pinned: u64, bytes: u64) -> String {
     let (pinned, bytes) = (ByteSize(pinned), ByteSize(bytes));
     format!("{pinned} of {bytes} host memory are pinned for the GPU")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_driver_that_did_not_start_is_asked_by_a_successor_and_not_again_by_the_same_process() {
+        let refusal = |is_final| Refusal {
+            why: "no GPU".to_owned(),
+            is_final,
+        };
+        let just_before = |limit: Duration| limit - Duration::from_millis(1);
+        for (is_final, waited, serves, expected) in [
+            (false, just_before(TRY_AGAIN_AFTER), false, Again::Say),
+            (false, TRY_AGAIN_AFTER, false, Again::Try),
+            (false, END_AFTER, true, Again::Try),
+            (true, TRY_AGAIN_AFTER, false, Again::Say),
+            (true, just_before(END_AFTER), false, Again::Say),
+            (true, END_AFTER, false, Again::End),
+            (true, END_AFTER, true, Again::Say),
+        ] {
+            let found = refusal(is_final).again(waited, serves);
+            assert_eq!(
+                found, expected,
+                "final {is_final}, {waited:?}, serves {serves}"
+            );
+        }
+    }
 }

@@ -256,6 +256,7 @@ impl State {
             Err(why) => {
                 self.turned_away_rank(&why);
                 self.refuse(who.peer, who.asked, ErrorCode::Invalid, why);
+                self.watch_gpu(myself);
                 return Ok(());
             }
         };
@@ -495,6 +496,7 @@ impl State {
     ) {
         self.closing.retain(|(_, end)| !end.wait(Duration::ZERO));
         self.closing.push((engine, memory.end()));
+        self.watch_gpu(myself);
         let myself = myself.clone();
         tokio::task::spawn_blocking(move || {
             let on_device = matches!(memory, EngineSide::Device(..));

@@ -35,6 +35,13 @@ pub(crate) struct Arguments {
         default_value = "2048,512,128,64,32,18,8,4"
     )]
     fragment_kib: Vec<u32>,
+    /// Ways to give fragments to the driver that are measured beside one copy: `async` gives each by a call of its own, `batch`
+    /// many by one call.
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "async,batch")]
+    ways: Vec<Way>,
+    /// Only one direction: from the device (`store`) or to it (`load`).
+    #[arg(long, value_enum)]
+    direction: Option<Side>,
     /// Bytes of one copy in MiB.
     #[arg(long, default_value = "64", value_parser = clap::value_parser!(u64).range(1..=1024))]
     mib: u64,
@@ -46,6 +53,32 @@ pub(crate) struct Arguments {
     json: bool,
 }
 
+/// A way to give fragments to the driver.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Way {
+    Async,
+    Batch,
+}
+
+/// A direction, as it is named on the command line and in reports.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+enum Side {
+    Store,
+    Load,
+}
+
+/// Attributes of a GPU that decide what can be used on it, by their numbers in `CUdevice_attribute`.
+const ATTRIBUTES: [(u32, &str); 4] = [
+    (91, "can_use_host_pointer_for_registered_mem"),
+    (99, "host_register_supported"),
+    (122, "can_use_64_bit_stream_mem_ops"),
+    (133, "mps_enabled"),
+];
+
+/// Microseconds as minimum, median, maximum.
+type Micros = (f64, f64, f64);
+
 /// GB/s (10^9 bytes) as minimum, median, maximum.
 type Rate = (f64, f64, f64);
 
@@ -54,19 +87,33 @@ type Rate = (f64, f64, f64);
 struct Row {
     fragment_kib: u32,
     fragments: u32,
-    direction: &'static str,
+    direction: Side,
     /// One copy of as many bytes.
     one_copy_gb_per_s: Rate,
-    /// Each fragment by a call.
-    async_gb_per_s: Rate,
-    /// Many fragments by a call, where the driver takes such calls.
+    /// What giving that to the driver took.
+    one_copy_submit_us: Micros,
+    /// Each fragment by a call, where that is measured.
+    async_gb_per_s: Option<Rate>,
+    async_submit_us: Option<Micros>,
+    /// Many fragments by a call, where that is measured and the driver takes such calls.
     batch_gb_per_s: Option<Rate>,
-    async_to_one_copy: f64,
+    batch_submit_us: Option<Micros>,
+    async_to_one_copy: Option<f64>,
     batch_to_one_copy: Option<f64>,
+}
+
+/// An attribute of the GPU; without a value where the driver does not know it.
+#[derive(Debug, serde::Serialize)]
+struct Attribute {
+    number: u32,
+    name: &'static str,
+    value: Option<i32>,
 }
 
 #[derive(Debug, serde::Serialize)]
 struct Report {
+    device: String,
+    attributes: Vec<Attribute>,
     gpu: String,
     pci_bus_id: String,
     /// Where the host memory is from, if the machine tells where the GPU is.
@@ -74,6 +121,8 @@ struct Report {
     driver_version: i32,
     bytes: u64,
     rounds: u32,
+    /// Calls for many copies were to be measured, and the driver takes none.
+    batches_refused: bool,
     /// One copy of as many bytes each way at the same time, both together.
     both_ways_gb_per_s: Rate,
     rows: Vec<Row>,
@@ -98,21 +147,27 @@ impl Arguments {
     }
 
     fn measure(&self, context: Arc<Context>, driver_version: i32) -> Result<Report, String> {
-        let bench = Bench::new(context, self.mib << 20, self.rounds, &self.fragment_kib)?;
+        let bench = Bench::new(context, self)?;
         let both_ways_gb_per_s = bench.both_ways()?;
         let mut rows = Vec::new();
         for kib in &self.fragment_kib {
-            for direction in [Direction::Store, Direction::Load] {
-                rows.push(bench.row(*kib, direction)?);
+            for side in [Side::Store, Side::Load] {
+                if self.direction.is_none_or(|only| only == side) {
+                    rows.push(bench.row(*kib, side)?);
+                }
             }
         }
         Ok(Report {
+            device: bench.context.name().map_err(text)?,
+            attributes: bench.attributes(),
             gpu: bench.context.device().uuid.to_string(),
             pci_bus_id: bench.context.pci_bus_id().map_err(text)?,
             numa_node: bench.node.map(|node| node.number()),
             driver_version,
             bytes: bench.bytes,
             rounds: self.rounds,
+            batches_refused: bench.together.is_some()
+                && !bench.context.copies_together().map_err(text)?,
             both_ways_gb_per_s,
             rows,
         })
@@ -128,7 +183,8 @@ impl Report {
         let three = |(least, median, most): Rate| format!("{median:6.2} ({least:6.2}..{most:6.2})");
         let any = || "any node".to_owned();
         say(&format!(
-            "{} at {}, host memory of {}, driver for CUDA {}.{}",
+            "{}, {} at {}, host memory of {}, driver for CUDA {}.{}",
+            self.device,
             self.gpu,
             self.pci_bus_id,
             self.numa_node
@@ -136,6 +192,15 @@ impl Report {
             self.driver_version / 1000,
             self.driver_version % 1000 / 10,
         ));
+        for Attribute {
+            number,
+            name,
+            value,
+        } in &self.attributes
+        {
+            let value = value.map_or("not known".to_owned(), |value| value.to_string());
+            say(&format!("attribute {number} ({name}): {value}"));
+        }
         say(&format!(
             "{} MiB a copy, medians of {} rounds; every way was compared byte by byte before",
             self.bytes >> 20,
@@ -146,23 +211,48 @@ impl Report {
             three(self.both_ways_gb_per_s)
         ));
         say(
-            "fragment  direction  one copy GB/s            async GB/s               batch GB/s               async/one  batch/one",
+            "fragment  direction  one copy GB/s            async GB/s               batch GB/s               async/one  batch/one  submit us: one copy, async, batch",
         );
-        let none = || "the driver takes none".to_owned();
         for row in &self.rows {
-            let ratio = row.batch_to_one_copy.map(|ratio| format!("{ratio:.2}"));
+            let rate = |rate: Option<Rate>| rate.map_or_else(|| "-".to_owned(), three);
+            let ratio = |ratio: Option<f64>| ratio.map(|ratio| format!("{ratio:.2}"));
+            let micros = |micros: Option<Micros>| {
+                micros.map_or_else(|| "-".to_owned(), |micros| format!("{:.0}", micros.1))
+            };
             say(&format!(
-                "{:>4} KiB  {:<9}  {:<24} {:<24} {:<24} {:>9.2}  {:>9}",
+                "{:>4} KiB  {:<9}  {:<24} {:<24} {:<24} {:>9}  {:>9}  {:>9} {:>9} {:>9}",
                 row.fragment_kib,
-                row.direction,
+                row.direction.name(),
                 three(row.one_copy_gb_per_s),
-                three(row.async_gb_per_s),
-                row.batch_gb_per_s.map_or_else(none, three),
-                row.async_to_one_copy,
-                ratio.unwrap_or_default(),
+                rate(row.async_gb_per_s),
+                match self.batches_refused {
+                    true => "the driver takes none".to_owned(),
+                    false => rate(row.batch_gb_per_s),
+                },
+                ratio(row.async_to_one_copy).unwrap_or_default(),
+                ratio(row.batch_to_one_copy).unwrap_or_default(),
+                micros(Some(row.one_copy_submit_us)),
+                micros(row.async_submit_us),
+                micros(row.batch_submit_us),
             ));
         }
         Ok(())
+    }
+}
+
+impl Side {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Store => "store",
+            Self::Load => "load",
+        }
+    }
+
+    const fn direction(self) -> Direction {
+        match self {
+            Self::Store => Direction::Store,
+            Self::Load => Direction::Load,
+        }
     }
 }
 
@@ -170,18 +260,19 @@ fn text(error: impl std::fmt::Display) -> String {
     error.to_string()
 }
 
-/// One way to give copies to the driver.
-struct Side {
+/// A copier that gives copies to the driver in one way.
+struct Giver {
     copier: Copier,
     outcomes: Receiver<Outcome>,
 }
 
-impl Side {
+impl Giver {
     fn start(context: &Arc<Context>, copies_a_call: usize) -> Result<Self, String> {
         let (tell, outcomes) = channel();
         let copier = Copier::start(CopierSettings {
             context: Arc::clone(context),
             copies_a_call,
+            mark: Box::new(|_| ()),
             tell: Box::new(move |outcome| tell.send(outcome).is_ok()),
         });
         Ok(Self {
@@ -214,13 +305,15 @@ impl Side {
         Ok(())
     }
 
-    /// GB/s of one copy, from its order to its end.
-    fn timed(&self, cut: &Cut, direction: Direction) -> Result<f64, String> {
+    /// GB/s of one copy, from its order to its end, and the microseconds of it that were spent in giving it to the driver.
+    fn timed(&self, cut: &Cut, direction: Direction) -> Result<(f64, f64), String> {
         let order = cut.order(direction);
-        let begun = Instant::now();
+        let (begun, before) = (Instant::now(), self.copier.giving());
         self.give(order)?;
         self.ended(1)?;
-        Ok(rate(cut.bytes, begun))
+        let rate = rate(cut.bytes, begun);
+        let giving = self.copier.giving().saturating_sub(before);
+        Ok((rate, giving.as_secs_f64() * 1e6))
     }
 }
 
@@ -269,20 +362,19 @@ struct Bench {
     node: Option<NumaNode>,
     memory: Arc<DeviceMemories>,
     depot: Arc<PinnedDepot>,
-    one_by_one: Side,
-    together: Side,
+    one_by_one: Giver,
+    /// Where many copies by one call are measured.
+    together: Option<Giver>,
+    /// Each fragment by a call is measured.
+    asynchronous: bool,
     bytes: u64,
     rounds: u32,
 }
 
 impl Bench {
-    fn new(
-        context: Arc<Context>,
-        bytes: u64,
-        rounds: u32,
-        fragments_kib: &[u32],
-    ) -> Result<Self, String> {
-        let room = fragments_kib.iter().map(|kib| {
+    fn new(context: Arc<Context>, arguments: &Arguments) -> Result<Self, String> {
+        let (bytes, rounds) = (arguments.mib << 20, arguments.rounds);
+        let room = arguments.fragment_kib.iter().map(|kib| {
             let fragment = u64::from(*kib) << 10;
             let pages = bytes.checked_div(fragment).unwrap_or(0);
             let pages = u32::try_from(pages).ok().filter(|pages| *pages > 0);
@@ -309,8 +401,12 @@ impl Bench {
         Ok(Self {
             memory: DeviceMemories::own(vec![memory]),
             depot: Arc::new(depot.map_err(text)?),
-            one_by_one: Side::start(&context, 1)?,
-            together: Side::start(&context, BATCH_COPIES_MAX)?,
+            one_by_one: Giver::start(&context, 1)?,
+            together: match arguments.ways.contains(&Way::Batch) {
+                true => Some(Giver::start(&context, BATCH_COPIES_MAX)?),
+                false => None,
+            },
+            asynchronous: arguments.ways.contains(&Way::Async),
             context,
             node,
             bytes,
@@ -368,7 +464,7 @@ impl Bench {
     }
 
     /// Random bytes that one side loads and another one stores are the same as before.
-    fn check(&self, loads: &Side, stores: &Side, cut: &Cut) -> Result<(), String> {
+    fn check(&self, loads: &Giver, stores: &Giver, cut: &Cut) -> Result<(), String> {
         let (page_bytes, buffer) = (cut.device.layout.page_bytes, self.depot.depot().buffer());
         let mut page = vec![0; page_bytes as usize];
         let seed = fastrand::u64(..);
@@ -396,44 +492,66 @@ impl Bench {
         Ok(())
     }
 
-    fn row(&self, kib: u32, direction: Direction) -> Result<Row, String> {
+    /// Attributes that decide what can be used.
+    fn attributes(&self) -> Vec<Attribute> {
+        let attribute = |(number, name)| Attribute {
+            number,
+            name,
+            value: self.context.attribute(number).ok(),
+        };
+        ATTRIBUTES.map(attribute).into()
+    }
+
+    fn row(&self, kib: u32, side: Side) -> Result<Row, String> {
         let fragment = u64::from(kib) << 10;
         let cut = self.cut(fragment)?;
         let whole = self.pages(cut.bytes, 1, gather(&[0], 0))?;
-        let (alone, batched) = (&self.one_by_one, &self.together);
+        let alone = &self.one_by_one;
+        let asynchronous = self.asynchronous.then_some(alone);
         self.check(alone, alone, &whole)?;
-        self.check(alone, batched, &cut)?;
-        self.check(batched, alone, &cut)?;
-        let (mut one_copy, mut one_by_one, mut together) = (Vec::new(), Vec::new(), Vec::new());
+        match &self.together {
+            Some(batched) => {
+                self.check(alone, batched, &cut)?;
+                self.check(batched, alone, &cut)?;
+            }
+            None => self.check(alone, alone, &cut)?,
+        }
+        let ways = [
+            (Some(alone), &whole),
+            (asynchronous, &cut),
+            (self.together.as_ref(), &cut),
+        ];
+        let mut measured = [const { (Vec::new(), Vec::new()) }; 3];
         for round in 0..=self.rounds {
-            let rates = [
-                alone.timed(&whole, direction)?,
-                alone.timed(&cut, direction)?,
-                batched.timed(&cut, direction)?,
-            ];
-            // The first round warms up.
-            if round > 0 {
-                one_copy.push(rates[0]);
-                one_by_one.push(rates[1]);
-                together.push(rates[2]);
+            for ((giver, cut), (rates, submits)) in ways.iter().zip(&mut measured) {
+                let Some(giver) = giver else { continue };
+                let (rate, submit) = giver.timed(cut, side.direction())?;
+                // The first round warms up.
+                if round > 0 {
+                    rates.push(rate);
+                    submits.push(submit);
+                }
             }
         }
-        let (one_copy, one_by_one) = (spread(one_copy), spread(one_by_one));
+        let [one_copy, one_by_one, together] =
+            measured.map(|(rates, submits)| (spread(rates), spread(submits)));
+        let one_by_one = asynchronous.map(|_| one_by_one);
         // What the driver does not take by one call was given one by one.
-        let taken = self.context.copies_together().map_err(text)?;
-        let together = taken.then(|| spread(together));
+        let taken = self.together.is_some() && self.context.copies_together().map_err(text)?;
+        let together = taken.then_some(together);
+        let to_one_copy = |way: Option<(Rate, Micros)>| way.map(|(rate, _)| rate.1 / one_copy.0.1);
         Ok(Row {
             fragment_kib: kib,
             fragments: u32::try_from(cut.bytes / fragment).unwrap_or(u32::MAX),
-            direction: match direction {
-                Direction::Store => "store",
-                Direction::Load => "load",
-            },
-            one_copy_gb_per_s: one_copy,
-            async_gb_per_s: one_by_one,
-            batch_gb_per_s: together,
-            async_to_one_copy: one_by_one.1 / one_copy.1,
-            batch_to_one_copy: together.map(|together| together.1 / one_copy.1),
+            direction: side,
+            one_copy_gb_per_s: one_copy.0,
+            one_copy_submit_us: one_copy.1,
+            async_gb_per_s: one_by_one.map(|way| way.0),
+            async_submit_us: one_by_one.map(|way| way.1),
+            batch_gb_per_s: together.map(|way| way.0),
+            batch_submit_us: together.map(|way| way.1),
+            async_to_one_copy: to_one_copy(one_by_one),
+            batch_to_one_copy: to_one_copy(together),
         })
     }
 }

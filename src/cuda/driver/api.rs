@@ -1,19 +1,40 @@
 //! The functions of the driver, looked up by name.
 //!
-//! They are called through a table of our own and not through cudarc's bindings: those end the process when a function is
+//! The library is loaded by the name that the driver installs, `libcuda.so.1`, and by no other: `libcuda.so` is, in the folder
+//! of a CUDA toolkit, a stub that refuses everything. They are called through a table of our own and not through cudarc's bindings: those end the process when a function is
 //! missing, and take what a driver answers for an enum, which a code that is newer than the bindings must not become.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::sync::OnceLock;
 
 use cudarc::driver::sys;
+use libloading::Library;
 
+use super::memory::IpcHandle;
 use super::vmm::{Access, Properties};
 use crate::cuda::error::NoDriver;
+
+/// The driver's library.
+const LIBRARY: &str = "libcuda.so.1";
 
 /// `CUresult`.
 pub(super) type Code = u32;
 /// `CUdeviceptr`.
 pub(super) type Address = u64;
+
+/// The driver's library, loaded once: its functions are used until the process ends.
+fn library() -> Result<&'static Library, NoDriver> {
+    static LOADED: OnceLock<Library> = OnceLock::new();
+    if let Some(library) = LOADED.get() {
+        return Ok(library);
+    }
+    // SAFETY: loading runs the initialisers of the driver's library, which are meant to run in any process.
+    let library = unsafe { Library::new(LIBRARY) }.map_err(|error| {
+        tracing::debug!(%error, "no CUDA driver");
+        NoDriver::NoLibrary
+    })?;
+    Ok(LOADED.get_or_init(|| library))
+}
 
 macro_rules! functions {
     (
@@ -30,21 +51,16 @@ macro_rules! functions {
         impl Api {
             /// Loads the library and looks up its functions.
             pub(super) fn load() -> Result<Self, NoDriver> {
-                // SAFETY: loading runs the initialisers of the driver's library, which are meant to run in any process.
-                if !unsafe { sys::is_culib_present() } {
-                    return Err(NoDriver::NoLibrary);
-                }
-                // SAFETY: as above; it is there, so this does not panic.
-                let library = unsafe { sys::culib() };
+                let library = library()?;
                 Ok(Self {
                     $($name: {
                         // SAFETY: the type is that of this function in the driver's header.
-                        let found = unsafe { library.get(stringify!($name).as_bytes()) };
+                        let found = unsafe { library.get(concat!(stringify!($name), "\0").as_bytes()) };
                         *found.map_err(|_| NoDriver::TooOld(stringify!($name)))?
                     },)*
                     $($newer: {
                         // SAFETY: the type is that of this function in the driver's header.
-                        let found = unsafe { library.get(stringify!($newer).as_bytes()) };
+                        let found = unsafe { library.get(concat!(stringify!($newer), "\0").as_bytes()) };
                         found.ok().map(|function| *function)
                     },)*
                 })
@@ -62,6 +78,7 @@ functions! {
         cuDeviceGet: fn(*mut c_int, c_int),
         cuDeviceGetAttribute: fn(*mut c_int, c_uint, c_int),
         cuDeviceGetUuid: fn(*mut [u8; 16], c_int),
+        cuDeviceGetName: fn(*mut c_char, c_int, c_int),
         cuDeviceGetPCIBusId: fn(*mut c_char, c_int, c_int),
         cuDevicePrimaryCtxRetain: fn(*mut sys::CUcontext, c_int),
         cuDevicePrimaryCtxRelease_v2: fn(c_int),
@@ -79,8 +96,8 @@ functions! {
         cuMemcpyAsync: fn(Address, Address, usize, sys::CUstream),
         cuMemHostRegister_v2: fn(*mut c_void, usize, c_uint),
         cuMemHostUnregister: fn(*mut c_void),
-        cuIpcGetMemHandle: fn(*mut sys::CUipcMemHandle, Address),
-        cuIpcOpenMemHandle_v2: fn(*mut Address, sys::CUipcMemHandle, c_uint),
+        cuIpcGetMemHandle: fn(*mut IpcHandle, Address),
+        cuIpcOpenMemHandle_v2: fn(*mut Address, IpcHandle, c_uint),
         cuIpcCloseMemHandle: fn(Address),
         cuMemGetAllocationGranularity: fn(*mut usize, *const Properties, c_uint),
         cuMemCreate: fn(*mut u64, usize, *const Properties, u64),
@@ -94,6 +111,7 @@ functions! {
         cuMemSetAccess: fn(Address, usize, *const Access, usize),
     }
     optional {
+        cuDeviceGetUuid_v2: fn(*mut [u8; 16], c_int),
         cuStreamWriteValue64_v2: fn(sys::CUstream, Address, u64, c_uint),
         cuMemcpyBatchAsync: fn(*mut Address, *mut Address, *mut usize, usize, *mut c_void, *mut usize, usize, *mut usize, sys::CUstream),
         cuMemcpyBatchAsync_v2: fn(*mut Address, *mut Address, *mut usize, usize, *mut c_void, *mut usize, usize, sys::CUstream),

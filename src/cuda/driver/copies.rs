@@ -37,18 +37,15 @@ pub(super) struct Sides<'a> {
 }
 
 impl Sides<'_> {
-    /// A range, cut where the parts of the host's memory end. One that does not lie in both is an error like the driver's.
+    /// A range, cut where the parts of the host's memory end. One that does not lie in both is an error.
     fn pieces(&self, range: CopyRange) -> impl Iterator<Item = Result<Piece, CudaError>> + '_ {
         let mut done = 0;
         iter::from_fn(move || {
             if done >= range.len_bytes {
                 return None;
             }
-            let piece = self.piece(&range, done).ok_or(CudaError {
-                call: "cuMemcpyAsync",
-                code: 1,
-                name: "CUDA_ERROR_INVALID_VALUE",
-            });
+            let piece = self.piece(&range, done);
+            let piece = piece.ok_or(CudaError::OutOfRange("a range that is to be copied"));
             done = match &piece {
                 Ok(piece) => done + piece.bytes as u64,
                 Err(_) => range.len_bytes,
@@ -188,6 +185,13 @@ impl Batches {
 }
 
 impl Stream {
+    /// Most copies of one call: 1 where each is given by itself.
+    pub fn copies_a_call(&self) -> usize {
+        let batches = self.batches.as_ref();
+        let batches = batches.filter(|_| !self.context.has_refused_batches());
+        batches.map_or(1, |batches| batches.most)
+    }
+
     /// Gives copies to the stream. In an error some may have been given.
     pub(super) fn give(
         &self,
@@ -260,11 +264,7 @@ impl Stream {
             return self.context.check("cuMemcpyBatchAsync_v2", code);
         }
         let Some(call) = api.cuMemcpyBatchAsync else {
-            return Err(CudaError {
-                call: "cuMemcpyBatchAsync",
-                code: 801,
-                name: "CUDA_ERROR_NOT_SUPPORTED",
-            });
+            return Err(CudaError::NoFunction("cuMemcpyBatchAsync"));
         };
         let mut failed = usize::MAX;
         let failed = &raw mut failed;

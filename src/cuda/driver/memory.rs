@@ -4,8 +4,6 @@
 use std::ptr;
 use std::sync::Arc;
 
-use cudarc::driver::sys;
-
 use super::Context;
 use super::api::Address;
 use super::vmm::Mapped;
@@ -14,6 +12,11 @@ use crate::memory::{Depot, SharedBuffer};
 
 /// Bytes of a `cudaIpcMemHandle_t`.
 pub const IPC_HANDLE_BYTES: usize = 64;
+
+/// `CUipcMemHandle`, given by value. Bytes and not `c_char`, whose sign differs between processors.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(super) struct IpcHandle([u8; IPC_HANDLE_BYTES]);
 
 /// `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`, which must be given.
 const IPC_LAZY_PEER_ACCESS: u32 = 1;
@@ -57,11 +60,11 @@ impl DeviceMemory {
     /// How another process opens it.
     pub fn ipc_handle(&self) -> Result<[u8; IPC_HANDLE_BYTES], CudaError> {
         let api = self.context.bind()?;
-        let mut handle = sys::CUipcMemHandle { reserved: [0; 64] };
+        let mut handle = IpcHandle([0; IPC_HANDLE_BYTES]);
         // SAFETY: writes one handle; the address is that of live memory.
         let code = unsafe { (api.cuIpcGetMemHandle)(&raw mut handle, self.address) };
         self.context.check("cuIpcGetMemHandle", code)?;
-        Ok(handle.reserved.map(i8::cast_unsigned))
+        Ok(handle.0)
     }
 
     /// Opens another process's memory: all of the allocation that the handle is of, from its first byte. Its size is what the
@@ -72,8 +75,7 @@ impl DeviceMemory {
         described_bytes: u64,
     ) -> Result<Self, CudaError> {
         let (api, mut address) = (context.bind()?, 0);
-        let reserved = handle.map(u8::cast_signed);
-        let handle = sys::CUipcMemHandle { reserved };
+        let handle = IpcHandle(*handle);
         // SAFETY: writes one address. The handle is any 64 bytes: the driver refuses those that are none.
         let code =
             unsafe { (api.cuIpcOpenMemHandle_v2)(&raw mut address, handle, IPC_LAZY_PEER_ACCESS) };
@@ -180,11 +182,7 @@ impl PinnedRange {
         len_bytes: u64,
     ) -> Result<Self, CudaError> {
         let api = context.bind()?;
-        let out_of_range = CudaError {
-            call: "cuMemHostRegister_v2",
-            code: 1,
-            name: "CUDA_ERROR_INVALID_VALUE",
-        };
+        let out_of_range = CudaError::OutOfRange("host memory that is to be pinned");
         let address = host_range(mapping.mapped(), offset_bytes, len_bytes).ok_or(out_of_range)?;
         // SAFETY: the range lies in a live mapping. The driver pins its pages and changes no byte.
         let code = unsafe {

@@ -95,7 +95,8 @@ impl Stream {
 
     /// Gives copies to the stream, and returns what tells when they are over. Both memories live until then.
     ///
-    /// Ranges that do not lie in the memories are refused like errors of the driver; of those before them, some are under way.
+    /// Ranges that do not lie in the memories are refused without a call of the driver; some of those before them are under
+    /// way.
     pub fn submit(
         self: &Arc<Self>,
         direction: Direction,
@@ -138,13 +139,9 @@ impl Stream {
         let at = device.memory(word.allocation);
         let at = at.and_then(|memory| memory.range(word.offset_bytes, TIMELINE_BYTES));
         let api = self.context.bind().map_err(nothing)?;
-        let (Some(at), Some(write)) = (at, api.cuStreamWriteValue64_v2) else {
-            return Err(nothing(CudaError {
-                call,
-                code: 801,
-                name: "CUDA_ERROR_NOT_SUPPORTED",
-            }));
-        };
+        let at = at.ok_or_else(|| nothing(CudaError::OutOfRange("the word of a timeline")))?;
+        let write = api.cuStreamWriteValue64_v2;
+        let write = write.ok_or_else(|| nothing(CudaError::NoFunction(call)))?;
         let mut submitted = Submitted::new(self, device, None).map_err(nothing)?;
         // SAFETY: the word lies in memory that `submitted` keeps until the stream has come behind this. Without a flag the
         // driver orders what was written before.

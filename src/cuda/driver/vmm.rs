@@ -202,11 +202,7 @@ impl Mapped {
         let (api, at) = (self.context.bind()?, self.address + self.mapped_bytes);
         let behind = self.mapped_bytes.checked_add(chunk.bytes);
         let Some(behind) = behind.filter(|behind| *behind <= self.bytes) else {
-            return Err(CudaError {
-                call: "cuMemMap",
-                code: 1,
-                name: "CUDA_ERROR_INVALID_VALUE",
-            });
+            return Err(CudaError::OutOfRange("a chunk that is to be mapped"));
         };
         // SAFETY: the range is reserved by us and not mapped yet; a chunk that is shorter is refused by the driver.
         let code = unsafe { (api.cuMemMap)(at, chunk.bytes as usize, 0, chunk.handle, 0) };

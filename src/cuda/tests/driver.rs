@@ -57,6 +57,67 @@ fn no_device_by_their_number() {
     });
 }
 
+/// `libcuda.so` in the folder of a toolkit is a stub; the driver's own library has another name.
+#[test]
+fn a_stub_beside_the_drivers_library_is_passed_over() {
+    if fake::is_inside() {
+        Driver::get().expect("the driver's own library");
+        return;
+    }
+    let (stub, _home) = fake_cuda::without(&["cuInit"]);
+    let folder = fake::folder(&fake::library());
+    let plain = folder.path().join("libcuda.so");
+    std::fs::remove_file(&plain).expect("a link");
+    std::fs::copy(stub.path().join("libcuda.so"), plain).expect("a library");
+    fake::succeeded(&fake::again(folder.path(), ""), "a stub under another name");
+}
+
+/// After a failure of `cuInit` a process cannot rely on it any more, whatever it would answer.
+#[test]
+fn a_driver_that_does_not_start_is_asked_once() {
+    let said = fake::under("fail=*/cuInit/1/999", || {
+        let text = refused_in_words();
+        assert!(text.contains("(999)"), "{text}");
+        assert!(text.contains("nvidia-uvm"), "{text}");
+        assert_eq!(refused_in_words(), text);
+    });
+    let Some(said) = said else { return };
+    assert!(said.contains("cuInit fails with 999"), "{said}");
+}
+
+fn refused_in_words() -> String {
+    Driver::get().expect_err("refused").to_string()
+}
+
+/// Two instances of one GPU are two devices, and engine and worker must mean the same one.
+#[test]
+fn instances_of_one_gpu_have_names_of_their_own() {
+    fake::under_and_clean("devices=2;mig=1", || {
+        let driver = Driver::get().expect("it is there");
+        let devices = driver.devices().expect("listed");
+        assert_ne!(devices[0].uuid, devices[1].uuid);
+        for device in devices {
+            let text = device.uuid.to_string();
+            assert!(text.starts_with("MIG-"), "{text}");
+            let parsed: DeviceUuid = text.parse().expect("a name");
+            assert_eq!(driver.find(parsed), Ok(Some(device)));
+        }
+    });
+}
+
+/// A driver before 11.4 knows no names of instances.
+#[test]
+fn a_driver_without_names_of_instances_names_the_gpu() {
+    if fake::is_inside() {
+        let driver = Driver::get().expect("new enough");
+        let device = driver.devices().expect("listed")[0];
+        assert!(device.uuid.to_string().starts_with("GPU-"));
+        return;
+    }
+    let (folder, _home) = fake_cuda::without(&["cuDeviceGetUuid_v2"]);
+    fake::succeeded(&fake::again(folder.path(), "mig=1"), "an older driver");
+}
+
 #[test]
 fn a_driver_that_is_too_old() {
     if fake::is_inside() {
@@ -100,16 +161,21 @@ fn gpus_are_found_by_their_names() {
         let second: DeviceUuid = text.parse().expect("a name");
         let found = driver.find(second).expect("asked").expect("there");
         assert_eq!(found, devices[2]);
-        assert_eq!(driver.find(DeviceUuid([7; 16])), Ok(None));
+        assert_eq!(driver.find(DeviceUuid::gpu([7; 16])), Ok(None));
         let context = Context::new(driver, found).expect("a context");
         assert_eq!(context.copies_together(), Ok(true));
         assert_eq!(context.pci_bus_id().as_deref(), Ok("0000:fe:00.0"));
+        assert_eq!(context.name().as_deref(), Ok("kvferry fake GPU"));
+        let attributes = [91, 99, 122, 133].map(|number| context.attribute(number));
+        assert_eq!(attributes, [Ok(1), Ok(1), Ok(1), Ok(0)]);
+        let unknown = context.attribute(9999).expect_err("not known");
+        assert!(!unknown.is_fatal(), "{unknown}");
     });
 }
 
 #[test]
 fn names_of_gpus_are_written_as_nvidia_writes_them() {
-    let uuid = DeviceUuid(*b"0123456789abcdef");
+    let uuid = DeviceUuid::gpu(*b"0123456789abcdef");
     let text = "GPU-30313233-3435-3637-3839-616263646566";
     assert_eq!(uuid.to_string(), text);
     assert_eq!(text.parse(), Ok(uuid));

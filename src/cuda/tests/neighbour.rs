@@ -172,7 +172,7 @@ fn memory_of_which_the_driver_says_that_the_gpu_is_lost() {
         let registration = registration(handle, 1);
         let refused = RegisteredDevice::open(&registration, &context, &mut window, |_| None);
         let error = refused.expect_err("the GPU is lost").fatal();
-        assert_eq!(error.map(|error| error.code), Some(719));
+        assert_eq!(error.and_then(|error| error.code()), Some(719));
     });
 }
 

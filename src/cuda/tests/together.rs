@@ -65,7 +65,9 @@ fn a_gpu_that_is_lost_by_them_is_told() {
             pages_a_part: 2,
         });
         match world.outcome() {
-            Outcome::Lost(error) => assert_eq!((error.call, error.code), (NEWER_CALL, 719)),
+            Outcome::Lost(error) => {
+                assert_eq!((error.call(), error.code()), (Some(NEWER_CALL), Some(719)));
+            }
             other => panic!("{other:?}"),
         }
     });

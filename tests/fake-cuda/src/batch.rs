@@ -106,7 +106,7 @@ impl Batch {
         chance.shuffle(&mut order);
         for index in order {
             let Described { to, from, bytes } = self.lists.read(index)?;
-            if self.pinned[index].is_some() && world.settings().host_pointers == 0 {
+            if self.pinned[index].is_some() && !world.settings().host_pointers() {
                 return Err(ILLEGAL_ADDRESS);
             }
             world.copy(to, from, bytes, self.pinned[index])?;

@@ -110,17 +110,33 @@ exported! {
     }
 
     Init fn cuDeviceGetUuid(uuid: *mut [u8; 16], of: c_int) |world| {
-        let mut bytes = *b"kvferry-fake-GPU";
-        bytes[15] = b'0'.wrapping_add(device(world, of)?.to_le_bytes()[0]);
-        give(uuid, bytes)
+        // All instances of a GPU have its name in common.
+        let number = device(world, of)?;
+        give(uuid, uuid_of(if world.settings().mig { 0 } else { number }))
+    }
+
+    Init fn cuDeviceGetUuid_v2(uuid: *mut [u8; 16], of: c_int) |world| {
+        let mut own = uuid_of(device(world, of)?);
+        if world.settings().mig {
+            own[..4].copy_from_slice(b"inst");
+        }
+        give(uuid, own)
+    }
+
+    Init fn cuDeviceGetName(text: *mut c_char, length: c_int, of: c_int) |world| {
+        device(world, of)?;
+        let name = b"kvferry fake GPU\0";
+        if usize::try_from(length).is_ok_and(|length| length < name.len()) {
+            return Err(INVALID_VALUE);
+        }
+        give(text.cast(), *name)
     }
 
     Init fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_uint, of: c_int) |world| {
         device(world, of)?;
-        match attribute {
-            // CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
-            91 => give(value, world.settings().host_pointers),
-            _ => Err(INVALID_VALUE),
+        match world.settings().attributes.get(&attribute) {
+            Some(found) => give(value, *found),
+            None => Err(INVALID_VALUE),
         }
     }
 
@@ -197,6 +213,14 @@ exported! {
         let event = found.ok_or(INVALID_HANDLE)?;
         let number = event.record();
         world.give(stream, Work::Record(event, number))
+    }
+
+    Context fn cuStreamWaitEvent(stream: u64, event: u64, _flags: c_uint) |world| {
+        let found = world.inner().events.get(&event).map(Arc::clone);
+        let event = found.ok_or(INVALID_HANDLE)?;
+        // What is recorded later does not count; one that was never recorded is not waited for.
+        let number = event.recorded();
+        world.give(stream, Work::WaitEvent(event, number))
     }
 
     Context fn cuEventQuery(event: u64) |world| {
@@ -492,6 +516,13 @@ exported! {
         }
         Ok(())
     }
+}
+
+/// The name of a GPU.
+fn uuid_of(number: c_int) -> [u8; 16] {
+    let mut bytes = *b"kvferry-fake-GPU";
+    bytes[15] = b'0'.wrapping_add(number.to_le_bytes()[0]);
+    bytes
 }
 
 fn new_stream(world: &World, stream: *mut u64) -> Result<(), Code> {

@@ -1,6 +1,11 @@
 //! What a test asks of the driver.
 
+use std::collections::BTreeMap;
+
 use crate::code::Code;
+
+/// `CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM`.
+const HOST_POINTERS: u32 = 91;
 
 /// Variable of the environment with the settings, `name=value` with `;` between them:
 ///
@@ -14,7 +19,10 @@ use crate::code::Code;
 ///   line or `*`, `CALL` the name of a function, or `*` for all together; functions that say how an error is called do not
 ///   count;
 /// * `once=FILE`: those calls fail in the first process only that comes so far, which makes this file;
-/// * `host_pointers=0`: streams do not find registered host memory at the addresses that the process has for it, where many
+/// * `mig=1`: the devices are instances of one GPU, and `cuDeviceGetUuid` gives the name of that GPU for each of them (0);
+/// * `attribute=NUMBER/VALUE`, any number of times: what `cuDeviceGetAttribute` says; 91, 99 and 122 are 1 and 133 is 0 where
+///   nothing is said, and others are not known;
+/// * `host_pointers=0`: attribute 91 is 0, and streams do not find registered host memory at the addresses that the process has for it, where many
 ///   copies are given by one call (1);
 /// * `half=NTH`: the n-th call for many copies of a process takes half of them, and is refused;
 /// * `skip=NTH`: the n-th copy of a process is said to be done, and is not;
@@ -39,7 +47,9 @@ pub(crate) struct Settings {
     pub(crate) delay_us: u64,
     pub(crate) fails: Vec<Fail>,
     pub(crate) once: Option<String>,
-    pub(crate) host_pointers: i32,
+    pub(crate) mig: bool,
+    /// By their numbers in `CUdevice_attribute`.
+    pub(crate) attributes: BTreeMap<u32, i32>,
     pub(crate) half: Option<u64>,
     pub(crate) skip: Option<u64>,
     pub(crate) report: Option<String>,
@@ -64,7 +74,8 @@ impl Settings {
             delay_us: 0,
             fails: Vec::new(),
             once: None,
-            host_pointers: 1,
+            mig: false,
+            attributes: BTreeMap::from([(HOST_POINTERS, 1), (99, 1), (122, 1), (133, 0)]),
             half: None,
             skip: None,
             report: None,
@@ -86,7 +97,17 @@ impl Settings {
                         settings.delay_us = delay.parse().map_err(|_| wrong())?;
                     }
                 }
-                "host_pointers" => settings.host_pointers = value.parse().map_err(|_| wrong())?,
+                "mig" => settings.mig = number()? != 0,
+                "attribute" => {
+                    let (attribute, value) = value.split_once('/').ok_or_else(wrong)?;
+                    let attribute = attribute.parse().map_err(|_| wrong())?;
+                    let value = value.parse().map_err(|_| wrong())?;
+                    settings.attributes.insert(attribute, value);
+                }
+                "host_pointers" => {
+                    let value = value.parse().map_err(|_| wrong())?;
+                    settings.attributes.insert(HOST_POINTERS, value);
+                }
                 "half" => settings.half = Some(number()?),
                 "skip" => settings.skip = Some(number()?),
                 "once" => settings.once = Some(value.to_owned()),
@@ -113,6 +134,11 @@ impl Settings {
 }
 
 impl Settings {
+    /// Whether streams find registered host memory at the addresses that the process has for it.
+    pub(crate) fn host_pointers(&self) -> bool {
+        self.attributes.get(&HOST_POINTERS) == Some(&1)
+    }
+
     /// Whether a call that is to fail may.
     pub(crate) fn may_fail(&self) -> bool {
         self.once

@@ -23,6 +23,8 @@ pub(crate) enum Work {
     },
     Batch(Batch),
     Record(Arc<Event>, u64),
+    /// Goes on when the event has come so far.
+    WaitEvent(Arc<Event>, u64),
     WaitValue {
         at: u64,
         value: u64,
@@ -44,6 +46,11 @@ impl Event {
     /// It is recorded once more; the number is reached when the stream comes there.
     pub(crate) fn record(&self) -> u64 {
         self.recorded.fetch_add(1, Ordering::SeqCst) + 1
+    }
+
+    /// Number of its last record.
+    pub(crate) fn recorded(&self) -> u64 {
+        self.recorded.load(Ordering::SeqCst)
     }
 
     /// Whether its last record was reached. One that was never recorded is ready.
@@ -126,6 +133,10 @@ fn run(number: u64, given: &Receiver<Work>, waiting: &Waiting) {
                 event.reached.fetch_max(*number, Ordering::SeqCst);
                 Ok(())
             }
+            (Work::WaitEvent(event, number), None) => {
+                wait_event(world, event, *number);
+                Ok(())
+            }
             (Work::WriteValue { at, value }, None) => world.write_value(*at, *value),
             (Work::WaitValue { at, value }, None) => wait_value(world, *at, *value),
         };
@@ -137,6 +148,13 @@ fn run(number: u64, given: &Receiver<Work>, waiting: &Waiting) {
         if *pieces == 0 {
             waiting.none.notify_all();
         }
+    }
+}
+
+/// Waits until an event was reached, or nothing is reached any more.
+fn wait_event(world: &World, event: &Event, number: u64) {
+    while event.reached.load(Ordering::SeqCst) < number && world.poisoned().is_none() {
+        std::thread::sleep(Duration::from_micros(20));
     }
 }
 
