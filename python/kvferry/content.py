@@ -3,8 +3,8 @@
 Two texts come from here. The *namespace* of an engine keeps pages apart that were computed with anything else. The
 *content* is its short form, one line for people, and goes into each registration of KV memory.
 
-Weights that cannot be identified get a text of this start of the engine: pages are then shared with no other engine
-and with no later start, instead of being taken for those of other weights under the same name.
+Weights that cannot be identified get a text of this start of the engine in their namespace: pages are then shared with
+no other engine and with no later start, instead of being taken for those of other weights under the same name.
 """
 
 import contextlib
@@ -51,7 +51,6 @@ def namespace_of(config: "VllmConfig", settings: "Settings") -> str:
         "overrides": model.hf_overrides,
         "max_model_len": model.max_model_len,
         "multimodal": model.multimodal_config,
-        "kv_cache_dtype": cache.cache_dtype,
         "hash": cache.prefix_caching_hash_algo,
         "platform": current_platform.get_device_name(),
         "attention": config.attention_config,
@@ -63,16 +62,21 @@ def namespace_of(config: "VllmConfig", settings: "Settings") -> str:
 def content_of(config: "VllmConfig", settings: "Settings") -> str:
     """One line of at most :data:`CONTENT_BYTES_MAX` bytes that names model, revision, dtype and quantisation.
 
-    It ends with a digest of everything that it names, so that names that had to be cut still differ.
+    It ends with a digest of everything that it names, so that names that had to be cut still differ. Weights that
+    cannot be identified are named by their path alone: their namespace keeps their pages apart already, and engines
+    whose content differs cannot stand beside each other at one leader.
     """
     model = config.model_config
     parts = _weights_parts(config, settings)
+    if not weights_of(config, settings)[1]:
+        parts["model"] = _path(config)
     digest = hashlib.blake2b(described(parts).encode(), digest_size=16).hexdigest()
     shown = (
         ("", _path(config)),
         ("revision ", model.revision or "default"),
         ("dtype ", described(model.dtype)),
         ("quantization ", described(model.quantization)),
+        ("KV ", described(config.cache_config.cache_dtype)),
     )
     text = ", ".join(label + _cut(name) for label, name in shown)
     # A character takes up to 4 bytes.
@@ -94,6 +98,7 @@ def _weights_parts(config: "VllmConfig", settings: "Settings") -> dict[str, Any]
         "revision": model.revision,
         "dtype": model.dtype,
         "quantization": (model.quantization, model.quantization_config),
+        "kv_cache_dtype": config.cache_config.cache_dtype,
         "loader": sorted_json(load.model_loader_extra_config),
         "dummy_weights": (model.seed, config.parallel_config.world_size) if dummy else None,
     }

@@ -62,11 +62,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Place:
-    """Whose memory this is, in the words of docs/wire.md."""
+    """Whose memory this is, and what it holds, in the words of docs/wire.md."""
 
     rank: int
     tp_size: int
     shard: int
+    content: bytes
 
 
 @dataclass(frozen=True)
@@ -228,6 +229,7 @@ class KvMemory:
             "groups": len(self._groups),
             "attention": described.group.attention,
             "window_tokens": described.group.window_tokens,
+            "content": self._place.content,
             "rank": self._place.rank,
             "tp_size": self._place.tp_size,
             "shard": self._place.shard,

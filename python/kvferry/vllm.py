@@ -30,7 +30,7 @@ except ImportError as error:
         f"installed, and differs: {error}. Install vLLM {interface.KNOWN_VERSION}, or a kvferry that knows this one."
     ) from error
 
-from kvferry.content import namespace_of, start_of, tell_unknown_weights
+from kvferry.content import content_of, namespace_of, start_of, tell_unknown_weights
 from kvferry.memory import KvMemory, Place, Unsupported
 from kvferry.rank import RankSession
 from kvferry.scheduler import SchedulerSide
@@ -112,7 +112,8 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         config, parallel = self._vllm_config, self._vllm_config.parallel_config
         rank, ranks = parallel.rank, parallel.world_size
         shards = kv_shards(config)
-        place = Place(rank=rank, tp_size=ranks, shard=rank * shards // ranks)
+        content = content_of(config, self._settings).encode()
+        place = Place(rank=rank, tp_size=ranks, shard=rank * shards // ranks, content=content)
         try:
             memory = KvMemory(groups.groups_of(self._kv_cache_config, kv_caches), place)
         except Unsupported as why:

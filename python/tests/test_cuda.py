@@ -55,7 +55,7 @@ assert library.cuCtxSetCurrent(made) == 0
 assert library.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(1 << 16)) == 0
 group = Group({"layer": gpu_rank.on_device(address.value)}, engine_page_tokens=8, device_pages=gpu_rank.PAGES)
 try:
-    KvMemory([group], Place(rank=0, tp_size=1, shard=0))
+    KvMemory([group], Place(rank=0, tp_size=1, shard=0, content=b"test"))
 except Unsupported as error:
     print(error)
 """
@@ -71,7 +71,7 @@ gpu_rank.context()
 layer = gpu_rank.on_device(gpu_rank.in_chunks([4096], 0))
 group = Group({"layer": layer}, engine_page_tokens=8, device_pages=gpu_rank.PAGES)
 try:
-    KvMemory([group], Place(rank=0, tp_size=1, shard=0))
+    KvMemory([group], Place(rank=0, tp_size=1, shard=0, content=b"test"))
 except Unsupported as error:
     print(error)
 """

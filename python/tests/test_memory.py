@@ -1,5 +1,6 @@
 """KV memory as vLLM lays it out: described, mapped by a real worker, stored and loaded, compared byte by byte."""
 
+import dataclasses
 import itertools
 import os
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ LAYOUTS = {
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
 
 
-PLACE = Place(rank=0, tp_size=1, shard=0)
+PLACE = Place(rank=0, tp_size=1, shard=0, content=b"test")
 
 
 def group(tensors: Any, pages: int = PAGES, **more: Any) -> Group:
@@ -66,15 +67,16 @@ _NUMBERS = itertools.count(1)
 class Talk:
     """A scheduler and a rank of one engine."""
 
-    def __init__(self, daemon: Daemon, *groups: Group):
+    def __init__(self, daemon: Daemon, *groups: Group, namespace: bytes = b"", content: bytes = b"test"):
         number = next(_NUMBERS)
         engine = number.to_bytes(16, "big")
-        self.namespace = str(number).encode()
+        self.namespace = namespace or str(number).encode()
         self.scheduler = Client(
             daemon.socket_dir / "leader", wire.Hello(role="engine", engine=engine), first_id=number * 1000
         )
         self.scheduler.start()
-        self.rank = RankSession(daemon.socket_dir / "worker-0-0", engine, 0, 0, KvMemory(list(groups), PLACE))
+        kept = KvMemory(list(groups), dataclasses.replace(PLACE, content=content))
+        self.rank = RankSession(daemon.socket_dir / "worker-0-0", engine, 0, 0, kept)
         eventually("the rank is registered", lambda: self.rank.registered)
 
     def ask(self, message: Any, *, written: bool = False) -> Any:
@@ -118,6 +120,32 @@ def there_and_back(daemon: Daemon, tensors: dict[str, torch.Tensor], rows: int =
                 assert torch.equal(ours, theirs), f"page {number}"
     finally:
         talk.close()
+
+
+def test_pages_of_other_content_are_not_found(daemon: Daemon) -> None:
+    """Engines of equal shape and namespace, one after another: a model and another one, such as a fine-tuned one."""
+    found = []
+    for content in (b"model", b"model, tuned", b"model"):
+        tensors = {"layer": torch.zeros(PAGES, 1, PAGE_TOKENS, CONTENT)}
+        talk = Talk(daemon, group(tensors), namespace=b"shared", content=content)
+        try:
+            daemon.wait_ready()
+            found.append(talk.lookup(3, slot=1).hit_pages)
+            talk.ask(wire.Store(1, 0, wire.runs([4, 5, 1])), written=True)
+        finally:
+            talk.close()
+    assert found == [0, 0, 3]
+
+
+def test_memory_without_content_is_turned_away(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
+    tensors = {"layer": torch.zeros(PAGES, 1, PAGE_TOKENS, CONTENT)}
+    kept = KvMemory([group(tensors)], dataclasses.replace(PLACE, content=b""))
+    session = RankSession(daemon.socket_dir / "worker-0-0", b"n" * 16, 0, 0, kept)
+    try:
+        eventually("it is told", lambda: "content is absent or empty: name model, revision" in caplog.text)
+        assert not session.registered
+    finally:
+        session.close()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

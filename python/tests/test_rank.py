@@ -104,7 +104,7 @@ def session(daemon: Daemon) -> Iterator[RankSession]:
 
 def begin(directory: Path, ranks: int = 1) -> RankSession:
     group = Group({"layer": torch.zeros(8, 2, 8, 8)}, engine_page_tokens=8, device_pages=8)
-    memory = KvMemory([group], Place(rank=0, tp_size=ranks, shard=0))
+    memory = KvMemory([group], Place(rank=0, tp_size=ranks, shard=0, content=b"test"))
     return RankSession(directory, b"e" * 16, 0, 0, memory)
 
 
@@ -306,7 +306,7 @@ def test_a_rank_that_is_turned_away_says_why_once(daemon: Daemon, caplog: pytest
 def hand_over(directory: Path) -> None:
     """An engine that dies before it registers."""
     group = Group({"layer": torch.zeros(4, 1, 8, 8)}, engine_page_tokens=8, device_pages=4)
-    KvMemory([group], Place(rank=0, tp_size=1, shard=0)).hand_over(0, directory)
+    KvMemory([group], Place(rank=0, tp_size=1, shard=0, content=b"test")).hand_over(0, directory)
     print("handed over", flush=True)
     signal.pause()
 

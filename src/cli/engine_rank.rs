@@ -68,6 +68,7 @@ impl Arguments {
             ranks: self.ranks,
             engine_page_tokens: self.engine_page_tokens,
             device_pages: self.device_pages,
+            content: self.model.content(),
             geometry: geometry.map_err(|error| CommandError::Config(error.to_string()))?,
             shard: sharding
                 .map_err(|error| CommandError::Config(error.to_string()))?

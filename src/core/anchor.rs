@@ -27,7 +27,7 @@ pub struct Domain {
 }
 
 impl Domain {
-    /// Derives the domain's own key. `layout_fingerprint` covers model, dtype and layout.
+    /// Derives the domain's own key. `layout_fingerprint` covers layout and content: model, revision, dtype.
     pub fn new(
         key: &AnchorKey,
         namespace: &[u8],

@@ -34,7 +34,7 @@ pub enum Refusal {
     /// A rank describes other memory than the ranks before it.
     #[error(
         "{worker} disagrees with {other}: {field} is {value}, {other} has {other_value}; start every \
-         rank of an engine, and every replica, with the same model, page size and layout"
+         rank of an engine, and every replica, with the same model (also its revision and dtype), page size and layout"
     )]
     RankDisagrees {
         /// The one that was turned away.

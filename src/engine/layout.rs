@@ -82,6 +82,7 @@ pub fn describe(settings: &RankSettings, ticket: [u8; 16], nonce: Nonce) -> Regi
         groups: 1,
         attention: Attention::Full,
         window_tokens: 0,
+        content: settings.content.clone(),
         rank: settings.rank,
         tp_size: settings.ranks,
         shard: settings.shard.0,

@@ -134,6 +134,11 @@ impl Model {
         })
     }
 
+    /// What tells its KV from that of other models with the same shape: `registration.content`.
+    pub fn content(self) -> Vec<u8> {
+        format!("model={self}\ndtype=bfloat16").into_bytes()
+    }
+
     /// Which ranks hold the same KV: all of them hold a latent, and ranks beyond the number of heads share one.
     pub fn sharding(self, ranks: u16) -> Result<Sharding, ModelError> {
         let shards = match self.architecture().1 {

@@ -38,6 +38,8 @@ pub struct RankSettings {
     pub engine_page_tokens: u32,
     /// Pages of its memory.
     pub device_pages: u32,
+    /// What the pages hold beyond their shape: `registration.content`.
+    pub content: Vec<u8>,
     /// What a page is made of.
     pub geometry: ModelGeometry,
     /// What of the KV it holds.

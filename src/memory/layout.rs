@@ -3,7 +3,10 @@
 use crate::types::{GroupGeometry, Registration, TensorRole, TensorView};
 
 /// Names what is hashed, so that a later change of the recipe makes other fingerprints.
-const FINGERPRINT_DOMAIN: &[u8] = b"kvferry page layout 1\0";
+const FINGERPRINT_DOMAIN: &[u8] = b"kvferry page layout 2\0";
+
+/// The same for the digest of the content alone.
+const CONTENT_DOMAIN: &[u8] = b"kvferry content 1\0";
 
 /// One contiguous range of every page: a tensor's page, or a piece of it where the axes inside a page leave gaps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -79,6 +82,7 @@ impl PageLayout {
             layers: registration.layers,
             page_bytes: self.page_bytes,
             device_pages: self.device_pages,
+            content_digest: content_digest(&registration.content),
             layout_fingerprint: self.layout_fingerprint,
         }
     }
@@ -133,6 +137,8 @@ impl Pieces {
 fn fingerprint(registration: &Registration, tensors: &[&TensorView]) -> [u8; 16] {
     let mut hasher = blake3::Hasher::new();
     hasher.update(FINGERPRINT_DOMAIN);
+    hasher.update(&(registration.content.len() as u64).to_le_bytes());
+    hasher.update(&registration.content);
     hasher.update(&registration.engine_page_tokens.to_le_bytes());
     hasher.update(&registration.tp_size.to_le_bytes());
     hasher.update(&registration.layers.to_le_bytes());
@@ -149,6 +155,17 @@ fn fingerprint(registration: &Registration, tensors: &[&TensorView]) -> [u8; 16]
             hasher.update(&place.to_le_bytes());
         }
     }
+    first_half(&hasher)
+}
+
+fn content_digest(content: &[u8]) -> [u8; 16] {
+    let mut hasher = blake3::Hasher::new();
+    hasher.update(CONTENT_DOMAIN);
+    hasher.update(content);
+    first_half(&hasher)
+}
+
+fn first_half(hasher: &blake3::Hasher) -> [u8; 16] {
     let mut first = [0; 16];
     first.copy_from_slice(&hasher.finalize().as_bytes()[..16]);
     first

@@ -5,6 +5,7 @@ use serde_json::{Value, json};
 use crate::protocol::error::ErrorCode;
 use crate::protocol::kind::Kind;
 use crate::protocol::{Message, VERSION, VERSION_MIN, limits};
+use crate::types::CONTENT_BYTES_MAX;
 
 /// Every kind with its number and the JSON Schema of its body, every error code, and the limits.
 pub fn catalogue() -> Value {
@@ -38,6 +39,7 @@ pub fn catalogue() -> Value {
             "copies": limits::COPIES_MAX,
             "text_bytes": limits::TEXT_BYTES_MAX,
             "namespace_bytes": limits::NAMESPACE_BYTES_MAX,
+            "content_bytes": CONTENT_BYTES_MAX,
             "depth": limits::DEPTH_MAX,
             "request_credits": limits::REQUEST_CREDITS,
             "byte_credits": limits::BYTE_CREDITS,

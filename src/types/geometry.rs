@@ -131,7 +131,10 @@ pub struct GroupGeometry {
     pub page_bytes: u64,
     /// Pages of the engine's own memory.
     pub device_pages: u32,
-    /// Digest of everything about the layout that changes the meaning of a page's bytes.
+    /// Digest of [`Registration::content`](super::Registration::content), by which a difference there is named.
+    #[serde(with = "serde_bytes")]
+    pub content_digest: [u8; 16],
+    /// Digest of everything that changes the meaning of a page's bytes: the layout, and the content.
     #[serde(with = "serde_bytes")]
     pub layout_fingerprint: [u8; 16],
 }

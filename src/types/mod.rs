@@ -26,8 +26,8 @@ pub use ids::{
 pub use numa::{NumaNodes, ParseNumaNodesError};
 pub use record::{PageRecord, Record, Scope, Stored};
 pub use registration::{
-    Allocation, AllocationHandle, AllocationKind, Attention, Chunk, ChunkHandle, Nonce,
-    Registration, TensorRole, TensorView, Timeline,
+    Allocation, AllocationHandle, AllocationKind, Attention, CONTENT_BYTES_MAX, Chunk, ChunkHandle,
+    Nonce, Registration, TensorRole, TensorView, Timeline,
 };
 pub use request::{Answer, Copy, Direction, EndedCopy, Request, ResetScope};
 pub use sharding::Sharding;

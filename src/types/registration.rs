@@ -4,6 +4,9 @@ use serde::{Deserialize, Serialize};
 
 use super::{GroupId, Rank};
 
+/// Most bytes of [`Registration::content`]; a longer description is said by its digest.
+pub const CONTENT_BYTES_MAX: usize = 1024;
+
 /// What a tensor holds of each page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -169,6 +172,11 @@ pub struct Registration {
     /// Tokens of a sliding window or a chunk; 0 without one.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub window_tokens: u32,
+    /// What the bytes of a page depend on beside tokens and shape: model, revision, dtype, quantisation. Opaque,
+    /// 1 to [`CONTENT_BYTES_MAX`] bytes. Memory with other content shares no page with this one. An absent field reads as
+    /// an empty one, so that the check of the registration can name it with its remedy.
+    #[serde(default, with = "serde_bytes")]
+    pub content: Vec<u8>,
     /// Which rank this memory belongs to.
     pub rank: Rank,
     /// Ranks of the engine.

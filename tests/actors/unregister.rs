@@ -35,6 +35,7 @@ impl Memory {
             groups: 1,
             attention: Attention::Full,
             window_tokens: 0,
+            content: b"test".to_vec(),
             rank: Rank(0),
             tp_size: 1,
             shard: 0,

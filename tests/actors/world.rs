@@ -244,6 +244,7 @@ impl Puppet {
             layers: 1,
             page_bytes: 64,
             device_pages: 64,
+            content_digest: [0; 16],
             layout_fingerprint: [1; 16],
         };
         let memory = AttachedMemory {

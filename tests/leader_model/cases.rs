@@ -573,3 +573,74 @@ fn replicas_may_have_memory_of_different_sizes_and_ranks_may_not() {
     assert_eq!(attach(0, 1, 64), None);
     assert_eq!(attach(1, 1, 32), None);
 }
+
+/// All workers die, and their successors attach with memory of this content.
+fn another_engine(world: &mut World, content: u8) {
+    let places = (0..2).flat_map(|engine| (0..RANKS).map(move |rank| (engine, rank)));
+    for (engine, rank) in places.clone() {
+        world.event(Event::WorkerDead(worker(engine, rank)));
+    }
+    for (engine, rank) in places {
+        world.attaches += 1;
+        world.event(Event::Attached(Attached {
+            worker: worker(engine, rank),
+            attach: AttachId(world.attaches),
+            depot: DepotId(rank.into()),
+            memory: Some(EngineMemory {
+                engine: engine_id(engine),
+                geometry: of_content(content),
+                arena_pages: 60,
+            }),
+        }));
+    }
+}
+
+/// Memory of the same shape; its content is part of its fingerprint.
+fn of_content(content: u8) -> GroupGeometry {
+    GroupGeometry {
+        content_digest: [content; 16],
+        layout_fingerprint: [content; 16],
+        ..geometry()
+    }
+}
+
+#[test]
+fn an_engine_of_other_content_and_equal_shape_gets_no_hit() {
+    let mut world = World::without_workers();
+    another_engine(&mut world, 1);
+    store(&mut world, 0, 0, 7, 8);
+    let op = *world.open.keys().next().expect("a copy");
+    (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    assert_eq!(found(&mut world, 7), 8);
+    another_engine(&mut world, 2);
+    assert_eq!(found(&mut world, 7), 0);
+}
+
+#[test]
+fn ranks_of_other_content_are_turned_away_by_that_field() {
+    let mut world = World::without_workers();
+    another_engine(&mut world, 1);
+    world.event(Event::WorkerDead(worker(1, 2)));
+    world.attaches += 1;
+    let attached = Attached {
+        worker: worker(1, 2),
+        attach: AttachId(world.attaches),
+        depot: DepotId(2),
+        memory: Some(EngineMemory {
+            engine: engine_id(1),
+            geometry: of_content(2),
+            arena_pages: 60,
+        }),
+    };
+    let mut effects = Vec::new();
+    let attached = Event::Attached(attached);
+    world.leader.step(world.now, attached, &mut effects);
+    let refused = effects.into_iter().find_map(|effect| match effect {
+        Effect::Admit { verdict, .. } => verdict.err(),
+        _ => None,
+    });
+    let Some(Refusal::RankDisagrees { field, .. }) = refused else {
+        unreachable!("{refused:?}");
+    };
+    assert_eq!(field, "content");
+}

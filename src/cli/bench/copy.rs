@@ -169,6 +169,7 @@ pub(super) fn registration(fragment: u64, pages: u32) -> Registration {
         groups: 1,
         attention: Attention::Full,
         window_tokens: 0,
+        content: b"bench".to_vec(),
         rank: Rank(0),
         tp_size: 1,
         shard: 0,

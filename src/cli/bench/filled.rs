@@ -39,6 +39,7 @@ pub(super) fn geometry() -> GroupGeometry {
         layers: 1,
         page_bytes: 4096,
         device_pages: 1 << 20,
+        content_digest: [0; 16],
         layout_fingerprint: [3; 16],
     }
 }

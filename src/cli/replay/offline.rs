@@ -51,6 +51,7 @@ pub(super) fn geometry(arguments: &Arguments, workload: &Workload) -> GroupGeome
         layers: workload.geometry.layers,
         page_bytes: workload.geometry.page_bytes(),
         device_pages: workload.device_pages,
+        content_digest: [0; 16],
         layout_fingerprint: [0; 16],
     }
 }

@@ -63,6 +63,7 @@ fn serving() -> Leader {
             layers: 1,
             page_bytes: 64,
             device_pages: 64,
+            content_digest: [0; 16],
             layout_fingerprint: [1; 16],
         },
         arena_pages: 32,

@@ -309,6 +309,7 @@ fn difference(
             device_pages(a.device_pages),
             device_pages(b.device_pages),
         ),
+        ("content", hex(&a.content_digest), hex(&b.content_digest)),
         (
             "layout_fingerprint",
             hex(&a.layout_fingerprint),

@@ -9,8 +9,8 @@ use std::collections::HashMap;
 
 use super::layout::{PageLayout, Pieces};
 use crate::types::{
-    Allocation, AllocationHandle, AllocationKind, Attention, ChunkHandle, Nonce, Registration,
-    TensorRole, Timeline,
+    Allocation, AllocationHandle, AllocationKind, Attention, CONTENT_BYTES_MAX, ChunkHandle, Nonce,
+    Registration, TensorRole, Timeline,
 };
 
 /// Most allocations of one registration.
@@ -59,6 +59,7 @@ impl RegistrationError {
 /// Pure arithmetic on the description: no memory is touched. The work is bounded by [`FRAGMENTS_MAX`] squared.
 pub fn validate(registration: &Registration) -> Result<PageLayout, RegistrationError> {
     check_limits(registration)?;
+    check_content(registration)?;
     check_counts(registration)?;
     check_allocations(registration)?;
     for index in 0..registration.tensors.len() {
@@ -93,6 +94,28 @@ fn check_limits(registration: &Registration) -> Result<(), RegistrationError> {
         }
     }
     Ok(())
+}
+
+/// Pages of two models, or of one with another dtype, may look alike: only the engine can tell them apart.
+fn check_content(registration: &Registration) -> Result<(), RegistrationError> {
+    let length = registration.content.len();
+    if (1..=CONTENT_BYTES_MAX).contains(&length) {
+        return Ok(());
+    }
+    let (value, remedy) = match length {
+        0 => (
+            "absent or empty".to_owned(),
+            format!(
+                "name model, revision, dtype and quantisation of the KV, in 1 to {CONTENT_BYTES_MAX} bytes; \
+                 engines that name the same share pages"
+            ),
+        ),
+        _ => (
+            format!("{length} bytes long"),
+            format!("give 1 to {CONTENT_BYTES_MAX} bytes: a digest of what is longer"),
+        ),
+    };
+    Err(RegistrationError::new("content", value, remedy))
 }
 
 fn check_counts(registration: &Registration) -> Result<(), RegistrationError> {

@@ -28,6 +28,7 @@ pub(in crate::memory) fn separate_layers() -> Registration {
         groups: 1,
         attention: Attention::Full,
         window_tokens: 0,
+        content: b"test".to_vec(),
         rank: Rank(1),
         tp_size: 2,
         shard: 1,
@@ -439,6 +440,8 @@ fn the_fingerprint_follows_the_meaning_of_the_bytes() {
         assert_eq!(of(*spoil), base, "case {number}");
     }
     let other: &[Spoil] = &[
+        |r| r.content = b"tesu".to_vec(),
+        |r| r.content.push(0),
         |r| r.engine_page_tokens = 4,
         |r| r.tp_size = 3,
         |r| r.tensors[7].role = TensorRole::State,
@@ -456,4 +459,33 @@ fn the_fingerprint_follows_the_meaning_of_the_bytes() {
     for (number, spoil) in other.iter().enumerate() {
         assert_ne!(of(*spoil), base, "case {number}");
     }
+}
+
+#[test]
+fn a_registration_without_content_is_refused_with_the_remedy() {
+    let absent = refusal(|r| r.content.clear()).to_string();
+    assert!(
+        absent.starts_with("content is absent or empty: name model, revision, dtype"),
+        "{absent}"
+    );
+    let long = refusal(|r| r.content = vec![1; CONTENT_BYTES_MAX + 1]);
+    assert_eq!(
+        (long.field.as_str(), long.value.as_str()),
+        ("content", "1025 bytes long")
+    );
+    let mut longest = separate_layers();
+    longest.content = vec![0; CONTENT_BYTES_MAX];
+    assert!(validate(&longest).is_ok());
+}
+
+#[test]
+fn the_content_of_two_ranks_can_be_compared() {
+    let of = |content: &[u8]| {
+        let mut registration = separate_layers();
+        registration.content = content.to_vec();
+        let layout = validate(&registration).expect("consistent");
+        layout.geometry(&registration).content_digest
+    };
+    assert_eq!(of(b"model a"), of(b"model a"));
+    assert_ne!(of(b"model a"), of(b"model b"));
 }

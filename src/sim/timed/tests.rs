@@ -40,6 +40,7 @@ fn world(settings: TimedSettings, ranks: u16, device_pages: u32) -> Timed {
         layers: 1,
         page_bytes: 1_000_000,
         device_pages,
+        content_digest: [0; 16],
         layout_fingerprint: [0; 16],
     };
     let scheduler = Scheduler::new(device_pages, 0);

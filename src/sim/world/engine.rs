@@ -568,6 +568,7 @@ fn registration(env: &Env, rank: usize) -> Registration {
         groups: 1,
         attention: Attention::Full,
         window_tokens: 0,
+        content: b"sim".to_vec(),
         rank,
         tp_size: env.setup.ranks,
         shard: u16::try_from(env.depot_of(rank)).unwrap_or(0),

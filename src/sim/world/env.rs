@@ -121,6 +121,7 @@ impl Env {
             layers: 1,
             page_bytes: PAGE_BYTES,
             device_pages: self.setup.device_pages,
+            content_digest: [0; 16],
             layout_fingerprint: LAYOUT,
         }
     }

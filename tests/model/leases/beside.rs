@@ -32,6 +32,7 @@ pub(super) fn attached(worker: WorkerId, depot: u128) -> Attached {
         layers: 1,
         page_bytes: 64,
         device_pages: NAMES as u32,
+        content_digest: [0; 16],
         layout_fingerprint: [1; 16],
     };
     let memory = EngineMemory {
