@@ -102,13 +102,23 @@ const PYTHON_ARROWS: &[(&str, &[&str], &[&str])] = &[
     ("steps", &[], &["vllm"]),
     (
         "scheduler",
-        &["wire", "client", "copies", "settings", "steps"],
+        &[
+            "wire",
+            "client",
+            "copies",
+            "namespaces",
+            "settings",
+            "steps",
+        ],
         &[],
     ),
+    ("content", &["interface", "settings"], &[]),
+    ("namespaces", &["content"], &[]),
     ("groups", &["memory"], &["vllm"]),
     (
         "vllm",
         &[
+            "content",
             "groups",
             "interface",
             "memory",
