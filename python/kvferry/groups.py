@@ -1,6 +1,6 @@
 """vLLM's KV cache groups in the words of docs/wire.md, and which of them kvferry serves."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_cache_interface import (
@@ -36,7 +36,35 @@ def why_not_served(config: "KVCacheConfig") -> str | None:
     for spec in _specs(groups[0]):
         if type(spec) not in _FULL:
             return f"the model has layers of kind {type(spec).__name__}, which are not served yet"
+        if getattr(spec, "non_causal", False):
+            return "the model has layers that are not causal: a page there depends on tokens after it, too"
     return None
+
+
+def page_bytes(config: "KVCacheConfig") -> int:
+    """Bytes of one page of all layers on one rank.
+
+    The scheduler is shown one layer for all of a group: of layers that differ this is an estimate.
+    """
+    return sum(
+        sum(spec.page_size_bytes for spec in _specs(group)) * len(group.layer_names) // len(_specs(group))
+        for group in config.kv_cache_groups
+    )
+
+
+def shards(config: "KVCacheConfig", ranks: int, heads: Collection[int]) -> int:
+    """How many distinct slices of the KV cache so many ranks hold.
+
+    Fewer than ranks only where every layer says so itself, or where all layers have the same total number of heads and
+    there are fewer of them than ranks: then neighbouring ranks hold the same. ``heads`` are the different totals. Each
+    rank by itself is always right, and takes more host memory.
+    """
+    limits = [getattr(spec, "max_tp_shards", None) for group in config.kv_cache_groups for spec in _specs(group)]
+    if limits and None not in limits:
+        return min(ranks, max(limits))
+    if any(limits):
+        return ranks
+    return min(ranks, *heads) if len(heads) == 1 else ranks
 
 
 def _specs(group: "KVCacheGroupSpec") -> list["KVCacheSpec"]:

@@ -95,12 +95,15 @@ class SchedulerSide:
         replica: int,
         namespace: str,
         page_tokens: int,
+        page_bytes: int,
         ranks: int,
         connect: type[Client] = Client,
     ):
         self._settings = settings
         self._namespaces = Namespaces(namespace, engine.hex())
         self._page_tokens = page_tokens
+        #: Of one rank.
+        self._page_bytes = page_bytes
         self._tracked: dict[str, Tracked] = {}
         self._budget_s = settings.lookup_budget_ms / 1000
         self._step = StepMetadata()
@@ -240,21 +243,29 @@ class SchedulerSide:
         tracked.known = pages
         return tracked.opened
 
+    def _let_go(self, tracked: Tracked) -> None:
+        """The leader holds nothing any more of what a lookup found, or may still find."""
+        lookup, tracked.lookup = tracked.lookup, None
+        if lookup is not None and (not lookup.question.done or lookup.found() > lookup.device_pages):
+            self._open(tracked, lookup.pages, lookup.pages, self._settings.lookup_timeout_ms)
+
     # Copies.
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> None:
         """vLLM took pages for what was matched: it is loaded. The device's own pages come first in the table."""
         count = external_tokens // self._page_tokens
-        if count == 0:
-            return
         tracked = self.track(request)
+        if count == 0:
+            # Nothing was found, or another connector loads: what the leader holds for us is let go.
+            self._let_go(tracked)
+            return
         tracked.lookup = None
         (table,) = blocks.get_block_ids()
         first = tracked.device_pages
         copy = Copy(tracked, first, list(table[first : first + count]), store=False)
         tracked.load = copy
         load = wire.Load(tracked.slot, first, wire.runs(copy.pages))
-        self._copies.begin(copy, load, self._settings.load_timeout_ms / 1000)
+        self._copies.begin(copy, load, self._settings.load_limit_s(count * self._page_bytes))
 
     def step(self, output: "SchedulerOutput") -> StepMetadata:
         """What this step's ranks must know. Asks to store the pages that the step fills."""
@@ -372,10 +383,7 @@ class SchedulerSide:
             request = tracked.request
             computed = min(request.num_computed_tokens, request.num_tokens) // self._page_tokens
             tracked.full = tracked.store_from = max(tracked.full, computed)
-            if tracked.lookup is not None:
-                pages = tracked.lookup.pages
-                self._open(tracked, pages, pages, self._settings.lookup_timeout_ms)
-            tracked.lookup = None
+            self._let_go(tracked)
         self._reset_owed = None
         self._namespaces.share()
         if not self._confirmed():

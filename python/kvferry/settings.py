@@ -33,8 +33,11 @@ class Settings:
     lookup_budget_ms: int = 2
     #: After so long without an answer a request is computed without asking further. Default: 500.
     lookup_timeout_ms: int = 500
-    #: How long a load may take; then it is cancelled, and its pages are computed. Default: 10,000.
-    load_timeout_ms: int = 10_000
+    #: How long a load may take, beyond the time of its bytes at ``load_mb_per_s``; then it is cancelled, and its pages
+    #: are computed. Default: 2,000.
+    load_timeout_ms: int = 2_000
+    #: Megabytes of one rank that a load is given a second for. Default: 1,000.
+    load_mb_per_s: int = 1_000
     #: How long a store may take. Default: 30,000.
     store_timeout_ms: int = 30_000
 
@@ -61,6 +64,7 @@ class Settings:
             ("lookup_budget_ms", 0, 1000),
             ("lookup_timeout_ms", 1, 60_000),
             ("load_timeout_ms", 10, 600_000),
+            ("load_mb_per_s", 1, 1_000_000),
             ("store_timeout_ms", 10, 600_000),
         ):
             value = values.get(name, getattr(cls, name))
@@ -69,6 +73,10 @@ class Settings:
                     f"kv_connector_extra_config: {name} is {value!r}: give a whole number from {least} to {most}"
                 )
         return cls(**values)
+
+    def load_limit_s(self, rank_bytes: int) -> float:
+        """How long a load of so many bytes of each rank may take."""
+        return self.load_timeout_ms / 1000 + rank_bytes / (self.load_mb_per_s * 1_000_000)
 
 
 def _socket_dir(value: Any) -> Path:

@@ -7,11 +7,14 @@ cached, found and evicted is the leader's affair.
 
 import logging
 import os
+import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from kvferry import interface
 
 try:
+    from vllm.config import get_current_vllm_config_or_none
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorBase_V1,
         KVConnectorMetadata,
@@ -41,7 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -50,6 +53,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger("vllm.kvferry")
+
+_KV_HEADS = re.compile("kv_heads|key_value_heads")
 
 
 class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
@@ -76,7 +81,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         self._over: list[int] = []
         unreachable = why_unreachable(vllm_config)
         self._registers = unreachable is None
-        why = unreachable or groups.why_not_served(kv_cache_config)
+        why = unreachable or groups.why_not_served(kv_cache_config) or why_not_cached(vllm_config)
         if role == KVConnectorRole.SCHEDULER and why is not None:
             logger.warning("kvferry: %s: requests run without the cache", why)
         elif role == KVConnectorRole.SCHEDULER:
@@ -88,6 +93,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
                 replica=replica_of(vllm_config, self._settings),
                 namespace=namespace_of(vllm_config, self._settings),
                 page_tokens=kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
+                page_bytes=groups.page_bytes(kv_cache_config),
                 ranks=parallel.world_size,
             )
 
@@ -111,7 +117,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
             return
         config, parallel = self._vllm_config, self._vllm_config.parallel_config
         rank, ranks = parallel.rank, parallel.world_size
-        shards = kv_shards(config)
+        shards = groups.shards(self._kv_cache_config, ranks, kv_head_totals(config))
         content = content_of(config, self._settings).encode()
         place = Place(rank=rank, tp_size=ranks, shard=rank * shards // ranks, content=content)
         try:
@@ -245,20 +251,28 @@ def check_config(config: "VllmConfig") -> None:
     Raises:
         ValueError: naming the setting, its value and the remedy.
     """
-    transfer = config.kv_transfer_config
-    if transfer.kv_role != "kv_both":
-        raise ValueError(f'kv_role is {transfer.kv_role!r}: kvferry stores and loads, set "kv_role": "kv_both"')
-    if transfer.kv_load_failure_policy != "recompute":
-        raise ValueError(
-            f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}: a page that cannot be loaded is to be "
-            'computed, set "kv_load_failure_policy": "recompute"'
-        )
+    _check_transfer(config.kv_transfer_config, "")
+    outer = get_current_vllm_config_or_none()
+    if outer is not None and outer.kv_transfer_config is not None:
+        # Of several connectors each has a configuration of its own; vLLM's scheduler obeys the one around them. Where
+        # a rank is made it can be seen.
+        _check_transfer(outer.kv_transfer_config, f" of {outer.kv_transfer_config.kv_connector}")
     algorithm = config.cache_config.prefix_caching_hash_algo
     if not algorithm.startswith("sha256") and not os.environ.get("PYTHONHASHSEED"):
         raise ValueError(
             f"prefix_caching_hash_algo is {algorithm!r}: its hashes differ from process to process, so that nothing "
             "would ever be found: use --prefix-caching-hash-algo sha256, or set PYTHONHASHSEED to the same number for "
             "every engine"
+        )
+
+
+def _check_transfer(transfer: "KVTransferConfig", whose: str) -> None:
+    if transfer.kv_role != "kv_both":
+        raise ValueError(f'kv_role{whose} is {transfer.kv_role!r}: kvferry stores and loads, set "kv_role": "kv_both"')
+    if transfer.kv_load_failure_policy != "recompute":
+        raise ValueError(
+            f"kv_load_failure_policy{whose} is {transfer.kv_load_failure_policy!r}: a page that cannot be loaded is to "
+            'be computed, set "kv_load_failure_policy": "recompute"'
         )
 
 
@@ -276,10 +290,38 @@ def why_unreachable(config: "VllmConfig") -> str | None:
     return None
 
 
-def kv_shards(config: "VllmConfig") -> int:
-    """How many distinct slices of the KV cache the ranks hold: fewer than ranks where heads are replicated."""
-    ranks = config.parallel_config.world_size
-    return 1 if config.model_config.use_mla else min(ranks, config.model_config.get_total_num_kv_heads())
+def why_not_cached(config: "VllmConfig") -> str | None:
+    """Why pages of this engine must not be used again; None when they may.
+
+    For the scheduler's side alone: the engine's core may switch prefix caching off after its ranks were started.
+    """
+    if not config.cache_config.enable_prefix_caching:
+        return "prefix caching is off, by the user or because vLLM knows that it is wrong for this model"
+    return None
+
+
+def kv_head_totals(config: "VllmConfig") -> set[int]:
+    """The different total numbers of KV heads that layers of the model, and of its draft model, may have."""
+    draft = getattr(config.speculative_config, "draft_model_config", None)
+    totals: set[int] = set()
+    for model in filter(None, (config.model_config, draft)):
+        architecture = model.model_arch_config
+        totals.add(architecture.total_num_kv_heads)
+        for layer in architecture.per_layer_overrides or ():
+            totals.add(layer.get("total_num_kv_heads", architecture.total_num_kv_heads))
+        totals.update(_kv_heads_in(model.hf_config.to_dict()))
+    return totals
+
+
+def _kv_heads_in(values: Any) -> Iterator[int]:
+    """Numbers of KV heads that a configuration names: some layers' may be under another name than the usual one."""
+    pairs = values.items() if isinstance(values, dict) else ((None, each) for each in values)
+    for name, value in pairs:
+        if isinstance(value, (dict, list, tuple)):
+            named = isinstance(name, str) and _KV_HEADS.search(name) and not isinstance(value, dict)
+            yield from (each for each in value if isinstance(each, int)) if named else _kv_heads_in(value)
+        elif isinstance(name, str) and _KV_HEADS.search(name) and isinstance(value, int) and value > 0:
+            yield value
 
 
 def replica_of(config: "VllmConfig", settings: Settings) -> int:

@@ -31,17 +31,17 @@ _COMMON: dict[str, Any] = {
 
 
 @functools.cache
-def llama() -> Path:
-    """Full attention in every layer: one group of pages."""
+def llama(seed: int = 0) -> Path:
+    """Full attention in every layer: one group of pages. Another seed makes other weights of the same shape."""
     wanted = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
-    folder = _make("llama", {**_COMMON, **wanted, "tie_word_embeddings": False})
-    save_file(_llama_weights(), str(folder / "model.safetensors"), {"format": "pt"})
+    folder = _make(f"llama-{seed}", {**_COMMON, **wanted, "tie_word_embeddings": False})
+    save_file(_llama_weights(seed), str(folder / "model.safetensors"), {"format": "pt"})
     return folder
 
 
-def _llama_weights() -> dict[str, torch.Tensor]:
+def _llama_weights(seed: int) -> dict[str, torch.Tensor]:
     """Random weights that are large enough for what is said to depend on every page of the prompt."""
-    chance = torch.Generator().manual_seed(0)
+    chance = torch.Generator().manual_seed(seed)
     hidden, inner, vocabulary = _COMMON["hidden_size"], _COMMON["intermediate_size"], _COMMON["vocab_size"]
     values = _COMMON["num_key_value_heads"] * _COMMON["head_dim"]
 

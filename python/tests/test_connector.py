@@ -8,10 +8,13 @@ import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
     MambaSpec,
     MLAAttentionSpec,
     SinkFullAttentionSpec,
@@ -96,6 +99,23 @@ def test_settings_with_which_it_would_go_wrong(
         connector.check_config(config(**changes))
 
 
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"kv_role": "kv_producer"}, "kv_role of MultiConnector is 'kv_producer'"),
+        ({"kv_load_failure_policy": "fail"}, "kv_load_failure_policy of MultiConnector is 'fail'"),
+    ],
+)
+def test_settings_around_several_connectors_count(
+    changes: dict[str, str], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's scheduler obeys those, not each connector's own."""
+    outer = config(kv_connector="MultiConnector", **changes)
+    monkeypatch.setattr(connector, "get_current_vllm_config_or_none", lambda: outer)
+    with pytest.raises(ValueError, match=text):
+        connector.check_config(config())
+
+
 def test_every_hash_algorithm_of_vllm_is_judged() -> None:
     from vllm.config.cache import PrefixCachingHashAlgo
 
@@ -154,9 +174,72 @@ def test_groups_in_words() -> None:
     ]
 
 
+PLAIN: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+
+
+def kv_cache(*specs: Any) -> Any:
+    return KVCacheConfig(9, [], [KVCacheGroupSpec([f"layer.{at}"], spec) for at, spec in enumerate(specs)])
+
+
 def test_shards_are_those_that_differ() -> None:
-    for heads, mla, ranks, shards in ((8, False, 2, 2), (2, False, 8, 2), (1, False, 4, 1), (8, True, 4, 1)):
-        assert connector.kv_shards(config(heads=heads, use_mla=mla, world_size=ranks)) == shards
+    every = kv_cache(FullAttentionSpec(**PLAIN))
+    for heads, ranks, shards in (({8}, 2, 2), ({2}, 8, 2), ({1}, 4, 1), ({2, 4}, 8, 8), (set(), 8, 8)):
+        assert groups.shards(every, ranks, heads) == shards
+    latent = MLAAttentionSpec(**PLAIN, max_tp_shards=1)
+    assert groups.shards(kv_cache(latent, latent), 4, {8}) == 1
+    unknown = MLAAttentionSpec(**PLAIN)
+    assert groups.shards(kv_cache(latent, unknown), 4, {1}) == 4, "one layer may be each rank's own"
+    assert groups.shards(kv_cache(latent, FullAttentionSpec(**PLAIN)), 4, {1}) == 4
+
+
+def model(heads: int, layers: list[dict[str, int]] | None = None, **config: Any) -> Any:
+    architecture = SimpleNamespace(total_num_kv_heads=heads, per_layer_overrides=layers)
+    return SimpleNamespace(model_arch_config=architecture, hf_config=SimpleNamespace(to_dict=lambda: config))
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "totals"),
+    [
+        (model(2, num_key_value_heads=2), None, {2}),
+        (model(2), model(2), {2}),
+        (model(2), model(4), {2, 4}),
+        (model(2, [{}, {"total_num_kv_heads": 8}]), None, {2, 8}),
+        (model(2, text_config={"num_key_value_heads": 2, "num_global_key_value_heads": 4}), None, {2, 4}),
+        (model(2, num_kv_heads=[2, 2, 8]), None, {2, 8}),
+        (model(2, num_key_value_heads=None, parts=[{"kv_heads": 3}]), None, {2, 3}),
+    ],
+)
+def test_every_total_of_heads_counts(target: Any, draft: Any, totals: set[int]) -> None:
+    speculative = SimpleNamespace(draft_model_config=draft) if draft else None
+    found = SimpleNamespace(model_config=target, speculative_config=speculative)
+    assert connector.kv_head_totals(found) == totals  # type: ignore[arg-type]
+
+
+def test_a_mixed_group_is_judged_by_its_ranks() -> None:
+    """vLLM shows its scheduler one layer of a group; only the ranks see that the others differ."""
+    mixed = UniformTypeKVCacheSpecs(
+        block_size=16,
+        kv_cache_specs={"a": FullAttentionSpec(**PLAIN), "b": SlidingWindowSpec(**PLAIN, sliding_window=128)},
+    )
+    of_ranks = KVCacheConfig(9, [], [KVCacheGroupSpec(["a", "b"], mixed)])
+    of_scheduler = generate_scheduler_kv_cache_config([of_ranks])
+    assert groups.why_not_served(of_scheduler) is None
+    assert "SlidingWindowSpec" in (groups.why_not_served(of_ranks) or "")
+    (described,) = groups.groups_of(of_ranks, dict.fromkeys("ab", "a tensor"))
+    assert described.attention == "other", "its worker serves none of these"
+
+
+def test_layers_that_are_not_causal_are_not_served() -> None:
+    assert groups.why_not_served(kv_cache(FullAttentionSpec(**PLAIN))) is None
+    why = groups.why_not_served(kv_cache(FullAttentionSpec(**PLAIN, non_causal=True)))
+    assert "layers that are not causal" in (why or "")
+
+
+def test_a_page_has_bytes_of_all_layers() -> None:
+    spec, larger = FullAttentionSpec(**PLAIN), FullAttentionSpec(**{**PLAIN, "num_kv_heads": 3})
+    mixed = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": spec, "b": larger})
+    for layers in (KVCacheGroupSpec(["a", "b", "c", "d"], spec), KVCacheGroupSpec(["a", "b"], mixed)):
+        assert groups.page_bytes(KVCacheConfig(9, [], [layers])) == 4 * spec.page_size_bytes
 
 
 @pytest.mark.parametrize(

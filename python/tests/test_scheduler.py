@@ -19,6 +19,7 @@ from kvferry.steps import RankReport, StepMetadata
 from kvferry.wire import Code
 
 PAGE_TOKENS = 4
+PAGE_BYTES = 1_000_000
 RANKS = 2
 
 
@@ -30,6 +31,7 @@ class Asked:
         self.answer: Any = None
         self.failure: Failure | None = None
         self.done = False
+        self.timeout_s = 0.0
 
     def wait(self, timeout_s: float) -> bool:
         return self.done
@@ -68,6 +70,7 @@ class Leader:
 
     def ask(self, message: Any, timeout_s: float, *, patience_s: float = 0, until: Callable | None = None) -> Asked:
         asked = Asked(next(self._ids), message, until)
+        asked.timeout_s = timeout_s
         self.asked.append(asked)
         if type(message) in self.answers:
             asked.end(self.answers[type(message)])
@@ -136,6 +139,7 @@ class Engine:
             replica=0,
             namespace="model",
             page_tokens=PAGE_TOKENS,
+            page_bytes=PAGE_BYTES,
             ranks=RANKS,
             connect=Leader,  # type: ignore[arg-type]
         )
@@ -201,6 +205,46 @@ def test_what_the_device_has_comes_first(engine: Engine) -> None:
     engine.allocate(asking, list(range(10, 19)), 8)
     load = engine.leader.last(wire.Load).message
     assert (load.first_page, load.destination) == (2, [[12, 2]])
+
+
+def test_a_load_has_the_time_that_its_bytes_take() -> None:
+    engine = Engine(load_timeout_ms=500, load_mb_per_s=4)
+    found(engine, 8)
+    for name, tokens, limit_s in (("a", 9, 1.0), ("b", 33, 2.5)):
+        asking = request(name, tokens)
+        matched = engine.side.matched_tokens(asking, 0)
+        engine.allocate(asking, list(range(10, 20)), matched or 0)
+        assert engine.leader.last(wire.Load).timeout_s == limit_s
+    assert Settings(Path("/nowhere")).load_limit_s(3_000_000_000) == 5.0
+
+
+def test_what_another_connector_loads_is_let_go(engine: Engine) -> None:
+    """The leader would hold it for half a minute, from everybody."""
+    found(engine, 4)
+    asking = request("a", 33)
+    assert engine.side.matched_tokens(asking, 0) == 16
+    engine.allocate(asking, list(range(10, 19)), 0)
+    let_go = engine.leader.asked[-1].message
+    assert (engine.leader.count(wire.Lookup), let_go.device_pages, len(let_go.hashes)) == (2, 8, 8 * 32)
+    engine.step({asking: 33})
+    assert engine.leader.count(wire.Lookup) == 2, "what it computes is stored in the same slot"
+    assert engine.leader.last(wire.Store).message.slot == let_go.slot
+
+
+def test_nothing_is_let_go_where_nothing_was_found(engine: Engine) -> None:
+    found(engine, 0)
+    asking = request("a", 33)
+    engine.side.matched_tokens(asking, 0)
+    engine.allocate(asking, list(range(10, 19)), 0)
+    assert engine.leader.count(wire.Lookup) == 1
+
+
+def test_an_answer_that_comes_too_late_holds_nothing() -> None:
+    engine = Engine(lookup_timeout_ms=1)
+    asking = request("a", 33)
+    eventually("it is computed", lambda: engine.side.matched_tokens(asking, 0) == 0)
+    engine.allocate(asking, list(range(10, 19)), 0)
+    assert engine.leader.last(wire.Lookup).message.device_pages == 8
 
 
 def test_a_lookup_is_asked_once_and_again_when_it_is_old(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

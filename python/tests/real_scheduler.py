@@ -1,0 +1,147 @@
+"""vLLM's own scheduler with the connector in it, a leader that a test plays, and no model: what is computed is made up.
+
+A step of :class:`Stepped` is a step of an engine with one rank: schedule, run, take the output.
+"""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import make_model
+import torch
+from engine import PAGE_TOKENS, transfer_config
+from test_scheduler import Leader
+from vllm import SamplingParams
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kvferry.scheduler import SchedulerSide
+
+#: Steps after which a request that is not over hangs.
+STEPS_MAX = 300
+
+
+def engine_config(transfer: dict[str, Any] | None = None, **changes: Any) -> VllmConfig:
+    """The configuration of an engine with the tiny model."""
+    wanted = {
+        "model": str(make_model.llama()),
+        "dtype": "float32",
+        "block_size": PAGE_TOKENS,
+        "enable_prefix_caching": True,
+        "max_model_len": 2048,
+        "kv_transfer_config": transfer or transfer_config(Path("/nowhere")),
+        **changes,
+    }
+    return EngineArgs(**wanted).create_engine_config()
+
+
+def memory(pages: int) -> KVCacheConfig:
+    spec = FullAttentionSpec(block_size=PAGE_TOKENS, num_kv_heads=4, head_size=32, dtype=torch.float32)
+    return KVCacheConfig(pages, [], [KVCacheGroupSpec(["layer.0"], spec)])
+
+
+class Stepped:
+    """See the module."""
+
+    def __init__(self, *, pages: int = 64, config: VllmConfig | None = None):
+        self.config = config or engine_config()
+        self.config.cache_config.num_gpu_blocks = pages
+        made: list[Leader] = []
+
+        def connect(*arguments: Any, **named: Any) -> Leader:
+            made.append(Leader(*arguments, **named))
+            return made[-1]
+
+        before = SchedulerSide.__init__.__kwdefaults__["connect"]
+        SchedulerSide.__init__.__kwdefaults__["connect"] = connect
+        try:
+            with set_current_vllm_config(self.config):
+                self.rank = KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, memory(pages))
+            self.scheduler = Scheduler(
+                self.config,
+                memory(pages),
+                StructuredOutputManager(self.config),
+                block_size=PAGE_TOKENS,
+                hash_block_size=PAGE_TOKENS,
+                log_stats=True,
+            )
+        finally:
+            SchedulerSide.__init__.__kwdefaults__["connect"] = before
+        self.connector = self.scheduler.connector
+        #: None where the connector was declined.
+        self.leader = made[0] if made else None
+        hashing = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
+        init_none_hash(hashing)
+        self._hasher = get_request_block_hasher(PAGE_TOKENS, hashing)
+        self._names = itertools.count()
+        self._outputs: list[SchedulerOutput] = []
+
+    def add(self, tokens: list[int], max_tokens: int = 4) -> Request:
+        request = Request(
+            f"r{next(self._names)}",
+            tokens,
+            SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            None,
+            block_hasher=self._hasher,
+        )
+        self.scheduler.add_request(request)
+        return request
+
+    def step(self) -> SchedulerOutput:
+        output = self.scheduler.schedule()
+        self._outputs.append(output)
+        self.scheduler.update_from_output(output, self._run(output))
+        return output
+
+    def _run(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        rank = self.rank
+        rank.bind_connector_metadata(output.kv_connector_metadata)
+        rank.start_load_kv(None)
+        rank.wait_for_save()
+        results = rank.get_transfer_results(output.finished_req_ids)
+        said = KVConnectorOutput(
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+            invalid_block_ids=rank.get_block_ids_with_load_errors(),
+            kv_connector_worker_meta=rank.build_connector_worker_meta(),
+        )
+        rank.clear_connector_metadata()
+        names = list(output.num_scheduled_tokens)
+        sampled = []
+        for name in names:
+            request = self.scheduler.requests[name]
+            # A part of a prompt yields nothing.
+            sampled.append([7] if request.num_computed_tokens >= request.num_tokens else [])
+        return ModelRunnerOutput(names, {name: at for at, name in enumerate(names)}, sampled, kv_connector_output=said)
+
+    def until_over(self, *requests: Request) -> Iterator[SchedulerOutput]:
+        """Steps until all of these are over; a test answers the leader's questions between them."""
+        for _ in range(STEPS_MAX):
+            if all(RequestStatus.is_finished(request.status) for request in requests):
+                return
+            yield self.step()
+        raise AssertionError([request.status.name for request in requests])
+
+    def run(self, *requests: Request) -> None:
+        for _ in self.until_over(*requests):
+            pass
+
+    def scheduled(self, request: Request) -> list[int]:
+        """Tokens of a request that were computed, by step."""
+        name = request.request_id
+        return [output.num_scheduled_tokens[name] for output in self._outputs if name in output.num_scheduled_tokens]
+
+    def free_pages(self) -> int:
+        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()

@@ -1,0 +1,40 @@
+"""What only vLLM's own scheduler shows: the order of its calls, its pool of pages, its settings."""
+
+import pytest
+from engine import PAGE_TOKENS, tokens
+from real_scheduler import Stepped, engine_config
+from test_scheduler import found
+
+from kvferry import wire
+
+
+def test_a_prompt_is_loaded_stored_and_all_pages_come_back() -> None:
+    engine = Stepped()
+    free = engine.free_pages()
+    found(engine, 2)
+    asking = engine.add(tokens(PAGE_TOKENS * 4, seed=1))
+    engine.step()
+    load = engine.leader.last(wire.Load)
+    load.end(wire.LoadAnswer(2))
+    engine.run(asking)
+    assert engine.scheduled(asking) == [2 * PAGE_TOKENS, 1, 1, 1], "the rest of the prompt alone is computed"
+    store = engine.leader.last(wire.Store)
+    assert engine.free_pages() == free - 4
+    store.end(wire.StoreAnswer(4, 0))
+    engine.step()
+    assert engine.free_pages() == free
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_nothing_is_served_where_prefix_caching_is_off(cached: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM makes hashes of pages for a connector then, too."""
+    engine = Stepped(config=engine_config(enable_prefix_caching=cached))
+    asking = engine.add(tokens(PAGE_TOKENS * 4, seed=1))
+    if engine.leader is not None:
+        found(engine, 2)
+    engine.step()
+    assert (engine.leader is not None) == cached
+    assert caplog.text.count("prefix caching is off") == (0 if cached else 1)
+    if not cached:
+        engine.run(asking)
+        assert engine.scheduled(asking)[0] == 4 * PAGE_TOKENS
