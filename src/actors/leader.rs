@@ -484,8 +484,13 @@ impl State {
                         self.order(WorkerId { replica, rank }, cancel, Duration::ZERO);
                     }
                 }
-                Effect::Strike { worker, id, scope } => {
-                    let strike = Message::Strike(Strike::from((id, &scope)));
+                Effect::Strike {
+                    worker,
+                    id,
+                    scope,
+                    through,
+                } => {
+                    let strike = Message::Strike(Strike::new(id, &scope, through));
                     self.order(worker, strike, Duration::ZERO);
                 }
                 Effect::ReadInventory {

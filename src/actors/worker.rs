@@ -30,8 +30,8 @@ use crate::transport::{
     Client, Failure, FdReceiver, Incoming, LinkId, PeerId, Replier, Server, ServerEvent,
 };
 use crate::types::{
-    AttachId, EndedCopy, EngineId, GpuCopy, GroupId, OpId, RequestId, ResetId, Sharding, Time,
-    WorkerId,
+    AttachId, EndedCopy, EngineId, Generation, GpuCopy, GroupId, OpId, RequestId, ResetId,
+    Sharding, Time, WorkerId,
 };
 
 /// How long one question of a worker to its leader may take; the core asks again.
@@ -493,6 +493,7 @@ impl State {
                     epoch,
                     id: ResetId(strike.reset),
                     scope,
+                    through: Generation(strike.through),
                 },
                 Err(error) => {
                     self.leader.reply(correlation, Message::Error(error));
@@ -545,8 +546,10 @@ impl State {
                 WorkerEffect::List(record) => {
                     self.inventory(|depot, page_bytes| depot.list(page_bytes, &record))?;
                 }
-                WorkerEffect::StrikeScope(scope) => {
-                    self.inventory(|depot, page_bytes| depot.strike_scope(page_bytes, &scope))?;
+                WorkerEffect::StrikeScope { scope, through } => {
+                    let strike =
+                        |depot: &Depot, page_bytes| depot.strike_scope(page_bytes, &scope, through);
+                    self.inventory(strike)?;
                 }
                 WorkerEffect::GiveUp => return Err("a copy does not stop".into()),
             }

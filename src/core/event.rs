@@ -3,8 +3,8 @@
 use crate::core::refusal::Refusal;
 use crate::core::shards::RankSet;
 use crate::types::{
-    Answer, AttachId, Copy, DepotId, EndedCopy, EngineId, Epoch, GroupGeometry, OpId, PageRecord,
-    Replica, Request, RequestId, ResetId, Scope, Time, WorkerId,
+    Answer, AttachId, Copy, DepotId, EndedCopy, EngineId, Epoch, Generation, GroupGeometry, OpId,
+    PageRecord, Replica, Request, RequestId, ResetId, Scope, Time, WorkerId,
 };
 
 /// Something that happened to the leader.
@@ -150,6 +150,9 @@ pub enum Effect {
         id: ResetId,
         /// Which pages.
         scope: Scope,
+        /// The last store that the reset means. Pages of the scope that were stored later stay listed, however often the
+        /// strike is repeated.
+        through: Generation,
     },
     /// This worker did not end a copy within the fence time, or does not say whether it did: end its process.
     Expel(WorkerId),

@@ -114,11 +114,18 @@ impl Depot {
         Ok(())
     }
 
-    /// No page of this scope is listed any more. Looks at every slot.
-    pub fn strike_scope(&self, page_bytes: u64, scope: &Scope) -> Result<(), BufferError> {
+    /// No page of this scope that was stored by `through` or before is listed any more. Looks at every slot.
+    pub fn strike_scope(
+        &self,
+        page_bytes: u64,
+        scope: &Scope,
+        through: Stored,
+    ) -> Result<(), BufferError> {
         for page in 0..self.arena_pages(page_bytes) {
             let listed = self.listed(page)?;
-            if listed.is_some_and(|record| scope.contains(record.domain, record.fingerprint)) {
+            if listed.is_some_and(|record| {
+                record.stored <= through && scope.contains(record.domain, record.fingerprint)
+            }) {
                 self.buffer().store_word(Self::slot_at(page), 0)?;
             }
         }
@@ -181,6 +188,11 @@ mod tests {
     use super::*;
 
     const PAGE_BYTES: u64 = 1000;
+    /// After every store.
+    const LAST: Stored = Stored {
+        epoch: Epoch(u64::MAX),
+        generation: Generation(u64::MAX),
+    };
 
     fn depot() -> Depot {
         let depot = Depot::create(Depot::bytes_for(64, PAGE_BYTES)).expect("memory");
@@ -241,15 +253,48 @@ mod tests {
         let pages =
             |depot: &Depot| -> Vec<u32> { listed(depot).iter().map(|page| page.page).collect() };
         let one = Scope::Pages(DomainId(2), vec![Fingerprint(1)]);
-        depot.strike_scope(PAGE_BYTES, &one).expect("struck");
+        depot.strike_scope(PAGE_BYTES, &one, LAST).expect("struck");
         assert_eq!(pages(&depot), [0, 1, 2, 3, 9, 10, 11]);
         let scope = Scope::Domain(DomainId(1));
-        depot.strike_scope(PAGE_BYTES, &scope).expect("struck");
+        depot
+            .strike_scope(PAGE_BYTES, &scope, LAST)
+            .expect("struck");
         assert_eq!(pages(&depot), [9, 10, 11]);
         depot
-            .strike_scope(PAGE_BYTES, &Scope::Everything)
+            .strike_scope(PAGE_BYTES, &Scope::Everything, LAST)
             .expect("struck");
         assert!(pages(&depot).is_empty());
+    }
+
+    #[test]
+    fn a_strike_that_comes_again_keeps_what_was_stored_after_the_reset() {
+        let depot = depot();
+        let stored_by = |block_start, epoch, generation| {
+            let by = Stored {
+                epoch: Epoch(epoch),
+                generation: Generation(generation),
+            };
+            let record = Record {
+                stored: by,
+                ..stored(block_start, 0, 1, 1)
+            };
+            depot.list(PAGE_BYTES, &record).expect("listed");
+        };
+        stored_by(0, 4, 90);
+        stored_by(1, 5, 8);
+        stored_by(2, 5, 9);
+        stored_by(3, 6, 1);
+        let through = Stored {
+            epoch: Epoch(5),
+            generation: Generation(8),
+        };
+        for _ in 0..2 {
+            depot
+                .strike_scope(PAGE_BYTES, &Scope::Everything, through)
+                .expect("struck");
+            let pages: Vec<u32> = listed(&depot).iter().map(|page| page.page).collect();
+            assert_eq!(pages, [2, 3]);
+        }
     }
 
     #[test]

@@ -359,7 +359,7 @@ pub struct Cancel {
 }
 
 /// Strike pages out of the inventory of the worker's shard. Without a domain: all of them; without fingerprints: all of the
-/// domain.
+/// domain. Pages that were stored after `through` stay listed: a strike may come again after they were stored.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Strike {
     /// Number of the reset.
@@ -372,6 +372,8 @@ pub struct Strike {
     #[serde(with = "serde_bytes", default)]
     #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
     pub fingerprints: Vec<u8>,
+    /// `generation` of the last store of the header's epoch that is meant. All stores of older epochs are.
+    pub through: u64,
 }
 
 /// Answer to [`Strike`]: the pages are struck out.

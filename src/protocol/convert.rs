@@ -255,8 +255,9 @@ impl RecordBody {
     }
 }
 
-impl From<(ResetId, &Scope)> for Strike {
-    fn from((id, scope): (ResetId, &Scope)) -> Self {
+impl Strike {
+    /// The order to strike the pages of a scope out, as far as they were stored by `through` or before.
+    pub fn new(id: ResetId, scope: &Scope, through: Generation) -> Self {
         let (domain, fingerprints) = match scope {
             Scope::Everything => (Vec::new(), Vec::new()),
             Scope::Domain(domain) => (domain.0.to_be_bytes().to_vec(), Vec::new()),
@@ -266,11 +267,10 @@ impl From<(ResetId, &Scope)> for Strike {
             reset: id.0,
             domain,
             fingerprints,
+            through: through.0,
         }
     }
-}
 
-impl Strike {
     /// Which pages it means.
     pub fn scope(&self) -> Result<Scope, ErrorBody> {
         let domain = match (

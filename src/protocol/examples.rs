@@ -281,6 +281,7 @@ pub fn examples() -> Vec<(&'static str, Message)> {
                 reset: 3,
                 domain: vec![4; 16],
                 fingerprints: vec![6; 32],
+                through: 17,
             }),
         ),
         ("struck", Message::Struck(Struck { reset: 3 })),

@@ -1,6 +1,6 @@
 //! What lies on an edge: limits, deadlines, and what a repeated or a last word changes.
 
-use kvferry::types::{ResetId, Scope};
+use kvferry::types::{Generation, ResetId, Scope};
 
 use super::inventory::Reader;
 use super::*;
@@ -449,6 +449,7 @@ fn what_was_not_struck_out_is_asked_for_again_until_the_deadline() {
         worker: worker(replica, rank),
         id: ResetId(1),
         scope: Scope::Everything,
+        through: Generation(0),
     };
     let asked = reader.step(Event::Request {
         engine: engine_id(0),
@@ -484,4 +485,70 @@ fn what_was_not_struck_out_is_asked_for_again_until_the_deadline() {
     assert_eq!(reader.step(Event::Tick), [late]);
     assert_eq!(reader.leader.next_timeout(), None);
     assert_eq!(reader.step(struck(0)), [], "too late");
+}
+
+/// A strike that is repeated names the stores before the reset, not those that were made meanwhile.
+#[test]
+fn a_strike_that_is_asked_for_again_spares_what_was_stored_after_the_reset() {
+    let mut reader = Reader::served();
+    let quarter = reader.fence() / 4;
+    let deadline = reader.now + Duration::from_secs(60);
+    let ask = |reader: &mut Reader, id, request| {
+        reader.step(Event::Request {
+            engine: engine_id(0),
+            id: RequestId(id),
+            deadline,
+            request,
+        })
+    };
+    let store = |reader: &mut Reader, id, slot| {
+        ask(reader, id, lookup(slot, 8, 0));
+        let source = PageList::run(0, 8);
+        let (slot, first_page, more) = (SlotId(slot), 0, None);
+        let store = Request::Store {
+            slot,
+            first_page,
+            more,
+            source,
+        };
+        let copies = ask(reader, id + 1, store);
+        let [Effect::Copy { copy, .. }] = &copies[..] else {
+            unreachable!("{copies:?}")
+        };
+        let record = copy.record.as_ref().expect("a store lists its pages");
+        (copy.op, record.stored.generation)
+    };
+    let strikes = |effects: Vec<Effect>| -> Vec<Generation> {
+        let through = |effect| match effect {
+            Effect::Strike { through, .. } => Some(through),
+            _ => None,
+        };
+        effects.into_iter().filter_map(through).collect()
+    };
+    let (op, before) = store(&mut reader, 1, 0);
+    for rank in 0..RANKS {
+        let ended = EndedCopy {
+            op,
+            whole: true,
+            whole_pages: 0,
+            bytes: 0,
+            busy_us: 0,
+        };
+        reader.step(Event::Ended {
+            worker: worker(0, rank),
+            epoch: EPOCH,
+            copies: vec![ended],
+        });
+    }
+    ask(&mut reader, 3, Request::Finish { slot: SlotId(0) });
+    let scope = ResetScope::Everything;
+    let first = strikes(ask(&mut reader, 4, Request::Reset { scope }));
+    assert_eq!(first.len(), usize::from(RANKS));
+    let (_, after) = store(&mut reader, 5, 1);
+    reader.now = reader.now + quarter;
+    let again = strikes(reader.step(Event::Tick));
+    assert_eq!(again, first, "asked for again");
+    for through in again {
+        assert!(before <= through && through < after, "{through:?}");
+    }
 }

@@ -318,6 +318,7 @@ fn what_was_read_before_a_reset_was_struck_out_is_read_anew() {
         worker: worker(0, rank),
         id: ResetId(1),
         scope: Scope::Everything,
+        through: Generation(0),
     };
     assert_eq!(strikes, [strike(0), strike(1), strike(2)]);
     let struck = |rank| Event::Struck {

@@ -1,6 +1,6 @@
 //! Ranks that hold the same KV: one of them stores it, all of them load it.
 
-use kvferry::types::{ResetId, Scope, Sharding};
+use kvferry::types::{Generation, ResetId, Scope, Sharding};
 
 use super::*;
 
@@ -203,6 +203,7 @@ fn what_is_reset_is_struck_out_once_a_shard() {
         worker: place(rank),
         id: ResetId(1),
         scope: Scope::Everything,
+        through: Generation(0),
     };
     assert_eq!(strikes, [strike(0), strike(2)]);
     let mut struck = |rank| {

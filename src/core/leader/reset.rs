@@ -14,6 +14,9 @@ use super::{Due, Leader, Timer};
 pub(super) struct Reset {
     due: Due,
     scope: Scope,
+    /// The last store before the reset. Later ones are not struck out: a strike may be repeated after new pages of the
+    /// same scope were stored.
+    through: Generation,
     pages: u32,
     /// Stores of these pages that were under way, and are not over.
     ending: BTreeSet<Generation>,
@@ -55,6 +58,7 @@ impl Leader {
         let reset = Reset {
             due,
             scope,
+            through: Generation(self.next_id),
             pages,
             ending: match planted(Bug::ResetSkipsInFlight) {
                 true => BTreeSet::new(),
@@ -113,6 +117,7 @@ impl Leader {
             worker,
             id,
             scope: reset.scope.clone(),
+            through: reset.through,
         }));
     }
 

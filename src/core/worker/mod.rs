@@ -13,8 +13,8 @@ use std::time::Duration;
 
 use crate::core::sabotage::{Bug, planted};
 use crate::types::{
-    AttachId, Copy, Direction, EndedCopy, EngineId, Epoch, OpId, PageRun, Record, RequestId,
-    ResetId, Scope, Time,
+    AttachId, Copy, Direction, EndedCopy, EngineId, Epoch, Generation, OpId, PageRun, Record,
+    RequestId, ResetId, Scope, Stored, Time,
 };
 
 use link::Link;
@@ -104,6 +104,8 @@ pub enum WorkerEvent {
         id: ResetId,
         /// Which pages.
         scope: Scope,
+        /// The last store of this epoch that is meant: what was stored later stays listed.
+        through: Generation,
     },
     /// An engine has written what stores up to this request read.
     Written {
@@ -152,8 +154,13 @@ pub enum WorkerEffect {
     Stop(OpId),
     /// The last byte of these pages is there: list them in the inventory.
     List(Record),
-    /// Strike all of this out of the inventory.
-    StrikeScope(Scope),
+    /// Strike the pages of a scope out of the inventory, where they were stored by `through` or before.
+    StrikeScope {
+        /// Which pages.
+        scope: Scope,
+        /// The last store that is meant.
+        through: Stored,
+    },
     /// Tell the leader how copies of an order ended.
     Report {
         /// Which order.
@@ -258,8 +265,14 @@ impl Worker {
             WorkerEvent::Cancel { epoch, batch, ops } if self.obeys(epoch) => {
                 self.cancelled(now, batch, &ops, effects);
             }
-            WorkerEvent::Strike { epoch, id, scope } if self.obeys(epoch) => {
-                effects.push(WorkerEffect::StrikeScope(scope));
+            WorkerEvent::Strike {
+                epoch,
+                id,
+                scope,
+                through: generation,
+            } if self.obeys(epoch) => {
+                let through = Stored { epoch, generation };
+                effects.push(WorkerEffect::StrikeScope { scope, through });
                 effects.push(WorkerEffect::Struck(id));
             }
             WorkerEvent::Ordered { .. }

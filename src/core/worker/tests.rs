@@ -176,15 +176,21 @@ fn a_strike_of_another_epoch_strikes_nothing() {
             epoch: Epoch(epoch),
             id: ResetId(3),
             scope: Scope::Everything,
+            through: Generation(9),
         };
         step(&mut worker, 0, strike)
     };
     assert_eq!(strike(2), []);
     assert_eq!(strike(0), []);
     let struck = WorkerEffect::Struck(ResetId(3));
+    let through = crate::types::Stored {
+        epoch: Epoch(1),
+        generation: Generation(9),
+    };
+    let scope = Scope::Everything;
     assert_eq!(
         strike(1),
-        [WorkerEffect::StrikeScope(Scope::Everything), struck]
+        [WorkerEffect::StrikeScope { scope, through }, struck]
     );
 }
 

@@ -347,7 +347,7 @@ impl Timed {
                     // Nobody starts again, so nobody looks at an inventory.
                     WorkerEffect::StrikeOut(_)
                     | WorkerEffect::List(_)
-                    | WorkerEffect::StrikeScope(_)
+                    | WorkerEffect::StrikeScope { .. }
                     | WorkerEffect::Struck(_)
                     | WorkerEffect::Attach { .. }
                     | WorkerEffect::Registered { .. }

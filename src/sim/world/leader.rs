@@ -274,8 +274,13 @@ impl LeaderProcess {
                         self.order(env, WorkerId { replica, rank }, cancel, Duration::ZERO);
                     }
                 }
-                Effect::Strike { worker, id, scope } => {
-                    let strike = Message::Strike(Strike::from((id, &scope)));
+                Effect::Strike {
+                    worker,
+                    id,
+                    scope,
+                    through,
+                } => {
+                    let strike = Message::Strike(Strike::new(id, &scope, through));
                     self.order(env, worker, strike, Duration::ZERO);
                 }
                 Effect::ReadInventory {

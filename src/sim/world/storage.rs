@@ -1,6 +1,6 @@
 //! What keeps pages: a depot's memory with its inventory. It outlives the processes that write it.
 
-use crate::types::{DepotId, PageRecord, PageRun, Record, Scope};
+use crate::types::{DepotId, PageRecord, PageRun, Record, Scope, Stored};
 
 /// What a page holds: a number made from whose page it is and from which shard, or one of the two below.
 pub type Content = u64;
@@ -20,8 +20,8 @@ pub trait Storage {
     fn write(&mut self, page: u32, content: Content);
     /// These pages will be overwritten: they are not listed any more.
     fn strike_out(&mut self, run: PageRun);
-    /// Pages of this scope are not listed any more.
-    fn strike_scope(&mut self, scope: &Scope);
+    /// Pages of this scope that were stored by `through` or before are not listed any more.
+    fn strike_scope(&mut self, scope: &Scope, through: Stored);
     /// These pages are whole: they are listed.
     fn list(&mut self, record: &Record);
     /// Everything that is listed, in the order of the pages.
@@ -64,9 +64,11 @@ impl Storage for Depot {
         self.inventory[run.start as usize..][..run.count as usize].fill(None);
     }
 
-    fn strike_scope(&mut self, scope: &Scope) {
+    fn strike_scope(&mut self, scope: &Scope, through: Stored) {
         for slot in &mut self.inventory {
-            if slot.is_some_and(|page| scope.contains(page.domain, page.fingerprint)) {
+            if slot.is_some_and(|page| {
+                page.stored <= through && scope.contains(page.domain, page.fingerprint)
+            }) {
                 *slot = None;
             }
         }

@@ -16,8 +16,8 @@ use crate::protocol::{
     Message, ReadInventory, Registered, Role, Struck,
 };
 use crate::types::{
-    AttachId, Copy, Direction, EndedCopy, EngineId, Epoch, OpId, RequestId, ResetId, Shard, Time,
-    WorkerId,
+    AttachId, Copy, Direction, EndedCopy, EngineId, Epoch, Generation, OpId, RequestId, ResetId,
+    Shard, Time, WorkerId,
 };
 
 /// Pages of an inventory that are told in one message: few, so that much can happen between two.
@@ -187,6 +187,7 @@ impl WorkerProcess {
                     epoch,
                     id: ResetId(strike.reset),
                     scope,
+                    through: Generation(strike.through),
                 },
                 Err(error) => {
                     return env.violated(format!("a strike was not understood: {error:?}"));
@@ -317,7 +318,9 @@ impl WorkerProcess {
                     self.registered(env, engine, None, admitted);
                 }
                 WorkerEffect::StrikeOut(run) => env.depots[shard].strike_out(run),
-                WorkerEffect::StrikeScope(scope) => env.depots[shard].strike_scope(&scope),
+                WorkerEffect::StrikeScope { scope, through } => {
+                    env.depots[shard].strike_scope(&scope, through);
+                }
                 WorkerEffect::List(record) => env.depots[shard].list(&record),
                 WorkerEffect::Start(copies) => {
                     copies
