@@ -10,6 +10,7 @@
 mod actors {
     mod deadlines;
     mod drain;
+    mod orders;
     mod pressure;
     mod restart;
     mod supervision;

@@ -6,6 +6,9 @@ nothing any more, and its successor, which nobody has told anything, says so at 
 
 from dataclasses import dataclass, field
 
+#: Requests that one ``abandon`` may name, by the limits of the wire; the others are said in the next one.
+ABANDONED_MAX = 4096
+
 
 @dataclass
 class Register:
@@ -75,7 +78,7 @@ class Owed:
         # Not behind the registration, which may take as long as a leader is away.
         if self.abandoned and Abandon not in self.asked:
             self.asked.add(Abandon)
-            return Abandon(sorted(self.abandoned))
+            return Abandon(sorted(self.abandoned)[:ABANDONED_MAX])
         if self.registered and self.written > self.confirmed and Written not in self.asked:
             self.asked.add(Written)
             return Written(self.written)

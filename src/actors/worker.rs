@@ -3,7 +3,7 @@
 mod gpu;
 mod registration;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 
 use ractor::{Actor, ActorProcessingErr, ActorRef};
@@ -18,13 +18,13 @@ use crate::actors::teller::Teller;
 use crate::actors::transfer::{
     RUNNING_COPIES_MAX, TransferActor, TransferArguments, TransferMessage,
 };
-use crate::core::{BatchId, Worker, WorkerEffect, WorkerEvent, WorkerSettings};
+use crate::core::{BatchId, OrderRefusal, Worker, WorkerEffect, WorkerEvent, WorkerSettings};
 use crate::cuda::{Announced, CudaError};
 use crate::memory::{BufferError, Depot, LifelineEnd};
 use crate::protocol::limits::PAGE_RECORDS_MAX;
 use crate::protocol::{
-    Abandon, Attached, CopyResult, Empty, Ended, Envelope, ErrorBody, ErrorCode, Inventory,
-    Message, ReadInventory, Struck,
+    Abandon, CopyResult, Empty, Ended, Envelope, ErrorBody, ErrorCode, Inventory, Message,
+    ReadInventory, Struck,
 };
 use crate::transport::{
     Client, Failure, FdReceiver, Incoming, LinkId, PeerId, Replier, Server, ServerEvent,
@@ -36,6 +36,10 @@ use crate::types::{
 
 /// How long one question of a worker to its leader may take; the core asks again.
 const ATTACH_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(2);
+
+/// Questions of a worker to its leader whose answers it still takes. One is asked every second, and each is open for
+/// [`ATTACH_TIMEOUT`].
+const ATTACHING_MAX: usize = 8;
 
 /// Pause between two lines of the log about how far the depot is.
 const LOG_EVERY: std::time::Duration = std::time::Duration::from_secs(3);
@@ -95,7 +99,6 @@ pub(super) enum WorkerMessage {
     StillHeld,
     /// What engines announced is written by now.
     Written(Vec<Announced>),
-    Admitted(AttachId, Result<Attached, Failure>),
     Ended(Vec<EndedCopy>),
     Tick,
 }
@@ -130,6 +133,9 @@ pub(super) struct State {
     leader: Client,
     /// The connection to the leader over which it was found.
     link: LinkId,
+    /// What the leader was asked over that connection, and which attach each question says; at most
+    /// [`ATTACHING_MAX`].
+    attaching: BTreeMap<RequestId, AttachId>,
     transfer: ActorRef<TransferMessage>,
     progress: Arc<Progress>,
     /// When the log said last how far the depot is.
@@ -153,9 +159,6 @@ pub(super) struct State {
     number: usize,
     /// Ranks that are connected, and the engine that each named in its hello.
     ranks: HashMap<PeerId, EngineId>,
-    /// The engine that abandoned requests last, and the highest of them. They are over for memory that is only being mapped,
-    /// too.
-    over: (EngineId, RequestId),
     /// Why the leader turned this worker away, last.
     turned_away: Option<Failure>,
     /// Ranks that wait until nothing is copied for what they abandoned, by the number that the core was given.
@@ -223,6 +226,7 @@ impl Actor for WorkerActor {
             fds: Arc::new(fds),
             leader,
             link: LinkId::default(),
+            attaching: BTreeMap::new(),
             transfer,
             progress,
             logged: Time(0),
@@ -239,7 +243,6 @@ impl Actor for WorkerActor {
             gpu_uses: 0,
             number,
             ranks: HashMap::new(),
-            over: (EngineId::default(), RequestId(0)),
             turned_away: None,
             abandoning: HashMap::new(),
             next_ask: 0,
@@ -315,7 +318,6 @@ impl Actor for WorkerActor {
                     state.step(WorkerEvent::Written { engine, through }, &myself)?;
                 }
             }
-            WorkerMessage::Admitted(attach, verdict) => state.admitted(attach, verdict, &myself)?,
             WorkerMessage::Ended(copies) => {
                 state.step(WorkerEvent::CopiesEnded(copies), &myself)?;
             }
@@ -420,11 +422,6 @@ impl State {
         let Some(engine) = engine.or_else(|| self.ranks.get(&peer).copied()) else {
             return Ok(());
         };
-        let highest = abandon.requests.iter().copied().max().unwrap_or(0);
-        if self.over.0 != engine {
-            self.over = (engine, RequestId(0));
-        }
-        self.over.1 = self.over.1.max(RequestId(highest));
         self.next_ask += 1;
         let ask = self.next_ask;
         self.abandoning.insert(ask, (peer, correlation));
@@ -456,11 +453,22 @@ impl State {
         match incoming {
             Incoming::Welcomed { epoch, link, .. } => {
                 self.link = link;
+                self.attaching.clear();
                 self.teller.tell(self.progress.bytes());
                 self.step(WorkerEvent::LeaderFound(epoch), myself)
             }
             Incoming::Lost => self.step(WorkerEvent::LeaderLost, myself),
-            Incoming::Request(envelope) => self.ordered(*envelope, myself),
+            Incoming::Request { link, envelope } if link == self.link => {
+                self.ordered(*envelope, myself)
+            }
+            Incoming::Request { link, .. } => {
+                tracing::debug!(?link, "an order of a connection that is gone");
+                Ok(())
+            }
+            Incoming::Answered { id, answer } => match self.attaching.remove(&id) {
+                Some(attach) => self.admitted(attach, answer, myself),
+                None => Ok(()),
+            },
         }
     }
 
@@ -496,14 +504,14 @@ impl State {
                     through: Generation(strike.through),
                 },
                 Err(error) => {
-                    self.leader.reply(correlation, Message::Error(error));
+                    self.answer(correlation, Message::Error(error));
                     return Ok(());
                 }
             },
             other => {
                 let text = format!("{} without anything to do", other.kind().name());
                 let error = ErrorBody::new(ErrorCode::Invalid, text);
-                self.leader.reply(correlation, Message::Error(error));
+                self.answer(correlation, Message::Error(error));
                 return Ok(());
             }
         };
@@ -515,7 +523,7 @@ impl State {
         self.core.step(self.clock.now(), event, &mut effects);
         for effect in effects.drain(..) {
             match effect {
-                WorkerEffect::Attach { attach, .. } => self.attach(attach, myself),
+                WorkerEffect::Attach { attach, .. } => self.attach(attach),
                 WorkerEffect::Registered { engine, admitted } => {
                     self.registered(engine, admitted, myself);
                 }
@@ -534,7 +542,7 @@ impl State {
                 WorkerEffect::Report { batch, copies } => self.report(batch, &copies),
                 WorkerEffect::Struck(id) => {
                     let body = Struck { reset: id.0 };
-                    self.leader.reply(self.order, Message::Struck(body));
+                    self.answer(self.order, Message::Struck(body));
                 }
                 WorkerEffect::Abandoned { ask } => {
                     if let Some((peer, correlation)) = self.abandoning.remove(&ask) {
@@ -542,14 +550,33 @@ impl State {
                             .reply(peer, correlation, Message::AbandonAnswer(Empty {}));
                     }
                 }
-                WorkerEffect::StrikeOut(run) => self.inventory(|depot, _| depot.strike_out(run))?,
+                WorkerEffect::StrikeOut(run) => {
+                    self.inventory(|depot, page_bytes| depot.strike_out(page_bytes, run))?;
+                }
                 WorkerEffect::List(record) => {
-                    self.inventory(|depot, page_bytes| depot.list(page_bytes, &record))?;
+                    // Pages that are not listed are served all the same; only the leader's successor does not find them.
+                    let listed =
+                        self.inventory(|depot, page_bytes| depot.list(page_bytes, &record));
+                    if let Err(error) = listed {
+                        tracing::error!(worker = %self.worker, %error, "stored pages are not listed");
+                    }
                 }
                 WorkerEffect::StrikeScope { scope, through } => {
                     let strike =
                         |depot: &Depot, page_bytes| depot.strike_scope(page_bytes, &scope, through);
                     self.inventory(strike)?;
+                }
+                WorkerEffect::Refuse(refusal) => {
+                    let code = match refusal {
+                        OrderRefusal::StaleEpoch { .. } => ErrorCode::StaleEpoch,
+                        OrderRefusal::NotAttached => ErrorCode::NotReady,
+                    };
+                    tracing::warn!(worker = %self.worker, %refusal, "order refused");
+                    let error = ErrorBody::new(code, refusal.to_string());
+                    self.answer(self.order, Message::Error(error));
+                }
+                WorkerEffect::Invalid { op, problem } => {
+                    tracing::error!(worker = %self.worker, %op, problem, "copy refused");
                 }
                 WorkerEffect::GiveUp => return Err("a copy does not stop".into()),
             }
@@ -577,16 +604,36 @@ impl State {
             .filter(|depot| depot.id().0.to_be_bytes() == read.depot)
         else {
             let error = ErrorBody::new(ErrorCode::Invalid, "this worker has another depot");
-            self.leader.reply(correlation, Message::Error(error));
+            self.answer(correlation, Message::Error(error));
             return Ok(());
         };
-        depot.hold_pages_of(read.page_bytes)?;
+        let mapped = self.mapped.as_ref().map(|mapped| mapped.memory.geometry());
+        if let Some(geometry) = mapped.filter(|geometry| geometry.page_bytes != read.page_bytes) {
+            let text = format!(
+                "page_bytes is {}, and the engine's pages have {}: read the inventory of the memory that is attached",
+                read.page_bytes, geometry.page_bytes
+            );
+            let error = ErrorBody::new(ErrorCode::Invalid, text);
+            self.answer(correlation, Message::Error(error));
+            return Ok(());
+        }
         let pages = PAGE_RECORDS_MAX as u32;
-        let records = depot.read_inventory(read.page_bytes, read.from, pages)?;
+        let records = depot
+            .hold_pages_of(read.page_bytes)
+            .and_then(|()| depot.read_inventory(read.page_bytes, read.from, pages));
+        let records = match records {
+            Ok(records) => records,
+            Err(error) => {
+                tracing::error!(worker = %self.worker, %error, "the inventory cannot be read");
+                let error = ErrorBody::new(ErrorCode::Internal, error.to_string());
+                self.answer(correlation, Message::Error(error));
+                return Ok(());
+            }
+        };
         let end = read.from.saturating_add(pages);
         let next = (end < depot.arena_pages(read.page_bytes)).then_some(end);
         let part = Inventory::new(&read, next, &records);
-        self.leader.reply(correlation, Message::Inventory(part));
+        self.answer(correlation, Message::Inventory(part));
         Ok(())
     }
 
@@ -595,7 +642,12 @@ impl State {
             rank: self.worker.rank.0,
             copies: copies.iter().map(CopyResult::from).collect(),
         };
-        self.leader.reply(RequestId(batch.0), Message::Ended(body));
+        self.answer(RequestId(batch.0), Message::Ended(body));
+    }
+
+    /// Answers an order of the leader that was found last, over the connection over which it was found.
+    fn answer(&self, correlation: RequestId, message: Message) {
+        self.leader.reply(self.link, correlation, message);
     }
 
     fn refuse(&self, peer: PeerId, correlation: RequestId, code: ErrorCode, text: String) {

@@ -40,8 +40,8 @@ pub use refusal::Refusal;
 pub use shards::{RANKS_MAX, RankSet};
 pub use view::BlockView;
 pub use worker::{
-    BatchId, WORKER_ABANDONED_MAX, WORKER_COPIES_MAX, WORKER_ENDED_MAX, Worker, WorkerEffect,
-    WorkerEvent, WorkerSettings,
+    BatchId, MemoryBounds, OrderRefusal, WORKER_ABANDONED_MAX, WORKER_COPIES_MAX, WORKER_ENDED_MAX,
+    Worker, WorkerEffect, WorkerEvent, WorkerSettings,
 };
 
 /// Copies that a worker runs at one time; more wait for a place.

@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 
+use crate::protocol::limits::ABANDONED_MAX;
 use crate::transport::LinkId;
 
 /// Something to ask the worker.
@@ -92,7 +93,8 @@ impl Owed {
         // Not behind the registration, which may take as long as a leader is away.
         if !self.abandoning && !self.abandoned.is_empty() {
             self.abandoning = true;
-            let requests = self.abandoned.keys().copied().collect();
+            let requests = self.abandoned.keys().take(ABANDONED_MAX);
+            let requests = requests.copied().collect();
             return Some((link, Question::Abandon { requests }));
         }
         if self.registered == Registered::Yes && !self.telling && self.written > self.confirmed {

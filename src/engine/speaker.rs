@@ -155,9 +155,12 @@ impl Speaker {
                 self.asking.abort_all();
                 self.owed.lost();
             }
-            Incoming::Request(envelope) => {
+            Incoming::Request { envelope, .. } => {
                 let kind = envelope.message.kind().name();
                 tracing::debug!(kind, "a worker asks a rank for nothing");
+            }
+            Incoming::Answered { id, .. } => {
+                tracing::debug!(%id, "a rank asks nothing in order");
             }
         }
         Ok(())

@@ -105,10 +105,19 @@ impl Depot {
         self.set_page_bytes(page_bytes)
     }
 
-    /// These pages will be overwritten: they are not listed any more.
-    pub fn strike_out(&self, run: PageRun) -> Result<(), BufferError> {
-        let pages = run.start..run.start.saturating_add(run.count);
-        for page in pages {
+    /// These pages will be overwritten: they are not listed any more. A run that ends outside the arena is refused: what
+    /// lies after the last slot is pages.
+    pub fn strike_out(&self, page_bytes: u64, run: PageRun) -> Result<(), BufferError> {
+        let pages = self.arena_pages(page_bytes);
+        let end = u32::try_from(run.end()).ok().filter(|end| *end <= pages);
+        let Some(end) = end else {
+            return Err(BufferError::OutOfRange {
+                offset_bytes: Self::slot_at(run.start),
+                len_bytes: u64::from(run.count) * SLOT_BYTES,
+                bytes: Self::slot_at(pages),
+            });
+        };
+        for page in run.start..end {
             self.buffer().store_word(Self::slot_at(page), 0)?;
         }
         Ok(())
@@ -239,7 +248,7 @@ mod tests {
         let depot = depot();
         depot.list(PAGE_BYTES, &stored(0, 0, 8, 1)).expect("listed");
         depot
-            .strike_out(PageRun { start: 2, count: 3 })
+            .strike_out(PAGE_BYTES, PageRun { start: 2, count: 3 })
             .expect("struck");
         let pages: Vec<u32> = listed(&depot).iter().map(|page| page.page).collect();
         assert_eq!(pages, [0, 1, 5, 6, 7]);
@@ -338,5 +347,47 @@ mod tests {
         let depot = depot();
         assert!(depot.list(PAGE_BYTES, &stored(62, 0, 4, 1)).is_err());
         assert_eq!(listed(&depot).len(), 2);
+    }
+
+    #[test]
+    fn nothing_outside_the_inventory_is_struck_out() {
+        let depot = depot();
+        depot.list(PAGE_BYTES, &stored(0, 0, 4, 1)).expect("listed");
+        let pages_at = depot.pages_at(PAGE_BYTES);
+        let content = vec![0xa5; usize::try_from(depot.bytes() - pages_at).expect("small")];
+        depot
+            .buffer()
+            .write_from(pages_at, &content)
+            .expect("written");
+        for (start, count) in [
+            (63, 2),
+            (64, 1),
+            (70, 1),
+            (0, u32::MAX),
+            (u32::MAX, u32::MAX),
+        ] {
+            let run = PageRun { start, count };
+            assert!(depot.strike_out(PAGE_BYTES, run).is_err(), "{run:?}");
+        }
+        let mut found = vec![0; content.len()];
+        depot
+            .buffer()
+            .read_into(pages_at, &mut found)
+            .expect("readable");
+        assert!(found == content, "a page was written");
+        assert_eq!(listed(&depot).len(), 4, "and nothing is struck out");
+    }
+
+    #[test]
+    fn a_record_of_pages_that_cannot_be_lists_none_of_them() {
+        let depot = depot();
+        for (block_start, first) in [(u32::MAX, 0), (u32::MAX, 9), (60, u16::MAX)] {
+            let record = stored(block_start, first, 4, 1);
+            assert!(record.pages().count() < 4, "page {block_start} + {first}");
+            if let Ok(()) = depot.list(PAGE_BYTES, &record) {
+                assert_eq!(record.pages().count(), 0);
+            }
+            assert_eq!(listed(&depot), []);
+        }
     }
 }

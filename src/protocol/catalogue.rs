@@ -37,6 +37,7 @@ pub fn catalogue() -> Value {
             "page_items": limits::PAGE_ITEMS_MAX,
             "pages": limits::PAGES_MAX,
             "copies": limits::COPIES_MAX,
+            "abandoned_requests": limits::ABANDONED_MAX,
             "text_bytes": limits::TEXT_BYTES_MAX,
             "namespace_bytes": limits::NAMESPACE_BYTES_MAX,
             "content_bytes": CONTENT_BYTES_MAX,

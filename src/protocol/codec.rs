@@ -13,8 +13,8 @@ use crate::protocol::error::{DecodeError, EncodeError};
 use crate::protocol::header::{HEADER_BYTES, Header};
 use crate::protocol::kind::Kind;
 use crate::protocol::limits::{
-    BODY_BYTES_MAX, COPIES_MAX, DEPTH_MAX, HASHES_MAX, NAMESPACE_BYTES_MAX, PAGE_RECORD_BYTES,
-    PAGE_RECORDS_MAX, PAGES_MAX, TEXT_BYTES_MAX,
+    ABANDONED_MAX, BODY_BYTES_MAX, COPIES_MAX, DEPTH_MAX, HASHES_MAX, NAMESPACE_BYTES_MAX,
+    PAGE_RECORD_BYTES, PAGE_RECORDS_MAX, PAGES_MAX, TEXT_BYTES_MAX,
 };
 use crate::protocol::{VERSION, VERSION_MIN, transfer};
 use crate::types::{Epoch, PageList, RequestId};
@@ -277,9 +277,11 @@ fn check(message: &Message) -> Result<(), EncodeError> {
             let records = inventory.records.len() / PAGE_RECORD_BYTES;
             within("page records", records as u64, PAGE_RECORDS_MAX as u64)
         }
-        Message::Abandon(abandon) => {
-            within("requests", abandon.requests.len() as u64, COPIES_MAX as u64)
-        }
+        Message::Abandon(abandon) => within(
+            "requests",
+            abandon.requests.len() as u64,
+            ABANDONED_MAX as u64,
+        ),
         Message::Load(load) => pages(&load.destination.list),
         Message::Store(store) => {
             pages(&store.source.list)?;

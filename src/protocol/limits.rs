@@ -12,6 +12,8 @@ pub const PAGE_ITEMS_MAX: usize = 131_072;
 pub const PAGES_MAX: u64 = 1 << 20;
 /// Copies ordered by one transfer, and results in its answer.
 pub const COPIES_MAX: usize = 65_536;
+/// Requests in one abandon: a worker remembers so many one by one.
+pub const ABANDONED_MAX: usize = 4096;
 /// Bytes of a text field.
 pub const TEXT_BYTES_MAX: usize = 4096;
 /// Bytes of a namespace.

@@ -78,7 +78,19 @@ pub enum Incoming {
     /// The connection broke; the client connects again by itself.
     Lost,
     /// The other side asks for something; answer with [`Client::reply`].
-    Request(Box<Envelope>),
+    Request {
+        /// The connection over which it asks, and the only one over which the answer is sent.
+        link: LinkId,
+        /// What it asks.
+        envelope: Box<Envelope>,
+    },
+    /// The other side answered what was asked with [`Client::ask_in_order`].
+    Answered {
+        /// Which question.
+        id: RequestId,
+        /// What it said.
+        answer: Result<Message, Failure>,
+    },
 }
 
 /// Whom to speak to, and as whom.
@@ -99,12 +111,33 @@ enum Command {
         deadline: Instant,
         patience: Duration,
         link: Option<LinkId>,
-        reply: oneshot::Sender<Result<Message, Failure>>,
+        reply: ReplyTo,
     },
     Reply {
+        link: LinkId,
         correlation: RequestId,
         message: Message,
     },
+}
+
+/// Where the answer to a question goes.
+enum ReplyTo {
+    /// To a caller that waits for it.
+    Caller(oneshot::Sender<Result<Message, Failure>>),
+    /// Into the stream of what the other side says, between the messages before and after it. A question that is not
+    /// answered ends without a word there.
+    Stream,
+}
+
+impl ReplyTo {
+    /// Tells the caller. The stream carries only what the other side said itself.
+    fn send(self, id: RequestId, answer: Result<Message, Failure>) {
+        if let Self::Caller(caller) = self
+            && caller.send(answer).is_err()
+        {
+            tracing::trace!(%id, "nobody waits for this answer any more");
+        }
+    }
 }
 
 /// Speaks to one server. Cheap to clone; the conversation ends when the last clone is dropped.
@@ -205,24 +238,45 @@ impl Client {
             deadline,
             patience,
             link,
-            reply,
+            reply: ReplyTo::Caller(reply),
         };
         self.commands.send(command).await.map_err(|_| gone())?;
         answer.await.map_err(|_| gone())?
     }
 
-    /// Answers a request of the other side, without waiting: an answer more than the queue holds waits in a task of its
-    /// own, and there are no more of those than the other side has open requests.
-    pub fn reply(&self, correlation: RequestId, message: Message) {
-        let command = Command::Reply {
+    /// Asks over this connection or not at all, without waiting. The answer comes as [`Incoming::Answered`], in its place
+    /// among the other things that this connection brings: what the other side said after it is not handled before it.
+    /// Without an answer by the deadline, or when the connection breaks, nothing comes; ask again.
+    pub fn ask_in_order(&self, link: LinkId, message: Message, timeout: Duration) -> RequestId {
+        let id = RequestId(self.next_own_id.fetch_add(1, Ordering::Relaxed));
+        self.post(Command::Ask {
+            id,
+            message,
+            deadline: Instant::now() + timeout,
+            patience: Duration::ZERO,
+            link: Some(link),
+            reply: ReplyTo::Stream,
+        });
+        id
+    }
+
+    /// Answers a request that came over this connection, without waiting. When that connection is gone, the answer is
+    /// dropped: over the next one, under the epoch of another leader, it would answer something else. An answer more than
+    /// the queue holds waits in a task of its own, and there are no more of those than the other side has open requests.
+    pub fn reply(&self, link: LinkId, correlation: RequestId, message: Message) {
+        self.post(Command::Reply {
+            link,
             correlation,
             message,
-        };
+        });
+    }
+
+    fn post(&self, command: Command) {
         if let Err(mpsc::error::TrySendError::Full(command)) = self.commands.try_send(command) {
             let commands = self.commands.clone();
             tokio::spawn(async move {
                 if commands.send(command).await.is_err() {
-                    tracing::debug!("answer dropped: the conversation has ended");
+                    tracing::debug!("nothing said: the conversation has ended");
                 }
             });
         }
@@ -238,7 +292,7 @@ struct Pending {
     bytes: u64,
     /// The only connection over which it may be said.
     link: Option<LinkId>,
-    reply: oneshot::Sender<Result<Message, Failure>>,
+    reply: ReplyTo,
 }
 
 struct Session {
@@ -410,9 +464,7 @@ impl Session {
                 reply,
             } => {
                 if link.is_some_and(|link| connection.is_none() || link != self.link) {
-                    if reply.send(Err(broken())).is_err() {
-                        tracing::trace!(%id, "nobody waits for this answer any more");
-                    }
+                    reply.send(id, Err(broken()));
                     return Ok(());
                 }
                 self.pending.insert(
@@ -430,10 +482,12 @@ impl Session {
                 Ok(())
             }
             Command::Reply {
+                link,
                 correlation,
                 message,
             } => {
-                let Some(connection) = connection else {
+                let Some(connection) = connection.filter(|_| link == self.link) else {
+                    tracing::debug!(%correlation, "answer dropped: the connection it belongs to is gone");
                     return Ok(());
                 };
                 match self.frame(correlation, message, 0) {
@@ -510,7 +564,10 @@ impl Session {
             Kind::Transfer | Kind::Cancel | Kind::Strike | Kind::ReadInventory => {
                 return Ok(self
                     .incoming
-                    .send(Incoming::Request(Box::new(envelope)))
+                    .send(Incoming::Request {
+                        link: self.link,
+                        envelope: Box::new(envelope),
+                    })
                     .await
                     .is_ok());
             }
@@ -519,19 +576,31 @@ impl Session {
                     Message::Error(error) => Err(error.into()),
                     message => Ok(message),
                 };
-                self.settle(envelope.correlation, answer);
+                let id = envelope.correlation;
+                match self.close(id) {
+                    Some(ReplyTo::Stream) => {
+                        let answered = Incoming::Answered { id, answer };
+                        return Ok(self.incoming.send(answered).await.is_ok());
+                    }
+                    Some(caller) => caller.send(id, answer),
+                    None => {}
+                }
             }
         }
         Ok(true)
     }
 
     fn settle(&mut self, id: RequestId, answer: Result<Message, Failure>) {
-        if let Some(pending) = self.pending.remove(&id) {
-            self.in_flight_bytes = self.in_flight_bytes.saturating_sub(pending.bytes);
-            if pending.reply.send(answer).is_err() {
-                tracing::trace!(%id, "nobody waits for this answer any more");
-            }
+        if let Some(reply) = self.close(id) {
+            reply.send(id, answer);
         }
+    }
+
+    /// Ends a question; returns where its answer goes.
+    fn close(&mut self, id: RequestId) -> Option<ReplyTo> {
+        let pending = self.pending.remove(&id)?;
+        self.in_flight_bytes = self.in_flight_bytes.saturating_sub(pending.bytes);
+        Some(pending.reply)
     }
 
     /// What may be said over an older connection only is not said any more.

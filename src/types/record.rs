@@ -52,20 +52,24 @@ pub struct PageRecord {
 }
 
 impl Record {
-    /// One by one.
+    /// One by one. Ends before a page, or a place in the block, whose number is too large to be one.
     pub fn pages(&self) -> impl Iterator<Item = PageRecord> {
+        let places = u64::from(self.first)..;
         self.fingerprints
             .iter()
-            .zip(self.first..)
-            .map(|(fingerprint, index)| PageRecord {
-                page: self.block_start + u32::from(index),
-                anchor: self.anchor,
-                domain: self.domain,
-                block_start: self.block_start,
-                index,
-                phase: self.phase,
-                stored: self.stored,
-                fingerprint: *fingerprint,
+            .zip(places)
+            .map_while(|(fingerprint, place)| {
+                let index = u16::try_from(place).ok()?;
+                Some(PageRecord {
+                    page: self.block_start.checked_add(u32::from(index))?,
+                    anchor: self.anchor,
+                    domain: self.domain,
+                    block_start: self.block_start,
+                    index,
+                    phase: self.phase,
+                    stored: self.stored,
+                    fingerprint: *fingerprint,
+                })
             })
     }
 }

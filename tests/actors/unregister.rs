@@ -17,10 +17,10 @@ const PAGE_BYTES: u64 = 64;
 const NONCE: [u8; 16] = [7; 16];
 
 /// An engine's memory, as a file.
-struct Memory(tempfile::NamedTempFile);
+pub struct Memory(tempfile::NamedTempFile);
 
 impl Memory {
-    fn new() -> Self {
+    pub fn new() -> Self {
         let mut file = tempfile::NamedTempFile::new_in("/dev/shm").expect("a file in memory");
         let mut bytes = vec![0; PAGES as usize * PAGE_BYTES as usize];
         bytes[..NONCE.len()].copy_from_slice(&NONCE);
@@ -82,7 +82,7 @@ impl Memory {
 }
 
 /// The answer, once the worker has heard of nothing else.
-async fn register(rank: &Client, memory: &Memory, engine: u8) -> Answered {
+pub async fn register(rank: &Client, memory: &Memory, engine: u8) -> Answered {
     loop {
         let answer = rank.ask(memory.registration(engine), PATIENCE).await;
         match answer {

@@ -86,12 +86,13 @@ pub fn rank(transport: &MemoryTransport) -> Client {
 /// A worker attaches.
 #[derive(Debug, Clone, Copy)]
 pub struct Attaching {
-    peer: PeerId,
-    asked: RequestId,
+    pub peer: PeerId,
+    pub asked: RequestId,
     /// Number of its attach.
     pub attach: u64,
     /// With an engine's memory.
     pub memory: bool,
+    pub depot: [u8; 16],
 }
 
 /// Waits until a worker attaches.
@@ -107,6 +108,7 @@ pub async fn attaching(server: &mut Server) -> Attaching {
                         asked: envelope.correlation,
                         attach: attach.attach,
                         memory: attach.memory.is_some(),
+                        depot: attach.depot,
                     };
                 }
             }

@@ -11,7 +11,7 @@ use kvferry::protocol::{
     encode,
 };
 use kvferry::transport::{
-    Address, Client, ClientSettings, Closed, Connection, Failure, Frame, Incoming, Limits,
+    Address, Client, ClientSettings, Closed, Connection, Failure, Frame, Incoming, Limits, LinkId,
     MemoryTransport, Server, ServerSettings, Transport,
 };
 use kvferry::types::{Epoch, GroupGeometry, GroupId, PageList, Ratio, RequestId};
@@ -175,6 +175,7 @@ pub fn store(slot: u64, pages: u32) -> Message {
 /// Copies that a worker is to carry out.
 #[derive(Debug, Clone)]
 pub struct Order {
+    link: LinkId,
     id: RequestId,
     pub transfer: Transfer,
 }
@@ -205,7 +206,7 @@ impl Puppet {
         tokio::spawn(async move {
             while let Some(next) = heard.recv().await {
                 match empty_depot(&next) {
-                    Some((asked, inventory)) => depot.reply(asked, inventory),
+                    Some((link, asked, inventory)) => depot.reply(link, asked, inventory),
                     None if tell.send(next).await.is_err() => return,
                     None => {}
                 }
@@ -224,8 +225,10 @@ impl Puppet {
         match next.expect("the conversation goes on") {
             Incoming::Welcomed { epoch, .. } => Heard::Welcomed(epoch.0),
             Incoming::Lost => Heard::Lost,
-            Incoming::Request(envelope) => match envelope.message {
+            Incoming::Answered { .. } => panic!("it asks nothing in order"),
+            Incoming::Request { link, envelope } => match envelope.message {
                 Message::Transfer(transfer) => Heard::Order(Order {
+                    link,
                     id: envelope.correlation,
                     transfer,
                 }),
@@ -296,7 +299,8 @@ impl Puppet {
             rank: self.rank,
             copies: results.collect(),
         };
-        self.client.reply(order.id, Message::Ended(ended));
+        self.client
+            .reply(order.link, order.id, Message::Ended(ended));
     }
 
     /// Attaches to every leader that comes, and ends every copy at once.
@@ -314,8 +318,8 @@ impl Puppet {
 }
 
 /// The answer to a leader that reads an inventory: nothing is listed.
-fn empty_depot(incoming: &Incoming) -> Option<(RequestId, Message)> {
-    let Incoming::Request(envelope) = incoming else {
+fn empty_depot(incoming: &Incoming) -> Option<(LinkId, RequestId, Message)> {
+    let Incoming::Request { link, envelope } = incoming else {
         return None;
     };
     let Message::ReadInventory(read) = envelope.message else {
@@ -328,7 +332,7 @@ fn empty_depot(incoming: &Incoming) -> Option<(RequestId, Message)> {
         next: None,
         records: Vec::new(),
     };
-    Some((envelope.correlation, Message::Inventory(inventory)))
+    Some((*link, envelope.correlation, Message::Inventory(inventory)))
 }
 
 /// Both workers, attached, to a leader that knows that their depots are empty.

@@ -8,7 +8,7 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use kvferry::core::{BatchId, Worker, WorkerEffect, WorkerEvent, WorkerSettings};
+use kvferry::core::{BatchId, MemoryBounds, Worker, WorkerEffect, WorkerEvent, WorkerSettings};
 use kvferry::types::{
     AttachId, Copy, Direction, EndedCopy, EngineId, Epoch, FragmentPair, OpId, PageList, Rank,
     RequestId, Time,
@@ -20,6 +20,10 @@ use super::harness::{Missing, Network, Past, RANKS, at, breaks, canonical, holds
 const NOW: Time = Time(0);
 const ENGINE: EngineId = EngineId([1; 16]);
 const RUNNING_MAX: usize = 2;
+const BOUNDS: MemoryBounds = MemoryBounds {
+    device_pages: 10_000,
+    arena_pages: 10_000,
+};
 
 /// A copy, over all epochs.
 type CopyId = (Epoch, OpId);
@@ -129,6 +133,7 @@ impl Place {
         let first = first.then(WorkerEvent::Registered {
             engine: ENGINE,
             after,
+            bounds: BOUNDS,
         });
         let through = RequestId(u64::MAX);
         let past = first.then(WorkerEvent::Written {
@@ -489,6 +494,7 @@ impl Model for Epochs {
                 let event = WorkerEvent::Registered {
                     engine: ENGINE,
                     after,
+                    bounds: BOUNDS,
                 };
                 state.tell(self.rule, rank, event);
                 let through = RequestId(u64::MAX);

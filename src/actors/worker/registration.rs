@@ -5,12 +5,12 @@ use std::time::{Duration, Instant};
 
 use ractor::ActorRef;
 
-use super::{ATTACH_TIMEOUT, Handled, State, WorkerMessage};
+use super::{ATTACH_TIMEOUT, ATTACHING_MAX, Handled, State, WorkerMessage};
 use crate::actors::gpu::{EngineSide, Gpu};
-use crate::core::WorkerEvent;
+use crate::core::{MemoryBounds, WorkerEvent};
 use crate::memory::{LifelineEnd, RegisteredMemory, validate};
 use crate::protocol::{
-    Attach, Attached, AttachedMemory, Empty, ErrorBody, ErrorCode, Message, Register, Registered,
+    Attach, AttachedMemory, Empty, ErrorBody, ErrorCode, Message, Register, Registered,
 };
 use crate::transport::{Failure, FdReceiver, PeerId, Ticket};
 use crate::types::{
@@ -267,10 +267,13 @@ impl State {
             self.refuse(who.peer, who.asked, ErrorCode::Invalid, text);
             return Ok(());
         }
-        let (engine, mut after) = (who.engine, who.after);
-        if self.over.0 == engine {
-            after = after.max(self.over.1);
-        }
+        let (engine, after) = (who.engine, who.after);
+        let geometry = memory.geometry();
+        let depot = self.depot.as_ref();
+        let bounds = MemoryBounds {
+            device_pages: geometry.device_pages,
+            arena_pages: depot.map_or(0, |depot| depot.arena_pages(geometry.page_bytes)),
+        };
         let mut before = self.mapped.replace(Mapped {
             engine,
             peer: who.peer,
@@ -286,7 +289,12 @@ impl State {
             self.close(before.engine, before.memory, myself);
         }
         self.teller.problem(String::new());
-        self.step(WorkerEvent::Registered { engine, after }, myself)
+        let registered = WorkerEvent::Registered {
+            engine,
+            after,
+            bounds,
+        };
+        self.step(registered, myself)
     }
 
     /// The rank hears that its memory was understood, and why it is not used. Memory that is served stays.
@@ -314,8 +322,9 @@ impl State {
             .reply(who.peer, who.asked, Message::Registered(body));
     }
 
-    /// Asks the leader; without an answer in time the core asks again.
-    pub(super) fn attach(&self, attach: AttachId, myself: &ActorRef<WorkerMessage>) {
+    /// Asks the leader; without an answer in time the core asks again. The answer comes in order with the leader's
+    /// orders: those that follow it must find an admitted worker.
+    pub(super) fn attach(&mut self, attach: AttachId) {
         let memory = self.mapped.as_ref().zip(self.depot.as_ref());
         let memory = memory.map(|(mapped, depot)| AttachedMemory {
             engine: mapped.engine.0,
@@ -334,36 +343,28 @@ impl State {
                 .to_be_bytes(),
             memory,
         };
-        let (leader, link, myself) = (self.leader.clone(), self.link, myself.clone());
-        tokio::spawn(async move {
-            let answer = leader
-                .ask_over(link, Message::Attach(question), ATTACH_TIMEOUT)
-                .await;
-            let verdict = match answer {
-                Ok(Message::Attached(attached)) => Ok(attached),
-                Ok(other) => {
-                    tracing::warn!(kind = other.kind().name(), "no answer to an attach");
-                    return;
-                }
-                Err(failure) => Err(failure),
-            };
-            if myself
-                .cast(WorkerMessage::Admitted(attach, verdict))
-                .is_err()
-            {
-                tracing::debug!("the worker has stopped");
-            }
-        });
+        let question = Message::Attach(question);
+        let id = self
+            .leader
+            .ask_in_order(self.link, question, ATTACH_TIMEOUT);
+        self.attaching.insert(id, attach);
+        if self.attaching.len() > ATTACHING_MAX {
+            self.attaching.pop_first();
+        }
     }
 
     pub(super) fn admitted(
         &mut self,
         attach: AttachId,
-        verdict: Result<Attached, Failure>,
+        verdict: Result<Message, Failure>,
         myself: &ActorRef<WorkerMessage>,
     ) -> Handled {
         let after = match verdict {
-            Ok(attached) => Some(OpId(attached.after)),
+            Ok(Message::Attached(attached)) => Some(OpId(attached.after)),
+            Ok(other) => {
+                tracing::warn!(kind = other.kind().name(), "no answer to an attach");
+                return Ok(());
+            }
             Err(failure)
                 if matches!(failure.code, ErrorCode::Invalid | ErrorCode::RankDisagrees) =>
             {

@@ -284,11 +284,11 @@ async fn attach(leader: &Path) -> Result<tokio::task::JoinHandle<()>, CommandErr
     let orders = worker.clone();
     let obeys = tokio::spawn(async move {
         while let Some(heard) = incoming.recv().await {
-            let Incoming::Request(envelope) = heard else {
+            let Incoming::Request { link, envelope } = heard else {
                 continue;
             };
             if let Some(answer) = obey(envelope.message) {
-                orders.reply(envelope.correlation, answer);
+                orders.reply(link, envelope.correlation, answer);
             }
         }
     });

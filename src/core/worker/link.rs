@@ -1,7 +1,7 @@
 //! The conversation with the leader: found, attached, lost.
 
 use crate::core::sabotage::{Bug, planted};
-use crate::types::{AttachId, EngineId, Epoch, OpId, RequestId, Time};
+use crate::types::{AttachId, EngineId, Epoch, OpId, Time};
 
 use super::memory::Memory;
 use super::{Worker, WorkerEffect};
@@ -9,12 +9,12 @@ use super::{Worker, WorkerEffect};
 /// A leader that was found.
 #[derive(Debug)]
 pub(super) struct Link {
-    epoch: Epoch,
+    pub(super) epoch: Epoch,
     /// What the leader was told last, and when it is told again while it does not answer.
     asked: Option<Asked>,
     /// The leader must be told again: at first, and when other memory is here than before.
     news: bool,
-    admitted: bool,
+    pub(super) admitted: bool,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -31,6 +31,11 @@ impl Link {
 }
 
 impl Worker {
+    /// The leader of this epoch was found last.
+    pub(super) fn follows(&self, epoch: Epoch) -> bool {
+        self.link.as_ref().is_some_and(|link| link.epoch == epoch)
+    }
+
     /// The leader of this epoch knows this worker, and knows it as it is now.
     pub(super) fn obeys(&self, epoch: Epoch) -> bool {
         self.link
@@ -60,7 +65,8 @@ impl Worker {
             return;
         }
         self.batches.clear();
-        self.stop_all(now, |_| true, effects);
+        self.tasks.values_mut().for_each(|task| task.orphan = true);
+        self.stop_all(now, effects);
         self.ended.clear();
         self.floor = OpId(0);
     }
@@ -68,11 +74,10 @@ impl Worker {
     pub(super) fn registered(
         &mut self,
         now: Time,
-        engine: EngineId,
-        after: RequestId,
+        memory: Memory,
         effects: &mut Vec<WorkerEffect>,
     ) {
-        self.memory = Some(Memory::new(engine, after));
+        self.memory = Some(memory);
         self.changed(now, effects);
     }
 
@@ -93,7 +98,7 @@ impl Worker {
 
     /// Other memory is here than the leader knows: nothing is copied until it knows.
     fn changed(&mut self, now: Time, effects: &mut Vec<WorkerEffect>) {
-        self.stop_all(now, |_| true, effects);
+        self.stop_all(now, effects);
         if let Some(link) = &mut self.link {
             link.news = true;
             link.admitted = false;
@@ -138,8 +143,6 @@ impl Worker {
         link.asked = None;
         link.admitted = after.is_some();
         self.floor = self.floor.max(after.unwrap_or_default());
-        // What ended since was ordered by an older leader, and a new one counts from the start again.
-        self.ended.clear();
         let engine = self.memory.as_ref().map(|memory| memory.engine);
         if after.is_none() && self.memory.take().is_some() {
             // Without that memory it may belong.

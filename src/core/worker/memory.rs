@@ -5,17 +5,27 @@ use std::collections::BTreeSet;
 use crate::core::sabotage::{Bug, planted};
 use crate::types::{EngineId, OpId, RequestId, Time};
 
-use super::{WORKER_ABANDONED_MAX, Worker, WorkerEffect};
+use super::check::MemoryBounds;
+use super::{WORKER_ABANDONED_MAX, WORKER_ENGINES_MAX, Worker, WorkerEffect};
 
 /// The memory of one engine.
 #[derive(Debug)]
 pub(super) struct Memory {
     pub(super) engine: EngineId,
+    pub(super) bounds: MemoryBounds,
     /// Everything up to this request is written.
     pub(super) written: RequestId,
     /// Requests up to this one are over.
     after: RequestId,
-    /// Later ones that are over.
+}
+
+/// What an engine abandoned. It counts for memory that the engine registers later, too.
+#[derive(Debug)]
+pub(super) struct Over {
+    engine: EngineId,
+    /// Requests up to this one are over: a younger one was forgotten.
+    forgotten: RequestId,
+    /// Later ones that are over, one by one.
     abandoned: BTreeSet<RequestId>,
 }
 
@@ -27,53 +37,84 @@ pub(super) struct Abandoning {
 }
 
 impl Memory {
-    pub(super) fn new(engine: EngineId, after: RequestId) -> Self {
+    pub(super) fn new(engine: EngineId, after: RequestId, bounds: MemoryBounds) -> Self {
         Self {
             engine,
+            bounds,
             written: after,
             after,
-            abandoned: BTreeSet::new(),
         }
     }
 
-    pub(super) fn may_copy_for(&self, request: RequestId) -> bool {
-        request > self.after && !self.abandoned.contains(&request)
+    pub(super) fn may_copy_for(&self, request: RequestId, over: &[Over]) -> bool {
+        let is_over = |over: &Over| request <= over.forgotten || over.abandoned.contains(&request);
+        let over = over.iter().find(|over| over.engine == self.engine);
+        request > self.after && !over.is_some_and(is_over)
     }
+}
 
+impl Over {
     /// Remembers the youngest one by one; whatever is older than one that is forgotten is over as well.
-    fn abandon(&mut self, requests: &[RequestId]) {
-        self.abandoned
-            .extend(requests.iter().filter(|request| **request > self.after));
+    fn abandon(&mut self, requests: &BTreeSet<RequestId>) {
+        let later = requests.range(RequestId(self.forgotten.0.saturating_add(1))..);
+        self.abandoned.extend(later);
         while self.abandoned.len() > WORKER_ABANDONED_MAX
             && let Some(oldest) = self.abandoned.pop_first()
         {
-            self.after = oldest;
+            self.forgotten = oldest;
         }
     }
 }
 
 impl Worker {
+    /// What an engine abandoned; the engine that was asked about longest ago makes room for a new one.
+    fn over(&mut self, engine: EngineId) -> &mut Over {
+        let known = self.over.iter().position(|over| over.engine == engine);
+        let over = match known {
+            Some(index) => self.over.remove(index),
+            None => Over {
+                engine,
+                forgotten: RequestId(0),
+                abandoned: BTreeSet::new(),
+            },
+        };
+        if self.over.len() >= WORKER_ENGINES_MAX {
+            let registered = self.memory.as_ref().map(|memory| memory.engine);
+            let oldest = self
+                .over
+                .iter()
+                .position(|over| Some(over.engine) != registered);
+            self.over.remove(oldest.unwrap_or(0));
+        }
+        self.over.push(over);
+        let last = self.over.len() - 1;
+        &mut self.over[last]
+    }
+
     /// The engine hears back when no copy for these requests runs, and none will.
     pub(super) fn abandon(
         &mut self,
         now: Time,
         engine: EngineId,
         ask: u64,
-        requests: Vec<RequestId>,
+        requests: &BTreeSet<RequestId>,
         effects: &mut Vec<WorkerEffect>,
     ) {
-        if let Some(memory) = self
-            .memory
-            .as_mut()
-            .filter(|memory| memory.engine == engine)
-        {
-            memory.abandon(&requests);
+        self.over(engine).abandon(requests);
+        let mut running = BTreeSet::new();
+        for request in requests {
+            let copies = self
+                .requests
+                .range((*request, OpId(0))..=(*request, OpId(u64::MAX)));
+            let copies: Vec<OpId> = copies.map(|(_, op)| *op).collect();
+            for op in copies {
+                let its = |task: &super::Task| task.copy.engine == engine;
+                if self.tasks.get(&op).is_some_and(its) {
+                    self.stop(now, op, effects);
+                    running.extend(self.tasks.contains_key(&op).then_some(op));
+                }
+            }
         }
-        let running = self.stop_all(
-            now,
-            |copy| copy.engine == engine && requests.contains(&copy.request),
-            effects,
-        );
         if running.is_empty() || planted(Bug::AbandonEarly) {
             effects.push(WorkerEffect::Abandoned { ask });
         } else if !self.abandoning.iter().any(|waiting| waiting.ask == ask) {

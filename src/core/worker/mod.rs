@@ -1,14 +1,18 @@
 //! The worker: starts, orders and ends copies. It decides nothing about which page lives where.
 //!
 //! A copy waits until what it reads is written, then for a free place, then runs; it is reported when nothing of it reads
-//! or writes any more. An order that comes again, late, or behind its own cancel is not carried out: the worker remembers
-//! how the last [`WORKER_ENDED_MAX`] copies ended and refuses what is older. Whatever an older leader ordered is stopped
+//! or writes any more. Loads and stores wait for places of their own. An order that comes again, late, or after its own
+//! cancel is not carried out: the worker remembers how the last [`WORKER_ENDED_MAX`] copies ended and refuses what is
+//! older. Every order is answered; see [`orders`] for how. Whatever an older leader ordered is stopped
 //! and never reported to a newer one, to which the worker attaches only when nothing of it is left.
 
+mod check;
+mod lanes;
 mod link;
 mod memory;
+mod orders;
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::Duration;
 
 use crate::core::sabotage::{Bug, planted};
@@ -17,8 +21,12 @@ use crate::types::{
     RequestId, ResetId, Scope, Stored, Time,
 };
 
+pub use check::MemoryBounds;
+use lanes::Lanes;
 use link::Link;
-use memory::{Abandoning, Memory};
+use memory::{Abandoning, Memory, Over};
+pub use orders::OrderRefusal;
+use orders::refused;
 
 /// Copies that a worker keeps, waiting and running together. More are refused, reported as not whole.
 pub const WORKER_COPIES_MAX: usize = 1 << 20;
@@ -26,6 +34,9 @@ pub const WORKER_COPIES_MAX: usize = 1 << 20;
 pub const WORKER_ENDED_MAX: usize = 65_536;
 /// Abandoned requests that a worker remembers one by one; it refuses copies for any that is older.
 pub const WORKER_ABANDONED_MAX: usize = 4096;
+/// Engines of which a worker remembers what they abandoned: the one that is registered, and those before it or about to
+/// register. About 1 MiB with [`WORKER_ABANDONED_MAX`] requests each.
+pub const WORKER_ENGINES_MAX: usize = 4;
 
 /// Names one order of a leader, so that its answer finds back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -34,7 +45,7 @@ pub struct BatchId(pub u64);
 /// Settings of a worker.
 #[derive(Debug, Clone)]
 pub struct WorkerSettings {
-    /// Copies that run at one time.
+    /// Copies of one direction that run at one time.
     pub running_max: usize,
     /// How long after it was told to stop a copy may take before the worker ends itself. Default: 10 s.
     pub fence: Duration,
@@ -43,7 +54,7 @@ pub struct WorkerSettings {
 }
 
 impl WorkerSettings {
-    /// The defaults, for a number of copies at one time.
+    /// The defaults, for a number of copies of one direction at one time.
     pub fn new(running_max: usize) -> Self {
         Self {
             running_max: running_max.max(1),
@@ -75,6 +86,8 @@ pub enum WorkerEvent {
         engine: EngineId,
         /// Requests up to this one are over: nothing is copied for them any more.
         after: RequestId,
+        /// What the pages of its copies must lie within.
+        bounds: MemoryBounds,
     },
     /// The memory of this engine is going away.
     MemoryGone(EngineId),
@@ -120,8 +133,8 @@ pub enum WorkerEvent {
         engine: EngineId,
         /// Where the answer goes.
         ask: u64,
-        /// Which requests.
-        requests: Vec<RequestId>,
+        /// Which requests; at most [`WORKER_ABANDONED_MAX`], or the worker refuses healthy ones that are older.
+        requests: BTreeSet<RequestId>,
     },
     /// Copies ended: nothing of them reads or writes any more.
     CopiesEnded(Vec<EndedCopy>),
@@ -170,6 +183,15 @@ pub enum WorkerEffect {
     },
     /// Tell the leader that the pages of this reset are struck out.
     Struck(ResetId),
+    /// Answer the order that is being handled with an error. It says nothing about any copy.
+    Refuse(OrderRefusal),
+    /// Tell people that this copy names what it may not. It is reported as not whole.
+    Invalid {
+        /// Which copy.
+        op: OpId,
+        /// One line: the field, its value and the remedy.
+        problem: String,
+    },
     /// Tell the engine that nothing is copied any more for what it abandoned.
     Abandoned {
         /// What it asked.
@@ -196,6 +218,8 @@ struct Task {
     phase: Phase,
     /// It was told to stop, or came too late: what it writes is worth nothing.
     stopped: Option<Time>,
+    /// The leader that ordered it is gone: no other one hears of its end, under a number that it may use itself.
+    orphan: bool,
 }
 
 #[derive(Debug, Default)]
@@ -215,13 +239,16 @@ pub struct Worker {
     tasks: HashMap<OpId, Task>,
     batches: HashMap<BatchId, Batch>,
     waiting: BTreeSet<(RequestId, OpId)>,
-    queue: VecDeque<OpId>,
-    running: usize,
+    /// Every copy, by its request.
+    requests: BTreeSet<(RequestId, OpId)>,
+    lanes: Lanes,
     /// Deadlines of copies, and of copies that were told to stop.
     deadlines: BTreeSet<(Time, OpId)>,
     ended: BTreeMap<OpId, EndedCopy>,
     /// Orders up to this one are too old to be known, or not for this worker.
     floor: OpId,
+    /// What engines abandoned, at most [`WORKER_ENGINES_MAX`] of them; the last that spoke stands last.
+    over: Vec<Over>,
     abandoning: Vec<Abandoning>,
 }
 
@@ -237,11 +264,12 @@ impl Worker {
             tasks: HashMap::new(),
             batches: HashMap::new(),
             waiting: BTreeSet::new(),
-            queue: VecDeque::new(),
-            running: 0,
+            requests: BTreeSet::new(),
+            lanes: Lanes::default(),
             deadlines: BTreeSet::new(),
             ended: BTreeMap::new(),
             floor: OpId(0),
+            over: Vec::new(),
             abandoning: Vec::new(),
         }
     }
@@ -253,16 +281,18 @@ impl Worker {
             WorkerEvent::LeaderLost => self.leader_lost(now, effects),
             WorkerEvent::DepotReady => self.depot = true,
             WorkerEvent::Admitted { attach, after } => self.admitted(attach, after, effects),
-            WorkerEvent::Registered { engine, after } => {
-                self.registered(now, engine, after, effects);
-            }
+            WorkerEvent::Registered {
+                engine,
+                after,
+                bounds,
+            } => self.registered(now, Memory::new(engine, after, bounds), effects),
             WorkerEvent::MemoryGone(engine) => self.memory_gone(now, engine, effects),
             WorkerEvent::Ordered {
                 epoch,
                 batch,
                 copies,
-            } if self.obeys(epoch) => self.ordered(batch, copies, effects),
-            WorkerEvent::Cancel { epoch, batch, ops } if self.obeys(epoch) => {
+            } if self.follows(epoch) => self.ordered(batch, copies, effects),
+            WorkerEvent::Cancel { epoch, batch, ops } if self.follows(epoch) => {
                 self.cancelled(now, batch, &ops, effects);
             }
             WorkerEvent::Strike {
@@ -275,19 +305,21 @@ impl Worker {
                 effects.push(WorkerEffect::StrikeScope { scope, through });
                 effects.push(WorkerEffect::Struck(id));
             }
-            WorkerEvent::Ordered { .. }
-            | WorkerEvent::Cancel { .. }
-            | WorkerEvent::Strike { .. }
-            | WorkerEvent::Tick => {}
+            WorkerEvent::Strike { epoch, .. } if self.follows(epoch) => {
+                effects.push(WorkerEffect::Refuse(OrderRefusal::NotAttached));
+            }
+            WorkerEvent::Ordered { epoch, .. }
+            | WorkerEvent::Cancel { epoch, .. }
+            | WorkerEvent::Strike { epoch, .. } => self.refuse_stale(epoch, effects),
+            WorkerEvent::Tick => {}
             WorkerEvent::Written { engine, through } => self.wrote(engine, through),
             WorkerEvent::Abandon {
                 engine,
                 ask,
                 requests,
-            } => self.abandon(now, engine, ask, requests, effects),
+            } => self.abandon(now, engine, ask, &requests, effects),
             WorkerEvent::CopiesEnded(copies) => {
                 for copy in copies {
-                    self.running -= usize::from(self.is_running(copy.op));
                     self.end(now, copy, effects);
                 }
             }
@@ -309,81 +341,6 @@ impl Worker {
         self.tasks.len()
     }
 
-    fn ordered(&mut self, batch: BatchId, copies: Vec<Copy>, effects: &mut Vec<WorkerEffect>) {
-        if self.batches.contains_key(&batch) {
-            return;
-        }
-        let known = copies.iter().any(|copy| self.tasks.contains_key(&copy.op));
-        if copies.is_empty() || known {
-            return;
-        }
-        let open = copies.len();
-        self.batches.insert(
-            batch,
-            Batch {
-                open,
-                ended: Vec::new(),
-            },
-        );
-        for copy in copies {
-            let op = copy.op;
-            let again = self.ended.get(&op).copied();
-            if let Some(ended) = again.filter(|_| !planted(Bug::RunTwice)) {
-                self.report(batch, ended, effects);
-                continue;
-            }
-            let full = self.tasks.len() >= WORKER_COPIES_MAX;
-            let memory = self.memory.as_ref().filter(|memory| {
-                op > self.floor
-                    && !full
-                    && memory.engine == copy.engine
-                    && memory.may_copy_for(copy.request)
-            });
-            let Some(memory) = memory else {
-                self.remember(refused(op));
-                self.report(batch, refused(op), effects);
-                continue;
-            };
-            let readable = copy.direction == Direction::Load || copy.request <= memory.written;
-            self.deadlines.insert((copy.deadline, op));
-            let phase = if readable {
-                self.queue.push_back(op);
-                Phase::Queued
-            } else {
-                self.waiting.insert((copy.request, op));
-                Phase::Waiting
-            };
-            let task = Task {
-                copy,
-                batch,
-                phase,
-                stopped: None,
-            };
-            self.tasks.insert(op, task);
-        }
-    }
-
-    /// Stops what is under way; says how the others ended. One that was never seen will not start any more.
-    fn cancelled(
-        &mut self,
-        now: Time,
-        batch: BatchId,
-        ops: &[OpId],
-        effects: &mut Vec<WorkerEffect>,
-    ) {
-        let mut copies = Vec::new();
-        for op in ops {
-            self.stop(now, *op, effects);
-            if self.tasks.contains_key(op) {
-                continue;
-            }
-            let ended = self.ended.get(op).copied().unwrap_or(refused(*op));
-            self.remember(ended);
-            copies.push(ended);
-        }
-        effects.push(WorkerEffect::Report { batch, copies });
-    }
-
     fn wrote(&mut self, engine: EngineId, through: RequestId) {
         let Some(memory) = self
             .memory
@@ -402,28 +359,40 @@ impl Worker {
             self.waiting.remove(&(request, op));
             if let Some(task) = self.tasks.get_mut(&op) {
                 task.phase = Phase::Queued;
-                self.queue.push_back(op);
+                let lane = self.lanes.of(task.copy.direction);
+                lane.queue.push_back(op);
             }
         }
     }
 
-    /// Starts as many copies as there are places, all in one batch. What they overwrite is struck out first.
+    /// Starts as many copies as each direction has places for, all in one batch, loads first. What they overwrite is struck
+    /// out first.
     fn start(&mut self, effects: &mut Vec<WorkerEffect>) {
         let mut started = Vec::new();
-        while self.running < self.settings.running_max {
-            let Some(op) = self.queue.pop_front() else {
-                break;
-            };
-            let queued = self
-                .tasks
-                .get_mut(&op)
-                .filter(|task| task.phase == Phase::Queued);
-            if let Some(task) = queued {
-                task.phase = Phase::Running;
-                self.running += 1;
-                started.push(task.copy.clone());
+        for direction in [Direction::Load, Direction::Store] {
+            let lane = self.lanes.of(direction);
+            while lane.running < self.settings.running_max {
+                let Some(op) = lane.queue.pop_front() else {
+                    break;
+                };
+                let queued = self
+                    .tasks
+                    .get_mut(&op)
+                    .filter(|task| task.phase == Phase::Queued && task.copy.direction == direction);
+                if let Some(task) = queued {
+                    task.phase = Phase::Running;
+                    lane.running += 1;
+                    started.push(task.copy.clone());
+                }
             }
         }
+        let tasks = &self.tasks;
+        let queued = |op| {
+            tasks
+                .get(&op)
+                .is_some_and(|task| task.phase == Phase::Queued)
+        };
+        self.lanes.clean(tasks.len(), queued);
         if started.is_empty() {
             return;
         }
@@ -462,17 +431,9 @@ impl Worker {
         }
     }
 
-    fn stop_all(
-        &mut self,
-        now: Time,
-        which: impl Fn(&Copy) -> bool,
-        effects: &mut Vec<WorkerEffect>,
-    ) -> BTreeSet<OpId> {
-        let which = self.tasks.iter().filter(|(_, task)| which(&task.copy));
-        let mut ops: BTreeSet<OpId> = which.map(|(op, _)| *op).collect();
-        ops.iter().for_each(|op| self.stop(now, *op, effects));
-        ops.retain(|op| self.tasks.contains_key(op));
-        ops
+    fn stop_all(&mut self, now: Time, effects: &mut Vec<WorkerEffect>) {
+        let ops: BTreeSet<OpId> = self.tasks.keys().copied().collect();
+        ops.into_iter().for_each(|op| self.stop(now, op, effects));
     }
 
     /// A deadline stops a copy. One that was told to stop and has not is ended with this process.
@@ -496,9 +457,13 @@ impl Worker {
         let Task {
             copy,
             batch,
+            phase,
             stopped,
-            ..
+            orphan,
         } = task;
+        let lane = self.lanes.of(copy.direction);
+        lane.running -= usize::from(phase == Phase::Running);
+        self.requests.remove(&(copy.request, ended.op));
         self.deadlines
             .remove(&(stopped.unwrap_or(copy.deadline), ended.op));
         self.waiting.remove(&(copy.request, ended.op));
@@ -511,8 +476,10 @@ impl Worker {
         {
             effects.push(WorkerEffect::List(record));
         }
-        self.remember(ended);
-        self.report(batch, ended, effects);
+        if !orphan {
+            self.remember(ended);
+            self.report(batch, ended, effects);
+        }
         self.abandoned(ended.op, effects);
     }
 
@@ -540,22 +507,6 @@ impl Worker {
                 copies: batch.ended,
             });
         }
-    }
-
-    fn is_running(&self, op: OpId) -> bool {
-        self.tasks
-            .get(&op)
-            .is_some_and(|task| task.phase == Phase::Running)
-    }
-}
-
-fn refused(op: OpId) -> EndedCopy {
-    EndedCopy {
-        op,
-        whole: false,
-        whole_pages: 0,
-        bytes: 0,
-        busy_us: 0,
     }
 }
 

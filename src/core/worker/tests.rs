@@ -2,6 +2,10 @@ use super::*;
 use crate::types::{FragmentPair, PageList};
 
 const ENGINE: EngineId = EngineId([1; 16]);
+const BOUNDS: MemoryBounds = MemoryBounds {
+    device_pages: 64,
+    arena_pages: 32,
+};
 const FENCE_NS: u64 = 10_000_000_000;
 
 fn copy(op: u64, direction: Direction, request: u64) -> Copy {
@@ -42,6 +46,7 @@ fn worker() -> Worker {
     let registered = WorkerEvent::Registered {
         engine: ENGINE,
         after,
+        bounds: BOUNDS,
     };
     step(&mut worker, 0, registered);
     find(&mut worker, 1, 1);
@@ -59,6 +64,21 @@ fn find(worker: &mut Worker, epoch: u64, attach: u64) {
     );
     let after = Some(OpId(0));
     step(worker, 0, WorkerEvent::Admitted { attach, after });
+}
+
+fn register(
+    worker: &mut Worker,
+    now: u64,
+    engine: EngineId,
+    after: RequestId,
+) -> Vec<WorkerEffect> {
+    let bounds = BOUNDS;
+    let registered = WorkerEvent::Registered {
+        engine,
+        after,
+        bounds,
+    };
+    step(worker, now, registered)
 }
 
 fn order(worker: &mut Worker, epoch: u64, batch: u64, copies: Vec<Copy>) -> Vec<WorkerEffect> {
@@ -87,6 +107,13 @@ fn written(worker: &mut Worker, through: u64) -> Vec<WorkerEffect> {
     let through = RequestId(through);
     let engine = ENGINE;
     step(worker, 0, WorkerEvent::Written { engine, through })
+}
+
+fn stale(order: u64, followed: u64) -> WorkerEffect {
+    WorkerEffect::Refuse(OrderRefusal::StaleEpoch {
+        order: Epoch(order),
+        followed: Epoch(followed),
+    })
 }
 
 fn whole(op: u64) -> EndedCopy {
@@ -180,8 +207,8 @@ fn a_strike_of_another_epoch_strikes_nothing() {
         };
         step(&mut worker, 0, strike)
     };
-    assert_eq!(strike(2), []);
-    assert_eq!(strike(0), []);
+    assert_eq!(strike(2), [stale(2, 1)]);
+    assert_eq!(strike(0), [stale(0, 1)]);
     let struck = WorkerEffect::Struck(ResetId(3));
     let through = crate::types::Stored {
         epoch: Epoch(1),
@@ -293,10 +320,14 @@ fn a_new_leader_hears_nothing_of_old_orders_and_nothing_at_all_before_they_have_
     order(&mut worker, 1, 1, vec![load(1), store(2, 5)]);
     let effects = step(&mut worker, 1, WorkerEvent::LeaderFound(Epoch(2)));
     assert_eq!(effects, [WorkerEffect::Stop(OpId(1))]);
-    assert_eq!(order(&mut worker, 1, 2, vec![load(3)]), [], "an old order");
+    assert_eq!(
+        order(&mut worker, 1, 2, vec![load(3)]),
+        [stale(1, 2)],
+        "an old order"
+    );
     assert_eq!(
         order(&mut worker, 2, 2, vec![load(3)]),
-        [],
+        [report(2, vec![refused(OpId(3))])],
         "before it was admitted"
     );
     let effects = ended(&mut worker, 2, vec![whole(1)]);
@@ -354,7 +385,7 @@ fn other_memory_stops_the_copies_of_the_old_one_before_it_is_used() {
     let mut worker = worker();
     order(&mut worker, 1, 1, vec![load(1)]);
     let (engine, after) = (EngineId([2; 16]), RequestId(0));
-    let effects = step(&mut worker, 1, WorkerEvent::Registered { engine, after });
+    let effects = register(&mut worker, 1, engine, after);
     assert_eq!(effects, [WorkerEffect::Stop(OpId(1))]);
     let effects = ended(&mut worker, 2, vec![refused(OpId(1))]);
     let (attach, engine) = (AttachId(2), Some(engine));
@@ -410,7 +441,7 @@ fn an_engine_hears_of_what_it_abandoned_when_the_last_copy_has_ended() {
     let copies = [(1, 5), (2, 5), (3, 6)].map(|(op, request)| copy(op, Direction::Load, request));
     order(&mut worker, 1, 1, copies.to_vec());
     let (engine, ask) = (ENGINE, 9);
-    let requests = vec![RequestId(5)];
+    let requests = BTreeSet::from([RequestId(5)]);
     let abandon = WorkerEvent::Abandon {
         engine,
         ask,
@@ -437,8 +468,15 @@ fn an_engine_hears_of_what_it_abandoned_when_the_last_copy_has_ended() {
 fn a_copy_that_is_under_way_is_not_begun_by_another_order() {
     let mut worker = worker();
     assert_eq!(starts(&order(&mut worker, 1, 1, vec![load(7)])), [7]);
-    assert_eq!(order(&mut worker, 1, 2, vec![load(7)]), []);
-    assert_eq!(order(&mut worker, 1, 3, Vec::new()), []);
+    assert_eq!(
+        order(&mut worker, 1, 2, vec![load(7)]),
+        [report(2, Vec::new())],
+        "it has not ended: nothing is said of its end"
+    );
+    assert_eq!(
+        order(&mut worker, 1, 3, Vec::new()),
+        [report(3, Vec::new())]
+    );
     let effects = ended(&mut worker, 2, vec![whole(7)]);
     assert_eq!(effects, [report(1, vec![whole(7)])]);
 }
@@ -452,7 +490,7 @@ fn a_cancel_of_another_epoch_stops_nothing() {
         batch: BatchId(2),
         ops: vec![OpId(7)],
     };
-    assert_eq!(step(&mut worker, 1, cancel(2)), []);
+    assert_eq!(step(&mut worker, 1, cancel(2)), [stale(2, 1)]);
     let effects = step(&mut worker, 1, cancel(1));
     assert_eq!(
         effects,
@@ -465,7 +503,7 @@ fn what_was_asked_before_an_engine_registered_is_over() {
     let mut worker = Worker::new(WorkerSettings::new(2));
     step(&mut worker, 0, WorkerEvent::DepotReady);
     let (engine, after) = (ENGINE, RequestId(4));
-    step(&mut worker, 0, WorkerEvent::Registered { engine, after });
+    register(&mut worker, 0, engine, after);
     find(&mut worker, 1, 1);
     let effects = order(&mut worker, 1, 1, vec![store(1, 4)]);
     assert_eq!(effects, [report(1, vec![refused(OpId(1))])]);
@@ -476,7 +514,7 @@ fn what_was_asked_before_an_engine_registered_is_over() {
 #[test]
 fn abandoned_requests_are_remembered_within_a_limit() {
     let mut worker = worker();
-    let requests: Vec<RequestId> = (10..=10 + WORKER_ABANDONED_MAX as u64)
+    let requests: BTreeSet<RequestId> = (10..=10 + WORKER_ABANDONED_MAX as u64)
         .map(RequestId)
         .collect();
     let (engine, ask) = (ENGINE, 1);
@@ -517,7 +555,7 @@ fn as_many_abandoned_requests_as_the_limit_are_remembered_one_by_one() {
 fn what_is_older_than_an_abandoned_request_is_copied_as_ever() {
     let mut worker = worker();
     let (engine, ask) = (ENGINE, 1);
-    let requests = vec![RequestId(5)];
+    let requests = BTreeSet::from([RequestId(5)]);
     let abandon = WorkerEvent::Abandon {
         engine,
         ask,
@@ -540,4 +578,194 @@ fn the_end_of_an_old_copy_is_not_told_to_a_leader_that_uses_its_number_again() {
     let (attach, after) = (AttachId(2), Some(OpId(6)));
     step(&mut worker, 3, WorkerEvent::Admitted { attach, after });
     assert_eq!(starts(&order(&mut worker, 2, 1, vec![load(7)])), [7]);
+}
+
+#[test]
+fn a_load_starts_at_once_however_many_stores_run_and_wait() {
+    let mut worker = worker();
+    let stores = (1..=100).map(|op| store(op, 1)).collect();
+    order(&mut worker, 1, 1, stores);
+    assert_eq!(
+        starts(&written(&mut worker, 1)),
+        [1, 2],
+        "places for stores"
+    );
+    let loads = (201..=203).map(load).collect();
+    assert_eq!(starts(&order(&mut worker, 1, 2, loads)), [201, 202]);
+    assert_eq!(starts(&ended(&mut worker, 0, vec![whole(1)])), [3]);
+    assert_eq!(starts(&ended(&mut worker, 0, vec![whole(202)])), [203]);
+}
+
+#[test]
+fn a_queue_does_not_grow_by_copies_that_were_stopped_in_it() {
+    let mut worker = worker();
+    order(&mut worker, 1, 1, vec![load(1), load(2)]);
+    for op in 3..3000 {
+        order(&mut worker, 1, op, vec![load(op)]);
+        cancel(&mut worker, 10_000 + op, op);
+    }
+    let queued = worker.lanes.of(Direction::Load).queue.len();
+    assert!(queued < 100, "{queued} copies that are over");
+    order(&mut worker, 1, 3000, vec![load(3000)]);
+    assert_eq!(starts(&ended(&mut worker, 0, vec![whole(1)])), [3000]);
+}
+
+#[test]
+fn an_order_that_came_before_the_worker_was_admitted_is_refused_for_good() {
+    let mut worker = worker();
+    step(&mut worker, 1, WorkerEvent::LeaderFound(Epoch(2)));
+    let refusal = [report(5, vec![refused(OpId(9))])];
+    assert_eq!(order(&mut worker, 2, 5, vec![load(9)]), refusal);
+    let strike = WorkerEvent::Strike {
+        epoch: Epoch(2),
+        id: ResetId(1),
+        scope: Scope::Everything,
+        through: Generation(0),
+    };
+    let not_attached = WorkerEffect::Refuse(OrderRefusal::NotAttached);
+    assert_eq!(step(&mut worker, 1, strike), [not_attached]);
+    // The order was given after the attach, and overtook its answer: the leader took the refusal for the end.
+    let (attach, after) = (AttachId(2), Some(OpId(8)));
+    step(&mut worker, 2, WorkerEvent::Admitted { attach, after });
+    let refusal = [report(6, vec![refused(OpId(9))])];
+    assert_eq!(order(&mut worker, 2, 6, vec![load(9)]), refusal);
+    assert_eq!(starts(&order(&mut worker, 2, 7, vec![load(10)])), [10]);
+}
+
+#[test]
+fn an_order_that_is_repeated_while_other_memory_comes_does_not_end_what_still_runs() {
+    let mut worker = worker();
+    order(&mut worker, 1, 1, vec![load(1)]);
+    register(&mut worker, 1, EngineId([2; 16]), RequestId(0));
+    assert_eq!(
+        order(&mut worker, 1, 2, vec![load(1), load(2)]),
+        [report(2, vec![refused(OpId(2))])],
+        "1 is being stopped"
+    );
+    assert_eq!(cancel(&mut worker, 3, 1), [report(3, Vec::new())]);
+    let effects = ended(&mut worker, 2, vec![refused(OpId(1))]);
+    assert_eq!(effects[0], report(1, vec![refused(OpId(1))]));
+}
+
+#[test]
+fn an_order_of_several_copies_begins_those_that_are_new() {
+    let mut worker = worker();
+    order(&mut worker, 1, 1, vec![load(1)]);
+    let effects = order(&mut worker, 1, 2, vec![load(1), load(2), load(2)]);
+    assert_eq!(starts(&effects), [2]);
+    let effects = ended(&mut worker, 0, vec![whole(2)]);
+    assert_eq!(effects, [report(2, vec![whole(2)])]);
+    let effects = ended(&mut worker, 0, vec![whole(1)]);
+    assert_eq!(effects, [report(1, vec![whole(1)])]);
+}
+
+/// A copy of pages `src` to pages `dst`, each a start and a count.
+fn pages(op: u64, direction: Direction, src: (u32, u32), dst: (u32, u32)) -> Copy {
+    let list = |(start, count)| {
+        PageList(
+            [crate::types::PageRun { start, count }]
+                .into_iter()
+                .collect(),
+        )
+    };
+    let pair = FragmentPair {
+        src: list(src),
+        dst: list(dst),
+    };
+    let pairs = vec![pair];
+    Copy {
+        pairs,
+        ..copy(op, direction, 1)
+    }
+}
+
+#[test]
+fn a_copy_of_pages_that_are_not_there_is_refused_before_anything_is_written() {
+    use Direction::{Load, Store};
+    let record = |block_start, first, count: usize| {
+        Some(Record {
+            anchor: crate::types::Anchor(1),
+            domain: crate::types::DomainId(2),
+            block_start,
+            first,
+            phase: 0,
+            stored: Stored::default(),
+            fingerprints: vec![crate::types::Fingerprint(3); count],
+        })
+    };
+    let with = |copy: Copy, record| Copy { record, ..copy };
+    let last = u32::MAX;
+    let hostile = |op| {
+        let good = pages(op, Store, (0, 4), (8, 4));
+        [
+            pages(op, Store, (0, 1), (32, 1)),
+            pages(op, Store, (0, 2), (31, 2)),
+            pages(op, Store, (64, 1), (0, 1)),
+            pages(op, Store, (0, 1), (last, last)),
+            pages(op, Store, (last, last), (last, last)),
+            pages(op, Store, (0, 2), (0, 1)),
+            pages(op, Store, (0, 0), (0, 0)),
+            pages(op, Load, (32, 1), (0, 1)),
+            pages(op, Load, (0, 1), (64, 1)),
+            with(pages(op, Load, (8, 4), (0, 4)), record(8, 0, 4)),
+            with(good.clone(), record(9, 0, 4)),
+            with(good.clone(), record(8, 1, 4)),
+            with(good.clone(), record(8, 0, 3)),
+            with(good.clone(), record(8, 0, 5)),
+            with(good.clone(), record(last, u16::MAX, 4)),
+            with(good.clone(), record(8, u16::MAX, 4)),
+            Copy {
+                pairs: Vec::new(),
+                ..good
+            },
+        ]
+    };
+    let mut worker = worker();
+    written(&mut worker, 1);
+    for case in 0..hostile(0).len() {
+        let op = 1 + case as u64;
+        let copy = hostile(op)[case].clone();
+        let effects = order(&mut worker, 1, op, vec![copy.clone()]);
+        let [WorkerEffect::Invalid { problem, .. }, answer] = &effects[..] else {
+            unreachable!("{copy:?}: {effects:?}")
+        };
+        assert_eq!(*answer, report(op, vec![refused(OpId(op))]), "{problem}");
+    }
+    let good = pages(100, Store, (60, 4), (28, 4));
+    let effects = order(&mut worker, 1, 100, vec![with(good, record(26, 2, 4))]);
+    assert_eq!(starts(&effects), [100]);
+}
+
+#[test]
+fn an_abandoned_request_of_the_highest_number_costs_no_other_one_its_copies() {
+    let mut worker = worker();
+    let abandon = |worker: &mut Worker, engine, request| {
+        let (ask, requests) = (1, BTreeSet::from([RequestId(request)]));
+        let abandon = WorkerEvent::Abandon {
+            engine,
+            ask,
+            requests,
+        };
+        step(worker, 0, abandon)
+    };
+    abandon(&mut worker, ENGINE, u64::MAX);
+    abandon(&mut worker, ENGINE, 7);
+    // The same engine registers again: what it abandoned is over, and nothing else.
+    register(&mut worker, 0, ENGINE, RequestId(3));
+    let (attach, after) = (AttachId(2), Some(OpId(0)));
+    step(&mut worker, 0, WorkerEvent::Admitted { attach, after });
+    let of = |op, request| copy(op, Direction::Load, request);
+    let copies = vec![of(1, 3), of(2, 7), of(3, 8), of(4, u64::MAX), of(5, 6)];
+    assert_eq!(starts(&order(&mut worker, 1, 1, copies)), [3, 5]);
+    let other = EngineId([9; 16]);
+    for engine in 0..50 {
+        abandon(&mut worker, EngineId([engine; 16]), 1);
+    }
+    abandon(&mut worker, other, 1);
+    assert!(worker.over.len() <= WORKER_ENGINES_MAX);
+    assert_eq!(
+        order(&mut worker, 1, 2, vec![of(9, 7)]).len(),
+        1,
+        "still over"
+    );
 }

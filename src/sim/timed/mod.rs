@@ -21,8 +21,8 @@ mod settings;
 mod tests;
 
 use crate::core::{
-    BatchId, Effect, Event, Leader, RUNNING_COPIES_MAX, Refusal, Worker, WorkerEffect, WorkerEvent,
-    WorkerSettings,
+    BatchId, Effect, Event, Leader, MemoryBounds, RUNNING_COPIES_MAX, Refusal, Worker,
+    WorkerEffect, WorkerEvent, WorkerSettings,
 };
 use crate::engine::scheduler::{Scheduler, Served};
 use crate::sim::sequential::{ENGINE, attach};
@@ -105,13 +105,21 @@ impl Timed {
         let worker = || {
             let mut worker = Worker::new(WorkerSettings::new(RUNNING_COPIES_MAX));
             let (engine, after) = (ENGINE, RequestId(0));
+            let bounds = MemoryBounds {
+                device_pages: geometry.device_pages,
+                arena_pages,
+            };
             let admitted = WorkerEvent::Admitted {
                 attach: AttachId(1),
                 after: Some(OpId(0)),
             };
             for event in [
                 WorkerEvent::DepotReady,
-                WorkerEvent::Registered { engine, after },
+                WorkerEvent::Registered {
+                    engine,
+                    after,
+                    bounds,
+                },
                 WorkerEvent::LeaderFound(leader.epoch()),
                 admitted,
             ] {
@@ -352,6 +360,8 @@ impl Timed {
                     | WorkerEffect::Attach { .. }
                     | WorkerEffect::Registered { .. }
                     | WorkerEffect::Abandoned { .. }
+                    | WorkerEffect::Refuse(_)
+                    | WorkerEffect::Invalid { .. }
                     | WorkerEffect::GiveUp => {}
                 }
             }

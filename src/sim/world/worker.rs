@@ -10,7 +10,7 @@ use super::net::{ConnectionId, End, Heard};
 use super::server::{self, Server};
 use super::storage::{Storage, TORN};
 use super::{Env, Happening, Who};
-use crate::core::{BatchId, Worker, WorkerEffect, WorkerEvent, WorkerSettings};
+use crate::core::{BatchId, MemoryBounds, Worker, WorkerEffect, WorkerEvent, WorkerSettings};
 use crate::protocol::{
     Attach, AttachedMemory, CopyResult, Empty, Ended, Envelope, ErrorBody, ErrorCode, Inventory,
     Message, ReadInventory, Registered, Role, Struck,
@@ -233,7 +233,16 @@ impl WorkerProcess {
                     return;
                 }
                 self.memory = Some((engine, id, Some(correlation)));
-                self.step(env, WorkerEvent::Registered { engine, after });
+                let bounds = MemoryBounds {
+                    device_pages: env.geometry().device_pages,
+                    arena_pages: env.setup.arena_pages,
+                };
+                let registered = WorkerEvent::Registered {
+                    engine,
+                    after,
+                    bounds,
+                };
+                self.step(env, registered);
             }
             Message::Written(written) => {
                 if self
@@ -342,6 +351,16 @@ impl WorkerProcess {
                         let body = Message::AbandonAnswer(Empty {});
                         self.server.say(env, id, correlation, Duration::ZERO, body);
                     }
+                }
+                WorkerEffect::Refuse(refusal) => {
+                    let error = ErrorBody::new(ErrorCode::NotReady, refusal.to_string());
+                    let error = Message::Error(error);
+                    self.leader.say(env, self.order, Duration::ZERO, error);
+                }
+                WorkerEffect::Invalid { op, problem } => {
+                    env.violated(format!(
+                        "{op} was ordered with what it may not name: {problem}"
+                    ));
                 }
                 WorkerEffect::GiveUp => self.gave_up = true,
             }

@@ -1,0 +1,107 @@
+//! What a copy may name: an order is checked when it arrives, before memory or inventory is written by it.
+
+use crate::types::{Copy, Direction, PageList, Record};
+
+/// What the pages of copies must lie within.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MemoryBounds {
+    /// Pages of the engine's memory.
+    pub device_pages: u32,
+    /// Pages of that size in the depot.
+    pub arena_pages: u32,
+}
+
+/// What is wrong with a copy.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{field} is {value}: {remedy}; the copy is refused, check that leader and worker are of one version"
+)]
+pub(super) struct Invalid {
+    field: &'static str,
+    value: String,
+    remedy: String,
+}
+
+fn invalid<T>(
+    field: &'static str,
+    value: impl Into<String>,
+    remedy: impl Into<String>,
+) -> Result<T, Invalid> {
+    Err(Invalid {
+        field,
+        value: value.into(),
+        remedy: remedy.into(),
+    })
+}
+
+/// Every page lies within its memory, both sides of each pair have as many, and a store lists the pages that it writes.
+pub(super) fn check(copy: &Copy, bounds: MemoryBounds) -> Result<(), Invalid> {
+    let MemoryBounds {
+        device_pages,
+        arena_pages,
+    } = bounds;
+    let (from, to) = match copy.direction {
+        Direction::Load => (("arena", arena_pages), ("device", device_pages)),
+        Direction::Store => (("device", device_pages), ("arena", arena_pages)),
+    };
+    if copy.pairs.is_empty() {
+        return invalid("pairs", "empty", "name at least one");
+    }
+    for pair in &copy.pairs {
+        within("pairs.src", &pair.src, from)?;
+        within("pairs.dst", &pair.dst, to)?;
+        let (src, dst) = (pair.src.pages(), pair.dst.pages());
+        if src != dst {
+            let value = format!("{src} sources for {dst} destinations");
+            return invalid("pairs", value, "name as many on both sides");
+        }
+    }
+    match (&copy.record, copy.direction) {
+        (None, _) => Ok(()),
+        (Some(_), Direction::Load) => {
+            invalid("record", "there", "leave it out: a load lists nothing")
+        }
+        (Some(record), Direction::Store) => lists(copy, record),
+    }
+}
+
+fn within(
+    field: &'static str,
+    list: &PageList,
+    (memory, pages): (&str, u32),
+) -> Result<(), Invalid> {
+    let inside = |run: &&crate::types::PageRun| run.count > 0 && run.end() <= u64::from(pages);
+    match list.0.iter().find(|run| !inside(run)) {
+        None => Ok(()),
+        Some(run) => {
+            let value = format!("[{}, {}]", run.start, run.count);
+            invalid(field, value, format!("the {memory} has {pages} pages"))
+        }
+    }
+}
+
+/// The record of a store names the pages that it writes, in order. Sums cannot overflow: a block begins at a page of the
+/// arena, and the place of a page in its block is counted in 64 bits.
+fn lists(copy: &Copy, record: &Record) -> Result<(), Invalid> {
+    let written: u64 = copy.pairs.iter().map(|pair| pair.dst.pages()).sum();
+    let listed = record.fingerprints.len() as u64;
+    if listed != written {
+        let value = format!("{listed} fingerprints");
+        return invalid("record", value, format!("{written} pages are written"));
+    }
+    let last = u64::from(record.first) + listed;
+    if last > u64::from(u16::MAX) + 1 {
+        let value = format!("{} and {listed} fingerprints", record.first);
+        return invalid("record.first", value, "a block has at most 65536 pages");
+    }
+    let mut next = u64::from(record.block_start) + u64::from(record.first);
+    for run in copy.pairs.iter().flat_map(|pair| &pair.dst.0) {
+        if u64::from(run.start) != next {
+            let value = format!("{} with first {}", record.block_start, record.first);
+            let remedy = format!("page {} is written where page {next} is listed", run.start);
+            return invalid("record.block_start", value, remedy);
+        }
+        next = run.end();
+    }
+    Ok(())
+}

@@ -1,0 +1,218 @@
+//! A real worker and a leader that says what a test says: every order is answered, also those that should not be.
+
+use std::time::Duration;
+
+use kvferry::protocol::{
+    Attached, Cancel, CopyOrder, Ended, ErrorCode, Message, ReadInventory, RecordBody, Strike,
+    Transfer,
+};
+use kvferry::transport::{Limits, MemoryTransport, PeerId, Server, ServerEvent};
+use kvferry::types::{FragmentPair, PageList, PageRun, RequestId};
+
+use super::unregister::{Memory, register};
+use super::workers::{Attaching, attaching, rank, worker};
+use super::world::{server, soon};
+
+const WITHIN: Duration = Duration::from_secs(60);
+
+/// The next answer of the worker to one of these orders.
+async fn answer(leader: &mut Server, orders: &[u64]) -> (u64, Message) {
+    let wait = async {
+        loop {
+            for event in leader.next().await.expect("the leader hears") {
+                if let ServerEvent::Message { envelope, .. } = event
+                    && orders.contains(&envelope.correlation.0)
+                    && !matches!(envelope.message, Message::Attach(_) | Message::Preparing(_))
+                {
+                    return (envelope.correlation.0, envelope.message);
+                }
+            }
+        }
+    };
+    soon("an answer of the worker", wait).await
+}
+
+fn attached(leader: &Server, asked: Attaching, after: u64) {
+    let answer = Message::Attached(Attached {
+        attach: asked.attach,
+        after,
+        attached_ranks: 0,
+    });
+    leader.replier().reply(asked.peer, asked.asked, answer);
+}
+
+fn order(leader: &Server, peer: PeerId, id: u64, message: Message) {
+    let sent = leader.replier().order(peer, RequestId(id), message, WITHIN);
+    assert!(sent, "order {id}");
+}
+
+fn strike() -> Message {
+    Message::Strike(Strike {
+        reset: 3,
+        domain: Vec::new(),
+        fingerprints: Vec::new(),
+        through: 0,
+    })
+}
+
+/// Whatever the runtime runs first of two tasks that become ready together: a single thread takes the last one.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn an_order_in_the_same_breath_as_the_welcome_finds_an_admitted_worker() {
+    let transport = MemoryTransport::default();
+    let mut leader = server(&transport, 1, Limits::default()).await;
+    let (worker, _directory) = worker(&transport).await;
+    let asked = attaching(&mut leader).await;
+    attached(&leader, asked, 0);
+    order(&leader, asked.peer, 7, strike());
+    let (_, struck) = answer(&mut leader, &[7]).await;
+    assert!(matches!(struck, Message::Struck(_)), "{struck:?}");
+    worker.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn orders_to_a_worker_that_is_not_admitted_are_answered() {
+    let transport = MemoryTransport::default();
+    let mut leader = server(&transport, 1, Limits::default()).await;
+    let (worker, _directory) = worker(&transport).await;
+    let asked = attaching(&mut leader).await;
+    order(&leader, asked.peer, 7, strike());
+    let (_, refused) = answer(&mut leader, &[7]).await;
+    let Message::Error(error) = refused else {
+        panic!("{refused:?}")
+    };
+    assert_eq!(error.code(), ErrorCode::NotReady, "{}", error.message);
+    let copies = vec![(1, store(0, 0, 1))];
+    order(&leader, asked.peer, 8, transfer(copies));
+    let (_, ended) = answer(&mut leader, &[8]).await;
+    assert_eq!(not_whole(ended), [1]);
+    let cancel = Message::Cancel(Cancel { ops: vec![1, 2] });
+    order(&leader, asked.peer, 9, cancel);
+    let (_, ended) = answer(&mut leader, &[9]).await;
+    assert_eq!(not_whole(ended), [1, 2]);
+    worker.stop().await;
+}
+
+/// Copies that have ended and none of which is whole.
+fn not_whole(message: Message) -> Vec<u64> {
+    let Message::Ended(Ended { copies, .. }) = message else {
+        panic!("{message:?} instead of the end of copies")
+    };
+    assert!(copies.iter().all(|copy| !copy.whole), "{copies:?}");
+    copies.iter().map(|copy| copy.op).collect()
+}
+
+fn pages(start: u32, count: u32) -> PageList {
+    PageList([PageRun { start, count }].into_iter().collect())
+}
+
+/// A store of device pages from `src` on, with a record that begins at `block`.
+fn store(src: u32, block: u32, count: u32) -> (FragmentPair, Option<RecordBody>) {
+    let pair = FragmentPair {
+        src: pages(src, count),
+        dst: pages(block, count),
+    };
+    let record = RecordBody {
+        anchor: [1; 16],
+        domain: [2; 16],
+        block_start: block,
+        first: 0,
+        phase: 0,
+        generation: 1,
+        fingerprints: vec![3; 16 * count.min(8) as usize],
+    };
+    (pair, Some(record))
+}
+
+fn transfer(copies: Vec<(u64, (FragmentPair, Option<RecordBody>))>) -> Message {
+    let copies = copies.into_iter().map(|(op, (pair, record))| CopyOrder {
+        op,
+        pairs: vec![pair].into(),
+        record,
+    });
+    Message::Transfer(Transfer {
+        engine: [1; 16],
+        store: true,
+        request: 1,
+        copies: copies.collect(),
+    })
+}
+
+#[tokio::test(start_paused = true)]
+async fn orders_that_name_what_is_not_there_are_refused_and_the_worker_goes_on() {
+    let transport = MemoryTransport::default();
+    let mut leader = server(&transport, 1, Limits::default()).await;
+    let (mut worker, _directory) = worker(&transport).await;
+    let (rank, memory) = (rank(&transport), Memory::new());
+    let mut peer = None;
+    let agreeing = async {
+        loop {
+            let asked = attaching(&mut leader).await;
+            attached(&leader, asked, 0);
+            peer = Some((asked.peer, asked.depot));
+        }
+    };
+    let registered = tokio::select! {
+        answer = register(&rank, &memory, 1) => answer,
+        () = agreeing => unreachable!("it goes on"),
+    };
+    let Ok(Message::Registered(registered)) = registered else {
+        panic!("{registered:?}")
+    };
+    let (peer, depot) = peer.expect("it has attached");
+    let written = kvferry::protocol::Written {
+        through: 9,
+        timeline: false,
+    };
+    let said = rank.ask(Message::Written(written), WITHIN).await;
+    assert!(said.is_ok(), "{said:?}");
+
+    let beyond = registered.arena_pages;
+    let with = |first: u16, (pair, record): (FragmentPair, Option<RecordBody>)| {
+        let record = record.map(|record| RecordBody { first, ..record });
+        (pair, record)
+    };
+    let moved = |block_start, (pair, record): (FragmentPair, Option<RecordBody>)| {
+        let record = record.map(|record| RecordBody {
+            block_start,
+            ..record
+        });
+        (pair, record)
+    };
+    let hostile = [
+        store(0, beyond, 1),
+        store(0, beyond - 1, 2),
+        store(0, u32::MAX - 9, 4),
+        store(4, 0, 1),
+        store(u32::MAX - 2, 0, 1),
+        moved(1, store(0, 0, 1)),
+        moved(u32::MAX, store(0, 0, 1)),
+        with(u16::MAX, store(0, 0, 2)),
+    ];
+    for (op, copy) in (1..).zip(hostile) {
+        let shown = format!("{copy:?}");
+        order(&leader, peer, op, transfer(vec![(op, copy)]));
+        let (_, ended) = answer(&mut leader, &[op]).await;
+        assert_eq!(not_whole(ended), [op], "{shown}");
+    }
+    // What reads or empties the inventory is checked, too.
+    for (id, page_bytes) in [(50, 0), (51, 1), (52, u64::MAX), (53, 32)] {
+        let read = ReadInventory {
+            depot,
+            page_bytes,
+            reading: 1,
+            from: u32::MAX,
+        };
+        order(&leader, peer, id, Message::ReadInventory(read));
+        let (_, refused) = answer(&mut leader, &[id]).await;
+        assert!(matches!(refused, Message::Error(_)), "{refused:?}");
+    }
+    order(&leader, peer, 100, transfer(vec![(100, store(0, 0, 2))]));
+    let (_, ended) = answer(&mut leader, &[100]).await;
+    let Message::Ended(ended) = ended else {
+        panic!("{ended:?}")
+    };
+    assert!(ended.copies[0].whole, "{ended:?}");
+    let failed = tokio::time::timeout(Duration::from_secs(5), worker.failed()).await;
+    assert!(failed.is_err(), "the worker has ended: {failed:?}");
+    worker.stop().await;
+}
