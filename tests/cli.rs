@@ -6,6 +6,9 @@
     reason = "a test says what it expects"
 )]
 
+mod cli {
+    mod signals;
+}
 mod support;
 
 use std::fs;
@@ -263,14 +266,13 @@ fn a_second_leader_in_the_same_directory() {
     let folder = socket_dir();
     let name = folder.path().to_str().expect("UTF-8");
     let first = Running::start(&["leader", "--socket-dir", name]);
-    assert!(kvferry(&["status", "--socket-dir", name]).status.success());
+    status_once(name, |_| true);
     let pid = first.0.id().to_string();
     refused(&["leader", "--socket-dir", name], 1, &[&pid, name]);
     first.terminate();
     assert_eq!(first.end(LIMIT).0, Some(0));
     let again = Running::start(&["leader", "--socket-dir", name]);
-    let status = kvferry(&["status", "--json", "--socket-dir", name]);
-    let status: Value = serde_json::from_slice(&status.stdout).expect("JSON");
+    let status = status_once(name, |_| true);
     assert_eq!(status["epoch"], 2, "the epoch grows with each start");
     again.terminate();
     assert_eq!(again.end(LIMIT).0, Some(0));
@@ -281,6 +283,7 @@ fn up_serves_its_status_and_drains_when_told_to_end() {
     let folder = socket_dir();
     let name = folder.path().to_str().expect("UTF-8");
     let up = Running::start(&["up", "--ranks", "2", "--g2", "32MiB", "--socket-dir", name]);
+    status_once(name, |_| true);
     let status = kvferry(&["status", "--json", "--check", "--socket-dir", name]);
     let status: Value = serde_json::from_slice(&status.stdout).expect("JSON");
     assert_eq!(status["ready"], false, "no engine has registered");

@@ -1,4 +1,5 @@
-//! The commands. One file each; `process` holds what leader and worker processes have in common, `dirs` where they meet.
+//! The commands. One file each; `process` holds what leader and worker processes have in common, `signals` the signals
+//! that end them, `dirs` where they meet.
 //!
 //! Exit codes: 0 done; 1 failed, or found something wrong; 2 the command line is wrong; 65 a named file cannot be used;
 //! 78 a setting is wrong.
@@ -11,6 +12,7 @@ mod process;
 mod replay;
 mod reset;
 mod room;
+mod signals;
 mod sim;
 mod status;
 mod up;
@@ -36,6 +38,9 @@ struct Arguments {
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Start a leader and its workers, hold their host memory, restart what dies.
+    ///
+    /// SIGTERM, SIGINT (Ctrl-C) and SIGHUP end all of it in order. SIGINT and SIGHUP are without effect where they are
+    /// ignored at the start: under nohup, and in the background of a shell without job control.
     Up(up::Arguments),
     /// Run a leader alone.
     Leader(leader::Arguments),

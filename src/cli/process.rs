@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use rustix::process::{Signal, set_parent_process_death_signal};
 use tokio::io::AsyncReadExt;
-use tokio::signal::unix::{Signal as Signals, SignalKind, signal};
 
+use crate::cli::signals::Signals;
 use crate::error::CommandError;
 use crate::types::{Rank, Replica, WorkerId};
 
@@ -50,28 +50,28 @@ pub(super) fn end_with_supervisor(supervised: bool) -> Result<(), CommandError> 
 /// Hears when the process is told to end, from the moment on that it is made: before anything that must be ended is
 /// started.
 pub(super) struct Ending {
-    terminate: Signals,
-    interrupt: Signals,
+    signals: Signals,
     supervised: bool,
 }
 
 impl Ending {
     pub(super) fn listen(supervised: bool) -> Result<Self, CommandError> {
         Ok(Self {
-            terminate: signal(SignalKind::terminate()).map_err(CommandError::failed)?,
-            interrupt: signal(SignalKind::interrupt()).map_err(CommandError::failed)?,
+            signals: Signals::listen()?,
             supervised,
         })
     }
 
-    /// Waits for it: SIGTERM, SIGINT, or, under a supervisor, the end of standard input, which comes when the supervisor is
-    /// gone, however it went.
+    /// Waits for it. A process by itself ends by SIGTERM, SIGINT and SIGHUP. Under a supervisor it ends by SIGTERM and by
+    /// the end of standard input, which comes when the supervisor is gone, however it went. A terminal sends SIGINT and
+    /// SIGHUP to the supervisor as well, which ends its processes in its own order.
     pub(super) async fn told(&mut self) {
-        tokio::select! {
-            _ = self.terminate.recv() => {}
-            // A supervisor in the same terminal gets the signal too, and passes it on in its own order.
-            _ = self.interrupt.recv(), if !self.supervised => {}
-            () = end_of_input(), if self.supervised => tracing::warn!("the supervisor is gone"),
+        match self.supervised {
+            false => self.signals.any().await,
+            true => tokio::select! {
+                () = self.signals.terminated() => {}
+                () = end_of_input() => tracing::warn!("the supervisor is gone"),
+            },
         }
     }
 }

@@ -9,7 +9,7 @@ use serde_json::Value;
 use super::disturbed::{Disturbed, LIMIT};
 use super::fake_cuda;
 use super::processes::{lives, signal};
-use crate::support::{Running, kvferry, number, replay, replay_with, socket_dir};
+use crate::support::{Running, command, kvferry, number, replay, replay_with, socket_dir};
 
 /// The driver for tests, as long as it is needed.
 struct Gpus(tempfile::TempDir, String);
@@ -182,10 +182,10 @@ fn no_driver() -> (tempfile::TempDir, tempfile::NamedTempFile) {
 
 /// What `kvferry bench gpu` says: standard output, or why not.
 fn bench(variables: &[(&str, OsString)], arguments: &[&str]) -> Result<String, String> {
-    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_kvferry"));
-    command.args(["bench", "gpu", "--rounds", "2", "--mib", "2"]);
-    command.envs(variables.iter().map(|(name, value)| (name, value)));
-    let output = command.args(arguments).output().expect("it runs");
+    let mut program = command();
+    program.args(["bench", "gpu", "--rounds", "2", "--mib", "2"]);
+    program.envs(variables.iter().map(|(name, value)| (name, value)));
+    let output = program.args(arguments).output().expect("it runs");
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     match output.status.success() {
         true => Ok(text(&output.stdout)),
@@ -316,10 +316,10 @@ fn a_driver_that_copies_wrong_bytes_is_not_measured() {
 #[test]
 fn a_machine_without_a_driver_says_so() {
     let (folder, _empty) = no_driver();
-    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_kvferry"));
-    command.args(["replay", "--device", "cuda", "--requests", "1"]);
-    command.envs(fake_cuda::variables(folder.path(), ""));
-    let output = command.output().expect("it runs");
+    let mut program = command();
+    program.args(["replay", "--device", "cuda", "--requests", "1"]);
+    program.envs(fake_cuda::variables(folder.path(), ""));
+    let output = program.output().expect("it runs");
     assert!(!output.status.success());
     let errors = String::from_utf8_lossy(&output.stderr);
     assert!(errors.contains("no CUDA driver is installed"), "{errors}");
@@ -392,8 +392,10 @@ fn engine_rank(sockets: &std::path::Path, device: &str) -> Vec<String> {
         .collect()
 }
 
-/// So long a worker may hold the memory of an engine that is dead: it is a promise, not a matter of patience.
-const HELD_MAX: Duration = Duration::from_secs(2);
+/// So long a worker may hold the memory of an engine that is dead: less than the heartbeats that it takes to find out by
+/// silence.
+const HELD_MAX: Duration = Duration::from_secs(60);
+const HEARTBEAT_MS: &str = "60000";
 
 /// The GPU memory of a process that it has not made itself.
 fn opened(pid: u64) -> usize {
@@ -418,7 +420,9 @@ fn held_no_longer(device: &str) {
     let folder = socket_dir();
     let name = folder.path().to_str().expect("UTF-8");
     let up = ["up", "--ranks", "1", "--g2", "32MiB", "--socket-dir", name];
-    let _up = Running::start_with(&gpus.variables(), &up, &std::env::temp_dir());
+    let mut variables = gpus.variables();
+    variables.push(("KVFERRY_HEARTBEAT_MS", HEARTBEAT_MS.into()));
+    let _up = Running::start_with(&variables, &up, &std::env::temp_dir());
     let rank = engine_rank(folder.path(), device);
     let rank: Vec<&str> = rank.iter().map(String::as_str).collect();
     let begun = Instant::now();

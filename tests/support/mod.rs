@@ -5,11 +5,14 @@
     reason = "each test uses a part of this"
 )]
 
+pub mod signals;
+
 use std::ffi::OsString;
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 /// The folder with traces and reference tables: `KVFERRY_SHARED`, or `../shared`. Prints that tests are skipped when it
@@ -40,10 +43,27 @@ pub fn trace(name: &str) -> Option<PathBuf> {
     Some(shared()?.join("traces").join(file))
 }
 
+/// Variable with the path of the program, where the tests do not run on the machine that built them.
+const PROGRAM: &str = "PROGRAM_UNDER_TEST";
+
+/// The path of the program.
+pub fn program() -> PathBuf {
+    let named = std::env::var_os(PROGRAM);
+    named.map_or_else(|| env!("CARGO_BIN_EXE_kvferry").into(), PathBuf::from)
+}
+
+/// The program, still to be started. It starts with every signal at its default.
+pub fn command() -> Command {
+    signals::set_to_defaults();
+    Command::new(program())
+}
+
 /// Runs the program.
 pub fn kvferry(arguments: &[&str]) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_kvferry"));
-    command.args(arguments).output().expect("the program runs")
+    command()
+        .args(arguments)
+        .output()
+        .expect("the program runs")
 }
 
 /// Runs a replay and returns its report.
@@ -53,7 +73,7 @@ pub fn replay(arguments: &[&str]) -> Value {
 
 /// The same, with variables of the environment.
 pub fn replay_with(variables: &[(&str, OsString)], arguments: &[&str]) -> Value {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_kvferry"));
+    let mut command = command();
     command.envs(variables.iter().map(|(name, value)| (name, value)));
     command
         .args(["replay", "--quiet", "--json", "-"])
@@ -103,12 +123,17 @@ impl Running {
         arguments: &[&str],
         temporary: &Path,
     ) -> Self {
-        use std::process::Stdio;
-        let mut command = Command::new(env!("CARGO_BIN_EXE_kvferry"));
+        let mut command = command();
         command
             .args(arguments)
             .envs(variables.iter().map(|(name, value)| (name, value)))
-            .env("TMPDIR", temporary)
+            .env("TMPDIR", temporary);
+        Self::spawn(&mut command)
+    }
+
+    /// Starts a command with the standard streams of all the others.
+    pub fn spawn(command: &mut Command) -> Self {
+        command
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
             .stderr(Stdio::piped());
@@ -117,8 +142,12 @@ impl Running {
 
     /// Sends SIGTERM.
     pub fn terminate(&self) {
-        let pid = rustix::process::Pid::from_child(&self.0);
-        rustix::process::kill_process(pid, rustix::process::Signal::TERM).expect("it runs");
+        self.signal(Signal::TERM);
+    }
+
+    /// Sends a signal to this process alone.
+    pub fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.0), signal).expect("it runs");
     }
 
     /// Waits for the end, at most so long. Returns exit code and standard error.

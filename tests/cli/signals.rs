@@ -1,0 +1,105 @@
+//! How the program ends by signals, and which of them it leaves ignored.
+
+use std::os::unix::process::CommandExt as _;
+use std::process::Command;
+use std::time::Instant;
+
+use rustix::process::{Pid, Signal, kill_process_group};
+use tokio::signal::unix::SignalKind;
+
+use crate::support::{self, Running, signals, socket_dir};
+use crate::{LIMIT, status_once};
+
+/// `up` for a test, which answers.
+fn up(mut command: Command, sockets: &str) -> Running {
+    command.args(["--ranks", "2", "--g2", "32MiB", "--socket-dir", sockets]);
+    let running = Running::spawn(&mut command);
+    status_once(sockets, |_| true);
+    running
+}
+
+/// Nothing answers, and no process of the group is left.
+fn ended(running: Running, folder: &tempfile::TempDir) {
+    let group = Pid::from_child(&running.0);
+    let (code, errors) = running.end(LIMIT);
+    assert_eq!(code, Some(0), "{errors}");
+    assert!(errors.contains("leader ended"), "{errors}");
+    assert!(!folder.path().join("leader/kvferry.sock").exists());
+    assert!(
+        rustix::process::test_kill_process_group(group).is_err(),
+        "something of it is left"
+    );
+}
+
+#[test]
+fn up_ends_in_order_by_a_signal_to_it_alone() {
+    for signal in [Signal::TERM, Signal::INT, Signal::HUP] {
+        let folder = socket_dir();
+        let mut command = support::command();
+        command.arg("up").process_group(0);
+        let running = up(command, folder.path().to_str().expect("UTF-8"));
+        running.signal(signal);
+        ended(running, &folder);
+    }
+}
+
+/// A terminal sends its signals to each process of a group.
+#[test]
+fn up_ends_in_order_by_a_signal_to_all_its_processes() {
+    for signal in [Signal::INT, Signal::HUP] {
+        let folder = socket_dir();
+        let mut command = support::command();
+        command.arg("up").process_group(0);
+        let running = up(command, folder.path().to_str().expect("UTF-8"));
+        kill_process_group(Pid::from_child(&running.0), signal).expect("a group");
+        ended(running, &folder);
+    }
+}
+
+/// A shell that ignores signals passes that on.
+#[test]
+fn signals_that_are_ignored_at_the_start_stay_ignored() {
+    let folder = socket_dir();
+    let sockets = folder.path().to_str().expect("UTF-8");
+    support::signals::set_to_defaults();
+    let mut command = Command::new("sh");
+    command.args(["-c", r#"trap "" INT HUP TERM; exec "$0" up "$@""#]);
+    command.arg(support::program()).process_group(0);
+    let running = up(command, sockets);
+    let process = running.0.id().to_string();
+    for (kind, expected) in [
+        (SignalKind::interrupt(), true),
+        (SignalKind::hangup(), true),
+        (SignalKind::terminate(), false),
+    ] {
+        assert_eq!(signals::ignored(&process, kind), expected, "{kind:?}");
+    }
+    let group = Pid::from_child(&running.0);
+    for signal in [Signal::INT, Signal::HUP] {
+        kill_process_group(group, signal).expect("a group");
+    }
+    status_once(sockets, |_| true);
+    running.terminate();
+    ended(running, &folder);
+}
+
+#[test]
+fn a_replay_whose_terminal_is_closed_leaves_nothing_behind() {
+    let folder = socket_dir();
+    let mut command = support::command();
+    command.args(["replay", "--quiet"]).process_group(0);
+    command.env("TMPDIR", folder.path());
+    let running = Running::spawn(&mut command);
+    let begun = Instant::now();
+    while std::fs::read_dir(folder.path()).expect("a folder").count() == 0 {
+        assert!(begun.elapsed() < LIMIT, "the replay does not start");
+        std::thread::yield_now();
+    }
+    kill_process_group(Pid::from_child(&running.0), Signal::HUP).expect("a group");
+    let (code, errors) = running.end(LIMIT);
+    assert_eq!(code, Some(1), "{errors}");
+    assert_eq!(
+        std::fs::read_dir(folder.path()).expect("a folder").count(),
+        0
+    );
+}
