@@ -52,7 +52,7 @@ class Daemon:
     def start(self) -> None:
         flags = [text for name, value in self._settings.items() for text in (f"--{name.replace('_', '-')}", str(value))]
         command = [PROGRAM, "up", *flags, "--socket-dir", str(self.socket_dir)]
-        self._up = up = subprocess.Popen(command, env={**environment(), **self._variables})
+        self._up = up = subprocess.Popen(command, env={**environment(), **self._variables}, stdin=subprocess.DEVNULL)
 
         def answers() -> bool:
             assert up.poll() is None, f"kvferry up ended with {up.returncode}"

@@ -74,7 +74,7 @@ class Process:
             stdout=self.log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            **popen,
+            **{"stdin": subprocess.DEVNULL, **popen},
         )
 
     def logged(self) -> str:

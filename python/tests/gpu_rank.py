@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import torch
-from daemon import Daemon, eventually
+from daemon import PATIENCE_S, Daemon, eventually
 
 import kvferry.memory
 from kvferry import cuda, wire
@@ -112,10 +112,10 @@ def main(socket_dir: Path, kind: str) -> None:
     Daemon(socket_dir).wait_ready()
 
     def ask(message: object, *, written: bool = False) -> object:
-        question = scheduler.ask(message, 10)  # type: ignore[arg-type]
+        question = scheduler.ask(message, PATIENCE_S)  # type: ignore[arg-type]
         if written:
             rank.wrote(question.id)
-        assert question.wait(20)
+        assert question.wait(PATIENCE_S)
         assert question.answer is not None, question.failure
         return question.answer
 
@@ -147,9 +147,9 @@ def main(socket_dir: Path, kind: str) -> None:
     hashes = b"".join(number.to_bytes(16, "big") for number in range(11, 14))
     found = ask(wire.Lookup(slot=3, namespace=b"", hash_bytes=16, hashes=hashes))
     assert found.hit_pages == 0  # type: ignore[attr-defined]
-    again = scheduler.ask(wire.Store(3, 0, wire.runs([9, 3, 6])), 10)
+    again = scheduler.ask(wire.Store(3, 0, wire.runs([9, 3, 6])), PATIENCE_S)
     rank.wrote(again.id, lambda: False, stream.value)
-    assert again.wait(20)
+    assert again.wait(PATIENCE_S)
     assert again.answer is not None, again.failure
     kept = [[content[n * PAGE_BYTES :][:PAGE_BYTES] for content in contents] for n in (9, 3, 6)]
     fill()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from daemon import Daemon, eventually, running
+from daemon import PATIENCE_S, Daemon, eventually, running
 
 from kvferry import memory, wire
 from kvferry.client import Client
@@ -80,10 +80,10 @@ class Talk:
         eventually("the rank is registered", lambda: self.rank.registered)
 
     def ask(self, message: Any, *, written: bool = False) -> Any:
-        question = self.scheduler.ask(message, 10)
+        question = self.scheduler.ask(message, PATIENCE_S)
         if written:
             self.rank.wrote(question.id)
-        assert question.wait(20)
+        assert question.wait(PATIENCE_S)
         assert question.answer is not None, question.failure
         return question.answer
 
@@ -238,7 +238,7 @@ def test_groups_are_registered_separately_and_not_served(daemon: Daemon, caplog:
         assert not status["ready"]
         assert "not served yet" in status["ranks"][0]["problem"]
         question = talk.scheduler.ask(wire.Lookup(slot=1, namespace=b"", hash_bytes=16, hashes=b"h" * 16), 1)
-        assert question.wait(20)
+        assert question.wait(PATIENCE_S)
         assert question.failure is not None
         assert question.failure.code == wire.Code.NOT_READY
     finally:

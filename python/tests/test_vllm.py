@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from daemon import Daemon, eventually, running
 from engine import PAGE_TOKENS, Engine, Server, config, said, settled, shared_memory, tokens, wait_steps
+from signals import stop
 
 BASE = tokens(270, seed=1)
 #: Prompts that share, branch and extend prefixes.
@@ -129,7 +130,7 @@ def test_two_failed_pages_are_computed(engine: Engine, daemon: Daemon, cold: lis
     engine.generate(BASE[: 6 * PAGE_TOKENS + 1])
     hits = engine.external_hits()
     worker = daemon.pid()
-    os.kill(worker, signal.SIGSTOP)
+    stop(worker)
     engine.ask("add", id="two", tokens=BASE)
     state = wait_steps(engine, "the load is under way", lambda state: waits_for_pages(state, "two"))
     daemon.killed(worker)
@@ -150,7 +151,7 @@ def test_abort_in_a_load(engine: Engine, daemon: Daemon, cold: list) -> None:
     stored(engine, daemon)
     free = engine.ask("step")["free"]
     worker = daemon.pid()
-    os.kill(worker, signal.SIGSTOP)
+    stop(worker)
     try:
         engine.ask("add", id="aborted", tokens=BASE)
         state = wait_steps(engine, "the load is under way", lambda state: waits_for_pages(state, "aborted"))
@@ -171,7 +172,7 @@ def test_abort_in_a_store(engine: Engine, daemon: Daemon, cold: list) -> None:
     engine.reset(connector=True)
     free = engine.ask("step")["free"]
     worker = daemon.pid()
-    os.kill(worker, signal.SIGSTOP)
+    stop(worker)
     try:
         engine.ask("add", id="aborted", tokens=BASE)
         for _ in range(3):

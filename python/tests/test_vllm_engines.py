@@ -11,8 +11,8 @@ from engine import Engine, Server, config, said, settled, shared_memory, tokens
 from test_vllm import BASE, PROMPTS, json_like, loadable
 
 FULL = bool(os.environ.get("KVFERRY_VLLM_FULL"))
-#: How long a start may be delayed by a kvferry that is not there.
-DELAY_MAX_S = 2.0
+#: How long a start may be delayed by a kvferry that is not there: less than anything that waits for one.
+DELAY_MAX_S = 15.0
 #: Engine, dtype and ranks, each at least once; with --full all of them.
 SOME = [("processes", "bfloat16", 2)]
 ALL = list(itertools.product(["in-process", "processes", "serve"], ["float32", "bfloat16"], [1, 2]))

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use serde_json::Value;
 
-use super::processes::{leader_beside, lives, signal};
+use super::processes::{leader_beside, lives, signal, stop};
 use crate::support::{Running, kvferry, number, socket_dir};
 
 /// A replay in the background, with processes that a test kills or stops.
@@ -121,7 +121,7 @@ fn a_worker_that_stands_still_past_a_deadline_costs_hits_and_no_bytes() {
     let replay = Disturbed::start(&["--replicas", "2"]);
     let status = replay.in_the_middle();
     let worker = number(&status, "/ranks/1/pid");
-    signal(worker, Signal::STOP);
+    stop(worker);
     // Not a wait for anything: this is how long it stands still. What it copies late, it copies for requests that are over.
     std::thread::sleep(3 * REQUEST_TIMEOUT);
     signal(worker, Signal::CONT);
@@ -134,7 +134,7 @@ fn a_worker_that_stands_still_for_ever_is_killed_and_succeeded() {
     let replay = Disturbed::start(&[]);
     let status = replay.in_the_middle();
     let worker = number(&status, "/ranks/1/pid");
-    signal(worker, Signal::STOP);
+    stop(worker);
     // While the replay goes on: at its end everything is ended.
     replay.status(|status| {
         let pid = number(status, "/ranks/1/pid");
@@ -155,7 +155,7 @@ fn a_leader_that_stands_still_costs_hits_and_no_bytes() {
     let status = replay.in_the_middle();
     let loaded = number(&status, "/counters/blocks_loaded");
     let leader = leader_beside(number(&status, "/ranks/0/pid"));
-    signal(leader, Signal::STOP);
+    stop(leader);
     // Not a wait for anything: this is how long it stands still.
     std::thread::sleep(4 * REQUEST_TIMEOUT);
     signal(leader, Signal::CONT);

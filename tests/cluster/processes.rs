@@ -1,11 +1,34 @@
 //! Processes by number.
 
+use std::time::Instant;
+
 use rustix::process::{Pid, Signal, kill_process};
+
+use super::disturbed::LIMIT;
 
 /// Sends a signal.
 pub fn signal(pid: u64, signal: Signal) {
     let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
     kill_process(pid.expect("a process"), signal).expect("it runs");
+}
+
+/// Stops a process, and waits until each of its threads stands: until one of them has had its turn and has seen the
+/// signal, the others go on, on a busy machine for long.
+pub fn stop(pid: u64) {
+    signal(pid, Signal::STOP);
+    let begun = Instant::now();
+    while !stands(pid) {
+        assert!(begun.elapsed() < LIMIT, "process {pid} does not stop");
+        std::thread::yield_now();
+    }
+}
+
+fn stands(pid: u64) -> bool {
+    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).expect("it runs");
+    threads
+        .flatten()
+        .filter_map(|thread| std::fs::read_to_string(thread.path().join("stat")).ok())
+        .all(|stat| matches!(state_in(&stat), Some('T' | 'Z' | 'X')))
 }
 
 /// The leader beside this worker: the other kind of child of the same process.
@@ -31,8 +54,12 @@ pub fn children(parent: u64) -> Vec<u64> {
 /// Whether it runs, or is stopped: a zombie does neither.
 pub fn lives(pid: u64) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    let state = stat.rsplit_once(')').map(|(_, rest)| rest.trim_start());
-    state.is_some_and(|state| !state.starts_with(['Z', 'X']))
+    state_in(&stat).is_some_and(|state| !matches!(state, 'Z' | 'X'))
+}
+
+/// The letter behind the name in `/proc/PID/stat`.
+fn state_in(stat: &str) -> Option<char> {
+    stat.rsplit_once(')')?.1.trim_start().chars().next()
 }
 
 fn parent_of(pid: u64) -> Option<u64> {
