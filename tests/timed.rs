@@ -261,3 +261,22 @@ fn a_real_trace_in_virtual_time() {
             .is_some_and(|saved| saved > 10.0)
     );
 }
+
+/// Runs another test again, where there are no traces.
+#[test]
+fn a_test_without_its_traces_is_listed_as_skipped() {
+    let folder = socket_dir();
+    let list = folder.path().join("skipped");
+    let output = std::process::Command::new(std::env::current_exe().expect("a program"))
+        .args(["a_real_trace_in_virtual_time", "--exact"])
+        .env("KVFERRY_SHARED", folder.path())
+        .env("SKIPPED_TESTS", &list)
+        .output()
+        .expect("it runs");
+    assert!(output.status.success(), "{output:?}");
+    let list = std::fs::read_to_string(list).expect("a list");
+    let (test, why) = list.split_once(": ").expect("a test and why");
+    assert_eq!(test, "a_real_trace_in_virtual_time");
+    assert!(why.contains("no traces in"), "{why}");
+    assert_eq!(list.lines().count(), 1, "{list}");
+}

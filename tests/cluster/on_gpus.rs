@@ -9,6 +9,7 @@ use serde_json::Value;
 use super::disturbed::{Disturbed, LIMIT};
 use super::fake_cuda;
 use super::processes::{lives, signal};
+use crate::support::skipped::skipped;
 use crate::support::{Running, command, kvferry, number, replay, replay_with, socket_dir};
 
 /// The driver for tests, as long as it is needed.
@@ -93,7 +94,7 @@ fn memory_in_chunks_by_their_descriptors() {
 #[test]
 fn memory_in_chunks_by_fabric_handles() {
     if fake_cuda::on_gpu() {
-        println!("skipped: few machines have what fabric handles need");
+        skipped("few machines have what fabric handles need");
         return;
     }
     let layout = ["--layout", "contiguous", "--ratio", "7"];

@@ -6,30 +6,26 @@
 )]
 
 pub mod signals;
+pub mod skipped;
 
 use std::ffi::OsString;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-/// The folder with traces and reference tables: `KVFERRY_SHARED`, or `../shared`. Prints that tests are skipped when it
-/// is not there.
+/// The folder with traces and reference tables: `KVFERRY_SHARED`, or `../shared`. Says that the test is skipped when
+/// it is not there.
 pub fn shared() -> Option<PathBuf> {
     let named = std::env::var_os("KVFERRY_SHARED").map(PathBuf::from);
     let path = named.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared"));
     let there = path.join("traces").is_dir();
     if !there {
-        // Past the harness, which hides what tests that pass print.
-        let line = format!(
-            "skipped: no traces in {} (set KVFERRY_SHARED)\n",
+        skipped::skipped(&format!(
+            "no traces in {} (set KVFERRY_SHARED)",
             path.display()
-        );
-        std::io::stderr()
-            .write_all(line.as_bytes())
-            .expect("standard error");
+        ));
     }
     there.then_some(path)
 }

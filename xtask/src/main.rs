@@ -8,14 +8,17 @@
 
 mod chaos;
 mod licences;
+mod skipped;
 mod vllm;
 
+use std::ffi::OsStr;
 use std::path::Path;
 use std::process::{Command, ExitCode};
 
 const HELP: &str = "cargo xtask TASK
 
-  test       run every test of the workspace, with the documentation's, and the Python tests
+  test       run every test of the workspace, with the documentation's, and the Python tests; lists
+             at its end which were skipped and why, which with CI=true is a failure
   sim        run simulated worlds with faults: --seeds A..B [--steps N] [--jobs N] [--trace]; a seed
              that fails is printed with the line that runs it again, and joins tests/seeds.txt
   planted    which planted bugs the simulator and the tests of GPUs find, and by which seeds
@@ -59,12 +62,15 @@ fn root() -> &'static Path {
         .unwrap_or(Path::new("."))
 }
 
-/// The small things first, so that the output closes with the tests of the program.
+/// The small things first, so that the output closes with the tests of the program. What was skipped comes last.
 fn test() -> Result<(), String> {
+    let list = skipped::start(root())?;
     cargo(&["test", "--workspace", "--locked", "--doc"])?;
     cargo(&["test", "--package", "xtask", "--locked"])?;
-    cargo(&["test", "--package", "kvferry", "--locked", "--all-targets"])?;
-    vllm::run(root(), &[])
+    let program = ["test", "--package", "kvferry", "--locked", "--all-targets"];
+    cargo_with(&[(skipped::LIST, list.as_os_str())], &program)?;
+    vllm::run(root(), &[])?;
+    skipped::finish(&list)
 }
 
 /// The simulator itself is a hidden command of the program; the rest of the command line is its.
@@ -78,14 +84,14 @@ fn sim() -> Result<(), String> {
 
 fn planted() -> Result<(), String> {
     let name = "every_planted_bug_is_found";
-    let only = std::env::var("KVFERRY_PLANTED").unwrap_or_default();
+    let only = std::env::var_os("KVFERRY_PLANTED").unwrap_or_default();
     let task = ["test", "--locked", "--lib", name, "--", "--nocapture"];
     cargo_with(&[("KVFERRY_PLANTED", &only)], &task)
 }
 
 /// What the tests with the driver for tests do, with the machine's own driver; then what its links do.
 fn gpu() -> Result<(), String> {
-    let on_gpu = [("CUDA_TESTS", "gpu")];
+    let on_gpu = [("CUDA_TESTS", OsStr::new("gpu"))];
     let copies = ["cuda::tests::copies", "cuda::tests::neighbour"];
     let library = ["test", "--locked", "--lib", "--", "--test-threads=1"];
     cargo_with(&on_gpu, &[&library[..], &copies].concat())?;
@@ -114,7 +120,7 @@ fn cargo(arguments: &[&str]) -> Result<(), String> {
     cargo_with(&[], arguments)
 }
 
-fn cargo_with(variables: &[(&str, &str)], arguments: &[&str]) -> Result<(), String> {
+fn cargo_with(variables: &[(&str, &OsStr)], arguments: &[&str]) -> Result<(), String> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let status = Command::new(cargo)
         .current_dir(root())

@@ -7,6 +7,8 @@ mod hostile;
 mod parser;
 mod pressure;
 mod semantics;
+#[path = "../../../tests/support/skipped.rs"]
+mod skipped;
 
 use std::time::Duration;
 

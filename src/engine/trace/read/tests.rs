@@ -1,3 +1,6 @@
+#[path = "../../../../tests/support/skipped.rs"]
+mod skipped;
+
 use std::io::Write;
 use std::path::PathBuf;
 
@@ -254,9 +257,10 @@ fn real(file: &str) -> Option<PathBuf> {
     if path.exists() {
         return Some(path);
     }
-    // Past the harness, which hides what tests that pass print.
-    let line = format!("skipped: {} is not there\n", path.display());
-    std::io::Write::write_all(&mut std::io::stderr(), line.as_bytes()).expect("standard error");
+    skipped::skipped(&format!(
+        "{} is not there (set KVFERRY_SHARED)",
+        path.display()
+    ));
     None
 }
 
