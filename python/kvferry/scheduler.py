@@ -17,6 +17,7 @@ from kvferry import wire
 from kvferry.client import Client, Question
 from kvferry.copies import Copies, Copy
 from kvferry.namespaces import Namespaces
+from kvferry.resets import RESET_LIMIT_S, Forgetting
 from kvferry.settings import Settings
 from kvferry.steps import RankReport, StepMetadata
 
@@ -40,7 +41,6 @@ LAST_STORES_S = 0.25
 #: After a store that the leader could not take, nothing is stored for so long.
 STORE_PAUSE_S = 1.0
 FINISH_LIMIT_S = 30.0
-RESET_LIMIT_S = 1.0
 
 
 @dataclass(eq=False)
@@ -80,6 +80,8 @@ class Tracked:
     #: Pages from here on have not been asked to be stored; pages before ``full`` were full when last looked at.
     store_from: int = 0
     full: int = 0
+    #: Its first pages are from before a reset: what it computes behind them is not stored.
+    mixed: bool = False
     load: Copy | None = None
     finished: bool = False
 
@@ -111,8 +113,6 @@ class SchedulerSide:
         self._told_absent = False
         #: When the cache was last reset: what was stored before is not stored again.
         self._reset_at = 0.0
-        self._reset_owed: Question | None = None
-        self._reset_again_at = 0.0
         #: A leader that cannot store now is left alone until then.
         self._store_again_at = 0.0
         # Ids and slots grow also over a restart of an engine with the same name.
@@ -120,6 +120,7 @@ class SchedulerSide:
         hello = wire.Hello(role="engine", engine=engine, replica=replica, name="vLLM")
         self._client = connect(settings.socket_dir / "leader", hello, first_id=base, turn=self._watch)
         self._copies = Copies(self._client, ranks)
+        self._forgetting = Forgetting(self._client)
         self._client.start()
 
     def bind_pool(self, pool: "BlockPool") -> None:
@@ -270,7 +271,7 @@ class SchedulerSide:
     def step(self, output: "SchedulerOutput") -> StepMetadata:
         """What this step's ranks must know. Asks to store the pages that the step fills."""
         self._settle()
-        self._reset_again()
+        self._forget()
         for request_id in output.preempted_req_ids or ():
             self._begin_anew(request_id)
         for request_id, tokens in output.num_scheduled_tokens.items():
@@ -289,13 +290,14 @@ class SchedulerSide:
         if tracked is not None:
             tracked.lookup, tracked.computes = None, False
             tracked.store_from = tracked.full = 0
+            tracked.mixed = False
 
     def _store(self, tracked: Tracked, tokens: int, state) -> None:
         request = tracked.request
         # Tokens that are only a guess have no hash; what is computed for them may be written over.
         computed = min(request.num_computed_tokens + tokens, request.num_tokens)
         full = min(computed // self._page_tokens, len(request.block_hashes))
-        if full <= tracked.full or time.monotonic() < self._store_again_at:
+        if full <= tracked.full or tracked.mixed or time.monotonic() < self._store_again_at:
             return
         tracked.full = full
         tables = state.get_block_ids(request.request_id)
@@ -340,14 +342,16 @@ class SchedulerSide:
     def _loaded(self, tracked: Tracked, copy: Copy) -> None:
         tracked.load = None
         answer = copy.answer
-        failed = copy.pages[answer.pages :] if isinstance(answer, wire.LoadAnswer) else copy.pages
+        whole = answer.pages if isinstance(answer, wire.LoadAnswer) else 0
+        before_reset = copy.asked_at <= self._reset_at
+        failed = copy.pages if before_reset else copy.pages[whole:]
         if failed:
             logger.warning(
                 "kvferry: %d of %d pages of request %s were not loaded and are computed: %s",
                 len(failed),
                 len(copy.pages),
                 tracked.request.request_id,
-                copy.failure or "the load was stopped",
+                "the cache was reset" if before_reset else copy.failure or "the load was stopped",
             )
             tracked.computes = True
         self._step.failed_pages.extend(failed)
@@ -371,10 +375,10 @@ class SchedulerSide:
     # The whole cache.
 
     def reset(self) -> bool:
-        """Forgets every page of the leader; at least, this engine finds none of them any more.
+        """Finds none of the pages any more that this engine had part in, and asks the leader to forget them.
 
-        A leader that does not confirm within a limit, because it is away or pages are held elsewhere, keeps them, for
-        other engines too; until it does, what this engine stores and finds has a name of its own.
+        vLLM resets its caches when weights were changed in memory, too, and does not say so: from then on this engine
+        has namespaces of its own. With ``shared_after_reset`` only until the leader has confirmed.
         """
         self._reset_at = time.monotonic()
         running = [tracked for tracked in self._tracked.values() if not tracked.finished]
@@ -383,43 +387,32 @@ class SchedulerSide:
             request = tracked.request
             computed = min(request.num_computed_tokens, request.num_tokens) // self._page_tokens
             tracked.full = tracked.store_from = max(tracked.full, computed)
+            # Pages that it computes now depend on those before.
+            tracked.mixed = not self._settings.shared_after_reset and (computed > 0 or tracked.load is not None)
             self._let_go(tracked)
-        self._reset_owed = None
-        self._namespaces.share()
-        if not self._confirmed():
-            self._namespaces.leave()
-            self._reset_owed = self._client.ask(wire.Reset(), RESET_LIMIT_S)
-            for tracked in running:
-                tracked.namespace, tracked.opened = self._namespaces.of(tracked.request.lora_request), None
+        self._forgetting.owe(self._namespaces.leave())
+        if self._settings.shared_after_reset:
+            if self._forgetting.wait(RESET_LIMIT_S):
+                self._namespaces.share()
+            else:
+                why = self._forgetting.trouble or "no answer came in time"
+                logger.warning(
+                    "kvferry: the leader did not confirm a reset (%s): this engine finds nothing of before", why
+                )
+        else:
+            self._forgetting.turn()
+        for tracked in running:
+            tracked.namespace, tracked.opened = self._namespaces.of(tracked.request.lora_request), None
         return True
 
-    def _reset_again(self) -> None:
-        """A reset that was not confirmed is asked for until it is; then this engine shares pages with others again."""
-        if self._reset_owed is None or not self._reset_owed.done or time.monotonic() < self._reset_again_at:
+    def _forget(self) -> None:
+        """Resets that were not confirmed are asked for until they are; then this engine may share pages again."""
+        if self._forgetting.done:
             return
-        if self._reset_owed.answer is not None:
-            self._reset_owed = None
+        self._forgetting.turn()
+        if self._forgetting.done and self._settings.shared_after_reset:
             self._namespaces.share()
             logger.info("kvferry: the leader confirmed the reset")
-        else:
-            self._reset_again_at = time.monotonic() + RESET_LIMIT_S
-            self._reset_owed = self._client.ask(wire.Reset(), RESET_LIMIT_S)
-
-    def _confirmed(self) -> bool:
-        until = time.monotonic() + RESET_LIMIT_S
-        why = "there is no leader"
-        while self._client.listening and (left_s := until - time.monotonic()) > 0:
-            question = self._client.ask(wire.Reset(), left_s)
-            question.wait(left_s)
-            if question.answer is not None:
-                return True
-            failure = question.failure
-            why = str(failure or "no answer came in time")
-            if failure is None or not failure.retry:
-                break
-            time.sleep(0.02)
-        logger.warning("kvferry: the leader did not confirm a reset (%s): this engine finds nothing of before", why)
-        return False
 
     def close(self) -> None:
         """Ends the conversation: the leader forgets this engine."""

@@ -29,6 +29,9 @@ class Settings:
     #: Names the weights where they cannot be identified: neither files here, nor a commit of the Hub. Setting
     #: it promises that engines with the same text have the same weights. Default: empty.
     weights: str = ""
+    #: After a reset of vLLM's caches pages are shared with other engines again, once the leader has confirmed it: the
+    #: weights of this engine never change while it runs. Default: false.
+    shared_after_reset: bool = False
     #: How long one step of the scheduler may wait for answers to lookups, in all. Default: 2.
     lookup_budget_ms: int = 2
     #: After so long without an answer a request is computed without asking further. Default: 500.
@@ -59,6 +62,10 @@ class Settings:
         for name in ("namespace", "weights"):
             if not isinstance(values.get(name, ""), str):
                 raise ValueError(f"kv_connector_extra_config: {name} is {values[name]!r}: give a text")
+        if not isinstance(values.get("shared_after_reset", False), bool):
+            raise ValueError(
+                f"kv_connector_extra_config: shared_after_reset is {values['shared_after_reset']!r}: give true or false"
+            )
         for name, least, most in (
             ("replica", 0, 63),
             ("lookup_budget_ms", 0, 1000),

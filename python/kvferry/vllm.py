@@ -73,6 +73,11 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         check_config(vllm_config)
         self._settings = Settings.read(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
+        if self._settings.shared_after_reset and vllm_config.weight_transfer_config is not None:
+            raise ValueError(
+                "shared_after_reset is True, and weight_transfer_config says that weights change while the engine "
+                "runs: leave one of them out"
+            )
         self._scheduler: SchedulerSide | None = None
         self._rank: RankSession | None = None
         self._on_device = False

@@ -252,6 +252,7 @@ def test_a_page_has_bytes_of_all_layers() -> None:
         ({"replica": True}, "replica is True"),
         ({"load_timeout_ms": "5"}, "load_timeout_ms is '5'"),
         ({"namespace": 3}, "namespace is 3: give a text"),
+        ({"shared_after_reset": 1}, "shared_after_reset is 1: give true or false"),
         ({"weights": 7}, "weights is 7: give a text"),
     ],
 )

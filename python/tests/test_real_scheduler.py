@@ -1,7 +1,9 @@
 """What only vLLM's own scheduler shows: the order of its calls, its pool of pages, its settings."""
 
+from pathlib import Path
+
 import pytest
-from engine import PAGE_TOKENS, tokens
+from engine import PAGE_TOKENS, tokens, transfer_config
 from real_scheduler import Stepped, engine_config
 from test_scheduler import found
 
@@ -38,3 +40,9 @@ def test_nothing_is_served_where_prefix_caching_is_off(cached: bool, caplog: pyt
     if not cached:
         engine.run(asking)
         assert engine.scheduled(asking)[0] == 4 * PAGE_TOKENS
+
+
+def test_weights_that_may_change_are_never_shared_after_a_reset() -> None:
+    transfer = transfer_config(Path("/nowhere"), shared_after_reset=True)
+    with pytest.raises(ValueError, match="weight_transfer_config says that weights change"):
+        Stepped(config=engine_config(transfer, weight_transfer_config={"backend": "nccl"}))

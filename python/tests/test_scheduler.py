@@ -32,8 +32,10 @@ class Asked:
         self.failure: Failure | None = None
         self.done = False
         self.timeout_s = 0.0
+        self.waited = False
 
     def wait(self, timeout_s: float) -> bool:
+        self.waited = True
         return self.done
 
     def end(self, answer: Any) -> None:
@@ -547,69 +549,6 @@ def test_an_adapter_is_what_the_engine_has_loaded(engine: Engine, tmp_path: Path
     assert namespace() == second
 
 
-def test_loaded_pages_are_not_stored_behind_a_reset(engine: Engine) -> None:
-    found(engine, 4)
-    asking = request("a", 17)
-    engine.side.matched_tokens(asking, 0)
-    engine.allocate(asking, [10, 11, 12, 13, 14], 16)
-    asking.num_computed_tokens = 16
-    engine.leader.answers[wire.Reset] = wire.ResetAnswer(0)
-    assert engine.side.reset()
-    engine.leader.last(wire.Load).end(wire.LoadAnswer(4))
-    engine.step()
-    asking.grow(3)
-    engine.step({asking: 4})
-    message = engine.leader.last(wire.Store).message
-    assert (message.first_page, message.source) == (4, [14])
-
-
-def test_reset_is_confirmed_or_not(engine: Engine) -> None:
-    engine.leader.answers[wire.Reset] = wire.ResetAnswer(3)
-    assert engine.side.reset()
-    before = engine.side.track(request("a", 9)).namespace
-    assert engine.side.track(request("b", 9)).namespace == before
-    for answer in (refused(Code.DRAINING), refused(Code.LEASED)):
-        engine.leader.answers[wire.Reset] = answer
-        assert engine.side.reset()
-        assert engine.side.track(request("a", 9)).namespace != before, "what the leader kept is not found any more"
-        assert engine.side.track(request(f"c{answer.code}", 9)).namespace != before
-    engine.leader.answers[wire.Reset] = wire.ResetAnswer(1)
-    assert engine.side.reset()
-    assert shared(engine, before), "the leader has none of it any more"
-    engine.leader.link = 0
-    asked = engine.leader.count(wire.Reset)
-    assert engine.side.reset()
-    assert engine.leader.count(wire.Reset) == asked + 1, "the one that is asked again later: nobody is waited for"
-
-
-def test_a_reset_that_was_not_confirmed_is_asked_for_until_it_is(engine: Engine) -> None:
-    before = engine.side.track(request("a", 9)).namespace
-    engine.leader.answers[wire.Reset] = refused(Code.DRAINING)
-    assert engine.side.reset()
-    engine.leader.answers[wire.Reset] = wire.ResetAnswer(1)
-    eventually("it is asked again", lambda: engine.step() and shared(engine, before))
-    resets = engine.leader.count(wire.Reset)
-    engine.step()
-    assert engine.leader.count(wire.Reset) == resets
-
-
-def shared(engine: Engine, namespace: bytes) -> bool:
-    return engine.side.track(request(f"r{time.monotonic_ns()}", 9)).namespace == namespace
-
-
-def test_a_reset_does_not_open_what_is_finished(engine: Engine) -> None:
-    found(engine, 0)
-    asking = request("a", 8)
-    engine.side.matched_tokens(asking, 0)
-    engine.tables["a"] = [1, 2]
-    engine.step({asking: 8})
-    engine.side.finished(asking)
-    engine.leader.answers[wire.Reset] = wire.ResetAnswer(0)
-    lookups = engine.leader.count(wire.Lookup)
-    assert engine.side.reset()
-    assert engine.leader.count(wire.Lookup) == lookups
-
-
 def test_the_pool_is_reset_behind_stores(engine: Engine) -> None:
     """Nobody runs steps of a paused engine."""
     found(engine, 0)
@@ -641,39 +580,12 @@ def test_a_leader_that_cannot_store_is_left_alone_for_a_while(engine: Engine, mo
     assert (message.first_page, message.source) == (0, [[1, 3]])
 
 
-def test_what_was_computed_before_a_reset_is_not_stored_after_it(engine: Engine) -> None:
-    found(engine, 0)
-    asking = request("a", 8)
-    engine.side.matched_tokens(asking, 0)
-    engine.tables["a"] = [1, 2, 3]
-    engine.step({asking: 8})
-    engine.leader.answers[wire.Reset] = wire.ResetAnswer(0)
-    assert engine.side.reset()
-    engine.leader.last(wire.Store).end(refused(Code.UNKNOWN_SLOT))
-    asking.grow(4)
-    engine.step({asking: 4})
-    message = engine.leader.last(wire.Store).message
-    assert (message.first_page, message.source) == (2, [3])
-
-
 def test_a_request_that_does_not_read_the_cache_holds_nothing(engine: Engine) -> None:
     found(engine, 4)
     asking = request("a", 33)
     asking.skip_reading_prefix_cache = True
     assert engine.side.matched_tokens(asking, 0) == 0
     assert engine.leader.asked == []
-
-
-def test_a_reset_takes_back_what_lookups_found(engine: Engine) -> None:
-    found(engine, 4)
-    asking = request("a", 33)
-    assert engine.side.matched_tokens(asking, 0) == 16
-    engine.leader.answers[wire.Reset] = wire.ResetAnswer(4)
-    assert engine.side.reset()
-    let_go = engine.leader.asked[-2].message
-    assert (let_go.slot, let_go.device_pages) == (engine.leader.asked[0].message.slot, 8), "or it would be refused"
-    found(engine, 0)
-    assert engine.side.matched_tokens(asking, 0) == 0
 
 
 def test_the_user_is_told_once_that_nobody_is_there(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:

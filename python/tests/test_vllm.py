@@ -35,7 +35,7 @@ def daemon() -> Iterator[Daemon]:
 @pytest.fixture(scope="module")
 def engine(daemon: Daemon) -> Iterator[Engine]:
     """One engine for all tests that leave it as they found it."""
-    engine = Engine(config(daemon.socket_dir, extra={"load_timeout_ms": 2000}))
+    engine = Engine(config(daemon.socket_dir, extra={"load_timeout_ms": 2000, "shared_after_reset": True}))
     daemon.pid()
     yield engine
     engine.end()

@@ -1,0 +1,205 @@
+"""Resets of the scheduler's side: what an engine finds and stores afterwards."""
+
+import time
+
+import pytest
+from daemon import eventually
+from test_scheduler import Engine, adapter, found, refused, request
+
+from kvferry import wire
+from kvferry.wire import Code
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+def steady() -> Engine:
+    """An engine whose weights never change."""
+    return Engine(shared_after_reset=True)
+
+
+def namespace_of(engine: Engine) -> bytes:
+    return engine.side.track(request(f"r{time.monotonic_ns()}", 9)).namespace
+
+
+def test_weights_that_changed_in_memory_are_nobody_elses() -> None:
+    """Two replicas: one gets other weights, the other one goes on with the old ones and stores under the old name."""
+    one, two = Engine(), Engine()
+    shared = namespace_of(one)
+    assert namespace_of(two) == shared
+    seen = {shared}
+    for _ in range(3):
+        for engine in (one, two):
+            engine.leader.answers[wire.Reset] = wire.ResetAnswer(3)
+            assert engine.side.reset()
+            private = namespace_of(engine)
+            assert private not in seen
+            seen.add(private)
+            for _ in range(5):
+                engine.step()
+            assert namespace_of(engine) == private, "as long as the engine lives"
+
+
+def test_a_reset_names_what_is_to_be_forgotten(engine: Engine) -> None:
+    """Other engines and models keep their pages."""
+    used = {namespace_of(engine)}
+    asking = request("b", 9)
+    asking.lora_request = adapter("one", "/a")
+    used.add(engine.side.track(asking).namespace)
+    for _ in range(2):
+        assert engine.side.reset()
+        for _ in range(3):
+            engine.leader.last(wire.Reset).end(wire.ResetAnswer(1))
+            engine.step()
+        used.add(namespace_of(engine))
+        engine.side.track(asking)
+    resets = [asked.message.namespace for asked in engine.leader.asked if isinstance(asked.message, wire.Reset)]
+    assert len(resets) == len(set(resets)), "each is asked for once"
+    assert None not in resets
+    assert used - set(resets) == {namespace_of(engine)}
+
+
+def test_what_a_request_has_from_before_a_reset_stays_its_own(engine: Engine) -> None:
+    """A page depends on those before it: it is stored only once all of them were computed anew."""
+    found(engine, 0)
+    asking = request("a", 8)
+    engine.side.matched_tokens(asking, 0)
+    engine.tables["a"] = [1, 2, 3]
+    engine.step({asking: 8})
+    stores = engine.leader.count(wire.Store)
+    assert engine.side.reset()
+    asking.grow(4)
+    engine.step({asking: 4})
+    assert engine.leader.count(wire.Store) == stores
+    asking.num_computed_tokens = 0
+    engine.step(preempted=("a",))
+    engine.side.matched_tokens(asking, 0)
+    engine.step({asking: 12})
+    message = engine.leader.last(wire.Store).message
+    assert (message.first_page, message.source) == (0, [[1, 3]])
+
+
+def test_a_load_from_before_a_reset_is_computed(engine: Engine) -> None:
+    found(engine, 4)
+    asking = request("a", 17)
+    engine.side.matched_tokens(asking, 0)
+    engine.allocate(asking, [10, 11, 12, 13, 14], 16)
+    assert engine.side.reset()
+    engine.leader.last(wire.Load).end(wire.LoadAnswer(4))
+    step = engine.step()
+    assert (step.loaded, step.failed_pages) == (["a"], [10, 11, 12, 13])
+
+
+def test_a_reset_waits_for_nobody(engine: Engine) -> None:
+    namespace_of(engine)
+    assert engine.side.reset()
+    assert not engine.leader.last(wire.Reset).waited
+
+
+def test_loaded_pages_are_not_stored_behind_a_reset(steady: Engine) -> None:
+    engine = steady
+    found(engine, 4)
+    asking = request("a", 17)
+    engine.side.matched_tokens(asking, 0)
+    engine.allocate(asking, [10, 11, 12, 13, 14], 16)
+    asking.num_computed_tokens = 16
+    engine.leader.answers[wire.Reset] = wire.ResetAnswer(0)
+    assert engine.side.reset()
+    engine.leader.last(wire.Load).end(wire.LoadAnswer(4))
+    engine.step()
+    asking.grow(3)
+    engine.step({asking: 4})
+    message = engine.leader.last(wire.Store).message
+    assert (message.first_page, message.source) == (4, [14])
+
+
+def test_reset_is_confirmed_or_not(steady: Engine) -> None:
+    engine = steady
+    before = namespace_of(engine)
+    engine.leader.answers[wire.Reset] = wire.ResetAnswer(3)
+    assert engine.side.reset()
+    assert namespace_of(engine) == before
+    for code in (Code.DRAINING, Code.LEASED):
+        engine.leader.answers[wire.Reset] = refused(code)
+        assert engine.side.reset()
+        assert namespace_of(engine) != before, "what the leader kept is not found any more"
+    engine.leader.answers[wire.Reset] = wire.ResetAnswer(1)
+    assert engine.side.reset()
+    assert namespace_of(engine) == before, "the leader has none of it any more"
+    engine.leader.link = 0
+    asked = len(engine.leader.asked)
+    assert engine.side.reset()
+    assert len(engine.leader.asked) == asked, "nobody is waited for"
+
+
+def test_a_reset_that_was_not_confirmed_is_asked_for_until_it_is(steady: Engine) -> None:
+    engine = steady
+    before = namespace_of(engine)
+    engine.leader.answers[wire.Reset] = refused(Code.DRAINING)
+    assert engine.side.reset()
+    engine.leader.answers[wire.Reset] = wire.ResetAnswer(1)
+    eventually("it is asked again", lambda: engine.step() and namespace_of(engine) == before)
+    resets = engine.leader.count(wire.Reset)
+    engine.step()
+    assert engine.leader.count(wire.Reset) == resets
+
+
+def test_an_answer_to_an_older_reset_does_not_confirm_a_newer_one(steady: Engine) -> None:
+    engine = steady
+    before = namespace_of(engine)
+    engine.leader.link = 0
+    assert engine.side.reset()
+    engine.leader.link = 1
+    engine.step()
+    older = engine.leader.last(wire.Reset)
+    engine.leader.link = 0
+    engine.side._namespaces.share()
+    namespace_of(engine)
+    assert engine.side.reset()
+    older.end(wire.ResetAnswer(1))
+    engine.step()
+    assert namespace_of(engine) != before
+
+
+def test_a_reset_does_not_open_what_is_finished(engine: Engine) -> None:
+    found(engine, 0)
+    asking = request("a", 8)
+    engine.side.matched_tokens(asking, 0)
+    engine.tables["a"] = [1, 2]
+    engine.step({asking: 8})
+    engine.side.finished(asking)
+    engine.leader.answers[wire.Reset] = wire.ResetAnswer(0)
+    lookups = engine.leader.count(wire.Lookup)
+    assert engine.side.reset()
+    assert engine.leader.count(wire.Lookup) == lookups
+
+
+def test_what_was_computed_before_a_reset_is_not_stored_after_it(steady: Engine) -> None:
+    engine = steady
+    found(engine, 0)
+    asking = request("a", 8)
+    engine.side.matched_tokens(asking, 0)
+    engine.tables["a"] = [1, 2, 3]
+    engine.step({asking: 8})
+    engine.leader.answers[wire.Reset] = wire.ResetAnswer(0)
+    assert engine.side.reset()
+    engine.leader.last(wire.Store).end(refused(Code.UNKNOWN_SLOT))
+    asking.grow(4)
+    engine.step({asking: 4})
+    message = engine.leader.last(wire.Store).message
+    assert (message.first_page, message.source) == (2, [3])
+
+
+def test_a_reset_takes_back_what_lookups_found(engine: Engine) -> None:
+    found(engine, 4)
+    asking = request("a", 33)
+    assert engine.side.matched_tokens(asking, 0) == 16
+    engine.leader.answers[wire.Reset] = wire.ResetAnswer(4)
+    assert engine.side.reset()
+    let_go = engine.leader.last(wire.Lookup).message
+    assert (let_go.slot, let_go.device_pages) == (engine.leader.asked[0].message.slot, 8), "or it would be refused"
+    found(engine, 0)
+    assert engine.side.matched_tokens(asking, 0) == 0
