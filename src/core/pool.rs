@@ -114,6 +114,25 @@ pub struct PoolCounts {
     pub largest_eviction_pages: u32,
 }
 
+impl PoolCounts {
+    /// These and those of another pool.
+    pub(super) fn with(self, other: Self) -> Self {
+        Self {
+            stored: self.stored + other.stored,
+            grown: self.grown + other.grown,
+            branched: self.branched + other.branched,
+            split: self.split + other.split,
+            evicted: self.evicted + other.evicted,
+            evicted_pages: self.evicted_pages + other.evicted_pages,
+            refused: self.refused + other.refused,
+            refused_pages: self.refused_pages + other.refused_pages,
+            largest_eviction_pages: self
+                .largest_eviction_pages
+                .max(other.largest_eviction_pages),
+        }
+    }
+}
+
 /// Pages by state. They add up to the capacity.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct PageStates {

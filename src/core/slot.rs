@@ -37,6 +37,8 @@ pub struct HeldRun {
 pub struct Slot {
     /// Where its pages are looked for.
     pub domain: Domain,
+    /// Layout of the pages that it was looked up for.
+    pub layout: [u8; 16],
     /// Hashes of its pages, from the first on.
     pub hashes: Arc<PageHashes>,
     /// What the last lookup found, until a load, the expiry or the end.
@@ -125,6 +127,17 @@ pub struct Session {
     pub gone_at: Option<Time>,
     /// It is forgotten but for what is under way.
     pub gone: bool,
+}
+
+/// A slot that was opened for pages of this layout: what was looked up for another layout says nothing here.
+pub fn slot_of(
+    slots: &mut HashMap<SlotId, Slot>,
+    id: SlotId,
+    layout: [u8; 16],
+) -> Result<&mut Slot, Refusal> {
+    let slot = slots.get_mut(&id);
+    slot.filter(|slot| slot.layout == layout)
+        .ok_or(Refusal::UnknownSlot(id))
 }
 
 impl Session {

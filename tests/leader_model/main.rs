@@ -7,6 +7,7 @@ mod cases;
 mod edges;
 mod inventory;
 mod shared;
+mod tier;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;

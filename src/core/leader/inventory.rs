@@ -5,6 +5,7 @@ use crate::core::pool::Pool;
 use crate::core::sabotage::{Bug, planted};
 use crate::types::{DepotId, PageRecord, Shard, Time, WorkerId};
 
+use super::tier::{Tier, TierKey};
 use super::{Leader, Timer};
 
 /// The inventory of one shard, as far as it was read. At most one record, of 112 bytes, for each arena page.
@@ -20,6 +21,8 @@ struct Reading {
 /// The inventories of all shards.
 #[derive(Debug)]
 pub(super) struct Readings {
+    /// What the pool will be a pool of. Noted when the reading begins, because engines may leave before it ends.
+    pub(super) key: TierKey,
     /// Answers to what was asked for an earlier reading are not of this one: what they list may be struck out by now.
     number: u64,
     shards: Vec<Reading>,
@@ -41,10 +44,10 @@ impl Leader {
     /// Asks for the inventories once nothing writes them behind this leader's back.
     pub(super) fn open_pool(&mut self, now: Time, effects: &mut Vec<Effect>) {
         let clear = self.workers.all_clear() || planted(Bug::ReadTooSoon);
-        let possible = clear && self.workers.any_replica();
-        if self.pool.is_some() || self.reading.is_some() || !possible {
+        let begun = self.tier.is_some() || self.reading.is_some();
+        let Some(key) = self.workers.key(None).filter(|_| clear && !begun) else {
             return;
-        }
+        };
         let begin = || Reading {
             from: Some(0),
             ..Reading::default()
@@ -53,6 +56,7 @@ impl Leader {
         self.timers.insert((again, Timer::Reading));
         self.readings += 1;
         self.reading = Some(Readings {
+            key,
             number: self.readings,
             shards: self.workers.shards().map(|_| begin()).collect(),
             again,
@@ -69,10 +73,10 @@ impl Leader {
 
     /// Asks a worker of every shard whose next part nobody was asked for.
     pub(super) fn read_on(&mut self, effects: &mut Vec<Effect>) {
-        let (Some(readings), Some(geometry)) = (&mut self.reading, self.workers.geometry()) else {
+        let Some(readings) = &mut self.reading else {
             return;
         };
-        let page_bytes = geometry.page_bytes;
+        let page_bytes = readings.key.page_bytes;
         let workers = self.workers.one_of_each_shard();
         for ((reading, worker), shard) in readings.shards.iter_mut().zip(workers).zip(0..) {
             let depot = self.workers.depot(Shard(shard));
@@ -139,7 +143,7 @@ impl Leader {
         // A part that goes back would never end.
         let next = part.next.filter(|next| *next > part.from);
         let within = |page: u32| page >= part.from && next.is_none_or(|next| page < next);
-        let capacity = self.workers.arena_pages();
+        let capacity = readings.key.pages;
         let records = part.records.into_iter();
         let records = records.filter(|record| within(record.page) && record.page < capacity);
         let room = (capacity as usize).saturating_sub(reading.records.len());
@@ -149,9 +153,9 @@ impl Leader {
         if readings.shards.iter().any(|reading| reading.from.is_some()) {
             return self.read_on(effects);
         }
-        let shards = self
-            .stop_reading()
-            .map_or_else(Vec::new, |readings| readings.shards);
+        let Some(Readings { key, shards, .. }) = self.stop_reading() else {
+            return;
+        };
         let shards: Vec<Vec<PageRecord>> =
             shards.into_iter().map(|reading| reading.records).collect();
         let mut pool = Pool::recover(capacity, self.settings.ratio, &shards);
@@ -162,6 +166,6 @@ impl Leader {
             }
         }
         self.counts.recovered_pages += u64::from(pool.page_states().ready);
-        self.pool = Some(pool);
+        self.tier = Some(Tier::new(key, pool));
     }
 }

@@ -4,11 +4,12 @@ use crate::core::decision::Decision;
 use crate::core::event::Effect;
 use crate::core::pool::Pin;
 use crate::core::refusal::Refusal;
-use crate::core::slot::HeldRun;
-use crate::types::{Copy, Direction};
+use crate::core::slot::{HeldRun, slot_of};
+use crate::types::{Copy, Direction, EngineId, GroupGeometry, Replica};
 use crate::types::{FragmentPair, OpId, PageCursor, PageList, PageRun, SlotId};
 
 use super::ops::{Op, Work};
+use super::tier::Tier;
 use super::{Due, Leader};
 
 impl Leader {
@@ -20,15 +21,15 @@ impl Leader {
         destination: &PageList,
         effects: &mut Vec<Effect>,
     ) -> Result<(), Refusal> {
-        self.check_device_pages("destination", destination)?;
-        let replica = self.workers.replica_of(due.engine);
-        let replica = replica.ok_or_else(|| self.workers.not_ready())?;
-        let (tokens_per_page, ranks) = (self.tokens_per_page(), self.workers.ranks());
-        let Some(pool) = &mut self.pool else {
+        let (replica, geometry) = self.served(due.engine)?;
+        check_device_pages(geometry, "destination", destination)?;
+        let (tokens_per_page, ranks) = (geometry.engine_page_tokens, self.workers.ranks());
+        let layout = geometry.layout_fingerprint;
+        let Some(pool) = self.tier.as_mut().and_then(Tier::serving_mut) else {
             return Err(Refusal::Reading);
         };
         let session = self.sessions.entry(due.engine).or_default();
-        let slot = session.slots.get_mut(&id).ok_or(Refusal::UnknownSlot(id))?;
+        let slot = slot_of(&mut session.slots, id, layout)?;
         let pages = u32::try_from(destination.pages()).unwrap_or(u32::MAX);
         let end = first_page.saturating_add(pages);
         let not_pinned = Refusal::NotPinned {
@@ -93,41 +94,48 @@ impl Leader {
         Ok(())
     }
 
-    /// Refuses pages that the engine does not have, and empty lists.
-    pub(super) fn check_device_pages(
-        &self,
-        field: &'static str,
-        pages: &PageList,
-    ) -> Result<(), Refusal> {
-        let Some(geometry) = self.workers.geometry() else {
-            return Err(self.workers.not_ready());
-        };
-        if pages.0.is_empty() {
-            let remedy = "name at least one page";
-            return Err(Refusal::Invalid {
-                field,
-                value: "empty".to_owned(),
-                remedy,
-            });
-        }
-        match pages
-            .0
-            .iter()
-            .find(|run| run.end() > u64::from(geometry.device_pages) || run.count == 0)
-        {
-            None => Ok(()),
-            Some(run) => Err(Refusal::Invalid {
-                field,
-                value: format!("[{}, {}]", run.start, run.count),
-                remedy: "name pages that the ranks registered",
-            }),
-        }
+    /// The replica of an engine that is served, and what its memory looks like.
+    pub(super) fn served(&self, engine: EngineId) -> Result<(Replica, &GroupGeometry), Refusal> {
+        let found = self.workers.memory_of(engine);
+        let fits =
+            |geometry: &GroupGeometry| self.wanted_key().is_none_or(|key| key.is_for(geometry));
+        found
+            .filter(|(_, geometry)| fits(geometry))
+            .ok_or_else(|| self.workers.not_ready())
     }
 
     pub(super) fn tokens_per_page(&self) -> u32 {
         self.workers
-            .geometry()
+            .geometry(self.wanted_key())
             .map_or(0, |geometry| geometry.engine_page_tokens)
+    }
+}
+
+/// Refuses pages that the engine does not have, and empty lists. Replicas may have different numbers of pages.
+pub(super) fn check_device_pages(
+    geometry: &GroupGeometry,
+    field: &'static str,
+    pages: &PageList,
+) -> Result<(), Refusal> {
+    if pages.0.is_empty() {
+        let remedy = "name at least one page";
+        return Err(Refusal::Invalid {
+            field,
+            value: "empty".to_owned(),
+            remedy,
+        });
+    }
+    match pages
+        .0
+        .iter()
+        .find(|run| run.end() > u64::from(geometry.device_pages) || run.count == 0)
+    {
+        None => Ok(()),
+        Some(run) => Err(Refusal::Invalid {
+            field,
+            value: format!("[{}, {}]", run.start, run.count),
+            remedy: "name pages that the ranks registered",
+        }),
     }
 }
 

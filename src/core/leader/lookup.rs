@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use crate::core::anchor::Domain;
 use crate::core::decision::Decision;
 use crate::core::pool::Run;
 use crate::core::refusal::Refusal;
@@ -10,6 +11,7 @@ use crate::core::slot::{HASH_BYTES_PER_ENGINE_MAX, HeldRun, SLOTS_MAX, Slot};
 use crate::types::Answer;
 use crate::types::{PageHashes, SlotId, Time};
 
+use super::tier::Tier;
 use super::{Due, Leader, Timer};
 
 impl Leader {
@@ -29,17 +31,18 @@ impl Leader {
                 remedy: "at most the number of page hashes",
             });
         }
-        if self.workers.replica_of(due.engine).is_none() {
-            return Err(self.workers.not_ready());
-        }
+        let (_, geometry) = self.served(due.engine)?;
+        let tokens_per_page = geometry.engine_page_tokens;
+        let layout = geometry.layout_fingerprint;
+        let domain = self.domain(geometry, namespace);
         let session = self.sessions.get(&due.engine);
         if session
             .is_some_and(|session| session.is_finished(due.id, id) && !planted(Bug::ReopenFinished))
         {
             return Err(Refusal::UnknownSlot(id));
         }
-        self.open_slot(due, id, namespace, hashes)?;
-        let Some(pool) = &mut self.pool else {
+        self.open_slot(due, id, domain, layout, hashes)?;
+        let Some(pool) = self.tier.as_mut().and_then(Tier::serving_mut) else {
             return Err(Refusal::Reading);
         };
         let session = self.sessions.entry(due.engine).or_default();
@@ -66,13 +69,11 @@ impl Leader {
             self.timers
                 .insert((slot.held_until, Timer::Hold(due.engine, id)));
         }
-        if let Some(geometry) = self.workers.geometry() {
-            let found = Decision::Found {
-                device_pages,
-                hit_pages,
-            };
-            slot.digest.add(geometry.engine_page_tokens, found);
-        }
+        let found = Decision::Found {
+            device_pages,
+            hit_pages,
+        };
+        slot.digest.add(tokens_per_page, found);
         self.counts.lookups += 1;
         self.counts.lookup_pages += slot.hashes.len() as u64;
         self.counts.device_pages += u64::from(device_pages);
@@ -88,7 +89,8 @@ impl Leader {
         &mut self,
         due: Due,
         id: SlotId,
-        namespace: &[u8],
+        domain: Domain,
+        layout: [u8; 16],
         hashes: PageHashes,
     ) -> Result<(), Refusal> {
         let session = self.sessions.entry(due.engine).or_default();
@@ -101,7 +103,6 @@ impl Leader {
             }
             None => self.new_digest(),
         };
-        let domain = self.domain(namespace)?;
         let session = self.sessions.entry(due.engine).or_default();
         if session.slots.len() >= SLOTS_MAX {
             return Err(Refusal::Limit {
@@ -120,6 +121,7 @@ impl Leader {
         session.hash_bytes = bytes;
         let slot = Slot {
             domain,
+            layout,
             hashes: Arc::new(hashes),
             held: Vec::new(),
             held_until: Time::NEVER,

@@ -11,6 +11,7 @@ mod ops;
 mod requests;
 mod reset;
 mod store;
+mod tier;
 mod workers;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -19,12 +20,12 @@ use std::time::Duration;
 use crate::core::anchor::{AnchorKey, Domain};
 use crate::core::decision::{RequestDigest, RunDigest};
 use crate::core::event::{Effect, Event};
-use crate::core::pool::Pool;
-use crate::core::refusal::Refusal;
+use crate::core::pool::PoolCounts;
 use crate::core::sabotage::{Bug, planted};
 use crate::core::slot::{Session, Slot};
 use crate::types::{
-    EngineId, Epoch, Generation, OpId, Ratio, RequestId, ResetId, Sharding, SlotId, Time, WorkerId,
+    EngineId, Epoch, Generation, GroupGeometry, OpId, Ratio, RequestId, ResetId, Sharding, SlotId,
+    Time, WorkerId,
 };
 
 use inventory::{Part, Readings};
@@ -33,6 +34,8 @@ use requests::Parked;
 pub use requests::{OPEN_REQUESTS_MAX, PARKED_MAX};
 use reset::Reset;
 use store::{PendingStore, StoreKey};
+use tier::Tier;
+pub use tier::TierKey;
 pub use workers::REPLICAS_MAX;
 use workers::Workers;
 
@@ -131,7 +134,9 @@ pub struct LeaderCounts {
 pub struct Leader {
     settings: LeaderSettings,
     workers: Workers,
-    pool: Option<Pool>,
+    tier: Option<Tier>,
+    /// Of the pools that were closed.
+    pool_counts: PoolCounts,
     /// Inventories that were read so far, while a pool is being made from them.
     reading: Option<Readings>,
     /// How often the inventories were begun to be read.
@@ -162,7 +167,8 @@ impl Leader {
         Self {
             workers: Workers::new(settings.replicas, settings.sharding),
             settings,
-            pool: None,
+            tier: None,
+            pool_counts: PoolCounts::default(),
             reading: None,
             readings: 0,
             sessions: HashMap::new(),
@@ -244,6 +250,7 @@ impl Leader {
             Event::Tick => {}
         }
         self.fire_timers(now, effects);
+        self.settle_tier(now, effects);
     }
 
     /// When the next [`Event::Tick`] is due.
@@ -271,11 +278,6 @@ impl Leader {
         self.counts
     }
 
-    /// The pool of G2, once every rank is there.
-    pub fn pool(&self) -> Option<&Pool> {
-        self.pool.as_ref()
-    }
-
     /// Copies that have not ended.
     pub fn copies_under_way(&self) -> usize {
         self.ops.len()
@@ -291,7 +293,7 @@ impl Leader {
 
     /// True when lookups are served, for one engine at least.
     pub fn is_ready(&self) -> bool {
-        self.pool.is_some() && self.workers.any_replica()
+        self.tier_key().is_some_and(|key| self.workers.serve(key))
     }
 
     /// Workers that have attached with the memory of an engine.
@@ -317,7 +319,7 @@ impl Leader {
 
     /// Every counter with its name: the names that status and reports use.
     pub fn counters(&self) -> impl Iterator<Item = (&'static str, u64)> {
-        let pool = self.pool.as_ref().map(Pool::counts).unwrap_or_default();
+        let pool = self.all_pool_counts();
         let c = self.counts;
         [
             ("lookups", c.lookups),
@@ -357,21 +359,26 @@ impl Leader {
 
     /// Recounts pools and holds by a second path. `Err` names the first contradiction.
     pub fn check(&self) -> Result<(), String> {
-        let Some(pool) = &self.pool else {
-            return Ok(());
+        let pins = match &self.tier {
+            Some(tier) => {
+                tier.pool().check()?;
+                tier.pool().pins()
+            }
+            None => 0,
         };
-        pool.check()?;
         let slots = self
             .sessions
             .values()
             .flat_map(|session| session.slots.values());
         let held: usize = slots.map(|slot| slot.held.len()).sum();
         let leased: usize = self.ops.values().map(Op::pins).sum();
-        if (held + leased) as u64 != pool.pins() {
+        if (held + leased) as u64 != pins {
             return Err(format!(
-                "{held} held and {leased} leased, the pool counts {}",
-                pool.pins()
+                "{held} held and {leased} leased, the pool counts {pins}"
             ));
+        }
+        if held > 0 && self.tier_key().is_none() {
+            return Err(format!("{held} held, and no pool serves"));
         }
         Ok(())
     }
@@ -393,9 +400,9 @@ impl Leader {
     fn let_go(&mut self, engine: EngineId, id: SlotId, slot: &mut Slot) {
         self.timers
             .remove(&(slot.held_until, Timer::Hold(engine, id)));
-        if let Some(pool) = &mut self.pool {
+        if let Some(tier) = &mut self.tier {
             for held in slot.held.drain(..) {
-                pool.unpin(held.pin);
+                tier.pool_mut().unpin(held.pin);
             }
         }
     }
@@ -461,6 +468,11 @@ impl Leader {
     }
 
     fn hold_expired(&mut self, engine: EngineId, id: SlotId) {
+        self.drop_holds(engine, id);
+    }
+
+    /// The slot stays, and holds nothing.
+    fn drop_holds(&mut self, engine: EngineId, id: SlotId) {
         let slot = self
             .sessions
             .get_mut(&engine)
@@ -473,18 +485,14 @@ impl Leader {
         }
     }
 
-    /// The domain of a namespace.
-    fn domain(&self, namespace: &[u8]) -> Result<Domain, Refusal> {
-        let geometry = self
-            .workers
-            .geometry()
-            .ok_or_else(|| self.workers.not_ready())?;
-        Ok(Domain::new(
+    /// The domain of a namespace, for pages of this geometry.
+    fn domain(&self, geometry: &GroupGeometry, namespace: &[u8]) -> Domain {
+        Domain::new(
             &self.settings.anchor_key,
             namespace,
             &geometry.layout_fingerprint,
             geometry.group,
-        ))
+        )
     }
 
     fn new_digest(&self) -> RequestDigest {

@@ -188,8 +188,8 @@ impl Leader {
         failed: u32,
         effects: &mut Vec<Effect>,
     ) {
-        if let Some(pool) = &mut self.pool {
-            lease.into_iter().for_each(|pin| pool.unpin(pin));
+        if let Some(tier) = &mut self.tier {
+            lease.into_iter().for_each(|pin| tier.pool_mut().unpin(pin));
         }
         let answer = match whole_pages {
             0 => Err(Refusal::CopyFailed(failed)),
@@ -213,8 +213,8 @@ impl Leader {
         let store = matches!(op.work, Work::Store { .. });
         if first {
             self.counts.late_copies += 1;
-            if store && let Some(pool) = &mut self.pool {
-                pool.quarantine(Generation(id.0));
+            if store && let Some(tier) = &mut self.tier {
+                tier.pool_mut().quarantine(Generation(id.0));
             }
         }
         self.cancel(id, effects);
@@ -266,8 +266,8 @@ impl Leader {
             return None;
         }
         let stores = self.ops.iter().filter(|(id, op)| {
-            let growth = self.pool.as_ref().is_some_and(|pool| {
-                let mut blocks = pool.view();
+            let growth = self.tier.as_ref().is_some_and(|tier| {
+                let mut blocks = tier.pool().view();
                 blocks.any(|block| {
                     block.ready > 0 && block.filling.is_some_and(|(filling, _)| filling.0 == id.0)
                 })

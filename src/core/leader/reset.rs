@@ -5,8 +5,11 @@ use std::collections::BTreeSet;
 use crate::core::event::Effect;
 use crate::core::refusal::Refusal;
 use crate::core::sabotage::{Bug, planted};
-use crate::types::{Answer, Generation, OpId, ResetId, ResetScope, Scope, Shard, Time, WorkerId};
+use crate::types::{
+    Answer, EngineId, Generation, OpId, ResetId, ResetScope, Scope, Shard, Time, WorkerId,
+};
 
+use super::tier::Tier;
 use super::{Due, Leader, Timer};
 
 /// A reset that has not been answered.
@@ -41,8 +44,8 @@ impl Leader {
         scope: ResetScope,
         effects: &mut Vec<Effect>,
     ) -> Result<(), Refusal> {
-        let scope = self.scope(scope)?;
-        let Some(pool) = &mut self.pool else {
+        let scope = self.scope(due.engine, scope)?;
+        let Some(pool) = self.tier.as_mut().and_then(Tier::serving_mut) else {
             return Err(match self.workers.any_replica() {
                 true => Refusal::Reading,
                 false => self.workers.not_ready(),
@@ -74,13 +77,20 @@ impl Leader {
         Ok(())
     }
 
-    fn scope(&self, scope: ResetScope) -> Result<Scope, Refusal> {
+    /// The asking engine's pages; for anybody else, those of the engines that are served.
+    fn scope(&self, engine: EngineId, scope: ResetScope) -> Result<Scope, Refusal> {
+        let own = self.served(engine).ok().map(|(_, geometry)| geometry);
+        let geometry = own.or_else(|| self.workers.geometry(self.wanted_key()));
+        let domain = |namespace: &[u8]| {
+            let geometry = geometry.ok_or_else(|| self.workers.not_ready())?;
+            Ok(self.domain(geometry, namespace).id())
+        };
         Ok(match scope {
             ResetScope::Everything => Scope::Everything,
-            ResetScope::Namespace(namespace) => Scope::Domain(self.domain(&namespace)?.id()),
+            ResetScope::Namespace(namespace) => Scope::Domain(domain(&namespace)?),
             ResetScope::Pages(namespace, hashes) => {
                 let pages = (0..hashes.len()).map(|page| hashes.fingerprint(page));
-                Scope::Pages(self.domain(&namespace)?.id(), pages.collect())
+                Scope::Pages(domain(&namespace)?, pages.collect())
             }
         })
     }

@@ -9,14 +9,16 @@ use crate::core::index::{Match, Want};
 use crate::core::pool::{Kind, Pin, Pool, Reserved, Run};
 use crate::core::refusal::Refusal;
 use crate::core::sabotage::{Bug, planted};
-use crate::core::slot::{HASH_BYTES_PER_ENGINE_MAX, Slot};
+use crate::core::slot::{HASH_BYTES_PER_ENGINE_MAX, Slot, slot_of};
 use crate::types::{Answer, Copy, Direction};
 use crate::types::{
     FragmentPair, Generation, HashesDiffer, OpId, PageCursor, PageHashes, PageList, PageRun, Rank,
     SlotId,
 };
 
+use super::load::check_device_pages;
 use super::ops::{Op, Work};
+use super::tier::Tier;
 use super::{Due, Leader};
 
 /// A store request that waits for copies: its own and those of others that it found under way.
@@ -63,19 +65,19 @@ impl Leader {
         source: &PageList,
         effects: &mut Vec<Effect>,
     ) -> Result<Option<Answer>, Refusal> {
-        self.check_device_pages("source", source)?;
-        let replica = self.workers.replica_of(due.engine);
-        let replica = replica.ok_or_else(|| self.workers.not_ready())?;
-        let tokens_per_page = self.tokens_per_page();
+        let (replica, geometry) = self.served(due.engine)?;
+        check_device_pages(geometry, "source", source)?;
+        let tokens_per_page = geometry.engine_page_tokens;
+        let layout = geometry.layout_fingerprint;
         // All copies of a store are those of the same ranks: they travel in one message to each.
         let ranks = self.workers.storers(self.next_store);
         let epoch = self.settings.epoch;
         let ratio = self.settings.ratio.pages();
-        let Some(pool) = &mut self.pool else {
+        let Some(pool) = self.tier.as_mut().and_then(Tier::serving_mut) else {
             return Err(Refusal::Reading);
         };
         let session = self.sessions.entry(due.engine).or_default();
-        let slot = session.slots.get_mut(&id).ok_or(Refusal::UnknownSlot(id))?;
+        let slot = slot_of(&mut session.slots, id, layout)?;
         extend_hashes(slot, &mut session.hash_bytes, more)?;
         let end = u64::from(first_page) + source.pages();
         let end = u32::try_from(end)
@@ -163,8 +165,8 @@ impl Leader {
         whole: bool,
         effects: &mut Vec<Effect>,
     ) {
-        let Some(pool) = &mut self.pool else { return };
-        let Some(published) = pool.ended(generation, rank, whole) else {
+        let Some(tier) = &mut self.tier else { return };
+        let Some(published) = tier.pool_mut().ended(generation, rank, whole) else {
             return;
         };
         self.counts.failed_copies += u64::from(!published);
@@ -215,7 +217,7 @@ impl Leader {
 
     /// A store that ended makes its sequence the newest, the tail first.
     fn end_store(&mut self, store: &PendingStore) -> Answer {
-        if let Some(pool) = &mut self.pool {
+        if let Some(pool) = self.tier.as_mut().and_then(Tier::serving_mut) {
             let mut runs: Vec<Run> = Vec::new();
             pool.walk(&store.domain, &store.hashes, store.hashes.len(), &mut runs);
             pool.touch(&runs);

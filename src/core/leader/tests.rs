@@ -2,6 +2,8 @@
 
 use super::*;
 use crate::core::event::{Attached, EngineMemory};
+use crate::core::pool::Pool;
+use crate::core::refusal::Refusal;
 use crate::core::shards::RankSet;
 use crate::core::slot::HASH_BYTES_PER_ENGINE_MAX;
 use crate::types::{
@@ -35,11 +37,17 @@ fn a_pin_that_nobody_holds_is_noticed() {
     let mut leader = Leader::new(settings);
     assert_eq!(leader.check(), Ok(()));
     let pin = pool.pin(block, 2);
-    leader.pool = Some(pool);
+    let key = TierKey {
+        page_bytes: 64,
+        layout_fingerprint: [0; 16],
+        pages: 16,
+        depots: vec![DepotId(1)],
+    };
+    leader.tier = Some(Tier::new(key, pool));
     let why = leader.check().expect_err("a pin is held by nobody");
     assert_eq!(why, "0 held and 0 leased, the pool counts 1");
-    if let Some(pool) = &mut leader.pool {
-        pool.unpin(pin);
+    if let Some(tier) = &mut leader.tier {
+        tier.pool_mut().unpin(pin);
     }
     assert_eq!(leader.check(), Ok(()));
 }

@@ -6,7 +6,6 @@
 
 use crate::core::arena::ARENA_PAGES_MAX;
 use crate::core::event::{Attached, Effect, EngineMemory};
-use crate::core::pool::Pool;
 use crate::core::refusal::Refusal;
 use crate::core::shards::{RANKS_MAX, RankSet};
 use crate::types::{
@@ -14,6 +13,7 @@ use crate::types::{
     WorkerId,
 };
 
+use super::tier::{Tier, TierKey};
 use super::{Leader, Timer};
 
 /// Replicas of one leader, at most.
@@ -126,18 +126,26 @@ impl Workers {
             .map(|(id, _)| id)
     }
 
-    /// The replica whose every rank has this engine's memory.
-    pub(super) fn replica_of(&self, engine: EngineId) -> Option<Replica> {
-        self.places
-            .chunks(usize::from(self.ranks.max(1)))
-            .zip(0..)
-            .find(|(ranks, _)| {
-                ranks.iter().all(|place| {
-                    let memory = place.memory.as_ref().filter(|_| place.attached);
-                    memory.is_some_and(|memory| memory.engine == engine)
-                })
-            })
-            .map(|(_, replica)| Replica(replica))
+    /// Replicas whose every rank has the memory of one engine.
+    fn complete(&self) -> impl Iterator<Item = (Replica, &EngineMemory)> {
+        let replicas = self.places.chunks(usize::from(self.ranks.max(1)));
+        replicas.zip(0..).filter_map(|(ranks, replica)| {
+            let mut memories = ranks.iter().map(|place| {
+                let memory = place.memory.as_ref();
+                memory.filter(|_| place.attached)
+            });
+            let first = memories.next()??;
+            memories
+                .all(|memory| memory.is_some_and(|memory| memory.engine == first.engine))
+                .then_some((Replica(replica), first))
+        })
+    }
+
+    /// The replica whose every rank has this engine's memory, and what that looks like.
+    pub(super) fn memory_of(&self, engine: EngineId) -> Option<(Replica, &GroupGeometry)> {
+        let mut complete = self.complete();
+        let found = complete.find(|(_, memory)| memory.engine == engine);
+        found.map(|(replica, memory)| (replica, &memory.geometry))
     }
 
     /// All ranks of an engine: what is loaded is copied by each.
@@ -165,10 +173,48 @@ impl Workers {
 
     /// Some replica has every rank, with one engine's memory.
     pub(super) fn any_replica(&self) -> bool {
-        let engines = self.places.iter().filter_map(|place| place.memory.as_ref());
-        engines
-            .map(|memory| memory.engine)
-            .any(|engine| self.replica_of(engine).is_some())
+        self.complete().next().is_some()
+    }
+
+    /// Some replica has every rank, with memory that this key is for.
+    pub(super) fn serve(&self, key: &TierKey) -> bool {
+        self.complete()
+            .any(|(_, memory)| key.is_for(&memory.geometry))
+    }
+
+    /// What a pool for a complete replica is a pool of: for one that has what `known` is for, if there is one. The smallest
+    /// depot sets the number of pages, up to what an arena can have.
+    pub(super) fn key(&self, known: Option<&TierKey>) -> Option<TierKey> {
+        let is_known =
+            |memory: &EngineMemory| known.is_some_and(|known| known.is_for(&memory.geometry));
+        let (_, memory) = self
+            .complete()
+            .min_by_key(|(replica, memory)| (!is_known(memory), replica.0))?;
+        let GroupGeometry {
+            page_bytes,
+            layout_fingerprint,
+            ..
+        } = memory.geometry;
+        let depots: Option<Vec<DepotId>> = self.depots.iter().copied().collect();
+        let mut key = TierKey {
+            page_bytes,
+            layout_fingerprint,
+            pages: ARENA_PAGES_MAX,
+            depots: depots?,
+        };
+        let rooms = self
+            .memories()
+            .filter(|(_, memory)| key.is_for(&memory.geometry));
+        let room = rooms.map(|(_, memory)| memory.arena_pages).min();
+        key.pages = key.pages.min(room?);
+        Some(key)
+    }
+
+    /// True unless a shard has another depot than this key names, or a complete replica needs another key.
+    pub(super) fn have(&self, key: &TierKey) -> bool {
+        let depots = self.depots.iter().zip(&key.depots);
+        let mut depots = depots.filter_map(|(now, then)| now.map(|now| now == *then));
+        depots.all(|same| same) && self.key(Some(key)).is_none_or(|wanted| wanted == *key)
     }
 
     /// An attached worker for each shard that has one.
@@ -188,18 +234,10 @@ impl Workers {
         })
     }
 
-    /// What all workers with memory agree on.
-    pub(super) fn geometry(&self) -> Option<&GroupGeometry> {
-        self.memories().next().map(|(_, memory)| &memory.geometry)
-    }
-
-    /// Pages that every one of them has room for: the smallest sets the capacity, up to what an arena can have.
-    pub(super) fn arena_pages(&self) -> u32 {
-        self.memories()
-            .map(|(_, memory)| memory.arena_pages)
-            .min()
-            .unwrap_or(0)
-            .min(ARENA_PAGES_MAX)
+    /// A worker's memory that this key is for; without a key, anyone's.
+    pub(super) fn geometry(&self, key: Option<&TierKey>) -> Option<&GroupGeometry> {
+        let mut geometries = self.memories().map(|(_, memory)| &memory.geometry);
+        geometries.find(|geometry| key.is_none_or(|key| key.is_for(geometry)))
     }
 
     /// Why an engine is not served whose ranks are not all there.
@@ -218,7 +256,12 @@ impl Workers {
         }
     }
 
-    fn judge(&self, attached: &Attached, least_pages: u32) -> Result<(), Refusal> {
+    fn judge(
+        &self,
+        attached: &Attached,
+        least_pages: u32,
+        key: Option<&TierKey>,
+    ) -> Result<(), Refusal> {
         let worker = attached.worker;
         if self.index(worker).is_none() {
             return Err(Refusal::NoSuchWorker {
@@ -258,6 +301,7 @@ impl Workers {
             let same_replica = other.replica == worker.replica;
             if let Some((field, value, other_value)) =
                 difference(&memory.geometry, &theirs.geometry, same_replica)
+                && (same_replica || self.yields(attached, memory, (other, theirs), key))
             {
                 return Err(Refusal::RankDisagrees {
                     worker,
@@ -269,6 +313,24 @@ impl Workers {
             }
         }
         Ok(())
+    }
+
+    /// Which of two replicas that differ makes room: the one that the pool is not for, else the one that is not complete,
+    /// else the higher one. Without that rule two engines that register at one time could each keep the other one from
+    /// ever being complete.
+    fn yields(
+        &self,
+        attached: &Attached,
+        memory: &EngineMemory,
+        (other, theirs): (WorkerId, &EngineMemory),
+        key: Option<&TierKey>,
+    ) -> bool {
+        let is_for = |geometry: &GroupGeometry| key.is_some_and(|key| key.is_for(geometry));
+        if is_for(&theirs.geometry) || is_for(&memory.geometry) {
+            return is_for(&theirs.geometry);
+        }
+        let complete = self.complete().any(|(replica, _)| replica == other.replica);
+        complete || other.replica < attached.worker.replica
     }
 }
 
@@ -346,14 +408,15 @@ impl Leader {
         let told = verdict.clone().map(|()| OpId(self.next_id));
         self.workers.turned_away = verdict.err();
         if told.is_ok() {
-            self.adopt_depot(self.workers.shard_of(worker), attached.depot);
-            self.fit_pool(attached.memory.as_ref());
+            let shard = self.workers.shard_of(worker);
+            self.workers.depots[usize::from(shard.0)] = Some(attached.depot);
         }
         if let Some(place) = self.workers.place(worker) {
             place.attached = told.is_ok();
             place.memory = attached.memory;
             place.last = Some((attach, told.clone()));
         }
+        self.fit_tier(effects);
         effects.push(Effect::Admit {
             worker,
             attach,
@@ -368,32 +431,18 @@ impl Leader {
             true => self.settings.ratio.pages(),
             false => 0,
         };
-        let in_use = self
-            .pool
-            .as_ref()
-            .filter(|pool| pool.pins() > 0 || !self.ops.is_empty());
-        let least_pages = in_use.map_or(0, Pool::capacity_pages).max(block);
-        self.workers.judge(attached, least_pages)
-    }
-
-    /// A pool that nobody uses makes room for a smaller one.
-    fn fit_pool(&mut self, memory: Option<&EngineMemory>) {
-        let fits =
-            |pool: &Pool| memory.is_none_or(|memory| memory.arena_pages >= pool.capacity_pages());
-        if !self.pool.as_ref().is_none_or(fits) {
-            self.pool = None;
-        }
-    }
-
-    /// Another depot than before holds nothing of what the pool knows.
-    fn adopt_depot(&mut self, shard: Shard, depot: DepotId) {
-        let known = &mut self.workers.depots[usize::from(shard.0)];
-        if known.replace(depot).is_some_and(|known| known != depot) {
-            self.stop_reading();
-            if let Some(pool) = &mut self.pool {
-                pool.reset();
-            }
-        }
+        let tier = self.tier.as_ref();
+        let in_use = tier.and_then(Tier::serving);
+        let in_use = in_use.filter(|pool| pool.pins() > 0 || !self.ops.is_empty());
+        // A pool that closes for this memory, or for its depot, needs no room.
+        let stays = tier.and_then(Tier::key).filter(|key| {
+            let shard = usize::from(self.workers.shard_of(attached.worker).0);
+            let memory = attached.memory.as_ref();
+            key.depots.get(shard) == Some(&attached.depot)
+                && memory.is_some_and(|memory| key.is_for(&memory.geometry))
+        });
+        let least_pages = in_use.and(stays).map_or(0, |key| key.pages).max(block);
+        self.workers.judge(attached, least_pages, self.wanted_key())
     }
 
     pub(super) fn worker_dead(&mut self, now: Time, worker: WorkerId, effects: &mut Vec<Effect>) {

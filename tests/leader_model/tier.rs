@@ -1,0 +1,445 @@
+//! What a pool is a pool of: engines with other pages, workers with other depots, replicas with other memory.
+
+use kvferry::types::PageRecord;
+
+use super::*;
+
+/// What a worker says of its engine's memory and of its depot.
+#[derive(Debug, Clone, Copy)]
+struct Here {
+    engine: u8,
+    page_bytes: u64,
+    layout: u8,
+    device_pages: u32,
+    arena_pages: u32,
+    depot: u128,
+}
+
+/// An engine with pages of 64 bytes.
+const A: Here = Here {
+    engine: 1,
+    page_bytes: 64,
+    layout: 1,
+    device_pages: 64,
+    arena_pages: 60,
+    depot: 0,
+};
+/// One with pages of half the size.
+const B: Here = Here {
+    engine: 2,
+    page_bytes: 32,
+    layout: 2,
+    device_pages: 128,
+    arena_pages: 120,
+    depot: 0,
+};
+
+/// A leader whose effects are looked at one by one.
+struct Site {
+    leader: Leader,
+    attaches: u64,
+    asked: u64,
+}
+
+impl Site {
+    fn new(ranks: u16, replicas: u16) -> Self {
+        let ratio = Ratio::new(8).expect("in bounds");
+        let mut settings = LeaderSettings::new(EPOCH, ranks, ratio, AnchorKey([3; 32]));
+        settings.replicas = replicas;
+        Self {
+            leader: Leader::new(settings),
+            attaches: 0,
+            asked: 0,
+        }
+    }
+
+    fn step(&mut self, event: Event) -> Vec<Effect> {
+        let mut effects = Vec::new();
+        self.leader.step(Time(0), event, &mut effects);
+        self.leader.check().expect("the second count agrees");
+        effects
+    }
+
+    /// A worker attaches; its rank's number is added to the depot's.
+    fn attach(&mut self, place: (u8, u16), here: Option<Here>) -> Vec<Effect> {
+        self.attach_depot(place, here.map_or(0, |here| here.depot), here)
+    }
+
+    fn attach_depot(
+        &mut self,
+        (replica, rank): (u8, u16),
+        depot: u128,
+        here: Option<Here>,
+    ) -> Vec<Effect> {
+        self.attaches += 1;
+        let memory = here.map(|here| EngineMemory {
+            engine: engine_id(here.engine),
+            geometry: GroupGeometry {
+                page_bytes: here.page_bytes,
+                device_pages: here.device_pages,
+                layout_fingerprint: [here.layout; 16],
+                ..geometry()
+            },
+            arena_pages: here.arena_pages,
+        });
+        self.step(Event::Attached(Attached {
+            worker: worker(replica, rank),
+            attach: AttachId(self.attaches),
+            depot: DepotId(depot + u128::from(rank)),
+            memory,
+        }))
+    }
+
+    /// Answers every question for an inventory: nothing is listed. Returns the page sizes that were asked for.
+    fn read(&mut self, effects: &[Effect]) -> Vec<u64> {
+        self.read_with(effects, &[])
+    }
+
+    fn read_with(&mut self, effects: &[Effect], records: &[PageRecord]) -> Vec<u64> {
+        let mut sizes = Vec::new();
+        for effect in effects {
+            if let Effect::ReadInventory {
+                worker,
+                depot,
+                page_bytes,
+                reading,
+                from,
+            } = effect
+            {
+                sizes.push(*page_bytes);
+                self.step(Event::Inventory {
+                    worker: *worker,
+                    depot: *depot,
+                    reading: *reading,
+                    from: *from,
+                    next: None,
+                    records: records.to_vec(),
+                });
+            }
+        }
+        sizes
+    }
+
+    fn ask(&mut self, engine: u8, request: Request) -> Vec<Effect> {
+        self.asked += 1;
+        self.step(Event::Request {
+            engine: engine_id(engine),
+            id: RequestId(self.asked),
+            deadline: Time(5_000_000_000),
+            request,
+        })
+    }
+
+    fn lookup(&mut self, engine: u8) -> Reply {
+        let lookup = Request::Lookup {
+            slot: SlotId(1),
+            namespace: vec![7],
+            hashes: sequence(0, 8),
+            device_pages: 0,
+        };
+        answer(&self.ask(engine, lookup)).expect("answered at once")
+    }
+
+    fn store_from(&mut self, engine: u8, first: u32) -> Vec<Effect> {
+        self.lookup(engine).expect("a slot");
+        let source = PageList::run(first, 8);
+        let (slot, first_page, more) = (SlotId(1), 0, None);
+        self.ask(
+            engine,
+            Request::Store {
+                slot,
+                first_page,
+                more,
+                source,
+            },
+        )
+    }
+
+    fn load(&mut self, engine: u8, first: u32) -> Vec<Effect> {
+        let destination = PageList::run(first, 8);
+        let (slot, first_page) = (SlotId(1), 0);
+        self.ask(
+            engine,
+            Request::Load {
+                slot,
+                first_page,
+                destination,
+            },
+        )
+    }
+
+    /// Eight pages are stored: they are found from then on.
+    fn stored(&mut self, place: (u8, u16), engine: u8) {
+        let op = copy(&self.store_from(engine, 0)).expect("a copy");
+        self.ended(place, op);
+        assert_eq!(self.lookup(engine), hit(8));
+    }
+
+    fn ended(&mut self, (replica, rank): (u8, u16), op: OpId) -> Vec<Effect> {
+        let ended = EndedCopy {
+            op,
+            whole: true,
+            whole_pages: 8,
+            bytes: 64,
+            busy_us: 1,
+        };
+        self.step(Event::Ended {
+            worker: worker(replica, rank),
+            epoch: EPOCH,
+            copies: vec![ended],
+        })
+    }
+}
+
+fn answer(effects: &[Effect]) -> Option<Reply> {
+    effects.iter().find_map(|effect| match effect {
+        Effect::Answer { answer, .. } => Some(answer.clone()),
+        _ => None,
+    })
+}
+
+fn copy(effects: &[Effect]) -> Option<OpId> {
+    effects.iter().find_map(|effect| match effect {
+        Effect::Copy { copy, .. } => Some(copy.op),
+        _ => None,
+    })
+}
+
+fn verdict(effects: &[Effect]) -> Result<(), Refusal> {
+    let verdict = effects.iter().find_map(|effect| match effect {
+        Effect::Admit { verdict, .. } => Some(verdict.clone().map(|_| ())),
+        _ => None,
+    });
+    verdict.expect("a verdict")
+}
+
+fn hit(hit_pages: u32) -> Reply {
+    Ok(Answer::Lookup {
+        hit_pages,
+        pending: false,
+    })
+}
+
+#[test]
+fn an_engine_with_smaller_pages_ends_the_pool_of_the_one_before_it() {
+    let mut site = Site::new(1, 1);
+    let asked = site.attach((0, 0), Some(A));
+    assert_eq!(site.read(&asked), [64]);
+    site.stored((0, 0), A.engine);
+
+    site.attach((0, 0), None);
+    assert!(
+        site.leader.pool().is_some(),
+        "the same engine may come back"
+    );
+    let asked = site.attach((0, 0), Some(B));
+    assert!(site.leader.pool().is_none(), "its pages are those of A");
+    assert_eq!(site.lookup(B.engine), Err(Refusal::Reading));
+    assert_eq!(site.read(&asked), [32]);
+    let capacity = site.leader.pool().map(|pool| pool.capacity_pages());
+    assert_eq!(capacity, Some(120), "all of the depot is used");
+    site.stored((0, 0), B.engine);
+
+    site.attach((0, 0), None);
+    let asked = site.attach((0, 0), Some(A));
+    assert_eq!(site.read(&asked), [64]);
+    assert_eq!(
+        site.lookup(A.engine),
+        hit(0),
+        "B has written over these pages"
+    );
+}
+
+#[test]
+fn pages_of_one_size_in_another_layout_end_the_pool_too() {
+    let mut site = Site::new(1, 1);
+    let asked = site.attach((0, 0), Some(A));
+    site.read(&asked);
+    site.stored((0, 0), A.engine);
+    let other = Here { layout: 9, ..A };
+    site.attach((0, 0), None);
+    let asked = site.attach((0, 0), Some(other));
+    assert_eq!(site.read(&asked), [64]);
+    // The engine has kept its id: what it looked up for the other layout says nothing any more.
+    let refused = answer(&site.load(A.engine, 0));
+    assert_eq!(refused, Some(Err(Refusal::UnknownSlot(SlotId(1)))));
+    assert_eq!(site.lookup(A.engine), hit(0));
+}
+
+#[test]
+fn copies_of_a_pool_that_ends_are_cancelled_and_awaited_before_anything_is_read() {
+    let mut site = Site::new(1, 2);
+    site.attach((1, 0), Some(A));
+    let asked = site.attach((0, 0), Some(Here { engine: 3, ..A }));
+    site.read(&asked);
+    let op = copy(&site.store_from(A.engine, 0)).expect("a copy");
+    // The worker that copies is out of reach, and the other replica gets an engine with other pages.
+    site.step(Event::WorkerLost(worker(1, 0)));
+    site.attach((0, 0), None);
+    let effects = site.attach((0, 0), Some(B));
+    assert_eq!(verdict(&effects), Ok(()));
+    let cancelled = effects
+        .iter()
+        .any(|effect| matches!(effect, Effect::Cancel { op: cancelled, .. } if *cancelled == op));
+    assert!(cancelled, "{effects:?}");
+    assert!(site.read(&effects).is_empty(), "the copy may still write");
+    assert_eq!(site.lookup(B.engine), Err(Refusal::Reading));
+
+    let effects = site.ended((1, 0), op);
+    let failed = Answer::Store {
+        stored_pages: 0,
+        present_pages: 0,
+        refused_pages: 0,
+        failed_pages: 8,
+    };
+    assert_eq!(answer(&effects), Some(Ok(failed)));
+    assert_eq!(site.read(&effects), [32]);
+    assert_eq!(site.lookup(B.engine), hit(0));
+}
+
+#[test]
+fn no_hold_outlives_the_depot() {
+    let mut site = Site::new(1, 1);
+    let asked = site.attach((0, 0), Some(A));
+    site.read(&asked);
+    site.stored((0, 0), A.engine);
+    assert_eq!(site.leader.pool().map(|pool| pool.pins()), Some(1));
+
+    site.step(Event::WorkerDead(worker(0, 0)));
+    let asked = site.attach((0, 0), Some(Here { depot: 70, ..A }));
+    assert_eq!(answer(&site.load(A.engine, 0)), Some(Err(Refusal::Reading)));
+    assert_eq!(site.read(&asked), [64]);
+    let effects = site.load(A.engine, 0);
+    assert_eq!(copy(&effects), None, "the new depot holds nothing");
+    let not_pinned = Refusal::NotPinned {
+        slot: SlotId(1),
+        first_page: 0,
+        end: 8,
+    };
+    assert_eq!(answer(&effects), Some(Err(not_pinned)));
+}
+
+#[test]
+fn a_load_under_way_keeps_a_pool_that_ends_until_it_has_ended_itself() {
+    let mut site = Site::new(2, 1);
+    site.attach((0, 0), Some(A));
+    let asked = site.attach((0, 1), Some(A));
+    site.read(&asked);
+    let op = copy(&site.store_from(A.engine, 0)).expect("a copy");
+    site.ended((0, 0), op);
+    site.ended((0, 1), op);
+    assert_eq!(site.lookup(A.engine), hit(8));
+    let op = copy(&site.load(A.engine, 16)).expect("a copy");
+    site.step(Event::WorkerDead(worker(0, 0)));
+    let effects = site.attach((0, 0), Some(Here { depot: 70, ..A }));
+    assert!(site.read(&effects).is_empty());
+    assert!(site.leader.closing_pool().is_some());
+    let effects = site.ended((0, 1), op);
+    assert_eq!(answer(&effects), Some(Err(Refusal::CopyFailed(1))));
+    assert_eq!(site.read(&effects), [64, 64]);
+    assert!(site.leader.is_ready());
+}
+
+#[test]
+fn a_reading_keeps_the_room_of_the_engine_that_it_began_for() {
+    let mut site = Site::new(1, 1);
+    let asked = site.attach((0, 0), Some(A));
+    site.attach((0, 0), None);
+    assert_eq!(site.read(&asked), [64]);
+    let capacity = |site: &Site| site.leader.pool().map(|pool| pool.capacity_pages());
+    assert_ne!(capacity(&site), Some(0), "room is taken from nobody");
+    let asked = site.attach((0, 0), Some(A));
+    site.read(&asked);
+    assert_eq!(capacity(&site), Some(60));
+    site.stored((0, 0), A.engine);
+}
+
+#[test]
+fn a_reading_for_other_pages_than_those_of_the_engine_begins_anew() {
+    let mut site = Site::new(1, 1);
+    let old = site.attach((0, 0), Some(A));
+    site.attach((0, 0), None);
+    let new = site.attach((0, 0), Some(B));
+    site.read(&old);
+    assert!(site.leader.pool().is_none(), "what was read is of A");
+    assert_eq!(site.read(&new), [32]);
+    let capacity = site.leader.pool().map(|pool| pool.capacity_pages());
+    assert_eq!(capacity, Some(120));
+}
+
+#[test]
+fn pages_are_checked_against_the_memory_of_the_engine_that_asks() {
+    let mut site = Site::new(1, 3);
+    let large = Here {
+        engine: 3,
+        device_pages: 96,
+        ..A
+    };
+    let small = Here {
+        engine: 4,
+        device_pages: 32,
+        ..A
+    };
+    site.attach((0, 0), Some(A));
+    site.attach((1, 0), Some(large));
+    let asked = site.attach((2, 0), Some(small));
+    site.read(&asked);
+    let refused =
+        |effects: &[Effect]| matches!(answer(effects), Some(Err(Refusal::Invalid { .. })));
+
+    let effects = site.store_from(large.engine, 88);
+    let op = copy(&effects).expect("pages that this engine has");
+    site.ended((1, 0), op);
+    assert!(refused(&site.store_from(large.engine, 89)));
+    assert!(refused(&site.store_from(A.engine, 57)));
+    for (here, last) in [(A, 56), (large, 88), (small, 24)] {
+        assert_eq!(site.lookup(here.engine), hit(8));
+        assert!(refused(&site.load(here.engine, last + 1)), "{here:?}");
+        assert!(copy(&site.load(here.engine, last)).is_some(), "{here:?}");
+    }
+}
+
+#[test]
+fn a_second_engine_with_other_pages_is_declined_and_the_first_is_undisturbed() {
+    let mut site = Site::new(1, 2);
+    site.attach((0, 0), None);
+    let asked = site.attach((1, 0), Some(A));
+    site.read(&asked);
+    site.stored((1, 0), A.engine);
+    let refused = verdict(&site.attach((0, 0), Some(B)));
+    let Err(Refusal::RankDisagrees { field, value, .. }) = refused else {
+        unreachable!("{refused:?}");
+    };
+    assert_eq!((field, value.as_str()), ("page_bytes", "32"));
+    assert_eq!(site.lookup(A.engine), hit(8));
+    assert!(copy(&site.load(A.engine, 16)).is_some());
+}
+
+#[test]
+fn two_engines_that_differ_do_not_keep_each_other_out() {
+    let mut site = Site::new(2, 2);
+    for place in [(0, 0), (0, 1), (1, 0), (1, 1)] {
+        site.attach(place, None);
+    }
+    // Each has one of its two ranks when the other one comes.
+    assert_eq!(verdict(&site.attach((0, 0), Some(A))), Ok(()));
+    let first = verdict(&site.attach((1, 1), Some(B)));
+    let asked = site.attach((0, 1), Some(A));
+    let second = verdict(&asked);
+    assert!(second.is_ok(), "{first:?}, {second:?}");
+    assert_eq!(site.read(&asked), [64, 64]);
+    assert!(site.leader.is_ready());
+    let late = verdict(&site.attach((1, 0), Some(B)));
+    assert!(
+        matches!(late, Err(Refusal::RankDisagrees { .. })),
+        "{late:?}"
+    );
+    // When the first has gone, the second is let in.
+    for place in [(0, 0), (0, 1)] {
+        site.attach(place, None);
+    }
+    site.attach((1, 1), Some(B));
+    let asked = site.attach((1, 0), Some(B));
+    assert_eq!(verdict(&asked), Ok(()));
+    assert_eq!(site.read(&asked), [32, 32]);
+}
