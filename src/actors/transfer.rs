@@ -331,7 +331,37 @@ mod tests {
             layout: Arc::new(layout),
             geometry,
         };
+        depot.hold_pages_of(PAGE_BYTES).expect("writable");
         (memory, Arc::new(depot))
+    }
+
+    #[test]
+    fn nothing_is_copied_from_or_to_a_depot_with_pages_of_another_size() {
+        let (memory, depot) = memories();
+        let engine = CopyEngine::new(1).expect("threads");
+        let run = |direction| {
+            let copy = Copy {
+                op: OpId(7),
+                engine: EngineId([1; 16]),
+                direction,
+                pairs: vec![FragmentPair {
+                    src: PageList::run(0, 2),
+                    dst: PageList::run(0, 2),
+                }],
+                request: RequestId(1),
+                record: None,
+                deadline: Time::NEVER,
+            };
+            let ended = copied(copy, &Arc::default(), &engine, &memory, &depot, PAGE_BYTES);
+            (ended.op, ended.whole, ended.whole_pages, ended.bytes)
+        };
+        let refused = (OpId(7), false, 0, 0);
+        for direction in [Direction::Store, Direction::Load] {
+            depot.hold_pages_of(PAGE_BYTES / 2).expect("writable");
+            assert_eq!(run(direction), refused, "pages of half the size");
+            depot.hold_pages_of(PAGE_BYTES).expect("writable");
+            assert!(run(direction).1, "pages of this size");
+        }
     }
 
     #[test]

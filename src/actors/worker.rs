@@ -30,7 +30,7 @@ use crate::transport::{
     Client, Failure, FdReceiver, Incoming, LinkId, PeerId, Replier, Server, ServerEvent,
 };
 use crate::types::{
-    AttachId, EndedCopy, EngineId, Generation, GpuCopy, GroupId, OpId, RequestId, ResetId,
+    AttachId, EndedCopy, EngineId, Epoch, Generation, GpuCopy, GroupId, OpId, RequestId, ResetId,
     Sharding, Time, WorkerId,
 };
 
@@ -495,7 +495,9 @@ impl State {
                 batch,
                 ops: cancel.ops.into_iter().map(OpId).collect(),
             },
-            Message::ReadInventory(read) => return self.read_inventory(correlation, read),
+            Message::ReadInventory(read) => {
+                return self.read_inventory(correlation, epoch, read);
+            }
             Message::Strike(strike) => match strike.scope() {
                 Ok(scope) => WorkerEvent::Strike {
                     epoch,
@@ -597,7 +599,7 @@ impl State {
     }
 
     /// A part of what the depot lists, as pages of this size.
-    fn read_inventory(&self, correlation: RequestId, read: ReadInventory) -> Handled {
+    fn read_inventory(&self, correlation: RequestId, epoch: Epoch, read: ReadInventory) -> Handled {
         let Some(depot) = self
             .depot
             .as_ref()
@@ -613,6 +615,12 @@ impl State {
                 "page_bytes is {}, and the engine's pages have {}: read the inventory of the memory that is attached",
                 read.page_bytes, geometry.page_bytes
             );
+            let error = ErrorBody::new(ErrorCode::Invalid, text);
+            self.answer(correlation, Message::Error(error));
+            return Ok(());
+        }
+        if !depot.hold_pages_for(read.page_bytes, (epoch, read.reading))? {
+            let text = "a later reading of this depot has begun";
             let error = ErrorBody::new(ErrorCode::Invalid, text);
             self.answer(correlation, Message::Error(error));
             return Ok(());

@@ -219,6 +219,23 @@ impl SharedBuffer {
         Ok(u64::from_le(word))
     }
 
+    /// Changes the aligned word at `offset_bytes` from one value to another, if it has that value: then `true`.
+    pub fn exchange_word(
+        &self,
+        offset_bytes: u64,
+        from: u64,
+        to: u64,
+    ) -> Result<bool, BufferError> {
+        let word = self.word(offset_bytes)?;
+        let changed = word.compare_exchange(
+            from.to_le(),
+            to.to_le(),
+            Ordering::AcqRel,
+            Ordering::Acquire,
+        );
+        Ok(changed.is_ok())
+    }
+
     fn word(&self, offset_bytes: u64) -> Result<&AtomicU64, BufferError> {
         let at = self.range(offset_bytes, WORD_BYTES)?.cast::<u64>();
         if !at.is_aligned() {

@@ -8,7 +8,9 @@
 //!     16      8  bytes of the whole depot
 //!     24      8  page_bytes of the arena, 0 while no layout is known
 //!     32     16  its name, random
-//!     48   4048  a byte for each worker: see [`Depot::batch_mark`]
+//!     48      8  epoch of the leader that asked last for the inventory
+//!     56      8  number of that reading
+//!     64   4032  a byte for each worker: see [`Depot::batch_mark`]
 //!   4096         slot i of the inventory at 4096 + i x 80: see `inventory`
 //!              page i at pages_at(page_bytes) + i x page_stride_bytes(page_bytes), behind the last slot
 //! ```
@@ -19,7 +21,7 @@ use std::os::fd::OwnedFd;
 
 use super::buffer::{BufferError, SharedBuffer};
 use super::inventory::SLOT_BYTES;
-use crate::types::DepotId;
+use crate::types::{DepotId, Epoch};
 
 /// Bytes before the first slot.
 pub const DEPOT_HEADER_BYTES: u64 = 4096;
@@ -33,7 +35,9 @@ const VERSION_AT: u64 = 8;
 const BYTES_AT: u64 = 16;
 const PAGE_BYTES_AT: u64 = 24;
 const NAME_AT: u64 = 32;
-const MARKS_AT: u64 = 48;
+const READ_EPOCH_AT: u64 = 48;
+const READING_AT: u64 = 56;
+const MARKS_AT: u64 = 64;
 /// Workers beyond so many share a mark with an earlier one.
 const MARKS: u64 = DEPOT_HEADER_BYTES - MARKS_AT;
 
@@ -168,9 +172,24 @@ impl Depot {
         Ok((page_bytes > 0).then_some(page_bytes))
     }
 
-    /// Notes the layout's `page_bytes`.
-    pub(super) fn set_page_bytes(&self, page_bytes: u64) -> Result<(), BufferError> {
-        self.buffer.store_word(PAGE_BYTES_AT, page_bytes)
+    /// Changes `page_bytes` from one value to another: `false` when another process has changed it meanwhile.
+    pub(super) fn exchange_page_bytes(&self, from: u64, to: u64) -> Result<bool, BufferError> {
+        self.buffer.exchange_word(PAGE_BYTES_AT, from, to)
+    }
+
+    /// The epoch and the number of the last reading of the inventory.
+    pub(super) fn last_reading(&self) -> Result<(Epoch, u64), BufferError> {
+        let epoch = self.buffer.load_word(READ_EPOCH_AT)?;
+        Ok((Epoch(epoch), self.buffer.load_word(READING_AT)?))
+    }
+
+    /// Notes them.
+    pub(super) fn set_last_reading(
+        &self,
+        (epoch, number): (Epoch, u64),
+    ) -> Result<(), BufferError> {
+        self.buffer.store_word(READING_AT, number)?;
+        self.buffer.store_word(READ_EPOCH_AT, epoch.0)
     }
 
     /// Tells it from every other depot, also behind the death of all that mapped it.

@@ -93,16 +93,34 @@ fn record(page: u32, body: &[u8; BODY_BYTES]) -> PageRecord {
 /// The inventory of a depot for pages of `page_bytes` bytes. Only one process writes a page's slot at a time: the leader
 /// gives each page to one store.
 impl Depot {
-    /// Makes the depot hold pages of this size: nothing is listed any more where it held others before.
+    /// Makes the depot hold pages of this size: nothing is listed any more where it held others before. Another process
+    /// that does the same at the same time wins if it comes first.
     pub fn hold_pages_of(&self, page_bytes: u64) -> Result<(), BufferError> {
-        if self.page_bytes()? == Some(page_bytes) {
+        let before = self.page_bytes()?.unwrap_or(0);
+        if before == page_bytes || !self.exchange_page_bytes(before, 0)? {
             return Ok(());
         }
-        self.set_page_bytes(0)?;
         for page in 0..self.arena_pages(page_bytes) {
             self.buffer().store_word(Self::slot_at(page), 0)?;
         }
-        self.set_page_bytes(page_bytes)
+        self.exchange_page_bytes(0, page_bytes)?;
+        Ok(())
+    }
+
+    /// The same for a reading of the inventory. `false`, and nothing is changed, when a later one has come before: a worker
+    /// that stood still may find the question of a leader, or of a reading, that is over. Pages of the size that it asks
+    /// for would end those that are served by now.
+    pub fn hold_pages_for(
+        &self,
+        page_bytes: u64,
+        reading: (Epoch, u64),
+    ) -> Result<bool, BufferError> {
+        if reading < self.last_reading()? {
+            return Ok(false);
+        }
+        self.set_last_reading(reading)?;
+        self.hold_pages_of(page_bytes)?;
+        Ok(self.page_bytes()? == Some(page_bytes))
     }
 
     /// These pages will be overwritten: they are not listed any more. A run that ends outside the arena is refused: what
@@ -340,6 +358,26 @@ mod tests {
         assert_eq!(found, []);
         depot.hold_pages_of(PAGE_BYTES).expect("held");
         assert_eq!(listed(&depot), []);
+    }
+
+    #[test]
+    fn a_reading_that_comes_late_leaves_the_pages_of_a_later_one() {
+        let depot = depot();
+        let hold = |page_bytes, epoch, reading| {
+            let held = depot.hold_pages_for(page_bytes, (Epoch(epoch), reading));
+            held.expect("a depot")
+        };
+        assert!(hold(PAGE_BYTES, 3, 7));
+        assert!(hold(500, 3, 8));
+        depot.list(500, &stored(0, 0, 4, 1)).expect("listed");
+        assert!(!hold(PAGE_BYTES, 3, 7), "the reading before");
+        assert!(!hold(PAGE_BYTES, 2, 9), "the leader before");
+        assert_eq!(depot.page_bytes().expect("readable"), Some(500));
+        let found = depot.read_inventory(500, 0, u32::MAX).expect("readable");
+        assert_eq!(found.len(), 4);
+        assert!(hold(500, 3, 8), "its next part");
+        assert!(hold(PAGE_BYTES, 4, 1), "the next leader");
+        assert_eq!(depot.page_bytes().expect("readable"), Some(PAGE_BYTES));
     }
 
     #[test]

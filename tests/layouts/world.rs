@@ -50,6 +50,7 @@ impl World {
         let device = EngineMemory::new(&registration, buffers.collect()).expect("fits");
         let depot_bytes = Depot::bytes_for(ARENA_PAGES, layout.page_bytes);
         let depot = Depot::create(depot_bytes).expect("memory");
+        depot.hold_pages_of(layout.page_bytes).expect("writable");
         let buffer = depot.buffer();
         buffer
             .write_from(4096, &noise(0, depot_bytes - 4096))

@@ -307,7 +307,7 @@ impl Giver {
 
     /// GB/s of one copy, from its order to its end, and the microseconds of it that were spent in giving it to the driver.
     fn timed(&self, cut: &Cut, direction: Direction) -> Result<(f64, f64), String> {
-        let order = cut.order(direction);
+        let order = cut.order(direction)?;
         let (begun, before) = (Instant::now(), self.copier.giving());
         self.give(order)?;
         self.ended(1)?;
@@ -331,20 +331,23 @@ struct Cut {
 }
 
 impl Cut {
-    /// A copy of them.
-    fn order(&self, direction: Direction) -> CopyOrder {
+    /// A copy of them. Cuts of different page sizes take turns.
+    fn order(&self, direction: Direction) -> Result<CopyOrder, String> {
+        let page_bytes = self.device.layout.page_bytes;
+        let held = self.depot.depot().hold_pages_of(page_bytes);
+        held.map_err(text)?;
         let pairs = match direction {
             Direction::Store => self.pairs.clone(),
             Direction::Load => self.pairs.iter().cloned().map(turned).collect(),
         };
-        CopyOrder {
+        Ok(CopyOrder {
             op: OpId(1),
             direction,
-            parts: FragmentPair::parts(pairs, self.device.layout.page_bytes, COPY_PART_BYTES),
+            parts: FragmentPair::parts(pairs, page_bytes, COPY_PART_BYTES),
             device: self.device.clone(),
             depot: Arc::clone(&self.depot),
             cancel: Arc::new(CancelFlag::default()),
-        }
+        })
     }
 
     /// Where all pages lie in the depot's memory.
@@ -449,8 +452,8 @@ impl Bench {
         let (stored, loaded) = (one_of_two(0)?, one_of_two(1)?);
         let mut rates = Vec::new();
         for round in 0..=self.rounds {
-            let store = stored.order(Direction::Store);
-            let load = loaded.order(Direction::Load);
+            let store = stored.order(Direction::Store)?;
+            let load = loaded.order(Direction::Load)?;
             let begun = Instant::now();
             self.one_by_one.give(store)?;
             self.one_by_one.give(load)?;

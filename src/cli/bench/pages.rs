@@ -38,6 +38,8 @@ impl Pages {
         }
         let depot = Depot::create(Depot::bytes_for(arena_pages, geometry.page_bytes));
         let depot = depot.map_err(|error| text(&error))?;
+        let held = depot.hold_pages_of(geometry.page_bytes);
+        held.map_err(|error| text(&error))?;
         let by = Prefault {
             threads: 1,
             chunk_bytes: 64 << 20,

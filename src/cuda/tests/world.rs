@@ -127,6 +127,7 @@ impl World {
         }
         let depot = Depot::create(Depot::bytes_for(depot_pages, layout.page_bytes));
         let depot = Arc::new(depot.expect("memory"));
+        depot.hold_pages_of(layout.page_bytes).expect("writable");
         let mut pinned = 0;
         let pinned_depot = PinnedDepot::new(&context, depot, chunk_bytes, |bytes| {
             assert!(bytes > pinned, "progress");

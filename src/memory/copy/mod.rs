@@ -159,6 +159,18 @@ pub enum CopyError {
         /// The page.
         page: u64,
     },
+    /// The depot is divided into pages of another size than the engine's memory: no page lies where this copy would look
+    /// for it. 0 stands for a depot that holds no pages yet.
+    #[error(
+        "the depot holds pages of {depot_bytes} bytes, the engine's memory has pages of {engine_bytes} bytes: nothing is \
+         copied before the leader has read the depot's inventory for this engine; if that stays so, restart the worker"
+    )]
+    PageBytes {
+        /// Bytes of a page by the depot's header.
+        depot_bytes: u64,
+        /// Bytes of a page by the registration.
+        engine_bytes: u64,
+    },
     /// The layout does not lie in the mapped memory.
     #[error("fragment {fragment} of the layout does not lie in the mapped engine memory")]
     Layout {

@@ -257,6 +257,15 @@ fn check_layout(
 }
 
 fn check_pages(job: &CopyRequest<'_>) -> Result<(), CopyError> {
+    // Offsets in the depot are computed from the engine's layout.
+    let (depot_bytes, engine_bytes) = (job.depot.page_bytes(), job.layout.page_bytes);
+    let depot_bytes = depot_bytes.ok().flatten().unwrap_or(0);
+    if depot_bytes != engine_bytes {
+        return Err(CopyError::PageBytes {
+            depot_bytes,
+            engine_bytes,
+        });
+    }
     let device = (Side::Device, job.layout.device_pages);
     let depot = (Side::Depot, job.depot.arena_pages(job.layout.page_bytes));
     let (src, dst) = match job.direction {

@@ -139,6 +139,7 @@ impl Bench {
         let device = EngineMemory::new(&registration, buffers.collect()).expect("fits");
         let bytes = Depot::bytes_for(arena_pages as u32, layout.page_bytes);
         let depot = Depot::create(bytes).expect("memory");
+        depot.hold_pages_of(layout.page_bytes).expect("writable");
         let pages_at = depot.pages_at(layout.page_bytes);
         depot
             .buffer()
