@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use super::env::expected;
 use super::storage::Storage;
 use super::{Who, World};
+use crate::core::{BlockView, TierKey};
 use crate::types::{Generation, OpId, Shard};
 
 /// Pages that are looked at for their content at every check; a larger arena is looked at in turn.
@@ -21,7 +22,10 @@ impl World {
     /// After the leader has decided something, or a depot was written.
     pub(super) fn check(&mut self) {
         self.checks += 1;
-        let turns = u64::from(self.env.setup.arena_pages / PAGES_AT_ONCE + 1);
+        let leader = self.leader.state.as_ref();
+        let pool = leader.and_then(|leader| leader.core.pool());
+        let capacity = pool.map_or(0, crate::core::Pool::capacity_pages);
+        let turns = u64::from(capacity / PAGES_AT_ONCE + 1);
         let contents = self.checks.is_multiple_of(turns);
         match self.check_leader(contents) {
             Err(what) => self.env.violated(what),
@@ -46,12 +50,22 @@ impl World {
                 leader.open_requests()
             ));
         }
-        let Some(pool) = leader.pool() else {
-            return Ok(Pages::default());
-        };
         if contents {
             leader.check()?;
         }
+        if let (Some(key), Some(pool)) = (leader.tier_key(), leader.pool()) {
+            let ranks = self.env.setup.ranks;
+            self.env.ghost.roster.check(key, pool, ranks)?;
+        }
+        // A pool that closes serves nothing, and its last copies still touch its pages and no others.
+        let Some(pool) = leader.pool().or(leader.closing_pool()) else {
+            return match self.env.ghost.touched.writers().next() {
+                Some((shard, page, op)) if leader.is_reading() => Err(format!(
+                    "{op} writes arena page {page} of shard {shard} while inventories are read"
+                )),
+                _ => Ok(Pages::default()),
+            };
+        };
         // Every page is in one place: in a block, once, or free.
         let mut held = vec![false; pool.capacity_pages() as usize];
         let mut pages = Pages {
@@ -75,8 +89,8 @@ impl World {
             ready += block.ready;
             filling += more;
             pins += u64::from(block.pins);
-            if contents {
-                self.check_contents(&block)?;
+            if contents && let Some(key) = leader.tier_key() {
+                self.check_contents(key, &block)?;
             }
         }
         let states = pool.page_states();
@@ -104,16 +118,21 @@ impl World {
         Ok(pages)
     }
 
-    /// Every page that could be served holds what it must, on every shard, and was not forgotten.
-    fn check_contents(&self, block: &crate::core::BlockView<'_>) -> Result<(), String> {
-        let Some(namespace) = self.env.namespace_of(block.domain) else {
+    /// Every page that could be served holds what it must, on every shard, and was not forgotten. A depot that was lost is
+    /// not looked at: the leader has yet to hear of it, and no worker that could read the new one has attached.
+    fn check_contents(&self, key: &TierKey, block: &BlockView<'_>) -> Result<(), String> {
+        let Some((namespace, shape)) = self.env.namespace_of(block.domain) else {
             return Ok(());
         };
         for (page, fingerprint) in (block.start..block.start + block.ready).zip(block.fingerprints)
         {
-            for (shard, depot) in (0..).map(Shard).zip(&self.env.depots) {
-                let must = expected(namespace, *fingerprint, shard);
-                let holds = depot.read(page);
+            let depots = self.env.depots.iter().zip(&key.depots);
+            for (shard, (depot, known)) in (0..).map(Shard).zip(depots) {
+                if depot.id() != *known {
+                    continue;
+                }
+                let must = expected(namespace, shape, *fingerprint, shard);
+                let holds = depot.read(shape, page);
                 if holds != must {
                     return Err(format!(
                         "arena page {page} can be served, and holds {holds:x} on {shard}, not {must:x}"
@@ -123,10 +142,10 @@ impl World {
             if block.retired {
                 continue;
             }
-            if let Some(at) = self
-                .env
-                .ghost
-                .came_back(namespace, block.domain, *fingerprint)
+            if let Some(at) =
+                self.env
+                    .ghost
+                    .came_back(namespace, shape.layout, block.domain, *fingerprint)
             {
                 return Err(format!(
                     "arena page {page} came back: it was forgotten at {at}"

@@ -8,6 +8,7 @@ use std::time::Duration;
 use super::client::{Client, Noticed};
 use super::net::{ConnectionId, Heard};
 use super::prompts;
+use super::setup::Shape;
 use super::storage::TORN;
 use super::{Env, Happening, Who};
 use crate::core::sabotage::{Bug, planted};
@@ -74,6 +75,7 @@ pub(super) struct EngineProcess {
     replica: Replica,
     life: u32,
     pub(super) scheduler: Scheduler,
+    shape: Shape,
     leader: Client,
     ranks: Vec<RankSide>,
     asked: BTreeMap<RequestId, Asked>,
@@ -118,12 +120,13 @@ impl EngineProcess {
             abandoning: BTreeMap::new(),
         });
         let ranks = ranks.collect();
-        env.add_memory(id);
+        let memory = env.add_memory(id);
         Self {
             id,
             replica,
             life,
-            scheduler: Scheduler::new(env.setup.device_pages, env.setup.cached_pages),
+            scheduler: Scheduler::new(memory.device_pages, env.setup.cached_pages),
+            shape: memory.shape,
             leader: Client::new(me, life, Who::Leader, hello(Role::Engine, 0)),
             ranks,
             asked: BTreeMap::new(),
@@ -329,7 +332,7 @@ impl EngineProcess {
             let body = Message::Register(Register {
                 after: highest.0,
                 engine: self.id.0,
-                registration: registration(env, rank),
+                registration: registration(env, self.id, rank),
             });
             return side.client.say(env, correlation, Duration::ZERO, body);
         }
@@ -536,8 +539,12 @@ impl EngineProcess {
         for rank in 0..env.setup.ranks {
             for position in work.positions.clone() {
                 let page = pages[position as usize];
-                let must =
-                    env.expected(namespace, hashes.fingerprint(position as usize), Rank(rank));
+                let must = env.expected(
+                    namespace,
+                    self.shape,
+                    hashes.fingerprint(position as usize),
+                    Rank(rank),
+                );
                 match work.kind {
                     WorkKind::Poison => env.engine_writes(self.id, rank, page, TORN),
                     WorkKind::Compute => env.engine_writes(self.id, rank, page, must),
@@ -551,8 +558,12 @@ impl EngineProcess {
                     .filter(|position| !work.positions.contains(position))
                 {
                     let page = pages[position as usize];
-                    let must =
-                        env.expected(namespace, hashes.fingerprint(position as usize), Rank(rank));
+                    let must = env.expected(
+                        namespace,
+                        self.shape,
+                        hashes.fingerprint(position as usize),
+                        Rank(rank),
+                    );
                     env.engine_reads(self.id, rank, page, must, "held");
                 }
             }
@@ -561,7 +572,7 @@ impl EngineProcess {
 }
 
 /// What a rank says of its memory; a simulated worker asks nobody.
-fn registration(env: &Env, rank: usize) -> Registration {
+fn registration(env: &Env, engine: EngineId, rank: usize) -> Registration {
     let rank = Rank(u16::try_from(rank).unwrap_or(0));
     Registration {
         group: GroupId(0),
@@ -572,8 +583,8 @@ fn registration(env: &Env, rank: usize) -> Registration {
         rank,
         tp_size: env.setup.ranks,
         shard: u16::try_from(env.depot_of(rank)).unwrap_or(0),
-        engine_page_tokens: env.geometry().engine_page_tokens,
-        device_pages: env.setup.device_pages,
+        engine_page_tokens: env.geometry(engine).engine_page_tokens,
+        device_pages: env.geometry(engine).device_pages,
         layers: 1,
         allocations: Vec::new(),
         tensors: Vec::new(),

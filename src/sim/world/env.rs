@@ -6,12 +6,12 @@ use std::time::Duration;
 use fastrand::Rng;
 use siphasher::sip128::SipHasher24;
 
-use super::faults::FaultCounts;
+use super::faults::{Fault, FaultCounts};
 use super::ghost::Ghost;
 use super::net::{ConnectionId, End, Net};
 use super::queue::Queue;
-use super::setup::Setup;
-use super::storage::{Content, Depot, EMPTY, Storage};
+use super::setup::{CELL_BYTES, Setup, Shape, pick};
+use super::storage::{CONTENT_MIN, Content, Depot, EMPTY, NOWHERE, Storage};
 use super::{Counts, Happening, Who};
 use crate::core::{Domain, Refusal};
 use crate::protocol::Message;
@@ -22,12 +22,15 @@ use crate::types::{
 
 use super::ANCHOR_KEY;
 
-/// Bytes of a page: nobody looks at them here.
-const PAGE_BYTES: u64 = 4096;
 /// Lives of one engine whose memory is kept.
 const MEMORIES_KEPT: usize = 8;
-/// Layout of all engines.
-const LAYOUT: [u8; 16] = [7; 16];
+
+/// What an engine registers in one life.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Memory {
+    pub(super) shape: Shape,
+    pub(super) device_pages: u32,
+}
 
 /// See the module.
 pub(super) struct Env {
@@ -38,6 +41,9 @@ pub(super) struct Env {
     pub(super) faults: FaultCounts,
     pub(super) counts: Counts,
     pub(super) depots: Vec<Depot>,
+    depots_made: u128,
+    /// What each engine registers, the dead ones included.
+    engines: BTreeMap<EngineId, Memory>,
     /// Memory of engines, the dead ones included while a copy may touch it: rank by rank.
     memories: BTreeMap<EngineId, Vec<Vec<Content>>>,
     pub(super) ghost: Ghost,
@@ -54,7 +60,7 @@ pub(super) struct Env {
     wall_offset: i64,
     /// No prompt arrives any more.
     pub(super) closing: bool,
-    namespaces: BTreeMap<DomainId, u8>,
+    namespaces: BTreeMap<DomainId, (u8, Shape)>,
     pub(super) digest: SipHasher24,
 }
 
@@ -62,20 +68,24 @@ impl Env {
     pub(super) fn new(seed: u64) -> Self {
         let mut rng = Rng::with_seed(seed);
         let setup = Setup::draw(&mut rng);
-        let depots = (0..setup.sharding.shards()).map(|shard| {
-            let id = DepotId(u128::from(shard) + 1);
-            Depot::new(id, setup.arena_pages)
-        });
-        let depots = depots.collect();
-        let domain = |name: u8| Domain::new(&ANCHOR_KEY, &[name], &LAYOUT, GroupId(0)).id();
+        let domain = |name: u8, shape: Shape| {
+            Domain::new(&ANCHOR_KEY, &[name], &shape.layout, GroupId(0)).id()
+        };
+        let names = 0..setup.namespaces;
+        let names = names.flat_map(|name| setup.shapes.iter().map(move |shape| (name, *shape)));
+        let namespaces = names
+            .map(|(name, shape)| (domain(name, shape), (name, shape)))
+            .collect();
         let ghost = Ghost::new(setup.fence);
-        Self {
+        let mut env = Self {
             net: Net::new(setup.chances),
             queue: Queue::new(),
             rng,
             faults: FaultCounts::default(),
             counts: Counts::default(),
-            depots,
+            depots: Vec::new(),
+            depots_made: 0,
+            engines: BTreeMap::new(),
             memories: BTreeMap::new(),
             ghost,
             violation: None,
@@ -85,12 +95,35 @@ impl Env {
             expelled: Vec::new(),
             wall_offset: 1 << 50,
             closing: false,
-            namespaces: (0..setup.namespaces)
-                .map(|name| (domain(name), name))
-                .collect(),
+            namespaces,
             digest: SipHasher24::new(),
             setup,
+        };
+        for _ in 0..env.setup.sharding.shards() {
+            let depot = env.make_depot();
+            env.depots.push(depot);
         }
+        env
+    }
+
+    /// An empty depot, with room for a block of the largest pages at least.
+    fn make_depot(&mut self) -> Depot {
+        self.depots_made += 1;
+        let setup = &self.setup;
+        let largest = setup.shapes.iter().map(|shape| shape.cells).max();
+        let least = setup.ratio.max(4) * largest.unwrap_or(1);
+        let mut cells = setup.arena_pages * setup.shapes[0].cells;
+        if setup.depots_differ {
+            cells = self.rng.u32(cells / 2..=cells);
+        }
+        Depot::new(DepotId(self.depots_made), cells.max(least))
+    }
+
+    /// The memory of a shard is gone: whoever comes next finds another, empty one.
+    pub(super) fn lose_depot(&mut self, shard: usize) {
+        let depot = self.make_depot();
+        self.depots[shard] = depot;
+        self.decided = true;
     }
 
     pub(super) fn now(&self) -> Time {
@@ -114,16 +147,37 @@ impl Env {
         self.wall_offset += by;
     }
 
-    pub(super) fn geometry(&self) -> GroupGeometry {
+    /// What the memory of an engine looks like.
+    pub(super) fn geometry(&self, engine: EngineId) -> GroupGeometry {
+        let Memory {
+            shape,
+            device_pages,
+        } = self.memory(engine);
         GroupGeometry {
             group: GroupId(0),
-            engine_page_tokens: 16,
+            engine_page_tokens: 4 * shape.cells,
             layers: 1,
-            page_bytes: PAGE_BYTES,
-            device_pages: self.setup.device_pages,
-            content_digest: [0; 16],
-            layout_fingerprint: LAYOUT,
+            page_bytes: u64::from(shape.cells) * CELL_BYTES,
+            device_pages,
+            content_digest: shape.layout,
+            layout_fingerprint: shape.layout,
         }
+    }
+
+    /// What an engine registers.
+    pub(super) fn memory(&self, engine: EngineId) -> Memory {
+        let usual = Memory {
+            shape: self.setup.shapes[0],
+            device_pages: self.setup.device_pages,
+        };
+        self.engines.get(&engine).copied().unwrap_or(usual)
+    }
+
+    /// The shape that a geometry describes.
+    pub(super) fn shape(page_bytes: u64, layout: [u8; 16]) -> Shape {
+        let cells = u32::try_from(page_bytes / CELL_BYTES).unwrap_or(1);
+        let cells = cells.max(1);
+        Shape { cells, layout }
     }
 
     pub(super) fn arrivals_end(&self) -> bool {
@@ -197,8 +251,22 @@ impl Env {
 
     // Memory.
 
-    pub(super) fn add_memory(&mut self, engine: EngineId) {
-        let pages = vec![EMPTY; self.setup.device_pages as usize];
+    /// An engine begins: what its memory looks like is drawn anew.
+    pub(super) fn add_memory(&mut self, engine: EngineId) -> Memory {
+        let other = self.rng.u32(0..1_000_000) < self.setup.other_shape;
+        let shapes = &self.setup.shapes;
+        let memory = Memory {
+            shape: match other {
+                true => *pick(&mut self.rng, shapes),
+                false => shapes[0],
+            },
+            device_pages: self.setup.device_pages + self.rng.u32(0..=self.setup.more_device_pages),
+        };
+        if memory.shape != shapes[0] {
+            self.faults.injected(Fault::OtherShape);
+        }
+        self.engines.insert(engine, memory);
+        let pages = vec![EMPTY; memory.device_pages as usize];
         let ranks = vec![pages; usize::from(self.setup.ranks)];
         self.memories.insert(engine, ranks);
         // Workers may have the memory of an engine that has died mapped for a while, and read it. Ids are ordered by
@@ -209,11 +277,18 @@ impl Env {
         {
             self.memories.remove(&oldest);
         }
+        memory
     }
 
     /// What a page must hold: a number made from whose it is, what it is, and which shard.
-    pub(super) fn expected(&self, namespace: u8, fingerprint: Fingerprint, rank: Rank) -> Content {
-        expected(namespace, fingerprint, self.setup.sharding.of(rank))
+    pub(super) fn expected(
+        &self,
+        namespace: u8,
+        shape: Shape,
+        fingerprint: Fingerprint,
+        rank: Rank,
+    ) -> Content {
+        expected(namespace, shape, fingerprint, self.setup.sharding.of(rank))
     }
 
     /// Where the depot of a rank stands among all of them.
@@ -221,8 +296,8 @@ impl Env {
         usize::from(self.setup.sharding.of(rank).0)
     }
 
-    /// Whose pages lie in a domain.
-    pub(super) fn namespace_of(&self, domain: DomainId) -> Option<u8> {
+    /// Whose pages lie in a domain, and what they look like.
+    pub(super) fn namespace_of(&self, domain: DomainId) -> Option<(u8, Shape)> {
         self.namespaces.get(&domain).copied()
     }
 
@@ -232,8 +307,11 @@ impl Env {
             Direction::Store => self
                 .memories
                 .get(&copy.engine)
-                .map_or(EMPTY, |ranks| ranks[usize::from(rank.0)][page as usize]),
-            Direction::Load => self.depots[self.depot_of(rank)].read(page),
+                .map_or(EMPTY, |ranks| device(ranks, rank, page)),
+            Direction::Load => {
+                let shape = self.memory(copy.engine).shape;
+                self.depots[self.depot_of(rank)].read(shape, page)
+            }
         }
     }
 
@@ -243,12 +321,25 @@ impl Env {
         match copy.direction {
             Direction::Store => {
                 let depot = self.depot_of(rank);
-                self.depots[depot].write(page, content);
+                let shape = self.memory(copy.engine).shape;
                 self.decided = true;
+                if !self.depots[depot].write(shape, page, content) {
+                    let op = copy.op;
+                    self.violated(format!("{op} writes page {page}, which no depot has"));
+                }
             }
             Direction::Load => {
-                if let Some(ranks) = self.memories.get_mut(&copy.engine) {
-                    ranks[usize::from(rank.0)][page as usize] = content;
+                let Some(ranks) = self.memories.get_mut(&copy.engine) else {
+                    return;
+                };
+                match ranks[usize::from(rank.0)].get_mut(page as usize) {
+                    Some(holds) => *holds = content,
+                    None => {
+                        let (op, engine) = (copy.op, copy.engine);
+                        self.violated(format!(
+                            "{op} writes page {page}, which engine {engine} does not have"
+                        ));
+                    }
                 }
             }
         }
@@ -292,8 +383,20 @@ impl Env {
 }
 
 /// See [`Env::expected`].
-pub(super) fn expected(namespace: u8, fingerprint: Fingerprint, shard: Shard) -> Content {
+pub(super) fn expected(
+    namespace: u8,
+    shape: Shape,
+    fingerprint: Fingerprint,
+    shard: Shard,
+) -> Content {
     let mixed = (fingerprint.0 as u64) ^ (fingerprint.0 >> 64) as u64;
-    let whose = (u64::from(namespace) << 8 | u64::from(shard.0)) + 2;
-    (mixed.wrapping_add(whose.wrapping_mul(0x9e37_79b9_7f4a_7c15))).max(2)
+    let layout = u64::from(shape.layout[0]);
+    let whose = (layout << 32 | u64::from(namespace) << 8 | u64::from(shard.0)) + 2;
+    (mixed.wrapping_add(whose.wrapping_mul(0x9e37_79b9_7f4a_7c15))).max(CONTENT_MIN)
+}
+
+/// What a page of an engine's memory holds.
+fn device(ranks: &[Vec<Content>], rank: Rank, page: u32) -> Content {
+    let pages = &ranks[usize::from(rank.0)];
+    pages.get(page as usize).copied().unwrap_or(NOWHERE)
 }

@@ -58,6 +58,12 @@ faults! {
     WallJump, "wall clock jump";
     /// A process reads its messages slowly. Effect: messages queued.
     SlowConsumer, "slow consumer";
+    /// The memory of a shard is lost with its workers. Effect: a pool was closed for it.
+    DepotLoss, "depot lost";
+    /// An engine leaves while inventories are read. Effect: they were still being read when the leader heard of it.
+    ReadingLeft, "engine left a reading";
+    /// An engine begins whose pages have another shape than those of its last life. Effect: a pool was closed for it.
+    OtherShape, "engine of another shape";
     /// All copies of one rank fail for a while. Effect: a store failed on that rank alone.
     RankFailure, "one rank failing";
 }

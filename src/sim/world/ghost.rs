@@ -5,6 +5,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use super::roster::Roster;
 use super::worker::TouchedPages;
 use crate::core::Refusal;
 use crate::types::{
@@ -15,7 +16,7 @@ use crate::types::{
 /// Pages that copies read and write right now.
 #[derive(Debug, Default)]
 pub(super) struct Touched {
-    /// Of a depot: shard and page.
+    /// Of a depot: shard and cell.
     depot: BTreeMap<(u16, u32), Uses>,
     /// Of an engine's memory: engine, rank, page.
     device: BTreeMap<(EngineId, u16, u32), Uses>,
@@ -33,6 +34,8 @@ struct Copier {
     worker: WorkerId,
     life: u32,
     op: OpId,
+    /// The depot's page.
+    page: u32,
 }
 
 impl Touched {
@@ -72,12 +75,8 @@ impl Touched {
             life,
             copy,
             pages,
+            cells,
         } = *touched;
-        let copier = Copier {
-            worker,
-            life,
-            op: copy.op,
-        };
         let store = copy.direction == Direction::Store;
         let rank = worker.rank.0;
         for (source, destination) in pages {
@@ -86,12 +85,21 @@ impl Touched {
             } else {
                 (*destination, *source)
             };
-            let clash = with(
-                self.depot.entry((shard.0, depot)).or_default(),
-                copier,
-                store,
-            );
-            if let Some(other) = clash {
+            let copier = Copier {
+                worker,
+                life,
+                op: copy.op,
+                page: depot,
+            };
+            let cells = depot * cells..(depot + 1) * cells;
+            let clashes = cells.filter_map(|cell| {
+                with(
+                    self.depot.entry((shard.0, cell)).or_default(),
+                    copier,
+                    store,
+                )
+            });
+            if let Some(other) = clashes.last() {
                 self.trouble = Some(format!(
                     "depot page {depot} of {shard}: {} of {worker} touches what {} of {} writes or reads",
                     copy.op, other.op, other.worker
@@ -126,8 +134,9 @@ impl Touched {
 
     /// Who writes a page of a depot.
     pub(super) fn writers(&self) -> impl Iterator<Item = (u16, u32, OpId)> {
-        self.depot.iter().flat_map(|((shard, page), uses)| {
-            uses.writers.iter().map(|copier| (*shard, *page, copier.op))
+        self.depot.iter().flat_map(|((shard, _), uses)| {
+            let copiers = uses.writers.iter();
+            copiers.map(|copier| (*shard, copier.page, copier.op))
         })
     }
 
@@ -149,6 +158,16 @@ impl Touched {
 struct Taken {
     answer: Option<Result<Answer, Refusal>>,
     reset: Option<ResetScope>,
+    /// Layout of the pages that were served when it was asked.
+    layout: Option<[u8; 16]>,
+    at: Time,
+}
+
+/// What a confirmed reset has forgotten, of which layout, and when that was asked.
+#[derive(Debug)]
+struct Forgotten {
+    scope: ResetScope,
+    layout: Option<[u8; 16]>,
     at: Time,
 }
 
@@ -166,7 +185,9 @@ pub(super) struct Ghost {
     /// Arena pages that were being filled when the checker looked last, and by which copy.
     filling: BTreeMap<u32, OpId>,
     /// What was forgotten, and when that was asked.
-    forgotten: Vec<(ResetScope, Time)>,
+    forgotten: Vec<Forgotten>,
+    /// What the leader was told of its workers.
+    pub(super) roster: Roster,
     /// When the leader may forget an engine that went.
     away: BTreeMap<EngineId, Time>,
     fence: Duration,
@@ -191,6 +212,7 @@ impl Ghost {
         engine: EngineId,
         id: RequestId,
         left: Duration,
+        layout: Option<[u8; 16]>,
         request: &Request,
     ) {
         let key = (epoch, engine, id);
@@ -210,6 +232,7 @@ impl Ghost {
         let taken = Taken {
             answer: None,
             reset,
+            layout,
             at: now,
         };
         self.taken.insert(key, taken);
@@ -252,6 +275,7 @@ impl Ghost {
         self.deadlines.clear();
         self.filling.clear();
         self.away.clear();
+        self.roster = Roster::default();
         self.open.retain(|(of, ..), _| *of > epoch);
         self.taken.retain(|(of, ..), _| *of > epoch);
     }
@@ -282,8 +306,12 @@ impl Ghost {
         let first = taken.answer.is_none();
         taken.answer = Some(answer.clone());
         if let (Some(scope), Ok(Answer::Reset { .. }), true) = (taken.reset.take(), answer, first) {
-            let place = self.forgotten.partition_point(|(_, at)| *at <= taken.at);
-            self.forgotten.insert(place, (scope, taken.at));
+            let (layout, at) = (taken.layout, taken.at);
+            let place = self
+                .forgotten
+                .partition_point(|forgotten| forgotten.at <= at);
+            let forgotten = Forgotten { scope, layout, at };
+            self.forgotten.insert(place, forgotten);
         }
         None
     }
@@ -323,6 +351,7 @@ impl Ghost {
     pub(super) fn came_back(
         &self,
         namespace: u8,
+        layout: [u8; 16],
         domain: DomainId,
         fingerprint: Fingerprint,
     ) -> Option<Time> {
@@ -331,8 +360,10 @@ impl Ghost {
             .get(&(domain, fingerprint))
             .copied()
             .unwrap_or(Time(0));
-        let meant = |scope: &ResetScope| match scope {
+        // A reset of a namespace means the pages of the engines that were served when it was asked.
+        let meant = |forgotten: &&Forgotten| match &forgotten.scope {
             ResetScope::Everything => true,
+            _ if forgotten.layout != Some(layout) => false,
             ResetScope::Namespace(name) => name == &[namespace],
             ResetScope::Pages(name, hashes) => {
                 name == &[namespace]
@@ -342,8 +373,8 @@ impl Ghost {
         self.forgotten
             .iter()
             .rev()
-            .take_while(|(_, at)| *at > stored)
-            .find(|(scope, _)| meant(scope))
-            .map(|(_, at)| *at)
+            .take_while(|forgotten| forgotten.at > stored)
+            .find(meant)
+            .map(|forgotten| forgotten.at)
     }
 }

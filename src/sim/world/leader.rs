@@ -8,7 +8,7 @@ use super::server::{Noticed, Server};
 use super::{Env, Who};
 use crate::core::sabotage::{Bug, planted};
 use crate::core::{
-    Attached, Effect, EngineMemory, Event, Leader, LeaderSettings, RankSet, Refusal,
+    Attached, Effect, EngineMemory, Event, Leader, LeaderSettings, RankSet, Refusal, TierKey,
 };
 use crate::protocol::{
     Attached as AttachedBody, Cancel, Envelope, ErrorBody, ErrorCode, Message, ReadInventory, Role,
@@ -42,6 +42,8 @@ pub(super) struct LeaderProcess {
     engines: BTreeMap<EngineId, ConnectionId>,
     workers: BTreeMap<WorkerId, WorkerPeer>,
     next_order: u64,
+    /// What each worker said last of itself.
+    attaching: BTreeMap<WorkerId, Attached>,
 }
 
 impl LeaderProcess {
@@ -54,6 +56,7 @@ impl LeaderProcess {
             engines: BTreeMap::new(),
             workers: BTreeMap::new(),
             next_order: 0,
+            attaching: BTreeMap::new(),
         }
     }
 
@@ -178,15 +181,14 @@ impl LeaderProcess {
                     geometry: memory.geometry,
                     arena_pages: memory.arena_pages,
                 });
-                self.step(
-                    env,
-                    Event::Attached(Attached {
-                        worker,
-                        attach: attach_id,
-                        depot: DepotId(u128::from_be_bytes(attach.depot)),
-                        memory,
-                    }),
-                );
+                let attached = Attached {
+                    worker,
+                    attach: attach_id,
+                    depot: DepotId(u128::from_be_bytes(attach.depot)),
+                    memory,
+                };
+                self.attaching.insert(worker, attached.clone());
+                self.step(env, Event::Attached(attached));
             }
             (Some(Peer::Worker(worker)), Message::Ended(ended)) => {
                 let copies = ended.copies.iter().map(EndedCopy::from).collect();
@@ -228,6 +230,7 @@ impl LeaderProcess {
                     engine,
                     correlation,
                     left,
+                    self.core.tier_key().map(|key| key.layout_fingerprint),
                     &request,
                 );
                 let event = Event::Request {
@@ -249,7 +252,12 @@ impl LeaderProcess {
 
     fn step(&mut self, env: &mut Env, event: Event) {
         let mut effects = Vec::new();
+        if let Event::WorkerLost(worker) | Event::WorkerDead(worker) = &event {
+            env.ghost.roster.gone(*worker);
+        }
+        let before = self.core.tier_key().cloned();
         self.core.step(Self::now(env), event, &mut effects);
+        self.attached(env, before.as_ref(), &effects);
         let mut copies: Vec<(Replica, RankSet, Copy)> = Vec::new();
         for effect in effects {
             tracing::trace!(?effect, "leader");
@@ -303,6 +311,41 @@ impl LeaderProcess {
         }
         self.transfer(env, &copies);
         env.decided = true;
+    }
+
+    /// Notes who was let in. Who is turned away disturbs nobody else.
+    fn attached(&mut self, env: &mut Env, before: Option<&TierKey>, effects: &[Effect]) {
+        for effect in effects {
+            let Effect::Admit {
+                worker,
+                attach,
+                verdict,
+            } = effect
+            else {
+                continue;
+            };
+            let said = self.attaching.get(worker);
+            let Some(said) = said.filter(|said| said.attach == *attach) else {
+                continue;
+            };
+            match verdict {
+                Ok(_) => {
+                    let shard = env.setup.sharding.of(worker.rank);
+                    let memory = said.memory.clone();
+                    env.ghost
+                        .roster
+                        .attached(*worker, shard, said.depot, memory);
+                }
+                Err(refusal) => {
+                    env.ghost.roster.gone(*worker);
+                    if before.is_some() && self.core.tier_key() != before {
+                        env.violated(format!(
+                            "a pool ended though {worker} was refused: {refusal}"
+                        ));
+                    }
+                }
+            }
+        }
     }
 
     fn transfer(&mut self, env: &mut Env, copies: &[(Replica, RankSet, Copy)]) {

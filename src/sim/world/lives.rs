@@ -27,7 +27,7 @@ impl World {
                 settings.sharding = env.setup.sharding;
                 settings.replicas = env.setup.replicas;
                 settings.fence = env.setup.fence;
-                settings.hold_for = env.setup.request_timeout * 4;
+                settings.hold_for = env.setup.hold_for;
                 settings.engine_grace = env.setup.engine_grace;
                 settings.open_requests_max = env.setup.open_requests_max;
                 self.awake_since = env.now();
@@ -45,6 +45,10 @@ impl World {
                 };
                 let life = process.life + 1;
                 env.lives.insert(who, life);
+                if env.setup.standalone && life > 1 {
+                    env.lose_depot(env.depot_of(id.rank));
+                    env.faults.injected(Fault::DepotLoss);
+                }
                 *process = Process {
                     life,
                     state: Some(WorkerProcess::start(env, id, life)),
@@ -81,6 +85,7 @@ impl World {
                 if let Some(leader) = self.leader.state.take() {
                     env.counts.recovered_pages += leader.core.counts().recovered_pages;
                 }
+                self.seen = (None, false);
                 env.ghost.leader_died(self.epoch);
             }
             Who::Worker(id) => {

@@ -20,6 +20,7 @@ mod net;
 mod process;
 mod prompts;
 mod queue;
+mod roster;
 mod server;
 mod setup;
 mod storage;
@@ -36,7 +37,7 @@ use std::time::Duration;
 
 use siphasher::sip128::Hasher128;
 
-use crate::core::AnchorKey;
+use crate::core::{AnchorKey, TierKey};
 use crate::types::{Epoch, OpId, Replica, Time, WorkerId};
 
 pub use counts::Counts;
@@ -46,8 +47,8 @@ pub use faults::{Fault, FaultCounts};
 use leader::LeaderProcess;
 use net::{ConnectionId, End, Packet};
 use process::{Place, Process};
-pub use setup::{Chances, Setup};
-pub use storage::{Content, Depot, EMPTY, Storage, TORN};
+pub use setup::{Chances, Setup, Shape};
+pub use storage::{CONTENT_MIN, Content, Depot, EMPTY, NOWHERE, Storage, TORN};
 pub use summary::{RUNS_TO_JUDGE, Summary};
 use worker::WorkerProcess;
 
@@ -102,6 +103,8 @@ enum Happening {
     Resume { who: Who, pause: u32 },
     /// A process is ended from outside.
     Kill { worker: WorkerId, life: u32 },
+    /// An engine leaves while inventories are read.
+    Leave { replica: Replica, life: u32 },
     /// A process hears that a worker's process has ended.
     Died {
         to: Who,
@@ -135,6 +138,8 @@ struct World {
     epoch: Epoch,
     workers: BTreeMap<WorkerId, Process<WorkerProcess>>,
     engines: Vec<Process<EngineProcess>>,
+    /// What the leader's pool was a pool of when it was looked at last, and whether inventories were read.
+    seen: (Option<TierKey>, bool),
     /// Since when the leader has been awake.
     awake_since: Time,
     checks: u64,
@@ -188,6 +193,7 @@ impl World {
             epoch: Epoch(0),
             workers: places.map(|place| (place, Process::new())).collect(),
             engines: (0..env.setup.replicas).map(|_| Process::new()).collect(),
+            seen: (None, false),
             awake_since: Time(0),
             checks: 0,
             env,
@@ -267,6 +273,7 @@ impl World {
                     self.crash(Who::Worker(worker));
                 }
             }
+            Happening::Leave { replica, life } => self.leave(replica, life),
             Happening::Trouble => self.trouble(),
         }
     }
@@ -515,6 +522,7 @@ impl World {
             let at = self.env.now() + Duration::from_micros(self.env.rng.u64(100..5000));
             self.env.queue.push(at, Happening::Kill { worker, life });
         }
+        self.notice();
         if std::mem::take(&mut self.env.decided) {
             self.check();
         }

@@ -7,12 +7,30 @@ use fastrand::Rng;
 use crate::types::Sharding;
 
 /// Faults of processes, by number: see `trouble`.
-pub(super) const TROUBLES: u8 = 13;
+pub(super) const TROUBLES: u8 = 14;
 
 /// Sets the dice for large worlds apart, so that they leave those of all others as they are.
 const LARGE: u64 = 0x6c61_7267_6521;
 /// The same for worlds whose ranks hold the same KV.
 const SHARED: u64 = 0x7368_6172_6564;
+
+/// The same for the shapes of pages, the sizes of memories, and who loses a depot.
+const SHAPES: u64 = 0x7368_6170_6573;
+/// The same for times.
+const TIMES: u64 = 0x7469_6d65_7321;
+/// Bytes of one cell of memory.
+pub(super) const CELL_BYTES: u64 = 1024;
+/// Cells of the largest page.
+pub(super) const CELLS_MAX: u32 = 4;
+
+/// What the pages of an engine look like.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Shape {
+    /// Cells of one page.
+    pub cells: u32,
+    /// Layout of a page.
+    pub layout: [u8; 16],
+}
 
 /// What the seed decided before anything happened.
 #[derive(Debug, Clone)]
@@ -27,8 +45,22 @@ pub struct Setup {
     pub ratio: u32,
     /// Pages of each shard's arena.
     pub arena_pages: u32,
-    /// Pages of each engine's memory.
+    /// Shapes of pages that engines have, one life after another. The first one is the most frequent.
+    pub shapes: Vec<Shape>,
+    /// Of a million lives of an engine, those with another shape than the first.
+    pub other_shape: u32,
+    /// Pages of the smallest memory of an engine.
     pub device_pages: u32,
+    /// Pages that another engine's memory may have more.
+    pub more_device_pages: u32,
+    /// Every life of a worker brings a depot of its own.
+    pub standalone: bool,
+    /// Depots come back with another size.
+    pub depots_differ: bool,
+    /// Pages that a worker looks at for one part of an inventory.
+    pub inventory_pages: u32,
+    /// Of a million readings of inventories, those in which an engine leaves.
+    pub leave_while_reading: u32,
     /// Of those, pages that stay cached when no prompt holds them.
     pub cached_pages: u32,
     /// Namespaces, 1 to 3.
@@ -49,6 +81,10 @@ pub struct Setup {
     pub request_timeout: Duration,
     /// The leader's fence.
     pub fence: Duration,
+    /// How long a lookup holds what it found.
+    pub hold_for: Duration,
+    /// How often a worker says again who it is.
+    pub attach_every: Duration,
     /// How long a leader remembers an engine that is away.
     pub engine_grace: Duration,
     /// How long a page takes to be copied, on average.
@@ -97,6 +133,8 @@ impl Setup {
         let ms = |rng: &mut Rng, from: u64, to: u64| Duration::from_millis(rng.u64(from..=to));
         let mut beside = Rng::with_seed(rng.clone().u64(..) ^ LARGE);
         let mut others = Rng::with_seed(rng.clone().u64(..) ^ SHARED);
+        let mut shapes = Rng::with_seed(rng.clone().u64(..) ^ SHAPES);
+        let mut times = Rng::with_seed(rng.clone().u64(..) ^ TIMES);
         let ranks = rng.u16(1..=4);
         let mut setup = Self {
             ranks,
@@ -104,7 +142,17 @@ impl Setup {
             replicas: rng.u16(1..=3),
             ratio,
             arena_pages,
+            shapes: vec![Shape {
+                cells: CELLS_MAX,
+                layout: [7; 16],
+            }],
+            other_shape: 0,
             device_pages,
+            more_device_pages: 0,
+            standalone: false,
+            depots_differ: false,
+            inventory_pages: 100,
+            leave_while_reading: 0,
             cached_pages: rng.u32(0..=device_pages) * u32::from(rng.bool()),
             namespaces: rng.u8(1..=3),
             families: if rng.bool() {
@@ -124,6 +172,8 @@ impl Setup {
                 _ => ms(rng, 120, 400),
             },
             fence: ms(rng, 50, 300),
+            hold_for: Duration::ZERO,
+            attach_every: Duration::from_millis(15),
             engine_grace: if rng.bool() {
                 ms(rng, 1, 20)
             } else {
@@ -155,7 +205,46 @@ impl Setup {
             let shards = others.u16(1..=ranks);
             setup.sharding = Sharding::new(ranks, shards).unwrap_or(setup.sharding);
         }
+        setup.vary(&mut shapes);
+        setup.time(&mut times);
         setup
+    }
+
+    /// Engines with pages of other sizes and layouts, with larger memories; depots that are lost.
+    fn vary(&mut self, rng: &mut Rng) {
+        let cells = |rng: &mut Rng| rng.u32(1..=CELLS_MAX);
+        let first = Shape {
+            cells: cells(rng),
+            layout: [7; 16],
+        };
+        self.shapes = vec![first];
+        for number in 1..rng.u8(1..=3) {
+            let cells = if rng.bool() { cells(rng) } else { first.cells };
+            let layout = [7 + number; 16];
+            self.shapes.push(Shape { cells, layout });
+        }
+        self.other_shape = *pick(rng, &[50_000, 300_000, 600_000]);
+        if rng.bool() {
+            self.more_device_pages = rng.u32(1..=self.device_pages);
+        }
+        let own = self.replicas == 1 && self.sharding.shards() == self.ranks;
+        self.standalone = own && rng.u8(0..3) == 0;
+        self.depots_differ = rng.bool();
+        self.inventory_pages = rng.u32(1..=100).max(self.arena_pages / 64);
+        self.leave_while_reading = *pick(rng, &[0, 100_000, 500_000]);
+    }
+
+    /// Holds may end long before the deadline of the load that needs them, or long after.
+    fn time(&mut self, rng: &mut Rng) {
+        let request = self.request_timeout;
+        self.hold_for = match rng.u8(0..4) {
+            0 => request.mul_f64(rng.f64()),
+            1 => request,
+            2 => request * 4,
+            _ => request.mul_f64(1.0 + rng.f64() * 15.0),
+        };
+        self.hold_for = self.hold_for.max(Duration::from_millis(1));
+        self.attach_every = Duration::from_millis(rng.u64(3..=60));
     }
 
     /// Thousands of pages, and prompts that fill them.

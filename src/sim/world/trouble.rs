@@ -49,6 +49,7 @@ impl World {
             }
             8 | 9 => self.cut(),
             10 => self.slow_down(),
+            11 => self.lose_a_depot(),
             _ => self.jump_or_fail(),
         }
     }
@@ -167,6 +168,61 @@ impl World {
             let time = env.setup.request_timeout.mul_f64(env.rng.f64());
             env.failing = Some((rank, env.now() + time));
         }
+    }
+
+    /// The memory of a shard is lost with all workers that had it.
+    fn lose_a_depot(&mut self) {
+        let shard = self.env.rng.usize(0..self.env.depots.len());
+        self.env.faults.injected(Fault::DepotLoss);
+        let workers: Vec<WorkerId> = self.workers.keys().copied().collect();
+        for worker in workers {
+            let who = Who::Worker(worker);
+            if self.env.depot_of(worker.rank) == shard && self.life(who).is_some() {
+                self.crash(who);
+            }
+        }
+        self.env.lose_depot(shard);
+    }
+
+    /// Sees a pool close, and inventories begin to be read; then an engine may leave.
+    pub(super) fn notice(&mut self) {
+        let Some(leader) = &self.leader.state else {
+            return;
+        };
+        let reading = leader.core.is_reading();
+        let began = reading && !self.seen.1;
+        self.seen.1 = reading;
+        if leader.core.tier_key() != self.seen.0.as_ref() {
+            let before = self.seen.0.take();
+            self.seen.0 = leader.core.tier_key().cloned();
+            if let Some(before) = before {
+                let lost = self.env.ghost.roster.has_other_depots(&before);
+                self.env.faults.took_effect(match lost {
+                    true => Fault::DepotLoss,
+                    false => Fault::OtherShape,
+                });
+            }
+        }
+        let env = &mut self.env;
+        if began && !env.closing && env.rng.u32(0..1_000_000) < env.setup.leave_while_reading {
+            let replica = Replica(env.rng.u16(0..env.setup.replicas));
+            let life = self.engines[usize::from(replica.0)].life;
+            let at = env.now() + Duration::from_micros(env.rng.u64(0..200));
+            env.queue.push(at, Happening::Leave { replica, life });
+        }
+    }
+
+    pub(super) fn leave(&mut self, replica: Replica, life: u32) {
+        let who = Who::Engine(replica);
+        if self.life(who) != Some(life) {
+            return;
+        }
+        self.env.faults.injected(Fault::ReadingLeft);
+        let leader = self.leader.state.as_ref();
+        if leader.is_some_and(|leader| leader.core.is_reading()) {
+            self.env.faults.took_effect(Fault::ReadingLeft);
+        }
+        self.crash(who);
     }
 
     /// Nothing goes wrong any more, and nothing new is asked: all that is pending must end.

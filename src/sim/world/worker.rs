@@ -20,9 +20,6 @@ use crate::types::{
     Shard, Time, WorkerId,
 };
 
-/// Pages of an inventory that are told in one message: few, so that much can happen between two.
-const PAGES_AT_ONCE: u32 = 100;
-
 /// A copy that runs: page by page.
 #[derive(Debug)]
 struct Running {
@@ -77,7 +74,7 @@ impl WorkerProcess {
         let settings = WorkerSettings {
             running_max: env.setup.running_max,
             fence: env.setup.fence,
-            attach_every: Duration::from_millis(15),
+            attach_every: env.setup.attach_every,
         };
         let mut process = Self {
             id,
@@ -181,7 +178,9 @@ impl WorkerProcess {
                 batch,
                 ops: cancel.ops.into_iter().map(OpId).collect(),
             },
-            Message::ReadInventory(read) => return self.read_inventory(env, correlation, read),
+            Message::ReadInventory(read) => {
+                return self.read_inventory(env, correlation, epoch, read);
+            }
             Message::Strike(strike) => match strike.scope() {
                 Ok(scope) => WorkerEvent::Strike {
                     epoch,
@@ -202,14 +201,26 @@ impl WorkerProcess {
     }
 
     /// A part of what the depot lists.
-    fn read_inventory(&self, env: &mut Env, correlation: RequestId, read: ReadInventory) {
-        let depot = &env.depots[env.depot_of(self.id.rank)];
-        let end = read.from.saturating_add(PAGES_AT_ONCE);
-        let mut pages = depot.listed();
-        pages.retain(|page| (read.from..end).contains(&page.page));
-        let next = (end < env.setup.arena_pages).then_some(end);
-        let body = Inventory::new(&read, next, &pages);
-        let body = Message::Inventory(body);
+    fn read_inventory(
+        &self,
+        env: &mut Env,
+        correlation: RequestId,
+        epoch: Epoch,
+        read: ReadInventory,
+    ) {
+        let at = env.depot_of(self.id.rank);
+        let shape = Env::shape(read.page_bytes, [0; 16]);
+        let depot = &mut env.depots[at];
+        let meant = depot.id().0.to_be_bytes() == read.depot;
+        let body = if meant && depot.hold(shape, (epoch, read.reading)) {
+            let end = read.from.saturating_add(env.setup.inventory_pages);
+            let mut pages = depot.listed();
+            pages.retain(|page| (read.from..end).contains(&page.page));
+            let next = (end < depot.pages(shape)).then_some(end);
+            Message::Inventory(Inventory::new(&read, next, &pages))
+        } else {
+            Message::Error(ErrorBody::new(ErrorCode::Invalid, "another depot, or late"))
+        };
         self.leader.say(env, correlation, Duration::ZERO, body);
     }
 
@@ -234,8 +245,8 @@ impl WorkerProcess {
                 }
                 self.memory = Some((engine, id, Some(correlation)));
                 let bounds = MemoryBounds {
-                    device_pages: env.geometry().device_pages,
-                    arena_pages: env.setup.arena_pages,
+                    device_pages: env.geometry(engine).device_pages,
+                    arena_pages: self.room(env, engine),
                 };
                 let registered = WorkerEvent::Registered {
                     engine,
@@ -305,8 +316,8 @@ impl WorkerProcess {
         let Some(asked) = asked else { return };
         let message = match admitted {
             true => Message::Registered(Registered {
-                arena_pages: env.setup.arena_pages,
-                page_bytes: env.geometry().page_bytes,
+                arena_pages: self.room(env, engine),
+                page_bytes: env.geometry(engine).page_bytes,
                 not_served: String::new(),
             }),
             false => Message::Error(ErrorBody::new(ErrorCode::RankDisagrees, "turned away")),
@@ -376,8 +387,8 @@ impl WorkerProcess {
         }
         let memory = self.memory.map(|(engine, ..)| AttachedMemory {
             engine: engine.0,
-            geometry: env.geometry(),
-            arena_pages: env.setup.arena_pages,
+            geometry: env.geometry(engine),
+            arena_pages: self.room(env, engine),
         });
         let body = Message::Attach(Attach {
             replica: self.id.replica.0,
@@ -387,6 +398,12 @@ impl WorkerProcess {
             memory,
         });
         self.leader.say(env, correlation, Duration::ZERO, body);
+    }
+
+    /// Pages of this engine's shape that the depot has room for.
+    fn room(&self, env: &Env, engine: EngineId) -> u32 {
+        let depot = &env.depots[env.depot_of(self.id.rank)];
+        depot.pages(env.memory(engine).shape)
     }
 
     fn report(&self, env: &mut Env, batch: BatchId, copies: &[EndedCopy]) {
@@ -468,6 +485,7 @@ impl WorkerProcess {
             life: self.life,
             copy,
             pages,
+            cells: env.memory(copy.engine).shape.cells,
         };
         with(&mut env.ghost.touched, &touched);
         env.check_touched();
@@ -550,7 +568,7 @@ impl WorkerProcess {
             op,
             whole,
             whole_pages: u32::try_from(running.done).unwrap_or(0),
-            bytes: running.done as u64 * env.geometry().page_bytes,
+            bytes: running.done as u64 * env.geometry(running.copy.engine).page_bytes,
             busy_us: 1,
         };
         self.step(env, WorkerEvent::CopiesEnded(vec![ended]));
@@ -565,4 +583,6 @@ pub(super) struct TouchedPages<'a> {
     pub(super) life: u32,
     pub(super) copy: &'a Copy,
     pub(super) pages: &'a [(u32, u32)],
+    /// Cells of a depot's page.
+    pub(super) cells: u32,
 }
