@@ -289,7 +289,7 @@ mod tests {
             let pin = PinError {
                 pinned_bytes: 0,
                 bytes: 1,
-                limit: "1 byte".to_owned(),
+                registers: true,
                 source: error,
             };
             [

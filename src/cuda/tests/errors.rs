@@ -78,7 +78,8 @@ fn there_and_back(ways: Ways) -> Result<(), String> {
 fn one_failure(nth: u64, code: u32) -> bool {
     let reports = tempfile::tempdir().expect("a folder");
     let report = reports.path().display();
-    let settings = format!("delay_us=50;fail=*/*/{nth}/{code};report={report}");
+    let settings =
+        format!("delay_us=50;strict=1;granule_kib=4;fail=*/*/{nth}/{code};report={report}");
     let folder = fake::folder(&fake::library());
     let output = fake::again(folder.path(), &settings);
     let said = fake::succeeded(&output, &settings);

@@ -12,4 +12,5 @@ mod fake_cuda;
 mod neighbour;
 mod planted;
 mod together;
+mod turns;
 mod world;

@@ -41,7 +41,7 @@ fn found_by(bug: Bug) -> Option<u64> {
             !output.status.success()
         });
     }
-    let with_report = format!("seed=1;delay_us=300;report={report}");
+    let with_report = format!("seed=1;delay_us=300;granule_kib=4;report={report}");
     let output = fake::again_with(folder.path(), &with_report, &[(BUG, &name)], LIMIT);
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
     let clean = output.status.success() && fake::only_file(reports.path()).contains("poison=0");

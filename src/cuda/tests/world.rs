@@ -20,7 +20,7 @@ use super::engine::addresses;
 use super::fake::on_gpu;
 
 /// Nothing here takes so long unless it hangs.
-const PATIENCE: Duration = Duration::from_secs(60);
+pub const PATIENCE: Duration = Duration::from_secs(60);
 
 pub struct World {
     pub registration: Registration,

@@ -5,20 +5,21 @@
 )]
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::fs::File;
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::batch::{Attributes, Lists};
 use crate::code::{
-    self, ALREADY_REGISTERED, Code, INVALID_CONTEXT, INVALID_DEVICE, INVALID_HANDLE, INVALID_VALUE,
-    NO_DEVICE, NOT_READY, NOT_REGISTERED, SUCCESS,
+    self, ALREADY_REGISTERED, CAPTURE_INVALIDATED, Code, DEVICE_UNAVAILABLE, INVALID_CONTEXT,
+    INVALID_DEVICE, INVALID_HANDLE, INVALID_VALUE, NO_DEVICE, NOT_READY, NOT_REGISTERED,
+    OUT_OF_MEMORY, SUCCESS,
 };
-use crate::memory::{Addresses, Block, GRANULE_BYTES, give, rounded, take};
-use crate::stream::{Event, Stream, Work};
+use crate::memory::{Addresses, Block, Part, give, take};
+use crate::stream::{Stream, Work};
 use crate::vmm::{self, HANDLE_BYTES};
-use crate::world::{Kind, Mapping, Needs, Physical, World};
+use crate::world::{Capture, Kind, Mapping, Needs, Physical, Registered, World};
 
-/// Granularity of the virtual memory management.
-const VIRTUAL_BYTES: usize = GRANULE_BYTES;
 const POSIX_FD: c_uint = 1;
 const FABRIC: c_uint = 8;
 
@@ -89,6 +90,7 @@ exported! {
         if flags != 0 {
             return Err(INVALID_VALUE);
         }
+        std::thread::sleep(Duration::from_millis(world.settings().init_ms));
         if world.settings().init != SUCCESS {
             return Err(world.settings().init);
         }
@@ -150,7 +152,14 @@ exported! {
 
     Init fn cuDevicePrimaryCtxRetain(context: *mut u64, of: c_int) |world| {
         let number = device(world, of)?;
-        *world.inner().contexts.entry(number).or_default() += 1;
+        let mut inner = world.inner();
+        if let (Some(path), None) = (&world.settings().exclusive, &inner.exclusive) {
+            inner.exclusive = Some(claimed(path)?);
+        }
+        if !inner.lives(number as u64 + 1) {
+            inner.check_room(world.settings().context_bytes, world.settings())?;
+        }
+        *inner.contexts.entry(number).or_default() += 1;
         give(context, number as u64 + 1)
     }
 
@@ -158,13 +167,24 @@ exported! {
         let number = device(world, of)?;
         let mut inner = world.inner();
         let count = inner.contexts.get_mut(&number).filter(|count| **count > 0);
-        *count.ok_or(INVALID_CONTEXT)? -= 1;
+        let count = count.ok_or(INVALID_CONTEXT)?;
+        if *count > 1 {
+            *count -= 1;
+            return Ok(());
+        }
+        drop(inner);
+        world.destroy(number as u64 + 1);
+        let mut inner = world.inner();
+        inner.contexts.remove(&number);
+        if inner.contexts.is_empty() {
+            inner.exclusive = None;
+        }
         Ok(())
     }
 
     Init fn cuCtxSetCurrent(context: u64) |world| {
-        if context > 0 {
-            device(world, context as c_int - 1)?;
+        if context > 0 && !world.inner().lives(context) {
+            return Err(INVALID_CONTEXT);
         }
         World::make_current(context);
         Ok(())
@@ -192,15 +212,15 @@ exported! {
     }
 
     Context fn cuStreamSynchronize(stream: u64) |world| {
-        let drained = world.inner().streams.get(&stream).map(Stream::drained);
-        drained.ok_or(INVALID_HANDLE)?();
+        let drained = world.inner().stream(stream)?.drained();
+        drained();
         world.poisoned().map_or(Ok(()), Err)
     }
 
     Context fn cuEventCreate(event: *mut u64, _flags: c_uint) |world| {
         let mut inner = world.inner();
         let number = inner.next();
-        inner.events.insert(number, Arc::new(Event::default()));
+        inner.events.insert(number, (World::current(), Arc::default()));
         give(event, number)
     }
 
@@ -209,23 +229,21 @@ exported! {
     }
 
     Context fn cuEventRecord(event: u64, stream: u64) |world| {
-        let found = world.inner().events.get(&event).map(Arc::clone);
-        let event = found.ok_or(INVALID_HANDLE)?;
+        let event = world.inner().event(event)?;
         let number = event.record();
         world.give(stream, Work::Record(event, number))
     }
 
     Context fn cuStreamWaitEvent(stream: u64, event: u64, _flags: c_uint) |world| {
-        let found = world.inner().events.get(&event).map(Arc::clone);
-        let event = found.ok_or(INVALID_HANDLE)?;
+        let event = world.inner().event(event)?;
         // What is recorded later does not count; one that was never recorded is not waited for.
         let number = event.recorded();
         world.give(stream, Work::WaitEvent(event, number))
     }
 
     Context fn cuEventQuery(event: u64) |world| {
-        let found = world.inner().events.get(&event).map(Arc::clone);
-        match found.ok_or(INVALID_HANDLE)?.is_ready() {
+        let event = world.inner().event(event)?;
+        match event.is_ready() {
             true => Ok(()),
             false => Err(NOT_READY),
         }
@@ -235,20 +253,22 @@ exported! {
         if bytes == 0 {
             return Err(INVALID_VALUE);
         }
-        let whole = rounded(bytes);
-        let addresses = Addresses::reserve(whole)?;
         let mut inner = world.inner();
-        let id = fresh(inner.next());
-        let block = Arc::new(Block::create(whole, id)?);
-        let base = addresses.base();
+        let number = inner.next();
+        let part = Part::new(bytes, number).ok_or(OUT_OF_MEMORY)?;
+        inner.check_room(part.block_bytes, world.settings())?;
+        let addresses = Addresses::reserve(part.block_bytes)?;
+        let block = Arc::new(Block::create(part.block_bytes, fresh(number))?);
+        let base = addresses.base() + part.offset as u64;
         inner.mappings.insert(base, Mapping {
             _addresses: Some(addresses),
-            bytes: whole,
+            bytes: part.bytes,
             block,
-            offset: 0,
+            offset: part.offset,
             kind: Kind::Allocated,
             opened: 1,
             shareable: 0,
+            context: Some(World::current()),
         });
         give(at, base)
     }
@@ -261,7 +281,7 @@ exported! {
         let gone = inner.mappings.remove(&at);
         drop(inner);
         if let Some(mapping) = gone {
-            mapping.block.free();
+            mapping.block.free(mapping.offset, mapping.bytes);
         }
         Ok(())
     }
@@ -283,6 +303,7 @@ exported! {
             return Ok(());
         }
         let pinned = world.check_copy(to, from, bytes)?;
+        world.trace_copy(from);
         world.give(stream, Work::Copy { to, from, bytes, pinned })
     }
 
@@ -298,8 +319,7 @@ exported! {
     }
 
     Context fn cuMemcpyHtoDAsync_v2(to: u64, from: u64, bytes: usize, stream: u64) |world| {
-        let pinned = world.check_copy(to, from, bytes)?;
-        world.give(stream, Work::Copy { to, from, bytes, pinned })
+        world.give(stream, Work::Copy { to, from, bytes, pinned: None })
     }
 
     Context fn cuStreamCreate(stream: *mut u64, _flags: c_uint) |world| {
@@ -307,8 +327,28 @@ exported! {
     }
 
     Nothing fn cuThreadExchangeStreamCaptureMode(mode: *mut c_int) |_world| {
-        // CU_STREAM_CAPTURE_MODE_GLOBAL was the thread's; nothing captures here.
-        give(mode, 0)
+        let wanted = take(mode)?;
+        // Global, of the thread, relaxed.
+        if !(0..=2).contains(&wanted) {
+            return Err(INVALID_VALUE);
+        }
+        give(mode, World::exchange_capture_mode(wanted))
+    }
+
+    Context fn cuStreamBeginCapture_v2(stream: u64, mode: c_int) |world| {
+        let mut inner = world.inner();
+        inner.stream(stream)?;
+        inner.captures.insert(stream, Capture { mode, invalidated: false });
+        Ok(())
+    }
+
+    Context fn cuStreamEndCapture(stream: u64, graph: *mut u64) |world| {
+        let capture = world.inner().captures.remove(&stream).ok_or(INVALID_VALUE)?;
+        give(graph, 0)?;
+        match capture.invalidated {
+            true => Err(CAPTURE_INVALIDATED),
+            false => Ok(()),
+        }
     }
 
     Context fn cuMemcpyDtoH_v2(to: u64, from: u64, bytes: usize) |world| {
@@ -321,10 +361,11 @@ exported! {
         }
         let mut inner = world.inner();
         let before = inner.registered.range(..at + bytes as u64).next_back();
-        if before.is_some_and(|(base, length)| base + *length as u64 > at) {
+        if before.is_some_and(|(base, it)| base + it.bytes as u64 > at) {
             return Err(ALREADY_REGISTERED);
         }
-        inner.registered.insert(at, bytes);
+        let context = World::current();
+        inner.registered.insert(at, Registered { bytes, context });
         Ok(())
     }
 
@@ -338,7 +379,7 @@ exported! {
         if mapping.kind != Kind::Allocated {
             return Err(INVALID_VALUE);
         }
-        give(handle, vmm::handle(&mapping.block))
+        give(handle, vmm::handle(&mapping.block, mapping.offset, world.settings().namespace))
     }
 
     Context fn cuIpcOpenMemHandle_v2(at: *mut u64, handle: Handle, flags: c_uint) |world| {
@@ -350,12 +391,12 @@ exported! {
         if vmm::is_ours(&handle) {
             return Err(INVALID_CONTEXT);
         }
-        let block = vmm::open(&handle)?;
+        let (block, offset) = (vmm::open(&handle, world.settings().namespace)?, vmm::offset(&handle));
         let mut inner = world.inner();
         let open = inner.mappings.iter_mut().find(|(_, it)| it.kind == Kind::Imported && it.block.id() == block.id());
         if let Some((base, mapping)) = open {
             mapping.opened += 1;
-            return give(at, *base);
+            return give(at, *base + offset);
         }
         let addresses = Addresses::reserve(block.bytes())?;
         let base = addresses.base();
@@ -367,17 +408,20 @@ exported! {
             kind: Kind::Imported,
             opened: 1,
             shareable: 0,
+            context: Some(World::current()),
         });
-        give(at, base)
+        // All of the block can be reached, also what lies before the memory of the handle.
+        give(at, base + offset)
     }
 
     Context fn cuIpcCloseMemHandle(at: u64) |world| {
         let mut inner = world.inner();
-        let mapping = inner.mappings.get_mut(&at).filter(|it| it.kind == Kind::Imported);
+        let (base, _, _) = inner.find(at, 1).ok_or(INVALID_VALUE)?;
+        let mapping = inner.mappings.get_mut(&base).filter(|it| it.kind == Kind::Imported);
         let mapping = mapping.ok_or(INVALID_VALUE)?;
         mapping.opened -= 1;
         if mapping.opened == 0 {
-            inner.mappings.remove(&at);
+            inner.mappings.remove(&base);
         }
         Ok(())
     }
@@ -394,8 +438,8 @@ exported! {
         world.give(stream, Work::WaitValue { at, value })
     }
 
-    Context fn cuMemGetAllocationGranularity(bytes: *mut usize, _properties: *const c_void, _option: c_uint) |_world| {
-        give(bytes, VIRTUAL_BYTES)
+    Context fn cuMemGetAllocationGranularity(bytes: *mut usize, _properties: *const c_void, _option: c_uint) |world| {
+        give(bytes, world.settings().granule_bytes)
     }
 
     Context fn cuMemCreate(handle: *mut u64, bytes: usize, properties: *const Properties, _flags: u64) |world| {
@@ -403,10 +447,11 @@ exported! {
         device(world, properties.location)?;
         // CU_MEM_ALLOCATION_TYPE_PINNED, on a device (CU_MEM_LOCATION_TYPE_DEVICE).
         let right = properties.kind == 1 && properties.location_kind == 1;
-        if bytes == 0 || !bytes.is_multiple_of(VIRTUAL_BYTES) || !right {
+        if bytes == 0 || !bytes.is_multiple_of(world.settings().granule_bytes) || !right {
             return Err(INVALID_VALUE);
         }
         let mut inner = world.inner();
+        inner.check_room(bytes, world.settings())?;
         let id = fresh(inner.next());
         let block = Arc::new(Block::create(bytes, id)?);
         inner.physical.insert(id, Physical { block, shareable: properties.shareable });
@@ -422,7 +467,7 @@ exported! {
         let Physical { block, shareable } = found.ok_or(INVALID_VALUE)?;
         match kind & shareable {
             POSIX_FD => give(shared.cast::<c_int>(), vmm::export(&block)?),
-            FABRIC => give(shared.cast(), vmm::handle(&block)),
+            FABRIC => give(shared.cast(), vmm::handle(&block, 0, world.settings().namespace)),
             _ => Err(INVALID_VALUE),
         }
     }
@@ -431,7 +476,8 @@ exported! {
         let block = match kind {
             // The descriptor itself stands where a pointer is expected.
             POSIX_FD => vmm::import(c_int::try_from(shared as usize).map_err(|_| INVALID_VALUE)?)?,
-            FABRIC => vmm::open(&take(shared.cast::<[u8; HANDLE_BYTES]>())?)?,
+            // Fabric handles are understood wherever NVLink reaches.
+            FABRIC => vmm::open_anywhere(&take(shared.cast::<[u8; HANDLE_BYTES]>())?)?,
             _ => return Err(INVALID_VALUE),
         };
         let mut inner = world.inner();
@@ -453,7 +499,7 @@ exported! {
     }
 
     Context fn cuMemAddressReserve(at: *mut u64, bytes: usize, _alignment: usize, _wanted: u64, _flags: u64) |world| {
-        if bytes == 0 || !bytes.is_multiple_of(VIRTUAL_BYTES) {
+        if bytes == 0 || !bytes.is_multiple_of(world.settings().granule_bytes) {
             return Err(INVALID_VALUE);
         }
         let addresses = Addresses::reserve(bytes)?;
@@ -490,6 +536,7 @@ exported! {
             kind: Kind::Virtual,
             opened: 0,
             shareable,
+            context: None,
         });
         Ok(())
     }
@@ -518,6 +565,15 @@ exported! {
     }
 }
 
+/// The file that stands for the GPUs in exclusive mode; another process may hold it.
+fn claimed(path: &str) -> Result<File, Code> {
+    let file = File::create(path).map_err(|_| INVALID_VALUE)?;
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(_) => Err(DEVICE_UNAVAILABLE),
+    }
+}
+
 /// The name of a GPU.
 fn uuid_of(number: c_int) -> [u8; 16] {
     let mut bytes = *b"kvferry-fake-GPU";
@@ -528,7 +584,9 @@ fn uuid_of(number: c_int) -> [u8; 16] {
 fn new_stream(world: &World, stream: *mut u64) -> Result<(), Code> {
     let mut inner = world.inner();
     let number = inner.next();
-    inner.streams.insert(number, Stream::start(number)?);
+    inner
+        .streams
+        .insert(number, (World::current(), Stream::start(number)?));
     give(stream, number)
 }
 

@@ -9,7 +9,10 @@
 //!   too early is an error, as is memory that its owner freed (a stale mapping of another process);
 //! * what describes many copies of one call is read again when they run, and they run in any order;
 //! * a copy must not cross the end of a registered host range;
-//! * calls without a current context, or before `cuInit`, fail;
+//! * calls without a current context, in one that was given back, or before `cuInit`, fail; a context takes with it what was
+//!   made in it;
+//! * `cuMemAlloc` gives a part of a block of 2 MiB, and another process opens all of that block; chunks are multiples of 2 MiB;
+//! * calls that a graph's capture must not see end it, unless their thread has said otherwise;
 //! * any call can be made to fail at its n-th time, and errors that poison a context do so.
 //!
 //! [`SETTINGS`] names the variable of the environment that steers it.

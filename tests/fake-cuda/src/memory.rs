@@ -14,17 +14,39 @@ use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::code::{Code, ILLEGAL_ADDRESS, INVALID_VALUE, OUT_OF_MEMORY};
 
-/// Device memory comes in multiples of so many bytes.
-pub(crate) const GRANULE_BYTES: usize = 4096;
+/// What `cuMemAlloc` takes from a device at a time: memory of which one allocation may be a part. Other processes always open
+/// all of it.
+const BLOCK_BYTES: usize = 2 << 20;
+/// Allocations begin at multiples of so many bytes and have multiples of them.
+const ALIGN_BYTES: usize = 512;
 /// Behind the memory: words about it, for every process that maps it.
-const CONTROL_BYTES: usize = GRANULE_BYTES;
+const CONTROL_BYTES: usize = 4096;
 const MAGIC: u64 = 0x4b56_4641_4b45_4d31;
 /// What freed memory is filled with.
 const POISON: u8 = 0xDB;
 
-/// Rounds up to whole granules.
-pub(crate) fn rounded(bytes: usize) -> usize {
-    bytes.div_ceil(GRANULE_BYTES) * GRANULE_BYTES
+/// An allocation: the bytes of its block, where it begins in that, and how long it is.
+pub(crate) struct Part {
+    pub(crate) block_bytes: usize,
+    pub(crate) offset: usize,
+    pub(crate) bytes: usize,
+}
+
+impl Part {
+    /// Of so many bytes. Small ones begin anywhere, by their number.
+    pub(crate) fn new(bytes: usize, number: u64) -> Option<Self> {
+        let bytes = bytes.checked_next_multiple_of(ALIGN_BYTES)?;
+        let offset = match bytes <= BLOCK_BYTES / 2 {
+            true => number as usize % 7 * ALIGN_BYTES,
+            false => 0,
+        };
+        let block_bytes = (offset + bytes).checked_next_multiple_of(BLOCK_BYTES)?;
+        Some(Self {
+            block_bytes,
+            offset,
+            bytes,
+        })
+    }
 }
 
 /// Some device memory, as this process maps it.
@@ -111,11 +133,12 @@ impl Block {
         self.fd.as_raw_fd()
     }
 
-    /// Its owner gives it back: who still has it mapped finds rubbish, and is told.
-    pub(crate) fn free(&self) {
+    /// Its owner gives it back: who still has it mapped finds rubbish in the part that was used, and is told.
+    pub(crate) fn free(&self, offset: usize, bytes: usize) {
         self.word(2).store(1, Ordering::SeqCst);
-        // SAFETY: the range is the mapping without its control page.
-        unsafe { ptr::write_bytes(self.base, POISON, self.bytes) };
+        let bytes = bytes.min(self.bytes.saturating_sub(offset));
+        // SAFETY: the range lies in the mapping and before its control page.
+        unsafe { ptr::write_bytes(self.base.wrapping_add(offset), POISON, bytes) };
     }
 
     /// Whether its owner gave it back.

@@ -19,6 +19,20 @@ const HOST_POINTERS: u32 = 91;
 ///   line or `*`, `CALL` the name of a function, or `*` for all together; functions that say how an error is called do not
 ///   count;
 /// * `once=FILE`: those calls fail in the first process only that comes so far, which makes this file;
+/// * `init_ms=N` (0): how long `cuInit` takes;
+/// * `exclusive=FILE`: the GPUs are in exclusive compute mode: only one process has contexts at a time, the one that holds this
+///   file, and others get 46;
+/// * `memory_mib=N` (unlimited), `context_mib=N` (0): what a process can allocate on a GPU, and what a context takes of it;
+/// * `granule_kib=N` (2048): of the virtual memory management: chunks and reservations are multiples of it;
+/// * `strict=1`: asynchronous copies of host memory that is not registered are refused (a real driver copies it twice, and
+///   blocks the caller) (0);
+/// * `call_us=N` or `call_us=WHO/N` (0): how long each call takes that needs a context; calls of one process wait for each other;
+/// * `pidns=WHO/N`: these processes live in another PID namespace, where handles of memory are not understood: 201;
+/// * `hang=WHO/NTH/FOLDER`: the n-th call for many copies of such a process never ends, nor does anything behind it in its stream;
+///   a file with the number of the process is made in that folder;
+/// * `block=WHO/CALL/NTH`: the n-th such call never returns; a process that leaves it so at its exit is aborted;
+/// * `trace=FOLDER`: at its exit each process writes there, into a file named after its id, in which order copies from a device
+///   (`d2h N`) and to it (`h2d N`) were given by calls of their own, and by how many threads each function was called;
 /// * `mig=1`: the devices are instances of one GPU, and `cuDeviceGetUuid` gives the name of that GPU for each of them (0);
 /// * `attribute=NUMBER/VALUE`, any number of times: what `cuDeviceGetAttribute` says; 91, 99 and 122 are 1 and 133 is 0 where
 ///   nothing is said, and others are not known;
@@ -47,6 +61,21 @@ pub(crate) struct Settings {
     pub(crate) delay_us: u64,
     pub(crate) fails: Vec<Fail>,
     pub(crate) once: Option<String>,
+    pub(crate) init_ms: u64,
+    pub(crate) exclusive: Option<String>,
+    /// Unlimited without it.
+    pub(crate) memory_bytes: Option<usize>,
+    pub(crate) context_bytes: usize,
+    /// Of the virtual memory management.
+    pub(crate) granule_bytes: usize,
+    pub(crate) strict: bool,
+    pub(crate) call_us: u64,
+    pub(crate) namespace: u32,
+    /// Which call for many copies never ends, and the folder where that is noted.
+    pub(crate) hang: Option<(u64, String)>,
+    /// Which call never returns, by its name and number.
+    pub(crate) block: Option<(String, u64)>,
+    pub(crate) trace: Option<String>,
     pub(crate) mig: bool,
     /// By their numbers in `CUdevice_attribute`.
     pub(crate) attributes: BTreeMap<u32, i32>,
@@ -74,6 +103,17 @@ impl Settings {
             delay_us: 0,
             fails: Vec::new(),
             once: None,
+            init_ms: 0,
+            exclusive: None,
+            memory_bytes: None,
+            context_bytes: 0,
+            granule_bytes: 2 << 20,
+            strict: false,
+            call_us: 0,
+            namespace: 0,
+            hang: None,
+            block: None,
+            trace: None,
             mig: false,
             attributes: BTreeMap::from([(HOST_POINTERS, 1), (99, 1), (122, 1), (133, 0)]),
             half: None,
@@ -86,6 +126,10 @@ impl Settings {
             let wrong = || format!("'{part}' is not understood");
             let (name, value) = part.split_once('=').ok_or_else(wrong)?;
             let number = || value.parse::<u64>().map_err(|_| wrong());
+            let many = |unit: usize| {
+                let count = value.parse::<usize>().map_err(|_| wrong())?;
+                count.checked_mul(unit).ok_or_else(wrong)
+            };
             match name {
                 "devices" => settings.devices = value.parse().map_err(|_| wrong())?,
                 "version" => settings.version = value.parse().map_err(|_| wrong())?,
@@ -97,6 +141,45 @@ impl Settings {
                         settings.delay_us = delay.parse().map_err(|_| wrong())?;
                     }
                 }
+                "init_ms" => settings.init_ms = number()?,
+                "exclusive" => settings.exclusive = Some(value.to_owned()),
+                "memory_mib" => settings.memory_bytes = Some(many(1 << 20)?),
+                "context_mib" => settings.context_bytes = many(1 << 20)?,
+                "granule_kib" => settings.granule_bytes = many(1 << 10)?.max(4096),
+                "strict" => settings.strict = number()? != 0,
+                "call_us" => {
+                    let (who, cost) = value.split_once('/').unwrap_or(("*", value));
+                    if is_meant(who) {
+                        settings.call_us = cost.parse().map_err(|_| wrong())?;
+                    }
+                }
+                "pidns" => {
+                    let (who, namespace) = value.split_once('/').ok_or_else(wrong)?;
+                    if is_meant(who) {
+                        settings.namespace = namespace.parse().map_err(|_| wrong())?;
+                    }
+                }
+                "hang" => {
+                    let parts: Vec<&str> = value.splitn(3, '/').collect();
+                    let [who, nth, folder] = parts[..] else {
+                        return Err(wrong());
+                    };
+                    if is_meant(who) {
+                        let nth = nth.parse().map_err(|_| wrong())?;
+                        settings.hang = Some((nth, folder.to_owned()));
+                    }
+                }
+                "block" => {
+                    let parts: Vec<&str> = value.split('/').collect();
+                    let [who, call, nth] = parts[..] else {
+                        return Err(wrong());
+                    };
+                    if is_meant(who) {
+                        let nth = nth.parse().map_err(|_| wrong())?;
+                        settings.block = Some((call.to_owned(), nth));
+                    }
+                }
+                "trace" => settings.trace = Some(value.to_owned()),
                 "mig" => settings.mig = number()? != 0,
                 "attribute" => {
                     let (attribute, value) = value.split_once('/').ok_or_else(wrong)?;

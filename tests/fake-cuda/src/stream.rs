@@ -22,6 +22,8 @@ pub(crate) enum Work {
         pinned: Option<u64>,
     },
     Batch(Batch),
+    /// Never ends.
+    Hang,
     Record(Arc<Event>, u64),
     /// Goes on when the event has come so far.
     WaitEvent(Arc<Event>, u64),
@@ -128,6 +130,9 @@ fn run(number: u64, given: &Receiver<Work>, waiting: &Waiting) {
                 },
                 None,
             ) => world.copy(*to, *from, *bytes, *pinned),
+            (Work::Hang, None) => loop {
+                std::thread::park();
+            },
             (Work::Batch(batch), None) => batch.run(world, &mut chance),
             (Work::Record(event, number), None) => {
                 event.reached.fetch_max(*number, Ordering::SeqCst);

@@ -4,20 +4,22 @@ use std::os::fd::{AsRawFd, OwnedFd};
 
 use rustix::fs::{Mode, OFlags};
 
-use crate::code::{Code, INVALID_VALUE};
+use crate::code::{Code, INVALID_CONTEXT, INVALID_VALUE};
 use crate::memory::Block;
 
 /// Bytes of a handle: of `CUipcMemHandle` and of `CUmemFabricHandle`.
 pub(crate) const HANDLE_BYTES: usize = 64;
 const MAGIC: [u8; 8] = *b"KVFAKEH1";
 
-/// How another process finds a block.
-pub(crate) fn handle(block: &Block) -> [u8; HANDLE_BYTES] {
+/// How another process finds a block, and what begins at this offset in it.
+pub(crate) fn handle(block: &Block, offset: usize, namespace: u32) -> [u8; HANDLE_BYTES] {
     let mut bytes = [0; HANDLE_BYTES];
     bytes[..8].copy_from_slice(&MAGIC);
     bytes[8..12].copy_from_slice(&std::process::id().to_le_bytes());
     bytes[12..16].copy_from_slice(&block.fd_number().to_le_bytes());
     bytes[16..24].copy_from_slice(&block.id().to_le_bytes());
+    bytes[24..32].copy_from_slice(&(offset as u64).to_le_bytes());
+    bytes[32..36].copy_from_slice(&namespace.to_le_bytes());
     bytes
 }
 
@@ -32,8 +34,21 @@ pub(crate) fn is_ours(bytes: &[u8; HANDLE_BYTES]) -> bool {
     u32::from_le_bytes(number(bytes, 8)) == std::process::id()
 }
 
-/// Opens another process's block: while that lives and has not freed it.
-pub(crate) fn open(bytes: &[u8; HANDLE_BYTES]) -> Result<Block, Code> {
+/// Where in its block the memory of a handle begins.
+pub(crate) fn offset(bytes: &[u8; HANDLE_BYTES]) -> u64 {
+    u64::from_le_bytes(number(bytes, 24))
+}
+
+/// Opens another process's block: while that lives and has not freed it, and in the namespace of its maker.
+pub(crate) fn open(bytes: &[u8; HANDLE_BYTES], namespace: u32) -> Result<Block, Code> {
+    if bytes[..8] == MAGIC && u32::from_le_bytes(number(bytes, 32)) != namespace {
+        return Err(INVALID_CONTEXT);
+    }
+    open_anywhere(bytes)
+}
+
+/// The same, whatever the namespace.
+pub(crate) fn open_anywhere(bytes: &[u8; HANDLE_BYTES]) -> Result<Block, Code> {
     if bytes[..8] != MAGIC {
         return Err(INVALID_VALUE);
     }

@@ -1,12 +1,16 @@
 //! What one process has of the driver: memory, streams, events, and what calls of it have failed.
 
 use std::cell::Cell;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::fs::File;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::thread::ThreadId;
+use std::time::{Duration, Instant};
 
 use crate::code::{
-    self, Code, ILLEGAL_ADDRESS, INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, NOT_INITIALIZED,
+    self, CAPTURE_UNSUPPORTED, CONTEXT_IS_DESTROYED, Code, ILLEGAL_ADDRESS, INVALID_CONTEXT,
+    INVALID_HANDLE, INVALID_VALUE, NOT_INITIALIZED,
 };
 use crate::memory::{self, Addresses, Block};
 use crate::settings::Settings;
@@ -15,6 +19,27 @@ use crate::stream::{Event, Stream, lock};
 thread_local! {
     /// Number of this thread's context; 0 without one.
     static CURRENT: Cell<u64> = const { Cell::new(0) };
+    /// How this thread's calls stand to captures: `CU_STREAM_CAPTURE_MODE_GLOBAL` at first.
+    static CAPTURE_MODE: Cell<i32> = const { Cell::new(CAPTURE_GLOBAL) };
+}
+
+/// `CU_STREAM_CAPTURE_MODE_GLOBAL`: this thread's unsafe calls, and those of others that are in this mode, end a capture.
+pub(crate) const CAPTURE_GLOBAL: i32 = 0;
+/// Calls that a capture may not see. A real driver has more of them.
+const UNSAFE_IN_CAPTURE: [&str; 6] = [
+    "cuMemAlloc_v2",
+    "cuMemFree_v2",
+    "cuMemHostRegister_v2",
+    "cuMemHostUnregister",
+    "cuMemcpyDtoH_v2",
+    "cuEventQuery",
+];
+
+/// A capture that is being made.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Capture {
+    pub(crate) mode: i32,
+    pub(crate) invalidated: bool,
 }
 
 /// Device memory that has an address here.
@@ -29,6 +54,33 @@ pub(crate) struct Mapping {
     pub(crate) opened: u32,
     /// Ways in which it may be shared, as `CUmemAllocationHandleType`.
     pub(crate) shareable: u32,
+    /// With which it goes; chunks are mapped without one.
+    pub(crate) context: Option<u64>,
+}
+
+/// Registered host memory.
+#[derive(Clone, Copy)]
+pub(crate) struct Registered {
+    pub(crate) bytes: usize,
+    pub(crate) context: u64,
+}
+
+/// What contexts took with them that nobody had given back.
+#[derive(Default)]
+struct Died {
+    allocated: usize,
+    imported: usize,
+    registered: usize,
+    streams: usize,
+    events: usize,
+}
+
+/// What is written down for a test.
+#[derive(Default)]
+struct Trace {
+    /// Copies in a row: from a device, and how many.
+    copies: Vec<(bool, u64)>,
+    threads: BTreeMap<&'static str, HashSet<ThreadId>>,
 }
 
 /// Physical memory of the virtual memory management.
@@ -51,15 +103,24 @@ pub(crate) enum Kind {
 pub(crate) struct Inner {
     /// By their first address.
     pub(crate) mappings: BTreeMap<u64, Mapping>,
-    /// Registered host ranges: first address and length.
-    pub(crate) registered: BTreeMap<u64, usize>,
-    pub(crate) streams: HashMap<u64, Stream>,
-    pub(crate) events: HashMap<u64, Arc<Event>>,
+    /// Registered host ranges, by their first address.
+    pub(crate) registered: BTreeMap<u64, Registered>,
+    /// Streams and events, each with its context.
+    pub(crate) streams: HashMap<u64, (u64, Stream)>,
+    pub(crate) events: HashMap<u64, (u64, Arc<Event>)>,
     pub(crate) reserved: BTreeMap<u64, Addresses>,
     /// Physical memory of the virtual memory management, by handle.
     pub(crate) physical: HashMap<u64, Physical>,
     /// Contexts that are retained, by device.
     pub(crate) contexts: HashMap<i32, u32>,
+    /// Held as long as this process has contexts, in exclusive mode.
+    pub(crate) exclusive: Option<File>,
+    /// By the stream that is captured.
+    pub(crate) captures: HashMap<u64, Capture>,
+    died: Died,
+    trace: Trace,
+    /// Calls that do not return.
+    blocked: u64,
     calls: HashMap<&'static str, u64>,
     all_calls: u64,
     last: u64,
@@ -108,8 +169,8 @@ impl Inner {
             return Err(ILLEGAL_ADDRESS);
         }
         // Registered memory is one piece: a copy over its end would read what another registration, or nobody, pinned.
-        if let Some((base, length)) = self.registered.range(..=at).next_back() {
-            let end = base + *length as u64;
+        if let Some((base, it)) = self.registered.range(..=at).next_back() {
+            let end = base + it.bytes as u64;
             if at < end && at + bytes as u64 > end {
                 return Err(INVALID_VALUE);
             }
@@ -117,21 +178,96 @@ impl Inner {
         Ok((at as *mut u8, None))
     }
 
-    /// What was not given back, in words.
+    /// Memory of devices that this process has taken.
+    fn taken(&self) -> usize {
+        let allocated = self.mappings.values();
+        let allocated = allocated.filter(|it| it.kind == Kind::Allocated);
+        let allocated: usize = allocated.map(|it| it.block.bytes()).sum();
+        let chunks: usize = self.physical.values().map(|it| it.block.bytes()).sum();
+        allocated + chunks
+    }
+
+    /// Whether there is room for so much more.
+    pub(crate) fn check_room(&self, bytes: usize, settings: &Settings) -> Result<(), Code> {
+        let contexts = self.contexts.values().filter(|count| **count > 0).count();
+        let taken = self.taken() + contexts * settings.context_bytes;
+        let fits = |limit| taken.saturating_add(bytes) <= limit;
+        let fits = settings.memory_bytes.is_none_or(fits);
+        fits.then_some(()).ok_or(code::OUT_OF_MEMORY)
+    }
+
+    /// Whether a context is retained.
+    pub(crate) fn lives(&self, context: u64) -> bool {
+        let device = i32::try_from(context).map_or(0, |context| context - 1);
+        self.contexts.get(&device).is_some_and(|count| *count > 0)
+    }
+
+    /// A stream.
+    pub(crate) fn stream(&self, stream: u64) -> Result<&Stream, Code> {
+        let found = self.streams.get(&stream).map(|(_, stream)| stream);
+        found.ok_or(INVALID_HANDLE)
+    }
+
+    /// An event.
+    pub(crate) fn event(&self, event: u64) -> Result<Arc<Event>, Code> {
+        let found = self.events.get(&event).map(|(_, event)| Arc::clone(event));
+        found.ok_or(INVALID_HANDLE)
+    }
+
+    /// A context ends, and with it all that was made in it.
+    fn destroy(&mut self, context: u64) {
+        let before = (self.streams.len(), self.events.len(), self.registered.len());
+        self.streams.retain(|_, (of, _)| *of != context);
+        self.events.retain(|_, (of, _)| *of != context);
+        self.registered.retain(|_, it| it.context != context);
+        self.died.streams += before.0 - self.streams.len();
+        self.died.events += before.1 - self.events.len();
+        self.died.registered += before.2 - self.registered.len();
+        let died = &mut self.died;
+        self.mappings.retain(|_, mapping| {
+            if mapping.context != Some(context) {
+                return true;
+            }
+            match mapping.kind {
+                Kind::Allocated => {
+                    died.allocated += 1;
+                    mapping.block.free(mapping.offset, mapping.bytes);
+                }
+                _ => died.imported += 1,
+            }
+            false
+        });
+    }
+
+    /// What was not given back, in words; with what contexts took with them.
     fn left(&self) -> String {
         let of = |kind| self.mappings.values().filter(|it| it.kind == kind).count();
+        let died = &self.died;
         format!(
             "allocated={} imported={} virtual={} physical={} reserved={} registered={} streams={} events={} contexts={}",
-            of(Kind::Allocated),
-            of(Kind::Imported),
+            of(Kind::Allocated) + died.allocated,
+            of(Kind::Imported) + died.imported,
             of(Kind::Virtual),
             self.physical.len(),
             self.reserved.len(),
-            self.registered.len(),
-            self.streams.len(),
-            self.events.len(),
+            self.registered.len() + died.registered,
+            self.streams.len() + died.streams,
+            self.events.len() + died.events,
             self.contexts.values().sum::<u32>(),
         )
+    }
+}
+
+impl Trace {
+    fn words(&self) -> String {
+        let copies = self.copies.iter();
+        let copies = copies.map(|(from_device, count)| {
+            let way = if *from_device { "d2h" } else { "h2d" };
+            format!("{way} {count}\n")
+        });
+        let threads = self.threads.iter();
+        let threads = threads.map(|(call, threads)| format!("threads {call} {}\n", threads.len()));
+        copies.chain(threads).collect()
     }
 }
 
@@ -153,6 +289,8 @@ pub(crate) struct World {
     batches: AtomicU64,
     /// Copies that were done.
     copies: AtomicU64,
+    /// Held by a call as long as it takes.
+    busy: Mutex<()>,
 }
 
 impl World {
@@ -166,6 +304,7 @@ impl World {
             poison: AtomicU32::new(code::SUCCESS),
             batches: AtomicU64::new(0),
             copies: AtomicU64::new(0),
+            busy: Mutex::default(),
         })
     }
 
@@ -185,6 +324,36 @@ impl World {
     /// Makes a context this thread's own; 0 for none.
     pub(crate) fn make_current(context: u64) {
         CURRENT.set(context);
+    }
+
+    /// Changes how this thread's calls stand to captures, and says how they stood.
+    pub(crate) fn exchange_capture_mode(mode: i32) -> i32 {
+        CAPTURE_MODE.replace(mode)
+    }
+
+    /// A context was given back for the last time: what is in its streams is done first.
+    pub(crate) fn destroy(&self, context: u64) {
+        let streams: Vec<_> = {
+            let inner = self.inner();
+            let streams = inner.streams.values().filter(|(of, _)| *of == context);
+            streams.map(|(_, stream)| stream.drained()).collect()
+        };
+        streams.into_iter().for_each(|drained| drained());
+        self.inner().destroy(context);
+    }
+
+    /// A copy was given by a call of its own.
+    pub(crate) fn trace_copy(&self, from: u64) {
+        if self.settings.trace.is_none() {
+            return;
+        }
+        let mut inner = self.inner();
+        let from_device = inner.is_device(from);
+        let copies = &mut inner.trace.copies;
+        match copies.last_mut() {
+            Some((last, count)) if *last == from_device => *count += 1,
+            _ => copies.push((from_device, 1)),
+        }
     }
 
     /// This thread's own; 0 for none.
@@ -217,12 +386,26 @@ impl World {
     pub(crate) fn enter(&self, call: &'static str, needs: Needs) -> Result<(), Code> {
         let (of_it, of_all) = {
             let mut inner = self.inner();
+            if self.settings.trace.is_some() {
+                let threads = inner.trace.threads.entry(call).or_default();
+                threads.insert(std::thread::current().id());
+            }
             inner.all_calls += 1;
             let all = inner.all_calls;
             let count = inner.calls.entry(call).or_default();
             *count += 1;
             (*count, all)
         };
+        if let Some((name, nth)) = &self.settings.block
+            && name == call
+            && *nth == of_it
+        {
+            self.inner().blocked += 1;
+            crate::settings::complain(&format!("{call} does not return, as wanted"));
+            loop {
+                std::thread::park();
+            }
+        }
         for fail in &self.settings.fails {
             let now = (fail.call == call && fail.nth == of_it)
                 || (fail.call == "*" && fail.nth == of_all);
@@ -241,10 +424,35 @@ impl World {
         if needs == Needs::Context && CURRENT.get() == 0 {
             return Err(INVALID_CONTEXT);
         }
+        if needs == Needs::Context {
+            self.check_context(call)?;
+            if self.settings.call_us > 0 {
+                let _busy = lock(&self.busy);
+                let until = Instant::now() + Duration::from_micros(self.settings.call_us);
+                while Instant::now() < until {
+                    std::hint::spin_loop();
+                }
+            }
+        }
         match self.poisoned() {
             Some(code) if needs != Needs::Nothing => Err(code),
             _ => Ok(()),
         }
+    }
+
+    /// This thread's context lives, and the call spoils nobody's capture.
+    fn check_context(&self, call: &'static str) -> Result<(), Code> {
+        let mut inner = self.inner();
+        if !inner.lives(CURRENT.get()) {
+            return Err(CONTEXT_IS_DESTROYED);
+        }
+        if CAPTURE_MODE.get() != CAPTURE_GLOBAL || !UNSAFE_IN_CAPTURE.contains(&call) {
+            return Ok(());
+        }
+        let captures = inner.captures.values_mut();
+        let captures = captures.filter(|capture| capture.mode == CAPTURE_GLOBAL);
+        let spoiled = captures.map(|capture| capture.invalidated = true).count();
+        (spoiled == 0).then_some(()).ok_or(CAPTURE_UNSUPPORTED)
     }
 
     /// Number of the next call for many copies, from 1 on.
@@ -298,8 +506,12 @@ impl World {
             }
             if device.is_none() {
                 let registered = inner.registered.range(..=at).next_back();
-                let registered = registered.filter(|(base, length)| at < *base + **length as u64);
+                let registered = registered.filter(|(base, it)| at < *base + it.bytes as u64);
                 pinned = registered.map(|(base, _)| *base);
+                if pinned.is_none() && self.settings.strict {
+                    crate::settings::complain("a copy of host memory that is not registered");
+                    return Err(INVALID_VALUE);
+                }
             }
         }
         Ok(pinned)
@@ -326,13 +538,23 @@ impl World {
     /// Gives work to a stream.
     pub(crate) fn give(&self, stream: u64, work: crate::stream::Work) -> Result<(), Code> {
         let inner = self.inner();
-        let stream = inner.streams.get(&stream).ok_or(INVALID_HANDLE)?;
-        stream.give(work);
+        inner.stream(stream)?.give(work);
         Ok(())
     }
 
-    /// The process ends: says what it did not give back, if somebody wants to know.
+    /// The process ends: says what it did not give back, if somebody wants to know. A driver whose library is unloaded under a
+    /// call crashes.
     pub(crate) fn report(&self) {
+        if let Some(folder) = &self.settings.trace {
+            let path = format!("{folder}/{}", std::process::id());
+            if let Err(error) = std::fs::write(&path, self.inner().trace.words()) {
+                crate::settings::complain(&format!("{path}: {error}"));
+            }
+        }
+        if self.inner().blocked > 0 {
+            crate::settings::complain("the process ends under a call");
+            std::process::abort();
+        }
         let Some(folder) = &self.settings.report else {
             return;
         };

@@ -1,0 +1,248 @@
+//! How much of one direction the driver gets before the other one has its turn, by how many threads memory is pinned, and what
+//! the driver for tests does with memory that was not.
+
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+
+use crate::cuda::driver::{DeviceSide, HostMemory, Stream};
+use crate::cuda::{
+    Context, Copier, CopierSettings, CopyOrder, DeviceMemories, DeviceMemory, Driver, Outcome,
+    PinnedDepot,
+};
+use crate::memory::{CopyRange, Depot, SharedBuffer};
+use crate::types::{Direction, FragmentPair, OpId, PageList};
+
+use super::copies::plain;
+use super::engine::Roles;
+use super::fake;
+use super::world::{PATIENCE, World};
+
+/// Runs a body under these settings, and returns what the driver has traced.
+fn traced(settings: &str, body: impl FnOnce()) -> Option<String> {
+    let traces = tempfile::tempdir().expect("a folder");
+    let settings = format!("{settings};trace={}", traces.path().display());
+    fake::under(&settings, body)?;
+    Some(fake::only_file(traces.path()))
+}
+
+/// Copies of a trace: from the device, and how many in a row.
+fn copies(trace: &str) -> Vec<(bool, usize)> {
+    let lines = trace.lines().filter_map(|line| line.split_once(' '));
+    let copies = lines.filter_map(|(way, count)| match way {
+        "d2h" => Some((true, count)),
+        "h2d" => Some((false, count)),
+        _ => None,
+    });
+    copies
+        .map(|(way, count)| (way, count.parse().expect("a number")))
+        .collect()
+}
+
+/// Calls that a load may have to wait for, the first copy's included.
+const TURN_MAX: usize = 300;
+
+/// A part of a store has far more calls than a turn, and each call has its cost: a load that was ordered with it is given
+/// after one turn, and not after the part.
+#[test]
+fn a_load_is_given_after_one_turn_of_a_store_of_small_fragments() {
+    const PAGES: u32 = 400;
+    let trace = traced("call_us=5", || {
+        let mut engine = plain(Roles::Split);
+        engine.pages = u64::from(PAGES);
+        let world = World::new(engine.registration(), PAGES, 1 << 30, 1);
+        let fragments = world.layout.fragments.len();
+        assert!(PAGES as usize * fragments > 3 * TURN_MAX, "{fragments}");
+        // The copier stands still in its first word until both orders are there.
+        let (first, stands) = channel();
+        let (go_on, may_go_on) = channel::<()>();
+        let (tell, outcomes) = channel();
+        let told = std::sync::Mutex::new(Some((first, may_go_on)));
+        let context = Context::new(Driver::get().expect("there"), device()).expect("a context");
+        let copier = Copier::start(CopierSettings {
+            context,
+            copies_a_call: 1,
+            mark: Box::new(|_| ()),
+            tell: Box::new(move |outcome| {
+                if let Some((first, may_go_on)) = told.lock().expect("no panic").take() {
+                    first.send(()).expect("the test goes on");
+                    may_go_on.recv().expect("the test goes on");
+                }
+                tell.send(outcome).is_ok()
+            }),
+        });
+        let copier = copier.expect("a copier");
+        let order = |op, direction, pages: std::ops::Range<u32>| {
+            // In turned order, so that neighbours are not merged.
+            let list = |pages: std::ops::Range<u32>| pages.rev().collect::<PageList>();
+            let pair = FragmentPair {
+                src: list(pages.clone()),
+                dst: list(pages),
+            };
+            let given = copier.start_copy(CopyOrder {
+                op: OpId(op),
+                direction,
+                parts: vec![vec![pair]],
+                device: world.device.clone(),
+                depot: Arc::clone(&world.depot),
+                cancel: Arc::default(),
+            });
+            assert!(given, "a place");
+        };
+        order(1, Direction::Store, 0..1);
+        stands.recv_timeout(PATIENCE).expect("the first copy ends");
+        order(2, Direction::Store, 0..PAGES - 2);
+        order(3, Direction::Load, PAGES - 2..PAGES);
+        go_on.send(()).expect("the copier waits");
+        let mut left = 3;
+        while left > 0 {
+            match outcomes.recv_timeout(PATIENCE).expect("they end") {
+                Outcome::Ended(ended) => {
+                    assert!(ended.iter().all(|copy| copy.whole), "{ended:?}");
+                    left -= ended.len();
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+    });
+    let Some(trace) = trace else { return };
+    let copies = copies(&trace);
+    // What makes the world is written, then one page is stored; the next copies from the device are the large store's.
+    let load = copies.iter().rposition(|(from_device, _)| !from_device);
+    let load = load.expect("the load");
+    let (_, before) = copies[load - 1];
+    assert!(before <= TURN_MAX, "{copies:?}");
+    assert!(
+        copies.len() > load + 1,
+        "the store went on behind it: {copies:?}"
+    );
+}
+
+fn device() -> crate::cuda::Device {
+    let driver = Driver::get().expect("it is there");
+    driver.devices().expect("listed")[0]
+}
+
+/// Host memory that nobody has pinned.
+struct Plain(SharedBuffer);
+
+impl HostMemory for Plain {
+    fn buffer(&self) -> &SharedBuffer {
+        &self.0
+    }
+
+    fn end_of_part(&self, _offset_bytes: u64) -> u64 {
+        u64::MAX
+    }
+}
+
+/// A real driver takes such a copy, and blocks its caller while it copies the bytes twice: nothing else would show it.
+#[test]
+fn a_copy_of_host_memory_that_is_not_pinned_is_refused() {
+    fake::under("strict=1", || {
+        let context = Context::new(Driver::get().expect("there"), device()).expect("a context");
+        let stream = Stream::new(&context).expect("a stream");
+        let memory = DeviceMemory::allocate(&context, 4096).expect("memory");
+        let device = DeviceMemories::own(vec![memory]) as Arc<dyn DeviceSide>;
+        let host = Arc::new(Plain(SharedBuffer::create("plain", 4096).expect("memory")));
+        let range = CopyRange {
+            allocation: 0,
+            device_bytes: 0,
+            depot_bytes: 0,
+            len_bytes: 4096,
+        };
+        let mut ranges = std::iter::once(range);
+        let refused = stream.submit(Direction::Store, device, host, &mut ranges);
+        let error = refused.expect_err("not pinned").error();
+        assert_eq!(
+            (error.call(), error.code()),
+            (Some("cuMemcpyAsync"), Some(1))
+        );
+    });
+}
+
+/// A range that lies outside of its memory never reaches the driver, and is not told as the driver's word.
+#[test]
+fn a_range_outside_of_its_memory_is_no_answer_of_the_driver() {
+    let trace = traced("", || {
+        let world = World::new(plain(Roles::Split).registration(), 9, 4096, 1);
+        let context = Context::new(Driver::get().expect("there"), device()).expect("a context");
+        let stream = Stream::new(&context).expect("a stream");
+        let range = CopyRange {
+            allocation: 0,
+            device_bytes: 1 << 40,
+            depot_bytes: 0,
+            len_bytes: 8,
+        };
+        let memory = Arc::clone(&world.device.memory) as Arc<dyn DeviceSide>;
+        let host = Arc::clone(&world.depot) as Arc<dyn HostMemory>;
+        let mut ranges = std::iter::once(range);
+        let refused = stream.submit(Direction::Store, memory, host, &mut ranges);
+        let error = refused.expect_err("outside").error();
+        assert_eq!((error.call(), error.code()), (None, None));
+        assert!(!error.is_fatal());
+        let text = error.to_string();
+        assert!(text.contains("the driver was not called"), "{text}");
+    });
+    let Some(trace) = trace else { return };
+    assert!(
+        !copies(&trace).iter().any(|(from_device, _)| *from_device),
+        "{trace}"
+    );
+}
+
+/// A trace's count of threads that called a function.
+fn threads(trace: &str, call: &str) -> usize {
+    let prefix = format!("threads {call} ");
+    let found = trace.lines().find_map(|line| line.strip_prefix(&prefix));
+    found.map_or(0, |count| count.parse().expect("a number"))
+}
+
+/// One thread pins about 10 GiB a second, of 1 TiB that is minutes: chunks are pinned by several at once.
+#[test]
+fn a_depot_is_pinned_by_several_threads() {
+    // 1,024 chunks in 0.2 s.
+    let trace = traced("call_us=200", || {
+        let context = Context::new(Driver::get().expect("there"), device()).expect("a context");
+        let depot = Arc::new(Depot::create(4 << 20).expect("memory"));
+        let mut pinned = Vec::new();
+        let all = PinnedDepot::new(&context, depot, 4096, |bytes| pinned.push(bytes));
+        let all = all.expect("pinned");
+        assert_eq!(all.depot().bytes(), 4 << 20);
+        let expected: Vec<u64> = (1..=1024).map(|chunk| chunk * 4096).collect();
+        assert_eq!(pinned, expected);
+    });
+    let Some(trace) = trace else { return };
+    assert!(threads(&trace, "cuMemHostRegister_v2") > 1, "{trace}");
+}
+
+/// What the driver pins does not count as locked memory: the remedy is another one.
+#[test]
+fn memory_that_is_not_pinned_is_refused_with_what_limits_it() {
+    refused_pin(
+        "fail=*/cuMemHostRegister_v2/100/2",
+        "the memory cgroup of a container",
+    );
+}
+
+#[test]
+fn a_gpu_that_registers_no_memory_is_refused_as_that() {
+    refused_pin(
+        "attribute=99/0;fail=*/cuMemHostRegister_v2/100/2",
+        "as in a confidential virtual machine",
+    );
+}
+
+fn refused_pin(settings: &str, limit: &str) {
+    fake::under(settings, || {
+        let context = Context::new(Driver::get().expect("there"), device()).expect("a context");
+        let depot = Arc::new(Depot::create(1 << 20).expect("memory"));
+        let mut pinned = 0;
+        let refused = PinnedDepot::new(&context, depot, 4096, |bytes| pinned = bytes);
+        let error = refused.expect_err("a chunk is refused");
+        assert_eq!((error.pinned_bytes, error.bytes), (pinned, 1 << 20));
+        assert!(pinned < 1 << 20, "all of it");
+        let text = error.to_string();
+        assert!(text.contains("CUDA_ERROR_OUT_OF_MEMORY (2)"), "{text}");
+        assert!(text.contains(limit), "{text}");
+    });
+}
