@@ -2,10 +2,12 @@
 
 import contextlib
 import ctypes
+import functools
 import os
+import struct
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 #: Bytes of a ``cudaIpcMemHandle_t``, and of a ``CUmemFabricHandle``.
 IPC_HANDLE_BYTES = 64
@@ -18,8 +20,26 @@ _CAPTURE_RELAXED = 2
 _STREAM_NON_BLOCKING = 1
 
 
+#: ``CU_MEM_ALLOCATION_TYPE_PINNED``, ``CU_MEM_LOCATION_TYPE_DEVICE``, ``CU_MEM_ACCESS_FLAGS_PROT_READWRITE``.
+_PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3
+
+
 class CudaError(OSError):
     """A call that the driver refused: as with a socket that is gone, it may be asked again."""
+
+
+_P, _R = ParamSpec("_P"), TypeVar("_R")
+
+
+def _in_context(method: Callable[Concatenate["Context", _P], _R]) -> Callable[Concatenate["Context", _P], _R]:
+    """A method that needs the context, which it finds and leaves as :meth:`Context.current` says."""
+
+    @functools.wraps(method)
+    def wrapped(self: "Context", /, *arguments: _P.args, **named: _P.kwargs) -> _R:
+        with self.current():
+            return method(self, *arguments, **named)
+
+    return wrapped
 
 
 class Context:
@@ -42,30 +62,39 @@ class Context:
         self._stream = ctypes.c_void_p()
         self._thread = threading.local()
 
+    @_in_context
     def uuid(self) -> str:
-        """The device, as ``nvidia-smi -L`` writes it."""
-        device = ctypes.c_int()
-        self.bind()
-        self._call("cuCtxGetDevice", ctypes.byref(device))
-        found = (ctypes.c_ubyte * 16)()
-        self._call("cuDeviceGetUuid", found, device)
-        digits = bytes(found).hex()
-        return "GPU-" + "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
+        """The device, as ``nvidia-smi -L`` writes it.
 
+        A MIG instance has a name of its own, which only the newer function knows. The older one names the GPU, which
+        all of its instances have in common.
+        """
+        device = ctypes.c_int()
+        self._call("cuCtxGetDevice", ctypes.byref(device))
+        found, own = (ctypes.c_ubyte * 16)(), (ctypes.c_ubyte * 16)()
+        self._call("cuDeviceGetUuid", found, device)
+        kind = "GPU"
+        if hasattr(self._library, "cuDeviceGetUuid_v2"):
+            self._call("cuDeviceGetUuid_v2", own, device)
+            kind, found = ("GPU" if bytes(own) == bytes(found) else "MIG"), own
+        digits = bytes(found).hex()
+        return "-".join((kind, digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
+
+    @_in_context
     def range_of(self, address: int) -> tuple[int, int]:
         """First address and size of the allocation that holds an address."""
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
-        self.bind()
         self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
         return base.value, size.value
 
+    @_in_context
     def handle_of(self, base: int) -> bytes:
         """How another process opens an allocation."""
         handle = (ctypes.c_ubyte * IPC_HANDLE_BYTES)()
-        self.bind()
         self._call("cuIpcGetMemHandle", handle, ctypes.c_uint64(base))
         return bytes(handle)
 
+    @_in_context
     def ways_to_share(self, base: int) -> list[int]:
         """The ways in which a chunk of virtual memory management can be shared, the best for one host first.
 
@@ -82,11 +111,13 @@ class Context:
                     ways.append(way)
         return ways
 
+    @_in_context
     def descriptor_of(self, base: int) -> int:
         """A file descriptor by which another process opens a chunk; the caller's to close."""
         with self._chunk(base) as chunk:
             return self._share(chunk, SHARED_BY_FD)
 
+    @_in_context
     def fabric_handle_of(self, base: int) -> bytes:
         """A fabric handle by which another process opens a chunk."""
         with self._chunk(base) as chunk:
@@ -95,7 +126,6 @@ class Context:
     @contextlib.contextmanager
     def _chunk(self, base: int) -> Iterator[ctypes.c_uint64]:
         chunk = ctypes.c_uint64()
-        self.bind()
         self._call("cuMemRetainAllocationHandle", ctypes.byref(chunk), ctypes.c_uint64(base))
         try:
             yield chunk
@@ -108,16 +138,41 @@ class Context:
         self._call("cuMemExportToShareableHandle", ctypes.byref(shared), chunk, ctypes.c_int(way), flags)
         return shared.value if isinstance(shared, ctypes.c_int) else bytes(shared)
 
+    @_in_context
     def allocate(self, size: int) -> int:
         """New memory; gives its address."""
         address = ctypes.c_uint64()
-        self.bind()
         self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
         return address.value
 
+    @_in_context
+    def allocate_chunk(self, size: int, way: int) -> tuple[int, int]:
+        """New memory of at least so many bytes that is shared in this way; gives its address and its size.
+
+        It stays for as long as the process.
+        """
+        device, granularity = ctypes.c_int(), ctypes.c_size_t()
+        self._call("cuCtxGetDevice", ctypes.byref(device))
+        # CUmemAllocationProp: kind, ways to share, location (kind, number), a pointer, flags.
+        wanted = struct.pack("IIIiQ8x", _PINNED, way, _ON_DEVICE, device.value, 0)
+        self._call("cuMemGetAllocationGranularity", ctypes.byref(granularity), wanted, ctypes.c_int(0))
+        whole = -(-size // granularity.value) * granularity.value
+        zero, length = ctypes.c_uint64(0), ctypes.c_size_t(whole)
+        chunk, address = ctypes.c_uint64(), ctypes.c_uint64()
+        self._call("cuMemCreate", ctypes.byref(chunk), length, wanted, zero)
+        try:
+            self._call("cuMemAddressReserve", ctypes.byref(address), length, zero, zero, zero)
+            self._call("cuMemMap", address, length, ctypes.c_size_t(0), chunk, zero)
+        finally:
+            # What is mapped stays.
+            self._call("cuMemRelease", chunk)
+        access = struct.pack("IiI", _ON_DEVICE, device.value, _READ_WRITE)
+        self._call("cuMemSetAccess", address, length, access, ctypes.c_size_t(1))
+        return address.value, whole
+
+    @_in_context
     def write(self, address: int, data: bytes) -> None:
         """Writes bytes; they are there when this returns."""
-        self.bind()
         if not self._stream:
             self._call("cuStreamCreate", ctypes.byref(self._stream), ctypes.c_uint(_STREAM_NON_BLOCKING))
         size = ctypes.c_size_t(len(data))
@@ -136,21 +191,51 @@ class Context:
         word = ctypes.c_uint64(address), ctypes.c_uint64(value)
         self._call("cuStreamWriteValue64_v2", ctypes.c_void_p(stream), *word, ctypes.c_uint(0))
 
+    @_in_context
     def read(self, address: int, size: int) -> bytes:
         """Reads bytes."""
         data = ctypes.create_string_buffer(size)
-        self.bind()
         self._call("cuMemcpyDtoH_v2", data, ctypes.c_uint64(address), ctypes.c_size_t(size))
         return data.raw
 
     def bind(self) -> None:
-        """Makes it the calling thread's own, and keeps that thread's calls out of graphs that others capture."""
+        """Makes it the calling thread's own for good, and keeps that thread's calls out of graphs that others capture.
+
+        For threads of kvferry's own, which make many calls.
+        """
         if getattr(self._thread, "bound", False):
             return
         self._call("cuCtxSetCurrent", self._context)
-        mode = ctypes.c_int(_CAPTURE_RELAXED)
-        self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+        self._exchange_capture_mode(_CAPTURE_RELAXED)
         self._thread.bound = True
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Makes it the calling thread's own for a while.
+
+        An engine's thread finds its own context and its own capture mode again: a mode that stayed relaxed would hide
+        unsafe calls from a capture that the engine makes later, and the thread may have changed its device meanwhile.
+        """
+        if getattr(self._thread, "bound", False):
+            yield
+            return
+        before = ctypes.c_void_p()
+        self._call("cuCtxGetCurrent", ctypes.byref(before))
+        mode = self._exchange_capture_mode(_CAPTURE_RELAXED)
+        try:
+            if before.value != self._context.value:
+                self._call("cuCtxSetCurrent", self._context)
+            yield
+        finally:
+            if before.value != self._context.value:
+                self._call("cuCtxSetCurrent", before)
+            self._exchange_capture_mode(mode)
+
+    def _exchange_capture_mode(self, mode: int) -> int:
+        """Sets how this thread's calls stand to captures, and says how they stood."""
+        exchanged = ctypes.c_int(mode)
+        self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(exchanged))
+        return exchanged.value
 
     def _call(self, name: str, *arguments: object) -> None:
         try:

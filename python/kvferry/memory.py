@@ -173,8 +173,6 @@ class KvMemory:
 
     def _open_device(self, tensors: list[torch.Tensor]) -> None:
         self._context = cuda.Context()
-        # Every byte of the engine's allocations may be in use.
-        proof_at = self._context.allocate(_NONCE_ON_DEVICE_BYTES)
         bases: dict[int, int] = {}
         for tensor in tensors:
             address, end = tensor.data_ptr(), tensor.data_ptr() + _bytes_of(tensor)
@@ -183,8 +181,17 @@ class KvMemory:
                 bases[base] = size
                 address = base + size
         self._pieces = _pieces(self._context, bases)
-        base, size = self._context.range_of(proof_at)
-        self._nonce = Piece(size, proof_at, handle=self._context.handle_of(base))
+        # The proof is written into memory of its own: every byte of the engine's allocations may be in use. It is
+        # shared as those are: handles of whole allocations are not understood in another PID namespace, chunks are.
+        chunks = [piece for piece in self._pieces if piece.chunks]
+        if len(chunks) == len(self._pieces):
+            way = chunks[0].shared_by
+            proof_at, size = self._context.allocate_chunk(_NONCE_ON_DEVICE_BYTES, way)
+            self._nonce = Piece(size, proof_at, chunks=[(proof_at, size)], shared_by=way)
+        else:
+            proof_at = self._context.allocate(_NONCE_ON_DEVICE_BYTES)
+            base, size = self._context.range_of(proof_at)
+            self._nonce = Piece(size, proof_at, handle=self._context.handle_of(base))
         self._context.write(proof_at + _WORD_OFFSET_BYTES, bytes(8))
 
     def _share(self, storages: list[torch.UntypedStorage]) -> None:
@@ -295,10 +302,14 @@ class KvMemory:
 
         Raises:
             OSError: the worker does not take them.
+            Unsupported: the worker cannot open this memory.
         """
         check_directory(directory)
         pieces = self._pieces_of(self._groups[group])
-        return _send_fds(directory / FD_SOCKET_NAME, self._descriptors(pieces))
+        if self._nonce is not None:
+            pieces = [*pieces, self._nonce]
+        by_handle = any(piece.handle for piece in pieces)
+        return _send_fds(directory / FD_SOCKET_NAME, self._descriptors(pieces), by_handle=by_handle)
 
 
 def _bytes_of(tensor: torch.Tensor) -> int:
@@ -414,10 +425,19 @@ class _View:
         return cls([pages, *(length for length, _ in kept)], [stride, *(step for _, step in kept)], elements)
 
 
-def _send_fds(path: Path, descriptors: list[Callable[[], int]]) -> tuple[list[bytes], int | None, int | None]:
+def _send_fds(
+    path: Path, descriptors: list[Callable[[], int]], *, by_handle: bool = False
+) -> tuple[list[bytes], int | None, int | None]:
+    """Hands descriptors over. With ``by_handle`` the worker also opens memory by CUDA IPC handles."""
     tickets: list[bytes] = []
     with _connected(path) as worker:
         process = _process_of(worker, path)
+        if by_handle and not _in_our_namespace(process):
+            raise Unsupported(
+                f"the worker at {path} lives in another PID namespace, where the driver does not understand CUDA IPC "
+                "handles: let both share one (hostPID or shareProcessNamespace of a pod, --pid of a container), or let "
+                "the engine allocate in chunks (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True)"
+            )
         for first in range(0, len(descriptors), _FDS_TOGETHER):
             named, fds = [], []
             try:
@@ -450,6 +470,18 @@ def _process_of(worker: socket.socket, path: Path) -> int:
     if user != os.geteuid():
         raise OSError(f"{path} is served by uid {user}: run the engine and kvferry as one user")
     return process
+
+
+def _in_our_namespace(process: int) -> bool:
+    """Whether a process shares the PID namespace of this one. One that cannot be looked at is taken for such."""
+    if process <= 0:
+        # It has no number here.
+        return False
+    try:
+        theirs, ours = os.stat(f"/proc/{process}/ns/pid"), os.stat("/proc/self/ns/pid")
+    except OSError:
+        return True
+    return (theirs.st_dev, theirs.st_ino) == (ours.st_dev, ours.st_ino)
 
 
 def _watched(process: int) -> tuple[int | None, int | None]:

@@ -18,7 +18,7 @@ import msgspec
 
 from kvferry import owed, wire
 from kvferry.client import Client, Failure, Question
-from kvferry.memory import KvMemory
+from kvferry.memory import KvMemory, Unsupported
 from kvferry.wire import Code
 
 logger = logging.getLogger("vllm.kvferry")
@@ -214,6 +214,9 @@ class RankSession:
     def _ask(self, demand: owed.Demand) -> None:
         try:
             message = self._message(demand)
+        except Unsupported as error:
+            self._answered(demand, Failure(Code.INVALID, str(error), said=True, retry=False))
+            return
         except OSError as error:
             self._answered(demand, Failure(Code.NOT_READY, str(error), said=True, retry=True))
             return

@@ -21,6 +21,8 @@ from kvferry.rank import RankSession
 PAGES, LAYERS, PAGE_ELEMENTS, ELEMENT_BYTES = 12, 3, 100, 2
 PAGE_BYTES = PAGE_ELEMENTS * ELEMENT_BYTES
 ENGINE = b"g" * 16
+#: Of a chunk, as real drivers have them.
+CHUNK_BYTES = 2 << 20
 
 
 class OnDevice(torch.Tensor):
@@ -78,10 +80,13 @@ def main(socket_dir: Path, kind: str) -> None:
         case "cuda_ipc":
             both, third = gpu.allocate(1 << 20), gpu.allocate(1 << 16)
         case "ticket":
-            both, third = in_chunks([4096, 4096], cuda.SHARED_BY_FD), in_chunks([8192], cuda.SHARED_BY_FD)
+            both = in_chunks([CHUNK_BYTES, CHUNK_BYTES], cuda.SHARED_BY_FD)
+            third = in_chunks([2 * CHUNK_BYTES], cuda.SHARED_BY_FD)
         case _:
-            both, third = (in_chunks([4096] * 3, cuda.SHARED_BY_FABRIC) for _ in range(2))
-    layers = [on_device(both + 512), on_device(both + 512 + PAGES * PAGE_BYTES), on_device(third)]
+            both, third = (in_chunks([CHUNK_BYTES] * 3, cuda.SHARED_BY_FABRIC) for _ in range(2))
+    # In chunks, the second layer lies across the end of one.
+    at = 512 if kind == "cuda_ipc" else CHUNK_BYTES - 3584
+    layers = [on_device(both + at), on_device(both + at + PAGES * PAGE_BYTES), on_device(third)]
     chance = random.Random(1)
 
     def fill() -> None:
@@ -98,13 +103,13 @@ def main(socket_dir: Path, kind: str) -> None:
     described = memory.describe(0, [bytes(16)] * 8)
     assert described["device_uuid"] == gpu.uuid()
     offsets = sorted(tensor["offset_bytes"] for tensor in described["tensors"])
-    assert offsets == [0, 512, 512 + PAGES * PAGE_BYTES]
+    assert offsets == [0, at, at + PAGES * PAGE_BYTES]
     handles = [allocation["handle"] for allocation in described["allocations"]]
     chunks = [chunk["handle"] for handle in handles for chunk in handle.get("chunks", [])]
-    # Chunks of a tensor's memory only, and what proves the mapping by itself.
+    # Chunks of a tensor's memory only, and one that proves the mapping.
     assert {name for chunk in chunks for name in chunk} == ({kind} if kind != "cuda_ipc" else set())
-    assert len(chunks) == {"cuda_ipc": 0, "ticket": 3, "cuda_fabric": 3}[kind], handles
-    assert "cuda_ipc" in handles[-1]
+    assert len(chunks) == {"cuda_ipc": 0, "ticket": 4, "cuda_fabric": 4}[kind], handles
+    assert ("cuda_ipc" in handles[-1]) == (kind == "cuda_ipc")
     rank = RankSession(socket_dir / "worker-0-0", ENGINE, 0, 0, memory)
     scheduler = Client(socket_dir / "leader", wire.Hello(role="engine", engine=ENGINE), first_id=1)
     scheduler.start()

@@ -68,7 +68,7 @@ def test_chunks_that_nobody_may_share(variables: dict[str, str]) -> None:
 import gpu_rank
 from kvferry.memory import Group, KvMemory, Place, Unsupported
 gpu_rank.context()
-layer = gpu_rank.on_device(gpu_rank.in_chunks([4096], 0))
+layer = gpu_rank.on_device(gpu_rank.in_chunks([gpu_rank.CHUNK_BYTES], 0))
 group = Group({"layer": layer}, engine_page_tokens=8, device_pages=gpu_rank.PAGES)
 try:
     KvMemory([group], Place(rank=0, tp_size=1, shard=0, content=b"test"))
@@ -83,3 +83,115 @@ def test_without_a_driver() -> None:
     source = "from kvferry import cuda\ntry:\n    cuda.Context()\nexcept cuda.CudaError as error:\n    print(error)"
     done = script(source, LD_LIBRARY_PATH="")
     assert "CUDA" in done.stdout, done.stdout + done.stderr
+
+
+#: A rank's memory, made on the thread that runs this, whose current context is another device's afterwards.
+MEMORY = """
+import ctypes, gpu_rank
+from kvferry import cuda
+from kvferry.memory import Group, KvMemory, Place
+gpu = gpu_rank.context()
+layer = gpu_rank.on_device({address})
+group = Group({{"layer": layer}}, engine_page_tokens=8, device_pages=gpu_rank.PAGES)
+library = ctypes.CDLL("libcuda.so.1")
+"""
+WHOLE = MEMORY.format(address="gpu.allocate(1 << 20)")
+
+
+def test_a_capture_of_the_engine_is_not_made_blind(variables: dict[str, str]) -> None:
+    """An unsafe call under a capture ends it, also on the thread that gave kvferry the memory."""
+    source = f"""{WHOLE}
+stream, graph, address = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_uint64()
+assert library.cuStreamCreate(ctypes.byref(stream), ctypes.c_uint(1)) == 0
+def captured():
+    assert library.cuStreamBeginCapture_v2(stream, ctypes.c_int(0)) == 0
+    called = library.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(512))
+    return called, library.cuStreamEndCapture(stream, ctypes.byref(graph))
+assert captured() == (900, 901)
+memory = KvMemory([group], Place(rank=0, tp_size=1, shard=0, content=b"test"))
+assert captured() == (900, 901), "this thread's calls are hidden from captures"
+memory.describe(0, [bytes(16)] * 8)
+assert captured() == (900, 901), "this thread's calls are hidden from captures"
+# kvferry's own calls end none, on whichever thread.
+assert library.cuStreamBeginCapture_v2(stream, ctypes.c_int(0)) == 0
+memory.describe(0, [bytes(16)] * 8)
+assert library.cuStreamEndCapture(stream, ctypes.byref(graph)) == 0
+print("seen")
+"""
+    done = script(source, **variables)
+    assert "seen" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_thread_keeps_its_context(variables: dict[str, str]) -> None:
+    source = f"""{WHOLE}
+memory = KvMemory([group], Place(rank=0, tp_size=1, shard=0, content=b"test"))
+other, now = ctypes.c_void_p(), ctypes.c_void_p()
+assert library.cuDevicePrimaryCtxRetain(ctypes.byref(other), 0) == library.cuCtxSetCurrent(other) == 0
+described = memory.describe(0, [bytes(16)] * 8)
+assert library.cuCtxGetCurrent(ctypes.byref(now)) == 0
+assert now.value == other.value, "another device is current"
+assert described["device_uuid"] == gpu.uuid()
+print("kept")
+"""
+    done = script(source, **variables)
+    assert "kept" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_mig_instance_has_a_name_of_its_own(variables: dict[str, str]) -> None:
+    source = "import gpu_rank\nprint(gpu_rank.context().uuid())"
+    whole = script(source, **variables).stdout
+    instance = script(source, **{**variables, "FAKE_CUDA": "devices=2;mig=1"}).stdout
+    assert whole.startswith("GPU-")
+    assert instance.startswith("MIG-")
+    assert instance[4:] != whole[4:]
+
+
+#: Hands the memory to a worker as it is seen from here, and says why not.
+HAND_OVER = """
+import socket, struct, sys, tempfile, threading
+from pathlib import Path
+import kvferry.memory
+memory = KvMemory([group], Place(rank=0, tp_size=1, shard=0, content=b"test"))
+folder = Path(tempfile.mkdtemp())
+listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+listener.bind(str(folder / kvferry.memory.FD_SOCKET_NAME))
+listener.listen()
+def worker():
+    while True:
+        engine, _ = listener.accept()
+        while socket.recv_fds(engine, 4096, 253)[0]:
+            engine.send(b"\\x01")
+threading.Thread(target=worker, daemon=True).start()
+def hand_over(process):
+    kvferry.memory._process_of = lambda *_: process
+    try:
+        return len(memory.hand_over(0, folder)[0])
+    except kvferry.memory.Unsupported as error:
+        return str(error)
+import os
+print("here:", hand_over(os.getpid()))
+print("elsewhere:", hand_over(0))
+stat = os.stat
+class Other:
+    st_dev, st_ino = 0, 0
+def seen(path, *rest, **named):
+    return Other if str(path) == f"/proc/{os.getppid()}/ns/pid" else stat(path, *rest, **named)
+os.stat = seen
+print("below:", hand_over(os.getppid()))
+"""
+
+
+def test_a_worker_in_another_pid_namespace_is_not_given_ipc_handles(variables: dict[str, str]) -> None:
+    done = script(WHOLE + HAND_OVER, **variables)
+    said = dict(line.split(": ", 1) for line in done.stdout.splitlines())
+    assert said["here"] == "0", done.stdout + done.stderr
+    for where in ("elsewhere", "below"):
+        assert "lives in another PID namespace" in said[where], said
+        assert "expandable_segments:True" in said[where]
+
+
+def test_chunks_reach_a_worker_in_another_pid_namespace(variables: dict[str, str]) -> None:
+    """All of a registration is shared by descriptors then, the proof of the mapping too."""
+    chunks = "gpu_rank.in_chunks([gpu_rank.CHUNK_BYTES], cuda.SHARED_BY_FD)"
+    done = script(MEMORY.format(address=chunks) + HAND_OVER, **variables)
+    assert done.stdout.splitlines() == ["here: 2", "elsewhere: 2", "below: 2"], done.stdout + done.stderr
