@@ -39,6 +39,9 @@ _BACKOFF_MAX_S = 1.0
 #: Longest wait for a connection and its welcome.
 _CONNECT_LIMIT_S = 2.0
 _CLOSE_LIMIT_S = 2.0
+#: Requests of the credits of a connection that only urgent questions use, and bytes for each of them.
+_URGENT_CREDITS = 4
+_URGENT_BYTES = 256
 _GONE_EVENTS = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED
@@ -67,7 +70,20 @@ class Failure(Exception):
 class Question:
     """One request and, once :attr:`done`, how it ended."""
 
-    __slots__ = ("_ended", "answer", "body", "expires", "failure", "id", "kind", "link", "sent_bytes", "told", "until")
+    __slots__ = (
+        "_ended",
+        "answer",
+        "body",
+        "expires",
+        "failure",
+        "id",
+        "kind",
+        "link",
+        "sent_bytes",
+        "told",
+        "until",
+        "urgent",
+    )
 
     def __init__(self, identity: int, message: msgspec.Struct, told: float, expires: float, link: int | None):
         self.id = identity
@@ -82,6 +98,7 @@ class Question:
         self.answer: msgspec.Struct | None = None
         self.failure: Failure | None = None
         self.until: Callable[[Question], None] | None = None
+        self.urgent = False
         self._ended = threading.Event()
 
     @property
@@ -123,6 +140,7 @@ class Client:
         self._ids = itertools.count(first_id)
         self._open: dict[int, Question] = {}
         self._unsent: collections.deque[Question] = collections.deque()
+        self._urgent: collections.deque[Question] = collections.deque()
         self._new: collections.deque[Question] = collections.deque()
         self._expiry: list[tuple[float, int]] = []
         self._lock = threading.Lock()
@@ -166,8 +184,9 @@ class Client:
         patience_s: float = 0.0,
         link: int | None = None,
         until: Callable[[Question], None] | None = None,
+        urgent: bool = False,
     ) -> Question:
-        """Asks; returns at once.
+        """Asks; returns at once. An ``urgent`` question overtakes those that wait for credits of the connection.
 
         The other side is given ``timeout_s``, and ``patience_s`` more to say so. Over a new connection the question is
         asked again under the same id, unless it names the ``link`` over which alone it makes sense. ``until`` is called
@@ -177,6 +196,7 @@ class Client:
         with self._lock:
             question = Question(next(self._ids), message, now + timeout_s, now + timeout_s + patience_s, link)
             question.until = until
+            question.urgent = urgent
             full = self._count >= OPEN_MAX or self._closing
             if not full:
                 self._count += 1
@@ -325,9 +345,11 @@ class Client:
         self.features = welcome.features
         self._credits = (max(welcome.request_credits, 1), max(welcome.byte_credits, 1))
         self._in_flight = self._in_flight_bytes = 0
-        self._unsent = collections.deque(self._open[identity] for identity in sorted(self._open))
-        for question in self._unsent:
+        self._unsent.clear()
+        self._urgent.clear()
+        for _, question in sorted(self._open.items()):
             question.sent_bytes = None
+            self._queue(question)
         self.trouble = ""
         self.lost_at = None
         self.link = next(self._links)
@@ -390,15 +412,17 @@ class Client:
 
     def _send_unsent(self, socket: zmq.Socket) -> None:
         requests, byte_credits = self._credits
-        while self._unsent:
-            question = self._unsent[0]
+        while queue := self._urgent or self._unsent:
+            question = queue[0]
             if question.done:
-                self._unsent.popleft()
+                queue.popleft()
                 continue
-            too_much = self._in_flight_bytes + len(question.body) > byte_credits
-            if self._in_flight > 0 and (self._in_flight >= requests or too_much):
+            # Urgent questions are few and small: some of the credits are theirs alone.
+            kept = 0 if question.urgent else min(_URGENT_CREDITS, requests // 64)
+            too_much = self._in_flight_bytes + len(question.body) > byte_credits - kept * _URGENT_BYTES
+            if self._in_flight > 0 and (self._in_flight >= requests - kept or too_much):
                 return
-            self._unsent.popleft()
+            queue.popleft()
             question.sent_bytes = len(question.body)
             self._in_flight += 1
             self._in_flight_bytes += question.sent_bytes
@@ -417,7 +441,10 @@ class Client:
             if question.link is not None and question.link != self.link:
                 self._settle(question, None, Failure(Code.DEADLINE, "the connection broke", said=True, retry=True))
             else:
-                self._unsent.append(question)
+                self._queue(question)
+
+    def _queue(self, question: Question) -> None:
+        (self._urgent if question.urgent else self._unsent).append(question)
 
     def _expire(self) -> None:
         now = time.monotonic()

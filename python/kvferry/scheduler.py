@@ -36,8 +36,11 @@ FRESH_S = 15.0
 ABSENT_S = 1.0
 #: Preemption waits for stores that free pages, unless they take longer than this.
 FREES_SOON_S = 0.1
-#: When the engine's pool of pages is reset, stores that read them are waited for so long.
-LAST_STORES_S = 0.25
+#: When the engine's pool of pages is reset, stores that read them are cancelled, and waited for so long. A worker that
+#: is alive ends them within one part of a copy, 32 MiB at most.
+LAST_STORES_S = 2.0
+#: Pause between two requests to cancel, for stores that were only now sent.
+CANCEL_AGAIN_S = 0.05
 #: After a store that the leader could not take, nothing is stored for so long.
 STORE_PAUSE_S = 1.0
 FINISH_LIMIT_S = 30.0
@@ -126,17 +129,18 @@ class SchedulerSide:
     def bind_pool(self, pool: "BlockPool") -> None:
         """The engine's pool of pages.
 
-        vLLM resets it only while no page is held, and asks nobody before. An engine that is paused or idle runs no
-        step in which the end of a store would be noticed, so that is done here, within a limit.
+        vLLM resets it only while no page is held, and asks nobody before. Stores that hold pages are cancelled then:
+        what they would keep belongs to a cache that is thrown away. An engine that is paused or idle runs no step in
+        which their end would be noticed, so that is done here, within a limit.
         """
         self._copies.bind_pool(pool)
         reset = pool.reset_prefix_cache
 
-        def reset_behind_stores() -> bool:
-            self._wait_for_stores()
+        def reset_without_stores() -> bool:
+            self._end_stores()
             return reset()
 
-        pool.reset_prefix_cache = reset_behind_stores  # type: ignore[method-assign]
+        pool.reset_prefix_cache = reset_without_stores  # type: ignore[method-assign]
 
     def _watch(self) -> float | None:
         """Says once that kvferry is away, and once that it is back. On the client's thread."""
@@ -178,11 +182,17 @@ class SchedulerSide:
             self._client.ask(wire.Finish(tracked.slot), FINISH_LIMIT_S)
         self._forget_if_over(tracked)
 
-    def _wait_for_stores(self) -> None:
+    def _end_stores(self) -> None:
+        """Has the stores that are under way cancelled, and gives their pages back."""
         until = time.monotonic() + LAST_STORES_S
+        cancel: Question | None = None
         while self._copies.stores() and (left_s := until - time.monotonic()) > 0:
-            self._copies.wait(left_s)
+            if self._client.listening and (cancel is None or cancel.done):
+                cancel = self._client.ask(wire.CancelStores(), left_s, urgent=True)
+            self._copies.wait(min(left_s, CANCEL_AGAIN_S))
             self._settle()
+        if left := self._copies.stores():
+            logger.warning("kvferry: %d stores hold pages of the engine still, and its cache cannot be reset", left)
 
     def _forget_if_over(self, tracked: Tracked) -> None:
         name = tracked.request.request_id

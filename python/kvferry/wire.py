@@ -41,6 +41,8 @@ class Kind(IntEnum):
     FINISH_ANSWER = 23
     RESET = 24
     RESET_ANSWER = 25
+    CANCEL_STORES = 26
+    CANCEL_STORES_ANSWER = 27
     REGISTER = 32
     REGISTERED = 33
     WRITTEN = 34
@@ -179,6 +181,18 @@ class ResetAnswer(msgspec.Struct):
     pages: int
 
 
+class CancelStores(msgspec.Struct, omit_defaults=True):
+    """Stop the stores that are under way: those of a slot, or all of the engine."""
+
+    slot: int | None = None
+
+
+class CancelStoresAnswer(msgspec.Struct):
+    """Each of the stores has been answered; so many were under way."""
+
+    stores: int
+
+
 class Written(msgspec.Struct):
     """What stores up to this request read is written; with ``timeline``, once the device's word says so."""
 
@@ -224,6 +238,7 @@ BODIES: dict[int, type[msgspec.Struct]] = {
     Kind.STORE_ANSWER: StoreAnswer,
     Kind.FINISH_ANSWER: Empty,
     Kind.RESET_ANSWER: ResetAnswer,
+    Kind.CANCEL_STORES_ANSWER: CancelStoresAnswer,
     Kind.REGISTERED: Registered,
     Kind.WRITTEN_ANSWER: Empty,
     Kind.ABANDON_ANSWER: Empty,
@@ -237,6 +252,7 @@ KINDS: dict[type[msgspec.Struct], Kind] = {
     Store: Kind.STORE,
     Finish: Kind.FINISH,
     Reset: Kind.RESET,
+    CancelStores: Kind.CANCEL_STORES,
     Register: Kind.REGISTER,
     Written: Kind.WRITTEN,
     Abandon: Kind.ABANDON,

@@ -215,6 +215,9 @@ class Server(Process):
     def _model(self) -> str:
         return json.loads(self._call("/v1/models"))["data"][0]["id"]
 
+    def post(self, path: str) -> str:
+        return self._call(path, method="POST")
+
     def reset(self, *, connector: bool = False) -> None:
         path = f"/reset_prefix_cache?reset_external={str(connector).lower()}"
         self._call(path, method="POST")

@@ -70,6 +70,23 @@ class Host:
             "status": {request.request_id: request.status.name for request in core.scheduler.requests.values()},
         }
 
+    def hold(self, order: dict[str, Any]) -> None:
+        """While it is on, this engine's rank does not say what it wrote: stores wait for that, however long."""
+        from kvferry.rank import RankSession
+
+        if order["on"]:
+            self.wrote = RankSession.wrote
+            RankSession.wrote = lambda *_given, **_named: None
+        else:
+            RankSession.wrote = self.wrote
+
+    def pause(self, order: dict[str, Any]) -> None:
+        """Pauses with a clear cache, as engines do before their weights change, and before they sleep."""
+        self.llm.llm_engine.engine_core.engine_core.pause_scheduler(order["mode"], True)
+
+    def resume(self, order: dict[str, Any]) -> None:
+        self.llm.llm_engine.engine_core.engine_core.resume_scheduler()
+
     def abort(self, order: dict[str, Any]) -> None:
         self.llm.llm_engine.abort_request([order["id"]])
 

@@ -238,6 +238,25 @@ def test_credits_are_kept(directory: Path) -> None:
         assert all(ended(question).answer == FOUND for question in questions)
 
 
+def test_an_urgent_question_overtakes_what_waits_for_credits(directory: Path) -> None:
+    server = Fake(directory, request_credits=128)
+    with talking(directory) as client:
+        questions = [client.ask(LOOKUP, 20) for _ in range(200)]
+        heard = [server.hear() for _ in range(126)]
+        assert not server.socket.poll(100), "the others wait"
+        urgent = client.ask(wire.CancelStores(), 20, urgent=True)
+        peer, envelope = server.hear()
+        assert (envelope.kind, envelope.correlation) == (Kind.CANCEL_STORES, urgent.id)
+        server.say(peer, Kind.CANCEL_STORES_ANSWER, urgent.id, wire.CancelStoresAnswer(3))
+        assert ended(urgent).answer == wire.CancelStoresAnswer(3)
+        for number in range(200):
+            peer, envelope = heard[number]
+            server.say(peer, Kind.LOOKUP_ANSWER, envelope.correlation, FOUND)
+            if len(heard) < 200:
+                heard.append(server.hear())
+        assert all(ended(question).answer == FOUND for question in questions)
+
+
 def test_a_directory_that_others_can_reach_is_refused(directory: Path) -> None:
     Fake(directory)
     directory.chmod(0o755)

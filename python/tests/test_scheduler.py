@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from daemon import eventually
 
-from kvferry import copies, wire
+from kvferry import copies, scheduler, wire
 from kvferry.client import Failure
 from kvferry.scheduler import SchedulerSide
 from kvferry.settings import Settings
@@ -58,6 +58,8 @@ class Leader:
         self.trouble = "nobody listens"
         self.asked: list[Asked] = []
         self.answers: dict[type, Any] = {}
+        #: Whether it carries out what cancels stores.
+        self.cancels = False
         self._ids = itertools.count(1)
 
     @property
@@ -70,10 +72,23 @@ class Leader:
     def close(self) -> None:
         pass
 
-    def ask(self, message: Any, timeout_s: float, *, patience_s: float = 0, until: Callable | None = None) -> Asked:
+    def ask(
+        self,
+        message: Any,
+        timeout_s: float,
+        *,
+        patience_s: float = 0,
+        until: Callable | None = None,
+        urgent: bool = False,
+    ) -> Asked:
         asked = Asked(next(self._ids), message, until)
         asked.timeout_s = timeout_s
         self.asked.append(asked)
+        if isinstance(message, wire.CancelStores) and self.cancels:
+            assert urgent, "it must not wait behind the stores that it ends"
+            for store in [each for each in self.asked if isinstance(each.message, wire.Store) and not each.done]:
+                store.end(wire.StoreAnswer(0, 0, failed_pages=1))
+            asked.end(wire.CancelStoresAnswer(1))
         if type(message) in self.answers:
             asked.end(self.answers[type(message)])
         return asked
@@ -549,18 +564,28 @@ def test_an_adapter_is_what_the_engine_has_loaded(engine: Engine, tmp_path: Path
     assert namespace() == second
 
 
-def test_the_pool_is_reset_behind_stores(engine: Engine) -> None:
-    """Nobody runs steps of a paused engine."""
+def test_stores_are_cancelled_when_the_pool_is_reset(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody runs steps of a paused engine, and a store may take longer than anybody waits."""
     found(engine, 0)
     asking = request("a", 8)
     engine.side.matched_tokens(asking, 0)
     engine.tables["a"] = [1, 2]
     engine.step({asking: 8})
+    monkeypatch.setattr(scheduler, "LAST_STORES_S", 0.2)
     assert not engine.pool.reset_prefix_cache(), "not for ever"
+    assert engine.leader.count(wire.CancelStores) == 1, "asked again only once it is answered"
     assert engine.side.copying()
-    engine.leader.last(wire.Store).end(wire.StoreAnswer(2, 0))
+    engine.leader.last(wire.CancelStores).end(Failure(Code.NOT_READY, "not yet", said=True, retry=True))
+    engine.leader.cancels = True
     assert engine.pool.reset_prefix_cache()
+    assert engine.pool.held() == []
     assert not engine.side.copying()
+    assert engine.leader.count(wire.CancelStores) == 2
+
+
+def test_a_pool_without_stores_is_reset_without_a_question(engine: Engine) -> None:
+    assert engine.pool.reset_prefix_cache()
+    assert engine.leader.count(wire.CancelStores) == 0
 
 
 def test_a_leader_that_cannot_store_is_left_alone_for_a_while(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

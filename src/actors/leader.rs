@@ -624,6 +624,7 @@ fn to_error(refusal: &Refusal) -> ErrorBody {
         | Refusal::DepotOfTwoShards { .. }
         | Refusal::DepotTooSmall { .. }
         | Refusal::Invalid { .. } => ErrorCode::Invalid,
+        Refusal::StillRead { .. } => ErrorCode::Deadline,
         Refusal::Draining => ErrorCode::Draining,
         Refusal::Leased { .. } => ErrorCode::Leased,
         Refusal::ResetUnconfirmed { .. } => ErrorCode::ResetUnconfirmed,

@@ -128,6 +128,15 @@ pub enum Refusal {
     /// A copy failed on these ranks; it has ended everywhere.
     #[error("the copy failed on {0} rank(s); nothing writes these pages any more")]
     CopyFailed(u32),
+    /// Copies of stores that were cancelled have not ended by the request's deadline.
+    #[error(
+        "{stores} store(s) have been told to stop and have not ended yet: their pages come back when they are answered; \
+         ask again, with a longer deadline"
+    )]
+    StillRead {
+        /// How many.
+        stores: u32,
+    },
     /// Nothing new is begun.
     #[error("the leader is shutting down: ask its successor")]
     Draining,

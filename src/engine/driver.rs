@@ -321,7 +321,9 @@ impl Driver {
             }
             Request::Load { .. } => Asked::Load,
             Request::Store { .. } => Asked::Store,
-            Request::Finish { .. } | Request::Reset { .. } => Asked::Finish,
+            Request::Finish { .. } | Request::Reset { .. } | Request::CancelStores { .. } => {
+                Asked::Finish
+            }
         };
         self.asked.insert(id, asked);
         if asked == Asked::Finish {

@@ -188,6 +188,21 @@ pub struct Finish {
     pub slot: u64,
 }
 
+/// Stop stores that are under way, as far as they were asked before this: their engine wants its pages back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct CancelStores {
+    /// Those of this slot; all stores of the engine when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub slot: Option<u64>,
+}
+
+/// Answer to [`CancelStores`]: each of the stores has been answered, and no page of theirs is read any more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct CancelStoresAnswer {
+    /// So many were under way.
+    pub stores: u32,
+}
+
 /// This is the KV memory of one engine rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Register {

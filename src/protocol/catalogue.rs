@@ -66,6 +66,7 @@ fn answer(kind: Kind) -> Option<Kind> {
         Kind::Strike => Some(Kind::Struck),
         Kind::ReadInventory => Some(Kind::Inventory),
         Kind::Reset => Some(Kind::ResetAnswer),
+        Kind::CancelStores => Some(Kind::CancelStoresAnswer),
         Kind::Abandon => Some(Kind::AbandonAnswer),
         Kind::Preparing => Some(Kind::PreparingAnswer),
         Kind::Status => Some(Kind::StatusAnswer),

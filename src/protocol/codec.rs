@@ -4,10 +4,10 @@ use serde::de::{DeserializeOwned, IgnoredAny};
 use serde::{Deserialize, Serialize};
 
 use crate::protocol::body::{
-    Abandon, Attach, Attached, Cancel, Empty, Ended, ErrorBody, Finish, Hello, Inventory, Load,
-    LoadAnswer, Lookup, LookupAnswer, Preparing, ReadInventory, Register, Registered, Reset,
-    ResetAnswer, Status, StatusAnswer, Store, StoreAnswer, Strike, Struck, Transfer, Welcome,
-    Written,
+    Abandon, Attach, Attached, Cancel, CancelStores, CancelStoresAnswer, Empty, Ended, ErrorBody,
+    Finish, Hello, Inventory, Load, LoadAnswer, Lookup, LookupAnswer, Preparing, ReadInventory,
+    Register, Registered, Reset, ResetAnswer, Status, StatusAnswer, Store, StoreAnswer, Strike,
+    Struck, Transfer, Welcome, Written,
 };
 use crate::protocol::error::{DecodeError, EncodeError};
 use crate::protocol::header::{HEADER_BYTES, Header};
@@ -88,6 +88,10 @@ messages! {
     Reset(Reset);
     /// See [`ResetAnswer`].
     ResetAnswer(ResetAnswer);
+    /// See [`CancelStores`].
+    CancelStores(CancelStores);
+    /// See [`CancelStoresAnswer`].
+    CancelStoresAnswer(CancelStoresAnswer);
     /// See [`Kind::Register`].
     Register(Register);
     /// See [`Kind::Registered`].

@@ -1,9 +1,9 @@
 //! Between bodies and the vocabulary of the rest of the program.
 
 use crate::protocol::body::{
-    CopyOrder, CopyResult, Empty, ErrorBody, Finish, Inventory, Load, LoadAnswer, Lookup,
-    LookupAnswer, Preparing, ReadInventory, RecordBody, Reset, ResetAnswer, Store, StoreAnswer,
-    Strike, Transfer,
+    CancelStores, CancelStoresAnswer, CopyOrder, CopyResult, Empty, ErrorBody, Finish, Inventory,
+    Load, LoadAnswer, Lookup, LookupAnswer, Preparing, ReadInventory, RecordBody, Reset,
+    ResetAnswer, Store, StoreAnswer, Strike, Transfer,
 };
 use crate::protocol::codec::Message;
 use crate::protocol::error::ErrorCode;
@@ -55,6 +55,9 @@ impl From<Request> for Message {
                 })
             }
             Request::Reset { scope } => Self::Reset(reset(scope)),
+            Request::CancelStores { slot } => Self::CancelStores(CancelStores {
+                slot: slot.map(|slot| slot.0),
+            }),
             Request::Finish { slot } => Self::Finish(Finish { slot: slot.0 }),
         }
     }
@@ -92,6 +95,9 @@ impl TryFrom<Message> for Request {
             Message::Reset(reset) => Ok(Self::Reset {
                 scope: reset_scope(reset)?,
             }),
+            Message::CancelStores(cancel) => Ok(Self::CancelStores {
+                slot: cancel.slot.map(SlotId),
+            }),
             Message::Finish(finish) => Ok(Self::Finish {
                 slot: SlotId(finish.slot),
             }),
@@ -122,6 +128,9 @@ impl From<Answer> for Message {
                 failed_pages,
             }),
             Answer::Reset { pages } => Self::ResetAnswer(ResetAnswer { pages }),
+            Answer::CancelStores { stores } => {
+                Self::CancelStoresAnswer(CancelStoresAnswer { stores })
+            }
             Answer::Finish => Self::FinishAnswer(Empty {}),
         }
     }
@@ -147,6 +156,9 @@ impl Message {
                 failed_pages,
             }),
             Self::ResetAnswer(ResetAnswer { pages }) => Some(Answer::Reset { pages }),
+            Self::CancelStoresAnswer(CancelStoresAnswer { stores }) => {
+                Some(Answer::CancelStores { stores })
+            }
             Self::FinishAnswer(Empty {}) => Some(Answer::Finish),
             _ => None,
         }

@@ -1,10 +1,11 @@
 //! One example of every kind: the source of the golden vectors.
 
 use crate::protocol::body::{
-    Abandon, Attach, Attached, AttachedMemory, Cancel, CopyOrder, CopyResult, Empty, Ended,
-    ErrorBody, FEATURE_TIMELINE, Finish, Hello, Inventory, Load, LoadAnswer, Lookup, LookupAnswer,
-    Preparing, RankStatus, ReadInventory, RecordBody, Register, Registered, Reset, ResetAnswer,
-    Role, Status, StatusAnswer, Store, StoreAnswer, Strike, Struck, Transfer, Welcome, Written,
+    Abandon, Attach, Attached, AttachedMemory, Cancel, CancelStores, CancelStoresAnswer, CopyOrder,
+    CopyResult, Empty, Ended, ErrorBody, FEATURE_TIMELINE, Finish, Hello, Inventory, Load,
+    LoadAnswer, Lookup, LookupAnswer, Preparing, RankStatus, ReadInventory, RecordBody, Register,
+    Registered, Reset, ResetAnswer, Role, Status, StatusAnswer, Store, StoreAnswer, Strike, Struck,
+    Transfer, Welcome, Written,
 };
 use crate::protocol::codec::Message;
 use crate::protocol::error::ErrorCode;
@@ -122,6 +123,18 @@ pub fn examples() -> Vec<(&'static str, Message)> {
         (
             "reset_answer",
             Message::ResetAnswer(ResetAnswer { pages: 2 }),
+        ),
+        (
+            "cancel_stores",
+            Message::CancelStores(CancelStores { slot: Some(7) }),
+        ),
+        (
+            "cancel_stores_all",
+            Message::CancelStores(CancelStores { slot: None }),
+        ),
+        (
+            "cancel_stores_answer",
+            Message::CancelStoresAnswer(CancelStoresAnswer { stores: 2 }),
         ),
         (
             "register",

@@ -67,6 +67,10 @@ kinds! {
     Reset = 24, "reset";
     /// They are forgotten.
     ResetAnswer = 25, "reset_answer";
+    /// Engine to leader: stop stores that are under way.
+    CancelStores = 26, "cancel_stores";
+    /// No page of theirs is read any more.
+    CancelStoresAnswer = 27, "cancel_stores_answer";
     /// Engine rank to worker: this is my KV memory.
     Register = 32, "register";
     /// Answer to register: worker and leader have taken it.

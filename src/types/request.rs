@@ -43,6 +43,11 @@ pub enum Request {
         /// Which.
         scope: ResetScope,
     },
+    /// Stop stores that are under way: their engine wants its pages back. Each of them is answered before this is.
+    CancelStores {
+        /// Those of this slot; without one all of the engine.
+        slot: Option<SlotId>,
+    },
     /// The request is over: let go of what the slot pins. Copies that are under way still end and are answered.
     Finish {
         /// Which slot.
@@ -80,6 +85,11 @@ pub enum Answer {
     Reset {
         /// Pages that were forgotten.
         pages: u32,
+    },
+    /// To a cancel of stores: no page of theirs is read any more.
+    CancelStores {
+        /// So many were under way.
+        stores: u32,
     },
     /// To a finish.
     Finish,

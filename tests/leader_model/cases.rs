@@ -3,7 +3,7 @@
 use super::*;
 
 /// Looks up and stores a sequence; the copies are left open.
-fn store(world: &mut World, engine: u8, slot: u64, namespace: u8, pages: usize) -> RequestId {
+pub fn store(world: &mut World, engine: u8, slot: u64, namespace: u8, pages: usize) -> RequestId {
     let hashes = sequence(0, pages);
     let lookup = Request::Lookup {
         slot: SlotId(slot),
@@ -16,7 +16,7 @@ fn store(world: &mut World, engine: u8, slot: u64, namespace: u8, pages: usize) 
     RequestId(world.next_id)
 }
 
-fn answer(world: &World, engine: u8, id: RequestId) -> Option<Reply> {
+pub fn answer(world: &World, engine: u8, id: RequestId) -> Option<Reply> {
     world
         .asked
         .get(&(engine, id))

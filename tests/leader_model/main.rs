@@ -3,6 +3,7 @@
 #![expect(clippy::expect_used, reason = "a test says what it expects")]
 
 mod accounts;
+mod cancel;
 mod cases;
 mod edges;
 mod inventory;
@@ -46,6 +47,10 @@ enum Step {
         engine: u8,
         slot: u64,
     },
+    CancelStores {
+        engine: u8,
+        slot: Option<u64>,
+    },
     Retry(usize),
     Report {
         which: usize,
@@ -68,6 +73,7 @@ fn step() -> impl Strategy<Value = Step> {
         4 => who().prop_map(|(engine, slot)| Step::Load { engine, slot }),
         6 => who().prop_map(|(engine, slot)| Step::Store { engine, slot }),
         3 => who().prop_map(|(engine, slot)| Step::Finish { engine, slot }),
+        1 => (0_u8..2, prop::option::of(0_u64..3)).prop_map(|(engine, slot)| Step::CancelStores { engine, slot }),
         3 => any::<usize>().prop_map(Step::Retry),
         30 => (any::<usize>(), 0..RANKS, prop::bool::weighted(0.9), prop_oneof![9 => Just(4_u64), 1 => Just(3)])
             .prop_map(|(which, rank, whole, epoch)| Step::Report { which, rank, whole, epoch }),
@@ -274,6 +280,23 @@ impl World {
             Some(known) => assert_eq!(*known, answer, "a retry got another answer"),
             None => *known = Some(answer.clone()),
         }
+        if let (Request::CancelStores { slot }, Ok(Answer::CancelStores { .. })) =
+            (&*request, &answer)
+        {
+            let wanted = *slot;
+            let before = self.asked.range((engine, RequestId(0))..(engine, id));
+            for (key, (request, answer)) in before {
+                let meant = match request {
+                    Request::Store { slot, .. } => wanted.is_none_or(|wanted| wanted == *slot),
+                    _ => false,
+                };
+                assert!(
+                    !meant || answer.is_some(),
+                    "{key:?} was cancelled and may go on"
+                );
+            }
+            return;
+        }
         if let (
             Request::Lookup {
                 slot,
@@ -384,6 +407,10 @@ impl World {
             }
             Step::Finish { engine, slot } => {
                 self.ask(engine, Request::Finish { slot: SlotId(slot) })
+            }
+            Step::CancelStores { engine, slot } => {
+                let slot = slot.map(SlotId);
+                self.ask(engine, Request::CancelStores { slot });
             }
             Step::Retry(which) if !self.asked.is_empty() => {
                 let (key, (request, _)) = self

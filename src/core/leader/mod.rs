@@ -4,6 +4,7 @@
 //! no random number and waits for nothing: it appends effects, and whoever drives it carries them out. The live leader
 //! and a replay in virtual time drive the same code.
 
+mod cancel;
 mod inventory;
 mod load;
 mod lookup;
@@ -28,6 +29,8 @@ use crate::types::{
     Time, WorkerId,
 };
 
+pub use cancel::CANCELS_MAX;
+use cancel::{CancelId, Cancelling};
 use inventory::{Part, Readings};
 use ops::Op;
 use requests::Parked;
@@ -91,6 +94,7 @@ enum Timer {
     Hold(EngineId, SlotId),
     Copy(OpId),
     Reset(ResetId),
+    Cancel(CancelId),
     Reading,
     Silent,
     Engine(EngineId),
@@ -145,6 +149,9 @@ pub struct Leader {
     ops: HashMap<OpId, Op>,
     stores: HashMap<StoreKey, PendingStore>,
     waiters: HashMap<Generation, Vec<StoreKey>>,
+    /// Requests to cancel stores that wait for the ends of those.
+    cancels: BTreeMap<CancelId, Cancelling>,
+    next_cancel: CancelId,
     resets: BTreeMap<ResetId, Reset>,
     /// Loads and stores that came while copies of an older leader could be under way. Their engine may not take its pages
     /// back before those have ended; so they are refused only then.
@@ -175,6 +182,8 @@ impl Leader {
             ops: HashMap::new(),
             stores: HashMap::new(),
             waiters: HashMap::new(),
+            cancels: BTreeMap::new(),
+            next_cancel: 0,
             resets: BTreeMap::new(),
             parked: BTreeMap::new(),
             draining: false,
@@ -460,6 +469,7 @@ impl Leader {
                 Timer::Hold(engine, slot) => self.hold_expired(engine, slot),
                 Timer::Copy(op) => self.copy_due(now, op, effects),
                 Timer::Reset(id) => self.reset_due(now, id, effects),
+                Timer::Cancel(id) => self.cancel_due(id, effects),
                 Timer::Reading => self.reading_due(now, effects),
                 Timer::Silent => self.silent_due(now, effects),
                 Timer::Engine(engine) => self.forget_engine(engine),

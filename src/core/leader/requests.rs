@@ -41,7 +41,10 @@ impl Leader {
             }
             _ => {}
         }
-        let finishes = matches!(request, Request::Finish { .. });
+        let finishes = matches!(
+            request,
+            Request::Finish { .. } | Request::CancelStores { .. }
+        );
         let answers = &mut self.sessions.entry(engine).or_default().answers;
         // Whoever finishes makes room.
         let full = answers.open() >= self.settings.open_requests_max
@@ -94,6 +97,7 @@ impl Leader {
                 more,
                 source,
             } => self.store(due, slot, first_page, more, &source, effects),
+            Request::CancelStores { slot } => self.cancel_stores(due, slot, effects),
             Request::Reset { scope } => self.reset(now, due, scope, effects).map(|()| None),
             Request::Finish { slot } => {
                 let session = self.sessions.entry(engine).or_default();

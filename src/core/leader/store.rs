@@ -16,6 +16,7 @@ use crate::types::{
     SlotId,
 };
 
+use super::cancel::CancelId;
 use super::load::check_device_pages;
 use super::ops::{Op, Work};
 use super::tier::Tier;
@@ -26,22 +27,27 @@ pub(super) type StoreKey = u64;
 
 #[derive(Debug)]
 pub(super) struct PendingStore {
-    due: Due,
+    pub(super) due: Due,
+    pub(super) slot: SlotId,
     domain: Domain,
     hashes: Arc<PageHashes>,
     /// Copies that have not ended, each with the pages of this request in it and whether they are its own.
-    waits: Vec<Wait>,
+    pub(super) waits: Vec<Wait>,
+    /// Its engine took it back: its copies were stopped.
+    pub(super) stopped: bool,
+    /// Requests to cancel that wait for its end.
+    pub(super) cancels: Vec<CancelId>,
     stored_pages: u32,
     present_pages: u32,
     refused_pages: u32,
-    failed_pages: u32,
+    pub(super) failed_pages: u32,
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Wait {
-    generation: Generation,
-    pages: u32,
-    own: bool,
+pub(super) struct Wait {
+    pub(super) generation: Generation,
+    pub(super) pages: u32,
+    pub(super) own: bool,
 }
 
 /// What a store comes to: filled while its pages are looked at one after another.
@@ -141,9 +147,12 @@ impl Leader {
         }
         let pending = PendingStore {
             due,
+            slot: id,
             domain: slot.domain.clone(),
             hashes: Arc::clone(&slot.hashes),
             waits: plan.waits,
+            stopped: false,
+            cancels: Vec::new(),
             stored_pages: 0,
             present_pages: plan.present_pages,
             refused_pages: plan.refused_pages,
@@ -191,12 +200,18 @@ impl Leader {
                 (true, false) => store.present_pages += wait.pages,
                 (false, _) => store.failed_pages += wait.pages,
             }
-            if store.waits.is_empty()
-                && let Some(store) = self.stores.remove(&key)
-            {
-                let answer = self.end_store(&store);
-                self.answer(store.due.engine, store.due.id, Ok(answer), effects);
+            if store.waits.is_empty() {
+                self.store_ended(key, effects);
             }
+        }
+    }
+
+    /// Nothing of a store is under way any more: it is answered.
+    pub(super) fn store_ended(&mut self, key: StoreKey, effects: &mut Vec<Effect>) {
+        if let Some(store) = self.stores.remove(&key) {
+            let answer = self.end_store(&store);
+            self.answer(store.due.engine, store.due.id, Ok(answer), effects);
+            self.cancelled(&store.cancels, effects);
         }
     }
 

@@ -236,7 +236,9 @@ impl Engine {
                 Asked::Lookup
             }
             Request::Load { .. } => Asked::Load,
-            Request::Store { .. } | Request::Reset { .. } => Asked::Store,
+            Request::Store { .. } | Request::Reset { .. } | Request::CancelStores { .. } => {
+                Asked::Store
+            }
             Request::Finish { slot } => {
                 if let Some(open) = self.open.get(slot)
                     && let Some(first) = open.first_token_at

@@ -397,8 +397,10 @@ impl EngineProcess {
                 hashes: Arc::new(hashes),
             };
             self.scheduler.arrive(prompt, &mut self.actions);
-            if env.rng.u8(..) < 4 {
-                self.reset(env);
+            match env.rng.u8(..) {
+                0..4 => self.reset(env),
+                4..10 => self.cancel_stores(env),
+                _ => {}
             }
             self.act(env);
         }
@@ -417,6 +419,15 @@ impl EngineProcess {
         self.next += 1;
         let id = RequestId(self.next);
         self.ask(env, id, Request::Reset { scope }, Kind::Reset);
+    }
+
+    /// Of all slots, or of one that may be finished by now.
+    fn cancel_stores(&mut self, env: &mut Env) {
+        let slot = env.rng.u64(..=2 * self.next_slot);
+        let slot = (slot <= self.next_slot).then_some(SlotId(slot));
+        self.next += 1;
+        let id = RequestId(self.next);
+        self.ask(env, id, Request::CancelStores { slot }, Kind::Reset);
     }
 
     fn ask(&mut self, env: &mut Env, id: RequestId, request: Request, kind: Kind) {
@@ -448,7 +459,7 @@ impl EngineProcess {
                         Request::Lookup { .. } => Kind::Lookup,
                         Request::Load { .. } | Request::Store { .. } => Kind::Pages,
                         Request::Finish { .. } => Kind::Finish,
-                        Request::Reset { .. } => Kind::Reset,
+                        Request::Reset { .. } | Request::CancelStores { .. } => Kind::Reset,
                     };
                     let store = matches!(request, Request::Store { .. });
                     self.ask(env, id, request, kind);

@@ -225,7 +225,7 @@ impl Ghost {
         };
         let left = match request {
             Request::Load { .. } | Request::Store { .. } => left + 2 * self.fence + SLACK,
-            Request::Reset { .. } => left + SLACK,
+            Request::Reset { .. } | Request::CancelStores { .. } => left + SLACK,
             Request::Lookup { .. } | Request::Finish { .. } => Duration::ZERO,
         };
         self.open.insert(key, left);

@@ -1,0 +1,163 @@
+//! An engine takes its stores back.
+
+use kvferry::core::CANCELS_MAX;
+
+use super::cases::{answer, store};
+use super::*;
+
+fn cancel(world: &mut World, engine: u8, slot: Option<u64>) -> RequestId {
+    world.take(Step::CancelStores { engine, slot });
+    RequestId(world.next_id)
+}
+
+fn failed_pages(reply: Option<Reply>) -> u32 {
+    match reply {
+        Some(Ok(Answer::Store { failed_pages, .. })) => failed_pages,
+        other => unreachable!("{other:?}"),
+    }
+}
+
+fn ops(world: &World) -> Vec<OpId> {
+    world.open.keys().copied().collect()
+}
+
+#[test]
+fn cancelled_stores_are_stopped_and_answered_once_nothing_of_them_is_read() {
+    let mut world = World::new();
+    let stores = [store(&mut world, 0, 0, 7, 8), store(&mut world, 0, 1, 8, 8)];
+    let other = store(&mut world, 1, 0, 9, 8);
+    let open = ops(&world);
+    let asked = cancel(&mut world, 0, None);
+    assert_eq!(world.cancelled, BTreeSet::from([open[0], open[1]]));
+    for op in &open[..2] {
+        for rank in 0..RANKS {
+            assert_eq!(answer(&world, 0, asked), None, "rank {rank} still reads");
+            world.report(*op, rank, false, EPOCH);
+        }
+    }
+    for id in stores {
+        assert_eq!(failed_pages(answer(&world, 0, id)), 8);
+    }
+    assert_eq!(
+        answer(&world, 0, asked),
+        Some(Ok(Answer::CancelStores { stores: 2 }))
+    );
+    assert_eq!(answer(&world, 1, other), None, "the other engine's goes on");
+    (0..RANKS).for_each(|rank| world.report(open[2], rank, true, EPOCH));
+    assert_eq!(failed_pages(answer(&world, 1, other)), 0);
+    let states = world.leader.pool().expect("a pool").page_states();
+    assert_eq!(
+        (states.ready, states.filling),
+        (8, 0),
+        "their pages are free"
+    );
+}
+
+#[test]
+fn only_the_stores_of_a_slot_are_cancelled_where_one_is_named() {
+    let mut world = World::new();
+    store(&mut world, 0, 0, 7, 8);
+    store(&mut world, 0, 1, 8, 8);
+    let open = ops(&world);
+    cancel(&mut world, 0, Some(1));
+    assert_eq!(world.cancelled, BTreeSet::from([open[1]]));
+    // Also when its request has finished meanwhile.
+    world.take(Step::Finish { engine: 0, slot: 0 });
+    cancel(&mut world, 0, Some(0));
+    assert_eq!(world.cancelled, BTreeSet::from([open[0], open[1]]));
+}
+
+#[test]
+fn a_store_that_waits_for_anothers_copy_is_answered_at_once_and_that_copy_goes_on() {
+    let mut world = World::new();
+    let first = store(&mut world, 0, 0, 7, 8);
+    let second = store(&mut world, 1, 0, 7, 8);
+    let asked = cancel(&mut world, 1, None);
+    assert_eq!(failed_pages(answer(&world, 1, second)), 8);
+    assert_eq!(
+        answer(&world, 1, asked),
+        Some(Ok(Answer::CancelStores { stores: 1 }))
+    );
+    assert!(world.cancelled.is_empty());
+    let op = ops(&world)[0];
+    (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    assert_eq!(failed_pages(answer(&world, 0, first)), 0);
+}
+
+#[test]
+fn pages_of_a_cancelled_store_can_be_stored_again() {
+    let mut world = World::new();
+    store(&mut world, 0, 0, 7, 8);
+    let op = ops(&world)[0];
+    cancel(&mut world, 0, None);
+    (0..RANKS).for_each(|rank| world.report(op, rank, false, EPOCH));
+    let again = store(&mut world, 0, 0, 7, 8);
+    let op = ops(&world)[0];
+    (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    assert_eq!(failed_pages(answer(&world, 0, again)), 0);
+}
+
+#[test]
+fn a_cancel_with_nothing_under_way_is_answered_at_once() {
+    let mut world = World::new();
+    let asked = cancel(&mut world, 0, None);
+    assert_eq!(
+        answer(&world, 0, asked),
+        Some(Ok(Answer::CancelStores { stores: 0 }))
+    );
+}
+
+#[test]
+fn a_cancel_that_a_worker_does_not_obey_is_answered_by_its_deadline() {
+    let mut world = World::new();
+    world.ask(
+        0,
+        Request::Lookup {
+            slot: SlotId(0),
+            namespace: vec![7],
+            hashes: sequence(0, 8),
+            device_pages: 0,
+        },
+    );
+    world.take(Step::Store { engine: 0, slot: 0 });
+    let stored = RequestId(world.next_id);
+    let asked = cancel(&mut world, 0, None);
+    world.take(Step::Wait(5));
+    assert_eq!(
+        answer(&world, 0, asked),
+        Some(Err(Refusal::StillRead { stores: 1 }))
+    );
+    assert_eq!(
+        answer(&world, 0, stored),
+        None,
+        "a worker may still read it"
+    );
+    let op = ops(&world)[0];
+    (0..RANKS).for_each(|rank| world.report(op, rank, false, EPOCH));
+    assert_eq!(failed_pages(answer(&world, 0, stored)), 8);
+}
+
+#[test]
+fn an_engine_whose_requests_are_all_stores_can_cancel_them_a_bounded_number_of_times() {
+    let mut world = World::with_limit(1);
+    store(&mut world, 0, 0, 7, 8);
+    for _ in 0..CANCELS_MAX {
+        let asked = cancel(&mut world, 0, None);
+        assert_eq!(answer(&world, 0, asked), None);
+    }
+    let asked = cancel(&mut world, 0, None);
+    assert!(matches!(
+        answer(&world, 0, asked),
+        Some(Err(Refusal::Limit { .. }))
+    ));
+}
+
+#[test]
+fn nothing_is_cancelled_while_an_older_leaders_copies_may_go_on() {
+    let mut world = World::without_workers();
+    let asked = cancel(&mut world, 0, None);
+    assert!(matches!(
+        answer(&world, 0, asked),
+        Some(Err(Refusal::NotReady { .. }))
+    ));
+}
