@@ -163,6 +163,16 @@ struct Taken {
     at: Time,
 }
 
+/// A request as it reached a leader.
+#[derive(Debug)]
+pub(super) struct Question<'a> {
+    /// Time until its deadline.
+    pub(super) left: Duration,
+    /// Layout of the pages that were served then.
+    pub(super) layout: Option<[u8; 16]>,
+    pub(super) request: &'a Request,
+}
+
 /// What a confirmed reset has forgotten, of which layout, and when that was asked.
 #[derive(Debug)]
 struct Forgotten {
@@ -211,10 +221,13 @@ impl Ghost {
         epoch: Epoch,
         engine: EngineId,
         id: RequestId,
-        left: Duration,
-        layout: Option<[u8; 16]>,
-        request: &Request,
+        question: &Question<'_>,
     ) {
+        let Question {
+            left,
+            layout,
+            request,
+        } = *question;
         let key = (epoch, engine, id);
         if self.taken.contains_key(&key) {
             return;

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use super::ghost::Question;
 use super::net::{ConnectionId, Heard};
 use super::server::{Noticed, Server};
 use super::{Env, Who};
@@ -224,15 +225,13 @@ impl LeaderProcess {
                 };
                 let left = Duration::from_millis(u64::from(deadline_ms));
                 let (now, deadline) = (env.now(), Self::now(env) + left);
-                env.ghost.asked(
-                    now,
-                    self.settings.epoch,
-                    engine,
-                    correlation,
+                let question = Question {
                     left,
-                    self.core.tier_key().map(|key| key.layout_fingerprint),
-                    &request,
-                );
+                    layout: self.core.tier_key().map(|key| key.layout_fingerprint),
+                    request: &request,
+                };
+                let epoch = self.settings.epoch;
+                env.ghost.asked(now, epoch, engine, correlation, &question);
                 let event = Event::Request {
                     engine,
                     id: correlation,
@@ -383,6 +382,11 @@ impl LeaderProcess {
         answer: Result<crate::types::Answer, Refusal>,
     ) {
         env.answered(self.settings.epoch, engine, id, &answer);
+        if let Err(refusal @ Refusal::Invalid { .. }) = &answer {
+            env.violated(format!(
+                "engine {engine} asks for nothing invalid: {refusal}"
+            ));
+        }
         if let Some(connection) = self.engines.get(&engine) {
             let message = match answer {
                 Ok(answer) => answer.into(),
