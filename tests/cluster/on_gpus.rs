@@ -143,8 +143,10 @@ fn what_both_ranks_hold_alike_is_stored_once() {
 #[test]
 fn a_worker_that_is_killed_costs_hits_and_no_bytes() {
     let gpus = Gpus::new("delay_us=20");
-    let replay =
-        Disturbed::start_with(&gpus.anywhere(), &["--device", "cuda", "--requests", "200"]);
+    // On a real GPU a successor takes seconds for its context and to pin its memory: it is to find work then.
+    let requests = if fake_cuda::on_gpu() { "2000" } else { "200" };
+    let arguments = ["--device", "cuda", "--requests", requests];
+    let replay = Disturbed::start_with(&gpus.anywhere(), &arguments);
     let status = replay.in_the_middle();
     let loaded = number(&status, "/counters/blocks_loaded");
     signal(number(&status, "/ranks/1/pid"), Signal::KILL);

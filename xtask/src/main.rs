@@ -7,6 +7,7 @@
 )]
 
 mod chaos;
+mod gpu;
 mod licences;
 mod planted;
 mod skipped;
@@ -26,7 +27,8 @@ const HELP: &str = "cargo xtask TASK
              those of tests/planted, each built in a copy of the tree: [PART OF A NAME]
   chaos      kill and stop real processes at random under a replay that compares every byte:
              [--minutes 30] [--seed 1] [--device cpu|cuda]: cuda is the driver for tests
-  gpu        on a machine with an NVIDIA GPU: the tests of copies with its driver, and kvferry bench gpu
+  gpu        on a machine with an NVIDIA GPU: the tests of copies with its driver, and kvferry bench gpu;
+             [--pack FILE.tar.gz] packs all of it for such a machine without cargo and network
   vllm       the Python tests, with a real vLLM on the CPU, which is installed into the cache folder
              once: [--full] every combination, [--install] nothing else, [ARGUMENTS of pytest]
   licences   check that every dependency's licence is allowed by deny.toml
@@ -38,7 +40,7 @@ fn main() -> ExitCode {
         "test" => test(),
         "sim" => sim(),
         "planted" => planted(),
-        "gpu" => gpu(),
+        "gpu" => gpu::run(&std::env::args().skip(2).collect::<Vec<String>>()),
         "chaos" => chaos::run(&std::env::args().skip(2).collect::<Vec<String>>()),
         "vllm" => vllm::run(root(), &std::env::args().skip(2).collect::<Vec<String>>()),
         "licences" => licences::check(root()),
@@ -93,18 +95,6 @@ fn planted() -> Result<(), String> {
     let task = ["test", "--locked", "--lib", name, "--", "--nocapture"];
     cargo_with(&[("KVFERRY_PLANTED", &only)], &task)?;
     planted::run(root(), "")
-}
-
-/// What the tests with the driver for tests do, with the machine's own driver; then what its links do.
-fn gpu() -> Result<(), String> {
-    let on_gpu = [("CUDA_TESTS", OsStr::new("gpu"))];
-    let copies = ["cuda::tests::copies", "cuda::tests::neighbour"];
-    let library = ["test", "--locked", "--lib", "--", "--test-threads=1"];
-    cargo_with(&on_gpu, &[&library[..], &copies].concat())?;
-    let processes = ["on_gpus", "--test-threads=1"];
-    let cluster = ["test", "--locked", "--test", "cluster", "--"];
-    cargo_with(&on_gpu, &[&cluster[..], &processes].concat())?;
-    cargo(&["run", "--release", "--locked", "--", "bench", "gpu"])
 }
 
 fn check() -> Result<(), String> {

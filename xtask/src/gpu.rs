@@ -1,0 +1,194 @@
+//! What is checked and measured on a machine with an NVIDIA GPU: here, or packed for a machine without cargo.
+
+use std::ffi::{OsStr, OsString};
+use std::fs;
+use std::io::BufReader;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use cargo_metadata::Message;
+
+use super::{cargo, cargo_with, root};
+
+/// The largest archive: machines are lent that take no more.
+const PACK_BYTES_MAX: u64 = 48 << 20;
+/// How the archive's name ends; `tar` packs accordingly.
+const ENDINGS: &[&str] = &[".tar.gz", ".tgz", ".tar.xz"];
+/// The folder in the archive.
+const FOLDER: &str = "kvferry-gpu";
+/// The library that takes the place of NVIDIA's in tests. Tests expect it beside their programs.
+const DRIVER_FOR_TESTS: &str = "libkvferry_fake_cuda.so";
+/// What runs there, and the names of the files.
+const SCRIPTS: &[(&str, &str)] = &[
+    ("run.sh", include_str!("../gpu/run.sh")),
+    ("engine_loop.py", include_str!("../gpu/engine_loop.py")),
+    ("neighbour.py", include_str!("../gpu/neighbour.py")),
+];
+
+/// `cargo xtask gpu`, and `cargo xtask gpu --pack FILE`.
+pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
+    match arguments {
+        [] => here(),
+        [flag, file] if flag == "--pack" => pack(Path::new(file)),
+        other => Err(format!(
+            "gpu takes nothing, or --pack FILE, and not '{}'",
+            other.join(" ")
+        )),
+    }
+}
+
+/// What the tests with the driver for tests do, with the machine's own driver; then what its links do.
+fn here() -> Result<(), String> {
+    let on_gpu = [("CUDA_TESTS", OsStr::new("gpu"))];
+    let copies = ["cuda::tests::copies", "cuda::tests::neighbour"];
+    let library = ["test", "--locked", "--lib", "--", "--test-threads=1"];
+    cargo_with(&on_gpu, &[&library[..], &copies].concat())?;
+    let processes = ["on_gpus", "--test-threads=1"];
+    let cluster = ["test", "--locked", "--test", "cluster", "--"];
+    cargo_with(&on_gpu, &[&cluster[..], &processes].concat())?;
+    cargo(&["run", "--release", "--locked", "--", "bench", "gpu"])
+}
+
+/// Builds programs and tests, and packs them with the script that runs them.
+fn pack(file: &Path) -> Result<(), String> {
+    let name = file.file_name().map(OsStr::to_string_lossy);
+    let name = name.unwrap_or_default();
+    if !ENDINGS.iter().any(|ending| name.ends_with(ending)) {
+        return Err(format!(
+            "--pack {}: let its name end in one of {}",
+            file.display(),
+            ENDINGS.join(", ")
+        ));
+    }
+    let program = built(&["build", "--release", "--locked", "--bin", "kvferry"])?;
+    let tests = built(&["test", "--locked", "--lib", "--test", "cluster", "--no-run"])?;
+    let parent = root().join("target/gpu-pack");
+    let folder = parent.join(FOLDER);
+    let io = |error: std::io::Error| format!("{}: {error}", folder.display());
+    if folder.exists() {
+        fs::remove_dir_all(&folder).map_err(io)?;
+    }
+    fs::create_dir_all(folder.join("tests")).map_err(io)?;
+    let library = find(&tests, "kvferry", true)?;
+    let beside = library.parent().unwrap_or(Path::new("."));
+    for (from, to) in [
+        (find(&program, "kvferry", false)?, "kvferry"),
+        (library.clone(), "tests/library"),
+        (find(&tests, "cluster", true)?, "tests/cluster"),
+        (
+            beside.join(DRIVER_FOR_TESTS),
+            &format!("tests/{DRIVER_FOR_TESTS}"),
+        ),
+    ] {
+        let to = folder.join(to);
+        fs::copy(&from, &to).map_err(|error| format!("{}: {error}", from.display()))?;
+        tool("strip", &["--strip-unneeded".into(), to.into()])?;
+    }
+    for (name, text) in SCRIPTS {
+        fs::write(folder.join(name), text).map_err(io)?;
+    }
+    fs::write(folder.join("VERSION"), version()).map_err(io)?;
+    archive(&parent, file)?;
+    let bytes = fs::metadata(file).map_err(io)?.len();
+    if bytes > PACK_BYTES_MAX {
+        return Err(format!(
+            "{} has {:.1} MiB, and at most {} are wanted: a name that ends in .tar.xz packs more tightly",
+            file.display(),
+            mib(bytes),
+            PACK_BYTES_MAX >> 20
+        ));
+    }
+    println!(
+        "{}: {:.1} MiB. On the machine with the GPU: tar -xf {name} && bash {FOLDER}/run.sh",
+        file.display(),
+        mib(bytes)
+    );
+    Ok(())
+}
+
+fn mib(bytes: u64) -> f64 {
+    bytes as f64 / f64::from(1 << 20)
+}
+
+/// Which tree was built, for the log of a run.
+fn version() -> String {
+    let mut git = Command::new("git");
+    git.args(["describe", "--always", "--dirty", "--abbrev=12"]);
+    let output = git.current_dir(root()).output();
+    let described = output.ok().filter(|output| output.status.success());
+    let described = described.map(|output| String::from_utf8_lossy(&output.stdout).into_owned());
+    described.unwrap_or_else(|| "a tree without git\n".to_owned())
+}
+
+fn archive(parent: &Path, file: &Path) -> Result<(), String> {
+    let arguments: [OsString; 9] = [
+        "--create".into(),
+        "--auto-compress".into(),
+        "--sort=name".into(),
+        "--owner=0".into(),
+        "--group=0".into(),
+        "--file".into(),
+        file.into(),
+        "--directory".into(),
+        parent.into(),
+    ];
+    tool("tar", &[&arguments[..], &[FOLDER.into()]].concat())
+}
+
+fn tool(name: &str, arguments: &[OsString]) -> Result<(), String> {
+    match Command::new(name).args(arguments).status() {
+        Ok(status) if status.success() => Ok(()),
+        Ok(status) => Err(format!("{name} ended with {status}")),
+        Err(error) => Err(format!("{name}: {error}")),
+    }
+}
+
+/// A program that was built.
+struct Built {
+    target: String,
+    is_test: bool,
+    path: PathBuf,
+}
+
+fn find(built: &[Built], target: &str, is_test: bool) -> Result<PathBuf, String> {
+    let found = built
+        .iter()
+        .find(|built| built.target == target && built.is_test == is_test);
+    let found = found.ok_or_else(|| format!("cargo built no {target}"))?;
+    Ok(found.path.clone())
+}
+
+/// Runs cargo, and returns the programs that it built or found to be up to date.
+fn built(arguments: &[&str]) -> Result<Vec<Built>, String> {
+    let program = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let mut cargo = Command::new(program);
+    cargo
+        .args(arguments)
+        .arg("--message-format=json-render-diagnostics")
+        .current_dir(root())
+        .stdout(Stdio::piped());
+    let mut child = cargo.spawn().map_err(|error| format!("cargo: {error}"))?;
+    let mut found = Vec::new();
+    if let Some(messages) = child.stdout.take() {
+        for message in Message::parse_stream(BufReader::new(messages)) {
+            let message = message.map_err(|error| format!("cargo: {error}"))?;
+            if let Message::CompilerArtifact(artifact) = message
+                && let Some(path) = artifact.executable
+            {
+                found.push(Built {
+                    target: artifact.target.name,
+                    is_test: artifact.profile.test,
+                    path: path.into(),
+                });
+            }
+        }
+    }
+    match child.wait() {
+        Ok(status) if status.success() => Ok(found),
+        Ok(status) => Err(format!("cargo {} ended with {status}", arguments.join(" "))),
+        Err(error) => Err(format!("cargo: {error}")),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,107 @@
+//! The script of the pack, with programs that stand in for the real ones.
+
+use std::os::unix::fs::PermissionsExt as _;
+
+use super::*;
+
+/// A pack whose programs are scripts; removed when dropped.
+struct Pack(PathBuf);
+
+impl Pack {
+    fn new(name: &str, program: &str, tests: &str) -> Self {
+        let folder = std::env::temp_dir().join(format!("kvferry-{name}-{}", std::process::id()));
+        fs::create_dir_all(folder.join("tests")).expect("a folder");
+        for (name, text) in SCRIPTS {
+            fs::write(folder.join(name), text).expect("written");
+        }
+        for (name, text) in [
+            ("kvferry", program),
+            ("tests/library", tests),
+            ("tests/cluster", tests),
+        ] {
+            let path = folder.join(name);
+            fs::write(&path, format!("#!/bin/sh\n{text}\n")).expect("written");
+            fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("a program");
+        }
+        Self(folder)
+    }
+
+    /// Runs the script. Returns its exit code, and the lines of the table.
+    fn run(&self, arguments: &[&str]) -> (Option<i32>, Vec<String>) {
+        let mut script = Command::new("bash");
+        script.arg(self.0.join("run.sh")).args(arguments);
+        let output = script.output().expect("bash");
+        let said = String::from_utf8_lossy(&output.stdout).into_owned();
+        let (_, table) = said.rsplit_once("\nstep ").unwrap_or_else(|| {
+            let errors = String::from_utf8_lossy(&output.stderr);
+            panic!("no table in {said}{errors}")
+        });
+        let rows = table.lines().skip(1).map(str::to_owned).collect();
+        (output.status.code(), rows)
+    }
+}
+
+impl Drop for Pack {
+    fn drop(&mut self) {
+        fs::remove_dir_all(&self.0).expect("removed");
+    }
+}
+
+/// The first words of the row of a step.
+fn row<'a>(rows: &'a [String], step: &str) -> Vec<&'a str> {
+    let rows = rows
+        .iter()
+        .map(|row| row.split_whitespace().collect::<Vec<_>>());
+    let mut found = rows.filter(|row| row.first() == Some(&step));
+    found.next().unwrap_or_else(|| panic!("no row of {step}"))
+}
+
+const LISTS_AND_PASSES: &str = r#"case "$*" in
+    *--list*) echo "some: test" ;;
+    *) echo "test result: ok. 3 passed; 0 failed; 0 ignored" ;;
+esac"#;
+
+#[test]
+fn a_step_that_fails_ends_no_other() {
+    let program = r#"case "$*" in
+        *"--mib 8 "*) echo "no driver" >&2; exit 7 ;;
+        *) echo "2048 KiB  store       24.10 ( 23.90.. 24.30)  20.00 ( 19.00.. 21.00)  -  0.83" ;;
+    esac"#;
+    let pack = Pack::new("fails", program, LISTS_AND_PASSES);
+    let (code, rows) = pack.run(&["--driver-for-tests"]);
+    assert_eq!(code, Some(1), "{rows:?}");
+    assert_eq!(row(&rows, "smoke")[2], "7");
+    assert_eq!(row(&rows, "ipc")[2..], ["0", "3", "passed;", "0", "failed"]);
+    for step in ["engine", "chunks", "copies", "death", "small", "batches"] {
+        assert_eq!(row(&rows, step)[2], "0", "{step}");
+    }
+    let link = row(&rows, "link").join(" ");
+    assert!(
+        link.ends_with("0 2048 KiB store: one copy 24.10, async 20.00, batch - GB/s"),
+        "{link}"
+    );
+    row(&rows, "near");
+}
+
+#[test]
+fn tests_that_are_not_there_are_a_failure() {
+    let nothing = r#"echo "test result: ok. 0 passed; 0 failed; 0 ignored""#;
+    let pack = Pack::new("nothing", "true", nothing);
+    let (code, rows) = pack.run(&["--driver-for-tests", "--more"]);
+    assert_eq!(code, Some(1));
+    for step in ["processes", "seeds"] {
+        assert_eq!(row(&rows, step)[2], "4", "{step}");
+    }
+    assert_eq!(row(&rows, "replay")[2], "0");
+}
+
+#[test]
+fn a_name_that_tells_no_compression_is_refused_before_anything_is_built() {
+    let refused = run(&["--pack".to_owned(), "pack.zip".to_owned()]).expect_err("zip");
+    assert!(
+        refused.contains("pack.zip") && refused.contains(".tar.gz"),
+        "{refused}"
+    );
+    let refused = run(&["--park".to_owned()]).expect_err("a typing error");
+    assert!(refused.contains("--pack FILE"), "{refused}");
+}
