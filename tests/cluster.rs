@@ -13,6 +13,7 @@ mod cluster {
     mod on_gpus;
     mod processes;
     mod recovery;
+    mod strangers;
 }
 mod support;
 

@@ -6,7 +6,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use kvferry::protocol::{
-    Envelope, Header, Message, VERSION, VERSION_MIN, decode, encode, examples,
+    Class, Envelope, HELLO_VERSION, Header, Kind, Message, VERSION, VERSION_MIN, decode, encode,
+    examples,
 };
 use kvferry::types::{Epoch, RequestId};
 use serde_json::Value;
@@ -41,11 +42,21 @@ fn compare(path: &Path, text: &str) {
     );
 }
 
+/// First words have a version of their own, and answers no deadline.
 fn envelope(version: u16, message: Message) -> Envelope {
+    let kind = message.kind();
+    let version = match kind {
+        Kind::Hello | Kind::Welcome => HELLO_VERSION,
+        _ => version,
+    };
+    let deadline_ms = match kind.class() {
+        Class::Request => 2000,
+        Class::Answer => 0,
+    };
     Envelope {
         version,
         correlation: RequestId(0x0102_0304),
-        deadline_ms: 2000,
+        deadline_ms,
         epoch: Epoch(7),
         message,
     }

@@ -13,6 +13,7 @@ fn header(version: u16, kind: u16) -> Header {
         kind,
         correlation: RequestId(1),
         deadline_ms: 1,
+        required: 0,
         epoch: Epoch(1),
     }
 }
@@ -105,7 +106,9 @@ proptest! {
     #[test]
     fn random_headers_are_answered(bytes in prop::collection::vec(any::<u8>(), 0..40)) {
         if let Ok(header) = Header::from_bytes(&bytes) {
-            prop_assert_eq!(header.to_bytes().to_vec(), bytes);
+            let mut read = bytes;
+            read[22..24].fill(0);
+            prop_assert_eq!(header.to_bytes().to_vec(), read);
         }
     }
 

@@ -8,9 +8,10 @@ use std::time::Duration;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 use tokio::task::JoinHandle;
 
-use crate::transport::{Server, ServerEvent};
+use crate::transport::{Server, ServerEvents};
 
-/// Batches that may wait in the mailbox of an actor, for each task that feeds it.
+/// Batches that may wait in the mailbox of an actor, for each task that feeds it. Those of a server are bounded in bytes,
+/// too: see [`ServerEvents`].
 pub(super) const MAILBOX_CREDITS: usize = 8;
 
 /// How long a server may take to close its connections.
@@ -27,7 +28,7 @@ impl Feeder {
     /// `deliver` takes a batch, or `None` when the server has ended by itself; it returns false when nobody takes them.
     pub(super) fn start(
         mut server: Server,
-        deliver: impl Fn(Option<Credited<Vec<ServerEvent>>>) -> bool + Send + 'static,
+        deliver: impl Fn(Option<Credited<ServerEvents>>) -> bool + Send + 'static,
     ) -> Self {
         let stop = Arc::new(Notify::new());
         let stopped = Arc::clone(&stop);

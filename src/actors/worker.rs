@@ -28,6 +28,7 @@ use crate::protocol::{
 };
 use crate::transport::{
     Client, Failure, FdReceiver, Incoming, LinkId, PeerId, Replier, Server, ServerEvent,
+    ServerEvents,
 };
 use crate::types::{
     AttachId, EndedCopy, EngineId, Epoch, Generation, GpuCopy, GroupId, OpId, RequestId, ResetId,
@@ -72,7 +73,7 @@ pub struct WorkerArguments {
 }
 
 pub(super) enum WorkerMessage {
-    Ranks(Credited<Vec<ServerEvent>>),
+    Ranks(Credited<ServerEvents>),
     Leader(Credited<Incoming>),
     /// A feeding task has ended.
     Deaf(&'static str),

@@ -33,6 +33,7 @@ impl Arguments {
     pub(super) fn run(self) -> Result<(), CommandError> {
         let config = self.config.load()?;
         end_with_supervisor(self.supervised)?;
+        crate::cli::worker::open_as_many_files_as_allowed();
         // One thread: what is heard goes through several tasks, and each handing over to another thread would wait for that
         // to wake up, which takes longer than most requests.
         block_on(1, async move {
@@ -40,7 +41,10 @@ impl Arguments {
             let dirs = Dirs::new(&config.socket_dir);
             prepare_directory(dirs.root()).map_err(CommandError::failed)?;
             let listener = ZmqTransport
-                .listen(&dirs.leader_address(), Limits::default())
+                .listen(
+                    &dirs.leader_address(),
+                    Limits::of_leader(config.ranks, config.replicas),
+                )
                 .await
                 .map_err(CommandError::failed)?;
             let epoch = next_epoch(&dirs.leader())?;

@@ -153,8 +153,9 @@ fn reopen(fd: u32) -> Result<OwnedFd, CommandError> {
         .map_err(|error| CommandError::Failed(format!("{path}: {error}")))
 }
 
-/// Each chunk of an engine's memory comes as a file: the usual limit of 1024 is soon too low.
-fn open_as_many_files_as_allowed() {
+/// Each chunk of an engine's memory comes as a file, and each connection takes three: the usual limit of 1024 is soon too
+/// low.
+pub(super) fn open_as_many_files_as_allowed() {
     let mut files = getrlimit(Resource::Nofile);
     files.current = files.maximum;
     if let Err(error) = setrlimit(Resource::Nofile, files) {

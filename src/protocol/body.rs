@@ -11,7 +11,7 @@ use crate::types::{GroupGeometry, Registration};
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Empty {}
 
-/// What a client is.
+/// What a client is. More may follow: a server refuses one that it does not know with an error, and not as malformed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Role {
@@ -23,6 +23,10 @@ pub enum Role {
     Worker,
     /// A person or a probe.
     Admin,
+    /// Another word.
+    #[serde(other)]
+    #[schemars(skip)]
+    Unknown,
 }
 
 /// First message of a client.
@@ -78,6 +82,9 @@ pub struct Welcome {
     pub request_credits: u32,
     /// Bytes of requests that may wait for an answer at one time.
     pub byte_credits: u64,
+    /// Longest deadline of a request; a longer one is cut to it.
+    #[serde(default)]
+    pub deadline_max_ms: u32,
     /// Those of the features in the hello that this side can do, too.
     #[serde(default, skip_serializing_if = "no_features")]
     pub features: u64,

@@ -2,6 +2,7 @@
 
 use serde_json::{Value, json};
 
+use crate::protocol::body::Role;
 use crate::protocol::error::ErrorCode;
 use crate::protocol::kind::Kind;
 use crate::protocol::{Message, VERSION, VERSION_MIN, limits};
@@ -16,6 +17,7 @@ pub fn catalogue() -> Value {
                 "number": kind.number(),
                 "name": kind.name(),
                 "answer": answer(*kind).map(Kind::name),
+                "said_by": said_by(*kind),
                 "body": Message::schema(*kind),
             })
         })
@@ -32,6 +34,8 @@ pub fn catalogue() -> Value {
         "errors": errors,
         "limits": {
             "body_bytes": limits::BODY_BYTES_MAX,
+            "small_body_bytes": limits::SMALL_BODY_BYTES_MAX,
+            "deadline_max_ms": limits::DEADLINE_MAX_MS,
             "page_hashes": limits::HASHES_MAX,
             "pairs": limits::PAIRS_MAX,
             "page_items": limits::PAGE_ITEMS_MAX,
@@ -48,8 +52,15 @@ pub fn catalogue() -> Value {
     })
 }
 
+/// The roles of the clients that say it.
+fn said_by(kind: Kind) -> Vec<Role> {
+    let mut roles = vec![Role::Engine, Role::Rank, Role::Worker, Role::Admin];
+    roles.retain(|role| kind.said_by(*role));
+    roles
+}
+
 /// The kind that answers a request; every request may be answered by an error instead.
-fn answer(kind: Kind) -> Option<Kind> {
+pub(super) fn answer(kind: Kind) -> Option<Kind> {
     match kind {
         Kind::Hello => Some(Kind::Welcome),
         Kind::Ping => Some(Kind::Pong),

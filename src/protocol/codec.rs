@@ -13,10 +13,10 @@ use crate::protocol::error::{DecodeError, EncodeError};
 use crate::protocol::header::{HEADER_BYTES, Header};
 use crate::protocol::kind::Kind;
 use crate::protocol::limits::{
-    ABANDONED_MAX, BODY_BYTES_MAX, COPIES_MAX, DEPTH_MAX, HASHES_MAX, NAMESPACE_BYTES_MAX,
-    PAGE_RECORD_BYTES, PAGE_RECORDS_MAX, PAGES_MAX, TEXT_BYTES_MAX,
+    ABANDONED_MAX, BEYOND, BODY_BYTES_MAX, COPIES_MAX, DEPTH_MAX, HASHES_MAX, NAMESPACE_BYTES_MAX,
+    PAGE_RECORD_BYTES, PAGE_RECORDS_MAX, PAGES_MAX, SMALL_BODY_BYTES_MAX, TEXT_BYTES_MAX,
 };
-use crate::protocol::{VERSION, VERSION_MIN, transfer};
+use crate::protocol::{HELLO_VERSION, VERSION, VERSION_MIN, transfer};
 use crate::types::{Epoch, PageList, RequestId};
 
 macro_rules! messages {
@@ -155,7 +155,7 @@ pub struct Envelope {
 pub fn encode(envelope: &Envelope) -> Result<([u8; HEADER_BYTES], Vec<u8>), EncodeError> {
     let kind = envelope.message.kind();
     let version = envelope.version;
-    if !(VERSION_MIN..=VERSION).contains(&version) {
+    if !is_spoken(kind, version, VERSION_MIN, VERSION) {
         return Err(EncodeError::Version {
             kind: kind.name(),
             version,
@@ -167,6 +167,7 @@ pub fn encode(envelope: &Envelope) -> Result<([u8; HEADER_BYTES], Vec<u8>), Enco
         kind: kind.number(),
         correlation: envelope.correlation,
         deadline_ms: envelope.deadline_ms,
+        required: 0,
         epoch: envelope.epoch,
     };
     let mut body = Vec::new();
@@ -188,16 +189,40 @@ pub fn encode(envelope: &Envelope) -> Result<([u8; HEADER_BYTES], Vec<u8>), Enco
     Ok((header.to_bytes(), body))
 }
 
-/// Reads a message whose header was read. Refuses other versions, unknown kinds, what breaks a limit, and whatever
-/// follows the body. Never panics, never allocates by what a length claims.
-pub fn decode(header: Header, body: &[u8]) -> Result<Envelope, DecodeError> {
-    if !(VERSION_MIN..=VERSION).contains(&header.version) {
+/// What can be said about a message without its body: refuses other versions, unknown kinds, bits that are not known here,
+/// and bodies that are too long.
+pub fn judge(header: &Header, body_bytes: usize) -> Result<Kind, DecodeError> {
+    let kind = Kind::from_number(header.kind).ok_or(DecodeError::UnknownKind(header.kind))?;
+    if !is_spoken(kind, header.version, VERSION_MIN, VERSION) {
         return Err(DecodeError::Version(header.version));
     }
-    let kind = Kind::from_number(header.kind).ok_or(DecodeError::UnknownKind(header.kind))?;
-    if body.len() > BODY_BYTES_MAX {
-        return Err(DecodeError::BodyLength(body.len()));
+    if header.required != 0 {
+        return Err(DecodeError::Required(header.required));
     }
+    let max = match kind {
+        Kind::Hello | Kind::Ping | Kind::Pong => SMALL_BODY_BYTES_MAX,
+        _ => BODY_BYTES_MAX,
+    };
+    match body_bytes <= max {
+        true => Ok(kind),
+        false => Err(DecodeError::BodyLength {
+            bytes: body_bytes,
+            max,
+        }),
+    }
+}
+
+/// Whether a side that speaks these versions says and reads a kind in this one. What comes before an agreement has a version
+/// of its own, so that it can be read when there is none.
+fn is_spoken(kind: Kind, version: u16, min: u16, max: u16) -> bool {
+    let first_words = matches!(kind, Kind::Hello | Kind::Welcome | Kind::Error);
+    (min..=max).contains(&version) || (first_words && version == HELLO_VERSION)
+}
+
+/// Reads a message whose header was read. Refuses what [`judge`] refuses, what breaks a limit, and whatever
+/// follows the body. Never panics, never allocates by what a length claims.
+pub fn decode(header: Header, body: &[u8]) -> Result<Envelope, DecodeError> {
+    let kind = judge(&header, body.len())?;
     let as_written = match kind {
         Kind::Transfer => transfer::read(body).map(Message::Transfer),
         _ => None,
@@ -206,7 +231,7 @@ pub fn decode(header: Header, body: &[u8]) -> Result<Envelope, DecodeError> {
         Some(message) => message,
         None => Message::read(kind, body)?,
     };
-    check(&message).map_err(|error| DecodeError::Body {
+    check(&message).map_err(|error| DecodeError::Limit {
         kind: kind.name(),
         reason: error.to_string(),
     })?;
@@ -220,9 +245,13 @@ pub fn decode(header: Header, body: &[u8]) -> Result<Envelope, DecodeError> {
 }
 
 fn read_body<T: DeserializeOwned>(kind: Kind, bytes: &[u8]) -> Result<T, DecodeError> {
-    let refuse = |error: rmp_serde::decode::Error| DecodeError::Body {
-        kind: kind.name(),
-        reason: error.to_string(),
+    let refuse = |error: rmp_serde::decode::Error| {
+        let (kind, reason) = (kind.name(), error.to_string());
+        match error {
+            rmp_serde::decode::Error::DepthLimitExceeded => DecodeError::Limit { kind, reason },
+            _ if reason.contains(BEYOND) => DecodeError::Limit { kind, reason },
+            _ => DecodeError::Body { kind, reason },
+        }
     };
     let mut reader = rmp_serde::Deserializer::from_read_ref(bytes);
     reader.set_max_depth(DEPTH_MAX);
@@ -325,4 +354,19 @@ fn flat(message: &Message) -> Message {
         _ => {}
     }
     message
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn first_words_are_read_by_a_side_that_has_given_up_their_version() {
+        for kind in [Kind::Hello, Kind::Welcome, Kind::Error] {
+            assert!(is_spoken(kind, HELLO_VERSION, 3, 5), "{}", kind.name());
+            assert!(is_spoken(kind, 4, 3, 5), "{}", kind.name());
+            assert!(!is_spoken(kind, 2, 3, 5), "{}", kind.name());
+        }
+        assert!(!is_spoken(Kind::Lookup, HELLO_VERSION, 3, 5));
+    }
 }

@@ -405,6 +405,14 @@ impl ErrorBody {
         }
     }
 
+    /// An error about what can never be carried out, whatever its code says of others.
+    pub fn for_good(code: ErrorCode, message: impl Into<String>) -> Self {
+        Self {
+            retry: false,
+            ..Self::new(code, message)
+        }
+    }
+
     /// The code.
     pub fn code(&self) -> ErrorCode {
         ErrorCode::from_number(self.code)

@@ -84,6 +84,8 @@ codes! {
     Leased = 18, "leased", true;
     /// Pages are forgotten, but not every worker said so.
     ResetUnconfirmed = 19, "reset_unconfirmed", true;
+    /// Something that was not agreed.
+    Unsupported = 24, "unsupported", false;
 }
 
 /// Why bytes are no message. Each says what was found and what would have been right.
@@ -95,9 +97,11 @@ pub enum DecodeError {
     /// It does not begin with the magic.
     #[error("header does not begin with KVFY")]
     Magic,
-    /// Bytes that must be zero are not.
-    #[error("reserved header bytes are not zero")]
-    Reserved,
+    /// The header has bits for things that this program does not know.
+    #[error(
+        "bits {0:#06x} of the header's bytes 20 and 21 are not known here: send without them, or update this side"
+    )]
+    Required(u16),
     /// A version that this program does not speak.
     #[error("version {0} is none of 1 to 2")]
     Version(u16),
@@ -105,8 +109,21 @@ pub enum DecodeError {
     #[error("kind {0} is unknown")]
     UnknownKind(u16),
     /// The body is too long.
-    #[error("body has {0} bytes, more than the limit of {max}", max = crate::protocol::limits::BODY_BYTES_MAX)]
-    BodyLength(usize),
+    #[error("body has {bytes} bytes, more than the limit of {max}")]
+    BodyLength {
+        /// Bytes that it has.
+        bytes: usize,
+        /// Bytes that it may have.
+        max: usize,
+    },
+    /// A limit of the wire.
+    #[error("{kind}: {reason}")]
+    Limit {
+        /// What it is.
+        kind: &'static str,
+        /// Which limit, and what it is.
+        reason: String,
+    },
     /// The body does not fit its kind.
     #[error("body of {kind}: {reason}")]
     Body {
@@ -126,12 +143,13 @@ pub enum DecodeError {
 }
 
 impl DecodeError {
-    /// What the sender is told.
+    /// What the sender is told. The same message fails in the same way again.
     pub fn code(&self) -> ErrorCode {
         match self {
             Self::Version(_) => ErrorCode::UnsupportedVersion,
             Self::UnknownKind(_) => ErrorCode::UnknownKind,
-            Self::BodyLength(_) => ErrorCode::Limit,
+            Self::BodyLength { .. } | Self::Limit { .. } => ErrorCode::Limit,
+            Self::Required(_) => ErrorCode::Unsupported,
             _ => ErrorCode::Malformed,
         }
     }

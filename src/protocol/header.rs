@@ -7,7 +7,8 @@
 //! | 6..8 | kind |
 //! | 8..16 | correlation id: an answer carries that of its request |
 //! | 16..20 | milliseconds left until the deadline; 0 in answers |
-//! | 20..24 | zero |
+//! | 20..22 | a bit for each thing that a reader must understand; none is defined |
+//! | 22..24 | zero; a reader skips what else is there |
 //! | 24..32 | epoch of the leader that the sender speaks to or is; 0 before it knows |
 
 use crate::protocol::error::DecodeError;
@@ -29,6 +30,8 @@ pub struct Header {
     pub correlation: RequestId,
     /// Milliseconds that are left; a duration, so that clocks need not agree.
     pub deadline_ms: u32,
+    /// What a reader must understand to read the message as it is meant, a bit each. This program knows none.
+    pub required: u16,
     /// Fences what an older leader asked for.
     pub epoch: Epoch,
 }
@@ -42,21 +45,19 @@ impl Header {
         bytes[6..8].copy_from_slice(&self.kind.to_be_bytes());
         bytes[8..16].copy_from_slice(&self.correlation.0.to_be_bytes());
         bytes[16..20].copy_from_slice(&self.deadline_ms.to_be_bytes());
+        bytes[20..22].copy_from_slice(&self.required.to_be_bytes());
         bytes[24..].copy_from_slice(&self.epoch.0.to_be_bytes());
         bytes
     }
 
-    /// Reads exactly [`HEADER_BYTES`] bytes. Neither version nor kind is judged.
+    /// Reads exactly [`HEADER_BYTES`] bytes. Neither version nor kind nor required bits are judged, so that what is not
+    /// understood can be answered.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, DecodeError> {
         let bytes: &[u8; HEADER_BYTES] = bytes
             .try_into()
             .map_err(|_| DecodeError::HeaderLength(bytes.len()))?;
-        let (magic, rest) = bytes.split_at(4);
-        if magic != MAGIC {
+        if bytes[..4] != MAGIC {
             return Err(DecodeError::Magic);
-        }
-        if rest[16..20] != [0; 4] {
-            return Err(DecodeError::Reserved);
         }
         let u16_at = |at: usize| u16::from_be_bytes([bytes[at], bytes[at + 1]]);
         let u32_at = |at: usize| u32::from(u16_at(at)) << 16 | u32::from(u16_at(at + 2));
@@ -66,6 +67,7 @@ impl Header {
             kind: u16_at(6),
             correlation: RequestId(u64_at(8)),
             deadline_ms: u32_at(16),
+            required: u16_at(20),
             epoch: Epoch(u64_at(24)),
         })
     }
@@ -82,6 +84,7 @@ mod tests {
             kind: 0xabcd,
             correlation: RequestId(0x0102_0304_0506_0708),
             deadline_ms: 0xdead_beef,
+            required: 0x8001,
             epoch: Epoch(7),
         };
         let bytes = header.to_bytes();
@@ -94,7 +97,7 @@ mod tests {
         other[0] = b'X';
         assert_eq!(Header::from_bytes(&other), Err(DecodeError::Magic));
         let mut other = bytes;
-        other[21] = 1;
-        assert_eq!(Header::from_bytes(&other), Err(DecodeError::Reserved));
+        other[22..24].fill(0xff);
+        assert_eq!(Header::from_bytes(&other), Ok(header), "skipped");
     }
 }

@@ -1,4 +1,6 @@
-//! Kinds of messages. A number is never reused.
+//! Kinds of messages. A number is never reused, and says what part of an exchange it is: see [`Class`].
+
+use crate::protocol::body::Role;
 
 macro_rules! kinds {
     ($($(#[$doc:meta])* $name:ident = $number:literal, $text:literal;)*) => {
@@ -113,4 +115,95 @@ kinds! {
     Status = 64, "status";
     /// Answer to status.
     StatusAnswer = 65, "status_answer";
+}
+
+/// What part of an exchange a number stands for, also one that names no kind here: so a message of a newer peer can be
+/// answered, or dropped, without its body.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Class {
+    /// Gets one answer: `hello`, `ping`, and the even numbers.
+    Request,
+    /// Answers a request and gets none: `welcome`, `error`, `pong`, and the odd numbers.
+    Answer,
+}
+
+impl Class {
+    /// The class of a number.
+    pub fn of(number: u16) -> Self {
+        match Kind::from_number(number) {
+            Some(Kind::Hello | Kind::Ping) => Self::Request,
+            Some(Kind::Welcome | Kind::Error | Kind::Pong) => Self::Answer,
+            _ if number.is_multiple_of(2) => Self::Request,
+            _ => Self::Answer,
+        }
+    }
+}
+
+impl Kind {
+    /// What part of an exchange it is.
+    pub fn class(self) -> Class {
+        Class::of(self.number())
+    }
+
+    /// Whether a client of this role says it, after its hello. A server refuses the others by the header alone.
+    pub fn said_by(self, role: Role) -> bool {
+        match self {
+            Self::Hello | Self::Ping | Self::Pong => true,
+            Self::Lookup | Self::Load | Self::Store | Self::Finish => role == Role::Engine,
+            Self::Reset => matches!(role, Role::Engine | Role::Admin),
+            Self::Register | Self::Written | Self::Abandon | Self::Unregister => role == Role::Rank,
+            Self::Attach
+            | Self::Preparing
+            | Self::Ended
+            | Self::Struck
+            | Self::Inventory
+            | Self::Error => role == Role::Worker,
+            Self::Status => matches!(role, Role::Engine | Role::Worker | Role::Admin),
+            _ => false,
+        }
+    }
+
+    /// Whether a server asks it of its clients.
+    pub fn asked_of_clients(self) -> bool {
+        matches!(
+            self,
+            Self::Ping | Self::Transfer | Self::Cancel | Self::Strike | Self::ReadInventory
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_number_says_whether_it_wants_an_answer() {
+        for kind in Kind::ALL {
+            let answered = crate::protocol::catalogue::answer(*kind);
+            assert_eq!(
+                answered.is_some(),
+                kind.class() == Class::Request,
+                "{}",
+                kind.name()
+            );
+            assert!(answered.is_none_or(|answer| answer.class() == Class::Answer));
+        }
+        assert_eq!(Class::of(998), Class::Request);
+        assert_eq!(Class::of(999), Class::Answer);
+    }
+
+    #[test]
+    fn every_request_is_somebodys_to_say() {
+        let roles = [Role::Engine, Role::Rank, Role::Worker, Role::Admin];
+        for kind in Kind::ALL {
+            let said = roles.iter().any(|role| kind.said_by(*role));
+            assert!(
+                kind.class() == Class::Answer || said || kind.asked_of_clients(),
+                "{}",
+                kind.name()
+            );
+            let known = matches!(kind, Kind::Hello | Kind::Ping | Kind::Pong);
+            assert_eq!(kind.said_by(Role::Unknown), known, "{}", kind.name());
+        }
+    }
 }

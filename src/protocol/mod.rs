@@ -23,13 +23,16 @@ pub use body::{
     Transfer, Welcome, Written,
 };
 pub use catalogue::catalogue;
-pub use codec::{Envelope, Message, decode, encode};
+pub use codec::{Envelope, Message, decode, encode, judge};
 pub use error::{DecodeError, EncodeError, ErrorCode};
 pub use examples::examples;
 pub use header::{HEADER_BYTES, Header};
-pub use kind::Kind;
+pub use kind::{Class, Kind};
 pub use pairs::{Pages, Pairs};
 
+/// Version in the header of a hello, a welcome, and every error before the welcome, whatever versions a side speaks. It never
+/// changes, so that every peer can read why it is refused.
+pub const HELLO_VERSION: u16 = 1;
 /// Newest version that this program speaks: fragment pairs.
 pub const VERSION: u16 = 2;
 /// Oldest version that this program speaks: pairs of single pages.

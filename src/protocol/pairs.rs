@@ -11,7 +11,7 @@ use serde::ser::{SerializeSeq, SerializeTuple, Serializer};
 use serde::{Deserialize, Serialize};
 use smallvec::SmallVec;
 
-use crate::protocol::limits::{PAGE_ITEMS_MAX, PAIRS_MAX};
+use crate::protocol::limits::{PAGE_ITEMS_MAX, PAIRS_MAX, beyond};
 use crate::types::{FragmentPair, PageList, PageRun};
 
 /// Most items for which room is made before they are read.
@@ -119,7 +119,7 @@ impl<'de> Deserialize<'de> for Pairs {
                 let mut list = Vec::with_capacity(expected(&seq));
                 while let Some(pair) = seq.next_element_seed(Pair(&mut budget))? {
                     if list.len() == PAIRS_MAX {
-                        return Err(A::Error::custom(format!("more than {PAIRS_MAX} pairs")));
+                        return Err(A::Error::custom(beyond("pairs", PAIRS_MAX)));
                     }
                     list.push(pair);
                 }
@@ -255,9 +255,7 @@ fn spend<E: serde::de::Error>(budget: &mut usize) -> Result<(), E> {
     match budget.checked_sub(1) {
         Some(left) => *budget = left,
         None => {
-            return Err(E::custom(format!(
-                "more than {PAGE_ITEMS_MAX} items of pages"
-            )));
+            return Err(E::custom(beyond("items of pages", PAGE_ITEMS_MAX)));
         }
     }
     Ok(())

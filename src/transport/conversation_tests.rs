@@ -13,13 +13,13 @@ use crate::transport::{
 };
 use crate::types::{Epoch, RequestId};
 
-const HEARTBEAT: Duration = Duration::from_secs(1);
+pub(super) const HEARTBEAT: Duration = Duration::from_secs(1);
 
-fn address() -> Address {
+pub(super) fn address() -> Address {
     Address::Memory("server".to_owned())
 }
 
-fn hello(version_min: u16, version_max: u16) -> Hello {
+pub(super) fn hello(version_min: u16, version_max: u16) -> Hello {
     let name = "test".to_owned();
     Hello {
         version_min,
@@ -34,11 +34,19 @@ fn hello(version_min: u16, version_max: u16) -> Hello {
 }
 
 async fn server(transport: &MemoryTransport, epoch: u64) -> Server {
+    server_within(transport, epoch, Limits::default(), vec![Role::Engine]).await
+}
+
+pub(super) async fn server_within(
+    transport: &MemoryTransport,
+    epoch: u64,
+    limits: Limits,
+    roles: Vec<Role>,
+) -> Server {
     let listener = transport
-        .listen(&address(), Limits::default())
+        .listen(&address(), limits)
         .await
         .expect("it listens");
-    let roles = vec![Role::Engine];
     Server::new(
         listener,
         ServerSettings {
@@ -50,7 +58,7 @@ async fn server(transport: &MemoryTransport, epoch: u64) -> Server {
     )
 }
 
-fn client(
+pub(super) fn client(
     transport: &MemoryTransport,
     hello: Hello,
 ) -> (Client, tokio::sync::mpsc::Receiver<Incoming>) {
@@ -62,11 +70,11 @@ fn client(
     Client::start(Arc::new(transport.clone()), settings)
 }
 
-fn status() -> Message {
+pub(super) fn status() -> Message {
     Message::Status(Status { check: false })
 }
 
-fn answer() -> Message {
+pub(super) fn answer() -> Message {
     Message::StatusAnswer(StatusAnswer {
         version: "answered".to_owned(),
         ..StatusAnswer::default()
@@ -85,22 +93,22 @@ async fn next_request(server: &mut Server) -> (crate::transport::PeerId, Request
 }
 
 /// Hears without answering, for as long as it is polled.
-async fn listen_on(server: &mut Server) {
+pub(super) async fn listen_on(server: &mut Server) {
     while server.next().await.is_some() {}
 }
 
 /// A client without manners: it says what the test says.
-struct Raw(Connection);
+pub(super) struct Raw(pub(super) Connection);
 
 impl Raw {
-    async fn connect(transport: &MemoryTransport) -> Self {
+    pub(super) async fn connect(transport: &MemoryTransport) -> Self {
         let connected = transport
             .connect(&address(), Limits::default(), HEARTBEAT)
             .await;
         Self(connected.expect("it connects"))
     }
 
-    async fn say(&self, id: u64, message: Message) {
+    pub(super) async fn say(&self, id: u64, message: Message) {
         let correlation = RequestId(id);
         let envelope = Envelope {
             version: VERSION,
@@ -116,13 +124,13 @@ impl Raw {
             .expect("it is sent");
     }
 
-    async fn hear(&mut self) -> Envelope {
+    pub(super) async fn hear(&mut self) -> Envelope {
         let frame = self.0.recv().await.expect("an answer");
         let header = Header::from_bytes(&frame.header).expect("a header");
         decode(header, &frame.body).expect("a message")
     }
 
-    async fn hear_error(&mut self) -> (u64, ErrorCode) {
+    pub(super) async fn hear_error(&mut self) -> (u64, ErrorCode) {
         let heard = self.hear().await;
         match heard.message {
             Message::Error(error) => (heard.correlation.0, error.code()),
@@ -251,9 +259,10 @@ async fn manners_are_asked_for_with_typed_errors() {
     assert_eq!(raw.hear().await.message.kind(), Kind::Pong);
     let unknown = Header {
         version: VERSION,
-        kind: 999,
+        kind: 998,
         correlation: RequestId(6),
         deadline_ms: 1,
+        required: 0,
         epoch: Epoch(0),
     };
     raw.0

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{OwnedSemaphorePermit, mpsc, watch};
 use tokio::time::timeout;
 
 use super::queue::{Budget, Queued};
@@ -188,15 +188,28 @@ impl Listener {
 
     /// The next event. `None` only when the transport's tasks have ended. Safe to cancel.
     pub async fn next(&mut self) -> Option<ListenerEvent> {
+        let (event, _charge) = self.next_charged().await?;
+        Some(event)
+    }
+
+    /// The same, with the permits of a frame, which counts against [`Limits::pending_bytes`] until they are dropped.
+    pub(super) async fn next_charged(
+        &mut self,
+    ) -> Option<(ListenerEvent, Option<OwnedSemaphorePermit>)> {
         let event = self.events.recv().await?;
         Some(match event {
-            Event::Opened { peer, uid, pid } => ListenerEvent::Opened { peer, uid, pid },
-            Event::Frame { peer, queued } => ListenerEvent::Frame {
-                peer,
-                frame: queued.frame,
-            },
-            Event::Closed { peer, reason } => ListenerEvent::Closed { peer, reason },
+            Event::Opened { peer, uid, pid } => (ListenerEvent::Opened { peer, uid, pid }, None),
+            Event::Frame { peer, queued } => {
+                let Queued { frame, permit } = queued;
+                (ListenerEvent::Frame { peer, frame }, Some(permit))
+            }
+            Event::Closed { peer, reason } => (ListenerEvent::Closed { peer, reason }, None),
         })
+    }
+
+    /// What it was started with.
+    pub(super) fn limits(&self) -> &Limits {
+        &self.sender.peers.limits
     }
 
     /// Sends to the peers of this listener; may be cloned and outlive it.

@@ -11,6 +11,7 @@
 //!
 //! Nothing here reconnects, retries a frame or keeps one for later: whoever owns a connection decides that.
 
+mod admission;
 mod connection;
 mod directory;
 mod error;
@@ -26,7 +27,11 @@ mod zmq;
 mod zmtp;
 
 #[cfg(test)]
+mod client_tests;
+#[cfg(test)]
 mod conversation_tests;
+#[cfg(test)]
+mod manners_tests;
 #[cfg(test)]
 mod tests;
 
@@ -46,7 +51,9 @@ pub use fds::{
 };
 pub use listener::{FrameSender, Listener};
 pub use memory::MemoryTransport;
-pub use server::{Replier, SERVER_BATCH_MAX, Server, ServerEvent, ServerSettings};
+pub use server::{
+    Replier, SERVER_BATCH_MAX, STRANGERS_MAX, Server, ServerEvent, ServerEvents, ServerSettings,
+};
 pub use session::{
     CLIENT_OPEN_MAX, CLIENT_QUEUE, Client, ClientSettings, Failure, Incoming, LinkId,
 };
@@ -61,6 +68,9 @@ pub const FRAME_OVERHEAD_BYTES: usize = 256;
 
 /// Most frames that wait for one peer, whatever their size.
 pub const PENDING_FRAMES_MAX: usize = 65_536;
+
+/// Connections of a leader beside those of its workers and one engine for each replica.
+pub const TOOLS_MAX: usize = 32;
 
 /// What travels: two parts that belong together.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -140,8 +150,11 @@ impl fmt::Display for Address {
 /// Bounds of a listener or a connection. Both ends should agree on the frame sizes: what is within the sender's limits and
 /// beyond the receiver's closes the connection.
 ///
-/// Worst-case memory of a listener: `pending_bytes` (frames not yet taken by [`Listener::next`]) + `connections` x
-/// (`pending_bytes` + `header_bytes` + `body_bytes` + 512 KiB of buffers), plus 192 KiB for each of 64 handshakes.
+/// Worst-case memory of a listener: `pending_bytes` (frames that nobody has handled yet) + `connections` x
+/// (`pending_bytes` + `header_bytes` + `body_bytes` + 512 KiB of buffers), plus 192 KiB for each of 64 handshakes. With the
+/// defaults: 16 MiB and 24.5 MiB a connection, so 1.6 GiB when each of 64 peers sends half of a longest message and reads
+/// none of its answers, for at most `slow_after`. A [`Server`] decodes what it hands over: no more than `pending_bytes` at a
+/// time, and lists of small numbers take up to 16 times their bytes, so 256 MiB with the defaults.
 /// Of a connection: 2 x `pending_bytes` + `header_bytes` + `body_bytes` + 256 KiB.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Limits {
@@ -151,6 +164,8 @@ pub struct Limits {
     pub body_bytes: usize,
     /// Most open connections of a listener; further ones are refused. Each takes three file descriptors. Default: 64.
     pub connections: usize,
+    /// So many of them a server keeps for workers and for those that have not said hello: others are refused. Default: 0.
+    pub reserved_connections: usize,
     /// Most bytes that wait for one peer, and most that wait for the reader of a listener or a connection. A frame counts
     /// with its length and an overhead of at least [`FRAME_OVERHEAD_BYTES`]. Default: 16 MiB.
     pub pending_bytes: usize,
@@ -166,6 +181,7 @@ impl Default for Limits {
             header_bytes: 256,
             body_bytes: crate::protocol::limits::BODY_BYTES_MAX,
             connections: 64,
+            reserved_connections: 0,
             pending_bytes: 16 << 20,
             handshake: Duration::from_secs(5),
             slow_after: Duration::from_secs(10),
@@ -174,6 +190,18 @@ impl Default for Limits {
 }
 
 impl Limits {
+    /// Limits of a leader's listener: a place for every worker and every engine, [`TOOLS_MAX`] for probes, commands and
+    /// engines that come and go, and [`STRANGERS_MAX`] for those that have not said hello.
+    pub fn of_leader(ranks: u16, replicas: u16) -> Self {
+        let workers = usize::from(ranks) * usize::from(replicas);
+        let reserved_connections = workers + STRANGERS_MAX;
+        Self {
+            connections: reserved_connections + usize::from(replicas) + TOOLS_MAX,
+            reserved_connections,
+            ..Self::default()
+        }
+    }
+
     /// Refuses limits under which a largest frame could never be sent.
     fn check(&self) -> Result<(), TransportError> {
         let frame = self.header_bytes.saturating_add(self.body_bytes);

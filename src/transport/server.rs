@@ -8,12 +8,14 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Instant;
 
 use crate::protocol::{
-    DecodeError, Empty, Envelope, ErrorBody, ErrorCode, Header, Hello, Kind, Message, Role,
-    VERSION, VERSION_MIN, Welcome, decode, limits,
+    Class, DecodeError, Empty, Envelope, ErrorBody, ErrorCode, HELLO_VERSION, Header, Hello,
+    Message, Role, VERSION, VERSION_MIN, Welcome, decode, limits,
 };
+use crate::transport::admission::{HELLO_DEADLINE, Peer, Verdict};
 use crate::transport::process::ProcessWatch;
 use crate::transport::session::to_frame;
 use crate::transport::{Frame, FrameSender, Listener, ListenerEvent, PeerId};
@@ -21,8 +23,8 @@ use crate::types::{Epoch, RequestId};
 
 /// Most events handed over at once.
 pub const SERVER_BATCH_MAX: usize = 256;
-/// Messages that are no messages, after which a peer is closed.
-const MALFORMED_MAX: u32 = 16;
+/// Connections on which nobody has said hello yet; when there is one more, the oldest of them is closed.
+pub const STRANGERS_MAX: usize = 16;
 
 /// What a server is like.
 #[derive(Debug, Clone)]
@@ -63,17 +65,34 @@ pub enum ServerEvent {
     },
 }
 
-#[derive(Debug)]
-struct Peer {
-    pid: Option<i32>,
-    /// Watches it, where it has memory that is used here.
-    _process: Option<ProcessWatch>,
-    welcomed: bool,
-    version: u16,
-    heard: Instant,
-    malformed: u32,
-    open: HashMap<RequestId, u64>,
-    open_bytes: u64,
+/// Events that are handed over at once. Their frames count against [`crate::transport::Limits::pending_bytes`] until the
+/// last of them is taken out and this is dropped: so what waits for whoever handles them is bounded in bytes.
+#[derive(Debug, Default)]
+pub struct ServerEvents {
+    events: std::collections::VecDeque<ServerEvent>,
+    charge: Option<OwnedSemaphorePermit>,
+}
+
+impl ServerEvents {
+    fn push(&mut self, event: ServerEvent) {
+        self.events.push_back(event);
+    }
+
+    fn charge(&mut self, more: Option<OwnedSemaphorePermit>) {
+        match (&mut self.charge, more) {
+            (Some(charge), Some(more)) => charge.merge(more),
+            (None, more) => self.charge = more,
+            (Some(_), None) => {}
+        }
+    }
+}
+
+impl Iterator for ServerEvents {
+    type Item = ServerEvent;
+
+    fn next(&mut self) -> Option<ServerEvent> {
+        self.events.pop_front()
+    }
 }
 
 type Peers = Arc<Mutex<HashMap<PeerId, Peer>>>;
@@ -119,8 +138,7 @@ impl Replier {
 
     fn settle(&self, peer: PeerId, correlation: RequestId) {
         if let Some(peer) = lock(&self.peers).get_mut(&peer) {
-            let bytes = peer.open.remove(&correlation).unwrap_or(0);
-            peer.open_bytes -= bytes;
+            peer.settle(correlation);
         }
     }
 
@@ -133,7 +151,7 @@ impl Replier {
     ) -> bool {
         let version = lock(&self.peers)
             .get(&peer)
-            .map_or(VERSION, |peer| peer.version);
+            .map_or(HELLO_VERSION, |peer| peer.version);
         let epoch = self.epoch;
         let envelope = Envelope {
             version,
@@ -208,119 +226,130 @@ impl Server {
 
     /// The next events, at most [`SERVER_BATCH_MAX`]; `None` when the listener has ended. Dropping the future loses
     /// nothing.
-    pub async fn next(&mut self) -> Option<Vec<ServerEvent>> {
+    pub async fn next(&mut self) -> Option<ServerEvents> {
         loop {
-            let mut events = Vec::new();
-            match tokio::time::timeout(self.settings.heartbeat, self.listener.next()).await {
+            let mut events = ServerEvents::default();
+            match tokio::time::timeout(self.sweep(), self.listener.next_charged()).await {
                 Ok(Some(event)) => self.take(event, &mut events),
                 Ok(None) => return None,
                 Err(_) => {}
             }
             self.close_silent();
-            while events.len() < SERVER_BATCH_MAX {
+            while events.events.len() < SERVER_BATCH_MAX {
                 let more = tokio::select! {
                     biased;
-                    event = self.listener.next() => event,
+                    event = self.listener.next_charged() => event,
                     () = std::future::ready(()) => None,
                 };
                 let Some(event) = more else { break };
                 self.take(event, &mut events);
             }
-            if !events.is_empty() {
+            if !events.events.is_empty() {
                 return Some(events);
             }
         }
     }
 
-    fn take(&mut self, event: ListenerEvent, events: &mut Vec<ServerEvent>) {
+    fn take(
+        &mut self,
+        (event, charge): (ListenerEvent, Option<OwnedSemaphorePermit>),
+        events: &mut ServerEvents,
+    ) {
         match event {
             ListenerEvent::Opened { peer, pid, .. } => {
-                let heard = Instant::now();
-                let state = Peer {
-                    pid,
-                    _process: None,
-                    welcomed: false,
-                    version: VERSION,
-                    heard,
-                    malformed: 0,
-                    open: HashMap::new(),
-                    open_bytes: 0,
-                };
+                self.make_room_for_a_stranger();
+                let state = Peer::new(pid, Instant::now());
                 lock(&self.replier.peers).insert(peer, state);
             }
             ListenerEvent::Closed { peer, .. } => {
                 let state = lock(&self.replier.peers).remove(&peer);
-                if state.is_some_and(|state| state.welcomed) {
+                if state.is_some_and(|state| state.role.is_some()) {
                     events.push(ServerEvent::Closed { peer });
                 }
             }
-            ListenerEvent::Frame { peer, frame } => self.read(peer, &frame, events),
-        }
-    }
-
-    fn read(&mut self, peer: PeerId, frame: &Frame, events: &mut Vec<ServerEvent>) {
-        let read = Header::from_bytes(&frame.header).and_then(|header| {
-            let complain = |error: &DecodeError| self.complain(peer, header.correlation, error);
-            decode(header, &frame.body).inspect_err(complain)
-        });
-        let envelope = match read {
-            Ok(envelope) => envelope,
-            Err(error) => return self.malformed(peer, &error),
-        };
-        match self.admit(peer, &envelope, frame.body.len() as u64) {
-            Ok(true) => match envelope.message {
-                Message::Hello(hello) => self.welcome(peer, envelope.correlation, hello, events),
-                Message::Ping(_) => {
-                    self.replier
-                        .reply(peer, envelope.correlation, Message::Pong(Empty {}));
+            ListenerEvent::Frame { peer, frame } => {
+                let before = events.events.len();
+                self.read(peer, &frame, events);
+                if events.events.len() > before {
+                    events.charge(charge);
                 }
-                Message::Pong(_) => {}
-                _ => events.push(ServerEvent::Message { peer, envelope }),
-            },
-            Ok(false) => {}
-            Err(error) => {
-                self.replier
-                    .say(peer, envelope.correlation, Message::Error(error), 0);
             }
         }
     }
 
-    /// Counts a message against the credits of its peer. `Ok(false)`: the peer is gone, or repeats a request that is
-    /// still open and will be answered.
-    fn admit(&self, id: PeerId, envelope: &Envelope, bytes: u64) -> Result<bool, ErrorBody> {
-        let mut peers = lock(&self.replier.peers);
-        let Some(peer) = peers.get_mut(&id) else {
-            return Ok(false);
-        };
-        peer.heard = Instant::now();
-        let kind = envelope.message.kind();
-        match kind {
-            Kind::Hello | Kind::Ping | Kind::Pong => return Ok(true),
-            _ if !peer.welcomed => {
-                let text = format!("{} before hello: say hello first", kind.name());
-                return Err(ErrorBody::new(ErrorCode::HelloFirst, text));
+    /// Peers that never say hello cannot keep others out.
+    fn make_room_for_a_stranger(&self) {
+        let oldest = {
+            let peers = lock(&self.replier.peers);
+            let strangers = peers.iter().filter(|(_, peer)| peer.role.is_none());
+            match strangers.clone().count() < STRANGERS_MAX {
+                true => None,
+                // Their numbers grow.
+                false => strangers.map(|(id, _)| *id).min(),
             }
-            Kind::Ended | Kind::Struck | Kind::Inventory | Kind::Error => return Ok(true),
-            _ => {}
+        };
+        if let Some(oldest) = oldest {
+            tracing::debug!(peer = ?oldest, "closed: it has not said hello, and others come");
+            self.forget(oldest);
         }
-        if peer.open.contains_key(&envelope.correlation) {
-            return Ok(false);
+    }
+
+    /// Closes a peer that nothing was told about, and looks at nothing that still comes from it.
+    fn forget(&self, stranger: PeerId) {
+        lock(&self.replier.peers).remove(&stranger);
+        self.replier.disconnect(stranger);
+    }
+
+    fn read(&mut self, peer: PeerId, frame: &Frame, events: &mut ServerEvents) {
+        let now = Instant::now();
+        let header = match Header::from_bytes(&frame.header) {
+            Ok(header) => header,
+            Err(error) => return self.misbehaves(peer, now, &error.to_string()),
+        };
+        let judged = lock(&self.replier.peers)
+            .get_mut(&peer)
+            .map(|known| known.judge(&header, frame.body.len(), now));
+        let Some((verdict, bad)) = judged else {
+            return;
+        };
+        match verdict {
+            Verdict::Read => match decode(header, &frame.body) {
+                Ok(envelope) => self.heard(peer, envelope, frame.body.len() as u64, events),
+                Err(error) => self.unreadable(peer, &header, now, &error),
+            },
+            Verdict::Refuse(error) => {
+                let error = Message::Error(error);
+                self.replier.say(peer, header.correlation, error, 0);
+            }
+            Verdict::Drop => {}
         }
-        if peer.open.len() >= limits::REQUEST_CREDITS as usize
-            || (peer.open_bytes + bytes > limits::BYTE_CREDITS && !peer.open.is_empty())
-        {
-            let text = format!(
-                "{} requests with {} bytes wait for answers: at most {} and {} may",
-                peer.open.len(),
-                peer.open_bytes,
-                limits::REQUEST_CREDITS,
-                limits::BYTE_CREDITS
-            );
-            return Err(ErrorBody::new(ErrorCode::Busy, text));
+        if bad {
+            self.misbehaves(peer, now, "it should not have come");
         }
-        peer.open.insert(envelope.correlation, bytes);
-        peer.open_bytes += bytes;
-        Ok(true)
+    }
+
+    fn heard(&mut self, peer: PeerId, said: Envelope, bytes: u64, events: &mut ServerEvents) {
+        let envelope = Envelope {
+            deadline_ms: said.deadline_ms.min(limits::DEADLINE_MAX_MS),
+            ..said
+        };
+        let kind = envelope.message.kind();
+        match envelope.message {
+            Message::Hello(hello) => self.welcome(peer, envelope.correlation, hello, events),
+            Message::Ping(_) => {
+                self.replier
+                    .reply(peer, envelope.correlation, Message::Pong(Empty {}));
+            }
+            Message::Pong(_) => {}
+            _ => {
+                if kind.class() == Class::Request
+                    && let Some(peer) = lock(&self.replier.peers).get_mut(&peer)
+                {
+                    peer.owe(envelope.correlation, bytes);
+                }
+                events.push(ServerEvent::Message { peer, envelope });
+            }
+        }
     }
 
     fn welcome(
@@ -328,7 +357,7 @@ impl Server {
         id: PeerId,
         correlation: RequestId,
         hello: Hello,
-        events: &mut Vec<ServerEvent>,
+        events: &mut ServerEvents,
     ) {
         let version = hello.version_max.min(VERSION);
         let refusal = if version < hello.version_min.max(VERSION_MIN) {
@@ -338,11 +367,17 @@ impl Server {
                  older side"
             );
             Some(ErrorBody::new(ErrorCode::UnsupportedVersion, text))
+        } else if hello.role == Role::Unknown {
+            let text = format!(
+                "the role of your hello is unknown here, this side takes {:?}: check the address, or update this side",
+                self.settings.roles
+            );
+            Some(ErrorBody::new(ErrorCode::Invalid, text))
         } else if !self.settings.roles.contains(&hello.role) {
             let text = format!("a {:?} has no business here: check the address", hello.role);
             Some(ErrorBody::new(ErrorCode::Invalid, text))
         } else {
-            None
+            self.no_place_for(hello.role)
         };
         if let Some(refusal) = refusal {
             self.replier.refuse(id, correlation, refusal);
@@ -353,14 +388,7 @@ impl Server {
             let Some(peer) = peers.get_mut(&id) else {
                 return;
             };
-            if peer.welcomed {
-                drop(peers);
-                let error =
-                    ErrorBody::new(ErrorCode::Invalid, "hello was said before: once is enough");
-                return self.replier.refuse(id, correlation, error);
-            }
-            peer.welcomed = true;
-            peer.version = version;
+            peer.role = Some(hello.role);
             if hello.role == Role::Rank {
                 // Its memory is not used behind its end, whoever has its connection then.
                 let sender = self.replier.sender.clone();
@@ -368,7 +396,7 @@ impl Server {
                     tracing::debug!(peer = ?id, "closed: its process has ended");
                     sender.disconnect(id);
                 };
-                peer._process = peer.pid.and_then(|pid| ProcessWatch::start(pid, ended));
+                peer.process = peer.pid.and_then(|pid| ProcessWatch::start(pid, ended));
             }
             peer.pid
         };
@@ -378,10 +406,14 @@ impl Server {
             heartbeat_ms,
             request_credits: limits::REQUEST_CREDITS,
             byte_credits: limits::BYTE_CREDITS,
+            deadline_max_ms: limits::DEADLINE_MAX_MS,
             features: hello.features & self.settings.features,
         };
         self.replier
             .reply(id, correlation, Message::Welcome(welcome));
+        if let Some(peer) = lock(&self.replier.peers).get_mut(&id) {
+            peer.version = version;
+        }
         events.push(ServerEvent::Opened {
             peer: id,
             hello,
@@ -389,49 +421,72 @@ impl Server {
         });
     }
 
-    fn complain(&self, peer: PeerId, correlation: RequestId, error: &DecodeError) {
-        let error = ErrorBody::new(error.code(), error.to_string());
-        self.replier
-            .say(peer, correlation, Message::Error(error), 0);
+    /// Workers keep their places: without them nothing is served.
+    fn no_place_for(&self, role: Role) -> Option<ErrorBody> {
+        if role == Role::Worker {
+            return None;
+        }
+        let limits = self.listener.limits();
+        let max = limits
+            .connections
+            .saturating_sub(limits.reserved_connections);
+        let taken = lock(&self.replier.peers)
+            .values()
+            .filter(|peer| peer.role.is_some_and(|role| role != Role::Worker))
+            .count();
+        let text = format!("{taken} others are connected, as many as may be: close one of them");
+        (taken >= max).then(|| ErrorBody::new(ErrorCode::Busy, text))
     }
 
-    /// A peer that goes on sending what is no message is closed.
-    fn malformed(&self, id: PeerId, error: &DecodeError) {
-        tracing::debug!(peer = ?id, %error, "not a message");
-        let too_many = {
-            let mut peers = lock(&self.replier.peers);
-            let Some(peer) = peers.get_mut(&id) else {
-                return;
-            };
-            peer.malformed += 1;
-            peer.malformed > MALFORMED_MAX
-        };
+    fn unreadable(&self, peer: PeerId, header: &Header, now: Instant, error: &DecodeError) {
+        if Class::of(header.kind) == Class::Request {
+            let said = ErrorBody::for_good(error.code(), error.to_string());
+            self.replier
+                .say(peer, header.correlation, Message::Error(said), 0);
+        }
+        self.misbehaves(peer, now, &error.to_string());
+    }
+
+    /// A peer that goes on sending what cannot be read, or is not its to say, is closed.
+    fn misbehaves(&self, id: PeerId, now: Instant, why: &str) {
+        tracing::debug!(peer = ?id, why, "a message that is not taken");
+        let too_many = lock(&self.replier.peers)
+            .get_mut(&id)
+            .is_some_and(|peer| peer.misbehaves(now));
         if too_many {
             self.replier.disconnect(id);
         }
     }
 
-    /// Closes who was silent too long; looks at most once a heartbeat. While nobody listened here, nobody was heard: what
-    /// was said meanwhile is heard before anybody is judged.
+    /// How often silence is looked for.
+    fn sweep(&self) -> Duration {
+        self.settings.heartbeat.min(HELLO_DEADLINE / 5)
+    }
+
+    /// Closes peers that have said nothing for three heartbeats, or no hello in time; looks at most once a sweep. While
+    /// nobody listened here, nobody was heard: what was said meanwhile is heard before anybody is judged.
     fn close_silent(&mut self) {
         let now = Instant::now();
         let since = now.duration_since(self.swept);
-        if since < self.settings.heartbeat {
+        if since < self.sweep() {
             return;
         }
         self.swept = now;
-        if since > self.settings.heartbeat * 2 {
+        if since > self.sweep() * 2 {
             return;
         }
         let limit = self.settings.heartbeat * 3;
-        let silent: Vec<PeerId> = lock(&self.replier.peers)
+        let silent: Vec<(PeerId, bool)> = lock(&self.replier.peers)
             .iter()
-            .filter(|(_, peer)| now.duration_since(peer.heard) > limit)
-            .map(|(id, _)| *id)
+            .filter(|(_, peer)| peer.is_silent(now, limit))
+            .map(|(id, peer)| (*id, peer.role.is_some()))
             .collect();
-        for peer in silent {
-            tracing::debug!(?peer, "closed: silent for three heartbeats");
-            self.replier.disconnect(peer);
+        for (peer, welcomed) in silent {
+            tracing::debug!(?peer, welcomed, "closed: it keeps silent");
+            match welcomed {
+                true => self.replier.disconnect(peer),
+                false => self.forget(peer),
+            }
         }
     }
 }

@@ -14,8 +14,8 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
 
 use crate::protocol::{
-    DecodeError, Empty, Envelope, ErrorBody, ErrorCode, Header, Hello, Kind, Message, VERSION,
-    VERSION_MIN, Welcome, decode, encode,
+    Class, DecodeError, Empty, Envelope, ErrorBody, ErrorCode, HELLO_VERSION, Header, Hello, Kind,
+    Message, VERSION, Welcome, decode, encode,
 };
 use crate::transport::{Address, Connection, Frame, Limits, Transport};
 use crate::types::{Epoch, RequestId};
@@ -415,7 +415,8 @@ impl Session {
                             return End::Broken("silent for three heartbeats".to_owned());
                         }
                         asked_for_life = true;
-                        let ping = self.frame(RequestId(0), Message::Ping(Empty {}), 0);
+                        let beat_ms = welcome.heartbeat_ms.max(1);
+                        let ping = self.frame(RequestId(0), Message::Ping(Empty {}), beat_ms);
                         let ping = ping.map_err(|failure| failure.to_string());
                         let said = match ping {
                             Ok(ping) => self.say(&mut connection, ping).await,
@@ -553,25 +554,15 @@ impl Session {
         frame: &Frame,
         connection: &mut Connection,
     ) -> Result<bool, String> {
-        let envelope = read(frame).map_err(|error| error.to_string())?;
-        match envelope.message.kind() {
-            Kind::Ping => {
-                let pong = self.frame(envelope.correlation, Message::Pong(Empty {}), 0);
-                let pong = pong.map_err(|failure| failure.to_string())?;
-                self.say(connection, pong).await?;
-            }
-            Kind::Pong => {}
-            Kind::Transfer | Kind::Cancel | Kind::Strike | Kind::ReadInventory => {
-                return Ok(self
-                    .incoming
-                    .send(Incoming::Request {
-                        link: self.link,
-                        envelope: Box::new(envelope),
-                    })
-                    .await
-                    .is_ok());
-            }
-            _ => {
+        let header = Header::from_bytes(&frame.header).map_err(|error| error.to_string())?;
+        let kind = Kind::from_number(header.kind);
+        match Class::of(header.kind) {
+            Class::Request => self.asked(kind, header, frame, connection).await,
+            // What nobody waits for, or is not known here, is dropped.
+            Class::Answer if kind.is_none_or(|kind| kind == Kind::Pong) => Ok(true),
+            Class::Answer if !self.pending.contains_key(&header.correlation) => Ok(true),
+            Class::Answer => {
+                let envelope = decode(header, &frame.body).map_err(|error| error.to_string())?;
                 let answer = match envelope.message {
                     Message::Error(error) => Err(error.into()),
                     message => Ok(message),
@@ -585,8 +576,36 @@ impl Session {
                     Some(caller) => caller.send(id, answer),
                     None => {}
                 }
+                Ok(true)
             }
         }
+    }
+
+    /// The other side asks for something. What cannot be read is refused, and the conversation goes on.
+    async fn asked(
+        &mut self,
+        kind: Option<Kind>,
+        header: Header,
+        frame: &Frame,
+        connection: &mut Connection,
+    ) -> Result<bool, String> {
+        let answer = match kind.filter(|kind| kind.asked_of_clients()) {
+            Some(Kind::Ping) => Message::Pong(Empty {}),
+            Some(_) => match decode(header, &frame.body) {
+                Ok(envelope) => {
+                    let request = Incoming::Request {
+                        link: self.link,
+                        envelope: Box::new(envelope),
+                    };
+                    return Ok(self.incoming.send(request).await.is_ok());
+                }
+                Err(error) => refusal(&error),
+            },
+            None => refusal(&DecodeError::UnknownKind(header.kind)),
+        };
+        let answer = self.frame(header.correlation, answer, 0);
+        let answer = answer.map_err(|failure| failure.to_string())?;
+        self.say(connection, answer).await?;
         Ok(true)
     }
 
@@ -650,7 +669,7 @@ impl Session {
     }
 }
 
-/// Connects and says hello, in the oldest version, which every server reads.
+/// Connects and says hello, in the version of first words, which every server reads.
 async fn connect(
     transport: Arc<dyn Transport>,
     settings: ClientSettings,
@@ -663,10 +682,11 @@ async fn connect(
     } = settings;
     let connecting = transport.connect(&address, limits, CONNECT_TIMEOUT);
     let mut connection = connecting.await.map_err(|error| busy(error.to_string()))?;
+    let versions = hello.version_min..=hello.version_max;
     let envelope = Envelope {
-        version: VERSION_MIN,
+        version: HELLO_VERSION,
         correlation: RequestId(0),
-        deadline_ms: 0,
+        deadline_ms: u32::try_from(CONNECT_TIMEOUT.as_millis()).unwrap_or(u32::MAX),
         epoch: Epoch(0),
         message: Message::Hello(hello),
     };
@@ -684,7 +704,19 @@ async fn connect(
             message: Message::Welcome(welcome),
             epoch,
             ..
-        } => Ok((connection, welcome, epoch)),
+        } if versions.contains(&welcome.version) => Ok((connection, welcome, epoch)),
+        Envelope {
+            message: Message::Welcome(welcome),
+            ..
+        } => Err(Failure::new(
+            ErrorCode::UnsupportedVersion,
+            format!(
+                "the welcome says version {}, this side speaks {} to {}: update the older side",
+                welcome.version,
+                versions.start(),
+                versions.end()
+            ),
+        )),
         Envelope {
             message: Message::Error(error),
             ..
@@ -708,6 +740,10 @@ async fn sleep_until(at: Option<Instant>) {
 pub(super) fn to_frame(envelope: &Envelope) -> Result<Frame, crate::protocol::EncodeError> {
     let (header, body) = encode(envelope)?;
     Ok(Frame::new(Bytes::copy_from_slice(&header), body))
+}
+
+fn refusal(error: &DecodeError) -> Message {
+    Message::Error(ErrorBody::for_good(error.code(), error.to_string()))
 }
 
 /// The message of a frame.

@@ -125,7 +125,7 @@ async fn what_is_no_message_for_a_leader_is_answered_with_a_typed_error() {
     let (process, _) = leader(&transport, 1).await;
     let _workers = puppets(&transport).await;
     let mut raw = Raw::engine(&transport, 1, Limits::default()).await;
-    assert!(raw.say(1, Message::WrittenAnswer(Empty {})).await);
+    assert!(raw.say(1, Message::Unregister(Empty {})).await);
     assert_eq!(raw.hear_error().await, (1, ErrorCode::UnknownKind));
     let beyond = Message::Load(Load {
         slot: 1,
@@ -139,6 +139,7 @@ async fn what_is_no_message_for_a_leader_is_answered_with_a_typed_error() {
         kind: Kind::Lookup.number(),
         correlation: RequestId(3),
         deadline_ms: 1000,
+        required: 0,
         epoch: Epoch(0),
     };
     let cut_off = Frame::new(header.to_bytes().to_vec(), vec![0x81]);

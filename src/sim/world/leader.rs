@@ -95,7 +95,7 @@ impl LeaderProcess {
                     let (replica, rank) = (Replica(hello.replica), Rank(hello.rank));
                     self.worker_opened(env, id, WorkerId { replica, rank });
                 }
-                Role::Rank | Role::Admin => {
+                Role::Rank | Role::Admin | Role::Unknown => {
                     env.violated("a stranger speaks to the leader".to_owned())
                 }
             },

@@ -91,6 +91,7 @@ impl Server {
                     heartbeat_ms: u32::try_from(HEARTBEAT.as_millis()).unwrap_or(u32::MAX),
                     request_credits: limits::REQUEST_CREDITS,
                     byte_credits: limits::BYTE_CREDITS,
+                    deadline_max_ms: limits::DEADLINE_MAX_MS,
                     features: 0,
                 });
                 self.say(env, id, envelope.correlation, Duration::ZERO, welcome);

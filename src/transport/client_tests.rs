@@ -1,0 +1,178 @@
+//! What a client makes of a server that is newer than it, or makes mistakes.
+
+use std::time::Duration;
+
+use tokio::sync::mpsc;
+
+use crate::protocol::{
+    Cancel, Class, Empty, Envelope, ErrorCode, HELLO_VERSION, Header, Kind, Message, VERSION,
+    VERSION_MIN, Welcome, decode, encode, limits,
+};
+use crate::transport::conversation_tests::{address, answer, client, hello, status};
+use crate::transport::{
+    Client, Incoming, Limits, Listener, ListenerEvent, MemoryTransport, PeerId, Transport,
+};
+use crate::types::{Epoch, RequestId};
+
+/// A server that says what a test says.
+struct Scripted {
+    listener: Listener,
+    peer: PeerId,
+}
+
+impl Scripted {
+    /// It has heard the hello.
+    async fn start(
+        transport: &MemoryTransport,
+    ) -> (Self, Envelope, Client, mpsc::Receiver<Incoming>) {
+        let listening = transport.listen(&address(), Limits::default()).await;
+        let listener = listening.expect("it listens");
+        let (client, incoming) = client(transport, hello(VERSION_MIN, VERSION));
+        let mut scripted = Self {
+            listener,
+            peer: PeerId(0),
+        };
+        let hello = scripted.hear().await;
+        (scripted, hello, client, incoming)
+    }
+
+    /// The next message.
+    async fn hear(&mut self) -> Envelope {
+        loop {
+            match self.listener.next().await.expect("tasks run") {
+                ListenerEvent::Opened { peer, .. } => self.peer = peer,
+                ListenerEvent::Frame { frame, .. } => {
+                    let header = Header::from_bytes(&frame.header).expect("a header");
+                    return decode(header, &frame.body).expect("a message");
+                }
+                ListenerEvent::Closed { reason, .. } => panic!("closed: {reason}"),
+            }
+        }
+    }
+
+    /// The next message that is no ping.
+    async fn hear_more(&mut self) -> Envelope {
+        loop {
+            let heard = self.hear().await;
+            match heard.message {
+                Message::Ping(_) => self.say(0, Message::Pong(Empty {})),
+                _ => return heard,
+            }
+        }
+    }
+
+    fn send(&self, header: Header, body: &[u8]) {
+        let frame = crate::transport::Frame::new(header.to_bytes().to_vec(), body.to_vec());
+        self.listener
+            .sender()
+            .try_send(self.peer, frame)
+            .expect("sent");
+    }
+
+    fn say(&self, id: u64, message: Message) {
+        let version = match message.kind() {
+            Kind::Welcome => HELLO_VERSION,
+            _ => VERSION,
+        };
+        let (header, body) = encode(&Envelope {
+            version,
+            correlation: RequestId(id),
+            deadline_ms: u32::from(message.kind().class() == Class::Request),
+            epoch: Epoch(1),
+            message,
+        })
+        .expect("it can be said");
+        let header = Header::from_bytes(&header).expect("a header");
+        self.send(header, &body);
+    }
+
+    fn welcome(&self, version: u16) {
+        self.say(
+            0,
+            Message::Welcome(Welcome {
+                version,
+                heartbeat_ms: 1000,
+                request_credits: limits::REQUEST_CREDITS,
+                byte_credits: limits::BYTE_CREDITS,
+                deadline_max_ms: limits::DEADLINE_MAX_MS,
+                features: 0,
+            }),
+        );
+    }
+}
+
+fn header(kind: u16, id: u64) -> Header {
+    Header {
+        version: VERSION,
+        kind,
+        correlation: RequestId(id),
+        deadline_ms: 1000,
+        required: 0,
+        epoch: Epoch(1),
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_first_words_have_a_version_of_their_own_and_a_deadline() {
+    let (_server, hello, _client, _incoming) = Scripted::start(&MemoryTransport::default()).await;
+    assert_eq!(hello.version, HELLO_VERSION);
+    assert!(hello.deadline_ms > 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_not_known_ends_neither_the_connection_nor_a_request() {
+    let transport = MemoryTransport::default();
+    let (mut server, _, client, mut incoming) = Scripted::start(&transport).await;
+    server.welcome(VERSION);
+    let asking = tokio::spawn(async move {
+        let patience = Duration::from_secs(20);
+        client.ask_as(RequestId(42), status(), patience).await
+    });
+    assert_eq!(server.hear_more().await.correlation, RequestId(42));
+    // Answers of unknown kinds, under the id of an open request, and an answer that nobody waits for.
+    server.send(header(999, 42), &[0xc1]);
+    server.send(header(63, 42), &[0xc1]);
+    server.send(header(Kind::LookupAnswer.number(), 41), &[0xc1]);
+    // Requests: of an unknown kind, of one that is not for a client, and one that cannot be read.
+    let requests = [
+        (998, ErrorCode::UnknownKind),
+        (Kind::Lookup.number(), ErrorCode::UnknownKind),
+        (Kind::Transfer.number(), ErrorCode::Malformed),
+    ];
+    for (kind, code) in requests {
+        server.send(header(kind, 42), &[0xc1]);
+        let heard = server.hear_more().await;
+        assert_eq!(heard.correlation, RequestId(42));
+        match heard.message {
+            Message::Error(error) => assert_eq!(error.code(), code, "kind {kind}"),
+            other => panic!("{} instead of an error", other.kind().name()),
+        }
+    }
+    server.say(42, Message::Cancel(Cancel { ops: vec![1] }));
+    server.say(42, answer());
+    assert_eq!(asking.await.expect("no panic"), Ok(answer()));
+    assert!(matches!(
+        incoming.recv().await,
+        Some(Incoming::Welcomed { .. })
+    ));
+    match incoming.recv().await {
+        Some(Incoming::Request(order)) => assert_eq!(order.message.kind(), Kind::Cancel),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_version_that_was_not_offered_is_refused_in_words() {
+    let transport = MemoryTransport::default();
+    let (server, _, client, _incoming) = Scripted::start(&transport).await;
+    let asking = tokio::spawn(async move { client.ask(status(), Duration::from_secs(20)).await });
+    // It has taken the question up: the clock moves on only when nothing else is left to do.
+    tokio::time::sleep(Duration::from_millis(1)).await;
+    server.welcome(VERSION + 1);
+    let failure = asking
+        .await
+        .expect("no panic")
+        .expect_err("no version in common");
+    assert_eq!(failure.code, ErrorCode::UnsupportedVersion, "{failure}");
+    assert!(failure.message.contains("says version 3"), "{failure}");
+}

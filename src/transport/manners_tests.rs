@@ -1,0 +1,423 @@
+//! What a server reads of its peers, and of whom: over the transport in memory, with time that only the test moves.
+
+use std::time::Duration;
+
+use crate::protocol::{
+    Envelope, ErrorBody, ErrorCode, HELLO_VERSION, Header, Hello, Kind, Message, Role, VERSION,
+    VERSION_MIN, encode, limits,
+};
+use crate::transport::conversation_tests::{
+    HEARTBEAT, Raw, answer, hello, listen_on, server_within, status,
+};
+use crate::transport::{Frame, Limits, MemoryTransport, STRANGERS_MAX, Server, ServerEvent};
+use crate::types::{Epoch, RequestId};
+
+/// What no decoder takes.
+const GARBAGE: u8 = 0xc1;
+
+async fn server(transport: &MemoryTransport) -> Server {
+    let roles = vec![Role::Engine, Role::Worker, Role::Admin];
+    server_within(transport, 1, Limits::default(), roles).await
+}
+
+/// A server that hears and answers nothing.
+async fn mute(transport: &MemoryTransport) {
+    let mut server = server(transport).await;
+    tokio::spawn(async move { listen_on(&mut server).await });
+}
+
+fn as_role(role: Role) -> Message {
+    Message::Hello(Hello {
+        role,
+        ..hello(1, 2)
+    })
+}
+
+fn header(kind: u16, id: u64) -> Header {
+    Header {
+        version: VERSION,
+        kind,
+        correlation: RequestId(id),
+        deadline_ms: 1000,
+        required: 0,
+        epoch: Epoch(0),
+    }
+}
+
+impl Raw {
+    async fn welcomed(transport: &MemoryTransport, role: Role) -> Self {
+        let mut raw = Self::connect(transport).await;
+        raw.say(0, as_role(role)).await;
+        assert_eq!(raw.hear().await.message.kind(), Kind::Welcome);
+        raw
+    }
+
+    /// False when the connection is gone.
+    async fn send(&self, header: Header, body: Vec<u8>) -> bool {
+        let frame = Frame::new(header.to_bytes().to_vec(), body);
+        self.0.send(frame).await.is_ok()
+    }
+
+    /// Nothing was said to it since.
+    async fn heard_nothing(&mut self, id: u64) {
+        self.say(id, Message::Ping(crate::protocol::Empty {})).await;
+        let heard = self.hear().await;
+        assert_eq!(
+            (heard.message.kind(), heard.correlation.0),
+            (Kind::Pong, id)
+        );
+    }
+
+    async fn hear_refusal(&mut self) -> (u64, ErrorBody) {
+        let heard = self.hear().await;
+        match heard.message {
+            Message::Error(error) => (heard.correlation.0, error),
+            other => panic!("{} instead of an error", other.kind().name()),
+        }
+    }
+
+    /// Ends when the server has closed the connection.
+    async fn closed(&mut self) {
+        while self.0.recv().await.is_ok() {}
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_body_of_a_stranger_is_not_read_and_it_is_closed() {
+    let transport = MemoryTransport::default();
+    mute(&transport).await;
+    let mut stranger = Raw::connect(&transport).await;
+    let mut sent = 0;
+    while stranger
+        .send(
+            header(Kind::Lookup.number(), sent),
+            vec![GARBAGE; limits::BODY_BYTES_MAX],
+        )
+        .await
+    {
+        assert_eq!(stranger.hear_error().await, (sent, ErrorCode::HelloFirst));
+        sent += 1;
+        if sent == 17 {
+            stranger.closed().await;
+            return;
+        }
+    }
+    panic!("closed after {sent}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_not_its_to_say_is_refused_unread() {
+    let transport = MemoryTransport::default();
+    mute(&transport).await;
+    let mut engine = Raw::welcomed(&transport, Role::Engine).await;
+    for (id, kind) in [(1, Kind::Attach), (2, Kind::Register), (3, Kind::Hello)] {
+        engine
+            .send(header(kind.number(), id), vec![GARBAGE; 64])
+            .await;
+        let code = match kind {
+            Kind::Hello => ErrorCode::Invalid,
+            _ => ErrorCode::UnknownKind,
+        };
+        assert_eq!(engine.hear_error().await, (id, code), "{}", kind.name());
+    }
+    // Answers to what nobody asked of an engine: an error would be taken for one to a request of its own.
+    for (id, kind) in [(4, Kind::Ended), (5, Kind::Inventory), (6, Kind::Error)] {
+        engine
+            .send(header(kind.number(), id), vec![GARBAGE; 64])
+            .await;
+        engine.heard_nothing(id).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_that_is_still_open_is_not_read_again() {
+    let transport = MemoryTransport::default();
+    mute(&transport).await;
+    let mut engine = Raw::welcomed(&transport, Role::Engine).await;
+    engine.say(7, status()).await;
+    let again = header(Kind::Lookup.number(), 7);
+    engine.send(again, vec![GARBAGE; 64]).await;
+    engine.heard_nothing(8).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_peer_that_pings_and_never_says_hello_is_closed() {
+    let transport = MemoryTransport::default();
+    mute(&transport).await;
+    let _kept = Raw::welcomed(&transport, Role::Engine).await;
+    let mut stranger = Raw::connect(&transport).await;
+    let begun = tokio::time::Instant::now();
+    let pinging = async {
+        loop {
+            stranger.heard_nothing(1).await;
+            tokio::time::sleep(HEARTBEAT / 2).await;
+            if let Ok(Err(_)) =
+                tokio::time::timeout(Duration::from_millis(1), stranger.0.recv()).await
+            {
+                return;
+            }
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(8), pinging)
+        .await
+        .expect("it is closed");
+    assert!(begun.elapsed() >= Duration::from_secs(5));
+}
+
+#[tokio::test(start_paused = true)]
+async fn strangers_give_way_to_those_who_come_after_them() {
+    let transport = MemoryTransport::default();
+    mute(&transport).await;
+    let mut strangers = Vec::new();
+    for _ in 0..STRANGERS_MAX {
+        strangers.push(Raw::connect(&transport).await);
+    }
+    let mut engine = Raw::welcomed(&transport, Role::Engine).await;
+    strangers[0].closed().await;
+    engine.heard_nothing(1).await;
+    for stranger in &mut strangers[1..] {
+        stranger.heard_nothing(1).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn others_leave_the_workers_their_places() {
+    let transport = MemoryTransport::default();
+    let roles = vec![Role::Engine, Role::Worker, Role::Admin];
+    let limits = Limits {
+        connections: 5,
+        reserved_connections: 3,
+        ..Limits::default()
+    };
+    let mut server = server_within(&transport, 1, limits, roles).await;
+    tokio::spawn(async move { listen_on(&mut server).await });
+    let engine = Raw::welcomed(&transport, Role::Engine).await;
+    let _admin = Raw::welcomed(&transport, Role::Admin).await;
+    let mut second = Raw::connect(&transport).await;
+    second.say(1, as_role(Role::Engine)).await;
+    let (_, refused) = second.hear_refusal().await;
+    assert_eq!((refused.code(), refused.retry), (ErrorCode::Busy, true));
+    let _workers = [
+        Raw::welcomed(&transport, Role::Worker).await,
+        Raw::welcomed(&transport, Role::Worker).await,
+    ];
+    drop(engine);
+    tokio::time::sleep(Duration::from_millis(1)).await;
+    second.say(2, as_role(Role::Engine)).await;
+    assert_eq!(second.hear().await.message.kind(), Kind::Welcome);
+}
+
+#[test]
+fn a_leader_has_a_place_for_every_worker_and_every_engine() {
+    for (ranks, replicas) in [(1, 1), (8, 8), (64, 64)] {
+        let limits = Limits::of_leader(ranks, replicas);
+        let workers = usize::from(ranks) * usize::from(replicas);
+        assert!(limits.reserved_connections >= workers + STRANGERS_MAX);
+        let others = limits.connections - limits.reserved_connections;
+        assert!(others > usize::from(replicas), "{ranks} x {replicas}");
+        assert!(limits.check().is_ok());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn kinds_that_are_unknown_here_are_answered_or_dropped_for_ever() {
+    let transport = MemoryTransport::default();
+    mute(&transport).await;
+    let mut newer = Raw::welcomed(&transport, Role::Engine).await;
+    for id in 1..=100 {
+        newer.send(header(998, id), vec![GARBAGE; 64]).await;
+        assert_eq!(newer.hear_error().await, (id, ErrorCode::UnknownKind));
+        newer.send(header(999, id), vec![GARBAGE; 64]).await;
+        newer.heard_nothing(id).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn required_bits_that_are_unknown_here_are_refused_and_others_skipped() {
+    let transport = MemoryTransport::default();
+    mute(&transport).await;
+    let mut newer = Raw::welcomed(&transport, Role::Engine).await;
+    let ping = header(Kind::Ping.number(), 3);
+    let required = Header {
+        required: 4,
+        ..ping
+    };
+    newer.send(required, vec![0x80]).await;
+    let (id, refused) = newer.hear_refusal().await;
+    assert_eq!((id, refused.code()), (3, ErrorCode::Unsupported));
+    assert!(refused.message.contains("0x0004"), "{}", refused.message);
+    let mut skipped = ping.to_bytes().to_vec();
+    skipped[22..24].fill(0xff);
+    let frame = Frame::new(skipped, vec![0x80]);
+    newer.0.send(frame).await.expect("it is sent");
+    assert_eq!(newer.hear().await.message.kind(), Kind::Pong);
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_can_never_fit_is_answered_limit_and_not_to_be_tried_again() {
+    let transport = MemoryTransport::default();
+    mute(&transport).await;
+    let mut engine = Raw::welcomed(&transport, Role::Engine).await;
+    // A load of one page more than a message may name: slot, first_page, destination [[0, n]].
+    let mut pages = b"\x83\xa4slot\x01\xaafirst_page\x00\xabdestination\x91\x92\x00\xce".to_vec();
+    let count = u32::try_from(limits::PAGES_MAX + 1).expect("small");
+    pages.extend_from_slice(&count.to_be_bytes());
+    // One item more than a list may have: destination [0, 0, ...].
+    let mut items = b"\x83\xa4slot\x01\xaafirst_page\x00\xabdestination\xdd".to_vec();
+    let count = u32::try_from(limits::PAGE_ITEMS_MAX + 1).expect("small");
+    items.extend_from_slice(&count.to_be_bytes());
+    items.resize(items.len() + count as usize, 0);
+    // Deeper than a body may be nested.
+    let deep = [b"\x81\xa1?".as_slice(), &[0x91; 100]].concat();
+    let load = Kind::Load.number();
+    for (id, body) in [(1, pages), (2, items), (3, deep)] {
+        engine.send(header(load, id), body).await;
+        let (refused_id, refused) = engine.hear_refusal().await;
+        assert_eq!(refused_id, id);
+        assert_eq!(refused.code(), ErrorCode::Limit, "{}", refused.message);
+        assert!(!refused.retry, "{}", refused.message);
+    }
+    let long_ping = vec![0x80; limits::SMALL_BODY_BYTES_MAX + 1];
+    engine.send(header(Kind::Ping.number(), 4), long_ping).await;
+    let (id, refused) = engine.hear_refusal().await;
+    assert_eq!(
+        (id, refused.code(), refused.retry),
+        (4, ErrorCode::Limit, false)
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn first_words_have_a_version_of_their_own() {
+    let transport = MemoryTransport::default();
+    mute(&transport).await;
+    let mut raw = Raw::connect(&transport).await;
+    raw.say(1, status()).await;
+    let refused = raw.hear().await;
+    assert_eq!(
+        (refused.version, refused.message.kind()),
+        (HELLO_VERSION, Kind::Error)
+    );
+    raw.say(2, Message::Hello(hello(VERSION + 1, VERSION + 1)))
+        .await;
+    let refused = raw.hear().await;
+    assert_eq!(
+        (refused.version, refused.message.kind()),
+        (HELLO_VERSION, Kind::Error)
+    );
+    raw.say(3, Message::Hello(hello(VERSION_MIN, VERSION)))
+        .await;
+    let welcome = raw.hear().await;
+    assert_eq!(
+        (welcome.version, welcome.message.kind()),
+        (HELLO_VERSION, Kind::Welcome)
+    );
+    raw.say(4, Message::Hello(hello(1, 2))).await;
+    assert_eq!(raw.hear().await.version, VERSION);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_role_that_is_unknown_here_is_refused_in_words() {
+    let transport = MemoryTransport::default();
+    mute(&transport).await;
+    let mut newer = Raw::connect(&transport).await;
+    let envelope = Envelope {
+        version: HELLO_VERSION,
+        correlation: RequestId(1),
+        deadline_ms: 1,
+        epoch: Epoch(0),
+        message: as_role(Role::Engine),
+    };
+    let (head, body) = encode(&envelope).expect("it can be said");
+    let at = body.windows(7).position(|word| word == b"\xa6engine");
+    let at = at.expect("the word of its role") + 1;
+    let name = body[at..].windows(6).position(|word| word == b"engine");
+    assert_eq!(name, Some(0));
+    let mut other = body.clone();
+    other[at..at + 6].copy_from_slice(b"censor");
+    newer
+        .0
+        .send(Frame::new(head.to_vec(), other))
+        .await
+        .expect("it is sent");
+    let (_, refused) = newer.hear_refusal().await;
+    assert_eq!(refused.code(), ErrorCode::Invalid, "{}", refused.message);
+    assert!(refused.message.contains("role"), "{}", refused.message);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_deadline_is_cut_to_the_longest() {
+    let transport = MemoryTransport::default();
+    let mut server = server(&transport).await;
+    let mut engine = Raw::connect(&transport).await;
+    engine.say(0, as_role(Role::Engine)).await;
+    for (id, deadline_ms) in [(1, u32::MAX), (2, 3000)] {
+        let long = Header {
+            deadline_ms,
+            ..header(Kind::Status.number(), id)
+        };
+        engine.send(long, vec![0x80]).await;
+    }
+    let mut heard = Vec::new();
+    while heard.len() < 2 {
+        for event in server.next().await.expect("the server hears") {
+            if let ServerEvent::Message { envelope, .. } = event {
+                heard.push(envelope.deadline_ms);
+            }
+        }
+    }
+    assert_eq!(heard, [limits::DEADLINE_MAX_MS, 3000]);
+    match engine.hear().await.message {
+        Message::Welcome(welcome) => assert_eq!(welcome.deadline_max_ms, limits::DEADLINE_MAX_MS),
+        other => panic!("{} instead of a welcome", other.kind().name()),
+    }
+}
+
+/// Whoever takes the events is slow: what it has not handled yet counts, however much it has taken.
+#[tokio::test(start_paused = true)]
+async fn what_waits_to_be_handled_is_bounded_in_bytes() {
+    let transport = MemoryTransport::default();
+    let narrow = Limits {
+        body_bytes: 64 << 10,
+        pending_bytes: 256 << 10,
+        ..Limits::default()
+    };
+    let mut server = server_within(&transport, 1, narrow, vec![Role::Engine]).await;
+    let replier = server.replier();
+    let engine = Raw::connect(&transport).await;
+    engine.say(0, as_role(Role::Engine)).await;
+    // A status with a field that nobody knows: 81 a1 '?' c6 length bytes.
+    let mut body = b"\x81\xa1?\xc6".to_vec();
+    body.extend_from_slice(&(60_u32 << 10).to_be_bytes());
+    body.resize(body.len() + (60 << 10), 0);
+    let said = tokio::spawn(async move {
+        for id in 1..=40 {
+            let sent = engine.send(header(Kind::Status.number(), id), body.clone());
+            assert!(sent.await, "closed");
+        }
+        engine
+    });
+    let mut handled = 0;
+    while handled < 40 {
+        let mut held = Vec::new();
+        while let Ok(events) = tokio::time::timeout(Duration::from_millis(10), server.next()).await
+        {
+            held.push(events.expect("the server hears"));
+        }
+        let mut batches = held.into_iter().map(Iterator::collect::<Vec<_>>);
+        let taken: Vec<ServerEvent> = batches.by_ref().flatten().collect();
+        assert!(!taken.is_empty(), "nothing comes any more");
+        let mut waited = 0;
+        for event in taken {
+            if let ServerEvent::Message { peer, envelope } = event {
+                waited += 1;
+                replier.reply(peer, envelope.correlation, answer());
+            }
+        }
+        assert!(
+            waited * 60 <= 256,
+            "{waited} messages of 60 KiB were taken unhandled"
+        );
+        handled += waited;
+    }
+    drop(said.await.expect("no panic"));
+}
