@@ -20,7 +20,7 @@ use crate::protocol::{
     Attach, Attached as AttachedBody, Cancel, Empty, Envelope, ErrorBody, ErrorCode, Message,
     Preparing, ReadInventory, Role, Strike, Transfer,
 };
-use crate::transport::{PeerId, Replier, Server, ServerEvent};
+use crate::transport::{PeerId, Quiet, Replier, Server, ServerEvent, ServerEvents};
 use crate::types::{
     AttachId, Copy, DepotId, EndedCopy, EngineId, OpId, Rank, Replica, Request, RequestId, ResetId,
     Time, WorkerId,
@@ -38,7 +38,7 @@ pub struct LeaderArguments {
 
 /// What can be sent to the leader.
 pub(super) enum LeaderMessage {
-    Peers(Credited<Vec<ServerEvent>>),
+    Peers(Credited<ServerEvents>),
     /// The listener has ended.
     Deaf,
     WorkerExited {
@@ -66,6 +66,8 @@ impl LeaderHandle {
         matches!(tokio::time::timeout(limit, drained).await, Ok(Ok(())))
     }
 }
+
+static REFUSED_ORDERS: Quiet = Quiet::new();
 
 pub(super) struct LeaderActor;
 
@@ -217,7 +219,9 @@ impl State {
                         replica: Replica(hello.replica),
                         rank: Rank(hello.rank),
                     }),
-                    Role::Rank | Role::Admin => PeerRole::Admin(EngineId(hello.engine)),
+                    Role::Rank | Role::Admin | Role::Unknown => {
+                        PeerRole::Admin(EngineId(hello.engine))
+                    }
                 };
                 self.roles.insert(peer, role);
                 self.opened(peer, role, pid, myself);
@@ -388,7 +392,9 @@ impl State {
                 });
             }
             (Some(PeerRole::Worker(worker)), Message::Error(error)) => {
-                tracing::warn!(%worker, message = error.message, "worker refuses an order");
+                if let Some(left_out) = REFUSED_ORDERS.line() {
+                    tracing::warn!(%worker, message = error.message, left_out, "worker refuses an order");
+                }
             }
             (Some(PeerRole::Admin(name)), message @ Message::Reset(_)) => {
                 // From here on it is an engine like any other, which has no memory.

@@ -19,12 +19,13 @@ use rustix::net::{
 };
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, Interest};
 use tokio::net::{UnixListener, UnixStream};
-use tokio::sync::{Semaphore, oneshot, watch};
+use tokio::sync::{oneshot, watch};
 use tokio::time::{sleep, timeout};
 
-use super::TransportError;
 use super::directory::{self, Claim, FD_SOCKET_NAME};
+use super::places::Places;
 use super::process::ProcessWatch;
+use super::{Quiet, TransportError};
 
 /// Length of a [`Ticket`].
 pub const TICKET_BYTES: usize = 16;
@@ -36,8 +37,10 @@ pub const TOGETHER_MAX: usize = 253;
 /// How long a descriptor waits before it is closed.
 pub const UNTAKEN_TTL: Duration = Duration::from_secs(30);
 
-/// Most connections served at once; further ones wait in the socket's queue.
-const CONNECTIONS_MAX: usize = 16;
+/// Most connections served at once; when there is one more, the oldest is closed.
+pub(super) const CONNECTIONS_MAX: usize = 16;
+/// Time for all that one connection sends. A worker's rank sends [`UNTAKEN_MAX`] descriptors in well under a second.
+const CONNECTION_DEADLINE: Duration = Duration::from_secs(30);
 /// Time for a sender to send its message.
 const MESSAGE_DEADLINE: Duration = Duration::from_secs(5);
 /// Pause after `accept` failed.
@@ -46,6 +49,10 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 const ACCEPTED: u8 = 1;
 /// The answer to anything else.
 const REFUSED: u8 = 0;
+
+static REFUSALS: Quiet = Quiet::new();
+static ACCEPT_ERRORS: Quiet = Quiet::new();
+static EXPIRED: Quiet = Quiet::new();
 
 /// Names one descriptor: 16 random bytes, chosen by its sender.
 pub type Ticket = [u8; TICKET_BYTES];
@@ -138,34 +145,42 @@ impl FdReceiver {
 }
 
 async fn accept(socket: UnixListener, untaken: Weak<Untaken>, mut gone: watch::Receiver<()>) {
-    let places = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+    let places = Places::new(CONNECTIONS_MAX);
     loop {
-        let next = async {
-            let place = places.clone().acquire_owned().await;
-            (place, socket.accept().await)
-        };
-        let (place, accepted) = tokio::select! {
-            next = next => next,
+        let accepted = tokio::select! {
+            accepted = socket.accept() => accepted,
             _ = gone.changed() => return,
         };
         let stream = match accepted {
             Ok((stream, _)) => stream,
             Err(error) => {
-                tracing::warn!(%error, "cannot accept a connection for descriptors");
+                if let Some(left_out) = ACCEPT_ERRORS.line() {
+                    tracing::warn!(%error, left_out, "cannot accept a connection for descriptors");
+                }
                 sleep(ACCEPT_PAUSE).await;
                 continue;
             }
         };
         let untaken = untaken.clone();
+        let mut place = places.take();
         tokio::spawn(async move {
-            converse(stream, untaken).await;
-            drop(place);
+            let ended = tokio::select! {
+                biased;
+                ended = converse(stream, untaken) => ended,
+                () = place.lost() => Err(io::Error::other("it was the oldest of too many")),
+                () = sleep(CONNECTION_DEADLINE) => Err(io::Error::other("it takes too long")),
+            };
+            if let Err(error) = ended
+                && let Some(left_out) = REFUSALS.line()
+            {
+                tracing::info!(%error, left_out, "refused descriptors");
+            }
         });
     }
 }
 
 /// Takes what one sender has, until it has no more.
-async fn converse(mut stream: UnixStream, untaken: Weak<Untaken>) {
+async fn converse(mut stream: UnixStream, untaken: Weak<Untaken>) -> io::Result<()> {
     let (lives, ended) = watch::channel(());
     let pid = stream.peer_cred().ok().and_then(|peer| peer.pid());
     // Dropped, and seen as closed by who keeps the descriptors, when the process has ended.
@@ -181,16 +196,10 @@ async fn converse(mut stream: UnixStream, untaken: Weak<Untaken>) {
             }
             Ok(Err(error)) if error.kind() == io::ErrorKind::NotConnected => {
                 tracing::debug!(%error, "a connection for descriptors");
-                return;
+                return Ok(());
             }
-            Ok(Err(error)) => {
-                tracing::info!(%error, "refused a descriptor");
-                return;
-            }
-            Err(_) => {
-                tracing::info!("refused a descriptor: it did not come in time");
-                return;
-            }
+            Ok(Err(error)) => return Err(error),
+            Err(_) => return Err(io::Error::other("a descriptor did not come in time")),
         }
     }
 }
@@ -262,7 +271,11 @@ async fn expire(
 ) {
     tokio::select! {
         _ = taken => return,
-        () = sleep(UNTAKEN_TTL) => tracing::info!("closed a descriptor that nobody took"),
+        () = sleep(UNTAKEN_TTL) => {
+            if let Some(left_out) = EXPIRED.line() {
+                tracing::info!(left_out, "closed a descriptor that nobody took");
+            }
+        }
         () = sender.end() => tracing::debug!("closed a descriptor whose sender has ended"),
     }
     if let Some(untaken) = untaken.upgrade() {

@@ -19,8 +19,10 @@ mod fds;
 mod gate;
 mod listener;
 mod memory;
+mod places;
 mod process;
 mod queue;
+mod quiet;
 mod server;
 mod session;
 mod zmq;
@@ -51,6 +53,7 @@ pub use fds::{
 };
 pub use listener::{FrameSender, Listener};
 pub use memory::MemoryTransport;
+pub use quiet::Quiet;
 pub use server::{
     Replier, SERVER_BATCH_MAX, STRANGERS_MAX, Server, ServerEvent, ServerEvents, ServerSettings,
 };

@@ -4,6 +4,9 @@ use crate::protocol::{Preparing, RankStatus, StatusAnswer};
 use crate::types::{Direction, Rank, Replica, WorkerId};
 
 use super::State;
+use crate::transport::Quiet;
+
+static PROBLEMS: Quiet = Quiet::new();
 
 impl State {
     /// A worker says how far it is. The last word counts; it stays when the worker ends.
@@ -11,8 +14,13 @@ impl State {
         if !self.places().any(|place| place == worker) {
             return;
         }
-        if !preparing.problem.is_empty() {
-            tracing::error!(%worker, problem = preparing.problem, "worker cannot go on");
+        let known = self.preparing.get(&worker);
+        let is_new = known.is_none_or(|known| known.problem != preparing.problem);
+        if is_new
+            && !preparing.problem.is_empty()
+            && let Some(left_out) = PROBLEMS.line()
+        {
+            tracing::error!(%worker, problem = preparing.problem, left_out, "worker cannot go on");
         }
         self.preparing.insert(worker, preparing);
     }

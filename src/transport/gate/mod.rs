@@ -19,19 +19,23 @@ use std::time::Duration;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::unix::OwnedReadHalf;
 use tokio::net::{UnixListener, UnixStream};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
 use super::listener::{Event, Intake, PeerLink, Peers};
+use super::places::{Place, Places};
 use super::zmq::Router;
 use super::zmtp::{self, Item, Parser};
-use super::{Limits, PeerId, SendError, Violation};
+use super::{Limits, PeerId, Quiet, SendError, Violation};
 use relay::Connection;
 
 /// Most bytes read at once, in either direction.
 const CHUNK_BYTES: usize = 64 << 10;
-/// Most connections that have not yet shaken hands; further ones are closed. They take no place of the open ones.
+/// Most connections that have not yet shaken hands; when there is one more, the oldest is closed. They take no place of the
+/// open ones.
 pub(super) const HANDSHAKES_MAX: usize = 64;
+static REFUSALS: Quiet = Quiet::new();
+static ACCEPT_ERRORS: Quiet = Quiet::new();
 /// Pause after `accept` failed, so that a lack of descriptors does not burn a core.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
@@ -47,7 +51,7 @@ pub(super) struct Gate {
 /// Accepts until the listener is gone.
 pub(super) async fn run(gate: Gate, public: UnixListener) {
     let gate = Arc::new(gate);
-    let handshakes = Arc::new(Semaphore::new(HANDSHAKES_MAX));
+    let handshakes = Places::new(HANDSHAKES_MAX);
     let open = Arc::new(Semaphore::new(gate.limits.connections));
     loop {
         let accepted = tokio::select! {
@@ -57,15 +61,14 @@ pub(super) async fn run(gate: Gate, public: UnixListener) {
         let stream = match accepted {
             Ok((stream, _)) => stream,
             Err(error) => {
-                tracing::warn!(%error, "cannot accept a connection");
+                if let Some(left_out) = ACCEPT_ERRORS.line() {
+                    tracing::warn!(%error, left_out, "cannot accept a connection");
+                }
                 tokio::time::sleep(ACCEPT_PAUSE).await;
                 continue;
             }
         };
-        let Ok(handshake) = handshakes.clone().try_acquire_owned() else {
-            tracing::warn!("refused a connection: too many handshakes at once");
-            continue;
-        };
+        let handshake = handshakes.take();
         let (gate, open) = (gate.clone(), open.clone());
         tokio::spawn(async move {
             let events = gate.intake.events.clone();
@@ -86,6 +89,8 @@ enum Refusal {
     Full,
     #[error("no handshake in time")]
     Late,
+    #[error("its handshake was the oldest of too many")]
+    Crowded,
     #[error("{0}")]
     Violation(#[from] Violation),
     #[error("{0}")]
@@ -94,17 +99,21 @@ enum Refusal {
     Gone(#[from] SendError),
 }
 
-async fn serve(
-    gate: &Gate,
-    stream: UnixStream,
-    open: &Arc<Semaphore>,
-    handshake: OwnedSemaphorePermit,
-) {
-    let shaken = timeout(gate.limits.handshake, shake_hands(gate, stream, open)).await;
+async fn serve(gate: &Gate, stream: UnixStream, open: &Arc<Semaphore>, mut handshake: Place) {
+    let shaking = timeout(gate.limits.handshake, shake_hands(gate, stream, open));
+    let shaken = tokio::select! {
+        biased;
+        shaken = shaking => shaken.unwrap_or(Err(Refusal::Late)),
+        () = handshake.lost() => Err(Refusal::Crowded),
+    };
     drop(handshake);
-    match shaken.unwrap_or(Err(Refusal::Late)) {
+    match shaken {
         Ok(connection) => connection.run(gate).await,
-        Err(reason) => tracing::info!(%reason, "refused a connection"),
+        Err(reason) => {
+            if let Some(left_out) = REFUSALS.line() {
+                tracing::info!(%reason, left_out, "refused a connection");
+            }
+        }
     }
 }
 

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
+use super::super::fds::CONNECTIONS_MAX;
 use super::super::{
     FdError, FdReceiver, TICKET_BYTES, Ticket, UNTAKEN_MAX, UNTAKEN_TTL, send_fd, send_fds,
 };
@@ -155,6 +156,26 @@ async fn keeps_so_many_and_not_one_more() {
     drop(writer);
     drop(receiver);
     all_closed(reader).await;
+}
+
+/// They are closed after 5 s. Another sender has not that much time: it may fail on a machine that stands still, but not each
+/// time.
+#[tokio::test]
+async fn silent_senders_do_not_keep_others_out() {
+    let (_root, path, receiver) = bench();
+    let (_reader, writer) = pipe();
+    let mut silent = Vec::new();
+    for attempt in 0..5 {
+        for _ in 0..CONNECTIONS_MAX {
+            silent.push(UnixStream::connect(path.join("fds.sock")).expect("connects"));
+        }
+        let short = Duration::from_secs(2);
+        match send_fd(&path, &[attempt; 16], writer.as_fd(), short).await {
+            Ok(()) => return assert!(receiver.take(&[attempt; 16]).is_some()),
+            Err(error) => assert!(matches!(error, FdError::Late(_)), "{error}"),
+        }
+    }
+    panic!("nobody else was served");
 }
 
 #[tokio::test]

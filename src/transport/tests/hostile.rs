@@ -237,6 +237,21 @@ async fn a_flood_of_silent_connections_ends_and_harms_no_open_one() {
 }
 
 #[tokio::test]
+async fn silent_connections_do_not_keep_others_out() {
+    let limits = Limits {
+        handshake: PATIENCE * 3,
+        ..Limits::default()
+    };
+    let (_root, address, mut listener) = zmq_listener(limits).await;
+    let mut silent = Vec::new();
+    for _ in 0..HANDSHAKES_MAX {
+        silent.push(raw(&address).await);
+    }
+    serves(&address, &mut listener).await;
+    read_to_end(&mut silent[0]).await;
+}
+
+#[tokio::test]
 async fn a_flood_of_open_connections_stops_at_the_limit() {
     let limits = Limits {
         connections: 3,
