@@ -319,9 +319,15 @@ class Client:
                 self._drain_wake()
             if socket in ready:
                 envelope = wire.read(socket.recv_multipart(zmq.NOBLOCK))
-                if isinstance(envelope.body, wire.Welcome):
+                if isinstance(welcome := envelope.body, wire.Welcome):
+                    if not self._hello.version_min <= welcome.version <= self._hello.version_max:
+                        text = (
+                            f"{self.directory} says version {welcome.version}, this side speaks "
+                            f"{self._hello.version_min} to {self._hello.version_max}: update the older side"
+                        )
+                        raise Failure(Code.UNSUPPORTED_VERSION, text, said=True)
                     self.epoch = envelope.epoch
-                    return envelope.body
+                    return welcome
                 raise Failure(Code.NOT_READY, f"{self.directory} does not say welcome: {envelope.body}", said=True)
             if monitor in ready and self._gone(monitor):
                 raise OSError(f"nobody listens at {self.directory / SOCKET_NAME}")
@@ -395,11 +401,12 @@ class Client:
             except zmq.Again:
                 return
             envelope = wire.read(parts)
-            if envelope.kind == Kind.PING:
-                head = wire.header(self._version, Kind.PONG, envelope.correlation, 0, self.epoch)
-                self._say(socket, head, wire.body_of(wire.Empty()))
+            if wire.is_request(envelope.kind):
+                self._answer(socket, envelope)
+                continue
             question = self._open.get(envelope.correlation)
-            if question is None or envelope.kind in (Kind.PING, Kind.PONG):
+            if question is None or (envelope.body is None and not envelope.required):
+                # Nobody waits for it, or it is of a kind that is not known here.
                 continue
             if isinstance(envelope.body, wire.Error):
                 error = envelope.body
@@ -407,8 +414,21 @@ class Client:
             elif envelope.kind == question.kind + 1 and envelope.body is not None:
                 self._settle(question, envelope.body, None)
             else:
-                text = f"kind {envelope.kind} is no answer to kind {int(question.kind)}"
+                text = (
+                    f"kind {envelope.kind}, with bits {envelope.required:#x}, is no answer to kind {int(question.kind)}"
+                )
                 self._settle(question, None, Failure(Code.INTERNAL, text, said=False))
+
+    def _answer(self, socket: zmq.Socket, asked: wire.Envelope) -> None:
+        """Answers a request of the other side. Its ids are another space than our own."""
+        kind, body = Kind.PONG, wire.body_of(wire.Empty())
+        if asked.required:
+            kind, text = Kind.ERROR, f"bits {asked.required:#x} of the header's bytes 20 and 21 are not known here"
+            body = wire.body_of(wire.Error(Code.UNSUPPORTED, text))
+        elif asked.kind != Kind.PING:
+            kind, text = Kind.ERROR, f"kind {asked.kind} is not for an engine to answer"
+            body = wire.body_of(wire.Error(Code.UNKNOWN_KIND, text))
+        self._say(socket, wire.header(self._version, kind, asked.correlation, 0, self.epoch), body)
 
     def _send_unsent(self, socket: zmq.Socket) -> None:
         requests, byte_credits = self._credits

@@ -9,8 +9,9 @@ from enum import IntEnum
 import msgspec
 
 MAGIC = b"KVFY"
-#: Versions of the messages; the first message itself always says 1.
+#: Version of the messages.
 VERSION = 2
+#: Version in the header of a hello, a welcome, and every error before the welcome: it never changes.
 HELLO_VERSION = 1
 #: Longest body that the other side takes, and that is read here.
 BODY_BYTES_MAX = 8 << 20
@@ -19,7 +20,7 @@ HASHES_MAX = 131_072
 #: Bytes of one page hash.
 HASH_BYTES = range(16, 65)
 
-_HEADER = struct.Struct(">4sHHQIIQ")
+_HEADER = struct.Struct(">4sHHQIHHQ")
 HEADER_BYTES = _HEADER.size
 
 
@@ -60,6 +61,8 @@ FEATURE_TIMELINE = 1
 class Code(IntEnum):
     """Codes of errors that are told apart here; a reader treats the others by ``retry`` alone."""
 
+    UNSUPPORTED_VERSION = 2
+    UNKNOWN_KIND = 3
     LIMIT = 4
     NOT_READY = 5
     UNKNOWN_SLOT = 6
@@ -73,6 +76,7 @@ class Code(IntEnum):
     DRAINING = 16
     INTERNAL = 17
     LEASED = 18
+    UNSUPPORTED = 24
 
 
 class Hello(msgspec.Struct, kw_only=True):
@@ -96,6 +100,8 @@ class Welcome(msgspec.Struct):
     request_credits: int
     byte_credits: int
     features: int = 0
+    #: Longest deadline of a request; a longer one is cut to it. 0: not said.
+    deadline_max_ms: int = 0
 
 
 class Error(msgspec.Struct):
@@ -274,16 +280,31 @@ def body_of(message: msgspec.Struct) -> bytes:
 
 def header(version: int, kind: int, correlation: int, deadline_ms: int, epoch: int) -> bytes:
     """The first part of a message. ``deadline_ms`` is 0 in answers, at least 1 in requests."""
-    return _HEADER.pack(MAGIC, version, kind, correlation, deadline_ms, 0, epoch)
+    return _HEADER.pack(MAGIC, version, kind, correlation, deadline_ms, 0, 0, epoch)
+
+
+def is_request(kind: int) -> bool:
+    """Whether a kind, also one that is unknown here, is to be answered; the others are answers."""
+    match kind:
+        case Kind.HELLO | Kind.PING:
+            return True
+        case Kind.WELCOME | Kind.ERROR | Kind.PONG:
+            return False
+        case _:
+            return kind % 2 == 0
 
 
 class Envelope(msgspec.Struct):
-    """A message that came. ``body`` is None for kinds that are unknown here."""
+    """A message that came. ``body`` is None for kinds that are unknown here.
+
+    ``required`` has a bit for each thing that a reader must understand, and none is known here.
+    """
 
     kind: int
     correlation: int
     epoch: int
     body: msgspec.Struct | None
+    required: int = 0
 
 
 def read(parts: list[bytes]) -> Envelope:
@@ -296,15 +317,15 @@ def read(parts: list[bytes]) -> Envelope:
         raise Malformed(
             f"a message has 2 parts, the first of {HEADER_BYTES} bytes, not {[len(part) for part in parts]}"
         )
-    magic, _version, kind, correlation, _deadline_ms, zero, epoch = _HEADER.unpack(parts[0])
-    if magic != MAGIC or zero != 0:
-        raise Malformed("the header does not begin with KVFY, or its reserved bytes are not zero")
-    decoder = _decoders.get(kind)
+    magic, _version, kind, correlation, _deadline_ms, required, _skipped, epoch = _HEADER.unpack(parts[0])
+    if magic != MAGIC:
+        raise Malformed("the header does not begin with KVFY")
+    decoder = _decoders.get(kind) if required == 0 else None
     try:
         body = decoder.decode(parts[1]) if decoder else None
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise Malformed(f"kind {kind}: {error}") from error
-    return Envelope(kind, correlation, epoch, body)
+    return Envelope(kind, correlation, epoch, body, required)
 
 
 def runs(pages: list[int]) -> list:

@@ -55,6 +55,14 @@ class Fake:
                 correlation = int.from_bytes(parts[0][8:16], "big")
                 return peer, wire.Envelope(kind, correlation, 0, None)
 
+    def hear_refusal(self) -> wire.Envelope:
+        """The next error."""
+        assert self.socket.poll(10_000), "nothing came"
+        _, *parts = self.socket.recv_multipart()
+        envelope = wire.read(parts)
+        assert isinstance(envelope.body, wire.Error), envelope
+        return envelope
+
     def greet(self, client: Client) -> None:
         """Says welcome, and waits until the client knows."""
         peer, *_ = self.socket.recv_multipart()
@@ -188,6 +196,64 @@ def test_a_header_of_another_length_or_magic_is_no_message() -> None:
     for parts in ([], [good], [good, b"\x80", b""], [good[:-1], b"\x80"], [b"X" + good[1:], b"\x80"]):
         with pytest.raises(wire.Malformed):
             wire.read(parts)
+
+
+def test_what_is_not_known_ends_neither_the_connection_nor_a_question(directory: Path) -> None:
+    """A server may be newer: ids of its own requests are not ours, and its new answers are nobody's."""
+    server = Fake(directory)
+    with talking(directory) as client:
+        question = client.ask(LOOKUP, 20)
+        peer, envelope = server.hear()
+        link = client.link
+        unknown_requests, unknown_answers = (998, Kind.LOOKUP), (999, 63)
+        for kind in (*unknown_answers, *unknown_requests):
+            server.say(peer, kind, question.id, b"\xc1")
+        for _ in unknown_requests:
+            refused = server.hear_refusal()
+            assert (refused.correlation, refused.body.code) == (question.id, Code.UNKNOWN_KIND)
+        assert not question.done
+        server.say(peer, Kind.PING, question.id, wire.Empty())
+        assert server.hear()[1].kind == Kind.PONG
+        server.say(peer, Kind.LOOKUP_ANSWER, envelope.correlation, FOUND)
+        assert ended(question).answer == FOUND
+        assert client.link == link
+
+
+def test_required_bits_that_are_not_known(directory: Path) -> None:
+    server = Fake(directory)
+    with talking(directory) as client:
+        question = client.ask(LOOKUP, 20)
+        peer, _ = server.hear()
+        link = client.link
+        for kind in (Kind.PING, Kind.LOOKUP_ANSWER):
+            head = bytearray(wire.header(2, kind, question.id, 0, 0))
+            head[20:24] = b"\x00\x01\xff\xff"
+            server.socket.send_multipart([peer, bytes(head), wire.body_of(FOUND)])
+        assert server.hear_refusal().body.code == Code.UNSUPPORTED
+        failure = ended(question).failure
+        assert failure is not None
+        assert not failure.said, "whatever that was, nobody knows how the request ended"
+        assert client.link == link
+
+
+def test_bytes_of_the_header_that_need_not_be_understood_are_skipped() -> None:
+    head = bytearray(wire.header(2, Kind.LOOKUP_ANSWER, 1, 0, 0))
+    head[22:24] = b"\xff\xff"
+    assert wire.read([bytes(head), wire.body_of(FOUND)]).body == FOUND
+
+
+def test_a_version_that_was_not_offered_is_refused_in_words(directory: Path) -> None:
+    server = Fake(directory, version=3)
+    with talking(directory) as client:
+
+        def refused() -> bool:
+            if server.socket.poll(0):
+                peer, *_ = server.socket.recv_multipart()
+                server.say(peer, Kind.WELCOME, 0, wire.Welcome(**server.welcome))
+            return "says version 3, this side speaks 2 to 2" in client.trouble
+
+        eventually("it says why", refused)
+        assert not client.listening
 
 
 def test_silence_is_a_lost_connection(directory: Path) -> None:
