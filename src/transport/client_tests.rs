@@ -156,7 +156,9 @@ async fn what_is_not_known_ends_neither_the_connection_nor_a_request() {
         Some(Incoming::Welcomed { .. })
     ));
     match incoming.recv().await {
-        Some(Incoming::Request(order)) => assert_eq!(order.message.kind(), Kind::Cancel),
+        Some(Incoming::Request {
+            envelope: order, ..
+        }) => assert_eq!(order.message.kind(), Kind::Cancel),
         other => panic!("{other:?}"),
     }
 }
