@@ -32,6 +32,9 @@ pub mod error;
 pub mod memory;
 pub mod protocol;
 pub mod sim;
+#[cfg(test)]
+#[path = "../tests/support/skipped.rs"]
+mod skipped;
 pub mod telemetry;
 pub mod transport;
 pub mod types;

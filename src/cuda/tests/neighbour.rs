@@ -46,7 +46,7 @@ fn engine() {
         }
         let generation: u64 = generation.parse().expect("a number");
         // A real driver shares all of a block of 2 MiB; of a smaller allocation, other processes see what lies beside it, too.
-        let alone = generation % 2 == 0 || fake::on_gpu();
+        let alone = generation.is_multiple_of(2) || fake::on_gpu();
         let wanted = if alone { bytes().max(2 << 20) } else { bytes() };
         let memory = DeviceMemory::allocate(&context, wanted).expect("memory");
         let handle = memory.ipc_handle().expect("a handle");

@@ -134,7 +134,7 @@ async fn keeps_so_many_and_not_one_more() {
     let mut files = rustix::process::getrlimit(limit);
     let wanted = UNTAKEN_MAX as u64 + 256;
     if files.maximum.is_some_and(|most| most < wanted) {
-        super::skipped::skipped(&format!(
+        crate::skipped::skipped(&format!(
             "a process may not open {wanted} files here (ulimit -Hn)"
         ));
         return;

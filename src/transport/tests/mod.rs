@@ -7,8 +7,6 @@ mod hostile;
 mod parser;
 mod pressure;
 mod semantics;
-#[path = "../../../tests/support/skipped.rs"]
-mod skipped;
 
 use std::time::Duration;
 

@@ -1,6 +1,3 @@
-#[path = "../../../../tests/support/skipped.rs"]
-mod skipped;
-
 use std::io::Write;
 use std::path::PathBuf;
 
@@ -257,7 +254,7 @@ fn real(file: &str) -> Option<PathBuf> {
     if path.exists() {
         return Some(path);
     }
-    skipped::skipped(&format!(
+    crate::skipped::skipped(&format!(
         "{} is not there (set KVFERRY_SHARED)",
         path.display()
     ));
