@@ -63,7 +63,7 @@ class Copies:
         self._open: dict[int, Copy] = {}
         self._ended: collections.deque[Question] = collections.deque()
         self._news = threading.Event()
-        self._over: list[Copy] = []
+        self._over: collections.deque[Copy] = collections.deque()
         self._to_abandon: list[int] = []
 
     def bind_pool(self, pool: "BlockPool") -> None:
@@ -72,7 +72,9 @@ class Copies:
 
     def begin(self, copy: Copy, message: msgspec.Struct, timeout_s: float) -> int:
         """Asks for a copy; returns the id of the request. A store holds its pages until it is over."""
-        if copy.store and self._pool is not None:
+        if copy.store:
+            if self._pool is None:
+                raise RuntimeError("pages cannot be held: vLLM has given no pool")
             copy.blocks = [self._pool.blocks[page] for page in copy.pages]
             self._pool.touch(copy.blocks)
         question = self._client.ask(message, timeout_s, patience_s=FENCE_S, until=self._question_ended)
@@ -105,8 +107,9 @@ class Copies:
                 self._abandon(question.id, copy)
             else:
                 self._end(question.id)
-        over, self._over = self._over, []
-        yield from over
+        # One by one: what is not taken, because of an exception in between, is there the next time.
+        while self._over:
+            yield self._over.popleft()
 
     def _abandon(self, request: int, copy: Copy) -> None:
         if copy.ranks_over is None:
@@ -119,8 +122,12 @@ class Copies:
         return requests
 
     def ranks_know(self, over: dict[int, int]) -> None:
-        """So many more ranks know that nothing is copied for these requests any more."""
-        for request, ranks in over.items():
+        """So many more ranks know that nothing is copied for these requests any more.
+
+        Takes them out, so that none counts twice when this is called again after an exception.
+        """
+        while over:
+            request, ranks = over.popitem()
             copy = self._open.get(request)
             if copy is not None and copy.ranks_over is not None:
                 copy.ranks_over += ranks
@@ -129,10 +136,10 @@ class Copies:
 
     def _end(self, request: int) -> None:
         copy = self._open.pop(request)
+        self._over.append(copy)
         if copy.blocks and self._pool is not None:
             # The tail first: it is the first to be evicted.
             self._pool.free_blocks(reversed(copy.blocks))
-        self._over.append(copy)
 
     def frees_since(self) -> float | None:
         """When the oldest store began that alone keeps pages from being used again; None without one."""

@@ -137,7 +137,10 @@ class SchedulerSide:
         reset = pool.reset_prefix_cache
 
         def reset_without_stores() -> bool:
-            self._end_stores()
+            try:
+                self._end_stores()
+            except Exception:
+                logger.exception("kvferry: stores could not be ended before a reset")
             return reset()
 
         pool.reset_prefix_cache = reset_without_stores  # type: ignore[method-assign]
@@ -289,6 +292,14 @@ class SchedulerSide:
             if tracked is not None and self._client.listening:
                 self._store(tracked, tokens, output.kv_connector_block_state)
         self._budget_s = self._settings.lookup_budget_ms / 1000
+        return self._take_step()
+
+    def finish_only(self) -> StepMetadata:
+        """A step in which nothing begins: what is over is reported, pages come back."""
+        self._settle()
+        return self._take_step()
+
+    def _take_step(self) -> StepMetadata:
         step, self._step = self._step, StepMetadata()
         step.written_through = self._last_store
         step.abandon = self._copies.to_abandon()
@@ -333,10 +344,16 @@ class SchedulerSide:
     def _settle(self) -> None:
         for copy in self._copies.settle():
             tracked = copy.owner
-            if copy.store:
-                self._stored(tracked, copy)
-            else:
-                self._loaded(tracked, copy)
+            try:
+                if copy.store:
+                    self._stored(tracked, copy)
+                else:
+                    self._loaded(tracked, copy)
+            except Exception:
+                # vLLM waits for it, whatever went wrong here.
+                if not copy.store:
+                    self._report(tracked, copy.pages)
+                raise
             self._forget_if_over(tracked)
 
     def _stored(self, tracked: Tracked, copy: Copy) -> None:
@@ -364,8 +381,26 @@ class SchedulerSide:
                 "the cache was reset" if before_reset else copy.failure or "the load was stopped",
             )
             tracked.computes = True
-        self._step.failed_pages.extend(failed)
-        self._step.loaded.append(tracked.request.request_id)
+        self._report(tracked, failed)
+
+    def _report(self, tracked: Tracked, failed: list[int]) -> None:
+        """vLLM is told once that a load is over, and which of its pages must be computed."""
+        if tracked.request.request_id not in self._step.loaded:
+            self._step.failed_pages.extend(failed)
+            self._step.loaded.append(tracked.request.request_id)
+
+    def load_failed(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> None:
+        """A load that vLLM counts on, and that could not be asked for, is reported to have failed."""
+        count = external_tokens // self._page_tokens
+        tracked = self._tracked.get(request.request_id)
+        if count == 0 or (tracked is not None and tracked.load is not None and tracked.load.question is not None):
+            return
+        (table,) = blocks.get_block_ids()
+        first = tracked.device_pages if tracked is not None else len(table) - count
+        if tracked is None:
+            tracked = Tracked(request, 0, b"")
+        tracked.load = None
+        self._report(tracked, list(table[first : first + count]))
 
     def ranks_reported(self, output: "KVConnectorOutput") -> None:
         """The ranks' words of one step."""

@@ -24,6 +24,8 @@ class RankReport(KVConnectorWorkerMetadata):
     """From the ranks to the scheduler: how many of them know that nothing is copied for a request any more."""
 
     over: dict[int, int]
+    #: A hook that failed on some rank.
+    fault: str = ""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "RankReport":
         """Both together."""
@@ -31,4 +33,4 @@ class RankReport(KVConnectorWorkerMetadata):
         total = dict(self.over)
         for request, ranks in other.over.items():
             total[request] = total.get(request, 0) + ranks
-        return RankReport(total)
+        return RankReport(total, self.fault or other.fault)

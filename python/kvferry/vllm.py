@@ -34,8 +34,10 @@ except ImportError as error:
     ) from error
 
 from kvferry.content import content_of, namespace_of, start_of, tell_unknown_weights
+from kvferry.guard import Faults, guarded
 from kvferry.memory import KvMemory, Place, Unsupported
 from kvferry.rank import RankSession
+from kvferry.reports import Reports
 from kvferry.scheduler import SchedulerSide
 from kvferry.settings import Settings
 from kvferry.steps import RankReport, StepMetadata
@@ -57,7 +59,7 @@ logger = logging.getLogger("vllm.kvferry")
 _KV_HEADS = re.compile("kv_heads|key_value_heads")
 
 
-class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
+class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
     """Loads pages that kvferry has, stores those that it has not. See ``docs/vllm.md``."""
 
     _cache_hit_source = CacheHitSource.HOST
@@ -81,9 +83,9 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._rank: RankSession | None = None
         self._on_device = False
-        self._steps: list[StepMetadata] = []
-        #: Of a rank without memory that kvferry could reach: nothing is copied there.
-        self._over: list[int] = []
+        self._reports = Reports()
+        #: The last step that was made for the ranks, and for what.
+        self._made: tuple[SchedulerOutput | None, StepMetadata] = (None, StepMetadata())
         unreachable = why_unreachable(vllm_config)
         self._registers = unreachable is None
         why = unreachable or groups.why_not_served(kv_cache_config) or why_not_cached(vllm_config)
@@ -107,6 +109,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         """A page that is not stored is only a later miss."""
         return False
 
+    @guarded()
     def shutdown(self) -> None:
         """Ends the conversations; kvferry lets go what it holds for this engine."""
         if self._scheduler is not None:
@@ -116,6 +119,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
 
     # A rank's worker.
 
+    @guarded()
     def register_kv_caches(self, kv_caches: dict[str, "torch.Tensor"]) -> None:
         """Moves the KV memory to where kvferry can map it; the rest goes on by itself."""
         if not self._registers:
@@ -135,15 +139,22 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         directory = self._settings.socket_dir / f"worker-{replica}-{rank}"
         self._rank = RankSession(directory, start_of(config), rank, replica, memory)
 
-    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """A step begins."""
+    def _begin_step(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, StepMetadata):
-            self._steps.append(connector_metadata)
-            if self._rank is None:
-                self._over += connector_metadata.abandon
-            elif connector_metadata.abandon:
-                self._rank.abandon(connector_metadata.abandon)
+            self._reports.begin(connector_metadata)
+
+    @guarded(instead=_begin_step)
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """A step begins."""
+        self._begin_step(connector_metadata)
+        requests = self._reports.to_abandon()
+        if requests and self._rank is None:
+            # A rank without memory that kvferry could reach: nothing is copied there.
+            self._reports.are_over(requests)
+        elif requests and self._rank is not None:
+            self._rank.abandon(requests)
+        self._reports.handed_over()
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         """Nothing: the scheduler has asked for the loads."""
@@ -156,6 +167,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Nothing: pages are stored once the whole forward pass is over."""
 
+    @guarded()
     def wait_for_save(self) -> None:
         """The forward pass is over, or given to the device: stores may read what it wrote once it is. Does not wait."""
         metadata = self._connector_metadata
@@ -172,36 +184,47 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         event.record()
         return event.query, torch.cuda.current_stream().cuda_stream
 
+    def _finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return None, self._reports.loaded() or None
+
+    @guarded(instead=_finished)
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Loads that the scheduler's side knows to be over. Stores are never waited for: the pool holds their pages."""
-        loaded = {request for step in self._steps for request in step.loaded}
-        return None, loaded or None
+        return self._finished(finished_req_ids)
 
+    def _failed_pages(self) -> set[int]:
+        return self._reports.failed_pages()
+
+    @guarded(instead=_failed_pages)
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Pages of those loads that must be computed."""
-        failed = {page for step in self._steps for page in step.failed_pages}
-        self._steps.clear()
-        return failed
+        return self._failed_pages()
 
+    def _report(self) -> KVConnectorWorkerMetadata | None:
+        return self._reports.report(self.fault)
+
+    @guarded(instead=_report)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """What this rank knows to be over."""
-        over, self._over = self._over, []
+        """What this rank knows to be over, and whether it has failed."""
         if self._rank is not None:
-            over += self._rank.over()
-        return RankReport(dict.fromkeys(over, 1)) if over else None
+            self._reports.are_over(self._rank.over())
+        return self._report()
 
     # The scheduler.
 
+    @guarded()
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Pages under copy are held there."""
         if self._scheduler is not None:
             self._scheduler.bind_pool(gpu_block_pool)
 
+    @guarded(begins=True)
     def on_new_request(self, request: "Request") -> None:
         """A request has come."""
         if self._scheduler is not None:
             self._scheduler.track(request)
 
+    @guarded(default=lambda: (0, False), begins=True)
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens that kvferry can load behind the computed ones; always between steps."""
         if self._scheduler is None:
@@ -209,26 +232,51 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         tokens = self._scheduler.matched_tokens(request, num_computed_tokens)
         return tokens, bool(tokens)
 
+    def _load_failed(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
+        if self._scheduler is not None:
+            self._scheduler.load_failed(request, blocks, num_external_tokens)
+
+    @guarded(instead=_load_failed, begins=True)
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         """Pages are there: the load begins."""
         if self._scheduler is not None:
             self._scheduler.allocated(request, blocks, num_external_tokens)
 
+    def _finish_only(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        made_for, step = self._made
+        if made_for is not scheduler_output and self._scheduler is not None:
+            step = self._scheduler.finish_only()
+            self._made = scheduler_output, step
+        return step
+
+    @guarded(instead=_finish_only, default=StepMetadata, begins=True)
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """What the ranks must know of this step."""
         if self._scheduler is None:
             return StepMetadata()
-        return self._scheduler.step(scheduler_output)
+        step = self._scheduler.step(scheduler_output)
+        self._made = scheduler_output, step
+        return step
 
-    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
-        """What the ranks said of a step."""
+    def _ranks_reported(self, connector_output: "KVConnectorOutput") -> None:
         if self._scheduler is not None:
             self._scheduler.ranks_reported(connector_output)
 
+    @guarded(instead=_ranks_reported)
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        """What the ranks said of a step."""
+        self._ranks_reported(connector_output)
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, RankReport) and report.fault and not self.fault:
+            self.fault = report.fault
+            logger.error("kvferry: %s failed on a rank, whose log says why: requests run without the cache", self.fault)
+
+    @guarded(default=lambda: (False, None))
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """A request is over."""
         return self.request_finished_all_groups(request, (block_ids,))
 
+    @guarded(default=lambda: (False, None))
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -237,16 +285,20 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.finished(request)
         return False, None
 
+    @guarded(default=bool)
     def has_pending_block_frees(self) -> bool:
         """Whether waiting a little is better than preempting a request."""
         return self._scheduler is not None and self._scheduler.frees_soon()
 
+    @guarded(default=bool)
     def has_pending_push_work(self) -> bool:
         """Whether steps of an idle engine are needed, to notice that copies are over."""
         return self._scheduler is not None and self._scheduler.copying()
 
+    # After a fault it finds nothing at all.
+    @guarded(default=lambda: True, begins=True)
     def reset_cache(self) -> bool | None:
-        """Forgets every page of the leader; at least, this engine finds none of them any more."""
+        """Finds none of the pages any more that this engine had part in, and asks the leader to forget them."""
         return self._scheduler.reset() if self._scheduler is not None else True
 
 
