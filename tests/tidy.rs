@@ -142,6 +142,7 @@ const UNSAFE_FILES: &[&str] = &[
     "src/cuda/driver/api.rs",
     "src/cuda/driver/context.rs",
     "src/cuda/driver/copies.rs",
+    "src/cuda/driver/exit.rs",
     "src/cuda/driver/memory.rs",
     "src/cuda/driver/mod.rs",
     "src/cuda/driver/stream.rs",

@@ -1,14 +1,11 @@
 //! The GPU of a worker's engine: found by its name, once an engine's rank has named it; then the depot is pinned for it.
 
 use std::sync::Arc;
-use std::time::Duration;
-
-use crossbeam::channel::bounded;
 
 use crate::cuda::{
     Announced, BATCH_COPIES_MAX, Context, Copier, CopierError, CopierSettings, CopyOrder,
     CudaError, DeviceOpenError, DeviceUuid, Driver, NoDriver, Outcome, PIN_CHUNK_BYTES, PinError,
-    PinnedDepot, RegisteredDevice, SmallCopyError, WaitOrder, Window,
+    PinnedDepot, RegisteredDevice, SmallCopyError, WaitOrder, Window, bus_id,
 };
 use crate::memory::{BatchMark, CancelFlag, Depot, LifelineEnd, NumaNode, RegisteredMemory};
 use crate::transport::FdReceiver;
@@ -16,9 +13,6 @@ use crate::types::{Copy, FragmentPair, GpuCopy, GroupGeometry, Registration, Tim
 
 /// `CU_DEVICE_ATTRIBUTE_MPS_ENABLED`.
 const MPS_ENABLED: u32 = 133;
-
-/// How long a driver may take to start, when it is only asked where to place memory.
-const NODE_LIMIT: Duration = Duration::from_secs(10);
 
 /// A GPU that copies.
 #[derive(Debug)]
@@ -90,32 +84,15 @@ fn listed(uuids: &[DeviceUuid]) -> String {
 }
 
 /// The NUMA node of the GPU with this number, of those that this process may use: most likely that of the rank of that
-/// number. It is asked for before any engine has come, when host memory is placed. Blocks on the driver, at most
-/// [`NODE_LIMIT`].
+/// number. It is wanted before any engine has come, when host memory is placed, and without a call of the driver.
 pub(super) fn likely_node(number: usize) -> Option<NumaNode> {
-    let (tell, told) = bounded(1);
-    let asking = std::thread::Builder::new().name("kvferry-node".to_owned());
-    let asking = asking.spawn(move || {
-        if tell.send(node_of(number)).is_err() {
-            tracing::debug!("the driver has started, too late");
-        }
-    });
-    if let Err(error) = asking {
-        tracing::warn!(%error, "no thread to ask the driver");
-        return None;
-    }
-    let node = told.recv_timeout(NODE_LIMIT);
-    let late = |_| tracing::warn!("the CUDA driver does not start in {NODE_LIMIT:?}");
-    node.map_err(late).ok().flatten()
-}
-
-fn node_of(number: usize) -> Option<NumaNode> {
-    let driver = Driver::get()
-        .inspect_err(|error| tracing::debug!(%error, "host memory is placed without a GPU"))
-        .ok()?;
-    let device = *driver.devices().ok()?.get(number)?;
-    let node = NumaNode::near(&driver.pci_bus_id(device).ok()?)?;
-    tracing::info!(gpu = %device.uuid, node = node.number(), "host memory is placed near a GPU");
+    let bus_id = bus_id(number)?;
+    let node = NumaNode::near(&bus_id)?;
+    tracing::info!(
+        gpu = bus_id,
+        node = node.number(),
+        "host memory is placed near a GPU"
+    );
     Some(node)
 }
 

@@ -106,13 +106,17 @@ pub fn main() -> ExitCode {
         Command::Sim(arguments) => arguments.run(),
         Command::EngineRank(arguments) => arguments.run(),
     };
-    match result {
-        Ok(()) => ExitCode::SUCCESS,
+    let code = match result {
+        Ok(()) => 0,
         Err(error) => {
             say_error(&error);
-            ExitCode::from(error.exit_code())
+            error.exit_code()
         }
+    };
+    if crate::cuda::threads_in_driver() {
+        crate::cuda::end_process(code);
     }
+    ExitCode::from(code)
 }
 
 #[expect(

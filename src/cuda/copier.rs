@@ -6,7 +6,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -35,6 +35,14 @@ const POLL_PAUSE: Duration = Duration::from_micros(20);
 const STOP_LIMIT: Duration = Duration::from_secs(2);
 /// How long its end is waited for: a call of the driver may not return.
 const END_LIMIT: Duration = Duration::from_secs(3);
+
+/// Copying threads of this process that have not ended.
+static THREADS: AtomicUsize = AtomicUsize::new(0);
+
+/// Whether copying threads may be in a function of the driver. Then the process must end by [`super::end_process`].
+pub fn threads_in_driver() -> bool {
+    THREADS.load(Ordering::SeqCst) > 0
+}
 
 /// A copy between an engine's memory and a depot.
 #[derive(Debug)]
@@ -109,9 +117,14 @@ impl Copier {
             giving_ns: Arc::clone(&giving_ns),
             tell: settings.tell,
         };
+        THREADS.fetch_add(1, Ordering::SeqCst);
         let thread = thread.spawn(move || {
             run.run();
+            THREADS.fetch_sub(1, Ordering::SeqCst);
             drop(running);
+        });
+        let thread = thread.inspect_err(|_| {
+            THREADS.fetch_sub(1, Ordering::SeqCst);
         })?;
         Ok(Self {
             queue: Some(queue),

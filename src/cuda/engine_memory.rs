@@ -84,7 +84,7 @@ pub enum DeviceOpenError {
     )]
     Ticket(usize, usize),
     /// The driver does not open the handle.
-    #[error("registration.allocations[{index}].handle: {source}")]
+    #[error("registration.allocations[{index}].handle: {source}{}", not_opened(*.source))]
     Open {
         /// Which allocation.
         index: usize,
@@ -130,6 +130,18 @@ impl DeviceOpenError {
             _ => None,
         };
         error.filter(|error| error.is_fatal())
+    }
+}
+
+/// What to do about a handle that the driver does not open; empty where nothing is known.
+fn not_opened(error: CudaError) -> &'static str {
+    match error.code() {
+        Some(201) => {
+            ": an engine in another PID namespace cannot hand memory over by CUDA IPC handles: let both share one (hostPID or \
+             shareProcessNamespace of a pod, --pid of a container), or let the engine allocate in chunks \
+             (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True)"
+        }
+        _ => "",
     }
 }
 

@@ -153,3 +153,31 @@ const fn hint(code: u32) -> &'static str {
         _ => "",
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn fatal(code: u32) -> bool {
+        let name = "an error";
+        let call = "cuLaunchKernel";
+        CudaError::Answered { call, code, name }.is_fatal()
+    }
+
+    /// A module that does not load or a kernel that does not start leaves another way to copy; 221 is usual in a container
+    /// without the compiler's library.
+    #[test]
+    fn refusals_of_one_way_to_copy_are_not_the_end_of_the_gpu() {
+        for code in [200, 218, 221, 222, 223, 301, 302, 303, 701, 720] {
+            assert!(!fatal(code), "{code}");
+        }
+        // Illegal addresses, timeouts, destroyed contexts, traps, lost devices, and what only newer drivers say.
+        for code in [
+            700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 999, 12_345,
+        ] {
+            assert!(fatal(code), "{code}");
+        }
+        assert!(!CudaError::OutOfRange("a range").is_fatal());
+        assert!(!CudaError::NoFunction("cuFunction").is_fatal());
+    }
+}

@@ -12,6 +12,7 @@ mod driver;
 mod engine_memory;
 mod error;
 mod pinned;
+mod plugged;
 mod sabotage;
 #[cfg(test)]
 mod tests;
@@ -20,14 +21,15 @@ mod window;
 
 pub use copier::{
     CALLS_A_TURN, Copier, CopierError, CopierSettings, CopyOrder, Outcome, PARTS_IN_FLIGHT,
-    QUEUE_PLACES,
+    QUEUE_PLACES, threads_in_driver,
 };
 pub use driver::{
     BATCH_COPIES_MAX, Context, Device, DeviceMemory, DeviceUuid, Driver, IPC_HANDLE_BYTES,
-    Physical, SharedChunk, Sharing,
+    Physical, SharedChunk, Sharing, end_process,
 };
 pub use engine_memory::{DeviceMemories, DeviceOpenError, RegisteredDevice, device_of};
 pub use error::{CudaError, NoDriver};
 pub use pinned::{PIN_CHUNK_BYTES, PinError, PinnedDepot};
+pub use plugged::bus_id;
 pub use timeline::{Announced, WaitOrder};
 pub use window::{SmallCopyError, Window};

@@ -449,3 +449,117 @@ fn held_no_longer(device: &str) {
         assert!(lives(worker), "the worker let it go, not its end");
     }
 }
+
+/// A server under the driver for tests, and where it is met.
+fn served(gpus: &Gpus) -> (tempfile::TempDir, String, Running) {
+    let folder = socket_dir();
+    let name = folder.path().to_str().expect("UTF-8").to_owned();
+    let up = ["up", "--ranks", "1", "--g2", "32MiB", "--socket-dir", &name];
+    let up = Running::start_with(&gpus.variables(), &up, &std::env::temp_dir());
+    (folder, name, up)
+}
+
+/// A rank that is refused in words: they come to it, and the worker that said them lives on.
+fn refused_and_the_worker_stays(settings: &str, expected: &str) {
+    let gpus = Gpus::new(settings);
+    let (folder, name, _up) = served(&gpus);
+    // 0 where no worker has come yet.
+    let worker = |status: &Value| status["ranks"][0]["pid"].as_u64().filter(|pid| *pid > 0);
+    let before = status(&name, Instant::now(), &|status| worker(status).is_some());
+    let arguments = engine_rank(folder.path(), "cuda");
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let rank = Running::start_with(&gpus.variables(), &arguments, &std::env::temp_dir());
+    let (code, errors) = rank.end(LIMIT);
+    assert_eq!(code, Some(1), "{errors}");
+    assert!(errors.contains(expected), "{errors}");
+    let after = status(&name, Instant::now(), &|status| worker(status).is_some());
+    assert_eq!(worker(&after), worker(&before), "{errors}");
+    let problem = after["ranks"][0]["problem"].as_str().unwrap_or_default();
+    assert!(problem.contains(expected), "{after}");
+}
+
+/// The engine has the GPU for itself: the worker says so, and does not end and start again for ever.
+#[test]
+fn a_gpu_in_exclusive_mode_is_refused_in_words() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let held = folder.path().join("held");
+    refused_and_the_worker_stays(
+        &format!("exclusive={}", held.display()),
+        "(46): the GPU is in exclusive or prohibited compute mode",
+    );
+}
+
+#[test]
+fn a_gpu_without_room_for_a_context_is_refused_in_words() {
+    let settings = "memory_mib=64;context_mib=worker/128";
+    refused_and_the_worker_stays(settings, "a context takes about 0.5 GiB");
+}
+
+#[test]
+fn an_engine_in_another_pid_namespace_is_refused_in_words() {
+    let settings = "pidns=engine-rank/7";
+    refused_and_the_worker_stays(settings, "in another PID namespace");
+}
+
+/// Host memory is placed before any engine has come. An engine on the CPU never needs the driver, and its start takes long.
+#[test]
+fn no_driver_is_started_to_place_host_memory() {
+    let reports = tempfile::tempdir().expect("a folder");
+    let report = reports.path().display();
+    let gpus = Gpus::new(&format!("init_ms=30000;report={report}"));
+    let found = replay_with(&gpus.variables(), &["--requests", "4", "--g1-pages", "64"]);
+    assert_eq!(number(&found, "/bytes/mismatched"), 0);
+    let loaded = std::fs::read_dir(reports.path()).expect("a folder");
+    assert_eq!(loaded.count(), 0, "processes that loaded the driver");
+}
+
+/// Calls for many copies hang: no error tells it. Each worker dies over it once, and its successor gives copies one by one.
+#[test]
+fn copies_given_together_that_hang_cost_a_worker_once() {
+    let hung = tempfile::tempdir().expect("a folder");
+    let gpus = Gpus::new(&format!(
+        "delay_us=20;hang=worker/5/{}",
+        hung.path().display()
+    ));
+    let mut variables = gpus.variables();
+    variables.push(("KVFERRY_GPU_COPY", "batch".into()));
+    let replay = Disturbed::start_with(&variables, &["--device", "cuda", "--requests", "400"]);
+    let report = replay.report();
+    let hung = std::fs::read_dir(hung.path()).expect("a folder").count();
+    assert!((1..=2).contains(&hung), "{hung} workers died over it, of 2");
+    assert!(
+        number(&report, "/blocks/loaded") > 100,
+        "no worker came back"
+    );
+}
+
+/// The memory of the GPU is the engines': a worker gives its context back when the last one has left, and takes one again.
+#[test]
+fn a_worker_without_an_engine_lets_the_gpu_go() {
+    let gpus = Gpus::new("delay_us=20");
+    let folder = socket_dir();
+    let name = folder.path().to_str().expect("UTF-8");
+    let common = ["--ranks", "1", "--g2", "32MiB", "--socket-dir", name];
+    let leader = [&["leader"], &common[..]].concat();
+    let worker = [&["worker", "--rank", "0", "--gpu-idle-s", "1"], &common[..]].concat();
+    let _leader = Running::start_with(&gpus.variables(), &leader, &std::env::temp_dir());
+    let _worker = Running::start_with(&gpus.variables(), &worker, &std::env::temp_dir());
+    let arguments = engine_rank(folder.path(), "cuda");
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let pinned = |status: &Value| status["ranks"][0]["host_pinned_bytes"].as_u64();
+    let begun = Instant::now();
+    for _ in 0..2 {
+        let rank = Running::start_with(&gpus.variables(), &arguments, &std::env::temp_dir());
+        let attached = status(name, begun, &|status| {
+            status["ranks"][0]["attached"] == true
+        });
+        assert_eq!(pinned(&attached), Some(32 << 20));
+        drop(rank);
+        let idle = status(name, begun, &|status| pinned(status).is_none());
+        assert_eq!(idle["ranks"][0]["attached"], false);
+        assert_eq!(
+            number(&idle, "/ranks/0/pid"),
+            number(&attached, "/ranks/0/pid")
+        );
+    }
+}

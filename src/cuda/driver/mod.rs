@@ -5,6 +5,7 @@
 mod api;
 mod context;
 mod copies;
+mod exit;
 mod memory;
 mod stream;
 mod uuid;
@@ -19,6 +20,7 @@ use super::error::{CudaError, NoDriver};
 
 pub use context::Context;
 pub use copies::BATCH_COPIES_MAX;
+pub use exit::end_process;
 pub use memory::{DeviceMemory, IPC_HANDLE_BYTES, PinnedRange};
 pub use stream::{DeviceSide, HostMemory, NotSubmitted, Stream, Submitted};
 pub use uuid::DeviceUuid;

@@ -3,11 +3,12 @@
 
 use std::sync::Arc;
 use std::sync::mpsc::channel;
+use std::time::Instant;
 
 use crate::cuda::driver::{DeviceSide, HostMemory, Stream};
 use crate::cuda::{
     Context, Copier, CopierSettings, CopyOrder, DeviceMemories, DeviceMemory, Driver, Outcome,
-    PinnedDepot,
+    PinnedDepot, end_process, threads_in_driver,
 };
 use crate::memory::{CopyRange, Depot, SharedBuffer};
 use crate::types::{Direction, FragmentPair, OpId, PageList};
@@ -15,7 +16,7 @@ use crate::types::{Direction, FragmentPair, OpId, PageList};
 use super::copies::plain;
 use super::engine::Roles;
 use super::fake;
-use super::world::{PATIENCE, World};
+use super::world::{PATIENCE, Wanted, World};
 
 /// Runs a body under these settings, and returns what the driver has traced.
 fn traced(settings: &str, body: impl FnOnce()) -> Option<String> {
@@ -245,4 +246,33 @@ fn refused_pin(settings: &str, limit: &str) {
         assert!(text.contains("CUDA_ERROR_OUT_OF_MEMORY (2)"), "{text}");
         assert!(text.contains(limit), "{text}");
     });
+}
+
+/// A driver takes itself apart when the process ends, and crashes where a thread is in one of its functions.
+#[test]
+fn a_process_with_a_thread_in_the_driver_ends_without_the_driver() {
+    const STATUS: u8 = 7;
+    if fake::is_inside() {
+        let mut world = World::new(plain(Roles::Split).registration(), 9, 4096, 1);
+        let store = Wanted {
+            direction: Direction::Store,
+            pages: vec![(0, 0)],
+            pages_a_part: 1,
+        };
+        // Once nobody takes orders any more, the thread is in the call.
+        let until = Instant::now() + PATIENCE;
+        while world.try_start(&store, Arc::default()) {
+            assert!(Instant::now() < until, "the call returns");
+        }
+        // Waited for, and given up.
+        drop(world);
+        assert!(threads_in_driver());
+        end_process(STATUS);
+    }
+    let folder = fake::folder(&fake::library());
+    // The world itself is made with two copies.
+    let output = fake::again(folder.path(), "block=*/cuMemcpyAsync/3");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(said.contains("cuMemcpyAsync does not return"), "{said}");
+    assert_eq!(output.status.code(), Some(i32::from(STATUS)), "{said}");
 }

@@ -185,6 +185,12 @@ impl World {
 
     /// The same, with a flag that stops it.
     pub fn start_with(&mut self, wanted: &Wanted, cancel: Arc<CancelFlag>) -> OpId {
+        assert!(self.try_start(wanted, cancel), "a place");
+        OpId(self.last)
+    }
+
+    /// The same; false where there is no place for it.
+    pub fn try_start(&mut self, wanted: &Wanted, cancel: Arc<CancelFlag>) -> bool {
         self.last += 1;
         let pair = |pages: &[(u32, u32)]| {
             let device: PageList = pages.iter().map(|pages| pages.0).collect();
@@ -212,8 +218,7 @@ impl World {
             depot: Arc::clone(&self.depot),
             cancel,
         };
-        assert!(self.copier.start_copy(order), "a place");
-        OpId(self.last)
+        self.copier.start_copy(order)
     }
 
     /// The next thing that the actor says.

@@ -22,7 +22,8 @@ const HOST_POINTERS: u32 = 91;
 /// * `init_ms=N` (0): how long `cuInit` takes;
 /// * `exclusive=FILE`: the GPUs are in exclusive compute mode: only one process has contexts at a time, the one that holds this
 ///   file, and others get 46;
-/// * `memory_mib=N` (unlimited), `context_mib=N` (0): what a process can allocate on a GPU, and what a context takes of it;
+/// * `memory_mib=N` (unlimited), `context_mib=N` or `context_mib=WHO/N` (0): what a process can allocate on a GPU, and what
+///   a context takes of it;
 /// * `granule_kib=N` (2048): of the virtual memory management: chunks and reservations are multiples of it;
 /// * `strict=1`: asynchronous copies of host memory that is not registered are refused (a real driver copies it twice, and
 ///   blocks the caller) (0);
@@ -144,7 +145,13 @@ impl Settings {
                 "init_ms" => settings.init_ms = number()?,
                 "exclusive" => settings.exclusive = Some(value.to_owned()),
                 "memory_mib" => settings.memory_bytes = Some(many(1 << 20)?),
-                "context_mib" => settings.context_bytes = many(1 << 20)?,
+                "context_mib" => {
+                    let (who, mib) = value.split_once('/').unwrap_or(("*", value));
+                    if is_meant(who) {
+                        let mib: usize = mib.parse().map_err(|_| wrong())?;
+                        settings.context_bytes = mib << 20;
+                    }
+                }
                 "granule_kib" => settings.granule_bytes = many(1 << 10)?.max(4096),
                 "strict" => settings.strict = number()? != 0,
                 "call_us" => {
