@@ -15,10 +15,12 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Command, Output, Stdio};
 
 /// Events of each world in which a bug is looked for.
 const STEPS: &str = "4000";
+/// The program without a bug, below `target/planted`.
+const SOUND: &str = "kvferry-sound";
 /// Worlds that are run at a time, until one shows the bug.
 const SEEDS_AT_ONCE: u64 = 100;
 
@@ -154,13 +156,24 @@ pub(crate) fn run(root: &Path, only: &str) -> Result<(), String> {
         .filter(|bug| bug.name.contains(only))
         .collect();
     copy_tree(root, &tree)?;
+    if bugs
+        .iter()
+        .any(|bug| matches!(bug.found, Found::Sim { .. }))
+    {
+        let output = cargo(&place, &["build", "--locked", "--bin", "kvferry"])?;
+        if !output.status.success() {
+            return Err(String::from_utf8_lossy(&output.stderr).into_owned());
+        }
+        let text = |error: std::io::Error| format!("{}: {error}", place.display());
+        fs::copy(place.join("target/debug/kvferry"), place.join(SOUND)).map_err(text)?;
+    }
     let mut missed = Vec::new();
     for bug in &bugs {
         let files = bug.apply(root)?;
         for (file, text) in &files {
             write(&tree.join(file), text.as_bytes())?;
         }
-        let found = look_for(bug, &place, &tree);
+        let found = look_for(bug, &place);
         for (file, _) in &files {
             copy_file(root, &tree, file)?;
         }
@@ -183,21 +196,31 @@ pub(crate) fn run(root: &Path, only: &str) -> Result<(), String> {
     }
 }
 
+/// Runs cargo in the copy of the tree.
+fn cargo(place: &Path, arguments: &[&str]) -> Result<Output, String> {
+    Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
+        .current_dir(place.join("tree"))
+        .env("CARGO_TARGET_DIR", place.join("target"))
+        .args(arguments)
+        .stdin(Stdio::null())
+        .output()
+        .map_err(|error| format!("cargo: {error}"))
+}
+
+/// Runs simulated worlds with a program below `place`.
+fn sim(place: &Path, program: &str, seeds: &str) -> Result<Output, String> {
+    Command::new(place.join(program))
+        .current_dir(place)
+        .args(["sim", "--seeds", seeds, "--steps", STEPS])
+        .stdin(Stdio::null())
+        .output()
+        .map_err(|error| format!("sim: {error}"))
+}
+
 /// What showed the bug, if anything did.
-fn look_for(bug: &Planted, place: &Path, tree: &Path) -> Result<Option<String>, String> {
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let target = place.join("target");
-    let output = |arguments: &[&str]| {
-        Command::new(&cargo)
-            .current_dir(tree)
-            .env("CARGO_TARGET_DIR", &target)
-            .args(arguments)
-            .stdin(Stdio::null())
-            .output()
-            .map_err(|error| format!("cargo: {error}"))
-    };
+fn look_for(bug: &Planted, place: &Path) -> Result<Option<String>, String> {
     let built = |arguments: &[&str]| {
-        let output = output(arguments)?;
+        let output = cargo(place, arguments)?;
         match output.status.success() {
             true => Ok(()),
             false => Err(format!(
@@ -213,7 +236,7 @@ fn look_for(bug: &Planted, place: &Path, tree: &Path) -> Result<Option<String>, 
             // The last word says which tests; the others, what is built.
             let (_, what) = words.split_last().ok_or("a test has arguments")?;
             built(&[&["test", "--locked", "--no-run"], what].concat())?;
-            let output = output(&[&["test", "--locked"], &words[..]].concat())?;
+            let output = cargo(place, &[&["test", "--locked"], &words[..]].concat())?;
             let text = String::from_utf8_lossy(&output.stdout);
             let failed = text.lines().find(|line| line.ends_with("... FAILED"));
             Ok(failed
@@ -226,13 +249,14 @@ fn look_for(bug: &Planted, place: &Path, tree: &Path) -> Result<Option<String>, 
             while from < *seeds {
                 let to = (from + SEEDS_AT_ONCE).min(*seeds);
                 let range = format!("{from}..{to}");
-                let output = Command::new(target.join("debug/kvferry"))
-                    .current_dir(place)
-                    .args(["sim", "--seeds", &range, "--steps", STEPS])
-                    .stdin(Stdio::null())
-                    .output()
-                    .map_err(|error| format!("sim: {error}"))?;
+                let output = sim(place, "target/debug/kvferry", &range)?;
                 if !output.status.success() {
+                    // A world that fails without the bug says nothing about it.
+                    if !sim(place, SOUND, &range)?.status.success() {
+                        return Err(format!(
+                            "some of the seeds {range} fail without the bug: mend that first"
+                        ));
+                    }
                     let (said, panicked) = (&output.stdout, &output.stderr);
                     let text = [said.as_slice(), panicked].concat();
                     let text = String::from_utf8_lossy(&text).into_owned();

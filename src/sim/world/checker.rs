@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::env::expected;
 use super::storage::Storage;
 use super::{Who, World};
-use crate::core::{BlockView, TierKey};
+use crate::core::{BlockView, CANCELS_MAX, TierKey};
 use crate::types::{Generation, OpId, Shard};
 
 /// Pages that are looked at for their content at every check; a larger arena is looked at in turn.
@@ -43,7 +43,8 @@ impl World {
         let Some(leader) = self.leader.state.as_ref().map(|leader| &leader.core) else {
             return Ok(Pages::default());
         };
-        let most = self.env.setup.open_requests_max * self.engines_known();
+        // Requests to cancel stores have a limit of their own.
+        let most = (self.env.setup.open_requests_max + CANCELS_MAX) * self.engines_known();
         if leader.open_requests() > most {
             return Err(format!(
                 "{} requests are open, the limit is {most}",
