@@ -103,6 +103,7 @@ const PYTHON_ARROWS: &[(&str, &[&str], &[&str])] = &[
     (
         "scheduler",
         &[
+            "backpressure",
             "wire",
             "client",
             "copies",
@@ -114,6 +115,7 @@ const PYTHON_ARROWS: &[(&str, &[&str], &[&str])] = &[
         &[],
     ),
     ("resets", &["wire", "client"], &[]),
+    ("backpressure", &["copies", "settings"], &[]),
     ("guard", &[], &[]),
     ("reports", &["steps"], &[]),
     ("content", &["interface", "settings"], &[]),

@@ -65,6 +65,7 @@ class Copies:
         self._news = threading.Event()
         self._over: collections.deque[Copy] = collections.deque()
         self._to_abandon: list[int] = []
+        self._stored_pages = 0
 
     def bind_pool(self, pool: "BlockPool") -> None:
         """Where pages get and lose their references."""
@@ -80,6 +81,7 @@ class Copies:
         question = self._client.ask(message, timeout_s, patience_s=FENCE_S, until=self._question_ended)
         copy.question = question
         self._open[question.id] = copy
+        self._stored_pages += len(copy.blocks)
         return question.id
 
     def _question_ended(self, question: Question) -> None:
@@ -136,10 +138,23 @@ class Copies:
 
     def _end(self, request: int) -> None:
         copy = self._open.pop(request)
+        self._stored_pages -= len(copy.blocks)
         self._over.append(copy)
         if copy.blocks and self._pool is not None:
             # The tail first: it is the first to be evicted.
             self._pool.free_blocks(reversed(copy.blocks))
+
+    def stored_pages(self) -> int:
+        """Pages that stores hold, with others or alone."""
+        return self._stored_pages
+
+    def pages_alone(self) -> int:
+        """Pages that a store alone holds. Looks at every page of :meth:`stored_pages`."""
+        return sum(block.ref_cnt == 1 for copy in self._open.values() for block in copy.blocks)
+
+    def pool_pages(self) -> int:
+        """All pages of the engine; 0 before its pool is known."""
+        return len(self._pool.blocks) if self._pool is not None else 0
 
     def frees_since(self) -> float | None:
         """When the oldest store began that alone keeps pages from being used again; None without one."""

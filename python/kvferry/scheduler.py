@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvferry import wire
+from kvferry.backpressure import Backpressure
 from kvferry.client import Client, Question
 from kvferry.copies import Copies, Copy
 from kvferry.namespaces import Namespaces
@@ -124,6 +125,7 @@ class SchedulerSide:
         self._client = connect(settings.socket_dir / "leader", hello, first_id=base, turn=self._watch)
         self._copies = Copies(self._client, ranks)
         self._forgetting = Forgetting(self._client)
+        self._backpressure = Backpressure(settings, page_bytes, self._copies)
         self._client.start()
 
     def bind_pool(self, pool: "BlockPool") -> None:
@@ -324,6 +326,8 @@ class SchedulerSide:
         tables = state.get_block_ids(request.request_id)
         if tables is None or full > min(len(tables[0]), wire.HASHES_MAX):
             return
+        if not self._backpressure.admits(full - tracked.store_from):
+            return
         if tracked.epoch != self._client.epoch or tracked.opened is None or tracked.opened.failure is not None:
             self._open(tracked, full, full, self._settings.store_timeout_ms)
         first, tracked.store_from = tracked.store_from, full
@@ -401,6 +405,11 @@ class SchedulerSide:
             tracked = Tracked(request, 0, b"")
         tracked.load = None
         self._report(tracked, list(table[first : first + count]))
+
+    @property
+    def stores_skipped_backpressure(self) -> int:
+        """Stores that were skipped because others took too much."""
+        return self._backpressure.skipped
 
     def ranks_reported(self, output: "KVConnectorOutput") -> None:
         """The ranks' words of one step."""

@@ -43,6 +43,10 @@ class Settings:
     load_mb_per_s: int = 1_000
     #: How long a store may take. Default: 30,000.
     store_timeout_ms: int = 30_000
+    #: Pages that only stores may hold, in percent of the engine's; beyond that stores are skipped. Default: 5.
+    store_pages_percent: int = 5
+    #: Megabytes of one rank that may be under store, whoever else holds the pages. Default: 4,096.
+    store_mb_max: int = 4_096
 
     @classmethod
     def read(cls, extra: dict[str, Any]) -> "Settings":
@@ -73,6 +77,8 @@ class Settings:
             ("load_timeout_ms", 10, 600_000),
             ("load_mb_per_s", 1, 1_000_000),
             ("store_timeout_ms", 10, 600_000),
+            ("store_pages_percent", 1, 100),
+            ("store_mb_max", 1, 1_000_000),
         ):
             value = values.get(name, getattr(cls, name))
             if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:

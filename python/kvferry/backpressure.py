@@ -1,0 +1,49 @@
+"""Bounds what stores take from the engine: pages of the device that nobody else holds, and bytes under way.
+
+A store holds its pages until it is over. While their request runs, it holds them anyway; once it has ended or was
+preempted, they are missing to other requests for as long as the copy takes. Where copies are slower than the engine
+fills pages, stores are skipped; the pages are tried again when the request has filled the next one.
+"""
+
+import logging
+import time
+
+from kvferry.copies import Copies
+from kvferry.settings import Settings
+
+logger = logging.getLogger("vllm.kvferry")
+
+#: What was skipped is told again after so long.
+_TELL_S = 60.0
+
+
+class Backpressure:
+    """See the module. At worst stores alone hold ``store_mb_max`` of a rank: when all of their requests end at once."""
+
+    def __init__(self, settings: Settings, page_bytes: int, copies: Copies):
+        self._copies = copies
+        self._percent = settings.store_pages_percent
+        self._pages_max = max(settings.store_mb_max * 1_000_000 // max(page_bytes, 1), 1)
+        #: Stores that were skipped.
+        self.skipped = 0
+        self._tell_at = 0.0
+
+    def admits(self, pages: int) -> bool:
+        """Whether so many pages may be stored now. Counts those that may not."""
+        under_way = self._copies.stored_pages()
+        alone_max = max(self._copies.pool_pages() * self._percent // 100, 1)
+        # One store may be larger than all of them may be together.
+        if under_way == 0 or (
+            under_way + pages <= self._pages_max and (under_way <= alone_max or self._copies.pages_alone() <= alone_max)
+        ):
+            return True
+        self.skipped += 1
+        if time.monotonic() >= self._tell_at:
+            self._tell_at = time.monotonic() + _TELL_S
+            logger.warning(
+                "kvferry: stores_skipped_backpressure=%d: %d pages are being stored, slower than the engine fills them "
+                "(store_pages_percent, store_mb_max)",
+                self.skipped,
+                under_way,
+            )
+        return False

@@ -1,0 +1,79 @@
+"""Stores take a bounded part of the engine's pages."""
+
+import pytest
+from engine import PAGE_TOKENS, tokens
+from real_scheduler import Stepped
+from test_scheduler import PAGE_BYTES, Engine, found, request
+
+from kvferry import wire
+
+
+def store(engine: Engine, name: str, pages: list[int], *, ends: bool) -> int:
+    """A request fills pages, and may end while they are stored. Returns how often the leader was asked for a store."""
+    asking = request(name, len(pages) * 4)
+    engine.side.matched_tokens(asking, 0)
+    engine.tables[name] = pages
+    blocks = [engine.pool.blocks[page] for page in pages]
+    engine.pool.touch(blocks)
+    engine.step({asking: len(pages) * 4})
+    if ends:
+        engine.pool.free_blocks(blocks)
+        engine.side.finished(asking)
+    return engine.leader.count(wire.Store)
+
+
+def test_pages_that_only_stores_hold_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    """Of a hundred pages five: a request that ends with more than that still under copy stops the stores of others."""
+    engine = Engine()
+    found(engine, 0)
+    assert store(engine, "a", [1, 2, 3, 4, 5, 6, 7, 8], ends=False) == 1
+    assert store(engine, "b", [11, 12, 13, 14, 15, 16], ends=True) == 2
+    for number in range(3):
+        assert store(engine, f"c{number}", [20 + number], ends=True) == 2
+    assert engine.side.stores_skipped_backpressure == 3
+    assert caplog.text.count("stores_skipped_backpressure=1") == 1
+    assert engine.pool.held() == [1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 14, 15, 16]
+    engine.leader.last(wire.Store).end(wire.StoreAnswer(6, 0))
+    engine.step()
+    assert store(engine, "d", [30], ends=True) == 3
+
+
+def test_a_store_that_was_skipped_is_tried_again_with_the_next_page() -> None:
+    engine = Engine()
+    found(engine, 0)
+    assert store(engine, "a", [1, 2, 3, 4, 5, 6], ends=True) == 1
+    asking = request("b", 8)
+    engine.side.matched_tokens(asking, 0)
+    engine.tables["b"] = [11, 12, 13]
+    engine.step({asking: 8})
+    assert engine.leader.count(wire.Store) == 1
+    engine.leader.last(wire.Store).end(wire.StoreAnswer(6, 0))
+    asking.grow(4)
+    engine.step({asking: 4})
+    assert engine.leader.last(wire.Store).message.source == [[11, 3]]
+
+
+def test_bytes_under_way_are_bounded() -> None:
+    engine = Engine(store_mb_max=4 * PAGE_BYTES // 1_000_000)
+    found(engine, 0)
+    assert store(engine, "a", [1, 2, 3, 4, 5, 6], ends=False) == 1, "one may be larger than all together"
+    assert store(engine, "b", [11], ends=False) == 1
+    engine.leader.last(wire.Store).end(wire.StoreAnswer(6, 0))
+    engine.step()
+    assert store(engine, "c", [21, 22, 23], ends=False) == 2
+    assert store(engine, "d", [31], ends=False) == 3
+    assert store(engine, "e", [41], ends=False) == 3
+    assert engine.side.stores_skipped_backpressure == 2
+
+
+def test_an_engine_beside_a_leader_that_stands_still_keeps_its_pages() -> None:
+    """With vLLM's own pool: stores end never, and requests go on."""
+    engine = Stepped(pages=64)
+    found(engine, 0)
+    free = engine.free_pages()
+    for number in range(40):
+        engine.run(engine.add(tokens(PAGE_TOKENS * 4, seed=number)))
+    assert engine.leader is not None
+    held = free - engine.free_pages()
+    assert 0 < held <= 64 * 5 // 100 + 4, "the last store may go beyond it"
+    assert engine.connector._scheduler.stores_skipped_backpressure > 30
