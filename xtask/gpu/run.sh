@@ -92,7 +92,11 @@ replay_figures() { grep -iE 'verified|mismatched|hit' "$1" | head -4; }
 rows=()
 failed=0
 
-row() { rows+=("$(printf '%-10s %7s  %-4s %s' "$1" "$2" "$3" "$4")"); }
+# Said at once, too: a run that is ended from outside has said what it found until then.
+row() {
+    rows+=("$(printf '%-10s %7s  %-4s %s' "$1" "$2" "$3" "$4")")
+    echo "${rows[-1]}"
+}
 
 # step NAME LIMIT FIGURES COMMAND...
 step() {
