@@ -15,7 +15,11 @@ use tokio::task::JoinHandle;
 
 use crate::actors::clock::Clock;
 use crate::actors::mailbox::{Credited, Feeder};
-use crate::core::{Attached, Effect, EngineMemory, Event, Leader, LeaderSettings, Refusal};
+use crate::core::{
+    Attached, CANCELLED_MAX, Effect, EngineMemory, Event, LOAD_RUNS_MAX, Leader, LeaderSettings,
+    RankSet, Refusal,
+};
+use crate::protocol::limits::{COPIES_MAX, PAIRS_MAX};
 use crate::protocol::{
     Attach, Attached as AttachedBody, Cancel, Empty, Envelope, ErrorBody, ErrorCode, Message,
     Preparing, ReadInventory, Role, Strike, Transfer,
@@ -25,6 +29,9 @@ use crate::types::{
     AttachId, Copy, DepotId, EndedCopy, EngineId, OpId, Rank, Replica, Request, RequestId, ResetId,
     Time, WorkerId,
 };
+
+// What the core orders with one effect can be said in one message.
+const _: () = assert!(CANCELLED_MAX <= COPIES_MAX && LOAD_RUNS_MAX <= PAIRS_MAX);
 
 /// What a leader needs to start.
 pub struct LeaderArguments {
@@ -459,6 +466,15 @@ impl State {
     }
 
     fn step(&mut self, event: Event) {
+        let mut next = self.step_once(event);
+        // A copy that was not sent has ended: nobody ever hears of it. Its end orders no further copies of its own.
+        while let Some(event) = next.pop() {
+            next.extend(self.step_once(event));
+        }
+    }
+
+    /// Carries out what one event leads to. Returns the ends of copies that could not be sent.
+    fn step_once(&mut self, event: Event) -> Vec<Event> {
         let mut effects = std::mem::take(&mut self.effects);
         let is_lookup = matches!(
             event,
@@ -470,7 +486,7 @@ impl State {
         let begun = is_lookup.then(Instant::now);
         self.core.step(self.clock.now(), event, &mut effects);
         self.lookup_time += begun.map_or(Duration::ZERO, |begun| begun.elapsed());
-        let mut copies: Vec<(Replica, crate::core::RankSet, Copy)> = Vec::new();
+        let mut copies: Vec<(Replica, RankSet, Copy)> = Vec::new();
         for effect in effects.drain(..) {
             match effect {
                 Effect::Answer { engine, id, answer } => self.answer(engine, id, answer),
@@ -484,11 +500,10 @@ impl State {
                     ranks,
                     copy,
                 } => copies.push((replica, ranks, copy)),
-                Effect::Cancel { replica, ranks, op } => {
-                    for rank in ranks.iter() {
-                        let cancel = Message::Cancel(Cancel { ops: vec![op.0] });
-                        self.order(WorkerId { replica, rank }, cancel, Duration::ZERO);
-                    }
+                Effect::Cancel { worker, ops } => {
+                    let ops = ops.into_iter().map(|op| op.0).collect();
+                    let cancel = Message::Cancel(Cancel { ops });
+                    self.order(worker, cancel, Duration::ZERO);
                 }
                 Effect::Strike {
                     worker,
@@ -518,29 +533,37 @@ impl State {
             }
         }
         self.effects = effects;
-        self.transfer(&copies);
+        self.transfer(&copies)
     }
 
-    /// One step's copies belong to one request: one message to each rank.
-    fn transfer(&mut self, copies: &[(Replica, crate::core::RankSet, Copy)]) {
-        let Some((replica, ranks, first)) = copies.first() else {
-            return;
+    /// Orders the copies of a step: those of one request, for the same ranks, in as few messages to each rank as can be
+    /// said. Returns the ends of copies that no worker will ever hear of: those whose message could not be said, or found
+    /// no connection to be sent over.
+    fn transfer(&mut self, copies: &[(Replica, RankSet, Copy)]) -> Vec<Event> {
+        let mut unsent = Vec::new();
+        let same_ranks = |one: &(Replica, RankSet, Copy), other: &(Replica, RankSet, Copy)| {
+            (one.0, one.1) == (other.0, other.1)
         };
-        let list: Vec<&Copy> = copies.iter().map(|(_, _, copy)| copy).collect();
-        let Some(transfer) = Transfer::of(&list) else {
-            tracing::error!("copies of several requests in one step");
-            return;
-        };
-        let left = self.clock.now().until(first.deadline);
-        for rank in ranks.iter() {
-            let worker = WorkerId {
-                replica: *replica,
-                rank,
-            };
-            if !self.order(worker, Message::Transfer(transfer.clone()), left) {
-                tracing::debug!(%worker, "order not sent: the worker is gone, its end is awaited");
+        for group in copies.chunk_by(same_ranks) {
+            let list: Vec<&Copy> = group.iter().map(|(_, _, copy)| copy).collect();
+            let (replica, ranks) = (group[0].0, group[0].1);
+            for (deadline, transfer) in Transfer::all_of(&list) {
+                let left = self.clock.now().until(deadline);
+                for rank in ranks.iter() {
+                    let worker = WorkerId { replica, rank };
+                    if !self.order(worker, Message::Transfer(transfer.clone()), left) {
+                        let copies = transfer.copies.len();
+                        tracing::warn!(%worker, copies, "order not sent: its copies count as failed");
+                        unsent.push(Event::Ended {
+                            worker,
+                            epoch: self.settings.epoch,
+                            copies: transfer.unsent(),
+                        });
+                    }
+                }
             }
         }
+        unsent
     }
 
     fn order(&mut self, worker: WorkerId, message: Message, deadline: Duration) -> bool {

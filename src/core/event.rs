@@ -7,6 +7,9 @@ use crate::types::{
     PageRecord, Replica, Request, RequestId, ResetId, Scope, Time, WorkerId,
 };
 
+/// Copies that one [`Effect::Cancel`] names.
+pub const CANCELLED_MAX: usize = 65_536;
+
 /// Something that happened to the leader.
 #[derive(Debug, Clone)]
 pub enum Event {
@@ -120,14 +123,13 @@ pub enum Effect {
         /// What.
         copy: Copy,
     },
-    /// Stop a copy on these ranks as soon as may be; its end is still reported.
+    /// Stop copies on a worker as soon as may be; their ends are still reported. One effect for all copies of a step, unless
+    /// they are more than [`CANCELLED_MAX`].
     Cancel {
-        /// Of which replica.
-        replica: Replica,
-        /// Which ranks.
-        ranks: RankSet,
-        /// Which copy.
-        op: OpId,
+        /// Which worker.
+        worker: WorkerId,
+        /// Which copies, all of which this worker still owes the end of.
+        ops: Vec<OpId>,
     },
     /// Read what the inventory of this worker's depot lists.
     ReadInventory {
@@ -154,6 +156,7 @@ pub enum Effect {
         /// strike is repeated.
         through: Generation,
     },
-    /// This worker did not end a copy within the fence time, or does not say whether it did: end its process.
+    /// This worker did not end a copy within the fence time, or does not say whether it did: end its process. Once a step,
+    /// however many copies it owes.
     Expel(WorkerId),
 }

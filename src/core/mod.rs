@@ -30,11 +30,11 @@ mod worker;
 
 pub use anchor::{AnchorKey, Domain};
 pub use arena::{ARENA_PAGES_MAX, Arena};
-pub use event::{Attached, Effect, EngineMemory, Event};
+pub use event::{Attached, CANCELLED_MAX, Effect, EngineMemory, Event};
 pub use index::{Match, SIBLINGS_MAX, Want};
 pub use leader::{
-    CANCELS_MAX, Leader, LeaderCounts, LeaderSettings, OPEN_REQUESTS_MAX, PARKED_MAX, REPLICAS_MAX,
-    TierKey,
+    CANCELS_MAX, LOAD_RUNS_MAX, Leader, LeaderCounts, LeaderSettings, OPEN_REQUESTS_MAX,
+    PARKED_MAX, REPLICAS_MAX, TierKey,
 };
 pub use pool::{Kind, PageStates, Pin, Pool, PoolCounts, Reach, Reserved, Run};
 pub use refusal::Refusal;

@@ -14,7 +14,8 @@ use crate::protocol::header::{HEADER_BYTES, Header};
 use crate::protocol::kind::Kind;
 use crate::protocol::limits::{
     ABANDONED_MAX, BEYOND, BODY_BYTES_MAX, COPIES_MAX, DEPTH_MAX, HASHES_MAX, NAMESPACE_BYTES_MAX,
-    PAGE_RECORD_BYTES, PAGE_RECORDS_MAX, PAGES_MAX, SMALL_BODY_BYTES_MAX, TEXT_BYTES_MAX,
+    PAGE_ITEMS_MAX, PAGE_RECORD_BYTES, PAGE_RECORDS_MAX, PAGES_MAX, PAIRS_MAX,
+    SMALL_BODY_BYTES_MAX, TEXT_BYTES_MAX,
 };
 use crate::protocol::{HELLO_VERSION, VERSION, VERSION_MIN, transfer};
 use crate::types::{Epoch, PageList, RequestId};
@@ -162,6 +163,7 @@ pub fn encode(envelope: &Envelope) -> Result<([u8; HEADER_BYTES], Vec<u8>), Enco
         });
     }
     check(&envelope.message)?;
+    check_lists(&envelope.message, version)?;
     let header = Header {
         version,
         kind: kind.number(),
@@ -335,6 +337,34 @@ fn check(message: &Message) -> Result<(), EncodeError> {
         }
         Message::Ended(ended) => within("copies", ended.copies.len() as u64, COPIES_MAX as u64),
         Message::Cancel(cancel) => within("copies", cancel.ops.len() as u64, COPIES_MAX as u64),
+        _ => Ok(()),
+    }
+}
+
+/// The limits of lists of pages, as the reader counts them: in version 1 page by page.
+fn check_lists(message: &Message, version: u16) -> Result<(), EncodeError> {
+    let kind = message.kind();
+    let within = |what, value: u64, max: usize| match value <= max as u64 {
+        true => Ok(()),
+        false => Err(EncodeError::limit(kind, what, value, max as u64)),
+    };
+    let items = |list: &PageList| match version {
+        1 => list.pages(),
+        _ => list.0.len() as u64,
+    };
+    match message {
+        Message::Load(load) => within("page items", items(&load.destination.list), PAGE_ITEMS_MAX),
+        Message::Store(store) => within("page items", items(&store.source.list), PAGE_ITEMS_MAX),
+        Message::Transfer(transfer) => transfer.copies.iter().try_for_each(|copy| {
+            let pairs = &copy.pairs.list;
+            let count = match version {
+                1 => pairs.iter().map(|pair| pair.src.pages()).sum(),
+                _ => pairs.len() as u64,
+            };
+            within("pairs", count, PAIRS_MAX)?;
+            let items = pairs.iter().map(|pair| items(&pair.src) + items(&pair.dst));
+            within("page items", items.sum(), 2 * PAGE_ITEMS_MAX)
+        }),
         _ => Ok(()),
     }
 }

@@ -1,17 +1,17 @@
 //! Between bodies and the vocabulary of the rest of the program.
 
 use crate::protocol::body::{
-    CancelStores, CancelStoresAnswer, CopyOrder, CopyResult, Empty, ErrorBody, Finish, Inventory,
-    Load, LoadAnswer, Lookup, LookupAnswer, Preparing, ReadInventory, RecordBody, Reset,
-    ResetAnswer, Store, StoreAnswer, Strike, Transfer,
+    CancelStores, CancelStoresAnswer, CopyResult, Empty, ErrorBody, Finish, Inventory, Load,
+    LoadAnswer, Lookup, LookupAnswer, Preparing, ReadInventory, RecordBody, Reset, ResetAnswer,
+    Store, StoreAnswer, Strike,
 };
 use crate::protocol::codec::Message;
 use crate::protocol::error::ErrorCode;
 use crate::protocol::limits::{PAGE_RECORD_BYTES, TEXT_BYTES_MAX};
 use crate::types::{
-    Anchor, Answer, Copy, Direction, DomainId, EndedCopy, EngineId, Epoch, Fingerprint, Generation,
-    HASH_BYTES_MAX, HASH_BYTES_MIN, OpId, PageHashes, PageRecord, Record, Request, RequestId,
-    ResetId, ResetScope, Scope, SlotId, Stored, Time,
+    Anchor, Answer, DomainId, EndedCopy, Epoch, Fingerprint, Generation, HASH_BYTES_MAX,
+    HASH_BYTES_MIN, OpId, PageHashes, PageRecord, Record, Request, ResetId, ResetScope, Scope,
+    SlotId, Stored,
 };
 
 impl From<Request> for Message {
@@ -189,53 +189,6 @@ impl From<&CopyResult> for EndedCopy {
     }
 }
 
-impl Transfer {
-    /// A transfer of copies that belong to one request; `None` when there are none, or they do not belong together.
-    pub fn of(copies: &[&Copy]) -> Option<Self> {
-        let first = copies.first()?;
-        let alike = |copy: &&&Copy| {
-            (copy.engine, copy.direction, copy.request)
-                == (first.engine, first.direction, first.request)
-        };
-        let orders = copies.iter().filter(alike).map(|copy| CopyOrder {
-            op: copy.op.0,
-            pairs: copy.pairs.clone().into(),
-            record: copy.record.as_ref().map(RecordBody::from),
-        });
-        let transfer = Self {
-            engine: first.engine.0,
-            store: first.direction == Direction::Store,
-            request: first.request.0,
-            copies: orders.collect(),
-        };
-        (transfer.copies.len() == copies.len()).then_some(transfer)
-    }
-
-    /// The copies, ordered by the leader of `epoch` and due at `deadline`.
-    pub fn into_copies(self, epoch: Epoch, deadline: Time) -> impl Iterator<Item = Copy> {
-        let Self {
-            engine,
-            store,
-            request,
-            copies,
-        } = self;
-        let direction = if store {
-            Direction::Store
-        } else {
-            Direction::Load
-        };
-        copies.into_iter().map(move |order| Copy {
-            op: OpId(order.op),
-            engine: EngineId(engine),
-            direction,
-            pairs: order.pairs.list,
-            request: RequestId(request),
-            record: order.record.map(|record| record.into_record(epoch)),
-            deadline,
-        })
-    }
-}
-
 impl From<&Record> for RecordBody {
     fn from(record: &Record) -> Self {
         Self {
@@ -251,7 +204,7 @@ impl From<&Record> for RecordBody {
 }
 
 impl RecordBody {
-    fn into_record(self, epoch: Epoch) -> Record {
+    pub(super) fn into_record(self, epoch: Epoch) -> Record {
         Record {
             anchor: Anchor(u128::from_be_bytes(self.anchor)),
             domain: DomainId(u128::from_be_bytes(self.domain)),

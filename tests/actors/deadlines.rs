@@ -3,12 +3,16 @@
 
 use std::time::Duration;
 
-use kvferry::protocol::{ErrorCode, Message, StoreAnswer};
+use kvferry::protocol::limits::PAIRS_MAX;
+use kvferry::protocol::{ErrorCode, Lookup, Message, StoreAnswer};
 use kvferry::transport::MemoryTransport;
+use kvferry::types::RequestId;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
-use super::world::{Answered, Engine, Heard, Order, Puppet, leader, puppets, seconds, soon};
+use super::world::{
+    Answered, Engine, Heard, Order, Puppet, leader, puppets, puppets_of, seconds, soon,
+};
 
 const PAGES: u32 = 4;
 const WITHIN: Duration = Duration::from_secs(2);
@@ -136,5 +140,42 @@ async fn pages_of_a_late_store_stay_set_aside_until_both_workers_have_ended() {
     assert_eq!(answer, Ok(Message::StoreAnswer(expected)));
     assert_eq!(pages("quarantined").await, 0);
     assert_eq!(pages("ready").await, 0);
+    process.stop().await;
+}
+
+/// Version 1 names pages one by one, and not so many of them in one copy.
+#[tokio::test(start_paused = true)]
+async fn a_load_that_cannot_be_said_to_its_workers_fails_at_once() {
+    let transport = MemoryTransport::default();
+    let (process, _) = leader(&transport, 1).await;
+    let engine = Engine::start(&transport, 1);
+    let pages = PAIRS_MAX as u32 + 1;
+    let workers = puppets_of(&transport, 1, 2 * pages).await;
+    let workers = workers.map(Puppet::obey);
+    let hashes = (0..pages).flat_map(|page| u128::from(page + 1).to_be_bytes());
+    let hashes: Vec<u8> = hashes.collect();
+    let look = |slot| {
+        Message::Lookup(Lookup {
+            slot,
+            namespace: Vec::new(),
+            hash_bytes: 16,
+            hashes: hashes.clone(),
+            device_pages: 0,
+        })
+    };
+    let found = engine.0.ask_as(RequestId(1), look(1), WITHIN).await;
+    assert!(found.is_ok(), "{found:?}");
+    let stored = engine.store(2, 1, pages, 10 * WITHIN).await;
+    assert!(stored.is_ok(), "{stored:?}");
+    let found = engine.0.ask_as(RequestId(3), look(2), WITHIN).await;
+    assert!(matches!(found, Ok(Message::LookupAnswer(found)) if found.hit_pages == pages));
+
+    let begun = Instant::now();
+    let loaded = engine.load(4, 2, pages, 10 * WITHIN).await;
+    let failure = loaded.expect_err("nobody can be told to load that");
+    assert_eq!(failure.code, ErrorCode::CopyFailed, "{failure}");
+    about(seconds(begun), 0.0);
+    assert_eq!(engine.status().await.copies_under_way, 0);
+    workers.iter().for_each(|worker| worker.abort());
     process.stop().await;
 }

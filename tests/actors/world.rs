@@ -195,11 +195,20 @@ pub struct Puppet {
     client: Client,
     incoming: mpsc::Receiver<Incoming>,
     attaches: u64,
+    pages: u32,
 }
 
 impl Puppet {
     pub fn start(transport: &MemoryTransport, rank: u16) -> Self {
-        let hello = hello(Role::Worker, 0, rank);
+        Self::with(transport, rank, VERSION, 32)
+    }
+
+    /// One that speaks no version after `version`, with room for so many pages.
+    pub fn with(transport: &MemoryTransport, rank: u16, version: u16, pages: u32) -> Self {
+        let hello = Hello {
+            version_max: version,
+            ..hello(Role::Worker, 0, rank)
+        };
         let (client, mut heard) = client(transport, hello, Limits::default());
         let (tell, incoming) = mpsc::channel(1024);
         let depot = client.clone();
@@ -217,6 +226,7 @@ impl Puppet {
             client,
             incoming,
             attaches: 0,
+            pages,
         }
     }
 
@@ -246,14 +256,14 @@ impl Puppet {
             engine_page_tokens: 16,
             layers: 1,
             page_bytes: 64,
-            device_pages: 64,
+            device_pages: 2 * self.pages,
             content_digest: [0; 16],
             layout_fingerprint: [1; 16],
         };
         let memory = AttachedMemory {
             engine: [1; 16],
             geometry,
-            arena_pages: 32,
+            arena_pages: self.pages,
         };
         let attach = Message::Attach(Attach {
             replica: 0,
@@ -337,7 +347,12 @@ fn empty_depot(incoming: &Incoming) -> Option<(LinkId, RequestId, Message)> {
 
 /// Both workers, attached, to a leader that knows that their depots are empty.
 pub async fn puppets(transport: &MemoryTransport) -> [Puppet; 2] {
-    let mut both = [Puppet::start(transport, 0), Puppet::start(transport, 1)];
+    puppets_of(transport, VERSION, 32).await
+}
+
+/// The same, of this version and with room for so many pages.
+pub async fn puppets_of(transport: &MemoryTransport, version: u16, pages: u32) -> [Puppet; 2] {
+    let mut both = [0, 1].map(|rank| Puppet::with(transport, rank, version, pages));
     for puppet in &mut both {
         puppet.begin().await;
     }

@@ -408,21 +408,14 @@ fn a_late_copy_is_cancelled_again_and_again_and_its_workers_go_behind_the_fence(
         source: PageList::run(0, 8),
     };
     let copies = ask(2, store);
-    let [
-        Effect::Copy {
-            copy,
-            ranks,
-            replica,
-        },
-    ] = &copies[..]
-    else {
+    let [Effect::Copy { copy, .. }] = &copies[..] else {
         unreachable!("{copies:?}")
     };
-    let cancel = Effect::Cancel {
-        replica: *replica,
-        ranks: *ranks,
-        op: copy.op,
+    let cancel = |rank| Effect::Cancel {
+        worker: worker(0, rank),
+        ops: vec![copy.op],
     };
+    let cancels = [cancel(0), cancel(1), cancel(2)];
     reader.now = Time(deadline.0 - 1);
     assert_eq!(reader.step(Event::Tick), []);
     for quarter in 0..4 {
@@ -430,14 +423,145 @@ fn a_late_copy_is_cancelled_again_and_again_and_its_workers_go_behind_the_fence(
         assert_eq!(reader.leader.next_timeout(), Some(at));
         reader.now = at;
         let effects = reader.step(Event::Tick);
-        assert_eq!(effects, std::slice::from_ref(&cancel), "{quarter}");
+        assert_eq!(effects, cancels, "{quarter}");
     }
     reader.now = deadline + fence;
     let expel = |rank| Effect::Expel(worker(0, rank));
     assert_eq!(
         reader.step(Event::Tick),
-        [cancel, expel(0), expel(1), expel(2)]
+        [cancels, [expel(0), expel(1), expel(2)]].concat()
     );
+}
+
+/// Stores of 8 pages each, of one engine, each with a deadline of so many seconds.
+fn stores(reader: &mut Reader, of: &[(u8, u64)]) -> Vec<Effect> {
+    let mut effects = Vec::new();
+    for ((name, seconds), slot) in of.iter().zip(0..) {
+        let deadline = reader.now + Duration::from_secs(*seconds);
+        let hashes = sequence(*name, 8);
+        let look = Request::Lookup {
+            slot: SlotId(slot),
+            namespace: vec![0],
+            hashes,
+            device_pages: 0,
+        };
+        let store = Request::Store {
+            slot: SlotId(slot),
+            first_page: 0,
+            more: None,
+            source: PageList::run(0, 8),
+        };
+        for (id, request) in [(2 * slot + 1, look), (2 * slot + 2, store)] {
+            effects.extend(reader.step(Event::Request {
+                engine: engine_id(0),
+                id: RequestId(id),
+                deadline,
+                request,
+            }));
+        }
+    }
+    effects
+}
+
+fn copies_of(effects: &[Effect]) -> Vec<OpId> {
+    let op = |effect: &Effect| match effect {
+        Effect::Copy { copy, .. } => Some(copy.op),
+        _ => None,
+    };
+    effects.iter().filter_map(op).collect()
+}
+
+fn told_of(effects: &[Effect], request: u64) -> Option<Answer> {
+    effects.iter().find_map(|effect| match effect {
+        Effect::Answer { id, answer, .. } if id.0 == request => answer.clone().ok(),
+        _ => None,
+    })
+}
+
+fn end_everywhere(reader: &mut Reader, op: OpId, whole: bool) -> Vec<Effect> {
+    let mut effects = Vec::new();
+    for rank in 0..RANKS {
+        let ended = EndedCopy {
+            op,
+            whole,
+            whole_pages: 0,
+            bytes: 0,
+            busy_us: 0,
+        };
+        effects.extend(reader.step(Event::Ended {
+            worker: worker(0, rank),
+            epoch: EPOCH,
+            copies: vec![ended],
+        }));
+    }
+    effects
+}
+
+fn stored(stored_pages: u32, failed_pages: u32) -> Option<Answer> {
+    Some(Answer::Store {
+        stored_pages,
+        present_pages: 0,
+        refused_pages: 0,
+        failed_pages,
+    })
+}
+
+#[test]
+fn a_worker_is_told_of_all_its_late_copies_at_once() {
+    let mut reader = Reader::served();
+    // Names of different pairs share no page.
+    let ops = copies_of(&stores(&mut reader, &[(0, 5), (2, 5), (4, 5)]));
+    assert_eq!(ops.len(), 3);
+    let (begun, fence) = (reader.now, reader.fence());
+    let cancel = |rank| Effect::Cancel {
+        worker: worker(0, rank),
+        ops: ops.clone(),
+    };
+    reader.now = begun + Duration::from_secs(5);
+    let effects = reader.step(Event::Tick);
+    assert_eq!(effects, [cancel(0), cancel(1), cancel(2)]);
+    reader.now = begun + Duration::from_secs(5) + fence;
+    let effects = reader.step(Event::Tick);
+    let expelled = |effect: &&Effect| matches!(effect, Effect::Expel(_));
+    assert_eq!(effects.iter().filter(expelled).count(), usize::from(RANKS));
+    assert_eq!(effects.len(), 2 * usize::from(RANKS));
+}
+
+#[test]
+fn a_store_that_waits_for_another_ones_copy_is_answered_at_its_own_deadline() {
+    let mut reader = Reader::served();
+    let ops = copies_of(&stores(&mut reader, &[(0, 60), (0, 5)]));
+    let [op] = ops[..] else {
+        unreachable!("{ops:?}")
+    };
+    let begun = reader.now;
+    assert_eq!(
+        reader.leader.next_timeout(),
+        Some(begun + Duration::from_secs(5))
+    );
+    reader.now = begun + Duration::from_secs(5);
+    let effects = reader.step(Event::Tick);
+    assert_eq!(told_of(&effects, 4), stored(0, 8));
+    assert_eq!(effects.len(), 1, "the copy goes on: {effects:?}");
+    let effects = end_everywhere(&mut reader, op, true);
+    assert_eq!(told_of(&effects, 2), stored(8, 0));
+    assert_eq!(told_of(&effects, 4), None, "answered once");
+}
+
+#[test]
+fn stores_that_wait_for_a_late_copy_are_told_at_once_that_its_pages_do_not_come() {
+    let mut reader = Reader::served();
+    let ops = copies_of(&stores(&mut reader, &[(0, 5), (0, 60)]));
+    let [op] = ops[..] else {
+        unreachable!("{ops:?}")
+    };
+    reader.now = reader.now + Duration::from_secs(5);
+    let effects = reader.step(Event::Tick);
+    assert_eq!(told_of(&effects, 4), stored(0, 8));
+    assert_eq!(told_of(&effects, 2), None, "its pages may still be read");
+    let effects = end_everywhere(&mut reader, op, true);
+    assert_eq!(told_of(&effects, 2), stored(0, 8));
+    assert_eq!(told_of(&effects, 4), None, "answered once");
 }
 
 #[test]

@@ -236,12 +236,14 @@ impl World {
                     let before = self.open.insert(copy.op, open);
                     assert!(before.is_none(), "{} was given twice", copy.op);
                 }
-                Effect::Cancel { op, .. } => {
-                    assert!(
-                        self.open.contains_key(&op),
-                        "{op} was cancelled after its end"
-                    );
-                    self.cancelled.insert(op);
+                Effect::Cancel { ops, .. } => {
+                    for op in ops {
+                        assert!(
+                            self.open.contains_key(&op),
+                            "{op} was cancelled after its end"
+                        );
+                        self.cancelled.insert(op);
+                    }
                 }
                 Effect::Admit { verdict, .. } => assert!(verdict.is_ok()),
                 Effect::ReadInventory {

@@ -280,7 +280,7 @@ fn copies_of_a_pool_that_ends_are_cancelled_and_awaited_before_anything_is_read(
     assert_eq!(verdict(&effects), Ok(()));
     let cancelled = effects
         .iter()
-        .any(|effect| matches!(effect, Effect::Cancel { op: cancelled, .. } if *cancelled == op));
+        .any(|effect| matches!(effect, Effect::Cancel { ops, .. } if ops.contains(&op)));
     assert!(cancelled, "{effects:?}");
     assert!(site.read(&effects).is_empty(), "the copy may still write");
     assert_eq!(site.lookup(B.engine), Err(Refusal::Reading));

@@ -99,7 +99,7 @@ impl Leader {
             return self.store_ended(key, effects);
         }
         for wait in own {
-            self.cancel(OpId(wait.generation.0), effects);
+            self.cancel(OpId(wait.generation.0));
         }
     }
 

@@ -12,6 +12,10 @@ use super::ops::{Op, Work};
 use super::tier::Tier;
 use super::{Due, Leader};
 
+/// Runs of the arena that one load reads. Of a load of more, the first are loaded and the answer says so: an order that
+/// names them all could not be said, or not be read.
+pub const LOAD_RUNS_MAX: usize = 65_536;
+
 impl Leader {
     pub(super) fn load(
         &mut self,
@@ -37,7 +41,11 @@ impl Leader {
             first_page,
             end,
         };
-        let sources = covering(&slot.held, first_page, end).ok_or(not_pinned)?;
+        let mut sources = covering(&slot.held, first_page, end).ok_or(not_pinned)?;
+        // The engine computes what is not loaded, as where a copy fails in the middle.
+        sources.truncate(LOAD_RUNS_MAX);
+        let pages: u32 = sources.iter().map(|(_, run)| run.count).sum();
+        let end = first_page + pages;
 
         let mut cursor = PageCursor::new(destination);
         let mut pairs = Vec::with_capacity(sources.len());

@@ -32,6 +32,7 @@ use crate::types::{
 pub use cancel::CANCELS_MAX;
 use cancel::{CancelId, Cancelling};
 use inventory::{Part, Readings};
+pub use load::LOAD_RUNS_MAX;
 use ops::Op;
 use requests::Parked;
 pub use requests::{OPEN_REQUESTS_MAX, PARKED_MAX};
@@ -93,6 +94,7 @@ impl LeaderSettings {
 enum Timer {
     Hold(EngineId, SlotId),
     Copy(OpId),
+    Store(StoreKey),
     Reset(ResetId),
     Cancel(CancelId),
     Reading,
@@ -161,6 +163,9 @@ pub struct Leader {
     /// When workers that have not said a word are expelled.
     silent_at: Option<Time>,
     timers: BTreeSet<(Time, Timer)>,
+    /// Copies that this step cancels, and workers that it expels: each worker is told once.
+    stops: BTreeMap<WorkerId, BTreeSet<OpId>>,
+    expelled: BTreeSet<WorkerId>,
     next_id: u64,
     next_reset: u64,
     next_store: u64,
@@ -189,6 +194,8 @@ impl Leader {
             draining: false,
             silent_at: None,
             timers: BTreeSet::new(),
+            stops: BTreeMap::new(),
+            expelled: BTreeSet::new(),
             next_id: 0,
             next_reset: 0,
             next_store: 0,
@@ -260,6 +267,7 @@ impl Leader {
         }
         self.fire_timers(now, effects);
         self.settle_tier(now, effects);
+        self.stop_workers(effects);
     }
 
     /// When the next [`Event::Tick`] is due.
@@ -468,10 +476,11 @@ impl Leader {
             match timer {
                 Timer::Hold(engine, slot) => self.hold_expired(engine, slot),
                 Timer::Copy(op) => self.copy_due(now, op, effects),
+                Timer::Store(key) => self.store_due(key, effects),
                 Timer::Reset(id) => self.reset_due(now, id, effects),
                 Timer::Cancel(id) => self.cancel_due(id, effects),
                 Timer::Reading => self.reading_due(now, effects),
-                Timer::Silent => self.silent_due(now, effects),
+                Timer::Silent => self.silent_due(now),
                 Timer::Engine(engine) => self.forget_engine(engine),
             }
         }

@@ -1,6 +1,6 @@
 //! Copies under way: their deadlines, their ends, and what follows from those.
 
-use crate::core::event::Effect;
+use crate::core::event::{CANCELLED_MAX, Effect};
 use crate::core::pool::Pin;
 use crate::core::refusal::Refusal;
 use crate::core::sabotage::{Bug, planted};
@@ -215,15 +215,13 @@ impl Leader {
             self.counts.late_copies += 1;
             if store && let Some(tier) = &mut self.tier {
                 tier.pool_mut().quarantine(Generation(id.0));
+                self.never_published(Generation(id.0), effects);
             }
         }
-        self.cancel(id, effects);
+        self.cancel(id);
         if now >= deadline + fence {
-            effects.extend(
-                missing
-                    .iter()
-                    .map(|rank| Effect::Expel(WorkerId { replica, rank })),
-            );
+            let late = missing.iter().map(|rank| WorkerId { replica, rank });
+            self.expelled.extend(late);
         }
         if planted(Bug::FreeBeforeEnd) && store {
             for rank in missing.iter() {
@@ -235,15 +233,29 @@ impl Leader {
         }
     }
 
-    /// Stops a copy where it has not ended.
-    pub(super) fn cancel(&mut self, id: OpId, effects: &mut Vec<Effect>) {
+    /// Stops a copy where it has not ended, at the end of this step.
+    pub(super) fn cancel(&mut self, id: OpId) {
         if let Some(op) = self.ops.get(&id) {
-            effects.push(Effect::Cancel {
-                replica: op.replica,
-                ranks: op.missing(),
-                op: id,
-            });
+            let replica = op.replica;
+            for rank in op.missing().iter() {
+                let worker = WorkerId { replica, rank };
+                self.stops.entry(worker).or_default().insert(id);
+            }
         }
+    }
+
+    /// Tells each worker once what this step wants stopped. What has ended meanwhile is left out.
+    pub(super) fn stop_workers(&mut self, effects: &mut Vec<Effect>) {
+        for (worker, ops) in std::mem::take(&mut self.stops) {
+            let owed = |op: &OpId| self.ops.get(op).is_some_and(|op| op.owes(worker));
+            let ops: Vec<OpId> = ops.into_iter().filter(owed).collect();
+            effects.extend(ops.chunks(CANCELLED_MAX).map(|ops| Effect::Cancel {
+                worker,
+                ops: ops.to_vec(),
+            }));
+        }
+        let expelled = std::mem::take(&mut self.expelled);
+        effects.extend(expelled.into_iter().map(Effect::Expel));
     }
 
     fn count_bytes(&mut self, direction: Direction, copy: &EndedCopy) {

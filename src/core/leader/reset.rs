@@ -54,7 +54,7 @@ impl Leader {
         let retired = pool.retire(&scope);
         let (pages, filling) = retired.map_err(|holders| Refusal::Leased { holders })?;
         for generation in &filling {
-            self.cancel(OpId(generation.0), effects);
+            self.cancel(OpId(generation.0));
         }
         self.next_reset += 1;
         let next = due.deadline.min(now + self.settings.fence / 4);

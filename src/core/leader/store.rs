@@ -20,7 +20,7 @@ use super::cancel::CancelId;
 use super::load::check_device_pages;
 use super::ops::{Op, Work};
 use super::tier::Tier;
-use super::{Due, Leader};
+use super::{Due, Leader, Timer};
 
 /// A store request that waits for copies: its own and those of others that it found under way.
 pub(super) type StoreKey = u64;
@@ -200,15 +200,63 @@ impl Leader {
                 (true, false) => store.present_pages += wait.pages,
                 (false, _) => store.failed_pages += wait.pages,
             }
-            if store.waits.is_empty() {
-                self.store_ended(key, effects);
+            self.answer_store(key, effects);
+        }
+    }
+
+    /// A store that waits for nothing any more is answered.
+    fn answer_store(&mut self, key: StoreKey, effects: &mut Vec<Effect>) {
+        let store = self.stores.get(&key);
+        if store.is_some_and(|store| store.waits.is_empty()) {
+            self.store_ended(key, effects);
+        }
+    }
+
+    /// The deadline of a store passed: it does not wait for copies of other requests any more, which read none of its
+    /// pages. Its own have deadlines of their own.
+    pub(super) fn store_due(&mut self, key: StoreKey, effects: &mut Vec<Effect>) {
+        self.give_up_waits(key, |wait| !wait.own, effects);
+    }
+
+    /// The pages of a late copy will not be published: stores that wait for it, and do not own it, are told at once instead
+    /// of when it has ended everywhere.
+    pub(super) fn never_published(&mut self, generation: Generation, effects: &mut Vec<Effect>) {
+        let waiting = self.waiters.get(&generation).cloned();
+        for key in waiting.unwrap_or_default() {
+            let foreign = |wait: &Wait| !wait.own && wait.generation == generation;
+            self.give_up_waits(key, foreign, effects);
+        }
+    }
+
+    /// Counts the pages of some waits as failed, and answers the store when it waits for nothing else.
+    fn give_up_waits(
+        &mut self,
+        key: StoreKey,
+        which: impl Fn(&Wait) -> bool,
+        effects: &mut Vec<Effect>,
+    ) {
+        let Some(store) = self.stores.get_mut(&key) else {
+            return;
+        };
+        let (given_up, waits) = store.waits.drain(..).partition(which);
+        store.waits = waits;
+        let given_up: Vec<Wait> = given_up;
+        for wait in given_up {
+            store.failed_pages += wait.pages;
+            if let Some(waiting) = self.waiters.get_mut(&wait.generation) {
+                waiting.retain(|waits| *waits != key);
+                if waiting.is_empty() {
+                    self.waiters.remove(&wait.generation);
+                }
             }
         }
+        self.answer_store(key, effects);
     }
 
     /// Nothing of a store is under way any more: it is answered.
     pub(super) fn store_ended(&mut self, key: StoreKey, effects: &mut Vec<Effect>) {
         if let Some(store) = self.stores.remove(&key) {
+            self.timers.remove(&(store.due.deadline, Timer::Store(key)));
             let answer = self.end_store(&store);
             self.answer(store.due.engine, store.due.id, Ok(answer), effects);
             self.cancelled(&store.cancels, effects);
@@ -225,6 +273,10 @@ impl Leader {
             if waiting.is_empty() || !planted(Bug::LoseSecondRequester) {
                 waiting.push(self.next_store);
             }
+        }
+        if pending.waits.iter().any(|wait| !wait.own) && !planted(Bug::LoseSecondRequester) {
+            let due = (pending.due.deadline, Timer::Store(self.next_store));
+            self.timers.insert(due);
         }
         self.stores.insert(self.next_store, pending);
         None

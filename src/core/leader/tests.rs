@@ -57,7 +57,15 @@ const ENGINE: EngineId = EngineId([1; 16]);
 /// A leader with one worker that serves one engine.
 fn serving() -> Leader {
     let ratio = Ratio::new(4).expect("in bounds");
-    let mut leader = Leader::new(LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey([1; 32])));
+    serving_with(
+        LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey([1; 32])),
+        32,
+    )
+}
+
+/// The same, with so many pages in the depot and twice as many in the engine's memory.
+fn serving_with(settings: LeaderSettings, arena_pages: u32) -> Leader {
+    let mut leader = Leader::new(settings);
     let worker = WorkerId {
         replica: Replica(0),
         rank: Rank(0),
@@ -70,11 +78,11 @@ fn serving() -> Leader {
             engine_page_tokens: 16,
             layers: 1,
             page_bytes: 64,
-            device_pages: 64,
+            device_pages: 2 * arena_pages,
             content_digest: [0; 16],
             layout_fingerprint: [1; 16],
         },
-        arena_pages: 32,
+        arena_pages,
     };
     let attached = Event::Attached(Attached {
         worker,
@@ -256,4 +264,87 @@ fn an_engine_has_no_more_bytes_of_hashes_than_the_limit() {
     );
     assert_eq!(*hash_bytes(&mut leader), HASH_BYTES_PER_ENGINE_MAX);
     assert_eq!(ask(&mut leader, 6, lookup(3, 1)), limit());
+}
+
+/// Blocks of one page each, so that a sequence has as many runs as pages.
+#[test]
+fn a_load_of_more_runs_than_an_order_can_name_loads_the_first_of_them() {
+    let pages = LOAD_RUNS_MAX as u32 + 1;
+    let ratio = crate::types::Ratio::new(1).expect("in bounds");
+    let mut settings = LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey([7; 32]));
+    settings.record_decisions = false;
+    let mut leader = serving_with(settings, 2 * pages);
+    let hashes = (0..pages).flat_map(|page| u128::from(page + 1).to_be_bytes());
+    let hashes = PageHashes::packed(16, hashes.collect()).expect("16 bytes a page");
+    let lookup = Request::Lookup {
+        slot: SlotId(1),
+        namespace: Vec::new(),
+        hashes,
+        device_pages: 0,
+    };
+    let list = PageList::run(0, pages);
+    let store = Request::Store {
+        slot: SlotId(1),
+        first_page: 0,
+        more: None,
+        source: list.clone(),
+    };
+    let load = Request::Load {
+        slot: SlotId(1),
+        first_page: 0,
+        destination: list,
+    };
+    let mut requests = (1..).map(RequestId);
+    let mut step = |leader: &mut Leader, request| {
+        let mut effects = Vec::new();
+        let event = Event::Request {
+            engine: ENGINE,
+            id: requests.next().expect("a number"),
+            deadline: Time::NEVER,
+            request,
+        };
+        leader.step(Time(0), event, &mut effects);
+        let copies = effects.into_iter().filter_map(|effect| match effect {
+            Effect::Copy { copy, .. } => Some(copy),
+            _ => None,
+        });
+        copies.collect::<Vec<_>>()
+    };
+    step(&mut leader, lookup.clone());
+    let copies = step(&mut leader, store);
+    assert_eq!(copies.len(), pages as usize);
+    end(&mut leader, copies.iter().map(|copy| copy.op));
+    step(&mut leader, lookup);
+    let copies = step(&mut leader, load);
+    let [copy] = &copies[..] else {
+        unreachable!("{} copies", copies.len())
+    };
+    assert_eq!(copy.pairs.len(), LOAD_RUNS_MAX);
+    let effects = end(&mut leader, [copy.op].into_iter());
+    let loaded = Ok(Answer::Load { pages: pages - 1 });
+    let answered =
+        |effect: &Effect| matches!(effect, Effect::Answer { answer, .. } if *answer == loaded);
+    assert!(effects.iter().any(answered), "{effects:?}");
+}
+
+/// Copies end whole on the only rank.
+fn end(leader: &mut Leader, ops: impl Iterator<Item = OpId>) -> Vec<Effect> {
+    let copies = ops.map(|op| crate::types::EndedCopy {
+        op,
+        whole: true,
+        whole_pages: 0,
+        bytes: 0,
+        busy_us: 0,
+    });
+    let ended = Event::Ended {
+        worker: WorkerId {
+            replica: crate::types::Replica(0),
+            rank: crate::types::Rank(0),
+        },
+        epoch: leader.epoch(),
+        copies: copies.collect(),
+    };
+    let mut effects = Vec::new();
+    leader.step(Time(0), ended, &mut effects);
+    effects
 }

@@ -83,7 +83,7 @@ impl Leader {
     }
 
     /// After a change of the roster: a pool, or a reading, of anything else than what the workers have now ends.
-    pub(super) fn fit_tier(&mut self, effects: &mut Vec<Effect>) {
+    pub(super) fn fit_tier(&mut self) {
         let Some(key) = self.wanted_key() else {
             return;
         };
@@ -91,11 +91,11 @@ impl Leader {
             return;
         }
         self.stop_reading();
-        self.close_tier(effects);
+        self.close_tier();
     }
 
     /// Nothing of the pool is found or held any more, and what is being copied from and to it is cancelled.
-    fn close_tier(&mut self, effects: &mut Vec<Effect>) {
+    fn close_tier(&mut self) {
         let Some(tier) = self.tier.as_mut().filter(|tier| !tier.closing) else {
             return;
         };
@@ -115,7 +115,7 @@ impl Leader {
         let mut ops: Vec<OpId> = self.ops.keys().copied().collect();
         ops.sort_unstable();
         for op in ops {
-            self.cancel(op, effects);
+            self.cancel(op);
         }
     }
 

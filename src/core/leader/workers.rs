@@ -416,7 +416,7 @@ impl Leader {
             place.memory = attached.memory;
             place.last = Some((attach, told.clone()));
         }
-        self.fit_tier(effects);
+        self.fit_tier();
         effects.push(Effect::Admit {
             worker,
             attach,
@@ -462,8 +462,8 @@ impl Leader {
     }
 
     /// Who keeps silent may still read and write for an older leader: it must go, and its successor will speak.
-    pub(super) fn silent_due(&mut self, now: Time, effects: &mut Vec<Effect>) {
-        effects.extend(self.workers.unclear().map(Effect::Expel));
+    pub(super) fn silent_due(&mut self, now: Time) {
+        self.expelled.extend(self.workers.unclear());
         self.expect_workers(now);
     }
 

@@ -309,8 +309,9 @@ impl Timed {
                     to = Some(ranks);
                     copies.push(copy);
                 }
-                Effect::Cancel { ranks, op, .. } => {
-                    for rank in ranks.iter() {
+                Effect::Cancel { worker, ops } => {
+                    let rank = worker.rank;
+                    for op in ops {
                         self.send(Happening::Cancelled { rank, op });
                     }
                 }

@@ -275,11 +275,10 @@ impl LeaderProcess {
                     env.ghost.ordered(env.queue.now(), &copy);
                     copies.push((replica, ranks, copy));
                 }
-                Effect::Cancel { replica, ranks, op } => {
-                    for rank in ranks.iter() {
-                        let cancel = Message::Cancel(Cancel { ops: vec![op.0] });
-                        self.order(env, WorkerId { replica, rank }, cancel, Duration::ZERO);
-                    }
+                Effect::Cancel { worker, ops } => {
+                    let ops = ops.into_iter().map(|op| op.0).collect();
+                    let cancel = Message::Cancel(Cancel { ops });
+                    self.order(env, worker, cancel, Duration::ZERO);
                 }
                 Effect::Strike {
                     worker,
@@ -348,20 +347,19 @@ impl LeaderProcess {
     }
 
     fn transfer(&mut self, env: &mut Env, copies: &[(Replica, RankSet, Copy)]) {
-        let Some((replica, ranks, first)) = copies.first() else {
-            return;
+        let alike = |one: &(Replica, RankSet, Copy), other: &(Replica, RankSet, Copy)| {
+            (one.0, one.1) == (other.0, other.1)
         };
-        let list: Vec<&Copy> = copies.iter().map(|(_, _, copy)| copy).collect();
-        let Some(transfer) = Transfer::of(&list) else {
-            return env.violated("copies of several requests in one step".to_owned());
-        };
-        let left = Self::now(env).until(first.deadline);
-        for rank in ranks.iter() {
-            let worker = WorkerId {
-                replica: *replica,
-                rank,
-            };
-            self.order(env, worker, Message::Transfer(transfer.clone()), left);
+        for group in copies.chunk_by(alike) {
+            let list: Vec<&Copy> = group.iter().map(|(_, _, copy)| copy).collect();
+            let (replica, ranks) = (group[0].0, group[0].1);
+            for (deadline, transfer) in Transfer::all_of(&list) {
+                let left = Self::now(env).until(deadline);
+                for rank in ranks.iter() {
+                    let worker = WorkerId { replica, rank };
+                    self.order(env, worker, Message::Transfer(transfer.clone()), left);
+                }
+            }
         }
     }
 
