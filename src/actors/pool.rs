@@ -102,25 +102,8 @@ impl Actor for PoolActor {
         let limit = settings.ready_limit();
         let (shown, to) = (Arc::clone(&progress), worker.clone());
         let taken = tokio::task::spawn_blocking(move || {
-            let (lock, ready) = (settings.lock, Arc::clone(&settings.ready));
-            let node = settings.node.clone().or_else(|| likely_node(settings.gpu));
-            if let Some(node) = &node {
-                progress.node.get_or_init(|| node.number());
-            }
-            let by = Prefault {
-                threads: settings.threads,
-                chunk_bytes: PREFAULT_CHUNK_BYTES,
-                node,
-            };
-            let depot = open(settings)?;
-            say(&to, WorkerMessage::Depot(Arc::clone(&depot)));
-            prefault(&depot, &by, lock, &progress, &flag, &to)?;
-            if lock {
-                depot.lock().map_err(|error| error.to_string())?;
-                progress.done.store(depot.bytes(), Ordering::Relaxed);
-            }
-            ready.store(true, Ordering::Relaxed);
-            Ok(())
+            let tell = |message| say(&to, message);
+            prepare(settings, likely_node, &progress, &flag, &tell)
         });
         let flag = Arc::clone(&cancel);
         tokio::spawn(async move {
@@ -140,10 +123,49 @@ impl Actor for PoolActor {
     }
 }
 
-fn open(settings: PoolSettings) -> Result<Arc<Depot>, String> {
-    let depot = match settings.held {
+/// Opens the depot and says so, then asks where its memory is to lie, and touches it there. In this order: a worker attaches
+/// once its depot is open, and the leader ends workers that do not attach within the fence time. A driver that is slow to
+/// start must not use that time up; nothing of the depot is placed before it is touched.
+fn prepare(
+    settings: PoolSettings,
+    place: impl FnOnce(usize) -> Option<NumaNode>,
+    progress: &Progress,
+    cancel: &AtomicBool,
+    tell: &dyn Fn(WorkerMessage),
+) -> Result<(), String> {
+    let PoolSettings {
+        held,
+        bytes,
+        threads,
+        node,
+        gpu,
+        lock,
+        ready,
+    } = settings;
+    let depot = open(held, bytes)?;
+    tell(WorkerMessage::Depot(Arc::clone(&depot)));
+    let node = node.or_else(|| place(gpu));
+    if let Some(node) = &node {
+        progress.node.get_or_init(|| node.number());
+    }
+    let by = Prefault {
+        threads,
+        chunk_bytes: PREFAULT_CHUNK_BYTES,
+        node,
+    };
+    prefault(&depot, &by, lock, progress, cancel, tell)?;
+    if lock {
+        depot.lock().map_err(|error| error.to_string())?;
+        progress.done.store(depot.bytes(), Ordering::Relaxed);
+    }
+    ready.store(true, Ordering::Relaxed);
+    Ok(())
+}
+
+fn open(held: Option<OwnedFd>, bytes: u64) -> Result<Arc<Depot>, String> {
+    let depot = match held {
         Some(held) => Depot::from_fd(held),
-        None => Depot::create(settings.bytes),
+        None => Depot::create(bytes),
     };
     depot.map(Arc::new).map_err(|error| error.to_string())
 }
@@ -154,7 +176,7 @@ fn prefault(
     lock: bool,
     progress: &Progress,
     cancel: &AtomicBool,
-    worker: &ActorRef<WorkerMessage>,
+    tell: &dyn Fn(WorkerMessage),
 ) -> Result<(), String> {
     let told = Cell::new(Instant::now());
     let report = |done, total| {
@@ -168,7 +190,7 @@ fn prefault(
         progress.total.store(total, Ordering::Relaxed);
         if told.get().elapsed() >= TELL_EVERY {
             told.set(Instant::now());
-            say(worker, WorkerMessage::Preparing);
+            tell(WorkerMessage::Preparing);
         }
     };
     depot
@@ -224,6 +246,45 @@ mod tests {
         let why = why.expect_err("it takes for ever");
         assert!(why.contains("1 GiB of 8 GiB"), "{why}");
         assert!(cancel.load(Ordering::Relaxed), "what runs is told to end");
+    }
+
+    /// A driver that does not start keeps no worker from saying that it is there.
+    #[test]
+    fn a_depot_is_open_before_anybody_knows_where_its_memory_is_to_lie() {
+        let settings = PoolSettings {
+            held: None,
+            bytes: 1 << 20,
+            threads: 1,
+            node: None,
+            gpu: 3,
+            lock: false,
+            ready: Arc::default(),
+        };
+        let ready = Arc::clone(&settings.ready);
+        let (open, opened) = std::sync::mpsc::channel();
+        let (answer, answered) = std::sync::mpsc::channel::<()>();
+        let preparing = std::thread::spawn(move || {
+            let tell = |message| {
+                if let WorkerMessage::Depot(depot) = message {
+                    open.send(depot.bytes()).expect("the test waits");
+                }
+            };
+            let place = |gpu| {
+                assert_eq!(gpu, 3);
+                answered.recv().expect("the driver answers at last");
+                None
+            };
+            let (progress, cancel) = (Progress::default(), AtomicBool::new(false));
+            prepare(settings, place, &progress, &cancel, &tell)
+        });
+        let patience = Duration::from_secs(600);
+        let bytes = opened.recv_timeout(patience);
+        assert_eq!(bytes, Ok(1 << 20), "opened while the driver starts");
+        assert!(!ready.load(Ordering::Relaxed), "nothing is touched yet");
+        answer.send(()).expect("it waits");
+        let prepared = preparing.join().expect("no panic");
+        assert_eq!(prepared, Ok(()));
+        assert!(ready.load(Ordering::Relaxed));
     }
 
     #[test]
