@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::protocol::{
-    Empty, Envelope, ErrorCode, Header, Hello, Kind, Message, Role, Status, StatusAnswer, VERSION,
-    VERSION_MIN, decode, encode, limits,
+    Cancel, Empty, Ended, Envelope, ErrorCode, Header, Hello, Kind, Message, Role, Status,
+    StatusAnswer, VERSION, VERSION_MIN, decode, encode, limits,
 };
 use crate::transport::{
     Address, Client, ClientSettings, Connection, Frame, Incoming, Limits, MemoryTransport, Server,
@@ -413,5 +413,96 @@ async fn a_server_that_stays_silent_is_left_and_a_client_that_pings_is_kept() {
     // From here on nobody hears the pings.
     let lost = tokio::time::timeout(HEARTBEAT * 10, incoming.recv()).await;
     assert!(matches!(lost, Ok(Some(Incoming::Lost))));
+    drop(server);
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_answer_to_an_order_of_one_connection_is_not_said_over_the_next() {
+    let transport = MemoryTransport::default();
+    let mut first = server(&transport, 1).await;
+    let worker = Hello {
+        role: Role::Worker,
+        ..hello(1, 2)
+    };
+    let (client, mut incoming) = client(&transport, worker);
+    let peer = loop {
+        let events = first.next().await.expect("the server hears");
+        let opened = events.into_iter().find_map(|event| match event {
+            ServerEvent::Opened { peer, .. } => Some(peer),
+            _ => None,
+        });
+        if let Some(peer) = opened {
+            break peer;
+        }
+    };
+    let cancel = Message::Cancel(Cancel { ops: vec![1] });
+    let ended = || {
+        Message::Ended(Ended {
+            rank: 0,
+            copies: Vec::new(),
+        })
+    };
+    assert!(first.replier().order(peer, RequestId(7), cancel, HEARTBEAT));
+    let link = loop {
+        match incoming.recv().await.expect("it goes on") {
+            Incoming::Request { link, .. } => break link,
+            other => assert!(matches!(other, Incoming::Welcomed { .. }), "{other:?}"),
+        }
+    };
+    first.close().await;
+    let mut second = server(&transport, 2).await;
+    let hears = tokio::spawn(async move { next_request(&mut second).await.1 });
+    let next = loop {
+        match incoming.recv().await.expect("it goes on") {
+            Incoming::Welcomed { link, .. } => break link,
+            other => assert!(matches!(other, Incoming::Lost), "{other:?}"),
+        }
+    };
+    client.reply(link, RequestId(7), ended());
+    client.reply(next, RequestId(8), ended());
+    let heard = hears.await.expect("no panic");
+    assert_eq!(heard, RequestId(8), "7 was asked by another server");
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_answer_that_is_asked_for_in_order_comes_before_what_is_said_after_it() {
+    let transport = MemoryTransport::default();
+    let mut server = server(&transport, 1).await;
+    let (client, mut incoming) = client(&transport, hello(1, 2));
+    let hears = tokio::spawn(async move {
+        for round in 0..100 {
+            let (peer, id) = next_request(&mut server).await;
+            server.replier().reply(peer, id, answer());
+            let cancel = Message::Cancel(Cancel { ops: vec![round] });
+            let order = RequestId(round);
+            assert!(server.replier().order(peer, order, cancel, HEARTBEAT));
+        }
+        server
+    });
+    let Some(Incoming::Welcomed { link, .. }) = incoming.recv().await else {
+        panic!("no welcome")
+    };
+    for round in 0..100 {
+        let asked = client.ask_in_order(link, status(), HEARTBEAT);
+        let first = incoming.recv().await;
+        let Some(Incoming::Answered { id, answer: said }) = first else {
+            panic!("{first:?} before the answer")
+        };
+        assert_eq!((id, said), (asked, Ok(answer())));
+        let second = incoming.recv().await;
+        let Some(Incoming::Request { envelope, .. }) = second else {
+            panic!("{second:?} after the answer")
+        };
+        assert_eq!(envelope.correlation, RequestId(round));
+    }
+    let server = hears.await.expect("no panic");
+    // Without an answer nothing comes, and nothing is said over another connection.
+    let stale = crate::transport::LinkId(link.0 + 1);
+    client.ask_in_order(stale, status(), HEARTBEAT);
+    let quiet = tokio::time::timeout(HEARTBEAT * 2, incoming.recv()).await;
+    assert!(
+        quiet.is_err() || matches!(quiet, Ok(Some(Incoming::Lost))),
+        "{quiet:?}"
+    );
     drop(server);
 }
