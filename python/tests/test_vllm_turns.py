@@ -28,6 +28,26 @@ def turn(daemon: Daemon, **changes: Any) -> Iterator[Engine]:
     eventually("the rank is gone", lambda: not any(rank["attached"] for rank in daemon.status()["ranks"]))
 
 
+def test_pages_of_another_size_in_between() -> None:
+    """What the second engine stores lies where the first one's pages lay: the third must not be given any of it.
+
+    There is room beside the first one's pages, so that none of them has to be evicted: a page number of the second one
+    is free there and yet, with half the page size, stands for bytes in the middle of what the first one stored.
+    """
+    room = 2 * sum(len(prompt) for prompt in PROMPTS) * TOKEN_BYTES
+    with running(ranks=1, g2=str(room)) as daemon:
+        with turn(daemon, block_size=64) as engine:
+            expected = [said(engine.generate(prompt)) for prompt in PROMPTS]
+        with turn(daemon, block_size=32) as engine:
+            published = daemon.counter("published_pages")
+            for prompt in PROMPTS[:4]:
+                engine.generate(prompt)
+            settled(engine, daemon)
+            assert daemon.counter("published_pages") - published > len(PROMPTS), "it took no room"
+        with turn(daemon, block_size=64) as engine:
+            assert [said(engine.generate(prompt)) for prompt in PROMPTS] == expected
+
+
 def test_other_weights_of_the_same_shape_are_not_found() -> None:
     with running(ranks=1) as daemon:
         with turn(daemon, model=str(make_model.llama())) as engine:
