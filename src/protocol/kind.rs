@@ -149,7 +149,9 @@ impl Kind {
     pub fn said_by(self, role: Role) -> bool {
         match self {
             Self::Hello | Self::Ping | Self::Pong => true,
-            Self::Lookup | Self::Load | Self::Store | Self::Finish => role == Role::Engine,
+            Self::Lookup | Self::Load | Self::Store | Self::Finish | Self::CancelStores => {
+                role == Role::Engine
+            }
             Self::Reset => matches!(role, Role::Engine | Role::Admin),
             Self::Register | Self::Written | Self::Abandon | Self::Unregister => role == Role::Rank,
             Self::Attach

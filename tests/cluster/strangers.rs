@@ -163,8 +163,4 @@ async fn among_strangers(address: Address, leader: u32) {
         );
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
-    println!(
-        "{before} bytes before, {} after; the longest answer took {longest:?}",
-        resident_bytes(leader)
-    );
 }
