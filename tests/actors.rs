@@ -11,6 +11,7 @@ mod actors {
     mod deadlines;
     mod drain;
     mod orders;
+    mod places;
     mod pressure;
     mod restart;
     mod supervision;

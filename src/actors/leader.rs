@@ -1,5 +1,7 @@
 //! The leader's shell: peers in, core, peers out.
 
+mod errors;
+mod places;
 mod status;
 
 use std::collections::HashMap;
@@ -8,12 +10,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ractor::{Actor, ActorProcessingErr, ActorRef};
-use rustix::event::{PollFd, PollFlags, poll};
-use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
 use crate::actors::clock::Clock;
+use crate::actors::holder::Holder;
 use crate::actors::mailbox::{Credited, Feeder};
 use crate::core::{
     Attached, CANCELLED_MAX, Effect, EngineMemory, Event, LOAD_RUNS_MAX, Leader, LeaderSettings,
@@ -22,13 +23,19 @@ use crate::core::{
 use crate::protocol::limits::{COPIES_MAX, PAIRS_MAX};
 use crate::protocol::{
     Attach, Attached as AttachedBody, Cancel, Empty, Envelope, ErrorBody, ErrorCode, Message,
-    Preparing, ReadInventory, Role, Strike, Transfer,
+    Preparing, ReadInventory, Strike, Transfer,
 };
 use crate::transport::{PeerId, Quiet, Replier, Server, ServerEvent, ServerEvents};
 use crate::types::{
-    AttachId, Copy, DepotId, EndedCopy, EngineId, OpId, Rank, Replica, Request, RequestId, ResetId,
-    Time, WorkerId,
+    AttachId, Copy, DepotId, EndedCopy, EngineId, OpId, Replica, Request, RequestId, ResetId, Time,
+    WorkerId,
 };
+
+use errors::to_error;
+use places::{PeerRole, WorkerPeer};
+
+/// Ends the process of a worker: of this number, or whichever there is where none has spoken to the leader.
+pub type EndWorker = Box<dyn FnMut(WorkerId, Option<i32>) + Send>;
 
 // What the core orders with one effect can be said in one message.
 const _: () = assert!(CANCELLED_MAX <= COPIES_MAX && LOAD_RUNS_MAX <= PAIRS_MAX);
@@ -40,7 +47,7 @@ pub struct LeaderArguments {
     /// Where engines, workers and people connect.
     pub server: Server,
     /// Ends a worker's process, where a supervisor does that. Without one, the leader ends it itself.
-    pub supervisor: Option<Box<dyn FnMut(WorkerId) + Send>>,
+    pub supervisor: Option<EndWorker>,
 }
 
 /// What can be sent to the leader.
@@ -78,26 +85,23 @@ static REFUSED_ORDERS: Quiet = Quiet::new();
 
 pub(super) struct LeaderActor;
 
-struct WorkerPeer {
-    peer: PeerId,
-    pid: Option<i32>,
-    /// Its process, as long as it lives.
-    process: Option<Arc<OwnedFd>>,
-    /// The last attach request of each number: where its answer goes.
-    attaching: Option<(AttachId, RequestId)>,
-}
-
 pub(super) struct State {
     feeder: Feeder,
     core: Leader,
     settings: LeaderSettings,
-    supervisor: Option<Box<dyn FnMut(WorkerId) + Send>>,
+    supervisor: Option<EndWorker>,
     clock: Clock,
     replier: Replier,
     roles: HashMap<PeerId, PeerRole>,
-    engines: HashMap<EngineId, PeerId>,
+    engines: HashMap<EngineId, Holder>,
     workers: HashMap<WorkerId, WorkerPeer>,
     watched: HashMap<i32, Arc<OwnedFd>>,
+    /// Half of the name of each session of a person's command.
+    admin_key: [u8; 8],
+    /// Sessions of those so far.
+    admins: u64,
+    /// When everything was counted a second time last.
+    checked: Option<Time>,
     /// How far each worker said last that it is; at most as many as there are places.
     preparing: HashMap<WorkerId, Preparing>,
     /// What the core's steps of lookups took.
@@ -107,14 +111,6 @@ pub(super) struct State {
     armed_at: Option<Time>,
     draining: Option<oneshot::Sender<()>>,
     effects: Vec<Effect>,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum PeerRole {
-    Engine(EngineId),
-    Worker(WorkerId),
-    /// A person's command. It may ask for a reset, under a name of its own.
-    Admin(EngineId),
 }
 
 impl Actor for LeaderActor {
@@ -133,6 +129,8 @@ impl Actor for LeaderActor {
             supervisor,
         } = arguments;
         let replier = server.replier();
+        let mut admin_key = [0; 8];
+        rustix::rand::getrandom(&mut admin_key, rustix::rand::GetRandomFlags::empty())?;
         let feeder = Feeder::start(server, move |batch| {
             let message = batch.map_or(LeaderMessage::Deaf, LeaderMessage::Peers);
             myself.cast(message).is_ok()
@@ -148,6 +146,9 @@ impl Actor for LeaderActor {
             engines: HashMap::new(),
             workers: HashMap::new(),
             watched: HashMap::new(),
+            admin_key,
+            admins: 0,
+            checked: None,
             preparing: HashMap::new(),
             lookup_time: Duration::ZERO,
             next_order: 0,
@@ -196,162 +197,18 @@ impl Actor for LeaderActor {
     }
 }
 
-/// Waits for the end of a process, on a thread of its own: there are as many as workers.
-fn watch(pid: i32, actor: ActorRef<LeaderMessage>) -> std::io::Result<Arc<OwnedFd>> {
-    let process = Pid::from_raw(pid).ok_or(std::io::ErrorKind::InvalidInput)?;
-    let process = Arc::new(pidfd_open(process, PidfdFlags::empty())?);
-    let watched = Arc::clone(&process);
-    let wait = move || {
-        let mut ended = [PollFd::new(&*watched, PollFlags::IN)];
-        while poll(&mut ended, None).is_err_and(|error| error == rustix::io::Errno::INTR) {}
-        if ended[0].revents().contains(PollFlags::IN)
-            && actor.cast(LeaderMessage::WorkerExited { pid }).is_err()
-        {
-            tracing::debug!("the leader has stopped");
-        }
-    };
-    std::thread::Builder::new()
-        .name("kvferry-pidfd".to_owned())
-        .spawn(wait)?;
-    Ok(process)
-}
-
 impl State {
     fn peer_event(&mut self, event: ServerEvent, myself: &ActorRef<LeaderMessage>) {
         match event {
             ServerEvent::Opened { peer, hello, pid } => {
-                let role = match hello.role {
-                    Role::Engine => PeerRole::Engine(EngineId(hello.engine)),
-                    Role::Worker => PeerRole::Worker(WorkerId {
-                        replica: Replica(hello.replica),
-                        rank: Rank(hello.rank),
-                    }),
-                    Role::Rank | Role::Admin | Role::Unknown => {
-                        PeerRole::Admin(EngineId(hello.engine))
-                    }
-                };
-                self.roles.insert(peer, role);
-                self.opened(peer, role, pid, myself);
+                self.opened(peer, &hello, pid, myself);
             }
             ServerEvent::Closed { peer } => self.closed(peer),
-            ServerEvent::Message { peer, envelope } => self.message(peer, envelope),
+            ServerEvent::Message { peer, envelope } => self.message(peer, envelope, myself),
         }
     }
 
-    fn opened(
-        &mut self,
-        peer: PeerId,
-        role: PeerRole,
-        pid: Option<i32>,
-        myself: &ActorRef<LeaderMessage>,
-    ) {
-        match role {
-            PeerRole::Engine(engine) => {
-                if let Some(before) = self.engines.insert(engine, peer) {
-                    self.replier.disconnect(before);
-                }
-                self.step(Event::EngineOpened(engine));
-            }
-            PeerRole::Worker(worker) => {
-                if let Some(before) = self.workers.get(&worker) {
-                    tracing::warn!(%worker, "connected again, or a second one took over");
-                    self.roles.remove(&before.peer);
-                    self.replier.disconnect(before.peer);
-                }
-                self.step(Event::WorkerLost(worker));
-                let process = pid.and_then(|pid| self.watch(pid, myself));
-                self.workers.insert(
-                    worker,
-                    WorkerPeer {
-                        peer,
-                        pid,
-                        process,
-                        attaching: None,
-                    },
-                );
-            }
-            PeerRole::Admin(_) => {}
-        }
-    }
-
-    fn watch(&mut self, pid: i32, myself: &ActorRef<LeaderMessage>) -> Option<Arc<OwnedFd>> {
-        if let Some(process) = self.watched.get(&pid) {
-            return Some(Arc::clone(process));
-        }
-        match watch(pid, myself.clone()) {
-            Ok(process) => {
-                self.watched.insert(pid, Arc::clone(&process));
-                Some(process)
-            }
-            Err(error) => {
-                tracing::warn!(%error, pid, "cannot watch this worker");
-                None
-            }
-        }
-    }
-
-    /// Ends a worker's process. Its end is seen like any other.
-    fn expel(&mut self, worker: WorkerId) {
-        let peer = self.workers.get(&worker);
-        if let Some(supervisor) = &mut self.supervisor {
-            tracing::error!(%worker, "worker does not end its copies, or keeps silent: it is ended");
-            return supervisor(worker);
-        }
-        if let Some(peer) = peer.filter(|peer| peer.pid == i32::try_from(std::process::id()).ok()) {
-            // It lives in this process: all that can be ended is the conversation.
-            tracing::error!(%worker, "worker does not end its copies, or keeps silent: closing it");
-            return self.replier.disconnect(peer.peer);
-        }
-        let Some(process) = peer.and_then(|peer| peer.process.as_ref()) else {
-            tracing::error!(%worker, "worker keeps silent, and its process is not known: end it by hand");
-            return;
-        };
-        tracing::error!(%worker, "worker does not end its copies, or keeps silent: killed");
-        if let Err(error) = pidfd_send_signal(process, Signal::KILL) {
-            tracing::warn!(%error, %worker, "it had ended, or cannot be killed");
-        }
-    }
-
-    fn closed(&mut self, peer: PeerId) {
-        match self.roles.remove(&peer) {
-            Some(PeerRole::Engine(engine)) if self.engines.get(&engine) == Some(&peer) => {
-                self.engines.remove(&engine);
-                self.step(Event::EngineClosed(engine));
-            }
-            Some(PeerRole::Worker(worker))
-                if self
-                    .workers
-                    .get(&worker)
-                    .is_some_and(|known| known.peer == peer) =>
-            {
-                tracing::warn!(%worker, "worker lost");
-                if !self.places().any(|place| place == worker) {
-                    self.workers.remove(&worker);
-                }
-                self.step(Event::WorkerLost(worker));
-            }
-            _ => {}
-        }
-    }
-
-    /// Only the end of the process proves that nothing is written any more.
-    fn worker_exited(&mut self, pid: i32) {
-        self.watched.remove(&pid);
-        let dead = self
-            .workers
-            .iter()
-            .find(|(_, worker)| worker.pid == Some(pid));
-        if let Some(worker) = dead.map(|(worker, _)| *worker) {
-            // What it said before it died, and arrives behind its death, is not heard.
-            if let Some(dead) = self.workers.remove(&worker) {
-                self.roles.remove(&dead.peer);
-                self.replier.disconnect(dead.peer);
-            }
-            self.step(Event::WorkerDead(worker));
-        }
-    }
-
-    fn message(&mut self, peer: PeerId, envelope: Envelope) {
+    fn message(&mut self, peer: PeerId, envelope: Envelope, myself: &ActorRef<LeaderMessage>) {
         let Envelope {
             correlation,
             deadline_ms,
@@ -359,12 +216,23 @@ impl State {
             message,
             ..
         } = envelope;
+        if let Err(error) = self.claim_again(peer, myself) {
+            return match message {
+                Message::Ended(_)
+                | Message::Struck(_)
+                | Message::Inventory(_)
+                | Message::Error(_) => {}
+                _ => self.replier.refuse(peer, correlation, error),
+            };
+        }
         let role = self.roles.get(&peer).copied();
         match (role, message) {
             (_, Message::Status(status)) => {
-                let answer = Box::new(self.status(status.check));
-                self.replier
-                    .reply(peer, correlation, Message::StatusAnswer(*answer));
+                let answer = match self.status(status.check) {
+                    Ok(answer) => Message::StatusAnswer(*answer),
+                    Err(error) => Message::Error(error),
+                };
+                self.replier.reply(peer, correlation, answer);
             }
             (Some(PeerRole::Worker(worker)), Message::Attach(attach)) => {
                 self.attach(worker, correlation, attach);
@@ -404,11 +272,11 @@ impl State {
                 }
             }
             (Some(PeerRole::Admin(name)), message @ Message::Reset(_)) => {
-                // From here on it is an engine like any other, which has no memory.
-                let role = PeerRole::Engine(name);
-                self.roles.insert(peer, role);
-                self.engines.insert(name, peer);
-                self.step(Event::EngineOpened(name));
+                // For the core it is an engine like any other, which has no memory.
+                let known = self.engines.insert(name, Holder::new(peer, None));
+                if known.is_none() {
+                    self.step(Event::EngineOpened(name));
+                }
                 self.engine_asks(peer, name, correlation, deadline_ms, message);
             }
             (Some(PeerRole::Engine(engine)), message) => {
@@ -569,7 +437,7 @@ impl State {
     fn order(&mut self, worker: WorkerId, message: Message, deadline: Duration) -> bool {
         self.next_order += 1;
         let correlation = RequestId(self.next_order);
-        let peer = self.workers.get(&worker).map(|worker| worker.peer);
+        let peer = self.workers.get(&worker).map(|worker| worker.holder.peer);
         peer.is_some_and(|peer| self.replier.order(peer, correlation, message, deadline))
     }
 
@@ -579,7 +447,7 @@ impl State {
         id: RequestId,
         answer: Result<crate::types::Answer, Refusal>,
     ) {
-        let Some(peer) = self.engines.get(&engine).copied() else {
+        let Some(peer) = self.engines.get(&engine).map(|holder| holder.peer) else {
             return;
         };
         match answer {
@@ -604,12 +472,12 @@ impl State {
                     attached_ranks,
                 };
                 self.replier
-                    .reply(known.peer, correlation, Message::Attached(body));
+                    .reply(known.holder.peer, correlation, Message::Attached(body));
             }
             Err(refusal) => {
                 tracing::error!(%refusal, "worker turned away");
                 self.replier
-                    .refuse(known.peer, correlation, to_error(&refusal));
+                    .refuse(known.holder.peer, correlation, to_error(&refusal));
             }
         }
     }
@@ -639,29 +507,4 @@ impl State {
         let left = self.clock.now().until(next);
         self.timer = Some(myself.send_after(left, || LeaderMessage::Tick));
     }
-}
-
-/// What an engine or a worker is told.
-fn to_error(refusal: &Refusal) -> ErrorBody {
-    let code = match refusal {
-        Refusal::NotReady { .. } | Refusal::AnotherEngine { .. } | Refusal::Reading => {
-            ErrorCode::NotReady
-        }
-        Refusal::RankDisagrees { .. } => ErrorCode::RankDisagrees,
-        Refusal::NoSuchWorker { .. }
-        | Refusal::DepotNotShared { .. }
-        | Refusal::DepotOfTwoShards { .. }
-        | Refusal::DepotTooSmall { .. }
-        | Refusal::Invalid { .. } => ErrorCode::Invalid,
-        Refusal::StillRead { .. } => ErrorCode::Deadline,
-        Refusal::Draining => ErrorCode::Draining,
-        Refusal::Leased { .. } => ErrorCode::Leased,
-        Refusal::ResetUnconfirmed { .. } => ErrorCode::ResetUnconfirmed,
-        Refusal::UnknownSlot(_) => ErrorCode::UnknownSlot,
-        Refusal::NotPinned { .. } => ErrorCode::NotPinned,
-        Refusal::Limit { .. } => ErrorCode::Limit,
-        Refusal::CopyFailed(_) => ErrorCode::CopyFailed,
-        Refusal::StaleRequest(_) => ErrorCode::StaleRequest,
-    };
-    ErrorBody::new(code, refusal.to_string())
 }

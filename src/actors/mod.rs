@@ -5,6 +5,7 @@
 //! * `worker`: a leader and engine ranks on one side, [`crate::core::Worker`] on the other;
 //! * `transfer`: runs copies on threads of its own and reports their ends;
 //! * `gpu`: the GPU of a worker's engine, and memory of either kind;
+//! * `holder`: who has a place, and whether another process may have it;
 //! * `pool`: makes a worker's depot ready, with progress;
 //! * `teller`: tells the leader how far a worker is that cannot serve yet;
 //! * `supervision`: starts the others, ends the process when one of them fails;
@@ -12,6 +13,7 @@
 
 mod clock;
 pub(crate) mod gpu;
+mod holder;
 mod leader;
 mod mailbox;
 mod pool;
@@ -21,7 +23,7 @@ pub(crate) mod transfer;
 mod worker;
 
 pub use clock::Clock;
-pub use leader::{LeaderArguments, LeaderHandle};
+pub use leader::{EndWorker, LeaderArguments, LeaderHandle};
 pub use pool::PoolSettings;
 pub use supervision::{ProcessHandle, run_leader, run_worker};
 pub use worker::WorkerArguments;

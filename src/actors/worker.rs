@@ -2,6 +2,7 @@
 
 mod gpu;
 mod registration;
+mod strikes;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
@@ -12,6 +13,7 @@ use tokio::task::JoinHandle;
 
 use crate::actors::clock::Clock;
 use crate::actors::gpu::{EngineSide, Gpu};
+use crate::actors::holder::Holder;
 use crate::actors::mailbox::{Credited, Credits, Feeder};
 use crate::actors::pool::{PoolActor, PoolArguments, PoolSettings, Progress};
 use crate::actors::teller::Teller;
@@ -24,7 +26,7 @@ use crate::memory::{BufferError, Depot, LifelineEnd};
 use crate::protocol::limits::PAGE_RECORDS_MAX;
 use crate::protocol::{
     Abandon, CopyResult, Empty, Ended, Envelope, ErrorBody, ErrorCode, Inventory, Message,
-    ReadInventory, Struck,
+    ReadInventory,
 };
 use crate::transport::{
     Client, Failure, FdReceiver, Incoming, LinkId, PeerId, Replier, Server, ServerEvent,
@@ -47,6 +49,7 @@ const LOG_EVERY: std::time::Duration = std::time::Duration::from_secs(3);
 
 use gpu::{GpuState, IDLE_LIMIT, NO_TIMELINE, Refusal};
 use registration::{Mapped, Registering};
+use strikes::Strikes;
 
 /// What a worker needs to start.
 pub struct WorkerArguments {
@@ -101,7 +104,16 @@ pub(super) enum WorkerMessage {
     /// What engines announced is written by now.
     Written(Vec<Announced>),
     Ended(Vec<EndedCopy>),
+    /// The next slice of what a reset strikes out.
+    Strike,
     Tick,
+}
+
+/// A rank that is connected.
+struct RankPeer {
+    /// The engine that it named in its hello.
+    engine: EngineId,
+    holder: Holder,
 }
 
 impl From<Vec<EndedCopy>> for WorkerMessage {
@@ -158,8 +170,8 @@ pub(super) struct State {
     gpu_uses: u64,
     /// Of this worker, among all that may share a depot.
     number: usize,
-    /// Ranks that are connected, and the engine that each named in its hello.
-    ranks: HashMap<PeerId, EngineId>,
+    /// Ranks that are connected.
+    ranks: HashMap<PeerId, RankPeer>,
     /// Why the leader turned this worker away, last.
     turned_away: Option<Failure>,
     /// Ranks that wait until nothing is copied for what they abandoned, by the number that the core was given.
@@ -167,6 +179,7 @@ pub(super) struct State {
     next_ask: u64,
     /// The order that is being carried out.
     order: RequestId,
+    strikes: Strikes,
     timer: Option<JoinHandle<Result<(), ractor::MessagingErr<WorkerMessage>>>>,
     armed_at: Option<Time>,
     effects: Vec<WorkerEffect>,
@@ -248,6 +261,7 @@ impl Actor for WorkerActor {
             abandoning: HashMap::new(),
             next_ask: 0,
             order: RequestId(0),
+            strikes: Strikes::default(),
             timer: None,
             armed_at: None,
             effects: Vec::new(),
@@ -322,6 +336,7 @@ impl Actor for WorkerActor {
             WorkerMessage::Ended(copies) => {
                 state.step(WorkerEvent::CopiesEnded(copies), &myself)?;
             }
+            WorkerMessage::Strike => state.strike_on(&myself)?,
             WorkerMessage::Tick => {
                 state.armed_at = None;
                 state.step(WorkerEvent::Tick, &myself)?;
@@ -355,8 +370,10 @@ type Handled = Result<(), ActorProcessingErr>;
 impl State {
     fn rank_event(&mut self, event: ServerEvent, myself: &ActorRef<WorkerMessage>) -> Handled {
         match event {
-            ServerEvent::Opened { peer, hello, .. } => {
-                self.ranks.insert(peer, EngineId(hello.engine));
+            ServerEvent::Opened { peer, hello, pid } => {
+                let engine = EngineId(hello.engine);
+                let holder = Holder::new(peer, pid);
+                self.ranks.insert(peer, RankPeer { engine, holder });
                 Ok(())
             }
             ServerEvent::Closed { peer } => self.rank_gone(peer, myself),
@@ -420,9 +437,14 @@ impl State {
     ) -> Handled {
         let mapped = self.mapped.as_ref().filter(|mapped| mapped.peer == peer);
         let engine = mapped.map(|mapped| mapped.engine);
-        let Some(engine) = engine.or_else(|| self.ranks.get(&peer).copied()) else {
+        let named = self.ranks.get(&peer).map(|rank| rank.engine);
+        let Some(engine) = engine.or(named) else {
             return Ok(());
         };
+        if let Some(error) = self.registered_by_another(peer, engine) {
+            self.replier.refuse(peer, correlation, error);
+            return Ok(());
+        }
         self.next_ask += 1;
         let ask = self.next_ask;
         self.abandoning.insert(ask, (peer, correlation));
@@ -458,7 +480,10 @@ impl State {
                 self.teller.tell(self.progress.bytes());
                 self.step(WorkerEvent::LeaderFound(epoch), myself)
             }
-            Incoming::Lost => self.step(WorkerEvent::LeaderLost, myself),
+            Incoming::Lost => {
+                self.strikes.clear();
+                self.step(WorkerEvent::LeaderLost, myself)
+            }
             Incoming::Request { link, envelope } if link == self.link => {
                 self.ordered(*envelope, myself)
             }
@@ -543,10 +568,6 @@ impl State {
                 },
                 WorkerEffect::Stop(op) => self.transfer.cast(TransferMessage::Stop(op))?,
                 WorkerEffect::Report { batch, copies } => self.report(batch, &copies),
-                WorkerEffect::Struck(id) => {
-                    let body = Struck { reset: id.0 };
-                    self.answer(self.order, Message::Struck(body));
-                }
                 WorkerEffect::Abandoned { ask } => {
                     if let Some((peer, correlation)) = self.abandoning.remove(&ask) {
                         self.replier
@@ -564,10 +585,8 @@ impl State {
                         tracing::error!(worker = %self.worker, %error, "stored pages are not listed");
                     }
                 }
-                WorkerEffect::StrikeScope { scope, through } => {
-                    let strike =
-                        |depot: &Depot, page_bytes| depot.strike_scope(page_bytes, &scope, through);
-                    self.inventory(strike)?;
+                WorkerEffect::Strike { id, scope, through } => {
+                    self.strike(id, scope, through, myself)?;
                 }
                 WorkerEffect::Refuse(refusal) => {
                     let code = match refusal {

@@ -6,7 +6,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::time::Duration;
 
-use crate::actors::{LeaderArguments, run_leader};
+use crate::actors::{EndWorker, LeaderArguments, run_leader};
 use crate::cli::process::{DRAIN_LIMIT, Ending, Expel, end_with_supervisor};
 use crate::cli::{ConfigArguments, block_on, dirs::Dirs};
 use crate::core::{AnchorKey, LeaderSettings};
@@ -54,6 +54,7 @@ impl Arguments {
             settings.sharding = config.kv_shards;
             settings.replicas = config.replicas;
             settings.tiers = !self.no_tiers;
+            settings.depot_bytes = Some(config.g2.0 / u64::from(config.kv_shards.shards()));
             let server = Server::new(
                 listener,
                 ServerSettings {
@@ -63,9 +64,7 @@ impl Arguments {
                     features: 0,
                 },
             );
-            let supervisor = self
-                .supervised
-                .then(|| Box::new(expel) as Box<dyn FnMut(WorkerId) + Send>);
+            let supervisor = self.supervised.then(|| Box::new(expel) as EndWorker);
             let started = run_leader(LeaderArguments {
                 settings,
                 server,
@@ -95,9 +94,9 @@ impl Arguments {
 }
 
 /// Asks the supervisor, over standard output, to end a worker. The leader asks again while the worker keeps silent.
-fn expel(worker: WorkerId) {
+fn expel(worker: WorkerId, pid: Option<i32>) {
     let mut output = std::io::stdout();
-    let line = Expel(worker);
+    let line = Expel { worker, pid };
     if let Err(error) = writeln!(output, "{line}").and_then(|()| output.flush()) {
         tracing::error!(%error, %worker, "the supervisor does not listen");
     }

@@ -12,13 +12,18 @@ use crate::types::{Rank, Replica, WorkerId};
 /// How long a process waits for copies under way when it is told to end.
 pub(super) const DRAIN_LIMIT: Duration = Duration::from_secs(5);
 
-/// What a leader says to its supervisor, on a line of its own: end the process of this worker.
+/// What a leader says to its supervisor, on a line of its own: end the process of this worker, which has this number where
+/// it has spoken to the leader.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Expel(pub(super) WorkerId);
+pub(super) struct Expel {
+    pub(super) worker: WorkerId,
+    pub(super) pid: Option<i32>,
+}
 
 impl std::fmt::Display for Expel {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "expel {} {}", self.0.replica.0, self.0.rank.0)
+        write!(f, "expel {} {}", self.worker.replica.0, self.worker.rank.0)?;
+        self.pid.map_or(Ok(()), |pid| write!(f, " {pid}"))
     }
 }
 
@@ -32,8 +37,12 @@ impl std::str::FromStr for Expel {
             replica: Replica(number()?),
             rank: Rank(number()?),
         };
+        let pid = match words.next() {
+            None => None,
+            Some(word) => Some(word.parse().map_err(|_| ())?),
+        };
         match words.next() {
-            None => Ok(Self(worker)),
+            None => Ok(Self { worker, pid }),
             Some(_) => Err(()),
         }
     }
@@ -92,12 +101,16 @@ mod tests {
             replica: Replica(3),
             rank: Rank(17),
         };
-        assert_eq!(Expel(worker).to_string().parse(), Ok(Expel(worker)));
+        for pid in [None, Some(4711)] {
+            let expel = Expel { worker, pid };
+            assert_eq!(expel.to_string().parse(), Ok(expel));
+        }
         for wrong in [
             "",
             "expel",
             "expel 1",
-            "expel 1 2 3",
+            "expel 1 2 3 4",
+            "expel 1 2 x",
             "expel 1 x",
             "expel 70000 1",
             " expel 1 2",

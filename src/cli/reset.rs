@@ -3,7 +3,6 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::cli::leader::random;
 use crate::cli::{ConfigArguments, block_on, dirs::Dirs, say, status};
 use crate::error::CommandError;
 use crate::protocol::Message;
@@ -85,9 +84,7 @@ fn hex(text: &str) -> Option<Vec<u8>> {
 }
 
 async fn ask(dirs: &Dirs, scope: ResetScope) -> Result<u32, CommandError> {
-    let mut name = [0; 16];
-    random(&mut name)?;
-    let client = status::admin(Arc::new(ZmqTransport), dirs, name, "reset");
+    let client = status::admin(Arc::new(ZmqTransport), dirs, "reset");
     let question = Message::from(Request::Reset { scope });
     match client.ask(question, RESET_LIMIT).await {
         Ok(Message::ResetAnswer(answer)) => Ok(answer.pages),

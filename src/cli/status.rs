@@ -8,9 +8,9 @@ use tokio::time::Instant;
 use crate::cli::{ConfigArguments, block_on, dirs::Dirs, say};
 use crate::error::CommandError;
 use crate::protocol::{
-    Hello, Message, RankStatus, Role, Status, StatusAnswer, VERSION, VERSION_MIN,
+    ErrorCode, Hello, Message, RankStatus, Role, Status, StatusAnswer, VERSION, VERSION_MIN,
 };
-use crate::transport::{Client, ClientSettings, Limits, Transport, ZmqTransport};
+use crate::transport::{Client, ClientSettings, Failure, Limits, Transport, ZmqTransport};
 use crate::types::{ByteSize, Rank, Replica, WorkerId};
 
 /// How long a leader may take to answer.
@@ -84,7 +84,7 @@ async fn wait_until(
     progress: &mut dyn FnMut(&str),
 ) -> Result<(), CommandError> {
     let until = Instant::now() + limit;
-    let client = admin(Arc::new(ZmqTransport), dirs, [0; 16], "status");
+    let client = admin(Arc::new(ZmqTransport), dirs, "status");
     let mut said = String::new();
     loop {
         let now = match status_by(&client, until, dirs, false).await {
@@ -155,18 +155,13 @@ fn say_progress(text: &str) {
     eprintln!("{text}");
 }
 
-/// A person's conversation with a leader, under the name of a command; `engine` tells those apart that ask as engines do.
-pub(super) fn admin(
-    transport: Arc<dyn Transport>,
-    dirs: &Dirs,
-    engine: [u8; 16],
-    name: &str,
-) -> Client {
+/// A person's conversation with a leader, under the name of a command.
+pub(super) fn admin(transport: Arc<dyn Transport>, dirs: &Dirs, name: &str) -> Client {
     let hello = Hello {
         version_min: VERSION_MIN,
         version_max: VERSION,
         role: Role::Admin,
-        engine,
+        engine: [0; 16],
         rank: 0,
         replica: 0,
         features: 0,
@@ -188,8 +183,23 @@ pub(super) async fn ask(
     dirs: &Dirs,
     check: bool,
 ) -> Result<StatusAnswer, CommandError> {
-    let client = admin(transport, dirs, [0; 16], "status");
+    let client = admin(transport, dirs, "status");
     status_by(&client, Instant::now() + STATUS_LIMIT, dirs, check).await
+}
+
+/// Asks until the leader counts a second time, which it does once a second for all together, or until it is too late.
+async fn ask_status(client: &Client, until: Instant, check: bool) -> Result<Message, Failure> {
+    loop {
+        let left = until.saturating_duration_since(Instant::now());
+        let limit = left.clamp(READY_PAUSE, STATUS_LIMIT);
+        let answer = client.ask(Message::Status(Status { check }), limit).await;
+        match &answer {
+            Err(failure) if check && failure.code == ErrorCode::Busy && !left.is_zero() => {
+                tokio::time::sleep(WAIT_PAUSE).await;
+            }
+            _ => return answer,
+        }
+    }
 }
 
 async fn status_by(
@@ -198,10 +208,7 @@ async fn status_by(
     dirs: &Dirs,
     check: bool,
 ) -> Result<StatusAnswer, CommandError> {
-    let left = until.saturating_duration_since(Instant::now());
-    let limit = left.clamp(READY_PAUSE, STATUS_LIMIT);
-    let question = Message::Status(Status { check });
-    match client.ask(question, limit).await {
+    match ask_status(client, until, check).await {
         Ok(Message::StatusAnswer(answer)) => Ok(answer),
         Ok(other) => Err(CommandError::Failed(format!(
             "unexpected {}",

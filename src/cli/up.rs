@@ -241,8 +241,8 @@ impl Supervisor {
             let failed = match self.next().await {
                 Happened::Ended(index, status) => self.ended(index, status),
                 Happened::Due(index) => self.start(index),
-                Happened::Wanted(Expel(worker)) => {
-                    self.kill(worker);
+                Happened::Wanted(expel) => {
+                    self.kill(expel);
                     Ok(())
                 }
             };
@@ -280,8 +280,9 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Ends a worker that keeps silent. Its end is seen like any other.
-    fn kill(&mut self, worker: WorkerId) {
+    /// Ends a worker that keeps silent or does not end its copies. Its end is seen like any other. A process that has taken
+    /// its place, and is no child of this one, is left to the leader.
+    fn kill(&mut self, Expel { worker, pid }: Expel) {
         let part = Part::Worker(worker);
         let child = self
             .parts
@@ -292,6 +293,14 @@ impl Supervisor {
             tracing::info!("{part} is to be ended, and has ended");
             return;
         };
+        let own = child.id().and_then(|id| i32::try_from(id).ok());
+        if let Some(pid) = pid.filter(|pid| own != Some(*pid)) {
+            tracing::error!(
+                pid,
+                "a process that was not started here has the place of the {part}: it is not ended here"
+            );
+            return;
+        }
         tracing::warn!("{part} is ended, because the leader wants so");
         if let Err(error) = child.start_kill() {
             tracing::warn!(%error, "{part} cannot be killed");

@@ -3,6 +3,7 @@
 //! Blocks lie in a slab; the fingerprints of their pages lie in one array by arena page, because a block's pages are
 //! neighbours. Age is a doubly linked list through the slab, oldest first.
 
+use crate::core::sweep::Hidden;
 use crate::types::{Anchor, DomainId, Fingerprint, Generation, PageHashes};
 
 /// Marks the end of a list.
@@ -85,6 +86,10 @@ pub struct Blocks {
     newest: u32,
     stamps: u64,
     live: u32,
+    /// Sweeps that were begun.
+    pub(super) sweeps: u64,
+    /// What the sweeps that go on hide: as many as there are resets at most.
+    pub(super) hidden: Vec<Hidden>,
 }
 
 impl Blocks {
@@ -100,6 +105,21 @@ impl Blocks {
     /// Blocks that live.
     pub fn len(&self) -> u32 {
         self.live
+    }
+
+    /// Places of the slab, with or without a block.
+    pub fn places(&self) -> BlockIndex {
+        u32::try_from(self.slab.len()).unwrap_or(NONE)
+    }
+
+    /// The stamp of the block that was born last.
+    pub fn youngest(&self) -> u64 {
+        self.stamps
+    }
+
+    /// The block at `index`, if one lives there.
+    pub fn at(&self, index: BlockIndex) -> Option<&Block> {
+        self.slab.get(index as usize)?.as_ref()
     }
 
     /// The block at `index`. Panics when none lives there: indices come from the index and the age list.

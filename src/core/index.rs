@@ -118,6 +118,9 @@ impl Index {
             if block.domain != domain && !planted(Bug::IgnoreNamespace) {
                 continue;
             }
+            if blocks.is_hidden(block) {
+                continue;
+            }
             let pages = blocks.matching_pages(block, hashes, position);
             let ready = pages.min(u32::from(block.ready));
             let found = Match {

@@ -5,7 +5,7 @@
 //!
 //! 1. `arena`: where runs of pages lie; `blocks`: what they hold and how old they are; `anchor`, `index`, `ahead`: how they
 //!    are found;
-//! 2. `pool`: one tier: reserve, fill, publish, pin, evict; `view`: what others see of it, and resets; `recover`: from
+//! 2. `pool`: one tier: reserve, fill, publish, pin, evict; `view`: what others see of it; `sweep`: resets; `recover`: from
 //!    inventories; `check`: all of it counted a second time;
 //! 3. `slot`: what is known of an engine; `event`, `refusal`: what goes in and comes out;
 //! 4. `leader`: the decisions; `decision`: their digest; `worker`: what a worker does with its orders.
@@ -13,6 +13,7 @@
 mod ahead;
 mod anchor;
 mod arena;
+mod around;
 mod blocks;
 mod check;
 mod decision;
@@ -25,16 +26,18 @@ mod refusal;
 pub mod sabotage;
 mod shards;
 mod slot;
+mod sweep;
 mod view;
 mod worker;
 
 pub use anchor::{AnchorKey, Domain};
 pub use arena::{ARENA_PAGES_MAX, Arena};
+pub use around::{LOOKS_AROUND_MAX, MISSES_AROUND_MAX};
 pub use event::{Attached, CANCELLED_MAX, Effect, EngineMemory, Event};
 pub use index::{Match, SIBLINGS_MAX, Want};
 pub use leader::{
     CANCELS_MAX, LOAD_RUNS_MAX, Leader, LeaderCounts, LeaderSettings, OPEN_REQUESTS_MAX,
-    PARKED_MAX, REPLICAS_MAX, TierKey,
+    PARKED_MAX, REPLICAS_MAX, RESET_PAGES_OPEN_MAX, RESET_SLICE_PAGES, RESETS_OPEN_MAX, TierKey,
 };
 pub use pool::{Kind, PageStates, Pin, Pool, PoolCounts, Reach, Reserved, Run};
 pub use refusal::Refusal;

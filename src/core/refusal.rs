@@ -94,6 +94,21 @@ pub enum Refusal {
         /// Pages that are needed.
         least_pages: u32,
     },
+    /// More pages than the depot of a shard has room for.
+    #[error(
+        "attach.memory.arena_pages of {worker} is {arena_pages}, and G2 has room for {most_pages} pages of {page_bytes} \
+         bytes: start leader and workers with the same g2 and kv_shards"
+    )]
+    DepotTooLarge {
+        /// Which worker.
+        worker: WorkerId,
+        /// Pages that it names.
+        arena_pages: u32,
+        /// Bytes of one page, by its word.
+        page_bytes: u64,
+        /// Pages that the leader's own settings leave room for.
+        most_pages: u64,
+    },
     /// The slot was never opened, or is finished.
     #[error("{0} is unknown: look up first")]
     UnknownSlot(SlotId),
@@ -155,7 +170,29 @@ pub enum Refusal {
         /// How many.
         shards: usize,
     },
+    /// The deadline passed before every page was looked at.
+    #[error(
+        "the deadline passed before all pages were looked at: some may still be found; ask again with a later deadline"
+    )]
+    ResetUnfinished,
+    /// A load or a store that waits until nothing of an older leader is under way, beyond the limit.
+    #[error(
+        "{max} loads and stores of this engine wait until every worker has said that nothing older is under way, which is \
+         the limit: ask again with the same id"
+    )]
+    Crowded {
+        /// The limit.
+        max: u64,
+    },
     /// A request id below those that are remembered.
     #[error("{0} is older than every answer kept: use growing request ids")]
     StaleRequest(RequestId),
+}
+
+impl Refusal {
+    /// True when nothing of the refused request is under way, and nothing will be: its engine may use its pages again. A
+    /// request that came too early to know is refused without that.
+    pub fn is_over(&self) -> bool {
+        !matches!(self, Self::Crowded { .. } | Self::StillRead { .. })
+    }
 }

@@ -1,9 +1,7 @@
-//! Looking at a pool from outside, and forgetting what is seen: records for inventories, views for checks, resets.
+//! Looking at a pool from outside: records for inventories, views for checks.
 
-use crate::core::blocks::BlockIndex;
 use crate::core::pool::Pool;
-use crate::core::sabotage::{Bug, planted};
-use crate::types::{DomainId, Epoch, Fingerprint, Generation, Record, Scope, Stored};
+use crate::types::{DomainId, Epoch, Fingerprint, Generation, Record, Stored};
 
 /// A block as it is now, to be looked at: by checks and by people.
 #[derive(Debug, Clone, Copy)]
@@ -41,39 +39,6 @@ impl Pool {
             stored: Stored { epoch, generation },
             fingerprints: self.blocks.fingerprints(start, reservation.pages).to_vec(),
         })
-    }
-
-    /// Forgets the blocks that hold a page of `scope`: none is found any more. What is filling is freed when its copies
-    /// have ended; their reservations are returned, with the number of pages that are forgotten. Changes nothing and
-    /// returns the number of holders when any of these blocks is held.
-    pub fn retire(&mut self, scope: &Scope) -> Result<(u32, Vec<Generation>), u64> {
-        let meant = |block: &BlockView<'_>| {
-            let mut pages = block.fingerprints.iter();
-            pages.any(|page| scope.contains(block.domain, *page))
-        };
-        let blocks: Vec<BlockIndex> = self
-            .view()
-            .filter(|block| !block.retired && meant(block))
-            .map(|block| block.index)
-            .collect();
-        let holders: u64 = blocks
-            .iter()
-            .map(|block| u64::from(self.blocks.get(*block).pins))
-            .sum();
-        if holders > 0 {
-            return Err(holders);
-        }
-        let (mut pages, mut filling) = (0, Vec::new());
-        for index in blocks {
-            let block = self.blocks.get(index);
-            pages += block.total_pages();
-            filling.extend(block.filling.map(|filling| filling.generation));
-            if !(planted(Bug::ResetSkipsInFlight) && block.filling.is_some()) {
-                self.retire_block(index);
-            }
-        }
-        filling.sort_unstable();
-        Ok((pages, filling))
     }
 
     /// Every block, the oldest first.

@@ -283,6 +283,7 @@ impl Asker {
             Message::Registered(registered) if !registered.not_served.is_empty() => Err(Failure {
                 code: ErrorCode::Invalid,
                 message: registered.not_served,
+                over: false,
             }),
             _ => Ok(()),
         }
@@ -293,6 +294,7 @@ fn not_now(message: String) -> Failure {
     Failure {
         code: ErrorCode::NotReady,
         message,
+        over: false,
     }
 }
 

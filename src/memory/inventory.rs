@@ -24,11 +24,12 @@ use siphasher::sip::SipHasher13;
 use super::buffer::BufferError;
 use super::depot::Depot;
 use crate::types::{
-    Anchor, DomainId, Epoch, Fingerprint, Generation, PageRecord, PageRun, Record, Scope, Stored,
+    Anchor, DomainId, Epoch, Fingerprint, Generation, INVENTORY_SLOT_BYTES, PageRecord, PageRun,
+    Record, Scope, Stored,
 };
 
 /// Bytes of one slot.
-pub const SLOT_BYTES: u64 = 80;
+pub const SLOT_BYTES: u64 = INVENTORY_SLOT_BYTES;
 const SEAL_BYTES: usize = 8;
 const BODY_BYTES: usize = SLOT_BYTES as usize - SEAL_BYTES;
 
@@ -141,14 +142,19 @@ impl Depot {
         Ok(())
     }
 
-    /// No page of this scope that was stored by `through` or before is listed any more. Looks at every slot.
+    /// Strikes the pages of this scope that were stored by `through` or before out of `count` slots from `from` on. Returns
+    /// the first slot that it did not look at, unless it came to the last.
     pub fn strike_scope(
         &self,
         page_bytes: u64,
         scope: &Scope,
         through: Stored,
-    ) -> Result<(), BufferError> {
-        for page in 0..self.arena_pages(page_bytes) {
+        from: u32,
+        count: u32,
+    ) -> Result<Option<u32>, BufferError> {
+        let pages = self.arena_pages(page_bytes);
+        let end = from.saturating_add(count).min(pages);
+        for page in from..end {
             let listed = self.listed(page)?;
             if listed.is_some_and(|record| {
                 record.stored <= through && scope.contains(record.domain, record.fingerprint)
@@ -156,7 +162,7 @@ impl Depot {
                 self.buffer().store_word(Self::slot_at(page), 0)?;
             }
         }
-        Ok(())
+        Ok((end < pages).then_some(end))
     }
 
     /// Every byte of these pages is there: they are listed. A page that is none of the arena's is refused, and none
@@ -279,17 +285,20 @@ mod tests {
         depot.list(PAGE_BYTES, &stored(8, 0, 4, 2)).expect("listed");
         let pages =
             |depot: &Depot| -> Vec<u32> { listed(depot).iter().map(|page| page.page).collect() };
-        let one = Scope::Pages(DomainId(2), vec![Fingerprint(1)]);
-        depot.strike_scope(PAGE_BYTES, &one, LAST).expect("struck");
+        let strike = |scope: &Scope, from, count| {
+            let next = depot.strike_scope(PAGE_BYTES, scope, LAST, from, count);
+            next.expect("struck")
+        };
+        let one = Scope::Pages(DomainId(2), [Fingerprint(1)].into_iter().collect());
+        assert_eq!(strike(&one, 0, u32::MAX), None);
         assert_eq!(pages(&depot), [0, 1, 2, 3, 9, 10, 11]);
         let scope = Scope::Domain(DomainId(1));
-        depot
-            .strike_scope(PAGE_BYTES, &scope, LAST)
-            .expect("struck");
+        assert_eq!(strike(&scope, 0, 2), Some(2), "a slice");
+        assert_eq!(pages(&depot), [2, 3, 9, 10, 11]);
+        assert_eq!(strike(&scope, 2, 8), Some(10));
+        assert_eq!(strike(&scope, 10, 100), None);
         assert_eq!(pages(&depot), [9, 10, 11]);
-        depot
-            .strike_scope(PAGE_BYTES, &Scope::Everything, LAST)
-            .expect("struck");
+        assert_eq!(strike(&Scope::Everything, 0, 64), None);
         assert!(pages(&depot).is_empty());
     }
 
@@ -317,7 +326,7 @@ mod tests {
         };
         for _ in 0..2 {
             depot
-                .strike_scope(PAGE_BYTES, &Scope::Everything, through)
+                .strike_scope(PAGE_BYTES, &Scope::Everything, through, 0, u32::MAX)
                 .expect("struck");
             let pages: Vec<u32> = listed(&depot).iter().map(|page| page.page).collect();
             assert_eq!(pages, [2, 3]);

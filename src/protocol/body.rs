@@ -100,6 +100,10 @@ pub struct ErrorBody {
     /// True when the same request may succeed later.
     #[serde(default)]
     pub retry: bool,
+    /// True when nothing of the refused request is under way, and nothing will be: only then may an engine use the pages of
+    /// a load or a store again. A leader that has looked at the request says so, and nobody else.
+    #[serde(default)]
+    pub over: bool,
 }
 
 /// Which pages of a sequence are there?

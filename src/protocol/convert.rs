@@ -226,7 +226,9 @@ impl Strike {
         let (domain, fingerprints) = match scope {
             Scope::Everything => (Vec::new(), Vec::new()),
             Scope::Domain(domain) => (domain.0.to_be_bytes().to_vec(), Vec::new()),
-            Scope::Pages(domain, pages) => (domain.0.to_be_bytes().to_vec(), packed(pages)),
+            Scope::Pages(domain, pages) => {
+                (domain.0.to_be_bytes().to_vec(), packed(pages.as_slice()))
+            }
         };
         Self {
             reset: id.0,
@@ -251,7 +253,7 @@ impl Strike {
         };
         Ok(match self.fingerprints.is_empty() {
             true => Scope::Domain(domain),
-            false => Scope::Pages(domain, unpacked(&self.fingerprints)),
+            false => Scope::Pages(domain, unpacked(&self.fingerprints).into_iter().collect()),
         })
     }
 }
@@ -349,12 +351,13 @@ fn reset_scope(reset: Reset) -> Result<ResetScope, ErrorBody> {
 }
 
 impl ErrorBody {
-    /// An error with the code's own retry class; a long text is cut.
+    /// An error with the code's own retry class, which frees no page; a long text is cut.
     pub fn new(code: ErrorCode, message: impl Into<String>) -> Self {
         Self {
             code: code.number(),
             message: cut(message.into()),
             retry: code.retry(),
+            over: false,
         }
     }
 

@@ -20,6 +20,8 @@ use super::{
 #[derive(Clone, Default)]
 pub struct MemoryTransport {
     registry: Arc<Registry>,
+    /// The process whose connections these are; this one unless said otherwise.
+    pid: Option<i32>,
 }
 
 #[derive(Default)]
@@ -74,6 +76,14 @@ impl Transport for MemoryTransport {
 }
 
 impl MemoryTransport {
+    /// The same names, for connections that count as those of another process.
+    pub fn of_process(&self, pid: i32) -> Self {
+        Self {
+            registry: Arc::clone(&self.registry),
+            pid: Some(pid),
+        }
+    }
+
     fn listen_now(&self, address: &Address, limits: Limits) -> Result<Listener, TransportError> {
         let name = name_of(address)?;
         limits.check()?;
@@ -130,7 +140,7 @@ impl MemoryTransport {
         let opened = Event::Opened {
             peer,
             uid: rustix::process::geteuid().as_raw(),
-            pid: i32::try_from(std::process::id()).ok(),
+            pid: self.pid.or_else(|| i32::try_from(std::process::id()).ok()),
         };
         match timeout_at(by, slot.intake.push(opened)).await {
             Ok(Ok(())) => {}

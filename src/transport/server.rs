@@ -103,6 +103,7 @@ pub struct Replier {
     sender: FrameSender,
     peers: Peers,
     epoch: Epoch,
+    heartbeat: Duration,
 }
 
 impl Replier {
@@ -129,6 +130,13 @@ impl Replier {
             .unwrap_or(u32::MAX)
             .max(1);
         self.say(peer, correlation, message, deadline_ms)
+    }
+
+    /// True when a peer is connected and was heard within a heartbeat, give or take another one for the way of its ping.
+    pub fn is_live(&self, peer: PeerId) -> bool {
+        let peers = lock(&self.peers);
+        let heard = peers.get(&peer).map(|peer| peer.heard.elapsed());
+        heard.is_some_and(|silent| silent <= self.heartbeat * 2)
     }
 
     /// Closes a connection.
@@ -205,6 +213,7 @@ impl Server {
             sender: listener.sender(),
             peers,
             epoch: settings.epoch,
+            heartbeat: settings.heartbeat,
         };
         Self {
             listener,

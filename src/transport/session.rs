@@ -39,6 +39,8 @@ pub struct Failure {
     pub code: ErrorCode,
     /// One line for people.
     pub message: String,
+    /// The leader says that nothing of the request is under way, and nothing will be.
+    pub over: bool,
 }
 
 impl Failure {
@@ -46,6 +48,7 @@ impl Failure {
         Self {
             code,
             message: message.into(),
+            over: false,
         }
     }
 }
@@ -55,6 +58,7 @@ impl From<ErrorBody> for Failure {
         Self {
             code: body.code(),
             message: body.message,
+            over: body.over,
         }
     }
 }

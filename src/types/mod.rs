@@ -24,7 +24,7 @@ pub use ids::{
     RequestId, ResetId, Shard, SlotId, WorkerId,
 };
 pub use numa::{NumaNodes, ParseNumaNodesError};
-pub use record::{PageRecord, Record, Scope, Stored};
+pub use record::{INVENTORY_SLOT_BYTES, PageRecord, PageSet, Record, Scope, Stored};
 pub use registration::{
     Allocation, AllocationHandle, AllocationKind, Attention, CONTENT_BYTES_MAX, Chunk, ChunkHandle,
     Nonce, Registration, TensorRole, TensorView, Timeline,

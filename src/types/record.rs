@@ -1,6 +1,11 @@
 //! What a depot knows of its own pages, so that they are found again when every process that knew them has ended.
 
+use std::sync::Arc;
+
 use super::{Anchor, DomainId, Epoch, Fingerprint, Generation};
+
+/// Bytes that an inventory keeps of each page of an arena, used or not.
+pub const INVENTORY_SLOT_BYTES: u64 = 80;
 
 /// What a store writes beside the pages that it fills.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -74,6 +79,32 @@ impl Record {
     }
 }
 
+/// Fingerprints of pages, in ascending order, each once. Clones share the memory: 16 bytes a page.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct PageSet(Arc<[Fingerprint]>);
+
+impl PageSet {
+    /// True when a page with this fingerprint is in the set. Takes a logarithmic number of compares, because a reset asks
+    /// this for every page of an arena.
+    pub fn contains(&self, fingerprint: Fingerprint) -> bool {
+        self.0.binary_search(&fingerprint).is_ok()
+    }
+
+    /// The fingerprints, in ascending order.
+    pub fn as_slice(&self) -> &[Fingerprint] {
+        &self.0
+    }
+}
+
+impl FromIterator<Fingerprint> for PageSet {
+    fn from_iter<I: IntoIterator<Item = Fingerprint>>(pages: I) -> Self {
+        let mut pages: Vec<Fingerprint> = pages.into_iter().collect();
+        pages.sort_unstable();
+        pages.dedup();
+        Self(pages.into())
+    }
+}
+
 /// Which pages a reset means.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Scope {
@@ -82,7 +113,7 @@ pub enum Scope {
     /// Every page of a domain.
     Domain(DomainId),
     /// Pages of a domain that hold one of these.
-    Pages(DomainId, Vec<Fingerprint>),
+    Pages(DomainId, PageSet),
 }
 
 impl Scope {
@@ -91,7 +122,26 @@ impl Scope {
         match self {
             Self::Everything => true,
             Self::Domain(which) => *which == domain,
-            Self::Pages(which, pages) => *which == domain && pages.contains(&fingerprint),
+            Self::Pages(which, pages) => *which == domain && pages.contains(fingerprint),
+        }
+    }
+
+    /// True when it means one of these pages of a domain.
+    pub fn meets(&self, domain: DomainId, fingerprints: &[Fingerprint]) -> bool {
+        match self {
+            Self::Everything => true,
+            Self::Domain(which) => *which == domain,
+            Self::Pages(which, pages) => {
+                *which == domain && fingerprints.iter().any(|page| pages.contains(*page))
+            }
+        }
+    }
+
+    /// Pages that it names one by one.
+    pub fn named_pages(&self) -> usize {
+        match self {
+            Self::Everything | Self::Domain(_) => 0,
+            Self::Pages(_, pages) => pages.as_slice().len(),
         }
     }
 }

@@ -41,7 +41,7 @@ async fn engines_and_workers_find_the_next_leader_and_go_on() {
     let stored = engine.store(5, 3, PAGES.into(), PATIENCE).await;
     assert!(stored.is_ok(), "{stored:?}");
     assert_eq!(hits(&engine, 6, 4).await, u32::from(PAGES));
-    assert_eq!(engine.status().await.contradiction, "");
+    assert_eq!(engine.contradiction().await, "");
     workers.iter().for_each(|worker| worker.abort());
     second.stop().await;
 }

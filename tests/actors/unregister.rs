@@ -28,7 +28,7 @@ impl Memory {
         Self(file)
     }
 
-    fn registration(&self, engine: u8) -> Message {
+    pub fn registration(&self, engine: u8) -> Message {
         let path = self.0.path().to_str().expect("a text").to_owned();
         let registration = Registration {
             group: GroupId(0),
@@ -75,7 +75,7 @@ impl Memory {
     }
 
     /// Whether this process, in which the worker runs, has it open.
-    fn is_open(&self) -> bool {
+    pub fn is_open(&self) -> bool {
         let maps = std::fs::read_to_string("/proc/self/maps").expect("a list");
         maps.contains(self.0.path().to_str().expect("a text"))
     }
@@ -114,7 +114,7 @@ async fn unregister_at_last(rank: &Client) -> Answered {
 }
 
 /// Registers memory and lets the leader agree.
-async fn registered(leader: &mut Server, rank: &Client, memory: &Memory, engine: u8) {
+pub async fn registered(leader: &mut Server, rank: &Client, memory: &Memory, engine: u8) {
     let agreeing = async {
         loop {
             let asked = attaching(leader).await;

@@ -1,14 +1,14 @@
 //! A leader in this process, engines and workers that do what a test says, and time that only waiting moves.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use kvferry::actors::{LeaderArguments, LeaderHandle, ProcessHandle, run_leader};
 use kvferry::core::{AnchorKey, LeaderSettings};
 use kvferry::protocol::{
     Attach, AttachedMemory, CopyResult, Ended, Envelope, ErrorCode, Header, Hello, Inventory, Load,
-    Lookup, Message, Role, Status, StatusAnswer, Store, Transfer, VERSION, VERSION_MIN, decode,
-    encode,
+    Lookup, Message, Role, Status, StatusAnswer, Store, Struck, Transfer, VERSION, VERSION_MIN,
+    decode, encode,
 };
 use kvferry::transport::{
     Address, Client, ClientSettings, Closed, Connection, Failure, Frame, Incoming, Limits, LinkId,
@@ -133,11 +133,29 @@ impl Engine {
     }
 
     pub async fn status(&self) -> StatusAnswer {
-        let message = Message::Status(Status { check: true });
-        match self.0.ask(message, PATIENCE).await {
+        match self.ask_status(false).await {
             Ok(Message::StatusAnswer(answer)) => answer,
             other => panic!("{other:?} instead of a status"),
         }
+    }
+
+    /// What a second count finds wrong. One is made each second.
+    pub async fn contradiction(&self) -> String {
+        loop {
+            match self.ask_status(true).await {
+                Ok(Message::StatusAnswer(answer)) => return answer.contradiction,
+                Err(failure) if failure.code == ErrorCode::Busy => {
+                    tokio::time::sleep(HEARTBEAT).await;
+                }
+                other => panic!("{other:?} instead of a status"),
+            }
+        }
+    }
+
+    async fn ask_status(&self, check: bool) -> Answered {
+        self.0
+            .ask(Message::Status(Status { check }), PATIENCE)
+            .await
     }
 
     /// Asks until lookups are served.
@@ -187,6 +205,7 @@ pub enum Heard {
     Lost,
     Order(Order),
     Cancel(Vec<u64>),
+    Strike(LinkId, RequestId, u64),
 }
 
 /// A worker that copies nothing: it says what a test says.
@@ -243,6 +262,7 @@ impl Puppet {
                     transfer,
                 }),
                 Message::Cancel(cancel) => Heard::Cancel(cancel.ops),
+                Message::Strike(strike) => Heard::Strike(link, envelope.correlation, strike.reset),
                 other => panic!("{} is not for this worker", other.kind().name()),
             },
         }
@@ -250,6 +270,14 @@ impl Puppet {
 
     /// Says that nothing is under way, with the memory of engine 1.
     pub async fn attach(&mut self) {
+        match self.ask_to_attach().await {
+            Ok(Message::Attached(_)) => {}
+            other => panic!("{other:?} instead of a welcome to {}", self.rank),
+        }
+    }
+
+    /// The same, for one that may be turned away.
+    pub async fn ask_to_attach(&mut self) -> Answered {
         self.attaches += 1;
         let geometry = GroupGeometry {
             group: GroupId(0),
@@ -272,10 +300,7 @@ impl Puppet {
             depot: [self.rank as u8; 16],
             memory: Some(memory),
         });
-        match self.client.ask(attach, PATIENCE).await {
-            Ok(Message::Attached(_)) => {}
-            other => panic!("{other:?} instead of a welcome to {}", self.rank),
-        }
+        self.client.ask(attach, PATIENCE).await
     }
 
     /// Waits until the leader is there, and attaches to it; the leader's epoch.
@@ -314,12 +339,22 @@ impl Puppet {
     }
 
     /// Attaches to every leader that comes, and ends every copy at once.
-    pub fn obey(mut self) -> tokio::task::JoinHandle<()> {
+    pub fn obey(self) -> tokio::task::JoinHandle<()> {
+        self.obey_and_count(Arc::default())
+    }
+
+    /// The same; counts the strikes that it confirms.
+    pub fn obey_and_count(mut self, struck: Arc<Mutex<u32>>) -> tokio::task::JoinHandle<()> {
         tokio::spawn(async move {
             loop {
                 match self.hear().await {
                     Heard::Welcomed(_) => self.attach().await,
                     Heard::Order(order) => self.ended(&order, true),
+                    Heard::Strike(link, order, reset) => {
+                        *struck.lock().expect("no panic") += 1;
+                        self.client
+                            .reply(link, order, Message::Struck(Struck { reset }));
+                    }
                     Heard::Lost | Heard::Cancel(_) => {}
                 }
             }

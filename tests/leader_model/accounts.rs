@@ -211,7 +211,14 @@ fn no_more_wait_for_the_workers_of_an_older_leader_than_the_limit() {
         };
         leader.step(Time(0), ask, &mut effects);
     }
-    assert_eq!(effects, []);
+    let crowded = effects.drain(..).map(|effect| match effect {
+        Effect::Answer { id, answer, .. } => (id.0, answer),
+        other => unreachable!("{other:?} instead of an answer"),
+    });
+    let max = PARKED_MAX as u64;
+    let refusal = || Err(Refusal::Crowded { max });
+    let crowded: Vec<_> = crowded.collect();
+    assert_eq!(crowded, [(max + 1, refusal()), (max + 2, refusal())]);
     for engine in 0..2 {
         for rank in 0..RANKS {
             let dead = Event::WorkerDead(worker(engine, rank));

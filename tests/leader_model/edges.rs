@@ -565,10 +565,10 @@ fn stores_that_wait_for_a_late_copy_are_told_at_once_that_its_pages_do_not_come(
 }
 
 #[test]
-fn what_was_not_struck_out_is_asked_for_again_until_the_deadline() {
+fn what_was_not_struck_out_is_asked_for_once_over_one_connection_and_given_up_at_the_deadline() {
     let mut reader = Reader::served();
     let fence = reader.fence();
-    let (begun, deadline) = (reader.now, reader.now + fence * 5 / 8);
+    let deadline = reader.now + fence * 5 / 8;
     let strike = |rank, replica| Effect::Strike {
         worker: worker(replica, rank),
         id: ResetId(1),
@@ -592,13 +592,15 @@ fn what_was_not_struck_out_is_asked_for_again_until_the_deadline() {
     assert_eq!(reader.step(struck(1)), [], "said again");
     // Where a worker is gone, another one of its shard is asked as soon as any speaks.
     let again = reader.step(Event::WorkerDead(worker(0, 2)));
-    assert_eq!(again, [strike(0, 0), strike(2, 1)]);
-    for quarter in 1..3 {
-        let at = begun + fence * quarter / 4;
-        assert_eq!(reader.leader.next_timeout(), Some(at));
-        reader.now = at;
-        assert_eq!(reader.step(Event::Tick), [strike(0, 0), strike(2, 1)]);
-    }
+    assert_eq!(again, [strike(2, 1)]);
+    reader.now = reader.now + fence / 4;
+    assert_eq!(
+        reader.step(Event::Tick),
+        [],
+        "a worker that is busy with it is left alone"
+    );
+    let lost = reader.step(Event::WorkerLost(worker(0, 0)));
+    assert_eq!(lost, [strike(0, 1)], "another one of its shard");
     assert_eq!(reader.leader.next_timeout(), Some(deadline));
     reader.now = deadline;
     let late = Effect::Answer {
@@ -615,7 +617,6 @@ fn what_was_not_struck_out_is_asked_for_again_until_the_deadline() {
 #[test]
 fn a_strike_that_is_asked_for_again_spares_what_was_stored_after_the_reset() {
     let mut reader = Reader::served();
-    let quarter = reader.fence() / 4;
     let deadline = reader.now + Duration::from_secs(60);
     let ask = |reader: &mut Reader, id, request| {
         reader.step(Event::Request {
@@ -669,9 +670,9 @@ fn a_strike_that_is_asked_for_again_spares_what_was_stored_after_the_reset() {
     let first = strikes(ask(&mut reader, 4, Request::Reset { scope }));
     assert_eq!(first.len(), usize::from(RANKS));
     let (_, after) = store(&mut reader, 5, 1);
-    reader.now = reader.now + quarter;
-    let again = strikes(reader.step(Event::Tick));
-    assert_eq!(again, first, "asked for again");
+    let lost = (0..RANKS).map(|rank| Event::WorkerLost(worker(0, rank)));
+    let again: Vec<Generation> = lost.flat_map(|lost| strikes(reader.step(lost))).collect();
+    assert_eq!(again, first, "asked for again, of other workers");
     for through in again {
         assert!(before <= through && through < after, "{through:?}");
     }

@@ -1,12 +1,17 @@
 //! What a leader says of itself, and of its workers while they get ready.
 
-use crate::protocol::{Preparing, RankStatus, StatusAnswer};
+use std::time::Duration;
+
+use crate::protocol::{ErrorBody, ErrorCode, Preparing, RankStatus, StatusAnswer};
 use crate::types::{Direction, Rank, Replica, WorkerId};
 
 use super::State;
 use crate::transport::Quiet;
 
 static PROBLEMS: Quiet = Quiet::new();
+
+/// Time after a second count in which nobody gets another one.
+const CHECK_PAUSE: Duration = Duration::from_secs(1);
 
 impl State {
     /// A worker says how far it is. The last word counts; it stays when the worker ends.
@@ -36,7 +41,7 @@ impl State {
     }
 
     fn rank(&self, worker: WorkerId) -> RankStatus {
-        let pid = self.workers.get(&worker).and_then(|known| known.pid);
+        let pid = self.workers.get(&worker).and_then(|known| known.holder.pid);
         let preparing = self.preparing.get(&worker).cloned().unwrap_or_default();
         RankStatus {
             replica: worker.replica.0,
@@ -56,7 +61,29 @@ impl State {
         u32::try_from(self.core.owed_by(worker, direction)).unwrap_or(u32::MAX)
     }
 
-    pub(super) fn status(&self, check: bool) -> StatusAnswer {
+    /// Refuses a second count while the last time is not long enough ago: the
+    /// count walks the whole arena, and meanwhile nobody is served.
+    fn may_check(&mut self) -> Result<(), ErrorBody> {
+        let now = self.clock.now();
+        let left = self.checked.map(|last| now.until(last + CHECK_PAUSE));
+        if let Some(left) = left.filter(|left| !left.is_zero()) {
+            let text = format!(
+                "everything was counted less than {CHECK_PAUSE:?} ago: ask again in {} ms, or without check",
+                left.as_millis() + 1
+            );
+            return Err(ErrorBody::new(ErrorCode::Busy, text));
+        }
+        Ok(())
+    }
+
+    pub(super) fn status(&mut self, check: bool) -> Result<Box<StatusAnswer>, ErrorBody> {
+        let mut contradiction = String::new();
+        if check {
+            self.may_check()?;
+            contradiction = self.core.check().err().unwrap_or_default();
+            // From its end on: a long count leaves as much time to others as a short one.
+            self.checked = Some(self.clock.now());
+        }
         let mut answer = StatusAnswer {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             epoch: self.settings.epoch.0,
@@ -72,6 +99,7 @@ impl State {
                 .counters()
                 .map(|(name, value)| (name.to_owned(), value))
                 .collect(),
+            contradiction,
             ..StatusAnswer::default()
         };
         let lookup_ns = u64::try_from(self.lookup_time.as_nanos()).unwrap_or(u64::MAX);
@@ -84,9 +112,6 @@ impl State {
             answer.pins = pool.pins();
             answer.blocks = u64::from(pool.live_blocks());
         }
-        if check {
-            answer.contradiction = self.core.check().err().unwrap_or_default();
-        }
-        answer
+        Ok(Box::new(answer))
     }
 }

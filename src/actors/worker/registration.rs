@@ -142,6 +142,28 @@ impl State {
         })
     }
 
+    /// Why a rank does not get the place of the memory that is registered: that of another process, which is connected and
+    /// lives.
+    fn place_taken(&self, peer: PeerId) -> Option<ErrorBody> {
+        let mapped = self.mapped.as_ref().filter(|mapped| mapped.peer != peer)?;
+        let holder = &self.ranks.get(&mapped.peer)?.holder;
+        let pid = self.ranks.get(&peer).and_then(|rank| rank.holder.pid);
+        let in_use = holder.in_use(&self.replier, pid)?;
+        Some(in_use.refusal(&format!("the place of {}", self.worker.rank)))
+    }
+
+    /// Why a rank may not act for an engine: another process, which is connected and lives, registered its memory.
+    pub(super) fn registered_by_another(
+        &self,
+        peer: PeerId,
+        engine: EngineId,
+    ) -> Option<ErrorBody> {
+        self.mapped
+            .as_ref()
+            .filter(|mapped| mapped.engine == engine)
+            .and_then(|_| self.place_taken(peer))
+    }
+
     /// What can be checked at once, and the GPU for memory that lies on one and is copied.
     fn admissible(
         &mut self,
@@ -176,6 +198,11 @@ impl State {
         register: Register,
         myself: &ActorRef<WorkerMessage>,
     ) {
+        if let Some(error) = self.place_taken(peer) {
+            let tickets = Tickets::of(&register.registration, &self.fds);
+            tokio::task::spawn_blocking(move || drop(tickets));
+            return self.replier.refuse(peer, correlation, error);
+        }
         let registration = register.registration;
         self.unregistered.remove(&peer);
         // Whatever becomes of it: a descriptor that is left lying holds its memory.
@@ -265,6 +292,12 @@ impl State {
             self.close(who.engine, memory, myself);
             let text = "unregistered meanwhile".to_owned();
             self.refuse(who.peer, who.asked, ErrorCode::Invalid, text);
+            return Ok(());
+        }
+        // Another one may have registered while this memory was opened.
+        if let Some(error) = self.place_taken(who.peer) {
+            self.close(who.engine, memory, myself);
+            self.replier.refuse(who.peer, who.asked, error);
             return Ok(());
         }
         let (engine, after) = (who.engine, who.after);
@@ -434,17 +467,21 @@ impl State {
         }
     }
 
-    /// A rank takes its memory back: it hears so once nothing of it is open here any more, whichever connection it was
-    /// registered over.
+    /// A rank takes its memory back: it hears so once nothing of it is open here any more, whichever connection of its
+    /// process it was registered over.
     pub(super) fn unregister(
         &mut self,
         peer: PeerId,
         correlation: RequestId,
         myself: &ActorRef<WorkerMessage>,
     ) -> Handled {
-        let Some(engine) = self.ranks.get(&peer).copied() else {
+        let Some(engine) = self.ranks.get(&peer).map(|rank| rank.engine) else {
             return Ok(());
         };
+        if let Some(error) = self.registered_by_another(peer, engine) {
+            self.replier.refuse(peer, correlation, error);
+            return Ok(());
+        }
         // What is being opened is closed when it is open.
         self.unregistered.insert(peer);
         let mut stepped = Ok(());

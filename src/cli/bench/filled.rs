@@ -9,7 +9,8 @@ use crate::error::CommandError;
 use crate::protocol::{Envelope, HEADER_BYTES, Header, Lookup, Message, VERSION, decode, encode};
 use crate::types::{
     Answer, AttachId, DepotId, EndedCopy, EngineId, Epoch, GroupGeometry, GroupId, PageHashes,
-    PageList, Rank, Ratio, Replica, Request, RequestId, SlotId, Time, WorkerId,
+    PageList, Rank, Ratio, Replica, Request, RequestId, ResetId, ResetScope, SlotId, Time,
+    WorkerId,
 };
 
 /// Bytes of a page hash.
@@ -22,7 +23,6 @@ const WORKER: WorkerId = WorkerId {
     replica: Replica(0),
     rank: Rank(0),
 };
-const NOW: Time = Time(1);
 
 /// The page hashes of a prompt, packed; the same each time.
 pub(super) fn hashes(prompt: u64, pages: u32) -> Vec<u8> {
@@ -63,6 +63,10 @@ pub(super) struct FilledLeader {
     leader: Leader,
     prompt_pages: u32,
     requests: u64,
+    resets: u64,
+    /// The worker was asked to strike the pages of the reset out.
+    struck: bool,
+    now: Time,
     effects: Vec<Effect>,
 }
 
@@ -74,6 +78,9 @@ impl FilledLeader {
             leader: Leader::new(settings),
             prompt_pages,
             requests: 0,
+            resets: 0,
+            struck: false,
+            now: Time(1),
             effects: Vec::new(),
         };
         let pages = prompts * u64::from(prompt_pages);
@@ -117,7 +124,7 @@ impl FilledLeader {
             Event::Attached(attached),
             inventory,
         ] {
-            self.leader.step(NOW, event, &mut self.effects);
+            self.leader.step(self.now, event, &mut self.effects);
         }
         self.effects.clear();
         self.pool().map(|_| ())
@@ -165,7 +172,7 @@ impl FilledLeader {
             deadline: Time::NEVER,
             request,
         };
-        self.leader.step(NOW, event, &mut self.effects);
+        self.leader.step(self.now, event, &mut self.effects);
         let copies: Vec<EndedCopy> = self
             .effects
             .iter()
@@ -186,7 +193,7 @@ impl FilledLeader {
                 epoch: Epoch(1),
                 copies,
             };
-            self.leader.step(NOW, ended, &mut self.effects);
+            self.leader.step(self.now, ended, &mut self.effects);
         }
         self.answer()
     }
@@ -235,7 +242,7 @@ impl FilledLeader {
             deadline: Time::NEVER,
             request,
         };
-        self.leader.step(NOW, event, &mut self.effects);
+        self.leader.step(self.now, event, &mut self.effects);
         let whole = begun.elapsed();
         let step = whole - decoded;
         match self.answer()? {
@@ -243,6 +250,49 @@ impl FilledLeader {
                 Ok(Took { whole, step })
             }
             other => Err(CommandError::Failed(format!("found {other:?}"))),
+        }
+    }
+
+    /// Begins a reset of pages that the leader does not hold; how long the step took.
+    pub(super) fn begin_reset(&mut self, seed: u64, pages: u32) -> Result<Duration, CommandError> {
+        let scope = ResetScope::Pages(Vec::new(), packed(hashes(seed, pages))?);
+        self.requests += 1;
+        let event = Event::Request {
+            engine: ENGINE,
+            id: RequestId(self.requests),
+            deadline: Time::NEVER,
+            request: Request::Reset { scope },
+        };
+        let begun = Instant::now();
+        self.leader.step(self.now, event, &mut self.effects);
+        Ok(begun.elapsed())
+    }
+
+    /// The next slice of the reset, and how long its step took; `None` once the worker is asked.
+    pub(super) fn go_on_with_reset(&mut self) -> Option<Duration> {
+        if std::mem::take(&mut self.struck) {
+            return None;
+        }
+        self.now = self.leader.next_timeout()?;
+        let begun = Instant::now();
+        self.leader.step(self.now, Event::Tick, &mut self.effects);
+        let took = begun.elapsed();
+        let strikes = |effect: Effect| matches!(effect, Effect::Strike { .. });
+        self.struck = self.effects.drain(..).any(strikes);
+        Some(took)
+    }
+
+    /// The worker has struck the pages out.
+    pub(super) fn end_reset(&mut self) -> Result<(), CommandError> {
+        self.resets += 1;
+        let struck = Event::Struck {
+            worker: WORKER,
+            id: ResetId(self.resets),
+        };
+        self.leader.step(self.now, struck, &mut self.effects);
+        match self.answer()? {
+            Answer::Reset { pages: 0 } => Ok(()),
+            other => Err(CommandError::Failed(format!("a reset came to {other:?}"))),
         }
     }
 

@@ -10,6 +10,7 @@ mod lookup;
 mod moved;
 mod order;
 mod pages;
+mod reset;
 mod rpc;
 
 use clap::Subcommand;
@@ -30,6 +31,8 @@ pub(super) enum Command {
     Codec(codec::Arguments),
     /// Allocations of an arena that is nearly full, beside a free list; and the memory that a pool takes.
     Arena(arena::Arguments),
+    /// Resets of many hashes in a leader that holds many pages, and lookups between their slices.
+    Reset(reset::Arguments),
     /// Round trips to a leader, beside round trips over a bare socket and to a server that is busy as long.
     Rpc(rpc::Arguments),
     /// Stands for a leader in `rpc`.
@@ -46,6 +49,7 @@ impl Command {
             Self::Lookup(arguments) => arguments.run(),
             Self::Codec(arguments) => arguments.run(),
             Self::Arena(arguments) => arguments.run(),
+            Self::Reset(arguments) => arguments.run(),
             Self::Rpc(arguments) => arguments.run(),
             Self::Busy(arguments) => arguments.run(),
         }

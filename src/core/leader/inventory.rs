@@ -146,6 +146,15 @@ impl Leader {
         let capacity = readings.key.pages;
         let records = part.records.into_iter();
         let records = records.filter(|record| within(record.page) && record.page < capacity);
+        // A page that is listed twice, or before an earlier one, is left out: each has one record at most.
+        let mut listed = reading.records.last().map(|record| record.page);
+        let records = records.filter(|record| {
+            let ascends = listed.is_none_or(|last| last < record.page);
+            if ascends {
+                listed = Some(record.page);
+            }
+            ascends
+        });
         let room = (capacity as usize).saturating_sub(reading.records.len());
         reading.records.extend(records.take(room));
         reading.asked = None;
@@ -158,14 +167,9 @@ impl Leader {
         };
         let shards: Vec<Vec<PageRecord>> =
             shards.into_iter().map(|reading| reading.records).collect();
-        let mut pool = Pool::recover(capacity, self.settings.ratio, &shards);
-        for reset in self.resets.values() {
-            // Nothing of a pool that has just opened is held.
-            if let Err(holders) = pool.retire(reset.scope()) {
-                debug_assert_eq!(holders, 0);
-            }
-        }
+        let pool = Pool::recover(capacity, self.settings.ratio, &shards);
         self.counts.recovered_pages += u64::from(pool.page_states().ready);
         self.tier = Some(Tier::new(key, pool));
+        self.reset_again();
     }
 }

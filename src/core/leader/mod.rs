@@ -37,6 +37,7 @@ use ops::Op;
 use requests::Parked;
 pub use requests::{OPEN_REQUESTS_MAX, PARKED_MAX};
 use reset::Reset;
+pub use reset::{RESET_PAGES_OPEN_MAX, RESET_SLICE_PAGES, RESETS_OPEN_MAX};
 use store::{PendingStore, StoreKey};
 use tier::Tier;
 pub use tier::TierKey;
@@ -64,6 +65,14 @@ pub struct LeaderSettings {
     pub open_requests_max: usize,
     /// How long an engine is remembered after its connection broke. Default: 10 s.
     pub engine_grace: Duration,
+    /// Longest time until the deadline of a request; a later deadline is cut to it. It bounds how long a store whose pages
+    /// are never written, or a reset that is never confirmed, takes up room. Default: 120 s.
+    pub deadline_max: Duration,
+    /// Pages that one slice of a reset looks at. Default: [`RESET_SLICE_PAGES`].
+    pub reset_slice_pages: u32,
+    /// Bytes of the depot of one shard, where the leader knows them: a worker that names more pages than fit is turned
+    /// away. The leader keeps 29 bytes for each page. Default: unknown.
+    pub depot_bytes: Option<u64>,
     /// There is a tier, with room for one block at least. Without, every store is refused: a baseline. Default: on.
     pub tiers: bool,
     /// Keep the digest of decisions. Default: on.
@@ -83,6 +92,9 @@ impl LeaderSettings {
             hold_for: Duration::from_secs(30),
             fence: Duration::from_secs(10),
             engine_grace: Duration::from_secs(10),
+            deadline_max: Duration::from_secs(120),
+            reset_slice_pages: RESET_SLICE_PAGES,
+            depot_bytes: None,
             tiers: true,
             record_decisions: true,
         }
@@ -95,7 +107,10 @@ enum Timer {
     Hold(EngineId, SlotId),
     Copy(OpId),
     Store(StoreKey),
+    /// The deadline of a reset.
     Reset(ResetId),
+    /// The next slice of the resets.
+    Resets,
     Cancel(CancelId),
     Reading,
     Silent,
@@ -133,6 +148,12 @@ pub struct LeaderCounts {
     pub gather_us: u64,
     /// Time that scatters took, summed over ranks.
     pub scatter_us: u64,
+    /// Positions of sequences that stores looked up.
+    pub store_looks: u64,
+    /// Slices in which resets were done.
+    pub reset_slices: u64,
+    /// Most pages that one of those looked at.
+    pub largest_reset_slice_pages: u64,
 }
 
 /// See the module.
@@ -155,6 +176,8 @@ pub struct Leader {
     cancels: BTreeMap<CancelId, Cancelling>,
     next_cancel: CancelId,
     resets: BTreeMap<ResetId, Reset>,
+    /// When the next slice of the resets is done, while it waits.
+    resets_at: Option<Time>,
     /// Loads and stores that came while copies of an older leader could be under way. Their engine may not take its pages
     /// back before those have ended; so they are refused only then.
     parked: BTreeMap<(EngineId, RequestId), Parked>,
@@ -190,6 +213,7 @@ impl Leader {
             cancels: BTreeMap::new(),
             next_cancel: 0,
             resets: BTreeMap::new(),
+            resets_at: None,
             parked: BTreeMap::new(),
             draining: false,
             silent_at: None,
@@ -219,6 +243,7 @@ impl Leader {
             Event::Attached(attached) => self.attached(now, attached, effects),
             Event::WorkerLost(worker) => {
                 self.workers.lost(worker);
+                self.not_asked(worker);
                 self.reader_lost(worker, effects);
             }
             Event::WorkerDead(worker) => self.worker_dead(now, worker, effects),
@@ -250,7 +275,7 @@ impl Leader {
                 let due = Due {
                     engine,
                     id,
-                    deadline,
+                    deadline: deadline.min(now + self.settings.deadline_max),
                 };
                 self.request(now, due, request, effects);
             }
@@ -267,6 +292,7 @@ impl Leader {
         }
         self.fire_timers(now, effects);
         self.settle_tier(now, effects);
+        self.go_on_with_resets(now, effects);
         self.stop_workers(effects);
     }
 
@@ -353,6 +379,8 @@ impl Leader {
             ("scattered_bytes", c.scattered_bytes),
             ("gather_us", c.gather_us),
             ("scatter_us", c.scatter_us),
+            ("reset_slices", c.reset_slices),
+            ("largest_reset_slice_pages", c.largest_reset_slice_pages),
             ("blocks_stored", pool.stored),
             ("blocks_grown", pool.grown),
             ("blocks_branched", pool.branched),
@@ -433,6 +461,7 @@ impl Leader {
     }
 
     fn engine_closed(&mut self, now: Time, engine: EngineId) {
+        self.unpark(engine);
         let Some(session) = self.sessions.get_mut(&engine) else {
             return;
         };
@@ -477,7 +506,8 @@ impl Leader {
                 Timer::Hold(engine, slot) => self.hold_expired(engine, slot),
                 Timer::Copy(op) => self.copy_due(now, op, effects),
                 Timer::Store(key) => self.store_due(key, effects),
-                Timer::Reset(id) => self.reset_due(now, id, effects),
+                Timer::Reset(id) => self.reset_late(id, effects),
+                Timer::Resets => self.resets_due(now, effects),
                 Timer::Cancel(id) => self.cancel_due(id, effects),
                 Timer::Reading => self.reading_due(now, effects),
                 Timer::Silent => self.silent_due(now),
@@ -527,5 +557,7 @@ struct Due {
     deadline: Time,
 }
 
+#[cfg(test)]
+mod bounds_tests;
 #[cfg(test)]
 mod tests;

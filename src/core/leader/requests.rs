@@ -13,9 +13,10 @@ use super::{Due, Leader};
 
 /// Requests of one engine that are under way at one time, unless the settings say otherwise.
 pub const OPEN_REQUESTS_MAX: usize = 1024;
-/// Loads and stores that wait until nothing of an older leader is under way; about 100 bytes each. What comes beyond is
-/// not answered: its engine asks again, or abandons it.
-pub const PARKED_MAX: usize = 65_536;
+/// Loads and stores of one engine that wait until nothing of an older leader is under way; about 100 bytes each. One more
+/// is refused in words that free no page. An engine has one connection, and what waits for it goes with that: the number of
+/// connections bounds the sum.
+pub const PARKED_MAX: usize = 1024;
 
 /// A request that is refused when nothing of an older leader is under way.
 #[derive(Debug)]
@@ -37,7 +38,7 @@ impl Leader {
             Request::Load { slot, .. } | Request::Store { slot, .. }
                 if !self.workers.all_clear() && !planted(Bug::RefuseUnclear) =>
             {
-                return self.park(due, slot);
+                return self.park(due, slot, effects);
             }
             _ => {}
         }
@@ -98,7 +99,7 @@ impl Leader {
                 source,
             } => self.store(due, slot, first_page, more, &source, effects),
             Request::CancelStores { slot } => self.cancel_stores(due, slot, effects),
-            Request::Reset { scope } => self.reset(now, due, scope, effects).map(|()| None),
+            Request::Reset { scope } => self.reset(due, scope).map(|()| None),
             Request::Finish { slot } => {
                 let session = self.sessions.entry(engine).or_default();
                 session.note_finish(id, slot);
@@ -127,13 +128,29 @@ impl Leader {
         effects.push(Effect::Answer { engine, id, answer });
     }
 
-    /// What names engine pages waits until nothing of an older leader touches them.
-    fn park(&mut self, due: Due, slot: SlotId) {
+    /// A request that names engine pages waits until nothing of an older leader touches them. Beyond the limit it is
+    /// refused without being noted, because it may be under way: the same id may be asked again.
+    fn park(&mut self, due: Due, slot: SlotId, effects: &mut Vec<Effect>) {
         let key = (due.engine, due.id);
-        if self.parked.len() >= PARKED_MAX || self.parked.contains_key(&key) {
+        if self.parked.contains_key(&key) {
             return;
         }
+        let first = (due.engine, RequestId(0));
+        let last = (due.engine, RequestId(u64::MAX));
+        if self.parked.range(first..=last).count() >= PARKED_MAX {
+            let max = PARKED_MAX as u64;
+            return effects.push(Effect::Answer {
+                engine: due.engine,
+                id: due.id,
+                answer: Err(Refusal::Crowded { max }),
+            });
+        }
         self.parked.insert(key, Parked { due, slot });
+    }
+
+    /// The connection of an engine broke: it asks again, over the next one, for what has not been answered.
+    pub(super) fn unpark(&mut self, engine: EngineId) {
+        self.parked.retain(|(whose, _), _| *whose != engine);
     }
 
     /// Nothing of an older leader is under way: what was parked is refused, because its slot is not known here.

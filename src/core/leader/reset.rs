@@ -1,16 +1,43 @@
 //! Resets: pages are forgotten here, then struck out of every inventory, and only then is it said.
+//!
+//! A reset may mean every page of a large arena, so it is done in slices, with other events in between: one slice in the
+//! step that asks for it, the next ones by a timer. From that first step on nothing finds a page that the reset means. The
+//! slices look at every block twice: first they count who holds pages, and the reset is refused when somebody does; then
+//! they forget. Each shard is asked once, over one connection, to strike the pages out.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
 use crate::core::event::Effect;
 use crate::core::refusal::Refusal;
 use crate::core::sabotage::{Bug, planted};
+use crate::core::sweep::Sweep;
 use crate::types::{
     Answer, EngineId, Generation, OpId, ResetId, ResetScope, Scope, Shard, Time, WorkerId,
 };
 
 use super::tier::Tier;
 use super::{Due, Leader, Timer};
+
+/// Resets that are not answered, of all engines together. More are refused.
+pub const RESETS_OPEN_MAX: usize = 64;
+/// Pages that those name one by one, each of 16 bytes: 32 MiB, as much as 16 of the largest messages can name.
+pub const RESET_PAGES_OPEN_MAX: usize = 1 << 21;
+/// Pages that a slice of a reset looks at, unless the settings say otherwise: a fraction of a millisecond.
+pub const RESET_SLICE_PAGES: u32 = 4096;
+/// Time between two slices, in which other events are handled.
+const RESET_PAUSE: Duration = Duration::from_micros(500);
+
+/// How far the leader's own part of a reset is.
+#[derive(Debug)]
+enum Stage {
+    /// Counts who holds pages.
+    Looking { sweep: Sweep, holders: u64 },
+    /// Forgets pages.
+    Forgetting(Sweep),
+    /// Everything is forgotten here; the shards strike the pages out.
+    Striking,
+}
 
 /// A reset that has not been answered.
 #[derive(Debug)]
@@ -20,30 +47,20 @@ pub(super) struct Reset {
     /// The last store before the reset. Later ones are not struck out: a strike may be repeated after new pages of the
     /// same scope were stored.
     through: Generation,
+    stage: Stage,
     pages: u32,
     /// Stores of these pages that were under way, and are not over.
     ending: BTreeSet<Generation>,
     /// Shards that have not struck the pages out.
     missing: BTreeSet<Shard>,
-    /// When the shards are asked again, or the answer is due.
-    next: Time,
-}
-
-impl Reset {
-    /// Which pages it means.
-    pub(super) fn scope(&self) -> &Scope {
-        &self.scope
-    }
+    /// Workers that were asked for a shard, and whose connection has not been lost since.
+    asked: BTreeMap<Shard, WorkerId>,
 }
 
 impl Leader {
-    pub(super) fn reset(
-        &mut self,
-        now: Time,
-        due: Due,
-        scope: ResetScope,
-        effects: &mut Vec<Effect>,
-    ) -> Result<(), Refusal> {
+    /// Begins a reset; its first slice is done at the end of this step.
+    pub(super) fn reset(&mut self, due: Due, scope: ResetScope) -> Result<(), Refusal> {
+        self.room_for_reset(&scope)?;
         let scope = self.scope(due.engine, scope)?;
         let Some(pool) = self.tier.as_mut().and_then(Tier::serving_mut) else {
             return Err(match self.workers.any_replica() {
@@ -51,29 +68,43 @@ impl Leader {
                 false => self.workers.not_ready(),
             });
         };
-        let retired = pool.retire(&scope);
-        let (pages, filling) = retired.map_err(|holders| Refusal::Leased { holders })?;
-        for generation in &filling {
-            self.cancel(OpId(generation.0));
-        }
+        let sweep = pool.begin_sweep(scope.clone());
         self.next_reset += 1;
-        let next = due.deadline.min(now + self.settings.fence / 4);
+        let id = ResetId(self.next_reset);
         let reset = Reset {
             due,
             scope,
             through: Generation(self.next_id),
-            pages,
-            ending: match planted(Bug::ResetSkipsInFlight) {
-                true => BTreeSet::new(),
-                false => filling.into_iter().collect(),
-            },
+            stage: Stage::Looking { sweep, holders: 0 },
+            pages: 0,
+            ending: BTreeSet::new(),
             missing: self.workers.shards().collect(),
-            next,
+            asked: BTreeMap::new(),
         };
-        let id = ResetId(self.next_reset);
-        self.timers.insert((next, Timer::Reset(id)));
+        self.timers.insert((due.deadline, Timer::Reset(id)));
         self.resets.insert(id, reset);
-        self.strike_one(id, effects);
+        Ok(())
+    }
+
+    /// Refuses what goes beyond the limits of all resets together.
+    fn room_for_reset(&self, scope: &ResetScope) -> Result<(), Refusal> {
+        if self.resets.len() >= RESETS_OPEN_MAX {
+            return Err(Refusal::Limit {
+                limit: "resets under way",
+                max: RESETS_OPEN_MAX as u64,
+            });
+        }
+        let named = match scope {
+            ResetScope::Pages(_, hashes) => hashes.len(),
+            ResetScope::Everything | ResetScope::Namespace(_) => 0,
+        };
+        let open = self.resets.values().map(|reset| reset.scope.named_pages());
+        if open.sum::<usize>() + named > RESET_PAGES_OPEN_MAX {
+            return Err(Refusal::Limit {
+                limit: "pages named by resets under way",
+                max: RESET_PAGES_OPEN_MAX as u64,
+            });
+        }
         Ok(())
     }
 
@@ -95,40 +126,181 @@ impl Leader {
         })
     }
 
-    /// A store is over, one way or the other: resets that waited for it go on.
-    pub(super) fn store_over(&mut self, generation: Generation, effects: &mut Vec<Effect>) {
-        let waited = self.resets.iter_mut().filter_map(|(id, reset)| {
-            let last = reset.ending.remove(&generation) && reset.ending.is_empty();
-            last.then_some(*id)
-        });
-        let ready: Vec<ResetId> = waited.collect();
-        ready
-            .into_iter()
-            .for_each(|id| self.strike_one(id, effects));
-    }
-
-    /// Asks every shard that has not struck out, of every reset that waits for nothing else.
-    pub(super) fn strike(&mut self, effects: &mut Vec<Effect>) {
-        let open: Vec<ResetId> = self.resets.keys().copied().collect();
-        open.into_iter().for_each(|id| self.strike_one(id, effects));
-    }
-
-    fn strike_one(&mut self, id: ResetId, effects: &mut Vec<Effect>) {
-        if planted(Bug::ResetKeepsRecords) {
-            return self.end_reset(id, effects);
+    /// At the end of a step: does one slice now, unless the next one waits for its time.
+    pub(super) fn go_on_with_resets(&mut self, now: Time, effects: &mut Vec<Effect>) {
+        if !self.resets.is_empty() && self.resets_at.is_none() {
+            self.resets_due(now, effects);
         }
-        let Some(reset) = self.resets.get(&id).filter(|reset| reset.ending.is_empty()) else {
+    }
+
+    /// Does one slice, and sets the timer for the next one while there is anything left to do.
+    pub(super) fn resets_due(&mut self, now: Time, effects: &mut Vec<Effect>) {
+        self.resets_at = None;
+        let slice = self.settings.reset_slice_pages.max(1);
+        let mut budget = slice;
+        while budget > 0
+            && let Some(id) = self.next_reset_to_do()
+        {
+            let before = budget;
+            self.advance_reset(now, id, &mut budget, effects);
+            // An empty pool costs nothing; the loop ends all the same.
+            budget = budget.min(before - 1);
+        }
+        if budget < slice {
+            self.counts.reset_slices += 1;
+            self.counts.largest_reset_slice_pages = self
+                .counts
+                .largest_reset_slice_pages
+                .max(u64::from(slice - budget));
+        }
+        if self.next_reset_to_do().is_some() {
+            let at = now + RESET_PAUSE;
+            self.resets_at = Some(at);
+            self.timers.insert((at, Timer::Resets));
+        }
+    }
+
+    /// The first reset for which the leader itself can do something now.
+    fn next_reset_to_do(&self) -> Option<ResetId> {
+        let mut workers = None;
+        // What copies into a pool that closes is listed when it ends: it must have ended before the pages are struck out.
+        let closes = self.closing_pool().is_some();
+        let mut to_do = |reset: &Reset| match reset.stage {
+            Stage::Looking { .. } | Stage::Forgetting(_) => !closes,
+            Stage::Striking => {
+                let workers = workers.get_or_insert_with(|| self.workers.one_of_each_shard());
+                self.to_be_asked(reset, workers).is_some()
+            }
+        };
+        let mut resets = self.resets.iter();
+        resets.find(|(_, reset)| to_do(reset)).map(|(id, _)| *id)
+    }
+
+    /// A worker of a shard that has not struck the pages out, and that nobody was asked for.
+    fn to_be_asked(&self, reset: &Reset, workers: &[Option<WorkerId>]) -> Option<WorkerId> {
+        if !reset.ending.is_empty() {
+            return None;
+        }
+        let mut workers = workers.iter().flatten().copied();
+        workers.find(|worker| {
+            let shard = self.workers.shard_of(*worker);
+            reset.missing.contains(&shard) && !reset.asked.contains_key(&shard)
+        })
+    }
+
+    fn advance_reset(
+        &mut self,
+        now: Time,
+        id: ResetId,
+        budget: &mut u32,
+        effects: &mut Vec<Effect>,
+    ) {
+        let workers = self.workers.one_of_each_shard();
+        let Some(reset) = self.resets.get(&id) else {
             return;
         };
-        let workers = self.workers.one_of_each_shard().into_iter().flatten();
-        let missing = |worker: &WorkerId| reset.missing.contains(&self.workers.shard_of(*worker));
-        let asked = workers.filter(missing);
-        effects.extend(asked.map(|worker| Effect::Strike {
-            worker,
-            id,
-            scope: reset.scope.clone(),
-            through: reset.through,
-        }));
+        let ask = match reset.stage {
+            Stage::Striking => self.to_be_asked(reset, &workers),
+            _ => None,
+        };
+        let Some(reset) = self.resets.get_mut(&id) else {
+            return;
+        };
+        let Some(pool) = self.tier.as_mut().and_then(Tier::serving_mut) else {
+            // The pool was closed: nothing of it is found any more, and its last copies have ended.
+            if let Some(worker) = ask {
+                self.strike(id, worker, budget, effects);
+            } else {
+                reset.stage = Stage::Striking;
+            }
+            return self.struck_out(now, id, effects);
+        };
+        match &mut reset.stage {
+            Stage::Looking { sweep, holders } => {
+                *holders += pool.count_holders(sweep, budget);
+                if !sweep.is_over() {
+                    return;
+                }
+                let holders = *holders;
+                if holders > 0 {
+                    return self.refuse_reset(id, Refusal::Leased { holders }, effects);
+                }
+                sweep.again();
+                let over = Stage::Striking;
+                if let Stage::Looking { sweep, .. } = std::mem::replace(&mut reset.stage, over) {
+                    reset.stage = Stage::Forgetting(sweep);
+                }
+            }
+            Stage::Forgetting(sweep) => {
+                let mut filling = Vec::new();
+                reset.pages += pool.forget_next(sweep, budget, &mut filling);
+                if sweep.is_over() {
+                    pool.end_sweep(sweep);
+                    reset.stage = Stage::Striking;
+                }
+                if !planted(Bug::ResetSkipsInFlight) {
+                    reset.ending.extend(filling.iter().copied());
+                }
+                filling.sort_unstable();
+                for generation in filling {
+                    self.cancel(OpId(generation.0));
+                }
+                if planted(Bug::ResetKeepsRecords) {
+                    self.end_reset(id, effects);
+                }
+            }
+            Stage::Striking => {
+                if let Some(worker) = ask {
+                    self.strike(id, worker, budget, effects);
+                }
+            }
+        }
+    }
+
+    /// Asks one worker. What the message says of single pages counts like pages that were looked at.
+    fn strike(
+        &mut self,
+        id: ResetId,
+        worker: WorkerId,
+        budget: &mut u32,
+        effects: &mut Vec<Effect>,
+    ) {
+        let shard = self.workers.shard_of(worker);
+        if let Some(reset) = self.resets.get_mut(&id) {
+            reset.asked.insert(shard, worker);
+            let named = u32::try_from(reset.scope.named_pages()).unwrap_or(u32::MAX);
+            *budget = budget.saturating_sub(named);
+            effects.push(Effect::Strike {
+                worker,
+                id,
+                scope: reset.scope.clone(),
+                through: reset.through,
+            });
+        }
+    }
+
+    /// The connection of a worker is gone, or nothing that was asked over it will be answered: its shards are asked again.
+    pub(super) fn not_asked(&mut self, worker: WorkerId) {
+        for reset in self.resets.values_mut() {
+            reset.asked.retain(|_, asked| *asked != worker);
+        }
+    }
+
+    /// A pool has opened with what the depots list: what open resets mean is forgotten in it, too.
+    pub(super) fn reset_again(&mut self) {
+        let Some(pool) = self.tier.as_mut().and_then(Tier::serving_mut) else {
+            return;
+        };
+        for reset in self.resets.values_mut() {
+            reset.stage = Stage::Forgetting(pool.begin_sweep(reset.scope.clone()));
+        }
+    }
+
+    /// A store is over, one way or the other: resets that waited for it go on.
+    pub(super) fn store_over(&mut self, generation: Generation) {
+        for reset in self.resets.values_mut() {
+            reset.ending.remove(&generation);
+        }
     }
 
     /// A worker has struck the pages out of its shard's inventory.
@@ -140,42 +312,64 @@ impl Leader {
         effects: &mut Vec<Effect>,
     ) {
         let shard = self.workers.shard_of(worker);
-        let Some(reset) = self
-            .resets
-            .get_mut(&id)
-            .filter(|reset| reset.ending.is_empty())
-        else {
-            return;
-        };
-        if reset.missing.remove(&shard) && reset.missing.is_empty() {
+        if let Some(reset) = self.resets.get_mut(&id)
+            && reset.ending.is_empty()
+            && reset.asked.contains_key(&shard)
+        {
+            reset.missing.remove(&shard);
+            self.struck_out(now, id, effects);
+        }
+    }
+
+    /// Answers a reset for which nothing is left to do.
+    fn struck_out(&mut self, now: Time, id: ResetId, effects: &mut Vec<Effect>) {
+        let done = self.resets.get(&id).is_some_and(|reset| {
+            matches!(reset.stage, Stage::Striking)
+                && reset.missing.is_empty()
+                && reset.ending.is_empty()
+        });
+        if done {
             self.end_reset(id, effects);
             self.read_anew(now, effects);
         }
     }
 
     fn end_reset(&mut self, id: ResetId, effects: &mut Vec<Effect>) {
-        if let Some(reset) = self.resets.remove(&id) {
-            self.timers.remove(&(reset.next, Timer::Reset(id)));
+        if let Some(reset) = self.take_reset(id) {
             let answer = Ok(Answer::Reset { pages: reset.pages });
             self.answer(reset.due.engine, reset.due.id, answer, effects);
         }
     }
 
-    /// Asks again, or gives up: then the pages are forgotten, but may be found again after a restart.
-    pub(super) fn reset_due(&mut self, now: Time, id: ResetId, effects: &mut Vec<Effect>) {
-        let Some(reset) = self.resets.get_mut(&id) else {
+    fn refuse_reset(&mut self, id: ResetId, refusal: Refusal, effects: &mut Vec<Effect>) {
+        if let Some(reset) = self.take_reset(id) {
+            self.answer(reset.due.engine, reset.due.id, Err(refusal), effects);
+        }
+    }
+
+    /// Takes a reset out; nothing is hidden for it any more.
+    fn take_reset(&mut self, id: ResetId) -> Option<Reset> {
+        let reset = self.resets.remove(&id)?;
+        self.timers.remove(&(reset.due.deadline, Timer::Reset(id)));
+        if let (Some(pool), Stage::Looking { sweep, .. } | Stage::Forgetting(sweep)) =
+            (self.tier.as_mut().and_then(Tier::serving_mut), &reset.stage)
+        {
+            pool.end_sweep(sweep);
+        }
+        Some(reset)
+    }
+
+    /// The deadline of a reset has passed: what is forgotten stays so, but may be found again after a restart.
+    pub(super) fn reset_late(&mut self, id: ResetId, effects: &mut Vec<Effect>) {
+        let Some(reset) = self.resets.get(&id) else {
             return;
         };
-        if now < reset.due.deadline {
-            reset.next = reset.due.deadline.min(now + self.settings.fence / 4);
-            self.timers.insert((reset.next, Timer::Reset(id)));
-            return self.strike_one(id, effects);
-        }
-        if let Some(reset) = self.resets.remove(&id) {
-            let late = Refusal::ResetUnconfirmed {
+        let late = match reset.stage {
+            Stage::Striking => Refusal::ResetUnconfirmed {
                 shards: reset.missing.len(),
-            };
-            self.answer(reset.due.engine, reset.due.id, Err(late), effects);
-        }
+            },
+            Stage::Looking { .. } | Stage::Forgetting(_) => Refusal::ResetUnfinished,
+        };
+        self.refuse_reset(id, late, effects);
     }
 }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use crate::core::anchor::Domain;
+use crate::core::around::Looks;
 use crate::core::decision::Decision;
 use crate::core::event::Effect;
 use crate::core::index::{Match, Want};
@@ -31,6 +32,8 @@ pub(super) struct PendingStore {
     pub(super) slot: SlotId,
     domain: Domain,
     hashes: Arc<PageHashes>,
+    /// Positions of its pages.
+    wanted: std::ops::Range<u32>,
     /// Copies that have not ended, each with the pages of this request in it and whether they are its own.
     pub(super) waits: Vec<Wait>,
     /// Its engine took it back: its copies were stopped.
@@ -58,6 +61,7 @@ struct Plan {
     waits: Vec<Wait>,
     present_pages: u32,
     refused_pages: u32,
+    looks: u32,
 }
 
 impl Leader {
@@ -96,6 +100,7 @@ impl Leader {
         })?;
 
         let plan = plan(pool, slot, first_page..end, ratio, &mut self.next_id);
+        self.counts.store_looks += u64::from(plan.looks);
         for run in &plan.evicted {
             slot.digest.add(tokens_per_page, Decision::Evicted(*run));
         }
@@ -150,6 +155,7 @@ impl Leader {
             slot: id,
             domain: slot.domain.clone(),
             hashes: Arc::clone(&slot.hashes),
+            wanted: first_page..end,
             waits: plan.waits,
             stopped: false,
             cancels: Vec::new(),
@@ -179,7 +185,7 @@ impl Leader {
             return;
         };
         self.counts.failed_copies += u64::from(!published);
-        self.store_over(generation, effects);
+        self.store_over(generation);
         for key in self.waiters.remove(&generation).unwrap_or_default() {
             let Some(store) = self.stores.get_mut(&key) else {
                 continue;
@@ -286,7 +292,8 @@ impl Leader {
     fn end_store(&mut self, store: &PendingStore) -> Answer {
         if let Some(pool) = self.tier.as_mut().and_then(Tier::serving_mut) {
             let mut runs: Vec<Run> = Vec::new();
-            pool.walk(&store.domain, &store.hashes, store.hashes.len(), &mut runs);
+            let looks = pool.walk_around(&store.domain, &store.hashes, &store.wanted, &mut runs);
+            self.counts.store_looks += u64::from(looks);
             pool.touch(&runs);
         }
         Answer::Store {
@@ -349,8 +356,9 @@ fn extend_hashes(
     }
 }
 
-/// Looks at the sequence from its first page on: what is there or on its way is left alone, what is missing in `wanted`
-/// is reserved. What was passed is held meanwhile, so that making room for the tail never costs the root.
+/// Looks at the sequence from its first page on, at a bounded number of positions before `wanted`: what is there or on its
+/// way is left alone, what is missing in `wanted` is reserved. What was passed is held meanwhile, so that making room for
+/// the tail does not cost the root.
 fn plan(
     pool: &mut Pool,
     slot: &Slot,
@@ -361,11 +369,16 @@ fn plan(
     let mut plan = Plan::default();
     let mut held: Vec<Pin> = Vec::new();
     let mut tail: Option<Match> = None;
+    let mut looks = Looks::new(&wanted, ratio);
     let mut position = 0;
     while position < wanted.end {
-        if let Some(found) =
-            pool.longest(&slot.domain, &slot.hashes, position as usize, Want::Present)
-        {
+        if let Some(at) = looks.next(position).filter(|at| *at > position) {
+            position = at;
+            tail = None;
+        }
+        let found = pool.longest(&slot.domain, &slot.hashes, position as usize, Want::Present);
+        looks.note(position, found.is_some());
+        if let Some(found) = found {
             if found.ready > 0 {
                 held.push(pool.pin(found.block, found.ready));
             }
@@ -407,6 +420,7 @@ fn plan(
     for pin in held {
         pool.unpin(pin);
     }
+    plan.looks = looks.all;
     plan
 }
 

@@ -52,15 +52,32 @@ fn a_pin_that_nobody_holds_is_noticed() {
     assert_eq!(leader.check(), Ok(()));
 }
 
-const ENGINE: EngineId = EngineId([1; 16]);
+pub(super) const ENGINE: EngineId = EngineId([1; 16]);
+
+/// The memory of the engine.
+pub(super) fn geometry() -> GroupGeometry {
+    GroupGeometry {
+        group: GroupId(0),
+        engine_page_tokens: 16,
+        layers: 1,
+        page_bytes: 64,
+        device_pages: 64,
+        content_digest: [0; 16],
+        layout_fingerprint: [1; 16],
+    }
+}
 
 /// A leader with one worker that serves one engine.
-fn serving() -> Leader {
+pub(super) fn serving() -> Leader {
+    with_arena(32, |_| {})
+}
+
+/// The same with so many pages, and other settings.
+pub(super) fn with_arena(arena_pages: u32, change: impl FnOnce(&mut LeaderSettings)) -> Leader {
     let ratio = Ratio::new(4).expect("in bounds");
-    serving_with(
-        LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey([1; 32])),
-        32,
-    )
+    let mut settings = LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey([1; 32]));
+    change(&mut settings);
+    serving_with(settings, arena_pages)
 }
 
 /// The same, with so many pages in the depot and twice as many in the engine's memory.
@@ -74,13 +91,8 @@ fn serving_with(settings: LeaderSettings, arena_pages: u32) -> Leader {
     let memory = EngineMemory {
         engine: ENGINE,
         geometry: GroupGeometry {
-            group: GroupId(0),
-            engine_page_tokens: 16,
-            layers: 1,
-            page_bytes: 64,
             device_pages: 2 * arena_pages,
-            content_digest: [0; 16],
-            layout_fingerprint: [1; 16],
+            ..geometry()
         },
         arena_pages,
     };

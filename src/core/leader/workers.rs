@@ -9,8 +9,8 @@ use crate::core::event::{Attached, Effect, EngineMemory};
 use crate::core::refusal::Refusal;
 use crate::core::shards::{RANKS_MAX, RankSet};
 use crate::types::{
-    AttachId, DepotId, EngineId, GroupGeometry, OpId, Rank, Replica, Shard, Sharding, Time,
-    WorkerId,
+    AttachId, DepotId, EngineId, GroupGeometry, INVENTORY_SLOT_BYTES, OpId, Rank, Replica, Shard,
+    Sharding, Time, WorkerId,
 };
 
 use super::tier::{Tier, TierKey};
@@ -400,6 +400,7 @@ impl Leader {
             return;
         }
         self.end_all_of(worker, effects);
+        self.not_asked(worker);
         if let Some(place) = self.workers.place(worker) {
             place.attached = false;
             place.clear = true;
@@ -427,6 +428,18 @@ impl Leader {
 
     /// Beside what the workers themselves agree on: a pool that is in use keeps its size.
     fn judge(&self, attached: &Attached) -> Result<(), Refusal> {
+        if let (Some(depot_bytes), Some(memory)) = (self.settings.depot_bytes, &attached.memory) {
+            let page_bytes = memory.geometry.page_bytes;
+            let most_pages = depot_bytes / page_bytes.saturating_add(INVENTORY_SLOT_BYTES);
+            if page_bytes == 0 || u64::from(memory.arena_pages) > most_pages {
+                return Err(Refusal::DepotTooLarge {
+                    worker: attached.worker,
+                    arena_pages: memory.arena_pages,
+                    page_bytes,
+                    most_pages,
+                });
+            }
+        }
         let block = match self.settings.tiers {
             true => self.settings.ratio.pages(),
             false => 0,
@@ -447,6 +460,7 @@ impl Leader {
 
     pub(super) fn worker_dead(&mut self, now: Time, worker: WorkerId, effects: &mut Vec<Effect>) {
         self.workers.dead(worker);
+        self.not_asked(worker);
         self.reader_lost(worker, effects);
         self.end_all_of(worker, effects);
         self.look_around(now, effects);
@@ -477,6 +491,5 @@ impl Leader {
         }
         self.open_pool(now, effects);
         self.read_on(effects);
-        self.strike(effects);
     }
 }

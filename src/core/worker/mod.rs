@@ -167,8 +167,11 @@ pub enum WorkerEffect {
     Stop(OpId),
     /// The last byte of these pages is there: list them in the inventory.
     List(Record),
-    /// Strike the pages of a scope out of the inventory, where they were stored by `through` or before.
-    StrikeScope {
+    /// Strike the pages of a scope out of the inventory, where they were stored by `through` or before, in slices, and then
+    /// tell the leader so. Copies start and end meanwhile.
+    Strike {
+        /// Which reset.
+        id: ResetId,
         /// Which pages.
         scope: Scope,
         /// The last store that is meant.
@@ -181,8 +184,6 @@ pub enum WorkerEffect {
         /// What is known; for a transfer, one result for each copy.
         copies: Vec<EndedCopy>,
     },
-    /// Tell the leader that the pages of this reset are struck out.
-    Struck(ResetId),
     /// Answer the order that is being handled with an error. It says nothing about any copy.
     Refuse(OrderRefusal),
     /// Tell people that this copy names what it may not. It is reported as not whole.
@@ -302,8 +303,7 @@ impl Worker {
                 through: generation,
             } if self.obeys(epoch) => {
                 let through = Stored { epoch, generation };
-                effects.push(WorkerEffect::StrikeScope { scope, through });
-                effects.push(WorkerEffect::Struck(id));
+                effects.push(WorkerEffect::Strike { id, scope, through });
             }
             WorkerEvent::Strike { epoch, .. } if self.follows(epoch) => {
                 effects.push(WorkerEffect::Refuse(OrderRefusal::NotAttached));

@@ -209,16 +209,13 @@ fn a_strike_of_another_epoch_strikes_nothing() {
     };
     assert_eq!(strike(2), [stale(2, 1)]);
     assert_eq!(strike(0), [stale(0, 1)]);
-    let struck = WorkerEffect::Struck(ResetId(3));
+    let id = ResetId(3);
     let through = crate::types::Stored {
         epoch: Epoch(1),
         generation: Generation(9),
     };
     let scope = Scope::Everything;
-    assert_eq!(
-        strike(1),
-        [WorkerEffect::StrikeScope { scope, through }, struck]
-    );
+    assert_eq!(strike(1), [WorkerEffect::Strike { id, scope, through }]);
 }
 
 #[test]

@@ -356,8 +356,7 @@ impl Timed {
                     // Nobody starts again, so nobody looks at an inventory.
                     WorkerEffect::StrikeOut(_)
                     | WorkerEffect::List(_)
-                    | WorkerEffect::StrikeScope { .. }
-                    | WorkerEffect::Struck(_)
+                    | WorkerEffect::Strike { .. }
                     | WorkerEffect::Attach { .. }
                     | WorkerEffect::Registered { .. }
                     | WorkerEffect::Abandoned { .. }

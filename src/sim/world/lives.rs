@@ -30,6 +30,12 @@ impl World {
                 settings.hold_for = env.setup.hold_for;
                 settings.engine_grace = env.setup.engine_grace;
                 settings.open_requests_max = env.setup.open_requests_max;
+                // Some leaders do a reset in one slice, others in many.
+                settings.reset_slice_pages = match self.epoch.0 % 3 {
+                    0 => 8,
+                    1 => 64,
+                    _ => settings.reset_slice_pages,
+                };
                 self.awake_since = env.now();
                 self.leader = Process {
                     life: self.leader.life + 1,

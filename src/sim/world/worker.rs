@@ -338,8 +338,10 @@ impl WorkerProcess {
                     self.registered(env, engine, None, admitted);
                 }
                 WorkerEffect::StrikeOut(run) => env.depots[shard].strike_out(run),
-                WorkerEffect::StrikeScope { scope, through } => {
+                WorkerEffect::Strike { id, scope, through } => {
                     env.depots[shard].strike_scope(&scope, through);
+                    let body = Message::Struck(Struck { reset: id.0 });
+                    self.leader.say(env, self.order, Duration::ZERO, body);
                 }
                 WorkerEffect::List(record) => env.depots[shard].list(&record),
                 WorkerEffect::Start(copies) => {
@@ -353,10 +355,6 @@ impl WorkerProcess {
                     }
                 }
                 WorkerEffect::Report { batch, copies } => self.report(env, batch, &copies),
-                WorkerEffect::Struck(id) => {
-                    let body = Message::Struck(Struck { reset: id.0 });
-                    self.leader.say(env, self.order, Duration::ZERO, body);
-                }
                 WorkerEffect::Abandoned { ask } => {
                     if let Some((id, correlation)) = self.abandoning.remove(&ask) {
                         let body = Message::AbandonAnswer(Empty {});

@@ -1,0 +1,33 @@
+//! What an engine or a worker is told when the core refuses something.
+
+use crate::core::Refusal;
+use crate::protocol::{ErrorBody, ErrorCode};
+
+pub(super) fn to_error(refusal: &Refusal) -> ErrorBody {
+    let code = match refusal {
+        Refusal::NotReady { .. } | Refusal::AnotherEngine { .. } | Refusal::Reading => {
+            ErrorCode::NotReady
+        }
+        Refusal::RankDisagrees { .. } => ErrorCode::RankDisagrees,
+        Refusal::NoSuchWorker { .. }
+        | Refusal::DepotNotShared { .. }
+        | Refusal::DepotOfTwoShards { .. }
+        | Refusal::DepotTooSmall { .. }
+        | Refusal::DepotTooLarge { .. }
+        | Refusal::Invalid { .. } => ErrorCode::Invalid,
+        Refusal::StillRead { .. } => ErrorCode::Deadline,
+        Refusal::Draining => ErrorCode::Draining,
+        Refusal::Leased { .. } => ErrorCode::Leased,
+        Refusal::ResetUnconfirmed { .. } | Refusal::ResetUnfinished => ErrorCode::ResetUnconfirmed,
+        Refusal::UnknownSlot(_) => ErrorCode::UnknownSlot,
+        Refusal::NotPinned { .. } => ErrorCode::NotPinned,
+        Refusal::Limit { .. } => ErrorCode::Limit,
+        Refusal::Crowded { .. } => ErrorCode::Busy,
+        Refusal::CopyFailed(_) => ErrorCode::CopyFailed,
+        Refusal::StaleRequest(_) => ErrorCode::StaleRequest,
+    };
+    ErrorBody {
+        over: refusal.is_over(),
+        ..ErrorBody::new(code, refusal.to_string())
+    }
+}

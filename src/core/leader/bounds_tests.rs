@@ -1,0 +1,487 @@
+//! Work and memory that a leader gives to one request, engine or worker: each has a limit, and other requests go on.
+
+use super::tests::{ENGINE, geometry, serving, with_arena};
+use super::*;
+use crate::core::around::{LOOKS_AROUND_MAX, MISSES_AROUND_MAX};
+use crate::core::event::{Attached, EngineMemory};
+use crate::core::refusal::Refusal;
+use crate::types::{
+    Anchor, Answer, AttachId, DepotId, DomainId, EndedCopy, Fingerprint, GroupGeometry, PageHashes,
+    PageList, PageRecord, Rank, Replica, Request, ResetScope, Stored,
+};
+
+const RATIO: u32 = 4;
+const WORKER: WorkerId = WorkerId {
+    replica: Replica(0),
+    rank: Rank(0),
+};
+
+fn sequence(pages: u32, salt: u8) -> PageHashes {
+    let bytes = (0..pages).flat_map(|page| {
+        let mut hash = [salt; 16];
+        hash[..4].copy_from_slice(&page.to_be_bytes());
+        hash
+    });
+    PageHashes::packed(16, bytes.collect()).expect("16 bytes a page")
+}
+
+fn lookup(slot: u64, namespace: u8, hashes: &PageHashes) -> Request {
+    Request::Lookup {
+        slot: SlotId(slot),
+        namespace: vec![namespace],
+        hashes: hashes.clone(),
+        device_pages: 0,
+    }
+}
+
+fn step(leader: &mut Leader, now: Time, event: Event) -> Vec<Effect> {
+    let mut effects = Vec::new();
+    leader.step(now, event, &mut effects);
+    assert_eq!(leader.check(), Ok(()));
+    effects
+}
+
+fn request(leader: &mut Leader, now: Time, id: u64, request: Request) -> Vec<Effect> {
+    let event = Event::Request {
+        engine: ENGINE,
+        id: RequestId(id),
+        deadline: now + Duration::from_secs(60),
+        request,
+    };
+    step(leader, now, event)
+}
+
+fn answers(effects: &[Effect]) -> Vec<Result<Answer, Refusal>> {
+    let answers = effects.iter().filter_map(|effect| match effect {
+        Effect::Answer { answer, .. } => Some(answer.clone()),
+        _ => None,
+    });
+    answers.collect()
+}
+
+fn strikes(effects: &[Effect]) -> usize {
+    let strike = |effect: &&Effect| matches!(effect, Effect::Strike { .. });
+    effects.iter().filter(strike).count()
+}
+
+/// Looks a sequence up in a slot of its own and ends the slot; how many pages were found.
+fn found(leader: &mut Leader, now: Time, id: u64, namespace: u8, hashes: &PageHashes) -> u32 {
+    let effects = request(leader, now, id, lookup(id, namespace, hashes));
+    let slot = SlotId(id);
+    request(leader, now, id + 1, Request::Finish { slot });
+    match answers(&effects)[..] {
+        [Ok(Answer::Lookup { hit_pages, .. })] => hit_pages,
+        ref other => unreachable!("{other:?} instead of a lookup's answer"),
+    }
+}
+
+/// Stores pages `first..end` of a slot whose hashes are known; whether it ended whole.
+fn store(leader: &mut Leader, now: Time, id: u64, slot: u64, first_page: u32, end: u32) -> Answer {
+    let source = PageList::run(0, end - first_page);
+    let effects = request(
+        leader,
+        now,
+        id,
+        Request::Store {
+            slot: SlotId(slot),
+            first_page,
+            more: None,
+            source,
+        },
+    );
+    let copies = effects.iter().filter_map(|effect| match effect {
+        Effect::Copy { copy, .. } => Some(EndedCopy {
+            op: copy.op,
+            whole: true,
+            whole_pages: 0,
+            bytes: 0,
+            busy_us: 0,
+        }),
+        _ => None,
+    });
+    let ended = Event::Ended {
+        worker: WORKER,
+        epoch: Epoch(1),
+        copies: copies.collect(),
+    };
+    match answers(&step(leader, now, ended))[..] {
+        [Ok(answer)] => answer,
+        ref other => unreachable!("{other:?} instead of a store's answer"),
+    }
+}
+
+/// Stores a whole sequence in parts of 32 pages.
+fn store_all(leader: &mut Leader, id: u64, namespace: u8, hashes: &PageHashes) {
+    request(leader, Time(0), id, lookup(id, namespace, hashes));
+    for first in (0..hashes.len() as u32).step_by(32) {
+        let end = (first + 32).min(hashes.len() as u32);
+        store(leader, Time(0), id + 1 + u64::from(first), id, first, end);
+    }
+    let finish = Request::Finish { slot: SlotId(id) };
+    request(leader, Time(0), id + 1_000_000, finish);
+}
+
+/// Ticks until there is nothing to do at once; every answer and the number of strikes.
+fn go_on(leader: &mut Leader, now: &mut Time) -> (Vec<Result<Answer, Refusal>>, usize, usize) {
+    let (mut answered, mut struck, mut steps) = (Vec::new(), 0, 0);
+    while let Some(at) = leader
+        .next_timeout()
+        .filter(|at| now.until(*at) < Duration::from_secs(1))
+    {
+        *now = at;
+        let effects = step(leader, at, Event::Tick);
+        answered.extend(answers(&effects));
+        struck += strikes(&effects);
+        steps += 1;
+    }
+    (answered, struck, steps)
+}
+
+fn struck(leader: &mut Leader, now: Time) -> Vec<Effect> {
+    let id = ResetId(leader.next_reset);
+    step(leader, now, Event::Struck { worker: WORKER, id })
+}
+
+#[test]
+fn a_reset_of_many_pages_is_done_in_bounded_slices_and_others_are_served_between_them() {
+    let mut leader = with_arena(4096, |settings| settings.reset_slice_pages = 64);
+    let (meant, other) = (sequence(1024, 1), sequence(256, 2));
+    store_all(&mut leader, 1, 7, &meant);
+    store_all(&mut leader, 2_000_000, 8, &other);
+    let mut now = Time(0);
+    assert_eq!(found(&mut leader, now, 4_000_000, 7, &meant), 1024);
+
+    let scope = ResetScope::Pages(vec![7], sequence(131_072, 1));
+    let effects = request(&mut leader, now, 5_000_000, Request::Reset { scope });
+    assert_eq!((answers(&effects), strikes(&effects)), (vec![], 0));
+    // From the first step on nothing of it is found, and everything else is.
+    assert_eq!(found(&mut leader, now, 6_000_000, 7, &meant), 0);
+    assert_eq!(found(&mut leader, now, 6_000_002, 8, &other), 256);
+    // What is stored meanwhile is not meant.
+    let young = sequence(8, 3);
+    request(&mut leader, now, 6_000_004, lookup(9, 7, &young));
+    let stored = store(&mut leader, now, 6_000_005, 9, 0, 8);
+    assert!(matches!(
+        stored,
+        Answer::Store {
+            stored_pages: 8,
+            ..
+        }
+    ));
+    request(
+        &mut leader,
+        now,
+        6_000_006,
+        Request::Finish { slot: SlotId(9) },
+    );
+
+    let (answered, asked, steps) = go_on(&mut leader, &mut now);
+    assert_eq!((answered, asked), (vec![], 1), "the shard is asked once");
+    assert!(steps >= 2 * 1024 / 64, "{steps} steps");
+    let largest = leader.counts().largest_reset_slice_pages;
+    assert!(
+        largest <= u64::from(64 + RATIO),
+        "{largest} pages in one step"
+    );
+    assert_eq!(found(&mut leader, now, 7_000_000, 7, &meant), 0);
+
+    // However long it takes, the shard is not asked a second time over the same connection.
+    now = now + Duration::from_secs(30);
+    assert_eq!(strikes(&step(&mut leader, now, Event::Tick)), 0);
+    let forgotten = Ok(Answer::Reset { pages: 1024 });
+    assert_eq!(answers(&struck(&mut leader, now)), [forgotten]);
+    assert_eq!(found(&mut leader, now, 8_000_000, 8, &other), 256);
+    assert_eq!(found(&mut leader, now, 8_000_002, 7, &young), 8);
+    assert!(
+        leader
+            .pool()
+            .is_some_and(|pool| pool.page_states().ready == 264)
+    );
+}
+
+#[test]
+fn a_reset_that_is_refused_in_its_last_slice_has_forgotten_nothing() {
+    let mut leader = with_arena(4096, |settings| settings.reset_slice_pages = 64);
+    let hashes = sequence(512, 1);
+    store_all(&mut leader, 1, 7, &hashes);
+    let mut now = Time(0);
+    request(&mut leader, now, 2_000_000, lookup(5, 7, &hashes));
+    let scope = ResetScope::Namespace(vec![7]);
+    let effects = request(&mut leader, now, 2_000_001, Request::Reset { scope });
+    assert_eq!(answers(&effects), []);
+    let (answered, asked, _) = go_on(&mut leader, &mut now);
+    let holders = 512 / u64::from(RATIO);
+    assert_eq!(
+        (answered, asked),
+        (vec![Err(Refusal::Leased { holders })], 0)
+    );
+    request(
+        &mut leader,
+        now,
+        2_000_002,
+        Request::Finish { slot: SlotId(5) },
+    );
+    assert_eq!(found(&mut leader, now, 3_000_000, 7, &hashes), 512);
+}
+
+#[test]
+fn a_worker_is_asked_again_over_another_connection_only() {
+    let mut leader = serving();
+    let everything = || Request::Reset {
+        scope: ResetScope::Everything,
+    };
+    assert_eq!(strikes(&request(&mut leader, Time(0), 1, everything())), 1);
+    let lost = step(&mut leader, Time(1), Event::WorkerLost(WORKER));
+    assert_eq!(strikes(&lost), 0, "nobody is there");
+    let again = Event::Attached(attached(AttachId(1), 32));
+    assert_eq!(strikes(&step(&mut leader, Time(2), again)), 1);
+    assert_eq!(
+        answers(&struck(&mut leader, Time(3))),
+        [Ok(Answer::Reset { pages: 0 })]
+    );
+}
+
+#[test]
+fn open_resets_are_bounded_in_number_and_in_named_pages() {
+    let mut leader = serving();
+    step(&mut leader, Time(0), Event::WorkerLost(WORKER));
+    let all = |leader: &mut Leader, id| {
+        let scope = ResetScope::Everything;
+        answers(&request(leader, Time(0), id, Request::Reset { scope }))
+    };
+    for id in 1..=RESETS_OPEN_MAX as u64 {
+        assert_eq!(all(&mut leader, id), []);
+    }
+    let limit = |limit, max: usize| {
+        Err(Refusal::Limit {
+            limit,
+            max: max as u64,
+        })
+    };
+    assert_eq!(
+        all(&mut leader, 1000),
+        [limit("resets under way", RESETS_OPEN_MAX)]
+    );
+
+    let mut leader = serving();
+    step(&mut leader, Time(0), Event::WorkerLost(WORKER));
+    let again = Event::Attached(attached(AttachId(1), 32));
+    step(&mut leader, Time(0), again);
+    let named = 131_072;
+    for id in 1..=(RESET_PAGES_OPEN_MAX / named) as u64 + 1 {
+        let scope = ResetScope::Pages(vec![1], sequence(named as u32, 1));
+        let answered = answers(&request(&mut leader, Time(0), id, Request::Reset { scope }));
+        let full = id > (RESET_PAGES_OPEN_MAX / named) as u64;
+        let expected = limit("pages named by resets under way", RESET_PAGES_OPEN_MAX);
+        assert_eq!(
+            answered,
+            full.then_some(expected).into_iter().collect::<Vec<_>>()
+        );
+    }
+}
+
+#[test]
+fn a_deadline_of_weeks_is_cut() {
+    let mut leader = serving();
+    step(&mut leader, Time(0), Event::WorkerLost(WORKER));
+    let event = Event::Request {
+        engine: ENGINE,
+        id: RequestId(1),
+        deadline: Time(0) + Duration::from_millis(u64::from(u32::MAX)),
+        request: Request::Reset {
+            scope: ResetScope::Everything,
+        },
+    };
+    assert_eq!(answers(&step(&mut leader, Time(0), event)), []);
+    let late = Time(0) + leader.settings.deadline_max;
+    let unconfirmed = Err(Refusal::ResetUnconfirmed { shards: 1 });
+    assert_eq!(
+        answers(&step(&mut leader, late, Event::Tick)),
+        [unconfirmed]
+    );
+}
+
+/// What the worker says of itself; with another page size than [`serving`] has, it would be turned away.
+fn attached(attach: AttachId, arena_pages: u32) -> Attached {
+    Attached {
+        worker: WORKER,
+        attach,
+        depot: DepotId(1),
+        memory: Some(EngineMemory {
+            engine: ENGINE,
+            geometry: geometry(),
+            arena_pages,
+        }),
+    }
+}
+
+#[test]
+fn more_pages_than_the_leaders_own_g2_has_room_for_are_refused() {
+    let ratio = Ratio::new(RATIO).expect("in bounds");
+    let mut settings = LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey([1; 32]));
+    // 1,000 pages of 64 bytes, each with its slot in the inventory.
+    settings.depot_bytes = Some(1000 * (64 + 80));
+    let mut leader = Leader::new(settings);
+    let verdict = |leader: &mut Leader, attach, arena_pages, page_bytes| {
+        let mut attached = attached(AttachId(attach), arena_pages);
+        if let Some(memory) = &mut attached.memory {
+            memory.geometry = GroupGeometry {
+                page_bytes,
+                ..memory.geometry.clone()
+            };
+        }
+        let effects = step(leader, Time(0), Event::Attached(attached));
+        let admit = effects.into_iter().find_map(|effect| match effect {
+            Effect::Admit { verdict, .. } => Some(verdict),
+            _ => None,
+        });
+        admit.expect("a verdict").map(|_| ())
+    };
+    let too_large = |arena_pages, page_bytes, most_pages| {
+        Err(Refusal::DepotTooLarge {
+            worker: WORKER,
+            arena_pages,
+            page_bytes,
+            most_pages,
+        })
+    };
+    assert_eq!(
+        verdict(&mut leader, 1, u32::MAX - 1, 64),
+        too_large(u32::MAX - 1, 64, 1000)
+    );
+    assert_eq!(verdict(&mut leader, 2, 1001, 64), too_large(1001, 64, 1000));
+    // A page of no bytes would leave room for any number of them.
+    assert_eq!(verdict(&mut leader, 3, 1, 0), too_large(1, 0, 1800));
+    assert_eq!(verdict(&mut leader, 4, 1000, 64), Ok(()));
+}
+
+#[test]
+fn a_page_that_is_listed_again_and_again_is_kept_once() {
+    let mut leader = serving();
+    leader.tier = None;
+    leader.open_pool(Time(0), &mut Vec::new());
+    let record = |page| PageRecord {
+        page,
+        anchor: Anchor(1),
+        domain: DomainId(1),
+        block_start: page,
+        index: 0,
+        phase: 0,
+        stored: Stored::default(),
+        fingerprint: Fingerprint(1),
+    };
+    // As many as the arena has pages, and then others: a second one, one before it, and one beyond the arena.
+    let mut records = vec![record(0); 32];
+    records.extend([record(7), record(3), record(u32::MAX - 1)]);
+    let part = Event::Inventory {
+        worker: WORKER,
+        depot: DepotId(1),
+        reading: leader.readings,
+        from: 0,
+        next: None,
+        records,
+    };
+    step(&mut leader, Time(0), part);
+    assert_eq!(leader.counts().recovered_pages, 2);
+}
+
+#[test]
+fn a_tiny_store_far_behind_looks_at_a_bounded_number_of_positions() {
+    let mut leader = serving();
+    let pages = 131_072;
+    let hashes = sequence(pages, 1);
+    request(&mut leader, Time(0), 1, lookup(1, 7, &hashes));
+    let bound = u64::from(2 * (LOOKS_AROUND_MAX + MISSES_AROUND_MAX + 2 * RATIO));
+    let mut before = 0;
+    for (id, page) in [(2, pages - 3), (3, pages - 2)] {
+        let stored = store(&mut leader, Time(0), id, 1, page, page + 1);
+        assert!(matches!(
+            stored,
+            Answer::Store {
+                stored_pages: 1,
+                ..
+            }
+        ));
+        let looks = leader.counts().store_looks - before;
+        before += looks;
+        let misses_only = u64::from(2 * (MISSES_AROUND_MAX + 2 * RATIO));
+        assert!(looks <= misses_only.min(bound), "{looks} positions");
+    }
+    // The second page is found to lie behind the first, although nothing before that was looked at.
+    assert_eq!(leader.pool().map(|pool| pool.counts().grown), Some(1));
+}
+
+#[test]
+fn a_sequence_that_is_there_is_held_and_made_young_from_its_root_on() {
+    let mut leader = with_arena(64, |_| {});
+    let hashes = sequence(64, 1);
+    store_all(&mut leader, 1, 7, &hashes);
+    let looks = leader.counts().store_looks;
+    request(&mut leader, Time(0), 2_000_000, lookup(5, 7, &hashes));
+    let again = request(
+        &mut leader,
+        Time(0),
+        2_000_001,
+        Request::Store {
+            slot: SlotId(5),
+            first_page: 60,
+            more: None,
+            source: PageList::run(0, 4),
+        },
+    );
+    assert!(matches!(
+        answers(&again)[..],
+        [Ok(Answer::Store {
+            present_pages: 4,
+            ..
+        })]
+    ));
+    // 16 blocks, looked at by the store and once more at its end.
+    assert_eq!(leader.counts().store_looks - looks, 32);
+    let oldest = leader
+        .pool()
+        .and_then(|pool| pool.view().next().map(|block| block.start));
+    assert_eq!(oldest, Some(60), "the tail is older than the root");
+}
+
+#[test]
+fn one_engines_waiting_requests_do_not_use_up_the_room_of_another() {
+    let ratio = Ratio::new(RATIO).expect("in bounds");
+    let settings = LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey([1; 32]));
+    let mut leader = Leader::new(settings);
+    let ask = |leader: &mut Leader, engine: u8, id: u64| {
+        let event = Event::Request {
+            engine: EngineId([engine; 16]),
+            id: RequestId(id),
+            deadline: Time(0) + Duration::from_secs(5),
+            request: Request::Load {
+                slot: SlotId(1),
+                first_page: 0,
+                destination: PageList::run(0, 1),
+            },
+        };
+        answers(&step(leader, Time(0), event))
+    };
+    let max = PARKED_MAX as u64;
+    for id in 1..=max {
+        assert_eq!(ask(&mut leader, 1, id), []);
+    }
+    assert_eq!(ask(&mut leader, 1, max), [], "it waits already");
+    assert_eq!(
+        ask(&mut leader, 1, max + 1),
+        [Err(Refusal::Crowded { max })]
+    );
+    assert_eq!(ask(&mut leader, 2, 1), [], "another engine");
+    // What an engine that is gone waited for takes no room, and is asked again.
+    let gone = EngineId([1; 16]);
+    step(&mut leader, Time(0), Event::EngineOpened(gone));
+    step(&mut leader, Time(0), Event::EngineClosed(gone));
+    assert_eq!(
+        ask(&mut leader, 1, max + 1),
+        [],
+        "the same id, refused before"
+    );
+    let refused = answers(&step(&mut leader, Time(0), Event::WorkerDead(WORKER)));
+    let unknown = || Err(Refusal::UnknownSlot(SlotId(1)));
+    assert_eq!(refused, [unknown(), unknown()]);
+}

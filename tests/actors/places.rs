@@ -1,0 +1,258 @@
+//! What only one process has at a time: a worker's place, an engine's name, the place of an engine's memory. A live holder
+//! keeps it; its successor gets it at once.
+
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use kvferry::actors::{LeaderArguments, run_leader};
+use kvferry::core::{AnchorKey, LeaderSettings};
+use kvferry::protocol::{Abandon, Empty, ErrorCode, Message, Reset, Role, Status};
+use kvferry::transport::{Client, Failure, Limits, MemoryTransport};
+use kvferry::types::{Epoch, Ratio, RequestId, WorkerId};
+
+use super::unregister::{Memory, register, registered};
+use super::workers::{agree, attaching, rank, worker};
+use super::world::{
+    Answered, Engine, HEARTBEAT, Heard, PATIENCE, Puppet, client, hello, leader, lookup, puppets,
+    server, soon,
+};
+
+/// Another process, which does nothing and lives until it is ended.
+struct Other(Child);
+
+impl Other {
+    fn start() -> Self {
+        let mut child = Command::new("cat");
+        Self(child.stdin(Stdio::piped()).spawn().expect("it runs"))
+    }
+
+    fn pid(&self) -> i32 {
+        i32::try_from(self.0.id()).expect("small")
+    }
+
+    fn end(mut self) {
+        self.0.kill().expect("it lives");
+        self.0.wait().expect("it has ended");
+    }
+}
+
+fn quiet(transport: &MemoryTransport, role: Role, engine: u8) -> Client {
+    let (client, mut incoming) = client(transport, hello(role, engine, 0), Limits::default());
+    tokio::spawn(async move { while incoming.recv().await.is_some() {} });
+    client
+}
+
+fn assert_in_use(answer: Answered, pid: i32) {
+    let failure = answer.expect_err("the place is in use");
+    assert_eq!(failure.code, ErrorCode::NotReady, "{failure}");
+    assert!(!failure.over, "nothing is known of such a request");
+    let text = format!("in use by process {pid}");
+    assert!(failure.message.contains(&text), "{failure}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_live_workers_place_is_not_given_to_another_process_and_its_successor_gets_it() {
+    let transport = MemoryTransport::default();
+    let (process, _) = leader(&transport, 1).await;
+    let engine = Engine::start(&transport, 1);
+    let (first, second) = (Other::start(), Other::start());
+    let mut holder = Puppet::start(&transport.of_process(first.pid()), 0);
+    let mut beside = Puppet::start(&transport, 1);
+    holder.begin().await;
+    beside.begin().await;
+    engine.until_ready().await;
+
+    let mut newcomer = Puppet::start(&transport.of_process(second.pid()), 0);
+    assert!(matches!(newcomer.hear().await, Heard::Welcomed(1)));
+    assert_in_use(newcomer.ask_to_attach().await, first.pid());
+    // Nor after a while in which both are heard.
+    tokio::time::sleep(HEARTBEAT * 20).await;
+    assert_in_use(newcomer.ask_to_attach().await, first.pid());
+    assert!(engine.status().await.ready, "the holder goes on");
+    engine.lookup(1, 1, 4).await.expect("an answer");
+    let asking = engine.clone();
+    let asked = tokio::spawn(async move { asking.store(2, 1, 4, PATIENCE).await });
+    for worker in [&mut holder, &mut beside] {
+        let order = worker.order().await;
+        worker.ended(&order, true);
+    }
+    asked.await.expect("no panic").expect("stored");
+
+    // A connection of its own process takes the place of the older one.
+    let mut again = Puppet::start(&transport.of_process(first.pid()), 0);
+    again.begin().await;
+
+    first.end();
+    newcomer.attach().await;
+    assert!(engine.status().await.ready, "the successor has its place");
+    process.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn two_processes_with_one_engines_name_do_not_take_it_from_each_other() {
+    let transport = MemoryTransport::default();
+    let (process, _) = leader(&transport, 1).await;
+    let (first, second) = (Other::start(), Other::start());
+    let holder = Engine::start(&transport.of_process(first.pid()), 1);
+    let workers = puppets(&transport).await;
+    holder.until_ready().await;
+    let newcomer = Engine::start(&transport.of_process(second.pid()), 1);
+    for round in 0..20 {
+        let answer = newcomer.lookup(100 + round, 7, 4).await;
+        assert_in_use(answer, first.pid());
+        holder.lookup(1 + round, 1, 4).await.expect("an answer");
+        tokio::time::sleep(HEARTBEAT / 2).await;
+    }
+    first.end();
+    newcomer.lookup(200, 7, 4).await.expect("its turn");
+    drop(workers);
+    process.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_persons_command_gets_its_own_answers_whatever_it_calls_itself() {
+    let transport = MemoryTransport::default();
+    let (process, _) = leader(&transport, 1).await;
+    let engine = Engine::start(&transport, 1);
+    let struck = Arc::new(Mutex::new(0));
+    for worker in puppets(&transport).await {
+        worker.obey_and_count(Arc::clone(&struck));
+    }
+    engine.until_ready().await;
+    let reset = |namespace: &[u8]| {
+        Message::Reset(Reset {
+            namespace: Some(namespace.to_vec().into()),
+            hash_bytes: 0,
+            hashes: Vec::new(),
+        })
+    };
+    // Both call themselves nothing, and ask under the same id: each is done.
+    for (namespace, strikes) in [(b"a", 2), (b"b", 4)] {
+        let tool = quiet(&transport, Role::Admin, 0);
+        let asked = tool.ask_as(RequestId(1), reset(namespace), PATIENCE);
+        let answer = soon("an answer", asked).await;
+        assert!(matches!(answer, Ok(Message::ResetAnswer(_))), "{answer:?}");
+        assert_eq!(*struck.lock().expect("no panic"), strikes);
+    }
+    // One that calls itself like an engine hears nothing of that engine, which goes on hearing its own answers.
+    let thief = quiet(&transport, Role::Admin, 1);
+    let asked = thief.ask_as(RequestId(7), reset(b"c"), PATIENCE);
+    soon("an answer", asked).await.expect("it is done");
+    engine.lookup(8, 1, 4).await.expect("an answer");
+    let asked = thief.ask(lookup(1, 4), PATIENCE).await;
+    let failure = asked.expect_err("it is no engine");
+    assert_eq!(failure.code, ErrorCode::UnknownKind);
+    process.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_second_count_a_second_is_made_and_others_are_told_when() {
+    let transport = MemoryTransport::default();
+    let (process, _) = leader(&transport, 1).await;
+    let admins = [(); 3].map(|()| quiet(&transport, Role::Admin, 0));
+    let status =
+        async |who: &Client, check| who.ask(Message::Status(Status { check }), PATIENCE).await;
+    let (mut counted, mut busy) = (0, 0);
+    for round in 0..100 {
+        match status(&admins[round % 3], true).await {
+            Ok(_) => counted += 1,
+            Err(Failure { code, message, .. }) => {
+                assert_eq!(code, ErrorCode::Busy, "{message}");
+                assert!(message.contains("ask again in"), "{message}");
+                busy += 1;
+            }
+        }
+    }
+    assert_eq!((counted, busy), (1, 99));
+    status(&admins[0], false).await.expect("without a count");
+    tokio::time::sleep(Duration::from_millis(1001)).await;
+    status(&admins[1], true).await.expect("a second later");
+    process.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_supervisor_hears_which_process_is_to_end_and_one_that_is_not_its_own_is_ended_all_the_same()
+ {
+    let transport = MemoryTransport::default();
+    let told: Arc<Mutex<Vec<(WorkerId, Option<i32>)>>> = Arc::default();
+    let hears = Arc::clone(&told);
+    let ratio = Ratio::new(4).expect("in bounds");
+    let settings = LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey([7; 32]));
+    let fence = settings.fence;
+    let started = run_leader(LeaderArguments {
+        settings,
+        server: server(&transport, 1, Limits::default()).await,
+        supervisor: Some(Box::new(move |worker, pid| {
+            hears.lock().expect("no panic").push((worker, pid));
+        })),
+    });
+    let (process, _) = started.await.expect("a leader");
+    // It has the place, and says nothing more.
+    let mut stranger = Other::start();
+    let holder = quiet(&transport.of_process(stranger.pid()), Role::Worker, 0);
+    let waiting = quiet(&transport, Role::Engine, 1);
+    let status = async || {
+        waiting
+            .ask(Message::Status(Status { check: false }), PATIENCE)
+            .await
+    };
+    status().await.expect("an answer");
+    tokio::time::sleep(fence + HEARTBEAT).await;
+    status().await.expect("an answer");
+    let heard = told.lock().expect("no panic").clone();
+    assert_eq!(
+        heard.iter().map(|(_, pid)| *pid).collect::<Vec<_>>(),
+        [Some(stranger.pid())]
+    );
+    assert!(
+        matches!(stranger.0.try_wait(), Ok(None)),
+        "the supervisor may end it"
+    );
+    tokio::time::sleep(fence).await;
+    status().await.expect("an answer");
+    stranger.0.wait().expect("it was ended");
+    drop(holder);
+    process.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_live_engines_memory_is_not_replaced_or_taken_back_by_another_process() {
+    let transport = MemoryTransport::default();
+    let mut leader = server(&transport, 1, Limits::default()).await;
+    let (worker, _directory) = worker(&transport).await;
+    let (first, second) = (Other::start(), Other::start());
+    let (holder, stranger) = (
+        rank(&transport.of_process(first.pid())),
+        rank(&transport.of_process(second.pid())),
+    );
+    let (memory, other) = (Memory::new(), Memory::new());
+    registered(&mut leader, &holder, &memory, 1).await;
+
+    let asked = stranger.ask(other.registration(2), PATIENCE).await;
+    assert_in_use(asked, first.pid());
+    let asked = stranger.ask(Message::Unregister(Empty {}), PATIENCE).await;
+    assert_in_use(asked, first.pid());
+    let abandon = Message::Abandon(Abandon {
+        requests: vec![u64::MAX],
+    });
+    assert_in_use(stranger.ask(abandon, PATIENCE).await, first.pid());
+    assert!(memory.is_open(), "it is used as before");
+    assert!(!other.is_open());
+
+    // The engine has ended, and the next one has its place.
+    first.end();
+    let agreeing = async {
+        loop {
+            let asked = attaching(&mut leader).await;
+            agree(&leader, asked);
+        }
+    };
+    let answer = tokio::select! {
+        answer = register(&stranger, &other, 2) => answer,
+        () = agreeing => unreachable!("it goes on"),
+    };
+    assert!(matches!(answer, Ok(Message::Registered(_))), "{answer:?}");
+    assert!(other.is_open());
+    worker.stop().await;
+}
