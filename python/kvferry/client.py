@@ -2,8 +2,7 @@
 
 A :class:`Client` has one thread of its own, which owns the sockets. Whoever asks gets a :class:`Question` at once and
 never waits unless it wants to. Each question ends exactly once, by its own deadline: with the other side's answer, or
-with a :class:`Failure` that says whether the other side said so (then nothing of the request is under way any more) or
-whether nobody knows.
+with a :class:`Failure` that says whether anything of the request may still be under way.
 """
 
 import collections
@@ -55,15 +54,17 @@ _GONE_EVENTS = (
 class Failure(Exception):
     """Why a question has no answer.
 
-    ``said``: the other side said so, or never got the question: nothing of it is under way, and nothing will be.
+    ``said``: the other side said so. ``over``: nothing of the question is under way, and nothing will be, because a
+    leader has said so or nobody got the question. Only then may the pages of a load or a store be used again.
     Otherwise its fate is unknown.
     """
 
-    def __init__(self, code: int, message: str, *, said: bool, retry: bool = False):
+    def __init__(self, code: int, message: str, *, said: bool, retry: bool = False, over: bool = False):
         super().__init__(message)
         self.code = code
         self.message = message
         self.said = said
+        self.over = over
         self.retry = retry
 
 
@@ -202,7 +203,8 @@ class Client:
                 self._count += 1
                 self._new.append(question)
         if full:
-            question._end(None, Failure(Code.BUSY, f"{OPEN_MAX} questions wait for an answer", said=True, retry=True))
+            text = f"{OPEN_MAX} questions wait for an answer"
+            question._end(None, Failure(Code.BUSY, text, said=False, retry=True, over=True))
         else:
             self.poke()
         return question
@@ -410,7 +412,8 @@ class Client:
                 continue
             if isinstance(envelope.body, wire.Error):
                 error = envelope.body
-                self._settle(question, None, Failure(error.code, error.message, said=True, retry=error.retry))
+                failure = Failure(error.code, error.message, said=True, retry=error.retry, over=error.over)
+                self._settle(question, None, failure)
             elif envelope.kind == question.kind + 1 and envelope.body is not None:
                 self._settle(question, envelope.body, None)
             else:
@@ -459,7 +462,8 @@ class Client:
                 self._expiry = [(each.expires, each.id) for each in self._open.values()]
                 heapq.heapify(self._expiry)
             if question.link is not None and question.link != self.link:
-                self._settle(question, None, Failure(Code.DEADLINE, "the connection broke", said=True, retry=True))
+                failure = Failure(Code.DEADLINE, "the connection broke", said=False, retry=True, over=True)
+                self._settle(question, None, failure)
             else:
                 self._queue(question)
 

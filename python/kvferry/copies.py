@@ -105,7 +105,7 @@ class Copies:
             copy = self._open.get(question.id)
             if copy is None or copy.ranks_over is not None:
                 continue
-            if question.failure is not None and not question.failure.said:
+            if question.failure is not None and not question.failure.over:
                 self._abandon(question.id, copy)
             else:
                 self._end(question.id)

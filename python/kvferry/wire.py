@@ -105,11 +105,15 @@ class Welcome(msgspec.Struct):
 
 
 class Error(msgspec.Struct):
-    """Answer to a request that is not carried out. ``message`` is one line for people."""
+    """Answer to a request that is not carried out. ``message`` is one line for people.
+
+    ``over``: nothing of the request is under way, and nothing will be.
+    """
 
     code: int
     message: str
     retry: bool = False
+    over: bool = False
 
     def __str__(self) -> str:
         return self.message

@@ -114,10 +114,34 @@ def test_an_answer_a_refusal_and_an_answer_of_the_wrong_kind(directory: Path) ->
         failure = ended(second).failure
         assert failure is not None
         assert (failure.code, failure.message, failure.said, failure.retry) == (Code.NOT_READY, "not yet", True, True)
+        assert not failure.over, "it does not say so"
         failure = ended(third).failure
         assert failure is not None
-        assert not failure.said, "whatever that was, nobody knows how the request ended"
+        assert not failure.over, "whatever that was, nobody knows how the request ended"
         assert client.epoch == 7
+
+
+def test_an_error_says_itself_whether_anything_is_under_way(directory: Path) -> None:
+    server = Fake(directory)
+    with talking(directory) as client:
+        server.greet(client)
+        asked = client.ask(LOOKUP, 20)
+        assert server.hear()[1].correlation == asked.id
+        # The connection breaks, and the question comes again: whoever says busy does not know of the first one.
+        server.close()
+        server.open()
+        peer, envelope = server.hear()
+        assert envelope.correlation == asked.id
+        server.say(peer, Kind.ERROR, asked.id, wire.Error(Code.BUSY, "too many requests wait", True))
+        failure = ended(asked).failure
+        assert failure is not None
+        assert (failure.code, failure.said, failure.over) == (Code.BUSY, True, False)
+        asked = client.ask(LOOKUP, 20)
+        peer, envelope = server.hear()
+        server.say(peer, Kind.ERROR, asked.id, wire.Error(Code.COPY_FAILED, "it failed", True, over=True))
+        failure = ended(asked).failure
+        assert failure is not None
+        assert failure.over
 
 
 def test_nobody_there_is_told_in_time(directory: Path) -> None:
@@ -142,7 +166,7 @@ def test_what_is_not_answered_is_asked_again_under_its_id(directory: Path) -> No
         server.close()
         failure = ended(bound).failure
         assert failure is not None
-        assert not failure.said, "it may have been carried out"
+        assert not failure.over, "it may have been carried out"
         server.open()
         peer, envelope = server.hear()
         assert envelope.correlation == kept.id
@@ -151,7 +175,7 @@ def test_what_is_not_answered_is_asked_again_under_its_id(directory: Path) -> No
         assert client.link > link
         stale = ended(client.ask(LOOKUP, PATIENCE_S, link=link)).failure
         assert stale is not None
-        assert stale.said, "it was never sent"
+        assert stale.over, "it was never sent"
 
 
 def test_a_connection_that_is_gone_and_not_known_to_be_holds_nobody(
@@ -340,7 +364,7 @@ def test_closing_ends_every_question(directory: Path) -> None:
         assert not failure.said
         late = ended(client.ask(LOOKUP, 60)).failure
         assert late is not None
-        assert late.said
+        assert late.over
 
 
 def test_a_turn_comes_when_something_happens_and_when_its_time_has_come(directory: Path) -> None:
@@ -358,7 +382,7 @@ def test_with_a_real_leader() -> None:
     with running(ranks=1) as daemon, talking(daemon.socket_dir / "leader") as client:
         failure = ended(client.ask(LOOKUP, PATIENCE_S)).failure
         assert failure is not None
-        assert (failure.code, failure.said) == (Code.NOT_READY, True)
+        assert (failure.code, failure.over) == (Code.NOT_READY, True)
         first, epoch = client.link, client.epoch
         daemon.killed(daemon.leader)
         eventually("another leader", lambda: client.link > first)

@@ -198,7 +198,7 @@ def found(engine: Engine, pages: int) -> None:
 
 
 def refused(code: int = Code.COPY_FAILED) -> Failure:
-    return Failure(code, "refused", said=True)
+    return Failure(code, "refused", said=True, over=True)
 
 
 def unknown() -> Failure:
@@ -334,6 +334,18 @@ def test_a_load_of_which_nobody_knows_is_over_when_every_rank_says_so(engine: En
     assert engine.step() == StepMetadata(loaded=["a"], failed_pages=[10, 11, 12, 13])
     report(engine, {load.id: 2})
     assert engine.step() == StepMetadata()
+
+
+def test_an_error_that_does_not_say_so_frees_no_pages(engine: Engine) -> None:
+    found(engine, 4)
+    asking = request("a", 17)
+    engine.side.matched_tokens(asking, 0)
+    engine.allocate(asking, [10, 11, 12, 13, 14], 16)
+    load = engine.leader.last(wire.Load)
+    load.end(Failure(Code.BUSY, "too many requests wait for answers", said=True, retry=True))
+    assert engine.step() == StepMetadata(abandon=[load.id]), "asked again, it may be under way"
+    report(engine, {load.id: 2})
+    assert engine.step() == StepMetadata(loaded=["a"], failed_pages=[10, 11, 12, 13])
 
 
 def report(engine: Engine, over: dict[int, int]) -> None:
@@ -594,7 +606,7 @@ def test_a_leader_that_cannot_store_is_left_alone_for_a_while(engine: Engine, mo
     engine.side.matched_tokens(asking, 0)
     engine.tables["a"] = [1, 2, 3, 4]
     engine.step({asking: 8})
-    engine.leader.last(wire.Store).end(Failure(Code.NOT_READY, "not yet", said=True, retry=True))
+    engine.leader.last(wire.Store).end(Failure(Code.NOT_READY, "not yet", said=True, retry=True, over=True))
     asking.grow(4)
     engine.step({asking: 4})
     assert engine.leader.count(wire.Store) == 1

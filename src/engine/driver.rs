@@ -242,7 +242,7 @@ impl Driver {
         };
         let copies = matches!(asked, Some(Asked::Load | Asked::Store));
         self.observed.refused(failure.to_string());
-        if copies && !ends_copies(failure.code) {
+        if copies && !failure.over {
             self.observed.abandoned += 1;
             self.scheduler.gave_up(id, &mut self.actions);
         } else {
@@ -344,21 +344,6 @@ impl Driver {
     }
 }
 
-/// Whether a load or a store that failed like this copies nothing any more. A leader says so; what this side found out, or
-/// what was said before the leader looked at it, proves nothing.
-fn ends_copies(code: ErrorCode) -> bool {
-    matches!(
-        code,
-        ErrorCode::NotReady
-            | ErrorCode::Limit
-            | ErrorCode::UnknownSlot
-            | ErrorCode::Invalid
-            | ErrorCode::NotPinned
-            | ErrorCode::CopyFailed
-            | ErrorCode::StaleRequest
-    )
-}
-
 /// What it takes to ask a leader.
 struct Asking {
     engine: usize,
@@ -402,19 +387,93 @@ fn microseconds(span: Duration) -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use std::sync::Arc;
 
-    #[test]
-    fn only_a_leaders_word_ends_copies() {
-        for said_by_this_side in [
-            ErrorCode::Deadline,
-            ErrorCode::Draining,
-            ErrorCode::Busy,
-            ErrorCode::UnsupportedVersion,
-        ] {
-            assert!(!ends_copies(said_by_this_side), "{said_by_this_side:?}");
+    use super::*;
+    use crate::protocol::{ErrorBody, ErrorCode, Hello, Role, VERSION, VERSION_MIN};
+    use crate::transport::{Address, ClientSettings, Limits, MemoryTransport};
+    use crate::types::PageHashes;
+
+    /// A driver whose one prompt has asked for a load; the load's id.
+    fn loading() -> (Driver, RequestId) {
+        let hello = Hello {
+            version_min: VERSION_MIN,
+            version_max: VERSION,
+            role: Role::Engine,
+            engine: [1; 16],
+            rank: 0,
+            replica: 0,
+            features: 0,
+            name: "test".to_owned(),
+        };
+        let settings = ClientSettings {
+            address: Address::Memory("nobody".to_owned()),
+            hello,
+            limits: Limits::default(),
+        };
+        let (client, _) = Client::start(Arc::new(MemoryTransport::default()), settings);
+        let parts = EngineParts {
+            scheduler: Scheduler::new(16, 0),
+            client,
+            ranks: Vec::new(),
+        };
+        let (report, _) = mpsc::channel(16);
+        let mut driver = Driver::new(0, parts, Duration::from_secs(1), report);
+        let hashes = PageHashes::packed(16, vec![7; 64]).expect("16 bytes a page");
+        let slot = SlotId(1);
+        let prompt = Prompt {
+            slot,
+            namespace: Arc::from([]),
+            tokens: 64,
+            hashes: Arc::new(hashes),
+        };
+        driver.scheduler.arrive(prompt, &mut driver.actions);
+        let lookup = sent(&mut driver);
+        let found = Answer::Lookup {
+            hit_pages: 4,
+            pending: false,
+        };
+        driver
+            .scheduler
+            .answered(lookup, Some(found), &mut driver.actions);
+        driver.actions.clear();
+        driver
+            .scheduler
+            .worked(slot, WorkKind::Poison, &mut driver.actions);
+        let load = sent(&mut driver);
+        driver.asked.insert(load, Asked::Load);
+        (driver, load)
+    }
+
+    /// The request that the scheduler sends.
+    fn sent(driver: &mut Driver) -> RequestId {
+        let sent = driver.actions.iter().find_map(|action| match action {
+            Action::Send { id, .. } => Some(*id),
+            _ => None,
+        });
+        driver.actions.clear();
+        sent.expect("a request")
+    }
+
+    fn abandons(driver: &Driver, load: RequestId) -> bool {
+        let mut actions = driver.actions.iter();
+        actions.any(|action| matches!(action, Action::Abandon { id } if *id == load))
+    }
+
+    #[tokio::test]
+    async fn only_an_error_that_says_so_frees_the_pages_of_a_load() {
+        for code in ErrorCode::ALL {
+            let said = ErrorBody::new(*code, "refused");
+            let (mut driver, load) = loading();
+            driver.answered(load, Err(said.clone().into()), 1);
+            assert!(abandons(&driver, load), "{code:?} says nothing of copies");
+            assert_eq!(driver.observed.abandoned, 1);
+
+            let over = ErrorBody { over: true, ..said };
+            let (mut driver, load) = loading();
+            driver.answered(load, Err(over.into()), 1);
+            assert!(!abandons(&driver, load), "{code:?}");
+            assert_eq!(driver.observed.abandoned, 0);
         }
-        assert!(ends_copies(ErrorCode::CopyFailed));
-        assert!(ends_copies(ErrorCode::NotReady));
     }
 }
