@@ -115,7 +115,7 @@ proptest! {
     #[test]
     fn pairs_survive_both_versions(pairs in prop::collection::vec(pair(), 1..30)) {
         let order = CopyOrder { op: 9, pairs: pairs.clone().into(), record: None };
-        let transfer = Transfer { engine: [1; 16], store: true, request: 3, copies: vec![order] };
+        let transfer = Transfer { engine: [1; 16], store: true, request: 3, after: 3, copies: vec![order] };
         let page_by_page = |pairs: &[FragmentPair]| -> Vec<(u32, u32)> {
             pairs.iter().flat_map(|pair| pair.src.iter_pages().zip(pair.dst.iter_pages())).collect()
         };
@@ -252,6 +252,7 @@ fn limits_hold_on_both_sides() {
                 slot: 1,
                 first_page: 0,
                 destination: list.into(),
+                after: 0,
             }),
         )
     };

@@ -209,6 +209,11 @@ class Client:
             self.poke()
         return question
 
+    def draw(self) -> int:
+        """A number from among those of the questions, above all that were asked before and below all later ones."""
+        with self._lock:
+            return next(self._ids)
+
     def poke(self) -> None:
         """Wakes the client's thread, so that it takes its turn."""
         with self._lock:

@@ -60,6 +60,8 @@ class RankSession:
         #: tells.
         self._known = 0
         self._marked: deque[tuple[int, Callable[[], bool]]] = deque(maxlen=_MARKED_MAX)
+        #: The stream of the last pass.
+        self._stream: int | None = None
         #: Whether the worker looks where the device says how far it is.
         self._timeline = False
         self._closing = False
@@ -86,11 +88,19 @@ class RankSession:
 
     # The engine's threads.
 
-    def wrote(self, through: int, when: Callable[[], bool] | None = None, stream: int | None = None) -> None:
-        """The pages of stores up to this request are written: now, or once ``when`` says so, which must not wait.
+    def wrote(
+        self,
+        through: int,
+        when: Callable[[], bool] | None = None,
+        stream: int | None = None,
+        *,
+        stores: int | None = None,
+    ) -> None:
+        """Everything up to this number is written: now, or once ``when`` says so, which must not wait.
 
         With ``stream``, the calling thread's context is the device's, and the device says by itself when what that
-        stream was given so far is written.
+        stream was given so far is written. Its worker, which looks there for loads, is then told of ``stores`` alone:
+        the last of them, ``through`` unless it is given.
         """
         if through <= self._announced or self._blind or self._closing:
             return
@@ -99,16 +109,27 @@ class RankSession:
         with self._lock:
             if marked:
                 self._marked.append((through, when or _at_once))
-                self._owed.wrote(through)
+                self._owed.wrote(through if stores is None else stores)
             elif when is None and not self._writing:
                 self._known = through
                 self._owed.wrote(through)
             else:
+                # The device says of those before by itself; this one is only known to be written when they are, too.
+                if not self._writing and self._marked:
+                    self._writing.append(self._marked[-1])
                 self._writing.append((through, when or _at_once))
         self._client.poke()
 
     def _mark(self, stream: int, through: int) -> bool:
-        if not self._memory.has_timeline:
+        """Lets the device say so; False when it does not.
+
+        The word that it writes is one for all streams, so that a stream may write it only when nothing before is under
+        way on another one. Where the stream changes, and until what is under way by then is known to be over, nothing
+        is marked.
+        """
+        changed = self._stream is not None and self._stream != stream
+        self._stream = stream
+        if changed or self._writing or not self._memory.has_timeline:
             return False
         try:
             self._memory.mark(stream, through)
@@ -232,6 +253,10 @@ class RankSession:
                 tickets, process, process_fd = self._memory.hand_over(group, self._directory)
                 self._remember_process(process, process_fd)
                 self._timeline = bool(self._client.features & wire.FEATURE_TIMELINE)
+                if not self._timeline:
+                    # It does not look for itself, so that it has to be told of passes without stores, too.
+                    with self._lock:
+                        self._owed.wrote(max((request for request, _ in self._marked), default=0))
                 memory = self._memory.describe(group, tickets, timeline=self._timeline)
                 return wire.Register(after, self._engine, memory)
             case owed.Written():

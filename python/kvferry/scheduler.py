@@ -114,6 +114,8 @@ class SchedulerSide:
         self._budget_s = settings.lookup_budget_ms / 1000
         self._step = StepMetadata()
         self._last_store = 0
+        #: The number that the ranks were given last for work of theirs.
+        self._last_work = 0
         self._told_absent = False
         #: When the cache was last reset: what was stored before is not stored again.
         self._reset_at = 0.0
@@ -280,7 +282,8 @@ class SchedulerSide:
         first = tracked.device_pages
         copy = Copy(tracked, first, list(table[first : first + count]), store=False)
         tracked.load = copy
-        load = wire.Load(tracked.slot, first, wire.runs(copy.pages))
+        # Steps that the ranks were given, and have not ended, may still write into pages that were free by now.
+        load = wire.Load(tracked.slot, first, wire.runs(copy.pages), self._last_work)
         self._copies.begin(copy, load, self._settings.load_limit_s(count * self._page_bytes))
 
     def step(self, output: "SchedulerOutput") -> StepMetadata:
@@ -303,7 +306,9 @@ class SchedulerSide:
 
     def _take_step(self) -> StepMetadata:
         step, self._step = self._step, StepMetadata()
-        step.written_through = self._last_store
+        if _works(output):
+            self._last_work = self._client.draw()
+        step.written_through, step.stores_through = self._last_work, self._last_store
         step.abandon = self._copies.to_abandon()
         return step
 
@@ -471,3 +476,9 @@ class SchedulerSide:
     def close(self) -> None:
         """Ends the conversation: the leader forgets this engine."""
         self._client.close()
+
+
+def _works(output: "SchedulerOutput") -> bool:
+    """Whether the ranks' devices write pages in this step: in its forward pass, or before it."""
+    before = ("new_block_ids_to_zero", "kv_cache_block_copies")
+    return bool(output.num_scheduled_tokens) or any(getattr(output, name, None) for name in before)

@@ -9,8 +9,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 class StepMetadata(KVConnectorMetadata):
     """From the scheduler to every rank."""
 
-    #: Stores up to this request read what this step's forward pass, or an earlier one, writes.
+    #: Number of the last step with work, this one or an earlier one, among the ids of kvferry requests. Stores with a
+    #: lower id read what that step or an earlier one writes; loads that name it overwrite what those write.
     written_through: int = 0
+    #: The last store that was asked for, at most ``written_through``.
+    stores_through: int = 0
     #: Engine requests whose loads are over, on every rank.
     loaded: list[str] = field(default_factory=list)
     #: Pages of those that did not come whole.

@@ -172,7 +172,8 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
         """The forward pass is over, or given to the device: stores may read what it wrote once it is. Does not wait."""
         metadata = self._connector_metadata
         if self._rank is not None and isinstance(metadata, StepMetadata):
-            self._rank.wrote(metadata.written_through, *self._pass_over())
+            over, stream = self._pass_over()
+            self._rank.wrote(metadata.written_through, over, stream, stores=metadata.stores_through)
 
     def _pass_over(self) -> "tuple[Callable[[], bool] | None, int | None]":
         """What tells that the device has done what it was given so far, None where that is now; and its stream."""

@@ -137,11 +137,15 @@ class LookupAnswer(msgspec.Struct):
 
 
 class Load(msgspec.Struct):
-    """Copy found pages, from position ``first_page`` on, to these device pages."""
+    """Copy found pages, from position ``first_page`` on, to these device pages.
+
+    Each rank copies once it has said that everything up to ``after`` is written: until then it may write there itself.
+    """
 
     slot: int
     first_page: int
     destination: list
+    after: int = 0
 
 
 class LoadAnswer(msgspec.Struct):

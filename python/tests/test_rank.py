@@ -269,6 +269,55 @@ def test_passes_that_a_device_told_nobody_of_are_told_when_they_are_over() -> No
     assert not session._marked
 
 
+def test_a_word_of_one_stream_says_nothing_of_another() -> None:
+    """Two streams in turn: what the second one writes into the word must not pass for what the first has done."""
+    session = object.__new__(RankSession)
+    marks: list[tuple[int, int]] = []
+    session._memory = SimpleNamespace(  # type: ignore[assignment]
+        has_timeline=True, mark=lambda stream, through: marks.append((stream, through)), bind_thread=lambda: None
+    )
+    session._client = SimpleNamespace(poke=lambda: None)  # type: ignore[assignment]
+    session._lock, session._name = threading.Lock(), "rank 0"
+    session._announced = session._known = 0
+    session._stream, session._timeline, session._blind, session._closing = None, True, False, False
+    session._marked, session._writing = deque(maxlen=8), deque()
+    session._owed = owed = Owed(registered_groups=1)
+    over = dict.fromkeys(range(1, 6), False)
+
+    def wrote(number: int, stream: int) -> None:
+        session.wrote(number, lambda: over[number], stream)
+        session._look_at_writing()
+
+    wrote(1, 70)
+    assert marks == [(70, 1)]
+    wrote(2, 80)
+    wrote(3, 80)
+    assert marks == [(70, 1)], "the first stream may still write"
+    over[2] = over[3] = True
+    session._look_at_writing()
+    assert owed.written == 1, "the first one is not over"
+    over[1] = True
+    session._look_at_writing()
+    assert owed.written == 3
+    wrote(4, 80)
+    assert marks == [(70, 1), (80, 4)]
+
+
+def test_a_worker_that_looks_for_itself_is_told_of_stores_alone() -> None:
+    session = object.__new__(RankSession)
+    session._memory = SimpleNamespace(has_timeline=True, mark=lambda stream, through: None)  # type: ignore[assignment]
+    session._client = SimpleNamespace(poke=lambda: None)  # type: ignore[assignment]
+    session._lock, session._name, session._announced = threading.Lock(), "rank 0", 0
+    session._stream, session._timeline, session._blind, session._closing = None, True, False, False
+    session._marked, session._writing = deque(maxlen=8), deque()
+    session._owed = owed = Owed(registered_groups=1)
+    session.wrote(5, lambda: False, 70, stores=4)
+    session.wrote(6, lambda: False, 70, stores=4)
+    assert owed.next() == Written(4)
+    assert owed.next() is None
+    assert [number for number, _ in session._marked] == [5, 6]
+
+
 def engine_memory(daemon: Daemon) -> list[str]:
     """Descriptors of an engine's memory that the worker has."""
     folder = Path(f"/proc/{daemon.workers[0]}/fd")

@@ -96,6 +96,9 @@ class Leader:
     def last(self, kind: type) -> Asked:
         return next(asked for asked in reversed(self.asked) if isinstance(asked.message, kind))
 
+    def draw(self) -> int:
+        return next(self._ids)
+
     def count(self, kind: type) -> int:
         return sum(isinstance(asked.message, kind) for asked in self.asked)
 
@@ -295,7 +298,8 @@ def test_nobody_there(engine: Engine) -> None:
     asking = request("a", 33)
     assert engine.side.matched_tokens(asking, 0) == 0
     engine.tables["a"] = list(range(1, 10))
-    assert engine.step({asking: 33}) == StepMetadata()
+    step = engine.step({asking: 33})
+    assert step == StepMetadata(written_through=step.written_through)
     engine.side.finished(asking)
     assert engine.leader.asked == []
 
@@ -317,6 +321,32 @@ def test_a_load_that_comes_whole_in_part_and_not_at_all(engine: Engine) -> None:
         lookups = engine.leader.count(wire.Lookup)
         assert engine.side.matched_tokens(asking, 0) == (0 if failed else 16)
         assert engine.leader.count(wire.Lookup) - lookups == (0 if failed else 1), "a failed load is not tried again"
+
+
+def test_a_load_waits_for_the_steps_that_ranks_were_given(engine: Engine) -> None:
+    """Steps overlap: one that was given to the ranks may still write pages that its requests have given back."""
+    found(engine, 2)
+    first, asking = request("first", 3), request("a", 9)
+    engine.side.matched_tokens(asking, 0)
+    engine.allocate(asking, [1, 2, 3], 8)
+    assert engine.leader.last(wire.Load).message.after == 0, "nothing was given to them"
+    engine.tables["first"] = [9]
+    steps = [engine.step({first: 1}).written_through for _ in range(2)]
+    assert 0 < steps[0] < steps[1]
+    assert engine.step().written_through == steps[1], "an empty step may never be said to be over"
+    later = request("later", 9)
+    engine.side.matched_tokens(later, 0)
+    engine.allocate(later, [4, 5, 6], 8)
+    load = engine.leader.last(wire.Load)
+    assert load.message.after == steps[1] < load.id
+
+
+def test_a_step_that_only_clears_pages_has_a_number(engine: Engine) -> None:
+    empty = {"num_scheduled_tokens": {}, "preempted_req_ids": set(), "kv_connector_block_state": None}
+    idle = SimpleNamespace(**empty, new_block_ids_to_zero=None, kv_cache_block_copies=None)
+    assert engine.side.step(idle).written_through == 0  # type: ignore[arg-type]
+    clears = SimpleNamespace(**empty, new_block_ids_to_zero=[3], kv_cache_block_copies=None)
+    assert engine.side.step(clears).written_through > 0  # type: ignore[arg-type]
 
 
 def test_a_load_of_which_nobody_knows_is_over_when_every_rank_says_so(engine: Engine) -> None:
@@ -376,10 +406,11 @@ def test_pages_are_stored_as_they_fill(engine: Engine) -> None:
     step = engine.step({asking: 10})
     store = engine.leader.last(wire.Store)
     assert (store.message.first_page, store.message.source, store.message.more_hashes) == (0, [[7, 2]], b"")
-    assert step == StepMetadata(written_through=store.id)
+    assert step == StepMetadata(written_through=step.written_through, stores_through=store.id)
+    assert step.written_through > store.id, "the step's own number comes after its stores"
     assert engine.pool.held() == [7, 8]
     asking.grow(1)
-    assert engine.step({asking: 1}).written_through == store.id
+    assert engine.step({asking: 1}).stores_through == store.id
     assert engine.leader.count(wire.Store) == 1, "no page was filled"
     asking.grow(1)
     engine.step({asking: 1})

@@ -349,6 +349,7 @@ mod tests {
                     dst: PageList::run(0, 2),
                 }],
                 request: RequestId(1),
+                after: RequestId(0),
                 record: None,
                 deadline: Time::NEVER,
             };
@@ -379,6 +380,7 @@ mod tests {
                 direction,
                 pairs: vec![pages(0, 2), pages(2, 1), pages(last, 2)],
                 request: RequestId(1),
+                after: RequestId(0),
                 record: None,
                 deadline: Time::NEVER,
             };

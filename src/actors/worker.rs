@@ -574,6 +574,14 @@ impl State {
                             .reply(peer, correlation, Message::AbandonAnswer(Empty {}));
                     }
                 }
+                WorkerEffect::Await { engine, through } => {
+                    let mapped = self.mapped.as_ref();
+                    if let Some(mapped) = mapped.filter(|mapped| mapped.engine == engine)
+                        && !Self::announced(&mapped.memory, Announced { engine, through })
+                    {
+                        tracing::trace!(worker = %self.worker, "the rank says itself what it has written");
+                    }
+                }
                 WorkerEffect::StrikeOut(run) => {
                     self.inventory(|depot, page_bytes| depot.strike_out(page_bytes, run))?;
                 }

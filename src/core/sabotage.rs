@@ -82,6 +82,8 @@ bugs! {
     ForgetRefusal,
     /// A load or a store is refused while an older leader's copy for it may run.
     RefuseUnclear,
+    /// A load starts while its engine may still write into its pages.
+    IgnoreWrites,
     /// A new leader reads inventories while an older one's copies may still run.
     ReadTooSoon,
 }

@@ -147,10 +147,7 @@ impl RankProcess {
                 let written = Tell::Written(RequestId(order.written_through));
                 self.tell.send(written).await.map_err(ended)?;
             }
-            // Its pages may be anybody's once the order is reported. Meanwhile the worker hears what was announced.
-            let memory = Arc::clone(&self.memory);
-            let finished = tokio::task::spawn_blocking(move || memory.finish()).await;
-            finished.map_err(|error| error.to_string())??;
+            // The device may still write: whoever reads or overwrites these pages waits for what was announced.
             let sent = reports.send(report).await;
             sent.map_err(|_| "nobody reads the reports".to_owned())?;
         }

@@ -119,6 +119,8 @@ struct Run {
     prompt: Prompt,
     pages: Vec<u32>,
     step: Step,
+    /// The last work on its pages before they are loaded, whose writes may still be under way.
+    overwritten: RequestId,
     served: Served,
 }
 
@@ -192,11 +194,14 @@ impl Scheduler {
                 run.step = Step::Poisoning;
                 let positions = run.loading();
                 let kind = WorkKind::Poison;
+                // A number of its own, among those of the requests: the load is ordered after it.
+                self.next_id += 1;
+                run.overwritten = RequestId(self.next_id);
                 actions.push(Action::Work {
                     slot,
                     kind,
                     positions,
-                    written_through: None,
+                    written_through: Some(run.overwritten),
                 });
             }
             (Step::LookingUp, _) => self.compute(slot, actions),
@@ -254,13 +259,14 @@ impl Scheduler {
                 run.step = Step::Loading;
                 let first_page = run.served.device_pages;
                 let pages = run.loading();
-                let destination = run.page_list(pages);
+                let (destination, after) = (run.page_list(pages), run.overwritten);
                 self.send(
                     slot,
                     Request::Load {
                         slot,
                         first_page,
                         destination,
+                        after,
                     },
                     actions,
                 );
@@ -339,6 +345,7 @@ impl Scheduler {
                     prompt,
                     pages,
                     step: Step::LookingUp,
+                    overwritten: RequestId(0),
                     served,
                 },
             );

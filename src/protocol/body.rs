@@ -136,6 +136,11 @@ pub struct LookupAnswer {
     pub pending: bool,
 }
 
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde gives a reference")]
+const fn nothing_before(after: &u64) -> bool {
+    *after == 0
+}
+
 /// Copy found pages to the engine's memory.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Load {
@@ -146,6 +151,10 @@ pub struct Load {
     /// Device pages, one for each page from there on.
     #[schemars(with = "Vec<PageItemSchema>")]
     pub destination: Pages,
+    /// The last number that the ranks were given for work of theirs (`written`): each of them copies once it has said that
+    /// everything up to it is written. At most the id of this request. 0: nothing writes into the destination any more.
+    #[serde(default, skip_serializing_if = "nothing_before")]
+    pub after: u64,
 }
 
 /// Answer to [`Load`]: nothing writes its pages any more.
@@ -342,10 +351,13 @@ pub struct Transfer {
     pub engine: [u8; 16],
     /// True: from the device to the depot. False: from the depot to the device.
     pub store: bool,
-    /// For which request. A store starts once the rank has said that everything up to it is written; a copy for a request
-    /// that the engine has abandoned never starts.
+    /// For which request. A copy for a request that the engine has abandoned never starts.
     #[serde(default)]
     pub request: u64,
+    /// The copies start once the rank has said that everything up to this number is written; those of a store also wait for
+    /// `request`.
+    #[serde(default)]
+    pub after: u64,
     /// The copies. They may end in any order.
     pub copies: Vec<CopyOrder>,
 }

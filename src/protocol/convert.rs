@@ -10,8 +10,8 @@ use crate::protocol::error::ErrorCode;
 use crate::protocol::limits::{PAGE_RECORD_BYTES, TEXT_BYTES_MAX};
 use crate::types::{
     Anchor, Answer, DomainId, EndedCopy, Epoch, Fingerprint, Generation, HASH_BYTES_MAX,
-    HASH_BYTES_MIN, OpId, PageHashes, PageRecord, Record, Request, ResetId, ResetScope, Scope,
-    SlotId, Stored,
+    HASH_BYTES_MIN, OpId, PageHashes, PageRecord, Record, Request, RequestId, ResetId, ResetScope,
+    Scope, SlotId, Stored,
 };
 
 impl From<Request> for Message {
@@ -33,7 +33,9 @@ impl From<Request> for Message {
                 slot,
                 first_page,
                 destination,
+                after,
             } => Self::Load(Load {
+                after: after.0,
                 slot: slot.0,
                 first_page,
                 destination: destination.into(),
@@ -79,6 +81,7 @@ impl TryFrom<Message> for Request {
                 slot: SlotId(load.slot),
                 first_page: load.first_page,
                 destination: load.destination.list,
+                after: RequestId(load.after),
             }),
             Message::Store(store) => Ok(Self::Store {
                 slot: SlotId(store.slot),

@@ -89,6 +89,16 @@ pub fn examples() -> Vec<(&'static str, Message)> {
                 slot: 7,
                 first_page: 1,
                 destination: pages(&[7, 9, 10]).into(),
+                after: 0,
+            }),
+        ),
+        (
+            "load_after",
+            Message::Load(Load {
+                slot: 7,
+                first_page: 1,
+                destination: pages(&[7, 9, 10]).into(),
+                after: 12,
             }),
         ),
         ("load_answer", Message::LoadAnswer(LoadAnswer { pages: 3 })),
@@ -245,6 +255,7 @@ pub fn examples() -> Vec<(&'static str, Message)> {
                 engine: [1; 16],
                 store: true,
                 request: 11,
+                after: 11,
                 copies: vec![
                     CopyOrder {
                         op: 40,

@@ -51,8 +51,9 @@ impl Transfer {
     /// cannot be said.
     pub fn all_of(copies: &[&Copy]) -> Vec<(Time, Self)> {
         let one_request = |one: &&Copy, other: &&Copy| {
-            (one.engine, one.direction, one.request, one.deadline)
-                == (other.engine, other.direction, other.request, other.deadline)
+            (one.engine, one.direction, one.deadline)
+                == (other.engine, other.direction, other.deadline)
+                && (one.request, one.after) == (other.request, other.after)
         };
         let mut transfers = Vec::new();
         for mut rest in copies.chunk_by(one_request) {
@@ -77,6 +78,7 @@ impl Transfer {
             engine: first.engine.0,
             store: first.direction == Direction::Store,
             request: first.request.0,
+            after: first.after.0,
             copies: orders.collect(),
         }
     }
@@ -99,8 +101,14 @@ impl Transfer {
             engine,
             store,
             request,
+            after,
             copies,
         } = self;
+        // A store also waits for its own request, whatever else is said.
+        let after = match store {
+            true => after.max(request),
+            false => after,
+        };
         let direction = if store {
             Direction::Store
         } else {
@@ -112,6 +120,7 @@ impl Transfer {
             direction,
             pairs: order.pairs.list,
             request: RequestId(request),
+            after: RequestId(after),
             record: order.record.map(|record| record.into_record(epoch)),
             deadline,
         })
@@ -154,6 +163,7 @@ mod tests {
             direction: Direction::Store,
             pairs: vec![pair],
             request: RequestId(request),
+            after: RequestId(0),
             record: Some(record),
             deadline: Time(5),
         }

@@ -66,13 +66,15 @@ pub(super) fn write(
     transfer: &Transfer,
     out: &mut Vec<u8>,
 ) -> Result<(), rmp_serde::encode::Error> {
-    write_map_len(out, 4)?;
+    write_map_len(out, 5)?;
     write_str(out, "engine")?;
     write_bin(out, &transfer.engine)?;
     write_str(out, "store")?;
     write_bool(out, transfer.store).map_err(rmp::encode::ValueWriteError::InvalidMarkerWrite)?;
     write_str(out, "request")?;
     write_uint(out, transfer.request)?;
+    write_str(out, "after")?;
+    write_uint(out, transfer.after)?;
     write_str(out, "copies")?;
     write_array_len(out, length(transfer.copies.len()))?;
     for copy in &transfer.copies {
@@ -132,7 +134,7 @@ fn write_page(page: u32, out: &mut Vec<u8>) {
 pub(super) fn read(body: &[u8]) -> Option<Transfer> {
     let mut rest = body;
     let from = &mut rest;
-    (read_map_len(from).ok()? == 4).then_some(())?;
+    (read_map_len(from).ok()? == 5).then_some(())?;
     key(from, "engine")?;
     (read_bin_len(from).ok()? == 16).then_some(())?;
     let (engine, behind) = from.split_first_chunk::<16>()?;
@@ -141,6 +143,8 @@ pub(super) fn read(body: &[u8]) -> Option<Transfer> {
     let store = read_bool(from).ok()?;
     key(from, "request")?;
     let request = read_int(from).ok()?;
+    key(from, "after")?;
+    let after = read_int(from).ok()?;
     key(from, "copies")?;
     let expected = read_array_len(from).ok()? as usize;
     let mut copies = Vec::with_capacity(expected.min(EXPECTED_MAX));
@@ -151,6 +155,7 @@ pub(super) fn read(body: &[u8]) -> Option<Transfer> {
         engine: *engine,
         store,
         request,
+        after,
         copies,
     };
     rest.is_empty().then_some(transfer)
@@ -331,9 +336,10 @@ mod tests {
             engine: [u8; 16],
             store: bool,
             request: u64,
+            after: u64,
             copies in prop::collection::vec(copy(), 0..20),
         ) -> Transfer {
-            Transfer { engine, store, request, copies }
+            Transfer { engine, store, request, after, copies }
         }
     }
 
@@ -371,6 +377,7 @@ mod tests {
             engine: [1; 16],
             store: false,
             request: 3,
+            after: 2,
             copies: vec![CopyOrder {
                 op: 4,
                 pairs: vec![FragmentPair {
@@ -430,6 +437,7 @@ mod tests {
                 engine: [1; 16],
                 store: true,
                 request: 3,
+                after: 2,
                 copies: vec![CopyOrder {
                     op: 4,
                     pairs: Vec::new().into(),
@@ -470,6 +478,7 @@ mod tests {
                 engine: [0; 16],
                 store: true,
                 request: 0,
+                after: 2,
                 copies,
             })
         };

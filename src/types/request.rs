@@ -25,6 +25,9 @@ pub enum Request {
         first_page: u32,
         /// Device pages, one for each page from there on.
         destination: PageList,
+        /// The last number that the engine's ranks were given for a piece of work: until each rank says that it is written,
+        /// the engine may still write into these pages, and nothing is copied there. 0: nothing does.
+        after: RequestId,
     },
     /// Keep pages of the sequence. They are read once the engine's ranks say that they are written.
     Store {
@@ -126,9 +129,11 @@ pub struct Copy {
     pub direction: Direction,
     /// Which pages: device pages on the engine's side, arena pages on the depot's.
     pub pairs: Vec<FragmentPair>,
-    /// For which request. A store starts once the rank's engine has said that everything up to it is written; a copy for
-    /// a request that the engine has abandoned never starts.
+    /// For which request. A copy for a request that the engine has abandoned never starts.
     pub request: RequestId,
+    /// It starts once the rank's engine has said that everything up to this number is written: a store's own request, or
+    /// the last work before a load that may write into its pages.
+    pub after: RequestId,
     /// What a store writes into the inventory when its last byte is there.
     pub record: Option<Record>,
     /// When it is cancelled.

@@ -133,6 +133,7 @@ fn transfer(copies: Vec<(u64, (FragmentPair, Option<RecordBody>))>) -> Message {
         engine: [1; 16],
         store: true,
         request: 1,
+        after: 0,
         copies: copies.collect(),
     })
 }

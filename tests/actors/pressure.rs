@@ -132,6 +132,7 @@ async fn what_is_no_message_for_a_leader_is_answered_with_a_typed_error() {
         slot: 1,
         first_page: 0,
         destination: PageList::run(1000, 1).into(),
+        after: 0,
     });
     assert!(raw.say(2, beyond).await);
     assert_eq!(raw.hear_error().await, (2, ErrorCode::Invalid));

@@ -123,6 +123,7 @@ impl Engine {
             slot,
             first_page: 0,
             destination: PageList::run(0, pages).into(),
+            after: 0,
         });
         self.patiently(id, message, within).await
     }

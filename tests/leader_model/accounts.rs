@@ -202,6 +202,7 @@ fn no_more_wait_for_the_workers_of_an_older_leader_than_the_limit() {
             slot: SlotId(9),
             first_page: 0,
             destination: PageList::run(0, 1),
+            after: RequestId(0),
         };
         let ask = Event::Request {
             engine: engine_id(0),
@@ -292,6 +293,7 @@ fn a_load_of_a_part_leaves_the_rest_held() {
         slot: SlotId(1),
         first_page,
         destination: PageList::run(0, 8),
+        after: RequestId(0),
     };
     for (first_page, left) in [(0, 2), (8, 1)] {
         world.ask(0, load(first_page));

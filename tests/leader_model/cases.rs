@@ -168,6 +168,7 @@ fn what_names_engine_pages_is_refused_only_when_nothing_of_an_older_leader_can_t
             slot,
             first_page,
             destination,
+            after: RequestId(0),
         },
     );
     let load = RequestId(world.next_id);

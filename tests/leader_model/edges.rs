@@ -69,6 +69,7 @@ fn pages_that_an_engine_does_not_have_are_refused() {
                 slot: SlotId(1),
                 first_page: 0,
                 destination,
+                after: RequestId(0),
             },
         );
         match answer_of(world) {

@@ -387,6 +387,7 @@ impl World {
                         slot: SlotId(slot),
                         first_page,
                         destination,
+                        after: RequestId(0),
                     },
                 );
             }

@@ -153,6 +153,7 @@ fn one_rank_of_each_shard_stores_in_turn_and_all_load() {
         slot: SlotId(9),
         first_page: 0,
         destination: PageList::run(20, 8),
+        after: RequestId(0),
     };
     let (ranks, op) = shared.copies(9, 2, load);
     assert_eq!(ranks, [0, 1, 2, 3]);

@@ -164,6 +164,7 @@ impl Site {
                 slot,
                 first_page,
                 destination,
+                after: RequestId(0),
             },
         )
     }

@@ -202,6 +202,7 @@ fn copy((epoch, op): CopyId) -> Copy {
         direction: Direction::Store,
         pairs: vec![pair],
         request: RequestId(1),
+        after: RequestId(1),
         record: None,
         deadline: Time(1),
     }

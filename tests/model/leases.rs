@@ -193,6 +193,7 @@ impl State {
             slot: SlotId(name as u64),
             first_page: 0,
             destination: PageList::run(name as u32, 1),
+            after: RequestId(0),
         });
     }
 

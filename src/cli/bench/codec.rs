@@ -77,6 +77,7 @@ impl Arguments {
             engine: [7; 16],
             store: false,
             request: 1 << 20,
+            after: 0,
             copies: vec![CopyOrder {
                 op: 1 << 20,
                 pairs: pairs.into(),

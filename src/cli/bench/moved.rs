@@ -384,6 +384,7 @@ impl Moves {
         let load = Load {
             slot,
             first_page: 0,
+            after: 0,
             destination: self
                 .device_pages(set)
                 .iter()

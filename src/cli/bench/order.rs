@@ -92,6 +92,7 @@ pub(super) async fn measure(
             direction: Direction::Load,
             pairs: job.pairs.clone(),
             request: RequestId(u64::from(round)),
+            after: RequestId(0),
             record: None,
             deadline: Time(u64::MAX),
         };

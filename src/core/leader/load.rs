@@ -6,7 +6,7 @@ use crate::core::pool::Pin;
 use crate::core::refusal::Refusal;
 use crate::core::slot::{HeldRun, slot_of};
 use crate::types::{Copy, Direction, EngineId, GroupGeometry, Replica};
-use crate::types::{FragmentPair, OpId, PageCursor, PageList, PageRun, SlotId};
+use crate::types::{FragmentPair, OpId, PageCursor, PageList, PageRun, RequestId, SlotId};
 
 use super::ops::{Op, Work};
 use super::tier::Tier;
@@ -23,8 +23,16 @@ impl Leader {
         id: SlotId,
         first_page: u32,
         destination: &PageList,
+        after: RequestId,
         effects: &mut Vec<Effect>,
     ) -> Result<(), Refusal> {
+        if after > due.id {
+            return Err(Refusal::Invalid {
+                field: "after",
+                value: after.0.to_string(),
+                remedy: "name the last number that the ranks were given, which is below the load's own id",
+            });
+        }
         let (replica, geometry) = self.served(due.engine)?;
         check_device_pages(geometry, "destination", destination)?;
         let (tokens_per_page, ranks) = (geometry.engine_page_tokens, self.workers.ranks());
@@ -91,6 +99,7 @@ impl Leader {
             direction: Direction::Load,
             pairs,
             request: due.id,
+            after,
             record: None,
             deadline: due.deadline,
         };

@@ -89,8 +89,9 @@ impl Leader {
                 slot,
                 first_page,
                 destination,
+                after,
             } => self
-                .load(due, slot, first_page, &destination, effects)
+                .load(due, slot, first_page, &destination, after, effects)
                 .map(|()| None),
             Request::Store {
                 slot,

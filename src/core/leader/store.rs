@@ -135,6 +135,7 @@ impl Leader {
                 direction: Direction::Store,
                 pairs: vec![pair],
                 request: due.id,
+                after: due.id,
                 record: pool.record(generation, epoch),
                 deadline: due.deadline,
             };

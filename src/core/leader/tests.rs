@@ -305,6 +305,7 @@ fn a_load_of_more_runs_than_an_order_can_name_loads_the_first_of_them() {
         slot: SlotId(1),
         first_page: 0,
         destination: list,
+        after: RequestId(0),
     };
     let mut requests = (1..).map(RequestId);
     let mut step = |leader: &mut Leader, request| {

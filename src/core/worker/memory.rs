@@ -41,7 +41,8 @@ impl Memory {
         Self {
             engine,
             bounds,
-            written: after,
+            // Work with a lower number than a request that is over may not be done yet: the rank says what is.
+            written: RequestId(0),
             after,
         }
     }

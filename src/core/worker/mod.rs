@@ -159,6 +159,13 @@ pub enum WorkerEffect {
         /// Whether it is used.
         admitted: bool,
     },
+    /// A load waits until this engine has written everything up to here: look for it where the engine's device says so.
+    Await {
+        /// Which engine.
+        engine: EngineId,
+        /// Up to which number.
+        through: RequestId,
+    },
     /// Strike these arena pages out of the inventory: they will be overwritten.
     StrikeOut(PageRun),
     /// Run these copies and report their ends.
@@ -204,7 +211,7 @@ pub enum WorkerEffect {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
-    /// What it reads is not written yet.
+    /// What a store reads is not written yet, or what a load overwrites.
     Waiting,
     /// It waits for a place.
     Queued,
@@ -466,7 +473,7 @@ impl Worker {
         self.requests.remove(&(copy.request, ended.op));
         self.deadlines
             .remove(&(stopped.unwrap_or(copy.deadline), ended.op));
-        self.waiting.remove(&(copy.request, ended.op));
+        self.waiting.remove(&(copy.after, ended.op));
         if copy.direction == Direction::Store {
             ended.whole &= stopped.is_none() && now <= copy.deadline;
         }

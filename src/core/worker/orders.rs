@@ -85,14 +85,21 @@ impl Worker {
             effects.push(WorkerEffect::Invalid { op, problem });
             return false;
         }
-        let readable = copy.direction == Direction::Load || copy.request <= memory.written;
+        let early = planted(Bug::IgnoreWrites) && copy.direction == Direction::Load;
+        let written = copy.after <= memory.written || early;
         self.deadlines.insert((copy.deadline, op));
         self.requests.insert((copy.request, op));
-        let phase = if readable {
+        let phase = if written {
             self.lanes.of(copy.direction).queue.push_back(op);
             Phase::Queued
         } else {
-            self.waiting.insert((copy.request, op));
+            self.waiting.insert((copy.after, op));
+            if copy.direction == Direction::Load {
+                effects.push(WorkerEffect::Await {
+                    engine: copy.engine,
+                    through: copy.after,
+                });
+            }
             Phase::Waiting
         };
         let task = Task {

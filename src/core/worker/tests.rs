@@ -19,6 +19,10 @@ fn copy(op: u64, direction: Direction, request: u64) -> Copy {
         direction,
         pairs: vec![pair],
         request: RequestId(request),
+        after: match direction {
+            Direction::Store => RequestId(request),
+            Direction::Load => RequestId(0),
+        },
         record: None,
         deadline: Time(100),
     }
@@ -766,3 +770,5 @@ fn an_abandoned_request_of_the_highest_number_costs_no_other_one_its_copies() {
         "still over"
     );
 }
+
+mod writes;

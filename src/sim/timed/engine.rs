@@ -159,7 +159,11 @@ impl Engine {
                     self.compute(now, slot, positions, written_through, agenda);
                 }
                 Action::Work { slot, kind, .. } => self.scheduler.worked(slot, kind, &mut actions),
-                Action::Send { id, request } => {
+                Action::Send { id, mut request } => {
+                    // Such work takes no time here: nothing is left to wait for.
+                    if let Request::Load { after, .. } = &mut request {
+                        *after = RequestId(0);
+                    }
                     // An engine knows how long its prefill takes, and grants that much to the store that waits for it.
                     let mut from = now;
                     if let Request::Store { .. } = request

@@ -355,6 +355,7 @@ impl Timed {
                     }
                     // Nobody starts again, so nobody looks at an inventory.
                     WorkerEffect::StrikeOut(_)
+                    | WorkerEffect::Await { .. }
                     | WorkerEffect::List(_)
                     | WorkerEffect::Strike { .. }
                     | WorkerEffect::Attach { .. }

@@ -66,6 +66,8 @@ struct Work {
     kind: WorkKind,
     positions: Range<u32>,
     through: Option<RequestId>,
+    /// The scheduler has been told already that it is done: the device writes late.
+    late: bool,
 }
 
 /// See the module.
@@ -84,6 +86,8 @@ pub(super) struct EngineProcess {
     /// Everything up to this request is written; what is being computed is not.
     written: RequestId,
     unwritten: BTreeSet<RequestId>,
+    /// When the device has done the last work that was reported before it was.
+    device_until: Time,
     work: BTreeMap<u64, Work>,
     next: u64,
     namespaces: BTreeMap<SlotId, u8>,
@@ -133,6 +137,7 @@ impl EngineProcess {
             highest: RequestId(0),
             written: RequestId(0),
             unwritten: BTreeSet::new(),
+            device_until: Time(0),
             work: BTreeMap::new(),
             next: OWN_IDS,
             namespaces: BTreeMap::new(),
@@ -499,16 +504,24 @@ impl EngineProcess {
     ) {
         self.next += 1;
         let ticket = self.next;
+        let late = kind == WorkKind::Poison && env.rng.u8(..) < 64;
         let work = Work {
             slot,
             kind,
             positions,
             through,
+            late,
         };
         self.unwritten.extend(work.through);
         self.work.insert(ticket, work);
         let (replica, life) = (self.replica, self.life);
-        let at = env.now() + Duration::from_micros(env.rng.u64(1..600));
+        // A device works in order: nothing overtakes what it writes late.
+        let mut at = env.now() + Duration::from_micros(env.rng.u64(1..600));
+        at = at.max(self.device_until + Duration::from_micros(1));
+        if late {
+            at = at + Duration::from_micros(env.rng.u64(..3000));
+            self.device_until = at;
+        }
         env.queue.push(
             at,
             Happening::Worked {
@@ -517,6 +530,9 @@ impl EngineProcess {
                 ticket,
             },
         );
+        if late {
+            self.scheduler.worked(slot, kind, &mut self.actions);
+        }
     }
 
     /// A piece of work is done on every rank.
@@ -536,8 +552,10 @@ impl EngineProcess {
                 self.speak_to_rank(env, rank);
             }
         }
-        self.scheduler
-            .worked(work.slot, work.kind, &mut self.actions);
+        if !work.late {
+            self.scheduler
+                .worked(work.slot, work.kind, &mut self.actions);
+        }
         self.act(env);
     }
 

@@ -337,6 +337,8 @@ impl WorkerProcess {
                 WorkerEffect::Registered { engine, admitted } => {
                     self.registered(env, engine, None, admitted);
                 }
+                // Its engine's ranks say what they have written.
+                WorkerEffect::Await { .. } => {}
                 WorkerEffect::StrikeOut(run) => env.depots[shard].strike_out(run),
                 WorkerEffect::Strike { id, scope, through } => {
                     env.depots[shard].strike_scope(&scope, through);

@@ -1,0 +1,112 @@
+"""A real vLLM throws its cache away while kvferry reads pages of it: resets, pauses, and what comes before sleep."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from daemon import Daemon, running
+from engine import Engine, Server, config, said, tokens, wait_steps
+
+from kvferry import scheduler
+
+PROMPT = tokens(270, seed=40)
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with running(ranks=1) as daemon:
+        yield daemon
+
+
+@pytest.fixture(scope="module")
+def engine(daemon: Daemon) -> Iterator[Engine]:
+    engine = Engine(config(daemon.socket_dir))
+    daemon.wait_ready()
+    yield engine
+    engine.end()
+
+
+@pytest.fixture(scope="module")
+def cold(engine: Engine) -> list:
+    engine.reset(connector=True)
+    return said(engine.generate(PROMPT))
+
+
+def store_that_does_not_end(engine: Engine, daemon: Daemon, name: str) -> None:
+    """A prompt whose store holds pages, and would for the 30 s of its deadline."""
+    engine.reset(connector=True)
+    engine.ask("hold", on=True)
+    engine.ask("add", id=name, tokens=PROMPT)
+    wait_steps(engine, "a store is under way", lambda _state: daemon.status()["copies_under_way"])
+
+
+@pytest.mark.parametrize("connector", [False, True])
+def test_running_requests_are_reset(engine: Engine, daemon: Daemon, cold: list, connector: bool) -> None:
+    name = f"reset {connector}"
+    store_that_does_not_end(engine, daemon, name)
+    begun = time.monotonic()
+    assert engine.ask("reset", running=True, connector=connector)
+    assert time.monotonic() - begun < scheduler.LAST_STORES_S
+    assert daemon.status()["copies_under_way"] == 0
+    engine.ask("hold", on=False)
+    state = wait_steps(engine, "the prompt is done", lambda state: name in state["done"])
+    assert said([state["done"][name]]) == cold
+    daemon.wait_idle()
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+def test_a_paused_engine_has_a_clear_cache(engine: Engine, daemon: Daemon, cold: list, mode: str) -> None:
+    """Sleep begins with a pause, too."""
+    store_that_does_not_end(engine, daemon, mode)
+    engine.ask("pause", mode=mode)
+    assert daemon.status()["copies_under_way"] == 0
+    engine.ask("hold", on=False)
+    engine.ask("resume")
+    if mode == "keep":
+        state = wait_steps(engine, "the prompt is done", lambda state: mode in state["done"])
+        assert said([state["done"][mode]]) == cold
+    else:
+        # Only half of vLLM has heard of it here, where both are one process.
+        engine.ask("abort", id=mode)
+    assert said(engine.generate(PROMPT)) == cold
+    daemon.wait_idle()
+
+
+def test_resets_and_pauses_under_load() -> None:
+    """``vllm serve`` with prompts that are all new, so that pages are stored all the time."""
+    with running(ranks=1) as daemon:
+        server = Server(config(daemon.socket_dir))
+        failed: list[str] = []
+        over = threading.Event()
+
+        def load(first: int) -> None:
+            for seed in range(first, first + 10_000):
+                if over.is_set():
+                    return
+                try:
+                    server.generate(tokens(200, seed=seed), max_tokens=8)
+                except Exception as error:
+                    # A pause aborts what runs: that is all that may go wrong.
+                    failed.append(f"{error}")
+
+        askers = [threading.Thread(target=load, args=(number * 10_000 + 100,)) for number in range(4)]
+        try:
+            daemon.wait_ready()
+            for asker in askers:
+                asker.start()
+            for _ in range(10):
+                reset = json.loads(server.post("/reset_prefix_cache?reset_running_requests=true&reset_external=true"))
+                assert reset == {"success": True}
+                assert not failed
+                for mode in ("keep", "abort"):
+                    assert json.loads(server.post(f"/pause?mode={mode}")) == {"status": "paused"}
+                    assert json.loads(server.post("/resume")) == {"status": "resumed"}
+                failed.clear()
+            assert daemon.counter("published_pages") > 0
+        finally:
+            over.set()
+            for asker in askers:
+                asker.join(60)
+            server.end()

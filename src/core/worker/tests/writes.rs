@@ -1,0 +1,69 @@
+//! Loads are ordered after what their engine still writes.
+
+use super::*;
+
+#[test]
+fn a_load_overwrites_nothing_that_its_engine_still_writes() {
+    let mut worker = worker();
+    let late = Copy {
+        after: RequestId(7),
+        ..load(1)
+    };
+    let waits = WorkerEffect::Await {
+        engine: ENGINE,
+        through: RequestId(7),
+    };
+    assert_eq!(
+        order(&mut worker, 1, 1, vec![late, load(2)]),
+        [waits, WorkerEffect::Start(vec![load(2)])]
+    );
+    assert_eq!(written(&mut worker, 6), []);
+    let started = Copy {
+        after: RequestId(7),
+        ..load(1)
+    };
+    assert_eq!(
+        written(&mut worker, 7),
+        [WorkerEffect::Start(vec![started])]
+    );
+}
+
+#[test]
+fn a_load_that_waits_for_its_engine_ends_by_its_deadline_and_by_a_cancel() {
+    let mut worker = worker();
+    let late = |op| Copy {
+        after: RequestId(9),
+        ..load(op)
+    };
+    order(&mut worker, 1, 1, vec![late(1)]);
+    order(&mut worker, 1, 2, vec![late(2)]);
+    let reported = |effects: Vec<WorkerEffect>| -> Vec<OpId> {
+        let ended = effects.into_iter().flat_map(|effect| match effect {
+            WorkerEffect::Report { copies, .. } => copies,
+            _ => Vec::new(),
+        });
+        ended.map(|copy| copy.op).collect()
+    };
+    assert!(reported(cancel(&mut worker, 3, 1)).contains(&OpId(1)));
+    assert_eq!(
+        reported(step(&mut worker, 100, WorkerEvent::Tick)),
+        [OpId(2)]
+    );
+    assert_eq!(worker.open_copies(), 0);
+    assert_eq!(written(&mut worker, 9), []);
+}
+
+#[test]
+fn what_is_over_is_not_thereby_written() {
+    let mut worker = worker();
+    register(&mut worker, 0, ENGINE, RequestId(20));
+    let (attach, after) = (AttachId(2), Some(OpId(0)));
+    step(&mut worker, 0, WorkerEvent::Admitted { attach, after });
+    let late = Copy {
+        after: RequestId(15),
+        ..copy(3, Direction::Load, 21)
+    };
+    let started = starts(&order(&mut worker, 1, 2, vec![late]));
+    assert!(started.is_empty(), "{started:?}");
+    assert_eq!(starts(&written(&mut worker, 15)), [3]);
+}
