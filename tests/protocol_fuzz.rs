@@ -276,3 +276,39 @@ fn limits_hold_on_both_sides() {
     let error = decode(header(2, Kind::Load.number()), &long).expect_err("too long");
     assert_eq!(error.code(), ErrorCode::Limit);
 }
+
+#[test]
+fn a_struct_is_a_map_and_no_list() {
+    let ended = Kind::Ended.number();
+    // {rank: 0, copies: [{op: 1, whole: true}]}
+    let named = b"\x82\xa4rank\x00\xa6copies\x91\x82\xa2op\x01\xa5whole\xc3";
+    assert!(decode(header(2, ended), named).is_ok());
+    // {rank: 0, copies: [[1, true]]}, and all of it without names.
+    let inner = b"\x82\xa4rank\x00\xa6copies\x91\x92\x01\xc3";
+    let outer = b"\x92\x00\x91\x82\xa2op\x01\xa5whole\xc3";
+    for body in [inner.as_slice(), outer] {
+        let error = decode(header(2, ended), body).expect_err("a list");
+        assert_eq!(error.code(), ErrorCode::Malformed, "{error}");
+        assert!(
+            error.to_string().contains("a map with the fields"),
+            "{error}"
+        );
+    }
+    // The fast reader of transfers leaves its records to the same rule.
+    let mut transfer = transfer_with_pairs(b"\x91\x92\x01\x02");
+    let nothing = transfer.len();
+    transfer.extend_from_slice(b"\xa6record\xc0");
+    let at = transfer
+        .iter()
+        .rposition(|byte| *byte == 0x82)
+        .expect("the copy");
+    transfer[at] = 0x83;
+    assert!(decode(header(2, Kind::Transfer.number()), &transfer).is_ok());
+    transfer.truncate(nothing);
+    transfer.extend_from_slice(b"\xa6record\x97\xc4\x10");
+    transfer.extend_from_slice(&[0; 16]);
+    transfer.extend_from_slice(b"\xc4\x10");
+    transfer.extend_from_slice(&[0; 16]);
+    transfer.extend_from_slice(b"\x00\x00\x00\x00\xc4\x00");
+    assert!(decode(header(2, Kind::Transfer.number()), &transfer).is_err());
+}

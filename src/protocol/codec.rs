@@ -17,6 +17,7 @@ use crate::protocol::limits::{
     PAGE_ITEMS_MAX, PAGE_RECORD_BYTES, PAGE_RECORDS_MAX, PAGES_MAX, PAIRS_MAX,
     SMALL_BODY_BYTES_MAX, TEXT_BYTES_MAX,
 };
+use crate::protocol::named::Named;
 use crate::protocol::{HELLO_VERSION, VERSION, VERSION_MIN, transfer};
 use crate::types::{Epoch, PageList, RequestId};
 
@@ -257,7 +258,7 @@ fn read_body<T: DeserializeOwned>(kind: Kind, bytes: &[u8]) -> Result<T, DecodeE
     };
     let mut reader = rmp_serde::Deserializer::from_read_ref(bytes);
     reader.set_max_depth(DEPTH_MAX);
-    let body = T::deserialize(&mut reader).map_err(refuse)?;
+    let body = T::deserialize(Named(&mut reader)).map_err(refuse)?;
     // The reader does not tell how much it has read. At the end, and only there, it finds no marker of a further value;
     // of any value it reads no more than what `()` needs.
     match <()>::deserialize(&mut reader) {

@@ -12,6 +12,7 @@ mod examples;
 mod header;
 mod kind;
 pub mod limits;
+mod named;
 mod orders;
 mod pairs;
 mod transfer;

@@ -13,6 +13,7 @@ use smallvec::SmallVec;
 
 use crate::protocol::body::{CopyOrder, RecordBody, Transfer};
 use crate::protocol::limits::{DEPTH_MAX, PAGE_ITEMS_MAX, PAIRS_MAX};
+use crate::protocol::named::Named;
 use crate::types::{FragmentPair, PageList, PageRun};
 
 /// Most items for which room is made before they are read.
@@ -194,7 +195,7 @@ fn read_record(from: &mut &[u8]) -> Option<Option<RecordBody>> {
     }
     let mut reader = rmp_serde::Deserializer::new(*from);
     reader.set_max_depth(DEPTH_MAX - RECORD_DEPTH);
-    let record = RecordBody::deserialize(&mut reader).ok()?;
+    let record = RecordBody::deserialize(Named(&mut reader)).ok()?;
     *from = reader.get_ref();
     Some(Some(record))
 }
