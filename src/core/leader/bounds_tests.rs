@@ -455,6 +455,7 @@ fn one_engines_waiting_requests_do_not_use_up_the_room_of_another() {
             id: RequestId(id),
             deadline: Time(0) + Duration::from_secs(5),
             request: Request::Load {
+                after: RequestId(0),
                 slot: SlotId(1),
                 first_page: 0,
                 destination: PageList::run(0, 1),
