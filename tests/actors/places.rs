@@ -18,6 +18,9 @@ use super::world::{
     server, soon,
 };
 
+/// Workers that a leader wants ended, with the processes that it names.
+type Kills = Vec<(WorkerId, Option<i32>)>;
+
 /// Another process, which does nothing and lives until it is ended.
 struct Other(Child);
 
@@ -175,7 +178,7 @@ async fn one_second_count_a_second_is_made_and_others_are_told_when() {
 async fn a_supervisor_hears_which_process_is_to_end_and_one_that_is_not_its_own_is_ended_all_the_same()
  {
     let transport = MemoryTransport::default();
-    let told: Arc<Mutex<Vec<(WorkerId, Option<i32>)>>> = Arc::default();
+    let told: Arc<Mutex<Kills>> = Arc::default();
     let hears = Arc::clone(&told);
     let ratio = Ratio::new(4).expect("in bounds");
     let settings = LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey([7; 32]));
