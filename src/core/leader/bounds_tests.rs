@@ -458,7 +458,6 @@ fn one_engines_waiting_requests_do_not_use_up_the_room_of_another() {
                 after: RequestId(0),
                 slot: SlotId(1),
                 first_page: 0,
-                after: RequestId(0),
                 destination: PageList::run(0, 1),
             },
         };
