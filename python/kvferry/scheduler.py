@@ -297,6 +297,9 @@ class SchedulerSide:
             if tracked is not None and self._client.listening:
                 self._store(tracked, tokens, output.kv_connector_block_state)
         self._budget_s = self._settings.lookup_budget_ms / 1000
+        if _works(output):
+            # Drawn after the stores of this step, whose ids it covers.
+            self._last_work = self._client.draw()
         return self._take_step()
 
     def finish_only(self) -> StepMetadata:
@@ -306,8 +309,6 @@ class SchedulerSide:
 
     def _take_step(self) -> StepMetadata:
         step, self._step = self._step, StepMetadata()
-        if _works(output):
-            self._last_work = self._client.draw()
         step.written_through, step.stores_through = self._last_work, self._last_store
         step.abandon = self._copies.to_abandon()
         return step
