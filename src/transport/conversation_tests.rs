@@ -419,7 +419,11 @@ async fn a_server_that_stays_silent_is_left_and_a_client_that_pings_is_kept() {
 #[tokio::test(start_paused = true)]
 async fn the_answer_to_an_order_of_one_connection_is_not_said_over_the_next() {
     let transport = MemoryTransport::default();
-    let mut first = server(&transport, 1).await;
+    let listen = |epoch| {
+        let roles = vec![Role::Worker];
+        server_within(&transport, epoch, Limits::default(), roles)
+    };
+    let mut first = listen(1).await;
     let worker = Hello {
         role: Role::Worker,
         ..hello(1, 2)
@@ -450,7 +454,7 @@ async fn the_answer_to_an_order_of_one_connection_is_not_said_over_the_next() {
         }
     };
     first.close().await;
-    let mut second = server(&transport, 2).await;
+    let mut second = listen(2).await;
     let hears = tokio::spawn(async move { next_request(&mut second).await.1 });
     let next = loop {
         match incoming.recv().await.expect("it goes on") {
