@@ -64,7 +64,16 @@ def differences(base: type, hma: type, block_pool: type, scheduler_output: type,
         found.append(f"{hma.__name__}.request_finished_all_groups is missing")
     for cls, names in (
         (block_pool, ("touch", "free_blocks", "reset_prefix_cache")),
-        (scheduler_output, ("num_scheduled_tokens", "preempted_req_ids", "kv_connector_block_state")),
+        (
+            scheduler_output,
+            (
+                "num_scheduled_tokens",
+                "preempted_req_ids",
+                "kv_connector_block_state",
+                "new_block_ids_to_zero",
+                "kv_cache_block_copies",
+            ),
+        ),
         (block_state, ("get_block_ids",)),
     ):
         known_names = {*dir(cls), *_fields(cls)}

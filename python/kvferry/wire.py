@@ -208,7 +208,10 @@ class CancelStoresAnswer(msgspec.Struct):
 
 
 class Written(msgspec.Struct):
-    """What stores up to this request read is written; with ``timeline``, once the device's word says so."""
+    """Everything up to this number is written: pages that stores read, and work that loads wait for.
+
+    With ``timeline``: once the device's word says so.
+    """
 
     through: int
     timeline: bool = False

@@ -23,7 +23,7 @@ const LOOK_PAUSE_MAX: Duration = Duration::from_micros(400);
 pub struct Announced {
     /// Whose.
     pub engine: EngineId,
-    /// Stores up to this request.
+    /// The number up to which everything is written once the word has it.
     pub through: RequestId,
 }
 

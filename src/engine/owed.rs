@@ -72,7 +72,7 @@ impl Owed {
         self.abandoning = false;
     }
 
-    /// The pages of stores up to this request are written.
+    /// Everything up to this number is written: pages that stores read, and work that loads wait for.
     pub(super) fn wrote(&mut self, through: u64) {
         self.written = self.written.max(through);
     }

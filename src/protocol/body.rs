@@ -152,7 +152,7 @@ pub struct Load {
     #[schemars(with = "Vec<PageItemSchema>")]
     pub destination: Pages,
     /// The last number that the ranks were given for work of theirs (`written`): each of them copies once it has said that
-    /// everything up to it is written. At most the id of this request. 0: nothing writes into the destination any more.
+    /// everything up to it is written. Lower than the id of this request. 0: nothing writes into the destination any more.
     #[serde(default, skip_serializing_if = "nothing_before")]
     pub after: u64,
 }
@@ -250,7 +250,7 @@ pub struct Registered {
     pub not_served: String,
 }
 
-/// What stores up to this request read is written.
+/// Everything up to this number is written: pages that stores read, and work that loads wait for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Written {
     /// Id of the last such request.

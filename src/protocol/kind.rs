@@ -77,7 +77,8 @@ kinds! {
     Register = 32, "register";
     /// Answer to register: worker and leader have taken it.
     Registered = 33, "registered";
-    /// Engine rank to worker: what stores up to this request read is written.
+    /// Engine rank to worker: everything up to this number is written: pages that stores read, and work that loads
+    /// wait for.
     Written = 34, "written";
     /// Answer to written.
     WrittenAnswer = 35, "written_answer";

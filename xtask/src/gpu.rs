@@ -10,7 +10,7 @@ use cargo_metadata::Message;
 
 use super::{cargo, cargo_with, root};
 
-/// The largest archive: machines are lent that take no more.
+/// The largest archive. Some machines take no larger upload.
 const PACK_BYTES_MAX: u64 = 48 << 20;
 /// How the archive's name ends; `tar` packs accordingly.
 const ENDINGS: &[&str] = &[".tar.gz", ".tgz", ".tar.xz"];

@@ -26,7 +26,7 @@ impl Leader {
         after: RequestId,
         effects: &mut Vec<Effect>,
     ) -> Result<(), Refusal> {
-        if after > due.id {
+        if after >= due.id && after != RequestId(0) {
             return Err(Refusal::Invalid {
                 field: "after",
                 value: after.0.to_string(),

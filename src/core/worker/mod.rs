@@ -120,7 +120,7 @@ pub enum WorkerEvent {
         /// The last store of this epoch that is meant: what was stored later stays listed.
         through: Generation,
     },
-    /// An engine has written what stores up to this request read.
+    /// An engine has written everything up to this number: pages that stores read, and work that loads wait for.
     Written {
         /// Which engine.
         engine: EngineId,
