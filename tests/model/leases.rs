@@ -104,6 +104,8 @@ struct State {
     gone_at: Option<u8>,
     disconnected: u8,
     dead: u8,
+    /// The pool belongs to a depot that is gone, and copies of it are still under way.
+    closing: bool,
     evicted: bool,
     differs: Option<String>,
     past: Past<(u8, Event)>,
@@ -269,6 +271,7 @@ impl State {
             if !op.load {
                 self.filled(&op);
             }
+            self.closing &= !self.ops.is_empty();
         }
         news || again
     }
@@ -332,7 +335,10 @@ impl State {
         self.blocks
             .iter_mut()
             .for_each(|block| block.retired = true);
+        // A load must not read what the new depot holds, so no hold outlives the old one.
+        (0..NAMES).for_each(|name| self.let_go(name));
         self.bury();
+        self.closing = !self.ops.is_empty();
         let worker = worker(rank);
         self.tell(Event::WorkerDead(worker));
         self.tell(Event::Attached(attached(worker, 2)));
@@ -362,6 +368,7 @@ impl Model for Leases {
             gone_at: None,
             disconnected: 0,
             dead: 0,
+            closing: false,
             evicted: false,
             differs: None,
             past: Past::new(),
@@ -381,15 +388,18 @@ impl Model for Leases {
     fn actions(&self, state: &State, actions: &mut Vec<Action>) {
         let room = state.last.0 < self.ops;
         for name in (0..NAMES).filter(|_| state.connected) {
-            actions.push(Action::Lookup(name));
+            // Requests while a pool closes are refused; `leader_model` shows that.
+            if !state.closing {
+                actions.push(Action::Lookup(name));
+            }
             let Some(slot) = &state.slots[name] else {
                 continue;
             };
             actions.push(Action::Finish(name));
-            if room {
+            if room && !state.closing {
                 actions.push(Action::Store(name));
             }
-            if room && slot.is_some() {
+            if room && !state.closing && slot.is_some() {
                 actions.push(Action::Load(name));
             }
         }

@@ -61,27 +61,33 @@ fn leader() -> Leader {
         let event = Event::Attached(attached(worker(rank), 1));
         leader.step(Time(0), event, &mut effects);
     }
-    for effect in std::mem::take(&mut effects) {
-        if let Effect::ReadInventory {
-            worker,
-            depot,
-            reading,
-            from,
-            ..
-        } = effect
-        {
-            let event = Event::Inventory {
-                worker,
-                depot,
-                reading,
-                from,
-                next: None,
-                records: Vec::new(),
-            };
-            leader.step(Time(0), event, &mut effects);
-        }
+    let asked = std::mem::take(&mut effects);
+    for event in asked.iter().filter_map(empty_inventory) {
+        leader.step(Time(0), event, &mut effects);
     }
     leader
+}
+
+/// The answer of a depot that lists nothing, to the question for its inventory.
+fn empty_inventory(effect: &Effect) -> Option<Event> {
+    let Effect::ReadInventory {
+        worker,
+        depot,
+        reading,
+        from,
+        ..
+    } = *effect
+    else {
+        return None;
+    };
+    Some(Event::Inventory {
+        worker,
+        depot,
+        reading,
+        from,
+        next: None,
+        records: Vec::new(),
+    })
 }
 
 /// The sequence that a lookup asks for.
@@ -136,7 +142,9 @@ impl Leases {
             seen.found = None;
             held = looked_up(&event).map(|name| state.slots[name] != Some(None));
             leader.step(time(now), event, &mut effects);
+            let mut inventories = Vec::new();
             for effect in effects.drain(..) {
+                inventories.extend(empty_inventory(&effect));
                 match effect {
                     Effect::Copy { copy, .. } => {
                         if let Some(why) = seen.copy(&leader, &copy) {
@@ -150,11 +158,16 @@ impl Leases {
                     _ => {}
                 }
             }
+            for event in inventories {
+                leader.step(time(now), event, &mut effects);
+            }
+            effects.clear();
         }
         if let Err(why) = leader.check() {
             return Some(why);
         }
-        let states = leader.pool().expect("a pool").page_states();
+        let pool = leader.pool().or(leader.closing_pool()).expect("a pool");
+        let states = pool.page_states();
         let ready = state.blocks.iter().filter(|block| !block.filling).count();
         let late = state.ops.iter().filter(|op| op.late && !op.load).count();
         let expected = [ready, late, PAGES - state.blocks.len()];
@@ -162,10 +175,7 @@ impl Leases {
         let pins: i8 = state.blocks.iter().map(|block| block.pins).sum();
         let compared = [
             ("pages", found.map(|pages| pages as usize) == expected),
-            (
-                "pins",
-                leader.pool().map(|pool| pool.pins()) == u64::try_from(pins).ok(),
-            ),
+            ("pins", Ok(pool.pins()) == u64::try_from(pins)),
             ("copies", leader.copies_under_way() == state.ops.len()),
             (
                 "slots",
@@ -174,11 +184,6 @@ impl Leases {
             ("answer", seen.found.map(|pages| pages > 0) == held),
         ];
         let wrong = compared.into_iter().find(|(_, equal)| !equal);
-        wrong.map(|(what, _)| {
-            format!(
-                "{what}: {states:?}, {} pins",
-                leader.pool().map_or(0, |pool| pool.pins())
-            )
-        })
+        wrong.map(|(what, _)| format!("{what}: {states:?}, {} pins", pool.pins()))
     }
 }
