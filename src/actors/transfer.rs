@@ -207,13 +207,21 @@ fn run(work: &Receiver<Work>, engine: &CopyEngine, actor: &ActorRef<TransferMess
         depot,
     }) = work.recv()
     {
-        let ended = copies
-            .into_iter()
-            .map(|(copy, cancel)| copied(copy, &cancel, engine, &memory, &depot, COPY_PART_BYTES));
-        let ended = ended.collect();
-        // Nothing reads or writes any more when this is sent.
+        // Each end is reported by itself, so that a small copy is not answered after a large one of the same order. The
+        // last one is reported once the memory is let go.
+        let mut last = None;
+        for (copy, cancel) in copies {
+            let ended = copied(copy, &cancel, engine, &memory, &depot, COPY_PART_BYTES);
+            let before = last.replace(ended);
+            if let Some(ended) = before
+                && actor.cast(TransferMessage::Ended(vec![ended])).is_err()
+            {
+                return;
+            }
+        }
         drop((memory, depot));
-        if actor.cast(TransferMessage::Ended(ended)).is_err() {
+        let last = last.into_iter().collect();
+        if actor.cast(TransferMessage::Ended(last)).is_err() {
             return;
         }
     }
