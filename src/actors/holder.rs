@@ -66,9 +66,10 @@ impl Holder {
         })
     }
 
-    /// True when both are known to be of one process, which lives: connected twice, it means the same.
+    /// True when `pid` is known to be the holder's own process: a second connection of one process is no newcomer. A process
+    /// of another PID namespace, whose id reads as 0, is never known.
     pub(super) fn is_process(&self, pid: Option<i32>) -> bool {
-        self.pid.is_some() && self.pid == pid
+        self.pid.is_some_and(|own| own > 0) && self.pid == pid
     }
 
     /// Why another process, `pid`, does not get the place: its holder is connected, was heard of late, and has not ended.
@@ -89,6 +90,15 @@ mod tests {
     use std::process::{Command, Stdio};
 
     use super::*;
+
+    #[test]
+    fn processes_that_cannot_be_told_apart_are_not_one_process() {
+        let (holder, own) = (Holder::new(PeerId(1), Some(0)), std::process::id());
+        assert!(!holder.is_process(Some(0)));
+        assert!(!Holder::new(PeerId(1), None).is_process(None));
+        let own = i32::try_from(own).ok();
+        assert!(Holder::new(PeerId(1), own).is_process(own));
+    }
 
     #[test]
     fn the_end_of_a_holders_process_is_seen_at_once() {

@@ -144,7 +144,8 @@ async fn shake_hands(
     let opened = Event::Opened {
         peer,
         uid: cred.uid(),
-        pid: cred.pid(),
+        // The kernel says 0 for a process of another PID namespace: nobody in particular.
+        pid: cred.pid().filter(|pid| *pid > 0),
     };
     gate.intake.push(opened).await?;
     let connection = Connection {
