@@ -355,6 +355,11 @@ impl Leader {
         sessions.map(|session| session.answers.open()).sum()
     }
 
+    /// Those of them that cancel stores.
+    pub fn open_cancels(&self) -> usize {
+        self.cancels.len()
+    }
+
     /// Tokens of one page; 0 before a rank attached.
     pub fn engine_page_tokens(&self) -> u32 {
         self.tokens_per_page()

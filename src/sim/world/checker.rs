@@ -43,13 +43,18 @@ impl World {
         let Some(leader) = self.leader.state.as_ref().map(|leader| &leader.core) else {
             return Ok(Pages::default());
         };
-        // Requests to cancel stores have a limit of their own.
-        let most = (self.env.setup.open_requests_max + CANCELS_MAX) * self.engines_known();
-        if leader.open_requests() > most {
-            return Err(format!(
-                "{} requests are open, the limit is {most}",
-                leader.open_requests()
-            ));
+        // Requests to cancel stores have a limit of their own, so that slack in one does not hide the other.
+        let cancels = leader.open_cancels();
+        let others = leader.open_requests() - cancels;
+        let limits = [
+            (others, self.env.setup.open_requests_max),
+            (cancels, CANCELS_MAX),
+        ];
+        for (open, max) in limits {
+            let most = max * self.engines_known();
+            if open > most {
+                return Err(format!("{open} requests are open, the limit is {most}"));
+            }
         }
         if contents {
             leader.check()?;
