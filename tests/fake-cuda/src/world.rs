@@ -35,6 +35,9 @@ const UNSAFE_IN_CAPTURE: [&str; 6] = [
     "cuEventQuery",
 ];
 
+/// Name of a thread in a call that does not return.
+const BLOCKED: &str = "in-driver";
+
 /// A capture that is being made.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Capture {
@@ -402,6 +405,10 @@ impl World {
         {
             self.inner().blocked += 1;
             crate::settings::complain(&format!("{call} does not return, as wanted"));
+            // Tests wait for a thread of this name, which is the proof that one is in the call.
+            if let Err(error) = std::fs::write("/proc/thread-self/comm", BLOCKED) {
+                crate::settings::complain(&format!("the thread keeps its name: {error}"));
+            }
             loop {
                 std::thread::park();
             }
