@@ -54,7 +54,8 @@ impl Sweep {
                 _ => 1,
             };
             *budget = budget.saturating_sub(cost.max(1));
-            if !block.retired && meant(blocks, block, &self.scope, self.youngest) {
+            let counts = !block.retired || block.filling.is_some();
+            if counts && meant(blocks, block, &self.scope, self.youngest) {
                 return Some(index);
             }
         }
@@ -109,14 +110,19 @@ impl Pool {
     pub fn count_holders(&self, sweep: &mut Sweep, budget: &mut u32) -> u64 {
         let mut holders = 0;
         while let Some(index) = sweep.next(&self.blocks, budget) {
-            holders += u64::from(self.blocks.get(index).pins);
+            let block = self.blocks.get(index);
+            holders += if block.retired {
+                0
+            } else {
+                u64::from(block.pins)
+            };
         }
         holders
     }
 
     /// Forgets the next blocks that are meant: none is found any more. Looks at no more than `budget` pages and one block.
     /// Returns the number of pages that are forgotten. What is filling is freed when its copies have ended; the generations
-    /// of those are appended.
+    /// of those are appended, also of blocks that an earlier reset has forgotten: their copies may still list pages.
     pub fn forget_next(
         &mut self,
         sweep: &mut Sweep,
@@ -126,7 +132,11 @@ impl Pool {
         let mut pages = 0;
         while let Some(index) = sweep.next(&self.blocks, budget) {
             let block = self.blocks.get(index);
-            pages += block.total_pages();
+            pages += if block.retired {
+                0
+            } else {
+                block.total_pages()
+            };
             filling.extend(block.filling.map(|filling| filling.generation));
             if !(planted(Bug::ResetSkipsInFlight) && block.filling.is_some()) {
                 self.retire_block(index);

@@ -334,6 +334,22 @@ fn a_reset_is_answered_when_stores_in_flight_have_ended() {
 }
 
 #[test]
+fn a_second_reset_waits_for_stores_that_the_first_one_stopped() {
+    let mut world = World::new();
+    store(&mut world, 0, 0, 7, 8);
+    let op = *world.open.keys().next().expect("a copy");
+    assert_eq!(reset(&mut world, ResetScope::Everything), None);
+    let first = RequestId(world.next_id);
+    assert_eq!(reset(&mut world, ResetScope::Everything), None);
+    let second = RequestId(world.next_id);
+    (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
+    let forgotten = |pages| Some(Ok(Answer::Reset { pages }));
+    assert_eq!(answer(&world, 0, first), forgotten(8));
+    assert_eq!(answer(&world, 0, second), forgotten(0));
+    assert_eq!(found(&mut world, 7), 0);
+}
+
+#[test]
 fn one_request_too_many_is_refused_for_good_and_a_finish_never_is() {
     let mut world = World::with_limit(1);
     let first = store(&mut world, 0, 0, 7, 8);
