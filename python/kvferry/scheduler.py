@@ -184,9 +184,9 @@ class SchedulerSide:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return
-        tracked.finished = True
-        if tracked.known_there:
+        if tracked.known_there and not tracked.finished:
             self._client.ask(wire.Finish(tracked.slot), FINISH_LIMIT_S)
+        tracked.finished = True
         self._forget_if_over(tracked)
 
     def _end_stores(self) -> None:
@@ -297,18 +297,18 @@ class SchedulerSide:
             if tracked is not None and self._client.listening:
                 self._store(tracked, tokens, output.kv_connector_block_state)
         self._budget_s = self._settings.lookup_budget_ms / 1000
+        return self._take_step(output)
+
+    def finish_only(self, output: "SchedulerOutput") -> StepMetadata:
+        """A step in which nothing begins: what is over is reported, pages come back."""
+        self._settle()
+        return self._take_step(output)
+
+    def _take_step(self, output: "SchedulerOutput") -> StepMetadata:
+        step, self._step = self._step, StepMetadata()
         if _works(output):
             # Drawn after the stores of this step, whose ids it covers.
             self._last_work = self._client.draw()
-        return self._take_step()
-
-    def finish_only(self) -> StepMetadata:
-        """A step in which nothing begins: what is over is reported, pages come back."""
-        self._settle()
-        return self._take_step()
-
-    def _take_step(self) -> StepMetadata:
-        step, self._step = self._step, StepMetadata()
         step.written_through, step.stores_through = self._last_work, self._last_store
         step.abandon = self._copies.to_abandon()
         return step

@@ -246,7 +246,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
     def _finish_only(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         made_for, step = self._made
         if made_for is not scheduler_output and self._scheduler is not None:
-            step = self._scheduler.finish_only()
+            step = self._scheduler.finish_only(scheduler_output)
             self._made = scheduler_output, step
         return step
 
@@ -277,14 +277,17 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
         """A request is over."""
         return self.request_finished_all_groups(request, (block_ids,))
 
-    @guarded(default=lambda: (False, None))
+    def _over(self, request: "Request", block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        if self._scheduler is not None:
+            self._scheduler.finished(request)
+        return False, None
+
+    @guarded(instead=_over, default=lambda: (False, None))
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request is over. Pages that a copy still reads are held by the pool, until it is over and no longer."""
-        if self._scheduler is not None:
-            self._scheduler.finished(request)
-        return False, None
+        return self._over(request, block_ids)
 
     @guarded(default=bool)
     def has_pending_block_frees(self) -> bool:
