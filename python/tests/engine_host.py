@@ -87,6 +87,37 @@ class Host:
     def resume(self, order: dict[str, Any]) -> None:
         self.llm.llm_engine.engine_core.engine_core.resume_scheduler()
 
+    def hooks(self, order: dict[str, Any]) -> list[str]:
+        """The hooks of the connector that can fail."""
+        import kvferry.vllm
+
+        return sorted(name for name, hook in vars(kvferry.vllm.KvferryConnector).items() if hasattr(hook, "guarded"))
+
+    def mend(self, order: dict[str, Any]) -> None:
+        """Both sides of the connector are as if no hook had failed."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        for connector in (self.scheduler.connector, get_kv_transfer_group()):
+            connector.fault = ""
+
+    def fault(self, order: dict[str, Any]) -> None:
+        """This hook raises the next time that it is called."""
+        import kvferry.vllm
+
+        hook = getattr(kvferry.vllm.KvferryConnector, order["hook"])
+        sound = hook.__wrapped__
+
+        def broken(*arguments: Any, **named: Any) -> Any:
+            hook.__wrapped__ = sound
+            raise LookupError("injected")
+
+        hook.__wrapped__ = broken
+
+    def faults(self, order: dict[str, Any]) -> list[str]:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return [connector.fault for connector in (self.scheduler.connector, get_kv_transfer_group())]
+
     def abort(self, order: dict[str, Any]) -> None:
         self.llm.llm_engine.abort_request([order["id"]])
 

@@ -202,6 +202,34 @@ def test_reset_in_the_middle_of_a_prompt(engine: Engine, daemon: Daemon, cold: l
     daemon.wait_idle()
 
 
+#: Not called while requests run, or not by this engine.
+NOT_CALLED = {
+    "bind_gpu_block_pool",
+    "has_pending_block_frees",
+    "has_pending_push_work",
+    "register_kv_caches",
+    "request_finished",
+    "reset_cache",
+    "shutdown",
+}
+
+
+def test_a_fault_in_any_hook_costs_hits_and_no_request(engine: Engine, daemon: Daemon, cold: list) -> None:
+    called = set(engine.ask("hooks")) - NOT_CALLED
+    assert len(called) >= 10
+    for hook in sorted(called):
+        stored(engine, daemon)
+        engine.ask("fault", hook=hook)
+        assert said(engine.generate(*PROMPTS)) == cold
+        assert hook in engine.ask("faults"), "it was not called"
+        engine.reset()
+        hits = engine.external_hits()
+        assert said(engine.generate(*PROMPTS)) == cold
+        assert engine.external_hits() == hits, "nothing is looked up any more"
+        engine.ask("mend")
+        daemon.wait_idle()
+
+
 @pytest.mark.parametrize("victim", ["leader", "worker"])
 def test_killed_between_two_requests(engine: Engine, daemon: Daemon, cold: list, victim: str) -> None:
     stored(engine, daemon)
