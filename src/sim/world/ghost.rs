@@ -160,6 +160,9 @@ struct Taken {
     reset: Option<ResetScope>,
     /// Layout of the pages that were served when it was asked.
     layout: Option<[u8; 16]>,
+    /// It names engine pages, and copies of an older leader may have been under way: the leader keeps it for as long as the
+    /// connection lasts, and carries nothing out.
+    parked: bool,
     at: Time,
 }
 
@@ -170,6 +173,8 @@ pub(super) struct Question<'a> {
     pub(super) left: Duration,
     /// Layout of the pages that were served then.
     pub(super) layout: Option<[u8; 16]>,
+    /// No copy of an older leader was under way.
+    pub(super) all_clear: bool,
     pub(super) request: &'a Request,
 }
 
@@ -226,6 +231,7 @@ impl Ghost {
         let Question {
             left,
             layout,
+            all_clear,
             request,
         } = *question;
         let key = (epoch, engine, id);
@@ -242,10 +248,12 @@ impl Ghost {
             Request::Lookup { .. } | Request::Finish { .. } => Duration::ZERO,
         };
         self.open.insert(key, left);
+        let names_pages = matches!(request, Request::Load { .. } | Request::Store { .. });
         let taken = Taken {
             answer: None,
             reset,
             layout,
+            parked: names_pages && !all_clear,
             at: now,
         };
         self.taken.insert(key, taken);
@@ -264,9 +272,17 @@ impl Ghost {
         None
     }
 
-    /// An engine's connection has broken: from `due` on it may be unknown.
-    pub(super) fn went(&mut self, engine: EngineId, due: Time) {
+    /// An engine's connection has broken: from `due` on it may be unknown. Its parked requests ended with the connection;
+    /// the engine asks again for those that it has not given up.
+    pub(super) fn went(&mut self, epoch: Epoch, engine: EngineId, due: Time) {
         self.away.insert(engine, due);
+        self.taken.retain(|key, taken| {
+            let ended = (key.0, key.1) == (epoch, engine) && taken.parked && taken.answer.is_none();
+            if ended {
+                self.open.remove(key);
+            }
+            !ended
+        });
     }
 
     /// An engine speaks again. Whoever comes too late was forgotten and is known anew in one and the same step.

@@ -132,7 +132,8 @@ impl LeaderProcess {
         match self.peers.remove(&id) {
             Some(Peer::Engine(engine)) if self.engines.get(&engine) == Some(&id) => {
                 self.engines.remove(&engine);
-                env.ghost.went(engine, env.now() + env.setup.engine_grace);
+                let due = env.now() + env.setup.engine_grace;
+                env.ghost.went(self.settings.epoch, engine, due);
                 self.step(env, Event::EngineClosed(engine));
             }
             Some(Peer::Worker(worker))
@@ -225,9 +226,11 @@ impl LeaderProcess {
                 };
                 let left = Duration::from_millis(u64::from(deadline_ms));
                 let (now, deadline) = (env.now(), Self::now(env) + left);
+                let workers = usize::from(env.setup.ranks) * usize::from(env.setup.replicas);
                 let question = Question {
                     left,
                     layout: self.core.tier_key().map(|key| key.layout_fingerprint),
+                    all_clear: env.ghost.roster.all_clear(workers),
                     request: &request,
                 };
                 let epoch = self.settings.epoch;
@@ -253,6 +256,9 @@ impl LeaderProcess {
         let mut effects = Vec::new();
         if let Event::WorkerLost(worker) | Event::WorkerDead(worker) = &event {
             env.ghost.roster.gone(*worker);
+        }
+        if let Event::WorkerDead(worker) | Event::Attached(Attached { worker, .. }) = &event {
+            env.ghost.roster.cleared(*worker);
         }
         let before = self.core.tier_key().cloned();
         self.core.step(Self::now(env), event, &mut effects);

@@ -1,6 +1,6 @@
 //! What the leader was told of its workers, as far as it let them in: what a pool must be made for.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::core::{ARENA_PAGES_MAX, EngineMemory, Pool, TierKey};
 use crate::types::{DepotId, EngineId, Replica, Shard, WorkerId};
@@ -10,6 +10,8 @@ use crate::types::{DepotId, EngineId, Replica, Shard, WorkerId};
 pub(super) struct Roster {
     memories: BTreeMap<WorkerId, EngineMemory>,
     depots: BTreeMap<Shard, DepotId>,
+    /// Workers that have attached since the leader began, or died: they run no copy of an older leader.
+    clear: BTreeSet<WorkerId>,
 }
 
 impl Roster {
@@ -31,6 +33,16 @@ impl Roster {
     /// Its connection broke, its process died, or it was turned away.
     pub(super) fn gone(&mut self, worker: WorkerId) {
         self.memories.remove(&worker);
+    }
+
+    /// A worker attached, admitted or not, or its process died: its copies of older leaders have ended.
+    pub(super) fn cleared(&mut self, worker: WorkerId) {
+        self.clear.insert(worker);
+    }
+
+    /// True when no copy of an older leader is under way on any of so many workers.
+    pub(super) fn all_clear(&self, workers: usize) -> bool {
+        self.clear.len() >= workers
     }
 
     /// True when a shard has another depot than this pool.

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::*;
 use crate::core::sabotage::{Bug, plant};
+use crate::types::{EngineId, Request, RequestId, SlotId};
 
 /// Steps of the short runs.
 const SHORT: u64 = 2000;
@@ -111,4 +112,44 @@ fn every_planted_bug_is_found() {
         all.len()
     ));
     assert_eq!(missed, []);
+}
+
+/// Reaches the checker: a store with 10 ms to its deadline.
+fn asked(ghost: &mut ghost::Ghost, engine: EngineId, all_clear: bool) {
+    let request = Request::Store {
+        slot: SlotId(1),
+        first_page: 0,
+        more: None,
+        source: crate::types::PageList::default(),
+    };
+    let question = ghost::Question {
+        left: Duration::from_millis(10),
+        layout: None,
+        all_clear,
+        request: &request,
+    };
+    ghost.asked(Time(0), Epoch(1), engine, RequestId(1), &question);
+}
+
+#[test]
+fn the_checker_expects_an_answer_to_a_parked_request_only_while_its_connection_lasts() {
+    let engine = EngineId([7; 16]);
+    let long = Duration::from_secs(60);
+    for (all_clear, breaks, late) in [
+        (false, false, true),
+        (false, true, false),
+        (true, false, true),
+        (true, true, true),
+    ] {
+        let mut ghost = ghost::Ghost::new(Duration::from_millis(50));
+        asked(&mut ghost, engine, all_clear);
+        if breaks {
+            ghost.went(Epoch(1), engine, Time(1));
+        }
+        let found = ghost.passed(Epoch(1), long).is_some();
+        assert_eq!(
+            found, late,
+            "all clear: {all_clear}, connection broke: {breaks}"
+        );
+    }
 }
