@@ -444,3 +444,37 @@ fn two_engines_that_differ_do_not_keep_each_other_out() {
     assert_eq!(verdict(&asked), Ok(()));
     assert_eq!(site.read(&asked), [32, 32]);
 }
+
+#[test]
+fn an_engine_of_another_shape_does_not_take_the_turn_of_one_whose_workers_attach_again() {
+    let mut site = Site::new(2, 2);
+    for place in [(0, 0), (0, 1), (1, 0)] {
+        site.attach(place, None);
+    }
+    site.attach((1, 0), Some(A));
+    let asked = site.attach((1, 1), Some(A));
+    site.read(&asked);
+    let op = copy(&site.store_from(A.engine, 0)).expect("a copy");
+    for rank in [0, 1] {
+        site.ended((1, rank), op);
+    }
+    assert_eq!(site.lookup(A.engine), hit(8));
+    // The connections of the first engine's workers break; a rank of the second engine registers meanwhile.
+    for rank in [0, 1] {
+        site.step(Event::WorkerLost(worker(1, rank)));
+    }
+    assert_eq!(verdict(&site.attach((0, 0), Some(B))), Ok(()));
+    for rank in [0, 1] {
+        assert_eq!(
+            verdict(&site.attach((1, rank), Some(A))),
+            Ok(()),
+            "rank {rank}"
+        );
+    }
+    assert_eq!(site.lookup(A.engine), hit(8));
+    let late = verdict(&site.attach((0, 1), Some(B)));
+    assert!(
+        matches!(late, Err(Refusal::RankDisagrees { .. })),
+        "{late:?}"
+    );
+}
