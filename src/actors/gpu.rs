@@ -9,7 +9,7 @@ use crate::cuda::{
 };
 use crate::memory::{BatchMark, CancelFlag, Depot, LifelineEnd, NumaNode, RegisteredMemory};
 use crate::transport::FdReceiver;
-use crate::types::{Copy, FragmentPair, GpuCopy, GroupGeometry, Registration, Timeline};
+use crate::types::{Copy, FragmentPair, GpuCopy, GroupGeometry, Registration, RequestId, Timeline};
 
 /// `CU_DEVICE_ATTRIBUTE_MPS_ENABLED`.
 const MPS_ENABLED: u32 = 133;
@@ -215,6 +215,11 @@ impl Gpu {
             word,
             announced,
         });
+    }
+
+    /// An engine says by itself that everything up to this number is written: its word is not looked at for that any more.
+    pub(super) fn said(&self, memory: &RegisteredDevice, word: Timeline, through: RequestId) {
+        self.copier.said(memory, word, through);
     }
 
     /// Whether the driver still works for this process.

@@ -413,6 +413,7 @@ impl State {
                     self.replier.reply(peer, correlation, answer);
                     return Ok(());
                 }
+                Self::said(&mapped.memory, through);
                 self.replier
                     .reply(peer, correlation, Message::WrittenAnswer(Empty {}));
                 self.step(WorkerEvent::Written { engine, through }, myself)

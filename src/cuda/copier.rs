@@ -20,7 +20,7 @@ use super::sabotage::{Bug, planted};
 use super::timeline::{Announced, LOOK_PAUSE, WaitList, WaitOrder, Waits};
 use super::window::SmallCopyError;
 use crate::memory::{CancelFlag, CopyPlan, CopyRequest};
-use crate::types::{Direction, EndedCopy, FragmentPair, OpId};
+use crate::types::{Direction, EndedCopy, FragmentPair, OpId, RequestId, Timeline};
 
 /// Slices of one direction that a stream has at a time.
 pub const PARTS_IN_FLIGHT: usize = 4;
@@ -150,6 +150,12 @@ impl Copier {
         if self.waits.push(order) && !self.hand_over(Order::Look) {
             tracing::debug!("the copying thread is awake already");
         }
+    }
+
+    /// The engine whose word this is says by itself that everything up to this number is written.
+    pub fn said(&self, memory: &RegisteredDevice, word: Timeline, through: RequestId) {
+        let memory = Arc::downgrade(&memory.memory);
+        self.waits.said(&memory, word, through);
     }
 
     fn hand_over(&self, order: Order) -> bool {

@@ -39,7 +39,7 @@ pub struct WaitOrder {
 }
 
 /// What is to be waited for, one entry a word: what is announced last says more than what was before. So it is bounded by the
-/// memories that are open.
+/// memories that are open. An entry goes when the word has its number, or when the engine says by itself that it is written.
 #[derive(Debug, Default)]
 pub(super) struct WaitList(Mutex<Vec<WaitOrder>>);
 
@@ -57,6 +57,13 @@ impl WaitList {
             None => waiting.push(order),
         }
         first
+    }
+
+    /// The engine says by itself that everything up to this number is written. Its device may never let this word say so, and
+    /// the word would be read until the next number is there.
+    pub(super) fn said(&self, memory: &Weak<DeviceMemories>, word: Timeline, through: RequestId) {
+        self.lock()
+            .retain(|order| !order.is_of(memory, word) || order.announced.through > through);
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<WaitOrder>> {
@@ -209,5 +216,48 @@ impl Waits {
             }
             !all
         });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn word(offset_bytes: u64) -> Timeline {
+        Timeline {
+            allocation: 0,
+            offset_bytes,
+        }
+    }
+
+    fn order(offset_bytes: u64, through: u64) -> WaitOrder {
+        WaitOrder {
+            memory: Weak::new(),
+            word: word(offset_bytes),
+            announced: Announced {
+                engine: EngineId([1; 16]),
+                through: RequestId(through),
+            },
+        }
+    }
+
+    #[test]
+    fn what_an_engine_says_by_itself_is_not_waited_for() {
+        let list = WaitList::default();
+        let left = |list: &WaitList| -> Vec<(u64, u64)> {
+            let waiting = list.lock();
+            let each = waiting.iter();
+            each.map(|it| (it.word.offset_bytes, it.announced.through.0))
+                .collect()
+        };
+        assert!(list.push(order(0, 7)));
+        assert!(!list.push(order(8, 7)));
+        list.said(&Weak::new(), word(0), RequestId(6));
+        assert_eq!(left(&list), [(0, 7), (8, 7)], "7 is not said");
+        list.said(&Weak::new(), word(0), RequestId(7));
+        assert_eq!(left(&list), [(8, 7)], "the other word is not meant");
+        list.said(&Weak::new(), word(8), RequestId(9));
+        assert_eq!(left(&list), []);
+        assert!(list.push(order(0, 8)), "it is waited for anew");
     }
 }

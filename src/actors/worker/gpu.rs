@@ -11,7 +11,7 @@ use crate::actors::gpu::{EngineSide, Gpu};
 use crate::actors::transfer::TransferMessage;
 use crate::cuda::{Announced, CudaError, DeviceUuid, Outcome, device_of};
 use crate::protocol::ErrorCode;
-use crate::types::{ByteSize, Registration, Time};
+use crate::types::{ByteSize, Registration, RequestId, Time};
 
 /// What a worker has of its GPU.
 #[derive(Default)]
@@ -162,6 +162,15 @@ impl State {
             gpu.wait_for(memory, word, announced);
         }
         memory.timeline.is_some()
+    }
+
+    /// A rank says that everything up to this number is written, without its timeline.
+    pub(super) fn said(memory: &EngineSide, through: RequestId) {
+        if let EngineSide::Device(memory, gpu) = memory
+            && let Some(word) = memory.timeline
+        {
+            gpu.said(memory, word, through);
+        }
     }
 
     /// Nobody can say when the copies under way are over; the end of this process is their end.

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::cuda::{BATCH_COPIES_MAX, Sharing};
+use crate::cuda::{BATCH_COPIES_MAX, Outcome, Sharing};
 use crate::memory::CancelFlag;
 use crate::types::Direction;
 
@@ -217,6 +217,26 @@ fn the_end_of_the_actor_waits_for_what_is_under_way() {
             });
             // Both memories go with the world: under copies, the driver would notice.
             drop(world);
+        }
+    });
+}
+
+/// Work that the engine has said to be done is not awaited any more: the device's word is not read for it, and not told.
+#[test]
+fn the_word_is_not_read_for_what_the_engine_has_said() {
+    fake::anywhere("", || {
+        let mut world = World::new(plain(Roles::Packed).registration(), 9, 4096, 1);
+        for _ in 0..50 {
+            let said = world.engine_says_so_by_itself();
+            world.start(&Wanted {
+                direction: Direction::Store,
+                pages: (0..7).map(|page| (page, page)).collect(),
+                pages_a_part: 1,
+            });
+            // The word may have been read before the engine said so, when it had a lower number.
+            while let Outcome::Written(all) = world.outcome() {
+                assert!(all.iter().all(|it| it.through < said), "{all:?}");
+            }
         }
     });
 }
