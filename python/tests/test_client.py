@@ -43,8 +43,22 @@ class Fake:
 
     def hear(self, *, pings: bool = False) -> tuple[bytes, wire.Envelope]:
         """The next message that is no hello, and no ping unless those are asked for."""
+        peer, kind, parts = self._receive(pings=pings)
+        return peer, wire.Envelope(kind, int.from_bytes(parts[0][8:16], "big"), 0, None)
+
+    def hear_refusal(self) -> wire.Envelope:
+        """The next error."""
+        _, _, parts = self._receive()
+        envelope = wire.read(parts)
+        assert isinstance(envelope.body, wire.Error), envelope
+        return envelope
+
+    def _receive(self, *, pings: bool = False) -> tuple[bytes, int, list[bytes]]:
+        until = time.monotonic() + 10
         while True:
-            assert self.socket.poll(10_000), "nothing came"
+            left_s = until - time.monotonic()
+            assert left_s > 0, "nothing but hellos and pings came"
+            assert self.socket.poll(left_s * 1000), "nothing came"
             peer, *parts = self.socket.recv_multipart()
             kind = int.from_bytes(parts[0][6:8], "big")
             if kind == Kind.HELLO:
@@ -52,16 +66,7 @@ class Fake:
             elif kind == Kind.PING and not pings:
                 self.say(peer, Kind.PONG, 0, wire.Empty())
             else:
-                correlation = int.from_bytes(parts[0][8:16], "big")
-                return peer, wire.Envelope(kind, correlation, 0, None)
-
-    def hear_refusal(self) -> wire.Envelope:
-        """The next error."""
-        assert self.socket.poll(10_000), "nothing came"
-        _, *parts = self.socket.recv_multipart()
-        envelope = wire.read(parts)
-        assert isinstance(envelope.body, wire.Error), envelope
-        return envelope
+                return peer, kind, parts
 
     def greet(self, client: Client) -> None:
         """Says welcome, and waits until the client knows."""
