@@ -13,10 +13,11 @@ import torch
 from engine import PAGE_TOKENS, transfer_config
 from test_scheduler import Leader
 from vllm import SamplingParams
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import LoggingConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
+from vllm.logger import configure_logging_if_needed
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -27,6 +28,9 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvferry.scheduler import SchedulerSide
+
+# The first configuration of a process replaces the handlers of vLLM's loggers, with those by which pytest reads a log.
+configure_logging_if_needed(LoggingConfig())
 
 #: Steps after which a request that is not over hangs.
 STEPS_MAX = 300
