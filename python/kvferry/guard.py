@@ -15,9 +15,9 @@ _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
 class Faults:
-    """Whether a hook has failed, and which one first."""
+    """Whether a hook has failed, or something that the hooks rely on, and what first."""
 
-    #: Name of the hook; empty while none has failed.
+    #: Name of the hook, or words for what else failed; empty while nothing has.
     fault = ""
 
     def failed(self, hook: str) -> None:

@@ -65,6 +65,10 @@ class Owed:
         """The pages of stores up to this request are written."""
         self.written = max(self.written, through)
 
+    def wrote_last(self, through: int) -> None:
+        """Nothing behind this request will ever be known to be written."""
+        self.written = min(self.written, through)
+
     def abandon(self, requests: list[int]) -> None:
         """The engine takes the pages of requests back."""
         self.over = max([self.over, *requests])

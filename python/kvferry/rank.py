@@ -46,6 +46,9 @@ def _at_once() -> bool:
 class RankSession:
     """See the module."""
 
+    #: What failed for good, so that copies through this rank end by their deadlines alone; empty while nothing has.
+    fault = ""
+
     def __init__(self, directory: Path, engine: bytes, rank: int, replica: int, memory: KvMemory):
         self._directory = directory
         self._engine = engine
@@ -65,7 +68,6 @@ class RankSession:
         #: Whether the worker looks where the device says how far it is.
         self._timeline = False
         self._closing = False
-        self._blind = False
         self._link = 0
         self._pause_s = _PAUSE_FIRST_S
         self._not_before = 0.0
@@ -102,7 +104,7 @@ class RankSession:
         stream was given so far is written. Its worker, which looks there for loads, is then told of ``stores`` alone:
         the last of them, ``through`` unless it is given.
         """
-        if through <= self._announced or self._blind or self._closing:
+        if through <= self._announced or self.fault or self._closing:
             return
         self._announced = through
         marked = self._timeline and when is not None and stream is not None and self._mark(stream, through)
@@ -197,27 +199,37 @@ class RankSession:
                 self._pause_s, self._not_before = _PAUSE_FIRST_S, 0.0
             self._fence(now)
             waiting = bool(self._owed.abandoned)
-            writing = bool(self._writing)
+            writing = bool(self._writing) and not self.fault
         wake = self._turn_questions(now, waiting)
         return now + _WRITING_PAUSE_S if writing and (wake is None or wake > now + _WRITING_PAUSE_S) else wake
 
     def _look_at_writing(self) -> None:
+        if not self._writing or self.fault:
+            return
         try:
-            if self._writing:
-                self._memory.bind_thread()
+            self._memory.bind_thread()
             # Without the lock, which the engine's threads take: only this thread takes anything out.
             while self._writing and self._writing[0][1]():
                 with self._lock:
                     self._known = self._writing.popleft()[0]
                     self._owed.wrote(self._known)
         except Exception:
-            # Nothing is known of what was given to the device, nor of what comes behind it: nothing more is stored.
+            self._lose_sight()
+
+    def _lose_sight(self) -> None:
+        """Notes the current exception: the device does not say what it has written, and never will.
+
+        Stores of those pages, and loads that wait for those steps, would end by their deadlines alone. The connector
+        reads :attr:`fault` and asks for no more of either. What is not known to be written stays in the queue, so that
+        nothing behind it is marked or told.
+        """
+        known, self.fault = self.fault, "asking the device what it has written"
+        if not known:
             logger.exception(
-                "kvferry: %s: the device does not say what it has written: no store ends any more", self._name
+                "kvferry: %s: the device does not say what it has written: requests run without the cache until the "
+                "engine is started again",
+                self._name,
             )
-            with self._lock:
-                self._writing.clear()
-                self._blind = True
 
     def _turn_questions(self, now: float, waiting: bool) -> float | None:
         if self._closing:
@@ -270,6 +282,20 @@ class RankSession:
         if demand.through <= self._known:
             return wire.Written(demand.through)
         # Nobody looks where the device says so: what is over by now?
+        try:
+            self._look_at_marked()
+        except Exception:
+            self._lose_sight()
+            with self._lock:
+                self._marked.clear()
+                self._owed.wrote_last(self._known)
+        # The rest is told later.
+        demand.through = min(demand.through, self._known)
+        if demand.through <= self._owed.confirmed:
+            raise OSError("the device has not written it yet")
+        return wire.Written(demand.through)
+
+    def _look_at_marked(self) -> None:
         self._memory.bind_thread()
         with self._lock:
             marked = list(self._marked)
@@ -280,11 +306,6 @@ class RankSession:
         with self._lock:
             while self._marked and self._marked[0][0] <= self._known:
                 self._marked.popleft()
-        # The rest is told later.
-        demand.through = min(demand.through, self._known)
-        if demand.through <= self._owed.confirmed:
-            raise OSError("the device has not written it yet")
-        return wire.Written(demand.through)
 
     def _answered(self, demand: owed.Demand, failure: Failure | None, answer: msgspec.Struct | None = None) -> None:
         with self._lock:

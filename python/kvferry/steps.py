@@ -27,7 +27,7 @@ class RankReport(KVConnectorWorkerMetadata):
     """From the ranks to the scheduler: how many of them know that nothing is copied for a request any more."""
 
     over: dict[int, int]
-    #: A hook that failed on some rank.
+    #: What failed on some rank: a hook, or what :attr:`kvferry.rank.RankSession.fault` says.
     fault: str = ""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "RankReport":

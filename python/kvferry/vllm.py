@@ -209,6 +209,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
         """What this rank knows to be over, and whether it has failed."""
         if self._rank is not None:
             self._reports.are_over(self._rank.over())
+            self.fault = self.fault or self._rank.fault
         return self._report()
 
     # The scheduler.

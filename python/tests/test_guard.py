@@ -5,9 +5,12 @@ import inspect
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from daemon import eventually
 from engine import PAGE_TOKENS, tokens
 from real_scheduler import Stepped
 from test_scheduler import found
@@ -15,6 +18,8 @@ from test_scheduler import found
 from kvferry import wire
 from kvferry.client import Failure
 from kvferry.guard import Faults, guarded
+from kvferry.memory import Group, KvMemory, Place
+from kvferry.rank import RankSession
 from kvferry.reports import Reports
 from kvferry.steps import RankReport, StepMetadata
 from kvferry.vllm import KvferryConnector
@@ -199,6 +204,43 @@ def test_a_fault_on_a_rank_ends_lookups_everywhere(caplog: pytest.LogCaptureFixt
         engine.run(engine.add(tokens(PAGE_TOKENS * 4, seed=1)))
     assert engine.rank.fault == engine.connector.fault == "wait_for_save"
     assert "wait_for_save failed on a rank, whose log says why" in caplog.text
+
+
+def test_a_device_that_does_not_say_what_it_has_written_ends_lookups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No step is known to be written any more, so that each load behind it would wait for all of its time."""
+
+    def broken() -> bool:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    engine = Stepped(pages=PAGES)
+    leader = engine.leader
+    assert leader is not None
+    found(engine, 2)
+    group = Group({"layer": torch.zeros(8, 2, 8, 8)}, engine_page_tokens=8, device_pages=8)
+    memory = KvMemory([group], Place(rank=0, tp_size=1, shard=0, content=b"test"))
+    engine.rank._rank = session = RankSession(tmp_path / "nobody", b"e" * 16, 0, 0, memory)
+    monkeypatch.setattr(engine.rank, "_pass_over", lambda: (broken, None))
+    try:
+        first = engine.add(tokens(PAGE_TOKENS * 4, seed=1))
+        for _ in engine.until_over(first):
+            answer_loads(engine, wire.LoadAnswer(2))
+        eventually("it is said", lambda: "unspecified launch failure" in caplog.text)
+        engine.step()
+        lookups, loads, stores = (leader.count(kind) for kind in (wire.Lookup, wire.Load, wire.Store))
+        assert loads == 1
+        second = engine.add(tokens(PAGE_TOKENS * 4, seed=2))
+        # Nobody would answer its load.
+        engine.run(second)
+        assert sum(engine.scheduled(second)) - 3 == 4 * PAGE_TOKENS
+        assert (leader.count(wire.Lookup), leader.count(wire.Load)) == (lookups, loads)
+        assert leader.count(wire.Store) == stores
+        assert engine.connector.fault == session.fault
+        assert f"{session.fault} failed on a rank, whose log says why" in caplog.text
+        assert caplog.text.count("the device does not say what it has written") == 1
+    finally:
+        engine.rank.shutdown()
 
 
 def test_what_is_done_instead_may_fail_too() -> None:

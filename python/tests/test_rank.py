@@ -160,6 +160,7 @@ def test_a_device_that_does_not_answer_ends_no_conversation(
 
     session.wrote(4, broken)
     eventually("it is said", lambda: "unspecified launch failure" in caplog.text)
+    assert session.fault == "asking the device what it has written"
     session.wrote(9, lambda: True)
     session.abandon([3])
     over(session, [3])
@@ -269,6 +270,26 @@ def test_passes_that_a_device_told_nobody_of_are_told_when_they_are_over() -> No
     assert not session._marked
 
 
+def test_a_device_that_does_not_answer_for_a_worker_that_does_not_look() -> None:
+    """As above, and the device fails: what was known is told, and the rest is not asked for again and again."""
+    session = object.__new__(RankSession)
+    session._known, session._timeline, session._lock, session._name = 0, False, threading.Lock(), "rank 0"
+    session._memory = SimpleNamespace(bind_thread=lambda: None)  # type: ignore[assignment]
+
+    def broken() -> bool:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    session._marked = deque([(5, lambda: True), (6, broken), (7, lambda: True)])
+    session._owed = owed = Owed(registered_groups=1, written=7)
+    demand = owed.next()
+    assert demand is not None
+    assert session._message(demand) == wire.Written(5)
+    owed.answered(demand, True)
+    assert session.fault
+    assert owed.next() is None
+    assert not session._marked
+
+
 def test_a_word_of_one_stream_says_nothing_of_another() -> None:
     """Two streams in turn: what the second one writes into the word must not pass for what the first has done."""
     session = object.__new__(RankSession)
@@ -279,7 +300,7 @@ def test_a_word_of_one_stream_says_nothing_of_another() -> None:
     session._client = SimpleNamespace(poke=lambda: None)  # type: ignore[assignment]
     session._lock, session._name = threading.Lock(), "rank 0"
     session._announced = session._known = 0
-    session._stream, session._timeline, session._blind, session._closing = None, True, False, False
+    session._stream, session._timeline, session._closing = None, True, False
     session._marked, session._writing = deque(maxlen=8), deque()
     session._owed = owed = Owed(registered_groups=1)
     over = dict.fromkeys(range(1, 6), False)
@@ -308,7 +329,7 @@ def test_a_worker_that_looks_for_itself_is_told_of_stores_alone() -> None:
     session._memory = SimpleNamespace(has_timeline=True, mark=lambda stream, through: None)  # type: ignore[assignment]
     session._client = SimpleNamespace(poke=lambda: None)  # type: ignore[assignment]
     session._lock, session._name, session._announced = threading.Lock(), "rank 0", 0
-    session._stream, session._timeline, session._blind, session._closing = None, True, False, False
+    session._stream, session._timeline, session._closing = None, True, False
     session._marked, session._writing = deque(maxlen=8), deque()
     session._owed = owed = Owed(registered_groups=1)
     session.wrote(5, lambda: False, 70, stores=4)
