@@ -37,7 +37,7 @@ pub use event::{Attached, CANCELLED_MAX, Effect, EngineMemory, Event};
 pub use index::{Match, SIBLINGS_MAX, Want};
 pub use leader::{
     CANCELS_MAX, LOAD_RUNS_MAX, Leader, LeaderCounts, LeaderSettings, OPEN_REQUESTS_MAX,
-    PARKED_MAX, REPLICAS_MAX, RESET_PAGES_OPEN_MAX, RESET_SLICE_PAGES, RESETS_OPEN_MAX, TierKey,
+    REPLICAS_MAX, RESET_PAGES_OPEN_MAX, RESET_SLICE_PAGES, RESETS_OPEN_MAX, TierKey,
 };
 pub use pool::{Kind, PageStates, Pin, Pool, PoolCounts, Reach, Reserved, Run};
 pub use refusal::Refusal;

@@ -197,7 +197,7 @@ fn an_attach_that_is_said_again_is_answered_alike_and_an_older_one_not_at_all() 
 fn no_more_wait_for_the_workers_of_an_older_leader_than_the_limit() {
     let mut leader = World::without_workers().leader;
     let mut effects = Vec::new();
-    for id in 1..=PARKED_MAX as u64 + 2 {
+    for id in 1..=OPEN_REQUESTS_MAX as u64 + 2 {
         let load = Request::Load {
             slot: SlotId(9),
             first_page: 0,
@@ -216,7 +216,7 @@ fn no_more_wait_for_the_workers_of_an_older_leader_than_the_limit() {
         Effect::Answer { id, answer, .. } => (id.0, answer),
         other => unreachable!("{other:?} instead of an answer"),
     });
-    let max = PARKED_MAX as u64;
+    let max = OPEN_REQUESTS_MAX as u64;
     let refusal = || Err(Refusal::Crowded { max });
     let crowded: Vec<_> = crowded.collect();
     assert_eq!(crowded, [(max + 1, refusal()), (max + 2, refusal())]);
@@ -235,7 +235,10 @@ fn no_more_wait_for_the_workers_of_an_older_leader_than_the_limit() {
             }
         )
     });
-    assert_eq!((refused.count(), effects.len()), (PARKED_MAX, PARKED_MAX));
+    assert_eq!(
+        (refused.count(), effects.len()),
+        (OPEN_REQUESTS_MAX, OPEN_REQUESTS_MAX)
+    );
 }
 
 #[test]

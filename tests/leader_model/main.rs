@@ -14,7 +14,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use kvferry::core::{
-    AnchorKey, Attached, Effect, EngineMemory, Event, Leader, LeaderSettings, PARKED_MAX, Refusal,
+    AnchorKey, Attached, Effect, EngineMemory, Event, Leader, LeaderSettings, OPEN_REQUESTS_MAX,
+    Refusal,
 };
 use kvferry::types::{
     Answer, AttachId, DepotId, Direction, EndedCopy, EngineId, Epoch, GroupGeometry, GroupId, OpId,

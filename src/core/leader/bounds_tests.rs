@@ -463,7 +463,7 @@ fn one_engines_waiting_requests_do_not_use_up_the_room_of_another() {
         };
         answers(&step(leader, Time(0), event))
     };
-    let max = PARKED_MAX as u64;
+    let max = OPEN_REQUESTS_MAX as u64;
     for id in 1..=max {
         assert_eq!(ask(&mut leader, 1, id), []);
     }

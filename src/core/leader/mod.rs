@@ -34,8 +34,8 @@ use cancel::{CancelId, Cancelling};
 use inventory::{Part, Readings};
 pub use load::LOAD_RUNS_MAX;
 use ops::Op;
+pub use requests::OPEN_REQUESTS_MAX;
 use requests::Parked;
-pub use requests::{OPEN_REQUESTS_MAX, PARKED_MAX};
 use reset::Reset;
 pub use reset::{RESET_PAGES_OPEN_MAX, RESET_SLICE_PAGES, RESETS_OPEN_MAX};
 use store::{PendingStore, StoreKey};
@@ -61,7 +61,8 @@ pub struct LeaderSettings {
     pub hold_for: Duration,
     /// How long after its deadline a copy may take to end before its worker is expelled. Default: 10 s.
     pub fence: Duration,
-    /// Requests of one engine under way at one time; more are refused. Default: [`OPEN_REQUESTS_MAX`].
+    /// Requests of one engine under way at one time, and loads and stores of one engine that wait for copies of an older
+    /// leader to end; more are refused. Default: [`OPEN_REQUESTS_MAX`].
     pub open_requests_max: usize,
     /// How long an engine is remembered after its connection broke. Default: 10 s.
     pub engine_grace: Duration,

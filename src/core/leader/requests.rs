@@ -13,12 +13,10 @@ use super::{Due, Leader};
 
 /// Requests of one engine that are under way at one time, unless the settings say otherwise.
 pub const OPEN_REQUESTS_MAX: usize = 1024;
-/// Loads and stores of one engine that wait until nothing of an older leader is under way; about 100 bytes each. One more
-/// is refused in words that free no page. An engine has one connection, and what waits for it goes with that: the number of
-/// connections bounds the sum.
-pub const PARKED_MAX: usize = 1024;
 
-/// A request that is refused when nothing of an older leader is under way.
+/// A load or store that is refused when nothing of an older leader is under way; about 100 bytes. One engine has at most as
+/// many of them as it may have requests under way, and one connection, with which they go: the number of connections bounds
+/// the sum.
 #[derive(Debug)]
 pub(super) struct Parked {
     due: Due,
@@ -138,8 +136,9 @@ impl Leader {
         }
         let first = (due.engine, RequestId(0));
         let last = (due.engine, RequestId(u64::MAX));
-        if self.parked.range(first..=last).count() >= PARKED_MAX {
-            let max = PARKED_MAX as u64;
+        let max = self.settings.open_requests_max;
+        if self.parked.range(first..=last).count() >= max {
+            let max = max as u64;
             return effects.push(Effect::Answer {
                 engine: due.engine,
                 id: due.id,

@@ -228,6 +228,13 @@ impl EngineProcess {
             }
             Noticed::Message(envelope) => {
                 let id = envelope.correlation;
+                if let Message::Error(error) = &envelope.message
+                    && !error.over
+                    && self.refused_for_now(id)
+                {
+                    env.counts.refusals += 1;
+                    return;
+                }
                 if self.asked.remove(&id).is_none() {
                     return;
                 }
@@ -240,6 +247,19 @@ impl EngineProcess {
                 self.scheduler.answered(id, answer, &mut self.actions);
             }
         }
+    }
+
+    /// An error that frees no page: the workers are asked to end what may be under way of a load or store. False when the
+    /// request names no pages.
+    fn refused_for_now(&mut self, id: RequestId) -> bool {
+        let asked = self.asked.get_mut(&id);
+        let Some(asked) = asked.filter(|asked| asked.kind == Kind::Pages) else {
+            return false;
+        };
+        if !std::mem::replace(&mut asked.gave_up, true) {
+            self.scheduler.gave_up(id, &mut self.actions);
+        }
+        true
     }
 
     fn ask_again(&mut self, env: &mut Env) {

@@ -324,6 +324,11 @@ impl Ghost {
             ));
         };
         self.open.remove(&key);
+        // Refused without being noted: the same id may be asked again.
+        if matches!(answer, Err(Refusal::Crowded { .. })) {
+            self.taken.remove(&key);
+            return None;
+        }
         if let Some(before) = &taken.answer
             && before != answer
             && !matches!(before, Err(Refusal::StaleRequest(_)))

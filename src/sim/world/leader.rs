@@ -427,7 +427,10 @@ impl LeaderProcess {
     }
 }
 
-/// Nobody in this world looks at the code of an error.
+/// An error as the live leader words it, but for its code, which nobody in this world looks at.
 fn refused(refusal: &Refusal) -> Message {
-    Message::Error(ErrorBody::new(ErrorCode::Invalid, refusal.to_string()))
+    Message::Error(ErrorBody {
+        over: refusal.is_over(),
+        ..ErrorBody::new(ErrorCode::Invalid, refusal.to_string())
+    })
 }
