@@ -23,6 +23,8 @@ class Reports:
         #: Requests that were reported to be over, the newest last.
         self._reported: dict[int, None] = {}
         self._fault_told = False
+        #: The last step whose end was reported: before this step began, and with this step.
+        self._stepped = self._stepped_now = 0
 
     def begin(self, step: StepMetadata) -> None:
         """A step begins. The same one again changes nothing."""
@@ -35,6 +37,7 @@ class Reports:
             self._reported.update(self._over)
             self._over.clear()
             self._over_told = False
+            self._stepped = self._stepped_now
             while len(self._reported) > REPORTED_MAX:
                 self._reported.pop(next(iter(self._reported)))
         self._steps.append(step)
@@ -65,6 +68,8 @@ class Reports:
         """What the scheduler's side is told; None when that is nothing."""
         self._over_told = True
         told, self._fault_told = self._fault_told, bool(fault)
-        if not self._over and (told or not fault):
+        self._stepped_now = max((step.written_through for step in self._steps), default=self._stepped)
+        stepped = self._stepped_now if self._stepped_now > self._stepped else 0
+        if not self._over and not stepped and (told or not fault):
             return None
-        return RankReport(dict.fromkeys(self._over, 1), fault)
+        return RankReport(dict.fromkeys(self._over, 1), fault, stepped)

@@ -116,6 +116,8 @@ class SchedulerSide:
         self._last_store = 0
         #: The number that the ranks were given last for work of theirs.
         self._last_work = 0
+        #: The number of the last work that is known to be over. Only deadlines depend on it.
+        self._last_stepped = 0
         self._told_absent = False
         #: When the cache was last reset: what was stored before is not stored again.
         self._reset_at = 0.0
@@ -284,7 +286,8 @@ class SchedulerSide:
         tracked.load = copy
         # Steps that the ranks were given, and have not ended, may still write into pages that were free by now.
         load = wire.Load(tracked.slot, first, wire.runs(copy.pages), self._last_work)
-        self._copies.begin(copy, load, self._settings.load_limit_s(count * self._page_bytes))
+        waits = self._last_work > self._last_stepped
+        self._copies.begin(copy, load, self._settings.load_limit_s(count * self._page_bytes, waits=waits))
 
     def step(self, output: "SchedulerOutput") -> StepMetadata:
         """What this step's ranks must know. Asks to store the pages that the step fills."""
@@ -421,6 +424,7 @@ class SchedulerSide:
         """The ranks' words of one step."""
         report = output.kv_connector_worker_meta
         if isinstance(report, RankReport):
+            self._last_stepped = max(self._last_stepped, report.stepped_through)
             self._copies.ranks_know(report.over)
 
     def frees_soon(self) -> bool:

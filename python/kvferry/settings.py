@@ -36,9 +36,12 @@ class Settings:
     lookup_budget_ms: int = 2
     #: After so long without an answer a request is computed without asking further. Default: 500.
     lookup_timeout_ms: int = 500
-    #: How long a load may take, beyond the time of its bytes at ``load_mb_per_s``; then it is cancelled, and its pages
-    #: are computed. Default: 2,000.
+    #: How long a load may take, beyond the time of its bytes at ``load_mb_per_s`` and ``step_timeout_ms``; then it is
+    #: cancelled, and its pages are computed. Default: 2,000.
     load_timeout_ms: int = 2_000
+    #: How much longer a load may take while steps are under way, whose end it waits for. Where they take longer, its
+    #: pages are computed. Default: 10,000.
+    step_timeout_ms: int = 10_000
     #: Megabytes of one rank that a load is given a second for. Default: 1,000.
     load_mb_per_s: int = 1_000
     #: How long a store may take. Default: 30,000.
@@ -75,6 +78,7 @@ class Settings:
             ("lookup_budget_ms", 0, 1000),
             ("lookup_timeout_ms", 1, 60_000),
             ("load_timeout_ms", 10, 600_000),
+            ("step_timeout_ms", 0, 100_000),
             ("load_mb_per_s", 1, 1_000_000),
             ("store_timeout_ms", 10, 600_000),
             ("store_pages_percent", 1, 100),
@@ -87,9 +91,10 @@ class Settings:
                 )
         return cls(**values)
 
-    def load_limit_s(self, rank_bytes: int) -> float:
-        """How long a load of so many bytes of each rank may take."""
-        return self.load_timeout_ms / 1000 + rank_bytes / (self.load_mb_per_s * 1_000_000)
+    def load_limit_s(self, rank_bytes: int, *, waits: bool = False) -> float:
+        """How long a load of so many bytes of each rank may take, also where it waits for steps that are under way."""
+        limit_ms = self.load_timeout_ms + (self.step_timeout_ms if waits else 0)
+        return limit_ms / 1000 + rank_bytes / (self.load_mb_per_s * 1_000_000)
 
 
 def _socket_dir(value: Any) -> Path:

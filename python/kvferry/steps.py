@@ -29,6 +29,9 @@ class RankReport(KVConnectorWorkerMetadata):
     over: dict[int, int]
     #: What failed on some rank: a hook, or what :attr:`kvferry.rank.RankSession.fault` says.
     fault: str = ""
+    #: The ``written_through`` of the step that this is the report of; 0 where it was reported before. vLLM hands the
+    #: report over with what the step has computed, so that the step is over then.
+    stepped_through: int = 0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "RankReport":
         """Both together."""
@@ -36,4 +39,4 @@ class RankReport(KVConnectorWorkerMetadata):
         total = dict(self.over)
         for request, ranks in other.over.items():
             total[request] = total.get(request, 0) + ranks
-        return RankReport(total, self.fault or other.fault)
+        return RankReport(total, self.fault or other.fault, max(self.stepped_through, other.stepped_through))

@@ -282,3 +282,13 @@ def test_reports_are_made_once() -> None:
     assert (reports.loaded(), reports.failed_pages(), reports.report("")) == (set(), set(), None)
     assert reports.report("hook") == RankReport({}, "hook")
     assert reports.report("hook") is None
+
+
+def test_the_end_of_a_step_is_reported_with_the_step() -> None:
+    reports = Reports()
+    for through, reported in ((0, 0), (3, 3), (3, 0), (5, 5)):
+        reports.begin(StepMetadata(written_through=through))
+        reports.failed_pages()
+        for _ in range(2):
+            report = reports.report("")
+            assert (report.stepped_through if report else 0) == reported, "the same when it is asked for again"

@@ -27,6 +27,20 @@ def test_a_prompt_is_loaded_stored_and_all_pages_come_back() -> None:
     assert engine.free_pages() == free
 
 
+def test_a_load_has_no_time_for_steps_that_are_over() -> None:
+    """vLLM hands over what a rank reports of a step when the step has ended."""
+    engine = Stepped()
+    found(engine, 2)
+    for seed in (1, 2):
+        asking = engine.add(tokens(PAGE_TOKENS * 4, seed=seed))
+        engine.step()
+        load = engine.leader.last(wire.Load)
+        assert (load.message.after > 0) == (seed == 2)
+        assert load.timeout_s < 3
+        load.end(wire.LoadAnswer(2))
+        engine.run(asking)
+
+
 @pytest.mark.parametrize("cached", [True, False])
 def test_nothing_is_served_where_prefix_caching_is_off(cached: bool, caplog: pytest.LogCaptureFixture) -> None:
     """vLLM makes hashes of pages for a connector then, too."""

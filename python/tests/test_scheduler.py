@@ -238,6 +238,29 @@ def test_a_load_has_the_time_that_its_bytes_take() -> None:
     assert Settings(Path("/nowhere")).load_limit_s(3_000_000_000) == 5.0
 
 
+def test_a_load_has_time_for_steps_that_are_under_way() -> None:
+    """What it waits for is no time of its own: a step of some seconds makes no miss of it. The time is bounded: a step
+    that never ends makes a miss."""
+    engine = Engine(load_timeout_ms=500, load_mb_per_s=4, step_timeout_ms=7_000)
+    found(engine, 8)
+    busy = request("busy", 3)
+    engine.tables["busy"] = [9]
+
+    def limit_s(name: str) -> float:
+        asking = request(name, 9)
+        matched = engine.side.matched_tokens(asking, 0)
+        engine.allocate(asking, list(range(10, 20)), matched or 0)
+        return engine.leader.last(wire.Load).timeout_s
+
+    assert limit_s("idle") == 1.0, "no step was given to the ranks"
+    first, second = (engine.step({busy: 1}).written_through for _ in range(2))
+    assert limit_s("both") == 8.0
+    engine.side.ranks_reported(SimpleNamespace(kv_connector_worker_meta=RankReport({}, "", first)))  # type: ignore[arg-type]
+    assert limit_s("one") == 8.0
+    engine.side.ranks_reported(SimpleNamespace(kv_connector_worker_meta=RankReport({}, "", second)))  # type: ignore[arg-type]
+    assert limit_s("none") == 1.0
+
+
 def test_what_another_connector_loads_is_let_go(engine: Engine) -> None:
     """The leader would hold it for half a minute, from everybody."""
     found(engine, 4)

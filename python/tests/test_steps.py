@@ -1,0 +1,110 @@
+"""Loads that wait for a step of their engine: a scheduler's side, a rank and a kvferry, without vLLM."""
+
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from daemon import PATIENCE_S, Daemon, eventually, running
+from test_scheduler import PAGE_TOKENS, Pool, Request, request
+
+from kvferry import wire
+from kvferry.memory import Group, KvMemory, Place
+from kvferry.rank import RankSession
+from kvferry.scheduler import SchedulerSide
+from kvferry.settings import Settings
+from kvferry.steps import RankReport, StepMetadata
+
+ENGINE = b"e" * 16
+#: A load's own time, which a step takes longer than.
+LOAD_S = 0.3
+
+
+class Engine:
+    """An engine of one rank that has given its device a step."""
+
+    def __init__(self, daemon: Daemon, step_timeout_ms: int):
+        group = Group({"layer": torch.zeros(8, 2, PAGE_TOKENS, 8)}, engine_page_tokens=PAGE_TOKENS, device_pages=8)
+        memory = KvMemory([group], Place(rank=0, tp_size=1, shard=0, content=b"test"))
+        self.rank = RankSession(daemon.socket_dir / "worker-0-0", ENGINE, 0, 0, memory)
+        settings = Settings(daemon.socket_dir, load_timeout_ms=int(LOAD_S * 1000), step_timeout_ms=step_timeout_ms)
+        self.side = SchedulerSide(
+            settings,
+            engine=ENGINE,
+            replica=0,
+            namespace="model",
+            page_tokens=PAGE_TOKENS,
+            page_bytes=2 * PAGE_TOKENS * 8 * 4,
+            ranks=1,
+        )
+        self.side.bind_pool(Pool())  # type: ignore[arg-type]
+        daemon.wait_ready()
+
+    def step(self, asking: Request | None = None, pages: tuple[int, ...] = ()) -> StepMetadata:
+        scheduled = {asking.request_id: len(pages) * PAGE_TOKENS} if asking else {}
+        state = SimpleNamespace(get_block_ids=lambda _: (list(pages),))
+        output = SimpleNamespace(
+            num_scheduled_tokens=scheduled, preempted_req_ids=set(), kv_connector_block_state=state
+        )
+        return self.side.step(output)  # type: ignore[arg-type]
+
+    def matched(self, asking: Request) -> int:
+        return eventually("it is found", lambda: self.side.matched_tokens(asking, 0))
+
+    def over(self) -> StepMetadata:
+        """The step in which a load is known to be over."""
+        return eventually("the load is over", lambda: step if (step := self.step()).loaded else None)
+
+    def close(self) -> None:
+        self.side.close()
+        self.rank.close()
+
+
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    with running(ranks=1, g2="16MiB") as daemon:
+        yield daemon
+
+
+def load_behind_a_step(engine: Engine) -> int:
+    """Stores two pages, then gives the rank a step, then loads the pages. Returns the number of the step."""
+    asking = request("a", 2 * PAGE_TOKENS + 1)
+    eventually("a slot is open", lambda: engine.side.matched_tokens(asking, 0) == 0)
+    stored = engine.step(asking, (1, 2, 3))
+    engine.rank.wrote(stored.written_through)
+    report = RankReport({}, "", stored.written_through)
+    engine.side.ranks_reported(SimpleNamespace(kv_connector_worker_meta=report))  # type: ignore[arg-type]
+    eventually("it is stored", lambda: engine.step() and len(engine.side._copies) == 0)
+    engine.side.finished(asking)  # type: ignore[arg-type]
+    through = engine.step(request("busy", 1), (7,)).written_through
+    again = request("a", 2 * PAGE_TOKENS + 1)
+    assert engine.matched(again) == 2 * PAGE_TOKENS
+    blocks = SimpleNamespace(get_block_ids=lambda: ([4, 5, 6],))
+    engine.side.allocated(again, blocks, 2 * PAGE_TOKENS)  # type: ignore[arg-type]
+    return through
+
+
+def test_a_step_that_takes_longer_than_a_load_may_makes_no_miss(daemon: Daemon) -> None:
+    engine = Engine(daemon, step_timeout_ms=int(PATIENCE_S * 1000))
+    through = load_behind_a_step(engine)
+    (copy,) = engine.side._copies._open.values()
+    assert copy.question is not None
+    assert not copy.question.wait(2 * LOAD_S), "it waits for the step"
+    engine.rank.wrote(through)
+    over = engine.over()
+    assert (over.loaded, over.failed_pages, copy.answer) == (["a"], [], wire.LoadAnswer(2))
+    engine.close()
+
+
+def test_a_step_that_never_ends_makes_a_miss_within_a_limit_and_costs_no_worker(daemon: Daemon) -> None:
+    engine = Engine(daemon, step_timeout_ms=500)
+    worker = daemon.pid()
+    begun = time.monotonic()
+    load_behind_a_step(engine)
+    over = engine.over()
+    assert (over.loaded, over.failed_pages) == (["a"], [4, 5])
+    assert time.monotonic() - begun >= LOAD_S + 0.5
+    assert daemon.pid() == worker
+    assert daemon.status()["copies_under_way"] == 0
+    engine.close()
