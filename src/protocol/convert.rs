@@ -314,7 +314,8 @@ fn page_record(bytes: &[u8; PAGE_RECORD_BYTES]) -> PageRecord {
 }
 
 fn packed(pages: &[Fingerprint]) -> Vec<u8> {
-    pages.iter().flat_map(|page| page.0.to_be_bytes()).collect()
+    let pages: Vec<[u8; 16]> = pages.iter().map(|page| page.0.to_be_bytes()).collect();
+    pages.into_flattened()
 }
 
 fn unpacked(bytes: &[u8]) -> Vec<Fingerprint> {

@@ -8,6 +8,7 @@ mod gpu_copy;
 mod hash;
 mod ids;
 mod numa;
+mod page_set;
 mod record;
 mod registration;
 mod request;
@@ -24,7 +25,8 @@ pub use ids::{
     RequestId, ResetId, Shard, SlotId, WorkerId,
 };
 pub use numa::{NumaNodes, ParseNumaNodesError};
-pub use record::{INVENTORY_SLOT_BYTES, PageRecord, PageSet, Record, Scope, Stored};
+pub use page_set::{PAGE_SET_BYTES_PER_PAGE_MAX, PageSet};
+pub use record::{INVENTORY_SLOT_BYTES, PageRecord, Record, Scope, Stored};
 pub use registration::{
     Allocation, AllocationHandle, AllocationKind, Attention, CONTENT_BYTES_MAX, Chunk, ChunkHandle,
     Nonce, Registration, TensorRole, TensorView, Timeline,

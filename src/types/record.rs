@@ -1,8 +1,6 @@
 //! What a depot knows of its own pages, so that they are found again when every process that knew them has ended.
 
-use std::sync::Arc;
-
-use super::{Anchor, DomainId, Epoch, Fingerprint, Generation};
+use super::{Anchor, DomainId, Epoch, Fingerprint, Generation, PageSet};
 
 /// Bytes that an inventory keeps of each page of an arena, used or not.
 pub const INVENTORY_SLOT_BYTES: u64 = 80;
@@ -76,32 +74,6 @@ impl Record {
                     fingerprint: *fingerprint,
                 })
             })
-    }
-}
-
-/// Fingerprints of pages, in ascending order, each once. Clones share the memory: 16 bytes a page.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct PageSet(Arc<[Fingerprint]>);
-
-impl PageSet {
-    /// True when a page with this fingerprint is in the set. Takes a logarithmic number of compares, because a reset asks
-    /// this for every page of an arena.
-    pub fn contains(&self, fingerprint: Fingerprint) -> bool {
-        self.0.binary_search(&fingerprint).is_ok()
-    }
-
-    /// The fingerprints, in ascending order.
-    pub fn as_slice(&self) -> &[Fingerprint] {
-        &self.0
-    }
-}
-
-impl FromIterator<Fingerprint> for PageSet {
-    fn from_iter<I: IntoIterator<Item = Fingerprint>>(pages: I) -> Self {
-        let mut pages: Vec<Fingerprint> = pages.into_iter().collect();
-        pages.sort_unstable();
-        pages.dedup();
-        Self(pages.into())
     }
 }
 

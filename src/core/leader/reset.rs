@@ -21,7 +21,8 @@ use super::{Due, Leader, Timer};
 
 /// Resets that are not answered, of all engines together. More are refused.
 pub const RESETS_OPEN_MAX: usize = 64;
-/// Pages that those name one by one, each of 16 bytes: 32 MiB, as much as 16 of the largest messages can name.
+/// Pages that those name one by one, each of at most [`PAGE_SET_BYTES_PER_PAGE_MAX`] bytes: 60 MiB, for as many as 16 of
+/// the largest messages can name.
 pub const RESET_PAGES_OPEN_MAX: usize = 1 << 21;
 /// Pages that a slice of a reset looks at, unless the settings say otherwise: a fraction of a millisecond.
 pub const RESET_SLICE_PAGES: u32 = 4096;
