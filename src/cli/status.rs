@@ -191,7 +191,12 @@ pub(super) async fn ask(
 async fn ask_status(client: &Client, until: Instant, check: bool) -> Result<Message, Failure> {
     loop {
         let left = until.saturating_duration_since(Instant::now());
-        let limit = left.clamp(READY_PAUSE, STATUS_LIMIT);
+        // An answer to a count is waited for as long the last time: that the leader is busy, and until when, is worth more
+        // than that the time is over.
+        let limit = match check {
+            true => STATUS_LIMIT,
+            false => left.clamp(READY_PAUSE, STATUS_LIMIT),
+        };
         let answer = client.ask(Message::Status(Status { check }), limit).await;
         match &answer {
             Err(failure) if check && failure.code == ErrorCode::Busy && !left.is_zero() => {
