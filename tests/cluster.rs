@@ -7,7 +7,9 @@
 )]
 
 mod cluster {
+    mod beside;
     mod disturbed;
+    mod engine;
     #[path = "../support/fake_cuda.rs"]
     mod fake_cuda;
     mod on_gpus;
