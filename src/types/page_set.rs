@@ -123,7 +123,7 @@ impl Filter {
 
     /// Which of so many words: as many hashes lead to each.
     fn index(words: usize, hash: u64) -> usize {
-        ((hash >> 32) * words as u64 >> 32) as usize
+        (((hash >> 32) * words as u64) >> 32) as usize
     }
 
     fn bits(hash: u64) -> u64 {
