@@ -1,16 +1,19 @@
 //! A rank takes its memory back: every question is answered, and nothing of it is mapped behind the answer.
 
 use std::io::Write;
+use std::sync::Arc;
 
-use kvferry::protocol::{Empty, ErrorCode, Message, Register};
-use kvferry::transport::{Client, Failure, Limits, MemoryTransport, Server};
+use kvferry::protocol::{Empty, ErrorBody, ErrorCode, Message, Register, Role};
+use kvferry::transport::{
+    Client, ClientSettings, Failure, Incoming, Limits, MemoryTransport, Server,
+};
 use kvferry::types::{
     Allocation, AllocationHandle, AllocationKind, Attention, GroupId, Nonce, Rank, Registration,
     TensorRole, TensorView,
 };
 
-use super::workers::{agree, attaching, rank, worker};
-use super::world::{Answered, PATIENCE, server, soon};
+use super::workers::{agree, attaching, rank, ranks, worker};
+use super::world::{Answered, PATIENCE, hello, server, soon};
 
 const PAGES: u32 = 4;
 const PAGE_BYTES: u64 = 64;
@@ -160,6 +163,58 @@ async fn memory_is_found_by_its_connection_or_by_its_engine() {
     registered(&mut leader, &first, &memory, 1).await;
     let second = rank(&transport);
     assert_taken_back(unregister(&second).await, &memory);
+    worker.stop().await;
+}
+
+/// Its leader had let the memory in. The next one does not, and the rank has no question open that could say so.
+#[tokio::test(start_paused = true)]
+async fn a_rank_whose_memory_the_next_leader_refuses_is_told_by_the_end_of_its_connection() {
+    let transport = MemoryTransport::default();
+    let mut leader = server(&transport, 1, Limits::default()).await;
+    let (worker, _directory) = worker(&transport).await;
+    let settings = ClientSettings {
+        address: ranks(),
+        hello: hello(Role::Rank, 1, 0),
+        limits: Limits::default(),
+    };
+    let (rank, mut said) = Client::start(Arc::new(transport.clone()), settings);
+    let memory = Memory::new();
+    registered(&mut leader, &rank, &memory, 1).await;
+    leader.close().await;
+    let mut leader = server(&transport, 2, Limits::default()).await;
+    let asked = soon("an attach with memory", async {
+        loop {
+            let asked = attaching(&mut leader).await;
+            if asked.memory {
+                return asked;
+            }
+        }
+    });
+    let asked = asked.await;
+    let refused = ErrorBody::new(ErrorCode::RankDisagrees, "another engine has the place");
+    leader.replier().refuse(asked.peer, asked.asked, refused);
+    let lost = async { while !matches!(said.recv().await, Some(Incoming::Lost)) {} };
+    soon("the end of the rank's connection", lost).await;
+    // It asks again, and hears why not while that lasts.
+    let refusing = async {
+        loop {
+            let asked = attaching(&mut leader).await;
+            match asked.memory {
+                true => {
+                    let refused = ErrorBody::new(ErrorCode::RankDisagrees, "still there");
+                    leader.replier().refuse(asked.peer, asked.asked, refused);
+                }
+                false => agree(&leader, asked),
+            }
+        }
+    };
+    let answer = tokio::select! {
+        answer = register(&rank, &memory, 1) => answer,
+        () = refusing => unreachable!("it goes on"),
+    };
+    let failure = answer.expect_err("it is refused");
+    assert_eq!(failure.code, ErrorCode::RankDisagrees, "{failure}");
+    registered(&mut leader, &rank, &memory, 1).await;
     worker.stop().await;
 }
 

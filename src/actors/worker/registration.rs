@@ -438,8 +438,11 @@ impl State {
             let (code, text) = why.map_or((ErrorCode::Internal, String::new()), |why| {
                 (why.code, why.message)
             });
-            if let Some(asked) = asked {
-                self.refuse(peer, asked, code, text);
+            match asked {
+                Some(asked) => self.refuse(peer, asked, code, text),
+                // An earlier leader had let it in, and the rank takes it for registered: over a new connection it asks again,
+                // and hears why not.
+                None => self.replier.disconnect(peer),
             }
             return;
         }

@@ -313,7 +313,13 @@ impl WorkerProcess {
         if !admitted {
             self.memory = None;
         }
-        let Some(asked) = asked else { return };
+        let Some(asked) = asked else {
+            if !admitted {
+                self.server.close(env, connection);
+                self.rank_gone(env, connection);
+            }
+            return;
+        };
         let message = match admitted {
             true => Message::Registered(Registered {
                 arena_pages: self.room(env, engine),
