@@ -170,14 +170,33 @@ class Context:
         self._call("cuMemSetAccess", address, length, access, ctypes.c_size_t(1))
         return address.value, whole
 
-    @_in_context
     def write(self, address: int, data: bytes) -> None:
         """Writes bytes; they are there when this returns."""
+        self.write_all([(address, data)])
+
+    @_in_context
+    def write_all(self, pieces: list[tuple[int, bytes]]) -> None:
+        """Writes bytes at several addresses; they are there when this returns."""
+        stream = self._own_stream()
+        for address, data in pieces:
+            size = ctypes.c_size_t(len(data))
+            self._call("cuMemcpyHtoDAsync_v2", ctypes.c_uint64(address), data, size, stream)
+        self._call("cuStreamSynchronize", stream)
+
+    @_in_context
+    def read_all(self, pieces: list[tuple[int, int]]) -> list[bytes]:
+        """Reads bytes at several addresses (address and size), beside what the engine's streams do."""
+        stream = self._own_stream()
+        found = [ctypes.create_string_buffer(size) for _, size in pieces]
+        for (address, size), data in zip(pieces, found, strict=True):
+            self._call("cuMemcpyAsync", data, ctypes.c_uint64(address), ctypes.c_size_t(size), stream)
+        self._call("cuStreamSynchronize", stream)
+        return [data.raw for data in found]
+
+    def _own_stream(self) -> ctypes.c_void_p:
         if not self._stream:
             self._call("cuStreamCreate", ctypes.byref(self._stream), ctypes.c_uint(_STREAM_NON_BLOCKING))
-        size = ctypes.c_size_t(len(data))
-        self._call("cuMemcpyHtoDAsync_v2", ctypes.c_uint64(address), data, size, self._stream)
-        self._call("cuStreamSynchronize", self._stream)
+        return self._stream
 
     def can_mark(self) -> bool:
         """Whether the device can write words by itself."""

@@ -22,6 +22,7 @@ import torch
 
 from kvferry import cuda
 from kvferry.client import SOCKET_PATH_BYTES_MAX, check_directory
+from kvferry.proofs import Proofs
 
 FD_SOCKET_NAME = "fds.sock"
 _HAND_OVER_LIMIT_S = 2.0
@@ -58,6 +59,10 @@ class Piece:
     handle: bytes = b""
     chunks: list[tuple[int, int]] = field(default_factory=list)
     shared_by: int = cuda.SHARED_BY_FD
+
+    def parts(self) -> list[tuple[int, int]]:
+        """Address and size of what is shared by itself."""
+        return self.chunks or [(self.address, self.size)]
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,7 @@ class KvMemory:
     """The KV memory of one rank. Each group is described and registered by itself; they may lie in the same memory."""
 
     def __init__(self, groups: list[Group], place: Place):
-        """Moves the tensors of all groups.
+        """Moves the tensors of all groups. Those on a device stay, and are marked: no work uses them yet.
 
         Raises:
             Unsupported: nothing is moved then.
@@ -114,6 +119,7 @@ class KvMemory:
         self._pieces: list[Piece] = []
         self._context: cuda.Context | None = None
         self._nonce: Piece | None = None
+        self._proofs: Proofs | None = None
         self._groups = [_Described.of(group) for group in groups]
         tensors = [tensor for group in self._groups for tensor in group.tensors]
         devices = {str(tensor.device) for tensor in tensors}
@@ -193,6 +199,10 @@ class KvMemory:
             base, size = self._context.range_of(proof_at)
             self._nonce = Piece(size, proof_at, handle=self._context.handle_of(base))
         self._context.write(proof_at + _WORD_OFFSET_BYTES, bytes(8))
+        # Only what is served: layers of other kinds may read what no token has written.
+        served = len(self._groups) == 1 and self._groups[0].group.attention == "full"
+        parts = [part for piece in self._pieces for part in piece.parts()]
+        self._proofs = Proofs(self._context, parts, tensors, new=served)
 
     def _share(self, storages: list[torch.UntypedStorage]) -> None:
         by_address = {storage.data_ptr(): storage for storage in storages}
@@ -226,6 +236,7 @@ class KvMemory:
         pieces = self._pieces_of(described)
         proof = secrets.token_bytes(_NONCE_BYTES)
         allocations, nonce = self._allocations(pieces, tickets, proof)
+        proofs = self._proofs_of(pieces, nonce["allocation"])
         device: dict[str, Any] = {} if self._context is None else {"device_uuid": self._context.uuid()}
         if timeline:
             word = nonce["offset_bytes"] + _WORD_OFFSET_BYTES
@@ -246,7 +257,21 @@ class KvMemory:
             "allocations": allocations,
             "tensors": [described.describe(layer, pieces) for layer in range(len(described.tensors))],
             "nonce": nonce,
+            "proofs": proofs,
         }
+
+    def _proofs_of(self, pieces: list[Piece], proven: int) -> list[dict[str, Any]]:
+        """What a worker must find in these pieces beside the nonce, which proves one of them."""
+        found: list[tuple[int, int, bytes]] = []
+        for index, piece in enumerate(pieces):
+            if self._proofs is not None:
+                read = self._proofs.read(piece.parts())
+                found += [(index, address - piece.address, data) for address, data in read]
+            elif index != proven:
+                data = secrets.token_bytes(_NONCE_BYTES)
+                os.pwrite(piece.fd, data, piece.size)
+                found.append((index, piece.size, data))
+        return [{"allocation": index, "offset_bytes": offset, "bytes": data} for index, offset, data in found]
 
     def _allocations(
         self, pieces: list[Piece], tickets: list[bytes], proof: bytes

@@ -195,3 +195,111 @@ def test_chunks_reach_a_worker_in_another_pid_namespace(variables: dict[str, str
     chunks = "gpu_rank.in_chunks([gpu_rank.CHUNK_BYTES], cuda.SHARED_BY_FD)"
     done = script(MEMORY.format(address=chunks) + HAND_OVER, **variables)
     assert done.stdout.splitlines() == ["here: 2", "elsewhere: 2", "below: 2"], done.stdout + done.stderr
+
+
+def test_every_chunk_of_new_memory_can_be_told_from_the_others(variables: dict[str, str]) -> None:
+    source = """
+import gpu_rank
+from kvferry import cuda
+from kvferry.memory import Group, KvMemory, Place
+gpu = gpu_rank.context()
+size, tensor = gpu_rank.CHUNK_BYTES, gpu_rank.PAGES * gpu_rank.PAGE_BYTES
+base = gpu_rank.in_chunks([size] * 3, cuda.SHARED_BY_FD)
+layers = {str(end): gpu_rank.on_device(base + end * size - tensor // 2) for end in (1, 2)}
+group = Group(layers, engine_page_tokens=8, device_pages=gpu_rank.PAGES)
+memory = KvMemory([group], Place(rank=0, tp_size=1, shard=0, content=b"test"))
+def proofs():
+    found = memory.describe(0, [bytes(16)] * 8)["proofs"]
+    assert {(proof["allocation"], proof["offset_bytes"] // size) for proof in found} == {(0, 0), (0, 1), (0, 2)}
+    for proof in found:
+        assert gpu.read(base + proof["offset_bytes"], len(proof["bytes"])) == proof["bytes"]
+    return {proof["bytes"] for proof in found if any(proof["bytes"])}
+new = proofs()
+assert len(new) == 3 == len({bytes(mark) for mark in new if len(set(mark)) >= 8}), new
+# What it holds by then, when it registers again.
+for layer in layers.values():
+    gpu.write(layer.address, bytes(range(1, 241)) * (tensor // 240))
+assert new.isdisjoint(proofs())
+print("told apart")
+"""
+    done = script(source, **variables)
+    assert "told apart" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("way", ["SHARED_BY_FD", "SHARED_BY_FABRIC"])
+def test_a_chunk_that_shows_other_memory_is_not_served(
+    variables: dict[str, str], way: str, capfd: pytest.CaptureFixture
+) -> None:
+    """The driver shows the first chunk twice. Asked again it shows what it should, and that is served."""
+    source = f"""
+import sys
+from pathlib import Path
+import gpu_rank
+from daemon import eventually
+from kvferry import cuda
+from kvferry.memory import Group, KvMemory, Place
+from kvferry.rank import RankSession
+gpu_rank.context()
+size, tensor = gpu_rank.CHUNK_BYTES, gpu_rank.PAGES * gpu_rank.PAGE_BYTES
+base = gpu_rank.in_chunks([size] * 3, cuda.{way})
+layers = {{str(end): gpu_rank.on_device(base + end * size - tensor // 2) for end in (1, 2)}}
+group = Group(layers, engine_page_tokens=8, device_pages=gpu_rank.PAGES)
+memory = KvMemory([group], Place(rank=0, tp_size=1, shard=0, content=b"test"))
+rank = RankSession(Path(sys.argv[1]) / "worker-0-0", gpu_rank.ENGINE, 0, 0, memory)
+eventually("it is registered", lambda: rank.registered)
+rank.close()
+print("registered")
+"""
+    stale = {**variables, "FAKE_CUDA": f"{variables['FAKE_CUDA']};stale=2"}
+    with running(ranks=1, g2="16MiB", variables=stale) as daemon:
+        done = script(source, str(daemon.socket_dir), **variables)
+        assert "registered" in done.stdout, done.stdout + done.stderr
+    said = "".join(capfd.readouterr())
+    assert "registration.allocations[0].handle.chunks[1] shows other bytes" in said, said
+
+
+#: Registers, and again with the next worker, while it writes most of its pages.
+WRITER = """
+import random, sys, threading
+from pathlib import Path
+import gpu_rank
+from daemon import eventually
+from kvferry.memory import Group, KvMemory, Place
+from kvferry.rank import RankSession
+gpu = gpu_rank.context()
+layers = {str(number): gpu_rank.on_device(gpu.allocate(2 << 20)) for number in range(3)}
+group = Group(layers, engine_page_tokens=8, device_pages=gpu_rank.PAGES)
+memory = KvMemory([group], Place(rank=0, tp_size=1, shard=0, content=b"test"))
+rank = RankSession(Path(sys.argv[1]) / "worker-0-0", gpu_rank.ENGINE, 0, 0, memory)
+over = threading.Event()
+def write():
+    while not over.is_set():
+        for layer in layers.values():
+            page = random.randrange(gpu_rank.PAGES // 2)
+            gpu.write(layer.address + page * gpu_rank.PAGE_BYTES, random.randbytes(gpu_rank.PAGE_BYTES))
+writer = threading.Thread(target=write)
+writer.start()
+try:
+    eventually("it is registered", lambda: rank.registered)
+    print("registered", flush=True)
+    eventually("its worker is gone", lambda: not rank.registered)
+    eventually("it is registered again", lambda: rank.registered)
+    print("again", flush=True)
+finally:
+    over.set()
+    writer.join()
+    rank.close()
+"""
+
+
+def test_an_engine_that_writes_registers_again(variables: dict[str, str]) -> None:
+    with running(ranks=1, g2="16MiB", variables=variables) as daemon:
+        path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        command = [sys.executable, "-c", WRITER, str(daemon.socket_dir)]
+        environment = {**os.environ, "PYTHONPATH": path, **variables}
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as engine:
+            assert engine.stdout is not None
+            assert engine.stdout.readline() == "registered\n"
+            daemon.killed(daemon.pid())
+            said, _ = engine.communicate(timeout=PATIENCE_S)
+        assert said == "again\n"

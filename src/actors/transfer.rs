@@ -326,6 +326,7 @@ mod tests {
                 offset_bytes: 0,
                 bytes: vec![0; 16],
             },
+            proofs: Vec::new(),
             device_uuid: None,
             timeline: None,
         };

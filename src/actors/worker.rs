@@ -88,7 +88,7 @@ pub(super) enum WorkerMessage {
     Prefaulted(Result<(), String>),
     /// The leader has been told why this worker ends.
     Failed(String),
-    Mapped(Registering, Box<Result<EngineSide, String>>),
+    Mapped(Registering, Box<Result<EngineSide, (ErrorCode, String)>>),
     /// Memory that is not copied: its group, the bytes of a page, and why.
     Understood(Registering, Result<(GroupId, u64, String), String>),
     /// So many bytes of the depot are pinned for the GPU by now.
@@ -163,6 +163,8 @@ pub(super) struct State {
     opening: HashMap<PeerId, u32>,
     /// Ranks that have taken their memory back.
     unregistered: HashSet<PeerId>,
+    /// Whether the log says that an engine leaves memory unproven.
+    told_of_proofs: bool,
     gpu: GpuState,
     gpu_copy: GpuCopy,
     gpu_idle: std::time::Duration,
@@ -251,6 +253,7 @@ impl Actor for WorkerActor {
             closing: Vec::new(),
             opening: HashMap::new(),
             unregistered: HashSet::new(),
+            told_of_proofs: false,
             gpu: GpuState::default(),
             gpu_copy,
             gpu_idle: gpu_idle.unwrap_or(IDLE_LIMIT),
@@ -493,7 +496,7 @@ impl State {
                 Ok(())
             }
             Incoming::Answered { id, answer } => match self.attaching.remove(&id) {
-                Some(attach) => self.admitted(attach, answer, myself),
+                Some(attach) => self.admitted(attach, *answer, myself),
                 None => Ok(()),
             },
         }

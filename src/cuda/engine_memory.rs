@@ -7,7 +7,9 @@ use super::driver::{Context, DeviceMemory, DeviceSide, DeviceUuid, SharedChunk};
 use super::error::CudaError;
 use super::sabotage::{Bug, planted};
 use super::window::{SmallCopyError, Window};
-use crate::memory::{Lifeline, LifelineEnd, PageLayout, RegistrationError, validate};
+use crate::memory::{
+    Lifeline, LifelineEnd, PageLayout, ProofError, RegistrationError, validate, verify_proofs,
+};
 use crate::types::{
     AllocationHandle, AllocationKind, Chunk, ChunkHandle, GroupGeometry, Registration, Timeline,
 };
@@ -119,6 +121,9 @@ pub enum DeviceOpenError {
         "registration.nonce: not at byte {0} of its allocation: the opened memory is not the engine's"
     )]
     OtherMemory(u64),
+    /// The same of a piece of memory that does not hold the nonce.
+    #[error("registration.{0}")]
+    Proof(#[from] ProofError<SmallCopyError>),
 }
 
 impl DeviceOpenError {
@@ -126,10 +131,16 @@ impl DeviceOpenError {
     pub fn fatal(&self) -> Option<CudaError> {
         let error = match self {
             Self::Open { source, .. } => Some(*source),
-            Self::Nonce(SmallCopyError::Cuda(error)) => Some(*error),
+            Self::Nonce(SmallCopyError::Cuda(error))
+            | Self::Proof(ProofError::Read(SmallCopyError::Cuda(error))) => Some(*error),
             _ => None,
         };
         error.filter(|error| error.is_fatal())
+    }
+
+    /// Whether the same memory may be taken when it is described anew.
+    pub fn may_pass(&self) -> bool {
+        matches!(self, Self::Proof(ProofError::Other { .. }))
     }
 }
 
@@ -183,7 +194,8 @@ fn chunks(
 }
 
 impl RegisteredDevice {
-    /// Checks the description, opens the allocations and looks for the nonce. `take` finds the descriptor of a ticket.
+    /// Checks the description, opens the allocations and looks for the nonce and the proofs. `take` finds the descriptor of
+    /// a ticket.
     /// Blocks on the driver.
     pub fn open(
         registration: &Registration,
@@ -230,6 +242,15 @@ impl RegisteredDevice {
         window.read(&memory, nonce.allocation, &[place], &mut seen)?;
         if seen != nonce.bytes {
             return Err(DeviceOpenError::OtherMemory(nonce.offset_bytes));
+        }
+        let unknown = verify_proofs(registration, |allocation, ranges, out| {
+            window.read(&memory, allocation, ranges, out)
+        })?;
+        if unknown > 0 {
+            tracing::debug!(
+                pieces = unknown,
+                "device memory whose contents prove nothing"
+            );
         }
         let geometry = layout.geometry(registration);
         Ok(Self {

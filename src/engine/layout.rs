@@ -98,6 +98,7 @@ pub fn describe(settings: &RankSettings, ticket: [u8; 16], nonce: Nonce) -> Regi
             .map(|(layer, index, role)| view(layer, index, role))
             .collect(),
         nonce,
+        proofs: Vec::new(),
         device_uuid: None,
         timeline: None,
     }

@@ -132,6 +132,30 @@ impl EngineMemory {
         }
     }
 
+    /// Reads ranges (offset and length) of an allocation, one behind the other.
+    pub fn read(
+        &self,
+        allocation: u32,
+        ranges: &[(u64, u64)],
+        mut out: &mut [u8],
+    ) -> Result<(), BufferError> {
+        for (offset_bytes, len_bytes) in ranges {
+            let outside = BufferError::OutOfRange {
+                offset_bytes: *offset_bytes,
+                len_bytes: *len_bytes,
+                bytes: self.buffer(allocation).map_or(0, SharedBuffer::len),
+            };
+            let split = usize::try_from(*len_bytes).ok();
+            let split = split.and_then(|len| out.split_at_mut_checked(len));
+            let (Some((part, behind)), Some(buffer)) = (split, self.buffer(allocation)) else {
+                return Err(outside);
+            };
+            buffer.read_into(*offset_bytes, part)?;
+            out = behind;
+        }
+        Ok(())
+    }
+
     /// The buffer of one allocation.
     pub fn buffer(&self, allocation: u32) -> Option<&SharedBuffer> {
         self.buffers.get(usize::try_from(allocation).ok()?)

@@ -40,5 +40,6 @@ pub use open::{OpenError, RegisteredMemory};
 pub use prefault::{Prefault, PrefaultError, PrefaultReport};
 pub use registration::{
     ALLOCATIONS_MAX, AXES_MAX, FRAGMENTS_MAX, NONCE_BYTES_MAX, NONCE_BYTES_MIN, PAGE_BYTES_MAX,
-    RegistrationError, TENSORS_MAX, TIMELINE_BYTES, validate,
+    ProofError, RegistrationError, TENSORS_MAX, TIMELINE_BYTES, pieces_without_proof, validate,
+    verify_proofs,
 };

@@ -5,8 +5,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use crate::memory::{
-    BufferError, EngineMemory, EngineMemoryError, NonceMismatch, PageLayout, RegistrationError,
-    SharedBuffer, validate,
+    BufferError, EngineMemory, EngineMemoryError, NonceMismatch, PageLayout, ProofError,
+    RegistrationError, SharedBuffer, validate, verify_proofs,
 };
 use crate::types::{AllocationHandle, AllocationKind, GroupGeometry, Registration};
 
@@ -53,10 +53,20 @@ pub enum OpenError {
     /// What was mapped is not what the engine described.
     #[error("registration.nonce: {0}")]
     Nonce(#[from] NonceMismatch),
+    /// The same of an allocation that does not hold the nonce.
+    #[error("registration.{0}")]
+    Proof(#[from] ProofError<BufferError>),
+}
+
+impl OpenError {
+    /// Whether the same memory may be taken when it is described anew.
+    pub fn may_pass(&self) -> bool {
+        matches!(self, Self::Proof(ProofError::Other { .. }))
+    }
 }
 
 impl RegisteredMemory {
-    /// Checks the description, maps the allocations and looks for the nonce. `take` finds the descriptor of a ticket.
+    /// Checks the description, maps the allocations and looks for the nonce and the proofs. `take` finds the descriptor of a ticket.
     /// Blocks on system calls.
     pub fn open(
         registration: &Registration,
@@ -84,6 +94,9 @@ impl RegisteredMemory {
         }
         let memory = EngineMemory::new(registration, buffers)?;
         memory.verify_nonce(&registration.nonce)?;
+        verify_proofs(registration, |allocation, ranges, out| {
+            memory.read(allocation, ranges, out)
+        })?;
         let geometry = layout.geometry(registration);
         Ok(Self {
             memory: Arc::new(memory),
@@ -97,6 +110,45 @@ impl RegisteredMemory {
 mod tests {
     use super::super::registration::tests::separate_layers;
     use super::*;
+    use crate::types::Nonce;
+
+    #[test]
+    fn an_allocation_without_the_nonce_is_proven_too() {
+        let mut registration = separate_layers();
+        let buffers: Vec<SharedBuffer> = registration
+            .allocations
+            .iter()
+            .map(|it| SharedBuffer::create("kvferry-test", it.bytes).expect("memory"))
+            .collect();
+        let nonce = registration.nonce.bytes.clone();
+        buffers[0].write_from(0, &nonce).expect("in bounds");
+        for (number, allocation) in (0..).zip(&mut registration.allocations) {
+            allocation.handle = AllocationHandle::Ticket([number; 16]);
+            let bytes: Vec<u8> = (number * 32..).take(32).collect();
+            let offset_bytes = allocation.bytes - 32;
+            let buffer = &buffers[usize::from(number)];
+            buffer.write_from(offset_bytes, &bytes).expect("in bounds");
+            registration.proofs.push(Nonce {
+                allocation: number.into(),
+                offset_bytes,
+                bytes,
+            });
+        }
+        let open = |order: [usize; 4]| {
+            let take = |ticket: &[u8; 16]| {
+                let buffer = &buffers[order[usize::from(ticket[0])]];
+                Some(buffer.try_clone_fd().expect("a descriptor"))
+            };
+            RegisteredMemory::open(&registration, take)
+        };
+        open([0, 1, 2, 3]).expect("as it is");
+        let refused = open([0, 1, 3, 2]).expect_err("exchanged");
+        assert!(refused.may_pass());
+        let text = refused.to_string();
+        let expected =
+            "registration.allocations[2] shows other bytes at byte 800 of its allocation";
+        assert!(text.starts_with(expected), "{text}");
+    }
 
     #[test]
     fn device_memory_is_refused_in_words() {

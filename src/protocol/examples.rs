@@ -423,6 +423,7 @@ fn registration() -> Registration {
             offset_bytes: 0,
             bytes: vec![3; 16],
         },
+        proofs: Vec::new(),
         device_uuid: None,
         timeline: None,
     }
@@ -457,6 +458,18 @@ fn device_registration() -> Registration {
             allocation: 0,
             offset_bytes: 1 << 20,
         }),
+        proofs: vec![
+            Nonce {
+                allocation: 1,
+                offset_bytes: 0,
+                bytes: (1..33).collect(),
+            },
+            Nonce {
+                allocation: 3,
+                offset_bytes: 1 << 20,
+                bytes: (33..65).collect(),
+            },
+        ],
         ..host
     }
 }

@@ -492,7 +492,7 @@ async fn an_answer_that_is_asked_for_in_order_comes_before_what_is_said_after_it
         let Some(Incoming::Answered { id, answer: said }) = first else {
             panic!("{first:?} before the answer")
         };
-        assert_eq!((id, said), (asked, Ok(answer())));
+        assert_eq!((id, *said), (asked, Ok(answer())));
         let second = incoming.recv().await;
         let Some(Incoming::Request { envelope, .. }) = second else {
             panic!("{second:?} after the answer")

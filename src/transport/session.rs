@@ -93,7 +93,7 @@ pub enum Incoming {
         /// Which question.
         id: RequestId,
         /// What it said.
-        answer: Result<Message, Failure>,
+        answer: Box<Result<Message, Failure>>,
     },
 }
 
@@ -574,6 +574,7 @@ impl Session {
                 let id = envelope.correlation;
                 match self.close(id) {
                     Some(ReplyTo::Stream) => {
+                        let answer = Box::new(answer);
                         let answered = Incoming::Answered { id, answer };
                         return Ok(self.incoming.send(answered).await.is_ok());
                     }

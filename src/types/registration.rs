@@ -146,7 +146,8 @@ pub struct TensorView {
     pub page_stride_bytes: u64,
 }
 
-/// Random bytes that the engine wrote into its memory: the worker must find them through its own mapping.
+/// Bytes of the engine's memory that the worker must find through its own mapping. Those of [`Registration::nonce`] are
+/// random, and the engine wrote them for this registration.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Nonce {
     /// Index into [`Registration::allocations`].
@@ -195,6 +196,10 @@ pub struct Registration {
     pub tensors: Vec<TensorView>,
     /// Proof of the mapping.
     pub nonce: Nonce,
+    /// Proofs of the other pieces of the memory (allocations, or chunks where an allocation has them): bytes as the engine
+    /// found them shortly before. Those of one piece are alternatives.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub proofs: Vec<Nonce>,
     /// Identifies the GPU, where there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device_uuid: Option<String>,

@@ -67,6 +67,7 @@ impl Memory {
                 offset_bytes: 0,
                 bytes: NONCE.to_vec(),
             },
+            proofs: Vec::new(),
             device_uuid: None,
             timeline: None,
         };

@@ -274,6 +274,7 @@ pub fn registration(
             offset_bytes: sizes[0],
             bytes: vec![1; 16],
         },
+        proofs: Vec::new(),
         device_uuid: None,
         timeline: None,
     }

@@ -8,11 +8,11 @@ use ractor::ActorRef;
 use super::{ATTACH_TIMEOUT, ATTACHING_MAX, Handled, State, WorkerMessage};
 use crate::actors::gpu::{EngineSide, Gpu};
 use crate::core::{MemoryBounds, WorkerEvent};
-use crate::memory::{LifelineEnd, RegisteredMemory, validate};
+use crate::memory::{LifelineEnd, RegisteredMemory, pieces_without_proof, validate};
 use crate::protocol::{
     Attach, AttachedMemory, Empty, ErrorBody, ErrorCode, Message, Register, Registered,
 };
-use crate::transport::{Failure, FdReceiver, PeerId, Ticket};
+use crate::transport::{Failure, FdReceiver, PeerId, Quiet, Ticket};
 use crate::types::{
     AllocationHandle, AllocationKind, AttachId, Attention, ChunkHandle, DepotId, EngineId, GroupId,
     OpId, Registration, RequestId,
@@ -20,6 +20,8 @@ use crate::types::{
 
 /// How long copies may hold memory that its engine takes back, or has left behind.
 const LET_GO_LIMIT: Duration = Duration::from_secs(2);
+
+static UNPROVEN: Quiet = Quiet::new();
 
 /// A rank that registers: who asked, under which id, for which engine, and which of its requests are over.
 #[derive(Debug, Clone)]
@@ -75,6 +77,15 @@ fn understood(
     let memory = RegisteredMemory::open(registration, |ticket| fds.take(ticket));
     let memory = memory.map_err(|error| error.to_string())?;
     Ok(memory.geometry.page_bytes)
+}
+
+/// How a rank is told that its memory was not opened. Bytes that were not found may have been written over meanwhile.
+fn refused(may_pass: bool, error: &dyn std::fmt::Display) -> (ErrorCode, String) {
+    let code = match may_pass {
+        true => ErrorCode::NotReady,
+        false => ErrorCode::Invalid,
+    };
+    (code, error.to_string())
 }
 
 /// The descriptors that a registration names. Those that nobody has taken are closed with this.
@@ -164,6 +175,18 @@ impl State {
             .and_then(|_| self.place_taken(peer))
     }
 
+    /// Says once that an engine leaves memory unproven: a handle that shows other memory is not noticed there.
+    fn warn_of_proofs(&mut self, registration: &Registration) {
+        let pieces = pieces_without_proof(registration);
+        if pieces > 0 && !std::mem::replace(&mut self.told_of_proofs, true) {
+            tracing::warn!(
+                worker = %self.worker,
+                pieces,
+                "the engine gives no proof (registration.proofs) for pieces of its memory: they are used as its handles say"
+            );
+        }
+    }
+
     /// What can be checked at once, and the GPU for memory that lies on one and is copied.
     fn admissible(
         &mut self,
@@ -204,6 +227,7 @@ impl State {
             return self.replier.refuse(peer, correlation, error);
         }
         let registration = register.registration;
+        self.warn_of_proofs(&registration);
         self.unregistered.remove(&peer);
         // Whatever becomes of it: a descriptor that is left lying holds its memory.
         let tickets = Tickets::of(&registration, &self.fds);
@@ -256,12 +280,12 @@ impl State {
                         {
                             tracing::debug!("the worker has stopped");
                         }
-                        Err(error.to_string())
+                        Err(refused(error.may_pass(), &error))
                     }
                 },
                 None => RegisteredMemory::open(&registration, |ticket| fds.take(ticket))
                     .map(EngineSide::Host)
-                    .map_err(|error| error.to_string()),
+                    .map_err(|error| refused(error.may_pass(), &error)),
             };
             let memory = Box::new(memory);
             if myself.cast(WorkerMessage::Mapped(who, memory)).is_err() {
@@ -274,15 +298,21 @@ impl State {
     pub(super) fn mapped(
         &mut self,
         who: Registering,
-        memory: Result<EngineSide, String>,
+        memory: Result<EngineSide, (ErrorCode, String)>,
         myself: &ActorRef<WorkerMessage>,
     ) -> Handled {
         self.opened(who.peer);
         let memory = match memory {
             Ok(memory) => memory,
-            Err(why) => {
+            Err((code, why)) => {
+                // The rank asks again without a word.
+                if code == ErrorCode::NotReady
+                    && let Some(left_out) = UNPROVEN.line()
+                {
+                    tracing::warn!(worker = %self.worker, why, left_out, "engine memory is not proven");
+                }
                 self.turned_away_rank(&why);
-                self.refuse(who.peer, who.asked, ErrorCode::Invalid, why);
+                self.refuse(who.peer, who.asked, code, why);
                 self.watch_gpu(myself);
                 return Ok(());
             }

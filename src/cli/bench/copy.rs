@@ -198,6 +198,7 @@ pub(super) fn registration(fragment: u64, pages: u32) -> Registration {
             offset_bytes: 0,
             bytes: vec![0; 16],
         },
+        proofs: Vec::new(),
         device_uuid: None,
         timeline: None,
     }

@@ -11,6 +11,7 @@ mod fake;
 mod fake_cuda;
 mod neighbour;
 mod planted;
+mod proofs;
 mod together;
 mod turns;
 mod world;

@@ -16,20 +16,20 @@ const TEST: &str = "cuda::tests::neighbour::memory_of_another_process";
 const ENGINE: &str = "FAKE_CUDA_ENGINE";
 const SEEDS: u64 = 40;
 
-fn context() -> std::sync::Arc<Context> {
+pub(super) fn context() -> std::sync::Arc<Context> {
     let driver = Driver::get().expect("it is there");
     let device = driver.devices().expect("listed")[0];
     Context::new(driver, device).expect("a context")
 }
 
 /// What the memory of a generation holds.
-fn contents(generation: u64, bytes: usize) -> Vec<u8> {
+pub(super) fn contents(generation: u64, bytes: usize) -> Vec<u8> {
     let mut contents = vec![0; bytes];
     fastrand::Rng::with_seed(generation).fill(&mut contents);
     contents
 }
 
-fn bytes() -> u64 {
+pub(super) fn bytes() -> u64 {
     plain(Roles::Split).registration().allocations[0].bytes
 }
 
@@ -60,14 +60,14 @@ fn engine() {
     }
 }
 
-struct Neighbour {
+pub(super) struct Neighbour {
     process: Child,
     orders: Option<ChildStdin>,
     answers: Lines<BufReader<ChildStdout>>,
 }
 
 impl Neighbour {
-    fn start() -> Self {
+    pub(super) fn start() -> Self {
         let mut command = Command::new(std::env::current_exe().expect("a program"));
         command
             .args([TEST, "--exact", "--nocapture", "--test-threads=1"])
@@ -84,7 +84,7 @@ impl Neighbour {
     }
 
     /// New memory, and how it is opened.
-    fn memory(&mut self, generation: u64, keep: bool) -> [u8; 64] {
+    pub(super) fn memory(&mut self, generation: u64, keep: bool) -> [u8; 64] {
         let keep = if keep { "keep" } else { "free" };
         let orders = self.orders.as_mut().expect("it listens");
         writeln!(orders, "{generation} {keep}").expect("it listens");
@@ -105,7 +105,7 @@ impl Drop for Neighbour {
     }
 }
 
-fn registration(handle: [u8; 64], generation: u64) -> Registration {
+pub(super) fn registration(handle: [u8; 64], generation: u64) -> Registration {
     let mut registration = plain(Roles::Split).registration();
     assert_eq!(registration.allocations.len(), 1);
     registration.device_uuid = Some("GPU-0".to_owned());

@@ -1,15 +1,18 @@
 //! Checks an engine's description of its memory, and refuses what contradicts itself.
 
 mod overlap;
+mod proofs;
 mod tensor;
 #[cfg(test)]
 pub(super) mod tests;
 
 use std::collections::HashMap;
 
+pub use proofs::{ProofError, pieces_without_proof, verify_proofs};
+
 use super::layout::{PageLayout, Pieces};
 use crate::types::{
-    Allocation, AllocationHandle, AllocationKind, Attention, CONTENT_BYTES_MAX, ChunkHandle, Nonce,
+    Allocation, AllocationHandle, AllocationKind, Attention, CONTENT_BYTES_MAX, ChunkHandle,
     Registration, TensorRole, Timeline,
 };
 
@@ -69,7 +72,8 @@ pub fn validate(registration: &Registration) -> Result<PageLayout, RegistrationE
     check_page_total(registration)?;
     check_pieces(registration)?;
     overlap::check(registration)?;
-    check_nonce(registration)?;
+    proofs::check_one(registration, "nonce", &registration.nonce)?;
+    proofs::check(registration)?;
     check_timeline(registration)?;
     Ok(PageLayout::derive(registration))
 }
@@ -371,31 +375,6 @@ fn check_pieces(registration: &Registration) -> Result<(), RegistrationError> {
                 ),
             ));
         }
-    }
-    Ok(())
-}
-
-fn check_nonce(registration: &Registration) -> Result<(), RegistrationError> {
-    let Nonce {
-        allocation,
-        offset_bytes,
-        bytes,
-    } = &registration.nonce;
-    if !(NONCE_BYTES_MIN..=NONCE_BYTES_MAX).contains(&bytes.len()) {
-        return Err(RegistrationError::new(
-            "nonce.bytes",
-            format!("{} bytes long", bytes.len()),
-            format!("write {NONCE_BYTES_MIN} to {NONCE_BYTES_MAX} random bytes"),
-        ));
-    }
-    let memory = allocation_of(registration, "nonce.allocation", *allocation)?;
-    let end = offset_bytes.checked_add(bytes.len() as u64);
-    if end.is_none_or(|end| end > memory) {
-        return Err(RegistrationError::new(
-            "nonce.offset_bytes",
-            offset_bytes,
-            format!("the nonce must end within allocations[{allocation}] ({memory} bytes)"),
-        ));
     }
     Ok(())
 }

@@ -1,5 +1,7 @@
 use super::*;
-use crate::types::{Allocation, AllocationKind, Attention, Chunk, GroupId, Rank, TensorView};
+use crate::types::{
+    Allocation, AllocationKind, Attention, Chunk, GroupId, Nonce, Rank, TensorView,
+};
 
 type Spoil = fn(&mut Registration);
 
@@ -42,6 +44,7 @@ pub(in crate::memory) fn separate_layers() -> Registration {
             offset_bytes: 0,
             bytes: vec![7; 32],
         },
+        proofs: Vec::new(),
         device_uuid: None,
         timeline: None,
     }

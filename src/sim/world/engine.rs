@@ -642,6 +642,7 @@ fn registration(env: &Env, engine: EngineId, rank: usize) -> Registration {
             offset_bytes: 0,
             bytes: Vec::new(),
         },
+        proofs: Vec::new(),
         device_uuid: None,
         timeline: None,
     }

@@ -393,8 +393,9 @@ exported! {
         }
         let (block, offset) = (vmm::open(&handle, world.settings().namespace)?, vmm::offset(&handle));
         let mut inner = world.inner();
+        let (block, is_stale) = inner.shown(block, world.settings());
         let open = inner.mappings.iter_mut().find(|(_, it)| it.kind == Kind::Imported && it.block.id() == block.id());
-        if let Some((base, mapping)) = open {
+        if let Some((base, mapping)) = open.filter(|_| !is_stale) {
             mapping.opened += 1;
             return give(at, *base + offset);
         }
@@ -403,7 +404,7 @@ exported! {
         inner.mappings.insert(base, Mapping {
             _addresses: Some(addresses),
             bytes: block.bytes(),
-            block: Arc::new(block),
+            block,
             offset: 0,
             kind: Kind::Imported,
             opened: 1,
@@ -481,8 +482,9 @@ exported! {
             _ => return Err(INVALID_VALUE),
         };
         let mut inner = world.inner();
+        let (block, _) = inner.shown(block, world.settings());
         let number = fresh(inner.next());
-        inner.physical.insert(number, Physical { block: Arc::new(block), shareable: 0 });
+        inner.physical.insert(number, Physical { block, shareable: 0 });
         give(handle, number)
     }
 

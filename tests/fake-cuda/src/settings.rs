@@ -41,6 +41,8 @@ const HOST_POINTERS: u32 = 91;
 ///   copies are given by one call (1);
 /// * `half=NTH`: the n-th call for many copies of a process takes half of them, and is refused;
 /// * `skip=NTH`: the n-th copy of a process is said to be done, and is not;
+/// * `stale=NTH`: the n-th handle of another process's memory, or of a chunk, that a process opens shows the memory of the
+///   handle that it opened before;
 /// * `report=FOLDER`: at its exit each process writes there what it did not give back, into a file named after its id.
 pub const SETTINGS: &str = "FAKE_CUDA";
 
@@ -82,6 +84,7 @@ pub(crate) struct Settings {
     pub(crate) attributes: BTreeMap<u32, i32>,
     pub(crate) half: Option<u64>,
     pub(crate) skip: Option<u64>,
+    pub(crate) stale: Option<u64>,
     pub(crate) report: Option<String>,
 }
 
@@ -119,6 +122,7 @@ impl Settings {
             attributes: BTreeMap::from([(HOST_POINTERS, 1), (99, 1), (122, 1), (133, 0)]),
             half: None,
             skip: None,
+            stale: None,
             report: None,
         };
         let is_meant =
@@ -200,6 +204,7 @@ impl Settings {
                 }
                 "half" => settings.half = Some(number()?),
                 "skip" => settings.skip = Some(number()?),
+                "stale" => settings.stale = Some(number()?),
                 "once" => settings.once = Some(value.to_owned()),
                 "report" => settings.report = Some(value.to_owned()),
                 "fail" => {

@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::File;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
@@ -120,6 +120,9 @@ pub(crate) struct Inner {
     pub(crate) exclusive: Option<File>,
     /// By the stream that is captured.
     pub(crate) captures: HashMap<u64, Capture>,
+    /// Handles that were opened where one of them is to be stale, and what the last one showed.
+    opened: u64,
+    shown: Weak<Block>,
     died: Died,
     trace: Trace,
     /// Calls that do not return.
@@ -142,6 +145,20 @@ impl Inner {
         let offset = usize::try_from(at - base).ok()?;
         let fits = offset.checked_add(bytes)? <= mapping.bytes;
         fits.then_some((*base, mapping, offset))
+    }
+
+    /// What a handle shows whose memory is this; and whether that is the memory of the one before.
+    pub(crate) fn shown(&mut self, block: Block, settings: &Settings) -> (Arc<Block>, bool) {
+        let block = Arc::new(block);
+        let Some(stale) = settings.stale else {
+            return (block, false);
+        };
+        self.opened += 1;
+        let before = std::mem::replace(&mut self.shown, Arc::downgrade(&block));
+        match before.upgrade() {
+            Some(before) if self.opened == stale => (before, true),
+            _ => (block, false),
+        }
     }
 
     /// How much of a range lies in one piece of memory.

@@ -94,6 +94,7 @@ impl Layout {
                 offset_bytes: 0,
                 bytes: vec![1; 16],
             },
+            proofs: Vec::new(),
             device_uuid: None,
             timeline: None,
         }

@@ -1,0 +1,205 @@
+//! Each piece of an engine's memory is proven: one that shows other memory than the engine described is refused by name,
+//! also where the nonce lies in another piece.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use super::fake;
+use super::neighbour::{Neighbour, bytes, contents, context, registration};
+use crate::cuda::{
+    Context, DeviceMemories, DeviceMemory, Physical, RegisteredDevice, SharedChunk, Sharing, Window,
+};
+use crate::types::{
+    Allocation, AllocationHandle, AllocationKind, Chunk, ChunkHandle, Nonce, Registration,
+};
+
+/// Of a chunk, as real drivers have them.
+const CHUNK_BYTES: u64 = 2 << 20;
+const CHUNKS: u8 = 4;
+
+fn open(
+    registration: &Registration,
+    context: &Arc<Context>,
+    window: &mut Window,
+    take: impl Fn(&[u8; 16]) -> Option<OwnedFd>,
+) -> Result<(), String> {
+    let opened = RegisteredDevice::open(registration, context, window, take);
+    opened.map(|_| ()).map_err(|error| error.to_string())
+}
+
+/// Three allocations of another process; the nonce lies in the first. Their contents are those of generations 1 to 3.
+fn allocations(neighbour: &mut Neighbour) -> Registration {
+    let mut handles = (1..4).map(|generation| neighbour.memory(generation, true));
+    let first = handles.next().expect("three");
+    let mut described = registration(first, 1);
+    for handle in handles {
+        described.allocations.push(Allocation {
+            kind: AllocationKind::Device,
+            handle: AllocationHandle::CudaIpc(handle),
+            bytes: bytes(),
+        });
+    }
+    let proof = |allocation: u32, offset_bytes: u64| {
+        let written = contents(u64::from(allocation) + 1, bytes() as usize);
+        Nonce {
+            allocation,
+            offset_bytes,
+            bytes: written[offset_bytes as usize..][..32].to_vec(),
+        }
+    };
+    let places = [64, bytes() / 2, bytes() - 32];
+    let of_one = |allocation| places.map(|offset_bytes| proof(allocation, offset_bytes));
+    described.proofs = (0..3).flat_map(of_one).collect();
+    described
+}
+
+#[test]
+fn allocations_that_are_exchanged_are_refused_by_name() {
+    fake::anywhere("", || {
+        let mut neighbour = Neighbour::start();
+        let (context, described) = (context(), allocations(&mut neighbour));
+        let mut window = Window::new(&context).expect("a window");
+        open(&described, &context, &mut window, |_| None).expect("as it is");
+        let mut exchanged = described.clone();
+        exchanged.allocations.swap(1, 2);
+        let refused = open(&exchanged, &context, &mut window, |_| None);
+        let text = refused.expect_err("exchanged");
+        let expected = "registration.allocations[1] shows other bytes at byte 64 of its allocation";
+        assert!(text.starts_with(expected), "{text}");
+        // Without proofs nobody can tell.
+        exchanged.proofs.clear();
+        open(&exchanged, &context, &mut window, |_| None).expect("taken at its word");
+    });
+}
+
+#[test]
+fn an_engine_that_writes_meanwhile_is_taken() {
+    fake::anywhere("", || {
+        let mut neighbour = Neighbour::start();
+        let (context, mut described) = (context(), allocations(&mut neighbour));
+        let mut window = Window::new(&context).expect("a window");
+        // Two of three places of each allocation hold something else by the time when they are compared.
+        for (index, proof) in described.proofs.iter_mut().enumerate() {
+            if index % 3 != 1 {
+                proof.bytes.fill(0);
+            }
+        }
+        open(&described, &context, &mut window, |_| None).expect("one of each is found");
+        // All of them: the rank is told to ask again, and does with what it reads by then.
+        let then = described.proofs.clone();
+        described.proofs[7].bytes.fill(0);
+        let opened = RegisteredDevice::open(&described, &context, &mut window, |_| None);
+        assert!(opened.expect_err("not found").may_pass());
+        described.proofs = then;
+        open(&described, &context, &mut window, |_| None).expect("one of each is found");
+    });
+}
+
+#[test]
+fn a_handle_that_shows_the_memory_of_another_is_refused_by_name() {
+    fake::under("stale=3", || {
+        let mut neighbour = Neighbour::start();
+        let (context, described) = (context(), allocations(&mut neighbour));
+        let mut window = Window::new(&context).expect("a window");
+        let refused = open(&described, &context, &mut window, |_| None);
+        let text = refused.expect_err("the memory of the second");
+        assert!(
+            text.starts_with("registration.allocations[2] shows"),
+            "{text}"
+        );
+        // Opened once more it shows its own.
+        open(&described, &context, &mut window, |_| None).expect("as it is");
+    });
+}
+
+/// One allocation of chunks, each with contents of its own; the nonce lies in the first.
+struct Chunked {
+    chunks: Vec<Physical>,
+    described: Registration,
+    _memory: Arc<DeviceMemories>,
+}
+
+fn chunked(context: &Arc<Context>, window: &mut Window) -> Chunked {
+    let whole = u64::from(CHUNKS) * CHUNK_BYTES;
+    let made = DeviceMemory::allocate_chunks(context, whole, CHUNK_BYTES, Sharing::Fd);
+    let (memory, chunks) = made.expect("memory");
+    assert_eq!(chunks.len(), usize::from(CHUNKS));
+    let memory = DeviceMemories::own(vec![memory]);
+    let written = contents(1, whole as usize);
+    for (offset, part) in (0..).step_by(1 << 16).zip(written.chunks(1 << 16)) {
+        let place = [(offset, part.len() as u64)];
+        window.write(&memory, 0, &place, part).expect("written");
+    }
+    let listed = (0..CHUNKS).map(|number| Chunk {
+        handle: ChunkHandle::Ticket([number; 16]),
+        bytes: CHUNK_BYTES,
+    });
+    let mut described = registration([0; 64], 1);
+    described.allocations[0] = Allocation {
+        kind: AllocationKind::Device,
+        handle: AllocationHandle::Chunks(listed.collect()),
+        bytes: whole,
+    };
+    let place = |allocation, offset_bytes: u64| Nonce {
+        allocation,
+        offset_bytes,
+        bytes: written[offset_bytes as usize..][..32].to_vec(),
+    };
+    described.nonce = place(0, 0);
+    let begins = (0..u64::from(CHUNKS)).map(|number| number * CHUNK_BYTES);
+    let both = |begin| [begin + 512, begin + CHUNK_BYTES - 32];
+    let places = begins.flat_map(both);
+    described.proofs = places.map(|offset_bytes| place(0, offset_bytes)).collect();
+    Chunked {
+        chunks,
+        described,
+        _memory: memory,
+    }
+}
+
+impl Chunked {
+    /// Opens it where a ticket names the chunk of this number.
+    fn open(
+        &self,
+        context: &Arc<Context>,
+        window: &mut Window,
+        chunk: impl Fn(usize) -> usize,
+    ) -> Result<(), String> {
+        open(&self.described, context, window, |ticket| {
+            match self.chunks[chunk(usize::from(ticket[0]))].share() {
+                Ok(SharedChunk::Fd(fd)) => Some(fd),
+                _ => None,
+            }
+        })
+    }
+}
+
+#[test]
+fn chunks_in_another_order_are_refused_by_name() {
+    fake::anywhere("", || {
+        let context = context();
+        let mut window = Window::new(&context).expect("a window");
+        let memory = chunked(&context, &mut window);
+        let as_it_is = memory.open(&context, &mut window, |number| number);
+        as_it_is.expect("as it is");
+        // The first chunk, which holds the nonce, is right.
+        let order = [0, 1, 3, 2];
+        let refused = memory.open(&context, &mut window, |number| order[number]);
+        let text = refused.expect_err("another order");
+        let expected = "registration.allocations[0].handle.chunks[2] shows other bytes at byte 4194816 of its allocation";
+        assert!(text.starts_with(expected), "{text}");
+    });
+}
+
+#[test]
+fn a_chunk_that_shows_the_one_before_is_refused_by_name() {
+    fake::under("stale=4", || {
+        let context = context();
+        let mut window = Window::new(&context).expect("a window");
+        let memory = chunked(&context, &mut window);
+        let refused = memory.open(&context, &mut window, |number| number);
+        let text = refused.expect_err("the third chunk twice");
+        let expected = "registration.allocations[0].handle.chunks[3] shows";
+        assert!(text.starts_with(expected), "{text}");
+    });
+}
