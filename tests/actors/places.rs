@@ -1,6 +1,7 @@
 //! What only one process has at a time: a worker's place, an engine's name, the place of an engine's memory. A live holder
 //! keeps it; its successor gets it at once.
 
+use std::os::unix::process::ExitStatusExt as _;
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -89,6 +90,38 @@ async fn a_live_workers_place_is_not_given_to_another_process_and_its_successor_
     first.end();
     newcomer.attach().await;
     assert!(engine.status().await.ready, "the successor has its place");
+    process.stop().await;
+}
+
+/// The end of a connection is not the end of the copies of the process behind it.
+#[tokio::test(start_paused = true)]
+async fn a_lost_workers_place_stays_its_own_while_it_owes_copies() {
+    let transport = MemoryTransport::default();
+    let (process, _) = leader(&transport, 1).await;
+    let engine = Engine::start(&transport, 1);
+    let (first, second) = (Other::start(), Other::start());
+    let mut holder = Puppet::start(&transport.of_process(first.pid()), 0);
+    let mut beside = Puppet::start(&transport, 1);
+    holder.begin().await;
+    beside.begin().await;
+    engine.until_ready().await;
+    engine.lookup(1, 1, 4).await.expect("an answer");
+    let asking = engine.clone();
+    let asked = tokio::spawn(async move { asking.store(2, 1, 4, PATIENCE).await });
+    let order = beside.order().await;
+    beside.ended(&order, true);
+    holder.order().await;
+    holder.leave().await;
+
+    let mut newcomer = Puppet::start(&transport.of_process(second.pid()), 0);
+    assert!(matches!(newcomer.hear().await, Heard::Welcomed(1)));
+    assert_in_use(newcomer.ask_to_attach().await, first.pid());
+    first.end();
+    newcomer.attach().await;
+    match asked.await.expect("no panic") {
+        Ok(Message::StoreAnswer(answer)) => assert_eq!(answer.failed_pages, 4),
+        other => panic!("{other:?} instead of the answer to a store"),
+    }
     process.stop().await;
 }
 
@@ -214,7 +247,9 @@ async fn a_supervisor_hears_which_process_is_to_end_and_one_that_is_not_its_own_
     );
     tokio::time::sleep(fence).await;
     status().await.expect("an answer");
-    stranger.0.wait().expect("it was ended");
+    // `wait` closes its input, at which it would end by itself.
+    let ended = stranger.0.wait().expect("it has ended");
+    assert_eq!(ended.signal(), Some(9), "{ended}");
     drop(holder);
     process.stop().await;
 }

@@ -214,6 +214,7 @@ pub struct Puppet {
     pub rank: u16,
     client: Client,
     incoming: mpsc::Receiver<Incoming>,
+    reading: tokio::task::JoinHandle<()>,
     attaches: u64,
     pages: u32,
 }
@@ -232,7 +233,7 @@ impl Puppet {
         let (client, mut heard) = client(transport, hello, Limits::default());
         let (tell, incoming) = mpsc::channel(1024);
         let depot = client.clone();
-        tokio::spawn(async move {
+        let reading = tokio::spawn(async move {
             while let Some(next) = heard.recv().await {
                 match empty_depot(&next) {
                     Some((link, asked, inventory)) => depot.reply(link, asked, inventory),
@@ -245,9 +246,17 @@ impl Puppet {
             rank,
             client,
             incoming,
+            reading,
             attaches: 0,
             pages,
         }
+    }
+
+    /// Ends its connection, and nothing else.
+    pub async fn leave(self) {
+        self.reading.abort();
+        let ended = self.reading.await;
+        assert!(ended.is_err_and(|error| error.is_cancelled()));
     }
 
     pub async fn hear(&mut self) -> Heard {
