@@ -202,26 +202,28 @@ fn a_reset_of_many_pages_is_done_in_bounded_slices_and_others_are_served_between
 #[test]
 fn a_reset_that_is_refused_in_its_last_slice_has_forgotten_nothing() {
     let mut leader = with_arena(4096, |settings| settings.reset_slice_pages = 64);
-    let hashes = sequence(512, 1);
-    store_all(&mut leader, 1, 7, &hashes);
+    // The block that is held was stored last: the slices before its own find nobody.
+    let (free, held) = (sequence(512, 1), sequence(RATIO, 2));
+    store_all(&mut leader, 1, 7, &free);
+    store_all(&mut leader, 2_000_000, 7, &held);
     let mut now = Time(0);
-    request(&mut leader, now, 2_000_000, lookup(5, 7, &hashes));
+    request(&mut leader, now, 4_000_000, lookup(5, 7, &held));
     let scope = ResetScope::Namespace(vec![7]);
-    let effects = request(&mut leader, now, 2_000_001, Request::Reset { scope });
+    let effects = request(&mut leader, now, 4_000_001, Request::Reset { scope });
     assert_eq!(answers(&effects), []);
     let (answered, asked, _) = go_on(&mut leader, &mut now);
-    let holders = 512 / u64::from(RATIO);
     assert_eq!(
         (answered, asked),
-        (vec![Err(Refusal::Leased { holders })], 0)
+        (vec![Err(Refusal::Leased { holders: 1 })], 0)
     );
     request(
         &mut leader,
         now,
-        2_000_002,
+        4_000_002,
         Request::Finish { slot: SlotId(5) },
     );
-    assert_eq!(found(&mut leader, now, 3_000_000, 7, &hashes), 512);
+    assert_eq!(found(&mut leader, now, 5_000_000, 7, &free), 512);
+    assert_eq!(found(&mut leader, now, 5_000_002, 7, &held), RATIO);
 }
 
 #[test]
