@@ -272,7 +272,7 @@ fn structures_of_the_driver_hold_bytes_and_no_characters() {
     let mut seen = 0;
     for (name, text) in sources("src/cuda/driver") {
         for (line, text) in code(&text) {
-            let words = ["[c_char", "[i8", "i8::", "CUipcMemHandle", "cast_signed"];
+            let words = ["c_char; ", "i8; ", "i8::", "CUipcMemHandle", "cast_signed"];
             if let Some(word) = words.iter().find(|word| text.contains(**word)) {
                 panic_at(&name, line, &format!("{word}: take u8"));
             }
