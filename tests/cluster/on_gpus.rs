@@ -501,6 +501,22 @@ fn an_engine_in_another_pid_namespace_is_refused_in_words() {
     refused_and_the_worker_stays(settings, "in another PID namespace");
 }
 
+/// Under MPS a worker that is killed may take the engine with it: whoever ends one has to know.
+#[test]
+fn a_gpu_that_mps_serves_is_said_to_be_one() {
+    let gpus = Gpus::new("attribute=133/1");
+    let (folder, name, up) = served(&gpus);
+    let arguments = engine_rank(folder.path(), "cuda");
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let _rank = Running::start_with(&gpus.variables(), &arguments, &std::env::temp_dir());
+    status(&name, Instant::now(), &|status| {
+        status["ranks"][0]["attached"] == true
+    });
+    up.terminate();
+    let (_, said) = up.end(LIMIT);
+    assert!(said.contains("MPS serves this GPU"), "{said}");
+}
+
 /// Host memory is placed before any engine has come. An engine on the CPU never needs the driver, and its start takes long.
 #[test]
 fn no_driver_is_started_to_place_host_memory() {
