@@ -601,13 +601,7 @@ impl State {
                     self.strike(id, scope, through, myself)?;
                 }
                 WorkerEffect::Refuse(refusal) => {
-                    let code = match refusal {
-                        OrderRefusal::StaleEpoch { .. } => ErrorCode::StaleEpoch,
-                        OrderRefusal::NotAttached => ErrorCode::NotReady,
-                    };
-                    tracing::warn!(worker = %self.worker, %refusal, "order refused");
-                    let error = ErrorBody::new(code, refusal.to_string());
-                    self.answer(self.order, Message::Error(error));
+                    self.refuse_order(self.order, refusal);
                 }
                 WorkerEffect::Invalid { op, problem } => {
                     tracing::error!(worker = %self.worker, %op, problem, "copy refused");
@@ -631,7 +625,16 @@ impl State {
     }
 
     /// A part of what the depot lists, as pages of this size.
-    fn read_inventory(&self, correlation: RequestId, epoch: Epoch, read: ReadInventory) -> Handled {
+    fn read_inventory(
+        &mut self,
+        correlation: RequestId,
+        epoch: Epoch,
+        read: ReadInventory,
+    ) -> Handled {
+        if let Err(refusal) = self.core.take_reading(epoch, read.reading) {
+            self.refuse_order(correlation, refusal);
+            return Ok(());
+        }
         let Some(depot) = self
             .depot
             .as_ref()
@@ -675,6 +678,17 @@ impl State {
         let part = Inventory::new(&read, next, &records);
         self.answer(correlation, Message::Inventory(part));
         Ok(())
+    }
+
+    fn refuse_order(&self, correlation: RequestId, refusal: OrderRefusal) {
+        let code = match refusal {
+            OrderRefusal::StaleEpoch { .. } => ErrorCode::StaleEpoch,
+            OrderRefusal::NotAttached => ErrorCode::NotReady,
+            OrderRefusal::OldReading { .. } => ErrorCode::Invalid,
+        };
+        tracing::warn!(worker = %self.worker, %refusal, "order refused");
+        let error = ErrorBody::new(code, refusal.to_string());
+        self.answer(correlation, Message::Error(error));
     }
 
     fn report(&self, batch: BatchId, copies: &[EndedCopy]) {

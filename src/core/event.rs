@@ -139,7 +139,7 @@ pub enum Effect {
         depot: DepotId,
         /// Bytes of one page: a depot that held pages of another size holds nothing.
         page_bytes: u64,
-        /// Number of this reading of all inventories, said again in the answer.
+        /// Number of the question, said again in the answer. Numbers ascend, together with those of copies.
         reading: u64,
         /// First arena page to look at.
         from: u32,

@@ -430,7 +430,7 @@ pub struct ReadInventory {
     pub depot: [u8; 16],
     /// Bytes of one page of one rank.
     pub page_bytes: u64,
-    /// Number of this reading of all inventories: an answer to an earlier one may list what is struck out by now.
+    /// Number of the question: an answer to one of an earlier reading may list what is struck out by now.
     #[serde(default)]
     pub reading: u64,
     /// First arena page that is looked at.

@@ -574,7 +574,7 @@ fn what_was_not_struck_out_is_asked_for_once_over_one_connection_and_given_up_at
         worker: worker(replica, rank),
         id: ResetId(1),
         scope: Scope::Everything,
-        through: Generation(0),
+        through: Generation(1),
     };
     let asked = reader.step(Event::Request {
         engine: engine_id(0),

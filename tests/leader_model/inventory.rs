@@ -223,29 +223,113 @@ fn an_inventory_that_goes_back_or_beyond_the_arena_ends() {
 }
 
 #[test]
-fn another_worker_of_the_shard_reads_on_when_one_is_lost() {
-    for dead in [false, true] {
-        let mut reader = Reader::new();
-        assert_eq!(reader.attach_all(), FIRST);
-        assert_eq!(reader.part((0, 1), 0, Some(8), &[2]), [((0, 1), 8)]);
-        let gone = match dead {
-            true => Event::WorkerDead(worker(0, 1)),
-            false => Event::WorkerLost(worker(0, 1)),
-        };
-        assert_eq!(reader.asks(gone), [((1, 1), 8)]);
-        assert_eq!(reader.part((0, 1), 8, None, &[9]), [], "it was not asked");
-        assert_eq!(reader.part((1, 1), 8, None, &[9]), []);
-        for rank in [0, 2] {
-            reader.part((0, rank), 0, None, &[2, 9]);
-        }
-        assert_eq!(reader.recovered(), Some(2));
+fn another_worker_of_the_shard_reads_on_when_one_is_dead() {
+    let mut reader = Reader::new();
+    assert_eq!(reader.attach_all(), FIRST);
+    assert_eq!(reader.part((0, 1), 0, Some(8), &[2]), [((0, 1), 8)]);
+    let dead = Event::WorkerDead(worker(0, 1));
+    assert_eq!(reader.asks(dead), [((1, 1), 8)]);
+    assert_eq!(reader.part((0, 1), 8, None, &[9]), [], "it was not asked");
+    assert_eq!(reader.part((1, 1), 8, None, &[9]), []);
+    for rank in [0, 2] {
+        reader.part((0, rank), 0, None, &[2, 9]);
     }
+    assert_eq!(reader.recovered(), Some(2));
     // Without another one, its successor is asked.
     let mut reader = Reader::new();
     assert_eq!(reader.attach_all(), FIRST);
     assert_eq!(reader.asks(Event::WorkerDead(worker(1, 1))), []);
     assert_eq!(reader.asks(Event::WorkerLost(worker(0, 1))), []);
-    assert_eq!(reader.attach(1, 1), [((1, 1), 0)]);
+    assert_eq!(reader.attach(1, 1), [], "the first may still divide it");
+    let dead = Event::WorkerDead(worker(0, 1));
+    assert_eq!(reader.asks(dead), [((1, 1), 0)]);
+}
+
+#[test]
+fn nobody_else_reads_a_depot_that_a_lost_worker_may_still_divide() {
+    for attaches in [false, true] {
+        let mut reader = Reader::new();
+        assert_eq!(reader.attach_all(), FIRST);
+        assert_eq!(reader.asks(Event::WorkerLost(worker(0, 1))), []);
+        assert!(reader.leader.owes_reading(worker(0, 1)));
+        // The others are read; the depot that is owed is not, and no pool opens.
+        for rank in [0, 2] {
+            assert_eq!(reader.part((0, rank), 0, None, &[2]), []);
+        }
+        assert_eq!(reader.tick_at(Time(0) + FENCE / 2), []);
+        assert_eq!(reader.recovered(), None);
+        // Its own word that nothing is under way, or its death, ends that.
+        let next = match attaches {
+            true => (0, 1),
+            false => (1, 1),
+        };
+        let asked = match attaches {
+            true => reader.attach(0, 1),
+            false => reader.asks(Event::WorkerDead(worker(0, 1))),
+        };
+        assert_eq!(asked, [(next, 0)]);
+        assert_eq!(reader.part(next, 0, None, &[2]), []);
+        assert_eq!(reader.recovered(), Some(1));
+        assert_eq!(reader.leader.next_timeout(), None, "nothing is owed");
+    }
+}
+
+#[test]
+fn what_was_asked_for_a_reading_that_is_over_is_owed_all_the_same() {
+    let mut reader = Reader::new();
+    assert_eq!(reader.attach_all(), FIRST);
+    assert_eq!(reader.asks(Event::WorkerLost(worker(0, 1))), []);
+    // A smaller depot of another shard: all are to be read anew, but not beside who may still divide.
+    let asked = reader.attach_with(1, 0, ARENA_PAGES / 2);
+    assert_eq!(asked, [FIRST[0], FIRST[2]]);
+    assert_eq!(reader.asks(Event::WorkerDead(worker(0, 1))), [((1, 1), 0)]);
+}
+
+#[test]
+fn a_worker_that_does_not_answer_within_the_fence_time_is_expelled() {
+    let expelled = |effects: &[Effect]| -> Vec<WorkerId> {
+        let expelled = effects.iter().filter_map(|effect| match effect {
+            Effect::Expel(worker) => Some(*worker),
+            _ => None,
+        });
+        expelled.collect()
+    };
+    let mut reader = Reader::new();
+    assert_eq!(reader.attach_all(), FIRST);
+    for rank in [0, 2] {
+        reader.part((0, rank), 0, None, &[]);
+    }
+    reader.asks(Event::WorkerLost(worker(0, 1)));
+    reader.now = Time((Time(0) + FENCE).0 - 1);
+    assert_eq!(expelled(&reader.step(Event::Tick)), []);
+    for fences in 1..3 {
+        reader.now = Time(0) + FENCE * fences;
+        assert_eq!(expelled(&reader.step(Event::Tick)), [worker(0, 1)]);
+    }
+    assert_eq!(reader.asks(Event::WorkerDead(worker(0, 1))), [((1, 1), 0)]);
+    // The answer to an earlier question shows that it is at work: it has the fence time anew for the later one.
+    let asked_at = reader.now;
+    let first = reader.reading;
+    let tick = |reader: &mut Reader, after: Duration| {
+        reader.now = asked_at + after;
+        expelled(&reader.step(Event::Tick))
+    };
+    assert_eq!(tick(&mut reader, FENCE * 3 / 4), []);
+    assert!(reader.reading > first, "it was asked again");
+    reader.step(Event::Inventory {
+        worker: worker(1, 1),
+        depot: DepotId(1),
+        reading: first,
+        from: 0,
+        next: None,
+        records: Vec::new(),
+    });
+    assert_eq!(reader.recovered(), Some(0));
+    assert_eq!(tick(&mut reader, FENCE), []);
+    assert_eq!(tick(&mut reader, FENCE * 7 / 4), [worker(1, 1)]);
+    reader.part((1, 1), 0, None, &[]);
+    assert!(!reader.leader.owes_reading(worker(1, 1)));
+    assert_eq!(reader.leader.next_timeout(), None);
 }
 
 #[test]
@@ -318,7 +402,7 @@ fn what_was_read_before_a_reset_was_struck_out_is_read_anew() {
         worker: worker(0, rank),
         id: ResetId(1),
         scope: Scope::Everything,
-        through: Generation(0),
+        through: Generation(1),
     };
     assert_eq!(strikes, [strike(0), strike(1), strike(2)]);
     let struck = |rank| Event::Struck {

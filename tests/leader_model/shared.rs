@@ -204,7 +204,7 @@ fn what_is_reset_is_struck_out_once_a_shard() {
         worker: place(rank),
         id: ResetId(1),
         scope: Scope::Everything,
-        through: Generation(0),
+        through: Generation(1),
     };
     assert_eq!(strikes, [strike(0), strike(2)]);
     let mut struck = |rank| {

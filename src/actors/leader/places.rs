@@ -194,11 +194,12 @@ impl State {
         Ok(())
     }
 
-    /// A copy that it was asked for has not ended: its process may read or write.
+    /// A copy that it was asked for has not ended, or a question for its inventory is not answered: its process may read
+    /// or write.
     fn owes(&self, worker: WorkerId) -> bool {
-        [Direction::Load, Direction::Store]
-            .into_iter()
-            .any(|direction| self.core.owed_by(worker, direction) > 0)
+        let mut directions = [Direction::Load, Direction::Store].into_iter();
+        directions.any(|direction| self.core.owed_by(worker, direction) > 0)
+            || self.core.owes_reading(worker)
     }
 
     fn watch(&mut self, pid: i32, myself: &ActorRef<LeaderMessage>) -> Option<Arc<OwnedFd>> {

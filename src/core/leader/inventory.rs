@@ -1,4 +1,9 @@
 //! What the depots still hold, read by a new leader part by part, until it knows enough to open its pool.
+//!
+//! To answer a question for its inventory, a worker first divides its depot into pages of the size that is asked for, one
+//! slot after another. A worker that stands still in the middle of that may write slots at any later time, and where pages
+//! are larger by then, slots lie in pages. A question is therefore owed like a copy: until its worker has answered it, has
+//! attached anew or is seen dead, no other worker is asked for that depot. After the fence time the worker is expelled.
 
 use crate::core::event::Effect;
 use crate::core::pool::Pool;
@@ -23,11 +28,21 @@ struct Reading {
 pub(super) struct Readings {
     /// What the pool will be a pool of. Noted when the reading begins, because engines may leave before it ends.
     pub(super) key: TierKey,
-    /// Answers to what was asked for an earlier reading are not of this one: what they list may be struck out by now.
-    number: u64,
+    /// Answers to questions up to this one are not of this reading: what they list may be struck out by now.
+    after: u64,
     shards: Vec<Reading>,
     /// When what has not come is asked for again.
     again: Time,
+}
+
+/// Questions for the inventory of a depot that a worker has not answered.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Owed {
+    depot: DepotId,
+    /// Number of the last one. A worker takes no question behind a later one, so its answer settles all of them.
+    number: u64,
+    /// When the worker is expelled.
+    due: Time,
 }
 
 /// A part of an inventory.
@@ -54,14 +69,13 @@ impl Leader {
         };
         let again = now + self.settings.fence / 4;
         self.timers.insert((again, Timer::Reading));
-        self.readings += 1;
         self.reading = Some(Readings {
             key,
-            number: self.readings,
+            after: self.next_id,
             shards: self.workers.shards().map(|_| begin()).collect(),
             again,
         });
-        self.read_on(effects);
+        self.read_on(now, effects);
     }
 
     /// Nothing is read any more.
@@ -71,29 +85,83 @@ impl Leader {
         Some(readings)
     }
 
-    /// Asks a worker of every shard whose next part nobody was asked for.
-    pub(super) fn read_on(&mut self, effects: &mut Vec<Effect>) {
+    /// Asks a worker of every shard whose next part nobody was asked for: the one that owes an answer for the depot, if one
+    /// does, and nobody while that one is not attached.
+    pub(super) fn read_on(&mut self, now: Time, effects: &mut Vec<Effect>) {
         let Some(readings) = &mut self.reading else {
             return;
         };
         let page_bytes = readings.key.page_bytes;
+        let number = self.next_id + 1;
         let workers = self.workers.one_of_each_shard();
+        let mut asked = Vec::new();
         for ((reading, worker), shard) in readings.shards.iter_mut().zip(workers).zip(0..) {
-            let depot = self.workers.depot(Shard(shard));
-            let (Some(from), Some(worker), Some(depot), None) =
-                (reading.from, worker, depot, reading.asked)
-            else {
+            let (Some(from), Some(depot), None) = (
+                reading.from,
+                self.workers.depot(Shard(shard)),
+                reading.asked,
+            ) else {
+                continue;
+            };
+            let mut owing = self.owed_readings.iter();
+            let worker = match owing.find(|(_, owed)| owed.depot == depot) {
+                Some((owing, _)) => Some(*owing).filter(|owing| self.workers.is_attached(*owing)),
+                None => worker,
+            };
+            let Some(worker) = worker else {
                 continue;
             };
             reading.asked = Some(worker);
+            asked.push((worker, depot));
             effects.push(Effect::ReadInventory {
                 worker,
                 depot,
                 page_bytes,
-                reading: readings.number,
+                reading: number,
                 from,
             });
         }
+        for (worker, depot) in asked {
+            self.next_id = number;
+            let owed = self.owed_readings.get(&worker);
+            let due = owed.map_or(now + self.settings.fence, |owed| owed.due);
+            self.owe_reading(worker, Owed { depot, number, due });
+        }
+    }
+
+    fn owe_reading(&mut self, worker: WorkerId, owed: Owed) {
+        self.timers.insert((owed.due, Timer::Owed(worker)));
+        self.owed_readings.insert(worker, owed);
+    }
+
+    /// Nothing that this worker was asked of its depot is under way any more.
+    pub(super) fn reading_over(&mut self, worker: WorkerId) -> Option<Owed> {
+        let owed = self.owed_readings.remove(&worker)?;
+        self.timers.remove(&(owed.due, Timer::Owed(worker)));
+        Some(owed)
+    }
+
+    /// A worker has answered a question. While it owes the answer to a later one it has the fence time anew.
+    fn reading_answered(&mut self, now: Time, worker: WorkerId, number: u64) {
+        let owed = self.reading_over(worker);
+        if let Some(owed) = owed.filter(|owed| number < owed.number) {
+            let due = now + self.settings.fence;
+            self.owe_reading(worker, Owed { due, ..owed });
+        }
+    }
+
+    /// A worker has not answered within the fence time: only its end proves that it writes no slot any more.
+    pub(super) fn reading_owed(&mut self, now: Time, worker: WorkerId) {
+        if let Some(owed) = self.owed_readings.get(&worker).copied() {
+            self.expelled.insert(worker);
+            let due = now + self.settings.fence;
+            self.owe_reading(worker, Owed { due, ..owed });
+        }
+    }
+
+    /// True while this worker owes the answer to a question for its inventory.
+    pub fn owes_reading(&self, worker: WorkerId) -> bool {
+        self.owed_readings.contains_key(&worker)
     }
 
     /// Some parts have not come: a question or an answer may be lost.
@@ -106,17 +174,18 @@ impl Leader {
         }
         readings.again = now + self.settings.fence / 4;
         self.timers.insert((readings.again, Timer::Reading));
-        self.read_on(effects);
+        self.read_on(now, effects);
     }
 
-    /// A worker that was asked is gone: another one of its shard is.
-    pub(super) fn reader_lost(&mut self, worker: WorkerId, effects: &mut Vec<Effect>) {
+    /// A worker that was asked is gone, or has attached anew: it, or another one of its shard, is asked when nothing is
+    /// owed for the depot.
+    pub(super) fn reader_lost(&mut self, now: Time, worker: WorkerId, effects: &mut Vec<Effect>) {
         let readings = self.reading.iter_mut();
         let readings = readings.flat_map(|readings| &mut readings.shards);
         for reading in readings.filter(|reading| reading.asked == Some(worker)) {
             reading.asked = None;
         }
-        self.read_on(effects);
+        self.read_on(now, effects);
     }
 
     /// What was read may list pages that are struck out by now: it is read anew.
@@ -127,10 +196,16 @@ impl Leader {
     }
 
     /// A part of an inventory has come. With the last one the pool opens.
-    pub(super) fn inventory(&mut self, part: Part, effects: &mut Vec<Effect>) {
+    pub(super) fn inventory(&mut self, now: Time, part: Part, effects: &mut Vec<Effect>) {
+        self.reading_answered(now, part.worker, part.reading);
+        self.take_part(part);
+        self.read_on(now, effects);
+    }
+
+    fn take_part(&mut self, part: Part) {
         let shard = self.workers.shard_of(part.worker);
         let current = self.workers.depot(shard) == Some(part.depot);
-        let asked = |readings: &&mut Readings| current && readings.number == part.reading;
+        let asked = |readings: &&mut Readings| current && readings.after < part.reading;
         let Some(readings) = self.reading.as_mut().filter(asked) else {
             return;
         };
@@ -160,7 +235,7 @@ impl Leader {
         reading.asked = None;
         reading.from = next.filter(|next| *next < capacity);
         if readings.shards.iter().any(|reading| reading.from.is_some()) {
-            return self.read_on(effects);
+            return;
         }
         let Some(Readings { key, shards, .. }) = self.stop_reading() else {
             return;

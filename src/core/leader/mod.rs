@@ -31,7 +31,7 @@ use crate::types::{
 
 pub use cancel::CANCELS_MAX;
 use cancel::{CancelId, Cancelling};
-use inventory::{Part, Readings};
+use inventory::{Owed, Part, Readings};
 pub use load::LOAD_RUNS_MAX;
 use ops::Op;
 pub use requests::OPEN_REQUESTS_MAX;
@@ -114,6 +114,8 @@ enum Timer {
     Resets,
     Cancel(CancelId),
     Reading,
+    /// Questions for an inventory that this worker has not answered.
+    Owed(WorkerId),
     Silent,
     Engine(EngineId),
 }
@@ -167,8 +169,8 @@ pub struct Leader {
     pool_counts: PoolCounts,
     /// Inventories that were read so far, while a pool is being made from them.
     reading: Option<Readings>,
-    /// How often the inventories were begun to be read.
-    readings: u64,
+    /// Questions for inventories that were not answered, also those of readings that are over.
+    owed_readings: BTreeMap<WorkerId, Owed>,
     sessions: HashMap<EngineId, Session>,
     ops: HashMap<OpId, Op>,
     stores: HashMap<StoreKey, PendingStore>,
@@ -206,7 +208,7 @@ impl Leader {
             tier: None,
             pool_counts: PoolCounts::default(),
             reading: None,
-            readings: 0,
+            owed_readings: BTreeMap::new(),
             sessions: HashMap::new(),
             ops: HashMap::new(),
             stores: HashMap::new(),
@@ -245,7 +247,7 @@ impl Leader {
             Event::WorkerLost(worker) => {
                 self.workers.lost(worker);
                 self.not_asked(worker);
-                self.reader_lost(worker, effects);
+                self.reader_lost(now, worker, effects);
             }
             Event::WorkerDead(worker) => self.worker_dead(now, worker, effects),
             Event::Inventory {
@@ -264,7 +266,7 @@ impl Leader {
                     next,
                     records,
                 };
-                self.inventory(part, effects);
+                self.inventory(now, part, effects);
             }
             Event::Struck { worker, id } => self.struck(now, worker, id, effects),
             Event::Request {
@@ -516,6 +518,7 @@ impl Leader {
                 Timer::Resets => self.resets_due(now, effects),
                 Timer::Cancel(id) => self.cancel_due(id, effects),
                 Timer::Reading => self.reading_due(now, effects),
+                Timer::Owed(worker) => self.reading_owed(now, worker),
                 Timer::Silent => self.silent_due(now),
                 Timer::Engine(engine) => self.forget_engine(engine),
             }

@@ -87,6 +87,11 @@ impl Workers {
         self.memories().any(|(id, _)| id == worker)
     }
 
+    /// It has attached, with an engine's memory or without.
+    pub(super) fn is_attached(&self, worker: WorkerId) -> bool {
+        self.all().any(|(id, place)| id == worker && place.attached)
+    }
+
     /// Places whose worker has attached with an engine's memory.
     pub(super) fn with_memory(&self) -> u32 {
         let there = self
@@ -401,6 +406,7 @@ impl Leader {
         }
         self.end_all_of(worker, effects);
         self.not_asked(worker);
+        self.reading_over(worker);
         if let Some(place) = self.workers.place(worker) {
             place.attached = false;
             place.clear = true;
@@ -423,6 +429,7 @@ impl Leader {
             attach,
             verdict: told,
         });
+        self.reader_lost(now, worker, effects);
         self.look_around(now, effects);
     }
 
@@ -461,7 +468,8 @@ impl Leader {
     pub(super) fn worker_dead(&mut self, now: Time, worker: WorkerId, effects: &mut Vec<Effect>) {
         self.workers.dead(worker);
         self.not_asked(worker);
-        self.reader_lost(worker, effects);
+        self.reading_over(worker);
+        self.reader_lost(now, worker, effects);
         self.end_all_of(worker, effects);
         self.look_around(now, effects);
     }
@@ -490,6 +498,6 @@ impl Leader {
             self.refuse_parked(effects);
         }
         self.open_pool(now, effects);
-        self.read_on(effects);
+        self.read_on(now, effects);
     }
 }

@@ -4,7 +4,7 @@ use crate::core::sabotage::{Bug, planted};
 use crate::types::{AttachId, EngineId, Epoch, OpId, Time};
 
 use super::memory::Memory;
-use super::{Worker, WorkerEffect};
+use super::{OrderRefusal, Worker, WorkerEffect};
 
 /// A leader that was found.
 #[derive(Debug)]
@@ -15,6 +15,8 @@ pub(super) struct Link {
     /// The leader must be told again: at first, and when other memory is here than before.
     news: bool,
     pub(super) admitted: bool,
+    /// The last question for the inventory that was taken.
+    read: u64,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -43,6 +45,27 @@ impl Worker {
             .is_some_and(|link| link.epoch == epoch && link.admitted)
     }
 
+    /// Whether a question for the inventory is answered. The leader takes no answer to an earlier question, and no answer to
+    /// one from before this worker attached, for the end of what it asked; so neither is carried out behind that.
+    pub fn take_reading(&mut self, epoch: Epoch, number: u64) -> Result<(), OrderRefusal> {
+        let followed = self.link.as_ref().map_or(Epoch(0), |link| link.epoch);
+        let link = self.link.as_mut().filter(|link| link.epoch == epoch);
+        let stale = OrderRefusal::StaleEpoch {
+            order: epoch,
+            followed,
+        };
+        let link = link.ok_or(stale)?;
+        if !link.admitted {
+            return Err(OrderRefusal::NotAttached);
+        }
+        let last = link.read.max(self.floor.0);
+        if number <= last {
+            return Err(OrderRefusal::OldReading { number, last });
+        }
+        link.read = number;
+        Ok(())
+    }
+
     pub(super) fn leader_found(
         &mut self,
         now: Time,
@@ -55,6 +78,7 @@ impl Worker {
             asked: None,
             news: true,
             admitted: false,
+            read: 0,
         });
     }
 

@@ -32,6 +32,16 @@ pub enum OrderRefusal {
     /// The leader has not admitted the worker as it is now.
     #[error("this worker is not attached as it is now: order again after its next attach")]
     NotAttached,
+    /// A question for the inventory that is behind a later one, or behind the last attach.
+    #[error(
+        "this reading has number {number}, and everything up to {last} is over: read with a new number"
+    )]
+    OldReading {
+        /// Number of the question.
+        number: u64,
+        /// The last number that is not taken any more.
+        last: u64,
+    },
 }
 
 impl Worker {

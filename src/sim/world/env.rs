@@ -56,6 +56,8 @@ pub(super) struct Env {
     pub(super) lives: BTreeMap<Who, u32>,
     /// Workers that are to be ended.
     pub(super) expelled: Vec<WorkerId>,
+    /// Workers that have begun to divide a depot in this step.
+    pub(super) divides: Vec<WorkerId>,
     /// What the wall clock shows beyond the time that has passed.
     wall_offset: i64,
     /// No prompt arrives any more.
@@ -93,6 +95,7 @@ impl Env {
             failing: None,
             lives: BTreeMap::new(),
             expelled: Vec::new(),
+            divides: Vec::new(),
             wall_offset: 1 << 50,
             closing: false,
             namespaces,

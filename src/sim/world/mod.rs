@@ -31,7 +31,7 @@ mod worker;
 #[cfg(test)]
 mod tests;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::hash::Hasher;
 use std::time::Duration;
 
@@ -48,7 +48,7 @@ use leader::LeaderProcess;
 use net::{ConnectionId, End, Packet};
 use process::{Place, Process};
 pub use setup::{Chances, Setup, Shape};
-pub use storage::{CONTENT_MIN, Content, Depot, EMPTY, NOWHERE, Storage, TORN};
+pub use storage::{CONTENT_MIN, Content, Depot, EMPTY, Hold, NOWHERE, Storage, TORN};
 pub use summary::{RUNS_TO_JUDGE, Summary};
 use worker::WorkerProcess;
 
@@ -87,6 +87,8 @@ enum Happening {
         life: u32,
         op: OpId,
     },
+    /// A worker divides its depot further.
+    Divide { worker: WorkerId, life: u32 },
     /// An engine has computed or compared.
     Worked {
         replica: Replica,
@@ -243,6 +245,10 @@ impl World {
                 let event = Happening::CopyStep { worker, life, op };
                 self.to(Who::Worker(worker), Some(life), event);
             }
+            Happening::Divide { worker, life } => {
+                let event = Happening::Divide { worker, life };
+                self.to(Who::Worker(worker), Some(life), event);
+            }
             Happening::Worked {
                 replica,
                 life,
@@ -331,11 +337,16 @@ impl World {
     /// A process that stands still or is busy takes it later.
     fn hold_back(&mut self, who: Who, now: Time, happening: Happening) -> Option<Happening> {
         let message = matches!(happening, Happening::Packet { .. });
+        let divides = matches!(happening, Happening::Divide { .. });
+        let busy = !divides && self.is_dividing(who);
         let life = self.life(who)?;
         let place = self.place(who)?;
-        if *place.paused {
+        if *place.paused || busy {
             place.inbox.push_back(happening);
             return None;
+        }
+        if divides {
+            return Some(happening);
         }
         let slow = place.slow.filter(|(_, until)| message && now < *until);
         if !(slow.is_some() || message && !place.inbox.is_empty()) {
@@ -361,9 +372,10 @@ impl World {
             return;
         }
         let now = self.env.now();
+        let busy = self.is_dividing(who);
         let Some(place) = self.place(who) else { return };
         *place.reading = false;
-        if *place.paused {
+        if *place.paused || busy {
             return;
         }
         let Some(happening) = place.inbox.pop_front() else {
@@ -378,6 +390,16 @@ impl World {
                 .push(now + each, Happening::Read { who, life });
         }
         self.handle(who, life, happening);
+    }
+
+    /// A worker that divides its depot hears nothing until it is done.
+    fn is_dividing(&self, who: Who) -> bool {
+        let Who::Worker(worker) = who else {
+            return false;
+        };
+        let worker = self.workers.get(&worker);
+        let worker = worker.and_then(|process| process.state.as_ref());
+        worker.is_some_and(WorkerProcess::is_dividing)
     }
 
     fn place(&mut self, who: Who) -> Option<Place<'_>> {
@@ -462,6 +484,7 @@ impl World {
         let Some(mut worker) = process.state.take() else {
             return;
         };
+        let dividing = worker.is_dividing();
         let env = &mut self.env;
         match happening {
             Err((connection, to, heard)) => worker.hear(env, connection, to, heard),
@@ -470,6 +493,7 @@ impl World {
                 worker.tick(env);
             }
             Ok(Happening::CopyStep { op, .. }) => worker.copy_step(env, op),
+            Ok(Happening::Divide { .. }) => worker.divide(env),
             Ok(other) => env.violated(format!("a worker was given {other:?}")),
         }
         let next = worker.next_timeout();
@@ -479,9 +503,17 @@ impl World {
             env.queue.push(next, Happening::Wake { who, life });
         }
         let over = worker.gave_up();
+        let waited = match dividing && !worker.is_dividing() {
+            true => std::mem::take(&mut process.inbox),
+            false => VecDeque::new(),
+        };
+        let life = process.life;
         process.state = Some(worker);
         if over {
             self.crash(Who::Worker(id));
+        }
+        for happening in waited {
+            self.to(Who::Worker(id), Some(life), happening);
         }
     }
 
@@ -521,6 +553,9 @@ impl World {
             let life = self.workers[&worker].life;
             let at = self.env.now() + Duration::from_micros(self.env.rng.u64(100..5000));
             self.env.queue.push(at, Happening::Kill { worker, life });
+        }
+        for worker in std::mem::take(&mut self.env.divides) {
+            self.pause_divider(worker);
         }
         self.notice();
         if std::mem::take(&mut self.env.decided) {

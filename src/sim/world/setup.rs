@@ -16,6 +16,8 @@ const SHARED: u64 = 0x7368_6172_6564;
 
 /// The same for the shapes of pages, the sizes of memories, and who loses a depot.
 const SHAPES: u64 = 0x7368_6170_6573;
+/// The same for how depots are divided.
+const DIVIDE: u64 = 0x6469_7669_6465;
 /// The same for times.
 const TIMES: u64 = 0x7469_6d65_7321;
 /// Bytes of one cell of memory.
@@ -61,7 +63,11 @@ pub struct Setup {
     pub inventory_pages: u32,
     /// Of a million readings of inventories, those in which an engine leaves.
     pub leave_while_reading: u32,
-    /// Of those, pages that stay cached when no prompt holds them.
+    /// How long a worker takes to divide a depot into pages of another size, at most.
+    pub divide_time: Duration,
+    /// Of a million divisions, those in which the worker stands still.
+    pub pause_while_dividing: u32,
+    /// Of the pages of an engine's memory, those that stay cached when no prompt holds them.
     pub cached_pages: u32,
     /// Namespaces, 1 to 3.
     pub namespaces: u8,
@@ -135,6 +141,7 @@ impl Setup {
         let mut others = Rng::with_seed(rng.clone().u64(..) ^ SHARED);
         let mut shapes = Rng::with_seed(rng.clone().u64(..) ^ SHAPES);
         let mut times = Rng::with_seed(rng.clone().u64(..) ^ TIMES);
+        let mut divide = Rng::with_seed(rng.clone().u64(..) ^ DIVIDE);
         let ranks = rng.u16(1..=4);
         let mut setup = Self {
             ranks,
@@ -153,6 +160,8 @@ impl Setup {
             depots_differ: false,
             inventory_pages: 100,
             leave_while_reading: 0,
+            divide_time: Duration::ZERO,
+            pause_while_dividing: 0,
             cached_pages: rng.u32(0..=device_pages) * u32::from(rng.bool()),
             namespaces: rng.u8(1..=3),
             families: if rng.bool() {
@@ -207,6 +216,8 @@ impl Setup {
         }
         setup.vary(&mut shapes);
         setup.time(&mut times);
+        setup.divide_time = setup.fence.mul_f64(*pick(&mut divide, &[0.001, 0.02, 0.2]));
+        setup.pause_while_dividing = *pick(&mut divide, &[0, 100_000, 500_000]);
         setup
     }
 

@@ -2,10 +2,13 @@
 //!
 //! Memory is a row of cells. A page of `n` cells with the number `k` lies in the cells `k * n ..`, as a page of a real depot
 //! lies at an offset that follows from its number and its size: pages of different sizes overlap, and whoever writes a
-//! page of one size destroys pages of another.
+//! page of one size destroys pages of another. The slots of the inventory lie before the pages, one for each: smaller pages
+//! have more of them, and whoever clears those of smaller pages destroys larger ones.
 
-use super::setup::Shape;
-use crate::types::{DepotId, Epoch, PageRecord, PageRun, Record, Scope, Stored};
+use super::setup::{CELL_BYTES, Shape};
+use crate::types::{
+    DepotId, Epoch, INVENTORY_SLOT_BYTES, PageRecord, PageRun, Record, Scope, Stored,
+};
 
 /// What a cell holds: a number made from whose page it belongs to and from which shard, or one of those below.
 pub type Content = u64;
@@ -19,6 +22,17 @@ pub const NOWHERE: Content = 2;
 /// The smallest number that stands for the content of a page.
 pub const CONTENT_MIN: Content = 3;
 
+/// What a reading finds before it reads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Hold {
+    /// Pages of this shape are held.
+    Held,
+    /// Others were held, or none: every slot must be cleared first.
+    Divide,
+    /// A later reading has come before; nothing is changed.
+    Late,
+}
+
 /// Keeps the pages of one shard, and says which of them can be found again. Tiers below the host implement it as well.
 pub trait Storage {
     /// Which memory this is.
@@ -27,9 +41,13 @@ pub trait Storage {
     fn pages(&self, shape: Shape) -> u32;
     /// Cells of the pages that are listed here; `None` before anything asked for them.
     fn holds(&self) -> Option<u32>;
-    /// From now on pages of this shape are listed: none, if others were listed before. A reading that is older than the
-    /// last one changes nothing, and hears `false`.
-    fn hold(&mut self, shape: Shape, reading: (Epoch, u64)) -> bool;
+    /// Pages of this shape are to be listed. Where others were listed before, none are until [`Self::clear`] has been called
+    /// for every page of this shape, and then [`Self::divided`].
+    fn hold(&mut self, shape: Shape, reading: (Epoch, u64)) -> Hold;
+    /// Clears the slot of a page, wherever that lies by now.
+    fn clear(&mut self, page: u32);
+    /// Pages of this shape are listed from now on, unless somebody else has said so of others meanwhile.
+    fn divided(&mut self, shape: Shape);
     /// Reads a page: [`TORN`] when its cells belong to different pages, [`NOWHERE`] when there is none of that number.
     fn read(&self, shape: Shape, page: u32) -> Content;
     /// Writes a page. `false` when there is none of that number.
@@ -87,16 +105,37 @@ impl Storage for Depot {
         self.holds
     }
 
-    fn hold(&mut self, shape: Shape, reading: (Epoch, u64)) -> bool {
+    fn hold(&mut self, shape: Shape, reading: (Epoch, u64)) -> Hold {
         if reading < self.reading {
-            return false;
+            return Hold::Late;
         }
         self.reading = reading;
-        if self.holds != Some(shape.cells) {
-            self.inventory.fill(None);
-            self.holds = Some(shape.cells);
+        if self.holds == Some(shape.cells) {
+            return Hold::Held;
         }
-        true
+        self.holds = None;
+        Hold::Divide
+    }
+
+    fn clear(&mut self, page: u32) {
+        if let Some(slot) = self.inventory.get_mut(page as usize) {
+            *slot = None;
+        }
+        let Some(holds) = self.holds else {
+            return;
+        };
+        let slots = self.cells.len() / holds as usize;
+        if let Some(behind) = (page as usize).checked_sub(slots) {
+            let at = behind as u64 * INVENTORY_SLOT_BYTES / CELL_BYTES;
+            let at = usize::try_from(at).unwrap_or(usize::MAX);
+            if let Some(cell) = self.cells.get_mut(at) {
+                *cell = TORN;
+            }
+        }
+    }
+
+    fn divided(&mut self, shape: Shape) {
+        self.holds.get_or_insert(shape.cells);
     }
 
     fn read(&self, shape: Shape, page: u32) -> Content {
@@ -175,13 +214,35 @@ mod tests {
         assert_eq!(depot.read(shape(4), 3), NOWHERE);
     }
 
+    fn hold(depot: &mut Depot, shape: Shape, reading: (Epoch, u64)) -> Hold {
+        let hold = depot.hold(shape, reading);
+        if hold == Hold::Divide {
+            (0..depot.pages(shape)).for_each(|page| depot.clear(page));
+            depot.divided(shape);
+        }
+        hold
+    }
+
     #[test]
     fn a_reading_that_comes_late_changes_nothing() {
         let mut depot = Depot::new(DepotId(1), 12);
-        assert!(depot.hold(shape(4), (Epoch(1), 1)));
-        assert!(depot.hold(shape(2), (Epoch(1), 2)));
-        assert!(!depot.hold(shape(4), (Epoch(1), 1)));
+        assert_eq!(hold(&mut depot, shape(4), (Epoch(1), 1)), Hold::Divide);
+        assert_eq!(hold(&mut depot, shape(2), (Epoch(1), 2)), Hold::Divide);
+        assert_eq!(hold(&mut depot, shape(4), (Epoch(1), 1)), Hold::Late);
         assert_eq!(depot.holds(), Some(2));
-        assert!(depot.hold(shape(4), (Epoch(2), 1)));
+        assert_eq!(hold(&mut depot, shape(2), (Epoch(1), 2)), Hold::Held);
+        assert_eq!(hold(&mut depot, shape(4), (Epoch(2), 1)), Hold::Divide);
+    }
+
+    #[test]
+    fn slots_of_smaller_pages_lie_in_larger_ones() {
+        let mut depot = Depot::new(DepotId(1), 12);
+        hold(&mut depot, shape(1), (Epoch(1), 1));
+        hold(&mut depot, shape(4), (Epoch(1), 2));
+        assert!(depot.write(shape(4), 0, 77));
+        (0..3).for_each(|page| depot.clear(page));
+        assert_eq!(depot.read(shape(4), 0), 77, "slots of its own");
+        depot.clear(3);
+        assert_eq!(depot.read(shape(4), 0), TORN);
     }
 }

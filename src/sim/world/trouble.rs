@@ -114,6 +114,26 @@ impl World {
         self.env.queue.push(at, Happening::Resume { who, pause });
     }
 
+    /// A worker that has begun to divide a depot may stand still in the middle of that. Engines may leave meanwhile, so that
+    /// the next ones need pages of another size.
+    pub(super) fn pause_divider(&mut self, worker: WorkerId) {
+        let env = &mut self.env;
+        if env.closing || env.rng.u32(0..1_000_000) >= env.setup.pause_while_dividing {
+            return;
+        }
+        self.pause(Who::Worker(worker));
+        if self.env.rng.bool() {
+            return;
+        }
+        for replica in (0..self.env.setup.replicas).map(Replica) {
+            let life = self.engines[usize::from(replica.0)].life;
+            let env = &mut self.env;
+            let longest = env.setup.request_timeout;
+            let at = env.now() + longest.mul_f64(env.rng.f64());
+            env.queue.push(at, Happening::Leave { replica, life });
+        }
+    }
+
     fn cut(&mut self) {
         let (from, to) = (self.someone(), self.someone());
         if from == to {

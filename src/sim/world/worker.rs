@@ -8,7 +8,7 @@ use super::faults::Fault;
 use super::ghost::Touched;
 use super::net::{ConnectionId, End, Heard};
 use super::server::{self, Server};
-use super::storage::{Storage, TORN};
+use super::storage::{Hold, Storage, TORN};
 use super::{Env, Happening, Who};
 use crate::core::{BatchId, MemoryBounds, Worker, WorkerEffect, WorkerEvent, WorkerSettings};
 use crate::protocol::{
@@ -16,8 +16,8 @@ use crate::protocol::{
     Message, ReadInventory, Registered, Role, Struck,
 };
 use crate::types::{
-    AttachId, Copy, Direction, EndedCopy, EngineId, Epoch, Generation, OpId, RequestId, ResetId,
-    Shard, Time, WorkerId,
+    AttachId, Copy, DepotId, Direction, EndedCopy, EngineId, Epoch, Generation, OpId, RequestId,
+    ResetId, Shard, Time, WorkerId,
 };
 
 /// A copy that runs: page by page.
@@ -35,6 +35,23 @@ struct Running {
     /// Its last byte is written, or it has stopped; the core has not heard of it yet.
     over: Option<bool>,
 }
+
+/// A depot that is being divided for a question, slot by slot. The process hears nothing meanwhile, and goes on with it
+/// whatever has become of its connection.
+#[derive(Debug)]
+struct Dividing {
+    correlation: RequestId,
+    read: ReadInventory,
+    /// The depot; another one may have taken its place.
+    depot: DepotId,
+    /// The first slot that is not cleared.
+    next: u32,
+    /// Time for one slice.
+    pace: Duration,
+}
+
+/// Slices in which a depot is divided.
+const DIVIDE_SLICES: u32 = 4;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Fate {
@@ -65,6 +82,7 @@ pub(super) struct WorkerProcess {
     next_ask: u64,
     order: RequestId,
     running: BTreeMap<OpId, Running>,
+    dividing: Option<Dividing>,
     gave_up: bool,
 }
 
@@ -89,6 +107,7 @@ impl WorkerProcess {
             next_ask: 0,
             order: RequestId(0),
             running: BTreeMap::new(),
+            dividing: None,
             gave_up: false,
         };
         process.step(env, WorkerEvent::DepotReady);
@@ -97,6 +116,10 @@ impl WorkerProcess {
 
     pub(super) fn gave_up(&self) -> bool {
         self.gave_up
+    }
+
+    pub(super) fn is_dividing(&self) -> bool {
+        self.dividing.is_some()
     }
 
     pub(super) fn has_stuck_copy(&self) -> bool {
@@ -200,9 +223,9 @@ impl WorkerProcess {
         self.step(env, event);
     }
 
-    /// A part of what the depot lists.
+    /// A part of what the depot lists, once it holds pages of this size.
     fn read_inventory(
-        &self,
+        &mut self,
         env: &mut Env,
         correlation: RequestId,
         epoch: Epoch,
@@ -212,14 +235,82 @@ impl WorkerProcess {
         let shape = Env::shape(read.page_bytes, [0; 16]);
         let depot = &mut env.depots[at];
         let meant = depot.id().0.to_be_bytes() == read.depot;
-        let body = if meant && depot.hold(shape, (epoch, read.reading)) {
+        let taken = self.core.take_reading(epoch, read.reading);
+        let hold = match meant && taken.is_ok() {
+            true => depot.hold(shape, (epoch, read.reading)),
+            false => Hold::Late,
+        };
+        match hold {
+            Hold::Held => self.say_inventory(env, correlation, &read),
+            Hold::Divide => {
+                let depot = depot.id();
+                let time = env.setup.divide_time.mul_f64(env.rng.f64());
+                self.dividing = Some(Dividing {
+                    correlation,
+                    read,
+                    depot,
+                    next: 0,
+                    pace: time / DIVIDE_SLICES,
+                });
+                env.divides.push(self.id);
+                self.divide_on(env);
+            }
+            Hold::Late => {
+                let error = ErrorBody::new(ErrorCode::Invalid, "another depot, or late");
+                let error = Message::Error(error);
+                self.leader.say(env, correlation, Duration::ZERO, error);
+            }
+        }
+    }
+
+    fn divide_on(&self, env: &mut Env) {
+        let Some(dividing) = &self.dividing else {
+            return;
+        };
+        let (worker, life) = (self.id, self.life);
+        let at = env.now() + dividing.pace;
+        env.queue.push(at, Happening::Divide { worker, life });
+    }
+
+    /// Clears one slice of the slots; behind the last one, answers.
+    pub(super) fn divide(&mut self, env: &mut Env) {
+        let at = env.depot_of(self.id.rank);
+        let Some(dividing) = &mut self.dividing else {
+            return;
+        };
+        let shape = Env::shape(dividing.read.page_bytes, [0; 16]);
+        let depot = &mut env.depots[at];
+        if depot.id() == dividing.depot {
+            let pages = depot.pages(shape);
+            let end = dividing.next.saturating_add(pages / DIVIDE_SLICES + 1);
+            let end = end.min(pages);
+            (dividing.next..end).for_each(|page| depot.clear(page));
+            dividing.next = end;
+            env.decided = true;
+            if end < pages {
+                return self.divide_on(env);
+            }
+            depot.divided(shape);
+        }
+        if let Some(Dividing {
+            correlation, read, ..
+        }) = self.dividing.take()
+        {
+            self.say_inventory(env, correlation, &read);
+        }
+    }
+
+    fn say_inventory(&self, env: &mut Env, correlation: RequestId, read: &ReadInventory) {
+        let shape = Env::shape(read.page_bytes, [0; 16]);
+        let depot = &env.depots[env.depot_of(self.id.rank)];
+        let body = if depot.holds() == Some(shape.cells) {
             let end = read.from.saturating_add(env.setup.inventory_pages);
             let mut pages = depot.listed();
             pages.retain(|page| (read.from..end).contains(&page.page));
             let next = (end < depot.pages(shape)).then_some(end);
-            Message::Inventory(Inventory::new(&read, next, &pages))
+            Message::Inventory(Inventory::new(read, next, &pages))
         } else {
-            Message::Error(ErrorBody::new(ErrorCode::Invalid, "another depot, or late"))
+            Message::Error(ErrorBody::new(ErrorCode::Invalid, "divided otherwise"))
         };
         self.leader.say(env, correlation, Duration::ZERO, body);
     }
