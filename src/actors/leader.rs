@@ -306,6 +306,8 @@ impl State {
         });
         self.step(Event::Attached(Attached {
             worker,
+            ranks: attach.ranks,
+            shards: attach.kv_shards,
             attach: id,
             depot: DepotId(u128::from_be_bytes(attach.depot)),
             memory,

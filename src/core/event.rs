@@ -74,6 +74,10 @@ pub enum Event {
 pub struct Attached {
     /// Which worker.
     pub worker: WorkerId,
+    /// Ranks of an engine, by the worker's settings.
+    pub ranks: u16,
+    /// Shards of an engine's KV, by the worker's settings.
+    pub shards: u16,
     /// Grows over one connection; the same again is a retry.
     pub attach: AttachId,
     /// The depot of its shard.

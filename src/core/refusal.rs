@@ -60,6 +60,22 @@ pub enum Refusal {
         /// Engines.
         replicas: u16,
     },
+    /// A worker that was started for engines with another number of ranks, or of shards. A replica would count as complete
+    /// while some of its engine's ranks have no worker.
+    #[error(
+        "attach.{setting} of {worker} is {value}, and this leader was started for {expected}: start leader and workers \
+         with the same {setting}"
+    )]
+    SettingDiffers {
+        /// The one that was turned away.
+        worker: WorkerId,
+        /// The setting, which is also the field's name.
+        setting: &'static str,
+        /// What the worker was started for.
+        value: u16,
+        /// What the leader was started for.
+        expected: u16,
+    },
     /// Two workers of one shard with memory of their own.
     #[error(
         "{worker} has another depot than {other}: workers on a host that hold one shard of the KV share its depot"

@@ -268,6 +268,10 @@ pub struct Attach {
     pub replica: u16,
     /// Which rank of it.
     pub rank: u16,
+    /// Ranks of an engine, by the worker's own settings. A leader that was started for another number refuses it.
+    pub ranks: u16,
+    /// Shards of an engine's KV, by the worker's own settings. The same holds.
+    pub kv_shards: u16,
     /// Grows with each attach over one connection; the same again is a retry.
     pub attach: u64,
     /// The depot of its shard: 16 bytes drawn when that was made.

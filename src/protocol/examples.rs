@@ -224,6 +224,8 @@ pub fn examples() -> Vec<(&'static str, Message)> {
             Message::Attach(Attach {
                 replica: 0,
                 rank: 1,
+                ranks: 2,
+                kv_shards: 2,
                 attach: 2,
                 depot: [8; 16],
                 memory: Some(AttachedMemory {

@@ -24,6 +24,8 @@ pub(super) fn attach(
         let replica = Replica(0);
         let attached = Attached {
             worker: WorkerId { replica, rank },
+            ranks: leader.sharding().ranks(),
+            shards: leader.sharding().shards(),
             attach: AttachId(1),
             depot: DepotId(leader.sharding().of(rank).0.into()),
             memory: Some(EngineMemory {

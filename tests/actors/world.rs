@@ -306,6 +306,8 @@ impl Puppet {
         let attach = Message::Attach(Attach {
             replica: 0,
             rank: self.rank,
+            ranks: RANKS,
+            kv_shards: RANKS,
             attach: self.attaches,
             depot: [self.rank as u8; 16],
             memory: Some(memory),

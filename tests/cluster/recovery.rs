@@ -9,8 +9,8 @@ use super::disturbed::LIMIT;
 use super::processes::{children, leader_beside, lives, signal};
 use crate::support::{Running, kvferry, number, replay, socket_dir};
 
-/// The status of an `up`, once something is true of it.
-fn status_of(sockets: &str, is_true: impl Fn(&Value) -> bool) -> Value {
+/// The status of a leader, once something is true of it.
+pub fn status_of(sockets: &str, is_true: impl Fn(&Value) -> bool) -> Value {
     let begun = Instant::now();
     loop {
         let output = kvferry(&["status", "--json", "--check", "--socket-dir", sockets]);

@@ -171,6 +171,8 @@ fn an_attach_that_is_said_again_is_answered_alike_and_an_older_one_not_at_all() 
     let mut say = |attach: u64| {
         let attached = Attached {
             worker: worker(0, 0),
+            ranks: RANKS,
+            shards: RANKS,
             attach: AttachId(attach),
             depot: DepotId(0),
             memory: None,
@@ -270,6 +272,8 @@ fn a_rank_that_there_is_not_is_turned_away() {
         let mut leader = Leader::new(settings());
         let attached = Attached {
             worker: worker(engine, rank),
+            ranks: RANKS,
+            shards: RANKS,
             attach: AttachId(1),
             depot: DepotId(0),
             memory: None,

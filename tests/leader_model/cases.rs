@@ -205,6 +205,8 @@ fn workers_that_say_nothing_within_the_fence_of_a_new_leader_must_go() {
     leader.step(at(1), Event::EngineOpened(engine_id(0)), &mut effects);
     let spoke = Attached {
         worker: worker(0, 0),
+        ranks: RANKS,
+        shards: RANKS,
         attach: AttachId(1),
         depot: DepotId(0),
         memory: None,
@@ -443,6 +445,8 @@ fn verdict(world: &mut World, arena_pages: u32, page_bytes: u64) -> Result<OpId,
     };
     let attached = Attached {
         worker: worker(0, 2),
+        ranks: RANKS,
+        shards: RANKS,
         attach: AttachId(world.attaches),
         depot: DepotId(2),
         memory: Some(EngineMemory {
@@ -541,6 +545,8 @@ fn another_depot_holds_nothing_and_the_same_one_all_of_it() {
         world.attaches += 1;
         world.event(Event::Attached(Attached {
             worker: worker(engine, 1),
+            ranks: RANKS,
+            shards: RANKS,
             attach: AttachId(world.attaches),
             depot: DepotId(70),
             memory: Some(EngineMemory {
@@ -560,6 +566,8 @@ fn replicas_may_have_memory_of_different_sizes_and_ranks_may_not() {
         world.attaches += 1;
         let attached = Attached {
             worker: worker(engine, rank),
+            ranks: RANKS,
+            shards: RANKS,
             attach: AttachId(world.attaches),
             depot: DepotId(rank.into()),
             memory: Some(EngineMemory {
@@ -601,6 +609,8 @@ fn another_engine(world: &mut World, content: u8) {
         world.attaches += 1;
         world.event(Event::Attached(Attached {
             worker: worker(engine, rank),
+            ranks: RANKS,
+            shards: RANKS,
             attach: AttachId(world.attaches),
             depot: DepotId(rank.into()),
             memory: Some(EngineMemory {
@@ -641,6 +651,8 @@ fn ranks_of_other_content_are_turned_away_by_that_field() {
     world.attaches += 1;
     let attached = Attached {
         worker: worker(1, 2),
+        ranks: RANKS,
+        shards: RANKS,
         attach: AttachId(world.attaches),
         depot: DepotId(2),
         memory: Some(EngineMemory {

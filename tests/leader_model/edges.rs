@@ -324,6 +324,8 @@ fn who_is_waited_for_is_told() {
     reader.attaches += 1;
     reader.step(Event::Attached(Attached {
         worker: worker(1, 2),
+        ranks: RANKS,
+        shards: RANKS,
         attach: AttachId(reader.attaches),
         depot: DepotId(2),
         memory: None,
@@ -354,6 +356,8 @@ fn attach_depot(reader: &mut Reader, replica: u8, rank: u16, depot: u128) -> Res
     reader.attaches += 1;
     let effects = reader.step(Event::Attached(Attached {
         worker: worker(replica, rank),
+        ranks: RANKS,
+        shards: RANKS,
         attach: AttachId(reader.attaches),
         depot: DepotId(depot),
         memory: None,

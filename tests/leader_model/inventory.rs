@@ -86,10 +86,12 @@ impl Reader {
         self.attach_with(engine, rank, ARENA_PAGES)
     }
 
-    fn attach_with(&mut self, engine: u8, rank: u16, arena_pages: u32) -> Vec<Asked> {
+    pub(super) fn attach_with(&mut self, engine: u8, rank: u16, arena_pages: u32) -> Vec<Asked> {
         self.attaches += 1;
         self.asks(Event::Attached(Attached {
             worker: worker(engine, rank),
+            ranks: RANKS,
+            shards: RANKS,
             attach: AttachId(self.attaches),
             depot: DepotId(rank.into()),
             memory: Some(EngineMemory {
@@ -112,7 +114,13 @@ impl Reader {
         asked
     }
 
-    fn part(&mut self, who: (u8, u16), from: u32, next: Option<u32>, pages: &[u32]) -> Vec<Asked> {
+    pub(super) fn part(
+        &mut self,
+        who: (u8, u16),
+        from: u32,
+        next: Option<u32>,
+        pages: &[u32],
+    ) -> Vec<Asked> {
         self.asks(Event::Inventory {
             worker: worker(who.0, who.1),
             depot: DepotId(who.1.into()),
@@ -139,7 +147,7 @@ impl Reader {
 }
 
 /// A block of one page.
-fn record(page: u32) -> PageRecord {
+pub(super) fn record(page: u32) -> PageRecord {
     PageRecord {
         page,
         anchor: Anchor(page.into()),
@@ -363,6 +371,8 @@ fn another_depot_is_read_from_its_first_page() {
     reader.attaches += 1;
     let attached = Attached {
         worker: worker(0, 1),
+        ranks: RANKS,
+        shards: RANKS,
         attach: AttachId(reader.attaches),
         depot: DepotId(500),
         memory: Some(EngineMemory {

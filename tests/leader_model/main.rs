@@ -7,6 +7,7 @@ mod cancel;
 mod cases;
 mod edges;
 mod inventory;
+mod settings;
 mod shared;
 mod tier;
 
@@ -185,6 +186,8 @@ impl World {
         self.attaches += 1;
         self.event(Event::Attached(Attached {
             worker: worker(engine, rank),
+            ranks: RANKS,
+            shards: RANKS,
             attach: AttachId(self.attaches),
             depot: DepotId(rank.into()),
             memory: Some(EngineMemory {

@@ -75,6 +75,8 @@ impl Shared {
         self.asked += 1;
         self.step(Event::Attached(Attached {
             worker: place(rank),
+            ranks: 4,
+            shards: 2,
             attach: AttachId(self.asked),
             depot,
             memory: Some(EngineMemory {

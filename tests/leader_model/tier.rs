@@ -72,6 +72,7 @@ impl Site {
         here: Option<Here>,
     ) -> Vec<Effect> {
         self.attaches += 1;
+        let ranks = self.leader.sharding().ranks();
         let memory = here.map(|here| EngineMemory {
             engine: engine_id(here.engine),
             geometry: GroupGeometry {
@@ -84,6 +85,8 @@ impl Site {
         });
         self.step(Event::Attached(Attached {
             worker: worker(replica, rank),
+            ranks,
+            shards: ranks,
             attach: AttachId(self.attaches),
             depot: DepotId(depot + u128::from(rank)),
             memory,

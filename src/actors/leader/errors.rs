@@ -10,6 +10,7 @@ pub(super) fn to_error(refusal: &Refusal) -> ErrorBody {
         }
         Refusal::RankDisagrees { .. } => ErrorCode::RankDisagrees,
         Refusal::NoSuchWorker { .. }
+        | Refusal::SettingDiffers { .. }
         | Refusal::DepotNotShared { .. }
         | Refusal::DepotOfTwoShards { .. }
         | Refusal::DepotTooSmall { .. }

@@ -397,6 +397,8 @@ impl State {
         let question = Attach {
             replica: self.worker.replica.0,
             rank: self.worker.rank.0,
+            ranks: self.sharding.ranks(),
+            kv_shards: self.sharding.shards(),
             attach: attach.0,
             depot: self
                 .depot

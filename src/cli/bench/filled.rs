@@ -103,6 +103,8 @@ impl FilledLeader {
         let depot = DepotId(1);
         let attached = Attached {
             worker: WORKER,
+            ranks: 1,
+            shards: 1,
             attach: AttachId(1),
             depot,
             memory: Some(EngineMemory {

@@ -273,6 +273,8 @@ async fn attach(leader: &Path) -> Result<tokio::task::JoinHandle<()>, CommandErr
     let attach = Attach {
         replica: 0,
         rank: 0,
+        ranks: 1,
+        kv_shards: 1,
         attach: 1,
         depot: [1; 16],
         memory: Some(AttachedMemory {

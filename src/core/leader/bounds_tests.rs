@@ -307,6 +307,8 @@ fn a_deadline_of_weeks_is_cut() {
 fn attached(attach: AttachId, arena_pages: u32) -> Attached {
     Attached {
         worker: WORKER,
+        ranks: 1,
+        shards: 1,
         attach,
         depot: DepotId(1),
         memory: Some(EngineMemory {

@@ -98,6 +98,8 @@ fn serving_with(settings: LeaderSettings, arena_pages: u32) -> Leader {
     };
     let attached = Event::Attached(Attached {
         worker,
+        ranks: 1,
+        shards: 1,
         attach: AttachId(1),
         depot,
         memory: Some(memory),

@@ -268,6 +268,7 @@ impl Workers {
         key: Option<&TierKey>,
     ) -> Result<(), Refusal> {
         let worker = attached.worker;
+        self.same_settings(attached)?;
         if self.index(worker).is_none() {
             return Err(Refusal::NoSuchWorker {
                 worker,
@@ -318,6 +319,26 @@ impl Workers {
             }
         }
         Ok(())
+    }
+
+    /// Whether the worker was started for engines of as many ranks and shards as this leader. A replica is complete when all
+    /// of the leader's own ranks are there: with fewer than the engine has, the other ranks would attend to pages that
+    /// nobody has loaded.
+    fn same_settings(&self, attached: &Attached) -> Result<(), Refusal> {
+        let shards = self.sharding.shards();
+        let settings = [
+            ("ranks", attached.ranks, self.ranks),
+            ("kv_shards", attached.shards, shards),
+        ];
+        match settings.into_iter().find(|(_, value, own)| value != own) {
+            None => Ok(()),
+            Some((setting, value, expected)) => Err(Refusal::SettingDiffers {
+                worker: attached.worker,
+                setting,
+                value,
+                expected,
+            }),
+        }
     }
 
     /// Which of two replicas that differ makes room: the one that the pool is not for, else the one that is not complete,

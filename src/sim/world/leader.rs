@@ -185,6 +185,8 @@ impl LeaderProcess {
                 });
                 let attached = Attached {
                     worker,
+                    ranks: attach.ranks,
+                    shards: attach.kv_shards,
                     attach: attach_id,
                     depot: DepotId(u128::from_be_bytes(attach.depot)),
                     memory,

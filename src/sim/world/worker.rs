@@ -490,6 +490,8 @@ impl WorkerProcess {
         let body = Message::Attach(Attach {
             replica: self.id.replica.0,
             rank: self.id.rank.0,
+            ranks: env.setup.sharding.ranks(),
+            kv_shards: env.setup.sharding.shards(),
             attach: attach.0,
             depot: env.depots[env.depot_of(self.id.rank)].id().0.to_be_bytes(),
             memory,

@@ -42,6 +42,8 @@ pub(super) fn attached(worker: WorkerId, depot: u128) -> Attached {
     };
     Attached {
         worker,
+        ranks: RANKS,
+        shards: RANKS,
         attach: AttachId(1),
         depot: DepotId(depot << 16 | u128::from(worker.rank.0)),
         memory: Some(memory),

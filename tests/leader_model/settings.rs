@@ -1,0 +1,118 @@
+//! Leaders and workers that were started with different settings.
+
+use kvferry::types::Sharding;
+
+use super::*;
+
+/// A leader for one engine of so many ranks and shards, its only engine known.
+fn leader(ranks: u16, shards: u16) -> Leader {
+    let mut settings = settings();
+    settings.sharding = Sharding::new(ranks, shards).expect("divides");
+    settings.replicas = 1;
+    let mut leader = Leader::new(settings);
+    let opened = Event::EngineOpened(engine_id(0));
+    leader.step(Time(0), opened, &mut Vec::new());
+    leader
+}
+
+/// A worker that was started for so many ranks and shards attaches with the memory of the engine.
+fn attach(leader: &mut Leader, rank: u16, (ranks, shards): (u16, u16)) -> Vec<Effect> {
+    let attached = Attached {
+        worker: worker(0, rank),
+        ranks,
+        shards,
+        attach: AttachId(1),
+        depot: DepotId(rank.into()),
+        memory: Some(EngineMemory {
+            engine: engine_id(0),
+            geometry: geometry(),
+            arena_pages: 60,
+        }),
+    };
+    let mut effects = Vec::new();
+    leader.step(Time(0), Event::Attached(attached), &mut effects);
+    leader.check().expect("the second count agrees");
+    effects
+}
+
+fn verdict(effects: &[Effect]) -> Result<OpId, Refusal> {
+    let verdict = effects.iter().find_map(|effect| match effect {
+        Effect::Admit { verdict, .. } => Some(verdict.clone()),
+        _ => None,
+    });
+    verdict.expect("a verdict")
+}
+
+/// Were the worker of rank 0 admitted, the replica would be complete for the leader, and loads would be answered of which
+/// rank 1 copies nothing.
+#[test]
+fn a_worker_of_an_engine_with_more_ranks_than_the_leader_was_started_for_is_turned_away() {
+    let mut leader = leader(1, 1);
+    for rank in 0..2 {
+        let effects = attach(&mut leader, rank, (2, 2));
+        let expected = Refusal::SettingDiffers {
+            worker: worker(0, rank),
+            setting: "ranks",
+            value: 2,
+            expected: 1,
+        };
+        let reads = |effect: &Effect| matches!(effect, Effect::ReadInventory { .. });
+        assert!(!effects.iter().any(reads), "{effects:?}");
+        assert_eq!(verdict(&effects), Err(expected));
+    }
+    assert!(!leader.is_ready());
+    assert_eq!(leader.attached_workers(), 0);
+    let mut effects = Vec::new();
+    let asked = Event::Request {
+        engine: engine_id(0),
+        id: RequestId(1),
+        deadline: Time(1),
+        request: Request::Lookup {
+            slot: SlotId(0),
+            namespace: Vec::new(),
+            hashes: sequence(0, 4),
+            device_pages: 0,
+        },
+    };
+    leader.step(Time(0), asked, &mut effects);
+    let [
+        Effect::Answer {
+            answer: Err(why), ..
+        },
+    ] = &effects[..]
+    else {
+        panic!("{effects:?}");
+    };
+    let why = why.to_string();
+    let expected = "attach.ranks of rank 1 is 2, and this leader was started for 1: start leader and workers \
+                    with the same ranks";
+    assert!(why.contains(expected), "{why}");
+}
+
+#[test]
+fn a_worker_with_other_settings_is_turned_away_and_one_with_the_same_is_not() {
+    let all = [(4, 4), (4, 2), (4, 1), (2, 2), (2, 1), (1, 1)];
+    for own in all {
+        for theirs in all.into_iter().chain([(0, 0), (4, 0), (0, 1)]) {
+            let mut leader = leader(own.0, own.1);
+            let told = verdict(&attach(&mut leader, 0, theirs));
+            let differs = |setting, value, expected| {
+                let worker = worker(0, 0);
+                Err(Refusal::SettingDiffers {
+                    worker,
+                    setting,
+                    value,
+                    expected,
+                })
+            };
+            let expected = if own.0 != theirs.0 {
+                differs("ranks", theirs.0, own.0)
+            } else if own.1 != theirs.1 {
+                differs("kv_shards", theirs.1, own.1)
+            } else {
+                Ok(OpId(0))
+            };
+            assert_eq!(told, expected, "{own:?} {theirs:?}");
+        }
+    }
+}
