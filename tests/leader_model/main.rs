@@ -7,6 +7,7 @@ mod cancel;
 mod cases;
 mod edges;
 mod inventory;
+mod resets;
 mod settings;
 mod shared;
 mod tier;

@@ -249,6 +249,8 @@ impl Leader {
                 if planted(Bug::ResetKeepsRecords) {
                     self.end_reset(id, effects);
                 }
+                // Where the pool is a new one, the last shard may have answered between two slices.
+                self.struck_out(now, id, effects);
             }
             Stage::Striking => {
                 if let Some(worker) = ask {

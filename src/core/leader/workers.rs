@@ -422,6 +422,8 @@ impl Leader {
                     attach,
                     verdict,
                 });
+                // It may have come too late for the answer before, and have refused the strikes behind that.
+                self.not_asked(worker);
             }
             return;
         }

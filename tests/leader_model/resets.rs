@@ -1,0 +1,128 @@
+//! Resets between attaches, pools that are closed and opened, and workers that answer in between.
+
+use kvferry::types::{ResetId, Scope};
+
+use super::inventory::Reader;
+use super::*;
+
+const DEADLINE: Duration = Duration::from_secs(60);
+
+/// Whom a step asked to strike pages out.
+fn asked(effects: &[Effect]) -> Vec<(u16, u16)> {
+    let strike = |effect: &Effect| match effect {
+        Effect::Strike {
+            worker, id, scope, ..
+        } => {
+            assert_eq!((*id, scope), (ResetId(1), &Scope::Everything));
+            Some((worker.replica.0, worker.rank.0))
+        }
+        _ => None,
+    };
+    effects.iter().filter_map(strike).collect()
+}
+
+fn reset(reader: &mut Reader) -> Vec<Effect> {
+    let deadline = reader.now + DEADLINE;
+    let scope = ResetScope::Everything;
+    reader.step(Event::Request {
+        engine: engine_id(0),
+        id: RequestId(1),
+        deadline,
+        request: Request::Reset { scope },
+    })
+}
+
+fn struck(reader: &mut Reader, rank: u16) -> Vec<Effect> {
+    let (worker, id) = (worker(0, rank), ResetId(1));
+    reader.step(Event::Struck { worker, id })
+}
+
+fn answer(effects: &[Effect]) -> Option<Reply> {
+    effects.iter().find_map(|effect| match effect {
+        Effect::Answer { answer, .. } => Some(answer.clone()),
+        _ => None,
+    })
+}
+
+/// The pool of other room opens while every shard but one has struck the pages out: what it read is forgotten in slices,
+/// and the last shard answers between two of them.
+#[test]
+fn a_reset_whose_last_shard_answers_while_a_new_pool_is_swept_is_answered_with_the_last_slice() {
+    let mut reader = Reader::served();
+    let mut settings = settings();
+    settings.reset_slice_pages = 1;
+    reader.leader = Leader::new(settings);
+    for engine in 0..2 {
+        reader.step(Event::EngineOpened(engine_id(engine)));
+    }
+    reader.attach_all();
+    for rank in 0..RANKS {
+        reader.part((0, rank), 0, None, &[]);
+    }
+    let mut strikes = asked(&reset(&mut reader));
+    while strikes.len() < usize::from(RANKS) {
+        reader.now = reader.leader.next_timeout().expect("a slice");
+        strikes.extend(asked(&reader.step(Event::Tick)));
+    }
+    assert_eq!(strikes, [(0, 0), (0, 1), (0, 2)]);
+    for rank in 1..RANKS {
+        assert_eq!(struck(&mut reader, rank), []);
+    }
+    // The memory of a worker that has answered is registered anew, beside less room: the pool is closed, and read again.
+    reader.attach_with(1, 1, 50);
+    assert!(!reader.leader.is_ready());
+    for rank in 0..RANKS {
+        reader.part((0, rank), 0, None, &[0, 1, 2, 3]);
+    }
+    assert!(reader.leader.is_ready());
+    assert_eq!(
+        answer(&struck(&mut reader, 0)),
+        None,
+        "pages of the new pool have still to be forgotten"
+    );
+    let deadline = reader.now + DEADLINE / 2;
+    let told = loop {
+        reader.now = reader.leader.next_timeout().expect("a slice");
+        assert!(reader.now < deadline, "nobody goes on with the reset");
+        let effects = reader.step(Event::Tick);
+        assert_eq!(asked(&effects), [], "every shard has answered");
+        if let Some(told) = answer(&effects) {
+            break told;
+        }
+    };
+    assert_eq!(told, Ok(Answer::Reset { pages: 4 }));
+}
+
+/// A leader that stood still finds an attach twice. Its first answer came too late for the worker, which refused the strike
+/// behind it; the second answer admits it.
+#[test]
+fn a_strike_is_asked_for_again_behind_each_answer_to_an_attach() {
+    let mut reader = Reader::served();
+    assert_eq!(asked(&reset(&mut reader)), [(0, 0), (0, 1), (0, 2)]);
+    for replica in 0..2 {
+        reader.step(Event::WorkerDead(worker(replica, 1)));
+    }
+    let attached = Attached {
+        worker: worker(0, 1),
+        ranks: RANKS,
+        shards: RANKS,
+        attach: AttachId(100),
+        depot: DepotId(1),
+        memory: None,
+    };
+    for copy in 0..2 {
+        let effects = reader.step(Event::Attached(attached.clone()));
+        let admitted = effects
+            .iter()
+            .position(|effect| matches!(effect, Effect::Admit { verdict: Ok(_), .. }));
+        let strike = effects
+            .iter()
+            .position(|effect| matches!(effect, Effect::Strike { .. }));
+        assert_eq!(asked(&effects), [(0, 1)], "answer {copy}: {effects:?}");
+        assert!(admitted < strike, "the order is behind the answer");
+    }
+    for rank in [0, 2, 1] {
+        let told = answer(&struck(&mut reader, rank));
+        assert_eq!(told.is_some(), rank == 1);
+    }
+}
