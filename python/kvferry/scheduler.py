@@ -86,6 +86,8 @@ class Tracked:
     full: int = 0
     #: Its first pages are from before a reset: what it computes behind them is not stored.
     mixed: bool = False
+    #: It began with pages of the device that may be from before a reset.
+    on_old_pages: bool = False
     load: Copy | None = None
     finished: bool = False
 
@@ -121,6 +123,10 @@ class SchedulerSide:
         self._told_absent = False
         #: When the cache was last reset: what was stored before is not stored again.
         self._reset_at = 0.0
+        #: vLLM has reset its own pages, and no step has computed any since.
+        self._device_empty = False
+        #: Since a reset vLLM may have kept pages of its own from before.
+        self._device_old = False
         #: A leader that cannot store now is left alone until then.
         self._store_again_at = 0.0
         # Ids and slots grow also over a restart of an engine with the same name.
@@ -147,7 +153,10 @@ class SchedulerSide:
                 self._end_stores()
             except Exception:
                 logger.exception("kvferry: stores could not be ended before a reset")
-            return reset()
+            done = reset()
+            if done:
+                self._device_empty, self._device_old = True, False
+            return done
 
         pool.reset_prefix_cache = reset_without_stores  # type: ignore[method-assign]
 
@@ -214,6 +223,7 @@ class SchedulerSide:
         """Tokens behind the computed ones that can be loaded; None: ask again."""
         tracked = self.track(request)
         tracked.device_pages = device_pages = computed_tokens // self._page_tokens
+        tracked.on_old_pages = self._device_old and device_pages > 0
         # vLLM ignores hits of a request that does not read its prefix cache: nothing is held for it then.
         idle = tracked.computes or tracked.load is not None or request.skip_reading_prefix_cache
         if idle or not self._client.listening:
@@ -293,6 +303,7 @@ class SchedulerSide:
         """What this step's ranks must know. Asks to store the pages that the step fills."""
         self._settle()
         self._forget()
+        self._device_empty = self._device_empty and not output.num_scheduled_tokens
         for request_id in output.preempted_req_ids or ():
             self._begin_anew(request_id)
         for request_id, tokens in output.num_scheduled_tokens.items():
@@ -329,7 +340,9 @@ class SchedulerSide:
         # Tokens that are only a guess have no hash; what is computed for them may be written over.
         computed = min(request.num_computed_tokens + tokens, request.num_tokens)
         full = min(computed // self._page_tokens, len(request.block_hashes))
-        if full <= tracked.full or tracked.mixed or time.monotonic() < self._store_again_at:
+        if full <= tracked.full or time.monotonic() < self._store_again_at:
+            return
+        if tracked.mixed or tracked.on_old_pages:
             return
         tracked.full = full
         tables = state.get_block_ids(request.request_id)
@@ -445,6 +458,8 @@ class SchedulerSide:
         has namespaces of its own. With ``shared_after_reset`` only until the leader has confirmed.
         """
         self._reset_at = time.monotonic()
+        # vLLM resets its own pages before, unless a request holds some. Weights that never change make them no worse.
+        self._device_old = not (self._device_empty or self._settings.shared_after_reset)
         running = [tracked for tracked in self._tracked.values() if not tracked.finished]
         for tracked in running:
             # What was computed or is loaded by now is not stored any more, what was found is let go.

@@ -82,6 +82,75 @@ def test_what_a_request_has_from_before_a_reset_stays_its_own(engine: Engine) ->
     assert (message.first_page, message.source) == (0, [[1, 3]])
 
 
+def test_nothing_is_stored_behind_pages_from_before_a_reset_that_the_device_kept(engine: Engine) -> None:
+    """vLLM's own reset fails while a request runs; the connector's does not. New requests hit the old pages."""
+    engine.pool.touch(engine.pool.blocks[1:4])
+    assert not engine.pool.reset_prefix_cache()
+    assert engine.side.reset()
+    found(engine, 0)
+    for name, pages in (("a", [1, 2, 4]), ("b", [1, 2, 4])):
+        asking = request(name, 12)
+        engine.side.matched_tokens(asking, 8)
+        asking.num_computed_tokens = 8
+        engine.tables[name] = pages
+        engine.step({asking: 4})
+        assert engine.leader.count(wire.Store) == 0
+    # Preempted, and begun anew in the same step.
+    engine.side.matched_tokens(asking, 8)
+    asking.num_computed_tokens = 8
+    engine.step({asking: 4}, preempted=("b",))
+    assert engine.leader.count(wire.Store) == 0
+    alone = request("c", 8)
+    engine.side.matched_tokens(alone, 0)
+    engine.tables["c"] = [5, 6]
+    engine.step({alone: 8})
+    assert engine.leader.last(wire.Store).message.source == [[5, 2]], "it computed all of its pages"
+    engine.leader.last(wire.Store).end(wire.StoreAnswer(2, 0))
+    engine.step()
+    engine.pool.free_blocks(engine.pool.blocks[1:4])
+    assert engine.pool.reset_prefix_cache()
+    later = request("d", 12)
+    engine.side.matched_tokens(later, 8)
+    later.num_computed_tokens = 8
+    engine.tables["d"] = [1, 2, 3]
+    engine.step({later: 4})
+    assert engine.leader.last(wire.Store).message.first_page == 0, "the device has none of the old ones any more"
+
+
+@pytest.mark.parametrize("steps_between", [False, True])
+def test_a_reset_of_both_caches_leaves_no_old_pages(engine: Engine, steps_between: bool) -> None:
+    assert engine.pool.reset_prefix_cache()
+    found(engine, 0)
+    if steps_between:
+        # What it computes is on the device when the connector is reset.
+        before = request("before", 8)
+        engine.side.matched_tokens(before, 0)
+        engine.tables["before"] = [1, 2]
+        engine.step({before: 8})
+        engine.side.finished(before)
+    stores = engine.leader.count(wire.Store)
+    assert engine.side.reset()
+    asking = request("a", 12)
+    engine.side.matched_tokens(asking, 8)
+    asking.num_computed_tokens = 8
+    engine.tables["a"] = [1, 2, 3]
+    engine.step({asking: 4})
+    assert (engine.leader.count(wire.Store) > stores) != steps_between
+
+
+def test_pages_of_weights_that_never_change_are_stored_whatever_the_device_kept(steady: Engine) -> None:
+    engine = steady
+    engine.leader.answers[wire.Reset] = wire.ResetAnswer(0)
+    assert engine.side.reset()
+    found(engine, 0)
+    asking = request("a", 12)
+    engine.side.matched_tokens(asking, 8)
+    asking.num_computed_tokens = 8
+    engine.tables["a"] = [1, 2, 3]
+    engine.step({asking: 4})
+    assert engine.leader.last(wire.Store).message.first_page == 0
+
+
 def test_a_load_from_before_a_reset_is_computed(engine: Engine) -> None:
     found(engine, 4)
     asking = request("a", 17)
