@@ -66,6 +66,8 @@ class Copies:
         self._over: collections.deque[Copy] = collections.deque()
         self._to_abandon: list[int] = []
         self._stored_pages = 0
+        #: How many stores hold each page.
+        self._holds: collections.Counter[int] = collections.Counter()
 
     def bind_pool(self, pool: "BlockPool") -> None:
         """Where pages get and lose their references."""
@@ -78,6 +80,7 @@ class Copies:
                 raise RuntimeError("pages cannot be held: vLLM has given no pool")
             copy.blocks = [self._pool.blocks[page] for page in copy.pages]
             self._pool.touch(copy.blocks)
+            self._holds.update(copy.pages)
         question = self._client.ask(message, timeout_s, patience_s=FENCE_S, until=self._question_ended)
         copy.question = question
         self._open[question.id] = copy
@@ -141,25 +144,35 @@ class Copies:
         self._stored_pages -= len(copy.blocks)
         self._over.append(copy)
         if copy.blocks and self._pool is not None:
+            for page in copy.pages:
+                self._holds[page] -= 1
+                if not self._holds[page]:
+                    del self._holds[page]
             # The tail first: it is the first to be evicted.
             self._pool.free_blocks(reversed(copy.blocks))
 
     def stored_pages(self) -> int:
-        """Pages that stores hold, with others or alone."""
+        """Pages that stores hold, with others or alone; a page of two stores counts twice, since both copy it."""
         return self._stored_pages
 
     def pages_alone(self) -> int:
-        """Pages that a store alone holds. Looks at every page of :meth:`stored_pages`."""
-        return sum(block.ref_cnt == 1 for copy in self._open.values() for block in copy.blocks)
+        """Pages that stores alone hold, one or several. Looks at every page that is stored."""
+        if self._pool is None:
+            return 0
+        return sum(self._pool.blocks[page].ref_cnt == holds for page, holds in self._holds.items())
 
     def pool_pages(self) -> int:
         """All pages of the engine; 0 before its pool is known."""
         return len(self._pool.blocks) if self._pool is not None else 0
 
     def frees_since(self) -> float | None:
-        """When the oldest store began that alone keeps pages from being used again; None without one."""
-        times = [copy.asked_at for copy in self._open.values() if any(block.ref_cnt == 1 for block in copy.blocks)]
+        """When the oldest store began that holds a page which only stores keep from being used; None without one."""
+        times = [copy.asked_at for copy in self._open.values() if copy.blocks and self._keeps(copy)]
         return min(times, default=None)
+
+    def _keeps(self, copy: Copy) -> bool:
+        """Whether a page of a store is held by stores alone."""
+        return any(block.ref_cnt == self._holds[page] for block, page in zip(copy.blocks, copy.pages, strict=True))
 
     def end_soon(self) -> bool:
         """Whether some copy is not known to be over, but may be shortly.

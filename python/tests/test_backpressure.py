@@ -38,6 +38,21 @@ def test_pages_that_only_stores_hold_are_bounded(caplog: pytest.LogCaptureFixtur
     assert store(engine, "d", [30], ends=True) == 3
 
 
+def test_pages_that_several_stores_hold_count_as_held_by_stores_alone() -> None:
+    """Requests that share what the device has store it each."""
+    engine = Engine()
+    found(engine, 0)
+    shared = [1, 2, 3, 4, 5, 6, 7, 8]
+    assert store(engine, "a", shared, ends=False) == 1
+    assert store(engine, "b", shared, ends=True) == 2
+    assert not engine.side.frees_soon(), "a request holds them, too"
+    engine.pool.free_blocks(engine.pool.blocks[1:9])
+    assert engine.side.frees_soon()
+    assert engine.side._copies.pages_alone() == 8, "each once"
+    assert store(engine, "c", [20], ends=True) == 2
+    assert engine.side.stores_skipped_backpressure == 1
+
+
 def test_a_store_that_was_skipped_is_tried_again_with_the_next_page() -> None:
     engine = Engine()
     found(engine, 0)
