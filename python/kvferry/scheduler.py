@@ -105,10 +105,14 @@ class SchedulerSide:
         page_tokens: int,
         page_bytes: int,
         ranks: int,
+        private: bool = False,
         connect: type[Client] = Client,
     ):
         self._settings = settings
         self._namespaces = Namespaces(namespace, engine.hex())
+        if private:
+            # The weights may change at any time: no other engine may find what is computed here.
+            self._namespaces.leave()
         self._page_tokens = page_tokens
         #: Of one rank.
         self._page_bytes = page_bytes

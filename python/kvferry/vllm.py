@@ -102,6 +102,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
                 page_tokens=kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
                 page_bytes=groups.page_bytes(kv_cache_config),
                 ranks=parallel.world_size,
+                private=vllm_config.weight_transfer_config is not None,
             )
 
     @property

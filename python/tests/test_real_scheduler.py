@@ -60,3 +60,17 @@ def test_weights_that_may_change_are_never_shared_after_a_reset() -> None:
     transfer = transfer_config(Path("/nowhere"), shared_after_reset=True)
     with pytest.raises(ValueError, match="weight_transfer_config says that weights change"):
         Stepped(config=engine_config(transfer, weight_transfer_config={"backend": "nccl"}))
+
+
+def test_weights_that_may_change_are_shared_with_nobody() -> None:
+    """vLLM changes them in place and says nothing: pages of any time after the start may be of others."""
+    namespaces = []
+    for changes in ({}, {}, {"weight_transfer_config": {"backend": "nccl"}}, {"weight_transfer_config": {}}):
+        engine = Stepped(config=engine_config(**changes))
+        found(engine, 0)
+        engine.run(engine.add(tokens(PAGE_TOKENS * 4, seed=1)))
+        namespaces.append(engine.leader.last(wire.Lookup).message.namespace)
+        assert engine.leader.count(wire.Store) == 1, "for itself it stores"
+        assert not engine.leader.count(wire.Reset), "there is nothing to forget"
+    assert namespaces[0] == namespaces[1]
+    assert len(set(namespaces)) == 3
