@@ -380,9 +380,11 @@ impl State {
                     id,
                     scope,
                     through,
+                    deadline,
                 } => {
                     let strike = Message::Strike(Strike::new(id, &scope, through));
-                    self.order(worker, strike, Duration::ZERO);
+                    let left = self.clock.now().until(deadline);
+                    self.order(worker, strike, left);
                 }
                 Effect::ReadInventory {
                     worker,

@@ -49,7 +49,7 @@ const LOG_EVERY: std::time::Duration = std::time::Duration::from_secs(3);
 
 use gpu::{GpuState, IDLE_LIMIT, NO_TIMELINE, Refusal};
 use registration::{Mapped, Registering};
-use strikes::Strikes;
+use strikes::{Strike, Strikes};
 
 /// What a worker needs to start.
 pub struct WorkerArguments {
@@ -534,6 +534,7 @@ impl State {
                     id: ResetId(strike.reset),
                     scope,
                     through: Generation(strike.through),
+                    deadline: self.clock.after_ms(deadline_ms),
                 },
                 Err(error) => {
                     self.answer(correlation, Message::Error(error));
@@ -597,8 +598,14 @@ impl State {
                         tracing::error!(worker = %self.worker, %error, "stored pages are not listed");
                     }
                 }
-                WorkerEffect::Strike { id, scope, through } => {
-                    self.strike(id, scope, through, myself)?;
+                WorkerEffect::Strike {
+                    id,
+                    scope,
+                    through,
+                    deadline,
+                } => {
+                    let strike = Strike::new(id, scope, through, self.order, deadline);
+                    self.strike(strike, myself)?;
                 }
                 WorkerEffect::Refuse(refusal) => {
                     self.refuse_order(self.order, refusal);

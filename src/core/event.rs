@@ -159,6 +159,8 @@ pub enum Effect {
         /// The last store that the reset means. Pages of the scope that were stored later stay listed, however often the
         /// strike is repeated.
         through: Generation,
+        /// When the reset is refused unless all shards have said so: nothing comes of a strike that ends later.
+        deadline: Time,
     },
     /// This worker did not end a copy within the fence time, or does not say whether it did: end its process. Once a step,
     /// however many copies it owes.

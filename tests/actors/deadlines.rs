@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use kvferry::protocol::limits::PAIRS_MAX;
-use kvferry::protocol::{ErrorCode, Lookup, Message, StoreAnswer};
+use kvferry::protocol::{ErrorCode, Lookup, Message, Reset, StoreAnswer};
 use kvferry::transport::MemoryTransport;
 use kvferry::types::RequestId;
 use tokio::task::JoinHandle;
@@ -177,5 +177,34 @@ async fn a_load_that_cannot_be_said_to_its_workers_fails_at_once() {
     about(seconds(begun), 0.0);
     assert_eq!(engine.status().await.copies_under_way, 0);
     workers.iter().for_each(|worker| worker.abort());
+    process.stop().await;
+}
+
+/// A worker strikes nothing out for a reset that its leader has given up: the order says when that is.
+#[tokio::test(start_paused = true)]
+async fn a_strike_says_how_long_its_reset_is_waited_for() {
+    let transport = MemoryTransport::default();
+    let (process, _) = leader(&transport, 1).await;
+    let engine = Engine::start(&transport, 1);
+    let mut workers = puppets(&transport).await;
+    engine.until_ready().await;
+    let reset = Message::Reset(Reset {
+        namespace: None,
+        hash_bytes: 0,
+        hashes: Vec::new(),
+    });
+    let asking = engine.clone();
+    let asked = tokio::spawn(async move { asking.0.ask(reset, WITHIN).await });
+    for worker in &mut workers {
+        match worker.hear().await {
+            Heard::Strike(_, _, _, left_ms) => {
+                let left = Duration::from_millis(left_ms.into());
+                assert!(left <= WITHIN && left > WITHIN / 2, "{left:?}");
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    let answer = asked.await.expect("no panic");
+    assert!(answer.is_err(), "nobody confirms it: {answer:?}");
     process.stop().await;
 }

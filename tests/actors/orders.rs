@@ -10,7 +10,7 @@ use kvferry::transport::{Limits, MemoryTransport, PeerId, Server, ServerEvent};
 use kvferry::types::{FragmentPair, PageList, PageRun, RequestId};
 
 use super::unregister::{Memory, register};
-use super::workers::{Attaching, attaching, rank, worker};
+use super::workers::{Attaching, attaching, rank, worker, worker_with_room};
 use super::world::{server, soon};
 
 const WITHIN: Duration = Duration::from_secs(60);
@@ -65,6 +65,41 @@ async fn an_order_in_the_same_breath_as_the_welcome_finds_an_admitted_worker() {
     attached(&leader, asked, 0);
     order(&leader, asked.peer, 7, strike());
     let (_, struck) = answer(&mut leader, &[7]).await;
+    assert!(matches!(struck, Message::Struck(_)), "{struck:?}");
+    worker.stop().await;
+}
+
+/// Slices take time, which does not move where it is paused. A depot of small pages takes many of them, and the reset is over
+/// for its leader after the first.
+#[tokio::test]
+async fn pages_of_a_reset_whose_deadline_has_passed_are_not_struck_out_to_the_end() {
+    let transport = MemoryTransport::default();
+    let mut leader = server(&transport, 1, Limits::default()).await;
+    let (worker, _directory) = worker_with_room(&transport, 64 << 20).await;
+    let asked = attaching(&mut leader).await;
+    attached(&leader, asked, 0);
+    let divide = ReadInventory {
+        depot: asked.depot,
+        page_bytes: 64,
+        reading: 1,
+        from: u32::MAX,
+    };
+    order(&leader, asked.peer, 6, Message::ReadInventory(divide));
+    let (_, inventory) = answer(&mut leader, &[6]).await;
+    assert!(matches!(inventory, Message::Inventory(_)), "{inventory:?}");
+    let short = Duration::from_millis(1);
+    let sent = leader
+        .replier()
+        .order(asked.peer, RequestId(7), strike(), short);
+    assert!(sent);
+    let (_, given_up) = answer(&mut leader, &[7]).await;
+    let Message::Error(error) = given_up else {
+        panic!("{given_up:?}")
+    };
+    assert_eq!(error.code(), ErrorCode::Deadline, "{}", error.message);
+    // The next one is carried out.
+    order(&leader, asked.peer, 8, strike());
+    let (_, struck) = answer(&mut leader, &[8]).await;
     assert!(matches!(struck, Message::Struck(_)), "{struck:?}");
     worker.stop().await;
 }

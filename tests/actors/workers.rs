@@ -28,6 +28,16 @@ pub async fn worker_with(
     held: Option<OwnedFd>,
     incoming: Option<mpsc::Receiver<Incoming>>,
 ) -> (ProcessHandle, tempfile::TempDir) {
+    worker_of(transport, 1 << 20, held, incoming).await
+}
+
+/// The same, with so many bytes for pages.
+async fn worker_of(
+    transport: &MemoryTransport,
+    bytes: u64,
+    held: Option<OwnedFd>,
+    incoming: Option<mpsc::Receiver<Incoming>>,
+) -> (ProcessHandle, tempfile::TempDir) {
     let listener = transport.listen(&ranks(), Limits::default()).await;
     let settings = ServerSettings {
         epoch: Epoch(0),
@@ -53,7 +63,7 @@ pub async fn worker_with(
         depot: PoolSettings {
             gpu: 0,
             held,
-            bytes: DEPOT_HEADER_BYTES + (1 << 20),
+            bytes: DEPOT_HEADER_BYTES + bytes,
             threads: 1,
             node: None,
             lock: false,
@@ -69,6 +79,14 @@ pub async fn worker_with(
 /// A worker without an engine.
 pub async fn worker(transport: &MemoryTransport) -> (ProcessHandle, tempfile::TempDir) {
     worker_with(transport, None, None).await
+}
+
+/// A worker without an engine, with so many bytes for pages.
+pub async fn worker_with_room(
+    transport: &MemoryTransport,
+    bytes: u64,
+) -> (ProcessHandle, tempfile::TempDir) {
+    worker_of(transport, bytes, None, None).await
 }
 
 /// A rank of engine 1.

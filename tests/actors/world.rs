@@ -206,7 +206,8 @@ pub enum Heard {
     Lost,
     Order(Order),
     Cancel(Vec<u64>),
-    Strike(LinkId, RequestId, u64),
+    /// Over which connection, of which order, of which reset, and how many milliseconds are left.
+    Strike(LinkId, RequestId, u64, u32),
 }
 
 /// A worker that copies nothing: it says what a test says.
@@ -272,7 +273,12 @@ impl Puppet {
                     transfer,
                 }),
                 Message::Cancel(cancel) => Heard::Cancel(cancel.ops),
-                Message::Strike(strike) => Heard::Strike(link, envelope.correlation, strike.reset),
+                Message::Strike(strike) => Heard::Strike(
+                    link,
+                    envelope.correlation,
+                    strike.reset,
+                    envelope.deadline_ms,
+                ),
                 other => panic!("{} is not for this worker", other.kind().name()),
             },
         }
@@ -362,7 +368,7 @@ impl Puppet {
                 match self.hear().await {
                     Heard::Welcomed(_) => self.attach().await,
                     Heard::Order(order) => self.ended(&order, true),
-                    Heard::Strike(link, order, reset) => {
+                    Heard::Strike(link, order, reset, _) => {
                         *struck.lock().expect("no panic") += 1;
                         self.client
                             .reply(link, order, Message::Struck(Struck { reset }));

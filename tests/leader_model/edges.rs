@@ -579,6 +579,7 @@ fn what_was_not_struck_out_is_asked_for_once_over_one_connection_and_given_up_at
         id: ResetId(1),
         scope: Scope::Everything,
         through: Generation(1),
+        deadline,
     };
     let asked = reader.step(Event::Request {
         engine: engine_id(0),

@@ -413,6 +413,7 @@ fn what_was_read_before_a_reset_was_struck_out_is_read_anew() {
         id: ResetId(1),
         scope: Scope::Everything,
         through: Generation(1),
+        deadline,
     };
     assert_eq!(strikes, [strike(0), strike(1), strike(2)]);
     let struck = |rank| Event::Struck {

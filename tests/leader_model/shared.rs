@@ -207,6 +207,7 @@ fn what_is_reset_is_struck_out_once_a_shard() {
         id: ResetId(1),
         scope: Scope::Everything,
         through: Generation(1),
+        deadline: Time(0) + Duration::from_secs(5),
     };
     assert_eq!(strikes, [strike(0), strike(2)]);
     let mut struck = |rank| {

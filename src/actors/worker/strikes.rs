@@ -6,27 +6,37 @@ use std::collections::VecDeque;
 use ractor::ActorRef;
 
 use super::{Handled, State, WorkerMessage};
-use crate::protocol::{Message, Struck};
-use crate::types::{RequestId, ResetId, Scope, Stored};
+use crate::core::{RESET_PAGES_OPEN_MAX, RESETS_OPEN_MAX};
+use crate::protocol::{ErrorBody, ErrorCode, Message, Struck};
+use crate::types::{RequestId, ResetId, Scope, Stored, Time};
 
 /// Slots that one slice looks at: about a millisecond.
 const STRIKE_SLICE_SLOTS: u32 = 8192;
 
+/// Resets whose pages wait to be struck out, as many as a leader has open at a time. More are refused, and so are those
+/// whose single pages are beyond [`RESET_PAGES_OPEN_MAX`] together with the pages of the others.
+///
+/// In bytes: 60 MiB of single pages, and less than 16 KiB beside them. In time: each reset takes one slice for every 8,192
+/// pages of the depot. At a million pages that is about 0.13 s a reset, and 8 s for 64 of them, between which copies start and
+/// end. No slice is begun once the deadline of its reset has passed, which is at most 120 s behind the order.
+const STRIKES_MAX: usize = RESETS_OPEN_MAX;
+
 /// A reset whose pages are being struck out.
-#[derive(Debug)]
-struct Strike {
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Strike {
     id: ResetId,
     scope: Scope,
     /// The last store that is meant.
     through: Stored,
     /// The order that is answered at the end.
     order: RequestId,
+    /// When the leader gives the reset up.
+    deadline: Time,
     /// The slot at which the next slice begins.
     next: u32,
 }
 
-/// Resets that wait, in the order in which they came. A leader has a limited number of them, and asks for each once over
-/// one connection.
+/// Resets that wait, in the order in which they came. A leader asks for each once over one connection.
 #[derive(Debug, Default)]
 pub(super) struct Strikes {
     queue: VecDeque<Strike>,
@@ -34,32 +44,78 @@ pub(super) struct Strikes {
     called: bool,
 }
 
+impl Strike {
+    pub(super) fn new(
+        id: ResetId,
+        scope: Scope,
+        through: Stored,
+        order: RequestId,
+        deadline: Time,
+    ) -> Self {
+        Self {
+            id,
+            scope,
+            through,
+            order,
+            deadline,
+            next: 0,
+        }
+    }
+}
+
 impl Strikes {
     /// The leader that asked is gone: its resets are not answered any more.
     pub(super) fn clear(&mut self) {
         self.queue.clear();
     }
+
+    /// Takes a reset, unless there is no room. One that is being carried out already is answered once.
+    fn push(&mut self, strike: Strike) -> Result<(), ErrorBody> {
+        if self.queue.iter().any(|waiting| waiting.id == strike.id) {
+            return Ok(());
+        }
+        let named = |strike: &Strike| strike.scope.named_pages();
+        let pages = self.queue.iter().map(named).sum::<usize>() + named(&strike);
+        if self.queue.len() >= STRIKES_MAX || pages > RESET_PAGES_OPEN_MAX {
+            let text = format!(
+                "{STRIKES_MAX} resets, or {RESET_PAGES_OPEN_MAX} pages that they name, wait to be struck out already: ask \
+                 again later"
+            );
+            return Err(ErrorBody::new(ErrorCode::Limit, text));
+        }
+        self.queue.push_back(strike);
+        Ok(())
+    }
+
+    /// Takes out the resets that their leader has given up by now.
+    fn take_overdue(&mut self, now: Time) -> VecDeque<Strike> {
+        let (overdue, left) = std::mem::take(&mut self.queue)
+            .into_iter()
+            .partition(|strike| strike.deadline <= now);
+        self.queue = left;
+        overdue
+    }
 }
 
 impl State {
-    /// Takes an order of the leader. One that is being carried out already is answered once.
-    pub(super) fn strike(
-        &mut self,
-        id: ResetId,
-        scope: Scope,
-        through: Stored,
-        myself: &ActorRef<WorkerMessage>,
-    ) -> Handled {
-        if !self.strikes.queue.iter().any(|strike| strike.id == id) {
-            self.strikes.queue.push_back(Strike {
-                id,
-                scope,
-                through,
-                order: self.order,
-                next: 0,
-            });
+    /// Takes an order of the leader, or refuses it.
+    pub(super) fn strike(&mut self, strike: Strike, myself: &ActorRef<WorkerMessage>) -> Handled {
+        self.give_up_strikes();
+        let order = strike.order;
+        if let Err(error) = self.strikes.push(strike) {
+            self.answer(order, Message::Error(error));
         }
         self.call_strike(myself)
+    }
+
+    /// Resets whose deadline has passed are not carried out, nor to the end: their leader has told whoever asked that they are
+    /// not confirmed.
+    fn give_up_strikes(&mut self) {
+        for strike in self.strikes.take_overdue(self.clock.now()) {
+            let text = "the reset's deadline passed before its pages were struck out";
+            let error = ErrorBody::new(ErrorCode::Deadline, text);
+            self.answer(strike.order, Message::Error(error));
+        }
     }
 
     fn call_strike(&mut self, myself: &ActorRef<WorkerMessage>) -> Handled {
@@ -73,6 +129,7 @@ impl State {
     /// Does one slice, and comes back for the next one after the messages that wait by then.
     pub(super) fn strike_on(&mut self, myself: &ActorRef<WorkerMessage>) -> Handled {
         self.strikes.called = false;
+        self.give_up_strikes();
         let Some(mut strike) = self.strikes.queue.pop_front() else {
             return Ok(());
         };
@@ -93,5 +150,71 @@ impl State {
             }
         }
         self.call_strike(myself)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::types::{DomainId, Epoch, Fingerprint, Generation, PageSet};
+
+    const THROUGH: Stored = Stored {
+        epoch: Epoch(1),
+        generation: Generation(9),
+    };
+
+    fn strike(id: u64, scope: Scope, deadline: u64) -> Strike {
+        Strike::new(
+            ResetId(id),
+            scope,
+            THROUGH,
+            RequestId(100 + id),
+            Time(deadline),
+        )
+    }
+
+    fn code(refused: Result<(), ErrorBody>) -> Option<ErrorCode> {
+        refused.err().map(|error| error.code())
+    }
+
+    #[test]
+    fn resets_that_wait_are_bounded_in_number_and_in_named_pages() {
+        let mut strikes = Strikes::default();
+        for id in 0..STRIKES_MAX as u64 {
+            assert_eq!(strikes.push(strike(id, Scope::Everything, 10)), Ok(()));
+        }
+        let more = strike(1000, Scope::Everything, 20);
+        assert_eq!(code(strikes.push(more.clone())), Some(ErrorCode::Limit));
+        assert_eq!(strikes.push(strike(3, Scope::Everything, 10)), Ok(()));
+        assert_eq!(strikes.queue.len(), STRIKES_MAX, "asked for again");
+        // Resets that are over leave their places.
+        assert_eq!(strikes.take_overdue(Time(10)).len(), STRIKES_MAX);
+        assert_eq!(strikes.push(more), Ok(()));
+
+        let mut strikes = Strikes::default();
+        let pages: PageSet = (0..131_072).map(Fingerprint).collect();
+        let pages = |_| Scope::Pages(DomainId(1), pages.clone());
+        let most = (RESET_PAGES_OPEN_MAX / 131_072) as u64;
+        for id in 0..most {
+            assert_eq!(strikes.push(strike(id, pages(id), 10)), Ok(()));
+        }
+        let more = strikes.push(strike(most, pages(most), 10));
+        assert_eq!(code(more), Some(ErrorCode::Limit));
+        assert_eq!(strikes.push(strike(most, Scope::Everything, 10)), Ok(()));
+    }
+
+    #[test]
+    fn resets_that_are_overdue_are_taken_out_and_the_others_keep_their_order() {
+        let mut strikes = Strikes::default();
+        for (id, deadline) in [(1, 30), (2, 10), (3, 20), (4, 40)] {
+            let strike = strike(id, Scope::Everything, deadline);
+            assert_eq!(strikes.push(strike), Ok(()));
+        }
+        let ids = |strikes: &VecDeque<Strike>| -> Vec<u64> {
+            strikes.iter().map(|strike| strike.id.0).collect()
+        };
+        assert!(strikes.take_overdue(Time(9)).is_empty());
+        assert_eq!(ids(&strikes.take_overdue(Time(20))), [2, 3]);
+        assert_eq!(ids(&strikes.queue), [1, 4]);
     }
 }

@@ -278,6 +278,7 @@ impl Leader {
                 id,
                 scope: reset.scope.clone(),
                 through: reset.through,
+                deadline: reset.due.deadline,
             });
         }
     }

@@ -119,6 +119,8 @@ pub enum WorkerEvent {
         scope: Scope,
         /// The last store of this epoch that is meant: what was stored later stays listed.
         through: Generation,
+        /// When the leader gives the reset up.
+        deadline: Time,
     },
     /// An engine has written everything up to this number: pages that stores read, and work that loads wait for.
     Written {
@@ -175,7 +177,8 @@ pub enum WorkerEffect {
     /// The last byte of these pages is there: list them in the inventory.
     List(Record),
     /// Strike the pages of a scope out of the inventory, where they were stored by `through` or before, in slices, and then
-    /// tell the leader so. Copies start and end meanwhile.
+    /// tell the leader so. Copies start and end meanwhile. From the deadline on nothing is struck out, and the leader is told
+    /// that instead.
     Strike {
         /// Which reset.
         id: ResetId,
@@ -183,6 +186,8 @@ pub enum WorkerEffect {
         scope: Scope,
         /// The last store that is meant.
         through: Stored,
+        /// When the leader gives the reset up.
+        deadline: Time,
     },
     /// Tell the leader how copies of an order ended.
     Report {
@@ -308,9 +313,15 @@ impl Worker {
                 id,
                 scope,
                 through: generation,
+                deadline,
             } if self.obeys(epoch) => {
                 let through = Stored { epoch, generation };
-                effects.push(WorkerEffect::Strike { id, scope, through });
+                effects.push(WorkerEffect::Strike {
+                    id,
+                    scope,
+                    through,
+                    deadline,
+                });
             }
             WorkerEvent::Strike { epoch, .. } if self.follows(epoch) => {
                 effects.push(WorkerEffect::Refuse(OrderRefusal::NotAttached));

@@ -200,29 +200,6 @@ fn a_cancel_says_how_copies_ended_and_stops_the_others() {
 }
 
 #[test]
-fn a_strike_of_another_epoch_strikes_nothing() {
-    let mut worker = worker();
-    let mut strike = |epoch: u64| {
-        let strike = WorkerEvent::Strike {
-            epoch: Epoch(epoch),
-            id: ResetId(3),
-            scope: Scope::Everything,
-            through: Generation(9),
-        };
-        step(&mut worker, 0, strike)
-    };
-    assert_eq!(strike(2), [stale(2, 1)]);
-    assert_eq!(strike(0), [stale(0, 1)]);
-    let id = ResetId(3);
-    let through = crate::types::Stored {
-        epoch: Epoch(1),
-        generation: Generation(9),
-    };
-    let scope = Scope::Everything;
-    assert_eq!(strike(1), [WorkerEffect::Strike { id, scope, through }]);
-}
-
-#[test]
 fn what_was_ended_too_long_ago_is_refused() {
     let mut worker = worker();
     let all = WORKER_ENDED_MAX as u64 + 1;
@@ -622,6 +599,7 @@ fn an_order_that_came_before_the_worker_was_admitted_is_refused_for_good() {
         id: ResetId(1),
         scope: Scope::Everything,
         through: Generation(0),
+        deadline: Time(100),
     };
     let not_attached = WorkerEffect::Refuse(OrderRefusal::NotAttached);
     assert_eq!(step(&mut worker, 1, strike), [not_attached]);
@@ -771,6 +749,7 @@ fn an_abandoned_request_of_the_highest_number_costs_no_other_one_its_copies() {
     );
 }
 
+mod strikes;
 mod writes;
 
 #[test]

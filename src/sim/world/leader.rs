@@ -293,9 +293,11 @@ impl LeaderProcess {
                     id,
                     scope,
                     through,
+                    deadline,
                 } => {
                     let strike = Message::Strike(Strike::new(id, &scope, through));
-                    self.order(env, worker, strike, Duration::ZERO);
+                    let left = Self::now(env).until(deadline);
+                    self.order(env, worker, strike, left);
                 }
                 Effect::ReadInventory {
                     worker,

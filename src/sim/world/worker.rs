@@ -210,6 +210,7 @@ impl WorkerProcess {
                     id: ResetId(strike.reset),
                     scope,
                     through: Generation(strike.through),
+                    deadline,
                 },
                 Err(error) => {
                     return env.violated(format!("a strike was not understood: {error:?}"));
@@ -437,9 +438,18 @@ impl WorkerProcess {
                 // Its engine's ranks say what they have written.
                 WorkerEffect::Await { .. } => {}
                 WorkerEffect::StrikeOut(run) => env.depots[shard].strike_out(run),
-                WorkerEffect::Strike { id, scope, through } => {
-                    env.depots[shard].strike_scope(&scope, through);
-                    let body = Message::Struck(Struck { reset: id.0 });
+                WorkerEffect::Strike {
+                    id,
+                    scope,
+                    through,
+                    deadline,
+                } => {
+                    let body = if env.now() < deadline {
+                        env.depots[shard].strike_scope(&scope, through);
+                        Message::Struck(Struck { reset: id.0 })
+                    } else {
+                        Message::Error(ErrorBody::new(ErrorCode::Deadline, "too late"))
+                    };
                     self.leader.say(env, self.order, Duration::ZERO, body);
                 }
                 WorkerEffect::List(record) => env.depots[shard].list(&record),
