@@ -17,6 +17,7 @@ from kvferry import wire
 from kvferry.backpressure import Backpressure
 from kvferry.client import Client, Question
 from kvferry.copies import Copies, Copy
+from kvferry.finishes import Finishes
 from kvferry.namespaces import Namespaces
 from kvferry.resets import RESET_LIMIT_S, Forgetting
 from kvferry.settings import Settings
@@ -44,7 +45,6 @@ LAST_STORES_S = 2.0
 CANCEL_AGAIN_S = 0.05
 #: After a store that the leader could not take, nothing is stored for so long.
 STORE_PAUSE_S = 1.0
-FINISH_LIMIT_S = 30.0
 
 
 @dataclass(eq=False)
@@ -138,6 +138,7 @@ class SchedulerSide:
         hello = wire.Hello(role="engine", engine=engine, replica=replica, name="vLLM")
         self._client = connect(settings.socket_dir / "leader", hello, first_id=base, turn=self._watch)
         self._copies = Copies(self._client, ranks)
+        self._finishes = Finishes(self._client)
         self._forgetting = Forgetting(self._client)
         self._backpressure = Backpressure(settings, page_bytes, self._copies)
         self._client.start()
@@ -200,7 +201,7 @@ class SchedulerSide:
         if tracked is None:
             return
         if tracked.known_there and not tracked.finished:
-            self._client.ask(wire.Finish(tracked.slot), FINISH_LIMIT_S)
+            self._finishes.finish(tracked.slot, tracked.epoch)
         tracked.finished = True
         self._forget_if_over(tracked)
 
@@ -306,6 +307,7 @@ class SchedulerSide:
     def step(self, output: "SchedulerOutput") -> StepMetadata:
         """What this step's ranks must know. Asks to store the pages that the step fills."""
         self._settle()
+        self._finishes.turn()
         self._forget()
         self._device_empty = self._device_empty and not output.num_scheduled_tokens
         for request_id in output.preempted_req_ids or ():
@@ -320,6 +322,7 @@ class SchedulerSide:
     def finish_only(self, output: "SchedulerOutput") -> StepMetadata:
         """A step in which nothing begins: what is over is reported, pages come back."""
         self._settle()
+        self._finishes.turn()
         return self._take_step(output)
 
     def _take_step(self, output: "SchedulerOutput") -> StepMetadata:

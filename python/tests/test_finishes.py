@@ -1,0 +1,101 @@
+"""The end of a request is said until the leader has heard it."""
+
+import pytest
+from test_scheduler import Engine, found, refused, request
+
+from kvferry import finishes, wire
+from kvferry.client import Failure
+from kvferry.wire import Code
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    monkeypatch.setattr(finishes, "AGAIN_PAUSE_S", 0.0)
+    engine = Engine()
+    found(engine, 0)
+    return engine
+
+
+def silence() -> Failure:
+    return Failure(Code.DEADLINE, "no answer came in time", said=False, retry=True)
+
+
+def finish(engine: Engine, name: str) -> int:
+    """A request comes and goes. Returns its slot."""
+    asking = request(name, 9)
+    engine.side.matched_tokens(asking, 0)
+    engine.side.finished(asking)
+    return engine.leader.last(wire.Finish).message.slot
+
+
+def finished(engine: Engine) -> list[int]:
+    return [asked.message.slot for asked in engine.leader.asked if isinstance(asked.message, wire.Finish)]
+
+
+def test_a_finish_without_an_answer_is_said_again_until_it_has_one(engine: Engine) -> None:
+    slot = finish(engine, "a")
+    for times in (2, 3):
+        engine.step()
+        assert len(finished(engine)) == times - 1, "one is under way"
+        engine.leader.last(wire.Finish).end(silence())
+        engine.step()
+        assert finished(engine) == [slot] * times
+    engine.leader.last(wire.Finish).end(object())
+    engine.step()
+    assert len(finished(engine)) == 3
+
+
+def test_a_finish_that_could_not_be_asked_is_asked_later(engine: Engine) -> None:
+    """Nobody answers, and as many questions are open as may be."""
+    engine.leader.answers[wire.Finish] = Failure(Code.BUSY, "4096 questions", said=False, retry=True, over=True)
+    slots = [finish(engine, f"{number}") for number in range(5)]
+    said = len(finished(engine))
+    engine.step()
+    assert len(finished(engine)) == said + 1, "the first refusal ends a turn"
+    engine.leader.answers[wire.Finish] = object()
+    said = len(finished(engine))
+    engine.step()
+    engine.step()
+    assert sorted(finished(engine)[said:]) == slots
+    said = len(finished(engine))
+    engine.step()
+    assert len(finished(engine)) == said
+
+
+def test_the_pause_between_two_tries(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
+    monkeypatch.setattr(finishes, "AGAIN_PAUSE_S", 1000.0)
+    finish(engine, "a")
+    engine.leader.last(wire.Finish).end(silence())
+    engine.step()
+    engine.step()
+    assert len(finished(engine)) == 1
+
+
+def test_what_cannot_be_finished_is_let_be(engine: Engine) -> None:
+    finish(engine, "a")
+    engine.leader.last(wire.Finish).end(refused(Code.UNKNOWN_SLOT))
+    engine.step()
+    finish(engine, "b")
+    engine.leader.last(wire.Finish).end(silence())
+    engine.leader.epoch += 1
+    engine.step()
+    engine.step()
+    assert len(finished(engine)) == 2, "a new leader has no slots of the old one"
+
+
+def test_what_is_owed_is_bounded(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
+    monkeypatch.setattr(finishes, "OWED_MAX", 6)
+    monkeypatch.setattr(finishes, "AGAIN_AT_ONCE", 4)
+    slots = [finish(engine, f"{number}") for number in range(8)]
+    for asked in list(engine.leader.asked):
+        if isinstance(asked.message, wire.Finish):
+            asked.end(silence())
+    engine.step()
+    assert finished(engine)[8:] == slots[2:6]
+    engine.leader.link = 0
+    engine.leader.last(wire.Finish).end(silence())
+    engine.step()
+    assert len(finished(engine)) == 12, "nobody is there"
+    engine.leader.link = 1
+    engine.step()
+    assert finished(engine)[12:] == [slots[6]]
