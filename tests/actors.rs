@@ -10,6 +10,7 @@
 mod actors {
     mod deadlines;
     mod drain;
+    mod epochs;
     mod orders;
     mod places;
     mod pressure;

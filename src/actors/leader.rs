@@ -27,8 +27,8 @@ use crate::protocol::{
 };
 use crate::transport::{PeerId, Quiet, Replier, Server, ServerEvent, ServerEvents};
 use crate::types::{
-    AttachId, Copy, DepotId, EndedCopy, EngineId, OpId, Replica, Request, RequestId, ResetId, Time,
-    WorkerId,
+    AttachId, Copy, DepotId, EndedCopy, EngineId, Epoch, OpId, Replica, Request, RequestId,
+    ResetId, Time, WorkerId,
 };
 
 use errors::to_error;
@@ -36,6 +36,9 @@ use places::{PeerRole, WorkerPeer};
 
 /// Ends the process of a worker: of this number, or whichever there is where none has spoken to the leader.
 pub type EndWorker = Box<dyn FnMut(WorkerId, Option<i32>) + Send>;
+
+/// Notes that an epoch was used, so that the next leader has a later one; or says why that failed.
+pub type RaiseEpoch = Box<dyn Fn(Epoch) -> Result<(), String> + Send>;
 
 // What the core orders with one effect can be said in one message.
 const _: () = assert!(CANCELLED_MAX <= COPIES_MAX && LOAD_RUNS_MAX <= PAIRS_MAX);
@@ -48,6 +51,8 @@ pub struct LeaderArguments {
     pub server: Server,
     /// Ends a worker's process, where a supervisor does that. Without one, the leader ends it itself.
     pub supervisor: Option<EndWorker>,
+    /// Makes the next leader begin above an epoch that a depot has seen, before this one ends for that reason.
+    pub raise_epoch: Option<RaiseEpoch>,
 }
 
 /// What can be sent to the leader.
@@ -90,6 +95,9 @@ pub(super) struct State {
     core: Leader,
     settings: LeaderSettings,
     supervisor: Option<EndWorker>,
+    raise_epoch: Option<RaiseEpoch>,
+    /// Why this leader cannot serve: its epoch was used before.
+    outdated: Option<String>,
     clock: Clock,
     replier: Replier,
     roles: HashMap<PeerId, PeerRole>,
@@ -127,6 +135,7 @@ impl Actor for LeaderActor {
             settings,
             server,
             supervisor,
+            raise_epoch,
         } = arguments;
         let replier = server.replier();
         let mut admin_key = [0; 8];
@@ -140,6 +149,8 @@ impl Actor for LeaderActor {
             core: Leader::new(settings.clone()),
             settings,
             supervisor,
+            raise_epoch,
+            outdated: None,
             clock: Clock::start(),
             replier,
             roles: HashMap::new(),
@@ -190,6 +201,9 @@ impl Actor for LeaderActor {
                 state.core.drain();
                 state.draining = Some(done);
             }
+        }
+        if let Some(why) = state.outdated.take() {
+            return Err(why.into());
         }
         state.end_drain();
         state.arm(&myself);
@@ -310,6 +324,7 @@ impl State {
             shards: attach.kv_shards,
             attach: id,
             depot: DepotId(u128::from_be_bytes(attach.depot)),
+            depot_epoch: Epoch(attach.depot_epoch),
             memory,
         }));
     }
@@ -482,8 +497,23 @@ impl State {
                 tracing::error!(%refusal, "worker turned away");
                 self.replier
                     .refuse(known.holder.peer, correlation, to_error(&refusal));
+                if let Refusal::EpochUsed { depot_epoch, .. } = refusal {
+                    self.outdated(depot_epoch, refusal.to_string());
+                }
             }
         }
+    }
+
+    /// A depot has seen this leader's epoch, or a later one: the process ends, and its successor begins behind that.
+    fn outdated(&mut self, depot_epoch: Epoch, why: String) {
+        let raised = self
+            .raise_epoch
+            .as_ref()
+            .map_or(Ok(()), |raise| raise(depot_epoch));
+        self.outdated = Some(match raised {
+            Ok(()) => why,
+            Err(error) => format!("{why}; but that epoch could not be noted: {error}"),
+        });
     }
 
     fn end_drain(&mut self) {

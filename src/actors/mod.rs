@@ -23,7 +23,7 @@ pub(crate) mod transfer;
 mod worker;
 
 pub use clock::Clock;
-pub use leader::{EndWorker, LeaderArguments, LeaderHandle};
+pub use leader::{EndWorker, LeaderArguments, LeaderHandle, RaiseEpoch};
 pub use pool::PoolSettings;
 pub use supervision::{ProcessHandle, run_leader, run_worker};
 pub use worker::WorkerArguments;

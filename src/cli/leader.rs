@@ -4,7 +4,7 @@ use std::fs;
 use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use crate::actors::{EndWorker, LeaderArguments, run_leader};
 use crate::cli::process::{DRAIN_LIMIT, Ending, Expel, end_with_supervisor};
@@ -47,8 +47,9 @@ impl Arguments {
                 )
                 .await
                 .map_err(CommandError::failed)?;
-            let epoch = next_epoch(&dirs.leader())?;
-            let key = anchor_key(&dirs.leader())?;
+            let directory = dirs.leader();
+            let epoch = next_epoch(&directory)?;
+            let key = anchor_key(&directory)?;
             let mut settings =
                 LeaderSettings::new(epoch, config.ranks, config.ratio, AnchorKey(key));
             settings.sharding = config.kv_shards;
@@ -69,6 +70,7 @@ impl Arguments {
                 settings,
                 server,
                 supervisor,
+                raise_epoch: Some(Box::new(move |seen| raise_epoch(&directory, seen))),
             })
             .await;
             let (mut process, leader) = started.map_err(CommandError::Failed)?;
@@ -139,7 +141,10 @@ fn replace(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     fs::rename(&fresh, path)
 }
 
-/// The number after the last leader's in this directory, kept in a file that is replaced as a whole.
+/// The number after the last leader's in this directory, kept in a file that is replaced as a whole. Without that file it is
+/// the time in milliseconds: depots and workers may know epochs of leaders before the file was lost, which counted from an
+/// earlier time, and leaders start less often than once a millisecond. When the clock was set back meanwhile, a worker says
+/// which epoch its depot has seen, and this file is raised.
 fn next_epoch(directory: &Path) -> Result<Epoch, CommandError> {
     let path = directory.join("epoch");
     let last = match fs::read_to_string(&path) {
@@ -149,13 +154,35 @@ fn next_epoch(directory: &Path) -> Result<Epoch, CommandError> {
                 "{path} holds no number: remove it when no leader runs here"
             ))
         })?,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => 0,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => unix_ms(),
         Err(error) => return Err(CommandError::Failed(format!("{}: {error}", path.display()))),
     };
-    let next = format!("{}\n", last + 1);
-    replace(&path, next.as_bytes())
-        .map_err(|error| CommandError::Failed(format!("{}: {error}", path.display())))?;
-    Ok(Epoch(last + 1))
+    let next = last.checked_add(1).ok_or_else(|| {
+        let path = path.display();
+        CommandError::Failed(format!(
+            "{path} holds the largest number there is: stop the workers, remove it, and start them again"
+        ))
+    })?;
+    write_epoch(&path, next).map_err(CommandError::Failed)?;
+    Ok(Epoch(next))
+}
+
+/// The next leader of this directory begins behind an epoch that a depot has seen.
+fn raise_epoch(directory: &Path, seen: Epoch) -> Result<(), String> {
+    write_epoch(&directory.join("epoch"), seen.0)
+}
+
+fn write_epoch(path: &Path, epoch: u64) -> Result<(), String> {
+    let text = format!("{epoch}\n");
+    replace(path, text.as_bytes()).map_err(|error| format!("{}: {error}", path.display()))
+}
+
+/// Milliseconds since 1970, 0 before.
+fn unix_ms() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    since.map_or(0, |since| {
+        u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+    })
 }
 
 /// Fills with random bytes of the system.

@@ -82,6 +82,8 @@ pub struct Attached {
     pub attach: AttachId,
     /// The depot of its shard.
     pub depot: DepotId,
+    /// Epoch of the leader that asked last for that depot's inventory; 0 when none has.
+    pub depot_epoch: Epoch,
     /// The memory of its engine, once that has registered it.
     pub memory: Option<EngineMemory>,
 }

@@ -1,6 +1,6 @@
 //! Why the leader does not do what it is asked. Each names the field, the value and the remedy.
 
-use crate::types::{RequestId, SlotId, WorkerId};
+use crate::types::{Epoch, RequestId, SlotId, WorkerId};
 
 /// A typed no. The caller loses nothing: an engine computes what it could not load.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -75,6 +75,20 @@ pub enum Refusal {
         value: u16,
         /// What the leader was started for.
         expected: u16,
+    },
+    /// A depot that a leader of this epoch, or of a later one, has read before this one has read anything: the file with
+    /// the last epoch was lost. What is stored in an epoch that was used before could not be told from what was stored then.
+    #[error(
+        "the depot of {worker} was read by a leader of {depot_epoch}, and this leader has {epoch}: end it and \
+         start it again, the next one has a later epoch"
+    )]
+    EpochUsed {
+        /// The one that was turned away.
+        worker: WorkerId,
+        /// The epoch that its depot has seen.
+        depot_epoch: Epoch,
+        /// The leader's own.
+        epoch: Epoch,
     },
     /// Two workers of one shard with memory of their own.
     #[error(

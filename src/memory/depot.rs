@@ -177,8 +177,8 @@ impl Depot {
         self.buffer.exchange_word(PAGE_BYTES_AT, from, to)
     }
 
-    /// The epoch and the number of the last reading of the inventory.
-    pub(super) fn last_reading(&self) -> Result<(Epoch, u64), BufferError> {
+    /// The epoch and the number of the last reading of the inventory; zeros while there was none.
+    pub fn last_reading(&self) -> Result<(Epoch, u64), BufferError> {
         let epoch = self.buffer.load_word(READ_EPOCH_AT)?;
         Ok((Epoch(epoch), self.buffer.load_word(READING_AT)?))
     }

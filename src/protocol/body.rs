@@ -278,6 +278,9 @@ pub struct Attach {
     #[serde(with = "serde_bytes")]
     #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
     pub depot: [u8; 16],
+    /// Epoch of the leader that asked last for the depot's inventory; 0 when none has. A leader whose epoch is not above
+    /// that of every leader before it ends.
+    pub depot_epoch: u64,
     /// The memory of its engine, once that has registered it.
     #[serde(default)]
     pub memory: Option<AttachedMemory>,

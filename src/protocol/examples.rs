@@ -228,6 +228,7 @@ pub fn examples() -> Vec<(&'static str, Message)> {
                 kv_shards: 2,
                 attach: 2,
                 depot: [8; 16],
+                depot_epoch: 6,
                 memory: Some(AttachedMemory {
                     engine: [1; 16],
                     geometry: GroupGeometry {

@@ -5,7 +5,7 @@
 use crate::core::{Attached, Effect, EngineMemory, Event, Leader};
 use crate::engine::scheduler::{Action, Prompt, Scheduler, Served};
 use crate::types::{
-    AttachId, DepotId, EndedCopy, EngineId, GroupGeometry, Rank, Replica, Time, WorkerId,
+    AttachId, DepotId, EndedCopy, EngineId, Epoch, GroupGeometry, Rank, Replica, Time, WorkerId,
 };
 
 /// The one engine of a simulated world.
@@ -28,6 +28,7 @@ pub(super) fn attach(
             shards: leader.sharding().shards(),
             attach: AttachId(1),
             depot: DepotId(leader.sharding().of(rank).0.into()),
+            depot_epoch: Epoch(0),
             memory: Some(EngineMemory {
                 engine: ENGINE,
                 geometry: geometry.clone(),

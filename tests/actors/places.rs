@@ -222,6 +222,7 @@ async fn a_supervisor_hears_which_process_is_to_end_and_one_that_is_not_its_own_
         supervisor: Some(Box::new(move |worker, pid| {
             hears.lock().expect("no panic").push((worker, pid));
         })),
+        raise_epoch: None,
     });
     let (process, _) = started.await.expect("a leader");
     // It has the place, and says nothing more.

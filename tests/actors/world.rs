@@ -64,6 +64,7 @@ pub async fn leader_within(
         settings,
         server,
         supervisor: None,
+        raise_epoch: None,
     })
     .await;
     started.expect("a leader")
@@ -218,6 +219,8 @@ pub struct Puppet {
     reading: tokio::task::JoinHandle<()>,
     attaches: u64,
     pages: u32,
+    /// The epoch that its depot has seen.
+    pub depot_epoch: u64,
 }
 
 impl Puppet {
@@ -250,6 +253,7 @@ impl Puppet {
             reading,
             attaches: 0,
             pages,
+            depot_epoch: 0,
         }
     }
 
@@ -316,6 +320,7 @@ impl Puppet {
             kv_shards: RANKS,
             attach: self.attaches,
             depot: [self.rank as u8; 16],
+            depot_epoch: self.depot_epoch,
             memory: Some(memory),
         });
         self.client.ask(attach, PATIENCE).await

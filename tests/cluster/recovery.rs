@@ -52,13 +52,14 @@ fn outlives(started: &[&str], replayed: &[&str]) {
     let ready = number(&status, "/pages/ready");
     assert!(ready > 0, "nothing was stored");
 
-    let next_leader = |epoch: u64| {
+    let next_leader = || {
         let status = status_of(sockets, |status| status["ranks"][0]["pid"].is_u64());
+        let epoch = number(&status, "/epoch") + 1;
         let leader = leader_beside(number(&status, "/ranks/0/pid"));
         signal(leader, Signal::KILL);
         status_of(sockets, |status| number(status, "/epoch") == epoch);
     };
-    next_leader(2);
+    next_leader();
     let all = serve();
     let status = status_of(sockets, |_| true);
     assert_eq!(number(&status, "/counters/recovered_pages"), ready);
@@ -81,7 +82,7 @@ fn outlives(started: &[&str], replayed: &[&str]) {
     assert!(output.status.success());
     let text = String::from_utf8_lossy(&output.stdout);
     assert_eq!(text.trim(), format!("{ready} pages forgotten"));
-    next_leader(3);
+    next_leader();
     assert_eq!(serve(), first, "what was reset came back");
     let status = status_of(sockets, |_| true);
     assert_eq!(number(&status, "/counters/recovered_pages"), 0);

@@ -175,6 +175,7 @@ fn an_attach_that_is_said_again_is_answered_alike_and_an_older_one_not_at_all() 
             shards: RANKS,
             attach: AttachId(attach),
             depot: DepotId(0),
+            depot_epoch: Epoch(0),
             memory: None,
         };
         let mut effects = Vec::new();
@@ -276,6 +277,7 @@ fn a_rank_that_there_is_not_is_turned_away() {
             shards: RANKS,
             attach: AttachId(1),
             depot: DepotId(0),
+            depot_epoch: Epoch(0),
             memory: None,
         };
         let mut effects = Vec::new();

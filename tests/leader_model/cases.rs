@@ -209,6 +209,7 @@ fn workers_that_say_nothing_within_the_fence_of_a_new_leader_must_go() {
         shards: RANKS,
         attach: AttachId(1),
         depot: DepotId(0),
+        depot_epoch: Epoch(0),
         memory: None,
     };
     leader.step(at(1), Event::Attached(spoke), &mut effects);
@@ -449,6 +450,7 @@ fn verdict(world: &mut World, arena_pages: u32, page_bytes: u64) -> Result<OpId,
         shards: RANKS,
         attach: AttachId(world.attaches),
         depot: DepotId(2),
+        depot_epoch: Epoch(0),
         memory: Some(EngineMemory {
             engine: engine_id(0),
             geometry,
@@ -549,6 +551,7 @@ fn another_depot_holds_nothing_and_the_same_one_all_of_it() {
             shards: RANKS,
             attach: AttachId(world.attaches),
             depot: DepotId(70),
+            depot_epoch: Epoch(0),
             memory: Some(EngineMemory {
                 engine: engine_id(engine),
                 geometry: geometry(),
@@ -570,6 +573,7 @@ fn replicas_may_have_memory_of_different_sizes_and_ranks_may_not() {
             shards: RANKS,
             attach: AttachId(world.attaches),
             depot: DepotId(rank.into()),
+            depot_epoch: Epoch(0),
             memory: Some(EngineMemory {
                 engine: engine_id(engine),
                 geometry: GroupGeometry {
@@ -613,6 +617,7 @@ fn another_engine(world: &mut World, content: u8) {
             shards: RANKS,
             attach: AttachId(world.attaches),
             depot: DepotId(rank.into()),
+            depot_epoch: Epoch(0),
             memory: Some(EngineMemory {
                 engine: engine_id(engine),
                 geometry: of_content(content),
@@ -655,6 +660,7 @@ fn ranks_of_other_content_are_turned_away_by_that_field() {
         shards: RANKS,
         attach: AttachId(world.attaches),
         depot: DepotId(2),
+        depot_epoch: Epoch(0),
         memory: Some(EngineMemory {
             engine: engine_id(1),
             geometry: of_content(2),

@@ -328,6 +328,7 @@ fn who_is_waited_for_is_told() {
         shards: RANKS,
         attach: AttachId(reader.attaches),
         depot: DepotId(2),
+        depot_epoch: Epoch(0),
         memory: None,
     }));
     assert_eq!(reader.leader.attached_workers(), 0);
@@ -360,6 +361,7 @@ fn attach_depot(reader: &mut Reader, replica: u8, rank: u16, depot: u128) -> Res
         shards: RANKS,
         attach: AttachId(reader.attaches),
         depot: DepotId(depot),
+        depot_epoch: Epoch(0),
         memory: None,
     }));
     let verdict = effects.into_iter().find_map(|effect| match effect {

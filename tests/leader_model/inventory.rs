@@ -94,6 +94,7 @@ impl Reader {
             shards: RANKS,
             attach: AttachId(self.attaches),
             depot: DepotId(rank.into()),
+            depot_epoch: Epoch(0),
             memory: Some(EngineMemory {
                 engine: engine_id(engine),
                 geometry: geometry(),
@@ -375,6 +376,7 @@ fn another_depot_is_read_from_its_first_page() {
         shards: RANKS,
         attach: AttachId(reader.attaches),
         depot: DepotId(500),
+        depot_epoch: Epoch(0),
         memory: Some(EngineMemory {
             engine: engine_id(0),
             geometry: geometry(),

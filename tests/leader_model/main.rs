@@ -191,6 +191,7 @@ impl World {
             shards: RANKS,
             attach: AttachId(self.attaches),
             depot: DepotId(rank.into()),
+            depot_epoch: Epoch(0),
             memory: Some(EngineMemory {
                 engine: engine_id(engine),
                 geometry,

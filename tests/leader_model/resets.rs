@@ -108,6 +108,7 @@ fn a_strike_is_asked_for_again_behind_each_answer_to_an_attach() {
         shards: RANKS,
         attach: AttachId(100),
         depot: DepotId(1),
+        depot_epoch: Epoch(0),
         memory: None,
     };
     for copy in 0..2 {

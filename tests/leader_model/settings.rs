@@ -16,13 +16,24 @@ fn leader(ranks: u16, shards: u16) -> Leader {
 }
 
 /// A worker that was started for so many ranks and shards attaches with the memory of the engine.
-fn attach(leader: &mut Leader, rank: u16, (ranks, shards): (u16, u16)) -> Vec<Effect> {
+fn attach(leader: &mut Leader, rank: u16, settings: (u16, u16)) -> Vec<Effect> {
+    attach_depot(leader, rank, settings, Epoch(0))
+}
+
+/// The same, with a depot that a leader of this epoch has read last.
+fn attach_depot(
+    leader: &mut Leader,
+    rank: u16,
+    (ranks, shards): (u16, u16),
+    depot_epoch: Epoch,
+) -> Vec<Effect> {
     let attached = Attached {
         worker: worker(0, rank),
         ranks,
         shards,
-        attach: AttachId(1),
+        attach: AttachId(depot_epoch.0 + 1),
         depot: DepotId(rank.into()),
+        depot_epoch,
         memory: Some(EngineMemory {
             engine: engine_id(0),
             geometry: geometry(),
@@ -115,4 +126,42 @@ fn a_worker_with_other_settings_is_turned_away_and_one_with_the_same_is_not() {
             assert_eq!(told, expected, "{own:?} {theirs:?}");
         }
     }
+}
+
+/// A leader of an epoch that was used before: its readings would be refused, and its strikes would spare what was stored
+/// then.
+#[test]
+fn a_depot_that_has_seen_the_epoch_of_a_leader_that_has_read_nothing_is_turned_away() {
+    for seen in [EPOCH, Epoch(EPOCH.0 + 1), Epoch(u64::MAX - 1)] {
+        let mut leader = leader(1, 1);
+        let effects = attach_depot(&mut leader, 0, (1, 1), seen);
+        let reads = |effect: &Effect| matches!(effect, Effect::ReadInventory { .. });
+        assert!(!effects.iter().any(reads), "{effects:?}");
+        let used = Refusal::EpochUsed {
+            worker: worker(0, 0),
+            depot_epoch: seen,
+            epoch: EPOCH,
+        };
+        assert_eq!(verdict(&effects), Err(used));
+    }
+    let mut leader = leader(1, 1);
+    let effects = attach_depot(&mut leader, 0, (1, 1), Epoch(EPOCH.0 - 1));
+    let [Effect::Admit { .. }, Effect::ReadInventory { reading, .. }] = &effects[..] else {
+        panic!("{effects:?}");
+    };
+    leader.step(
+        Time(0),
+        Event::Inventory {
+            worker: worker(0, 0),
+            depot: DepotId(0),
+            reading: *reading,
+            from: 0,
+            next: None,
+            records: Vec::new(),
+        },
+        &mut Vec::new(),
+    );
+    assert!(leader.is_ready());
+    let again = attach_depot(&mut leader, 0, (1, 1), EPOCH);
+    assert!(verdict(&again).is_ok(), "it was this leader who read it");
 }

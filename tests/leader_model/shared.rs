@@ -79,6 +79,7 @@ impl Shared {
             shards: 2,
             attach: AttachId(self.asked),
             depot,
+            depot_epoch: Epoch(0),
             memory: Some(EngineMemory {
                 engine: engine_id(0),
                 geometry: geometry(),

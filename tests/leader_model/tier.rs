@@ -89,6 +89,7 @@ impl Site {
             shards: ranks,
             attach: AttachId(self.attaches),
             depot: DepotId(depot + u128::from(rank)),
+            depot_epoch: Epoch(0),
             memory,
         }))
     }

@@ -5,9 +5,10 @@ use crate::protocol::{ErrorBody, ErrorCode};
 
 pub(super) fn to_error(refusal: &Refusal) -> ErrorBody {
     let code = match refusal {
-        Refusal::NotReady { .. } | Refusal::AnotherEngine { .. } | Refusal::Reading => {
-            ErrorCode::NotReady
-        }
+        Refusal::NotReady { .. }
+        | Refusal::AnotherEngine { .. }
+        | Refusal::EpochUsed { .. }
+        | Refusal::Reading => ErrorCode::NotReady,
         Refusal::RankDisagrees { .. } => ErrorCode::RankDisagrees,
         Refusal::NoSuchWorker { .. }
         | Refusal::SettingDiffers { .. }

@@ -14,8 +14,8 @@ use crate::protocol::{
 };
 use crate::transport::{Failure, FdReceiver, PeerId, Quiet, Ticket};
 use crate::types::{
-    AllocationHandle, AllocationKind, AttachId, Attention, ChunkHandle, DepotId, EngineId, GroupId,
-    OpId, Registration, RequestId,
+    AllocationHandle, AllocationKind, AttachId, Attention, ChunkHandle, DepotId, EngineId, Epoch,
+    GroupId, OpId, Registration, RequestId,
 };
 
 /// How long copies may hold memory that its engine takes back, or has left behind.
@@ -394,6 +394,11 @@ impl State {
             geometry: mapped.memory.geometry().clone(),
             arena_pages: depot.arena_pages(mapped.memory.geometry().page_bytes),
         });
+        let last_reading = self.depot.as_ref().map(|depot| depot.last_reading());
+        let depot_epoch = match last_reading.transpose() {
+            Ok(last) => last.map_or(Epoch(0), |(epoch, _)| epoch),
+            Err(error) => return tracing::error!(%error, "the depot cannot be read: not attached"),
+        };
         let question = Attach {
             replica: self.worker.replica.0,
             rank: self.worker.rank.0,
@@ -406,6 +411,7 @@ impl State {
                 .map_or(DepotId::default(), |depot| depot.id())
                 .0
                 .to_be_bytes(),
+            depot_epoch: depot_epoch.0,
             memory,
         };
         let question = Message::Attach(question);

@@ -107,6 +107,7 @@ impl FilledLeader {
             shards: 1,
             attach: AttachId(1),
             depot,
+            depot_epoch: Epoch(0),
             memory: Some(EngineMemory {
                 engine: ENGINE,
                 geometry: geometry(),

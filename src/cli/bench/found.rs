@@ -277,6 +277,7 @@ async fn attach(leader: &Path) -> Result<tokio::task::JoinHandle<()>, CommandErr
         kv_shards: 1,
         attach: 1,
         depot: [1; 16],
+        depot_epoch: 0,
         memory: Some(AttachedMemory {
             engine: ENGINE.0,
             geometry: geometry(),

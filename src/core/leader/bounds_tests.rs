@@ -311,6 +311,7 @@ fn attached(attach: AttachId, arena_pages: u32) -> Attached {
         shards: 1,
         attach,
         depot: DepotId(1),
+        depot_epoch: Epoch(0),
         memory: Some(EngineMemory {
             engine: ENGINE,
             geometry: geometry(),

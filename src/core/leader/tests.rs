@@ -102,6 +102,7 @@ fn serving_with(settings: LeaderSettings, arena_pages: u32) -> Leader {
         shards: 1,
         attach: AttachId(1),
         depot,
+        depot_epoch: Epoch(0),
         memory: Some(memory),
     });
     let inventory = Event::Inventory {

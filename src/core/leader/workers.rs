@@ -458,6 +458,15 @@ impl Leader {
 
     /// Beside what the workers themselves agree on: a pool that is in use keeps its size.
     fn judge(&self, attached: &Attached) -> Result<(), Refusal> {
+        let (depot_epoch, epoch) = (attached.depot_epoch, self.settings.epoch);
+        // A reading takes a number: before the first one, no depot can have seen the epoch of this leader.
+        if depot_epoch > epoch || (depot_epoch == epoch && self.next_id == 0) {
+            return Err(Refusal::EpochUsed {
+                worker: attached.worker,
+                depot_epoch,
+                epoch,
+            });
+        }
         if let (Some(depot_bytes), Some(memory)) = (self.settings.depot_bytes, &attached.memory) {
             let page_bytes = memory.geometry.page_bytes;
             let most_pages = depot_bytes / page_bytes.saturating_add(INVENTORY_SLOT_BYTES);

@@ -16,8 +16,8 @@ use crate::protocol::{
     Strike, Transfer,
 };
 use crate::types::{
-    AttachId, Copy, DepotId, EndedCopy, EngineId, OpId, Rank, Replica, Request, RequestId, ResetId,
-    Time, WorkerId,
+    AttachId, Copy, DepotId, EndedCopy, EngineId, Epoch, OpId, Rank, Replica, Request, RequestId,
+    ResetId, Time, WorkerId,
 };
 
 #[derive(Debug, Clone, Copy)]
@@ -189,6 +189,7 @@ impl LeaderProcess {
                     shards: attach.kv_shards,
                     attach: attach_id,
                     depot: DepotId(u128::from_be_bytes(attach.depot)),
+                    depot_epoch: Epoch(attach.depot_epoch),
                     memory,
                 };
                 self.attaching.insert(worker, attached.clone());

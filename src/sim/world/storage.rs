@@ -48,6 +48,8 @@ pub trait Storage {
     fn clear(&mut self, page: u32);
     /// Pages of this shape are listed from now on, unless somebody else has said so of others meanwhile.
     fn divided(&mut self, shape: Shape);
+    /// Epoch of the leader whose reading was the last one.
+    fn last_reader(&self) -> Epoch;
     /// Reads a page: [`TORN`] when its cells belong to different pages, [`NOWHERE`] when there is none of that number.
     fn read(&self, shape: Shape, page: u32) -> Content;
     /// Writes a page. `false` when there is none of that number.
@@ -136,6 +138,10 @@ impl Storage for Depot {
 
     fn divided(&mut self, shape: Shape) {
         self.holds.get_or_insert(shape.cells);
+    }
+
+    fn last_reader(&self) -> Epoch {
+        self.reading.0
     }
 
     fn read(&self, shape: Shape, page: u32) -> Content {

@@ -504,6 +504,7 @@ impl WorkerProcess {
             kv_shards: env.setup.sharding.shards(),
             attach: attach.0,
             depot: env.depots[env.depot_of(self.id.rank)].id().0.to_be_bytes(),
+            depot_epoch: env.depots[env.depot_of(self.id.rank)].last_reader().0,
             memory,
         });
         self.leader.say(env, correlation, Duration::ZERO, body);

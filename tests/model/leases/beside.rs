@@ -46,6 +46,7 @@ pub(super) fn attached(worker: WorkerId, depot: u128) -> Attached {
         shards: RANKS,
         attach: AttachId(1),
         depot: DepotId(depot << 16 | u128::from(worker.rank.0)),
+        depot_epoch: Epoch(0),
         memory: Some(memory),
     }
 }
