@@ -156,10 +156,11 @@ impl Depot {
         let end = from.saturating_add(count).min(pages);
         for page in from..end {
             let listed = self.listed(page)?;
-            if listed.is_some_and(|record| {
-                record.stored <= through && scope.contains(record.domain, record.fingerprint)
-            }) {
-                self.buffer().store_word(Self::slot_at(page), 0)?;
+            if let Some((seal, record)) = listed
+                && record.stored <= through
+                && scope.contains(record.domain, record.fingerprint)
+            {
+                self.strike_sealed(page, seal)?;
             }
         }
         Ok((end < pages).then_some(end))
@@ -197,12 +198,21 @@ impl Depot {
         let end = from.saturating_add(count).min(self.arena_pages(page_bytes));
         let mut records = Vec::new();
         for page in from..end {
-            records.extend(self.listed(page)?);
+            records.extend(self.listed(page)?.map(|(_, record)| record));
         }
         Ok(records)
     }
 
-    fn listed(&self, page: u32) -> Result<Option<PageRecord>, BufferError> {
+    /// Strikes a page out if its slot still has this seal. Between the look at it and its change the slot may have become
+    /// that of another page, or bytes of a larger one, when the worker stood still.
+    fn strike_sealed(&self, page: u32, seal: u64) -> Result<(), BufferError> {
+        self.buffer()
+            .exchange_word(Self::slot_at(page), seal, 0)
+            .map(|_| ())
+    }
+
+    /// What is listed of a page, with its seal.
+    fn listed(&self, page: u32) -> Result<Option<(u64, PageRecord)>, BufferError> {
         let at = Self::slot_at(page);
         let found = self.buffer().load_word(at)?;
         if found == 0 {
@@ -212,7 +222,7 @@ impl Depot {
         self.buffer()
             .read_into(at + SEAL_BYTES as u64, &mut bytes)?;
         let whole = found == seal(self, page, &bytes);
-        Ok(whole.then(|| record(page, &bytes)))
+        Ok(whole.then(|| (found, record(page, &bytes))))
     }
 }
 
@@ -436,5 +446,29 @@ mod tests {
             }
             assert_eq!(listed(&depot), []);
         }
+    }
+
+    /// As when a worker goes on that stood still between the look at a slot and its change.
+    #[test]
+    fn a_slot_that_has_changed_since_it_was_looked_at_is_not_struck_out() {
+        let depot = depot();
+        let by = |generation| Record {
+            stored: Stored {
+                epoch: Epoch(1),
+                generation: Generation(generation),
+            },
+            ..stored(0, 0, 1, 1)
+        };
+        depot.list(PAGE_BYTES, &by(1)).expect("listed");
+        let seal = || {
+            let listed = depot.listed(0).expect("readable");
+            listed.map_or(0, |(seal, _)| seal)
+        };
+        let before = seal();
+        depot.list(PAGE_BYTES, &by(2)).expect("listed");
+        depot.strike_sealed(0, before).expect("looked at");
+        assert_eq!(listed(&depot).len(), 1, "stored after the reset");
+        depot.strike_sealed(0, seal()).expect("struck");
+        assert!(listed(&depot).is_empty());
     }
 }
