@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use kvferry::core::{AnchorKey, Attached, Effect, EngineMemory, Event, Leader, LeaderSettings};
 use kvferry::types::{
-    Answer, AttachId, Copy, DepotId, Direction, GroupGeometry, GroupId, OpId, PageHashes, Rank,
-    Ratio, Replica, Request, RequestId, Time, WorkerId,
+    Answer, AttachId, Copy, DepotId, Direction, Epoch, GroupGeometry, GroupId, OpId, PageHashes,
+    Rank, Ratio, Replica, Request, RequestId, Time, WorkerId,
 };
 
 use super::super::harness::{RANKS, ranks};
