@@ -178,6 +178,10 @@ fn write_epoch(path: &Path, epoch: u64) -> Result<(), String> {
 }
 
 /// Milliseconds since 1970, 0 before.
+#[expect(
+    clippy::disallowed_methods,
+    reason = "it is where a count begins, once; no decision depends on it"
+)]
 fn unix_ms() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH);
     since.map_or(0, |since| {
