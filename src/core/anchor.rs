@@ -5,7 +5,7 @@ use std::hash::Hasher;
 use siphasher::sip128::{Hasher128, SipHasher24};
 
 use crate::core::sabotage::{Bug, planted};
-use crate::types::{Anchor, DomainId, GroupId, PageHashes};
+use crate::types::{Anchor, DomainId, GroupId, NamespaceId, PageHashes};
 
 /// Secret of a depot: anchors made with another key never match. Comes from outside; the core draws no random bytes.
 #[derive(Clone)]
@@ -17,9 +17,30 @@ impl std::fmt::Debug for AnchorKey {
     }
 }
 
+impl AnchorKey {
+    /// What every domain of a namespace begins with: `BLAKE3-keyed(anchor key, length and bytes of the namespace)`, cut to 8
+    /// bytes.
+    pub fn namespace(&self, namespace: &[u8]) -> NamespaceId {
+        let mut first = [0; 8];
+        first.copy_from_slice(&self.derive(namespace).finalize().as_bytes()[..8]);
+        NamespaceId(u64::from_le_bytes(first))
+    }
+
+    fn derive(&self, namespace: &[u8]) -> blake3::Hasher {
+        let namespace = match planted(Bug::IgnoreNamespace) {
+            true => &[],
+            false => namespace,
+        };
+        let mut derive = blake3::Hasher::new_keyed(&self.0);
+        derive.update(&(namespace.len() as u64).to_le_bytes());
+        derive.update(namespace);
+        derive
+    }
+}
+
 /// Makes the anchors of one domain: `SipHash-2-4-128(k, page hash)`, where `k` is the first half of
-/// `BLAKE3-keyed(anchor key, lengths and bytes of namespace, layout fingerprint and group)`; its second half is the
-/// domain's id. Blocks carry their domain and are compared by it, beyond the anchor.
+/// `BLAKE3-keyed(anchor key, length and bytes of the namespace, layout fingerprint and group)`. The domain's id is that of
+/// its namespace, and 8 further bytes of the same hash. Blocks carry their domain and are compared by it, beyond the anchor.
 #[derive(Debug, Clone)]
 pub struct Domain {
     id: DomainId,
@@ -34,21 +55,16 @@ impl Domain {
         layout_fingerprint: &[u8; 16],
         group: GroupId,
     ) -> Self {
-        let namespace = match planted(Bug::IgnoreNamespace) {
-            true => &[],
-            false => namespace,
-        };
-        let mut derive = blake3::Hasher::new_keyed(&key.0);
-        derive.update(&(namespace.len() as u64).to_le_bytes());
-        derive.update(namespace);
+        let mut derive = key.derive(namespace);
         derive.update(layout_fingerprint);
         derive.update(&[group.0]);
         let derived = derive.finalize();
-        let (mut first, mut second) = ([0; 16], [0; 16]);
+        let (mut first, mut second) = ([0; 16], [0; 8]);
         first.copy_from_slice(&derived.as_bytes()[..16]);
-        second.copy_from_slice(&derived.as_bytes()[16..]);
+        second.copy_from_slice(&derived.as_bytes()[16..24]);
+        let namespace = u128::from(key.namespace(namespace).0);
         Self {
-            id: DomainId(u128::from_le_bytes(second)),
+            id: DomainId(namespace << 64 | u128::from(u64::from_le_bytes(second))),
             hasher: SipHasher24::new_with_key(&first),
         }
     }
@@ -101,6 +117,17 @@ mod tests {
         ];
         for (index, id) in ids.iter().enumerate() {
             assert!(!ids[..index].contains(id));
+        }
+    }
+
+    #[test]
+    fn a_domain_begins_with_its_namespace_whatever_its_layout() {
+        let of = |key: u8, namespace: &[u8]| AnchorKey([key; 32]).namespace(namespace);
+        for (layout, group) in [(1, 0), (2, 0), (1, 1)] {
+            assert_eq!(domain(1, b"a", layout, group).id().namespace(), of(1, b"a"));
+        }
+        for other in [of(2, b"a"), of(1, b"b"), of(1, b"")] {
+            assert_ne!(of(1, b"a"), other);
         }
     }
 

@@ -50,7 +50,9 @@ impl Sweep {
                 continue;
             };
             let cost = match &self.scope {
-                Scope::Pages(domain, _) if *domain == block.domain => block.total_pages(),
+                Scope::Pages(namespace, _) if *namespace == block.domain.namespace() => {
+                    block.total_pages()
+                }
                 _ => 1,
             };
             *budget = budget.saturating_sub(cost.max(1));

@@ -26,7 +26,7 @@ use crate::types::{DepotId, Epoch};
 /// Bytes before the first slot.
 pub const DEPOT_HEADER_BYTES: u64 = 4096;
 /// Version of the header and of what it describes.
-pub const DEPOT_FORMAT_VERSION: u32 = 2;
+pub const DEPOT_FORMAT_VERSION: u32 = 3;
 /// Pages start at multiples of this: one cache line.
 const PAGE_ALIGN_BYTES: u64 = 64;
 const SYSTEM_PAGE_BYTES: u64 = 4096;

@@ -5,7 +5,7 @@
 //! offset  bytes  field of a slot (numbers little-endian)
 //!      0      8  seal: 0 when the page holds nothing, else a checksum of the other fields and of the page's number
 //!      8     16  anchor
-//!     24     16  domain
+//!     24     16  domain; its last 8 bytes are those of the namespace
 //!     40     16  fingerprint
 //!     56      8  epoch of the store
 //!     64      8  generation of the store
@@ -229,6 +229,7 @@ impl Depot {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::types::NamespaceId;
 
     const PAGE_BYTES: u64 = 1000;
     /// After every store.
@@ -246,7 +247,7 @@ mod tests {
     fn stored(block_start: u32, first: u16, pages: u128, domain: u128) -> Record {
         Record {
             anchor: Anchor(u128::from(block_start) << 100 | 7),
-            domain: DomainId(domain),
+            domain: DomainId(domain << 64 | 5),
             block_start,
             first,
             phase: 3,
@@ -299,10 +300,10 @@ mod tests {
             let next = depot.strike_scope(PAGE_BYTES, scope, LAST, from, count);
             next.expect("struck")
         };
-        let one = Scope::Pages(DomainId(2), [Fingerprint(1)].into_iter().collect());
+        let one = Scope::Pages(NamespaceId(2), [Fingerprint(1)].into_iter().collect());
         assert_eq!(strike(&one, 0, u32::MAX), None);
         assert_eq!(pages(&depot), [0, 1, 2, 3, 9, 10, 11]);
-        let scope = Scope::Domain(DomainId(1));
+        let scope = Scope::Namespace(NamespaceId(1));
         assert_eq!(strike(&scope, 0, 2), Some(2), "a slice");
         assert_eq!(pages(&depot), [2, 3, 9, 10, 11]);
         assert_eq!(strike(&scope, 2, 8), Some(10));

@@ -331,7 +331,7 @@ pub struct RecordBody {
     #[serde(with = "serde_bytes")]
     #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
     pub anchor: [u8; 16],
-    /// Keyed hash of namespace, layout and group, big-endian.
+    /// Keyed hashes, big-endian: 8 bytes of the namespace, 8 of namespace, layout and group.
     #[serde(with = "serde_bytes")]
     #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
     pub domain: [u8; 16],
@@ -403,16 +403,16 @@ pub struct Cancel {
     pub ops: Vec<u64>,
 }
 
-/// Strike pages out of the inventory of the worker's shard. Without a domain: all of them; without fingerprints: all of the
-/// domain. Pages that were stored after `through` stay listed: a strike may come again after they were stored.
+/// Strike pages out of the inventory of the worker's shard. Without a namespace: all of them; without fingerprints: all of
+/// the namespace. Pages that were stored after `through` stay listed: a strike may come again after they were stored.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Strike {
     /// Number of the reset.
     pub reset: u64,
-    /// No byte, or 16: which domain, big-endian.
+    /// No byte, or 8: the pages whose domain begins with these.
     #[serde(with = "serde_bytes", default)]
     #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
-    pub domain: Vec<u8>,
+    pub namespace: Vec<u8>,
     /// 16 bytes for each page, big-endian.
     #[serde(with = "serde_bytes", default)]
     #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]

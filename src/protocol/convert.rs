@@ -10,8 +10,8 @@ use crate::protocol::error::ErrorCode;
 use crate::protocol::limits::{PAGE_RECORD_BYTES, TEXT_BYTES_MAX};
 use crate::types::{
     Anchor, Answer, DomainId, EndedCopy, Epoch, Fingerprint, Generation, HASH_BYTES_MAX,
-    HASH_BYTES_MIN, OpId, PageHashes, PageRecord, Record, Request, RequestId, ResetId, ResetScope,
-    Scope, SlotId, Stored,
+    HASH_BYTES_MIN, NamespaceId, OpId, PageHashes, PageRecord, Record, Request, RequestId, ResetId,
+    ResetScope, Scope, SlotId, Stored,
 };
 
 impl From<Request> for Message {
@@ -226,16 +226,16 @@ impl RecordBody {
 impl Strike {
     /// The order to strike the pages of a scope out, as far as they were stored by `through` or before.
     pub fn new(id: ResetId, scope: &Scope, through: Generation) -> Self {
-        let (domain, fingerprints) = match scope {
+        let (namespace, fingerprints) = match scope {
             Scope::Everything => (Vec::new(), Vec::new()),
-            Scope::Domain(domain) => (domain.0.to_be_bytes().to_vec(), Vec::new()),
-            Scope::Pages(domain, pages) => {
-                (domain.0.to_be_bytes().to_vec(), packed(pages.as_slice()))
+            Scope::Namespace(namespace) => (namespace.0.to_be_bytes().to_vec(), Vec::new()),
+            Scope::Pages(namespace, pages) => {
+                (namespace.0.to_be_bytes().to_vec(), packed(pages.as_slice()))
             }
         };
         Self {
             reset: id.0,
-            domain,
+            namespace,
             fingerprints,
             through: through.0,
         }
@@ -243,20 +243,23 @@ impl Strike {
 
     /// Which pages it means.
     pub fn scope(&self) -> Result<Scope, ErrorBody> {
-        let domain = match (
-            <[u8; 16]>::try_from(self.domain.as_slice()),
-            self.domain.len(),
+        let namespace = match (
+            <[u8; 8]>::try_from(self.namespace.as_slice()),
+            self.namespace.len(),
         ) {
-            (Ok(domain), _) => DomainId(u128::from_be_bytes(domain)),
+            (Ok(namespace), _) => NamespaceId(u64::from_be_bytes(namespace)),
             (Err(_), 0) => return Ok(Scope::Everything),
             (Err(_), length) => {
-                let text = format!("domain has {length} bytes: none, or 16");
+                let text = format!("namespace has {length} bytes: none, or 8");
                 return Err(ErrorBody::new(ErrorCode::Invalid, text));
             }
         };
         Ok(match self.fingerprints.is_empty() {
-            true => Scope::Domain(domain),
-            false => Scope::Pages(domain, unpacked(&self.fingerprints).into_iter().collect()),
+            true => Scope::Namespace(namespace),
+            false => Scope::Pages(
+                namespace,
+                unpacked(&self.fingerprints).into_iter().collect(),
+            ),
         })
     }
 }

@@ -308,7 +308,7 @@ pub fn examples() -> Vec<(&'static str, Message)> {
             "strike",
             Message::Strike(Strike {
                 reset: 3,
-                domain: vec![4; 16],
+                namespace: vec![4; 8],
                 fingerprints: vec![6; 32],
                 through: 17,
             }),

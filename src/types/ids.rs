@@ -90,9 +90,27 @@ impl fmt::Display for WorkerId {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct DepotId(pub u128);
 
-/// A space of pages: one namespace of one model, layout and group, as a keyed hash. Two domains never share a page.
+/// A namespace, as a keyed hash: that of every domain in it, whatever its layout.
+#[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct NamespaceId(pub u64);
+
+impl fmt::Debug for NamespaceId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:08x}", self.0 >> 32)
+    }
+}
+
+/// A space of pages: one namespace of one model, layout and group, as a keyed hash. Two domains never share a page. The
+/// first half is that of the namespace alone, so that a reset finds the pages of a namespace in every layout.
 #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct DomainId(pub u128);
+
+impl DomainId {
+    /// The namespace that it belongs to.
+    pub const fn namespace(self) -> NamespaceId {
+        NamespaceId((self.0 >> 64) as u64)
+    }
+}
 
 impl fmt::Debug for DomainId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

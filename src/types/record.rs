@@ -1,6 +1,6 @@
 //! What a depot knows of its own pages, so that they are found again when every process that knew them has ended.
 
-use super::{Anchor, DomainId, Epoch, Fingerprint, Generation, PageSet};
+use super::{Anchor, DomainId, Epoch, Fingerprint, Generation, NamespaceId, PageSet};
 
 /// Bytes that an inventory keeps of each page of an arena, used or not.
 pub const INVENTORY_SLOT_BYTES: u64 = 80;
@@ -82,10 +82,10 @@ impl Record {
 pub enum Scope {
     /// Every page.
     Everything,
-    /// Every page of a domain.
-    Domain(DomainId),
-    /// Pages of a domain that hold one of these.
-    Pages(DomainId, PageSet),
+    /// Every page of a namespace, in every layout.
+    Namespace(NamespaceId),
+    /// Pages of a namespace that hold one of these, in every layout.
+    Pages(NamespaceId, PageSet),
 }
 
 impl Scope {
@@ -93,8 +93,10 @@ impl Scope {
     pub fn contains(&self, domain: DomainId, fingerprint: Fingerprint) -> bool {
         match self {
             Self::Everything => true,
-            Self::Domain(which) => *which == domain,
-            Self::Pages(which, pages) => *which == domain && pages.contains(fingerprint),
+            Self::Namespace(which) => *which == domain.namespace(),
+            Self::Pages(which, pages) => {
+                *which == domain.namespace() && pages.contains(fingerprint)
+            }
         }
     }
 
@@ -102,9 +104,10 @@ impl Scope {
     pub fn meets(&self, domain: DomainId, fingerprints: &[Fingerprint]) -> bool {
         match self {
             Self::Everything => true,
-            Self::Domain(which) => *which == domain,
+            Self::Namespace(which) => *which == domain.namespace(),
             Self::Pages(which, pages) => {
-                *which == domain && fingerprints.iter().any(|page| pages.contains(*page))
+                *which == domain.namespace()
+                    && fingerprints.iter().any(|page| pages.contains(*page))
             }
         }
     }
@@ -112,7 +115,7 @@ impl Scope {
     /// Pages that it names one by one.
     pub fn named_pages(&self) -> usize {
         match self {
-            Self::Everything | Self::Domain(_) => 0,
+            Self::Everything | Self::Namespace(_) => 0,
             Self::Pages(_, pages) => pages.as_slice().len(),
         }
     }

@@ -49,7 +49,7 @@ fn order(leader: &Server, peer: PeerId, id: u64, message: Message) {
 fn strike() -> Message {
     Message::Strike(Strike {
         reset: 3,
-        domain: Vec::new(),
+        namespace: Vec::new(),
         fingerprints: Vec::new(),
         through: 0,
     })

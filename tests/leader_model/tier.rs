@@ -1,6 +1,6 @@
 //! What a pool is a pool of: engines with other pages, workers with other depots, replicas with other memory.
 
-use kvferry::types::PageRecord;
+use kvferry::types::{PageRecord, ResetId, Scope};
 
 use super::*;
 
@@ -481,4 +481,70 @@ fn an_engine_of_another_shape_does_not_take_the_turn_of_one_whose_workers_attach
         matches!(late, Err(Refusal::RankDisagrees { .. })),
         "{late:?}"
     );
+}
+
+/// Engines of two layouts take turns. Pages of the first one stay listed while the second one is served.
+#[test]
+fn a_reset_of_a_namespace_means_the_pages_of_every_layout() {
+    let hashes = sequence(0, 8);
+    let fingerprints: Vec<_> = (0..8).map(|page| hashes.fingerprint(page)).collect();
+    let other = || ResetScope::Namespace(vec![8]);
+    let single = || ResetScope::Pages(vec![7], sequence(0, 1));
+    // A block is forgotten as a whole.
+    for (scope, forgotten, left) in [
+        (ResetScope::Everything, 8, 0),
+        (ResetScope::Namespace(vec![7]), 8, 0),
+        (single(), 8, 7),
+        (other(), 0, 8),
+    ] {
+        let mut site = Site::new(1, 1);
+        for engine in [1, 2] {
+            site.step(Event::EngineOpened(engine_id(engine)));
+        }
+        let asked = site.attach((0, 0), Some(A));
+        site.read(&asked);
+        let stored = site.store_from(1, 0);
+        let record = stored.iter().find_map(|effect| match effect {
+            Effect::Copy { copy, .. } => copy.record.clone(),
+            _ => None,
+        });
+        let mut listed: Vec<PageRecord> =
+            record.expect("a store lists its pages").pages().collect();
+        site.ended((0, 0), copy(&stored).expect("a copy"));
+        assert_eq!(site.lookup(1), hit(8));
+
+        let second = Here {
+            engine: 2,
+            layout: 2,
+            ..A
+        };
+        let asked = site.attach((0, 0), Some(second));
+        site.read_with(&asked, &listed);
+        assert_eq!(site.lookup(2), hit(0), "they are of another layout");
+        let name = format!("{scope:?}");
+        let effects = site.ask(2, Request::Reset { scope });
+        let (id, scope) = strike(&effects);
+        let through = listed.len();
+        listed.retain(|page| !scope.contains(page.domain, page.fingerprint));
+        assert_eq!(listed.len(), left, "{name} of {through}");
+        let kept = listed.iter().map(|page| page.fingerprint);
+        assert!(kept.eq(fingerprints[8 - left..].iter().copied()), "{name}");
+        let worker = worker(0, 0);
+        let told = answer(&site.step(Event::Struck { worker, id }));
+        assert_eq!(told, Some(Ok(Answer::Reset { pages: forgotten })), "{name}");
+
+        // The first engine comes back.
+        let asked = site.attach((0, 0), Some(A));
+        site.read_with(&asked, &listed);
+        let found = if left == 8 { 8 } else { 0 };
+        assert_eq!(site.lookup(1), hit(found), "{name}");
+    }
+}
+
+fn strike(effects: &[Effect]) -> (ResetId, Scope) {
+    let strike = effects.iter().find_map(|effect| match effect {
+        Effect::Strike { id, scope, .. } => Some((*id, scope.clone())),
+        _ => None,
+    });
+    strike.expect("a worker is asked")
 }

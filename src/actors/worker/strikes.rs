@@ -156,7 +156,7 @@ impl State {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::types::{DomainId, Epoch, Fingerprint, Generation, PageSet};
+    use crate::types::{Epoch, Fingerprint, Generation, NamespaceId, PageSet};
 
     const THROUGH: Stored = Stored {
         epoch: Epoch(1),
@@ -193,7 +193,7 @@ mod tests {
 
         let mut strikes = Strikes::default();
         let pages: PageSet = (0..131_072).map(Fingerprint).collect();
-        let pages = |_| Scope::Pages(DomainId(1), pages.clone());
+        let pages = |_| Scope::Pages(NamespaceId(1), pages.clone());
         let most = (RESET_PAGES_OPEN_MAX / 131_072) as u64;
         for id in 0..most {
             assert_eq!(strikes.push(strike(id, pages(id), 10)), Ok(()));

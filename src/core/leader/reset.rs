@@ -12,9 +12,7 @@ use crate::core::event::Effect;
 use crate::core::refusal::Refusal;
 use crate::core::sabotage::{Bug, planted};
 use crate::core::sweep::Sweep;
-use crate::types::{
-    Answer, EngineId, Generation, OpId, ResetId, ResetScope, Scope, Shard, Time, WorkerId,
-};
+use crate::types::{Answer, Generation, OpId, ResetId, ResetScope, Scope, Shard, Time, WorkerId};
 
 use super::tier::Tier;
 use super::{Due, Leader, Timer};
@@ -62,7 +60,7 @@ impl Leader {
     /// Begins a reset; its first slice is done at the end of this step.
     pub(super) fn reset(&mut self, due: Due, scope: ResetScope) -> Result<(), Refusal> {
         self.room_for_reset(&scope)?;
-        let scope = self.scope(due.engine, scope)?;
+        let scope = self.scope(scope);
         let Some(pool) = self.tier.as_mut().and_then(Tier::serving_mut) else {
             return Err(match self.workers.any_replica() {
                 true => Refusal::Reading,
@@ -109,22 +107,17 @@ impl Leader {
         Ok(())
     }
 
-    /// The asking engine's pages; for anybody else, those of the engines that are served.
-    fn scope(&self, engine: EngineId, scope: ResetScope) -> Result<Scope, Refusal> {
-        let own = self.served(engine).ok().map(|(_, geometry)| geometry);
-        let geometry = own.or_else(|| self.workers.geometry(self.wanted_key()));
-        let domain = |namespace: &[u8]| {
-            let geometry = geometry.ok_or_else(|| self.workers.not_ready())?;
-            Ok(self.domain(geometry, namespace).id())
-        };
-        Ok(match scope {
+    /// The pages that are meant, of every layout: those of engines that have left are still listed in the depots.
+    fn scope(&self, scope: ResetScope) -> Scope {
+        let namespace = |namespace: &[u8]| self.settings.anchor_key.namespace(namespace);
+        match scope {
             ResetScope::Everything => Scope::Everything,
-            ResetScope::Namespace(namespace) => Scope::Domain(domain(&namespace)?),
-            ResetScope::Pages(namespace, hashes) => {
+            ResetScope::Namespace(name) => Scope::Namespace(namespace(&name)),
+            ResetScope::Pages(name, hashes) => {
                 let pages = (0..hashes.len()).map(|page| hashes.fingerprint(page));
-                Scope::Pages(domain(&namespace)?, pages.collect())
+                Scope::Pages(namespace(&name), pages.collect())
             }
-        })
+        }
     }
 
     /// At the end of a step: does one slice now, unless the next one waits for its time.

@@ -148,10 +148,10 @@ impl World {
             if block.retired {
                 continue;
             }
-            if let Some(at) =
-                self.env
-                    .ghost
-                    .came_back(namespace, shape.layout, block.domain, *fingerprint)
+            if let Some(at) = self
+                .env
+                .ghost
+                .came_back(namespace, block.domain, *fingerprint)
             {
                 return Err(format!(
                     "arena page {page} came back: it was forgotten at {at}"

@@ -158,8 +158,6 @@ impl Touched {
 struct Taken {
     answer: Option<Result<Answer, Refusal>>,
     reset: Option<ResetScope>,
-    /// Layout of the pages that were served when it was asked.
-    layout: Option<[u8; 16]>,
     /// It names engine pages, and copies of an older leader may have been under way: the leader keeps it for as long as the
     /// connection lasts, and carries nothing out.
     parked: bool,
@@ -171,18 +169,15 @@ struct Taken {
 pub(super) struct Question<'a> {
     /// Time until its deadline.
     pub(super) left: Duration,
-    /// Layout of the pages that were served then.
-    pub(super) layout: Option<[u8; 16]>,
     /// No copy of an older leader was under way.
     pub(super) all_clear: bool,
     pub(super) request: &'a Request,
 }
 
-/// What a confirmed reset has forgotten, of which layout, and when that was asked.
+/// What a confirmed reset has forgotten, and when that was asked.
 #[derive(Debug)]
 struct Forgotten {
     scope: ResetScope,
-    layout: Option<[u8; 16]>,
     at: Time,
 }
 
@@ -230,7 +225,6 @@ impl Ghost {
     ) {
         let Question {
             left,
-            layout,
             all_clear,
             request,
         } = *question;
@@ -252,7 +246,6 @@ impl Ghost {
         let taken = Taken {
             answer: None,
             reset,
-            layout,
             parked: names_pages && !all_clear,
             at: now,
         };
@@ -340,11 +333,11 @@ impl Ghost {
         let first = taken.answer.is_none();
         taken.answer = Some(answer.clone());
         if let (Some(scope), Ok(Answer::Reset { .. }), true) = (taken.reset.take(), answer, first) {
-            let (layout, at) = (taken.layout, taken.at);
+            let at = taken.at;
             let place = self
                 .forgotten
                 .partition_point(|forgotten| forgotten.at <= at);
-            let forgotten = Forgotten { scope, layout, at };
+            let forgotten = Forgotten { scope, at };
             self.forgotten.insert(place, forgotten);
         }
         None
@@ -385,7 +378,6 @@ impl Ghost {
     pub(super) fn came_back(
         &self,
         namespace: u8,
-        layout: [u8; 16],
         domain: DomainId,
         fingerprint: Fingerprint,
     ) -> Option<Time> {
@@ -394,10 +386,9 @@ impl Ghost {
             .get(&(domain, fingerprint))
             .copied()
             .unwrap_or(Time(0));
-        // A reset of a namespace means the pages of the engines that were served when it was asked.
+        // A reset of a namespace means the pages of every layout, also of engines that were not there when it was asked.
         let meant = |forgotten: &&Forgotten| match &forgotten.scope {
             ResetScope::Everything => true,
-            _ if forgotten.layout != Some(layout) => false,
             ResetScope::Namespace(name) => name == &[namespace],
             ResetScope::Pages(name, hashes) => {
                 name == &[namespace]

@@ -232,7 +232,6 @@ impl LeaderProcess {
                 let workers = usize::from(env.setup.ranks) * usize::from(env.setup.replicas);
                 let question = Question {
                     left,
-                    layout: self.core.tier_key().map(|key| key.layout_fingerprint),
                     all_clear: env.ghost.roster.all_clear(workers),
                     request: &request,
                 };

@@ -124,7 +124,6 @@ fn asked(ghost: &mut ghost::Ghost, engine: EngineId, all_clear: bool) {
     };
     let question = ghost::Question {
         left: Duration::from_millis(10),
-        layout: None,
         all_clear,
         request: &request,
     };
