@@ -16,6 +16,7 @@ _METHODS: dict[str, tuple[str, ...]] = {
     "save_kv_layer": ("layer_name", "kv_layer", "attn_metadata", "kwargs"),
     "wait_for_save": (),
     "get_finished": ("finished_req_ids",),
+    "get_transfer_results": ("finished_req_ids",),
     "get_block_ids_with_load_errors": (),
     "build_connector_worker_meta": (),
     "bind_gpu_block_pool": ("gpu_block_pool",),

@@ -47,6 +47,10 @@ class Reports:
         """Engine requests whose loads are over. Nothing once :meth:`failed_pages` was asked, the last of a step."""
         return set() if self._told else {request for step in self._steps for request in step.loaded}
 
+    def failed(self) -> set[str]:
+        """Those whose pages are all to be computed. Nothing once :meth:`failed_pages` was asked."""
+        return set() if self._told else {request for step in self._steps for request in step.failed}
+
     def failed_pages(self) -> set[int]:
         """Pages of those that must be computed."""
         self._told = True

@@ -19,6 +19,7 @@ from kvferry.client import Client, Question
 from kvferry.copies import Copies, Copy
 from kvferry.finishes import Finishes
 from kvferry.namespaces import Namespaces
+from kvferry.poolreset import reset_beside_loads
 from kvferry.resets import RESET_LIMIT_S, Forgetting
 from kvferry.settings import Settings
 from kvferry.steps import RankReport, StepMetadata
@@ -127,6 +128,9 @@ class SchedulerSide:
         self._told_absent = False
         #: When the cache was last reset: what was stored before is not stored again.
         self._reset_at = 0.0
+        #: Pages of requests that load, until the ranks are told that it is over; those that were reset meanwhile.
+        self._loading: dict[str, list[int]] = {}
+        self._spoiled: set[str] = set()
         #: vLLM has reset its own pages, and no step has computed any since.
         self._device_empty = False
         #: Since a reset vLLM may have kept pages of its own from before.
@@ -148,7 +152,8 @@ class SchedulerSide:
 
         vLLM resets it only while no page is held, and asks nobody before. Stores that hold pages are cancelled then:
         what they would keep belongs to a cache that is thrown away. An engine that is paused or idle runs no step in
-        which their end would be noticed, so that is done here, within a limit.
+        which their end would be noticed, so that is done here, within a limit. Loads go on, and what they bring is
+        computed.
         """
         self._copies.bind_pool(pool)
         reset = pool.reset_prefix_cache
@@ -158,9 +163,11 @@ class SchedulerSide:
                 self._end_stores()
             except Exception:
                 logger.exception("kvferry: stores could not be ended before a reset")
-            done = reset()
-            if done:
-                self._device_empty, self._device_old = True, False
+            done = reset_beside_loads(pool, list(self._loading.values()), reset)
+            try:
+                self._was_reset() if done else self._reset_refused()
+            except Exception:
+                logger.exception("kvferry: a reset of the engine's pages could not be followed")
             return done
 
         pool.reset_prefix_cache = reset_without_stores  # type: ignore[method-assign]
@@ -217,6 +224,32 @@ class SchedulerSide:
         if left := self._copies.stores():
             logger.warning("kvferry: %d stores hold pages of the engine still, and its cache cannot be reset", left)
 
+    def _was_reset(self) -> None:
+        """The device has no page of before any more that a request could find."""
+        self._device_empty, self._device_old = True, False
+        for name in self._loading:
+            if name in self._step.loaded:
+                self._step.failed.append(name)
+            else:
+                self._spoiled.add(name)
+
+    def _reset_refused(self) -> None:
+        """vLLM's pages are held still.
+
+        When it was to preempt all requests, it gives up here and never resets the connector. That is seen by that none
+        runs, and some have begun: a request whose load is over, and that waits to be scheduled, cannot be made to give
+        its pages back.
+        """
+        requests = [tracked.request for tracked in self._tracked.values() if not tracked.finished]
+        if any(request.status.name == "RUNNING" for request in requests):
+            return
+        if any(request.num_computed_tokens or request.status.name == "PREEMPTED" for request in requests):
+            logger.warning(
+                "kvferry: vLLM could not reset its own pages, since requests hold some that have just been loaded: "
+                "reset it again. This engine finds nothing of before in kvferry"
+            )
+            self.reset()
+
     def _forget_if_over(self, tracked: Tracked) -> None:
         name = tracked.request.request_id
         if tracked.finished and tracked.load is None and self._tracked.get(name) is tracked:
@@ -228,7 +261,9 @@ class SchedulerSide:
         """Tokens behind the computed ones that can be loaded; None: ask again."""
         tracked = self.track(request)
         tracked.device_pages = device_pages = computed_tokens // self._page_tokens
-        tracked.on_old_pages = self._device_old and device_pages > 0
+        # vLLM asks for requests that have no pages.
+        tracked.store_from = tracked.full = 0
+        tracked.mixed, tracked.on_old_pages = False, self._device_old and device_pages > 0
         # vLLM ignores hits of a request that does not read its prefix cache: nothing is held for it then.
         idle = tracked.computes or tracked.load is not None or request.skip_reading_prefix_cache
         if idle or not self._client.listening:
@@ -297,6 +332,7 @@ class SchedulerSide:
         tracked.lookup = None
         (table,) = blocks.get_block_ids()
         first = tracked.device_pages
+        self._loading[request.request_id] = list(table)
         copy = Copy(tracked, first, list(table[first : first + count]), store=False)
         tracked.load = copy
         # Steps that the ranks were given, and have not ended, may still write into pages that were free by now.
@@ -327,6 +363,8 @@ class SchedulerSide:
 
     def _take_step(self, output: "SchedulerOutput") -> StepMetadata:
         step, self._step = self._step, StepMetadata()
+        for name in step.loaded:
+            self._loading.pop(name, None)
         if _works(output):
             # Drawn after the stores of this step, whose ids it covers.
             self._last_work = self._client.draw()
@@ -418,9 +456,14 @@ class SchedulerSide:
 
     def _report(self, tracked: Tracked, failed: list[int]) -> None:
         """vLLM is told once that a load is over, and which of its pages must be computed."""
-        if tracked.request.request_id not in self._step.loaded:
-            self._step.failed_pages.extend(failed)
-            self._step.loaded.append(tracked.request.request_id)
+        name = tracked.request.request_id
+        if name not in self._step.loaded:
+            if name in self._spoiled:
+                self._spoiled.discard(name)
+                self._step.failed.append(name)
+            else:
+                self._step.failed_pages.extend(failed)
+            self._step.loaded.append(name)
 
     def load_failed(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> None:
         """A load that vLLM counts on, and that could not be asked for, is reported to have failed."""
@@ -453,8 +496,14 @@ class SchedulerSide:
         return since is not None and self._client.listening and time.monotonic() - since < FREES_SOON_S
 
     def copying(self) -> bool:
-        """Whether steps are needed, also of an idle engine, to notice that copies are over."""
-        return self._copies.end_soon()
+        """Whether steps are needed, also of an idle engine, to notice that copies are over.
+
+        vLLM asks this only while no request needs a step. Where one loads it is paused, and a load that ended in a step
+        could not be taken back by the reset that may come: the pause need not wait.
+        """
+        loading = (self._tracked.get(name) for name in self._loading)
+        paused = any(tracked is not None and not tracked.finished for tracked in loading)
+        return not paused and self._copies.end_soon()
 
     # The whole cache.
 

@@ -18,6 +18,8 @@ class StepMetadata(KVConnectorMetadata):
     loaded: list[str] = field(default_factory=list)
     #: Pages of those that did not come whole.
     failed_pages: list[int] = field(default_factory=list)
+    #: Those whose pages are all to be computed, also the ones that the device had.
+    failed: list[str] = field(default_factory=list)
     #: kvferry requests whose pages the engine takes back.
     abandon: list[int] = field(default_factory=list)
 

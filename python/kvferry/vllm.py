@@ -19,6 +19,7 @@ try:
         KVConnectorBase_V1,
         KVConnectorMetadata,
         KVConnectorRole,
+        KVConnectorTransferResults,
         KVConnectorWorkerMetadata,
         SupportsHMA,
     )
@@ -193,6 +194,18 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Loads that the scheduler's side knows to be over. Stores are never waited for: the pool holds their pages."""
         return self._finished(finished_req_ids)
+
+    def _transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        return KVConnectorTransferResults(
+            finished_recving=self._reports.loaded(), failed_recving=self._reports.failed()
+        )
+
+    @guarded(instead=_transfer_results, default=KVConnectorTransferResults)
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """The same, and which of those loads cannot be used in part."""
+        results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving = self._reports.failed()
+        return results
 
     def _failed_pages(self) -> set[int]:
         return self._reports.failed_pages()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from daemon import eventually
+from vllm.v1.request import RequestStatus
 
 from kvferry import copies, scheduler, wire
 from kvferry.client import Failure
@@ -138,6 +139,7 @@ class Request:
     num_computed_tokens: int = 0
     lora_request: Any = None
     skip_reading_prefix_cache: bool = False
+    status: RequestStatus = RequestStatus.WAITING
     block_hashes: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:

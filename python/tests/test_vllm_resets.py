@@ -3,10 +3,11 @@
 import json
 import threading
 import time
+import urllib.error
 from collections.abc import Iterator
 
 import pytest
-from daemon import Daemon, running
+from daemon import Daemon, eventually, running
 from engine import Engine, Server, config, said, tokens, wait_steps
 
 from kvferry import scheduler
@@ -72,6 +73,84 @@ def test_a_paused_engine_has_a_clear_cache(engine: Engine, daemon: Daemon, cold:
         engine.ask("abort", id=mode)
     assert said(engine.generate(PROMPT)) == cold
     daemon.wait_idle()
+
+
+def load_that_does_not_end(engine: Engine, daemon: Daemon, name: str) -> None:
+    """A prompt whose load waits for a step that the rank says nothing of, and would for 12 s."""
+    engine.reset(connector=True)
+    engine.generate(PROMPT)
+    daemon.wait_idle()
+    engine.reset()
+    engine.ask("hold", on=True)
+    engine.ask("add", id=f"before {name}", tokens=tokens(40, seed=41))
+    engine.ask("step")
+    engine.ask("add", id=name, tokens=PROMPT)
+    wait_steps(engine, "a load is under way", lambda state: "WAITING_FOR_REMOTE_KVS" in state["status"].values())
+
+
+@pytest.mark.parametrize("how", ["reset", "pause"])
+def test_pages_are_loaded_while_the_cache_is_cleared(engine: Engine, daemon: Daemon, cold: list, how: str) -> None:
+    """Weights may have changed then: the prompt is computed, and nothing that was stored before is found."""
+    name = f"loads under a {how}"
+    load_that_does_not_end(engine, daemon, name)
+    if how == "reset":
+        assert engine.ask("reset", running=True, connector=True)
+    else:
+        engine.ask("pause", mode="keep")
+        engine.ask("resume")
+    engine.ask("hold", on=False)
+    state = wait_steps(engine, "the prompt is done", lambda state: name in state["done"])
+    assert said([state["done"][name]]) == cold
+    wait_steps(engine, "the other one is done", lambda state: not state["status"])
+    daemon.wait_idle()
+    engine.reset()
+    hits = engine.external_hits()
+    assert said(engine.generate(PROMPT)) == cold
+    assert engine.external_hits() > hits, "what it computed was stored under another name, and is found"
+    daemon.wait_idle()
+
+
+def test_resets_while_pages_are_loaded_all_the_time() -> None:
+    """``vllm serve`` with a few prompts that the engine has no room for. vLLM refuses a reset now and then."""
+    prompts = [tokens(200, seed=number + 1) for number in range(12)]
+    with running(ranks=1) as daemon:
+        server = Server(config(daemon.socket_dir, num_gpu_blocks_override=40, max_model_len=512))
+        failed: list[str] = []
+        over = threading.Event()
+        expected: list[list] = []
+
+        def load(number: int) -> None:
+            while not over.is_set():
+                number = (number + 1) % len(prompts)
+                if said([server.generate(prompts[number], max_tokens=4)[0]]) != expected[number]:
+                    failed.append(f"prompt {number} is answered otherwise")
+                    return
+
+        askers = [threading.Thread(target=load, args=(number * 3,)) for number in range(4)]
+        try:
+            daemon.wait_ready()
+            expected.extend(said([answer]) for answer in server.generate(*prompts, max_tokens=4))
+            for asker in askers:
+                asker.start()
+            succeeded = refused = 0
+            for _ in range(20):
+                hits = server.external_hits()
+                eventually("pages are loaded", lambda hits=hits: failed or server.external_hits() > hits + 100)
+                try:
+                    answer = json.loads(
+                        server.post("/reset_prefix_cache?reset_running_requests=true&reset_external=true")
+                    )
+                    assert answer == {"success": True}
+                    succeeded += 1
+                except urllib.error.HTTPError:
+                    refused += 1
+                assert not failed
+            assert succeeded > refused
+        finally:
+            over.set()
+            for asker in askers:
+                asker.join(60)
+            server.end()
 
 
 def test_resets_and_pauses_under_load() -> None:
