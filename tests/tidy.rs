@@ -100,6 +100,7 @@ const PYTHON_ARROWS: &[(&str, &[&str], &[&str])] = &[
     ("memory", &["client", "cuda", "proofs"], &["torch"]),
     ("rank", &["owed", "wire", "client", "memory"], &[]),
     ("copies", &["client"], &[]),
+    ("finishes", &["wire", "client"], &[]),
     ("steps", &[], &["vllm"]),
     (
         "scheduler",

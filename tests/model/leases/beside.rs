@@ -104,16 +104,25 @@ fn looked_up(event: &Event) -> Option<usize> {
     }
 }
 
-/// Loads that have not ended, with the arena pages that they read; and what was found last.
+/// Copies in the order in which they began, loads that have not ended with the arena pages that they read, and what was
+/// found last.
 #[derive(Default)]
 struct Seen {
+    began: Vec<OpId>,
     reading: Vec<(OpId, u32)>,
     found: Option<u32>,
 }
 
 impl Seen {
+    /// The model counts copies alone; the leader numbers questions for inventories in the same sequence.
+    fn number(&self, OpId(nth): OpId) -> OpId {
+        let began = self.began.get(nth as usize - 1);
+        *began.expect("a copy of the model has begun")
+    }
+
     /// A page that is read must not be given to a store.
     fn copy(&mut self, leader: &Leader, copy: &Copy) -> Option<String> {
+        self.began.push(copy.op);
         let runs = leader.owed().map(|(op, ..)| op).collect::<Vec<_>>();
         self.reading.retain(|(op, _)| runs.contains(op));
         let pair = &copy.pairs[0];
@@ -139,8 +148,14 @@ impl Leases {
         let mut seen = Seen::default();
         let (mut effects, mut held) = (Vec::new(), None);
         for (index, (now, mut event)) in (1..).zip(state.past.events()) {
-            if let Event::Request { id, .. } = &mut event {
-                *id = RequestId(index);
+            match &mut event {
+                Event::Request { id, .. } => *id = RequestId(index),
+                Event::Ended { copies, .. } => {
+                    for copy in copies {
+                        copy.op = seen.number(copy.op);
+                    }
+                }
+                _ => {}
             }
             seen.found = None;
             held = looked_up(&event).map(|name| state.slots[name] != Some(None));
