@@ -118,7 +118,6 @@ const PYTHON_ARROWS: &[(&str, &[&str], &[&str])] = &[
         ],
         &[],
     ),
-    ("finishes", &["wire", "client"], &[]),
     ("poolreset", &[], &[]),
     ("resets", &["wire", "client"], &[]),
     ("backpressure", &["copies", "settings"], &[]),
