@@ -197,6 +197,21 @@ fn what_names_engine_pages_is_refused_only_when_nothing_of_an_older_leader_can_t
 }
 
 #[test]
+fn a_new_leader_that_stands_still_expels_no_worker_before_it_has_looked_again() {
+    let mut leader = Leader::new(settings());
+    let mut effects = Vec::new();
+    leader.step(Time(0), Event::EngineOpened(engine_id(0)), &mut effects);
+    let late = Time(0) + settings().fence * 3;
+    leader.step(late, Event::Tick, &mut effects);
+    assert!(
+        !effects
+            .iter()
+            .any(|effect| matches!(effect, Effect::Expel(_))),
+        "{effects:?}"
+    );
+}
+
+#[test]
 fn workers_that_say_nothing_within_the_fence_of_a_new_leader_must_go() {
     let fence = settings().fence;
     let mut leader = Leader::new(settings());
@@ -222,6 +237,10 @@ fn workers_that_say_nothing_within_the_fence_of_a_new_leader_must_go() {
             })
             .collect()
     };
+    assert_eq!(expelled(&mut effects), []);
+    while let Some(next) = leader.next_timeout().filter(|next| *next < at(2)) {
+        leader.step(next, Event::Tick, &mut effects);
+    }
     assert_eq!(expelled(&mut effects), []);
     assert_eq!(leader.next_timeout(), Some(at(2)));
     leader.step(at(2), Event::Tick, &mut effects);

@@ -2,7 +2,7 @@
 
 use kvferry::types::{Generation, ResetId, Scope};
 
-use super::inventory::Reader;
+use super::inventory::{Reader, expelled};
 use super::*;
 
 fn lookup(slot: u64, pages: usize, device_pages: u32) -> Request {
@@ -527,11 +527,21 @@ fn a_worker_is_told_of_all_its_late_copies_at_once() {
     reader.now = begun + Duration::from_secs(5);
     let effects = reader.step(Event::Tick);
     assert_eq!(effects, [cancel(0), cancel(1), cancel(2)]);
-    reader.now = begun + Duration::from_secs(5) + fence;
-    let effects = reader.step(Event::Tick);
+    let effects = reader.until(begun + Duration::from_secs(5) + fence);
     let expelled = |effect: &&Effect| matches!(effect, Effect::Expel(_));
     assert_eq!(effects.iter().filter(expelled).count(), usize::from(RANKS));
     assert_eq!(effects.len(), 2 * usize::from(RANKS));
+}
+
+#[test]
+fn copies_are_late_for_a_leader_that_stood_still_once_it_has_looked_again() {
+    let mut reader = Reader::served();
+    copies_of(&stores(&mut reader, &[(0, 5)]));
+    let fence = reader.fence();
+    reader.now = reader.now + Duration::from_secs(5) + fence * 3;
+    assert_eq!(expelled(&reader.step(Event::Tick)), []);
+    let again = reader.now + fence;
+    assert_eq!(expelled(&reader.until(again)).len(), usize::from(RANKS));
 }
 
 #[test]

@@ -63,6 +63,16 @@ impl Reader {
         effects
     }
 
+    /// Lets time pass, each timer in its turn, and returns the effects of the last step.
+    pub(super) fn until(&mut self, end: Time) -> Vec<Effect> {
+        while let Some(next) = self.leader.next_timeout().filter(|next| *next < end) {
+            self.now = next.max(self.now);
+            self.step(Event::Tick);
+        }
+        self.now = end;
+        self.step(Event::Tick)
+    }
+
     /// What was asked of inventories.
     fn asks(&mut self, event: Event) -> Vec<Asked> {
         let effects = self.step(event);
@@ -294,35 +304,59 @@ fn what_was_asked_for_a_reading_that_is_over_is_owed_all_the_same() {
     assert_eq!(reader.asks(Event::WorkerDead(worker(0, 1))), [((1, 1), 0)]);
 }
 
+/// Workers that these effects expel.
+pub(super) fn expelled(effects: &[Effect]) -> Vec<WorkerId> {
+    let expelled = effects.iter().filter_map(|effect| match effect {
+        Effect::Expel(worker) => Some(*worker),
+        _ => None,
+    });
+    expelled.collect()
+}
+
+/// What its workers have answered meanwhile lies in its own mailbox.
+#[test]
+fn a_leader_that_stood_still_expels_nobody_before_it_has_looked_again() {
+    let mut reader = Reader::new();
+    assert_eq!(reader.attach_all(), FIRST);
+    reader.now = Time(0) + FENCE * 5;
+    assert_eq!(expelled(&reader.step(Event::Tick)), []);
+    let answered = |reader: &mut Reader, rank| {
+        let event = Event::Inventory {
+            worker: worker(0, rank),
+            depot: DepotId(u128::from(rank)),
+            reading: reader.reading,
+            from: 0,
+            next: None,
+            records: Vec::new(),
+        };
+        expelled(&reader.step(event))
+    };
+    for rank in 0..RANKS {
+        assert_eq!(answered(&mut reader, rank), []);
+    }
+    assert_eq!(reader.recovered(), Some(0));
+}
+
 #[test]
 fn a_worker_that_does_not_answer_within_the_fence_time_is_expelled() {
-    let expelled = |effects: &[Effect]| -> Vec<WorkerId> {
-        let expelled = effects.iter().filter_map(|effect| match effect {
-            Effect::Expel(worker) => Some(*worker),
-            _ => None,
-        });
-        expelled.collect()
-    };
     let mut reader = Reader::new();
     assert_eq!(reader.attach_all(), FIRST);
     for rank in [0, 2] {
         reader.part((0, rank), 0, None, &[]);
     }
     reader.asks(Event::WorkerLost(worker(0, 1)));
-    reader.now = Time((Time(0) + FENCE).0 - 1);
-    assert_eq!(expelled(&reader.step(Event::Tick)), []);
+    assert_eq!(expelled(&reader.until(Time((Time(0) + FENCE).0 - 1))), []);
     for fences in 1..3 {
-        reader.now = Time(0) + FENCE * fences;
-        assert_eq!(expelled(&reader.step(Event::Tick)), [worker(0, 1)]);
+        assert_eq!(
+            expelled(&reader.until(Time(0) + FENCE * fences)),
+            [worker(0, 1)]
+        );
     }
     assert_eq!(reader.asks(Event::WorkerDead(worker(0, 1))), [((1, 1), 0)]);
     // The answer to an earlier question shows that it is at work: it has the fence time anew for the later one.
     let asked_at = reader.now;
     let first = reader.reading;
-    let tick = |reader: &mut Reader, after: Duration| {
-        reader.now = asked_at + after;
-        expelled(&reader.step(Event::Tick))
-    };
+    let tick = |reader: &mut Reader, after: Duration| expelled(&reader.until(asked_at + after));
     assert_eq!(tick(&mut reader, FENCE * 3 / 4), []);
     assert!(reader.reading > first, "it was asked again");
     reader.step(Event::Inventory {

@@ -548,3 +548,28 @@ fn strike(effects: &[Effect]) -> (ResetId, Scope) {
     });
     strike.expect("a worker is asked")
 }
+
+#[test]
+fn a_worker_with_pages_of_another_size_is_not_asked_for_the_inventory_of_the_engine_before() {
+    let mut site = Site::new(2, 2);
+    for rank in [0, 1] {
+        site.attach((1, rank), None);
+    }
+    site.attach((0, 0), Some(A));
+    let asked = |effects: &[Effect]| -> Vec<(WorkerId, u64)> {
+        let asked = effects.iter().filter_map(|effect| match effect {
+            Effect::ReadInventory {
+                worker, page_bytes, ..
+            } => Some((*worker, *page_bytes)),
+            _ => None,
+        });
+        asked.collect()
+    };
+    let first = asked(&site.attach((0, 1), Some(A)));
+    assert_eq!(first, [(worker(0, 0), 64), (worker(0, 1), 64)]);
+    // The engine leaves while its depots are read, and a rank of one with smaller pages takes a place.
+    assert_eq!(asked(&site.attach((0, 1), None)), [(worker(0, 1), 64)]);
+    let attached = site.attach((0, 0), Some(B));
+    assert_eq!(verdict(&attached), Ok(()));
+    assert_eq!(asked(&attached), [(worker(1, 0), 64)]);
+}

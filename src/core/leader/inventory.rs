@@ -10,6 +10,7 @@ use crate::core::pool::Pool;
 use crate::core::sabotage::{Bug, planted};
 use crate::types::{DepotId, PageRecord, Shard, Time, WorkerId};
 
+use super::ops::LOOKS;
 use super::tier::{Tier, TierKey};
 use super::{Leader, Timer};
 
@@ -41,8 +42,10 @@ pub(super) struct Owed {
     depot: DepotId,
     /// Number of the last one. A worker takes no question behind a later one, so its answer settles all of them.
     number: u64,
-    /// When the worker is expelled.
+    /// When it is looked at next, every quarter of the fence time.
     due: Time,
+    /// How often it was looked at since the worker was asked first, or answered last.
+    looks: u32,
 }
 
 /// A part of an inventory.
@@ -93,7 +96,7 @@ impl Leader {
         };
         let page_bytes = readings.key.page_bytes;
         let number = self.next_id + 1;
-        let workers = self.workers.one_of_each_shard();
+        let workers = self.workers.reader_of_each_shard(page_bytes);
         let mut asked = Vec::new();
         for ((reading, worker), shard) in readings.shards.iter_mut().zip(workers).zip(0..) {
             let (Some(from), Some(depot), None) = (
@@ -124,8 +127,16 @@ impl Leader {
         for (worker, depot) in asked {
             self.next_id = number;
             let owed = self.owed_readings.get(&worker);
-            let due = owed.map_or(now + self.settings.fence, |owed| owed.due);
-            self.owe_reading(worker, Owed { depot, number, due });
+            let (due, looks) = owed.map_or((now + self.settings.fence / 4, 0), |owed| {
+                (owed.due, owed.looks)
+            });
+            let owed = Owed {
+                depot,
+                number,
+                due,
+                looks,
+            };
+            self.owe_reading(worker, owed);
         }
     }
 
@@ -145,17 +156,26 @@ impl Leader {
     fn reading_answered(&mut self, now: Time, worker: WorkerId, number: u64) {
         let owed = self.reading_over(worker);
         if let Some(owed) = owed.filter(|owed| number < owed.number) {
-            let due = now + self.settings.fence;
-            self.owe_reading(worker, Owed { due, ..owed });
+            let due = now + self.settings.fence / 4;
+            let owed = Owed {
+                due,
+                looks: 0,
+                ..owed
+            };
+            self.owe_reading(worker, owed);
         }
     }
 
-    /// A worker has not answered within the fence time: only its end proves that it writes no slot any more.
+    /// A worker that does not answer within the fence time is expelled: only its end proves that it writes no slot any more.
     pub(super) fn reading_owed(&mut self, now: Time, worker: WorkerId) {
         if let Some(owed) = self.owed_readings.get(&worker).copied() {
-            self.expelled.insert(worker);
-            let due = now + self.settings.fence;
-            self.owe_reading(worker, Owed { due, ..owed });
+            let due = now + self.settings.fence / 4;
+            let mut looks = owed.looks + 1;
+            if looks >= LOOKS {
+                self.expelled.insert(worker);
+                looks = 0;
+            }
+            self.owe_reading(worker, Owed { due, looks, ..owed });
         }
     }
 

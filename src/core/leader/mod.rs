@@ -186,8 +186,10 @@ pub struct Leader {
     parked: BTreeMap<(EngineId, RequestId), Parked>,
     /// Nothing new is begun.
     draining: bool,
-    /// When workers that have not said a word are expelled.
+    /// When workers that have not said a word are looked at next.
     silent_at: Option<Time>,
+    /// Looks at those since the beginning, or since they were expelled.
+    silent_looks: u32,
     timers: BTreeSet<(Time, Timer)>,
     /// Copies that this step cancels, and workers that it expels: each worker is told once.
     stops: BTreeMap<WorkerId, BTreeSet<OpId>>,
@@ -220,6 +222,7 @@ impl Leader {
             parked: BTreeMap::new(),
             draining: false,
             silent_at: None,
+            silent_looks: 0,
             timers: BTreeSet::new(),
             stops: BTreeMap::new(),
             expelled: BTreeSet::new(),

@@ -10,14 +10,19 @@ use crate::types::{Generation, OpId, Rank, Replica, Time, WorkerId};
 
 use super::{Due, Leader, Timer};
 
+/// Looks, a quarter of the fence time apart, at what a worker owes before the worker is expelled. A leader that stood still
+/// counts one look for the whole of that time: the answers may lie in its own mailbox.
+pub(super) const LOOKS: u32 = 4;
+
 /// One copy that was asked for and has not ended on every rank.
 #[derive(Debug)]
 pub(super) struct Op {
     pub(super) replica: Replica,
     pub(super) work: Work,
-    pub(super) deadline: Time,
     /// When it is looked at next: at its deadline, then every quarter of the fence time.
     pub(super) next: Time,
+    /// How often it was looked at from its deadline on.
+    looks: u32,
 }
 
 #[derive(Debug)]
@@ -61,8 +66,8 @@ impl Op {
         Self {
             replica,
             work,
-            deadline,
             next: deadline,
+            looks: 0,
         }
     }
 
@@ -207,7 +212,8 @@ impl Leader {
             return;
         };
         let (replica, missing) = (op.replica, op.missing());
-        let (deadline, first) = (op.deadline, op.next == op.deadline);
+        let (first, expired) = (op.looks == 0, op.looks >= LOOKS);
+        op.looks = op.looks.saturating_add(1);
         op.next = now + fence / 4;
         self.timers.insert((op.next, Timer::Copy(id)));
         let store = matches!(op.work, Work::Store { .. });
@@ -219,7 +225,7 @@ impl Leader {
             }
         }
         self.cancel(id);
-        if now >= deadline + fence {
+        if expired {
             let late = missing.iter().map(|rank| WorkerId { replica, rank });
             self.expelled.extend(late);
         }

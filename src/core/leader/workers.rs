@@ -13,6 +13,7 @@ use crate::types::{
     Sharding, Time, WorkerId,
 };
 
+use super::ops::LOOKS;
 use super::tier::{Tier, TierKey};
 use super::{Leader, Timer};
 
@@ -224,9 +225,25 @@ impl Workers {
 
     /// An attached worker for each shard that has one.
     pub(super) fn one_of_each_shard(&self) -> Vec<Option<WorkerId>> {
+        self.first_of_each_shard(|_| true)
+    }
+
+    /// The same, of those that can read an inventory of pages of this size: a worker with an engine's memory divides its
+    /// depot for that engine's pages alone.
+    pub(super) fn reader_of_each_shard(&self, page_bytes: u64) -> Vec<Option<WorkerId>> {
+        self.first_of_each_shard(|place| {
+            let memory = place.memory.as_ref();
+            memory.is_none_or(|memory| memory.geometry.page_bytes == page_bytes)
+        })
+    }
+
+    fn first_of_each_shard(&self, fits: impl Fn(&Place) -> bool) -> Vec<Option<WorkerId>> {
         let of_shard = |shard: Shard| {
-            self.all()
-                .find(|(id, place)| self.shard_of(*id) == shard && place.attached)
+            let mut attached = self
+                .all()
+                .filter(|(_, place)| place.attached && fits(place));
+            attached
+                .find(|(id, _)| self.shard_of(*id) == shard)
                 .map(|(id, _)| id)
         };
         self.shards().map(of_shard).collect()
@@ -508,7 +525,7 @@ impl Leader {
 
     /// From the first moment on, workers have the fence time to say that nothing old is under way.
     pub(super) fn expect_workers(&mut self, now: Time) {
-        let at = now + self.settings.fence;
+        let at = now + self.settings.fence / 4;
         self.silent_at = Some(at);
         if !self.workers.all_clear() {
             self.timers.insert((at, Timer::Silent));
@@ -517,7 +534,11 @@ impl Leader {
 
     /// Who keeps silent may still read and write for an older leader: it must go, and its successor will speak.
     pub(super) fn silent_due(&mut self, now: Time) {
-        self.expelled.extend(self.workers.unclear());
+        self.silent_looks += 1;
+        if self.silent_looks >= LOOKS {
+            self.expelled.extend(self.workers.unclear());
+            self.silent_looks = 0;
+        }
         self.expect_workers(now);
     }
 
