@@ -131,7 +131,9 @@ class SchedulerSide:
         #: Pages of requests that load, until the ranks are told that it is over; those that were reset meanwhile.
         self._loading: dict[str, list[int]] = {}
         self._spoiled: set[str] = set()
-        #: vLLM has reset its own pages, and no step has computed any since.
+        #: Namespaces that were left and not forgotten, because nobody may have asked for it: the next reset does both.
+        self._left: list[bytes] = []
+        #: vLLM has reset its own pages, and none was computed or loaded since.
         self._device_empty = False
         #: Since a reset vLLM may have kept pages of its own from before.
         self._device_old = False
@@ -238,8 +240,10 @@ class SchedulerSide:
 
         When it was to preempt all requests, it gives up here and never resets the connector. That is seen by that none
         runs, and some have begun: a request whose load is over, and that waits to be scheduled, cannot be made to give
-        its pages back.
+        its pages back. A reset of vLLM's own pages alone can look the same, so other engines keep what they share.
         """
+        if self._settings.shared_after_reset:
+            return
         requests = [tracked.request for tracked in self._tracked.values() if not tracked.finished]
         if any(request.status.name == "RUNNING" for request in requests):
             return
@@ -248,7 +252,7 @@ class SchedulerSide:
                 "kvferry: vLLM could not reset its own pages, since requests hold some that have just been loaded: "
                 "reset it again. This engine finds nothing of before in kvferry"
             )
-            self.reset()
+            self._leave(forget=False)
 
     def _forget_if_over(self, tracked: Tracked) -> None:
         name = tracked.request.request_id
@@ -333,6 +337,7 @@ class SchedulerSide:
         (table,) = blocks.get_block_ids()
         first = tracked.device_pages
         self._loading[request.request_id] = list(table)
+        self._device_empty = False
         copy = Copy(tracked, first, list(table[first : first + count]), store=False)
         tracked.load = copy
         # Steps that the ranks were given, and have not ended, may still write into pages that were free by now.
@@ -513,6 +518,11 @@ class SchedulerSide:
         vLLM resets its caches when weights were changed in memory, too, and does not say so: from then on this engine
         has namespaces of its own. With ``shared_after_reset`` only until the leader has confirmed.
         """
+        self._leave(forget=True)
+        return True
+
+    def _leave(self, *, forget: bool) -> None:
+        """Leaves the namespaces, and has them forgotten, or keeps them in mind for the next reset."""
         self._reset_at = time.monotonic()
         # vLLM resets its own pages before, unless a request holds some. Weights that never change make them no worse.
         self._device_old = not (self._device_empty or self._settings.shared_after_reset)
@@ -525,20 +535,25 @@ class SchedulerSide:
             # Pages that it computes now depend on those before.
             tracked.mixed = not self._settings.shared_after_reset and (computed > 0 or tracked.load is not None)
             self._let_go(tracked)
-        self._forgetting.owe(self._namespaces.leave())
-        if self._settings.shared_after_reset:
-            if self._forgetting.wait(RESET_LIMIT_S):
-                self._namespaces.share()
-            else:
-                why = self._forgetting.trouble or "no answer came in time"
-                logger.warning(
-                    "kvferry: the leader did not confirm a reset (%s): this engine finds nothing of before", why
-                )
+        left = self._namespaces.leave()
+        if forget:
+            self._have_forgotten([*self._left, *left])
+            self._left = []
         else:
-            self._forgetting.turn()
+            # What it leaves later is its own.
+            self._left = self._left or left
         for tracked in running:
             tracked.namespace, tracked.opened = self._namespaces.of(tracked.request.lora_request), None
-        return True
+
+    def _have_forgotten(self, namespaces: list[bytes]) -> None:
+        self._forgetting.owe(namespaces)
+        if not self._settings.shared_after_reset:
+            self._forgetting.turn()
+        elif self._forgetting.wait(RESET_LIMIT_S):
+            self._namespaces.share()
+        else:
+            why = self._forgetting.trouble or "no answer came in time"
+            logger.warning("kvferry: the leader did not confirm a reset (%s): this engine finds nothing of before", why)
 
     def _forget(self) -> None:
         """Resets that were not confirmed are asked for until they are; then this engine may share pages again."""

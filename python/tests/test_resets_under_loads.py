@@ -139,3 +139,41 @@ def test_a_reset_that_vllm_refuses_leaves_the_namespace(engine: Stepped) -> None
     engine.run(engine.add(PROMPT))
     assert namespaces(engine)[-1] != before
     assert engine.leader.count(wire.Store) == stores + 1
+
+
+def test_a_reset_of_the_device_alone_leaves_other_engines_their_pages(engine: Stepped) -> None:
+    """It cannot be told from a reset of everything that vLLM gave up, and need not be: only names are left."""
+    (request,) = loading(engine)
+    end_loads(engine)
+    engine.step()
+    shared = namespaces(engine)[-1]
+    assert not engine.scheduler.reset_prefix_cache()
+    engine.run(request)
+    assert engine.leader.count(wire.Reset) == 0
+    # One that is meant has the leader forget those, too.
+    assert reset(engine)
+    engine.step()
+    assert engine.leader.last(wire.Reset).message.namespace == shared
+
+
+def test_what_is_loaded_behind_a_reset_of_the_device_alone_is_of_before_the_next(engine: Stepped) -> None:
+    (request,) = loading(engine)
+    end_loads(engine)
+    engine.run(request)
+    store_all(engine)
+    assert engine.scheduler.reset_prefix_cache(), "its pages, and nothing in kvferry"
+    found(engine, 4)
+    request = engine.add(PROMPT[: PAGE_TOKENS * 4 + 1])
+    engine.step()
+    end_loads(engine)
+    engine.step()
+    before = namespaces(engine)[-1]
+    with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
+        reset(engine)
+    stores = engine.leader.count(wire.Store)
+    found(engine, 0)
+    other = engine.add(PROMPT)
+    engine.run(request, other)
+    assert engine.scheduled(other)[0] < len(PROMPT), "it finds loaded pages on the device"
+    assert namespaces(engine)[-1] != before
+    assert engine.leader.count(wire.Store) == stores
