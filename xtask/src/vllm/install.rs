@@ -15,6 +15,9 @@ const RECIPE: &[&str] = &[
     "python/tests/overrides.txt",
     "python/tests/cuda_stubs.py",
 ];
+/// Source of the library that replaces `sched_yield` in engines. Compiled when it is
+/// missing; no part of the recipe, because a change of it needs no new environment.
+const SCHED_YIELD: &str = "python/tests/sched_yield.c";
 const UV: &str = "uv==0.13.9";
 /// vLLM's own version, as its command line asks for it. The wheel has another name.
 const VERSION: &str = "0.32.0+cpu";
@@ -22,6 +25,8 @@ const VERSION: &str = "0.32.0+cpu";
 /// See the module.
 pub(super) struct Installed {
     folder: PathBuf,
+    /// The library that was compiled from [`SCHED_YIELD`].
+    sched_yield: PathBuf,
 }
 
 impl Installed {
@@ -38,9 +43,12 @@ impl Installed {
     /// What Python compiles is kept, whatever is set around it: each engine's start would take half a minute more.
     pub(super) fn python(&self) -> Command {
         let mut python = Command::new(self.tool("python"));
+        let mut preloaded = self.sched_yield.clone().into_os_string();
+        preloaded.push(":");
+        preloaded.push(self.folder.join("venv/lib/libiomp5.so"));
         python
             .env("LD_LIBRARY_PATH", self.folder.join("stubs"))
-            .env("LD_PRELOAD", self.folder.join("venv/lib/libiomp5.so"))
+            .env("LD_PRELOAD", preloaded)
             .env("VLLM_CPU_OMP_THREADS_BIND", "nobind")
             .env("OMP_NUM_THREADS", "1")
             .env("TORCH_COMPILE_DISABLE", "1")
@@ -69,6 +77,7 @@ pub(super) fn installed(root: &Path) -> Result<Installed, String> {
     let complete = folder.join("complete");
     let installed = Installed {
         folder: folder.clone(),
+        sched_yield: compiled(root, &folder)?,
     };
     if !complete.exists() {
         println!(
@@ -79,6 +88,26 @@ pub(super) fn installed(root: &Path) -> Result<Installed, String> {
         File::create(complete).map_err(io)?;
     }
     Ok(installed)
+}
+
+/// Compiles [`SCHED_YIELD`]. The file's name carries a hash of the source, so that trees of two versions each preload
+/// their own; it is renamed into place, because engines of another run may have the file mapped.
+fn compiled(root: &Path, folder: &Path) -> Result<PathBuf, String> {
+    let source = root.join(SCHED_YIELD);
+    let text = fs::read(&source).map_err(|error| format!("{SCHED_YIELD}: {error}"))?;
+    let mut hasher = DefaultHasher::new();
+    text.hash(&mut hasher);
+    let library = folder.join(format!("sched_yield-{:016x}.so", hasher.finish()));
+    if !library.exists() {
+        let new = library.with_extension("new");
+        let mut cc = Command::new("cc");
+        cc.args(["-O1", "-shared", "-fPIC", "-o"])
+            .arg(&new)
+            .arg(&source);
+        succeed(&mut cc, "compiling python/tests/sched_yield.c")?;
+        fs::rename(&new, &library).map_err(|error| format!("{}: {error}", library.display()))?;
+    }
+    Ok(library)
 }
 
 /// The user's cache folder, or the system's temporary one.
