@@ -4,8 +4,9 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use kvferry::engine::trace::{self, Shape};
 use rustix::process::Signal;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::processes::{leader_beside, lives, signal, stop};
 use crate::support::{Running, kvferry, number, socket_dir};
@@ -18,7 +19,10 @@ pub struct Disturbed {
 }
 
 /// Longer than any replay here takes.
-pub const LIMIT: Duration = Duration::from_secs(120);
+pub const LIMIT: Duration = Duration::from_mins(5);
+/// Requests of a long replay, twice as many as in the built-in workload: most of its loads come after a status
+/// that is read late, so that a test can tell loads before a kill from those after it.
+const LONG_REQUESTS: u32 = 800;
 /// How long the engines of these replays wait for an answer.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -27,9 +31,39 @@ impl Disturbed {
         Self::start_with(&[], arguments)
     }
 
+    /// A replay of [`LONG_REQUESTS`].
+    fn start_long() -> Self {
+        let folder = socket_dir();
+        let shape = Shape {
+            requests: LONG_REQUESTS,
+            ..Shape::default()
+        };
+        let lines = trace::generate(&shape, 1).requests.into_iter().map(|each| {
+            let line = json!({
+                "timestamp": each.timestamp_us / 1_000,
+                "input_length": each.input_tokens,
+                "output_length": each.output_tokens,
+                "hash_ids": each.blocks,
+            });
+            format!("{line}\n")
+        });
+        let path = folder.path().join("long.jsonl");
+        std::fs::write(&path, lines.collect::<String>()).expect("a trace is written");
+        let block_tokens = shape.block_tokens.to_string();
+        let path = path.to_str().expect("UTF-8");
+        Self::start_in(folder, &[], &[path, "--trace-block-tokens", &block_tokens])
+    }
+
     /// With variables of the environment.
     pub fn start_with(variables: &[(&str, OsString)], arguments: &[&str]) -> Self {
-        let folder = socket_dir();
+        Self::start_in(socket_dir(), variables, arguments)
+    }
+
+    fn start_in(
+        folder: tempfile::TempDir,
+        variables: &[(&str, OsString)],
+        arguments: &[&str],
+    ) -> Self {
         let report = folder.path().join("report.json");
         let timeout = REQUEST_TIMEOUT.as_millis().to_string();
         let common = [
@@ -105,7 +139,7 @@ impl Disturbed {
 
 #[test]
 fn a_worker_that_is_killed_costs_hits_and_no_bytes() {
-    let replay = Disturbed::start(&[]);
+    let replay = Disturbed::start_long();
     let status = replay.in_the_middle();
     let loaded = number(&status, "/counters/blocks_loaded");
     signal(number(&status, "/ranks/1/pid"), Signal::KILL);
@@ -131,7 +165,7 @@ fn a_worker_that_stands_still_past_a_deadline_costs_hits_and_no_bytes() {
 
 #[test]
 fn a_worker_that_stands_still_for_ever_is_killed_and_succeeded() {
-    let replay = Disturbed::start(&[]);
+    let replay = Disturbed::start_long();
     let status = replay.in_the_middle();
     let worker = number(&status, "/ranks/1/pid");
     stop(worker);
@@ -151,7 +185,7 @@ fn a_worker_that_stands_still_for_ever_is_killed_and_succeeded() {
 
 #[test]
 fn a_leader_that_stands_still_costs_hits_and_no_bytes() {
-    let replay = Disturbed::start(&[]);
+    let replay = Disturbed::start_long();
     let status = replay.in_the_middle();
     let loaded = number(&status, "/counters/blocks_loaded");
     let leader = leader_beside(number(&status, "/ranks/0/pid"));
