@@ -188,14 +188,39 @@ fn files(folder: &str, extension: &str) -> Vec<(String, String)> {
     found
 }
 
-/// Lines of code: neither comments nor documentation, and not the tests at the end of a file.
+/// Lines of code: neither comments nor documentation, and no module of tests that is written out in the file, which
+/// ends at the next brace in the first column.
 fn code(text: &str) -> impl Iterator<Item = (usize, &str)> {
-    let lines = text
-        .lines()
-        .take_while(|line| !line.starts_with("#[cfg(test)]"))
-        .enumerate()
-        .map(|(index, line)| (index + 1, line));
-    lines.filter(|(_, line)| !line.trim_start().starts_with("//"))
+    let lines: Vec<&str> = text.lines().collect();
+    let mut kept = Vec::new();
+    let mut at = 0;
+    while let Some(line) = lines.get(at) {
+        let next = lines.get(at + 1).copied().unwrap_or_default();
+        if line.starts_with("#[cfg(test)]") && next.contains("mod ") && next.ends_with('{') {
+            let length = lines[at..].iter().take_while(|line| **line != "}").count();
+            at += length + 1;
+            continue;
+        }
+        if !line.trim_start().starts_with("//") {
+            kept.push((at + 1, *line));
+        }
+        at += 1;
+    }
+    kept.into_iter()
+}
+
+#[test]
+fn code_is_read_behind_a_module_of_tests() {
+    let text = "use a;\n#[cfg(test)]\nmod tests;\nuse b;\n#[cfg(test)]\nmod more {\n    use c;\n}\n// d\nuse e;\n";
+    let read: Vec<_> = code(text).collect();
+    let expected = [
+        (1, "use a;"),
+        (2, "#[cfg(test)]"),
+        (3, "mod tests;"),
+        (4, "use b;"),
+        (10, "use e;"),
+    ];
+    assert_eq!(read, expected);
 }
 
 /// The top module that a file belongs to.
@@ -341,6 +366,18 @@ fn python_modules_use_only_what_stands_below_them() {
         }
     }
     assert!(seen > 15, "only {seen} uses seen: the test reads nothing");
+}
+
+#[test]
+fn the_page_of_the_structure_names_every_python_module() {
+    let page = fs::read_to_string(root().join("docs/architecture.md")).expect("a page");
+    for (module, _, _) in PYTHON_ARROWS {
+        let named = page.contains(&format!("`{module}`"));
+        assert!(
+            named || *module == "__init__",
+            "docs/architecture.md names no `{module}`"
+        );
+    }
 }
 
 #[test]
