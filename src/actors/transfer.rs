@@ -28,7 +28,7 @@ pub(crate) enum TransferMessage {
         /// The arena's side.
         depot: Arc<Depot>,
     },
-    /// Stop this copy between two fragments.
+    /// Stop this copy between two steps (CPU) or parts (GPU).
     Stop(OpId),
     /// From a copying thread: these are over.
     Ended(Vec<EndedCopy>),

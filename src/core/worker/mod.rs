@@ -172,7 +172,7 @@ pub enum WorkerEffect {
     StrikeOut(PageRun),
     /// Run these copies and report their ends.
     Start(Vec<Copy>),
-    /// Stop this copy between two fragments; its end is still to be reported.
+    /// Stop this copy between two steps (CPU) or parts (GPU); its end is still to be reported.
     Stop(OpId),
     /// The last byte of these pages is there: list them in the inventory.
     List(Record),

@@ -123,7 +123,7 @@ pub struct CopyReport {
     /// Bytes copied: pages x page bytes.
     pub bytes: u64,
     /// Contiguous ranges they were copied in, after neighbours were merged and long ones cut.
-    pub fragments: u64,
+    pub steps: u64,
 }
 
 /// Why a copy was refused or did not finish. Unless bytes are named, nothing was written.

@@ -146,7 +146,7 @@ impl CopyPlan {
         self.bytes
     }
 
-    /// All of it, as ranges that go on neither in the one memory nor in the other: as long as they can be.
+    /// All of it, as ranges of which none goes on in both memories at once: as long as they can be.
     pub fn ranges(&self) -> impl Iterator<Item = CopyRange> + '_ {
         self.ranges_from(0).map(|(range, _)| range)
     }

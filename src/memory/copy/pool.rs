@@ -89,10 +89,7 @@ impl CopyEngine {
         offer.close();
         let bytes_written = work.written_bytes.load(Ordering::Relaxed);
         match bytes_written {
-            _ if bytes_written == bytes => Ok(CopyReport {
-                bytes,
-                fragments: steps,
-            }),
+            _ if bytes_written == bytes => Ok(CopyReport { bytes, steps }),
             _ if job.cancel.is_cancelled() => Err(CopyError::Cancelled {
                 bytes_written,
                 bytes,

@@ -121,7 +121,7 @@ fn a_pool_copies_what_one_thread_does() {
             let expected = bench.expected(&job, bench.snapshot());
             let report = engine.run(&job).expect("copied");
             assert!(report.bytes >= POOL_MIN_BYTES);
-            assert_eq!(report.fragments, 40 * 3);
+            assert_eq!(report.steps, 40 * 3);
             assert!(bench.snapshot() == expected, "{mode:?} {direction:?}");
             assert_eq!(
                 Arc::strong_count(&bench.depot),
