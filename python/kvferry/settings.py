@@ -8,6 +8,8 @@ from typing import Any
 
 #: Bytes of ``socket_dir`` that leave room for the names of the sockets below it.
 SOCKET_DIR_BYTES_MAX = 80
+#: Longest deadline of a request; the leader cuts longer ones to this.
+DEADLINE_MS_MAX = 120_000
 
 
 def default_socket_dir() -> Path:
@@ -48,7 +50,8 @@ class Settings:
     store_timeout_ms: int = 30_000
     #: Pages that only stores may hold, in percent of the engine's; beyond that stores are skipped. Default: 5.
     store_pages_percent: int = 5
-    #: Megabytes of one rank that may be under store, whoever else holds the pages. Default: 4,096.
+    #: Megabytes of one rank that may be under store, whoever else holds the pages. A store that is larger is begun
+    #: when no other is under way. Default: 4,096.
     store_mb_max: int = 4_096
 
     @classmethod
@@ -77,10 +80,10 @@ class Settings:
             ("replica", 0, 63),
             ("lookup_budget_ms", 0, 1000),
             ("lookup_timeout_ms", 1, 60_000),
-            ("load_timeout_ms", 10, 600_000),
+            ("load_timeout_ms", 10, DEADLINE_MS_MAX),
             ("step_timeout_ms", 0, 100_000),
             ("load_mb_per_s", 1, 1_000_000),
-            ("store_timeout_ms", 10, 600_000),
+            ("store_timeout_ms", 10, DEADLINE_MS_MAX),
             ("store_pages_percent", 1, 100),
             ("store_mb_max", 1, 1_000_000),
         ):
@@ -94,7 +97,7 @@ class Settings:
     def load_limit_s(self, rank_bytes: int, *, waits: bool = False) -> float:
         """How long a load of so many bytes of each rank may take, also where it waits for steps that are under way."""
         limit_ms = self.load_timeout_ms + (self.step_timeout_ms if waits else 0)
-        return limit_ms / 1000 + rank_bytes / (self.load_mb_per_s * 1_000_000)
+        return min(limit_ms + rank_bytes / (self.load_mb_per_s * 1_000), DEADLINE_MS_MAX) / 1000
 
 
 def _socket_dir(value: Any) -> Path:
