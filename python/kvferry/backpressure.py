@@ -18,7 +18,11 @@ _TELL_S = 60.0
 
 
 class Backpressure:
-    """See the module. At worst stores alone hold ``store_mb_max`` of a rank: when all of their requests end at once."""
+    """See the module.
+
+    At worst stores alone hold ``store_mb_max`` of a rank, or the pages of one request where those are more: when the
+    requests of all stores end at once.
+    """
 
     def __init__(self, settings: Settings, page_bytes: int, copies: Copies):
         self._copies = copies

@@ -1,8 +1,9 @@
 """Copies of engine pages that are not known to be over.
 
 A copy is over when kvferry has said so; or, when kvferry cannot be asked, when every rank knows that nothing is copied
-for it any more. Only then may its pages be used again. Copies cannot outnumber the questions that a client keeps
-(:data:`kvferry.client.OPEN_MAX`).
+for it any more. Only then may its pages be used again. A load holds at least one page that no other copy holds, and
+the pages of all stores together are bounded (:mod:`kvferry.backpressure`), so that there are never more copies than
+twice the device's pages.
 """
 
 import collections

@@ -131,7 +131,8 @@ class SchedulerSide:
         #: Pages of requests that load, until the ranks are told that it is over; those that were reset meanwhile.
         self._loading: dict[str, list[int]] = {}
         self._spoiled: set[str] = set()
-        #: Namespaces that were left and not forgotten, because nobody may have asked for it: the next reset does both.
+        #: Namespaces that were left without being forgotten, because vLLM may not have been asked to reset the
+        #: connector. The next reset of the connector has them forgotten.
         self._left: list[bytes] = []
         #: vLLM has reset its own pages, and none was computed or loaded since.
         self._device_empty = False
@@ -238,9 +239,10 @@ class SchedulerSide:
     def _reset_refused(self) -> None:
         """vLLM's pages are held still.
 
-        When it was to preempt all requests, it gives up here and never resets the connector. That is seen by that none
-        runs, and some have begun: a request whose load is over, and that waits to be scheduled, cannot be made to give
-        its pages back. A reset of vLLM's own pages alone can look the same, so other engines keep what they share.
+        When vLLM was asked to preempt all requests, it gives up here and never resets the connector. In that state no
+        request is RUNNING, and some have computed tokens or are PREEMPTED: a request whose load is over, and that waits
+        to be scheduled, cannot be made to give its pages back. A reset of vLLM's own pages alone can look the same, so
+        other engines keep what they share.
         """
         if self._settings.shared_after_reset:
             return
@@ -524,7 +526,8 @@ class SchedulerSide:
     def _leave(self, *, forget: bool) -> None:
         """Leaves the namespaces, and has them forgotten, or keeps them in mind for the next reset."""
         self._reset_at = time.monotonic()
-        # vLLM resets its own pages before, unless a request holds some. Weights that never change make them no worse.
+        # vLLM resets its own pages before, unless a request holds some. Where weights never change, such pages are as
+        # good as those computed after the reset.
         self._device_old = not (self._device_empty or self._settings.shared_after_reset)
         running = [tracked for tracked in self._tracked.values() if not tracked.finished]
         for tracked in running:
