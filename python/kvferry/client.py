@@ -27,8 +27,8 @@ from kvferry.wire import Code, Hello, Kind
 
 logger = logging.getLogger(__name__)
 
-#: Questions that are not answered; one more is refused at once. At worst 32 GiB, with the longest body of the wire each (8 MiB); with the
-#: hashes of 4,096 pages each, as vLLM's longest lookups have, 512 MiB.
+#: Questions that are not answered; one more is refused at once. At worst 32 GiB, with the longest body of the wire each
+#: (8 MiB); with the hashes of 4,096 pages each, 512 MiB.
 OPEN_MAX = 4096
 #: Longest path of a Unix socket.
 SOCKET_PATH_BYTES_MAX = 107

@@ -8,13 +8,15 @@ no other engine and with no later start, instead of being taken for those of oth
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
 import os
 import re
 import stat
-from typing import TYPE_CHECKING, Any
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvferry import interface
 
@@ -28,6 +30,8 @@ logger = logging.getLogger("vllm.kvferry")
 #: Longest content, in bytes: the names in it are cut, its digest never is.
 CONTENT_BYTES_MAX = 512
 _NAME_CHARACTERS_MAX = 200
+#: Symbolic links on the way to a path, as Linux follows them.
+LINKS_MAX = 40
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -116,39 +120,61 @@ def weights_of(config: "VllmConfig", settings: "Settings") -> tuple[str, bool]:
     """
     path, model = _path(config), config.model_config
     local = local_identity(path)
-    if local is not None:
-        return local, True
     if config.load_config.load_format == "dummy":
-        return path, True
+        return local.text if local else path, True
+    if local is not None:
+        return _unless_changed(path, local, config, settings)
     commit = hub_commit(path, model.revision, config.load_config.download_dir)
     # The configuration was read before the weights: a branch that has moved meanwhile may be either's.
     configured = getattr(model.hf_config, "_commit_hash", None)
     if commit is not None and configured in (None, commit):
         return f"{path} at commit {commit}", True
+    return _declared(path, config, settings)
+
+
+def _unless_changed(path: str, local: "Local", config: "VllmConfig", settings: "Settings") -> tuple[str, bool]:
+    """The files are looked at after they were loaded: those that changed meanwhile may not be the ones that were."""
+    return (local.text, True) if local.changed_at <= began_at() else _declared(path, config, settings)
+
+
+def _declared(path: str, config: "VllmConfig", settings: "Settings") -> tuple[str, bool]:
     if settings.weights:
         return f"{path} declared as {settings.weights!r}", True
     return f"{path} of start {start_of(config).hex()}", False
+
+
+def began_at() -> float:
+    """When this process began, in seconds of the wall clock: before it loaded any weights."""
+    with open("/proc/self/stat") as file:
+        # The name of the program may hold anything but its closing parenthesis.
+        ticks = int(file.read().rpartition(")")[2].split()[19])
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - age_s
 
 
 def tell_unknown_weights(config: "VllmConfig", settings: "Settings") -> None:
     """Says why pages will not be shared, where that is so."""
     if not weights_of(config, settings)[1]:
         logger.warning(
-            "kvferry: the weights of %s cannot be identified: pages are shared with no other engine and with no later "
-            'start; give a commit as the revision, or name the weights in kv_connector_extra_config: "weights"',
+            "kvferry: the weights of %s cannot be identified, or their files changed while the engine started: pages "
+            "are shared with no other engine and with no later start; give a commit as the revision, or name the "
+            'weights in kv_connector_extra_config: "weights"',
             _path(config),
         )
 
 
-def adapter_identity(path: str, start: str) -> str:
+def adapter_identity(path: str, start: str, *, declared: bool = False) -> str:
     """Text that names an adapter's files; ``start`` is part of it where they cannot be identified.
 
+    vLLM may load an adapter long before its first request. Files that changed since the engine began may have changed
+    in between, unless it is ``declared`` that they do not.
     vLLM resolves a name on the Hub when it first loads the adapter, which may be later than this: only without a
     network is it certain to take what lies in the cache now.
     """
     local = local_identity(os.path.expanduser(path))
     if local is not None:
-        return local
+        certain = declared or local.changed_at <= began_at()
+        return local.text if certain else f"{local.text} of start {start}"
     commit = hub_commit(path, None, None) if _hub_is_offline() else None
     return f"{path} at commit {commit}" if commit else f"{path} of start {start}"
 
@@ -178,15 +204,23 @@ def hub_commit(repository: str, revision: str | None, cache: str | None) -> str 
     return commit if _COMMIT.fullmatch(commit) else None
 
 
-def local_identity(path: str) -> str | None:
-    """Text that names a file, or a folder and the files in it, by real path, sizes and times.
+class Local(NamedTuple):
+    """A file, or a folder and the files in it."""
 
-    None for what is neither, or cannot be read.
-    """
+    #: Real path, names, sizes and times of modification.
+    text: str
+    #: When one of them, the folder, or a symbolic link on the way was last changed or renamed, in seconds of the wall
+    #: clock.
+    changed_at: float
+
+
+def local_identity(path: str) -> Local | None:
+    """What lies at a path. None for what is neither file nor folder, or cannot be read."""
     real = os.path.realpath(path)
     try:
+        changed_at = max(os.stat(real).st_ctime, *_links_changed_at(path))
         if os.path.isfile(path):
-            return f"{real} {_file(os.path.basename(real), os.stat(real))}"
+            return Local(f"{real} {_file(os.path.basename(real), os.stat(real))}", changed_at)
         if not os.path.isdir(path):
             return None
         files = []
@@ -197,9 +231,28 @@ def local_identity(path: str) -> str | None:
                     found = entry.stat()
                     if stat.S_ISREG(found.st_mode):
                         files.append(_file(entry.name, found))
+                        # A link's own time counts beside that of the file.
+                        changed_at = max(changed_at, found.st_ctime, entry.stat(follow_symlinks=False).st_ctime)
     except OSError:
         return None
-    return f"{real} {sorted(files)}"
+    return Local(f"{real} {sorted(files)}", changed_at)
+
+
+def _links_changed_at(path: str) -> list[float]:
+    """When each symbolic link on the way to a path was made, 0 among them."""
+    times, ways = [0.0], [os.path.abspath(path)]
+    while ways:
+        part = ways.pop()
+        while part != os.path.dirname(part):
+            folder, found = os.path.dirname(part), os.lstat(part)
+            if stat.S_ISLNK(found.st_mode):
+                times.append(found.st_ctime)
+                if len(times) > LINKS_MAX:
+                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+                # There may be links on the way that it leads, too.
+                ways.append(os.path.normpath(os.path.join(folder, os.readlink(part))))
+            part = folder
+    return times
 
 
 def _file(name: str, found: os.stat_result) -> tuple[str, int, int]:

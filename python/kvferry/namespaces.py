@@ -1,7 +1,14 @@
-"""Namespaces of an engine's pages: one for the model alone, one for each adapter."""
+"""Namespaces of an engine's pages: one for the model alone, one for each adapter.
+
+vLLM puts an adapter's name and path into the hashes of its pages, and not what lies at the path. It reads the files
+when the adapter is loaded, again whenever the adapter had to give way to others, and with every step where it is loaded
+in place. So an adapter whose files have changed has unknown weights, and its pages are neither found nor stored.
+"""
 
 import hashlib
+import logging
 import secrets
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvferry.content import adapter_identity
@@ -9,41 +16,102 @@ from kvferry.content import adapter_identity
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
-#: Adapters whose files are remembered; of one more the oldest is looked at again. With paths of 4 KiB: 48 MiB.
-ADAPTERS_MAX = 4096
+logger = logging.getLogger("vllm.kvferry")
+
+#: Adapters that an engine may load in its life, each start of one counted; those beyond are not cached. With 0.4 KB for
+#: each: 26 MB.
+ADAPTERS_MAX = 65_536
+#: Digests that are remembered for a reset, 0.1 KB each; of one more the oldest is left to be evicted.
+DIGESTS_MAX = 4096
+
+
+@dataclass(eq=False)
+class _Adapter:
+    """An adapter that vLLM has loaded under one number, by digests of its name and path, and of its files."""
+
+    name: bytes
+    files: bytes
+    #: vLLM may have read other files than those.
+    unknown: bool = False
 
 
 class Namespaces:
-    """Digests of what pages depend on. They can be left for private ones, which no other engine has."""
+    """Digests of what pages depend on. They can be left for private ones, which no other engine has.
 
-    def __init__(self, base: str, start: str):
+    ``start`` names this start of the engine. ``declared``: the user promises that files are not changed once they were
+    loaded.
+    """
+
+    def __init__(self, base: str, start: str, *, declared: bool = False):
         self._base = base
         self._start = start
+        self._declared = declared
         self._private = ""
-        self._adapters: dict[tuple[int, str, str], str] = {}
+        self._adapters: dict[int, _Adapter] = {}
+        #: The files of whose weights the device may have pages, by name and path; None: of several.
+        self._on_device: dict[bytes, bytes | None] = {}
         #: Digests that were given out, by adapter.
         self._digests: dict[str, bytes] = {}
+        self._told_full = False
 
-    def of(self, lora: "LoRARequest | None") -> bytes:
-        """32 bytes for requests with this adapter. Salts and multimodal inputs are in the hashes of pages."""
+    def of(self, lora: "LoRARequest | None") -> bytes | None:
+        """32 bytes for requests with this adapter; None when its weights are unknown. Looks at the adapter's files.
+
+        Salts and multimodal inputs are in the hashes of pages.
+        """
         adapter = self._adapter(lora) if lora else "no lora"
+        if adapter is None:
+            return None
         digest = self._digests.get(adapter)
         if digest is None:
             text = "\n".join(filter(None, (self._base, self._private, adapter)))
-            digest = hashlib.blake2b(text.encode(), digest_size=32).digest()
-            if len(self._digests) > ADAPTERS_MAX:
+            digest = _digest(text)
+            if len(self._digests) >= DIGESTS_MAX:
                 self._digests.pop(next(iter(self._digests)))
             self._digests[adapter] = digest
         return digest
 
-    def _adapter(self, lora: "LoRARequest") -> str:
-        """An adapter as vLLM has it: what lay in its folder when it was first used, or was loaded anew."""
-        name = (lora.lora_int_id, lora.lora_name, lora.lora_path)
-        if name not in self._adapters or lora.load_inplace:
+    def _adapter(self, lora: "LoRARequest") -> str | None:
+        identity = adapter_identity(lora.lora_path, self._start, declared=self._declared)
+        name, files = _name(lora), _digest(identity)
+        known = self._adapters.get(lora.lora_int_id)
+        if known is None:
             if len(self._adapters) >= ADAPTERS_MAX:
-                self._adapters.pop(next(iter(self._adapters)))
-            self._adapters[name] = f"lora={lora.lora_name!r}, {adapter_identity(lora.lora_path, self._start)}"
-        return self._adapters[name]
+                self._tell_full()
+                return None
+            known = self._adapters[lora.lora_int_id] = _Adapter(name, files)
+        if not known.unknown and (lora.load_inplace or (name, files) != (known.name, known.files)):
+            known.unknown = True
+            logger.warning(
+                "kvferry: the files of adapter %r in %s changed after it was loaded, or it is loaded in place: its "
+                "requests run without the cache; unload it and load it again, from a new path",
+                lora.lora_name,
+                lora.lora_path,
+            )
+        on_device = self._on_device.setdefault(name, files)
+        if known.unknown or on_device != files:
+            self._on_device[name] = None
+        return None if known.unknown else f"lora={lora.lora_name!r}, {identity}"
+
+    def _tell_full(self) -> None:
+        if not self._told_full:
+            self._told_full = True
+            logger.warning("kvferry: %d adapters were loaded: further ones run without the cache", ADAPTERS_MAX)
+
+    def known(self, lora: "LoRARequest | None") -> bool:
+        """Whether the weights of an adapter were known when it was last looked at."""
+        if lora is None:
+            return True
+        adapter = self._adapters.get(lora.lora_int_id)
+        return adapter is not None and not adapter.unknown and adapter.name == _name(lora)
+
+    def device_is_old(self, lora: "LoRARequest | None") -> bool:
+        """Whether the device may have pages, under this adapter's name and path, of other files than those of now."""
+        return lora is not None and self._on_device.get(_name(lora)) is None
+
+    def device_is_empty(self) -> None:
+        """No request finds a page of before on the device any more."""
+        self._on_device.clear()
 
     def leave(self) -> list[bytes]:
         """Makes all namespaces private and new; returns the digests that were given out before."""
@@ -56,3 +124,11 @@ class Namespaces:
         """Goes back to the namespaces that other engines have too."""
         self._private = ""
         self._digests.clear()
+
+
+def _name(lora: "LoRARequest") -> bytes:
+    return _digest(f"{lora.lora_name!r} {lora.lora_path!r}")
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=32).digest()

@@ -70,7 +70,8 @@ class Tracked:
 
     request: "Request"
     slot: int
-    namespace: bytes
+    #: None where the weights of its adapter are unknown: it neither finds nor stores.
+    namespace: bytes | None
     lookup: Lookup | None = None
     #: Pages that the device had when tokens were last matched.
     device_pages: int = 0
@@ -87,7 +88,7 @@ class Tracked:
     full: int = 0
     #: Its first pages are from before a reset: what it computes behind them is not stored.
     mixed: bool = False
-    #: It began with pages of the device that may be from before a reset.
+    #: It began with pages of the device that may be from before a reset, or of other weights of its adapter.
     on_old_pages: bool = False
     load: Copy | None = None
     finished: bool = False
@@ -110,7 +111,7 @@ class SchedulerSide:
         connect: type[Client] = Client,
     ):
         self._settings = settings
-        self._namespaces = Namespaces(namespace, engine.hex())
+        self._namespaces = Namespaces(namespace, engine.hex(), declared=bool(settings.weights))
         if private:
             # The weights may change at any time: no other engine may find what is computed here.
             self._namespaces.leave()
@@ -230,6 +231,7 @@ class SchedulerSide:
     def _was_reset(self) -> None:
         """The device has no page of before any more that a request could find."""
         self._device_empty, self._device_old = True, False
+        self._namespaces.device_is_empty()
         for name in self._loading:
             if name in self._step.loaded:
                 self._step.failed.append(name)
@@ -266,12 +268,15 @@ class SchedulerSide:
     def matched_tokens(self, request: "Request", computed_tokens: int) -> int | None:
         """Tokens behind the computed ones that can be loaded; None: ask again."""
         tracked = self.track(request)
+        self._adapter_changed(tracked)
         tracked.device_pages = device_pages = computed_tokens // self._page_tokens
         # vLLM asks for requests that have no pages.
         tracked.store_from = tracked.full = 0
-        tracked.mixed, tracked.on_old_pages = False, self._device_old and device_pages > 0
+        old = self._device_old or self._namespaces.device_is_old(request.lora_request)
+        tracked.mixed, tracked.on_old_pages = False, old and device_pages > 0
         # vLLM ignores hits of a request that does not read its prefix cache: nothing is held for it then.
         idle = tracked.computes or tracked.load is not None or request.skip_reading_prefix_cache
+        idle = idle or tracked.namespace is None
         if idle or not self._client.listening:
             return 0
         # At least one token is left to compute.
@@ -293,6 +298,18 @@ class SchedulerSide:
             tracked.computes = True
             return 0
         return max(min(lookup.found(), pages) - device_pages, 0) * self._page_tokens
+
+    def _adapter_changed(self, tracked: Tracked) -> bool:
+        """Names a request without pages by the files that its adapter has now; true if that is another name.
+
+        vLLM may read them when the request is scheduled, which can be long after it came.
+        """
+        lora = tracked.request.lora_request
+        if lora is None or (namespace := self._namespaces.of(lora)) == tracked.namespace:
+            return False
+        self._let_go(tracked)
+        tracked.namespace, tracked.opened = namespace, None
+        return True
 
     def _serves(self, lookup: Lookup, device_pages: int, pages: int) -> bool:
         """Whether an earlier lookup still says what can be loaded behind the device's pages."""
@@ -335,9 +352,14 @@ class SchedulerSide:
             # Nothing was found, or another connector loads: what the leader holds for us is let go.
             self._let_go(tracked)
             return
-        tracked.lookup = None
         (table,) = blocks.get_block_ids()
         first = tracked.device_pages
+        if self._adapter_changed(tracked):
+            # Pages were found for other weights than those that vLLM may have now.
+            tracked.computes = True
+            self._report(tracked, list(table[first : first + count]))
+            return
+        tracked.lookup = None
         self._loading[request.request_id] = list(table)
         self._device_empty = False
         copy = Copy(tracked, first, list(table[first : first + count]), store=False)
@@ -394,7 +416,7 @@ class SchedulerSide:
         full = min(computed // self._page_tokens, len(request.block_hashes))
         if full <= tracked.full or time.monotonic() < self._store_again_at:
             return
-        if tracked.mixed or tracked.on_old_pages:
+        if tracked.mixed or tracked.on_old_pages or not self._namespaces.known(request.lora_request):
             return
         tracked.full = full
         tables = state.get_block_ids(request.request_id)

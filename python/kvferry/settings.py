@@ -28,8 +28,9 @@ class Settings:
     replica: int = 0
     #: Keeps apart what otherwise looks alike: other weights under the same name, for instance. Default: empty.
     namespace: str = ""
-    #: Names the weights where they cannot be identified: neither files here, nor a commit of the Hub. Setting
-    #: it promises that engines with the same text have the same weights. Default: empty.
+    #: Names the weights where they cannot be identified: neither files that are older than the engine, nor a commit of
+    #: the Hub. Setting it promises that engines with the same text and path have the same weights, and that files of
+    #: adapters are not changed once they were loaded. Default: empty.
     weights: str = ""
     #: After a reset of vLLM's caches pages are shared with other engines again, once the leader has confirmed it: the
     #: weights of this engine never change while it runs. Default: false.

@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import configure_logging_if_needed
+from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -91,12 +92,13 @@ class Stepped:
         self._names = itertools.count()
         self._outputs: list[SchedulerOutput] = []
 
-    def add(self, tokens: list[int], max_tokens: int = 4) -> Request:
+    def add(self, tokens: list[int], max_tokens: int = 4, lora: LoRARequest | None = None) -> Request:
         request = Request(
             f"r{next(self._names)}",
             tokens,
             SamplingParams(max_tokens=max_tokens, ignore_eos=True),
             None,
+            lora_request=lora,
             block_hasher=self._hasher,
         )
         self.scheduler.add_request(request)

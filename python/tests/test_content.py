@@ -1,5 +1,7 @@
 """What names the bytes of pages: the weights, above all."""
 
+import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -182,13 +184,13 @@ def test_a_folder_is_known_by_what_is_in_it(tmp_path: Path, monkeypatch: pytest.
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "weights").write_text(name)
-    seen = {content.local_identity(str(tmp_path / name)) for name in ("a", "b")}
+    seen = {text_of(tmp_path / name) for name in ("a", "b")}
     monkeypatch.chdir(tmp_path / "a")
-    seen.add(content.local_identity("."))
+    seen.add(text_of("."))
     assert len(seen) == 2
     (tmp_path / "a" / "weights").write_text("other")
     (tmp_path / "a" / "nowhere").symlink_to("nothing")
-    assert content.local_identity(".") not in seen
+    assert text_of(".") not in seen
     (tmp_path / "loop").symlink_to("loop")
     assert content.local_identity(str(tmp_path / "loop")) is None
 
@@ -196,9 +198,82 @@ def test_a_folder_is_known_by_what_is_in_it(tmp_path: Path, monkeypatch: pytest.
 def test_a_file_is_known_by_its_size_and_time(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_text("one")
-    first = content.local_identity(str(file))
+    first = text_of(file)
     file.write_text("another")
-    assert content.local_identity(str(file)) not in (None, first)
+    assert text_of(file) != first
+
+
+def text_of(path: Path | str) -> str:
+    found = content.local_identity(str(path))
+    assert found is not None
+    return found.text
+
+
+def test_an_engine_began_before_what_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    began = content.began_at()
+    (tmp_path / "weights").write_text("one")
+    assert began < (tmp_path / "weights").stat().st_ctime
+    assert abs(content.began_at() - began) < 1.0
+
+
+def changed_by(change: str, folder: Path) -> None:
+    """Changes what lies in ``folder / "model"``, a link to ``v1``, and keeps times of modification."""
+    match change:
+        case "a file is written over":
+            file = folder / "v1" / "weights"
+            times = (file.stat().st_atime_ns, file.stat().st_mtime_ns)
+            file.write_text("two")
+            os.utime(file, ns=times)
+        case "a file is renamed":
+            (folder / "v2" / "weights").rename(folder / "v1" / "weights")
+        case "the folder is renamed":
+            (folder / "v1").rename(folder / "old")
+            (folder / "v2").rename(folder / "v1")
+        case "a link in the folder is made anew":
+            (folder / "v1" / "weights").unlink()
+            (folder / "v1" / "weights").symlink_to("../v2/weights")
+        case "a link on the way is made anew":
+            (folder / "model").unlink()
+            (folder / "model").symlink_to("v2")
+        case "a link that it leads over is made anew":
+            (folder / "model").unlink()
+            (folder / "model").symlink_to(folder / "link" / "v1")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "a file is written over",
+        "a file is renamed",
+        "the folder is renamed",
+        "a link in the folder is made anew",
+        "a link on the way is made anew",
+        "a link that it leads over is made anew",
+    ],
+)
+def test_files_that_change_while_an_engine_starts_are_not_trusted(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are looked at when the weights have been loaded."""
+    for name in ("v1", "v2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_text("one")
+    (tmp_path / "link").symlink_to(".")
+    (tmp_path / "model").symlink_to("link/v1")
+    model = str(tmp_path / "model")
+    began = time.time()
+    monkeypatch.setattr(content, "began_at", lambda: began)
+    assert content.weights_of(config(model), settings())[1]
+    # The clock of files goes in steps of a few milliseconds.
+    while not (tmp_path / "clock").exists() or (tmp_path / "clock").stat().st_ctime <= began:
+        (tmp_path / "clock").write_text("")
+    changed_by(change, tmp_path)
+    text, shared = content.weights_of(config(model), settings())
+    assert not shared
+    assert content.weights_of(config(model, instance="another start"), settings())[0] != text
+    assert content.weights_of(config(model), settings(weights="v1")) == (f"{model} declared as 'v1'", True)
+    assert content.weights_of(config(model, load_format="dummy"), settings())[1], "made from the seed"
 
 
 def adapter(path: str) -> Any:
@@ -217,6 +292,19 @@ def test_an_adapter_on_the_hub_is_this_starts_own_unless_nothing_can_move(
     first = Namespaces("base", "one").of(adapter("org/model"))
     move(hub, COMMITS[1])
     assert Namespaces("base", "one").of(adapter("org/model")) != first
+
+
+def test_an_adapter_that_is_newer_than_the_engine_is_this_starts_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM may have loaded it long before its first request, and its files may have changed in between."""
+    (tmp_path / "weights").write_text("one")
+    older = Namespaces("base", "one").of(adapter(str(tmp_path)))
+    monkeypatch.setattr(content, "began_at", lambda: 0.0)
+    first, again = (Namespaces("base", start).of(adapter(str(tmp_path))) for start in ("one", "two"))
+    assert len({older, first, again}) == 3
+    declared = Namespaces("base", "one", declared=True).of(adapter(str(tmp_path)))
+    assert declared == older, "the user promises that files do not change once they were loaded"
 
 
 def test_private_namespaces_are_nobody_elses() -> None:

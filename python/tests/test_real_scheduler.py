@@ -6,6 +6,7 @@ import pytest
 from engine import PAGE_TOKENS, tokens, transfer_config
 from real_scheduler import Stepped, engine_config
 from test_scheduler import found
+from vllm.lora.request import LoRARequest
 
 from kvferry import wire
 
@@ -74,3 +75,28 @@ def test_weights_that_may_change_are_shared_with_nobody() -> None:
         assert not engine.leader.count(wire.Reset), "there is nothing to forget"
     assert namespaces[0] == namespaces[1]
     assert len(set(namespaces)) == 3
+
+
+def test_pages_of_an_adapters_older_files_are_not_stored_as_those_of_newer_ones(tmp_path: Path) -> None:
+    """vLLM finds its own pages by the adapter's name and path, whatever lies there now."""
+    (tmp_path / "weights").write_text("one")
+    engine = Stepped()
+    found(engine, 0)
+    prompt = tokens(PAGE_TOKENS * 6, seed=1)
+    first = engine.add(prompt[: PAGE_TOKENS * 4], lora=LoRARequest("a", 1, str(tmp_path)))
+    engine.run(first)
+    assert engine.leader.count(wire.Store) == 1
+    engine.leader.last(wire.Store).end(wire.StoreAnswer(4, 0))
+    (tmp_path / "weights").write_text("another")
+    for number in (2, 3):
+        longer = engine.add(prompt, lora=LoRARequest("a", number, str(tmp_path)))
+        engine.run(longer)
+        if number == 2:
+            assert engine.scheduled(longer)[0] < PAGE_TOKENS * 6, "the device's pages are used"
+            assert engine.leader.count(wire.Store) == 1
+            assert engine.scheduler.reset_prefix_cache()
+    assert engine.leader.count(wire.Store) == 2, "what is computed after a reset is stored"
+    assert engine.leader.last(wire.Store).message.first_page == 0
+    longest = engine.add(prompt + tokens(PAGE_TOKENS * 2, seed=2), lora=LoRARequest("a", 3, str(tmp_path)))
+    engine.run(longest)
+    assert engine.leader.count(wire.Store) == 3, "so is what is computed behind it"

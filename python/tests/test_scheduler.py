@@ -603,33 +603,86 @@ def test_preemption_waits_a_little_for_pages_that_only_a_store_holds(
 def test_adapters_are_apart(engine: Engine) -> None:
     found(engine, 0)
     seen = set()
-    for name, path in ((None, None), ("one", "/a"), ("one", "/b"), ("two", "/a")):
+    for number, (name, path) in enumerate(((None, None), ("one", "/a"), ("one", "/b"), ("two", "/a"))):
         asking = request(f"{name}{path}", 9)
-        asking.lora_request = name and adapter(name, path)
+        asking.lora_request = name and adapter(name, path, number=number)
         engine.side.matched_tokens(asking, 0)
         seen.add(engine.leader.last(wire.Lookup).message.namespace)
     assert len(seen) == 4
 
 
-def adapter(name: str, path: str, *, anew: bool = False) -> SimpleNamespace:
-    return SimpleNamespace(lora_int_id=1, lora_name=name, lora_path=path, load_inplace=anew)
+def adapter(name: str, path: str, *, number: int = 1, anew: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(lora_int_id=number, lora_name=name, lora_path=path, load_inplace=anew)
 
 
-def test_an_adapter_is_what_the_engine_has_loaded(engine: Engine, tmp_path: Path) -> None:
-    """vLLM does not look at the files of an adapter that it has; what it computes is the old one's."""
+def test_an_adapter_whose_files_change_is_not_cached_until_it_is_loaded_anew(engine: Engine, tmp_path: Path) -> None:
+    """vLLM reads the files again when the adapter had to give way to others, and does not say so."""
 
-    def namespace(**how: bool) -> bytes:
+    def namespace(number: int, path: str = str(tmp_path), **how: bool) -> bytes | None:
         asking = request(f"r{time.monotonic_ns()}", 9)
-        asking.lora_request = adapter("one", str(tmp_path), **how)
+        asking.lora_request = adapter("one", path, number=number, **how)
         return engine.side.track(asking).namespace
 
     (tmp_path / "weights").write_text("one")
-    first = namespace()
+    first = namespace(1)
+    assert namespace(1) == first
     (tmp_path / "weights").write_text("another")
-    assert namespace() == first
-    second = namespace(anew=True)
-    assert second != first
-    assert namespace() == second
+    assert namespace(1) is None
+    second = namespace(2)
+    assert second not in (None, first), "it was unloaded, and loaded again"
+    assert namespace(2) == second
+    assert namespace(1) is None
+    assert namespace(2, anew=True) is None, "vLLM reads its files in each step"
+    assert namespace(2) is None, "nobody knows when they were read last"
+    assert namespace(3) == second
+    assert namespace(3, str(tmp_path / "elsewhere")) is None
+    assert namespace(3) is None, "its weights were replaced in place"
+
+
+def test_more_adapters_than_can_be_remembered_are_not_cached(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvferry.namespaces.ADAPTERS_MAX", 2)
+    seen = []
+    for number in (1, 2, 3, 4, 2):
+        asking = request(f"r{time.monotonic_ns()}", 9)
+        asking.lora_request = adapter(f"number {number}", "/a", number=number)
+        seen.append(engine.side.track(asking).namespace is not None)
+    assert seen == [True, True, False, False, True]
+    assert caplog.text.count("adapters were loaded") == 1
+
+
+def test_a_request_that_waits_is_named_by_the_files_that_are_there_when_it_is_scheduled(
+    engine: Engine, tmp_path: Path
+) -> None:
+    (tmp_path / "weights").write_text("one")
+    found(engine, 2)
+    asking = request("a", 16)
+    asking.lora_request = adapter("one", str(tmp_path))
+    assert engine.side.matched_tokens(asking, 0) == 2 * PAGE_TOKENS
+    (tmp_path / "weights").write_text("another")
+    engine.allocate(asking, [1, 2, 3, 4], 2 * PAGE_TOKENS)
+    assert not engine.leader.count(wire.Load)
+    step = engine.step({})
+    assert (step.loaded, step.failed_pages) == (["a"], [1, 2]), "they are computed"
+    again = engine.leader.last(wire.Lookup).message
+    assert again.device_pages * again.hash_bytes == len(again.hashes), "the leader holds nothing of what was found"
+    assert engine.side.matched_tokens(asking, 0) == 0
+
+
+def test_what_runs_while_its_adapter_is_replaced_stores_nothing_more(engine: Engine) -> None:
+    found(engine, 0)
+    running, anew = request("a", 16), request("b", 9)
+    running.lora_request = adapter("one", "/a")
+    engine.side.matched_tokens(running, 0)
+    engine.tables["a"] = [1, 2, 3, 4]
+    engine.step({running: 8})
+    assert engine.leader.count(wire.Store) == 1
+    running.num_computed_tokens = 8
+    anew.lora_request = adapter("one", "/b", anew=True)
+    engine.side.matched_tokens(anew, 0)
+    engine.step({running: 8})
+    assert engine.leader.count(wire.Store) == 1
 
 
 def test_stores_are_cancelled_when_the_pool_is_reset(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
