@@ -203,7 +203,9 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
     @guarded(instead=_transfer_results, default=KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """The same, and which of those loads cannot be used in part."""
-        return self._transfer_results(finished_req_ids)
+        results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving = self._reports.failed()
+        return results
 
     def _failed_pages(self) -> set[int]:
         return self._reports.failed_pages()
