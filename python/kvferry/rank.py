@@ -19,6 +19,7 @@ import msgspec
 from kvferry import owed, wire
 from kvferry.client import Client, Failure, Question
 from kvferry.memory import KvMemory, Unsupported
+from kvferry.silence import Silence, look_every
 from kvferry.wire import Code
 
 logger = logging.getLogger("vllm.kvferry")
@@ -26,7 +27,9 @@ logger = logging.getLogger("vllm.kvferry")
 #: How long a worker may take for one question; then it is asked again. A registration waits for the leader.
 QUESTION_LIMIT_S = 30.0
 #: A worker that lives and does not give pages back for so long is killed: its supervisor, which does so after 10 s, is
-#: gone too. Nothing else could make the pages safe.
+#: gone too. Nothing else could make the pages safe. Time in which the rank's thread stood still does not count: see
+#: :mod:`kvferry.silence`. Otherwise the kill comes within 36 s, or within 51 s where the worker's connections come and
+#: go.
 KILL_AFTER_S = 30.0
 
 _PAUSE_FIRST_S = 0.05
@@ -81,6 +84,8 @@ class RankSession:
         self._process_killed = False
         #: Since when each abandoned request waits.
         self._abandoned_at: dict[int, float] = {}
+        #: How long this thread has waited for the worker to give some back.
+        self._silence = Silence()
         features = wire.FEATURE_TIMELINE if memory.has_timeline else 0
         name = f"vLLM, rank {rank}"
         hello = wire.Hello(role="rank", engine=engine, rank=rank, replica=replica, name=name, features=features)
@@ -201,6 +206,8 @@ class RankSession:
             waiting = bool(self._owed.abandoned)
             writing = bool(self._writing) and not self.fault
         wake = self._turn_questions(now, waiting)
+        if waiting and wake is not None:
+            wake = min(wake, now + look_every(KILL_AFTER_S))
         return now + _WRITING_PAUSE_S if writing and (wake is None or wake > now + _WRITING_PAUSE_S) else wake
 
     def _look_at_writing(self) -> None:
@@ -258,6 +265,8 @@ class RankSession:
             self._answered(demand, question.failure, question.answer)
 
         self._client.ask(message, QUESTION_LIMIT_S, link=self._link, until=until)
+        if isinstance(demand, owed.Abandon):
+            self._silence.asked(self._link)
 
     def _message(self, demand: owed.Demand) -> wire.Register | wire.Written | wire.Abandon:
         match demand:
@@ -311,6 +320,8 @@ class RankSession:
         with self._lock:
             if failure is None:
                 self._pause_s, self._not_before = _PAUSE_FIRST_S, 0.0
+                if isinstance(demand, owed.Abandon):
+                    self._silence.end()
             else:
                 if failure.code == Code.INVALID and not isinstance(demand, owed.Register):
                     self._owed.forgotten()
@@ -341,6 +352,8 @@ class RankSession:
 
     def _remember_process(self, process: int | None, process_fd: int | None) -> None:
         self._forget_process()
+        if process != self._process:
+            self._silence.end()
         self._process, self._process_fd = process, process_fd
 
     def _forget_process(self) -> None:
@@ -358,15 +371,17 @@ class RankSession:
 
     def _fence(self, now: float) -> None:
         if not self._owed.abandoned:
+            self._silence.end()
             return
-        waited_s = now - min(self._abandoned_at[request] for request in self._owed.abandoned)
+        given_up = self._silence.look(now, KILL_AFTER_S, self._link)
         if self._process_fd is None:
             if self._process == 0:
                 self._over.extend(self._owed.dead())
         elif self._process_is_dead():
             self._over.extend(self._owed.dead())
-        elif waited_s > KILL_AFTER_S and not self._process_killed:
+        elif given_up and not self._process_killed:
             self._process_killed = True
+            waited_s = now - min(self._abandoned_at[request] for request in self._owed.abandoned)
             logger.error(
                 "kvferry: worker %s gives no pages back for %.0f s and nobody ends it: it is killed",
                 self._process,

@@ -3,9 +3,11 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,14 +16,16 @@ from typing import Any
 
 import pytest
 import torch
+import zmq
 from daemon import PATIENCE_S, PROGRAM, Daemon, environment, eventually, running
 from signals import stop
 
 from kvferry import rank, wire
-from kvferry.client import Client
-from kvferry.memory import Group, KvMemory, Place
+from kvferry.client import SOCKET_NAME, Client
+from kvferry.memory import FD_SOCKET_NAME, Group, KvMemory, Place
 from kvferry.owed import Abandon, Owed, Register, Written
 from kvferry.rank import RankSession
+from kvferry.silence import Silence
 
 
 def demands(side: Owed) -> list[Any]:
@@ -189,30 +193,149 @@ def test_without_any_worker_nothing_is_copied(tmp_path: Path) -> None:
     session.close()
 
 
+@contextlib.contextmanager
+def leader_and_worker(directory: Path, **variables: str) -> Iterator[tuple[subprocess.Popen, subprocess.Popen]]:
+    """Without a supervisor."""
+    directory.chmod(0o700)
+    sides = [["leader"], ["worker", "--rank", "0"]]
+    common = ["--g2", "16MiB", "--socket-dir", str(directory)]
+    leader, worker = (
+        subprocess.Popen([PROGRAM, *side, *common], env={**environment(), **variables}, stdin=subprocess.DEVNULL)
+        for side in sides
+    )
+    try:
+        yield leader, worker
+    finally:
+        for process in (leader, worker):
+            process.kill()
+            process.wait(PATIENCE_S)
+
+
 def test_a_worker_that_stands_still_with_nobody_to_end_it_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A leader and a worker without a supervisor; the leader is gone."""
-    monkeypatch.setattr(rank, "KILL_AFTER_S", 0.5)
-    tmp_path.chmod(0o700)
-    sides = [["leader"], ["worker", "--rank", "0"]]
-    common = ["--g2", "16MiB", "--socket-dir", str(tmp_path)]
-    leader, worker = (
-        subprocess.Popen([PROGRAM, *side, *common], env=environment(), stdin=subprocess.DEVNULL) for side in sides
-    )
-    session = begin(tmp_path / "worker-0-0")
-    try:
+    """The leader is gone."""
+    monkeypatch.setattr(rank, "KILL_AFTER_S", 1.0)
+    with leader_and_worker(tmp_path) as (leader, worker), contextlib.closing(begin(tmp_path / "worker-0-0")) as session:
         eventually("it is registered", lambda: session.registered)
         stop(worker.pid)
         leader.kill()
         session.abandon([7])
         over(session, [7])
         assert worker.wait(PATIENCE_S) == -signal.SIGKILL
+
+
+def test_a_worker_that_takes_connections_and_answers_nothing_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No connection lasts for a quarter of the time: none of them gives it the time anew."""
+    monkeypatch.setattr(rank, "KILL_AFTER_S", 1.0)
+    tmp_path.chmod(0o700)
+    command = [sys.executable, __file__, str(tmp_path), "greets"]
+    worker = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert worker.stdout is not None
+    assert worker.stdout.readline() == "listens\n"
+    session = begin(tmp_path)
+    try:
+        eventually("it has the memory", lambda: session._process == worker.pid)
+        session.abandon([7])
+        over(session, [7])
+        assert worker.wait(PATIENCE_S) == -signal.SIGKILL
+        assert next(session._client._links) > 6, "connections came and went"
     finally:
-        for process in (leader, worker):
-            process.kill()
-            process.wait(PATIENCE_S)
+        worker.kill()
+        worker.wait(PATIENCE_S)
         session.close()
+
+
+@contextlib.contextmanager
+def thread_stands_still(session: RankSession) -> Iterator[None]:
+    """The rank's thread stands between its wait and its next turn, for longer than a worker has."""
+    stands, goes_on = threading.Event(), threading.Event()
+    drain = session._client._drain_wake
+
+    def stand() -> None:
+        drain()
+        stands.set()
+        goes_on.wait(PATIENCE_S)
+
+    session._client._drain_wake = stand  # type: ignore[method-assign]
+    session._client.poke()
+    assert stands.wait(PATIENCE_S)
+    session._client._drain_wake = drain  # type: ignore[method-assign]
+    try:
+        yield
+        time.sleep(1.25 * rank.KILL_AFTER_S)
+    finally:
+        goes_on.set()
+
+
+def test_a_rank_that_stood_still_before_it_reads_the_answer_kills_no_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank, "KILL_AFTER_S", 2.0)
+    with (
+        leader_and_worker(tmp_path, KVFERRY_HEARTBEAT_MS="60000") as (_, worker),
+        contextlib.closing(begin(tmp_path / "worker-0-0")) as session,
+    ):
+        eventually("it is registered", lambda: session.registered)
+        stop(worker.pid)
+        session.abandon([7])
+        eventually("it is asked", lambda: Abandon in session._owed.asked)
+        with thread_stands_still(session):
+            worker.send_signal(signal.SIGCONT)
+        over(session, [7])
+        assert worker.poll() is None
+
+
+def test_a_rank_that_stood_still_before_it_asks_kills_no_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank, "KILL_AFTER_S", 2.0)
+    with (
+        leader_and_worker(tmp_path, KVFERRY_HEARTBEAT_MS="60000") as (_, worker),
+        contextlib.closing(begin(tmp_path / "worker-0-0")) as session,
+    ):
+        eventually("it is registered", lambda: session.registered)
+        with thread_stands_still(session):
+            session.abandon([7])
+        over(session, [7])
+        assert worker.poll() is None
+
+
+def looks(silence: Silence, begin_s: float, seconds: float, link: Callable[[float], int]) -> float | None:
+    """Looks once a second, and asks over every connection; says after how long the worker is given up, if it is."""
+    for passed_s in range(int(seconds) + 1):
+        present = link(begin_s + passed_s)
+        if silence.look(begin_s + passed_s, 30.0, present):
+            return passed_s
+        if present:
+            silence.asked(present)
+    return None
+
+
+def test_a_worker_is_given_up_when_it_was_asked_and_the_time_was_run_through() -> None:
+    assert looks(Silence(), 100, 60, lambda now: 1) == 30
+    assert looks(Silence(), 100, 60, lambda now: 0) == 30, "nobody to ask"
+    assert looks(Silence(), 100, 60, lambda now: 1 if now < 128 else 2) == 38, "one more quarter over a new connection"
+    assert looks(Silence(), 100, 60, lambda now: int(now)) == 45, "two more for connections that come and go"
+
+
+@pytest.mark.parametrize("before_s", [0, 1, 8, 22, 29])
+def test_a_thread_that_stood_still_gives_up_no_worker_in_the_next_quarter(before_s: int) -> None:
+    silence = Silence()
+    assert looks(silence, 100, before_s, lambda now: 1) is None
+    again_s = looks(silence, 10_000, 60, lambda now: 1)
+    assert again_s is not None
+    assert 7.5 <= again_s <= 31
+    assert looks(Silence(), 20_000, 60, lambda now: 1) == 30
+
+
+def test_what_was_answered_does_not_count_for_the_next_question() -> None:
+    silence = Silence()
+    assert looks(silence, 100, 29, lambda now: 1) is None
+    silence.end()
+    assert looks(silence, 130, 60, lambda now: 1) == 30
 
 
 def test_nothing_of_an_engine_is_left_however_it_ends(daemon: Daemon) -> None:
@@ -380,6 +503,31 @@ def hand_over(directory: Path) -> None:
     signal.pause()
 
 
+def greet(directory: Path) -> None:
+    """A worker that takes connections and descriptors, and says nothing but welcome."""
+    fds = socket.socket(socket.AF_UNIX)
+    fds.bind(os.fspath(directory / FD_SOCKET_NAME))
+    fds.listen()
+
+    def take_descriptors() -> None:
+        while True:
+            rank, _ = fds.accept()
+            with rank:
+                rank.recv(1024)
+                rank.sendall(b"\x01")
+
+    threading.Thread(target=take_descriptors, daemon=True).start()
+    ranks = zmq.Context().socket(zmq.ROUTER)
+    ranks.bind(f"ipc://{directory / SOCKET_NAME}")
+    print("listens", flush=True)
+    while True:
+        peer, head, _ = ranks.recv_multipart()
+        if int.from_bytes(head[6:8], "big") == wire.Kind.HELLO:
+            # Ranks give a connection up after three heartbeats without a word.
+            welcome = wire.Welcome(version=2, heartbeat_ms=20, request_credits=64, byte_credits=1 << 20)
+            ranks.send_multipart([peer, wire.header(2, wire.Kind.WELCOME, 0, 0, 7), wire.body_of(welcome)])
+
+
 def main(socket_dir: Path, *child: str) -> None:
     """An engine that registers, holds a lease, and waits for its end, alone or beside a child that has its sockets."""
     session = begin(socket_dir / "worker-0-0")
@@ -407,5 +555,7 @@ def main(socket_dir: Path, *child: str) -> None:
 if __name__ == "__main__":
     if sys.argv[2:] == ["hands over"]:
         hand_over(Path(sys.argv[1]))
+    elif sys.argv[2:] == ["greets"]:
+        greet(Path(sys.argv[1]))
     else:
         main(Path(sys.argv[1]), *sys.argv[2:])
