@@ -370,6 +370,15 @@ exported! {
     }
 
     Context fn cuMemHostUnregister(at: u64) |world| {
+        let bytes = world.inner().registered.get(&at).map(|it| it.bytes);
+        if let Some((least, fifo)) = &world.settings().unpin
+            && bytes.is_some_and(|bytes| bytes >= *least)
+        {
+            // Opened when the other side is, and read to its end when the other side is closed.
+            if let Err(error) = std::fs::read(fifo) {
+                crate::settings::complain(&format!("{fifo}: {error}"));
+            }
+        }
         world.inner().registered.remove(&at).map(|_| ()).ok_or(NOT_REGISTERED)
     }
 

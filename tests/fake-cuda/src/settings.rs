@@ -32,6 +32,8 @@ const HOST_POINTERS: u32 = 91;
 /// * `hang=WHO/NTH/FOLDER`: the n-th call for many copies of such a process never ends, nor does anything behind it in its stream;
 ///   a file with the number of the process is made in that folder;
 /// * `block=WHO/CALL/NTH`: the n-th such call never returns; a process that leaves it so at its exit is aborted;
+/// * `unpin=WHO/MIB/FIFO`: where such a process gives registered host memory of at least so many MiB back, the call opens that
+///   FIFO for reading, and does its work when whoever has opened it for writing closes it;
 /// * `trace=FOLDER`: at its exit each process writes there, into a file named after its id, in which order copies from a device
 ///   (`d2h N`) and to it (`h2d N`) were given by calls of their own, and by how many threads each function was called;
 /// * `mig=1`: the devices are instances of one GPU, and `cuDeviceGetUuid` gives the name of that GPU for each of them (0);
@@ -78,6 +80,8 @@ pub(crate) struct Settings {
     pub(crate) hang: Option<(u64, String)>,
     /// Which call never returns, by its name and number.
     pub(crate) block: Option<(String, u64)>,
+    /// How much registered host memory is not given back at once, and the FIFO that is waited for.
+    pub(crate) unpin: Option<(usize, String)>,
     pub(crate) trace: Option<String>,
     pub(crate) mig: bool,
     /// By their numbers in `CUdevice_attribute`.
@@ -117,6 +121,7 @@ impl Settings {
             namespace: 0,
             hang: None,
             block: None,
+            unpin: None,
             trace: None,
             mig: false,
             attributes: BTreeMap::from([(HOST_POINTERS, 1), (99, 1), (122, 1), (133, 0)]),
@@ -188,6 +193,16 @@ impl Settings {
                     if is_meant(who) {
                         let nth = nth.parse().map_err(|_| wrong())?;
                         settings.block = Some((call.to_owned(), nth));
+                    }
+                }
+                "unpin" => {
+                    let parts: Vec<&str> = value.splitn(3, '/').collect();
+                    let [who, mib, fifo] = parts[..] else {
+                        return Err(wrong());
+                    };
+                    if is_meant(who) {
+                        let mib: usize = mib.parse().map_err(|_| wrong())?;
+                        settings.unpin = Some((mib << 20, fifo.to_owned()));
                     }
                 }
                 "trace" => settings.trace = Some(value.to_owned()),
