@@ -222,6 +222,11 @@ impl Gpu {
         self.copier.said(memory, word, through);
     }
 
+    /// Tells when the depot is not pinned any more, which is some time after this was dropped.
+    pub(super) fn end(&self) -> LifelineEnd {
+        self.depot.end()
+    }
+
     /// Whether the driver still works for this process.
     pub(super) fn works(&self) -> bool {
         Window::new(&self.context).is_ok()

@@ -8,7 +8,7 @@ use crossbeam::channel::{Sender, unbounded};
 
 use super::driver::{Context, HostMemory, PinnedRange};
 use super::error::CudaError;
-use crate::memory::{Depot, SharedBuffer};
+use crate::memory::{Depot, Lifeline, LifelineEnd, SharedBuffer};
 
 /// A depot is pinned in chunks of so many bytes: drivers refuse very large ones, and each is a step of progress.
 pub const PIN_CHUNK_BYTES: u64 = 1 << 30;
@@ -24,6 +24,7 @@ pub struct PinnedDepot {
     _ranges: Vec<PinnedRange>,
     depot: Arc<Depot>,
     chunk_bytes: u64,
+    lifeline: Lifeline,
 }
 
 /// The driver does not pin so much memory.
@@ -102,12 +103,18 @@ impl PinnedDepot {
             _ranges: ranges,
             depot,
             chunk_bytes,
+            lifeline: Lifeline::default(),
         })
     }
 
     /// The depot.
     pub fn depot(&self) -> &Arc<Depot> {
         &self.depot
+    }
+
+    /// Tells when the driver has unpinned all of it: it refuses to pin the same memory before that.
+    pub fn end(&self) -> LifelineEnd {
+        self.lifeline.end()
     }
 }
 

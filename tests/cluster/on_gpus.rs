@@ -1,8 +1,19 @@
 //! The same processes with KV on GPUs: the driver for tests, late as it may be, under the unchanged programs.
 
 use std::ffi::OsString;
+use std::fs::File;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
+use kvferry::cuda::DeviceUuid;
+use kvferry::protocol::{ErrorCode, Hello, Message, Register, Role, VERSION, VERSION_MIN};
+use kvferry::transport::{Address, Client, ClientSettings, Limits, ZmqTransport};
+use kvferry::types::{
+    Allocation, AllocationHandle, AllocationKind, Attention, GroupId, Nonce, Rank, Registration,
+};
+use rustix::fs::{CWD, Mode};
 use rustix::process::Signal;
 use serde_json::Value;
 
@@ -10,7 +21,7 @@ use super::disturbed::{Disturbed, LIMIT};
 use super::fake_cuda;
 use super::processes::{lives, signal};
 use crate::support::skipped::skipped;
-use crate::support::{Running, command, kvferry, number, replay, replay_with, socket_dir};
+use crate::support::{Running, command, kvferry, number, replay, replay_with, signals, socket_dir};
 
 /// The driver for tests, as long as it is needed.
 struct Gpus(tempfile::TempDir, String);
@@ -549,17 +560,22 @@ fn copies_given_together_that_hang_cost_a_worker_once() {
     );
 }
 
+/// A leader, and a worker that lets its GPU go when it had no engine for a second.
+fn with_a_worker_that_is_soon_idle(gpus: &Gpus, name: &str) -> [Running; 2] {
+    let common = ["--ranks", "1", "--g2", "32MiB", "--socket-dir", name];
+    let leader = [&["leader"], &common[..]].concat();
+    let worker = [&["worker", "--rank", "0", "--gpu-idle-s", "1"], &common[..]].concat();
+    [leader, worker]
+        .map(|arguments| Running::start_with(&gpus.variables(), &arguments, &std::env::temp_dir()))
+}
+
 /// The memory of the GPU is the engines': a worker gives its context back when the last one has left, and takes one again.
 #[test]
 fn a_worker_without_an_engine_lets_the_gpu_go() {
     let gpus = Gpus::new("delay_us=20");
     let folder = socket_dir();
     let name = folder.path().to_str().expect("UTF-8");
-    let common = ["--ranks", "1", "--g2", "32MiB", "--socket-dir", name];
-    let leader = [&["leader"], &common[..]].concat();
-    let worker = [&["worker", "--rank", "0", "--gpu-idle-s", "1"], &common[..]].concat();
-    let _leader = Running::start_with(&gpus.variables(), &leader, &std::env::temp_dir());
-    let _worker = Running::start_with(&gpus.variables(), &worker, &std::env::temp_dir());
+    let _processes = with_a_worker_that_is_soon_idle(&gpus, name);
     let arguments = engine_rank(folder.path(), "cuda");
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let pinned = |status: &Value| status["ranks"][0]["host_pinned_bytes"].as_u64();
@@ -578,4 +594,119 @@ fn a_worker_without_an_engine_lets_the_gpu_go() {
             number(&attached, "/ranks/0/pid")
         );
     }
+}
+
+/// Opens a FIFO for writing as soon as somebody reads it.
+fn read_by_somebody(fifo: &Path) -> File {
+    let (tell, opened) = channel();
+    let fifo = fifo.to_owned();
+    std::thread::spawn(move || {
+        let writer = File::options().write(true).open(fifo);
+        tell.send(writer.expect("a FIFO")).expect("the test waits");
+    });
+    opened.recv_timeout(LIMIT).expect("nobody reads it")
+}
+
+/// What a rank says of memory on the first GPU of the driver for tests, as far as it is looked at before the GPU is ready.
+fn on_the_first_gpu() -> Message {
+    let gpu = DeviceUuid::gpu(*b"kvferry-fake-GP0");
+    let registration = Registration {
+        group: GroupId(0),
+        groups: 1,
+        attention: Attention::Full,
+        window_tokens: 0,
+        content: b"test".to_vec(),
+        rank: Rank(0),
+        tp_size: 1,
+        shard: 0,
+        engine_page_tokens: 16,
+        device_pages: 1,
+        layers: 1,
+        allocations: vec![Allocation {
+            kind: AllocationKind::Device,
+            handle: AllocationHandle::CudaIpc([0; 64]),
+            bytes: 4096,
+        }],
+        tensors: Vec::new(),
+        nonce: Nonce {
+            allocation: 0,
+            offset_bytes: 0,
+            bytes: vec![7; 16],
+        },
+        proofs: Vec::new(),
+        device_uuid: Some(gpu.to_string()),
+        timeline: None,
+    };
+    Message::Register(Register {
+        after: 0,
+        engine: [9; 16],
+        registration,
+    })
+}
+
+/// Registers so many times as a rank, and returns how each was refused.
+fn refusals(sockets: &Path, times: usize) -> Vec<(ErrorCode, String)> {
+    // Uses a runtime of its own.
+    signals::set_to_defaults();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build();
+    runtime.expect("a runtime").block_on(async {
+        let settings = ClientSettings {
+            address: Address::Directory(sockets.join("worker-0-0")),
+            hello: Hello {
+                version_min: VERSION_MIN,
+                version_max: VERSION,
+                role: Role::Rank,
+                engine: [9; 16],
+                rank: 0,
+                replica: 0,
+                features: 0,
+                name: "test".to_owned(),
+            },
+            limits: Limits::default(),
+        };
+        let (rank, _says) = Client::start(Arc::new(ZmqTransport), settings);
+        let mut refusals = Vec::new();
+        for _ in 0..times {
+            let refused = rank.ask(on_the_first_gpu(), LIMIT).await;
+            let failure = refused.expect_err("the GPU is not there");
+            refusals.push((failure.code, failure.message));
+        }
+        refusals
+    })
+}
+
+/// A driver does not pin memory that it has not unpinned yet: a rank that comes meanwhile is told to ask again, and the GPU is
+/// taken again behind that.
+#[test]
+fn a_rank_that_comes_while_the_gpu_is_let_go_waits_for_that() {
+    let pipes = tempfile::tempdir().expect("a folder");
+    let unpinning = pipes.path().join("unpinning");
+    rustix::fs::mkfifoat(CWD, &unpinning, Mode::RUSR | Mode::WUSR).expect("a FIFO");
+    let gpus = Gpus::new(&format!(
+        "delay_us=20;unpin=worker/16/{}",
+        unpinning.display()
+    ));
+    let folder = socket_dir();
+    let name = folder.path().to_str().expect("UTF-8");
+    let _processes = with_a_worker_that_is_soon_idle(&gpus, name);
+    let arguments = engine_rank(folder.path(), "cuda");
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let begun = Instant::now();
+    let attached = |status: &Value| status["ranks"][0]["attached"] == true;
+    let rank = Running::start_with(&gpus.variables(), &arguments, &std::env::temp_dir());
+    let before = status(name, begun, &attached);
+    drop(rank);
+    // The worker unpins its depot, and goes on with that when the FIFO is closed.
+    let unpinning = read_by_somebody(&unpinning);
+    for (code, text) in refusals(folder.path(), 10) {
+        assert_eq!(code, ErrorCode::NotReady, "{text}");
+        assert!(text.contains("is being let go"), "{text}");
+    }
+    drop(unpinning);
+    let _rank = Running::start_with(&gpus.variables(), &arguments, &std::env::temp_dir());
+    let after = status(name, begun, &attached);
+    let worker = |status: &Value| number(status, "/ranks/0/pid");
+    assert_eq!(worker(&after), worker(&before));
 }

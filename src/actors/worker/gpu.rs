@@ -10,6 +10,7 @@ use super::{State, WorkerMessage};
 use crate::actors::gpu::{EngineSide, Gpu};
 use crate::actors::transfer::TransferMessage;
 use crate::cuda::{Announced, CudaError, DeviceUuid, Outcome, device_of};
+use crate::memory::LifelineEnd;
 use crate::protocol::ErrorCode;
 use crate::types::{ByteSize, Registration, RequestId, Time};
 
@@ -25,6 +26,36 @@ pub(super) enum GpuState {
     Ready(Arc<Gpu>),
     /// It cannot be used, and why. Tried again when somebody asks, a while later.
     Failed(DeviceUuid, Refusal, Time),
+    /// No engine used it: its depot is being unpinned.
+    LettingGo(LettingGo),
+}
+
+/// A GPU that is being let go. None is started before that has ended: the driver does not pin memory that is still pinned.
+pub(super) struct LettingGo {
+    uuid: DeviceUuid,
+    end: LifelineEnd,
+    since: Time,
+}
+
+/// How far the letting go is.
+#[derive(Debug, PartialEq, Eq)]
+enum LetGo {
+    Done,
+    UnderWay,
+    /// It does not end.
+    Stuck,
+}
+
+impl LettingGo {
+    fn is(&self, now: Time) -> LetGo {
+        if self.end.wait(Duration::ZERO) {
+            return LetGo::Done;
+        }
+        match self.since.until(now) < LETTING_GO_LIMIT {
+            true => LetGo::UnderWay,
+            false => LetGo::Stuck,
+        }
+    }
 }
 
 /// Why a GPU cannot be used.
@@ -69,6 +100,10 @@ const END_AFTER: Duration = Duration::from_secs(60);
 /// has left.
 pub(super) const IDLE_LIMIT: Duration = Duration::from_secs(300);
 
+/// How long letting a GPU go may take. A depot of a few TiB is unpinned in minutes; what takes longer waits for a driver that
+/// does not answer, and only the end of this process unpins the memory.
+const LETTING_GO_LIMIT: Duration = Duration::from_secs(600);
+
 /// Says whether host memory of this kind gets huge pages, by which a GPU reaches it faster.
 const SHARED_HUGE_PAGES: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
 
@@ -85,6 +120,9 @@ impl State {
             return Err((ErrorCode::NotReady, self.progress.line()));
         };
         let bytes = depot.buffer().len();
+        if let Some(text) = self.still_letting_go() {
+            return Err((ErrorCode::NotReady, text));
+        }
         if let GpuState::Failed(failed, refusal, at) = &self.gpu
             && (*failed == uuid || refusal.is_final)
         {
@@ -104,7 +142,7 @@ impl State {
             GpuState::Starting(uuid, pinned) => {
                 (*uuid, Err((ErrorCode::NotReady, pinning(*pinned, bytes))))
             }
-            GpuState::None | GpuState::Failed(..) => {
+            GpuState::None | GpuState::Failed(..) | GpuState::LettingGo(_) => {
                 self.gpu = GpuState::Starting(uuid, 0);
                 self.teller.pinned(Some(0));
                 let text = pinning(0, bytes);
@@ -153,6 +191,29 @@ impl State {
         answer
     }
 
+    /// What to tell a rank that comes while a GPU is being let go. The worker ends where that does not end: its successor pins
+    /// the depot for itself.
+    fn still_letting_go(&self) -> Option<String> {
+        let GpuState::LettingGo(letting_go) = &self.gpu else {
+            return None;
+        };
+        let uuid = letting_go.uuid;
+        match letting_go.is(self.clock.now()) {
+            LetGo::Done => None,
+            LetGo::UnderWay => Some(format!(
+                "{uuid} is being let go, because no engine used it: a GPU is taken again when its host memory is unpinned"
+            )),
+            LetGo::Stuck => {
+                let why = format!(
+                    "the driver does not let {uuid} go: its host memory is still pinned after {LETTING_GO_LIMIT:?}"
+                );
+                tracing::error!(worker = %self.worker, why, "this worker ends");
+                self.teller.give_up(why.clone());
+                Some(why)
+            }
+        }
+    }
+
     /// A rank says that its device writes, and how far it is by its timeline. False where it has registered none.
     pub(super) fn announced(memory: &EngineSide, announced: Announced) -> bool {
         let EngineSide::Device(memory, gpu) = memory else {
@@ -184,6 +245,7 @@ impl State {
         match &self.gpu {
             GpuState::Ready(gpu) => gpu.uuid.to_string(),
             GpuState::Starting(uuid, _) | GpuState::Failed(uuid, ..) => uuid.to_string(),
+            GpuState::LettingGo(letting_go) => letting_go.uuid.to_string(),
             GpuState::None => "the GPU".to_owned(),
         }
     }
@@ -256,13 +318,22 @@ impl State {
     }
 
     /// Lets the GPU go if no engine has asked for it since then: its memory is the engines', and some tools refuse to work
-    /// while a process has a context. The next registration takes it again.
+    /// while a process has a context. The next registration behind that takes it again.
     pub(super) fn gpu_idle(&mut self, uses: u64) {
         let serves = self.mapped.is_some() || !self.opening.is_empty();
-        if serves || self.gpu_uses != uses || !matches!(self.gpu, GpuState::Ready(_)) {
+        let GpuState::Ready(gpu) = &self.gpu else {
+            return;
+        };
+        if serves || self.gpu_uses != uses {
             return;
         }
-        let gpu = std::mem::take(&mut self.gpu);
+        let gpu = Arc::clone(gpu);
+        self.gpu = GpuState::LettingGo(LettingGo {
+            uuid: gpu.uuid,
+            // Engine memory that is still being closed holds the GPU, too.
+            end: gpu.end(),
+            since: self.clock.now(),
+        });
         tracing::info!(worker = %self.worker, idle = ?self.gpu_idle, "no engine: the GPU is let go");
         self.teller.pinned(None);
         // What copies is waited for, and unpinning takes as long as pinning.
@@ -279,6 +350,25 @@ fn pinning(pinned: u64, bytes: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::memory::Lifeline;
+
+    #[test]
+    fn letting_a_gpu_go_ends_with_its_memory_or_is_stuck() {
+        let held = Lifeline::default();
+        let letting_go = LettingGo {
+            uuid: DeviceUuid::gpu([7; 16]),
+            end: held.end(),
+            since: Time(5),
+        };
+        let last = Time(5) + LETTING_GO_LIMIT;
+        let before = Time(last.0 - 1);
+        assert_eq!(letting_go.is(before), LetGo::UnderWay);
+        assert_eq!(letting_go.is(last), LetGo::Stuck);
+        drop(held);
+        for now in [before, last] {
+            assert_eq!(letting_go.is(now), LetGo::Done);
+        }
+    }
 
     #[test]
     fn a_driver_that_did_not_start_is_asked_by_a_successor_and_not_again_by_the_same_process() {
