@@ -35,7 +35,7 @@ fn fully_contiguous() {
     let pages: Vec<_> = (0..7).map(|page| (page, page + 2)).collect();
     let copied = world.copy(Direction::Store, &pages, 3, CopyMode::Plain);
     let report = copied.expect("as the reference has it");
-    assert_eq!(report.fragments, 1, "a run of pages is one range");
+    assert_eq!(report.steps, 1, "a run of pages is one range");
 }
 
 #[test]
@@ -188,7 +188,7 @@ fn gaps_between_pages_that_the_depot_has_side_by_side() {
     for direction in [Direction::Store, Direction::Load] {
         let copied = world.copy(direction, &pages, 7, CopyMode::Plain);
         let report = copied.expect("as the reference has it");
-        assert_eq!((report.bytes, report.fragments), (7 * 256, 7));
+        assert_eq!((report.bytes, report.steps), (7 * 256, 7));
     }
 }
 
@@ -280,5 +280,5 @@ fn layers_inside_a_page() {
     world.copy_both_ways();
     let copied = world.copy(Direction::Store, &[(5, 1)], 1, CopyMode::Plain);
     let report = copied.expect("as the reference has it");
-    assert_eq!(report.fragments, 1, "a page of all layers is one range");
+    assert_eq!(report.steps, 1, "a page of all layers is one range");
 }
