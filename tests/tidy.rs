@@ -99,7 +99,11 @@ const PYTHON_ARROWS: &[(&str, &[&str], &[&str])] = &[
     ("cuda", &[], &[]),
     ("proofs", &["cuda"], &["torch"]),
     ("memory", &["client", "cuda", "proofs"], &["torch"]),
-    ("rank", &["owed", "silence", "wire", "client", "memory"], &[]),
+    (
+        "rank",
+        &["owed", "silence", "wire", "client", "memory"],
+        &[],
+    ),
     ("copies", &["client"], &[]),
     ("finishes", &["wire", "client"], &[]),
     ("steps", &[], &["vllm"]),
