@@ -129,7 +129,8 @@ const PYTHON_ARROWS: &[(&str, &[&str], &[&str])] = &[
     ("guard", &[], &[]),
     ("reports", &["steps"], &[]),
     ("content", &["interface", "settings"], &[]),
-    ("namespaces", &["content"], &[]),
+    ("looks", &[], &[]),
+    ("namespaces", &["content", "looks"], &[]),
     ("groups", &["memory"], &["vllm"]),
     (
         "vllm",

@@ -12,6 +12,7 @@ import errno
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import stat
@@ -32,6 +33,8 @@ CONTENT_BYTES_MAX = 512
 _NAME_CHARACTERS_MAX = 200
 #: Symbolic links on the way to a path, as Linux follows them.
 LINKS_MAX = 40
+#: Files of an adapter that vLLM reads.
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -67,13 +70,14 @@ def content_of(config: "VllmConfig", settings: "Settings") -> str:
     """One line of at most :data:`CONTENT_BYTES_MAX` bytes that names model, revision, dtype and quantisation.
 
     It ends with a digest of everything that it names, so that names that had to be cut still differ. Weights that
-    cannot be identified are named by their path alone: their namespace keeps their pages apart already, and engines
-    whose content differs cannot stand beside each other at one leader.
+    cannot be identified are named by their files or path alone: their namespace keeps their pages apart already, and
+    engines whose content differs cannot stand beside each other at one leader.
     """
     model = config.model_config
     parts = _weights_parts(config, settings)
     if not weights_of(config, settings)[1]:
-        parts["model"] = _path(config)
+        local = local_identity(_path(config))
+        parts["model"] = local.text if local else _path(config)
     digest = hashlib.blake2b(described(parts).encode(), digest_size=16).hexdigest()
     shown = (
         ("", _path(config)),
@@ -122,22 +126,16 @@ def weights_of(config: "VllmConfig", settings: "Settings") -> tuple[str, bool]:
     local = local_identity(path)
     if config.load_config.load_format == "dummy":
         return local.text if local else path, True
+    if local is not None and (local.changed_at <= began_at() or settings.weights):
+        # The files are looked at after they were loaded: those that changed meanwhile may not be the ones that were.
+        return local.text, True
     if local is not None:
-        return _unless_changed(path, local, config, settings)
+        return f"{path} of start {start_of(config).hex()}", False
     commit = hub_commit(path, model.revision, config.load_config.download_dir)
     # The configuration was read before the weights: a branch that has moved meanwhile may be either's.
     configured = getattr(model.hf_config, "_commit_hash", None)
     if commit is not None and configured in (None, commit):
         return f"{path} at commit {commit}", True
-    return _declared(path, config, settings)
-
-
-def _unless_changed(path: str, local: "Local", config: "VllmConfig", settings: "Settings") -> tuple[str, bool]:
-    """The files are looked at after they were loaded: those that changed meanwhile may not be the ones that were."""
-    return (local.text, True) if local.changed_at <= began_at() else _declared(path, config, settings)
-
-
-def _declared(path: str, config: "VllmConfig", settings: "Settings") -> tuple[str, bool]:
     if settings.weights:
         return f"{path} declared as {settings.weights!r}", True
     return f"{path} of start {start_of(config).hex()}", False
@@ -163,20 +161,27 @@ def tell_unknown_weights(config: "VllmConfig", settings: "Settings") -> None:
         )
 
 
-def adapter_identity(path: str, start: str, *, declared: bool = False) -> str:
-    """Text that names an adapter's files; ``start`` is part of it where they cannot be identified.
+def adapter_files(path: str) -> "Local | None":
+    """What lies at an adapter's path, or in the local cache of the Hub under that name; None for nothing.
 
-    vLLM may load an adapter long before its first request. Files that changed since the engine began may have changed
-    in between, unless it is ``declared`` that they do not.
-    vLLM resolves a name on the Hub when it first loads the adapter, which may be later than this: only without a
-    network is it certain to take what lies in the cache now.
+    vLLM resolves a name on the Hub when it loads the adapter, which may be later than this: with a network, what lies
+    in the cache may change at any time.
     """
-    local = local_identity(os.path.expanduser(path))
-    if local is not None:
-        certain = declared or local.changed_at <= began_at()
-        return local.text if certain else f"{local.text} of start {start}"
-    commit = hub_commit(path, None, None) if _hub_is_offline() else None
-    return f"{path} at commit {commit}" if commit else f"{path} of start {start}"
+    path = os.path.expanduser(path)
+    local = local_identity(path, ADAPTER_FILES)
+    if local is not None or os.path.isabs(path):
+        return local
+    folder = _hub_snapshot(path, None, None)
+    if folder is None:
+        return None
+    changed_at = math.inf
+    if _hub_is_offline():
+        try:
+            branch = os.path.join(os.path.dirname(os.path.dirname(folder)), "refs", "main")
+            changed_at = max(os.stat(branch).st_ctime, os.stat(folder).st_ctime)
+        except OSError:
+            pass
+    return Local(f"{path} at commit {os.path.basename(folder)}", changed_at)
 
 
 def _hub_is_offline() -> bool:
@@ -191,6 +196,12 @@ def hub_commit(repository: str, revision: str | None, cache: str | None) -> str 
     """The commit of the Hub repository's snapshot in the local cache; None where there is none. Asks no network."""
     if revision is not None and _COMMIT.fullmatch(revision):
         return revision
+    folder = _hub_snapshot(repository, revision, cache)
+    return os.path.basename(folder) if folder else None
+
+
+def _hub_snapshot(repository: str, revision: str | None, cache: str | None) -> str | None:
+    """The folder of a repository's snapshot in the local cache, whose name is its commit."""
     if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
         # Another hub, where names mean other models.
         return None
@@ -200,8 +211,7 @@ def hub_commit(repository: str, revision: str | None, cache: str | None) -> str 
         folder = snapshot_download(repository, revision=revision, cache_dir=cache, local_files_only=True)
     except (ImportError, OSError, ValueError):
         return None
-    commit = os.path.basename(folder)
-    return commit if _COMMIT.fullmatch(commit) else None
+    return folder if _COMMIT.fullmatch(os.path.basename(folder)) else None
 
 
 class Local(NamedTuple):
@@ -210,49 +220,63 @@ class Local(NamedTuple):
     #: Real path, names, sizes and times of modification.
     text: str
     #: When one of them, the folder, or a symbolic link on the way was last changed or renamed, in seconds of the wall
-    #: clock.
+    #: clock; infinite where that cannot be said.
     changed_at: float
 
 
-def local_identity(path: str) -> Local | None:
-    """What lies at a path. None for what is neither file nor folder, or cannot be read."""
+def local_identity(path: str, names: tuple[str, ...] = ()) -> Local | None:
+    """What lies at a path: of a folder all files, or those with these ``names``.
+
+    None for what is neither file nor folder, or cannot be read.
+    """
     real = os.path.realpath(path)
     try:
-        changed_at = max(os.stat(real).st_ctime, *_links_changed_at(path))
+        changed_at = max(os.stat(real).st_ctime, _links_changed_at(path))
         if os.path.isfile(path):
             return Local(f"{real} {_file(os.path.basename(real), os.stat(real))}", changed_at)
         if not os.path.isdir(path):
             return None
         files = []
-        with os.scandir(real) as entries:
-            for entry in entries:
-                # A file may vanish meanwhile, or be a link to nowhere.
-                with contextlib.suppress(OSError):
-                    found = entry.stat()
-                    if stat.S_ISREG(found.st_mode):
-                        files.append(_file(entry.name, found))
-                        # A link's own time counts beside that of the file.
-                        changed_at = max(changed_at, found.st_ctime, entry.stat(follow_symlinks=False).st_ctime)
+        for name in names or os.listdir(real):
+            # A file may vanish meanwhile, or be a link to nowhere.
+            with contextlib.suppress(FileNotFoundError, _LinkLoop):
+                file = os.path.join(real, name)
+                found = _stat(file)
+                if stat.S_ISREG(found.st_mode):
+                    files.append(_file(name, found))
+                    # A link's own time counts beside that of the file.
+                    changed_at = max(changed_at, found.st_ctime, os.lstat(file).st_ctime)
     except OSError:
         return None
     return Local(f"{real} {sorted(files)}", changed_at)
 
 
-def _links_changed_at(path: str) -> list[float]:
-    """When each symbolic link on the way to a path was made, 0 among them."""
-    times, ways = [0.0], [os.path.abspath(path)]
+class _LinkLoop(OSError):
+    """A symbolic link that leads to itself."""
+
+
+def _stat(path: str) -> os.stat_result:
+    try:
+        return os.stat(path)
+    except OSError as error:
+        raise (_LinkLoop if error.errno == errno.ELOOP else type(error))(*error.args) from None
+
+
+def _links_changed_at(path: str) -> float:
+    """When the last of the symbolic links on the way to a path was made, 0 without one; infinite for too many."""
+    newest, links, ways = 0.0, 0, [os.path.abspath(path)]
     while ways:
         part = ways.pop()
         while part != os.path.dirname(part):
             folder, found = os.path.dirname(part), os.lstat(part)
             if stat.S_ISLNK(found.st_mode):
-                times.append(found.st_ctime)
-                if len(times) > LINKS_MAX:
-                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
-                # There may be links on the way that it leads, too.
-                ways.append(os.path.normpath(os.path.join(folder, os.readlink(part))))
+                newest, links = max(newest, found.st_ctime), links + 1
+                if links > LINKS_MAX:
+                    return math.inf
+                # There may be links on the way that it leads, too. Its target counts from where it really lies.
+                ways.append(os.path.normpath(os.path.join(os.path.realpath(folder), os.readlink(part))))
             part = folder
-    return times
+    return newest
 
 
 def _file(name: str, found: os.stat_result) -> tuple[str, int, int]:

@@ -2,25 +2,29 @@
 
 vLLM puts an adapter's name and path into the hashes of its pages, and not what lies at the path. It reads the files
 when the adapter is loaded, again whenever the adapter had to give way to others, and with every step where it is loaded
-in place. So an adapter whose files have changed has unknown weights, and its pages are neither found nor stored.
+in place. So an adapter whose files have changed has unknown weights, and its pages are neither found nor stored. It may
+also have read them long before the first request: files that changed since the engine began name this start alone, and
+the number under which the adapter was loaded.
 """
 
 import hashlib
 import logging
+import math
 import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvferry.content import adapter_identity
+from kvferry import content
+from kvferry.looks import Looks
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
 logger = logging.getLogger("vllm.kvferry")
 
-#: Adapters that an engine may load in its life, each start of one counted; those beyond are not cached. With 0.4 KB for
-#: each: 26 MB.
-ADAPTERS_MAX = 65_536
+#: Adapters that an engine may load in its life, each start of one counted; those beyond are not cached. With 1 KB for
+#: each: 16 MB; with paths of 4 KiB: 160 MB.
+ADAPTERS_MAX = 16_384
 #: Digests that are remembered for a reset, 0.1 KB each; of one more the oldest is left to be evicted.
 DIGESTS_MAX = 4096
 
@@ -31,6 +35,8 @@ class _Adapter:
 
     name: bytes
     files: bytes
+    #: What it is called in namespaces.
+    text: str
     #: vLLM may have read other files than those.
     unknown: bool = False
 
@@ -53,9 +59,16 @@ class Namespaces:
         #: Digests that were given out, by adapter.
         self._digests: dict[str, bytes] = {}
         self._told_full = False
+        self._looks = Looks(content.adapter_files)
+
+    def next_step(self) -> None:
+        """Files are looked at anew."""
+        self._looks.next_step()
 
     def of(self, lora: "LoRARequest | None") -> bytes | None:
-        """32 bytes for requests with this adapter; None when its weights are unknown. Looks at the adapter's files.
+        """32 bytes for requests with this adapter; None when its weights are unknown.
+
+        Looks at the adapter's files, once in a step, and waits for that :data:`kvferry.looks.LOOKS_S` at most.
 
         Salts and multimodal inputs are in the hashes of pages.
         """
@@ -72,14 +85,20 @@ class Namespaces:
         return digest
 
     def _adapter(self, lora: "LoRARequest") -> str | None:
-        identity = adapter_identity(lora.lora_path, self._start, declared=self._declared)
-        name, files = _name(lora), _digest(identity)
-        known = self._adapters.get(lora.lora_int_id)
+        name, known = _name(lora), self._adapters.get(lora.lora_int_id)
+        if known is not None and known.unknown:
+            self._on_device[name] = None
+            return None
+        found = self._looks.at(lora.lora_path)
+        if found is None:
+            return None
+        files = _digest(found.text)
         if known is None:
             if len(self._adapters) >= ADAPTERS_MAX:
                 self._tell_full()
                 return None
-            known = self._adapters[lora.lora_int_id] = _Adapter(name, files)
+            text = self._text(lora, found)
+            known = self._adapters[lora.lora_int_id] = _Adapter(name, files, text)
         if not known.unknown and (lora.load_inplace or (name, files) != (known.name, known.files)):
             known.unknown = True
             logger.warning(
@@ -89,9 +108,28 @@ class Namespaces:
                 lora.lora_path,
             )
         on_device = self._on_device.setdefault(name, files)
+        if on_device is not None and not known.unknown and on_device != files:
+            logger.warning(
+                "kvferry: adapter %r was loaded again from other files in %s: requests that begin with pages of the "
+                "device under its name store nothing, until vLLM's prefix cache is reset",
+                lora.lora_name,
+                lora.lora_path,
+            )
         if known.unknown or on_device != files:
             self._on_device[name] = None
-        return None if known.unknown else f"lora={lora.lora_name!r}, {identity}"
+        return None if known.unknown else known.text
+
+    def _text(self, lora: "LoRARequest", found: content.Local) -> str:
+        text = f"lora={lora.lora_name!r}, {found.text}"
+        if found.changed_at <= content.began_at() or (self._declared and found.changed_at < math.inf):
+            return text
+        logger.info(
+            "kvferry: adapter %r in %s is newer than this engine: its pages are shared with no other engine and no "
+            'later start, unless "weights" in kv_connector_extra_config promises that its files do not change',
+            lora.lora_name,
+            lora.lora_path,
+        )
+        return f"{text} of start {self._start}, number {lora.lora_int_id}"
 
     def _tell_full(self) -> None:
         if not self._told_full:

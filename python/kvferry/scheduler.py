@@ -391,6 +391,7 @@ class SchedulerSide:
         return self._take_step(output)
 
     def _take_step(self, output: "SchedulerOutput") -> StepMetadata:
+        self._namespaces.next_step()
         step, self._step = self._step, StepMetadata()
         for name in step.loaded:
             self._loading.pop(name, None)

@@ -5,15 +5,19 @@ import time
 import pytest
 import signals
 
-from kvferry import content
+from kvferry import content, looks
 
 signals.set_to_defaults()
 
 
 @pytest.fixture(autouse=True)
 def files_are_older(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test writes counts as written before its own process began. Engines are processes of their own."""
+    """What a test writes counts as written before its own process began. Engines are processes of their own.
+
+    Looks at files have the time that a busy machine takes.
+    """
     monkeypatch.setattr(content, "began_at", lambda: time.time() + 60)
+    monkeypatch.setattr(looks, "LOOKS_S", 60.0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

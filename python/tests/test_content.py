@@ -217,6 +217,15 @@ def test_an_engine_began_before_what_it_writes(tmp_path: Path, monkeypatch: pyte
     assert abs(content.began_at() - began) < 1.0
 
 
+def test_a_link_counts_from_where_it_lies(tmp_path: Path) -> None:
+    (tmp_path / "shared" / "models" / "a").mkdir(parents=True)
+    (tmp_path / "shared" / "models" / "a" / "weights").write_text("one")
+    (tmp_path / "app" / "releases" / "5").mkdir(parents=True)
+    (tmp_path / "app" / "current").symlink_to("releases/5")
+    (tmp_path / "app" / "releases" / "5" / "models").symlink_to("../../../shared/models")
+    assert text_of(tmp_path / "app" / "current" / "models" / "a") == text_of(tmp_path / "shared" / "models" / "a")
+
+
 def changed_by(change: str, folder: Path) -> None:
     """Changes what lies in ``folder / "model"``, a link to ``v1``, and keeps times of modification."""
     match change:
@@ -272,7 +281,12 @@ def test_files_that_change_while_an_engine_starts_are_not_trusted(
     text, shared = content.weights_of(config(model), settings())
     assert not shared
     assert content.weights_of(config(model, instance="another start"), settings())[0] != text
-    assert content.weights_of(config(model), settings(weights="v1")) == (f"{model} declared as 'v1'", True)
+    declared = content.weights_of(config(model), settings(weights="v1"))
+    assert declared[1], "the user promises that they do not change"
+    named = content.content_of(config(model), settings())
+    monkeypatch.setattr(content, "began_at", lambda: time.time() + 60)
+    assert content.weights_of(config(model), settings()) == declared
+    assert content.content_of(config(model), settings()) == named, "both may stand beside each other at one leader"
     assert content.weights_of(config(model, load_format="dummy"), settings())[1], "made from the seed"
 
 
@@ -289,20 +303,31 @@ def test_an_adapter_on_the_hub_is_this_starts_own_unless_nothing_can_move(
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
         first, again = (Namespaces("base", start).of(adapter("org/model")) for start in ("one", "two"))
         assert (first == again) == shared
-    first = Namespaces("base", "one").of(adapter("org/model"))
+    one = Namespaces("base", "one")
+    first = one.of(adapter("org/model"))
     move(hub, COMMITS[1])
     assert Namespaces("base", "one").of(adapter("org/model")) != first
+    one.next_step()
+    assert one.of(adapter("org/model")) is None, "it may have been read again"
+    monkeypatch.setattr(content, "began_at", lambda: 0.0)
+    moved, again = (Namespaces("base", start).of(adapter("org/model")) for start in ("one", "two"))
+    assert moved != again, "it may have been loaded before the branch moved"
+    assert Namespaces("base", "one").of(adapter("org/unknown")) is None
 
 
 def test_an_adapter_that_is_newer_than_the_engine_is_this_starts_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM may have loaded it long before its first request, and its files may have changed in between."""
-    (tmp_path / "weights").write_text("one")
+    (tmp_path / "adapter_config.json").write_text("one")
     older = Namespaces("base", "one").of(adapter(str(tmp_path)))
     monkeypatch.setattr(content, "began_at", lambda: 0.0)
     first, again = (Namespaces("base", start).of(adapter(str(tmp_path))) for start in ("one", "two"))
     assert len({older, first, again}) == 3
+    one = Namespaces("base", "one")
+    one.of(adapter(str(tmp_path)))
+    again = SimpleNamespace(lora_int_id=2, lora_name="one", lora_path=str(tmp_path), load_inplace=False)
+    assert one.of(again) not in (None, first), "the files may have changed between the loads"
     declared = Namespaces("base", "one", declared=True).of(adapter(str(tmp_path)))
     assert declared == older, "the user promises that files do not change once they were loaded"
 

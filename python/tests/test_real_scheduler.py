@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from engine import PAGE_TOKENS, tokens, transfer_config
 from real_scheduler import Stepped, engine_config
-from test_scheduler import found
+from test_scheduler import ADAPTER, found
 from vllm.lora.request import LoRARequest
 
 from kvferry import wire
@@ -79,7 +79,7 @@ def test_weights_that_may_change_are_shared_with_nobody() -> None:
 
 def test_pages_of_an_adapters_older_files_are_not_stored_as_those_of_newer_ones(tmp_path: Path) -> None:
     """vLLM finds its own pages by the adapter's name and path, whatever lies there now."""
-    (tmp_path / "weights").write_text("one")
+    (tmp_path / ADAPTER).write_text("one")
     engine = Stepped()
     found(engine, 0)
     prompt = tokens(PAGE_TOKENS * 6, seed=1)
@@ -87,7 +87,7 @@ def test_pages_of_an_adapters_older_files_are_not_stored_as_those_of_newer_ones(
     engine.run(first)
     assert engine.leader.count(wire.Store) == 1
     engine.leader.last(wire.Store).end(wire.StoreAnswer(4, 0))
-    (tmp_path / "weights").write_text("another")
+    (tmp_path / ADAPTER).write_text("another")
     for number in (2, 3):
         longer = engine.add(prompt, lora=LoRARequest("a", number, str(tmp_path)))
         engine.run(longer)

@@ -1,0 +1,44 @@
+"""Looks at files that are slow."""
+
+import threading
+
+import pytest
+from daemon import eventually
+
+from kvferry.looks import Looks
+
+
+def test_a_look_that_was_given_up_answers_for_no_other_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, looked = threading.Event(), []
+
+    def look(path: str) -> str:
+        looked.append(path)
+        if path == "slow":
+            assert goes_on.wait(60)
+        return path
+
+    monkeypatch.setattr("kvferry.looks.LOOKS_S", 0.01)
+    looks = Looks(look)
+    assert looks.at("slow") is None
+    looks.next_step()
+    assert looks.at("other") is None, "one look at a time"
+    assert looked == ["slow"]
+    goes_on.set()
+    monkeypatch.setattr("kvferry.looks.LOOKS_S", 60.0)
+
+    def answers() -> bool:
+        looks.next_step()
+        found = looks.at("other")
+        assert found in (None, "other")
+        return found == "other"
+
+    eventually("it looks again", answers)
+
+
+def test_a_step_has_its_time_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty folders that take just less than the limit are not waited for one after another."""
+    monkeypatch.setattr("kvferry.looks.LOOKS_S", 0.0)
+    goes_on = threading.Event()
+    looks: Looks[str] = Looks(lambda path: goes_on.wait(60) and path)
+    assert [looks.at(str(number)) for number in range(20)] == [None] * 20
+    goes_on.set()
