@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from engine import PAGE_TOKENS, tokens, transfer_config
 from real_scheduler import Stepped, engine_config
-from test_scheduler import ADAPTER, found
+from test_adapters import ADAPTER
+from test_scheduler import found
 from vllm.lora.request import LoRARequest
 
 from kvferry import wire

@@ -1,10 +1,12 @@
 """Resets of the scheduler's side: what an engine finds and stores afterwards."""
 
 import time
+from pathlib import Path
 
 import pytest
 from daemon import eventually
-from test_scheduler import Engine, adapter, found, refused, request
+from test_adapters import adapter
+from test_scheduler import Engine, found, refused, request
 
 from kvferry import wire
 from kvferry.wire import Code
@@ -43,11 +45,11 @@ def test_weights_that_changed_in_memory_are_nobody_elses() -> None:
             assert namespace_of(engine) == private, "as long as the engine lives"
 
 
-def test_a_reset_names_what_is_to_be_forgotten(engine: Engine) -> None:
+def test_a_reset_names_what_is_to_be_forgotten(engine: Engine, tmp_path: Path) -> None:
     """Other engines and models keep their pages."""
     used = {namespace_of(engine)}
     asking = request("b", 9)
-    asking.lora_request = adapter("one", "/a")
+    asking.lora_request = adapter("one", str(tmp_path))
     used.add(engine.side.track(asking).namespace)
     for _ in range(2):
         assert engine.side.reset()
