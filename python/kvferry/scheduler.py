@@ -417,7 +417,10 @@ class SchedulerSide:
         full = min(computed // self._page_tokens, len(request.block_hashes))
         if full <= tracked.full or time.monotonic() < self._store_again_at:
             return
-        if tracked.mixed or tracked.on_old_pages or not self._namespaces.known(request.lora_request):
+        if tracked.mixed or tracked.on_old_pages:
+            return
+        # Its files may have been looked at too late for this request, and for others in time.
+        if tracked.namespace is None or not self._namespaces.known(request.lora_request):
             return
         tracked.full = full
         tables = state.get_block_ids(request.request_id)

@@ -141,6 +141,23 @@ def test_an_adapter_stays_known_when_what_vllm_reads_of_it_does_not_change(
     assert namespace() == first
 
 
+def test_a_request_whose_files_were_not_seen_in_time_stores_nothing(engine: Engine, tmp_path: Path) -> None:
+    """Another request of the same adapter has seen them."""
+    found(engine, 0)
+    folder = tmp_path / "adapter"
+    for name, there in (("a", True), ("b", False)):
+        if there:
+            folder.mkdir()
+        else:
+            folder.rename(tmp_path / "away")
+        asking = request(name, 12)
+        asking.lora_request = adapter("one", str(folder))
+        assert engine.side.matched_tokens(asking, 0) == 0
+        engine.tables[name] = [1, 2, 3]
+        engine.step({asking: 12})
+        assert engine.leader.count(wire.Store) == 1
+
+
 def test_files_are_looked_at_once_in_a_step(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(engine.side._namespaces._looks, "_look", lambda path: seen.append(path))
