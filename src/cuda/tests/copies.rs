@@ -11,7 +11,7 @@ use super::fake;
 use super::world::{Wanted, Ways, World};
 
 /// Worlds of one process; each begins with streams, and so with pauses, of its own.
-const SEEDS_A_PROCESS: u64 = 125;
+const SEEDS_A_PROCESS: u64 = 250;
 
 fn engine(chance: &mut fastrand::Rng) -> Engine {
     let mut order = AXES.to_vec();
