@@ -12,7 +12,8 @@ from kvferry.client import Client, Question
 from kvferry.wire import Code
 
 FINISH_LIMIT_S = 30.0
-#: Slots that wait to be finished; of one more the oldest is left to the end of the session. The leader has as many.
+#: Slots that wait to be finished, 0.2 KB each: 13 MB. Of one more the oldest is left to the end of the session. The
+#: leader has as many.
 OWED_MAX = 65_536
 #: Of those so many are asked at a time, so that they do not take the place of other questions.
 AGAIN_AT_ONCE = 64

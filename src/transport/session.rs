@@ -20,9 +20,11 @@ use crate::protocol::{
 use crate::transport::{Address, Connection, Frame, Limits, Transport};
 use crate::types::{Epoch, RequestId};
 
-/// Requests that wait in a client before they are taken up; a caller waits for a place beyond that.
+/// Requests that wait in a client before they are taken up; a caller waits for a place beyond that. At worst 8 GiB, with
+/// the longest body of the wire each (8 MiB); with the hashes of 4,096 pages each, 128 MiB.
 pub const CLIENT_QUEUE: usize = 1024;
-/// Requests that a client has taken up and that are not answered; it takes up no more.
+/// Requests that a client has taken up and that are not answered; it takes up no more. At worst 32 GiB, with the longest
+/// body of the wire each; with the hashes of 4,096 pages each, 512 MiB.
 pub const CLIENT_OPEN_MAX: usize = 4096;
 /// Ids of requests that a client numbers itself begin here; callers number theirs below.
 const OWN_IDS: u64 = 1 << 63;

@@ -28,7 +28,8 @@ use memory::{Abandoning, Memory, Over};
 pub use orders::OrderRefusal;
 use orders::refused;
 
-/// Copies that a worker keeps, waiting and running together. More are refused, reported as not whole.
+/// Copies that a worker keeps, waiting and running together. More are refused, reported as not whole. At worst 0.5 GiB
+/// for copies of a few pages, of about 0.5 KB each; every further page takes about 24 bytes.
 pub const WORKER_COPIES_MAX: usize = 1 << 20;
 /// Ends of copies that a worker remembers; about 100 bytes each.
 pub const WORKER_ENDED_MAX: usize = 65_536;
