@@ -128,9 +128,11 @@ const PYTHON_ARROWS: &[(&str, &[&str], &[&str])] = &[
     ("backpressure", &["copies", "settings"], &[]),
     ("guard", &[], &[]),
     ("reports", &["steps"], &[]),
-    ("content", &["interface", "settings"], &[]),
+    ("files", &[], &[]),
+    ("hub", &["files"], &[]),
+    ("content", &["files", "hub", "interface", "settings"], &[]),
     ("looks", &[], &[]),
-    ("namespaces", &["content", "looks"], &[]),
+    ("namespaces", &["files", "hub", "looks"], &[]),
     ("groups", &["memory"], &["vllm"]),
     (
         "vllm",

@@ -9,12 +9,11 @@ the number under which the adapter was loaded.
 
 import hashlib
 import logging
-import math
 import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvferry import content
+from kvferry import files, hub
 from kvferry.looks import Looks
 
 if TYPE_CHECKING:
@@ -25,6 +24,9 @@ logger = logging.getLogger("vllm.kvferry")
 #: Adapters that an engine may load in its life, each start of one counted; those beyond are not cached. With 1 KB for
 #: each: 16 MB; with paths of 4 KiB: 160 MB.
 ADAPTERS_MAX = 16_384
+#: Names and paths of adapters that the device may have pages of, until vLLM's prefix cache is reset; 0.2 KB each. With
+#: more, pages of the device count as those of other files.
+ON_DEVICE_MAX = 65_536
 #: Digests that are remembered for a reset, 0.1 KB each; of one more the oldest is left to be evicted.
 DIGESTS_MAX = 4096
 
@@ -44,13 +46,14 @@ class _Adapter:
 class Namespaces:
     """Digests of what pages depend on. They can be left for private ones, which no other engine has.
 
-    ``start`` names this start of the engine. ``declared``: the user promises that files are not changed once they were
-    loaded.
+    ``start`` names this start of the engine; ``options`` are those with which it applies adapters. ``declared``: the
+    user promises that files are not changed once they were loaded.
     """
 
-    def __init__(self, base: str, start: str, *, declared: bool = False):
+    def __init__(self, base: str, start: str, options: str = "", *, declared: bool = False):
         self._base = base
         self._start = start
+        self._options = options
         self._declared = declared
         self._private = ""
         self._adapters: dict[int, _Adapter] = {}
@@ -59,7 +62,7 @@ class Namespaces:
         #: Digests that were given out, by adapter.
         self._digests: dict[str, bytes] = {}
         self._told_full = False
-        self._looks = Looks(content.adapter_files)
+        self._looks = Looks(hub.adapter)
 
     def next_step(self) -> None:
         """Files are looked at anew."""
@@ -87,19 +90,19 @@ class Namespaces:
     def _adapter(self, lora: "LoRARequest") -> str | None:
         name, known = _name(lora), self._adapters.get(lora.lora_int_id)
         if known is not None and known.unknown:
-            self._on_device[name] = None
+            self._has_unknown(name)
             return None
         found = self._looks.at(lora.lora_path)
         if found is None:
             return None
-        files = _digest(found.text)
+        text = f"{_shape(lora)}, {found.text(declared=self._declared)}"
+        seen = _digest(text)
         if known is None:
             if len(self._adapters) >= ADAPTERS_MAX:
                 self._tell_full()
                 return None
-            text = self._text(lora, found)
-            known = self._adapters[lora.lora_int_id] = _Adapter(name, files, text)
-        if not known.unknown and (lora.load_inplace or (name, files) != (known.name, known.files)):
+            known = self._adapters[lora.lora_int_id] = _Adapter(name, seen, self._text(lora, text, found.changed_at))
+        if not known.unknown and (lora.load_inplace or (name, seen) != (known.name, known.files)):
             known.unknown = True
             logger.warning(
                 "kvferry: the files of adapter %r in %s changed after it was loaded, or it is loaded in place: its "
@@ -107,21 +110,25 @@ class Namespaces:
                 lora.lora_name,
                 lora.lora_path,
             )
-        on_device = self._on_device.setdefault(name, files)
-        if on_device is not None and not known.unknown and on_device != files:
+        if known.unknown:
+            self._has_unknown(name)
+            return None
+        if name not in self._on_device and len(self._on_device) < ON_DEVICE_MAX:
+            self._on_device[name] = seen
+        on_device = self._on_device.get(name)
+        if on_device not in (None, seen):
             logger.warning(
                 "kvferry: adapter %r was loaded again from other files in %s: requests that begin with pages of the "
                 "device under its name store nothing, until vLLM's prefix cache is reset",
                 lora.lora_name,
                 lora.lora_path,
             )
-        if known.unknown or on_device != files:
-            self._on_device[name] = None
-        return None if known.unknown else known.text
+            self._has_unknown(name)
+        return known.text
 
-    def _text(self, lora: "LoRARequest", found: content.Local) -> str:
-        text = f"lora={lora.lora_name!r}, {found.text}"
-        if found.changed_at <= content.began_at() or (self._declared and found.changed_at < math.inf):
+    def _text(self, lora: "LoRARequest", seen: str, changed_at: float) -> str:
+        text = f"lora={lora.lora_name!r}, {self._options}, {seen}"
+        if changed_at <= files.began_at() or (self._declared and changed_at < files.UNKNOWN):
             return text
         logger.info(
             "kvferry: adapter %r in %s is newer than this engine: its pages are shared with no other engine and no "
@@ -135,6 +142,16 @@ class Namespaces:
         if not self._told_full:
             self._told_full = True
             logger.warning("kvferry: %d adapters were loaded: further ones run without the cache", ADAPTERS_MAX)
+
+    def computes_unknown(self, lora: "LoRARequest | None") -> None:
+        """A request of this adapter, whose weights are unknown, computes pages of the device."""
+        if lora is not None:
+            self._has_unknown(_name(lora))
+
+    def _has_unknown(self, name: bytes) -> None:
+        # A name that is not there counts as unknown, too.
+        if name in self._on_device or len(self._on_device) < ON_DEVICE_MAX:
+            self._on_device[name] = None
 
     def known(self, lora: "LoRARequest | None") -> bool:
         """Whether the weights of an adapter were known when it was last looked at."""
@@ -166,6 +183,10 @@ class Namespaces:
 
 def _name(lora: "LoRARequest") -> bytes:
     return _digest(f"{lora.lora_name!r} {lora.lora_path!r}")
+
+
+def _shape(lora: "LoRARequest") -> str:
+    return f"is_3d_lora_weight={getattr(lora, 'is_3d_lora_weight', None)}"
 
 
 def _digest(text: str) -> bytes:

@@ -104,6 +104,7 @@ class SchedulerSide:
         engine: bytes,
         replica: int,
         namespace: str,
+        adapters: str,
         page_tokens: int,
         page_bytes: int,
         ranks: int,
@@ -111,7 +112,7 @@ class SchedulerSide:
         connect: type[Client] = Client,
     ):
         self._settings = settings
-        self._namespaces = Namespaces(namespace, engine.hex(), declared=bool(settings.weights))
+        self._namespaces = Namespaces(namespace, engine.hex(), adapters, declared=bool(settings.weights))
         if private:
             # The weights may change at any time: no other engine may find what is computed here.
             self._namespaces.leave()

@@ -34,7 +34,7 @@ except ImportError as error:
         f"installed, and differs: {error}. Install vLLM {interface.KNOWN_VERSION}, or a kvferry that knows this one."
     ) from error
 
-from kvferry.content import content_of, namespace_of, start_of, tell_unknown_weights
+from kvferry.content import adapters_of, content_of, namespace_of, start_of, tell_unknown_weights, weights_of
 from kvferry.guard import Faults, guarded
 from kvferry.memory import KvMemory, Place, Unsupported
 from kvferry.rank import RankSession
@@ -94,12 +94,14 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
             logger.warning("kvferry: %s: requests run without the cache", why)
         elif role == KVConnectorRole.SCHEDULER:
             parallel = vllm_config.parallel_config
-            tell_unknown_weights(vllm_config, self._settings)
+            weights = weights_of(vllm_config, self._settings)
+            tell_unknown_weights(vllm_config, weights)
             self._scheduler = SchedulerSide(
                 self._settings,
                 engine=start_of(vllm_config),
                 replica=replica_of(vllm_config, self._settings),
-                namespace=namespace_of(vllm_config, self._settings),
+                namespace=namespace_of(vllm_config, self._settings, weights),
+                adapters=adapters_of(vllm_config),
                 page_tokens=kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
                 page_bytes=groups.page_bytes(kv_cache_config),
                 ranks=parallel.world_size,

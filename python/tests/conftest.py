@@ -5,7 +5,7 @@ import time
 import pytest
 import signals
 
-from kvferry import content, looks
+from kvferry import files, looks
 
 signals.set_to_defaults()
 
@@ -16,8 +16,9 @@ def files_are_older(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Looks at files have the time that a busy machine takes.
     """
-    monkeypatch.setattr(content, "began_at", lambda: time.time() + 60)
+    monkeypatch.setattr(files, "began_at", lambda: time.time() + 60)
     monkeypatch.setattr(looks, "LOOKS_S", 60.0)
+    monkeypatch.setattr(looks, "PAUSE_S", 0.0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,6 +1,5 @@
 """Adapters: which of their pages are found and stored."""
 
-import os
 import threading
 import time
 from pathlib import Path
@@ -8,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 from daemon import eventually
-from test_scheduler import PAGE_TOKENS, Engine, found, request
+from test_scheduler import PAGE_TOKENS, Engine, Request, found, request
 
-from kvferry import content, wire
+from kvferry import files, wire
 
 #: A file of an adapter.
 ADAPTER = "adapter_model.safetensors"
-LOCAL = content.Local("files", 0.0)
+LOCAL = files.Local("/x", (), 0.0)
 
 
 @pytest.fixture
@@ -25,13 +24,26 @@ def engine() -> Engine:
 def test_adapters_are_apart(engine: Engine, tmp_path: Path) -> None:
     found(engine, 0)
     seen = set()
-    here, there = str(tmp_path), str(tmp_path.parent)
+    here, there = str(folder(tmp_path / "here")), str(folder(tmp_path / "there"))
     for number, (name, path) in enumerate(((None, None), ("one", here), ("one", there), ("two", here))):
         asking = request(f"{name}{path}", 9)
         asking.lora_request = name and adapter(name, path, number=number)
         engine.side.matched_tokens(asking, 0)
         seen.add(engine.leader.last(wire.Lookup).message.namespace)
     assert len(seen) == 4
+
+
+def folder(path: Path, content: str = "one") -> Path:
+    """An adapter's folder."""
+    path.mkdir(exist_ok=True)
+    (path / ADAPTER).write_text(content)
+    return path
+
+
+def named(engine: Engine, asking: Request) -> bytes | None:
+    """The namespace of a request that vLLM is about to schedule."""
+    engine.side.matched_tokens(asking, 0)
+    return engine.side.track(asking).namespace
 
 
 def adapter(name: str, path: str, *, number: int = 1, anew: bool = False) -> SimpleNamespace:
@@ -45,7 +57,7 @@ def test_an_adapter_whose_files_change_is_not_cached_until_it_is_loaded_anew(eng
         engine.step({})
         asking = request(f"r{time.monotonic_ns()}", 9)
         asking.lora_request = adapter("one", str(path), number=number, **how)
-        return engine.side.track(asking).namespace
+        return named(engine, asking)
 
     (tmp_path / ADAPTER).write_text("one")
     first = namespace(1)
@@ -59,8 +71,7 @@ def test_an_adapter_whose_files_change_is_not_cached_until_it_is_loaded_anew(eng
     assert namespace(2, anew=True) is None, "vLLM reads its files in each step"
     assert namespace(2) is None, "nobody knows when they were read last"
     assert namespace(3) == second
-    (tmp_path / "elsewhere").mkdir()
-    assert namespace(3, tmp_path / "elsewhere") is None
+    assert namespace(3, folder(tmp_path / "elsewhere")) is None
     assert namespace(3) is None, "its weights were replaced in place"
 
 
@@ -68,11 +79,13 @@ def test_more_adapters_than_can_be_remembered_are_not_cached(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("kvferry.namespaces.ADAPTERS_MAX", 2)
+    found(engine, 0)
+    folder(tmp_path)
     seen = []
     for number in (1, 2, 3, 4, 2):
         asking = request(f"r{time.monotonic_ns()}", 9)
         asking.lora_request = adapter(f"number {number}", str(tmp_path), number=number)
-        seen.append(engine.side.track(asking).namespace is not None)
+        seen.append(named(engine, asking) is not None)
     assert seen == [True, True, False, False, True]
     assert caplog.text.count("adapters were loaded") == 1
 
@@ -99,63 +112,143 @@ def test_a_request_that_waits_is_named_by_the_files_that_are_there_when_it_is_sc
 def test_what_runs_while_its_adapter_is_replaced_stores_nothing_more(engine: Engine, tmp_path: Path) -> None:
     found(engine, 0)
     running, anew = request("a", 16), request("b", 9)
-    running.lora_request = adapter("one", str(tmp_path))
+    running.lora_request = adapter("one", str(folder(tmp_path / "one")))
     engine.side.matched_tokens(running, 0)
     engine.tables["a"] = [1, 2, 3, 4]
     engine.step({running: 8})
     assert engine.leader.count(wire.Store) == 1
     running.num_computed_tokens = 8
-    anew.lora_request = adapter("one", str(tmp_path / ".."), anew=True)
+    anew.lora_request = adapter("one", str(folder(tmp_path / "two")), anew=True)
     engine.side.matched_tokens(anew, 0)
     engine.step({running: 8})
     assert engine.leader.count(wire.Store) == 1
 
 
-@pytest.mark.parametrize("change", ["a file is added", "an owner is set", "it is away for a moment"])
+@pytest.mark.parametrize("change", ["a file is added", "it is away for a moment"])
 def test_an_adapter_stays_known_when_what_vllm_reads_of_it_does_not_change(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
-    folder = tmp_path / "adapter"
-    folder.mkdir()
-    (folder / ADAPTER).write_text("one")
+    there = folder(tmp_path / "adapter")
     began = time.time()
-    monkeypatch.setattr(content, "began_at", lambda: began)
+    monkeypatch.setattr(files, "began_at", lambda: began)
 
     def namespace() -> bytes | None:
         engine.step({})
         asking = request(f"r{time.monotonic_ns()}", 9)
-        asking.lora_request = adapter("one", str(folder))
-        return engine.side.track(asking).namespace
+        asking.lora_request = adapter("one", str(there))
+        return named(engine, asking)
 
     first = namespace()
     assert first is not None
     match change:
         case "a file is added":
-            (folder / "README.md").write_text("new")
-        case "an owner is set":
-            os.chown(folder / ADAPTER, os.getuid(), os.getgid())
+            (there / "README.md").write_text("new")
         case "it is away for a moment":
-            folder.rename(tmp_path / "away")
+            there.rename(tmp_path / "away")
             assert namespace() is None
-            (tmp_path / "away").rename(folder)
+            (tmp_path / "away").rename(there)
     assert namespace() == first
 
 
 def test_a_request_whose_files_were_not_seen_in_time_stores_nothing(engine: Engine, tmp_path: Path) -> None:
     """Another request of the same adapter has seen them."""
     found(engine, 0)
-    folder = tmp_path / "adapter"
+    path = folder(tmp_path / "adapter")
     for name, there in (("a", True), ("b", False)):
-        if there:
-            folder.mkdir()
-        else:
-            folder.rename(tmp_path / "away")
+        if not there:
+            path.rename(tmp_path / "away")
         asking = request(name, 12)
-        asking.lora_request = adapter("one", str(folder))
+        asking.lora_request = adapter("one", str(path))
         assert engine.side.matched_tokens(asking, 0) == 0
         engine.tables[name] = [1, 2, 3]
         engine.step({asking: 12})
         assert engine.leader.count(wire.Store) == 1
+
+
+def test_a_request_that_is_loaded_and_waits_for_its_adapter_stores_nothing_of_newer_files(
+    engine: Engine, tmp_path: Path
+) -> None:
+    """vLLM loads the adapter once there is room for it, which may be long after its pages were loaded."""
+    found(engine, 2)
+    asking = request("a", 16)
+    asking.lora_request = adapter("one", str(folder(tmp_path)))
+    assert engine.side.matched_tokens(asking, 0) == 2 * PAGE_TOKENS
+    engine.allocate(asking, [1, 2, 3, 4], 2 * PAGE_TOKENS)
+    engine.leader.last(wire.Load).end(wire.LoadAnswer(2))
+    engine.step()
+    engine.step()
+    folder(tmp_path, "another")
+    asking.num_computed_tokens = 2 * PAGE_TOKENS
+    engine.allocate(asking, [1, 2, 3, 4], 0)
+    engine.step({asking: 2 * PAGE_TOKENS})
+    assert engine.leader.count(wire.Store) == 0
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_request_that_came_in_a_pause_is_named_by_the_files_that_are_there_after_it(
+    engine: Engine, tmp_path: Path, reset: bool
+) -> None:
+    """No step begins while an engine is paused."""
+    found(engine, 0)
+    asking = request("a", 16)
+    asking.lora_request = adapter("one", str(folder(tmp_path)))
+    engine.side.track(asking)
+    if reset:
+        assert engine.side.reset()
+    folder(tmp_path, "another")
+    engine.side.matched_tokens(asking, 0)
+    engine.allocate(asking, [1, 2, 3, 4], 0)
+    engine.step({asking: 16})
+    if engine.leader.count(wire.Store):
+        fresh = request("b", 9)
+        fresh.lora_request = adapter("one", str(tmp_path), number=2)
+        name = engine.leader.last(wire.Lookup).message.namespace
+        assert named(engine, fresh) == name
+    else:
+        assert reset, "it was named while the older files were there"
+
+
+def test_pages_that_were_computed_with_unknown_files_are_not_stored_as_those_of_known_ones(
+    engine: Engine, tmp_path: Path
+) -> None:
+    """The files were away for a moment, and others lie there when the adapter is loaded again."""
+    found(engine, 0)
+    path = tmp_path / "adapter"
+    first, second = request("a", 16), request("b", 17)
+    first.lora_request = adapter("one", str(path))
+    second.lora_request = adapter("one", str(path), number=2)
+    second.block_hashes = first.block_hashes
+    engine.side.matched_tokens(first, 0)
+    engine.allocate(first, [1, 2, 3, 4], 0)
+    engine.step({first: 16})
+    engine.side.finished(first)
+    folder(path)
+    engine.side.matched_tokens(second, 16)
+    engine.allocate(second, [1, 2, 3, 4, 5], 0)
+    second.num_computed_tokens = 16
+    engine.step({second: 1})
+    assert engine.leader.count(wire.Store) == 0
+
+
+def test_more_names_than_are_remembered_count_as_old_ones_on_the_device(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.namespaces.ON_DEVICE_MAX", 1)
+    found(engine, 0)
+    for name, computed in (("a", 0), ("b", 8), ("c", 0)):
+        asking = request(name, 16)
+        asking.lora_request = adapter(name, str(folder(tmp_path)), number=ord(name))
+        stores = engine.leader.count(wire.Store)
+        engine.side.matched_tokens(asking, computed)
+        engine.allocate(asking, [1, 2, 3, 4], 0)
+        engine.step({asking: 16 - computed})
+        assert engine.leader.count(wire.Store) - stores == (0 if computed else 1)
+    for number in range(3):
+        asking = request(f"unknown {number}", 16)
+        asking.lora_request = adapter("one", str(tmp_path / f"away {number}"), number=1000 + number)
+        engine.side.matched_tokens(asking, 0)
+        engine.allocate(asking, [1, 2, 3, 4], 0)
+    assert len(engine.side._namespaces._on_device) == 1
 
 
 def test_files_are_looked_at_once_in_a_step(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """What names the bytes of pages: the weights, above all."""
 
+import json
 import os
 import time
 from pathlib import Path
@@ -7,8 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import IncompleteSnapshotError
 
-from kvferry import content
+from kvferry import content, files
 from kvferry.namespaces import Namespaces
 from kvferry.settings import Settings
 
@@ -67,7 +70,8 @@ def settings(**values: Any) -> Settings:
 
 
 def both(made: Any, **given: Any) -> tuple[str, str]:
-    return content.namespace_of(made, settings(**given)), content.content_of(made, settings(**given))
+    how = settings(**given)
+    return content.namespace_of(made, how, content.weights_of(made, how)), content.content_of(made, how)
 
 
 @pytest.fixture
@@ -94,16 +98,13 @@ def test_a_name_on_the_hub_is_the_commit_that_lies_here(hub: Path) -> None:
     second = both(config("org/model", **cached))
     assert not set(first) & set(second)
     assert both(config("org/model", revision=COMMITS[0])) != first, "a revision is part of the name"
-    assert content.weights_of(config("org/model", revision=COMMITS[0]), settings()) == (
-        f"org/model at commit {COMMITS[0]}",
-        True,
-    )
+    assert content.weights_of(config("org/model", revision=COMMITS[0]), settings()).shared
 
 
 def test_a_branch_that_moved_while_the_engine_started_is_not_trusted(hub: Path) -> None:
     cached = {"download_dir": str(hub)}
-    assert content.weights_of(config("org/model", commit=COMMITS[0], **cached), settings())[1]
-    assert not content.weights_of(config("org/model", commit=COMMITS[1], **cached), settings())[1]
+    assert content.weights_of(config("org/model", commit=COMMITS[0], **cached), settings()).shared
+    assert not content.weights_of(config("org/model", commit=COMMITS[1], **cached), settings()).shared
 
 
 @pytest.mark.parametrize("model", ["org/unknown", "s3://bucket/model", "/nowhere/model", "org/repository:Q4"])
@@ -116,7 +117,7 @@ def test_weights_that_cannot_be_identified_are_this_starts_own(
     again = both(config(model, instance="another start", **cached))
     assert again[0] != first[0]
     assert again[1] == first[1], "both may stand beside each other at one leader"
-    content.tell_unknown_weights(config(model, **cached), settings())
+    content.tell_unknown_weights(config(model, **cached), content.weights_of(config(model, **cached), settings()))
     assert f"the weights of {model} cannot be identified" in caplog.text
     declared = both(config(model, **cached), weights="v1")
     assert both(config(model, instance="another start", **cached), weights="v1") == declared
@@ -125,7 +126,7 @@ def test_weights_that_cannot_be_identified_are_this_starts_own(
 
 def test_weights_from_object_storage_are_named_by_where_they_come_from(tmp_path: Path) -> None:
     made = config(str(tmp_path), model_weights="s3://bucket/model")
-    assert content.weights_of(made, settings())[1] is False
+    assert content.weights_of(made, settings()).shared is False
 
 
 def test_files_are_looked_at_before_what_is_declared(tmp_path: Path) -> None:
@@ -170,7 +171,7 @@ def test_a_configuration_with_keys_of_several_kinds() -> None:
     mixed = HfConfig(values={1: "a", "b": [{2: 3, "c": {4: 5, None: 6}}], "1": "d"})
     made = config("org/model", load_format="dummy")
     made.model_config.hf_config = mixed
-    assert '"int 1": "a"' in content.namespace_of(made, settings())
+    assert '"int 1": "a"' in both(made)[0]
     assert content.sorted_json({"b": 1, "a": 2}) == content.sorted_json({"a": 2, "b": 1})
     assert content.sorted_json({1: "x"}) != content.sorted_json({"1": "x"})
 
@@ -192,7 +193,7 @@ def test_a_folder_is_known_by_what_is_in_it(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "a" / "nowhere").symlink_to("nothing")
     assert text_of(".") not in seen
     (tmp_path / "loop").symlink_to("loop")
-    assert content.local_identity(str(tmp_path / "loop")) is None
+    assert files.look(str(tmp_path / "loop")) is None
 
 
 def test_a_file_is_known_by_its_size_and_time(tmp_path: Path) -> None:
@@ -204,17 +205,17 @@ def test_a_file_is_known_by_its_size_and_time(tmp_path: Path) -> None:
 
 
 def text_of(path: Path | str) -> str:
-    found = content.local_identity(str(path))
+    found = files.look(str(path))
     assert found is not None
-    return found.text
+    return found.text()
 
 
 def test_an_engine_began_before_what_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    began = content.began_at()
+    began = files.began_at()
     (tmp_path / "weights").write_text("one")
     assert began < (tmp_path / "weights").stat().st_ctime
-    assert abs(content.began_at() - began) < 1.0
+    assert abs(files.began_at() - began) < 1.0
 
 
 def test_a_link_counts_from_where_it_lies(tmp_path: Path) -> None:
@@ -226,6 +227,124 @@ def test_a_link_counts_from_where_it_lies(tmp_path: Path) -> None:
     assert text_of(tmp_path / "app" / "current" / "models" / "a") == text_of(tmp_path / "shared" / "models" / "a")
 
 
+def test_what_follows_a_link_counts_from_where_it_leads(tmp_path: Path) -> None:
+    """``link/..`` is not the folder in which the link lies, though there is one of that name, too."""
+    for where in (tmp_path, tmp_path / "far"):
+        (where / "model").mkdir(parents=True)
+        (where / "model" / "weights").write_text(str(where))
+    (tmp_path / "far" / "below").mkdir()
+    (tmp_path / "link").symlink_to("far/below")
+    assert text_of(f"{tmp_path}/link/../model") == text_of(tmp_path / "far" / "model")
+    found = files.look(f"{tmp_path}/link/../model")
+    assert found is not None
+    assert found.changed_at >= (tmp_path / "link").lstat().st_ctime
+
+
+def test_a_loop_of_links_is_nothing(tmp_path: Path) -> None:
+    (tmp_path / "one").symlink_to("two")
+    (tmp_path / "two").symlink_to("one")
+    assert files.look(str(tmp_path / "one")) is None
+    assert text_of(tmp_path), "it is no weights, and does not hide those beside it"
+
+
+def test_weights_one_folder_down_count(tmp_path: Path) -> None:
+    (tmp_path / "whisper").mkdir()
+    (tmp_path / "whisper" / "model.safetensors").write_text("one")
+    first = text_of(tmp_path)
+    (tmp_path / "whisper" / "model.safetensors").write_text("another")
+    assert text_of(tmp_path) != first
+
+
+def test_a_clock_that_is_set_forward_makes_no_file_older_than_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    began, now = files.began_at(), time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 3600)
+    assert files.began_at() == pytest.approx(began, abs=1)
+    monkeypatch.setattr(time, "time", lambda: now() - 3600)
+    assert files.began_at() == pytest.approx(began - 3600, abs=1)
+
+
+@pytest.mark.parametrize("load_format", ["ipc_cache", "tensorizer", "modelexpress", "npcache", "a plugin's"])
+def test_weights_that_are_read_from_elsewhere_are_this_starts_own(load_format: str, hub: Path, tmp_path: Path) -> None:
+    """A copy that a server on this machine holds may be of older files than those at the path."""
+    (tmp_path / "weights").write_text("one")
+    for model in (str(tmp_path), "org/model"):
+        made = config(model, load_format=load_format, download_dir=str(hub))
+        assert not content.weights_of(made, settings()).shared
+        assert content.weights_of(made, settings(weights="v1")).shared
+
+
+def test_a_model_that_is_made_of_others_is_this_starts_own(tmp_path: Path) -> None:
+    """Its folder does not have the weights of the other ones, nor does its configuration name their commits."""
+    for values, shared in (
+        ({"text_model_id": None}, True),
+        ({"text_model_id": "org/model"}, False),
+        ({"audio_config": {"audio_model_id": "org/model"}}, False),
+    ):
+        made = config(str(tmp_path))
+        made.model_config.hf_config = HfConfig(**values)
+        assert content.weights_of(made, settings()).shared == shared
+
+
+@pytest.mark.parametrize(
+    "change", [{"load_format": "pt"}, {"ignore_patterns": ["original/*"]}, {"speculative_config": "/draft"}]
+)
+def test_pages_are_kept_apart_by_what_is_read_of_a_folder(change: dict[str, Any], tmp_path: Path) -> None:
+    if path := change.get("speculative_config"):
+        draft = SimpleNamespace(model=str(tmp_path) + path, revision=None)
+        change = {"speculative_config": SimpleNamespace(draft_model_config=draft)}
+    one, other = config(str(tmp_path)), config(str(tmp_path), **change)
+    other.speculative_config = change.get("speculative_config")
+    assert both(one)[0] != both(other)[0]
+    assert both(one)[1] == both(other)[1], "engines that stand beside each other need not agree in it"
+
+
+def test_adapters_are_kept_apart_by_how_they_are_applied(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("one")
+
+    def named(**changes: Any) -> bytes | None:
+        made = config("org/model")
+        options = {"lora_dtype": "auto", "target_modules": None, "max_loras": 1, "max_cpu_loras": 1, **changes}
+        made.lora_config = SimpleNamespace(**options)
+        return Namespaces("base", "one", content.adapters_of(made)).of(adapter(str(tmp_path)))
+
+    assert named() == named(max_loras=4, max_cpu_loras=8) is not None
+    assert len({named(), named(target_modules=["o_proj"]), named(lora_dtype="float16"), named(unknown=True)}) == 4
+    flat, solid = (Namespaces("base", "one") for _ in range(2))
+    assert flat.of(adapter(str(tmp_path))) != solid.of(
+        SimpleNamespace(**vars(adapter(str(tmp_path))), is_3d_lora_weight=True)
+    )
+
+
+def test_a_folder_without_files_of_an_adapter_is_none(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("one")
+    assert Namespaces("base", "one", declared=True).of(adapter(str(tmp_path))) is None
+
+
+class Branch(str):
+    """A branch whose commit vLLM has asked for."""
+
+    resolved = COMMITS[1]
+
+
+def test_the_commit_is_the_one_that_vllm_asked_for(hub: Path) -> None:
+    made = config("org/model", revision=Branch("main"), download_dir=str(hub))
+    assert COMMITS[1] in content.weights_of(made, settings()).name
+    elsewhere = config("s3://bucket/model", revision=COMMITS[0], download_dir=str(hub))
+    assert not content.weights_of(elsewhere, settings()).shared, "a commit of another place"
+
+
+def test_a_model_of_which_vllm_fetched_what_it_reads_has_a_commit(hub: Path) -> None:
+    """The library of the Hub knows of files that are not there, and says so; an adapter may need any of them."""
+    repository = hub / "models--org--model"
+    (repository / "trees").mkdir()
+    listed = {name: {"size": 2, "blob_id": "0" * 40} for name in ("config.json", "README.md")}
+    (repository / "trees" / f"{COMMITS[0]}.json").write_text(json.dumps({"format_version": 1, "files": listed}))
+    with pytest.raises(IncompleteSnapshotError):
+        snapshot_download("org/model", cache_dir=str(hub), local_files_only=True)
+    assert COMMITS[0] in content.weights_of(config("org/model", download_dir=str(hub)), settings()).name
+
+
 def changed_by(change: str, folder: Path) -> None:
     """Changes what lies in ``folder / "model"``, a link to ``v1``, and keeps times of modification."""
     match change:
@@ -234,6 +353,9 @@ def changed_by(change: str, folder: Path) -> None:
             times = (file.stat().st_atime_ns, file.stat().st_mtime_ns)
             file.write_text("two")
             os.utime(file, ns=times)
+        case "a link that a file leads over is made anew":
+            (folder / "store" / "current").unlink()
+            (folder / "store" / "current").symlink_to("2")
         case "a file is renamed":
             (folder / "v2" / "weights").rename(folder / "v1" / "weights")
         case "the folder is renamed":
@@ -259,6 +381,7 @@ def changed_by(change: str, folder: Path) -> None:
         "a link in the folder is made anew",
         "a link on the way is made anew",
         "a link that it leads over is made anew",
+        "a link that a file leads over is made anew",
     ],
 )
 def test_files_that_change_while_an_engine_starts_are_not_trusted(
@@ -268,26 +391,36 @@ def test_files_that_change_while_an_engine_starts_are_not_trusted(
     for name in ("v1", "v2"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "weights").write_text("one")
+    for name in ("1", "2"):
+        (tmp_path / "store" / name).mkdir(parents=True)
+        (tmp_path / "store" / name / "more").write_text("one")
+    (tmp_path / "store" / "current").symlink_to("1")
+    (tmp_path / "v1" / "more").symlink_to("../store/current/more")
     (tmp_path / "link").symlink_to(".")
     (tmp_path / "model").symlink_to("link/v1")
     model = str(tmp_path / "model")
     began = time.time()
-    monkeypatch.setattr(content, "began_at", lambda: began)
-    assert content.weights_of(config(model), settings())[1]
+    monkeypatch.setattr(files, "began_at", lambda: began)
+    first = content.weights_of(config(model), settings())
+    assert first.shared
     # The clock of files goes in steps of a few milliseconds.
     while not (tmp_path / "clock").exists() or (tmp_path / "clock").stat().st_ctime <= began:
         (tmp_path / "clock").write_text("")
     changed_by(change, tmp_path)
-    text, shared = content.weights_of(config(model), settings())
-    assert not shared
-    assert content.weights_of(config(model, instance="another start"), settings())[0] != text
+    seen = content.weights_of(config(model), settings())
+    assert not seen.shared
+    assert content.weights_of(config(model, instance="another start"), settings()).name != seen.name
     declared = content.weights_of(config(model), settings(weights="v1"))
-    assert declared[1], "the user promises that they do not change"
+    assert declared.shared, "the user promises that they do not change"
     named = content.content_of(config(model), settings())
-    monkeypatch.setattr(content, "began_at", lambda: time.time() + 60)
-    assert content.weights_of(config(model), settings()) == declared
+    monkeypatch.setattr(files, "began_at", lambda: time.time() + 60)
+    assert content.weights_of(config(model), settings(weights="v1")) == declared
     assert content.content_of(config(model), settings()) == named, "both may stand beside each other at one leader"
-    assert content.weights_of(config(model, load_format="dummy"), settings())[1], "made from the seed"
+    later = content.weights_of(config(model), settings())
+    assert later.shared
+    same = change == "a link that it leads over is made anew"
+    assert (later.name == first.name) == same, "the next start has other weights than the first"
+    assert content.weights_of(config(model, load_format="dummy"), settings()).shared, "made from the seed"
 
 
 def adapter(path: str) -> Any:
@@ -309,7 +442,7 @@ def test_an_adapter_on_the_hub_is_this_starts_own_unless_nothing_can_move(
     assert Namespaces("base", "one").of(adapter("org/model")) != first
     one.next_step()
     assert one.of(adapter("org/model")) is None, "it may have been read again"
-    monkeypatch.setattr(content, "began_at", lambda: 0.0)
+    monkeypatch.setattr(files, "began_at", lambda: 0.0)
     moved, again = (Namespaces("base", start).of(adapter("org/model")) for start in ("one", "two"))
     assert moved != again, "it may have been loaded before the branch moved"
     assert Namespaces("base", "one").of(adapter("org/unknown")) is None
@@ -321,15 +454,15 @@ def test_an_adapter_that_is_newer_than_the_engine_is_this_starts_own(
     """vLLM may have loaded it long before its first request, and its files may have changed in between."""
     (tmp_path / "adapter_config.json").write_text("one")
     older = Namespaces("base", "one").of(adapter(str(tmp_path)))
-    monkeypatch.setattr(content, "began_at", lambda: 0.0)
+    monkeypatch.setattr(files, "began_at", lambda: 0.0)
     first, again = (Namespaces("base", start).of(adapter(str(tmp_path))) for start in ("one", "two"))
     assert len({older, first, again}) == 3
     one = Namespaces("base", "one")
     one.of(adapter(str(tmp_path)))
     again = SimpleNamespace(lora_int_id=2, lora_name="one", lora_path=str(tmp_path), load_inplace=False)
     assert one.of(again) not in (None, first), "the files may have changed between the loads"
-    declared = Namespaces("base", "one", declared=True).of(adapter(str(tmp_path)))
-    assert declared == older, "the user promises that files do not change once they were loaded"
+    declared = {Namespaces("base", start, declared=True).of(adapter(str(tmp_path))) for start in ("one", "two")}
+    assert len(declared) == 1, "the user promises that files do not change once they were loaded"
 
 
 def test_private_namespaces_are_nobody_elses() -> None:

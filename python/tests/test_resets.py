@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from daemon import eventually
-from test_adapters import adapter
+from test_adapters import adapter, folder, named
 from test_scheduler import Engine, found, refused, request
 
 from kvferry import wire
@@ -49,15 +49,15 @@ def test_a_reset_names_what_is_to_be_forgotten(engine: Engine, tmp_path: Path) -
     """Other engines and models keep their pages."""
     used = {namespace_of(engine)}
     asking = request("b", 9)
-    asking.lora_request = adapter("one", str(tmp_path))
-    used.add(engine.side.track(asking).namespace)
+    asking.lora_request = adapter("one", str(folder(tmp_path)))
+    used.add(named(engine, asking))
     for _ in range(2):
         assert engine.side.reset()
         for _ in range(3):
             engine.leader.last(wire.Reset).end(wire.ResetAnswer(1))
             engine.step()
         used.add(namespace_of(engine))
-        engine.side.track(asking)
+        named(engine, asking)
     resets = [asked.message.namespace for asked in engine.leader.asked if isinstance(asked.message, wire.Reset)]
     assert len(resets) == len(set(resets)), "each is asked for once"
     assert None not in resets

@@ -160,6 +160,7 @@ class Engine:
             engine=b"e" * 16,
             replica=0,
             namespace="model",
+            adapters="",
             page_tokens=PAGE_TOKENS,
             page_bytes=PAGE_BYTES,
             ranks=RANKS,
