@@ -14,6 +14,8 @@ logger = logging.getLogger("vllm.kvferry")
 
 #: How long one step of the scheduler may wait for looks, in all. A folder on a disk takes 0.1 ms.
 LOOKS_S = 0.05
+#: After one that took longer nobody waits, and nothing is looked at, for so long.
+PAUSE_S = 1.0
 #: Looks that took longer are told again after so long.
 _TELL_S = 60.0
 
@@ -31,6 +33,7 @@ class Looks(Generic[Seen]):
         #: A look has been given up, and its answer is still to come.
         self._late = False
         self._left_s = LOOKS_S
+        self._not_before = 0.0
         #: What was seen in this step.
         self._seen: dict[str, Seen | None] = {}
         self._tell_at = 0.0
@@ -52,6 +55,8 @@ class Looks(Generic[Seen]):
             self._thread = threading.Thread(target=self._run, name="kvferry-looks", daemon=True)
             self._thread.start()
         before = time.monotonic()
+        if before < self._not_before:
+            return None
         try:
             if self._late:
                 self._answers.get_nowait()
@@ -61,6 +66,7 @@ class Looks(Generic[Seen]):
             found = self._answers.get(timeout=max(self._left_s, 0.0))
             self._late = False
         except queue.Empty:
+            self._not_before = time.monotonic() + PAUSE_S
             self._tell(path)
             return None
         finally:
@@ -81,8 +87,8 @@ class Looks(Generic[Seen]):
         if time.monotonic() >= self._tell_at:
             self._tell_at = time.monotonic() + _TELL_S
             logger.warning(
-                "kvferry: looking at %s takes longer than %.0f ms: requests of adapters run without the cache "
-                "meanwhile; keep adapters on a disk of this machine",
+                "kvferry: looking at %s takes longer than %.0f ms: requests of all adapters run without the "
+                "cache meanwhile; keep adapters on a disk of this machine",
                 path,
                 LOOKS_S * 1000,
             )

@@ -202,7 +202,9 @@ class SchedulerSide:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.finished:
             self._next_slot += 1
-            tracked = Tracked(request, self._next_slot, self._namespaces.of(request.lora_request))
+            # The files of an adapter are looked at when the request is to be scheduled.
+            namespace = None if request.lora_request else self._namespaces.of(None)
+            tracked = Tracked(request, self._next_slot, namespace)
             self._tracked[request.request_id] = tracked
         tracked.request = request
         return tracked
@@ -349,13 +351,17 @@ class SchedulerSide:
         """vLLM took pages for what was matched: it is loaded. The device's own pages come first in the table."""
         count = external_tokens // self._page_tokens
         tracked = self.track(request)
+        # Also of one whose load is over, and which may have waited since for its adapter to be loaded.
+        changed = self._adapter_changed(tracked)
         if count == 0:
             # Nothing was found, or another connector loads: what the leader holds for us is let go.
             self._let_go(tracked)
+            if tracked.namespace is None:
+                self._namespaces.computes_unknown(request.lora_request)
             return
         (table,) = blocks.get_block_ids()
         first = tracked.device_pages
-        if self._adapter_changed(tracked):
+        if changed:
             # Pages were found for other weights than those that vLLM may have now.
             tracked.computes = True
             self._report(tracked, list(table[first : first + count]))
@@ -574,6 +580,8 @@ class SchedulerSide:
             self._left = self._left or left
         for tracked in running:
             tracked.namespace, tracked.opened = self._namespaces.of(tracked.request.lora_request), None
+        # The next step may be far away, if the engine is paused.
+        self._namespaces.next_step()
 
     def _have_forgotten(self, namespaces: list[bytes]) -> None:
         self._forgetting.owe(namespaces)

@@ -42,3 +42,17 @@ def test_a_step_has_its_time_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: Looks[str] = Looks(lambda path: goes_on.wait(60) and path)
     assert [looks.at(str(number)) for number in range(20)] == [None] * 20
     goes_on.set()
+
+
+def test_storage_that_is_a_little_too_slow_does_not_stop_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.looks.LOOKS_S", 0.01)
+    monkeypatch.setattr("kvferry.looks.PAUSE_S", 60.0)
+    goes_on, looked = threading.Event(), []
+    looks: Looks[str] = Looks(lambda path: looked.append(path) or (goes_on.wait(60) and path))
+    assert looks.at("slow") is None
+    goes_on.set()
+    eventually("the look is over", lambda: not looks._answers.empty())
+    for _ in range(20):
+        looks.next_step()
+        assert looks.at("slow") is None
+    assert looked == ["slow"], "it is left alone for a while"
