@@ -62,11 +62,12 @@ def namespace_of(config: "VllmConfig", settings: "Settings", weights: "Weights")
     model, cache, load = config.model_config, config.cache_config, config.load_config
     parts = {
         "vllm": interface.version(),
-        **_weights_parts(config, weights.name),
+        **_weights_parts(config, weights.name, weights.revision),
         "load_format": load.load_format,
         "ignored": getattr(load, "ignore_patterns", None),
-        "draft": _draft(config),
-        "config": sorted_json(model.hf_config.to_dict()),
+        "draft": _draft(config, settings),
+        "config": sorted_json(_without_path(model.hf_config.to_dict())),
+        "code_revision": getattr(model, "code_revision", None),
         "config_path": model.hf_config_path,
         "overrides": model.hf_overrides,
         "max_model_len": model.max_model_len,
@@ -87,11 +88,12 @@ def content_of(config: "VllmConfig", settings: "Settings") -> str:
     engines whose content differs cannot stand beside each other at one leader.
     """
     model = config.model_config
-    parts = _weights_parts(config, weights_of(config, settings).content)
+    weights = weights_of(config, settings)
+    parts = _weights_parts(config, weights.content, weights.revision)
     digest = hashlib.blake2b(described(parts).encode(), digest_size=16).hexdigest()
     shown = (
-        ("", _path(config)),
-        ("revision ", model.revision or "default"),
+        ("", weights.model),
+        ("revision ", weights.revision or "default"),
         ("dtype ", described(model.dtype)),
         ("quantization ", described(model.quantization)),
         ("KV ", described(config.cache_config.cache_dtype)),
@@ -114,12 +116,12 @@ def adapters_of(config: "VllmConfig") -> str:
     return sorted_json(options)
 
 
-def _weights_parts(config: "VllmConfig", weights: str) -> dict[str, Any]:
+def _weights_parts(config: "VllmConfig", weights: str, revision: str | None) -> dict[str, Any]:
     model, load = config.model_config, config.load_config
     dummy = load.load_format == "dummy"
     return {
         "model": weights,
-        "revision": model.revision,
+        "revision": revision,
         "dtype": model.dtype,
         "quantization": (model.quantization, model.quantization_config),
         "kv_cache_dtype": config.cache_config.cache_dtype,
@@ -128,17 +130,29 @@ def _weights_parts(config: "VllmConfig", weights: str) -> dict[str, Any]:
     }
 
 
-def _draft(config: "VllmConfig") -> str | None:
-    """The model that drafts tokens, whose layers have pages of their own.
+def _draft(config: "VllmConfig", settings: "Settings") -> str | None:
+    """The model that drafts tokens, whose layers have pages of their own; None for none, or the model itself.
 
     Weights that cannot be identified are named by their path alone: other ones draft worse, and change no answer.
     """
     model = getattr(getattr(config, "speculative_config", None), "draft_model_config", None)
-    if model is None:
+    if model is None or model is config.model_config:
         return None
-    local = files.look(model.model)
-    commit = None if local else hub.commit_of(model.model, model.revision, config.load_config.download_dir)
-    return local.text() if local else f"{model.model} at commit {commit}"
+    path = model.model_weights or model.model
+    if path == _path(config):
+        # Layers of the model's own checkpoint.
+        return "of the model"
+    snapshot = hub.snapshot_at(path)
+    local = files.look(path) if snapshot is None else None
+    if local is not None:
+        return local.text(declared=bool(settings.weights))
+    repository, commit = snapshot or (path, hub.commit_of(path, model.revision, config.load_config.download_dir))
+    return f"{repository} at commit {commit}"
+
+
+def _without_path(values: dict[Any, Any]) -> dict[Any, Any]:
+    """A configuration without the path that it was read from, which differs where the Hub is offline."""
+    return {name: value for name, value in values.items() if name != "_name_or_path"}
 
 
 def _path(config: "VllmConfig") -> str:
@@ -155,28 +169,38 @@ class Weights(NamedTuple):
     content: str
     #: Whether the name is the same for every engine that has them. Without that it is one of this start alone.
     shared: bool
+    #: Path or name of the model, and its revision, for people.
+    model: str
+    revision: str | None
 
 
 def weights_of(config: "VllmConfig", settings: "Settings") -> Weights:
     """Names the weights by what lies at their path now, after they were loaded."""
     path, model, load = _path(config), config.model_config, config.load_config
-    local = files.look(path)
+    revision = str(model.revision) if model.revision is not None else None
+    snapshot = hub.snapshot_at(path)
+    local = files.look(path) if snapshot is None else None
     there = local.text(declared=True) if local else path
     if load.load_format == "dummy":
-        return Weights(there, there, True)
+        return Weights(there, there, True, path, revision)
     from_path = load.load_format in READ_FROM_PATH and not any(_models_elsewhere(model.hf_config.to_dict()))
-    commit = hub.commit_of(path, model.revision, load.download_dir) if from_path and local is None else None
-    # The configuration was read before the weights: a branch that has moved meanwhile may be either's.
-    if commit is not None and getattr(model.hf_config, "_commit_hash", None) in (None, commit):
-        named = f"{path} at commit {commit}"
-        return Weights(named, named, True)
+    if snapshot is None and local is None and from_path:
+        commit = hub.commit_of(path, model.revision, load.download_dir)
+        # The configuration was read before the weights: a branch that has moved meanwhile may be either's.
+        if commit is not None and getattr(model.hf_config, "_commit_hash", None) in (None, commit):
+            snapshot = path, commit
+    if snapshot is not None and from_path:
+        repository, commit = snapshot
+        # Whichever branch led to it, and whether from the cache alone.
+        named = f"{repository} at commit {commit}"
+        return Weights(named, named, True, repository, commit)
     if settings.weights:
         named = f"{there} declared as {settings.weights!r}"
-        return Weights(named, there if local else named, True)
+        return Weights(named, there if local else named, True, path, revision)
     # Files that changed since the process began may not be those that were loaded.
     if from_path and local is not None and local.changed_at <= files.began_at():
-        return Weights(local.text(), there, True)
-    return Weights(f"{path} of start {start_of(config).hex()}", there, False)
+        return Weights(local.text(), there, True, path, revision)
+    return Weights(f"{path} of start {start_of(config).hex()}", there, False, path, revision)
 
 
 def _models_elsewhere(values: Any) -> Iterator[str]:

@@ -6,6 +6,7 @@ to anything, and images of containers give all their files the same one; the tim
 
 import contextlib
 import errno
+import functools
 import math
 import os
 import stat
@@ -111,10 +112,16 @@ def _file(name: str, found: os.stat_result) -> tuple[str, int, int, int]:
 def began_at() -> float:
     """When this process began, in seconds of the wall clock: before it loaded any weights.
 
-    A clock that was set forward since this module was loaded does not move it; one that was set back does, as it does
-    with the times of files that change from then on.
+    A clock that was set forward since this was asked first in this process, which is when the module is loaded or used
+    after a fork, does not move it; one that was set back does, as it does with the times of files that change later.
     """
-    return min(_BEGAN_AT, _began_at())
+    return min(_first_seen(os.getpid()), _began_at())
+
+
+@functools.lru_cache(maxsize=1)
+def _first_seen(process: int) -> float:
+    """When this process began, as it was seen first. One that was forked looks itself."""
+    return _began_at()
 
 
 def _began_at() -> float:
@@ -125,4 +132,4 @@ def _began_at() -> float:
     return time.time() - age_s
 
 
-_BEGAN_AT = _began_at()
+_first_seen(os.getpid())

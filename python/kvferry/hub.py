@@ -9,6 +9,7 @@ import re
 from kvferry import files
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_SNAPSHOT = re.compile(r"models--([^/]+)/snapshots/([0-9a-f]{40})/?$")
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 #: Files of an adapter that vLLM reads.
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
@@ -24,6 +25,12 @@ def commit_of(repository: str, revision: str | None, cache: str | None) -> str |
             return str(commit)
     folder = _snapshot(repository, revision, cache, whole=False)
     return os.path.basename(folder) if folder else None
+
+
+def snapshot_at(path: str) -> tuple[str, str] | None:
+    """Repository and commit of a snapshot in a cache of the Hub. vLLM has such a path where the Hub is offline."""
+    found = _SNAPSHOT.search(path)
+    return (found[1].replace("--", "/"), found[2]) if found else None
 
 
 def adapter(path: str) -> files.Local | None:

@@ -97,7 +97,8 @@ def test_a_name_on_the_hub_is_the_commit_that_lies_here(hub: Path) -> None:
     move(hub, COMMITS[1])
     second = both(config("org/model", **cached))
     assert not set(first) & set(second)
-    assert both(config("org/model", revision=COMMITS[0])) != first, "a revision is part of the name"
+    assert both(config("org/model", revision=COMMITS[0])) == first, "whatever led to the commit"
+    assert both(config("org/model", revision=COMMITS[1])) == second
     assert content.weights_of(config("org/model", revision=COMMITS[0]), settings()).shared
 
 
@@ -264,6 +265,18 @@ def test_a_clock_that_is_set_forward_makes_no_file_older_than_the_engine(monkeyp
     assert files.began_at() == pytest.approx(began - 3600, abs=1)
 
 
+def test_a_process_that_was_forked_began_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    reads, writes = os.pipe()
+    now = time.time()
+    if (child := os.fork()) == 0:
+        os.write(writes, str(files.began_at()).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    # The start of a process is known to a hundredth of a second.
+    assert float(os.read(reads, 64)) > now - 0.1 > files.began_at()
+
+
 @pytest.mark.parametrize("load_format", ["ipc_cache", "tensorizer", "modelexpress", "npcache", "a plugin's"])
 def test_weights_that_are_read_from_elsewhere_are_this_starts_own(load_format: str, hub: Path, tmp_path: Path) -> None:
     """A copy that a server on this machine holds may be of older files than those at the path."""
@@ -291,7 +304,7 @@ def test_a_model_that_is_made_of_others_is_this_starts_own(tmp_path: Path) -> No
 )
 def test_pages_are_kept_apart_by_what_is_read_of_a_folder(change: dict[str, Any], tmp_path: Path) -> None:
     if path := change.get("speculative_config"):
-        draft = SimpleNamespace(model=str(tmp_path) + path, revision=None)
+        draft = SimpleNamespace(model=str(tmp_path) + path, model_weights="", revision=None)
         change = {"speculative_config": SimpleNamespace(draft_model_config=draft)}
     one, other = config(str(tmp_path)), config(str(tmp_path), **change)
     other.speculative_config = change.get("speculative_config")
@@ -319,6 +332,35 @@ def test_adapters_are_kept_apart_by_how_they_are_applied(tmp_path: Path) -> None
 def test_a_folder_without_files_of_an_adapter_is_none(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("one")
     assert Namespaces("base", "one", declared=True).of(adapter(str(tmp_path))) is None
+
+
+def test_a_model_is_the_same_where_the_hub_is_offline(hub: Path) -> None:
+    """vLLM has the folder of the snapshot in the place of the name then."""
+    online = config("org/model", revision=Branch("main"))
+    online.model_config.hf_config = HfConfig(COMMITS[1], _name_or_path="org/model", layers=1)
+    offline = config(str(hub / "models--org--model" / "snapshots" / COMMITS[1]))
+    offline.model_config.hf_config = HfConfig(_name_or_path=offline.model_config.model, layers=1)
+    assert both(online) == both(offline)
+    offline.model_config.hf_config = HfConfig(layers=2)
+    assert both(online)[0] != both(offline)[0]
+
+
+def test_a_draft_model_has_the_users_promise_too(tmp_path: Path) -> None:
+    for name in ("model", "draft"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_text("one")
+    made = config(str(tmp_path / "model"))
+    alone = both(made, weights="v1")[0]
+    made.speculative_config = SimpleNamespace(draft_model_config=made.model_config)
+    assert both(made, weights="v1")[0] == alone, "tokens are guessed without a model"
+    draft = SimpleNamespace(model=str(tmp_path / "draft"), model_weights="", revision=None)
+    made.speculative_config = SimpleNamespace(draft_model_config=draft)
+    first = [both(made, weights="v1")[0], both(made)[0]]
+    (tmp_path / "draft" / "weights").chmod(0o600)
+    again = [both(made, weights="v1")[0], both(made)[0]]
+    assert [one == other for one, other in zip(first, again, strict=True)] == [True, False]
+    draft.model = "org/model"
+    assert both(made)[0] not in (*first, *again)
 
 
 class Branch(str):
