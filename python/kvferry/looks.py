@@ -55,7 +55,7 @@ class Looks(Generic[Seen]):
             self._thread = threading.Thread(target=self._run, name="kvferry-looks", daemon=True)
             self._thread.start()
         before = time.monotonic()
-        if before < self._not_before:
+        if before < self._not_before or self._left_s <= 0:
             return None
         try:
             if self._late:
@@ -66,8 +66,9 @@ class Looks(Generic[Seen]):
             found = self._answers.get(timeout=max(self._left_s, 0.0))
             self._late = False
         except queue.Empty:
-            self._not_before = time.monotonic() + PAUSE_S
-            self._tell(path)
+            if time.monotonic() - before >= LOOKS_S / 2:
+                self._not_before = time.monotonic() + PAUSE_S
+                self._tell(path)
             return None
         finally:
             self._left_s -= time.monotonic() - before

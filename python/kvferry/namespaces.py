@@ -10,6 +10,7 @@ the number under which the adapter was loaded.
 import hashlib
 import logging
 import secrets
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,8 +28,22 @@ ADAPTERS_MAX = 16_384
 #: Names and paths of adapters that the device may have pages of, until vLLM's prefix cache is reset; 0.2 KB each. With
 #: more, pages of the device count as those of other files.
 ON_DEVICE_MAX = 65_536
+#: Clocks of files may be so much behind the wall clock.
+CLOCK_S = 1.0
 #: Digests that are remembered for a reset, 0.1 KB each; of one more the oldest is left to be evicted.
 DIGESTS_MAX = 4096
+
+
+@dataclass(eq=False)
+class _OnDevice:
+    """An adapter that the device may have pages of, under one name and path."""
+
+    #: The files of whose weights these are; None before they were seen.
+    files: bytes | None
+    #: There may be pages of other files as well.
+    mixed: bool = False
+    #: Since when requests compute pages while the files cannot be looked at, in seconds of the wall clock.
+    unseen_since: float | None = None
 
 
 @dataclass(eq=False)
@@ -57,8 +72,8 @@ class Namespaces:
         self._declared = declared
         self._private = ""
         self._adapters: dict[int, _Adapter] = {}
-        #: The files of whose weights the device may have pages, by name and path; None: of several.
-        self._on_device: dict[bytes, bytes | None] = {}
+        #: Of which files the device may have pages, by name and path.
+        self._on_device: dict[bytes, _OnDevice] = {}
         #: Digests that were given out, by adapter.
         self._digests: dict[str, bytes] = {}
         self._told_full = False
@@ -89,8 +104,9 @@ class Namespaces:
 
     def _adapter(self, lora: "LoRARequest") -> str | None:
         name, known = _name(lora), self._adapters.get(lora.lora_int_id)
+        device = self._device(name)
         if known is not None and known.unknown:
-            self._has_unknown(name)
+            device.mixed = True
             return None
         found = self._looks.at(lora.lora_path)
         if found is None:
@@ -102,29 +118,35 @@ class Namespaces:
                 self._tell_full()
                 return None
             known = self._adapters[lora.lora_int_id] = _Adapter(name, seen, self._text(lora, text, found.changed_at))
-        if not known.unknown and (lora.load_inplace or (name, seen) != (known.name, known.files)):
-            known.unknown = True
+        if lora.load_inplace or (name, seen) != (known.name, known.files):
+            known.unknown = device.mixed = True
             logger.warning(
                 "kvferry: the files of adapter %r in %s changed after it was loaded, or it is loaded in place: its "
                 "requests run without the cache; unload it and load it again, from a new path",
                 lora.lora_name,
                 lora.lora_path,
             )
-        if known.unknown:
-            self._has_unknown(name)
             return None
-        if name not in self._on_device and len(self._on_device) < ON_DEVICE_MAX:
-            self._on_device[name] = seen
-        on_device = self._on_device.get(name)
-        if on_device not in (None, seen):
+        changed = device.unseen_since is not None and found.changed_at >= device.unseen_since
+        if not device.mixed and (changed or device.files not in (None, seen)):
+            device.mixed = True
             logger.warning(
-                "kvferry: adapter %r was loaded again from other files in %s: requests that begin with pages of the "
-                "device under its name store nothing, until vLLM's prefix cache is reset",
+                "kvferry: adapter %r was loaded again from other files in %s, or they changed while they could not be "
+                "looked at: requests that begin with pages of the device under its name store nothing, until vLLM's "
+                "prefix cache is reset",
                 lora.lora_name,
                 lora.lora_path,
             )
-            self._has_unknown(name)
+        device.files, device.unseen_since = seen, None
         return known.text
+
+    def _device(self, name: bytes) -> _OnDevice:
+        """What the device may have under this name and path."""
+        if name in self._on_device:
+            return self._on_device[name]
+        if len(self._on_device) >= ON_DEVICE_MAX:
+            return _OnDevice(None, mixed=True)
+        return self._on_device.setdefault(name, _OnDevice(None))
 
     def _text(self, lora: "LoRARequest", seen: str, changed_at: float) -> str:
         text = f"lora={lora.lora_name!r}, {self._options}, {seen}"
@@ -143,15 +165,11 @@ class Namespaces:
             self._told_full = True
             logger.warning("kvferry: %d adapters were loaded: further ones run without the cache", ADAPTERS_MAX)
 
-    def computes_unknown(self, lora: "LoRARequest | None") -> None:
-        """A request of this adapter, whose weights are unknown, computes pages of the device."""
+    def computes_unseen(self, lora: "LoRARequest | None") -> None:
+        """A request of this adapter, whose files could not be looked at, computes pages of the device."""
         if lora is not None:
-            self._has_unknown(_name(lora))
-
-    def _has_unknown(self, name: bytes) -> None:
-        # A name that is not there counts as unknown, too.
-        if name in self._on_device or len(self._on_device) < ON_DEVICE_MAX:
-            self._on_device[name] = None
+            device = self._device(_name(lora))
+            device.unseen_since = device.unseen_since or time.time() - CLOCK_S
 
     def known(self, lora: "LoRARequest | None") -> bool:
         """Whether the weights of an adapter were known when it was last looked at."""
@@ -162,7 +180,9 @@ class Namespaces:
 
     def device_is_old(self, lora: "LoRARequest | None") -> bool:
         """Whether the device may have pages, under this adapter's name and path, of other files than those of now."""
-        return lora is not None and self._on_device.get(_name(lora)) is None
+        if lora is None:
+            return False
+        return self._device(_name(lora)).mixed
 
     def device_is_empty(self) -> None:
         """No request finds a page of before on the device any more."""

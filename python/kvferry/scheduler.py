@@ -275,8 +275,7 @@ class SchedulerSide:
         tracked.device_pages = device_pages = computed_tokens // self._page_tokens
         # vLLM asks for requests that have no pages.
         tracked.store_from = tracked.full = 0
-        old = self._device_old or self._namespaces.device_is_old(request.lora_request)
-        tracked.mixed, tracked.on_old_pages = False, old and device_pages > 0
+        tracked.mixed, tracked.on_old_pages = False, self._on_old_pages(tracked)
         # vLLM ignores hits of a request that does not read its prefix cache: nothing is held for it then.
         idle = tracked.computes or tracked.load is not None or request.skip_reading_prefix_cache
         idle = idle or tracked.namespace is None
@@ -301,6 +300,10 @@ class SchedulerSide:
             tracked.computes = True
             return 0
         return max(min(lookup.found(), pages) - device_pages, 0) * self._page_tokens
+
+    def _on_old_pages(self, tracked: Tracked) -> bool:
+        old = self._device_old or self._namespaces.device_is_old(tracked.request.lora_request)
+        return old and tracked.device_pages > 0
 
     def _adapter_changed(self, tracked: Tracked) -> bool:
         """Names a request without pages by the files that its adapter has now; true if that is another name.
@@ -353,11 +356,12 @@ class SchedulerSide:
         tracked = self.track(request)
         # Also of one whose load is over, and which may have waited since for its adapter to be loaded.
         changed = self._adapter_changed(tracked)
+        tracked.on_old_pages = tracked.on_old_pages or self._on_old_pages(tracked)
         if count == 0:
             # Nothing was found, or another connector loads: what the leader holds for us is let go.
             self._let_go(tracked)
             if tracked.namespace is None:
-                self._namespaces.computes_unknown(request.lora_request)
+                self._namespaces.computes_unseen(request.lora_request)
             return
         (table,) = blocks.get_block_ids()
         first = tracked.device_pages

@@ -230,6 +230,49 @@ def test_pages_that_were_computed_with_unknown_files_are_not_stored_as_those_of_
     assert engine.leader.count(wire.Store) == 0
 
 
+@pytest.mark.parametrize("changed", [False, True])
+@pytest.mark.parametrize("seen_before", [False, True])
+def test_files_that_were_looked_at_too_late_are_known_again_if_they_did_not_change(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: bool, seen_before: bool
+) -> None:
+    found(engine, 0)
+    path = folder(tmp_path / "adapter")
+    # What the test changes is newer by more than clocks differ.
+    monkeypatch.setattr("kvferry.namespaces.CLOCK_S", -60.0 if not changed else 60.0)
+    for number, (seen, computed) in enumerate(((seen_before, 0), (False, 0), (True, 8), (True, 8))):
+        asking = request(f"r{number}", 16)
+        asking.lora_request = adapter("one", str(path))
+        monkeypatch.setattr("kvferry.looks.LOOKS_S", 60.0 if seen else 0.0)
+        engine.step()
+        stores = engine.leader.count(wire.Store)
+        engine.side.matched_tokens(asking, computed)
+        engine.allocate(asking, [1, 2, 3, 4], 0)
+        asking.num_computed_tokens = computed
+        engine.step({asking: 16 - computed})
+        assert (engine.leader.count(wire.Store) > stores) == (seen and not (changed and computed))
+
+
+def test_a_look_that_succeeds_late_sees_that_the_device_has_pages_of_other_files(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files of an adapter that was loaded again are seen when its request is scheduled, and not before."""
+    found(engine, 0)
+    path = folder(tmp_path / "adapter")
+    for number, computed in ((1, 0), (2, 8)):
+        folder(path, "one" * number)
+        asking = request(f"r{number}", 16)
+        asking.lora_request = adapter("one", str(path), number=number)
+        monkeypatch.setattr("kvferry.looks.LOOKS_S", 60.0 if number == 1 else 0.0)
+        engine.step()
+        engine.side.matched_tokens(asking, computed)
+        monkeypatch.setattr("kvferry.looks.LOOKS_S", 60.0)
+        engine.side._namespaces.next_step()
+        engine.allocate(asking, [1, 2, 3, 4], 0)
+        asking.num_computed_tokens = computed
+        engine.step({asking: 16 - computed})
+    assert engine.leader.count(wire.Store) == 1
+
+
 def test_more_names_than_are_remembered_count_as_old_ones_on_the_device(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

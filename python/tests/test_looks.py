@@ -37,7 +37,7 @@ def test_a_look_that_was_given_up_answers_for_no_other_path(monkeypatch: pytest.
 
 def test_a_step_has_its_time_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twenty folders that take just less than the limit are not waited for one after another."""
-    monkeypatch.setattr("kvferry.looks.LOOKS_S", 0.0)
+    monkeypatch.setattr("kvferry.looks.LOOKS_S", 0.01)
     goes_on = threading.Event()
     looks: Looks[str] = Looks(lambda path: goes_on.wait(60) and path)
     assert [looks.at(str(number)) for number in range(20)] == [None] * 20
@@ -56,3 +56,14 @@ def test_storage_that_is_a_little_too_slow_does_not_stop_every_step(monkeypatch:
         looks.next_step()
         assert looks.at("slow") is None
     assert looked == ["slow"], "it is left alone for a while"
+
+
+def test_many_folders_of_a_fast_disk_do_not_count_as_a_slow_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that has looked at all that it has time for leaves the others to the next one."""
+    monkeypatch.setattr("kvferry.looks.PAUSE_S", 60.0)
+    looks: Looks[str] = Looks(lambda path: path)
+    assert looks.at("one") == "one"
+    looks._left_s = 0.0
+    assert looks.at("two") is None
+    looks.next_step()
+    assert looks.at("two") == "two"
