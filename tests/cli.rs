@@ -16,7 +16,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::time::Duration;
 
 use serde_json::Value;
-use support::{Running, kvferry, socket_dir};
+use support::{Running, command, kvferry, socket_dir};
 
 const LIMIT: Duration = Duration::from_secs(30);
 
@@ -259,6 +259,99 @@ fn nobody_is_there() {
         1,
         &["no leader answers", name, "kvferry up"],
     );
+    refused(
+        &["reset", "--all", "--socket-dir", name],
+        1,
+        &["no leader answers", name, "kvferry up"],
+    );
+}
+
+#[test]
+fn a_second_up_in_the_same_directory() {
+    let folder = socket_dir();
+    let name = folder.path().to_str().expect("UTF-8");
+    let up = ["up", "--g2", "32MiB", "--socket-dir", name];
+    let first = Running::start(&up);
+    status_once(name, |_| true);
+    let pid = format!("process {}", first.0.id());
+    refused(&up, 1, &["is in use by", &pid, name]);
+    first.terminate();
+    assert_eq!(first.end(LIMIT).0, Some(0));
+    let again = Running::start(&up);
+    status_once(name, |_| true);
+    again.terminate();
+    assert_eq!(again.end(LIMIT).0, Some(0));
+}
+
+#[test]
+fn a_reader_that_has_seen_enough() {
+    let (reads, writes) = std::io::pipe().expect("a pipe");
+    drop(reads);
+    let mut replay = command();
+    replay.args([
+        "replay",
+        "--mode",
+        "offline",
+        "--requests",
+        "2",
+        "--json",
+        "-",
+    ]);
+    let output = replay.stdout(writes).output().expect("the program runs");
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{errors}");
+    assert!(!errors.contains("panicked"), "{errors}");
+}
+
+#[test]
+fn results_that_cannot_be_written() {
+    let full = fs::File::options().write(true).open("/dev/full");
+    let mut replay = command();
+    replay.args([
+        "replay",
+        "--mode",
+        "offline",
+        "--requests",
+        "2",
+        "--json",
+        "-",
+    ]);
+    let replay = replay.stdout(full.expect("a device without room"));
+    let output = replay.output().expect("the program runs");
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{errors}");
+    assert!(errors.contains("error: standard output: "), "{errors}");
+}
+
+#[test]
+fn a_report_that_cannot_be_written_or_would_replace_the_trace() {
+    let folder = socket_dir();
+    let trace = folder.path().join("trace.jsonl");
+    let line = r#"{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1, 2]}"#;
+    fs::write(&trace, line).expect("written");
+    let name = trace.to_str().expect("UTF-8");
+    let offline = ["replay", name, "--mode", "offline", "--json"];
+    let with = |json: &str| {
+        offline
+            .into_iter()
+            .chain([json])
+            .map(str::to_owned)
+            .collect()
+    };
+    let refused = |json: &str, words: &[&str]| {
+        let arguments: Vec<String> = with(json);
+        let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+        refused(&arguments, 65, words);
+    };
+    refused(name, &["--json", name, "is the trace itself"]);
+    let nowhere = folder.path().join("nowhere/report.json");
+    refused(
+        nowhere.to_str().expect("UTF-8"),
+        &["--json", "nowhere/report.json"],
+    );
+    let itself = folder.path().to_str().expect("UTF-8");
+    refused(itself, &["--json", itself]);
+    assert_eq!(fs::read_to_string(&trace).expect("there"), line);
 }
 
 #[test]

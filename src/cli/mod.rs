@@ -18,8 +18,10 @@ mod status;
 mod up;
 mod worker;
 
+use std::io::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use clap::{Parser, Subcommand};
 
@@ -107,7 +109,7 @@ pub fn main() -> ExitCode {
         Command::EngineRank(arguments) => arguments.run(),
     };
     let code = match result {
-        Ok(()) => 0,
+        Ok(()) => u8::from(UNWRITTEN.load(Ordering::Relaxed)),
         Err(error) => {
             say_error(&error);
             error.exit_code()
@@ -119,21 +121,25 @@ pub fn main() -> ExitCode {
     ExitCode::from(code)
 }
 
-#[expect(
-    clippy::print_stderr,
-    reason = "the one place where a command says why it failed"
-)]
+/// Says why a command failed, in one write: lines of other processes may go to the same place. Where nothing can be
+/// written there, the exit code alone tells.
 fn say_error(error: &CommandError) {
-    eprintln!("error: {error}");
+    let line = format!("error: {error}\n");
+    std::io::stderr().write_all(line.as_bytes()).ok();
 }
 
-/// Prints a result.
-#[expect(
-    clippy::print_stdout,
-    reason = "results of commands go to standard output"
-)]
+/// A result could not be written to standard output, and was told instead.
+static UNWRITTEN: AtomicBool = AtomicBool::new(false);
+
+/// Prints a result. A reader that has seen enough, as `head`, is no failure; anything else makes the exit code 1.
 fn say(text: &str) {
-    println!("{text}");
+    let mut out = std::io::stdout().lock();
+    if let Err(error) = writeln!(out, "{text}").and_then(|()| out.flush())
+        && error.kind() != std::io::ErrorKind::BrokenPipe
+        && !UNWRITTEN.swap(true, Ordering::Relaxed)
+    {
+        say_error(&CommandError::Failed(format!("standard output: {error}")));
+    }
 }
 
 /// Runs an async command on a runtime of its own.

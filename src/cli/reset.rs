@@ -84,6 +84,8 @@ fn hex(text: &str) -> Option<Vec<u8>> {
 }
 
 async fn ask(dirs: &Dirs, scope: ResetScope) -> Result<u32, CommandError> {
+    // Says sooner, and better, that no leader is there.
+    status::ask(Arc::new(ZmqTransport), dirs, false).await?;
     let client = status::admin(Arc::new(ZmqTransport), dirs, "reset");
     let question = Message::from(Request::Reset { scope });
     match client.ask(question, RESET_LIMIT).await {

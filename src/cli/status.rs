@@ -254,7 +254,7 @@ fn table(answer: &StatusAnswer) -> String {
         answer.slots, answer.pins, answer.copies_under_way
     ));
     for (name, value) in &answer.counters {
-        lines.push(format!("  {name:<24}{value}"));
+        lines.push(format!("  {name:<26}{value}"));
     }
     lines.join("\n")
 }

@@ -1,6 +1,7 @@
 //! `kvferry up`: a leader and its workers on one machine, with nothing else to install.
 
 use std::os::fd::OwnedFd;
+use std::path::Path;
 use std::process::{ExitStatus, Stdio};
 use std::task::Poll;
 use std::time::Duration;
@@ -18,9 +19,11 @@ use crate::cli::{ConfigArguments, block_on, dirs::Dirs};
 use crate::config::Config;
 use crate::error::{CommandError, NO_MEMORY};
 use crate::memory::{DEPOT_HEADER_BYTES, Depot};
-use crate::transport::prepare_directory;
+use crate::transport::{DirectoryLock, TransportError, prepare_directory};
 use crate::types::{Rank, Replica, WorkerId};
 
+/// Locked while an `up` uses the socket directory.
+const LOCK_NAME: &str = "up.lock";
 /// How long children may take to end before they are killed.
 const END_LIMIT: Duration = Duration::from_secs(10);
 /// Exit code of a child whose configuration is wrong: it would be wrong again.
@@ -100,8 +103,7 @@ impl Arguments {
         let config = self.config.load()?;
         block_on(1, async move {
             let mut ending = Ending::listen(supervised)?;
-            prepare_directory(Dirs::new(&config.socket_dir).root())
-                .map_err(CommandError::failed)?;
+            let _alone = claim(Dirs::new(&config.socket_dir).root())?;
             if !no_tiers {
                 tokio::select! {
                     () = ending.told() => return Ok(()),
@@ -123,6 +125,22 @@ impl Arguments {
             }
         })
     }
+}
+
+/// Makes the socket directory, and refuses one in which another `up` runs: its children would never come up.
+fn claim(root: &Path) -> Result<DirectoryLock, CommandError> {
+    prepare_directory(root).map_err(CommandError::failed)?;
+    DirectoryLock::take(root, LOCK_NAME).map_err(|error| match error {
+        TransportError::InUse { pid, .. } => CommandError::Failed(format!(
+            "{} is in use by {}: end it, or name another --socket-dir",
+            root.display(),
+            pid.map_or_else(
+                || "another process".to_owned(),
+                |pid| format!("process {pid}")
+            )
+        )),
+        error => CommandError::failed(error),
+    })
 }
 
 fn supervisor_failed(error: &CommandError) {

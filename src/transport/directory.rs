@@ -158,19 +158,17 @@ pub(super) fn bind(path: &Path) -> Result<UnixListener, TransportError> {
     Ok(listener)
 }
 
-/// The right to listen on one socket of a directory: a lock file beside it, held with `flock`, that names the holder's
-/// process. Dropping it removes the socket and frees the lock, in this order.
+/// A lock file, held with `flock`, that names the holder's process. Dropping it frees the lock; the file stays.
 #[derive(Debug)]
-pub(super) struct Claim {
-    socket: PathBuf,
-    _lock: File,
-}
+pub struct DirectoryLock(#[expect(dead_code, reason = "held open, which is the lock")] File);
 
-impl Claim {
-    /// Takes the lock or says who has it.
-    pub(super) fn take(directory: &Path, name: &str) -> Result<Self, TransportError> {
-        let socket = socket_path(directory, name)?;
-        let lock_path = socket.with_extension("lock");
+impl DirectoryLock {
+    /// Takes the lock of this file in a directory.
+    ///
+    /// # Errors
+    /// [`TransportError::InUse`] with the holder's process, or why the file cannot be opened, locked or written.
+    pub fn take(directory: &Path, name: &str) -> Result<Self, TransportError> {
+        let path = directory.join(name);
         let mut lock = OpenOptions::new()
             .read(true)
             .write(true)
@@ -178,8 +176,8 @@ impl Claim {
             .truncate(false)
             .mode(0o600)
             .custom_flags(OFlags::NOFOLLOW.bits().cast_signed())
-            .open(&lock_path)
-            .map_err(TransportError::io("cannot open", &lock_path))?;
+            .open(&path)
+            .map_err(TransportError::io("cannot open", &path))?;
         match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => {}
             Err(rustix::io::Errno::WOULDBLOCK) => {
@@ -188,12 +186,29 @@ impl Claim {
                     pid: read_pid(&mut lock),
                 });
             }
-            Err(errno) => return Err(TransportError::io("cannot lock", &lock_path)(errno.into())),
+            Err(errno) => return Err(TransportError::io("cannot lock", &path)(errno.into())),
         }
-        write_pid(&mut lock).map_err(TransportError::io("cannot write", &lock_path))?;
+        write_pid(&mut lock).map_err(TransportError::io("cannot write", &path))?;
+        Ok(Self(lock))
+    }
+}
+
+/// The right to listen on one socket of a directory. Dropping it removes the socket and frees the lock, in this order.
+#[derive(Debug)]
+pub(super) struct Claim {
+    socket: PathBuf,
+    _lock: DirectoryLock,
+}
+
+impl Claim {
+    /// Takes the lock or says who has it.
+    pub(super) fn take(directory: &Path, name: &str) -> Result<Self, TransportError> {
+        let socket = socket_path(directory, name)?;
+        let lock = socket.with_extension("lock");
+        let lock = lock.file_name().and_then(|name| name.to_str());
         Ok(Self {
+            _lock: DirectoryLock::take(directory, lock.unwrap_or(name))?,
             socket,
-            _lock: lock,
         })
     }
 

@@ -46,7 +46,7 @@ use std::time::Duration;
 use bytes::Bytes;
 
 pub use connection::{Connection, ConnectionReceiver, ConnectionSender};
-pub use directory::{check as check_directory, prepare as prepare_directory};
+pub use directory::{DirectoryLock, check as check_directory, prepare as prepare_directory};
 pub use error::{CloseReason, Closed, SendError, TransportError};
 pub use fds::{
     FdError, FdReceiver, TICKET_BYTES, Ticket, UNTAKEN_MAX, UNTAKEN_TTL, send_fd, send_fds,

@@ -10,7 +10,9 @@ mod report;
 mod timed;
 mod workload;
 
-use std::path::PathBuf;
+use std::fmt::Display;
+use std::fs::OpenOptions;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
 
@@ -176,6 +178,7 @@ impl Arguments {
         }
         self.check_flags()?;
         let workload = Workload::load(&self)?;
+        self.check_json()?;
         let report = match self.kind() {
             Kind::Live | Kind::LiveSequential => live::run(&self, &workload)?,
             Kind::Timed => timed::run(&self, &workload)?,
@@ -183,6 +186,32 @@ impl Arguments {
         };
         self.publish(&report)?;
         report.verdict()
+    }
+
+    /// Refuses a report that could not be written after all the work, or that would replace the trace.
+    fn check_json(&self) -> Result<(), CommandError> {
+        let Some(path) = self.json.as_deref().filter(|path| path.as_os_str() != "-") else {
+            return Ok(());
+        };
+        let refuse =
+            |why: &dyn Display| CommandError::Data(format!("--json {}: {why}", path.display()));
+        let made = !path.exists();
+        OpenOptions::new()
+            .append(true)
+            .create(true)
+            .open(path)
+            .map_err(|error| refuse(&error))?;
+        if made {
+            return std::fs::remove_file(path).map_err(|error| refuse(&error));
+        }
+        let same = |trace: &Path| {
+            let here = path.canonicalize().ok();
+            here.is_some() && here == trace.canonicalize().ok()
+        };
+        match self.trace.as_deref().is_some_and(same) {
+            true => Err(refuse(&"is the trace itself: name another file")),
+            false => Ok(()),
+        }
     }
 
     fn publish(&self, report: &Report) -> Result<(), CommandError> {
