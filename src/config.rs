@@ -62,7 +62,7 @@ pub struct Config {
 /// The same, as flags give it: what is `None` was not given.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, clap::Args)]
 pub struct Flags {
-    /// Where the sockets are; an absolute path.
+    /// Where the sockets are; a relative path counts from the current folder. Its parent must be there.
     #[arg(long, value_name = "DIR")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub socket_dir: Option<PathBuf>,

@@ -251,6 +251,18 @@ fn a_socket_directory_that_others_can_write() {
 }
 
 #[test]
+fn a_socket_directory_without_a_parent() {
+    let folder = socket_dir();
+    let nowhere = folder.path().join("nowhere/run");
+    let name = nowhere.to_str().expect("UTF-8");
+    refused(
+        &["up", "--g2", "16MiB", "--socket-dir", name],
+        1,
+        &[name, "parent is missing"],
+    );
+}
+
+#[test]
 fn nobody_is_there() {
     let folder = socket_dir();
     let name = folder.path().to_str().expect("UTF-8");

@@ -33,6 +33,10 @@ pub fn prepare(path: &Path) -> Result<(), TransportError> {
     match fs::DirBuilder::new().mode(0o700).create(path) {
         Ok(()) => {}
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            let what = "cannot make a directory whose parent is missing";
+            return Err(TransportError::io(what, path)(error));
+        }
         Err(error) => return Err(TransportError::io("cannot make directory", path)(error)),
     }
     check(path)

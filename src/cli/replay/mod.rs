@@ -77,8 +77,9 @@ impl FromStr for ArenaPages {
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Arguments {
-    /// Request trace: JSON lines with timestamp, input_length, output_length and hash_ids; also .zst or .gz. Without it, a
-    /// built-in multi-turn workload.
+    /// Request trace; without it, a built-in multi-turn workload. JSON lines, also .zst or .gz, each with timestamp
+    /// (milliseconds), input_length, output_length (tokens) and hash_ids: one id for each block of --trace-block-tokens
+    /// tokens of the prompt; the last one may stand for fewer, and is not cached then.
     trace: Option<PathBuf>,
     /// Real processes and bytes, or the core alone, in virtual time.
     #[arg(long, value_enum, default_value = "live")]
