@@ -157,7 +157,9 @@ impl fmt::Display for BlockCount {
         )?;
         match self.suggestion {
             Some(tokens) => write!(f, ": --trace-block-tokens {tokens} fits every line"),
-            None => f.write_str(": one id stands for so many tokens, the last one also for fewer; --trace-block-tokens sets how many"),
+            None => {
+                f.write_str(": one id stands for one block, the last one also for a part of it")
+            }
         }
     }
 }

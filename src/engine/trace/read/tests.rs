@@ -150,6 +150,10 @@ fn a_wrong_number_of_hash_ids_says_what_was_expected_and_what_would_fit() {
         error.contains("line 5: 'hash_ids' has 8 ids, expected 1 or 2 for"),
         "{error}"
     );
+    assert!(
+        error.ends_with("the last one also for a part of it"),
+        "{error}"
+    );
     assert!(!error.contains("--trace-block-tokens"), "{error}");
     let error = read(
         &folder.file("x", format!("{THREE}\n[").as_bytes()),
