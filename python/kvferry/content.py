@@ -139,11 +139,12 @@ def _draft(config: "VllmConfig", settings: "Settings") -> str | None:
     if model is None or model is config.model_config:
         return None
     path = model.model_weights or model.model
-    if path == _path(config):
-        # Layers of the model's own checkpoint.
-        return "of the model"
     snapshot = hub.snapshot_at(path)
     local = files.look(path) if snapshot is None else None
+    branches = bool(snapshot is None and local is None and not model.model_weights)
+    if path == _path(config) and not (branches and model.revision != config.model_config.revision):
+        # Layers of the model's own checkpoint.
+        return "of the model"
     if local is not None:
         return local.text(declared=bool(settings.weights))
     repository, commit = snapshot or (path, hub.commit_of(path, model.revision, config.load_config.download_dir))

@@ -29,7 +29,7 @@ def commit_of(repository: str, revision: str | None, cache: str | None) -> str |
 
 def snapshot_at(path: str) -> tuple[str, str] | None:
     """Repository and commit of a snapshot in a cache of the Hub. vLLM has such a path where the Hub is offline."""
-    found = _SNAPSHOT.search(path)
+    found = _SNAPSHOT.search(path) if os.path.isdir(path) else None
     return (found[1].replace("--", "/"), found[2]) if found else None
 
 

@@ -28,10 +28,11 @@ class Looks(Generic[Seen]):
     def __init__(self, look: Callable[[str], Seen | None]):
         self._look = look
         self._asked: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[Seen | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[Seen | None, float]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        #: A look has been given up, and its answer is still to come.
+        #: A look has been given up, and its answer is still to come. When it was asked for.
         self._late = False
+        self._asked_at = 0.0
         self._left_s = LOOKS_S
         self._not_before = 0.0
         #: What was seen in this step.
@@ -59,16 +60,16 @@ class Looks(Generic[Seen]):
             return None
         try:
             if self._late:
-                self._answers.get_nowait()
+                _, took_s = self._answers.get_nowait()
                 self._late = False
+                if self._too_long(path, took_s):
+                    return None
             self._asked.put(path)
-            self._late = True
-            found = self._answers.get(timeout=max(self._left_s, 0.0))
+            self._asked_at, self._late = before, True
+            found, _ = self._answers.get(timeout=self._left_s)
             self._late = False
         except queue.Empty:
-            if time.monotonic() - before >= LOOKS_S / 2:
-                self._not_before = time.monotonic() + PAUSE_S
-                self._tell(path)
+            self._too_long(path, time.monotonic() - self._asked_at)
             return None
         finally:
             self._left_s -= time.monotonic() - before
@@ -77,12 +78,21 @@ class Looks(Generic[Seen]):
     def _run(self) -> None:
         while True:
             path = self._asked.get()
+            before = time.monotonic()
             try:
                 found = self._look(path)
             except Exception:
                 logger.exception("kvferry: %s could not be looked at", path)
                 found = None
-            self._answers.put(found)
+            self._answers.put((found, time.monotonic() - before))
+
+    def _too_long(self, path: str, took_s: float) -> bool:
+        """Whether a look that was given up took too long by itself, not with others of its step: then, a pause."""
+        too_long = took_s >= LOOKS_S / 2
+        if too_long:
+            self._not_before = time.monotonic() + PAUSE_S
+            self._tell(path)
+        return too_long
 
     def _tell(self, path: str) -> None:
         if time.monotonic() >= self._tell_at:

@@ -9,6 +9,7 @@ the number under which the adapter was loaded.
 
 import hashlib
 import logging
+import math
 import secrets
 import time
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvferry")
 
-#: Adapters that an engine may load in its life, each start of one counted; those beyond are not cached. With 1 KB for
-#: each: 16 MB; with paths of 4 KiB: 160 MB.
+#: Adapters that an engine may load in its life, each start of one counted, with those whose files could not be looked
+#: at; those beyond are not cached. With 1 KB for each: 16 MB; with paths of 4 KiB: 160 MB.
 ADAPTERS_MAX = 16_384
 #: Names and paths of adapters that the device may have pages of, until vLLM's prefix cache is reset; 0.2 KB each. With
 #: more, pages of the device count as those of other files.
@@ -42,8 +43,8 @@ class _OnDevice:
     files: bytes | None
     #: There may be pages of other files as well.
     mixed: bool = False
-    #: Since when requests compute pages while the files cannot be looked at, in seconds of the wall clock.
-    unseen_since: float | None = None
+    #: The number under which it was loaded when pages were computed before its files were seen; None: there are none.
+    unseen: int | None = None
 
 
 @dataclass(eq=False)
@@ -74,6 +75,9 @@ class Namespaces:
         self._adapters: dict[int, _Adapter] = {}
         #: Of which files the device may have pages, by name and path.
         self._on_device: dict[bytes, _OnDevice] = {}
+        #: Since when requests of a number compute pages while the files cannot be looked at, in seconds of the wall
+        #: clock: vLLM may have read the files at any time from then on.
+        self._unseen: dict[int, float] = {}
         #: Digests that were given out, by adapter.
         self._digests: dict[str, bytes] = {}
         self._told_full = False
@@ -114,11 +118,13 @@ class Namespaces:
         text = f"{_shape(lora)}, {found.text(declared=self._declared)}"
         seen = _digest(text)
         if known is None:
-            if len(self._adapters) >= ADAPTERS_MAX:
+            if len(self._adapters) + len(self._unseen) >= ADAPTERS_MAX:
                 self._tell_full()
                 return None
             known = self._adapters[lora.lora_int_id] = _Adapter(name, seen, self._text(lora, text, found.changed_at))
-        if lora.load_inplace or (name, seen) != (known.name, known.files):
+        unseen_since = self._unseen.pop(lora.lora_int_id, math.inf)
+        changed = unseen_since <= found.changed_at < files.UNKNOWN
+        if changed or lora.load_inplace or (name, seen) != (known.name, known.files):
             known.unknown = device.mixed = True
             logger.warning(
                 "kvferry: the files of adapter %r in %s changed after it was loaded, or it is loaded in place: its "
@@ -127,17 +133,15 @@ class Namespaces:
                 lora.lora_path,
             )
             return None
-        changed = device.unseen_since is not None and found.changed_at >= device.unseen_since
-        if not device.mixed and (changed or device.files not in (None, seen)):
+        if not device.mixed and (device.files not in (None, seen) or device.unseen not in (None, lora.lora_int_id)):
             device.mixed = True
             logger.warning(
-                "kvferry: adapter %r was loaded again from other files in %s, or they changed while they could not be "
-                "looked at: requests that begin with pages of the device under its name store nothing, until vLLM's "
-                "prefix cache is reset",
+                "kvferry: adapter %r was loaded again from other files in %s: requests that begin with pages of the "
+                "device under its name store nothing, until vLLM's prefix cache is reset",
                 lora.lora_name,
                 lora.lora_path,
             )
-        device.files, device.unseen_since = seen, None
+        device.files, device.unseen = seen, None
         return known.text
 
     def _device(self, name: bytes) -> _OnDevice:
@@ -167,9 +171,23 @@ class Namespaces:
 
     def computes_unseen(self, lora: "LoRARequest | None") -> None:
         """A request of this adapter, whose files could not be looked at, computes pages of the device."""
-        if lora is not None:
-            device = self._device(_name(lora))
-            device.unseen_since = device.unseen_since or time.time() - CLOCK_S
+        if lora is None:
+            return
+        name, number = _name(lora), lora.lora_int_id
+        device, known = self._device(name), self._adapters.get(number)
+        alone = device.unseen in (None, number)
+        if known is None and alone:
+            device.unseen = number
+        elif known is not None and alone and device.files in (None, known.files):
+            # Whatever name and path came with the number, vLLM has what it loaded under it.
+            device.files = known.files
+        else:
+            device.mixed = True
+        # The next look tells whether the files changed since.
+        if number not in self._unseen and len(self._adapters) + len(self._unseen) < ADAPTERS_MAX:
+            self._unseen[number] = time.time() - CLOCK_S
+        elif number not in self._unseen and known is not None:
+            known.unknown = True
 
     def known(self, lora: "LoRARequest | None") -> bool:
         """Whether the weights of an adapter were known when it was last looked at."""
@@ -182,7 +200,8 @@ class Namespaces:
         """Whether the device may have pages, under this adapter's name and path, of other files than those of now."""
         if lora is None:
             return False
-        return self._device(_name(lora)).mixed
+        device = self._device(_name(lora))
+        return device.mixed or device.unseen not in (None, lora.lora_int_id)
 
     def device_is_empty(self) -> None:
         """No request finds a page of before on the device any more."""

@@ -583,7 +583,9 @@ class SchedulerSide:
             # What it leaves later is its own.
             self._left = self._left or left
         for tracked in running:
-            tracked.namespace, tracked.opened = self._namespaces.of(tracked.request.lora_request), None
+            # One without a name may have pages of any weights. It gets a name when it has none any more.
+            if tracked.namespace is not None:
+                tracked.namespace, tracked.opened = self._namespaces.of(tracked.request.lora_request), None
         # The next step may be far away, if the engine is paused.
         self._namespaces.next_step()
 

@@ -232,24 +232,98 @@ def test_pages_that_were_computed_with_unknown_files_are_not_stored_as_those_of_
 
 @pytest.mark.parametrize("changed", [False, True])
 @pytest.mark.parametrize("seen_before", [False, True])
+@pytest.mark.parametrize("reset", [False, True])
 def test_files_that_were_looked_at_too_late_are_known_again_if_they_did_not_change(
-    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: bool, seen_before: bool
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: bool, seen_before: bool, reset: bool
 ) -> None:
+    """vLLM may have read the older files, or the newer ones, and goes on with them."""
     found(engine, 0)
     path = folder(tmp_path / "adapter")
     # What the test changes is newer by more than clocks differ.
     monkeypatch.setattr("kvferry.namespaces.CLOCK_S", -60.0 if not changed else 60.0)
-    for number, (seen, computed) in enumerate(((seen_before, 0), (False, 0), (True, 8), (True, 8))):
-        asking = request(f"r{number}", 16)
-        asking.lora_request = adapter("one", str(path))
-        monkeypatch.setattr("kvferry.looks.LOOKS_S", 60.0 if seen else 0.0)
-        engine.step()
+    for step, (seen, computed) in enumerate(((seen_before, 0), (False, 0), (True, 8), (True, 0))):
+        if step == 2 and reset:
+            engine.side._namespaces.device_is_empty()
         stores = engine.leader.count(wire.Store)
-        engine.side.matched_tokens(asking, computed)
+        runs(engine, adapter("one", str(path)), computed, monkeypatch, seen=seen)
+        assert (engine.leader.count(wire.Store) > stores) == (seen and not (changed and step > 1))
+
+
+def runs(
+    engine: Engine, lora: SimpleNamespace, computed: int, monkeypatch: pytest.MonkeyPatch, *, seen: bool = True
+) -> None:
+    """Runs a request with an adapter whose files can be looked at in time, or not."""
+    asking = request(f"r{time.monotonic_ns()}", 16)
+    asking.lora_request = lora
+    monkeypatch.setattr("kvferry.looks.LOOKS_S", 60.0 if seen else 0.0)
+    engine.step()
+    engine.side.matched_tokens(asking, computed)
+    engine.allocate(asking, [1, 2, 3, 4], 0)
+    asking.num_computed_tokens = computed
+    engine.step({asking: 16 - computed})
+    engine.side.finished(asking)
+
+
+@pytest.mark.parametrize("seen_first", [False, True])
+def test_pages_of_a_number_are_not_stored_as_those_of_another_one(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen_first: bool
+) -> None:
+    """vLLM computes with what it loaded under a number, whatever name and path come with it."""
+    found(engine, 0)
+    one, two = (str(folder(tmp_path / name)) for name in ("one", "two"))
+    if seen_first:
+        runs(engine, adapter("one", one, number=1), 0, monkeypatch)
+    stores = engine.leader.count(wire.Store)
+    runs(engine, adapter("two", two, number=1), 0, monkeypatch, seen=False)
+    runs(engine, adapter("two", two, number=2), 8, monkeypatch)
+    assert engine.leader.count(wire.Store) == stores
+    runs(engine, adapter("two", two, number=2), 0, monkeypatch)
+    assert engine.leader.count(wire.Store) == stores + 1
+
+
+def test_what_cannot_be_remembered_as_unseen_is_not_cached(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.namespaces.ADAPTERS_MAX", 2)
+    found(engine, 0)
+    path = str(folder(tmp_path))
+    runs(engine, adapter("known", path, number=1), 0, monkeypatch)
+    runs(engine, adapter("two", path, number=2), 0, monkeypatch, seen=False)
+    runs(engine, adapter("known", path, number=1), 0, monkeypatch, seen=False)
+    stores = engine.leader.count(wire.Store)
+    for number in (1, 2, 3):
+        runs(engine, adapter("known", path, number=number), 0, monkeypatch)
+    assert engine.leader.count(wire.Store) == stores
+    assert len(engine.side._namespaces._unseen) == 1
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_request_behind_pages_of_other_files_stores_nothing_once_it_has_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reset: bool
+) -> None:
+    """Its files are seen with a reset, or when vLLM schedules it anew with the pages that it has."""
+    engine = Engine(shared_after_reset=True)
+    found(engine, 0)
+    engine.leader.answers[wire.Reset] = wire.ResetAnswer(0)
+    monkeypatch.setattr("kvferry.namespaces.CLOCK_S", -60.0)
+    path = str(folder(tmp_path / "adapter"))
+    runs(engine, adapter("one", path, number=1), 0, monkeypatch)
+    folder(tmp_path / "adapter", "another")
+    asking = request("a", 16)
+    asking.lora_request = adapter("one", path, number=2)
+    monkeypatch.setattr("kvferry.looks.LOOKS_S", 0.0)
+    engine.step()
+    engine.side.matched_tokens(asking, 8)
+    engine.allocate(asking, [1, 2, 3, 4], 0)
+    asking.num_computed_tokens = 8
+    monkeypatch.setattr("kvferry.looks.LOOKS_S", 60.0)
+    engine.step({asking: 4})
+    if reset:
+        assert engine.side.reset()
+    else:
         engine.allocate(asking, [1, 2, 3, 4], 0)
-        asking.num_computed_tokens = computed
-        engine.step({asking: 16 - computed})
-        assert (engine.leader.count(wire.Store) > stores) == (seen and not (changed and computed))
+    engine.step({asking: 4})
+    assert engine.leader.count(wire.Store) == 1
 
 
 def test_a_look_that_succeeds_late_sees_that_the_device_has_pages_of_other_files(

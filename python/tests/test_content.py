@@ -363,6 +363,24 @@ def test_a_draft_model_has_the_users_promise_too(tmp_path: Path) -> None:
     assert both(made)[0] not in (*first, *again)
 
 
+def test_layers_that_draft_are_named_by_the_commit_that_they_come_from(hub: Path) -> None:
+    """vLLM reads them at the revision of the draft model, which need not be that of the model."""
+    made = config("org/model", revision=COMMITS[0], download_dir=str(hub))
+    seen = set()
+    for revision in (COMMITS[0], COMMITS[1], None):
+        draft = SimpleNamespace(model="org/model", model_weights="", revision=revision)
+        made.speculative_config = SimpleNamespace(draft_model_config=draft)
+        seen.add(both(made)[0])
+    move(hub, COMMITS[1])
+    seen.add(both(made)[0])
+    assert len(seen) == 3
+
+
+def test_a_path_in_object_storage_is_no_snapshot() -> None:
+    made = config(f"s3://bucket/models--org--model/snapshots/{COMMITS[0]}", load_format="runai_streamer")
+    assert not content.weights_of(made, settings()).shared
+
+
 class Branch(str):
     """A branch whose commit vLLM has asked for."""
 

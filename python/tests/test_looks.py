@@ -1,6 +1,7 @@
 """Looks at files that are slow."""
 
 import threading
+import time
 
 import pytest
 from daemon import eventually
@@ -67,3 +68,21 @@ def test_many_folders_of_a_fast_disk_do_not_count_as_a_slow_one(monkeypatch: pyt
     assert looks.at("two") is None
     looks.next_step()
     assert looks.at("two") == "two"
+
+
+def test_several_folders_of_a_slow_disk_do_not_stop_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes more than half of a step's time, so that one of them is always given up."""
+    monkeypatch.setattr("kvferry.looks.PAUSE_S", 60.0)
+    goes_on, looked = threading.Event(), []
+    looks: Looks[str] = Looks(lambda path: looked.append(path) or ((path == "one" or goes_on.wait(60)) and path))
+    assert looks.at("one") == "one"
+    looks._left_s = 0.01
+    assert looks.at("two") is None
+    monkeypatch.setattr("kvferry.looks.LOOKS_S", 0.01)
+    eventually("it has taken its time", lambda: time.monotonic() - looks._asked_at > 0.01)
+    goes_on.set()
+    eventually("the look is over", lambda: not looks._answers.empty())
+    for _ in range(20):
+        looks.next_step()
+        assert looks.at("one") is None
+    assert looked == ["one", "two"], "it is left alone for a while"
