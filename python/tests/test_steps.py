@@ -34,6 +34,7 @@ class Engine:
             engine=ENGINE,
             replica=0,
             namespace="model",
+            adapters="",
             page_tokens=PAGE_TOKENS,
             page_bytes=2 * PAGE_TOKENS * 8 * 4,
             ranks=1,
