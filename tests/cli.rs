@@ -13,6 +13,7 @@ mod support;
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
+use std::process::{Output, Stdio};
 use std::time::Duration;
 
 use serde_json::Value;
@@ -295,21 +296,19 @@ fn a_second_up_in_the_same_directory() {
     assert_eq!(again.end(LIMIT).0, Some(0));
 }
 
+/// Writes the report of a short replay.
+fn replay_to(stdout: impl Into<Stdio>) -> Output {
+    let arguments = "replay --mode offline --requests 2 --json -";
+    let mut replay = command();
+    let replay = replay.args(arguments.split(' ')).stdout(stdout);
+    replay.output().expect("the program runs")
+}
+
 #[test]
 fn a_reader_that_has_seen_enough() {
     let (reads, writes) = std::io::pipe().expect("a pipe");
     drop(reads);
-    let mut replay = command();
-    replay.args([
-        "replay",
-        "--mode",
-        "offline",
-        "--requests",
-        "2",
-        "--json",
-        "-",
-    ]);
-    let output = replay.stdout(writes).output().expect("the program runs");
+    let output = replay_to(writes);
     let errors = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{errors}");
     assert!(!errors.contains("panicked"), "{errors}");
@@ -318,18 +317,7 @@ fn a_reader_that_has_seen_enough() {
 #[test]
 fn results_that_cannot_be_written() {
     let full = fs::File::options().write(true).open("/dev/full");
-    let mut replay = command();
-    replay.args([
-        "replay",
-        "--mode",
-        "offline",
-        "--requests",
-        "2",
-        "--json",
-        "-",
-    ]);
-    let replay = replay.stdout(full.expect("a device without room"));
-    let output = replay.output().expect("the program runs");
+    let output = replay_to(full.expect("a device without room"));
     let errors = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{errors}");
     assert!(errors.contains("error: standard output: "), "{errors}");
