@@ -77,7 +77,10 @@ class Namespaces:
         self._on_device: dict[bytes, _OnDevice] = {}
         #: Since when requests of a number compute pages while the files cannot be looked at, in seconds of the wall
         #: clock: vLLM may have read the files at any time from then on.
-        self._unseen: dict[int, float] = {}
+        #: With the name under which they came, empty for several or one that is loaded in place.
+        self._unseen: dict[int, tuple[bytes, float]] = {}
+        #: More were unseen than are remembered: any new number may be one of them.
+        self._forgot_unseen = False
         #: Digests that were given out, by adapter.
         self._digests: dict[str, bytes] = {}
         self._told_full = False
@@ -118,12 +121,12 @@ class Namespaces:
         text = f"{_shape(lora)}, {found.text(declared=self._declared)}"
         seen = _digest(text)
         if known is None:
-            if len(self._adapters) + len(self._unseen) >= ADAPTERS_MAX:
+            if self._forgot_unseen or len(self._adapters) + len(self._unseen) >= ADAPTERS_MAX:
                 self._tell_full()
                 return None
             known = self._adapters[lora.lora_int_id] = _Adapter(name, seen, self._text(lora, text, found.changed_at))
-        unseen_since = self._unseen.pop(lora.lora_int_id, math.inf)
-        changed = unseen_since <= found.changed_at < files.UNKNOWN
+        unseen_name, unseen_since = self._unseen.pop(lora.lora_int_id, (name, math.inf))
+        changed = unseen_name != name or unseen_since <= found.changed_at < files.UNKNOWN
         if changed or lora.load_inplace or (name, seen) != (known.name, known.files):
             known.unknown = device.mixed = True
             logger.warning(
@@ -176,18 +179,23 @@ class Namespaces:
         name, number = _name(lora), lora.lora_int_id
         device, known = self._device(name), self._adapters.get(number)
         alone = device.unseen in (None, number)
-        if known is None and alone:
+        if known is not None and (known.name != name or lora.load_inplace):
+            # vLLM has either the one or the other now.
+            known.unknown = device.mixed = True
+        elif known is None and alone:
             device.unseen = number
         elif known is not None and alone and device.files in (None, known.files):
-            # Whatever name and path came with the number, vLLM has what it loaded under it.
             device.files = known.files
         else:
             device.mixed = True
         # The next look tells whether the files changed since.
-        if number not in self._unseen and len(self._adapters) + len(self._unseen) < ADAPTERS_MAX:
-            self._unseen[number] = time.time() - CLOCK_S
-        elif number not in self._unseen and known is not None:
+        before, since = self._unseen.get(number, (name, time.time() - CLOCK_S))
+        if number in self._unseen or len(self._adapters) + len(self._unseen) < ADAPTERS_MAX:
+            self._unseen[number] = b"" if before != name or lora.load_inplace else name, since
+        elif known is not None:
             known.unknown = True
+        else:
+            self._forgot_unseen = True
 
     def known(self, lora: "LoRARequest | None") -> bool:
         """Whether the weights of an adapter were known when it was last looked at."""
@@ -229,4 +237,4 @@ def _shape(lora: "LoRARequest") -> str:
 
 
 def _digest(text: str) -> bytes:
-    return hashlib.blake2b(text.encode(), digest_size=32).digest()
+    return hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=32).digest()

@@ -1,5 +1,6 @@
 """Adapters: which of their pages are found and stored."""
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -279,6 +280,40 @@ def test_pages_of_a_number_are_not_stored_as_those_of_another_one(
     assert engine.leader.count(wire.Store) == stores
     runs(engine, adapter("two", two, number=2), 0, monkeypatch)
     assert engine.leader.count(wire.Store) == stores + 1
+
+
+@pytest.mark.parametrize("first_seen", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_number_that_came_with_another_name_unseen_is_not_cached(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_seen: bool, in_place: bool
+) -> None:
+    """vLLM may have loaded either under it, once the first had to give way."""
+    found(engine, 0)
+    one, two = (str(folder(tmp_path / name)) for name in ("one", "two"))
+    runs(engine, adapter("one", one), 0, monkeypatch, seen=first_seen)
+    stores = engine.leader.count(wire.Store)
+    runs(engine, adapter("two", two, anew=in_place), 0, monkeypatch, seen=False)
+    for name, path in (("one", one), ("two", two)):
+        runs(engine, adapter(name, path), 0, monkeypatch)
+    assert engine.leader.count(wire.Store) == stores
+
+
+def test_a_number_that_is_used_for_another_path_after_it_was_not_seen_is_not_cached(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found(engine, 0)
+    one, two = (str(folder(tmp_path / name)) for name in ("one", "two"))
+    monkeypatch.setattr("kvferry.namespaces.CLOCK_S", -60.0)
+    runs(engine, adapter("one", one), 0, monkeypatch, seen=False)
+    runs(engine, adapter("two", two), 0, monkeypatch)
+    assert engine.leader.count(wire.Store) == 0
+
+
+def test_a_path_that_is_not_utf_8(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found(engine, 0)
+    path = folder(Path(os.fsdecode(bytes(tmp_path) + b"/\xff")))
+    runs(engine, adapter("one", str(path)), 0, monkeypatch)
+    assert engine.leader.count(wire.Store) == 1
 
 
 def test_what_cannot_be_remembered_as_unseen_is_not_cached(
