@@ -13,7 +13,7 @@ mod support;
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
-use std::process::{Output, Stdio};
+use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
 use serde_json::Value;
@@ -324,6 +324,30 @@ fn results_that_cannot_be_written() {
 }
 
 #[test]
+fn a_report_for_a_reader_of_a_named_pipe() {
+    let folder = socket_dir();
+    let path = folder.path().join("report");
+    let made = Command::new("mkfifo").arg(&path).status();
+    assert!(made.expect("mkfifo runs").success());
+    let name = path.to_str().expect("UTF-8").to_owned();
+    let reader = std::thread::spawn(move || fs::read(path));
+    let output = kvferry(&[
+        "replay",
+        "--mode",
+        "offline",
+        "--requests",
+        "2",
+        "--quiet",
+        "--json",
+        &name,
+    ]);
+    assert!(output.status.success());
+    let report = reader.join().expect("it ends").expect("read");
+    let report: Value = serde_json::from_slice(&report).expect("a whole report");
+    assert!(report["version"].is_u64());
+}
+
+#[test]
 fn a_report_that_cannot_be_written_or_would_replace_the_trace() {
     let folder = socket_dir();
     let trace = folder.path().join("trace.jsonl");
@@ -344,6 +368,9 @@ fn a_report_that_cannot_be_written_or_would_replace_the_trace() {
         refused(&arguments, 65, words);
     };
     refused(name, &["--json", name, "is the trace itself"]);
+    let link = folder.path().join("link.jsonl");
+    fs::hard_link(&trace, &link).expect("linked");
+    refused(link.to_str().expect("UTF-8"), &["is the trace itself"]);
     let nowhere = folder.path().join("nowhere/report.json");
     refused(
         nowhere.to_str().expect("UTF-8"),

@@ -11,8 +11,9 @@ mod timed;
 mod workload;
 
 use std::fmt::Display;
-use std::fs::OpenOptions;
-use std::path::{Path, PathBuf};
+use std::fs::{Metadata, OpenOptions};
+use std::os::unix::fs::MetadataExt as _;
+use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
@@ -196,20 +197,22 @@ impl Arguments {
         };
         let refuse =
             |why: &dyn Display| CommandError::Data(format!("--json {}: {why}", path.display()));
-        let made = !path.exists();
+        let found = match std::fs::metadata(path) {
+            // Opening a pipe would end its reader, and a device is no file to make.
+            Ok(found) if !found.is_file() && !found.is_dir() => return Ok(()),
+            found => found.ok(),
+        };
         OpenOptions::new()
             .append(true)
             .create(true)
             .open(path)
             .map_err(|error| refuse(&error))?;
-        if made {
+        let Some(found) = found else {
             return std::fs::remove_file(path).map_err(|error| refuse(&error));
-        }
-        let same = |trace: &Path| {
-            let here = path.canonicalize().ok();
-            here.is_some() && here == trace.canonicalize().ok()
         };
-        match self.trace.as_deref().is_some_and(same) {
+        let trace = self.trace.as_deref().and_then(|path| path.metadata().ok());
+        let same = |trace: Metadata| (trace.dev(), trace.ino()) == (found.dev(), found.ino());
+        match trace.is_some_and(same) {
             true => Err(refuse(&"is the trace itself: name another file")),
             false => Ok(()),
         }
