@@ -14,7 +14,7 @@ logger = logging.getLogger("vllm.kvferry")
 
 #: How long one step of the scheduler may wait for looks, in all. A folder on a disk takes 0.1 ms.
 LOOKS_S = 0.05
-#: After one that took longer nobody waits, and nothing is looked at, for so long.
+#: After a look that took longer, nothing is looked at for this time.
 PAUSE_S = 1.0
 #: Looks that took longer are told again after so long.
 _TELL_S = 60.0

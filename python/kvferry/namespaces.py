@@ -29,7 +29,7 @@ ADAPTERS_MAX = 16_384
 #: Names and paths of adapters that the device may have pages of, until vLLM's prefix cache is reset; 0.2 KB each. With
 #: more, pages of the device count as those of other files.
 ON_DEVICE_MAX = 65_536
-#: Clocks of files may be so much behind the wall clock.
+#: How far the clock of files may be behind the wall clock.
 CLOCK_S = 1.0
 #: Digests that are remembered for a reset, 0.1 KB each; of one more the oldest is left to be evicted.
 DIGESTS_MAX = 4096
@@ -179,6 +179,9 @@ class Namespaces:
         name, number = _name(lora), lora.lora_int_id
         device, known = self._device(name), self._adapters.get(number)
         alone = device.unseen in (None, number)
+        if known is not None and known.unknown:
+            device.mixed = True
+            return
         if known is not None and (known.name != name or lora.load_inplace):
             # vLLM has either the one or the other now.
             known.unknown = device.mixed = True

@@ -583,7 +583,7 @@ class SchedulerSide:
             # What it leaves later is its own.
             self._left = self._left or left
         for tracked in running:
-            # One without a name may have pages of any weights. It gets a name when it has none any more.
+            # A request without a name may have pages of any weights. It gets a name once it is scheduled without pages.
             if tracked.namespace is not None:
                 tracked.namespace, tracked.opened = self._namespaces.of(tracked.request.lora_request), None
         # The next step may be far away, if the engine is paused.
