@@ -9,7 +9,6 @@ the number under which the adapter was loaded.
 
 import hashlib
 import logging
-import math
 import secrets
 import time
 from dataclasses import dataclass
@@ -31,30 +30,24 @@ ADAPTERS_MAX = 16_384
 ON_DEVICE_MAX = 65_536
 #: How far the clock of files may be behind the wall clock.
 CLOCK_S = 1.0
-#: Digests that are remembered for a reset, 0.1 KB each; of one more the oldest is left to be evicted.
-DIGESTS_MAX = 4096
 
-
-@dataclass(eq=False)
-class _OnDevice:
-    """An adapter that the device may have pages of, under one name and path."""
-
-    #: The files of whose weights these are; None before they were seen.
-    files: bytes | None
-    #: There may be pages of other files as well.
-    mixed: bool = False
-    #: The number under which it was loaded when pages were computed before its files were seen; None: there are none.
-    unseen: int | None = None
+#: The device may have pages of several weights under one name and path.
+_MIXED = b""
 
 
 @dataclass(eq=False)
 class _Adapter:
-    """An adapter that vLLM has loaded under one number, by digests of its name and path, and of its files."""
+    """An adapter that vLLM has loaded under one number. Paths are kept as digests."""
 
+    #: Of its name and path.
     name: bytes
-    files: bytes
-    #: What it is called in namespaces.
-    text: str
+    #: Of its files, as they were seen first; None before.
+    files: bytes | None = None
+    #: What it is called in namespaces, once its files were seen.
+    text: str = ""
+    #: Since when requests compute pages while the files cannot be looked at, in seconds of the wall clock; None: they
+    #: could be looked at last time. vLLM may have read them at any time from then on.
+    unseen_since: float | None = None
     #: vLLM may have read other files than those.
     unknown: bool = False
 
@@ -72,17 +65,15 @@ class Namespaces:
         self._options = options
         self._declared = declared
         self._private = ""
+        #: By number; no number is ever taken out, so that none is taken for a new one.
         self._adapters: dict[int, _Adapter] = {}
-        #: Of which files the device may have pages, by name and path.
-        self._on_device: dict[bytes, _OnDevice] = {}
-        #: Since when requests of a number compute pages while the files cannot be looked at, in seconds of the wall
-        #: clock: vLLM may have read the files at any time from then on.
-        #: With the name under which they came, empty for several or one that is loaded in place.
-        self._unseen: dict[int, tuple[bytes, float]] = {}
-        #: More were unseen than are remembered: any new number may be one of them.
-        self._forgot_unseen = False
+        #: Of which weights the device may have pages, by name and path: a digest of what the adapter is called in
+        #: namespaces; before its files were seen, the number under which it was loaded; or :data:`_MIXED`.
+        self._on_device: dict[bytes, bytes | int] = {}
         #: Digests that were given out, by adapter.
         self._digests: dict[str, bytes] = {}
+        #: Those of adapters that turned out to be unknown.
+        self._lost: list[bytes] = []
         self._told_full = False
         self._looks = Looks(hub.adapter)
 
@@ -104,56 +95,77 @@ class Namespaces:
         if digest is None:
             text = "\n".join(filter(None, (self._base, self._private, adapter)))
             digest = _digest(text)
-            if len(self._digests) >= DIGESTS_MAX:
-                self._digests.pop(next(iter(self._digests)))
             self._digests[adapter] = digest
         return digest
 
     def _adapter(self, lora: "LoRARequest") -> str | None:
-        name, known = _name(lora), self._adapters.get(lora.lora_int_id)
-        device = self._device(name)
-        if known is not None and known.unknown:
-            device.mixed = True
-            return None
-        found = self._looks.at(lora.lora_path)
-        if found is None:
+        adapter = self._of_number(lora)
+        found = self._looks.at(lora.lora_path) if adapter else None
+        if adapter is None or found is None:
             return None
         text = f"{_shape(lora)}, {found.text(declared=self._declared)}"
-        seen = _digest(text)
-        if known is None:
-            if self._forgot_unseen or len(self._adapters) + len(self._unseen) >= ADAPTERS_MAX:
-                self._tell_full()
-                return None
-            known = self._adapters[lora.lora_int_id] = _Adapter(name, seen, self._text(lora, text, found.changed_at))
-        unseen_name, unseen_since = self._unseen.pop(lora.lora_int_id, (name, math.inf))
-        changed = unseen_name != name or unseen_since <= found.changed_at < files.UNKNOWN
-        if changed or lora.load_inplace or (name, seen) != (known.name, known.files):
-            known.unknown = device.mixed = True
-            logger.warning(
-                "kvferry: the files of adapter %r in %s changed after it was loaded, or it is loaded in place: its "
-                "requests run without the cache; unload it and load it again, from a new path",
-                lora.lora_name,
-                lora.lora_path,
-            )
+        seen = _digest(f"{text} {found.linked_at}")
+        if adapter.files is None:
+            adapter.files, adapter.text = seen, self._text(lora, text, found.changed_at)
+        unseen = adapter.unseen_since
+        if seen != adapter.files or (unseen is not None and unseen <= found.changed_at):
+            self._lose(adapter, lora)
             return None
-        if not device.mixed and (device.files not in (None, seen) or device.unseen not in (None, lora.lora_int_id)):
-            device.mixed = True
+        adapter.unseen_since = None
+        if self._computes(adapter, lora.lora_int_id):
             logger.warning(
-                "kvferry: adapter %r was loaded again from other files in %s: requests that begin with pages of the "
-                "device under its name store nothing, until vLLM's prefix cache is reset",
+                "kvferry: adapter %r was loaded again from %s, from files that changed since, or may have: requests "
+                "that begin with pages of the device under its name store nothing, until vLLM's prefix cache is reset",
                 lora.lora_name,
                 lora.lora_path,
             )
-        device.files, device.unseen = seen, None
-        return known.text
+        return adapter.text
 
-    def _device(self, name: bytes) -> _OnDevice:
-        """What the device may have under this name and path."""
-        if name in self._on_device:
-            return self._on_device[name]
-        if len(self._on_device) >= ON_DEVICE_MAX:
-            return _OnDevice(None, mixed=True)
-        return self._on_device.setdefault(name, _OnDevice(None))
+    def _of_number(self, lora: "LoRARequest") -> _Adapter | None:
+        """What vLLM has under the number of a request; None where that is unknown, or too much to remember."""
+        name = _name(lora)
+        adapter = self._adapters.get(lora.lora_int_id)
+        if adapter is None and len(self._adapters) < ADAPTERS_MAX:
+            adapter = self._adapters[lora.lora_int_id] = _Adapter(name)
+        elif adapter is None:
+            self._tell_full()
+        if adapter is not None and not adapter.unknown and (adapter.name != name or lora.load_inplace):
+            # vLLM has either the one or the other now, or reads the files anew with each step.
+            self._lose(adapter, lora)
+        if adapter is None or adapter.unknown:
+            self._on_device_is(name, _MIXED)
+            return None
+        return adapter
+
+    def _lose(self, adapter: _Adapter, lora: "LoRARequest") -> None:
+        """Nobody can tell any more which weights vLLM has under a number, nor since when."""
+        adapter.unknown = True
+        self._on_device_is(adapter.name, _MIXED)
+        if digest := self._digests.pop(adapter.text, None):
+            self._lost.append(digest)
+        logger.warning(
+            "kvferry: the files of adapter %r in %s changed after it was loaded, or may have, or it is loaded in "
+            "place: its requests run without the cache; unload it and load it again, from a new path",
+            lora.lora_name,
+            lora.lora_path,
+        )
+
+    def take_lost(self) -> list[bytes]:
+        """Digests whose pages may be of other weights, since this was asked last: they are to be forgotten."""
+        lost, self._lost = self._lost, []
+        return lost
+
+    def _computes(self, adapter: _Adapter, number: int) -> bool:
+        """The device gets pages of an adapter. True if it may have others under that name and path from now on."""
+        of = _digest(adapter.text) if adapter.text else number
+        before = self._on_device.get(adapter.name)
+        mixed = before not in (None, number, of)
+        self._on_device_is(adapter.name, _MIXED if mixed else of)
+        return mixed and before != _MIXED
+
+    def _on_device_is(self, name: bytes, of: bytes | int) -> None:
+        if name in self._on_device or len(self._on_device) < ON_DEVICE_MAX:
+            self._on_device[name] = of
 
     def _text(self, lora: "LoRARequest", seen: str, changed_at: float) -> str:
         text = f"lora={lora.lora_name!r}, {self._options}, {seen}"
@@ -174,45 +186,24 @@ class Namespaces:
 
     def computes_unseen(self, lora: "LoRARequest | None") -> None:
         """A request of this adapter, whose files could not be looked at, computes pages of the device."""
-        if lora is None:
-            return
-        name, number = _name(lora), lora.lora_int_id
-        device, known = self._device(name), self._adapters.get(number)
-        alone = device.unseen in (None, number)
-        if known is not None and known.unknown:
-            device.mixed = True
-            return
-        if known is not None and (known.name != name or lora.load_inplace):
-            # vLLM has either the one or the other now.
-            known.unknown = device.mixed = True
-        elif known is None and alone:
-            device.unseen = number
-        elif known is not None and alone and device.files in (None, known.files):
-            device.files = known.files
-        else:
-            device.mixed = True
-        # The next look tells whether the files changed since.
-        before, since = self._unseen.get(number, (name, time.time() - CLOCK_S))
-        if number in self._unseen or len(self._adapters) + len(self._unseen) < ADAPTERS_MAX:
-            self._unseen[number] = b"" if before != name or lora.load_inplace else name, since
-        elif known is not None:
-            known.unknown = True
-        else:
-            self._forgot_unseen = True
-
-    def known(self, lora: "LoRARequest | None") -> bool:
-        """Whether the weights of an adapter were known when it was last looked at."""
-        if lora is None:
-            return True
-        adapter = self._adapters.get(lora.lora_int_id)
-        return adapter is not None and not adapter.unknown and adapter.name == _name(lora)
+        adapter = self._of_number(lora) if lora else None
+        if lora is not None and adapter is not None:
+            # The next look tells whether the files changed since.
+            if adapter.unseen_since is None:
+                adapter.unseen_since = time.time() - CLOCK_S
+            self._computes(adapter, lora.lora_int_id)
 
     def device_is_old(self, lora: "LoRARequest | None") -> bool:
-        """Whether the device may have pages, under this adapter's name and path, of other files than those of now."""
+        """Whether the device may have pages, under this adapter's name and path, of other files than those of now.
+
+        To be asked after :meth:`of` or :meth:`computes_unseen`.
+        """
         if lora is None:
             return False
-        device = self._device(_name(lora))
-        return device.mixed or device.unseen not in (None, lora.lora_int_id)
+        of = self._on_device.get(_name(lora))
+        if of is None:
+            return len(self._on_device) >= ON_DEVICE_MAX
+        return of == _MIXED
 
     def device_is_empty(self) -> None:
         """No request finds a page of before on the device any more."""

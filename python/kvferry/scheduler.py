@@ -430,8 +430,9 @@ class SchedulerSide:
             return
         if tracked.mixed or tracked.on_old_pages:
             return
-        # Its files may have been looked at too late for this request, and for others in time.
-        if tracked.namespace is None or not self._namespaces.known(request.lora_request):
+        # vLLM may read an adapter's files again while its requests run, when it had to give way to others.
+        lora = request.lora_request
+        if tracked.namespace is None or (lora and self._namespaces.of(lora) != tracked.namespace):
             return
         tracked.full = full
         tables = state.get_block_ids(request.request_id)
@@ -600,13 +601,18 @@ class SchedulerSide:
             logger.warning("kvferry: the leader did not confirm a reset (%s): this engine finds nothing of before", why)
 
     def _forget(self) -> None:
-        """Resets that were not confirmed are asked for until they are; then this engine may share pages again."""
+        """Asks for resets that were not confirmed until they are; then this engine may share pages again.
+
+        Pages that may be of other weights than their names say are forgotten, too.
+        """
+        if lost := self._namespaces.take_lost():
+            self._forgetting.owe(lost)
         if self._forgetting.done:
             return
         self._forgetting.turn()
         if self._forgetting.done and self._settings.shared_after_reset:
             self._namespaces.share()
-            logger.info("kvferry: the leader confirmed the reset")
+            logger.info("kvferry: the leader has forgotten what it was to forget")
 
     def close(self) -> None:
         """Ends the conversation: the leader forgets this engine."""

@@ -125,11 +125,19 @@ def test_what_runs_while_its_adapter_is_replaced_stores_nothing_more(engine: Eng
     assert engine.leader.count(wire.Store) == 1
 
 
+@pytest.mark.parametrize("unseen_before", [False, True])
 @pytest.mark.parametrize("change", ["a file is added", "it is away for a moment"])
 def test_an_adapter_stays_known_when_what_vllm_reads_of_it_does_not_change(
-    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, unseen_before: bool
 ) -> None:
     there = folder(tmp_path / "adapter")
+    found(engine, 0)
+    monkeypatch.setattr("kvferry.namespaces.CLOCK_S", 0.0)
+    if unseen_before:
+        eventually("the clock of files goes on", lambda: time.time() > there.stat().st_ctime)
+        runs(engine, adapter("one", str(there)), 0, monkeypatch, seen=False)
+        monkeypatch.setattr("kvferry.looks.LOOKS_S", 60.0)
+    unseen_at = time.time()
     began = time.time()
     monkeypatch.setattr(files, "began_at", lambda: began)
 
@@ -143,12 +151,19 @@ def test_an_adapter_stays_known_when_what_vllm_reads_of_it_does_not_change(
     assert first is not None
     match change:
         case "a file is added":
-            (there / "README.md").write_text("new")
+            eventually("the clock of files goes on", lambda: newer_file(there / "README.md") > unseen_at)
         case "it is away for a moment":
             there.rename(tmp_path / "away")
             assert namespace() is None
             (tmp_path / "away").rename(there)
     assert namespace() == first
+
+
+def newer_file(path: Path) -> float:
+    """Makes a file; when its folder was changed by that."""
+    path.unlink(missing_ok=True)
+    path.write_text("new")
+    return path.parent.stat().st_ctime
 
 
 def test_a_request_whose_files_were_not_seen_in_time_stores_nothing(engine: Engine, tmp_path: Path) -> None:
@@ -309,6 +324,120 @@ def test_a_number_that_is_used_for_another_path_after_it_was_not_seen_is_not_cac
     assert engine.leader.count(wire.Store) == 0
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_pages_of_a_number_that_was_given_other_files_are_not_stored_under_its_first_name(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_place: bool
+) -> None:
+    """A request goes on with the new weights and the old name. Then the adapter is loaded again from its first path."""
+    found(engine, 0)
+    old, new = (str(folder(tmp_path / name)) for name in ("old", "new"))
+    runs(engine, adapter("one", old), 0, monkeypatch)
+    runs(engine, adapter("one", new, anew=in_place), 0, monkeypatch)
+    stores = engine.leader.count(wire.Store)
+    runs(engine, adapter("one", old, number=2), 8, monkeypatch)
+    assert engine.leader.count(wire.Store) == stores
+    runs(engine, adapter("one", old, number=2), 0, monkeypatch)
+    assert engine.leader.count(wire.Store) == stores + 1
+
+
+def test_pages_that_may_be_of_other_weights_than_their_name_says_are_forgotten(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were stored after vLLM had read other files, and before that was seen."""
+    found(engine, 0)
+    runs(engine, adapter("one", str(folder(tmp_path / "old"))), 0, monkeypatch)
+    stored = engine.leader.last(wire.Lookup).message.namespace
+    runs(engine, adapter("one", str(folder(tmp_path / "new")), anew=True), 0, monkeypatch)
+    engine.step()
+    assert engine.leader.last(wire.Reset).message.namespace == stored
+    engine.leader.last(wire.Reset).end(wire.ResetAnswer(1))
+    engine.step()
+    assert engine.leader.count(wire.Reset) == 1
+
+
+def test_a_request_that_runs_while_the_files_of_its_adapter_change_stores_nothing_more(
+    engine: Engine, tmp_path: Path
+) -> None:
+    """vLLM reads them again when the adapter had to give way to others, and schedules its requests as before."""
+    found(engine, 0)
+    one, two = (str(folder(tmp_path / name, name)) for name in ("one", "two"))
+    link = tmp_path / "current"
+    link.symlink_to(one)
+    asking = request("a", 16)
+    asking.lora_request = adapter("one", str(link))
+    engine.side.matched_tokens(asking, 0)
+    engine.allocate(asking, [1, 2, 3, 4], 0)
+    engine.step({asking: 8})
+    assert engine.leader.count(wire.Store) == 1
+    asking.num_computed_tokens = 8
+    link.unlink()
+    link.symlink_to(two)
+    engine.step({asking: 8})
+    assert engine.leader.count(wire.Store) == 1
+
+
+def test_a_request_whose_files_are_not_seen_in_a_step_stores_its_pages_in_a_later_one(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found(engine, 0)
+    asking = request("a", 16)
+    asking.lora_request = adapter("one", str(folder(tmp_path)))
+    engine.side.matched_tokens(asking, 0)
+    engine.allocate(asking, [1, 2, 3, 4], 0)
+    for step, seen in enumerate((False, True)):
+        monkeypatch.setattr("kvferry.looks.LOOKS_S", 60.0 if seen else 0.0)
+        engine.step()
+        asking.num_computed_tokens = 8 * step
+        engine.step({asking: 8})
+    store = engine.leader.last(wire.Store).message
+    assert (engine.leader.count(wire.Store), store.first_page) == (1, 0)
+
+
+def test_a_link_that_led_elsewhere_between_two_looks(engine: Engine, tmp_path: Path) -> None:
+    """vLLM may have read the other files meanwhile."""
+    link = tmp_path / "current"
+    link.symlink_to(folder(tmp_path / "one"))
+    asking = request("a", 16)
+    asking.lora_request = adapter("one", str(link))
+    assert named(engine, asking) is not None
+    engine.step()
+    made = os.lstat(link).st_ctime
+
+    def is_newer() -> bool:
+        link.unlink()
+        link.symlink_to(tmp_path / "one")
+        return os.lstat(link).st_ctime > made
+
+    eventually("the clock of files goes on", is_newer)
+    assert named(engine, asking) is None
+
+
+@pytest.mark.parametrize("changed_at", [0.0, files.UNKNOWN])
+def test_files_that_were_not_seen_and_may_change_unseen_are_not_known_again(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, changed_at: float
+) -> None:
+    """Those of an adapter on the Hub, while it is online."""
+    found(engine, 0)
+    monkeypatch.setattr(engine.side._namespaces._looks, "_look", lambda path: files.Local("/x", (), changed_at))
+    for seen in (False, True):
+        runs(engine, adapter("one", "org/one"), 0, monkeypatch, seen=seen)
+    assert engine.leader.count(wire.Store) == (1 if changed_at == 0.0 else 0)
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_an_adapter_that_is_loaded_again_from_unchanged_files(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newer: bool
+) -> None:
+    """Files that are newer than the engine may have changed between the first loading and the first request."""
+    found(engine, 0)
+    path = str(folder(tmp_path))
+    began = time.time() + (-60.0 if newer else 60.0)
+    monkeypatch.setattr(files, "began_at", lambda: began)
+    for number in (1, 2):
+        runs(engine, adapter("one", path, number=number), 8 * (number - 1), monkeypatch)
+    assert engine.leader.count(wire.Store) == (1 if newer else 2)
+
+
 def test_a_path_that_is_not_utf_8(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found(engine, 0)
     path = folder(Path(os.fsdecode(bytes(tmp_path) + b"/\xff")))
@@ -329,7 +458,7 @@ def test_what_cannot_be_remembered_as_unseen_is_not_cached(
     for number in (1, 2, 3):
         runs(engine, adapter("known", path, number=number), 0, monkeypatch)
     assert engine.leader.count(wire.Store) == stores
-    assert len(engine.side._namespaces._unseen) == 1
+    assert len(engine.side._namespaces._adapters) == 2
 
 
 @pytest.mark.parametrize("reset", [False, True])
@@ -425,7 +554,7 @@ def test_files_that_hang_keep_no_other_request_waiting(
     found(engine, 2)
     for name, path in (("a", "/x"), ("b", "/y"), ("c", None)):
         asking = request(name, 12)
-        asking.lora_request = path and adapter("one", path)
+        asking.lora_request = path and adapter("one", path, number=ord(name))
         assert engine.side.matched_tokens(asking, 0) == (0 if path else 2 * PAGE_TOKENS)
         engine.tables[name] = [1, 2, 3]
         engine.step({asking: 12})
@@ -437,7 +566,7 @@ def test_files_that_hang_keep_no_other_request_waiting(
     def known() -> bool:
         engine.step({})
         asking = request(f"r{time.monotonic_ns()}", 12)
-        asking.lora_request = adapter("one", "/x")
+        asking.lora_request = adapter("one", "/x", number=ord("a"))
         return engine.side.matched_tokens(asking, 0) == 2 * PAGE_TOKENS
 
     eventually("its files can be looked at again", known)
