@@ -31,8 +31,6 @@ class Local(NamedTuple):
     #: When one of them, the folder, or a symbolic link on the way was last changed or renamed, in seconds of the wall
     #: clock; :data:`UNKNOWN` where that cannot be said.
     changed_at: float
-    #: When the last of the symbolic links on the way was made, 0 without one.
-    linked_at: float = 0.0
 
     def text(self, *, declared: bool = False) -> str:
         """Names path and files. ``declared``: without times of change, which ``chown`` and hard links set, too."""
@@ -45,27 +43,26 @@ def look(path: str, names: tuple[str, ...] = ()) -> Local | None:
     None for what is neither file nor folder, cannot be read, or has none of the ``names``.
     """
     try:
-        real, linked_at = _resolve(path)
+        real, changed_at = _resolve(path)
         found = os.stat(real)
-        changed_at = max(linked_at, found.st_ctime)
+        changed_at = max(changed_at, found.st_ctime)
         if stat.S_ISREG(found.st_mode):
-            return Local(real, (_file(os.path.basename(real), found),), changed_at, linked_at)
+            return Local(real, (_file(os.path.basename(real), found),), changed_at)
         if not stat.S_ISDIR(found.st_mode):
             return None
         files = []
         for name in names or _names(real):
             # A file may vanish meanwhile, or be a link to nowhere.
             with contextlib.suppress(FileNotFoundError, NotADirectoryError, _LinkLoop):
-                file, newest = _resolve(os.path.join(real, name))
+                file, linked_at = _resolve(os.path.join(real, name))
                 found = os.stat(file)
                 if stat.S_ISREG(found.st_mode):
                     files.append(_file(name, found))
                     # A link's own time counts beside that of the file.
-                    linked_at = max(linked_at, newest)
-                    changed_at = max(changed_at, found.st_ctime, newest)
+                    changed_at = max(changed_at, found.st_ctime, linked_at)
     except OSError:
         return None
-    return Local(real, tuple(sorted(files)), changed_at, linked_at) if files or not names else None
+    return Local(real, tuple(sorted(files)), changed_at) if files or not names else None
 
 
 def _names(folder: str) -> list[str]:

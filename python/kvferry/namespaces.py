@@ -67,13 +67,11 @@ class Namespaces:
         self._private = ""
         #: By number; no number is ever taken out, so that none is taken for a new one.
         self._adapters: dict[int, _Adapter] = {}
-        #: Of which weights the device may have pages, by name and path: a digest of what the adapter is called in
-        #: namespaces; before its files were seen, the number under which it was loaded; or :data:`_MIXED`.
+        #: Of which weights the device may have pages, by name and path: a digest of the adapter's files; before they
+        #: were seen, the number under which it was loaded; or :data:`_MIXED`.
         self._on_device: dict[bytes, bytes | int] = {}
         #: Digests that were given out, by adapter.
         self._digests: dict[str, bytes] = {}
-        #: Those of adapters that turned out to be unknown.
-        self._lost: list[bytes] = []
         self._told_full = False
         self._looks = Looks(hub.adapter)
 
@@ -104,18 +102,18 @@ class Namespaces:
         if adapter is None or found is None:
             return None
         text = f"{_shape(lora)}, {found.text(declared=self._declared)}"
-        seen = _digest(f"{text} {found.linked_at}")
+        seen = _digest(text)
         if adapter.files is None:
             adapter.files, adapter.text = seen, self._text(lora, text, found.changed_at)
         unseen = adapter.unseen_since
-        if seen != adapter.files or (unseen is not None and unseen <= found.changed_at):
+        if seen != adapter.files or (unseen is not None and unseen <= found.changed_at < files.UNKNOWN):
             self._lose(adapter, lora)
             return None
         adapter.unseen_since = None
         if self._computes(adapter, lora.lora_int_id):
             logger.warning(
-                "kvferry: adapter %r was loaded again from %s, from files that changed since, or may have: requests "
-                "that begin with pages of the device under its name store nothing, until vLLM's prefix cache is reset",
+                "kvferry: adapter %r was loaded again from other files in %s: requests that begin with pages of the "
+                "device under its name store nothing, until vLLM's prefix cache is reset",
                 lora.lora_name,
                 lora.lora_path,
             )
@@ -141,23 +139,16 @@ class Namespaces:
         """Nobody can tell any more which weights vLLM has under a number, nor since when."""
         adapter.unknown = True
         self._on_device_is(adapter.name, _MIXED)
-        if digest := self._digests.pop(adapter.text, None):
-            self._lost.append(digest)
         logger.warning(
-            "kvferry: the files of adapter %r in %s changed after it was loaded, or may have, or it is loaded in "
-            "place: its requests run without the cache; unload it and load it again, from a new path",
+            "kvferry: the files of adapter %r in %s changed after it was loaded, or it is loaded in place: its "
+            "requests run without the cache; unload it and load it again, from a new path",
             lora.lora_name,
             lora.lora_path,
         )
 
-    def take_lost(self) -> list[bytes]:
-        """Digests whose pages may be of other weights, since this was asked last: they are to be forgotten."""
-        lost, self._lost = self._lost, []
-        return lost
-
     def _computes(self, adapter: _Adapter, number: int) -> bool:
         """The device gets pages of an adapter. True if it may have others under that name and path from now on."""
-        of = _digest(adapter.text) if adapter.text else number
+        of = adapter.files or number
         before = self._on_device.get(adapter.name)
         mixed = before not in (None, number, of)
         self._on_device_is(adapter.name, _MIXED if mixed else of)

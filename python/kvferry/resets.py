@@ -64,7 +64,7 @@ class Forgetting:
         """Takes turns for so long at most; returns whether every namespace is forgotten."""
         until = time.monotonic() + limit_s
         self.trouble = "" if self._client.listening else "there is no leader"
-        while not self.done and self._client.listening and (left_s := until - time.monotonic()) > 0:
+        while self._owed and self._client.listening and (left_s := until - time.monotonic()) > 0:
             self.turn()
             if self._asked is not None:
                 self._asked[1].wait(left_s)

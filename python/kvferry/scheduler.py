@@ -428,11 +428,11 @@ class SchedulerSide:
         full = min(computed // self._page_tokens, len(request.block_hashes))
         if full <= tracked.full or time.monotonic() < self._store_again_at:
             return
-        if tracked.mixed or tracked.on_old_pages:
-            return
         # vLLM may read an adapter's files again while its requests run, when it had to give way to others.
         lora = request.lora_request
         if tracked.namespace is None or (lora and self._namespaces.of(lora) != tracked.namespace):
+            return
+        if tracked.mixed or tracked.on_old_pages or self._on_old_pages(tracked):
             return
         tracked.full = full
         tables = state.get_block_ids(request.request_id)
@@ -601,18 +601,13 @@ class SchedulerSide:
             logger.warning("kvferry: the leader did not confirm a reset (%s): this engine finds nothing of before", why)
 
     def _forget(self) -> None:
-        """Asks for resets that were not confirmed until they are; then this engine may share pages again.
-
-        Pages that may be of other weights than their names say are forgotten, too.
-        """
-        if lost := self._namespaces.take_lost():
-            self._forgetting.owe(lost)
+        """Resets that were not confirmed are asked for until they are; then this engine may share pages again."""
         if self._forgetting.done:
             return
         self._forgetting.turn()
         if self._forgetting.done and self._settings.shared_after_reset:
             self._namespaces.share()
-            logger.info("kvferry: the leader has forgotten what it was to forget")
+            logger.info("kvferry: the leader confirmed the reset")
 
     def close(self) -> None:
         """Ends the conversation: the leader forgets this engine."""

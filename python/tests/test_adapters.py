@@ -340,21 +340,6 @@ def test_pages_of_a_number_that_was_given_other_files_are_not_stored_under_its_f
     assert engine.leader.count(wire.Store) == stores + 1
 
 
-def test_pages_that_may_be_of_other_weights_than_their_name_says_are_forgotten(
-    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They were stored after vLLM had read other files, and before that was seen."""
-    found(engine, 0)
-    runs(engine, adapter("one", str(folder(tmp_path / "old"))), 0, monkeypatch)
-    stored = engine.leader.last(wire.Lookup).message.namespace
-    runs(engine, adapter("one", str(folder(tmp_path / "new")), anew=True), 0, monkeypatch)
-    engine.step()
-    assert engine.leader.last(wire.Reset).message.namespace == stored
-    engine.leader.last(wire.Reset).end(wire.ResetAnswer(1))
-    engine.step()
-    assert engine.leader.count(wire.Reset) == 1
-
-
 def test_a_request_that_runs_while_the_files_of_its_adapter_change_stores_nothing_more(
     engine: Engine, tmp_path: Path
 ) -> None:
@@ -393,49 +378,35 @@ def test_a_request_whose_files_are_not_seen_in_a_step_stores_its_pages_in_a_late
     assert (engine.leader.count(wire.Store), store.first_page) == (1, 0)
 
 
-def test_a_link_that_led_elsewhere_between_two_looks(engine: Engine, tmp_path: Path) -> None:
-    """vLLM may have read the other files meanwhile."""
-    link = tmp_path / "current"
-    link.symlink_to(folder(tmp_path / "one"))
-    asking = request("a", 16)
-    asking.lora_request = adapter("one", str(link))
-    assert named(engine, asking) is not None
-    engine.step()
-    made = os.lstat(link).st_ctime
-
-    def is_newer() -> bool:
-        link.unlink()
-        link.symlink_to(tmp_path / "one")
-        return os.lstat(link).st_ctime > made
-
-    eventually("the clock of files goes on", is_newer)
-    assert named(engine, asking) is None
-
-
-@pytest.mark.parametrize("changed_at", [0.0, files.UNKNOWN])
-def test_files_that_were_not_seen_and_may_change_unseen_are_not_known_again(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, changed_at: float
-) -> None:
-    """Those of an adapter on the Hub, while it is online."""
-    found(engine, 0)
-    monkeypatch.setattr(engine.side._namespaces._looks, "_look", lambda path: files.Local("/x", (), changed_at))
-    for seen in (False, True):
-        runs(engine, adapter("one", "org/one"), 0, monkeypatch, seen=seen)
-    assert engine.leader.count(wire.Store) == (1 if changed_at == 0.0 else 0)
-
-
 @pytest.mark.parametrize("newer", [False, True])
-def test_an_adapter_that_is_loaded_again_from_unchanged_files(
+def test_an_adapter_that_is_loaded_again_from_unchanged_files_is_stored_behind_its_pages(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newer: bool
 ) -> None:
-    """Files that are newer than the engine may have changed between the first loading and the first request."""
     found(engine, 0)
     path = str(folder(tmp_path))
     began = time.time() + (-60.0 if newer else 60.0)
     monkeypatch.setattr(files, "began_at", lambda: began)
     for number in (1, 2):
         runs(engine, adapter("one", path, number=number), 8 * (number - 1), monkeypatch)
-    assert engine.leader.count(wire.Store) == (1 if newer else 2)
+    assert engine.leader.count(wire.Store) == 2
+
+
+def test_a_request_whose_pages_turn_out_to_be_of_other_files_stores_nothing_more(
+    engine: Engine, tmp_path: Path
+) -> None:
+    """Its adapter's former number was given other files while requests of that ran, which is seen after it began."""
+    found(engine, 0)
+    old, new = (str(folder(tmp_path / name)) for name in ("old", "new"))
+    begins, behind, other = request("a", 16), request("b", 16), request("c", 9)
+    begins.lora_request, behind.lora_request = (adapter("one", old, number=number) for number in (1, 2))
+    other.lora_request = adapter("one", new, number=1)
+    for asking, computed in ((begins, 0), (behind, 8)):
+        engine.side.matched_tokens(asking, computed)
+        engine.allocate(asking, [1, 2, 3, 4], 0)
+        asking.num_computed_tokens = computed
+    engine.side.matched_tokens(other, 0)
+    engine.step({behind: 8})
+    assert engine.leader.count(wire.Store) == 0
 
 
 def test_a_path_that_is_not_utf_8(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

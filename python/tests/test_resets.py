@@ -274,3 +274,15 @@ def test_a_reset_takes_back_what_lookups_found(engine: Engine) -> None:
     assert (let_go.slot, let_go.device_pages) == (engine.leader.asked[0].message.slot, 8), "or it would be refused"
     found(engine, 0)
     assert engine.side.matched_tokens(asking, 0) == 0
+
+
+def test_what_cannot_be_confirmed_is_not_waited_for(steady: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More namespaces were left than are remembered."""
+    monkeypatch.setattr("kvferry.resets.FORGET_MAX", 1)
+    steady.leader.answers[wire.Reset] = wire.ResetAnswer(1)
+    forgetting = steady.side._forgetting
+    forgetting.owe([b"one", b"two"])
+    begun = time.monotonic()
+    assert not forgetting.wait(60)
+    assert time.monotonic() - begun < 30
+    assert steady.leader.last(wire.Reset).message.namespace == b"two"
