@@ -265,10 +265,8 @@ impl State {
                 });
             }
             (Some(PeerRole::Worker(worker)), Message::Struck(struck)) => {
-                if epoch == self.settings.epoch {
-                    let id = ResetId(struck.reset);
-                    self.step(Event::Struck { worker, id });
-                }
+                let id = ResetId(struck.reset);
+                self.step(Event::Struck { worker, epoch, id });
             }
             (Some(PeerRole::Worker(worker)), Message::Inventory(inventory)) => {
                 self.step(Event::Inventory {

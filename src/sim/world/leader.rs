@@ -206,7 +206,7 @@ impl LeaderProcess {
             }
             (Some(Peer::Worker(worker)), Message::Struck(struck)) => {
                 let id = ResetId(struck.reset);
-                self.step(env, Event::Struck { worker, id });
+                self.step(env, Event::Struck { worker, epoch, id });
             }
             (Some(Peer::Worker(worker)), Message::Inventory(inventory)) => {
                 let event = Event::Inventory {
