@@ -63,6 +63,8 @@ pub use session::{
 pub use zmq::ZmqTransport;
 pub use zmtp::Violation;
 
+pub use crate::types::PeerId;
+
 /// Largest [`Limits::header_bytes`] and [`Limits::body_bytes`] together: 256 MiB.
 pub const FRAME_BYTES_MAX: usize = 256 << 20;
 
@@ -91,16 +93,6 @@ impl Frame {
             header: header.into(),
             body: body.into(),
         }
-    }
-}
-
-/// One connection as its listener sees it. Unique in the process, never reused, and never chosen by the client.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct PeerId(pub u64);
-
-impl fmt::Display for PeerId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "peer {}", self.0)
     }
 }
 
