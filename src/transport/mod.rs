@@ -18,11 +18,11 @@ mod error;
 mod fds;
 mod gate;
 mod listener;
+mod log_limit;
 mod memory;
 mod places;
 mod process;
 mod queue;
-mod quiet;
 mod server;
 mod session;
 mod zmq;
@@ -52,8 +52,8 @@ pub use fds::{
     FdError, FdReceiver, TICKET_BYTES, Ticket, UNTAKEN_MAX, UNTAKEN_TTL, send_fd, send_fds,
 };
 pub use listener::{FrameSender, Listener};
+pub use log_limit::SharedLogLimit;
 pub use memory::MemoryTransport;
-pub use quiet::Quiet;
 pub use server::{
     Replier, SERVER_BATCH_MAX, STRANGERS_MAX, Server, ServerEvent, ServerEvents, ServerSettings,
 };

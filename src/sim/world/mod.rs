@@ -17,6 +17,7 @@ mod ghost;
 mod leader;
 mod lives;
 mod net;
+mod pids;
 mod process;
 mod prompts;
 mod queue;
@@ -459,7 +460,7 @@ impl World {
             Ok(Happening::Died { worker, life, .. }) => leader.died(&mut self.env, worker, life),
             Ok(other) => self.env.violated(format!("the leader was given {other:?}")),
         }
-        let forgot = |engine| !leader.core.knows(engine);
+        let forgot = |engine| !leader.core().knows(engine);
         self.env.ghost.forgot(self.epoch, forgot);
         if let Some(late) = self.env.ghost.passed(self.epoch, awake) {
             self.env.violated(late);
@@ -549,8 +550,12 @@ impl World {
 
     /// What every step ends with: the dead are counted, the checker looks.
     fn after(&mut self) {
-        for worker in std::mem::take(&mut self.env.expelled) {
+        for (worker, pid) in std::mem::take(&mut self.env.expelled) {
             let life = self.workers[&worker].life;
+            let known = self.env.pids.of(Who::Worker(worker), life);
+            if pid.is_some() && pid != known {
+                continue;
+            }
             let at = self.env.now() + Duration::from_micros(self.env.rng.u64(100..5000));
             self.env.queue.push(at, Happening::Kill { worker, life });
         }

@@ -117,9 +117,16 @@ impl Net {
         self.connections.get(&id)?.ends[1].1
     }
 
-    /// Who lives at the end that connected.
-    pub(super) fn life_of_client(&self, id: ConnectionId) -> Option<u32> {
-        self.connections.get(&id)?.ends[0].1
+    /// The process that connected, and its life.
+    pub(super) fn client(&self, id: ConnectionId) -> Option<(Who, u32)> {
+        let (who, life) = self.connections.get(&id)?.ends[0];
+        Some((who, life?))
+    }
+
+    /// True while one end of a connection is open.
+    pub(super) fn is_open(&self, id: ConnectionId, end: End) -> bool {
+        let connection = self.connections.get(&id);
+        connection.is_some_and(|connection| connection.open[end as usize])
     }
 
     #[expect(

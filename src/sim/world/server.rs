@@ -44,6 +44,12 @@ impl Server {
         self.peers.get(&id)?.hello.as_ref()
     }
 
+    /// True when a client was heard within two heartbeats.
+    pub(super) fn is_live(&self, id: ConnectionId, now: Time) -> bool {
+        let peer = self.peers.get(&id);
+        peer.is_some_and(|peer| now <= peer.heard + 2 * HEARTBEAT)
+    }
+
     pub(super) fn next_timeout(&self) -> Time {
         self.next
     }

@@ -184,12 +184,17 @@ impl WorkerProcess {
                 attach: AttachId(attached.attach),
                 after: Some(OpId(attached.after)),
             },
-            Message::Error(_) => match self.attaching.get(&correlation) {
-                Some(attach) => WorkerEvent::Admitted {
-                    attach: *attach,
-                    after: None,
-                },
-                None => return,
+            Message::Error(error) => match self.attaching.get(&correlation) {
+                Some(attach)
+                    if matches!(error.code(), ErrorCode::Invalid | ErrorCode::RankDisagrees) =>
+                {
+                    WorkerEvent::Admitted {
+                        attach: *attach,
+                        after: None,
+                    }
+                }
+                // Asked again.
+                Some(_) | None => return,
             },
             Message::Transfer(transfer) => WorkerEvent::Ordered {
                 epoch,
