@@ -9,10 +9,10 @@
 //!
 //! ```text
 //! types     <- core <- shell <- actors           what exists, and what is decided about it
-//! types     <- protocol <- transport <- actors   how it is said, and how it gets there
+//! types     <- protocol <- session <- transport <- actors   how it is said, and how it gets there
 //! types     <- memory <- cuda <- actors          the bytes, in host memory and on GPUs
 //! types, protocol, transport, memory, cuda <- engine   the reference engine, a client like any other
-//! core, protocol, shell, engine <- sim           the same core and shell, without processes
+//! core, session, shell, engine <- sim            the same core, shell and sessions, without processes
 //! everything <- cli                              the commands
 //! ```
 //!
@@ -32,6 +32,7 @@ pub mod engine;
 pub mod error;
 pub mod memory;
 pub mod protocol;
+pub mod session;
 pub mod shell;
 pub mod sim;
 #[cfg(test)]

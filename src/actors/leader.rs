@@ -8,12 +8,12 @@ use rustix::process::{Signal, pidfd_send_signal};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
-use crate::actors::clock::Clock;
 use crate::actors::mailbox::{Credited, Feeder};
 use crate::actors::processes::{self, Process};
 use crate::core::{Effect, Event, Leader, LeaderSettings};
 use crate::protocol::Message;
 use crate::shell::{LeaderHost, LeaderShell, Peers};
+use crate::transport::Clock;
 use crate::transport::{Replier, Server, ServerEvent, ServerEvents};
 use crate::types::{Epoch, PeerId, Request, RequestId, Time, WorkerId};
 

@@ -10,7 +10,6 @@
 //! * `supervision`: starts the others, ends the process when one of them fails;
 //! * `mailbox`: mailboxes are unbounded, so what is sent to them is counted by credits.
 
-mod clock;
 pub(crate) mod gpu;
 mod leader;
 mod mailbox;
@@ -21,7 +20,6 @@ mod teller;
 pub(crate) mod transfer;
 mod worker;
 
-pub use clock::Clock;
 pub use leader::{EndWorker, LeaderArguments, LeaderHandle, RaiseEpoch};
 pub use pool::PoolSettings;
 pub use supervision::{ProcessHandle, run_leader, run_worker};

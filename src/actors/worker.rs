@@ -11,7 +11,6 @@ use ractor::{Actor, ActorProcessingErr, ActorRef};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
-use crate::actors::clock::Clock;
 use crate::actors::gpu::{EngineSide, Gpu};
 use crate::actors::mailbox::{Credited, Credits, Feeder};
 use crate::actors::pool::{PoolActor, PoolArguments, PoolSettings, Progress};
@@ -29,6 +28,7 @@ use crate::protocol::{
     ReadInventory,
 };
 use crate::shell::Holder;
+use crate::transport::Clock;
 use crate::transport::{
     Client, Failure, FdReceiver, Incoming, LinkId, PeerId, Replier, Server, ServerEvent,
     ServerEvents,

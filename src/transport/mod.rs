@@ -11,7 +11,8 @@
 //!
 //! Nothing here reconnects, retries a frame or keeps one for later: whoever owns a connection decides that.
 
-mod admission;
+mod client;
+mod clock;
 mod connection;
 mod directory;
 mod error;
@@ -24,7 +25,6 @@ mod places;
 mod process;
 mod queue;
 mod server;
-mod session;
 mod zmq;
 mod zmtp;
 
@@ -45,6 +45,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
+pub use client::{CLIENT_QUEUE, Client, ClientSettings, Incoming};
+pub use clock::Clock;
 pub use connection::{Connection, ConnectionReceiver, ConnectionSender};
 pub use directory::{DirectoryLock, check as check_directory, prepare as prepare_directory};
 pub use error::{CloseReason, Closed, SendError, TransportError};
@@ -54,15 +56,13 @@ pub use fds::{
 pub use listener::{FrameSender, Listener};
 pub use log_limit::SharedLogLimit;
 pub use memory::MemoryTransport;
-pub use server::{
-    Replier, SERVER_BATCH_MAX, STRANGERS_MAX, Server, ServerEvent, ServerEvents, ServerSettings,
-};
-pub use session::{
-    CLIENT_OPEN_MAX, CLIENT_QUEUE, Client, ClientSettings, Failure, Incoming, LinkId,
-};
+pub use server::{Replier, SERVER_BATCH_MAX, Server, ServerEvents};
 pub use zmq::ZmqTransport;
 pub use zmtp::Violation;
 
+pub use crate::session::{
+    CLIENT_OPEN_MAX, Failure, LinkId, STRANGERS_MAX, ServerEvent, ServerSettings,
+};
 pub use crate::types::PeerId;
 
 /// Largest [`Limits::header_bytes`] and [`Limits::body_bytes`] together: 256 MiB.

@@ -1,7 +1,6 @@
 //! What all processes of a world share: time, chance, messages, memory, and the checker's knowledge.
 
 use std::collections::BTreeMap;
-use std::time::Duration;
 
 use fastrand::Rng;
 use siphasher::sip128::SipHasher24;
@@ -15,7 +14,7 @@ use super::setup::{CELL_BYTES, Setup, Shape, pick};
 use super::storage::{CONTENT_MIN, Content, Depot, EMPTY, NOWHERE, Storage};
 use super::{Counts, Happening};
 use crate::core::{Domain, Refusal};
-use crate::protocol::Message;
+use crate::protocol::HEADER_BYTES;
 use crate::types::{
     Answer, Copy, DepotId, Direction, DomainId, EngineId, Epoch, Fingerprint, GroupGeometry,
     GroupId, Rank, RequestId, Shard, Time, WorkerId,
@@ -192,29 +191,21 @@ impl Env {
         self.violation.get_or_insert(what);
     }
 
-    pub(super) fn say(
+    /// Sends a message that is encoded; false when this end of the connection is closed.
+    pub(super) fn send(
         &mut self,
         id: ConnectionId,
         from: End,
-        correlation: RequestId,
-        deadline: Duration,
-        epoch: Epoch,
-        message: Message,
-    ) {
-        let said = self.net.say(
+        message: ([u8; HEADER_BYTES], Vec<u8>),
+    ) -> bool {
+        self.net.send(
             &mut self.queue,
             &mut self.rng,
             &mut self.faults,
             id,
             from,
-            correlation,
-            deadline,
-            epoch,
             message,
-        );
-        if let Err(why) = said {
-            self.violated(format!("a message has no bytes: {why}"));
-        }
+        )
     }
 
     pub(super) fn close(&mut self, id: ConnectionId, from: End) {

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::ghost::Question;
-use super::net::{ConnectionId, End, Heard};
-use super::server::{Noticed, Server};
+use super::net::{ConnectionId, Heard};
+use super::server::{Noticed, Server, connection, peer};
 use super::{Env, Who};
 use crate::core::sabotage::{Bug, planted};
 use crate::core::{Attached, Effect, Event, Leader, LeaderSettings, Refusal, TierKey};
@@ -28,7 +28,7 @@ impl LeaderProcess {
         let epoch = settings.epoch;
         Self {
             shell: LeaderShell::new(settings, [0x5a; 8]),
-            server: Server::new(epoch, env.now()),
+            server: Server::new(epoch, &[Role::Engine, Role::Worker], env.now()),
             epoch,
             attaching: BTreeMap::new(),
         }
@@ -59,9 +59,6 @@ impl LeaderProcess {
             None => {}
             Some(Noticed::Closed) => self.run(env, |shell, host| shell.closed(host, peer(id))),
             Some(Noticed::Opened(hello)) => {
-                if !matches!(hello.role, Role::Engine | Role::Worker) {
-                    env.violated("a stranger speaks to the leader".to_owned());
-                }
                 let pid = env.pid_of_client(id);
                 self.run(env, |shell, host| shell.opened(host, peer(id), &hello, pid));
             }
@@ -91,14 +88,6 @@ impl LeaderProcess {
             env.violated(format!("the leader's epoch was used before: {why}"));
         }
     }
-}
-
-fn peer(id: ConnectionId) -> PeerId {
-    PeerId(id.0)
-}
-
-fn connection(peer: PeerId) -> ConnectionId {
-    ConnectionId(peer.0)
 }
 
 /// The simulated process of a leader. Tells the checker of every step.
@@ -152,8 +141,7 @@ impl LeaderHost for Host<'_> {
                 ));
             }
         }
-        self.server
-            .say(self.env, id, request, Duration::ZERO, message);
+        self.server.reply(self.env, id, request, message);
     }
 
     fn order(
@@ -164,11 +152,7 @@ impl LeaderHost for Host<'_> {
         deadline: Duration,
     ) -> bool {
         let id = connection(peer);
-        if !self.env.net.is_open(id, End::Server) {
-            return false;
-        }
-        self.server.say(self.env, id, order, deadline, message);
-        true
+        self.server.order(self.env, id, order, message, deadline)
     }
 
     fn watch(&mut self, pid: i32) -> Option<i32> {

@@ -291,7 +291,7 @@ impl World {
         };
         if self.life(who).is_none() {
             let env = &mut self.env;
-            let heard = env.net.hear(
+            env.net.hear(
                 &mut env.queue,
                 &mut env.rng,
                 &mut env.faults,
@@ -300,9 +300,6 @@ impl World {
                 None,
                 packet,
             );
-            if let Err(why) = heard {
-                env.violated(why);
-            }
             return;
         }
         self.to(who, None, Happening::Packet { id, to, packet });
@@ -428,11 +425,8 @@ impl World {
                     packet,
                 );
                 match heard {
-                    Ok(Some(heard)) => Err((id, to, heard)),
-                    Ok(None) => return,
-                    Err(why) => {
-                        return env.violated(format!("a message was not understood: {why}"));
-                    }
+                    Some(heard) => Err((id, to, heard)),
+                    None => return,
                 }
             }
             other => Ok(other),
