@@ -77,7 +77,7 @@ impl Env {
         let namespaces = names
             .map(|(name, shape)| (domain(name, shape), (name, shape)))
             .collect();
-        let ghost = Ghost::new(setup.fence);
+        let ghost = Ghost::new(setup.fence + setup.by_hand());
         let mut env = Self {
             net: Net::new(setup.chances),
             queue: Queue::new(),

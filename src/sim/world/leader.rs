@@ -59,7 +59,10 @@ impl LeaderProcess {
             None => {}
             Some(Noticed::Closed) => self.run(env, |shell, host| shell.closed(host, peer(id))),
             Some(Noticed::Opened(hello)) => {
-                let pid = env.pid_of_client(id);
+                let pid = match env.setup.processes_unseen {
+                    true => None,
+                    false => env.pid_of_client(id),
+                };
                 self.run(env, |shell, host| shell.opened(host, peer(id), &hello, pid));
             }
             Some(Noticed::Message(envelope)) => {
@@ -165,7 +168,8 @@ impl LeaderHost for Host<'_> {
 
     fn request_end(&mut self, worker: WorkerId, pid: Option<i32>) -> bool {
         self.env.expel(worker, pid);
-        true
+        // A supervisor sees its children; where processes are not seen, a person ends them.
+        !self.env.setup.processes_unseen
     }
 
     fn kill(&mut self, worker: WorkerId, process: &i32) {

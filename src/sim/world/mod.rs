@@ -550,7 +550,11 @@ impl World {
             if pid.is_some() && pid != known {
                 continue;
             }
-            let at = self.env.now() + Duration::from_micros(self.env.rng.u64(100..5000));
+            let late = match self.env.setup.processes_unseen {
+                true => self.env.setup.by_hand(),
+                false => Duration::from_micros(self.env.rng.u64(100..5000)),
+            };
+            let at = self.env.now() + late;
             self.env.queue.push(at, Happening::Kill { worker, life });
         }
         for worker in std::mem::take(&mut self.env.divides) {
