@@ -173,6 +173,8 @@ pub struct ClientSession<R> {
     /// The connection that there is, or was last.
     link: LinkId,
     backoff: Duration,
+    /// What the process has to do. Requests in here are within the other side's credits: 64 MiB of messages, beside answers
+    /// to the other side, of which there are no more than it has open requests.
     events: VecDeque<ClientEvent<R>>,
 }
 
