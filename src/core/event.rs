@@ -42,8 +42,6 @@ pub enum Event {
     Struck {
         /// Which worker.
         worker: WorkerId,
-        /// The epoch of the leader that asked for it.
-        epoch: Epoch,
         /// Which reset.
         id: ResetId,
     },

@@ -139,12 +139,7 @@ fn go_on(leader: &mut Leader, now: &mut Time) -> (Vec<Result<Answer, Refusal>>, 
 
 fn struck(leader: &mut Leader, now: Time) -> Vec<Effect> {
     let id = ResetId(leader.next_reset);
-    let struck = Event::Struck {
-        worker: WORKER,
-        epoch: Epoch(1),
-        id,
-    };
-    step(leader, now, struck)
+    step(leader, now, Event::Struck { worker: WORKER, id })
 }
 
 #[test]
