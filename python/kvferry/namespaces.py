@@ -70,7 +70,7 @@ class Namespaces:
         #: Of which weights the device may have pages, by name and path: a digest of the adapter's files; before they
         #: were seen, the number under which it was loaded; or :data:`_MIXED`.
         self._on_device: dict[bytes, bytes | int] = {}
-        #: Digests that were given out, by adapter.
+        #: Digests that were given out, by adapter: at most one for each, and one for the model.
         self._digests: dict[str, bytes] = {}
         self._told_full = False
         self._looks = Looks(hub.adapter)
@@ -120,7 +120,7 @@ class Namespaces:
         return adapter.text
 
     def _of_number(self, lora: "LoRARequest") -> _Adapter | None:
-        """What vLLM has under the number of a request; None where that is unknown, or too much to remember."""
+        """The adapter of a request's number; None when its weights are unknown, or too many are remembered."""
         name = _name(lora)
         adapter = self._adapters.get(lora.lora_int_id)
         if adapter is None and len(self._adapters) < ADAPTERS_MAX:
@@ -136,7 +136,7 @@ class Namespaces:
         return adapter
 
     def _lose(self, adapter: _Adapter, lora: "LoRARequest") -> None:
-        """Nobody can tell any more which weights vLLM has under a number, nor since when."""
+        """Marks a number as unknown: vLLM may have other weights under it, and pages of them on the device."""
         adapter.unknown = True
         self._on_device_is(adapter.name, _MIXED)
         logger.warning(

@@ -137,7 +137,6 @@ def test_an_adapter_stays_known_when_what_vllm_reads_of_it_does_not_change(
         eventually("the clock of files goes on", lambda: time.time() > there.stat().st_ctime)
         runs(engine, adapter("one", str(there)), 0, monkeypatch, seen=False)
         monkeypatch.setattr("kvferry.looks.LOOKS_S", 60.0)
-    unseen_at = time.time()
     began = time.time()
     monkeypatch.setattr(files, "began_at", lambda: began)
 
@@ -151,7 +150,7 @@ def test_an_adapter_stays_known_when_what_vllm_reads_of_it_does_not_change(
     assert first is not None
     match change:
         case "a file is added":
-            eventually("the clock of files goes on", lambda: newer_file(there / "README.md") > unseen_at)
+            eventually("the clock of files goes on", lambda: newer_file(there / "README.md") > began)
         case "it is away for a moment":
             there.rename(tmp_path / "away")
             assert namespace() is None
