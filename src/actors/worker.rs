@@ -11,11 +11,10 @@ use ractor::{Actor, ActorProcessingErr, ActorRef};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
-use crate::actors::clock::Clock;
 use crate::actors::gpu::{EngineSide, Gpu};
-use crate::actors::holder::Holder;
 use crate::actors::mailbox::{Credited, Credits, Feeder};
 use crate::actors::pool::{PoolActor, PoolArguments, PoolSettings, Progress};
+use crate::actors::processes::Process;
 use crate::actors::teller::Teller;
 use crate::actors::transfer::{
     RUNNING_COPIES_MAX, TransferActor, TransferArguments, TransferMessage,
@@ -28,6 +27,8 @@ use crate::protocol::{
     Abandon, CopyResult, Empty, Ended, Envelope, ErrorBody, ErrorCode, Inventory, Message,
     ReadInventory,
 };
+use crate::shell::Holder;
+use crate::transport::Clock;
 use crate::transport::{
     Client, Failure, FdReceiver, Incoming, LinkId, PeerId, Replier, Server, ServerEvent,
     ServerEvents,
@@ -113,7 +114,7 @@ pub(super) enum WorkerMessage {
 struct RankPeer {
     /// The engine that it named in its hello.
     engine: EngineId,
-    holder: Holder,
+    holder: Holder<Process>,
 }
 
 impl From<Vec<EndedCopy>> for WorkerMessage {
@@ -375,7 +376,7 @@ impl State {
         match event {
             ServerEvent::Opened { peer, hello, pid } => {
                 let engine = EngineId(hello.engine);
-                let holder = Holder::new(peer, pid);
+                let holder = Holder::new(&mut self.replier, peer, pid);
                 self.ranks.insert(peer, RankPeer { engine, holder });
                 Ok(())
             }

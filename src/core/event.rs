@@ -42,6 +42,8 @@ pub enum Event {
     Struck {
         /// Which worker.
         worker: WorkerId,
+        /// The epoch of the leader that asked for it.
+        epoch: Epoch,
         /// Which reset.
         id: ResetId,
     },

@@ -25,7 +25,7 @@ use tokio::time::{sleep, timeout};
 use super::directory::{self, Claim, FD_SOCKET_NAME};
 use super::places::Places;
 use super::process::ProcessWatch;
-use super::{Quiet, TransportError};
+use super::{SharedLogLimit, TransportError};
 
 /// Length of a [`Ticket`].
 pub const TICKET_BYTES: usize = 16;
@@ -50,9 +50,9 @@ const ACCEPTED: u8 = 1;
 /// The answer to anything else.
 const REFUSED: u8 = 0;
 
-static REFUSALS: Quiet = Quiet::new();
-static ACCEPT_ERRORS: Quiet = Quiet::new();
-static EXPIRED: Quiet = Quiet::new();
+static REFUSALS: SharedLogLimit = SharedLogLimit::new();
+static ACCEPT_ERRORS: SharedLogLimit = SharedLogLimit::new();
+static EXPIRED: SharedLogLimit = SharedLogLimit::new();
 
 /// Names one descriptor: 16 random bytes, chosen by its sender.
 pub type Ticket = [u8; TICKET_BYTES];

@@ -11,20 +11,20 @@
 //!
 //! Nothing here reconnects, retries a frame or keeps one for later: whoever owns a connection decides that.
 
-mod admission;
+mod client;
+mod clock;
 mod connection;
 mod directory;
 mod error;
 mod fds;
 mod gate;
 mod listener;
+mod log_limit;
 mod memory;
 mod places;
 mod process;
 mod queue;
-mod quiet;
 mod server;
-mod session;
 mod zmq;
 mod zmtp;
 
@@ -45,6 +45,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
+pub use client::{CLIENT_QUEUE, Client, ClientSettings, Incoming};
+pub use clock::Clock;
 pub use connection::{Connection, ConnectionReceiver, ConnectionSender};
 pub use directory::{DirectoryLock, check as check_directory, prepare as prepare_directory};
 pub use error::{CloseReason, Closed, SendError, TransportError};
@@ -52,16 +54,16 @@ pub use fds::{
     FdError, FdReceiver, TICKET_BYTES, Ticket, UNTAKEN_MAX, UNTAKEN_TTL, send_fd, send_fds,
 };
 pub use listener::{FrameSender, Listener};
+pub use log_limit::SharedLogLimit;
 pub use memory::MemoryTransport;
-pub use quiet::Quiet;
-pub use server::{
-    Replier, SERVER_BATCH_MAX, STRANGERS_MAX, Server, ServerEvent, ServerEvents, ServerSettings,
-};
-pub use session::{
-    CLIENT_OPEN_MAX, CLIENT_QUEUE, Client, ClientSettings, Failure, Incoming, LinkId,
-};
+pub use server::{Replier, SERVER_BATCH_MAX, Server, ServerEvents};
 pub use zmq::ZmqTransport;
 pub use zmtp::Violation;
+
+pub use crate::session::{
+    CLIENT_OPEN_MAX, Failure, LinkId, STRANGERS_MAX, ServerEvent, ServerSettings,
+};
+pub use crate::types::PeerId;
 
 /// Largest [`Limits::header_bytes`] and [`Limits::body_bytes`] together: 256 MiB.
 pub const FRAME_BYTES_MAX: usize = 256 << 20;
@@ -91,16 +93,6 @@ impl Frame {
             header: header.into(),
             body: body.into(),
         }
-    }
-}
-
-/// One connection as its listener sees it. Unique in the process, never reused, and never chosen by the client.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct PeerId(pub u64);
-
-impl fmt::Display for PeerId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "peer {}", self.0)
     }
 }
 

@@ -62,6 +62,10 @@ number_id!(
     RequestId(u64), "request "
 );
 number_id!(
+    /// One connection as its listener sees it. Unique in the process, never reused, and never chosen by the client.
+    PeerId(u64), "peer "
+);
+number_id!(
     /// The engine's own number of a running request (a sequence), unique among its live ones.
     SlotId(u64), "slot "
 );

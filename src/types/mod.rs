@@ -7,6 +7,7 @@ mod geometry;
 mod gpu_copy;
 mod hash;
 mod ids;
+mod log_limit;
 mod numa;
 mod page_set;
 mod record;
@@ -21,9 +22,10 @@ pub use geometry::{GeometryError, GroupGeometry, RATIO_MAX, Ratio};
 pub use gpu_copy::{GpuCopy, ParseGpuCopyError};
 pub use hash::{Anchor, Fingerprint, HASH_BYTES_MAX, HASH_BYTES_MIN, HashesDiffer, PageHashes};
 pub use ids::{
-    AttachId, DepotId, DomainId, EngineId, Epoch, Generation, GroupId, NamespaceId, OpId, Rank,
-    Replica, RequestId, ResetId, Shard, SlotId, WorkerId,
+    AttachId, DepotId, DomainId, EngineId, Epoch, Generation, GroupId, NamespaceId, OpId, PeerId,
+    Rank, Replica, RequestId, ResetId, Shard, SlotId, WorkerId,
 };
+pub use log_limit::LogLimit;
 pub use numa::{NumaNodes, ParseNumaNodesError};
 pub use page_set::{PAGE_SET_BYTES_PER_PAGE_MAX, PageSet};
 pub use record::{INVENTORY_SLOT_BYTES, PageRecord, Record, Scope, Stored};

@@ -604,6 +604,7 @@ fn what_was_not_struck_out_is_asked_for_once_over_one_connection_and_given_up_at
     assert_eq!(asked, [strike(0, 0), strike(1, 0), strike(2, 0)]);
     let struck = |rank| Event::Struck {
         worker: worker(0, rank),
+        epoch: EPOCH,
         id: ResetId(1),
     };
     assert_eq!(reader.step(struck(1)), []);

@@ -454,6 +454,7 @@ fn what_was_read_before_a_reset_was_struck_out_is_read_anew() {
     assert_eq!(strikes, [strike(0), strike(1), strike(2)]);
     let struck = |rank| Event::Struck {
         worker: worker(0, rank),
+        epoch: EPOCH,
         id: ResetId(1),
     };
     assert_eq!(reader.step(struck(0)), []);

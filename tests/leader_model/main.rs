@@ -266,7 +266,10 @@ impl World {
                     next: None,
                     records: Vec::new(),
                 }),
-                Effect::Strike { worker, id, .. } => self.event(Event::Struck { worker, id }),
+                Effect::Strike { worker, id, .. } => {
+                    let epoch = EPOCH;
+                    self.event(Event::Struck { worker, epoch, id });
+                }
                 Effect::Expel(expelled) => {
                     let stuck = self.open.values().any(|(_, engine, ranks)| {
                         ranks.iter().any(|rank| worker(*engine, *rank) == expelled)

@@ -33,8 +33,12 @@ fn reset(reader: &mut Reader) -> Vec<Effect> {
 }
 
 fn struck(reader: &mut Reader, rank: u16) -> Vec<Effect> {
+    struck_in(reader, rank, EPOCH)
+}
+
+fn struck_in(reader: &mut Reader, rank: u16, epoch: Epoch) -> Vec<Effect> {
     let (worker, id) = (worker(0, rank), ResetId(1));
-    reader.step(Event::Struck { worker, id })
+    reader.step(Event::Struck { worker, epoch, id })
 }
 
 fn answer(effects: &[Effect]) -> Option<Reply> {
@@ -125,5 +129,21 @@ fn a_strike_is_asked_for_again_behind_each_answer_to_an_attach() {
     for rank in [0, 2, 1] {
         let told = answer(&struck(&mut reader, rank));
         assert_eq!(told.is_some(), rank == 1);
+    }
+}
+
+/// Every leader numbers its resets from 1: the answer to an earlier leader's reset has the number of one of this leader's.
+#[test]
+fn an_answer_to_a_reset_of_another_epoch_does_not_count() {
+    let mut reader = Reader::served();
+    assert_eq!(asked(&reset(&mut reader)), [(0, 0), (0, 1), (0, 2)]);
+    for epoch in [Epoch(EPOCH.0 - 1), Epoch(EPOCH.0 + 1)] {
+        for rank in 0..RANKS {
+            assert_eq!(struck_in(&mut reader, rank, epoch), []);
+        }
+    }
+    for rank in 0..RANKS {
+        let told = answer(&struck(&mut reader, rank));
+        assert_eq!(told.is_some(), rank == RANKS - 1);
     }
 }

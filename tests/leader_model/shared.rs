@@ -214,6 +214,7 @@ fn what_is_reset_is_struck_out_once_a_shard() {
     let mut struck = |rank| {
         let effects = shared.step(Event::Struck {
             worker: place(rank),
+            epoch: EPOCH,
             id: ResetId(1),
         });
         effects.len()

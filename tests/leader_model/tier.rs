@@ -530,7 +530,12 @@ fn a_reset_of_a_namespace_means_the_pages_of_every_layout() {
         let kept = listed.iter().map(|page| page.fingerprint);
         assert!(kept.eq(fingerprints[8 - left..].iter().copied()), "{name}");
         let worker = worker(0, 0);
-        let told = answer(&site.step(Event::Struck { worker, id }));
+        let struck = Event::Struck {
+            worker,
+            epoch: EPOCH,
+            id,
+        };
+        let told = answer(&site.step(struck));
         assert_eq!(told, Some(Ok(Answer::Reset { pages: forgotten })), "{name}");
 
         // The first engine comes back.

@@ -12,7 +12,7 @@ use crate::memory::{LifelineEnd, RegisteredMemory, pieces_without_proof, validat
 use crate::protocol::{
     Attach, AttachedMemory, Empty, ErrorBody, ErrorCode, Message, Register, Registered,
 };
-use crate::transport::{Failure, FdReceiver, PeerId, Quiet, Ticket};
+use crate::transport::{Failure, FdReceiver, PeerId, SharedLogLimit, Ticket};
 use crate::types::{
     AllocationHandle, AllocationKind, AttachId, Attention, ChunkHandle, DepotId, EngineId, Epoch,
     GroupId, OpId, Registration, RequestId,
@@ -21,7 +21,7 @@ use crate::types::{
 /// How long copies may hold memory that its engine takes back, or has left behind.
 const LET_GO_LIMIT: Duration = Duration::from_secs(2);
 
-static UNPROVEN: Quiet = Quiet::new();
+static UNPROVEN: SharedLogLimit = SharedLogLimit::new();
 
 /// A rank that registers: who asked, under which id, for which engine, and which of its requests are over.
 #[derive(Debug, Clone)]

@@ -290,6 +290,7 @@ impl FilledLeader {
         self.resets += 1;
         let struck = Event::Struck {
             worker: WORKER,
+            epoch: Epoch(1),
             id: ResetId(self.resets),
         };
         self.leader.step(self.now, struck, &mut self.effects);

@@ -139,7 +139,12 @@ fn go_on(leader: &mut Leader, now: &mut Time) -> (Vec<Result<Answer, Refusal>>, 
 
 fn struck(leader: &mut Leader, now: Time) -> Vec<Effect> {
     let id = ResetId(leader.next_reset);
-    step(leader, now, Event::Struck { worker: WORKER, id })
+    let struck = Event::Struck {
+        worker: WORKER,
+        epoch: Epoch(1),
+        id,
+    };
+    step(leader, now, struck)
 }
 
 #[test]

@@ -271,7 +271,12 @@ impl Leader {
                 };
                 self.inventory(now, part, effects);
             }
-            Event::Struck { worker, id } => self.struck(now, worker, id, effects),
+            Event::Struck { worker, epoch, id } => {
+                // Numbers of resets begin anew with each leader.
+                if epoch == self.settings.epoch {
+                    self.struck(now, worker, id, effects);
+                }
+            }
             Event::Request {
                 engine,
                 id,

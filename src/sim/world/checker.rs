@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::env::expected;
+use super::leader::LeaderProcess;
 use super::storage::Storage;
 use super::{Who, World};
 use crate::core::{BlockView, CANCELS_MAX, TierKey};
@@ -23,7 +24,7 @@ impl World {
     pub(super) fn check(&mut self) {
         self.checks += 1;
         let leader = self.leader.state.as_ref();
-        let pool = leader.and_then(|leader| leader.core.pool());
+        let pool = leader.and_then(|leader| leader.core().pool());
         let capacity = pool.map_or(0, crate::core::Pool::capacity_pages);
         let turns = u64::from(capacity / PAGES_AT_ONCE + 1);
         let contents = self.checks.is_multiple_of(turns);
@@ -40,7 +41,7 @@ impl World {
     }
 
     fn check_leader(&self, contents: bool) -> Result<Pages, String> {
-        let Some(leader) = self.leader.state.as_ref().map(|leader| &leader.core) else {
+        let Some(leader) = self.leader.state.as_ref().map(LeaderProcess::core) else {
             return Ok(Pages::default());
         };
         // Requests to cancel stores have a limit of their own, so that slack in one does not hide the other.
@@ -171,7 +172,7 @@ impl World {
     pub(super) fn is_quiet(&self) -> bool {
         let everyone = self.everyone().all(|who| self.life(who).is_some());
         let leader = self.leader.state.as_ref().is_some_and(|leader| {
-            let core = &leader.core;
+            let core = leader.core();
             core.is_ready()
                 && (core.slots(), core.open_requests(), core.copies_under_way()) == (0, 0, 0)
         });
@@ -197,7 +198,7 @@ impl World {
             .filter(|who| self.life(*who).is_none())
             .collect();
         let leader = self.leader.state.as_ref().map(|leader| {
-            let core = &leader.core;
+            let core = leader.core();
             let owed: Vec<_> = core.owed().collect();
             format!(
                 "ready {}, {} slots, {} requests, copies {owed:?}",
@@ -227,7 +228,7 @@ impl World {
             .leader
             .state
             .as_ref()
-            .and_then(|leader| leader.core.pool())
+            .and_then(|leader| leader.core().pool())
         {
             let states = pool.page_states();
             let set_aside = states.reserved + states.filling + states.quarantined;

@@ -1,14 +1,17 @@
-//! One conversation as a client: hello, heartbeats, silence, and once more from the start.
+//! One conversation as a client: the client's session on the simulated network.
 
 use std::time::Duration;
 
 use super::net::{ConnectionId, End, Heard};
 use super::{Env, Who};
-use crate::protocol::{Empty, Envelope, Hello, Message, Role, VERSION_MIN};
+use crate::protocol::{Envelope, Header, Hello, Message, Role, VERSION_MIN, decode};
+use crate::session::{ClientEvent, ClientRequest, ClientSession, Failure, LinkId};
 use crate::types::{EngineId, Epoch, RequestId, Time, WorkerId};
 
 /// How often a silent side is asked whether it is there; three times that without a word, and it is gone.
 pub(super) const HEARTBEAT: Duration = Duration::from_millis(20);
+/// Longest wait for an answer over one connection.
+const PATIENCE: Duration = Duration::from_secs(2);
 
 /// See the module.
 #[derive(Debug)]
@@ -16,12 +19,10 @@ pub(super) struct Client {
     me: Who,
     life: u32,
     server: Who,
-    hello: Hello,
+    session: ClientSession<()>,
     connection: Option<ConnectionId>,
-    /// The server's epoch, once it has said welcome.
-    welcomed: Option<Epoch>,
-    heard: Time,
-    next: Time,
+    /// The connection that was welcomed, and the server's epoch.
+    welcomed: Option<(LinkId, Epoch)>,
 }
 
 /// What a client notices.
@@ -29,7 +30,9 @@ pub(super) struct Client {
 pub(super) enum Noticed {
     Welcomed(Epoch),
     Lost,
-    Message(Box<Envelope>),
+    /// The other side asks for something.
+    Request(Box<Envelope>),
+    Answered(RequestId, Box<Result<Message, Failure>>),
 }
 
 impl Client {
@@ -38,11 +41,9 @@ impl Client {
             me,
             life,
             server,
-            hello,
+            session: ClientSession::new(hello, HEARTBEAT * 3, Time(0)),
             connection: None,
             welcomed: None,
-            heard: Time(0),
-            next: Time(0),
         }
     }
 
@@ -64,7 +65,7 @@ impl Client {
     }
 
     pub(super) fn epoch(&self) -> Option<Epoch> {
-        self.welcomed
+        self.welcomed.map(|(_, epoch)| epoch)
     }
 
     /// The life of the process at the other end.
@@ -73,85 +74,119 @@ impl Client {
     }
 
     pub(super) fn next_timeout(&self) -> Time {
-        self.next
+        self.session.next_timeout()
     }
 
-    /// Connects, asks whether the other side is there, gives up.
-    pub(super) fn tick(&mut self, env: &mut Env) -> Option<Noticed> {
-        let now = env.now();
-        if now < self.next {
-            return None;
-        }
-        self.next = now + HEARTBEAT;
-        let Some(id) = self.connection else {
-            let version = self.hello.version_max;
-            let id = env.net.connect(self.me, self.life, self.server, version);
-            self.connection = Some(id);
-            self.heard = now;
-            let hello = Message::Hello(self.hello.clone());
-            env.say(
-                id,
-                End::Client,
-                RequestId(0),
-                Duration::ZERO,
-                Epoch(0),
-                hello,
-            );
-            return None;
-        };
-        if now >= self.heard + 3 * HEARTBEAT {
-            env.close(id, End::Client);
-            return self.lost(now);
-        }
-        let (epoch, message) = match self.welcomed {
-            Some(epoch) => (epoch, Message::Ping(Empty {})),
-            None => (Epoch(0), Message::Hello(self.hello.clone())),
-        };
-        env.say(
-            id,
-            End::Client,
-            RequestId(0),
-            Duration::ZERO,
-            epoch,
-            message,
-        );
-        None
-    }
-
-    fn lost(&mut self, now: Time) -> Option<Noticed> {
-        self.connection = None;
-        self.next = now + HEARTBEAT / 4;
-        self.welcomed.take().map(|_| Noticed::Lost)
+    pub(super) fn tick(&mut self, env: &mut Env) -> Vec<Noticed> {
+        self.session.tick(env.now());
+        self.act(env)
     }
 
     /// Something came over this client's connection.
-    pub(super) fn hear(&mut self, now: Time, heard: Heard) -> Option<Noticed> {
-        let envelope = match heard {
-            Heard::Closed => return self.lost(now),
-            Heard::Message(envelope) => envelope,
-        };
-        self.heard = now;
-        match envelope.message {
-            Message::Welcome(_) if self.welcomed.is_none() => {
-                self.welcomed = Some(envelope.epoch);
-                Some(Noticed::Welcomed(envelope.epoch))
+    pub(super) fn hear(&mut self, env: &mut Env, heard: Heard) -> Vec<Noticed> {
+        match heard {
+            Heard::Closed => self.session.disconnected(env.now(), "closed"),
+            Heard::Bytes { header, body } => {
+                let read = Header::from_bytes(&header).and_then(|header| decode(header, &body));
+                if let Err(error) = read {
+                    env.violated(format!("a message was not understood: {error}"));
+                }
+                self.session.received(env.now(), &header, &body);
             }
-            Message::Welcome(_) | Message::Pong(_) => None,
-            _ if self.welcomed.is_none() => None,
-            _ => Some(Noticed::Message(envelope)),
+        }
+        self.act(env)
+    }
+
+    /// Requests something, over this connection or the next one. `wait` says how long until its deadline, and how much
+    /// longer its answer is of use.
+    pub(super) fn request(
+        &mut self,
+        env: &mut Env,
+        id: RequestId,
+        wait: (Duration, Duration),
+        message: Message,
+    ) {
+        self.send(env, id, wait, None, message);
+    }
+
+    /// Requests something, over this connection or not at all.
+    pub(super) fn request_here(&mut self, env: &mut Env, id: RequestId, message: Message) {
+        if let Some((link, _)) = self.welcomed {
+            self.send(env, id, (PATIENCE, Duration::ZERO), Some(link), message);
         }
     }
 
-    /// Says something, if there is anybody to hear it.
-    pub(super) fn say(
-        &self,
+    fn send(
+        &mut self,
         env: &mut Env,
-        correlation: RequestId,
-        deadline: Duration,
+        id: RequestId,
+        (left, grace): (Duration, Duration),
+        link: Option<LinkId>,
         message: Message,
     ) {
-        if let (Some(id), Some(epoch)) = (self.connection, self.welcomed) {
-            env.say(id, End::Client, correlation, deadline, epoch, message);
+        let now = env.now();
+        let request = ClientRequest {
+            id,
+            message,
+            deadline: now + left,
+            grace,
+            link,
+            to: (),
+        };
+        self.session.request(now, request);
+        self.nothing_more(env);
+    }
+
+    /// Answers a request that came over this connection.
+    pub(super) fn reply(&mut self, env: &mut Env, correlation: RequestId, message: Message) {
+        if let Some((link, _)) = self.welcomed {
+            self.session.reply(env.now(), link, correlation, message);
+            self.nothing_more(env);
         }
+    }
+
+    /// Sends what there is to send.
+    fn nothing_more(&mut self, env: &mut Env) {
+        let noticed = self.act(env);
+        if !noticed.is_empty() {
+            env.violated(format!("a client notices {noticed:?} while it sends"));
+        }
+    }
+
+    fn act(&mut self, env: &mut Env) -> Vec<Noticed> {
+        let mut noticed = Vec::new();
+        while let Some(event) = self.session.poll() {
+            match event {
+                ClientEvent::Connect => {
+                    self.connection = Some(env.net.connect(self.me, self.life, self.server));
+                    self.session.connected(env.now());
+                }
+                ClientEvent::Disconnect => {
+                    if let Some(id) = self.connection.take() {
+                        env.close(id, End::Client);
+                    }
+                }
+                ClientEvent::Send(message) => {
+                    if let Some(id) = self.connection {
+                        env.send(id, End::Client, message);
+                    }
+                }
+                ClientEvent::Welcomed { epoch, link, .. } => {
+                    self.welcomed = Some((link, epoch));
+                    noticed.push(Noticed::Welcomed(epoch));
+                }
+                ClientEvent::Lost => {
+                    self.welcomed = None;
+                    noticed.push(Noticed::Lost);
+                }
+                ClientEvent::Request { envelope, .. } => noticed.push(Noticed::Request(envelope)),
+                ClientEvent::Answered { id, answer, .. } => {
+                    noticed.push(Noticed::Answered(id, Box::new(answer)));
+                }
+                // Whatever is still wanted is asked again.
+                ClientEvent::Failed { .. } => {}
+            }
+        }
+        noticed
     }
 }

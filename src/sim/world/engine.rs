@@ -45,6 +45,16 @@ enum Kind {
     Reset,
 }
 
+impl Kind {
+    /// How long an answer is of use after the deadline. Pages are the leader's until it answers.
+    fn grace(self) -> Duration {
+        match self {
+            Self::Pages => Duration::from_secs(2),
+            Self::Lookup | Self::Finish | Self::Reset => Duration::ZERO,
+        }
+    }
+}
+
 /// The conversation with one rank's worker.
 #[derive(Debug)]
 struct RankSide {
@@ -190,11 +200,11 @@ impl EngineProcess {
     }
 
     pub(super) fn tick(&mut self, env: &mut Env) {
-        if let Some(noticed) = self.leader.tick(env) {
+        for noticed in self.leader.tick(env) {
             self.leader_says(env, noticed);
         }
         for rank in 0..self.ranks.len() {
-            if let Some(noticed) = self.ranks[rank].client.tick(env) {
+            for noticed in self.ranks[rank].client.tick(env) {
                 self.rank_says(env, rank, noticed);
             }
             self.speak_to_rank(env, rank);
@@ -205,13 +215,13 @@ impl EngineProcess {
 
     pub(super) fn hear(&mut self, env: &mut Env, id: ConnectionId, heard: Heard) {
         if self.leader.is(id) {
-            if let Some(noticed) = self.leader.hear(env.now(), heard) {
+            for noticed in self.leader.hear(env, heard) {
                 self.leader_says(env, noticed);
             }
-        } else if let Some(rank) = self.ranks.iter().position(|rank| rank.client.is(id))
-            && let Some(noticed) = self.ranks[rank].client.hear(env.now(), heard)
-        {
-            self.rank_says(env, rank, noticed);
+        } else if let Some(rank) = self.ranks.iter().position(|rank| rank.client.is(id)) {
+            for noticed in self.ranks[rank].client.hear(env, heard) {
+                self.rank_says(env, rank, noticed);
+            }
         }
         self.act(env);
     }
@@ -226,10 +236,13 @@ impl EngineProcess {
                     .for_each(|asked| asked.again = env.now());
                 self.ask_again(env);
             }
-            Noticed::Message(envelope) => {
-                let id = envelope.correlation;
-                if let Message::Error(error) = &envelope.message
-                    && !error.over
+            Noticed::Request(envelope) => {
+                let kind = envelope.message.kind().name();
+                env.violated(format!("an engine is asked for {kind}"));
+            }
+            Noticed::Answered(id, answer) => {
+                if let Err(failure) = &*answer
+                    && !failure.over
                     && self.refused_for_now(id)
                 {
                     env.counts.refusals += 1;
@@ -238,7 +251,7 @@ impl EngineProcess {
                 if self.asked.remove(&id).is_none() {
                     return;
                 }
-                let answer: Option<Answer> = envelope.message.answer();
+                let answer: Option<Answer> = answer.ok().and_then(|message| message.answer());
                 env.counts.answers += 1;
                 env.counts.refusals += u64::from(answer.is_none());
                 if let Some(Answer::Reset { .. }) = answer {
@@ -274,8 +287,8 @@ impl EngineProcess {
                 continue;
             }
             asked.again = now + AGAIN;
-            let left = now.until(asked.due).max(Duration::from_millis(1));
-            self.leader.say(env, *id, left, asked.message.clone());
+            let wait = (now.until(asked.due).max(AGAIN), asked.kind.grace());
+            self.leader.request(env, *id, wait, asked.message.clone());
             for rank in &asked.abandoning {
                 self.next += 1;
                 let correlation = RequestId(self.next);
@@ -284,7 +297,7 @@ impl EngineProcess {
                 let body = Message::Abandon(Abandon {
                     requests: vec![id.0],
                 });
-                side.client.say(env, correlation, Duration::ZERO, body);
+                side.client.request_here(env, correlation, body);
             }
         }
         for (id, kind) in given_up {
@@ -305,35 +318,36 @@ impl EngineProcess {
                 side.again = env.now();
             }
             Noticed::Welcomed(_) => side.again = env.now(),
-            Noticed::Message(envelope) => {
-                let id = envelope.correlation;
-                match envelope.message {
-                    Message::Registered(_) if side.registering == Some(id) => {
-                        side.registering = None;
-                        side.registered = side.client.server_life(env);
-                        side.heard = RequestId(0);
-                        side.again = env.now();
-                    }
-                    Message::Error(_) if side.registering == Some(id) => {
-                        side.registering = None;
-                        side.again = env.now() + AGAIN;
-                    }
-                    Message::WrittenAnswer(_) => {
-                        if let Some(through) = side.telling.remove(&id) {
-                            side.heard = side.heard.max(through);
-                        }
-                    }
-                    Message::AbandonAnswer(_) => {
-                        if let Some(request) = side.abandoning.remove(&id) {
-                            self.abandoned(rank, request);
-                        }
-                    }
-                    Message::Registered(_) | Message::Error(_) => {}
-                    other => {
-                        env.violated(format!("a worker said {} to a rank", other.kind().name()))
+            Noticed::Request(envelope) => {
+                let kind = envelope.message.kind().name();
+                env.violated(format!("a rank is asked for {kind}"));
+            }
+            Noticed::Answered(id, answer) => match *answer {
+                Ok(Message::Registered(_)) if side.registering == Some(id) => {
+                    side.registering = None;
+                    side.registered = side.client.server_life(env);
+                    side.heard = RequestId(0);
+                    side.again = env.now();
+                }
+                Err(_) if side.registering == Some(id) => {
+                    side.registering = None;
+                    side.again = env.now() + AGAIN;
+                }
+                Ok(Message::WrittenAnswer(_)) => {
+                    if let Some(through) = side.telling.remove(&id) {
+                        side.heard = side.heard.max(through);
                     }
                 }
-            }
+                Ok(Message::AbandonAnswer(_)) => {
+                    if let Some(request) = side.abandoning.remove(&id) {
+                        self.abandoned(rank, request);
+                    }
+                }
+                Ok(Message::Registered(_)) | Err(_) => {}
+                Ok(other) => {
+                    env.violated(format!("a worker said {} to a rank", other.kind().name()))
+                }
+            },
         }
         self.speak_to_rank(env, rank);
     }
@@ -359,7 +373,7 @@ impl EngineProcess {
                 engine: self.id.0,
                 registration: registration(env, self.id, rank),
             });
-            return side.client.say(env, correlation, Duration::ZERO, body);
+            return side.client.request_here(env, correlation, body);
         }
         if side.heard < self.written {
             side.told = self.written;
@@ -371,7 +385,7 @@ impl EngineProcess {
                 timeline: false,
                 through: self.written.0,
             });
-            side.client.say(env, correlation, Duration::ZERO, body);
+            side.client.request_here(env, correlation, body);
         } else {
             side.again = Time::NEVER;
         }
@@ -459,7 +473,8 @@ impl EngineProcess {
         let now = env.now();
         let message: Message = request.into();
         let timeout = env.setup.request_timeout;
-        self.leader.say(env, id, timeout, message.clone());
+        let wait = (timeout, kind.grace());
+        self.leader.request(env, id, wait, message.clone());
         let asked = Asked {
             message,
             due: now + timeout,

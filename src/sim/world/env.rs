@@ -1,7 +1,6 @@
 //! What all processes of a world share: time, chance, messages, memory, and the checker's knowledge.
 
 use std::collections::BTreeMap;
-use std::time::Duration;
 
 use fastrand::Rng;
 use siphasher::sip128::SipHasher24;
@@ -9,12 +8,13 @@ use siphasher::sip128::SipHasher24;
 use super::faults::{Fault, FaultCounts};
 use super::ghost::Ghost;
 use super::net::{ConnectionId, End, Net};
+use super::pids::Pids;
 use super::queue::Queue;
 use super::setup::{CELL_BYTES, Setup, Shape, pick};
 use super::storage::{CONTENT_MIN, Content, Depot, EMPTY, NOWHERE, Storage};
-use super::{Counts, Happening, Who};
+use super::{Counts, Happening};
 use crate::core::{Domain, Refusal};
-use crate::protocol::Message;
+use crate::protocol::HEADER_BYTES;
 use crate::types::{
     Answer, Copy, DepotId, Direction, DomainId, EngineId, Epoch, Fingerprint, GroupGeometry,
     GroupId, Rank, RequestId, Shard, Time, WorkerId,
@@ -52,10 +52,9 @@ pub(super) struct Env {
     pub(super) decided: bool,
     /// A rank all of whose copies fail, and until when.
     pub(super) failing: Option<(Rank, Time)>,
-    /// Lives of the processes.
-    pub(super) lives: BTreeMap<Who, u32>,
-    /// Workers that are to be ended.
-    pub(super) expelled: Vec<WorkerId>,
+    pub(super) pids: Pids,
+    /// Workers that are to be ended: the process of this id, or whichever there is.
+    pub(super) expelled: Vec<(WorkerId, Option<i32>)>,
     /// Workers that have begun to divide a depot in this step.
     pub(super) divides: Vec<WorkerId>,
     /// What the wall clock shows beyond the time that has passed.
@@ -78,7 +77,7 @@ impl Env {
         let namespaces = names
             .map(|(name, shape)| (domain(name, shape), (name, shape)))
             .collect();
-        let ghost = Ghost::new(setup.fence);
+        let ghost = Ghost::new(setup.fence + setup.by_hand());
         let mut env = Self {
             net: Net::new(setup.chances),
             queue: Queue::new(),
@@ -93,7 +92,7 @@ impl Env {
             violation: None,
             decided: false,
             failing: None,
-            lives: BTreeMap::new(),
+            pids: Pids::default(),
             expelled: Vec::new(),
             divides: Vec::new(),
             wall_offset: 1 << 50,
@@ -192,29 +191,21 @@ impl Env {
         self.violation.get_or_insert(what);
     }
 
-    pub(super) fn say(
+    /// Sends a message that is encoded; false when this end of the connection is closed.
+    pub(super) fn send(
         &mut self,
         id: ConnectionId,
         from: End,
-        correlation: RequestId,
-        deadline: Duration,
-        epoch: Epoch,
-        message: Message,
-    ) {
-        let said = self.net.say(
+        message: ([u8; HEADER_BYTES], Vec<u8>),
+    ) -> bool {
+        self.net.send(
             &mut self.queue,
             &mut self.rng,
             &mut self.faults,
             id,
             from,
-            correlation,
-            deadline,
-            epoch,
             message,
-        );
-        if let Err(why) = said {
-            self.violated(format!("a message has no bytes: {why}"));
-        }
+        )
     }
 
     pub(super) fn close(&mut self, id: ConnectionId, from: End) {
@@ -222,16 +213,16 @@ impl Env {
             .close(&mut self.queue, &mut self.rng, &mut self.faults, id, from);
     }
 
-    /// The life of the process that made a connection: what the kernel says of its peer.
-    pub(super) fn life_of_client(&self, who: Who, id: ConnectionId) -> Option<u32> {
-        self.net
-            .life_of_client(id)
-            .filter(|_| self.lives.contains_key(&who))
+    /// The process that made a connection, as the kernel reports it.
+    pub(super) fn pid_of_client(&self, id: ConnectionId) -> Option<i32> {
+        let (who, life) = self.net.client(id)?;
+        self.pids.of(who, life)
     }
 
-    pub(super) fn expel(&mut self, worker: WorkerId) {
+    /// The process of a worker is to be ended, if it has this id.
+    pub(super) fn expel(&mut self, worker: WorkerId, pid: Option<i32>) {
         self.counts.expelled += 1;
-        self.expelled.push(worker);
+        self.expelled.push((worker, pid));
     }
 
     pub(super) fn answered(

@@ -16,8 +16,10 @@ impl World {
         if self.life(who).is_some() {
             return;
         }
+        let life = self.lives_so_far(who) + 1;
         let env = &mut self.env;
-        let life = match who {
+        env.pids.begin(who, life);
+        match who {
             Who::Leader => {
                 self.epoch = Epoch(self.epoch.0 + 1);
                 env.counts.leaders += 1;
@@ -38,19 +40,16 @@ impl World {
                 };
                 self.awake_since = env.now();
                 self.leader = Process {
-                    life: self.leader.life + 1,
+                    life,
                     state: Some(LeaderProcess::start(env, settings)),
                     pauses: self.leader.pauses,
                     ..Process::new()
                 };
-                self.leader.life
             }
             Who::Worker(id) => {
                 let Some(process) = self.workers.get_mut(&id) else {
                     return;
                 };
-                let life = process.life + 1;
-                env.lives.insert(who, life);
                 if env.setup.standalone && life > 1 {
                     env.lose_depot(env.depot_of(id.rank));
                     env.faults.injected(Fault::DepotLoss);
@@ -61,11 +60,9 @@ impl World {
                     pauses: process.pauses,
                     ..Process::new()
                 };
-                life
             }
             Who::Engine(replica) => {
                 let process = &mut self.engines[usize::from(replica.0)];
-                let life = process.life + 1;
                 *process = Process {
                     life,
                     state: Some(EngineProcess::start(env, replica, life)),
@@ -74,22 +71,31 @@ impl World {
                 };
                 env.queue
                     .push(env.queue.now(), Happening::Arrive { replica, life });
-                life
             }
-        };
-        env.lives.insert(who, life);
+        }
         env.queue
             .push(env.queue.now(), Happening::Wake { who, life });
+    }
+
+    /// How often a process has begun.
+    fn lives_so_far(&self, who: Who) -> u32 {
+        match who {
+            Who::Leader => self.leader.life,
+            Who::Worker(worker) => self.workers[&worker].life,
+            Who::Engine(replica) => self.engines[usize::from(replica.0)].life,
+        }
     }
 
     /// A process dies: what it knew is gone, what it copied has ended.
     pub(super) fn crash(&mut self, who: Who) {
         tracing::trace!(?who, "dies");
+        let life = self.lives_so_far(who);
         let env = &mut self.env;
+        env.pids.end(who, life);
         match who {
             Who::Leader => {
                 if let Some(leader) = self.leader.state.take() {
-                    env.counts.recovered_pages += leader.core.counts().recovered_pages;
+                    env.counts.recovered_pages += leader.core().counts().recovered_pages;
                 }
                 self.seen = (None, false);
                 env.ghost.leader_died(self.epoch);
@@ -98,7 +104,6 @@ impl World {
                 let Some(process) = self.workers.get_mut(&id) else {
                     return;
                 };
-                let life = process.life;
                 if process
                     .state
                     .take()

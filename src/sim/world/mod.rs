@@ -17,6 +17,7 @@ mod ghost;
 mod leader;
 mod lives;
 mod net;
+mod pids;
 mod process;
 mod prompts;
 mod queue;
@@ -290,7 +291,7 @@ impl World {
         };
         if self.life(who).is_none() {
             let env = &mut self.env;
-            let heard = env.net.hear(
+            env.net.hear(
                 &mut env.queue,
                 &mut env.rng,
                 &mut env.faults,
@@ -299,9 +300,6 @@ impl World {
                 None,
                 packet,
             );
-            if let Err(why) = heard {
-                env.violated(why);
-            }
             return;
         }
         self.to(who, None, Happening::Packet { id, to, packet });
@@ -427,11 +425,8 @@ impl World {
                     packet,
                 );
                 match heard {
-                    Ok(Some(heard)) => Err((id, to, heard)),
-                    Ok(None) => return,
-                    Err(why) => {
-                        return env.violated(format!("a message was not understood: {why}"));
-                    }
+                    Some(heard) => Err((id, to, heard)),
+                    None => return,
                 }
             }
             other => Ok(other),
@@ -459,7 +454,7 @@ impl World {
             Ok(Happening::Died { worker, life, .. }) => leader.died(&mut self.env, worker, life),
             Ok(other) => self.env.violated(format!("the leader was given {other:?}")),
         }
-        let forgot = |engine| !leader.core.knows(engine);
+        let forgot = |engine| !leader.core().knows(engine);
         self.env.ghost.forgot(self.epoch, forgot);
         if let Some(late) = self.env.ghost.passed(self.epoch, awake) {
             self.env.violated(late);
@@ -549,9 +544,17 @@ impl World {
 
     /// What every step ends with: the dead are counted, the checker looks.
     fn after(&mut self) {
-        for worker in std::mem::take(&mut self.env.expelled) {
+        for (worker, pid) in std::mem::take(&mut self.env.expelled) {
             let life = self.workers[&worker].life;
-            let at = self.env.now() + Duration::from_micros(self.env.rng.u64(100..5000));
+            let known = self.env.pids.of(Who::Worker(worker), life);
+            if pid.is_some() && pid != known {
+                continue;
+            }
+            let late = match self.env.setup.processes_unseen {
+                true => self.env.setup.by_hand(),
+                false => Duration::from_micros(self.env.rng.u64(100..5000)),
+            };
+            let at = self.env.now() + late;
             self.env.queue.push(at, Happening::Kill { worker, life });
         }
         for worker in std::mem::take(&mut self.env.divides) {

@@ -12,8 +12,8 @@ use super::faults::{Fault, FaultCounts};
 use super::queue::Queue;
 use super::setup::Chances;
 use super::{Happening, Who};
-use crate::protocol::{Envelope, HEADER_BYTES, Header, Message, decode, encode};
-use crate::types::{Epoch, RequestId, Time};
+use crate::protocol::{HEADER_BYTES, Header, decode};
+use crate::types::Time;
 
 /// Names a connection, for ever.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -54,7 +54,6 @@ pub(super) enum Packet {
 struct Connection {
     ends: [(Who, Option<u32>); 2],
     open: [bool; 2],
-    version: u16,
     sent: [u64; 2],
     heard: [u64; 2],
 }
@@ -62,7 +61,10 @@ struct Connection {
 /// Something that came over a connection.
 #[derive(Debug)]
 pub(super) enum Heard {
-    Message(Box<Envelope>),
+    Bytes {
+        header: [u8; HEADER_BYTES],
+        body: Vec<u8>,
+    },
     Closed,
 }
 
@@ -92,19 +94,12 @@ impl Net {
     }
 
     /// A connection from a live process to a place, whoever lives there when the first message arrives.
-    pub(super) fn connect(
-        &mut self,
-        client: Who,
-        life: u32,
-        server: Who,
-        version: u16,
-    ) -> ConnectionId {
+    pub(super) fn connect(&mut self, client: Who, life: u32, server: Who) -> ConnectionId {
         self.next += 1;
         let id = ConnectionId(self.next);
         let connection = Connection {
             ends: [(client, Some(life)), (server, None)],
             open: [true, true],
-            version,
             sent: [0; 2],
             heard: [0; 2],
         };
@@ -117,47 +112,26 @@ impl Net {
         self.connections.get(&id)?.ends[1].1
     }
 
-    /// Who lives at the end that connected.
-    pub(super) fn life_of_client(&self, id: ConnectionId) -> Option<u32> {
-        self.connections.get(&id)?.ends[0].1
+    /// The process that connected, and its life.
+    pub(super) fn client(&self, id: ConnectionId) -> Option<(Who, u32)> {
+        let (who, life) = self.connections.get(&id)?.ends[0];
+        Some((who, life?))
     }
 
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "a message and the world it travels through"
-    )]
-    pub(super) fn say(
+    /// Sends a message that is encoded; false when this end of the connection is closed.
+    pub(super) fn send(
         &mut self,
         queue: &mut Queue<Happening>,
         rng: &mut Rng,
         faults: &mut FaultCounts,
         id: ConnectionId,
         from: End,
-        correlation: RequestId,
-        deadline: Duration,
-        epoch: Epoch,
-        message: Message,
-    ) -> Result<(), String> {
-        let Some(connection) = self
-            .connections
-            .get_mut(&id)
-            .filter(|c| c.open[from as usize])
-        else {
-            return Ok(());
+        (header, body): ([u8; HEADER_BYTES], Vec<u8>),
+    ) -> bool {
+        let connection = self.connections.get_mut(&id);
+        let Some(connection) = connection.filter(|known| known.open[from as usize]) else {
+            return false;
         };
-        let version = match message {
-            Message::Hello(_) => 1,
-            _ => connection.version,
-        };
-        let deadline_ms = u32::try_from(deadline.as_millis()).unwrap_or(u32::MAX);
-        let envelope = Envelope {
-            version,
-            correlation,
-            deadline_ms,
-            epoch,
-            message,
-        };
-        let (header, body) = encode(&envelope).map_err(|error| error.to_string())?;
         connection.sent[from as usize] += 1;
         self.sent += 1;
         let number = connection.sent[from as usize];
@@ -167,7 +141,7 @@ impl Net {
             number,
         };
         self.post(queue, rng, faults, id, from, packet);
-        Ok(())
+        true
     }
 
     /// Closes one end; the other one hears of it, perhaps.
@@ -256,10 +230,8 @@ impl Net {
         to: End,
         life: Option<u32>,
         packet: Packet,
-    ) -> Result<Option<Heard>, String> {
-        let Some(connection) = self.connections.get_mut(&id) else {
-            return Ok(None);
-        };
+    ) -> Option<Heard> {
+        let connection = self.connections.get_mut(&id)?;
         let end = to as usize;
         let (_, known) = &mut connection.ends[end];
         if known.is_none() && connection.open[end] {
@@ -271,12 +243,12 @@ impl Net {
             if !matches!(packet, Packet::Close) {
                 self.post(queue, rng, faults, id, to, Packet::Close);
             }
-            return Ok(None);
+            return None;
         }
         match packet {
             Packet::Close => {
                 connection.open[end] = false;
-                Ok(Some(Heard::Closed))
+                Some(Heard::Closed)
             }
             Packet::Bytes {
                 header,
@@ -289,10 +261,13 @@ impl Net {
                     faults.took_effect(Fault::Duplicate);
                 }
                 connection.heard[end] = connection.heard[end].max(number);
-                let header = Header::from_bytes(&header).map_err(|error| error.to_string())?;
-                let envelope = decode(header, &body).map_err(|error| error.to_string())?;
-                tracing::trace!(to = ?connection.ends[end], ?id, message = ?envelope.message, correlation = %envelope.correlation, "hears");
-                Ok(Some(Heard::Message(Box::new(envelope))))
+                if tracing::enabled!(tracing::Level::TRACE)
+                    && let Ok(header) = Header::from_bytes(&header)
+                    && let Ok(envelope) = decode(header, &body)
+                {
+                    tracing::trace!(to = ?connection.ends[end], ?id, message = ?envelope.message, correlation = %envelope.correlation, "hears");
+                }
+                Some(Heard::Bytes { header, body })
             }
         }
     }

@@ -1,4 +1,4 @@
-//! Conversations as a server: who said hello, who is silent.
+//! Conversations as a server: the server's session on the simulated network.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -6,21 +6,15 @@ use std::time::Duration;
 use super::Env;
 use super::client::HEARTBEAT;
 use super::net::{ConnectionId, End, Heard};
-use crate::protocol::{Empty, Envelope, Hello, Message, Welcome, limits};
-use crate::types::{Epoch, RequestId, Time};
-
-#[derive(Debug)]
-struct Peer {
-    hello: Option<Hello>,
-    heard: Time,
-}
+use crate::protocol::{Envelope, Hello, Message, Role};
+use crate::session::{Encoded, ServerEvent, ServerHost, ServerSession, ServerSettings};
+use crate::types::{Epoch, PeerId, RequestId, Time};
 
 /// All clients of a process.
 #[derive(Debug)]
 pub(super) struct Server {
-    epoch: Epoch,
-    peers: BTreeMap<ConnectionId, Peer>,
-    next: Time,
+    session: ServerSession,
+    hellos: BTreeMap<ConnectionId, Hello>,
 }
 
 /// What a server notices.
@@ -32,41 +26,47 @@ pub(super) enum Noticed {
 }
 
 impl Server {
-    pub(super) fn new(epoch: Epoch, now: Time) -> Self {
-        Self {
+    pub(super) fn new(epoch: Epoch, roles: &[Role], now: Time) -> Self {
+        let settings = ServerSettings {
             epoch,
-            peers: BTreeMap::new(),
-            next: now + HEARTBEAT,
+            heartbeat: HEARTBEAT,
+            roles: roles.to_vec(),
+            features: 0,
+        };
+        Self {
+            session: ServerSession::new(settings, now),
+            hellos: BTreeMap::new(),
         }
     }
 
     pub(super) fn hello(&self, id: ConnectionId) -> Option<&Hello> {
-        self.peers.get(&id)?.hello.as_ref()
+        self.hellos.get(&id)
+    }
+
+    pub(super) fn is_live(&self, id: ConnectionId, now: Time) -> bool {
+        self.session.is_live(peer(id), now)
     }
 
     pub(super) fn next_timeout(&self) -> Time {
-        self.next
+        self.session.next_timeout()
     }
 
     /// Those that were silent for too long.
     pub(super) fn tick(&mut self, env: &mut Env) -> Vec<ConnectionId> {
-        let now = env.now();
-        if now < self.next {
-            return Vec::new();
-        }
-        self.next = now + HEARTBEAT;
-        let silent = self
-            .peers
-            .iter()
-            .filter(|(_, peer)| now >= peer.heard + 3 * HEARTBEAT);
-        let silent: Vec<ConnectionId> = silent.map(|(id, _)| *id).collect();
-        silent.iter().for_each(|id| self.close(env, *id));
+        let silent = self.session.tick(&mut Host::new(env));
+        let silent: Vec<ConnectionId> = silent.into_iter().map(connection).collect();
+        silent.iter().for_each(|id| self.forget(*id));
         silent
     }
 
     pub(super) fn close(&mut self, env: &mut Env, id: ConnectionId) {
-        self.peers.remove(&id);
+        self.forget(id);
         env.close(id, End::Server);
+    }
+
+    fn forget(&mut self, id: ConnectionId) {
+        self.session.closed(peer(id));
+        self.hellos.remove(&id);
     }
 
     /// Something came over a connection.
@@ -76,51 +76,99 @@ impl Server {
         id: ConnectionId,
         heard: Heard,
     ) -> Option<Noticed> {
-        let envelope = match heard {
-            Heard::Closed => return self.peers.remove(&id).map(|_| Noticed::Closed),
-            Heard::Message(envelope) => *envelope,
+        let (header, body) = match heard {
+            Heard::Closed => {
+                self.session.closed(peer(id));
+                return self.hellos.remove(&id).map(|_| Noticed::Closed);
+            }
+            Heard::Bytes { header, body } => (header, body),
         };
-        let heard = env.now();
-        let peer = self.peers.entry(id).or_insert(Peer { hello: None, heard });
-        peer.heard = heard;
-        match envelope.message {
-            Message::Hello(hello) => {
-                let new = peer.hello.replace(hello.clone()).is_none();
-                let welcome = Message::Welcome(Welcome {
-                    version: hello.version_max,
-                    heartbeat_ms: u32::try_from(HEARTBEAT.as_millis()).unwrap_or(u32::MAX),
-                    request_credits: limits::REQUEST_CREDITS,
-                    byte_credits: limits::BYTE_CREDITS,
-                    deadline_max_ms: limits::DEADLINE_MAX_MS,
-                    features: 0,
-                });
-                self.say(env, id, envelope.correlation, Duration::ZERO, welcome);
-                new.then_some(Noticed::Opened(hello))
+        let pid = env.pid_of_client(id);
+        if !self.session.knows(peer(id)) {
+            self.session.opened(&mut Host::new(env), peer(id), pid);
+        }
+        let mut host = Host::new(env);
+        let event = self.session.message(&mut host, peer(id), &header, &body);
+        if host.disconnected {
+            self.session.closed(peer(id));
+            return self.hellos.remove(&id).map(|_| Noticed::Closed);
+        }
+        match event? {
+            ServerEvent::Opened { hello, .. } => {
+                self.hellos.insert(id, hello.clone());
+                Some(Noticed::Opened(hello))
             }
-            // Its hello was lost or is late: nothing is done for a stranger.
-            _ if peer.hello.is_none() => None,
-            Message::Ping(_) => {
-                self.say(
-                    env,
-                    id,
-                    envelope.correlation,
-                    Duration::ZERO,
-                    Message::Pong(Empty {}),
-                );
-                None
-            }
-            _ => Some(Noticed::Message(envelope)),
+            ServerEvent::Message { envelope, .. } => Some(Noticed::Message(envelope)),
+            ServerEvent::Closed { .. } => Some(Noticed::Closed),
         }
     }
 
-    pub(super) fn say(
-        &self,
+    /// Answers a request.
+    pub(super) fn reply(
+        &mut self,
         env: &mut Env,
         id: ConnectionId,
-        correlation: RequestId,
-        deadline: Duration,
+        request: RequestId,
         message: Message,
     ) {
-        env.say(id, End::Server, correlation, deadline, self.epoch, message);
+        self.session
+            .reply(&mut Host::new(env), peer(id), request, message);
+    }
+
+    /// Sends an order; false when it was not sent.
+    pub(super) fn order(
+        &mut self,
+        env: &mut Env,
+        id: ConnectionId,
+        order: RequestId,
+        message: Message,
+        deadline: Duration,
+    ) -> bool {
+        self.session
+            .order(&mut Host::new(env), peer(id), order, message, deadline)
+    }
+}
+
+pub(super) fn peer(id: ConnectionId) -> PeerId {
+    PeerId(id.0)
+}
+
+pub(super) fn connection(peer: PeerId) -> ConnectionId {
+    ConnectionId(peer.0)
+}
+
+/// The process of a server.
+struct Host<'a> {
+    env: &'a mut Env,
+    /// The session has closed a connection.
+    disconnected: bool,
+}
+
+impl<'a> Host<'a> {
+    fn new(env: &'a mut Env) -> Self {
+        let disconnected = false;
+        Self { env, disconnected }
+    }
+}
+
+impl ServerHost for Host<'_> {
+    fn now(&self) -> Time {
+        self.env.now()
+    }
+
+    fn send(&mut self, peer: PeerId, message: Encoded) -> bool {
+        self.env.send(connection(peer), End::Server, message)
+    }
+
+    fn disconnect(&mut self, peer: PeerId) {
+        self.disconnected = true;
+        self.env.close(connection(peer), End::Server);
+    }
+
+    /// The network closes the connections of a process that ends.
+    fn watch(&mut self, _: PeerId, _: Option<i32>) {}
+
+    fn guests_max(&self) -> usize {
+        usize::MAX
     }
 }

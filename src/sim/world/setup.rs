@@ -18,6 +18,8 @@ const SHARED: u64 = 0x7368_6172_6564;
 const SHAPES: u64 = 0x7368_6170_6573;
 /// The same for how depots are divided.
 const DIVIDE: u64 = 0x6469_7669_6465;
+/// The same for what can be seen of processes.
+const UNSEEN: u64 = 0x756e_7365_656e;
 /// The same for times.
 const TIMES: u64 = 0x7469_6d65_7321;
 /// Bytes of one cell of memory.
@@ -59,6 +61,8 @@ pub struct Setup {
     pub standalone: bool,
     /// Depots come back with another size.
     pub depots_differ: bool,
+    /// The leader cannot see the processes of its peers: they are in another PID namespace.
+    pub processes_unseen: bool,
     /// Pages that a worker looks at for one part of an inventory.
     pub inventory_pages: u32,
     /// Of a million readings of inventories, those in which an engine leaves.
@@ -142,6 +146,7 @@ impl Setup {
         let mut shapes = Rng::with_seed(rng.clone().u64(..) ^ SHAPES);
         let mut times = Rng::with_seed(rng.clone().u64(..) ^ TIMES);
         let mut divide = Rng::with_seed(rng.clone().u64(..) ^ DIVIDE);
+        let mut unseen = Rng::with_seed(rng.clone().u64(..) ^ UNSEEN);
         let ranks = rng.u16(1..=4);
         let mut setup = Self {
             ranks,
@@ -158,6 +163,7 @@ impl Setup {
             more_device_pages: 0,
             standalone: false,
             depots_differ: false,
+            processes_unseen: false,
             inventory_pages: 100,
             leave_while_reading: 0,
             divide_time: Duration::ZERO,
@@ -218,7 +224,16 @@ impl Setup {
         setup.time(&mut times);
         setup.divide_time = setup.fence.mul_f64(*pick(&mut divide, &[0.001, 0.02, 0.2]));
         setup.pause_while_dividing = *pick(&mut divide, &[0, 100_000, 500_000]);
+        setup.processes_unseen = unseen.u8(0..6) == 0;
         setup
+    }
+
+    /// How long it takes until somebody ends a process that the leader cannot end.
+    pub fn by_hand(&self) -> Duration {
+        match self.processes_unseen {
+            true => self.fence * 10,
+            false => Duration::ZERO,
+        }
     }
 
     /// Engines with pages of other sizes and layouts, with larger memories; depots that are lost.

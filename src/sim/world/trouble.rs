@@ -78,7 +78,7 @@ impl World {
         self.env.faults.injected(fault);
         let busy = match who {
             Who::Leader => self.leader.state.as_ref().is_some_and(|leader| {
-                leader.core.open_requests() > 0 || leader.core.copies_under_way() > 0
+                leader.core().open_requests() > 0 || leader.core().copies_under_way() > 0
             }),
             Who::Worker(id) => {
                 let worker = self.workers[&id].state.as_ref();
@@ -179,7 +179,7 @@ impl World {
                 .leader
                 .state
                 .as_ref()
-                .is_some_and(|leader| leader.core.copies_under_way() > 0)
+                .is_some_and(|leader| leader.core().copies_under_way() > 0)
             {
                 env.faults.took_effect(Fault::WallJump);
             }
@@ -209,12 +209,12 @@ impl World {
         let Some(leader) = &self.leader.state else {
             return;
         };
-        let reading = leader.core.is_reading();
+        let reading = leader.core().is_reading();
         let began = reading && !self.seen.1;
         self.seen.1 = reading;
-        if leader.core.tier_key() != self.seen.0.as_ref() {
+        if leader.core().tier_key() != self.seen.0.as_ref() {
             let before = self.seen.0.take();
-            self.seen.0 = leader.core.tier_key().cloned();
+            self.seen.0 = leader.core().tier_key().cloned();
             if let Some(before) = before {
                 let lost = self.env.ghost.roster.has_other_depots(&before);
                 self.env.faults.took_effect(match lost {
@@ -239,7 +239,7 @@ impl World {
         }
         self.env.faults.injected(Fault::ReadingLeft);
         let leader = self.leader.state.as_ref();
-        if leader.is_some_and(|leader| leader.core.is_reading()) {
+        if leader.is_some_and(|leader| leader.core().is_reading()) {
             self.env.faults.took_effect(Fault::ReadingLeft);
         }
         self.crash(who);

@@ -15,6 +15,7 @@ use crate::protocol::{
     Attach, AttachedMemory, CopyResult, Empty, Ended, Envelope, ErrorBody, ErrorCode, Inventory,
     Message, ReadInventory, Registered, Role, Struck,
 };
+use crate::session::Failure;
 use crate::types::{
     AttachId, Copy, DepotId, Direction, EndedCopy, EngineId, Epoch, Generation, OpId, RequestId,
     ResetId, Shard, Time, WorkerId,
@@ -99,7 +100,7 @@ impl WorkerProcess {
             life,
             core: Worker::new(settings),
             leader: Client::new(Who::Worker(id), life, Who::Leader, hello),
-            server: Server::new(Epoch(0), env.now()),
+            server: Server::new(Epoch(0), &[Role::Rank], env.now()),
             attaching: BTreeMap::new(),
             next_question: 0,
             memory: None,
@@ -135,7 +136,7 @@ impl WorkerProcess {
     }
 
     pub(super) fn tick(&mut self, env: &mut Env) {
-        if let Some(noticed) = self.leader.tick(env) {
+        for noticed in self.leader.tick(env) {
             self.leader_says(env, noticed);
         }
         for silent in self.server.tick(env) {
@@ -146,10 +147,10 @@ impl WorkerProcess {
 
     pub(super) fn hear(&mut self, env: &mut Env, id: ConnectionId, to: End, heard: Heard) {
         if to == End::Client {
-            if self.leader.is(id)
-                && let Some(noticed) = self.leader.hear(env.now(), heard)
-            {
-                self.leader_says(env, noticed);
+            if self.leader.is(id) {
+                for noticed in self.leader.hear(env, heard) {
+                    self.leader_says(env, noticed);
+                }
             }
             return;
         }
@@ -164,11 +165,33 @@ impl WorkerProcess {
         match noticed {
             client::Noticed::Welcomed(epoch) => self.step(env, WorkerEvent::LeaderFound(epoch)),
             client::Noticed::Lost => self.step(env, WorkerEvent::LeaderLost),
-            client::Noticed::Message(envelope) => self.leader_message(env, *envelope),
+            client::Noticed::Request(envelope) => self.leader_asks(env, *envelope),
+            client::Noticed::Answered(id, answer) => self.leader_answers(env, id, *answer),
         }
     }
 
-    fn leader_message(&mut self, env: &mut Env, envelope: Envelope) {
+    fn leader_answers(&mut self, env: &mut Env, id: RequestId, answer: Result<Message, Failure>) {
+        let Some(attach) = self.attaching.remove(&id) else {
+            return;
+        };
+        let after = match answer {
+            Ok(Message::Attached(attached)) => Some(OpId(attached.after)),
+            Ok(other) => {
+                let kind = other.kind().name();
+                return env.violated(format!("{kind} is no answer to an attach"));
+            }
+            Err(failure)
+                if matches!(failure.code, ErrorCode::Invalid | ErrorCode::RankDisagrees) =>
+            {
+                None
+            }
+            // The core attaches again.
+            Err(_) => return,
+        };
+        self.step(env, WorkerEvent::Admitted { attach, after });
+    }
+
+    fn leader_asks(&mut self, env: &mut Env, envelope: Envelope) {
         let Envelope {
             correlation,
             deadline_ms,
@@ -180,17 +203,6 @@ impl WorkerProcess {
         let batch = BatchId(correlation.0);
         let deadline = env.now() + Duration::from_millis(u64::from(deadline_ms));
         let event = match message {
-            Message::Attached(attached) => WorkerEvent::Admitted {
-                attach: AttachId(attached.attach),
-                after: Some(OpId(attached.after)),
-            },
-            Message::Error(_) => match self.attaching.get(&correlation) {
-                Some(attach) => WorkerEvent::Admitted {
-                    attach: *attach,
-                    after: None,
-                },
-                None => return,
-            },
             Message::Transfer(transfer) => WorkerEvent::Ordered {
                 epoch,
                 batch,
@@ -259,7 +271,7 @@ impl WorkerProcess {
             Hold::Late => {
                 let error = ErrorBody::new(ErrorCode::Invalid, "another depot, or late");
                 let error = Message::Error(error);
-                self.leader.say(env, correlation, Duration::ZERO, error);
+                self.leader.reply(env, correlation, error);
             }
         }
     }
@@ -301,7 +313,7 @@ impl WorkerProcess {
         }
     }
 
-    fn say_inventory(&self, env: &mut Env, correlation: RequestId, read: &ReadInventory) {
+    fn say_inventory(&mut self, env: &mut Env, correlation: RequestId, read: &ReadInventory) {
         let shape = Env::shape(read.page_bytes, [0; 16]);
         let depot = &env.depots[env.depot_of(self.id.rank)];
         let body = if depot.holds() == Some(shape.cells) {
@@ -313,7 +325,7 @@ impl WorkerProcess {
         } else {
             Message::Error(ErrorBody::new(ErrorCode::Invalid, "divided otherwise"))
         };
-        self.leader.say(env, correlation, Duration::ZERO, body);
+        self.leader.reply(env, correlation, body);
     }
 
     fn rank_asks(&mut self, env: &mut Env, id: ConnectionId, envelope: Envelope) {
@@ -352,13 +364,8 @@ impl WorkerProcess {
                     .memory
                     .is_some_and(|(_, connection, _)| connection == id)
                 {
-                    self.server.say(
-                        env,
-                        id,
-                        correlation,
-                        Duration::ZERO,
-                        Message::WrittenAnswer(Empty {}),
-                    );
+                    self.server
+                        .reply(env, id, correlation, Message::WrittenAnswer(Empty {}));
                     let through = RequestId(written.through);
                     self.step(env, WorkerEvent::Written { engine, through });
                 }
@@ -420,8 +427,7 @@ impl WorkerProcess {
             }),
             false => Message::Error(ErrorBody::new(ErrorCode::RankDisagrees, "turned away")),
         };
-        self.server
-            .say(env, connection, asked, Duration::ZERO, message);
+        self.server.reply(env, connection, asked, message);
     }
 
     fn step(&mut self, env: &mut Env, event: WorkerEvent) {
@@ -450,7 +456,7 @@ impl WorkerProcess {
                     } else {
                         Message::Error(ErrorBody::new(ErrorCode::Deadline, "too late"))
                     };
-                    self.leader.say(env, self.order, Duration::ZERO, body);
+                    self.leader.reply(env, self.order, body);
                 }
                 WorkerEffect::List(record) => env.depots[shard].list(&record),
                 WorkerEffect::Start(copies) => {
@@ -467,13 +473,13 @@ impl WorkerProcess {
                 WorkerEffect::Abandoned { ask } => {
                     if let Some((id, correlation)) = self.abandoning.remove(&ask) {
                         let body = Message::AbandonAnswer(Empty {});
-                        self.server.say(env, id, correlation, Duration::ZERO, body);
+                        self.server.reply(env, id, correlation, body);
                     }
                 }
                 WorkerEffect::Refuse(refusal) => {
                     let error = ErrorBody::new(ErrorCode::NotReady, refusal.to_string());
                     let error = Message::Error(error);
-                    self.leader.say(env, self.order, Duration::ZERO, error);
+                    self.leader.reply(env, self.order, error);
                 }
                 WorkerEffect::Invalid { op, problem } => {
                     env.violated(format!(
@@ -507,7 +513,7 @@ impl WorkerProcess {
             depot_epoch: env.depots[env.depot_of(self.id.rank)].last_reader().0,
             memory,
         });
-        self.leader.say(env, correlation, Duration::ZERO, body);
+        self.leader.request_here(env, correlation, body);
     }
 
     /// Pages of this engine's shape that the depot has room for.
@@ -516,13 +522,12 @@ impl WorkerProcess {
         depot.pages(env.memory(engine).shape)
     }
 
-    fn report(&self, env: &mut Env, batch: BatchId, copies: &[EndedCopy]) {
+    fn report(&mut self, env: &mut Env, batch: BatchId, copies: &[EndedCopy]) {
         let body = Message::Ended(Ended {
             rank: self.id.rank.0,
             copies: copies.iter().map(CopyResult::from).collect(),
         });
-        self.leader
-            .say(env, RequestId(batch.0), Duration::ZERO, body);
+        self.leader.reply(env, RequestId(batch.0), body);
     }
 
     fn start_copy(&mut self, env: &mut Env, copy: Copy) {

@@ -26,7 +26,7 @@ use super::listener::{Event, Intake, PeerLink, Peers};
 use super::places::{Place, Places};
 use super::zmq::Router;
 use super::zmtp::{self, Item, Parser};
-use super::{Limits, PeerId, Quiet, SendError, Violation};
+use super::{Limits, PeerId, SendError, SharedLogLimit, Violation};
 use relay::Connection;
 
 /// Most bytes read at once, in either direction.
@@ -34,8 +34,8 @@ const CHUNK_BYTES: usize = 64 << 10;
 /// Most connections that have not yet shaken hands; when there is one more, the oldest is closed. They take no place of the
 /// open ones.
 pub(super) const HANDSHAKES_MAX: usize = 64;
-static REFUSALS: Quiet = Quiet::new();
-static ACCEPT_ERRORS: Quiet = Quiet::new();
+static REFUSALS: SharedLogLimit = SharedLogLimit::new();
+static ACCEPT_ERRORS: SharedLogLimit = SharedLogLimit::new();
 /// Pause after `accept` failed, so that a lack of descriptors does not burn a core.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 

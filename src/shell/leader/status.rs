@@ -1,37 +1,35 @@
-//! What a leader says of itself, and of its workers while they get ready.
+//! The status of a leader, and of its workers while they get ready.
 
+use std::fmt;
 use std::time::Duration;
 
 use crate::protocol::{ErrorBody, ErrorCode, Preparing, RankStatus, StatusAnswer};
-use crate::types::{Direction, Rank, Replica, WorkerId};
+use crate::types::{Direction, Rank, Replica, Time, WorkerId};
 
-use super::State;
-use crate::transport::Quiet;
+use super::{LeaderHost, LeaderShell};
 
-static PROBLEMS: Quiet = Quiet::new();
-
-/// Time after a second count in which nobody gets another one.
+/// Pause between two audits that peers may request.
 const CHECK_PAUSE: Duration = Duration::from_secs(1);
 
-impl State {
-    /// A worker says how far it is. The last word counts; it stays when the worker ends.
-    pub(super) fn prepares(&mut self, worker: WorkerId, preparing: Preparing) {
-        if !self.places().any(|place| place == worker) {
+impl<P: fmt::Debug> LeaderShell<P> {
+    /// A worker reports its progress. The last report counts; it stays when the worker ends.
+    pub(super) fn prepares(&mut self, now: Time, worker: WorkerId, preparing: Preparing) {
+        if !self.seats().any(|seat| seat == worker) {
             return;
         }
         let known = self.preparing.get(&worker);
         let is_new = known.is_none_or(|known| known.problem != preparing.problem);
         if is_new
             && !preparing.problem.is_empty()
-            && let Some(left_out) = PROBLEMS.line()
+            && let Some(left_out) = self.problems.line(now)
         {
             tracing::error!(%worker, problem = preparing.problem, left_out, "worker cannot go on");
         }
         self.preparing.insert(worker, preparing);
     }
 
-    /// Where there are workers.
-    pub(super) fn places(&self) -> impl Iterator<Item = WorkerId> + use<> {
+    /// The seats that there are for workers.
+    pub(super) fn seats(&self) -> impl Iterator<Item = WorkerId> + use<P> {
         let ranks = self.settings.sharding.ranks();
         let replicas = (0..self.settings.replicas).map(Replica);
         replicas.flat_map(move |replica| {
@@ -61,10 +59,9 @@ impl State {
         u32::try_from(self.core.owed_by(worker, direction)).unwrap_or(u32::MAX)
     }
 
-    /// Refuses a second count while the last time is not long enough ago: the
-    /// count walks the whole arena, and meanwhile nobody is served.
-    fn may_check(&mut self) -> Result<(), ErrorBody> {
-        let now = self.clock.now();
+    /// Refuses an audit that comes too soon after the last one: it walks the whole arena, and meanwhile no other request is
+    /// served.
+    fn may_check(&self, now: Time) -> Result<(), ErrorBody> {
         let left = self.checked.map(|last| now.until(last + CHECK_PAUSE));
         if let Some(left) = left.filter(|left| !left.is_zero()) {
             let text = format!(
@@ -76,13 +73,17 @@ impl State {
         Ok(())
     }
 
-    pub(super) fn status(&mut self, check: bool) -> Result<Box<StatusAnswer>, ErrorBody> {
+    pub(super) fn status(
+        &mut self,
+        host: &impl LeaderHost<Process = P>,
+        check: bool,
+    ) -> Result<Box<StatusAnswer>, ErrorBody> {
         let mut contradiction = String::new();
         if check {
-            self.may_check()?;
+            self.may_check(host.now())?;
             contradiction = self.core.check().err().unwrap_or_default();
-            // From its end on: a long count leaves as much time to others as a short one.
-            self.checked = Some(self.clock.now());
+            // Measured from its end: a long audit leaves as much time to others as a short one.
+            self.checked = Some(host.now());
         }
         let mut answer = StatusAnswer {
             version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -90,7 +91,7 @@ impl State {
             ready: self.core.is_ready(),
             ratio: self.settings.ratio.pages(),
             engine_page_tokens: self.core.engine_page_tokens(),
-            ranks: self.places().map(|worker| self.rank(worker)).collect(),
+            ranks: self.seats().map(|worker| self.rank(worker)).collect(),
             slots: self.core.slots() as u64,
             copies_under_way: self.core.copies_under_way() as u64,
             decisions_digest: self.core.decisions_digest(),
@@ -102,7 +103,7 @@ impl State {
             contradiction,
             ..StatusAnswer::default()
         };
-        let lookup_ns = u64::try_from(self.lookup_time.as_nanos()).unwrap_or(u64::MAX);
+        let lookup_ns = u64::try_from(host.lookup_time().as_nanos()).unwrap_or(u64::MAX);
         answer.counters.insert("lookup_ns".to_owned(), lookup_ns);
         if let Some(pool) = self.core.pool() {
             let states = pool.page_states().by_name();

@@ -1,4 +1,4 @@
-//! What an engine or a worker is told when the core refuses something.
+//! The error that an engine or a worker gets when the core refuses something.
 
 use crate::core::Refusal;
 use crate::protocol::{ErrorBody, ErrorCode};

@@ -1,82 +1,86 @@
-//! Which messages of a peer a server reads, judged by header and length before a byte of the body is looked at.
+//! Admission of messages by their header and length, before a byte of the body is read.
 //!
-//! Decoding costs time and several times the memory of the bytes, so a peer that has not said who it is, says what its role
-//! does not say, has used up its credits, or repeats itself gets none of it.
+//! Decoding costs time and several times the memory of the bytes. So the body is not decoded for a peer that has not said
+//! hello, sends what its role does not send, has used up its credits, or repeats itself.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::time::Duration;
-
-use tokio::time::Instant;
 
 use crate::protocol::{
     Class, ErrorBody, ErrorCode, HELLO_VERSION, Header, Kind, Role, judge, limits,
 };
-use crate::transport::process::ProcessWatch;
-use crate::types::RequestId;
+use crate::types::{RequestId, Time};
 
-/// Messages that cannot be read, or come before hello, or answer nothing, after which a peer is closed.
+/// Messages that cannot be decoded, come before hello, or answer nothing, after which a peer is closed.
 const BAD_MAX: u32 = 16;
-/// So often one of them is forgiven: a long conversation may hold some.
+/// One of them is forgiven after so long: a long conversation may hold some.
 const BAD_FORGIVEN: Duration = Duration::from_secs(10);
-/// A connection on which nobody has said hello by then is closed.
-pub(super) const HELLO_DEADLINE: Duration = Duration::from_secs(5);
+/// Connections without a hello; when there is one more, the oldest of them is closed.
+pub const STRANGERS_MAX: usize = 16;
+/// A connection without a hello by then is closed.
+pub const HELLO_DEADLINE: Duration = Duration::from_secs(5);
 
-/// What a server knows of one connection.
+/// One connection of a server.
 #[derive(Debug)]
 pub(super) struct Peer {
+    /// Its process, if the system shows it.
     pub(super) pid: Option<i32>,
-    /// Watches its process, where it has memory that is used here.
-    pub(super) process: Option<ProcessWatch>,
-    /// What it is, once it was welcomed.
+    /// Its role, once it was welcomed.
     pub(super) role: Option<Role>,
-    /// Version in which it is spoken to.
+    /// Version of the messages that are sent to it.
     pub(super) version: u16,
-    pub(super) opened: Instant,
-    pub(super) heard: Instant,
+    opened: Time,
+    /// When something was received from it last.
+    heard: Time,
     bad: u32,
-    forgiven: Instant,
-    open: HashMap<RequestId, u64>,
+    forgiven: Time,
+    /// Requests without an answer, with their bytes.
+    open: BTreeMap<RequestId, u64>,
     open_bytes: u64,
 }
 
-/// What is to be done with a message.
+/// How a message is treated.
 #[derive(Debug, PartialEq)]
 pub(super) enum Verdict {
-    /// Its body is to be read.
+    /// Its body is decoded.
     Read,
-    /// It is to be answered with this, unread.
+    /// It is answered with this error, and not decoded.
     Refuse(ErrorBody),
-    /// Nothing.
+    /// It is dropped.
     Drop,
 }
 
 impl Peer {
-    pub(super) fn new(pid: Option<i32>, now: Instant) -> Self {
+    /// When something was received from it last.
+    pub(super) fn heard(&self) -> Time {
+        self.heard
+    }
+
+    pub(super) fn new(pid: Option<i32>, now: Time) -> Self {
         Self {
             pid,
-            process: None,
             role: None,
             version: HELLO_VERSION,
             opened: now,
             heard: now,
             bad: 0,
             forgiven: now,
-            open: HashMap::new(),
+            open: BTreeMap::new(),
             open_bytes: 0,
         }
     }
 
-    /// Whether it has said nothing that a server may take for a reason to keep it.
-    pub(super) fn is_silent(&self, now: Instant, silence_max: Duration) -> bool {
-        let stranger = self.role.is_none() && now.duration_since(self.opened) > HELLO_DEADLINE;
-        stranger || now.duration_since(self.heard) > silence_max
+    /// True when nothing was received from it for so long, or no hello in time.
+    pub(super) fn is_silent(&self, now: Time, silence_max: Duration) -> bool {
+        let stranger = self.role.is_none() && now - self.opened > HELLO_DEADLINE;
+        stranger || now - self.heard > silence_max
     }
 
-    /// Notes a message that should not have come. True when there were too many: the peer is to be closed.
-    pub(super) fn misbehaves(&mut self, now: Instant) -> bool {
-        while self.bad > 0 && now.duration_since(self.forgiven) >= BAD_FORGIVEN {
+    /// Counts a message that should not have come. True when there were too many: the peer is to be closed.
+    pub(super) fn misbehaves(&mut self, now: Time) -> bool {
+        while self.bad > 0 && now - self.forgiven >= BAD_FORGIVEN {
             self.bad -= 1;
-            self.forgiven += BAD_FORGIVEN;
+            self.forgiven = self.forgiven + BAD_FORGIVEN;
         }
         if self.bad == 0 {
             self.forgiven = now;
@@ -85,8 +89,8 @@ impl Peer {
         self.bad > BAD_MAX
     }
 
-    /// Whether the body of a message is to be read. `true` beside it: it should not have come.
-    pub(super) fn judge(&mut self, header: &Header, bytes: usize, now: Instant) -> (Verdict, bool) {
+    /// How a message is treated. True beside it when it should not have come.
+    pub(super) fn judge(&mut self, header: &Header, bytes: usize, now: Time) -> (Verdict, bool) {
         self.heard = now;
         let is_request = Class::of(header.kind) == Class::Request;
         let refuse = |error: ErrorBody| match is_request {
@@ -146,12 +150,12 @@ impl Peer {
         Verdict::Read
     }
 
-    /// A request that was read waits for its answer.
+    /// A request was decoded and has no answer yet.
     pub(super) fn owe(&mut self, id: RequestId, bytes: u64) {
         self.open_bytes += bytes - self.open.insert(id, bytes).unwrap_or(0);
     }
 
-    /// It was answered.
+    /// A request is answered.
     pub(super) fn settle(&mut self, id: RequestId) {
         self.open_bytes -= self.open.remove(&id).unwrap_or(0);
     }

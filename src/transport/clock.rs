@@ -21,6 +21,13 @@ impl Clock {
         Time(u64::try_from(self.0.elapsed().as_nanos()).unwrap_or(u64::MAX))
     }
 
+    /// The same point in time for the runtime; `None` for [`Time::NEVER`].
+    pub fn instant(&self, at: Time) -> Option<Instant> {
+        self.0
+            .checked_add(Duration::from_nanos(at.0))
+            .filter(|_| at != Time::NEVER)
+    }
+
     /// The point in time that is `ms` milliseconds away.
     pub fn after_ms(&self, ms: u32) -> Time {
         self.now() + Duration::from_millis(u64::from(ms))

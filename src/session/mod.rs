@@ -1,0 +1,18 @@
+//! Conversations between processes, without sockets, clocks or async: who says hello, what is admitted, what is owed.
+//!
+//! A session receives the frames of its peers and the time, and sends frames through its *host*: the transport implements it
+//! with sockets, the simulator with its network.
+
+mod admission;
+mod client;
+mod server;
+#[cfg(test)]
+mod tests;
+
+pub use admission::{HELLO_DEADLINE, STRANGERS_MAX};
+pub use client::{
+    CLIENT_OPEN_MAX, CONNECT_TIMEOUT, ClientEvent, ClientRequest, ClientSession, Failure, LinkId,
+};
+pub use server::{
+    Encoded, ServerEvent, ServerHost, ServerSession, ServerSettings, encode_order, encode_reply,
+};

@@ -1,0 +1,431 @@
+//! The server's side of conversations: hello and versions, credits, silence, and a typed error for every message that cannot
+//! be carried out.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use super::admission::{HELLO_DEADLINE, Peer, STRANGERS_MAX, Verdict};
+use crate::protocol::{
+    Class, DecodeError, Empty, Envelope, ErrorBody, ErrorCode, HEADER_BYTES, HELLO_VERSION, Header,
+    Hello, Message, Role, VERSION, VERSION_MIN, Welcome, decode, encode, limits,
+};
+use crate::types::{Epoch, PeerId, RequestId, Time};
+
+/// The two parts of a message.
+pub type Encoded = ([u8; HEADER_BYTES], Vec<u8>);
+
+/// Settings of a server.
+#[derive(Debug, Clone)]
+pub struct ServerSettings {
+    /// In every header.
+    pub epoch: Epoch,
+    /// Silence after which a client pings; after three times that, its connection is closed. Default: 1 s.
+    pub heartbeat: Duration,
+    /// Roles that may say hello.
+    pub roles: Vec<Role>,
+    /// Features beyond the version, as in [`Hello::features`].
+    pub features: u64,
+}
+
+/// What a peer did.
+#[derive(Debug)]
+pub enum ServerEvent {
+    /// It said hello, and was welcomed.
+    Opened {
+        /// Its connection.
+        peer: PeerId,
+        /// Its hello.
+        hello: Hello,
+        /// Its process, if the system shows it.
+        pid: Option<i32>,
+    },
+    /// It sent a request or an answer.
+    Message {
+        /// Its connection.
+        peer: PeerId,
+        /// The message.
+        envelope: Envelope,
+    },
+    /// Its connection is closed. Comes exactly once after `Opened`.
+    Closed {
+        /// Its connection.
+        peer: PeerId,
+    },
+}
+
+/// The process of a server, live or simulated.
+pub trait ServerHost {
+    /// The time by which silence is judged.
+    fn now(&self) -> Time;
+
+    /// Sends a message without waiting. False when the peer is gone or does not read; its connection is closed then.
+    fn send(&mut self, peer: PeerId, message: Encoded) -> bool;
+
+    /// Closes a connection.
+    fn disconnect(&mut self, peer: PeerId);
+
+    /// Closes a connection as soon as the process that made it has ended, even if another one has it open too: that
+    /// process has given its memory to this one.
+    fn watch(&mut self, peer: PeerId, pid: Option<i32>);
+
+    /// Connections that there may be beside those of workers, which serve nothing when they are kept out.
+    fn guests_max(&self) -> usize;
+}
+
+/// All conversations of a server.
+#[derive(Debug)]
+pub struct ServerSession {
+    settings: ServerSettings,
+    peers: BTreeMap<PeerId, Peer>,
+    /// When silence was looked for last.
+    swept: Time,
+}
+
+impl ServerSession {
+    /// Without peers.
+    pub fn new(settings: ServerSettings, now: Time) -> Self {
+        Self {
+            settings,
+            peers: BTreeMap::new(),
+            swept: now,
+        }
+    }
+
+    /// How often [`Self::tick`] is due.
+    pub fn sweep(&self) -> Duration {
+        self.settings.heartbeat.min(HELLO_DEADLINE / 5)
+    }
+
+    /// When [`Self::tick`] is due.
+    pub fn next_timeout(&self) -> Time {
+        self.swept + self.sweep()
+    }
+
+    /// True for a peer that is connected.
+    pub fn knows(&self, peer: PeerId) -> bool {
+        self.peers.contains_key(&peer)
+    }
+
+    /// True when a peer is connected and something was received from it within a heartbeat, or within two, because its ping
+    /// takes a while.
+    pub fn is_live(&self, peer: PeerId, now: Time) -> bool {
+        let peer = self.peers.get(&peer);
+        peer.is_some_and(|peer| now - peer.heard() <= self.settings.heartbeat * 2)
+    }
+
+    /// A connection was accepted.
+    pub fn opened(&mut self, host: &mut impl ServerHost, peer: PeerId, pid: Option<i32>) {
+        // Peers that never say hello cannot keep others out.
+        let strangers = self.peers.iter().filter(|(_, peer)| peer.role.is_none());
+        if strangers.clone().count() >= STRANGERS_MAX {
+            // Their numbers grow.
+            let oldest = strangers.map(|(id, _)| *id).min();
+            if let Some(oldest) = oldest {
+                tracing::debug!(peer = ?oldest, "closed: no hello, and others come");
+                self.forget(host, oldest);
+            }
+        }
+        self.peers.insert(peer, Peer::new(pid, host.now()));
+    }
+
+    /// A connection was closed, by either side.
+    pub fn closed(&mut self, peer: PeerId) -> Option<ServerEvent> {
+        let state = self.peers.remove(&peer)?;
+        state.role.map(|_| ServerEvent::Closed { peer })
+    }
+
+    /// Closes a connection before its hello. Whatever still comes from it is dropped.
+    fn forget(&mut self, host: &mut impl ServerHost, stranger: PeerId) {
+        self.peers.remove(&stranger);
+        host.disconnect(stranger);
+    }
+
+    /// A message has come: admitted, decoded and received, in one call.
+    pub fn message(
+        &mut self,
+        host: &mut impl ServerHost,
+        peer: PeerId,
+        header: &[u8],
+        body: &[u8],
+    ) -> Option<ServerEvent> {
+        let header = self.admit(host, peer, header, body.len())?;
+        let decoded = decode(header, body);
+        self.receive(host, peer, &header, decoded, body.len())
+    }
+
+    /// Decides by header and length whether the body of a message is to be decoded; `None`: no. The result of decoding goes to
+    /// [`Self::receive`].
+    pub fn admit(
+        &mut self,
+        host: &mut impl ServerHost,
+        peer: PeerId,
+        header: &[u8],
+        bytes: usize,
+    ) -> Option<Header> {
+        let header = match Header::from_bytes(header) {
+            Ok(header) => header,
+            Err(error) => {
+                self.misbehaves(host, peer, &error.to_string());
+                return None;
+            }
+        };
+        let known = self.peers.get_mut(&peer)?;
+        let (verdict, bad) = known.judge(&header, bytes, host.now());
+        let read = verdict == Verdict::Read;
+        if let Verdict::Refuse(error) = verdict {
+            self.send(host, peer, header.correlation, Message::Error(error));
+        }
+        if bad {
+            self.misbehaves(host, peer, "it should not have come");
+        }
+        read.then_some(header)
+    }
+
+    /// Takes what decoding an admitted message of so many bytes resulted in.
+    pub fn receive(
+        &mut self,
+        host: &mut impl ServerHost,
+        peer: PeerId,
+        header: &Header,
+        decoded: Result<Envelope, DecodeError>,
+        bytes: usize,
+    ) -> Option<ServerEvent> {
+        let mut envelope = match decoded {
+            Ok(envelope) => envelope,
+            Err(error) => {
+                if Class::of(header.kind) == Class::Request {
+                    let error = ErrorBody::for_good(error.code(), error.to_string());
+                    self.send(host, peer, header.correlation, Message::Error(error));
+                }
+                self.misbehaves(host, peer, &error.to_string());
+                return None;
+            }
+        };
+        envelope.deadline_ms = envelope.deadline_ms.min(limits::DEADLINE_MAX_MS);
+        let correlation = envelope.correlation;
+        let class = envelope.message.kind().class();
+        match envelope.message {
+            Message::Hello(hello) => self.welcome(host, peer, correlation, hello),
+            Message::Ping(_) => {
+                self.send(host, peer, correlation, Message::Pong(Empty {}));
+                None
+            }
+            Message::Pong(_) => None,
+            _ => {
+                if class == Class::Request {
+                    self.peers.get_mut(&peer)?.owe(correlation, bytes as u64);
+                }
+                Some(ServerEvent::Message { peer, envelope })
+            }
+        }
+    }
+
+    fn welcome(
+        &mut self,
+        host: &mut impl ServerHost,
+        id: PeerId,
+        correlation: RequestId,
+        hello: Hello,
+    ) -> Option<ServerEvent> {
+        let version = hello.version_max.min(VERSION);
+        if let Some(refusal) = self.refusal(host, &hello, version) {
+            self.send(host, id, correlation, Message::Error(refusal));
+            return None;
+        }
+        let heartbeat_ms = u32::try_from(self.settings.heartbeat.as_millis()).unwrap_or(u32::MAX);
+        let welcome = Welcome {
+            version,
+            heartbeat_ms,
+            request_credits: limits::REQUEST_CREDITS,
+            byte_credits: limits::BYTE_CREDITS,
+            deadline_max_ms: limits::DEADLINE_MAX_MS,
+            features: hello.features & self.settings.features,
+        };
+        // In the version of first words, which every client reads.
+        self.send(host, id, correlation, Message::Welcome(welcome));
+        let peer = self.peers.get_mut(&id)?;
+        peer.role = Some(hello.role);
+        peer.version = version;
+        let pid = peer.pid;
+        if hello.role == Role::Rank {
+            host.watch(id, pid);
+        }
+        Some(ServerEvent::Opened {
+            peer: id,
+            hello,
+            pid,
+        })
+    }
+
+    /// Why a client is not welcome.
+    fn refusal(&self, host: &impl ServerHost, hello: &Hello, version: u16) -> Option<ErrorBody> {
+        if version < hello.version_min.max(VERSION_MIN) {
+            let (min, max) = (hello.version_min, hello.version_max);
+            let text = format!(
+                "you speak versions {min} to {max}, this side {VERSION_MIN} to {VERSION}: update the older side"
+            );
+            return Some(ErrorBody::new(ErrorCode::UnsupportedVersion, text));
+        }
+        if hello.role == Role::Unknown {
+            let text = format!(
+                "the role of your hello is unknown here, this side takes {:?}: check the address, or update this side",
+                self.settings.roles
+            );
+            return Some(ErrorBody::new(ErrorCode::Invalid, text));
+        }
+        if !self.settings.roles.contains(&hello.role) {
+            let text = format!("a {:?} has no business here: check the address", hello.role);
+            return Some(ErrorBody::new(ErrorCode::Invalid, text));
+        }
+        if hello.role == Role::Worker {
+            return None;
+        }
+        let guest = |peer: &&Peer| peer.role.is_some_and(|role| role != Role::Worker);
+        let guests = self.peers.values().filter(guest).count();
+        let text = format!("{guests} others are connected, as many as may be: close one of them");
+        (guests >= host.guests_max()).then(|| ErrorBody::new(ErrorCode::Busy, text))
+    }
+
+    /// A peer that keeps sending what cannot be decoded, or is not its to send, is closed.
+    fn misbehaves(&mut self, host: &mut impl ServerHost, id: PeerId, why: &str) {
+        tracing::debug!(peer = ?id, why, "a message that is not taken");
+        let peer = self.peers.get_mut(&id);
+        if peer.is_some_and(|peer| peer.misbehaves(host.now())) {
+            host.disconnect(id);
+        }
+    }
+
+    /// Closes peers from which nothing was received for three heartbeats, or no hello in time. Looks at most once a
+    /// [`Self::sweep`]. Returns those that had been welcomed.
+    ///
+    /// After a pause in which this process received nothing, no peer is judged before what came meanwhile is received.
+    pub fn tick(&mut self, host: &mut impl ServerHost) -> Vec<PeerId> {
+        let now = host.now();
+        let since = now - self.swept;
+        if since < self.sweep() {
+            return Vec::new();
+        }
+        self.swept = now;
+        if since > self.sweep() * 2 {
+            return Vec::new();
+        }
+        let limit = self.settings.heartbeat * 3;
+        let silent = self
+            .peers
+            .iter()
+            .filter(|(_, peer)| peer.is_silent(now, limit))
+            .map(|(id, peer)| (*id, peer.role.is_some()));
+        let mut closed = Vec::new();
+        for (peer, welcomed) in silent.collect::<Vec<_>>() {
+            tracing::debug!(?peer, welcomed, "closed: it is silent");
+            match welcomed {
+                true => {
+                    host.disconnect(peer);
+                    closed.push(peer);
+                }
+                false => self.forget(host, peer),
+            }
+        }
+        closed
+    }
+
+    /// A request is about to be answered: gives its credits back. Returns the version of messages to this peer.
+    pub fn settle(&mut self, peer: PeerId, request: RequestId) -> u16 {
+        let peer = self.peers.get_mut(&peer);
+        peer.map_or(HELLO_VERSION, |peer| {
+            peer.settle(request);
+            peer.version
+        })
+    }
+
+    /// The version of messages to a peer.
+    pub fn version(&self, peer: PeerId) -> u16 {
+        let peer = self.peers.get(&peer);
+        peer.map_or(HELLO_VERSION, |peer| peer.version)
+    }
+
+    /// Answers a request. A peer that is gone, or does not read, is not waited for.
+    pub fn reply(
+        &mut self,
+        host: &mut impl ServerHost,
+        peer: PeerId,
+        request: RequestId,
+        message: Message,
+    ) {
+        self.settle(peer, request);
+        self.send(host, peer, request, message);
+    }
+
+    /// Sends an order; false when it was not sent.
+    pub fn order(
+        &mut self,
+        host: &mut impl ServerHost,
+        peer: PeerId,
+        order: RequestId,
+        message: Message,
+        deadline: Duration,
+    ) -> bool {
+        let version = self.version(peer);
+        let encoded = encode_order(version, self.settings.epoch, order, message, deadline);
+        encoded.is_some_and(|encoded| host.send(peer, encoded))
+    }
+
+    fn send(
+        &mut self,
+        host: &mut impl ServerHost,
+        peer: PeerId,
+        correlation: RequestId,
+        message: Message,
+    ) {
+        let version = self.version(peer);
+        if let Some(encoded) = encode_reply(version, self.settings.epoch, correlation, message) {
+            host.send(peer, encoded);
+        }
+    }
+}
+
+/// Encodes an answer, or an error in its place if it cannot be encoded.
+pub fn encode_reply(
+    version: u16,
+    epoch: Epoch,
+    correlation: RequestId,
+    message: Message,
+) -> Option<Encoded> {
+    let envelope = |message| Envelope {
+        version,
+        correlation,
+        deadline_ms: 0,
+        epoch,
+        message,
+    };
+    let error = match encode(&envelope(message)) {
+        Ok(encoded) => return Some(encoded),
+        Err(error) => error.to_string(),
+    };
+    tracing::error!(error, "an answer cannot be encoded");
+    let error = ErrorBody::new(ErrorCode::Internal, error);
+    encode(&envelope(Message::Error(error))).ok()
+}
+
+/// Encodes an order that is to be carried out within `deadline`; `None` if it cannot be encoded.
+pub fn encode_order(
+    version: u16,
+    epoch: Epoch,
+    correlation: RequestId,
+    message: Message,
+    deadline: Duration,
+) -> Option<Encoded> {
+    let deadline_ms = u32::try_from(deadline.as_millis())
+        .unwrap_or(u32::MAX)
+        .max(1);
+    let encoded = encode(&Envelope {
+        version,
+        correlation,
+        deadline_ms,
+        epoch,
+        message,
+    });
+    encoded
+        .inspect_err(|error| tracing::error!(%error, "an order cannot be encoded"))
+        .ok()
+}

@@ -1,0 +1,325 @@
+//! A client's and a server's session against each other, without a network between them.
+
+use std::time::Duration;
+
+use super::{
+    ClientEvent, ClientRequest, ClientSession, Encoded, Failure, ServerEvent, ServerHost,
+    ServerSession, ServerSettings,
+};
+use crate::protocol::{
+    Empty, Envelope, ErrorBody, ErrorCode, HELLO_VERSION, Header, Hello, Kind, Message, Role,
+    Status, VERSION, VERSION_MIN, Welcome, decode, encode, limits,
+};
+use crate::types::{Epoch, PeerId, RequestId, Time};
+
+const HEARTBEAT: Duration = Duration::from_secs(1);
+const TIMEOUT: Duration = Duration::from_secs(2);
+const PEER: PeerId = PeerId(1);
+
+fn at(ms: u64) -> Time {
+    Time(ms * 1_000_000)
+}
+
+fn hello(role: Role) -> Hello {
+    Hello {
+        version_min: VERSION_MIN,
+        version_max: VERSION,
+        role,
+        engine: [5; 16],
+        rank: 0,
+        name: "test".to_owned(),
+        replica: 0,
+        features: 0,
+    }
+}
+
+fn status() -> Message {
+    Message::Status(Status { check: false })
+}
+
+fn envelope((header, body): &Encoded) -> Envelope {
+    let header = Header::from_bytes(header).expect("a header");
+    decode(header, body).expect("a message")
+}
+
+fn from_server(version: u16, id: u64, message: Message) -> Encoded {
+    let envelope = Envelope {
+        version,
+        correlation: RequestId(id),
+        deadline_ms: 0,
+        epoch: Epoch(7),
+        message,
+    };
+    encode(&envelope).expect("it can be encoded")
+}
+
+/// A client session, and what it did.
+struct Client {
+    session: ClientSession<u64>,
+    sent: Vec<Envelope>,
+    answered: Vec<(u64, Result<Kind, ErrorCode>)>,
+    connects: usize,
+    lost: usize,
+}
+
+impl Client {
+    fn new() -> Self {
+        Self {
+            session: ClientSession::new(hello(Role::Engine), TIMEOUT, at(0)),
+            sent: Vec::new(),
+            answered: Vec::new(),
+            connects: 0,
+            lost: 0,
+        }
+    }
+
+    /// Connects, and is welcomed with these credits.
+    fn welcomed(now: Time, request_credits: u32) -> Self {
+        let mut client = Self::new();
+        client.tick(now);
+        client.session.connected(now);
+        client.welcome(now, request_credits);
+        client.sent.clear();
+        client
+    }
+
+    fn welcome(&mut self, now: Time, request_credits: u32) {
+        let welcome = Welcome {
+            version: VERSION,
+            heartbeat_ms: 1000,
+            request_credits,
+            byte_credits: limits::BYTE_CREDITS,
+            deadline_max_ms: limits::DEADLINE_MAX_MS,
+            features: 0,
+        };
+        self.receive(
+            now,
+            &from_server(HELLO_VERSION, 0, Message::Welcome(welcome)),
+        );
+    }
+
+    fn receive(&mut self, now: Time, (header, body): &Encoded) {
+        self.session.received(now, header, body);
+        self.act();
+    }
+
+    fn tick(&mut self, now: Time) {
+        self.session.tick(now);
+        self.act();
+    }
+
+    fn request(&mut self, now: Time, id: u64) {
+        self.session.request(
+            now,
+            ClientRequest {
+                id: RequestId(id),
+                message: status(),
+                deadline: now + Duration::from_secs(60),
+                grace: Duration::ZERO,
+                link: None,
+                to: id,
+            },
+        );
+        self.act();
+    }
+
+    fn act(&mut self) {
+        while let Some(event) = self.session.poll() {
+            match event {
+                ClientEvent::Connect => self.connects += 1,
+                ClientEvent::Send(message) => self.sent.push(envelope(&message)),
+                ClientEvent::Lost => self.lost += 1,
+                ClientEvent::Answered { to, answer, .. } => {
+                    let answer = answer.map(|message| message.kind());
+                    self.answered
+                        .push((to, answer.map_err(|failure| failure.code)));
+                }
+                ClientEvent::Failed { to, failure } => {
+                    self.answered.push((to, Err(failure.code)));
+                }
+                ClientEvent::Disconnect
+                | ClientEvent::Welcomed { .. }
+                | ClientEvent::Request { .. } => {}
+            }
+        }
+    }
+
+    /// The requests that were sent since this was asked last.
+    fn requests(&mut self) -> Vec<u64> {
+        let sent = std::mem::take(&mut self.sent);
+        let requests = sent
+            .iter()
+            .filter(|sent| sent.message.kind() == Kind::Status);
+        requests.map(|sent| sent.correlation.0).collect()
+    }
+}
+
+#[test]
+fn a_request_that_is_repeated_before_it_was_sent_is_sent_once() {
+    let mut client = Client::welcomed(at(0), 1);
+    client.request(at(1), 1);
+    for _ in 0..3 {
+        client.request(at(2), 2);
+    }
+    assert_eq!(client.requests(), [1], "there is one credit");
+    let error = ErrorBody::new(ErrorCode::Busy, "later");
+    client.receive(at(3), &from_server(VERSION, 1, Message::Error(error)));
+    assert_eq!(client.answered, [(1, Err(ErrorCode::Busy))]);
+    assert_eq!(client.requests(), [2]);
+    client.request(at(4), 2);
+    assert_eq!(client.requests(), [2], "a retry");
+}
+
+#[test]
+fn a_request_is_sent_again_over_the_next_connection_until_its_deadline() {
+    let mut client = Client::welcomed(at(0), 10);
+    client.request(at(1), 1);
+    assert_eq!(client.requests(), [1]);
+    client.session.disconnected(at(2), "closed");
+    client.act();
+    assert_eq!((client.lost, client.connects), (1, 1));
+    client.tick(client.session.next_timeout());
+    assert_eq!(client.connects, 2);
+    client.session.connected(at(100));
+    client.welcome(at(100), 10);
+    assert_eq!(client.requests(), [1]);
+    client.tick(at(60_001));
+    assert_eq!(client.answered, [(1, Err(ErrorCode::Deadline))]);
+}
+
+/// A lost welcome must not leave a client waiting, whatever else the other side sends.
+#[test]
+fn a_client_without_a_welcome_connects_again() {
+    let mut client = Client::new();
+    client.tick(at(0));
+    client.session.connected(at(0));
+    assert_eq!(client.session.next_timeout(), at(2000));
+    client.tick(at(2000));
+    client.tick(client.session.next_timeout());
+    assert_eq!(client.connects, 2);
+    client.session.connected(at(3000));
+    let refusal = ErrorBody::new(ErrorCode::Busy, "too many");
+    client.receive(
+        at(3000),
+        &from_server(HELLO_VERSION, 0, Message::Error(refusal)),
+    );
+    client.tick(client.session.next_timeout());
+    assert_eq!(client.connects, 3);
+}
+
+#[test]
+fn a_refusal_for_good_fails_every_request() {
+    let mut client = Client::new();
+    client.request(at(0), 1);
+    client.tick(at(0));
+    client.session.connected(at(0));
+    let refusal = ErrorBody::new(ErrorCode::UnsupportedVersion, "no");
+    client.receive(
+        at(0),
+        &from_server(HELLO_VERSION, 0, Message::Error(refusal)),
+    );
+    assert_eq!(client.answered, [(1, Err(ErrorCode::UnsupportedVersion))]);
+}
+
+/// A server's host that collects what is sent.
+#[derive(Default)]
+struct Sent {
+    now: Time,
+    sent: Vec<(PeerId, Envelope)>,
+    closed: Vec<PeerId>,
+}
+
+impl ServerHost for Sent {
+    fn now(&self) -> Time {
+        self.now
+    }
+
+    fn send(&mut self, peer: PeerId, message: Encoded) -> bool {
+        self.sent.push((peer, envelope(&message)));
+        true
+    }
+
+    fn disconnect(&mut self, peer: PeerId) {
+        self.closed.push(peer);
+    }
+
+    fn watch(&mut self, _: PeerId, _: Option<i32>) {}
+
+    fn guests_max(&self) -> usize {
+        8
+    }
+}
+
+fn server() -> (ServerSession, Sent) {
+    let settings = ServerSettings {
+        epoch: Epoch(7),
+        heartbeat: HEARTBEAT,
+        roles: vec![Role::Engine],
+        features: 0,
+    };
+    (ServerSession::new(settings, at(0)), Sent::default())
+}
+
+#[test]
+fn a_conversation_from_hello_to_answer() {
+    let (mut server, mut host) = server();
+    let mut client = Client::new();
+    client.tick(at(0));
+    client.session.connected(at(0));
+    client.act();
+    server.opened(&mut host, PEER, Some(42));
+    let hello = client.sent.pop().expect("a hello");
+    let (header, body) = encode(&hello).expect("encoded");
+    match server.message(&mut host, PEER, &header, &body) {
+        Some(ServerEvent::Opened { peer, pid, .. }) => assert_eq!((peer, pid), (PEER, Some(42))),
+        other => panic!("{other:?}"),
+    }
+    let (_, welcome) = host.sent.pop().expect("a welcome");
+    client.receive(at(1), &encode(&welcome).expect("encoded"));
+    client.request(at(2), 9);
+    let request = client.sent.pop().expect("a request");
+    let (header, body) = encode(&request).expect("encoded");
+    let received = server.message(&mut host, PEER, &header, &body);
+    assert!(matches!(received, Some(ServerEvent::Message { .. })));
+    // The same again is answered once.
+    assert!(server.message(&mut host, PEER, &header, &body).is_none());
+    server.reply(
+        &mut host,
+        PEER,
+        RequestId(9),
+        Message::PreparingAnswer(Empty {}),
+    );
+    let (_, answer) = host.sent.pop().expect("an answer");
+    assert!(host.sent.is_empty());
+    client.receive(at(3), &encode(&answer).expect("encoded"));
+    assert_eq!(client.answered, [(9, Ok(Kind::PreparingAnswer))]);
+    assert!(server.closed(PEER).is_some());
+    assert!(server.closed(PEER).is_none());
+}
+
+/// A process that stood still has received nothing: its peers are not judged by that.
+#[test]
+fn silent_peers_are_closed_after_three_heartbeats_and_not_right_after_a_pause() {
+    let (mut server, mut host) = server();
+    server.opened(&mut host, PEER, None);
+    let hello = Envelope {
+        version: HELLO_VERSION,
+        correlation: RequestId(0),
+        deadline_ms: 1,
+        epoch: Epoch(0),
+        message: Message::Hello(hello(Role::Engine)),
+    };
+    let (header, body) = encode(&hello).expect("encoded");
+    assert!(server.message(&mut host, PEER, &header, &body).is_some());
+    host.now = at(60_000);
+    assert_eq!(server.tick(&mut host), [], "the first look after a pause");
+    host.now = host.now + HEARTBEAT;
+    assert_eq!(server.tick(&mut host), [PEER]);
+    assert_eq!(host.closed, [PEER]);
+}
+
+#[test]
+fn a_failure_names_its_code() {
+    let failure = Failure::new(ErrorCode::Deadline, "no answer by the deadline");
+    assert_eq!(failure.to_string(), "deadline: no answer by the deadline");
+}

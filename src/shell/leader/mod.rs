@@ -1,0 +1,418 @@
+//! The leader's shell: messages of peers in, the core's steps, messages to peers out.
+
+mod errors;
+mod host;
+mod seats;
+mod status;
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::time::Duration;
+
+use crate::core::{
+    Attached, CANCELLED_MAX, Effect, EngineMemory, Event, LOAD_RUNS_MAX, Leader, LeaderSettings,
+    RankSet, Refusal,
+};
+use crate::protocol::limits::{COPIES_MAX, PAIRS_MAX};
+use crate::protocol::{
+    Attach, Attached as AttachedBody, Cancel, Empty, Envelope, ErrorBody, ErrorCode, Message,
+    Preparing, ReadInventory, Strike, Transfer,
+};
+use crate::shell::Holder;
+use crate::types::{
+    Answer, AttachId, Copy, DepotId, EndedCopy, EngineId, Epoch, LogLimit, OpId, PeerId, Replica,
+    Request, RequestId, ResetId, Time, WorkerId,
+};
+
+use errors::to_error;
+pub use host::LeaderHost;
+use seats::{PeerRole, WorkerPeer};
+
+// The core's effect of one order fits into one message.
+const _: () = assert!(CANCELLED_MAX <= COPIES_MAX && LOAD_RUNS_MAX <= PAIRS_MAX);
+
+/// Translates between the messages of a leader's peers and [`Leader`], and knows which peer is which. `P` is a handle to a
+/// process, as its host has them.
+#[derive(Debug)]
+pub struct LeaderShell<P> {
+    core: Leader,
+    settings: LeaderSettings,
+    /// Why this leader cannot serve: its epoch was used before.
+    outdated: Option<String>,
+    roles: BTreeMap<PeerId, PeerRole>,
+    engines: BTreeMap<EngineId, Holder<P>>,
+    workers: BTreeMap<WorkerId, WorkerPeer<P>>,
+    /// Half of the name of each session of a person's command.
+    admin_key: [u8; 8],
+    /// Sessions of those so far.
+    admins: u64,
+    /// When the last audit ended that a peer requested.
+    checked: Option<Time>,
+    /// The last progress that each worker has reported; at most one for each seat.
+    preparing: BTreeMap<WorkerId, Preparing>,
+    problems: LogLimit,
+    refused_orders: LogLimit,
+    next_order: u64,
+    effects: Vec<Effect>,
+}
+
+impl<P: fmt::Debug> LeaderShell<P> {
+    /// A leader without peers. `admin_key` is a secret: no peer may guess the names that this leader gives to people's
+    /// commands.
+    pub fn new(settings: LeaderSettings, admin_key: [u8; 8]) -> Self {
+        Self {
+            core: Leader::new(settings.clone()),
+            settings,
+            outdated: None,
+            roles: BTreeMap::new(),
+            engines: BTreeMap::new(),
+            workers: BTreeMap::new(),
+            admin_key,
+            admins: 0,
+            checked: None,
+            preparing: BTreeMap::new(),
+            problems: LogLimit::new(),
+            refused_orders: LogLimit::new(),
+            next_order: 0,
+            effects: Vec::new(),
+        }
+    }
+
+    /// The state machine behind this shell.
+    pub fn core(&self) -> &Leader {
+        &self.core
+    }
+
+    /// Takes no new work.
+    pub fn drain(&mut self) {
+        self.core.drain();
+    }
+
+    /// When [`Self::tick`] is due.
+    pub fn next_timeout(&self) -> Option<Time> {
+        self.core.next_timeout()
+    }
+
+    /// Time has passed.
+    pub fn tick<H: LeaderHost<Process = P>>(&mut self, host: &mut H) {
+        self.step(host, Event::Tick);
+    }
+
+    /// Why the process of this leader must end, once.
+    pub fn take_outdated(&mut self) -> Option<String> {
+        self.outdated.take()
+    }
+
+    /// A peer that has said hello sends a message.
+    pub fn message<H: LeaderHost<Process = P>>(
+        &mut self,
+        host: &mut H,
+        peer: PeerId,
+        envelope: Envelope,
+    ) {
+        let Envelope {
+            correlation,
+            deadline_ms,
+            epoch,
+            message,
+            ..
+        } = envelope;
+        if let Err(error) = self.claim_again(host, peer) {
+            return match message {
+                Message::Ended(_)
+                | Message::Struck(_)
+                | Message::Inventory(_)
+                | Message::Error(_) => {}
+                _ => host.reply(peer, correlation, Message::Error(error)),
+            };
+        }
+        let role = self.roles.get(&peer).copied();
+        match (role, message) {
+            (_, Message::Status(status)) => {
+                let answer = match self.status(host, status.check) {
+                    Ok(answer) => Message::StatusAnswer(*answer),
+                    Err(error) => Message::Error(error),
+                };
+                host.reply(peer, correlation, answer);
+            }
+            (Some(PeerRole::Worker(worker)), Message::Attach(attach)) => {
+                self.attach(host, worker, correlation, attach);
+            }
+            (Some(PeerRole::Worker(worker)), Message::Preparing(preparing)) => {
+                self.prepares(host.now(), worker, preparing);
+                host.reply(peer, correlation, Message::PreparingAnswer(Empty {}));
+            }
+            (Some(PeerRole::Worker(worker)), Message::Ended(ended)) => {
+                let copies = ended.copies.iter().map(EndedCopy::from).collect();
+                let event = Event::Ended {
+                    worker,
+                    epoch,
+                    copies,
+                };
+                self.step(host, event);
+            }
+            (Some(PeerRole::Worker(worker)), Message::Struck(struck)) => {
+                let id = ResetId(struck.reset);
+                self.step(host, Event::Struck { worker, epoch, id });
+            }
+            (Some(PeerRole::Worker(worker)), Message::Inventory(inventory)) => {
+                let event = Event::Inventory {
+                    worker,
+                    depot: DepotId(u128::from_be_bytes(inventory.depot)),
+                    reading: inventory.reading,
+                    from: inventory.from,
+                    next: inventory.next,
+                    records: inventory.pages(),
+                };
+                self.step(host, event);
+            }
+            (Some(PeerRole::Worker(worker)), Message::Error(error)) => {
+                if let Some(left_out) = self.refused_orders.line(host.now()) {
+                    tracing::warn!(%worker, message = error.message, left_out, "worker refuses an order");
+                }
+            }
+            (Some(PeerRole::Admin(name)), message @ Message::Reset(_)) => {
+                // For the core it is an engine like any other, which has no memory.
+                let holder = Holder::new(host, peer, None);
+                if self.engines.insert(name, holder).is_none() {
+                    self.step(host, Event::EngineOpened(name));
+                }
+                self.request(host, (peer, name, correlation), deadline_ms, message);
+            }
+            (Some(PeerRole::Engine(engine)), message) => {
+                self.request(host, (peer, engine, correlation), deadline_ms, message);
+            }
+            (_, message) => {
+                let kind = message.kind().name();
+                let text = format!("{kind} is not for this peer to send here: check its role");
+                let error = ErrorBody::new(ErrorCode::UnknownKind, text);
+                host.reply(peer, correlation, Message::Error(error));
+            }
+        }
+    }
+
+    fn attach<H: LeaderHost<Process = P>>(
+        &mut self,
+        host: &mut H,
+        worker: WorkerId,
+        correlation: RequestId,
+        attach: Attach,
+    ) {
+        let id = AttachId(attach.attach);
+        if let Some(peer) = self.workers.get_mut(&worker) {
+            peer.attaching = Some((id, correlation));
+        }
+        let memory = attach.memory.map(|memory| EngineMemory {
+            engine: EngineId(memory.engine),
+            geometry: memory.geometry,
+            arena_pages: memory.arena_pages,
+        });
+        let attached = Attached {
+            worker,
+            ranks: attach.ranks,
+            shards: attach.kv_shards,
+            attach: id,
+            depot: DepotId(u128::from_be_bytes(attach.depot)),
+            depot_epoch: Epoch(attach.depot_epoch),
+            memory,
+        };
+        self.step(host, Event::Attached(attached));
+    }
+
+    fn request<H: LeaderHost<Process = P>>(
+        &mut self,
+        host: &mut H,
+        (peer, engine, id): (PeerId, EngineId, RequestId),
+        deadline_ms: u32,
+        message: Message,
+    ) {
+        let request = match Request::try_from(message) {
+            Ok(request) => request,
+            Err(error) => return host.reply(peer, id, Message::Error(error)),
+        };
+        let deadline = host.now() + Duration::from_millis(u64::from(deadline_ms));
+        let event = Event::Request {
+            engine,
+            id,
+            deadline,
+            request,
+        };
+        self.step(host, event);
+    }
+
+    fn step<H: LeaderHost<Process = P>>(&mut self, host: &mut H, event: Event) {
+        let mut next = self.step_once(host, event);
+        // A copy whose order was not sent has ended: no worker will report it. Its end orders no further copies of its own.
+        while let Some(event) = next.pop() {
+            next.extend(self.step_once(host, event));
+        }
+    }
+
+    /// Carries out the effects of one event. Returns the ends of copies whose orders could not be sent.
+    fn step_once<H: LeaderHost<Process = P>>(&mut self, host: &mut H, event: Event) -> Vec<Event> {
+        let mut effects = std::mem::take(&mut self.effects);
+        host.before_step(&self.core, &event);
+        self.core.step(host.now(), event, &mut effects);
+        host.after_step(&self.core, &effects);
+        let mut copies: Vec<(Replica, RankSet, Copy)> = Vec::new();
+        for effect in effects.drain(..) {
+            match effect {
+                Effect::Answer { engine, id, answer } => self.answer(host, engine, id, answer),
+                Effect::Admit {
+                    worker,
+                    attach,
+                    verdict,
+                } => self.admit(host, worker, attach, verdict),
+                Effect::Copy {
+                    replica,
+                    ranks,
+                    copy,
+                } => copies.push((replica, ranks, copy)),
+                Effect::Cancel { worker, ops } => {
+                    let ops = ops.into_iter().map(|op| op.0).collect();
+                    let cancel = Message::Cancel(Cancel { ops });
+                    self.order(host, worker, cancel, Duration::ZERO);
+                }
+                Effect::Strike {
+                    worker,
+                    id,
+                    scope,
+                    through,
+                    deadline,
+                } => {
+                    let strike = Message::Strike(Strike::new(id, &scope, through));
+                    let left = host.now().until(deadline);
+                    self.order(host, worker, strike, left);
+                }
+                Effect::ReadInventory {
+                    worker,
+                    depot,
+                    page_bytes,
+                    reading,
+                    from,
+                } => {
+                    let read = Message::ReadInventory(ReadInventory {
+                        depot: depot.0.to_be_bytes(),
+                        page_bytes,
+                        reading,
+                        from,
+                    });
+                    self.order(host, worker, read, Duration::ZERO);
+                }
+                Effect::Expel(worker) => self.expel(host, worker),
+            }
+        }
+        self.effects = effects;
+        self.transfer(host, &copies)
+    }
+
+    /// Orders the copies of a step: those of one request, for the same ranks, in as few messages to each rank as they fit
+    /// into. Returns the ends of copies that no worker will report: those whose message could not be encoded, or found no
+    /// connection.
+    fn transfer<H: LeaderHost<Process = P>>(
+        &mut self,
+        host: &mut H,
+        copies: &[(Replica, RankSet, Copy)],
+    ) -> Vec<Event> {
+        let mut unsent = Vec::new();
+        let same_ranks = |one: &(Replica, RankSet, Copy), other: &(Replica, RankSet, Copy)| {
+            (one.0, one.1) == (other.0, other.1)
+        };
+        for group in copies.chunk_by(same_ranks) {
+            let list: Vec<&Copy> = group.iter().map(|(_, _, copy)| copy).collect();
+            let (replica, ranks) = (group[0].0, group[0].1);
+            for (deadline, transfer) in Transfer::all_of(&list) {
+                let left = host.now().until(deadline);
+                for rank in ranks.iter() {
+                    let worker = WorkerId { replica, rank };
+                    if !self.order(host, worker, Message::Transfer(transfer.clone()), left) {
+                        let copies = transfer.copies.len();
+                        tracing::warn!(%worker, copies, "order not sent: its copies count as failed");
+                        unsent.push(Event::Ended {
+                            worker,
+                            epoch: self.settings.epoch,
+                            copies: transfer.unsent(),
+                        });
+                    }
+                }
+            }
+        }
+        unsent
+    }
+
+    fn order<H: LeaderHost<Process = P>>(
+        &mut self,
+        host: &mut H,
+        worker: WorkerId,
+        message: Message,
+        deadline: Duration,
+    ) -> bool {
+        self.next_order += 1;
+        let correlation = RequestId(self.next_order);
+        let peer = self.workers.get(&worker).map(|worker| worker.holder.peer);
+        peer.is_some_and(|peer| host.order(peer, correlation, message, deadline))
+    }
+
+    fn answer<H: LeaderHost<Process = P>>(
+        &mut self,
+        host: &mut H,
+        engine: EngineId,
+        id: RequestId,
+        answer: Result<Answer, Refusal>,
+    ) {
+        let Some(peer) = self.engines.get(&engine).map(|holder| holder.peer) else {
+            return;
+        };
+        let message = match answer {
+            Ok(answer) => answer.into(),
+            Err(refusal) => Message::Error(to_error(&refusal)),
+        };
+        host.reply(peer, id, message);
+    }
+
+    fn admit<H: LeaderHost<Process = P>>(
+        &mut self,
+        host: &mut H,
+        worker: WorkerId,
+        attach: AttachId,
+        verdict: Result<OpId, Refusal>,
+    ) {
+        let Some(known) = self.workers.get_mut(&worker) else {
+            return;
+        };
+        let Some((_, correlation)) = known.attaching.take_if(|(id, _)| *id == attach) else {
+            return;
+        };
+        let peer = known.holder.peer;
+        match verdict {
+            Ok(after) => {
+                let body = AttachedBody {
+                    attach: attach.0,
+                    after: after.0,
+                    attached_ranks: self.core.attached_workers(),
+                };
+                host.reply(peer, correlation, Message::Attached(body));
+            }
+            Err(refusal) => {
+                tracing::error!(%refusal, "worker turned away");
+                host.reply(peer, correlation, Message::Error(to_error(&refusal)));
+                if let Refusal::EpochUsed { depot_epoch, .. } = refusal {
+                    self.end_outdated(host, depot_epoch, refusal.to_string());
+                }
+            }
+        }
+    }
+
+    /// A depot has seen this leader's epoch, or a later one: the process ends, and its successor begins after that epoch.
+    fn end_outdated<H: LeaderHost<Process = P>>(
+        &mut self,
+        host: &mut H,
+        depot_epoch: Epoch,
+        why: String,
+    ) {
+        self.outdated = Some(match host.raise_epoch(depot_epoch) {
+            Ok(()) => why,
+            Err(error) => format!("{why}; but that epoch could not be noted: {error}"),
+        });
+    }
+}

@@ -1,0 +1,251 @@
+//! Which peer is which: engines, workers and people's commands, and the processes behind them.
+//!
+//! A peer that names an engine or a worker in its hello gets that seat when it is free: not while the holder is connected,
+//! is not silent, and its process lives. Until then each of its requests is refused with `not_ready`, and each request
+//! tries again. Two connections of one process are the same peer, and the younger one counts.
+
+use std::fmt;
+
+use super::{LeaderHost, LeaderShell};
+use crate::core::Event;
+use crate::protocol::{ErrorBody, Hello, Role};
+use crate::shell::{Holder, InUse};
+use crate::types::{AttachId, Direction, EngineId, PeerId, Rank, Replica, RequestId, WorkerId};
+
+/// What a peer is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum PeerRole {
+    Engine(EngineId),
+    Worker(WorkerId),
+    /// A person's command. It may request a reset, under a name that this leader has given it, so that it never receives
+    /// an answer of the engine that its hello names.
+    Admin(EngineId),
+    /// It names a seat that another process has. With the id of its own process.
+    Waiting(Seat, Option<i32>),
+}
+
+/// What only one process has at a time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Seat {
+    Engine(EngineId),
+    Worker(WorkerId),
+}
+
+impl fmt::Display for Seat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Engine(engine) => write!(f, "{engine}"),
+            Self::Worker(worker) => write!(f, "{worker}"),
+        }
+    }
+}
+
+/// The worker that has a seat. It stays after its connection broke: its process may live and copy.
+#[derive(Debug)]
+pub(super) struct WorkerPeer<P> {
+    pub(super) holder: Holder<P>,
+    /// The last attach, and the request that its answer belongs to.
+    pub(super) attaching: Option<(AttachId, RequestId)>,
+    /// The supervisor has been asked to end it.
+    end_requested: bool,
+}
+
+impl<P: fmt::Debug> LeaderShell<P> {
+    /// A peer has said hello. `pid` is its process, if the system shows it.
+    pub fn opened<H: LeaderHost<Process = P>>(
+        &mut self,
+        host: &mut H,
+        peer: PeerId,
+        hello: &Hello,
+        pid: Option<i32>,
+    ) {
+        let seat = match hello.role {
+            Role::Engine => Seat::Engine(EngineId(hello.engine)),
+            Role::Worker => Seat::Worker(WorkerId {
+                replica: Replica(hello.replica),
+                rank: Rank(hello.rank),
+            }),
+            Role::Rank | Role::Admin | Role::Unknown => {
+                let name = self.next_admin();
+                self.roles.insert(peer, PeerRole::Admin(name));
+                return;
+            }
+        };
+        if let Err(in_use) = self.claim(host, peer, seat, pid) {
+            tracing::warn!(%seat, pid, "not given to a newcomer: {in_use}");
+        }
+    }
+
+    /// A name that no engine has: half of it is a secret of this leader.
+    fn next_admin(&mut self) -> EngineId {
+        self.admins += 1;
+        let mut name = [0; 16];
+        name[..8].copy_from_slice(&self.admin_key);
+        name[8..].copy_from_slice(&self.admins.to_be_bytes());
+        EngineId(name)
+    }
+
+    /// Gives a seat to a peer, or lets it wait.
+    fn claim<H: LeaderHost<Process = P>>(
+        &mut self,
+        host: &mut H,
+        peer: PeerId,
+        seat: Seat,
+        pid: Option<i32>,
+    ) -> Result<(), InUse> {
+        self.roles.insert(peer, PeerRole::Waiting(seat, pid));
+        match seat {
+            Seat::Engine(engine) => self.claim_engine(host, peer, engine, pid),
+            Seat::Worker(worker) => self.claim_worker(host, peer, worker, pid),
+        }
+    }
+
+    /// A peer that waits requests something: it gets its seat if that is free by now, and the reason otherwise.
+    pub(super) fn claim_again<H: LeaderHost<Process = P>>(
+        &mut self,
+        host: &mut H,
+        peer: PeerId,
+    ) -> Result<(), ErrorBody> {
+        let Some(PeerRole::Waiting(seat, pid)) = self.roles.get(&peer).copied() else {
+            return Ok(());
+        };
+        let claimed = self.claim(host, peer, seat, pid);
+        claimed.map_err(|in_use| in_use.refusal(&seat.to_string()))
+    }
+
+    fn claim_engine<H: LeaderHost<Process = P>>(
+        &mut self,
+        host: &mut H,
+        peer: PeerId,
+        engine: EngineId,
+        pid: Option<i32>,
+    ) -> Result<(), InUse> {
+        if let Some(before) = self.engines.get(&engine) {
+            if let Some(in_use) = before.in_use(host, pid) {
+                return Err(in_use);
+            }
+            tracing::info!(%engine, pid, "connected again");
+            let before = before.peer;
+            self.roles.remove(&before);
+            host.disconnect(before);
+        }
+        self.roles.insert(peer, PeerRole::Engine(engine));
+        self.engines.insert(engine, Holder::new(host, peer, pid));
+        self.step(host, Event::EngineOpened(engine));
+        Ok(())
+    }
+
+    fn claim_worker<H: LeaderHost<Process = P>>(
+        &mut self,
+        host: &mut H,
+        peer: PeerId,
+        worker: WorkerId,
+        pid: Option<i32>,
+    ) -> Result<(), InUse> {
+        if let Some(before) = self.workers.get(&worker) {
+            let holder = &before.holder;
+            let silent_and_owes = || match self.owes(worker) {
+                true => holder.lives(host, pid),
+                false => None,
+            };
+            if let Some(in_use) = holder.in_use(host, pid).or_else(silent_and_owes) {
+                return Err(in_use);
+            }
+            tracing::warn!(%worker, pid, "connected again, or took over from one that is gone");
+            let before = holder.peer;
+            self.roles.remove(&before);
+            host.disconnect(before);
+        }
+        self.roles.insert(peer, PeerRole::Worker(worker));
+        self.step(host, Event::WorkerLost(worker));
+        let process = pid.and_then(|pid| host.watch(pid));
+        let holder = Holder { peer, pid, process };
+        self.workers.insert(
+            worker,
+            WorkerPeer {
+                holder,
+                attaching: None,
+                end_requested: false,
+            },
+        );
+        Ok(())
+    }
+
+    /// True when a copy of this worker has not ended, or it has not answered a request for its inventory: its process may
+    /// read or write.
+    fn owes(&self, worker: WorkerId) -> bool {
+        let mut directions = [Direction::Load, Direction::Store].into_iter();
+        directions.any(|direction| self.core.owed_by(worker, direction) > 0)
+            || self.core.owes_reading(worker)
+    }
+
+    /// Ends the process that has a worker's seat. Its end is noticed like any other. A supervisor ends a child of its own
+    /// and nothing else, so a process that still lives when it is to be ended again is killed from here.
+    pub(super) fn expel<H: LeaderHost<Process = P>>(&mut self, host: &mut H, worker: WorkerId) {
+        let pid = self.workers.get(&worker).and_then(|peer| peer.holder.pid);
+        if host.request_end(worker, pid) {
+            tracing::error!(%worker, pid, "worker does not end its copies, or keeps silent: it is ended");
+            let known = self.workers.get_mut(&worker);
+            if known.is_none_or(|peer| !std::mem::replace(&mut peer.end_requested, true)) {
+                return;
+            }
+        }
+        let Some(holder) = self.workers.get(&worker).map(|peer| &peer.holder) else {
+            tracing::error!(%worker, "worker keeps silent, and its process is not known: end it by hand");
+            return;
+        };
+        if holder.pid.is_some_and(|pid| host.is_own(pid)) {
+            // The worker is part of this process: all that can be ended is the connection.
+            tracing::error!(%worker, "worker does not end its copies, or keeps silent: closing it");
+            return host.disconnect(holder.peer);
+        }
+        let Some(process) = &holder.process else {
+            tracing::error!(%worker, "worker keeps silent, and its process is not known: end it by hand");
+            return;
+        };
+        tracing::error!(%worker, pid, "worker does not end its copies, or keeps silent: killed");
+        host.kill(worker, process);
+    }
+
+    /// The connection of a peer that has said hello is closed.
+    pub fn closed<H: LeaderHost<Process = P>>(&mut self, host: &mut H, peer: PeerId) {
+        match self.roles.remove(&peer) {
+            Some(PeerRole::Engine(engine) | PeerRole::Admin(engine))
+                if self
+                    .engines
+                    .get(&engine)
+                    .is_some_and(|known| known.peer == peer) =>
+            {
+                self.engines.remove(&engine);
+                self.step(host, Event::EngineClosed(engine));
+            }
+            Some(PeerRole::Worker(worker))
+                if self
+                    .workers
+                    .get(&worker)
+                    .is_some_and(|known| known.holder.peer == peer) =>
+            {
+                tracing::warn!(%worker, "worker lost");
+                if !self.seats().any(|seat| seat == worker) {
+                    self.workers.remove(&worker);
+                }
+                self.step(host, Event::WorkerLost(worker));
+            }
+            _ => {}
+        }
+    }
+
+    /// A watched process has ended: only that proves that it writes nothing any more.
+    pub fn worker_exited<H: LeaderHost<Process = P>>(&mut self, host: &mut H, pid: i32) {
+        let mut workers = self.workers.iter();
+        let dead = workers.find(|(_, worker)| worker.holder.pid == Some(pid));
+        if let Some(worker) = dead.map(|(worker, _)| *worker) {
+            // Messages that it sent before its death and that arrive after this are dropped.
+            if let Some(dead) = self.workers.remove(&worker) {
+                self.roles.remove(&dead.holder.peer);
+                host.disconnect(dead.holder.peer);
+            }
+            self.step(host, Event::WorkerDead(worker));
+        }
+    }
+}

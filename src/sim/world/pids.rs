@@ -1,0 +1,38 @@
+//! Process ids: unique in a world, and never reused.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::Who;
+
+/// See the module.
+#[derive(Debug, Default)]
+pub(super) struct Pids {
+    known: BTreeMap<(Who, u32), i32>,
+    living: BTreeSet<i32>,
+}
+
+impl Pids {
+    /// A process begins.
+    pub(super) fn begin(&mut self, who: Who, life: u32) {
+        let next = i32::try_from(self.known.len() + 1).unwrap_or(i32::MAX);
+        self.known.insert((who, life), next);
+        self.living.insert(next);
+    }
+
+    /// A process ends.
+    pub(super) fn end(&mut self, who: Who, life: u32) {
+        if let Some(pid) = self.of(who, life) {
+            self.living.remove(&pid);
+        }
+    }
+
+    /// The id of a process that has begun.
+    pub(super) fn of(&self, who: Who, life: u32) -> Option<i32> {
+        self.known.get(&(who, life)).copied()
+    }
+
+    /// True while a process has not ended.
+    pub(super) fn lives(&self, pid: i32) -> bool {
+        self.living.contains(&pid)
+    }
+}

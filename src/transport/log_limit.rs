@@ -1,0 +1,27 @@
+//! Log lines that peers can cause, with a limit that every thread shares.
+
+use std::sync::{LazyLock, Mutex, PoisonError};
+use std::time::Instant;
+
+use crate::types::{LogLimit, Time};
+
+static STARTED: LazyLock<Instant> = LazyLock::new(Instant::now);
+
+/// A [`LogLimit`] by the clock of the system, for a `static`.
+#[derive(Debug)]
+pub struct SharedLogLimit(Mutex<LogLimit>);
+
+impl SharedLogLimit {
+    /// Nothing is written yet.
+    #[expect(clippy::new_without_default, reason = "for a static")]
+    pub const fn new() -> Self {
+        Self(Mutex::new(LogLimit::new()))
+    }
+
+    /// See [`LogLimit::line`].
+    pub fn line(&self) -> Option<u64> {
+        let now = u64::try_from(STARTED.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        let mut limit = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        limit.line(Time(now))
+    }
+}

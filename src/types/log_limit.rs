@@ -1,0 +1,62 @@
+//! A limit on log lines that peers can cause.
+
+use std::time::Duration;
+
+use super::Time;
+
+/// Most lines of one kind within a [`PERIOD`]. At 4 KiB each, the longest that a message can carry: 46 MiB a day.
+const LINES_MAX: u32 = 8;
+const PERIOD: Duration = Duration::from_secs(60);
+
+/// Limits how often one line is written, so that no peer can fill a disk. One for each line.
+#[derive(Debug, Default)]
+pub struct LogLimit {
+    since: Option<Time>,
+    lines: u32,
+    left_out: u64,
+}
+
+impl LogLimit {
+    /// Nothing is written yet.
+    pub const fn new() -> Self {
+        Self {
+            since: None,
+            lines: 0,
+            left_out: 0,
+        }
+    }
+
+    /// Called before each line: `None` when the line is to be left out, otherwise the number of lines left out since the
+    /// last one.
+    pub fn line(&mut self, now: Time) -> Option<u64> {
+        if self.since.is_none_or(|since| now >= since + PERIOD) {
+            self.since = Some(now);
+            self.lines = 0;
+        }
+        if self.lines == LINES_MAX {
+            self.left_out += 1;
+            return None;
+        }
+        self.lines += 1;
+        Some(std::mem::take(&mut self.left_out))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_few_lines_a_minute_are_written_and_the_others_counted() {
+        let mut limit = LogLimit::new();
+        let begun = Time(5);
+        for _ in 0..LINES_MAX {
+            assert_eq!(limit.line(begun), Some(0));
+        }
+        for _ in 0..1000 {
+            assert_eq!(limit.line(begun + PERIOD / 2), None);
+        }
+        assert_eq!(limit.line(begun + PERIOD), Some(1000));
+        assert_eq!(limit.line(begun + PERIOD), Some(0));
+    }
+}
