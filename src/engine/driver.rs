@@ -19,6 +19,9 @@ use crate::protocol::{ErrorCode, Message};
 use crate::transport::{Client, Failure};
 use crate::types::{Answer, Request, RequestId, SlotId};
 
+/// How long an engine waits before it requests the end of a prompt again that the leader refused for now.
+const FINISH_AGAIN: Duration = Duration::from_millis(50);
+
 /// Something that happened to one engine of a fleet.
 pub(super) struct Event {
     /// Which one.
@@ -32,7 +35,7 @@ pub(super) enum Happened {
         answer: Result<Message, Failure>,
         us: u64,
     },
-    /// The end of a prompt was not answered by its deadline; the leader is told until it hears.
+    /// The end of a prompt was not answered by its deadline, or refused for now; it is requested until it succeeds.
     FinishIsLate(RequestId),
     Reported(Report),
     RankLost(usize),
@@ -174,7 +177,7 @@ impl Driver {
             Happened::RankLost(rank) => return Err(format!("engine rank {rank} ended early")),
             Happened::Answered { id, answer, us } => self.answered(id, answer, us),
             Happened::FinishIsLate(id) => {
-                self.observed.refused(format!("{id}: not answered in time"));
+                self.observed.refused(format!("{id}: not finished yet"));
                 self.scheduler.answered(id, None, &mut self.actions);
             }
             Happened::Reported(report) => self.reported(report)?,
@@ -336,7 +339,7 @@ impl Driver {
             timeout: self.request_timeout,
         };
         tokio::spawn(async move {
-            let reported = asking.ask(id, request.into(), asked).await;
+            let reported = asking.ask(id, request.into()).await;
             if reported.is_err() {
                 tracing::debug!("the engine has ended");
             }
@@ -354,15 +357,21 @@ struct Asking {
 
 impl Asking {
     /// Asks until the deadline; in case of the end of a prompt until the leader has heard of it.
-    async fn ask(&self, id: RequestId, message: Message, asked: Asked) -> Result<(), Closed> {
+    async fn ask(&self, id: RequestId, message: Message) -> Result<(), Closed> {
         let begun = Instant::now();
         let mut late = false;
         loop {
             let answer = self.client.ask_as(id, message.clone(), self.timeout).await;
-            let unheard = |failure: &Failure| failure.code == ErrorCode::Deadline;
-            if asked == Asked::Finish && answer.as_ref().is_err_and(unheard) {
+            // The leader keeps the slot until a finish succeeds.
+            if matches!(message, Message::Finish(_))
+                && let Err(failure) = &answer
+                && failure.retry
+            {
                 if !std::mem::replace(&mut late, true) {
                     self.tell(Happened::FinishIsLate(id)).await?;
+                }
+                if failure.code != ErrorCode::Deadline {
+                    tokio::time::sleep(FINISH_AGAIN).await;
                 }
                 continue;
             }
@@ -391,11 +400,13 @@ mod tests {
 
     use super::*;
     use crate::protocol::{ErrorBody, ErrorCode, Hello, Role, VERSION, VERSION_MIN};
-    use crate::transport::{Address, ClientSettings, Limits, MemoryTransport};
-    use crate::types::PageHashes;
+    use crate::transport::{
+        Address, ClientSettings, Incoming, Limits, MemoryTransport, Server, ServerEvent,
+        ServerSettings, Transport,
+    };
+    use crate::types::{Epoch, PageHashes};
 
-    /// A driver whose one prompt has asked for a load; the load's id.
-    fn loading() -> (Driver, RequestId) {
+    fn client(transport: &MemoryTransport) -> (Client, mpsc::Receiver<Incoming>) {
         let hello = Hello {
             version_min: VERSION_MIN,
             version_max: VERSION,
@@ -407,14 +418,18 @@ mod tests {
             name: "test".to_owned(),
         };
         let settings = ClientSettings {
-            address: Address::Memory("nobody".to_owned()),
+            address: Address::Memory("leader".to_owned()),
             hello,
             limits: Limits::default(),
         };
-        let (client, _) = Client::start(Arc::new(MemoryTransport::default()), settings);
+        Client::start(Arc::new(transport.clone()), settings)
+    }
+
+    /// A driver whose one prompt has asked for a load; the load's id.
+    fn loading() -> (Driver, RequestId) {
         let parts = EngineParts {
             scheduler: Scheduler::new(16, 0),
-            client,
+            client: client(&MemoryTransport::default()).0,
             ranks: Vec::new(),
         };
         let (report, _) = mpsc::channel(16);
@@ -475,5 +490,53 @@ mod tests {
             assert!(!abandons(&driver, load), "{code:?}");
             assert_eq!(driver.observed.abandoned, 0);
         }
+    }
+
+    /// Answers each request with the next of these.
+    async fn leader(transport: &MemoryTransport, answers: Vec<Message>) {
+        let address = Address::Memory("leader".to_owned());
+        let listener = transport.listen(&address, Limits::default()).await;
+        let settings = ServerSettings {
+            features: 0,
+            epoch: Epoch(1),
+            heartbeat: Duration::from_secs(1),
+            roles: vec![Role::Engine],
+        };
+        let mut server = Server::new(listener.expect("it listens"), settings);
+        tokio::spawn(async move {
+            let mut answers = answers.into_iter();
+            while let Some(events) = server.next().await {
+                for event in events {
+                    if let ServerEvent::Message { peer, envelope } = event {
+                        let answer = answers.next().expect("an answer is left");
+                        server.replier().reply(peer, envelope.correlation, answer);
+                    }
+                }
+            }
+        });
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_finish_that_is_refused_for_now_is_requested_until_it_succeeds() {
+        let transport = MemoryTransport::default();
+        let busy = Message::Error(ErrorBody::new(ErrorCode::NotReady, "in use"));
+        let done = Message::FinishAnswer(crate::protocol::Empty {});
+        leader(&transport, vec![busy.clone(), busy, done]).await;
+        let (report, mut reports) = mpsc::channel(16);
+        let (client, _incoming) = client(&transport);
+        let asking = Asking {
+            engine: 0,
+            client,
+            report,
+            timeout: Duration::from_secs(1),
+        };
+        let finish = Request::Finish { slot: SlotId(3) };
+        let asked = asking.ask(RequestId(7), finish.into()).await;
+        assert!(asked.is_ok());
+        let late = reports.recv().await.map(|event| event.happened);
+        assert!(matches!(late, Some(Happened::FinishIsLate(RequestId(7)))));
+        let last = reports.recv().await.map(|event| event.happened);
+        let answered = matches!(last, Some(Happened::Answered { answer: Ok(_), .. }));
+        assert!(answered, "once the leader has taken it");
     }
 }

@@ -280,22 +280,16 @@ impl Asker {
         let asked = Message::Register(register);
         let answer = self.worker.ask_over(link, asked, QUESTION_LIMIT).await?;
         match answer {
-            Message::Registered(registered) if !registered.not_served.is_empty() => Err(Failure {
-                code: ErrorCode::Invalid,
-                message: registered.not_served,
-                over: false,
-            }),
+            Message::Registered(registered) if !registered.not_served.is_empty() => {
+                Err(Failure::new(ErrorCode::Invalid, registered.not_served))
+            }
             _ => Ok(()),
         }
     }
 }
 
 fn not_now(message: String) -> Failure {
-    Failure {
-        code: ErrorCode::NotReady,
-        message,
-        over: false,
-    }
+    Failure::new(ErrorCode::NotReady, message)
 }
 
 /// Ends at a point in time; never without one.

@@ -18,8 +18,27 @@ use crate::types::{Epoch, RequestId, Time};
 pub const CLIENT_OPEN_MAX: usize = 4096;
 /// Longest wait for a connection, and then for the welcome.
 pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-const BACKOFF_FIRST: Duration = Duration::from_millis(20);
-const BACKOFF_MAX: Duration = Duration::from_secs(1);
+
+/// How long a client waits, for what it does not request.
+#[derive(Debug, Clone, Copy)]
+pub struct ClientTimes {
+    /// For the welcome, once a connection is there.
+    pub welcome: Duration,
+    /// Before it connects again after a welcomed connection broke. Doubles with every failure, up to `reconnect_max`.
+    pub reconnect: Duration,
+    /// The longest such wait.
+    pub reconnect_max: Duration,
+}
+
+impl Default for ClientTimes {
+    fn default() -> Self {
+        Self {
+            welcome: CONNECT_TIMEOUT,
+            reconnect: Duration::from_millis(20),
+            reconnect_max: Duration::from_secs(1),
+        }
+    }
+}
 
 /// Why a request was not carried out.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -29,6 +48,8 @@ pub struct Failure {
     pub code: ErrorCode,
     /// One line for people.
     pub message: String,
+    /// The same request may succeed later.
+    pub retry: bool,
     /// The leader says that nothing of the request is under way, and nothing will be.
     pub over: bool,
 }
@@ -39,6 +60,7 @@ impl Failure {
         Self {
             code,
             message: message.into(),
+            retry: code.retry(),
             over: false,
         }
     }
@@ -49,6 +71,7 @@ impl From<ErrorBody> for Failure {
         Self {
             code: body.code(),
             message: body.message,
+            retry: body.retry,
             over: body.over,
         }
     }
@@ -162,7 +185,7 @@ struct Open {
 #[derive(Debug)]
 pub struct ClientSession<R> {
     hello: Hello,
-    welcome_timeout: Duration,
+    times: ClientTimes,
     state: State,
     pending: BTreeMap<RequestId, Pending<R>>,
     /// Pending requests that are not sent over this connection, in order.
@@ -186,11 +209,11 @@ fn broken() -> Failure {
 }
 
 impl<R> ClientSession<R> {
-    /// A client that connects at once, and waits so long for each welcome.
-    pub fn new(hello: Hello, welcome_timeout: Duration, now: Time) -> Self {
+    /// A client that connects at once.
+    pub fn new(hello: Hello, times: ClientTimes, now: Time) -> Self {
         Self {
             hello,
-            welcome_timeout,
+            times,
             state: State::Apart { connect_at: now },
             pending: BTreeMap::new(),
             unsent: VecDeque::new(),
@@ -198,7 +221,7 @@ impl<R> ClientSession<R> {
             version: VERSION,
             epoch: Epoch(0),
             link: LinkId(0),
-            backoff: BACKOFF_FIRST,
+            backoff: times.reconnect,
             events: VecDeque::new(),
         }
     }
@@ -290,13 +313,13 @@ impl<R> ClientSession<R> {
 
     /// The process has connected.
     pub fn connected(&mut self, now: Time) {
-        let until = now + self.welcome_timeout;
+        let until = now + self.times.welcome;
         self.state = State::Greeting { until };
         // In the version of first words, which every server reads.
         let hello = encode(&Envelope {
             version: HELLO_VERSION,
             correlation: RequestId(0),
-            deadline_ms: u32::try_from(self.welcome_timeout.as_millis()).unwrap_or(u32::MAX),
+            deadline_ms: u32::try_from(self.times.welcome.as_millis()).unwrap_or(u32::MAX),
             epoch: Epoch(0),
             message: Message::Hello(self.hello.clone()),
         });
@@ -376,7 +399,7 @@ impl<R> ClientSession<R> {
         self.version = welcome.version;
         self.epoch = epoch;
         self.link = LinkId(self.link.0 + 1);
-        self.backoff = BACKOFF_FIRST;
+        self.backoff = self.times.reconnect;
         self.state = State::Open(Open {
             heartbeat: Duration::from_millis(u64::from(welcome.heartbeat_ms.max(10))),
             request_credits: welcome.request_credits as usize,
@@ -576,7 +599,7 @@ impl<R> ClientSession<R> {
     fn wait(&mut self, now: Time) {
         let connect_at = now + self.backoff;
         self.state = State::Apart { connect_at };
-        self.backoff = (self.backoff * 2).min(BACKOFF_MAX);
+        self.backoff = (self.backoff * 2).min(self.times.reconnect_max);
     }
 }
 

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use super::{
-    ClientEvent, ClientRequest, ClientSession, Encoded, Failure, ServerEvent, ServerHost,
-    ServerSession, ServerSettings,
+    ClientEvent, ClientRequest, ClientSession, ClientTimes, Encoded, Failure, ServerEvent,
+    ServerHost, ServerSession, ServerSettings,
 };
 use crate::protocol::{
     Empty, Envelope, ErrorBody, ErrorCode, HELLO_VERSION, Header, Hello, Kind, Message, Role,
@@ -13,7 +13,11 @@ use crate::protocol::{
 use crate::types::{Epoch, PeerId, RequestId, Time};
 
 const HEARTBEAT: Duration = Duration::from_secs(1);
-const TIMEOUT: Duration = Duration::from_secs(2);
+const TIMES: ClientTimes = ClientTimes {
+    welcome: Duration::from_secs(2),
+    reconnect: Duration::from_millis(20),
+    reconnect_max: Duration::from_secs(1),
+};
 const PEER: PeerId = PeerId(1);
 
 fn at(ms: u64) -> Time {
@@ -65,7 +69,7 @@ struct Client {
 impl Client {
     fn new() -> Self {
         Self {
-            session: ClientSession::new(hello(Role::Engine), TIMEOUT, at(0)),
+            session: ClientSession::new(hello(Role::Engine), TIMES, at(0)),
             sent: Vec::new(),
             answered: Vec::new(),
             connects: 0,

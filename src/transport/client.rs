@@ -11,7 +11,9 @@ use std::time::Duration;
 use tokio::sync::{mpsc, oneshot};
 
 use crate::protocol::{Envelope, ErrorCode, Hello, Message};
-use crate::session::{CONNECT_TIMEOUT, ClientEvent, ClientRequest, ClientSession, Failure, LinkId};
+use crate::session::{
+    CONNECT_TIMEOUT, ClientEvent, ClientRequest, ClientSession, ClientTimes, Failure, LinkId,
+};
 use crate::transport::{Address, Clock, Connection, Frame, Limits, Transport, TransportError};
 use crate::types::{Epoch, RequestId};
 
@@ -131,7 +133,7 @@ impl Client {
         } = settings;
         let clock = Clock::start();
         let runner = Runner {
-            session: ClientSession::new(hello, CONNECT_TIMEOUT, clock.now()),
+            session: ClientSession::new(hello, ClientTimes::default(), clock.now()),
             transport,
             address,
             limits,
@@ -202,7 +204,11 @@ impl Client {
         patience: Duration,
         link: Option<LinkId>,
     ) -> Result<Message, Failure> {
-        let gone = || Failure::new(ErrorCode::Draining, "the connection was closed");
+        // This client has ended: nothing that it requests can succeed any more.
+        let gone = || Failure {
+            retry: false,
+            ..Failure::new(ErrorCode::Draining, "the connection was closed")
+        };
         let (reply, answer) = oneshot::channel();
         let command = Command::Ask(ClientRequest {
             id,

@@ -48,7 +48,7 @@ impl World {
         let cancels = leader.open_cancels();
         let others = leader.open_requests() - cancels;
         let limits = [
-            (others, self.env.setup.open_requests_max),
+            (others, self.env.setup.open_requests_max(self.epoch)),
             (cancels, CANCELS_MAX),
         ];
         for (open, max) in limits {

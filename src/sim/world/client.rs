@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::net::{ConnectionId, End, Heard};
 use super::{Env, Who};
 use crate::protocol::{Envelope, Header, Hello, Message, Role, VERSION_MIN, decode};
-use crate::session::{ClientEvent, ClientRequest, ClientSession, Failure, LinkId};
+use crate::session::{ClientEvent, ClientRequest, ClientSession, ClientTimes, Failure, LinkId};
 use crate::types::{EngineId, Epoch, RequestId, Time, WorkerId};
 
 /// How often a silent side is asked whether it is there; three times that without a word, and it is gone.
@@ -36,12 +36,18 @@ pub(super) enum Noticed {
 }
 
 impl Client {
-    pub(super) fn new(me: Who, life: u32, server: Who, hello: Hello) -> Self {
+    pub(super) fn new(env: &Env, (me, life): (Who, u32), server: Who, hello: Hello) -> Self {
+        let reconnect = env.setup.reconnect;
+        let times = ClientTimes {
+            welcome: HEARTBEAT * 3,
+            reconnect,
+            reconnect_max: reconnect * 4,
+        };
         Self {
             me,
             life,
             server,
-            session: ClientSession::new(hello, HEARTBEAT * 3, Time(0)),
+            session: ClientSession::new(hello, times, Time(0)),
             connection: None,
             welcomed: None,
         }

@@ -120,8 +120,8 @@ impl EngineProcess {
         let hello = |role, rank| Client::hello(role, id, place(Rank(rank)), version);
         let ranks = (0..env.setup.ranks).map(|rank| RankSide {
             client: Client::new(
-                me,
-                life,
+                env,
+                (me, life),
                 Who::Worker(place(Rank(rank))),
                 hello(Role::Rank, rank),
             ),
@@ -133,7 +133,8 @@ impl EngineProcess {
             telling: BTreeMap::new(),
             abandoning: BTreeMap::new(),
         });
-        let ranks = ranks.collect();
+        let ranks: Vec<RankSide> = ranks.collect();
+        let leader = Client::new(env, (me, life), Who::Leader, hello(Role::Engine, 0));
         let memory = env.add_memory(id);
         Self {
             id,
@@ -141,7 +142,7 @@ impl EngineProcess {
             life,
             scheduler: Scheduler::new(memory.device_pages, env.setup.cached_pages),
             shape: memory.shape,
-            leader: Client::new(me, life, Who::Leader, hello(Role::Engine, 0)),
+            leader,
             ranks,
             asked: BTreeMap::new(),
             highest: RequestId(0),
@@ -242,14 +243,17 @@ impl EngineProcess {
             }
             Noticed::Answered(id, answer) => {
                 if let Err(failure) = &*answer
-                    && !failure.over
-                    && self.refused_for_now(id)
+                    && (!failure.over && self.refused_for_now(id)
+                        || failure.retry && self.is_finish(id))
                 {
                     env.counts.refusals += 1;
                     return;
                 }
-                if self.asked.remove(&id).is_none() {
+                let Some(asked) = self.asked.remove(&id) else {
                     return;
+                };
+                if asked.kind == Kind::Pages {
+                    env.check_over(self.id, id);
                 }
                 let answer: Option<Answer> = answer.ok().and_then(|message| message.answer());
                 env.counts.answers += 1;
@@ -273,6 +277,12 @@ impl EngineProcess {
             self.scheduler.gave_up(id, &mut self.actions);
         }
         true
+    }
+
+    /// The leader keeps a slot until it is finished, so an engine requests that until it succeeds.
+    fn is_finish(&self, id: RequestId) -> bool {
+        let asked = self.asked.get(&id);
+        asked.is_some_and(|asked| asked.kind == Kind::Finish)
     }
 
     fn ask_again(&mut self, env: &mut Env) {
@@ -340,7 +350,7 @@ impl EngineProcess {
                 }
                 Ok(Message::AbandonAnswer(_)) => {
                     if let Some(request) = side.abandoning.remove(&id) {
-                        self.abandoned(rank, request);
+                        self.abandoned(env, rank, request);
                     }
                 }
                 Ok(Message::Registered(_)) | Err(_) => {}
@@ -402,18 +412,19 @@ impl EngineProcess {
         self.ranks[rank].again = env.now();
         let open: Vec<RequestId> = self.asked.keys().copied().collect();
         open.into_iter()
-            .for_each(|request| self.abandoned(rank, request));
+            .for_each(|request| self.abandoned(env, rank, request));
         self.act(env);
     }
 
     /// A rank's worker copies nothing any more for a request.
-    fn abandoned(&mut self, rank: usize, request: RequestId) {
+    fn abandoned(&mut self, env: &mut Env, rank: usize, request: RequestId) {
         let rank = u16::try_from(rank).unwrap_or(u16::MAX);
         let Some(asked) = self.asked.get_mut(&request) else {
             return;
         };
         if asked.abandoning.remove(&rank) && asked.abandoning.is_empty() {
             self.asked.remove(&request);
+            env.check_over(self.id, request);
             self.scheduler.answered(request, None, &mut self.actions);
         }
     }

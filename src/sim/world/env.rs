@@ -1,6 +1,7 @@
 //! What all processes of a world share: time, chance, messages, memory, and the checker's knowledge.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use fastrand::Rng;
 use siphasher::sip128::SipHasher24;
@@ -234,6 +235,23 @@ impl Env {
     ) {
         if let Some(trouble) = self.ghost.answered(epoch, engine, id, answer) {
             self.violated(trouble);
+        }
+    }
+
+    /// An engine uses the pages of a load or a store again: no copy may touch them for that request any more.
+    pub(super) fn check_over(&mut self, engine: EngineId, request: RequestId) {
+        if let Some((op, worker)) = self.ghost.touched.copy_of(engine, request) {
+            self.violated(format!(
+                "{request} of engine {engine} is over, and {op} of {worker} still touches its pages"
+            ));
+        }
+    }
+
+    /// A copy begins that takes so long: the leader may die before its end.
+    pub(super) fn leader_may_die(&mut self, copy_time: Duration) {
+        if self.rng.u32(0..1_000_000) < self.setup.leader_dies_in_copy {
+            let at = self.now() + copy_time.mul_f64(self.rng.f64());
+            self.queue.push(at, Happening::LeaderDies);
         }
     }
 

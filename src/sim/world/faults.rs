@@ -36,6 +36,8 @@ faults! {
     Partition, "partition, one way";
     /// The leader's process dies. Effect: requests or copies were under way.
     LeaderCrash, "leader crash";
+    /// The leader's process dies soon after a copy has begun. Effect: copies were running.
+    LeaderCrashInCopy, "leader crash, copies running";
     /// A worker's process dies. Effect: copies were open.
     WorkerCrash, "worker crash";
     /// An engine's process dies. Effect: prompts were running.

@@ -34,6 +34,8 @@ struct Copier {
     worker: WorkerId,
     life: u32,
     op: OpId,
+    /// The engine's request that the copy serves.
+    request: RequestId,
     /// The depot's page.
     page: u32,
 }
@@ -89,6 +91,7 @@ impl Touched {
                 worker,
                 life,
                 op: copy.op,
+                request: copy.request,
                 page: depot,
             };
             let cells = depot * cells..(depot + 1) * cells;
@@ -140,6 +143,11 @@ impl Touched {
         })
     }
 
+    /// True when any copy runs.
+    pub(super) fn any_copy(&self) -> bool {
+        !self.device.is_empty()
+    }
+
     /// Who touches a page of an engine's memory.
     pub(super) fn device(
         &self,
@@ -149,6 +157,16 @@ impl Touched {
     ) -> Option<(OpId, WorkerId)> {
         let uses = self.device.get(&(engine, rank, page))?;
         let copier = uses.writers.first().or(uses.readers.first())?;
+        Some((copier.op, copier.worker))
+    }
+
+    /// A copy that touches engine pages for this request.
+    pub(super) fn copy_of(&self, engine: EngineId, request: RequestId) -> Option<(OpId, WorkerId)> {
+        let first = (engine, 0, 0);
+        let last = (engine, u16::MAX, u32::MAX);
+        let copiers = self.device.range(first..=last);
+        let mut copiers = copiers.flat_map(|(_, uses)| uses.writers.iter().chain(&uses.readers));
+        let copier = copiers.find(|copier| copier.request == request)?;
         Some((copier.op, copier.worker))
     }
 }

@@ -31,7 +31,7 @@ impl World {
                 settings.fence = env.setup.fence;
                 settings.hold_for = env.setup.hold_for;
                 settings.engine_grace = env.setup.engine_grace;
-                settings.open_requests_max = env.setup.open_requests_max;
+                settings.open_requests_max = env.setup.open_requests_max(self.epoch);
                 // Some leaders do a reset in one slice, others in many.
                 settings.reset_slice_pages = match self.epoch.0 % 3 {
                     0 => 8,

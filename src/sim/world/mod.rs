@@ -108,6 +108,8 @@ enum Happening {
     Kill { worker: WorkerId, life: u32 },
     /// An engine leaves while inventories are read.
     Leave { replica: Replica, life: u32 },
+    /// The leader's process dies while copies run that it ordered.
+    LeaderDies,
     /// A process hears that a worker's process has ended.
     Died {
         to: Who,
@@ -281,6 +283,7 @@ impl World {
                 }
             }
             Happening::Leave { replica, life } => self.leave(replica, life),
+            Happening::LeaderDies => self.leader_dies(),
             Happening::Trouble => self.trouble(),
         }
     }

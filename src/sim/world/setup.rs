@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use fastrand::Rng;
 
-use crate::types::Sharding;
+use crate::types::{Epoch, Sharding};
 
 /// Faults of processes, by number: see `trouble`.
 pub(super) const TROUBLES: u8 = 14;
@@ -20,6 +20,10 @@ const SHAPES: u64 = 0x7368_6170_6573;
 const DIVIDE: u64 = 0x6469_7669_6465;
 /// The same for what can be seen of processes.
 const UNSEEN: u64 = 0x756e_7365_656e;
+/// The same for the limits of the leaders after the first.
+const LIMITS: u64 = 0x6c69_6d69_7473;
+/// The same for how much of a copy cannot be stopped.
+const GRANULE: u64 = 0x6772_616e_756c;
 /// The same for times.
 const TIMES: u64 = 0x7469_6d65_7321;
 /// Bytes of one cell of memory.
@@ -67,6 +71,8 @@ pub struct Setup {
     pub inventory_pages: u32,
     /// Of a million readings of inventories, those in which an engine leaves.
     pub leave_while_reading: u32,
+    /// Of a million copies that begin, those soon after which the leader dies.
+    pub leader_dies_in_copy: u32,
     /// How long a worker takes to divide a depot into pages of another size, at most.
     pub divide_time: Duration,
     /// Of a million divisions, those in which the worker stands still.
@@ -81,12 +87,15 @@ pub struct Setup {
     pub longest: u32,
     /// Prompts that an engine has at one time.
     pub concurrency: usize,
-    /// Requests of one engine that the leader takes at one time.
-    pub open_requests_max: usize,
+    /// Requests of one engine that a leader takes at one time: one limit for each leader in turn. A leader that is started
+    /// again may have other settings than the one before.
+    pub open_requests_limits: Vec<usize>,
     /// Copies that a worker runs at one time.
     pub running_max: usize,
     /// Highest protocol version that is spoken.
     pub version_max: u16,
+    /// How long a client waits before it connects again, at first.
+    pub reconnect: Duration,
     /// How long an engine waits for an answer.
     pub request_timeout: Duration,
     /// The leader's fence.
@@ -99,6 +108,9 @@ pub struct Setup {
     pub engine_grace: Duration,
     /// How long a page takes to be copied, on average.
     pub page_time: Duration,
+    /// Pages of a copy that are begun together: a copy that is told to stop ends after them. A device's stream takes back
+    /// nothing of the work that it was given.
+    pub granule: usize,
     /// Chances in a million.
     pub chances: Chances,
     /// Time between two faults of the processes, on average.
@@ -147,6 +159,8 @@ impl Setup {
         let mut times = Rng::with_seed(rng.clone().u64(..) ^ TIMES);
         let mut divide = Rng::with_seed(rng.clone().u64(..) ^ DIVIDE);
         let mut unseen = Rng::with_seed(rng.clone().u64(..) ^ UNSEEN);
+        let mut granule = Rng::with_seed(rng.clone().u64(..) ^ GRANULE);
+        let mut limits = Rng::with_seed(rng.clone().u64(..) ^ LIMITS);
         let ranks = rng.u16(1..=4);
         let mut setup = Self {
             ranks,
@@ -166,6 +180,7 @@ impl Setup {
             processes_unseen: false,
             inventory_pages: 100,
             leave_while_reading: 0,
+            leader_dies_in_copy: 0,
             divide_time: Duration::ZERO,
             pause_while_dividing: 0,
             cached_pages: rng.u32(0..=device_pages) * u32::from(rng.bool()),
@@ -177,10 +192,11 @@ impl Setup {
             },
             longest: rng.u32(2..=device_pages.min(48)),
             concurrency: rng.usize(1..=6),
-            open_requests_max: *pick(rng, &[2, 4, 16, 1024]),
+            open_requests_limits: vec![*pick(rng, &[2, 4, 16, 1024])],
             favourite,
             running_max: *pick(rng, &[1, 2, 8, 64]),
             version_max: rng.u16(1..=2),
+            reconnect: Duration::ZERO,
             request_timeout: match rng.u8(0..3) {
                 0 => ms(rng, 4, 30),
                 1 => ms(rng, 30, 120),
@@ -199,6 +215,7 @@ impl Setup {
                 1 => rng.u64(50..500),
                 _ => rng.u64(500..4000),
             }),
+            granule: 1,
             chances: Chances {
                 loss: often(rng, 30_000),
                 duplicate: often(rng, 50_000),
@@ -225,7 +242,19 @@ impl Setup {
         setup.divide_time = setup.fence.mul_f64(*pick(&mut divide, &[0.001, 0.02, 0.2]));
         setup.pause_while_dividing = *pick(&mut divide, &[0, 100_000, 500_000]);
         setup.processes_unseen = unseen.u8(0..6) == 0;
+        setup.granule = *pick(&mut granule, &[1, 1, 8, usize::MAX]);
+        setup.leader_dies_in_copy = *pick(&mut granule, &[0, 0, 2_000, 20_000]);
+        if limits.bool() {
+            let next = *pick(&mut limits, &[1, 2, 4, 1024]);
+            setup.open_requests_limits.push(next);
+        }
         setup
+    }
+
+    /// How many requests of one engine the leader of this epoch takes at one time.
+    pub fn open_requests_max(&self, epoch: Epoch) -> usize {
+        let limits = &self.open_requests_limits;
+        limits[epoch.0 as usize % limits.len()]
     }
 
     /// How long it takes until somebody ends a process that the leader cannot end.
@@ -271,6 +300,7 @@ impl Setup {
         };
         self.hold_for = self.hold_for.max(Duration::from_millis(1));
         self.attach_every = Duration::from_millis(rng.u64(3..=60));
+        self.reconnect = Duration::from_micros(*pick(rng, &[500, 2_000, 20_000]));
     }
 
     /// Thousands of pages, and prompts that fill them.

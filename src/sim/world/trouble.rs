@@ -232,6 +232,17 @@ impl World {
         }
     }
 
+    pub(super) fn leader_dies(&mut self) {
+        if self.env.closing || self.life(Who::Leader).is_none() {
+            return;
+        }
+        self.env.faults.injected(Fault::LeaderCrashInCopy);
+        if self.env.ghost.touched.any_copy() {
+            self.env.faults.took_effect(Fault::LeaderCrashInCopy);
+        }
+        self.crash(Who::Leader);
+    }
+
     pub(super) fn leave(&mut self, replica: Replica, life: u32) {
         let who = Who::Engine(replica);
         if self.life(who) != Some(life) {

@@ -99,7 +99,7 @@ impl WorkerProcess {
             id,
             life,
             core: Worker::new(settings),
-            leader: Client::new(Who::Worker(id), life, Who::Leader, hello),
+            leader: Client::new(env, (Who::Worker(id), life), Who::Leader, hello),
             server: Server::new(Epoch(0), &[Role::Rank], env.now()),
             attaching: BTreeMap::new(),
             next_question: 0,
@@ -553,9 +553,11 @@ impl WorkerProcess {
             held: false,
             over: None,
         };
+        let whole = pace * u32::try_from(running.pages.len()).unwrap_or(u32::MAX);
         self.running.insert(op, running);
         self.tear(env, op);
         self.go_on(env, op, pace);
+        env.leader_may_die(whole);
     }
 
     fn fate(&self, env: &mut Env, copy: &Copy, pages: usize) -> Fate {
@@ -646,7 +648,8 @@ impl WorkerProcess {
         }
         let fails =
             matches!(running.fate, Fate::Fails(at) | Fate::FailsWithRank(at) if at == running.done);
-        let over = running.stop || fails || running.done == running.pages.len();
+        let stops = running.stop && running.done.is_multiple_of(env.setup.granule);
+        let over = stops || fails || running.done == running.pages.len();
         if !over {
             let (source, destination) = running.pages[running.done];
             if running.held && now > running.copy.deadline {
