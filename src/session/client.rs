@@ -11,7 +11,7 @@ use crate::protocol::{
     Class, DecodeError, Empty, Envelope, ErrorBody, ErrorCode, HELLO_VERSION, Header, Hello, Kind,
     Message, VERSION, Welcome, decode, encode,
 };
-use crate::types::{Epoch, RequestId, Time};
+use crate::types::{Epoch, LinkId, RequestId, Time};
 
 /// Requests of a client without an answer; it takes no more. At worst 32 GiB, with the longest body of the wire each; with
 /// the hashes of 4,096 pages each, 512 MiB.
@@ -77,9 +77,15 @@ impl From<ErrorBody> for Failure {
     }
 }
 
-/// Names one connection of a client: grows with each.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub struct LinkId(pub u64);
+impl From<Failure> for ErrorBody {
+    fn from(failure: Failure) -> Self {
+        Self {
+            retry: failure.retry,
+            over: failure.over,
+            ..Self::new(failure.code, failure.message)
+        }
+    }
+}
 
 /// What a client's process has to do, in this order. `R` says where the answer to a request goes.
 #[derive(Debug)]

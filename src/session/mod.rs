@@ -12,7 +12,7 @@ mod tests;
 pub use admission::{HELLO_DEADLINE, STRANGERS_MAX};
 pub use client::{
     CLIENT_OPEN_MAX, CONNECT_TIMEOUT, ClientEvent, ClientRequest, ClientSession, ClientTimes,
-    Failure, LinkId,
+    Failure,
 };
 pub use server::{
     Encoded, ServerEvent, ServerHost, ServerSession, ServerSettings, encode_order, encode_reply,

@@ -6,6 +6,8 @@
 
 mod holder;
 mod leader;
+mod worker;
 
 pub use holder::{Holder, InUse, Peers};
 pub use leader::{LeaderHost, LeaderShell};
+pub use worker::{Fatal, Registering, STRIKE_SLICE_SLOTS, WorkerFailure, WorkerHost, WorkerShell};

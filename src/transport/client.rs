@@ -12,10 +12,10 @@ use tokio::sync::{mpsc, oneshot};
 
 use crate::protocol::{Envelope, ErrorCode, Hello, Message};
 use crate::session::{
-    CONNECT_TIMEOUT, ClientEvent, ClientRequest, ClientSession, ClientTimes, Failure, LinkId,
+    CONNECT_TIMEOUT, ClientEvent, ClientRequest, ClientSession, ClientTimes, Failure,
 };
 use crate::transport::{Address, Clock, Connection, Frame, Limits, Transport, TransportError};
-use crate::types::{Epoch, RequestId};
+use crate::types::{Epoch, LinkId, RequestId};
 
 /// Requests that wait in a client before they are taken up; a caller waits for a place beyond that. At worst 8 GiB, with
 /// the longest body of the wire each (8 MiB); with the hashes of 4,096 pages each, 128 MiB.

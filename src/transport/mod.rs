@@ -60,10 +60,8 @@ pub use server::{Replier, SERVER_BATCH_MAX, Server, ServerEvents};
 pub use zmq::ZmqTransport;
 pub use zmtp::Violation;
 
-pub use crate::session::{
-    CLIENT_OPEN_MAX, Failure, LinkId, STRANGERS_MAX, ServerEvent, ServerSettings,
-};
-pub use crate::types::PeerId;
+pub use crate::session::{CLIENT_OPEN_MAX, Failure, STRANGERS_MAX, ServerEvent, ServerSettings};
+pub use crate::types::{LinkId, PeerId};
 
 /// Largest [`Limits::header_bytes`] and [`Limits::body_bytes`] together: 256 MiB.
 pub const FRAME_BYTES_MAX: usize = 256 << 20;

@@ -66,6 +66,10 @@ number_id!(
     PeerId(u64), "peer "
 );
 number_id!(
+    /// One connection of a client, by its session: grows with each.
+    LinkId(u64), "connection "
+);
+number_id!(
     /// The engine's own number of a running request (a sequence), unique among its live ones.
     SlotId(u64), "slot "
 );

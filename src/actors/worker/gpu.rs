@@ -4,14 +4,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use ractor::ActorRef;
-
-use super::{State, WorkerMessage};
+use super::{Host, WorkerMessage};
 use crate::actors::gpu::{EngineSide, Gpu};
 use crate::actors::transfer::TransferMessage;
 use crate::cuda::{Announced, CudaError, DeviceUuid, Outcome, device_of};
 use crate::memory::LifelineEnd;
-use crate::protocol::ErrorCode;
+use crate::protocol::{ErrorBody, ErrorCode};
 use crate::types::{ByteSize, Registration, RequestId, Time};
 
 /// What a worker has of its GPU.
@@ -87,8 +85,6 @@ impl Refusal {
     }
 }
 
-pub(super) const NO_TIMELINE: &str = "written.timeline is true, and registration.timeline is absent: register it, or wait for the device yourself";
-
 /// How long a worker stays with its word that a GPU cannot be used.
 const TRY_AGAIN_AFTER: Duration = Duration::from_secs(10);
 
@@ -107,26 +103,27 @@ const LETTING_GO_LIMIT: Duration = Duration::from_secs(600);
 /// Says whether host memory of this kind gets huge pages, by which a GPU reaches it faster.
 const SHARED_HUGE_PAGES: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
 
-impl State {
+impl Host {
     /// The GPU that a registration names, or what to tell the rank.
     pub(super) fn gpu_for(
         &mut self,
         registration: &Registration,
-        myself: &ActorRef<WorkerMessage>,
-    ) -> Result<Arc<Gpu>, (ErrorCode, String)> {
-        let invalid = |text: String| (ErrorCode::Invalid, text);
+        serves: bool,
+    ) -> Result<Arc<Gpu>, ErrorBody> {
+        let invalid = |text: String| ErrorBody::new(ErrorCode::Invalid, text);
+        let not_ready = |text: String| ErrorBody::new(ErrorCode::NotReady, text);
         let uuid = device_of(registration).map_err(|error| invalid(error.to_string()))?;
         let Some(depot) = self.depot.clone() else {
-            return Err((ErrorCode::NotReady, self.progress.line()));
+            return Err(not_ready(self.progress.line()));
         };
         let bytes = depot.buffer().len();
         if let Some(text) = self.still_letting_go() {
-            return Err((ErrorCode::NotReady, text));
+            return Err(not_ready(text));
         }
         if let GpuState::Failed(failed, refusal, at) = &self.gpu
             && (*failed == uuid || refusal.is_final)
         {
-            match refusal.again(at.until(self.clock.now()), self.mapped.is_some()) {
+            match refusal.again(at.until(self.clock.now()), serves) {
                 Again::Say => return Err(invalid(refusal.why.clone())),
                 Again::End => {
                     let why = refusal.why.clone();
@@ -139,14 +136,12 @@ impl State {
         }
         let (there, answer) = match &self.gpu {
             GpuState::Ready(gpu) => (gpu.uuid, Ok(Arc::clone(gpu))),
-            GpuState::Starting(uuid, pinned) => {
-                (*uuid, Err((ErrorCode::NotReady, pinning(*pinned, bytes))))
-            }
+            GpuState::Starting(uuid, pinned) => (*uuid, Err(not_ready(pinning(*pinned, bytes)))),
             GpuState::None | GpuState::Failed(..) | GpuState::LettingGo(_) => {
                 self.gpu = GpuState::Starting(uuid, 0);
                 self.teller.pinned(Some(0));
                 let text = pinning(0, bytes);
-                let (transfer, myself) = (self.transfer.clone(), myself.clone());
+                let (transfer, myself) = (self.transfer.clone(), self.myself.clone());
                 let (number, way) = (self.number, self.gpu_copy);
                 tokio::task::spawn_blocking(move || {
                     let worker = myself.clone();
@@ -178,7 +173,7 @@ impl State {
                         tracing::debug!("the worker has stopped");
                     }
                 });
-                (uuid, Err((ErrorCode::NotReady, text)))
+                (uuid, Err(not_ready(text)))
             }
         };
         if there != uuid {
@@ -259,11 +254,10 @@ impl State {
     }
 
     /// The GPU is there, or cannot be used: then this worker says why to every rank that asks, for a while.
-    pub(super) fn gpu_started(
-        &mut self,
-        gpu: Result<Arc<Gpu>, Refusal>,
-        myself: &ActorRef<WorkerMessage>,
-    ) {
+    ///
+    /// Returns why it cannot be used.
+    pub(super) fn gpu_started(&mut self, gpu: Result<Arc<Gpu>, Refusal>) -> Option<String> {
+        let mut failed = None;
         self.gpu = match gpu {
             Ok(gpu) => {
                 let huge_pages = std::fs::read_to_string(SHARED_HUGE_PAGES).unwrap_or_default();
@@ -296,7 +290,7 @@ impl State {
             Err(refusal) => {
                 tracing::error!(worker = %self.worker, why = refusal.why, "no GPU");
                 self.teller.pinned(None);
-                self.turned_away_rank(&refusal.why);
+                failed = Some(refusal.why.clone());
                 match self.gpu {
                     GpuState::Starting(uuid, _) => {
                         GpuState::Failed(uuid, refusal, self.clock.now())
@@ -306,25 +300,28 @@ impl State {
             }
         };
         // The rank that asked may have gone.
-        self.watch_gpu(myself);
+        self.watch_gpu();
+        failed
     }
 
     /// Looks later whether an engine still uses the GPU.
-    pub(super) fn watch_gpu(&self, myself: &ActorRef<WorkerMessage>) {
+    pub(super) fn watch_gpu(&self) {
         let uses = self.gpu_uses;
         if matches!(self.gpu, GpuState::Ready(_)) {
-            drop(myself.send_after(self.gpu_idle, move || WorkerMessage::GpuIdle(uses)));
+            drop(
+                self.myself
+                    .send_after(self.gpu_idle, move || WorkerMessage::GpuIdle(uses)),
+            );
         }
     }
 
     /// Lets the GPU go if no engine has asked for it since then: its memory is the engines', and some tools refuse to work
     /// while a process has a context. The next registration behind that takes it again.
-    pub(super) fn gpu_idle(&mut self, uses: u64) {
-        let serves = self.mapped.is_some() || !self.opening.is_empty();
+    pub(super) fn gpu_idle(&mut self, uses: u64, is_used: bool) {
         let GpuState::Ready(gpu) = &self.gpu else {
             return;
         };
-        if serves || self.gpu_uses != uses {
+        if is_used || self.gpu_uses != uses {
             return;
         }
         let gpu = Arc::clone(gpu);

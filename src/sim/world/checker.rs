@@ -180,7 +180,7 @@ impl World {
             process
                 .state
                 .as_ref()
-                .is_some_and(|worker| worker.core.open_copies() == 0)
+                .is_some_and(|worker| worker.core().open_copies() == 0)
         });
         let engines = self.engines.iter().all(|process| {
             process
@@ -213,7 +213,7 @@ impl World {
             .filter_map(|process| Some(process.state.as_ref()?.waits()))
             .collect();
         let workers = self.workers.iter().filter_map(|(id, process)| {
-            let open = process.state.as_ref()?.core.open_copies();
+            let open = process.state.as_ref()?.core().open_copies();
             (open > 0).then(|| format!("{id}: {open} copies"))
         });
         let workers: Vec<String> = workers.collect();

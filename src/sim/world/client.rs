@@ -5,8 +5,8 @@ use std::time::Duration;
 use super::net::{ConnectionId, End, Heard};
 use super::{Env, Who};
 use crate::protocol::{Envelope, Header, Hello, Message, Role, VERSION_MIN, decode};
-use crate::session::{ClientEvent, ClientRequest, ClientSession, ClientTimes, Failure, LinkId};
-use crate::types::{EngineId, Epoch, RequestId, Time, WorkerId};
+use crate::session::{ClientEvent, ClientRequest, ClientSession, ClientTimes, Failure};
+use crate::types::{EngineId, Epoch, LinkId, RequestId, Time, WorkerId};
 
 /// How often a silent side is asked whether it is there; three times that without a word, and it is gone.
 pub(super) const HEARTBEAT: Duration = Duration::from_millis(20);
@@ -28,10 +28,16 @@ pub(super) struct Client {
 /// What a client notices.
 #[derive(Debug)]
 pub(super) enum Noticed {
-    Welcomed(Epoch),
+    Welcomed {
+        epoch: Epoch,
+        link: LinkId,
+    },
     Lost,
     /// The other side asks for something.
-    Request(Box<Envelope>),
+    Request {
+        link: LinkId,
+        envelope: Box<Envelope>,
+    },
     Answered(RequestId, Box<Result<Message, Failure>>),
 }
 
@@ -118,8 +124,19 @@ impl Client {
     /// Requests something, over this connection or not at all.
     pub(super) fn request_here(&mut self, env: &mut Env, id: RequestId, message: Message) {
         if let Some((link, _)) = self.welcomed {
-            self.send(env, id, (PATIENCE, Duration::ZERO), Some(link), message);
+            self.request_over(env, link, id, message);
         }
+    }
+
+    /// Requests something, over the connection of this name or not at all.
+    pub(super) fn request_over(
+        &mut self,
+        env: &mut Env,
+        link: LinkId,
+        id: RequestId,
+        message: Message,
+    ) {
+        self.send(env, id, (PATIENCE, Duration::ZERO), Some(link), message);
     }
 
     fn send(
@@ -143,12 +160,16 @@ impl Client {
         self.nothing_more(env);
     }
 
-    /// Answers a request that came over this connection.
-    pub(super) fn reply(&mut self, env: &mut Env, correlation: RequestId, message: Message) {
-        if let Some((link, _)) = self.welcomed {
-            self.session.reply(env.now(), link, correlation, message);
-            self.nothing_more(env);
-        }
+    /// Answers a request that came over the connection of this name.
+    pub(super) fn reply(
+        &mut self,
+        env: &mut Env,
+        link: LinkId,
+        correlation: RequestId,
+        message: Message,
+    ) {
+        self.session.reply(env.now(), link, correlation, message);
+        self.nothing_more(env);
     }
 
     /// Sends what there is to send.
@@ -179,13 +200,15 @@ impl Client {
                 }
                 ClientEvent::Welcomed { epoch, link, .. } => {
                     self.welcomed = Some((link, epoch));
-                    noticed.push(Noticed::Welcomed(epoch));
+                    noticed.push(Noticed::Welcomed { epoch, link });
                 }
                 ClientEvent::Lost => {
                     self.welcomed = None;
                     noticed.push(Noticed::Lost);
                 }
-                ClientEvent::Request { envelope, .. } => noticed.push(Noticed::Request(envelope)),
+                ClientEvent::Request { link, envelope } => {
+                    noticed.push(Noticed::Request { link, envelope });
+                }
                 ClientEvent::Answered { id, answer, .. } => {
                     noticed.push(Noticed::Answered(id, Box::new(answer)));
                 }

@@ -21,6 +21,9 @@ use crate::types::{
 
 /// How long an engine waits before it says something again.
 const AGAIN: Duration = Duration::from_millis(12);
+/// How long an engine waits for the answer to a registration: each one takes the place of the last, and has to be agreed on
+/// anew.
+const REGISTER_AGAIN: Duration = Duration::from_millis(250);
 /// Prompts that an engine serves in one life, at most.
 const PROMPTS_MAX: u64 = 1 << 40;
 
@@ -62,6 +65,8 @@ struct RankSide {
     /// The life of the worker that has this engine's memory.
     registered: Option<u32>,
     again: Time,
+    /// When a registration that was not answered is sent again.
+    register_again: Time,
     /// What it was told last to be written, and what it said it heard.
     told: RequestId,
     heard: RequestId,
@@ -127,6 +132,7 @@ impl EngineProcess {
             ),
             registered: None,
             again: Time(0),
+            register_again: Time(0),
             told: RequestId(0),
             heard: RequestId(0),
             registering: None,
@@ -231,13 +237,13 @@ impl EngineProcess {
         match noticed {
             Noticed::Lost => {}
             // Whatever was not answered is asked again, of this leader or the next one.
-            Noticed::Welcomed(_) => {
+            Noticed::Welcomed { .. } => {
                 self.asked
                     .values_mut()
                     .for_each(|asked| asked.again = env.now());
                 self.ask_again(env);
             }
-            Noticed::Request(envelope) => {
+            Noticed::Request { envelope, .. } => {
                 let kind = envelope.message.kind().name();
                 env.violated(format!("an engine is asked for {kind}"));
             }
@@ -327,8 +333,8 @@ impl EngineProcess {
                 side.registering = None;
                 side.again = env.now();
             }
-            Noticed::Welcomed(_) => side.again = env.now(),
-            Noticed::Request(envelope) => {
+            Noticed::Welcomed { .. } => side.again = env.now(),
+            Noticed::Request { envelope, .. } => {
                 let kind = envelope.message.kind().name();
                 env.violated(format!("a rank is asked for {kind}"));
             }
@@ -377,6 +383,10 @@ impl EngineProcess {
         self.next += 1;
         let correlation = RequestId(self.next);
         if side.registered.is_none() {
+            if side.registering.is_some() && now < side.register_again {
+                return;
+            }
+            side.register_again = now + REGISTER_AGAIN;
             side.registering = Some(correlation);
             let body = Message::Register(Register {
                 after: highest.0,

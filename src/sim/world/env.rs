@@ -220,6 +220,14 @@ impl Env {
         self.pids.of(who, life)
     }
 
+    /// The same, where processes can be seen.
+    pub(super) fn visible_pid(&self, id: ConnectionId) -> Option<i32> {
+        match self.setup.processes_unseen {
+            true => None,
+            false => self.pid_of_client(id),
+        }
+    }
+
     /// The process of a worker is to be ended, if it has this id.
     pub(super) fn expel(&mut self, worker: WorkerId, pid: Option<i32>) {
         self.counts.expelled += 1;

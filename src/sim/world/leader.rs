@@ -59,10 +59,7 @@ impl LeaderProcess {
             None => {}
             Some(Noticed::Closed) => self.run(env, |shell, host| shell.closed(host, peer(id))),
             Some(Noticed::Opened(hello)) => {
-                let pid = match env.setup.processes_unseen {
-                    true => None,
-                    false => env.pid_of_client(id),
-                };
+                let pid = env.visible_pid(id);
                 self.run(env, |shell, host| shell.opened(host, peer(id), &hello, pid));
             }
             Some(Noticed::Message(envelope)) => {

@@ -90,6 +90,14 @@ enum Happening {
     },
     /// A worker divides its depot further.
     Divide { worker: WorkerId, life: u32 },
+    /// A worker does the next slice of a reset.
+    Strike { worker: WorkerId, life: u32 },
+    /// A worker has opened the memory of an engine.
+    Opened {
+        worker: WorkerId,
+        life: u32,
+        opening: u64,
+    },
     /// An engine has computed or compared.
     Worked {
         replica: Replica,
@@ -246,6 +254,22 @@ impl World {
             }
             Happening::CopyStep { worker, life, op } => {
                 let event = Happening::CopyStep { worker, life, op };
+                self.to(Who::Worker(worker), Some(life), event);
+            }
+            Happening::Strike { worker, life } => {
+                let event = Happening::Strike { worker, life };
+                self.to(Who::Worker(worker), Some(life), event);
+            }
+            Happening::Opened {
+                worker,
+                life,
+                opening,
+            } => {
+                let event = Happening::Opened {
+                    worker,
+                    life,
+                    opening,
+                };
                 self.to(Who::Worker(worker), Some(life), event);
             }
             Happening::Divide { worker, life } => {
@@ -492,6 +516,8 @@ impl World {
             }
             Ok(Happening::CopyStep { op, .. }) => worker.copy_step(env, op),
             Ok(Happening::Divide { .. }) => worker.divide(env),
+            Ok(Happening::Strike { .. }) => worker.strike_on(env),
+            Ok(Happening::Opened { opening, .. }) => worker.opened(env, opening),
             Ok(other) => env.violated(format!("a worker was given {other:?}")),
         }
         let next = worker.next_timeout();

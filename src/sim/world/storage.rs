@@ -5,6 +5,8 @@
 //! page of one size destroys pages of another. The slots of the inventory lie before the pages, one for each: smaller pages
 //! have more of them, and whoever clears those of smaller pages destroys larger ones.
 
+use std::ops::Range;
+
 use super::setup::{CELL_BYTES, Shape};
 use crate::types::{
     DepotId, Epoch, INVENTORY_SLOT_BYTES, PageRecord, PageRun, Record, Scope, Stored,
@@ -56,8 +58,9 @@ pub trait Storage {
     fn write(&mut self, shape: Shape, page: u32, content: Content) -> bool;
     /// These pages will be overwritten: they are not listed any more.
     fn strike_out(&mut self, run: PageRun);
-    /// Pages of this scope that were stored by `through` or before are not listed any more.
-    fn strike_scope(&mut self, scope: &Scope, through: Stored);
+    /// Pages of this scope in these slots that were stored by `through` or before are not listed any more. Returns the next
+    /// slot, if there are more.
+    fn strike_scope(&mut self, scope: &Scope, through: Stored, slots: Range<u32>) -> Option<u32>;
     /// These pages are whole: they are listed.
     fn list(&mut self, record: &Record);
     /// Everything that is listed, in the order of the pages.
@@ -87,7 +90,7 @@ impl Depot {
         }
     }
 
-    fn cells_of(&self, shape: Shape, page: u32) -> Option<std::ops::Range<usize>> {
+    fn cells_of(&self, shape: Shape, page: u32) -> Option<Range<usize>> {
         let start = page as usize * shape.cells as usize;
         let end = start + shape.cells as usize;
         (end <= self.cells.len()).then_some(start..end)
@@ -170,14 +173,18 @@ impl Storage for Depot {
         pages.take(run.count as usize).for_each(|slot| *slot = None);
     }
 
-    fn strike_scope(&mut self, scope: &Scope, through: Stored) {
-        for slot in &mut self.inventory {
+    fn strike_scope(&mut self, scope: &Scope, through: Stored, slots: Range<u32>) -> Option<u32> {
+        let all = self.inventory.len();
+        let count = slots.len();
+        let slice = self.inventory.iter_mut().skip(slots.start as usize);
+        for slot in slice.take(count) {
             if slot.is_some_and(|page| {
                 page.stored <= through && scope.contains(page.domain, page.fingerprint)
             }) {
                 *slot = None;
             }
         }
+        ((slots.end as usize) < all).then_some(slots.end)
     }
 
     fn list(&mut self, record: &Record) {

@@ -60,7 +60,7 @@ impl World {
         // Rather one that has something to lose.
         some.sort_by_key(|id| {
             let worker = self.workers[id].state.as_ref();
-            worker.map_or(0, |worker| worker.core.open_copies())
+            worker.map_or(0, |worker| worker.core().open_copies())
         });
         some[some.len() - 1]
     }
@@ -82,7 +82,7 @@ impl World {
             }),
             Who::Worker(id) => {
                 let worker = self.workers[&id].state.as_ref();
-                worker.is_some_and(|worker| worker.core.open_copies() > 0)
+                worker.is_some_and(|worker| worker.core().open_copies() > 0)
             }
             Who::Engine(replica) => {
                 let engine = self.engines[usize::from(replica.0)].state.as_ref();

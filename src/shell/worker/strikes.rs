@@ -2,16 +2,15 @@
 //! between two slices.
 
 use std::collections::VecDeque;
+use std::fmt;
 
-use ractor::ActorRef;
-
-use super::{Handled, State, WorkerMessage};
+use super::{Fatal, WorkerHost, WorkerShell};
 use crate::core::{RESET_PAGES_OPEN_MAX, RESETS_OPEN_MAX};
 use crate::protocol::{ErrorBody, ErrorCode, Message, Struck};
 use crate::types::{RequestId, ResetId, Scope, Stored, Time};
 
-/// Slots that one slice looks at: about a millisecond.
-const STRIKE_SLICE_SLOTS: u32 = 8192;
+/// Slots of the inventory that one slice of a reset looks at: about a millisecond.
+pub const STRIKE_SLICE_SLOTS: u32 = 8192;
 
 /// Resets whose pages wait to be struck out, as many as a leader has open at a time. More are refused, and so are those
 /// whose single pages are beyond [`RESET_PAGES_OPEN_MAX`] together with the pages of the others.
@@ -97,59 +96,63 @@ impl Strikes {
     }
 }
 
-impl State {
+impl<P: fmt::Debug, M> WorkerShell<P, M> {
     /// Takes an order of the leader, or refuses it.
-    pub(super) fn strike(&mut self, strike: Strike, myself: &ActorRef<WorkerMessage>) -> Handled {
-        self.give_up_strikes();
+    pub(super) fn strike<H: WorkerHost<Process = P, Memory = M>>(
+        &mut self,
+        host: &mut H,
+        strike: Strike,
+    ) -> Result<(), Fatal> {
+        self.give_up_strikes(host);
         let order = strike.order;
         if let Err(error) = self.strikes.push(strike) {
-            self.answer(order, Message::Error(error));
+            self.answer(host, order, Message::Error(error));
         }
-        self.call_strike(myself)
+        self.call_strike(host)
     }
 
     /// Resets whose deadline has passed are not carried out, nor to the end: their leader has told whoever asked that they are
     /// not confirmed.
-    fn give_up_strikes(&mut self) {
-        for strike in self.strikes.take_overdue(self.clock.now()) {
+    fn give_up_strikes<H: WorkerHost<Process = P, Memory = M>>(&mut self, host: &mut H) {
+        for strike in self.strikes.take_overdue(host.now()) {
             let text = "the reset's deadline passed before its pages were struck out";
             let error = ErrorBody::new(ErrorCode::Deadline, text);
-            self.answer(strike.order, Message::Error(error));
+            self.answer(host, strike.order, Message::Error(error));
         }
     }
 
-    fn call_strike(&mut self, myself: &ActorRef<WorkerMessage>) -> Handled {
+    fn call_strike<H: WorkerHost<Process = P, Memory = M>>(
+        &mut self,
+        host: &mut H,
+    ) -> Result<(), Fatal> {
         if !self.strikes.queue.is_empty() && !self.strikes.called {
             self.strikes.called = true;
-            myself.cast(WorkerMessage::Strike)?;
+            host.strike_later()?;
         }
         Ok(())
     }
 
-    /// Does one slice, and comes back for the next one after the messages that wait by then.
-    pub(super) fn strike_on(&mut self, myself: &ActorRef<WorkerMessage>) -> Handled {
+    /// Does one slice, and calls for the next one after the messages that wait by then.
+    pub fn strike_on<H: WorkerHost<Process = P, Memory = M>>(
+        &mut self,
+        host: &mut H,
+    ) -> Result<(), Fatal> {
         self.strikes.called = false;
-        self.give_up_strikes();
+        self.give_up_strikes(host);
         let Some(mut strike) = self.strikes.queue.pop_front() else {
             return Ok(());
         };
-        let mut next = None;
-        self.inventory(|depot, page_bytes| {
-            let (from, count) = (strike.next, STRIKE_SLICE_SLOTS);
-            next = depot.strike_scope(page_bytes, &strike.scope, strike.through, from, count)?;
-            Ok(())
-        })?;
-        match next {
+        match host.unlist_scope(&strike.scope, strike.through, strike.next)? {
             Some(next) => {
                 strike.next = next;
                 self.strikes.queue.push_front(strike);
             }
             None => {
                 let body = Struck { reset: strike.id.0 };
-                self.answer(strike.order, Message::Struck(body));
+                self.answer(host, strike.order, Message::Struck(body));
             }
         }
-        self.call_strike(myself)
+        self.call_strike(host)
     }
 }
 

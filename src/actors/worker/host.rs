@@ -1,0 +1,259 @@
+//! The process behind a worker's shell: conversations, the depot, engine memory, a GPU, and copies on threads of their own.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use ractor::ActorRef;
+
+use super::gpu::GpuState;
+use super::{UNPROVEN, WorkerMessage};
+use crate::actors::gpu::EngineSide;
+use crate::actors::pool::Progress;
+use crate::actors::processes::Process;
+use crate::actors::teller::Teller;
+use crate::actors::transfer::TransferMessage;
+use crate::cuda::Announced;
+use crate::memory::{BufferError, Depot, LifelineEnd};
+use crate::protocol::limits::PAGE_RECORDS_MAX;
+use crate::protocol::{ErrorBody, ErrorCode, Inventory, Message, ReadInventory};
+use crate::shell::{Fatal, Peers, Registering, STRIKE_SLICE_SLOTS, WorkerHost};
+use crate::transport::{Client, Clock, FdReceiver, LinkId, PeerId, Replier};
+use crate::types::{
+    Copy, DepotId, EngineId, Epoch, GpuCopy, GroupGeometry, OpId, PageRun, Record, Registration,
+    RequestId, Scope, Stored, Time, WorkerId,
+};
+
+/// See the module.
+pub(super) struct Host {
+    pub(super) myself: ActorRef<WorkerMessage>,
+    pub(super) worker: WorkerId,
+    pub(super) clock: Clock,
+    pub(super) replier: Replier,
+    pub(super) fds: Arc<FdReceiver>,
+    pub(super) leader: Client,
+    pub(super) transfer: ActorRef<TransferMessage>,
+    pub(super) progress: Arc<Progress>,
+    pub(super) teller: Teller,
+    pub(super) depot: Option<Arc<Depot>>,
+    pub(super) prefaulted: bool,
+    /// Memory that is being closed, of which engine, until it is.
+    pub(super) closing: Vec<(EngineId, LifelineEnd)>,
+    /// Whether the log says that an engine leaves memory unproven.
+    pub(super) told_of_proofs: bool,
+    pub(super) gpu: GpuState,
+    pub(super) gpu_copy: GpuCopy,
+    pub(super) gpu_idle: Duration,
+    /// How often ranks have requested a GPU.
+    pub(super) gpu_uses: u64,
+    /// Of this worker, among all that may share a depot.
+    pub(super) number: usize,
+}
+
+impl Host {
+    /// Memory was not opened, because bytes in it were not as its engine said: the rank registers again by itself.
+    pub(super) fn log_unproven(&self, error: &ErrorBody) {
+        if error.code() == ErrorCode::NotReady
+            && let Some(left_out) = UNPROVEN.line()
+        {
+            let why = &error.message;
+            tracing::warn!(worker = %self.worker, why, left_out, "engine memory is not proven");
+        }
+    }
+
+    /// Writes the inventory. A depot that holds no pages lists none.
+    fn inventory<T: Default>(
+        &self,
+        write: impl FnOnce(&Depot, u64) -> Result<T, BufferError>,
+    ) -> Result<T, BufferError> {
+        let Some(depot) = &self.depot else {
+            return Ok(T::default());
+        };
+        match depot.page_bytes()? {
+            Some(page_bytes) => write(depot, page_bytes),
+            None => Ok(T::default()),
+        }
+    }
+
+    fn part_of_inventory(
+        &self,
+        epoch: Epoch,
+        read: &ReadInventory,
+    ) -> Result<Result<Inventory, ErrorBody>, BufferError> {
+        let Some(depot) = &self.depot else {
+            let error = ErrorBody::new(ErrorCode::Invalid, "this worker has no depot");
+            return Ok(Err(error));
+        };
+        if !depot.hold_pages_for(read.page_bytes, (epoch, read.reading))? {
+            let text = "a later reading of this depot has begun";
+            return Ok(Err(ErrorBody::new(ErrorCode::Invalid, text)));
+        }
+        let pages = PAGE_RECORDS_MAX as u32;
+        let records = depot
+            .hold_pages_of(read.page_bytes)
+            .and_then(|()| depot.read_inventory(read.page_bytes, read.from, pages));
+        let records = match records {
+            Ok(records) => records,
+            Err(error) => {
+                tracing::error!(worker = %self.worker, %error, "the inventory cannot be read");
+                return Ok(Err(ErrorBody::new(ErrorCode::Internal, error.to_string())));
+            }
+        };
+        let end = read.from.saturating_add(pages);
+        let next = (end < depot.arena_pages(read.page_bytes)).then_some(end);
+        Ok(Ok(Inventory::new(read, next, &records)))
+    }
+}
+
+impl Peers for Host {
+    type Process = Process;
+
+    fn is_live(&self, peer: PeerId) -> bool {
+        Peers::is_live(&self.replier, peer)
+    }
+
+    fn open_process(&mut self, pid: i32) -> Option<Process> {
+        self.replier.open_process(pid)
+    }
+
+    fn has_ended(&self, process: &Process) -> bool {
+        self.replier.has_ended(process)
+    }
+
+    fn disconnect(&mut self, peer: PeerId) {
+        Peers::disconnect(&mut self.replier, peer);
+    }
+}
+
+impl WorkerHost for Host {
+    type Memory = EngineSide;
+
+    fn now(&self) -> Time {
+        self.clock.now()
+    }
+
+    fn request_leader(&mut self, link: LinkId, message: Message, timeout: Duration) -> RequestId {
+        self.leader.ask_in_order(link, message, timeout)
+    }
+
+    fn reply_to_leader(&mut self, link: LinkId, order: RequestId, message: Message) {
+        self.leader.reply(link, order, message);
+    }
+
+    fn reply(&mut self, peer: PeerId, request: RequestId, message: Message) {
+        self.replier.reply(peer, request, message);
+    }
+
+    fn open(
+        &mut self,
+        registering: Registering,
+        registration: Registration,
+        serves: bool,
+    ) -> Result<(), ErrorBody> {
+        self.open_memory(registering, registration, serves)
+    }
+
+    fn discard(&mut self, registration: Registration) {
+        self.drop_tickets(&registration);
+    }
+
+    fn geometry(&self, memory: &EngineSide) -> GroupGeometry {
+        memory.geometry().clone()
+    }
+
+    fn close(&mut self, engine: EngineId, memory: EngineSide) {
+        self.close_memory(engine, memory);
+    }
+
+    fn reply_when_closed(&mut self, peer: PeerId, request: RequestId, engines: [EngineId; 2]) {
+        self.answer_when_closed(peer, request, engines);
+    }
+
+    fn watch_timeline(
+        &mut self,
+        memory: &EngineSide,
+        engine: EngineId,
+        through: RequestId,
+    ) -> bool {
+        Self::announced(memory, Announced { engine, through })
+    }
+
+    fn written(&mut self, memory: &EngineSide, through: RequestId) {
+        Self::said(memory, through);
+    }
+
+    fn depot(&self) -> Option<DepotId> {
+        self.depot.as_ref().map(|depot| depot.id())
+    }
+
+    fn last_reader(&self) -> Result<Epoch, Fatal> {
+        let last = self.depot.as_ref().map(|depot| depot.last_reading());
+        Ok(last.transpose()?.map_or(Epoch(0), |(epoch, _)| epoch))
+    }
+
+    fn arena_pages(&self, page_bytes: u64) -> u32 {
+        let depot = self.depot.as_ref();
+        depot.map_or(0, |depot| depot.arena_pages(page_bytes))
+    }
+
+    fn read_inventory(
+        &mut self,
+        link: LinkId,
+        order: RequestId,
+        epoch: Epoch,
+        read: ReadInventory,
+    ) -> Result<(), Fatal> {
+        let part = self.part_of_inventory(epoch, &read)?;
+        let message = part.map_or_else(Message::Error, Message::Inventory);
+        self.reply_to_leader(link, order, message);
+        Ok(())
+    }
+
+    fn unlist(&mut self, run: PageRun) -> Result<(), Fatal> {
+        Ok(self.inventory(|depot, page_bytes| depot.strike_out(page_bytes, run))?)
+    }
+
+    fn unlist_scope(
+        &mut self,
+        scope: &Scope,
+        through: Stored,
+        from: u32,
+    ) -> Result<Option<u32>, Fatal> {
+        let count = STRIKE_SLICE_SLOTS;
+        Ok(self.inventory(|depot, page_bytes| {
+            depot.strike_scope(page_bytes, scope, through, from, count)
+        })?)
+    }
+
+    fn strike_later(&mut self) -> Result<(), Fatal> {
+        Ok(self.myself.cast(WorkerMessage::Strike)?)
+    }
+
+    fn list(&mut self, record: &Record) {
+        let listed = self.inventory(|depot, page_bytes| depot.list(page_bytes, record));
+        if let Err(error) = listed {
+            tracing::error!(worker = %self.worker, %error, "stored pages are not listed");
+        }
+    }
+
+    fn start(&mut self, copies: Vec<Copy>, memory: &EngineSide) -> Result<(), Fatal> {
+        let Some(depot) = &self.depot else {
+            return Err("copies started without a depot".into());
+        };
+        let (memory, depot) = (memory.clone(), Arc::clone(depot));
+        Ok(self.transfer.cast(TransferMessage::Start {
+            copies,
+            memory,
+            depot,
+        })?)
+    }
+
+    fn stop(&mut self, op: OpId) -> Result<(), Fatal> {
+        Ok(self.transfer.cast(TransferMessage::Stop(op))?)
+    }
+
+    fn invalid_copy(&mut self, _: OpId, _: &str) {}
+
+    fn report_problem(&mut self, why: &str) {
+        self.teller.problem(why.to_owned());
+    }
+}

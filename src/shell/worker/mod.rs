@@ -1,0 +1,298 @@
+//! The worker's shell: requests of the leader and of ranks in, the core's steps, answers out.
+
+mod host;
+mod orders;
+mod ranks;
+mod strikes;
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::time::Duration;
+
+use crate::core::{Worker, WorkerEffect, WorkerEvent, WorkerSettings};
+use crate::protocol::{
+    Attach, AttachedMemory, CopyResult, Empty, Ended, ErrorBody, ErrorCode, Message,
+};
+use crate::types::{
+    AttachId, EndedCopy, EngineId, Epoch, GroupGeometry, LinkId, OpId, RequestId, Sharding, Time,
+    WorkerId,
+};
+
+pub use host::{Fatal, WorkerHost};
+use ranks::Ranks;
+pub use ranks::Registering;
+pub use strikes::STRIKE_SLICE_SLOTS;
+use strikes::{Strike, Strikes};
+
+/// How long one attach of a worker may take; the core attaches again.
+const ATTACH_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Attaches whose answers are still taken. One is sent every second, and each is open for [`ATTACH_TIMEOUT`].
+const ATTACHING_MAX: usize = 8;
+
+/// Why a worker must end, beside failures of its host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum WorkerFailure {
+    /// The end of the process is the end of that copy.
+    #[error("a copy does not stop")]
+    CopyStuck,
+    /// The core and the shell do not agree: a defect.
+    #[error("copies started without memory")]
+    NoMemory,
+}
+
+/// The conversation with the leader.
+#[derive(Debug, Default)]
+struct Leader {
+    /// The connection over which it was found.
+    link: LinkId,
+    /// Requests to attach over that connection, and the number of each attach; at most [`ATTACHING_MAX`].
+    attaching: BTreeMap<RequestId, AttachId>,
+    /// The order that is being carried out.
+    order: RequestId,
+    /// Why the leader turned this worker away, last.
+    turned_away: Option<ErrorBody>,
+}
+
+/// Translates between the messages of a worker's peers and [`Worker`], and knows which rank's memory is used. `P` is a handle
+/// to a process and `M` is mapped memory, as its host has them.
+///
+/// Its calls return an error when the process must end: what it copied, or struck out, would be in doubt.
+#[derive(Debug)]
+pub struct WorkerShell<P, M> {
+    core: Worker,
+    worker: WorkerId,
+    sharding: Sharding,
+    leader: Leader,
+    ranks: Ranks<P, M>,
+    strikes: Strikes,
+    effects: Vec<WorkerEffect>,
+}
+
+impl<P: fmt::Debug, M> WorkerShell<P, M> {
+    /// A worker without a leader, a depot or ranks.
+    pub fn new(worker: WorkerId, sharding: Sharding, settings: WorkerSettings) -> Self {
+        Self {
+            core: Worker::new(settings),
+            worker,
+            sharding,
+            leader: Leader::default(),
+            ranks: Ranks::new(worker.rank),
+            strikes: Strikes::default(),
+            effects: Vec::new(),
+        }
+    }
+
+    /// The state machine behind this shell.
+    pub fn core(&self) -> &Worker {
+        &self.core
+    }
+
+    /// When [`Self::tick`] is due.
+    pub fn next_timeout(&self) -> Option<Time> {
+        self.core.next_timeout()
+    }
+
+    /// Time has passed.
+    pub fn tick<H: WorkerHost<Process = P, Memory = M>>(
+        &mut self,
+        host: &mut H,
+    ) -> Result<(), Fatal> {
+        self.step(host, WorkerEvent::Tick)
+    }
+
+    /// The depot is mapped: [`WorkerHost::depot`] returns it from now on.
+    pub fn depot_ready<H: WorkerHost<Process = P, Memory = M>>(
+        &mut self,
+        host: &mut H,
+    ) -> Result<(), Fatal> {
+        self.step(host, WorkerEvent::DepotReady)
+    }
+
+    /// Copies have ended: nothing of them reads or writes any more.
+    pub fn copies_ended<H: WorkerHost<Process = P, Memory = M>>(
+        &mut self,
+        host: &mut H,
+        copies: Vec<EndedCopy>,
+    ) -> Result<(), Fatal> {
+        self.step(host, WorkerEvent::CopiesEnded(copies))
+    }
+
+    /// The timeline of an engine's device has reached this number.
+    pub fn timeline_reached<H: WorkerHost<Process = P, Memory = M>>(
+        &mut self,
+        host: &mut H,
+        engine: EngineId,
+        through: RequestId,
+    ) -> Result<(), Fatal> {
+        self.step(host, WorkerEvent::Written { engine, through })
+    }
+
+    /// The leader, of this epoch, is there over a new connection.
+    pub fn leader_found<H: WorkerHost<Process = P, Memory = M>>(
+        &mut self,
+        host: &mut H,
+        epoch: Epoch,
+        link: LinkId,
+    ) -> Result<(), Fatal> {
+        self.leader.link = link;
+        self.leader.attaching.clear();
+        self.step(host, WorkerEvent::LeaderFound(epoch))
+    }
+
+    /// The connection to the leader broke.
+    pub fn leader_lost<H: WorkerHost<Process = P, Memory = M>>(
+        &mut self,
+        host: &mut H,
+    ) -> Result<(), Fatal> {
+        self.strikes.clear();
+        self.step(host, WorkerEvent::LeaderLost)
+    }
+
+    /// The leader has answered a request of [`WorkerHost::request_leader`].
+    pub fn leader_answered<H: WorkerHost<Process = P, Memory = M>>(
+        &mut self,
+        host: &mut H,
+        id: RequestId,
+        answer: Result<Message, ErrorBody>,
+    ) -> Result<(), Fatal> {
+        let Some(attach) = self.leader.attaching.remove(&id) else {
+            return Ok(());
+        };
+        let after = match answer {
+            Ok(Message::Attached(attached)) => Some(OpId(attached.after)),
+            Ok(other) => {
+                tracing::warn!(kind = other.kind().name(), "no answer to an attach");
+                return Ok(());
+            }
+            Err(error) if matches!(error.code(), ErrorCode::Invalid | ErrorCode::RankDisagrees) => {
+                tracing::error!(worker = %self.worker, message = error.message, "turned away");
+                host.report_problem(&error.message);
+                self.leader.turned_away = Some(error);
+                None
+            }
+            // The core attaches again.
+            Err(error) => {
+                tracing::debug!(worker = %self.worker, message = error.message, "not attached yet");
+                return Ok(());
+            }
+        };
+        self.step(host, WorkerEvent::Admitted { attach, after })
+    }
+
+    fn step<H: WorkerHost<Process = P, Memory = M>>(
+        &mut self,
+        host: &mut H,
+        event: WorkerEvent,
+    ) -> Result<(), Fatal> {
+        let mut effects = std::mem::take(&mut self.effects);
+        self.core.step(host.now(), event, &mut effects);
+        for effect in effects.drain(..) {
+            tracing::trace!(worker = %self.worker, ?effect);
+            self.carry_out(host, effect)?;
+        }
+        self.effects = effects;
+        Ok(())
+    }
+
+    fn carry_out<H: WorkerHost<Process = P, Memory = M>>(
+        &mut self,
+        host: &mut H,
+        effect: WorkerEffect,
+    ) -> Result<(), Fatal> {
+        match effect {
+            WorkerEffect::Attach { attach, .. } => self.attach(host, attach),
+            WorkerEffect::Registered { engine, admitted } => {
+                self.registered(host, engine, admitted);
+            }
+            WorkerEffect::Start(copies) => match self.ranks.memory() {
+                Some(memory) => host.start(copies, memory)?,
+                None => return Err(WorkerFailure::NoMemory.into()),
+            },
+            WorkerEffect::Stop(op) => host.stop(op)?,
+            WorkerEffect::Report { batch, copies } => {
+                let body = Ended {
+                    rank: self.worker.rank.0,
+                    copies: copies.iter().map(CopyResult::from).collect(),
+                };
+                self.answer(host, RequestId(batch.0), Message::Ended(body));
+            }
+            WorkerEffect::Abandoned { ask } => {
+                if let Some((peer, request)) = self.ranks.take_abandoning(ask) {
+                    host.reply(peer, request, Message::AbandonAnswer(Empty {}));
+                }
+            }
+            WorkerEffect::Await { engine, through } => {
+                if let Some(memory) = self.ranks.memory_of(engine)
+                    && !host.watch_timeline(memory, engine, through)
+                {
+                    tracing::trace!(worker = %self.worker, "the rank reports what it has written");
+                }
+            }
+            WorkerEffect::StrikeOut(run) => host.unlist(run)?,
+            WorkerEffect::List(record) => host.list(&record),
+            WorkerEffect::Strike {
+                id,
+                scope,
+                through,
+                deadline,
+            } => {
+                let strike = Strike::new(id, scope, through, self.leader.order, deadline);
+                self.strike(host, strike)?;
+            }
+            WorkerEffect::Refuse(refusal) => {
+                self.refuse_order(host, self.leader.order, refusal);
+            }
+            WorkerEffect::Invalid { op, problem } => {
+                tracing::error!(worker = %self.worker, %op, problem, "copy refused");
+                host.invalid_copy(op, &problem);
+            }
+            WorkerEffect::GiveUp => return Err(WorkerFailure::CopyStuck.into()),
+        }
+        Ok(())
+    }
+
+    /// Attaches; without an answer in time the core attaches again. The answer comes in order with the leader's orders: those
+    /// that follow it must find an admitted worker.
+    fn attach<H: WorkerHost<Process = P, Memory = M>>(&mut self, host: &mut H, attach: AttachId) {
+        let memory = self.ranks.registered().map(|(engine, memory)| {
+            let geometry: GroupGeometry = host.geometry(memory);
+            AttachedMemory {
+                engine: engine.0,
+                arena_pages: host.arena_pages(geometry.page_bytes),
+                geometry,
+            }
+        });
+        let depot_epoch = match host.last_reader() {
+            Ok(epoch) => epoch,
+            Err(error) => return tracing::error!(%error, "the depot cannot be read: not attached"),
+        };
+        let request = Attach {
+            replica: self.worker.replica.0,
+            rank: self.worker.rank.0,
+            ranks: self.sharding.ranks(),
+            kv_shards: self.sharding.shards(),
+            attach: attach.0,
+            depot: host.depot().unwrap_or_default().0.to_be_bytes(),
+            depot_epoch: depot_epoch.0,
+            memory,
+        };
+        let request = Message::Attach(request);
+        let id = host.request_leader(self.leader.link, request, ATTACH_TIMEOUT);
+        let attaching = &mut self.leader.attaching;
+        attaching.insert(id, attach);
+        if attaching.len() > ATTACHING_MAX {
+            attaching.pop_first();
+        }
+    }
+
+    /// Answers an order of the leader that was found last, over the connection over which it was found.
+    fn answer<H: WorkerHost<Process = P, Memory = M>>(
+        &self,
+        host: &mut H,
+        order: RequestId,
+        message: Message,
+    ) {
+        host.reply_to_leader(self.leader.link, order, message);
+    }
+}

@@ -1,0 +1,123 @@
+//! Orders of the leader: copies, cancels, readings of the inventory, resets.
+
+use std::fmt;
+use std::time::Duration;
+
+use super::{Fatal, WorkerHost, WorkerShell};
+use crate::core::{BatchId, OrderRefusal, WorkerEvent};
+use crate::protocol::{Envelope, ErrorBody, ErrorCode, Message, ReadInventory};
+use crate::types::{Epoch, Generation, LinkId, OpId, RequestId, ResetId};
+
+impl<P: fmt::Debug, M> WorkerShell<P, M> {
+    /// The leader sends an order over this connection.
+    pub fn order<H: WorkerHost<Process = P, Memory = M>>(
+        &mut self,
+        host: &mut H,
+        link: LinkId,
+        envelope: Envelope,
+    ) -> Result<(), Fatal> {
+        if link != self.leader.link {
+            tracing::debug!(%link, "an order of a connection that is gone");
+            return Ok(());
+        }
+        let Envelope {
+            correlation,
+            deadline_ms,
+            epoch,
+            message,
+            ..
+        } = envelope;
+        self.leader.order = correlation;
+        let batch = BatchId(correlation.0);
+        let deadline = host.now() + Duration::from_millis(u64::from(deadline_ms));
+        let event = match message {
+            Message::Transfer(transfer) if !transfer.copies.is_empty() => WorkerEvent::Ordered {
+                epoch,
+                batch,
+                copies: transfer.into_copies(epoch, deadline).collect(),
+            },
+            Message::Cancel(cancel) => WorkerEvent::Cancel {
+                epoch,
+                batch,
+                ops: cancel.ops.into_iter().map(OpId).collect(),
+            },
+            Message::ReadInventory(read) => {
+                return self.read_inventory(host, correlation, epoch, read);
+            }
+            Message::Strike(strike) => match strike.scope() {
+                Ok(scope) => WorkerEvent::Strike {
+                    epoch,
+                    id: ResetId(strike.reset),
+                    scope,
+                    through: Generation(strike.through),
+                    deadline,
+                },
+                Err(error) => {
+                    self.answer(host, correlation, Message::Error(error));
+                    return Ok(());
+                }
+            },
+            Message::Transfer(_) => {
+                let error = ErrorBody::new(ErrorCode::Invalid, "a transfer without copies");
+                self.answer(host, correlation, Message::Error(error));
+                return Ok(());
+            }
+            other => {
+                let text = format!("{} is not for a worker to answer", other.kind().name());
+                let error = ErrorBody::new(ErrorCode::UnknownKind, text);
+                self.answer(host, correlation, Message::Error(error));
+                return Ok(());
+            }
+        };
+        self.step(host, event)
+    }
+
+    /// A part of what the depot lists, as pages of the size that the leader names.
+    fn read_inventory<H: WorkerHost<Process = P, Memory = M>>(
+        &mut self,
+        host: &mut H,
+        order: RequestId,
+        epoch: Epoch,
+        read: ReadInventory,
+    ) -> Result<(), Fatal> {
+        if let Err(refusal) = self.core.take_reading(epoch, read.reading) {
+            self.refuse_order(host, order, refusal);
+            return Ok(());
+        }
+        let depot = host.depot().map(|depot| depot.0.to_be_bytes());
+        if depot != Some(read.depot) {
+            let error = ErrorBody::new(ErrorCode::Invalid, "this worker has another depot");
+            self.answer(host, order, Message::Error(error));
+            return Ok(());
+        }
+        let memory = self.ranks.memory();
+        let page_bytes = memory.map(|memory| host.geometry(memory).page_bytes);
+        if let Some(page_bytes) = page_bytes.filter(|bytes| *bytes != read.page_bytes) {
+            let text = format!(
+                "page_bytes is {}, and the engine's pages have {page_bytes}: read the inventory of the memory that is \
+                 attached",
+                read.page_bytes
+            );
+            let error = ErrorBody::new(ErrorCode::Invalid, text);
+            self.answer(host, order, Message::Error(error));
+            return Ok(());
+        }
+        host.read_inventory(self.leader.link, order, epoch, read)
+    }
+
+    pub(super) fn refuse_order<H: WorkerHost<Process = P, Memory = M>>(
+        &self,
+        host: &mut H,
+        order: RequestId,
+        refusal: OrderRefusal,
+    ) {
+        let code = match refusal {
+            OrderRefusal::StaleEpoch { .. } => ErrorCode::StaleEpoch,
+            OrderRefusal::NotAttached => ErrorCode::NotReady,
+            OrderRefusal::OldReading { .. } => ErrorCode::Invalid,
+        };
+        tracing::warn!(worker = %self.worker, %refusal, "order refused");
+        let error = ErrorBody::new(code, refusal.to_string());
+        self.answer(host, order, Message::Error(error));
+    }
+}

@@ -1,0 +1,542 @@
+//! Ranks of engines: who is connected, whose memory is registered, and what they request.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+
+use super::{Fatal, WorkerHost, WorkerShell};
+use crate::core::{MemoryBounds, WorkerEvent};
+use crate::protocol::{
+    Abandon, Empty, Envelope, ErrorBody, ErrorCode, Hello, Message, Register, Registered, Written,
+};
+use crate::shell::{Holder, Peers};
+use crate::types::{Attention, EngineId, GroupId, PeerId, Rank, Registration, RequestId};
+
+/// A registration that is being opened.
+#[derive(Debug, Clone)]
+pub struct Registering {
+    /// The rank.
+    pub peer: PeerId,
+    /// Its request, which is answered at the end.
+    pub request: RequestId,
+    /// The engine whose memory this is.
+    pub engine: EngineId,
+    /// Requests of that engine up to this one are over.
+    pub after: RequestId,
+    /// Why nothing is copied for this memory: then it is only checked.
+    pub not_served: Option<String>,
+}
+
+/// A rank that is connected.
+#[derive(Debug)]
+struct RankPeer<P> {
+    /// The engine that it named in its hello.
+    engine: EngineId,
+    holder: Holder<P>,
+}
+
+/// Memory that was mapped and, once the leader has agreed, is used.
+#[derive(Debug)]
+struct Mapped<M> {
+    engine: EngineId,
+    peer: PeerId,
+    /// The registration, until it is answered.
+    request: Option<RequestId>,
+    memory: M,
+}
+
+/// Who is connected, and whose memory is registered.
+#[derive(Debug)]
+pub(super) struct Ranks<P, M> {
+    rank: Rank,
+    connected: BTreeMap<PeerId, RankPeer<P>>,
+    mapped: Option<Mapped<M>>,
+    /// Registrations of a rank that are being opened, and how many.
+    opening: BTreeMap<PeerId, u32>,
+    /// Ranks that have taken their memory back.
+    unregistered: BTreeSet<PeerId>,
+    /// Ranks that wait until nothing is copied for what they abandoned, by the number that the core was given.
+    abandoning: BTreeMap<u64, (PeerId, RequestId)>,
+    last_abandoning: u64,
+}
+
+impl<P, M> Ranks<P, M> {
+    /// No rank is connected yet; one of this number will be.
+    pub(super) fn new(rank: Rank) -> Self {
+        Self {
+            rank,
+            connected: BTreeMap::new(),
+            mapped: None,
+            opening: BTreeMap::new(),
+            unregistered: BTreeSet::new(),
+            abandoning: BTreeMap::new(),
+            last_abandoning: 0,
+        }
+    }
+}
+
+impl<P: fmt::Debug, M> Ranks<P, M> {
+    /// The memory that is registered.
+    pub(super) fn memory(&self) -> Option<&M> {
+        self.mapped.as_ref().map(|mapped| &mapped.memory)
+    }
+
+    /// The same, with its engine.
+    pub(super) fn registered(&self) -> Option<(EngineId, &M)> {
+        let mapped = self.mapped.as_ref()?;
+        Some((mapped.engine, &mapped.memory))
+    }
+
+    /// The memory of this engine, if that is registered.
+    pub(super) fn memory_of(&self, engine: EngineId) -> Option<&M> {
+        let mapped = self.mapped.as_ref()?;
+        (mapped.engine == engine).then_some(&mapped.memory)
+    }
+
+    /// The rank that waits for the end of this, once.
+    pub(super) fn take_abandoning(&mut self, ask: u64) -> Option<(PeerId, RequestId)> {
+        self.abandoning.remove(&ask)
+    }
+
+    /// An opening of a rank's memory has ended.
+    fn opened(&mut self, peer: PeerId) {
+        if let Some(count) = self.opening.get_mut(&peer) {
+            *count -= 1;
+            if *count == 0 {
+                self.opening.remove(&peer);
+            }
+        }
+    }
+
+    /// Why a rank does not get the seat of the memory that is registered: that of another process, which is connected and
+    /// lives.
+    fn seat_taken(&self, host: &impl Peers<Process = P>, peer: PeerId) -> Option<ErrorBody> {
+        let mapped = self.mapped.as_ref().filter(|mapped| mapped.peer != peer)?;
+        let rank = self.connected.get(&mapped.peer)?;
+        let pid = self.connected.get(&peer).and_then(|rank| rank.holder.pid);
+        let in_use = rank.holder.in_use(host, pid)?;
+        Some(in_use.refusal(&format!("the place of {}", self.rank)))
+    }
+
+    /// Why a rank may not act for an engine: another process, which is connected and lives, registered its memory.
+    fn registered_by_another(
+        &self,
+        host: &impl Peers<Process = P>,
+        peer: PeerId,
+        engine: EngineId,
+    ) -> Option<ErrorBody> {
+        self.memory_of(engine)
+            .and_then(|_| self.seat_taken(host, peer))
+    }
+}
+
+/// Why the pages of a group are not copied, though its memory could be reached: leaders know pages that every token after
+/// them needs, of one group.
+fn not_served(registration: &Registration) -> Option<String> {
+    let Registration {
+        group,
+        groups,
+        attention,
+        ..
+    } = registration;
+    if *attention != Attention::Full {
+        let kind = attention.name();
+        return Some(format!(
+            "{group} has layers with {kind}, which are not served yet"
+        ));
+    }
+    (*groups != 1).then(|| {
+        format!("the engine's KV memory has {groups} groups, and more than one is not served yet")
+    })
+}
+
+fn refuse<H: WorkerHost>(
+    host: &mut H,
+    peer: PeerId,
+    request: RequestId,
+    code: ErrorCode,
+    text: impl Into<String>,
+) {
+    let error = ErrorBody::new(code, text);
+    host.reply(peer, request, Message::Error(error));
+}
+
+impl<P: fmt::Debug, M> WorkerShell<P, M> {
+    /// True while an engine's memory is registered, or is being opened.
+    pub fn is_used(&self) -> bool {
+        self.ranks.mapped.is_some() || !self.ranks.opening.is_empty()
+    }
+
+    /// Why a rank is not served here. A rank that is has no problem with another one that does not get in.
+    pub fn rank_refused<H: WorkerHost<Process = P, Memory = M>>(&self, host: &mut H, why: &str) {
+        if self.ranks.mapped.is_none() {
+            host.report_problem(why);
+        }
+    }
+
+    /// A rank has said hello; `pid` is the id of its process, if the system shows it.
+    pub fn opened<H: WorkerHost<Process = P, Memory = M>>(
+        &mut self,
+        host: &mut H,
+        peer: PeerId,
+        hello: &Hello,
+        pid: Option<i32>,
+    ) {
+        let engine = EngineId(hello.engine);
+        let holder = Holder::new(host, peer, pid);
+        let rank = RankPeer { engine, holder };
+        self.ranks.connected.insert(peer, rank);
+    }
+
+    /// The connection of a rank is gone.
+    pub fn closed<H: WorkerHost<Process = P, Memory = M>>(
+        &mut self,
+        host: &mut H,
+        peer: PeerId,
+    ) -> Result<(), Fatal> {
+        let ranks = &mut self.ranks;
+        ranks.connected.remove(&peer);
+        ranks.unregistered.remove(&peer);
+        ranks.opening.remove(&peer);
+        ranks.abandoning.retain(|_, (waiting, _)| *waiting != peer);
+        let Some(gone) = ranks.mapped.take_if(|mapped| mapped.peer == peer) else {
+            return Ok(());
+        };
+        let stepped = self.step(host, WorkerEvent::MemoryGone(gone.engine));
+        host.close(gone.engine, gone.memory);
+        stepped
+    }
+
+    /// A rank that has said hello sends a request.
+    pub fn message<H: WorkerHost<Process = P, Memory = M>>(
+        &mut self,
+        host: &mut H,
+        peer: PeerId,
+        envelope: Envelope,
+    ) -> Result<(), Fatal> {
+        let request = envelope.correlation;
+        match envelope.message {
+            Message::Register(register) => {
+                self.register(host, peer, request, register);
+                Ok(())
+            }
+            Message::Abandon(abandon) => self.abandon(host, peer, request, &abandon),
+            Message::Written(written) => self.written(host, peer, request, &written),
+            Message::Unregister(_) => self.unregister(host, peer, request),
+            other => {
+                let text = format!("{} is not for a worker to answer", other.kind().name());
+                refuse(host, peer, request, ErrorCode::UnknownKind, text);
+                Ok(())
+            }
+        }
+    }
+
+    fn written<H: WorkerHost<Process = P, Memory = M>>(
+        &mut self,
+        host: &mut H,
+        peer: PeerId,
+        request: RequestId,
+        written: &Written,
+    ) -> Result<(), Fatal> {
+        let mapped = self.ranks.mapped.as_ref();
+        let Some(mapped) = mapped.filter(|mapped| mapped.peer == peer) else {
+            let text = "register your memory first";
+            refuse(host, peer, request, ErrorCode::Invalid, text);
+            return Ok(());
+        };
+        let (engine, through) = (mapped.engine, RequestId(written.through));
+        if !written.timeline {
+            host.written(&mapped.memory, through);
+            host.reply(peer, request, Message::WrittenAnswer(Empty {}));
+            return self.step(host, WorkerEvent::Written { engine, through });
+        }
+        match host.watch_timeline(&mapped.memory, engine, through) {
+            true => host.reply(peer, request, Message::WrittenAnswer(Empty {})),
+            false => {
+                let text = "written.timeline is true, and registration.timeline is absent: register it, or wait for the \
+                            device yourself";
+                refuse(host, peer, request, ErrorCode::Invalid, text);
+            }
+        }
+        Ok(())
+    }
+
+    /// Also for an engine that has not registered here: a worker that took over from a dead one copies nothing for it, and
+    /// says so.
+    fn abandon<H: WorkerHost<Process = P, Memory = M>>(
+        &mut self,
+        host: &mut H,
+        peer: PeerId,
+        request: RequestId,
+        abandon: &Abandon,
+    ) -> Result<(), Fatal> {
+        let ranks = &mut self.ranks;
+        let mapped = ranks.mapped.as_ref().filter(|mapped| mapped.peer == peer);
+        let named = ranks.connected.get(&peer).map(|rank| rank.engine);
+        let Some(engine) = mapped.map(|mapped| mapped.engine).or(named) else {
+            return Ok(());
+        };
+        if let Some(error) = ranks.registered_by_another(host, peer, engine) {
+            host.reply(peer, request, Message::Error(error));
+            return Ok(());
+        }
+        ranks.last_abandoning += 1;
+        let ask = ranks.last_abandoning;
+        ranks.abandoning.insert(ask, (peer, request));
+        let event = WorkerEvent::Abandon {
+            engine,
+            ask,
+            requests: abandon.requests.iter().copied().map(RequestId).collect(),
+        };
+        self.step(host, event)
+    }
+
+    /// Why this rank's KV is not what its depot is for.
+    fn wrong_rank(&self, registration: &Registration) -> Option<String> {
+        if registration.rank != self.worker.rank {
+            return Some(format!(
+                "registration.rank is {}, this worker serves {}: connect to the worker of your rank",
+                registration.rank.0, self.worker.rank
+            ));
+        }
+        let (ranks, shards) = (self.sharding.ranks(), self.sharding.shards());
+        let expected = self.sharding.of(self.worker.rank).0;
+        let (tp_size, shard) = (registration.tp_size, registration.shard);
+        if tp_size != ranks {
+            return Some(format!(
+                "registration.tp_size is {tp_size}, this worker serves an engine of {ranks} ranks: start kvferry with \
+                 ranks = {tp_size}"
+            ));
+        }
+        (shard != expected).then(|| {
+            format!(
+                "registration.shard is {shard}, but {} of {ranks} holds shard {expected} of {shards}: start kvferry \
+                 with as many kv_shards as the engine has",
+                self.worker.rank
+            )
+        })
+    }
+
+    /// Checks what can be checked at once; the host opens and maps the memory.
+    fn register<H: WorkerHost<Process = P, Memory = M>>(
+        &mut self,
+        host: &mut H,
+        peer: PeerId,
+        request: RequestId,
+        register: Register,
+    ) {
+        let registration = register.registration;
+        if let Some(error) = self.ranks.seat_taken(host, peer) {
+            host.discard(registration);
+            return host.reply(peer, request, Message::Error(error));
+        }
+        self.ranks.unregistered.remove(&peer);
+        if let Some(text) = self.wrong_rank(&registration) {
+            host.discard(registration);
+            self.rank_refused(host, &text);
+            return refuse(host, peer, request, ErrorCode::Invalid, text);
+        }
+        let registering = Registering {
+            peer,
+            request,
+            engine: EngineId(register.engine),
+            after: RequestId(register.after),
+            not_served: not_served(&registration),
+        };
+        let serves = self.ranks.mapped.is_some();
+        match host.open(registering, registration, serves) {
+            Ok(()) => *self.ranks.opening.entry(peer).or_default() += 1,
+            Err(error) => {
+                // The status shows by itself how far a worker is that is only not ready yet.
+                if error.code() != ErrorCode::NotReady {
+                    self.rank_refused(host, &error.message);
+                }
+                host.reply(peer, request, Message::Error(error));
+            }
+        }
+    }
+
+    /// An opening has ended. New memory takes the place of the old one; the leader is requested to agree once nothing is under
+    /// way any more.
+    pub fn mapped<H: WorkerHost<Process = P, Memory = M>>(
+        &mut self,
+        host: &mut H,
+        registering: Registering,
+        memory: Result<M, ErrorBody>,
+    ) -> Result<(), Fatal> {
+        let Registering {
+            peer,
+            request,
+            engine,
+            after,
+            ..
+        } = registering;
+        self.ranks.opened(peer);
+        let memory = match memory {
+            Ok(memory) => memory,
+            Err(error) => {
+                self.rank_refused(host, &error.message);
+                host.reply(peer, request, Message::Error(error));
+                return Ok(());
+            }
+        };
+        let ranks = &mut self.ranks;
+        if !ranks.connected.contains_key(&peer) || ranks.unregistered.contains(&peer) {
+            tracing::debug!(worker = %self.worker, "a rank is gone before its memory was mapped");
+            host.close(engine, memory);
+            refuse(
+                host,
+                peer,
+                request,
+                ErrorCode::Invalid,
+                "unregistered meanwhile",
+            );
+            return Ok(());
+        }
+        // Another one may have registered while this memory was opened.
+        if let Some(error) = ranks.seat_taken(host, peer) {
+            host.close(engine, memory);
+            host.reply(peer, request, Message::Error(error));
+            return Ok(());
+        }
+        let geometry = host.geometry(&memory);
+        let bounds = MemoryBounds {
+            device_pages: geometry.device_pages,
+            arena_pages: host.arena_pages(geometry.page_bytes),
+        };
+        let before = ranks.mapped.replace(Mapped {
+            engine,
+            peer,
+            request: Some(request),
+            memory,
+        });
+        if let Some(before) = before {
+            if let Some(request) = before.request {
+                let text = "another engine registered meanwhile";
+                refuse(host, before.peer, request, ErrorCode::Invalid, text);
+            }
+            host.close(before.engine, before.memory);
+        }
+        host.report_problem("");
+        let event = WorkerEvent::Registered {
+            engine,
+            after,
+            bounds,
+        };
+        self.step(host, event)
+    }
+
+    /// Memory that is not served was checked, and its group and the bytes of its pages are known. Memory that is served stays.
+    pub fn checked<H: WorkerHost<Process = P, Memory = M>>(
+        &mut self,
+        host: &mut H,
+        registering: Registering,
+        found: Result<(GroupId, u64), ErrorBody>,
+    ) {
+        let Registering { peer, request, .. } = registering;
+        self.ranks.opened(peer);
+        let (group, page_bytes) = match found {
+            Ok(found) => found,
+            Err(error) => {
+                self.rank_refused(host, &error.message);
+                return host.reply(peer, request, Message::Error(error));
+            }
+        };
+        let why = registering.not_served.unwrap_or_default();
+        tracing::warn!(worker = %self.worker, %group, page_bytes, why, "engine memory is not used");
+        self.rank_refused(host, &why);
+        let body = Registered {
+            arena_pages: 0,
+            page_bytes,
+            not_served: why,
+        };
+        host.reply(peer, request, Message::Registered(body));
+    }
+
+    /// The rank is told whether its memory is used.
+    pub(super) fn registered<H: WorkerHost<Process = P, Memory = M>>(
+        &mut self,
+        host: &mut H,
+        engine: EngineId,
+        admitted: bool,
+    ) {
+        let mapped = self.ranks.mapped.as_mut();
+        let Some(mapped) = mapped.filter(|mapped| mapped.engine == engine) else {
+            return;
+        };
+        let (peer, request) = (mapped.peer, mapped.request.take());
+        let geometry = host.geometry(&mapped.memory);
+        if !admitted {
+            if let Some(mapped) = self.ranks.mapped.take() {
+                host.close(mapped.engine, mapped.memory);
+            }
+            let why = self.leader.turned_away.take();
+            let why = why.unwrap_or_else(|| ErrorBody::new(ErrorCode::Internal, ""));
+            match request {
+                Some(request) => host.reply(peer, request, Message::Error(why)),
+                // An earlier leader had let it in, and the rank takes it for registered: over a new connection it registers
+                // again, and is told why not.
+                None => host.disconnect(peer),
+            }
+            return;
+        }
+        let page_bytes = geometry.page_bytes;
+        let arena_pages = host.arena_pages(page_bytes);
+        tracing::info!(worker = %self.worker, arena_pages, page_bytes, "engine memory registered");
+        if arena_pages > 0 && arena_pages < geometry.device_pages {
+            tracing::warn!(
+                worker = %self.worker,
+                arena_pages,
+                device_pages = geometry.device_pages,
+                "G2 holds fewer pages than the engine itself: it will find little there; raise g2"
+            );
+        }
+        if let Some(request) = request {
+            let body = Registered {
+                arena_pages,
+                page_bytes,
+                not_served: String::new(),
+            };
+            host.reply(peer, request, Message::Registered(body));
+        }
+    }
+
+    /// A rank takes its memory back: it is answered once nothing of it is open here any more, whichever connection of its
+    /// process it was registered over.
+    fn unregister<H: WorkerHost<Process = P, Memory = M>>(
+        &mut self,
+        host: &mut H,
+        peer: PeerId,
+        request: RequestId,
+    ) -> Result<(), Fatal> {
+        let ranks = &mut self.ranks;
+        let Some(engine) = ranks.connected.get(&peer).map(|rank| rank.engine) else {
+            return Ok(());
+        };
+        if let Some(error) = ranks.registered_by_another(host, peer, engine) {
+            host.reply(peer, request, Message::Error(error));
+            return Ok(());
+        }
+        // Memory that is being opened is closed when it is open.
+        ranks.unregistered.insert(peer);
+        let mut stepped = Ok(());
+        // It may have named another engine when it registered.
+        let mut named = engine;
+        let its = |mapped: &mut Mapped<M>| mapped.peer == peer || mapped.engine == engine;
+        if let Some(mapped) = ranks.mapped.take_if(its) {
+            named = mapped.engine;
+            if let Some(request) = mapped.request {
+                let text = "unregistered meanwhile";
+                refuse(host, mapped.peer, request, ErrorCode::Invalid, text);
+            }
+            stepped = self.step(host, WorkerEvent::MemoryGone(named));
+            host.close(named, mapped.memory);
+        }
+        if self.ranks.opening.contains_key(&peer) {
+            let text = "it is being opened: ask again";
+            refuse(host, peer, request, ErrorCode::NotReady, text);
+            return stepped;
+        }
+        host.reply_when_closed(peer, request, [engine, named]);
+        stepped
+    }
+}

@@ -1,0 +1,241 @@
+//! The copies of a simulated worker: page by page, and with the faults that its world draws.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use super::super::faults::Fault;
+use super::super::ghost::Touched;
+use super::super::storage::TORN;
+use super::super::{Env, Happening};
+use crate::types::{Copy, Direction, EndedCopy, OpId, Shard, WorkerId};
+
+/// A copy that runs: page by page.
+#[derive(Debug)]
+struct Running {
+    copy: Copy,
+    /// Source and destination pages.
+    pages: Vec<(u32, u32)>,
+    done: usize,
+    stop: bool,
+    fate: Fate,
+    pace: Duration,
+    /// The process stood still while this copy ran.
+    held: bool,
+    /// Its last byte is written, or it has stopped; the core has not heard of it yet.
+    over: Option<bool>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Fate {
+    Good,
+    /// Fails before this page.
+    Fails(usize),
+    /// The same, because its rank fails for a while.
+    FailsWithRank(usize),
+    /// Takes too long.
+    Slow,
+    /// Never goes on behind its first page.
+    Stuck,
+}
+
+/// The copies that run in one process.
+#[derive(Debug)]
+pub(super) struct Copies {
+    worker: WorkerId,
+    life: u32,
+    running: BTreeMap<OpId, Running>,
+}
+
+impl Copies {
+    pub(super) fn new(worker: WorkerId, life: u32) -> Self {
+        Self {
+            worker,
+            life,
+            running: BTreeMap::new(),
+        }
+    }
+
+    /// A copy has begun to write and will never end.
+    pub(super) fn has_stuck(&self) -> bool {
+        self.running
+            .values()
+            .any(|running| running.fate == Fate::Stuck && running.done > 0)
+    }
+
+    pub(super) fn stop(&mut self, op: OpId) {
+        if let Some(running) = self.running.get_mut(&op) {
+            running.stop = true;
+        }
+    }
+
+    pub(super) fn start(&mut self, env: &mut Env, copy: Copy) {
+        let pairs = copy.pairs.iter();
+        let pages: Vec<(u32, u32)> = pairs
+            .flat_map(|pair| pair.src.iter_pages().zip(pair.dst.iter_pages()))
+            .collect();
+        let fate = self.fate(env, &copy, pages.len());
+        env.counts.copies += 1;
+        let pace = match fate {
+            Fate::Slow => env.setup.request_timeout,
+            _ => env.setup.page_time,
+        };
+        self.touch(env, &copy, &pages, Touched::begin);
+        let op = copy.op;
+        let running = Running {
+            copy,
+            pages,
+            done: 0,
+            stop: false,
+            fate,
+            pace,
+            held: false,
+            over: None,
+        };
+        let whole = pace * u32::try_from(running.pages.len()).unwrap_or(u32::MAX);
+        self.running.insert(op, running);
+        self.tear(env, op);
+        self.go_on(env, op, pace);
+        env.leader_may_die(whole);
+    }
+
+    fn fate(&self, env: &mut Env, copy: &Copy, pages: usize) -> Fate {
+        let chances = env.net.chances;
+        let dice = env.rng.u32(0..1_000_000);
+        if env
+            .failing
+            .is_some_and(|(rank, until)| rank == self.worker.rank && env.now() < until)
+        {
+            env.faults.injected(Fault::RankFailure);
+            if copy.direction == Direction::Store {
+                env.faults.took_effect(Fault::RankFailure);
+            }
+            return Fate::FailsWithRank(env.rng.usize(0..=pages));
+        }
+        if dice < chances.copy_error {
+            env.faults.injected(Fault::CopyError);
+            return Fate::Fails(env.rng.usize(0..=pages));
+        }
+        if dice < chances.copy_error + chances.copy_late {
+            env.faults.injected(Fault::CopyLate);
+            return Fate::Slow;
+        }
+        if dice < chances.copy_error + chances.copy_late + chances.copy_stuck {
+            env.faults.injected(Fault::CopyStuck);
+            return Fate::Stuck;
+        }
+        Fate::Good
+    }
+
+    /// Begins or ends the copy's hold on what it reads and writes, for the checker.
+    fn touch(
+        &self,
+        env: &mut Env,
+        copy: &Copy,
+        pages: &[(u32, u32)],
+        with: fn(&mut Touched, &TouchedPages<'_>),
+    ) {
+        let touched = TouchedPages {
+            worker: self.worker,
+            shard: env.setup.sharding.of(self.worker.rank),
+            life: self.life,
+            copy,
+            pages,
+            cells: env.memory(copy.engine).shape.cells,
+        };
+        with(&mut env.ghost.touched, &touched);
+        env.check_touched();
+    }
+
+    /// The next page of a copy is half written.
+    fn tear(&self, env: &mut Env, op: OpId) {
+        let Some(running) = self.running.get(&op) else {
+            return;
+        };
+        if let Some((_, destination)) = running.pages.get(running.done) {
+            env.write(&running.copy, self.worker.rank, *destination, TORN);
+        }
+    }
+
+    fn go_on(&self, env: &mut Env, op: OpId, pace: Duration) {
+        let late = pace.mul_f64(0.5 + env.rng.f64());
+        let (worker, life) = (self.worker, self.life);
+        let at = env.now() + late;
+        env.queue.push(at, Happening::CopyStep { worker, life, op });
+    }
+
+    /// The process stood still: what it was copying may go on behind its deadline.
+    pub(super) fn resumed(&mut self) {
+        self.running
+            .values_mut()
+            .for_each(|running| running.held = true);
+    }
+
+    /// One page more, or the end.
+    pub(super) fn step(&mut self, env: &mut Env, op: OpId) -> Option<EndedCopy> {
+        let now = env.now();
+        let rank = self.worker.rank;
+        let running = self.running.get_mut(&op)?;
+        if let Some(whole) = running.over {
+            return self.ended(env, op, whole);
+        }
+        let stuck = running.fate == Fate::Stuck && running.done == running.pages.len() / 2;
+        if stuck {
+            return None;
+        }
+        let fails =
+            matches!(running.fate, Fate::Fails(at) | Fate::FailsWithRank(at) if at == running.done);
+        let stops = running.stop && running.done.is_multiple_of(env.setup.granule);
+        let over = stops || fails || running.done == running.pages.len();
+        if !over {
+            let (source, destination) = running.pages[running.done];
+            if running.held && now > running.copy.deadline {
+                env.faults.injected(Fault::LateWriter);
+                env.faults.took_effect(Fault::LateWriter);
+            }
+            let content = env.read(&running.copy, rank, source);
+            env.write(&running.copy, rank, destination, content);
+            running.done += 1;
+            let pace = running.pace;
+            self.tear(env, op);
+            self.go_on(env, op, pace);
+            return None;
+        }
+        let whole = running.done == running.pages.len() && !fails;
+        match running.fate {
+            Fate::Fails(_) if !whole => env.faults.took_effect(Fault::CopyError),
+            Fate::Slow if !whole || now > running.copy.deadline => {
+                env.faults.took_effect(Fault::CopyLate)
+            }
+            _ => {}
+        }
+        running.over = Some(whole);
+        let pace = running.pace.min(env.setup.page_time);
+        self.go_on(env, op, pace);
+        None
+    }
+
+    /// A copy is over: nothing of it reads or writes any more.
+    fn ended(&mut self, env: &mut Env, op: OpId, whole: bool) -> Option<EndedCopy> {
+        let running = self.running.remove(&op)?;
+        self.touch(env, &running.copy, &running.pages, Touched::end);
+        Some(EndedCopy {
+            op,
+            whole,
+            whole_pages: u32::try_from(running.done).unwrap_or(0),
+            bytes: running.done as u64 * env.geometry(running.copy.engine).page_bytes,
+            busy_us: 1,
+        })
+    }
+}
+
+/// What a copy touches.
+#[derive(Debug)]
+pub(in crate::sim::world) struct TouchedPages<'a> {
+    pub(in crate::sim::world) worker: WorkerId,
+    pub(in crate::sim::world) shard: Shard,
+    pub(in crate::sim::world) life: u32,
+    pub(in crate::sim::world) copy: &'a Copy,
+    pub(in crate::sim::world) pages: &'a [(u32, u32)],
+    /// Cells of a depot's page.
+    pub(in crate::sim::world) cells: u32,
+}

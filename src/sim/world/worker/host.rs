@@ -1,0 +1,333 @@
+//! What the simulated process of a worker gives its shell.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use super::super::client::Client;
+use super::super::server::{Server, connection};
+use super::super::storage::{Hold, Storage};
+use super::super::{Env, Happening};
+use super::copies::Copies;
+use crate::protocol::{ErrorBody, ErrorCode, Inventory, Message, ReadInventory};
+use crate::shell::{Fatal, Peers, Registering, WorkerHost};
+use crate::types::{
+    Copy, DepotId, EngineId, Epoch, GroupGeometry, LinkId, OpId, PageRun, PeerId, Record,
+    Registration, RequestId, Scope, Stored, Time, WorkerId,
+};
+
+/// A depot that is being divided for a reading, slot by slot. The process receives nothing meanwhile, and goes on with it
+/// whatever has become of its connection.
+#[derive(Debug)]
+pub(super) struct Dividing {
+    link: LinkId,
+    order: RequestId,
+    read: ReadInventory,
+    /// The depot; another one may have taken its place.
+    depot: DepotId,
+    /// The first slot that is not cleared.
+    next: u32,
+    /// Time for one slice.
+    pace: Duration,
+}
+
+/// Slices in which a depot is divided.
+const DIVIDE_SLICES: u32 = 4;
+
+/// What a worker's process has beside its shell.
+#[derive(Debug)]
+pub(super) struct Parts {
+    id: WorkerId,
+    life: u32,
+    pub(super) leader: Client,
+    pub(super) server: Server,
+    pub(super) copies: Copies,
+    pub(super) dividing: Option<Dividing>,
+    /// Registrations whose memory is being opened.
+    pub(super) opening: BTreeMap<u64, Registering>,
+    openings: u64,
+    requests: u64,
+    /// Connections that the shell has closed, and must be told of.
+    pub(super) disconnected: Vec<PeerId>,
+}
+
+impl Parts {
+    pub(super) fn new((id, life): (WorkerId, u32), leader: Client, server: Server) -> Self {
+        Self {
+            id,
+            life,
+            leader,
+            server,
+            copies: Copies::new(id, life),
+            dividing: None,
+            opening: BTreeMap::new(),
+            openings: 0,
+            requests: 0,
+            disconnected: Vec::new(),
+        }
+    }
+}
+
+/// The process of a worker while it handles one event.
+pub(super) struct Host<'a> {
+    pub(super) env: &'a mut Env,
+    pub(super) parts: &'a mut Parts,
+}
+
+impl Host<'_> {
+    /// Which of the world's depots this worker has.
+    fn shard(&self) -> usize {
+        self.env.depot_of(self.parts.id.rank)
+    }
+
+    /// Something of this worker happens after a while.
+    fn later(&mut self, wait: Duration, happening: impl FnOnce(WorkerId, u32) -> Happening) {
+        let happening = happening(self.parts.id, self.parts.life);
+        let at = self.env.now() + wait;
+        self.env.queue.push(at, happening);
+    }
+
+    fn divide_later(&mut self) {
+        if let Some(pace) = self.parts.dividing.as_ref().map(|dividing| dividing.pace) {
+            self.later(pace, |worker, life| Happening::Divide { worker, life });
+        }
+    }
+
+    /// Clears one slice of the slots; after the last one, answers.
+    pub(super) fn divide(&mut self) {
+        let shard = self.shard();
+        let Some(dividing) = &mut self.parts.dividing else {
+            return;
+        };
+        let shape = Env::shape(dividing.read.page_bytes, [0; 16]);
+        let depot = &mut self.env.depots[shard];
+        if depot.id() == dividing.depot {
+            let pages = depot.pages(shape);
+            let end = dividing.next.saturating_add(pages / DIVIDE_SLICES + 1);
+            let end = end.min(pages);
+            (dividing.next..end).for_each(|page| depot.clear(page));
+            dividing.next = end;
+            self.env.decided = true;
+            if end < pages {
+                return self.divide_later();
+            }
+            depot.divided(shape);
+        }
+        if let Some(Dividing {
+            link, order, read, ..
+        }) = self.parts.dividing.take()
+        {
+            self.send_inventory(link, order, &read);
+        }
+    }
+
+    fn send_inventory(&mut self, link: LinkId, order: RequestId, read: &ReadInventory) {
+        let shape = Env::shape(read.page_bytes, [0; 16]);
+        let depot = &self.env.depots[self.shard()];
+        let message = if depot.holds() == Some(shape.cells) {
+            let end = read.from.saturating_add(self.env.setup.inventory_pages);
+            let mut pages = depot.listed();
+            pages.retain(|page| (read.from..end).contains(&page.page));
+            let next = (end < depot.pages(shape)).then_some(end);
+            Message::Inventory(Inventory::new(read, next, &pages))
+        } else {
+            Message::Error(ErrorBody::new(ErrorCode::Invalid, "divided otherwise"))
+        };
+        self.reply_to_leader(link, order, message);
+    }
+
+    /// A simulated peer sends nothing that its other side has no place for.
+    fn check_error(&mut self, message: &Message) {
+        if let Message::Error(error) = message
+            && error.code() == ErrorCode::UnknownKind
+        {
+            let text = &error.message;
+            self.env.violated(format!(
+                "a worker refuses a message of a simulated process: {text}"
+            ));
+        }
+    }
+}
+
+impl Peers for Host<'_> {
+    type Process = i32;
+
+    fn is_live(&self, peer: PeerId) -> bool {
+        let now = self.env.now();
+        self.parts.server.is_live(connection(peer), now)
+    }
+
+    fn open_process(&mut self, pid: i32) -> Option<i32> {
+        self.env.pids.lives(pid).then_some(pid)
+    }
+
+    fn has_ended(&self, process: &i32) -> bool {
+        !self.env.pids.lives(*process)
+    }
+
+    fn disconnect(&mut self, peer: PeerId) {
+        self.parts.server.close(self.env, connection(peer));
+        self.parts.disconnected.push(peer);
+    }
+}
+
+impl WorkerHost for Host<'_> {
+    /// The engine whose memory it is.
+    type Memory = EngineId;
+
+    fn now(&self) -> Time {
+        self.env.now()
+    }
+
+    fn request_leader(&mut self, link: LinkId, message: Message, _: Duration) -> RequestId {
+        self.parts.requests += 1;
+        let id = RequestId(self.parts.requests);
+        self.parts.leader.request_over(self.env, link, id, message);
+        id
+    }
+
+    fn reply_to_leader(&mut self, link: LinkId, order: RequestId, message: Message) {
+        self.check_error(&message);
+        self.parts.leader.reply(self.env, link, order, message);
+    }
+
+    fn reply(&mut self, peer: PeerId, request: RequestId, message: Message) {
+        self.check_error(&message);
+        let id = connection(peer);
+        self.parts.server.reply(self.env, id, request, message);
+    }
+
+    fn open(
+        &mut self,
+        registering: Registering,
+        _: Registration,
+        _: bool,
+    ) -> Result<(), ErrorBody> {
+        if let Some(why) = &registering.not_served {
+            self.env.violated(format!("a worker does not serve: {why}"));
+        }
+        self.parts.openings += 1;
+        let opening = self.parts.openings;
+        self.parts.opening.insert(opening, registering);
+        let wait = Duration::from_micros(self.env.rng.u64(5..2000));
+        self.later(wait, |worker, life| Happening::Opened {
+            worker,
+            life,
+            opening,
+        });
+        Ok(())
+    }
+
+    fn discard(&mut self, _: Registration) {}
+
+    fn geometry(&self, memory: &EngineId) -> GroupGeometry {
+        self.env.geometry(*memory)
+    }
+
+    fn close(&mut self, _: EngineId, _: EngineId) {}
+
+    fn reply_when_closed(&mut self, peer: PeerId, request: RequestId, _: [EngineId; 2]) {
+        let text = format!("{peer} takes its memory back by {request}");
+        self.env.violated(text);
+    }
+
+    /// Ranks report what they have written.
+    fn watch_timeline(&mut self, _: &EngineId, _: EngineId, _: RequestId) -> bool {
+        false
+    }
+
+    fn written(&mut self, _: &EngineId, _: RequestId) {}
+
+    fn depot(&self) -> Option<DepotId> {
+        Some(self.env.depots[self.shard()].id())
+    }
+
+    fn last_reader(&self) -> Result<Epoch, Fatal> {
+        Ok(self.env.depots[self.shard()].last_reader())
+    }
+
+    fn arena_pages(&self, page_bytes: u64) -> u32 {
+        self.env.depots[self.shard()].pages(Env::shape(page_bytes, [0; 16]))
+    }
+
+    fn read_inventory(
+        &mut self,
+        link: LinkId,
+        order: RequestId,
+        epoch: Epoch,
+        read: ReadInventory,
+    ) -> Result<(), Fatal> {
+        let shape = Env::shape(read.page_bytes, [0; 16]);
+        let shard = self.shard();
+        let depot = &mut self.env.depots[shard];
+        match depot.hold(shape, (epoch, read.reading)) {
+            Hold::Held => self.send_inventory(link, order, &read),
+            Hold::Divide => {
+                let depot = depot.id();
+                let time = self.env.setup.divide_time.mul_f64(self.env.rng.f64());
+                self.parts.dividing = Some(Dividing {
+                    link,
+                    order,
+                    read,
+                    depot,
+                    next: 0,
+                    pace: time / DIVIDE_SLICES,
+                });
+                self.env.divides.push(self.parts.id);
+                self.divide_later();
+            }
+            Hold::Late => {
+                let error = ErrorBody::new(ErrorCode::Invalid, "a later reading has begun");
+                self.reply_to_leader(link, order, Message::Error(error));
+            }
+        }
+        Ok(())
+    }
+
+    fn unlist(&mut self, run: PageRun) -> Result<(), Fatal> {
+        let shard = self.shard();
+        self.env.depots[shard].strike_out(run);
+        Ok(())
+    }
+
+    fn unlist_scope(
+        &mut self,
+        scope: &Scope,
+        through: Stored,
+        from: u32,
+    ) -> Result<Option<u32>, Fatal> {
+        let shard = self.shard();
+        let end = from.saturating_add(self.env.setup.inventory_pages);
+        Ok(self.env.depots[shard].strike_scope(scope, through, from..end))
+    }
+
+    fn strike_later(&mut self) -> Result<(), Fatal> {
+        let wait = Duration::from_micros(self.env.rng.u64(1..20));
+        self.later(wait, |worker, life| Happening::Strike { worker, life });
+        Ok(())
+    }
+
+    fn list(&mut self, record: &Record) {
+        let shard = self.shard();
+        self.env.depots[shard].list(record);
+    }
+
+    fn start(&mut self, copies: Vec<Copy>, _: &EngineId) -> Result<(), Fatal> {
+        for copy in copies {
+            self.parts.copies.start(self.env, copy);
+        }
+        Ok(())
+    }
+
+    fn stop(&mut self, op: OpId) -> Result<(), Fatal> {
+        self.parts.copies.stop(op);
+        Ok(())
+    }
+
+    fn invalid_copy(&mut self, op: OpId, problem: &str) {
+        self.env.violated(format!(
+            "{op} was ordered with what it may not name: {problem}"
+        ));
+    }
+
+    fn report_problem(&mut self, _: &str) {}
+}

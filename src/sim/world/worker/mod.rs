@@ -1,0 +1,176 @@
+//! A worker's process: the worker's shell on the simulated network, depot and memory.
+
+mod copies;
+mod host;
+
+use super::client::{self, Client};
+use super::net::{ConnectionId, End, Heard};
+use super::server::{self, Server, peer};
+use super::{Env, Who};
+use crate::core::{Worker, WorkerSettings};
+use crate::protocol::{ErrorBody, Message, Role};
+use crate::shell::{Fatal, WorkerFailure, WorkerShell};
+use crate::types::{EngineId, Epoch, OpId, Time, WorkerId};
+
+pub(super) use copies::TouchedPages;
+use host::{Host, Parts};
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct WorkerProcess {
+    shell: WorkerShell<i32, EngineId>,
+    parts: Parts,
+    gave_up: bool,
+}
+
+impl WorkerProcess {
+    pub(super) fn start(env: &mut Env, id: WorkerId, life: u32) -> Self {
+        let hello = Client::hello(Role::Worker, EngineId::default(), id, env.setup.version_max);
+        let settings = WorkerSettings {
+            running_max: env.setup.running_max,
+            fence: env.setup.fence,
+            attach_every: env.setup.attach_every,
+        };
+        let leader = Client::new(env, (Who::Worker(id), life), Who::Leader, hello);
+        let server = Server::new(Epoch(0), &[Role::Rank], env.now());
+        let mut process = Self {
+            shell: WorkerShell::new(id, env.setup.sharding, settings),
+            parts: Parts::new((id, life), leader, server),
+            gave_up: false,
+        };
+        process.run(env, |shell, host| shell.depot_ready(host));
+        process
+    }
+
+    pub(super) fn core(&self) -> &Worker {
+        self.shell.core()
+    }
+
+    pub(super) fn gave_up(&self) -> bool {
+        self.gave_up
+    }
+
+    pub(super) fn is_dividing(&self) -> bool {
+        self.parts.dividing.is_some()
+    }
+
+    pub(super) fn has_stuck_copy(&self) -> bool {
+        self.parts.copies.has_stuck()
+    }
+
+    pub(super) fn next_timeout(&self) -> Time {
+        let core = self.shell.next_timeout().unwrap_or(Time::NEVER);
+        core.min(self.parts.leader.next_timeout())
+            .min(self.parts.server.next_timeout())
+    }
+
+    pub(super) fn tick(&mut self, env: &mut Env) {
+        for noticed in self.parts.leader.tick(env) {
+            self.leader_says(env, noticed);
+        }
+        for silent in self.parts.server.tick(env) {
+            self.run(env, |shell, host| shell.closed(host, peer(silent)));
+        }
+        self.run(env, |shell, host| shell.tick(host));
+    }
+
+    pub(super) fn hear(&mut self, env: &mut Env, id: ConnectionId, to: End, heard: Heard) {
+        if to == End::Client {
+            if self.parts.leader.is(id) {
+                for noticed in self.parts.leader.hear(env, heard) {
+                    self.leader_says(env, noticed);
+                }
+            }
+            return;
+        }
+        match self.parts.server.hear(env, id, heard) {
+            None => {}
+            Some(server::Noticed::Opened(hello)) => {
+                let pid = env.visible_pid(id);
+                self.run(env, |shell, host| {
+                    shell.opened(host, peer(id), &hello, pid);
+                    Ok(())
+                });
+            }
+            Some(server::Noticed::Closed) => {
+                self.run(env, |shell, host| shell.closed(host, peer(id)));
+            }
+            Some(server::Noticed::Message(envelope)) => {
+                self.run(env, |shell, host| shell.message(host, peer(id), envelope));
+            }
+        }
+    }
+
+    fn leader_says(&mut self, env: &mut Env, noticed: client::Noticed) {
+        match noticed {
+            client::Noticed::Welcomed { epoch, link } => {
+                self.run(env, |shell, host| shell.leader_found(host, epoch, link));
+            }
+            client::Noticed::Lost => self.run(env, |shell, host| shell.leader_lost(host)),
+            client::Noticed::Request { link, envelope } => {
+                self.run(env, |shell, host| shell.order(host, link, *envelope));
+            }
+            client::Noticed::Answered(id, answer) => {
+                if let Ok(other) = &*answer
+                    && !matches!(other, Message::Attached(_))
+                {
+                    let kind = other.kind().name();
+                    env.violated(format!("{kind} is no answer to an attach"));
+                }
+                let answer = answer.map_err(ErrorBody::from);
+                self.run(env, |shell, host| shell.leader_answered(host, id, answer));
+            }
+        }
+    }
+
+    /// The memory of an engine is open, a while after it was registered.
+    pub(super) fn opened(&mut self, env: &mut Env, opening: u64) {
+        if let Some(registering) = self.parts.opening.remove(&opening) {
+            let memory = Ok(registering.engine);
+            self.run(env, |shell, host| shell.mapped(host, registering, memory));
+        }
+    }
+
+    /// The next slice of a reset.
+    pub(super) fn strike_on(&mut self, env: &mut Env) {
+        self.run(env, |shell, host| shell.strike_on(host));
+    }
+
+    /// Clears the next slots of a depot that is being divided.
+    pub(super) fn divide(&mut self, env: &mut Env) {
+        let Self { parts, .. } = self;
+        Host { env, parts }.divide();
+    }
+
+    /// The process stood still: copies may go on after their deadline.
+    pub(super) fn resumed(&mut self) {
+        self.parts.copies.resumed();
+    }
+
+    /// A copy goes on.
+    pub(super) fn copy_step(&mut self, env: &mut Env, op: OpId) {
+        if let Some(ended) = self.parts.copies.step(env, op) {
+            self.run(env, |shell, host| shell.copies_ended(host, vec![ended]));
+        }
+    }
+
+    fn run(
+        &mut self,
+        env: &mut Env,
+        call: impl FnOnce(&mut WorkerShell<i32, EngineId>, &mut Host<'_>) -> Result<(), Fatal>,
+    ) {
+        let Self { shell, parts, .. } = self;
+        let mut host = Host { env, parts };
+        let mut ended = call(shell, &mut host);
+        while let Some(closed) = host.parts.disconnected.pop() {
+            ended = ended.and(shell.closed(&mut host, closed));
+        }
+        let Err(why) = ended else {
+            return;
+        };
+        self.gave_up = true;
+        if why.downcast_ref() != Some(&WorkerFailure::CopyStuck) {
+            env.violated(format!("a worker must end: {why}"));
+        }
+    }
+}
