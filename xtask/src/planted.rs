@@ -13,6 +13,7 @@
 //! replace = '''what stands there instead'''
 //! ```
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
@@ -292,9 +293,24 @@ fn copy_tree(root: &Path, tree: &Path) -> Result<(), String> {
         return Err(String::from_utf8_lossy(&listed.stderr).into_owned());
     }
     let files = String::from_utf8_lossy(&listed.stdout).into_owned();
-    for file in files.split('\0').filter(|file| !file.is_empty()) {
-        if root.join(file).is_file() {
-            copy_file(root, tree, Path::new(file))?;
+    let files = files.split('\0').map(Path::new);
+    let files: BTreeSet<&Path> = files.filter(|file| root.join(file).is_file()).collect();
+    for file in &files {
+        copy_file(root, tree, file)?;
+    }
+    remove_others(tree, Path::new(""), &files)
+}
+
+/// Removes the files of an earlier copy that are not among these, from `folder` of the copy on.
+fn remove_others(tree: &Path, folder: &Path, files: &BTreeSet<&Path>) -> Result<(), String> {
+    let text = |error: std::io::Error| format!("{}: {error}", tree.join(folder).display());
+    for entry in fs::read_dir(tree.join(folder)).map_err(text)? {
+        let entry = entry.map_err(text)?;
+        let file = folder.join(entry.file_name());
+        if entry.file_type().map_err(text)?.is_dir() {
+            remove_others(tree, &file, files)?;
+        } else if !files.contains(file.as_path()) {
+            fs::remove_file(entry.path()).map_err(text)?;
         }
     }
     Ok(())
@@ -320,6 +336,20 @@ fn write(path: &Path, bytes: &[u8]) -> Result<(), String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_copy_keeps_no_file_that_the_tree_has_not() {
+        let tree = std::env::temp_dir().join(format!("kvferry-planted-{}", std::process::id()));
+        let files = ["a.rs", "b/c.rs", "b/d/e.rs"];
+        for file in files {
+            write(&tree.join(file), b"text").expect("a file");
+        }
+        let kept: BTreeSet<&Path> = files[1..2].iter().map(Path::new).collect();
+        remove_others(&tree, Path::new(""), &kept).expect("files are removed");
+        let there = files.map(|file| tree.join(file).is_file());
+        fs::remove_dir_all(&tree).expect("the folder is removed");
+        assert_eq!(there, [false, true, false]);
+    }
 
     #[test]
     fn every_planted_bug_fits_the_source() {
