@@ -4,6 +4,8 @@ mod host;
 mod orders;
 mod ranks;
 mod strikes;
+#[cfg(test)]
+mod tests;
 
 use std::collections::BTreeMap;
 use std::fmt;

@@ -1,0 +1,558 @@
+//! The worker's shell on a process that notes what is sent. The core's own tests show what it orders.
+
+use std::time::Duration;
+
+use super::*;
+use crate::protocol::{
+    Abandon, Attached, Cancel, Envelope, Hello, Kind, ReadInventory, Register, Role, VERSION,
+    VERSION_MIN, Written,
+};
+use crate::shell::{Peers, Registering};
+use crate::types::{
+    Attention, Copy, DepotId, GroupId, Nonce, PageRun, PeerId, Rank, Record, Registration, Replica,
+    Scope, Stored,
+};
+
+const WORKER: WorkerId = WorkerId {
+    replica: Replica(0),
+    rank: Rank(1),
+};
+const DEPOT: DepotId = DepotId(7);
+const LINK: LinkId = LinkId(1);
+const EPOCH: Epoch = Epoch(3);
+const PAGE_BYTES: u64 = 4096;
+
+/// Memory of an engine, by a number that is never given twice.
+type Mapping = u64;
+
+#[derive(Debug, Default)]
+struct Process {
+    now: Time,
+    requests: u64,
+    /// Attaches, and the connections they were sent over.
+    attaches: Vec<(LinkId, RequestId, Attach)>,
+    to_leader: Vec<(LinkId, RequestId, Message)>,
+    to_ranks: Vec<(PeerId, RequestId, Message)>,
+    opening: Vec<Registering>,
+    closed: Vec<Mapping>,
+    disconnected: Vec<PeerId>,
+    problem: String,
+    /// Processes that have ended.
+    ended: Vec<i32>,
+}
+
+impl Peers for Process {
+    type Process = i32;
+
+    fn is_live(&self, _: PeerId) -> bool {
+        true
+    }
+
+    fn open_process(&mut self, pid: i32) -> Option<i32> {
+        Some(pid)
+    }
+
+    fn has_ended(&self, process: &i32) -> bool {
+        self.ended.contains(process)
+    }
+
+    fn disconnect(&mut self, peer: PeerId) {
+        self.disconnected.push(peer);
+    }
+}
+
+impl WorkerHost for Process {
+    type Memory = Mapping;
+
+    fn now(&self) -> Time {
+        self.now
+    }
+
+    fn request_leader(&mut self, link: LinkId, message: Message, _: Duration) -> RequestId {
+        self.requests += 1;
+        let id = RequestId(self.requests);
+        match message {
+            Message::Attach(attach) => self.attaches.push((link, id, attach)),
+            other => panic!("{} is no request to a leader", other.kind().name()),
+        }
+        id
+    }
+
+    fn reply_to_leader(&mut self, link: LinkId, order: RequestId, message: Message) {
+        self.to_leader.push((link, order, message));
+    }
+
+    fn reply(&mut self, peer: PeerId, request: RequestId, message: Message) {
+        self.to_ranks.push((peer, request, message));
+    }
+
+    fn open(
+        &mut self,
+        registering: Registering,
+        _: Registration,
+        _: bool,
+    ) -> Result<(), ErrorBody> {
+        self.opening.push(registering);
+        Ok(())
+    }
+
+    fn discard(&mut self, _: Registration) {}
+
+    fn geometry(&self, _: &Mapping) -> GroupGeometry {
+        GroupGeometry {
+            group: GroupId(0),
+            engine_page_tokens: 16,
+            layers: 1,
+            page_bytes: PAGE_BYTES,
+            device_pages: 8,
+            content_digest: [0; 16],
+            layout_fingerprint: [0; 16],
+        }
+    }
+
+    fn close(&mut self, _: EngineId, memory: Mapping) {
+        self.closed.push(memory);
+    }
+
+    fn reply_when_closed(&mut self, peer: PeerId, request: RequestId, _: [EngineId; 2]) {
+        self.reply(peer, request, Message::Unregistered(Empty {}));
+    }
+
+    fn watch_timeline(&mut self, _: &Mapping, _: EngineId, _: RequestId) -> bool {
+        false
+    }
+
+    fn written(&mut self, _: &Mapping, _: RequestId) {}
+
+    fn depot(&self) -> Option<DepotId> {
+        Some(DEPOT)
+    }
+
+    fn last_reader(&self) -> Result<Epoch, Fatal> {
+        Ok(Epoch(0))
+    }
+
+    fn arena_pages(&self, _: u64) -> u32 {
+        64
+    }
+
+    fn read_inventory(
+        &mut self,
+        link: LinkId,
+        order: RequestId,
+        _: Epoch,
+        read: ReadInventory,
+    ) -> Result<(), Fatal> {
+        let part = crate::protocol::Inventory::new(&read, None, &[]);
+        self.reply_to_leader(link, order, Message::Inventory(part));
+        Ok(())
+    }
+
+    fn unlist(&mut self, _: PageRun) -> Result<(), Fatal> {
+        Ok(())
+    }
+
+    fn unlist_scope(&mut self, _: &Scope, _: Stored, _: u32) -> Result<Option<u32>, Fatal> {
+        Ok(None)
+    }
+
+    fn strike_later(&mut self) -> Result<(), Fatal> {
+        Ok(())
+    }
+
+    fn list(&mut self, _: &Record) {}
+
+    fn start(&mut self, _: Vec<Copy>, _: &Mapping) -> Result<(), Fatal> {
+        Ok(())
+    }
+
+    fn stop(&mut self, _: OpId) -> Result<(), Fatal> {
+        Ok(())
+    }
+
+    fn invalid_copy(&mut self, op: OpId, problem: &str) {
+        panic!("{op}: {problem}");
+    }
+
+    fn report_problem(&mut self, why: &str) {
+        why.clone_into(&mut self.problem);
+    }
+}
+
+struct World {
+    shell: WorkerShell<i32, Mapping>,
+    process: Process,
+    mappings: u64,
+}
+
+fn envelope(id: u64, message: Message) -> Envelope {
+    Envelope {
+        version: VERSION,
+        correlation: RequestId(id),
+        deadline_ms: 1000,
+        epoch: EPOCH,
+        message,
+    }
+}
+
+fn registration() -> Registration {
+    Registration {
+        group: GroupId(0),
+        groups: 1,
+        attention: Attention::Full,
+        window_tokens: 0,
+        content: b"test".to_vec(),
+        rank: WORKER.rank,
+        tp_size: 2,
+        shard: 1,
+        engine_page_tokens: 16,
+        device_pages: 8,
+        layers: 1,
+        allocations: Vec::new(),
+        tensors: Vec::new(),
+        nonce: Nonce {
+            allocation: 0,
+            offset_bytes: 0,
+            bytes: Vec::new(),
+        },
+        proofs: Vec::new(),
+        device_uuid: None,
+        timeline: None,
+    }
+}
+
+impl World {
+    /// A worker with a depot that has found its leader.
+    fn new() -> Self {
+        let settings = WorkerSettings::new(4);
+        let mut world = Self {
+            shell: WorkerShell::new(WORKER, Sharding::each(2), settings),
+            process: Process::default(),
+            mappings: 0,
+        };
+        world.run(|shell, process| shell.depot_ready(process));
+        world.run(|shell, process| shell.leader_found(process, EPOCH, LINK));
+        world
+    }
+
+    fn run(
+        &mut self,
+        call: impl FnOnce(&mut WorkerShell<i32, Mapping>, &mut Process) -> Result<(), Fatal>,
+    ) {
+        call(&mut self.shell, &mut self.process).expect("the worker goes on");
+    }
+
+    fn connect(&mut self, peer: u64, engine: u8, pid: i32) {
+        let hello = Hello {
+            version_min: VERSION_MIN,
+            version_max: VERSION,
+            role: Role::Rank,
+            engine: [engine; 16],
+            rank: WORKER.rank.0,
+            replica: 0,
+            features: 0,
+            name: String::new(),
+        };
+        self.run(|shell, process| {
+            shell.opened(process, PeerId(peer), &hello, Some(pid));
+            Ok(())
+        });
+    }
+
+    fn send(&mut self, peer: u64, id: u64, message: Message) {
+        let envelope = envelope(id, message);
+        self.run(|shell, process| shell.message(process, PeerId(peer), envelope));
+    }
+
+    fn send_registration(&mut self, peer: u64, id: u64, engine: u8, registration: Registration) {
+        let register = Register {
+            after: 0,
+            engine: [engine; 16],
+            registration,
+        };
+        self.send(peer, id, Message::Register(register));
+    }
+
+    /// Opens everything that was registered, in order.
+    fn open(&mut self) {
+        for registering in std::mem::take(&mut self.process.opening) {
+            self.mappings += 1;
+            let memory = Ok(self.mappings);
+            self.run(|shell, process| shell.mapped(process, registering, memory));
+        }
+    }
+
+    fn register(&mut self, peer: u64, id: u64, engine: u8) {
+        self.send_registration(peer, id, engine, registration());
+        self.open();
+    }
+
+    /// Answers the last attach.
+    fn answer_attach(&mut self, answer: Result<(), ErrorBody>) {
+        let (_, id, attach) = self.process.attaches.last().cloned().expect("an attach");
+        let attached = Message::Attached(Attached {
+            attach: attach.attach,
+            after: 0,
+            attached_ranks: 2,
+        });
+        let answer = answer.map(|()| attached);
+        self.run(|shell, process| shell.leader_answered(process, id, answer));
+    }
+
+    /// What the ranks were sent since this was called last.
+    fn heard(&mut self) -> Vec<(u64, u64, Kind, Option<ErrorCode>)> {
+        let sent = std::mem::take(&mut self.process.to_ranks);
+        let sent = sent.into_iter().map(|(peer, request, message)| {
+            let code = match &message {
+                Message::Error(error) => Some(error.code()),
+                _ => None,
+            };
+            (peer.0, request.0, message.kind(), code)
+        });
+        sent.collect()
+    }
+}
+
+#[test]
+fn a_leader_that_refuses_for_now_turns_nobody_away() {
+    for code in [
+        ErrorCode::NotReady,
+        ErrorCode::Busy,
+        ErrorCode::Deadline,
+        ErrorCode::StaleEpoch,
+    ] {
+        let mut world = World::new();
+        world.connect(5, 1, 50);
+        world.register(5, 1, 1);
+        world.answer_attach(Err(ErrorBody::new(code, "not now")));
+        assert!(
+            world.heard().is_empty(),
+            "{code:?} says nothing of the memory"
+        );
+        assert!(world.process.closed.is_empty());
+        let sent = world.process.attaches.len();
+        world.process.now = Time(0) + Duration::from_secs(1);
+        world.run(|shell, process| shell.tick(process));
+        assert_eq!(world.process.attaches.len(), sent + 1, "attaches again");
+        world.answer_attach(Ok(()));
+        assert_eq!(world.heard(), [(5, 1, Kind::Registered, None)]);
+    }
+}
+
+#[test]
+fn a_leader_that_turns_a_worker_away_is_quoted_to_the_rank() {
+    for code in [ErrorCode::Invalid, ErrorCode::RankDisagrees] {
+        let mut world = World::new();
+        world.connect(5, 1, 50);
+        world.register(5, 1, 1);
+        world.answer_attach(Err(ErrorBody::new(code, "another model")));
+        assert_eq!(world.heard(), [(5, 1, Kind::Error, Some(code))]);
+        assert_eq!(world.process.closed, [1], "the memory is given back");
+        assert_eq!(world.process.problem, "another model");
+    }
+}
+
+#[test]
+fn a_rank_that_took_its_memory_for_registered_connects_again_to_hear_why_not() {
+    let mut world = World::new();
+    world.connect(5, 1, 50);
+    world.register(5, 1, 1);
+    world.answer_attach(Ok(()));
+    world.heard();
+    world.run(|shell, process| shell.leader_lost(process));
+    world.run(|shell, process| shell.leader_found(process, Epoch(4), LinkId(2)));
+    let refused = ErrorBody::new(ErrorCode::RankDisagrees, "another model");
+    world.answer_attach(Err(refused));
+    assert_eq!(world.heard(), []);
+    assert_eq!(world.process.disconnected, [PeerId(5)]);
+}
+
+#[test]
+fn a_second_registration_over_one_connection_maps_the_memory_again() {
+    let mut world = World::new();
+    world.connect(5, 1, 50);
+    world.register(5, 1, 1);
+    let first = world.process.attaches.len();
+    world.register(5, 2, 1);
+    let refused = (5, 1, Kind::Error, Some(ErrorCode::Invalid));
+    assert_eq!(world.heard(), [refused], "the first one is over");
+    assert_eq!(world.process.closed, [1]);
+    assert!(
+        world.process.attaches.len() > first,
+        "the leader agrees anew"
+    );
+    world.answer_attach(Ok(()));
+    assert_eq!(world.heard(), [(5, 2, Kind::Registered, None)]);
+}
+
+#[test]
+fn the_seat_of_a_live_process_is_not_given_to_another_one() {
+    let mut world = World::new();
+    world.connect(5, 1, 50);
+    world.register(5, 1, 1);
+    world.answer_attach(Ok(()));
+    world.heard();
+    world.connect(6, 2, 60);
+    world.send_registration(6, 1, 2, registration());
+    let not_ready = (6, 1, Kind::Error, Some(ErrorCode::NotReady));
+    assert_eq!(world.heard(), [not_ready]);
+    assert!(world.process.opening.is_empty());
+    // Nor may it act for that engine.
+    world.connect(7, 1, 70);
+    let abandon = Message::Abandon(Abandon { requests: vec![4] });
+    world.send(7, 2, abandon);
+    let not_ready = (7, 2, Kind::Error, Some(ErrorCode::NotReady));
+    assert_eq!(world.heard(), [not_ready]);
+    world.process.ended.push(50);
+    world.register(6, 3, 2);
+    world.answer_attach(Ok(()));
+    assert_eq!(world.heard(), [(6, 3, Kind::Registered, None)]);
+}
+
+#[test]
+fn memory_that_opens_after_its_rank_has_left_is_closed() {
+    let mut world = World::new();
+    world.connect(5, 1, 50);
+    world.send_registration(5, 1, 1, registration());
+    world.run(|shell, process| shell.closed(process, PeerId(5)));
+    world.open();
+    assert_eq!(world.process.closed, [1]);
+    // One that takes it back is told so while it is being opened.
+    world.connect(6, 1, 60);
+    world.heard();
+    world.send_registration(6, 1, 1, registration());
+    world.send(6, 2, Message::Unregister(Empty {}));
+    let not_ready = (6, 2, Kind::Error, Some(ErrorCode::NotReady));
+    assert_eq!(world.heard(), [not_ready]);
+    world.open();
+    assert_eq!(world.process.closed, [1, 2]);
+    world.heard();
+    world.send(6, 3, Message::Unregister(Empty {}));
+    assert_eq!(world.heard(), [(6, 3, Kind::Unregistered, None)]);
+}
+
+#[test]
+fn a_registration_for_another_rank_or_shard_is_refused_unopened() {
+    let wrong: [fn(&mut Registration); 3] = [
+        |registration| registration.rank = Rank(0),
+        |registration| registration.tp_size = 4,
+        |registration| registration.shard = 0,
+    ];
+    for change in wrong {
+        let mut world = World::new();
+        world.connect(5, 1, 50);
+        let mut registration = registration();
+        change(&mut registration);
+        world.send_registration(5, 1, 1, registration);
+        let invalid = (5, 1, Kind::Error, Some(ErrorCode::Invalid));
+        assert_eq!(world.heard(), [invalid]);
+        assert!(world.process.opening.is_empty());
+        assert!(world.process.problem.starts_with("registration."));
+    }
+}
+
+#[test]
+fn pages_are_reported_written_by_the_rank_whose_memory_is_registered() {
+    let mut world = World::new();
+    world.connect(5, 1, 50);
+    let written = |timeline| {
+        Message::Written(Written {
+            through: 9,
+            timeline,
+        })
+    };
+    world.send(5, 1, written(false));
+    world.register(5, 2, 1);
+    world.answer_attach(Ok(()));
+    world.send(5, 3, written(false));
+    world.send(5, 4, written(true));
+    let invalid = Some(ErrorCode::Invalid);
+    assert_eq!(
+        world.heard(),
+        [
+            (5, 1, Kind::Error, invalid),
+            (5, 2, Kind::Registered, None),
+            (5, 3, Kind::WrittenAnswer, None),
+            (5, 4, Kind::Error, invalid),
+        ]
+    );
+}
+
+#[test]
+fn an_order_over_an_older_connection_is_not_carried_out() {
+    let mut world = World::new();
+    world.run(|shell, process| shell.leader_lost(process));
+    world.run(|shell, process| shell.leader_found(process, EPOCH, LinkId(2)));
+    let cancel = |id| envelope(id, Message::Cancel(Cancel { ops: vec![1] }));
+    world.run(|shell, process| shell.order(process, LINK, cancel(8)));
+    assert!(world.process.to_leader.is_empty());
+    world.run(|shell, process| shell.order(process, LinkId(2), cancel(9)));
+    let answered = world.process.to_leader.iter();
+    let answered: Vec<_> = answered.map(|(link, order, _)| (link.0, order.0)).collect();
+    assert_eq!(answered, [(2, 9)]);
+}
+
+#[test]
+fn an_answer_to_an_attach_of_an_older_connection_is_ignored() {
+    let mut world = World::new();
+    world.connect(5, 1, 50);
+    world.register(5, 1, 1);
+    let (_, old, attach) = world.process.attaches.last().cloned().expect("an attach");
+    world.run(|shell, process| shell.leader_lost(process));
+    world.run(|shell, process| shell.leader_found(process, EPOCH, LinkId(2)));
+    let attached = Message::Attached(Attached {
+        attach: attach.attach,
+        after: 0,
+        attached_ranks: 2,
+    });
+    for _ in 0..2 {
+        let attached = attached.clone();
+        world.run(|shell, process| shell.leader_answered(process, old, Ok(attached)));
+    }
+    assert_eq!(
+        world.heard(),
+        [],
+        "only the attach over this connection counts"
+    );
+    world.answer_attach(Ok(()));
+    assert_eq!(world.heard(), [(5, 1, Kind::Registered, None)]);
+}
+
+#[test]
+fn the_inventory_of_another_depot_or_of_other_pages_is_not_read() {
+    let mut world = World::new();
+    world.connect(5, 1, 50);
+    world.register(5, 1, 1);
+    world.answer_attach(Ok(()));
+    let read = |reading, depot: DepotId, page_bytes| {
+        let read = ReadInventory {
+            reading,
+            depot: depot.0.to_be_bytes(),
+            page_bytes,
+            from: 0,
+        };
+        envelope(reading, Message::ReadInventory(read))
+    };
+    let orders = [
+        read(11, DepotId(8), PAGE_BYTES),
+        read(12, DEPOT, 2 * PAGE_BYTES),
+        read(13, DEPOT, PAGE_BYTES),
+        read(13, DEPOT, PAGE_BYTES),
+    ];
+    for order in orders {
+        world.run(|shell, process| shell.order(process, LINK, order));
+    }
+    let answers = world.process.to_leader.iter();
+    let answers: Vec<_> = answers
+        .map(|(_, order, message)| (order.0, message.kind()))
+        .collect();
+    assert_eq!(
+        answers,
+        [
+            (11, Kind::Error),
+            (12, Kind::Error),
+            (13, Kind::Inventory),
+            (13, Kind::Error),
+        ]
+    );
+}
