@@ -422,6 +422,28 @@ fn nothing_is_left_for_later_without_saying_so() {
 }
 
 #[test]
+fn every_decision_has_a_status_a_date_and_a_successor() {
+    let folder = root().join("docs/adr");
+    let entries = fs::read_dir(&folder).expect("docs/adr");
+    let mut seen = 0;
+    for entry in entries {
+        let path = entry.expect("an entry").path();
+        let text = fs::read_to_string(&path).expect("a decision");
+        let line = text.lines().nth(2).unwrap_or_default();
+        let name = path.display();
+        let parts = ["Status: ", "Date: 20", "Superseded by: "];
+        for part in parts {
+            assert!(
+                line.contains(part),
+                "{name}: its third line has no '{part}'"
+            );
+        }
+        seen += 1;
+    }
+    assert!(seen > 15, "only {seen} decisions seen");
+}
+
+#[test]
 fn the_map_of_modules_names_them_all() {
     let map = fs::read_to_string(root().join("src/lib.rs")).expect("lib.rs");
     for (module, _) in ARROWS {
