@@ -1,4 +1,4 @@
-//! What must hold after every step, and at the end: recomputed from what the leader shows and from memory itself.
+//! Invariants after every step and at the end of a run, recomputed from the leader's visible state and from memory.
 
 use std::collections::BTreeMap;
 
@@ -9,10 +9,11 @@ use super::{Who, World};
 use crate::core::{BlockView, CANCELS_MAX, TierKey};
 use crate::types::{Generation, OpId, Shard};
 
-/// Pages that are looked at for their content at every check; a larger arena is looked at in turn.
+/// An arena with fewer pages has its contents checked at every check, one of `n` pages at one of `n / PAGES_AT_ONCE +
+/// 1` checks.
 const PAGES_AT_ONCE: u32 = 192;
 
-/// What the leader believes of each arena page.
+/// The leader's state of each arena page.
 #[derive(Debug, Default)]
 struct Pages {
     readable: Vec<bool>,
@@ -20,7 +21,7 @@ struct Pages {
 }
 
 impl World {
-    /// After the leader has decided something, or a depot was written.
+    /// Checks the invariants. Called after the leader has decided something or a depot was written.
     pub(super) fn check(&mut self) {
         self.checks += 1;
         let leader = self.leader.state.as_ref();
@@ -44,7 +45,8 @@ impl World {
         let Some(leader) = self.leader.state.as_ref().map(LeaderProcess::core) else {
             return Ok(Pages::default());
         };
-        // Requests to cancel stores have a limit of their own, so that slack in one does not hide the other.
+        // Requests to cancel stores are compared with a limit of their own, so that slack in one limit does not hide an
+        // excess over the other.
         let cancels = leader.open_cancels();
         let others = leader.open_requests() - cancels;
         let limits = [
@@ -64,7 +66,7 @@ impl World {
             let ranks = self.env.setup.ranks;
             self.env.ghost.roster.check(key, pool, ranks)?;
         }
-        // A pool that closes serves nothing, and its last copies still touch its pages and no others.
+        // A closing pool serves nothing. Its last copies still touch its pages, and no others.
         let Some(pool) = leader.pool().or(leader.closing_pool()) else {
             return match self.env.ghost.touched.writers().next() {
                 Some((shard, page, op)) if leader.is_reading() => Err(format!(
@@ -73,7 +75,7 @@ impl World {
                 _ => Ok(Pages::default()),
             };
         };
-        // Every page is in one place: in a block, once, or free.
+        // Every page is either in exactly one block or free.
         let mut held = vec![false; pool.capacity_pages() as usize];
         let mut pages = Pages {
             readable: vec![false; pool.capacity_pages() as usize],
@@ -114,7 +116,7 @@ impl World {
                 pool.pins()
             ));
         }
-        // Whatever is written belongs to the copy that writes it.
+        // Every page that is written belongs to the copy that writes it.
         for (shard, page, op) in self.env.ghost.touched.writers() {
             if pages.filling.get(&page) != Some(&op) {
                 return Err(format!(
@@ -125,8 +127,9 @@ impl World {
         Ok(pages)
     }
 
-    /// Every page that could be served holds what it must, on every shard, and was not forgotten. A depot that was lost is
-    /// not looked at: the leader has yet to hear of it, and no worker that could read the new one has attached.
+    /// Checks that every page that can be served holds the expected content on every shard, and was not removed by a
+    /// reset. A lost depot is skipped: the leader has not been notified yet, and no worker with the new depot has
+    /// attached.
     fn check_contents(&self, key: &TierKey, block: &BlockView<'_>) -> Result<(), String> {
         let Some((namespace, shape)) = self.env.namespace_of(block.domain) else {
             return Ok(());
@@ -162,13 +165,13 @@ impl World {
         Ok(())
     }
 
-    /// Engines that a leader may remember: every life that has spoken to it within its grace.
+    /// Most engines that a leader may remember: all incarnations so far.
     fn engines_known(&self) -> usize {
         let lives: u32 = self.engines.iter().map(|engine| engine.life).sum();
         lives as usize
     }
 
-    /// Nothing is pending anywhere.
+    /// True when every process runs and nothing is pending.
     pub(super) fn is_quiet(&self) -> bool {
         let everyone = self.everyone().all(|who| self.life(who).is_some());
         let leader = self.leader.state.as_ref().is_some_and(|leader| {
@@ -191,7 +194,7 @@ impl World {
         everyone && leader && workers && engines
     }
 
-    /// What is pending, for people.
+    /// Everything that is pending, as text for a report.
     pub(super) fn pending(&self) -> String {
         let dead: Vec<Who> = self
             .everyone()
@@ -220,7 +223,7 @@ impl World {
         format!("dead {dead:?}; leader {leader:?}; workers {workers:?}; engines {engines:?}")
     }
 
-    /// The accounts at the end.
+    /// Checks the invariants at the end of a run, when no pins, reservations or held pages may be left.
     pub(super) fn check_end(&mut self) {
         self.checks = 0;
         let mut wrong = self.check_leader(true).err();

@@ -1,4 +1,4 @@
-//! One conversation as a client: the client's session on the simulated network.
+//! One session as a client: the client's session on the simulated network.
 
 use std::time::Duration;
 
@@ -8,12 +8,12 @@ use crate::protocol::{Envelope, Header, Hello, Message, Role, VERSION_MIN, decod
 use crate::session::{ClientEvent, ClientRequest, ClientSession, ClientTimes, Failure};
 use crate::types::{EngineId, Epoch, LinkId, RequestId, Time, WorkerId};
 
-/// How often a silent side is asked whether it is there; three times that without a word, and it is gone.
+/// Silence after which a side is pinged. After three times that without a message, the connection counts as lost.
 pub(super) const HEARTBEAT: Duration = Duration::from_millis(20);
-/// Longest wait for an answer over one connection.
+/// Timeout of a request that is bound to one connection.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// See the module.
+/// A client session of a process.
 #[derive(Debug)]
 pub(super) struct Client {
     me: Who,
@@ -21,11 +21,11 @@ pub(super) struct Client {
     server: Who,
     session: ClientSession<()>,
     connection: Option<ConnectionId>,
-    /// The connection that was welcomed, and the server's epoch.
+    /// Link of the connection that the server has welcomed, and the server's epoch.
     welcomed: Option<(LinkId, Epoch)>,
 }
 
-/// What a client notices.
+/// An event of a client session.
 #[derive(Debug)]
 pub(super) enum Noticed {
     Welcomed {
@@ -33,7 +33,7 @@ pub(super) enum Noticed {
         link: LinkId,
     },
     Lost,
-    /// The other side asks for something.
+    /// The server sent a request.
     Request {
         link: LinkId,
         envelope: Box<Envelope>,
@@ -80,7 +80,7 @@ impl Client {
         self.welcomed.map(|(_, epoch)| epoch)
     }
 
-    /// The life of the process at the other end.
+    /// Incarnation of the process at the other end.
     pub(super) fn server_life(&self, env: &Env) -> Option<u32> {
         self.connection.and_then(|id| env.net.life_of_server(id))
     }
@@ -94,7 +94,7 @@ impl Client {
         self.act(env)
     }
 
-    /// Something came over this client's connection.
+    /// Handles bytes or a close that came over this client's connection.
     pub(super) fn hear(&mut self, env: &mut Env, heard: Heard) -> Vec<Noticed> {
         match heard {
             Heard::Closed => self.session.disconnected(env.now(), "closed"),
@@ -109,7 +109,7 @@ impl Client {
         self.act(env)
     }
 
-    /// Requests something, over this connection or the next one. `wait` says how long until its deadline, and how much
+    /// Sends a request, over this connection or the next one. `wait` is the time until its deadline, and how much
     /// longer its answer is of use.
     pub(super) fn request(
         &mut self,
@@ -121,14 +121,14 @@ impl Client {
         self.send(env, id, wait, None, message);
     }
 
-    /// Requests something, over this connection or not at all.
+    /// Sends a request, over this connection or not at all.
     pub(super) fn request_here(&mut self, env: &mut Env, id: RequestId, message: Message) {
         if let Some((link, _)) = self.welcomed {
             self.request_over(env, link, id, message);
         }
     }
 
-    /// Requests something, over the connection of this name or not at all.
+    /// Sends a request, over the connection with this link id or not at all.
     pub(super) fn request_over(
         &mut self,
         env: &mut Env,
@@ -160,7 +160,7 @@ impl Client {
         self.nothing_more(env);
     }
 
-    /// Answers a request that came over the connection of this name.
+    /// Answers a request that came over the connection with this link id.
     pub(super) fn reply(
         &mut self,
         env: &mut Env,
@@ -172,7 +172,7 @@ impl Client {
         self.nothing_more(env);
     }
 
-    /// Sends what there is to send.
+    /// Sends what is queued. An event of the session at this point is a violation.
     fn nothing_more(&mut self, env: &mut Env) {
         let noticed = self.act(env);
         if !noticed.is_empty() {
@@ -212,7 +212,7 @@ impl Client {
                 ClientEvent::Answered { id, answer, .. } => {
                     noticed.push(Noticed::Answered(id, Box::new(answer)));
                 }
-                // Whatever is still wanted is asked again.
+                // The process itself repeats requests that it still needs.
                 ClientEvent::Failed { .. } => {}
             }
         }

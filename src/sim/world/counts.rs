@@ -1,8 +1,8 @@
-//! What happened in a run, counted.
+//! Counters of a run.
 
 macro_rules! counts {
     ($($(#[$doc:meta])* $name:ident;)*) => {
-        /// What happened in a run.
+        /// Counters of a run.
         #[derive(Debug, Clone, Default, PartialEq, Eq)]
         pub struct Counts {
             $($(#[$doc])* pub $name: u64,)*
@@ -14,7 +14,7 @@ macro_rules! counts {
                 [$((stringify!($name), self.$name),)*].into_iter()
             }
 
-            /// Adds those of another run.
+            /// Adds the counts of another run.
             pub fn add(&mut self, other: &Self) {
                 $(self.$name += other.$name;)*
             }
@@ -23,35 +23,35 @@ macro_rules! counts {
 }
 
 counts! {
-    /// Events.
+    /// Events that were handled.
     steps;
-    /// Messages.
+    /// Messages that were sent.
     messages;
     /// Prompts that arrived.
     prompts;
     /// Prompts that were served.
     served;
-    /// Answers that engines heard.
+    /// Answers that ended a request at an engine.
     answers;
-    /// Of those, refusals.
+    /// Refusals that engines received, also those that did not end the request.
     refusals;
-    /// Requests that engines gave up.
+    /// Requests that engines gave up after their deadline.
     given_up;
-    /// Resets that were confirmed.
+    /// Resets whose confirmation reached the engine.
     resets;
     /// Copies that started.
     copies;
-    /// Pages that copies wrote.
+    /// Page writes of copies. Each copied page counts twice: half written, and written.
     pages_copied;
-    /// Pages that engines compared with what they must hold.
+    /// Pages that engines compared with their expected content.
     pages_verified;
-    /// Pages that engines were spared.
+    /// Pages that engines loaded instead of computing them.
     hit_pages;
-    /// Pages that new leaders found in the depots.
+    /// Pages that leaders recovered from the depots, counted when the leader dies.
     recovered_pages;
-    /// Leaders that began.
+    /// Leaders that started.
     leaders;
-    /// Workers that had to go.
+    /// Requests of leaders to end a worker's process.
     expelled;
     /// Virtual time in milliseconds.
     virtual_ms;

@@ -1,4 +1,5 @@
-//! An engine's process: the reference engine's scheduler, its memory on every rank, and its conversations.
+//! An engine's process: the reference engine's scheduler, its registered KV memory on every rank, and its client
+//! sessions.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -19,23 +20,23 @@ use crate::types::{
     ResetScope, SlotId, Time, WorkerId,
 };
 
-/// How long an engine waits before it says something again.
+/// Interval at which an engine repeats an unanswered request.
 const AGAIN: Duration = Duration::from_millis(12);
-/// How long an engine waits for the answer to a registration: each one takes the place of the last, and has to be agreed on
-/// anew.
+/// Interval at which an engine repeats an unanswered registration. Longer than [`AGAIN`], because each registration
+/// replaces the one before it and has to be agreed on again.
 const REGISTER_AGAIN: Duration = Duration::from_millis(250);
-/// Prompts that an engine serves in one life, at most.
+/// Most prompts that an engine serves in one incarnation.
 const PROMPTS_MAX: u64 = 1 << 40;
 
-/// A request that is not over.
+/// A request that is not over: not answered, or abandoned on some ranks only.
 #[derive(Debug)]
 struct Asked {
     message: Message,
     due: Time,
     again: Time,
-    /// The scheduler was told that no answer comes.
+    /// The scheduler has been notified that the request was given up.
     gave_up: bool,
-    /// Ranks whose workers have not said that nothing is copied for it.
+    /// Ranks whose workers have not yet confirmed that no copy runs for the request.
     abandoning: BTreeSet<u16>,
     kind: Kind,
 }
@@ -49,7 +50,8 @@ enum Kind {
 }
 
 impl Kind {
-    /// How long an answer is of use after the deadline. Pages are the leader's until it answers.
+    /// How long an answer is still used after the deadline. Pages of a load or store belong to the leader until it
+    /// answers.
     fn grace(self) -> Duration {
         match self {
             Self::Pages => Duration::from_secs(2),
@@ -58,16 +60,16 @@ impl Kind {
     }
 }
 
-/// The conversation with one rank's worker.
+/// The session with one rank's worker.
 #[derive(Debug)]
 struct RankSide {
     client: Client,
-    /// The life of the worker that has this engine's memory.
+    /// Incarnation of the worker at which this engine's memory is registered.
     registered: Option<u32>,
     again: Time,
-    /// When a registration that was not answered is sent again.
+    /// When an unanswered registration is sent again.
     register_again: Time,
-    /// What it was told last to be written, and what it said it heard.
+    /// The last `written` that was sent to the worker, and the last that it acknowledged (`heard`).
     told: RequestId,
     heard: RequestId,
     registering: Option<RequestId>,
@@ -81,11 +83,11 @@ struct Work {
     kind: WorkKind,
     positions: Range<u32>,
     through: Option<RequestId>,
-    /// The scheduler has been told already that it is done: the device writes late.
+    /// The scheduler was notified before the work was done: the device writes late.
     late: bool,
 }
 
-/// See the module.
+/// One incarnation of an engine.
 #[derive(Debug)]
 pub(super) struct EngineProcess {
     pub(super) id: EngineId,
@@ -96,12 +98,12 @@ pub(super) struct EngineProcess {
     leader: Client,
     ranks: Vec<RankSide>,
     asked: BTreeMap<RequestId, Asked>,
-    /// The highest id so far; resets take theirs from above the scheduler's.
+    /// The highest request id of the scheduler so far. Resets take their ids from [`OWN_IDS`] on.
     highest: RequestId,
-    /// Everything up to this request is written; what is being computed is not.
+    /// Everything up to this request is written. Requests whose pages are still being computed are in `unwritten`.
     written: RequestId,
     unwritten: BTreeSet<RequestId>,
-    /// When the device has done the last work that was reported before it was.
+    /// When the device finishes the last work whose end the scheduler was notified of early.
     device_until: Time,
     work: BTreeMap<u64, Work>,
     next: u64,
@@ -110,7 +112,7 @@ pub(super) struct EngineProcess {
     actions: Vec<Action>,
 }
 
-/// Ids of requests that the scheduler does not know of begin here.
+/// First of the ids for requests that do not come from the scheduler.
 const OWN_IDS: u64 = 1 << 32;
 
 impl EngineProcess {
@@ -167,7 +169,7 @@ impl EngineProcess {
         self.scheduler.open_prompts() == 0 && self.asked.is_empty()
     }
 
-    /// Everything it waits for, for people.
+    /// Everything that the engine waits for, as text for a report.
     pub(super) fn waits(&self) -> String {
         let asked: Vec<String> = self
             .asked
@@ -236,7 +238,7 @@ impl EngineProcess {
     fn leader_says(&mut self, env: &mut Env, noticed: Noticed) {
         match noticed {
             Noticed::Lost => {}
-            // Whatever was not answered is asked again, of this leader or the next one.
+            // Unanswered requests are sent again, to this leader or its successor.
             Noticed::Welcomed { .. } => {
                 self.asked
                     .values_mut()
@@ -272,8 +274,8 @@ impl EngineProcess {
         }
     }
 
-    /// An error that frees no page: the workers are asked to end what may be under way of a load or store. False when the
-    /// request names no pages.
+    /// Handles an error that frees no page: the workers are requested to abandon the copies of this load or store.
+    /// Returns false when the request names no pages.
     fn refused_for_now(&mut self, id: RequestId) -> bool {
         let asked = self.asked.get_mut(&id);
         let Some(asked) = asked.filter(|asked| asked.kind == Kind::Pages) else {
@@ -285,7 +287,7 @@ impl EngineProcess {
         true
     }
 
-    /// The leader keeps a slot until it is finished, so an engine requests that until it succeeds.
+    /// True for a `finish`. An engine repeats it until it succeeds, because the leader keeps the slot until then.
     fn is_finish(&self, id: RequestId) -> bool {
         let asked = self.asked.get(&id);
         asked.is_some_and(|asked| asked.kind == Kind::Finish)
@@ -368,7 +370,7 @@ impl EngineProcess {
         self.speak_to_rank(env, rank);
     }
 
-    /// Registers where that is due, and says what is written.
+    /// Sends the registration or the `written` message that is due to a rank's worker.
     fn speak_to_rank(&mut self, env: &mut Env, rank: usize) {
         let now = env.now();
         let highest = self.highest;
@@ -411,7 +413,7 @@ impl EngineProcess {
         }
     }
 
-    /// A worker that had this engine's memory is seen dead: it copies nothing any more.
+    /// Handles the death of a worker. If this engine's memory was registered there, none of its copies run any longer.
     pub(super) fn died(&mut self, env: &mut Env, worker: WorkerId, life: u32) {
         let rank = usize::from(worker.rank.0);
         if worker.replica != self.replica || self.ranks[rank].registered != Some(life) {
@@ -426,7 +428,7 @@ impl EngineProcess {
         self.act(env);
     }
 
-    /// A rank's worker copies nothing any more for a request.
+    /// A rank's worker runs no copy for the request any longer. After the last rank, the request is over.
     fn abandoned(&mut self, env: &mut Env, rank: usize, request: RequestId) {
         let rank = u16::try_from(rank).unwrap_or(u16::MAX);
         let Some(asked) = self.asked.get_mut(&request) else {
@@ -439,7 +441,7 @@ impl EngineProcess {
         }
     }
 
-    /// A prompt arrives; another one will.
+    /// A prompt arrives, and the next arrival is scheduled.
     pub(super) fn arrive(&mut self, env: &mut Env) {
         if env.arrivals_end() || self.next_slot >= PROMPTS_MAX {
             return;
@@ -481,7 +483,7 @@ impl EngineProcess {
         self.ask(env, id, Request::Reset { scope }, Kind::Reset);
     }
 
-    /// Of all slots, or of one that may be finished by now.
+    /// Cancels the stores of all slots, or of one slot that may already be finished.
     fn cancel_stores(&mut self, env: &mut Env) {
         let slot = env.rng.u64(..=2 * self.next_slot);
         let slot = (slot <= self.next_slot).then_some(SlotId(slot));
@@ -571,7 +573,7 @@ impl EngineProcess {
         self.unwritten.extend(work.through);
         self.work.insert(ticket, work);
         let (replica, life) = (self.replica, self.life);
-        // A device works in order: nothing overtakes what it writes late.
+        // A device works in order: no work overtakes the late writes of earlier work.
         let mut at = env.now() + Duration::from_micros(env.rng.u64(1..600));
         at = at.max(self.device_until + Duration::from_micros(1));
         if late {
@@ -591,7 +593,7 @@ impl EngineProcess {
         }
     }
 
-    /// A piece of work is done on every rank.
+    /// A piece of work is complete on every rank.
     pub(super) fn worked(&mut self, env: &mut Env, ticket: u64) {
         let Some(work) = self.work.remove(&ticket) else {
             return;
@@ -636,7 +638,7 @@ impl EngineProcess {
                     WorkKind::Verify => env.engine_reads(self.id, rank, page, must, "loaded"),
                 }
             }
-            // Once everything is computed, everything must be right, what was cached included.
+            // After the computation every page must be correct, also those that were cached or loaded.
             if work.kind == WorkKind::Compute {
                 for position in all
                     .clone()
@@ -656,7 +658,7 @@ impl EngineProcess {
     }
 }
 
-/// What a rank says of its memory; a simulated worker asks nobody.
+/// Registration of one rank's memory. A simulated worker does not check the memory itself.
 fn registration(env: &Env, engine: EngineId, rank: usize) -> Registration {
     let rank = Rank(u16::try_from(rank).unwrap_or(0));
     Registration {

@@ -1,4 +1,4 @@
-//! What all processes of a world share: time, chance, messages, memory, and the checker's knowledge.
+//! State that all processes of a world share: time, random numbers, network, memory, and the checker's model.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -23,17 +23,17 @@ use crate::types::{
 
 use super::ANCHOR_KEY;
 
-/// Lives of one engine whose memory is kept.
+/// Incarnations of one engine whose memory is kept.
 const MEMORIES_KEPT: usize = 8;
 
-/// What an engine registers in one life.
+/// Registered KV memory of one incarnation of an engine.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Memory {
     pub(super) shape: Shape,
     pub(super) device_pages: u32,
 }
 
-/// See the module.
+/// The environment of a world's processes.
 pub(super) struct Env {
     pub(super) setup: Setup,
     pub(super) queue: Queue<Happening>,
@@ -43,24 +43,25 @@ pub(super) struct Env {
     pub(super) counts: Counts,
     pub(super) depots: Vec<Depot>,
     depots_made: u128,
-    /// What each engine registers, the dead ones included.
+    /// Registered memory of each engine, dead incarnations included.
     engines: BTreeMap<EngineId, Memory>,
-    /// Memory of engines, the dead ones included while a copy may touch it: rank by rank.
+    /// Contents of the engines' memory, rank by rank. Kept for dead incarnations as well, because a copy may still
+    /// touch it.
     memories: BTreeMap<EngineId, Vec<Vec<Content>>>,
     pub(super) ghost: Ghost,
     pub(super) violation: Option<String>,
-    /// The leader took a decision, or a depot was written, since the last check.
+    /// The leader made a decision, or a depot was written, since the last check.
     pub(super) decided: bool,
-    /// A rank all of whose copies fail, and until when.
+    /// A rank whose copies all fail, and until when.
     pub(super) failing: Option<(Rank, Time)>,
     pub(super) pids: Pids,
-    /// Workers that are to be ended: the process of this id, or whichever there is.
+    /// Workers whose process is to be killed: the one with this id, or any if `None`.
     pub(super) expelled: Vec<(WorkerId, Option<i32>)>,
-    /// Workers that have begun to divide a depot in this step.
+    /// Workers that started to divide a depot in this step.
     pub(super) divides: Vec<WorkerId>,
-    /// What the wall clock shows beyond the time that has passed.
+    /// Wall clock minus virtual time, in nanoseconds.
     wall_offset: i64,
-    /// No prompt arrives any more.
+    /// No more prompts arrive.
     pub(super) closing: bool,
     namespaces: BTreeMap<DomainId, (u8, Shape)>,
     pub(super) digest: SipHasher24,
@@ -109,7 +110,7 @@ impl Env {
         env
     }
 
-    /// An empty depot, with room for a block of the largest pages at least.
+    /// Makes an empty depot, with room for at least one block of the largest pages.
     fn make_depot(&mut self) -> Depot {
         self.depots_made += 1;
         let setup = &self.setup;
@@ -122,7 +123,7 @@ impl Env {
         Depot::new(DepotId(self.depots_made), cells.max(least))
     }
 
-    /// The memory of a shard is gone: whoever comes next finds another, empty one.
+    /// Replaces the depot of a shard by a new, empty one.
     pub(super) fn lose_depot(&mut self, shard: usize) {
         let depot = self.make_depot();
         self.depots[shard] = depot;
@@ -133,12 +134,12 @@ impl Env {
         self.queue.now()
     }
 
-    /// What the wall clock shows.
+    /// Present time of the wall clock.
     pub(super) fn wall(&self) -> Time {
         Time(self.now().0.saturating_add_signed(self.wall_offset))
     }
 
-    /// When the wall clock will show this, as it goes now.
+    /// Virtual time at which the wall clock shows `wall`, if it does not jump before.
     pub(super) fn when_wall_shows(&self, wall: Time) -> Time {
         match wall {
             Time::NEVER => wall,
@@ -150,7 +151,7 @@ impl Env {
         self.wall_offset += by;
     }
 
-    /// What the memory of an engine looks like.
+    /// Geometry of an engine's memory.
     pub(super) fn geometry(&self, engine: EngineId) -> GroupGeometry {
         let Memory {
             shape,
@@ -167,7 +168,7 @@ impl Env {
         }
     }
 
-    /// What an engine registers.
+    /// Registered memory of an engine.
     pub(super) fn memory(&self, engine: EngineId) -> Memory {
         let usual = Memory {
             shape: self.setup.shapes[0],
@@ -187,12 +188,12 @@ impl Env {
         self.closing
     }
 
-    /// The first thing that is wrong ends the run.
+    /// Records a violation and so ends the run. Only the first one is kept.
     pub(super) fn violated(&mut self, what: String) {
         self.violation.get_or_insert(what);
     }
 
-    /// Sends a message that is encoded; false when this end of the connection is closed.
+    /// Sends an encoded message. Returns false when this end of the connection is closed.
     pub(super) fn send(
         &mut self,
         id: ConnectionId,
@@ -214,13 +215,13 @@ impl Env {
             .close(&mut self.queue, &mut self.rng, &mut self.faults, id, from);
     }
 
-    /// The process that made a connection, as the kernel reports it.
+    /// Process id of the client of a connection, as the kernel reports it.
     pub(super) fn pid_of_client(&self, id: ConnectionId) -> Option<i32> {
         let (who, life) = self.net.client(id)?;
         self.pids.of(who, life)
     }
 
-    /// The same, where processes can be seen.
+    /// Like [`Env::pid_of_client`], but `None` where processes are unseen.
     pub(super) fn visible_pid(&self, id: ConnectionId) -> Option<i32> {
         match self.setup.processes_unseen {
             true => None,
@@ -228,7 +229,7 @@ impl Env {
         }
     }
 
-    /// The process of a worker is to be ended, if it has this id.
+    /// Requests the end of a worker's process, if it has this id.
     pub(super) fn expel(&mut self, worker: WorkerId, pid: Option<i32>) {
         self.counts.expelled += 1;
         self.expelled.push((worker, pid));
@@ -246,7 +247,7 @@ impl Env {
         }
     }
 
-    /// An engine uses the pages of a load or a store again: no copy may touch them for that request any more.
+    /// Checks that no copy touches the pages of a load or store that is over: the engine reuses these pages.
     pub(super) fn check_over(&mut self, engine: EngineId, request: RequestId) {
         if let Some((op, worker)) = self.ghost.touched.copy_of(engine, request) {
             self.violated(format!(
@@ -255,7 +256,7 @@ impl Env {
         }
     }
 
-    /// A copy begins that takes so long: the leader may die before its end.
+    /// A copy starts that takes `copy_time`: with chance `leader_dies_in_copy`, the leader dies before its end.
     pub(super) fn leader_may_die(&mut self, copy_time: Duration) {
         if self.rng.u32(0..1_000_000) < self.setup.leader_dies_in_copy {
             let at = self.now() + copy_time.mul_f64(self.rng.f64());
@@ -271,7 +272,7 @@ impl Env {
 
     // Memory.
 
-    /// An engine begins: what its memory looks like is drawn anew.
+    /// An engine starts: draws the shape and the size of its memory.
     pub(super) fn add_memory(&mut self, engine: EngineId) -> Memory {
         let other = self.rng.u32(0..1_000_000) < self.setup.other_shape;
         let shapes = &self.setup.shapes;
@@ -289,8 +290,8 @@ impl Env {
         let pages = vec![EMPTY; memory.device_pages as usize];
         let ranks = vec![pages; usize::from(self.setup.ranks)];
         self.memories.insert(engine, ranks);
-        // Workers may have the memory of an engine that has died mapped for a while, and read it. Ids are ordered by
-        // place and life.
+        // A worker may keep the memory of a dead engine mapped for a while and read it. Ids are ordered by replica and
+        // incarnation.
         let place = |id: &&EngineId| id.0[0] == engine.0[0];
         if self.memories.keys().filter(place).count() > MEMORIES_KEPT
             && let Some(oldest) = self.memories.keys().find(place).copied()
@@ -300,7 +301,7 @@ impl Env {
         memory
     }
 
-    /// What a page must hold: a number made from whose it is, what it is, and which shard.
+    /// Content that a page must hold: a number made from its namespace, shape, fingerprint and shard.
     pub(super) fn expected(
         &self,
         namespace: u8,
@@ -311,17 +312,17 @@ impl Env {
         expected(namespace, shape, fingerprint, self.setup.sharding.of(rank))
     }
 
-    /// Where the depot of a rank stands among all of them.
+    /// Index of a rank's depot in `depots`.
     pub(super) fn depot_of(&self, rank: Rank) -> usize {
         usize::from(self.setup.sharding.of(rank).0)
     }
 
-    /// Whose pages lie in a domain, and what they look like.
+    /// Namespace and shape of the pages of a domain.
     pub(super) fn namespace_of(&self, domain: DomainId) -> Option<(u8, Shape)> {
         self.namespaces.get(&domain).copied()
     }
 
-    /// What a copy reads.
+    /// Content that a copy reads from its source.
     pub(super) fn read(&self, copy: &Copy, rank: Rank, page: u32) -> Content {
         match copy.direction {
             Direction::Store => self
@@ -335,7 +336,7 @@ impl Env {
         }
     }
 
-    /// What a copy writes.
+    /// Writes content to the destination of a copy.
     pub(super) fn write(&mut self, copy: &Copy, rank: Rank, page: u32, content: Content) {
         self.counts.pages_copied += 1;
         match copy.direction {
@@ -365,7 +366,7 @@ impl Env {
         }
     }
 
-    /// An engine writes its own memory: no copy may touch that page.
+    /// An engine writes a page of its own memory. No copy may touch that page.
     pub(super) fn engine_writes(
         &mut self,
         engine: EngineId,
@@ -383,7 +384,7 @@ impl Env {
         }
     }
 
-    /// An engine reads its own memory: it must hold what it must.
+    /// An engine reads a page of its own memory, which must hold `must`.
     pub(super) fn engine_reads(
         &mut self,
         engine: EngineId,
@@ -415,7 +416,7 @@ pub(super) fn expected(
     (mixed.wrapping_add(whose.wrapping_mul(0x9e37_79b9_7f4a_7c15))).max(CONTENT_MIN)
 }
 
-/// What a page of an engine's memory holds.
+/// Content of a page of an engine's memory, [`NOWHERE`] if it has no such page.
 fn device(ranks: &[Vec<Content>], rank: Rank, page: u32) -> Content {
     let pages = &ranks[usize::from(rank.0)];
     pages.get(page as usize).copied().unwrap_or(NOWHERE)

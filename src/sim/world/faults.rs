@@ -1,4 +1,4 @@
-//! Which faults there are, and how often each was injected and had an effect.
+//! The kinds of faults, and how often each was injected and had an effect.
 
 use std::fmt;
 
@@ -15,7 +15,7 @@ macro_rules! faults {
             /// Every kind.
             pub const ALL: &[Self] = &[$(Self::$name,)*];
 
-            /// What reports call it.
+            /// Name of the kind in reports.
             pub fn name(self) -> &'static str {
                 match self {
                     $(Self::$name => $text,)*
@@ -32,9 +32,9 @@ faults! {
     Duplicate, "message duplicated";
     /// A message takes much longer. Effect: a later one over the same connection overtook it.
     Delay, "message delayed, reordered";
-    /// Nothing comes through from one process to another, while the other way is open. Effect: a message was stopped.
+    /// No message gets from one process to another, while the other way is open. Effect: a message was stopped.
     Partition, "partition, one way";
-    /// The leader's process dies. Effect: requests or copies were under way.
+    /// The leader's process dies. Effect: requests or copies were open.
     LeaderCrash, "leader crash";
     /// The leader's process dies soon after a copy has begun. Effect: copies were running.
     LeaderCrashInCopy, "leader crash, copies running";
@@ -42,50 +42,50 @@ faults! {
     WorkerCrash, "worker crash";
     /// An engine's process dies. Effect: prompts were running.
     EngineCrash, "engine crash";
-    /// The leader's process stands still. Effect: something waited for it.
+    /// The leader's process is paused. Effect: an event waited for it.
     LeaderPause, "leader pause";
-    /// A worker's process stands still, its copies with it. Effect: something waited for it.
+    /// A worker's process is paused, its copies with it. Effect: an event waited for it.
     WorkerPause, "worker pause";
-    /// A paused worker has a copy that goes on behind its deadline. Effect: it wrote.
+    /// A paused worker has a copy that continues after its deadline. Effect: it wrote.
     LateWriter, "copy resumed behind its deadline";
-    /// An engine's process stands still. Effect: something waited for it.
+    /// An engine's process is paused. Effect: an event waited for it.
     EnginePause, "engine pause";
     /// A copy fails half way. Effect: it was reported.
     CopyError, "copy error";
-    /// A copy takes longer than its deadline. Effect: it ended behind it, or was stopped.
+    /// A copy takes longer than its deadline. Effect: it ended after its deadline, or was stopped.
     CopyLate, "copy ended late";
-    /// A copy never ends and cannot be stopped. Effect: its process died for it.
+    /// A copy never ends and cannot be stopped. Effect: its process died.
     CopyStuck, "copy that never ended";
-    /// The wall clock jumps. Effect: the leader had deadlines to keep.
+    /// The wall clock jumps. Effect: the leader had copies with deadlines.
     WallJump, "wall clock jump";
     /// A process reads its messages slowly. Effect: messages queued.
     SlowConsumer, "slow consumer";
-    /// The memory of a shard is lost with its workers. Effect: a pool was closed for it.
+    /// The memory of a shard is lost with its workers. Effect: a pool closed because of it.
     DepotLoss, "depot lost";
-    /// An engine leaves while inventories are read. Effect: they were still being read when the leader heard of it.
+    /// An engine leaves while inventories are read. Effect: the leader was still reading them.
     ReadingLeft, "engine left a reading";
-    /// An engine begins whose pages have another shape than those of its last life. Effect: a pool was closed for it.
+    /// An engine starts whose pages have another shape than the usual one. Effect: a pool closed because of it.
     OtherShape, "engine of another shape";
     /// All copies of one rank fail for a while. Effect: a store failed on that rank alone.
     RankFailure, "one rank failing";
 }
 
-/// How often.
+/// How often each kind of fault was injected, and how often it had an effect.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct FaultCounts([(u64, u64); Fault::ALL.len()]);
 
 impl FaultCounts {
-    /// One more of this kind.
+    /// Counts an injected fault.
     pub fn injected(&mut self, fault: Fault) {
         self.0[fault as usize].0 += 1;
     }
 
-    /// One of this kind has had an effect.
+    /// Counts a fault that had an effect.
     pub fn took_effect(&mut self, fault: Fault) {
         self.0[fault as usize].1 += 1;
     }
 
-    /// Kind, injected, taken effect.
+    /// All kinds, each with the numbers injected and taken effect.
     pub fn iter(&self) -> impl Iterator<Item = (Fault, u64, u64)> {
         Fault::ALL
             .iter()
@@ -93,7 +93,7 @@ impl FaultCounts {
             .map(|(fault, (injected, effect))| (*fault, injected, effect))
     }
 
-    /// Adds those of another run.
+    /// Adds the counts of another run.
     pub fn add(&mut self, other: &Self) {
         for (sum, more) in self.0.iter_mut().zip(other.0) {
             *sum = (sum.0 + more.0, sum.1 + more.1);

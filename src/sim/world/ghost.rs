@@ -1,6 +1,6 @@
-//! What the checker knows by itself: who touches which page, who asked for what, what was forgotten.
+//! The checker's own model of a run: pages that copies touch, open requests, and pages that resets removed.
 //!
-//! Written apart from the core: nothing here is taken from it but what it says outwardly.
+//! Independent of the core's code: the model takes only events, effects and answers from it.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -13,12 +13,12 @@ use crate::types::{
     ResetScope, Time, WorkerId,
 };
 
-/// Pages that copies read and write right now.
+/// Pages that running copies read and write.
 #[derive(Debug, Default)]
 pub(super) struct Touched {
-    /// Of a depot: shard and cell.
+    /// Cells of the depots, by shard and cell.
     depot: BTreeMap<(u16, u32), Uses>,
-    /// Of an engine's memory: engine, rank, page.
+    /// Pages of the engines' memory, by engine, rank and page.
     device: BTreeMap<(EngineId, u16, u32), Uses>,
     pub(super) trouble: Option<String>,
 }
@@ -36,12 +36,12 @@ struct Copier {
     op: OpId,
     /// The engine's request that the copy serves.
     request: RequestId,
-    /// The depot's page.
+    /// Page of the depot.
     page: u32,
 }
 
 impl Touched {
-    /// A copy starts: nobody else may write what it touches, and nobody touch what it writes.
+    /// Notes a copy that starts. No other copy may write what it touches, or touch what it writes.
     pub(super) fn begin(&mut self, touched: &TouchedPages<'_>) {
         self.each(touched, |uses, copier, writes| {
             let clash = uses
@@ -57,7 +57,7 @@ impl Touched {
         });
     }
 
-    /// It has ended.
+    /// Notes that a copy has ended.
     pub(super) fn end(&mut self, touched: &TouchedPages<'_>) {
         self.each(touched, |uses, copier, _| {
             uses.writers.retain(|other| *other != copier);
@@ -126,7 +126,7 @@ impl Touched {
             .retain(|_, uses| !(uses.readers.is_empty() && uses.writers.is_empty()));
     }
 
-    /// A worker's process has died, its copies with it.
+    /// Removes the copies of a worker's process that has died.
     pub(super) fn died(&mut self, worker: WorkerId, life: u32) {
         let of_the_dead = |copier: &Copier| (copier.worker, copier.life) == (worker, life);
         for uses in self.depot.values_mut().chain(self.device.values_mut()) {
@@ -135,7 +135,7 @@ impl Touched {
         }
     }
 
-    /// Who writes a page of a depot.
+    /// Depot pages that are being written, one entry for each cell: shard, page and copy.
     pub(super) fn writers(&self) -> impl Iterator<Item = (u16, u32, OpId)> {
         self.depot.iter().flat_map(|((shard, _), uses)| {
             let copiers = uses.writers.iter();
@@ -148,7 +148,7 @@ impl Touched {
         !self.device.is_empty()
     }
 
-    /// Who touches a page of an engine's memory.
+    /// The copy that touches a page of an engine's memory, and its worker. A copy that writes comes first.
     pub(super) fn device(
         &self,
         engine: EngineId,
@@ -160,7 +160,7 @@ impl Touched {
         Some((copier.op, copier.worker))
     }
 
-    /// A copy that touches engine pages for this request.
+    /// A copy that touches an engine's pages for this request, and its worker.
     pub(super) fn copy_of(&self, engine: EngineId, request: RequestId) -> Option<(OpId, WorkerId)> {
         let first = (engine, 0, 0);
         let last = (engine, u16::MAX, u32::MAX);
@@ -171,61 +171,61 @@ impl Touched {
     }
 }
 
-/// A request as a leader took it.
+/// A request that a leader has received.
 #[derive(Debug)]
 struct Taken {
     answer: Option<Result<Answer, Refusal>>,
     reset: Option<ResetScope>,
-    /// It names engine pages, and copies of an older leader may have been under way: the leader keeps it for as long as the
-    /// connection lasts, and carries nothing out.
+    /// The request names engine pages, and copies of an older leader may have been running when it arrived: the leader
+    /// keeps it while the connection lasts, and does not carry it out.
     parked: bool,
     at: Time,
 }
 
-/// A request as it reached a leader.
+/// A request as it reaches a leader.
 #[derive(Debug)]
 pub(super) struct Question<'a> {
     /// Time until its deadline.
     pub(super) left: Duration,
-    /// No copy of an older leader was under way.
+    /// No copy of an older leader is running.
     pub(super) all_clear: bool,
     pub(super) request: &'a Request,
 }
 
-/// What a confirmed reset has forgotten, and when that was asked.
+/// Scope of a confirmed reset, and when the reset was requested.
 #[derive(Debug)]
 struct Forgotten {
     scope: ResetScope,
     at: Time,
 }
 
-/// See the module.
+/// The model of one world.
 #[derive(Debug, Default)]
 pub(super) struct Ghost {
     pub(super) touched: Touched,
     taken: BTreeMap<(Epoch, EngineId, RequestId), Taken>,
-    /// How long the leader may still work on each, standing still not counted.
+    /// Time that the leader has left for each open request. Time in which the leader is paused does not count.
     open: BTreeMap<(Epoch, EngineId, RequestId), Duration>,
-    /// When each page was last ordered to be stored.
+    /// When a store of each page was last ordered.
     stored: BTreeMap<(DomainId, Fingerprint), Time>,
-    /// When each copy of the leader's epoch is late, by the leader's clock.
+    /// Deadline of each copy of the leader's epoch, by the leader's clock.
     deadlines: BTreeMap<OpId, Time>,
-    /// Arena pages that were being filled when the checker looked last, and by which copy.
+    /// Arena pages that were filling at the last check, and the copy that fills each.
     filling: BTreeMap<u32, OpId>,
-    /// What was forgotten, and when that was asked.
+    /// Confirmed resets, in the order of the times at which they were requested.
     forgotten: Vec<Forgotten>,
-    /// What the leader was told of its workers.
+    /// The workers that the leader has admitted.
     pub(super) roster: Roster,
-    /// When the leader may forget an engine that went.
+    /// When the leader may forget each disconnected engine.
     away: BTreeMap<EngineId, Time>,
     fence: Duration,
 }
 
-/// A leader has as much time beyond a deadline and the fence as messages, restarts and the death of a worker may take.
+/// Time that a leader has beyond a deadline and the fence, for messages, restarts and the death of a worker.
 const SLACK: Duration = Duration::from_millis(500);
 
 impl Ghost {
-    /// Knows nothing yet but how long a leader may wait for the end of a copy.
+    /// An empty model. `fence` is how long a leader may wait for the end of a late copy.
     pub(super) fn new(fence: Duration) -> Self {
         Self {
             fence,
@@ -270,7 +270,8 @@ impl Ghost {
         self.taken.insert(key, taken);
     }
 
-    /// The leader was awake for a while: what it has left for each request shrinks.
+    /// Subtracts time in which the leader was awake from what it has left for each open request. Returns an error text
+    /// when a request has none left.
     pub(super) fn passed(&mut self, epoch: Epoch, time: Duration) -> Option<String> {
         for ((of, engine, id), left) in &mut self.open {
             if *of == epoch {
@@ -283,8 +284,8 @@ impl Ghost {
         None
     }
 
-    /// An engine's connection has broken: from `due` on it may be unknown. Its parked requests ended with the connection;
-    /// the engine asks again for those that it has not given up.
+    /// Notes that an engine's connection has broken. From `due` on the leader may forget the engine. Its parked
+    /// requests ended with the connection; the engine repeats those that it has not given up.
     pub(super) fn went(&mut self, epoch: Epoch, engine: EngineId, due: Time) {
         self.away.insert(engine, due);
         self.taken.retain(|key, taken| {
@@ -296,21 +297,23 @@ impl Ghost {
         });
     }
 
-    /// An engine speaks again. Whoever comes too late was forgotten and is known anew in one and the same step.
+    /// Notes that an engine has reconnected. If its grace is over, the leader forgets the engine and admits it as a new
+    /// one in the same step.
     pub(super) fn came(&mut self, now: Time, epoch: Epoch, engine: EngineId) {
         if self.away.remove(&engine).is_some_and(|due| due <= now) {
             self.forgot(epoch, |other| other == engine);
         }
     }
 
-    /// Engines that stayed away for longer than the grace are unknown: what they ask again is asked for the first time.
+    /// Drops the answered requests of engines that the leader has forgotten after their grace: a repeated request
+    /// counts as new.
     pub(super) fn forgot(&mut self, epoch: Epoch, forgot: impl Fn(EngineId) -> bool) {
         self.taken.retain(|(of, engine, _), taken| {
             *of != epoch || taken.answer.is_none() || !forgot(*engine)
         });
     }
 
-    /// A leader has died: nobody waits for its answers.
+    /// Notes that a leader has died. Its requests are no longer open.
     pub(super) fn leader_died(&mut self, epoch: Epoch) {
         self.deadlines.clear();
         self.filling.clear();
@@ -320,7 +323,7 @@ impl Ghost {
         self.taken.retain(|(of, ..), _| *of > epoch);
     }
 
-    /// An answer: the only one, or the same as before.
+    /// Checks an answer: each request has one, and may receive the same one again.
     pub(super) fn answered(
         &mut self,
         epoch: Epoch,
@@ -335,7 +338,7 @@ impl Ghost {
             ));
         };
         self.open.remove(&key);
-        // Refused without being noted: the same id may be asked again.
+        // The leader refused the request without recording it: the same id may be requested again.
         if matches!(answer, Err(Refusal::Crowded { .. })) {
             self.taken.remove(&key);
             return None;
@@ -361,7 +364,7 @@ impl Ghost {
         None
     }
 
-    /// A store is ordered.
+    /// Notes an ordered copy: its deadline and, for a store, its pages.
     pub(super) fn ordered(&mut self, now: Time, copy: &Copy) {
         self.deadlines.insert(copy.op, copy.deadline);
         if let Some(record) = &copy.record {
@@ -371,7 +374,8 @@ impl Ghost {
         }
     }
 
-    /// Pages that were being filled and can be read now: their copies must have ended in time.
+    /// Checks the pages that were filling and are readable now: their copies must have ended before their deadlines.
+    /// Returns an error text for one that did not.
     pub(super) fn published(
         &mut self,
         now: Time,
@@ -392,7 +396,8 @@ impl Ghost {
         })
     }
 
-    /// A page that can be found was stored after everything that made it forgotten.
+    /// When a page was removed by a reset that was requested after the page was last stored; `None` if by none. A page
+    /// that a lookup can find must have none.
     pub(super) fn came_back(
         &self,
         namespace: u8,
@@ -404,7 +409,8 @@ impl Ghost {
             .get(&(domain, fingerprint))
             .copied()
             .unwrap_or(Time(0));
-        // A reset of a namespace means the pages of every layout, also of engines that were not there when it was asked.
+        // A reset of a namespace covers the pages of every layout, also those of engines that attached after it was
+        // requested.
         let meant = |forgotten: &&Forgotten| match &forgotten.scope {
             ResetScope::Everything => true,
             ResetScope::Namespace(name) => name == &[namespace],

@@ -13,13 +13,13 @@ use crate::protocol::{ErrorCode, Message, Role};
 use crate::shell::{LeaderHost, LeaderShell, Peers};
 use crate::types::{Epoch, PeerId, RequestId, Time, WorkerId};
 
-/// See the module.
+/// One incarnation of the leader.
 #[derive(Debug)]
 pub(super) struct LeaderProcess {
     shell: LeaderShell<i32>,
     server: Server,
     epoch: Epoch,
-    /// The last attach of each worker.
+    /// Last attach request of each worker.
     attaching: BTreeMap<WorkerId, Attached>,
 }
 
@@ -68,7 +68,7 @@ impl LeaderProcess {
         }
     }
 
-    /// The process of a worker has ended.
+    /// Handles the end of a worker's process.
     pub(super) fn died(&mut self, env: &mut Env, worker: WorkerId, life: u32) {
         if let Some(pid) = env.pids.of(Who::Worker(worker), life) {
             self.run(env, |shell, host| shell.worker_exited(host, pid));
@@ -90,7 +90,7 @@ impl LeaderProcess {
     }
 }
 
-/// The simulated process of a leader. Tells the checker of every step.
+/// Environment of the leader's shell. Reports every step to the checker.
 struct Host<'a> {
     env: &'a mut Env,
     server: &'a mut Server,
@@ -121,7 +121,7 @@ impl Peers for Host<'_> {
 }
 
 impl LeaderHost for Host<'_> {
-    /// The time that decisions are made by.
+    /// Clock of all decisions: virtual time, or the wall clock with the planted bug.
     fn now(&self) -> Time {
         match planted(Bug::WallClock) {
             true => self.env.wall(),
@@ -165,7 +165,7 @@ impl LeaderHost for Host<'_> {
 
     fn request_end(&mut self, worker: WorkerId, pid: Option<i32>) -> bool {
         self.env.expel(worker, pid);
-        // A supervisor sees its children; where processes are not seen, a person ends them.
+        // A supervisor can end its children. Where processes are unseen, an operator ends them.
         !self.env.setup.processes_unseen
     }
 
@@ -250,7 +250,7 @@ impl LeaderHost for Host<'_> {
 }
 
 impl Host<'_> {
-    /// Notes which workers were admitted. A worker that is turned away disturbs no other one.
+    /// Notes whether a worker was admitted. A refused worker must not change the pool.
     fn attached(&mut self, core: &Leader, attached: Attached, refusal: Option<&Refusal>) {
         let worker = attached.worker;
         let roster = &mut self.env.ghost.roster;

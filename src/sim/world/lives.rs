@@ -1,4 +1,4 @@
-//! Processes begin, die, and go on after they stood still.
+//! Start, death and pauses of processes.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -32,7 +32,8 @@ impl World {
                 settings.hold_for = env.setup.hold_for;
                 settings.engine_grace = env.setup.engine_grace;
                 settings.open_requests_max = env.setup.open_requests_max(self.epoch);
-                // Some leaders do a reset in one slice, others in many.
+                // The slice size changes with the epoch, so that some leaders do a reset in one slice and others in
+                // many.
                 settings.reset_slice_pages = match self.epoch.0 % 3 {
                     0 => 8,
                     1 => 64,
@@ -77,7 +78,7 @@ impl World {
             .push(env.queue.now(), Happening::Wake { who, life });
     }
 
-    /// How often a process has begun.
+    /// Number of incarnations of a process so far.
     fn lives_so_far(&self, who: Who) -> u32 {
         match who {
             Who::Leader => self.leader.life,
@@ -86,7 +87,7 @@ impl World {
         }
     }
 
-    /// A process dies: what it knew is gone, what it copied has ended.
+    /// Ends a process: its state is lost, its copies end, and it is scheduled to start again.
     pub(super) fn crash(&mut self, who: Who) {
         tracing::trace!(?who, "dies");
         let life = self.lives_so_far(who);
@@ -130,7 +131,7 @@ impl World {
         env.queue.push(at, Happening::Begin(who));
     }
 
-    /// Everything that waited while a process stood still reaches it now, in order.
+    /// Continues a paused process and delivers the events that waited for it, in order.
     pub(super) fn resume(&mut self, who: Who, pause: u32) {
         fn awake<S>(process: &mut Process<S>, pause: u32) -> Option<VecDeque<Happening>> {
             (process.paused && process.pauses == pause).then(|| {

@@ -1,11 +1,13 @@
-//! A world with faults: leader, workers, engines, their messages, copies and memory, in one thread and virtual time.
+//! A simulated world with faults: leader, workers, engines, their messages, copies and memory, in one thread and
+//! virtual time.
 //!
-//! The state machines are those of the live system, and so are the bytes of their messages. Everything else is drawn from
-//! one seed: who exists, what is asked, how long it takes, what goes wrong. After every step the checker looks at what the
-//! leader believes and at what lies in memory; after the last fault everything that is pending must end within a bound.
+//! The state machines and the bytes of the messages are those of the live system. Everything else is drawn from one
+//! seed: the processes, their requests, how long each step takes, and the faults. After every step the checker compares
+//! the leader's state with the contents of memory. After the last fault every pending request and copy must end within
+//! [`LIVENESS_BOUND`].
 //!
-//! [`run`] runs one seed. `setup` says what a seed decides, `faults` what can go wrong, `ghost` and `checker` what is held
-//! against the core.
+//! [`run`] runs one seed. `setup` holds what a seed decides, `faults` the kinds of faults, `ghost` and `checker` the
+//! model that the core is checked against.
 
 mod checker;
 mod client;
@@ -53,14 +55,14 @@ pub use storage::{CONTENT_MIN, Content, Depot, EMPTY, Hold, NOWHERE, Storage, TO
 pub use summary::{RUNS_TO_JUDGE, Summary};
 use worker::WorkerProcess;
 
-/// Secret of the depots; a new leader finds it there.
+/// Anchor key of the depots. Every leader gets the same one, so that a new leader finds the stored pages.
 const ANCHOR_KEY: AnchorKey = AnchorKey([0x5a; 32]);
-/// After the last fault everything pending ends within this time.
+/// Time within which every pending request and copy must end after the last fault.
 pub const LIVENESS_BOUND: Duration = Duration::from_secs(20);
-/// Steps of the quiet end of a run, at most.
+/// Most steps of the quiet end of a run.
 const QUIET_STEPS_MAX: u64 = 400_000;
 
-/// A process's place.
+/// The seat of a process. At most one incarnation runs in a seat at a time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 enum Who {
     /// The leader.
@@ -71,7 +73,7 @@ enum Who {
     Engine(Replica),
 }
 
-/// What can happen next.
+/// An event of the simulation.
 #[derive(Debug)]
 enum Happening {
     /// A packet arrives.
@@ -80,15 +82,15 @@ enum Happening {
         to: End,
         packet: Packet,
     },
-    /// A process wanted to be woken.
+    /// A timer of a process fires.
     Wake { who: Who, life: u32 },
-    /// A copy goes on.
+    /// A copy makes its next step.
     CopyStep {
         worker: WorkerId,
         life: u32,
         op: OpId,
     },
-    /// A worker divides its depot further.
+    /// A worker clears the next slots of a depot that it divides.
     Divide { worker: WorkerId, life: u32 },
     /// A worker does the next slice of a reset.
     Strike { worker: WorkerId, life: u32 },
@@ -106,42 +108,42 @@ enum Happening {
     },
     /// A prompt arrives.
     Arrive { replica: Replica, life: u32 },
-    /// A process begins.
+    /// A process starts.
     Begin(Who),
-    /// A slow process reads its next message.
+    /// A slow process reads its next message from its inbox.
     Read { who: Who, life: u32 },
-    /// A process goes on after it stood still.
+    /// A paused process continues.
     Resume { who: Who, pause: u32 },
-    /// A process is ended from outside.
+    /// A worker's process is killed.
     Kill { worker: WorkerId, life: u32 },
-    /// An engine leaves while inventories are read.
+    /// An engine's process ends while inventories are read.
     Leave { replica: Replica, life: u32 },
-    /// The leader's process dies while copies run that it ordered.
+    /// The leader's process dies while copies that it ordered run.
     LeaderDies,
-    /// A process hears that a worker's process has ended.
+    /// A process is notified that a worker's process has ended.
     Died {
         to: Who,
         worker: WorkerId,
         life: u32,
     },
-    /// Something goes wrong.
+    /// A fault of a process is injected.
     Trouble,
 }
 
-/// How a run ended.
+/// The result of a run.
 #[derive(Debug, Clone)]
 pub struct Outcome {
-    /// Its seed.
+    /// Seed that the run was drawn from.
     pub seed: u64,
-    /// What the seed decided.
+    /// Configuration drawn from the seed.
     pub setup: Setup,
-    /// What happened.
+    /// Events of the run, counted.
     pub counts: Counts,
-    /// What went wrong, on purpose.
+    /// Faults that were injected, and those that had an effect.
     pub faults: FaultCounts,
-    /// Digest of everything that happened, in order.
+    /// Digest of all events in order. Two runs of one seed have the same digest.
     pub digest: u128,
-    /// What must not have happened.
+    /// The first violated invariant, `None` if all held.
     pub violation: Option<String>,
 }
 
@@ -151,14 +153,14 @@ struct World {
     epoch: Epoch,
     workers: BTreeMap<WorkerId, Process<WorkerProcess>>,
     engines: Vec<Process<EngineProcess>>,
-    /// What the leader's pool was a pool of when it was looked at last, and whether inventories were read.
+    /// Key of the leader's pool, and whether the leader was reading inventories, both after the previous step.
     seen: (Option<TierKey>, bool),
-    /// Since when the leader has been awake.
+    /// When the leader last handled an event or continued after a pause.
     awake_since: Time,
     checks: u64,
 }
 
-/// Runs a seed: `steps` events with faults, then quiet until everything has ended.
+/// Runs a seed: `steps` events with faults, then a quiet end without faults until nothing is pending.
 pub fn run(seed: u64, steps: u64) -> Outcome {
     let mut world = World::new(seed);
     world.begin();
@@ -231,7 +233,7 @@ impl World {
             .chain(engines)
     }
 
-    /// The next event, and what follows from it.
+    /// Handles the next event and runs the checks after it.
     fn next(&mut self) -> bool {
         let Some((number, happening)) = self.env.queue.pop() else {
             self.env.violated("nothing happens any more".to_owned());
@@ -332,7 +334,7 @@ impl World {
         self.to(who, None, Happening::Packet { id, to, packet });
     }
 
-    /// The life of a process, while it lives.
+    /// Number of the running incarnation of a process, `None` while it is dead.
     fn life(&self, who: Who) -> Option<u32> {
         match who {
             Who::Leader => self.leader.state.as_ref().map(|_| self.leader.life),
@@ -347,7 +349,7 @@ impl World {
         }
     }
 
-    /// Gives an event to a process: at once, or when it can.
+    /// Delivers an event to a process: at once, or later when the process is paused, busy or slow.
     fn to(&mut self, who: Who, life: Option<u32>, happening: Happening) {
         let Some(lives) = self.life(who) else { return };
         if life.is_some_and(|life| life != lives) {
@@ -359,7 +361,8 @@ impl World {
         }
     }
 
-    /// A process that stands still or is busy takes it later.
+    /// Queues the event in the inbox of a process that is paused, busy or slow. Returns the event if it can be handled
+    /// now.
     fn hold_back(&mut self, who: Who, now: Time, happening: Happening) -> Option<Happening> {
         let message = matches!(happening, Happening::Packet { .. });
         let divides = matches!(happening, Happening::Divide { .. });
@@ -391,7 +394,7 @@ impl World {
         None
     }
 
-    /// A slow process reads one message, and the next one when it has had time for it.
+    /// Handles the next message of a slow process, and schedules the read of the one after it.
     fn read_next(&mut self, who: Who, life: u32) {
         if self.life(who) != Some(life) {
             return;
@@ -417,7 +420,7 @@ impl World {
         self.handle(who, life, happening);
     }
 
-    /// A worker that divides its depot hears nothing until it is done.
+    /// True while a worker divides its depot: it handles no other events until that is done.
     fn is_dividing(&self, who: Who) -> bool {
         let Who::Worker(worker) = who else {
             return false;
@@ -571,7 +574,8 @@ impl World {
         process.state = Some(engine);
     }
 
-    /// What every step ends with: the dead are counted, the checker looks.
+    /// Runs after every step: schedules the end of expelled workers, injects faults that follow from the step, and
+    /// checks the invariants if the step decided anything.
     fn after(&mut self) {
         for (worker, pid) in std::mem::take(&mut self.env.expelled) {
             let life = self.workers[&worker].life;

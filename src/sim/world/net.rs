@@ -1,7 +1,8 @@
 //! Messages between processes: real bytes over connections that lose, repeat, delay and reorder them.
 //!
-//! A connection belongs to two lives of two processes; when one of them dies, the other is told, or finds out by silence.
-//! Nothing that was said over one connection is heard over another: that is what the gate's identities give.
+//! A connection belongs to one incarnation of each of two processes. When one of them dies, the other receives a close
+//! or finds out by silence. A message sent over one connection is never received over another, as the identities of the
+//! live system's gate ensure.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -15,16 +16,16 @@ use super::{Happening, Who};
 use crate::protocol::{HEADER_BYTES, Header, decode};
 use crate::types::Time;
 
-/// Names a connection, for ever.
+/// Id of a connection, never reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct ConnectionId(pub(super) u64);
 
-/// Which end of a connection.
+/// An end of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum End {
-    /// Who connected.
+    /// The process that connected.
     Client,
-    /// Who was connected to.
+    /// The process that accepted the connection.
     Server,
 }
 
@@ -37,7 +38,7 @@ impl End {
     }
 }
 
-/// What travels.
+/// A packet in flight.
 #[derive(Debug, Clone)]
 pub(super) enum Packet {
     /// A message, as bytes.
@@ -46,7 +47,7 @@ pub(super) enum Packet {
         body: Vec<u8>,
         number: u64,
     },
-    /// The connection is over.
+    /// The sender has closed the connection.
     Close,
 }
 
@@ -58,7 +59,7 @@ struct Connection {
     heard: [u64; 2],
 }
 
-/// Something that came over a connection.
+/// A message or a close that a process receives.
 #[derive(Debug)]
 pub(super) enum Heard {
     Bytes {
@@ -73,13 +74,13 @@ pub(super) enum Heard {
 pub(super) struct Net {
     connections: BTreeMap<ConnectionId, Connection>,
     next: u64,
-    /// From whom to whom nothing comes through, and until when.
+    /// One-way partitions: sender, receiver, and until when.
     pub(super) partitions: Vec<(Who, Who, Time)>,
     pub(super) chances: Chances,
     pub(super) sent: u64,
 }
 
-/// The usual time that a message takes.
+/// Usual latency of a message, in microseconds.
 const LATENCY_US: std::ops::RangeInclusive<u64> = 5..=60;
 
 impl Net {
@@ -93,7 +94,8 @@ impl Net {
         }
     }
 
-    /// A connection from a live process to a place, whoever lives there when the first message arrives.
+    /// Opens a connection from a live process to a seat. The other end is the incarnation that runs there when the
+    /// first message arrives.
     pub(super) fn connect(&mut self, client: Who, life: u32, server: Who) -> ConnectionId {
         self.next += 1;
         let id = ConnectionId(self.next);
@@ -107,18 +109,18 @@ impl Net {
         id
     }
 
-    /// Who lives at the other end, once a message has reached it: its process id, so to speak.
+    /// Incarnation of the server, once a message has reached it. Serves as its process id.
     pub(super) fn life_of_server(&self, id: ConnectionId) -> Option<u32> {
         self.connections.get(&id)?.ends[1].1
     }
 
-    /// The process that connected, and its life.
+    /// The client of a connection, and its incarnation.
     pub(super) fn client(&self, id: ConnectionId) -> Option<(Who, u32)> {
         let (who, life) = self.connections.get(&id)?.ends[0];
         Some((who, life?))
     }
 
-    /// Sends a message that is encoded; false when this end of the connection is closed.
+    /// Sends an encoded message. Returns false when this end of the connection is closed.
     pub(super) fn send(
         &mut self,
         queue: &mut Queue<Happening>,
@@ -144,7 +146,7 @@ impl Net {
         true
     }
 
-    /// Closes one end; the other one hears of it, perhaps.
+    /// Closes one end. The other end receives a close, unless it is lost.
     pub(super) fn close(
         &mut self,
         queue: &mut Queue<Happening>,
@@ -211,12 +213,13 @@ impl Net {
         }
     }
 
-    /// Who is to hear a packet.
+    /// The seat that a packet is addressed to.
     pub(super) fn receiver(&self, id: ConnectionId, to: End) -> Option<Who> {
         Some(self.connections.get(&id)?.ends[to as usize].0)
     }
 
-    /// A packet reaches a life of a process. `None`: it is not for this life, or the connection is over here.
+    /// Delivers a packet to an incarnation of a process. Returns `None` when the packet is not for this incarnation, or
+    /// the connection is closed at this end.
     #[expect(
         clippy::too_many_arguments,
         reason = "a packet and the world it comes from"
@@ -238,7 +241,7 @@ impl Net {
             *known = life;
         }
         if life.is_none() || *known != life || !connection.open[end] {
-            // Nobody here knows this connection: the other end is told so.
+            // The connection is unknown here: send a close to the other end.
             connection.open[end] = false;
             if !matches!(packet, Packet::Close) {
                 self.post(queue, rng, faults, id, to, Packet::Close);
@@ -272,7 +275,7 @@ impl Net {
         }
     }
 
-    /// A process has died: its connections close, and the others hear of it as they hear of anything.
+    /// Closes the connections of a process that has died. The other ends receive a close, subject to the usual faults.
     pub(super) fn died(
         &mut self,
         queue: &mut Queue<Happening>,

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::Who;
 
-/// See the module.
+/// All process ids of a world.
 #[derive(Debug, Default)]
 pub(super) struct Pids {
     known: BTreeMap<(Who, u32), i32>,
@@ -12,21 +12,21 @@ pub(super) struct Pids {
 }
 
 impl Pids {
-    /// A process begins.
+    /// Assigns an id to a process that starts.
     pub(super) fn begin(&mut self, who: Who, life: u32) {
         let next = i32::try_from(self.known.len() + 1).unwrap_or(i32::MAX);
         self.known.insert((who, life), next);
         self.living.insert(next);
     }
 
-    /// A process ends.
+    /// Notes that a process has ended.
     pub(super) fn end(&mut self, who: Who, life: u32) {
         if let Some(pid) = self.of(who, life) {
             self.living.remove(&pid);
         }
     }
 
-    /// The id of a process that has begun.
+    /// Id of a process that has started, also after its end.
     pub(super) fn of(&self, who: Who, life: u32) -> Option<i32> {
         self.known.get(&(who, life)).copied()
     }

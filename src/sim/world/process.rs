@@ -1,4 +1,4 @@
-//! A process: alive or not, standing still or slow.
+//! A process in its seat: alive or dead, running, paused or slow.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -10,11 +10,11 @@ use crate::types::Time;
 pub(super) struct Process<S> {
     pub(super) life: u32,
     pub(super) state: Option<S>,
-    /// Standing still, how many times so far.
+    /// Whether the process is paused. `pauses` counts its pauses so far.
     pub(super) paused: bool,
     pub(super) pauses: u32,
     pub(super) inbox: VecDeque<Happening>,
-    /// Reads one message in this time, until then.
+    /// Time to read one message, and until when the process is that slow.
     pub(super) slow: Option<(Duration, Time)>,
     pub(super) reading: bool,
     pub(super) armed: Time,
@@ -35,7 +35,7 @@ impl<S> Process<S> {
     }
 }
 
-/// How a process takes what comes, whatever it is.
+/// Delivery state of a process, independent of its kind.
 pub(super) struct Place<'a> {
     pub(super) paused: &'a mut bool,
     pub(super) inbox: &'a mut VecDeque<Happening>,

@@ -1,4 +1,5 @@
-//! Sequences of pages: families that share a trunk, leave it at random pages and come back with more.
+//! Page sequences of prompts: each family has a trunk from which its branches leave at random pages. A sequence is
+//! drawn repeatedly, with different lengths.
 
 use std::hash::Hasher;
 
@@ -10,7 +11,7 @@ use crate::types::PageHashes;
 /// Branches of a family, its trunk included.
 const BRANCHES: u64 = 4;
 
-/// A namespace and the page hashes of a sequence. The same hashes occur in every namespace.
+/// Draws a namespace and the page hashes of a sequence. The same hashes occur in every namespace.
 pub(super) fn draw(env: &mut Env) -> (u8, PageHashes) {
     let namespace = env.rng.u8(0..env.setup.namespaces);
     let family = env.rng.u64(0..env.setup.families);

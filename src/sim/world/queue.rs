@@ -1,11 +1,11 @@
-//! What happens next: events in the order of their time, and of their making where times are equal.
+//! The event queue: events in the order of time, and of insertion where times are equal.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
 use crate::types::Time;
 
-/// Events to come.
+/// Future events, and the present time.
 #[derive(Debug)]
 pub(super) struct Queue<E> {
     heap: BinaryHeap<Reverse<Entry<E>>>,
@@ -33,7 +33,7 @@ impl<E> Queue<E> {
         self.now
     }
 
-    /// Nothing happens in the past: an earlier time means now.
+    /// Adds an event. A time in the past counts as now.
     pub(super) fn push(&mut self, at: Time, event: E) {
         self.made += 1;
         let entry = Entry {
@@ -44,7 +44,7 @@ impl<E> Queue<E> {
         self.heap.push(Reverse(entry));
     }
 
-    /// The next event; the time is its time from here on.
+    /// Takes the next event and sets the present time to its time.
     pub(super) fn pop(&mut self) -> Option<(u64, E)> {
         let Reverse(entry) = self.heap.pop()?;
         self.now = entry.at;

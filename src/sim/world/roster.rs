@@ -1,21 +1,21 @@
-//! What the leader was told of its workers, as far as it let them in: what a pool must be made for.
+//! The workers that the leader has admitted, with their memory and depots: the checker's model of what a pool must fit.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::core::{ARENA_PAGES_MAX, EngineMemory, Pool, TierKey};
 use crate::types::{DepotId, EngineId, Replica, Shard, WorkerId};
 
-/// See the module.
+/// The admitted workers of one leader.
 #[derive(Debug, Default)]
 pub(super) struct Roster {
     memories: BTreeMap<WorkerId, EngineMemory>,
     depots: BTreeMap<Shard, DepotId>,
-    /// Workers that have attached since the leader began, or died: they run no copy of an older leader.
+    /// Workers that have attached or died since the leader started: they run no copy of an older leader.
     clear: BTreeSet<WorkerId>,
 }
 
 impl Roster {
-    /// A worker was let in.
+    /// Notes an admitted worker.
     pub(super) fn attached(
         &mut self,
         worker: WorkerId,
@@ -30,28 +30,28 @@ impl Roster {
         }
     }
 
-    /// Its connection broke, its process died, or it was turned away.
+    /// Notes that a worker's connection broke, its process died, or it was refused.
     pub(super) fn gone(&mut self, worker: WorkerId) {
         self.memories.remove(&worker);
     }
 
-    /// A worker attached, admitted or not, or its process died: its copies of older leaders have ended.
+    /// Notes that a worker attached, admitted or not, or that its process died: its copies of older leaders have ended.
     pub(super) fn cleared(&mut self, worker: WorkerId) {
         self.clear.insert(worker);
     }
 
-    /// True when no copy of an older leader is under way on any of so many workers.
+    /// True when no copy of an older leader runs on any of `workers` workers.
     pub(super) fn all_clear(&self, workers: usize) -> bool {
         self.clear.len() >= workers
     }
 
-    /// True when a shard has another depot than this pool.
+    /// True when a shard has another depot than this pool's key.
     pub(super) fn has_other_depots(&self, key: &TierKey) -> bool {
         let mut depots = self.depots.iter();
         depots.any(|(shard, depot)| key.depots.get(usize::from(shard.0)) != Some(depot))
     }
 
-    /// Memory of the replicas whose every rank has the same engine's.
+    /// Memory of the replicas of which every rank has memory of the same engine.
     fn complete(&self, ranks: u16) -> Vec<&EngineMemory> {
         let mut counts: BTreeMap<(Replica, EngineId), (u16, &EngineMemory)> = BTreeMap::new();
         for (worker, memory) in &self.memories {
@@ -65,7 +65,7 @@ impl Roster {
         complete.map(|(_, memory)| memory).collect()
     }
 
-    /// A pool that serves is for the depots, the pages and the room that the workers have.
+    /// Checks that a serving pool fits the depots, the page shape and the room of the workers.
     pub(super) fn check(&self, key: &TierKey, pool: &Pool, ranks: u16) -> Result<(), String> {
         if self.has_other_depots(key) {
             let depots = &self.depots;

@@ -1,4 +1,4 @@
-//! Conversations as a server: the server's session on the simulated network.
+//! Sessions as a server: the server's session on the simulated network.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -10,14 +10,14 @@ use crate::protocol::{Envelope, Hello, Message, Role};
 use crate::session::{Encoded, ServerEvent, ServerHost, ServerSession, ServerSettings};
 use crate::types::{Epoch, PeerId, RequestId, Time};
 
-/// All clients of a process.
+/// The sessions of all clients of a process.
 #[derive(Debug)]
 pub(super) struct Server {
     session: ServerSession,
     hellos: BTreeMap<ConnectionId, Hello>,
 }
 
-/// What a server notices.
+/// An event of a server session.
 #[derive(Debug)]
 pub(super) enum Noticed {
     Opened(Hello),
@@ -51,7 +51,7 @@ impl Server {
         self.session.next_timeout()
     }
 
-    /// Those that were silent for too long.
+    /// Fires due timers. Returns the connections that were closed because they were silent for too long.
     pub(super) fn tick(&mut self, env: &mut Env) -> Vec<ConnectionId> {
         let silent = self.session.tick(&mut Host::new(env));
         let silent: Vec<ConnectionId> = silent.into_iter().map(connection).collect();
@@ -69,7 +69,7 @@ impl Server {
         self.hellos.remove(&id);
     }
 
-    /// Something came over a connection.
+    /// Handles bytes or a close that came over a connection.
     pub(super) fn hear(
         &mut self,
         env: &mut Env,
@@ -115,7 +115,7 @@ impl Server {
             .reply(&mut Host::new(env), peer(id), request, message);
     }
 
-    /// Sends an order; false when it was not sent.
+    /// Sends an order. Returns false when it was not sent.
     pub(super) fn order(
         &mut self,
         env: &mut Env,
@@ -137,10 +137,10 @@ pub(super) fn connection(peer: PeerId) -> ConnectionId {
     ConnectionId(peer.0)
 }
 
-/// The process of a server.
+/// Environment of the server session.
 struct Host<'a> {
     env: &'a mut Env,
-    /// The session has closed a connection.
+    /// Set when the session has closed a connection.
     disconnected: bool,
 }
 
@@ -165,7 +165,7 @@ impl ServerHost for Host<'_> {
         self.env.close(connection(peer), End::Server);
     }
 
-    /// The network closes the connections of a process that ends.
+    /// Nothing to watch: the network closes the connections of a process that ends.
     fn watch(&mut self, _: PeerId, _: Option<i32>) {}
 
     fn guests_max(&self) -> usize {

@@ -1,4 +1,4 @@
-//! A world's configuration: drawn from its seed, so that a seed is all that is needed to see a run again.
+//! A world's configuration, drawn from its seed: a seed is all that is needed to repeat a run.
 
 use std::time::Duration;
 
@@ -6,46 +6,46 @@ use fastrand::Rng;
 
 use crate::types::{Epoch, Sharding};
 
-/// Faults of processes, by number: see `trouble`.
+/// Number of draws for process faults; see `trouble`.
 pub(super) const TROUBLES: u8 = 14;
 
-/// Sets the dice for large worlds apart, so that they leave those of all others as they are.
+/// Separates the random numbers for large worlds, so that they do not change what is drawn for all other worlds.
 const LARGE: u64 = 0x6c61_7267_6521;
-/// The same for worlds whose ranks hold the same KV.
+/// Like [`LARGE`], for worlds whose ranks hold the same KV.
 const SHARED: u64 = 0x7368_6172_6564;
 
-/// The same for the shapes of pages, the sizes of memories, and who loses a depot.
+/// Like [`LARGE`], for the shapes of pages, the sizes of memories, and the loss of depots.
 const SHAPES: u64 = 0x7368_6170_6573;
-/// The same for how depots are divided.
+/// Like [`LARGE`], for the division of depots.
 const DIVIDE: u64 = 0x6469_7669_6465;
-/// The same for what can be seen of processes.
+/// Like [`LARGE`], for the visibility of processes.
 const UNSEEN: u64 = 0x756e_7365_656e;
-/// The same for the limits of the leaders after the first.
+/// Like [`LARGE`], for the request limits of the leaders after the first.
 const LIMITS: u64 = 0x6c69_6d69_7473;
-/// The same for how much of a copy cannot be stopped.
+/// Like [`LARGE`], for how much of a copy cannot be stopped.
 const GRANULE: u64 = 0x6772_616e_756c;
-/// The same for times.
+/// Like [`LARGE`], for times.
 const TIMES: u64 = 0x7469_6d65_7321;
 /// Bytes of one cell of memory.
 pub(super) const CELL_BYTES: u64 = 1024;
 /// Cells of the largest page.
 pub(super) const CELLS_MAX: u32 = 4;
 
-/// What the pages of an engine look like.
+/// Size and layout of an engine's pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
-    /// Cells of one page.
+    /// Cells of one page, 1 to `CELLS_MAX`.
     pub cells: u32,
-    /// Layout of a page.
+    /// Layout fingerprint of a page.
     pub layout: [u8; 16],
 }
 
-/// What the seed decided before anything happened.
+/// The configuration of a world, drawn before its first event.
 #[derive(Debug, Clone)]
 pub struct Setup {
     /// Ranks of an engine, 1 to 4.
     pub ranks: u16,
-    /// Which of them hold the same KV.
+    /// Which ranks hold the same KV.
     pub sharding: Sharding,
     /// Engines, 1 to 3.
     pub replicas: u16,
@@ -53,31 +53,31 @@ pub struct Setup {
     pub ratio: u32,
     /// Pages of each shard's arena.
     pub arena_pages: u32,
-    /// Shapes of pages that engines have, one life after another. The first one is the most frequent.
+    /// Page shapes that the incarnations of engines use. The first is the most frequent.
     pub shapes: Vec<Shape>,
-    /// Of a million lives of an engine, those with another shape than the first.
+    /// Incarnations of an engine with another shape than the first, per million.
     pub other_shape: u32,
     /// Pages of the smallest memory of an engine.
     pub device_pages: u32,
-    /// Pages that another engine's memory may have more.
+    /// Most pages by which an engine's memory exceeds `device_pages`.
     pub more_device_pages: u32,
-    /// Every life of a worker brings a depot of its own.
+    /// Every incarnation of a worker brings its own depot.
     pub standalone: bool,
-    /// Depots come back with another size.
+    /// Depots differ in size: each new one has between half and all of the cells of a full one.
     pub depots_differ: bool,
-    /// The leader cannot see the processes of its peers: they are in another PID namespace.
+    /// The leader and the workers cannot see the processes of their peers, as in another PID namespace.
     pub processes_unseen: bool,
-    /// Pages that a worker looks at for one part of an inventory.
+    /// Depot pages that a worker reads for one part of an inventory, or clears in one slice of a reset.
     pub inventory_pages: u32,
-    /// Of a million readings of inventories, those in which an engine leaves.
+    /// Readings of inventories in which an engine leaves, per million.
     pub leave_while_reading: u32,
-    /// Of a million copies that begin, those soon after which the leader dies.
+    /// Started copies during which the leader dies, per million.
     pub leader_dies_in_copy: u32,
-    /// How long a worker takes to divide a depot into pages of another size, at most.
+    /// Longest time in which a worker divides a depot into pages of another size.
     pub divide_time: Duration,
-    /// Of a million divisions, those in which the worker stands still.
+    /// Divisions of a depot in which the worker is paused, per million.
     pub pause_while_dividing: u32,
-    /// Of the pages of an engine's memory, those that stay cached when no prompt holds them.
+    /// Pages of an engine's memory that stay cached when no prompt holds them.
     pub cached_pages: u32,
     /// Namespaces, 1 to 3.
     pub namespaces: u8,
@@ -85,41 +85,41 @@ pub struct Setup {
     pub families: u64,
     /// Longest sequence in pages.
     pub longest: u32,
-    /// Prompts that an engine has at one time.
+    /// Most prompts that an engine runs at one time.
     pub concurrency: usize,
-    /// Requests of one engine that a leader takes at one time: one limit for each leader in turn. A leader that is started
-    /// again may have other settings than the one before.
+    /// Most open requests of one engine at a leader: one limit for each leader in turn, because a restarted leader may
+    /// have other settings than the one before.
     pub open_requests_limits: Vec<usize>,
-    /// Copies that a worker runs at one time.
+    /// Most copies that a worker runs at one time.
     pub running_max: usize,
-    /// Highest protocol version that is spoken.
+    /// Highest protocol version that clients offer.
     pub version_max: u16,
-    /// How long a client waits before it connects again, at first.
+    /// First delay before a client reconnects. The longest is 4 times that.
     pub reconnect: Duration,
-    /// How long an engine waits for an answer.
+    /// How long an engine waits for an answer before it gives up the request.
     pub request_timeout: Duration,
-    /// The leader's fence.
+    /// Fence of the leader and the workers: how long a copy may run after its deadline before its worker is ended.
     pub fence: Duration,
-    /// How long a lookup holds what it found.
+    /// How long a lookup holds the pages that it found.
     pub hold_for: Duration,
-    /// How often a worker says again who it is.
+    /// Interval at which a worker repeats its attach request.
     pub attach_every: Duration,
-    /// How long a leader remembers an engine that is away.
+    /// How long a leader remembers a disconnected engine.
     pub engine_grace: Duration,
-    /// How long a page takes to be copied, on average.
+    /// Average time to copy one page.
     pub page_time: Duration,
-    /// Pages of a copy that are begun together: a copy that is told to stop ends after them. A device's stream takes back
-    /// nothing of the work that it was given.
+    /// Pages of a copy that are started together: a stopped copy ends after them, because a device's stream cannot take
+    /// back work that it was given.
     pub granule: usize,
     /// Chances in a million.
     pub chances: Chances,
     /// Time between two faults of the processes, on average.
     pub fault_every: Duration,
-    /// A fault of the processes that happens more often than all others together.
+    /// A process fault, by its number, that occurs more often than all others together.
     pub favourite: Option<u8>,
 }
 
-/// How often messages and copies go wrong, in a million.
+/// Probabilities of faults of messages and copies, per million.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Chances {
     /// A message is lost.
@@ -130,14 +130,14 @@ pub struct Chances {
     pub delay: u32,
     /// A copy fails.
     pub copy_error: u32,
-    /// A copy is slower than its deadline.
+    /// A copy is slow enough to miss its deadline.
     pub copy_late: u32,
     /// A copy never ends.
     pub copy_stuck: u32,
 }
 
 impl Setup {
-    /// The world of this seed.
+    /// Draws the configuration of a world.
     pub fn draw(rng: &mut Rng) -> Self {
         let ratio = *pick(rng, &[1, 2, 3, 4, 8, 16, 32]);
         let device_pages = rng.u32(12..=96);
@@ -251,13 +251,13 @@ impl Setup {
         setup
     }
 
-    /// How many requests of one engine the leader of this epoch takes at one time.
+    /// Most open requests of one engine at the leader of this epoch.
     pub fn open_requests_max(&self, epoch: Epoch) -> usize {
         let limits = &self.open_requests_limits;
         limits[epoch.0 as usize % limits.len()]
     }
 
-    /// How long it takes until somebody ends a process that the leader cannot end.
+    /// Time until an operator ends a process that the leader cannot end; zero where the leader sees processes.
     pub fn by_hand(&self) -> Duration {
         match self.processes_unseen {
             true => self.fence * 10,
@@ -265,7 +265,7 @@ impl Setup {
         }
     }
 
-    /// Engines with pages of other sizes and layouts, with larger memories; depots that are lost.
+    /// Draws page shapes, memory sizes and depot sizes, and whether depots are lost with their workers.
     fn vary(&mut self, rng: &mut Rng) {
         let cells = |rng: &mut Rng| rng.u32(1..=CELLS_MAX);
         let first = Shape {
@@ -289,7 +289,7 @@ impl Setup {
         self.leave_while_reading = *pick(rng, &[0, 100_000, 500_000]);
     }
 
-    /// Holds may end long before the deadline of the load that needs them, or long after.
+    /// Draws times. A hold may end long before or long after the deadline of the load that needs it.
     fn time(&mut self, rng: &mut Rng) {
         let request = self.request_timeout;
         self.hold_for = match rng.u8(0..4) {
@@ -303,7 +303,7 @@ impl Setup {
         self.reconnect = Duration::from_micros(*pick(rng, &[500, 2_000, 20_000]));
     }
 
-    /// Thousands of pages, and prompts that fill them.
+    /// Makes the world large: thousands of pages, and prompts that fill them.
     fn enlarge(&mut self, rng: &mut Rng) {
         self.arena_pages = rng.u32(1024..=4096);
         self.device_pages = rng.u32(256..=1024);
@@ -314,7 +314,7 @@ impl Setup {
     }
 }
 
-/// One of them.
+/// Picks one element at random.
 pub(super) fn pick<'a, T>(rng: &mut Rng, from: &'a [T]) -> &'a T {
     &from[rng.usize(0..from.len())]
 }

@@ -1,9 +1,9 @@
-//! What keeps pages: a depot's memory with its inventory. It outlives the processes that write it.
+//! Page storage: a depot's memory with its inventory. The storage outlives the processes that write it.
 //!
-//! Memory is a row of cells. A page of `n` cells with the number `k` lies in the cells `k * n ..`, as a page of a real depot
-//! lies at an offset that follows from its number and its size: pages of different sizes overlap, and whoever writes a
-//! page of one size destroys pages of another. The slots of the inventory lie before the pages, one for each: smaller pages
-//! have more of them, and whoever clears those of smaller pages destroys larger ones.
+//! Memory is a row of cells. A page of `n` cells with the number `k` lies in the cells `k * n ..`, as a page of a real
+//! depot lies at an offset that follows from its number and its size: pages of different sizes overlap, and a write to
+//! a page of one size destroys pages of another. The slots of the inventory lie before the pages, one for each page:
+//! smaller pages have more slots, and clearing the slots of smaller pages destroys larger pages.
 
 use std::ops::Range;
 
@@ -12,58 +12,61 @@ use crate::types::{
     DepotId, Epoch, INVENTORY_SLOT_BYTES, PageRecord, PageRun, Record, Scope, Stored,
 };
 
-/// What a cell holds: a number made from whose page it belongs to and from which shard, or one of those below.
+/// Content of a cell: a number made from the page that the cell belongs to and from its shard, or one of the constants
+/// below.
 pub type Content = u64;
 
 /// Never written.
 pub const EMPTY: Content = 0;
 /// Partly written, or overwritten by an engine that expects a load.
 pub const TORN: Content = 1;
-/// Read where no page is.
+/// Result of a read where no page lies.
 pub const NOWHERE: Content = 2;
-/// The smallest number that stands for the content of a page.
+/// Smallest number that stands for the content of a page.
 pub const CONTENT_MIN: Content = 3;
 
-/// What a reading finds before it reads.
+/// State of a depot at the start of a reading of its inventory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Hold {
-    /// Pages of this shape are held.
+    /// The depot holds pages of this shape.
     Held,
-    /// Others were held, or none: every slot must be cleared first.
+    /// The depot held pages of another shape, or none: every slot must be cleared first.
     Divide,
-    /// A later reading has come before; nothing is changed.
+    /// A later reading has already started: nothing is changed.
     Late,
 }
 
-/// Keeps the pages of one shard, and says which of them can be found again. Tiers below the host implement it as well.
+/// Storage for the pages of one shard, with an inventory by which they are found again. Also meant for the tiers below
+/// the host.
 pub trait Storage {
-    /// Which memory this is.
+    /// Id of the memory.
     fn id(&self) -> DepotId;
-    /// Pages of a shape that there is room for.
+    /// Number of pages of a shape that fit.
     fn pages(&self, shape: Shape) -> u32;
-    /// Cells of the pages that are listed here; `None` before anything asked for them.
+    /// Cells of each page in the inventory; `None` before the first reading and while the depot is being divided.
     fn holds(&self) -> Option<u32>;
-    /// Pages of this shape are to be listed. Where others were listed before, none are until [`Self::clear`] has been called
-    /// for every page of this shape, and then [`Self::divided`].
+    /// Prepares the inventory for pages of this shape. If it had pages of another shape, none are added until
+    /// [`Self::clear`] has been called for every page of this shape, and then [`Self::divided`].
     fn hold(&mut self, shape: Shape, reading: (Epoch, u64)) -> Hold;
-    /// Clears the slot of a page, wherever that lies by now.
+    /// Clears the slot of a page, also where the slot lies inside a page of the present shape.
     fn clear(&mut self, page: u32);
-    /// Pages of this shape are listed from now on, unless somebody else has said so of others meanwhile.
+    /// Ends a division: the inventory takes pages of this shape from now on, unless another shape was set meanwhile.
     fn divided(&mut self, shape: Shape);
-    /// Epoch of the leader whose reading was the last one.
+    /// Epoch of the leader that read the inventory last.
     fn last_reader(&self) -> Epoch;
-    /// Reads a page: [`TORN`] when its cells belong to different pages, [`NOWHERE`] when there is none of that number.
+    /// Reads a page: [`TORN`] when its cells belong to different pages, [`NOWHERE`] when there is no page of that
+    /// number.
     fn read(&self, shape: Shape, page: u32) -> Content;
-    /// Writes a page. `false` when there is none of that number.
+    /// Writes a page. Returns false when there is no page of that number.
     fn write(&mut self, shape: Shape, page: u32, content: Content) -> bool;
-    /// These pages will be overwritten: they are not listed any more.
+    /// Removes pages from the inventory before they are overwritten.
     fn strike_out(&mut self, run: PageRun);
-    /// Pages of this scope in these slots that were stored by `through` or before are not listed any more. Returns the next
-    /// slot, if there are more.
+    /// Removes the pages of a scope in these slots that were stored by `through` or before. Returns the next slot,
+    /// `None` after the last one.
     fn strike_scope(&mut self, scope: &Scope, through: Stored, slots: Range<u32>) -> Option<u32>;
-    /// These pages are whole: they are listed.
+    /// Adds complete pages to the inventory.
     fn list(&mut self, record: &Record);
-    /// Everything that is listed, in the order of the pages.
+    /// All pages in the inventory, in the order of the pages.
     fn listed(&self) -> Vec<PageRecord>;
 }
 
@@ -72,14 +75,14 @@ pub trait Storage {
 pub struct Depot {
     id: DepotId,
     cells: Vec<Content>,
-    /// One slot for each page of the smallest size.
+    /// Inventory slots: one for each page of the smallest size.
     inventory: Vec<Option<PageRecord>>,
     holds: Option<u32>,
     reading: (Epoch, u64),
 }
 
 impl Depot {
-    /// An empty one.
+    /// An empty depot of this many cells.
     pub fn new(id: DepotId, cells: u32) -> Self {
         Self {
             id,

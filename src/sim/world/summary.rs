@@ -1,24 +1,24 @@
-//! Many runs, added up.
+//! The totals of many runs.
 
 use std::fmt;
 
 use super::{Counts, Fault, FaultCounts, Outcome};
 
-/// Fewer runs than this may miss a kind of fault by chance.
+/// Runs from which on every kind of fault is expected to have had an effect: fewer may miss one by chance.
 pub const RUNS_TO_JUDGE: u64 = 200;
-/// Violations that are kept with their text.
+/// Most violations that are kept with their text.
 const KEPT: usize = 32;
 
-/// What came out of many seeds.
+/// The totals of runs of many seeds.
 #[derive(Debug, Clone, Default)]
 pub struct Summary {
-    /// Runs.
+    /// Number of runs.
     pub runs: u64,
-    /// Runs in which something happened that must not.
+    /// Runs with a violated invariant.
     pub violations: u64,
-    /// The first of them: seed and what it was.
+    /// Seed and violation of at most 32 of these runs.
     pub failed: Vec<(u64, String)>,
-    /// Of everything that happened in all of them, whatever the order of the runs.
+    /// Digest of all runs, independent of their order.
     pub digest: u128,
     steps: Vec<u64>,
     counts: Counts,
@@ -54,14 +54,14 @@ impl Summary {
         self.faults.add(&other.faults);
     }
 
-    /// Kinds of faults that never had an effect, once there were runs enough to judge.
+    /// Kinds of faults that never had an effect. Empty before [`RUNS_TO_JUDGE`] runs.
     pub fn toothless(&self) -> Vec<Fault> {
         let idle = self.faults.iter().filter(|(_, _, effect)| *effect == 0);
         let idle = idle.filter(|_| self.runs >= RUNS_TO_JUDGE);
         idle.map(|(fault, ..)| fault).collect()
     }
 
-    /// Steps of the run in the middle.
+    /// Median number of steps of a run; 0 without runs.
     pub fn median_steps(&self) -> u64 {
         let mut steps = self.steps.clone();
         let middle = steps.len() / 2;

@@ -1,4 +1,4 @@
-//! The world itself, and what it finds.
+//! Tests of the world: determinism, random seeds, seeds that failed before, and planted bugs.
 
 use std::io::Write;
 use std::sync::Mutex;
@@ -55,12 +55,13 @@ fn what_failed_once_does_not_fail_again() {
     }
 }
 
-/// Steps in which a planted bug is looked for.
+/// Steps of each run that looks for a planted bug.
 const PLANTED_STEPS: u64 = 4000;
-/// Seeds in which it is looked for, at most.
+/// Most seeds that are tried for a planted bug.
 const PLANTED_SEEDS: u64 = 3000;
 
-/// Looks for a bug on two threads until so many seeds have found it. Returns them, and how many were tried.
+/// Runs seeds with a planted bug on two threads until `enough` of them have found it. Returns the seeds that found it,
+/// and how many were tried.
 fn hunt(bug: Bug, enough: usize) -> (Vec<u64>, u64) {
     let next = AtomicU64::new(0);
     let found = Mutex::new(Vec::new());
@@ -86,7 +87,8 @@ fn hunt(bug: Bug, enough: usize) -> (Vec<u64>, u64) {
 
 #[test]
 fn every_planted_bug_is_found() {
-    // A part of a name, or nothing, where one wants to know how often a bug is found; here it is enough that it is.
+    // `KVFERRY_PLANTED` (part of a bug's name, or empty) reports how often each bug is found. Without it, one find is
+    // enough.
     let asked = std::env::var("KVFERRY_PLANTED");
     let enough = if asked.is_ok() { 3 } else { 1 };
     let only = asked.unwrap_or_default();
@@ -114,7 +116,7 @@ fn every_planted_bug_is_found() {
     assert_eq!(missed, []);
 }
 
-/// Reaches the checker: a store with 10 ms to its deadline.
+/// Passes a store with 10 ms to its deadline to the checker.
 fn asked(ghost: &mut ghost::Ghost, engine: EngineId, all_clear: bool) {
     let request = Request::Store {
         slot: SlotId(1),

@@ -1,4 +1,4 @@
-//! What goes wrong with processes, and the quiet end in which nothing does.
+//! Faults of processes, and the quiet end of a run without faults.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use super::setup::{Chances, TROUBLES, pick};
 use super::{Happening, LIVENESS_BOUND, QUIET_STEPS_MAX, Who, World};
 use crate::types::{Rank, Replica, WorkerId};
 
-/// The fault that a process's standing still is.
+/// The fault that counts the pauses of a process.
 pub(super) fn pause_of(who: Who) -> Fault {
     match who {
         Who::Leader => Fault::LeaderPause,
@@ -17,7 +17,7 @@ pub(super) fn pause_of(who: Who) -> Fault {
 }
 
 impl World {
-    /// One fault now, another one later.
+    /// Injects a fault, and schedules the next one.
     pub(super) fn trouble(&mut self) {
         if self.env.closing {
             return;
@@ -57,7 +57,7 @@ impl World {
     fn some_worker(&mut self) -> WorkerId {
         let workers: Vec<WorkerId> = self.workers.keys().copied().collect();
         let mut some: Vec<WorkerId> = (0..3).map(|_| *pick(&mut self.env.rng, &workers)).collect();
-        // Rather one that has something to lose.
+        // Prefers a worker with open copies, so that the fault has an effect.
         some.sort_by_key(|id| {
             let worker = self.workers[id].state.as_ref();
             worker.map_or(0, |worker| worker.core().open_copies())
@@ -97,7 +97,7 @@ impl World {
         }
     }
 
-    /// Stands still, sometimes for longer than any deadline and the fence.
+    /// Pauses a process, sometimes for longer than any deadline and the fence together.
     fn pause(&mut self, who: Who) {
         if self.life(who).is_none() {
             return;
@@ -114,8 +114,8 @@ impl World {
         self.env.queue.push(at, Happening::Resume { who, pause });
     }
 
-    /// A worker that has begun to divide a depot may stand still in the middle of that. Engines may leave meanwhile, so that
-    /// the next ones need pages of another size.
+    /// Pauses, by chance, a worker that has started to divide a depot. Engines may leave meanwhile, so that the next
+    /// ones need pages of another size.
     pub(super) fn pause_divider(&mut self, worker: WorkerId) {
         let env = &mut self.env;
         if env.closing || env.rng.u32(0..1_000_000) >= env.setup.pause_while_dividing {
@@ -190,7 +190,7 @@ impl World {
         }
     }
 
-    /// The memory of a shard is lost with all workers that had it.
+    /// Loses the depot of a shard, together with all workers that had it.
     fn lose_a_depot(&mut self) {
         let shard = self.env.rng.usize(0..self.env.depots.len());
         self.env.faults.injected(Fault::DepotLoss);
@@ -204,7 +204,7 @@ impl World {
         self.env.lose_depot(shard);
     }
 
-    /// Sees a pool close, and inventories begin to be read; then an engine may leave.
+    /// Counts the effect when a pool closes. When a reading of inventories starts, an engine may leave.
     pub(super) fn notice(&mut self) {
         let Some(leader) = &self.leader.state else {
             return;
@@ -256,7 +256,7 @@ impl World {
         self.crash(who);
     }
 
-    /// Nothing goes wrong any more, and nothing new is asked: all that is pending must end.
+    /// Runs without faults and without new prompts: everything pending must end.
     pub(super) fn quiet(&mut self) {
         self.env.closing = true;
         self.env.net.chances = Chances::default();

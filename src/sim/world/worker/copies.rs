@@ -1,4 +1,4 @@
-//! The copies of a simulated worker: page by page, and with the faults that its world draws.
+//! The copies of a simulated worker, page by page, with the faults that its world draws.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -9,7 +9,7 @@ use super::super::storage::TORN;
 use super::super::{Env, Happening};
 use crate::types::{Copy, Direction, EndedCopy, OpId, Shard, WorkerId};
 
-/// A copy that runs: page by page.
+/// A running copy.
 #[derive(Debug)]
 struct Running {
     copy: Copy,
@@ -19,22 +19,23 @@ struct Running {
     stop: bool,
     fate: Fate,
     pace: Duration,
-    /// The process stood still while this copy ran.
+    /// The process was paused while this copy ran.
     held: bool,
-    /// Its last byte is written, or it has stopped; the core has not heard of it yet.
+    /// Set when the last byte is written or the copy has stopped: whether the copy is complete. The core is notified
+    /// one step later.
     over: Option<bool>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Fate {
     Good,
-    /// Fails before this page.
+    /// Fails before it copies this page.
     Fails(usize),
-    /// The same, because its rank fails for a while.
+    /// Fails before it copies this page, because its rank fails for a while.
     FailsWithRank(usize),
-    /// Takes too long.
+    /// Takes the request timeout for each page, so that it may miss its deadline.
     Slow,
-    /// Never goes on behind its first page.
+    /// Stops for ever after half of its pages, rounded down.
     Stuck,
 }
 
@@ -55,7 +56,7 @@ impl Copies {
         }
     }
 
-    /// A copy has begun to write and will never end.
+    /// True when a copy that never ends has copied at least one page.
     pub(super) fn has_stuck(&self) -> bool {
         self.running
             .values()
@@ -126,7 +127,7 @@ impl Copies {
         Fate::Good
     }
 
-    /// Begins or ends the copy's hold on what it reads and writes, for the checker.
+    /// Notes for the checker that the copy begins or ends to touch its pages.
     fn touch(
         &self,
         env: &mut Env,
@@ -146,7 +147,7 @@ impl Copies {
         env.check_touched();
     }
 
-    /// The next page of a copy is half written.
+    /// Marks the next page of a copy as half written.
     fn tear(&self, env: &mut Env, op: OpId) {
         let Some(running) = self.running.get(&op) else {
             return;
@@ -163,14 +164,14 @@ impl Copies {
         env.queue.push(at, Happening::CopyStep { worker, life, op });
     }
 
-    /// The process stood still: what it was copying may go on behind its deadline.
+    /// Notes that the process was paused: its running copies may continue after their deadlines.
     pub(super) fn resumed(&mut self) {
         self.running
             .values_mut()
             .for_each(|running| running.held = true);
     }
 
-    /// One page more, or the end.
+    /// Copies one more page, or ends the copy. Returns the end of a copy one step after its last byte.
     pub(super) fn step(&mut self, env: &mut Env, op: OpId) -> Option<EndedCopy> {
         let now = env.now();
         let rank = self.worker.rank;
@@ -214,7 +215,7 @@ impl Copies {
         None
     }
 
-    /// A copy is over: nothing of it reads or writes any more.
+    /// Ends a copy: it no longer reads or writes.
     fn ended(&mut self, env: &mut Env, op: OpId, whole: bool) -> Option<EndedCopy> {
         let running = self.running.remove(&op)?;
         self.touch(env, &running.copy, &running.pages, Touched::end);
@@ -228,7 +229,7 @@ impl Copies {
     }
 }
 
-/// What a copy touches.
+/// The pages that a copy touches.
 #[derive(Debug)]
 pub(in crate::sim::world) struct TouchedPages<'a> {
     pub(in crate::sim::world) worker: WorkerId,
@@ -236,6 +237,6 @@ pub(in crate::sim::world) struct TouchedPages<'a> {
     pub(in crate::sim::world) life: u32,
     pub(in crate::sim::world) copy: &'a Copy,
     pub(in crate::sim::world) pages: &'a [(u32, u32)],
-    /// Cells of a depot's page.
+    /// Cells of one depot page.
     pub(in crate::sim::world) cells: u32,
 }

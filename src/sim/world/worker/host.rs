@@ -1,4 +1,4 @@
-//! What the simulated process of a worker gives its shell.
+//! Environment of a worker's shell: everything that the simulated process provides to it.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -15,25 +15,25 @@ use crate::types::{
     Registration, RequestId, Scope, Stored, Time, WorkerId,
 };
 
-/// A depot that is being divided for a reading, slot by slot. The process receives nothing meanwhile, and goes on with it
-/// whatever has become of its connection.
+/// A depot that is being divided for a reading, slot by slot. The process receives nothing meanwhile, and continues
+/// even if its connection has closed.
 #[derive(Debug)]
 pub(super) struct Dividing {
     link: LinkId,
     order: RequestId,
     read: ReadInventory,
-    /// The depot; another one may have taken its place.
+    /// Depot that is divided. Another one may have replaced it meanwhile.
     depot: DepotId,
-    /// The first slot that is not cleared.
+    /// First slot that is not cleared yet.
     next: u32,
-    /// Time for one slice.
+    /// Time that one slice takes.
     pace: Duration,
 }
 
-/// Slices in which a depot is divided.
+/// Most slices in which a depot is divided.
 const DIVIDE_SLICES: u32 = 4;
 
-/// What a worker's process has beside its shell.
+/// State of a worker's process beside its shell.
 #[derive(Debug)]
 pub(super) struct Parts {
     id: WorkerId,
@@ -46,7 +46,7 @@ pub(super) struct Parts {
     pub(super) opening: BTreeMap<u64, Registering>,
     openings: u64,
     requests: u64,
-    /// Connections that the shell has closed, and must be told of.
+    /// Connections that the shell has closed, and of which it has not been notified yet.
     pub(super) disconnected: Vec<PeerId>,
 }
 
@@ -67,19 +67,19 @@ impl Parts {
     }
 }
 
-/// The process of a worker while it handles one event.
+/// Environment of the worker's shell while it handles one event.
 pub(super) struct Host<'a> {
     pub(super) env: &'a mut Env,
     pub(super) parts: &'a mut Parts,
 }
 
 impl Host<'_> {
-    /// Which of the world's depots this worker has.
+    /// Index of this worker's depot.
     fn shard(&self) -> usize {
         self.env.depot_of(self.parts.id.rank)
     }
 
-    /// Something of this worker happens after a while.
+    /// Schedules an event of this worker after `wait`.
     fn later(&mut self, wait: Duration, happening: impl FnOnce(WorkerId, u32) -> Happening) {
         let happening = happening(self.parts.id, self.parts.life);
         let at = self.env.now() + wait;
@@ -92,7 +92,7 @@ impl Host<'_> {
         }
     }
 
-    /// Clears one slice of the slots; after the last one, answers.
+    /// Clears one slice of the slots. After the last slice, sends the inventory.
     pub(super) fn divide(&mut self) {
         let shard = self.shard();
         let Some(dividing) = &mut self.parts.dividing else {
@@ -135,7 +135,8 @@ impl Host<'_> {
         self.reply_to_leader(link, order, message);
     }
 
-    /// A simulated peer sends nothing that its other side has no place for.
+    /// Records a violation if the shell refuses the kind of a message: a simulated peer sends only kinds that the other
+    /// side handles.
     fn check_error(&mut self, message: &Message) {
         if let Message::Error(error) = message
             && error.code() == ErrorCode::UnknownKind
@@ -171,7 +172,7 @@ impl Peers for Host<'_> {
 }
 
 impl WorkerHost for Host<'_> {
-    /// The engine whose memory it is.
+    /// The engine that owns the memory.
     type Memory = EngineId;
 
     fn now(&self) -> Time {
@@ -230,7 +231,7 @@ impl WorkerHost for Host<'_> {
         self.env.violated(text);
     }
 
-    /// Ranks report what they have written.
+    /// Not supported here: ranks report by message what they have written.
     fn watch_timeline(&mut self, _: &EngineId, _: EngineId, _: RequestId) -> bool {
         false
     }

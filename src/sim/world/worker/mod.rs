@@ -15,7 +15,7 @@ use crate::types::{EngineId, Epoch, OpId, Time, WorkerId};
 pub(super) use copies::TouchedPages;
 use host::{Host, Parts};
 
-/// See the module.
+/// One incarnation of a worker.
 #[derive(Debug)]
 pub(super) struct WorkerProcess {
     shell: WorkerShell<i32, EngineId>,
@@ -123,7 +123,7 @@ impl WorkerProcess {
         }
     }
 
-    /// The memory of an engine is open, a while after it was registered.
+    /// Handles the end of opening an engine's memory.
     pub(super) fn opened(&mut self, env: &mut Env, opening: u64) {
         if let Some(registering) = self.parts.opening.remove(&opening) {
             let memory = Ok(registering.engine);
@@ -131,7 +131,7 @@ impl WorkerProcess {
         }
     }
 
-    /// The next slice of a reset.
+    /// Does the next slice of a reset.
     pub(super) fn strike_on(&mut self, env: &mut Env) {
         self.run(env, |shell, host| shell.strike_on(host));
     }
@@ -142,12 +142,12 @@ impl WorkerProcess {
         Host { env, parts }.divide();
     }
 
-    /// The process stood still: copies may go on after their deadline.
+    /// Notes that the process was paused: copies may continue after their deadlines.
     pub(super) fn resumed(&mut self) {
         self.parts.copies.resumed();
     }
 
-    /// A copy goes on.
+    /// Makes the next step of a copy.
     pub(super) fn copy_step(&mut self, env: &mut Env, op: OpId) {
         if let Some(ended) = self.parts.copies.step(env, op) {
             self.run(env, |shell, host| shell.copies_ended(host, vec![ended]));
