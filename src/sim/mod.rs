@@ -1,4 +1,4 @@
-//! The same core without processes.
+//! Simulations: the state machines of the live system without processes, in virtual time.
 
 pub mod links;
 pub mod sequential;

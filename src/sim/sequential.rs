@@ -1,6 +1,7 @@
-//! One prompt after another, no time at all: a request and every copy that it caused end before the next one arrives.
+//! Sequential simulation: one prompt after another, in no time. A request and every copy that it caused end before the
+//! next request.
 //!
-//! Leader and scheduler are the very state machines of the live system; copies end at once on every rank.
+//! Leader and scheduler are the state machines of the live system; copies end at once on every rank.
 
 use crate::core::{Attached, Effect, EngineMemory, Event, Leader};
 use crate::engine::scheduler::{Action, Prompt, Scheduler, Served};
@@ -8,10 +9,10 @@ use crate::types::{
     AttachId, DepotId, EndedCopy, EngineId, Epoch, GroupGeometry, Rank, Replica, Time, WorkerId,
 };
 
-/// The one engine of a simulated world.
+/// Id of the only engine.
 pub(super) const ENGINE: EngineId = EngineId([0; 16]);
 
-/// Lets an engine of `ranks` equal ranks, with `arena_pages` of host memory each, attach to a leader.
+/// Attaches an engine of `ranks` equal ranks, with `arena_pages` of host memory each, to a leader.
 pub(super) fn attach(
     leader: &mut Leader,
     ranks: u16,
@@ -43,7 +44,7 @@ pub(super) fn attach(
                 verdict: Err(refusal),
                 ..
             } => return Err(refusal.to_string()),
-            // The depots are new.
+            // The depots are new: their inventories are empty.
             Effect::ReadInventory {
                 worker,
                 depot,
@@ -67,7 +68,7 @@ pub(super) fn attach(
     Ok(())
 }
 
-/// A leader and an engine, joined without anything between them.
+/// A leader and an engine, connected directly.
 #[derive(Debug)]
 pub struct Sequential {
     leader: Leader,
@@ -94,7 +95,7 @@ impl Sequential {
         })
     }
 
-    /// Serves a prompt to its end.
+    /// Serves a prompt to its end. Fails when the prompt does not fit into the engine's memory.
     pub fn serve(&mut self, prompt: Prompt) -> Result<Served, String> {
         let mut served = None;
         let mut actions = std::mem::take(&mut self.actions);
@@ -133,7 +134,7 @@ impl Sequential {
         self.scheduler.held_pages()
     }
 
-    /// Copies end at once, on every rank, whole; answers reach the engine.
+    /// Carries out the effects of the leader: copies end at once, complete on every rank, and answers reach the engine.
     fn carry_out(&mut self, actions: &mut Vec<Action>) {
         let mut next = 0;
         while next < self.effects.len() {

@@ -1,4 +1,4 @@
-//! Groups grow together when a flow connects them, and fall apart when it ends.
+//! Groups are merged when a flow connects them, and split when it ends.
 
 use std::collections::BTreeSet;
 
@@ -7,7 +7,7 @@ use smallvec::{SmallVec, smallvec};
 use super::{FlowId, Links};
 
 impl Links {
-    /// Makes one group of those of these links, with everything accounted until `at`; returns its name.
+    /// Merges the groups of these links, accounted until `at`. Returns the name of the merged group.
     pub(super) fn join(&mut self, links: &[u32], at: u128) -> u32 {
         let mut names: SmallVec<[u32; 8]> = links
             .iter()
@@ -15,7 +15,7 @@ impl Links {
             .collect();
         names.sort_unstable();
         names.dedup();
-        // A group may be ahead of the present time by what rounding an end to it takes.
+        // A group may be ahead of the present time, because ends are rounded to whole nanoseconds.
         let at = names
             .iter()
             .map(|name| self.groups[*name as usize].at)
@@ -40,7 +40,7 @@ impl Links {
         first
     }
 
-    /// Makes a group of each part that is still connected.
+    /// Makes a separate group of each part that is still connected.
     pub(super) fn split(&mut self, name: u32) {
         let group = &mut self.groups[name as usize];
         let at = group.at;

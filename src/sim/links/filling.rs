@@ -2,11 +2,11 @@
 
 use super::{FlowId, Links, Stage, fixed};
 
-/// What a link has left to share out.
+/// Capacity of a link that is not assigned yet.
 #[derive(Debug, Clone, Copy)]
 struct Room {
     link: u32,
-    /// Rate that no frozen flow has.
+    /// Rate that is not assigned to frozen flows.
     rate: u128,
     /// Weight of the flows that are not frozen.
     weight: u64,
@@ -21,14 +21,14 @@ struct Rising {
 }
 
 impl Room {
-    /// The rate for each unit of weight at which the link is full.
+    /// Rate for each unit of weight at which the link is full.
     fn level(&self) -> Option<u128> {
         self.rate.checked_div(u128::from(self.weight))
     }
 }
 
 impl Rising {
-    /// The rate for each unit of weight at which the flow meets its cap.
+    /// Rate for each unit of weight at which the flow reaches its cap.
     fn level(&self) -> u128 {
         self.cap
             .map_or(u128::MAX, |cap| cap / u128::from(self.weight))
@@ -36,8 +36,9 @@ impl Rising {
 }
 
 impl Links {
-    /// Raises all flows of a group together, by weight; where a link is full its flows stay, and where a cap is met that
-    /// flow stays; until none rises. Rates are rounded down, so that no link is ever overfull.
+    /// Raises the rates of all flows of a group together, by weight. The flows of a full link and a flow that reaches
+    /// its cap are frozen; the others rise until none is left. Rates are rounded down, so that no link exceeds its
+    /// capacity.
     pub(super) fn fill(&mut self, name: u32) {
         let group = &self.groups[name as usize];
         let mut rooms: Vec<Room> = group
@@ -66,7 +67,7 @@ impl Links {
                 }
             }
         }
-        // The lowest cap last, so that it is met by popping.
+        // The lowest cap comes last, so that it can be popped.
         rising.sort_unstable_by_key(|flow| (std::cmp::Reverse(flow.level()), flow.id));
         for room in &rooms {
             self.links[room.link as usize].level = 0;
@@ -102,7 +103,7 @@ impl Links {
         }
     }
 
-    /// A flow has its rate now.
+    /// Fixes the rate of a flow and subtracts it from its links.
     fn freeze(&mut self, rising: Rising, at: u128, rooms: &mut [Room]) {
         let Some(flow) = self.flows.get_mut(&rising.id) else {
             return;

@@ -1,50 +1,51 @@
-//! Integer arithmetic of the links: numbers with 32 bits behind the point.
+//! Integer arithmetic of the links: fixed-point numbers with 32 fraction bits.
 //!
 //! Times count nanoseconds, work counts nanobytes (10^-9 bytes), rates count bytes per second, which is nanobytes per
 //! nanosecond: a rate times a time is work, without a factor.
 
 use crate::types::Time;
 
-/// Bits behind the point.
+/// Number of fraction bits.
 const FRACTION_BITS: u32 = 32;
-/// One, with its fraction.
+/// The number 1.
 pub(super) const ONE: u128 = 1 << FRACTION_BITS;
-/// One byte, in nanobytes with their fraction.
+/// Work of one byte, in nanobytes.
 const BYTE: u128 = 1_000_000_000 * ONE;
-/// What counts as nothing when an end is rounded up to whole nanoseconds (2^-10 ns): more than all rounding of some
-/// million events together, so that an end at a whole nanosecond is reported there, and not one later.
+/// Excess that is ignored when an end is rounded up to whole nanoseconds (2^-10 ns): more than all rounding errors of
+/// some million events together, so that an end at a whole nanosecond is reported there, and not one later.
 const SNAP: u128 = ONE >> 10;
-/// The same for bytes that are left: 2^-22 bytes.
+/// Excess that is ignored when remaining bytes are rounded up: 2^-22 bytes.
 const SNAP_BYTES: u128 = BYTE >> 22;
 
-/// A point in time with its fraction.
+/// Converts a point in time.
 pub(super) fn from_time(time: Time) -> u128 {
     u128::from(time.0) << FRACTION_BITS
 }
 
-/// The first whole nanosecond at or behind a point in time; [`Time::NEVER`] when there is none.
+/// Returns the first whole nanosecond at or after a point in time, ignoring an excess of up to [`SNAP`];
+/// [`Time::NEVER`] when there is none.
 pub(super) fn to_time(at: u128) -> Time {
     let nanos = at.saturating_sub(SNAP).div_ceil(ONE);
     u64::try_from(nanos).map_or(Time::NEVER, Time)
 }
 
-/// The work of so many bytes. Below 2^126.
+/// Work of moving `bytes`. Below 2^126.
 pub(super) fn from_bytes(bytes: u64) -> u128 {
     u128::from(bytes) * BYTE
 }
 
-/// Bytes that some work takes, rounded up.
+/// Converts work to bytes, rounded up.
 pub(super) fn to_bytes(work: u128) -> u64 {
     let bytes = work.saturating_sub(SNAP_BYTES).div_ceil(BYTE);
     u64::try_from(bytes).unwrap_or(u64::MAX)
 }
 
-/// A rate in bytes per second with its fraction.
+/// Converts a rate in bytes per second.
 pub(super) fn from_rate(bytes_per_s: u64) -> u128 {
     u128::from(bytes_per_s) << FRACTION_BITS
 }
 
-/// `a x b / c`, rounded down, and whether something was cut off. Exact: the product has 192 bits. Saturates.
+/// Returns `a x b / c`, rounded down, and whether a remainder was cut off. Exact: the product has 192 bits. Saturates.
 fn mul_div(a: u128, b: u64, c: u64) -> (u128, bool) {
     let (b, c) = (u128::from(b), u128::from(c));
     let low = (a & u128::from(u64::MAX)) * b;
@@ -66,20 +67,20 @@ pub(super) fn shared_work(span: u128, capacity: u64, weight: u64) -> u128 {
     mul_div(span, capacity, weight).0
 }
 
-/// How long a link of `capacity` takes to do `work` for each unit of `weight`, rounded up.
+/// Time in which a link of `capacity` does `work` for each unit of `weight`, rounded up.
 pub(super) fn shared_span(work: u128, capacity: u64, weight: u64) -> u128 {
     let (span, cut) = mul_div(work, weight, capacity);
     span.saturating_add(u128::from(cut))
 }
 
-/// What a rate does in `span`. Rounded down by less than 2^-31 nanobytes.
+/// Work that a rate does in `span`. Rounded down by less than 2^-31 nanobytes.
 pub(super) fn work(rate: u128, span: u128) -> u128 {
     let (whole, part) = (span / ONE, span % ONE);
     let whole = rate.saturating_mul(whole);
     whole.saturating_add(rate.saturating_mul(part) / ONE)
 }
 
-/// How long a rate takes to do `work`, rounded up; `None` at a rate of zero.
+/// Time in which a rate does `work`, rounded up; `None` at a rate of zero.
 pub(super) fn span(work: u128, rate: u128) -> Option<u128> {
     let (whole, rest) = (work.checked_div(rate)?, work % rate);
     let part = rest.saturating_mul(ONE).div_ceil(rate);

@@ -1,4 +1,4 @@
-//! Links that are connected by flows over several of them, and how time passes there.
+//! Groups of links that are connected by flows over several of them, and the progress of time in a group.
 
 use std::collections::BTreeSet;
 
@@ -11,15 +11,15 @@ use super::{Flow, FlowId, Links, Stage, Utilisation, fixed};
 #[derive(Debug)]
 pub(super) struct Link {
     pub(super) capacity: u64,
-    /// The group that it belongs to.
+    /// Name of the group that the link belongs to.
     pub(super) group: u32,
     /// Work done for each unit of weight since the link was last idle.
     pub(super) virtual_work: u128,
-    /// Work per nanosecond for each unit of weight; computed where flows are coupled.
+    /// Work per nanosecond for each unit of weight; computed only in groups with coupled flows.
     pub(super) level: u128,
-    /// Flows over this link alone, without a cap, by the virtual work at which they end.
+    /// Flows over this link alone, without a cap, ordered by the virtual work at which they end.
     pub(super) singles: BTreeSet<(u128, FlowId)>,
-    /// Weight of these together.
+    /// Total weight of `singles`.
     pub(super) single_weight: u64,
     /// All other flows over this link.
     pub(super) coupled: Vec<FlowId>,
@@ -27,17 +27,17 @@ pub(super) struct Link {
     busy_since: Option<Time>,
 }
 
-/// Links that pass time together: one, or those that flows over several links connect.
+/// Links that advance in time together: a single one, or all that flows over several links connect.
 #[derive(Debug)]
 pub(super) struct Group {
     pub(super) links: SmallVec<[u32; 2]>,
-    /// Flows that are not over one link alone, or have a cap.
+    /// Flows over several links, or with a cap.
     pub(super) coupled: Vec<FlowId>,
-    /// Up to where virtual work and rests are accounted, a time with its fraction.
+    /// Time with its fraction up to which virtual work and remaining work are accounted.
     pub(super) at: u128,
-    /// When its next flow ends, with its fraction.
+    /// Time with its fraction at which the group's next flow ends.
     pub(super) next: u128,
-    /// The same in the schedule.
+    /// The group's entry in the schedule: `next` in whole nanoseconds.
     pub(super) scheduled: Option<Time>,
     pub(super) stale: bool,
 }
@@ -71,7 +71,7 @@ impl Link {
         self.singles.is_empty() && self.coupled.is_empty()
     }
 
-    /// A flow came or went.
+    /// Accounts for a flow that has started or ended on this link.
     fn note_use(&mut self, now: Time) {
         match (self.is_idle(), self.busy_since) {
             (true, Some(since)) => {
@@ -99,7 +99,7 @@ impl Group {
 }
 
 impl Links {
-    /// Lets everything happen that is due until `now`: ends first, then joins.
+    /// Processes everything that is due until `now`: at equal times ends before joins.
     pub(super) fn run_to(&mut self, now: Time) {
         loop {
             self.settle();
@@ -125,7 +125,7 @@ impl Links {
         self.now = self.now.max(now);
     }
 
-    /// Computes rates and next ends where flows came or went.
+    /// Recomputes rates and next ends of the groups in which flows started or ended.
     pub(super) fn settle(&mut self) {
         while let Some(name) = self.stale.pop() {
             let group = &mut self.groups[name as usize];
@@ -150,7 +150,7 @@ impl Links {
         }
     }
 
-    /// Bytes per second of a flow, with their fraction.
+    /// Rate of a flow in bytes per second, with its fraction.
     pub(super) fn exact_rate(&self, id: FlowId) -> Option<u128> {
         let flow = self.flows.get(&id)?;
         let link = &self.links[flow.links[0] as usize];
@@ -165,7 +165,7 @@ impl Links {
         })
     }
 
-    /// When the next flow of a group ends; `u128::MAX` when none ever does.
+    /// Time at which the next flow of a group ends; `u128::MAX` when none does.
     fn next_end(&self, name: u32) -> u128 {
         let group = &self.groups[name as usize];
         let mut soonest = u128::MAX;
@@ -190,7 +190,7 @@ impl Links {
         group.at.saturating_add(soonest)
     }
 
-    /// Accounts for what a group did until `at`.
+    /// Accounts for the work of a group until `at`.
     pub(super) fn pass(&mut self, name: u32, at: u128) {
         let group = &mut self.groups[name as usize];
         let span = at.saturating_sub(group.at);
@@ -216,7 +216,7 @@ impl Links {
         }
     }
 
-    /// Lets time pass in a group until its next end, and ends what ends there.
+    /// Advances a group to its next end, and ends the flows that end there.
     fn end_next(&mut self, name: u32) {
         self.pass(name, self.groups[name as usize].next);
         let group = &self.groups[name as usize];
@@ -248,7 +248,7 @@ impl Links {
         self.expire(name);
     }
 
-    /// Takes a flow that has joined off its links, at the present time; returns the work that it has left.
+    /// Removes a flow that has joined its links, at the present time. Returns the work that it has left.
     pub(super) fn take_off(&mut self, id: FlowId) -> Option<u128> {
         let first = *self.flows.get(&id)?.links.first()?;
         let name = self.links[first as usize].group;
@@ -267,7 +267,7 @@ impl Links {
         Some(left)
     }
 
-    /// Forgets a flow; a group that it connected falls apart.
+    /// Removes a flow. A group that it connected is split.
     fn remove(&mut self, id: FlowId) {
         let Some(flow) = self.flows.remove(&id) else {
             return;
@@ -295,7 +295,7 @@ impl Links {
         }
     }
 
-    /// A flow joins its links at the present time.
+    /// Puts a flow on its links at the present time.
     pub(super) fn put_on(&mut self, id: FlowId) {
         let Some(Flow {
             links,
@@ -340,7 +340,7 @@ impl Links {
         }
     }
 
-    /// Rates and next end of a group are to be computed.
+    /// Marks the rates and the next end of a group for recomputation.
     pub(super) fn expire(&mut self, name: u32) {
         let group = &mut self.groups[name as usize];
         if !group.stale {

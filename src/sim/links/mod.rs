@@ -1,27 +1,28 @@
-//! Shared links as fluids: how long transfers take that share what moves them.
+//! Fluid model of shared links: how long transfers take that share bandwidth.
 //!
-//! Flows move bytes over links. Each flow is in the place of a fluid: at every moment the links are shared out max-min
-//! fairly by weight, so that no flow can get more without taking from one that has no more for its weight. A flow over
-//! several links moves at one rate on all of them at once.
+//! Flows move bytes over links. Each flow is treated as a fluid: at every moment the capacity of the links is shared
+//! max-min fairly by weight, so that no flow can get more without taking from a flow that has no more for its weight. A
+//! flow over several links moves at one rate on all of them at once.
 //!
 //! # Cost
 //!
-//! A link keeps a clock of virtual work: what it has done for each unit of weight. A flow over this link alone, without
-//! a cap, ends when the clock shows what it showed at the start and the flow's bytes by its weight; that never changes,
-//! whoever comes and goes. So these flows lie in an ordered set, an arrival, an end and a cancel cost O(log n), and no
-//! flow is touched by the events of another one (the virtual time of Parekh and Gallager, "A Generalized Processor
-//! Sharing Approach to Flow Control in Integrated Services Networks", 1993). Flows over several links, or with a cap, keep their rest and their rate; both are computed anew, by
-//! progressive filling (Bertsekas and Gallager, "Data Networks", 6.5.2), when a flow of their connected component comes
-//! or goes, at most once for each point in time. Links that are not connected to it have no part in that.
+//! A link keeps a clock of virtual work: the work that it has done for each unit of weight. A flow over this link
+//! alone, without a cap, ends when the clock has advanced by the flow's bytes divided by its weight. That value never
+//! changes when other flows start or end. These flows are therefore kept in an ordered set, an arrival, an end and a
+//! cancel cost O(log n), and no flow is touched by the events of another one (the virtual time of Parekh and Gallager,
+//! "A Generalized Processor Sharing Approach to Flow Control in Integrated Services Networks", 1993). Flows over
+//! several links, or with a cap, keep their remaining work and their rate. Both are recomputed by progressive filling
+//! (Bertsekas and Gallager, "Data Networks", 6.5.2) when a flow of their connected component starts or ends, at most
+//! once for each point in time. Links that are not connected to the component take no part in that.
 //!
 //! # Accuracy
 //!
-//! Everything is an integer; see `fixed`. An end is reported at the first whole nanosecond behind it, or at the one that
-//! it is less than 2^-10 nanoseconds behind. On links that carry only flows without caps over one link, each event adds
-//! less than 2^-31 nanoseconds and, with flows of weight W at capacity C, less than W/C x 2^-31 nanoseconds of error.
-//! Rates of the other flows are rounded down to multiples of 2^-32 bytes per second: one that runs for T nanoseconds at R
-//! bytes per second or more ends at most T/R x 2^-31 nanoseconds late. A state changes at events only, so that how often
-//! anybody looks changes nothing.
+//! All values are integers; see `fixed`. An end is reported at the first whole nanosecond at or after it, or at the
+//! whole nanosecond that it exceeds by less than 2^-10 nanoseconds. On links that carry only flows without caps over
+//! one link, each event adds less than 2^-31 nanoseconds and, with flows of weight W at capacity C, less than W/C x
+//! 2^-31 nanoseconds of error. Rates of the other flows are rounded down to multiples of 2^-32 bytes per second: one
+//! that runs for T nanoseconds at R bytes per second or more ends at most T/R x 2^-31 nanoseconds late. The state
+//! changes at events only: the number of calls between events changes nothing.
 
 mod connect;
 mod filling;
@@ -42,66 +43,66 @@ use group::{Group, Link};
 /// Most links of one flow.
 pub const LINKS_PER_FLOW_MAX: usize = 8;
 
-/// Names a link.
+/// Id of a link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct LinkId(u32);
 
-/// Names a flow. Flows that start later have larger ids.
+/// Id of a flow. Flows that start later have larger ids.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct FlowId(pub u64);
 
-/// What a flow is.
+/// The description of a flow.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FlowSpec<'a> {
     /// 1 to [`LINKS_PER_FLOW_MAX`] different links.
     pub links: &'a [LinkId],
     /// Bytes to move.
     pub bytes: u64,
-    /// Its share among others, at least 1.
+    /// Weight of the flow when links are shared, at least 1.
     pub weight: u32,
-    /// Bytes per second that it never exceeds, at least 1.
+    /// Limit of the rate in bytes per second, at least 1; `None` for no limit.
     pub cap: Option<u64>,
-    /// Joins its links so long after it starts.
+    /// Time from the start of the flow until it joins its links.
     pub latency: Duration,
 }
 
-/// Why a link or a flow cannot be.
+/// Why a link or a flow is rejected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum LinksError {
-    /// A link without capacity would hold its flows for ever.
+    /// A link with a capacity of 0, on which flows would never end.
     #[error("a link moves 0 bytes per second: give it at least 1")]
     NoCapacity,
-    /// The same of a cap.
+    /// A flow with a cap of 0, which would never end.
     #[error("a flow is capped at 0 bytes per second: give it at least 1, or no cap")]
     NoRate,
-    /// A flow without a share.
+    /// A flow with a weight of 0.
     #[error("a flow has weight 0: give it at least 1")]
     NoWeight,
-    /// No links, or too many.
+    /// A flow over no links, or over more than [`LINKS_PER_FLOW_MAX`].
     #[error("a flow uses {0} links: 1 to {LINKS_PER_FLOW_MAX} are possible")]
     LinkCount(usize),
-    /// A link twice, or one of another model.
+    /// A link that is named twice, or belongs to another model.
     #[error("link {0} is unknown, or named twice")]
     LinkName(u32),
 }
 
-/// How a link was used up to now.
+/// Usage of a link so far.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Utilisation {
-    /// Bytes of flows that ended, and what cancelled ones had moved.
+    /// Bytes of flows that have ended, plus those that cancelled flows had moved.
     pub bytes: u64,
-    /// Nanoseconds during which it had a flow.
+    /// Nanoseconds during which the link had at least one flow.
     pub busy_ns: u64,
 }
 
-/// Where a flow is in its life.
+/// Stage of a flow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stage {
-    /// Its latency is not over.
+    /// Waits until its latency is over, at this time.
     Joining(Time),
-    /// Over one link, without a cap: ends when the link's virtual work is this.
+    /// Runs over one link, without a cap: ends when the link's virtual work reaches `tag`.
     Single { tag: u128 },
-    /// Any other, by its own account.
+    /// Runs over several links or with a cap: has its own remaining work and rate.
     Coupled { left: u128, rate: u128 },
 }
 
@@ -114,31 +115,31 @@ struct Flow {
     stage: Stage,
 }
 
-/// Links and the flows on them. See the module.
+/// Links and the flows on them.
 #[derive(Debug, Default)]
 pub struct Links {
     links: Vec<Link>,
-    /// By the link that names the group; only groups that are somebody's count.
+    /// Indexed by the link that names the group. A group whose link belongs to another group is unused.
     groups: Vec<Group>,
     flows: HashMap<FlowId, Flow>,
     joining: BTreeSet<(Time, FlowId)>,
-    /// When each group's next flow ends.
+    /// Time at which each group's next flow ends.
     schedule: BTreeSet<(Time, u32)>,
-    /// Groups whose rates or next end are to be computed.
+    /// Groups whose rates or next end have to be recomputed.
     stale: Vec<u32>,
-    /// Ends that were met while a flow was started or cancelled.
+    /// Ends that were reached while a flow was started or cancelled.
     ended: Vec<(Time, FlowId)>,
     next_flow: u64,
     now: Time,
 }
 
 impl Links {
-    /// No links.
+    /// A model without links.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Adds a link. At most 2^32 of them.
+    /// Adds a link that moves `bytes_per_s`. At most 2^32 links.
     ///
     /// # Errors
     ///
@@ -153,14 +154,15 @@ impl Links {
         Ok(LinkId(index))
     }
 
-    /// Starts a flow at `now`, which is no earlier than any time named before; an earlier one counts as that.
+    /// Starts a flow at `now`, which is no earlier than the time of any earlier call; an earlier one counts as the
+    /// latest.
     ///
     /// # Errors
     ///
-    /// What the flow lacks; nothing has changed then.
+    /// An invalid description of the flow. Nothing has changed then.
     pub fn start(&mut self, now: Time, flow: &FlowSpec<'_>) -> Result<FlowId, LinksError> {
         let links = self.check(flow)?;
-        // What starts at one time is rated together.
+        // Flows that start at the same time get their rates in one computation.
         if now > self.now {
             self.run_to(now);
         }
@@ -184,7 +186,8 @@ impl Links {
         Ok(id)
     }
 
-    /// When to call [`Links::advance`] next: no flow ends before. A flow ends then, or one joins. `None` without flows.
+    /// Returns when to call [`Links::advance`] next: a flow ends or joins its links then, and none ends before. `None`
+    /// without flows.
     pub fn next_event(&mut self) -> Option<Time> {
         self.settle();
         let ended = self.ended.first().map(|(at, _)| *at);
@@ -193,15 +196,15 @@ impl Links {
         [ended, joins, ends].into_iter().flatten().min()
     }
 
-    /// Lets time pass until `now` and appends the flows that ended, with their times: in the order of time, of ids where
-    /// times are equal. Times are never before those of earlier calls.
+    /// Advances to `now` and appends the flows that have ended, with their times, in the order of time, and of ids
+    /// where times are equal. Times are never before those of earlier calls.
     pub fn advance(&mut self, now: Time, ended: &mut Vec<(Time, FlowId)>) {
         self.run_to(now);
         self.ended.sort_unstable();
         ended.append(&mut self.ended);
     }
 
-    /// Takes a flow off at `now` and returns the bytes that it has left, rounded up; `None` when it has ended.
+    /// Removes a flow at `now` and returns the bytes that it has not moved, rounded up; `None` when the flow has ended.
     pub fn cancel(&mut self, now: Time, id: FlowId) -> Option<u64> {
         self.run_to(now);
         let flow = self.flows.get(&id)?.clone();
@@ -220,19 +223,19 @@ impl Links {
         Some(left)
     }
 
-    /// Bytes per second of a flow, rounded down; 0 while its latency lasts, `None` when it has ended.
+    /// Rate of a flow in bytes per second, rounded down; 0 during its latency, `None` when the flow has ended.
     pub fn rate(&mut self, id: FlowId) -> Option<u64> {
         self.settle();
         let rate = self.exact_rate(id)?;
         Some(u64::try_from(rate / fixed::ONE).unwrap_or(u64::MAX))
     }
 
-    /// Flows that have not ended.
+    /// Number of flows that have not ended.
     pub fn open_flows(&self) -> usize {
         self.flows.len()
     }
 
-    /// How a link was used up to the last time named.
+    /// Usage of a link up to the time of the last call.
     pub fn utilisation(&self, id: LinkId) -> Utilisation {
         self.links
             .get(id.0 as usize)

@@ -1,4 +1,4 @@
-//! What will happen when.
+//! The agenda: pending events by time.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -32,7 +32,7 @@ impl<T> Ord for Entry<T> {
     }
 }
 
-/// Happenings in the order of time; those of one time in the order in which they were added.
+/// Events in the order of time, and of insertion where times are equal.
 #[derive(Debug)]
 pub(super) struct Agenda<T> {
     heap: BinaryHeap<Reverse<Entry<T>>>,
@@ -53,12 +53,12 @@ impl<T> Agenda<T> {
         self.heap.push(Reverse(Entry { at, number, what }));
     }
 
-    /// When the next one is due.
+    /// Time of the next event.
     pub(super) fn next_at(&self) -> Option<Time> {
         self.heap.peek().map(|Reverse(entry)| entry.at)
     }
 
-    /// Takes the next one if it is due.
+    /// Takes the next event if it is due.
     pub(super) fn take_due(&mut self, now: Time) -> Option<T> {
         if self.next_at()? > now {
             return None;

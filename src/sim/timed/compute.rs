@@ -1,4 +1,4 @@
-//! How long an engine computes.
+//! Computation time of an engine.
 
 use std::time::Duration;
 
@@ -9,13 +9,13 @@ use crate::types::Time;
 /// How long the prefill of a prompt takes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Prefill {
-    /// No time.
+    /// Prefill takes no time.
     Instant,
     /// Tokens per second, at least 1.
     Rate(u64),
-    /// A polynomial in the new tokens T: a x T^2 + b x T + c milliseconds; nothing for no tokens.
+    /// A polynomial in the number T of new tokens: a x T^2 + b x T + c milliseconds; zero for no tokens.
     Quadratic {
-        /// Milliseconds for each square of a token: attention.
+        /// Milliseconds for each squared token: attention.
         a: f64,
         /// Milliseconds for each token.
         b: f64,
@@ -25,7 +25,7 @@ pub enum Prefill {
 }
 
 impl Prefill {
-    /// How long `tokens` new tokens take, rounded up to nanoseconds.
+    /// Prefill time of `tokens` new tokens, rounded up to nanoseconds.
     pub fn span(&self, tokens: u64) -> Duration {
         match *self {
             _ if tokens == 0 => Duration::ZERO,
@@ -43,7 +43,7 @@ impl Prefill {
     }
 }
 
-/// How long an engine computes, as a TOML file says it:
+/// Computation time of an engine, read from a TOML file:
 ///
 /// ```toml
 /// decode_ms = 26.3        # for each token of an answer; 0 when left out
@@ -54,14 +54,14 @@ impl Prefill {
 /// c = 16.50142
 /// ```
 ///
-/// These are the figures of NVIDIA Dynamo's simulator (`lib/mocker`, its built-in engine timing), of decoding the one for
-/// memory that is half full.
+/// The figures of the example are those of NVIDIA Dynamo's simulator (`lib/mocker`, its built-in engine timing); the
+/// decoding figure is the one for memory that is half full.
 #[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Formula {
-    /// Prefill of a prompt.
+    /// Prefill time of a prompt.
     pub prefill_ms: Polynomial,
-    /// Milliseconds for each token of an answer.
+    /// Milliseconds for each token of an answer. Default: 0.
     #[serde(default)]
     pub decode_ms: f64,
 }
@@ -70,23 +70,23 @@ pub struct Formula {
 #[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Polynomial {
-    /// Of T^2.
+    /// Factor of T^2 in milliseconds. Default: 0.
     #[serde(default)]
     pub a: f64,
-    /// Of T.
+    /// Factor of T in milliseconds. Default: 0.
     #[serde(default)]
     pub b: f64,
-    /// Of 1.
+    /// Constant part in milliseconds. Default: 0.
     #[serde(default)]
     pub c: f64,
 }
 
 impl Formula {
-    /// The two parts of it.
+    /// Prefill time, and decoding time of a token.
     ///
     /// # Errors
     ///
-    /// The name of a factor that is below zero or no number.
+    /// The name of a factor that is negative or not finite.
     pub fn parts(self) -> Result<(Prefill, Duration), &'static str> {
         let Polynomial { a, b, c } = self.prefill_ms;
         let named = [
@@ -108,7 +108,7 @@ impl Formula {
     }
 }
 
-/// The device that computes prompts: one after another, or all at once.
+/// The device that computes prompts: one after another if `serial`, or all at once.
 #[derive(Debug)]
 pub(super) struct Device {
     prefill: Prefill,
@@ -127,7 +127,7 @@ impl Device {
         }
     }
 
-    /// Queues the prefill of so many tokens; returns when it ends.
+    /// Queues the prefill of `tokens` tokens. Returns when the prefill ends.
     pub(super) fn compute(&mut self, now: Time, tokens: u64) -> Time {
         let span = self.prefill.span(tokens);
         self.busy += span;
@@ -138,7 +138,7 @@ impl Device {
         self.free_at
     }
 
-    /// Time of all prefills together.
+    /// Total time of all prefills.
     pub(super) fn busy(&self) -> Duration {
         self.busy
     }

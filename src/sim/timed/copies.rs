@@ -1,4 +1,4 @@
-//! Copies in flight: the two links of each rank, and what was measured on them.
+//! Copies in flight: the two links of each rank, and their measurements.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -8,12 +8,12 @@ use crate::types::{Copy, Direction, EndedCopy, OpId, Rank, RequestId, Time};
 
 use super::{DIRECTIONS, Seen, TimedSettings, pages};
 
-/// A copy that a worker has.
+/// A copy that a worker has received and not reported.
 #[derive(Debug, Clone, Copy)]
 struct Task {
     direction: Direction,
     bytes: u64,
-    /// When it was ordered, and what it reads was written.
+    /// When the copy was ordered and its source pages were written, whichever is later.
     ready_at: Time,
     started_at: Time,
     flow: Option<FlowId>,
@@ -29,7 +29,7 @@ pub(super) struct Copies {
     page_bytes: u64,
     tasks: HashMap<(Rank, OpId), Task>,
     flows: HashMap<FlowId, (Rank, OpId)>,
-    /// When workers heard that everything up to a request is written. Both grow.
+    /// Requests up to which everything is written, and when the workers were notified. Both grow.
     written: Vec<(RequestId, Time)>,
     queue_ns: [Vec<u64>; 2],
     over: Vec<(Time, FlowId)>,
@@ -73,7 +73,7 @@ impl Copies {
         self.links.next_event()
     }
 
-    /// A worker hears of copies.
+    /// Notes copies that a worker receives.
     pub(super) fn ordered(&mut self, now: Time, rank: Rank, copies: &[Copy]) {
         for copy in copies {
             let task = Task {
@@ -87,12 +87,12 @@ impl Copies {
         }
     }
 
-    /// Workers hear that everything up to a request is written.
+    /// Notes that the workers are notified that everything up to a request is written.
     pub(super) fn written(&mut self, now: Time, through: RequestId) {
         self.written.push((through, now));
     }
 
-    /// A worker starts copies.
+    /// Starts copies of a worker.
     pub(super) fn start(&mut self, now: Time, rank: Rank, copies: &[Copy]) {
         for copy in copies {
             let Some(task) = self.tasks.get_mut(&(rank, copy.op)) else {
@@ -118,11 +118,11 @@ impl Copies {
         }
     }
 
-    /// A worker stops a copy: nothing of it moves any more.
+    /// Stops a copy of a worker: no more of its bytes move. Returns `None` when the copy has already ended.
     pub(super) fn stop(&mut self, now: Time, rank: Rank, op: OpId) -> Option<EndedCopy> {
         let task = self.tasks.get_mut(&(rank, op))?;
         let flow = task.flow.take()?;
-        // One that is over by now is reported as such.
+        // A copy that has ended by now is reported as ended, not as stopped.
         self.links.cancel(now, flow)?;
         self.flows.remove(&flow);
         Some(EndedCopy {
@@ -134,7 +134,7 @@ impl Copies {
         })
     }
 
-    /// The copies that are over by now, those of a rank together.
+    /// Takes the copies that have ended by now, sorted by rank.
     pub(super) fn take_ended(&mut self, now: Time) -> Vec<(Rank, EndedCopy)> {
         let mut ended = Vec::new();
         self.links.advance(now, &mut self.over);
@@ -166,14 +166,14 @@ impl Copies {
         ended
     }
 
-    /// A worker reported copies: nothing is known of them any more.
+    /// Removes copies that a worker has reported.
     pub(super) fn reported(&mut self, rank: Rank, copies: &[EndedCopy]) {
         for copy in copies {
             self.tasks.remove(&(rank, copy.op));
         }
     }
 
-    /// Adds what was measured.
+    /// Adds the measurements of the links.
     pub(super) fn fill(&mut self, seen: &mut Seen) {
         for direction in DIRECTIONS {
             let way = index(direction);

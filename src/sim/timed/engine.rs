@@ -1,4 +1,4 @@
-//! The engine in virtual time: the reference engine's scheduler, a device that computes, and a watch.
+//! The engine in virtual time: the reference engine's scheduler, a device that computes, and measurements.
 
 use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
@@ -18,7 +18,7 @@ struct Open {
     output_tokens: u64,
     arrived_at: Time,
     admitted_at: Time,
-    /// When its prefill ends, once that is known.
+    /// When the prefill ends; `None` before it is queued.
     first_token_at: Option<Time>,
 }
 
@@ -114,7 +114,8 @@ impl Engine {
         self.scheduler.answered(id, answer, &mut self.actions);
     }
 
-    /// The prefill of a prompt ended. Returns up to which request everything is written, when the prompt is stored.
+    /// Handles the end of a prompt's prefill. Returns the request up to which everything is written, when the prompt is
+    /// stored.
     pub(super) fn computed(
         &mut self,
         now: Time,
@@ -140,14 +141,14 @@ impl Engine {
         served.append(&mut self.served);
     }
 
-    /// Does what the scheduler wants done: work on pages takes no time, but for the prefill.
+    /// Carries out the actions of the scheduler. Work on pages takes no time, except for the prefill.
     pub(super) fn act(&mut self, now: Time, agenda: &mut Agenda<Happening>) {
         let mut actions = std::mem::take(&mut self.actions);
         let mut next = 0;
         while let Some(action) = actions.get_mut(next) {
             next += 1;
             match std::mem::replace(action, Action::Idle) {
-                // Every load and store is waited for; nothing is abandoned.
+                // The engine waits for the answer to every load and store: nothing is abandoned.
                 Action::Idle | Action::Abandon { .. } => {}
                 Action::Done(served) => self.done(now, served, agenda),
                 Action::Work {
@@ -160,11 +161,11 @@ impl Engine {
                 }
                 Action::Work { slot, kind, .. } => self.scheduler.worked(slot, kind, &mut actions),
                 Action::Send { id, mut request } => {
-                    // Such work takes no time here: nothing is left to wait for.
+                    // Work that a load waits for takes no time here, so the load need not wait.
                     if let Request::Load { after, .. } = &mut request {
                         *after = RequestId(0);
                     }
-                    // An engine knows how long its prefill takes, and grants that much to the store that waits for it.
+                    // The store waits for the prefill: add the time of the prefill to its deadline.
                     let mut from = now;
                     if let Request::Store { .. } = request
                         && let Some(Action::Work {
@@ -192,14 +193,14 @@ impl Engine {
             }
             match open.first_token_at {
                 Some(_) => _ = self.open.remove(&served.slot),
-                // Too short for a page: the scheduler has no work with it, the device has.
+                // A prompt shorter than a page: the scheduler requests no work for it, but the device computes it.
                 None => _ = self.compute(now, served.slot, 0..0, None, agenda),
             }
         }
         self.served.push(served);
     }
 
-    /// Queues the prefill of a prompt but for the pages before `positions`; returns when it ends.
+    /// Queues the prefill of a prompt without the pages before `positions`. Returns when the prefill ends.
     fn compute(
         &mut self,
         now: Time,
@@ -222,7 +223,8 @@ impl Engine {
         end
     }
 
-    /// Sends a request to the leader; its answer is due so long after `from` as in a live engine.
+    /// Sends a request to the leader. Its deadline is [`REQUEST_TIMEOUT`] after `from`, or after the time of sending if
+    /// that is later.
     fn send(
         &mut self,
         now: Time,

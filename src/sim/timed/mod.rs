@@ -1,14 +1,14 @@
-//! The replay in virtual time: one engine, its workers and their leader as one discrete-event simulation.
+//! Replay in virtual time: one engine, its workers and their leader as one discrete-event simulation.
 //!
-//! Leader, workers and scheduler are the very state machines of the live system; a copy takes what its link gives it
-//! ([`crate::sim::links`]), a message takes a fixed time, and so does a prefill. Nothing else takes time. Nothing waits:
-//! the earliest of all deadlines drives the clock. Where several things happen at one time, copies end first, then
-//! messages come in the order in which they were sent, then timeouts fire, then prompts arrive; so that equal input
-//! gives equal output, to the last bit.
+//! Leader, workers and scheduler are the state machines of the live system. A copy takes the bandwidth that its link
+//! gives it ([`crate::sim::links`]), a message takes a fixed time, prefill and decoding take the times of the settings.
+//! Nothing else takes time, and nothing sleeps: the clock jumps to the earliest pending event or deadline. Of several
+//! events at one time, copies end first, then messages arrive in the order in which they were sent, then timeouts fire,
+//! then prompts arrive. Equal input therefore gives equal output, to the last bit.
 //!
-//! What it does not know of: the time that leader and workers take to decide, hashing, and the engine's own steps other
-//! than prefill. Copies of one rank and direction share their link, as streams of a device do; a live worker that copies
-//! with the CPU runs them one after another, so that of copies at one time the last ends at the same time, the others
+//! Not modelled: the time that leader and workers take to decide, hashing, and the engine's steps other than prefill
+//! and decoding. Copies of one rank and direction share their link, as streams of a device do. A live worker that
+//! copies with the CPU runs them one after another: of copies at one time the last ends at the same time, the others
 //! earlier.
 
 mod agenda;
@@ -39,7 +39,7 @@ pub use compute::{Formula, Polynomial, Prefill};
 pub use seen::{LinkUse, Seen};
 pub use settings::{Arrival, LINK_BYTES_PER_S, LINK_LATENCY, MESSAGE_LATENCY, Pace, TimedSettings};
 
-/// Something that was sent, or takes a known time.
+/// An event on the agenda: a message in flight, or work whose end is known.
 #[derive(Debug)]
 enum Happening {
     /// A request of the engine reaches the leader.
@@ -68,11 +68,11 @@ enum Happening {
         slot: SlotId,
         stores: Option<RequestId>,
     },
-    /// Every worker hears that everything up to this request is written.
+    /// Every worker is notified that everything up to this request is written.
     Written { through: RequestId },
 }
 
-/// See the module.
+/// The simulation of one leader, its workers and one engine.
 #[derive(Debug)]
 pub struct Timed {
     settings: TimedSettings,
@@ -92,7 +92,7 @@ impl Timed {
     ///
     /// # Errors
     ///
-    /// What the leader refuses, or a link that moves nothing.
+    /// A refusal of the leader, or a link with a rate of zero.
     pub fn new(
         mut leader: Leader,
         scheduler: Scheduler,
@@ -143,7 +143,7 @@ impl Timed {
         })
     }
 
-    /// Serves all prompts to their ends; `served` hears of each.
+    /// Serves all prompts to their ends and calls `served` for each.
     ///
     /// # Errors
     ///
@@ -197,7 +197,7 @@ impl Timed {
         self.engine.held_pages()
     }
 
-    /// When something happens next; `None` at the end. Timeouts alone are no reason to go on.
+    /// Time of the next event; `None` at the end. Timeouts alone do not keep the simulation running.
     fn next_event(&mut self, arrives: Option<Time>) -> Option<Time> {
         let ends = self.copies.next_event();
         let sent = self.agenda.next_at();
@@ -291,7 +291,7 @@ impl Timed {
             .add(self.now + self.settings.message_latency, message);
     }
 
-    /// What the scheduler wants done.
+    /// Carries out the actions of the scheduler.
     fn act(&mut self) {
         self.engine.act(self.now, &mut self.agenda);
     }
@@ -299,7 +299,7 @@ impl Timed {
     fn lead(&mut self, event: Event) {
         let mut effects = std::mem::take(&mut self.effects);
         self.leader.step(self.now, event, &mut effects);
-        // One step's copies belong to one request: one message to each rank.
+        // The copies of one step belong to one request: each rank receives them in one message.
         let mut to = None;
         let mut copies = Vec::new();
         for effect in effects.drain(..) {
@@ -315,7 +315,7 @@ impl Timed {
                         self.send(Happening::Cancelled { rank, op });
                     }
                 }
-                // Workers are there from the start, and stop a copy when they are told to; nobody resets.
+                // Workers attach before the start and stop every cancelled copy, and no engine requests a reset.
                 Effect::Admit { .. }
                 | Effect::Expel(..)
                 | Effect::ReadInventory { .. }
@@ -353,7 +353,7 @@ impl Timed {
                         self.copies.reported(rank, &copies);
                         self.send(Happening::Reported { rank, copies });
                     }
-                    // Nobody starts again, so nobody looks at an inventory.
+                    // No process restarts, so no inventory is read.
                     WorkerEffect::StrikeOut(_)
                     | WorkerEffect::Await { .. }
                     | WorkerEffect::List(_)
@@ -401,10 +401,10 @@ impl Timed {
     }
 }
 
-/// Pages of a copy, whichever way.
+/// Pages of a copy in either direction.
 fn pages(copy: &Copy) -> u64 {
     copy.pairs.iter().map(|pair| pair.src.pages()).sum()
 }
 
-/// Both directions, in the order in which their links lie.
+/// Both directions, in the order of their links.
 const DIRECTIONS: [Direction; 2] = [Direction::Store, Direction::Load];

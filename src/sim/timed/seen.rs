@@ -1,41 +1,41 @@
-//! What a timed replay measured.
+//! Measurements of a timed replay.
 
 use std::time::Duration;
 
 use crate::sim::links::Utilisation;
 
-/// Measured in virtual time. Lists are in the order of the events.
+/// Measurements in virtual time. Lists are in the order of the events.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Seen {
     /// From a prompt's arrival to the end of its prefill, in nanoseconds.
     pub first_token_ns: Vec<u64>,
-    /// From a lookup to its answer, at the engine.
+    /// From a lookup to its answer at the engine, in nanoseconds.
     pub lookup_ns: Vec<u64>,
-    /// From a load to its answer, at the engine.
+    /// From a load to its answer at the engine, in nanoseconds.
     pub load_ns: Vec<u64>,
-    /// Time that prompts waited because pages were missing; one entry for each of them.
+    /// Nanoseconds that prompts waited because pages were missing; one entry for each prompt that waited.
     pub page_wait_ns: Vec<u64>,
     /// Stores that were refused, or whose copies failed or did not end in time.
     pub late_stores: u64,
-    /// Time of all prefills together.
+    /// Total time of all prefills.
     pub prefill: Duration,
     /// From the first arrival to the end of the last prompt.
     pub span: Duration,
-    /// From device to host.
+    /// Links from device to host.
     pub d2h: LinkUse,
-    /// From host to device.
+    /// Links from host to device.
     pub h2d: LinkUse,
 }
 
-/// The links of one direction, all ranks together.
+/// Use of the links of one direction, all ranks together.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct LinkUse {
     /// Bytes that were copied.
     pub bytes: u64,
-    /// Time during which a link carried something, added up over the ranks.
+    /// Time during which a link carried a copy, summed over the ranks.
     pub busy: Duration,
-    /// How much longer each copy took than alone on its link, from the moment when it could have started: the wait for a
-    /// place, and what others took of the link.
+    /// Nanoseconds by which each copy took longer than alone on its link, from the time when it could have started:
+    /// waiting for a free place, and sharing the link.
     pub queue_ns: Vec<u64>,
 }
 

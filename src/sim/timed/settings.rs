@@ -1,4 +1,4 @@
-//! What takes how long, and what is to be served when.
+//! Settings of a timed replay: the time of each step, and the arrivals of prompts.
 
 use std::time::Duration;
 
@@ -7,30 +7,30 @@ use crate::types::Time;
 
 use super::Prefill;
 
-/// How long a message takes unless told otherwise: half of the round trip of a small lookup, which
-/// `kvferry bench rpc` finds to take 56 to 84 microseconds (docs/benchmarks/copies-and-round-trips.md).
+/// Default latency of a message: half of the round trip of a small lookup, which `kvferry bench rpc` measures as 56 to
+/// 84 microseconds (docs/benchmarks/copies-and-round-trips.md).
 pub const MESSAGE_LATENCY: Duration = Duration::from_micros(35);
-/// What a link moves unless told otherwise, in bytes per second: PCIe 4.0 with 16 lanes, less its framing.
+/// Default bandwidth of a link in bytes per second: PCIe 4.0 with 16 lanes, less its framing.
 pub const LINK_BYTES_PER_S: u64 = 25_000_000_000;
-/// How long a copy takes before its first byte unless told otherwise: a launch and a doorbell.
+/// Default time of a copy before its first byte: a launch and a doorbell.
 pub const LINK_LATENCY: Duration = Duration::from_micros(10);
 
-/// What takes how long.
+/// Settings of a timed replay.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TimedSettings {
     /// Bytes per second from each rank's device to its host, at least 1. Default: [`LINK_BYTES_PER_S`].
     pub d2h_bytes_per_s: u64,
     /// Bytes per second from each rank's host to its device, at least 1. Default: [`LINK_BYTES_PER_S`].
     pub h2d_bytes_per_s: u64,
-    /// A copy joins its link so long after it starts. Default: [`LINK_LATENCY`].
+    /// Time from the start of a copy until its first byte. Default: [`LINK_LATENCY`].
     pub link_latency: Duration,
-    /// From the sender of a message to its receiver. Default: [`MESSAGE_LATENCY`].
+    /// Time of a message from sender to receiver. Default: [`MESSAGE_LATENCY`].
     pub message_latency: Duration,
-    /// Of a prompt. Default: no time.
+    /// Prefill time of a prompt. Default: no time.
     pub prefill: Prefill,
-    /// For each token of an answer; the prompt holds its pages meanwhile. Default: no time.
+    /// Decoding time for each token of an answer; the prompt holds its pages meanwhile. Default: no time.
     pub decode_per_token: Duration,
-    /// One prefill after another, as on one device. Default: on.
+    /// Runs one prefill after another, as on one device. Default: on.
     pub serial_prefill: bool,
 }
 
@@ -48,22 +48,22 @@ impl Default for TimedSettings {
     }
 }
 
-/// A prompt and when it comes.
+/// A prompt and when it arrives.
 #[derive(Debug, Clone)]
 pub struct Arrival {
-    /// When; no earlier than the one before. Without meaning for [`Pace::Closed`].
+    /// Arrival time, no earlier than that of the prompt before. Ignored with [`Pace::Closed`].
     pub at: Time,
-    /// What is asked.
+    /// The prompt.
     pub prompt: Prompt,
-    /// Length of the answer.
+    /// Length of the answer in tokens.
     pub output_tokens: u64,
 }
 
 /// When prompts arrive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pace {
-    /// When they say.
+    /// At their arrival times.
     Timestamps,
-    /// As soon as fewer than so many are open.
+    /// As soon as fewer than this number of prompts are open.
     Closed(usize),
 }

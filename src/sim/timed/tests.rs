@@ -1,4 +1,4 @@
-//! Small worlds with round numbers: pages of 1 MB, links of 1 GB/s, messages of 50 us, 10 us before each copy.
+//! Small replays with round numbers: pages of 1 MB, links of 1 GB/s, messages of 50 us, 10 us before each copy.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,7 +14,7 @@ const MS: u64 = 1_000_000;
 const MESSAGE: u64 = 50 * US;
 /// Prefill of a page: 16 tokens at 16,000 tokens a second.
 const PAGE_COMPUTED: u64 = MS;
-/// A page on a link.
+/// Time of a page on a link.
 const PAGE_MOVED: u64 = MS;
 const COPY_LATENCY: u64 = 10 * US;
 
@@ -30,7 +30,7 @@ fn settings() -> TimedSettings {
     }
 }
 
-/// A world with so much memory on the device, of which nothing stays cached, and 64 pages of G2.
+/// A replay with `device_pages` pages on the device, none of which stay cached, and 64 pages of G2.
 fn world(settings: TimedSettings, ranks: u16, device_pages: u32) -> Timed {
     let ratio = Ratio::new(4).expect("a ratio");
     let leader = LeaderSettings::new(Epoch(1), ranks, ratio, AnchorKey([0; 32]));
@@ -94,7 +94,8 @@ fn a_prompt_that_is_stored_takes_what_arithmetic_says() {
     assert_eq!(seen.lookup_ns, [2 * MESSAGE]);
     assert_eq!(seen.first_token_ns, [first_token]);
     assert_eq!(seen.prefill, Duration::from_millis(4));
-    // The workers hear that it is written, copy, report; the engine hears, and finishes.
+    // The workers are notified that the pages are written, copy and report; the engine receives the answer and
+    // finishes.
     let copied = MESSAGE + COPY_LATENCY + 4 * PAGE_MOVED;
     let end = first_token + copied + 2 * MESSAGE + 2 * MESSAGE;
     assert_eq!(seen.span, Duration::from_nanos(end));
@@ -131,7 +132,7 @@ fn copies_at_one_time_share_their_link() {
     // Two pages each at half the rate, then the other two alone.
     assert_eq!(seen.d2h.queue_ns, [2 * PAGE_MOVED, 2 * PAGE_MOVED]);
     assert_eq!(seen.d2h.busy, Duration::from_nanos(6 * PAGE_MOVED));
-    // Both wait for the order, which comes after the word that all is written.
+    // Both wait for the order, which arrives after the notification that all is written.
     let end = 4 * MESSAGE + COPY_LATENCY + 6 * PAGE_MOVED + 4 * MESSAGE;
     assert_eq!(seen.span, Duration::from_nanos(end));
 }
@@ -144,7 +145,7 @@ fn a_prompt_waits_when_the_device_is_exactly_full() {
     assert!(seen.page_wait_ns.is_empty());
     let mut full = world(settings(), 1, 7);
     let (seen, served) = run(&mut full, &arrivals, Pace::Timestamps);
-    // The pages of the first are read by its store to the end, and are held until then.
+    // The store of the first prompt reads its pages until the end, so they are held until then.
     let first = 2 * MESSAGE + 4 * PAGE_COMPUTED + MESSAGE + COPY_LATENCY + 4 * PAGE_MOVED;
     let free = first + 2 * MESSAGE + 2 * MESSAGE;
     assert_eq!(seen.page_wait_ns, [free - MS]);
@@ -178,7 +179,8 @@ fn parallel_prefills_that_end_out_of_order_store_what_is_written_only() {
         arrival(0, 2, &[9]),
     ];
     let (seen, _) = run(&mut world, &arrivals, Pace::Timestamps);
-    // The short one is computed at once, but its store comes behind the long one's, and may not start before that.
+    // The short prompt is computed at once, but its store comes after the long prompt's, and may not start before it is
+    // written.
     let long = 2 * MESSAGE + 8 * PAGE_COMPUTED;
     assert_eq!(seen.first_token_ns, [2 * MESSAGE + PAGE_COMPUTED, long]);
     let last = long + MESSAGE + COPY_LATENCY + 9 * PAGE_MOVED + 4 * MESSAGE;

@@ -1,4 +1,4 @@
-//! The same model once more, naive and with exact fractions.
+//! Naive reference model of the links with exact fractions.
 
 use num_bigint::BigInt;
 use num_rational::BigRational;
@@ -14,7 +14,8 @@ struct Active {
     left: BigRational,
 }
 
-/// Max-min fair rates in bytes per nanosecond: raises everything that can rise by the least that something allows.
+/// Max-min fair rates in bytes per nanosecond: repeatedly raises all flows that can rise by the smallest step that a
+/// link or a cap allows.
 fn rates(capacities: &[u64], transfers: &[Transfer], active: &[Active]) -> Vec<BigRational> {
     let giga = whole(1_000_000_000);
     let mut rates = vec![whole(0); active.len()];
@@ -60,7 +61,7 @@ fn rates(capacities: &[u64], transfers: &[Transfer], active: &[Active]) -> Vec<B
     rates
 }
 
-/// Ends of transfers, in nanoseconds.
+/// End times of transfers, in nanoseconds.
 pub(super) fn ends(capacities: &[u64], transfers: &[Transfer]) -> Vec<BigRational> {
     let mut joins: Vec<(u64, usize)> = transfers
         .iter()

@@ -5,7 +5,7 @@ use super::*;
 
 pub(super) const SECOND: u64 = 1_000_000_000;
 
-/// A flow for the model and for the exact one.
+/// A flow for both the model and the exact reference.
 #[derive(Debug, Clone)]
 pub(super) struct Transfer {
     pub(super) start_ns: u64,
@@ -50,7 +50,7 @@ pub(super) fn start(links: &mut Links, ids: &[LinkId], transfer: &Transfer) -> F
     links.start(Time(transfer.start_ns), &flow).expect("a flow")
 }
 
-/// Ends of all transfers, which are sorted by their starts. Looks `looks` times between two starts.
+/// End times of all transfers, which are sorted by their starts. Advances the model `looks` times between two events.
 pub(super) fn ends(capacities: &[u64], transfers: &[Transfer], looks: u64) -> Vec<u64> {
     let (mut model, ids) = links(capacities);
     let mut ended = Vec::new();
@@ -65,7 +65,7 @@ pub(super) fn ends(capacities: &[u64], transfers: &[Transfer], looks: u64) -> Ve
     }
     while let Some(at) = model.next_event() {
         assert!(at < Time::NEVER, "a flow never ends");
-        // What ended while a flow was started is due already.
+        // An end that was reached while a flow was started is already due.
         let at = at.max(Time(before));
         for look in 1..=looks {
             let between = before + (at.0 - before) * look / (looks + 1);

@@ -44,7 +44,7 @@ fn alone() -> impl Strategy<Value = Vec<Transfer>> {
     })
 }
 
-/// Reported ends are exact ones, rounded up: never more than 2^-10 ns early, nor 1 ns late.
+/// Checks that reported ends are the exact ones rounded up: at most 2^-10 ns early, and less than 1 ns late.
 fn agree(ends: &[u64], exact: &[BigRational]) -> Result<(), TestCaseError> {
     for (index, (end, exact)) in ends.iter().zip(exact).enumerate() {
         let behind = whole(*end) - exact;
@@ -105,7 +105,7 @@ proptest! {
         for (rate, transfer) in &rates {
             let cap = transfer.cap.map_or(u128::MAX, fixed::from_rate);
             prop_assert!(*rate <= cap);
-            // Whoever is below its cap is held by a full link on which nobody has more for its weight.
+            // A flow below its cap is limited by a full link on which no flow has more for its weight.
             let held = transfer.links.iter().any(|link| {
                 let (sum, capacity) = full(*link);
                 let most = rates.iter().filter(|(_, t)| t.links.contains(link));
@@ -176,7 +176,7 @@ proptest! {
     }
 }
 
-/// A generator without state elsewhere: Knuth's constants for 64 bits.
+/// A random generator that keeps all its state in `state`: Knuth's constants for 64 bits.
 fn next(state: &mut u64, below: u64) -> u64 {
     *state = state
         .wrapping_mul(6_364_136_223_846_793_005)
@@ -184,8 +184,8 @@ fn next(state: &mut u64, below: u64) -> u64 {
     (*state >> 33) % below
 }
 
-/// Ends on one link by a sweep over the served bytes in 512 bits behind the point: an oracle for thousands of flows, for
-/// which fractions grow too long.
+/// End times on one link by a sweep over the served bytes, with 512 fraction bits: a reference for thousands of flows,
+/// for which exact fractions grow too long.
 fn long_ends(capacity: u64, transfers: &[Transfer]) -> Vec<BigRational> {
     use num_bigint::BigInt;
     let bits = 512;
@@ -257,7 +257,7 @@ fn the_largest_numbers_do_not_overflow() {
     let transfers: Vec<Transfer> = (0..flows).map(|_| Transfer::new(0, &[0], bytes)).collect();
     let end = bytes / capacity * flows * SECOND;
     assert!(ends(&[capacity], &transfers, 0).iter().all(|at| *at == end));
-    // Over two links, the narrower one shared by all.
+    // All flows over two links: the narrower one limits them.
     let transfers: Vec<Transfer> = (0..100).map(|_| Transfer::new(0, &[0, 1], bytes)).collect();
     let end = bytes / capacity * 100 * SECOND;
     let found = ends(&[capacity, 2 * capacity], &transfers, 0);
@@ -268,7 +268,7 @@ fn the_largest_numbers_do_not_overflow() {
 
 #[test]
 fn an_event_costs_the_logarithm_of_the_flows() {
-    // Each event touches one entry of an ordered set and none of the other flows: their tags stay what they were.
+    // Each event touches one entry of an ordered set and no other flow: the tags of the others stay the same.
     let (mut model, ids) = links(&[1_000_000_000]);
     for at in 0..1_000 {
         start(&mut model, &ids, &Transfer::new(at, &[0], 1_000_000 + at));
