@@ -1,4 +1,4 @@
-//! Stores that their engine takes back: their copies are stopped, so that its pages come back within a part of a copy.
+//! Cancelling stores: their copies are stopped, so that the engine gets its pages back within a part of a copy.
 
 use crate::core::event::Effect;
 use crate::core::refusal::Refusal;
@@ -7,32 +7,32 @@ use crate::types::{Answer, EngineId, OpId, SlotId};
 use super::store::StoreKey;
 use super::{Due, Leader, Timer};
 
-/// Requests of one engine to cancel stores that are under way at one time; about 100 bytes each, and 8 bytes for each
-/// store that one of them waits for.
+/// Open `cancel_stores` requests of one engine, at most; about 100 bytes each, and 8 bytes for each store that one of
+/// them waits for.
 pub const CANCELS_MAX: usize = 16;
 
-/// Names one request to cancel stores.
+/// Number of a `cancel_stores` request.
 pub(super) type CancelId = u64;
 
-/// A request to cancel stores that has not been answered.
+/// A `cancel_stores` request that has not been answered.
 #[derive(Debug)]
 pub(super) struct Cancelling {
     due: Due,
-    /// Stores that it found under way.
+    /// Stores that were in flight when it arrived.
     stores: u32,
     /// Those of them that have not been answered.
     missing: u32,
 }
 
 impl Leader {
-    /// Stops the stores of an engine, or of one of its slots. The answer comes after that of the last of them.
+    /// Stops the stores of an engine, or of one of its slots. Answers after the last of them has been answered.
     pub(super) fn cancel_stores(
         &mut self,
         due: Due,
         slot: Option<SlotId>,
         effects: &mut Vec<Effect>,
     ) -> Result<Option<Answer>, Refusal> {
-        // Copies that an older leader ordered may read the engine's pages, and are not known here.
+        // Copies that an older leader ordered may read the engine's pages, and this leader has no record of them.
         if !self.workers.all_clear() {
             return Err(self.workers.not_ready());
         }
@@ -77,8 +77,8 @@ impl Leader {
             .count()
     }
 
-    /// Stops the copies of a store. Those of other requests that it waits for read other pages than its own: they go on
-    /// without it.
+    /// Stops the copies of a store. Copies of other requests that it waits for read none of its pages, so they
+    /// continue.
     fn stop_store(&mut self, key: StoreKey, effects: &mut Vec<Effect>) {
         let Some(store) = self.stores.get_mut(&key) else {
             return;
@@ -103,7 +103,7 @@ impl Leader {
         }
     }
 
-    /// A store was answered: requests to cancel that waited for it and for nothing else are answered.
+    /// A store was answered: answers the `cancel_stores` requests that waited for no other store.
     pub(super) fn cancelled(&mut self, cancels: &[CancelId], effects: &mut Vec<Effect>) {
         for id in cancels {
             let Some(cancelling) = self.cancels.get_mut(id) else {
@@ -120,7 +120,8 @@ impl Leader {
         }
     }
 
-    /// The engine does not wait any longer. Its stores stay stopped, and are answered when they have ended.
+    /// The deadline of a `cancel_stores` request has passed: refuses it. Its stores stay stopped, and are answered when
+    /// they have ended.
     pub(super) fn cancel_due(&mut self, id: CancelId, effects: &mut Vec<Effect>) {
         if let Some(Cancelling { due, missing, .. }) = self.cancels.remove(&id) {
             let refusal = Refusal::StillRead { stores: missing };

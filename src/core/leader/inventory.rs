@@ -1,9 +1,10 @@
-//! What the depots still hold, read by a new leader part by part, until it knows enough to open its pool.
+//! Recovery: a new leader reads the inventories of the depots part by part, until it can open its pool.
 //!
-//! To answer a question for its inventory, a worker first divides its depot into pages of the size that is asked for, one
-//! slot after another. A worker that stands still in the middle of that may write slots at any later time, and where pages
-//! are larger by then, slots lie in pages. A question is therefore owed like a copy: until its worker has answered it, has
-//! attached anew or is seen dead, no other worker is asked for that depot. After the fence time the worker is expelled.
+//! Before a worker answers an inventory request, it divides its depot into pages of the requested size, one slot after
+//! another. A worker that is stopped in the middle of that may write slots at any later time, and if the pages are
+//! larger by then, those slots lie inside pages. A request is therefore owed like a copy: until its worker has
+//! answered, has attached again or is known to be dead, no other worker receives a request for that depot. After the
+//! fence time the worker is expelled.
 
 use crate::core::event::Effect;
 use crate::core::pool::Pool;
@@ -14,12 +15,12 @@ use super::ops::LOOKS;
 use super::tier::{Tier, TierKey};
 use super::{Leader, Timer};
 
-/// The inventory of one shard, as far as it was read. At most one record, of 112 bytes, for each arena page.
+/// The part of one shard's inventory that was read so far. At most one record of 112 bytes for each arena page.
 #[derive(Debug, Default)]
 struct Reading {
-    /// The worker that was asked for the next part.
+    /// The worker that received the request for the next part.
     asked: Option<WorkerId>,
-    /// The arena page at which that part begins; `None` when there is none left.
+    /// The arena page at which that part begins; `None` when the inventory is read completely.
     from: Option<u32>,
     records: Vec<PageRecord>,
 }
@@ -27,28 +28,30 @@ struct Reading {
 /// The inventories of all shards.
 #[derive(Debug)]
 pub(super) struct Readings {
-    /// What the pool will be a pool of. Noted when the reading begins, because engines may leave before it ends.
+    /// The key of the pool that will open. Noted when the reading begins, because engines may leave before it ends.
     pub(super) key: TierKey,
-    /// Answers to questions up to this one are not of this reading: what they list may be struck out by now.
+    /// Answers to requests up to this number do not belong to this reading: the pages that they list may have been
+    /// removed since.
     after: u64,
     shards: Vec<Reading>,
-    /// When what has not come is asked for again.
+    /// When missing parts are requested again.
     again: Time,
 }
 
-/// Questions for the inventory of a depot that a worker has not answered.
+/// The inventory requests for one depot that a worker has not answered.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Owed {
     depot: DepotId,
-    /// Number of the last one. A worker takes no question behind a later one, so its answer settles all of them.
+    /// Number of the last request. A worker carries out no request after a later one, so its answer settles all of
+    /// them.
     number: u64,
-    /// When it is looked at next, every quarter of the fence time.
+    /// When the worker is checked next, every quarter of the fence time.
     due: Time,
-    /// How often it was looked at since the worker was asked first, or answered last.
+    /// Checks since the worker's first open request, or since its last answer.
     looks: u32,
 }
 
-/// A part of an inventory.
+/// A part of an inventory, as a worker sent it.
 pub(super) struct Part {
     pub(super) worker: WorkerId,
     pub(super) depot: DepotId,
@@ -59,7 +62,7 @@ pub(super) struct Part {
 }
 
 impl Leader {
-    /// Asks for the inventories once nothing writes them behind this leader's back.
+    /// Begins to read the inventories, once no order of another leader can write them.
     pub(super) fn open_pool(&mut self, now: Time, effects: &mut Vec<Effect>) {
         let clear = self.workers.all_clear() || planted(Bug::ReadTooSoon);
         let begun = self.tier.is_some() || self.reading.is_some();
@@ -81,15 +84,15 @@ impl Leader {
         self.read_on(now, effects);
     }
 
-    /// Nothing is read any more.
+    /// Stops the reading, if there is one.
     pub(super) fn stop_reading(&mut self) -> Option<Readings> {
         let readings = self.reading.take()?;
         self.timers.remove(&(readings.again, Timer::Reading));
         Some(readings)
     }
 
-    /// Asks a worker of every shard whose next part nobody was asked for: the one that owes an answer for the depot, if one
-    /// does, and nobody while that one is not attached.
+    /// Sends a request for the next part of each shard that has none open. Where a worker owes an answer for the depot,
+    /// only that worker receives the request, and none is sent while that worker is not attached.
     pub(super) fn read_on(&mut self, now: Time, effects: &mut Vec<Effect>) {
         let Some(readings) = &mut self.reading else {
             return;
@@ -145,14 +148,14 @@ impl Leader {
         self.owed_readings.insert(worker, owed);
     }
 
-    /// Nothing that this worker was asked of its depot is under way any more.
+    /// No inventory request of this worker is in flight any longer.
     pub(super) fn reading_over(&mut self, worker: WorkerId) -> Option<Owed> {
         let owed = self.owed_readings.remove(&worker)?;
         self.timers.remove(&(owed.due, Timer::Owed(worker)));
         Some(owed)
     }
 
-    /// A worker has answered a question. While it owes the answer to a later one it has the fence time anew.
+    /// Notes the answer to a request. If the worker still owes the answer to a later one, its fence time starts again.
     fn reading_answered(&mut self, now: Time, worker: WorkerId, number: u64) {
         let owed = self.reading_over(worker);
         if let Some(owed) = owed.filter(|owed| number < owed.number) {
@@ -166,7 +169,8 @@ impl Leader {
         }
     }
 
-    /// A worker that does not answer within the fence time is expelled: only its end proves that it writes no slot any more.
+    /// Expels a worker that does not answer within the fence time: only its end proves that it writes no slot any
+    /// longer.
     pub(super) fn reading_owed(&mut self, now: Time, worker: WorkerId) {
         if let Some(owed) = self.owed_readings.get(&worker).copied() {
             let due = now + self.settings.fence / 4;
@@ -179,12 +183,12 @@ impl Leader {
         }
     }
 
-    /// True while this worker owes the answer to a question for its inventory.
+    /// True while this worker owes the answer to an inventory request.
     pub fn owes_reading(&self, worker: WorkerId) -> bool {
         self.owed_readings.contains_key(&worker)
     }
 
-    /// Some parts have not come: a question or an answer may be lost.
+    /// Requests missing parts again, because a request or an answer may have been lost.
     pub(super) fn reading_due(&mut self, now: Time, effects: &mut Vec<Effect>) {
         let Some(readings) = &mut self.reading else {
             return;
@@ -197,8 +201,8 @@ impl Leader {
         self.read_on(now, effects);
     }
 
-    /// A worker that was asked is gone, or has attached anew: it, or another one of its shard, is asked when nothing is
-    /// owed for the depot.
+    /// A worker is gone, or has attached again: its parts are requested again, from it or from another worker of its
+    /// shard, as soon as no answer is owed for the depot.
     pub(super) fn reader_lost(&mut self, now: Time, worker: WorkerId, effects: &mut Vec<Effect>) {
         let readings = self.reading.iter_mut();
         let readings = readings.flat_map(|readings| &mut readings.shards);
@@ -208,14 +212,14 @@ impl Leader {
         self.read_on(now, effects);
     }
 
-    /// What was read may list pages that are struck out by now: it is read anew.
+    /// Starts the reading again, because the records read so far may list pages that have been removed since.
     pub(super) fn read_anew(&mut self, now: Time, effects: &mut Vec<Effect>) {
         if self.stop_reading().is_some() {
             self.open_pool(now, effects);
         }
     }
 
-    /// A part of an inventory has come. With the last one the pool opens.
+    /// Handles a part of an inventory. The pool opens with the last part.
     pub(super) fn inventory(&mut self, now: Time, part: Part, effects: &mut Vec<Effect>) {
         self.reading_answered(now, part.worker, part.reading);
         self.take_part(part);
@@ -235,13 +239,14 @@ impl Leader {
         if reading.asked != Some(part.worker) || reading.from != Some(part.from) {
             return;
         }
-        // A part that goes back would never end.
+        // A part whose `next` does not advance would be repeated forever: treat it as the last one.
         let next = part.next.filter(|next| *next > part.from);
         let within = |page: u32| page >= part.from && next.is_none_or(|next| page < next);
         let capacity = readings.key.pages;
         let records = part.records.into_iter();
         let records = records.filter(|record| within(record.page) && record.page < capacity);
-        // A page that is listed twice, or before an earlier one, is left out: each has one record at most.
+        // Pages must ascend: a page that is listed twice, or after a higher one, is left out, so that each page has one
+        // record at most.
         let mut listed = reading.records.last().map(|record| record.page);
         let records = records.filter(|record| {
             let ascends = listed.is_none_or(|last| last < record.page);

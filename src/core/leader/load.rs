@@ -12,8 +12,8 @@ use super::ops::{Op, Work};
 use super::tier::Tier;
 use super::{Due, Leader};
 
-/// Runs of the arena that one load reads. Of a load of more, the first are loaded and the answer says so: an order that
-/// names them all could not be said, or not be read.
+/// Runs of the arena that one load reads, at most. A load of more runs copies the first ones, and its answer gives the
+/// number of pages: an order that names all of them could not be encoded, or not be decoded.
 pub const LOAD_RUNS_MAX: usize = 65_536;
 
 impl Leader {
@@ -50,7 +50,7 @@ impl Leader {
             end,
         };
         let mut sources = covering(&slot.held, first_page, end).ok_or(not_pinned)?;
-        // The engine computes what is not loaded, as where a copy fails in the middle.
+        // The engine computes the pages that are not loaded, as when a copy fails halfway.
         sources.truncate(LOAD_RUNS_MAX);
         let pages: u32 = sources.iter().map(|(_, run)| run.count).sum();
         let end = first_page + pages;
@@ -70,7 +70,8 @@ impl Leader {
             lease.push(pool.pin(slot.held[held].block, upto));
             position += run.count;
         }
-        // The pin becomes a lease: what the load has passed need not be held for another one.
+        // The pins become a lease: holds on pages before the end of the load are released, because no other load needs
+        // them.
         let (passed, kept) = slot
             .held
             .drain(..)
@@ -111,7 +112,7 @@ impl Leader {
         Ok(())
     }
 
-    /// The replica of an engine that is served, and what its memory looks like.
+    /// The replica of an engine that is served, and the geometry of its memory.
     pub(super) fn served(&self, engine: EngineId) -> Result<(Replica, &GroupGeometry), Refusal> {
         let found = self.workers.memory_of(engine);
         let fits =
@@ -156,8 +157,8 @@ pub(super) fn check_device_pages(
     }
 }
 
-/// The arena pages of positions `first..end`, each with the index of the held run it lies in; `None` when some page is not
-/// held.
+/// The arena pages of positions `first..end`, each run with the index of the held run that it lies in; `None` when some
+/// page is not held.
 fn covering(held: &[HeldRun], first: u32, end: u32) -> Option<Vec<(usize, PageRun)>> {
     let mut sources = Vec::new();
     let mut position = first;

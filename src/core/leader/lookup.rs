@@ -1,4 +1,4 @@
-//! Lookups: which pages of a sequence are there.
+//! Lookups: which pages of a sequence are in G2.
 
 use std::sync::Arc;
 
@@ -84,7 +84,7 @@ impl Leader {
         })
     }
 
-    /// Opens the slot, or begins it anew: what an earlier lookup held is given back.
+    /// Opens the slot, or resets it: the holds of an earlier lookup are released.
     fn open_slot(
         &mut self,
         due: Due,

@@ -1,8 +1,8 @@
-//! The leader: decides which page lives where, and answers engines.
+//! The leader: decides where pages are stored, and answers the requests of engines.
 //!
-//! [`Leader::step`] is a plain function of its state, the time and an event. It touches no KV byte, reads no clock, draws
-//! no random number and waits for nothing: it appends effects, and whoever drives it carries them out. The live leader
-//! and a replay in virtual time drive the same code.
+//! [`Leader::step`] is a plain function of its state, the time and an event. `step` touches no KV bytes, reads no
+//! clock, draws no random numbers and does not block: it appends effects, and its caller carries them out. The live
+//! leader and a replay in virtual time run the same code.
 
 mod cancel;
 mod inventory;
@@ -44,44 +44,45 @@ pub use tier::TierKey;
 pub use workers::REPLICAS_MAX;
 use workers::Workers;
 
-/// Settings of a leader. Data only.
+/// Settings of a leader.
 #[derive(Debug, Clone)]
 pub struct LeaderSettings {
-    /// Grows with each start.
+    /// Epoch of this leader, which grows with each start.
     pub epoch: Epoch,
-    /// Ranks of one engine, and which of them hold the same KV.
+    /// Number of ranks of one engine, and which of them hold the same KV.
     pub sharding: Sharding,
-    /// Engines that share the depots. Default: 1.
+    /// Number of engines that share the depots. Default: 1.
     pub replicas: u16,
-    /// Pages of the largest block.
+    /// Largest number of pages in a block.
     pub ratio: Ratio,
-    /// Secret of the anchors.
+    /// Secret key of the anchors.
     pub anchor_key: AnchorKey,
-    /// How long a lookup holds what it found. Default: 30 s.
+    /// Time for which a lookup holds the pages that it found. Default: 30 s.
     pub hold_for: Duration,
-    /// How long after its deadline a copy may take to end before its worker is expelled. Default: 10 s.
+    /// Time after its deadline in which a copy must end before its worker is expelled. Default: 10 s.
     pub fence: Duration,
-    /// Requests of one engine under way at one time, and loads and stores of one engine that wait for copies of an older
-    /// leader to end; more are refused. Default: [`OPEN_REQUESTS_MAX`].
+    /// Open requests of one engine, and its loads and stores that wait until the copies of an older leader have ended:
+    /// at most this many of each, more are refused. Default: [`OPEN_REQUESTS_MAX`].
     pub open_requests_max: usize,
-    /// How long an engine is remembered after its connection broke. Default: 10 s.
+    /// Time for which the slots of an engine are kept after its connection broke. Default: 10 s.
     pub engine_grace: Duration,
-    /// Longest time until the deadline of a request; a later deadline is cut to it. It bounds how long a store whose pages
-    /// are never written, or a reset that is never confirmed, takes up room. Default: 120 s.
+    /// Longest time until the deadline of a request; a later deadline is cut to it. Bounds how long a store whose pages
+    /// are never written, or a reset that is never confirmed, uses resources. Default: 120 s.
     pub deadline_max: Duration,
-    /// Pages that one slice of a reset looks at. Default: [`RESET_SLICE_PAGES`].
+    /// Pages that one slice of a reset examines. Default: [`RESET_SLICE_PAGES`].
     pub reset_slice_pages: u32,
-    /// Bytes of the depot of one shard, where the leader knows them: a worker that names more pages than fit is turned
-    /// away. The leader keeps 29 bytes for each page. Default: unknown.
+    /// Bytes of the depot of one shard, where the leader knows them: a worker that reports more pages than fit is
+    /// refused. The leader keeps 29 bytes for each page. Default: unknown.
     pub depot_bytes: Option<u64>,
-    /// There is a tier, with room for one block at least. Without, every store is refused: a baseline. Default: on.
+    /// There is a tier, with room for at least one block. Without a tier every store is refused, as a baseline.
+    /// Default: on.
     pub tiers: bool,
     /// Keep the digest of decisions. Default: on.
     pub record_decisions: bool,
 }
 
 impl LeaderSettings {
-    /// The defaults, for an epoch, a number of ranks with KV of their own, a ratio and a key.
+    /// Default settings for an epoch, a number of ranks that each hold KV of their own, a ratio and an anchor key.
     pub fn new(epoch: Epoch, ranks: u16, ratio: Ratio, anchor_key: AnchorKey) -> Self {
         Self {
             epoch,
@@ -102,7 +103,7 @@ impl LeaderSettings {
     }
 }
 
-/// What a timeout is about. Ordered, so that equal times fire in one order.
+/// What a timer is for. Ordered, so that timers of equal times fire in one defined order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Timer {
     Hold(EngineId, SlotId),
@@ -114,32 +115,32 @@ enum Timer {
     Resets,
     Cancel(CancelId),
     Reading,
-    /// Questions for an inventory that this worker has not answered.
+    /// This worker owes the answer to an inventory request.
     Owed(WorkerId),
     Silent,
     Engine(EngineId),
 }
 
-/// Counted since the start.
+/// Counters since the leader started.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct LeaderCounts {
     /// Lookups answered.
     pub lookups: u64,
-    /// Pages that lookups were asked about.
+    /// Pages in the requested sequences of all lookups.
     pub lookup_pages: u64,
-    /// Pages that engines had themselves.
+    /// Pages of those that the engines had themselves.
     pub device_pages: u64,
-    /// Further pages found.
+    /// Pages that lookups found beyond the engines' own pages.
     pub hit_pages: u64,
-    /// Block runs read by loads.
+    /// Arena runs read by loads.
     pub loaded: u64,
     /// Pages read by loads.
     pub loaded_pages: u64,
     /// Pages that became ready.
     pub published_pages: u64,
-    /// Pages that were found in the depots when this leader began.
+    /// Pages that were recovered from the inventories of the depots.
     pub recovered_pages: u64,
-    /// Copies that failed on some rank.
+    /// Copies that failed on at least one rank.
     pub failed_copies: u64,
     /// Copies that missed their deadline.
     pub late_copies: u64,
@@ -147,51 +148,51 @@ pub struct LeaderCounts {
     pub gathered_bytes: u64,
     /// Bytes scattered, summed over ranks.
     pub scattered_bytes: u64,
-    /// Time that gathers took, summed over ranks.
+    /// Time that gathers took, in microseconds, summed over ranks.
     pub gather_us: u64,
-    /// Time that scatters took, summed over ranks.
+    /// Time that scatters took, in microseconds, summed over ranks.
     pub scatter_us: u64,
     /// Positions of sequences that stores looked up.
     pub store_looks: u64,
-    /// Slices in which resets were done.
+    /// Slices in which resets were carried out.
     pub reset_slices: u64,
-    /// Most pages that one of those looked at.
+    /// Most pages that one slice examined.
     pub largest_reset_slice_pages: u64,
 }
 
-/// See the module.
+/// The leader's state machine. See the module.
 #[derive(Debug)]
 pub struct Leader {
     settings: LeaderSettings,
     workers: Workers,
     tier: Option<Tier>,
-    /// Of the pools that were closed.
+    /// Counters of the pools that were closed.
     pool_counts: PoolCounts,
-    /// Inventories that were read so far, while a pool is being made from them.
+    /// Inventories read so far, while a pool is being recovered from them.
     reading: Option<Readings>,
-    /// Questions for inventories that were not answered, also those of readings that are over.
+    /// Inventory requests that were not answered, including those of readings that were stopped.
     owed_readings: BTreeMap<WorkerId, Owed>,
     sessions: HashMap<EngineId, Session>,
     ops: HashMap<OpId, Op>,
     stores: HashMap<StoreKey, PendingStore>,
     waiters: HashMap<Generation, Vec<StoreKey>>,
-    /// Requests to cancel stores that wait for the ends of those.
+    /// `cancel_stores` requests that wait until the stores have ended.
     cancels: BTreeMap<CancelId, Cancelling>,
     next_cancel: CancelId,
     resets: BTreeMap<ResetId, Reset>,
-    /// When the next slice of the resets is done, while it waits.
+    /// When the next slice of the resets is due, while one is scheduled.
     resets_at: Option<Time>,
-    /// Loads and stores that came while copies of an older leader could be under way. Their engine may not take its pages
-    /// back before those have ended; so they are refused only then.
+    /// Loads and stores that arrived while copies of an older leader could still run. Their engine takes a refusal as
+    /// permission to reuse its pages, so they are refused only after those copies have ended.
     parked: BTreeMap<(EngineId, RequestId), Parked>,
-    /// Nothing new is begun.
+    /// New requests are refused.
     draining: bool,
-    /// When workers that have not said a word are looked at next.
+    /// When the leader next checks for workers that have not attached yet and are not known to be dead.
     silent_at: Option<Time>,
-    /// Looks at those since the beginning, or since they were expelled.
+    /// Checks for such workers since the start, or since they were expelled.
     silent_looks: u32,
     timers: BTreeSet<(Time, Timer)>,
-    /// Copies that this step cancels, and workers that it expels: each worker is told once.
+    /// Copies that this step cancels, and workers that it expels, collected so that each worker is notified once.
     stops: BTreeMap<WorkerId, BTreeSet<OpId>>,
     expelled: BTreeSet<WorkerId>,
     next_id: u64,
@@ -202,7 +203,7 @@ pub struct Leader {
 }
 
 impl Leader {
-    /// A leader without workers and engines.
+    /// Creates a leader without workers and engines.
     pub fn new(settings: LeaderSettings) -> Self {
         Self {
             workers: Workers::new(settings.replicas, settings.sharding),
@@ -234,12 +235,13 @@ impl Leader {
         }
     }
 
-    /// Takes an event and appends what is to be done.
+    /// Handles an event and appends the effects.
     pub fn step(&mut self, now: Time, event: Event, effects: &mut Vec<Effect>) {
         if self.silent_at.is_none() {
             self.expect_workers(now);
         }
-        // What is late is late before anything else happens, also when nobody looked in time.
+        // Fire expired timers before the event, also when no tick was delivered in time: an event that is processed
+        // late must not revive an operation whose deadline has passed.
         if !planted(Bug::LookLate) {
             self.fire_timers(now, effects);
         }
@@ -272,7 +274,7 @@ impl Leader {
                 self.inventory(now, part, effects);
             }
             Event::Struck { worker, epoch, id } => {
-                // Numbers of resets begin anew with each leader.
+                // The numbers of resets start again with each leader.
                 if epoch == self.settings.epoch {
                     self.struck(now, worker, id, effects);
                 }
@@ -312,32 +314,32 @@ impl Leader {
         self.timers.first().map(|(at, _)| *at)
     }
 
-    /// Begins nothing new from now on: what is asked for the first time is refused. What is under way ends as ever.
+    /// From now on refuses new requests other than `finish` and `cancel_stores`. Requests in flight end as usual.
     pub fn drain(&mut self) {
         self.draining = true;
     }
 
-    /// This leader's epoch.
+    /// The epoch of this leader.
     pub fn epoch(&self) -> Epoch {
         self.settings.epoch
     }
 
-    /// Ranks of an engine, and which of them hold the same KV.
+    /// Number of ranks of an engine, and which of them hold the same KV.
     pub fn sharding(&self) -> Sharding {
         self.settings.sharding
     }
 
-    /// What happened since the start.
+    /// Counters since the start.
     pub fn counts(&self) -> LeaderCounts {
         self.counts
     }
 
-    /// Copies that have not ended.
+    /// Number of copies that have not ended on every rank.
     pub fn copies_under_way(&self) -> usize {
         self.ops.len()
     }
 
-    /// Slots of all engines.
+    /// Number of slots of all engines.
     pub fn slots(&self) -> usize {
         self.sessions
             .values()
@@ -345,12 +347,12 @@ impl Leader {
             .sum()
     }
 
-    /// True when lookups are served, for one engine at least.
+    /// True when lookups are served for at least one engine.
     pub fn is_ready(&self) -> bool {
         self.tier_key().is_some_and(|key| self.workers.serve(key))
     }
 
-    /// Workers that have attached with the memory of an engine.
+    /// Number of workers that have attached with the memory of an engine.
     pub fn attached_workers(&self) -> u32 {
         self.workers.with_memory()
     }
@@ -360,23 +362,23 @@ impl Leader {
         self.workers.has_memory(worker)
     }
 
-    /// Requests that have not been answered.
+    /// Requests that have not been answered, except parked ones.
     pub fn open_requests(&self) -> usize {
         let sessions = self.sessions.values();
         sessions.map(|session| session.answers.open()).sum()
     }
 
-    /// Those of them that cancel stores.
+    /// Open requests that cancel stores.
     pub fn open_cancels(&self) -> usize {
         self.cancels.len()
     }
 
-    /// Tokens of one page; 0 before a rank attached.
+    /// Tokens of one page; 0 before a rank has attached.
     pub fn engine_page_tokens(&self) -> u32 {
         self.tokens_per_page()
     }
 
-    /// Every counter with its name: the names that status and reports use.
+    /// Every counter with its name, which status and reports use.
     pub fn counters(&self) -> impl Iterator<Item = (&'static str, u64)> {
         let pool = self.all_pool_counts();
         let c = self.counts;
@@ -418,7 +420,7 @@ impl Leader {
         self.digest.hex()
     }
 
-    /// Recounts pools and holds by a second path. `Err` names the first contradiction.
+    /// Recounts pools and holds independently. `Err` names the first contradiction.
     pub fn check(&self) -> Result<(), String> {
         let pins = match &self.tier {
             Some(tier) => {
@@ -444,7 +446,7 @@ impl Leader {
         Ok(())
     }
 
-    /// Ends a slot: its holds are given back and its decisions are added up. Unknown slots are finished already.
+    /// Ends a slot: releases its holds and adds its decisions to the digest. An unknown slot has already been finished.
     fn finish(&mut self, engine: EngineId, slot: SlotId) {
         let Some(session) = self.sessions.get_mut(&engine) else {
             return;
@@ -457,7 +459,7 @@ impl Leader {
         self.let_go(engine, slot, &mut slot_state);
     }
 
-    /// Gives back what the last lookup of a slot holds.
+    /// Releases the pages that the last lookup of a slot holds.
     fn let_go(&mut self, engine: EngineId, id: SlotId, slot: &mut Slot) {
         self.timers
             .remove(&(slot.held_until, Timer::Hold(engine, id)));
@@ -488,13 +490,13 @@ impl Leader {
         self.timers.insert((at, Timer::Engine(engine)));
     }
 
-    /// True while something of this engine is remembered.
+    /// True while the leader keeps state of this engine.
     pub fn knows(&self, engine: EngineId) -> bool {
         self.sessions.contains_key(&engine)
     }
 
-    /// Lets go of everything that an engine held. What is still being copied for it stays known until it has ended: asked
-    /// again, it must not be refused while a worker reads or writes that engine's pages.
+    /// Finishes all slots of an engine. Requests with running copies are kept until those have ended, because a retry
+    /// must not be refused while a worker reads or writes that engine's pages.
     fn forget_engine(&mut self, engine: EngineId) {
         let Some(session) = self.sessions.get(&engine) else {
             return;
@@ -537,7 +539,7 @@ impl Leader {
         self.drop_holds(engine, id);
     }
 
-    /// The slot stays, and holds nothing.
+    /// Releases the holds of a slot and keeps the slot.
     fn drop_holds(&mut self, engine: EngineId, id: SlotId) {
         let slot = self
             .sessions
@@ -566,7 +568,7 @@ impl Leader {
     }
 }
 
-/// Who is waiting for an answer, and until when.
+/// The engine and request that wait for an answer, and the deadline of that answer.
 #[derive(Debug, Clone, Copy)]
 struct Due {
     engine: EngineId,

@@ -1,4 +1,4 @@
-//! Copies under way: their deadlines, their ends, and what follows from those.
+//! Copies in flight: their deadlines, their ends, and the answers that follow from them.
 
 use crate::core::event::{CANCELLED_MAX, Effect};
 use crate::core::pool::Pin;
@@ -10,34 +10,34 @@ use crate::types::{Generation, OpId, Rank, Replica, Time, WorkerId};
 
 use super::{Due, Leader, Timer};
 
-/// Looks, a quarter of the fence time apart, at what a worker owes before the worker is expelled. A leader that stood still
-/// counts one look for the whole of that time: the answers may lie in its own mailbox.
+/// Checks of what a worker owes, a quarter of the fence time apart, before the worker is expelled. A leader that was
+/// stopped for a while counts that time as one check, because the answers may be in its own mailbox.
 pub(super) const LOOKS: u32 = 4;
 
-/// One copy that was asked for and has not ended on every rank.
+/// One copy that was ordered and has not ended on every rank.
 #[derive(Debug)]
 pub(super) struct Op {
     pub(super) replica: Replica,
     pub(super) work: Work,
-    /// When it is looked at next: at its deadline, then every quarter of the fence time.
+    /// When the copy is checked next: at its deadline, then every quarter of the fence time.
     pub(super) next: Time,
-    /// How often it was looked at from its deadline on.
+    /// Number of checks so far, of which the first is at the deadline.
     looks: u32,
 }
 
 #[derive(Debug)]
 pub(super) enum Work {
-    /// Answers one request; its lease ends with it.
+    /// Answers one request. The lease is released when the copy has ended.
     Load {
         due: Due,
         lease: Vec<Pin>,
         missing: RankSet,
         failed: u32,
-        /// Pages, from the first on, that are whole on every rank that has ended: at first all.
+        /// Pages, from the first on, that were copied completely on every rank that has ended; at first all pages.
         whole_pages: u32,
     },
-    /// Fills the reservation of the same number; stores wait for it. `missing` is here for deadlines only: what
-    /// publishes is the reservation's own set.
+    /// Fills the reservation of the same number, for which stores wait. `missing` is used for deadlines only: the pages
+    /// are published by the reservation's own set of ranks.
     Store { missing: RankSet },
 }
 
@@ -46,7 +46,7 @@ pub(super) enum Work {
 enum End {
     /// Every byte was copied.
     Whole,
-    /// Not; so many of the first pages came whole all the same.
+    /// Only the first `whole_pages` pages were copied completely.
     Failed { whole_pages: u32 },
 }
 
@@ -71,7 +71,7 @@ impl Op {
         }
     }
 
-    /// Pins that its lease holds.
+    /// Number of pins that the lease holds.
     pub(super) fn pins(&self) -> usize {
         match &self.work {
             Work::Load { lease, .. } => lease.len(),
@@ -118,7 +118,7 @@ impl Leader {
         }
     }
 
-    /// Everything that was asked of a worker has ended, none of it whole: its process is dead, or says so itself.
+    /// Ends all copies that a worker owes, none of them complete: its process is dead, or has reported that they ended.
     pub(super) fn end_all_of(&mut self, worker: WorkerId, effects: &mut Vec<Effect>) {
         let mut ops: Vec<OpId> = self
             .ops
@@ -132,7 +132,8 @@ impl Leader {
         }
     }
 
-    /// Which way the copy went, when its end was news.
+    /// Notes the end of a copy on one rank. Returns its direction, or `None` when that end was already known or is of
+    /// no copy in flight.
     fn copy_ended(
         &mut self,
         worker: WorkerId,
@@ -204,8 +205,9 @@ impl Leader {
         self.answer(due.engine, due.id, answer, effects);
     }
 
-    /// The deadline of a copy passed: it is cancelled where it has not ended, again and again, and its pages stay as they
-    /// are until it has. After the fence time only the death of its workers proves that nothing is written any more.
+    /// The deadline of a copy has passed: cancels the copy on the ranks where it has not ended, and again every quarter
+    /// of the fence time. Its pages are not reused before it has ended everywhere. After the fence time only the death
+    /// of its workers proves that the pages are not written any longer.
     pub(super) fn copy_due(&mut self, now: Time, id: OpId, effects: &mut Vec<Effect>) {
         let fence = self.settings.fence;
         let Some(op) = self.ops.get_mut(&id) else {
@@ -239,7 +241,7 @@ impl Leader {
         }
     }
 
-    /// Stops a copy where it has not ended, at the end of this step.
+    /// Cancels a copy on the ranks where it has not ended, at the end of this step.
     pub(super) fn cancel(&mut self, id: OpId) {
         if let Some(op) = self.ops.get(&id) {
             let replica = op.replica;
@@ -250,7 +252,8 @@ impl Leader {
         }
     }
 
-    /// Tells each worker once what this step wants stopped. What has ended meanwhile is left out.
+    /// Sends each worker the cancels of this step together, without copies that have ended meanwhile, and expels
+    /// workers.
     pub(super) fn stop_workers(&mut self, effects: &mut Vec<Effect>) {
         for (worker, ops) in std::mem::take(&mut self.stops) {
             let owed = |op: &OpId| self.ops.get(op).is_some_and(|op| op.owes(worker));
@@ -295,7 +298,7 @@ impl Leader {
         stores.map(|(id, _)| *id).min()
     }
 
-    /// A planted bug: the engine may use its pages again, and a worker writes them.
+    /// A planted bug: answers a load while workers still write its pages, so the engine may reuse them too early.
     fn fail_load_early(&mut self, id: OpId, effects: &mut Vec<Effect>) {
         if !matches!(
             self.ops.get(&id).map(|op| &op.work),
@@ -311,13 +314,13 @@ impl Leader {
         }
     }
 
-    /// Copies of this direction whose end this worker owes.
+    /// Number of copies of this direction whose end this worker owes.
     pub fn owed_by(&self, worker: WorkerId, direction: Direction) -> usize {
         let owed = self.ops.values().filter(|op| op.owes(worker));
         owed.filter(|op| op.direction() == direction).count()
     }
 
-    /// Ranks that still owe the end of a copy: for checks.
+    /// Copies that have not ended, with the ranks that owe their ends: for checks.
     pub fn owed(&self) -> impl Iterator<Item = (OpId, Replica, Vec<Rank>)> {
         self.ops
             .iter()

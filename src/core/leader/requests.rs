@@ -1,7 +1,8 @@
-//! What engines ask: once, again, too much, too early.
+//! Admission of requests: retries, limits and parking.
 //!
-//! An engine takes any answer to a load or a store for leave to use its pages again. So none is given while a worker may
-//! still touch them: not by the copy of this request, and not by one that an older leader ordered for it.
+//! An engine takes any answer to a load or a store, except [`Refusal::Crowded`], as permission to reuse its pages. The
+//! leader therefore answers only when no worker can touch them any longer, neither for the copy of this request nor for
+//! one that an older leader ordered for it.
 
 use crate::core::event::Effect;
 use crate::core::refusal::Refusal;
@@ -11,12 +12,12 @@ use crate::types::{Answer, EngineId, Request, RequestId, SlotId, Time};
 
 use super::{Due, Leader};
 
-/// Requests of one engine that are under way at one time, unless the settings say otherwise.
+/// Open requests of one engine, at most, unless the settings say otherwise.
 pub const OPEN_REQUESTS_MAX: usize = 1024;
 
-/// A load or store that is refused when nothing of an older leader is under way; about 100 bytes. One engine has at most as
-/// many of them as it may have requests under way, and one connection, with which they go: the number of connections bounds
-/// the sum.
+/// A load or store that is refused once no copy of an older leader can run; about 100 bytes. One engine has at most as
+/// many of them as it may have open requests, and one connection, with which they are dropped: the number of
+/// connections bounds the sum.
 #[derive(Debug)]
 pub(super) struct Parked {
     due: Due,
@@ -45,7 +46,7 @@ impl Leader {
             Request::Finish { .. } | Request::CancelStores { .. }
         );
         let answers = &mut self.sessions.entry(engine).or_default().answers;
-        // Whoever finishes makes room.
+        // `finish` and `cancel_stores` are exempt from the limit, because they free requests.
         let full = answers.open() >= self.settings.open_requests_max
             && (!finishes || planted(Bug::LimitFinish))
             && !planted(Bug::UnboundedQueue);
@@ -62,8 +63,8 @@ impl Leader {
                 return effects.push(Effect::Answer { engine, id, answer });
             }
         }
-        // A refusal stays one: an engine that hears it goes on, and the same request must not be carried out when it comes
-        // again.
+        // A refused request stays refused: an engine that receives the refusal continues without it, so a retry must
+        // not carry out the request.
         if self.draining && !finishes {
             return self.answer(engine, id, Err(Refusal::Draining), effects);
         }
@@ -127,8 +128,9 @@ impl Leader {
         effects.push(Effect::Answer { engine, id, answer });
     }
 
-    /// A request that names engine pages waits until nothing of an older leader touches them. Beyond the limit it is
-    /// refused without being noted, because it may be under way: the same id may be asked again.
+    /// Parks a request that names engine pages until no copy of an older leader touches them. Beyond the limit the
+    /// request is refused without being noted, because a copy of it may be running: the engine may retry it with the
+    /// same id.
     fn park(&mut self, due: Due, slot: SlotId, effects: &mut Vec<Effect>) {
         let key = (due.engine, due.id);
         if self.parked.contains_key(&key) {
@@ -148,12 +150,13 @@ impl Leader {
         self.parked.insert(key, Parked { due, slot });
     }
 
-    /// The connection of an engine broke: it asks again, over the next one, for what has not been answered.
+    /// The connection of an engine broke: the engine retries unanswered requests over the next connection.
     pub(super) fn unpark(&mut self, engine: EngineId) {
         self.parked.retain(|(whose, _), _| *whose != engine);
     }
 
-    /// Nothing of an older leader is under way: what was parked is refused, because its slot is not known here.
+    /// No copy of an older leader is running: refuses the parked requests, because this leader does not have their
+    /// slots.
     pub(super) fn refuse_parked(&mut self, effects: &mut Vec<Effect>) {
         for ((engine, id), parked) in std::mem::take(&mut self.parked) {
             if let Some(session) = self.sessions.get_mut(&engine) {

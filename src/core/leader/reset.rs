@@ -1,9 +1,10 @@
-//! Resets: pages are forgotten here, then struck out of every inventory, and only then is it said.
+//! Resets: pages are removed from the pool, then from every inventory, and then the reset is answered.
 //!
-//! A reset may mean every page of a large arena, so it is done in slices, with other events in between: one slice in the
-//! step that asks for it, the next ones by a timer. From that first step on nothing finds a page that the reset means. The
-//! slices look at every block twice: first they count who holds pages, and the reset is refused when somebody does; then
-//! they forget. Each shard is asked once, over one connection, to strike the pages out.
+//! A reset may cover every page of a large arena, so it runs in slices, with other events in between: one slice in the
+//! step that requests it, the next ones by a timer. From that first step on no lookup finds a page of the reset. The
+//! slices visit every block twice: first they count the holders of pages, and the reset is refused if there is any;
+//! then they remove the pages. Each shard receives one request over one connection to remove the pages from its
+//! inventory.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -17,24 +18,24 @@ use crate::types::{Answer, Generation, OpId, ResetId, ResetScope, Scope, Shard, 
 use super::tier::Tier;
 use super::{Due, Leader, Timer};
 
-/// Resets that are not answered, of all engines together. More are refused.
+/// Resets of all engines that are not answered, at most. More are refused.
 pub const RESETS_OPEN_MAX: usize = 64;
-/// Pages that those name one by one, each of at most [`PAGE_SET_BYTES_PER_PAGE_MAX`] bytes: 60 MiB, for as many as 16 of
-/// the largest messages can name.
+/// Pages that open resets name one by one, at most. Each takes up to [`PAGE_SET_BYTES_PER_PAGE_MAX`] bytes: 60 MiB, for
+/// as many pages as 16 of the largest messages can name.
 pub const RESET_PAGES_OPEN_MAX: usize = 1 << 21;
-/// Pages that a slice of a reset looks at, unless the settings say otherwise: a fraction of a millisecond.
+/// Pages that a slice of a reset visits, unless the settings say otherwise: a fraction of a millisecond.
 pub const RESET_SLICE_PAGES: u32 = 4096;
 /// Time between two slices, in which other events are handled.
 const RESET_PAUSE: Duration = Duration::from_micros(500);
 
-/// How far the leader's own part of a reset is.
+/// Progress of the leader's own part of a reset.
 #[derive(Debug)]
 enum Stage {
-    /// Counts who holds pages.
+    /// Counts the holders of pages.
     Looking { sweep: Sweep, holders: u64 },
-    /// Forgets pages.
+    /// Removes pages from the pool.
     Forgetting(Sweep),
-    /// Everything is forgotten here; the shards strike the pages out.
+    /// All pages are removed from the pool; the shards remove them from their inventories.
     Striking,
 }
 
@@ -43,21 +44,21 @@ enum Stage {
 pub(super) struct Reset {
     due: Due,
     scope: Scope,
-    /// The last store before the reset. Later ones are not struck out: a strike may be repeated after new pages of the
-    /// same scope were stored.
+    /// The last store before the reset. Pages of later stores stay listed, because a strike may be repeated after new
+    /// pages of the same scope were stored.
     through: Generation,
     stage: Stage,
     pages: u32,
-    /// Stores of these pages that were under way, and are not over.
+    /// Stores of these pages that were in flight at the reset and have not ended.
     ending: BTreeSet<Generation>,
-    /// Shards that have not struck the pages out.
+    /// Shards that have not confirmed that the pages are removed.
     missing: BTreeSet<Shard>,
-    /// Workers that were asked for a shard, and whose connection has not been lost since.
+    /// The worker that received the request for a shard, and whose connection has not been lost since.
     asked: BTreeMap<Shard, WorkerId>,
 }
 
 impl Leader {
-    /// Begins a reset; its first slice is done at the end of this step.
+    /// Begins a reset; its first slice runs at the end of this step.
     pub(super) fn reset(&mut self, due: Due, scope: ResetScope) -> Result<(), Refusal> {
         self.room_for_reset(&scope)?;
         let scope = self.scope(scope);
@@ -85,7 +86,7 @@ impl Leader {
         Ok(())
     }
 
-    /// Refuses what goes beyond the limits of all resets together.
+    /// Refuses a reset beyond the limits on all open resets together.
     fn room_for_reset(&self, scope: &ResetScope) -> Result<(), Refusal> {
         if self.resets.len() >= RESETS_OPEN_MAX {
             return Err(Refusal::Limit {
@@ -107,7 +108,7 @@ impl Leader {
         Ok(())
     }
 
-    /// The pages that are meant, of every layout: those of engines that have left are still listed in the depots.
+    /// The pages of the reset in every layout, because pages of engines that have left are still listed in the depots.
     fn scope(&self, scope: ResetScope) -> Scope {
         let namespace = |namespace: &[u8]| self.settings.anchor_key.namespace(namespace);
         match scope {
@@ -120,14 +121,14 @@ impl Leader {
         }
     }
 
-    /// At the end of a step: does one slice now, unless the next one waits for its time.
+    /// Runs one slice at the end of a step, unless the next slice is scheduled.
     pub(super) fn go_on_with_resets(&mut self, now: Time, effects: &mut Vec<Effect>) {
         if !self.resets.is_empty() && self.resets_at.is_none() {
             self.resets_due(now, effects);
         }
     }
 
-    /// Does one slice, and sets the timer for the next one while there is anything left to do.
+    /// Runs one slice, and sets the timer for the next one while there is work left.
     pub(super) fn resets_due(&mut self, now: Time, effects: &mut Vec<Effect>) {
         self.resets_at = None;
         let slice = self.settings.reset_slice_pages.max(1);
@@ -137,7 +138,7 @@ impl Leader {
         {
             let before = budget;
             self.advance_reset(now, id, &mut budget, effects);
-            // An empty pool costs nothing; the loop ends all the same.
+            // An empty pool costs no budget: take off one page all the same, so that the loop ends.
             budget = budget.min(before - 1);
         }
         if budget < slice {
@@ -154,10 +155,11 @@ impl Leader {
         }
     }
 
-    /// The first reset for which the leader itself can do something now.
+    /// The first reset that the leader itself can advance now.
     fn next_reset_to_do(&self) -> Option<ResetId> {
         let mut workers = None;
-        // What copies into a pool that closes is listed when it ends: it must have ended before the pages are struck out.
+        // Copies into a closing pool are listed when they end, so they must have ended before the pages are removed
+        // from the inventories.
         let closes = self.closing_pool().is_some();
         let mut to_do = |reset: &Reset| match reset.stage {
             Stage::Looking { .. } | Stage::Forgetting(_) => !closes,
@@ -170,7 +172,7 @@ impl Leader {
         resets.find(|(_, reset)| to_do(reset)).map(|(id, _)| *id)
     }
 
-    /// A worker of a shard that has not struck the pages out, and that nobody was asked for.
+    /// A worker of a shard that has not confirmed the reset and has no request in flight for it.
     fn to_be_asked(&self, reset: &Reset, workers: &[Option<WorkerId>]) -> Option<WorkerId> {
         if !reset.ending.is_empty() {
             return None;
@@ -201,7 +203,7 @@ impl Leader {
             return;
         };
         let Some(pool) = self.tier.as_mut().and_then(Tier::serving_mut) else {
-            // The pool was closed: nothing of it is found any more, and its last copies have ended.
+            // The pool was closed: no page of it is found any longer, and its last copies have ended.
             if let Some(worker) = ask {
                 self.strike(id, worker, budget, effects);
             } else {
@@ -242,7 +244,7 @@ impl Leader {
                 if planted(Bug::ResetKeepsRecords) {
                     self.end_reset(id, effects);
                 }
-                // Where the pool is a new one, the last shard may have answered between two slices.
+                // After a new pool has opened, the last shard may have answered between two slices.
                 self.struck_out(now, id, effects);
             }
             Stage::Striking => {
@@ -253,7 +255,7 @@ impl Leader {
         }
     }
 
-    /// Asks one worker. What the message says of single pages counts like pages that were looked at.
+    /// Requests the removal from one worker. The pages that the message names count toward the budget.
     fn strike(
         &mut self,
         id: ResetId,
@@ -276,14 +278,16 @@ impl Leader {
         }
     }
 
-    /// The connection of a worker is gone, or nothing that was asked over it will be answered: its shards are asked again.
+    /// The worker lost its connection, or answers none of the requests that it received before: its shards are
+    /// requested again.
     pub(super) fn not_asked(&mut self, worker: WorkerId) {
         for reset in self.resets.values_mut() {
             reset.asked.retain(|_, asked| *asked != worker);
         }
     }
 
-    /// A pool has opened with what the depots list: what open resets mean is forgotten in it, too.
+    /// A pool has opened with the pages that the depots list: starts to remove the pages of all open resets from that
+    /// pool.
     pub(super) fn reset_again(&mut self) {
         let Some(pool) = self.tier.as_mut().and_then(Tier::serving_mut) else {
             return;
@@ -293,14 +297,14 @@ impl Leader {
         }
     }
 
-    /// A store is over, one way or the other: resets that waited for it go on.
+    /// A store has ended, whether its pages were published or not: resets that waited for it continue.
     pub(super) fn store_over(&mut self, generation: Generation) {
         for reset in self.resets.values_mut() {
             reset.ending.remove(&generation);
         }
     }
 
-    /// A worker has struck the pages out of its shard's inventory.
+    /// A worker has removed the pages from the inventory of its shard.
     pub(super) fn struck(
         &mut self,
         now: Time,
@@ -318,7 +322,7 @@ impl Leader {
         }
     }
 
-    /// Answers a reset for which nothing is left to do.
+    /// Answers a reset for which no work is left.
     fn struck_out(&mut self, now: Time, id: ResetId, effects: &mut Vec<Effect>) {
         let done = self.resets.get(&id).is_some_and(|reset| {
             matches!(reset.stage, Stage::Striking)
@@ -344,7 +348,7 @@ impl Leader {
         }
     }
 
-    /// Takes a reset out; nothing is hidden for it any more.
+    /// Takes a reset out; no page is hidden for it any longer.
     fn take_reset(&mut self, id: ResetId) -> Option<Reset> {
         let reset = self.resets.remove(&id)?;
         self.timers.remove(&(reset.due.deadline, Timer::Reset(id)));
@@ -356,7 +360,8 @@ impl Leader {
         Some(reset)
     }
 
-    /// The deadline of a reset has passed: what is forgotten stays so, but may be found again after a restart.
+    /// The deadline of a reset has passed: pages that were removed stay removed from the pool, but may be found again
+    /// after a restart.
     pub(super) fn reset_late(&mut self, id: ResetId, effects: &mut Vec<Effect>) {
         let Some(reset) = self.resets.get(&id) else {
             return;

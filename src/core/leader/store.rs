@@ -1,4 +1,4 @@
-//! Stores: which pages are missing below, where they go, and when they are there.
+//! Stores: which pages are missing in G2, where they are stored, and when they are ready.
 
 use std::sync::Arc;
 
@@ -23,7 +23,7 @@ use super::ops::{Op, Work};
 use super::tier::Tier;
 use super::{Due, Leader, Timer};
 
-/// A store request that waits for copies: its own and those of others that it found under way.
+/// Number of a store request that waits for copies: its own, and those of others that it found in flight.
 pub(super) type StoreKey = u64;
 
 #[derive(Debug)]
@@ -32,13 +32,13 @@ pub(super) struct PendingStore {
     pub(super) slot: SlotId,
     domain: Domain,
     hashes: Arc<PageHashes>,
-    /// Positions of its pages.
+    /// Positions of the pages to store.
     wanted: std::ops::Range<u32>,
-    /// Copies that have not ended, each with the pages of this request in it and whether they are its own.
+    /// Copies that have not ended, each with the number of pages of this request in it, and whether they are its own.
     pub(super) waits: Vec<Wait>,
-    /// Its engine took it back: its copies were stopped.
+    /// The engine cancelled the store: its copies were stopped.
     pub(super) stopped: bool,
-    /// Requests to cancel that wait for its end.
+    /// `cancel_stores` requests that wait for its end.
     pub(super) cancels: Vec<CancelId>,
     stored_pages: u32,
     present_pages: u32,
@@ -53,7 +53,7 @@ pub(super) struct Wait {
     pub(super) own: bool,
 }
 
-/// What a store comes to: filled while its pages are looked at one after another.
+/// The plan of a store, built while its pages are looked up one after another.
 #[derive(Debug, Default)]
 struct Plan {
     reserved: Vec<Reserved>,
@@ -65,7 +65,7 @@ struct Plan {
 }
 
 impl Leader {
-    /// `Some` answer at once when nothing needs to be copied or waited for.
+    /// Begins a store. Returns the answer when there is nothing to copy and nothing to wait for.
     pub(super) fn store(
         &mut self,
         due: Due,
@@ -79,7 +79,7 @@ impl Leader {
         check_device_pages(geometry, "source", source)?;
         let tokens_per_page = geometry.engine_page_tokens;
         let layout = geometry.layout_fingerprint;
-        // All copies of a store are those of the same ranks: they travel in one message to each.
+        // All copies of a store are for the same ranks, so they fit into one message to each rank.
         let ranks = self.workers.storers(self.next_store);
         let epoch = self.settings.epoch;
         let ratio = self.settings.ratio.pages();
@@ -173,7 +173,8 @@ impl Leader {
         Ok(self.wait_or_end(pending))
     }
 
-    /// One rank's copy into a reservation ended; the last one publishes or frees its pages and wakes who waits for it.
+    /// Notes the end of one rank's copy into a reservation. The last end publishes or frees the pages and notifies the
+    /// stores that wait for it.
     pub(super) fn filled(
         &mut self,
         generation: Generation,
@@ -211,7 +212,7 @@ impl Leader {
         }
     }
 
-    /// A store that waits for nothing any more is answered.
+    /// Answers a store that has no copies left to wait for.
     fn answer_store(&mut self, key: StoreKey, effects: &mut Vec<Effect>) {
         let store = self.stores.get(&key);
         if store.is_some_and(|store| store.waits.is_empty()) {
@@ -219,14 +220,14 @@ impl Leader {
         }
     }
 
-    /// The deadline of a store passed: it does not wait for copies of other requests any more, which read none of its
-    /// pages. Its own have deadlines of their own.
+    /// The deadline of a store has passed: the store stops waiting for copies of other requests, because they read none
+    /// of its pages. Its own copies have deadlines of their own.
     pub(super) fn store_due(&mut self, key: StoreKey, effects: &mut Vec<Effect>) {
         self.give_up_waits(key, |wait| !wait.own, effects);
     }
 
-    /// The pages of a late copy will not be published: stores that wait for it, and do not own it, are told at once instead
-    /// of when it has ended everywhere.
+    /// The pages of a late copy will not be published: stores that wait for it and do not own it count them as failed
+    /// at once, instead of after the copy has ended on every rank.
     pub(super) fn never_published(&mut self, generation: Generation, effects: &mut Vec<Effect>) {
         let waiting = self.waiters.get(&generation).cloned();
         for key in waiting.unwrap_or_default() {
@@ -235,7 +236,7 @@ impl Leader {
         }
     }
 
-    /// Counts the pages of some waits as failed, and answers the store when it waits for nothing else.
+    /// Counts the pages of some waits as failed, and answers the store if no other wait is left.
     fn give_up_waits(
         &mut self,
         key: StoreKey,
@@ -260,7 +261,7 @@ impl Leader {
         self.answer_store(key, effects);
     }
 
-    /// Nothing of a store is under way any more: it is answered.
+    /// Answers a store that has no copies in flight.
     pub(super) fn store_ended(&mut self, key: StoreKey, effects: &mut Vec<Effect>) {
         if let Some(store) = self.stores.remove(&key) {
             self.timers.remove(&(store.due.deadline, Timer::Store(key)));
@@ -289,7 +290,7 @@ impl Leader {
         None
     }
 
-    /// A store that ended makes its sequence the newest, the tail first.
+    /// Makes the sequence of a store the newest, tail first, and returns the answer.
     fn end_store(&mut self, store: &PendingStore) -> Answer {
         if let Some(pool) = self.tier.as_mut().and_then(Tier::serving_mut) {
             let mut runs: Vec<Run> = Vec::new();
@@ -306,7 +307,7 @@ impl Leader {
     }
 }
 
-/// Appends hashes that the slot does not know yet; those that it knows must be the same.
+/// Appends hashes that the slot does not have yet; overlapping hashes must be equal.
 fn extend_hashes(
     slot: &mut Slot,
     hash_bytes: &mut usize,
@@ -357,9 +358,9 @@ fn extend_hashes(
     }
 }
 
-/// Looks at the sequence from its first page on, at a bounded number of positions before `wanted`: what is there or on its
-/// way is left alone, what is missing in `wanted` is reserved. What was passed is held meanwhile, so that making room for
-/// the tail does not cost the root.
+/// Walks the sequence from its first page on, looking up a bounded number of positions before `wanted`. Pages that are
+/// ready or filling are left alone, missing pages in `wanted` are reserved. The walk pins the ready pages that it
+/// passes until it ends, so that making room for the tail does not evict the root.
 fn plan(
     pool: &mut Pool,
     slot: &Slot,
@@ -425,8 +426,8 @@ fn plan(
     plan
 }
 
-/// End of the pages from `position` on that one block could take: the next multiple of the ratio, the end of what is
-/// wanted, or the first page that is there again.
+/// End of the pages from `position` on that one block could take: the next multiple of the ratio, `end`, or the first
+/// page that is present again.
 fn missing_until(pool: &Pool, slot: &Slot, position: u32, end: u32, ratio: u32) -> u32 {
     let limit = end.min((position / ratio + 1) * ratio);
     let there = |page: &u32| {
@@ -437,7 +438,7 @@ fn missing_until(pool: &Pool, slot: &Slot, position: u32, end: u32, ratio: u32) 
 }
 
 impl Plan {
-    /// Counts the wanted pages of a run that is there; those on their way are waited for.
+    /// Counts the wanted pages of a run that is present; pages that are not ready yet are waited for.
     fn count_present(
         &mut self,
         pool: &Pool,

@@ -1,9 +1,9 @@
-//! The tier of host memory: what its pool is a pool of, when it opens, and when it closes.
+//! The tier of host memory: which pages its pool is for, when the pool opens, and when it closes.
 //!
-//! A pool knows pages by their number. Which bytes a number means depends on the size of a page, on the layout and on the
-//! depot of each shard. The pool therefore carries these as its [`TierKey`], and closes as soon as the workers have anything
-//! else. A closing pool finds nothing and holds nothing; its copies are cancelled and awaited, because they still read and
-//! write at the old offsets. Then the pool is dropped, and the inventories are read for the new key.
+//! A pool identifies pages by number. Which bytes a number means depends on the page size, the layout and the depot of
+//! each shard. The pool carries these as its [`TierKey`], and closes as soon as the workers have another key. A closing
+//! pool serves no page and holds none; its copies are cancelled and awaited, because they still read and write at the
+//! old offsets. Then the pool is dropped, and the inventories are read for the new key.
 
 use crate::core::event::Effect;
 use crate::core::pool::{Pool, PoolCounts};
@@ -11,14 +11,14 @@ use crate::types::{DepotId, EngineId, GroupGeometry, OpId, SlotId, Time};
 
 use super::{Leader, Timer};
 
-/// What a pool is a pool of. Two keys that differ in any field mean different bytes by the same page number.
+/// Identity of a pool: two keys that differ in any field mean different bytes by the same page number.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TierKey {
     /// Bytes of one page.
     pub page_bytes: u64,
-    /// Layout of a page.
+    /// Fingerprint of the layout of a page.
     pub layout_fingerprint: [u8; 16],
-    /// Pages that the smallest depot has room for.
+    /// Number of pages that the smallest depot has room for.
     pub pages: u32,
     /// The depot of each shard.
     pub depots: Vec<DepotId>,
@@ -49,40 +49,41 @@ impl Tier {
         }
     }
 
-    /// The pool, unless it closes: for requests.
+    /// The pool for requests; `None` while it closes.
     pub(super) fn serving(&self) -> Option<&Pool> {
         (!self.closing).then_some(&self.pool)
     }
 
-    /// The same.
+    /// Like `serving`, but mutable.
     pub(super) fn serving_mut(&mut self) -> Option<&mut Pool> {
         (!self.closing).then_some(&mut self.pool)
     }
 
-    /// The key, unless the pool closes.
+    /// The key; `None` while the pool closes.
     pub(super) fn key(&self) -> Option<&TierKey> {
         (!self.closing).then_some(&self.key)
     }
 
-    /// The pool, also while it closes: for the ends of copies.
+    /// The pool for the ends of copies, also while it closes.
     pub(super) fn pool(&self) -> &Pool {
         &self.pool
     }
 
-    /// The same.
+    /// Like `pool`, but mutable.
     pub(super) fn pool_mut(&mut self) -> &mut Pool {
         &mut self.pool
     }
 }
 
 impl Leader {
-    /// The key of the pool that serves, or of the one that is being read.
+    /// The key of the pool that serves, or of the pool that is being recovered.
     pub(super) fn wanted_key(&self) -> Option<&TierKey> {
         let serving = self.tier.as_ref().and_then(Tier::key);
         serving.or(self.reading.as_ref().map(|readings| &readings.key))
     }
 
-    /// After a change of the roster: a pool, or a reading, of anything else than what the workers have now ends.
+    /// Closes the pool and stops the reading whose key differs from what the workers have. Called after each change of
+    /// the roster.
     pub(super) fn fit_tier(&mut self) {
         let Some(key) = self.wanted_key() else {
             return;
@@ -94,7 +95,7 @@ impl Leader {
         self.close_tier();
     }
 
-    /// Nothing of the pool is found or held any more, and what is being copied from and to it is cancelled.
+    /// Closes the pool: releases all holds, forgets its blocks, and cancels its copies.
     fn close_tier(&mut self) {
         let Some(tier) = self.tier.as_mut().filter(|tier| !tier.closing) else {
             return;
@@ -119,7 +120,7 @@ impl Leader {
         }
     }
 
-    /// A pool whose last copy has ended makes room for the next one.
+    /// Drops a closed pool whose last copy has ended, and opens the next one.
     pub(super) fn settle_tier(&mut self, now: Time, effects: &mut Vec<Effect>) {
         let closed = |tier: &mut Tier| tier.closing;
         if self.ops.is_empty()
@@ -130,29 +131,29 @@ impl Leader {
         }
     }
 
-    /// Of all pools since the start.
+    /// Counters of all pools since the start.
     pub(super) fn all_pool_counts(&self) -> PoolCounts {
         let now = self.tier.as_ref().map(|tier| tier.pool.counts());
         self.pool_counts.with(now.unwrap_or_default())
     }
 
-    /// The pool of G2 that serves, once every rank is there.
+    /// The G2 pool that serves; `None` before every rank has attached and while a pool closes.
     pub fn pool(&self) -> Option<&Pool> {
         self.tier.as_ref().and_then(Tier::serving)
     }
 
-    /// A pool that serves nothing any more, while its last copies end.
+    /// A pool that has stopped serving and waits for the ends of its last copies.
     pub fn closing_pool(&self) -> Option<&Pool> {
         let tier = self.tier.as_ref().filter(|tier| tier.closing)?;
         Some(&tier.pool)
     }
 
-    /// What the pool that serves is a pool of.
+    /// The key of the pool that serves.
     pub fn tier_key(&self) -> Option<&TierKey> {
         self.tier.as_ref().and_then(Tier::key)
     }
 
-    /// True while inventories are read.
+    /// True while inventories are being read.
     pub fn is_reading(&self) -> bool {
         self.reading.is_some()
     }

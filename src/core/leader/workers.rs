@@ -1,8 +1,8 @@
-//! Workers come and go: who is there, what each of them has, and whether they agree.
+//! The roster of workers: which are attached, with which memory and depot, and whether they agree.
 //!
-//! A worker *attaches* when nothing that an older leader, or an older connection, ordered of it is under way any more.
-//! Until every place has attached or is seen dead, something old may still read or write engine memory and depots: no
-//! inventory is read, and nothing that names engine pages is refused, before that.
+//! A worker *attaches* when no copy or other order of an older leader, or of an older connection, is in flight any
+//! longer. Until every seat has attached or is known to be dead, an old order may still read or write engine memory and
+//! depots. Before that the leader reads no inventory, and refuses no request that names engine pages.
 
 use crate::core::arena::ARENA_PAGES_MAX;
 use crate::core::event::{Attached, Effect, EngineMemory};
@@ -20,18 +20,18 @@ use super::{Leader, Timer};
 /// Replicas of one leader, at most.
 pub const REPLICAS_MAX: u16 = 64;
 
-/// What is known of one place.
+/// The state of one seat.
 #[derive(Debug, Clone, Default)]
 struct Place {
     attached: bool,
-    /// Nothing that this leader did not order is under way: it attached once, or is seen dead.
+    /// No order of another leader is in flight: the worker attached at least once, or is known to be dead.
     clear: bool,
     memory: Option<EngineMemory>,
-    /// The last time that it said who it is, and what it was told.
+    /// The last attach request, and its answer.
     last: Option<(AttachId, Result<OpId, Refusal>)>,
 }
 
-/// What is known of all of them.
+/// The state of all seats.
 #[derive(Debug)]
 pub(super) struct Workers {
     ranks: u16,
@@ -83,17 +83,17 @@ impl Workers {
         self.ids().zip(&self.places)
     }
 
-    /// It has attached with an engine's memory.
+    /// True when this worker has attached with an engine's memory.
     pub(super) fn has_memory(&self, worker: WorkerId) -> bool {
         self.memories().any(|(id, _)| id == worker)
     }
 
-    /// It has attached, with an engine's memory or without.
+    /// True when this worker has attached, with an engine's memory or without.
     pub(super) fn is_attached(&self, worker: WorkerId) -> bool {
         self.all().any(|(id, place)| id == worker && place.attached)
     }
 
-    /// Places whose worker has attached with an engine's memory.
+    /// Number of seats whose worker has attached with an engine's memory.
     pub(super) fn with_memory(&self) -> u32 {
         let there = self
             .places
@@ -121,7 +121,7 @@ impl Workers {
         }
     }
 
-    /// Nothing is under way anywhere that this leader did not order.
+    /// True when no order of another leader can be in flight on any worker.
     pub(super) fn all_clear(&self) -> bool {
         self.places.iter().all(|place| place.clear)
     }
@@ -132,7 +132,7 @@ impl Workers {
             .map(|(id, _)| id)
     }
 
-    /// Replicas whose every rank has the memory of one engine.
+    /// Replicas of which every rank has attached with the memory of the same engine.
     fn complete(&self) -> impl Iterator<Item = (Replica, &EngineMemory)> {
         let replicas = self.places.chunks(usize::from(self.ranks.max(1)));
         replicas.zip(0..).filter_map(|(ranks, replica)| {
@@ -147,19 +147,19 @@ impl Workers {
         })
     }
 
-    /// The replica whose every rank has this engine's memory, and what that looks like.
+    /// The replica of which every rank has this engine's memory, and the geometry of that memory.
     pub(super) fn memory_of(&self, engine: EngineId) -> Option<(Replica, &GroupGeometry)> {
         let mut complete = self.complete();
         let found = complete.find(|(_, memory)| memory.engine == engine);
         found.map(|(replica, memory)| (replica, &memory.geometry))
     }
 
-    /// All ranks of an engine: what is loaded is copied by each.
+    /// All ranks of an engine: each of them copies a load.
     pub(super) fn ranks(&self) -> RankSet {
         RankSet::first(self.ranks)
     }
 
-    /// One rank of each shard, which store what all that hold it have; another one for each number.
+    /// One rank of each shard, which stores the KV that all ranks of that shard hold; `number` rotates the choice.
     pub(super) fn storers(&self, number: u64) -> RankSet {
         let mut storers = RankSet::default();
         for rank in self.sharding.one_of_each(number) {
@@ -168,7 +168,7 @@ impl Workers {
         storers
     }
 
-    /// What a worker's rank holds.
+    /// The shard that a worker's rank holds.
     pub(super) fn shard_of(&self, worker: WorkerId) -> Shard {
         self.sharding.of(worker.rank)
     }
@@ -177,19 +177,19 @@ impl Workers {
         (0..self.sharding.shards()).map(Shard)
     }
 
-    /// Some replica has every rank, with one engine's memory.
+    /// True when every rank of some replica has the memory of the same engine.
     pub(super) fn any_replica(&self) -> bool {
         self.complete().next().is_some()
     }
 
-    /// Some replica has every rank, with memory that this key is for.
+    /// True when every rank of some replica has memory that this key is for.
     pub(super) fn serve(&self, key: &TierKey) -> bool {
         self.complete()
             .any(|(_, memory)| key.is_for(&memory.geometry))
     }
 
-    /// What a pool for a complete replica is a pool of: for one that has what `known` is for, if there is one. The smallest
-    /// depot sets the number of pages, up to what an arena can have.
+    /// The key of a pool for a complete replica: one whose memory `known` is for, if there is one. The smallest depot
+    /// sets the number of pages, up to the limit of an arena.
     pub(super) fn key(&self, known: Option<&TierKey>) -> Option<TierKey> {
         let is_known =
             |memory: &EngineMemory| known.is_some_and(|known| known.is_for(&memory.geometry));
@@ -216,20 +216,20 @@ impl Workers {
         Some(key)
     }
 
-    /// True unless a shard has another depot than this key names, or a complete replica needs another key.
+    /// False when a shard has another depot than this key names, or when the complete replicas need another key.
     pub(super) fn have(&self, key: &TierKey) -> bool {
         let depots = self.depots.iter().zip(&key.depots);
         let mut depots = depots.filter_map(|(now, then)| now.map(|now| now == *then));
         depots.all(|same| same) && self.key(Some(key)).is_none_or(|wanted| wanted == *key)
     }
 
-    /// An attached worker for each shard that has one.
+    /// For each shard an attached worker, if there is one.
     pub(super) fn one_of_each_shard(&self) -> Vec<Option<WorkerId>> {
         self.first_of_each_shard(|_| true)
     }
 
-    /// The same, of those that can read an inventory of pages of this size: a worker with an engine's memory divides its
-    /// depot for that engine's pages alone.
+    /// For each shard an attached worker that can read an inventory of pages of this size, if there is one: a worker
+    /// with an engine's memory divides its depot into pages of that engine's size only.
     pub(super) fn reader_of_each_shard(&self, page_bytes: u64) -> Vec<Option<WorkerId>> {
         self.first_of_each_shard(|place| {
             let memory = place.memory.as_ref();
@@ -256,13 +256,13 @@ impl Workers {
         })
     }
 
-    /// A worker's memory that this key is for; without a key, anyone's.
+    /// The geometry of some worker's memory that this key is for; without a key, of any worker's memory.
     pub(super) fn geometry(&self, key: Option<&TierKey>) -> Option<&GroupGeometry> {
         let mut geometries = self.memories().map(|(_, memory)| &memory.geometry);
         geometries.find(|geometry| key.is_none_or(|key| key.is_for(geometry)))
     }
 
-    /// Why an engine is not served whose ranks are not all there.
+    /// Refusal for an engine that is not served because not all of its ranks have attached.
     pub(super) fn not_ready(&self) -> Refusal {
         let waiting_for = u32::from(self.ranks) * u32::from(self.replicas) - self.with_memory();
         let why = self.turned_away.as_ref();
@@ -338,9 +338,9 @@ impl Workers {
         Ok(())
     }
 
-    /// Whether the worker was started for engines of as many ranks and shards as this leader. A replica is complete when all
-    /// of the leader's own ranks are there: with fewer than the engine has, the other ranks would attend to pages that
-    /// nobody has loaded.
+    /// Checks that the worker was started for engines of as many ranks and shards as this leader. A replica is complete
+    /// when all of the leader's own ranks are attached: if the leader has fewer ranks than the engine, the other ranks
+    /// would attend to pages that no worker has loaded.
     fn same_settings(&self, attached: &Attached) -> Result<(), Refusal> {
         let shards = self.sharding.shards();
         let settings = [
@@ -358,9 +358,9 @@ impl Workers {
         }
     }
 
-    /// Which of two replicas that differ makes room: the one that the pool is not for, else the one that is not complete,
-    /// else the higher one. Without that rule two engines that register at one time could each keep the other one from
-    /// ever being complete.
+    /// True when the attaching worker makes room for a worker of another replica that differs from it. The replica that
+    /// makes room is the one that the pool is not for, else the one that is not complete, else the higher one. Without
+    /// this rule two engines that register at the same time could each keep the other one from becoming complete.
     fn yields(
         &self,
         attached: &Attached,
@@ -425,7 +425,7 @@ fn difference(
 }
 
 impl Leader {
-    /// A worker says who it is; everything that it was asked for before has ended. Said again, it is told the same.
+    /// Handles an attach request: all earlier orders of the worker have ended. A repeated request gets the same answer.
     pub(super) fn attached(&mut self, now: Time, attached: Attached, effects: &mut Vec<Effect>) {
         let (worker, attach) = (attached.worker, attached.attach);
         let last = self
@@ -439,7 +439,8 @@ impl Leader {
                     attach,
                     verdict,
                 });
-                // It may have come too late for the answer before, and have refused the strikes behind that.
+                // The earlier answer may have arrived late, so that the worker refused the strikes that followed: send
+                // them again.
                 self.not_asked(worker);
             }
             return;
@@ -473,10 +474,11 @@ impl Leader {
         self.look_around(now, effects);
     }
 
-    /// Beside what the workers themselves agree on: a pool that is in use keeps its size.
+    /// Checks a worker against the settings and the pool in use, and then against the other workers.
     fn judge(&self, attached: &Attached) -> Result<(), Refusal> {
         let (depot_epoch, epoch) = (attached.depot_epoch, self.settings.epoch);
-        // A reading takes a number: before the first one, no depot can have seen the epoch of this leader.
+        // An inventory request takes a number from `next_id`. Before the first one, no depot can have seen the epoch of
+        // this leader.
         if depot_epoch > epoch || (depot_epoch == epoch && self.next_id == 0) {
             return Err(Refusal::EpochUsed {
                 worker: attached.worker,
@@ -523,7 +525,8 @@ impl Leader {
         self.look_around(now, effects);
     }
 
-    /// From the first moment on, workers have the fence time to say that nothing old is under way.
+    /// Schedules the next check for workers that are not clear. From the first event on, workers have the fence time
+    /// (`LOOKS` checks, a quarter of it apart) to attach.
     pub(super) fn expect_workers(&mut self, now: Time) {
         let at = now + self.settings.fence / 4;
         self.silent_at = Some(at);
@@ -532,7 +535,8 @@ impl Leader {
         }
     }
 
-    /// Who keeps silent may still read and write for an older leader: it must go, and its successor will speak.
+    /// Expels workers that have not become clear within the fence time, because they may still read and write for an
+    /// older leader. Their successors attach.
     pub(super) fn silent_due(&mut self, now: Time) {
         self.silent_looks += 1;
         if self.silent_looks >= LOOKS {
@@ -542,7 +546,7 @@ impl Leader {
         self.expect_workers(now);
     }
 
-    /// What becomes possible when workers have come or gone.
+    /// Continues operations that waited for workers to attach or to die.
     pub(super) fn look_around(&mut self, now: Time, effects: &mut Vec<Effect>) {
         if self.workers.all_clear() {
             if let Some(at) = self.silent_at {
