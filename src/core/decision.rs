@@ -1,7 +1,7 @@
-//! The digest of decisions: one number that is equal exactly when two runs decided the same.
+//! The digest of decisions: a hash that is equal exactly when two runs made the same decisions.
 //!
-//! It covers, per request in the order in which requests finished: tokens per tier, page ranges stored and loaded with
-//! their arena places, evictions and refusals. It leaves out what may differ between a live run and a replay in virtual
+//! Covers, per request in the order in which requests finished: tokens per tier, page ranges stored and loaded with
+//! their arena pages, evictions and refusals. Leaves out what may differ between a live run and a replay in virtual
 //! time: ids, epochs, generations, times and the order in which ranks answered.
 
 use crate::types::PageRun;
@@ -9,36 +9,36 @@ use crate::types::PageRun;
 /// One decision of the leader about a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Decision {
-    /// A lookup: pages that the engine had, and further pages found in G2.
+    /// A lookup: pages that the engine has, and further pages found in G2.
     Found {
         /// Pages of the prompt in the engine's own cache.
         device_pages: u32,
-        /// Pages behind those in G2.
+        /// Pages found in G2 after those.
         hit_pages: u32,
     },
     /// Pages from `position` of the sequence on are loaded from `run`.
     Loaded {
         /// Position of the first page.
         position: u32,
-        /// Where they lie.
+        /// The arena pages that are read.
         run: PageRun,
     },
     /// Pages from `position` of the sequence on are stored to `run`.
     Stored {
         /// Position of the first page.
         position: u32,
-        /// Where they go.
+        /// The arena pages that are written.
         run: PageRun,
-        /// Behind a block that was there, not as one of their own.
+        /// True when the pages grow an existing block, false when they begin one of their own.
         grown: bool,
     },
-    /// Pages were taken from other blocks to make room.
+    /// These arena pages were evicted to make room.
     Evicted(PageRun),
     /// There was no room for `count` pages from `position` on.
     Refused {
         /// Position of the first page.
         position: u32,
-        /// How many.
+        /// Number of pages.
         count: u32,
     },
 }
@@ -48,7 +48,7 @@ pub enum Decision {
 pub struct RequestDigest(Option<Box<blake3::Hasher>>);
 
 impl RequestDigest {
-    /// One that records, or one that ignores everything.
+    /// Creates a digest that records decisions, or one that ignores them.
     pub fn new(record: bool) -> Self {
         Self(record.then(Box::default))
     }

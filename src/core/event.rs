@@ -1,4 +1,4 @@
-//! What goes into the leader and what comes out.
+//! Events that enter the leader, and effects that it returns.
 
 use crate::core::refusal::Refusal;
 use crate::core::shards::RankSet;
@@ -7,166 +7,168 @@ use crate::types::{
     PageRecord, Replica, Request, RequestId, ResetId, Scope, Time, WorkerId,
 };
 
-/// Copies that one [`Effect::Cancel`] names.
+/// Copies that one [`Effect::Cancel`] names, at most.
 pub const CANCELLED_MAX: usize = 65_536;
 
-/// Something that happened to the leader.
+/// An input of the leader.
 #[derive(Debug, Clone)]
 pub enum Event {
-    /// An engine said hello: for the first time, or again after its connection broke.
+    /// An engine sent its hello: for the first time, or again after its connection broke.
     EngineOpened(EngineId),
-    /// The connection of an engine broke. Its leases stay for the grace time.
+    /// The connection of an engine broke. Its slots and holds stay for the grace time, its parked requests are dropped.
     EngineClosed(EngineId),
-    /// A worker has its depot, and the memory of its engine once there is one. Whatever it copied before has ended.
+    /// A worker has its depot, and the memory of its engine if one is registered. All its earlier copies have ended.
     Attached(Attached),
-    /// The connection of a worker broke, or a new one took its place. Its copies may go on.
+    /// The connection of a worker broke, or a new one replaced it. Its copies may continue.
     WorkerLost(WorkerId),
-    /// The process of a worker is seen dead: nothing of it writes any more.
+    /// The process of a worker is dead: it does not write any longer.
     WorkerDead(WorkerId),
-    /// A part of what the inventory of a worker's depot lists.
+    /// A part of the records in the inventory of a worker's depot.
     Inventory {
-        /// Which worker read it.
+        /// The worker that read it.
         worker: WorkerId,
-        /// Which depot it read.
+        /// The depot that was read.
         depot: DepotId,
-        /// For which reading.
+        /// Number of the request that this answers.
         reading: u64,
-        /// First arena page that it looked at.
+        /// First arena page that was read.
         from: u32,
-        /// First arena page that it did not look at, unless it came to the last.
+        /// First arena page that was not read; `None` when the part reaches the last page.
         next: Option<u32>,
-        /// One item for each page in between that holds something.
+        /// One record for each page in between that holds KV.
         records: Vec<PageRecord>,
     },
-    /// A worker has struck the pages of a reset out of its depot's inventory.
+    /// A worker has removed the pages of a reset from its depot's inventory.
     Struck {
-        /// Which worker.
+        /// The worker that confirms it.
         worker: WorkerId,
-        /// The epoch of the leader that asked for it.
+        /// The epoch of the leader that requested it.
         epoch: Epoch,
-        /// Which reset.
+        /// The reset that is confirmed.
         id: ResetId,
     },
-    /// An engine asks for something.
+    /// An engine sent a request.
     Request {
-        /// Who asks.
+        /// The engine that sent it.
         engine: EngineId,
-        /// The same id again is a retry.
+        /// Number of the request. A repeated number is a retry.
         id: RequestId,
         /// When the answer is due.
         deadline: Time,
-        /// What is asked.
+        /// The request itself.
         request: Request,
     },
-    /// A worker's copies ended.
+    /// Copies of a worker ended.
     Ended {
-        /// Which worker.
+        /// The worker that reports them.
         worker: WorkerId,
-        /// The epoch in which they were asked for.
+        /// The epoch in which they were ordered.
         epoch: Epoch,
         /// One item for each copy.
         copies: Vec<EndedCopy>,
     },
-    /// Time passed; [`crate::core::Leader::next_timeout`] says when this is due.
+    /// Time passed. Due when [`crate::core::Leader::next_timeout`] says.
     Tick,
 }
 
-/// What a worker says when nothing that was asked of it before is under way.
+/// The attach request of a worker, sent when none of its earlier orders is in flight.
 #[derive(Debug, Clone)]
 pub struct Attached {
-    /// Which worker.
+    /// The worker that attaches.
     pub worker: WorkerId,
     /// Ranks of an engine, by the worker's settings.
     pub ranks: u16,
     /// Shards of an engine's KV, by the worker's settings.
     pub shards: u16,
-    /// Grows over one connection; the same again is a retry.
+    /// Sequence number of the attach requests on one connection. A repeated number is a retry.
     pub attach: AttachId,
-    /// The depot of its shard.
+    /// The depot of the worker's shard.
     pub depot: DepotId,
-    /// Epoch of the leader that asked last for that depot's inventory; 0 when none has.
+    /// Epoch of the leader that last requested that depot's inventory; 0 if none has.
     pub depot_epoch: Epoch,
-    /// The memory of its engine, once that has registered it.
+    /// The memory of the worker's engine; `None` until the engine has registered it.
     pub memory: Option<EngineMemory>,
 }
 
 /// The memory that a worker copies from and to.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EngineMemory {
-    /// Whose.
+    /// The engine that registered the memory.
     pub engine: EngineId,
-    /// What it looks like.
+    /// Page size, number of pages and layout of the memory.
     pub geometry: GroupGeometry,
     /// Pages of that size that the depot has room for.
     pub arena_pages: u32,
 }
 
-/// What the leader wants done.
+/// An output of the leader, for its caller to carry out.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Effect {
-    /// Answer a request. The engine may be gone by now.
+    /// Answer a request. The engine may have disconnected by now.
     Answer {
-        /// To whom.
+        /// The engine that sent the request.
         engine: EngineId,
-        /// Which request.
+        /// The request that is answered.
         id: RequestId,
-        /// With what.
+        /// The answer, or the reason of the refusal.
         answer: Result<Answer, Refusal>,
     },
-    /// Tell a worker that it belongs, or why not.
+    /// Answer an attach request: the worker is admitted or refused.
     Admit {
-        /// Which worker.
+        /// The worker that attached.
         worker: WorkerId,
-        /// What it said.
+        /// The attach request that is answered.
         attach: AttachId,
-        /// Orders up to this one are not for it; or a refusal that names the field.
+        /// Ok: the number of the last order before this admission; the worker carries out no order up to it. Err: a
+        /// refusal that names the field.
         verdict: Result<OpId, Refusal>,
     },
-    /// Copy on these ranks of a replica.
+    /// Order a copy from these ranks of a replica.
     Copy {
-        /// Which replica.
+        /// The replica whose engine memory is read or written.
         replica: Replica,
-        /// Which ranks.
+        /// The ranks that copy.
         ranks: RankSet,
-        /// What.
+        /// The copy that each of them runs.
         copy: Copy,
     },
-    /// Stop copies on a worker as soon as may be; their ends are still reported. One effect for all copies of a step, unless
-    /// they are more than [`CANCELLED_MAX`].
+    /// Stop copies on a worker as soon as possible; their ends are still reported. One effect for all copies of a step,
+    /// unless there are more than [`CANCELLED_MAX`].
     Cancel {
-        /// Which worker.
+        /// The worker that runs the copies.
         worker: WorkerId,
-        /// Which copies, all of which this worker still owes the end of.
+        /// The copies to stop. The worker still owes the end of each.
         ops: Vec<OpId>,
     },
-    /// Read what the inventory of this worker's depot lists.
+    /// Request a part of the inventory of this worker's depot.
     ReadInventory {
-        /// Which worker.
+        /// The worker that reads.
         worker: WorkerId,
-        /// Which depot is meant.
+        /// The depot that the leader expects the worker to have.
         depot: DepotId,
-        /// Bytes of one page: a depot that held pages of another size holds nothing.
+        /// Bytes of one page. A depot that held pages of another size holds none of this size.
         page_bytes: u64,
-        /// Number of the question, said again in the answer. Numbers ascend, together with those of copies.
+        /// Number of the request, repeated in the answer. Numbers ascend, in one sequence with those of copies.
         reading: u64,
-        /// First arena page to look at.
+        /// First arena page to read.
         from: u32,
     },
-    /// Strike these pages out of the inventory of this worker's shard, and say so.
+    /// Remove these pages from the inventory of this worker's shard, and confirm it.
     Strike {
-        /// Which worker.
+        /// The worker that removes them.
         worker: WorkerId,
-        /// Which reset.
+        /// The reset that they belong to.
         id: ResetId,
-        /// Which pages.
+        /// The pages to remove.
         scope: Scope,
-        /// The last store that the reset means. Pages of the scope that were stored later stay listed, however often the
-        /// strike is repeated.
+        /// The last store that the reset covers. Pages of the scope that were stored later stay listed, however often
+        /// the strike is repeated.
         through: Generation,
-        /// When the reset is refused unless all shards have said so: nothing comes of a strike that ends later.
+        /// Deadline of the reset, which is refused unless all shards have confirmed by then. A strike that ends later
+        /// has no effect on the answer.
         deadline: Time,
     },
-    /// This worker did not end a copy within the fence time, or does not say whether it did: end its process. Once a step,
-    /// however many copies it owes.
+    /// End the process of this worker, because it did not end a copy within the fence time, or did not report whether
+    /// it did. At most once a step, however many copies the worker owes.
     Expel(WorkerId),
 }

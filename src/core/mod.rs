@@ -1,14 +1,14 @@
-//! The heart: plain, synchronous state machines on plain data.
+//! The core: plain, synchronous state machines on plain data.
 //!
-//! [`Leader::step`] takes the time and an event and appends effects. Nothing in here knows of sockets, files, clocks,
-//! random sources or an async runtime; time and keys come in from outside. Read in this order:
+//! [`Leader::step`] takes the time and an event and appends effects. The core uses no sockets, files, clocks, random
+//! sources or async runtime; time and keys are passed in. Read in this order:
 //!
-//! 1. `arena`: where runs of pages lie; `blocks`: what they hold and how old they are; `anchor`, `index`, `ahead`: how they
-//!    are found;
-//! 2. `pool`: one tier: reserve, fill, publish, pin, evict; `view`: what others see of it; `sweep`: resets; `recover`: from
-//!    inventories; `check`: all of it counted a second time;
-//! 3. `slot`: what is known of an engine; `event`, `refusal`: what goes in and comes out;
-//! 4. `leader`: the decisions; `decision`: their digest; `worker`: what a worker does with its orders.
+//! 1. `arena`: where runs of pages are; `blocks`: what they hold and how old they are; `anchor`, `index`, `ahead`: how
+//!    they are found;
+//! 2. `pool`: one tier: reserve, fill, publish, pin, evict; `view`: read-only views of it; `sweep`: resets; `recover`:
+//!    from inventories; `check`: an independent recount of all of it;
+//! 3. `slot`: the state of an engine; `event`, `refusal`: inputs and outputs;
+//! 4. `leader`: the decisions; `decision`: their digest; `worker`: how a worker carries out its orders.
 
 mod ahead;
 mod anchor;
@@ -48,7 +48,7 @@ pub use worker::{
     Worker, WorkerEffect, WorkerEvent, WorkerSettings,
 };
 
-/// Copies that a worker runs at one time; more wait for a place.
+/// Copies that a worker runs at one time, at most; further copies wait.
 pub const RUNNING_COPIES_MAX: usize = 256;
 
 #[cfg(test)]

@@ -1,11 +1,11 @@
-//! Why the leader does not do what it is asked. Each names the field, the value and the remedy.
+//! Refusals: why the leader does not carry out a request. Each names the field, the value and the remedy.
 
 use crate::types::{Epoch, RequestId, SlotId, WorkerId};
 
-/// A typed no. The caller loses nothing: an engine computes what it could not load.
+/// A typed refusal. The caller loses no data: an engine computes the pages that it could not load.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
-    /// Not every rank of this engine is there yet.
+    /// Not every rank of this engine has attached with its memory.
     #[error(
         "not ready: {waiting_for} of {all} ranks have no engine memory yet{detail}; ask again later",
         all = u32::from(*.ranks) * u32::from(*.replicas)
@@ -15,162 +15,163 @@ pub enum Refusal {
         waiting_for: u32,
         /// Ranks of an engine.
         ranks: u16,
-        /// Engines.
+        /// Engines that the leader was started for.
         replicas: u16,
-        /// Why a rank was turned away.
+        /// Why the last worker was refused, in parentheses; empty if its attach request was accepted.
         detail: String,
     },
-    /// Every rank is there, with the memory of another engine than the one that asks.
+    /// Every rank has attached, with the memory of another engine than the one that sent the request.
     #[error(
         "not ready: the ranks have the memory of another engine, not of this one{detail}; ask again later"
     )]
     AnotherEngine {
-        /// Why a rank was turned away.
+        /// Why the last worker was refused, in parentheses; empty if its attach request was accepted.
         detail: String,
     },
-    /// A leader that has begun reads what the depots hold before it serves.
+    /// The leader is reading the inventories of the depots, or waits to do so, and serves no pages before that.
     #[error("not ready: what the depots hold is being read; ask again later")]
     Reading,
-    /// A rank describes other memory than the ranks before it.
+    /// A rank describes other memory than a rank that attached before.
     #[error(
         "{worker} disagrees with {other}: {field} is {value}, {other} has {other_value}; start every \
          rank of an engine, and every replica, with the same model (also its revision and dtype), page size and layout"
     )]
     RankDisagrees {
-        /// The one that was turned away.
+        /// The worker that is refused.
         worker: WorkerId,
-        /// One that was there.
+        /// The attached worker that it differs from.
         other: WorkerId,
         /// The field in which they differ.
         field: &'static str,
-        /// The value of the one turned away.
+        /// The value of the refused worker.
         value: String,
-        /// The value of the other.
+        /// The value of the attached worker.
         other_value: String,
     },
-    /// A rank beyond the configured number.
+    /// A replica or rank beyond the configured numbers.
     #[error(
         "{worker} is none of the {replicas} x {ranks} this leader was started for: check --ranks and --replicas"
     )]
     NoSuchWorker {
-        /// The place that was given.
+        /// The seat that the worker claims.
         worker: WorkerId,
         /// Ranks of an engine.
         ranks: u16,
-        /// Engines.
+        /// Engines that the leader was started for.
         replicas: u16,
     },
-    /// A worker that was started for engines with another number of ranks, or of shards. A replica would count as complete
-    /// while some of its engine's ranks have no worker.
+    /// A worker that was started for engines with another number of ranks, or of shards. A replica would count as
+    /// complete while some of its engine's ranks have no worker.
     #[error(
         "attach.{setting} of {worker} is {value}, and this leader was started for {expected}: start leader and workers \
          with the same {setting}"
     )]
     SettingDiffers {
-        /// The one that was turned away.
+        /// The worker that is refused.
         worker: WorkerId,
         /// The setting, which is also the field's name.
         setting: &'static str,
-        /// What the worker was started for.
+        /// The worker's value of the setting.
         value: u16,
-        /// What the leader was started for.
+        /// The leader's value of the setting.
         expected: u16,
     },
-    /// A depot that a leader of this epoch, or of a later one, has read before this one has read anything: the file with
-    /// the last epoch was lost. What is stored in an epoch that was used before could not be told from what was stored then.
+    /// The depot was read by a leader of this epoch, or of a later one, before this leader has read any depot: the file
+    /// with the last epoch was lost. Pages stored in an epoch that is used twice could not be told apart from those
+    /// stored in its first use.
     #[error(
         "the depot of {worker} was read by a leader of {depot_epoch}, and this leader has {epoch}: end it and \
          start it again, the next one has a later epoch"
     )]
     EpochUsed {
-        /// The one that was turned away.
+        /// The worker that is refused.
         worker: WorkerId,
-        /// The epoch that its depot has seen.
+        /// The epoch of the leader that last read its depot.
         depot_epoch: Epoch,
-        /// The leader's own.
+        /// The epoch of this leader.
         epoch: Epoch,
     },
-    /// Two workers of one shard with memory of their own.
+    /// Two workers of one shard have different depots.
     #[error(
         "{worker} has another depot than {other}: workers on a host that hold one shard of the KV share its depot"
     )]
     DepotNotShared {
-        /// The one that was turned away.
+        /// The worker that is refused.
         worker: WorkerId,
-        /// One that was there.
+        /// The attached worker of the same shard.
         other: WorkerId,
     },
-    /// A depot that holds another slice of the KV.
+    /// A worker has the depot of another shard.
     #[error(
         "{worker} has the depot of shard {shard}: start leader and workers with the same ranks and kv_shards, and give \
          each shard a depot of its own"
     )]
     DepotOfTwoShards {
-        /// The one that was turned away.
+        /// The worker that is refused.
         worker: WorkerId,
         /// The shard whose depot it is.
         shard: u16,
     },
-    /// A depot without room for one block.
+    /// A depot with room for fewer pages than one block, or than the pool that is in use.
     #[error(
         "{worker}: G2 has room for {arena_pages} pages and needs {least_pages}: one block at least, and as much \
          as the other ranks while they are in use; give G2 more, or lower the ratio"
     )]
     DepotTooSmall {
-        /// Which worker.
+        /// The worker that is refused.
         worker: WorkerId,
-        /// Pages there is room for.
+        /// Pages that its depot has room for.
         arena_pages: u32,
         /// Pages that are needed.
         least_pages: u32,
     },
-    /// More pages than the depot of a shard has room for.
+    /// A worker reports more pages than the depot of a shard has room for.
     #[error(
         "attach.memory.arena_pages of {worker} is {arena_pages}, and G2 has room for {most_pages} pages of {page_bytes} \
          bytes: start leader and workers with the same g2 and kv_shards"
     )]
     DepotTooLarge {
-        /// Which worker.
+        /// The worker that is refused.
         worker: WorkerId,
-        /// Pages that it names.
+        /// Pages that the worker reports.
         arena_pages: u32,
-        /// Bytes of one page, by its word.
+        /// Bytes of one page, as reported by the worker.
         page_bytes: u64,
-        /// Pages that the leader's own settings leave room for.
+        /// Pages that fit into a depot by the leader's own settings.
         most_pages: u64,
     },
-    /// The slot was never opened, or is finished.
+    /// The slot was never opened, is finished, or was opened for another layout.
     #[error("{0} is unknown: look up first")]
     UnknownSlot(SlotId),
-    /// A field of the request does not fit.
+    /// A field of the request is invalid.
     #[error("{field} is {value}: {remedy}")]
     Invalid {
-        /// Which field.
+        /// Name of the field.
         field: &'static str,
-        /// What it held.
+        /// The value of the field.
         value: String,
-        /// What would fit.
+        /// A value that would be valid, or what the engine should do.
         remedy: &'static str,
     },
-    /// The pages are not pinned: the lookup is too long ago, or did not find them.
+    /// The pages are not pinned: the lookup did not find them, or its holds have expired or were released.
     #[error("pages {first_page}..{end} of {slot} are not pinned: look up again")]
     NotPinned {
-        /// Which slot.
+        /// The slot whose pages are loaded.
         slot: SlotId,
-        /// First page that was asked for.
+        /// Position of the first requested page.
         first_page: u32,
-        /// Behind the last one.
+        /// Position after the last requested page.
         end: u32,
     },
     /// A limit is reached.
     #[error("limit reached: {limit} is {max}; retry when requests have finished")]
     Limit {
-        /// Which limit.
+        /// The quantity that is limited.
         limit: &'static str,
-        /// Its value.
+        /// Its maximum.
         max: u64,
     },
-    /// A copy failed on these ranks; it has ended everywhere.
+    /// A copy failed on this number of ranks; it has ended everywhere.
     #[error("the copy failed on {0} rank(s); nothing writes these pages any more")]
     CopyFailed(u32),
     /// Copies of stores that were cancelled have not ended by the request's deadline.
@@ -179,49 +180,49 @@ pub enum Refusal {
          ask again, with a longer deadline"
     )]
     StillRead {
-        /// How many.
+        /// Stores that have not been answered.
         stores: u32,
     },
-    /// Nothing new is begun.
+    /// The leader is shutting down and begins no new request.
     #[error("the leader is shutting down: ask its successor")]
     Draining,
-    /// Pages that are to be forgotten are held.
+    /// Pages of the reset are held.
     #[error("{holders} lookups or loads hold pages of these: ask again when they have finished")]
     Leased {
-        /// How many.
+        /// Lookups and loads that hold such pages.
         holders: u64,
     },
-    /// Not every shard said in time that it struck the pages out.
+    /// Not every shard has confirmed by the deadline that the pages are removed from its inventory.
     #[error(
         "the pages are forgotten, but {shards} shard(s) have not confirmed it: they may be found again after a \
          restart of the leader; ask again"
     )]
     ResetUnconfirmed {
-        /// How many.
+        /// Shards that have not confirmed.
         shards: usize,
     },
-    /// The deadline passed before every page was looked at.
+    /// The deadline passed before the leader had visited every page.
     #[error(
         "the deadline passed before all pages were looked at: some may still be found; ask again with a later deadline"
     )]
     ResetUnfinished,
-    /// A load or a store that waits until nothing of an older leader is under way, beyond the limit.
+    /// A load or a store, beyond the limit of those that wait until no copy of an older leader can run.
     #[error(
         "{max} loads and stores of this engine wait until every worker has said that nothing older is under way, which is \
          the limit: ask again with the same id"
     )]
     Crowded {
-        /// The limit.
+        /// Loads and stores of one engine that may wait.
         max: u64,
     },
-    /// A request id below those that are remembered.
+    /// The request id is older than the answers that are kept.
     #[error("{0} is older than every answer kept: use growing request ids")]
     StaleRequest(RequestId),
 }
 
 impl Refusal {
-    /// True when nothing of the refused request is under way, and nothing will be: its engine may use its pages again. A
-    /// request that came too early to know is refused without that.
+    /// True when no copy of the refused request is running or will start, so that its engine may reuse its pages. False
+    /// for a refusal that the leader gives before it can know that.
     pub fn is_over(&self) -> bool {
         !matches!(self, Self::Crowded { .. } | Self::StillRead { .. })
     }

@@ -1,4 +1,4 @@
-//! Work and memory that a leader gives to one request, engine or worker: each has a limit, and other requests go on.
+//! Limits on the work and memory that a leader gives to one request, engine or worker, while other requests are served.
 
 use super::tests::{ENGINE, geometry, serving, with_arena};
 use super::*;
@@ -64,7 +64,7 @@ fn strikes(effects: &[Effect]) -> usize {
     effects.iter().filter(strike).count()
 }
 
-/// Looks a sequence up in a slot of its own and ends the slot; how many pages were found.
+/// Looks a sequence up in a slot of its own and finishes the slot; returns the number of pages found.
 fn found(leader: &mut Leader, now: Time, id: u64, namespace: u8, hashes: &PageHashes) -> u32 {
     let effects = request(leader, now, id, lookup(id, namespace, hashes));
     let slot = SlotId(id);
@@ -75,7 +75,7 @@ fn found(leader: &mut Leader, now: Time, id: u64, namespace: u8, hashes: &PageHa
     }
 }
 
-/// Stores pages `first..end` of a slot whose hashes are known; whether it ended whole.
+/// Stores pages `first_page..end` of a slot whose hashes are known and ends its copies completely; returns the answer.
 fn store(leader: &mut Leader, now: Time, id: u64, slot: u64, first_page: u32, end: u32) -> Answer {
     let source = PageList::run(0, end - first_page);
     let effects = request(
@@ -121,7 +121,7 @@ fn store_all(leader: &mut Leader, id: u64, namespace: u8, hashes: &PageHashes) {
     request(leader, Time(0), id + 1_000_000, finish);
 }
 
-/// Ticks until there is nothing to do at once; every answer and the number of strikes.
+/// Ticks until no timer is due within 1 s; returns all answers, the number of strikes and the number of steps.
 fn go_on(leader: &mut Leader, now: &mut Time) -> (Vec<Result<Answer, Refusal>>, usize, usize) {
     let (mut answered, mut struck, mut steps) = (Vec::new(), 0, 0);
     while let Some(at) = leader
@@ -159,10 +159,10 @@ fn a_reset_of_many_pages_is_done_in_bounded_slices_and_others_are_served_between
     let scope = ResetScope::Pages(vec![7], sequence(131_072, 1));
     let effects = request(&mut leader, now, 5_000_000, Request::Reset { scope });
     assert_eq!((answers(&effects), strikes(&effects)), (vec![], 0));
-    // From the first step on nothing of it is found, and everything else is.
+    // From the first step on no page of the reset is found, and all other pages are.
     assert_eq!(found(&mut leader, now, 6_000_000, 7, &meant), 0);
     assert_eq!(found(&mut leader, now, 6_000_002, 8, &other), 256);
-    // What is stored meanwhile is not meant.
+    // Pages that are stored meanwhile are not part of the reset.
     let young = sequence(8, 3);
     request(&mut leader, now, 6_000_004, lookup(9, 7, &young));
     let stored = store(&mut leader, now, 6_000_005, 9, 0, 8);
@@ -190,7 +190,7 @@ fn a_reset_of_many_pages_is_done_in_bounded_slices_and_others_are_served_between
     );
     assert_eq!(found(&mut leader, now, 7_000_000, 7, &meant), 0);
 
-    // However long it takes, the shard is not asked a second time over the same connection.
+    // The shard receives no second request over the same connection, however long it takes.
     now = now + Duration::from_secs(30);
     assert_eq!(strikes(&step(&mut leader, now, Event::Tick)), 0);
     let forgotten = Ok(Answer::Reset { pages: 1024 });
@@ -207,7 +207,7 @@ fn a_reset_of_many_pages_is_done_in_bounded_slices_and_others_are_served_between
 #[test]
 fn a_reset_that_is_refused_in_its_last_slice_has_forgotten_nothing() {
     let mut leader = with_arena(4096, |settings| settings.reset_slice_pages = 64);
-    // The block that is held was stored last: the slices before its own find nobody.
+    // The block that is held was stored last: the slices before its own find no holder.
     let (free, held) = (sequence(512, 1), sequence(RATIO, 2));
     store_all(&mut leader, 1, 7, &free);
     store_all(&mut leader, 2_000_000, 7, &held);
@@ -308,7 +308,7 @@ fn a_deadline_of_weeks_is_cut() {
     );
 }
 
-/// What the worker says of itself; with another page size than [`serving`] has, it would be turned away.
+/// The attach request of the worker; with another page size than [`serving`] has, it would be refused.
 fn attached(attach: AttachId, arena_pages: u32) -> Attached {
     Attached {
         worker: WORKER,
@@ -360,7 +360,7 @@ fn more_pages_than_the_leaders_own_g2_has_room_for_are_refused() {
         too_large(u32::MAX - 1, 64, 1000)
     );
     assert_eq!(verdict(&mut leader, 2, 1001, 64), too_large(1001, 64, 1000));
-    // A page of no bytes would leave room for any number of them.
+    // Pages of 0 bytes would leave room for any number of them.
     assert_eq!(verdict(&mut leader, 3, 1, 0), too_large(1, 0, 1800));
     assert_eq!(verdict(&mut leader, 4, 1000, 64), Ok(()));
 }
@@ -380,7 +380,8 @@ fn a_page_that_is_listed_again_and_again_is_kept_once() {
         stored: Stored::default(),
         fingerprint: Fingerprint(1),
     };
-    // As many as the arena has pages, and then others: a second one, one before it, and one beyond the arena.
+    // As many records of page 0 as the arena has pages, and then others: a second page, one before it, and one beyond
+    // the arena.
     let mut records = vec![record(0); 32];
     records.extend([record(7), record(3), record(u32::MAX - 1)]);
     let part = Event::Inventory {
@@ -417,7 +418,7 @@ fn a_tiny_store_far_behind_looks_at_a_bounded_number_of_positions() {
         let misses_only = u64::from(2 * (MISSES_AROUND_MAX + 2 * RATIO));
         assert!(looks <= misses_only.min(bound), "{looks} positions");
     }
-    // The second page is found to lie behind the first, although nothing before that was looked at.
+    // The second page grows the block of the first, although no position before that was looked up.
     assert_eq!(leader.pool().map(|pool| pool.counts().grown), Some(1));
 }
 
@@ -446,7 +447,7 @@ fn a_sequence_that_is_there_is_held_and_made_young_from_its_root_on() {
             ..
         })]
     ));
-    // 16 blocks, looked at by the store and once more at its end.
+    // 16 blocks, looked up by the store and once more at its end.
     assert_eq!(leader.counts().store_looks - looks, 32);
     let oldest = leader
         .pool()
@@ -483,7 +484,7 @@ fn one_engines_waiting_requests_do_not_use_up_the_room_of_another() {
         [Err(Refusal::Crowded { max })]
     );
     assert_eq!(ask(&mut leader, 2, 1), [], "another engine");
-    // What an engine that is gone waited for takes no room, and is asked again.
+    // A parked request of an engine whose connection broke frees its room, and may be sent again.
     let gone = EngineId([1; 16]);
     step(&mut leader, Time(0), Event::EngineOpened(gone));
     step(&mut leader, Time(0), Event::EngineClosed(gone));

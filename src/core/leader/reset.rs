@@ -20,8 +20,9 @@ use super::{Due, Leader, Timer};
 
 /// Resets of all engines that are not answered, at most. More are refused.
 pub const RESETS_OPEN_MAX: usize = 64;
-/// Pages that open resets name one by one, at most. Each takes up to [`PAGE_SET_BYTES_PER_PAGE_MAX`] bytes: 60 MiB, for
-/// as many pages as 16 of the largest messages can name.
+/// Pages that open resets name one by one, at most. Each takes up to
+/// [`PAGE_SET_BYTES_PER_PAGE_MAX`](crate::types::PAGE_SET_BYTES_PER_PAGE_MAX) bytes: 60 MiB, for as many pages as 16 of
+/// the largest messages can name.
 pub const RESET_PAGES_OPEN_MAX: usize = 1 << 21;
 /// Pages that a slice of a reset visits, unless the settings say otherwise: a fraction of a millisecond.
 pub const RESET_SLICE_PAGES: u32 = 4096;

@@ -1,4 +1,4 @@
-//! What the second count notices, and the bytes of hashes that an engine may have.
+//! Tests of the independent recount and of the limit on the hash bytes of an engine.
 
 use super::*;
 use crate::core::event::{Attached, EngineMemory};
@@ -54,7 +54,7 @@ fn a_pin_that_nobody_holds_is_noticed() {
 
 pub(super) const ENGINE: EngineId = EngineId([1; 16]);
 
-/// The memory of the engine.
+/// The geometry of the engine's memory.
 pub(super) fn geometry() -> GroupGeometry {
     GroupGeometry {
         group: GroupId(0),
@@ -72,7 +72,7 @@ pub(super) fn serving() -> Leader {
     with_arena(32, |_| {})
 }
 
-/// The same with so many pages, and other settings.
+/// Like [`serving`], with `arena_pages` pages and other settings.
 pub(super) fn with_arena(arena_pages: u32, change: impl FnOnce(&mut LeaderSettings)) -> Leader {
     let ratio = Ratio::new(4).expect("in bounds");
     let mut settings = LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey([1; 32]));
@@ -80,7 +80,7 @@ pub(super) fn with_arena(arena_pages: u32, change: impl FnOnce(&mut LeaderSettin
     serving_with(settings, arena_pages)
 }
 
-/// The same, with so many pages in the depot and twice as many in the engine's memory.
+/// Like [`serving`], with `arena_pages` pages in the depot and twice as many in the engine's memory.
 fn serving_with(settings: LeaderSettings, arena_pages: u32) -> Leader {
     let mut leader = Leader::new(settings);
     let worker = WorkerId {
@@ -120,7 +120,7 @@ fn serving_with(settings: LeaderSettings, arena_pages: u32) -> Leader {
     leader
 }
 
-/// The answer, where there is one at once.
+/// Sends a request; returns the answer if the leader gives one in the same step.
 fn ask(leader: &mut Leader, id: u64, request: Request) -> Option<Result<Answer, Refusal>> {
     let mut effects = Vec::new();
     let event = Event::Request {
@@ -281,7 +281,7 @@ fn an_engine_has_no_more_bytes_of_hashes_than_the_limit() {
     assert_eq!(ask(&mut leader, 6, lookup(3, 1)), limit());
 }
 
-/// Blocks of one page each, so that a sequence has as many runs as pages.
+/// Uses blocks of one page, so that a sequence has as many runs as pages.
 #[test]
 fn a_load_of_more_runs_than_an_order_can_name_loads_the_first_of_them() {
     let pages = LOAD_RUNS_MAX as u32 + 1;
@@ -343,7 +343,7 @@ fn a_load_of_more_runs_than_an_order_can_name_loads_the_first_of_them() {
     assert!(effects.iter().any(answered), "{effects:?}");
 }
 
-/// Copies end whole on the only rank.
+/// Ends copies completely on the only rank.
 fn end(leader: &mut Leader, ops: impl Iterator<Item = OpId>) -> Vec<Effect> {
     let copies = ops.map(|op| crate::types::EndedCopy {
         op,
