@@ -1,4 +1,4 @@
-//! From page hashes to anchors: keyed, so that nobody who lacks the key can aim at a block.
+//! Computes anchors from page hashes. Anchors are keyed, so that only a holder of the key can target a given block.
 
 use std::hash::Hasher;
 
@@ -7,7 +7,8 @@ use siphasher::sip128::{Hasher128, SipHasher24};
 use crate::core::sabotage::{Bug, planted};
 use crate::types::{Anchor, DomainId, GroupId, NamespaceId, PageHashes};
 
-/// Secret of a depot: anchors made with another key never match. Comes from outside; the core draws no random bytes.
+/// Secret of a depot. Anchors made with another key never match. The caller supplies it, because the core draws no
+/// random bytes.
 #[derive(Clone)]
 pub struct AnchorKey(pub [u8; 32]);
 
@@ -18,8 +19,8 @@ impl std::fmt::Debug for AnchorKey {
 }
 
 impl AnchorKey {
-    /// What every domain of a namespace begins with: `BLAKE3-keyed(anchor key, length and bytes of the namespace)`, cut to 8
-    /// bytes.
+    /// The prefix of the ids of all domains of a namespace: `BLAKE3-keyed(anchor key, length and bytes of the
+    /// namespace)`, cut to 8 bytes.
     pub fn namespace(&self, namespace: &[u8]) -> NamespaceId {
         let mut first = [0; 8];
         first.copy_from_slice(&self.derive(namespace).finalize().as_bytes()[..8]);
@@ -39,8 +40,9 @@ impl AnchorKey {
 }
 
 /// Makes the anchors of one domain: `SipHash-2-4-128(k, page hash)`, where `k` is the first half of
-/// `BLAKE3-keyed(anchor key, length and bytes of the namespace, layout fingerprint and group)`. The domain's id is that of
-/// its namespace, and 8 further bytes of the same hash. Blocks carry their domain and are compared by it, beyond the anchor.
+/// `BLAKE3-keyed(anchor key, length and bytes of the namespace, layout fingerprint and group)`. The domain's id is its
+/// namespace's id followed by 8 further bytes of the same hash. Blocks carry their domain's id, which is compared in
+/// addition to the anchor.
 #[derive(Debug, Clone)]
 pub struct Domain {
     id: DomainId,
@@ -48,7 +50,7 @@ pub struct Domain {
 }
 
 impl Domain {
-    /// Derives the domain's own key. `layout_fingerprint` covers layout and content: model, revision, dtype.
+    /// Derives the domain's key. `layout_fingerprint` covers layout and content: model, revision, dtype.
     pub fn new(
         key: &AnchorKey,
         namespace: &[u8],
@@ -69,7 +71,7 @@ impl Domain {
         }
     }
 
-    /// Which domain.
+    /// The id that blocks of this domain carry.
     pub fn id(&self) -> DomainId {
         self.id
     }

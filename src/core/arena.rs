@@ -1,9 +1,9 @@
 //! The page-addressed space of a tier: allocates runs of pages in constant time.
 //!
 //! Holes are kept in one list per exact length (1 to [`RATIO_MAX`], longer ones together), with boundary tags at both
-//! ends, so that an allocation, a growth in place and a release look at a handful of words whatever the size of the
-//! arena. Pages behind the `frontier` were never used; they form one more hole that needs no tags, so that an arena
-//! costs memory only for the pages it has used: 12 bytes each.
+//! ends, so that an allocation, a growth in place and a release read a handful of words whatever the size of the arena.
+//! The pages from `frontier` on form one more hole that needs no tags, so that an arena costs memory only for the pages
+//! below its highest frontier so far: 12 bytes each.
 
 use crate::types::RATIO_MAX;
 
@@ -15,17 +15,17 @@ const LISTS: usize = EXACT_MAX as usize + 2;
 const LONG: usize = LISTS - 1;
 const WORDS: usize = LISTS.div_ceil(64);
 
-/// Most pages an arena can have; page indices stay below the marker for "none".
+/// Most pages an arena can have: page indices stay below the marker for "none".
 pub const ARENA_PAGES_MAX: u32 = u32::MAX - 1;
 
-/// What is known of a page. In one place, so that a look at a hole's end costs one line of cache.
+/// The allocator's record of one page. In one struct, so that reading a hole's end costs one cache line.
 #[derive(Debug, Clone, Copy)]
 struct Page {
     /// Length of the hole that starts or ends here; 0 anywhere else.
     tag: u32,
-    /// Of the hole that starts here: the next one in its list.
+    /// Next hole in the list of the hole that starts here.
     next: u32,
-    /// The one before it.
+    /// Previous hole in that list.
     prev: u32,
 }
 
@@ -37,20 +37,20 @@ impl Page {
     };
 }
 
-/// Allocator of page runs. Knows nothing of what the pages hold.
+/// Allocator of page runs. Does not depend on what the pages hold.
 #[derive(Debug, Clone)]
 pub struct Arena {
     capacity: u32,
     frontier: u32,
     free: u32,
-    /// One for each page that was ever used.
+    /// One entry for each page below the frontier.
     pages: Vec<Page>,
     heads: [u32; LISTS],
     occupied: [u64; WORDS],
 }
 
 impl Arena {
-    /// An empty arena of `capacity` pages (at most [`ARENA_PAGES_MAX`]; more is cut to that).
+    /// An empty arena of `capacity` pages, cut to [`ARENA_PAGES_MAX`].
     pub fn new(capacity: u32) -> Self {
         let capacity = capacity.min(ARENA_PAGES_MAX);
         Self {
@@ -63,23 +63,23 @@ impl Arena {
         }
     }
 
-    /// Pages in all.
+    /// Total pages.
     pub fn capacity_pages(&self) -> u32 {
         self.capacity
     }
 
-    /// Pages in holes, the never used ones included.
+    /// Pages in holes, including those from the frontier on.
     pub fn free_pages(&self) -> u32 {
         self.free
     }
 
-    /// First page that was never used: every allocated page lies below it.
+    /// First page of the untracked hole at the end: every allocated page lies below it.
     pub fn frontier(&self) -> u32 {
         self.frontier
     }
 
-    /// Takes `len` neighbouring pages from the smallest hole that fits, else from the frontier. `None` when no hole is
-    /// long enough or `len` is 0.
+    /// Allocates `len` consecutive pages from the smallest hole that fits, else at the frontier. Returns `None` if no
+    /// hole is long enough or `len` is 0.
     pub fn alloc(&mut self, len: u32) -> Option<u32> {
         if len == 0 {
             return None;
@@ -96,7 +96,8 @@ impl Arena {
         Some(start)
     }
 
-    /// Takes the `len` pages from `start` on, when they are free and a hole begins exactly there: growth in place.
+    /// Allocates the `len` pages from `start` on, if a hole of at least `len` pages begins exactly there: growth in
+    /// place.
     pub fn alloc_at(&mut self, start: u32, len: u32) -> bool {
         if len == 0 || self.hole_at(start) < len {
             return false;
@@ -109,9 +110,9 @@ impl Arena {
         true
     }
 
-    /// Gives pages back; they merge with the holes around them.
+    /// Frees pages and merges them with the adjacent holes.
     ///
-    /// The pages must be allocated: the caller owns them, and a double release is a bug that [`Self::check`] shows.
+    /// The caller must own the pages: a double release is a bug that [`Self::check`] detects.
     pub fn release(&mut self, start: u32, len: u32) {
         debug_assert!(len > 0 && u64::from(start) + u64::from(len) <= u64::from(self.frontier));
         self.free += len;
@@ -136,7 +137,7 @@ impl Arena {
         }
     }
 
-    /// Length of the hole that begins at `start`; 0 when none begins there.
+    /// Length of the hole that begins at `start`, or 0.
     pub fn hole_at(&self, start: u32) -> u32 {
         if start == self.frontier {
             return self.capacity - self.frontier;
@@ -144,13 +145,13 @@ impl Arena {
         if start > self.frontier {
             return 0;
         }
-        // A tag marks both ends of a hole; only at its first page does the hole lie ahead.
+        // A tag marks both ends of a hole. Only at the first page does the hole extend upwards.
         let tag = self.pages[start as usize].tag;
         let starts_here = tag != 0 && (tag == 1 || self.tag_is_start(start, tag));
         if starts_here { tag } else { 0 }
     }
 
-    /// Length of the longest hole, counted up to [`RATIO_MAX`] + 1: no run is longer.
+    /// Length of the longest hole, capped at [`RATIO_MAX`] + 1: no run is longer than [`RATIO_MAX`].
     pub fn largest_hole(&self) -> u32 {
         let ahead = (self.capacity - self.frontier).min(EXACT_MAX + 1);
         let listed = self
@@ -165,7 +166,7 @@ impl Arena {
         ahead.max(listed)
     }
 
-    /// Every hole as `(start, length)`, in address order, the one behind the frontier included. Walks all pages.
+    /// Every hole as `(start, length)`, in address order, including the one at the frontier. Walks all pages.
     pub fn holes(&self) -> Vec<(u32, u32)> {
         let mut holes = Vec::new();
         let mut page = 0;
@@ -182,7 +183,7 @@ impl Arena {
         holes
     }
 
-    /// Recounts by a second path what the arena keeps in counters and lists. `Err` names the first contradiction.
+    /// Recounts the counters and lists independently. `Err` names the first contradiction.
     pub fn check(&self) -> Result<(), String> {
         let holes = self.holes();
         let counted: u64 = holes.iter().map(|(_, length)| u64::from(*length)).sum();
@@ -218,7 +219,7 @@ impl Arena {
             && self.is_linked(page, tag)
     }
 
-    /// A hole's first page is linked: it is the head of its list or its predecessor points back at it.
+    /// True if a hole's first page is linked: it is the head of its list, or its predecessor points to it.
     fn is_linked(&self, page: u32, tag: u32) -> bool {
         let before = self.pages[page as usize].prev;
         match before {
@@ -305,7 +306,7 @@ fn list_of(length: u32) -> usize {
 mod tests {
     use super::*;
 
-    /// Holes of 1 and 2 pages, and one behind the frontier.
+    /// Holes of 1 and 2 pages, and one at the frontier.
     fn with_holes() -> Arena {
         let mut arena = Arena::new(16);
         for start in [0, 2, 4, 6, 8] {

@@ -1,58 +1,60 @@
-//! The blocks of a tier: what each holds, how old it is, and who pins it.
+//! The blocks of a tier, with their contents, age and holders.
 //!
-//! Blocks lie in a slab; the fingerprints of their pages lie in one array by arena page, because a block's pages are
-//! neighbours. Age is a doubly linked list through the slab, oldest first.
+//! Blocks are stored in a slab. The fingerprints of their pages are stored in one array indexed by arena page, because
+//! the pages of a block are consecutive. Age is a doubly linked list through the slab, oldest first.
 
 use crate::core::sweep::Hidden;
 use crate::types::{Anchor, DomainId, Fingerprint, Generation, PageHashes};
 
-/// Marks the end of a list.
+/// Marks the end of a linked list.
 pub const NONE: u32 = u32::MAX;
 
-/// Fingerprints in a line of cache, of 64 bytes on most machines.
+/// Fingerprints per cache line, for lines of 64 bytes.
 const FINGERPRINTS_PER_LINE: usize = 4;
 
-/// Where a block lies in the slab. Valid while the block lives; say [`BlockRef`] where it must outlive that.
+/// Position of a block in the slab. Valid while the block lives; use [`BlockRef`] for a reference that may outlive it.
 pub type BlockIndex = u32;
 
-/// A block and the stamp it was born with: a later block in the same place has another stamp.
+/// A block's position and creation stamp. A later block at the same position has another stamp.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct BlockRef {
-    /// Place in the slab.
+    /// Position in the slab.
     pub index: BlockIndex,
     /// Unique over the life of the pool.
     pub stamp: u64,
 }
 
-/// The pages that a reservation adds to a block, from its watermark on.
+/// The pages that a reservation adds to a block, starting at the watermark.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Filling {
-    /// The reservation's generation; a growth has one of its own.
+    /// Generation of the reservation. A growth has its own.
     pub generation: Generation,
-    /// How many pages.
+    /// Number of pages.
     pub pages: u32,
 }
 
 /// A run of pages of one sequence in one arena.
 #[derive(Debug, Clone)]
 pub struct Block {
-    /// How it is found.
+    /// Keyed hash of the block's first page hash: the key of the index.
     pub anchor: Anchor,
-    /// Whose it is.
+    /// The domain that the block belongs to.
     pub domain: DomainId,
     /// First arena page.
     pub start: u32,
-    /// Position of its first page in its sequence, modulo the ratio: it may grow to the next multiple.
+    /// Position of the block's first page in its sequence, modulo the ratio. The block may grow up to the next
+    /// multiple.
     pub phase: u16,
     /// The watermark: pages below it are ready.
     pub ready: u16,
     /// Pages above the watermark that are reserved or filling.
     pub filling: Option<Filling>,
-    /// Holders of pins and leases.
+    /// Number of pins and leases.
     pub pins: u32,
-    /// Pages below this must stay: the highest page that any holder has pinned since the block was last unpinned.
+    /// Pages below this must not be evicted: the highest page that any holder has pinned since the block was last
+    /// unpinned.
     pub pinned_pages: u16,
-    /// Not in the index any more; goes with its last holder.
+    /// Removed from the index; the block is removed with its last holder.
     pub retired: bool,
     /// Unique over the life of the pool.
     pub stamp: u64,
@@ -62,12 +64,12 @@ pub struct Block {
 }
 
 impl Block {
-    /// Pages that it occupies in the arena.
+    /// Pages that the block occupies in the arena, ready and filling.
     pub fn total_pages(&self) -> u32 {
         u32::from(self.ready) + self.filling.map_or(0, |filling| filling.pages)
     }
 
-    /// Pages that eviction may take from its tail now.
+    /// Pages that eviction may take from the block's tail now. 0 while the block fills.
     pub fn evictable_pages(&self) -> u32 {
         match self.filling {
             Some(_) => 0,
@@ -76,7 +78,7 @@ impl Block {
     }
 }
 
-/// Slab, age list and fingerprints.
+/// Slab, age list and fingerprints of all blocks.
 #[derive(Debug, Default)]
 pub struct Blocks {
     slab: Vec<Option<Block>>,
@@ -86,14 +88,14 @@ pub struct Blocks {
     newest: u32,
     stamps: u64,
     live: u32,
-    /// Sweeps that were begun.
+    /// Number of sweeps begun so far.
     pub(super) sweeps: u64,
-    /// What the sweeps that go on hide: as many as there are resets at most.
+    /// Blocks hidden by unfinished sweeps: at most one entry per reset.
     pub(super) hidden: Vec<Hidden>,
 }
 
 impl Blocks {
-    /// Without any block.
+    /// An empty slab.
     pub fn new() -> Self {
         Self {
             oldest: NONE,
@@ -102,17 +104,17 @@ impl Blocks {
         }
     }
 
-    /// Blocks that live.
+    /// Number of live blocks.
     pub fn len(&self) -> u32 {
         self.live
     }
 
-    /// Places of the slab, with or without a block.
+    /// Positions of the slab, occupied or vacant.
     pub fn places(&self) -> BlockIndex {
         u32::try_from(self.slab.len()).unwrap_or(NONE)
     }
 
-    /// The stamp of the block that was born last.
+    /// The stamp of the block that was created last.
     pub fn youngest(&self) -> u64 {
         self.stamps
     }
@@ -122,7 +124,7 @@ impl Blocks {
         self.slab.get(index as usize)?.as_ref()
     }
 
-    /// The block at `index`. Panics when none lives there: indices come from the index and the age list.
+    /// The block at `index`. Panics if none lives there: indices come from the index and the age list.
     #[expect(
         clippy::expect_used,
         reason = "an index outlives its block only by a bug of the pool"
@@ -131,7 +133,7 @@ impl Blocks {
         self.slab[index as usize].as_ref().expect("a live block")
     }
 
-    /// The block at `index`, to change it. Panics when none lives there.
+    /// The block at `index`, mutably. Panics if none lives there.
     #[expect(
         clippy::expect_used,
         reason = "an index outlives its block only by a bug of the pool"
@@ -140,13 +142,13 @@ impl Blocks {
         self.slab[index as usize].as_mut().expect("a live block")
     }
 
-    /// The block that `reference` means, if it still lives.
+    /// The block that `reference` refers to, if it still lives.
     pub fn find(&self, reference: BlockRef) -> Option<&Block> {
         let block = self.slab.get(reference.index as usize)?.as_ref()?;
         (block.stamp == reference.stamp).then_some(block)
     }
 
-    /// A reference that outlives the block.
+    /// A reference that may outlive the block.
     pub fn reference(&self, index: BlockIndex) -> BlockRef {
         BlockRef {
             index,
@@ -154,7 +156,7 @@ impl Blocks {
         }
     }
 
-    /// Adds an empty block as the newest one.
+    /// Adds a block without ready pages as the newest one.
     pub fn insert(
         &mut self,
         anchor: Anchor,
@@ -194,7 +196,7 @@ impl Blocks {
         index
     }
 
-    /// Takes a block out.
+    /// Removes a block from the slab and the age list.
     pub fn remove(&mut self, index: BlockIndex) {
         self.unlink(index);
         self.slab[index as usize] = None;
@@ -202,7 +204,7 @@ impl Blocks {
         self.live -= 1;
     }
 
-    /// Makes a block the newest one.
+    /// Makes a block the most recently used one.
     pub fn touch(&mut self, index: BlockIndex) {
         if self.newest != index {
             self.unlink(index);
@@ -210,7 +212,7 @@ impl Blocks {
         }
     }
 
-    /// Every block, oldest first.
+    /// All blocks, oldest first.
     pub fn by_age(&self) -> impl Iterator<Item = (BlockIndex, &Block)> {
         let mut next = self.oldest;
         std::iter::from_fn(move || {
@@ -248,12 +250,12 @@ impl Blocks {
         }
     }
 
-    /// What `count` arena pages from `start` on hold.
+    /// The fingerprints of `count` arena pages from `start` on.
     pub fn fingerprints(&self, start: u32, count: u32) -> &[Fingerprint] {
         &self.fingerprints[start as usize..start as usize + count as usize]
     }
 
-    /// How many of the block's pages, the filling ones included, equal those of `hashes` from `first` on.
+    /// Number of the block's pages, filling ones included, that equal the pages of `hashes` from `first` on.
     pub fn matching_pages(&self, block: &Block, hashes: &PageHashes, first: usize) -> u32 {
         let held = self.fingerprints(block.start, block.total_pages());
         let pairs = held.iter().zip(hashes.fingerprints(first));
@@ -261,7 +263,7 @@ impl Blocks {
         u32::try_from(equal.count()).unwrap_or(0)
     }
 
-    /// Reads what a comparison with the block's pages will read, so that it lies in a cache by then. Has no effect.
+    /// Prefetches the fingerprints that a comparison with the block's pages will read. Has no other effect.
     pub fn read_ahead(&self, index: BlockIndex) {
         let block = self.get(index);
         let pages = self.fingerprints(block.start, block.total_pages());

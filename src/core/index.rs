@@ -1,6 +1,7 @@
-//! From an anchor to the blocks that start with its page.
+//! The index of blocks: maps an anchor to the blocks that start with its page.
 //!
-//! Nothing points from block to block. A lookup walks the request's own hashes and asks here at each position.
+//! Blocks have no parent or child links. A lookup walks the request's own hashes and queries the index at each
+//! position.
 
 use hashbrown::HashTable;
 
@@ -8,26 +9,27 @@ use crate::core::blocks::{BlockIndex, Blocks, NONE};
 use crate::core::sabotage::{Bug, planted};
 use crate::types::{Anchor, DomainId, PageHashes};
 
-/// Most blocks that may share an anchor: sequences that branch inside a block's reach. One more is refused.
+/// Most blocks that may share an anchor: sequences that diverge within the length of one block. A further block is
+/// refused.
 pub const SIBLINGS_MAX: usize = 8;
 
-/// The longest run that the index knows at one position of a sequence.
+/// The longest indexed run at one position of a sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Match {
-    /// Which block.
+    /// The block that holds the run.
     pub block: BlockIndex,
-    /// How many of its pages match, the filling ones included; at least 1.
+    /// Number of its pages that match, filling ones included; at least 1.
     pub pages: u32,
-    /// How many of those can be read now.
+    /// Number of matching pages that are readable now.
     pub ready: u32,
 }
 
-/// What makes one run better than another.
+/// Order in which runs are preferred.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Want {
-    /// Pages that can be read now: a lookup.
+    /// By readable pages, for a lookup.
     Readable,
-    /// Pages that are there or on their way: the presence check of a store.
+    /// By pages that are ready or filling, for the presence check of a store.
     Present,
 }
 
@@ -40,14 +42,14 @@ impl Match {
     }
 }
 
-/// Heads of the sibling lists, by anchor. About 8 bytes a block beside the slab.
+/// Heads of the sibling lists, by anchor. About 8 bytes per block in addition to the slab.
 #[derive(Debug, Default)]
 pub struct Index {
     heads: HashTable<BlockIndex>,
 }
 
 impl Index {
-    /// Adds a block under its anchor; false when [`SIBLINGS_MAX`] share it already.
+    /// Adds a block under its anchor. Returns false if [`SIBLINGS_MAX`] blocks share it already.
     pub fn insert(&mut self, blocks: &mut Blocks, index: BlockIndex) -> bool {
         let anchor = blocks.get(index).anchor;
         match self
@@ -70,13 +72,13 @@ impl Index {
         true
     }
 
-    /// True when no further block can be added under `anchor`.
+    /// True if no further block can be added under `anchor`.
     pub fn is_full(&self, blocks: &Blocks, anchor: Anchor) -> bool {
         self.head(blocks, anchor)
             .is_some_and(|head| siblings(blocks, head).count() >= SIBLINGS_MAX)
     }
 
-    /// Takes a block out, before it leaves the slab.
+    /// Removes a block from the index. Must be called before the block leaves the slab.
     pub fn remove(&mut self, blocks: &mut Blocks, index: BlockIndex) {
         let (anchor, sibling) = {
             let block = blocks.get(index);
@@ -102,8 +104,8 @@ impl Index {
         blocks.get_mut(index).sibling = NONE;
     }
 
-    /// The longest run for page `position` of `hashes`. Only blocks of `domain` that start with that very page are looked
-    /// at; `head` is the first of those that share its anchor.
+    /// The longest run at page `position` of `hashes`. Only blocks of `domain` that start with that page and are not
+    /// hidden are considered; `head` is the first block of their sibling list.
     pub fn longest(
         blocks: &Blocks,
         domain: DomainId,
@@ -135,7 +137,7 @@ impl Index {
         best
     }
 
-    /// The first of the blocks under `anchor`.
+    /// The first block of the sibling list of `anchor`.
     pub fn head(&self, blocks: &Blocks, anchor: Anchor) -> Option<BlockIndex> {
         self.heads
             .find(hash(anchor), |head| blocks.get(*head).anchor == anchor)
@@ -150,7 +152,7 @@ fn siblings(blocks: &Blocks, head: BlockIndex) -> impl Iterator<Item = BlockInde
     })
 }
 
-/// An anchor is already a keyed hash; half of it serves as the table's.
+/// The hash for the table: the low half of the anchor, which is already a keyed hash.
 fn hash(anchor: Anchor) -> u64 {
     #[expect(clippy::cast_possible_truncation, reason = "the low half is wanted")]
     let low = anchor.0 as u64;
@@ -167,7 +169,7 @@ mod tests {
     const DOMAIN: DomainId = DomainId(1);
     const ANCHOR: Anchor = Anchor(9);
 
-    /// Blocks under one anchor, the first one first, of the first two pages of sequences.
+    /// Blocks under one anchor, in order of insertion, each with the first two pages of a sequence.
     fn under_one_anchor(salts: &[u8]) -> (Index, Blocks, Vec<BlockIndex>) {
         let (mut index, mut blocks) = (Index::default(), Blocks::new());
         let all = salts.iter().zip(0..).map(|(salt, place)| {

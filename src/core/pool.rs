@@ -1,8 +1,9 @@
-//! One tier's blocks: found, reserved, filled, published, pinned, evicted.
+//! The blocks of one tier: lookup, reservation, publication, pinning and eviction.
 //!
-//! Pages go free -> reserved -> filling -> ready -> free. Reserved and filling pages belong to their reservation and are
-//! freed only by it; every reservation, also every growth, has a generation of its own. Pages become ready when the *set*
-//! of ranks that still owe an answer is empty and none failed: a set, so that a repeated answer counts once.
+//! Pages go free -> reserved -> filling -> ready -> free. Reserved and filling pages belong to their reservation, and
+//! only that reservation frees them. Each reservation, including each growth, has its own generation. Pages become
+//! ready when the *set* of ranks that still owe a report is empty and none of them failed: with a set, a repeated
+//! report counts once.
 
 use std::collections::HashMap;
 
@@ -15,40 +16,41 @@ use crate::core::sabotage::{Bug, planted};
 use crate::core::shards::RankSet;
 use crate::types::{Fingerprint, Generation, PageHashes, PageRecord, PageRun, Rank, Ratio};
 
-/// Blocks that one search for an evictable block looks at before it gives up: pinned blocks are young, so the oldest
-/// ones are rarely pinned.
+/// Most blocks that one search for an eviction victim examines before it gives up. Pinned blocks are usually young, so
+/// the oldest blocks are rarely pinned.
 pub const EVICTION_SCAN_BLOCKS_MAX: usize = 4096;
 
-/// What a reservation adds.
+/// The target of a reservation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// A block of its own.
+    /// A new block.
     New,
-    /// Pages behind the last one of a block.
+    /// Pages after the last page of an existing block.
     Growth,
 }
 
-/// How far the pages of a reservation are.
+/// The stage of a reservation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stage {
-    /// No copy was asked for yet.
+    /// No copy has been ordered yet.
     Reserved,
-    /// Copies may be writing.
+    /// Copies may be writing the pages.
     Filling,
-    /// The deadline passed; copies may still be writing. The pages stay until every end is known.
+    /// The deadline has passed and copies may still be writing. The pages stay allocated until every rank has reported
+    /// its end.
     Quarantined,
 }
 
-/// Pages set aside for one copy.
+/// Pages reserved for one copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Reserved {
-    /// Its own generation.
+    /// Generation of this reservation.
     pub generation: Generation,
     /// Position of the first page in the sequence.
     pub position: u32,
     /// The arena pages.
     pub run: PageRun,
-    /// Block or growth.
+    /// A new block or a growth.
     pub kind: Kind,
 }
 
@@ -59,11 +61,11 @@ pub(super) struct Reservation {
     stage: Stage,
     missing: RankSet,
     failed: bool,
-    /// Answers so far: kept for nothing but a planted bug.
+    /// Reports received so far. Only used by planted bugs.
     answers: u32,
 }
 
-/// A hold on the first `pages` pages of a block. Not `Clone`: whoever has it gives it back, once.
+/// A hold on the first `pages` pages of a block. Not `Clone`: the holder releases the pin exactly once.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "a pin that is dropped is never released"]
 pub struct Pin {
@@ -71,51 +73,51 @@ pub struct Pin {
     pages: u32,
 }
 
-/// A stretch of a sequence that lies in one block.
+/// Consecutive pages of a sequence that lie in one block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Run {
-    /// Position of the first page in the sequence.
+    /// Position of the run's first page in the sequence.
     pub position: u32,
-    /// Which block.
+    /// The block that holds the run, from the block's first page on.
     pub block: BlockIndex,
-    /// How many pages of it can be read.
+    /// Number of readable pages.
     pub pages: u32,
 }
 
-/// How far a walk came.
+/// How far a walk got.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Reach {
-    /// Position behind the last page that was found.
+    /// Position after the last page that was found.
     pub end: u32,
-    /// The page at `end` is on its way: asking again later may find more.
+    /// The page at `end` is reserved or filling: a later retry may find more.
     pub pending: bool,
 }
 
-/// Counted since the start. Blocks, except where the name says pages.
+/// Counters since the start, in blocks unless the name says pages.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct PoolCounts {
     /// Blocks reserved for new runs.
     pub stored: u64,
     /// Growths reserved.
     pub grown: u64,
-    /// New blocks that begin where a sequence leaves another one inside a block.
+    /// New blocks for a sequence that diverges from another one inside a block.
     pub branched: u64,
-    /// Additional blocks because no hole was long enough.
+    /// Additional blocks, because no hole was long enough for the run.
     pub split: u64,
-    /// Times that a block lost pages to eviction, wholly or at its tail.
+    /// Number of times that a block lost pages to eviction: all of them or a part from its tail.
     pub evicted: u64,
-    /// Pages lost to eviction.
+    /// Pages evicted.
     pub evicted_pages: u64,
-    /// Runs for which there was no room.
+    /// Runs that found no room, wholly or partly.
     pub refused: u64,
-    /// Pages of those.
+    /// Pages that found no room.
     pub refused_pages: u64,
     /// Most pages evicted for one allocation.
     pub largest_eviction_pages: u32,
 }
 
 impl PoolCounts {
-    /// These and those of another pool.
+    /// Adds the counters of another pool. `largest_eviction_pages` is the larger one.
     pub(super) fn with(self, other: Self) -> Self {
         Self {
             stored: self.stored + other.stored,
@@ -133,23 +135,23 @@ impl PoolCounts {
     }
 }
 
-/// Pages by state. They add up to the capacity.
+/// Pages by state. The sum is the capacity.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct PageStates {
-    /// In holes.
+    /// In holes of the arena.
     pub free: u32,
-    /// Set aside, no copy asked for.
+    /// Reserved, with no copy ordered yet.
     pub reserved: u32,
-    /// Copies may be writing.
+    /// Copies may be writing them.
     pub filling: u32,
     /// Readable.
     pub ready: u32,
-    /// Past the deadline, copies may still be writing.
+    /// The deadline has passed, and copies may still be writing them.
     pub quarantined: u32,
 }
 
 impl PageStates {
-    /// Each state with its name.
+    /// Each state with its name, as status and reports show it.
     pub fn by_name(self) -> [(&'static str, u32); 5] {
         let Self {
             free,
@@ -194,27 +196,27 @@ impl Pool {
         }
     }
 
-    /// What happened since the start.
+    /// Counters since the pool was created.
     pub fn counts(&self) -> PoolCounts {
         self.counts
     }
 
-    /// Pins that are held now.
+    /// Pins held now.
     pub fn pins(&self) -> u64 {
         self.pins
     }
 
-    /// Blocks that live now.
+    /// Blocks in the slab, including retired ones that still have a holder.
     pub fn live_blocks(&self) -> u32 {
         self.blocks.len()
     }
 
-    /// Pages in all.
+    /// Total pages of the arena.
     pub fn capacity_pages(&self) -> u32 {
         self.arena.capacity_pages()
     }
 
-    /// The longest run at `position`.
+    /// The longest run of `hashes` from `position` on in one block.
     pub fn longest(
         &self,
         domain: &Domain,
@@ -228,8 +230,8 @@ impl Pool {
         Index::longest(&self.blocks, domain.id(), head, hashes, position, want)
     }
 
-    /// Follows a sequence from its first page, run by run, and appends the runs that can be read. Pages below
-    /// `covered` may be missing: whoever asks has them elsewhere.
+    /// Follows a sequence from its first page, run by run, and appends the readable runs. Pages below `covered` may be
+    /// missing, because the caller has them elsewhere.
     pub fn walk(
         &self,
         domain: &Domain,
@@ -268,19 +270,19 @@ impl Pool {
         }
     }
 
-    /// Makes runs the newest ones, the last run first, so that the root of a sequence outlives its tail.
+    /// Makes the runs the most recently used ones, last run first, so that the root of a sequence outlives its tail.
     pub fn touch(&mut self, runs: &[Run]) {
         for run in runs.iter().rev() {
             self.blocks.touch(run.block);
         }
     }
 
-    /// Arena page of page `position` of the sequence, which lies in `run`.
+    /// The arena page of page `position` of the sequence. `run` must contain that page.
     pub fn arena_page(&self, run: &Run, position: u32) -> u32 {
         self.blocks.get(run.block).start + (position - run.position)
     }
 
-    /// Holds the first `pages` pages of a block.
+    /// Holds the first `pages` pages of a block until [`Self::unpin`].
     pub fn pin(&mut self, block: BlockIndex, pages: u32) -> Pin {
         self.pins += 1;
         let reference = self.blocks.reference(block);
@@ -295,7 +297,7 @@ impl Pool {
         }
     }
 
-    /// Gives a pin back.
+    /// Releases a pin, and frees the pages of a retired block that has no other holder.
     pub fn unpin(&mut self, pin: Pin) {
         self.pins -= 1;
         debug_assert!(
@@ -311,14 +313,15 @@ impl Pool {
         }
     }
 
-    /// Pages that a pin holds.
+    /// Number of pages that a pin holds.
     pub fn pinned_pages(pin: &Pin) -> u32 {
         pin.pages
     }
 
-    /// Sets pages `position..end` of a sequence aside. They must not cross a multiple of the ratio. `tail` is the block
-    /// that holds the page before `position`, if any: it grows where it can. Evicts at most twice the pages that are
-    /// asked for. Appends what was reserved, in order, and what was evicted; returns how many pages found room.
+    /// Reserves pages `position..end` of a sequence, which must not cross a multiple of the ratio. `tail` is the block
+    /// that holds the page before `position`, if any: that block grows in place if possible. Evicts at most twice the
+    /// pages that are requested. Appends the reservations in order and the evicted runs, and returns the number of
+    /// pages that found room.
     #[expect(
         clippy::too_many_arguments,
         reason = "one call, one decision; a struct would only rename them"
@@ -374,12 +377,12 @@ impl Pool {
         at - position
     }
 
-    /// What fills behind the watermark of a block.
+    /// The reservation above the watermark of a block, if there is one.
     pub fn filling_of(&self, block: BlockIndex) -> Option<Filling> {
         self.blocks.get(block).filling
     }
 
-    /// Copies into the pages of `generation` were asked for, of these ranks.
+    /// Notes that copies into the pages of `generation` were ordered from these ranks.
     pub fn start_filling(&mut self, generation: Generation, ranks: RankSet) {
         if let Some(reservation) = self.reservations.get_mut(&generation) {
             reservation.stage = Stage::Filling;
@@ -387,16 +390,16 @@ impl Pool {
         }
     }
 
-    /// The deadline of `generation` passed.
+    /// Notes that the deadline of `generation` has passed.
     pub fn quarantine(&mut self, generation: Generation) {
         if let Some(reservation) = self.reservations.get_mut(&generation) {
             reservation.stage = Stage::Quarantined;
         }
     }
 
-    /// One rank's copy into the pages of `generation` ended. Once all have: `Some(true)` when the pages became ready,
-    /// `Some(false)` when they were freed: a copy failed or was late, or the block was forgotten meanwhile. An unknown
-    /// generation and a repeated answer have no effect.
+    /// Notes that one rank's copy into the pages of `generation` ended. After the last rank returns `Some(true)` if the
+    /// pages became ready, and `Some(false)` if they were freed because a copy failed or was late or the block was
+    /// forgotten meanwhile. An unknown generation and a repeated report have no effect.
     pub fn ended(&mut self, generation: Generation, rank: Rank, whole: bool) -> Option<bool> {
         let reservation = self.reservations.get_mut(&generation)?;
         let owed = reservation.missing.len() + reservation.answers;
@@ -443,7 +446,7 @@ impl Pool {
         Some(!failed)
     }
 
-    /// Adds a block that a depot was found to hold; its pages are allocated already.
+    /// Adds a block that was read from the inventories. Its pages are already allocated in the arena.
     pub(super) fn adopt(
         &mut self,
         first: &PageRecord,
@@ -467,7 +470,7 @@ impl Pool {
         }
     }
 
-    /// Forgets every block: none is found any more. What is pinned or filling goes with its last holder.
+    /// Forgets every block, so that no lookup finds one. Pinned and filling pages are freed with their last holder.
     pub fn reset(&mut self) {
         let all: Vec<BlockIndex> = self.blocks.by_age().map(|(index, _)| index).collect();
         for index in all {
@@ -483,7 +486,7 @@ impl Pool {
         self.bury(index);
     }
 
-    /// Pages by state.
+    /// Counts the pages by state.
     pub fn page_states(&self) -> PageStates {
         let mut states = PageStates {
             free: self.arena.free_pages(),
@@ -523,7 +526,7 @@ impl Pool {
         })
     }
 
-    /// Finds room for a run, by eviction if need be; in several pieces when no hole is long enough.
+    /// Allocates pages for a run, evicting if necessary, and in several pieces if no hole is long enough.
     fn place(
         &mut self,
         domain: &Domain,
@@ -581,7 +584,8 @@ impl Pool {
             .map(|(index, _)| index)
     }
 
-    /// Frees pages from the tail of a block: as many as make a hole of `wanted` with the free pages behind it.
+    /// Frees pages from the tail of a block: as many as form a hole of `wanted` pages together with the free pages
+    /// after it.
     fn trim(&mut self, index: BlockIndex, wanted: u32) -> PageRun {
         let block = self.blocks.get(index);
         let end = block.start + u32::from(block.ready);
@@ -641,7 +645,7 @@ impl Pool {
         self.reservations.insert(generation, reservation);
     }
 
-    /// Takes an empty block out of index and slab.
+    /// Removes an empty block from the index and the slab.
     fn forget(&mut self, index: BlockIndex) {
         if !self.blocks.get(index).retired {
             self.index.remove(&mut self.blocks, index);
@@ -649,7 +653,7 @@ impl Pool {
         self.blocks.remove(index);
     }
 
-    /// Frees what nobody holds of a retired block, and the block with its last holder.
+    /// Frees the pages of a retired block that have no holder, and removes the block when none of its pages are held.
     fn bury(&mut self, index: BlockIndex) {
         let block = self.blocks.get_mut(index);
         if !block.retired || block.filling.is_some() {
