@@ -1,4 +1,4 @@
-//! Where a walk will look next, looked up early: one after another, each look would wait for memory several times.
+//! Prefetches the index heads of the positions ahead of a lookup, so that their cache misses overlap.
 
 use crate::core::anchor::Domain;
 use crate::core::blocks::BlockIndex;
@@ -10,11 +10,12 @@ const AHEAD_FIRST: usize = 4;
 /// Most positions that are looked up together.
 const AHEAD_MAX: usize = 32;
 
-/// Heads of the blocks at a few positions of a sequence.
+/// Index heads of several positions of a sequence.
 ///
-/// Blocks mostly begin at multiples of the ratio, so these are the positions behind the one that is asked for. Their looks
-/// do not wait for each other, so that the machine has several of them under way at a time. As long as blocks are found,
-/// more and more positions are taken together; a walk that ends at once looks no further than it must.
+/// Blocks mostly begin at multiples of the ratio, so the table holds the requested position and the multiples of the
+/// ratio after it. Their lookups do not depend on each other, so the CPU runs several at a time. As long as the walk
+/// uses up the table, the next one covers twice as many positions; a walk that ends early looks up few positions in
+/// vain.
 pub(super) struct Ahead<'a> {
     pool: &'a Pool,
     domain: &'a Domain,
@@ -38,7 +39,7 @@ impl<'a> Ahead<'a> {
         }
     }
 
-    /// The first block under the anchor of `position`. Positions are asked for in ascending order.
+    /// The first block under the anchor of `position`. Positions must be requested in ascending order.
     pub(super) fn head(&mut self, position: usize) -> Option<BlockIndex> {
         let passed = self.found[self.used..self.filled]
             .iter()
@@ -85,7 +86,7 @@ mod tests {
     use super::*;
     use crate::core::tests::{domain, sequence, stored};
 
-    /// Positions of the table, and how many of them were used up.
+    /// Positions of the table, and how many of them were used.
     fn table(ahead: &Ahead<'_>) -> (Vec<usize>, usize) {
         let filled = &ahead.found[..ahead.filled];
         (filled.iter().map(|(at, _)| *at).collect(), ahead.used)

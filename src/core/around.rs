@@ -1,8 +1,8 @@
-//! The part of a sequence that a store looks at: its own pages, and a bounded number of positions around them.
+//! The part of a sequence that a store examines: its own pages, and a bounded number of positions around them.
 //!
-//! A store names a few pages of a sequence that may have a hundred thousand. Those before and behind are looked at so that
-//! they stay beside the stored ones: what is there is held or made young. Without a bound, each store would cost time in
-//! proportion to the whole sequence.
+//! A store names a few pages of a sequence that may have a hundred thousand. The pages before and after its own are
+//! examined so that they remain in the pool together with the stored ones: blocks found there are held or made recently
+//! used. Without a bound, each store would take time in proportion to the whole sequence.
 
 use std::ops::Range;
 
@@ -12,16 +12,17 @@ use crate::core::index::{Index, Want};
 use crate::core::pool::{Pool, Run};
 use crate::types::PageHashes;
 
-/// Positions beside its own pages that a store looks at, at most: a sequence of 131,072 pages in blocks of 32.
+/// Most positions outside its own pages that a store examines: a sequence of 131,072 pages in blocks of 32.
 pub const LOOKS_AROUND_MAX: u32 = 4096;
-/// Positions beside its own pages at which a store finds nothing, at most. Where the prefix of a sequence was evicted, more
-/// of them would find nothing either.
+/// Most positions outside its own pages at which a store finds nothing. Where the prefix of a sequence was evicted,
+/// further positions would find nothing either.
 pub const MISSES_AROUND_MAX: u32 = 256;
 
-/// Counts the positions that one store looks at.
+/// Counts the positions that one store examines.
 #[derive(Debug)]
 pub(super) struct Looks {
-    /// The store's own pages, from the last multiple of the ratio before them on: no block crosses one.
+    /// The store's own pages, starting at the last multiple of the ratio at or before them, because no block crosses
+    /// one.
     own: Range<u32>,
     around: u32,
     misses: u32,
@@ -38,8 +39,8 @@ impl Looks {
         }
     }
 
-    /// The next position to look at, from `position` on: that one, or, when enough was looked at before the store's own
-    /// pages, the first of those.
+    /// Returns the next position to examine, at or after `position`. Once a limit is reached, positions before the
+    /// store's own pages are skipped, and positions after them end the walk with `None`.
     pub(super) fn next(&self, position: u32) -> Option<u32> {
         let enough = self.around >= LOOKS_AROUND_MAX || self.misses >= MISSES_AROUND_MAX;
         match enough {
@@ -49,7 +50,7 @@ impl Looks {
         }
     }
 
-    /// Notes a look at a position and whether a block was found there.
+    /// Counts a position as examined, and whether a block was found there.
     pub(super) fn note(&mut self, position: u32, found: bool) {
         self.all += 1;
         if !self.own.contains(&position) {
@@ -60,8 +61,8 @@ impl Looks {
 }
 
 impl Pool {
-    /// Follows a sequence past missing pages, looks at the pages in `wanted` and at a bounded number of positions around
-    /// them, and appends the runs that can be read. Returns how many positions were looked at.
+    /// Follows a sequence past missing pages, examines the pages in `wanted` and a bounded number of positions around
+    /// them, and appends the readable runs. Returns the number of positions examined.
     pub fn walk_around(
         &self,
         domain: &Domain,

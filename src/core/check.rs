@@ -1,12 +1,12 @@
-//! The second count: what a pool keeps in counters and lists, recomputed from its blocks and holes.
+//! The second count: recomputes the counters and lists of a pool from its blocks and holes.
 
 use std::collections::HashSet;
 
 use crate::core::pool::Pool;
 
 impl Pool {
-    /// Walks everything and compares. `Err` names the first contradiction. Costs time in proportion to the arena: for
-    /// tests, the simulator and the end of a run.
+    /// Walks all blocks and holes and compares them with the counters. `Err` names the first contradiction. Takes time
+    /// in proportion to the arena: for tests, the simulator and the end of a run.
     pub fn check(&self) -> Result<(), String> {
         self.arena.check()?;
         let mut spans = self.arena.holes();
@@ -76,7 +76,7 @@ impl Pool {
     }
 }
 
-/// Holes and blocks together cover every page exactly once.
+/// Checks that holes and blocks together cover every page exactly once.
 fn check_cover(spans: &mut [(u32, u32)], capacity: u32) -> Result<(), String> {
     spans.sort_unstable();
     let mut next = 0;

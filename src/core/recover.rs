@@ -1,4 +1,4 @@
-//! A pool from the inventories of its depots: what every shard still holds, found again by a new leader.
+//! Recovers a pool from the inventories of its depots: a new leader keeps the blocks that every shard still holds.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +7,7 @@ use crate::core::pool::Pool;
 use crate::core::sabotage::{Bug, planted};
 use crate::types::{PageRecord, Ratio, Stored};
 
-/// Pages that hold one block on every shard.
+/// A block whose pages every shard holds.
 struct Whole {
     first: PageRecord,
     pages: Vec<PageRecord>,
@@ -15,8 +15,9 @@ struct Whole {
 }
 
 impl Pool {
-    /// A pool that holds what all `shards` agree on: of every block the pages from its first one on that each shard lists
-    /// with the same block, place and content. Everything else is free. The oldest store comes first in age.
+    /// Builds a pool of the blocks that all `shards` agree on: of each block, the pages from its first one on that
+    /// every shard lists with the same block, position and content. All other pages are free. Blocks are aged by their
+    /// newest store.
     pub fn recover(capacity_pages: u32, ratio: Ratio, shards: &[Vec<PageRecord>]) -> Self {
         let mut pool = Self::new(capacity_pages, ratio);
         let blocks = agreed(capacity_pages, ratio, shards);
@@ -33,7 +34,7 @@ impl Pool {
     }
 }
 
-/// Blocks in the order of their arena pages; no two share a page, because a page has one record.
+/// Blocks in the order of their arena pages. No two share a page, because a page has one record.
 fn agreed(capacity: u32, ratio: Ratio, shards: &[Vec<PageRecord>]) -> Vec<Whole> {
     let shards = match planted(Bug::TrustOneShard) {
         true => &shards[..1],
@@ -80,7 +81,7 @@ fn same_place(a: &PageRecord, b: &PageRecord) -> bool {
         == (b.anchor, b.domain, b.block_start, b.index, b.phase)
 }
 
-/// The record is that of the block's next page, and the block has room for it before the next multiple of the ratio.
+/// True if the record is that of the block's next page, and that page lies before the next multiple of the ratio.
 fn continues(block: &Whole, record: &PageRecord, ratio: Ratio) -> bool {
     let next = block.pages.len();
     let expected = PageRecord {
@@ -181,7 +182,8 @@ mod tests {
         let mut elsewhere = whole.clone();
         elsewhere[3].anchor = Anchor(2);
         assert_eq!(ready(&recover(&[whole, elsewhere])), [(0, 3)]);
-        // A younger block lies over the tail of an older one; a part of the old one behind it is unreachable.
+        // A newer block overwrote pages in the middle of an older one. The older block's pages after it are
+        // unreachable.
         let mut over = block(0, 8, 1);
         over.splice(3..5, block(3, 2, 2));
         assert_eq!(ready(&recover(&[over.clone(), over])), [(0, 3), (3, 2)]);

@@ -1,16 +1,16 @@
-//! Planted bugs: how the simulator proves that it would find one. Only in tests; anywhere else [`planted`] is a constant
-//! `false` and costs nothing.
+//! Planted bugs, with which tests show that the simulator detects such bugs. Only in tests: in other builds [`planted`]
+//! is a constant `false` without cost.
 
 macro_rules! bugs {
     ($($(#[$doc:meta])* $name:ident,)*) => {
-        /// One mistake that somebody could make here.
+        /// A mistake that can be planted in the code.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
         pub enum Bug {
             $($(#[$doc])* $name,)*
         }
 
         impl Bug {
-            /// Every one.
+            /// All bugs.
             #[cfg(test)]
             pub const ALL: &[Self] = &[$(Self::$name,)*];
         }
@@ -18,73 +18,73 @@ macro_rules! bugs {
 }
 
 bugs! {
-    /// Acknowledgements are counted instead of taken out of a set.
+    /// Reports of ranks are counted instead of removed from a set.
     CountAcks,
-    /// An acknowledgement of a reservation that is over is taken for one that lives.
+    /// A report for a reservation that is over is applied to a live one.
     IgnoreGeneration,
-    /// The same, for growths only.
+    /// A report for a growth that is over is applied to a live growth.
     IgnoreGrowthGeneration,
     /// Copies of an older epoch are reported to the new leader.
     IgnoreEpoch,
-    /// A failed acknowledgement publishes.
+    /// A failed copy publishes its pages.
     PublishOnFailure,
-    /// An acknowledgement after the deadline publishes.
+    /// A copy that ends after its deadline publishes its pages.
     PublishLate,
-    /// Pages are freed by the first failed acknowledgement and again by the last.
+    /// Pages are freed by the first failed report and again by the last report.
     FreeTwice,
-    /// Pages of a failed store stay reserved for ever.
+    /// Pages of a failed store are never freed.
     LeakOnAbort,
-    /// Pages are freed when the deadline passes, not when the copy has ended.
+    /// Pages are freed when the deadline passes instead of when the copy has ended.
     FreeBeforeEnd,
-    /// A load is reported failed at its deadline, while a worker may still write.
+    /// A load is reported as failed at its deadline, while a worker may still write.
     FailBeforeFence,
-    /// What a disconnected engine held stays held.
+    /// The holds of a disconnected engine are not released.
     KeepLease,
-    /// A store that waits for another one's copy is forgotten.
+    /// A store that waits for another store's copy is never answered.
     LoseSecondRequester,
-    /// A block grows twice at a time.
+    /// Two growths of one block run at the same time.
     GrowTwice,
     /// Deadlines follow the wall clock.
     WallClock,
-    /// Requests are taken without a limit.
+    /// Requests are accepted without a limit.
     UnboundedQueue,
-    /// A worker reports a failed copy as whole.
+    /// A worker reports a failed copy as complete.
     SwallowError,
-    /// Pages are found whatever their namespace.
+    /// Lookups find pages of any namespace.
     IgnoreNamespace,
     /// A copy overwrites pages that the inventory still lists.
     KeepRecord,
-    /// Pages are listed in the inventory before their last byte.
+    /// Pages are added to the inventory before their last byte is copied.
     RecordEarly,
     /// A new leader trusts the inventory of one shard.
     TrustOneShard,
-    /// A reset forgets the stores in flight.
+    /// A reset ignores the stores in flight.
     ResetSkipsInFlight,
-    /// A reset is answered without striking anything out.
+    /// A reset is answered without removing any page from the inventories.
     ResetKeepsRecords,
-    /// A worker attaches while it still copies for an older leader.
+    /// A worker attaches while copies for an older leader still run.
     AttachEarly,
     /// A repeated order is carried out again.
     RunTwice,
-    /// An abandoned copy is said to have ended while it runs.
+    /// An abandoned copy is reported as ended while it runs.
     AbandonEarly,
-    /// An engine gives pages back while they are being stored.
+    /// An engine reuses pages while a store still reads them.
     ReleaseSource,
-    /// A lookup that arrives behind the finish of its slot opens it again.
+    /// A lookup that arrives after the `finish` of its slot opens the slot again.
     ReopenFinished,
-    /// A finish is refused when too many requests are open.
+    /// A `finish` is refused when too many requests are open.
     LimitFinish,
-    /// An engine that stays away is forgotten while copies for it are under way.
+    /// An engine that does not reconnect is forgotten while copies for it run.
     ForgetTooSoon,
-    /// What became late while nobody looked is taken for timely.
+    /// Expired timers are not fired before an event, so that a late event is handled as if it were in time.
     LookLate,
-    /// A request that was refused for want of room is carried out when it comes again.
+    /// A request that was refused because a limit was reached is handled when it is retried.
     ForgetRefusal,
     /// A load or a store is refused while an older leader's copy for it may run.
     RefuseUnclear,
-    /// A load starts while its engine may still write into its pages.
+    /// A load starts while its engine may still write to the destination pages.
     IgnoreWrites,
-    /// A new leader reads inventories while an older one's copies may still run.
+    /// A new leader reads inventories while an older leader's copies may still run.
     ReadTooSoon,
 }
 
@@ -93,19 +93,19 @@ thread_local! {
     static PLANTED: std::cell::Cell<Option<Bug>> = const { std::cell::Cell::new(None) };
 }
 
-/// Plants a bug in this thread, or none.
+/// Plants a bug in this thread, or removes the planted one.
 #[cfg(test)]
 pub fn plant(bug: Option<Bug>) {
     PLANTED.set(bug);
 }
 
-/// True when this bug is planted in this thread.
+/// True if this bug is planted in this thread.
 #[cfg(test)]
 pub fn planted(bug: Bug) -> bool {
     PLANTED.get() == Some(bug)
 }
 
-/// No bug is planted outside tests.
+/// Always false outside tests.
 #[cfg(not(test))]
 #[inline(always)]
 pub const fn planted(_: Bug) -> bool {

@@ -1,8 +1,8 @@
-//! Sets of ranks: who must still answer, who failed.
+//! Sets of ranks: those that still owe a report, those that failed.
 
 use crate::types::Rank;
 
-/// Most ranks of one engine: a set is one machine word.
+/// Most ranks of one engine: a set is one 64-bit word.
 pub const RANKS_MAX: u16 = 64;
 
 /// A set of ranks below [`RANKS_MAX`].
@@ -18,7 +18,7 @@ impl RankSet {
         }
     }
 
-    /// Adds a rank; false when it was there, or is no rank.
+    /// Adds a rank. Returns false if the rank was in the set.
     pub fn insert(&mut self, rank: Rank) -> bool {
         let bit = Self::bit(rank);
         let new = bit & !self.0 != 0;
@@ -26,7 +26,7 @@ impl RankSet {
         new
     }
 
-    /// Takes a rank out; false when it was not there. A repeated answer shows here and has no effect.
+    /// Removes a rank. Returns false if the rank was not in the set, so that a repeated report has no effect.
     pub fn remove(&mut self, rank: Rank) -> bool {
         let bit = Self::bit(rank);
         let there = self.0 & bit != 0;
@@ -34,22 +34,22 @@ impl RankSet {
         there
     }
 
-    /// True when the rank is in the set.
+    /// True if the rank is in the set.
     pub fn contains(self, rank: Rank) -> bool {
         self.0 & Self::bit(rank) != 0
     }
 
-    /// True without any rank.
+    /// True if the set has no rank.
     pub fn is_empty(self) -> bool {
         self.0 == 0
     }
 
-    /// Number of ranks.
+    /// Number of ranks in the set.
     pub fn len(self) -> u32 {
         self.0.count_ones()
     }
 
-    /// The ranks, ascending.
+    /// The ranks in ascending order.
     pub fn iter(self) -> impl Iterator<Item = Rank> {
         (0..RANKS_MAX)
             .map(Rank)

@@ -1,4 +1,4 @@
-//! What the leader knows of one engine: its running requests, and the answers it may ask for again.
+//! The leader's record of one engine: its running requests, and answers kept for retries.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -10,56 +10,56 @@ use crate::core::refusal::Refusal;
 use crate::types::Answer;
 use crate::types::{PageHashes, RequestId, SlotId, Time};
 
-/// Running requests of one engine, at most. About 20 MB at 0.3 KB each, beside their hashes, which
+/// Most running requests of one engine. About 20 MB at 0.3 KB each, not counting their hashes, which
 /// [`HASH_BYTES_PER_ENGINE_MAX`] bounds.
 pub const SLOTS_MAX: usize = 65_536;
-/// Bytes of page hashes that one engine's slots keep, at most.
+/// Most bytes of page hashes that the slots of one engine keep.
 pub const HASH_BYTES_PER_ENGINE_MAX: usize = 256 << 20;
 /// Answers kept for retries, per engine; about 100 bytes each.
 pub const ANSWERS_KEPT: usize = 4096;
 
-/// Pages of a sequence that a lookup found in one block, held.
+/// Pages of a sequence that a lookup found in one block and holds.
 #[derive(Debug)]
 pub struct HeldRun {
     /// Position of the block's first page in the sequence.
     pub position: u32,
-    /// How many pages can be read.
+    /// Number of readable pages.
     pub pages: u32,
-    /// Arena page of the first one.
+    /// Arena page of the run's first page.
     pub arena_start: u32,
-    /// Which block it is.
+    /// Index of the block in its pool.
     pub block: u32,
-    /// The hold.
+    /// The pin that keeps the pages from eviction.
     pub pin: Pin,
 }
 
 /// One running request.
 #[derive(Debug)]
 pub struct Slot {
-    /// Where its pages are looked for.
+    /// The domain in which its pages are looked up.
     pub domain: Domain,
-    /// Layout of the pages that it was looked up for.
+    /// Layout of the pages that the slot was opened for.
     pub layout: [u8; 16],
-    /// Hashes of its pages, from the first on.
+    /// Hashes of its pages, starting with the first page.
     pub hashes: Arc<PageHashes>,
-    /// What the last lookup found, until a load, the expiry or the end.
+    /// Runs found by the last lookup, held until a load, the expiry of the hold or the end of the slot.
     pub held: Vec<HeldRun>,
-    /// When the holds expire, while there are any.
+    /// When the holds expire. Meaningless while `held` is empty.
     pub held_until: Time,
-    /// What was decided about it.
+    /// Digest of the decisions about this request.
     pub digest: RequestDigest,
 }
 
-/// What a request id stands for.
+/// State of a request id.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Seen {
-    /// Never seen: carry it out.
+    /// Not seen before: handle the request.
     New,
-    /// Under way: the answer will come.
+    /// In progress: the answer follows.
     UnderWay,
-    /// Answered: say it again.
+    /// Already answered: send this answer again.
     Answered(Result<Answer, Refusal>),
-    /// Too old to know.
+    /// Too old: its answer is no longer kept.
     Stale,
 }
 
@@ -72,17 +72,17 @@ pub struct Answers {
 }
 
 impl Answers {
-    /// Requests that have not been answered.
+    /// Number of requests that have not been answered.
     pub fn open(&self) -> usize {
         self.kept.len() - self.answered
     }
 
-    /// True when this request was noted and is remembered.
+    /// True if the request was noted and its record has not been dropped.
     pub fn knows(&self, id: RequestId) -> bool {
         self.kept.contains_key(&id)
     }
 
-    /// Notes a request and says what it is.
+    /// Notes a request and returns the state that it had before.
     pub fn begin(&mut self, id: RequestId) -> Seen {
         match self.kept.get(&id) {
             Some(Some(answer)) => Seen::Answered(answer.clone()),
@@ -95,7 +95,7 @@ impl Answers {
         }
     }
 
-    /// Keeps an answer; the oldest ones beyond [`ANSWERS_KEPT`] are dropped.
+    /// Keeps an answer for retries and drops the oldest ones beyond [`ANSWERS_KEPT`].
     pub fn end(&mut self, id: RequestId, answer: &Result<Answer, Refusal>) {
         if let Some(kept) = self.kept.get_mut(&id) {
             *kept = Some(answer.clone());
@@ -113,24 +113,25 @@ impl Answers {
     }
 }
 
-/// One engine.
+/// The state of one engine.
 #[derive(Debug, Default)]
 pub struct Session {
-    /// Its running requests.
+    /// Running requests.
     pub slots: HashMap<SlotId, Slot>,
-    /// Its answers.
+    /// Requests in progress and recent answers.
     pub answers: Answers,
-    /// The last requests that finished slots, as long as an older one could come behind them.
+    /// Recent requests that finished slots. An entry is kept while a request with a lower id may still arrive.
     finished: BTreeMap<RequestId, SlotId>,
-    /// Bytes of page hashes in its slots.
+    /// Bytes of page hashes in all slots.
     pub hash_bytes: usize,
-    /// When it is forgotten, while its connection is broken.
+    /// When the engine is forgotten. Set while its connection is broken.
     pub gone_at: Option<Time>,
-    /// It is forgotten but for what is under way.
+    /// The engine is forgotten, except for its requests in progress.
     pub gone: bool,
 }
 
-/// A slot that was opened for pages of this layout: what was looked up for another layout says nothing here.
+/// Returns a slot that was opened for pages of this layout. Results of a lookup for another layout do not apply, so
+/// such a slot counts as unknown.
 pub fn slot_of(
     slots: &mut HashMap<SlotId, Slot>,
     id: SlotId,
@@ -142,7 +143,8 @@ pub fn slot_of(
 }
 
 impl Session {
-    /// This request finishes a slot. What was said before it, and comes behind it, has no effect.
+    /// Notes that a request finishes a slot. Requests for this slot that have a lower id and arrive later have no
+    /// effect.
     pub fn note_finish(&mut self, id: RequestId, slot: SlotId) {
         self.finished.insert(id, slot);
         if let Some(dropped) = self.answers.dropped {
@@ -150,7 +152,7 @@ impl Session {
         }
     }
 
-    /// This request was said before its slot was finished.
+    /// True if this request was issued before its slot was finished.
     pub fn is_finished(&self, id: RequestId, slot: SlotId) -> bool {
         self.finished
             .range(id..)

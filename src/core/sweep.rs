@@ -1,24 +1,25 @@
-//! Looks at the blocks of a pool slice by slice, for a reset: counts who holds them, then forgets them.
+//! Sweeps over the blocks of a pool in slices, for a reset: counts the holders of the reset's blocks, then forgets the
+//! blocks.
 //!
-//! A sweep ends after as many slices as the pool needs, and other requests are served between two of them. From its
-//! beginning on, the blocks that it means are hidden: nothing finds them, so nobody can begin to hold one that was counted
-//! as free, and no page is served that the reset will have forgotten. Blocks that are made later are not meant.
+//! A sweep takes as many slices as the pool needs, and other requests are served between slices. From the beginning of
+//! the sweep, the blocks in its scope are hidden: lookups do not find them, so that no block that was counted as free
+//! can be pinned, and no page is served that the reset is going to forget. Blocks created later are not in scope.
 
 use crate::core::blocks::{Block, BlockIndex, Blocks};
 use crate::core::pool::Pool;
 use crate::core::sabotage::{Bug, planted};
 use crate::types::{Generation, Scope};
 
-/// What a sweep hides while it lasts.
+/// The blocks that a sweep hides while it lasts.
 #[derive(Debug)]
 pub(super) struct Hidden {
     number: u64,
     scope: Scope,
-    /// The stamp of the youngest block that is meant.
+    /// The stamp of the youngest block in scope.
     youngest: u64,
 }
 
-/// A walk over the slab of a pool, which goes on where its last slice ended. Valid for the pool that began it.
+/// A walk over the slab of a pool that resumes where its last slice ended. Valid only for the pool that began it.
 #[derive(Debug)]
 pub struct Sweep {
     number: u64,
@@ -29,18 +30,18 @@ pub struct Sweep {
 }
 
 impl Sweep {
-    /// True when every block was looked at.
+    /// True if every block was examined.
     pub fn is_over(&self) -> bool {
         self.next >= self.end
     }
 
-    /// Looks at every block once more, from the first on.
+    /// Restarts the walk at the first block.
     pub fn again(&mut self) {
         self.next = 0;
     }
 
-    /// The next block that is meant, with what its look costs taken off `budget`; `None` at the end of the sweep or of
-    /// the budget.
+    /// Returns the next block in scope and subtracts the cost of the walk from `budget`. Returns `None` at the end of
+    /// the sweep or of the budget.
     fn next(&mut self, blocks: &Blocks, budget: &mut u32) -> Option<BlockIndex> {
         while *budget > 0 && !self.is_over() {
             let index = self.next;
@@ -74,7 +75,8 @@ fn meant(blocks: &Blocks, block: &Block, scope: &Scope, youngest: u64) -> bool {
 }
 
 impl Blocks {
-    /// True when a sweep hides this block: it will be forgotten, or is held and will be found again.
+    /// True if a sweep hides this block. The sweep will forget the block, or make it visible again if its reset is
+    /// refused.
     pub(super) fn is_hidden(&self, block: &Block) -> bool {
         let mut hidden = self.hidden.iter();
         hidden.any(|hidden| meant(self, block, &hidden.scope, hidden.youngest))
@@ -82,7 +84,7 @@ impl Blocks {
 }
 
 impl Pool {
-    /// Hides the blocks that hold a page of `scope` and begins a walk over them.
+    /// Hides the blocks that hold a page of `scope`, and begins a walk over them.
     pub fn begin_sweep(&mut self, scope: Scope) -> Sweep {
         let (end, youngest) = (self.blocks.places(), self.blocks.youngest());
         self.blocks.sweeps += 1;
@@ -101,14 +103,14 @@ impl Pool {
         }
     }
 
-    /// Hides nothing for this sweep any more.
+    /// Stops hiding the blocks of this sweep.
     pub fn end_sweep(&mut self, sweep: &Sweep) {
         self.blocks
             .hidden
             .retain(|hidden| hidden.number != sweep.number);
     }
 
-    /// Counts the holders of the next blocks that are meant. Looks at no more than `budget` pages and one block.
+    /// Counts the holders of the next blocks in scope. Examines at most `budget` pages and one block.
     pub fn count_holders(&self, sweep: &mut Sweep, budget: &mut u32) -> u64 {
         let mut holders = 0;
         while let Some(index) = sweep.next(&self.blocks, budget) {
@@ -122,9 +124,10 @@ impl Pool {
         holders
     }
 
-    /// Forgets the next blocks that are meant: none is found any more. Looks at no more than `budget` pages and one block.
-    /// Returns the number of pages that are forgotten. What is filling is freed when its copies have ended; the generations
-    /// of those are appended, also of blocks that an earlier reset has forgotten: their copies may still list pages.
+    /// Forgets the next blocks in scope, so that no lookup finds one. Examines at most `budget` pages and one block,
+    /// and returns the number of pages forgotten. Filling pages are freed when their copies have ended. Their
+    /// generations are appended, including those of blocks that an earlier reset has forgotten, because their copies
+    /// may still add pages to the inventory.
     pub fn forget_next(
         &mut self,
         sweep: &mut Sweep,

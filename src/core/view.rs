@@ -1,31 +1,31 @@
-//! Looking at a pool from outside: records for inventories, views for checks.
+//! Views of a pool for code outside it: records for inventories, and blocks for checks.
 
 use crate::core::pool::Pool;
 use crate::types::{DomainId, Epoch, Fingerprint, Generation, Record, Stored};
 
-/// A block as it is now, to be looked at: by checks and by people.
+/// A read-only view of a block, for checks and for users.
 #[derive(Debug, Clone, Copy)]
 pub struct BlockView<'a> {
-    /// Its number among those that live.
+    /// Position in the slab. Unique among live blocks.
     pub index: u32,
-    /// Whose it is.
+    /// The domain that the block belongs to.
     pub domain: DomainId,
     /// First arena page.
     pub start: u32,
-    /// Pages that can be read, from the first on.
+    /// Number of readable pages, from the first on.
     pub ready: u32,
-    /// The reservation behind those, and its pages.
+    /// Generation and number of pages of the reservation after the readable pages.
     pub filling: Option<(Generation, u32)>,
-    /// Holders.
+    /// Number of pins and leases.
     pub pins: u32,
-    /// No longer found; goes with its last holder.
+    /// No longer found by lookups; removed with its last holder.
     pub retired: bool,
-    /// What its pages hold, the filling ones included.
+    /// Fingerprints of its pages, including the filling ones.
     pub fingerprints: &'a [Fingerprint],
 }
 
 impl Pool {
-    /// What a store into the pages of `generation` leaves in the inventories.
+    /// The record that a store into the pages of `generation` adds to the inventories.
     pub fn record(&self, generation: Generation, epoch: Epoch) -> Option<Record> {
         let reservation = self.reservations.get(&generation)?;
         let block = self.blocks.get(reservation.block);
@@ -41,7 +41,7 @@ impl Pool {
         })
     }
 
-    /// Every block, the oldest first.
+    /// All blocks, oldest first.
     pub fn view(&self) -> impl Iterator<Item = BlockView<'_>> {
         self.blocks.by_age().map(|(index, block)| BlockView {
             index,
