@@ -1,4 +1,4 @@
-//! What a pool counts a second time, and what several tests of the core need.
+//! Tests of the pool's second count, and helpers for several tests of the core.
 
 use super::anchor::{AnchorKey, Domain};
 use super::blocks::Filling;
@@ -7,10 +7,10 @@ use super::pool::{Pin, Pool, Reach, Run};
 use super::shards::RankSet;
 use crate::types::{Generation, GroupId, PageHashes, PageRun, Rank, Ratio};
 
-/// Pages in a block.
+/// Most pages of a block.
 const RATIO: usize = 4;
 
-/// The hashes of a sequence; sequences of other salts have no page in common.
+/// The hashes of a sequence. Sequences with different salts have no page in common.
 pub(super) fn sequence(pages: u32, salt: u8) -> PageHashes {
     let bytes = (0..pages).flat_map(|page| {
         let mut hash = [salt; 16];
@@ -24,7 +24,7 @@ pub(super) fn domain() -> Domain {
     Domain::new(&AnchorKey([1; 32]), b"a", &[0; 16], GroupId(0))
 }
 
-/// Sets the first block of a sequence aside, and has it filled.
+/// Reserves the block of a sequence that begins at `position`.
 fn reserve(pool: &mut Pool, hashes: &PageHashes, position: usize, generation: u64) -> Generation {
     let (mut reserved, mut evicted, mut next) = (Vec::new(), Vec::new(), generation);
     let end = hashes.len().min(position + RATIO);
@@ -44,7 +44,7 @@ fn reserve(pool: &mut Pool, hashes: &PageHashes, position: usize, generation: u6
     reserved[0].generation
 }
 
-/// A pool of so many pages that holds a whole sequence.
+/// A pool of `capacity` pages that holds a whole sequence.
 pub(super) fn stored(hashes: &PageHashes, capacity: u32) -> Pool {
     let mut pool = Pool::new(capacity, Ratio::new(RATIO as u32).expect("in bounds"));
     for position in (0..hashes.len()).step_by(RATIO) {
@@ -55,7 +55,7 @@ pub(super) fn stored(hashes: &PageHashes, capacity: u32) -> Pool {
     pool
 }
 
-/// Two ready blocks of 4 and 3 pages, one pinned; one block each that is set aside, fills, and was filled too late.
+/// Two ready blocks of 4 and 3 pages, one pinned, and one block each that is reserved, filling and quarantined.
 fn one_of_each() -> (Pool, Pin, [Generation; 3]) {
     let mut pool = stored(&sequence(7, 0), 32);
     let filling =
@@ -264,7 +264,7 @@ fn a_block_grows_only_behind_all_of_it_and_when_nothing_fills() {
         (counts.stored, counts.grown, counts.branched, counts.split)
     };
     assert_eq!(counts(&pool), (1, 0, 0, 0));
-    // Behind the whole block, and then behind one that still fills.
+    // After a ready block, and then after one that still fills.
     assert_eq!(
         store(&mut pool, &hashes, 2, 3),
         (Some((2, 2)), vec![(2, 1)])
@@ -275,7 +275,7 @@ fn a_block_grows_only_behind_all_of_it_and_when_nothing_fills() {
         (Some((3, 2)), vec![(3, 1)])
     );
     assert_eq!(counts(&pool), (2, 1, 0, 0), "not a growth, and no branch");
-    // A sequence that shares one page of the block leaves it there.
+    // A sequence that shares one page of the block diverges there.
     let mut other = hashes.as_bytes()[..16].to_vec();
     other.extend_from_slice(&sequence(3, 9).as_bytes()[16..]);
     let other = PageHashes::packed(16, other).expect("16 bytes a page");
@@ -286,7 +286,7 @@ fn a_block_grows_only_behind_all_of_it_and_when_nothing_fills() {
 
 #[test]
 fn no_more_is_evicted_than_was_asked_for_and_what_has_no_hole_is_cut() {
-    // Blocks of 2 pages side by side; every other one is pinned.
+    // Adjacent blocks of 2 pages; every other one is pinned.
     let mut pool = Pool::new(12, Ratio::new(RATIO as u32).expect("in bounds"));
     for salt in 0..6 {
         let generation = reserve(&mut pool, &sequence(2, salt), 0, u64::from(salt));
@@ -333,7 +333,7 @@ fn no_more_is_evicted_than_was_asked_for_and_what_has_no_hole_is_cut() {
     );
     assert_eq!(pool.check(), Ok(()));
 
-    // Two pages are left that nobody holds.
+    // Two unpinned pages are left.
     let (mut reserved, mut evicted) = (Vec::new(), Vec::new());
     let hashes = sequence(4, 60);
     let room = pool.reserve(

@@ -1,17 +1,17 @@
-//! What a copy may name: an order is checked when it arrives, before memory or inventory is written by it.
+//! Validation of orders: a copy is checked when its order arrives, before memory or the inventory is written.
 
 use crate::types::{Copy, Direction, PageList, Record};
 
-/// What the pages of copies must lie within.
+/// Bounds for the pages that copies may name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryBounds {
-    /// Pages of the engine's memory.
+    /// Pages of the engine's registered memory.
     pub device_pages: u32,
     /// Pages of that size in the depot.
     pub arena_pages: u32,
 }
 
-/// What is wrong with a copy.
+/// A copy that failed validation.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{field} is {value}: {remedy}; the copy is refused, check that leader and worker are of one version"
@@ -34,7 +34,8 @@ fn invalid<T>(
     })
 }
 
-/// Every page lies within its memory, both sides of each pair have as many, and a store lists the pages that it writes.
+/// Checks that every page lies within its memory, that both sides of each pair have the same number of pages, and that
+/// the record of a store lists the pages that the store writes.
 pub(super) fn check(copy: &Copy, bounds: MemoryBounds) -> Result<(), Invalid> {
     let MemoryBounds {
         device_pages,
@@ -80,8 +81,8 @@ fn within(
     }
 }
 
-/// The record of a store names the pages that it writes, in order. Sums cannot overflow: a block begins at a page of the
-/// arena, and the place of a page in its block is counted in 64 bits.
+/// Checks that the record of a store names the pages that the store writes, in order. Sums cannot overflow: a block
+/// begins at a page of the arena, and the position of a page in its block is counted in 64 bits.
 fn lists(copy: &Copy, record: &Record) -> Result<(), Invalid> {
     let written: u64 = copy.pairs.iter().map(|pair| pair.dst.pages()).sum();
     let listed = record.fingerprints.len() as u64;

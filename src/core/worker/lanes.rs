@@ -1,19 +1,19 @@
-//! Copies that may run and wait for a place: each direction has a queue and places of its own, so that a load never waits
-//! for stores.
+//! Copies that are ready to run. Each direction has its own queue and its own limit, so that a load never waits for
+//! stores.
 
 use std::collections::VecDeque;
 
 use crate::types::{Direction, OpId};
 
-/// One direction.
+/// The copies of one direction.
 #[derive(Debug, Default)]
 pub(super) struct Lane {
-    /// Copies in the order in which they became ready. One that was stopped stays until [`Lanes::clean`].
+    /// Copies in the order in which they became ready. A stopped copy stays until [`Lanes::clean`].
     pub(super) queue: VecDeque<OpId>,
     pub(super) running: usize,
 }
 
-/// Both directions.
+/// The lanes of both directions.
 #[derive(Debug, Default)]
 pub(super) struct Lanes {
     loads: Lane,
@@ -28,8 +28,8 @@ impl Lanes {
         }
     }
 
-    /// Drops queued copies that are not queued any more, once they are more than half of all: a queue holds at most twice
-    /// as many as there are copies, and a few.
+    /// Drops entries of copies that are no longer queued, once a queue has more than twice as many entries as there are
+    /// copies, plus 64.
     pub(super) fn clean(&mut self, copies: usize, queued: impl Fn(OpId) -> bool) {
         const FEW: usize = 64;
         for lane in [&mut self.loads, &mut self.stores] {

@@ -1,4 +1,4 @@
-//! The conversation with the leader: found, attached, lost.
+//! The worker's link to the leader: found, attached, lost.
 
 use crate::core::sabotage::{Bug, planted};
 use crate::types::{AttachId, EngineId, Epoch, OpId, Time};
@@ -6,16 +6,16 @@ use crate::types::{AttachId, EngineId, Epoch, OpId, Time};
 use super::memory::Memory;
 use super::{OrderRefusal, Worker, WorkerEffect};
 
-/// A leader that was found.
+/// The leader that was found last.
 #[derive(Debug)]
 pub(super) struct Link {
     pub(super) epoch: Epoch,
-    /// What the leader was told last, and when it is told again while it does not answer.
+    /// The unanswered attach request. `None` before the first one and after an answer.
     asked: Option<Asked>,
-    /// The leader must be told again: at first, and when other memory is here than before.
+    /// An attach request must be sent: at first, and after the registered memory changed.
     news: bool,
     pub(super) admitted: bool,
-    /// The last question for the inventory that was taken.
+    /// Number of the last inventory read that was accepted.
     read: u64,
 }
 
@@ -33,20 +33,20 @@ impl Link {
 }
 
 impl Worker {
-    /// The leader of this epoch was found last.
+    /// True if the leader that was found last has this epoch.
     pub(super) fn follows(&self, epoch: Epoch) -> bool {
         self.link.as_ref().is_some_and(|link| link.epoch == epoch)
     }
 
-    /// The leader of this epoch knows this worker, and knows it as it is now.
+    /// True if the leader that was found last has this epoch and has admitted the worker with its current memory.
     pub(super) fn obeys(&self, epoch: Epoch) -> bool {
         self.link
             .as_ref()
             .is_some_and(|link| link.epoch == epoch && link.admitted)
     }
 
-    /// Whether a question for the inventory is answered. The leader takes no answer to an earlier question, and no answer to
-    /// one from before this worker attached, for the end of what it asked; so neither is carried out behind that.
+    /// Accepts or refuses a request to read the inventory. For the leader, the answer to a later request or a new
+    /// attach settles all earlier requests, so an earlier one must not be carried out after that.
     pub fn take_reading(&mut self, epoch: Epoch, number: u64) -> Result<(), OrderRefusal> {
         let followed = self.link.as_ref().map_or(Epoch(0), |link| link.epoch);
         let link = self.link.as_mut().filter(|link| link.epoch == epoch);
@@ -82,7 +82,7 @@ impl Worker {
         });
     }
 
-    /// Orders of this leader end, and none of their ends is reported.
+    /// Stops the copies of the lost leader. Their ends are not reported, because the next leader did not order them.
     pub(super) fn leader_lost(&mut self, now: Time, effects: &mut Vec<WorkerEffect>) {
         self.link = None;
         if planted(Bug::IgnoreEpoch) {
@@ -120,7 +120,7 @@ impl Worker {
         }
     }
 
-    /// Other memory is here than the leader knows: nothing is copied until it knows.
+    /// Stops all copies and requires a new attach, because the registered memory is not the one that the leader knows.
     fn changed(&mut self, now: Time, effects: &mut Vec<WorkerEffect>) {
         self.stop_all(now, effects);
         if let Some(link) = &mut self.link {
@@ -130,7 +130,7 @@ impl Worker {
         }
     }
 
-    /// Says who it is, once nothing is under way; again while the leader does not answer.
+    /// Sends an attach request once no copy is open, and repeats it until the leader answers.
     pub(super) fn attach(&mut self, now: Time, effects: &mut Vec<WorkerEffect>) {
         let idle = self.tasks.is_empty() || planted(Bug::AttachEarly) || planted(Bug::IgnoreEpoch);
         let Some(link) = self.link.as_mut().filter(|_| self.depot && idle) else {
@@ -169,7 +169,7 @@ impl Worker {
         self.floor = self.floor.max(after.unwrap_or_default());
         let engine = self.memory.as_ref().map(|memory| memory.engine);
         if after.is_none() && self.memory.take().is_some() {
-            // Without that memory it may belong.
+            // The leader rejected this engine's memory: attach again as a worker without an engine.
             link.news = true;
         }
         if let Some(engine) = engine {

@@ -1,4 +1,4 @@
-//! The engine's memory: what of it may be copied, and until when.
+//! The registered memory of an engine: for which requests its pages may be copied.
 
 use std::collections::BTreeSet;
 
@@ -8,28 +8,28 @@ use crate::types::{EngineId, OpId, RequestId, Time};
 use super::check::MemoryBounds;
 use super::{WORKER_ABANDONED_MAX, WORKER_ENGINES_MAX, Worker, WorkerEffect};
 
-/// The memory of one engine.
+/// The registered memory of one engine.
 #[derive(Debug)]
 pub(super) struct Memory {
     pub(super) engine: EngineId,
     pub(super) bounds: MemoryBounds,
     /// Everything up to this request is written.
     pub(super) written: RequestId,
-    /// Requests up to this one are over.
+    /// Requests up to this one were over at registration.
     after: RequestId,
 }
 
-/// What an engine abandoned. It counts for memory that the engine registers later, too.
+/// Abandoned requests of one engine. They stay abandoned when the engine registers memory later.
 #[derive(Debug)]
 pub(super) struct Over {
     engine: EngineId,
-    /// Requests up to this one are over: a younger one was forgotten.
+    /// Requests up to this one count as over: the individual record of this one was dropped.
     forgotten: RequestId,
-    /// Later ones that are over, one by one.
+    /// Later requests that were abandoned.
     abandoned: BTreeSet<RequestId>,
 }
 
-/// An engine that waits until nothing is copied any more for what it abandoned.
+/// An unanswered `Abandon` that waits until none of its copies runs.
 #[derive(Debug)]
 pub(super) struct Abandoning {
     ask: u64,
@@ -41,7 +41,8 @@ impl Memory {
         Self {
             engine,
             bounds,
-            // Work with a lower number than a request that is over may not be done yet: the rank says what is.
+            // Not `after`: work with a lower number than a finished request may be unfinished. The rank reports what is
+            // written.
             written: RequestId(0),
             after,
         }
@@ -55,7 +56,7 @@ impl Memory {
 }
 
 impl Over {
-    /// Remembers the youngest one by one; whatever is older than one that is forgotten is over as well.
+    /// Remembers the latest abandoned requests individually. Requests older than a dropped one count as over.
     fn abandon(&mut self, requests: &BTreeSet<RequestId>) {
         let later = requests.range(RequestId(self.forgotten.0.saturating_add(1))..);
         self.abandoned.extend(later);
@@ -68,7 +69,8 @@ impl Over {
 }
 
 impl Worker {
-    /// What an engine abandoned; the engine that was asked about longest ago makes room for a new one.
+    /// The abandoned requests of an engine. If there are too many engines, the one with the oldest last `Abandon` is
+    /// dropped, except for the registered engine.
     fn over(&mut self, engine: EngineId) -> &mut Over {
         let known = self.over.iter().position(|over| over.engine == engine);
         let over = match known {
@@ -92,7 +94,7 @@ impl Worker {
         &mut self.over[last]
     }
 
-    /// The engine hears back when no copy for these requests runs, and none will.
+    /// Stops the copies for these requests and refuses later ones. The engine is answered when none of the copies runs.
     pub(super) fn abandon(
         &mut self,
         now: Time,
@@ -123,7 +125,7 @@ impl Worker {
         }
     }
 
-    /// A copy is over: whoever waited for it and nothing else hears so.
+    /// Notes that a copy ended, and answers each `Abandon` that waited for no other copy.
     pub(super) fn abandoned(&mut self, op: OpId, effects: &mut Vec<WorkerEffect>) {
         self.abandoning.retain_mut(|waiting| {
             let last = waiting.running.remove(&op) && waiting.running.is_empty();

@@ -1,10 +1,11 @@
-//! The worker: starts, orders and ends copies. It decides nothing about which page lives where.
+//! The worker: starts, orders and ends copies. Page placement is decided by the leader alone.
 //!
-//! A copy waits until what it reads is written, then for a free place, then runs; it is reported when nothing of it reads
-//! or writes any more. Loads and stores wait for places of their own. An order that comes again, late, or after its own
-//! cancel is not carried out: the worker remembers how the last [`WORKER_ENDED_MAX`] copies ended and refuses what is
-//! older. Every order is answered; see [`orders`] for how. Whatever an older leader ordered is stopped
-//! and never reported to a newer one, to which the worker attaches only when nothing of it is left.
+//! A copy waits until the engine has written the pages that it reads or overwrites, then until fewer than `running_max`
+//! copies of its direction run, then runs. Its end is reported when it no longer reads or writes memory. Loads and
+//! stores have separate limits. An order that is repeated, late, or received after its own cancellation is not carried
+//! out: the worker remembers how the last [`WORKER_ENDED_MAX`] copies ended and refuses older ones. Every order is
+//! answered; see [`orders`] for the answers. Copies that an older leader ordered are stopped and never reported to a
+//! newer one. The worker attaches to the newer leader only when none of those copies is left.
 
 mod check;
 mod lanes;
@@ -28,34 +29,34 @@ use memory::{Abandoning, Memory, Over};
 pub use orders::OrderRefusal;
 use orders::refused;
 
-/// Copies that a worker keeps, waiting and running together. More are refused, reported as not whole. At worst 0.5 GiB
-/// for copies of a few pages, of about 0.5 KB each; every further page takes about 24 bytes.
+/// Most copies that a worker keeps, waiting and running together. Further copies are refused: reported as not complete.
+/// At worst 0.5 GiB for copies of a few pages, of about 0.5 KB each; every further page takes about 24 bytes.
 pub const WORKER_COPIES_MAX: usize = 1 << 20;
-/// Ends of copies that a worker remembers; about 100 bytes each.
+/// Results of ended copies that a worker remembers; about 100 bytes each.
 pub const WORKER_ENDED_MAX: usize = 65_536;
-/// Abandoned requests that a worker remembers one by one; it refuses copies for any that is older.
+/// Abandoned requests that a worker remembers individually for each engine. Copies for any older request are refused.
 pub const WORKER_ABANDONED_MAX: usize = 4096;
-/// Engines of which a worker remembers what they abandoned: the one that is registered, and those before it or about to
-/// register. About 1 MiB with [`WORKER_ABANDONED_MAX`] requests each.
+/// Engines whose abandoned requests a worker remembers: the registered one, and earlier ones or ones about to register.
+/// About 1 MiB with [`WORKER_ABANDONED_MAX`] requests each.
 pub const WORKER_ENGINES_MAX: usize = 4;
 
-/// Names one order of a leader, so that its answer finds back.
+/// Identifies one order of a leader, so that the answer can be matched to it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct BatchId(pub u64);
 
 /// Settings of a worker.
 #[derive(Debug, Clone)]
 pub struct WorkerSettings {
-    /// Copies of one direction that run at one time.
+    /// Most copies of one direction that run at the same time.
     pub running_max: usize,
-    /// How long after it was told to stop a copy may take before the worker ends itself. Default: 10 s.
+    /// How long a stopped copy may take to end before the worker ends its own process. Default: 10 s.
     pub fence: Duration,
-    /// How often it says again who it is while the leader does not answer. Default: 1 s.
+    /// Interval at which the worker repeats an unanswered attach request. Default: 1 s.
     pub attach_every: Duration,
 }
 
 impl WorkerSettings {
-    /// The defaults, for a number of copies of one direction at one time.
+    /// The defaults, with at least 1 running copy per direction.
     pub fn new(running_max: usize) -> Self {
         Self {
             running_max: running_max.max(1),
@@ -65,163 +66,165 @@ impl WorkerSettings {
     }
 }
 
-/// Something that happened to the worker.
+/// An input of the worker.
 #[derive(Debug, Clone)]
 pub enum WorkerEvent {
-    /// The leader, of this epoch, is there: for the first time, or over a new connection.
+    /// A leader of this epoch is connected, for the first time or over a new connection.
     LeaderFound(Epoch),
-    /// The connection to the leader broke; its orders end now, unreported.
+    /// The connection to the leader broke. Its copies are stopped, and their ends are not reported.
     LeaderLost,
-    /// The depot is mapped: it can be named, and its inventory read.
+    /// The depot is mapped: an attach request can name it, and its inventory can be read.
     DepotReady,
-    /// The leader knows this worker, or turned it away.
+    /// The leader answered an attach request: the worker is admitted or rejected.
     Admitted {
-        /// What it answers.
+        /// The attach request that is answered.
         attach: AttachId,
-        /// Orders up to this one are not for this worker; `None` when it is turned away.
+        /// Orders up to this one are not for this worker. `None` if the worker is rejected.
         after: Option<OpId>,
     },
-    /// An engine has handed its memory over. It takes the place of any other.
+    /// An engine has registered its memory, which replaces that of any other engine.
     Registered {
-        /// Which engine.
+        /// The engine that registered.
         engine: EngineId,
-        /// Requests up to this one are over: nothing is copied for them any more.
+        /// Requests up to this one are over: nothing is copied for them.
         after: RequestId,
-        /// What the pages of its copies must lie within.
+        /// Bounds for the pages of its copies.
         bounds: MemoryBounds,
     },
-    /// The memory of this engine is going away.
+    /// The memory of this engine is about to go away: its copies must stop.
     MemoryGone(EngineId),
     /// The leader orders copies.
     Ordered {
-        /// The epoch of the order.
+        /// Epoch of the leader that sent the order.
         epoch: Epoch,
-        /// Where the answer goes.
+        /// Identifies the order in its answer.
         batch: BatchId,
         /// The copies.
         copies: Vec<Copy>,
     },
-    /// The leader wants these copies stopped, and to know which of them have ended.
+    /// The leader cancels copies and requests the results of those that have ended.
     Cancel {
-        /// The epoch of the order.
+        /// Epoch of the leader that sent the order.
         epoch: Epoch,
-        /// Where the answer goes.
+        /// Identifies the order in its answer.
         batch: BatchId,
-        /// Which.
+        /// The copies to cancel.
         ops: Vec<OpId>,
     },
-    /// The leader wants pages struck out of the inventory.
+    /// The leader orders the removal of pages from the inventory, for a reset.
     Strike {
-        /// The epoch of the order.
+        /// Epoch of the leader that sent the order.
         epoch: Epoch,
-        /// Which reset.
+        /// The reset.
         id: ResetId,
-        /// Which pages.
+        /// The pages to remove.
         scope: Scope,
-        /// The last store of this epoch that is meant: what was stored later stays listed.
+        /// The last store of this epoch that the reset covers: pages stored later stay listed.
         through: Generation,
-        /// When the leader gives the reset up.
+        /// When the leader gives up the reset.
         deadline: Time,
     },
-    /// An engine has written everything up to this number: pages that stores read, and work that loads wait for.
+    /// An engine has written everything up to this request: pages that stores read, and work that loads wait for.
     Written {
-        /// Which engine.
+        /// The engine that reports.
         engine: EngineId,
-        /// Up to which request.
+        /// The last request whose work is written.
         through: RequestId,
     },
-    /// An engine wants its pages back: nothing may be copied for these requests any more.
+    /// An engine takes back its pages: nothing may be copied for these requests from now on.
     Abandon {
-        /// Which engine.
+        /// The engine that abandons.
         engine: EngineId,
-        /// Where the answer goes.
+        /// Identifies the request in [`WorkerEffect::Abandoned`].
         ask: u64,
-        /// Which requests; at most [`WORKER_ABANDONED_MAX`], or the worker refuses healthy ones that are older.
+        /// The abandoned requests, at most [`WORKER_ABANDONED_MAX`]: with more, the worker also refuses older requests
+        /// that were not abandoned.
         requests: BTreeSet<RequestId>,
     },
-    /// Copies ended: nothing of them reads or writes any more.
+    /// Copies ended: they no longer read or write memory.
     CopiesEnded(Vec<EndedCopy>),
-    /// Time passed.
+    /// Time passed; see [`Worker::next_timeout`].
     Tick,
 }
 
-/// What the worker wants done, in this order.
+/// An action that the worker's shell carries out. Effects are carried out in the order in which they are appended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum WorkerEffect {
-    /// Tell the leader that nothing old is under way, and whose memory is here.
+    /// Send the leader an attach request: no copy is open, and this engine's memory is registered.
     Attach {
-        /// Number of the message.
+        /// Number of the request. A retry has the same number.
         attach: AttachId,
-        /// The engine that has registered, if one has.
+        /// The engine that has registered, or `None`.
         engine: Option<EngineId>,
     },
-    /// Tell an engine that its memory is used from now on, or that the leader turned it away.
+    /// Report to an engine that its memory is in use from now on, or that the leader rejected it.
     Registered {
-        /// Which engine.
+        /// The engine that registered.
         engine: EngineId,
-        /// Whether it is used.
+        /// True if the memory is in use, false if the leader rejected it.
         admitted: bool,
     },
-    /// A load waits until this engine has written everything up to here: look for it where the engine's device says so.
+    /// A load waits until this engine has written everything up to `through`. Watch the engine's progress in its
+    /// device's memory if it is published there; otherwise the rank reports it.
     Await {
-        /// Which engine.
+        /// The engine that the load waits for.
         engine: EngineId,
-        /// Up to which number.
+        /// The last request that must be written.
         through: RequestId,
     },
-    /// Strike these arena pages out of the inventory: they will be overwritten.
+    /// Remove these arena pages from the inventory, because they are about to be overwritten.
     StrikeOut(PageRun),
     /// Run these copies and report their ends.
     Start(Vec<Copy>),
-    /// Stop this copy between two steps (CPU) or parts (GPU); its end is still to be reported.
+    /// Stop this copy between two steps (CPU) or parts (GPU). Its end must still be reported.
     Stop(OpId),
-    /// The last byte of these pages is there: list them in the inventory.
+    /// Add these pages to the inventory: their last byte was copied.
     List(Record),
-    /// Strike the pages of a scope out of the inventory, where they were stored by `through` or before, in slices, and then
-    /// tell the leader so. Copies start and end meanwhile. From the deadline on nothing is struck out, and the leader is told
-    /// that instead.
+    /// Remove the pages of a scope from the inventory, in slices, if they were stored by `through` or before, and then
+    /// report to the leader. Copies start and end meanwhile. After the deadline no page is removed, and the leader
+    /// receives a report of that instead.
     Strike {
-        /// Which reset.
+        /// The reset.
         id: ResetId,
-        /// Which pages.
+        /// The pages to remove.
         scope: Scope,
-        /// The last store that is meant.
+        /// The last store that the reset covers.
         through: Stored,
-        /// When the leader gives the reset up.
+        /// When the leader gives up the reset.
         deadline: Time,
     },
-    /// Tell the leader how copies of an order ended.
+    /// Report to the leader how the copies of an order ended.
     Report {
-        /// Which order.
+        /// The order that is answered.
         batch: BatchId,
-        /// What is known; for a transfer, one result for each copy.
+        /// The known results: for a transfer, one for each copy that was not open already.
         copies: Vec<EndedCopy>,
     },
-    /// Answer the order that is being handled with an error. It says nothing about any copy.
+    /// Answer the current order with an error. The error implies nothing about any copy.
     Refuse(OrderRefusal),
-    /// Tell people that this copy names what it may not. It is reported as not whole.
+    /// Log for operators that a copy failed validation. The copy is reported as not complete.
     Invalid {
-        /// Which copy.
+        /// The copy that failed validation.
         op: OpId,
         /// One line: the field, its value and the remedy.
         problem: String,
     },
-    /// Tell the engine that nothing is copied any more for what it abandoned.
+    /// Report to the engine that nothing is copied any longer for the requests that it abandoned.
     Abandoned {
-        /// What it asked.
+        /// The `ask` of the [`WorkerEvent::Abandon`] that is answered.
         ask: u64,
     },
-    /// A copy does not stop: this process must end, so that it does.
+    /// End this process: a stopped copy has not ended in time, and only the end of the process ends it.
     GiveUp,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
-    /// What a store reads is not written yet, or what a load overwrites.
+    /// Waits until the engine has written up to `after`: the pages that a store reads, or that a load overwrites.
     Waiting,
-    /// It waits for a place.
+    /// Waits until fewer than `running_max` copies of its direction run.
     Queued,
-    /// It may read and write.
+    /// May read and write memory.
     Running,
 }
 
@@ -230,9 +233,10 @@ struct Task {
     copy: Copy,
     batch: BatchId,
     phase: Phase,
-    /// It was told to stop, or came too late: what it writes is worth nothing.
+    /// When the copy must have ended, once it was ordered to stop. Pages that a stopped store writes are never listed.
     stopped: Option<Time>,
-    /// The leader that ordered it is gone: no other one hears of its end, under a number that it may use itself.
+    /// The connection to the leader that ordered the copy is lost. Its end is not reported, because another leader may
+    /// use the same number for a copy of its own.
     orphan: bool,
 }
 
@@ -242,7 +246,7 @@ struct Batch {
     ended: Vec<EndedCopy>,
 }
 
-/// See the module.
+/// The decisions of one worker. See the module documentation.
 #[derive(Debug)]
 pub struct Worker {
     settings: WorkerSettings,
@@ -253,21 +257,21 @@ pub struct Worker {
     tasks: HashMap<OpId, Task>,
     batches: HashMap<BatchId, Batch>,
     waiting: BTreeSet<(RequestId, OpId)>,
-    /// Every copy, by its request.
+    /// Open copies, by request.
     requests: BTreeSet<(RequestId, OpId)>,
     lanes: Lanes,
-    /// Deadlines of copies, and of copies that were told to stop.
+    /// Deadlines of copies, and fences of stopped copies.
     deadlines: BTreeSet<(Time, OpId)>,
     ended: BTreeMap<OpId, EndedCopy>,
-    /// Orders up to this one are too old to be known, or not for this worker.
+    /// Orders up to this one are too old to be remembered, or not for this worker.
     floor: OpId,
-    /// What engines abandoned, at most [`WORKER_ENGINES_MAX`] of them; the last that spoke stands last.
+    /// Abandoned requests of at most [`WORKER_ENGINES_MAX`] engines, in order of the engines' last `Abandon`.
     over: Vec<Over>,
     abandoning: Vec<Abandoning>,
 }
 
 impl Worker {
-    /// A worker without leader, depot and engine.
+    /// A worker without a leader, depot or engine.
     pub fn new(settings: WorkerSettings) -> Self {
         Self {
             settings,
@@ -288,7 +292,7 @@ impl Worker {
         }
     }
 
-    /// Takes an event and appends what is to be done.
+    /// Handles an event and appends the resulting effects.
     pub fn step(&mut self, now: Time, event: WorkerEvent, effects: &mut Vec<WorkerEffect>) {
         match event {
             WorkerEvent::LeaderFound(epoch) => self.leader_found(now, epoch, effects),
@@ -384,8 +388,8 @@ impl Worker {
         }
     }
 
-    /// Starts as many copies as each direction has places for, all in one batch, loads first. What they overwrite is struck
-    /// out first.
+    /// Starts copies up to `running_max` per direction, all in one batch, loads first. The pages that stores overwrite
+    /// are removed from the inventory first.
     fn start(&mut self, effects: &mut Vec<WorkerEffect>) {
         let mut started = Vec::new();
         for direction in [Direction::Load, Direction::Store] {
@@ -433,7 +437,7 @@ impl Worker {
         effects.push(WorkerEffect::Start(started));
     }
 
-    /// A copy that runs is told to stop and ends later; any other ends here and now.
+    /// Stops a copy: a running one is ordered to stop and ends later; any other ends immediately.
     fn stop(&mut self, now: Time, op: OpId, effects: &mut Vec<WorkerEffect>) {
         let Some(task) = self.tasks.get_mut(&op) else {
             return;
@@ -455,7 +459,7 @@ impl Worker {
         ops.into_iter().for_each(|op| self.stop(now, op, effects));
     }
 
-    /// A deadline stops a copy. One that was told to stop and has not is ended with this process.
+    /// Stops copies whose deadline has passed, and gives up the process if a stopped copy has not ended by its fence.
     fn fire_deadlines(&mut self, now: Time, effects: &mut Vec<WorkerEffect>) {
         while let Some((at, op)) = self.deadlines.first().copied().filter(|(at, _)| *at <= now) {
             self.deadlines.pop_first();
@@ -468,7 +472,8 @@ impl Worker {
         }
     }
 
-    /// A copy is over. What a stopped or late store wrote is worth nothing; anything else of it is listed first.
+    /// Removes a copy that ended. A stopped or late store counts as not complete; the pages of a complete store are
+    /// added to the inventory before the end is reported.
     fn end(&mut self, now: Time, mut ended: EndedCopy, effects: &mut Vec<WorkerEffect>) {
         let Some(task) = self.tasks.remove(&ended.op) else {
             return;

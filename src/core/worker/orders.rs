@@ -1,14 +1,14 @@
-//! Orders of the leader: what is begun, what is refused, and how each is answered.
+//! Orders of the leader: which copies begin, which are refused, and how each order is answered.
 //!
-//! Every order is answered, and the leader takes only a result in [`WorkerEffect::Report`] for the end of a copy:
+//! Every order is answered, and the leader treats only a result in [`WorkerEffect::Report`] as the end of a copy:
 //!
 //! * an order of the leader that the worker follows is answered with one result for each of its copies, once they have
-//!   ended. A copy that is not carried out (too old, cancelled before, for other memory, out of bounds, or ordered while the
-//!   leader does not know this worker's memory) is reported as not whole: it has not begun, and the worker remembers that,
-//!   so that it will not begin either when the order is repeated;
-//! * a copy that is under way is left out of the answer to any other order that names it. Its end is reported with the
-//!   order that began it: a repeated order must never make the leader believe that a running copy has ended;
-//! * an order of another epoch is answered with [`WorkerEffect::Refuse`], which says nothing about any copy.
+//!   ended. A copy that is not carried out (too old, cancelled before, for other memory, out of bounds, or ordered
+//!   while the leader does not know this worker's memory) is reported as not complete: it has not begun, and the worker
+//!   remembers the refusal, so that a repeated order does not begin the copy either;
+//! * a copy that is open already is left out of the answer to any other order that names it. Its end is reported with
+//!   the order that began it, because the answer to a repeated order must never mark a running copy as ended;
+//! * an order of another epoch is answered with [`WorkerEffect::Refuse`], which implies nothing about any copy.
 
 use std::collections::BTreeSet;
 
@@ -18,7 +18,7 @@ use crate::types::{Copy, Direction, EndedCopy, Epoch, OpId, Time};
 use super::check::check;
 use super::{Batch, BatchId, Phase, Task, WORKER_COPIES_MAX, Worker, WorkerEffect};
 
-/// Why an order is not taken. It says nothing about copies.
+/// Reasons for refusing an order. A refusal implies nothing about any copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum OrderRefusal {
     /// The order is of another epoch than the leader that the worker follows.
@@ -26,20 +26,20 @@ pub enum OrderRefusal {
     StaleEpoch {
         /// The epoch of the order.
         order: Epoch,
-        /// The epoch of the leader that was found last; 0 without one.
+        /// Epoch of the leader that was found last; 0 without one.
         followed: Epoch,
     },
-    /// The leader has not admitted the worker as it is now.
+    /// The leader has not admitted the worker with its current memory.
     #[error("this worker is not attached as it is now: order again after its next attach")]
     NotAttached,
-    /// A question for the inventory that is behind a later one, or behind the last attach.
+    /// A request to read the inventory whose number is not above that of a later request or of the last attach.
     #[error(
         "this reading has number {number}, and everything up to {last} is over: read with a new number"
     )]
     OldReading {
-        /// Number of the question.
+        /// Number of the request.
         number: u64,
-        /// The last number that is not taken any more.
+        /// The last number that is no longer accepted.
         last: u64,
     },
 }
@@ -53,7 +53,7 @@ impl Worker {
         effects: &mut Vec<WorkerEffect>,
     ) {
         if self.batches.contains_key(&batch) {
-            // The same order again, while it is open: it has one answer.
+            // A repeat of an open order: the order is answered once.
             return;
         }
         let mut named = BTreeSet::new();
@@ -77,7 +77,7 @@ impl Worker {
         }
     }
 
-    /// False when a copy is not carried out.
+    /// Registers a copy as waiting or queued. Returns false if the copy is not carried out.
     fn begin(&mut self, batch: BatchId, copy: Copy, effects: &mut Vec<WorkerEffect>) -> bool {
         let op = copy.op;
         let admitted = self.link.as_ref().is_some_and(|link| link.admitted);
@@ -123,7 +123,8 @@ impl Worker {
         true
     }
 
-    /// Stops what is under way; says how the others ended. One that was never seen will not start any more.
+    /// Stops the open copies and reports how the others ended. A copy that the worker has never seen is marked as
+    /// refused and does not start later.
     pub(super) fn cancelled(
         &mut self,
         now: Time,
@@ -144,7 +145,7 @@ impl Worker {
         effects.push(WorkerEffect::Report { batch, copies });
     }
 
-    /// Refuses an order of another epoch than that of the leader that was found last.
+    /// Refuses an order whose epoch is not that of the leader that was found last.
     pub(super) fn refuse_stale(&self, order: Epoch, effects: &mut Vec<WorkerEffect>) {
         let followed = self.link.as_ref().map_or(Epoch(0), |link| link.epoch);
         effects.push(WorkerEffect::Refuse(OrderRefusal::StaleEpoch {

@@ -42,7 +42,7 @@ fn step(worker: &mut Worker, now: u64, event: WorkerEvent) -> Vec<WorkerEffect> 
     effects
 }
 
-/// One with depot, leader and engine that may be given orders.
+/// A worker with depot, leader and engine that accepts orders.
 fn worker() -> Worker {
     let mut worker = Worker::new(WorkerSettings::new(2));
     step(&mut worker, 0, WorkerEvent::DepotReady);
@@ -57,7 +57,7 @@ fn worker() -> Worker {
     worker
 }
 
-/// The leader of `epoch` is found and admits the worker.
+/// Connects the leader of `epoch`, which then admits the worker.
 fn find(worker: &mut Worker, epoch: u64, attach: u64) {
     let effects = step(worker, 0, WorkerEvent::LeaderFound(Epoch(epoch)));
     let attach = AttachId(attach);
@@ -603,7 +603,8 @@ fn an_order_that_came_before_the_worker_was_admitted_is_refused_for_good() {
     };
     let not_attached = WorkerEffect::Refuse(OrderRefusal::NotAttached);
     assert_eq!(step(&mut worker, 1, strike), [not_attached]);
-    // The order was given after the attach, and overtook its answer: the leader took the refusal for the end.
+    // The order was sent after the attach and arrived before the answer to it: the leader took the refusal as the
+    // copy's end.
     let (attach, after) = (AttachId(2), Some(OpId(8)));
     step(&mut worker, 2, WorkerEvent::Admitted { attach, after });
     let refusal = [report(6, vec![refused(OpId(9))])];
@@ -638,7 +639,7 @@ fn an_order_of_several_copies_begins_those_that_are_new() {
     assert_eq!(effects, [report(1, vec![whole(1)])]);
 }
 
-/// A copy of pages `src` to pages `dst`, each a start and a count.
+/// A copy from pages `src` to pages `dst`, each given as start and count.
 fn pages(op: u64, direction: Direction, src: (u32, u32), dst: (u32, u32)) -> Copy {
     let list = |(start, count)| {
         PageList(
@@ -729,7 +730,7 @@ fn an_abandoned_request_of_the_highest_number_costs_no_other_one_its_copies() {
     };
     abandon(&mut worker, ENGINE, u64::MAX);
     abandon(&mut worker, ENGINE, 7);
-    // The same engine registers again: what it abandoned is over, and nothing else.
+    // The engine registers again: the requests that it abandoned are over, and no others.
     register(&mut worker, 0, ENGINE, RequestId(3));
     let (attach, after) = (AttachId(2), Some(OpId(0)));
     step(&mut worker, 0, WorkerEvent::Admitted { attach, after });
@@ -764,7 +765,7 @@ fn a_question_for_the_inventory_that_the_leader_counts_as_over_is_not_taken() {
         followed: Epoch(1),
     };
     assert_eq!(worker.take_reading(Epoch(2), 9), Err(stale));
-    // It attaches anew: what was asked before the leader heard of that is over.
+    // The worker attaches again: requests from before that attach are refused.
     register(&mut worker, 0, ENGINE, RequestId(0));
     let refused = worker.take_reading(Epoch(1), 4);
     assert_eq!(refused, Err(OrderRefusal::NotAttached));
@@ -772,7 +773,7 @@ fn a_question_for_the_inventory_that_the_leader_counts_as_over_is_not_taken() {
     step(&mut worker, 0, WorkerEvent::Admitted { attach, after });
     assert_eq!(worker.take_reading(Epoch(1), 5), old(5, 5));
     assert_eq!(worker.take_reading(Epoch(1), 6), Ok(()));
-    // Another leader counts anew.
+    // Another leader starts its numbers at 1 again.
     find(&mut worker, 2, 3);
     assert_eq!(worker.take_reading(Epoch(2), 1), Ok(()));
 }

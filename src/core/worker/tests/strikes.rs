@@ -1,4 +1,4 @@
-//! Strikes are taken from the leader that the worker follows.
+//! Strikes are accepted only from the leader that the worker follows.
 
 use super::*;
 

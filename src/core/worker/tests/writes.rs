@@ -1,4 +1,4 @@
-//! Loads are ordered after what their engine still writes.
+//! Loads wait for the writes of their engine.
 
 use super::*;
 
