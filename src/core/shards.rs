@@ -18,7 +18,7 @@ impl RankSet {
         }
     }
 
-    /// Adds a rank. Returns false if the rank was in the set.
+    /// Adds a rank. Returns false if the rank was in the set, or is none that a set can hold.
     pub fn insert(&mut self, rank: Rank) -> bool {
         let bit = Self::bit(rank);
         let new = bit & !self.0 != 0;
