@@ -1,7 +1,8 @@
 //! Admission of messages by their header and length, before a byte of the body is read.
 //!
-//! Decoding costs time and several times the memory of the bytes. So the body is not decoded for a peer that has not said
-//! hello, sends what its role does not send, has used up its credits, or repeats itself.
+//! Decoding costs time, and several times the memory of the encoded bytes. The body is therefore not decoded for a peer
+//! that has not sent its hello, sends a kind that its role may not send, has used up its credits, or repeats an open
+//! request.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -11,26 +12,26 @@ use crate::protocol::{
 };
 use crate::types::{RequestId, Time};
 
-/// Messages that cannot be decoded, come before hello, or answer nothing, after which a peer is closed.
+/// Limit on messages that cannot be decoded, come before hello, or answer no request. One more closes the peer.
 const BAD_MAX: u32 = 16;
-/// One of them is forgiven after so long: a long conversation may hold some.
+/// Interval after which one such message is forgiven, because a long connection may have some.
 const BAD_FORGIVEN: Duration = Duration::from_secs(10);
-/// Connections without a hello; when there is one more, the oldest of them is closed.
+/// Limit on connections without a hello. One more closes the oldest of them.
 pub const STRANGERS_MAX: usize = 16;
-/// A connection without a hello by then is closed.
+/// A connection that sends no hello within this time is closed.
 pub const HELLO_DEADLINE: Duration = Duration::from_secs(5);
 
 /// One connection of a server.
 #[derive(Debug)]
 pub(super) struct Peer {
-    /// Its process, if the system shows it.
+    /// Id of the peer's process, if the system shows it.
     pub(super) pid: Option<i32>,
-    /// Its role, once it was welcomed.
+    /// The peer's role; `None` before its welcome.
     pub(super) role: Option<Role>,
-    /// Version of the messages that are sent to it.
+    /// Version of the messages that are sent to the peer.
     pub(super) version: u16,
     opened: Time,
-    /// When something was received from it last.
+    /// When a message was last received from the peer.
     heard: Time,
     bad: u32,
     forgiven: Time,
@@ -39,19 +40,19 @@ pub(super) struct Peer {
     open_bytes: u64,
 }
 
-/// How a message is treated.
+/// The treatment of a message.
 #[derive(Debug, PartialEq)]
 pub(super) enum Verdict {
-    /// Its body is decoded.
+    /// The body is decoded.
     Read,
-    /// It is answered with this error, and not decoded.
+    /// The message is answered with this error, and not decoded.
     Refuse(ErrorBody),
-    /// It is dropped.
+    /// The message is dropped.
     Drop,
 }
 
 impl Peer {
-    /// When something was received from it last.
+    /// When a message was last received from the peer.
     pub(super) fn heard(&self) -> Time {
         self.heard
     }
@@ -70,13 +71,13 @@ impl Peer {
         }
     }
 
-    /// True when nothing was received from it for so long, or no hello in time.
+    /// True when the peer was silent for more than `silence_max`, or sent no hello in time.
     pub(super) fn is_silent(&self, now: Time, silence_max: Duration) -> bool {
         let stranger = self.role.is_none() && now - self.opened > HELLO_DEADLINE;
         stranger || now - self.heard > silence_max
     }
 
-    /// Counts a message that should not have come. True when there were too many: the peer is to be closed.
+    /// Counts a bad message. Returns true when there were too many: the peer must be closed.
     pub(super) fn misbehaves(&mut self, now: Time) -> bool {
         while self.bad > 0 && now - self.forgiven >= BAD_FORGIVEN {
             self.bad -= 1;
@@ -89,13 +90,13 @@ impl Peer {
         self.bad > BAD_MAX
     }
 
-    /// How a message is treated. True beside it when it should not have come.
+    /// Decides how a message is treated. The flag is true when the message counts as bad.
     pub(super) fn judge(&mut self, header: &Header, bytes: usize, now: Time) -> (Verdict, bool) {
         self.heard = now;
         let is_request = Class::of(header.kind) == Class::Request;
         let refuse = |error: ErrorBody| match is_request {
             true => Verdict::Refuse(error),
-            // Its sender would take an answer for one to a request of its own.
+            // A peer would take an answer with this id for the answer to a request of its own.
             false => Verdict::Drop,
         };
         let known = Kind::from_number(header.kind);
@@ -132,7 +133,7 @@ impl Peer {
 
     fn afford(&self, id: RequestId, bytes: u64) -> Verdict {
         if self.open.contains_key(&id) {
-            // It will be answered, once.
+            // Drops a repeated request: the first one is still open, and is answered once.
             return Verdict::Drop;
         }
         if self.open.len() >= limits::REQUEST_CREDITS as usize
@@ -150,12 +151,12 @@ impl Peer {
         Verdict::Read
     }
 
-    /// A request was decoded and has no answer yet.
+    /// Charges the credits of a request that was decoded and has no answer yet.
     pub(super) fn owe(&mut self, id: RequestId, bytes: u64) {
         self.open_bytes += bytes - self.open.insert(id, bytes).unwrap_or(0);
     }
 
-    /// A request is answered.
+    /// Gives the peer the credits of an answered request back.
     pub(super) fn settle(&mut self, id: RequestId) {
         self.open_bytes -= self.open.remove(&id).unwrap_or(0);
     }

@@ -1,7 +1,7 @@
-//! The client's side of a conversation: hello, requests with deadlines, retries over reconnects, heartbeats, credits.
+//! The client's side of a connection: hello, requests with deadlines, retries over reconnects, heartbeats, credits.
 //!
-//! A session keeps one connection. When it breaks, the session connects again, says hello again, and sends each request that
-//! is not answered once more under the same id, until that request's own deadline.
+//! A session keeps one connection. When that breaks, the session reconnects, repeats its hello, and sends each
+//! unanswered request again under the same id, until that request's own deadline.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
@@ -13,20 +13,20 @@ use crate::protocol::{
 };
 use crate::types::{Epoch, LinkId, RequestId, Time};
 
-/// Requests of a client without an answer; it takes no more. At worst 32 GiB, with the longest body of the wire each; with
-/// the hashes of 4,096 pages each, 512 MiB.
+/// Limit on unanswered requests of a client. At worst they hold 32 GiB, with the longest body of the protocol in each;
+/// with the hashes of 4,096 pages in each, 512 MiB.
 pub const CLIENT_OPEN_MAX: usize = 4096;
-/// Longest wait for a connection, and then for the welcome.
+/// Limit on the wait for a connection, and then for the welcome.
 pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// How long a client waits, for what it does not request.
+/// Waits of a client that belong to no request.
 #[derive(Debug, Clone, Copy)]
 pub struct ClientTimes {
-    /// For the welcome, once a connection is there.
+    /// Limit on the wait for the welcome, once a connection is open.
     pub welcome: Duration,
-    /// Before it connects again after a welcomed connection broke. Doubles with every failure, up to `reconnect_max`.
+    /// Pause before a reconnect after a welcomed connection broke. Doubles with every failure, up to `reconnect_max`.
     pub reconnect: Duration,
-    /// The longest such wait.
+    /// Limit on that pause.
     pub reconnect_max: Duration,
 }
 
@@ -44,18 +44,18 @@ impl Default for ClientTimes {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{}: {message}", code.name())]
 pub struct Failure {
-    /// Which kind of failure.
+    /// The kind of failure.
     pub code: ErrorCode,
-    /// One line for people.
+    /// One line for operators.
     pub message: String,
-    /// The same request may succeed later.
+    /// True when the same request may succeed later.
     pub retry: bool,
-    /// The leader says that nothing of the request is under way, and nothing will be.
+    /// True when the leader reports that nothing of the request runs, or will run.
     pub over: bool,
 }
 
 impl Failure {
-    /// A failure on this side: nothing is known of the request.
+    /// A failure on this side: the state of the request on the other side is unknown.
     pub fn new(code: ErrorCode, message: impl Into<String>) -> Self {
         Self {
             code,
@@ -87,7 +87,7 @@ impl From<Failure> for ErrorBody {
     }
 }
 
-/// What a client's process has to do, in this order. `R` says where the answer to a request goes.
+/// An action of the client's process, in order. `R` identifies the receiver of an answer.
 #[derive(Debug)]
 pub enum ClientEvent<R> {
     /// Connect, within [`CONNECT_TIMEOUT`], and call [`ClientSession::connected`] or [`ClientSession::not_connected`].
@@ -96,7 +96,7 @@ pub enum ClientEvent<R> {
     Disconnect,
     /// Send a message.
     Send(Encoded),
-    /// The other side said welcome over a new connection; its epoch may be a new one.
+    /// The other side sent its welcome over a new connection; its epoch may be a new one.
     Welcomed {
         /// The other side's epoch.
         epoch: Epoch,
@@ -109,7 +109,7 @@ pub enum ClientEvent<R> {
     Lost,
     /// The other side sent a request; answer it with [`ClientSession::reply`].
     Request {
-        /// The connection over which it came, and the only one over which the answer is sent.
+        /// The connection over which the request arrived: the only one over which an answer is sent.
         link: LinkId,
         /// The request.
         envelope: Box<Envelope>,
@@ -118,16 +118,16 @@ pub enum ClientEvent<R> {
     Answered {
         /// The request.
         id: RequestId,
-        /// Where its answer goes.
+        /// The receiver of the answer.
         to: R,
         /// The answer.
         answer: Result<Message, Failure>,
     },
-    /// A request got no answer.
+    /// A request failed without an answer.
     Failed {
-        /// Where its answer goes.
+        /// The receiver of the answer.
         to: R,
-        /// Why.
+        /// The reason.
         failure: Failure,
     },
 }
@@ -135,24 +135,24 @@ pub enum ClientEvent<R> {
 /// A request of a client.
 #[derive(Debug)]
 pub struct ClientRequest<R> {
-    /// The same id again is a retry.
+    /// Id of the request. A repeated id is a retry.
     pub id: RequestId,
-    /// What is requested.
+    /// The body.
     pub message: Message,
-    /// The other side's deadline.
+    /// The deadline that is sent to the other side.
     pub deadline: Time,
-    /// The request fails so long after its deadline when no answer came.
+    /// Time after `deadline` after which the request fails if no answer has arrived.
     pub grace: Duration,
-    /// The only connection over which it may be sent.
+    /// The only connection over which the request may be sent; `None` for any.
     pub link: Option<LinkId>,
-    /// Where its answer goes.
+    /// The receiver of the answer.
     pub to: R,
 }
 
 #[derive(Debug)]
 struct Pending<R> {
     request: ClientRequest<R>,
-    /// Bytes of its message, once it is sent over this connection; 0 while it is among the unsent ones.
+    /// Bytes of the message once it is sent over this connection; 0 while it is unsent.
     bytes: u64,
 }
 
@@ -162,16 +162,16 @@ impl<R> Pending<R> {
     }
 }
 
-/// How far the connection is.
+/// Progress of the connection.
 #[derive(Debug)]
 enum State {
-    /// There is none until then.
+    /// No connection until `connect_at`.
     Apart { connect_at: Time },
     /// The process connects.
     Connecting,
-    /// The hello is sent; the welcome is due by then.
+    /// The hello is sent; the welcome is due by `until`.
     Greeting { until: Time },
-    /// The other side said welcome.
+    /// The other side sent its welcome.
     Open(Open),
 }
 
@@ -180,30 +180,30 @@ struct Open {
     heartbeat: Duration,
     request_credits: usize,
     byte_credits: u64,
-    /// When something was received last, and sent last.
+    /// When a message was last received, and last sent.
     received: Time,
     sent: Time,
-    /// A ping was sent since.
+    /// A ping was sent since the last message received.
     pinged: bool,
 }
 
-/// See the module.
+/// The client's side of a connection, which survives reconnects.
 #[derive(Debug)]
 pub struct ClientSession<R> {
     hello: Hello,
     times: ClientTimes,
     state: State,
     pending: BTreeMap<RequestId, Pending<R>>,
-    /// Pending requests that are not sent over this connection, in order.
+    /// Pending requests that are not sent over this connection yet, in order.
     unsent: VecDeque<RequestId>,
     in_flight_bytes: u64,
     version: u16,
     epoch: Epoch,
-    /// The connection that there is, or was last.
+    /// The current connection, or the last one.
     link: LinkId,
     backoff: Duration,
-    /// What the process has to do. Requests in here are within the other side's credits: 64 MiB of messages, beside answers
-    /// to the other side, of which there are no more than it has open requests.
+    /// Actions for the process. Requests in here are within the other side's credits, 64 MiB of messages. Answers in
+    /// here are no more than the other side's open requests.
     events: VecDeque<ClientEvent<R>>,
 }
 
@@ -215,7 +215,7 @@ fn broken() -> Failure {
 }
 
 impl<R> ClientSession<R> {
-    /// A client that connects at once.
+    /// A client that connects on its first [`Self::tick`].
     pub fn new(hello: Hello, times: ClientTimes, now: Time) -> Self {
         Self {
             hello,
@@ -232,17 +232,17 @@ impl<R> ClientSession<R> {
         }
     }
 
-    /// The next thing to do; `None` when there is nothing until something happens or [`Self::next_timeout`] has come.
+    /// The next action; `None` when there is none until an event arrives or [`Self::next_timeout`] is reached.
     pub fn poll(&mut self) -> Option<ClientEvent<R>> {
         self.events.pop_front()
     }
 
-    /// True when no more requests are taken before one is answered.
+    /// True while no further request is accepted: [`CLIENT_OPEN_MAX`] are unanswered.
     pub fn is_full(&self) -> bool {
         self.pending.len() >= CLIENT_OPEN_MAX
     }
 
-    /// When [`Self::tick`] is due.
+    /// Time at which [`Self::tick`] is due.
     pub fn next_timeout(&self) -> Time {
         let expires = self.pending.values().map(Pending::expires).min();
         let state = match &self.state {
@@ -254,7 +254,7 @@ impl<R> ClientSession<R> {
         expires.unwrap_or(Time::NEVER).min(state)
     }
 
-    /// Time has passed.
+    /// Fires the timers that are due.
     pub fn tick(&mut self, now: Time) {
         self.expire(now);
         match &mut self.state {
@@ -283,7 +283,7 @@ impl<R> ClientSession<R> {
         self.send_unsent(now);
     }
 
-    /// Sends a request, now or as soon as there are a connection and credits.
+    /// Sends a request as soon as there are a connection and credits.
     pub fn request(&mut self, now: Time, request: ClientRequest<R>) {
         let open = matches!(self.state, State::Open(_));
         if request.link.is_some_and(|link| !open || link != self.link) {
@@ -293,7 +293,7 @@ impl<R> ClientSession<R> {
         }
         let id = request.id;
         match self.pending.insert(id, Pending { request, bytes: 0 }) {
-            // Its caller does not wait any more.
+            // The caller of the earlier request no longer waits.
             Some(before) if before.bytes == 0 => {}
             before => {
                 let bytes = before.map_or(0, |before| before.bytes);
@@ -304,8 +304,8 @@ impl<R> ClientSession<R> {
         self.send_unsent(now);
     }
 
-    /// Answers a request that came over this connection. When that connection is gone, the answer is dropped: over the next
-    /// one, under the epoch of another leader, it would answer something else.
+    /// Answers a request that arrived over this connection. The answer is dropped when that connection is gone: over
+    /// the next one, under another leader's epoch, it would answer a different request.
     pub fn reply(&mut self, now: Time, link: LinkId, correlation: RequestId, message: Message) {
         if !matches!(self.state, State::Open(_)) || link != self.link {
             tracing::debug!(%correlation, "answer dropped: the connection it belongs to is gone");
@@ -317,11 +317,11 @@ impl<R> ClientSession<R> {
         }
     }
 
-    /// The process has connected.
+    /// Handles a new connection of the process: sends the hello.
     pub fn connected(&mut self, now: Time) {
         let until = now + self.times.welcome;
         self.state = State::Greeting { until };
-        // In the version of first words, which every server reads.
+        // Encoded in the version of hello messages, which every server reads.
         let hello = encode(&Envelope {
             version: HELLO_VERSION,
             correlation: RequestId(0),
@@ -338,13 +338,13 @@ impl<R> ClientSession<R> {
         }
     }
 
-    /// The process could not connect.
+    /// Handles a failed attempt to connect.
     pub fn not_connected(&mut self, now: Time, why: &str) {
         tracing::debug!(why, "cannot connect yet");
         self.wait(now);
     }
 
-    /// The connection is closed, by the other side or by an error.
+    /// Handles the close of the connection, by the other side or by an error.
     pub fn disconnected(&mut self, now: Time, why: &str) {
         match self.state {
             State::Open(_) => self.lose(now, why),
@@ -356,7 +356,7 @@ impl<R> ClientSession<R> {
         }
     }
 
-    /// A message has come.
+    /// Handles a message of the other side.
     pub fn received(&mut self, now: Time, header: &[u8], body: &[u8]) {
         match &mut self.state {
             State::Apart { .. } | State::Connecting => {}
@@ -427,13 +427,13 @@ impl<R> ClientSession<R> {
         }
     }
 
-    /// Takes a message after the welcome. An error breaks the connection.
+    /// Handles a message after the welcome. An error breaks the connection.
     fn take(&mut self, now: Time, header: &[u8], body: &[u8]) -> Result<(), String> {
         let header = Header::from_bytes(header).map_err(|error| error.to_string())?;
         let kind = Kind::from_number(header.kind);
         match Class::of(header.kind) {
             Class::Request => self.take_request(now, kind, header, body),
-            // Answers to no request, and those of an unknown kind, are dropped.
+            // Drops answers of an unknown kind, and answers to no pending request.
             Class::Answer if kind.is_none_or(|kind| kind == Kind::Pong) => Ok(()),
             Class::Answer if !self.pending.contains_key(&header.correlation) => Ok(()),
             Class::Answer => {
@@ -452,7 +452,7 @@ impl<R> ClientSession<R> {
         }
     }
 
-    /// A request that cannot be decoded is refused, and the conversation goes on.
+    /// Handles a request of the other side. A request that cannot be decoded is refused, and the connection stays.
     fn take_request(
         &mut self,
         now: Time,
@@ -483,7 +483,7 @@ impl<R> ClientSession<R> {
         Ok(())
     }
 
-    /// Sends requests that wait, as far as the other side's credits allow.
+    /// Sends unsent requests, as far as the other side's credits allow.
     fn send_unsent(&mut self, now: Time) {
         while let State::Open(open) = &self.state
             && let Some(id) = self.unsent.front().copied()
@@ -543,7 +543,7 @@ impl<R> ClientSession<R> {
         encoded.map_err(|error| Failure::new(ErrorCode::Limit, error.to_string()))
     }
 
-    /// Ends a request; returns where its answer goes.
+    /// Ends a request, and returns the receiver of its answer.
     fn end(&mut self, id: RequestId) -> Option<R> {
         let pending = self.pending.remove(&id)?;
         self.in_flight_bytes = self.in_flight_bytes.saturating_sub(pending.bytes);
@@ -556,7 +556,7 @@ impl<R> ClientSession<R> {
         }
     }
 
-    /// Fails requests that may be sent over an older connection only.
+    /// Fails requests that are bound to an older connection.
     fn fail_bound(&mut self) {
         let link = self.link;
         let bound = self
@@ -580,7 +580,7 @@ impl<R> ClientSession<R> {
         }
     }
 
-    /// The other side did not say welcome. An error that will not go away fails all requests.
+    /// Handles a hello that was not welcomed. A permanent error fails all requests.
     fn not_welcome(&mut self, now: Time, failure: &Failure) {
         self.events.push_back(ClientEvent::Disconnect);
         if failure.code.retry() {
@@ -594,7 +594,7 @@ impl<R> ClientSession<R> {
         self.wait(now);
     }
 
-    /// The connection broke after its welcome.
+    /// Handles the break of a welcomed connection.
     fn lose(&mut self, now: Time, why: &str) {
         tracing::debug!(why, "connection lost");
         self.events.push_back(ClientEvent::Disconnect);
@@ -610,9 +610,10 @@ impl<R> ClientSession<R> {
 }
 
 impl Open {
-    /// When a ping is due: a heartbeat after the last message sent, however much the other side sends, because that closes
-    /// a client that sends nothing for three; and a heartbeat after the last message received, to find out whether the other
-    /// side is there. Then, when that side is to be given up.
+    /// When the next ping, or the end of a silent connection, is due. A ping is due one heartbeat after the last
+    /// message sent, however much the other side sends, because that side closes a client that sends nothing for three
+    /// heartbeats. A ping is also due one heartbeat after the last message received, to check that the other side is
+    /// reachable. After a ping, three heartbeats of silence end the connection.
     fn next_beat(&self) -> Time {
         let silent = match self.pinged {
             true => self.received + self.heartbeat * 3,

@@ -1,7 +1,7 @@
-//! Conversations between processes, without sockets, clocks or async: who says hello, what is admitted, what is owed.
+//! Connections between processes, without sockets, clocks or async: hello, admission, credits, retries.
 //!
-//! A session receives the frames of its peers and the time, and sends frames through its *host*: the transport implements it
-//! with sockets, the simulator with its network.
+//! A session receives the frames of its peers and the time, and sends frames through its *host*: the transport
+//! implements it with sockets, the simulator with its network.
 
 mod admission;
 mod client;

@@ -1,5 +1,5 @@
-//! The server's side of conversations: hello and versions, credits, silence, and a typed error for every message that cannot
-//! be carried out.
+//! The server's side of connections: hello and versions, credits, silence, and a typed error for every message that
+//! cannot be carried out.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -11,78 +11,79 @@ use crate::protocol::{
 };
 use crate::types::{Epoch, PeerId, RequestId, Time};
 
-/// The two parts of a message.
+/// The header and the body of a message.
 pub type Encoded = ([u8; HEADER_BYTES], Vec<u8>);
 
 /// Settings of a server.
 #[derive(Debug, Clone)]
 pub struct ServerSettings {
-    /// In every header.
+    /// Epoch of every header that is sent.
     pub epoch: Epoch,
-    /// Silence after which a client pings; after three times that, its connection is closed. Default: 1 s.
+    /// A client pings after this much silence; after three times that, its connection is closed. Default: 1 s.
     pub heartbeat: Duration,
-    /// Roles that may say hello.
+    /// Roles that are accepted in a hello.
     pub roles: Vec<Role>,
     /// Features beyond the version, as in [`Hello::features`].
     pub features: u64,
 }
 
-/// What a peer did.
+/// An event of a peer.
 #[derive(Debug)]
 pub enum ServerEvent {
-    /// It said hello, and was welcomed.
+    /// The peer sent its hello, and was welcomed.
     Opened {
-        /// Its connection.
+        /// The connection.
         peer: PeerId,
-        /// Its hello.
+        /// The peer's hello.
         hello: Hello,
-        /// Its process, if the system shows it.
+        /// Id of the peer's process, if the system shows it.
         pid: Option<i32>,
     },
-    /// It sent a request or an answer.
+    /// The peer sent a request or an answer.
     Message {
-        /// Its connection.
+        /// The connection.
         peer: PeerId,
         /// The message.
         envelope: Envelope,
     },
-    /// Its connection is closed. Comes exactly once after `Opened`.
+    /// The connection was closed. Comes exactly once after `Opened`.
     Closed {
-        /// Its connection.
+        /// The connection.
         peer: PeerId,
     },
 }
 
 /// The process of a server, live or simulated.
 pub trait ServerHost {
-    /// The time by which silence is judged.
+    /// The clock by which silence is measured.
     fn now(&self) -> Time;
 
-    /// Sends a message without waiting. False when the peer is gone or does not read; its connection is closed then.
+    /// Sends a message without waiting. Returns false when the peer is gone or does not read; its connection is then
+    /// closed.
     fn send(&mut self, peer: PeerId, message: Encoded) -> bool;
 
     /// Closes a connection.
     fn disconnect(&mut self, peer: PeerId);
 
-    /// Closes a connection as soon as the process that made it has ended, even if another one has it open too: that
-    /// process has given its memory to this one.
+    /// Closes a connection as soon as the process that opened it has ended, even if another process holds it open too:
+    /// that process has shared its memory with this one.
     fn watch(&mut self, peer: PeerId, pid: Option<i32>);
 
-    /// Connections that there may be beside those of workers, which serve nothing when they are kept out.
+    /// Limit on connections other than workers'. Workers are exempt, because nothing is served without them.
     fn guests_max(&self) -> usize;
 }
 
-/// All conversations of a server.
+/// All connections of a server.
 #[derive(Debug)]
 pub struct ServerSession {
     settings: ServerSettings,
     peers: BTreeMap<PeerId, Peer>,
-    /// When silence was looked for last.
+    /// When silent peers were last searched for.
     swept: Time,
 }
 
 impl ServerSession {
-    /// Without peers.
+    /// A server without peers.
     pub fn new(settings: ServerSettings, now: Time) -> Self {
         Self {
             settings,
@@ -91,34 +92,34 @@ impl ServerSession {
         }
     }
 
-    /// How often [`Self::tick`] is due.
+    /// Interval at which [`Self::tick`] is due.
     pub fn sweep(&self) -> Duration {
         self.settings.heartbeat.min(HELLO_DEADLINE / 5)
     }
 
-    /// When [`Self::tick`] is due.
+    /// Time at which [`Self::tick`] is due.
     pub fn next_timeout(&self) -> Time {
         self.swept + self.sweep()
     }
 
-    /// True for a peer that is connected.
+    /// True while a peer is connected.
     pub fn knows(&self, peer: PeerId) -> bool {
         self.peers.contains_key(&peer)
     }
 
-    /// True when a peer is connected and something was received from it within a heartbeat, or within two, because its ping
-    /// takes a while.
+    /// True when a peer is connected and a message was received from it within two heartbeats: a ping is due after one,
+    /// and takes time to arrive.
     pub fn is_live(&self, peer: PeerId, now: Time) -> bool {
         let peer = self.peers.get(&peer);
         peer.is_some_and(|peer| now - peer.heard() <= self.settings.heartbeat * 2)
     }
 
-    /// A connection was accepted.
+    /// Handles a connection that was accepted.
     pub fn opened(&mut self, host: &mut impl ServerHost, peer: PeerId, pid: Option<i32>) {
-        // Peers that never say hello cannot keep others out.
+        // Peers that never send a hello cannot keep others out.
         let strangers = self.peers.iter().filter(|(_, peer)| peer.role.is_none());
         if strangers.clone().count() >= STRANGERS_MAX {
-            // Their numbers grow.
+            // Ids of connections grow, so the lowest is the oldest.
             let oldest = strangers.map(|(id, _)| *id).min();
             if let Some(oldest) = oldest {
                 tracing::debug!(peer = ?oldest, "closed: no hello, and others come");
@@ -128,19 +129,19 @@ impl ServerSession {
         self.peers.insert(peer, Peer::new(pid, host.now()));
     }
 
-    /// A connection was closed, by either side.
+    /// Handles the close of a connection, by either side.
     pub fn closed(&mut self, peer: PeerId) -> Option<ServerEvent> {
         let state = self.peers.remove(&peer)?;
         state.role.map(|_| ServerEvent::Closed { peer })
     }
 
-    /// Closes a connection before its hello. Whatever still comes from it is dropped.
+    /// Closes a connection before its hello. Messages that still arrive from it are dropped.
     fn forget(&mut self, host: &mut impl ServerHost, stranger: PeerId) {
         self.peers.remove(&stranger);
         host.disconnect(stranger);
     }
 
-    /// A message has come: admitted, decoded and received, in one call.
+    /// Handles a message: admits, decodes and receives it in one call.
     pub fn message(
         &mut self,
         host: &mut impl ServerHost,
@@ -153,8 +154,8 @@ impl ServerSession {
         self.receive(host, peer, &header, decoded, body.len())
     }
 
-    /// Decides by header and length whether the body of a message is to be decoded; `None`: no. The result of decoding goes to
-    /// [`Self::receive`].
+    /// Decides by header and length whether the body of a message is decoded; `None` when it is not. The result of
+    /// decoding goes to [`Self::receive`].
     pub fn admit(
         &mut self,
         host: &mut impl ServerHost,
@@ -181,7 +182,7 @@ impl ServerSession {
         read.then_some(header)
     }
 
-    /// Takes what decoding an admitted message of so many bytes resulted in.
+    /// Handles the result of decoding an admitted message of `bytes` bytes.
     pub fn receive(
         &mut self,
         host: &mut impl ServerHost,
@@ -241,7 +242,7 @@ impl ServerSession {
             deadline_max_ms: limits::DEADLINE_MAX_MS,
             features: hello.features & self.settings.features,
         };
-        // In the version of first words, which every client reads.
+        // Encoded in the version of hello messages, which every client reads.
         self.send(host, id, correlation, Message::Welcome(welcome));
         let peer = self.peers.get_mut(&id)?;
         peer.role = Some(hello.role);
@@ -257,7 +258,7 @@ impl ServerSession {
         })
     }
 
-    /// Why a client is not welcome.
+    /// Returns why a client is not welcomed; `None` when it is.
     fn refusal(&self, host: &impl ServerHost, hello: &Hello, version: u16) -> Option<ErrorBody> {
         if version < hello.version_min.max(VERSION_MIN) {
             let (min, max) = (hello.version_min, hello.version_max);
@@ -286,7 +287,7 @@ impl ServerSession {
         (guests >= host.guests_max()).then(|| ErrorBody::new(ErrorCode::Busy, text))
     }
 
-    /// A peer that keeps sending what cannot be decoded, or is not its to send, is closed.
+    /// Counts a bad message, and closes a peer that sent too many.
     fn misbehaves(&mut self, host: &mut impl ServerHost, id: PeerId, why: &str) {
         tracing::debug!(peer = ?id, why, "a message that is not taken");
         let peer = self.peers.get_mut(&id);
@@ -295,10 +296,10 @@ impl ServerSession {
         }
     }
 
-    /// Closes peers from which nothing was received for three heartbeats, or no hello in time. Looks at most once a
-    /// [`Self::sweep`]. Returns those that had been welcomed.
+    /// Closes peers that sent nothing for three heartbeats, or no hello in time. Searches at most once per
+    /// [`Self::sweep`]. Returns the closed peers that had been welcomed.
     ///
-    /// After a pause in which this process received nothing, no peer is judged before what came meanwhile is received.
+    /// After a pause of this process, no peer is closed before the messages that arrived meanwhile are received.
     pub fn tick(&mut self, host: &mut impl ServerHost) -> Vec<PeerId> {
         let now = host.now();
         let since = now - self.swept;
@@ -329,7 +330,8 @@ impl ServerSession {
         closed
     }
 
-    /// A request is about to be answered: gives its credits back. Returns the version of messages to this peer.
+    /// Gives a peer the credits of a request back that is about to be answered. Returns the version of messages to this
+    /// peer.
     pub fn settle(&mut self, peer: PeerId, request: RequestId) -> u16 {
         let peer = self.peers.get_mut(&peer);
         peer.map_or(HELLO_VERSION, |peer| {
@@ -344,7 +346,7 @@ impl ServerSession {
         peer.map_or(HELLO_VERSION, |peer| peer.version)
     }
 
-    /// Answers a request. A peer that is gone, or does not read, is not waited for.
+    /// Answers a request. Never waits for a peer that is gone or does not read.
     pub fn reply(
         &mut self,
         host: &mut impl ServerHost,
@@ -356,7 +358,7 @@ impl ServerSession {
         self.send(host, peer, request, message);
     }
 
-    /// Sends an order; false when it was not sent.
+    /// Sends an order. Returns false when the order was not sent.
     pub fn order(
         &mut self,
         host: &mut impl ServerHost,
@@ -384,7 +386,7 @@ impl ServerSession {
     }
 }
 
-/// Encodes an answer, or an error in its place if it cannot be encoded.
+/// Encodes an answer, or an error in its place if the answer cannot be encoded.
 pub fn encode_reply(
     version: u16,
     epoch: Epoch,

@@ -1,4 +1,4 @@
-//! A client's and a server's session against each other, without a network between them.
+//! A client's session connected to a server's session, without a network between them.
 
 use std::time::Duration;
 
@@ -57,7 +57,7 @@ fn from_server(version: u16, id: u64, message: Message) -> Encoded {
     encode(&envelope).expect("it can be encoded")
 }
 
-/// A client session, and what it did.
+/// A client session, with its messages and answers recorded.
 struct Client {
     session: ClientSession<u64>,
     sent: Vec<Envelope>,
@@ -77,7 +77,7 @@ impl Client {
         }
     }
 
-    /// Connects, and is welcomed with these credits.
+    /// Returns a client that is connected and welcomed with these credits.
     fn welcomed(now: Time, request_credits: u32) -> Self {
         let mut client = Self::new();
         client.tick(now);
@@ -148,7 +148,7 @@ impl Client {
         }
     }
 
-    /// The requests that were sent since this was asked last.
+    /// Returns the requests that were sent since the last call.
     fn requests(&mut self) -> Vec<u64> {
         let sent = std::mem::take(&mut self.sent);
         let requests = sent
@@ -225,7 +225,7 @@ fn a_refusal_for_good_fails_every_request() {
     assert_eq!(client.answered, [(1, Err(ErrorCode::UnsupportedVersion))]);
 }
 
-/// A server's host that collects what is sent.
+/// A server's host that records what is sent.
 #[derive(Default)]
 struct Sent {
     now: Time,
@@ -285,7 +285,7 @@ fn a_conversation_from_hello_to_answer() {
     let (header, body) = encode(&request).expect("encoded");
     let received = server.message(&mut host, PEER, &header, &body);
     assert!(matches!(received, Some(ServerEvent::Message { .. })));
-    // The same again is answered once.
+    // A repeated request is answered once.
     assert!(server.message(&mut host, PEER, &header, &body).is_none());
     server.reply(
         &mut host,
@@ -301,7 +301,7 @@ fn a_conversation_from_hello_to_answer() {
     assert!(server.closed(PEER).is_none());
 }
 
-/// A process that stood still has received nothing: its peers are not judged by that.
+/// A process that was stopped has received nothing: its peers must not be judged by that time.
 #[test]
 fn silent_peers_are_closed_after_three_heartbeats_and_not_right_after_a_pause() {
     let (mut server, mut host) = server();

@@ -1,20 +1,21 @@
-//! The peer that has a seat: a worker's, an engine's, or that of an engine's memory. A seat that is in use is not given to
-//! another process; a process that connects again gets its own.
+//! The holder of a seat: the process that has the seat of a worker, of an engine, or of an engine's memory. A seat that
+//! is in use is not given to another process; a process that reconnects gets its own seat again.
 
 use std::fmt;
 
 use crate::protocol::{ErrorBody, ErrorCode};
 use crate::types::PeerId;
 
-/// Access to the peers of a process, and to the processes behind them.
+/// Access to the peers of a process, and to the processes of those peers.
 pub trait Peers {
-    /// A handle to one process. The id of that process may be another one's after its end; the handle never is.
+    /// A handle to one process. The system may reuse the process id after that process has ended; the handle never
+    /// refers to another process.
     type Process: fmt::Debug;
 
     /// True when a peer is connected and something was received from it within two heartbeats.
     fn is_live(&self, peer: PeerId) -> bool;
 
-    /// Opens a handle to a process; `None` when none is visible under this id.
+    /// Opens a handle to a process; `None` when no process is visible under this id.
     fn open_process(&mut self, pid: i32) -> Option<Self::Process>;
 
     /// True when a process is known to have ended.
@@ -24,18 +25,18 @@ pub trait Peers {
     fn disconnect(&mut self, peer: PeerId);
 }
 
-/// See the module.
+/// The peer that has a seat.
 #[derive(Debug, Clone)]
 pub struct Holder<P> {
-    /// Its connection.
+    /// The connection of the holder.
     pub peer: PeerId,
-    /// The id of its process, if the system shows it.
+    /// The id of the holder's process, if the system shows it.
     pub pid: Option<i32>,
-    /// A handle to that process.
+    /// A handle to that process; `None` when the process is not visible.
     pub process: Option<P>,
 }
 
-/// Why a seat is not given away: it is in use, by this process if the system shows it.
+/// The seat is in use; by this process, if the system shows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct InUse(Option<i32>);
 
@@ -49,7 +50,7 @@ impl fmt::Display for InUse {
 }
 
 impl InUse {
-    /// The error for the newcomer. It may ask again: the seat is free once its holder has ended or is silent.
+    /// The error for the newcomer. The newcomer may retry: the seat is free once its holder has ended or is silent.
     pub fn refusal(self, seat: &str) -> ErrorBody {
         let text = format!("{seat} is {self}: end that process, or ask again when it has ended");
         ErrorBody::new(ErrorCode::NotReady, text)
@@ -57,31 +58,32 @@ impl InUse {
 }
 
 impl<P> Holder<P> {
-    /// A peer, with a handle to its process.
+    /// A holder with a handle to its process, if that is visible.
     pub fn new(host: &mut impl Peers<Process = P>, peer: PeerId, pid: Option<i32>) -> Self {
         let process = pid.and_then(|pid| host.open_process(pid));
         Self { peer, pid, process }
     }
 
-    /// True when its process is known to have ended.
+    /// True when the holder's process is known to have ended.
     fn has_ended(&self, host: &impl Peers<Process = P>) -> bool {
         let process = self.process.as_ref();
         process.is_some_and(|process| host.has_ended(process))
     }
 
-    /// True when `pid` is known to be the holder's own process: a second connection of one process is no newcomer. A process
-    /// of another PID namespace, whose id reads as 0, is never known.
+    /// True when `pid` is the holder's own process: a second connection of that process is not a newcomer. A process of
+    /// another PID namespace, whose id reads as 0, never matches.
     fn is_process(&self, pid: Option<i32>) -> bool {
         self.pid.is_some_and(|own| own > 0) && self.pid == pid
     }
 
-    /// Why another process, `pid`, does not get the seat: its holder is connected, is not silent, and has not ended.
+    /// Returns why another process, `pid`, does not get the seat: the holder is connected, is not silent, and has not
+    /// ended.
     pub fn in_use(&self, host: &impl Peers<Process = P>, pid: Option<i32>) -> Option<InUse> {
         let live = host.is_live(self.peer) && !self.has_ended(host);
         (live && !self.is_process(pid)).then_some(InUse(self.pid))
     }
 
-    /// The same for a holder that is silent, but whose process is known to live.
+    /// Like [`Self::in_use`], for a holder that is silent but whose process is known to live.
     pub fn lives(&self, host: &impl Peers<Process = P>, pid: Option<i32>) -> Option<InUse> {
         let lives = self.process.is_some() && !self.has_ended(host);
         (lives && !self.is_process(pid)).then_some(InUse(self.pid))

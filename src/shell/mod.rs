@@ -1,8 +1,8 @@
 //! Translation between messages and the core, without sockets, clocks, threads or async.
 //!
-//! A shell receives messages of peers, steps the core with events, and sends messages for the core's effects. Whatever
-//! differs between a live process and a simulated one is behind a trait, the shell's *host*: the actors implement it with
-//! sockets and processes, the simulator with its network and its faults. So both run the same translation.
+//! A shell receives messages of peers, steps the core with events, and sends messages for the core's effects. Every
+//! difference between a live process and a simulated one is behind a trait, the shell's *host*: the actors implement it
+//! with sockets and processes, the simulator with its network and its faults. Both therefore run the same translation.
 
 mod holder;
 mod leader;

@@ -1,4 +1,4 @@
-//! The error that an engine or a worker gets when the core refuses something.
+//! The error that an engine or a worker receives when the core refuses a request.
 
 use crate::core::Refusal;
 use crate::protocol::{ErrorBody, ErrorCode};

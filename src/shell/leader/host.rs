@@ -7,16 +7,17 @@ use crate::protocol::Message;
 use crate::shell::Peers;
 use crate::types::{Epoch, PeerId, RequestId, Time, WorkerId};
 
-/// The process of a leader, live or simulated. Its calls act or answer; whatever follows from them comes back later, as a
-/// call of the shell.
+/// The process of a leader, live or simulated. A call acts or returns a value; its consequences arrive later, as calls
+/// of the shell.
 pub trait LeaderHost: Peers {
-    /// The time by which deadlines are set and kept.
+    /// The clock of deadlines.
     fn now(&self) -> Time;
 
-    /// Answers a request. A peer that is gone, or does not read, is not waited for.
+    /// Answers a request. Never waits for a peer that is gone or does not read.
     fn reply(&mut self, peer: PeerId, request: RequestId, message: Message);
 
-    /// Sends an order, which is to be carried out within `deadline`. False when it was not sent: nobody will answer it.
+    /// Sends an order that the worker must carry out within `deadline`. Returns false when the order was not sent: no
+    /// answer will come.
     fn order(
         &mut self,
         peer: PeerId,
@@ -31,14 +32,15 @@ pub trait LeaderHost: Peers {
     /// True for the process that this leader is part of.
     fn is_own(&self, pid: i32) -> bool;
 
-    /// Requests a supervisor to end a worker's process: that of this id, or whichever there is if it is not known. False
-    /// where there is no supervisor.
+    /// Requests that a supervisor end a worker's process: the process `pid`, or the worker's current process if that is
+    /// `None`. Returns false where there is no supervisor.
     fn request_end(&mut self, worker: WorkerId, pid: Option<i32>) -> bool;
 
     /// Kills a worker's process.
     fn kill(&mut self, worker: WorkerId, process: &Self::Process);
 
-    /// Notes that an epoch was used, so that the next leader has a later one; or says why that failed.
+    /// Records that an epoch was used, so that the next leader takes a later one. An error is the reason of the
+    /// failure.
     fn raise_epoch(&mut self, used: Epoch) -> Result<(), String>;
 
     /// Time spent in the core's steps of lookups, for the status.

@@ -31,20 +31,20 @@ use seats::{PeerRole, WorkerPeer};
 // The core's effect of one order fits into one message.
 const _: () = assert!(CANCELLED_MAX <= COPIES_MAX && LOAD_RUNS_MAX <= PAIRS_MAX);
 
-/// Translates between the messages of a leader's peers and [`Leader`], and knows which peer is which. `P` is a handle to a
-/// process, as its host has them.
+/// Translates between the messages of a leader's peers and [`Leader`], and maps each peer to its role. `P` is the
+/// host's handle to a process.
 #[derive(Debug)]
 pub struct LeaderShell<P> {
     core: Leader,
     settings: LeaderSettings,
-    /// Why this leader cannot serve: its epoch was used before.
+    /// Why this leader must end: its epoch was used before. `None` while it can serve.
     outdated: Option<String>,
     roles: BTreeMap<PeerId, PeerRole>,
     engines: BTreeMap<EngineId, Holder<P>>,
     workers: BTreeMap<WorkerId, WorkerPeer<P>>,
-    /// Half of the name of each session of a person's command.
+    /// First half of the name of each admin session; a secret of this leader.
     admin_key: [u8; 8],
-    /// Sessions of those so far.
+    /// Admin sessions so far.
     admins: u64,
     /// When the last audit ended that a peer requested.
     checked: Option<Time>,
@@ -57,8 +57,7 @@ pub struct LeaderShell<P> {
 }
 
 impl<P: fmt::Debug> LeaderShell<P> {
-    /// A leader without peers. `admin_key` is a secret: no peer may guess the names that this leader gives to people's
-    /// commands.
+    /// A leader without peers. `admin_key` is secret, so that no peer can guess the name of an admin session.
     pub fn new(settings: LeaderSettings, admin_key: [u8; 8]) -> Self {
         Self {
             core: Leader::new(settings.clone()),
@@ -78,32 +77,32 @@ impl<P: fmt::Debug> LeaderShell<P> {
         }
     }
 
-    /// The state machine behind this shell.
+    /// The state machine that this shell drives.
     pub fn core(&self) -> &Leader {
         &self.core
     }
 
-    /// Takes no new work.
+    /// Refuses new work from now on.
     pub fn drain(&mut self) {
         self.core.drain();
     }
 
-    /// When [`Self::tick`] is due.
+    /// Time at which [`Self::tick`] is due; `None` while no timer is set.
     pub fn next_timeout(&self) -> Option<Time> {
         self.core.next_timeout()
     }
 
-    /// Time has passed.
+    /// Fires the timers that are due.
     pub fn tick<H: LeaderHost<Process = P>>(&mut self, host: &mut H) {
         self.step(host, Event::Tick);
     }
 
-    /// Why the process of this leader must end, once.
+    /// Takes the reason why the leader's process must end: `Some` at most once.
     pub fn take_outdated(&mut self) -> Option<String> {
         self.outdated.take()
     }
 
-    /// A peer that has said hello sends a message.
+    /// Handles a message of a peer that has sent its hello.
     pub fn message<H: LeaderHost<Process = P>>(
         &mut self,
         host: &mut H,
@@ -172,7 +171,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
                 }
             }
             (Some(PeerRole::Admin(name)), message @ Message::Reset(_)) => {
-                // For the core it is an engine like any other, which has no memory.
+                // For the core, an admin session is an engine without memory.
                 let holder = Holder::new(host, peer, None);
                 if self.engines.insert(name, holder).is_none() {
                     self.step(host, Event::EngineOpened(name));
@@ -242,7 +241,8 @@ impl<P: fmt::Debug> LeaderShell<P> {
 
     fn step<H: LeaderHost<Process = P>>(&mut self, host: &mut H, event: Event) {
         let mut next = self.step_once(host, event);
-        // A copy whose order was not sent has ended: no worker will report it. Its end orders no further copies of its own.
+        // The copies of an order that was not sent have ended, because no worker will report them. Their end orders no
+        // further copies.
         while let Some(event) = next.pop() {
             next.extend(self.step_once(host, event));
         }
@@ -306,9 +306,9 @@ impl<P: fmt::Debug> LeaderShell<P> {
         self.transfer(host, &copies)
     }
 
-    /// Orders the copies of a step: those of one request, for the same ranks, in as few messages to each rank as they fit
-    /// into. Returns the ends of copies that no worker will report: those whose message could not be encoded, or found no
-    /// connection.
+    /// Orders the copies of a step. Copies of one request for the same ranks share messages: as few to each rank as
+    /// they fit into. Returns the ends of copies that no worker will report, because their message could not be encoded
+    /// or sent.
     fn transfer<H: LeaderHost<Process = P>>(
         &mut self,
         host: &mut H,
@@ -403,7 +403,8 @@ impl<P: fmt::Debug> LeaderShell<P> {
         }
     }
 
-    /// A depot has seen this leader's epoch, or a later one: the process ends, and its successor begins after that epoch.
+    /// Ends this leader, because a depot has recorded its epoch or a later one. The successor takes an epoch after that
+    /// one.
     fn end_outdated<H: LeaderHost<Process = P>>(
         &mut self,
         host: &mut H,

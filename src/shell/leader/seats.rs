@@ -1,8 +1,9 @@
-//! Which peer is which: engines, workers and people's commands, and the processes behind them.
+//! The role of each peer: engine, worker or admin command, and the process that each belongs to.
 //!
-//! A peer that names an engine or a worker in its hello gets that seat when it is free: not while the holder is connected,
-//! is not silent, and its process lives. Until then each of its requests is refused with `not_ready`, and each request
-//! tries again. Two connections of one process are the same peer, and the younger one counts.
+//! A peer that names an engine or a worker in its hello gets that seat when it is free. A seat is taken while its
+//! holder is connected and not silent, and its process lives. Until the seat is free, each request of the peer is
+//! refused with `not_ready`, and each request tries again. Two connections of one process are the same peer, and the
+//! younger one counts.
 
 use std::fmt;
 
@@ -12,19 +13,19 @@ use crate::protocol::{ErrorBody, Hello, Role};
 use crate::shell::{Holder, InUse};
 use crate::types::{AttachId, Direction, EngineId, PeerId, Rank, Replica, RequestId, WorkerId};
 
-/// What a peer is.
+/// The role of a peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum PeerRole {
     Engine(EngineId),
     Worker(WorkerId),
-    /// A person's command. It may request a reset, under a name that this leader has given it, so that it never receives
-    /// an answer of the engine that its hello names.
+    /// An admin command. May request a reset, under a name given by this leader, so that no answer to the engine named
+    /// in the hello reaches the command.
     Admin(EngineId),
-    /// It names a seat that another process has. With the id of its own process.
+    /// Names a seat that another process has; with the id of the peer's own process.
     Waiting(Seat, Option<i32>),
 }
 
-/// What only one process has at a time.
+/// The position of an engine or a worker, which only one process has at a time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Seat {
     Engine(EngineId),
@@ -40,18 +41,19 @@ impl fmt::Display for Seat {
     }
 }
 
-/// The worker that has a seat. It stays after its connection broke: its process may live and copy.
+/// The worker that has a seat. The entry is kept after its connection broke, because its process may still live and
+/// copy.
 #[derive(Debug)]
 pub(super) struct WorkerPeer<P> {
     pub(super) holder: Holder<P>,
     /// The last attach, and the request that its answer belongs to.
     pub(super) attaching: Option<(AttachId, RequestId)>,
-    /// The supervisor has been asked to end it.
+    /// The supervisor was requested to end the process.
     end_requested: bool,
 }
 
 impl<P: fmt::Debug> LeaderShell<P> {
-    /// A peer has said hello. `pid` is its process, if the system shows it.
+    /// Handles the hello of a peer. `pid` is the id of its process, if the system shows it.
     pub fn opened<H: LeaderHost<Process = P>>(
         &mut self,
         host: &mut H,
@@ -76,7 +78,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
         }
     }
 
-    /// A name that no engine has: half of it is a secret of this leader.
+    /// Returns a name that no engine has: half of it is a secret of this leader.
     fn next_admin(&mut self) -> EngineId {
         self.admins += 1;
         let mut name = [0; 16];
@@ -85,7 +87,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
         EngineId(name)
     }
 
-    /// Gives a seat to a peer, or lets it wait.
+    /// Gives a seat to a peer, or makes the peer wait for it.
     fn claim<H: LeaderHost<Process = P>>(
         &mut self,
         host: &mut H,
@@ -100,7 +102,8 @@ impl<P: fmt::Debug> LeaderShell<P> {
         }
     }
 
-    /// A peer that waits requests something: it gets its seat if that is free by now, and the reason otherwise.
+    /// Claims the seat of a waiting peer again, when that peer sends a request. The error says why the seat is still
+    /// taken.
     pub(super) fn claim_again<H: LeaderHost<Process = P>>(
         &mut self,
         host: &mut H,
@@ -171,7 +174,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
         Ok(())
     }
 
-    /// True when a copy of this worker has not ended, or it has not answered a request for its inventory: its process may
+    /// True while a copy of this worker has not ended or a request for its inventory is unanswered: its process may
     /// read or write.
     fn owes(&self, worker: WorkerId) -> bool {
         let mut directions = [Direction::Load, Direction::Store].into_iter();
@@ -179,8 +182,8 @@ impl<P: fmt::Debug> LeaderShell<P> {
             || self.core.owes_reading(worker)
     }
 
-    /// Ends the process that has a worker's seat. Its end is noticed like any other. A supervisor ends a child of its own
-    /// and nothing else, so a process that still lives when it is to be ended again is killed from here.
+    /// Ends the process that has a worker's seat. Its exit is handled like any other. A supervisor ends only its own
+    /// child, so a process that still lives when its end is requested a second time is killed by the leader.
     pub(super) fn expel<H: LeaderHost<Process = P>>(&mut self, host: &mut H, worker: WorkerId) {
         let pid = self.workers.get(&worker).and_then(|peer| peer.holder.pid);
         if host.request_end(worker, pid) {
@@ -207,7 +210,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
         host.kill(worker, process);
     }
 
-    /// The connection of a peer that has said hello is closed.
+    /// Handles the close of a connection whose peer had sent its hello.
     pub fn closed<H: LeaderHost<Process = P>>(&mut self, host: &mut H, peer: PeerId) {
         match self.roles.remove(&peer) {
             Some(PeerRole::Engine(engine) | PeerRole::Admin(engine))
@@ -235,12 +238,12 @@ impl<P: fmt::Debug> LeaderShell<P> {
         }
     }
 
-    /// A watched process has ended: only that proves that it writes nothing any more.
+    /// Handles the exit of a watched process. Only the exit proves that the process writes nothing more.
     pub fn worker_exited<H: LeaderHost<Process = P>>(&mut self, host: &mut H, pid: i32) {
         let mut workers = self.workers.iter();
         let dead = workers.find(|(_, worker)| worker.holder.pid == Some(pid));
         if let Some(worker) = dead.map(|(worker, _)| *worker) {
-            // Messages that it sent before its death and that arrive after this are dropped.
+            // Drops messages that the worker sent before its death and that arrive after this event.
             if let Some(dead) = self.workers.remove(&worker) {
                 self.roles.remove(&dead.holder.peer);
                 host.disconnect(dead.holder.peer);

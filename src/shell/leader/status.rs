@@ -1,4 +1,4 @@
-//! The status of a leader, and of its workers while they get ready.
+//! The status of a leader, and of its workers while they prepare their depots.
 
 use std::fmt;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use super::{LeaderHost, LeaderShell};
 const CHECK_PAUSE: Duration = Duration::from_secs(1);
 
 impl<P: fmt::Debug> LeaderShell<P> {
-    /// A worker reports its progress. The last report counts; it stays when the worker ends.
+    /// Stores the progress report of a worker. Only the last report is kept, also after the worker ends.
     pub(super) fn prepares(&mut self, now: Time, worker: WorkerId, preparing: Preparing) {
         if !self.seats().any(|seat| seat == worker) {
             return;
@@ -28,7 +28,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
         self.preparing.insert(worker, preparing);
     }
 
-    /// The seats that there are for workers.
+    /// All seats of workers: each rank of each replica.
     pub(super) fn seats(&self) -> impl Iterator<Item = WorkerId> + use<P> {
         let ranks = self.settings.sharding.ranks();
         let replicas = (0..self.settings.replicas).map(Replica);
@@ -59,8 +59,8 @@ impl<P: fmt::Debug> LeaderShell<P> {
         u32::try_from(self.core.owed_by(worker, direction)).unwrap_or(u32::MAX)
     }
 
-    /// Refuses an audit that comes too soon after the last one: it walks the whole arena, and meanwhile no other request is
-    /// served.
+    /// Refuses an audit that comes less than [`CHECK_PAUSE`] after the last one: an audit walks the whole arena, and no
+    /// other request is served meanwhile.
     fn may_check(&self, now: Time) -> Result<(), ErrorBody> {
         let left = self.checked.map(|last| now.until(last + CHECK_PAUSE));
         if let Some(left) = left.filter(|left| !left.is_zero()) {
@@ -82,7 +82,8 @@ impl<P: fmt::Debug> LeaderShell<P> {
         if check {
             self.may_check(host.now())?;
             contradiction = self.core.check().err().unwrap_or_default();
-            // Measured from its end: a long audit leaves as much time to others as a short one.
+            // The pause starts at the end of the audit, so that a long audit leaves as much time to other requests as a
+            // short one.
             self.checked = Some(host.now());
         }
         let mut answer = StatusAnswer {

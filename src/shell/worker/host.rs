@@ -14,27 +14,27 @@ use crate::types::{
 /// Why the process of a worker must end.
 pub type Fatal = Box<dyn Error + Send + Sync>;
 
-/// The process of a worker, live or simulated. Its calls act or answer; whatever follows from them comes back later, as a
-/// call of the shell.
+/// The process of a worker, live or simulated. A call acts or returns a value; its consequences arrive later, as calls
+/// of the shell.
 pub trait WorkerHost: Peers {
     /// An engine's memory, mapped into this process.
     type Memory;
 
-    /// The time by which deadlines are set and kept.
+    /// The clock of deadlines.
     fn now(&self) -> Time;
 
-    /// Sends a request to the leader, over this connection or not at all. Its answer arrives in order with the leader's own
+    /// Sends a request to the leader over this connection only. The answer arrives in order with the leader's own
     /// requests, as a call of [`super::WorkerShell::leader_answered`].
     fn request_leader(&mut self, link: LinkId, message: Message, timeout: Duration) -> RequestId;
 
-    /// Answers a request of the leader, over the connection by which it came.
+    /// Answers a request of the leader, over the connection over which that request arrived.
     fn reply_to_leader(&mut self, link: LinkId, order: RequestId, message: Message);
 
-    /// Answers a request of a rank. A peer that is gone, or does not read, is not waited for.
+    /// Answers a request of a rank. Never waits for a peer that is gone or does not read.
     fn reply(&mut self, peer: PeerId, request: RequestId, message: Message);
 
-    /// Begins to map an engine's memory, or, where [`Registering::not_served`] is set, only to check it. Ends with a call of
-    /// [`super::WorkerShell::mapped`] or [`super::WorkerShell::checked`]. An error refuses the registration at once.
+    /// Starts to map an engine's memory, or only to check it where [`Registering::not_served`] is set. Ends with a call
+    /// of [`super::WorkerShell::mapped`] or [`super::WorkerShell::checked`]. An error refuses the registration at once.
     /// `serves` is true while other memory is registered.
     fn open(
         &mut self,
@@ -43,21 +43,21 @@ pub trait WorkerHost: Peers {
         serves: bool,
     ) -> Result<(), ErrorBody>;
 
-    /// Closes the handles that a registration carries: it is refused before it was opened.
+    /// Closes the handles of a registration that is refused before it was opened.
     fn discard(&mut self, registration: Registration);
 
     /// Pages and layout of mapped memory.
     fn geometry(&self, memory: &Self::Memory) -> GroupGeometry;
 
-    /// Closes the memory of an engine, without waiting for the copies that still hold it.
+    /// Closes the memory of an engine, without waiting for copies that still hold it.
     fn close(&mut self, engine: EngineId, memory: Self::Memory);
 
-    /// Answers a request of a rank once no memory of these engines is open any more, or with an error when that takes too
+    /// Answers a request of a rank once all memory of these engines is closed, or with an error when that takes too
     /// long.
     fn reply_when_closed(&mut self, peer: PeerId, request: RequestId, engines: [EngineId; 2]);
 
-    /// Watches the timeline of a device for this number, to report it as written. False for memory without a timeline: its
-    /// rank reports what it has written.
+    /// Watches a device's timeline and reports when it reaches `through`. Returns false for memory without a timeline:
+    /// its rank reports what it has written.
     fn watch_timeline(
         &mut self,
         memory: &Self::Memory,
@@ -65,19 +65,19 @@ pub trait WorkerHost: Peers {
         through: RequestId,
     ) -> bool;
 
-    /// A rank has reported what it has written, and not by its timeline.
+    /// Handles a rank's own report of what it has written, where no timeline is used.
     fn written(&mut self, memory: &Self::Memory, through: RequestId);
 
-    /// The depot, once it is mapped.
+    /// The depot; `None` until it is mapped.
     fn depot(&self) -> Option<DepotId>;
 
-    /// The epoch of the last leader that has read the depot's inventory.
+    /// The epoch of the last leader that read the depot's inventory.
     fn last_reader(&self) -> Result<Epoch, Fatal>;
 
-    /// Pages of this size that the depot has room for.
+    /// Number of pages of this size that fit into the depot.
     fn arena_pages(&self, page_bytes: u64) -> u32;
 
-    /// Reads a part of the inventory, in pages of the size that `read` names; where the depot held pages of another size,
+    /// Reads a part of the inventory, in pages of the size that `read` names. If the depot held pages of another size,
     /// its inventory is cleared first. Replies to `order` with the part, or with an error.
     fn read_inventory(
         &mut self,
@@ -87,11 +87,11 @@ pub trait WorkerHost: Peers {
         read: ReadInventory,
     ) -> Result<(), Fatal>;
 
-    /// Removes pages from the inventory: they will be overwritten.
+    /// Removes pages from the inventory before they are overwritten.
     fn unlist(&mut self, run: PageRun) -> Result<(), Fatal>;
 
-    /// Removes the pages of a scope from the inventory that were stored by `through` or before, in one slice of it. Returns
-    /// where the next slice begins.
+    /// Removes the pages of a scope that were stored by `through` or before from the inventory, one slice per call.
+    /// Returns where the next slice begins; `None` after the last one.
     fn unlist_scope(
         &mut self,
         scope: &Scope,
@@ -99,22 +99,22 @@ pub trait WorkerHost: Peers {
         from: u32,
     ) -> Result<Option<u32>, Fatal>;
 
-    /// Calls [`super::WorkerShell::strike_on`] after everything that waits now.
+    /// Schedules a call of [`super::WorkerShell::strike_on`] after all events that wait now.
     fn strike_later(&mut self) -> Result<(), Fatal>;
 
-    /// Adds stored pages to the inventory. Pages that cannot be listed are served all the same; only the next leader does
-    /// not find them.
+    /// Adds stored pages to the inventory. Pages that cannot be listed are still served, but the next leader does not
+    /// find them.
     fn list(&mut self, record: &Record);
 
     /// Starts copies. Their ends are reported with [`super::WorkerShell::copies_ended`].
     fn start(&mut self, copies: Vec<Copy>, memory: &Self::Memory) -> Result<(), Fatal>;
 
-    /// Stops a copy as soon as possible; its end is still reported.
+    /// Stops a copy as soon as possible. Its end is still reported.
     fn stop(&mut self, op: OpId) -> Result<(), Fatal>;
 
-    /// A copy names what it may not, and is refused.
+    /// Handles a copy that is refused, because its order names pages or sizes that are not valid.
     fn invalid_copy(&mut self, op: OpId, problem: &str);
 
-    /// Reports to the leader why no engine is served here; an empty text when one is.
+    /// Reports to the leader why this worker serves no engine; an empty text clears the problem.
     fn report_problem(&mut self, why: &str);
 }

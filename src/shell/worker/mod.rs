@@ -26,40 +26,42 @@ pub use ranks::Registering;
 pub use strikes::STRIKE_SLICE_SLOTS;
 use strikes::{Strike, Strikes};
 
-/// How long one attach of a worker may take; the core attaches again.
+/// Time limit of one attach request; the core attaches again.
 const ATTACH_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Attaches whose answers are still taken. One is sent every second, and each is open for [`ATTACH_TIMEOUT`].
+/// Limit on attach requests whose answers are still accepted. One is sent every second, and each is open for
+/// [`ATTACH_TIMEOUT`].
 const ATTACHING_MAX: usize = 8;
 
-/// Why a worker must end, beside failures of its host.
+/// Why a worker must end, besides failures of its host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum WorkerFailure {
-    /// The end of the process is the end of that copy.
+    /// A copy does not stop. The end of the process ends that copy.
     #[error("a copy does not stop")]
     CopyStuck,
-    /// The core and the shell do not agree: a defect.
+    /// The core started copies, but the shell has no memory: a defect.
     #[error("copies started without memory")]
     NoMemory,
 }
 
-/// The conversation with the leader.
+/// State of the connection to the leader.
 #[derive(Debug, Default)]
 struct Leader {
-    /// The connection over which it was found.
+    /// The connection over which the leader was found.
     link: LinkId,
-    /// Requests to attach over that connection, and the number of each attach; at most [`ATTACHING_MAX`].
+    /// Attach requests over that connection, with the number of each attach; at most [`ATTACHING_MAX`].
     attaching: BTreeMap<RequestId, AttachId>,
     /// The order that is being carried out.
     order: RequestId,
-    /// Why the leader turned this worker away, last.
+    /// The leader's last refusal of this worker, until the rank receives it.
     turned_away: Option<ErrorBody>,
 }
 
-/// Translates between the messages of a worker's peers and [`Worker`], and knows which rank's memory is used. `P` is a handle
-/// to a process and `M` is mapped memory, as its host has them.
+/// Translates between the messages of a worker's peers and [`Worker`], and keeps which rank's memory is used. `P` is
+/// the host's handle to a process, and `M` is mapped memory.
 ///
-/// Its calls return an error when the process must end: what it copied, or struck out, would be in doubt.
+/// A call returns an error when the process must end, because the state of its copies or of its inventory would be in
+/// doubt.
 #[derive(Debug)]
 pub struct WorkerShell<P, M> {
     core: Worker,
@@ -85,17 +87,17 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         }
     }
 
-    /// The state machine behind this shell.
+    /// The state machine that this shell drives.
     pub fn core(&self) -> &Worker {
         &self.core
     }
 
-    /// When [`Self::tick`] is due.
+    /// Time at which [`Self::tick`] is due; `None` while no timer is set.
     pub fn next_timeout(&self) -> Option<Time> {
         self.core.next_timeout()
     }
 
-    /// Time has passed.
+    /// Fires the timers that are due.
     pub fn tick<H: WorkerHost<Process = P, Memory = M>>(
         &mut self,
         host: &mut H,
@@ -103,7 +105,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         self.step(host, WorkerEvent::Tick)
     }
 
-    /// The depot is mapped: [`WorkerHost::depot`] returns it from now on.
+    /// Handles the end of the depot's mapping: [`WorkerHost::depot`] returns the depot from now on.
     pub fn depot_ready<H: WorkerHost<Process = P, Memory = M>>(
         &mut self,
         host: &mut H,
@@ -111,7 +113,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         self.step(host, WorkerEvent::DepotReady)
     }
 
-    /// Copies have ended: nothing of them reads or writes any more.
+    /// Handles the end of copies, which no longer read or write anything.
     pub fn copies_ended<H: WorkerHost<Process = P, Memory = M>>(
         &mut self,
         host: &mut H,
@@ -120,7 +122,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         self.step(host, WorkerEvent::CopiesEnded(copies))
     }
 
-    /// The timeline of an engine's device has reached this number.
+    /// Handles the progress of an engine's device: its timeline has reached `through`.
     pub fn timeline_reached<H: WorkerHost<Process = P, Memory = M>>(
         &mut self,
         host: &mut H,
@@ -130,7 +132,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         self.step(host, WorkerEvent::Written { engine, through })
     }
 
-    /// The leader, of this epoch, is there over a new connection.
+    /// Handles a new connection to the leader of this epoch.
     pub fn leader_found<H: WorkerHost<Process = P, Memory = M>>(
         &mut self,
         host: &mut H,
@@ -142,7 +144,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         self.step(host, WorkerEvent::LeaderFound(epoch))
     }
 
-    /// The connection to the leader broke.
+    /// Handles the loss of the connection to the leader.
     pub fn leader_lost<H: WorkerHost<Process = P, Memory = M>>(
         &mut self,
         host: &mut H,
@@ -151,7 +153,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         self.step(host, WorkerEvent::LeaderLost)
     }
 
-    /// The leader has answered a request of [`WorkerHost::request_leader`].
+    /// Handles the leader's answer to a request of [`WorkerHost::request_leader`].
     pub fn leader_answered<H: WorkerHost<Process = P, Memory = M>>(
         &mut self,
         host: &mut H,
@@ -254,8 +256,8 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         Ok(())
     }
 
-    /// Attaches; without an answer in time the core attaches again. The answer comes in order with the leader's orders: those
-    /// that follow it must find an admitted worker.
+    /// Sends an attach request; without an answer in time the core attaches again. The answer arrives in order with the
+    /// leader's orders, because the orders that follow it need an admitted worker.
     fn attach<H: WorkerHost<Process = P, Memory = M>>(&mut self, host: &mut H, attach: AttachId) {
         let memory = self.ranks.registered().map(|(engine, memory)| {
             let geometry: GroupGeometry = host.geometry(memory);
@@ -288,7 +290,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         }
     }
 
-    /// Answers an order of the leader that was found last, over the connection over which it was found.
+    /// Answers an order over the connection over which the current leader was found.
     fn answer<H: WorkerHost<Process = P, Memory = M>>(
         &self,
         host: &mut H,

@@ -9,7 +9,7 @@ use crate::protocol::{Envelope, ErrorBody, ErrorCode, Message, ReadInventory};
 use crate::types::{Epoch, Generation, LinkId, OpId, RequestId, ResetId};
 
 impl<P: fmt::Debug, M> WorkerShell<P, M> {
-    /// The leader sends an order over this connection.
+    /// Handles an order that the leader sends over this connection.
     pub fn order<H: WorkerHost<Process = P, Memory = M>>(
         &mut self,
         host: &mut H,
@@ -72,7 +72,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         self.step(host, event)
     }
 
-    /// A part of what the depot lists, as pages of the size that the leader names.
+    /// Reads a part of the depot's inventory, in pages of the size that the leader names.
     fn read_inventory<H: WorkerHost<Process = P, Memory = M>>(
         &mut self,
         host: &mut H,

@@ -1,4 +1,4 @@
-//! Ranks of engines: who is connected, whose memory is registered, and what they request.
+//! Ranks of engines: connections, registered memory and requests.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -14,53 +14,53 @@ use crate::types::{Attention, EngineId, GroupId, PeerId, Rank, Registration, Req
 /// A registration that is being opened.
 #[derive(Debug, Clone)]
 pub struct Registering {
-    /// The rank.
+    /// The rank's connection.
     pub peer: PeerId,
-    /// Its request, which is answered at the end.
+    /// The rank's request, which is answered when the opening ends.
     pub request: RequestId,
     /// The engine whose memory this is.
     pub engine: EngineId,
     /// Requests of that engine up to this one are over.
     pub after: RequestId,
-    /// Why nothing is copied for this memory: then it is only checked.
+    /// Why no copies are made for this memory, which is then only checked; `None` when it is served.
     pub not_served: Option<String>,
 }
 
-/// A rank that is connected.
+/// A connected rank.
 #[derive(Debug)]
 struct RankPeer<P> {
-    /// The engine that it named in its hello.
+    /// The engine that the rank named in its hello.
     engine: EngineId,
     holder: Holder<P>,
 }
 
-/// Memory that was mapped and, once the leader has agreed, is used.
+/// Memory that is mapped, and that is used once the leader has admitted it.
 #[derive(Debug)]
 struct Mapped<M> {
     engine: EngineId,
     peer: PeerId,
-    /// The registration, until it is answered.
+    /// The registration request, until it is answered.
     request: Option<RequestId>,
     memory: M,
 }
 
-/// Who is connected, and whose memory is registered.
+/// Connected ranks, and the memory that is registered.
 #[derive(Debug)]
 pub(super) struct Ranks<P, M> {
     rank: Rank,
     connected: BTreeMap<PeerId, RankPeer<P>>,
     mapped: Option<Mapped<M>>,
-    /// Registrations of a rank that are being opened, and how many.
+    /// Number of registrations of each rank that are being opened.
     opening: BTreeMap<PeerId, u32>,
-    /// Ranks that have taken their memory back.
+    /// Ranks that have unregistered their memory.
     unregistered: BTreeSet<PeerId>,
-    /// Ranks that wait until nothing is copied for what they abandoned, by the number that the core was given.
+    /// Ranks that wait until no copies run for requests that they abandoned, by the number that the core received.
     abandoning: BTreeMap<u64, (PeerId, RequestId)>,
     last_abandoning: u64,
 }
 
 impl<P, M> Ranks<P, M> {
-    /// No rank is connected yet; one of this number will be.
+    /// Without connections. `rank` is the rank that this worker serves.
     pub(super) fn new(rank: Rank) -> Self {
         Self {
             rank,
@@ -75,29 +75,29 @@ impl<P, M> Ranks<P, M> {
 }
 
 impl<P: fmt::Debug, M> Ranks<P, M> {
-    /// The memory that is registered.
+    /// The registered memory.
     pub(super) fn memory(&self) -> Option<&M> {
         self.mapped.as_ref().map(|mapped| &mapped.memory)
     }
 
-    /// The same, with its engine.
+    /// The registered memory, with its engine.
     pub(super) fn registered(&self) -> Option<(EngineId, &M)> {
         let mapped = self.mapped.as_ref()?;
         Some((mapped.engine, &mapped.memory))
     }
 
-    /// The memory of this engine, if that is registered.
+    /// The memory of this engine, if that memory is registered.
     pub(super) fn memory_of(&self, engine: EngineId) -> Option<&M> {
         let mapped = self.mapped.as_ref()?;
         (mapped.engine == engine).then_some(&mapped.memory)
     }
 
-    /// The rank that waits for the end of this, once.
+    /// Takes the rank, and its request, that waits for the end of `ask`.
     pub(super) fn take_abandoning(&mut self, ask: u64) -> Option<(PeerId, RequestId)> {
         self.abandoning.remove(&ask)
     }
 
-    /// An opening of a rank's memory has ended.
+    /// Counts the end of an opening of this rank's memory.
     fn opened(&mut self, peer: PeerId) {
         if let Some(count) = self.opening.get_mut(&peer) {
             *count -= 1;
@@ -107,8 +107,8 @@ impl<P: fmt::Debug, M> Ranks<P, M> {
         }
     }
 
-    /// Why a rank does not get the seat of the memory that is registered: that of another process, which is connected and
-    /// lives.
+    /// Returns why a rank does not get the seat of the registered memory: another process has it, which is connected
+    /// and lives.
     fn seat_taken(&self, host: &impl Peers<Process = P>, peer: PeerId) -> Option<ErrorBody> {
         let mapped = self.mapped.as_ref().filter(|mapped| mapped.peer != peer)?;
         let rank = self.connected.get(&mapped.peer)?;
@@ -117,7 +117,8 @@ impl<P: fmt::Debug, M> Ranks<P, M> {
         Some(in_use.refusal(&format!("the place of {}", self.rank)))
     }
 
-    /// Why a rank may not act for an engine: another process, which is connected and lives, registered its memory.
+    /// Returns why a rank may not act for an engine: another process, which is connected and lives, registered its
+    /// memory.
     fn registered_by_another(
         &self,
         host: &impl Peers<Process = P>,
@@ -129,8 +130,8 @@ impl<P: fmt::Debug, M> Ranks<P, M> {
     }
 }
 
-/// Why the pages of a group are not copied, though its memory could be reached: leaders know pages that every token after
-/// them needs, of one group.
+/// Returns why the pages of a group are not copied although its memory is reachable: leaders serve one group only, with
+/// pages that every later token needs.
 fn not_served(registration: &Registration) -> Option<String> {
     let Registration {
         group,
@@ -161,19 +162,20 @@ fn refuse<H: WorkerHost>(
 }
 
 impl<P: fmt::Debug, M> WorkerShell<P, M> {
-    /// True while an engine's memory is registered, or is being opened.
+    /// True while an engine's memory is registered or being opened.
     pub fn is_used(&self) -> bool {
         self.ranks.mapped.is_some() || !self.ranks.opening.is_empty()
     }
 
-    /// Why a rank is not served here. A rank that is has no problem with another one that does not get in.
+    /// Reports to the leader why a rank is refused, unless another rank is served: the refusal is no problem for that
+    /// one.
     pub fn rank_refused<H: WorkerHost<Process = P, Memory = M>>(&self, host: &mut H, why: &str) {
         if self.ranks.mapped.is_none() {
             host.report_problem(why);
         }
     }
 
-    /// A rank has said hello; `pid` is the id of its process, if the system shows it.
+    /// Handles the hello of a rank. `pid` is the id of its process, if the system shows it.
     pub fn opened<H: WorkerHost<Process = P, Memory = M>>(
         &mut self,
         host: &mut H,
@@ -187,7 +189,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         self.ranks.connected.insert(peer, rank);
     }
 
-    /// The connection of a rank is gone.
+    /// Handles the close of a rank's connection.
     pub fn closed<H: WorkerHost<Process = P, Memory = M>>(
         &mut self,
         host: &mut H,
@@ -206,7 +208,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         stepped
     }
 
-    /// A rank that has said hello sends a request.
+    /// Handles a request of a rank that has sent its hello.
     pub fn message<H: WorkerHost<Process = P, Memory = M>>(
         &mut self,
         host: &mut H,
@@ -260,8 +262,8 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         Ok(())
     }
 
-    /// Also for an engine that has not registered here: a worker that took over from a dead one copies nothing for it, and
-    /// says so.
+    /// Abandons requests, also those of an engine that has not registered here: a worker that replaced a dead one
+    /// copies nothing for that engine, and answers so.
     fn abandon<H: WorkerHost<Process = P, Memory = M>>(
         &mut self,
         host: &mut H,
@@ -290,7 +292,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         self.step(host, event)
     }
 
-    /// Why this rank's KV is not what its depot is for.
+    /// Returns why the KV of this rank does not belong into this worker's depot.
     fn wrong_rank(&self, registration: &Registration) -> Option<String> {
         if registration.rank != self.worker.rank {
             return Some(format!(
@@ -316,7 +318,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         })
     }
 
-    /// Checks what can be checked at once; the host opens and maps the memory.
+    /// Checks what is known without the memory; the host then opens and maps the memory.
     fn register<H: WorkerHost<Process = P, Memory = M>>(
         &mut self,
         host: &mut H,
@@ -346,7 +348,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         match host.open(registering, registration, serves) {
             Ok(()) => *self.ranks.opening.entry(peer).or_default() += 1,
             Err(error) => {
-                // The status shows by itself how far a worker is that is only not ready yet.
+                // A worker that is only not ready reports no problem, because the status already shows its progress.
                 if error.code() != ErrorCode::NotReady {
                     self.rank_refused(host, &error.message);
                 }
@@ -355,8 +357,8 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         }
     }
 
-    /// An opening has ended. New memory takes the place of the old one; the leader is requested to agree once nothing is under
-    /// way any more.
+    /// Handles the end of an opening. New memory replaces the old one; the leader is requested to admit the new memory
+    /// once no copies run.
     pub fn mapped<H: WorkerHost<Process = P, Memory = M>>(
         &mut self,
         host: &mut H,
@@ -392,7 +394,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             );
             return Ok(());
         }
-        // Another one may have registered while this memory was opened.
+        // Another rank may have registered while this memory was opened.
         if let Some(error) = ranks.seat_taken(host, peer) {
             host.close(engine, memory);
             host.reply(peer, request, Message::Error(error));
@@ -425,7 +427,8 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         self.step(host, event)
     }
 
-    /// Memory that is not served was checked, and its group and the bytes of its pages are known. Memory that is served stays.
+    /// Handles the end of a check of memory that is not served: its group and page size are now known. Memory that is
+    /// served stays.
     pub fn checked<H: WorkerHost<Process = P, Memory = M>>(
         &mut self,
         host: &mut H,
@@ -452,7 +455,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         host.reply(peer, request, Message::Registered(body));
     }
 
-    /// The rank is told whether its memory is used.
+    /// Answers a rank's registration: its memory is used, or why it is not.
     pub(super) fn registered<H: WorkerHost<Process = P, Memory = M>>(
         &mut self,
         host: &mut H,
@@ -473,8 +476,8 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             let why = why.unwrap_or_else(|| ErrorBody::new(ErrorCode::Internal, ""));
             match request {
                 Some(request) => host.reply(peer, request, Message::Error(why)),
-                // An earlier leader had let it in, and the rank takes it for registered: over a new connection it registers
-                // again, and is told why not.
+                // An earlier leader admitted the memory, and the rank takes it for registered. After the disconnect the
+                // rank registers again over a new connection, and receives the error.
                 None => host.disconnect(peer),
             }
             return;
@@ -500,8 +503,8 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         }
     }
 
-    /// A rank takes its memory back: it is answered once nothing of it is open here any more, whichever connection of its
-    /// process it was registered over.
+    /// Unregisters a rank's memory. The rank is answered once none of the memory is open in this worker, whichever
+    /// connection of its process registered it.
     fn unregister<H: WorkerHost<Process = P, Memory = M>>(
         &mut self,
         host: &mut H,
@@ -516,10 +519,10 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             host.reply(peer, request, Message::Error(error));
             return Ok(());
         }
-        // Memory that is being opened is closed when it is open.
+        // Memory that is being opened is closed when its opening ends.
         ranks.unregistered.insert(peer);
         let mut stepped = Ok(());
-        // It may have named another engine when it registered.
+        // The registration may have named another engine than the hello.
         let mut named = engine;
         let its = |mapped: &mut Mapped<M>| mapped.peer == peer || mapped.engine == engine;
         if let Some(mapped) = ranks.mapped.take_if(its) {

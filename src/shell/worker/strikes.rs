@@ -1,5 +1,5 @@
-//! Strikes pages out of the inventory slice by slice: a reset looks at every slot of a depot, and copies start and end
-//! between two slices.
+//! Removes the pages of a reset from the inventory slice by slice: a reset visits every slot of a depot, and copies
+//! must be able to start and end between two slices.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -9,37 +9,37 @@ use crate::core::{RESET_PAGES_OPEN_MAX, RESETS_OPEN_MAX};
 use crate::protocol::{ErrorBody, ErrorCode, Message, Struck};
 use crate::types::{RequestId, ResetId, Scope, Stored, Time};
 
-/// Slots of the inventory that one slice of a reset looks at: about a millisecond.
+/// Slots of the inventory that one slice of a reset visits: about 1 ms.
 pub const STRIKE_SLICE_SLOTS: u32 = 8192;
 
-/// Resets whose pages wait to be struck out, as many as a leader has open at a time. More are refused, and so are those
-/// whose single pages are beyond [`RESET_PAGES_OPEN_MAX`] together with the pages of the others.
+/// Limit on waiting resets: as many as a leader has open at a time. A further reset is refused, and so is one whose
+/// named pages exceed [`RESET_PAGES_OPEN_MAX`] together with those of the waiting resets.
 ///
-/// In bytes: 60 MiB of single pages, and less than 16 KiB beside them. In time: each reset takes one slice for every 8,192
-/// pages of the depot. At a million pages that is about 0.13 s a reset, and 8 s for 64 of them, between which copies start and
-/// end. No slice is begun once the deadline of its reset has passed, which is at most 120 s behind the order.
+/// Memory: 60 MiB of named pages, and less than 16 KiB besides. Time: a reset takes one slice for every 8,192 pages of
+/// the depot. At a million pages that is about 0.13 s for one reset and 8 s for 64 of them, with copies in between. No
+/// slice starts after the deadline of its reset, which is at most 120 s after the order.
 const STRIKES_MAX: usize = RESETS_OPEN_MAX;
 
-/// A reset whose pages are being struck out.
+/// A reset whose pages are being removed from the inventory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Strike {
     id: ResetId,
     scope: Scope,
-    /// The last store that is meant.
+    /// The last store that the reset covers.
     through: Stored,
-    /// The order that is answered at the end.
+    /// The order that is answered when the reset is complete.
     order: RequestId,
-    /// When the leader gives the reset up.
+    /// Time at which the leader gives the reset up.
     deadline: Time,
     /// The slot at which the next slice begins.
     next: u32,
 }
 
-/// Resets that wait, in the order in which they came. A leader asks for each once over one connection.
+/// Waiting resets, in the order of their arrival. A leader orders each reset once over one connection.
 #[derive(Debug, Default)]
 pub(super) struct Strikes {
     queue: VecDeque<Strike>,
-    /// The message for the next slice is under way.
+    /// A call of [`WorkerShell::strike_on`] is scheduled.
     called: bool,
 }
 
@@ -63,12 +63,12 @@ impl Strike {
 }
 
 impl Strikes {
-    /// The leader that asked is gone: its resets are not answered any more.
+    /// Drops all resets when the leader that ordered them is gone: they are no longer answered.
     pub(super) fn clear(&mut self) {
         self.queue.clear();
     }
 
-    /// Takes a reset, unless there is no room. One that is being carried out already is answered once.
+    /// Queues a reset, or refuses it when the queue is full. A reset that is already queued is answered once.
     fn push(&mut self, strike: Strike) -> Result<(), ErrorBody> {
         if self.queue.iter().any(|waiting| waiting.id == strike.id) {
             return Ok(());
@@ -86,7 +86,7 @@ impl Strikes {
         Ok(())
     }
 
-    /// Takes out the resets that their leader has given up by now.
+    /// Removes the resets whose deadline has passed, and returns them.
     fn take_overdue(&mut self, now: Time) -> VecDeque<Strike> {
         let (overdue, left) = std::mem::take(&mut self.queue)
             .into_iter()
@@ -97,7 +97,7 @@ impl Strikes {
 }
 
 impl<P: fmt::Debug, M> WorkerShell<P, M> {
-    /// Takes an order of the leader, or refuses it.
+    /// Queues a reset that the leader orders, or refuses it.
     pub(super) fn strike<H: WorkerHost<Process = P, Memory = M>>(
         &mut self,
         host: &mut H,
@@ -111,8 +111,8 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         self.call_strike(host)
     }
 
-    /// Resets whose deadline has passed are not carried out, nor to the end: their leader has told whoever asked that they are
-    /// not confirmed.
+    /// Refuses resets whose deadline has passed, also those that have begun: the leader has already answered that they
+    /// are not confirmed.
     fn give_up_strikes<H: WorkerHost<Process = P, Memory = M>>(&mut self, host: &mut H) {
         for strike in self.strikes.take_overdue(host.now()) {
             let text = "the reset's deadline passed before its pages were struck out";
@@ -132,7 +132,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         Ok(())
     }
 
-    /// Does one slice, and calls for the next one after the messages that wait by then.
+    /// Carries out one slice, and schedules the next one after the messages that wait by then.
     pub fn strike_on<H: WorkerHost<Process = P, Memory = M>>(
         &mut self,
         host: &mut H,
@@ -190,7 +190,7 @@ mod tests {
         assert_eq!(code(strikes.push(more.clone())), Some(ErrorCode::Limit));
         assert_eq!(strikes.push(strike(3, Scope::Everything, 10)), Ok(()));
         assert_eq!(strikes.queue.len(), STRIKES_MAX, "asked for again");
-        // Resets that are over leave their places.
+        // Resets whose deadline has passed make room.
         assert_eq!(strikes.take_overdue(Time(10)).len(), STRIKES_MAX);
         assert_eq!(strikes.push(more), Ok(()));
 

@@ -1,4 +1,4 @@
-//! The worker's shell on a process that notes what is sent. The core's own tests show what it orders.
+//! The worker's shell on a host that records what is sent. The core's own tests cover the decisions.
 
 use std::time::Duration;
 
@@ -22,14 +22,14 @@ const LINK: LinkId = LinkId(1);
 const EPOCH: Epoch = Epoch(3);
 const PAGE_BYTES: u64 = 4096;
 
-/// Memory of an engine, by a number that is never given twice.
+/// Mapped memory of an engine, as a number that is never reused.
 type Mapping = u64;
 
 #[derive(Debug, Default)]
 struct Process {
     now: Time,
     requests: u64,
-    /// Attaches, and the connections they were sent over.
+    /// Attach requests, and the connections over which they were sent.
     attaches: Vec<(LinkId, RequestId, Attach)>,
     to_leader: Vec<(LinkId, RequestId, Message)>,
     to_ranks: Vec<(PeerId, RequestId, Message)>,
@@ -273,7 +273,7 @@ impl World {
         self.send(peer, id, Message::Register(register));
     }
 
-    /// Opens everything that was registered, in order.
+    /// Maps everything that was registered, in order.
     fn open(&mut self) {
         for registering in std::mem::take(&mut self.process.opening) {
             self.mappings += 1;
@@ -299,7 +299,7 @@ impl World {
         self.run(|shell, process| shell.leader_answered(process, id, answer));
     }
 
-    /// What the ranks were sent since this was called last.
+    /// Returns the messages sent to the ranks since the last call.
     fn heard(&mut self) -> Vec<(u64, u64, Kind, Option<ErrorCode>)> {
         let sent = std::mem::take(&mut self.process.to_ranks);
         let sent = sent.into_iter().map(|(peer, request, message)| {
@@ -397,7 +397,7 @@ fn the_seat_of_a_live_process_is_not_given_to_another_one() {
     let not_ready = (6, 1, Kind::Error, Some(ErrorCode::NotReady));
     assert_eq!(world.heard(), [not_ready]);
     assert!(world.process.opening.is_empty());
-    // Nor may it act for that engine.
+    // Process 70 may not abandon requests of that engine either.
     world.connect(7, 1, 70);
     let abandon = Message::Abandon(Abandon { requests: vec![4] });
     world.send(7, 2, abandon);
@@ -417,7 +417,7 @@ fn memory_that_opens_after_its_rank_has_left_is_closed() {
     world.run(|shell, process| shell.closed(process, PeerId(5)));
     world.open();
     assert_eq!(world.process.closed, [1]);
-    // One that takes it back is told so while it is being opened.
+    // A rank that unregisters while its memory is being opened is refused until that has ended.
     world.connect(6, 1, 60);
     world.heard();
     world.send_registration(6, 1, 1, registration());
