@@ -1,4 +1,4 @@
-//! The GPU of a worker's engine: found by its name, once an engine's rank has named it; then the depot is pinned for it.
+//! The GPU of a worker's engine. An engine's rank names the GPU; the worker then finds it and pins its depot for it.
 
 use std::sync::Arc;
 
@@ -11,15 +11,15 @@ use crate::memory::{BatchMark, CancelFlag, Depot, LifelineEnd, NumaNode, Registe
 use crate::transport::FdReceiver;
 use crate::types::{Copy, FragmentPair, GpuCopy, GroupGeometry, Registration, RequestId, Timeline};
 
-/// `CU_DEVICE_ATTRIBUTE_MPS_ENABLED`.
+/// The device attribute `CU_DEVICE_ATTRIBUTE_MPS_ENABLED`.
 const MPS_ENABLED: u32 = 133;
 
-/// A GPU that copies.
+/// A GPU that copies between engine memory and the depot.
 #[derive(Debug)]
 pub(crate) struct Gpu {
-    /// Its name.
+    /// The GPU's UUID.
     pub(super) uuid: DeviceUuid,
-    // Ends, and lets go what it copies, before the depot is unpinned.
+    // Declared before `depot`: the copier ends, and releases the memory of its copies, before the depot is unpinned.
     copier: Copier,
     context: Arc<Context>,
     depot: Arc<PinnedDepot>,
@@ -50,7 +50,7 @@ pub(super) enum GpuError {
 }
 
 impl GpuError {
-    /// An error after which nothing of this process works on the GPU any more.
+    /// Returns the error after which nothing in this process works on the GPU any longer, if this is one.
     pub(super) fn fatal(&self) -> Option<CudaError> {
         let error = match self {
             Self::Copier(
@@ -62,13 +62,13 @@ impl GpuError {
         error.filter(|error| error.is_fatal())
     }
 
-    /// A refusal that this process gets until it ends.
+    /// True for a refusal that this process gets until it ends.
     pub(super) fn is_final(&self) -> bool {
         matches!(self, Self::NoDriver { source, .. } if source.is_final())
     }
 }
 
-/// What to add where a MIG instance is meant, or a GPU that has some.
+/// The hint for a request that names a MIG instance, or for a worker that sees one.
 fn by_instance(uuid: DeviceUuid, others: &[DeviceUuid]) -> &'static str {
     match uuid.is_instance() || others.iter().any(DeviceUuid::is_instance) {
         true => {
@@ -83,8 +83,9 @@ fn listed(uuids: &[DeviceUuid]) -> String {
     names.join(", ")
 }
 
-/// The NUMA node of the GPU with this number, of those that this process may use: most likely that of the rank of that
-/// number. It is wanted before any engine has come, when host memory is placed, and without a call of the driver.
+/// Returns the NUMA node of the GPU with this number among those that this process may use, most likely the GPU of the
+/// rank with that number. Needed when host memory is placed, before an engine has registered, and found without a call
+/// of the driver.
 pub(super) fn likely_node(number: usize) -> Option<NumaNode> {
     let bus_id = bus_id(number)?;
     let node = NumaNode::near(&bus_id)?;
@@ -96,7 +97,7 @@ pub(super) fn likely_node(number: usize) -> Option<NumaNode> {
     Some(node)
 }
 
-/// How copies are given: not many by one call where the worker of this number has died while some were under way.
+/// Returns how copies are submitted: one by one after the worker of this number died while batched copies ran.
 fn allowed(way: GpuCopy, depot: &Depot, worker: usize) -> GpuCopy {
     if way == GpuCopy::Async {
         return way;
@@ -119,8 +120,8 @@ fn allowed(way: GpuCopy, depot: &Depot, worker: usize) -> GpuCopy {
 }
 
 impl Gpu {
-    /// Finds the GPU and pins the depot; `pinned` hears how many bytes are. `worker` is the number of this worker among those
-    /// that may share the depot. Blocks: a second for about 10 GiB.
+    /// Finds the GPU and pins the depot. `pinned` receives the bytes pinned so far. `worker` is the number of this
+    /// worker among those that may share the depot. Blocks, for about 1 s per 10 GiB.
     pub(super) fn start(
         uuid: DeviceUuid,
         depot: Arc<Depot>,
@@ -166,13 +167,13 @@ impl Gpu {
         })
     }
 
-    /// Whether MPS serves it, which has consequences for how a worker may end.
+    /// True when MPS serves the GPU, which restricts how a worker may end.
     pub(super) fn is_shared_by_mps(&self) -> bool {
-        // An older driver does not know the attribute.
+        // An older driver does not support the attribute.
         self.context.attribute(MPS_ENABLED) == Ok(1)
     }
 
-    /// The NUMA node that it is plugged in at, where the machine tells.
+    /// The NUMA node of the GPU; `None` where the machine does not report it.
     pub(super) fn node(&self) -> Option<u16> {
         let bus_id = self.context.pci_bus_id().ok()?;
         NumaNode::near(&bus_id).map(|node| node.number())
@@ -189,7 +190,7 @@ impl Gpu {
         RegisteredDevice::open(registration, &self.context, &mut window, take)
     }
 
-    /// Hands a copy over; false when there is no place for it, or the GPU is lost.
+    /// Submits a copy. Returns false when there is no room for it, or the GPU is lost.
     pub(super) fn copy(
         &self,
         copy: &Copy,
@@ -208,7 +209,7 @@ impl Gpu {
         self.copier.start_copy(order)
     }
 
-    /// Asks to be told when what an engine announced is written.
+    /// Requests a notification when the announced work is written.
     pub(super) fn wait_for(&self, memory: &RegisteredDevice, word: Timeline, announced: Announced) {
         self.copier.wait_for(WaitOrder {
             memory: Arc::downgrade(&memory.memory),
@@ -217,23 +218,24 @@ impl Gpu {
         });
     }
 
-    /// An engine says by itself that everything up to this number is written: its word is not looked at for that any more.
+    /// Handles an engine's own report that everything up to `through` is written: the timeline is no longer read for
+    /// that.
     pub(super) fn said(&self, memory: &RegisteredDevice, word: Timeline, through: RequestId) {
         self.copier.said(memory, word, through);
     }
 
-    /// Tells when the depot is not pinned any more, which is some time after this was dropped.
+    /// A signal that the depot is unpinned, which happens some time after this value was dropped.
     pub(super) fn end(&self) -> LifelineEnd {
         self.depot.end()
     }
 
-    /// Whether the driver still works for this process.
+    /// True while the driver works for this process.
     pub(super) fn works(&self) -> bool {
         Window::new(&self.context).is_ok()
     }
 }
 
-/// An engine's memory, and what copies it.
+/// An engine's memory, with the means to copy it.
 #[derive(Debug, Clone)]
 pub(crate) enum EngineSide {
     /// Host memory, copied by the CPU.
@@ -243,7 +245,7 @@ pub(crate) enum EngineSide {
 }
 
 impl EngineSide {
-    /// Tells when nothing of it is open here any more.
+    /// A signal that none of the memory is open in this process any longer.
     pub(super) fn end(&self) -> LifelineEnd {
         match self {
             Self::Host(memory) => memory.memory.end(),
@@ -251,7 +253,7 @@ impl EngineSide {
         }
     }
 
-    /// What all ranks must have in common.
+    /// The sizes that all ranks must agree on.
     pub(super) fn geometry(&self) -> &GroupGeometry {
         match self {
             Self::Host(memory) => &memory.geometry,
@@ -298,7 +300,7 @@ mod tests {
         assert_eq!(GpuError::Copier(CopierError::Memory(length)).fatal(), None);
     }
 
-    /// A GPU that others have, or that is not ready, is no GPU that was lost: nothing is under way on it.
+    /// A GPU that is in use elsewhere or not ready is not a lost GPU: nothing runs on it.
     #[test]
     fn what_keeps_a_context_from_being_made_is_a_refusal_with_a_remedy() {
         let uuid = DeviceUuid::gpu([7; 16]);

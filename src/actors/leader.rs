@@ -17,25 +17,26 @@ use crate::transport::Clock;
 use crate::transport::{Replier, Server, ServerEvent, ServerEvents};
 use crate::types::{Epoch, PeerId, Request, RequestId, Time, WorkerId};
 
-/// Ends the process of a worker: of this number, or whichever there is where none has spoken to the leader.
+/// Ends the process of a worker: the process with this id, or the worker's current process if none has connected to the
+/// leader.
 pub type EndWorker = Box<dyn FnMut(WorkerId, Option<i32>) + Send>;
 
-/// Notes that an epoch was used, so that the next leader has a later one; or says why that failed.
+/// Records that an epoch was used, so that the next leader takes a later one. An error is the reason of the failure.
 pub type RaiseEpoch = Box<dyn Fn(Epoch) -> Result<(), String> + Send>;
 
-/// What a leader needs to start.
+/// Arguments of a leader.
 pub struct LeaderArguments {
     /// Settings of the core.
     pub settings: LeaderSettings,
-    /// Where engines, workers and people connect.
+    /// The socket to which engines, workers and admin commands connect.
     pub server: Server,
-    /// Ends a worker's process, where a supervisor does that. Without one, the leader ends it itself.
+    /// Ends a worker's process through a supervisor; `None` where the leader ends it itself.
     pub supervisor: Option<EndWorker>,
-    /// Makes the next leader begin above an epoch that a depot has seen, before this one ends for that reason.
+    /// Raises the stored epoch above one that a depot has recorded, before this leader ends for that reason.
     pub raise_epoch: Option<RaiseEpoch>,
 }
 
-/// What can be sent to the leader.
+/// A message to the leader's actor.
 pub(super) enum LeaderMessage {
     Peers(Credited<ServerEvents>),
     /// The listener has ended.
@@ -56,7 +57,7 @@ impl LeaderHandle {
         Self(actor)
     }
 
-    /// Takes no new work and waits until no copy is under way, at most `limit`. True when all ended in time.
+    /// Refuses new work and waits until no copies run, at most for `limit`. Returns true when all copies ended in time.
     pub async fn drain(&self, limit: Duration) -> bool {
         let (done, drained) = oneshot::channel();
         if self.0.cast(LeaderMessage::Drain(done)).is_err() {
@@ -182,8 +183,8 @@ impl State {
         }
     }
 
-    /// Sets the timer for the next timeout, unless it fires before that anyway: a tick that comes early finds nothing to do
-    /// and sets it anew. Requests move timeouts all the time, the first of them rarely.
+    /// Sets the timer for the next timeout, unless the current one fires earlier: an early tick does nothing but set
+    /// the timer again. Requests often move timeouts, but rarely the earliest one.
     fn arm(&mut self, myself: &ActorRef<LeaderMessage>) {
         let Some(next) = self.shell.next_timeout() else {
             return;
@@ -206,10 +207,10 @@ struct Host {
     replier: Replier,
     supervisor: Option<EndWorker>,
     raise_epoch: Option<RaiseEpoch>,
-    /// Processes whose end is waited for, by id.
+    /// Watched processes, by id.
     watched: HashMap<i32, Process>,
     actor: ActorRef<LeaderMessage>,
-    /// When the step of a lookup began.
+    /// Start of the lookup that runs now.
     lookup_begun: Option<Instant>,
     lookup_time: Duration,
 }
@@ -314,7 +315,7 @@ impl LeaderHost for Host {
     }
 }
 
-/// Reports the end of a process, from a thread of its own: there are as many as workers.
+/// Reports the exit of a process, from a thread of its own: one thread per worker.
 fn watch(pid: i32, actor: ActorRef<LeaderMessage>) -> std::io::Result<Process> {
     let process = processes::open(pid)?;
     let watched = process.clone();

@@ -1,5 +1,5 @@
-//! Credits for mailboxes. An actor's mailbox has no limit of its own; whoever feeds one waits for a credit first, and the
-//! credit comes back when the message has been handled.
+//! Credits for mailboxes. An actor's mailbox has no limit of its own: a sender takes a credit before each message, and
+//! the credit returns when the message has been handled.
 
 use std::sync::Arc;
 
@@ -10,14 +10,14 @@ use tokio::task::JoinHandle;
 
 use crate::transport::{Server, ServerEvents};
 
-/// Batches that may wait in the mailbox of an actor, for each task that feeds it. Those of a server are bounded in bytes,
-/// too: see [`ServerEvents`].
+/// Batches that each sending task may have in an actor's mailbox. Batches of a server are bounded in bytes as well: see
+/// [`ServerEvents`].
 pub(super) const MAILBOX_CREDITS: usize = 8;
 
-/// How long a server may take to close its connections.
+/// Time limit for the close of a server's connections.
 const CLOSE_LIMIT: Duration = Duration::from_secs(2);
 
-/// Hands what a server hears to an actor, one credit a batch, until it is told to stop.
+/// Sends the events of a server to an actor, one credit per batch, until it is stopped.
 #[derive(Debug)]
 pub(super) struct Feeder {
     stop: Arc<Notify>,
@@ -25,7 +25,8 @@ pub(super) struct Feeder {
 }
 
 impl Feeder {
-    /// `deliver` takes a batch, or `None` when the server has ended by itself; it returns false when nobody takes them.
+    /// `deliver` receives a batch, or `None` when the server has ended by itself; it returns false when the actor has
+    /// stopped.
     pub(super) fn start(
         mut server: Server,
         deliver: impl Fn(Option<Credited<ServerEvents>>) -> bool + Send + 'static,
@@ -53,7 +54,7 @@ impl Feeder {
         Self { stop, task }
     }
 
-    /// Stops listening and waits until the socket is gone.
+    /// Stops the server and waits until its socket is closed, for at most 2 s.
     pub(super) async fn stop(&mut self) {
         self.stop.notify_one();
         if tokio::time::timeout(CLOSE_LIMIT, &mut self.task)
@@ -65,11 +66,11 @@ impl Feeder {
     }
 }
 
-/// Gives out credits.
+/// Credits of one mailbox and sending task.
 #[derive(Debug, Clone)]
 pub(super) struct Credits(Arc<Semaphore>);
 
-/// A message with its credit, which comes back when this is dropped.
+/// A message with its credit, which returns when this value is dropped.
 #[derive(Debug)]
 pub(super) struct Credited<T> {
     pub(super) item: T,
@@ -81,7 +82,7 @@ impl Credits {
         Self(Arc::new(Semaphore::new(MAILBOX_CREDITS)))
     }
 
-    /// Waits for a credit. `None` never happens: the semaphore is not closed.
+    /// Waits for a credit. `None` never occurs: the semaphore is never closed.
     pub(super) async fn attach<T>(&self, item: T) -> Option<Credited<T>> {
         let credit = Arc::clone(&self.0).acquire_owned().await.ok()?;
         Some(Credited {

@@ -1,14 +1,14 @@
-//! The live system: thin actors around the core. They own threads, timers, sockets and processes, and decide nothing.
+//! The live system: thin actors around the core. Actors own threads, timers, sockets and processes, and decide nothing.
 //!
 //! * `leader`: runs a [`crate::shell::LeaderShell`];
-//! * `worker`: a leader and engine ranks on one side, [`crate::core::Worker`] on the other;
+//! * `worker`: runs a [`crate::shell::WorkerShell`], with the leader and the engine ranks as its peers;
 //! * `transfer`: runs copies on threads of its own and reports their ends;
-//! * `gpu`: the GPU of a worker's engine, and memory of either kind;
+//! * `gpu`: the GPU of a worker's engine, and engine memory on the host or on that GPU;
 //! * `processes`: handles to the processes of peers;
-//! * `pool`: makes a worker's depot ready, with progress;
-//! * `teller`: tells the leader how far a worker is that cannot serve yet;
-//! * `supervision`: starts the others, ends the process when one of them fails;
-//! * `mailbox`: mailboxes are unbounded, so what is sent to them is counted by credits.
+//! * `pool`: prefaults a worker's depot, with progress;
+//! * `teller`: reports a worker's progress and problems to the leader;
+//! * `supervision`: starts the other actors, and ends the process when one of them fails;
+//! * `mailbox`: credits for mailboxes, which have no bound of their own.
 
 pub(crate) mod gpu;
 mod leader;

@@ -1,4 +1,4 @@
-//! Makes a worker's depot ready: opens its memory and touches every page of it, in parallel, with progress.
+//! Prepares a worker's depot: opens its memory and touches every page of it, in parallel, with progress.
 
 use std::cell::Cell;
 use std::os::fd::OwnedFd;
@@ -14,30 +14,32 @@ use crate::actors::worker::WorkerMessage;
 use crate::memory::{Depot, NumaNode, Prefault};
 use crate::types::ByteSize;
 
-/// Bytes that one thread touches before it reports.
+/// Bytes that one thread touches before it reports progress.
 const PREFAULT_CHUNK_BYTES: u64 = 64 << 20;
-/// A depot must be ready after so long, and a second for each [`READY_BYTES_PER_S`]: more means that the machine swaps.
+/// Time limit for the preparation of a depot, plus 1 s per [`READY_BYTES_PER_S`]. A longer preparation means that the
+/// machine swaps.
 const READY_LIMIT_MIN: Duration = Duration::from_secs(60);
-/// Two workers on two virtual cores did 300 MiB a second each; more of them share what the machine does.
+/// Lower bound of the prefault rate. Two workers on two virtual cores reached 300 MiB/s each; more workers share the
+/// rate of the machine.
 const READY_BYTES_PER_S: u64 = 32 << 20;
-/// Pause between two words about how far it is.
+/// Pause between two reports of progress.
 const TELL_EVERY: Duration = Duration::from_millis(500);
 
-/// Where a depot's memory comes from.
+/// Source and placement of a depot's memory.
 pub struct PoolSettings {
-    /// Held by a supervisor, so that it outlives the worker; made by the worker itself otherwise.
+    /// Memory held by a supervisor, so that it outlives the worker; `None` where the worker creates it.
     pub held: Option<OwnedFd>,
-    /// Its size; of memory that is held, the size is that of the file.
+    /// Size in bytes; for held memory, the size of the file is used instead.
     pub bytes: u64,
-    /// Threads that touch it.
+    /// Threads that touch the memory.
     pub threads: usize,
-    /// Where its memory is to lie; without it, near the GPU with the number `gpu`, where there is one.
+    /// NUMA node of the memory; `None` for a node near GPU number `gpu`, if there is one.
     pub node: Option<NumaNode>,
-    /// Which of the GPUs that this process sees its engine's rank most likely uses.
+    /// Number of the GPU, of those that this process sees, that the engine's rank most likely uses.
     pub gpu: usize,
-    /// Lock it into memory, so that it is never swapped out.
+    /// Lock the memory, so that it is never swapped out.
     pub lock: bool,
-    /// Set once all of it is there.
+    /// Set once all of the memory is ready.
     pub ready: Arc<AtomicBool>,
 }
 
@@ -47,23 +49,23 @@ impl PoolSettings {
     }
 }
 
-/// How far the depot is, in bytes.
+/// Progress of the depot's preparation, in bytes.
 #[derive(Debug, Default)]
 pub(super) struct Progress {
     done: AtomicU64,
     total: AtomicU64,
-    /// The NUMA node that it comes from, where one was chosen.
+    /// The NUMA node of the memory, where one was chosen.
     pub(super) node: OnceLock<u16>,
 }
 
 impl Progress {
-    /// Bytes that are ready, and of how many.
+    /// Bytes that are ready, and bytes in total.
     pub(super) fn bytes(&self) -> (u64, u64) {
         let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
         (read(&self.done), read(&self.total))
     }
 
-    /// One line for people.
+    /// The progress, as one line for operators.
     pub(super) fn line(&self) -> String {
         let done = ByteSize(self.done.load(Ordering::Relaxed));
         let total = ByteSize(self.total.load(Ordering::Relaxed));
@@ -79,7 +81,7 @@ pub(super) struct PoolArguments {
 
 pub(super) struct PoolActor;
 
-/// Stops the touching when the actor stops.
+/// Cancels the prefault when the actor stops.
 pub(super) struct State(Arc<AtomicBool>);
 
 impl Actor for PoolActor {
@@ -123,9 +125,9 @@ impl Actor for PoolActor {
     }
 }
 
-/// Opens the depot and says so, then asks where its memory is to lie, and touches it there. In this order: a worker attaches
-/// once its depot is open, and the leader ends workers that do not attach within the fence time. A driver that is slow to
-/// start must not use that time up; nothing of the depot is placed before it is touched.
+/// Opens the depot and reports it, then determines where its memory belongs, and touches it there. The order matters: a
+/// worker attaches once its depot is open, and the leader ends workers that do not attach within the fence time, which
+/// a slow driver must not use up. The memory of the depot is not placed before it is touched.
 fn prepare(
     settings: PoolSettings,
     place: impl FnOnce(usize) -> Option<NumaNode>,
@@ -180,7 +182,7 @@ fn prefault(
 ) -> Result<(), String> {
     let told = Cell::new(Instant::now());
     let report = |done, total| {
-        // What is to be locked is not ready before that.
+        // Memory that must be locked is not ready before that.
         let done = if lock && done == total {
             total - 1
         } else {
@@ -199,7 +201,7 @@ fn prefault(
         .map_err(|error| error.to_string())
 }
 
-/// What becomes of the depot, or that it took too long: then what still runs is told to end.
+/// Waits for the preparation. After `limit`, cancels it and returns an error.
 async fn within(
     limit: Duration,
     taken: JoinHandle<Result<(), String>>,
@@ -248,7 +250,7 @@ mod tests {
         assert!(cancel.load(Ordering::Relaxed), "what runs is told to end");
     }
 
-    /// A driver that does not start keeps no worker from saying that it is there.
+    /// A driver that does not start must not keep a worker from attaching.
     #[test]
     fn a_depot_is_open_before_anybody_knows_where_its_memory_is_to_lie() {
         let settings = PoolSettings {

@@ -1,4 +1,4 @@
-//! The live side of [`Peers`]: connections by their [`Replier`], processes by their pidfds.
+//! The live implementation of [`Peers`]: connections by their [`Replier`], processes by their pidfds.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use crate::shell::Peers;
 use crate::transport::Replier;
 use crate::types::PeerId;
 
-/// A pidfd: names one process, whatever becomes of its id.
+/// A pidfd: refers to one process, even after the system has reused its id.
 pub(super) type Process = Arc<OwnedFd>;
 
 impl Peers for Replier {
@@ -49,7 +49,7 @@ pub(super) fn has_ended(process: &Process) -> bool {
     poll(&mut ended, Some(&now)).is_ok_and(|events| events > 0)
 }
 
-/// Blocks until a process has ended. False when that cannot be told.
+/// Blocks until a process has ended. Returns false when the end cannot be determined.
 pub(super) fn wait_for_end(process: &Process) -> bool {
     let mut ended = [PollFd::new(&**process, PollFlags::IN)];
     while poll(&mut ended, None).is_err_and(|error| error == rustix::io::Errno::INTR) {}

@@ -1,5 +1,5 @@
-//! Starts the actors of a process and ends it when one of them fails: a process that has lost a part of itself does not
-//! go on as if nothing had happened. Its supervisor starts a new one.
+//! Starts the actors of a process, and ends the process when one of them fails: a process with a failed part must not
+//! continue. Its supervisor starts a new one.
 
 use ractor::{Actor, ActorCell, ActorProcessingErr, ActorRef, SupervisionEvent};
 use tokio::sync::oneshot;
@@ -7,7 +7,7 @@ use tokio::sync::oneshot;
 use crate::actors::leader::{LeaderActor, LeaderArguments, LeaderHandle};
 use crate::actors::worker::{WorkerActor, WorkerArguments};
 
-/// A running process: what it is made of, and how it ends.
+/// A running process: its root actor, its main actor, and the first failure.
 pub struct ProcessHandle {
     root: ActorRef<RootMessage>,
     actor: ActorCell,
@@ -15,15 +15,15 @@ pub struct ProcessHandle {
 }
 
 impl ProcessHandle {
-    /// Waits until an actor fails; says which, and why.
+    /// Waits until an actor fails, and returns the reason.
     pub async fn failed(&mut self) -> String {
         (&mut self.failed)
             .await
             .unwrap_or_else(|_| "the supervisor ended".to_owned())
     }
 
-    /// Stops the actor and then its supervisor, and waits until they have: the end of a supervisor alone would cut its
-    /// children off.
+    /// Stops the actor and then its supervisor, and waits for both: the end of the supervisor alone would abort its
+    /// children.
     pub async fn stop(self) {
         if let Err(error) = self.actor.stop_and_wait(None, None).await {
             tracing::debug!(%error, "the actor had ended");

@@ -1,4 +1,5 @@
-//! Tells the leader how far this worker is, so that its status says so of every rank, also of one that never gets ready.
+//! Reports a worker's progress and problems to the leader, whose status shows them for every rank, also for one that
+//! never becomes ready.
 
 use std::time::Duration;
 
@@ -9,10 +10,10 @@ use crate::actors::worker::WorkerMessage;
 use crate::protocol::{Message, Preparing};
 use crate::transport::Client;
 
-/// How long telling may take, and so the longest that a worker that gives up stays.
+/// Time limit of one report, and so the longest time for which a worker that gives up remains.
 const TELL_LIMIT: Duration = Duration::from_secs(2);
 
-/// What there is to tell.
+/// The state that is reported.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 struct News {
     ready_bytes: u64,
@@ -22,11 +23,11 @@ struct News {
     gives_up: bool,
 }
 
-/// Tells one thing at a time, and always the newest.
+/// Sends one report at a time, always with the newest state.
 pub(super) struct Teller(watch::Sender<News>);
 
 impl Teller {
-    /// Tells `leader`; ends with the worker.
+    /// Reports to `leader` until the worker ends.
     pub(super) fn start(leader: Client, worker: ActorRef<WorkerMessage>) -> Self {
         let (news, told) = watch::channel(News::default());
         let tell = async move |body| {
@@ -46,15 +47,15 @@ impl Teller {
         Self(news)
     }
 
-    /// So many bytes of host memory are ready, of so many. Told again even when nothing has changed: the leader may be
-    /// another one.
+    /// Reports how many bytes of the host memory are ready, and of how many. Reported also when nothing has changed,
+    /// because the leader may be a new one.
     pub(super) fn tell(&self, (ready_bytes, bytes): (u64, u64)) {
         self.0.send_modify(|news| {
             (news.ready_bytes, news.bytes) = (ready_bytes, bytes);
         });
     }
 
-    /// So many bytes of it are pinned for a GPU; none where no GPU copies.
+    /// Reports how many bytes of the host memory are pinned for a GPU; `None` where no GPU copies.
     pub(super) fn pinned(&self, pinned_bytes: Option<u64>) {
         self.0.send_if_modified(|news| {
             let changes = news.pinned_bytes != pinned_bytes;
@@ -63,7 +64,7 @@ impl Teller {
         });
     }
 
-    /// Why the engine's rank was turned away; empty once it was not.
+    /// Reports why the engine's rank was refused; an empty text clears the problem.
     pub(super) fn problem(&self, problem: String) {
         self.0.send_if_modified(|news| {
             let changes = !news.gives_up && news.problem != problem;
@@ -74,7 +75,7 @@ impl Teller {
         });
     }
 
-    /// Why this worker ends. It is to end when [`WorkerMessage::Failed`] comes back.
+    /// Reports why this worker ends. The worker must end when [`WorkerMessage::Failed`] arrives.
     pub(super) fn give_up(&self, why: String) {
         self.0.send_modify(|news| {
             (news.problem, news.gives_up) = (why, true);
@@ -82,13 +83,13 @@ impl Teller {
     }
 }
 
-/// Tells what is new until the worker ends, or has told why it gives up: then that is returned.
+/// Reports each new state until the worker ends, or until it has reported why it gives up: returns that reason.
 async fn run(tell: impl AsyncFn(Preparing), mut told: watch::Receiver<News>) -> Option<String> {
     while told.changed().await.is_ok() {
         let news = told.borrow_and_update().clone();
         let problem = news.problem.clone();
         let body = Preparing::new(news.ready_bytes, news.bytes, news.pinned_bytes, problem);
-        // Waits by itself: news that come meanwhile are still to be told.
+        // A separate receiver: states that arrive during the wait stay unread in `told`, and are reported afterwards.
         let mut last_words = told.clone();
         let newer = tokio::select! {
             () = tell(body) => false,
@@ -109,7 +110,7 @@ mod tests {
 
     use super::*;
 
-    /// A teller whose leader hears each thing when it is let; what it heard comes out.
+    /// A teller whose leader takes each report when a permit is added; the reported problems come out of the receiver.
     fn slow() -> (
         Teller,
         Arc<Semaphore>,
@@ -134,7 +135,7 @@ mod tests {
         teller.tell((1, 2));
         assert_eq!(hears.recv().await.as_deref(), Some(""));
         teller.problem("no GPU".to_owned());
-        // The problem is seen by who waits for the last words before the first thing has been heard.
+        // Lets the wait for `gives_up` see the problem before the first report has ended.
         tokio::task::yield_now().await;
         lets.add_permits(1);
         assert_eq!(hears.recv().await.as_deref(), Some("no GPU"));

@@ -1,4 +1,4 @@
-//! Runs copies on threads of its own, one for each direction, so that a load never waits behind a store.
+//! Runs copies on threads of its own, one for each direction, so that a load never waits for a store.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -17,42 +17,42 @@ use crate::types::{Copy, Direction, EndedCopy, FragmentPair, OpId};
 
 pub(super) use crate::core::RUNNING_COPIES_MAX;
 
-/// What the actor is told.
+/// A message to the transfer actor.
 pub(crate) enum TransferMessage {
-    /// Run these copies, each direction in this order.
+    /// Run these copies, in order within each direction.
     Start {
-        /// What to copy.
+        /// The copies.
         copies: Vec<Copy>,
-        /// The engine's side.
+        /// The engine's memory.
         memory: EngineSide,
-        /// The arena's side.
+        /// The depot.
         depot: Arc<Depot>,
     },
     /// Stop this copy between two steps (CPU) or parts (GPU).
     Stop(OpId),
-    /// From a copying thread: these are over.
+    /// From a copying thread: these copies have ended.
     Ended(Vec<EndedCopy>),
 }
 
-/// With what the actor starts.
+/// Arguments of the transfer actor.
 pub(crate) struct TransferArguments {
     /// Threads that share one copy.
     pub(crate) copy_threads: usize,
-    /// Who hears of copies that are over.
+    /// Receives the ends of copies.
     pub(crate) ended: DerivedActorRef<Vec<EndedCopy>>,
 }
 
-/// What a copying thread is given.
+/// A batch of copies for a copying thread.
 struct Work {
     copies: Vec<(Copy, Arc<CancelFlag>)>,
     memory: RegisteredMemory,
     depot: Arc<Depot>,
 }
 
-/// Runs copies; see the module.
+/// The actor that runs copies.
 pub(crate) struct TransferActor;
 
-/// The actor's own.
+/// The actor's state.
 pub(crate) struct State {
     ended: DerivedActorRef<Vec<EndedCopy>>,
     flags: HashMap<OpId, Arc<CancelFlag>>,
@@ -150,7 +150,7 @@ impl Actor for TransferActor {
 }
 
 impl State {
-    /// Hands copies to the GPU's thread, which says when they are over.
+    /// Submits copies to the GPU's thread, which reports their ends.
     fn start_on(
         &mut self,
         gpu: &Gpu,
@@ -193,7 +193,7 @@ impl State {
             Direction::Store => &self.stores,
             Direction::Load => &self.loads,
         };
-        // The core keeps no more copies running than a queue has places, so this never blocks.
+        // Never blocks: the core runs at most as many copies as the queue has places.
         queue
             .try_send(work)
             .map_err(|error| error.to_string().into())
@@ -207,8 +207,8 @@ fn run(work: &Receiver<Work>, engine: &CopyEngine, actor: &ActorRef<TransferMess
         depot,
     }) = work.recv()
     {
-        // Each end is reported by itself, so that a small copy is not answered after a large one of the same order. The
-        // last one is reported once the memory is let go.
+        // Reports each end separately, so that a small copy is not reported after a large one of the same order. The
+        // last end is reported after the memory is released.
         let mut last = None;
         for (copy, cancel) in copies {
             let ended = copied(copy, &cancel, engine, &memory, &depot, COPY_PART_BYTES);
@@ -227,7 +227,7 @@ fn run(work: &Receiver<Work>, engine: &CopyEngine, actor: &ActorRef<TransferMess
     }
 }
 
-/// Runs one copy. A load in parts, so that what came before it was stopped is of use.
+/// Runs one copy. A load runs in parts, so that the pages copied before it was stopped can be used.
 fn copied(
     copy: Copy,
     cancel: &Arc<CancelFlag>,

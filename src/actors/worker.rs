@@ -1,4 +1,4 @@
-//! The worker's process: runs the worker's shell on sockets, threads and timers.
+//! The worker's actor: runs a [`WorkerShell`] on sockets, threads and timers.
 
 mod gpu;
 mod host;
@@ -26,7 +26,7 @@ use crate::transport::{
 };
 use crate::types::{EndedCopy, GpuCopy, GroupId, Sharding, Time, WorkerId};
 
-/// Pause between two lines of the log about how far the depot is.
+/// Pause between two log lines about the progress of the depot.
 const LOG_EVERY: std::time::Duration = std::time::Duration::from_secs(3);
 
 static UNPROVEN: SharedLogLimit = SharedLogLimit::new();
@@ -34,60 +34,60 @@ static UNPROVEN: SharedLogLimit = SharedLogLimit::new();
 use gpu::{GpuState, IDLE_LIMIT, Refusal};
 use host::Host;
 
-/// What a worker needs to start.
+/// Arguments of a worker.
 pub struct WorkerArguments {
-    /// Which rank of which engine it serves.
+    /// The replica and rank that the worker serves.
     pub worker: WorkerId,
-    /// Which ranks hold the same KV.
+    /// The ranks that hold the same KV.
     pub sharding: Sharding,
-    /// Where its engine rank connects.
+    /// The socket to which the engine's rank connects.
     pub server: Server,
-    /// Where its engine rank hands over file descriptors.
+    /// The socket over which the engine's rank passes file descriptors.
     pub fds: FdReceiver,
-    /// The conversation with the leader.
+    /// The connection to the leader.
     pub leader: Client,
-    /// What the leader says unasked.
+    /// Events of that connection: orders of the leader, answers, reconnects.
     pub incoming: mpsc::Receiver<Incoming>,
-    /// Its host memory.
+    /// Settings of the worker's depot.
     pub depot: PoolSettings,
-    /// Threads for large copies.
+    /// Threads that share one large copy.
     pub copy_threads: usize,
-    /// How a GPU's driver gets copies.
+    /// How copies are submitted to a GPU's driver.
     pub gpu_copy: GpuCopy,
-    /// How long a GPU is kept after its last engine has left; a default without it.
+    /// How long a GPU is kept after its last engine has left; `None` for 300 s.
     pub gpu_idle: Option<std::time::Duration>,
 }
 
 pub(super) enum WorkerMessage {
     Ranks(Credited<ServerEvents>),
     Leader(Credited<Incoming>),
-    /// A feeding task has ended.
+    /// A task that feeds the mailbox has ended.
     Deaf(&'static str),
     /// The depot is mapped.
     Depot(Arc<Depot>),
-    /// More of its memory is there.
+    /// More of the depot's memory is prefaulted.
     Preparing,
-    /// All of it is there, or never will be.
+    /// All of the depot's memory is prefaulted, or the prefault failed.
     Prefaulted(Result<(), String>),
-    /// The leader has been told why this worker ends.
+    /// The leader has received why this worker ends.
     Failed(String),
     Mapped(Registering, Box<Result<EngineSide, ErrorBody>>),
-    /// Memory that is not copied: its group, and the bytes of a page.
+    /// The result of a check of memory that is not copied: its group, and the bytes of one page.
     Checked(Registering, Result<(GroupId, u64), ErrorBody>),
-    /// So many bytes of the depot are pinned for the GPU by now.
+    /// Bytes of the depot that are pinned for the GPU so far.
     Pinned(u64),
     /// The GPU that a rank named is ready, or cannot be used.
     Gpu(Result<Arc<Gpu>, Refusal>),
-    /// A while ago an engine left, and the GPU had been asked for so many times.
+    /// An engine left some time ago, when the GPU had been requested this many times.
     GpuIdle(u64),
-    /// The GPU does not work for this process any more.
+    /// The GPU no longer works for this process.
     GpuLost(CudaError),
-    /// A GPU's memory is held by copies though its engine is gone.
+    /// Copies still hold a GPU's memory although its engine is gone.
     StillHeld,
-    /// What engines announced is written by now.
+    /// Announced work that engines have written by now.
     Written(Vec<Announced>),
     Ended(Vec<EndedCopy>),
-    /// The next slice of what a reset strikes out.
+    /// Carry out the next slice of a reset.
     Strike,
     Tick,
 }
@@ -115,7 +115,7 @@ pub(super) struct State {
     feeder: Feeder,
     shell: WorkerShell<Process, EngineSide>,
     host: Host,
-    /// When the log said last how far the depot is.
+    /// When the progress of the depot was last logged.
     logged: Time,
     timer: Option<JoinHandle<Result<(), ractor::MessagingErr<WorkerMessage>>>>,
     armed_at: Option<Time>,
@@ -324,8 +324,8 @@ async fn feed_leader(mut incoming: mpsc::Receiver<Incoming>, actor: ActorRef<Wor
 }
 
 impl State {
-    /// Sets the timer for the next timeout, unless it fires before that anyway: a tick that comes early finds nothing to do
-    /// and sets it anew. Requests move timeouts all the time, the first of them rarely.
+    /// Sets the timer for the next timeout, unless the current one fires earlier: an early tick does nothing but set
+    /// the timer again. Requests often move timeouts, but rarely the earliest one.
     fn arm(&mut self) {
         let Some(next) = self.shell.next_timeout() else {
             return;

@@ -1,5 +1,5 @@
-//! The first engine's rank with memory on a GPU makes the worker find that GPU and pin its depot for it. Until that is done
-//! ranks are told how far it is, and ask again.
+//! The GPU of a worker. The first registration with memory on a GPU makes the worker find that GPU and pin its depot
+//! for it. Until that has ended, ranks receive the progress, and retry.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,35 +12,37 @@ use crate::memory::LifelineEnd;
 use crate::protocol::{ErrorBody, ErrorCode};
 use crate::types::{ByteSize, Registration, RequestId, Time};
 
-/// What a worker has of its GPU.
+/// The state of a worker's GPU.
 #[derive(Default)]
 pub(super) enum GpuState {
-    /// Nobody has asked for one.
+    /// No GPU was requested yet.
     #[default]
     None,
-    /// The depot is being pinned, and so many bytes of it are.
+    /// The depot is being pinned; with the bytes pinned so far.
     Starting(DeviceUuid, u64),
-    /// It copies.
+    /// The GPU copies.
     Ready(Arc<Gpu>),
-    /// It cannot be used, and why. Tried again when somebody asks, a while later.
+    /// The GPU cannot be used, with the reason and the time of the failure. Tried again, by this worker or its
+    /// successor, on a later request.
     Failed(DeviceUuid, Refusal, Time),
-    /// No engine used it: its depot is being unpinned.
+    /// No engine used the GPU: the depot is being unpinned.
     LettingGo(LettingGo),
 }
 
-/// A GPU that is being let go. None is started before that has ended: the driver does not pin memory that is still pinned.
+/// A GPU that is being released. No GPU is started before that has ended, because the driver does not pin memory that
+/// is still pinned.
 pub(super) struct LettingGo {
     uuid: DeviceUuid,
     end: LifelineEnd,
     since: Time,
 }
 
-/// How far the letting go is.
+/// Progress of a release.
 #[derive(Debug, PartialEq, Eq)]
 enum LetGo {
     Done,
     UnderWay,
-    /// It does not end.
+    /// The release does not end.
     Stuck,
 }
 
@@ -60,18 +62,18 @@ impl LettingGo {
 #[derive(Debug)]
 pub(in crate::actors) struct Refusal {
     why: String,
-    /// This process gets no other answer until it ends.
+    /// This process gets the same refusal until it ends.
     is_final: bool,
 }
 
-/// What a worker does that is asked for a GPU which it could not use before.
+/// Reaction of a worker to a request for a GPU that it could not use before.
 #[derive(Debug, PartialEq, Eq)]
 enum Again {
-    /// Says why once more.
+    /// Repeats the refusal.
     Say,
-    /// Tries.
+    /// Tries again.
     Try,
-    /// Ends: its successor tries.
+    /// Ends, so that its successor tries.
     End,
 }
 
@@ -85,26 +87,26 @@ impl Refusal {
     }
 }
 
-/// How long a worker stays with its word that a GPU cannot be used.
+/// How long a worker repeats the refusal of a GPU before it tries again.
 const TRY_AGAIN_AFTER: Duration = Duration::from_secs(10);
 
-/// The same where the driver did not start, which is tried once in a process: then the worker ends, so that its successor
-/// tries. Longer than a supervisor takes to count a worker as one that stays up.
+/// Like [`TRY_AGAIN_AFTER`], for a driver that did not start, which is tried only once per process: the worker ends, so
+/// that its successor tries. Longer than a supervisor takes to count a worker as stable.
 const END_AFTER: Duration = Duration::from_secs(60);
 
-/// How long a worker keeps its context on a GPU, about 0.5 GiB of the GPU's memory, and its depot pinned after the last engine
-/// has left.
+/// How long a worker keeps its context on a GPU, about 0.5 GiB of the GPU's memory, and its depot pinned after the last
+/// engine has left.
 pub(super) const IDLE_LIMIT: Duration = Duration::from_secs(300);
 
-/// How long letting a GPU go may take. A depot of a few TiB is unpinned in minutes; what takes longer waits for a driver that
-/// does not answer, and only the end of this process unpins the memory.
+/// Time limit for the release of a GPU. A depot of a few TiB is unpinned in minutes. A release that takes longer waits
+/// for a driver that does not respond, and only the end of this process unpins the memory.
 const LETTING_GO_LIMIT: Duration = Duration::from_secs(600);
 
-/// Says whether host memory of this kind gets huge pages, by which a GPU reaches it faster.
+/// The kernel's setting for huge pages of shared host memory, which a GPU reaches faster.
 const SHARED_HUGE_PAGES: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
 
 impl Host {
-    /// The GPU that a registration names, or what to tell the rank.
+    /// Returns the GPU that a registration names, or the error for the rank.
     pub(super) fn gpu_for(
         &mut self,
         registration: &Registration,
@@ -186,8 +188,8 @@ impl Host {
         answer
     }
 
-    /// What to tell a rank that comes while a GPU is being let go. The worker ends where that does not end: its successor pins
-    /// the depot for itself.
+    /// Returns the answer for a rank that registers while a GPU is being released. Ends the worker when the release is
+    /// stuck, because its successor pins the depot for itself.
     fn still_letting_go(&self) -> Option<String> {
         let GpuState::LettingGo(letting_go) = &self.gpu else {
             return None;
@@ -209,7 +211,8 @@ impl Host {
         }
     }
 
-    /// A rank says that its device writes, and how far it is by its timeline. False where it has registered none.
+    /// Handles a rank's announcement of work on its device: waits until its timeline reaches that work. Returns false
+    /// when the rank has registered no timeline.
     pub(super) fn announced(memory: &EngineSide, announced: Announced) -> bool {
         let EngineSide::Device(memory, gpu) = memory else {
             return false;
@@ -220,7 +223,7 @@ impl Host {
         memory.timeline.is_some()
     }
 
-    /// A rank says that everything up to this number is written, without its timeline.
+    /// Handles a rank's own report that everything up to `through` is written.
     pub(super) fn said(memory: &EngineSide, through: RequestId) {
         if let EngineSide::Device(memory, gpu) = memory
             && let Some(word) = memory.timeline
@@ -229,7 +232,8 @@ impl Host {
         }
     }
 
-    /// Nobody can say when the copies under way are over; the end of this process is their end.
+    /// Ends the worker after the loss of its GPU. The end of the running copies cannot be determined; the end of the
+    /// process ends them.
     pub(super) fn gpu_lost(&self, error: CudaError) {
         let why = format!("{} does not work any more: {error}", self.gpu_name());
         tracing::error!(worker = %self.worker, why, "this worker ends");
@@ -245,7 +249,7 @@ impl Host {
         }
     }
 
-    /// More of the depot is pinned.
+    /// Reports that more of the depot is pinned.
     pub(super) fn pinned(&mut self, bytes: u64) {
         if let GpuState::Starting(_, pinned) = &mut self.gpu {
             *pinned = bytes;
@@ -253,9 +257,10 @@ impl Host {
         }
     }
 
-    /// The GPU is there, or cannot be used: then this worker says why to every rank that asks, for a while.
+    /// Handles the end of the GPU's start. A GPU that cannot be used is refused to every rank that requests it, for a
+    /// while.
     ///
-    /// Returns why it cannot be used.
+    /// Returns why the GPU cannot be used; `None` when it is ready.
     pub(super) fn gpu_started(&mut self, gpu: Result<Arc<Gpu>, Refusal>) -> Option<String> {
         let mut failed = None;
         self.gpu = match gpu {
@@ -299,12 +304,12 @@ impl Host {
                 }
             }
         };
-        // The rank that asked may have gone.
+        // The rank that requested the GPU may be gone.
         self.watch_gpu();
         failed
     }
 
-    /// Looks later whether an engine still uses the GPU.
+    /// Schedules a check whether an engine still uses the GPU.
     pub(super) fn watch_gpu(&self) {
         let uses = self.gpu_uses;
         if matches!(self.gpu, GpuState::Ready(_)) {
@@ -315,8 +320,8 @@ impl Host {
         }
     }
 
-    /// Lets the GPU go if no engine has asked for it since then: its memory is the engines', and some tools refuse to work
-    /// while a process has a context. The next registration behind that takes it again.
+    /// Releases the GPU if no engine has requested it since `uses` was read: its memory belongs to the engines, and
+    /// some tools refuse to work while a process has a context. The next registration after that takes the GPU again.
     pub(super) fn gpu_idle(&mut self, uses: u64, is_used: bool) {
         let GpuState::Ready(gpu) = &self.gpu else {
             return;
@@ -327,18 +332,18 @@ impl Host {
         let gpu = Arc::clone(gpu);
         self.gpu = GpuState::LettingGo(LettingGo {
             uuid: gpu.uuid,
-            // Engine memory that is still being closed holds the GPU, too.
+            // Engine memory that is still being closed holds the GPU as well.
             end: gpu.end(),
             since: self.clock.now(),
         });
         tracing::info!(worker = %self.worker, idle = ?self.gpu_idle, "no engine: the GPU is let go");
         self.teller.pinned(None);
-        // What copies is waited for, and unpinning takes as long as pinning.
+        // On a thread of its own, because the drop waits for running copies, and unpinning takes as long as pinning.
         tokio::task::spawn_blocking(move || drop(gpu));
     }
 }
 
-/// How far the pinning is, for people.
+/// The progress of pinning, as one line for operators.
 fn pinning(pinned: u64, bytes: u64) -> String {
     let (pinned, bytes) = (ByteSize(pinned), ByteSize(bytes));
     format!("{pinned} of {bytes} host memory are pinned for the GPU")

@@ -1,4 +1,4 @@
-//! The process behind a worker's shell: conversations, the depot, engine memory, a GPU, and copies on threads of their own.
+//! The live process of a worker: connections, the depot, engine memory, a GPU, and copies on threads of their own.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,7 +23,7 @@ use crate::types::{
     RequestId, Scope, Stored, Time, WorkerId,
 };
 
-/// See the module.
+/// The live implementation of [`WorkerHost`].
 pub(super) struct Host {
     pub(super) myself: ActorRef<WorkerMessage>,
     pub(super) worker: WorkerId,
@@ -36,21 +36,22 @@ pub(super) struct Host {
     pub(super) teller: Teller,
     pub(super) depot: Option<Arc<Depot>>,
     pub(super) prefaulted: bool,
-    /// Memory that is being closed, of which engine, until it is.
+    /// Engine memory that is being closed, with its engine.
     pub(super) closing: Vec<(EngineId, LifelineEnd)>,
-    /// Whether the log says that an engine leaves memory unproven.
+    /// True once the log has a warning about memory without proofs.
     pub(super) told_of_proofs: bool,
     pub(super) gpu: GpuState,
     pub(super) gpu_copy: GpuCopy,
     pub(super) gpu_idle: Duration,
     /// How often ranks have requested a GPU.
     pub(super) gpu_uses: u64,
-    /// Of this worker, among all that may share a depot.
+    /// Number of this worker among those that may share the depot.
     pub(super) number: usize,
 }
 
 impl Host {
-    /// Memory was not opened, because bytes in it were not as its engine said: the rank registers again by itself.
+    /// Logs that memory was not opened because its bytes differ from the engine's proofs. The rank registers again by
+    /// itself.
     pub(super) fn log_unproven(&self, error: &ErrorBody) {
         if error.code() == ErrorCode::NotReady
             && let Some(left_out) = UNPROVEN.line()
@@ -60,7 +61,7 @@ impl Host {
         }
     }
 
-    /// Writes the inventory. A depot that holds no pages lists none.
+    /// Changes the inventory. Does nothing for a depot without pages.
     fn inventory<T: Default>(
         &self,
         write: impl FnOnce(&Depot, u64) -> Result<T, BufferError>,

@@ -15,11 +15,11 @@ use crate::types::{
     AllocationHandle, AllocationKind, ChunkHandle, EngineId, Registration, RequestId,
 };
 
-/// How long copies may hold memory that its engine takes back, or has left behind.
+/// How long copies may hold memory that its engine has unregistered or left.
 const LET_GO_LIMIT: Duration = Duration::from_secs(2);
 
-/// Bytes of a page of memory that is not copied: its description is checked, and where it is the host's, it is mapped and
-/// proven, too.
+/// Returns the bytes of a page of memory that is not copied. Checks its description; host memory is also mapped and
+/// proven.
 fn understood(
     registration: &Registration,
     on_device: bool,
@@ -34,7 +34,8 @@ fn understood(
     Ok(memory.geometry.page_bytes)
 }
 
-/// How a rank is told that its memory was not opened. Bytes that were not found may have been written over meanwhile.
+/// The error for a rank whose memory was not opened. `may_pass` is true where the bytes to be found may have been
+/// overwritten meanwhile.
 fn refused(may_pass: bool, error: &dyn std::fmt::Display) -> ErrorBody {
     let code = match may_pass {
         true => ErrorCode::NotReady,
@@ -43,7 +44,7 @@ fn refused(may_pass: bool, error: &dyn std::fmt::Display) -> ErrorBody {
     ErrorBody::new(code, error.to_string())
 }
 
-/// The descriptors that a registration names. Those that nobody has taken are closed with this.
+/// The descriptors that a registration names. Descriptors that were not taken are closed when this is dropped.
 struct Tickets {
     fds: Arc<FdReceiver>,
     tickets: Vec<Ticket>,
@@ -78,7 +79,8 @@ impl Drop for Tickets {
 }
 
 impl Host {
-    /// Says once that an engine leaves memory unproven: a handle that shows other memory is not noticed there.
+    /// Warns once that an engine gives no proofs for some of its memory: a handle to the wrong memory is not detected
+    /// there.
     fn warn_of_proofs(&mut self, registration: &Registration) {
         let pieces = pieces_without_proof(registration);
         if pieces > 0 && !std::mem::replace(&mut self.told_of_proofs, true) {
@@ -96,7 +98,7 @@ impl Host {
         tokio::task::spawn_blocking(move || drop(tickets));
     }
 
-    /// The GPU for memory that lies on one and is copied, once this worker is ready for it.
+    /// Returns the GPU for memory that lies on one and is copied. Fails until the depot is prefaulted.
     fn gpu_of(
         &mut self,
         registration: &Registration,
@@ -121,13 +123,13 @@ impl Host {
         serves: bool,
     ) -> Result<(), ErrorBody> {
         self.warn_of_proofs(&registration);
-        // Whatever becomes of it: a descriptor that is left lying holds its memory.
+        // Takes the descriptors on every path: a descriptor that is not taken keeps its memory.
         let tickets = Tickets::of(&registration, &self.fds);
         let on_device = registration
             .allocations
             .iter()
             .any(|allocation| allocation.kind == AllocationKind::Device);
-        // No memory is pinned for what is not copied.
+        // The depot is not pinned for memory that is not copied.
         let copied_on_device = on_device && registering.not_served.is_none();
         let gpu = match self.gpu_of(&registration, copied_on_device, serves) {
             Ok(gpu) => gpu,
@@ -159,8 +161,8 @@ impl Host {
         Ok(())
     }
 
-    /// Closes an engine's memory, on a thread of its own. A GPU's memory that a copy holds on to for longer than
-    /// [`LET_GO_LIMIT`] goes with this process.
+    /// Closes an engine's memory, on a thread of its own. Ends the process if a copy holds GPU memory for longer than
+    /// [`LET_GO_LIMIT`].
     pub(super) fn close_memory(&mut self, engine: EngineId, memory: EngineSide) {
         self.closing.retain(|(_, end)| !end.wait(Duration::ZERO));
         self.closing.push((engine, memory.end()));
@@ -170,7 +172,8 @@ impl Host {
             let on_device = matches!(memory, EngineSide::Device(..));
             let end = memory.end();
             drop(memory);
-            // This process may have stood still meanwhile: once more, before that is held against the copies.
+            // Waits a second time before the copies count as stuck, because this process may have been stopped
+            // meanwhile.
             let gone = end.wait(LET_GO_LIMIT) || end.wait(LET_GO_LIMIT / 10);
             if !gone && on_device && worker.cast(WorkerMessage::StillHeld).is_err() {
                 tracing::debug!("the worker has stopped");
@@ -178,7 +181,7 @@ impl Host {
         });
     }
 
-    /// Answers a rank once no memory of these engines is open here any more, or after [`LET_GO_LIMIT`].
+    /// Answers a rank once all memory of these engines is closed in this worker, or after [`LET_GO_LIMIT`].
     pub(super) fn answer_when_closed(
         &self,
         peer: PeerId,
@@ -204,7 +207,7 @@ impl Host {
     }
 }
 
-/// Maps an engine's memory. `gpu` is there for a device's.
+/// Maps an engine's memory. `gpu` is `None` for host memory.
 fn open(
     registration: &Registration,
     gpu: Option<Arc<Gpu>>,
@@ -219,7 +222,8 @@ fn open(
     match gpu.open(registration, fds) {
         Ok(memory) => Ok(EngineSide::Device(memory, gpu)),
         Err(error) => {
-            // What a rank hands over may be anything: the driver's word about it is not yet one about the GPU.
+            // A fatal error about memory that a rank supplied does not prove that the GPU is lost: check the GPU itself
+            // first.
             if let Some(fatal) = error.fatal()
                 && !gpu.works()
                 && worker.cast(WorkerMessage::GpuLost(fatal)).is_err()
