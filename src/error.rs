@@ -1,37 +1,37 @@
-//! How a command ends when it does not succeed.
+//! The error of a command, and its exit code.
 
 use crate::config::ConfigError;
 
 /// Exit code of [`CommandError::NoMemory`].
 pub const NO_MEMORY: u8 = 69;
 
-/// An error for people, with the exit code that scripts see.
+/// An error for operators, with the exit code for scripts.
 #[derive(Debug, thiserror::Error)]
 pub enum CommandError {
-    /// What was asked for was done, and found something wrong. Exit code 1.
+    /// The command completed, and found a problem. Exit code 1.
     #[error("{0}")]
     Found(String),
-    /// It could not be done. Exit code 1.
+    /// The command failed. Exit code 1.
     #[error("{0}")]
     Failed(String),
-    /// The host memory that is configured cannot be had. Exit code 69, as `EX_UNAVAILABLE`.
+    /// The configured host memory is not available. Exit code 69, as `EX_UNAVAILABLE`.
     #[error("{0}")]
     NoMemory(String),
     /// Values contradict each other or lie out of bounds. Exit code 78, as `EX_CONFIG`.
     #[error("{0}")]
     Config(String),
-    /// A file that was named cannot be used. Exit code 65, as `EX_DATAERR`.
+    /// A named file cannot be used. Exit code 65, as `EX_DATAERR`.
     #[error("{0}")]
     Data(String),
 }
 
 impl CommandError {
-    /// A failure, from anything that says why.
+    /// A failure with this reason.
     pub fn failed(why: impl ToString) -> Self {
         Self::Failed(why.to_string())
     }
 
-    /// See the variants.
+    /// The exit code of the process, as the variants state it.
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Found(_) | Self::Failed(_) => 1,

@@ -5,20 +5,20 @@
 //!
 //! # Map of modules
 //!
-//! Read them in this order. An arrow says who may use whom; `tests/tidy.rs` holds the arrows.
+//! Read the modules in this order. An arrow says which module may use which; `tests/tidy.rs` checks the arrows.
 //!
 //! ```text
-//! types     <- core <- shell <- actors           what exists, and what is decided about it
-//! types     <- protocol <- session <- transport <- actors   how it is said, and how it gets there
+//! types     <- core <- shell <- actors           plain data, and the decisions about it
+//! types     <- protocol <- session <- transport <- actors   messages, and their transport
 //! types     <- memory <- cuda <- actors          the bytes, in host memory and on GPUs
-//! types, protocol, transport, memory, cuda <- engine   the reference engine, a client like any other
+//! types, protocol, transport, memory, cuda <- engine   the reference engine, an ordinary client
 //! core, session, shell, engine <- sim            the same core, shell and sessions, without processes
 //! everything <- cli                              the commands
 //! ```
 //!
-//! [`core`] never sees a socket, a file, a clock, a random source or an async runtime: it is
-//! `step(now, event, effects)` on plain data. [`shell`] translates between messages and the core, with as little. So the
-//! live system and the simulator run the same code.
+//! [`core`] has no access to a socket, file, clock, random source or async runtime: it is `step(now, event, effects)`
+//! on plain data. [`shell`] translates between messages and the core, with the same limits. The live system and the
+//! simulator therefore run the same code.
 
 #[cfg(test)]
 extern crate self as kvferry;

@@ -1,4 +1,4 @@
-//! Logs: one line an event, to standard error, so that standard output stays for results.
+//! Logs: one line per event on standard error, so that standard output remains free for results.
 
 use std::io::IsTerminal;
 

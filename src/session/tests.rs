@@ -191,7 +191,7 @@ fn a_request_is_sent_again_over_the_next_connection_until_its_deadline() {
     assert_eq!(client.answered, [(1, Err(ErrorCode::Deadline))]);
 }
 
-/// A lost welcome must not leave a client waiting, whatever else the other side sends.
+/// A lost welcome must not leave a client waiting, even if the other side sends other messages.
 #[test]
 fn a_client_without_a_welcome_connects_again() {
     let mut client = Client::new();

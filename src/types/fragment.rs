@@ -1,4 +1,4 @@
-//! Fragment pairs: which pages a copy reads and which it writes.
+//! Fragment pairs: the pages that a copy reads, and those that it writes.
 
 use serde::{Deserialize, Serialize};
 use smallvec::SmallVec;
@@ -13,7 +13,7 @@ pub struct PageRun {
 }
 
 impl PageRun {
-    /// The run of one page.
+    /// A run of one page.
     pub const fn one(page: u32) -> Self {
         Self {
             start: page,
@@ -21,13 +21,13 @@ impl PageRun {
         }
     }
 
-    /// Index behind the last page. A `u64`, so that it cannot overflow.
+    /// Index after the last page. A `u64`, so that it cannot overflow.
     pub const fn end(self) -> u64 {
         self.start as u64 + self.count as u64
     }
 }
 
-/// Pages in order, neighbours merged into runs. Two runs fit without an allocation.
+/// Pages in order, with neighbours merged into runs. Two runs fit without an allocation.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PageList(pub SmallVec<[PageRun; 2]>);
 
@@ -37,7 +37,7 @@ impl PageList {
         Self(SmallVec::from_slice(&[PageRun { start, count }]))
     }
 
-    /// Appends a run, merged into the last one where it continues it.
+    /// Appends a run, merged into the last one if it continues that one.
     pub fn push(&mut self, run: PageRun) {
         match self.0.last_mut() {
             Some(last) if last.end() == u64::from(run.start) => {
@@ -72,7 +72,7 @@ pub struct PageCursor<'a> {
 }
 
 impl<'a> PageCursor<'a> {
-    /// At the first page.
+    /// A cursor at the first page.
     pub fn new(list: &'a PageList) -> Self {
         Self {
             runs: &list.0,
@@ -80,14 +80,14 @@ impl<'a> PageCursor<'a> {
         }
     }
 
-    /// The next `count` pages; fewer when the list ends before.
+    /// Takes the next `count` pages; fewer when the list ends before.
     pub fn take(&mut self, count: u32) -> PageList {
         let mut taken = PageList::default();
         self.advance(count, |run| taken.push(run));
         taken
     }
 
-    /// Passes over `count` pages.
+    /// Skips `count` pages.
     pub fn skip(&mut self, count: u32) {
         self.advance(count, |_| ());
     }
@@ -130,7 +130,7 @@ pub struct FragmentPair {
 }
 
 impl FragmentPair {
-    /// Cuts a list between pairs, where a part has grown to so many bytes.
+    /// Cuts a list between pairs. A part ends once it has at least `part_bytes` bytes.
     pub fn parts(pairs: Vec<Self>, page_bytes: u64, part_bytes: u64) -> Vec<Vec<Self>> {
         let mut parts = vec![Vec::new()];
         let mut bytes = 0u64;

@@ -15,7 +15,7 @@ pub const RATIO_MAX: u32 = 256;
 pub struct Ratio(u32);
 
 impl Ratio {
-    /// Checks the bounds.
+    /// Returns the ratio, or an error when it is out of bounds.
     pub fn new(pages: u32) -> Result<Self, GeometryError> {
         match pages {
             1..=RATIO_MAX => Ok(Self(pages)),
@@ -45,7 +45,7 @@ impl Ratio {
         self.0
     }
 
-    /// Tokens in the largest block, or an error when the number does not fit.
+    /// Tokens in the largest block, or an error when that does not fit in 32 bits.
     pub fn offload_page_tokens(self, engine_page_tokens: u32) -> Result<u32, GeometryError> {
         if engine_page_tokens == 0 {
             return Err(GeometryError::ZeroPage);
@@ -85,16 +85,16 @@ impl fmt::Display for Ratio {
     }
 }
 
-/// Why sizes contradict each other. Each names the field, the value and the remedy.
+/// A contradiction between sizes. Each error names the field, the value and the remedy.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum GeometryError {
     /// The ratio is zero or above [`RATIO_MAX`].
     #[error("ratio is {0}: a block holds 1 to {RATIO_MAX} pages; 32 suits most engines")]
     Ratio(u32),
-    /// A page of no tokens.
+    /// A page has no tokens.
     #[error("engine_page_tokens is 0: a page holds at least one token; vLLM's default is 16")]
     ZeroPage,
-    /// The block is no whole number of pages.
+    /// The block is not a whole number of pages.
     #[error(
         "offload_page_tokens is {offload_page_tokens}, which is no multiple of engine_page_tokens \
          ({engine_page_tokens}): choose {engine_page_tokens} x ratio"
@@ -102,7 +102,7 @@ pub enum GeometryError {
     NotMultiple {
         /// Tokens of an engine page.
         engine_page_tokens: u32,
-        /// Tokens of the block that was asked for.
+        /// Tokens of the requested block.
         offload_page_tokens: u32,
     },
     /// Tokens of a block exceed 32 bits.
@@ -118,10 +118,10 @@ pub enum GeometryError {
     },
 }
 
-/// What all ranks must have in common for one group, as each derives it from its own memory.
+/// The sizes of one group that all ranks must agree on, as each derives them from its own memory.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GroupGeometry {
-    /// Which group.
+    /// The group.
     pub group: GroupId,
     /// Tokens of one page.
     pub engine_page_tokens: u32,
@@ -131,7 +131,8 @@ pub struct GroupGeometry {
     pub page_bytes: u64,
     /// Pages of the engine's own memory.
     pub device_pages: u32,
-    /// Digest of [`Registration::content`](super::Registration::content), by which a difference there is named.
+    /// Digest of [`Registration::content`](super::Registration::content), by which a difference of the content is
+    /// named.
     #[serde(with = "serde_bytes")]
     pub content_digest: [u8; 16],
     /// Digest of everything that changes the meaning of a page's bytes: the layout, and the content.

@@ -1,22 +1,23 @@
-//! How copies are given to a GPU's driver.
+//! How copies are submitted to a GPU's driver.
 
 use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// How a worker gives its copies to the GPU's driver. Written `async` or `batch`.
+/// How a worker submits its copies to the GPU's driver. Written `async` or `batch`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum GpuCopy {
-    /// Each by a call of its own (`cuMemcpyAsync`), which every driver takes.
+    /// One call per copy (`cuMemcpyAsync`), which every driver supports.
     #[default]
     Async,
-    /// Many by one call (`cuMemcpyBatchAsync`), from CUDA 12.8 on; a driver that does not take them gets them one by one.
+    /// One call for many copies (`cuMemcpyBatchAsync`), from CUDA 12.8 on. A driver without that call gets one call per
+    /// copy.
     Batch,
 }
 
-/// A text names no way to copy.
+/// The text is neither `async` nor `batch`.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("'{0}' is no way to copy: write async or batch")]
 pub struct ParseGpuCopyError(String);

@@ -1,13 +1,13 @@
-//! Page hashes as the engine computes them, and what kvferry derives from them.
+//! Page hashes as the engine computes them, and the keys that kvferry derives from them.
 
 use std::fmt;
 
-/// Shortest page hash that is taken, in bytes: a fingerprint needs 128 bits.
+/// Shortest accepted page hash, in bytes: a fingerprint needs 128 bits.
 pub const HASH_BYTES_MIN: usize = 16;
-/// Longest page hash that is taken, in bytes.
+/// Longest accepted page hash, in bytes.
 pub const HASH_BYTES_MAX: usize = 64;
 
-/// First 128 bits of a page hash: how pages inside a block are compared.
+/// First 128 bits of a page hash, by which pages inside a block are compared.
 #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Fingerprint(pub u128);
 
@@ -17,8 +17,8 @@ impl fmt::Debug for Fingerprint {
     }
 }
 
-/// Keyed 128-bit hash of namespace, model and layout fingerprint, group, and the hash of a block's first page: how a
-/// block is found.
+/// Keyed 128-bit hash of namespace, model and layout fingerprint, group, and the hash of a block's first page, by which
+/// a block is found.
 #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Anchor(pub u128);
 
@@ -39,19 +39,19 @@ pub struct PageHashes {
 }
 
 impl PageHashes {
-    /// No page at all, of a width that later pages must have.
+    /// No pages, with the width that later pages must have.
     pub fn empty(width: usize) -> Option<Self> {
         Self::packed(width, Vec::new())
     }
 
-    /// Takes packed hashes; `None` when the width is out of bounds or the length is no multiple of it.
+    /// Wraps packed hashes; `None` when the width is out of bounds or the length is not a multiple of it.
     pub fn packed(width: usize, bytes: Vec<u8>) -> Option<Self> {
         let fits =
             (HASH_BYTES_MIN..=HASH_BYTES_MAX).contains(&width) && bytes.len().is_multiple_of(width);
         fits.then_some(Self { width, bytes })
     }
 
-    /// Bytes of one hash.
+    /// Width of one hash, in bytes.
     pub fn width(&self) -> usize {
         self.width
     }
@@ -61,7 +61,7 @@ impl PageHashes {
         &self.bytes
     }
 
-    /// The packed hashes, taken out.
+    /// Unwraps the packed hashes.
     pub fn into_bytes(self) -> Vec<u8> {
         self.bytes
     }
@@ -71,24 +71,24 @@ impl PageHashes {
         self.bytes.len() / self.width
     }
 
-    /// True without any page.
+    /// True when there are no pages.
     pub fn is_empty(&self) -> bool {
         self.bytes.is_empty()
     }
 
-    /// The hash of page `index`. Panics beyond the end, as a slice does.
+    /// The hash of page `index`. Panics if `index` is out of bounds, as a slice does.
     pub fn get(&self, index: usize) -> &[u8] {
         &self.bytes[index * self.width..(index + 1) * self.width]
     }
 
-    /// The fingerprint of page `index`. Panics beyond the end, as a slice does.
+    /// The fingerprint of page `index`. Panics if `index` is out of bounds, as a slice does.
     pub fn fingerprint(&self, index: usize) -> Fingerprint {
         let mut first = [0; HASH_BYTES_MIN];
         first.copy_from_slice(&self.get(index)[..HASH_BYTES_MIN]);
         Fingerprint(u128::from_be_bytes(first))
     }
 
-    /// The fingerprints of the pages from `first` on. Panics beyond the end, as a slice does.
+    /// The fingerprints of the pages from `first` on. Panics if `first` is out of bounds, as a slice does.
     pub fn fingerprints(&self, first: usize) -> impl Iterator<Item = Fingerprint> + '_ {
         let pages = self.bytes[first * self.width..].chunks_exact(self.width);
         pages
@@ -101,8 +101,8 @@ impl PageHashes {
         self.bytes.truncate(pages.saturating_mul(self.width));
     }
 
-    /// Takes `more`, whose first hash is that of page `from`. What is known already must be the same; what is not is
-    /// appended. Unchanged when it does not fit.
+    /// Extends the sequence with `more`, whose first hash is that of page `from`. Hashes that are present must be
+    /// equal, and further ones are appended. An error leaves the sequence unchanged.
     pub fn extend_from(&mut self, from: usize, more: &Self) -> Result<(), HashesDiffer> {
         if more.width != self.width {
             return Err(HashesDiffer::Width);
@@ -120,7 +120,7 @@ impl PageHashes {
         Ok(())
     }
 
-    /// True when `other` starts with the pages of `self` or the other way round: one sequence, seen at two moments.
+    /// True when one of the two sequences is a prefix of the other: one sequence at two moments.
     pub fn agrees_with(&self, other: &Self) -> bool {
         let shared = self.bytes.len().min(other.bytes.len());
         self.width == other.width && self.bytes[..shared] == other.bytes[..shared]
@@ -130,14 +130,14 @@ impl PageHashes {
 /// Why hashes do not continue a sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HashesDiffer {
-    /// They have another width.
+    /// The width of the hashes differs.
     Width,
-    /// They begin behind what is known.
+    /// The new hashes begin after the end of the sequence.
     Gap {
-        /// Hashes that are known.
+        /// Number of hashes in the sequence.
         known: usize,
     },
-    /// A page that is known has another hash.
+    /// A page of the sequence has another hash.
     Content,
 }
 

@@ -1,4 +1,4 @@
-//! Identities. Each is a newtype, so that one is never taken for another.
+//! Ids. Each is a newtype, so that one kind cannot be used for another.
 
 use std::fmt;
 
@@ -22,65 +22,67 @@ macro_rules! number_id {
 }
 
 number_id!(
-    /// A tensor-parallel rank of one engine: which worker, which slice of the KV.
+    /// A tensor-parallel rank of one engine: has one worker and one slice of the KV.
     Rank(u16), "rank "
 );
 number_id!(
-    /// One engine instance's place beside a leader: data-parallel ranks, or engines that share depots.
+    /// The number of one engine instance beside a leader: a data-parallel rank, or an engine that shares depots with
+    /// others.
     Replica(u16), "replica "
 );
 number_id!(
-    /// Names one reset that the leader asked the workers to carry out. Never reused within an epoch.
+    /// Id of one reset that the leader orders from the workers. Never reused within an epoch.
     ResetId(u64), "reset "
 );
 number_id!(
-    /// Numbers the times that one worker said who it is; grows over one connection.
+    /// Sequence number of a worker's attach requests on one connection. A repeated number is a retry.
     AttachId(u64), "attach "
 );
 number_id!(
-    /// A slice of a group's KV. Ranks whose KV is equal hold the same one.
+    /// A slice of a group's KV. Ranks with equal KV hold the same shard.
     Shard(u16), "shard "
 );
 number_id!(
-    /// Layers that share page geometry and attention kind. Most models have group 0 only.
+    /// A group of layers that share page geometry and attention kind. Most models have group 0 only.
     GroupId(u8), "group "
 );
 number_id!(
-    /// Grows with each leader start; whatever carries an older one has no effect.
+    /// Number of a leader's start, which grows with each. A message with an older epoch has no effect.
     Epoch(u64), "epoch "
 );
 number_id!(
-    /// Names one reservation of pages, a growth included. Never reused within an epoch.
+    /// Id of one reservation of pages, also of a growth. Never reused within an epoch.
     Generation(u64), "generation "
 );
 number_id!(
-    /// Names one copy that the leader asked the workers for. Never reused within an epoch.
+    /// Id of one copy that the leader orders from the workers. Never reused within an epoch.
     OpId(u64), "op "
 );
 number_id!(
-    /// Chosen by the client, growing; the same id again is a retry and has one effect.
+    /// Id of a request, chosen by the client and growing. A repeated id is a retry, and has one effect.
     RequestId(u64), "request "
 );
 number_id!(
-    /// One connection as its listener sees it. Unique in the process, never reused, and never chosen by the client.
+    /// Id of one connection on the listener's side. Unique in the process, never reused, and never chosen by the
+    /// client.
     PeerId(u64), "peer "
 );
 number_id!(
-    /// One connection of a client, by its session: grows with each.
+    /// Number of a connection on the client's side, which grows with each connection of a session.
     LinkId(u64), "connection "
 );
 number_id!(
-    /// The engine's own number of a running request (a sequence), unique among its live ones.
+    /// The engine's own number of a running request (a sequence), unique among its running requests.
     SlotId(u64), "slot "
 );
 
-/// A worker's place: one rank of one replica. At most one process has it at a time. Shown without the replica when that is
-/// the first, which most leaders have alone.
+/// The seat of a worker: one rank of one replica. At most one process has it at a time. Displayed without the replica
+/// if that is replica 0, because most leaders have no other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct WorkerId {
-    /// Of which engine instance.
+    /// The engine instance.
     pub replica: Replica,
-    /// Which rank of it.
+    /// The rank of that instance.
     pub rank: Rank,
 }
 
@@ -93,12 +95,12 @@ impl fmt::Display for WorkerId {
     }
 }
 
-/// The memory of one shard on one host: random bytes drawn when it is made, so that an empty successor is not taken for
-/// the one that held pages.
+/// The memory of one shard on one host. Random bytes drawn at its creation, so that an empty successor is not taken for
+/// the depot that held pages.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct DepotId(pub u128);
 
-/// A namespace, as a keyed hash: that of every domain in it, whatever its layout.
+/// A namespace, as a keyed hash. All domains of a namespace have the same one, in every layout.
 #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct NamespaceId(pub u64);
 
@@ -109,12 +111,12 @@ impl fmt::Debug for NamespaceId {
 }
 
 /// A space of pages: one namespace of one model, layout and group, as a keyed hash. Two domains never share a page. The
-/// first half is that of the namespace alone, so that a reset finds the pages of a namespace in every layout.
+/// first half is the hash of the namespace alone, so that a reset finds the pages of a namespace in every layout.
 #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct DomainId(pub u128);
 
 impl DomainId {
-    /// The namespace that it belongs to.
+    /// The namespace of this domain.
     pub const fn namespace(self) -> NamespaceId {
         NamespaceId((self.0 >> 64) as u64)
     }

@@ -4,11 +4,11 @@ use std::time::Duration;
 
 use super::Time;
 
-/// Most lines of one kind within a [`PERIOD`]. At 4 KiB each, the longest that a message can carry: 46 MiB a day.
+/// Limit on lines of one kind within a [`PERIOD`]. At 4 KiB each, the longest that a message can carry: 46 MiB a day.
 const LINES_MAX: u32 = 8;
 const PERIOD: Duration = Duration::from_secs(60);
 
-/// Limits how often one line is written, so that no peer can fill a disk. One for each line.
+/// Limits how often one log line is written, so that no peer can fill a disk. One value per line.
 #[derive(Debug, Default)]
 pub struct LogLimit {
     since: Option<Time>,
@@ -17,7 +17,7 @@ pub struct LogLimit {
 }
 
 impl LogLimit {
-    /// Nothing is written yet.
+    /// A limit without lines so far.
     pub const fn new() -> Self {
         Self {
             since: None,
@@ -26,7 +26,7 @@ impl LogLimit {
         }
     }
 
-    /// Called before each line: `None` when the line is to be left out, otherwise the number of lines left out since the
+    /// Call before each line: `None` when the line must be left out, otherwise the number of lines left out since the
     /// last one.
     pub fn line(&mut self, now: Time) -> Option<u64> {
         if self.since.is_none_or(|since| now >= since + PERIOD) {

@@ -1,4 +1,4 @@
-//! Ids, keys, units and geometry: plain data that every other module speaks.
+//! Ids, keys, units and geometry: plain data that every other module uses.
 //!
 //! Nothing here does I/O, reads a clock or decides anything. Imports nothing from the crate.
 

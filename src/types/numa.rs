@@ -7,22 +7,22 @@ use serde::{Deserialize, Serialize};
 
 use crate::types::Shard;
 
-/// Nodes that can be named.
+/// Limit on the named nodes.
 const NODES_MAX: usize = 64;
 
-/// On which NUMA node the host memory of each KV shard lies: the first node is that of shard 0, and so on, from the front
-/// again where there are more shards. Written `0,1`; of no node, and written as nothing: wherever the system puts it.
+/// The NUMA node of each KV shard's host memory: the first node is for shard 0, and so on, starting over where there
+/// are more shards. Written `0,1`. An empty list, written as an empty text, leaves the placement to the system.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
 pub struct NumaNodes(Vec<u16>);
 
-/// A text names no nodes.
+/// The text is not a list of nodes.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("'{0}' is no list of up to 64 node numbers such as 0,1")]
 pub struct ParseNumaNodesError(String);
 
 impl NumaNodes {
-    /// The node of a shard, where one was named.
+    /// The node of a shard; `None` when no node is named.
     pub fn of(&self, shard: Shard) -> Option<u16> {
         let index = usize::from(shard.0).checked_rem(self.0.len())?;
         self.0.get(index).copied()

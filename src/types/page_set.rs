@@ -1,4 +1,4 @@
-//! Sets of page fingerprints, in which a look costs the same however many there are.
+//! Sets of page fingerprints with lookups in constant time.
 
 use std::fmt;
 use std::hash::{BuildHasher, RandomState};
@@ -9,17 +9,17 @@ use hashbrown::hash_table::Entry;
 
 use super::Fingerprint;
 
-/// Most memory that a set takes, in bytes a page: 16 of the fingerprint, 2 of the filter, and up to 16/7 places of a table
-/// with 5 each. Sets of a few pages take some dozen bytes more.
+/// Limit on the memory of a set, in bytes per page: 16 for the fingerprint, 2 for the filter, and up to 16/7 table
+/// places of 5 bytes each. Sets of a few pages take several dozen bytes more.
 pub const PAGE_SET_BYTES_PER_PAGE_MAX: usize = 30;
-/// Pages of the filter for each of its words.
+/// Pages per word of the filter.
 const PAGES_PER_WORD: usize = 4;
 
-/// Fingerprints of pages, each once, in the order in which they were named first. Clones share the memory.
+/// Distinct fingerprints of pages, in the order in which they were first named. Clones share the memory.
 ///
-/// A reset asks for every page of an arena, and for every page that a lookup finds meanwhile, and nearly always the
-/// page is not there. A filter answers that for all but about one page of a hundred, from one word of memory. The others
-/// are looked up in a table.
+/// A reset looks up every page of an arena, and every page that a lookup finds meanwhile, and nearly always the page is
+/// not in the set. A filter answers all but about 1% of those lookups from one word of memory. The others are looked up
+/// in a table.
 #[derive(Clone, Default)]
 pub struct PageSet(Arc<Named>);
 
@@ -27,7 +27,7 @@ pub struct PageSet(Arc<Named>);
 struct Named {
     pages: Vec<Fingerprint>,
     filter: Filter,
-    /// Their positions in `pages`.
+    /// Positions in `pages`.
     places: HashTable<u32>,
     key: Key,
 }
@@ -67,12 +67,12 @@ impl FromIterator<Fingerprint> for PageSet {
                 |place| key.hash(pages[*place as usize]),
             );
             if let Entry::Vacant(entry) = entry {
-                // A message names far fewer than 2^32.
+                // Fits: a message names far fewer than 2^32 pages.
                 entry.insert(pages.len() as u32);
                 pages.push(page);
             }
         }
-        // Pages that are named twice leave room behind.
+        // Pages that are named twice leave unused capacity.
         pages.shrink_to_fit();
         places.shrink_to_fit(|place| key.hash(pages[*place as usize]));
         let filter = Filter::new(pages.iter().map(|page| key.hash(*page)));
@@ -99,8 +99,8 @@ impl fmt::Debug for PageSet {
     }
 }
 
-/// A Bloom filter whose bits of one page lie in one word: a look reads one line of cache. 3 of 64 bits for each page, with
-/// 4 pages a word on the average.
+/// A Bloom filter that keeps the bits of a page in one word, so that a lookup reads one cache line. 3 of 64 bits for
+/// each page, with 4 pages per word on average.
 #[derive(Default)]
 struct Filter(Box<[u64]>);
 
@@ -121,7 +121,7 @@ impl Filter {
         word.is_some_and(|word| word & bits == bits)
     }
 
-    /// Which of so many words: as many hashes lead to each.
+    /// Index of a hash's word among `words`; hashes are spread evenly.
     fn index(words: usize, hash: u64) -> usize {
         (((hash >> 32) * words as u64) >> 32) as usize
     }
@@ -131,14 +131,14 @@ impl Filter {
     }
 }
 
-/// Multilinear hashing: the upper half of `k0 + k1 * low + k2 * high` modulo 2^128. It is strongly universal, so that
-/// fingerprints that were chosen by somebody who does not know the key collide no more often than random ones. A
-/// digest such as `SipHash` keeps more secret than that, and takes several times as long.
+/// Multilinear hashing: the upper half of `k0 + k1 * low + k2 * high` modulo 2^128. The hash is strongly universal:
+/// fingerprints chosen by an adversary without the key collide no more often than random ones. A digest such as
+/// `SipHash` hides more than needed here, and takes several times as long.
 #[derive(Debug, Clone, Copy, Default)]
 struct Key([u128; 3]);
 
 impl Key {
-    /// Another one for each set, from the seeds of the standard library's maps. Which key it is shows in no answer.
+    /// A new key for each set, from the seeds of the standard library's maps. No answer reveals the key.
     fn random() -> Self {
         let seeds = RandomState::new();
         let half = |index: usize| u128::from(seeds.hash_one(index));
@@ -159,7 +159,7 @@ impl Key {
 mod tests {
     use super::*;
 
-    /// As many as a message names at most.
+    /// Limit on the pages that one message names.
     const MANY: u32 = 131_072;
 
     fn set(pages: impl IntoIterator<Item = u128>) -> PageSet {
@@ -212,7 +212,7 @@ mod tests {
         assert!(through < MANY / 50, "{through} of {MANY}");
     }
 
-    /// Fingerprints with a pattern, as somebody would choose them who wants them to meet in one place of the table.
+    /// Fingerprints with a pattern, as an adversary would choose them to fill one place of the table.
     #[test]
     fn fingerprints_with_a_pattern_spread_over_the_table() {
         let mut rng = fastrand::Rng::with_seed(1);
@@ -227,7 +227,8 @@ mod tests {
                 highest[(hash >> 57) as usize] += 1;
                 words[Filter::index(1 << 14, hash)] += 1;
             }
-            // 8 and 1,024 on the average: where table and filter look, and what the table compares there first.
+            // Expected averages are 8 and 1,024. Table and filter index by the first two counts; the third is the tag
+            // that the table compares first.
             assert!(lowest.iter().all(|count| *count <= 64), "by {shift}");
             assert!(words.iter().all(|count| *count <= 64), "by {shift}");
             assert!(highest.iter().all(|count| *count <= 8192), "by {shift}");

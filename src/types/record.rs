@@ -1,61 +1,62 @@
-//! What a depot knows of its own pages, so that they are found again when every process that knew them has ended.
+//! Records of a depot about its own pages, by which the pages are found again after all processes that used them have
+//! ended.
 
 use super::{Anchor, DomainId, Epoch, Fingerprint, Generation, NamespaceId, PageSet};
 
-/// Bytes that an inventory keeps of each page of an arena, used or not.
+/// Bytes of an inventory for each page of an arena, used or not.
 pub const INVENTORY_SLOT_BYTES: u64 = 80;
 
-/// What a store writes beside the pages that it fills.
+/// The record that a store adds to the inventory, for the pages that it fills.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Record {
-    /// How the block is found.
+    /// Key by which the block is found.
     pub anchor: Anchor,
-    /// Whose it is.
+    /// Domain of the block.
     pub domain: DomainId,
     /// First arena page of the block.
     pub block_start: u32,
-    /// Place in the block of the first page that is filled: 0 for a new block, more for a growth.
+    /// Index in the block of the first page that is filled: 0 for a new block, more for a growth.
     pub first: u16,
     /// Position of the block's first page in its sequence, modulo the ratio.
     pub phase: u16,
-    /// When it was stored.
+    /// When the pages were stored.
     pub stored: Stored,
-    /// One for each page that is filled.
+    /// Fingerprint of each page that is filled.
     pub fingerprints: Vec<Fingerprint>,
 }
 
-/// Orders stores, also over the restarts of a leader.
+/// When a page was stored: orders stores, also over restarts of a leader.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Stored {
-    /// In which epoch.
+    /// Epoch of the leader that ordered the store.
     pub epoch: Epoch,
-    /// By which reservation.
+    /// Generation of the store's reservation.
     pub generation: Generation,
 }
 
-/// What an inventory says of one arena page that holds something.
+/// The inventory's record of one arena page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PageRecord {
-    /// Which arena page.
+    /// Index of the arena page.
     pub page: u32,
-    /// How its block is found.
+    /// Key by which the page's block is found.
     pub anchor: Anchor,
-    /// Whose it is.
+    /// Domain of the block.
     pub domain: DomainId,
-    /// First arena page of its block.
+    /// First arena page of the block.
     pub block_start: u32,
-    /// Its place in the block.
+    /// Index of the page in the block.
     pub index: u16,
     /// Position of the block's first page in its sequence, modulo the ratio.
     pub phase: u16,
-    /// When it was stored.
+    /// When the page was stored.
     pub stored: Stored,
-    /// What it holds.
+    /// Fingerprint of the page.
     pub fingerprint: Fingerprint,
 }
 
 impl Record {
-    /// One by one. Ends before a page, or a place in the block, whose number is too large to be one.
+    /// One record per page. Ends before a page, or an index in the block, that does not fit into its type.
     pub fn pages(&self) -> impl Iterator<Item = PageRecord> {
         let places = u64::from(self.first)..;
         self.fingerprints
@@ -77,19 +78,19 @@ impl Record {
     }
 }
 
-/// Which pages a reset means.
+/// The pages that a reset covers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Scope {
     /// Every page.
     Everything,
     /// Every page of a namespace, in every layout.
     Namespace(NamespaceId),
-    /// Pages of a namespace that hold one of these, in every layout.
+    /// Pages of a namespace with one of these fingerprints, in every layout.
     Pages(NamespaceId, PageSet),
 }
 
 impl Scope {
-    /// True when it means a page.
+    /// True when the scope covers this page.
     pub fn contains(&self, domain: DomainId, fingerprint: Fingerprint) -> bool {
         match self {
             Self::Everything => true,
@@ -100,7 +101,7 @@ impl Scope {
         }
     }
 
-    /// True when it means one of these pages of a domain.
+    /// True when the scope covers one of these pages of a domain.
     pub fn meets(&self, domain: DomainId, fingerprints: &[Fingerprint]) -> bool {
         match self {
             Self::Everything => true,
@@ -112,7 +113,7 @@ impl Scope {
         }
     }
 
-    /// Pages that it names one by one.
+    /// Number of pages that the scope names one by one.
     pub fn named_pages(&self) -> usize {
         match self {
             Self::Everything | Self::Namespace(_) => 0,

@@ -1,83 +1,85 @@
-//! What engines ask of a leader, what it answers, and what it asks of workers: the vocabulary that the wire encodes, the
-//! core decides about and engines speak.
+//! Requests of engines to a leader, its answers, and its copy orders to workers: the types that the protocol encodes,
+//! the core decides about and engines use.
 
 use super::{EngineId, FragmentPair, OpId, PageHashes, PageList, Record, RequestId, SlotId, Time};
 
-/// What an engine can ask for.
+/// A request of an engine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Request {
-    /// Which pages of a sequence are there? Opens the slot, or begins it anew, and pins what is found for a short time.
+    /// Find the stored pages of a sequence. Opens the slot, or restarts it, and pins the found pages for a short time.
     Lookup {
         /// The engine's number of the request.
         slot: SlotId,
-        /// Whose pages: salt, tenant, adapter. Two namespaces never share a page.
+        /// Namespace of the pages: salt, tenant, adapter. Two namespaces never share a page.
         namespace: Vec<u8>,
         /// Hashes of all full pages of the prompt.
         hashes: PageHashes,
-        /// So many pages from the first on the engine has itself.
+        /// Number of pages, from the first one on, that the engine has itself.
         device_pages: u32,
     },
     /// Copy pages that the last lookup found to the engine's memory.
     Load {
-        /// Which slot.
+        /// The slot of that lookup.
         slot: SlotId,
         /// Position of the first page in the sequence.
         first_page: u32,
         /// Device pages, one for each page from there on.
         destination: PageList,
-        /// The last number that the engine's ranks were given for a piece of work: until each rank says that it is written,
-        /// the engine may still write into these pages, and nothing is copied there. 0: nothing does.
+        /// Last number that the engine's ranks received for a piece of work. The engine may still write into the
+        /// destination pages until each rank has reported that number as written, and nothing is copied there before.
+        /// 0: no work writes there.
         after: RequestId,
     },
-    /// Keep pages of the sequence. They are read once the engine's ranks say that they are written.
+    /// Store pages of the sequence. A page is read once the engine's ranks have reported it as written.
     Store {
-        /// Which slot.
+        /// The slot of the sequence.
         slot: SlotId,
         /// Position of the first page in the sequence.
         first_page: u32,
-        /// Hashes of pages that the slot may not know yet, and the position of the first of them.
+        /// Position of the first of these pages, and hashes of pages that the slot may not have yet.
         more: Option<(u32, PageHashes)>,
         /// Device pages, one for each page from `first_page` on.
         source: PageList,
     },
-    /// Forget pages: none is found any more, now or after a restart, once this is answered. Refused while one of them is
+    /// Forget pages: once this is answered no lookup finds them, also after a restart. Refused while one of them is
     /// held.
     Reset {
-        /// Which.
+        /// The pages that are forgotten.
         scope: ResetScope,
     },
-    /// Stop stores that are under way: their engine wants its pages back. Each of them is answered before this is.
+    /// Stop stores that are in flight, because their engine needs its pages back. Each of them is answered before this
+    /// request.
     CancelStores {
-        /// Those of this slot; without one all of the engine.
+        /// The slot whose stores are stopped; `None` for all of the engine.
         slot: Option<SlotId>,
     },
-    /// The request is over: let go of what the slot pins. Copies that are under way still end and are answered.
+    /// The request has ended: release the pages that the slot pins. Copies in flight still end, and are answered.
     Finish {
-        /// Which slot.
+        /// The slot that ends.
         slot: SlotId,
     },
 }
 
-/// What comes back.
+/// The answer to a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Answer {
     /// To a lookup.
     Lookup {
-        /// Pages behind the engine's own that can be loaded.
+        /// Pages after the engine's own that can be loaded.
         hit_pages: u32,
-        /// The page behind those is on its way.
+        /// True when the page after those is being stored.
         pending: bool,
     },
-    /// To a load: nothing writes its pages any more.
+    /// To a load: its pages are no longer written.
     Load {
-        /// So many of them, from the first on, are in place on every rank; the engine computes the others.
+        /// Pages, from the first one on, that are in place on every rank. The engine computes the others.
         pages: u32,
     },
-    /// To a store: a lookup finds `stored` and `present` pages from now on.
+    /// To a store: later lookups find the `stored` and `present` pages.
     Store {
         /// Pages that this request stored.
         stored_pages: u32,
-        /// Pages that were there, or that another request stored meanwhile.
+        /// Pages that were stored before, or by another request meanwhile.
         present_pages: u32,
         /// Pages for which there was no room.
         refused_pages: u32,
@@ -89,27 +91,27 @@ pub enum Answer {
         /// Pages that were forgotten.
         pages: u32,
     },
-    /// To a cancel of stores: no page of theirs is read any more.
+    /// To a cancel of stores: their pages are no longer read.
     CancelStores {
-        /// So many were under way.
+        /// Stores that were in flight.
         stores: u32,
     },
     /// To a finish.
     Finish,
 }
 
-/// What is to be forgotten.
+/// The pages that a reset forgets.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ResetScope {
     /// Every page.
     Everything,
     /// Every page of a namespace.
     Namespace(Vec<u8>),
-    /// These pages of a namespace, and what their blocks hold beside them.
+    /// These pages of a namespace, with the other pages of their blocks.
     Pages(Vec<u8>, PageHashes),
 }
 
-/// Which way bytes go.
+/// Direction of a copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Direction {
     /// From the engine's memory to a depot: a gather.
@@ -118,39 +120,39 @@ pub enum Direction {
     Load,
 }
 
-/// One copy, the same on every rank.
+/// One copy, equal on every rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Copy {
-    /// Its name; a store's is also the generation of its reservation.
+    /// Id of the copy; for a store also the generation of its reservation.
     pub op: OpId,
-    /// Whose memory.
+    /// The engine whose memory is read or written.
     pub engine: EngineId,
-    /// Which way.
+    /// From the engine's memory, or to it.
     pub direction: Direction,
-    /// Which pages: device pages on the engine's side, arena pages on the depot's.
+    /// The pages: device pages on the engine's side, arena pages on the depot's.
     pub pairs: Vec<FragmentPair>,
-    /// For which request. A copy for a request that the engine has abandoned never starts.
+    /// The request that the copy belongs to. A copy for a request that the engine has abandoned never starts.
     pub request: RequestId,
-    /// It starts once the rank's engine has said that everything up to this number is written: a store's own request, or
-    /// the last work before a load that may write into its pages.
+    /// The copy starts once the rank has reported everything up to this number as written: for a store its own request,
+    /// for a load the last work that may write into the destination pages.
     pub after: RequestId,
-    /// What a store writes into the inventory when its last byte is there.
+    /// For a store, the record that is added to the inventory after its last byte; `None` for a load.
     pub record: Option<Record>,
-    /// When it is cancelled.
+    /// Time at which the copy is cancelled.
     pub deadline: Time,
 }
 
 /// The end of one copy on one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EndedCopy {
-    /// Which copy.
+    /// Id of the copy.
     pub op: OpId,
-    /// True when every byte was copied.
+    /// True when the copy is complete: every byte was copied.
     pub whole: bool,
-    /// When not: pages, from the first on and in the order of the pairs, of which every byte was.
+    /// For an incomplete copy: number of complete pages, from the first one on in the order of the pairs.
     pub whole_pages: u32,
     /// Bytes that were copied.
     pub bytes: u64,
-    /// How long the copy itself took, in microseconds.
+    /// Duration of the copy itself, in microseconds.
     pub busy_us: u64,
 }

@@ -1,11 +1,11 @@
-//! Which ranks of an engine hold the same KV.
+//! The assignment of KV shards to the ranks of an engine.
 
 use serde::Serialize;
 
 use crate::types::{Rank, Shard};
 
-/// Ranks and the slices of KV that they hold. With fewer shards than ranks, neighbours hold the same slice: all ranks of a
-/// model whose attention keeps one latent, or as many as share one KV head.
+/// Ranks, and the shards of KV that they hold. With fewer shards than ranks, neighbouring ranks hold the same shard:
+/// all ranks of a model whose attention keeps one latent, or those that share one KV head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Sharding {
     ranks: u16,
@@ -13,7 +13,7 @@ pub struct Sharding {
 }
 
 impl Sharding {
-    /// Every rank holds KV of its own.
+    /// A sharding in which each rank holds a shard of its own.
     pub fn each(ranks: u16) -> Self {
         Self {
             ranks,
@@ -21,33 +21,33 @@ impl Sharding {
         }
     }
 
-    /// So many shards, each held by the same number of ranks; `None` where that cannot be.
+    /// A sharding in which each shard is held by the same number of ranks; `None` when the numbers do not allow that.
     pub fn new(ranks: u16, shards: u16) -> Option<Self> {
         let fits = shards > 0 && ranks >= shards && ranks.is_multiple_of(shards);
         fits.then_some(Self { ranks, shards })
     }
 
-    /// Ranks of an engine.
+    /// Number of ranks of an engine.
     pub fn ranks(self) -> u16 {
         self.ranks
     }
 
-    /// Shards of its KV.
+    /// Number of shards of its KV.
     pub fn shards(self) -> u16 {
         self.shards
     }
 
-    /// Ranks that hold one shard.
+    /// Number of ranks that hold one shard.
     fn copies(self) -> u16 {
         self.ranks.checked_div(self.shards).unwrap_or(1).max(1)
     }
 
-    /// What a rank holds.
+    /// The shard that a rank holds.
     pub fn of(self, rank: Rank) -> Shard {
         Shard(rank.0 / self.copies())
     }
 
-    /// One rank of each shard, another one for each number.
+    /// Returns one rank of each shard. Consecutive numbers take turns among the ranks of a shard.
     pub fn one_of_each(self, number: u64) -> impl Iterator<Item = Rank> {
         let copies = self.copies();
         let which = u16::try_from(number % u64::from(copies)).unwrap_or(0);

@@ -1,10 +1,10 @@
-//! Points in time, read by whoever owns a clock and handed to whoever decides.
+//! Points in time, read by the owner of a clock and passed to the state machines.
 
 use std::fmt;
 use std::ops::{Add, Sub};
 use std::time::Duration;
 
-/// Nanoseconds since an arbitrary start that never jumps. Only differences mean something.
+/// Nanoseconds since an arbitrary start; never jumps. Only differences have a meaning.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Time(pub u64);
 
@@ -12,7 +12,7 @@ impl Time {
     /// Later than every deadline.
     pub const NEVER: Self = Self(u64::MAX);
 
-    /// What is left until `later`; zero once it has passed.
+    /// Time left until `later`; zero once that has passed.
     pub fn until(self, later: Self) -> Duration {
         Duration::from_nanos(later.0.saturating_sub(self.0))
     }

@@ -1,4 +1,4 @@
-//! Sizes in bytes as people write them.
+//! Sizes in bytes as users write them.
 
 use std::fmt;
 use std::str::FromStr;
@@ -17,12 +17,12 @@ const UNITS: [(&str, u64); 9] = [
     ("B", 1),
 ];
 
-/// A number of bytes, written `8GiB`, `1.5 GB` or `4096`. Binary units (KiB, MiB, GiB, TiB) are powers of 1,024, decimal
-/// ones (KB, MB, GB, TB) powers of 1,000; case does not matter.
+/// A number of bytes, written `8GiB`, `1.5 GB` or `4096`. Binary units (KiB, MiB, GiB, TiB) are powers of 1,024,
+/// decimal ones (KB, MB, GB, TB) powers of 1,000. Case does not matter.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ByteSize(pub u64);
 
-/// A size that could not be read; says what was written and what is expected.
+/// A size that cannot be parsed; names the text and the expected form.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("'{0}' is not a size: write a number and a unit, such as 8GiB, 512MiB or 4096 (bytes)")]
 pub struct ParseByteSizeError(String);

@@ -62,7 +62,7 @@ impl LettingGo {
 #[derive(Debug)]
 pub(in crate::actors) struct Refusal {
     why: String,
-    /// This process gets the same refusal until it ends.
+    /// True when this process gets the same refusal until it ends.
     is_final: bool,
 }
 

@@ -1,4 +1,4 @@
-//! What a [`LeaderShell`](super::LeaderShell) needs of its process.
+//! The interface between a [`LeaderShell`](super::LeaderShell) and its process.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! What a [`WorkerShell`](super::WorkerShell) needs of its process.
+//! The interface between a [`WorkerShell`](super::WorkerShell) and its process.
 
 use std::error::Error;
 use std::time::Duration;
