@@ -1,5 +1,5 @@
-//! The second part of each message: a MessagePack map with these fields as keys. Unknown keys are skipped; a field that
-//! may be absent has a default.
+//! Message bodies: a MessagePack map with these fields as keys. Unknown keys are skipped; a field that may be absent
+//! has a default.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -56,7 +56,7 @@ pub struct Hello {
     pub features: u64,
 }
 
-/// A rank's device writes into a word of its own memory how far it is, and its worker looks there
+/// Feature bit: the rank's device writes its progress into a word of its own memory, and the worker polls that word
 /// ([`Registration::timeline`], [`Written::timeline`]).
 pub const FEATURE_TIMELINE: u64 = 1;
 

@@ -8,7 +8,7 @@ use crate::protocol::kind::Kind;
 use crate::protocol::{Message, VERSION, VERSION_MIN, limits};
 use crate::types::CONTENT_BYTES_MAX;
 
-/// Every kind with its number and the JSON Schema of its body, every error code, and the limits.
+/// Returns every kind with its number and the JSON Schema of its body, every error code, and the limits.
 pub fn catalogue() -> Value {
     let kinds: Vec<Value> = Kind::ALL
         .iter()
@@ -52,14 +52,14 @@ pub fn catalogue() -> Value {
     })
 }
 
-/// The roles of the clients that say it.
+/// The roles of the clients that send `kind`.
 fn said_by(kind: Kind) -> Vec<Role> {
     let mut roles = vec![Role::Engine, Role::Rank, Role::Worker, Role::Admin];
     roles.retain(|role| kind.said_by(*role));
     roles
 }
 
-/// The kind that answers a request; every request may be answered by an error instead.
+/// The kind that answers a request. Every request may be answered by an error instead.
 pub(super) fn answer(kind: Kind) -> Option<Kind> {
     match kind {
         Kind::Hello => Some(Kind::Welcome),

@@ -1,4 +1,4 @@
-//! The one way from bytes to messages and back.
+//! Encoding and decoding of messages. All conversions between bytes and messages go through here.
 
 use serde::de::{DeserializeOwned, IgnoredAny};
 use serde::{Deserialize, Serialize};
@@ -30,7 +30,7 @@ macro_rules! messages {
         }
 
         impl Message {
-            /// Its kind.
+            /// Returns the kind of the message.
             pub fn kind(&self) -> Kind {
                 match self {
                     $(Self::$name(_) => Kind::$name,)*
@@ -49,7 +49,7 @@ macro_rules! messages {
                 }
             }
 
-            /// JSON Schema of the body of a kind.
+            /// Returns the JSON Schema of the body of a kind.
             pub fn schema(kind: Kind) -> schemars::Schema {
                 match kind {
                     $(Kind::$name => schemars::schema_for!($body),)*
@@ -138,22 +138,22 @@ messages! {
     StatusAnswer(StatusAnswer);
 }
 
-/// A message with what its header says.
+/// A message with the fields of its header.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Envelope {
     /// Version of the body.
     pub version: u16,
-    /// Ties an answer to its request.
+    /// Copied from a request to its answer.
     pub correlation: RequestId,
-    /// Milliseconds left; 0 in answers.
+    /// Milliseconds until the deadline; 0 in answers.
     pub deadline_ms: u32,
-    /// The epoch that the sender knows.
+    /// Epoch of the leader that the sender is or is connected to; 0 before the sender has received one.
     pub epoch: Epoch,
-    /// The message.
+    /// The decoded body.
     pub message: Message,
 }
 
-/// The two parts of a message. What the limits or the version forbid is refused here, before it is sent.
+/// Encodes the two parts of a message. Fails when a limit or the version forbids it.
 pub fn encode(envelope: &Envelope) -> Result<([u8; HEADER_BYTES], Vec<u8>), EncodeError> {
     let kind = envelope.message.kind();
     let version = envelope.version;
@@ -192,8 +192,8 @@ pub fn encode(envelope: &Envelope) -> Result<([u8; HEADER_BYTES], Vec<u8>), Enco
     Ok((header.to_bytes(), body))
 }
 
-/// What can be said about a message without its body: refuses other versions, unknown kinds, bits that are not known here,
-/// and bodies that are too long.
+/// Validates a message by its header and the length of its body. Refuses unsupported versions, unknown kinds, unknown
+/// `required` bits and bodies that are too long.
 pub fn judge(header: &Header, body_bytes: usize) -> Result<Kind, DecodeError> {
     let kind = Kind::from_number(header.kind).ok_or(DecodeError::UnknownKind(header.kind))?;
     if !is_spoken(kind, header.version, VERSION_MIN, VERSION) {
@@ -215,15 +215,15 @@ pub fn judge(header: &Header, body_bytes: usize) -> Result<Kind, DecodeError> {
     }
 }
 
-/// Whether a side that speaks these versions says and reads a kind in this one. What comes before an agreement has a version
-/// of its own, so that it can be read when there is none.
+/// Whether a side that supports the versions `min` to `max` sends and accepts `kind` in `version`. Messages before the
+/// version is agreed have a version of their own, so that a peer without a common version can read them.
 fn is_spoken(kind: Kind, version: u16, min: u16, max: u16) -> bool {
     let first_words = matches!(kind, Kind::Hello | Kind::Welcome | Kind::Error);
     (min..=max).contains(&version) || (first_words && version == HELLO_VERSION)
 }
 
-/// Reads a message whose header was read. Refuses what [`judge`] refuses, what breaks a limit, and whatever
-/// follows the body. Never panics, never allocates by what a length claims.
+/// Decodes the body of a message whose header was read. Refuses what [`judge`] refuses, values beyond a limit, and
+/// trailing bytes. Never panics, and never allocates by an unverified length.
 pub fn decode(header: Header, body: &[u8]) -> Result<Envelope, DecodeError> {
     let kind = judge(&header, body.len())?;
     let as_written = match kind {
@@ -259,8 +259,8 @@ fn read_body<T: DeserializeOwned>(kind: Kind, bytes: &[u8]) -> Result<T, DecodeE
     let mut reader = rmp_serde::Deserializer::from_read_ref(bytes);
     reader.set_max_depth(DEPTH_MAX);
     let body = T::deserialize(Named(&mut reader)).map_err(refuse)?;
-    // The reader does not tell how much it has read. At the end, and only there, it finds no marker of a further value;
-    // of any value it reads no more than what `()` needs.
+    // The reader does not report how many bytes it has read. At the end of the input, and only there, deserializing
+    // `()` fails with `InvalidMarkerRead`; of any further value it reads no more than `()` needs.
     match <()>::deserialize(&mut reader) {
         Err(rmp_serde::decode::Error::InvalidMarkerRead(_)) => Ok(body),
         _ => Err(DecodeError::Trailing {
@@ -270,7 +270,7 @@ fn read_body<T: DeserializeOwned>(kind: Kind, bytes: &[u8]) -> Result<T, DecodeE
     }
 }
 
-/// Length of the first value.
+/// Length in bytes of the first MessagePack value.
 fn body_bytes(bytes: &[u8]) -> Result<usize, rmp_serde::decode::Error> {
     let mut reader = rmp_serde::Deserializer::new(bytes);
     reader.set_max_depth(DEPTH_MAX);
@@ -278,7 +278,7 @@ fn body_bytes(bytes: &[u8]) -> Result<usize, rmp_serde::decode::Error> {
     Ok(bytes.len() - reader.get_ref().len())
 }
 
-/// The limits that lie in the values themselves. The same on both sides.
+/// Checks the limits on values. Used by both [`encode`] and [`decode`].
 fn check(message: &Message) -> Result<(), EncodeError> {
     let kind = message.kind();
     let within = |what, value: u64, max: u64| match value <= max {
@@ -342,7 +342,7 @@ fn check(message: &Message) -> Result<(), EncodeError> {
     }
 }
 
-/// The limits of lists of pages, as the reader counts them: in version 1 page by page.
+/// Checks the limits on lists of pages as a reader of `version` counts them: page by page in version 1, by items later.
 fn check_lists(message: &Message, version: u16) -> Result<(), EncodeError> {
     let kind = message.kind();
     let within = |what, value: u64, max: usize| match value <= max as u64 {
@@ -370,7 +370,7 @@ fn check_lists(message: &Message, version: u16) -> Result<(), EncodeError> {
     }
 }
 
-/// The same message in words of version 1: page by page.
+/// Returns the message in the form of version 1: page by page.
 fn flat(message: &Message) -> Message {
     let mut message = message.clone();
     match &mut message {

@@ -1,4 +1,4 @@
-//! Between bodies and the vocabulary of the rest of the program.
+//! Conversions between message bodies and the types of the core.
 
 use crate::protocol::body::{
     CancelStores, CancelStoresAnswer, CopyResult, Empty, ErrorBody, Finish, Inventory, Load,
@@ -68,7 +68,7 @@ impl From<Request> for Message {
 impl TryFrom<Message> for Request {
     type Error = ErrorBody;
 
-    /// Fails for messages that no engine sends, and for hashes that do not fit their width.
+    /// Fails for messages that no engine sends, and for hashes whose length does not match their width.
     fn try_from(message: Message) -> Result<Self, ErrorBody> {
         match message {
             Message::Lookup(lookup) => Ok(Self::Lookup {
@@ -140,7 +140,7 @@ impl From<Answer> for Message {
 }
 
 impl Message {
-    /// The answer to an engine's request, if this is one.
+    /// Returns the answer to an engine's request, or `None` for any other message.
     pub fn answer(&self) -> Option<Answer> {
         match *self {
             Self::LookupAnswer(LookupAnswer { hit_pages, pending }) => {
@@ -224,7 +224,8 @@ impl RecordBody {
 }
 
 impl Strike {
-    /// The order to strike the pages of a scope out, as far as they were stored by `through` or before.
+    /// Builds the order to remove the pages of a scope from the inventory, as far as they were stored at or before
+    /// `through`.
     pub fn new(id: ResetId, scope: &Scope, through: Generation) -> Self {
         let (namespace, fingerprints) = match scope {
             Scope::Everything => (Vec::new(), Vec::new()),
@@ -241,7 +242,7 @@ impl Strike {
         }
     }
 
-    /// Which pages it means.
+    /// Returns the scope of pages to remove. Fails if `namespace` has neither 0 nor 8 bytes.
     pub fn scope(&self) -> Result<Scope, ErrorBody> {
         let namespace = match (
             <[u8; 8]>::try_from(self.namespace.as_slice()),
@@ -265,7 +266,7 @@ impl Strike {
 }
 
 impl Inventory {
-    /// The part of an inventory that was asked for.
+    /// Builds the answer to `asked`.
     pub fn new(asked: &ReadInventory, next: Option<u32>, pages: &[PageRecord]) -> Self {
         let mut records = Vec::with_capacity(pages.len() * PAGE_RECORD_BYTES);
         for page in pages {
@@ -288,7 +289,7 @@ impl Inventory {
         }
     }
 
-    /// What it lists. What is left behind the last whole record is ignored.
+    /// Returns the listed pages. Bytes after the last complete record are ignored.
     pub fn pages(&self) -> Vec<PageRecord> {
         let (records, _) = self.records.as_chunks::<PAGE_RECORD_BYTES>();
         records.iter().map(page_record).collect()
@@ -296,7 +297,7 @@ impl Inventory {
 }
 
 fn page_record(bytes: &[u8; PAGE_RECORD_BYTES]) -> PageRecord {
-    /// The number of `N` bytes at this place.
+    /// Reads the big-endian number of `N` bytes at `at`.
     fn number<const N: usize>(bytes: &[u8; PAGE_RECORD_BYTES], at: usize) -> u128 {
         let of = |sum: u128, byte: &u8| sum << 8 | u128::from(*byte);
         bytes[at..at + N].iter().fold(0, of)

@@ -1,4 +1,4 @@
-//! What can be wrong with a message, and what is said about it.
+//! Decode and encode errors, and the error codes sent to peers.
 
 use crate::protocol::kind::Kind;
 
@@ -12,10 +12,10 @@ macro_rules! codes {
         }
 
         impl ErrorCode {
-            /// Every code, by number.
+            /// Every code, ordered by number.
             pub const ALL: &[Self] = &[$(Self::$name,)*];
 
-            /// The code of a number; unknown ones, of newer peers, count as internal errors.
+            /// Returns the code of a number. Unknown numbers, from newer peers, map to [`ErrorCode::Internal`].
             pub fn from_number(number: u16) -> Self {
                 match number {
                     $($number => Self::$name,)*
@@ -23,21 +23,21 @@ macro_rules! codes {
                 }
             }
 
-            /// Its name in schema and logs.
+            /// Name of the code in the schema and in logs.
             pub fn name(self) -> &'static str {
                 match self {
                     $(Self::$name => $text,)*
                 }
             }
 
-            /// True when the same request may succeed later.
+            /// Whether a retry of the same request may succeed later.
             pub fn retry(self) -> bool {
                 match self {
                     $(Self::$name => $retry,)*
                 }
             }
 
-            /// Its number on the wire.
+            /// Number of the code on the wire.
             pub fn number(self) -> u16 {
                 self as u16
             }
@@ -88,62 +88,62 @@ codes! {
     Unsupported = 24, "unsupported", false;
 }
 
-/// Why bytes are no message. Each says what was found and what would have been right.
+/// Why bytes were refused as a message. The text states what was found and what is expected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DecodeError {
-    /// The first part has another length.
+    /// The header is not 32 bytes long. Holds its length.
     #[error("header has {0} bytes, not 32")]
     HeaderLength(usize),
-    /// It does not begin with the magic.
+    /// The header does not begin with the magic `KVFY`.
     #[error("header does not begin with KVFY")]
     Magic,
-    /// The header has bits for things that this program does not know.
+    /// The header requires features that this program does not support. Holds the bits.
     #[error(
         "bits {0:#06x} of the header's bytes 20 and 21 are not known here: send without them, or update this side"
     )]
     Required(u16),
-    /// A version that this program does not speak.
+    /// A version that this program does not support.
     #[error("version {0} is none of 1 to 2")]
     Version(u16),
-    /// A number that names no kind.
+    /// A kind number that is not assigned.
     #[error("kind {0} is unknown")]
     UnknownKind(u16),
-    /// The body is too long.
+    /// The body is longer than its kind allows.
     #[error("body has {bytes} bytes, more than the limit of {max}")]
     BodyLength {
-        /// Bytes that it has.
+        /// Length of the body.
         bytes: usize,
-        /// Bytes that it may have.
+        /// Longest body allowed for the kind.
         max: usize,
     },
-    /// A limit of the wire.
+    /// A value exceeds a limit of the wire.
     #[error("{kind}: {reason}")]
     Limit {
-        /// What it is.
+        /// Name of the message's kind.
         kind: &'static str,
-        /// Which limit, and what it is.
+        /// The exceeded limit and its value, as text.
         reason: String,
     },
-    /// The body does not fit its kind.
+    /// The body does not decode as its kind.
     #[error("body of {kind}: {reason}")]
     Body {
-        /// What it should have been.
+        /// Name of the kind in the header.
         kind: &'static str,
-        /// What is wrong.
+        /// The decoder's error text.
         reason: String,
     },
-    /// Something follows the body.
+    /// Bytes remain after the body.
     #[error("{bytes} bytes follow the body of {kind}")]
     Trailing {
-        /// What it is.
+        /// Name of the message's kind.
         kind: &'static str,
-        /// How many bytes too many.
+        /// Number of trailing bytes.
         bytes: usize,
     },
 }
 
 impl DecodeError {
-    /// What the sender is told. The same message fails in the same way again.
+    /// The error code for the sender. A retry of the same message fails in the same way.
     pub fn code(&self) -> ErrorCode {
         match self {
             Self::Version(_) => ErrorCode::UnsupportedVersion,
@@ -155,35 +155,35 @@ impl DecodeError {
     }
 }
 
-/// Why a message cannot be said.
+/// Why a message cannot be encoded.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum EncodeError {
-    /// A limit of the wire.
+    /// A value exceeds a limit of the wire.
     #[error("{kind}: {what} is {value}, more than the limit of {max}")]
     Limit {
-        /// What was to be said.
+        /// Name of the message's kind.
         kind: &'static str,
-        /// Which limit.
+        /// Name of the exceeded limit.
         what: &'static str,
-        /// The value.
+        /// The value that exceeds it.
         value: u64,
-        /// The limit.
+        /// Largest allowed value.
         max: u64,
     },
-    /// The peer's version has no words for it.
+    /// The version has no form for this kind.
     #[error("{kind} has no form in version {version}")]
     Version {
-        /// What was to be said.
+        /// Name of the message's kind.
         kind: &'static str,
-        /// The peer's version.
+        /// The version of the envelope.
         version: u16,
     },
-    /// MessagePack refused it.
+    /// The MessagePack serializer failed.
     #[error("{kind}: {reason}")]
     Body {
-        /// What was to be said.
+        /// Name of the message's kind.
         kind: &'static str,
-        /// Why.
+        /// The serializer's error text.
         reason: String,
     },
 }

@@ -1,4 +1,4 @@
-//! One example of every kind: the source of the golden vectors.
+//! Example messages of every kind: the source of the golden vectors.
 
 use crate::protocol::body::{
     Abandon, Attach, Attached, AttachedMemory, Cancel, CancelStores, CancelStoresAnswer, CopyOrder,

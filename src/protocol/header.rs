@@ -1,43 +1,43 @@
 //! The first part of every message: 32 bytes, numbers big-endian.
 //!
 //! | bytes | field |
-//! | --- | --- |
-//! | 0..4 | magic `KVFY` |
-//! | 4..6 | protocol version |
-//! | 6..8 | kind |
-//! | 8..16 | correlation id: an answer carries that of its request |
-//! | 16..20 | milliseconds left until the deadline; 0 in answers |
-//! | 20..22 | a bit for each thing that a reader must understand; none is defined |
-//! | 22..24 | zero; a reader skips what else is there |
-//! | 24..32 | epoch of the leader that the sender speaks to or is; 0 before it knows |
+//!  --- | --- |
+//!  0..4 | magic `KVFY` |
+//!  4..6 | protocol version |
+//!  6..8 | kind |
+//!  8..16 | correlation id: an answer carries that of its request |
+//!  16..20 | milliseconds left until the deadline; 0 in answers |
+//!  20..22 | bit mask of features that a reader must understand; none is defined |
+//!  22..24 | zero; a reader ignores other values |
+//!  24..32 | epoch of the leader that the sender is or is connected to; 0 before the sender has received one |
 
 use crate::protocol::error::DecodeError;
 use crate::types::{Epoch, RequestId};
 
-/// Bytes of a header.
+/// Length of a header in bytes.
 pub const HEADER_BYTES: usize = 32;
 
 const MAGIC: [u8; 4] = *b"KVFY";
 
-/// What every message says before its body. The kind is a bare number here: one that is unknown still gets an answer.
+/// The fixed part of every message. `kind` is a bare number, so that an unknown kind can still be answered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Header {
     /// Version of the body.
     pub version: u16,
-    /// Number of the kind.
+    /// Number of the message's [`Kind`](crate::protocol::Kind).
     pub kind: u16,
-    /// Ties an answer to its request; for engine requests it is the request id.
+    /// Copied from a request to its answer. For engine requests: the request id.
     pub correlation: RequestId,
-    /// Milliseconds that are left; a duration, so that clocks need not agree.
+    /// Milliseconds until the deadline; 0 in answers. A duration, so that clocks need not agree.
     pub deadline_ms: u32,
-    /// What a reader must understand to read the message as it is meant, a bit each. This program knows none.
+    /// Bit mask of features that a reader must understand to interpret the message. This program defines none.
     pub required: u16,
-    /// Fences what an older leader asked for.
+    /// Epoch of the leader; fences off orders of older leaders.
     pub epoch: Epoch,
 }
 
 impl Header {
-    /// Its bytes.
+    /// Returns the encoded header.
     pub fn to_bytes(self) -> [u8; HEADER_BYTES] {
         let mut bytes = [0; HEADER_BYTES];
         bytes[..4].copy_from_slice(&MAGIC);
@@ -50,8 +50,8 @@ impl Header {
         bytes
     }
 
-    /// Reads exactly [`HEADER_BYTES`] bytes. Neither version nor kind nor required bits are judged, so that what is not
-    /// understood can be answered.
+    /// Decodes exactly [`HEADER_BYTES`] bytes. Accepts any version, kind and required bits, so that a message that this
+    /// side does not understand can still be answered.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, DecodeError> {
         let bytes: &[u8; HEADER_BYTES] = bytes
             .try_into()

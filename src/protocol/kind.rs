@@ -1,4 +1,5 @@
-//! Kinds of messages. A number is never reused, and says what part of an exchange it is: see [`Class`].
+//! Kinds of messages. Numbers are never reused. A number also determines whether a message is a request or an answer:
+//! see [`Class`].
 
 use crate::protocol::body::Role;
 
@@ -12,10 +13,10 @@ macro_rules! kinds {
         }
 
         impl Kind {
-            /// Every kind, by number.
+            /// Every kind, ordered by number.
             pub const ALL: &[Self] = &[$(Self::$name,)*];
 
-            /// The kind of a number, if there is one.
+            /// Returns the kind of a number; `None` if the number is not assigned.
             pub fn from_number(number: u16) -> Option<Self> {
                 match number {
                     $($number => Some(Self::$name),)*
@@ -23,14 +24,14 @@ macro_rules! kinds {
                 }
             }
 
-            /// Its name in schema and logs.
+            /// Name of the kind in the schema and in logs.
             pub fn name(self) -> &'static str {
                 match self {
                     $(Self::$name => $text,)*
                 }
             }
 
-            /// Its number on the wire.
+            /// Number of the kind on the wire.
             pub fn number(self) -> u16 {
                 self as u16
             }
@@ -118,8 +119,8 @@ kinds! {
     StatusAnswer = 65, "status_answer";
 }
 
-/// What part of an exchange a number stands for, also one that names no kind here: so a message of a newer peer can be
-/// answered, or dropped, without its body.
+/// Whether a number stands for a request or an answer. Defined for unassigned numbers too, so that a message of a newer
+/// peer can be answered or dropped without decoding its body.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Class {
     /// Gets one answer: `hello`, `ping`, and the even numbers.
@@ -129,7 +130,7 @@ pub enum Class {
 }
 
 impl Class {
-    /// The class of a number.
+    /// Returns the class of a number, assigned or not.
     pub fn of(number: u16) -> Self {
         match Kind::from_number(number) {
             Some(Kind::Hello | Kind::Ping) => Self::Request,
@@ -141,12 +142,12 @@ impl Class {
 }
 
 impl Kind {
-    /// What part of an exchange it is.
+    /// Returns whether the kind is a request or an answer.
     pub fn class(self) -> Class {
         Class::of(self.number())
     }
 
-    /// Whether a client of this role says it, after its hello. A server refuses the others by the header alone.
+    /// Whether a client of this role sends the kind after its hello. A server refuses other kinds by the header alone.
     pub fn said_by(self, role: Role) -> bool {
         match self {
             Self::Hello | Self::Ping | Self::Pong => true,
@@ -166,7 +167,7 @@ impl Kind {
         }
     }
 
-    /// Whether a server asks it of its clients.
+    /// Whether a server sends the kind to its clients as a request.
     pub fn asked_of_clients(self) -> bool {
         matches!(
             self,

@@ -1,7 +1,7 @@
-//! The wire: messages, their bytes, versions and limits. Bytes in, values out.
+//! The wire protocol: message types, their encoding, versions and limits.
 //!
-//! No sockets, no async, no clock, no panic. Every message is two parts: a fixed [`Header`] and a MessagePack map.
-//! [`encode`] and [`decode`] are the only ways between bytes and [`Message`]s; both hold the limits of [`limits`].
+//! No sockets, no async, no clock, no panic. Every message has two parts: a fixed [`Header`] and a MessagePack map.
+//! [`encode`] and [`decode`] are the only ways between bytes and [`Message`]s; both enforce [`limits`].
 
 mod body;
 mod catalogue;
@@ -32,10 +32,10 @@ pub use header::{HEADER_BYTES, Header};
 pub use kind::{Class, Kind};
 pub use pairs::{Pages, Pairs};
 
-/// Version in the header of a hello, a welcome, and every error before the welcome, whatever versions a side speaks. It never
-/// changes, so that every peer can read why it is refused.
+/// Version in the header of a hello, a welcome, and every error before the welcome, whatever versions a side supports.
+/// Never changes, so that every peer can read why it is refused.
 pub const HELLO_VERSION: u16 = 1;
-/// Newest version that this program speaks: fragment pairs.
+/// Newest version that this program supports: fragment pairs.
 pub const VERSION: u16 = 2;
-/// Oldest version that this program speaks: pairs of single pages.
+/// Oldest version that this program supports: pairs of single pages.
 pub const VERSION_MIN: u16 = 1;

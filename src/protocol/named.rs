@@ -1,8 +1,8 @@
-//! Structs are maps with their fields' names as keys, and nothing else.
+//! Restricts structs on the wire to maps keyed by field name.
 //!
-//! Serde reads a struct from a list of its fields' values, too. That would be a second language that nobody wrote down, and
-//! a cheap one: two bytes of a list would become 40 in memory. [`Named`] reads everything else as the deserializer that it
-//! wraps does.
+//! Serde also reads a struct from a list of its field values. That would be a second, undocumented format, and a way to
+//! amplify memory: two bytes of a list would become 40 in memory. [`Named`] forwards everything else to the
+//! deserializer that it wraps.
 
 use std::fmt;
 
@@ -10,13 +10,13 @@ use serde::de::{
     DeserializeSeed, Deserializer, EnumAccess, Error, MapAccess, SeqAccess, VariantAccess, Visitor,
 };
 
-/// A deserializer, or whatever it hands out, below which structs have names.
+/// Wraps a deserializer, or a part of it, and refuses structs that are encoded as lists, at any depth.
 pub(super) struct Named<T>(pub(super) T);
 
-/// A visitor of anything but a struct.
+/// Wraps the visitor of anything but a struct.
 struct Anything<V>(V);
 
-/// A visitor of a struct: takes no list.
+/// Wraps the visitor of a struct: accepts a map, refuses a list.
 struct Fields<V>(V);
 
 macro_rules! forward {

@@ -1,10 +1,10 @@
-//! Orders of copies: which of them share a message.
+//! Copy orders: grouping of copies into transfer messages, and back.
 
 use crate::protocol::body::{CopyOrder, RecordBody, Transfer};
 use crate::protocol::limits::{BODY_BYTES_MAX, COPIES_MAX};
 use crate::types::{Copy, Direction, EndedCopy, EngineId, Epoch, OpId, RequestId, Time};
 
-/// What a message may hold of copies.
+/// How full a transfer message is.
 #[derive(Debug, Default)]
 struct Room {
     copies: usize,
@@ -13,15 +13,15 @@ struct Room {
 }
 
 impl Room {
-    /// Bytes of a copy at most beside its pairs and fingerprints: names of fields and numbers.
+    /// Most bytes of a copy beside its pairs and fingerprints: field names and numbers.
     const COPY_BYTES: usize = 256;
-    /// Bytes of a pair, and of an item in it: a run of two numbers of 5 bytes.
+    /// Most bytes of a pair, and of an item in it: a run of two numbers of 5 bytes.
     const PAIR_BYTES: usize = 11;
     const ITEM_BYTES: usize = 11;
-    /// So many pages can be said one by one, too, as version 1 does.
+    /// Most pages of a message: as many as also fit when encoded page by page, as version 1 does.
     const PAGES_MAX: u64 = (BODY_BYTES_MAX / 2 / Self::ITEM_BYTES) as u64;
 
-    /// Adds a copy; false when it does not fit beside those before it. The first always fits.
+    /// Adds a copy. Returns false when it does not fit beside those before it. The first copy always fits.
     fn take(&mut self, copy: &Copy) -> bool {
         let mut bytes = Self::COPY_BYTES;
         let mut pages = 0;
@@ -46,9 +46,9 @@ impl Room {
 }
 
 impl Transfer {
-    /// The transfers that order these copies, each with its deadline: one for neighbours that belong to one request, or
-    /// more where they do not fit into one message. A single copy that is too large for a message gets one of its own, which
-    /// cannot be said.
+    /// Groups copies into transfers, each with its deadline: one transfer for consecutive copies of one request, or
+    /// several where they do not fit into one message. A single copy that is too large for a message gets a transfer of
+    /// its own, which cannot be encoded.
     pub fn all_of(copies: &[&Copy]) -> Vec<(Time, Self)> {
         let one_request = |one: &&Copy, other: &&Copy| {
             (one.engine, one.direction, one.deadline)
@@ -83,7 +83,7 @@ impl Transfer {
         }
     }
 
-    /// How its copies ended when it was not sent: none was begun.
+    /// The results of the copies of a transfer that was never sent: none has started.
     pub fn unsent(&self) -> Vec<EndedCopy> {
         let copies = self.copies.iter().map(|copy| EndedCopy {
             op: OpId(copy.op),
@@ -95,7 +95,7 @@ impl Transfer {
         copies.collect()
     }
 
-    /// The copies, ordered by the leader of `epoch` and due at `deadline`.
+    /// Returns the copies, as ordered by the leader of `epoch` and due at `deadline`.
     pub fn into_copies(self, epoch: Epoch, deadline: Time) -> impl Iterator<Item = Copy> {
         let Self {
             engine,
@@ -104,7 +104,7 @@ impl Transfer {
             after,
             copies,
         } = self;
-        // A store also waits for its own request, whatever else is said.
+        // A store also waits for its own request, whatever `after` is.
         let after = match store {
             true => after.max(request),
             false => after,

@@ -1,8 +1,8 @@
-//! Lists of pages and fragment pairs as MessagePack. One decoder reads the shapes of both versions, also mixed.
+//! Lists of pages and fragment pairs as MessagePack. One decoder reads the forms of both versions, also mixed.
 //!
 //! * version 1: `pairs` is a list of `[src, dst]`, both page indices; a list of pages is a list of page indices;
-//! * version 2: `pairs` is a list of `[[items], [items]]`, where an item is a page index or a run `[start, count]`; a list
-//!   of pages is a list of items.
+//! * version 2: `pairs` is a list of `[[items], [items]]`, where an item is a page index or a run `[start, count]`; a
+//!   list of pages is a list of items.
 
 use std::fmt;
 
@@ -14,24 +14,24 @@ use smallvec::SmallVec;
 use crate::protocol::limits::{PAGE_ITEMS_MAX, PAIRS_MAX, beyond};
 use crate::types::{FragmentPair, PageList, PageRun};
 
-/// Most items for which room is made before they are read.
+/// Most list items for which capacity is reserved before they are decoded.
 const EXPECTED_MAX: usize = 256;
 
 /// A list of pages on the wire.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Pages {
-    /// The pages.
+    /// Pages in order, as runs.
     pub list: PageList,
-    /// Say page by page, as version 1 does.
+    /// Encode page by page, as version 1 does.
     pub(super) flat: bool,
 }
 
 /// Fragment pairs on the wire.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Pairs {
-    /// The pairs.
+    /// Pairs in order.
     pub list: Vec<FragmentPair>,
-    /// Say page by page, as version 1 does.
+    /// Encode page by page, as version 1 does.
     pub(super) flat: bool,
 }
 
@@ -130,7 +130,7 @@ impl<'de> Deserialize<'de> for Pairs {
     }
 }
 
-/// One pair; counts its items against the budget of the message.
+/// Decodes one pair and counts its items against the budget of the list.
 struct Pair<'a>(&'a mut usize);
 
 impl<'de> DeserializeSeed<'de> for Pair<'_> {
@@ -165,7 +165,7 @@ impl<'de> Visitor<'de> for Pair<'_> {
     }
 }
 
-/// One page index, or a list of items.
+/// Decodes one side of a pair: one page index, or a list of items.
 struct Side<'a>(&'a mut usize);
 
 impl<'de> DeserializeSeed<'de> for Side<'_> {
@@ -201,7 +201,7 @@ impl<'de> Visitor<'de> for Side<'_> {
     }
 }
 
-/// A page index or a run `[start, count]`.
+/// One item: a page index or a run `[start, count]`.
 struct Item(PageRun);
 
 impl<'de> Deserialize<'de> for Item {
@@ -238,8 +238,8 @@ impl<'de> Deserialize<'de> for Item {
     }
 }
 
-/// Room for what a list claims to hold, up to a few KiB. A claim that does not hold ends the message, so no more than one
-/// such room is empty at a time.
+/// Capacity to reserve for a list that claims a length, at most [`EXPECTED_MAX`] items (a few KiB). A false claim ends
+/// the message, so at most one such allocation is unused at a time.
 fn expected<'de, A: SeqAccess<'de>>(seq: &A) -> usize {
     seq.size_hint().unwrap_or(0).min(EXPECTED_MAX)
 }

@@ -1,8 +1,9 @@
-//! Transfers as this program writes them, to bytes and back, without asking of every page what it may be.
+//! A fast encoder and decoder for [`Transfer`], without serde's dispatch for each page.
 //!
-//! The largest messages by far: thousands of page numbers, of one, two, three or five bytes each, which a decoder that
-//! branches on the length foresees badly. [`write`] makes the bytes that serde makes; [`read`] takes those, and leaves
-//! whatever looks different to serde, errors included. So there is one format, and one decoder that decides what is wrong.
+//! Transfers are the largest messages by far: thousands of page numbers, of one, two, three or five bytes each, and a
+//! decoder that branches on the length mispredicts often. [`write`] produces the bytes that serde produces. [`read`]
+//! accepts exactly that layout and returns `None` for anything else, which serde then decodes, errors included. So
+//! there is one format, and one decoder that decides what is wrong.
 
 use rmp::decode::{read_array_len, read_bin_len, read_bool, read_int, read_map_len};
 use rmp::encode::{
@@ -16,15 +17,15 @@ use crate::protocol::limits::{DEPTH_MAX, PAGE_ITEMS_MAX, PAIRS_MAX};
 use crate::protocol::named::Named;
 use crate::types::{FragmentPair, PageList, PageRun};
 
-/// Most items for which room is made before they are read.
+/// Most list items for which capacity is reserved before they are decoded.
 const EXPECTED_MAX: usize = 256;
-/// What lies around a record: the body, the list of copies, the copy.
+/// Nesting depth around a record: the body, the list of copies, the copy.
 const RECORD_DEPTH: usize = 3;
-/// Nothing: "MessagePack specification", formats nil.
+/// The nil marker: "MessagePack specification", formats nil.
 const NIL: u8 = 0xc0;
 
-/// A number, by its first byte: "MessagePack specification", formats positive fixint and uint 8 to 32. As a big-endian word
-/// of eight bytes, the number begins behind `skip_bits`, and `drop_bits` follow it.
+/// How a number is encoded, by its first byte: "MessagePack specification", formats positive fixint and uint 8 to 32.
+/// In a big-endian word of eight bytes, the number starts after `skip_bits` and is followed by `drop_bits`.
 #[derive(Clone, Copy)]
 struct Number {
     bytes: u8,
@@ -32,7 +33,7 @@ struct Number {
     drop_bits: u8,
 }
 
-/// By first byte; no bytes for what is no such number.
+/// Indexed by the first byte; `bytes` is 0 where the byte starts no such number.
 const NUMBERS: [Number; 256] = {
     let none = Number {
         bytes: 0,
@@ -62,7 +63,7 @@ const NUMBERS: [Number; 256] = {
     numbers
 };
 
-/// Appends the body. Serde's serializer into memory cannot fail but for what it cannot express.
+/// Appends the encoded body. Serializing into memory fails only for values that MessagePack cannot express.
 pub(super) fn write(
     transfer: &Transfer,
     out: &mut Vec<u8>,
@@ -100,7 +101,7 @@ pub(super) fn write(
     Ok(())
 }
 
-/// Lists are checked against limits far below this before they are written.
+/// The length of a list for its header. Lists are checked before encoding against limits far below `u32::MAX`.
 fn length(items: usize) -> u32 {
     u32::try_from(items).unwrap_or(u32::MAX)
 }
@@ -119,7 +120,7 @@ fn write_items(list: &PageList, out: &mut Vec<u8>) -> Result<(), rmp_serde::enco
     Ok(())
 }
 
-/// The shortest form, without a branch: the word that begins with it is written, and what is too much cut off.
+/// Writes the shortest form without a branch: appends a full eight-byte word, then truncates the excess.
 fn write_page(page: u32, out: &mut Vec<u8>) {
     const FORMS: [(u64, u32, usize); 4] = [(0, 56, 1), (0xcc, 48, 2), (0xcd, 40, 3), (0xce, 24, 5)];
     let form =
@@ -131,7 +132,7 @@ fn write_page(page: u32, out: &mut Vec<u8>) {
     out.truncate(end);
 }
 
-/// Reads a body that [`write`] made. `None` for everything else, also for what breaks a limit.
+/// Decodes a body that [`write`] produced. `None` for everything else, including bodies beyond a limit.
 pub(super) fn read(body: &[u8]) -> Option<Transfer> {
     let mut rest = body;
     let from = &mut rest;
@@ -200,10 +201,10 @@ fn read_record(from: &mut &[u8]) -> Option<Option<RecordBody>> {
     Some(Some(record))
 }
 
-/// A field of this name comes next.
+/// Consumes a field name; `None` if the next value is another.
 fn key(from: &mut &[u8], name: &str) -> Option<()> {
     let (first, behind) = from.split_first()?;
-    // The names are short: format fixstr.
+    // The names are short enough for the format fixstr.
     if usize::from(*first) != 0xa0 | name.len() {
         return None;
     }
@@ -211,7 +212,7 @@ fn key(from: &mut &[u8], name: &str) -> Option<()> {
     Some(())
 }
 
-/// A list of pages, and how many they are.
+/// Decodes a list of pages and returns it with its number of pages.
 fn read_items(from: &mut &[u8], budget: &mut usize) -> Option<(PageList, u64)> {
     let items = read_array_len(from).ok()? as usize;
     *budget = budget.checked_sub(items).filter(|_| items > 0)?;
@@ -234,7 +235,7 @@ fn read_items(from: &mut &[u8], budget: &mut usize) -> Option<(PageList, u64)> {
     Some((PageList(runs), pages))
 }
 
-/// The number that comes next, in any of its forms, and nothing read when it is none.
+/// Decodes the next number, in any of its forms. Consumes nothing if the next value is not a number.
 fn read_number(from: &mut &[u8]) -> Option<u32> {
     let word = match from.first_chunk::<8>() {
         Some(word) => u64::from_be_bytes(*word),
@@ -278,7 +279,7 @@ mod tests {
         reader.get_ref().is_empty().then_some(transfer)
     }
 
-    /// Of every length on the wire, and its borders.
+    /// Page numbers of every encoded length, including the boundary values.
     fn page() -> impl Strategy<Value = u32> {
         let borders = [0, 127, 128, 255, 256, 65_535, 65_536, u32::MAX - 1];
         prop_oneof![
@@ -372,7 +373,7 @@ mod tests {
         }
     }
 
-    /// A load of one pair with these bytes as its lists.
+    /// A load with one pair whose two lists are replaced by these bytes.
     fn with_lists(lists: &[u8]) -> Vec<u8> {
         let transfer = Transfer {
             engine: [1; 16],
