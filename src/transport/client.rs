@@ -1,6 +1,6 @@
 //! Runs a [`ClientSession`] on a connection.
 //!
-//! A caller of a [`Client`] sees an answer or a typed failure, exactly one, in time, whatever happens to the other side.
+//! Each request gets exactly one answer or typed failure, in time, whatever happens to the server.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -17,50 +17,50 @@ use crate::session::{
 use crate::transport::{Address, Clock, Connection, Frame, Limits, Transport, TransportError};
 use crate::types::{Epoch, LinkId, RequestId};
 
-/// Requests that wait in a client before they are taken up; a caller waits for a place beyond that. At worst 8 GiB, with
-/// the longest body of the wire each (8 MiB); with the hashes of 4,096 pages each, 128 MiB.
+/// Requests queued in a client; beyond that, callers wait for room. At worst 8 GiB, if each request has the longest
+/// body of the wire (8 MiB); 128 MiB with the hashes of 4,096 pages each.
 pub const CLIENT_QUEUE: usize = 1024;
-/// Ids of requests that a client numbers itself begin here; callers number theirs below.
+/// First id of the requests that a client numbers itself; callers number theirs below.
 const OWN_IDS: u64 = 1 << 63;
 
-/// What a client hears without having asked.
+/// An event of a client's connection.
 #[derive(Debug)]
 pub enum Incoming {
-    /// The other side said welcome over a new connection; its epoch may be a new one.
+    /// The server sent a welcome over a new connection. Its epoch may have changed.
     Welcomed {
-        /// The other side's epoch.
+        /// The server's epoch.
         epoch: Epoch,
-        /// Names the connection.
+        /// Identifies the connection.
         link: LinkId,
-        /// What both sides can do beyond the version, as in [`crate::protocol::Welcome::features`].
+        /// Features that both sides support beyond the version, as in [`crate::protocol::Welcome::features`].
         features: u64,
     },
-    /// The connection broke; the client connects again by itself.
+    /// The connection broke. The client reconnects on its own.
     Lost,
-    /// The other side asks for something; answer with [`Client::reply`].
+    /// The server sent a request; answer it with [`Client::reply`].
     Request {
-        /// The connection over which it asks, and the only one over which the answer is sent.
+        /// The connection of the request. The answer is sent over this connection only.
         link: LinkId,
-        /// What it asks.
+        /// The request.
         envelope: Box<Envelope>,
     },
-    /// The other side answered what was asked with [`Client::ask_in_order`].
+    /// The server answered a request of [`Client::ask_in_order`].
     Answered {
-        /// Which question.
+        /// Id of the answered request.
         id: RequestId,
-        /// What it said.
+        /// The answer, or an error from the server.
         answer: Box<Result<Message, Failure>>,
     },
 }
 
-/// Whom to speak to, and as whom.
+/// The server to connect to, and the identity of the client.
 #[derive(Debug, Clone)]
 pub struct ClientSettings {
-    /// Where the other side listens.
+    /// Address of the server.
     pub address: Address,
-    /// What is said first, again after every reconnect.
+    /// First message of each connection, sent again after every reconnect.
     pub hello: Hello,
-    /// Limits of the transport.
+    /// Limits of the connection.
     pub limits: Limits,
 }
 
@@ -73,17 +73,17 @@ enum Command {
     },
 }
 
-/// Where the answer to a question goes.
+/// Destination of the answer to a request.
 enum ReplyTo {
-    /// To a caller that waits for it.
+    /// A caller that waits for the answer.
     Caller(oneshot::Sender<Result<Message, Failure>>),
-    /// Into the stream of what the other side says, between the messages before and after it. A question that is not
-    /// answered ends without a word there.
+    /// The stream of server messages, in order with the messages before and after the answer. A request that is not
+    /// answered produces no event there.
     Stream,
 }
 
 impl ReplyTo {
-    /// Gives the other side's answer to the caller, or returns it for the stream.
+    /// Delivers the server's answer to the caller, or returns it for the stream.
     fn answer(self, id: RequestId, answer: Result<Message, Failure>) -> Option<Incoming> {
         match self {
             Self::Stream => {
@@ -99,7 +99,7 @@ impl ReplyTo {
         None
     }
 
-    /// Tells the caller that no answer came. The stream carries only what the other side sent itself.
+    /// Fails the caller's request. The stream gets nothing, because it carries only messages that the server sent.
     fn fail(self, failure: Failure) {
         if let Self::Caller(caller) = self
             && caller.send(Err(failure)).is_err()
@@ -109,7 +109,7 @@ impl ReplyTo {
     }
 }
 
-/// Speaks to one server. Cheap to clone; the conversation ends when the last clone is dropped.
+/// A connection to one server that survives reconnects. Cheap to clone; closes when the last clone is dropped.
 #[derive(Debug, Clone)]
 pub struct Client {
     commands: mpsc::Sender<Command>,
@@ -118,8 +118,8 @@ pub struct Client {
 }
 
 impl Client {
-    /// Starts a conversation in the background. What the other side asks comes out of the receiver; it must be read,
-    /// or the conversation stands still.
+    /// Connects in the background. Events and requests of the server come out of the receiver, which must be read: the
+    /// client stalls while it is full.
     pub fn start(
         transport: Arc<dyn Transport>,
         settings: ClientSettings,
@@ -154,13 +154,13 @@ impl Client {
         )
     }
 
-    /// Asks, under an id that the client chooses.
+    /// Sends a request under an id that the client chooses, and waits for the answer.
     pub async fn ask(&self, message: Message, timeout: Duration) -> Result<Message, Failure> {
         let id = RequestId(self.next_own_id.fetch_add(1, Ordering::Relaxed));
         self.ask_as(id, message, timeout).await
     }
 
-    /// Asks, under an id of the caller's, below 2^63. The same id again is a retry.
+    /// Sends a request under an id chosen by the caller, below 2^63. A repeated id is a retry.
     pub async fn ask_as(
         &self,
         id: RequestId,
@@ -171,8 +171,8 @@ impl Client {
             .await
     }
 
-    /// Asks over this connection or not at all: what is true now need not be true when the client has connected again.
-    /// When the connection breaks, the caller is told that no answer came, at its deadline or at the next connection.
+    /// Sends a request over this connection only, because it may no longer hold after a reconnect. If the connection
+    /// breaks, the request fails at its deadline or at the next connection.
     pub async fn ask_over(
         &self,
         link: LinkId,
@@ -184,8 +184,8 @@ impl Client {
             .await
     }
 
-    /// The same, but waits for `patience` beyond the deadline that the other side is told: a load that misses its deadline
-    /// is answered only when nothing writes its pages any more.
+    /// As [`Self::ask_as`], but waits up to `patience` beyond the deadline that is sent to the server: a load that
+    /// misses its deadline is answered only when nothing writes its pages any longer.
     pub async fn ask_patiently(
         &self,
         id: RequestId,
@@ -204,7 +204,7 @@ impl Client {
         patience: Duration,
         link: Option<LinkId>,
     ) -> Result<Message, Failure> {
-        // This client has ended: nothing that it requests can succeed any more.
+        // The client's task has ended: no further request can succeed.
         let gone = || Failure {
             retry: false,
             ..Failure::new(ErrorCode::Draining, "the connection was closed")
@@ -222,9 +222,9 @@ impl Client {
         answer.await.map_err(|_| gone())?
     }
 
-    /// Asks over this connection or not at all, without waiting. The answer comes as [`Incoming::Answered`], in its place
-    /// among the other things that this connection brings: what the other side said after it is not handled before it.
-    /// Without an answer by the deadline, or when the connection breaks, nothing comes; ask again.
+    /// Sends a request over this connection only, without waiting. The answer arrives as [`Incoming::Answered`], in
+    /// order with the other messages of this connection: messages that the server sent after it are not handled before
+    /// it. Without an answer by the deadline, or if the connection breaks, no event arrives; the caller must retry.
     pub fn ask_in_order(&self, link: LinkId, message: Message, timeout: Duration) -> RequestId {
         let id = RequestId(self.next_own_id.fetch_add(1, Ordering::Relaxed));
         self.post(Command::Ask(ClientRequest {
@@ -238,9 +238,9 @@ impl Client {
         id
     }
 
-    /// Answers a request that came over this connection, without waiting. When that connection is gone, the answer is
-    /// dropped: over the next one, under the epoch of another leader, it would answer something else. An answer more than
-    /// the queue holds waits in a task of its own, and there are no more of those than the other side has open requests.
+    /// Answers a request that came over this connection, without waiting. The answer is dropped if that connection is
+    /// gone: over the next one, under the epoch of another leader, it would answer a different request. Answers beyond
+    /// the capacity of the queue wait in a task each; there are no more of those than the server has open requests.
     pub fn reply(&self, link: LinkId, correlation: RequestId, message: Message) {
         self.post(Command::Reply {
             link,
@@ -261,7 +261,7 @@ impl Client {
     }
 }
 
-/// Connects a session, and carries its messages.
+/// Drives a [`ClientSession`]: connects, and moves its messages.
 struct Runner {
     session: ClientSession<ReplyTo>,
     transport: Arc<dyn Transport>,
@@ -276,7 +276,7 @@ struct Runner {
 
 type Connecting = Pin<Box<dyn Future<Output = Result<Connection, TransportError>> + Send>>;
 
-/// Nobody uses the client any more.
+/// The receiver of [`Incoming`] events was dropped.
 struct Dropped;
 
 impl Runner {
@@ -334,7 +334,7 @@ impl Runner {
                 return Ok(());
             }
             ClientEvent::Send((header, body)) => {
-                // What was to be sent over a connection that broke meanwhile is not sent.
+                // Messages for a connection that has broken meanwhile are dropped.
                 let Some(connection) = &mut self.connection else {
                     return Ok(());
                 };
@@ -370,7 +370,7 @@ impl Runner {
     }
 }
 
-/// The connection that is being made, once it is there.
+/// Waits for the connection attempt in progress; for ever without one.
 async fn opened(connecting: &mut Option<Connecting>) -> Result<Connection, TransportError> {
     match connecting {
         Some(connecting) => connecting.await,
@@ -378,7 +378,7 @@ async fn opened(connecting: &mut Option<Connecting>) -> Result<Connection, Trans
     }
 }
 
-/// The next message of a connection; `None` when it is closed.
+/// Waits for the next frame; `None` when the connection is closed. Waits for ever without a connection.
 async fn received(connection: &mut Option<Connection>) -> Option<Frame> {
     match connection {
         Some(connection) => connection.recv().await.ok(),

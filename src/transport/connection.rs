@@ -1,4 +1,4 @@
-//! The connecting end of every transport: two bounded queues with a task of the transport behind them.
+//! The client end of a connection, common to all transports: two bounded queues and a task of the transport.
 
 use std::sync::Arc;
 
@@ -8,10 +8,10 @@ use tokio::time::timeout;
 use super::queue::{Budget, Queued};
 use super::{Closed, Frame, Limits, SendError};
 
-/// Most frames that wait for [`Connection::recv`]; their bytes are bounded by [`Limits::pending_bytes`].
+/// Most frames queued for [`Connection::recv`]; their bytes are bounded by [`Limits::pending_bytes`].
 const INBOX_FRAMES: usize = 64;
 
-/// The tasks' side of a [`Connection`].
+/// The transport task's side of a [`Connection`].
 pub(super) struct ConnectionLink {
     pub(super) outbox: mpsc::Receiver<Queued>,
     pub(super) inbox: mpsc::Sender<Queued>,
@@ -20,14 +20,14 @@ pub(super) struct ConnectionLink {
 }
 
 impl ConnectionLink {
-    /// Tells the owner why; to be called last.
+    /// Reports the reason of the close to the owner. Call it last.
     pub(super) fn close(self, reason: Closed) {
         self.closed.send_replace(Some(reason));
     }
 }
 
-/// A client's connection to a listener. It never reconnects. It lives as long as its receiving half; what was sent
-/// before that is dropped is still written while the runtime lives.
+/// A client's connection to a listener. Does not reconnect. Closes when its receiving half is dropped; frames sent
+/// before that are still written while the runtime lives.
 pub struct Connection {
     sender: ConnectionSender,
     receiver: ConnectionReceiver,
@@ -71,7 +71,7 @@ impl Connection {
         self.receiver.recv().await
     }
 
-    /// The two halves, for two tasks.
+    /// Splits the connection into halves for two tasks.
     pub fn split(self) -> (ConnectionSender, ConnectionReceiver) {
         (self.sender, self.receiver)
     }
@@ -85,11 +85,11 @@ pub struct ConnectionSender {
 }
 
 impl ConnectionSender {
-    /// Queues a frame, waiting for room for at most [`Limits::slow_after`]. `Ok` says that it is queued, not that it was
-    /// read.
+    /// Queues a frame, waiting at most [`Limits::slow_after`] for room. `Ok` means that the frame is queued, not that
+    /// it was read.
     ///
     /// # Errors
-    /// [`SendError`]; after [`SendError::Slow`] the connection goes on without the frame.
+    /// [`SendError`]; after [`SendError::Slow`] the connection stays open, and the frame is dropped.
     pub async fn send(&self, frame: Frame) -> Result<(), SendError> {
         self.budget.check(&frame)?;
         let admitted = tokio::select! {
@@ -103,7 +103,7 @@ impl ConnectionSender {
         }
     }
 
-    /// Queues a frame now or never.
+    /// Queues a frame without waiting; fails if there is no room.
     ///
     /// # Errors
     /// As [`Self::send`].
@@ -127,10 +127,10 @@ pub struct ConnectionReceiver {
 }
 
 impl ConnectionReceiver {
-    /// The next frame. Safe to cancel.
+    /// Returns the next frame. Cancel safe.
     ///
     /// # Errors
-    /// [`Closed`] once the connection has ended and what came before is taken; again on every further call.
+    /// [`Closed`] once the connection has ended and all frames received before are taken; again on every further call.
     pub async fn recv(&mut self) -> Result<Frame, Closed> {
         match self.inbox.recv().await {
             Some(queued) => Ok(queued.frame),

@@ -1,4 +1,4 @@
-//! What can go wrong, typed for those who must act on it.
+//! Errors of the transport, typed for callers that handle them.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -6,65 +6,65 @@ use std::time::Duration;
 
 use super::{Address, Violation};
 
-/// Why a listener or a connection could not be made.
+/// Why a listener or a connection could not be created.
 #[derive(Debug, thiserror::Error)]
 pub enum TransportError {
     /// The address belongs to another transport.
     #[error("{0} is not an address of this transport")]
     Address(Address),
-    /// The limits contradict each other; says which.
+    /// The limits contradict each other; holds the contradiction.
     #[error("limits: {0}")]
     Limits(&'static str),
-    /// Others could reach into the directory.
+    /// Other users could access the directory, or it is not usable as one.
     #[error("{} (mode {mode:04o}) {problem}; {remedy}", .path.display())]
     Directory {
         /// The directory, or its parent.
         path: PathBuf,
-        /// Its permission bits.
+        /// Permission bits of `path`.
         mode: u32,
-        /// What is wrong with it.
+        /// The defect found.
         problem: &'static str,
-        /// What to do about it.
+        /// How to fix the defect.
         remedy: String,
     },
     /// A socket's path does not fit the kernel's limit of 107 bytes.
     #[error("{} is longer than the 107 bytes of a socket's path; choose a shorter directory", .0.display())]
     PathTooLong(PathBuf),
-    /// Somebody listens there already.
+    /// Another listener holds the address.
     #[error("{address} is in use{}", .pid.map(|pid| format!(" by process {pid}")).unwrap_or_default())]
     InUse {
-        /// Where.
+        /// The requested address.
         address: Address,
-        /// Who, where known.
+        /// The process that holds the address, if known.
         pid: Option<i32>,
     },
-    /// Nobody listened there by the deadline.
+    /// No listener accepted by the deadline.
     #[error("nobody listens at {address} (waited {waited:?})")]
     Unreachable {
-        /// Where.
+        /// The requested address.
         address: Address,
-        /// How long was waited.
+        /// The deadline that was given.
         waited: Duration,
     },
     /// The listener closed the connection before the handshake ended: too many connections, another user, or no ZMTP.
     #[error("{address} refused the connection: {detail}")]
     Refused {
-        /// Where.
+        /// The requested address.
         address: Address,
-        /// What was seen.
+        /// The error of the attempt, as text.
         detail: String,
     },
     /// A system call failed.
     #[error("{what} {}: {source}", .path.display())]
     Io {
-        /// What was tried.
+        /// The operation that failed.
         what: &'static str,
-        /// On which file.
+        /// The file or directory of the operation.
         path: PathBuf,
-        /// What the system said.
+        /// The error of the system call.
         source: io::Error,
     },
-    /// The ZMQ socket could not be set up.
+    /// The ZMQ socket could not be set up; holds the crate's error.
     #[error("ZMQ socket: {0}")]
     Zmq(String),
 }
@@ -82,17 +82,18 @@ pub enum SendError {
     /// The peer is not, or no longer, connected.
     #[error("the peer is gone")]
     Gone,
-    /// A part exceeds the limits; nothing was sent, the connection stays.
+    /// A part exceeds the limits; nothing was sent, and the connection stays open.
     #[error("the {part} part has {bytes} bytes, the limit is {limit}")]
     TooLong {
         /// `header` or `body`.
         part: &'static str,
-        /// Its length.
+        /// Length of the part.
         bytes: usize,
-        /// Its limit.
+        /// Longest allowed length of the part.
         limit: usize,
     },
-    /// Too much waits for the peer already. A listener closes such a peer; a connection stays, and the frame is not sent.
+    /// The queue of the peer is full. A listener closes such a peer; a client's connection stays open, and the frame is
+    /// not sent.
     #[error("too much waits for the peer already")]
     Slow,
 }
@@ -100,19 +101,19 @@ pub enum SendError {
 /// Why a listener's peer was closed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum CloseReason {
-    /// The client closed it or died.
+    /// The client closed the connection or died.
     #[error("closed by the client")]
     ByPeer,
-    /// [`FrameSender::disconnect`](super::FrameSender::disconnect).
+    /// Closed by [`FrameSender::disconnect`](super::FrameSender::disconnect), or because this side ended.
     #[error("closed by this side")]
     ByUs,
-    /// It did not take what was sent to it.
+    /// The client did not read what was sent to it.
     #[error("the client reads too slowly")]
     SlowConsumer,
-    /// It broke the protocol or a limit.
+    /// The client broke the protocol or a limit.
     #[error("the client broke the protocol: {0}")]
     Violation(Violation),
-    /// Reading from or writing to it failed.
+    /// Reading from or writing to the connection failed.
     #[error("I/O failed: {0}")]
     Io(io::ErrorKind),
 }
@@ -120,10 +121,10 @@ pub enum CloseReason {
 /// Why a connection ended, as its client sees it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Closed {
-    /// The server closed it or died.
+    /// The server closed the connection or died.
     #[error("the server closed the connection")]
     ByServer,
-    /// The server sent what the limits or the protocol forbid.
+    /// The server sent something that the limits or the protocol forbid.
     #[error("the server broke the protocol: {0}")]
     Violation(Violation),
 }

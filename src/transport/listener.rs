@@ -1,4 +1,4 @@
-//! The listening end of every transport: bounded queues with tasks of the transport behind them.
+//! The server end of connections, common to all transports: bounded queues and tasks of the transport.
 
 use std::any::Any;
 use std::collections::HashMap;
@@ -12,17 +12,17 @@ use tokio::time::timeout;
 use super::queue::{Budget, Queued};
 use super::{Address, CloseReason, Frame, Limits, ListenerEvent, PeerId, SendError};
 
-/// Most events that wait for [`Listener::next`]; their bytes are bounded by [`Limits::pending_bytes`].
+/// Most events queued for [`Listener::next`]; their bytes are bounded by [`Limits::pending_bytes`].
 const EVENTS_MAX: usize = 1024;
-/// How long [`Listener::close`] waits for its tasks.
+/// Longest wait of [`Listener::close`] for its tasks.
 const CLOSE_DEADLINE: Duration = Duration::from_secs(5);
 
 static NEXT_PEER: AtomicU64 = AtomicU64::new(1);
 
-/// What waits for a peer.
+/// An item in the queue of a peer.
 pub(super) enum Outgoing {
     Frame(Queued),
-    /// Close, once everything before is written.
+    /// Close the connection after all frames before it are written.
     Close,
 }
 
@@ -45,7 +45,7 @@ impl PeerEntry {
     }
 }
 
-/// The task's side of one open peer.
+/// The transport task's side of one open peer.
 pub(super) struct PeerLink {
     pub(super) peer: PeerId,
     pub(super) outbox: mpsc::Receiver<Outgoing>,
@@ -53,7 +53,7 @@ pub(super) struct PeerLink {
 }
 
 impl PeerLink {
-    /// Ends when the peer must be closed at once, with the reason.
+    /// Completes when the peer must be closed immediately, with the reason.
     pub(super) fn killed(&self) -> impl Future<Output = CloseReason> + Send + use<> {
         let mut kill = self.kill.clone();
         async move {
@@ -80,7 +80,7 @@ impl Peers {
         PeerId(NEXT_PEER.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// From now on frames for `peer` are queued.
+    /// Adds a peer; from now on frames for it are queued.
     pub(super) fn open(&self, peer: PeerId) -> PeerLink {
         let budget = Budget::new(self.limits.clone());
         let (outbox, outbox_rx) = mpsc::channel(budget.capacity());
@@ -111,7 +111,7 @@ impl Peers {
     }
 }
 
-/// A [`ListenerEvent`] on its way, holding the permits of its frame.
+/// A queued [`ListenerEvent`] that holds the permits of its frame.
 pub(super) enum Event {
     Opened {
         peer: PeerId,
@@ -128,7 +128,7 @@ pub(super) enum Event {
     },
 }
 
-/// The tasks' side of a listener. While a clone of it lives, [`Listener::close`] waits.
+/// The transport tasks' side of a listener. [`Listener::close`] waits until all clones are dropped.
 #[derive(Clone)]
 pub(super) struct Intake {
     pub(super) events: mpsc::Sender<Event>,
@@ -152,7 +152,7 @@ impl Intake {
     }
 }
 
-/// Accepts connections and says what happens on them. Dropping it closes them all and frees the address.
+/// Accepts connections and reports their events. Dropping the listener closes all connections and frees the address.
 pub struct Listener {
     events: mpsc::Receiver<Event>,
     sender: FrameSender,
@@ -161,7 +161,7 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// A listener and its tasks' side. `guard` is dropped first when the listener goes.
+    /// Creates a listener and its tasks' side. `guard` is dropped first when the listener is closed or dropped.
     pub(super) fn new(
         address: Address,
         limits: &Arc<Limits>,
@@ -186,13 +186,14 @@ impl Listener {
         (listener, intake)
     }
 
-    /// The next event. `None` only when the transport's tasks have ended. Safe to cancel.
+    /// Returns the next event; `None` only when the transport's tasks have ended. Cancel safe.
     pub async fn next(&mut self) -> Option<ListenerEvent> {
         let (event, _charge) = self.next_charged().await?;
         Some(event)
     }
 
-    /// The same, with the permits of a frame, which counts against [`Limits::pending_bytes`] until they are dropped.
+    /// As [`Self::next`], with the permits of a frame, which counts against [`Limits::pending_bytes`] until they are
+    /// dropped.
     pub(super) async fn next_charged(
         &mut self,
     ) -> Option<(ListenerEvent, Option<OwnedSemaphorePermit>)> {
@@ -207,22 +208,22 @@ impl Listener {
         })
     }
 
-    /// What it was started with.
+    /// The limits that the listener was created with.
     pub(super) fn limits(&self) -> &Limits {
         &self.sender.peers.limits
     }
 
-    /// Sends to the peers of this listener; may be cloned and outlive it.
+    /// Returns a handle to send to the peers of this listener. May be cloned and outlive the listener.
     pub fn sender(&self) -> FrameSender {
         self.sender.clone()
     }
 
-    /// Where it listens.
+    /// The address of the listener.
     pub fn address(&self) -> &Address {
         &self.address
     }
 
-    /// Closes every connection and frees the address; events not yet taken are lost. Returns when the tasks have ended, or
+    /// Closes every connection and frees the address; pending events are dropped. Returns when the tasks have ended, or
     /// after 5 s.
     pub async fn close(mut self) {
         self.guard = None;
@@ -247,12 +248,12 @@ pub struct FrameSender {
 }
 
 impl FrameSender {
-    /// Queues a frame, waiting for room for at most [`Limits::slow_after`]. `Ok` says that it is queued, not that it was
-    /// read. Frames of one task arrive in order.
+    /// Queues a frame, waiting at most [`Limits::slow_after`] for room. `Ok` means that the frame is queued, not that
+    /// it was read. Frames of one task arrive in order.
     ///
     /// # Errors
-    /// [`SendError::Gone`], [`SendError::TooLong`]; [`SendError::Slow`] when there was no room in time: then the peer is
-    /// closed as a slow consumer.
+    /// [`SendError::Gone`], [`SendError::TooLong`]; [`SendError::Slow`] if there was no room in time, and the peer is
+    /// then closed as a slow consumer.
     pub async fn send(&self, peer: PeerId, frame: Frame) -> Result<(), SendError> {
         let entry = self.peers.get(peer)?;
         entry.budget.check(&frame)?;
@@ -272,10 +273,11 @@ impl FrameSender {
         }
     }
 
-    /// Queues a frame now or never.
+    /// Queues a frame without waiting; fails if there is no room.
     ///
     /// # Errors
-    /// As [`Self::send`]; without room the peer is closed at once, because a lost frame would be silent otherwise.
+    /// As [`Self::send`]; without room the peer is closed immediately, because otherwise the frame would be lost
+    /// silently.
     pub fn try_send(&self, peer: PeerId, frame: Frame) -> Result<(), SendError> {
         let entry = self.peers.get(peer)?;
         entry.budget.check(&frame)?;
@@ -293,8 +295,8 @@ impl FrameSender {
         sent.map_err(|_| SendError::Gone)
     }
 
-    /// Closes a peer after what was sent to it before is written (for at most [`Limits::slow_after`]). Frames that it sent
-    /// may still arrive until its `Closed`. Of a peer that is gone nothing happens.
+    /// Closes a peer after the frames sent to it before are written (for at most [`Limits::slow_after`]). Frames from
+    /// the peer may still arrive until its `Closed`. No effect if the peer is gone.
     pub fn disconnect(&self, peer: PeerId) {
         let Ok(entry) = self.peers.get(peer) else {
             return;

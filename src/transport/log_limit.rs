@@ -1,4 +1,4 @@
-//! Log lines that peers can cause, with a limit that every thread shares.
+//! Rate limit on log lines that peers can cause, shared by all threads.
 
 use std::sync::{LazyLock, Mutex, PoisonError};
 use std::time::Instant;
@@ -7,12 +7,12 @@ use crate::types::{LogLimit, Time};
 
 static STARTED: LazyLock<Instant> = LazyLock::new(Instant::now);
 
-/// A [`LogLimit`] by the clock of the system, for a `static`.
+/// A [`LogLimit`] on the system's monotonic clock, for use in a `static`.
 #[derive(Debug)]
 pub struct SharedLogLimit(Mutex<LogLimit>);
 
 impl SharedLogLimit {
-    /// Nothing is written yet.
+    /// Creates a limit that has counted no line.
     #[expect(clippy::new_without_default, reason = "for a static")]
     pub const fn new() -> Self {
         Self(Mutex::new(LogLimit::new()))

@@ -1,15 +1,16 @@
-//! How messages travel between processes of one machine.
+//! Transport of messages between processes of one machine.
 //!
-//! Below are frames, above them conversations: a [`Server`] welcomes and keeps order, a [`Client`] asks, retries and keeps
-//! deadlines.
+//! Two layers: frames, and on top of them conversations. A [`Server`] accepts hellos and enforces the protocol; a
+//! [`Client`] sends requests, retries them and enforces deadlines.
 //!
-//! A frame has two parts, header and body; what they mean is not known here. A [`Transport`] makes listeners and
-//! connections, which are the same concrete types for every transport: bounded queues, and a task behind them that moves
-//! frames. [`ZmqTransport`] speaks ZMTP 3.0 over `ipc://`, so that any ZMQ library can be a client; it stands behind a
-//! gate that checks every byte before the `zeromq` crate sees it. [`MemoryTransport`] is its twin inside one process,
-//! with the same events, limits and errors, for tests and for paused time.
+//! A frame has two parts, header and body, which this layer does not interpret. A [`Transport`] makes listeners and
+//! connections. These are the same concrete types for every transport: bounded queues, and a task that moves frames.
+//! [`ZmqTransport`] uses ZMTP 3.0 over `ipc://`, so that any ZMQ library can be a client; its gate checks every byte
+//! before the `zeromq` crate reads it. [`MemoryTransport`] works inside one process with the same events, limits and
+//! errors, for tests and for paused time.
 //!
-//! Nothing here reconnects, retries a frame or keeps one for later: whoever owns a connection decides that.
+//! The frame layer does not reconnect, does not retry frames and does not store them for later: the owner of a
+//! connection decides that.
 
 mod client;
 mod clock;
@@ -66,26 +67,26 @@ pub use crate::types::{LinkId, PeerId};
 /// Largest [`Limits::header_bytes`] and [`Limits::body_bytes`] together: 256 MiB.
 pub const FRAME_BYTES_MAX: usize = 256 << 20;
 
-/// What every queued frame is charged at least, in bytes, so that a bound in bytes bounds the number of frames too.
+/// Smallest charge for a queued frame, in bytes, so that a bound in bytes also bounds the number of frames.
 pub const FRAME_OVERHEAD_BYTES: usize = 256;
 
-/// Most frames that wait for one peer, whatever their size.
+/// Most frames queued for one peer, whatever their size.
 pub const PENDING_FRAMES_MAX: usize = 65_536;
 
-/// Connections of a leader beside those of its workers and one engine for each replica.
+/// Connections that a leader accepts beyond those of its workers and one engine for each replica.
 pub const TOOLS_MAX: usize = 32;
 
-/// What travels: two parts that belong together.
+/// The unit of transfer: a header and a body that belong together.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Frame {
-    /// Part one, at most [`Limits::header_bytes`].
+    /// First part, at most [`Limits::header_bytes`] long.
     pub header: Bytes,
-    /// Part two, at most [`Limits::body_bytes`]; may be empty.
+    /// Second part, at most [`Limits::body_bytes`] long; may be empty.
     pub body: Bytes,
 }
 
 impl Frame {
-    /// A frame of these two parts.
+    /// Builds a frame from its parts.
     pub fn new(header: impl Into<Bytes>, body: impl Into<Bytes>) -> Self {
         Self {
             header: header.into(),
@@ -94,38 +95,39 @@ impl Frame {
     }
 }
 
-/// What happens at a listener. For each peer: one `Opened`, any number of `Frame`s, one `Closed`, in this order.
+/// An event of a listener. For each peer: one `Opened`, any number of `Frame`s, one `Closed`, in this order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ListenerEvent {
-    /// A client shook hands; frames can be sent to it from now on.
+    /// A client completed the handshake; frames can be sent to it from now on.
     Opened {
-        /// Its name until `Closed`.
+        /// Identifies the connection until its `Closed`.
         peer: PeerId,
-        /// The user it runs as, by the kernel's word.
+        /// User of the client's process, as reported by the kernel.
         uid: u32,
-        /// Its process, by the kernel's word, where the kernel says.
+        /// Process id of the client, as reported by the kernel; `None` if the kernel does not report it.
         pid: Option<i32>,
     },
-    /// It sent a frame within the limits.
+    /// A client sent a frame within the limits.
     Frame {
-        /// Who.
+        /// The sending connection.
         peer: PeerId,
-        /// What.
+        /// The received frame.
         frame: Frame,
     },
-    /// It is gone; nothing of it follows, and sends to it fail.
+    /// The connection is closed. No further event of the peer follows, and sends to it fail.
     Closed {
-        /// Who.
+        /// The closed connection.
         peer: PeerId,
-        /// Why.
+        /// Why the connection was closed.
         reason: CloseReason,
     },
 }
 
-/// Where a listener listens.
+/// Address of a listener.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Address {
-    /// A directory of the listening process alone (0700, made if missing); socket and lock have fixed names in it.
+    /// A directory that belongs to the listening process alone (0700, created if missing), with fixed names for socket
+    /// and lock.
     Directory(PathBuf),
     /// A name within one [`MemoryTransport`].
     Memory(String),
@@ -140,31 +142,33 @@ impl fmt::Display for Address {
     }
 }
 
-/// Bounds of a listener or a connection. Both ends should agree on the frame sizes: what is within the sender's limits and
-/// beyond the receiver's closes the connection.
+/// Limits of a listener or a connection. Both ends should agree on the frame sizes: a frame within the sender's limits
+/// and beyond the receiver's closes the connection.
 ///
-/// Worst-case memory of a listener: `pending_bytes` (frames that nobody has handled yet) + `connections` x
-/// (`pending_bytes` + `header_bytes` + `body_bytes` + 512 KiB of buffers), plus 192 KiB for each of 64 handshakes. With the
-/// defaults: 16 MiB and 24.5 MiB a connection, so 1.6 GiB when each of 64 peers sends half of a longest message and reads
-/// none of its answers, for at most `slow_after`. A [`Server`] decodes what it hands over: no more than `pending_bytes` at a
-/// time, and lists of small numbers take up to 16 times their bytes, so 256 MiB with the defaults.
-/// Of a connection: 2 x `pending_bytes` + `header_bytes` + `body_bytes` + 256 KiB.
+/// Worst-case memory of a listener: `pending_bytes` (frames that are not handled yet) + `connections` x
+/// (`pending_bytes` + `header_bytes` + `body_bytes` + 512 KiB of buffers), plus 192 KiB for each of 64 handshakes. With
+/// the defaults: 16 MiB and 24.5 MiB a connection, so 1.6 GiB when each of 64 peers sends half of a longest message and
+/// reads none of its answers, for at most `slow_after`. A [`Server`] decodes the frames that it hands over, at most
+/// `pending_bytes` at a time; decoded lists of small numbers take up to 16 times their bytes, so 256 MiB with the
+/// defaults.
+/// Worst-case memory of a connection: 2 x `pending_bytes` + `header_bytes` + `body_bytes` + 256 KiB.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Limits {
-    /// Longest header part. Default: 256 bytes.
+    /// Longest header in bytes. Default: 256.
     pub header_bytes: usize,
-    /// Longest body part. Default: 8 MiB, that of the protocol.
+    /// Longest body in bytes. Default: 8 MiB, the limit of the protocol.
     pub body_bytes: usize,
     /// Most open connections of a listener; further ones are refused. Each takes three file descriptors. Default: 64.
     pub connections: usize,
-    /// So many of them a server keeps for workers and for those that have not said hello: others are refused. Default: 0.
+    /// How many of the connections a server reserves for workers and for clients that have not sent a hello. Others are
+    /// refused when only these are left. Default: 0.
     pub reserved_connections: usize,
-    /// Most bytes that wait for one peer, and most that wait for the reader of a listener or a connection. A frame counts
-    /// with its length and an overhead of at least [`FRAME_OVERHEAD_BYTES`]. Default: 16 MiB.
+    /// Most bytes queued for one peer, and most bytes queued for the reader of a listener or a connection. A frame
+    /// counts with its length and an overhead of at least [`FRAME_OVERHEAD_BYTES`]. Default: 16 MiB.
     pub pending_bytes: usize,
-    /// Time for greeting and READY. Default: 5 s.
+    /// Time limit of the handshake: greeting and READY. Default: 5 s.
     pub handshake: Duration,
-    /// A peer that takes nothing for this long while something waits for it is closed. Default: 10 s.
+    /// A peer that reads nothing for this long while bytes wait for it is closed. Default: 10 s.
     pub slow_after: Duration,
 }
 
@@ -183,8 +187,8 @@ impl Default for Limits {
 }
 
 impl Limits {
-    /// Limits of a leader's listener: a place for every worker and every engine, [`TOOLS_MAX`] for probes, commands and
-    /// engines that come and go, and [`STRANGERS_MAX`] for those that have not said hello.
+    /// Returns the limits of a leader's listener: one connection for every worker and every engine, [`TOOLS_MAX`] for
+    /// probes, commands and short-lived engines, and [`STRANGERS_MAX`] for clients that have not sent a hello.
     pub fn of_leader(ranks: u16, replicas: u16) -> Self {
         let workers = usize::from(ranks) * usize::from(replicas);
         let reserved_connections = workers + STRANGERS_MAX;
@@ -195,7 +199,8 @@ impl Limits {
         }
     }
 
-    /// Refuses limits under which a largest frame could never be sent.
+    /// Refuses limits that contradict each other or exceed what the queues support, for example when a largest frame
+    /// could never be sent.
     fn check(&self) -> Result<(), TransportError> {
         let frame = self.header_bytes.saturating_add(self.body_bytes);
         if frame > FRAME_BYTES_MAX {
@@ -217,7 +222,8 @@ impl Limits {
         }
     }
 
-    /// What each queued frame costs beside its bytes; grows with `pending_bytes` to hold [`PENDING_FRAMES_MAX`].
+    /// Charge for each queued frame beside its bytes. Grows with `pending_bytes`, so that at most
+    /// [`PENDING_FRAMES_MAX`] frames fit.
     fn overhead_bytes(&self) -> usize {
         FRAME_OVERHEAD_BYTES.max(self.pending_bytes / PENDING_FRAMES_MAX)
     }
@@ -226,24 +232,24 @@ impl Limits {
 /// A boxed future, so that a transport can be a `dyn Transport`.
 pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 
-/// Makes listeners and connections. Needs a tokio runtime with I/O and time.
+/// Creates listeners and connections. Needs a tokio runtime with I/O and time.
 pub trait Transport: Send + Sync + 'static {
     /// Listens at `address` until the listener is dropped.
     ///
     /// # Errors
-    /// [`TransportError`]: an address of another transport, limits that contradict, a directory that others could reach,
-    /// an address that is in use, or a failed system call.
+    /// [`TransportError`]: an address of another transport, contradictory limits, a directory that other users can
+    /// access, an address in use, or a failed system call.
     fn listen<'a>(
         &'a self,
         address: &'a Address,
         limits: Limits,
     ) -> BoxFuture<'a, Result<Listener, TransportError>>;
 
-    /// Connects to the listener at `address`, waiting for it to appear for at most `deadline`. When it returns, the
-    /// listener's `Opened` is queued.
+    /// Connects to the listener at `address`, waiting at most `deadline` for it to appear. On return, the listener's
+    /// `Opened` is queued.
     ///
     /// # Errors
-    /// [`TransportError`]: as for `listen`, nobody there by the deadline, or refused by the listener.
+    /// [`TransportError`]: as for `listen`, no listener by the deadline, or refused by the listener.
     fn connect<'a>(
         &'a self,
         address: &'a Address,

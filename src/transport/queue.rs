@@ -1,7 +1,7 @@
-//! What bounds the queues of every transport.
+//! The byte bounds of the queues of every transport.
 //!
-//! Bytes are bounded by semaphores: a queued frame holds its permits until whoever is next has taken it over. The capacity
-//! of the channels follows from that and is never what refuses a frame.
+//! Semaphores bound the bytes: a queued frame holds its permits until the next stage has taken it over. The channels'
+//! capacity follows from that bound and never refuses a frame.
 
 use std::sync::Arc;
 
@@ -29,7 +29,8 @@ impl Budget {
         u32::try_from(bytes.min(self.limits.pending_bytes)).unwrap_or(u32::MAX)
     }
 
-    /// Waits for room; ends when the other side of the queue is gone, which the caller watches.
+    /// Waits for room. The caller must watch for the other side of the queue being dropped, which does not end the
+    /// wait.
     pub(super) async fn admit(&self, frame: Frame) -> Option<Queued> {
         let cost = self.cost(&frame);
         let permit = self.semaphore.clone().acquire_many_owned(cost).await.ok()?;
@@ -56,7 +57,7 @@ impl Budget {
         }
     }
 
-    /// Frames that fit the budget at most, and one more for a closing mark.
+    /// Most frames that fit the budget, plus one for [`Outgoing::Close`](super::listener::Outgoing::Close).
     pub(super) fn capacity(&self) -> usize {
         self.limits.pending_bytes / self.limits.overhead_bytes() + 1
     }

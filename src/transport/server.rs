@@ -1,7 +1,7 @@
 //! Runs a [`ServerSession`] on a listener.
 //!
-//! A [`Server`] hands over whole batches of [`ServerEvent`]s; a [`Replier`] answers. A peer that has used up its credits
-//! gets `busy` at once, so what waits behind a server is bounded by credits, not by luck.
+//! A [`Server`] hands over batches of [`ServerEvent`]s; a [`Replier`] sends answers. A peer that has used up its
+//! credits gets `busy` at once, so the work queued behind a server is bounded by credits.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -17,11 +17,11 @@ use crate::transport::process::ProcessWatch;
 use crate::transport::{Clock, Frame, FrameSender, Listener, ListenerEvent, PeerId};
 use crate::types::{Epoch, RequestId, Time};
 
-/// Most events handed over at once.
+/// Most events in one batch.
 pub const SERVER_BATCH_MAX: usize = 256;
 
-/// Events that are handed over at once. Their frames count against [`crate::transport::Limits::pending_bytes`] until the
-/// last of them is taken out and this is dropped: so what waits for whoever handles them is bounded in bytes.
+/// A batch of events. Its frames count against [`crate::transport::Limits::pending_bytes`] until the last event is
+/// taken out and the batch is dropped, which bounds the bytes that wait to be handled.
 #[derive(Debug, Default)]
 pub struct ServerEvents {
     events: VecDeque<ServerEvent>,
@@ -52,7 +52,7 @@ impl Iterator for ServerEvents {
 
 type Shared = Arc<Mutex<ServerSession>>;
 
-/// Answers peers, from anywhere. Cheap to clone.
+/// Sends answers and orders to peers, from any task. Cheap to clone.
 #[derive(Clone)]
 pub struct Replier {
     sender: FrameSender,
@@ -62,10 +62,10 @@ pub struct Replier {
 }
 
 impl Replier {
-    /// Answers a request. A peer that is gone, or does not read, is not waited for.
+    /// Answers a request. Never waits for a peer: a peer that is gone is ignored, and one that does not read is closed.
     pub fn reply(&self, peer: PeerId, correlation: RequestId, message: Message) {
         let version = lock(&self.session).settle(peer, correlation);
-        // Encoded without the lock: an answer may be large.
+        // Encoded outside the lock, because an answer may be large.
         if let Some(encoded) = encode_reply(version, self.epoch, correlation, message) {
             send(&self.sender, peer, encoded);
         }
@@ -76,7 +76,7 @@ impl Replier {
         self.reply(peer, correlation, Message::Error(error));
     }
 
-    /// Sends an order; false when the peer is not there.
+    /// Sends an order. Returns false when the peer is not connected.
     pub fn order(
         &self,
         peer: PeerId,
@@ -100,7 +100,7 @@ impl Replier {
     }
 }
 
-/// Sends without waiting: a peer that does not take its messages is closed.
+/// Sends without waiting. Closes a peer that has no room for the message.
 fn send(sender: &FrameSender, peer: PeerId, (header, body): Encoded) -> bool {
     match sender.try_send(peer, Frame::new(header.to_vec(), body)) {
         Ok(()) => true,
@@ -112,7 +112,7 @@ fn send(sender: &FrameSender, peer: PeerId, (header, body): Encoded) -> bool {
     }
 }
 
-/// Listens, welcomes, and keeps order.
+/// A listener with the server side of the protocol.
 pub struct Server {
     listener: Listener,
     session: Shared,
@@ -121,7 +121,7 @@ pub struct Server {
 }
 
 impl Server {
-    /// Serves the clients of a listener.
+    /// Starts to serve the clients of a listener.
     pub fn new(listener: Listener, settings: ServerSettings) -> Self {
         let limits = listener.limits();
         let guests_max = limits
@@ -143,7 +143,7 @@ impl Server {
         }
     }
 
-    /// Answers peers.
+    /// Returns a handle to send answers and orders.
     pub fn replier(&self) -> Replier {
         Replier {
             sender: self.host.sender.clone(),
@@ -153,13 +153,12 @@ impl Server {
         }
     }
 
-    /// Stops listening: closes every connection and removes the socket.
+    /// Closes every connection and removes the socket.
     pub async fn close(self) {
         self.listener.close().await;
     }
 
-    /// The next events, at most [`SERVER_BATCH_MAX`]; `None` when the listener has ended. Dropping the future loses
-    /// nothing.
+    /// Returns the next events, at most [`SERVER_BATCH_MAX`]; `None` when the listener has ended. Cancel safe.
     pub async fn next(&mut self) -> Option<ServerEvents> {
         loop {
             let mut events = ServerEvents::default();
@@ -169,7 +168,7 @@ impl Server {
                 Ok(None) => return None,
                 Err(_) => {}
             }
-            // The listener reports those that are closed.
+            // The result is not needed: the listener reports the closed peers.
             lock(&self.session).tick(&mut self.host);
             while events.events.len() < SERVER_BATCH_MAX {
                 let more = tokio::select! {
@@ -213,7 +212,7 @@ impl Server {
     fn message(&mut self, peer: PeerId, Frame { header, body }: &Frame) -> Option<ServerEvent> {
         let (host, bytes) = (&mut self.host, body.len());
         let header = lock(&self.session).admit(host, peer, header, bytes)?;
-        // Decoded without the lock: others are answered meanwhile.
+        // Decoded outside the lock, so that other peers can be answered meanwhile.
         let decoded = decode(header, body);
         lock(&self.session).receive(host, peer, &header, decoded, bytes)
     }
@@ -222,7 +221,7 @@ impl Server {
 struct Host {
     clock: Clock,
     sender: FrameSender,
-    /// Processes whose memory is used here, by the connection over which they gave it.
+    /// Watches on the processes whose memory this process uses, by the connection over which each shared it.
     watches: HashMap<PeerId, ProcessWatch>,
     guests_max: usize,
 }
@@ -256,7 +255,7 @@ impl ServerHost for Host {
     }
 }
 
-/// A session behind a poisoned lock is still a session: nothing in it panics between two changes that belong together.
+/// Locks the session and ignores poisoning: no panic can leave the session between two changes that belong together.
 fn lock(session: &Shared) -> MutexGuard<'_, ServerSession> {
     session.lock().unwrap_or_else(PoisonError::into_inner)
 }
