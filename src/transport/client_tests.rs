@@ -1,4 +1,4 @@
-//! What a client makes of a server that is newer than it, or makes mistakes.
+//! A client's behaviour towards servers that are newer than the client or make mistakes.
 
 use std::time::Duration;
 
@@ -14,14 +14,14 @@ use crate::transport::{
 };
 use crate::types::{Epoch, RequestId};
 
-/// A server that says what a test says.
+/// A server that sends messages chosen by the test.
 struct Scripted {
     listener: Listener,
     peer: PeerId,
 }
 
 impl Scripted {
-    /// It has heard the hello.
+    /// Starts a server and a client, and returns the client's hello.
     async fn start(
         transport: &MemoryTransport,
     ) -> (Self, Envelope, Client, mpsc::Receiver<Incoming>) {
@@ -36,7 +36,7 @@ impl Scripted {
         (scripted, hello, client, incoming)
     }
 
-    /// The next message.
+    /// Receives the next message.
     async fn hear(&mut self) -> Envelope {
         loop {
             match self.listener.next().await.expect("tasks run") {
@@ -50,7 +50,7 @@ impl Scripted {
         }
     }
 
-    /// The next message that is no ping.
+    /// Receives the next message that is not a ping.
     async fn hear_more(&mut self) -> Envelope {
         loop {
             let heard = self.hear().await;
@@ -129,11 +129,11 @@ async fn what_is_not_known_ends_neither_the_connection_nor_a_request() {
         client.ask_as(RequestId(42), status(), patience).await
     });
     assert_eq!(server.hear_more().await.correlation, RequestId(42));
-    // Answers of unknown kinds, under the id of an open request, and an answer that nobody waits for.
+    // Answers of unknown kinds, under the id of an open request, and an answer to no open request.
     server.send(header(999, 42), &[0xc1]);
     server.send(header(63, 42), &[0xc1]);
     server.send(header(Kind::LookupAnswer.number(), 41), &[0xc1]);
-    // Requests: of an unknown kind, of one that is not for a client, and one that cannot be read.
+    // Requests: of an unknown kind, of a kind that is not for a client, and one that does not decode.
     let requests = [
         (998, ErrorCode::UnknownKind),
         (Kind::Lookup.number(), ErrorCode::UnknownKind),
@@ -168,7 +168,7 @@ async fn a_version_that_was_not_offered_is_refused_in_words() {
     let transport = MemoryTransport::default();
     let (server, _, client, _incoming) = Scripted::start(&transport).await;
     let asking = tokio::spawn(async move { client.ask(status(), Duration::from_secs(20)).await });
-    // It has taken the question up: the clock moves on only when nothing else is left to do.
+    // Lets the client take up the request: virtual time advances only when nothing else is runnable.
     tokio::time::sleep(Duration::from_millis(1)).await;
     server.welcome(VERSION + 1);
     let failure = asking

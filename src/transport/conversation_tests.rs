@@ -1,4 +1,4 @@
-//! Server and client together, over the transport in memory and with time that only the test moves.
+//! Server and client together, over the in-memory transport and in virtual time.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -81,7 +81,7 @@ pub(super) fn answer() -> Message {
     })
 }
 
-/// Waits for the next request and says who asked, under which id.
+/// Waits for the next request and returns its sender and id.
 async fn next_request(server: &mut Server) -> (crate::transport::PeerId, RequestId) {
     loop {
         for event in server.next().await.expect("the server hears") {
@@ -92,12 +92,12 @@ async fn next_request(server: &mut Server) -> (crate::transport::PeerId, Request
     }
 }
 
-/// Hears without answering, for as long as it is polled.
+/// Reads events without answering, for as long as the future is polled.
 pub(super) async fn listen_on(server: &mut Server) {
     while server.next().await.is_some() {}
 }
 
-/// A client without manners: it says what the test says.
+/// A client that sends messages chosen by the test.
 pub(super) struct Raw(pub(super) Connection);
 
 impl Raw {
@@ -338,7 +338,7 @@ async fn what_was_said_while_the_server_did_not_listen_counts() {
     for peer in &peers {
         peer.say(2, status()).await;
     }
-    // Longer than a peer may be silent.
+    // Longer than the silence after which a peer is closed.
     tokio::time::advance(HEARTBEAT * 5).await;
     let mut asked = 0;
     let listen = async {
@@ -357,7 +357,7 @@ async fn what_was_said_while_the_server_did_not_listen_counts() {
     assert_eq!(asked, peers.len());
 }
 
-/// The client asks at first and only listens then; something comes twice a heartbeat, for ten seconds.
+/// The client sends its requests at the start and then only receives: one answer every half heartbeat, for ten seconds.
 #[tokio::test(start_paused = true)]
 async fn a_client_that_only_listens_is_kept() {
     let transport = MemoryTransport::default();
@@ -410,7 +410,7 @@ async fn a_server_that_stays_silent_is_left_and_a_client_that_pings_is_kept() {
     assert!(kept.is_err(), "the server goes on");
     assert!(matches!(incoming.try_recv(), Ok(Incoming::Welcomed { .. })));
     assert!(incoming.try_recv().is_err(), "pings kept the connection");
-    // From here on nobody hears the pings.
+    // From here on the server does not read the pings.
     let lost = tokio::time::timeout(HEARTBEAT * 10, incoming.recv()).await;
     assert!(matches!(lost, Ok(Some(Incoming::Lost))));
     drop(server);
@@ -500,7 +500,7 @@ async fn an_answer_that_is_asked_for_in_order_comes_before_what_is_said_after_it
         assert_eq!(envelope.correlation, RequestId(round));
     }
     let server = hears.await.expect("no panic");
-    // Without an answer nothing comes, and nothing is said over another connection.
+    // A request without an answer produces no event, and a request for one connection is not sent over another.
     let stale = crate::transport::LinkId(link.0 + 1);
     client.ask_in_order(stale, status(), HEARTBEAT);
     let quiet = tokio::time::timeout(HEARTBEAT * 2, incoming.recv()).await;

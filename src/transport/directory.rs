@@ -1,4 +1,4 @@
-//! The directory of a process: who may reach its sockets is decided by its mode, so that is checked by both sides.
+//! The directory of a process. Its mode controls access to the sockets in it, so both sides check the mode.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read as _, Write as _};
@@ -15,20 +15,20 @@ use rustix::fs::{FlockOperation, Mode, OFlags};
 
 use super::{Address, TransportError};
 
-/// The socket that clients connect to.
+/// File name of the socket that clients connect to.
 pub(super) const SOCKET_NAME: &str = "kvferry.sock";
-/// The socket that descriptors are handed over on.
+/// File name of the socket that receives descriptors.
 pub(super) const FD_SOCKET_NAME: &str = "fds.sock";
-/// How the names of the sockets behind the gate begin; the rest is different for each listener.
+/// Name prefix of the inner sockets behind the gate; the rest is different for each listener.
 const INNER_PREFIX: &str = "gate-inner-";
-/// Longest path of a Unix socket on Linux, without the closing zero.
+/// Longest path of a Unix socket on Linux in bytes, without the terminating zero.
 const SOCKET_PATH_BYTES_MAX: usize = 107;
 
 fn own_uid() -> u32 {
     rustix::process::geteuid().as_raw()
 }
 
-/// Makes the directory with mode 0700 if it is missing, then checks it.
+/// Creates the directory with mode 0700 if it is missing, then checks it.
 pub fn prepare(path: &Path) -> Result<(), TransportError> {
     match fs::DirBuilder::new().mode(0o700).create(path) {
         Ok(()) => {}
@@ -42,7 +42,7 @@ pub fn prepare(path: &Path) -> Result<(), TransportError> {
     check(path)
 }
 
-/// Refuses a directory that anybody else could read, enter, write or swap.
+/// Refuses a directory that another user could read, enter, write or replace.
 pub fn check(path: &Path) -> Result<(), TransportError> {
     let refuse = |path: &Path, mode: u32, problem, remedy| TransportError::Directory {
         path: path.to_owned(),
@@ -119,7 +119,7 @@ fn check_parent(
     Ok(())
 }
 
-/// A path in the directory, if the kernel takes it as a socket's.
+/// Returns the path of `name` in the directory; fails if it is too long for a socket.
 pub(super) fn socket_path(directory: &Path, name: &str) -> Result<PathBuf, TransportError> {
     let path = directory.join(name);
     match path.as_os_str().as_bytes().len() <= SOCKET_PATH_BYTES_MAX {
@@ -128,8 +128,8 @@ pub(super) fn socket_path(directory: &Path, name: &str) -> Result<PathBuf, Trans
     }
 }
 
-/// Binds a socket with mode 0600 in a checked directory. A socket that lies there already is replaced: whoever calls this
-/// holds the lock, so nobody listens on it.
+/// Binds a socket with mode 0600 in a checked directory. Replaces an existing socket: the caller holds the lock, so no
+/// process listens on it.
 pub(super) fn bind(path: &Path) -> Result<UnixListener, TransportError> {
     match fs::symlink_metadata(path) {
         Ok(found) if found.file_type().is_socket() => {
@@ -162,15 +162,17 @@ pub(super) fn bind(path: &Path) -> Result<UnixListener, TransportError> {
     Ok(listener)
 }
 
-/// A lock file, held with `flock`, that names the holder's process. Dropping it frees the lock; the file stays.
+/// A lock file, held with `flock`, that contains the holder's process id. Dropping it releases the lock; the file
+/// stays.
 #[derive(Debug)]
 pub struct DirectoryLock(#[expect(dead_code, reason = "held open, which is the lock")] File);
 
 impl DirectoryLock {
-    /// Takes the lock of this file in a directory.
+    /// Takes the lock on the file `name` in a directory, without waiting.
     ///
     /// # Errors
-    /// [`TransportError::InUse`] with the holder's process, or why the file cannot be opened, locked or written.
+    /// [`TransportError::InUse`] with the holder's process id; another error if the file cannot be opened, locked or
+    /// written.
     pub fn take(directory: &Path, name: &str) -> Result<Self, TransportError> {
         let path = directory.join(name);
         let mut lock = OpenOptions::new()
@@ -197,7 +199,8 @@ impl DirectoryLock {
     }
 }
 
-/// The right to listen on one socket of a directory. Dropping it removes the socket and frees the lock, in this order.
+/// The exclusive right to listen on one socket of a directory. Dropping it removes the socket and then releases the
+/// lock.
 #[derive(Debug)]
 pub(super) struct Claim {
     socket: PathBuf,
@@ -205,7 +208,7 @@ pub(super) struct Claim {
 }
 
 impl Claim {
-    /// Takes the lock or says who has it.
+    /// Takes the lock; fails with the holder's process id.
     pub(super) fn take(directory: &Path, name: &str) -> Result<Self, TransportError> {
         let socket = socket_path(directory, name)?;
         let lock = socket.with_extension("lock");
@@ -216,7 +219,7 @@ impl Claim {
         })
     }
 
-    /// The socket's path.
+    /// Path of the socket.
     pub(super) fn socket(&self) -> &Path {
         &self.socket
     }
@@ -230,7 +233,7 @@ impl Drop for Claim {
     }
 }
 
-/// A path for an inner socket that no other listener ever had, so that a late removal of it harms nobody.
+/// Returns a path for an inner socket that no other listener has used, so that a late removal of it does no harm.
 pub(super) fn inner_path(directory: &Path) -> Result<PathBuf, TransportError> {
     let unique = super::listener::Peers::next_id().0;
     socket_path(
@@ -239,8 +242,8 @@ pub(super) fn inner_path(directory: &Path) -> Result<PathBuf, TransportError> {
     )
 }
 
-/// Removes the inner sockets of listeners that died. Only for the holder of the directory's [`Claim`]. A listener of this
-/// process that has just let go of its claim may remove its own at the same time; then it is simply gone.
+/// Removes the inner sockets of dead listeners. Only for the holder of the directory's [`Claim`]. A listener of this
+/// process that has just released its claim may remove its own at the same time, which is not an error.
 pub(super) fn remove_stale_inner(directory: &Path) -> Result<(), TransportError> {
     let remove = || {
         for entry in fs::read_dir(directory)? {
@@ -259,7 +262,7 @@ pub(super) fn remove_stale_inner(directory: &Path) -> Result<(), TransportError>
     remove().map_err(TransportError::io("cannot clean", directory))
 }
 
-/// The process that holds the lock, as it wrote itself down; `None` while it is just about to.
+/// Reads the process id of the lock's holder; `None` before the holder has written it.
 fn read_pid(lock: &mut File) -> Option<i32> {
     let mut text = String::new();
     lock.take(16).read_to_string(&mut text).ok()?;

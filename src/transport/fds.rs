@@ -1,9 +1,9 @@
-//! Handing file descriptors to a worker, over a Unix socket of its own.
+//! Transfer of file descriptors to a worker, over a Unix socket of its own.
 //!
-//! A sender connects, sends up to [`TOGETHER_MAX`] tickets of 16 bytes with as many descriptors beside them (`SCM_RIGHTS`), and
-//! reads one byte for all of them: [`ACCEPTED`] or [`REFUSED`]. More may follow on the same connection. The worker takes a
-//! descriptor by its ticket, which reaches it in a message. At most [`UNTAKEN_MAX`] descriptors wait, each for [`UNTAKEN_TTL`]
-//! or until its sender's process ends; tickets are secrets of their sender and must be random.
+//! A sender connects, sends up to [`TOGETHER_MAX`] tickets of 16 bytes with one descriptor each (`SCM_RIGHTS`), and
+//! reads one byte that answers all of them: [`ACCEPTED`] or [`REFUSED`]. More may follow on the same connection. The
+//! worker takes a descriptor by its ticket, which it receives in a message. At most [`UNTAKEN_MAX`] descriptors wait,
+//! each for [`UNTAKEN_TTL`] or until its sender's process ends. Tickets are secrets of their sender and must be random.
 
 use std::collections::HashMap;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -27,37 +27,37 @@ use super::places::Places;
 use super::process::ProcessWatch;
 use super::{SharedLogLimit, TransportError};
 
-/// Length of a [`Ticket`].
+/// Length of a [`Ticket`] in bytes.
 pub const TICKET_BYTES: usize = 16;
-/// Most descriptors that wait to be taken; further ones are refused. Each chunk of an engine's memory is one. Worst case: about
-/// 16 MiB beside the descriptors themselves.
+/// Most descriptors that wait to be taken; further ones are refused. Each chunk of an engine's memory is one
+/// descriptor. Worst case: about 16 MiB beside the descriptors themselves.
 pub const UNTAKEN_MAX: usize = 16_448;
-/// Most descriptors in one message: as many as Linux lets through.
+/// Most descriptors in one message: the limit of Linux.
 pub const TOGETHER_MAX: usize = 253;
-/// How long a descriptor waits before it is closed.
+/// Time after which a descriptor that was not taken is closed.
 pub const UNTAKEN_TTL: Duration = Duration::from_secs(30);
 
-/// Most connections served at once; when there is one more, the oldest is closed.
+/// Most connections served at once. A further one closes the oldest.
 pub(super) const CONNECTIONS_MAX: usize = 16;
-/// Time for all that one connection sends. A worker's rank sends [`UNTAKEN_MAX`] descriptors in well under a second.
+/// Time limit of one connection. A worker's rank sends [`UNTAKEN_MAX`] descriptors in well under a second.
 const CONNECTION_DEADLINE: Duration = Duration::from_secs(30);
-/// Time for a sender to send its message.
+/// Time limit for the next message of a sender.
 const MESSAGE_DEADLINE: Duration = Duration::from_secs(5);
 /// Pause after `accept` failed.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
-/// The answer to a descriptor that waits now.
+/// Answer to a message whose descriptors now wait to be taken.
 const ACCEPTED: u8 = 1;
-/// The answer to anything else.
+/// Answer to any other message.
 const REFUSED: u8 = 0;
 
 static REFUSALS: SharedLogLimit = SharedLogLimit::new();
 static ACCEPT_ERRORS: SharedLogLimit = SharedLogLimit::new();
 static EXPIRED: SharedLogLimit = SharedLogLimit::new();
 
-/// Names one descriptor: 16 random bytes, chosen by its sender.
+/// Identifies one descriptor: 16 random bytes, chosen by its sender.
 pub type Ticket = [u8; TICKET_BYTES];
 
-/// Why a descriptor did not arrive.
+/// Why a descriptor was not transferred.
 #[derive(Debug, thiserror::Error)]
 pub enum FdError {
     /// The receiver's directory is missing or not safe.
@@ -66,7 +66,7 @@ pub enum FdError {
     /// No answer by the deadline.
     #[error("no answer within {0:?}")]
     Late(Duration),
-    /// The receiver did not keep it: too many wait, or the ticket is known already.
+    /// The receiver refused: too many descriptors wait, or the ticket is in use.
     #[error("the receiver refused the descriptor")]
     Refused,
     /// A system call failed.
@@ -74,7 +74,7 @@ pub enum FdError {
     Io(#[from] io::Error),
 }
 
-/// Receives descriptors until it is dropped; those not taken are closed then.
+/// Receives descriptors until it is dropped, and then closes those not taken.
 pub struct FdReceiver {
     untaken: Arc<Untaken>,
     _claim: Claim,
@@ -86,7 +86,7 @@ struct Untaken {
     waiting: Mutex<HashMap<Ticket, Waiting>>,
 }
 
-/// A descriptor that waits. Its expiry ends when this is dropped.
+/// A descriptor that waits. Dropping it ends its expiry timer.
 struct Waiting {
     fd: OwnedFd,
     _expiry: oneshot::Sender<()>,
@@ -97,7 +97,8 @@ impl Untaken {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Keeps a descriptor, if there is room and the ticket is new. The receiver ends when it is taken.
+    /// Stores a descriptor, if there is room and the ticket is not in use. The returned receiver completes when the
+    /// descriptor is taken or removed.
     fn keep(&self, ticket: Ticket, fd: OwnedFd) -> Option<oneshot::Receiver<()>> {
         let mut waiting = self.waiting();
         if waiting.len() >= UNTAKEN_MAX || waiting.contains_key(&ticket) {
@@ -114,10 +115,11 @@ impl Untaken {
 }
 
 impl FdReceiver {
-    /// Listens in `directory`, which is made with mode 0700 if it is missing. Needs a tokio runtime.
+    /// Listens in `directory`, which is created with mode 0700 if missing. Needs a tokio runtime.
     ///
     /// # Errors
-    /// [`TransportError`]: a directory that others could reach, one where somebody receives already, or a failed call.
+    /// [`TransportError`]: a directory that other users can access, one that another receiver uses, or a failed system
+    /// call.
     pub fn bind(directory: &Path) -> Result<Self, TransportError> {
         directory::prepare(directory)?;
         let claim = Claim::take(directory, FD_SOCKET_NAME)?;
@@ -137,7 +139,7 @@ impl FdReceiver {
         })
     }
 
-    /// The descriptor that was sent with this ticket, once.
+    /// Takes the descriptor that was sent with this ticket; `None` if it did not arrive, expired or was taken before.
     pub fn take(&self, ticket: &Ticket) -> Option<OwnedFd> {
         let waiting = self.untaken.waiting().remove(ticket)?;
         Some(waiting.fd)
@@ -179,11 +181,11 @@ async fn accept(socket: UnixListener, untaken: Weak<Untaken>, mut gone: watch::R
     }
 }
 
-/// Takes what one sender has, until it has no more.
+/// Receives messages of one sender until it closes the connection.
 async fn converse(mut stream: UnixStream, untaken: Weak<Untaken>) -> io::Result<()> {
     let (lives, ended) = watch::channel(());
     let pid = stream.peer_cred().ok().and_then(|peer| peer.pid());
-    // Dropped, and seen as closed by who keeps the descriptors, when the process has ended.
+    // `lives` is dropped when the process has ended, which closes `ended` for the expiry of the descriptors.
     let process = pid.and_then(|pid| ProcessWatch::start(pid, move || drop(lives)));
     let sender = Arc::new(Sender { ended, process });
     loop {
@@ -204,10 +206,10 @@ async fn converse(mut stream: UnixStream, untaken: Weak<Untaken>) -> io::Result<
     }
 }
 
-/// Who sent descriptors.
+/// The sender of descriptors.
 struct Sender {
     ended: watch::Receiver<()>,
-    /// `None` where its end cannot be seen.
+    /// `None` where the end of the process cannot be observed.
     process: Option<ProcessWatch>,
 }
 
@@ -244,7 +246,7 @@ async fn serve(stream: &mut UnixStream, untaken: &Weak<Untaken>) -> io::Result<K
     kept
 }
 
-/// All of them, or none.
+/// Stores all descriptors, or none.
 fn keep_all(came: Vec<(Ticket, OwnedFd)>, untaken: &Weak<Untaken>) -> io::Result<Kept> {
     let refused = || io::Error::other("too many wait, or the ticket is known");
     let untaken = untaken.upgrade().ok_or_else(refused)?;
@@ -283,7 +285,7 @@ async fn expire(
     }
 }
 
-/// Tickets, and a descriptor for each. Whatever else came is closed.
+/// Receives one message: tickets, and one descriptor for each. Closes the descriptors of an invalid message.
 async fn receive(stream: &mut UnixStream) -> io::Result<Vec<(Ticket, OwnedFd)>> {
     let mut tickets = vec![0; TICKET_BYTES * TOGETHER_MAX];
     let mut fds = Vec::new();
@@ -300,7 +302,7 @@ async fn receive(stream: &mut UnixStream) -> io::Result<Vec<(Ticket, OwnedFd)>> 
             })
             .await?;
         if bytes == 0 && filled == 0 {
-            // Who wanted to know who serves here, for instance.
+            // Not an error: for example a client that only checked which process serves this socket.
             return Err(io::Error::new(
                 io::ErrorKind::NotConnected,
                 "nothing was sent",
@@ -310,7 +312,7 @@ async fn receive(stream: &mut UnixStream) -> io::Result<Vec<(Ticket, OwnedFd)>> 
         let wanted = fds.len() * TICKET_BYTES;
         match filled.cmp(&wanted) {
             std::cmp::Ordering::Equal => break,
-            // It may come in parts, but tickets are not missing.
+            // A message may arrive in parts, but each descriptor must have its ticket.
             std::cmp::Ordering::Less if bytes > 0 && !filled.is_multiple_of(TICKET_BYTES) => {}
             _ => return wrong(filled, fds.len()),
         }
@@ -341,8 +343,8 @@ fn receive_some(
     }
 }
 
-/// Hands `fd` to the [`FdReceiver`] in `directory` under `ticket`, and waits until that has it. The caller keeps its own
-/// copy of the descriptor.
+/// Sends `fd` to the [`FdReceiver`] in `directory` under `ticket`, and waits until it is accepted. The caller keeps its
+/// own copy of the descriptor.
 ///
 /// # Errors
 /// As [`send_fds`].
@@ -355,10 +357,11 @@ pub async fn send_fd(
     send_fds(directory, &[(*ticket, fd)], deadline).await
 }
 
-/// Hands over several descriptors, as [`send_fd`] one.
+/// Sends several descriptors, as [`send_fd`] does for one.
 ///
 /// # Errors
-/// [`FdError`]; then the receiver may have some of them. After [`FdError::Late`] it may have the one in question or not.
+/// [`FdError`]; the receiver may then have some of the descriptors. After [`FdError::Late`] the fate of the message in
+/// flight is unknown.
 pub async fn send_fds(
     directory: &Path,
     fds: &[(Ticket, BorrowedFd<'_>)],

@@ -1,4 +1,4 @@
-//! What a server reads of its peers, and of whom: over the transport in memory, with time that only the test moves.
+//! Which messages a server accepts from which peers: over the in-memory transport, in virtual time.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use crate::transport::conversation_tests::{
 use crate::transport::{Frame, Limits, MemoryTransport, STRANGERS_MAX, Server, ServerEvent};
 use crate::types::{Epoch, RequestId};
 
-/// What no decoder takes.
+/// A byte that no decoder accepts.
 const GARBAGE: u8 = 0xc1;
 
 async fn server(transport: &MemoryTransport) -> Server {
@@ -20,7 +20,7 @@ async fn server(transport: &MemoryTransport) -> Server {
     server_within(transport, 1, Limits::default(), roles).await
 }
 
-/// A server that hears and answers nothing.
+/// A server that reads and does not answer.
 async fn mute(transport: &MemoryTransport) {
     let mut server = server(transport).await;
     tokio::spawn(async move { listen_on(&mut server).await });
@@ -52,13 +52,13 @@ impl Raw {
         raw
     }
 
-    /// False when the connection is gone.
+    /// Returns false when the connection is closed.
     async fn send(&self, header: Header, body: Vec<u8>) -> bool {
         let frame = Frame::new(header.to_bytes().to_vec(), body);
         self.0.send(frame).await.is_ok()
     }
 
-    /// Nothing was said to it since.
+    /// Asserts that the server has sent nothing to the peer before this ping's answer.
     async fn heard_nothing(&mut self, id: u64) {
         self.say(id, Message::Ping(crate::protocol::Empty {})).await;
         let heard = self.hear().await;
@@ -76,7 +76,7 @@ impl Raw {
         }
     }
 
-    /// Ends when the server has closed the connection.
+    /// Completes when the server has closed the connection.
     async fn closed(&mut self) {
         while self.0.recv().await.is_ok() {}
     }
@@ -120,7 +120,8 @@ async fn what_is_not_its_to_say_is_refused_unread() {
         };
         assert_eq!(engine.hear_error().await, (id, code), "{}", kind.name());
     }
-    // Answers to what nobody asked of an engine: an error would be taken for one to a request of its own.
+    // Answers to requests that were never sent. The server must not answer: the engine would take an error for the
+    // answer to a request of its own.
     for (id, kind) in [(4, Kind::Ended), (5, Kind::Inventory), (6, Kind::Error)] {
         engine
             .send(header(kind.number(), id), vec![GARBAGE; 64])
@@ -258,16 +259,16 @@ async fn what_can_never_fit_is_answered_limit_and_not_to_be_tried_again() {
     let transport = MemoryTransport::default();
     mute(&transport).await;
     let mut engine = Raw::welcomed(&transport, Role::Engine).await;
-    // A load of one page more than a message may name: slot, first_page, destination [[0, n]].
+    // A load with one page more than a message may name: slot, first_page, destination [[0, n]].
     let mut pages = b"\x83\xa4slot\x01\xaafirst_page\x00\xabdestination\x91\x92\x00\xce".to_vec();
     let count = u32::try_from(limits::PAGES_MAX + 1).expect("small");
     pages.extend_from_slice(&count.to_be_bytes());
-    // One item more than a list may have: destination [0, 0, ...].
+    // A list with one item more than allowed: destination [0, 0, ...].
     let mut items = b"\x83\xa4slot\x01\xaafirst_page\x00\xabdestination\xdd".to_vec();
     let count = u32::try_from(limits::PAGE_ITEMS_MAX + 1).expect("small");
     items.extend_from_slice(&count.to_be_bytes());
     items.resize(items.len() + count as usize, 0);
-    // Deeper than a body may be nested.
+    // Nested deeper than a body may be.
     let deep = [b"\x81\xa1?".as_slice(), &[0x91; 100]].concat();
     let load = Kind::Load.number();
     for (id, body) in [(1, pages), (2, items), (3, deep)] {
@@ -372,7 +373,7 @@ async fn a_deadline_is_cut_to_the_longest() {
     }
 }
 
-/// Whoever takes the events is slow: what it has not handled yet counts, however much it has taken.
+/// The consumer of the events is slow: events that it has taken but not handled still count.
 #[tokio::test(start_paused = true)]
 async fn what_waits_to_be_handled_is_bounded_in_bytes() {
     let transport = MemoryTransport::default();
@@ -385,7 +386,7 @@ async fn what_waits_to_be_handled_is_bounded_in_bytes() {
     let replier = server.replier();
     let engine = Raw::connect(&transport).await;
     engine.say(0, as_role(Role::Engine)).await;
-    // A status with a field that nobody knows: 81 a1 '?' c6 length bytes.
+    // A status with an unknown field: 81 a1 '?' c6 length bytes.
     let mut body = b"\x81\xa1?\xc6".to_vec();
     body.extend_from_slice(&(60_u32 << 10).to_be_bytes());
     body.resize(body.len() + (60 << 10), 0);

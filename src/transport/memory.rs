@@ -1,4 +1,5 @@
-//! The transport inside one process: same events, limits and errors as over sockets, no I/O, follows paused time.
+//! The transport within one process: the events, limits and errors of the socket transport, without I/O. Follows paused
+//! time.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -16,11 +17,11 @@ use super::{
     Transport, TransportError, Violation,
 };
 
-/// Listeners and connections that find each other by name. Clones share their names; two instances share nothing.
+/// Connects listeners and clients by name. Clones share their names; separate instances share nothing.
 #[derive(Clone, Default)]
 pub struct MemoryTransport {
     registry: Arc<Registry>,
-    /// The process whose connections these are; this one unless said otherwise.
+    /// Process id reported for connections made through this instance. `None`: that of this process.
     pid: Option<i32>,
 }
 
@@ -30,7 +31,7 @@ struct Registry {
     appeared: Notify,
 }
 
-/// A listener as its clients find it.
+/// The entry of a listener, for its clients.
 #[derive(Clone)]
 struct Slot {
     intake: Intake,
@@ -44,7 +45,7 @@ impl Registry {
     }
 }
 
-/// Frees the name when the listener goes.
+/// Frees the name when the listener is dropped.
 struct Claim {
     registry: Arc<Registry>,
     name: String,
@@ -76,7 +77,7 @@ impl Transport for MemoryTransport {
 }
 
 impl MemoryTransport {
-    /// The same names, for connections that count as those of another process.
+    /// Returns a clone that shares the names and whose connections report `pid` as their process.
     pub fn of_process(&self, pid: i32) -> Self {
         Self {
             registry: Arc::clone(&self.registry),
@@ -159,7 +160,7 @@ impl MemoryTransport {
         Ok(connection)
     }
 
-    /// Waits until somebody listens under `name`.
+    /// Waits until a listener exists under `name`.
     async fn find(&self, name: &str) -> Slot {
         loop {
             let appeared = self.registry.appeared.notified();
@@ -180,7 +181,7 @@ fn name_of(address: &Address) -> Result<&str, TransportError> {
     }
 }
 
-/// One connection: what a socket and the gate are to the other transport.
+/// One connection: stands in for the socket and the gate of the ZMQ transport.
 struct Wire {
     slot: Slot,
     peer: PeerLink,
@@ -229,7 +230,7 @@ impl Wire {
     }
 }
 
-/// Carries frames to the listener while the client may send. Ends only with a violation.
+/// Moves frames to the listener while the client may send. Returns only on a violation.
 async fn upward(
     intake: &Intake,
     limits: &Limits,
@@ -242,7 +243,7 @@ async fn upward(
     }
 }
 
-/// Carries frames until the client's queue is closed and empty, or one of them is refused.
+/// Moves frames to the listener until the client's queue is closed and empty, or a frame is refused.
 async fn upward_rest(
     intake: &Intake,
     limits: &Limits,
@@ -262,11 +263,11 @@ enum DownwardEnd {
     ByUs,
     ByPeer,
     Slow,
-    /// The client refused a frame of ours.
+    /// The client refused a frame from the listener.
     Refused(Closed),
 }
 
-/// Carries frames to the client.
+/// Moves frames from the listener to the client.
 async fn downward(
     limits: &Limits,
     peer: &mut PeerLink,

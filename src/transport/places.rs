@@ -1,12 +1,12 @@
-//! Places for connections about which nothing is known yet.
+//! A bounded set of places for connections that have not been verified yet.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::oneshot;
 
-/// A fixed number of places. When all are taken, the one that was taken first is lost to whoever comes next, so that peers
-/// that keep silent cannot keep others out.
+/// A fixed number of places. When all are taken, a new connection evicts the oldest one, so that silent peers cannot
+/// keep others out.
 pub(super) struct Places {
     taken: Mutex<Taken>,
     max: usize,
@@ -15,7 +15,7 @@ pub(super) struct Places {
 #[derive(Default)]
 struct Taken {
     next: u64,
-    /// The first one was taken first.
+    /// Ordered by time, oldest first.
     places: VecDeque<(u64, oneshot::Sender<()>)>,
 }
 
@@ -31,7 +31,7 @@ impl Places {
         self.taken.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes a place.
+    /// Takes a place, evicting the oldest holder if there is none free.
     pub(super) fn take(self: &Arc<Self>) -> Place {
         let mut taken = self.taken();
         let id = taken.next;
@@ -49,7 +49,7 @@ impl Places {
     }
 }
 
-/// One of the [`Places`], free again when this is dropped.
+/// One of the [`Places`], freed on drop.
 pub(super) struct Place {
     id: u64,
     lost: oneshot::Receiver<()>,
@@ -57,10 +57,10 @@ pub(super) struct Place {
 }
 
 impl Place {
-    /// Ends when another one has got the place.
+    /// Completes when a newer connection has evicted this one.
     pub(super) async fn lost(&mut self) {
         if (&mut self.lost).await.is_ok() {
-            // Nothing is ever sent: the channel ends with the place.
+            // Unreachable: the channel is only ever dropped, never sent on.
             std::future::pending().await
         }
     }

@@ -1,4 +1,4 @@
-//! Notices that a process has ended, also when its connections live on in its children.
+//! Detects the end of a process, even when its connections stay open in its children.
 
 use std::os::fd::OwnedFd;
 
@@ -6,13 +6,13 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use tokio::io::unix::AsyncFd;
 use tokio::task::JoinHandle;
 
-/// Watches a process until it is dropped.
+/// A watch on a process, which stops when dropped.
 #[derive(Debug)]
 pub(super) struct ProcessWatch(JoinHandle<()>);
 
 impl ProcessWatch {
-    /// Calls `ended` once the process has ended. `None` where it cannot be seen: in another space of processes, or with a
-    /// system that has no descriptors for processes. Needs a tokio runtime.
+    /// Calls `ended` once the process has ended. `None` where that cannot be observed: in another PID namespace, or on
+    /// a system without pidfds. Needs a tokio runtime.
     pub(super) fn start(pid: i32, ended: impl FnOnce() + Send + 'static) -> Option<Self> {
         let pid = Pid::from_raw(pid)?;
         let process: Option<AsyncFd<OwnedFd>> = match pidfd_open(pid, PidfdFlags::empty()) {

@@ -1,7 +1,7 @@
-//! ROUTER and DEALER of the `zeromq` crate over `ipc://`, kept within bounds.
+//! The ZMQ transport: ROUTER and DEALER of the `zeromq` crate over `ipc://`, with bounded queues.
 //!
-//! The crate's queues are bounded by count only, at 100,000 messages a peer. Here each message that is handed to it
-//! carries its permits inside (see [`charged`]) and gives them back when the crate has copied it to the wire; so bytes are
+//! The crate bounds its queues by count only, at 100,000 messages a peer. Here each message that is passed to the crate
+//! carries its permits (see [`charged`]) and releases them when the crate has copied it to the wire. So bytes are
 //! bounded, and the crate's queues never fill.
 
 use std::collections::HashMap;
@@ -30,9 +30,9 @@ use super::{
     Transport, TransportError, Violation,
 };
 
-/// First and longest pause between two looks for a listener that is not there yet.
+/// First and longest pause between two checks for a listener that is not there yet.
 const LOOK_PAUSE: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(100));
-/// Longest single attempt to connect and shake hands.
+/// Longest single attempt to connect and complete the handshake.
 const ATTEMPT: Duration = Duration::from_secs(2);
 
 /// The transport between processes of one machine and one user.
@@ -116,7 +116,7 @@ fn locked(expected: &Expected) -> MutexGuard<'_, HashMap<PeerId, oneshot::Sender
     expected.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Tells the gate that the ROUTER knows a peer.
+/// Notifies the gate that the ROUTER has accepted a peer.
 fn note(expected: &Expected, event: SocketEvent) {
     match event {
         SocketEvent::Accepted(_, identity) => {
@@ -136,13 +136,13 @@ fn peer_of(identity: &[u8]) -> Option<PeerId> {
     Some(PeerId(u64::from_be_bytes(bytes)))
 }
 
-/// The ROUTER as the gate's connections use it.
+/// The sending side of the ROUTER, as the gate's connections use it.
 pub(super) struct Router {
     send: RouterSendHalf,
     expected: Expected,
 }
 
-/// A peer that the gate is about to introduce; forgotten when dropped.
+/// A peer that the gate is about to connect to the ROUTER. Dropping it removes the expectation.
 pub(super) struct Introduction {
     peer: PeerId,
     expected: Expected,
@@ -150,7 +150,7 @@ pub(super) struct Introduction {
 }
 
 impl Introduction {
-    /// Ends when the ROUTER can route to the peer.
+    /// Waits until the ROUTER can route to the peer.
     pub(super) async fn wait(mut self) -> Option<()> {
         (&mut self.accepted).await.ok()
     }
@@ -163,7 +163,7 @@ impl Drop for Introduction {
 }
 
 impl Router {
-    /// To be called before the gate connects as `peer`.
+    /// Registers a peer. Call it before the gate connects as `peer`.
     pub(super) fn expect(&self, peer: PeerId) -> Introduction {
         let (sender, accepted) = oneshot::channel();
         locked(&self.expected).insert(peer, sender);
@@ -174,7 +174,7 @@ impl Router {
         }
     }
 
-    /// Hands the ROUTER what waits for a peer, until that is to be closed.
+    /// Sends queued frames of a peer to the ROUTER until the peer must be closed.
     pub(super) async fn feed(&self, link: &mut PeerLink) -> CloseReason {
         let mut send = self.send.clone();
         let identity = Bytes::copy_from_slice(&link.peer.0.to_be_bytes());
@@ -190,7 +190,7 @@ impl Router {
     }
 }
 
-/// Bytes that give back permits when the last reference to them is gone.
+/// Bytes that release their permits when the last reference to them is dropped.
 struct Charged {
     bytes: Bytes,
     _permit: OwnedSemaphorePermit,
@@ -202,7 +202,7 @@ impl AsRef<[u8]> for Charged {
     }
 }
 
-/// A message of two parts whose body holds the frame's permits.
+/// Builds a message of two parts whose body holds the frame's permits.
 fn charged(queued: Queued) -> ZmqMessage {
     let Queued { frame, permit } = queued;
     let body = Charged {
@@ -214,7 +214,7 @@ fn charged(queued: Queued) -> ZmqMessage {
     message
 }
 
-/// Carries frames from the ROUTER to the listener.
+/// Moves frames from the ROUTER to the listener.
 async fn pump(mut router: RouterRecvHalf, intake: Intake) {
     loop {
         let received = tokio::select! {
@@ -266,8 +266,8 @@ async fn connect(
     })
 }
 
-/// Whether a socket lies in the directory; refuses a directory in which somebody else could have put it, because a hostile
-/// server could make the crate abort this process.
+/// Whether the socket exists. Refuses a directory in which another user could have created it, because a hostile server
+/// could make the crate abort this process.
 fn is_there(directory: &Path, socket: &Path) -> Result<bool, TransportError> {
     match directory::check(directory) {
         Ok(()) => Ok(socket.exists()),
@@ -278,7 +278,7 @@ fn is_there(directory: &Path, socket: &Path) -> Result<bool, TransportError> {
     }
 }
 
-/// `None` when nobody answered: a socket that was left behind, or a listener that is busy.
+/// Attempts one connection. `None` when no listener answered: a stale socket, or a busy listener.
 async fn try_connect(
     address: &Address,
     socket: &Path,
@@ -341,7 +341,8 @@ async fn carry(dealer: DealerSocket, mut link: ConnectionLink, gone: impl Future
     }
 }
 
-/// Never ends: when the server is gone, the receiving side says so after it gave out what had come.
+/// Sends queued frames. Never returns: when the server is gone, the receiving side ends the connection, after it has
+/// delivered all received frames.
 async fn transmit(send: &mut DealerSendHalf, outbox: &mut mpsc::Receiver<Queued>) {
     while let Some(queued) = outbox.recv().await {
         if let Err(error) = send.send(charged(queued)).await {
@@ -352,7 +353,7 @@ async fn transmit(send: &mut DealerSendHalf, outbox: &mut mpsc::Receiver<Queued>
     std::future::pending().await
 }
 
-/// Hands what comes to the connection until the server is gone. The crate's DEALER itself would wait forever.
+/// Delivers received frames to the connection until the server is gone. The crate's DEALER itself would wait forever.
 async fn receive(
     recv: &mut DealerRecvHalf,
     inbox: &mpsc::Sender<Queued>,

@@ -1,13 +1,14 @@
-//! The gate: what stands between a client and the `zeromq` crate's ROUTER.
+//! The gate: a filter between clients and the `zeromq` crate's ROUTER.
 //!
 //! The crate aborts the process on a forged frame length, buffers endless multipart messages, lets a second client take
-//! over the first one's identity, has no handshake deadline and drops peers that PING. So our own task accepts on the
-//! public socket, and each connection is two hops: client to gate, gate to ROUTER over an inner socket in the same
-//! directory. Of the client's bytes only messages that were checked are passed on; greeting and READY are the gate's own,
-//! with an identity that it chose. In the other direction the gate passes on what comes, a PONG in between.
+//! over the identity of the first, has no handshake deadline and drops peers that PING. So a task of this module
+//! accepts on the public socket, and each connection is two hops: client to gate, and gate to ROUTER over an inner
+//! socket in the same directory. Only checked messages of a client are forwarded; the gate produces greeting and READY
+//! itself, with an identity that it chose. In the other direction the gate forwards everything and inserts PONGs
+//! between messages.
 //!
-//! Memory of a connection, beside what waits in queues: three buffers of [`CHUNK_BYTES`] here, and in the ROUTER one
-//! message within the limits and two chunks.
+//! Memory of a connection, beside queued frames: three buffers of [`CHUNK_BYTES`] here, and in the ROUTER one message
+//! within the limits and two chunks.
 
 mod relay;
 
@@ -29,26 +30,25 @@ use super::zmtp::{self, Item, Parser};
 use super::{Limits, PeerId, SendError, SharedLogLimit, Violation};
 use relay::Connection;
 
-/// Most bytes read at once, in either direction.
+/// Most bytes of one read, in either direction.
 const CHUNK_BYTES: usize = 64 << 10;
-/// Most connections that have not yet shaken hands; when there is one more, the oldest is closed. They take no place of the
-/// open ones.
+/// Most connections in the handshake. A further one closes the oldest. They do not count as open connections.
 pub(super) const HANDSHAKES_MAX: usize = 64;
 static REFUSALS: SharedLogLimit = SharedLogLimit::new();
 static ACCEPT_ERRORS: SharedLogLimit = SharedLogLimit::new();
-/// Pause after `accept` failed, so that a lack of descriptors does not burn a core.
+/// Pause after `accept` failed, so that a lack of file descriptors does not cause a busy loop.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
-/// What every connection of a gate shares.
+/// State shared by all connections of a gate.
 pub(super) struct Gate {
     pub(super) router: Router,
     pub(super) intake: Intake,
     pub(super) limits: Arc<Limits>,
-    /// The ROUTER's socket.
+    /// Path of the ROUTER's socket.
     pub(super) inner: PathBuf,
 }
 
-/// Accepts until the listener is gone.
+/// Accepts connections until the listener is gone.
 pub(super) async fn run(gate: Gate, public: UnixListener) {
     let gate = Arc::new(gate);
     let handshakes = Places::new(HANDSHAKES_MAX);
@@ -117,7 +117,8 @@ async fn serve(gate: &Gate, stream: UnixStream, open: &Arc<Semaphore>, mut hands
     }
 }
 
-/// Until its return nothing of the connection is visible. Then it is open at both ends, and the listener knows.
+/// Performs the handshake and opens the connection. The connection is visible to the listener only on success: then it
+/// is open at both ends, and `Opened` is queued.
 async fn shake_hands(
     gate: &Gate,
     stream: UnixStream,
@@ -144,7 +145,7 @@ async fn shake_hands(
     let opened = Event::Opened {
         peer,
         uid: cred.uid(),
-        // The kernel says 0 for a process of another PID namespace: nobody in particular.
+        // The kernel reports 0 for a process of another PID namespace: unknown.
         pid: cred.pid().filter(|pid| *pid > 0),
     };
     gate.intake.push(opened).await?;
@@ -176,7 +177,7 @@ async fn connect_inner(gate: &Gate, peer: PeerId) -> Result<UnixStream, Refusal>
     Ok(inner)
 }
 
-/// An entry among the open peers, removed when dropped.
+/// The entry of an open peer, removed when dropped.
 struct OpenPeer {
     link: PeerLink,
     peers: Arc<Peers>,
@@ -197,17 +198,17 @@ impl Drop for OpenPeer {
     }
 }
 
-/// The client's bytes and how far they are parsed.
+/// The client's stream and its parser.
 struct ClientReader {
     read: OwnedReadHalf,
     parser: Parser,
     buffer: Vec<u8>,
-    /// The part of `buffer` that is read and not yet parsed.
+    /// The part of `buffer` that is read and not parsed yet.
     filled: std::ops::Range<usize>,
 }
 
 impl ClientReader {
-    /// Reads more when everything is parsed; `false` at the end of the stream.
+    /// Reads more bytes if all are parsed. Returns `false` at the end of the stream.
     async fn fill(&mut self) -> io::Result<bool> {
         if self.filled.is_empty() {
             let bytes = self.read.read(&mut self.buffer).await?;

@@ -1,4 +1,4 @@
-//! An open connection: checked messages upward to the ROUTER, everything downward to the client.
+//! Forwarding on an open connection: checked messages upward to the ROUTER, everything downward to the client.
 
 use std::io;
 use std::sync::{Mutex, PoisonError};
@@ -15,7 +15,7 @@ use crate::transport::listener::Event;
 use crate::transport::zmtp::{self, Item, Parser, PingContext};
 use crate::transport::{CloseReason, Violation};
 
-/// The latest PING that is not answered yet. One is enough: answering is a matter of liveness.
+/// The latest unanswered PING. One is enough, because a PONG only proves liveness.
 #[derive(Default)]
 struct Ping {
     context: Mutex<Option<PingContext>>,
@@ -35,7 +35,7 @@ impl Ping {
     }
 }
 
-/// An open connection. Whoever drops it closes both hops.
+/// An open connection. Dropping it closes both hops.
 pub(super) struct Connection {
     pub(super) client: ClientReader,
     pub(super) client_write: OwnedWriteHalf,
@@ -67,7 +67,7 @@ impl Connection {
                 why = &mut downward => (why, true),
                 why = gate.router.feed(&mut self.link.link) => (why, false),
             };
-            // The ROUTER notices the end, writes and gives out what it has, and closes the hop.
+            // On the end of the stream the ROUTER writes and delivers what it has, and closes the hop.
             inner_write.shutdown().await.ok();
             if why == CloseReason::ByUs && !down_ended {
                 timeout(limits.slow_after, downward).await.ok();
@@ -86,13 +86,14 @@ impl Connection {
     }
 }
 
-/// Reads until the ROUTER closed the hop; nothing of the peer can come to the listener after that.
+/// Reads until the ROUTER has closed the hop. No frame of the peer can reach the listener after that.
 async fn drain(inner: &mut OwnedReadHalf) {
     let mut buffer = vec![0; CHUNK_BYTES];
     while let Ok(1..) = inner.read(&mut buffer).await {}
 }
 
-/// Passes checked messages on to the ROUTER; waits as long as that is busy, and reads nothing meanwhile.
+/// Forwards checked messages to the ROUTER. Waits while the ROUTER is busy, and reads nothing from the client
+/// meanwhile.
 async fn upward(client: &mut ClientReader, inner: &mut OwnedWriteHalf, ping: &Ping) -> CloseReason {
     let mut checked = Vec::with_capacity(CHUNK_BYTES);
     loop {
@@ -114,7 +115,7 @@ async fn upward(client: &mut ClientReader, inner: &mut OwnedWriteHalf, ping: &Pi
     }
 }
 
-/// Moves what is acceptable of `input` to `checked`, in canonical form.
+/// Parses `input` and appends its valid message bytes to `checked`, in canonical form. Stops at a violation.
 fn check(
     parser: &mut Parser,
     input: &mut &[u8],
@@ -148,7 +149,7 @@ struct Downward {
 }
 
 impl Downward {
-    /// Passes on what comes until the ROUTER closes, a PONG between two messages.
+    /// Forwards bytes until the ROUTER closes the hop, and inserts PONGs between messages.
     async fn run(&mut self, inner: &mut OwnedReadHalf, ping: &Ping) -> CloseReason {
         let mut between = true;
         loop {
@@ -171,7 +172,7 @@ impl Downward {
         }
     }
 
-    /// Writes what was read; says whether a message ends where it ends.
+    /// Writes the first `bytes` of the buffer. Returns whether they end at the end of a message.
     async fn pass(&mut self, bytes: usize, ping: &Ping) -> Result<bool, CloseReason> {
         let end = self.last_end(bytes)?;
         let buffer = std::mem::take(&mut self.buffer);
@@ -186,7 +187,7 @@ impl Downward {
         Ok(at_end)
     }
 
-    /// Where in the buffer the last message ends.
+    /// Returns the offset in the buffer at which the last complete message ends.
     fn last_end(&mut self, bytes: usize) -> Result<Option<usize>, CloseReason> {
         let mut input = &self.buffer[..bytes];
         let mut end = None;
@@ -209,7 +210,7 @@ impl Downward {
         }
     }
 
-    /// Writes everything, as long as the client goes on taking some of it.
+    /// Writes all bytes. Fails when the client takes none for `slow_after`.
     async fn put(&mut self, mut bytes: &[u8]) -> Result<(), CloseReason> {
         while !bytes.is_empty() {
             match timeout(self.slow_after, self.write.write(bytes)).await {

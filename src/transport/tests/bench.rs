@@ -1,11 +1,11 @@
-//! One transport of two, for tests that run over both.
+//! One of the two transports, for tests that run over both.
 
 use std::sync::Arc;
 
 use super::super::{MemoryTransport, TransportError};
 use super::*;
 
-/// A transport, an address of it, and what must live as long.
+/// A transport, an address on it, and a guard that must live as long.
 pub(super) struct Bench {
     pub(super) transport: Arc<dyn Transport>,
     pub(super) address: Address,

@@ -1,4 +1,4 @@
-//! Descriptors: handed over once, or closed.
+//! Tests of descriptor transfer: each descriptor is taken once or closed.
 
 use std::fs::File;
 use std::io::{self, IoSlice, Read as _, Seek as _, Write as _};
@@ -22,19 +22,19 @@ fn bench() -> (tempfile::TempDir, PathBuf, FdReceiver) {
     (root, path, receiver)
 }
 
-/// A pipe: while any copy of its writing end lives, its reading end does not end.
+/// A pipe. Its reading end sees the end of the stream only when every copy of the writing end is closed.
 fn pipe() -> (io::PipeReader, io::PipeWriter) {
     io::pipe().expect("a pipe")
 }
 
-/// Ends when every copy of the writing end is closed.
+/// Completes when every copy of the writing end is closed.
 async fn all_closed(mut reader: io::PipeReader) {
     let reading = tokio::task::spawn_blocking(move || reader.read(&mut [0; 1]));
     let read = timeout(PATIENCE, reading).await.expect("closed in time");
     assert_eq!(read.expect("no panic").expect("read"), 0);
 }
 
-/// A message of these bytes with these descriptors; returns the answer.
+/// Sends these bytes with these descriptors in one message, and returns the answer.
 async fn raw(path: &Path, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<u8> {
     let stream = UnixStream::connect(path.join("fds.sock"))?;
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
@@ -158,8 +158,8 @@ async fn keeps_so_many_and_not_one_more() {
     all_closed(reader).await;
 }
 
-/// They are closed after 5 s. Another sender has not that much time: it may fail on a machine that stands still, but not each
-/// time.
+/// Silent senders are closed after 5 s, which is longer than the 2 s of the other sender. A single attempt may fail on
+/// a stalled machine, but not all five.
 #[tokio::test]
 async fn silent_senders_do_not_keep_others_out() {
     let (_root, path, receiver) = bench();
@@ -203,7 +203,7 @@ async fn closes_what_nobody_takes() {
     all_closed_paused(reader);
 }
 
-/// As [`all_closed`], where the copies are known to be closed and the clock stands.
+/// As [`all_closed`], for copies that are known to be closed while the clock is paused.
 fn all_closed_paused(mut reader: io::PipeReader) {
     assert_eq!(reader.read(&mut [0; 1]).expect("read"), 0);
 }

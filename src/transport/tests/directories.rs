@@ -1,4 +1,4 @@
-//! What a directory must be, and who may listen in it.
+//! Tests of the directory checks and of the lock on a directory.
 
 use std::fs;
 use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _, symlink};

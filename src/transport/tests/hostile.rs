@@ -1,4 +1,4 @@
-//! The gate alone against clients that do not play by the rules. After each of them an honest client is served.
+//! The gate against clients that violate the protocol. After each of them an honest client is served.
 
 use std::io;
 
@@ -10,7 +10,7 @@ use super::super::zmtp::{self, Part};
 use super::super::{TransportError, Violation};
 use super::*;
 
-/// A greeting and the READY of a DEALER with this identity.
+/// Returns a greeting and the READY of a DEALER with this identity.
 fn hello(identity: &[u8]) -> Vec<u8> {
     let mut bytes = zmtp::greeting().to_vec();
     bytes.extend(zmtp::ready("DEALER", identity));
@@ -35,7 +35,7 @@ async fn raw(address: &Address) -> UnixStream {
         .expect("connects")
 }
 
-/// Writes as much as the gate takes. It may well close meanwhile.
+/// Writes as much as the gate accepts; the gate may close the connection meanwhile.
 async fn write(stream: &mut UnixStream, bytes: &[u8]) {
     if let Err(error) = stream.write_all(bytes).await {
         let kind = error.kind();
@@ -51,7 +51,7 @@ async fn read_to_end(stream: &mut UnixStream) {
     timeout(PATIENCE, end).await.expect("closed in time");
 }
 
-/// Reads past greeting and READY of the gate.
+/// Reads the gate's greeting and READY.
 async fn read_hello(stream: &mut UnixStream) {
     let mut bytes = vec![0; 64 + zmtp::ready("ROUTER", b"").len()];
     let read = timeout(PATIENCE, stream.read_exact(&mut bytes)).await;
@@ -59,7 +59,7 @@ async fn read_hello(stream: &mut UnixStream) {
     assert_eq!(bytes[64..], zmtp::ready("ROUTER", b""));
 }
 
-/// A raw client that shook hands, and its name at the listener.
+/// Returns a raw client after the handshake, and its id at the listener.
 async fn shaken(address: &Address, listener: &mut Listener) -> (UnixStream, PeerId) {
     let mut stream = raw(address).await;
     write(&mut stream, &hello(b"")).await;
@@ -68,7 +68,7 @@ async fn shaken(address: &Address, listener: &mut Listener) -> (UnixStream, Peer
     (stream, peer)
 }
 
-/// A new client gets its echo, and nothing else has happened at the listener.
+/// Asserts that a new client gets its echo and that the listener has no other event.
 async fn serves(address: &Address, listener: &mut Listener) {
     let connecting = ZmqTransport.connect(address, Limits::default(), PATIENCE);
     let mut client = connecting.await.expect("connects");
@@ -82,7 +82,7 @@ async fn serves(address: &Address, listener: &mut Listener) {
     assert_eq!(closed(listener).await, (peer, CloseReason::ByPeer));
 }
 
-/// The bytes are refused before the connection is open, in one piece and byte by byte.
+/// Asserts that the bytes are refused before the connection is open, sent in one piece and byte by byte.
 async fn refused_before_open(bytes: &[u8]) {
     let (_root, address, mut listener) = zmq_listener(Limits::default()).await;
     for piece in [bytes.len(), 1] {
@@ -95,7 +95,7 @@ async fn refused_before_open(bytes: &[u8]) {
     serves(&address, &mut listener).await;
 }
 
-/// The bytes close an open connection for this reason, in one piece and byte by byte.
+/// Asserts that the bytes close an open connection for this reason, sent in one piece and byte by byte.
 async fn closed_after_open(bytes: &[u8], violation: Violation) {
     let (_root, address, mut listener) = zmq_listener(Limits::default()).await;
     for piece in [bytes.len(), 1] {
@@ -146,7 +146,7 @@ async fn unknown_commands_and_single_parts() {
     closed_after_open(&[0, 1, b'x'], Violation::Parts).await;
 }
 
-/// Bytes that look random and are the same in every run.
+/// Pseudo-random bytes, equal in every run.
 fn noise(seed: u64, bytes: usize) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let step = || {
@@ -175,7 +175,7 @@ async fn random_bytes_at_every_stage() {
         write(&mut stream, &[start, noise(seed, 3000)].concat()).await;
         drop(stream);
     }
-    // Those that came as far as READY were open and are closed; nothing else is left of any of them.
+    // Connections that reached READY were opened and are closed again; the others left no trace.
     let mut open = 0;
     let honest = ZmqTransport.connect(&address, Limits::default(), PATIENCE);
     let honest = honest.await.expect("connects");

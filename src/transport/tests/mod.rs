@@ -1,4 +1,4 @@
-//! Tests of the transports: what both do alike, what the gate survives, and what the directory refuses.
+//! Tests of the transports: shared behaviour, hostile clients of the gate, and the directory checks.
 
 mod bench;
 mod descriptors;
@@ -17,7 +17,7 @@ use super::{
     ZmqTransport,
 };
 
-/// Long enough for a loaded machine; nothing waits this long when all is well.
+/// Deadline that suffices on a loaded machine; reached only when a test fails.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 fn frame(header: &str, body: &str) -> Frame {
@@ -58,7 +58,7 @@ async fn received(connection: &mut Connection) -> Frame {
     received.expect("a frame in time").expect("open")
 }
 
-/// A directory that is removed in the end, and a listener's address in it.
+/// Returns a temporary directory, removed on drop, and a listener's address in it.
 fn own_directory() -> (tempfile::TempDir, Address) {
     let root = tempfile::tempdir().expect("temporary directory");
     let address = Address::Directory(root.path().join("own"));

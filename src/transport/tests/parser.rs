@@ -1,11 +1,12 @@
-//! The ZMTP parser: any split of a stream reads the same, nothing makes it panic, and what it refuses it refuses early.
+//! Tests of the ZMTP parser: every split of a stream gives the same items, no input panics, and violations are refused
+//! early.
 
 use proptest::prelude::*;
 
 use super::super::zmtp::{self, GREETING_BYTES, Item, Parser, Part};
 use super::super::{Limits, Violation};
 
-/// What was found, payload joined, so that it does not depend on where the stream was split.
+/// A found item with its payload joined, so that it does not depend on how the stream was split.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Found {
     Greeting,
@@ -24,7 +25,7 @@ fn limits() -> Limits {
     }
 }
 
-/// Feeds pieces one after another; also says how many bytes were taken before a refusal.
+/// Feeds the pieces in order. Also returns how many bytes were consumed before a refusal.
 fn parse<'a>(
     mut parser: Parser,
     pieces: impl IntoIterator<Item = &'a [u8]>,

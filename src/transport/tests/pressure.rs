@@ -1,4 +1,4 @@
-//! Limits, and ends that do not read. Run over both transports by the tests of semantics.
+//! Tests of limits and of peers that do not read. The tests in `semantics` run them over both transports.
 
 use super::super::{Closed, SendError, Violation};
 use super::bench::Bench;
@@ -79,7 +79,7 @@ pub(super) async fn closes_the_connection_when_the_server_sends_too_much(bench: 
     assert_eq!(closed(&mut listener).await, (peer, CloseReason::ByPeer));
 }
 
-/// Limits under which little may wait, and not for long.
+/// Limits with small queues and short timeouts.
 fn tight() -> Limits {
     Limits {
         body_bytes: 64 << 10,

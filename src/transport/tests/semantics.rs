@@ -1,4 +1,4 @@
-//! What every transport does alike: each test runs over both.
+//! Behaviour that both transports share: each test runs over both.
 
 use super::super::{Closed, SendError, TransportError};
 use super::bench::Bench;

@@ -1,9 +1,9 @@
-//! ZMTP 3.0 as far as a gate needs it: an incremental parser that refuses before it keeps anything, and the few things
-//! that the gate itself says. Sans I/O. Source: <https://rfc.zeromq.org/spec/23/>.
+//! The part of ZMTP 3.0 that the gate needs: an incremental parser that refuses before it buffers, and encoders for the
+//! gate's own frames. Sans I/O. Source: <https://rfc.zeromq.org/spec/23/>.
 //!
 //! A stream is a greeting of 64 bytes, then frames: a flags byte (1 more, 2 long, 4 command), a length of 1 or 8 bytes,
-//! big-endian, and so many bytes. The parser keeps at most 64 bytes of a greeting, 9 of a frame's head or
-//! [`COMMAND_BYTES_MAX`] of a command; payload is passed on as it comes.
+//! big-endian, and that many bytes. The parser buffers at most 64 bytes of a greeting, 9 of a frame's head or
+//! [`COMMAND_BYTES_MAX`] of a command; payload is passed on as it arrives.
 
 mod parser;
 mod write;
@@ -13,20 +13,20 @@ use super::Limits;
 pub(super) use parser::{Item, Parser};
 pub(super) use write::{greeting, pong, put_head, ready};
 
-/// Longest command, READY with all its properties included.
+/// Longest command in bytes, including READY with all its properties.
 pub(super) const COMMAND_BYTES_MAX: usize = 1024;
-/// Length of a greeting.
+/// Length of a greeting in bytes.
 pub(super) const GREETING_BYTES: usize = 64;
-/// Longest context of a PING, by the specification.
+/// Longest context of a PING in bytes, by the specification.
 const PING_CONTEXT_BYTES_MAX: usize = 16;
-/// A frame's head at its longest: flags and eight bytes of length.
+/// Longest head of a frame in bytes: flags and eight bytes of length.
 const HEAD_BYTES_MAX: usize = 9;
 
 const FLAG_MORE: u8 = 1;
 const FLAG_LONG: u8 = 2;
 const FLAG_COMMAND: u8 = 4;
 
-/// What a peer did that the protocol or the limits forbid.
+/// A violation of the protocol or the limits by a peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Violation {
     /// The stream does not start like ZMTP 3.
@@ -64,7 +64,7 @@ pub enum Violation {
     Parts,
 }
 
-/// Which part of a message.
+/// The two parts of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Part {
     Header,

@@ -6,18 +6,18 @@ use super::{
 };
 use crate::transport::Limits;
 
-/// What the parser found.
+/// An item found by the parser.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::transport) enum Item<'a> {
     /// The greeting is complete and acceptable.
     Greeting,
     /// A valid READY of a DEALER.
     Ready,
-    /// Wants a PONG.
+    /// A PING, to be answered by a PONG.
     Ping(PingContext),
     /// A PONG or an ERROR, both without effect.
     Ignored,
-    /// A part begins; its length is within the limits.
+    /// Start of a part; its length is within the limits.
     Part { part: Part, bytes: u64 },
     /// The next bytes of the part.
     Payload(&'a [u8]),
@@ -33,11 +33,11 @@ enum State {
     Payload { left: u64 },
 }
 
-/// Parses one direction of a connection. After an `Err` the stream is lost: nothing more may be fed.
+/// Parses one direction of a connection. After an `Err` the parser must not be used again.
 #[derive(Debug)]
 pub(in crate::transport) struct Parser {
     state: State,
-    /// What came of a greeting, a head or a command.
+    /// Buffered bytes of a greeting, a head or a command.
     held: Vec<u8>,
     ready: bool,
     part: Part,
@@ -45,7 +45,7 @@ pub(in crate::transport) struct Parser {
 }
 
 impl Parser {
-    /// For the bytes of a client from the start.
+    /// A parser for a client's stream from its start.
     pub(in crate::transport) fn client(limits: &Limits) -> Self {
         Self {
             state: State::Greeting,
@@ -56,7 +56,7 @@ impl Parser {
         }
     }
 
-    /// For a stream whose handshake is over.
+    /// A parser for a stream after its handshake.
     pub(in crate::transport) fn traffic(limits: &Limits) -> Self {
         Self {
             state: State::Head,
@@ -65,7 +65,7 @@ impl Parser {
         }
     }
 
-    /// Takes bytes off the front of `input` until something is found; `None` when all are taken.
+    /// Consumes bytes from the front of `input` until an item is found; `None` when all bytes are consumed.
     pub(in crate::transport) fn next<'a>(
         &mut self,
         input: &mut &'a [u8],
@@ -88,7 +88,7 @@ impl Parser {
         }
     }
 
-    /// Whether there is something to find without further bytes.
+    /// Whether the parser can find an item without further bytes.
     fn can_go_on(&self) -> bool {
         match self.state {
             State::Payload { left } => left == 0,
@@ -97,7 +97,7 @@ impl Parser {
         }
     }
 
-    /// Holds bytes until there are `want`.
+    /// Buffers bytes of `input` until there are `want`. Returns whether there are.
     fn hold(&mut self, input: &mut &[u8], want: usize) -> bool {
         let take = want.saturating_sub(self.held.len()).min(input.len());
         let (taken, rest) = input.split_at(take);
@@ -212,7 +212,7 @@ impl Parser {
     }
 }
 
-/// Checks as much of a greeting as is there, so that garbage is refused at its first byte.
+/// Checks the received part of a greeting, so that garbage is refused at its first byte.
 fn check_greeting(held: &[u8]) -> Result<(), Violation> {
     let signature = |at: usize, wrong: fn(u8) -> bool| held.get(at).copied().is_some_and(wrong);
     if signature(0, |b| b != 0xff) || signature(9, |b| b != 0x7f) || signature(10, |b| b < 3) {
@@ -227,13 +227,13 @@ fn check_greeting(held: &[u8]) -> Result<(), Violation> {
     }
 }
 
-/// A string with a length of one byte, and what follows it.
+/// Splits off a string with a length of one byte; returns it and the rest.
 fn take_string(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
     let (len, rest) = bytes.split_first()?;
     rest.split_at_checked(usize::from(*len))
 }
 
-/// A value with a length of four bytes, and what follows it.
+/// Splits off a value with a length of four bytes; returns it and the rest.
 fn take_value(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
     let (len, rest) = bytes.split_first_chunk::<4>()?;
     rest.split_at_checked(usize::try_from(u32::from_be_bytes(*len)).ok()?)

@@ -1,10 +1,10 @@
-//! What the gate itself says.
+//! Encoders for the gate's own frames.
 
 use super::{
     FLAG_COMMAND, FLAG_LONG, FLAG_MORE, GREETING_BYTES, HEAD_BYTES_MAX, Part, PingContext,
 };
 
-/// A greeting of ZMTP 3.0 with the NULL mechanism.
+/// Returns a greeting of ZMTP 3.0 with the NULL mechanism.
 pub(in crate::transport) fn greeting() -> [u8; GREETING_BYTES] {
     let mut bytes = [0; GREETING_BYTES];
     bytes[0] = 0xff;
@@ -15,7 +15,7 @@ pub(in crate::transport) fn greeting() -> [u8; GREETING_BYTES] {
     bytes
 }
 
-/// READY with a socket type and, where given, an identity of at most 200 bytes.
+/// Returns a READY command with a socket type and, if not empty, an identity of at most 200 bytes.
 pub(in crate::transport) fn ready(socket_type: &str, identity: &[u8]) -> Vec<u8> {
     let mut body = Vec::with_capacity(64);
     put_string(&mut body, b"READY");
@@ -26,7 +26,7 @@ pub(in crate::transport) fn ready(socket_type: &str, identity: &[u8]) -> Vec<u8>
     command(&body)
 }
 
-/// The answer to a PING.
+/// Returns the PONG command that answers a PING.
 pub(in crate::transport) fn pong(context: &PingContext) -> Vec<u8> {
     let mut body = Vec::with_capacity(32);
     put_string(&mut body, b"PONG");
@@ -34,7 +34,7 @@ pub(in crate::transport) fn pong(context: &PingContext) -> Vec<u8> {
     command(&body)
 }
 
-/// The head of a message's part.
+/// Appends the frame head of a message part.
 pub(in crate::transport) fn put_head(out: &mut Vec<u8>, part: Part, bytes: u64) {
     let more = match part {
         Part::Header => FLAG_MORE,
