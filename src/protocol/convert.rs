@@ -359,7 +359,8 @@ fn reset_scope(reset: Reset) -> Result<ResetScope, ErrorBody> {
 }
 
 impl ErrorBody {
-    /// An error with the code's own retry class, which frees no page; a long text is cut.
+    /// Builds an error with the retry flag of its code, and with `over` false, so that the engine must not reuse any
+    /// page. A message longer than [`TEXT_BYTES_MAX`] is cut.
     pub fn new(code: ErrorCode, message: impl Into<String>) -> Self {
         Self {
             code: code.number(),
@@ -369,7 +370,7 @@ impl ErrorBody {
         }
     }
 
-    /// An error about what can never be carried out, whatever its code says of others.
+    /// Builds an error for a request that can never succeed: `retry` is false, whatever the code implies.
     pub fn for_good(code: ErrorCode, message: impl Into<String>) -> Self {
         Self {
             retry: false,
@@ -377,14 +378,14 @@ impl ErrorBody {
         }
     }
 
-    /// The code.
+    /// Returns the code. Unknown numbers map to [`ErrorCode::Internal`].
     pub fn code(&self) -> ErrorCode {
         ErrorCode::from_number(self.code)
     }
 }
 
 impl Preparing {
-    /// A long problem is cut.
+    /// Builds a progress report. A `problem` longer than [`TEXT_BYTES_MAX`] is cut.
     pub fn new(ready_bytes: u64, bytes: u64, pinned_bytes: Option<u64>, problem: String) -> Self {
         Self {
             ready_bytes,
@@ -395,7 +396,7 @@ impl Preparing {
     }
 }
 
-/// As much of a text as a message may carry.
+/// Cuts a text to at most [`TEXT_BYTES_MAX`] bytes, at a character boundary.
 fn cut(mut text: String) -> String {
     if text.len() > TEXT_BYTES_MAX {
         let end = (0..=TEXT_BYTES_MAX)

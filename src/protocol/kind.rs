@@ -5,7 +5,7 @@ use crate::protocol::body::Role;
 
 macro_rules! kinds {
     ($($(#[$doc:meta])* $name:ident = $number:literal, $text:literal;)*) => {
-        /// What a message is. See `schema/messages.json`.
+        /// The type of a message. See `schema/messages.json`.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
         #[repr(u16)]
         pub enum Kind {

@@ -58,7 +58,7 @@ impl Connection {
     /// See [`ConnectionSender::send`].
     ///
     /// # Errors
-    /// As there.
+    /// As [`ConnectionSender::send`].
     pub async fn send(&self, frame: Frame) -> Result<(), SendError> {
         self.sender.send(frame).await
     }
@@ -66,7 +66,7 @@ impl Connection {
     /// See [`ConnectionReceiver::recv`].
     ///
     /// # Errors
-    /// As there.
+    /// As [`ConnectionReceiver::recv`].
     pub async fn recv(&mut self) -> Result<Frame, Closed> {
         self.receiver.recv().await
     }

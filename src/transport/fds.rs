@@ -43,7 +43,7 @@ pub(super) const CONNECTIONS_MAX: usize = 16;
 const CONNECTION_DEADLINE: Duration = Duration::from_secs(30);
 /// Time limit for the next message of a sender.
 const MESSAGE_DEADLINE: Duration = Duration::from_secs(5);
-/// Pause after `accept` failed.
+/// Pause after `accept` failed, so that a persistent failure does not cause a busy loop.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// Answer to a message whose descriptors now wait to be taken.
 const ACCEPTED: u8 = 1;
