@@ -1,7 +1,7 @@
-//! The engine's own paged prefix cache (G1): which page of device memory holds which page of which sequence.
+//! The engine's own paged prefix cache (G1): maps pages of sequences to pages of device memory.
 //!
-//! Least recently used, the tail of a sequence first: a request that ends gives its pages back from the last to the
-//! first, so that the root is the newest.
+//! Eviction is least recently used, the tail of a sequence first: a request that ends returns its pages from the last
+//! to the first, so that the root is the most recent.
 
 use hashbrown::HashMap;
 use hashbrown::hash_map::Entry;
@@ -31,7 +31,7 @@ pub struct PagedCache {
 }
 
 impl PagedCache {
-    /// `pages` of device memory, of which at most `keep` stay cached when no request holds them.
+    /// Creates a cache of `pages` of device memory, of which at most `keep` stay cached while no request holds them.
     pub fn new(pages: u32, keep: u32) -> Self {
         let page = Page {
             holders: 0,
@@ -50,7 +50,7 @@ impl PagedCache {
         }
     }
 
-    /// Pages that a request could get now.
+    /// Pages that a request can get now: free ones and idle ones.
     pub fn available(&self) -> u32 {
         self.idle + u32::try_from(self.free.len()).unwrap_or(u32::MAX)
     }
@@ -68,8 +68,8 @@ impl PagedCache {
         held
     }
 
-    /// Takes `count` pages for new content, the free ones first, then the oldest idle ones; `None`, unchanged, when there
-    /// are not so many.
+    /// Takes `count` pages for new content, the free ones first, then the oldest idle ones. Returns `None` and changes
+    /// nothing when fewer are available.
     pub fn take(&mut self, count: u32) -> Option<Vec<u32>> {
         if self.available() < count {
             return None;
@@ -83,7 +83,7 @@ impl PagedCache {
         Some(taken)
     }
 
-    /// The page now holds this content. When another page holds it already, that one stays the known one.
+    /// Records the content of a page. If another page already has this content, lookups keep finding that one.
     pub fn written(&mut self, page: u32, content: Fingerprint) {
         let held = &mut self.pages[page as usize];
         if held.content.is_none()
@@ -94,7 +94,7 @@ impl PagedCache {
         }
     }
 
-    /// Gives pages of a sequence back, in the order of the sequence.
+    /// Returns the pages of a sequence, given in the order of the sequence.
     pub fn give_back(&mut self, pages: &[u32]) {
         for page in pages.iter().rev() {
             let held = &mut self.pages[*page as usize];

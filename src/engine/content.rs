@@ -1,12 +1,12 @@
-//! What the bytes of a page should be, so that every byte that comes back can be checked without keeping a copy.
+//! The expected bytes of a page, so that every loaded byte can be checked without keeping a copy.
 //!
-//! A byte is a function of the page's hash, the layer, the role, the rank and the offset. Whatever was copied to the
-//! wrong place, half, or twice, has bytes that belong elsewhere.
+//! A byte is a function of the page's hash, the layer, the role, the shard and the offset. A copy that went to the
+//! wrong place, or was partial or repeated, leaves bytes that belong elsewhere.
 
 use crate::types::{Fingerprint, Shard, TensorRole};
 
-/// What unwritten memory is filled with: engine pages before they are computed or loaded, and depots before a store.
-/// Content equals it in one byte of 256 by chance, so that a page of it never passes.
+/// Fill byte of unwritten memory: engine pages before they are computed or loaded, and depots before a store. Content
+/// equals it in one byte of 256 by chance, so that a page of it never passes.
 pub const POISON: u8 = 0xdb;
 
 const LANES: usize = 8;
@@ -15,17 +15,18 @@ const CHUNK_BYTES: usize = LANES * 8;
 const GAMMA: u64 = 0x9e37_79b9_7f4a_7c15;
 const STEP: u64 = GAMMA.wrapping_mul(LANES as u64);
 
-/// Which bytes: one page of one layer and role, of one shard of the KV.
+/// The key of the bytes of one page in one layer and role, of one shard of the KV.
 ///
 /// Word `i` (8 bytes, little-endian) is a mix of `start + i x GAMMA` and `twist`, two numbers that BLAKE3 derives from
-/// the four. The mix is additions, shifts and exclusive ors only: what a baseline x86-64 does on two words at once.
+/// the four. The mix uses only additions, shifts and exclusive ors, which baseline x86-64 performs on two words at
+/// once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ContentKey {
     start: u64,
     twist: u64,
 }
 
-/// Bytes that are not what they should be.
+/// Bytes that differ from the expected ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{mismatched_bytes} bytes differ, the first at offset {first_offset}: expected {expected:#04x}, \
@@ -34,16 +35,16 @@ pub struct ContentKey {
 pub struct Mismatch {
     /// Offset of the first wrong byte.
     pub first_offset: usize,
-    /// What it should be.
+    /// The expected byte.
     pub expected: u8,
-    /// What it is.
+    /// The byte that was found.
     pub found: u8,
-    /// How many bytes are wrong.
+    /// Number of wrong bytes.
     pub mismatched_bytes: u64,
 }
 
 impl ContentKey {
-    /// The key of one page in one layer and role, on one rank.
+    /// Creates the key of one page in one layer and role, of one shard.
     pub fn new(page: Fingerprint, layer: u32, role: TensorRole, shard: Shard) -> Self {
         let mut input = [0; 23];
         input[..16].copy_from_slice(&page.0.to_le_bytes());
@@ -77,7 +78,7 @@ impl ContentKey {
     ///
     /// # Errors
     ///
-    /// The first wrong byte, and how many there are.
+    /// The first wrong byte, and the number of wrong bytes.
     pub fn verify(&self, bytes: &[u8]) -> Result<(), Mismatch> {
         let mut words = self.words();
         let mut mismatch = None;
@@ -115,7 +116,7 @@ impl ContentKey {
     }
 }
 
-/// Numbers that stay when the enumeration grows.
+/// Numbers that do not change when roles are added to the enumeration.
 fn role_number(role: TensorRole) -> u8 {
     match role {
         TensorRole::K => 0,
@@ -132,7 +133,7 @@ struct Words {
 }
 
 impl Words {
-    /// The next words. Every step can be undone, so different counters give different words.
+    /// Returns the next words. Every step is invertible, so that different counters give different words.
     #[inline(always)]
     fn take(&mut self) -> [u64; LANES] {
         let mut words = self.counters;
@@ -171,7 +172,7 @@ fn differ(expected: &[u64; LANES], chunk: &[u8; CHUNK_BYTES]) -> bool {
     difference != 0
 }
 
-/// Counts the wrong bytes of one piece.
+/// Counts the wrong bytes of one chunk, which starts at `offset`.
 #[cold]
 fn compare(mismatch: &mut Option<Mismatch>, offset: usize, expected: &[u8], found: &[u8]) {
     let wrong = expected
@@ -241,7 +242,7 @@ mod tests {
         assert_eq!((mismatch.first_offset, mismatch.mismatched_bytes), (10, 3));
     }
 
-    /// True when about one byte of 256 agrees by chance, as with bytes that have nothing to do with the key.
+    /// Whether about one byte of 256 agrees by chance, as for bytes that are unrelated to the key.
     fn foreign(key: ContentKey, bytes: &[u8]) -> bool {
         let wrong = key
             .verify(bytes)
@@ -276,7 +277,7 @@ mod tests {
         for other in others {
             assert!(foreign(key(), &bytes(other, 8_192)), "{other:?}");
         }
-        // A layer and a rank that change places are no other pair's sum.
+        // Swapping a layer and a rank gives a different key.
         let swapped = ContentKey::new(PAGE, 1, TensorRole::K, Shard(3));
         assert!(foreign(key(), &bytes(swapped, 8_192)));
     }

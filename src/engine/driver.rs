@@ -1,7 +1,7 @@
-//! Drives the scheduler of one engine for real: requests go to a leader, work goes to rank processes.
+//! Runs the scheduler of one engine live: sends its requests to a leader and its work to rank processes.
 //!
-//! Every request ends by its deadline. A lookup without an answer is a miss. The pages of a load or a store without an answer
-//! are taken back from the workers first: what a worker still writes must not be used for anything else.
+//! Every request ends by its deadline. A lookup without an answer is a miss. When a load or a store is not answered,
+//! the ranks first make the workers release its pages: a page that a worker may still write must not be reused.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -19,12 +19,12 @@ use crate::protocol::{ErrorCode, Message};
 use crate::transport::{Client, Failure};
 use crate::types::{Answer, Request, RequestId, SlotId};
 
-/// How long an engine waits before it requests the end of a prompt again that the leader refused for now.
+/// Pause before an engine repeats a `finish` that the leader refused with a retryable error.
 const FINISH_AGAIN: Duration = Duration::from_millis(50);
 
-/// Something that happened to one engine of a fleet.
+/// An event of one engine of a fleet.
 pub(super) struct Event {
-    /// Which one.
+    /// The engine's index in the fleet.
     pub(super) engine: usize,
     pub(super) happened: Happened,
 }
@@ -35,7 +35,8 @@ pub(super) enum Happened {
         answer: Result<Message, Failure>,
         us: u64,
     },
-    /// The end of a prompt was not answered by its deadline, or refused for now; it is requested until it succeeds.
+    /// A `finish` was not answered by its deadline, or was refused with a retryable error. The request is repeated
+    /// until it succeeds.
     FinishIsLate(RequestId),
     Reported(Report),
     RankLost(usize),
@@ -49,7 +50,7 @@ enum Asked {
     Finish,
 }
 
-/// What a ticket is for, and how many ranks have not reported.
+/// The task of a ticket, and the number of ranks that have not reported.
 struct Open {
     task: Task,
     missing: usize,
@@ -61,13 +62,13 @@ enum Task {
     Abandon(RequestId, Instant),
 }
 
-/// When a prompt came, and how long it waited then.
+/// The arrival time of a prompt, and the time from there until its lookup was sent.
 struct Arrived {
     at: Instant,
     waited: Duration,
 }
 
-/// See the module.
+/// Runs one engine of a fleet: its scheduler, its connection to the leader and its ranks.
 pub(super) struct Driver {
     engine: usize,
     scheduler: Scheduler,
@@ -77,7 +78,7 @@ pub(super) struct Driver {
     report: mpsc::Sender<Event>,
     open: HashMap<u64, Open>,
     asked: HashMap<RequestId, Asked>,
-    /// Prompts whose end the leader has not heard of.
+    /// `finish` requests that the leader has not answered.
     finishing: HashSet<RequestId>,
     arrived: HashMap<SlotId, Arrived>,
     next_ticket: u64,
@@ -87,7 +88,7 @@ pub(super) struct Driver {
 }
 
 impl Driver {
-    /// Joins a scheduler, a leader and ranks; what happens to them goes to `report`.
+    /// Connects a scheduler, a leader and ranks. Their events are sent to `report`.
     pub(super) fn new(
         engine: usize,
         parts: EngineParts,
@@ -129,7 +130,7 @@ impl Driver {
         self.scheduler.open_prompts()
     }
 
-    /// Whether the leader has still to hear of the end of a prompt.
+    /// Whether a `finish` request is unanswered.
     pub(super) fn is_finishing(&self) -> bool {
         !self.finishing.is_empty()
     }
@@ -142,7 +143,7 @@ impl Driver {
         self.scheduler.held_pages()
     }
 
-    /// A prompt arrives. Appends what was served meanwhile.
+    /// Adds a prompt. Appends the prompts that completed.
     pub(super) async fn arrive(
         &mut self,
         prompt: Prompt,
@@ -157,7 +158,7 @@ impl Driver {
         self.act(served).await
     }
 
-    /// Ends the ranks: closes their pipes and waits for them, at most `limit` each.
+    /// Ends the ranks: closes their pipes and waits at most `limit` for each.
     pub(super) async fn end(mut self, limit: Duration) -> Result<Observed, String> {
         self.queues.clear();
         for (rank, mut child) in self.children.drain(..).enumerate() {
@@ -171,7 +172,7 @@ impl Driver {
         Ok(self.observed)
     }
 
-    /// Takes what happened; [`Self::act`] carries out what follows from it.
+    /// Handles an event. [`Self::act`] carries out the resulting actions.
     pub(super) fn take(&mut self, happened: Happened) -> Result<(), String> {
         match happened {
             Happened::RankLost(rank) => return Err(format!("engine rank {rank} ended early")),
@@ -212,7 +213,7 @@ impl Driver {
                 }
                 self.scheduler.worked(slot, kind, &mut self.actions);
             }
-            // No worker copies for it any more: its pages are the prompt's again.
+            // No worker copies for the request any longer, so the prompt may use its pages again.
             Task::Abandon(id, begun) => {
                 let us = microseconds(begun.elapsed());
                 let longest = self.observed.abandon_max_us.max(us);
@@ -253,7 +254,7 @@ impl Driver {
         }
     }
 
-    /// Carries out what the scheduler wants. Appends what was served.
+    /// Carries out the actions of the scheduler. Appends the prompts that completed.
     pub(super) async fn act(&mut self, served: &mut Vec<Served>) -> Result<(), String> {
         for action in std::mem::take(&mut self.actions) {
             match action {
@@ -298,7 +299,7 @@ impl Driver {
         Ok(())
     }
 
-    /// A number under which every rank reports.
+    /// Allocates the number under which every rank reports `task`.
     fn ticket(&mut self, task: Task) -> u64 {
         self.next_ticket += 1;
         let missing = self.queues.len();
@@ -347,7 +348,7 @@ impl Driver {
     }
 }
 
-/// What it takes to ask a leader.
+/// State of one request to the leader.
 struct Asking {
     engine: usize,
     client: Client,
@@ -356,13 +357,13 @@ struct Asking {
 }
 
 impl Asking {
-    /// Asks until the deadline; in case of the end of a prompt until the leader has heard of it.
+    /// Sends a request and waits until its deadline. A `finish` is repeated until the leader accepts it.
     async fn ask(&self, id: RequestId, message: Message) -> Result<(), Closed> {
         let begun = Instant::now();
         let mut late = false;
         loop {
             let answer = self.client.ask_as(id, message.clone(), self.timeout).await;
-            // The leader keeps the slot until a finish succeeds.
+            // The leader keeps the slot until a `finish` succeeds.
             if matches!(message, Message::Finish(_))
                 && let Err(failure) = &answer
                 && failure.retry
@@ -387,7 +388,7 @@ impl Asking {
     }
 }
 
-/// Nobody listens any more.
+/// The receiver of events has been dropped.
 struct Closed;
 
 fn microseconds(span: Duration) -> u64 {
@@ -425,7 +426,7 @@ mod tests {
         Client::start(Arc::new(transport.clone()), settings)
     }
 
-    /// A driver whose one prompt has asked for a load; the load's id.
+    /// A driver whose only prompt has sent a load, and the load's id.
     fn loading() -> (Driver, RequestId) {
         let parts = EngineParts {
             scheduler: Scheduler::new(16, 0),
@@ -460,7 +461,7 @@ mod tests {
         (driver, load)
     }
 
-    /// The request that the scheduler sends.
+    /// Returns the id of the request that the scheduler sends, and clears the actions.
     fn sent(driver: &mut Driver) -> RequestId {
         let sent = driver.actions.iter().find_map(|action| match action {
             Action::Send { id, .. } => Some(*id),
@@ -492,7 +493,7 @@ mod tests {
         }
     }
 
-    /// Answers each request with the next of these.
+    /// Starts a leader that answers each request with the next of `answers`.
     async fn leader(transport: &MemoryTransport, answers: Vec<Message>) {
         let address = Address::Memory("leader".to_owned());
         let listener = transport.listen(&address, Limits::default()).await;

@@ -1,4 +1,4 @@
-//! Engines beside each other that share one leader: replicas of one model.
+//! Several engines that share one leader: replicas of one model.
 
 use std::time::Duration;
 
@@ -11,18 +11,18 @@ use crate::engine::rank_pipe::{RANK_QUEUE, RankPipe};
 use crate::engine::scheduler::{Prompt, Scheduler, Served};
 use crate::transport::Client;
 
-/// What one engine is driven with.
+/// The scheduler, the connection and the ranks of one engine.
 #[derive(Debug)]
 pub struct EngineParts {
-    /// Its scheduler.
+    /// The engine's scheduler.
     pub scheduler: Scheduler,
-    /// Its conversation with the leader.
+    /// The connection to the leader.
     pub client: Client,
-    /// Its ranks, which have registered.
+    /// The ranks, which have registered.
     pub ranks: Vec<RankPipe>,
 }
 
-/// See the module. Prompts are dealt to the engines in turn.
+/// Replicas that share one leader. Prompts are assigned to the engines in turn.
 pub struct Fleet {
     drivers: Vec<Driver>,
     events: mpsc::Receiver<Event>,
@@ -30,7 +30,8 @@ pub struct Fleet {
 }
 
 impl Fleet {
-    /// Joins engines with their leader and ranks. A request that is not answered within `request_timeout` is given up.
+    /// Connects engines to their leader and ranks. A request that is not answered within `request_timeout` is
+    /// abandoned.
     pub fn new(engines: Vec<EngineParts>, request_timeout: Duration) -> Self {
         let (report, events) = mpsc::channel(RANK_QUEUE);
         let engines = engines.into_iter().enumerate();
@@ -48,22 +49,22 @@ impl Fleet {
         self.drivers.iter().map(Driver::open_prompts).sum()
     }
 
-    /// Pages that prompts hold: zero when none runs.
+    /// Pages that prompts hold: 0 when none runs.
     pub fn held_pages(&self) -> u64 {
         let held = self.drivers.iter().map(Driver::held_pages);
         held.map(u64::from).sum()
     }
 
-    /// Bytes that came back wrong so far.
+    /// Loaded bytes that were wrong so far.
     pub fn mismatched_bytes(&self) -> u64 {
         let observed = self.drivers.iter().map(Driver::observed);
         observed.map(|observed| observed.mismatched_bytes).sum()
     }
 
-    /// A prompt arrives at the next engine. Appends what was served meanwhile.
+    /// Adds a prompt to the next engine in turn. Appends the prompts that completed.
     ///
     /// # Errors
-    /// A rank that is gone, or gives up.
+    /// A rank that ended or failed.
     pub async fn arrive(&mut self, prompt: Prompt, served: &mut Vec<Served>) -> Result<(), String> {
         let index = self.next;
         self.next = (index + 1) % self.drivers.len().max(1);
@@ -71,10 +72,11 @@ impl Fleet {
         driver.arrive(prompt, served).await
     }
 
-    /// Waits until something happens, at most until `limit`, and goes on from there. Appends what was served.
+    /// Waits for the next event, at most until `limit`, and handles it and all further ones that are queued. Appends
+    /// the prompts that completed.
     ///
     /// # Errors
-    /// A rank that is gone, or gives up.
+    /// A rank that ended or failed.
     pub async fn progress(
         &mut self,
         limit: Instant,
@@ -95,10 +97,10 @@ impl Fleet {
         Ok(())
     }
 
-    /// Waits, at most until `limit`, until the leader has heard of the end of every prompt.
+    /// Waits, at most until `limit`, until the leader has accepted the `finish` of every prompt.
     ///
     /// # Errors
-    /// A rank that is gone, or gives up.
+    /// A rank that ended or failed.
     pub async fn settle(&mut self, limit: Instant) -> Result<(), String> {
         let mut served = Vec::new();
         while Instant::now() < limit && self.drivers.iter().any(Driver::is_finishing) {
@@ -107,7 +109,7 @@ impl Fleet {
         Ok(())
     }
 
-    /// Ends the ranks: closes their pipes and waits for them, at most `limit` each.
+    /// Ends the ranks: closes their pipes and waits at most `limit` for each.
     ///
     /// # Errors
     /// A rank that does not end with success.

@@ -1,17 +1,17 @@
-//! Page hashes of a trace: from hash ids of its blocks to the chained hashes of an engine's pages.
+//! Page hashes of a trace: derives the chained hashes of an engine's pages from the hash ids of the trace's blocks.
 
 use crate::types::PageHashes;
 
 /// Bytes of a page hash.
 pub const PAGE_HASH_BYTES: usize = 16;
-/// Most pages of an engine in one block of a trace, and most blocks in one page.
+/// Largest number of pages in one block of a trace, and of blocks in one page.
 pub const SPLIT_MAX: u32 = 4_096;
 
 const STATE_BYTES: usize = 32;
-/// Bytes of output that BLAKE3 computes at once.
+/// Bytes that one BLAKE3 output node yields.
 const NODE_BYTES: usize = 64;
 
-/// Sizes that cannot be turned into each other.
+/// Block and page sizes that cannot be converted into each other.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PageHasherError {
     /// A size is zero.
@@ -31,7 +31,7 @@ pub enum PageHasherError {
         /// Tokens of a trace block.
         trace_block_tokens: u32,
     },
-    /// One is too many times the other.
+    /// One size is more than [`SPLIT_MAX`] times the other.
     #[error(
         "--engine-page-tokens is {engine_page_tokens} and --trace-block-tokens is \
          {trace_block_tokens}: one may be at most {SPLIT_MAX} times the other"
@@ -52,9 +52,10 @@ enum Step {
 
 /// Makes page hashes of [`PAGE_HASH_BYTES`] from a trace's hash ids, for one pair of sizes.
 ///
-/// A chain of BLAKE3 runs over the blocks: each step hashes the state before it and the ids of the step, and the first
-/// 32 bytes of its output are the next state. The output, as long as needed, is the hashes of the step's pages. So a
-/// page's hash covers its own block and all before it. A step is one block, or as many as one page spans.
+/// A BLAKE3 chain runs over the blocks. Each step hashes the previous state and the ids of the step; the first 32 bytes
+/// of its output are the next state, and the output, extended as far as needed, is split into the hashes of the step's
+/// pages. A page's hash therefore covers its own block and all earlier ones. A step is one block, or all blocks that
+/// one page spans.
 #[derive(Debug, Clone)]
 pub struct PageHasher {
     step: Step,
@@ -62,8 +63,8 @@ pub struct PageHasher {
 }
 
 impl PageHasher {
-    /// For blocks of `trace_block_tokens` and pages of `engine_page_tokens`. Sizes are part of every hash: pages of
-    /// different sizes never have equal hashes.
+    /// Creates a hasher for blocks of `trace_block_tokens` and pages of `engine_page_tokens`. Both sizes are part of
+    /// every hash, so pages of different sizes never have equal hashes.
     pub fn new(trace_block_tokens: u32, engine_page_tokens: u32) -> Result<Self, PageHasherError> {
         let zero = |flag| Err(PageHasherError::Zero { flag });
         let step = match (trace_block_tokens, engine_page_tokens) {
@@ -94,7 +95,7 @@ impl PageHasher {
         })
     }
 
-    /// How many pages `blocks` full blocks of a trace make.
+    /// Number of full pages in `blocks` full blocks of a trace.
     pub fn pages(&self, blocks: usize) -> usize {
         match self.step {
             Step::PagesInBlock(times) => blocks.saturating_mul(times),
@@ -102,7 +103,7 @@ impl PageHasher {
         }
     }
 
-    /// The hashes of all pages that are full in `blocks`, the first blocks of a prompt.
+    /// Hashes all full pages of `blocks`, the first blocks of a prompt.
     pub fn hash(&self, blocks: &[u64]) -> PageHashes {
         let mut bytes = vec![0; self.pages(blocks.len()) * PAGE_HASH_BYTES];
         let (ids, pages) = match self.step {
@@ -130,8 +131,8 @@ struct Chain {
 }
 
 impl Chain {
-    /// Hashes the ids of one step and writes the hashes of its pages. The output is read in whole nodes, because each
-    /// read of a part of one computes it anew.
+    /// Hashes the ids of one step and writes the hashes of its pages. Reads the output in whole nodes, because BLAKE3
+    /// recomputes a node at each partial read.
     fn step(&mut self, ids: &[u64], hashes: &mut [u8]) {
         self.hasher.reset();
         self.hasher.update(&self.state);

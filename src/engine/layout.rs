@@ -1,4 +1,4 @@
-//! How the reference engine lays its pages out in one allocation.
+//! Layout of the reference engine's pages in one allocation.
 
 use clap::ValueEnum;
 
@@ -8,7 +8,8 @@ use crate::types::{
     TensorRole, TensorView,
 };
 
-/// Bytes behind the pages for the nonce of a registration: a rank registers again while its pages are in use.
+/// Bytes after the pages for the nonce of a registration. The nonce needs its own bytes, because a rank registers again
+/// while its pages are in use.
 pub(super) const NONCE_ROOM_BYTES: u64 = 64;
 
 /// Where the fragments of a page lie.
@@ -45,7 +46,7 @@ impl EngineLayout {
     }
 }
 
-/// Bytes of all pages; the nonce lies behind them.
+/// Bytes of all pages, and the offset of the nonce.
 pub(super) fn pages_bytes(settings: &RankSettings) -> u64 {
     settings.geometry.page_bytes() * u64::from(settings.device_pages)
 }

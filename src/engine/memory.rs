@@ -1,4 +1,4 @@
-//! A rank's KV memory: of the host, or of a GPU.
+//! A rank's KV memory, on the host or on a GPU.
 
 use std::os::fd::AsFd;
 use std::path::Path;
@@ -20,13 +20,14 @@ use crate::types::{
     AllocationHandle, AllocationKind, Chunk, ChunkHandle, Nonce, Rank, Registration, Timeline,
 };
 
-/// How long a worker may take to accept a file descriptor.
+/// Longest wait for a worker to accept a file descriptor.
 const HAND_OVER_LIMIT: Duration = Duration::from_secs(2);
 
-/// What the driver takes from the GPU at a time.
+/// Allocation granularity of the driver: 2 MiB.
 const DRIVER_PIECE_BYTES: u64 = 2 << 20;
 
-/// What a chunk has, if the driver does not make it more: as PyTorch's small ones, so that pages lie across their ends.
+/// Requested size of a chunk, which the driver may round up: 2 MiB as for PyTorch's small segments, so that pages cross
+/// chunk boundaries.
 const CHUNK_BYTES: u64 = 2 << 20;
 
 /// Where the reference engine keeps its KV.
@@ -43,7 +44,7 @@ pub enum EngineDevice {
     CudaFabric,
 }
 
-/// See the module.
+/// KV memory of one rank.
 pub(super) enum RankMemory {
     Host(SharedBuffer),
     Device(OnDevice),
@@ -58,13 +59,13 @@ pub(super) struct OnDevice {
     window: Mutex<Window>,
 }
 
-/// How others open it.
+/// How other processes open the memory.
 enum Shared {
     Whole([u8; IPC_HANDLE_BYTES]),
     Chunks(Vec<Physical>),
 }
 
-/// What a registration says of it.
+/// The memory's part of a registration.
 pub(super) struct Described {
     kind: AllocationKind,
     handle: AllocationHandle,
@@ -73,7 +74,7 @@ pub(super) struct Described {
 }
 
 impl Described {
-    /// The whole registration.
+    /// Adds the tensors and the nonce, which gives the full registration.
     pub(super) fn complete(self, settings: &RankSettings, nonce: Nonce) -> Registration {
         let mut registration = describe(settings, [0; 16], nonce);
         for allocation in &mut registration.allocations {
@@ -87,7 +88,7 @@ impl Described {
 }
 
 impl RankMemory {
-    /// New memory; what it holds is not said.
+    /// Allocates memory. Its contents are unspecified.
     pub(super) fn create(device: EngineDevice, rank: Rank, bytes: u64) -> Result<Self, String> {
         match device {
             EngineDevice::Cpu => {
@@ -98,7 +99,7 @@ impl RankMemory {
         }
     }
 
-    /// Reads ranges (offset and length), one behind the other.
+    /// Reads ranges (offset and length) into `out`, one after another.
     pub(super) fn read(&self, ranges: &[(u64, u64)], out: &mut [u8]) -> Result<(), String> {
         match self {
             Self::Host(buffer) => {
@@ -118,7 +119,8 @@ impl RankMemory {
         }
     }
 
-    /// Writes ranges, as [`Self::read`] reads them; on a GPU some time before [`Self::finish`] returns.
+    /// Writes ranges in the order of [`Self::read`]. On a GPU the bytes are complete only when [`Self::finish`] has
+    /// returned.
     pub(super) fn write(&self, ranges: &[(u64, u64)], bytes: &mut [u8]) -> Result<(), String> {
         match self {
             Self::Host(buffer) => {
@@ -138,7 +140,7 @@ impl RankMemory {
         }
     }
 
-    /// Waits until everything is written.
+    /// Waits until all writes are complete.
     pub(super) fn finish(&self) -> Result<(), String> {
         match self {
             Self::Host(_) => Ok(()),
@@ -146,7 +148,8 @@ impl RankMemory {
         }
     }
 
-    /// Where the device says how far it is; `None` where writes are done when they return, or it cannot say.
+    /// The word to which the device writes its progress. `None` if writes are complete when they return, or if the
+    /// device cannot write words.
     pub(super) fn timeline(&self) -> Option<Timeline> {
         match self {
             Self::Host(_) => None,
@@ -154,7 +157,7 @@ impl RankMemory {
         }
     }
 
-    /// Lets the device say, behind all writes before, that everything up to this request is written.
+    /// Makes the device write, after all earlier writes, that everything up to this request is written.
     pub(super) fn mark(&self, through: u64) -> Result<(), String> {
         match self {
             Self::Device(device) if let Some(word) = device.timeline => {
@@ -165,7 +168,7 @@ impl RankMemory {
         }
     }
 
-    /// Makes it reachable for the worker with these sockets.
+    /// Shares the memory with the worker whose sockets are in `worker_dir`.
     pub(super) async fn hand_over(&self, worker_dir: &Path) -> Result<Described, String> {
         match self {
             Self::Host(buffer) => {
@@ -227,7 +230,7 @@ impl OnDevice {
     }
 
     fn create(kind: EngineDevice, rank: Rank, bytes: u64) -> Result<Self, String> {
-        // Behind everything else.
+        // The timeline word lies after the pages and the nonce.
         let word_at = bytes.next_multiple_of(TIMELINE_BYTES);
         let bytes = word_at + TIMELINE_BYTES;
         let driver = Driver::get().map_err(words)?;
@@ -243,7 +246,7 @@ impl OnDevice {
             EngineDevice::CudaFd => in_chunks(Sharing::Fd)?,
             EngineDevice::CudaFabric => in_chunks(Sharing::Fabric)?,
             EngineDevice::Cpu | EngineDevice::Cuda => {
-                // Smaller ones share a piece of the driver's, and with it a handle.
+                // Smaller allocations would share one piece of the driver's memory, and with it one IPC handle.
                 let bytes = bytes.next_multiple_of(DRIVER_PIECE_BYTES);
                 let memory = DeviceMemory::allocate(&context, bytes).map_err(words)?;
                 let handle = memory.ipc_handle().map_err(words)?;
@@ -261,7 +264,7 @@ impl OnDevice {
         let zero = [0; TIMELINE_BYTES as usize];
         let zeroed = window.write(&memory, word.allocation, &place, &zero);
         zeroed.map_err(words)?;
-        // Not every device writes words.
+        // Not every device can write timeline words.
         let marked = window.mark(&memory, word, 0).and_then(|()| window.finish());
         let timeline = marked.is_ok().then_some(word);
         Ok(Self {

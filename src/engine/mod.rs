@@ -1,8 +1,8 @@
 //! The reference engine: a paged prefix cache driven by a trace, a client of the public protocol like any other.
 //!
-//! `trace`, `hashes`, `models`: what is asked; `cache`, `scheduler`: what an engine does with it, without I/O; `fleet`,
-//! `driver`: the scheduler, live; `rank`, `speaker`, `owed`, `layout`, `memory`, `content`, `pipe`: processes with memory and bytes
-//! that prove themselves.
+//! `trace`, `hashes` and `models` describe the workload. `cache` and `scheduler` decide what an engine does with a
+//! prompt, without I/O. `fleet` and `driver` run the scheduler live. `rank`, `speaker`, `owed`, `layout`, `memory`,
+//! `content` and `pipe` run rank processes, whose memory holds bytes that can be verified.
 
 pub mod cache;
 pub mod content;

@@ -1,4 +1,4 @@
-//! Sizes of the KV cache of known models.
+//! KV cache sizes of known models.
 
 use std::fmt;
 
@@ -30,12 +30,12 @@ pub enum Model {
     DeepseekV3Mla,
 }
 
-/// How one rank's pages are made up.
+/// Composition of one rank's pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ModelGeometry {
     /// Number of layers.
     pub layers: u32,
-    /// What each layer holds, one fragment of a page each.
+    /// The tensors of each layer; each holds one fragment of a page.
     pub roles: &'static [TensorRole],
     /// Bytes of one element.
     pub element_bytes: u32,
@@ -50,44 +50,44 @@ impl ModelGeometry {
     }
 }
 
-/// Why a model cannot be laid out so.
+/// Why a model cannot be laid out on the given ranks.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ModelError {
-    /// A page of no tokens.
+    /// The page size is 0 tokens.
     #[error("--engine-page-tokens is 0: a page holds at least one token; 16 suits most engines")]
     ZeroPage,
-    /// No rank at all.
+    /// The number of ranks is 0.
     #[error("ranks is 0: an engine has at least one rank")]
     ZeroRanks,
-    /// More ranks than KV heads.
+    /// There are more ranks than KV heads, and not a multiple of them.
     #[error(
         "ranks is {ranks}, but {model} has {kv_heads} KV heads: use {kv_heads} ranks or fewer, or a \
          multiple of it, where several ranks hold one head"
     )]
     TooManyRanks {
-        /// Which model.
+        /// The model.
         model: Model,
-        /// Its KV heads.
+        /// The model's KV heads.
         kv_heads: u32,
-        /// Ranks that were asked for.
+        /// Ranks that were requested.
         ranks: u16,
     },
-    /// The KV heads cannot be shared out evenly.
+    /// The KV heads cannot be divided evenly among the ranks.
     #[error(
         "ranks is {ranks}, which does not divide the {kv_heads} KV heads of {model}: use a divisor \
          of {kv_heads}"
     )]
     Uneven {
-        /// Which model.
+        /// The model.
         model: Model,
-        /// Its KV heads.
+        /// The model's KV heads.
         kv_heads: u32,
-        /// Ranks that were asked for.
+        /// Ranks that were requested.
         ranks: u16,
     },
 }
 
-/// How a token's KV is made up.
+/// Composition of a token's KV.
 enum Attention {
     Fixed,
     Heads { kv_heads: u32, head_elements: u32 },
@@ -98,8 +98,8 @@ const KEYS_AND_VALUES: &[TensorRole] = &[TensorRole::K, TensorRole::V];
 const LATENT: &[TensorRole] = &[TensorRole::Latent];
 
 impl Model {
-    /// The layout of pages of `engine_page_tokens` tokens on each of `ranks` ranks, which share the KV heads evenly. A
-    /// latent is the same on every rank, in full.
+    /// The composition of pages of `engine_page_tokens` tokens on each of `ranks` ranks, which divide the KV heads
+    /// evenly. Every rank holds a latent in full.
     pub fn geometry(
         self,
         engine_page_tokens: u32,
@@ -134,12 +134,13 @@ impl Model {
         })
     }
 
-    /// What tells its KV from that of other models with the same shape: `registration.content`.
+    /// Distinguishes the model's KV from that of other models with the same shape: `registration.content`.
     pub fn content(self) -> Vec<u8> {
         format!("model={self}\ndtype=bfloat16").into_bytes()
     }
 
-    /// Which ranks hold the same KV: all of them hold a latent, and ranks beyond the number of heads share one.
+    /// The ranks that hold the same KV: all ranks hold one latent, and ranks beyond the number of KV heads share a
+    /// head.
     pub fn sharding(self, ranks: u16) -> Result<Sharding, ModelError> {
         let shards = match self.architecture().1 {
             Attention::Fixed => ranks,
@@ -149,7 +150,7 @@ impl Model {
                 ranks.min(u16::try_from(kv_heads).unwrap_or(ranks))
             }
         };
-        // No rank is the only number that none of these divides.
+        // Zero ranks is the only count that none of these divides.
         Sharding::new(ranks, shards).ok_or(ModelError::ZeroRanks)
     }
 

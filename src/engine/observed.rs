@@ -1,42 +1,42 @@
-//! What is seen at the engine while it is driven.
+//! Measurements and errors that an engine's driver collects.
 
-/// Microseconds that requests took.
+/// Latencies of requests, in microseconds. One entry per request or prompt.
 #[derive(Debug, Clone, Default)]
 pub struct Latencies {
-    /// Of lookups.
+    /// Lookups.
     pub lookup_us: Vec<u64>,
-    /// Of loads.
+    /// Loads.
     pub load_us: Vec<u64>,
-    /// Of stores.
+    /// Stores.
     pub store_us: Vec<u64>,
-    /// From a prompt's arrival to the end of its computation, checks of what was loaded included.
+    /// From a prompt's arrival to the end of its computation, verification of the loaded pages included.
     pub first_token_us: Vec<u64>,
-    /// From a prompt's arrival to its lookup, where pages were missing.
+    /// From a prompt's arrival to its lookup, for prompts that waited for pages.
     pub page_wait_us: Vec<u64>,
 }
 
-/// What was seen at the engine.
+/// Measurements and errors of one engine, or of a fleet.
 #[derive(Debug, Clone, Default)]
 pub struct Observed {
-    /// Bytes of loaded pages that were compared, all ranks.
+    /// Bytes of loaded pages that were compared, over all ranks.
     pub verified_bytes: u64,
     /// Bytes that were wrong.
     pub mismatched_bytes: u64,
-    /// The first complaints of the ranks.
+    /// The first complaints of the ranks, at most 8.
     pub complaints: Vec<String>,
-    /// The first refusals of the leader.
+    /// The first refusals of the leader, at most 8.
     pub refusals: Vec<String>,
-    /// Loads and stores that were not answered in time, and whose pages the workers were made to let go.
+    /// Loads and stores that were not answered in time, and whose pages the workers had to release.
     pub abandoned: u64,
     /// The longest time until a lookup, load or store was answered or given up, in microseconds.
     pub answer_max_us: u64,
-    /// The longest time from then until the workers had let go of the pages, in microseconds.
+    /// The longest time from giving up until the workers had released the pages, in microseconds.
     pub abandon_max_us: u64,
-    /// How long requests took.
+    /// Latencies of requests.
     pub latencies: Latencies,
 }
 
-/// Most complaints and refusals that are kept.
+/// Largest number of complaints, and of refusals, that are kept.
 const KEPT_TEXTS: usize = 8;
 
 impl Observed {
@@ -48,7 +48,7 @@ impl Observed {
         keep(&mut self.refusals, text);
     }
 
-    /// Takes what was seen at another engine.
+    /// Adds the measurements of another engine.
     pub(super) fn add(&mut self, other: Self) {
         self.verified_bytes += other.verified_bytes;
         self.mismatched_bytes += other.mismatched_bytes;

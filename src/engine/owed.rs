@@ -1,21 +1,21 @@
-//! What a rank owes its worker: to register its memory, to say what is written, to take pages back.
+//! Requests that a rank owes its worker: register its memory, report what is written, take pages back.
 //!
-//! Connections break and workers die; what is owed stays until a worker has confirmed it. A worker that has died copies
-//! nothing any more, and its successor, which nobody has told anything, says so at once.
+//! A request stays owed until a worker has confirmed it, across broken connections and dead workers. A worker that has
+//! died copies nothing, and its successor, which has received no orders, confirms an abandoned request at once.
 
 use std::collections::BTreeMap;
 
 use crate::protocol::limits::ABANDONED_MAX;
 use crate::transport::LinkId;
 
-/// Something to ask the worker.
+/// A request to the worker.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Question {
-    /// Use this memory; requests up to `after` are over.
+    /// Use this memory. Requests up to `after` are over.
     Register { after: u64 },
     /// Stores up to this request may read their pages.
     Written { through: u64 },
-    /// Nothing may be copied for these requests any more.
+    /// Stop copying for these requests.
     Abandon { requests: Vec<u64> },
 }
 
@@ -26,19 +26,20 @@ enum Registered {
     Yes,
 }
 
-/// See the module.
+/// The owed requests of one rank, and which of them are in flight.
 #[derive(Debug)]
 pub(super) struct Owed {
     link: Option<LinkId>,
     registered: Registered,
     /// Everything up to this request is written.
     written: u64,
-    /// What of it the worker has confirmed since the registration.
+    /// The part of `written` that the worker has confirmed since the registration.
     confirmed: u64,
     telling: bool,
-    /// The highest request that was ever abandoned. The worker of a later registration must not copy for it.
+    /// The highest request that was ever abandoned. The worker of a later registration must not copy for requests up to
+    /// this one.
     over: u64,
-    /// Requests that no worker has confirmed yet, and the orders that wait for them.
+    /// Abandoned requests that no worker has confirmed, with the ticket of the order that waits for each.
     abandoned: BTreeMap<u64, u64>,
     abandoning: bool,
 }
@@ -57,13 +58,13 @@ impl Owed {
         }
     }
 
-    /// A worker said welcome: it knows nothing.
+    /// A worker accepted the connection. The worker has no state of this rank.
     pub(super) fn connected(&mut self, link: LinkId) {
         self.lost();
         self.link = Some(link);
     }
 
-    /// The connection broke: the worker forgets the memory.
+    /// The connection broke, so the worker drops the memory.
     pub(super) fn lost(&mut self) {
         self.link = None;
         self.registered = Registered::No;
@@ -72,25 +73,25 @@ impl Owed {
         self.abandoning = false;
     }
 
-    /// Everything up to this number is written: pages that stores read, and work that loads wait for.
+    /// Records that everything up to this number is written: pages that stores read, and work that loads wait for.
     pub(super) fn wrote(&mut self, through: u64) {
         self.written = self.written.max(through);
     }
 
-    /// The engine takes the pages of a request back.
+    /// The engine takes the pages of a request back. `ticket` is reported when the worker has confirmed.
     pub(super) fn abandon(&mut self, request: u64, ticket: u64) {
         self.over = self.over.max(request);
         self.abandoned.insert(request, ticket);
     }
 
-    /// What to ask now; at most one question of a kind at a time.
+    /// Returns the next request to send. At most one of each kind is in flight.
     pub(super) fn next(&mut self) -> Option<(LinkId, Question)> {
         let link = self.link?;
         if self.registered == Registered::No {
             self.registered = Registered::Asked;
             return Some((link, Question::Register { after: self.over }));
         }
-        // Not behind the registration, which may take as long as a leader is away.
+        // Abandon does not wait for the registration, which may last as long as the leader is absent.
         if !self.abandoning && !self.abandoned.is_empty() {
             self.abandoning = true;
             let requests = self.abandoned.keys().take(ABANDONED_MAX);
@@ -105,7 +106,8 @@ impl Owed {
         None
     }
 
-    /// The worker confirmed, or did not: then it is asked again. Returns the orders that are carried out thereby.
+    /// Records the outcome of a request; an unconfirmed one is repeated. Returns the tickets of the orders that this
+    /// completes.
     pub(super) fn answered(
         &mut self,
         link: LinkId,
@@ -139,7 +141,7 @@ impl Owed {
         Vec::new()
     }
 
-    /// The worker says that it has no memory of this rank.
+    /// The worker reports that it has no memory of this rank.
     pub(super) fn forgotten(&mut self, link: LinkId) {
         if self.link == Some(link) && self.registered == Registered::Yes {
             self.registered = Registered::No;

@@ -1,6 +1,7 @@
-//! How the engine's scheduler and its ranks speak: frames over pipes, a 32-bit big-endian length and MessagePack.
+//! The protocol between the engine's scheduler and its ranks: frames over pipes, a 32-bit big-endian length and
+//! MessagePack.
 //!
-//! This is the inside of the reference engine, no part of kvferry's protocol.
+//! This protocol is internal to the reference engine and not part of kvferry's.
 
 use std::io;
 
@@ -11,54 +12,54 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use crate::engine::scheduler::WorkKind;
 use crate::types::RequestId;
 
-/// Longest frame: the work of a prompt of 16 million tokens in pages of 16 takes 20 MiB.
+/// Longest frame, 64 MiB: the work of a prompt of 16 million tokens in pages of 16 takes 20 MiB.
 pub const PIPE_FRAME_BYTES_MAX: u32 = 64 << 20;
 
-/// What the scheduler tells a rank.
+/// An order of the scheduler to a rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Order {
-    /// Comes back in the report.
+    /// Number of the order, repeated in the report.
     pub ticket: u64,
     /// 0 poison, 1 compute, 2 verify, 3 abandon.
     pub kind: u8,
     /// Device pages, 4 bytes little-endian each.
     #[serde(with = "serde_bytes")]
     pub pages: Vec<u8>,
-    /// Fingerprints of what they hold, 16 bytes big-endian each.
+    /// Fingerprints of the pages' contents, 16 bytes big-endian each.
     #[serde(with = "serde_bytes")]
     pub contents: Vec<u8>,
-    /// Tell the worker that everything up to this request is written; 0 for nothing.
+    /// Report to the worker that everything up to this request is written; 0 for no report.
     pub written_through: u64,
     /// The request to abandon; 0 for none.
     pub abandon: u64,
 }
 
-/// What an order is about.
+/// The task of an order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Task {
     /// Work on pages.
     Work(WorkKind),
-    /// Report when the worker copies nothing for this request any more, and never will.
+    /// Report when the worker copies nothing for this request, and never will again.
     Abandon(RequestId),
 }
 
-/// What a rank answers.
+/// A rank's report of an order.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Report {
-    /// Of which order.
+    /// Number of the order; 0 for the first registration.
     pub ticket: u64,
     /// Bytes that were compared.
     pub verified_bytes: u64,
     /// Bytes that were wrong.
     pub mismatched_bytes: u64,
-    /// The first wrong byte, or why the rank gives up; empty when all is well.
+    /// The first wrong byte, or why the rank ends; empty on success.
     pub complaint: String,
-    /// The rank cannot go on.
+    /// The rank cannot continue.
     pub fatal: bool,
 }
 
 impl Order {
-    /// An order of work.
+    /// Creates an order of work, without pages.
     pub fn new(ticket: u64, kind: WorkKind, written_through: u64) -> Self {
         let kind = match kind {
             WorkKind::Poison => 0,
@@ -75,7 +76,7 @@ impl Order {
         }
     }
 
-    /// An order to have nothing copied for a request any more.
+    /// Creates an order to stop all copies of a request.
     pub fn abandon(ticket: u64, request: RequestId) -> Self {
         Self {
             ticket,
@@ -87,7 +88,7 @@ impl Order {
         }
     }
 
-    /// What it is about; `None` for an unknown kind.
+    /// The order's task; `None` for an unknown kind.
     pub fn task(&self) -> Option<Task> {
         match self.kind {
             0 => Some(Task::Work(WorkKind::Poison)),

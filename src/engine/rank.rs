@@ -1,5 +1,5 @@
-//! One rank of the reference engine: a process with KV memory of its own that registers it with its worker, and computes
-//! and checks pages when the scheduler says so.
+//! One rank of the reference engine: a process that registers its KV memory with its worker, and computes and checks
+//! pages on orders of the scheduler.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -18,41 +18,41 @@ use crate::engine::speaker::{Speaker, Tell};
 use crate::transport::Transport;
 use crate::types::{EngineId, Fingerprint, Rank, Replica, RequestId, Shard};
 
-/// Reports, and things to tell the worker, that may wait.
+/// Capacity of the queue of reports, and of the queue of messages to the worker.
 const QUEUE: usize = 1024;
 
-/// What a rank is.
+/// Settings of one rank.
 #[derive(Debug, Clone)]
 pub struct RankSettings {
     /// Directory of the worker's sockets.
     pub worker_dir: PathBuf,
-    /// Which engine it belongs to.
+    /// The engine that the rank belongs to.
     pub engine: EngineId,
-    /// Which instance of the engine beside the leader that is.
+    /// The instance of the engine beside the leader.
     pub replica: Replica,
-    /// Which rank it is.
+    /// The rank's number within the engine.
     pub rank: Rank,
-    /// Ranks of the engine.
+    /// Number of ranks of the engine.
     pub ranks: u16,
     /// Tokens of a page.
     pub engine_page_tokens: u32,
-    /// Pages of its memory.
+    /// Pages of the rank's memory.
     pub device_pages: u32,
-    /// What the pages hold beyond their shape: `registration.content`.
+    /// Identifies the KV beyond its shape: `registration.content`.
     pub content: Vec<u8>,
-    /// What a page is made of.
+    /// Layers, roles and sizes of a page.
     pub geometry: ModelGeometry,
-    /// What of the KV it holds.
+    /// The slice of the KV that the rank holds.
     pub shard: Shard,
-    /// Where its memory is.
+    /// The kind of memory.
     pub device: EngineDevice,
-    /// How the pages lie in memory.
+    /// Placement of the pages in memory.
     pub layout: EngineLayout,
-    /// How long the first registration may take, the worker's start included.
+    /// Time limit of the first registration, the worker's start included.
     pub start_limit: Duration,
 }
 
-/// The rank's memory, and what works on it.
+/// The rank's memory, and the state of its work.
 struct RankProcess {
     settings: RankSettings,
     memory: Arc<RankMemory>,
@@ -60,8 +60,8 @@ struct RankProcess {
     scratch: Vec<u8>,
 }
 
-/// Runs a rank until `orders` ends. Says on `reports` when it has registered for the first time (ticket 0), then reports
-/// each order. When its connection breaks, it registers again by itself.
+/// Runs a rank until `orders` ends. Reports its first registration on `reports` as ticket 0, then the end of each
+/// order. Registers again by itself when its connection breaks.
 pub async fn run(
     transport: Arc<dyn Transport>,
     settings: RankSettings,
@@ -147,7 +147,7 @@ impl RankProcess {
                 let written = Tell::Written(RequestId(order.written_through));
                 self.tell.send(written).await.map_err(ended)?;
             }
-            // The device may still write: whoever reads or overwrites these pages waits for what was announced.
+            // The device may still write: readers and later writers of these pages wait for the announced number.
             let sent = reports.send(report).await;
             sent.map_err(|_| "nobody reads the reports".to_owned())?;
         }
@@ -227,7 +227,7 @@ impl RankProcess {
     }
 }
 
-/// Fills with random bytes of the system.
+/// Fills `bytes` with random bytes of the system.
 pub fn random(bytes: &mut [u8]) -> Result<(), String> {
     let got = rustix::rand::getrandom(&mut *bytes, rustix::rand::GetRandomFlags::empty());
     match got {

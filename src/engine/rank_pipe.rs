@@ -7,25 +7,25 @@ use tokio::sync::mpsc;
 
 use crate::engine::pipe::{self, Order, Report};
 
-/// Orders that may wait in the queue of a rank.
+/// Orders that may wait in a rank's queue.
 pub(super) const RANK_QUEUE: usize = 1024;
 
 /// A rank process and the pipes to it.
 #[derive(Debug)]
 pub struct RankPipe {
-    /// The process; it is killed when this is dropped.
+    /// The process, which is killed when this is dropped.
     pub child: Child,
-    /// Takes orders.
+    /// The pipe for orders.
     pub orders: ChildStdin,
-    /// Gives reports.
+    /// The pipe for reports.
     pub reports: ChildStdout,
 }
 
 impl RankPipe {
-    /// Waits until the rank says that it has registered.
+    /// Waits until the rank reports that it has registered.
     ///
     /// # Errors
-    /// What the rank complains about, or that it ended or took longer than `limit`.
+    /// The rank's own error, or that it ended or took longer than `limit`.
     pub async fn wait_until_ready(&mut self, limit: Duration) -> Result<(), String> {
         match tokio::time::timeout(limit, pipe::read::<Report>(&mut self.reports)).await {
             Err(_) => Err(format!("an engine rank is not ready after {limit:?}")),
@@ -37,7 +37,7 @@ impl RankPipe {
     }
 }
 
-/// Writes orders until the queue ends.
+/// Writes orders until the queue ends or the pipe breaks.
 pub(super) async fn send_orders(mut orders: mpsc::Receiver<Order>, mut pipe: ChildStdin) {
     while let Some(order) = orders.recv().await {
         if let Err(error) = pipe::write(&mut pipe, &order).await {
@@ -47,7 +47,7 @@ pub(super) async fn send_orders(mut orders: mpsc::Receiver<Order>, mut pipe: Chi
     }
 }
 
-/// Reads reports; `None` once, when the rank is gone.
+/// Reads reports. Sends `None` once, when the rank has ended.
 pub(super) async fn take_reports<T>(
     mut reports: ChildStdout,
     events: mpsc::Sender<T>,

@@ -1,7 +1,7 @@
-//! The reference engine's scheduler: what an engine does with a prompt, without sockets, clocks or memory.
+//! The reference engine's scheduler: decides what an engine does with a prompt, without sockets, clocks or memory.
 //!
-//! A prompt goes: wait for pages -> look up -> load what was found -> compute the rest -> store -> finish. Whoever drives
-//! the scheduler sends its requests to a leader and its work to the ranks, and reports back.
+//! Steps of a prompt: wait for pages -> look up -> load the found pages -> compute the rest -> store -> finish. The
+//! driver of the scheduler sends its requests to a leader and its work to the ranks, and reports the outcomes.
 
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
@@ -11,18 +11,19 @@ use std::time::Duration;
 use crate::engine::cache::PagedCache;
 use crate::types::{Answer, Fingerprint, PageHashes, PageList, Request, RequestId, SlotId};
 
-/// Prompts that run at one time; more wait. Bounds the work and the requests that are under way.
+/// Largest number of prompts that run at one time; further ones wait. Bounds the work and the requests in flight.
 pub const RUNNING_PROMPTS_MAX: usize = 256;
 
-/// Longest wait for each kind of request. Not a promise of speed: what comes later is computed instead.
+/// Deadline of each request. Not a latency target: a lookup or load that is not answered by then is replaced by
+/// computing.
 pub const REQUEST_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// A prompt to serve.
 #[derive(Debug, Clone)]
 pub struct Prompt {
-    /// Number of the request, unique.
+    /// The request's slot, unique per prompt.
     pub slot: SlotId,
-    /// Whose pages: salt, tenant, adapter.
+    /// Namespace of the pages: salt, tenant, adapter.
     pub namespace: Arc<[u8]>,
     /// Length in tokens.
     pub tokens: u64,
@@ -30,68 +31,68 @@ pub struct Prompt {
     pub hashes: Arc<PageHashes>,
 }
 
-/// What the ranks do with pages.
+/// Work of the ranks on pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WorkKind {
-    /// Overwrite with a pattern that no page has, so that a page that is not loaded is seen.
+    /// Overwrite with a pattern that no page has, so that a page that is not loaded is detected.
     Poison,
-    /// Write what the pages must hold, as a forward pass would.
+    /// Write the expected content, as a forward pass would.
     Compute,
-    /// Compare with what the pages must hold.
+    /// Compare with the expected content.
     Verify,
 }
 
-/// Something for the driver to do.
+/// An action for the driver to carry out.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Action {
     /// Send a request to the leader.
     Send {
-        /// Its id, growing.
+        /// The request's id; ids increase.
         id: RequestId,
         /// The request.
         request: Request,
     },
-    /// Let every rank work on these positions of a prompt; report [`Scheduler::worked`] when all have.
+    /// Have every rank work on these positions of a prompt. [`Scheduler::worked`] must be called when all are done.
     Work {
-        /// Which prompt.
+        /// The prompt's slot.
         slot: SlotId,
-        /// What to do.
+        /// The work to do.
         kind: WorkKind,
         /// Positions in the sequence.
         positions: Range<u32>,
-        /// After this work everything up to this request is written: ranks tell their workers.
+        /// When set, everything up to this request is written after this work, and ranks report that to their workers.
         written_through: Option<RequestId>,
     },
-    /// Tell every rank's worker that this load or store is over, and report a refusal once all have said that nothing is
-    /// copied for it any more, or are dead: the prompt needs its pages.
+    /// Report to every rank's worker that this load or store is over. Call [`Scheduler::answered`] with `None` once
+    /// each worker has confirmed that nothing is copied for the request, or is dead: the prompt needs its pages.
     Abandon {
-        /// Which request.
+        /// The load or store.
         id: RequestId,
     },
     /// The prompt is done.
     Done(Served),
-    /// Nothing: what is left of an action that was taken out of its list.
+    /// No action: left in place of an action that was taken out of its list.
     Idle,
 }
 
-/// What became of a prompt.
+/// The outcome of a prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Served {
-    /// Which prompt.
+    /// The prompt's slot.
     pub slot: SlotId,
-    /// Its length.
+    /// Length of the prompt.
     pub tokens: u64,
     /// Full pages found in the engine's own cache.
     pub device_pages: u32,
     /// Further pages that were found in G2.
     pub hit_pages: u32,
-    /// Pages that were loaded; fewer than found when a load failed.
+    /// Pages that were loaded; fewer than `hit_pages` when a load failed.
     pub loaded_pages: u32,
-    /// Requests that were refused or failed; the prompt was computed all the same.
+    /// Requests that were refused or failed. The prompt is computed nevertheless.
     pub refusals: u32,
-    /// It could not run when it arrived, because it or one before it needed pages that others held.
+    /// The prompt could not start on arrival, because it or an earlier one needed pages that others held.
     pub waited_for_pages: bool,
-    /// Its store left pages out, or was refused as a whole.
+    /// The store left pages out, or was refused entirely.
     pub store_refused: bool,
 }
 
@@ -119,12 +120,12 @@ struct Run {
     prompt: Prompt,
     pages: Vec<u32>,
     step: Step,
-    /// The last work on its pages before they are loaded, whose writes may still be under way.
+    /// The last work on the pages before they are loaded, whose writes may still be in flight.
     overwritten: RequestId,
     served: Served,
 }
 
-/// See the module.
+/// The scheduler of one engine.
 #[derive(Debug)]
 pub struct Scheduler {
     cache: PagedCache,
@@ -135,7 +136,7 @@ pub struct Scheduler {
 }
 
 impl Scheduler {
-    /// A scheduler with `device_pages` of memory that keeps `cached_pages` of them when idle.
+    /// Creates a scheduler with `device_pages` of memory, which keeps at most `cached_pages` of them cached when idle.
     pub fn new(device_pages: u32, cached_pages: u32) -> Self {
         Self {
             cache: PagedCache::new(device_pages, cached_pages),
@@ -146,7 +147,7 @@ impl Scheduler {
         }
     }
 
-    /// A prompt arrives. It waits until its pages fit; prompts are admitted in the order of their arrival.
+    /// Adds a prompt, which waits until its pages fit. Prompts are admitted in the order of their arrival.
     pub fn arrive(&mut self, prompt: Prompt, actions: &mut Vec<Action>) {
         let waiting = Waiting {
             prompt,
@@ -166,20 +167,20 @@ impl Scheduler {
         self.running.len() + self.waiting.len()
     }
 
-    /// Pages that running prompts hold: zero when none runs.
+    /// Pages that running prompts hold: 0 when none runs.
     pub fn held_pages(&self) -> u32 {
         self.cache.held_pages()
     }
 
-    /// Hashes and device pages of a running prompt.
+    /// Hashes and device pages of a running prompt; `None` if it does not run.
     pub fn pages_of(&self, slot: SlotId) -> Option<(&PageHashes, &[u32])> {
         self.running
             .get(&slot)
             .map(|run| (&*run.prompt.hashes, run.pages.as_slice()))
     }
 
-    /// The leader answered, or refused (`None`): then the prompt goes on without. Answers to unknown requests have no
-    /// effect.
+    /// Handles an answer of the leader. With `None` the request was refused, and the prompt continues without it.
+    /// Answers to unknown requests have no effect.
     pub fn answered(&mut self, id: RequestId, answer: Option<Answer>, actions: &mut Vec<Action>) {
         let Some(slot) = self.asked.remove(&id) else {
             return;
@@ -194,7 +195,7 @@ impl Scheduler {
                 run.step = Step::Poisoning;
                 let positions = run.loading();
                 let kind = WorkKind::Poison;
-                // A number of its own, among those of the requests: the load is ordered after it.
+                // A number among those of the requests, so that the load is ordered after this work.
                 self.next_id += 1;
                 run.overwritten = RequestId(self.next_id);
                 actions.push(Action::Work {
@@ -238,8 +239,8 @@ impl Scheduler {
         }
     }
 
-    /// The leader does not answer this request in time. A prompt goes on without an answer to its lookup; what a load or a
-    /// store may still be copying must be known to have ended first.
+    /// The leader has not answered this request in time. After a lookup the prompt continues without an answer. After a
+    /// load or a store, the copies that may still run must be known to have ended first.
     pub fn gave_up(&mut self, id: RequestId, actions: &mut Vec<Action>) {
         let run = self.asked.get(&id).and_then(|slot| self.running.get(slot));
         match run.map(|run| run.step) {
@@ -249,7 +250,7 @@ impl Scheduler {
         }
     }
 
-    /// All ranks have done a piece of work.
+    /// Handles the end of a piece of work on all ranks.
     pub fn worked(&mut self, slot: SlotId, kind: WorkKind, actions: &mut Vec<Action>) {
         let Some(run) = self.running.get_mut(&slot) else {
             return;
@@ -353,7 +354,7 @@ impl Scheduler {
         }
     }
 
-    /// Computes what was not loaded, and offers the whole prompt to be stored.
+    /// Computes the pages that were not found, and requests a store of the whole prompt.
     fn compute(&mut self, slot: SlotId, actions: &mut Vec<Action>) {
         let Some(run) = self.running.get_mut(&slot) else {
             return;
@@ -417,7 +418,7 @@ impl Scheduler {
 }
 
 impl Prompt {
-    /// Names what its pages hold in the engine's own cache: the same tokens of two namespaces are two things.
+    /// Names the contents of the pages in the engine's own cache. Equal tokens of two namespaces have different names.
     fn contents(&self) -> impl Iterator<Item = Fingerprint> {
         let mut owner = [0; 16];
         if !self.namespace.is_empty() {

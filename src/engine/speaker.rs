@@ -1,7 +1,7 @@
-//! A rank's conversation with its worker, for as long as the engine runs.
+//! A rank's connection to its worker, for the lifetime of the engine.
 //!
-//! When the connection breaks, or another worker takes over, the memory is registered again. What the scheduler did
-//! meanwhile is refused by the leader; nothing else is lost.
+//! When the connection breaks, or another worker takes over, the memory is registered again. The leader refuses the
+//! scheduler's requests in the meantime; nothing else is lost.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,29 +24,29 @@ use crate::transport::{
 };
 use crate::types::{Nonce, Registration, RequestId, Timeline};
 
-/// How long a worker may take for one question; then it is asked again. A registration waits for the leader.
+/// Time limit of one request to the worker, after which it is repeated. A registration waits for the leader.
 const QUESTION_LIMIT: Duration = Duration::from_secs(30);
-/// Pause after a question that the worker could not answer; it doubles with each.
+/// Pause after a request that failed; doubles with each failure, up to `PAUSE_MAX`.
 const PAUSE_FIRST: Duration = Duration::from_millis(50);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
 
-/// What the worker must hear.
+/// A report for the worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Tell {
     /// Stores up to this request may read their pages.
     Written(RequestId),
-    /// Nothing may be copied for this request any more. Reported under `ticket` once that is so.
+    /// Nothing may be copied for this request any longer. Reported under `ticket` once the worker has confirmed.
     Abandon { request: RequestId, ticket: u64 },
 }
 
-/// How a question ended.
+/// The outcome of a request to the worker.
 struct Asked {
     link: LinkId,
     question: Question,
     answer: Result<(), Failure>,
 }
 
-/// See the module.
+/// Sends the requests that a rank owes its worker, and reports their ends.
 pub(super) struct Speaker {
     asker: Asker,
     incoming: mpsc::Receiver<Incoming>,
@@ -54,17 +54,17 @@ pub(super) struct Speaker {
     owed: Owed,
     asking: JoinSet<Asked>,
     pause: Duration,
-    /// Until when the first registration must have succeeded; `None` once it has.
+    /// Deadline of the first registration; `None` once it has succeeded.
     start_by: Option<Instant>,
 }
 
-/// What it takes to ask.
+/// State that is needed to send one request.
 #[derive(Clone)]
 struct Asker {
     settings: Arc<RankSettings>,
     memory: Arc<RankMemory>,
     worker: Client,
-    /// What both sides can do, by the last welcome.
+    /// Features of both sides, from the last welcome.
     features: u64,
 }
 
@@ -109,7 +109,7 @@ impl Speaker {
         }
     }
 
-    /// Speaks until that makes no sense any more; returns why.
+    /// Runs until the connection cannot continue; returns the reason.
     pub(super) async fn run(mut self, mut told: mpsc::Receiver<Tell>) -> String {
         loop {
             while let Some((link, question)) = self.owed.next() {
@@ -207,7 +207,7 @@ impl Speaker {
 }
 
 impl Asker {
-    /// Asks once, over this connection; pauses after a failure.
+    /// Sends one request over this connection; pauses after a failure.
     async fn ask(self, link: LinkId, question: Question, pause: Duration) -> Asked {
         let answer = match &question {
             Question::Register { after } => self.register(link, *after).await,
@@ -232,13 +232,14 @@ impl Asker {
         asked.await.map(|_| ())
     }
 
-    /// Where the device says how far it is, if the worker looks there.
+    /// The word to which the device writes its progress; `None` if the worker does not read it.
     fn timeline(&self) -> Option<Timeline> {
         let both = self.features & FEATURE_TIMELINE != 0;
         self.memory.timeline().filter(|_| both)
     }
 
-    /// The device may still write: its word says when it has. A worker that does not look there hears of it behind that.
+    /// Reports what is written. With a timeline the device's word tells when its writes are complete; without one, the
+    /// report is sent after they are.
     async fn written(&self, link: LinkId, through: u64) -> Result<(), Failure> {
         let timeline = self.timeline().is_some();
         if !timeline {
@@ -252,7 +253,7 @@ impl Asker {
         self.say(link, Message::Written(written)).await
     }
 
-    /// Hands the memory over and describes it.
+    /// Hands the memory over to the worker and registers it.
     async fn register(&self, link: LinkId, after: u64) -> Result<(), Failure> {
         let settings = &self.settings;
         let mut proof = [0; 32];
@@ -292,7 +293,7 @@ fn not_now(message: String) -> Failure {
     Failure::new(ErrorCode::NotReady, message)
 }
 
-/// Ends at a point in time; never without one.
+/// Waits until a point in time; forever if there is none.
 async fn expired(at: Option<Instant>) {
     match at {
         Some(at) => tokio::time::sleep_until(at).await,

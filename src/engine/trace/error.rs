@@ -1,4 +1,4 @@
-//! Why a trace could not be read. Each error names the file, the line and what to do.
+//! Errors of reading a trace. Each names the file, the line and the remedy.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -8,25 +8,25 @@ use super::line::{TIMESTAMP_MS_MAX, TOKENS_MAX};
 use super::read::ZSTD_WINDOW_LOG_MAX;
 use super::read::{BLOCKS_MAX, DECODED_BYTES_MAX, LINE_BYTES_MAX, REQUESTS_MAX};
 
-/// Why there is no trace.
+/// Why a trace could not be read.
 #[derive(Debug, thiserror::Error)]
 pub enum TraceError {
-    /// The file is missing, or it may not be opened.
+    /// The file is missing or cannot be opened.
     #[error("{}: cannot open this trace: {cause}", path.display())]
     Open {
-        /// Which file.
+        /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         cause: std::io::Error,
     },
     /// Reading or decompressing failed midway.
     #[error("{}: cannot read on after line {line}: {cause}", path.display())]
     Read {
-        /// Which file.
+        /// The file.
         path: PathBuf,
-        /// Lines that were read before.
+        /// Number of lines that were read before.
         line: u64,
-        /// What the system or the decompressor said.
+        /// The error of the system or the decompressor.
         cause: std::io::Error,
     },
     /// The compressed stream is damaged, or needs a zstd window above [`ZSTD_WINDOW_LOG_MAX`].
@@ -35,110 +35,111 @@ pub enum TraceError {
         path.display()
     )]
     Damaged {
-        /// Which file.
+        /// The file.
         path: PathBuf,
-        /// Lines that were read before.
+        /// Number of lines that were read before.
         line: u64,
         /// `zstd` or `gzip`.
         format: &'static str,
-        /// What the decompressor said.
+        /// The decompressor's error.
         cause: std::io::Error,
     },
-    /// The compressed stream ends before its end mark: an incomplete download, say.
+    /// The compressed stream ends before its end mark, for example after an incomplete download.
     #[error("{}: the {format} stream ends too early, after line {line}: fetch the file again", path.display())]
     Truncated {
-        /// Which file.
+        /// The file.
         path: PathBuf,
-        /// Lines that were read before.
+        /// Number of lines that were read before.
         line: u64,
         /// `zstd` or `gzip`.
         format: &'static str,
     },
-    /// One line is no request.
+    /// A line is not a valid request.
     #[error("{}, line {line}: {reason}", path.display())]
     Line {
-        /// Which file.
+        /// The file.
         path: PathBuf,
-        /// Which line, from 1.
+        /// The line's number, from 1.
         line: u64,
-        /// What is wrong with it.
+        /// The defect of the line.
         reason: LineError,
     },
-    /// The trace holds more than is taken.
+    /// The trace exceeds [`REQUESTS_MAX`], [`BLOCKS_MAX`] or [`DECODED_BYTES_MAX`].
     #[error(
         "{}, line {line}: this trace is too large: at most {REQUESTS_MAX} requests, {BLOCKS_MAX} \
          hash ids and {DECODED_BYTES_MAX} bytes are read",
         path.display()
     )]
     TooLarge {
-        /// Which file.
+        /// The file.
         path: PathBuf,
-        /// The line that was too much, from 1.
+        /// The line that exceeded the limit, from 1.
         line: u64,
     },
-    /// Not one request.
+    /// The file contains no request.
     #[error("{}: this trace has no request", path.display())]
     Empty {
-        /// Which file.
+        /// The file.
         path: PathBuf,
     },
-    /// The caller asked for no request at all.
+    /// The caller set a limit of 0 requests.
     #[error("{}: the limit is 0 requests: ask for at least one, or for no limit", path.display())]
     LimitZero {
-        /// Which file.
+        /// The file.
         path: PathBuf,
     },
-    /// The caller gave no size of a block.
+    /// The caller gave a block size of 0 tokens.
     #[error("--trace-block-tokens is 0: a block holds at least one token; traces use 16 to 512")]
     ZeroBlock,
 }
 
-/// What is wrong with one line.
+/// The defect of one line.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum LineError {
-    /// It is longer than [`LINE_BYTES_MAX`].
+    /// The line is longer than [`LINE_BYTES_MAX`].
     #[error("longer than {LINE_BYTES_MAX} bytes: one request a line, ended by a line feed")]
     TooLong,
-    /// It is not text.
+    /// The line is not UTF-8. The value is the first invalid byte, from 1.
     #[error("not UTF-8 from byte {0} on")]
     NotUtf8(usize),
-    /// It is not JSON.
+    /// The line is not JSON.
     #[error("not JSON: {reason} at column {column}")]
     NotJson {
-        /// Where, in bytes from 1.
+        /// The position of the error, in bytes from 1.
         column: usize,
-        /// What the parser said.
+        /// The parser's message.
         reason: String,
     },
-    /// It is JSON, but no object of the expected fields and types.
+    /// The line is JSON, but not an object of the expected fields and types.
     #[error("{0}")]
     Field(String),
-    /// The time lies beyond [`TIMESTAMP_MS_MAX`].
+    /// The time exceeds [`TIMESTAMP_MS_MAX`].
     #[error("'timestamp' is {0}: at most {TIMESTAMP_MS_MAX} ms are taken")]
     TooLate(String),
-    /// A length lies beyond [`TOKENS_MAX`].
+    /// A length exceeds [`TOKENS_MAX`].
     #[error("'{field}' is {tokens}: at most {TOKENS_MAX} tokens are taken")]
     TooManyTokens {
-        /// Which field.
+        /// The field's name.
         field: &'static str,
-        /// Its value.
+        /// The field's value.
         tokens: u64,
     },
-    /// The number of hash ids does not follow from the length of the prompt.
+    /// The number of hash ids does not match the length of the prompt.
     #[error("{0}")]
     BlockCount(BlockCount),
 }
 
-/// A number of hash ids that does not follow from the length of the prompt.
+/// A number of hash ids that does not match the length of the prompt.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BlockCount {
     /// Hash ids on the line.
     pub found: u64,
-    /// Tokens of the prompt.
+    /// Length of the prompt, in tokens.
     pub input_tokens: u64,
-    /// Tokens of a block, as the caller gave them.
+    /// Tokens of a block, as given by the caller.
     pub block_tokens: u32,
-    /// The smallest power of two that fits every line of the file, if there is one.
+    /// The smallest power of two, in tokens, that fits every line of the file; `None` if there is none, or if the file
+    /// could not be read to its end.
     pub suggestion: Option<u32>,
 }
 

@@ -1,12 +1,12 @@
-//! The built-in workload: conversations of many turns over a few shared system prompts, made from a seed.
+//! The built-in workload: multi-turn conversations over a few shared system prompts, generated from a seed.
 //!
-//! Whole numbers only and a generator of our own, so that a seed means the same requests on every platform.
+//! Only integers and a generator of this crate are used, so that a seed gives the same requests on every platform.
 
 use std::ops::RangeInclusive;
 
 use super::{REQUESTS_MAX, Trace, TraceRequest};
 
-/// What the built-in workload looks like. A range whose start lies above its end counts as its start.
+/// Parameters of the built-in workload. A range whose start is above its end counts as its start.
 ///
 /// Memory grows with `requests x prompt_tokens_max / block_tokens x 8` bytes: 1.6 MB with the defaults.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -15,10 +15,9 @@ pub struct Shape {
     pub block_tokens: u32,
     /// Number of requests, at most [`REQUESTS_MAX`]. Default: `400`.
     pub requests: u32,
-    /// Conversations that go on at the same time; 0 counts as 1. Default: `24`.
+    /// Conversations that are live at the same time; 0 counts as 1. Default: `24`.
     pub conversations: u32,
-    /// System prompts, each the start of many conversations; with 0 every conversation starts with nothing.
-    /// Default: `4`.
+    /// System prompts, each the start of many conversations; with 0 every conversation starts empty. Default: `4`.
     pub system_prompts: u32,
     /// Tokens of a system prompt. Default: `400..=1500`.
     pub system_tokens: RangeInclusive<u32>,
@@ -26,15 +25,15 @@ pub struct Shape {
     pub user_tokens: RangeInclusive<u32>,
     /// Tokens of an answer; the next turn's prompt contains it. Default: `20..=300`.
     pub output_tokens: RangeInclusive<u32>,
-    /// A conversation ends before a turn that would make its prompt longer, in tokens; the first turn of one may still
-    /// be. Default: `8192`.
+    /// Longest prompt, in tokens. A conversation ends before a turn that would exceed the limit, except that its first
+    /// turn may exceed it. Default: `8192`.
     pub prompt_tokens_max: u32,
-    /// A conversation ends before it has more turns. Default: `12`.
+    /// Largest number of turns of a conversation. Default: `12`.
     pub turns_max: u32,
-    /// How many of 100 new conversations branch from an earlier turn of a live one, instead of starting at a system
+    /// Percentage of new conversations that branch from an earlier turn of a live one, instead of starting at a system
     /// prompt. Default: `20`.
     pub branch_percent: u32,
-    /// Over how much time the requests arrive, about, in milliseconds. Default: `20000`.
+    /// Approximate time over which the requests arrive, in milliseconds. Default: `20000`.
     pub span_ms: u32,
 }
 
@@ -56,9 +55,10 @@ impl Default for Shape {
     }
 }
 
-/// Makes the trace of a shape and a seed. The same two give the same trace, on every platform.
+/// Makes the trace of a shape and a seed. Equal arguments give an equal trace, on every platform.
 ///
-/// Hash ids count up from 0 as new blocks appear, so that an id stands for one prefix, and has one block before it.
+/// Hash ids count up from 0 as new blocks appear, so that each id stands for one prefix and always follows the same
+/// block.
 pub fn generate(shape: &Shape, seed: u64) -> Trace {
     let block_tokens = shape.block_tokens.max(1);
     let requests = Workload::new(shape, seed).requests();
@@ -94,7 +94,7 @@ impl SplitMix64 {
     }
 }
 
-/// A prefix: so many tokens, of which the full blocks have ids.
+/// A prompt prefix: its length in tokens, and the ids of its full blocks.
 #[derive(Clone, Default)]
 struct Prefix {
     tokens: u64,
@@ -102,7 +102,7 @@ struct Prefix {
 }
 
 impl Prefix {
-    /// The first `tokens` of it. What stands behind them is another continuation's, a partial block's rest too.
+    /// The first `tokens` of the prefix, without the id of a partial block: a branch continues it with other tokens.
     fn up_to(&self, tokens: u64, block_tokens: u64) -> Self {
         let full = usize::try_from(tokens / block_tokens).unwrap_or(usize::MAX);
         Self {
@@ -115,7 +115,7 @@ impl Prefix {
 #[derive(Clone, Default)]
 struct Conversation {
     prefix: Prefix,
-    /// Tokens before each turn, the first included: where it can be branched.
+    /// Tokens before each turn, the first included: the positions at which a branch may start.
     turns: Vec<u64>,
 }
 
@@ -160,7 +160,7 @@ impl<'a> Workload<'a> {
             .collect()
     }
 
-    /// The next turn of any conversation.
+    /// Generates the next turn of a random conversation.
     fn turn(&mut self, timestamp_us: u64) -> TraceRequest {
         let live = self.shape.conversations.max(1) as usize;
         let mut place = self.random.index(live);
@@ -219,7 +219,7 @@ impl<'a> Workload<'a> {
         }
     }
 
-    /// Adds tokens that no other prefix has.
+    /// Appends tokens that no other prefix has.
     fn extend(&mut self, prefix: &mut Prefix, tokens: u64) {
         prefix.tokens += tokens;
         let full = prefix.tokens / self.block_tokens;

@@ -1,4 +1,4 @@
-//! One line of a trace: a JSON object, read strictly.
+//! Strict parser of one line of a trace, a JSON object.
 
 use std::fmt;
 
@@ -9,10 +9,10 @@ use super::error::LineError;
 
 /// Latest time of a request, in milliseconds: 100 years, so that microseconds fit easily in 64 bits.
 pub const TIMESTAMP_MS_MAX: u64 = 100 * 366 * 24 * 3_600 * 1_000;
-/// Longest prompt or answer, in tokens: far beyond any model, and small enough that no later sum overflows.
+/// Longest prompt or answer, in tokens: larger than any model's context, and small enough that no later sum overflows.
 pub const TOKENS_MAX: u64 = 1 << 32;
 
-/// What one line says.
+/// The fields of one line.
 #[derive(Debug, PartialEq)]
 pub(super) struct Line {
     pub(super) timestamp_us: u64,
@@ -21,7 +21,7 @@ pub(super) struct Line {
     pub(super) hash_ids: Vec<u64>,
 }
 
-/// Reads one line, without its line feed.
+/// Parses one line, without its line feed.
 pub(super) fn parse(bytes: &[u8]) -> Result<Line, LineError> {
     let text = std::str::from_utf8(bytes)
         .map_err(|error| LineError::NotUtf8(error.valid_up_to().saturating_add(1)))?;
@@ -38,7 +38,7 @@ pub(super) fn parse(bytes: &[u8]) -> Result<Line, LineError> {
     })
 }
 
-/// The parser's message without its "line 1", which is no line of the file.
+/// Removes "line 1" from the parser's message, because it is not the line number in the file.
 fn explain(error: &serde_json::Error) -> LineError {
     let text = error.to_string();
     let position = format!(" at line {} column {}", error.line(), error.column());
@@ -156,7 +156,7 @@ fn once<'de, A: MapAccess<'de>, S: DeserializeSeed<'de>>(
     Ok(())
 }
 
-/// Reads one number, without deciding what it may be.
+/// Reads a number, whole or not, of milliseconds.
 struct Milliseconds;
 
 impl<'de> DeserializeSeed<'de> for Milliseconds {
@@ -196,7 +196,7 @@ fn negative<E: de::Error>(name: &str, number: impl fmt::Display) -> E {
     ))
 }
 
-/// Reads one whole number that is not below zero; the field's name is for the message.
+/// Reads one whole number that is not below zero. The field's name is used in errors.
 struct Whole(&'static str);
 
 impl<'de> DeserializeSeed<'de> for Whole {

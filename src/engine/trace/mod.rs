@@ -1,7 +1,7 @@
-//! Request traces: what came when, how long it was, and which blocks of tokens it shares with other requests.
+//! Request traces: the arrival time and the length of each request, and the token blocks that it shares with others.
 //!
-//! A trace is read from a file ([`read`]) or made by the built-in workload ([`generate`]). Either way it is plain data,
-//! sorted by time, and its digest says whether two runs replayed the same requests.
+//! A trace is read from a file ([`read`]) or made by the built-in workload ([`generate`]). In both cases it is plain
+//! data, sorted by time. Two runs replayed the same requests if the digests of their traces are equal.
 
 mod error;
 mod generate;
@@ -20,33 +20,33 @@ pub use line::{TIMESTAMP_MS_MAX, TOKENS_MAX};
 /// One request of a trace.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TraceRequest {
-    /// When it arrives, in microseconds from the start of the trace's clock.
+    /// Arrival time, in microseconds from the start of the trace's clock.
     pub timestamp_us: u64,
-    /// Tokens of the prompt.
+    /// Length of the prompt, in tokens.
     pub input_tokens: u64,
-    /// Tokens of the answer.
+    /// Length of the answer, in tokens.
     pub output_tokens: u64,
-    /// Hash ids of the full blocks of the prompt, in order: `input_tokens / block_tokens` of them. Equal ids at equal
-    /// positions stand for equal prompts up to there.
+    /// Hash ids of the full blocks of the prompt, in order: `input_tokens / block_tokens` of them. Prompts with equal
+    /// ids up to a position are equal up to that position.
     pub blocks: Vec<u64>,
 }
 
-/// Requests in order of time; requests of the same time in the order of the file.
+/// Requests sorted by time; requests of the same time are in the order of the file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Trace {
-    /// The file's name without its endings, or the built-in workload's name and seed.
+    /// The file name without its endings, or the built-in workload's name and seed.
     pub name: String,
-    /// `blake3:` and 64 hex digits over `block_tokens` and all requests. It depends on nothing else: not on the name,
-    /// the compression, or how the lines are written.
+    /// `blake3:` and 64 hex digits over `block_tokens` and all requests. The name, the compression and the formatting
+    /// of the lines have no influence.
     pub digest: String,
     /// Tokens that one hash id stands for.
     pub block_tokens: u32,
-    /// The requests.
+    /// The requests, sorted by time.
     pub requests: Vec<TraceRequest>,
 }
 
 impl Trace {
-    /// Puts a trace together and computes its digest. The requests must be sorted by time.
+    /// Creates a trace and computes its digest. The requests must be sorted by time.
     fn new(name: String, block_tokens: u32, requests: Vec<TraceRequest>) -> Self {
         let digest = digest(block_tokens, &requests);
         Self {
@@ -58,7 +58,8 @@ impl Trace {
     }
 }
 
-/// Every number as 8 bytes, little-endian, and every list behind its length, so that no two traces hash the same bytes.
+/// Hashes every number as 8 bytes, little-endian, and every list after its length, so that no two traces hash the same
+/// bytes.
 fn digest(block_tokens: u32, requests: &[TraceRequest]) -> String {
     let mut hasher = blake3::Hasher::new_derive_key("kvferry trace digest 1");
     hasher.update(&u64::from(block_tokens).to_le_bytes());

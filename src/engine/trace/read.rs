@@ -12,15 +12,15 @@ use super::{LineError, Trace, TraceError, TraceRequest};
 
 /// Longest line, in bytes, without its line feed.
 pub const LINE_BYTES_MAX: usize = 64 << 20;
-/// Most requests of a trace.
+/// Largest number of requests of a trace.
 pub const REQUESTS_MAX: u64 = 16 << 20;
-/// Most hash ids of a trace: with 8 bytes each, 2 GiB of memory.
+/// Largest number of hash ids of a trace: 2 GiB of memory at 8 bytes each.
 pub const BLOCKS_MAX: u64 = 256 << 20;
-/// Most decompressed bytes of a trace, blank lines and unknown fields included.
+/// Largest decompressed size of a trace in bytes, blank lines and unknown fields included.
 pub const DECODED_BYTES_MAX: u64 = 16 << 30;
 /// Largest zstd window, as a power of two: 128 MiB of memory.
 pub const ZSTD_WINDOW_LOG_MAX: u32 = 27;
-/// Largest size of a block that an error message proposes, in tokens.
+/// Largest block size that an error message suggests, in tokens.
 pub const SUGGESTED_TOKENS_MAX: u32 = 1 << 16;
 
 const BUFFER_BYTES: usize = 256 << 10;
@@ -32,11 +32,11 @@ const MAGIC_BYTES: u64 = 4;
 /// `hash_ids`, one for each block of the prompt; the last may stand for a partial block, which is left out because it
 /// cannot be cached. Unknown fields and blank lines are skipped. Compression (zstd, gzip) is recognised by content.
 ///
-/// The whole file is read and checked; then `limit` keeps the first so many requests in order of time.
+/// The whole file is read and checked before `limit` keeps only the first requests in order of time.
 ///
 /// # Errors
 ///
-/// See [`TraceError`]. Nothing is returned of a file that is not right in every line.
+/// See [`TraceError`]. A file with an invalid line is rejected as a whole.
 pub fn read(path: &Path, block_tokens: u32, limit: Option<usize>) -> Result<Trace, TraceError> {
     if block_tokens == 0 {
         return Err(TraceError::ZeroBlock);
@@ -69,7 +69,7 @@ pub fn read(path: &Path, block_tokens: u32, limit: Option<usize>) -> Result<Trac
     Ok(Trace::new(name_of(path), block_tokens, requests))
 }
 
-/// The file's name up to its first ending: `chat.jsonl.zst` is `chat`.
+/// The file name without the endings `.zst`, `.gz`, `.jsonl` and `.json`: `chat.jsonl.zst` is `chat`.
 fn name_of(path: &Path) -> String {
     let mut name = path
         .file_name()
@@ -86,7 +86,7 @@ fn name_of(path: &Path) -> String {
 
 type Source = Box<dyn BufRead>;
 
-/// The decompressed bytes, and the name of the compression.
+/// Returns the decompressed bytes, and the name of the compression; `None` for a plain file.
 fn decoder(mut file: File) -> io::Result<(Source, Option<&'static str>)> {
     let mut magic = Vec::new();
     file.by_ref().take(MAGIC_BYTES).read_to_end(&mut magic)?;
@@ -123,7 +123,7 @@ struct Reader<'a> {
 }
 
 impl Reader<'_> {
-    /// Every request in the order of the file, or the first error.
+    /// Returns all requests in the order of the file, or the first error.
     fn requests(&mut self, block_tokens: u32) -> Result<Vec<TraceRequest>, TraceError> {
         let mut requests = Vec::new();
         let mut buffer = Vec::new();
@@ -175,7 +175,8 @@ impl Reader<'_> {
         }
     }
 
-    /// The error for a wrong number of hash ids. Reads on to the end of the file, to propose a size that fits all.
+    /// The error for a wrong number of hash ids. Reads on to the end of the file, to suggest a size that fits every
+    /// line.
     fn wrong_count(
         &mut self,
         line: &Line,
@@ -252,13 +253,13 @@ fn request(line: Line, block_tokens: u32) -> TraceRequest {
     }
 }
 
-/// True when `ids` counts the full blocks of a prompt, with or without a partial one behind them.
+/// Whether `ids` counts the full blocks of a prompt, with or without a final partial one.
 fn fits(input_tokens: u64, ids: u64, block_tokens: u32) -> bool {
     let block = u64::from(block_tokens);
     (input_tokens / block..=input_tokens.div_ceil(block)).contains(&ids)
 }
 
-/// Which powers of two, up to [`SUGGESTED_TOKENS_MAX`], fit every line so far.
+/// The powers of two, up to [`SUGGESTED_TOKENS_MAX`], that fit every line so far, as bits.
 #[derive(Debug, Clone, Copy)]
 struct Sizes(u32);
 

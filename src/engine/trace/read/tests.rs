@@ -251,7 +251,7 @@ fn what_the_built_in_workload_makes_reads_back_the_same() {
     assert_eq!((read.requests, read.digest), (made.requests, made.digest));
 }
 
-/// The folder of real traces, where there is one.
+/// The path of a real trace; `None`, reported as skipped, if it is not there.
 fn real(file: &str) -> Option<PathBuf> {
     let shared = std::env::var_os("KVFERRY_SHARED").unwrap_or_else(|| "../shared".into());
     let path = Path::new(&shared).join("traces").join(file);
