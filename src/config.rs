@@ -1,4 +1,4 @@
-//! The configuration: a TOML file, over it the environment, over it the flags.
+//! The configuration: a TOML file, overridden by the environment, overridden by the flags.
 
 mod error;
 mod sources;
@@ -14,17 +14,17 @@ use crate::types::{ByteSize, GpuCopy, NumaNodes, Ratio, Sharding};
 pub use error::ConfigError;
 pub use sources::{CONFIG_BYTES_MAX, ENVIRONMENT_PREFIX, OTHER_VARIABLES};
 
-/// Most ranks of an engine.
+/// Largest number of ranks of an engine.
 pub const RANKS_MAX: u16 = 64;
-/// Most engines of one leader.
+/// Largest number of engines of one leader.
 pub const REPLICAS_MAX: u16 = 64;
-/// Most threads that copy for one worker.
+/// Largest number of copy threads of one worker.
 pub const COPY_THREADS_MAX: u16 = 256;
-/// Shortest time between heartbeats, in milliseconds: below it, a busy machine looks dead.
+/// Shortest time between heartbeats, in milliseconds: with less, a busy machine would look dead.
 pub const HEARTBEAT_MS_MIN: u64 = 10;
-/// Longest time between heartbeats, in milliseconds: a peer that died is noticed a few heartbeats later.
+/// Longest time between heartbeats, in milliseconds: a dead peer is detected a few heartbeats later.
 pub const HEARTBEAT_MS_MAX: u64 = 60_000;
-/// Longest socket directory, in bytes: Linux takes 107 bytes for a whole socket's path.
+/// Longest socket directory, in bytes: Linux limits the whole path of a socket to 107 bytes.
 pub const SOCKET_DIR_BYTES_MAX: usize = 80;
 
 /// Everything that can be configured. Values are in bounds, and a file, a variable or a flag can give each of them.
@@ -113,16 +113,16 @@ pub struct Flags {
 }
 
 impl Config {
-    /// Reads `file`, where one is given, the process's environment, and `flags`; the later wins.
+    /// Reads `file`, if given, the process's environment, and `flags`; later sources override earlier ones.
     ///
     /// # Errors
     ///
-    /// See [`ConfigError`]. Nothing is taken of a configuration that is not right in every key.
+    /// See [`ConfigError`]. A configuration with any invalid key is rejected as a whole.
     pub fn load(file: Option<&Path>, flags: &Flags) -> Result<Self, ConfigError> {
         Self::load_with(file, std::env::vars_os(), flags)
     }
 
-    /// [`Config::load`] with an environment of the caller's: names and values of all variables.
+    /// [`Config::load`] with the given environment: names and values of all variables.
     pub fn load_with(
         file: Option<&Path>,
         environment: impl IntoIterator<Item = (OsString, OsString)>,
@@ -149,8 +149,8 @@ impl Config {
         Self::check(&Settings(settings))
     }
 
-    /// Where sockets are unless configured: `$XDG_RUNTIME_DIR/kvferry`, or `/tmp/kvferry-<uid>` where that variable
-    /// is not set, no absolute path, or not UTF-8.
+    /// Default socket directory: `$XDG_RUNTIME_DIR/kvferry`, or `/tmp/kvferry-<uid>` if that variable is not set, not
+    /// an absolute path, or not UTF-8.
     pub fn default_socket_dir() -> PathBuf {
         socket_dir_in(std::env::var_os(RUNTIME_DIR).map(PathBuf::from))
     }
@@ -214,11 +214,11 @@ fn socket_dir_in(runtime_dir: Option<PathBuf>) -> PathBuf {
     }
 }
 
-/// All settings, each with the source that won.
+/// All settings, each with the source that provided it.
 struct Settings(Figment);
 
 impl Settings {
-    /// The value of `key`, once `check` takes it.
+    /// Returns the value of `key` if `check` accepts it.
     fn get<T: for<'de> Deserialize<'de>, U>(
         &self,
         key: &'static str,

@@ -1,4 +1,4 @@
-//! Where the processes of one deployment meet: a directory each, below the socket directory.
+//! Directories of a deployment's processes, one for each, below the socket directory.
 
 use std::path::{Path, PathBuf};
 

@@ -56,7 +56,7 @@ impl Arguments {
         })
     }
 
-    /// What such a rank is.
+    /// The settings of the rank.
     pub(super) fn settings(self) -> Result<RankSettings, CommandError> {
         let geometry = self.model.geometry(self.engine_page_tokens, self.ranks);
         let sharding = self.model.sharding(self.ranks);
@@ -79,7 +79,7 @@ impl Arguments {
         })
     }
 
-    /// Starts it as a process, which registers by itself and ends with this one.
+    /// Starts the rank as a process, which registers by itself and ends with this one.
     pub(super) fn start(&self) -> Result<RankPipe, CommandError> {
         let program = std::env::current_exe().map_err(CommandError::failed)?;
         let layout = self.layout.to_possible_value();

@@ -34,8 +34,8 @@ impl Arguments {
         let config = self.config.load()?;
         end_with_supervisor(self.supervised)?;
         crate::cli::worker::open_as_many_files_as_allowed();
-        // One thread: what is heard goes through several tasks, and each handing over to another thread would wait for that
-        // to wake up, which takes longer than most requests.
+        // One thread: a message passes through several tasks, and waking another thread for each would take longer than
+        // most requests.
         block_on(1, async move {
             let mut ending = Ending::listen(self.supervised)?;
             let dirs = Dirs::new(&config.socket_dir);
@@ -95,7 +95,8 @@ impl Arguments {
     }
 }
 
-/// Asks the supervisor, over standard output, to end a worker. The leader asks again while the worker keeps silent.
+/// Requests the supervisor, over standard output, to end a worker. The leader repeats the request while the worker
+/// stays silent.
 fn expel(worker: WorkerId, pid: Option<i32>) {
     let mut output = std::io::stdout();
     let line = Expel { worker, pid };
@@ -104,8 +105,8 @@ fn expel(worker: WorkerId, pid: Option<i32>) {
     }
 }
 
-/// The secret of the anchors, the same for every leader of this directory: with another one, nothing of what the depots
-/// hold would be found.
+/// Returns the secret key of the anchors, which all leaders of this directory share. With another key, no page in the
+/// depots would be found.
 fn anchor_key(directory: &Path) -> Result<[u8; 32], CommandError> {
     let path = directory.join("anchor-key");
     let failed =
@@ -128,7 +129,7 @@ fn anchor_key(directory: &Path) -> Result<[u8; 32], CommandError> {
     }
 }
 
-/// Replaces a file as a whole; only its owner may read it.
+/// Replaces a file atomically. Only its owner may read it.
 fn replace(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     let fresh = path.with_extension("new");
     let mut file = fs::OpenOptions::new()
@@ -141,10 +142,10 @@ fn replace(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     fs::rename(&fresh, path)
 }
 
-/// The number after the last leader's in this directory, kept in a file that is replaced as a whole. Without that file it is
-/// the time in milliseconds: depots and workers may know epochs of leaders before the file was lost, which counted from an
-/// earlier time, and leaders start less often than once a millisecond. When the clock was set back meanwhile, a worker says
-/// which epoch its depot has seen, and this file is raised.
+/// Returns the number after the last leader's in this directory, and stores it in a file that is replaced atomically.
+/// If the file is missing, the number is the time in milliseconds: depots and workers may have seen epochs of earlier
+/// leaders, which counted from an earlier time, and leaders start less often than once a millisecond. If the clock was
+/// set back in between, a worker reports the epoch that its depot has seen, and [`raise_epoch`] raises the file.
 fn next_epoch(directory: &Path) -> Result<Epoch, CommandError> {
     let path = directory.join("epoch");
     let last = match fs::read_to_string(&path) {
@@ -167,7 +168,7 @@ fn next_epoch(directory: &Path) -> Result<Epoch, CommandError> {
     Ok(Epoch(next))
 }
 
-/// The next leader of this directory begins behind an epoch that a depot has seen.
+/// Makes the next leader of this directory start after an epoch that a depot has seen.
 fn raise_epoch(directory: &Path, seen: Epoch) -> Result<(), String> {
     write_epoch(&directory.join("epoch"), seen.0)
 }
@@ -177,7 +178,7 @@ fn write_epoch(path: &Path, epoch: u64) -> Result<(), String> {
     replace(path, text.as_bytes()).map_err(|error| format!("{}: {error}", path.display()))
 }
 
-/// Milliseconds since 1970, 0 before.
+/// Milliseconds since 1970; 0 before.
 #[expect(
     clippy::disallowed_methods,
     reason = "it is where a count begins, once; no decision depends on it"
@@ -189,7 +190,7 @@ fn unix_ms() -> u64 {
     })
 }
 
-/// Fills with random bytes of the system.
+/// Fills `bytes` with random bytes of the system.
 pub(super) fn random(bytes: &mut [u8]) -> Result<(), CommandError> {
     crate::engine::rank::random(bytes).map_err(CommandError::Failed)
 }

@@ -1,8 +1,8 @@
-//! The commands. One file each; `process` holds what leader and worker processes have in common, `signals` the signals
-//! that end them, `dirs` where they meet.
+//! The commands, one file each. `process` and `signals` hold the shared shutdown logic of leader and worker processes,
+//! `dirs` the layout of the socket directory.
 //!
-//! Exit codes: 0 done; 1 failed, or found something wrong; 2 the command line is wrong; 65 a named file cannot be used;
-//! 78 a setting is wrong.
+//! Exit codes: 0 success; 1 failure, or a defect was found; 2 invalid command line; 65 a named file cannot be used; 78
+//! invalid setting.
 
 mod bench;
 mod dirs;
@@ -76,7 +76,7 @@ struct ConfigArguments {
 }
 
 impl ConfigArguments {
-    /// The settings, checked; logging starts with them.
+    /// Loads and checks the settings, and starts logging with them.
     fn load(mut self) -> Result<Config, CommandError> {
         if let Some(dir) = &mut self.flags.socket_dir
             && let Ok(absolute) = std::path::absolute(&*dir)
@@ -89,7 +89,7 @@ impl ConfigArguments {
     }
 }
 
-/// JSON Schema of what `kvferry replay --json` writes.
+/// JSON Schema of the output of `kvferry replay --json`.
 pub fn replay_schema() -> schemars::Schema {
     schemars::schema_for!(replay::Report)
 }
@@ -121,17 +121,18 @@ pub fn main() -> ExitCode {
     ExitCode::from(code)
 }
 
-/// Says why a command failed, in one write: lines of other processes may go to the same place. Where nothing can be
-/// written there, the exit code alone tells.
+/// Reports a failed command on standard error, in one write, because other processes may write lines there too. If that
+/// fails, the exit code alone reports the failure.
 fn say_error(error: &CommandError) {
     let line = format!("error: {error}\n");
     std::io::stderr().write_all(line.as_bytes()).ok();
 }
 
-/// A result could not be written to standard output, and was told instead.
+/// Set when a result could not be written to standard output. The failure was reported on standard error.
 static UNWRITTEN: AtomicBool = AtomicBool::new(false);
 
-/// Prints a result. A reader that has seen enough, as `head`, is no failure; anything else makes the exit code 1.
+/// Prints a result. A reader that closes the pipe early, such as `head`, is no failure; any other error makes the exit
+/// code 1.
 fn say(text: &str) {
     let mut out = std::io::stdout().lock();
     if let Err(error) = writeln!(out, "{text}").and_then(|()| out.flush())
@@ -153,7 +154,7 @@ fn block_on<T>(
         .build()
         .map_err(CommandError::failed)?;
     let result = runtime.block_on(command);
-    // A thread may still wait for standard input; the process ends without it.
+    // A thread may still wait for standard input. The process ends without waiting for it.
     runtime.shutdown_background();
     result
 }

@@ -1,4 +1,4 @@
-//! What leader and worker processes have in common: how they end.
+//! Shutdown logic that leader and worker processes share.
 
 use std::time::Duration;
 
@@ -9,11 +9,11 @@ use crate::cli::signals::Signals;
 use crate::error::CommandError;
 use crate::types::{Rank, Replica, WorkerId};
 
-/// How long a process waits for copies under way when it is told to end.
+/// Longest wait for running copies when a process is asked to end.
 pub(super) const DRAIN_LIMIT: Duration = Duration::from_secs(5);
 
-/// What a leader says to its supervisor, on a line of its own: end the process of this worker, which has this number where
-/// it has spoken to the leader.
+/// A leader's request to its supervisor, on one line: end the process of this worker. `pid` is set if the worker has
+/// connected to the leader.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Expel {
     pub(super) worker: WorkerId,
@@ -48,7 +48,7 @@ impl std::str::FromStr for Expel {
     }
 }
 
-/// Lets this process die with its supervisor, also while it is stopped and reads nothing.
+/// Makes the kernel kill this process when its supervisor ends, even while the process is stopped and reads nothing.
 pub(super) fn end_with_supervisor(supervised: bool) -> Result<(), CommandError> {
     match supervised {
         true => set_parent_process_death_signal(Some(Signal::KILL)).map_err(CommandError::failed),
@@ -56,8 +56,7 @@ pub(super) fn end_with_supervisor(supervised: bool) -> Result<(), CommandError> 
     }
 }
 
-/// Hears when the process is told to end, from the moment on that it is made: before anything that must be ended is
-/// started.
+/// Receives requests to end the process, from its creation on. Create it before starting anything that must be ended.
 pub(super) struct Ending {
     signals: Signals,
     supervised: bool,
@@ -71,9 +70,9 @@ impl Ending {
         })
     }
 
-    /// Waits for it. A process by itself ends by SIGTERM, SIGINT and SIGHUP. Under a supervisor it ends by SIGTERM and by
-    /// the end of standard input, which comes when the supervisor is gone, however it went. A terminal sends SIGINT and
-    /// SIGHUP to the supervisor as well, which ends its processes in its own order.
+    /// Waits for a request to end. Without a supervisor that is SIGTERM, SIGINT or SIGHUP. Under a supervisor it is
+    /// SIGTERM or the end of standard input, which is closed when the supervisor ends in any way. SIGINT and SIGHUP are
+    /// left to the supervisor, because a terminal sends them to it as well, and it ends its processes in its own order.
     pub(super) async fn told(&mut self) {
         match self.supervised {
             false => self.signals.any().await,

@@ -9,7 +9,7 @@ use crate::protocol::Message;
 use crate::transport::ZmqTransport;
 use crate::types::{HASH_BYTES_MAX, HASH_BYTES_MIN, PageHashes, Request, ResetScope};
 
-/// How long a leader may take to answer: stores under way are waited for, and workers look at every page.
+/// Time limit of a reset: the leader waits for stores in flight, and workers examine every page.
 const RESET_LIMIT: Duration = Duration::from_secs(30);
 
 #[derive(Debug, clap::Args)]
@@ -84,7 +84,7 @@ fn hex(text: &str) -> Option<Vec<u8>> {
 }
 
 async fn ask(dirs: &Dirs, scope: ResetScope) -> Result<u32, CommandError> {
-    // Says sooner, and better, that no leader is there.
+    // Fails sooner, and with a better error, when no leader runs.
     status::ask(Arc::new(ZmqTransport), dirs, false).await?;
     let client = status::admin(Arc::new(ZmqTransport), dirs, "reset");
     let question = Message::from(Request::Reset { scope });

@@ -1,4 +1,4 @@
-//! Whether there is room for the host memory that is configured, before anything is started.
+//! Checks that the configured host memory is available before anything is started.
 
 use std::time::Duration;
 
@@ -9,12 +9,12 @@ use crate::error::CommandError;
 use crate::memory::{LockLimit, MemoryAvailable, NumaNode};
 use crate::types::{ByteSize, Shard};
 
-/// How long memory that others use is waited for.
+/// Longest wait for memory that other processes use.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// How often it is looked for.
+/// Interval at which available memory is checked.
 const PAUSE: Duration = Duration::from_millis(500);
 
-/// Refuses nodes that there are not, more than may be locked, and what there is no memory for.
+/// Refuses NUMA nodes that do not exist, more memory than may be locked, and more memory than is available.
 pub(super) async fn room_for(config: &Config) -> Result<(), CommandError> {
     let wrong = |error: &dyn std::fmt::Display| CommandError::Config(error.to_string());
     let shards = config.kv_shards.shards();
@@ -31,7 +31,8 @@ pub(super) async fn room_for(config: &Config) -> Result<(), CommandError> {
     memory_for(config.g2, &MemoryAvailable::ever(), MemoryAvailable::now).await
 }
 
-/// What others use may be given back in a moment, as after the end of another `up`. `ever` is what there is beside that.
+/// Waits up to [`PATIENCE`] for memory that other processes may soon free, for example after the end of another `up`.
+/// `ever` is the memory that could become available at all; more is refused at once.
 async fn memory_for(
     g2: ByteSize,
     ever: &MemoryAvailable,
@@ -70,7 +71,7 @@ mod tests {
         MemoryAvailable { bytes, limit }
     }
 
-    /// Time that passed, how often it was looked, and the refusal.
+    /// Runs `memory_for` and returns the time that passed, the number of checks, and the refusal.
     async fn asked(ever: u64, now: impl Fn(u32) -> u64) -> (Duration, u32, Option<String>) {
         let begun = Instant::now();
         let mut looks = 0;

@@ -1,8 +1,9 @@
-//! Signals that end a process in order, and those of them that it was started with ignored.
+//! Signals that end a process in order, except those that were ignored when the process started.
 //!
-//! `nohup` starts a process with SIGHUP ignored, a shell without job control its background jobs with SIGINT ignored. A
-//! handler would undo that: a closed terminal, or a Ctrl-C meant for another process, would end this one. So a signal
-//! that is ignored when the process starts stays ignored. SIGTERM is meant for one process by name, and always ends it.
+//! `nohup` starts a process with SIGHUP ignored, and a shell without job control starts background jobs with SIGINT
+//! ignored. A handler would undo that: a closed terminal, or a Ctrl-C meant for another process, would end this one. A
+//! signal that is ignored when the process starts therefore stays ignored. SIGTERM is sent to one process by name, and
+//! always ends it.
 
 use std::fs;
 
@@ -10,19 +11,19 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::error::CommandError;
 
-/// The kernel's word on this process; `SigIgn` is a mask of the ignored signals.
+/// The kernel's status of this process. `SigIgn` is a mask of the ignored signals.
 const STATUS: &str = "/proc/self/status";
 
-/// Hears the signals that end a process.
+/// Receives the signals that end a process.
 pub(super) struct Signals {
     terminate: Signal,
-    /// None where the process was started with it ignored.
+    /// `None` if the process was started with the signal ignored.
     interrupt: Option<Signal>,
     hang_up: Option<Signal>,
 }
 
 impl Signals {
-    /// Installs the handlers. To be called once, and before anything that must be ended is started.
+    /// Installs the handlers. Must be called once, before anything that must be ended is started.
     pub(super) fn listen() -> Result<Self, CommandError> {
         let ignored = fs::read_to_string(STATUS).map_or_else(
             |error| {
@@ -45,12 +46,12 @@ impl Signals {
         listen().map_err(|error: std::io::Error| CommandError::failed(error))
     }
 
-    /// Waits for the signal that is sent to this process alone.
+    /// Waits for SIGTERM, which is sent to this process alone.
     pub(super) async fn terminated(&mut self) {
         self.terminate.recv().await;
     }
 
-    /// Waits for any of them.
+    /// Waits for any of the signals.
     pub(super) async fn any(&mut self) {
         tokio::select! {
             _ = self.terminate.recv() => {}
@@ -74,7 +75,7 @@ fn bit(kind: SignalKind) -> u64 {
         .map_or(0, |number| 1_u64.checked_shl(number).unwrap_or(0))
 }
 
-/// The mask of ignored signals in the text of `/proc/PID/status`: none where the text has no such line.
+/// Parses the mask of ignored signals in the text of `/proc/PID/status`. Returns 0 if the text has no such line.
 fn ignored_in(status: &str) -> u64 {
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
     mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok())

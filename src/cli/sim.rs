@@ -1,4 +1,4 @@
-//! `kvferry sim`: runs worlds with faults, seed after seed, and says what must not have happened.
+//! `kvferry sim`: runs simulated worlds with faults, one per seed, and reports violations.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -12,7 +12,7 @@ use crate::cli::say;
 use crate::error::CommandError;
 use crate::sim::world::{self, Summary};
 
-/// Seeds `A..B`, the end left out.
+/// Seeds `A..B`, the end excluded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Seeds(u64, u64);
 
@@ -51,7 +51,7 @@ impl Arguments {
     pub(super) fn run(self) -> Result<(), CommandError> {
         let filter = match self.trace {
             true => "kvferry=trace",
-            // Every line would be about a fault that was made on purpose.
+            // Every line would report a fault that was injected on purpose.
             false => "off",
         };
         crate::telemetry::start(filter).map_err(CommandError::Config)?;

@@ -13,12 +13,12 @@ use crate::protocol::{
 use crate::transport::{Client, ClientSettings, Failure, Limits, Transport, ZmqTransport};
 use crate::types::{ByteSize, Rank, Replica, WorkerId};
 
-/// How long a leader may take to answer.
+/// Time limit of a leader's answer.
 const STATUS_LIMIT: Duration = Duration::from_secs(5);
 
-/// Time between two questions to a leader that is not ready yet.
+/// Pause between two status requests to a leader that is not ready yet.
 const READY_PAUSE: Duration = Duration::from_millis(5);
-/// The same where nobody measures how long it takes.
+/// The pause where the waiting time is not measured.
 const WAIT_PAUSE: Duration = Duration::from_millis(200);
 
 #[derive(Debug, clap::Args)]
@@ -64,18 +64,18 @@ impl Arguments {
     }
 }
 
-/// Waits until lookups are served: every rank of an engine is there, and the leader has read what the depots hold.
+/// Waits until lookups are served: every rank of one engine is attached, and the leader has read the inventories.
 pub(super) async fn until_ready(dirs: &Dirs, limit: Duration) -> Result<(), CommandError> {
     let served = |status: &StatusAnswer| status.ready;
     wait_until(dirs, limit, READY_PAUSE, served, &mut |_| ()).await
 }
 
-/// Every rank of every engine has its worker, and lookups are served.
+/// Whether every rank of every engine has an attached worker, and lookups are served.
 fn all_ready(status: &StatusAnswer) -> bool {
     status.ready && status.ranks.iter().all(|rank| rank.attached)
 }
 
-/// Waits until something is true of a leader; says how far all are whenever that has changed.
+/// Waits until `is_true` holds for a leader's status. Reports the state of the ranks whenever it changes.
 async fn wait_until(
     dirs: &Dirs,
     limit: Duration,
@@ -104,7 +104,7 @@ async fn wait_until(
     }
 }
 
-/// What is missing.
+/// Lists the ranks that are not ready, and their stages.
 fn unready(status: &StatusAnswer) -> String {
     let missing: Vec<String> = status
         .ranks
@@ -123,7 +123,7 @@ fn name(rank: &RankStatus) -> String {
     WorkerId { replica, rank }.to_string()
 }
 
-/// How far a rank is.
+/// The startup stage of a rank.
 fn stage(rank: &RankStatus) -> String {
     if !rank.problem.is_empty() {
         return rank.problem.clone();
@@ -155,7 +155,7 @@ fn say_progress(text: &str) {
     eprintln!("{text}");
 }
 
-/// A person's conversation with a leader, under the name of a command.
+/// Connects to a leader as an administrator, under the name of a command.
 pub(super) fn admin(transport: Arc<dyn Transport>, dirs: &Dirs, name: &str) -> Client {
     let hello = Hello {
         version_min: VERSION_MIN,
@@ -177,7 +177,7 @@ pub(super) fn admin(transport: Arc<dyn Transport>, dirs: &Dirs, name: &str) -> C
     client
 }
 
-/// Asks a leader for its status.
+/// Requests the status of a leader.
 pub(super) async fn ask(
     transport: Arc<dyn Transport>,
     dirs: &Dirs,
@@ -187,12 +187,13 @@ pub(super) async fn ask(
     status_by(&client, Instant::now() + STATUS_LIMIT, dirs, check).await
 }
 
-/// Asks until the leader counts a second time, which it does once a second for all together, or until it is too late.
+/// Requests the status until `until`. With `check` the leader may be busy, because it makes one second count per second
+/// for all clients; the request is then repeated.
 async fn ask_status(client: &Client, until: Instant, check: bool) -> Result<Message, Failure> {
     loop {
         let left = until.saturating_duration_since(Instant::now());
-        // An answer to a count is waited for as long the last time: that the leader is busy, and until when, is worth more
-        // than that the time is over.
+        // With `check` the last attempt gets the full limit too: an answer that the leader is busy, and until when, is
+        // worth more than a timeout.
         let limit = match check {
             true => STATUS_LIMIT,
             false => left.clamp(READY_PAUSE, STATUS_LIMIT),

@@ -1,4 +1,4 @@
-//! `kvferry up`: a leader and its workers on one machine, with nothing else to install.
+//! `kvferry up`: a leader and its workers on one machine, without other software.
 
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -22,23 +22,23 @@ use crate::memory::{DEPOT_HEADER_BYTES, Depot};
 use crate::transport::{DirectoryLock, TransportError, prepare_directory};
 use crate::types::{Rank, Replica, WorkerId};
 
-/// Locked while an `up` uses the socket directory.
+/// Lock file, held while an `up` uses the socket directory.
 const LOCK_NAME: &str = "up.lock";
-/// How long children may take to end before they are killed.
+/// Time in which children must end before they are killed.
 const END_LIMIT: Duration = Duration::from_secs(10);
-/// Exit code of a child whose configuration is wrong: it would be wrong again.
+/// Exit code of a child whose configuration is wrong. Restarting would not help.
 const CONFIGURATION_ERROR: i32 = 78;
 const RESTART_FIRST: Duration = Duration::from_millis(100);
 const RESTART_MAX: Duration = Duration::from_secs(5);
-/// Lines of the leader that wait until they are read.
+/// Requests of the leader that may wait to be handled.
 const LINES_MAX: usize = 64;
-/// Longest line of the leader, in bytes.
+/// Longest line that the leader may write, in bytes.
 const LINE_BYTES_MAX: u64 = 256;
-/// A child that lived so long starts with the shortest pause again.
+/// A child that ran at least this long restarts with the shortest pause again.
 const SETTLED_AFTER: Duration = Duration::from_secs(10);
-/// A child that ends so often in a row without settling is not started again: `up` ends with it.
+/// `up` ends when a child ends this many times in a row without settling.
 const FAILURES_MAX: u32 = 8;
-/// The descriptor under which a worker finds its depot.
+/// Number of the file descriptor of a worker's depot.
 const DEPOT_FD: i32 = 3;
 
 #[derive(Debug, clap::Args)]
@@ -53,7 +53,7 @@ pub(super) struct Arguments {
     no_tiers: bool,
 }
 
-/// What a child is started as.
+/// The role of a child process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Part {
     Leader,
@@ -72,10 +72,11 @@ impl std::fmt::Display for Part {
 struct Supervised {
     part: Part,
     child: Option<Child>,
-    /// Held open: a child ends when its standard input does. Waiting for a child would close it.
+    /// Standard input of the child, which ends when it is closed. Taken from `child`, because waiting for a child would
+    /// close it.
     input: Option<ChildStdin>,
     started: Instant,
-    /// When it is started again.
+    /// Time of the next restart; `None` while the child runs.
     restart: Option<Instant>,
     pause: Duration,
     failures: u32,
@@ -86,7 +87,7 @@ struct Supervisor {
     no_tiers: bool,
     depots: Vec<Depot>,
     parts: Vec<Supervised>,
-    /// What leaders want done.
+    /// Workers that leaders want ended.
     wanted: mpsc::Receiver<Expel>,
     wants: mpsc::Sender<Expel>,
 }
@@ -127,7 +128,8 @@ impl Arguments {
     }
 }
 
-/// Makes the socket directory, and refuses one in which another `up` runs: its children would never come up.
+/// Creates the socket directory and locks it. Refuses a directory in which another `up` runs, because its children
+/// would never become ready.
 fn claim(root: &Path) -> Result<DirectoryLock, CommandError> {
     prepare_directory(root).map_err(CommandError::failed)?;
     DirectoryLock::take(root, LOCK_NAME).map_err(|error| match error {
@@ -150,7 +152,7 @@ fn supervisor_failed(error: &CommandError) {
 impl Supervisor {
     fn new(config: Config, no_tiers: bool) -> Result<Self, CommandError> {
         let each = match no_tiers {
-            // One byte behind the header: a depot without room for any page.
+            // One byte after the header: a depot without room for any page.
             true => DEPOT_HEADER_BYTES + 1,
             false => config.g2.0 / u64::from(config.kv_shards.shards()),
         };
@@ -253,7 +255,7 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Starts again what ends, with growing pauses. Returns only when that is hopeless.
+    /// Restarts children that end, with growing pauses. Returns only when a child fails permanently.
     async fn watch(&mut self) -> CommandError {
         loop {
             let failed = match self.next().await {
@@ -277,12 +279,12 @@ impl Supervisor {
         let part = supervised.part;
         let code = status.and_then(|status| status.code());
         let no_memory = code == Some(i32::from(NO_MEMORY));
-        // To find out that there is no memory may take longer than to settle.
+        // A child that finds no memory may run longer than `SETTLED_AFTER` before it fails.
         if supervised.started.elapsed() >= SETTLED_AFTER && !no_memory {
             supervised.pause = RESTART_FIRST;
             supervised.failures = 0;
         }
-        // Somebody killed it: that says nothing of whether it would stay up.
+        // A child that a signal killed has no exit code and does not count as a failure.
         if code.is_some() {
             supervised.failures += 1;
         }
@@ -298,8 +300,8 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Ends a worker that keeps silent or does not end its copies. Its end is seen like any other. A process that has taken
-    /// its place, and is no child of this one, is left to the leader.
+    /// Kills a worker that is silent or does not end its copies. Its end is handled like any other. A process that took
+    /// its seat, and is not a child of this process, is left to the leader.
     fn kill(&mut self, Expel { worker, pid }: Expel) {
         let part = Part::Worker(worker);
         let child = self
@@ -349,7 +351,7 @@ impl Supervisor {
         }
     }
 
-    /// The leader first, so that its copies end while the workers are there; then the workers.
+    /// Ends the leader first, so that its copies end while the workers run; then the workers.
     async fn end_all(&mut self) {
         let limit = Instant::now() + END_LIMIT;
         for supervised in &mut self.parts {
@@ -375,7 +377,7 @@ impl Supervisor {
     }
 }
 
-/// The first child that ends.
+/// Waits for the first child that ends.
 async fn next_end(parts: &mut [Supervised]) -> (usize, Option<ExitStatus>) {
     let waits = parts.iter_mut().enumerate().filter_map(|(index, part)| {
         let child = part.child.as_mut()?;
@@ -393,7 +395,7 @@ async fn next_end(parts: &mut [Supervised]) -> (usize, Option<ExitStatus>) {
     .await
 }
 
-/// Reads what a leader wants until it ends. A line that nobody understands is logged and passed over.
+/// Reads the requests of a leader until its output ends. A line that cannot be parsed is logged and skipped.
 async fn listen(output: ChildStdout, wants: mpsc::Sender<Expel>) {
     let mut output = BufReader::new(output);
     loop {

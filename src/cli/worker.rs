@@ -145,7 +145,7 @@ impl Arguments {
     }
 }
 
-/// Opens an inherited descriptor anew, by its name in `/proc`.
+/// Reopens an inherited descriptor by its name in `/proc`.
 fn reopen(fd: u32) -> Result<OwnedFd, CommandError> {
     let path = format!("/proc/self/fd/{fd}");
     let file = OpenOptions::new().read(true).write(true).open(&path);
@@ -153,8 +153,8 @@ fn reopen(fd: u32) -> Result<OwnedFd, CommandError> {
         .map_err(|error| CommandError::Failed(format!("{path}: {error}")))
 }
 
-/// Each chunk of an engine's memory comes as a file, and each connection takes three: the usual limit of 1024 is soon too
-/// low.
+/// Raises the limit of open files to its maximum. Each chunk of an engine's memory is a file, and each connection takes
+/// three, so that the usual limit of 1024 may be too low.
 pub(super) fn open_as_many_files_as_allowed() {
     let mut files = getrlimit(Resource::Nofile);
     files.current = files.maximum;

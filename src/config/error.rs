@@ -1,4 +1,4 @@
-//! Why a configuration is refused. Each error names the key, the value, the source and what is expected.
+//! Errors of the configuration. Each names the key, the value, the source and the expected value.
 
 use std::path::PathBuf;
 
@@ -6,39 +6,39 @@ use super::sources::{CONFIG_BYTES_MAX, KEYS};
 
 const SHOWN_CHARS_MAX: usize = 120;
 
-/// Why there is no configuration.
+/// Why a configuration was rejected.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// The file is missing or cannot be read.
     #[error("{}: cannot read this configuration: {cause}", path.display())]
     File {
-        /// Which file.
+        /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         cause: std::io::Error,
     },
     /// The file is larger than [`CONFIG_BYTES_MAX`].
     #[error("{}: a configuration has at most {CONFIG_BYTES_MAX} bytes", path.display())]
     TooLarge {
-        /// Which file.
+        /// The file.
         path: PathBuf,
     },
-    /// The file is no TOML.
+    /// The file is not TOML.
     #[error("{}: not TOML: {reason}", path.display())]
     Syntax {
-        /// Which file.
+        /// The file.
         path: PathBuf,
-        /// What the parser said, and where.
+        /// The parser's message, with the position.
         reason: String,
     },
-    /// A key, or an environment variable, that means nothing.
+    /// A key, or an environment variable, that is not known.
     #[error("{origin}: unknown key '{key}'{}", advice(suggestion.as_deref()))]
     UnknownKey {
         /// The file, or `environment`.
         origin: String,
         /// The key as it was written.
         key: String,
-        /// What was probably meant, in the same writing.
+        /// The most similar known key, in the same spelling; `None` if none is similar.
         suggestion: Option<String>,
     },
     /// A value of the wrong type or out of bounds.
@@ -46,17 +46,17 @@ pub enum ConfigError {
     Value {
         /// Which key.
         key: &'static str,
-        /// The value, as JSON, cut when it is long.
+        /// The value as JSON, truncated after 120 characters.
         value: String,
         /// The file, variable or flag that gave it.
         origin: String,
-        /// What is expected instead.
+        /// The expected value.
         expected: String,
     },
     /// A variable or a flag that is not UTF-8.
     #[error("{origin}: the value is not UTF-8")]
     NotUtf8 {
-        /// Which variable or flag.
+        /// The variable or flag.
         origin: String,
     },
 }
@@ -71,7 +71,7 @@ fn advice(suggestion: Option<&str>) -> String {
     }
 }
 
-/// A value for a message: JSON, cut when it is long.
+/// Formats a value for an error: as JSON, truncated after [`SHOWN_CHARS_MAX`] characters.
 pub(super) fn show(value: &figment::value::Value) -> String {
     let mut text = serde_json::to_string(value).unwrap_or_else(|_| "unreadable".to_owned());
     if let Some((cut, _)) = text.char_indices().nth(SHOWN_CHARS_MAX) {

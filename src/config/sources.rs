@@ -1,4 +1,4 @@
-//! Where settings come from. Each setting is a provider of its own, named for messages.
+//! Sources of settings. Each setting is a provider of its own, so that errors can name its origin.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -11,14 +11,14 @@ use figment::{Metadata, Profile, Provider};
 
 use super::{ConfigError, Flags};
 
-/// What the names of our environment variables start with: `ratio` is `KVFERRY_RATIO`.
+/// Prefix of kvferry's environment variables: `ratio` is `KVFERRY_RATIO`.
 pub const ENVIRONMENT_PREFIX: &str = "KVFERRY_";
-/// Variables with our prefix that are no configuration: where tests find shared files.
+/// Variables with the prefix that are not settings: `KVFERRY_SHARED` names the folder of shared test files.
 pub const OTHER_VARIABLES: &[&str] = &["KVFERRY_SHARED"];
-/// Most bytes of a configuration file.
+/// Largest size of a configuration file, in bytes.
 pub const CONFIG_BYTES_MAX: u64 = 1 << 20;
 
-/// How alike two names must be for a suggestion, by Jaro and Winkler's measure, where 1 is equal.
+/// Least similarity of two names for a suggestion: Jaro-Winkler, where 1 is equal.
 const ALIKE_MIN: f64 = 0.8;
 
 /// One key of the configuration.
@@ -28,7 +28,7 @@ pub(super) struct Key {
     default: Fallback,
 }
 
-/// What a variable's text is read as.
+/// The type as which a variable's text is read.
 #[derive(Clone, Copy)]
 enum Is {
     Number,
@@ -37,7 +37,7 @@ enum Is {
 }
 
 impl Is {
-    /// What cannot be read stays text, and is refused as such.
+    /// Parses a variable's text. Text that cannot be parsed stays text, and is refused by the check of the setting.
     fn read(self, text: &str) -> Value {
         let value = match self {
             Self::Number => text.trim().parse::<i64>().ok().map(Value::from),
@@ -79,7 +79,7 @@ const fn switch(name: &'static str, default: bool) -> Key {
     }
 }
 
-/// All keys, in the order of the structure.
+/// All keys, in the order of [`super::Config`].
 pub(super) const KEYS: [Key; 12] = [
     text("socket_dir", Fallback::SocketDir),
     number("ranks", 1),
@@ -95,7 +95,7 @@ pub(super) const KEYS: [Key; 12] = [
     text("log", Fallback::Text("info")),
 ];
 
-/// One value of one key, and who gave it.
+/// One value of one key, and its origin.
 pub(super) struct Setting {
     origin: String,
     key: String,
@@ -128,7 +128,7 @@ pub(super) fn defaults(socket_dir: &Path) -> Vec<Setting> {
         .collect()
 }
 
-/// The settings of a TOML file. Every key must be known.
+/// Reads the settings of a TOML file. Every key must be known.
 pub(super) fn file(path: &Path) -> Result<Vec<Setting>, ConfigError> {
     let text = read(path)?;
     let origin = path.display().to_string();
@@ -168,7 +168,7 @@ fn read(path: &Path) -> Result<String, ConfigError> {
     Ok(text)
 }
 
-/// The first line of the parser's message, which says where, and the last, which says what.
+/// Joins the first line of the parser's message, which has the position, and the last, which has the cause.
 fn one_line(message: &str) -> String {
     let mut lines = message.lines().filter(|line| !line.trim().is_empty());
     let first = lines.next().unwrap_or_default().to_owned();
@@ -178,7 +178,7 @@ fn one_line(message: &str) -> String {
     }
 }
 
-/// The settings among environment variables. Every one with our prefix must be known.
+/// Reads the settings among environment variables. Every variable with the prefix must be known.
 pub(super) fn environment(variables: &[(OsString, OsString)]) -> Result<Vec<Setting>, ConfigError> {
     let mut settings = Vec::new();
     for (name, value) in variables {
@@ -209,9 +209,9 @@ pub(super) fn environment(variables: &[(OsString, OsString)]) -> Result<Vec<Sett
     Ok(settings)
 }
 
-/// The settings that flags give.
+/// Returns the settings that flags give.
 pub(super) fn flags(flags: &Flags) -> Result<Vec<Setting>, ConfigError> {
-    // A path is the only flag that can fail: it may be no text.
+    // Only a path can fail to serialize, because it may not be UTF-8.
     let value = Value::serialize(flags).map_err(|_| ConfigError::NotUtf8 {
         origin: "--socket-dir".to_owned(),
     })?;
@@ -224,7 +224,7 @@ pub(super) fn flags(flags: &Flags) -> Result<Vec<Setting>, ConfigError> {
     Ok(settings.collect())
 }
 
-/// The known key that is most like `key`, when it is like it at all.
+/// Returns the known key that is most similar to `key`, if any is similar enough.
 fn suggest(key: &str) -> Option<&'static str> {
     let key = key.to_lowercase().replace('-', "_");
     KEYS.iter()

@@ -1,6 +1,6 @@
 use super::*;
 
-/// A file of its own, in a folder that goes with it.
+/// A temporary folder, removed on drop.
 struct Toml(tempfile::TempDir);
 
 impl Toml {

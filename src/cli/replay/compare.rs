@@ -1,4 +1,4 @@
-//! Two reports of the same requests beside each other: what a simulation said, and what was.
+//! Comparison of two reports of the same requests: a simulated and a live replay.
 
 use std::path::Path;
 
@@ -8,10 +8,10 @@ use crate::error::CommandError;
 
 use super::report::REPORT_VERSION;
 
-/// Most bytes of a report.
+/// Largest size of a report, in bytes.
 const REPORT_BYTES_MAX: u64 = 16 << 20;
 
-/// What must be equal, or the reports are of different things. Of an object, every key.
+/// Keys that must be equal in both reports; of an object, every key. Otherwise the reports describe different replays.
 const EQUAL: [&str; 4] = [
     "/trace/digest",
     "/trace/block_tokens",
@@ -19,7 +19,7 @@ const EQUAL: [&str; 4] = [
     "/setup",
 ];
 
-/// What is shown.
+/// Keys that are shown.
 const SHOWN: [&str; 33] = [
     "/requests",
     "/disturbed_requests",
@@ -56,7 +56,7 @@ const SHOWN: [&str; 33] = [
     "/seconds/wall",
 ];
 
-/// The table of both reports.
+/// Reads both reports and returns the table.
 pub(super) fn run(live: &Path, offline: &Path) -> Result<String, CommandError> {
     let (first, second) = (read(live)?, read(offline)?);
     check(&first, &second).map_err(|why| {
@@ -89,7 +89,7 @@ fn read(path: &Path) -> Result<Value, CommandError> {
     }
 }
 
-/// Names the first field that must be equal and is not.
+/// Checks the keys that must be equal. The error names the first one that differs.
 fn check(first: &Value, second: &Value) -> Result<(), String> {
     for path in EQUAL {
         let (a, b) = (first.pointer(path), second.pointer(path));
@@ -148,7 +148,7 @@ fn table(first: &Value, second: &Value) -> String {
     lines.join("\n")
 }
 
-/// A whole number as such, any other with three digits behind the point.
+/// Formats a whole number as such, any other with three decimals.
 fn show(number: Option<f64>) -> String {
     match number {
         None => "-".to_owned(),

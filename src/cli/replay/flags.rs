@@ -1,13 +1,13 @@
-//! Which flag belongs to which kind of replay. One that would have no effect is refused.
+//! The flags of each kind of replay. A flag that would have no effect is refused.
 
 use crate::error::CommandError;
 
 use super::{Arguments, Mode};
 
-/// What a replay does with time.
+/// How a replay treats time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// Real processes, prompts as they come.
+    /// Real processes; prompts arrive by timestamp or concurrency.
     Live,
     /// Real processes, one prompt after another.
     LiveSequential,
@@ -27,13 +27,13 @@ impl Arguments {
         }
     }
 
-    /// How fast timestamps pass, where they are looked at.
+    /// Factor by which timestamps are sped up; `None` if they are not used.
     pub(super) fn timestamps_speedup(&self) -> Option<f64> {
         let looked_at = !self.sequential && self.concurrency.is_none();
         looked_at.then(|| self.speedup.unwrap_or(1.0))
     }
 
-    /// Refuses flags that this kind of replay does not use.
+    /// Refuses flags that have no effect in this kind of replay.
     pub(super) fn check_flags(&self) -> Result<(), CommandError> {
         let kind = self.kind();
         let timed = &self.timed;

@@ -23,14 +23,14 @@ use super::processes::{END_LIMIT, START_LIMIT, Up, start_ranks};
 use super::report::{Report, percentile};
 use super::workload::Workload;
 
-/// A replay in which no request ends for so long has hung, and fails.
+/// Least time without a finished request after which a replay counts as hung and fails.
 const STALL_MIN: Duration = Duration::from_secs(60);
-/// The same, in times that a request may wait for an answer: a prompt asks up to four, and its pages may have to be taken back
-/// from a worker that starts again.
+/// The same limit in multiples of the request timeout: a prompt sends up to four requests, and its pages may have to be
+/// taken back from a worker that restarts.
 const STALL_FACTOR: u32 = 6;
-/// How long what was still under way when the last request ended may take to end.
+/// Time in which the work that was in flight after the last request must end.
 const SETTLE_LIMIT: Duration = Duration::from_secs(30);
-/// How often the leader is asked whether it has.
+/// Interval at which the leader's status is polled for that.
 const SETTLE_EVERY: Duration = Duration::from_millis(100);
 
 pub(super) fn run(arguments: &Arguments, workload: &Workload) -> Result<Report, CommandError> {
@@ -51,7 +51,7 @@ pub(super) fn run(arguments: &Arguments, workload: &Workload) -> Result<Report, 
     })
 }
 
-/// Refuses what this machine has no memory for, before anything starts.
+/// Refuses a replay that needs more memory than this machine has, before anything starts.
 fn check_memory(arguments: &Arguments, workload: &Workload) -> Result<(), CommandError> {
     let page_bytes = workload.geometry.page_bytes() * u64::from(arguments.ranks);
     let pages = u64::from(workload.device_pages) * u64::from(arguments.replicas);
@@ -98,7 +98,7 @@ async fn replay(
     Ok(report)
 }
 
-/// Starts the ranks of one engine, and the conversation of its scheduler.
+/// Starts the ranks of one engine, and the connection of its scheduler.
 fn start_engine(
     arguments: &Arguments,
     workload: &Workload,
@@ -133,7 +133,7 @@ fn start_engine(
     })
 }
 
-/// The leader's status at the end. What it only now learns to be over, or still waits for, gets time until `limit`.
+/// Returns the leader's final status. Polls, at most until `limit`, until no slot, pin, copy or unsettled page is left.
 async fn settled_status(dirs: &Dirs, limit: Instant) -> Result<StatusAnswer, CommandError> {
     loop {
         let status = status::ask(Arc::new(ZmqTransport), dirs, true).await;
@@ -154,7 +154,7 @@ fn unsettled_pages(status: &StatusAnswer) -> u64 {
     pages.sum()
 }
 
-/// Lets the requests arrive: one after another, a number at a time, or when the trace says.
+/// Plays the requests: one after another, a fixed number at a time, or by the timestamps of the trace.
 async fn play(
     arguments: &Arguments,
     workload: &Workload,

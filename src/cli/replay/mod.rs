@@ -1,5 +1,5 @@
-//! `kvferry replay`: a request trace through leader, workers and an engine, every byte verified; or through the same core
-//! without processes.
+//! `kvferry replay`: runs a request trace through leader, workers and an engine and verifies every byte, or runs it
+//! through the same core without processes.
 
 mod compare;
 mod flags;
@@ -33,7 +33,7 @@ pub(super) use report::Report;
 use timed::TimedArguments;
 use workload::Workload;
 
-/// Host memory of a replay unless it says otherwise, all ranks together.
+/// Default host memory of a replay, all ranks together.
 const DEFAULT_G2: ByteSize = ByteSize(256 << 20);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -190,7 +190,7 @@ impl Arguments {
         report.verdict()
     }
 
-    /// Refuses a report that could not be written after all the work, or that would replace the trace.
+    /// Refuses an output path that could not be written after the replay, or that is the trace itself.
     fn check_json(&self) -> Result<(), CommandError> {
         let Some(path) = self.json.as_deref().filter(|path| path.as_os_str() != "-") else {
             return Ok(());
@@ -198,7 +198,8 @@ impl Arguments {
         let refuse =
             |why: &dyn Display| CommandError::Data(format!("--json {}: {why}", path.display()));
         let found = match std::fs::metadata(path) {
-            // Opening a pipe would end its reader, and a device is no file to make.
+            // A pipe or a device is not probed: opening and closing a pipe would end its reader, and a device need not
+            // be created.
             Ok(found) if !found.is_file() && !found.is_dir() => return Ok(()),
             found => found.ok(),
         };

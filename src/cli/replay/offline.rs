@@ -1,4 +1,4 @@
-//! The sequential replay without processes, and what all replays without processes share.
+//! The sequential replay without processes, and the parts that all replays without processes share.
 
 use std::time::Instant;
 
@@ -35,7 +35,7 @@ pub(super) fn run(arguments: &Arguments, workload: &Workload) -> Result<Report, 
 
 /// A leader for a world without processes.
 pub(super) fn leader(arguments: &Arguments, workload: &Workload, tiers: bool) -> Leader {
-    // The key decides nothing but where an anchor lies in a table.
+    // The key only determines the place of an anchor in a table.
     let key = AnchorKey([0; 32]);
     let mut settings = LeaderSettings::new(Epoch(1), arguments.ranks, workload.ratio, key);
     settings.tiers = tiers;
@@ -43,7 +43,7 @@ pub(super) fn leader(arguments: &Arguments, workload: &Workload, tiers: bool) ->
     Leader::new(settings)
 }
 
-/// What its ranks say of their memory.
+/// The memory that the simulated ranks register.
 pub(super) fn geometry(arguments: &Arguments, workload: &Workload) -> GroupGeometry {
     GroupGeometry {
         group: GroupId(0),
@@ -56,7 +56,7 @@ pub(super) fn geometry(arguments: &Arguments, workload: &Workload) -> GroupGeome
     }
 }
 
-/// Takes what the leader knows at the end, and the pages that the engine holds then.
+/// Copies the leader's final state, and the number of pages that the engine still holds.
 pub(super) fn fill(report: &mut Report, workload: &Workload, leader: &Leader, held_pages: u32) {
     report.count(|name| {
         leader

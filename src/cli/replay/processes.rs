@@ -19,16 +19,17 @@ use crate::types::{EngineId, Rank, Replica, WorkerId};
 use super::Arguments;
 use super::workload::Workload;
 
-/// How long leader, workers and ranks may take to be ready, host memory included.
+/// Time in which leader, workers and ranks must be ready, host memory included.
 pub(super) const START_LIMIT: Duration = Duration::from_secs(120);
-/// How long they may take to end.
+/// Time in which the processes must end.
 pub(super) const END_LIMIT: Duration = Duration::from_secs(30);
 
-/// Leader and workers: started for this replay, or somebody else's.
+/// Leader and workers: started for this replay, or an `up` that already runs.
 pub(super) enum Up {
     Started {
         child: Box<Child>,
-        /// Held open until the end: `up` ends when its standard input does, and waiting for it would close that.
+        /// Held open until the end: `up` ends when its standard input is closed, and waiting for `child` would close
+        /// it.
         _input: Option<ChildStdin>,
         directory: TempDir,
     },
@@ -62,7 +63,8 @@ impl Up {
         }
     }
 
-    /// Waits until what was started ends by itself, which it should not; never returns for what was not.
+    /// Waits until the started `up` ends by itself, which is an error. Never returns for an `up` that was not started
+    /// here.
     pub(super) async fn ended_early(&mut self) -> CommandError {
         match self {
             Self::Attached(_) => std::future::pending().await,
@@ -73,7 +75,7 @@ impl Up {
         }
     }
 
-    /// Asks what was started to end; it must do so in time and with success.
+    /// Ends the started `up`, which must end in time and with success.
     pub(super) async fn end(self) -> Result<(), CommandError> {
         match self {
             Self::Attached(_) => Ok(()),
@@ -108,7 +110,7 @@ fn start_up(
     command.spawn().map_err(CommandError::failed)
 }
 
-/// Asks `up` to end; it must do so in time and with success.
+/// Sends SIGTERM to `up`, which must end in time and with success.
 async fn end_up(up: &mut Child) -> Result<(), CommandError> {
     let pid = up
         .id()
@@ -128,7 +130,7 @@ async fn end_up(up: &mut Child) -> Result<(), CommandError> {
     }
 }
 
-/// Starts the ranks of one engine; they register by themselves.
+/// Starts the ranks of one engine, which register by themselves.
 pub(super) fn start_ranks(
     arguments: &Arguments,
     workload: &Workload,

@@ -1,4 +1,4 @@
-//! What a replay found: the same keys live and offline. `schema/replay.json` describes them.
+//! The report of a replay, with the same keys live and offline. `schema/replay.json` describes them.
 
 mod measured;
 mod table;
@@ -15,7 +15,7 @@ use super::workload::Workload;
 
 pub use measured::{FirstToken, LinkReports, Prefills, Waits};
 
-/// Version of the report's shape: grows when a key is added or changes its meaning.
+/// Version of the report's format. Increases when a key is added or changes its meaning.
 pub(super) const REPORT_VERSION: u32 = 4;
 
 /// Report of `kvferry replay --json`. What a mode cannot know is null.
@@ -214,7 +214,7 @@ pub struct Left {
 }
 
 impl Report {
-    /// A report with what is known before the run.
+    /// Creates a report from the values that are known before the run.
     pub(super) fn new(arguments: &Arguments, workload: &Workload) -> Self {
         Self {
             version: REPORT_VERSION,
@@ -258,7 +258,7 @@ impl Report {
         }
     }
 
-    /// Adds a request.
+    /// Adds a served request.
     pub(super) fn add(&mut self, served: &Served) {
         let page_tokens = u64::from(self.setup.engine_page_tokens);
         let (g1, g2) = (u64::from(served.device_pages), u64::from(served.hit_pages));
@@ -272,7 +272,7 @@ impl Report {
         self.tokens.computed += served.tokens - (g1 + g2) * page_tokens;
     }
 
-    /// Takes the leader's counters, by their names.
+    /// Copies the leader's counters, by their names.
     pub(super) fn count(&mut self, counter: impl Fn(&str) -> u64) {
         self.blocks = Blocks {
             stored: counter("blocks_stored"),
@@ -287,7 +287,7 @@ impl Report {
         self.arena.evicted_pages = counter("evicted_pages");
     }
 
-    /// Fails when something mismatched, leaked, or contradicts itself.
+    /// Fails if bytes differed, something leaked, or the second count found a contradiction.
     pub(super) fn verdict(&self) -> Result<(), CommandError> {
         let Left {
             slots,
@@ -324,7 +324,7 @@ impl Report {
     }
 }
 
-/// The value at a share of a list, in thousandths; sorts it.
+/// Sorts a list and returns its percentile, given in thousandths; `None` for an empty list.
 pub(super) fn percentile(values: &mut [u64], thousandths: usize) -> Option<u64> {
     values.sort_unstable();
     let last = values.len().checked_sub(1)?;

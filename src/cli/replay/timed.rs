@@ -19,7 +19,7 @@ use super::offline;
 use super::report::Report;
 use super::workload::Workload;
 
-/// Most bytes of a formula file.
+/// Largest size of a formula file, in bytes.
 const FORMULA_BYTES_MAX: u64 = 1 << 16;
 
 /// What takes how long in an offline replay that plays time.
@@ -50,7 +50,7 @@ pub(super) struct TimedArguments {
     pub(super) parallel_prefill: bool,
 }
 
-/// Bytes per second of a rate in GB/s.
+/// Parses a rate in GB/s and returns bytes per second.
 fn bytes_per_s(text: &str) -> Result<u64, String> {
     match text.parse::<f64>() {
         Ok(rate) if (1e-9..=1e6).contains(&rate) => Ok((rate * 1e9).round() as u64),
@@ -109,7 +109,7 @@ pub(super) fn run(arguments: &Arguments, workload: &Workload) -> Result<Report, 
     })?;
     offline::fill(&mut report, workload, world.leader(), world.held_pages());
     drop(world);
-    // The same requests once more, without G2: what would have been.
+    // The same requests without G2, as the baseline.
     let mut world = self::world(arguments, workload, settings, 0)?;
     progress.set_position(0);
     progress.set_message("without G2");

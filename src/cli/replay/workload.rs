@@ -1,4 +1,4 @@
-//! What is replayed: the requests, and the sizes they are replayed with, checked against each other.
+//! The workload of a replay: the requests and the sizes, checked against each other.
 
 use std::sync::Arc;
 
@@ -15,24 +15,24 @@ use crate::types::{Ratio, Sharding, SlotId};
 
 use super::{ArenaPages, Arguments, DEFAULT_G2, Mode};
 
-/// Tokens of a hash id in the traces that others publish.
+/// Tokens of a hash id in published traces.
 const TRACE_BLOCK_TOKENS: u32 = 512;
 
-/// Requests and sizes.
+/// Requests and sizes of a replay.
 pub(super) struct Workload {
     pub(super) trace: Trace,
     pub(super) hasher: PageHasher,
     pub(super) ratio: Ratio,
     pub(super) geometry: ModelGeometry,
-    /// Which ranks hold the same KV.
+    /// The ranks that hold the same KV.
     pub(super) sharding: Sharding,
     /// Tokens of an engine page.
     page_tokens: u64,
-    /// Pages of the engine's memory: its cache, or the longest prompt where that is more.
+    /// Pages of the engine's memory: `--g1-pages`, or the longest prompt if that is more.
     pub(super) device_pages: u32,
     /// Pages of G2 on each rank; 0 for none.
     pub(super) arena_pages: u32,
-    /// Host memory of all ranks together.
+    /// Host memory of all ranks together, in bytes.
     pub(super) g2_bytes: u64,
 }
 
@@ -146,7 +146,7 @@ impl Workload {
             })
     }
 
-    /// A progress bar over the requests; hidden with `--quiet` and where nobody looks.
+    /// A progress bar over the requests; hidden with `--quiet` and without a terminal.
     pub(super) fn progress(&self, arguments: &Arguments) -> ProgressBar {
         if arguments.quiet {
             return ProgressBar::hidden();
@@ -160,7 +160,7 @@ impl Workload {
     }
 }
 
-/// Cuts a prompt to its first tokens, and to the blocks in which these lie. The answer stays as long as it is.
+/// Cuts a prompt to its first `tokens`, and to the blocks that contain them. The length of the answer does not change.
 fn cut(request: &mut TraceRequest, tokens: u64, block_tokens: u32) {
     if request.input_tokens > tokens {
         request.input_tokens = tokens;
@@ -170,7 +170,7 @@ fn cut(request: &mut TraceRequest, tokens: u64, block_tokens: u32) {
     }
 }
 
-/// Pages of a prompt that are full and of which the hashes are known.
+/// Number of full pages of a prompt whose hashes are known.
 fn full_pages(hasher: &PageHasher, request: &TraceRequest, page_tokens: u64) -> usize {
     let full = usize::try_from(request.input_tokens / page_tokens).unwrap_or(usize::MAX);
     hasher.pages(request.blocks.len()).min(full)

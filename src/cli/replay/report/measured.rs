@@ -1,5 +1,5 @@
-//! What only time shows: latencies, waits, links. A live replay measures with the clock on the wall, a timed offline one
-//! in virtual time; what neither knows is null.
+//! The measurements that depend on time: latencies, waits, links. A live replay measures in wall time, a timed offline
+//! replay in virtual time. A value that neither provides is null.
 
 use schemars::JsonSchema;
 use serde::Serialize;
@@ -82,7 +82,7 @@ pub struct Prefills {
 }
 
 impl Report {
-    /// Takes what a timed replay measured, with G2 and without.
+    /// Copies the measurements of a timed replay, with G2 and without.
     pub(in crate::cli::replay) fn measured(
         &mut self,
         settings: &TimedSettings,
@@ -140,7 +140,7 @@ impl Report {
     }
 }
 
-/// The value at a share of a list of nanoseconds, in microseconds.
+/// Percentile, given in thousandths, of a list of nanoseconds; in microseconds.
 fn microseconds(nanoseconds: &mut [u64], thousandths: usize) -> Option<u64> {
     percentile(nanoseconds, thousandths).map(|ns| ns / 1_000)
 }

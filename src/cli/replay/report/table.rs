@@ -1,11 +1,11 @@
-//! The report for people.
+//! The report as a table.
 
 use crate::types::ByteSize;
 
 use super::{Report, Tokens};
 
 impl Report {
-    /// The report for people.
+    /// Formats the report as a table.
     pub(in crate::cli::replay) fn table(&self) -> String {
         let Tokens {
             prompt,
@@ -87,7 +87,7 @@ impl Report {
         text
     }
 
-    /// What only a replay that plays time knows.
+    /// Lines that only a replay in virtual time provides.
     fn timed_lines(&self) -> Vec<String> {
         let ms =
             |us: Option<u64>| us.map_or("-".to_owned(), |us| format!("{:.2} ms", us as f64 / 1e3));
