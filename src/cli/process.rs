@@ -9,7 +9,7 @@ use crate::cli::signals::Signals;
 use crate::error::CommandError;
 use crate::types::{Rank, Replica, WorkerId};
 
-/// Longest wait for running copies when a process is asked to end.
+/// Longest wait for running copies when a process ends in order.
 pub(super) const DRAIN_LIMIT: Duration = Duration::from_secs(5);
 
 /// A leader's request to its supervisor, on one line: end the process of this worker. `pid` is set if the worker has

@@ -87,7 +87,7 @@ struct Supervisor {
     no_tiers: bool,
     depots: Vec<Depot>,
     parts: Vec<Supervised>,
-    /// Workers that leaders want ended.
+    /// Requests of leaders to end a worker.
     wanted: mpsc::Receiver<Expel>,
     wants: mpsc::Sender<Expel>,
 }

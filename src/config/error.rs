@@ -44,7 +44,7 @@ pub enum ConfigError {
     /// A value of the wrong type or out of bounds.
     #[error("{origin}: '{key}' is {value}: expected {expected}")]
     Value {
-        /// Which key.
+        /// The key.
         key: &'static str,
         /// The value as JSON, truncated after 120 characters.
         value: String,

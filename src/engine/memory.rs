@@ -119,8 +119,8 @@ impl RankMemory {
         }
     }
 
-    /// Writes ranges in the order of [`Self::read`]. On a GPU the bytes are complete only when [`Self::finish`] has
-    /// returned.
+    /// Writes ranges in the order of [`Self::read`]. On a GPU the writes complete at the latest when
+    /// [`Self::finish`] returns.
     pub(super) fn write(&self, ranges: &[(u64, u64)], bytes: &mut [u8]) -> Result<(), String> {
         match self {
             Self::Host(buffer) => {

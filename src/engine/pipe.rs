@@ -1,7 +1,6 @@
 //! The protocol between the engine's scheduler and its ranks: frames over pipes, a 32-bit big-endian length and
 //! MessagePack.
-//!
-//! This protocol is internal to the reference engine and not part of kvferry's.
+//! Internal to the reference engine, and not part of kvferry's protocol.
 
 use std::io;
 
@@ -46,7 +45,7 @@ pub enum Task {
 /// A rank's report of an order.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Report {
-    /// Number of the order; 0 for the first registration.
+    /// Number of the order; 0 for the first registration, and for a fatal error.
     pub ticket: u64,
     /// Bytes that were compared.
     pub verified_bytes: u64,

@@ -354,7 +354,7 @@ impl Scheduler {
         }
     }
 
-    /// Computes the pages that were not found, and requests a store of the whole prompt.
+    /// Computes the pages that are neither cached nor loaded, and requests a store of the whole prompt.
     fn compute(&mut self, slot: SlotId, actions: &mut Vec<Action>) {
         let Some(run) = self.running.get_mut(&slot) else {
             return;

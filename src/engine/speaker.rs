@@ -109,7 +109,7 @@ impl Speaker {
         }
     }
 
-    /// Runs until the connection cannot continue; returns the reason.
+    /// Runs until a fatal error or the end of the engine; returns the reason.
     pub(super) async fn run(mut self, mut told: mpsc::Receiver<Tell>) -> String {
         loop {
             while let Some((link, question)) = self.owed.next() {
@@ -232,13 +232,13 @@ impl Asker {
         asked.await.map(|_| ())
     }
 
-    /// The word to which the device writes its progress; `None` if the worker does not read it.
+    /// The word to which the device writes its progress; `None` if it has none, or the worker does not read it.
     fn timeline(&self) -> Option<Timeline> {
         let both = self.features & FEATURE_TIMELINE != 0;
         self.memory.timeline().filter(|_| both)
     }
 
-    /// Reports what is written. With a timeline the device's word tells when its writes are complete; without one, the
+    /// Reports what is written. With a timeline the device's word shows when its writes are complete; without one, the
     /// report is sent after they are.
     async fn written(&self, link: LinkId, through: u64) -> Result<(), Failure> {
         let timeline = self.timeline().is_some();

@@ -15,9 +15,10 @@ use super::spread;
 
 /// Pages of the longest run.
 const RUN_PAGES_MAX: u32 = 32;
-/// Runs that are freed and allocated between two looks at the clock.
+/// Runs that are freed and allocated between two clock readings.
 const BATCH: usize = 1000;
-/// Blocks of two pages and blocks of so many tell what a page and what a block takes.
+/// Block sizes of the two pools whose memory is measured, in pages. Their difference separates the memory of a page
+/// from that of a block.
 const BLOCK_PAGES: [u32; 2] = [2, 32];
 /// Pages of a prompt that fills the pool.
 const PROMPT_PAGES: u32 = 2048;
@@ -39,7 +40,7 @@ pub(crate) struct Arguments {
     json: bool,
 }
 
-/// An allocation and a release, in nanoseconds: minimum, median and maximum of batches.
+/// Times of a release and an allocation, in nanoseconds: minimum, median and maximum over batches.
 #[derive(Debug, serde::Serialize)]
 struct Row {
     pages: u32,
@@ -51,7 +52,7 @@ struct Row {
     failed: u64,
 }
 
-/// What a pool takes.
+/// Memory of a pool.
 #[derive(Debug, serde::Serialize)]
 struct Memory {
     blocks: u64,
@@ -69,7 +70,7 @@ struct Report {
 
 impl Arguments {
     pub(crate) fn run(self) -> Result<(), CommandError> {
-        // First, while the process has held no memory that could come back.
+        // Measured first, before the process has held memory that it could reuse.
         let memory: Result<Vec<Memory>, CommandError> = BLOCK_PAGES
             .iter()
             .map(|pages| pool_memory(self.blocks, *pages))
@@ -162,11 +163,12 @@ impl Arguments {
     }
 }
 
-/// An arena in which every run was freed and allocated again once, so that its holes lie anywhere.
+/// An arena in which every run was freed and allocated again once, so that holes lie anywhere.
 struct NearlyFull {
     arena: Arena,
     live: Vec<(u32, u32)>,
-    /// Lengths of the runs that were freed last, to be allocated again in turn: never that of the hole that was just made.
+    /// Lengths of the freed runs, to be allocated in order. The next length is never that of the hole that was just
+    /// made.
     wanted: VecDeque<u32>,
     failed: u64,
 }
@@ -223,7 +225,7 @@ impl NearlyFull {
     }
 }
 
-/// The floor: runs of one size, the free ones in a list.
+/// The floor: runs of one size, with the free ones in a list.
 struct List {
     free: Vec<u32>,
     live: Vec<(u32, u32)>,
@@ -250,7 +252,7 @@ impl List {
     }
 }
 
-/// Fills a pool and tells by how much the process grew.
+/// Fills a pool and returns by how much the process grew.
 fn pool_memory(blocks: u32, block_pages: u32) -> Result<Memory, CommandError> {
     let ratio = Ratio::new(block_pages).map_err(CommandError::failed)?;
     let pages = blocks
@@ -299,7 +301,7 @@ fn pool_memory(blocks: u32, block_pages: u32) -> Result<Memory, CommandError> {
     })
 }
 
-/// Memory that the process has in RAM.
+/// Resident memory of the process, in bytes.
 fn resident_bytes() -> Result<u64, CommandError> {
     let text = fs::read_to_string("/proc/self/status").map_err(CommandError::failed)?;
     let line = text.lines().find_map(|line| line.strip_prefix("VmRSS:"));

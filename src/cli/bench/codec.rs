@@ -10,9 +10,9 @@ use crate::types::{Epoch, FragmentPair, PageList, RequestId};
 
 use super::percentiles;
 
-/// Pages of the longest pair.
+/// Largest number of pages of a pair.
 const PAIR_PAGES_MAX: u32 = 32;
-/// Pages of the engine, from which each pair takes its own at random.
+/// Pages of the engine, from which each pair takes random ones.
 const DEVICE_PAGES: u32 = 100_000;
 
 #[derive(Debug, clap::Args)]
@@ -28,7 +28,7 @@ pub(crate) struct Arguments {
     json: bool,
 }
 
-/// An order to load, in microseconds.
+/// Measurements of one order to load; times in microseconds.
 #[derive(Debug, serde::Serialize)]
 struct Report {
     pairs: u32,
@@ -133,7 +133,7 @@ impl Arguments {
     }
 }
 
-/// Runs of arena pages, each to device pages that lie anywhere.
+/// Pairs of a run of arena pages and as many random device pages.
 fn pairs(count: u32) -> Vec<FragmentPair> {
     let mut rng = fastrand::Rng::with_seed(3);
     let pairs = (0..count).map(|index| {
@@ -157,7 +157,7 @@ fn numbers(pairs: &[FragmentPair]) -> Vec<u32> {
     numbers.collect()
 }
 
-/// The floor: each number as MessagePack, one after the other, and read again.
+/// The floor: writes each number as MessagePack, one after another, and reads them back.
 fn write_and_read(numbers: &[u32]) -> Result<(), CommandError> {
     let mut bytes = Vec::new();
     for number in numbers {

@@ -16,9 +16,9 @@ use super::order::{Ordered, measure};
 use super::pages::Pages;
 use super::spread;
 
-/// Sets of pages that take turns, so that no cache holds what is copied next.
+/// Sets of pages that are used in turn, so that no cache holds the bytes of the next copy.
 const ROTATION: u32 = 4;
-/// Copies of one page that are ordered.
+/// Ordered copies of one page.
 const ORDERS: u32 = 2000;
 
 #[derive(Debug, clap::Args)]
@@ -136,7 +136,7 @@ impl Arguments {
         })
     }
 
-    /// One contiguous copy, cut evenly among the threads; says when all of them were there to begin.
+    /// One contiguous copy, divided evenly among the threads. Returns the time when all threads were ready to begin.
     fn memcpy(&self, target: &mut [u8], source: &[u8]) -> Instant {
         let each = target.len().div_ceil(usize::from(self.threads)).max(1);
         let shares = target.chunks_mut(each).zip(source.chunks(each));

@@ -1,4 +1,4 @@
-//! A leader's core whose pool is full of prompts.
+//! A leader's core with a pool full of prompts.
 
 use std::time::{Duration, Instant};
 
@@ -15,23 +15,23 @@ use crate::types::{
 
 /// Bytes of a page hash.
 pub(super) const HASH_BYTES: usize = 16;
-/// Whose pages these are.
+/// The engine that owns the pages.
 pub(super) const ENGINE: EngineId = EngineId([7; 16]);
-/// Prompts that are stored together, a block of each in turn, so that the blocks of one lie far apart.
+/// Prompts that are stored together, one block of each in turn, so that the blocks of a prompt lie far apart.
 const TOGETHER: u64 = 2048;
 const WORKER: WorkerId = WorkerId {
     replica: Replica(0),
     rank: Rank(0),
 };
 
-/// The page hashes of a prompt, packed; the same each time.
+/// The packed page hashes of a prompt. Equal arguments give equal hashes.
 pub(super) fn hashes(prompt: u64, pages: u32) -> Vec<u8> {
     let mut bytes = vec![0; pages as usize * HASH_BYTES];
     fastrand::Rng::with_seed(prompt).fill(&mut bytes);
     bytes
 }
 
-/// What a worker says of the memory of such an engine.
+/// The geometry that a worker reports for the engine.
 pub(super) fn geometry() -> GroupGeometry {
     GroupGeometry {
         group: GroupId(0),
@@ -44,15 +44,15 @@ pub(super) fn geometry() -> GroupGeometry {
     }
 }
 
-/// A lookup of a whole prompt as it comes from the wire.
+/// An encoded lookup of a whole prompt.
 pub(super) struct Encoded {
     header: [u8; HEADER_BYTES],
     body: Vec<u8>,
 }
 
-/// How long a lookup took.
+/// Latency of a lookup.
 pub(super) struct Took {
-    /// With its decoding.
+    /// Decoding and step.
     pub(super) whole: Duration,
     /// The step of the core alone.
     pub(super) step: Duration,
@@ -64,7 +64,7 @@ pub(super) struct FilledLeader {
     prompt_pages: u32,
     requests: u64,
     resets: u64,
-    /// The worker was asked to strike the pages of the reset out.
+    /// Whether the worker was requested to remove the pages of the reset from the inventory.
     struck: bool,
     now: Time,
     effects: Vec<Effect>,
@@ -166,7 +166,7 @@ impl FilledLeader {
         Ok(())
     }
 
-    /// Asks, and ends at once whatever copy that leads to.
+    /// Sends a request to the core, and ends all resulting copies at once.
     fn ask(&mut self, request: Request) -> Result<Answer, CommandError> {
         self.requests += 1;
         let event = Event::Request {
@@ -230,7 +230,7 @@ impl FilledLeader {
         Ok(Encoded { header, body })
     }
 
-    /// From the bytes of a lookup to the answer that is to be sent. The whole prompt must be found.
+    /// Decodes and executes a lookup, up to the answer to be sent. Fails unless the whole prompt is found.
     pub(super) fn lookup(&mut self, encoded: &Encoded) -> Result<Took, CommandError> {
         let begun = Instant::now();
         let header = Header::from_bytes(&encoded.header).map_err(CommandError::failed)?;
@@ -256,7 +256,7 @@ impl FilledLeader {
         }
     }
 
-    /// Begins a reset of pages that the leader does not hold; how long the step took.
+    /// Begins a reset of pages that the leader does not hold. Returns the time of the step.
     pub(super) fn begin_reset(&mut self, seed: u64, pages: u32) -> Result<Duration, CommandError> {
         let scope = ResetScope::Pages(Vec::new(), packed(hashes(seed, pages))?);
         self.requests += 1;
@@ -271,7 +271,8 @@ impl FilledLeader {
         Ok(begun.elapsed())
     }
 
-    /// The next slice of the reset, and how long its step took; `None` once the worker is asked.
+    /// Runs the next slice of the reset and returns the time of its step; `None` once the worker has been requested to
+    /// remove the pages from the inventory.
     pub(super) fn go_on_with_reset(&mut self) -> Option<Duration> {
         if std::mem::take(&mut self.struck) {
             return None;
@@ -285,7 +286,7 @@ impl FilledLeader {
         Some(took)
     }
 
-    /// The worker has struck the pages out.
+    /// Confirms that the worker has removed the pages from the inventory.
     pub(super) fn end_reset(&mut self) -> Result<(), CommandError> {
         self.resets += 1;
         let struck = Event::Struck {

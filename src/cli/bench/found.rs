@@ -1,8 +1,8 @@
-//! Round trips of lookups that a real leader answers from a pool that holds them, beside round trips of the same sizes
-//! through the same transport to a server that is busy for as long as such a lookup takes in the core.
+//! Round trips of lookups that a real leader answers from a filled pool, beside round trips of the same sizes through
+//! the same transport to a server that is busy for as long as such a lookup takes in the core.
 //!
-//! The leader is a process of its own. This one stands for its engine and for its worker, which says of each copy at once
-//! that it has ended.
+//! The leader is a process of its own. This process acts as its engine and as its worker, which reports each copy as
+//! ended at once.
 
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt;
@@ -31,22 +31,22 @@ use crate::types::{Epoch, PageList};
 use super::filled::{ENGINE, FilledLeader, HASH_BYTES, geometry, hashes};
 use super::percentiles;
 
-/// Pages of the prompts.
+/// Pages of the prompts, one row each.
 const PROMPT_PAGES: [u32; 4] = [10, 256, 2048, 4096];
-/// Parts of the time in which the leader's own is measured.
+/// Windows into which the measurement in the leader is divided.
 const WINDOWS: u32 = 20;
-/// Prompts of each length, which take turns.
+/// Prompts of each length, used in turn.
 const PROMPTS: u64 = 16;
-/// Answer limit of anything that is asked here.
+/// Time limit of a request.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// One row of the result, in microseconds.
 #[derive(Debug, serde::Serialize)]
 pub(super) struct Row {
     pages: u32,
-    /// The core's step, alone in a process.
+    /// The core's step, measured in this process.
     core_p50_us: f64,
-    /// The core's step in the leader: how long the busy server is busy.
+    /// The core's step in the leader, and the time for which the busy server is busy.
     step_p50_us: f64,
     busy_p50_us: f64,
     busy_p99_us: f64,
@@ -75,7 +75,7 @@ impl Row {
     }
 }
 
-/// A folder for sockets, gone with what is returned.
+/// Creates a folder for sockets, removed when the returned value is dropped.
 pub(super) fn folder() -> Result<TempDir, CommandError> {
     let owner_only = Permissions::from_mode(0o700);
     let folder = tempfile::Builder::new()
@@ -110,7 +110,7 @@ pub(super) fn hello(role: Role) -> Hello {
     }
 }
 
-/// A client of whoever listens in a directory.
+/// Connects to the server that listens in a directory.
 pub(super) fn client(address: Address, role: Role) -> (Client, mpsc::Receiver<Incoming>) {
     let settings = ClientSettings {
         address,
@@ -120,7 +120,7 @@ pub(super) fn client(address: Address, role: Role) -> (Client, mpsc::Receiver<In
     Client::start(Arc::new(ZmqTransport), settings)
 }
 
-/// Measures against the leader that listens below `leader`; the busy server gets the directory `busy`.
+/// Measures against the leader that listens below `leader`. The busy server listens in `busy`.
 pub(super) async fn measure(
     engine: &Client,
     leader: &Path,
@@ -192,8 +192,8 @@ fn all_found(answer: &Message, pages: u32) -> Result<(), CommandError> {
     }
 }
 
-/// How long the step of such a lookup takes in the leader's process, between messages to another one, as it does later: the
-/// median of means, by what the leader itself counts.
+/// Measures the core's step of a lookup in the leader's process, in microseconds: the median over windows of the mean
+/// that the leader counts. Lookups alternate with messages to the busy server, as in the later measurement.
 async fn in_leader(
     engine: &Client,
     to_busy: &Client,
@@ -224,7 +224,8 @@ async fn lookup_ns(engine: &Client) -> Result<u64, CommandError> {
     }
 }
 
-/// How long such a lookup takes without sockets and actors, its decoding left out: the busy server decodes as well.
+/// Measures the core's step of a lookup without sockets and actors, in microseconds. Decoding is excluded, because the
+/// busy server decodes as well.
 fn in_core(pages: u32, rounds: u32) -> Result<f64, CommandError> {
     let mut leader = FilledLeader::new(PROMPTS, pages)?;
     let mut took = Vec::new();
@@ -309,7 +310,7 @@ async fn attach(leader: &Path) -> Result<tokio::task::JoinHandle<()>, CommandErr
     }
 }
 
-/// A worker with an empty depot that copies nothing and says that it did.
+/// Answers as a worker with an empty depot that copies nothing and reports each copy as complete.
 fn obey(order: Message) -> Option<Message> {
     match order {
         Message::Transfer(transfer) => {
@@ -355,7 +356,7 @@ impl BusyArguments {
             };
             let server = Server::new(listener, settings);
             let mut ending = Ending::listen(true)?;
-            // As a leader does, away from the thread that called.
+            // A task of its own, as in a leader.
             let serve = tokio::spawn(serve(server));
             tokio::select! {
                 () = ending.told() => Ok(()),

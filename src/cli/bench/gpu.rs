@@ -20,7 +20,7 @@ use super::copy::registration;
 use super::pages::{gather, shuffled, turned};
 use super::spread;
 
-/// Nothing here takes so long unless it hangs.
+/// Time limit of a copy. Only a hanging copy takes this long.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 #[derive(Debug, clap::Args)]
@@ -68,7 +68,7 @@ enum Side {
     Load,
 }
 
-/// Attributes of a GPU that decide what can be used on it, by their numbers in `CUdevice_attribute`.
+/// Attributes of a GPU that determine which features can be used, by their numbers in `CUdevice_attribute`.
 const ATTRIBUTES: [(u32, &str); 4] = [
     (91, "can_use_host_pointer_for_registered_mem"),
     (99, "host_register_supported"),
@@ -76,33 +76,33 @@ const ATTRIBUTES: [(u32, &str); 4] = [
     (133, "mps_enabled"),
 ];
 
-/// Microseconds as minimum, median, maximum.
+/// Microseconds: minimum, median, maximum.
 type Micros = (f64, f64, f64);
 
-/// GB/s (10^9 bytes) as minimum, median, maximum.
+/// GB/s (10^9 bytes): minimum, median, maximum.
 type Rate = (f64, f64, f64);
 
-/// What is copied and how.
+/// The measurements of one fragment size and direction.
 #[derive(Debug, serde::Serialize)]
 struct Row {
     fragment_kib: u32,
     fragments: u32,
     direction: Side,
-    /// One copy of as many bytes.
+    /// One copy of the same number of bytes.
     one_copy_gb_per_s: Rate,
-    /// What giving that to the driver took.
+    /// Time to submit that copy to the driver.
     one_copy_submit_us: Micros,
-    /// Each fragment by a call, where that is measured.
+    /// Each fragment by its own call, if measured.
     async_gb_per_s: Option<Rate>,
     async_submit_us: Option<Micros>,
-    /// Many fragments by a call, where that is measured and the driver takes such calls.
+    /// Many fragments by one call, if measured and supported by the driver.
     batch_gb_per_s: Option<Rate>,
     batch_submit_us: Option<Micros>,
     async_to_one_copy: Option<f64>,
     batch_to_one_copy: Option<f64>,
 }
 
-/// An attribute of the GPU; without a value where the driver does not know it.
+/// An attribute of the GPU; without a value if the driver does not support it.
 #[derive(Debug, serde::Serialize)]
 struct Attribute {
     number: u32,
@@ -116,21 +116,21 @@ struct Report {
     attributes: Vec<Attribute>,
     gpu: String,
     pci_bus_id: String,
-    /// Where the host memory is from, if the machine tells where the GPU is.
+    /// The NUMA node of the host memory; `None` if the machine does not report the GPU's node.
     numa_node: Option<u16>,
     driver_version: i32,
     bytes: u64,
     rounds: u32,
-    /// Calls for many copies were to be measured, and the driver takes none.
+    /// Whether calls for many copies were requested, but the driver supports none.
     batches_refused: bool,
-    /// One copy of as many bytes each way at the same time, both together.
+    /// One copy of the same number of bytes each way at the same time, both together.
     both_ways_gb_per_s: Rate,
     rows: Vec<Row>,
 }
 
 impl Arguments {
     pub(crate) fn run(self) -> Result<(), CommandError> {
-        // A driver that refuses many copies by one call is said to.
+        // Warnings are shown: one is logged if the driver refuses many copies by one call.
         crate::telemetry::start("warn").map_err(CommandError::Config)?;
         let driver = Driver::get().map_err(CommandError::failed)?;
         let devices = driver.devices().map_err(CommandError::failed)?;
@@ -260,7 +260,7 @@ fn text(error: impl std::fmt::Display) -> String {
     error.to_string()
 }
 
-/// A copier that gives copies to the driver in one way.
+/// A copier that submits copies to the driver in one way.
 struct Giver {
     copier: Copier,
     outcomes: Receiver<Outcome>,
@@ -288,7 +288,7 @@ impl Giver {
             .ok_or_else(|| "no place for a copy".to_owned())
     }
 
-    /// Waits until so many copies have ended.
+    /// Waits until `copies` copies have ended.
     fn ended(&self, mut copies: usize) -> Result<(), String> {
         while copies > 0 {
             match self.outcomes.recv_timeout(PATIENCE).map_err(text)? {
@@ -305,7 +305,8 @@ impl Giver {
         Ok(())
     }
 
-    /// GB/s of one copy, from its order to its end, and the microseconds of it that were spent in giving it to the driver.
+    /// Runs one copy. Returns its rate in GB/s, from order to end, and the microseconds spent in submitting it to the
+    /// driver.
     fn timed(&self, cut: &Cut, direction: Direction) -> Result<(f64, f64), String> {
         let order = cut.order(direction)?;
         let (begun, before) = (Instant::now(), self.copier.giving());
@@ -321,17 +322,18 @@ fn rate(bytes: u64, begun: Instant) -> f64 {
     bytes as f64 / begun.elapsed().as_secs_f64() / 1e9
 }
 
-/// Both memories, cut into pages of one size, and which of them are copied.
+/// Both memories, divided into pages of one size, and the page pairs to copy.
 struct Cut {
     device: RegisteredDevice,
     depot: Arc<PinnedDepot>,
     pairs: Vec<FragmentPair>,
-    /// Of all pages.
+    /// Bytes of all pages.
     bytes: u64,
 }
 
 impl Cut {
-    /// A copy of them. Cuts of different page sizes take turns.
+    /// Creates an order for the copy. Sets the depot's page size first, because cuts of different page sizes take
+    /// turns.
     fn order(&self, direction: Direction) -> Result<CopyOrder, String> {
         let page_bytes = self.device.layout.page_bytes;
         let held = self.depot.depot().hold_pages_of(page_bytes);
@@ -350,7 +352,7 @@ impl Cut {
         })
     }
 
-    /// Where all pages lie in the depot's memory.
+    /// Offsets of all pages in the depot's memory.
     fn places(&self) -> impl Iterator<Item = u64> + use<> {
         let page_bytes = self.device.layout.page_bytes;
         let first = self.depot.depot().pages_at(page_bytes);
@@ -359,16 +361,16 @@ impl Cut {
     }
 }
 
-/// Memory and ways.
+/// The memories and the copiers that are measured.
 struct Bench {
     context: Arc<Context>,
     node: Option<NumaNode>,
     memory: Arc<DeviceMemories>,
     depot: Arc<PinnedDepot>,
     one_by_one: Giver,
-    /// Where many copies by one call are measured.
+    /// The copier for many copies by one call, if measured.
     together: Option<Giver>,
-    /// Each fragment by a call is measured.
+    /// Whether each fragment by its own call is measured.
     asynchronous: bool,
     bytes: u64,
     rounds: u32,
@@ -417,7 +419,7 @@ impl Bench {
         })
     }
 
-    /// As many fragments as a copy has, in an order in which hardly two are neighbours on both sides.
+    /// Divides the memory into fragments, in an order in which hardly two are neighbours on both sides.
     fn cut(&self, fragment: u64) -> Result<Cut, String> {
         let pages = u32::try_from(self.bytes / fragment).map_err(text)?;
         self.pages(fragment, pages, gather(&shuffled(pages), 0))
@@ -440,7 +442,7 @@ impl Bench {
         })
     }
 
-    /// One copy each way at once.
+    /// Measures one copy each way at the same time.
     fn both_ways(&self) -> Result<Rate, String> {
         let one_of_two = |page: u32| {
             let pair = FragmentPair {
@@ -466,7 +468,7 @@ impl Bench {
         Ok(spread(rates))
     }
 
-    /// Random bytes that one side loads and another one stores are the same as before.
+    /// Checks that random bytes that one copier loads and another stores come back unchanged.
     fn check(&self, loads: &Giver, stores: &Giver, cut: &Cut) -> Result<(), String> {
         let (page_bytes, buffer) = (cut.device.layout.page_bytes, self.depot.depot().buffer());
         let mut page = vec![0; page_bytes as usize];
@@ -495,7 +497,7 @@ impl Bench {
         Ok(())
     }
 
-    /// Attributes that decide what can be used.
+    /// Attributes that determine which features can be used.
     fn attributes(&self) -> Vec<Attribute> {
         let attribute = |(number, name)| Attribute {
             number,
@@ -539,7 +541,7 @@ impl Bench {
         let [one_copy, one_by_one, together] =
             measured.map(|(rates, submits)| (spread(rates), spread(submits)));
         let one_by_one = asynchronous.map(|_| one_by_one);
-        // What the driver does not take by one call was given one by one.
+        // Copies that the driver does not take by one call were submitted one by one.
         let taken = self.together.is_some() && self.context.copies_together().map_err(text)?;
         let together = taken.then_some(together);
         let to_one_copy = |way: Option<(Rate, Micros)>| way.map(|(rate, _)| rate.1 / one_copy.0.1);

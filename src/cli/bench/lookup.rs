@@ -11,7 +11,8 @@ use crate::error::CommandError;
 use super::filled::{self, FilledLeader, HASH_BYTES};
 use super::percentiles;
 
-/// Walked between two lookups to empty the caches: several times the largest last-level cache of one core.
+/// Bytes that are written before a cold lookup to empty the caches: several times the largest last-level cache of one
+/// core.
 const EVICT_BYTES: usize = 128 << 20;
 const LINE_WORDS: usize = 8;
 
@@ -31,12 +32,12 @@ pub(crate) struct Arguments {
     json: bool,
 }
 
-/// Lookups of whole prompts, in microseconds.
+/// Latencies of lookups of whole prompts, in microseconds.
 #[derive(Debug, serde::Serialize)]
 struct Row {
     pages: u64,
     blocks: u32,
-    /// The caches were emptied before each lookup; else they hold what lookups of other prompts left.
+    /// Whether the caches were emptied before each lookup; otherwise they hold what lookups of other prompts left.
     cold: bool,
     lookup_p50_us: f64,
     lookup_p99_us: f64,
@@ -48,7 +49,7 @@ struct Row {
 #[derive(Debug, serde::Serialize)]
 struct Report {
     rows: Vec<Row>,
-    /// Cold lookups among the most pages, to those among the fewest.
+    /// Ratio of the latencies of cold lookups: most pages to fewest pages.
     growth: f64,
     plain_growth: f64,
 }
@@ -142,7 +143,7 @@ impl Arguments {
     }
 }
 
-/// Writes to every line of a buffer that is larger than the caches.
+/// Writes to every cache line of a buffer that is larger than the caches.
 fn evict(caches: &mut [u64]) {
     for word in caches.iter_mut().step_by(LINE_WORDS) {
         *word += 1;
@@ -150,8 +151,8 @@ fn evict(caches: &mut [u64]) {
     black_box(caches);
 }
 
-/// The floor: a block's place by the hash of its first page, in a map of the standard library, and the hashes of all
-/// pages in one array, where the pool has them.
+/// The floor: a map of the standard library from the hash of a block's first page to the block's place, and one array
+/// of the hashes of all pages, in the order of the pool.
 struct Plain {
     blocks: HashMap<u128, (u32, u32)>,
     pages: Vec<u128>,
@@ -175,7 +176,7 @@ impl Plain {
         plain
     }
 
-    /// The time that it takes to find every page.
+    /// Time to find every page.
     fn lookup(&self, hashes: &[u8]) -> Result<Duration, CommandError> {
         let begun = Instant::now();
         let (hashes, _) = hashes.as_chunks::<HASH_BYTES>();

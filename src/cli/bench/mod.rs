@@ -1,4 +1,5 @@
-//! `kvferry bench`: figures of this machine, each beside a floor that is measured in the same run, both sides in turn.
+//! `kvferry bench`: measurements of this machine. Each is shown beside a floor that is measured in the same run, both
+//! sides in turn.
 
 mod arena;
 mod codec;
@@ -56,7 +57,7 @@ impl Command {
     }
 }
 
-/// Minimum, median and maximum of a list; zero of none.
+/// Minimum, median and maximum of a list; 0 for an empty list.
 fn spread(mut values: Vec<f64>) -> (f64, f64, f64) {
     values.sort_by(f64::total_cmp);
     let at = |index: usize| values.get(index).copied().unwrap_or(0.0);
@@ -67,7 +68,7 @@ fn spread(mut values: Vec<f64>) -> (f64, f64, f64) {
     )
 }
 
-/// Median and 99th percentile of a list; zero of none.
+/// Median and 99th percentile of a list; 0 for an empty list.
 fn percentiles(mut values: Vec<f64>) -> (f64, f64) {
     values.sort_by(f64::total_cmp);
     let last = values.len().saturating_sub(1);

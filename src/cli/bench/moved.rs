@@ -1,8 +1,8 @@
 //! `kvferry bench move`: an engine's stores and loads, end to end.
 //!
-//! Leader, worker and the engine's rank are processes, as `kvferry up` and `kvferry replay` start them; this one stands for
-//! the engine's scheduler. The other side is the copy engine alone, in this process: as many bytes, in the same layout,
-//! with as many threads, from and to memory of its own.
+//! Leader, worker and the engine's rank are processes, started as by `kvferry up` and `kvferry replay`; this process
+//! acts as the engine's scheduler. The other side is the copy engine alone, in this process: the same number of bytes,
+//! in the same layout, with the same number of threads, from and to memory of its own.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -29,15 +29,15 @@ use super::pages::{Pages, set_of, shuffled};
 use super::{found, spread};
 
 const ENGINE_PAGE_TOKENS: u32 = 16;
-/// Sets of device pages: two that are stored in turn, two that are loaded into.
+/// Sets of device pages: two that are stored in turn, two that are loaded into in turn.
 const SETS: u32 = 4;
-/// Prompts for which the arena has room.
+/// Number of prompts that fit in the arena.
 const PLACES: u32 = 3;
-/// A leader takes no smaller arena than of one block; one more, so that there is always room.
+/// Smallest arena: one block, which a leader requires, and one more, so that there is always room.
 const ARENA_PAGES_MIN: u32 = 64;
-/// Rounds whose times do not count.
+/// Rounds that are not counted.
 const WARM_UP: u32 = 4;
-/// Limit of everything that is waited for.
+/// Time limit of each wait.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 #[derive(Debug, clap::Args)]
@@ -62,7 +62,7 @@ pub(crate) struct Arguments {
     json: bool,
 }
 
-/// Milliseconds, and shares of the rate of the copy engine alone.
+/// Result of the benchmark.
 #[derive(Debug, serde::Serialize)]
 struct Report {
     bytes: u64,
@@ -73,7 +73,7 @@ struct Report {
     load: Row,
 }
 
-/// One direction.
+/// Measurements of one direction, in milliseconds.
 #[derive(Debug, serde::Serialize)]
 struct Row {
     bare_p50_ms: f64,
@@ -81,18 +81,18 @@ struct Row {
     p50_ms: f64,
     min_ms: f64,
     max_ms: f64,
-    /// Of which the worker copied so long, on average.
+    /// Average time that the worker spent copying.
     copying_ms: f64,
-    /// Rate, as a share of the copy engine's alone: medians.
+    /// Rate as a share of the copy engine's alone, by the medians.
     to_bare: f64,
 }
 
-/// Milliseconds of one direction, round by round.
+/// Times of one direction in milliseconds, by round.
 #[derive(Debug, Default)]
 struct Times {
     bare: Vec<f64>,
     whole: Vec<f64>,
-    /// What the worker says that its copies took, all together.
+    /// Total time of the copies, as the worker reports it.
     copying_us: u64,
 }
 
@@ -214,7 +214,7 @@ impl Arguments {
         }
     }
 
-    /// Both sides in turn. Times of stores, and of loads.
+    /// Measures both sides in turn. Returns the times of stores, and of loads.
     async fn play(
         &self,
         dirs: &Dirs,
@@ -248,7 +248,7 @@ impl Arguments {
     }
 }
 
-/// The copy engine alone.
+/// The copy engine alone, on memory of its own.
 struct Bare {
     engine: CopyEngine,
     memory: Pages,
@@ -285,7 +285,7 @@ impl Bare {
     }
 }
 
-/// Which device pages are copied in a round. What is stored in turn is never loaded to where it already lies.
+/// The set of device pages that is copied in a round. A load never goes to pages that already hold the same content.
 fn set_in(direction: Direction, round: u32) -> u32 {
     match direction {
         Direction::Store => round % 2,
@@ -336,18 +336,18 @@ impl Moves {
         Ok(moves)
     }
 
-    /// Microseconds that the worker has copied, in stores and in loads.
+    /// Microseconds that the worker has spent copying, in stores and in loads.
     async fn copied(&self) -> Result<(u64, u64), CommandError> {
         let status = status::ask(Arc::new(ZmqTransport), &self.dirs, false).await?;
         let counter = |name: &str| status.counters.get(name).copied().unwrap_or(0);
         Ok((counter("gather_us"), counter("scatter_us")))
     }
 
-    /// Stores the pages of a round under hashes that are new. Milliseconds from the request to its answer.
+    /// Stores the pages of a round under new hashes. Returns the milliseconds from the request to its answer.
     async fn store(&mut self, round: u32) -> Result<f64, CommandError> {
         let slot = 2 * u64::from(round);
         self.look_up(slot, round, 0).await?;
-        // As after a forward pass: the rank has said that the pages are written.
+        // As after a forward pass: the rank reports the pages as written.
         let id = self.next_request();
         self.order(Order::new(self.tickets + 1, WorkKind::Compute, id.0))
             .await?;
@@ -376,7 +376,8 @@ impl Moves {
         Ok(took)
     }
 
-    /// Loads what the round has stored, and has it compared. Milliseconds from the request to its answer.
+    /// Loads the pages that the round has stored, and has them verified. Returns the milliseconds from the request to
+    /// its answer.
     async fn load(&mut self, round: u32) -> Result<f64, CommandError> {
         let slot = 2 * u64::from(round) + 1;
         self.look_up(slot, round, self.pages).await?;
@@ -443,7 +444,8 @@ impl Moves {
         set_of(&self.order, set, self.pages)
     }
 
-    /// Work on the pages of a set. What a page holds depends on the parity of the round, and on its place in the prompt.
+    /// Orders work on the pages of a set. The content of a page depends on the parity of the round and on its position
+    /// in the prompt.
     async fn work(&mut self, kind: WorkKind, set: u32, round: u32) -> Result<(), CommandError> {
         let mut order = Order::new(self.tickets + 1, kind, 0);
         for (position, page) in (0_u64..).zip(self.device_pages(set)) {
@@ -454,7 +456,7 @@ impl Moves {
         self.order(order).await
     }
 
-    /// Has the rank carry out an order, and waits until it has.
+    /// Has the rank carry out an order, and waits for its report.
     async fn order(&mut self, order: Order) -> Result<(), CommandError> {
         self.tickets = order.ticket;
         let sent = pipe::write(&mut self.rank.orders, &order).await;

@@ -1,5 +1,5 @@
-//! What it takes to have a copy made: from the order to the word that it is over, through the actor and the copying
-//! thread of a worker, beside the same copy made on the spot.
+//! Cost of ordering a copy: from the order to the report of its end, through the transfer actor and the copy thread of
+//! a worker, beside the same copy made directly.
 
 use std::time::{Duration, Instant};
 
@@ -14,16 +14,16 @@ use crate::types::{Copy, Direction, EndedCopy, EngineId, OpId, RequestId, Time};
 
 use super::percentiles;
 
-/// How long a copy of one page may take.
+/// Time limit of a copy of one page.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Microseconds of copies of one page each.
+/// Latencies of copies of one page each, in microseconds.
 #[derive(Debug, serde::Serialize)]
 pub(super) struct Ordered {
     direct_p50_us: f64,
     ordered_p50_us: f64,
     ordered_p99_us: f64,
-    /// What the order adds.
+    /// Difference of the medians: the cost of the order.
     latency_us: f64,
 }
 
@@ -36,7 +36,7 @@ impl Ordered {
     }
 }
 
-/// Stands where a worker's actor stands.
+/// Stands in for a worker's actor.
 struct Orderer;
 
 impl Actor for Orderer {
@@ -62,7 +62,7 @@ impl Actor for Orderer {
     }
 }
 
-/// Both sides in turn: `job` is a load of one page.
+/// Measures both sides in turn. `job` is a load of one page.
 pub(super) async fn measure(
     job: CopyJob,
     memory: RegisteredMemory,

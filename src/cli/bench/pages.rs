@@ -1,4 +1,4 @@
-//! Memory of an engine, a depot, and copies between them, without any actor or process.
+//! An engine's memory and a depot, and copies between them without actors or processes.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -10,10 +10,10 @@ use crate::types::{Direction, FragmentPair, PageList, Registration};
 
 /// Pages of a block.
 const BLOCK_PAGES: usize = 32;
-/// How much memory is filled or taken at a time.
+/// Bytes of memory that are filled at a time.
 const STEP_BYTES: usize = 1 << 20;
 
-/// See the module. All memory is in use before the first copy.
+/// An engine's memory and a depot. All memory is touched before the first copy.
 pub(super) struct Pages {
     job: CopyJob,
     memory: RegisteredMemory,
@@ -21,7 +21,7 @@ pub(super) struct Pages {
 }
 
 impl Pages {
-    /// For what a registration describes, in one allocation, and a depot of `arena_pages`.
+    /// Creates the memory that a registration describes, in one allocation, and a depot of `arena_pages`.
     pub(super) fn new(registration: &Registration, arena_pages: u32) -> Result<Self, String> {
         let text = |error: &dyn std::fmt::Display| error.to_string();
         let layout = validate(registration).map_err(|error| text(&error))?;
@@ -70,13 +70,13 @@ impl Pages {
         })
     }
 
-    /// The engine's memory, as a worker knows it.
+    /// The engine's memory, as registered with a worker.
     pub(super) fn memory(&self) -> RegisteredMemory {
         self.memory.clone()
     }
 
-    /// A copy of `count` device pages, the same for the same `set`, to blocks of 32 arena pages from `count * place` on,
-    /// or the other way.
+    /// A copy between `count` device pages of `set` and blocks of 32 arena pages, which start at `count * place`. Equal
+    /// sets have equal device pages.
     pub(super) fn job(&self, direction: Direction, set: u32, place: u32, count: u32) -> CopyJob {
         let pairs = gather(set_of(&self.order, set, count), count * place);
         let pairs = match direction {
@@ -91,13 +91,13 @@ impl Pages {
     }
 }
 
-/// `count` of the pages of `order`: others for each set.
+/// Returns the `count` pages of `order` that belong to `set`. Sets are disjoint.
 pub(super) fn set_of(order: &[u32], set: u32, count: u32) -> &[u32] {
     let first = set * count;
     &order[first as usize..(first + count) as usize]
 }
 
-/// Pages to consecutive blocks of an arena.
+/// Pairs pages with consecutive blocks of an arena.
 pub(super) fn gather(pages: &[u32], first: u32) -> Vec<FragmentPair> {
     let blocks = pages.chunks(BLOCK_PAGES).enumerate();
     let pairs = blocks.map(|(index, pages)| FragmentPair {
@@ -114,7 +114,7 @@ pub(super) fn turned(pair: FragmentPair) -> FragmentPair {
     }
 }
 
-/// The numbers below `count` in an order that no prefetcher foresees, the same each time.
+/// The numbers below `count` in an order that no prefetcher predicts. Equal arguments give an equal order.
 pub(super) fn shuffled(count: u32) -> Vec<u32> {
     let mut order: Vec<u32> = (0..count).collect();
     fastrand::Rng::with_seed(5).shuffle(&mut order);

@@ -34,14 +34,14 @@ struct Report {
     pages: u64,
     hashes: u32,
     slice_pages: u32,
-    /// Slices of one reset.
+    /// Average number of slices of one reset.
     slices: f64,
-    /// The step that takes the reset, which makes a set of its hashes and does the first slice.
+    /// The step that receives the reset, builds the set of its hashes and runs the first slice.
     first_step_p50_us: f64,
     first_step_max_us: f64,
     slice_p50_us: f64,
     slice_max_us: f64,
-    /// All steps of one reset together.
+    /// The sum of all steps of one reset.
     reset_p50_us: f64,
     /// Lookups of whole prompts after each reset, and as many between its slices.
     lookup_p50_us: f64,
@@ -70,7 +70,7 @@ impl Arguments {
         let (mut meanwhile, mut usual, mut firsts) = (Vec::new(), Vec::new(), Vec::new());
         let (mut slices, mut resets) = (Vec::new(), Vec::new());
         for round in 0..self.rounds {
-            // Another seed than any prompt has.
+            // Seeds that no prompt uses.
             let first = us(leader.begin_reset(u64::MAX - u64::from(round), self.hashes)?);
             let mut whole = first;
             firsts.push(first);

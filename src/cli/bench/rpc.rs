@@ -12,9 +12,9 @@ use crate::transport::Client;
 
 use super::{found, percentiles};
 
-/// Bytes of page hashes in a request.
+/// Sizes of the page hashes in a request, in bytes.
 const HASH_BYTES: [usize; 3] = [160, 4 << 10, 64 << 10];
-/// Bytes of a bare request beside its hashes, and of an answer: about what header and fields take.
+/// Bytes of a bare request besides its hashes, and of an answer: about the size of header and fields.
 const FRAME_BYTES: usize = 96;
 
 #[derive(Debug, clap::Args)]
@@ -96,7 +96,7 @@ impl Arguments {
         })
     }
 
-    /// Both sides in turn, a few round trips each.
+    /// Measures both sides in turn, one round trip each.
     async fn measure(&self, client: &Client, hash_bytes: usize) -> Result<Row, CommandError> {
         let (mut near, far) = UnixStream::pair().map_err(CommandError::failed)?;
         let echo = std::thread::spawn(move || echo(far, hash_bytes + FRAME_BYTES));

@@ -25,7 +25,7 @@ use super::workload::Workload;
 
 /// Least time without a finished request after which a replay counts as hung and fails.
 const STALL_MIN: Duration = Duration::from_secs(60);
-/// The same limit in multiples of the request timeout: a prompt sends up to four requests, and its pages may have to be
+/// That limit in multiples of the request timeout: a prompt sends up to four requests, and its pages may have to be
 /// taken back from a worker that restarts.
 const STALL_FACTOR: u32 = 6;
 /// Time in which the work that was in flight after the last request must end.

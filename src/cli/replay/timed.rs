@@ -109,7 +109,7 @@ pub(super) fn run(arguments: &Arguments, workload: &Workload) -> Result<Report, 
     })?;
     offline::fill(&mut report, workload, world.leader(), world.held_pages());
     drop(world);
-    // The same requests without G2, as the baseline.
+    // Plays the requests again without G2, as the baseline.
     let mut world = self::world(arguments, workload, settings, 0)?;
     progress.set_position(0);
     progress.set_message("without G2");
