@@ -1,5 +1,6 @@
 //! The protocol between the engine's scheduler and its ranks: frames over pipes, a 32-bit big-endian length and
 //! MessagePack.
+//!
 //! Internal to the reference engine, and not part of kvferry's protocol.
 
 use std::io;
