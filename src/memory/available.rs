@@ -1,19 +1,19 @@
-//! How much memory a depot can still take.
+//! How many more bytes of memory a depot can take.
 
 use std::fmt;
 use std::fs;
 use std::os::fd::BorrowedFd;
 use std::path::{Path, PathBuf};
 
-/// Where version 2 of the control groups is mounted.
+/// Mount point of cgroup v2.
 const CGROUP_ROOT: &str = "/sys/fs/cgroup";
 
-/// What keeps memory from growing.
+/// What limits the memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum MemoryLimit {
     /// The machine's memory.
     Host,
-    /// The limit of a control group: the directory that sets it.
+    /// The limit of a cgroup: the directory that sets it.
     Cgroup(PathBuf),
     /// The size of the file system that holds the memory's file.
     FileSystem,
@@ -29,7 +29,7 @@ impl fmt::Display for MemoryLimit {
     }
 }
 
-/// Bytes that can be had, and what sets that number.
+/// Available bytes, and the limit that determines them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MemoryAvailable {
     /// Bytes that can still be allocated.
@@ -44,12 +44,12 @@ impl MemoryAvailable {
         Self::least(None, Use::Counts)
     }
 
-    /// The same if nothing were in use: what cannot be had by waiting either.
+    /// The tightest limit if nothing were in use: more than this is never available, however long the caller waits.
     pub fn ever() -> Self {
         Self::least(None, Use::Ignored)
     }
 
-    /// The same for the file behind `fd`, whose file system may have a limit of its own.
+    /// The tightest limit for the file of `fd`, whose file system may have a limit of its own.
     pub(super) fn for_file(fd: BorrowedFd<'_>) -> Self {
         let system = file_system_bytes(fd).map(|bytes| Self {
             bytes,
@@ -78,7 +78,7 @@ impl MemoryAvailable {
     }
 }
 
-/// Whether what is in use is gone.
+/// Whether memory that is in use counts against the limit.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Use {
     Counts,
@@ -96,7 +96,7 @@ fn host_bytes(meminfo: &str, in_use: Use) -> Option<u64> {
     kib.checked_mul(1024)
 }
 
-/// Free bytes of the file's own file system; `None` where it has no size, as below a memfd.
+/// Free bytes of the file's own file system; `None` where it has no size, as for a memfd.
 fn file_system_bytes(fd: BorrowedFd<'_>) -> Option<u64> {
     let system = rustix::fs::fstatvfs(fd)
         .ok()
@@ -104,12 +104,12 @@ fn file_system_bytes(fd: BorrowedFd<'_>) -> Option<u64> {
     system.f_bavail.checked_mul(system.f_frsize)
 }
 
-/// This process's group in the version 2 hierarchy, the line `0::/path` of `/proc/self/cgroup`.
+/// The path of this process's cgroup v2, the line `0::/path` of `/proc/self/cgroup`.
 fn group_path(groups: &str) -> Option<&str> {
     groups.lines().find_map(|line| line.strip_prefix("0::/"))
 }
 
-/// The tightest limit between a group and the root.
+/// The tightest limit between a cgroup and the root.
 fn cgroup(root: &Path, group: &str, in_use: Use) -> Option<MemoryAvailable> {
     let leaf = root.join(group);
     let levels = leaf.ancestors().take_while(|level| level.starts_with(root));
@@ -123,7 +123,8 @@ fn cgroup(root: &Path, group: &str, in_use: Use) -> Option<MemoryAvailable> {
         .min_by_key(|available| available.bytes)
 }
 
-/// What one group may still take: its limit less its use, where page cache that can be dropped is no use.
+/// Bytes that one cgroup may still take: its limit minus its use, where page cache that can be dropped does not count
+/// as use.
 fn level_bytes(level: &Path, in_use: Use) -> Option<u64> {
     let read = |name: &str| fs::read_to_string(level.join(name)).ok();
     let max: u64 = read("memory.max")?.trim().parse().ok()?;

@@ -1,4 +1,4 @@
-//! Memory that other processes may write at any time.
+//! Shared memory that other processes may write at any time.
 #![expect(
     unsafe_code,
     reason = "raw copies in and out of memory that other processes share"
@@ -17,39 +17,40 @@ use rustix::fs::{FileType, FsWord, MemfdFlags, Mode, OFlags, SealFlags};
 const TMPFS_MAGIC: FsWord = 0x0102_1994;
 /// `f_type` of hugetlbfs, from `linux/magic.h`.
 const HUGETLBFS_MAGIC: FsWord = 0x9584_58f6;
-/// Smallest page of memory on the machines we run on, in bytes.
+/// Smallest page of memory on the supported machines, in bytes.
 const SYSTEM_PAGE_BYTES: usize = 4096;
 const WORD_BYTES: u64 = 8;
 
 /// A shared, writable mapping of a file in memory.
 ///
-/// Another process may change the bytes while we look, so that no reference into them is ever formed. Concurrent copies
-/// of the same range give undefined contents, but touch nothing outside of it: callers agree on one writer a range.
+/// Another process may change the bytes at any time, so that no reference into them is ever formed. Concurrent copies
+/// of the same range give undefined contents, but touch nothing outside of it: callers must ensure one writer per
+/// range.
 pub struct SharedBuffer {
     map: MmapRaw,
     fd: OwnedFd,
 }
 
-/// Why memory could not be mapped, or a range of it not be used.
+/// Why memory could not be mapped, or a range of it could not be used.
 #[derive(Debug, thiserror::Error)]
 pub enum BufferError {
-    /// The system refused.
+    /// A system call failed.
     #[error("cannot {action}: {source}")]
     Io {
-        /// What was tried.
+        /// The operation that failed, as in "cannot map the memory".
         action: &'static str,
-        /// What the system said.
+        /// The error of the system call.
         source: io::Error,
     },
-    /// A buffer of no bytes, or of more than fit into the address space.
+    /// A buffer of 0 bytes, or of more than fit into the address space.
     #[error("a buffer of {0} bytes cannot be mapped")]
     Size(u64),
-    /// The file is shorter than it was described.
+    /// The file is shorter than described.
     #[error("the memory has {file_bytes} bytes, {bytes} were announced: announce what it has")]
     TooShort {
         /// Bytes of the file.
         file_bytes: u64,
-        /// Bytes that were announced.
+        /// Bytes that the engine announced.
         bytes: u64,
     },
     /// A range that does not lie in the buffer.
@@ -71,7 +72,7 @@ pub enum BufferError {
     /// A directory, device, socket or pipe.
     #[error("'{0}' is not a regular file")]
     NotRegular(PathBuf),
-    /// Somebody else's file.
+    /// A file of another user.
     #[error("'{path}' belongs to user {owner}, not to user {ours}: run both as the same user")]
     NotOurs {
         /// The file.
@@ -96,9 +97,10 @@ impl BufferError {
 }
 
 impl SharedBuffer {
-    /// New zeroed memory of `bytes` bytes without a path; `name` shows in `/proc/PID/maps`.
+    /// Creates zeroed memory of `bytes` bytes without a path; `name` shows in `/proc/PID/maps`.
     ///
-    /// It is sealed against shrinking and growing, so that no holder of the descriptor can make our accesses fault.
+    /// The memory is sealed against shrinking and growing, so that no holder of the descriptor can make this process
+    /// fault.
     pub fn create(name: &str, bytes: u64) -> Result<Self, BufferError> {
         let name = CString::new(name).map_err(|error| BufferError::Io {
             action: "name the memory",
@@ -112,10 +114,10 @@ impl SharedBuffer {
         Self::map(fd, bytes)
     }
 
-    /// Maps the first `bytes` bytes of a file that was handed over.
+    /// Maps the first `bytes` bytes of a file that another process handed over.
     ///
-    /// A memfd without seals is taken too: its owner can then shrink it under us and this process dies of SIGBUS at its
-    /// next access. Hand only descriptors of peers that may do that here (an engine and its own worker).
+    /// A memfd without seals is accepted too: its owner can then shrink it, and this process dies of SIGBUS at its next
+    /// access. Pass only descriptors of peers that may do that (an engine and its own worker).
     pub fn from_fd(fd: OwnedFd, bytes: u64) -> Result<Self, BufferError> {
         let stat = rustix::fs::fstat(&fd).map_err(BufferError::io("look at the memory"))?;
         let file_bytes = u64::try_from(stat.st_size).unwrap_or(0);
@@ -125,10 +127,10 @@ impl SharedBuffer {
         Self::map(fd, bytes)
     }
 
-    /// Opens and maps the first `bytes` bytes of a file in memory. The path is absolute, its last part is no symbolic
-    /// link, and the file is a regular one of our own user on tmpfs or hugetlbfs.
+    /// Opens and maps the first `bytes` bytes of a file in memory. The path must be absolute, its last part no symbolic
+    /// link, and the file a regular one of this process's user on tmpfs or hugetlbfs.
     ///
-    /// Its owner can shrink it, as with [`Self::from_fd`].
+    /// The owner of the file can shrink it, as with [`Self::from_fd`].
     pub fn open_path(path: &Path, bytes: u64) -> Result<Self, BufferError> {
         if !path.is_absolute() {
             return Err(BufferError::NotAbsolute(path.to_owned()));
@@ -176,7 +178,7 @@ impl SharedBuffer {
         self.map.len() as u64
     }
 
-    /// Where it lies in this process, as a number: for what copies by itself, such as a GPU.
+    /// Address in this process as a number, for devices that copy by themselves, such as a GPU.
     pub fn address(&self) -> usize {
         self.map.as_mut_ptr().expose_provenance()
     }
@@ -189,7 +191,7 @@ impl SharedBuffer {
         })
     }
 
-    /// Copies `out.len()` bytes from `offset_bytes` on into `out`.
+    /// Copies `out.len()` bytes, starting at `offset_bytes`, into `out`.
     pub fn read_into(&self, offset_bytes: u64, out: &mut [u8]) -> Result<(), BufferError> {
         let from = self.range(offset_bytes, out.len() as u64)?;
         // SAFETY: `range` checked that the bytes lie in the mapping, which lives as long as `self`; `out` is ours alone
@@ -198,7 +200,7 @@ impl SharedBuffer {
         Ok(())
     }
 
-    /// Copies `bytes` to `offset_bytes` and what follows.
+    /// Copies `bytes` into the buffer, starting at `offset_bytes`.
     pub fn write_from(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), BufferError> {
         let to = self.range(offset_bytes, bytes.len() as u64)?;
         // SAFETY: as in `read_into`, with the roles exchanged; the mapping is writable.
@@ -206,20 +208,21 @@ impl SharedBuffer {
         Ok(())
     }
 
-    /// Writes the aligned word at `offset_bytes`, after everything that this thread wrote before.
+    /// Writes the aligned word at `offset_bytes` with release order: after all earlier writes of this thread.
     pub fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), BufferError> {
         self.word(offset_bytes)?
             .store(word.to_le(), Ordering::Release);
         Ok(())
     }
 
-    /// Reads the aligned word at `offset_bytes`, before anything that this thread reads after.
+    /// Reads the aligned word at `offset_bytes` with acquire order: before all later reads of this thread.
     pub fn load_word(&self, offset_bytes: u64) -> Result<u64, BufferError> {
         let word = self.word(offset_bytes)?.load(Ordering::Acquire);
         Ok(u64::from_le(word))
     }
 
-    /// Changes the aligned word at `offset_bytes` from one value to another, if it has that value: then `true`.
+    /// Changes the aligned word at `offset_bytes` from `from` to `to`. Returns `false`, without a change, if it has
+    /// another value.
     pub fn exchange_word(
         &self,
         offset_bytes: u64,
@@ -241,8 +244,8 @@ impl SharedBuffer {
         if !at.is_aligned() {
             return Err(BufferError::Unaligned(offset_bytes));
         }
-        // SAFETY: `range` checked that the word lies in the mapping, which lives as long as `self`, and it is aligned.
-        // Other processes may change it at any time, which an atomic may be.
+        // SAFETY: `range` checked that the word lies in the mapping, which lives as long as `self`, and the check above
+        // that it is aligned. Other processes may change the word at any time, which an atomic allows.
         Ok(unsafe { AtomicU64::from_ptr(at) })
     }
 
@@ -279,13 +282,14 @@ impl SharedBuffer {
         self.map.lock()
     }
 
-    /// Asks for huge pages; true when the system took the advice, which does not say that it follows it.
+    /// Advises the use of huge pages. Returns true when the system accepted the advice, which does not mean that it
+    /// follows it.
     pub(super) fn advise_huge_pages(&self) -> bool {
         self.map.advise(Advice::HugePage).is_ok()
     }
 
-    /// Allocates and maps all pages of a range for writing, with their contents as they are. Fails instead of raising
-    /// SIGBUS where memory is short.
+    /// Allocates and maps all pages of a range for writing and keeps their contents. Fails instead of raising SIGBUS
+    /// where memory is short.
     pub(super) fn populate(&self, offset_bytes: u64, len_bytes: u64) -> Result<(), io::Error> {
         self.range(offset_bytes, len_bytes)
             .map_err(io::Error::other)?;
@@ -296,8 +300,8 @@ impl SharedBuffer {
         )
     }
 
-    /// The same for kernels before 5.14, which do not know the advice: allocates first, which fails where memory is
-    /// short, then touches each page without a change of its contents.
+    /// Does what [`Self::populate`] does, on kernels before 5.14, which lack that advice: allocates first, which fails
+    /// where memory is short, then touches each page without changing its contents.
     pub(super) fn touch(&self, offset_bytes: u64, len_bytes: u64) -> Result<(), io::Error> {
         let start = self
             .range(offset_bytes, len_bytes)
@@ -305,8 +309,8 @@ impl SharedBuffer {
         let mode = rustix::fs::FallocateFlags::empty();
         rustix::fs::fallocate(&self.fd, mode, offset_bytes, len_bytes)?;
         for at in (0..len_bytes as usize).step_by(SYSTEM_PAGE_BYTES) {
-            // SAFETY: `range` checked that the byte lies in the mapping, and a byte is always aligned. No copy of ours
-            // runs at the same time: memory is taken before the first one.
+            // SAFETY: `range` checked that the byte lies in the mapping, and a byte is always aligned. No copy of this
+            // process runs at the same time: memory is prefaulted before the first copy.
             let byte = unsafe { AtomicU8::from_ptr(start.wrapping_add(at)) };
             byte.fetch_or(0, Ordering::Relaxed);
         }

@@ -8,11 +8,11 @@
 //!     16      8  bytes of the whole depot
 //!     24      8  page_bytes of the arena, 0 while no layout is known
 //!     32     16  its name, random
-//!     48      8  epoch of the leader that asked last for the inventory
-//!     56      8  number of that reading
+//!     48      8  epoch of the leader that last requested the inventory
+//!     56      8  sequence number of that reading
 //!     64   4032  a byte for each worker: see [`Depot::batch_mark`]
 //!   4096         slot i of the inventory at 4096 + i x 80: see `inventory`
-//!              page i at pages_at(page_bytes) + i x page_stride_bytes(page_bytes), behind the last slot
+//!             page i at pages_at(page_bytes) + i x page_stride_bytes(page_bytes), after the last slot
 //! ```
 //!
 //! A page starts at a multiple of [`PAGE_ALIGN_BYTES`], so that aligned streaming stores reach all of it.
@@ -25,7 +25,7 @@ use crate::types::{DepotId, Epoch};
 
 /// Bytes before the first slot.
 pub const DEPOT_HEADER_BYTES: u64 = 4096;
-/// Version of the header and of what it describes.
+/// Version of the header and of the layout that it describes.
 pub const DEPOT_FORMAT_VERSION: u32 = 3;
 /// Pages start at multiples of this: one cache line.
 const PAGE_ALIGN_BYTES: u64 = 64;
@@ -38,7 +38,7 @@ const NAME_AT: u64 = 32;
 const READ_EPOCH_AT: u64 = 48;
 const READING_AT: u64 = 56;
 const MARKS_AT: u64 = 64;
-/// Workers beyond so many share a mark with an earlier one.
+/// Number of marks: worker `MARKS + n` shares the mark of worker `n`.
 const MARKS: u64 = DEPOT_HEADER_BYTES - MARKS_AT;
 
 /// Distance from one page of an arena to the next, in bytes.
@@ -49,42 +49,44 @@ pub const fn page_stride_bytes(page_bytes: u64) -> u64 {
     }
 }
 
-/// The memory of one shard on one host. It outlives the workers that map it: its creator hands the descriptor on.
+/// The memory of one shard on one host. A depot outlives the workers that map it, because its creator keeps it and
+/// passes its descriptor to each of them.
 #[derive(Debug)]
 pub struct Depot {
     buffer: SharedBuffer,
     id: DepotId,
 }
 
-/// Whether a worker may give many copies by one call of a GPU's driver. It lies in the depot, so that it outlives the worker:
-/// no error code tells that such a call hangs or ends the process, only that the worker before has died over one.
+/// Whether a worker may issue many copies by one call of a GPU's driver (a batched copy). The mark lies in the depot,
+/// so that it outlives the worker: no error code reports that such a call hangs or ends the process; only the death of
+/// the previous worker during one shows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum BatchMark {
-    /// None is under way.
+    /// No batched copy is in flight.
     None = 0,
-    /// Some are under way.
+    /// Batched copies are in flight.
     UnderWay = 1,
-    /// A worker died while some were under way: none is given any more.
+    /// A worker died while batched copies were in flight: no further ones are issued.
     Avoid = 2,
 }
 
-/// Why a depot could not be made or taken over.
+/// Why a depot could not be created or opened.
 #[derive(Debug, thiserror::Error)]
 pub enum DepotError {
-    /// The memory could not be had or mapped.
+    /// The memory could not be allocated or mapped.
     #[error(transparent)]
     Buffer(#[from] BufferError),
-    /// No room for the header and anything behind it.
+    /// No room for anything after the header.
     #[error("a depot of {bytes} bytes holds no page: give it more than {DEPOT_HEADER_BYTES} bytes")]
     TooSmall {
-        /// Bytes that were asked for or found.
+        /// Bytes that were requested or found.
         bytes: u64,
     },
-    /// The memory does not start as a depot does.
+    /// The memory does not start with the magic of a depot.
     #[error("the memory is no depot: its first bytes are {found:02x?}")]
     NotADepot {
-        /// What stands where the magic should.
+        /// The bytes in place of the magic.
         found: [u8; 8],
     },
     /// A depot of another version.
@@ -96,13 +98,13 @@ pub enum DepotError {
         /// The version in the header.
         found: u32,
     },
-    /// The system gave no random name.
+    /// The system gave no random bytes for the depot's id.
     #[error("no random bytes: {0}")]
     Random(std::io::Error),
     /// The header describes a depot of another size.
     #[error("the depot's header says {header_bytes} bytes, the memory has {bytes}")]
     Size {
-        /// Bytes by the header.
+        /// Bytes according to the header.
         header_bytes: u64,
         /// Bytes of the memory.
         bytes: u64,
@@ -110,7 +112,7 @@ pub enum DepotError {
 }
 
 impl Depot {
-    /// A new, empty depot of `bytes` bytes in all. Memory is only promised, not taken: see [`Self::prefault`].
+    /// Creates an empty depot of `bytes` bytes, header included. The memory is reserved lazily: see [`Self::prefault`].
     pub fn create(bytes: u64) -> Result<Self, DepotError> {
         if bytes <= DEPOT_HEADER_BYTES {
             return Err(DepotError::TooSmall { bytes });
@@ -127,7 +129,7 @@ impl Depot {
         Ok(Self { buffer, id })
     }
 
-    /// Takes over a depot from the process that created it.
+    /// Opens a depot that another process created.
     pub fn from_fd(fd: OwnedFd) -> Result<Self, DepotError> {
         let stat = rustix::fs::fstat(&fd).map_err(|errno| BufferError::Io {
             action: "look at the depot",
@@ -172,18 +174,18 @@ impl Depot {
         Ok((page_bytes > 0).then_some(page_bytes))
     }
 
-    /// Changes `page_bytes` from one value to another: `false` when another process has changed it meanwhile.
+    /// Changes `page_bytes` from one value to another. Returns `false` when another process has changed it meanwhile.
     pub(super) fn exchange_page_bytes(&self, from: u64, to: u64) -> Result<bool, BufferError> {
         self.buffer.exchange_word(PAGE_BYTES_AT, from, to)
     }
 
-    /// The epoch and the number of the last reading of the inventory; zeros while there was none.
+    /// Epoch of the leader and sequence number of the last reading of the inventory; zeros before the first.
     pub fn last_reading(&self) -> Result<(Epoch, u64), BufferError> {
         let epoch = self.buffer.load_word(READ_EPOCH_AT)?;
         Ok((Epoch(epoch), self.buffer.load_word(READING_AT)?))
     }
 
-    /// Notes them.
+    /// Stores the epoch and the sequence number of the current reading.
     pub(super) fn set_last_reading(
         &self,
         (epoch, number): (Epoch, u64),
@@ -192,17 +194,18 @@ impl Depot {
         self.buffer.store_word(READ_EPOCH_AT, epoch.0)
     }
 
-    /// Tells it from every other depot, also behind the death of all that mapped it.
+    /// Random id of the depot. The id lies in the header, so that it survives the death of all processes that mapped
+    /// it.
     pub fn id(&self) -> DepotId {
         self.id
     }
 
-    /// Two words of its name: slots of another depot's inventory say nothing here.
+    /// The id as two words, the key of the slots' seals: slots of another depot's inventory are not valid here.
     pub(super) fn seal_key(&self) -> [u64; 2] {
         [(self.id.0 >> 64) as u64, self.id.0 as u64]
     }
 
-    /// The mark of the worker with this number. A byte that no version has written counts as [`BatchMark::Avoid`].
+    /// The mark of the worker with this number. A byte that no version writes counts as [`BatchMark::Avoid`].
     pub fn batch_mark(&self, worker: usize) -> Result<BatchMark, BufferError> {
         let [mark] = self.header(Self::mark_at(worker))?;
         Ok(match mark {
@@ -221,24 +224,24 @@ impl Depot {
         MARKS_AT + worker as u64 % MARKS
     }
 
-    /// Bytes in all, header included.
+    /// Bytes of the whole depot, header included.
     pub fn bytes(&self) -> u64 {
         self.buffer.len()
     }
 
-    /// Whole pages of `page_bytes` that fit, 0 for pages of no bytes.
+    /// Number of whole pages of `page_bytes` that fit, 0 if `page_bytes` is 0.
     pub fn arena_pages(&self, page_bytes: u64) -> u32 {
         Self::pages_in(self.bytes(), page_bytes)
     }
 
-    /// Whole pages of `page_bytes` for which a depot of `bytes` bytes has room, 0 for pages of no bytes.
+    /// Number of whole pages of `page_bytes` that fit into a depot of `bytes` bytes, 0 if `page_bytes` is 0.
     pub fn pages_in(bytes: u64, page_bytes: u64) -> u32 {
         let room = bytes.saturating_sub(DEPOT_HEADER_BYTES);
         if page_bytes == 0 || page_bytes > room {
             return 0;
         }
         let each = page_stride_bytes(page_bytes) + SLOT_BYTES;
-        // The last page needs no padding behind it, and what lies between slots and pages is less than a page of memory.
+        // The last page needs no padding after it, and the gap between slots and pages is less than a page of memory.
         let most = room / each + 1;
         let most = u32::try_from(most).unwrap_or(u32::MAX);
         let least = u32::try_from(room.saturating_sub(SYSTEM_PAGE_BYTES) / each);
@@ -247,7 +250,7 @@ impl Depot {
         (least..=most).rev().find(fits).unwrap_or(0)
     }
 
-    /// Bytes of a depot with room for so many pages of `page_bytes`.
+    /// Bytes of a depot with room for `pages` pages of `page_bytes`.
     pub const fn bytes_for(pages: u32, page_bytes: u64) -> u64 {
         let stride = page_stride_bytes(page_bytes);
         let behind = match pages {
@@ -259,7 +262,7 @@ impl Depot {
         Self::pages_behind(pages).saturating_add(behind)
     }
 
-    /// Where page 0 lies. Pages start at a page of memory.
+    /// Offset of page 0 in bytes, a multiple of 4096.
     pub fn pages_at(&self, page_bytes: u64) -> u64 {
         Self::pages_behind(self.arena_pages(page_bytes))
     }
@@ -268,17 +271,17 @@ impl Depot {
         (DEPOT_HEADER_BYTES + slots as u64 * SLOT_BYTES).next_multiple_of(SYSTEM_PAGE_BYTES)
     }
 
-    /// Where the slot of a page lies.
+    /// Offset of a page's inventory slot in bytes.
     pub(super) const fn slot_at(page: u32) -> u64 {
         DEPOT_HEADER_BYTES + page as u64 * SLOT_BYTES
     }
 
-    /// The memory behind it, header included: for reads and writes of whole pages by disk and remote tiers.
+    /// The depot's memory, header included: for reads and writes of whole pages by disk and remote tiers.
     pub fn buffer(&self) -> &SharedBuffer {
         &self.buffer
     }
 
-    /// Another descriptor of the same memory, to be handed to a worker.
+    /// Another descriptor of the same memory, to be passed to a worker.
     pub fn try_clone_fd(&self) -> Result<OwnedFd, DepotError> {
         Ok(self.buffer.try_clone_fd()?)
     }

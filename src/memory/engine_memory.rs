@@ -12,7 +12,7 @@ pub struct EngineMemory {
     lifeline: Lifeline,
 }
 
-/// Buffers that are not what the registration describes.
+/// Why the mapped buffers do not match the registration.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineMemoryError {
     /// More or fewer buffers than allocations.
@@ -28,7 +28,7 @@ pub enum EngineMemoryError {
     TooShort {
         /// Index of the allocation.
         allocation: usize,
-        /// Bytes by the registration.
+        /// Bytes according to the registration.
         bytes: u64,
         /// Bytes of the buffer.
         mapped_bytes: u64,
@@ -41,26 +41,26 @@ pub enum EngineMemoryError {
         /// Index of the second one.
         second: usize,
     },
-    /// The system refused to say which file a buffer is.
+    /// The system could not identify the file of a buffer.
     #[error("allocations[{allocation}]: {source}")]
     Buffer {
         /// Index of the allocation.
         allocation: usize,
-        /// What was refused.
+        /// The error of the system call.
         source: BufferError,
     },
 }
 
-/// The mapping does not show what the engine wrote: it is some other memory.
+/// The mapping does not contain the bytes that the engine wrote: it is other memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error(
     "the nonce is not at byte {offset_bytes} of allocations[{allocation}]: the mapped memory is \
      not the engine's"
 )]
 pub struct NonceMismatch {
-    /// Index of the allocation that was looked at.
+    /// Index of the allocation that was compared.
     pub allocation: u32,
-    /// Where in it.
+    /// Offset of the nonce in the allocation.
     pub offset_bytes: u64,
 }
 
@@ -104,7 +104,7 @@ impl EngineMemory {
         Ok(Self { buffers, lifeline })
     }
 
-    /// Tells when nothing of it is mapped here any more.
+    /// Signals when this process maps none of the allocations any longer.
     pub fn end(&self) -> LifelineEnd {
         self.lifeline.end()
     }
@@ -115,7 +115,7 @@ impl EngineMemory {
             allocation: nonce.allocation,
             offset_bytes: nonce.offset_bytes,
         };
-        // No bytes at all would prove nothing.
+        // An empty nonce would prove nothing.
         if nonce.bytes.len() < NONCE_BYTES_MIN {
             return Err(mismatch);
         }
@@ -132,7 +132,7 @@ impl EngineMemory {
         }
     }
 
-    /// Reads ranges (offset and length) of an allocation, one behind the other.
+    /// Reads ranges (offset and length) of an allocation, one after another, into `out`.
     pub fn read(
         &self,
         allocation: u32,

@@ -1,5 +1,5 @@
-//! What lies beside an arena: for each page one slot that says what the page holds, so that it is found again when
-//! every process that knew it has ended.
+//! Inventory of an arena: one slot for each page, which records what the page holds, so that a new leader finds the
+//! pages when every process that knew them has ended.
 //!
 //! ```text
 //! offset  bytes  field of a slot (numbers little-endian)
@@ -14,8 +14,8 @@
 //!     78      2  phase of the block
 //! ```
 //!
-//! The seal is one aligned word. It is cleared before anything else of a page or its slot changes, and set when the last
-//! byte of both is there: whoever dies in between leaves a slot that says nothing.
+//! The seal is one aligned word. A writer clears it before it changes anything else of a page or its slot, and sets it
+//! after the last byte of both: a process that dies in between leaves an invalid slot.
 
 use std::hash::Hasher;
 
@@ -33,7 +33,7 @@ pub const SLOT_BYTES: u64 = INVENTORY_SLOT_BYTES;
 const SEAL_BYTES: usize = 8;
 const BODY_BYTES: usize = SLOT_BYTES as usize - SEAL_BYTES;
 
-/// The seal of a slot: never 0.
+/// The seal of a slot: a keyed checksum, never 0.
 fn seal(depot: &Depot, page: u32, body: &[u8; BODY_BYTES]) -> u64 {
     let [high, low] = depot.seal_key();
     let mut hasher = SipHasher13::new_with_keys(high, low);
@@ -61,7 +61,7 @@ fn body(record: &PageRecord) -> [u8; BODY_BYTES] {
 }
 
 fn record(page: u32, body: &[u8; BODY_BYTES]) -> PageRecord {
-    /// The next `N` bytes.
+    /// Takes the next `N` bytes.
     fn take<const N: usize>(rest: &mut &[u8]) -> [u8; N] {
         match rest.split_first_chunk::<N>() {
             Some((field, behind)) => {
@@ -91,11 +91,11 @@ fn record(page: u32, body: &[u8; BODY_BYTES]) -> PageRecord {
     }
 }
 
-/// The inventory of a depot for pages of `page_bytes` bytes. Only one process writes a page's slot at a time: the leader
-/// gives each page to one store.
+/// The inventory of a depot for pages of `page_bytes` bytes. Only one process at a time writes a page's slot: the
+/// leader gives each page to one store.
 impl Depot {
-    /// Makes the depot hold pages of this size: nothing is listed any more where it held others before. Another process
-    /// that does the same at the same time wins if it comes first.
+    /// Sets the page size of the depot. If it held pages of another size before, all pages are removed from the
+    /// inventory. Of two processes that do so at the same time, the first one wins.
     pub fn hold_pages_of(&self, page_bytes: u64) -> Result<(), BufferError> {
         let before = self.page_bytes()?.unwrap_or(0);
         if before == page_bytes || !self.exchange_page_bytes(before, 0)? {
@@ -108,9 +108,9 @@ impl Depot {
         Ok(())
     }
 
-    /// The same for a reading of the inventory. `false`, and nothing is changed, when a later one has come before: a worker
-    /// that stood still may find the question of a leader, or of a reading, that is over. Pages of the size that it asks
-    /// for would end those that are served by now.
+    /// Does what [`Self::hold_pages_of`] does, for a reading of the inventory. Returns `false`, without a change, when
+    /// a later reading came before: a worker that stalled may process a request of an earlier leader or reading. The
+    /// page size of that request would remove the pages that are served now.
     pub fn hold_pages_for(
         &self,
         page_bytes: u64,
@@ -124,8 +124,8 @@ impl Depot {
         Ok(self.page_bytes()? == Some(page_bytes))
     }
 
-    /// These pages will be overwritten: they are not listed any more. A run that ends outside the arena is refused: what
-    /// lies after the last slot is pages.
+    /// Removes pages that will be overwritten from the inventory. A run that ends outside the arena is refused, because
+    /// the memory after the last slot holds pages.
     pub fn strike_out(&self, page_bytes: u64, run: PageRun) -> Result<(), BufferError> {
         let pages = self.arena_pages(page_bytes);
         let end = u32::try_from(run.end()).ok().filter(|end| *end <= pages);
@@ -142,8 +142,8 @@ impl Depot {
         Ok(())
     }
 
-    /// Strikes the pages of this scope that were stored by `through` or before out of `count` slots from `from` on. Returns
-    /// the first slot that it did not look at, unless it came to the last.
+    /// Removes the pages of `scope` that were stored by `through` or before, in `count` slots starting at `from`.
+    /// Returns the first slot that was not examined, or `None` after the last one.
     pub fn strike_scope(
         &self,
         page_bytes: u64,
@@ -166,8 +166,8 @@ impl Depot {
         Ok((end < pages).then_some(end))
     }
 
-    /// Every byte of these pages is there: they are listed. A page that is none of the arena's is refused, and none
-    /// behind it is listed.
+    /// Adds pages to the inventory, of which every byte has been written. A page outside the arena is refused, and no
+    /// page after it is added.
     pub fn list(&self, page_bytes: u64, stored: &Record) -> Result<(), BufferError> {
         let pages = self.arena_pages(page_bytes);
         for page in stored.pages() {
@@ -188,7 +188,8 @@ impl Depot {
         Ok(())
     }
 
-    /// What is listed of the `count` pages from `from` on, in order. What its seal does not fit is not listed.
+    /// Returns the listed pages among the `count` pages starting at `from`, in order. A slot whose seal does not match
+    /// is not listed.
     pub fn read_inventory(
         &self,
         page_bytes: u64,
@@ -203,15 +204,15 @@ impl Depot {
         Ok(records)
     }
 
-    /// Strikes a page out if its slot still has this seal. Between the look at it and its change the slot may have become
-    /// that of another page, or bytes of a larger one, when the worker stood still.
+    /// Removes a page from the inventory if its slot still has this seal. While a worker stalls between the read of the
+    /// slot and its change, the slot may have become that of another page, or bytes of a larger page.
     fn strike_sealed(&self, page: u32, seal: u64) -> Result<(), BufferError> {
         self.buffer()
             .exchange_word(Self::slot_at(page), seal, 0)
             .map(|_| ())
     }
 
-    /// What is listed of a page, with its seal.
+    /// The record of a listed page, with its seal.
     fn listed(&self, page: u32) -> Result<Option<(u64, PageRecord)>, BufferError> {
         let at = Self::slot_at(page);
         let found = self.buffer().load_word(at)?;
@@ -232,7 +233,7 @@ mod tests {
     use crate::types::NamespaceId;
 
     const PAGE_BYTES: u64 = 1000;
-    /// After every store.
+    /// A mark after every store.
     const LAST: Stored = Stored {
         epoch: Epoch(u64::MAX),
         generation: Generation(u64::MAX),
@@ -359,7 +360,7 @@ mod tests {
             depot.buffer().write_from(byte, &was).expect("written");
         }
         assert_eq!(listed(&depot), one.pages().collect::<Vec<_>>());
-        // Nor does a good slot in another page's place.
+        // A valid slot in another page's position is not listed either.
         let mut slot = [0; SLOT_BYTES as usize];
         depot.buffer().read_into(at, &mut slot).expect("readable");
         let place = Depot::slot_at(4);
@@ -449,7 +450,7 @@ mod tests {
         }
     }
 
-    /// As when a worker goes on that stood still between the look at a slot and its change.
+    /// Simulates a worker that stalls between the read of a slot and its change.
     #[test]
     fn a_slot_that_has_changed_since_it_was_looked_at_is_not_struck_out() {
         let depot = depot();

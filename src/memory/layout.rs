@@ -2,10 +2,10 @@
 
 use crate::types::{GroupGeometry, Registration, TensorRole, TensorView};
 
-/// Names what is hashed, so that a later change of the recipe makes other fingerprints.
+/// Domain separator of the layout hash. A change of the recipe must change it, so that fingerprints differ.
 const FINGERPRINT_DOMAIN: &[u8] = b"kvferry page layout 2\0";
 
-/// The same for the digest of the content alone.
+/// Domain separator of the digest of the content alone.
 const CONTENT_DOMAIN: &[u8] = b"kvferry content 1\0";
 
 /// One contiguous range of every page: a tensor's page, or a piece of it where the axes inside a page leave gaps.
@@ -13,7 +13,7 @@ const CONTENT_DOMAIN: &[u8] = b"kvferry content 1\0";
 pub struct FragmentLayout {
     /// Layer within the group, from 0.
     pub layer: u32,
-    /// What the range holds.
+    /// K, V, or another role of the range's tensor.
     pub role: TensorRole,
     /// Index into [`Registration::allocations`].
     pub allocation: u32,
@@ -39,13 +39,13 @@ pub struct PageLayout {
     pub page_bytes: u64,
     /// Pages of the engine's memory.
     pub device_pages: u32,
-    /// Digest of everything that changes the meaning of a page's bytes. Where the memory lies, how many pages it has
-    /// and which rank holds it are no part of it.
+    /// Digest of everything that changes the meaning of a page's bytes. The location of the memory, its number of pages
+    /// and the rank that holds it are not part of it.
     pub layout_fingerprint: [u8; 16],
 }
 
 impl PageLayout {
-    /// Orders the tensors of a registration whose every field was checked before.
+    /// Derives the layout of a registration in which every field was checked before.
     pub(super) fn derive(registration: &Registration) -> Self {
         let mut tensors: Vec<&TensorView> = registration.tensors.iter().collect();
         tensors.sort_by_key(|tensor| (tensor.layer, tensor.role));
@@ -74,7 +74,7 @@ impl PageLayout {
         }
     }
 
-    /// What this rank derives for its group, to be compared with the other ranks.
+    /// The geometry of this rank's group, which must equal that of the other ranks.
     pub fn geometry(&self, registration: &Registration) -> GroupGeometry {
         GroupGeometry {
             group: registration.group,
@@ -88,8 +88,8 @@ impl PageLayout {
     }
 }
 
-/// The contiguous pieces of which a page of one tensor consists: one, unless an axis inside the page leaves a gap, as the
-/// K/V axis does when it stands before the page axis.
+/// The contiguous pieces of a tensor's page: one, unless an axis inside the page leaves a gap, as the K/V axis does
+/// when it stands before the page axis.
 pub(super) struct Pieces {
     /// Bytes of each piece.
     pub(super) piece_bytes: u64,
@@ -100,7 +100,7 @@ pub(super) struct Pieces {
 }
 
 impl Pieces {
-    /// Of a tensor whose axes, strides and page size were checked before.
+    /// Takes a tensor whose axes, strides and page size were checked before.
     pub(super) fn of(tensor: &TensorView) -> Self {
         let element_bytes = u64::from(tensor.element_bytes);
         let mut steps = inner_axes(tensor);
@@ -122,7 +122,7 @@ impl Pieces {
         }
     }
 
-    /// Where each piece of page 0 starts, in bytes behind the tensor's first one, in ascending order.
+    /// Start of each piece of page 0, in bytes after the tensor's first byte, in ascending order.
     pub(super) fn offsets(&self) -> Vec<u64> {
         self.steps.iter().fold(vec![0], |offsets, (length, step)| {
             offsets
@@ -133,7 +133,7 @@ impl Pieces {
     }
 }
 
-/// Numbers enter little-endian and lists with their length, so that no two layouts hash the same input.
+/// Hashes numbers as little-endian and lists with their length, so that no two layouts hash the same input.
 fn fingerprint(registration: &Registration, tensors: &[&TensorView]) -> [u8; 16] {
     let mut hasher = blake3::Hasher::new();
     hasher.update(FINGERPRINT_DOMAIN);
@@ -171,7 +171,7 @@ fn first_half(hasher: &blake3::Hasher) -> [u8; 16] {
     first
 }
 
-/// Part of the fingerprint: never renumber.
+/// Number of a role in the fingerprint: never renumber.
 fn role_number(role: TensorRole) -> u8 {
     match role {
         TensorRole::K => 0,
@@ -194,8 +194,9 @@ fn inner_axes(tensor: &TensorView) -> Vec<(u64, u64)> {
         .collect()
 }
 
-/// The same with each axis's place in memory order (0 is the innermost) in place of its stride. A transposed page has the
-/// same lengths and other places; gaps between the axes change nothing, as the lower tiers have none.
+/// The axes of [`inner_axes`], each with its position in memory order (0 is the innermost) instead of its stride. A
+/// transposed page has the same lengths and other positions. Gaps between the axes have no effect, as the lower tiers
+/// have none.
 fn inner_places(tensor: &TensorView) -> Vec<(u64, u64)> {
     let axes = inner_axes(tensor);
     axes.iter()

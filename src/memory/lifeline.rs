@@ -1,18 +1,18 @@
-//! Tells when something that many hold is gone.
+//! A signal for the drop of the last holder of a shared value.
 
 use std::convert::Infallible;
 use std::time::Duration;
 
 use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, bounded};
 
-/// The last field of something: gone when everything before it is.
+/// A signal on drop. Declare it as the last field: fields drop in order, so it fires after all others.
 #[derive(Debug)]
 pub struct Lifeline {
     _held: Sender<Infallible>,
     end: Receiver<Infallible>,
 }
 
-/// The end of a [`Lifeline`], for who does not hold it.
+/// Receives the end of a [`Lifeline`], without holding it.
 #[derive(Debug, Clone)]
 pub struct LifelineEnd(Receiver<Infallible>);
 
@@ -24,14 +24,14 @@ impl Default for Lifeline {
 }
 
 impl Lifeline {
-    /// What tells when it is gone.
+    /// The receiver of its end.
     pub fn end(&self) -> LifelineEnd {
         LifelineEnd(self.end.clone())
     }
 }
 
 impl LifelineEnd {
-    /// Waits until it is gone, at most so long; false when it is still there.
+    /// Waits at most `limit` for the end. Returns false when the lifeline still exists.
     pub fn wait(&self, limit: Duration) -> bool {
         self.0.recv_timeout(limit) == Err(RecvTimeoutError::Disconnected)
     }

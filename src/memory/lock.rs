@@ -1,4 +1,4 @@
-//! Keeps a depot in memory, and what limits that.
+//! Locks a depot into memory (`mlock`), within the limit of the process.
 
 use std::fs;
 use std::io;
@@ -8,7 +8,7 @@ use rustix::process::{Resource, getrlimit};
 
 use super::depot::Depot;
 
-/// Bit of `CAP_IPC_LOCK` in a set of capabilities, `linux/capability.h`: with it there is no limit.
+/// Bit of `CAP_IPC_LOCK` in a set of capabilities, `linux/capability.h`: a process that has it has no limit.
 const CAP_IPC_LOCK: u32 = 14;
 
 /// How many bytes a process may lock; see [`LockLimit::now`].
@@ -29,18 +29,19 @@ pub enum LockError {
         /// RLIMIT_MEMLOCK.
         limit_bytes: u64,
     },
-    /// The system refused.
+    /// The system call failed for another reason.
     #[error("cannot lock {bytes} bytes of host memory: {source}; g2_lock = false does without")]
     Io {
         /// Bytes of the depot.
         bytes: u64,
-        /// What it said.
+        /// The error of the system call.
         source: io::Error,
     },
 }
 
 impl LockError {
-    /// In a container of its own users a capability may be worth nothing: then the limit was what counted.
+    /// Attributes an error of the system call to the limit if that is exceeded: in a user namespace of a container the
+    /// capability may have no effect.
     fn of(bytes: u64, source: io::Error) -> Self {
         let limit = getrlimit(Resource::Memlock).current;
         let exceeded = limit.filter(|limit| bytes > *limit);
@@ -59,8 +60,7 @@ impl LockError {
 }
 
 impl LockLimit {
-    /// The limit of this process, and of those that it starts: `RLIMIT_MEMLOCK`, unless it has the capability to lock what
-    /// it likes.
+    /// The limit of this process and of its children: `RLIMIT_MEMLOCK`, or none with `CAP_IPC_LOCK`.
     pub fn now() -> Self {
         let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
         Self::of(&status, getrlimit(Resource::Memlock).current)
@@ -75,7 +75,7 @@ impl LockLimit {
         Self(limit.filter(|_| effective & (1 << CAP_IPC_LOCK) == 0))
     }
 
-    /// Refuses what is more than the limit.
+    /// Refuses more bytes than the limit.
     pub fn check(self, bytes: u64) -> Result<(), LockError> {
         match self.0 {
             Some(limit_bytes) if bytes > limit_bytes => {
@@ -87,7 +87,7 @@ impl LockLimit {
 }
 
 impl Depot {
-    /// Locks all of it into memory, for as long as it is mapped here.
+    /// Locks the whole depot into memory until it is unmapped here.
     pub fn lock(&self) -> Result<(), LockError> {
         let bytes = self.bytes();
         LockLimit::now().check(bytes)?;

@@ -1,11 +1,11 @@
-//! The bytes: registered engine memory (G1), depots (G2), page layouts and the CPU copy engine.
+//! Memory and copies: registered engine memory (G1), depots (G2), page layouts and the CPU copy engine.
 //!
 //! [`validate`] turns an engine's description of its memory into a [`PageLayout`]; [`EngineMemory`] holds the mapped
-//! allocations, [`Depot`] the host memory of one shard, and [`CopyEngine`] moves pages between the two. Everything here
-//! blocks: an async caller runs it on a thread of its own.
+//! allocations, [`Depot`] the host memory of one shard, and [`CopyEngine`] copies pages between the two. All functions
+//! block: an async caller runs them on a thread of its own.
 //!
-//! Both kinds of memory are written by other processes too. No reference into them is ever formed; bytes go in and out
-//! through bounds-checked raw copies, and what is read is checked only after it was copied out.
+//! Other processes write to both kinds of memory too. No reference into them is ever formed; bytes are read and written
+//! through bounds-checked raw copies, and bytes that were read are checked only after they were copied out.
 
 mod available;
 mod buffer;

@@ -1,4 +1,4 @@
-//! The processors of a NUMA node. Memory comes from the node of the processor that touches it first.
+//! The processors of a NUMA node. Memory is allocated from the node of the processor that touches it first.
 
 use std::fs;
 use std::io;
@@ -27,7 +27,7 @@ pub struct NoSuchNode {
 }
 
 impl NumaNode {
-    /// Looks a node up.
+    /// Looks up a node by its number.
     pub fn find(node: u16) -> Result<Self, NoSuchNode> {
         Self::find_in(Path::new(NODES), node)
     }
@@ -45,8 +45,8 @@ impl NumaNode {
         })
     }
 
-    /// The node that a device is plugged in at, by its bus id such as `0000:3b:00.0`. `None` where the machine has one node,
-    /// does not say, or has no processors there.
+    /// The node of a PCI device, by its bus id such as `0000:3b:00.0`. `None` where the machine has one node, does not
+    /// report it, or has no processors there.
     pub fn near(bus_id: &str) -> Option<Self> {
         Self::near_in(Path::new(PCI_DEVICES), Path::new(NODES), bus_id)
     }
@@ -54,23 +54,23 @@ impl NumaNode {
     fn near_in(devices: &Path, nodes: &Path, bus_id: &str) -> Option<Self> {
         let device = devices.join(bus_id.to_ascii_lowercase());
         let number = fs::read_to_string(device.join("numa_node")).ok()?;
-        // -1: it is not known.
+        // -1 means that the node is not known.
         let number = number.trim().parse().ok()?;
         Self::find_in(nodes, number).ok()
     }
 
-    /// Which node it is.
+    /// Number of the node.
     pub fn number(&self) -> u16 {
         self.number
     }
 
-    /// Keeps the calling thread on the processors of the node.
+    /// Binds the calling thread to the processors of the node.
     pub(super) fn run_here(&self) -> io::Result<()> {
         Ok(sched_setaffinity(None, &self.cpus)?)
     }
 }
 
-/// `0-3,8` as a set; `None` for an empty one. Processors beyond what a set holds are left out.
+/// Parses a list such as `0-3,8`; `None` for an empty one. Processors above the maximum of a set are left out.
 fn cpus(list: &str) -> Option<CpuSet> {
     let mut set = CpuSet::new();
     for range in list.trim().split(',').filter(|range| !range.is_empty()) {

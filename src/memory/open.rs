@@ -1,4 +1,4 @@
-//! From an engine's description of its memory to memory that can be copied.
+//! Opens registered memory: checks an engine's description, maps its allocations and verifies the proofs.
 
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -17,23 +17,23 @@ pub struct RegisteredMemory {
     pub memory: Arc<EngineMemory>,
     /// Where each page lies in them.
     pub layout: Arc<PageLayout>,
-    /// What all ranks must have in common.
+    /// What all ranks of the group must have in common.
     pub geometry: GroupGeometry,
 }
 
-/// Why registered memory cannot be used. Each names the field.
+/// Why registered memory cannot be used. Each error names the field.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
     /// The description contradicts itself.
     #[error(transparent)]
     Registration(#[from] RegistrationError),
-    /// Nobody handed a file descriptor over under this ticket, or too long ago.
+    /// No file descriptor arrived under this ticket, or it arrived more than 30 s ago.
     #[error(
         "registration.allocations[{0}].handle: no file descriptor came under this ticket: send it \
          first, and register within 30 s"
     )]
     Ticket(usize),
-    /// Memory of a GPU.
+    /// An allocation is memory of a GPU, which this worker cannot reach.
     #[error(
         "registration.allocations[{0}].kind is device: this worker cannot reach the memory of a GPU; \
          register host memory"
@@ -42,32 +42,32 @@ pub enum OpenError {
     /// The allocation cannot be mapped.
     #[error("registration.allocations[{index}]: {source}")]
     Buffer {
-        /// Which allocation.
+        /// Index of the allocation.
         index: usize,
-        /// Why.
+        /// Why it cannot be mapped.
         source: BufferError,
     },
     /// The allocations do not fit together.
     #[error(transparent)]
     Memory(#[from] EngineMemoryError),
-    /// What was mapped is not what the engine described.
+    /// The mapped memory does not contain the nonce.
     #[error("registration.nonce: {0}")]
     Nonce(#[from] NonceMismatch),
-    /// The same of an allocation that does not hold the nonce.
+    /// A mapped piece of memory does not contain the bytes that the engine gave as proof.
     #[error("registration.{0}")]
     Proof(#[from] ProofError<BufferError>),
 }
 
 impl OpenError {
-    /// Whether the same memory may be taken when it is described anew.
+    /// Whether the same memory may be accepted when the engine registers it again.
     pub fn may_pass(&self) -> bool {
         matches!(self, Self::Proof(ProofError::Other { .. }))
     }
 }
 
 impl RegisteredMemory {
-    /// Checks the description, maps the allocations and looks for the nonce and the proofs. `take` finds the descriptor of a ticket.
-    /// Blocks on system calls.
+    /// Checks the description, maps the allocations and verifies the nonce and the proofs. `take` returns the
+    /// descriptor of a ticket. Blocks on system calls.
     pub fn open(
         registration: &Registration,
         take: impl Fn(&[u8; 16]) -> Option<OwnedFd>,

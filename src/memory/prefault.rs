@@ -1,4 +1,4 @@
-//! Takes a depot's memory before the first copy needs it.
+//! Prefault: allocates a depot's memory before the first copy needs it.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -9,32 +9,32 @@ use super::buffer::SharedBuffer;
 use super::depot::Depot;
 use super::node::NumaNode;
 
-/// Chunks start at multiples of this, whatever was asked for: one huge page.
+/// Chunks start at multiples of this, whatever size is configured: one huge page.
 const CHUNK_ALIGN_BYTES: u64 = 2 << 20;
-/// `st_blocks` counts in these, whatever the file system's own block is.
+/// Unit of `st_blocks`, whatever the file system's own block is.
 const STAT_BLOCK_BYTES: u64 = 512;
 
-/// Who takes the memory.
+/// How memory is prefaulted.
 #[derive(Debug, Clone)]
 pub struct Prefault {
-    /// How many threads; at least one.
+    /// Number of threads; 0 counts as 1.
     pub threads: usize,
-    /// Bytes that one of them takes before it reports; rounded up to 2 MiB.
+    /// Bytes that a thread prefaults before it reports; rounded up to a multiple of 2 MiB.
     pub chunk_bytes: u64,
-    /// Where they run, and so where the memory is taken from.
+    /// The node on which the threads run, and from which the memory is therefore allocated. `None`: any node.
     pub node: Option<NumaNode>,
 }
 
-/// What a prefault did.
+/// Result of a prefault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PrefaultReport {
     /// Bytes that are in memory now: all of the depot.
     pub bytes: u64,
-    /// The system took the advice to use huge pages. Whether it follows it depends on `shmem_enabled`.
+    /// The system accepted the advice to use huge pages. `shmem_enabled` determines whether it follows it.
     pub huge_pages_advised: bool,
 }
 
-/// Why a depot's memory is not all there. What was taken stays taken.
+/// Why a depot's memory is not completely allocated. Memory that was allocated stays allocated.
 #[derive(Debug, thiserror::Error)]
 pub enum PrefaultError {
     /// There is less memory than the depot still needs.
@@ -45,29 +45,29 @@ pub enum PrefaultError {
     MemoryShort {
         /// Bytes of the depot that were not in memory yet.
         needed_bytes: u64,
-        /// Bytes that could be had.
+        /// Bytes that were available.
         available_bytes: u64,
-        /// What keeps it from more.
+        /// What limits the memory.
         limit: MemoryLimit,
     },
     /// The flag was set.
     #[error("cancelled with {done_bytes} of {total_bytes} bytes in memory")]
     Cancelled {
-        /// Bytes that were walked.
+        /// Bytes that were prefaulted.
         done_bytes: u64,
         /// Bytes of the depot.
         total_bytes: u64,
     },
-    /// The system refused.
+    /// A system call failed.
     #[error("cannot take the depot's memory: {0}")]
     Io(io::Error),
 }
 
 impl Depot {
-    /// Takes all memory of the depot, contents unchanged.
+    /// Allocates all memory of the depot and keeps its contents.
     ///
     /// `progress(done_bytes, total_bytes)` is called on the caller's thread, first with 0, then with growing numbers up
-    /// to the total. `cancel` is looked at between chunks. When it returns, all its threads have ended.
+    /// to the total. `cancel` is checked between chunks. When `prefault` returns, all its threads have ended.
     pub fn prefault(
         &self,
         by: &Prefault,
@@ -104,7 +104,8 @@ impl Depot {
     }
 }
 
-/// Compares what is missing with what can be had, before the system's own answer: that may be the end of this process.
+/// Compares the missing bytes with the available ones before the system allocates them, because the system may answer a
+/// shortage by killing this process.
 fn refuse_short(buffer: &SharedBuffer) -> Result<(), PrefaultError> {
     let needed_bytes = missing_bytes(buffer)?;
     let available = MemoryAvailable::for_file(buffer.fd());
@@ -139,7 +140,7 @@ struct Walk<'a> {
 }
 
 impl Walk<'_> {
-    /// Runs the threads and reports the bytes they did, from the caller's thread.
+    /// Runs the threads and reports the bytes done so far, on the caller's thread.
     fn run(&self, threads: usize, report: &dyn Fn(u64)) -> Result<u64, PrefaultError> {
         let (sender, receiver) = sync_channel(threads);
         std::thread::scope(|scope| {
@@ -171,10 +172,10 @@ impl Walk<'_> {
         })
     }
 
-    /// One thread: takes the next chunk until there is none. The channel is closed by the last one.
+    /// Body of one thread: prefaults the next chunk until there is none. The channel closes when the last thread ends.
     fn chunks(&self, done: &SyncSender<io::Result<u64>>) {
         if let Some(Err(error)) = self.node.map(NumaNode::run_here) {
-            // Not allowed by the set of processors of this container, say: the memory is worth more than its place.
+            // The CPU set of this container may forbid it, for example. Memory of another node is better than none.
             tracing::warn!(%error, "host memory comes from any NUMA node");
         }
         let stop = || self.cancel.load(Ordering::Relaxed) || self.failed.load(Ordering::Relaxed);
@@ -196,7 +197,7 @@ impl Walk<'_> {
 
     fn take(&self, start: u64, bytes: u64) -> io::Result<()> {
         match self.buffer.populate(start, bytes) {
-            // Kernels before 5.14 do not know the advice.
+            // Kernels before 5.14 do not have this advice.
             Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
                 self.buffer.touch(start, bytes)
             }
@@ -204,7 +205,7 @@ impl Walk<'_> {
         }
     }
 
-    /// The system says ENOMEM, ENOSPC or (for a fault that would raise SIGBUS) EFAULT when memory is short.
+    /// The system reports ENOMEM, ENOSPC or (for a fault that would raise SIGBUS) EFAULT when memory is short.
     fn explain(&self, error: io::Error) -> PrefaultError {
         use rustix::io::Errno;
         let short_of = [Errno::NOMEM, Errno::NOSPC, Errno::FAULT];

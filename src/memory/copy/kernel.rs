@@ -6,21 +6,21 @@
 
 use crate::memory::buffer::{BufferError, SharedBuffer};
 
-/// Batches of at least so many bytes are written past the caches under [`super::CopyMode::Auto`]: measured from there on
-/// as at least as fast for fragments of 4 to 128 KiB. Smaller ones fit into a core's own cache, where whoever reads them
-/// next finds them.
+/// Batches of at least this many bytes use non-temporal stores under [`super::CopyMode::Auto`]: measured from this size
+/// on as at least as fast for fragments of 4 to 128 KiB. Smaller batches fit into a core's own cache, where their next
+/// reader finds them.
 pub const NON_TEMPORAL_MIN_BYTES: u64 = 256 << 10;
 
-/// Shorter ranges are copied plainly: they are mostly head and tail.
+/// Ranges shorter than this are copied with plain stores: they are mostly head and tail.
 #[cfg(target_arch = "x86_64")]
 const STREAM_MIN_BYTES: usize = 512;
 
-/// How bytes are stored.
+/// The store instructions of a copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kernel {
     /// `memcpy`.
     Plain,
-    /// 32-byte streaming stores. Made by [`Kernel::non_temporal`] only, which checks the processor.
+    /// 32-byte streaming stores. Only [`Kernel::non_temporal`] creates this value, after it checked the processor.
     #[cfg(target_arch = "x86_64")]
     StreamAvx2,
     /// 16-byte streaming stores, which every x86-64 processor has.
@@ -42,7 +42,7 @@ impl Place<'_> {
 }
 
 impl Kernel {
-    /// The widest streaming stores that this processor has; plain where it has none.
+    /// The widest streaming stores of this processor; plain stores where it has none.
     #[cfg(target_arch = "x86_64")]
     pub(super) fn non_temporal() -> Self {
         if std::arch::is_x86_feature_detected!("avx2") {
@@ -52,16 +52,16 @@ impl Kernel {
         }
     }
 
-    /// The widest streaming stores that this processor has; plain where it has none.
+    /// The widest streaming stores of this processor; plain stores where it has none.
     #[cfg(not(target_arch = "x86_64"))]
     pub(super) fn non_temporal() -> Self {
         Self::Plain
     }
 
-    /// Copies `len_bytes` bytes and asks for the first bytes of `next`, the source of the copy after this one.
+    /// Copies `len_bytes` bytes and prefetches the first bytes of `next`, the source of the following copy.
     ///
-    /// The ranges may overlap only if both are of the same mapping, and then the contents are undefined, as with two
-    /// writers.
+    /// The ranges may overlap only if both are in the same mapping; the contents are then undefined, as with two
+    /// concurrent writers.
     pub(super) fn copy(
         self,
         src: Place<'_>,
@@ -72,7 +72,7 @@ impl Kernel {
         let from = src.start(len_bytes)?.cast_const();
         let to = dst.start(len_bytes)?;
         let next = next.map_or(Ok(from), |next| Ok(next.start(0)?.cast_const()))?;
-        // A range that lies in a mapping has a length that fits in usize.
+        // The length of a range in a mapping fits in usize.
         let len = len_bytes as usize;
         match self {
             Self::Plain => {
@@ -91,7 +91,8 @@ impl Kernel {
         Ok(())
     }
 
-    /// Makes this thread's streaming stores visible before whatever it does next. Once at the end of a thread's share.
+    /// Makes this thread's streaming stores visible before its later writes. Called at the end of each share of a
+    /// thread.
     pub(super) fn finish(self) {
         #[cfg(target_arch = "x86_64")]
         if self != Self::Plain {
@@ -101,7 +102,7 @@ impl Kernel {
     }
 }
 
-/// Asks for the first bytes of what is read soon. Any address will do: a prefetch never faults.
+/// Prefetches the first bytes of the next source. Any address is allowed, because a prefetch never faults.
 fn prefetch(next: *const u8) {
     #[cfg(target_arch = "x86_64")]
     for at in (0..x86::PREFETCH_BYTES).step_by(x86::LINE_BYTES) {
@@ -122,22 +123,22 @@ mod x86 {
 
     /// One cache line.
     pub(super) const LINE_BYTES: usize = 64;
-    /// How much of the next source a plain copy asks for before it starts.
+    /// Bytes of the next source that a plain copy prefetches before it starts.
     pub(super) const PREFETCH_BYTES: usize = 1024;
-    /// How far ahead a stream reads, across the seam into the next source: far enough that a fragment at a random place
-    /// is on its way before it is wanted, near enough to stay in the first cache. Measured on a Zen core, for 8 KiB
+    /// Prefetch distance of a stream, which continues in the next source: large enough that a fragment at a random
+    /// place arrives before it is read, small enough to stay in the L1 cache. Measured on a Zen core, for 8 KiB
     /// fragments in random order: 512 gives 8 GB/s, 4096 14 to 17, 8192 15 to 20, 16384 13 to 18.
     const AHEAD_BYTES: usize = 8192;
 
-    /// Asks for the line around `at`, any address: a prefetch never faults.
+    /// Prefetches the cache line of `at`. Any address is allowed, because a prefetch never faults.
     #[inline(always)]
     pub(super) fn prefetch_line(at: *const u8) {
         // SAFETY: the instruction takes any address, and SSE, which has it, is part of x86-64.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
     }
 
-    /// Splits a copy of `len` bytes into a head that ends where `to` is aligned to a line, a middle of whole lines and a
-    /// tail; too short ones are all head.
+    /// Splits a copy of `len` bytes into a head that ends where `to` is aligned to a line, a middle of whole lines and
+    /// a tail. A copy shorter than [`STREAM_MIN_BYTES`] is all head.
     fn split(to: *mut u8, len: usize) -> (usize, usize) {
         if len < STREAM_MIN_BYTES {
             return (len, 0);
@@ -149,7 +150,7 @@ mod x86 {
     macro_rules! stream {
         ($(#[$attribute:meta])* $name:ident, $vector_bytes:literal, $load:ident, $store:ident) => {
             $(#[$attribute])*
-            /// Reads ahead, first in its own source and towards its end in `next`, which may be any address.
+            /// Prefetches ahead in its own source, and towards its end in `next`, which may be any address.
             ///
             /// # Safety
             ///
@@ -157,7 +158,7 @@ mod x86 {
             pub(super) unsafe fn $name(from: *const u8, to: *mut u8, len: usize, next: *const u8) {
                 let (head, middle) = split(to, len);
                 let reach = AHEAD_BYTES.min(len);
-                // SAFETY: the head is a part of the range that the caller vouches for.
+                // SAFETY: the head is a part of the range that the caller guarantees.
                 unsafe { std::ptr::copy(from, to, head) };
                 for line in (head..head + middle).step_by(LINE_BYTES) {
                     let ahead = line + reach;
@@ -166,7 +167,7 @@ mod x86 {
                         Some(beyond) => next.wrapping_add(beyond),
                     });
                     for at in (line..line + LINE_BYTES).step_by($vector_bytes) {
-                        // SAFETY: `at` and a vector behind it lie in the middle, a part of the range.
+                        // SAFETY: `at` and a vector after it lie in the middle, a part of the range.
                         let vector = unsafe { $load(from.wrapping_add(at).cast()) };
                         // SAFETY: the same for `to`; `split` aligned it to a line, of which `at` is a
                         // vector's multiple.

@@ -1,8 +1,8 @@
-//! The CPU copy engine: pages between registered engine memory and a depot.
+//! The CPU copy engine: copies pages between registered engine memory and a depot.
 //!
-//! A job is checked as a whole before its first byte moves ([`plan`]), then walked step by step, by the caller's thread
-//! alone or together with a small pool ([`pool`]). A step is one contiguous range of at most [`CUT_BYTES`] on both
-//! sides; the [`kernel`] copies it.
+//! A job is checked as a whole before its first byte is copied ([`plan`]), then executed step by step, by the caller's
+//! thread alone or together with a small pool ([`pool`]). A step is one contiguous range of at most [`CUT_BYTES`] on
+//! both sides; the [`kernel`] copies it.
 
 mod kernel;
 mod plan;
@@ -46,13 +46,13 @@ pub enum CopyMode {
     /// Non-temporal for batches of at least [`NON_TEMPORAL_MIN_BYTES`], plain below.
     #[default]
     Auto,
-    /// Through the caches.
+    /// Plain stores, through the caches.
     Plain,
-    /// Past the caches, where the machine can; plain elsewhere.
+    /// Non-temporal stores, past the caches, where the machine has them; plain elsewhere.
     NonTemporal,
 }
 
-/// Tells a running copy to stop. Set once, never cleared.
+/// Stops a running copy. Set once, never cleared.
 #[derive(Debug, Default)]
 pub struct CancelFlag {
     cancelled: AtomicBool,
@@ -61,12 +61,12 @@ pub struct CancelFlag {
 }
 
 impl CancelFlag {
-    /// Asks the copy to stop before its next step. It may already be past its last one.
+    /// Stops the copy before its next step. The copy may already be past its last one.
     pub fn cancel(&self) {
         self.cancelled.store(true, Ordering::Relaxed);
     }
 
-    /// True once [`Self::cancel`] was called.
+    /// Returns true after [`Self::cancel`] was called.
     pub fn is_cancelled(&self) -> bool {
         #[cfg(test)]
         if self.looks_left.fetch_sub(1, Ordering::Relaxed) == 1 {
@@ -75,7 +75,7 @@ impl CancelFlag {
         self.cancelled.load(Ordering::Relaxed)
     }
 
-    /// A flag that sets itself when it is looked at the `looks`-th time.
+    /// A flag that sets itself at the `looks`-th check.
     #[cfg(test)]
     pub(super) fn after_looks(looks: u64) -> Self {
         Self {
@@ -88,16 +88,16 @@ impl CancelFlag {
 /// One batch of page copies.
 #[derive(Debug, Clone)]
 pub struct CopyJob {
-    /// Which way.
+    /// Store or load.
     pub direction: Direction,
-    /// Where the bytes of a page lie.
+    /// Layout of the bytes of a page.
     pub layout: Arc<PageLayout>,
     /// The engine's memory.
     pub device: Arc<EngineMemory>,
-    /// The host's memory; its pages are those of the layout.
+    /// The host's memory; its page size must be that of the layout.
     pub depot: Arc<Depot>,
-    /// What is copied. For a gather `src` counts device pages and `dst` arena pages, for a scatter the reverse. No page
-    /// is written twice.
+    /// Pages to copy. For a store `src` counts device pages and `dst` arena pages, for a load the reverse. No page is
+    /// written twice.
     pub pairs: Vec<FragmentPair>,
     /// Stops the copy between two steps.
     pub cancel: Arc<CancelFlag>,
@@ -117,16 +117,16 @@ impl CopyJob {
     }
 }
 
-/// What a finished copy moved.
+/// Result of a complete copy.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct CopyReport {
     /// Bytes copied: pages x page bytes.
     pub bytes: u64,
-    /// Contiguous ranges they were copied in, after neighbours were merged and long ones cut.
+    /// Contiguous ranges that were copied, after neighbours were merged and long ones cut.
     pub steps: u64,
 }
 
-/// Why a copy was refused or did not finish. Unless bytes are named, nothing was written.
+/// Why a copy was refused or did not complete. Nothing was written unless the error contains `bytes_written`.
 #[derive(Debug, thiserror::Error)]
 pub enum CopyError {
     /// A pair's lists have different numbers of pages.
@@ -139,7 +139,7 @@ pub enum CopyError {
         /// Pages of its destinations.
         dst_pages: u64,
     },
-    /// A page that the memory does not have.
+    /// A page that does not exist in that memory.
     #[error("pair {pair} names {side} page {page}, there are {pages}")]
     OutOfRange {
         /// Index of the pair.
@@ -151,7 +151,7 @@ pub enum CopyError {
         /// Pages of that memory.
         pages: u32,
     },
-    /// A page that would be written twice, at once.
+    /// A page that would be written twice in one batch.
     #[error("{side} page {page} is written twice in one batch")]
     WrittenTwice {
         /// Which memory.
@@ -159,25 +159,26 @@ pub enum CopyError {
         /// The page.
         page: u64,
     },
-    /// The depot is divided into pages of another size than the engine's memory: no page lies where this copy would look
-    /// for it. 0 stands for a depot that holds no pages yet.
+    /// The depot is divided into pages of another size than the engine's memory: offsets computed from this layout
+    /// would be wrong. `depot_bytes` is 0 if the depot holds no pages yet.
     #[error(
         "the depot holds pages of {depot_bytes} bytes, the engine's memory has pages of {engine_bytes} bytes: nothing is \
          copied before the leader has read the depot's inventory for this engine; if that stays so, restart the worker"
     )]
     PageBytes {
-        /// Bytes of a page by the depot's header.
+        /// Page size in the depot's header.
         depot_bytes: u64,
-        /// Bytes of a page by the registration.
+        /// Page size of the registration.
         engine_bytes: u64,
     },
-    /// The layout does not lie in the mapped memory.
+    /// A fragment of the layout does not lie in the mapped memory.
     #[error("fragment {fragment} of the layout does not lie in the mapped engine memory")]
     Layout {
         /// Index into [`PageLayout::fragments`].
         fragment: usize,
     },
-    /// The flag was set. The destination pages hold a mixture; no thread writes them any more.
+    /// The flag was set. The destination pages hold a mixture of old and new bytes; no thread writes to them any
+    /// longer.
     #[error("cancelled after {bytes_written} of {bytes} bytes")]
     Cancelled {
         /// Bytes that were written.
@@ -185,7 +186,7 @@ pub enum CopyError {
         /// Bytes of the batch.
         bytes: u64,
     },
-    /// A step failed after the checks had passed: a defect. No thread writes the destination pages any more.
+    /// A step failed after the checks had passed: a bug. No thread writes to the destination pages any longer.
     #[error("the copy stopped after {bytes_written} of {bytes} bytes")]
     Incomplete {
         /// Bytes that were written.

@@ -1,38 +1,39 @@
 //! Checks a job and cuts it into steps.
 //!
-//! Steps are made on the fly from their number, so that a plan's size depends on its runs and its layout, not on the
-//! pages it moves.
+//! Steps are computed on the fly from their number, so that a plan's size depends on its runs and its layout, not on
+//! the number of its pages.
 
 use super::{CopyError, Side};
 use crate::memory::depot::{Depot, page_stride_bytes};
 use crate::memory::layout::PageLayout;
 use crate::types::{Direction, FragmentPair, PageList, PageRun};
 
-/// Longest step in bytes: what a cancel waits for, at most, on each thread.
+/// Longest step in bytes: the most that each thread still copies after a cancel.
 pub const CUT_BYTES: u64 = 1 << 20;
 
-/// A load, and each copy of a GPU, is copied in parts of about so many bytes: large beside what beginning one costs.
+/// Approximate bytes of a part: loads, and all copies of a GPU, are cut into parts. Large compared with the cost of
+/// starting one.
 pub const COPY_PART_BYTES: u64 = 32 << 20;
 
 /// One contiguous copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CopyRange {
-    /// Which allocation of the device.
+    /// Index of the allocation in the registration.
     pub allocation: u32,
-    /// Where in it.
+    /// Byte offset in the allocation.
     pub device_bytes: u64,
-    /// Where in the depot's memory, its header included.
+    /// Byte offset in the depot's memory, header included.
     pub depot_bytes: u64,
-    /// How much.
+    /// Length in bytes.
     pub len_bytes: u64,
 }
 
-/// What is copied, before anything of it was checked.
+/// A copy before any check.
 #[derive(Debug, Clone, Copy)]
 pub struct CopyRequest<'a> {
-    /// Which way.
+    /// Store or load.
     pub direction: Direction,
-    /// Where the bytes of a page lie.
+    /// Layout of the bytes of a page.
     pub layout: &'a PageLayout,
     /// The host's memory.
     pub depot: &'a Depot,
@@ -40,7 +41,7 @@ pub struct CopyRequest<'a> {
     pub pairs: &'a [FragmentPair],
 }
 
-/// Pages that follow each other on both sides.
+/// Pages that are consecutive on both sides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct PairRun {
     device: u64,
@@ -65,11 +66,11 @@ struct Piece {
 pub struct CopyPlan {
     runs: Vec<PairRun>,
     pieces: Vec<Piece>,
-    /// Pages follow each other without a gap on both sides, so that a run of them is one range.
+    /// True if pages are consecutive without a gap on both sides, so that a run of them is one range.
     seamless: bool,
     page_bytes: u64,
     depot_stride_bytes: u64,
-    /// Where the depot's page 0 lies.
+    /// Offset of page 0 in the depot.
     pages_at: u64,
     /// Number of steps.
     pub(super) steps: u64,
@@ -78,8 +79,8 @@ pub struct CopyPlan {
 }
 
 impl CopyPlan {
-    /// Checks everything about a job; an error names the pair and the page. `allocation_bytes` says how large each of the
-    /// layout's allocations is.
+    /// Checks a job completely; an error names the pair and the page. `allocation_bytes` returns the size of an
+    /// allocation of the layout.
     pub fn new(
         job: &CopyRequest<'_>,
         allocation_bytes: impl Fn(u32) -> Option<u64>,
@@ -118,8 +119,8 @@ impl CopyPlan {
         }
     }
 
-    /// The steps of `range`, in order: page by page, and in a page as the depot has it, so that the depot is walked
-    /// upwards.
+    /// The steps of `range`, page by page, and within a page in the order of the depot, so that depot offsets ascend
+    /// within a run of pages.
     pub(super) fn steps(
         &self,
         range: std::ops::Range<u64>,
@@ -141,17 +142,18 @@ impl CopyPlan {
         })
     }
 
-    /// Bytes of all of it.
+    /// Bytes of the whole plan.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// All of it, as ranges of which none goes on in both memories at once: as long as they can be.
+    /// The whole plan as ranges of maximal length: no two neighbours are contiguous in both memories.
     pub fn ranges(&self) -> impl Iterator<Item = CopyRange> + '_ {
         self.ranges_from(0).map(|(range, _)| range)
     }
 
-    /// The same from a step on, each range with the step behind it: where to go on later. See [`Self::is_done`].
+    /// The ranges from a step on, each with the number of the step after it, at which a later call continues. See
+    /// [`Self::is_done`].
     pub fn ranges_from(&self, first_step: u64) -> impl Iterator<Item = (CopyRange, u64)> + '_ {
         let mut steps = self.steps(first_step..self.steps).peekable();
         let mut step = first_step;
@@ -166,7 +168,7 @@ impl CopyPlan {
         })
     }
 
-    /// Whether nothing is left from this step on.
+    /// Returns true if no step is left from this one on.
     pub fn is_done(&self, step: u64) -> bool {
         step >= self.steps
     }
@@ -202,7 +204,7 @@ impl CopyRange {
     }
 }
 
-/// Fragments of a page that follow each other on the device as they do in the depot, merged.
+/// The fragments of a page, merged where they are contiguous on the device in the same order as in the depot.
 fn columns(layout: &PageLayout) -> Vec<Piece> {
     let mut columns: Vec<Piece> = Vec::new();
     for fragment in &layout.fragments {
@@ -238,7 +240,7 @@ fn cut(column: Piece) -> impl Iterator<Item = Piece> {
     })
 }
 
-/// Every page of every fragment lies in its mapped allocation, whichever memory the layout was derived for.
+/// Checks that every page of every fragment lies in its mapped allocation, whichever memory the layout was derived for.
 fn check_layout(
     layout: &PageLayout,
     allocation_bytes: impl Fn(u32) -> Option<u64>,
@@ -257,7 +259,7 @@ fn check_layout(
 }
 
 fn check_pages(job: &CopyRequest<'_>) -> Result<(), CopyError> {
-    // Offsets in the depot are computed from the engine's layout.
+    // Offsets in the depot are computed from the engine's layout, so that both must have the same page size.
     let (depot_bytes, engine_bytes) = (job.depot.page_bytes(), job.layout.page_bytes);
     let depot_bytes = depot_bytes.ok().flatten().unwrap_or(0);
     if depot_bytes != engine_bytes {
@@ -316,7 +318,7 @@ fn check_list(pair: usize, list: &PageList, (side, pages): (Side, u32)) -> Resul
     }
 }
 
-/// Walks both lists of every pair at once and merges what goes on on both sides, also from one pair to the next.
+/// Walks both lists of every pair in parallel and merges pages that are consecutive on both sides, also across pairs.
 fn pair_runs(direction: Direction, pairs: &[FragmentPair]) -> Vec<PairRun> {
     let mut runs: Vec<PairRun> = Vec::new();
     for pair in pairs {
@@ -348,13 +350,13 @@ fn pair_runs(direction: Direction, pairs: &[FragmentPair]) -> Vec<PairRun> {
     runs
 }
 
-/// A place in a list of pages.
+/// A position in a list of pages.
 struct Cursor<'a> {
     runs: &'a [PageRun],
     skipped: u64,
 }
 
-/// What is left of a run.
+/// The rest of a run after the cursor.
 struct Rest {
     start: u64,
     pages: u64,

@@ -1,4 +1,4 @@
-//! Walks a plan's steps on one or several threads.
+//! Executes a plan's steps on one or several threads.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -13,12 +13,12 @@ use crate::memory::depot::Depot;
 use crate::memory::engine_memory::EngineMemory;
 use crate::types::Direction;
 
-/// Batches of at least so many bytes are shared with the pool; waking it costs more than it brings for less.
+/// Batches of at least this many bytes are shared with the pool; for smaller ones waking it costs more than it gains.
 pub const POOL_MIN_BYTES: u64 = 1 << 20;
-/// A thread takes about so many bytes of steps at a time.
+/// Approximate bytes of the steps that a thread claims at a time.
 const SHARE_BYTES: u64 = 512 << 10;
 
-/// Copies batches of pages. Can be shared: batches of several callers run at the same time.
+/// Copies batches of pages. Can be shared: batches of several callers run concurrently.
 #[derive(Debug)]
 pub struct CopyEngine {
     /// Threads besides the caller's.
@@ -28,12 +28,12 @@ pub struct CopyEngine {
 }
 
 impl CopyEngine {
-    /// An engine that copies large batches with up to `threads` threads, the caller's own among them.
+    /// Creates an engine that copies large batches with up to `threads` threads, the caller's own included.
     pub fn new(threads: usize) -> Result<Self, CopyError> {
         Self::with_mode(threads, CopyMode::Auto)
     }
 
-    /// The same with a choice of the store instructions.
+    /// Creates an engine with a choice of the store instructions.
     pub fn with_mode(threads: usize, mode: CopyMode) -> Result<Self, CopyError> {
         let helpers = threads.saturating_sub(1);
         let (offers, taken) = bounded::<Arc<Offer>>(helpers);
@@ -53,8 +53,8 @@ impl CopyEngine {
 
     /// Copies all pages of a job, or none when a check refuses it. Blocks until the copy has ended.
     ///
-    /// When it returns, be it with an error, no thread reads or writes the job's memory any more, and the engine holds
-    /// none of it.
+    /// After `run` returns, also with an error, no thread reads or writes the job's memory, and the engine holds no
+    /// reference to it.
     pub fn run(&self, job: &CopyJob) -> Result<CopyReport, CopyError> {
         let plan = job.plan()?;
         let (bytes, steps) = (plan.bytes, plan.steps);
@@ -101,7 +101,7 @@ impl CopyEngine {
         }
     }
 
-    /// Offers the work to as many helpers as there are further shares. A full channel means that all are busy.
+    /// Offers the work to as many helpers as there are further shares. A full channel means that all helpers are busy.
     fn call_helpers(&self, offer: &Arc<Offer>, work: &Work) {
         let shares = work.plan.steps.div_ceil(work.share_steps);
         for _ in 0..shares.saturating_sub(1).min(self.helpers as u64) {
@@ -112,7 +112,7 @@ impl CopyEngine {
     }
 }
 
-/// One helper: takes offers until the engine is gone.
+/// Body of a helper thread: processes offers until the engine is dropped.
 fn help(offers: &Receiver<Arc<Offer>>) {
     for offer in offers {
         let share = offer.enter();
@@ -122,7 +122,7 @@ fn help(offers: &Receiver<Arc<Offer>>) {
     }
 }
 
-/// Work that helpers may join while it is open.
+/// Work that helpers may join while the offer is open.
 #[derive(Debug)]
 struct Offer {
     state: Mutex<OfferState>,
@@ -131,9 +131,9 @@ struct Offer {
 
 #[derive(Debug)]
 struct OfferState {
-    /// `None` once closed: an offer that is taken up late finds no memory to touch.
+    /// `None` once closed: a helper that takes the offer late has no memory to touch.
     work: Option<Arc<Work>>,
-    /// Helpers at work.
+    /// Number of helpers that copy.
     active: usize,
 }
 
@@ -149,7 +149,7 @@ impl Offer {
         }
     }
 
-    /// The state is valid between any two statements, so that a panic elsewhere does not spoil it.
+    /// Ignores poisoning: the state is valid between any two statements, so that a panic elsewhere does not corrupt it.
     fn lock(&self) -> MutexGuard<'_, OfferState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -164,7 +164,7 @@ impl Offer {
         })
     }
 
-    /// Lets nobody in any more and waits until the last helper has left.
+    /// Admits no further helper and waits until the last one has left.
     fn close(&self) {
         let mut state = self.lock();
         state.work = None;
@@ -177,16 +177,16 @@ impl Offer {
     }
 }
 
-/// A helper's stay in an offer; leaves when it is dropped, also in a panic.
+/// A helper's participation in an offer; ends when it is dropped, also in a panic.
 struct Share<'a> {
-    /// `None` only while it is dropped.
+    /// `None` only during the drop.
     work: Option<Arc<Work>>,
     offer: &'a Offer,
 }
 
 impl Drop for Share<'_> {
     fn drop(&mut self) {
-        // First, so that a caller who saw the last helper leave knows the memory is let go of.
+        // Must be dropped first: a caller that saw the last helper leave may rely on the memory being released.
         drop(self.work.take());
         let mut state = self.offer.lock();
         state.active -= 1;
@@ -205,14 +205,14 @@ struct Work {
     depot: Arc<Depot>,
     cancel: Arc<CancelFlag>,
     kernel: Kernel,
-    /// Steps that a thread takes at a time.
+    /// Steps that a thread claims at a time.
     share_steps: u64,
     next_step: AtomicU64,
     written_bytes: AtomicU64,
 }
 
 impl Work {
-    /// Takes shares of the steps and copies them until none is left or the flag is set.
+    /// Claims shares of the steps and copies them until none is left or the flag is set.
     fn walk(&self) {
         loop {
             let start = self
@@ -232,7 +232,7 @@ impl Work {
         }
     }
 
-    /// Copies steps in order; returns the bytes that were written and whether that is all of them.
+    /// Copies steps in order. Returns the bytes written, and whether all steps were copied.
     fn copy_steps(&self, range: std::ops::Range<u64>) -> (u64, bool) {
         let mut written_bytes = 0;
         let mut steps = self.plan.steps(range).peekable();
@@ -253,7 +253,7 @@ impl Work {
         (written_bytes, true)
     }
 
-    /// Source and destination of a step; `None` when the allocation is missing, which the plan ruled out.
+    /// Source and destination of a step; `None` if the allocation is missing, which the plan has ruled out.
     fn places(&self, step: &CopyRange) -> Option<(Place<'_>, Place<'_>)> {
         let device = place(self.device.buffer(step.allocation)?, step.device_bytes);
         let depot = place(self.depot.buffer(), step.depot_bytes);

@@ -1,4 +1,4 @@
-//! Checks an engine's description of its memory, and refuses what contradicts itself.
+//! Validates an engine's description of its memory.
 
 mod overlap;
 mod proofs;
@@ -18,7 +18,7 @@ use crate::types::{
 
 /// Most allocations of one registration.
 pub const ALLOCATIONS_MAX: usize = 256;
-/// Most chunks of one registration, those of all its allocations together: 320 GiB in PyTorch's chunks of 20 MiB.
+/// Most chunks of one registration, all allocations together: 320 GiB in PyTorch's chunks of 20 MiB.
 pub const CHUNKS_MAX: usize = 16_384;
 /// Most tensors of one registration.
 pub const TENSORS_MAX: usize = 4096;
@@ -35,15 +35,15 @@ pub const TIMELINE_BYTES: u64 = 8;
 /// Longest nonce, in bytes.
 pub const NONCE_BYTES_MAX: usize = 64;
 
-/// A field that contradicts itself, another field or a limit.
+/// A field that contradicts itself or another field, or exceeds a limit.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{field} is {value}: {remedy}")]
 pub struct RegistrationError {
     /// Path of the field, such as `tensors[3].page_stride_bytes`.
     pub field: String,
-    /// What was given.
+    /// The value as given.
     pub value: String,
-    /// What is expected instead.
+    /// How to correct the value.
     pub remedy: String,
 }
 
@@ -57,9 +57,9 @@ impl RegistrationError {
     }
 }
 
-/// Derives where every page lies, or names the first field that contradicts the rest.
+/// Derives the location of every page, or names the first field that contradicts the rest.
 ///
-/// Pure arithmetic on the description: no memory is touched. The work is bounded by [`FRAGMENTS_MAX`] squared.
+/// Pure arithmetic on the description: no memory is accessed. The work is bounded by [`FRAGMENTS_MAX`] squared.
 pub fn validate(registration: &Registration) -> Result<PageLayout, RegistrationError> {
     check_limits(registration)?;
     check_content(registration)?;
@@ -100,7 +100,8 @@ fn check_limits(registration: &Registration) -> Result<(), RegistrationError> {
     Ok(())
 }
 
-/// Pages of two models, or of one with another dtype, may look alike: only the engine can tell them apart.
+/// Requires a content name, because pages of two models, or of one model with another dtype, may have the same layout:
+/// only the engine can distinguish them.
 fn check_content(registration: &Registration) -> Result<(), RegistrationError> {
     let length = registration.content.len();
     if (1..=CONTENT_BYTES_MAX).contains(&length) {
@@ -162,7 +163,7 @@ fn check_counts(registration: &Registration) -> Result<(), RegistrationError> {
     check_group(registration)
 }
 
-/// The group is one of them, and has a window where it needs one.
+/// Checks that the group is below `groups`, and has window tokens exactly when its attention needs them.
 fn check_group(registration: &Registration) -> Result<(), RegistrationError> {
     if registration.group.0 >= registration.groups {
         let remedy = format!("it must be below groups ({})", registration.groups);
@@ -195,7 +196,7 @@ fn kind_of_handle(handle: &AllocationHandle) -> &'static str {
     }
 }
 
-/// A handle must be one of its allocation's kind, and device memory that of a named device.
+/// Checks that a handle matches the kind of its allocation, and that device memory has a device UUID.
 fn check_handle(
     registration: &Registration,
     index: usize,
@@ -251,7 +252,7 @@ fn check_allocations(registration: &Registration) -> Result<(), RegistrationErro
     Ok(())
 }
 
-/// Chunks make up their allocation, and none is listed twice.
+/// Checks that the chunks of an allocation add up to its size, and that none is listed twice.
 fn check_chunks(allocations: &[Allocation]) -> Result<(), RegistrationError> {
     let mut seen: HashMap<ChunkHandle, (usize, usize)> = HashMap::new();
     for (index, allocation) in allocations.iter().enumerate() {
@@ -291,7 +292,7 @@ fn check_chunks(allocations: &[Allocation]) -> Result<(), RegistrationError> {
     Ok(())
 }
 
-/// Every layer has tensors, each role at most once, and no role says what another one says already.
+/// Checks that every layer has tensors and each role at most once, and that `Kv` does not occur beside `K` or `V`.
 fn check_roles(registration: &Registration) -> Result<(), RegistrationError> {
     let mut seen = HashMap::new();
     for (index, tensor) in registration.tensors.iter().enumerate() {
@@ -325,7 +326,7 @@ fn check_roles(registration: &Registration) -> Result<(), RegistrationError> {
         .collect();
     layers.sort_unstable();
     layers.dedup();
-    // Every layer lies below `layers`, so the first gap in the sorted list is the first layer without a tensor.
+    // Every layer is below `layers`, so the first gap in the sorted list is the first layer without a tensor.
     if (layers.len() as u64) < u64::from(registration.layers) {
         let missing = layers
             .iter()
@@ -358,12 +359,13 @@ fn check_page_total(registration: &Registration) -> Result<(), RegistrationError
     Ok(())
 }
 
-/// Bounds what the overlap check and every copy have to walk.
+/// Limits the number of pieces that the overlap check and every copy process.
 fn check_pieces(registration: &Registration) -> Result<(), RegistrationError> {
     let mut total = 0_u64;
     for (index, tensor) in registration.tensors.iter().enumerate() {
         let count = Pieces::of(tensor).count;
-        // Each term is at most PAGE_BYTES_MAX and the sum was below FRAGMENTS_MAX: it cannot overflow.
+        // Each term is at most `PAGE_BYTES_MAX` and the sum before was at most `FRAGMENTS_MAX`: the sum cannot
+        // overflow.
         total += count;
         if total > FRAGMENTS_MAX as u64 {
             return Err(RegistrationError::new(
@@ -399,7 +401,7 @@ fn allocation_of(
         })
 }
 
-/// The word is one, and lies on the device.
+/// Checks that the timeline's word is aligned and lies within an allocation of device memory.
 fn check_timeline(registration: &Registration) -> Result<(), RegistrationError> {
     let Some(Timeline {
         allocation,

@@ -1,4 +1,4 @@
-//! Finds tensors that claim the same bytes.
+//! Finds tensors that use the same bytes.
 
 use super::RegistrationError;
 use crate::memory::layout::Pieces;
@@ -8,13 +8,13 @@ use crate::types::{Registration, TensorView};
 struct Claim {
     tensor: usize,
     allocation: u32,
-    /// Where page 0's piece starts.
+    /// Start of the piece of page 0 in the allocation.
     start_bytes: u64,
     piece_bytes: u64,
 }
 
-/// Refuses two tensors of which any two pages share a byte. Every tensor was checked by itself before, so that no end
-/// overflows, and their pieces were counted.
+/// Refuses two tensors whose pages share a byte. Every tensor was checked by itself before, so that no end overflows,
+/// and the pieces were counted.
 pub(super) fn check(registration: &Registration) -> Result<(), RegistrationError> {
     let pages = u64::from(registration.device_pages);
     let tensors = &registration.tensors;
@@ -27,7 +27,7 @@ pub(super) fn check(registration: &Registration) -> Result<(), RegistrationError
         let inside = claims[place + 1..].iter().take_while(|high| {
             high.allocation == low.allocation && high.start_bytes < low.start_bytes + reach
         });
-        // A tensor's own pieces are apart: its axes nest.
+        // The pieces of one tensor do not overlap, because its axes nest.
         for high in inside.filter(|high| high.tensor != low.tensor) {
             check_pair(tensors, low, high, pages)?;
         }
@@ -47,7 +47,7 @@ fn claims_of(tensors: &[TensorView], tensor: usize) -> impl Iterator<Item = Clai
     })
 }
 
-/// Two claims on one allocation, the second one starting inside the first one's span.
+/// Checks two claims on one allocation, the second one starting inside the first one's span.
 fn check_pair(
     tensors: &[TensorView],
     low: &Claim,
@@ -67,8 +67,8 @@ fn check_pair(
             ),
         ));
     }
-    // Page 0 of `high` starts this far into a stride of `low`, and so does every later page with its own. A single page
-    // of `low` is its whole span, so that `high` starts inside it.
+    // Page 0 of `high` starts at this offset in a stride of `low`, and every later page of `high` at the same offset in
+    // a later stride. With a single page, the span of `low` is that page, so that `high` starts inside it.
     let distance = high.start_bytes - low.start_bytes;
     let hit = pages == 1 || {
         let (skipped, into) = (distance / stride, distance % stride);

@@ -1,7 +1,8 @@
-//! Proofs of the mapping: bytes that the engine found in its memory, and that the worker must find through its own mapping.
+//! Proofs of the mapping: bytes that the engine read in its memory, and that the worker must find through its own
+//! mapping.
 //!
-//! The nonce proves the piece of memory that it lies in. Every other piece (an allocation, or a chunk of one) is opened by a
-//! handle of its own, which may show other memory: that of before, or that of its neighbour.
+//! The nonce proves the piece of memory that contains it. Every other piece (an allocation, or a chunk of one) is
+//! opened by a handle of its own, which may refer to other memory: an earlier registration's, or a neighbouring piece.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -11,9 +12,10 @@ use crate::types::{AllocationHandle, Nonce, Registration};
 
 /// Most proofs of one registration: four for each chunk.
 pub const PROOFS_MAX: usize = 65_536;
-/// Bytes prove something when they have so many different values: zeros and repeated constants are found anywhere.
+/// Bytes prove something only if they have at least this many different values: zeros and repeated constants occur
+/// anywhere.
 const TELLING_VALUES: usize = 8;
-/// Proofs that are read together.
+/// Number of proofs that one read fetches.
 const READ_TOGETHER: usize = 1024;
 
 /// A piece of memory that is opened by a handle of its own.
@@ -33,26 +35,26 @@ impl fmt::Display for Piece {
     }
 }
 
-/// Why a registration's proofs do not hold.
+/// Why verification of the proofs failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ProofError<E> {
     /// The memory could not be read.
     #[error("proofs: {0}")]
     Read(E),
-    /// A piece shows other bytes than the engine found there.
+    /// A piece contains other bytes than the engine read there.
     #[error(
         "{piece} shows other bytes at byte {offset_bytes} of its allocation than the engine: the opened memory is not the \
          engine's, or the engine wrote there meanwhile: register again with the bytes of then"
     )]
     Other {
-        /// Which piece.
+        /// The piece that was refuted.
         piece: Piece,
-        /// Where the first of its proofs lies that was not found.
+        /// Offset in the allocation of the first of its proofs that did not match.
         offset_bytes: u64,
     },
 }
 
-/// The pieces of a registration, and where the chunks of each allocation end.
+/// The pieces of a registration, as the ends of each allocation's chunks; `None` for an allocation without chunks.
 struct Pieces(Vec<Option<Vec<u64>>>);
 
 impl Pieces {
@@ -83,7 +85,7 @@ impl Pieces {
         })
     }
 
-    /// The piece that holds all of a proof.
+    /// The piece that contains a whole proof.
     fn holding(&self, proof: &Nonce) -> Option<Piece> {
         let allocation = proof.allocation;
         let Some(ends) = self.0.get(usize::try_from(allocation).ok()?)? else {
@@ -98,7 +100,7 @@ impl Pieces {
     }
 }
 
-/// Checks where the proofs lie.
+/// Checks the number and the positions of the proofs.
 pub(super) fn check(registration: &Registration) -> Result<(), RegistrationError> {
     let proofs = &registration.proofs;
     if proofs.len() > PROOFS_MAX {
@@ -118,7 +120,7 @@ pub(super) fn check(registration: &Registration) -> Result<(), RegistrationError
     Ok(())
 }
 
-/// Checks the length of a nonce or a proof, and that it lies in its allocation.
+/// Checks the length of a nonce or a proof, and that the bytes lie in their allocation.
 pub(super) fn check_one(
     registration: &Registration,
     field: &str,
@@ -148,7 +150,7 @@ pub(super) fn check_one(
     Ok(())
 }
 
-/// Pieces of a registration for which the engine gives no proof, and that do not hold the nonce.
+/// Number of pieces of a registration for which the engine gives no proof, and that do not contain the nonce.
 pub fn pieces_without_proof(registration: &Registration) -> usize {
     let pieces = Pieces::of(registration);
     let given = registration.proofs.iter().chain([&registration.nonce]);
@@ -158,19 +160,20 @@ pub fn pieces_without_proof(registration: &Registration) -> usize {
     pieces.all().count() - given.len()
 }
 
-/// What is known of a piece.
+/// Result of the comparison for one piece.
 #[derive(Clone, Copy, Default)]
 struct Known {
     proven: bool,
-    /// Where something else lies than the engine found.
+    /// Offset of the first proof that did not match.
     other: Option<u64>,
 }
 
-/// Compares the proofs of a registration that is consistent with its memory. `read` reads ranges (offset and length) of an
-/// allocation, one behind the other. Returns how many pieces are neither proven nor refuted.
+/// Verifies the proofs of a validated registration. `read` reads ranges (offset and length) of an allocation, one after
+/// another. Returns the number of pieces that are neither proven nor refuted.
 ///
-/// The proofs of one piece are alternatives, because an engine that serves may write into some of them meanwhile: a piece is
-/// proven by one that is found and tells, and refuted when there is none such and another one is not found.
+/// The proofs of one piece are alternatives, because a serving engine may meanwhile write over some of them: a piece is
+/// proven by one proof that matches and has at least 8 different byte values, and refuted when no proof does so and
+/// another one does not match.
 pub fn verify_proofs<E>(
     registration: &Registration,
     mut read: impl FnMut(u32, &[(u64, u64)], &mut [u8]) -> Result<(), E>,
@@ -180,7 +183,7 @@ pub fn verify_proofs<E>(
         .all()
         .map(|piece| (piece, Known::default()))
         .collect();
-    // The nonce was compared by itself.
+    // The nonce has been verified before.
     if let Some(its) = pieces
         .holding(&registration.nonce)
         .and_then(|piece| known.get_mut(&piece))
@@ -225,7 +228,7 @@ pub fn verify_proofs<E>(
     Ok(known.values().filter(|its| !its.proven).count())
 }
 
-/// Whether bytes are unlikely to be found anywhere else.
+/// Whether bytes are unlikely to occur anywhere else.
 fn tells(bytes: &[u8]) -> bool {
     let mut values = bytes.to_vec();
     values.sort_unstable();
@@ -240,7 +243,7 @@ mod tests {
     use super::*;
     use crate::types::{AllocationKind, Chunk, ChunkHandle};
 
-    /// Bytes that no other place has.
+    /// A proof of pseudo-random bytes, different for each allocation and offset.
     fn at(allocation: u32, offset_bytes: u64) -> Nonce {
         let seed = u64::from(allocation) << 32 | offset_bytes;
         let mut bytes = vec![0; 32];
@@ -273,7 +276,7 @@ mod tests {
         registration
     }
 
-    /// What the memory shows, when a change was made to what the engine found.
+    /// Result of the verification when the memory contains the proofs' bytes after `change`.
     fn verdict(registration: &Registration, change: impl Fn(&mut Nonce)) -> Result<usize, String> {
         let shown = registration.proofs.iter().cloned().map(|mut proof| {
             change(&mut proof);
@@ -303,7 +306,7 @@ mod tests {
         validate(&registration.clone_on_device()).expect("consistent");
         assert_eq!(pieces_without_proof(&registration), 0);
         assert_eq!(verdict(&registration, |_| {}), Ok(0));
-        // The engine has written over the first proof of each.
+        // The engine has overwritten the first proof of each piece.
         let second = |proof: &mut Nonce| {
             if [0, 208, 624].contains(&proof.offset_bytes) {
                 proof.bytes.fill(9);
@@ -389,7 +392,7 @@ mod tests {
     }
 
     impl Registration {
-        /// With a name for its GPU, and handles that fit.
+        /// A copy with a UUID of a GPU and matching handles.
         fn clone_on_device(&self) -> Self {
             let mut registration = self.clone();
             registration.device_uuid = Some("GPU-0".to_owned());

@@ -1,9 +1,9 @@
-//! Checks one tensor: its shape, strides and bytes must say the same.
+//! Checks one tensor: its shape, strides and sizes in bytes must be consistent.
 
 use super::{AXES_MAX, PAGE_BYTES_MAX, RegistrationError, allocation_of};
 use crate::types::{Registration, TensorView};
 
-/// One tensor and its path in the registration.
+/// A tensor and its index in the registration.
 struct Checked<'a> {
     tensor: &'a TensorView,
     index: usize,
@@ -34,7 +34,7 @@ pub(super) fn check(registration: &Registration, index: usize) -> Result<(), Reg
     check_end(&checked, registration)
 }
 
-/// Lists of the same, sane length; returns the page axis as an index into them.
+/// Checks that shape and strides have the same length, 1 to `AXES_MAX`; returns the page axis as an index into them.
 fn check_axes(checked: &Checked<'_>) -> Result<usize, RegistrationError> {
     let tensor = checked.tensor;
     let axes = tensor.shape.len();
@@ -56,7 +56,7 @@ fn check_axes(checked: &Checked<'_>) -> Result<usize, RegistrationError> {
     })
 }
 
-/// Page count and page size follow from the shape.
+/// Checks that the page count and the page size follow from the shape.
 fn check_shape(
     checked: &Checked<'_>,
     page_axis: usize,
@@ -99,7 +99,8 @@ fn check_shape(
     Ok(())
 }
 
-/// The axes nest: each one steps over all that the axes inside it reach, so that no byte belongs to two elements.
+/// Checks that the axes nest: the stride of each axis is at least the reach of all axes inside it, so that no byte
+/// belongs to two elements.
 fn check_strides(checked: &Checked<'_>, page_axis: usize) -> Result<(), RegistrationError> {
     let tensor = checked.tensor;
     let stride_bytes = tensor.strides[page_axis].checked_mul(u64::from(tensor.element_bytes));
@@ -110,7 +111,8 @@ fn check_strides(checked: &Checked<'_>, page_axis: usize) -> Result<(), Registra
         );
         return Err(checked.refuse("page_stride_bytes", tensor.page_stride_bytes, remedy));
     }
-    // By stride, and of equal ones the page axis last. An axis of one element goes nowhere, whatever its stride.
+    // Sorted by stride; of equal strides the page axis is last. An axis of one element is left out, as its stride has
+    // no effect.
     let mut axes: Vec<(u64, bool, u64)> = (0..tensor.shape.len())
         .filter(|axis| tensor.shape[*axis] > 1)
         .map(|axis| (tensor.strides[axis], axis == page_axis, tensor.shape[axis]))
@@ -137,7 +139,7 @@ fn check_strides(checked: &Checked<'_>, page_axis: usize) -> Result<(), Registra
     Ok(())
 }
 
-/// The last element ends within the allocation.
+/// Checks that the last element ends within the allocation.
 fn check_end(checked: &Checked<'_>, registration: &Registration) -> Result<(), RegistrationError> {
     let tensor = checked.tensor;
     let field = format!("tensors[{}].allocation", checked.index);

@@ -84,7 +84,7 @@ fn fragments_are_ordered_by_layer_and_role() {
     assert_eq!(layout, validate(&separate_layers()).expect("consistent"));
 }
 
-/// Chunks of these lengths, each with a ticket of its own.
+/// Chunks of these lengths in bytes, each with a ticket of its own.
 fn chunks(lengths: &[u64]) -> AllocationHandle {
     let numbered = (1..).zip(lengths);
     let list = numbered.map(|(number, bytes)| Chunk {
@@ -266,7 +266,7 @@ fn a_refusal_reads_as_one_line() {
     );
 }
 
-/// Six pages of K/V planes in one tensor, 60 bytes a page and plane, and behind them two scales of 4 bytes a page.
+/// Six pages of K/V planes in one tensor, 60 bytes per page and plane, followed by two scales of 4 bytes per page.
 fn planes_with_scales() -> Registration {
     let mut registration = separate_layers();
     let tensors = &mut registration.tensors;
@@ -308,7 +308,7 @@ fn planes_and_scales_that_contradict_themselves_are_refused_by_field() {
         ("tensors[0].strides", |r| r.tensors[0].strides[0] = 179),
         ("tensors[0].strides", |r| r.tensors[0].strides[0] = 0),
         ("tensors[0].strides", |r| r.tensors[0].strides[0] = 15),
-        // The second plane ends behind the allocation.
+        // The second plane ends after the allocation.
         ("tensors[0].offset_bytes", |r| r.tensors[0].strides[0] = 250),
         ("tensors[0].offset_bytes", |r| {
             r.tensors[0].strides[0] = u64::MAX
@@ -327,7 +327,7 @@ fn planes_and_scales_that_contradict_themselves_are_refused_by_field() {
         ("tensors[1].offset_bytes", |r| {
             r.tensors[1].offset_bytes = 785
         }),
-        // Scales that run into each other, page by page and scale by scale.
+        // Scales that overlap, page by page and scale by scale.
         ("tensors[1].page_stride_bytes", |r| {
             r.tensors[1].strides[0] = 1;
             r.tensors[1].page_stride_bytes = 4;
@@ -336,7 +336,7 @@ fn planes_and_scales_that_contradict_themselves_are_refused_by_field() {
             r.tensors[1].strides = vec![1, 5];
             r.tensors[1].page_stride_bytes = 4;
         }),
-        // Scales among the pages: with a stride of their own, and in the second plane only.
+        // Scales between the pages: with another stride, and in the second plane only.
         ("tensors[1].page_stride_bytes", |r| {
             r.tensors[1].offset_bytes = 716
         }),
@@ -345,7 +345,7 @@ fn planes_and_scales_that_contradict_themselves_are_refused_by_field() {
             r.tensors[1].page_stride_bytes = 60;
             r.tensors[1].offset_bytes = 364;
         }),
-        // Beside the data instead of a layer of their own.
+        // In the layer of the data instead of a layer of their own.
         ("tensors[1].role", |r| r.tensors[1].layer = 0),
         ("tensors[1].element_bytes", |r| {
             r.tensors[1].element_bytes = 0
@@ -361,7 +361,7 @@ fn planes_and_scales_that_contradict_themselves_are_refused_by_field() {
 
 #[test]
 fn a_page_in_too_many_pieces_is_refused() {
-    // One piece for each scale, because the pages of a scale lie side by side.
+    // One piece for each scale, because the pages of a scale are contiguous.
     let with = |scales: u64| {
         let mut registration = planes_with_scales();
         registration.allocations[0].bytes = 1 << 20;

@@ -1,4 +1,4 @@
-//! Engines of all shapes, and what a copy must make of their memory.
+//! Memory of engines of all layouts, and the expected result of a copy.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::types::{
     Registration, TensorRole, TensorView,
 };
 
-/// How an engine lays out its pages.
+/// Layout of an engine's pages.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Shape {
     /// Each layer in an allocation of its own; K and V of a page side by side, and a gap before the next page.
@@ -101,7 +101,7 @@ impl Layout {
     }
 }
 
-/// A registration, its memory, and a depot: every byte of both is set to something.
+/// A registration, its memory, and a depot; both memories are filled with pseudo-random bytes.
 pub(super) struct Bench {
     registration: Registration,
     pub(super) layout: Arc<PageLayout>,
@@ -172,7 +172,7 @@ impl Bench {
         buffers.chain([self.depot.buffer()]).map(contents).collect()
     }
 
-    /// What a snapshot becomes by the job, byte by byte from the registration alone.
+    /// The snapshot after the job, computed byte by byte from the registration alone.
     pub(super) fn expected(&self, job: &CopyJob, mut memory: Vec<Vec<u8>>) -> Vec<Vec<u8>> {
         let depot = memory.len() - 1;
         let mut tensors: Vec<_> = self.registration.tensors.iter().collect();

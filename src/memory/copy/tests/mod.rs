@@ -48,7 +48,8 @@ prop_compose! {
 }
 
 prop_compose! {
-    /// A layout, an order of its device pages, an order of ten arena pages, and where the lists are cut into pairs.
+    /// A layout, a permutation of its device pages, a permutation of ten arena pages, and the positions at which the
+    /// lists are cut into pairs.
     fn jobs()(layout in layouts())(
         device in Just((0..layout.pages as u32).collect::<Vec<_>>()).prop_shuffle(),
         depot in Just((0..10).collect::<Vec<u32>>()).prop_shuffle(),
