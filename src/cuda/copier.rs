@@ -1,8 +1,8 @@
-//! The stream actor: one thread for a GPU, which gives copies to streams and watches for their ends.
+//! The stream actor: one thread for each GPU, which submits copies to streams and polls for their ends.
 //!
-//! Each direction has a stream and a lane of copies, done in order. A copy is given in parts, and a part of many small ranges
-//! in slices: so many at a time that the link stays busy, so few that a cancel is heard soon and that the other direction gets
-//! its turn. What a slice touches is held until its end was seen.
+//! Each direction has a stream and a lane of copies, which are executed in order. A copy is submitted in parts, and a
+//! part of many small ranges in slices: enough at a time to keep the link busy, few enough that a cancel takes effect
+//! soon and that the other direction gets its turn. The memory of a slice is held until its end was observed.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -22,24 +22,24 @@ use super::window::SmallCopyError;
 use crate::memory::{CancelFlag, CopyPlan, CopyRequest};
 use crate::types::{Direction, EndedCopy, FragmentPair, OpId, RequestId, Timeline};
 
-/// Slices of one direction that a stream has at a time.
+/// Most slices of one direction in flight in its stream.
 pub const PARTS_IN_FLIGHT: usize = 4;
-/// Calls of the driver that one direction may take in a turn, before the other one has its turn. At about 2 us a call: 0.5 ms.
-/// A range that crosses the end of a pinned chunk takes one call more.
+/// Calls of the driver that one direction may take in a turn before the other direction gets its turn. At about 2 us a
+/// call: 0.5 ms. A range that crosses the end of a pinned chunk takes one call more.
 pub const CALLS_A_TURN: usize = 256;
-/// Copies that wait to be looked at.
+/// Capacity of the queue of orders that the thread has not taken yet.
 pub const QUEUE_PLACES: usize = 1024;
-/// Pause between two looks at what is under way.
+/// Pause between two polls of copies in flight.
 const POLL_PAUSE: Duration = Duration::from_micros(20);
-/// How long the thread goes on for what is under way when nobody wants it any more.
+/// How long the thread still waits for copies in flight after its [`Copier`] was dropped.
 const STOP_LIMIT: Duration = Duration::from_secs(2);
-/// How long its end is waited for: a call of the driver may not return.
+/// How long the drop of a [`Copier`] waits for the thread's end: a call of the driver may not return.
 const END_LIMIT: Duration = Duration::from_secs(3);
 
-/// Copying threads of this process that have not ended.
+/// Number of copying threads of this process that have not ended.
 static THREADS: AtomicUsize = AtomicUsize::new(0);
 
-/// Whether copying threads may be in a function of the driver. Then the process must end by [`super::end_process`].
+/// Whether copying threads may be inside a function of the driver. The process must then end by [`super::end_process`].
 pub fn threads_in_driver() -> bool {
     THREADS.load(Ordering::SeqCst) > 0
 }
@@ -47,53 +47,55 @@ pub fn threads_in_driver() -> bool {
 /// A copy between an engine's memory and a depot.
 #[derive(Debug)]
 pub struct CopyOrder {
-    /// Its name.
+    /// Id of the copy, repeated in its [`EndedCopy`].
     pub op: OpId,
-    /// Which way.
+    /// Store or load.
     pub direction: Direction,
-    /// What is copied, cut where it may be stopped.
+    /// Pages to copy, in parts. An end reports complete parts only.
     pub parts: Vec<Vec<FragmentPair>>,
-    /// The engine's side.
+    /// The engine's memory.
     pub device: RegisteredDevice,
-    /// The host's side.
+    /// The host's memory.
     pub depot: Arc<PinnedDepot>,
-    /// Stops it before its next part.
+    /// Stops the copy before its next slice.
     pub cancel: Arc<CancelFlag>,
 }
 
-/// What the thread says.
+/// A report of the thread.
 #[derive(Debug)]
 pub enum Outcome {
-    /// What engines announced is written.
+    /// Work that engines announced has been written.
     Written(Vec<Announced>),
-    /// Copies that are over: nothing of them reads or writes any more.
+    /// Copies that have ended: they no longer read or write any memory.
     Ended(Vec<EndedCopy>),
-    /// The GPU does not work for this process any more. What was under way has no end that could be seen, short of the
-    /// end of the process.
+    /// The GPU no longer works for this process. The end of the copies in flight cannot be observed, except as the end
+    /// of the process.
     Lost(CudaError),
 }
 
-/// With what it starts.
+/// Parameters of [`Copier::start`].
 pub struct CopierSettings {
-    /// The GPU.
+    /// Context on the GPU that copies.
     pub context: Arc<Context>,
-    /// Copies that the driver is given by one call, at most [`super::BATCH_COPIES_MAX`]; 1 for each by itself.
+    /// Copies that one call of the driver receives, at most [`super::BATCH_COPIES_MAX`]; 1 issues each copy by a call
+    /// of its own.
     pub copies_a_call: usize,
-    /// Hears true before a call for many copies is given while none is under way, and false once none is under way any more.
+    /// Called with true before a batched copy is issued while none is in flight, and with false when none is in flight
+    /// any longer.
     pub mark: Box<dyn Fn(bool) + Send>,
-    /// Hears of ends; says whether anybody does.
+    /// Receives the outcomes; returns false when there is no receiver for them.
     pub tell: Box<dyn Fn(Outcome) -> bool + Send>,
 }
 
-/// The caller's side. When it is dropped, what waits is given up, and what is under way ends.
+/// Handle of the thread. Its drop discards waiting copies and waits for copies in flight, at most 3 s.
 #[derive(Debug)]
 pub struct Copier {
     queue: Option<Sender<Order>>,
     waits: Arc<WaitList>,
-    /// Nanoseconds that were spent in giving copies to the driver.
+    /// Nanoseconds spent in submitting copies to the driver.
     giving_ns: Arc<AtomicU64>,
     thread: Option<JoinHandle<()>>,
-    /// Closed when the thread has ended.
+    /// Disconnected when the thread has ended.
     over: Receiver<()>,
 }
 
@@ -135,24 +137,25 @@ impl Copier {
         })
     }
 
-    /// Hands a copy over; false when there is no place, or nobody.
+    /// Queues a copy. Returns false when the queue is full or the thread has ended.
     pub fn start_copy(&self, order: CopyOrder) -> bool {
         self.hand_over(Order::Copy(Box::new(order)))
     }
 
-    /// How long giving copies to the driver has taken, in all. The GPU may work meanwhile.
+    /// Total time spent in submitting copies to the driver. The GPU may have been copying meanwhile.
     pub fn giving(&self) -> Duration {
         Duration::from_nanos(self.giving_ns.load(Ordering::Relaxed))
     }
 
-    /// Asks to be told when something is written.
+    /// Requests an [`Outcome::Written`] when the announced work is written.
     pub fn wait_for(&self, order: WaitOrder) {
         if self.waits.push(order) && !self.hand_over(Order::Look) {
             tracing::debug!("the copying thread is awake already");
         }
     }
 
-    /// The engine whose word this is says by itself that everything up to this number is written.
+    /// Removes waits for everything up to `through`, because the engine that owns the word has reported by itself that
+    /// it is written.
     pub fn said(&self, memory: &RegisteredDevice, word: Timeline, through: RequestId) {
         let memory = Arc::downgrade(&memory.memory);
         self.waits.said(&memory, word, through);
@@ -181,20 +184,20 @@ impl Drop for Copier {
 
 enum Order {
     Copy(Box<CopyOrder>),
-    /// There is something to wait for.
+    /// Wakes the thread, because there is something to wait for.
     Look,
 }
 
 /// Why the thread did not start.
 #[derive(Debug, thiserror::Error)]
 pub enum CopierError {
-    /// The driver's error.
+    /// A call of the driver failed.
     #[error(transparent)]
     Cuda(#[from] CudaError),
-    /// Memory for what is seen.
+    /// Host memory for the values that are read could not be created or pinned.
     #[error(transparent)]
     Memory(#[from] SmallCopyError),
-    /// The system's error.
+    /// The system could not start the thread.
     #[error("no thread for copies: {0}")]
     Thread(#[from] std::io::Error),
 }
@@ -204,7 +207,7 @@ struct Run {
     lanes: [Lane; 2],
     waits: Waits,
     mark: Box<dyn Fn(bool) + Send>,
-    /// It was said that calls for many copies are under way.
+    /// `mark` was called with true: batched copies may be in flight.
     marked: bool,
     giving_ns: Arc<AtomicU64>,
     tell: Box<dyn Fn(Outcome) -> bool + Send>,
@@ -272,7 +275,7 @@ impl Run {
         self.waits.is_idle() && self.lanes.iter().all(Lane::is_idle)
     }
 
-    /// Leaves what is under way as it is, with its memory, for the end of the process.
+    /// Leaves the work in flight as it is, and keeps its memory until the process ends.
     fn forget(&mut self) {
         self.waits.forget();
         for lane in &mut self.lanes {
@@ -281,7 +284,8 @@ impl Run {
         }
     }
 
-    /// Takes what has come, or waits for it when nothing is under way. True when nobody will send any more.
+    /// Takes the queued orders, or waits for one when nothing is in flight. Returns true when the [`Copier`] was
+    /// dropped.
     fn take_orders(&mut self) -> bool {
         let pause = match self.lanes.iter().all(Lane::is_idle) {
             true => LOOK_PAUSE,
@@ -289,7 +293,7 @@ impl Run {
         };
         let first = match () {
             () if self.is_idle() => self.orders.recv().map_err(|_| true),
-            // There is more to give: a pause would leave the link idle.
+            // More slices can be submitted: a pause would leave the link idle.
             () if self.lanes.iter().any(Lane::can_give) => {
                 let none = |none| none == TryRecvError::Disconnected;
                 self.orders.try_recv().map_err(none)
@@ -324,20 +328,20 @@ const fn lane_of(direction: Direction) -> usize {
     }
 }
 
-/// Copies of one direction.
+/// The copies of one direction.
 struct Lane {
     stream: Arc<Stream>,
     jobs: VecDeque<Job>,
-    /// Slices that the stream has, in order, each with the number of its job.
+    /// Slices in the stream, in order, each with the number of its job.
     flights: VecDeque<Flight>,
-    /// Number of the first of `jobs`.
+    /// Number of the first job in `jobs`.
     first: u64,
 }
 
 struct Job {
     order: CopyOrder,
     parts: std::vec::IntoIter<Vec<FragmentPair>>,
-    /// What is being given.
+    /// The part that is being submitted.
     part: Option<Part>,
     begun: Option<Instant>,
     flights: usize,
@@ -346,24 +350,24 @@ struct Job {
     bytes: u64,
 }
 
-/// A part of a copy, of which some ranges were given.
+/// A part of a copy, of which some ranges have been submitted.
 struct Part {
     plan: CopyPlan,
     pages: u64,
-    /// The first step that was not given yet.
+    /// The first step that has not been submitted yet.
     step: u64,
-    /// Ranges that are still to be given; more than there are, without a planted bug.
+    /// Ranges still to be submitted; counted down from `usize::MAX` unless a bug is planted.
     ranges: usize,
 }
 
-/// A slice of a part.
+/// A slice of a part, in flight.
 struct Flight {
     job: u64,
     submitted: Submitted,
-    /// Of the whole part.
+    /// Pages of the whole part, of which this is a slice.
     pages: u64,
     bytes: u64,
-    /// With it all of the part was given.
+    /// Whether the part has been submitted completely with this slice.
     whole: bool,
 }
 
@@ -382,7 +386,7 @@ impl Job {
         }
     }
 
-    /// Nothing of it will be given any more, and nothing is under way.
+    /// Nothing more will be submitted, and nothing is in flight.
     fn is_over(&self) -> bool {
         if planted(Bug::PageBackEarly) && self.whole_pages > 0 {
             return true;
@@ -390,7 +394,7 @@ impl Job {
         self.flights == 0 && !self.has_more()
     }
 
-    /// Something of it is still to be given.
+    /// Some parts are still to be submitted.
     fn has_more(&self) -> bool {
         !self.failed && (self.part.is_some() || self.parts.len() > 0)
     }
@@ -406,7 +410,8 @@ impl Job {
         }
     }
 
-    /// Gives the next slice to the stream. A slice that is refused ends the copy; what of it is under way is watched, too.
+    /// Submits the next slice to the stream. A refused slice ends the copy; its ranges that are in flight are still
+    /// watched.
     fn submit(&mut self, number: u64, stream: &Arc<Stream>) -> Result<Option<Flight>, CudaError> {
         if self.order.cancel.is_cancelled() {
             tracing::info!(op = %self.order.op, "copy cancelled");
@@ -463,7 +468,7 @@ impl Job {
         Ok(flight)
     }
 
-    /// Checks what is to be given next. A part that contradicts the memories ends the copy.
+    /// Checks the next part. A part that contradicts the memories ends the copy.
     fn next_part(&mut self) -> Option<Part> {
         let pairs = self.parts.next()?;
         self.begun.get_or_insert_with(Instant::now);
@@ -512,22 +517,22 @@ impl Lane {
         self.jobs.is_empty()
     }
 
-    /// More can be given at once.
+    /// Another slice can be submitted at once.
     fn can_give(&self) -> bool {
         self.flights.len() < PARTS_IN_FLIGHT && self.jobs.iter().any(Job::has_more)
     }
 
-    /// What it gives next are calls for many copies.
+    /// The next slice will be submitted by batched calls.
     fn will_give_batches(&self) -> bool {
         self.stream.copies_a_call() > 1 && self.can_give()
     }
 
-    /// Gives nothing more to the stream.
+    /// Submits nothing more to the stream.
     fn give_up(&mut self) {
         self.jobs.iter_mut().for_each(|job| job.failed = true);
     }
 
-    /// Looks at what is under way, and gives more.
+    /// Polls the slices in flight, and submits another.
     fn go_on(
         &mut self,
         ended: &mut Vec<EndedCopy>,
@@ -544,7 +549,7 @@ impl Lane {
             let job = place.and_then(|place| self.jobs.get_mut(place as usize));
             let Some(job) = job else { continue };
             job.flights -= 1;
-            // Parts behind one that is not whole do not count: pages are told from the first on.
+            // Only complete parts count, because an end reports a number of pages from the first one on.
             if flight.whole {
                 job.whole_pages += flight.pages;
                 job.bytes += flight.bytes;
@@ -566,8 +571,8 @@ impl Lane {
         Ok(())
     }
 
-    /// One more slice, of the first copy that has any left, if the stream may have it. Only one, so that the other direction
-    /// waits for [`CALLS_A_TURN`] calls at most, or for one call for many copies.
+    /// Submits one more slice, of the first copy that has any left, if the stream has room. Only one, so that the other
+    /// direction waits for at most [`CALLS_A_TURN`] calls, or for one batched call.
     fn fill(&mut self) -> Result<(), CudaError> {
         for (number, job) in (self.first..).zip(&mut self.jobs) {
             if self.flights.len() >= PARTS_IN_FLIGHT {

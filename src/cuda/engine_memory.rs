@@ -22,7 +22,7 @@ pub struct DeviceMemories {
 }
 
 impl DeviceMemories {
-    /// Memory of this process's own.
+    /// Takes memory that was allocated or opened in this process, one piece for each allocation.
     pub fn own(memories: Vec<DeviceMemory>) -> Arc<Self> {
         Arc::new(Self {
             memories,
@@ -30,12 +30,12 @@ impl DeviceMemories {
         })
     }
 
-    /// Tells when nothing of it is open here any more.
+    /// Signals that none of the memory is open in this process any longer.
     pub fn end(&self) -> LifelineEnd {
         self.lifeline.end()
     }
 
-    /// One of them.
+    /// The memory of an allocation, by its index.
     pub fn get(&self, allocation: u32) -> Option<&DeviceMemory> {
         self.memories.get(allocation as usize)
     }
@@ -52,34 +52,34 @@ impl DeviceSide for DeviceMemories {
 pub struct RegisteredDevice {
     /// The opened allocations.
     pub memory: Arc<DeviceMemories>,
-    /// Where each page lies in them.
+    /// Location of each page in the allocations.
     pub layout: Arc<PageLayout>,
-    /// What all ranks must have in common.
+    /// What all ranks of the group must have in common.
     pub geometry: GroupGeometry,
-    /// Where the engine's device writes how far it is.
+    /// The word to which the engine's device writes its progress; `None` if the engine has none.
     pub timeline: Option<Timeline>,
 }
 
-/// Why device memory cannot be used. Each names the field.
+/// Why device memory cannot be used. Each error names the field.
 #[derive(Debug, thiserror::Error)]
 pub enum DeviceOpenError {
     /// The description contradicts itself.
     #[error(transparent)]
     Registration(#[from] RegistrationError),
-    /// Some of the memory is not on a GPU.
+    /// An allocation is not on a GPU while others are.
     #[error(
         "registration.allocations[{0}].kind is shared_memory, others are device: give all of one kind"
     )]
     Mixed(usize),
-    /// The name of no GPU.
+    /// `device_uuid` is not the UUID of a GPU.
     #[error(
         "registration.device_uuid is '{0}': give it as nvidia-smi -L does, GPU- and 32 hexadecimal digits"
     )]
     Uuid(String),
-    /// The path of a file.
+    /// The handle of device memory is a path.
     #[error("registration.allocations[{0}].handle is a path: device memory has none")]
     Path(usize),
-    /// Nobody handed a file descriptor over under this ticket, or too long ago.
+    /// No file descriptor arrived under this ticket, or it arrived more than 30 s ago.
     #[error(
         "registration.allocations[{0}].handle: no file descriptor came under this ticket (chunk {1}): send it first, and \
          register within 30 s"
@@ -88,19 +88,19 @@ pub enum DeviceOpenError {
     /// The driver does not open the handle.
     #[error("registration.allocations[{index}].handle: {source}{}", not_opened(*.source))]
     Open {
-        /// Which allocation.
+        /// Index of the allocation.
         index: usize,
-        /// What the driver said.
+        /// Error of the driver.
         source: CudaError,
     },
-    /// The memory is shorter than it was described.
+    /// The memory is shorter than described.
     #[error("registration.allocations[{index}].bytes is {bytes}, the memory has {found}")]
     TooShort {
-        /// Which allocation.
+        /// Index of the allocation.
         index: usize,
-        /// Bytes by the registration.
+        /// Bytes according to the registration.
         bytes: u64,
-        /// Bytes that there are.
+        /// Bytes of the opened memory.
         found: u64,
     },
     /// Two allocations are the same memory.
@@ -116,18 +116,18 @@ pub enum DeviceOpenError {
     /// The nonce could not be read.
     #[error("registration.nonce: {0}")]
     Nonce(#[from] SmallCopyError),
-    /// What was opened is not what the engine described.
+    /// The opened memory does not contain the nonce.
     #[error(
         "registration.nonce: not at byte {0} of its allocation: the opened memory is not the engine's"
     )]
     OtherMemory(u64),
-    /// The same of a piece of memory that does not hold the nonce.
+    /// A piece of the opened memory does not contain the bytes that the engine gave as proof.
     #[error("registration.{0}")]
     Proof(#[from] ProofError<SmallCopyError>),
 }
 
 impl DeviceOpenError {
-    /// An error after which nothing of this process works on the GPU any more.
+    /// The error, if it means that the GPU no longer works for this process.
     pub fn fatal(&self) -> Option<CudaError> {
         let error = match self {
             Self::Open { source, .. } => Some(*source),
@@ -138,13 +138,13 @@ impl DeviceOpenError {
         error.filter(|error| error.is_fatal())
     }
 
-    /// Whether the same memory may be taken when it is described anew.
+    /// Whether the same memory may be accepted when the engine registers it again.
     pub fn may_pass(&self) -> bool {
         matches!(self, Self::Proof(ProofError::Other { .. }))
     }
 }
 
-/// What to do about a handle that the driver does not open; empty where nothing is known.
+/// Advice about a handle that the driver does not open; empty where nothing is known.
 fn not_opened(error: CudaError) -> &'static str {
     match error.code() {
         Some(201) => {
@@ -162,7 +162,7 @@ pub fn device_of(registration: &Registration) -> Result<DeviceUuid, DeviceOpenEr
     text.parse().map_err(|()| DeviceOpenError::Uuid(text))
 }
 
-/// The chunks of an allocation that is not opened as a whole, each with its length.
+/// The chunks of an allocation that is not opened by a CUDA IPC handle, each with its length in bytes.
 fn chunks(
     index: usize,
     handle: &AllocationHandle,
@@ -194,9 +194,8 @@ fn chunks(
 }
 
 impl RegisteredDevice {
-    /// Checks the description, opens the allocations and looks for the nonce and the proofs. `take` finds the descriptor of
-    /// a ticket.
-    /// Blocks on the driver.
+    /// Checks the description, opens the allocations and verifies the nonce and the proofs. `take` returns the
+    /// descriptor of a ticket. Blocks on the driver.
     pub fn open(
         registration: &Registration,
         context: &Arc<Context>,

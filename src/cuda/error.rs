@@ -1,28 +1,28 @@
-//! Refusals of the CUDA driver, in words.
+//! Errors of the CUDA driver, with advice.
 
-/// Why a call of the driver did not do what it was to do.
+/// Why a call of the driver failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum CudaError {
-    /// The driver refused a call, or reports late that earlier work failed.
+    /// The driver refused a call, or reported late that earlier work failed.
     #[error("{call} answered {name} ({code})")]
     Answered {
-        /// Which function of the driver.
+        /// Name of the function.
         call: &'static str,
-        /// `CUresult`, by the driver's own header.
+        /// `CUresult`, as in the driver's header.
         code: u32,
-        /// The driver's name for it.
+        /// The driver's name for the code.
         name: &'static str,
     },
     /// A range was refused before the driver was called.
     #[error("{0} lies outside of its memory: the driver was not called")]
     OutOfRange(&'static str),
-    /// This driver does not have a function.
+    /// The driver lacks an optional function.
     #[error("the CUDA driver has no {0}")]
     NoFunction(&'static str),
 }
 
 impl CudaError {
-    /// `CUresult`, where the driver answered.
+    /// `CUresult`, if the driver was called.
     pub const fn code(self) -> Option<u32> {
         match self {
             Self::Answered { code, .. } => Some(code),
@@ -30,7 +30,7 @@ impl CudaError {
         }
     }
 
-    /// The function of the driver that answered.
+    /// The function that failed, if the driver was called.
     pub const fn call(self) -> Option<&'static str> {
         match self {
             Self::Answered { call, .. } => Some(call),
@@ -38,10 +38,11 @@ impl CudaError {
         }
     }
 
-    /// The context is broken, or may be: every later call fails, and only the end of the process makes the GPU usable again.
+    /// Whether the context is or may be broken: every later call fails, and only the end of the process makes the GPU
+    /// usable again.
     ///
-    /// Every answer counts as that, except refusals that are known to be about one call (`CUresult` in the driver's
-    /// reference): an answer that only a newer driver gives must not be taken lightly.
+    /// Every code counts as fatal except refusals that are known to concern one call (`CUresult` in the driver's
+    /// reference): a code that only a newer driver returns may be fatal.
     pub const fn is_fatal(self) -> bool {
         let Some(code) = self.code() else {
             return false;
@@ -77,7 +78,7 @@ impl CudaError {
         )
     }
 
-    /// What to do about a refusal to start the driver or to make a context; empty where nothing is known.
+    /// Advice about a failure to start the driver or to create a context; empty where nothing is known.
     pub const fn hint(self) -> &'static str {
         match self.code() {
             Some(code) => hint(code),
@@ -89,21 +90,21 @@ impl CudaError {
 /// Why GPUs cannot be used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum NoDriver {
-    /// Nothing to load.
+    /// The driver's library is not found.
     #[error(
         "no CUDA driver is installed: libcuda.so.1 is not in the library path (in a container, start it with GPU access)"
     )]
     NoLibrary,
-    /// It is older than the functions that are called.
+    /// The driver is older than a required function.
     #[error("the CUDA driver has no {0}: install driver 525 (CUDA 12.0) or a newer one")]
     TooOld(&'static str),
-    /// It does not start.
+    /// The driver does not start.
     #[error("the CUDA driver does not start: {error}{}", error.hint())]
     InitFailed {
-        /// What `cuInit` said.
+        /// Error of `cuInit` or of a call right after it.
         error: CudaError,
     },
-    /// It starts, and has no GPU.
+    /// The driver starts, and offers no GPU to this process.
     #[error(
         "the CUDA driver is there, and no GPU that this process may use (CUDA_VISIBLE_DEVICES hides them, too)"
     )]
@@ -111,7 +112,7 @@ pub enum NoDriver {
 }
 
 impl NoDriver {
-    /// Whether `cuInit` was called. It cannot be relied on to work later in the same process.
+    /// Whether `cuInit` was called. A later call cannot be relied on to work in the same process.
     pub const fn is_final(&self) -> bool {
         matches!(self, Self::InitFailed { .. } | Self::NoDevice)
     }
@@ -164,14 +165,14 @@ mod tests {
         CudaError::Answered { call, code, name }.is_fatal()
     }
 
-    /// A module that does not load or a kernel that does not start leaves another way to copy; 221 is usual in a container
-    /// without the compiler's library.
+    /// After a module that does not load or a kernel that does not start, there is another way to copy; 221 is usual in
+    /// a container without the compiler's library.
     #[test]
     fn refusals_of_one_way_to_copy_are_not_the_end_of_the_gpu() {
         for code in [200, 218, 221, 222, 223, 301, 302, 303, 701, 720] {
             assert!(!fatal(code), "{code}");
         }
-        // Illegal addresses, timeouts, destroyed contexts, traps, lost devices, and what only newer drivers say.
+        // Illegal addresses, timeouts, destroyed contexts, traps, lost devices, and codes of newer drivers only.
         for code in [
             700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 999, 12_345,
         ] {

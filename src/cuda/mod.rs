@@ -1,11 +1,11 @@
 //! GPUs: the driver, and the thread that copies between device memory and depots.
 //!
-//! * [`driver`](Driver): the only calls into CUDA, with memory and streams that cannot be used wrongly from safe code;
-//! * [`DeviceMemories`]: an engine's memory, as this process opens it;
-//! * [`PinnedDepot`]: a depot whose memory a GPU reaches;
+//! * [`driver`](Driver): the only calls into CUDA, with memory and streams that safe code cannot misuse;
+//! * [`DeviceMemories`]: an engine's memory, opened in this process;
+//! * [`PinnedDepot`]: a depot that is pinned for a GPU;
 //! * [`Copier`]: the stream actor, one thread for each GPU.
 //!
-//! The driver is found when the process runs. Without one, everything here says so in words.
+//! The driver is loaded at run time. Without one, every operation returns an error that explains it.
 
 mod copier;
 mod driver;

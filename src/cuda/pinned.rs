@@ -1,4 +1,4 @@
-//! A depot whose memory a GPU reaches by itself.
+//! A depot that is pinned for a GPU.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,24 +10,25 @@ use super::driver::{Context, HostMemory, PinnedRange};
 use super::error::CudaError;
 use crate::memory::{Depot, Lifeline, LifelineEnd, SharedBuffer};
 
-/// A depot is pinned in chunks of so many bytes: drivers refuse very large ones, and each is a step of progress.
+/// A depot is pinned in chunks of this many bytes: drivers refuse very large ones, and each chunk is a step of
+/// progress.
 pub const PIN_CHUNK_BYTES: u64 = 1 << 30;
-/// Threads that pin a depot. One pins about 10 GiB a second; so many are as fast as memory.
+/// Threads that pin a depot. One thread pins about 10 GiB/s; 8 reach the speed of the memory.
 const PIN_THREADS: u64 = 8;
 /// `CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED`.
 const HOST_REGISTER_SUPPORTED: u32 = 99;
 
-/// A depot, pinned as a whole.
+/// A depot that is pinned completely.
 #[derive(Debug)]
 pub struct PinnedDepot {
-    // Given back before the memory is.
+    // Dropped before the depot, so that its memory is unpinned before it is unmapped.
     _ranges: Vec<PinnedRange>,
     depot: Arc<Depot>,
     chunk_bytes: u64,
     lifeline: Lifeline,
 }
 
-/// The driver does not pin so much memory.
+/// The driver does not pin this much memory.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "g2: the CUDA driver pinned {pinned_bytes} of {bytes} bytes of host memory and no more: {source}; {}: lower g2, or raise \
@@ -39,19 +40,19 @@ pub struct PinnedDepot {
     }
 )]
 pub struct PinError {
-    /// What was pinned before.
+    /// Bytes that had been pinned before the refusal.
     pub pinned_bytes: u64,
-    /// What was wanted.
+    /// Bytes of the depot.
     pub bytes: u64,
-    /// The GPU reaches host memory of other makers at all.
+    /// Whether the GPU can register host memory at all (attribute 99).
     pub registers: bool,
-    /// What the driver said.
+    /// Error of the driver.
     pub source: CudaError,
 }
 
 impl PinnedDepot {
-    /// Pins all of a depot, by several threads. `progress` hears how many bytes are pinned. Blocks: a second for about 10 GiB
-    /// with one thread.
+    /// Pins a whole depot with several threads. `progress` receives the number of bytes that are pinned. Blocks: 1 s
+    /// per 10 GiB with one thread.
     pub fn new(
         context: &Arc<Context>,
         depot: Arc<Depot>,
@@ -107,18 +108,19 @@ impl PinnedDepot {
         })
     }
 
-    /// The depot.
+    /// The pinned depot.
     pub fn depot(&self) -> &Arc<Depot> {
         &self.depot
     }
 
-    /// Tells when the driver has unpinned all of it: it refuses to pin the same memory before that.
+    /// Signals that the driver has unpinned the whole depot: until then it refuses to pin the same memory.
     pub fn end(&self) -> LifelineEnd {
         self.lifeline.end()
     }
 }
 
-/// Pins chunks, one after the other, until none is left or one is refused: then the other threads stop, too.
+/// Body of one thread: pins chunks one after another until none is left or one is refused, which stops the other
+/// threads too.
 fn pin(
     context: &Arc<Context>,
     depot: &Arc<Depot>,
@@ -137,7 +139,7 @@ fn pin(
         let pinned = PinnedRange::register(context, depot, at, len_bytes);
         let refused = pinned.is_err();
         if refused {
-            // Far enough that no thread comes back from there, and too few to wrap around.
+            // Past the end for every thread, and low enough that the counter does not wrap around.
             next.store(bytes.max(u64::MAX / 2), Ordering::Relaxed);
         }
         if tell.send(pinned.map(|range| (range, len_bytes))).is_err() || refused {

@@ -1,20 +1,21 @@
-//! Where this machine's GPUs are plugged in, as the driver's kernel module lists them.
+//! PCI bus ids of this machine's GPUs, as the driver's kernel module lists them.
 //!
-//! The CUDA driver knows it too, but takes 10 s and more to start on a machine with many GPUs that nobody uses yet, and a
-//! process that has started it never gets rid of it. Files cost nothing, and say it also where no GPU is used at all.
+//! The CUDA driver reports them too, but takes 10 s and more to start on a machine with many unused GPUs, and cannot be
+//! unloaded from a process that has started it. Files cost nothing, and are also available to a process that uses no
+//! GPU.
 
 use std::fs;
 use std::path::Path;
 
-/// One folder for each GPU, named after its bus id.
+/// Contains a folder for each GPU, named after its bus id.
 const GPUS: &str = "/proc/driver/nvidia/gpus";
-/// What hides GPUs from a process, and numbers those that are left.
+/// Variable that hides GPUs from a process, and determines the numbers of the visible ones.
 const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
 
-/// The bus id of the GPU with this number, of those that this process may use; such as `0000:3b:00.0`.
+/// Bus id, such as `0000:3b:00.0`, of the GPU with this number among those that this process may use.
 ///
-/// GPUs are counted by bus id. The driver counts a faster kind first where a machine has several kinds; then the answer may
-/// be that of another one.
+/// GPUs are counted by bus id. The driver counts a faster model first where a machine has several models; the result
+/// may then be the bus id of another GPU.
 pub fn bus_id(number: usize) -> Option<String> {
     let visible = std::env::var(VISIBLE).ok();
     visible_in(Path::new(GPUS), visible.as_deref())
@@ -23,14 +24,14 @@ pub fn bus_id(number: usize) -> Option<String> {
         .flatten()
 }
 
-/// A GPU of the list.
+/// A GPU in the kernel module's list.
 struct Listed {
     bus_id: String,
-    /// In small letters; empty where the driver has not told it yet.
+    /// In lower case; placeholders or empty where the driver has not determined it yet.
     uuid: String,
 }
 
-/// The bus ids of the GPUs that are visible, in their order; none for one that is visible and not known.
+/// The bus ids of the visible GPUs, in their order; `None` for one that is visible and not known.
 fn visible_in(gpus: &Path, visible: Option<&str>) -> Vec<Option<String>> {
     let listed = listed_in(gpus);
     let Some(visible) = visible else {
@@ -43,11 +44,11 @@ fn visible_in(gpus: &Path, visible: Option<&str>) -> Vec<Option<String>> {
             let gpu = listed.iter().find(|gpu| gpu.uuid.starts_with(&prefix));
             gpu.map(|gpu| gpu.bus_id.clone())
         };
-        // A MIG instance is named by itself, or, by older drivers, by its GPU and two numbers.
+        // A MIG instance has a UUID of its own, or, with older drivers, the UUID of its GPU and two numbers.
         let place = match (name.parse::<usize>(), name.strip_prefix("MIG-")) {
             (Ok(number), _) => match listed.get(number) {
                 Some(gpu) => Some(gpu.bus_id.clone()),
-                // What stands behind a number that does not exist is hidden, too.
+                // Everything after a number that does not exist is hidden, too.
                 None => break,
             },
             (Err(_), Some(instance)) => match instance.split_once('/') {
@@ -62,7 +63,7 @@ fn visible_in(gpus: &Path, visible: Option<&str>) -> Vec<Option<String>> {
     found
 }
 
-/// Every GPU, by bus id.
+/// All GPUs, sorted by bus id.
 fn listed_in(gpus: &Path) -> Vec<Listed> {
     let entries = fs::read_dir(gpus).into_iter().flatten().flatten();
     let gpu = |entry: fs::DirEntry| {
@@ -85,7 +86,7 @@ mod tests {
         format!("0000:{:02x}:00.0", 0x3b + number)
     }
 
-    /// Three GPUs; the driver has not told the name of the last one yet.
+    /// Three GPUs; the driver has not determined the UUID of the last one yet.
     fn machine() -> tempfile::TempDir {
         let folder = tempfile::tempdir().expect("a folder");
         for (number, uuid) in [

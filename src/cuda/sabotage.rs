@@ -1,16 +1,16 @@
-//! Planted bugs: how the tests prove that they would find one. Only in tests; anywhere else [`planted`] is a constant
-//! `false` and costs nothing.
+//! Planted bugs, by which the tests prove that they would find such a bug. Active only in tests; elsewhere [`planted`]
+//! is a constant `false` and costs nothing.
 
 macro_rules! bugs {
     ($($(#[$doc:meta])* $name:ident,)*) => {
-        /// One mistake that somebody could make here.
+        /// A mistake that could be made in this module.
         #[derive(Debug, Clone, Copy, PartialEq, Eq)]
         pub(super) enum Bug {
             $($(#[$doc])* $name,)*
         }
 
         impl Bug {
-            /// Every one.
+            /// All bugs.
             #[cfg(test)]
             pub(super) const ALL: &[Self] = &[$(Self::$name,)*];
         }
@@ -18,33 +18,33 @@ macro_rules! bugs {
 }
 
 bugs! {
-    /// Nobody waits for the event behind a part.
+    /// The event after a part is not waited for.
     MissingEventWait,
-    /// The event is recorded before the copies, not behind them.
+    /// The event is recorded before the copies, not after them.
     RecordTooSoon,
-    /// The event is recorded in a stream that has none of the copies.
+    /// The event is recorded in a stream that contains none of the copies.
     RecordElsewhere,
-    /// A copy is said to be over when its first part is.
+    /// A copy is reported as ended when its first part has ended.
     PageBackEarly,
-    /// At the end of the actor its memory goes at once, whatever is under way.
+    /// At the end of the actor its memory is released at once, also while copies are in flight.
     LetGoEarly,
     /// A copy crosses the end of a registered chunk.
     CrossChunks,
-    /// Both directions are given the wrong way round.
+    /// Both directions are exchanged.
     WrongWay,
     /// A part that was refused counts as copied.
     CountRefused,
-    /// The last range of a part is forgotten.
+    /// The last range of a part is left out.
     ForgetLast,
-    /// An engine that registers again gets the mapping of its memory of before.
+    /// An engine that registers again gets the mapping of its earlier memory.
     StaleMapping,
-    /// The list of copies that a call was given is used for the next call while the driver may still read it.
+    /// The descriptors of a batched call are reused for the next call while the driver may still read them.
     DescriptorsBackEarly,
-    /// Pages count as written before the engine's device says so.
+    /// Pages count as written before the engine's device has reported it.
     SemaphoreTooSoon,
 }
 
-/// The bug that is planted in this process, by its place in [`Bug::ALL`]; none beyond.
+/// The bug that is planted in this process, as an index into [`Bug::ALL`]; any higher value means none.
 #[cfg(test)]
 static PLANTED: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(usize::MAX);
 
@@ -58,7 +58,7 @@ pub(super) fn plant(bug: Bug) {
     );
 }
 
-/// True when this bug is planted in this process.
+/// Returns true if this bug is planted in this process.
 #[cfg(test)]
 pub(super) fn planted(bug: Bug) -> bool {
     let place = PLANTED.load(std::sync::atomic::Ordering::SeqCst);

@@ -1,7 +1,8 @@
-//! Waits until an engine's device has written what a store is to read: the device says so by a word in its own memory.
+//! Waits until an engine's device has written the pages that a store is to read: the device reports its progress by a
+//! word in its own memory.
 //!
-//! The word is read, again and again, and not waited for by a stream: what a stream waits for cannot be given up, and would
-//! keep everything behind it when an engine dies before it has written.
+//! The word is polled, and not waited for by a stream: such a wait cannot be cancelled, and would block everything
+//! after it in the stream when an engine dies before it has written.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
@@ -14,37 +15,39 @@ use super::window::{SmallCopyError, Staging};
 use crate::memory::{CopyRange, TIMELINE_BYTES};
 use crate::types::{Direction, EngineId, RequestId, Timeline};
 
-/// Pauses between two looks at a word: the first, and the longest, to which it doubles while nothing has happened.
+/// Pause between two reads of a word: the initial value, and the maximum, up to which it doubles while nothing has
+/// changed.
 pub(super) const LOOK_PAUSE: Duration = Duration::from_micros(50);
 const LOOK_PAUSE_MAX: Duration = Duration::from_micros(400);
 
-/// What an engine has announced: it is written once the word is at least `through`.
+/// Work that an engine has announced: all of it is written once the word is at least `through`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Announced {
-    /// Whose.
+    /// The engine that announced the work.
     pub engine: EngineId,
-    /// The number up to which everything is written once the word has it.
+    /// Everything up to this number is written once the word has it.
     pub through: RequestId,
 }
 
-/// Something to wait for. It is forgotten with the memory that the word lies in.
+/// A request to wait for announced work. Dropped with the memory that contains the word.
 #[derive(Debug)]
 pub struct WaitOrder {
-    /// Where the word lies.
+    /// The memory that contains the word.
     pub memory: Weak<DeviceMemories>,
-    /// Where in it.
+    /// Position of the word in that memory.
     pub word: Timeline,
-    /// What is announced.
+    /// The announced work.
     pub announced: Announced,
 }
 
-/// What is to be waited for, one entry a word: what is announced last says more than what was before. So it is bounded by the
-/// memories that are open. An entry goes when the word has its number, or when the engine says by itself that it is written.
+/// Work that is waited for, one entry per word, because a later announcement includes the earlier ones. The list is
+/// therefore bounded by the memories that are open. An entry is removed when the word has reached its number, or when
+/// the engine itself reports that the work is written.
 #[derive(Debug, Default)]
 pub(super) struct WaitList(Mutex<Vec<WaitOrder>>);
 
 impl WaitList {
-    /// One more; true when there was none.
+    /// Adds an entry, or raises the number of the word's entry. Returns true if the list was empty.
     pub(super) fn push(&self, order: WaitOrder) -> bool {
         let mut waiting = self.lock();
         let first = waiting.is_empty();
@@ -59,8 +62,8 @@ impl WaitList {
         first
     }
 
-    /// The engine says by itself that everything up to this number is written. Its device may never let this word say so, and
-    /// the word would be read until the next number is there.
+    /// Removes the entry of a word up to `through`, because the engine itself has reported that this is written. The
+    /// device may never set the word to that number, and the word would be polled until a later number is reached.
     pub(super) fn said(&self, memory: &Weak<DeviceMemories>, word: Timeline, through: RequestId) {
         self.lock()
             .retain(|order| !order.is_of(memory, word) || order.announced.through > through);
@@ -77,7 +80,7 @@ impl WaitOrder {
     }
 }
 
-/// Looks at the words of a [`WaitList`].
+/// Polls the words of a [`WaitList`].
 pub(super) struct Waits {
     stream: Arc<Stream>,
     seen: Arc<Staging>,
@@ -85,7 +88,7 @@ pub(super) struct Waits {
     look: Option<Look>,
     not_before: Instant,
     pause: Duration,
-    /// The words that were seen last, so that each is told once.
+    /// The value that was read last, so that the same progress is not reported again.
     told: u64,
     complained: bool,
 }
@@ -115,19 +118,19 @@ impl Waits {
         self.look.is_none() && self.list.lock().is_empty()
     }
 
-    /// Waits for nothing more.
+    /// Removes all entries.
     pub(super) fn give_up(&mut self) {
         self.list.lock().clear();
     }
 
-    /// Leaves what is under way as it is.
+    /// Leaves a read in flight as it is, until the process ends.
     pub(super) fn forget(&mut self) {
         if let Some(look) = self.look.take() {
             look.submitted.forget();
         }
     }
 
-    /// Looks at a word, and adds what is written by now.
+    /// Polls the read in flight or starts the next one, and appends work that is written by now.
     pub(super) fn go_on(&mut self, written: &mut Vec<Announced>) -> Result<(), CudaError> {
         if let Some(look) = &mut self.look {
             if !look.submitted.poll()? {
@@ -142,7 +145,7 @@ impl Waits {
         let next = {
             let mut waiting = self.list.lock();
             waiting.retain(|order| order.memory.strong_count() > 0);
-            // Each in turn.
+            // Round robin over the words.
             let order = match waiting.is_empty() {
                 true => return Ok(()),
                 false => waiting.remove(0),
@@ -178,7 +181,7 @@ impl Waits {
                 });
             }
             Err(error) if error.is_fatal() => return Err(error),
-            // It was only a look: there will be another one.
+            // Only one read has failed: another one follows.
             Err(error) if !self.complained => {
                 tracing::warn!(%error, "the device's word cannot be read");
                 self.complained = true;
@@ -188,7 +191,8 @@ impl Waits {
         Ok(())
     }
 
-    /// The word says how far the device is, which may be a part of what is announced.
+    /// Evaluates a word that was read. Its value is the progress of the device, which may cover only a part of the
+    /// announced work.
     fn look_ended(&mut self, written: &mut Vec<Announced>) {
         let Some(Look { memory, word, .. }) = self.look.take() else {
             return;

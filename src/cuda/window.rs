@@ -1,4 +1,4 @@
-//! A few bytes of device memory, read and written through host memory of its own.
+//! Reads and writes a few bytes of device memory, through pinned host memory of its own.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -10,14 +10,14 @@ use super::error::CudaError;
 use crate::memory::{BufferError, CopyRange, SharedBuffer};
 use crate::types::{Direction, Timeline};
 
-/// How long one copy of a few bytes may take; the GPU may be busy with an engine's work.
+/// Time limit of one copy of a few bytes; the GPU may be busy with an engine's work.
 const SMALL_COPY_LIMIT: Duration = Duration::from_secs(10);
-/// So long it is looked at all the time, then in between.
+/// Polls without sleeping for this long, then sleeps between polls.
 const SMALL_COPY_SPIN: Duration = Duration::from_micros(100);
 const SMALL_COPY_PAUSE: Duration = Duration::from_micros(50);
-/// What a window holds at least.
+/// Minimum size of a window's host memory, in bytes.
 const WINDOW_BYTES: u64 = 1 << 16;
-/// Writes that may be under way while nobody waits for them.
+/// Writes that may be in flight without being waited for.
 const WRITES_MAX: usize = 32;
 
 /// Reads and writes bytes of device memory, in order.
@@ -25,13 +25,13 @@ pub struct Window {
     context: Arc<Context>,
     stream: Arc<Stream>,
     staging: Arc<Staging>,
-    /// Writes under way, in order, and the host memory of those that are over.
+    /// Writes in flight, in order, each with its host memory.
     writes: VecDeque<(Submitted, Option<Arc<Staging>>)>,
     free: Vec<Arc<Staging>>,
 }
 
 impl Window {
-    /// With a stream of its own.
+    /// Creates a window with a stream of its own.
     pub fn new(context: &Arc<Context>) -> Result<Self, SmallCopyError> {
         Ok(Self {
             context: Arc::clone(context),
@@ -42,7 +42,7 @@ impl Window {
         })
     }
 
-    /// Reads bytes: those of several ranges (offset and length), one behind the other.
+    /// Reads the bytes of several ranges (offset and length), one after another, into `out`.
     pub fn read(
         &mut self,
         memory: &Arc<DeviceMemories>,
@@ -57,7 +57,7 @@ impl Window {
         Ok(self.staging.buffer.read_into(0, out)?)
     }
 
-    /// Writes bytes to several ranges.
+    /// Writes bytes to several ranges (offset and length), one after another.
     pub fn write(
         &mut self,
         memory: &Arc<DeviceMemories>,
@@ -72,7 +72,8 @@ impl Window {
         wait(self.submit(Direction::Load, memory, allocation, ranges, host)?)
     }
 
-    /// The same, without waiting: they are written before anything that is given to this window later.
+    /// Writes bytes without waiting for the end: they are written before anything that is submitted to this window
+    /// later.
     pub fn write_later(
         &mut self,
         memory: &Arc<DeviceMemories>,
@@ -95,7 +96,7 @@ impl Window {
         Ok(())
     }
 
-    /// Lets the device write how far it is, behind everything that was given to this window.
+    /// Makes the device write `value` to a word after everything that was submitted to this window before.
     pub fn mark(
         &mut self,
         memory: &Arc<DeviceMemories>,
@@ -118,7 +119,7 @@ impl Window {
         Ok(())
     }
 
-    /// Keeps the writes under way below their limit.
+    /// Keeps the number of writes in flight below its limit.
     fn take_over(&mut self) -> Result<(), SmallCopyError> {
         while let Some((first, _)) = self.writes.front_mut() {
             let over = first.poll()?;
@@ -144,7 +145,8 @@ impl Window {
         Ok(())
     }
 
-    /// A copy that went wrong may still use the host memory; then the next one gets another.
+    /// Ensures that the host memory is free and large enough. A failed copy may still use it; the next copy then gets
+    /// other memory.
     fn make_room(&mut self, len_bytes: u64) -> Result<(), SmallCopyError> {
         let free = Arc::get_mut(&mut self.staging).is_some();
         if !free || self.staging.buffer.len() < len_bytes {
@@ -198,7 +200,7 @@ fn check_length(ranges: &[(u64, u64)], bytes: usize) -> Result<(), SmallCopyErro
     }
 }
 
-/// Host memory for small copies, pinned: the driver takes such copies without waiting for them.
+/// Pinned host memory for small copies: the driver accepts copies of pinned memory without waiting for them.
 pub(super) struct Staging {
     _pinned: PinnedRange,
     pub(super) buffer: Arc<SharedBuffer>,
@@ -225,13 +227,13 @@ impl HostMemory for Staging {
 /// Why some bytes of device memory were not read or written.
 #[derive(Debug, thiserror::Error)]
 pub enum SmallCopyError {
-    /// The driver's error.
+    /// A call of the driver failed.
     #[error(transparent)]
     Cuda(#[from] CudaError),
-    /// The host's memory.
+    /// Host memory could not be created or accessed.
     #[error(transparent)]
     Buffer(#[from] BufferError),
-    /// The ranges have other bytes than there are.
+    /// The ranges add up to another length than the bytes.
     #[error("ranges of {described} bytes for {bytes} bytes")]
     Length {
         /// Bytes of the ranges.
@@ -239,7 +241,7 @@ pub enum SmallCopyError {
         /// Bytes that were given.
         bytes: usize,
     },
-    /// It takes too long.
+    /// The copy did not end within 10 s.
     #[error("a copy of a few bytes was not done within 10 s: the GPU does not answer")]
     Late,
 }

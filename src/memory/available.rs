@@ -1,4 +1,4 @@
-//! How many more bytes of memory a depot can take.
+//! Bytes of memory that a depot can still take.
 
 use std::fmt;
 use std::fs;

@@ -1,4 +1,4 @@
-//! Where each byte of a page lies: on the device, and in a block of the lower tiers.
+//! Page layouts: the location of each byte of a page on the device, and in a block of the lower tiers.
 
 use crate::types::{GroupGeometry, Registration, TensorRole, TensorView};
 

@@ -15,7 +15,7 @@ use crate::types::{AllocationHandle, AllocationKind, GroupGeometry, Registration
 pub struct RegisteredMemory {
     /// The mapped allocations.
     pub memory: Arc<EngineMemory>,
-    /// Where each page lies in them.
+    /// Location of each page in the allocations.
     pub layout: Arc<PageLayout>,
     /// What all ranks of the group must have in common.
     pub geometry: GroupGeometry,

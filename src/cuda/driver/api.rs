@@ -1,8 +1,9 @@
 //! The functions of the driver, looked up by name.
 //!
-//! The library is loaded by the name that the driver installs, `libcuda.so.1`, and by no other: `libcuda.so` is, in the folder
-//! of a CUDA toolkit, a stub that refuses everything. They are called through a table of our own and not through cudarc's bindings: those end the process when a function is
-//! missing, and take what a driver answers for an enum, which a code that is newer than the bindings must not become.
+//! The library is loaded by the name that the driver installs, `libcuda.so.1`, and by no other: `libcuda.so` in the
+//! folder of a CUDA toolkit is a stub that refuses every call. Functions are called through a table of this module and
+//! not through cudarc's bindings: those abort the process when a function is missing, and convert the driver's result
+//! to an enum, which is undefined behaviour for a code that is newer than the bindings.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::sync::OnceLock;
@@ -22,13 +23,13 @@ pub(super) type Code = u32;
 /// `CUdeviceptr`.
 pub(super) type Address = u64;
 
-/// The driver's library, loaded once: its functions are used until the process ends.
+/// The driver's library, loaded once and never unloaded: its functions are used until the process ends.
 fn library() -> Result<&'static Library, NoDriver> {
     static LOADED: OnceLock<Library> = OnceLock::new();
     if let Some(library) = LOADED.get() {
         return Ok(library);
     }
-    // SAFETY: loading runs the initialisers of the driver's library, which are meant to run in any process.
+    // SAFETY: loading runs the initialisers of the driver's library, which are made to run in any process.
     let library = unsafe { Library::new(LIBRARY) }.map_err(|error| {
         tracing::debug!(%error, "no CUDA driver");
         NoDriver::NoLibrary
@@ -41,7 +42,7 @@ macro_rules! functions {
         required { $($name:ident: fn($($argument:ty),*),)* }
         optional { $($newer:ident: fn($($its:ty),*),)* }
     ) => {
-        /// What this driver has.
+        /// The functions of this driver.
         #[expect(non_snake_case, reason = "the names that the driver has")]
         pub(super) struct Api {
             $(pub(super) $name: unsafe extern "C" fn($($argument),*) -> Code,)*

@@ -13,32 +13,32 @@ use super::api::{Api, Code};
 use super::{Device, Driver};
 use crate::cuda::error::CudaError;
 
-/// `CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM`. Copies by themselves do without.
+/// `CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM`. Only batched copies need it; single copies do not.
 const OWN_ADDRESSES_OF_REGISTERED_MEMORY: c_uint = 91;
 
 thread_local! {
-    /// Number of the context that this thread has made its own, last.
+    /// Number of the context that this thread last made current.
     static CURRENT: Cell<u64> = const { Cell::new(0) };
 }
 
-/// This process's primary context on a GPU. Given back when nothing uses it any more.
+/// This process's primary context on a GPU. Released when its last user drops it.
 pub struct Context {
-    /// A number that no other context of this process has had: the driver may give the same handle again.
+    /// A number that no other context of this process has had: the driver may return the same handle again.
     number: u64,
     driver: &'static Driver,
     pub(super) device: Device,
     handle: sys::CUcontext,
-    /// The driver refused a call for many copies: it gets none any more.
+    /// The driver refused a batched copy: no further ones are issued.
     refused_batch: AtomicBool,
 }
 
-// SAFETY: a context may be used by any thread; each makes it its own before a call.
+// SAFETY: a context may be used by any thread; each thread makes it current before a call.
 unsafe impl Send for Context {}
-// SAFETY: as above; the driver locks what it must.
+// SAFETY: as above; the driver does its own locking.
 unsafe impl Sync for Context {}
 
 impl Context {
-    /// Takes the context of a GPU.
+    /// Retains the primary context of a GPU.
     pub fn new(driver: &'static Driver, device: Device) -> Result<Arc<Self>, CudaError> {
         let mut handle = ptr::null_mut();
         // SAFETY: writes one handle.
@@ -55,18 +55,18 @@ impl Context {
         }))
     }
 
-    /// Which GPU.
+    /// The GPU of this context.
     pub fn device(&self) -> Device {
         self.device
     }
 
-    /// What kind of GPU it is, such as `NVIDIA H200`.
+    /// Product name of the GPU, such as `NVIDIA H200`.
     pub fn name(&self) -> Result<String, CudaError> {
         self.driver.name(self.device)
     }
 
-    /// Whether the driver takes many copies by one call: it has such a call, which reads registered host memory at its own
-    /// addresses, and has not refused one yet.
+    /// Whether the driver accepts batched copies: it has such a call, which reads registered host memory at the
+    /// process's own addresses, and has not refused one yet.
     pub fn copies_together(&self) -> Result<bool, CudaError> {
         if !self.driver.has_batches() || self.has_refused_batches() {
             return Ok(false);
@@ -100,12 +100,12 @@ impl Context {
         self.refused_batch.store(true, Ordering::Relaxed);
     }
 
-    /// Where it is plugged in.
+    /// PCI bus id of the GPU, such as `0000:3b:00.0`.
     pub fn pci_bus_id(&self) -> Result<String, CudaError> {
         self.driver.pci_bus_id(self.device)
     }
 
-    /// Makes it this thread's own, where it is not.
+    /// Makes the context current on this thread, unless it is already.
     pub(super) fn bind(&self) -> Result<&Api, CudaError> {
         if CURRENT.get() != self.number {
             // SAFETY: the context is retained.
@@ -120,12 +120,12 @@ impl Context {
         self.driver.check(call, code)
     }
 
-    /// Gives something back. The GPU may be gone, then nothing is left to do.
+    /// Releases a resource. Errors are only logged: if the GPU is lost, nothing remains to be done.
     pub(super) fn give_back(&self, call: &'static str, give: impl FnOnce(&Api) -> Code) {
         let given = self.bind().and_then(|api| self.check(call, give(api)));
         match given {
             Ok(()) => {}
-            // The GPU is lost, and with it this process.
+            // The GPU is lost to this process, which will end.
             Err(error) if error.is_fatal() => {
                 tracing::debug!(%error, "the driver took nothing back");
             }
@@ -136,7 +136,7 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // SAFETY: it was retained once, and everything of it holds it.
+        // SAFETY: the context was retained once, and everything created in it holds it.
         let code = unsafe { (self.driver.api.cuDevicePrimaryCtxRelease_v2)(self.device.ordinal) };
         if let Err(error) = self.check("cuDevicePrimaryCtxRelease_v2", code) {
             tracing::debug!(%error, "the driver took nothing back");

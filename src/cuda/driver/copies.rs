@@ -1,4 +1,4 @@
-//! Copies as the driver is given them: each by a call of its own, or many by one.
+//! Submits copies to the driver: each by a call of its own, or many by one call (batched copies).
 #![expect(unsafe_code, reason = "calls into the CUDA driver")]
 
 use std::ffi::c_uint;
@@ -14,14 +14,14 @@ use crate::cuda::sabotage::{Bug, planted};
 use crate::memory::CopyRange;
 use crate::types::Direction;
 
-/// Descriptors that a stream keeps for the next copies. With [`BATCH_COPIES_MAX`] of 32 bytes each: 2 MiB a stream.
+/// Descriptors that a stream keeps for later copies. With [`BATCH_COPIES_MAX`] of 32 bytes each: 2 MiB per stream.
 const SPARE_DESCRIPTORS: usize = 16;
-/// Most copies of one call. Drivers have been seen to fail with ten times as many.
+/// Most copies of one call. Drivers have been observed to fail with ten times as many.
 pub const BATCH_COPIES_MAX: usize = 4096;
-/// `CU_MEMCPY_SRC_ACCESS_ORDER_STREAM`: what is copied is read in its turn in the stream.
+/// `CU_MEMCPY_SRC_ACCESS_ORDER_STREAM`: sources are read in stream order.
 const ACCESS_IN_ORDER: c_uint = 1;
 
-/// One copy. It lies in both memories, and in one registered part of the host's.
+/// One copy. Lies in both memories, and on the host in one registered part.
 #[derive(Clone, Copy)]
 struct Piece {
     to: Address,
@@ -29,7 +29,7 @@ struct Piece {
     bytes: usize,
 }
 
-/// What ranges are places in, and which way they are copied.
+/// The two memories of a copy, and its direction.
 pub(super) struct Sides<'a> {
     pub(super) direction: Direction,
     pub(super) device: &'a dyn DeviceSide,
@@ -37,7 +37,8 @@ pub(super) struct Sides<'a> {
 }
 
 impl Sides<'_> {
-    /// A range, cut where the parts of the host's memory end. One that does not lie in both is an error.
+    /// A range, cut where the parts of the host's memory end. A range that does not lie in both memories gives an
+    /// error.
     fn pieces(&self, range: CopyRange) -> impl Iterator<Item = Result<Piece, CudaError>> + '_ {
         let mut done = 0;
         iter::from_fn(move || {
@@ -84,20 +85,20 @@ impl Sides<'_> {
 #[repr(C)]
 struct Attributes {
     source_access_order: c_uint,
-    /// Where both memories are, for memory of which the driver does not know it.
+    /// Locations of both memories, for memory whose location the driver does not know.
     hints: [c_uint; 4],
     flags: c_uint,
 }
 
 const _: () = assert!(size_of::<Attributes>() == 24);
 
-/// What one call for many copies reads. Nothing says that it has read all of it when it returns, so it is kept as long as
-/// the memory that is copied.
+/// Arguments of one batched call. Nothing guarantees that the driver has read all of them when the call returns, so
+/// they are kept as long as the memory that is copied.
 pub(super) struct Descriptors {
     to: Vec<Address>,
     from: Vec<Address>,
     bytes: Vec<usize>,
-    /// Of each copy, or of each of the attributes the first copy: zeros are right either way.
+    /// Either an attribute index for each copy, or the first copy for each attribute: zeros are right for both.
     attributes_of: Vec<usize>,
     attributes: Box<Attributes>,
 }
@@ -142,15 +143,15 @@ impl Descriptors {
     }
 }
 
-/// How a stream gives many copies by one call.
+/// Issues batched copies for a stream.
 pub(super) struct Batches {
-    /// Copies of one call.
+    /// Most copies of one call.
     most: usize,
     spare: Mutex<Vec<Descriptors>>,
 }
 
 impl Batches {
-    /// Calls for at most so many copies.
+    /// Creates batches of at most `most` copies, limited to 1 to [`BATCH_COPIES_MAX`].
     pub(super) fn new(most: usize) -> Self {
         Self {
             most: most.clamp(1, BATCH_COPIES_MAX),
@@ -162,7 +163,7 @@ impl Batches {
         self.spare.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The next of these copies, as many as one call takes.
+    /// Takes the next pieces, as many as one call takes.
     fn next(
         &self,
         pieces: &mut impl Iterator<Item = Result<Piece, CudaError>>,
@@ -176,7 +177,7 @@ impl Batches {
         Ok(descriptors)
     }
 
-    /// The driver reads these no more.
+    /// Returns descriptors that the driver no longer reads.
     pub(super) fn give_back(&self, descriptors: impl IntoIterator<Item = Descriptors>) {
         let mut spare = self.spare();
         let room = SPARE_DESCRIPTORS.saturating_sub(spare.len());
@@ -185,14 +186,14 @@ impl Batches {
 }
 
 impl Stream {
-    /// Most copies of one call: 1 where each is given by itself.
+    /// Most copies of one call: 1 where each copy is a call of its own.
     pub fn copies_a_call(&self) -> usize {
         let batches = self.batches.as_ref();
         let batches = batches.filter(|_| !self.context.has_refused_batches());
         batches.map_or(1, |batches| batches.most)
     }
 
-    /// Gives copies to the stream. In an error some may have been given.
+    /// Submits copies to the stream. After an error some may have been submitted.
     pub(super) fn give(
         &self,
         sides: &Sides<'_>,
@@ -220,20 +221,20 @@ impl Stream {
     fn copy(&self, piece: Piece, submitted: &mut Submitted) -> Result<(), CudaError> {
         let api = self.context.bind()?;
         let Piece { to, from, bytes } = piece;
-        // SAFETY: both ranges lie in memory that `submitted` keeps until the stream has come behind this copy. Other
-        // processes may write the same bytes, which are then any bytes; nothing in this process refers to them.
+        // SAFETY: both ranges lie in memory that `submitted` keeps until the stream has executed this copy. Other
+        // processes may write the same bytes, which are then arbitrary; nothing in this process has references to them.
         let code = unsafe { (api.cuMemcpyAsync)(to, from, bytes, self.handle) };
         self.context.check("cuMemcpyAsync", code)?;
         submitted.set_under_way();
         Ok(())
     }
 
-    /// Gives the copies of one of the lists that `submitted` keeps by one call, or one by one where the driver does not take
-    /// them so.
+    /// Submits the copies of one of the lists that `submitted` keeps by one call, or one by one where the driver
+    /// refuses that call.
     fn copy_together(&self, list: usize, submitted: &mut Submitted) -> Result<(), CudaError> {
         let count = submitted.descriptors()[list].len();
         if count > 1 && !self.context.has_refused_batches() {
-            // When it is refused, nothing says that none of them was given.
+            // If the call is refused, nothing guarantees that none of the copies was submitted.
             submitted.set_under_way();
             match self.call_for(&mut submitted.descriptors()[list]) {
                 Ok(()) => return Ok(()),
@@ -258,8 +259,8 @@ impl Stream {
         let attributes = ptr::from_mut(descriptors.attributes.as_mut()).cast();
         let handle = self.handle;
         if let Some(call) = api.cuMemcpyBatchAsync_v2 {
-            // SAFETY: as for one copy, of each of them. There are `count` places in each list, and one attribute; all of it is
-            // kept as long as the memory that is copied, and not touched until then.
+            // SAFETY: the argument for one copy holds for each of them. There are `count` places in each list, and one
+            // attribute; all of it is kept as long as the memory that is copied, and not accessed until then.
             let code = unsafe { call(to, from, sizes, count, attributes, of, 1, handle) };
             return self.context.check("cuMemcpyBatchAsync_v2", code);
         }
@@ -268,7 +269,7 @@ impl Stream {
         };
         let mut failed = usize::MAX;
         let failed = &raw mut failed;
-        // SAFETY: as above; writes one number before it returns.
+        // SAFETY: as above; the call also writes one number before it returns.
         let code = unsafe { call(to, from, sizes, count, attributes, of, 1, failed, handle) };
         self.context.check("cuMemcpyBatchAsync", code)
     }

@@ -1,4 +1,4 @@
-//! Device memory, and host memory that a GPU reaches by itself.
+//! Device memory, and host memory that is pinned for a GPU.
 #![expect(unsafe_code, reason = "calls into the CUDA driver")]
 
 use std::ptr;
@@ -13,21 +13,21 @@ use crate::memory::{Depot, SharedBuffer};
 /// Bytes of a `cudaIpcMemHandle_t`.
 pub const IPC_HANDLE_BYTES: usize = 64;
 
-/// `CUipcMemHandle`, given by value. Bytes and not `c_char`, whose sign differs between processors.
+/// `CUipcMemHandle`, passed by value. Bytes and not `c_char`, whose sign differs between processors.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(super) struct IpcHandle([u8; IPC_HANDLE_BYTES]);
 
-/// `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`, which must be given.
+/// `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`, a required flag.
 const IPC_LAZY_PEER_ACCESS: u32 = 1;
 /// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`.
 const REGISTER_FLAGS: u32 = 1 | 2;
 
-/// Where memory is from, which says how it is given back.
+/// Origin of memory, which determines how it is released.
 pub(super) enum Source {
     Allocated,
     OpenedIpc,
-    /// Gives itself back.
+    /// Releases itself.
     Chunks {
         _mapped: Mapped,
     },
@@ -42,7 +42,7 @@ pub struct DeviceMemory {
 }
 
 impl DeviceMemory {
-    /// New memory, with any contents.
+    /// Allocates memory with arbitrary contents.
     pub fn allocate(context: &Arc<Context>, bytes: u64) -> Result<Self, CudaError> {
         let (api, mut address) = (context.bind()?, 0);
         let length = usize::try_from(bytes).unwrap_or(usize::MAX);
@@ -57,7 +57,7 @@ impl DeviceMemory {
         })
     }
 
-    /// How another process opens it.
+    /// Exports a handle by which another process opens the memory.
     pub fn ipc_handle(&self) -> Result<[u8; IPC_HANDLE_BYTES], CudaError> {
         let api = self.context.bind()?;
         let mut handle = IpcHandle([0; IPC_HANDLE_BYTES]);
@@ -67,8 +67,8 @@ impl DeviceMemory {
         Ok(handle.0)
     }
 
-    /// Opens another process's memory: all of the allocation that the handle is of, from its first byte. Its size is what the
-    /// driver says, or what the other process said where the driver does not know.
+    /// Opens another process's memory: the whole allocation that the handle refers to, from its first byte. The size is
+    /// the one that the driver reports, or `described_bytes` where the driver does not know it.
     pub fn open_ipc(
         context: &Arc<Context>,
         handle: &[u8; IPC_HANDLE_BYTES],
@@ -76,7 +76,7 @@ impl DeviceMemory {
     ) -> Result<Self, CudaError> {
         let (api, mut address) = (context.bind()?, 0);
         let handle = IpcHandle(*handle);
-        // SAFETY: writes one address. The handle is any 64 bytes: the driver refuses those that are none.
+        // SAFETY: writes one address. The handle may be any 64 bytes: the driver refuses those that are no handle.
         let code =
             unsafe { (api.cuIpcOpenMemHandle_v2)(&raw mut address, handle, IPC_LAZY_PEER_ACCESS) };
         context.check("cuIpcOpenMemHandle_v2", code)?;
@@ -91,7 +91,7 @@ impl DeviceMemory {
         let code = unsafe { (api.cuMemGetAddressRange_v2)(&raw mut base, &raw mut bytes, address) };
         match context.check("cuMemGetAddressRange_v2", code) {
             Ok(()) => {
-                // What lies before the address belongs to no part of the handle's memory.
+                // Memory before the address is not part of the handle's memory.
                 let before = address.saturating_sub(base);
                 opened.bytes = (bytes as u64).saturating_sub(before);
             }
@@ -103,12 +103,12 @@ impl DeviceMemory {
         Ok(opened)
     }
 
-    /// How much there is.
+    /// Size in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Whether two are the same memory.
+    /// Whether both are the same memory.
     pub fn is(&self, other: &Self) -> bool {
         self.address == other.address
     }
@@ -123,12 +123,14 @@ impl Drop for DeviceMemory {
     fn drop(&mut self) {
         let address = self.address;
         match &self.source {
-            // SAFETY: it was allocated here, and what a stream works on is held until that is over.
+            // SAFETY: the memory was allocated here, and memory that a stream works on is held until that work has
+            // ended.
             Source::Allocated => self
                 .context
                 .give_back("cuMemFree_v2", |api| unsafe { (api.cuMemFree_v2)(address) }),
             Source::OpenedIpc => self.context.give_back("cuIpcCloseMemHandle", |api| {
-                // SAFETY: it was opened here, and what a stream works on is held until that is over.
+                // SAFETY: the memory was opened here, and memory that a stream works on is held until that work has
+                // ended.
                 unsafe { (api.cuIpcCloseMemHandle)(address) }
             }),
             Source::Chunks { .. } => {}
@@ -147,9 +149,9 @@ impl std::fmt::Debug for DeviceMemory {
     }
 }
 
-/// Something that keeps host memory mapped.
+/// A value that keeps host memory mapped while it lives.
 pub trait Mapping: Send + Sync + 'static {
-    /// The memory.
+    /// The mapped memory.
     fn mapped(&self) -> &SharedBuffer;
 }
 
@@ -165,16 +167,16 @@ impl Mapping for Depot {
     }
 }
 
-/// A part of host memory that the GPU reaches without the driver's help, until it is dropped.
+/// A range of host memory that is pinned for the GPU until it is dropped.
 pub struct PinnedRange {
     context: Arc<Context>,
     address: usize,
-    /// What is pinned stays mapped: the driver would go on with the pages that were there.
+    /// Keeps pinned memory mapped: otherwise the driver would continue to use the pages that were mapped before.
     _mapping: Arc<dyn Mapping>,
 }
 
 impl PinnedRange {
-    /// Pins a range.
+    /// Pins a range, which must lie in the mapping.
     pub fn register<M: Mapping>(
         context: &Arc<Context>,
         mapping: &Arc<M>,
@@ -211,7 +213,7 @@ impl Drop for PinnedRange {
     fn drop(&mut self) {
         let address = ptr::with_exposed_provenance_mut(self.address);
         self.context.give_back("cuMemHostUnregister", |api| {
-            // SAFETY: it was registered here.
+            // SAFETY: the range was registered here.
             unsafe { (api.cuMemHostUnregister)(address) }
         });
     }

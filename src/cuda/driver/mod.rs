@@ -1,5 +1,5 @@
-//! The only calls into the CUDA driver. What this module offers is safe: memory that a stream works on lives until that work
-//! is over, and every range is checked before it is given to a stream.
+//! The only calls into the CUDA driver. The interface is safe: memory that a stream works on lives until that work has
+//! ended, and every range is checked before it is submitted to a stream.
 #![expect(unsafe_code, reason = "calls into the CUDA driver")]
 
 mod api;
@@ -28,12 +28,12 @@ pub use vmm::{Physical, SharedChunk, Sharing};
 
 const SUCCESS: Code = 0;
 const NO_DEVICE: Code = 100;
-/// Characters of a GPU's name, with the 0 behind them.
+/// Characters of a GPU's name, with the terminating 0.
 const NAME_BYTES: usize = 96;
-/// Characters of a bus id, with the 0 behind them.
+/// Characters of a bus id, with the terminating 0.
 const BUS_ID_BYTES: usize = 32;
 
-/// The driver of this machine, started.
+/// The CUDA driver of this machine, initialised.
 pub struct Driver {
     api: Api,
     version: i32,
@@ -44,15 +44,15 @@ pub struct Driver {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Device {
     ordinal: c_int,
-    /// Its name for other processes.
+    /// UUID of the GPU or MIG instance, equal in all processes.
     pub uuid: DeviceUuid,
 }
 
 impl Driver {
-    /// Loads and starts the driver, once in a process.
+    /// Loads and initialises the driver, once in a process.
     ///
-    /// A library that is missing is looked for again with the next call. `cuInit` is called once: after a failure it cannot be
-    /// relied on to work later in the same process, so its first answer stays this process's answer.
+    /// A missing library is searched again by the next call. `cuInit` is called only once: after a failure it cannot be
+    /// relied on to work later in the same process, so its first result is kept for this process.
     pub fn get() -> Result<&'static Self, NoDriver> {
         static DRIVER: OnceLock<Driver> = OnceLock::new();
         static REFUSED: Mutex<Option<NoDriver>> = Mutex::new(None);
@@ -97,7 +97,7 @@ impl Driver {
         }
     }
 
-    /// Version of CUDA that it was made for: 1000 x major + 10 x minor.
+    /// Version of CUDA that the driver supports: 1000 x major + 10 x minor.
     pub fn version(&self) -> i32 {
         self.version
     }
@@ -118,8 +118,8 @@ impl Driver {
         })
     }
 
-    /// The name of the GPU or of the MIG instance that this process computes on. The older function gives the name of the
-    /// whole GPU in both cases, which all of its instances have in common.
+    /// The UUID of the GPU or of the MIG instance that this process computes on. The older function returns the UUID of
+    /// the whole GPU in both cases, which all of its instances share.
     fn uuid(&self, ordinal: c_int) -> Result<DeviceUuid, CudaError> {
         let mut gpu = [0; 16];
         // SAFETY: writes 16 bytes.
@@ -138,38 +138,38 @@ impl Driver {
         })
     }
 
-    /// What kind of GPU it is, such as `NVIDIA H200`.
+    /// Product name of the GPU, such as `NVIDIA H200`.
     pub fn name(&self, device: Device) -> Result<String, CudaError> {
         let mut text = [0_u8; NAME_BYTES];
         let (at, length) = (text.as_mut_ptr().cast(), NAME_BYTES as c_int);
-        // SAFETY: writes at most so many characters, the last of them 0.
+        // SAFETY: writes at most `length` characters, the last of them 0.
         let code = unsafe { (self.api.cuDeviceGetName)(at, length, device.ordinal) };
         self.check("cuDeviceGetName", code)?;
         Ok(until_zero(&text))
     }
 
-    /// The GPU with this name, if this process may use it.
+    /// The GPU with this UUID, if this process may use it.
     pub fn find(&'static self, uuid: DeviceUuid) -> Result<Option<Device>, CudaError> {
         let devices = self.devices()?;
         Ok(devices.into_iter().find(|device| device.uuid == uuid))
     }
 
-    /// Where a GPU is plugged in, such as `0000:3b:00.0`.
+    /// PCI bus id of a GPU, such as `0000:3b:00.0`.
     pub fn pci_bus_id(&self, device: Device) -> Result<String, CudaError> {
         let mut text = [0_u8; BUS_ID_BYTES];
         let (at, length) = (text.as_mut_ptr().cast(), BUS_ID_BYTES as c_int);
-        // SAFETY: writes at most so many characters, the last of them 0.
+        // SAFETY: writes at most `length` characters, the last of them 0.
         let code = unsafe { (self.api.cuDeviceGetPCIBusId)(at, length, device.ordinal) };
         self.check("cuDeviceGetPCIBusId", code)?;
         Ok(until_zero(&text))
     }
 
-    /// Whether streams can write words in device memory.
+    /// Whether streams can write words to device memory.
     pub fn writes_words(&self) -> bool {
         self.api.cuStreamWriteValue64_v2.is_some()
     }
 
-    /// Whether it has a call for many copies, 12.8's or 13.0's.
+    /// Whether the driver has a call for many copies, that of CUDA 12.8 or of 13.0.
     fn has_batches(&self) -> bool {
         self.api.cuMemcpyBatchAsync.is_some() || self.api.cuMemcpyBatchAsync_v2.is_some()
     }
@@ -182,7 +182,7 @@ impl Driver {
         // SAFETY: writes one pointer.
         let known = unsafe { (self.api.cuGetErrorName)(code, &raw mut text) };
         let name = match known == SUCCESS && !text.is_null() {
-            // SAFETY: the driver gives a string that lives as long as its library, which is never unloaded.
+            // SAFETY: the driver returns a string that lives as long as its library, which is never unloaded.
             true => unsafe { CStr::from_ptr::<'static>(text) }
                 .to_str()
                 .unwrap_or("?"),

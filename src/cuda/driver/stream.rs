@@ -1,4 +1,4 @@
-//! Streams, and copies that hold their memory until they are over.
+//! Streams, and submitted copies that hold their memory until they have ended.
 #![expect(unsafe_code, reason = "calls into the CUDA driver")]
 
 use std::mem::ManuallyDrop;
@@ -18,53 +18,53 @@ use crate::memory::{CopyRange, SharedBuffer, TIMELINE_BYTES};
 use crate::types::{Direction, Timeline};
 
 const NOT_READY: Code = 600;
-/// `CU_STREAM_NON_BLOCKING`: not held up by the default stream.
+/// `CU_STREAM_NON_BLOCKING`: does not synchronise with the default stream.
 const STREAM_NON_BLOCKING: u32 = 1;
 /// `CU_EVENT_DISABLE_TIMING`.
 const EVENT_DISABLE_TIMING: u32 = 2;
-/// How long the end of work is waited for when its owner is gone. Then its memory is left as it is, for ever.
+/// How long the drop of submitted work waits for its end. After this limit its memory is never released.
 const DROP_LIMIT: Duration = Duration::from_secs(2);
 const DROP_PAUSE: Duration = Duration::from_micros(200);
 
-/// Work in order, beside that of other streams.
+/// A CUDA stream: executes work in order, concurrently with other streams.
 pub struct Stream {
     pub(super) context: Arc<Context>,
     pub(super) handle: sys::CUstream,
-    /// Where it gives many copies by one call.
+    /// Issues batched copies; `None` where each copy is a call of its own.
     pub(super) batches: Option<Batches>,
 }
 
-// SAFETY: a stream may be used by any thread that has made its context its own.
+// SAFETY: a stream may be used by any thread that has made its context current.
 unsafe impl Send for Stream {}
-// SAFETY: as above; the driver locks what it must.
+// SAFETY: as above; the driver does its own locking.
 unsafe impl Sync for Stream {}
 
 /// Host memory that a stream copies from or to.
 pub trait HostMemory: Send + Sync + 'static {
-    /// The memory.
+    /// The mapped memory.
     fn buffer(&self) -> &SharedBuffer;
 
-    /// First byte behind the part that holds this offset and that one copy must not leave.
+    /// Offset of the first byte after the part that contains this offset. One copy must not cross it.
     fn end_of_part(&self, offset_bytes: u64) -> u64;
 }
 
-/// Device memory that a stream copies from or to, by number.
+/// Device memory that a stream copies from or to, in numbered allocations.
 pub trait DeviceSide: Send + Sync + 'static {
-    /// One of the allocations.
+    /// An allocation by its index; `None` if there is no such allocation.
     fn memory(&self, allocation: u32) -> Option<&DeviceMemory>;
 }
 
-/// Why copies were not given to a stream, all or in part.
+/// Why copies were not submitted to a stream, all or in part.
 #[derive(Debug)]
 pub enum NotSubmitted {
-    /// A call was refused. Copies that were given before are under way, if there were any.
+    /// A call was refused. Copies that were submitted before, if any, are in flight.
     Refused(CudaError, Option<Submitted>),
-    /// Copies are under way, and nothing tells when they are over.
+    /// Copies are in flight, and nothing reports their end.
     EndUnknown(CudaError),
 }
 
 impl NotSubmitted {
-    /// What the driver said.
+    /// The error of the driver, or of a check before it was called.
     pub fn error(&self) -> CudaError {
         match self {
             Self::Refused(error, _) | Self::EndUnknown(error) => *error,
@@ -73,12 +73,13 @@ impl NotSubmitted {
 }
 
 impl Stream {
-    /// A stream of its own.
+    /// Creates a stream in which each copy is a call of its own.
     pub fn new(context: &Arc<Context>) -> Result<Arc<Self>, CudaError> {
         Self::giving(context, 1)
     }
 
-    /// The same, which gives up to so many copies by one call of the driver, as long as that takes them so.
+    /// Creates a stream that issues up to `copies_a_call` copies by one call of the driver, as long as the driver
+    /// accepts that.
     pub fn giving(context: &Arc<Context>, copies_a_call: usize) -> Result<Arc<Self>, CudaError> {
         let together = copies_a_call > 1 && context.copies_together()?;
         let (api, mut handle) = (context.bind()?, ptr::null_mut());
@@ -93,10 +94,11 @@ impl Stream {
         }))
     }
 
-    /// Gives copies to the stream, and returns what tells when they are over. Both memories live until then.
+    /// Submits copies to the stream. Both memories are kept until the end of the copies, which the returned value
+    /// reports.
     ///
-    /// Ranges that do not lie in the memories are refused without a call of the driver; some of those before them are under
-    /// way.
+    /// A range that does not lie in the memories is refused without a call of the driver for it; ranges before it may
+    /// be in flight.
     pub fn submit(
         self: &Arc<Self>,
         direction: Direction,
@@ -117,7 +119,7 @@ impl Stream {
         };
         let copied = self.give(&sides, ranges, &mut submitted);
         if submitted.end == End::Over {
-            // Nothing was given.
+            // Nothing was submitted.
             return match copied {
                 Ok(()) => Ok(submitted),
                 Err(error) => Err(nothing(error)),
@@ -126,8 +128,8 @@ impl Stream {
         self.seal(submitted, copied)
     }
 
-    /// Writes a word of device memory once everything before it in the stream is done, and what that has written can be seen
-    /// by others.
+    /// Writes a word of device memory after everything before it in the stream is done and its writes are visible to
+    /// others.
     pub fn write_word(
         self: &Arc<Self>,
         device: Arc<dyn DeviceSide>,
@@ -143,15 +145,15 @@ impl Stream {
         let write = api.cuStreamWriteValue64_v2;
         let write = write.ok_or_else(|| nothing(CudaError::NoFunction(call)))?;
         let mut submitted = Submitted::new(self, device, None).map_err(nothing)?;
-        // SAFETY: the word lies in memory that `submitted` keeps until the stream has come behind this. Without a flag the
-        // driver orders what was written before.
+        // SAFETY: the word lies in memory that `submitted` keeps until the stream has executed this write. Without a
+        // flag the driver orders earlier writes before it.
         let code = unsafe { write(self.handle, at, value, 0) };
         self.context.check(call, code).map_err(nothing)?;
         submitted.set_under_way();
         self.seal(submitted, Ok(()))
     }
 
-    /// Records what tells the end of work that was given to the stream, all of it or a part.
+    /// Records the event that reports the end of work, of which all or a part was submitted to the stream.
     fn seal(
         self: &Arc<Self>,
         mut submitted: Submitted,
@@ -174,7 +176,7 @@ impl Stream {
                 Err(Box::new(NotSubmitted::Refused(error, Some(submitted))))
             }
             (given, Err(error)) => {
-                // No event tells the end of this work: it is waited for, or its memory is left alone for ever.
+                // No event reports the end of this work: wait for the stream, or never release the memory.
                 let error = given.err().unwrap_or(error);
                 match self.synchronize() {
                     Ok(()) => {
@@ -190,7 +192,7 @@ impl Stream {
     /// Waits until everything in the stream is done.
     fn synchronize(&self) -> Result<(), CudaError> {
         let api = self.context.bind()?;
-        // SAFETY: the stream is ours.
+        // SAFETY: the stream is owned by `self`.
         let code = unsafe { (api.cuStreamSynchronize)(self.handle) };
         self.context.check("cuStreamSynchronize", code)
     }
@@ -200,7 +202,8 @@ impl Drop for Stream {
     fn drop(&mut self) {
         let handle = self.handle;
         self.context.give_back("cuStreamDestroy_v2", |api| {
-            // SAFETY: it was made here. What is still in it goes on; its memory is held by who waits for it.
+            // SAFETY: the stream was created here. Work that is still in it continues; its memory is held by the
+            // [`Submitted`] of that work.
             unsafe { (api.cuStreamDestroy_v2)(handle) }
         });
     }
@@ -212,13 +215,13 @@ impl std::fmt::Debug for Stream {
     }
 }
 
-/// A point in a stream.
+/// A CUDA event: a point in a stream.
 struct Event {
     context: Arc<Context>,
     handle: sys::CUevent,
 }
 
-// SAFETY: an event may be used by any thread that has made its context its own.
+// SAFETY: an event may be used by any thread that has made its context current.
 unsafe impl Send for Event {}
 
 impl Event {
@@ -255,21 +258,21 @@ impl Drop for Event {
     fn drop(&mut self) {
         let handle = self.handle;
         self.context.give_back("cuEventDestroy_v2", |api| {
-            // SAFETY: it was made here; the driver keeps what a stream still needs of it.
+            // SAFETY: the event was created here; the driver keeps what a stream still needs of it.
             unsafe { (api.cuEventDestroy_v2)(handle) }
         });
     }
 }
 
-/// What copies under way touch.
+/// Memory that copies in flight access.
 struct Kept {
     _device: Arc<dyn DeviceSide>,
     _host: Option<Arc<dyn HostMemory>>,
     descriptors: Vec<Descriptors>,
 }
 
-/// Copies under way, and the memory that they touch. All of it is let go when the copies are known to be over, and
-/// never when that cannot be known.
+/// Copies in flight, and the memory that they access. The memory is released when the copies are known to have ended,
+/// and never if that cannot be known.
 pub struct Submitted {
     stream: Arc<Stream>,
     event: Event,
@@ -277,14 +280,14 @@ pub struct Submitted {
     end: End,
 }
 
-/// When copies are over.
+/// When the end of copies is known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum End {
-    /// They are, or none was given.
+    /// They have ended, or none was submitted.
     Over,
-    /// When the event is reached.
+    /// They have ended when the event is reached.
     AtEvent,
-    /// Nobody can say.
+    /// Their end cannot be observed.
     Unknown,
 }
 
@@ -306,23 +309,23 @@ impl Submitted {
         })
     }
 
-    /// Something was given.
+    /// Records that something was submitted, whose end is unknown until an event is recorded.
     pub(super) fn set_under_way(&mut self) {
         self.end = End::Unknown;
     }
 
-    /// Keeps what the driver may read until then. Returns its place.
+    /// Keeps descriptors that the driver may read until the copies have ended. Returns their index.
     pub(super) fn keep(&mut self, descriptors: Descriptors) -> usize {
         self.keeps.descriptors.push(descriptors);
         self.keeps.descriptors.len() - 1
     }
 
-    /// What was kept.
+    /// The descriptors that are kept.
     pub(super) fn descriptors(&mut self) -> &mut Vec<Descriptors> {
         &mut self.keeps.descriptors
     }
 
-    /// Whether they are over.
+    /// Returns true if the copies have ended.
     pub fn poll(&mut self) -> Result<bool, CudaError> {
         let over = match self.end {
             End::Over => true,
@@ -335,7 +338,7 @@ impl Submitted {
         Ok(over)
     }
 
-    /// Lets nothing go, ever: the process is about to end.
+    /// Never releases the memory, because the process is about to end.
     pub fn forget(mut self) {
         self.end = End::Unknown;
     }
@@ -359,7 +362,7 @@ impl Drop for Submitted {
                 }
             }
         }
-        // SAFETY: taken here, once, and not used behind this.
+        // SAFETY: taken here, once, and not used after this.
         let kept = unsafe { ManuallyDrop::take(&mut self.keeps) };
         if let Some(batches) = &self.stream.batches {
             batches.give_back(kept.descriptors);

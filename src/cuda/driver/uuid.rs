@@ -1,17 +1,18 @@
-//! Names of GPUs that mean the same in every process.
+//! UUIDs of GPUs, which are equal in all processes.
 
 use std::hash::{Hash, Hasher};
 
-/// 16 bytes that name a GPU, or one MIG instance of it: what a process computes on. The same in every process.
+/// UUID of 16 bytes of a GPU, or of one MIG instance of it: the device that a process computes on. Equal in all
+/// processes.
 #[derive(Clone, Copy)]
 pub struct DeviceUuid {
     bytes: [u8; 16],
-    /// A MIG instance. It only decides how the name is written: two names are equal when their bytes are.
+    /// A MIG instance. Only affects how the UUID is written: two UUIDs are equal when their bytes are.
     instance: bool,
 }
 
 impl DeviceUuid {
-    /// The name of a whole GPU.
+    /// The UUID of a whole GPU.
     pub const fn gpu(bytes: [u8; 16]) -> Self {
         Self {
             bytes,
@@ -19,7 +20,7 @@ impl DeviceUuid {
         }
     }
 
-    /// The name of a MIG instance.
+    /// The UUID of a MIG instance.
     pub const fn instance(bytes: [u8; 16]) -> Self {
         Self {
             bytes,
@@ -27,7 +28,7 @@ impl DeviceUuid {
         }
     }
 
-    /// Whether it names a MIG instance.
+    /// Whether this is the UUID of a MIG instance.
     pub const fn is_instance(&self) -> bool {
         self.instance
     }
@@ -48,7 +49,7 @@ impl Hash for DeviceUuid {
 }
 
 impl std::fmt::Display for DeviceUuid {
-    /// As `nvidia-smi -L` writes it.
+    /// Writes the UUID as `nvidia-smi -L` does.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(if self.instance { "MIG-" } else { "GPU-" })?;
         for (index, byte) in self.bytes.iter().enumerate() {
@@ -70,7 +71,7 @@ impl std::fmt::Debug for DeviceUuid {
 impl std::str::FromStr for DeviceUuid {
     type Err = ();
 
-    /// With `GPU-`, with `MIG-`, or with neither.
+    /// Parses a UUID with the prefix `GPU-` or `MIG-`, or without one.
     fn from_str(text: &str) -> Result<Self, ()> {
         let (text, instance) = match text.strip_prefix("MIG-") {
             Some(text) => (text, true),

@@ -1,5 +1,5 @@
-//! Memory that consists of chunks, each shared by itself: what CUDA's virtual memory management makes, and what PyTorch's
-//! expandable segments are made of.
+//! Memory that consists of chunks, each shared by itself: memory of CUDA's virtual memory management, of which
+//! PyTorch's expandable segments consist.
 #![expect(unsafe_code, reason = "calls into the CUDA driver")]
 
 use std::ffi::{c_int, c_uint, c_void};
@@ -24,22 +24,22 @@ const READ_WRITE: c_uint = 3;
 /// `CU_MEM_ALLOC_GRANULARITY_MINIMUM`.
 const GRANULARITY_MINIMUM: c_uint = 0;
 
-/// How a chunk of device memory reaches another process. The numbers are those of `CUmemAllocationHandleType`.
+/// How a chunk of device memory is shared with another process. The numbers are those of `CUmemAllocationHandleType`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Sharing {
     /// A file descriptor, within a host.
     Fd = 1,
-    /// 64 bytes, within hosts that NVLink joins.
+    /// A handle of 64 bytes, within hosts that NVLink connects.
     Fabric = 8,
 }
 
-/// A chunk, as another process opens it.
+/// Handle by which another process opens a chunk.
 #[derive(Debug)]
 pub enum SharedChunk {
-    /// Its file descriptor.
+    /// The chunk's file descriptor.
     Fd(OwnedFd),
-    /// Its fabric handle.
+    /// The chunk's fabric handle.
     Fabric([u8; FABRIC_HANDLE_BYTES]),
 }
 
@@ -85,7 +85,8 @@ fn properties(context: &Context, sharing: Sharing) -> Properties {
     }
 }
 
-/// A chunk's memory, wherever it is mapped. It lives on as long as it is mapped anywhere.
+/// The physical memory of a chunk, wherever it is mapped. The memory exists as long as it is mapped anywhere, also
+/// after this handle was dropped.
 pub struct Physical {
     context: Arc<Context>,
     handle: u64,
@@ -112,15 +113,15 @@ impl Physical {
     fn import(context: &Arc<Context>, shared: &SharedChunk, bytes: u64) -> Result<Self, CudaError> {
         let (api, mut handle) = (context.bind()?, 0);
         let (at, sharing): (*mut c_void, _) = match shared {
-            // The number of the descriptor stands where a pointer is expected.
+            // The driver expects the number of the descriptor in place of a pointer.
             SharedChunk::Fd(fd) => (
                 ptr::without_provenance_mut(fd.as_raw_fd() as usize),
                 Sharing::Fd,
             ),
             SharedChunk::Fabric(bytes) => (ptr::from_ref(bytes).cast_mut().cast(), Sharing::Fabric),
         };
-        // SAFETY: writes one handle. A descriptor stays ours, and the 64 bytes are only read: the driver refuses what it
-        // has not made.
+        // SAFETY: writes one handle. The descriptor remains owned by the caller, and the 64 bytes are only read: the
+        // driver refuses a handle that it has not made.
         let code =
             unsafe { (api.cuMemImportFromShareableHandle)(&raw mut handle, at, sharing as c_uint) };
         context.check("cuMemImportFromShareableHandle", code)?;
@@ -132,7 +133,7 @@ impl Physical {
         })
     }
 
-    /// How another process opens it.
+    /// Exports a handle by which another process opens the chunk.
     pub fn share(&self) -> Result<SharedChunk, CudaError> {
         let api = self.context.bind()?;
         let (mut fd, mut fabric) = (-1, [0; FABRIC_HANDLE_BYTES]);
@@ -140,19 +141,20 @@ impl Physical {
             Sharing::Fd => (&raw mut fd).cast(),
             Sharing::Fabric => (&raw mut fabric).cast(),
         };
-        // SAFETY: writes a descriptor or 64 bytes, as the kind says.
+        // SAFETY: writes a descriptor or 64 bytes, according to the kind of the handle, and the place for either is
+        // large enough.
         let code = unsafe {
             (api.cuMemExportToShareableHandle)(at, self.handle, self.sharing as c_uint, 0)
         };
         self.context.check("cuMemExportToShareableHandle", code)?;
         Ok(match self.sharing {
-            // SAFETY: the driver has made this descriptor for us.
+            // SAFETY: the driver has created this descriptor for the caller, who is its only owner.
             Sharing::Fd => SharedChunk::Fd(unsafe { OwnedFd::from_raw_fd(fd) }),
             Sharing::Fabric => SharedChunk::Fabric(fabric),
         })
     }
 
-    /// How long it is.
+    /// Length in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
@@ -162,7 +164,7 @@ impl Drop for Physical {
     fn drop(&mut self) {
         let handle = self.handle;
         self.context.give_back("cuMemRelease", |api| {
-            // SAFETY: it was made or imported here; where it is mapped it stays.
+            // SAFETY: the handle was created or imported here; where the memory is mapped it stays mapped.
             unsafe { (api.cuMemRelease)(handle) }
         });
     }
@@ -174,7 +176,7 @@ impl std::fmt::Debug for Physical {
     }
 }
 
-/// Addresses of this process, and how much from the first on is mapped.
+/// A reserved range of addresses of this process; the first `mapped_bytes` of it are mapped.
 pub(super) struct Mapped {
     context: Arc<Context>,
     address: Address,
@@ -186,7 +188,7 @@ impl Mapped {
     fn reserve(context: &Arc<Context>, bytes: u64) -> Result<Self, CudaError> {
         let (api, mut address) = (context.bind()?, 0);
         let length = usize::try_from(bytes).unwrap_or(usize::MAX);
-        // SAFETY: writes one address; nothing of ours lies there.
+        // SAFETY: writes one address; the reserved range contains nothing that this process uses.
         let code = unsafe { (api.cuMemAddressReserve)(&raw mut address, length, 0, 0, 0) };
         context.check("cuMemAddressReserve", code)?;
         Ok(Self {
@@ -197,14 +199,14 @@ impl Mapped {
         })
     }
 
-    /// Maps a chunk behind those before it.
+    /// Maps a chunk after those that are mapped.
     fn push(&mut self, chunk: &Physical) -> Result<(), CudaError> {
         let (api, at) = (self.context.bind()?, self.address + self.mapped_bytes);
         let behind = self.mapped_bytes.checked_add(chunk.bytes);
         let Some(behind) = behind.filter(|behind| *behind <= self.bytes) else {
             return Err(CudaError::OutOfRange("a chunk that is to be mapped"));
         };
-        // SAFETY: the range is reserved by us and not mapped yet; a chunk that is shorter is refused by the driver.
+        // SAFETY: the range is reserved by `self` and not mapped yet; a chunk that is shorter is refused by the driver.
         let code = unsafe { (api.cuMemMap)(at, chunk.bytes as usize, 0, chunk.handle, 0) };
         self.context.check("cuMemMap", code)?;
         self.mapped_bytes = behind;
@@ -217,7 +219,7 @@ impl Mapped {
             location: location(&self.context),
             flags: READ_WRITE,
         };
-        // SAFETY: the range is mapped by us; the description is read during the call.
+        // SAFETY: the range is mapped by `self`; the description is read during the call.
         let code = unsafe {
             (api.cuMemSetAccess)(
                 self.address,
@@ -235,19 +237,20 @@ impl Drop for Mapped {
         let (address, bytes, mapped) = (self.address, self.bytes as usize, self.mapped_bytes);
         if mapped > 0 {
             self.context.give_back("cuMemUnmap", |api| {
-                // SAFETY: it was mapped here, and what a stream works on is held until that is over.
+                // SAFETY: the range was mapped here, and memory that a stream works on is held until that work has
+                // ended.
                 unsafe { (api.cuMemUnmap)(address, mapped as usize) }
             });
         }
         self.context.give_back("cuMemAddressFree", |api| {
-            // SAFETY: it was reserved here, and nothing is mapped there any more.
+            // SAFETY: the range was reserved here, and nothing is mapped there any longer.
             unsafe { (api.cuMemAddressFree)(address, bytes) }
         });
     }
 }
 
 impl DeviceMemory {
-    /// Opens chunks of another process, each with its length, one behind the other.
+    /// Opens chunks of another process, each with its length in bytes, and maps them one after another.
     pub fn open_chunks(
         context: &Arc<Context>,
         chunks: &[(SharedChunk, u64)],
@@ -264,7 +267,8 @@ impl DeviceMemory {
         Ok(Self::of_chunks(mapped))
     }
 
-    /// New memory of at least so many bytes, with any contents, in chunks of about `chunk_bytes` that can be shared.
+    /// Allocates at least `bytes` bytes, with arbitrary contents, in chunks of about `chunk_bytes` that can be shared.
+    /// Both sizes are rounded up to the driver's granularity.
     pub fn allocate_chunks(
         context: &Arc<Context>,
         bytes: u64,

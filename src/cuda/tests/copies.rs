@@ -1,4 +1,5 @@
-//! Every layout, both ways, fragments of every size: byte by byte what the reference makes, however late the driver is.
+//! Copies of every layout, in both directions, with fragments of every size: each byte must equal the reference,
+//! however late the driver is.
 
 use std::sync::Arc;
 
@@ -10,14 +11,14 @@ use super::engine::{AXES, Axis, Engine, Roles, Scales};
 use super::fake;
 use super::world::{Wanted, Ways, World};
 
-/// Worlds of one process; each begins with streams, and so with pauses, of its own.
+/// Worlds per process. Each world starts with streams of its own, and so with delays of its own.
 const SEEDS_A_PROCESS: u64 = 250;
 
 fn engine(chance: &mut fastrand::Rng) -> Engine {
     let mut order = AXES.to_vec();
     chance.shuffle(&mut order);
     if chance.bool() {
-        // What one head holds of one token lies together, as in every engine known.
+        // The elements of one head of one token are contiguous, as in every known engine.
         order.retain(|axis| *axis != Axis::Content);
         order.push(Axis::Content);
     }
@@ -60,7 +61,7 @@ fn engine(chance: &mut fastrand::Rng) -> Engine {
     }
 }
 
-/// Copies that may run at once: no page is in two of them.
+/// Copies that may run concurrently: no page is in two of them.
 fn copies(chance: &mut fastrand::Rng, device_pages: u32, depot_pages: u32) -> Vec<Wanted> {
     let mut on_device: Vec<u32> = (0..device_pages).collect();
     let mut in_depot: Vec<u32> = (0..depot_pages).collect();
@@ -89,7 +90,7 @@ pub(super) fn one_seed(seed: u64) {
     let mut chance = fastrand::Rng::with_seed(seed);
     let engine = engine(&mut chance);
     let (device_pages, depot_pages) = (engine.pages as u32, chance.u32(3..9));
-    // Registered in small chunks, so that copies meet their borders.
+    // Pinned in small chunks, so that copies cross their ends.
     let chunk_bytes = 4096 << chance.u32(0..6);
     let ways = Ways {
         sharing: [None, None, Some(Sharing::Fd), Some(Sharing::Fabric)][chance.usize(0..4)],
@@ -112,8 +113,8 @@ pub(super) fn one_seed(seed: u64) {
         }
         world.check(&format!("seed {seed}, round {round}"));
     }
-    // What was stored is what was there when the copy was said to be over, whatever becomes of the pages then; and it was
-    // not read before the engine's device had written it.
+    // A store must hold the bytes that were there when its end was reported, even if the pages are overwritten
+    // afterwards; and must not have read them before the engine's device had written them.
     world.engine_writes(&mut chance);
     let store = Wanted {
         direction: Direction::Store,
@@ -129,12 +130,13 @@ pub(super) fn one_seed(seed: u64) {
         world.overwrite(index, 0xEE);
     }
     world.check(&format!("seed {seed}, pages given back"));
-    // Both memories go with the world, under copies: the driver would notice.
+    // Both memories are dropped with the world while copies run: the driver would report an access to freed memory.
     world.start(&store);
 }
 
 fn seeds(part: u64) {
-    // Memory in chunks is so small here that pages cross their ends only where the driver has smaller chunks than usual.
+    // Memory in chunks is so small here that pages cross chunk ends only where the driver has smaller chunks than
+    // usual.
     let granule_kib = [4, 2048][part as usize % 2];
     let settings = format!("seed={part};delay_us=300;strict=1;granule_kib={granule_kib}");
     fake::anywhere(&settings, || {
@@ -162,7 +164,7 @@ fn late_streams_fourth_seeds() {
     seeds(3);
 }
 
-/// Layers by themselves, tokens before heads, as many engines have them.
+/// Separate layers, tokens before heads, as in many engines.
 pub(super) fn plain(roles: Roles) -> Engine {
     let order = [
         Axis::Layer,
@@ -190,7 +192,7 @@ fn a_cancelled_copy_says_what_came() {
                 cancel.cancel();
             }
             let op = world.start_with(&wanted, Arc::clone(&cancel));
-            // In the middle of it, or behind it: that is the machine's affair.
+            // During the copy or after its end, depending on the machine.
             cancel.cancel();
             let ended = world.wait(&[op])[0];
             assert!(
@@ -215,13 +217,14 @@ fn the_end_of_the_actor_waits_for_what_is_under_way() {
                 pages: (0..7).map(|page| (page, page)).collect(),
                 pages_a_part: 1,
             });
-            // Both memories go with the world: under copies, the driver would notice.
+            // Both memories are dropped with the world: if copies still ran, the driver would report it.
             drop(world);
         }
     });
 }
 
-/// Work that the engine has said to be done is not awaited any more: the device's word is not read for it, and not told.
+/// Work that the engine has reported as done is no longer waited for: the device's word is not read for it, and not
+/// reported.
 #[test]
 fn the_word_is_not_read_for_what_the_engine_has_said() {
     fake::anywhere("", || {
@@ -233,7 +236,7 @@ fn the_word_is_not_read_for_what_the_engine_has_said() {
                 pages: (0..7).map(|page| (page, page)).collect(),
                 pages_a_part: 1,
             });
-            // The word may have been read before the engine said so, when it had a lower number.
+            // The word may have been read before the engine's report, when it had a lower number.
             while let Outcome::Written(all) = world.outcome() {
                 assert!(all.iter().all(|it| it.through < said), "{all:?}");
             }

@@ -1,10 +1,10 @@
-//! A machine without a driver, with a stub of one, with an old one: words, and no panic.
+//! A machine without a driver, with a stub of one, or with an old one: errors that explain it, and no panic.
 
 use crate::cuda::{Context, DeviceUuid, Driver, NoDriver};
 
 use super::{fake, fake_cuda};
 
-/// What the driver says under these settings.
+/// Checks the error of the driver's start under these settings.
 fn refusal(settings: &str, check: impl FnOnce(NoDriver)) {
     fake::under(settings, || check(Driver::get().expect_err("refused")));
 }
@@ -17,7 +17,7 @@ fn no_library() {
         assert!(refused.to_string().contains("libcuda.so.1 is not"));
         return;
     }
-    // What is no library hides one that would be found behind it.
+    // A file that is no library hides one that would be found after it.
     let empty = tempfile::NamedTempFile::new().expect("a file");
     let folder = fake::folder(empty.path());
     fake::succeeded(&fake::again(folder.path(), ""), "no library");
@@ -72,7 +72,7 @@ fn a_stub_beside_the_drivers_library_is_passed_over() {
     fake::succeeded(&fake::again(folder.path(), ""), "a stub under another name");
 }
 
-/// After a failure of `cuInit` a process cannot rely on it any more, whatever it would answer.
+/// After a failure of `cuInit` a process cannot rely on later calls, whatever they return.
 #[test]
 fn a_driver_that_does_not_start_is_asked_once() {
     let said = fake::under("fail=*/cuInit/1/999", || {
@@ -89,7 +89,7 @@ fn refused_in_words() -> String {
     Driver::get().expect_err("refused").to_string()
 }
 
-/// Two instances of one GPU are two devices, and engine and worker must mean the same one.
+/// Two instances of one GPU are two devices, and engine and worker must use the same one.
 #[test]
 fn instances_of_one_gpu_have_names_of_their_own() {
     fake::under_and_clean("devices=2;mig=1", || {
@@ -105,7 +105,7 @@ fn instances_of_one_gpu_have_names_of_their_own() {
     });
 }
 
-/// A driver before 11.4 knows no names of instances.
+/// A driver before 11.4 has no UUIDs of instances.
 #[test]
 fn a_driver_without_names_of_instances_names_the_gpu() {
     if fake::is_inside() {

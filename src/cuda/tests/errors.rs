@@ -1,4 +1,4 @@
-//! Every call of the driver fails once: an error in words, no wrong byte, no panic, and nothing is left behind.
+//! Every call of the driver fails once: expects an error that explains it, no wrong byte, no panic and no leak.
 
 use crate::cuda::{Outcome, Sharing};
 use crate::types::{Direction, EndedCopy};
@@ -8,7 +8,7 @@ use super::engine::Roles;
 use super::fake;
 use super::world::{Wanted, Ways, World};
 
-/// Calls that give something back. When such a call itself fails, what it was to give back is left.
+/// Calls that release a resource. When such a call fails itself, the resource leaks.
 const GIVE_BACK: [&str; 8] = [
     "cuMemRelease",
     "cuMemUnmap",
@@ -19,7 +19,7 @@ const GIVE_BACK: [&str; 8] = [
     "cuEventDestroy_v2",
     "cuDevicePrimaryCtxRelease_v2",
 ];
-/// When such a call fails, nobody may know when the copies before it are over: their memory is never given back.
+/// When such a call fails, the end of the copies before it may be unknown: their memory is then never released.
 const UNKNOWN_END: [&str; 2] = ["cuEventQuery", "cuEventRecord"];
 /// `CUDA_ERROR_INVALID_VALUE`, `_OUT_OF_MEMORY`, and `_LAUNCH_FAILED`, which poisons the context.
 const CODES: [u32; 3] = [1, 2, 719];
@@ -33,7 +33,7 @@ fn wanted(direction: Direction) -> Wanted {
     }
 }
 
-/// A store, then a load elsewhere. Whatever the driver refuses is told in words, and the words are said.
+/// A store, then a load, then another store. Returns the text of any refusal by the driver.
 fn there_and_back(ways: Ways) -> Result<(), String> {
     let registration = plain(Roles::Split).registration();
     let mut world = World::with_ways(registration, 9, 4096, 7, ways)?;
@@ -62,7 +62,7 @@ fn there_and_back(ways: Ways) -> Result<(), String> {
             world.try_check("whole")?;
             continue;
         }
-        // What came is right; of the rest anything may have come. A whole copy behind it sets that right.
+        // The pages that were copied are right; the others may hold anything until a complete copy overwrites them.
         let again = wanted(direction);
         world.start(&again);
         match world.outcome() {
@@ -74,7 +74,7 @@ fn there_and_back(ways: Ways) -> Result<(), String> {
     Ok(())
 }
 
-/// One process, with one call that fails. Returns whether there was such a call.
+/// Runs one process in which one call fails. Returns whether there was such a call.
 fn one_failure(nth: u64, code: u32) -> bool {
     let reports = tempfile::tempdir().expect("a folder");
     let report = reports.path().display();
@@ -103,10 +103,10 @@ fn one_failure(nth: u64, code: u32) -> bool {
     true
 }
 
-/// Neither an event nor the stream tells when copies are over: nobody says that they are, and their memory stays.
+/// Neither an event nor the stream reports the end of copies: the end is not reported, and the memory is kept.
 #[test]
 fn an_end_that_nobody_knows_is_not_told() {
-    // The world itself is made with 1 record for each allocation, which is one here, and one for the timeline.
+    // The creation of the world takes 1 record for each allocation, which is one here, and one for the timeline.
     let fails = "fail=*/cuEventRecord/3/1;fail=*/cuStreamSynchronize/1/1";
     let settings = format!("delay_us=300;{fails}");
     let said = fake::under(&settings, || tell(Ways::default()));
@@ -144,7 +144,7 @@ fn every_call_fails_in_turn_with_memory_in_chunks() {
     });
 }
 
-/// Copies by calls for up to seven each.
+/// Batched copies, up to 7 in each call.
 pub(super) const TOGETHER: Ways = Ways {
     sharing: None,
     copies_a_call: 7,

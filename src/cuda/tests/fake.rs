@@ -1,4 +1,4 @@
-//! Runs a test in a process that finds the driver for tests in place of a real one.
+//! Runs a test in a process that loads the fake driver in place of a real one.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -10,24 +10,24 @@ use super::fake_cuda::variables;
 pub use super::fake_cuda::{folder, library, on_gpu};
 use crate::cuda::{Context, Driver};
 
-/// Nothing here takes so long unless it hangs: the longest test takes half a minute of a core, four of them run at a
-/// time, and on two cores beside other work that was seen to become five minutes.
+/// Time limit of a test process, exceeded only by one that hangs: the longest test takes 30 s of one core, four run at
+/// a time, and on two cores beside other work 5 minutes were observed.
 const LIMIT: Duration = Duration::from_mins(20);
-/// The same on a GPU, where registering memory takes its time.
+/// Time limit on a GPU, where registering memory is slow.
 const GPU_LIMIT: Duration = Duration::from_mins(10);
-/// Says that this process is the one that has the driver.
+/// Variable that marks the process that has the driver.
 const INSIDE: &str = "FAKE_CUDA_INSIDE";
-/// The process of a test that is under way already.
+/// Whether this process is the child process of a test.
 pub fn is_inside() -> bool {
     std::env::var_os(INSIDE).is_some()
 }
 
-/// Runs the calling test again in a process of its own, with this folder before all others and these settings.
+/// Runs the calling test again in a child process, with this folder first in the library path and these settings.
 pub fn again(folder: &Path, settings: &str) -> Output {
     again_with(folder, settings, &[], LIMIT)
 }
 
-/// The same, with more variables; killed behind a limit.
+/// Like [`again`], with more variables; kills the child after a limit.
 pub fn again_with(
     folder: &Path,
     settings: &str,
@@ -67,8 +67,8 @@ fn again_in(
     output
 }
 
-/// The rest of a test, with the driver for tests under these settings. Returns what the process said, once it is over; in
-/// that process, nothing.
+/// Runs the body of a test in a child process, with the fake driver under these settings. Returns the output of the
+/// child; in the child, `None`.
 pub fn under(settings: &str, body: impl FnOnce()) -> Option<String> {
     if is_inside() {
         body();
@@ -78,7 +78,7 @@ pub fn under(settings: &str, body: impl FnOnce()) -> Option<String> {
     Some(succeeded(&again(folder.path(), settings), settings))
 }
 
-/// What a process said that must have succeeded.
+/// The output of a child process, which must have succeeded.
 pub fn succeeded(output: &Output, what: &str) -> String {
     let said = format!(
         "{}{}",
@@ -90,7 +90,7 @@ pub fn succeeded(output: &Output, what: &str) -> String {
     said
 }
 
-/// Like [`under`], and nothing of the driver is left when the process ends.
+/// Like [`under`], and checks that no resource of the driver is left when the process ends.
 pub fn under_and_clean(settings: &str, body: impl FnOnce()) {
     let reports = tempfile::tempdir().expect("a folder");
     let with_report = format!("{settings};report={}", reports.path().display());
@@ -102,7 +102,7 @@ pub fn under_and_clean(settings: &str, body: impl FnOnce()) {
     assert_eq!(left, None, "{settings}: {report}");
 }
 
-/// Like [`under_and_clean`]; or with the machine's own driver, where that is wanted.
+/// Like [`under_and_clean`], or with the machine's own driver where that is requested.
 pub fn anywhere(settings: &str, body: impl FnOnce()) {
     if !on_gpu() {
         return under_and_clean(settings, body);
@@ -111,7 +111,7 @@ pub fn anywhere(settings: &str, body: impl FnOnce()) {
         succeeded(&again_in(std::iter::empty(), GPU_LIMIT), "on a GPU");
         return;
     }
-    // A real context takes long to make, and ends with its last user.
+    // A real context takes long to create, and ends with its last user.
     let driver = Driver::get().expect("a driver");
     let device = driver.devices().expect("listed")[0];
     let _held = Context::new(driver, device).expect("a context");

@@ -1,5 +1,5 @@
-//! The driver and the stream actor, on a driver for tests that needs no GPU. Each test runs again in a process of its own,
-//! which finds that driver in place of a real one.
+//! The driver and the stream actor, on a fake driver that needs no GPU. Each test runs again in a child process, which
+//! loads that driver in place of a real one.
 
 mod copies;
 mod driver;

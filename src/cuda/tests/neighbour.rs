@@ -1,4 +1,4 @@
-//! Memory of another process, by IPC handles: opened, proven, read and written, and never that of before.
+//! Memory of another process, by IPC handles: opened, proven, read and written, and never an earlier mapping.
 
 use std::io::{BufRead as _, BufReader, Lines, Write as _};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -10,9 +10,9 @@ use super::copies::plain;
 use super::engine::Roles;
 use super::fake;
 
-/// The test below, which plays both sides.
+/// The test below, which runs both sides.
 const TEST: &str = "cuda::tests::neighbour::memory_of_another_process";
-/// Says that this process is the engine.
+/// Variable that marks the engine's process.
 const ENGINE: &str = "FAKE_CUDA_ENGINE";
 const SEEDS: u64 = 40;
 
@@ -22,7 +22,7 @@ pub(super) fn context() -> std::sync::Arc<Context> {
     Context::new(driver, device).expect("a context")
 }
 
-/// What the memory of a generation holds.
+/// The contents of the memory of a generation.
 pub(super) fn contents(generation: u64, bytes: usize) -> Vec<u8> {
     let mut contents = vec![0; bytes];
     fastrand::Rng::with_seed(generation).fill(&mut contents);
@@ -33,7 +33,7 @@ pub(super) fn bytes() -> u64 {
     plain(Roles::Split).registration().allocations[0].bytes
 }
 
-/// The engine: for each line, new memory; says how it is opened. `keep` lets the memory before live on.
+/// The engine: allocates new memory for each line, and writes its handle. `keep` keeps the earlier memory alive.
 fn engine() {
     let context = context();
     let mut window = Window::new(&context).expect("a window");
@@ -45,7 +45,8 @@ fn engine() {
             kept.clear();
         }
         let generation: u64 = generation.parse().expect("a number");
-        // A real driver shares all of a block of 2 MiB; of a smaller allocation, other processes see what lies beside it, too.
+        // A real driver shares a whole block of 2 MiB: in a smaller allocation, other processes also see its
+        // neighbours.
         let alone = generation.is_multiple_of(2) || fake::on_gpu();
         let wanted = if alone { bytes().max(2 << 20) } else { bytes() };
         let memory = DeviceMemory::allocate(&context, wanted).expect("memory");
@@ -83,7 +84,7 @@ impl Neighbour {
         }
     }
 
-    /// New memory, and how it is opened.
+    /// Requests new memory of the engine, and returns its handle.
     pub(super) fn memory(&mut self, generation: u64, keep: bool) -> [u8; 64] {
         let keep = if keep { "keep" } else { "free" };
         let orders = self.orders.as_mut().expect("it listens");
@@ -122,7 +123,7 @@ pub(super) fn registration(handle: [u8; 64], generation: u64) -> Registration {
     registration
 }
 
-/// An engine that registers memory, and then other memory, as one does that has started anew.
+/// An engine that registers memory, and then other memory, as after a restart.
 fn one_seed(neighbour: &mut Neighbour, seed: u64) {
     let mut chance = fastrand::Rng::with_seed(seed);
     let context = context();
@@ -144,7 +145,7 @@ fn one_seed(neighbour: &mut Neighbour, seed: u64) {
 pub(super) fn seeds(count: u64) {
     let mut neighbour = Neighbour::start();
     for seed in 0..count {
-        // On a line of its own: the harness leaves one open.
+        // On a line of its own, because the harness leaves one open.
         println!("\nseed {seed}");
         one_seed(&mut neighbour, seed);
     }
@@ -158,13 +159,13 @@ fn memory_of_another_process() {
     fake::anywhere("seed=3;delay_us=100", || seeds(SEEDS));
 }
 
-/// A driver that knows no size of memory that another process made.
+/// A driver that does not report the size of memory that another process allocated.
 #[test]
 fn memory_of_a_size_that_only_its_engine_knows() {
     fake::under_and_clean("fail=*/cuMemGetAddressRange_v2/1/500", || seeds(2));
 }
 
-/// That answer may also be the end of the GPU for this process.
+/// A failure of the size query may also mean that the GPU is lost for this process.
 #[test]
 fn memory_of_which_the_driver_says_that_the_gpu_is_lost() {
     fake::under("fail=*/cuMemGetAddressRange_v2/1/719", || {

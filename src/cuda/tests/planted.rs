@@ -1,4 +1,4 @@
-//! Every planted bug is found, and by which seed.
+//! Finds every planted bug, and the seed that finds it.
 
 use std::time::Duration;
 
@@ -9,10 +9,10 @@ use crate::cuda::sabotage::{Bug, plant};
 
 /// Seeds that are tried for each bug.
 const SEEDS: u64 = 200;
-/// Says which bug a process has.
+/// Variable with the bug that a process has.
 const BUG: &str = "FAKE_CUDA_BUG";
 
-/// Seeds from 0 on, until one of them goes wrong, which ends the process with its number.
+/// Runs seeds from 0 on until one fails, which ends the process; the last seed that was printed is the one.
 fn hunt(bug: Bug) {
     plant(bug);
     match bug {
@@ -21,20 +21,20 @@ fn hunt(bug: Bug) {
         _ => {}
     }
     for seed in 0..SEEDS {
-        // On a line of its own: the harness leaves one open.
+        // On a line of its own, because the harness leaves one open.
         println!("\nseed {seed}");
         one_seed(seed);
     }
 }
 
-/// The seed whose story went wrong, or the last one when the driver noticed only at the end of the process.
+/// The seed that failed, or the last one if the driver reported the error only at the end of the process.
 fn found_by(bug: Bug) -> Option<u64> {
     let reports = tempfile::tempdir().expect("a folder");
     let report = reports.path().display();
     let folder = fake::folder(&fake::library());
     let name = format!("{bug:?}");
     if bug == Bug::CountRefused {
-        // A seed is the number of the copy that is refused; each in a process of its own.
+        // A seed is the number of the copy that is refused; each runs in a process of its own.
         return (0..SEEDS).find(|seed| {
             let settings = format!("delay_us=50;fail=*/cuMemcpyAsync/{}/1", seed + 1);
             let output = fake::again_with(folder.path(), &settings, &[(BUG, &name)], LIMIT);
@@ -50,7 +50,7 @@ fn found_by(bug: Bug) -> Option<u64> {
     if clean { None } else { last }
 }
 
-/// A bug may also show as something that does not end.
+/// A bug may also show as a test that does not end.
 const LIMIT: Duration = Duration::from_secs(60);
 
 #[test]

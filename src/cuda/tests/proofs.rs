@@ -1,5 +1,5 @@
-//! Each piece of an engine's memory is proven: one that shows other memory than the engine described is refused by name,
-//! also where the nonce lies in another piece.
+//! Each piece of an engine's memory is proven: a piece that contains other memory than the engine described is refused
+//! by name, also where the nonce lies in another piece.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use crate::types::{
     Allocation, AllocationHandle, AllocationKind, Chunk, ChunkHandle, Nonce, Registration,
 };
 
-/// Of a chunk, as real drivers have them.
+/// Size of a chunk, as with real drivers.
 const CHUNK_BYTES: u64 = 2 << 20;
 const CHUNKS: u8 = 4;
 
@@ -66,7 +66,7 @@ fn allocations_that_are_exchanged_are_refused_by_name() {
         let text = refused.expect_err("exchanged");
         let expected = "registration.allocations[1] shows other bytes at byte 64 of its allocation";
         assert!(text.starts_with(expected), "{text}");
-        // Without proofs nobody can tell.
+        // Without proofs the exchange cannot be detected.
         exchanged.proofs.clear();
         open(&exchanged, &context, &mut window, |_| None).expect("taken at its word");
     });
@@ -78,14 +78,14 @@ fn an_engine_that_writes_meanwhile_is_taken() {
         let mut neighbour = Neighbour::start();
         let (context, mut described) = (context(), allocations(&mut neighbour));
         let mut window = Window::new(&context).expect("a window");
-        // Two of three places of each allocation hold something else by the time when they are compared.
+        // Two of three proofs of each allocation no longer match when they are compared.
         for (index, proof) in described.proofs.iter_mut().enumerate() {
             if index % 3 != 1 {
                 proof.bytes.fill(0);
             }
         }
         open(&described, &context, &mut window, |_| None).expect("one of each is found");
-        // All of them: the rank is told to ask again, and does with what it reads by then.
+        // No proof of one allocation matches: the rank must register again, with the bytes that it reads then.
         let then = described.proofs.clone();
         described.proofs[7].bytes.fill(0);
         let opened = RegisteredDevice::open(&described, &context, &mut window, |_| None);
@@ -107,7 +107,7 @@ fn a_handle_that_shows_the_memory_of_another_is_refused_by_name() {
             text.starts_with("registration.allocations[2] shows"),
             "{text}"
         );
-        // Opened once more it shows its own.
+        // The second open returns the right memory.
         open(&described, &context, &mut window, |_| None).expect("as it is");
     });
 }
@@ -158,7 +158,7 @@ fn chunked(context: &Arc<Context>, window: &mut Window) -> Chunked {
 }
 
 impl Chunked {
-    /// Opens it where a ticket names the chunk of this number.
+    /// Opens the allocation with the ticket of chunk `n` resolved to chunk `chunk(n)`.
     fn open(
         &self,
         context: &Arc<Context>,
@@ -182,7 +182,7 @@ fn chunks_in_another_order_are_refused_by_name() {
         let memory = chunked(&context, &mut window);
         let as_it_is = memory.open(&context, &mut window, |number| number);
         as_it_is.expect("as it is");
-        // The first chunk, which holds the nonce, is right.
+        // The first chunk, which contains the nonce, is right.
         let order = [0, 1, 3, 2];
         let refused = memory.open(&context, &mut window, |number| order[number]);
         let text = refused.expect_err("another order");

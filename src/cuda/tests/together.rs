@@ -1,4 +1,4 @@
-//! Copies that are given many by one call: by drivers that take them, by older ones, and by those that refuse them.
+//! Batched copies: with drivers that accept them, older ones, and those that refuse them.
 
 use crate::cuda::Outcome;
 use crate::types::Direction;
@@ -17,7 +17,7 @@ fn world() -> World {
     World::with_ways(registration, 9, 4096, 3, TOGETHER).expect("a driver without errors")
 }
 
-/// Copies both ways, byte by byte.
+/// Copies in both directions, compared byte by byte.
 fn both_ways() {
     let mut world = world();
     for (first, direction) in [
@@ -38,7 +38,7 @@ fn both_ways() {
     }
 }
 
-/// The first refusal is the last such call: another would lose the GPU.
+/// The first refusal ends batched calls: another call would lose the GPU.
 #[test]
 fn a_driver_that_refuses_them_once_is_not_asked_again() {
     let settings = format!("delay_us=200;fail=*/{NEWER_CALL}/1/801;fail=*/{NEWER_CALL}/2/719");
@@ -51,7 +51,7 @@ fn a_driver_that_refuses_them_once_is_not_asked_again() {
     );
 }
 
-/// The GPU is lost by such a call: everything under way has no end that anybody knows.
+/// A batched call loses the GPU: the end of the copies in flight cannot be observed.
 #[test]
 fn a_gpu_that_is_lost_by_them_is_told() {
     let settings = format!("delay_us=200;fail=*/{NEWER_CALL}/2/719");
@@ -89,7 +89,7 @@ fn with_older_driver(functions: &[&str], settings: &str) -> Option<String> {
 
 #[test]
 fn a_driver_of_cuda_12_8_takes_them_by_the_call_of_then() {
-    // The last failure shows that there are such calls.
+    // The failure of the 20th call shows that such calls are made.
     let failure = format!("fail=*/{CALL}/20/1");
     let Some(said) = with_older_driver(&[NEWER_CALL], &failure) else {
         return;
@@ -102,11 +102,11 @@ fn a_driver_before_that_gets_them_one_by_one() {
     with_older_driver(&[CALL, NEWER_CALL], "");
 }
 
-/// A driver that takes half of the copies of a call, refuses the call, and refuses what is then given one by one: nothing
-/// says that the half is over before it is.
+/// A driver that executes half of the copies of a call, refuses the call, and refuses the copies that follow one by
+/// one: the half must not be reported as ended before it has.
 #[test]
 fn half_of_a_refused_call_is_waited_for() {
-    // The world itself is made with two copies.
+    // The creation of the world takes two copies.
     let settings = "delay_us=20000;half=1;fail=*/cuMemcpyAsync/3/1";
     let said = fake::under(settings, || {
         for pages in [1, 6] {
@@ -119,7 +119,7 @@ fn half_of_a_refused_call_is_waited_for() {
             let op = world.start(&refused);
             let ended = world.wait(&[op])[0];
             if ended.whole {
-                // The driver takes everything of the second world.
+                // The driver accepts all copies of the second world.
                 world.expect(&refused);
             } else {
                 assert_eq!(ended.whole_pages, 0, "{ended:?}");
@@ -127,7 +127,7 @@ fn half_of_a_refused_call_is_waited_for() {
                     world.overwrite_in_depot(page, 0xEE);
                 }
             }
-            // Whatever was still under way is over behind these.
+            // Copies that were still in flight have ended after this one.
             let next = Wanted {
                 direction: Direction::Store,
                 pages: vec![(0, 8), (1, 7)],
@@ -143,7 +143,7 @@ fn half_of_a_refused_call_is_waited_for() {
     assert!(said.contains("cuMemcpyAsync fails with 1"), "{said}");
 }
 
-/// The other half comes one by one.
+/// All copies of the refused call are then submitted one by one.
 #[test]
 fn half_of_a_refused_call_may_be_copied_twice() {
     fake::under_and_clean("delay_us=500;half=2", || {
@@ -152,8 +152,8 @@ fn half_of_a_refused_call_may_be_copied_twice() {
     });
 }
 
-/// Streams of some systems know registered memory by another address than the process: copies by themselves go there, those
-/// of a call for many do not.
+/// On some systems the device address of registered host memory differs from the process's address: single copies
+/// translate it, batched copies do not.
 #[test]
 fn host_memory_that_has_another_address_for_the_device_is_copied_one_by_one() {
     fake::under_and_clean("delay_us=100;host_pointers=0", || {

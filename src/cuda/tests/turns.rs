@@ -1,5 +1,5 @@
-//! How much of one direction the driver gets before the other one has its turn, by how many threads memory is pinned, and what
-//! the driver for tests does with memory that was not.
+//! How many calls of one direction the driver gets before the other direction has its turn, how many threads pin
+//! memory, and what the fake driver does with memory that is not pinned.
 
 use std::sync::Arc;
 use std::sync::mpsc::channel;
@@ -18,7 +18,7 @@ use super::engine::Roles;
 use super::fake;
 use super::world::{PATIENCE, Wanted, World};
 
-/// Runs a body under these settings, and returns what the driver has traced.
+/// Runs a body under these settings, and returns the driver's trace.
 fn traced(settings: &str, body: impl FnOnce()) -> Option<String> {
     let traces = tempfile::tempdir().expect("a folder");
     let settings = format!("{settings};trace={}", traces.path().display());
@@ -26,7 +26,7 @@ fn traced(settings: &str, body: impl FnOnce()) -> Option<String> {
     Some(fake::only_file(traces.path()))
 }
 
-/// Copies of a trace: from the device, and how many in a row.
+/// Copies of a trace: whether they are from the device, and how many in a row.
 fn copies(trace: &str) -> Vec<(bool, usize)> {
     let lines = trace.lines().filter_map(|line| line.split_once(' '));
     let copies = lines.filter_map(|(way, count)| match way {
@@ -39,11 +39,11 @@ fn copies(trace: &str) -> Vec<(bool, usize)> {
         .collect()
 }
 
-/// Calls that a load may have to wait for, the first copy's included.
+/// Calls for which a load may have to wait, those of the first copy included.
 const TURN_MAX: usize = 300;
 
-/// A part of a store has far more calls than a turn, and each call has its cost: a load that was ordered with it is given
-/// after one turn, and not after the part.
+/// A part of a store has far more calls than a turn, and each call has its cost: a load that was ordered together with
+/// the store must be submitted after one turn, not after the part.
 #[test]
 fn a_load_is_given_after_one_turn_of_a_store_of_small_fragments() {
     const PAGES: u32 = 400;
@@ -53,7 +53,7 @@ fn a_load_is_given_after_one_turn_of_a_store_of_small_fragments() {
         let world = World::new(engine.registration(), PAGES, 1 << 30, 1);
         let fragments = world.layout.fragments.len();
         assert!(PAGES as usize * fragments > 3 * TURN_MAX, "{fragments}");
-        // The copier stands still in its first word until both orders are there.
+        // The copier blocks in its first report until both orders are queued.
         let (first, stands) = channel();
         let (go_on, may_go_on) = channel::<()>();
         let (tell, outcomes) = channel();
@@ -73,7 +73,7 @@ fn a_load_is_given_after_one_turn_of_a_store_of_small_fragments() {
         });
         let copier = copier.expect("a copier");
         let order = |op, direction, pages: std::ops::Range<u32>| {
-            // In turned order, so that neighbours are not merged.
+            // In reverse order, so that neighbours are not merged.
             let list = |pages: std::ops::Range<u32>| pages.rev().collect::<PageList>();
             let pair = FragmentPair {
                 src: list(pages.clone()),
@@ -107,7 +107,8 @@ fn a_load_is_given_after_one_turn_of_a_store_of_small_fragments() {
     });
     let Some(trace) = trace else { return };
     let copies = copies(&trace);
-    // What makes the world is written, then one page is stored; the next copies from the device are the large store's.
+    // The creation of the world writes to the device, then one page is stored; the next copies from the device are
+    // those of the large store.
     let load = copies.iter().rposition(|(from_device, _)| !from_device);
     let load = load.expect("the load");
     let (_, before) = copies[load - 1];
@@ -123,7 +124,7 @@ fn device() -> crate::cuda::Device {
     driver.devices().expect("listed")[0]
 }
 
-/// Host memory that nobody has pinned.
+/// Host memory that is not pinned.
 struct Plain(SharedBuffer);
 
 impl HostMemory for Plain {
@@ -136,7 +137,8 @@ impl HostMemory for Plain {
     }
 }
 
-/// A real driver takes such a copy, and blocks its caller while it copies the bytes twice: nothing else would show it.
+/// A real driver accepts such a copy, and blocks its caller while it copies the bytes twice: only the fake driver shows
+/// the mistake.
 #[test]
 fn a_copy_of_host_memory_that_is_not_pinned_is_refused() {
     fake::under("strict=1", || {
@@ -161,7 +163,7 @@ fn a_copy_of_host_memory_that_is_not_pinned_is_refused() {
     });
 }
 
-/// A range that lies outside of its memory never reaches the driver, and is not told as the driver's word.
+/// A range outside of its memory never reaches the driver, and is not reported as an error of the driver.
 #[test]
 fn a_range_outside_of_its_memory_is_no_answer_of_the_driver() {
     let trace = traced("", || {
@@ -191,14 +193,14 @@ fn a_range_outside_of_its_memory_is_no_answer_of_the_driver() {
     );
 }
 
-/// A trace's count of threads that called a function.
+/// Number of threads that called a function, from the trace.
 fn threads(trace: &str, call: &str) -> usize {
     let prefix = format!("threads {call} ");
     let found = trace.lines().find_map(|line| line.strip_prefix(&prefix));
     found.map_or(0, |count| count.parse().expect("a number"))
 }
 
-/// One thread pins about 10 GiB a second, of 1 TiB that is minutes: chunks are pinned by several at once.
+/// One thread pins about 10 GiB/s, which takes minutes for 1 TiB: several threads pin chunks at the same time.
 #[test]
 fn a_depot_is_pinned_by_several_threads() {
     // 1,024 chunks in 0.2 s.
@@ -216,7 +218,7 @@ fn a_depot_is_pinned_by_several_threads() {
     assert!(threads(&trace, "cuMemHostRegister_v2") > 1, "{trace}");
 }
 
-/// What the driver pins does not count as locked memory: the remedy is another one.
+/// Memory that the driver pins does not count as locked memory: the remedy is another one.
 #[test]
 fn memory_that_is_not_pinned_is_refused_with_what_limits_it() {
     refused_pin(
@@ -248,7 +250,7 @@ fn refused_pin(settings: &str, limit: &str) {
     });
 }
 
-/// Whether a thread of this process has the name that the driver for tests gives to one in a call that does not return.
+/// Whether a thread of this process has the name that the fake driver gives to one in a call that does not return.
 fn a_thread_is_in_the_driver() -> bool {
     let tasks = std::fs::read_dir("/proc/self/task").expect("threads");
     tasks.flatten().any(|task| {
@@ -257,7 +259,7 @@ fn a_thread_is_in_the_driver() -> bool {
     })
 }
 
-/// A driver takes itself apart when the process ends, and crashes where a thread is in one of its functions.
+/// A driver frees its state when the process ends, and crashes if a thread is in one of its functions.
 #[test]
 fn a_process_with_a_thread_in_the_driver_ends_without_the_driver() {
     const STATUS: u8 = 7;
@@ -275,13 +277,13 @@ fn a_process_with_a_thread_in_the_driver_ends_without_the_driver() {
             world.try_start(&store, Arc::default());
             std::thread::yield_now();
         }
-        // Waited for, and given up.
+        // Waits for the copying thread up to its limit, then leaves it.
         drop(world);
         assert!(threads_in_driver());
         end_process(STATUS);
     }
     let folder = fake::folder(&fake::library());
-    // The world itself is made with two copies.
+    // The creation of the world takes two copies.
     let output = fake::again(folder.path(), "block=*/cuMemcpyAsync/3");
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(said.contains("cuMemcpyAsync does not return"), "{said}");

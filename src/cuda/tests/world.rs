@@ -1,5 +1,5 @@
-//! Device memory, a pinned depot and the stream actor, beside what memory must look like by the reference: each element is
-//! found by shape and strides alone.
+//! Device memory, a pinned depot and the stream actor, together with the expected contents of memory: the reference
+//! finds each element by shape and strides alone.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use crate::types::{
 use super::engine::addresses;
 use super::fake::on_gpu;
 
-/// Nothing here takes so long unless it hangs.
+/// Time limit of a wait, exceeded only if something hangs.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
 pub struct World {
@@ -30,19 +30,19 @@ pub struct World {
     pub copier: Copier,
     outcomes: Receiver<Outcome>,
     window: RefCell<Window>,
-    /// What each allocation must hold.
+    /// Expected contents of each allocation.
     pub on_device: Vec<Vec<u8>>,
-    /// What each page of the depot must hold.
+    /// Expected contents of each page of the depot.
     pub in_depot: Vec<Vec<u8>>,
     last: u64,
 }
 
-/// What the driver is asked for.
+/// How memory is shared and copies are submitted.
 #[derive(Debug, Clone, Copy)]
 pub struct Ways {
-    /// How memory was shared in chunks, if it was.
+    /// How the memory is shared in chunks; `None` for an allocation without chunks.
     pub sharing: Option<Sharing>,
-    /// Of the copier.
+    /// [`CopierSettings::copies_a_call`].
     pub copies_a_call: usize,
 }
 
@@ -55,7 +55,7 @@ impl Default for Ways {
     }
 }
 
-/// A copy as a test wants it: pages as (device, depot), in parts.
+/// A copy of a test: pages as (device, depot), in parts.
 pub struct Wanted {
     pub direction: Direction,
     pub pages: Vec<(u32, u32)>,
@@ -63,13 +63,13 @@ pub struct Wanted {
 }
 
 impl World {
-    /// Every byte of both memories is set to something.
+    /// Creates both memories and fills them with pseudo-random bytes.
     pub fn new(registration: Registration, depot_pages: u32, chunk_bytes: u64, seed: u64) -> Self {
         let world = Self::try_new(registration, depot_pages, chunk_bytes, seed);
         world.expect("a driver without errors")
     }
 
-    /// The same, with a driver that may refuse things. Its words are errors; anything else that is wrong is a panic.
+    /// Like [`Self::new`], with a driver that may refuse calls. Its refusals are errors; any other mistake panics.
     pub fn try_new(
         registration: Registration,
         depot_pages: u32,
@@ -85,7 +85,7 @@ impl World {
         )
     }
 
-    /// The same, in memory of a kind and with copies given so many a call.
+    /// Like [`Self::try_new`], with a way of sharing memory and of submitting copies.
     pub fn with_ways(
         registration: Registration,
         depot_pages: u32,
@@ -178,18 +178,18 @@ impl World {
         self.depot.depot().pages_at(self.layout.page_bytes) + u64::from(page) * stride
     }
 
-    /// Hands a copy over.
+    /// Queues a copy.
     pub fn start(&mut self, wanted: &Wanted) -> OpId {
         self.start_with(wanted, Arc::default())
     }
 
-    /// The same, with a flag that stops it.
+    /// Like [`Self::start`], with a flag that stops the copy.
     pub fn start_with(&mut self, wanted: &Wanted, cancel: Arc<CancelFlag>) -> OpId {
         assert!(self.try_start(wanted, cancel), "a place");
         OpId(self.last)
     }
 
-    /// The same; false where there is no place for it.
+    /// Like [`Self::start_with`]; returns false if the queue is full.
     pub fn try_start(&mut self, wanted: &Wanted, cancel: Arc<CancelFlag>) -> bool {
         self.last += 1;
         let pair = |pages: &[(u32, u32)]| {
@@ -221,12 +221,12 @@ impl World {
         self.copier.start_copy(order)
     }
 
-    /// The next thing that the actor says.
+    /// The next outcome of the actor.
     pub fn outcome(&self) -> Outcome {
         self.outcomes.recv_timeout(PATIENCE).expect("it goes on")
     }
 
-    /// Copies that end next, at least one.
+    /// The copies that end next, at least one.
     pub fn ended(&self) -> Vec<EndedCopy> {
         match self.outcome() {
             Outcome::Ended(copies) => copies,
@@ -234,8 +234,8 @@ impl World {
         }
     }
 
-    /// The engine gives its device new contents of all its memory to write, lets it say when they are there, and says so
-    /// itself at once. Returns when the actor has heard of it.
+    /// Makes the engine's device write new contents to all its memory and then its word, and announces this work to the
+    /// actor. Returns when the actor has reported it as written.
     pub fn engine_writes(&mut self, chance: &mut fastrand::Rng) {
         self.last += 1;
         let word = self.device.timeline.expect("it has one");
@@ -267,7 +267,7 @@ impl World {
         }
     }
 
-    /// Work is awaited, and the engine says by itself that it is done, before its device says so. Returns the number of the
+    /// Announces work, and reports it as done on behalf of the engine before its device does. Returns the number of the
     /// work.
     pub fn engine_says_so_by_itself(&mut self) -> RequestId {
         self.last += 1;
@@ -288,7 +288,7 @@ impl World {
         through
     }
 
-    /// What memory becomes by a copy that was whole.
+    /// Updates the expected contents by a complete copy.
     pub fn expect(&mut self, wanted: &Wanted) {
         let mut tensors: Vec<&TensorView> = self.registration.tensors.iter().collect();
         tensors.sort_by_key(|tensor| (tensor.layer, tensor.role));
@@ -308,7 +308,7 @@ impl World {
         }
     }
 
-    /// What a page of the depot holds.
+    /// The contents of a page of the depot.
     pub fn depot_page(&self, page: u32) -> Vec<u8> {
         let mut bytes = vec![0; self.layout.page_bytes as usize];
         let buffer = self.depot.depot().buffer();
@@ -318,7 +318,7 @@ impl World {
         bytes
     }
 
-    /// What an allocation holds.
+    /// The contents of an allocation.
     fn allocation(&self, index: u32) -> Result<Vec<u8>, String> {
         let mut bytes = vec![0; self.on_device[index as usize].len()];
         let memory = &self.device.memory;
@@ -342,7 +342,7 @@ impl World {
         written.expect("written");
     }
 
-    /// Overwrites a page of the depot, as another store does that has its place.
+    /// Overwrites a page of the depot, as another store in its place does.
     pub fn overwrite_in_depot(&mut self, page: u32, byte: u8) {
         let bytes = &mut self.in_depot[page as usize];
         bytes.fill(byte);
@@ -358,7 +358,7 @@ impl World {
         self.try_check(what).expect("a driver without errors");
     }
 
-    /// The same, with a driver that may refuse to show what is there.
+    /// Like [`Self::check`], with a driver that may refuse to read its memory.
     pub fn try_check(&self, what: &str) -> Result<(), String> {
         for (page, expected) in (0..).zip(&self.in_depot) {
             let found = self.depot_page(page);
@@ -371,7 +371,7 @@ impl World {
         Ok(())
     }
 
-    /// Waits for the end of copies, and returns how each ended, by its name.
+    /// Waits for the end of copies, and returns how each ended, ordered by id.
     pub fn wait(&self, ops: &[OpId]) -> Vec<EndedCopy> {
         let until = Instant::now() + PATIENCE;
         let mut ended: Vec<EndedCopy> = Vec::new();
@@ -384,11 +384,11 @@ impl World {
     }
 }
 
-/// Memory as another process opens it; its maker lets it go then.
+/// Memory as another process opens it; its creator releases it then.
 fn shared(context: &Arc<Context>, bytes: u64, sharing: Sharing) -> Result<DeviceMemory, CudaError> {
     let made = |sharing| DeviceMemory::allocate_chunks(context, bytes, 1, sharing);
     let (made, chunks) = match made(sharing) {
-        // Few machines have what fabric handles need.
+        // Few machines support fabric handles.
         Err(_) if on_gpu() && sharing == Sharing::Fabric => made(Sharing::Fd),
         made => made,
     }?;
