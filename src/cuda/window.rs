@@ -238,7 +238,7 @@ pub enum SmallCopyError {
     Length {
         /// Bytes of the ranges.
         described: u64,
-        /// Bytes that were given.
+        /// Bytes of the caller's buffer.
         bytes: usize,
     },
     /// The copy did not end within 10 s.

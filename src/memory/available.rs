@@ -34,7 +34,7 @@ impl fmt::Display for MemoryLimit {
 pub struct MemoryAvailable {
     /// Bytes that can still be allocated.
     pub bytes: u64,
-    /// The tightest limit.
+    /// The limit that leaves the fewest bytes.
     pub limit: MemoryLimit,
 }
 

@@ -183,7 +183,7 @@ impl SharedBuffer {
         self.map.as_mut_ptr().expose_provenance()
     }
 
-    /// Another descriptor of the same memory, to be handed to another process.
+    /// Another descriptor of the same memory, to be passed to another process.
     pub fn try_clone_fd(&self) -> Result<OwnedFd, BufferError> {
         self.fd.try_clone().map_err(|source| BufferError::Io {
             action: "duplicate the memory's descriptor",
@@ -194,8 +194,8 @@ impl SharedBuffer {
     /// Copies `out.len()` bytes, starting at `offset_bytes`, into `out`.
     pub fn read_into(&self, offset_bytes: u64, out: &mut [u8]) -> Result<(), BufferError> {
         let from = self.range(offset_bytes, out.len() as u64)?;
-        // SAFETY: `range` checked that the bytes lie in the mapping, which lives as long as `self`; `out` is ours alone
-        // and cannot overlap it, because no reference into the mapping is ever formed.
+        // SAFETY: `range` checked that the bytes lie in the mapping, which lives as long as `self`; `out` is borrowed
+        // exclusively and cannot overlap the mapping, because no reference into it is ever formed.
         unsafe { std::ptr::copy_nonoverlapping(from.cast_const(), out.as_mut_ptr(), out.len()) }
         Ok(())
     }

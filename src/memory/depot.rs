@@ -7,12 +7,12 @@
 //!     12      4  reserved
 //!     16      8  bytes of the whole depot
 //!     24      8  page_bytes of the arena, 0 while no layout is known
-//!     32     16  its name, random
+//!     32     16  id of the depot, random
 //!     48      8  epoch of the leader that last requested the inventory
 //!     56      8  sequence number of that reading
 //!     64   4032  a byte for each worker: see [`Depot::batch_mark`]
 //!   4096         slot i of the inventory at 4096 + i x 80: see `inventory`
-//!             page i at pages_at(page_bytes) + i x page_stride_bytes(page_bytes), after the last slot
+//!                page i at pages_at(page_bytes) + i x page_stride_bytes(page_bytes), after the last slot
 //! ```
 //!
 //! A page starts at a multiple of [`PAGE_ALIGN_BYTES`], so that aligned streaming stores reach all of it.

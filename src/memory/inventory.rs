@@ -10,7 +10,7 @@
 //!     56      8  epoch of the store
 //!     64      8  generation of the store
 //!     72      4  first arena page of the block
-//!     76      2  place in the block
+//!     76      2  index of the page in the block
 //!     78      2  phase of the block
 //! ```
 //!

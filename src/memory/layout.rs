@@ -29,8 +29,8 @@ pub struct FragmentLayout {
 
 /// The layout of one group's pages on one rank, derived from a checked registration.
 ///
-/// In the lower tiers a page is its tensors in order of (layer, role), without gaps, and each tensor's bytes in the order
-/// in which they lie on the device.
+/// In the lower tiers a page is its tensors in order of (layer, role), without gaps, and each tensor's bytes in the
+/// order in which they lie on the device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PageLayout {
     /// Ordered by (layer, role, place on the device); never empty.

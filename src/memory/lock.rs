@@ -11,14 +11,14 @@ use super::depot::Depot;
 /// Bit of `CAP_IPC_LOCK` in a set of capabilities, `linux/capability.h`: a process that has it has no limit.
 const CAP_IPC_LOCK: u32 = 14;
 
-/// How many bytes a process may lock; see [`LockLimit::now`].
+/// The number of bytes that a process may lock; see [`LockLimit::now`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LockLimit(Option<u64>);
 
 /// Why a depot is not locked.
 #[derive(Debug, thiserror::Error)]
 pub enum LockError {
-    /// The limit of the process is lower.
+    /// The depot is larger than the limit of the process.
     #[error(
         "g2_lock is true, and {bytes} bytes are to be locked, but a process may lock {limit_bytes}: raise that (`ulimit -l`, \
          LimitMEMLOCK= of systemd, --ulimit memlock=-1 of a container), or set g2_lock to false"
@@ -26,7 +26,7 @@ pub enum LockError {
     Limit {
         /// Bytes of the depot.
         bytes: u64,
-        /// RLIMIT_MEMLOCK.
+        /// `RLIMIT_MEMLOCK` of the process.
         limit_bytes: u64,
     },
     /// The system call failed for another reason.

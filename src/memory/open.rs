@@ -47,7 +47,7 @@ pub enum OpenError {
         /// Why it cannot be mapped.
         source: BufferError,
     },
-    /// The allocations do not fit together.
+    /// The mapped allocations do not match the registration.
     #[error(transparent)]
     Memory(#[from] EngineMemoryError),
     /// The mapped memory does not contain the nonce.

@@ -28,7 +28,7 @@ pub struct Prefault {
 /// Result of a prefault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PrefaultReport {
-    /// Bytes that are in memory now: all of the depot.
+    /// Bytes of the depot, all of which are in memory now.
     pub bytes: u64,
     /// The system accepted the advice to use huge pages. `shmem_enabled` determines whether it follows it.
     pub huge_pages_advised: bool,
@@ -50,7 +50,7 @@ pub enum PrefaultError {
         /// What limits the memory.
         limit: MemoryLimit,
     },
-    /// The flag was set.
+    /// The cancel flag was set.
     #[error("cancelled with {done_bytes} of {total_bytes} bytes in memory")]
     Cancelled {
         /// Bytes that were prefaulted.

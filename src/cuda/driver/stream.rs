@@ -238,7 +238,7 @@ impl Event {
 
     fn record(&self, stream: &Stream) -> Result<(), CudaError> {
         let api = self.context.bind()?;
-        // SAFETY: both are live, and of one context.
+        // SAFETY: the event and the stream are live, and of one context.
         let code = unsafe { (api.cuEventRecord)(self.handle, stream.handle) };
         self.context.check("cuEventRecord", code)
     }

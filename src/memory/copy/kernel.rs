@@ -169,14 +169,14 @@ mod x86 {
                     for at in (line..line + LINE_BYTES).step_by($vector_bytes) {
                         // SAFETY: `at` and a vector after it lie in the middle, a part of the range.
                         let vector = unsafe { $load(from.wrapping_add(at).cast()) };
-                        // SAFETY: the same for `to`; `split` aligned it to a line, of which `at` is a
-                        // vector's multiple.
+                        // SAFETY: as above, for `to`. `split` aligned the start of the middle of `to` to a line, and
+                        // `at` is a multiple of the vector's length after it, so that the store is aligned.
                         unsafe { $store(to.wrapping_add(at).cast(), vector) };
                     }
                 }
                 let done = head + middle;
                 let (from, to) = (from.wrapping_add(done), to.wrapping_add(done));
-                // SAFETY: the tail is what the head and the middle left of the range.
+                // SAFETY: the tail is the part of the range after the head and the middle.
                 unsafe { std::ptr::copy(from, to, len - done) };
             }
         };

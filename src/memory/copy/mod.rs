@@ -144,7 +144,7 @@ pub enum CopyError {
     OutOfRange {
         /// Index of the pair.
         pair: usize,
-        /// Which memory.
+        /// The memory that lacks the page.
         side: Side,
         /// The first page that is too high.
         page: u64,
@@ -154,7 +154,7 @@ pub enum CopyError {
     /// A page that would be written twice in one batch.
     #[error("{side} page {page} is written twice in one batch")]
     WrittenTwice {
-        /// Which memory.
+        /// The destination of the copy.
         side: Side,
         /// The page.
         page: u64,
