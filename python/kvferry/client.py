@@ -1,8 +1,8 @@
-"""A conversation with one process of kvferry: hello, requests with deadlines, retries over reconnects, heartbeats.
+"""A session with one process of kvferry: hello, requests with deadlines, retries over reconnects, heartbeats.
 
-A :class:`Client` has one thread of its own, which owns the sockets. Whoever asks gets a :class:`Question` at once and
-never waits unless it wants to. Each question ends exactly once, by its own deadline: with the other side's answer, or
-with a :class:`Failure` that says whether anything of the request may still be under way.
+A :class:`Client` has one thread of its own, which owns the sockets. A caller gets a :class:`Question`, the handle of a
+request, at once, and may wait for its end. Each request ends exactly once and by its own deadline: with the peer's
+answer, or with a :class:`Failure` that states whether any part of the request may still run.
 """
 
 import collections
@@ -27,10 +27,10 @@ from kvferry.wire import Code, Hello, Kind
 
 logger = logging.getLogger(__name__)
 
-#: Questions that are not answered; one more is refused at once. At worst 32 GiB, with the longest body of the wire each
-#: (8 MiB); with the hashes of 4,096 pages each, 512 MiB.
+#: Most requests without an answer; one more is refused at once. Their bodies take at most 32 GiB, with 8 MiB each, the
+#: longest body of the wire; with the hashes of 4,096 pages each, 512 MiB.
 OPEN_MAX = 4096
-#: Longest path of a Unix socket.
+#: Longest path of a Unix socket, in bytes.
 SOCKET_PATH_BYTES_MAX = 107
 SOCKET_NAME = "kvferry.sock"
 
@@ -39,7 +39,7 @@ _BACKOFF_MAX_S = 1.0
 #: Longest wait for a connection and its welcome.
 _CONNECT_LIMIT_S = 2.0
 _CLOSE_LIMIT_S = 2.0
-#: Requests of the credits of a connection that only urgent questions use, and bytes for each of them.
+#: Request credits of a connection that are reserved for urgent requests, and byte credits for each of them.
 _URGENT_CREDITS = 4
 _URGENT_BYTES = 256
 _GONE_EVENTS = (
@@ -53,11 +53,11 @@ _GONE_EVENTS = (
 
 
 class Failure(Exception):
-    """Why a question has no answer.
+    """Why a request has no answer.
 
-    ``said``: the other side said so. ``over``: nothing of the question is under way, and nothing will be, because a
-    leader has said so or nobody got the question. Only then may the pages of a load or a store be used again.
-    Otherwise its fate is unknown.
+    ``said``: the peer sent this error. ``over``: no part of the request runs or will run, because the leader has
+    reported so or no peer received the request. Only then may the pages of a load or a store be used again. Otherwise
+    the request's outcome is unknown.
     """
 
     def __init__(self, code: int, message: str, *, said: bool, retry: bool = False, over: bool = False):
@@ -70,7 +70,7 @@ class Failure(Exception):
 
 
 class Question:
-    """One request and, once :attr:`done`, how it ended."""
+    """One request and, once :attr:`done`, its answer or failure."""
 
     __slots__ = (
         "_ended",
@@ -91,11 +91,11 @@ class Question:
         self.id = identity
         self.kind = wire.KINDS[type(message)]
         self.body = wire.body_of(message)
-        #: When the other side's time is up, and when ours is.
+        #: Deadlines of the request, on the monotonic clock: the one that the peer receives, and our own.
         self.told = told
         self.expires = expires
         self.link = link
-        #: Bytes of it that take up credits of the connection; None while it was not sent over it.
+        #: Byte credits of the connection that the request uses; None before the request is sent over it.
         self.sent_bytes: int | None = None
         self.answer: msgspec.Struct | None = None
         self.failure: Failure | None = None
@@ -105,11 +105,11 @@ class Question:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Whether the request has ended."""
         return self._ended.is_set()
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits until it has ended, at most so long; returns whether it has."""
+        """Waits until the request has ended, at most ``timeout_s``; returns whether it has."""
         return self._ended.wait(timeout_s)
 
     def _end(self, answer: msgspec.Struct | None, failure: Failure | None) -> None:
@@ -121,11 +121,11 @@ class Question:
 
 
 class Client:
-    """Speaks to the process that listens in ``directory``, from :meth:`start` to :meth:`close`.
+    """A client of the process that listens in ``directory``, from :meth:`start` to :meth:`close`.
 
     ``turn`` is called on the client's thread whenever something may have changed: after a welcome, a loss, an answer, a
-    :meth:`poke`, and when the time it returned the last time has come (``None``: not before something happens). It may
-    ask. ``listening`` says whether there is a welcome now.
+    :meth:`poke`, and at the time that its last call returned (``None``: not before the next such event). ``turn`` may
+    call :meth:`ask`. ``listening``: the peer's welcome has been received over the present connection.
     """
 
     def __init__(
@@ -149,33 +149,33 @@ class Client:
         self._count = 0
         self._closing = False
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        #: Number of the connection that there is; 0 without one.
+        #: Number of the present connection; 0 without one.
         self.link = 0
-        #: Epoch of the other side's leader, as the last welcome said.
+        #: Epoch of the peer's leader, from the last welcome.
         self.epoch = 0
-        #: What both sides can do beyond the version, as the last welcome said.
+        #: Features that both sides support beyond the version, from the last welcome.
         self.features = 0
-        #: Since when there is no connection.
+        #: When the connection was lost, on the monotonic clock; None while there is one.
         self.lost_at: float | None = time.monotonic()
-        #: Why the last attempt to connect failed, for people.
+        #: Why the last attempt to connect failed, for logs.
         self.trouble = ""
         self._links = itertools.count(1)
         self._next_turn: float | None = None
         self._credits = (1, 1)
         self._in_flight = self._in_flight_bytes = 0
-        #: When something was said last over the connection that there is.
+        #: When the last message was sent over the present connection.
         self._said = 0.0
         self._thread = threading.Thread(target=self._run, name=f"kvferry {hello.role} {hello.rank}", daemon=True)
 
-    # Anybody's thread.
+    # Methods for any thread.
 
     def start(self) -> None:
-        """Begins the conversation; ``turn`` is called from now on."""
+        """Starts the client's thread, which connects; ``turn`` is called from now on."""
         self._thread.start()
 
     @property
     def listening(self) -> bool:
-        """Whether the other side has said welcome and has not been lost since."""
+        """Whether there is a connection over which the peer has sent its welcome."""
         return self.link != 0
 
     def ask(
@@ -188,11 +188,11 @@ class Client:
         until: Callable[[Question], None] | None = None,
         urgent: bool = False,
     ) -> Question:
-        """Asks; returns at once. An ``urgent`` question overtakes those that wait for credits of the connection.
+        """Sends a request; returns at once. An ``urgent`` one overtakes those that wait for credits of the connection.
 
-        The other side is given ``timeout_s``, and ``patience_s`` more to say so. Over a new connection the question is
-        asked again under the same id, unless it names the ``link`` over which alone it makes sense. ``until`` is called
-        with the ended question, on the client's thread.
+        The peer must carry the request out within ``timeout_s``, and may answer up to ``patience_s`` later. Over a new
+        connection the request is sent again under the same id, unless it is bound to one connection, ``link``.
+        ``until`` is called with the ended request, on the client's thread, or by this call if the request is refused.
         """
         now = time.monotonic()
         with self._lock:
@@ -211,18 +211,18 @@ class Client:
         return question
 
     def draw(self) -> int:
-        """A number from among those of the questions, above all that were asked before and below all later ones."""
+        """Draws a request id, above those of all earlier requests and below those of all later ones."""
         with self._lock:
             return next(self._ids)
 
     def poke(self) -> None:
-        """Wakes the client's thread, so that it takes its turn."""
+        """Wakes the client's thread, so that it calls ``turn``."""
         with self._lock:
             if not self._closing:
                 os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Ends the conversation. What waits for an answer fails."""
+        """Closes the connection. Requests without an answer fail."""
         with self._lock:
             if self._closing:
                 return
@@ -276,7 +276,7 @@ class Client:
         self._take_turn()
 
     def _meanwhile(self, until: float) -> None:
-        """Waits for a question, a poke or a deadline, without a connection."""
+        """Waits for a request, a poke or a deadline while there is no connection."""
         self._take_new()
         self._expire()
         self._take_turn()
@@ -287,7 +287,7 @@ class Client:
         self._drain_wake()
 
     def _connect_and_converse(self, context: zmq.Context) -> bool:
-        """Returns whether it came to a welcome."""
+        """Runs one connection until it ends; returns True. Raises if no welcome is received."""
         path = self.directory / SOCKET_NAME
         check_directory(self.directory)
         if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
@@ -300,7 +300,7 @@ class Client:
             socket.setsockopt(zmq.RECONNECT_IVL, -1)
             socket.setsockopt(zmq.MAXMSGSIZE, wire.BODY_BYTES_MAX)
             socket.setsockopt(zmq.SNDHWM, 0)
-            # Without a peer a send would wait for one, for ever: that peer is gone.
+            # A send without a peer would wait for one for ever, and the peer is gone.
             socket.setsockopt(zmq.SNDTIMEO, 0)
             socket.setsockopt(zmq.RCVHWM, 0)
             monitor = socket.get_monitor_socket(_GONE_EVENTS)
@@ -376,8 +376,8 @@ class Client:
             self._take_turn()
             self._take_new()
             self._send_unsent(socket)
-            # Pings after a heartbeat without a word of its own, however much the other side says: that closes a client
-            # that has said nothing for three. Pings too when the other side is silent, to find out whether it is there.
+            # Pings after one heartbeat in which nothing was sent, however much was received: the peer closes a client
+            # that sends nothing for three. Pings also when nothing was received, to find out whether the peer is alive.
             next_beat = min(self._said + beat_s, heard + beat_s * (3 if pinged else 1))
             timeout_s = self._until_next(next_beat) - time.monotonic()
             ready = dict(poller.poll(max(int(timeout_s * 1000 + 0.999), 0)))
@@ -402,7 +402,7 @@ class Client:
         self._said = time.monotonic()
 
     def _read_all(self, socket: zmq.Socket) -> None:
-        """Reads what has come; a limit keeps deadlines and our own questions in turn."""
+        """Reads received messages, at most 256, so that deadlines and our own requests are not starved."""
         for _ in range(256):
             try:
                 parts = socket.recv_multipart(zmq.NOBLOCK)
@@ -414,7 +414,7 @@ class Client:
                 continue
             question = self._open.get(envelope.correlation)
             if question is None or (envelope.body is None and not envelope.required):
-                # Nobody waits for it, or it is of a kind that is not known here.
+                # No request waits for this answer, or its kind is unknown here.
                 continue
             if isinstance(envelope.body, wire.Error):
                 error = envelope.body
@@ -429,7 +429,7 @@ class Client:
                 self._settle(question, None, Failure(Code.INTERNAL, text, said=False))
 
     def _answer(self, socket: zmq.Socket, asked: wire.Envelope) -> None:
-        """Answers a request of the other side. Its ids are another space than our own."""
+        """Answers a request of the peer. The peer's ids are independent of our own."""
         kind, body = Kind.PONG, wire.body_of(wire.Empty())
         if asked.required:
             kind, text = Kind.ERROR, f"bits {asked.required:#x} of the header's bytes 20 and 21 are not known here"
@@ -446,7 +446,7 @@ class Client:
             if question.done:
                 queue.popleft()
                 continue
-            # Urgent questions are few and small: some of the credits are theirs alone.
+            # Some credits are reserved for urgent requests, which are few and small.
             kept = 0 if question.urgent else min(_URGENT_CREDITS, requests // 64)
             too_much = self._in_flight_bytes + len(question.body) > byte_credits - kept * _URGENT_BYTES
             if self._in_flight > 0 and (self._in_flight >= requests - kept or too_much):
@@ -516,7 +516,7 @@ class Client:
 
 
 def check_directory(directory: Path) -> None:
-    """Refuses a directory of sockets that anybody else could reach or swap.
+    """Refuses a socket directory that another user could access or replace.
 
     Raises:
         OSError: naming the directory, what is wrong with it, and the remedy.

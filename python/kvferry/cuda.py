@@ -1,4 +1,4 @@
-"""Device memory as other processes open it: by the CUDA driver's own functions, whatever library allocated it."""
+"""Sharing of device memory with other processes, by the CUDA driver's functions, whatever library allocated it."""
 
 import contextlib
 import ctypes
@@ -14,7 +14,7 @@ IPC_HANDLE_BYTES = 64
 #: Ways to share a chunk, as ``CUmemAllocationHandleType``: a file descriptor, or a fabric handle.
 SHARED_BY_FD, SHARED_BY_FABRIC = 1, 8
 _LIBRARY = "libcuda.so.1"
-#: ``CU_STREAM_CAPTURE_MODE_RELAXED``: what this thread does is no part of a capture that another one makes.
+#: ``CU_STREAM_CAPTURE_MODE_RELAXED``: calls of this thread are no part of a capture by another thread.
 _CAPTURE_RELAXED = 2
 #: ``CU_STREAM_NON_BLOCKING``.
 _STREAM_NON_BLOCKING = 1
@@ -25,14 +25,14 @@ _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3
 
 
 class CudaError(OSError):
-    """A call that the driver refused: as with a socket that is gone, it may be asked again."""
+    """A call that the driver refused. As an ``OSError``, it is retried like a broken connection."""
 
 
 _P, _R = ParamSpec("_P"), TypeVar("_R")
 
 
 def _in_context(method: Callable[Concatenate["Context", _P], _R]) -> Callable[Concatenate["Context", _P], _R]:
-    """A method that needs the context, which it finds and leaves as :meth:`Context.current` says."""
+    """Wraps a method that needs the context in :meth:`Context.current`."""
 
     @functools.wraps(method)
     def wrapped(self: "Context", /, *arguments: _P.args, **named: _P.kwargs) -> _R:
@@ -43,13 +43,13 @@ def _in_context(method: Callable[Concatenate["Context", _P], _R]) -> Callable[Co
 
 
 class Context:
-    """The context of the thread that makes this. Its methods may be called by any thread."""
+    """The CUDA context of the thread that creates this object. Any thread may call the methods."""
 
     def __init__(self) -> None:
         """Takes the calling thread's context.
 
         Raises:
-            CudaError: without a driver or a context.
+            CudaError: there is no driver or no context.
         """
         try:
             self._library = ctypes.CDLL(_LIBRARY)
@@ -64,10 +64,10 @@ class Context:
 
     @_in_context
     def uuid(self) -> str:
-        """The device, as ``nvidia-smi -L`` writes it.
+        """Returns the device's UUID as ``nvidia-smi -L`` prints it.
 
-        A MIG instance has a name of its own, which only the newer function knows. The older one names the GPU, which
-        all of its instances have in common.
+        A MIG instance has a UUID of its own, which only the newer function returns. The older one returns the UUID of
+        the GPU, which all of its instances have in common.
         """
         device = ctypes.c_int()
         self._call("cuCtxGetDevice", ctypes.byref(device))
@@ -82,24 +82,24 @@ class Context:
 
     @_in_context
     def range_of(self, address: int) -> tuple[int, int]:
-        """First address and size of the allocation that holds an address."""
+        """Returns the first address and the size of the allocation that holds an address."""
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
         self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
         return base.value, size.value
 
     @_in_context
     def handle_of(self, base: int) -> bytes:
-        """How another process opens an allocation."""
+        """Returns the IPC handle by which another process opens an allocation."""
         handle = (ctypes.c_ubyte * IPC_HANDLE_BYTES)()
         self._call("cuIpcGetMemHandle", handle, ctypes.c_uint64(base))
         return bytes(handle)
 
     @_in_context
     def ways_to_share(self, base: int) -> list[int]:
-        """The ways in which a chunk of virtual memory management can be shared, the best for one host first.
+        """Returns the ways in which a chunk of virtual memory management can be shared, the best for one host first.
 
         Raises:
-            CudaError: it is no such chunk.
+            CudaError: the address is not in such a chunk.
         """
         ways = []
         with self._chunk(base) as chunk:
@@ -113,13 +113,13 @@ class Context:
 
     @_in_context
     def descriptor_of(self, base: int) -> int:
-        """A file descriptor by which another process opens a chunk; the caller's to close."""
+        """Returns a file descriptor by which another process opens a chunk; the caller closes it."""
         with self._chunk(base) as chunk:
             return self._share(chunk, SHARED_BY_FD)
 
     @_in_context
     def fabric_handle_of(self, base: int) -> bytes:
-        """A fabric handle by which another process opens a chunk."""
+        """Returns a fabric handle by which another process opens a chunk."""
         with self._chunk(base) as chunk:
             return self._share(chunk, SHARED_BY_FABRIC)
 
@@ -140,16 +140,16 @@ class Context:
 
     @_in_context
     def allocate(self, size: int) -> int:
-        """New memory; gives its address."""
+        """Allocates device memory; returns its address."""
         address = ctypes.c_uint64()
         self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
         return address.value
 
     @_in_context
     def allocate_chunk(self, size: int, way: int) -> tuple[int, int]:
-        """New memory of at least so many bytes that is shared in this way; gives its address and its size.
+        """Allocates at least ``size`` bytes that can be shared in this way; returns the address and the real size.
 
-        It stays for as long as the process.
+        The memory stays allocated until the process ends.
         """
         device, granularity = ctypes.c_int(), ctypes.c_size_t()
         self._call("cuCtxGetDevice", ctypes.byref(device))
@@ -164,19 +164,19 @@ class Context:
             self._call("cuMemAddressReserve", ctypes.byref(address), length, zero, zero, zero)
             self._call("cuMemMap", address, length, ctypes.c_size_t(0), chunk, zero)
         finally:
-            # What is mapped stays.
+            # The mapping keeps the memory.
             self._call("cuMemRelease", chunk)
         access = struct.pack("IiI", _ON_DEVICE, device.value, _READ_WRITE)
         self._call("cuMemSetAccess", address, length, access, ctypes.c_size_t(1))
         return address.value, whole
 
     def write(self, address: int, data: bytes) -> None:
-        """Writes bytes; they are there when this returns."""
+        """Writes bytes; the write is complete on return."""
         self.write_all([(address, data)])
 
     @_in_context
     def write_all(self, pieces: list[tuple[int, bytes]]) -> None:
-        """Writes bytes at several addresses; they are there when this returns."""
+        """Writes bytes at several addresses; all writes are complete on return."""
         stream = self._own_stream()
         for address, data in pieces:
             size = ctypes.c_size_t(len(data))
@@ -185,7 +185,7 @@ class Context:
 
     @_in_context
     def read_all(self, pieces: list[tuple[int, int]]) -> list[bytes]:
-        """Reads bytes at several addresses (address and size), beside what the engine's streams do."""
+        """Reads bytes at several addresses (address and size), concurrently with the engine's streams."""
         stream = self._own_stream()
         found = [ctypes.create_string_buffer(size) for _, size in pieces]
         for (address, size), data in zip(pieces, found, strict=True):
@@ -199,13 +199,13 @@ class Context:
         return self._stream
 
     def can_mark(self) -> bool:
-        """Whether the device can write words by itself."""
+        """Whether a stream can write words to memory."""
         return hasattr(self._library, "cuStreamWriteValue64_v2")
 
     def mark(self, stream: int, address: int, value: int) -> None:
-        """Lets the device write a word behind everything that the stream was given so far.
+        """Makes the device write a word after all work that was submitted to the stream so far.
 
-        The calling thread has a context: that of the stream.
+        The calling thread's context must be that of the stream.
         """
         word = ctypes.c_uint64(address), ctypes.c_uint64(value)
         self._call("cuStreamWriteValue64_v2", ctypes.c_void_p(stream), *word, ctypes.c_uint(0))
@@ -218,9 +218,9 @@ class Context:
         return data.raw
 
     def bind(self) -> None:
-        """Makes it the calling thread's own for good, and keeps that thread's calls out of graphs that others capture.
+        """Binds the context to the calling thread for good, and keeps the thread's calls out of others' graph captures.
 
-        For threads of kvferry's own, which make many calls.
+        For kvferry's own threads, which make many calls.
         """
         if getattr(self._thread, "bound", False):
             return
@@ -230,10 +230,10 @@ class Context:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Makes it the calling thread's own for a while.
+        """Binds the context to the calling thread while the ``with`` block runs.
 
-        An engine's thread finds its own context and its own capture mode again: a mode that stayed relaxed would hide
-        unsafe calls from a capture that the engine makes later, and the thread may have changed its device meanwhile.
+        Restores the thread's context and capture mode afterwards: a mode that stayed relaxed would hide unsafe calls
+        from a later capture of the engine, and the thread may use another device by then.
         """
         if getattr(self._thread, "bound", False):
             yield
@@ -251,7 +251,7 @@ class Context:
             self._exchange_capture_mode(mode)
 
     def _exchange_capture_mode(self, mode: int) -> int:
-        """Sets how this thread's calls stand to captures, and says how they stood."""
+        """Sets the capture mode of the calling thread, and returns the previous one."""
         exchanged = ctypes.c_int(mode)
         self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(exchanged))
         return exchanged.value

@@ -1,8 +1,8 @@
 """An engine's KV memory: moved to where another process can map it, and described.
 
-On the CPU the storage of the KV tensors is moved, in place, into memory with a file descriptor. Its name is gone before
-anything is written to it, so nothing is left behind however the engine ends. On a GPU it stays where it is, and handles
-of its allocations are handed on.
+On the CPU the storage of the KV tensors is moved, in place, into shared memory with a file descriptor. Its name is
+unlinked before anything is written to it, so that nothing remains however the engine ends. On a GPU the memory stays
+where it is, and handles of its allocations are passed to the worker.
 """
 
 import contextlib
@@ -27,30 +27,30 @@ from kvferry.proofs import Proofs
 FD_SOCKET_NAME = "fds.sock"
 _HAND_OVER_LIMIT_S = 2.0
 _TICKET_BYTES = 16
-#: Descriptors that are handed over at a time.
+#: Most descriptors in one message.
 _FDS_TOGETHER = 128
-#: Room behind the engine's own bytes, where the proof of the mapping is written.
+#: Room after the engine's own bytes, where the proof of the mapping is written.
 _NONCE_ROOM_BYTES = 4096
 _NONCE_BYTES = 32
-#: What a driver takes from a device at a time: smaller allocations share a piece, and with it a handle.
+#: Granularity of the driver's device allocations: smaller allocations share a piece, and with it a handle.
 _NONCE_ON_DEVICE_BYTES = 2 << 20
-#: Where in that piece the device writes how far it is, behind the proof.
+#: Offset of the timeline word in that piece, after the proof.
 _WORD_OFFSET_BYTES = 64
 _SHM = "/dev/shm"
-#: How long other ranks may take to move their memory, beside what that takes by its size.
+#: Longest wait for other ranks to move their memory, in addition to the time that its size takes.
 _FOLDER_LIMIT_S = 60.0
 
 
 class Unsupported(Exception):
-    """KV memory that cannot be shared or described; says why, and what to do."""
+    """KV memory that cannot be shared or described. The text names the reason and the remedy."""
 
 
 @dataclass
 class Piece:
-    """One allocation that kvferry maps, and how many of its bytes are the engine's.
+    """One allocation that kvferry maps; ``size`` counts the engine's own bytes.
 
-    In host memory ``fd`` is a descriptor of our own; on a device ``handle`` is what other processes open, or ``chunks``
-    says of which parts (address and size) it consists, each shared by itself.
+    In host memory ``fd`` is a descriptor of our own. On a device other processes open ``handle``, or the allocation
+    consists of ``chunks`` (address and size), each shared by itself.
     """
 
     size: int
@@ -61,13 +61,13 @@ class Piece:
     shared_by: int = cuda.SHARED_BY_FD
 
     def parts(self) -> list[tuple[int, int]]:
-        """Address and size of what is shared by itself."""
+        """Returns address and size of each part that is shared by itself."""
         return self.chunks or [(self.address, self.size)]
 
 
 @dataclass(frozen=True)
 class Place:
-    """Whose memory this is, and what it holds, in the words of docs/wire.md."""
+    """The rank that owns the memory, and its content, as docs/wire.md defines them."""
 
     rank: int
     tp_size: int
@@ -77,7 +77,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Group:
-    """Layers with the same pages, in the words of docs/wire.md. A layer may have several tensors, as states do."""
+    """Layers with the same pages, as docs/wire.md defines a group. A layer may have several tensors: states do."""
 
     tensors: dict[str, torch.Tensor | list[torch.Tensor]]
     engine_page_tokens: int
@@ -87,10 +87,10 @@ class Group:
     window_tokens: int = 0
 
     def distinct(self) -> list[torch.Tensor]:
-        """Its tensors, in order; layers that use the cache of an earlier one show the same memory again.
+        """Returns the tensors in order, each once: layers that use the cache of an earlier one have the same memory.
 
         Raises:
-            Unsupported: for what is not a tensor in the memory of the CPU or of a GPU.
+            Unsupported: for a cache that is not a tensor, or not in memory of the CPU or of a CUDA device.
         """
         found: dict[tuple, torch.Tensor] = {}
         for name, layer in self.tensors.items():
@@ -107,10 +107,10 @@ class Group:
 
 
 class KvMemory:
-    """The KV memory of one rank. Each group is described and registered by itself; they may lie in the same memory."""
+    """The KV memory of one rank. Each group is registered by itself; several groups may use the same allocations."""
 
     def __init__(self, groups: list[Group], place: Place):
-        """Moves the tensors of all groups. Those on a device stay, and are marked: no work uses them yet.
+        """Moves the tensors of all groups. Tensors on a device stay, and are marked: no work uses them yet.
 
         Raises:
             Unsupported: nothing is moved then.
@@ -139,19 +139,19 @@ class KvMemory:
 
     @property
     def on_device(self) -> bool:
-        """Whether it is a device's memory, which the device may still write when a call has returned."""
+        """Whether the memory is a device's, which may still write to it after a call has returned."""
         return self._context is not None
 
     @property
     def has_timeline(self) -> bool:
-        """Whether the device can say by itself how far it is."""
+        """Whether the device can write its progress to a timeline word."""
         return self._context is not None and self._context.can_mark()
 
     def mark(self, stream: int, through: int) -> None:
-        """Lets the device say that stores up to this request may read, behind what the stream was given so far.
+        """Makes the device write ``through`` to its timeline word after the work submitted to the stream so far.
 
         Raises:
-            CudaError: it will not say so.
+            CudaError: the word will not be written.
         """
         if self._context is None or self._nonce is None:
             raise cuda.CudaError("there is no device")
@@ -159,13 +159,13 @@ class KvMemory:
 
     @property
     def groups(self) -> int:
-        """How many groups there are."""
+        """Number of groups."""
         return len(self._groups)
 
     def close(self) -> None:
-        """Gives the descriptors back. The engine keeps its memory.
+        """Closes the descriptors. The engine keeps its memory.
 
-        What proves the mapping on a device stays until the process ends: a worker may still have it open.
+        The memory of the proof on a device stays until the process ends: a worker may still have it open.
         """
         for piece in self._pieces:
             if piece.fd >= 0:
@@ -173,7 +173,7 @@ class KvMemory:
         self._pieces = []
 
     def bind_thread(self) -> None:
-        """Before the calling thread asks the device for anything."""
+        """Binds the calling thread to the device's context. Must precede the thread's first call to the device."""
         if self._context is not None:
             self._context.bind()
 
@@ -187,8 +187,9 @@ class KvMemory:
                 bases[base] = size
                 address = base + size
         self._pieces = _pieces(self._context, bases)
-        # The proof is written into memory of its own: every byte of the engine's allocations may be in use. It is
-        # shared as those are: handles of whole allocations are not understood in another PID namespace, chunks are.
+        # The proof is written into memory of its own, because every byte of the engine's allocations may be in use.
+        # That memory is shared in the same way as the allocations: handles of whole allocations do not work in another
+        # PID namespace, chunks do.
         chunks = [piece for piece in self._pieces if piece.chunks]
         if len(chunks) == len(self._pieces):
             way = chunks[0].shared_by
@@ -199,14 +200,14 @@ class KvMemory:
             base, size = self._context.range_of(proof_at)
             self._nonce = Piece(size, proof_at, handle=self._context.handle_of(base))
         self._context.write(proof_at + _WORD_OFFSET_BYTES, bytes(8))
-        # Only what is served: layers of other kinds may read what no token has written.
+        # Only served groups are marked: layers of other kinds may read bytes that no token has written.
         served = len(self._groups) == 1 and self._groups[0].group.attention == "full"
         parts = [part for piece in self._pieces for part in piece.parts()]
         self._proofs = Proofs(self._context, parts, tensors, new=served)
 
     def _share(self, storages: list[torch.UntypedStorage]) -> None:
         by_address = {storage.data_ptr(): storage for storage in storages}
-        # Every other rank may come first, at 256 MiB a second.
+        # All other ranks may get the lock before this one, and move their memory at 256 MiB a second.
         wanted = sum(storage.nbytes() for storage in by_address.values())
         limit_s = _FOLDER_LIMIT_S + self._place.tp_size * wanted / (256 << 20)
         with contextlib.closing(_Folder(_SHM, limit_s)):
@@ -228,9 +229,9 @@ class KvMemory:
             os.ftruncate(fd, size + _NONCE_ROOM_BYTES)
 
     def describe(self, group: int, tickets: list[bytes], *, timeline: bool = False) -> dict[str, Any]:
-        """A group's registration, with a fresh proof of the mapping. ``tickets`` name its descriptors, in order.
+        """Returns a group's registration, with a new proof of the mapping. ``tickets`` name its descriptors, in order.
 
-        With ``timeline`` it says where the device writes how far it is.
+        With ``timeline`` the registration includes the place of the device's timeline word.
         """
         described = self._groups[group]
         pieces = self._pieces_of(described)
@@ -261,7 +262,7 @@ class KvMemory:
         }
 
     def _proofs_of(self, pieces: list[Piece], proven: int) -> list[dict[str, Any]]:
-        """What a worker must find in these pieces beside the nonce, which proves one of them."""
+        """Returns the bytes that a worker must find in these pieces, in addition to the nonce, which proves one."""
         found: list[tuple[int, int, bytes]] = []
         for index, piece in enumerate(pieces):
             if self._proofs is not None:
@@ -276,7 +277,7 @@ class KvMemory:
     def _allocations(
         self, pieces: list[Piece], tickets: list[bytes], proof: bytes
     ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """What a registration says of pieces, and where it proves that they were mapped."""
+        """Returns the registration's entries for the pieces, and its nonce: the place and bytes of the proof."""
         if self._context is None or self._nonce is None:
             first = pieces[0]
             os.pwrite(first.fd, proof, first.size)
@@ -288,7 +289,7 @@ class KvMemory:
         nonce = self._nonce
         self._context.write(nonce.address, proof)
         base, _ = self._context.range_of(nonce.address)
-        # A small allocation may lie in one of the engine's, as the driver has it.
+        # For the driver, the nonce's small allocation may be a part of one of the engine's.
         holders = [piece for piece in pieces if piece.address == base]
         listed = pieces if holders else [*pieces, nonce]
         place = pieces.index(holders[0]) if holders else len(pieces)
@@ -308,7 +309,7 @@ class KvMemory:
         return {"chunks": [{"handle": shared(base), "bytes": size} for base, size in piece.chunks]}
 
     def _descriptors(self, pieces: list[Piece]) -> list[Callable[[], int]]:
-        """What is handed over of pieces, in order: each gives a descriptor that is the caller's to close."""
+        """Returns a function for each descriptor of the pieces, in order; the caller closes what it returns."""
         if self._context is None:
             return [functools.partial(os.dup, piece.fd) for piece in pieces]
         by_fd = [piece for piece in pieces if piece.shared_by == cuda.SHARED_BY_FD]
@@ -320,10 +321,10 @@ class KvMemory:
         return [piece for index, piece in enumerate(self._pieces) if index in used]
 
     def hand_over(self, group: int, directory: Path) -> tuple[list[bytes], int | None, int | None]:
-        """Gives the worker in ``directory`` the descriptors of a group.
+        """Sends the descriptors of a group to the worker in ``directory``.
 
-        Returns their tickets, the process that has them (0 when it is dead, None where it cannot be seen), and a
-        descriptor of that process, which is the caller's to close.
+        Returns their tickets, the id of the process that received them (0 when it is dead, None when it cannot be
+        seen), and its pidfd, which the caller closes.
 
         Raises:
             OSError: the worker does not take them.
@@ -338,13 +339,13 @@ class KvMemory:
 
 
 def _bytes_of(tensor: torch.Tensor) -> int:
-    """How far the elements of a tensor reach."""
+    """Bytes from a tensor's first element to the end of its last."""
     steps = (step * (length - 1) for length, step in zip(tensor.shape, tensor.stride(), strict=True))
     return (sum(steps) + 1) * tensor.element_size()
 
 
 def _pieces(context: cuda.Context, bases: dict[int, int]) -> list[Piece]:
-    """Pieces of device memory: an allocation each, or chunks that lie one behind the other."""
+    """Returns pieces of device memory: each is one allocation, or a sequence of adjacent chunks."""
     pieces: list[Piece] = []
     for base, size in sorted(bases.items()):
         try:
@@ -369,7 +370,7 @@ def _pieces(context: cuda.Context, bases: dict[int, int]) -> list[Piece]:
 
 @dataclass(frozen=True)
 class _Described:
-    """A group's tensors, and how each looks."""
+    """A group's tensors, and the view of each."""
 
     group: Group
     tensors: list[torch.Tensor]
@@ -381,7 +382,7 @@ class _Described:
         return cls(group, tensors, [_View.of(tensor, group.device_pages) for tensor in tensors])
 
     def place(self, layer: int, pieces: list[Piece]) -> tuple[int, int]:
-        """Which of the pieces holds a tensor, and where its first byte lies in it."""
+        """Returns the index of the piece that holds a tensor, and the offset of its first byte in that piece."""
         address = self.tensors[layer].data_ptr()
         for index, piece in enumerate(pieces):
             if piece.address <= address < piece.address + piece.size:
@@ -406,7 +407,7 @@ class _Described:
 
 
 class _Folder:
-    """Held by one rank at a time, so that each sees the room that the others have left."""
+    """A lock on a folder, held by one rank at a time: each then sees the free space that the others have left."""
 
     def __init__(self, path: str, limit_s: float):
         self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -440,7 +441,7 @@ class _View:
         if blocks % pages or blocks == 0:
             raise Unsupported(f"a KV tensor has {blocks} blocks along its first axis, the engine counts {pages} pages")
         if blocks != pages:
-            # The kernel's blocks are smaller than the engine's: a page is a row of them.
+            # The kernel's blocks are smaller than the engine's: a page is several consecutive kernel blocks.
             shape, strides = [blocks // pages, *shape], [stride, *strides]
             stride *= blocks // pages
         kept = [(length, step) for length, step in zip(shape, strides, strict=True) if length != 1]
@@ -453,7 +454,7 @@ class _View:
 def _send_fds(
     path: Path, descriptors: list[Callable[[], int]], *, by_handle: bool = False
 ) -> tuple[list[bytes], int | None, int | None]:
-    """Hands descriptors over. With ``by_handle`` the worker also opens memory by CUDA IPC handles."""
+    """Sends descriptors to a worker. With ``by_handle`` the worker also opens memory by CUDA IPC handles."""
     tickets: list[bytes] = []
     with _connected(path) as worker:
         process = _process_of(worker, path)
@@ -498,9 +499,9 @@ def _process_of(worker: socket.socket, path: Path) -> int:
 
 
 def _in_our_namespace(process: int) -> bool:
-    """Whether a process shares the PID namespace of this one. One that cannot be looked at is taken for such."""
+    """Whether a process is in this one's PID namespace. True for a process whose namespace cannot be read."""
     if process <= 0:
-        # It has no number here.
+        # The process has no PID in this namespace.
         return False
     try:
         theirs, ours = os.stat(f"/proc/{process}/ns/pid"), os.stat("/proc/self/ns/pid")
@@ -511,7 +512,7 @@ def _in_our_namespace(process: int) -> bool:
 
 def _watched(process: int) -> tuple[int | None, int | None]:
     if process <= 0:
-        # It lives in a space of processes that is not ours.
+        # The process is in another PID namespace.
         return None, None
     try:
         return process, os.pidfd_open(process)

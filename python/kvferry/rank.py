@@ -1,6 +1,6 @@
-"""One rank's conversation with its worker: registers the KV memory, says what is written, takes pages back.
+"""One rank's session with its worker: registers the KV memory, reports written pages, takes pages back.
 
-It runs on a thread of its own; the engine's threads leave notes for it and never wait.
+The session runs on a thread of its own; the engine's threads queue work for it and never wait.
 """
 
 import contextlib
@@ -24,21 +24,21 @@ from kvferry.wire import Code
 
 logger = logging.getLogger("vllm.kvferry")
 
-#: How long a worker may take for one question; then it is asked again. A registration waits for the leader.
+#: Deadline of one request to a worker, which is then retried. A registration waits for the leader.
 QUESTION_LIMIT_S = 30.0
-#: A worker that lives and does not give pages back for so long is killed: its supervisor, which does so after 10 s, is
-#: gone too. Nothing else could make the pages safe. Time in which the rank's thread stood still does not count: see
-#: :mod:`kvferry.silence`. Otherwise the kill comes within 36 s, or within 51 s where the worker's connections come and
-#: go.
+#: Time after which a live worker is killed that does not give pages back: nothing else could make the pages safe. The
+#: supervisor does so after 10 s, so that it must be gone, too. Time in which the rank's thread did not run does not
+#: count: see :mod:`kvferry.silence`. Otherwise the kill comes within 36 s, or within 51 s if the worker's connections
+#: come and go.
 KILL_AFTER_S = 30.0
 
 _PAUSE_FIRST_S = 0.05
-#: Pause between two looks at whether a device has written what it was given.
+#: Pause between two checks whether a device has finished its submitted work.
 _WRITING_PAUSE_S = 0.0005
 _PAUSE_MAX_S = 1.0
-#: Passes that are remembered for a worker that does not look where the device says how far it is.
+#: Newest marked passes that are kept, for a worker that does not read the device's timeline.
 _MARKED_MAX = 256
-#: How long a worker may take to let a device's memory go.
+#: Longest wait for a worker to unmap a device's memory.
 _LET_GO_LIMIT_S = 3.0
 
 
@@ -47,9 +47,9 @@ def _at_once() -> bool:
 
 
 class RankSession:
-    """See the module."""
+    """The session of one rank."""
 
-    #: What failed for good, so that copies through this rank end by their deadlines alone; empty while nothing has.
+    #: A permanent failure, after which copies through this rank end by their deadlines alone; empty without one.
     fault = ""
 
     def __init__(self, directory: Path, engine: bytes, rank: int, replica: int, memory: KvMemory):
@@ -59,32 +59,32 @@ class RankSession:
         self._lock = threading.Lock()
         self._owed = owed.Owed(groups=memory.groups)
         self._over: list[int] = []
-        #: Stores whose pages a device still writes, in order, and what tells that it has.
+        #: Numbers of passes that the device still runs, in order, each with a check whether it is over.
         self._writing: deque[tuple[int, Callable[[], bool]]] = deque()
         self._announced = 0
-        #: What the device is known to have written, and the newest passes that it says of by itself: request and what
-        #: tells.
+        #: Everything up to ``_known`` is written. ``_marked`` are the newest passes that the device marks in its
+        #: timeline: number, and a check whether the pass is over.
         self._known = 0
         self._marked: deque[tuple[int, Callable[[], bool]]] = deque(maxlen=_MARKED_MAX)
         #: The stream of the last pass.
         self._stream: int | None = None
-        #: Whether the worker looks where the device says how far it is.
+        #: Whether the worker reads the device's timeline.
         self._timeline = False
         self._closing = False
         self._link = 0
         self._pause_s = _PAUSE_FIRST_S
         self._not_before = 0.0
         self._complaint = ""
-        #: What was said of groups, each once.
+        #: Reasons that were logged for groups that are not served, each once.
         self._not_served: set[str] = set()
-        #: The last process that was given the memory: 0 before there was one, None where it cannot be seen; and a
-        #: descriptor that is readable once it is dead.
+        #: The last process that received the memory: 0 before there was one, None when it cannot be seen; and its
+        #: pidfd, which is readable once the process is dead.
         self._process: int | None = 0
         self._process_fd: int | None = None
         self._process_killed = False
-        #: Since when each abandoned request waits.
+        #: When each request was abandoned.
         self._abandoned_at: dict[int, float] = {}
-        #: How long this thread has waited for the worker to give some back.
+        #: Tracks how long the worker has not given abandoned pages back.
         self._silence = Silence()
         features = wire.FEATURE_TIMELINE if memory.has_timeline else 0
         name = f"vLLM, rank {rank}"
@@ -103,11 +103,11 @@ class RankSession:
         *,
         stores: int | None = None,
     ) -> None:
-        """Everything up to this number is written: now, or once ``when`` says so, which must not wait.
+        """Reports everything up to ``through`` as written: now, or once ``when``, which must not wait, returns True.
 
-        With ``stream``, the calling thread's context is the device's, and the device says by itself when what that
-        stream was given so far is written. Its worker, which looks there for loads, is then told of ``stores`` alone:
-        the last of them, ``through`` unless it is given.
+        With ``stream``, the calling thread's context is the device's, and the device itself marks in its timeline when
+        the work that was submitted to the stream so far is over. The worker reads the timeline for loads, and is
+        notified of stores only: up to ``stores``, by default ``through``.
         """
         if through <= self._announced or self.fault or self._closing:
             return
@@ -121,18 +121,17 @@ class RankSession:
                 self._known = through
                 self._owed.wrote(through)
             else:
-                # The device says of those before by itself; this one is only known to be written when they are, too.
+                # Earlier passes are marked by the device. This one counts as written only when they are over, too.
                 if not self._writing and self._marked:
                     self._writing.append(self._marked[-1])
                 self._writing.append((through, when or _at_once))
         self._client.poke()
 
     def _mark(self, stream: int, through: int) -> bool:
-        """Lets the device say so; False when it does not.
+        """Submits a mark to the device's timeline; False if there will be none.
 
-        The word that it writes is one for all streams, so that a stream may write it only when nothing before is under
-        way on another one. Where the stream changes, and until what is under way by then is known to be over, nothing
-        is marked.
+        All streams share one timeline word, so a stream may write it only when no earlier pass runs on another stream.
+        After a change of the stream nothing is marked until all passes before the change are known to be over.
         """
         changed = self._stream is not None and self._stream != stream
         self._stream = stream
@@ -146,7 +145,7 @@ class RankSession:
         return True
 
     def abandon(self, requests: list[int]) -> None:
-        """Takes the pages of these requests back; they come out of :meth:`over` once nothing is copied for them."""
+        """Takes the pages of these requests back. :meth:`over` returns the requests once nothing is copied for them."""
         now = time.monotonic()
         with self._lock:
             self._owed.abandon(requests)
@@ -155,7 +154,7 @@ class RankSession:
         self._client.poke()
 
     def over(self) -> list[int]:
-        """Abandoned requests for which nothing is copied any more, each once."""
+        """Returns abandoned requests for which nothing is copied any longer, each once."""
         with self._lock:
             over, self._over = self._over, []
             for request in over:
@@ -164,13 +163,13 @@ class RankSession:
 
     @property
     def registered(self) -> bool:
-        """Whether a worker has this rank's memory."""
+        """Whether a worker has mapped all of this rank's memory."""
         return self._owed.registered
 
     def close(self) -> None:
-        """Ends the conversation; the worker lets the memory go.
+        """Closes the connection; the worker then unmaps the memory.
 
-        A device's memory must not be freed before it has: that is waited for, for a while.
+        A device's memory must not be freed before the worker has unmapped it: waits for that at most 3 s.
         """
         self._closing = True
         if self._memory.on_device:
@@ -187,7 +186,7 @@ class RankSession:
             if gone.wait(left_s) and gone.failure is None:
                 return
             why = str(gone.failure or "it does not answer")
-            # It is being opened, or copied.
+            # The worker still opens the memory, or copies.
             time.sleep(min(_PAUSE_FIRST_S, max(until - time.monotonic(), 0.0)))
         if why:
             logger.warning("kvferry: %s: its worker may still have the KV memory: %s", self._name, why)
@@ -215,7 +214,7 @@ class RankSession:
             return
         try:
             self._memory.bind_thread()
-            # Without the lock, which the engine's threads take: only this thread takes anything out.
+            # The check runs without the lock, which the engine's threads take: only this thread removes entries.
             while self._writing and self._writing[0][1]():
                 with self._lock:
                     self._known = self._writing.popleft()[0]
@@ -224,11 +223,11 @@ class RankSession:
             self._lose_sight()
 
     def _lose_sight(self) -> None:
-        """Notes the current exception: the device does not say what it has written, and never will.
+        """Records the current exception as a fault: the device's progress can no longer be read.
 
-        Stores of those pages, and loads that wait for those steps, would end by their deadlines alone. The connector
-        reads :attr:`fault` and asks for no more of either. What is not known to be written stays in the queue, so that
-        nothing behind it is marked or told.
+        Stores of the unfinished passes, and loads that wait for them, would end by their deadlines alone. The connector
+        reads :attr:`fault` and requests no further stores and loads. Unfinished passes stay in the queue, so that no
+        later one is marked or reported.
         """
         known, self.fault = self.fault, "asking the device what it has written"
         if not known:
@@ -275,7 +274,7 @@ class RankSession:
                 self._remember_process(process, process_fd)
                 self._timeline = bool(self._client.features & wire.FEATURE_TIMELINE)
                 if not self._timeline:
-                    # It does not look for itself, so that it has to be told of passes without stores, too.
+                    # The worker does not read the timeline, and must be notified of passes without stores, too.
                     with self._lock:
                         self._owed.wrote(max((request for request, _ in self._marked), default=0))
                 memory = self._memory.describe(group, tickets, timeline=self._timeline)
@@ -290,7 +289,7 @@ class RankSession:
             return wire.Written(demand.through, timeline=True)
         if demand.through <= self._known:
             return wire.Written(demand.through)
-        # Nobody looks where the device says so: what is over by now?
+        # The worker does not read the timeline: check here which marked passes are over.
         try:
             self._look_at_marked()
         except Exception:
@@ -298,7 +297,7 @@ class RankSession:
             with self._lock:
                 self._marked.clear()
                 self._owed.wrote_last(self._known)
-        # The rest is told later.
+        # The rest is reported later.
         demand.through = min(demand.through, self._known)
         if demand.through <= self._owed.confirmed:
             raise OSError("the device has not written it yet")
@@ -333,7 +332,7 @@ class RankSession:
             self._tell(demand.group, failure, not_served)
 
     def _tell(self, group: int, failure: Failure | None, not_served: str) -> None:
-        """Says once how it stands."""
+        """Logs the result of a registration, each result once."""
         if not_served:
             if not_served not in self._not_served:
                 self._not_served.add(not_served)
@@ -348,7 +347,7 @@ class RankSession:
                 "kvferry: %s is turned away, requests run without the cache: %s", self._name, failure.message
             )
 
-    # Dead workers copy nothing.
+    # Abandoned pages: a dead worker copies nothing.
 
     def _remember_process(self, process: int | None, process_fd: int | None) -> None:
         self._forget_process()

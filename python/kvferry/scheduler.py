@@ -1,11 +1,12 @@
-"""The scheduler's side of the connector: looks up, asks for loads and stores, and knows which pages a copy still uses.
+"""The scheduler's side of the connector: requests lookups, loads and stores, and tracks which pages a copy still uses.
 
-It decides nothing that the leader can decide. Nothing here waits, but for the small budget of a step for lookups.
+Every decision that the leader can make is left to the leader. No hook of a step blocks, except for the lookup budget of
+that step (``lookup_budget_ms``).
 
 Pages under copy are safe in every order of events. A load's pages belong to a request that vLLM keeps until the load is
 reported over. A store's pages carry one more reference of vLLM's block pool until the store is over, whatever becomes
-of its request. When kvferry cannot be asked how a copy ended, each rank makes sure that nothing is copied any more
-before the pages are used again (:mod:`kvferry.copies`).
+of its request. When the leader cannot report how a copy ended, each rank ensures that the copy has stopped before the
+pages are used again (:mod:`kvferry.copies`).
 """
 
 import logging
@@ -33,24 +34,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvferry")
 
-#: What a lookup found is used for so long. kvferry holds it for 30 s.
+#: Age up to which the answer of a lookup is used. The leader holds the found pages for 30 s.
 FRESH_S = 15.0
-#: Without an answer from anybody for so long, the user is told.
+#: Time without a connection to the leader after which a warning is logged.
 ABSENT_S = 1.0
-#: Preemption waits for stores that free pages, unless they take longer than this.
+#: Age up to which vLLM waits for a store that will free pages, instead of preempting a request.
 FREES_SOON_S = 0.1
-#: When the engine's pool of pages is reset, stores that read them are cancelled, and waited for so long. A worker that
-#: is alive ends them within one part of a copy, 32 MiB at most.
+#: Longest wait for the cancelled stores when vLLM resets its pool of pages. A worker that is alive ends them within one
+#: part of a copy, 32 MiB at most.
 LAST_STORES_S = 2.0
-#: Pause between two requests to cancel, for stores that were only now sent.
+#: Pause between two ``cancel_stores`` requests: a repeated one reaches stores that were sent after the previous one.
 CANCEL_AGAIN_S = 0.05
-#: After a store that the leader could not take, nothing is stored for so long.
+#: Pause of all stores after one that the leader could not take.
 STORE_PAUSE_S = 1.0
 
 
 @dataclass(eq=False)
 class Lookup:
-    """A lookup that was asked, and with what."""
+    """A lookup request and its parameters."""
 
     question: Question
     asked_at: float
@@ -59,7 +60,7 @@ class Lookup:
     pages: int
 
     def found(self) -> int:
-        """Pages from the first on that the device and kvferry have together."""
+        """Pages at the start of the sequence that the device and kvferry have together; 0 without an answer."""
         answer = self.question.answer
         return self.device_pages + answer.hit_pages if isinstance(answer, wire.LookupAnswer) else 0
 
@@ -70,32 +71,33 @@ class Tracked:
 
     request: "Request"
     slot: int
-    #: None where the weights of its adapter are unknown: it neither finds nor stores.
+    #: None when the weights of its adapter are unknown: the request neither looks up nor stores pages.
     namespace: bytes | None
     lookup: Lookup | None = None
-    #: Pages that the device had when tokens were last matched.
+    #: Pages that the device had when vLLM last asked for matched tokens.
     device_pages: int = 0
-    #: No more lookups: one was not answered in time, or a load failed.
+    #: The request is computed without further lookups: one was not answered in time, or a load failed.
     computes: bool = False
-    #: The leader was asked about the slot, and may keep it.
+    #: A lookup was sent for the slot, so that the leader may have it open.
     known_there: bool = False
-    #: The question that opened the slot, at which epoch, and how many hashes that knows; None: open it anew.
+    #: The request that opened the slot (None: open the slot again), the leader's epoch at that time, and the number of
+    #: page hashes that the slot has.
     opened: Question | None = None
     epoch: int = 0
     known: int = 0
-    #: Pages from here on have not been asked to be stored; pages before ``full`` were full when last looked at.
+    #: First page for which no store was requested; pages before ``full`` were full at the last check.
     store_from: int = 0
     full: int = 0
-    #: Its first pages are from before a reset: what it computes behind them is not stored.
+    #: The first pages of the request are from before a reset: pages that are computed after them are not stored.
     mixed: bool = False
-    #: It began with pages of the device that may be from before a reset, or of other weights of its adapter.
+    #: The request began with pages of the device that may be from before a reset, or from other weights of its adapter.
     on_old_pages: bool = False
     load: Copy | None = None
     finished: bool = False
 
 
 class SchedulerSide:
-    """See the module. For the scheduler's thread alone."""
+    """The connector in vLLM's scheduler process. For the scheduler's thread alone."""
 
     def __init__(
         self,
@@ -117,32 +119,33 @@ class SchedulerSide:
             # The weights may change at any time: no other engine may find what is computed here.
             self._namespaces.leave()
         self._page_tokens = page_tokens
-        #: Of one rank.
+        #: Bytes of one page on one rank.
         self._page_bytes = page_bytes
         self._tracked: dict[str, Tracked] = {}
         self._budget_s = settings.lookup_budget_ms / 1000
         self._step = StepMetadata()
         self._last_store = 0
-        #: The number that the ranks were given last for work of theirs.
+        #: ``written_through`` of the last step in which the ranks write pages.
         self._last_work = 0
-        #: The number of the last work that is known to be over. Only deadlines depend on it.
+        #: ``written_through`` of the last step that is known to be over. Only deadlines depend on it.
         self._last_stepped = 0
         self._told_absent = False
-        #: When the cache was last reset: what was stored before is not stored again.
+        #: Time of the last reset: failed stores from before are not retried.
         self._reset_at = 0.0
-        #: Pages of requests that load, until the ranks are told that it is over; those that were reset meanwhile.
+        #: Pages of the loading requests, until a step reports the end of the load to the ranks; and the requests of
+        #: those whose pages vLLM has reset meanwhile.
         self._loading: dict[str, list[int]] = {}
         self._spoiled: set[str] = set()
-        #: Namespaces that were left without being forgotten, because vLLM may not have been asked to reset the
-        #: connector. The next reset of the connector has them forgotten.
+        #: Namespaces that were left and not yet removed at the leader, because it is unknown whether vLLM was asked to
+        #: reset the connector. The next reset of the connector removes them.
         self._left: list[bytes] = []
-        #: vLLM has reset its own pages, and none was computed or loaded since.
+        #: vLLM has reset its own pages, and no page was computed or loaded since.
         self._device_empty = False
-        #: Since a reset vLLM may have kept pages of its own from before.
+        #: vLLM may still have pages of its own from before a reset.
         self._device_old = False
-        #: A leader that cannot store now is left alone until then.
+        #: No store is requested before this time, because the leader could not take one.
         self._store_again_at = 0.0
-        # Ids and slots grow also over a restart of an engine with the same name.
+        # Ids and slots start from the clock, so that they also grow over a restart of an engine with the same name.
         self._next_slot = base = time.time_ns() // 1000
         hello = wire.Hello(role="engine", engine=engine, replica=replica, name="vLLM")
         self._client = connect(settings.socket_dir / "leader", hello, first_id=base, turn=self._watch)
@@ -153,12 +156,12 @@ class SchedulerSide:
         self._client.start()
 
     def bind_pool(self, pool: "BlockPool") -> None:
-        """The engine's pool of pages.
+        """Takes the engine's pool of pages, and wraps its ``reset_prefix_cache``.
 
-        vLLM resets it only while no page is held, and asks nobody before. Stores that hold pages are cancelled then:
-        what they would keep belongs to a cache that is thrown away. An engine that is paused or idle runs no step in
-        which their end would be noticed, so that is done here, within a limit. Loads go on, and what they bring is
-        computed.
+        vLLM resets the pool only while no page is held, and calls no hook of the connector before. The wrapper cancels
+        stores that hold pages, because the pages that they would keep belong to a cache that is dropped. An engine that
+        is paused or idle runs no step that would notice the end of these stores, so the wrapper waits for it, at most
+        :data:`LAST_STORES_S`. Loads go on, and their pages are computed afterwards.
         """
         self._copies.bind_pool(pool)
         reset = pool.reset_prefix_cache
@@ -178,7 +181,7 @@ class SchedulerSide:
         pool.reset_prefix_cache = reset_without_stores  # type: ignore[method-assign]
 
     def _watch(self) -> float | None:
-        """Says once that kvferry is away, and once that it is back. On the client's thread."""
+        """Logs once that the leader is away, and once that it is back. Runs on the client's thread."""
         lost_at = self._client.lost_at
         if lost_at is None:
             if self._told_absent:
@@ -198,11 +201,11 @@ class SchedulerSide:
     # Requests.
 
     def track(self, request: "Request") -> Tracked:
-        """Our record of a request, made when it is new."""
+        """Returns the record of a request, and creates it for a new one."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.finished:
             self._next_slot += 1
-            # The files of an adapter are looked at when the request is to be scheduled.
+            # The files of an adapter are checked when the request is about to be scheduled.
             namespace = None if request.lora_request else self._namespaces.of(None)
             tracked = Tracked(request, self._next_slot, namespace)
             self._tracked[request.request_id] = tracked
@@ -210,7 +213,7 @@ class SchedulerSide:
         return tracked
 
     def finished(self, request: "Request") -> None:
-        """A request is over. Pages under copy stay held: by the pool, or by vLLM until a load is reported."""
+        """Ends a request. Pages under copy stay held: by the pool, or by vLLM until a load is reported."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return
@@ -220,7 +223,7 @@ class SchedulerSide:
         self._forget_if_over(tracked)
 
     def _end_stores(self) -> None:
-        """Has the stores that are under way cancelled, and gives their pages back."""
+        """Cancels the running stores, and returns their pages to the pool. Waits at most :data:`LAST_STORES_S`."""
         until = time.monotonic() + LAST_STORES_S
         cancel: Question | None = None
         while self._copies.stores() and (left_s := until - time.monotonic()) > 0:
@@ -232,7 +235,7 @@ class SchedulerSide:
             logger.warning("kvferry: %d stores hold pages of the engine still, and its cache cannot be reset", left)
 
     def _was_reset(self) -> None:
-        """The device has no page of before any more that a request could find."""
+        """Records that no request can find a page on the device from before the reset."""
         self._device_empty, self._device_old = True, False
         self._namespaces.device_is_empty()
         for name in self._loading:
@@ -242,12 +245,12 @@ class SchedulerSide:
                 self._spoiled.add(name)
 
     def _reset_refused(self) -> None:
-        """vLLM's pages are held still.
+        """Handles a reset that vLLM refused because some of its pages are still held.
 
         When vLLM was asked to preempt all requests, it gives up here and never resets the connector. In that state no
         request is RUNNING, and some have computed tokens or are PREEMPTED: a request whose load is over, and that waits
-        to be scheduled, cannot be made to give its pages back. A reset of vLLM's own pages alone can look the same, so
-        other engines keep what they share.
+        to be scheduled, cannot be made to free its pages. A reset of vLLM's own pages alone can look the same, so the
+        pages that other engines share are not removed at the leader.
         """
         if self._settings.shared_after_reset:
             return
@@ -269,19 +272,19 @@ class SchedulerSide:
     # Lookups.
 
     def matched_tokens(self, request: "Request", computed_tokens: int) -> int | None:
-        """Tokens behind the computed ones that can be loaded; None: ask again."""
+        """Returns how many tokens after the computed ones can be loaded; None: vLLM should call again later."""
         tracked = self.track(request)
         self._adapter_changed(tracked)
         tracked.device_pages = device_pages = computed_tokens // self._page_tokens
-        # vLLM asks for requests that have no pages.
+        # vLLM calls this only for requests that have no pages.
         tracked.store_from = tracked.full = 0
         tracked.mixed, tracked.on_old_pages = False, self._on_old_pages(tracked)
-        # vLLM ignores hits of a request that does not read its prefix cache: nothing is held for it then.
+        # vLLM ignores hits of a request that does not read its prefix cache: no pages are held for such a request.
         idle = tracked.computes or tracked.load is not None or request.skip_reading_prefix_cache
         idle = idle or tracked.namespace is None
         if idle or not self._client.listening:
             return 0
-        # At least one token is left to compute.
+        # vLLM must compute at least one token.
         pages = min((request.num_tokens - 1) // self._page_tokens, len(request.block_hashes), wire.HASHES_MAX)
         if pages <= device_pages:
             return 0
@@ -306,9 +309,9 @@ class SchedulerSide:
         return old and tracked.device_pages > 0
 
     def _adapter_changed(self, tracked: Tracked) -> bool:
-        """Names a request without pages by the files that its adapter has now; true if that is another name.
+        """Updates the namespace of a request without pages from its adapter's present files; True if it changed.
 
-        vLLM may read them when the request is scheduled, which can be long after it came.
+        vLLM may read the files when the request is scheduled, which can be long after its arrival.
         """
         lora = tracked.request.lora_request
         if lora is None or (namespace := self._namespaces.of(lora)) == tracked.namespace:
@@ -318,7 +321,7 @@ class SchedulerSide:
         return True
 
     def _serves(self, lookup: Lookup, device_pages: int, pages: int) -> bool:
-        """Whether an earlier lookup still says what can be loaded behind the device's pages."""
+        """Whether an earlier lookup still answers what can be loaded after the device's pages."""
         if lookup.link != self._client.link or lookup.pages != pages:
             return False
         if not lookup.question.done:
@@ -328,7 +331,7 @@ class SchedulerSide:
         return lookup.device_pages == device_pages or lookup.device_pages < device_pages < lookup.found()
 
     def _open(self, tracked: Tracked, device_pages: int, pages: int, timeout_ms: int) -> Question:
-        """Opens the request's slot, or opens it anew: looks its pages up."""
+        """Opens or reopens the request's slot, by a lookup of its pages."""
         hashes = tracked.request.block_hashes[:pages]
         message = wire.Lookup(
             slot=tracked.slot,
@@ -343,7 +346,7 @@ class SchedulerSide:
         return tracked.opened
 
     def _let_go(self, tracked: Tracked) -> None:
-        """The leader holds nothing any more of what a lookup found, or may still find."""
+        """Releases the leader's hold on pages that a lookup found or may still find, by a lookup that finds nothing."""
         lookup, tracked.lookup = tracked.lookup, None
         if lookup is not None and (not lookup.question.done or lookup.found() > lookup.device_pages):
             self._open(tracked, lookup.pages, lookup.pages, self._settings.lookup_timeout_ms)
@@ -351,14 +354,17 @@ class SchedulerSide:
     # Copies.
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> None:
-        """vLLM took pages for what was matched: it is loaded. The device's own pages come first in the table."""
+        """Starts the load of the matched tokens, for which vLLM has allocated pages.
+
+        The device's own pages come first in the block table.
+        """
         count = external_tokens // self._page_tokens
         tracked = self.track(request)
-        # Also of one whose load is over, and which may have waited since for its adapter to be loaded.
+        # Also checked for a request whose load is over: it may have waited since for its adapter to be loaded.
         changed = self._adapter_changed(tracked)
         tracked.on_old_pages = tracked.on_old_pages or self._on_old_pages(tracked)
         if count == 0:
-            # Nothing was found, or another connector loads: what the leader holds for us is let go.
+            # Nothing was found, or another connector loads: release the leader's hold.
             self._let_go(tracked)
             if tracked.namespace is None:
                 self._namespaces.computes_unseen(request.lora_request)
@@ -366,7 +372,7 @@ class SchedulerSide:
         (table,) = blocks.get_block_ids()
         first = tracked.device_pages
         if changed:
-            # Pages were found for other weights than those that vLLM may have now.
+            # The pages were found for other weights than those that vLLM may have now.
             tracked.computes = True
             self._report(tracked, list(table[first : first + count]))
             return
@@ -375,13 +381,13 @@ class SchedulerSide:
         self._device_empty = False
         copy = Copy(tracked, first, list(table[first : first + count]), store=False)
         tracked.load = copy
-        # Steps that the ranks were given, and have not ended, may still write into pages that were free by now.
+        # Steps that still run on the ranks may write into pages that were freed meanwhile: the load waits for them.
         load = wire.Load(tracked.slot, first, wire.runs(copy.pages), self._last_work)
         waits = self._last_work > self._last_stepped
         self._copies.begin(copy, load, self._settings.load_limit_s(count * self._page_bytes, waits=waits))
 
     def step(self, output: "SchedulerOutput") -> StepMetadata:
-        """What this step's ranks must know. Asks to store the pages that the step fills."""
+        """Returns the metadata of a step for the ranks. Requests stores of the pages that the step fills."""
         self._settle()
         self._finishes.turn()
         self._forget()
@@ -396,7 +402,7 @@ class SchedulerSide:
         return self._take_step(output)
 
     def finish_only(self, output: "SchedulerOutput") -> StepMetadata:
-        """A step in which nothing begins: what is over is reported, pages come back."""
+        """Returns the metadata of a step that begins nothing: reports copies that are over, and frees their pages."""
         self._settle()
         self._finishes.turn()
         return self._take_step(output)
@@ -407,14 +413,14 @@ class SchedulerSide:
         for name in step.loaded:
             self._loading.pop(name, None)
         if _works(output):
-            # Drawn after the stores of this step, whose ids it covers.
+            # Drawn after the ids of this step's stores, so that it covers them.
             self._last_work = self._client.draw()
         step.written_through, step.stores_through = self._last_work, self._last_store
         step.abandon = self._copies.to_abandon()
         return step
 
     def _begin_anew(self, request_id: str) -> None:
-        """A preempted request has no pages any more."""
+        """Resets the record of a preempted request, which no longer has pages."""
         tracked = self._tracked.get(request_id)
         if tracked is not None:
             tracked.lookup, tracked.computes = None, False
@@ -423,12 +429,12 @@ class SchedulerSide:
 
     def _store(self, tracked: Tracked, tokens: int, state) -> None:
         request = tracked.request
-        # Tokens that are only a guess have no hash; what is computed for them may be written over.
+        # Draft tokens have no hash, and their KV may be overwritten.
         computed = min(request.num_computed_tokens + tokens, request.num_tokens)
         full = min(computed // self._page_tokens, len(request.block_hashes))
         if full <= tracked.full or time.monotonic() < self._store_again_at:
             return
-        # vLLM may read an adapter's files again while its requests run, when it had to give way to others.
+        # vLLM may evict an adapter and read its files again while its requests run.
         lora = request.lora_request
         if tracked.namespace is None or (lora and self._namespaces.of(lora) != tracked.namespace):
             return
@@ -466,7 +472,7 @@ class SchedulerSide:
                 else:
                     self._loaded(tracked, copy)
             except Exception:
-                # vLLM waits for it, whatever went wrong here.
+                # vLLM waits for the report of a load, even after an exception here.
                 if not copy.store:
                     self._report(tracked, copy.pages)
                 raise
@@ -475,7 +481,7 @@ class SchedulerSide:
     def _stored(self, tracked: Tracked, copy: Copy) -> None:
         if copy.answer is None:
             logger.debug("kvferry: a store of %d pages failed: %s", len(copy.pages), copy.failure)
-            # The slot is opened anew, and the pages are tried again when the next one is full.
+            # Reopens the slot, and retries the pages when the next one is full.
             tracked.opened = None
             if copy.failure is None or copy.failure.retry:
                 self._store_again_at = time.monotonic() + STORE_PAUSE_S
@@ -500,7 +506,7 @@ class SchedulerSide:
         self._report(tracked, failed)
 
     def _report(self, tracked: Tracked, failed: list[int]) -> None:
-        """vLLM is told once that a load is over, and which of its pages must be computed."""
+        """Reports to vLLM, once, that a load is over, and which of its pages must be computed."""
         name = tracked.request.request_id
         if name not in self._step.loaded:
             if name in self._spoiled:
@@ -511,7 +517,7 @@ class SchedulerSide:
             self._step.loaded.append(name)
 
     def load_failed(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> None:
-        """A load that vLLM counts on, and that could not be asked for, is reported to have failed."""
+        """Reports a load as failed that vLLM expects and that could not be requested."""
         count = external_tokens // self._page_tokens
         tracked = self._tracked.get(request.request_id)
         if count == 0 or (tracked is not None and tracked.load is not None and tracked.load.question is not None):
@@ -525,26 +531,26 @@ class SchedulerSide:
 
     @property
     def stores_skipped_backpressure(self) -> int:
-        """Stores that were skipped because others took too much."""
+        """Number of stores that were skipped because of the limits on running stores."""
         return self._backpressure.skipped
 
     def ranks_reported(self, output: "KVConnectorOutput") -> None:
-        """The ranks' words of one step."""
+        """Takes the aggregated report of the ranks about a step."""
         report = output.kv_connector_worker_meta
         if isinstance(report, RankReport):
             self._last_stepped = max(self._last_stepped, report.stepped_through)
             self._copies.ranks_know(report.over)
 
     def frees_soon(self) -> bool:
-        """Whether pages come back shortly that only a store still holds."""
+        """Whether pages that only a store holds will be freed soon."""
         since = self._copies.frees_since()
         return since is not None and self._client.listening and time.monotonic() - since < FREES_SOON_S
 
     def copying(self) -> bool:
         """Whether steps are needed, also of an idle engine, to notice that copies are over.
 
-        vLLM asks this only while no request needs a step. Where one loads it is paused, and a load that ended in a step
-        could not be taken back by the reset that may come: the pause need not wait.
+        vLLM calls this only while no request needs a step. If a request loads then, the engine is paused: the pause
+        need not wait for the load, and a load that ended in a step could not be undone by a reset that may follow.
         """
         loading = (self._tracked.get(name) for name in self._loading)
         paused = any(tracked is not None and not tracked.finished for tracked in loading)
@@ -553,27 +559,27 @@ class SchedulerSide:
     # The whole cache.
 
     def reset(self) -> bool:
-        """Finds none of the pages any more that this engine had part in, and asks the leader to forget them.
+        """Stops finding the pages that this engine could find so far, and requests their removal by the leader.
 
-        vLLM resets its caches when weights were changed in memory, too, and does not say so: from then on this engine
-        has namespaces of its own. With ``shared_after_reset`` only until the leader has confirmed.
+        vLLM also resets its caches when weights were changed in memory, without a way to see that here: from then on
+        this engine uses private namespaces. With ``shared_after_reset`` only until the leader has confirmed the reset.
         """
         self._leave(forget=True)
         return True
 
     def _leave(self, *, forget: bool) -> None:
-        """Leaves the namespaces, and has them forgotten, or keeps them in mind for the next reset."""
+        """Switches to private namespaces. ``forget``: reset the old ones at the leader now, not with the next reset."""
         self._reset_at = time.monotonic()
-        # vLLM resets its own pages before, unless a request holds some. Where weights never change, such pages are as
-        # good as those computed after the reset.
+        # vLLM resets its own pages before, unless a request holds some. If weights never change, such pages are as
+        # valid as those computed after the reset.
         self._device_old = not (self._device_empty or self._settings.shared_after_reset)
         running = [tracked for tracked in self._tracked.values() if not tracked.finished]
         for tracked in running:
-            # What was computed or is loaded by now is not stored any more, what was found is let go.
+            # Pages that are computed or loading by now are no longer stored, and pages that were found are released.
             request = tracked.request
             computed = min(request.num_computed_tokens, request.num_tokens) // self._page_tokens
             tracked.full = tracked.store_from = max(tracked.full, computed)
-            # Pages that it computes now depend on those before.
+            # Pages that the request computes from now on depend on those before.
             tracked.mixed = not self._settings.shared_after_reset and (computed > 0 or tracked.load is not None)
             self._let_go(tracked)
         left = self._namespaces.leave()
@@ -581,10 +587,10 @@ class SchedulerSide:
             self._have_forgotten([*self._left, *left])
             self._left = []
         else:
-            # What it leaves later is its own.
+            # Namespaces that are left later are private to this engine.
             self._left = self._left or left
         for tracked in running:
-            # A request without a name may have pages of any weights. It gets a name once it is scheduled without pages.
+            # A request without a namespace may have pages of any weights. It gets one when scheduled without pages.
             if tracked.namespace is not None:
                 tracked.namespace, tracked.opened = self._namespaces.of(tracked.request.lora_request), None
         # The next step may be far away, if the engine is paused.
@@ -601,7 +607,7 @@ class SchedulerSide:
             logger.warning("kvferry: the leader did not confirm a reset (%s): this engine finds nothing of before", why)
 
     def _forget(self) -> None:
-        """Resets that were not confirmed are asked for until they are; then this engine may share pages again."""
+        """Retries resets until the leader confirms them; after that this engine may share pages again."""
         if self._forgetting.done:
             return
         self._forgetting.turn()
@@ -610,7 +616,7 @@ class SchedulerSide:
             logger.info("kvferry: the leader confirmed the reset")
 
     def close(self) -> None:
-        """Ends the conversation: the leader forgets this engine."""
+        """Closes the connection; the leader drops its records of this engine."""
         self._client.close()
 
 

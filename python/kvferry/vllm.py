@@ -1,8 +1,8 @@
 """The KV connector for vLLM: ``KvferryConnector``.
 
-vLLM makes one in the scheduler and one in every rank's worker, and calls them at fixed points of each step. This file
-only takes those calls apart: the scheduler's go to :mod:`kvferry.scheduler`, a rank's to :mod:`kvferry.rank`. What is
-cached, found and evicted is the leader's affair.
+vLLM creates one connector in the scheduler and one in every rank's worker, and calls them at fixed points of each step.
+This file only dispatches those calls: the scheduler's to :mod:`kvferry.scheduler`, a rank's to :mod:`kvferry.rank`. The
+leader decides what is cached, found and evicted.
 """
 
 import logging
@@ -61,16 +61,16 @@ _KV_HEADS = re.compile("kv_heads|key_value_heads")
 
 
 class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
-    """Loads pages that kvferry has, stores those that it has not. See ``docs/vllm.md``."""
+    """Loads pages that kvferry has, and stores those that it lacks. See ``docs/vllm.md``."""
 
     _cache_hit_source = CacheHitSource.HOST
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"):
-        """Made by vLLM.
+        """Called by vLLM, once per scheduler and per rank.
 
         Raises:
             ValueError: for a setting that cannot be used, with the remedy.
-            RuntimeError: when this vLLM's interface is not the known one.
+            RuntimeError: when the interface of the installed vLLM differs from the known one.
         """
         interface.check(KVConnectorBase_V1, SupportsHMA, BlockPool, SchedulerOutput, KVConnectorBlockState)
         super().__init__(vllm_config, role, kv_cache_config)
@@ -85,7 +85,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
         self._rank: RankSession | None = None
         self._on_device = False
         self._reports = Reports()
-        #: The last step that was made for the ranks, and for what.
+        #: The last scheduler output for which step metadata was built, and that metadata.
         self._made: tuple[SchedulerOutput | None, StepMetadata] = (None, StepMetadata())
         unreachable = why_unreachable(vllm_config)
         self._registers = unreachable is None
@@ -110,12 +110,12 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A page that is not stored is only a later miss."""
+        """Always False: a page that is not stored only causes a later miss."""
         return False
 
     @guarded()
     def shutdown(self) -> None:
-        """Ends the conversations; kvferry lets go what it holds for this engine."""
+        """Closes the connections; kvferry releases all that it holds for this engine."""
         if self._scheduler is not None:
             self._scheduler.close()
         if self._rank is not None:
@@ -125,7 +125,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
 
     @guarded()
     def register_kv_caches(self, kv_caches: dict[str, "torch.Tensor"]) -> None:
-        """Moves the KV memory to where kvferry can map it; the rest goes on by itself."""
+        """Moves the KV memory to where kvferry can map it, and starts the session that registers it."""
         if not self._registers:
             return
         config, parallel = self._vllm_config, self._vllm_config.parallel_config
@@ -150,37 +150,37 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
 
     @guarded(instead=_begin_step)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """A step begins."""
+        """Begins a step: takes its metadata, and abandons the requests that it names."""
         self._begin_step(connector_metadata)
         requests = self._reports.to_abandon()
         if requests and self._rank is None:
-            # A rank without memory that kvferry could reach: nothing is copied there.
+            # kvferry cannot reach the memory of this rank: nothing is copied there.
             self._reports.are_over(requests)
         elif requests and self._rank is not None:
             self._rank.abandon(requests)
         self._reports.handed_over()
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
-        """Nothing: the scheduler has asked for the loads."""
+        """Does nothing: the scheduler's side has requested the loads."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: a request runs once its load is over."""
+        """Does nothing: a request runs only after its load is over."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: "torch.Tensor", attn_metadata: "AttentionMetadata", **kwargs: Any
     ) -> None:
-        """Nothing: pages are stored once the whole forward pass is over."""
+        """Does nothing: pages are stored after the whole forward pass."""
 
     @guarded()
     def wait_for_save(self) -> None:
-        """The forward pass is over, or given to the device: stores may read what it wrote once it is. Does not wait."""
+        """Allows stores to read the pages of this step once the device has finished its forward pass. Does not wait."""
         metadata = self._connector_metadata
         if self._rank is not None and isinstance(metadata, StepMetadata):
             over, stream = self._pass_over()
             self._rank.wrote(metadata.written_through, over, stream, stores=metadata.stores_through)
 
     def _pass_over(self) -> "tuple[Callable[[], bool] | None, int | None]":
-        """What tells that the device has done what it was given so far, None where that is now; and its stream."""
+        """Returns a check whether the device has finished its work so far, and its stream; both None on the CPU."""
         if not self._on_device:
             return None, None
         import torch
@@ -194,7 +194,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
 
     @guarded(instead=_finished)
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Loads that the scheduler's side knows to be over. Stores are never waited for: the pool holds their pages."""
+        """Returns the loads that are over. vLLM never waits for stores: the pool holds their pages."""
         return self._finished(finished_req_ids)
 
     def _transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
@@ -204,7 +204,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
 
     @guarded(instead=_transfer_results, default=KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """The same, and which of those loads cannot be used in part."""
+        """Returns the loads that are over, and those of them of which no page can be used."""
         results = super().get_transfer_results(finished_req_ids)
         results.failed_recving = self._reports.failed()
         return results
@@ -214,7 +214,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
 
     @guarded(instead=_failed_pages)
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Pages of those loads that must be computed."""
+        """Returns the pages of finished loads that must be computed."""
         return self._failed_pages()
 
     def _report(self) -> KVConnectorWorkerMetadata | None:
@@ -222,7 +222,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
 
     @guarded(instead=_report)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """What this rank knows to be over, and whether it has failed."""
+        """Returns this rank's report: abandoned requests that are over, the end of steps, and a fault."""
         if self._rank is not None:
             self._reports.are_over(self._rank.over())
             self.fault = self.fault or self._rank.fault
@@ -232,19 +232,19 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
 
     @guarded()
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """Pages under copy are held there."""
+        """Takes vLLM's block pool, in which pages under store hold a reference."""
         if self._scheduler is not None:
             self._scheduler.bind_pool(gpu_block_pool)
 
     @guarded(begins=True)
     def on_new_request(self, request: "Request") -> None:
-        """A request has come."""
+        """Begins to track a new request."""
         if self._scheduler is not None:
             self._scheduler.track(request)
 
     @guarded(default=lambda: (0, False), begins=True)
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens that kvferry can load behind the computed ones; always between steps."""
+        """Returns how many tokens after the computed ones kvferry can load; loads always run between steps."""
         if self._scheduler is None:
             return 0, False
         tokens = self._scheduler.matched_tokens(request, num_computed_tokens)
@@ -256,7 +256,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
 
     @guarded(instead=_load_failed, begins=True)
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
-        """Pages are there: the load begins."""
+        """Starts the load, now that vLLM has allocated pages."""
         if self._scheduler is not None:
             self._scheduler.allocated(request, blocks, num_external_tokens)
 
@@ -269,7 +269,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
 
     @guarded(instead=_finish_only, default=StepMetadata, begins=True)
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """What the ranks must know of this step."""
+        """Returns the metadata of this step for the ranks."""
         if self._scheduler is None:
             return StepMetadata()
         step = self._scheduler.step(scheduler_output)
@@ -282,7 +282,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
 
     @guarded(instead=_ranks_reported)
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
-        """What the ranks said of a step."""
+        """Takes the reports of the ranks about a step."""
         self._ranks_reported(connector_output)
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, RankReport) and report.fault and not self.fault:
@@ -291,7 +291,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
 
     @guarded(default=lambda: (False, None))
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """A request is over."""
+        """Ends a request."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def _over(self, request: "Request", block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
@@ -303,28 +303,28 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request is over. Pages that a copy still reads are held by the pool, until it is over and no longer."""
+        """Ends a request. Pages that a store still reads stay held by the pool until the store is over."""
         return self._over(request, block_ids)
 
     @guarded(default=bool)
     def has_pending_block_frees(self) -> bool:
-        """Whether waiting a little is better than preempting a request."""
+        """Whether stores will free pages so soon that vLLM should wait instead of preempting a request."""
         return self._scheduler is not None and self._scheduler.frees_soon()
 
     @guarded(default=bool)
     def has_pending_push_work(self) -> bool:
-        """Whether steps of an idle engine are needed, to notice that copies are over."""
+        """Whether an idle engine must run steps, to notice that copies are over."""
         return self._scheduler is not None and self._scheduler.copying()
 
-    # After a fault it finds nothing at all.
+    # After a fault there is nothing to reset: the connector finds no pages at all.
     @guarded(default=lambda: True, begins=True)
     def reset_cache(self) -> bool | None:
-        """Finds none of the pages any more that this engine had part in, and asks the leader to forget them."""
+        """Stops finding the pages from before, and requests their removal by the leader."""
         return self._scheduler.reset() if self._scheduler is not None else True
 
 
 def check_config(config: "VllmConfig") -> None:
-    """Refuses settings with which something wrong could be served.
+    """Refuses settings with which wrong pages could be served, or none ever found.
 
     Raises:
         ValueError: naming the setting, its value and the remedy.
@@ -332,8 +332,8 @@ def check_config(config: "VllmConfig") -> None:
     _check_transfer(config.kv_transfer_config, "")
     outer = get_current_vllm_config_or_none()
     if outer is not None and outer.kv_transfer_config is not None:
-        # Of several connectors each has a configuration of its own; vLLM's scheduler obeys the one around them. Where
-        # a rank is made it can be seen.
+        # Each of several connectors has its own configuration, but vLLM's scheduler follows the one around them. The
+        # outer one is visible while a rank's connector is created.
         _check_transfer(outer.kv_transfer_config, f" of {outer.kv_transfer_config.kv_connector}")
     algorithm = config.cache_config.prefix_caching_hash_algo
     if not algorithm.startswith("sha256") and not os.environ.get("PYTHONHASHSEED"):
@@ -355,7 +355,7 @@ def _check_transfer(transfer: "KVTransferConfig", whose: str) -> None:
 
 
 def why_unreachable(config: "VllmConfig") -> str | None:
-    """Why ranks of this configuration cannot register their memory; None when they can."""
+    """Returns why ranks of this configuration cannot register their memory; None when they can."""
     parallel = config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         stages = parallel.pipeline_parallel_size
@@ -369,9 +369,9 @@ def why_unreachable(config: "VllmConfig") -> str | None:
 
 
 def why_not_cached(config: "VllmConfig") -> str | None:
-    """Why pages of this engine must not be used again; None when they may.
+    """Returns why pages of this engine must not be reused; None when they may be.
 
-    For the scheduler's side alone: the engine's core may switch prefix caching off after its ranks were started.
+    For the scheduler's side alone: the engine's core may switch prefix caching off after the start of its ranks.
     """
     if not config.cache_config.enable_prefix_caching:
         return "prefix caching is off, by the user or because vLLM knows that it is wrong for this model"
@@ -379,7 +379,7 @@ def why_not_cached(config: "VllmConfig") -> str | None:
 
 
 def kv_head_totals(config: "VllmConfig") -> set[int]:
-    """The different total numbers of KV heads that layers of the model, and of its draft model, may have."""
+    """Returns the distinct total numbers of KV heads that layers of the model and of its draft model may have."""
     draft = getattr(config.speculative_config, "draft_model_config", None)
     totals: set[int] = set()
     for model in filter(None, (config.model_config, draft)):
@@ -392,7 +392,7 @@ def kv_head_totals(config: "VllmConfig") -> set[int]:
 
 
 def _kv_heads_in(values: Any) -> Iterator[int]:
-    """Numbers of KV heads that a configuration names: some layers' may be under another name than the usual one."""
+    """Yields the KV head counts in a configuration. Some layers' counts may be under another key than the usual one."""
     pairs = values.items() if isinstance(values, dict) else ((None, each) for each in values)
     for name, value in pairs:
         if isinstance(value, (dict, list, tuple)):
@@ -403,5 +403,5 @@ def _kv_heads_in(values: Any) -> Iterator[int]:
 
 
 def replica_of(config: "VllmConfig", settings: Settings) -> int:
-    """Which engine of the leader this is."""
+    """Returns the number of this engine among the replicas of its leader."""
     return settings.replica + config.parallel_config.data_parallel_index

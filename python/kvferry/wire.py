@@ -1,6 +1,6 @@
 """The messages of docs/wire.md that an engine sends and reads: a header of 32 bytes and a MessagePack map.
 
-Only what engines need. Unknown fields of an answer are skipped, so that a newer kvferry may say more.
+Only messages that engines need. Unknown fields of an answer are skipped, so that a newer kvferry may add fields.
 """
 
 import struct
@@ -11,9 +11,9 @@ import msgspec
 MAGIC = b"KVFY"
 #: Version of the messages.
 VERSION = 2
-#: Version in the header of a hello, a welcome, and every error before the welcome: it never changes.
+#: Version in the header of a hello, a welcome, and every error before the welcome. Never changes.
 HELLO_VERSION = 1
-#: Longest body that the other side takes, and that is read here.
+#: Longest message body, sent or received.
 BODY_BYTES_MAX = 8 << 20
 #: Most page hashes in one message.
 HASHES_MAX = 131_072
@@ -25,7 +25,7 @@ HEADER_BYTES = _HEADER.size
 
 
 class Kind(IntEnum):
-    """Numbers of the messages that engines send or get."""
+    """Numbers of the messages that engines send or receive."""
 
     HELLO = 1
     WELCOME = 2
@@ -54,12 +54,12 @@ class Kind(IntEnum):
     UNREGISTERED = 39
 
 
-#: A bit of ``features``: a rank's device writes how far it is, and its worker looks there.
+#: A bit of ``features``: a rank's device writes its progress to a timeline word, which the worker reads.
 FEATURE_TIMELINE = 1
 
 
 class Code(IntEnum):
-    """Codes of errors that are told apart here; a reader treats the others by ``retry`` alone."""
+    """Error codes that are known here; others are treated by ``retry`` alone."""
 
     UNSUPPORTED_VERSION = 2
     UNKNOWN_KIND = 3
@@ -80,7 +80,7 @@ class Code(IntEnum):
 
 
 class Hello(msgspec.Struct, kw_only=True):
-    """First message of a client. ``engine`` has 16 bytes; ``features`` is what it can do beyond its version."""
+    """First message of a client. ``engine`` has 16 bytes; ``features`` are bits for abilities beyond the version."""
 
     version_min: int = VERSION
     version_max: int = VERSION
@@ -100,14 +100,14 @@ class Welcome(msgspec.Struct):
     request_credits: int
     byte_credits: int
     features: int = 0
-    #: Longest deadline of a request; a longer one is cut to it. 0: not said.
+    #: Longest deadline of a request; a longer one is cut to it. 0: not given.
     deadline_max_ms: int = 0
 
 
 class Error(msgspec.Struct):
-    """Answer to a request that is not carried out. ``message`` is one line for people.
+    """Answer to a request that is not carried out. ``message`` is one line for logs.
 
-    ``over``: nothing of the request is under way, and nothing will be.
+    ``over``: no part of the request runs or will run.
     """
 
     code: int
@@ -120,7 +120,7 @@ class Error(msgspec.Struct):
 
 
 class Lookup(msgspec.Struct, kw_only=True):
-    """Which pages of a sequence are there? ``hashes`` are packed, ``hash_bytes`` each."""
+    """Requests which pages of a sequence can be loaded. ``hashes`` are packed, ``hash_bytes`` each."""
 
     slot: int
     namespace: bytes
@@ -130,16 +130,17 @@ class Lookup(msgspec.Struct, kw_only=True):
 
 
 class LookupAnswer(msgspec.Struct):
-    """Pages behind the engine's own that can be loaded; ``pending``: the next one is on its way."""
+    """Number of pages after the engine's own that can be loaded; ``pending``: the next one is being stored."""
 
     hit_pages: int
     pending: bool = False
 
 
 class Load(msgspec.Struct):
-    """Copy found pages, from position ``first_page`` on, to these device pages.
+    """Requests a copy of found pages, from position ``first_page`` on, to the device pages ``destination``.
 
-    Each rank copies once it has said that everything up to ``after`` is written: until then it may write there itself.
+    A rank's copy starts once the rank has reported everything up to ``after`` as written: until then the rank may still
+    write to these pages itself.
     """
 
     slot: int
@@ -149,15 +150,15 @@ class Load(msgspec.Struct):
 
 
 class LoadAnswer(msgspec.Struct):
-    """The load is over: so many of its pages, from the first on, are in place on every rank."""
+    """The load is over: its first ``pages`` pages are in place on every rank."""
 
     pages: int
 
 
 class Store(msgspec.Struct):
-    """Keep these device pages, from position ``first_page`` on.
+    """Requests a store of the device pages ``source``, from position ``first_page`` on.
 
-    ``more_hashes``, from position ``more_from`` on, are those that the slot may not know yet.
+    ``more_hashes``, from position ``more_from`` on, are hashes that the slot may not have yet.
     """
 
     slot: int
@@ -169,7 +170,7 @@ class Store(msgspec.Struct):
 
 
 class StoreAnswer(msgspec.Struct):
-    """What became of the pages of a store."""
+    """The outcome of a store, in pages."""
 
     stored_pages: int
     present_pages: int
@@ -178,39 +179,39 @@ class StoreAnswer(msgspec.Struct):
 
 
 class Finish(msgspec.Struct):
-    """The request is over."""
+    """Ends the request of a slot."""
 
     slot: int
 
 
 class Reset(msgspec.Struct, omit_defaults=True):
-    """Forget pages: everybody's, or those of a namespace."""
+    """Removes pages: those of a namespace, or all."""
 
     namespace: bytes | None = None
 
 
 class ResetAnswer(msgspec.Struct):
-    """So many pages were forgotten."""
+    """Number of pages that were removed."""
 
     pages: int
 
 
 class CancelStores(msgspec.Struct, omit_defaults=True):
-    """Stop the stores that are under way: those of a slot, or all of the engine."""
+    """Cancels running stores: those of a slot, or all of the engine."""
 
     slot: int | None = None
 
 
 class CancelStoresAnswer(msgspec.Struct):
-    """Each of the stores has been answered; so many were under way."""
+    """Each of the cancelled stores has been answered; ``stores`` is their number."""
 
     stores: int
 
 
 class Written(msgspec.Struct):
-    """Everything up to this number is written: pages that stores read, and work that loads wait for.
+    """Reports everything up to ``through`` as written: pages that stores read, and steps that loads wait for.
 
-    With ``timeline``: once the device's word says so.
+    With ``timeline``: written once the device's timeline word has reached ``through``.
     """
 
     through: int
@@ -218,17 +219,17 @@ class Written(msgspec.Struct):
 
 
 class Abandon(msgspec.Struct):
-    """Nothing may be copied any more for these requests."""
+    """Requests the end of all copies for these requests."""
 
     requests: list[int]
 
 
 class Unregister(msgspec.Struct):
-    """Let the KV memory of this rank go; answered once nothing of it is open any more."""
+    """Requests the unmapping of this rank's KV memory; answered once no part of it is open."""
 
 
 class Register(msgspec.Struct):
-    """This is the KV memory of one rank, one group (docs/wire.md); requests up to ``after`` are over."""
+    """Registers one group of a rank's KV memory (docs/wire.md); requests up to ``after`` are over."""
 
     after: int
     engine: bytes
@@ -236,7 +237,7 @@ class Register(msgspec.Struct):
 
 
 class Registered(msgspec.Struct):
-    """The memory is taken: how many pages the rank's depot has room for, their size, and why none is ever copied."""
+    """The memory is registered: pages that fit the rank's depot, their size, and why none is ever copied, if so."""
 
     arena_pages: int
     page_bytes: int
@@ -281,21 +282,21 @@ _decoders = {kind: msgspec.msgpack.Decoder(body) for kind, body in BODIES.items(
 
 
 class Malformed(ValueError):
-    """Bytes that are no message."""
+    """Received bytes that are not a valid message."""
 
 
 def body_of(message: msgspec.Struct) -> bytes:
-    """The second part of a message."""
+    """Encodes the second part of a message."""
     return _encode(message)
 
 
 def header(version: int, kind: int, correlation: int, deadline_ms: int, epoch: int) -> bytes:
-    """The first part of a message. ``deadline_ms`` is 0 in answers, at least 1 in requests."""
+    """Encodes the first part of a message. ``deadline_ms`` is 0 in answers, at least 1 in requests."""
     return _HEADER.pack(MAGIC, version, kind, correlation, deadline_ms, 0, 0, epoch)
 
 
 def is_request(kind: int) -> bool:
-    """Whether a kind, also one that is unknown here, is to be answered; the others are answers."""
+    """Whether a kind, known or not, is a request, which must be answered; the others are answers."""
     match kind:
         case Kind.HELLO | Kind.PING:
             return True
@@ -306,9 +307,9 @@ def is_request(kind: int) -> bool:
 
 
 class Envelope(msgspec.Struct):
-    """A message that came. ``body`` is None for kinds that are unknown here.
+    """A received message. ``body`` is None for kinds that are unknown here.
 
-    ``required`` has a bit for each thing that a reader must understand, and none is known here.
+    ``required`` has a bit for each extension that a reader must understand; no such extension is known here.
     """
 
     kind: int
@@ -322,7 +323,7 @@ def read(parts: list[bytes]) -> Envelope:
     """Reads the two parts of a message.
 
     Raises:
-        Malformed: with what is wrong.
+        Malformed: with the reason.
     """
     if len(parts) != 2 or len(parts[0]) != HEADER_BYTES:
         raise Malformed(
@@ -340,7 +341,7 @@ def read(parts: list[bytes]) -> Envelope:
 
 
 def runs(pages: list[int]) -> list:
-    """Page indices as items of the wire: neighbours become runs ``[start, count]``."""
+    """Encodes page indices for the wire: consecutive pages become runs ``[start, count]``."""
     items: list = []
     at = 0
     while at < len(pages):
