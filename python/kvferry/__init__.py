@@ -1,5 +1,5 @@
-"""kvferry for Python: what an engine needs to speak to a running kvferry.
+"""kvferry for Python: an engine's side of a running kvferry.
 
-``kvferry.vllm`` has the connector for vLLM, ``kvferry.client`` the conversation that it is built on. The program
-itself, ``kvferry``, is installed beside this package.
+``kvferry.vllm`` has the connector for vLLM, ``kvferry.client`` the client that it is built on. The program itself,
+``kvferry``, is installed beside this package.
 """

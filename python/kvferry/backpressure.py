@@ -1,8 +1,8 @@
-"""Bounds what stores take from the engine: pages of the device that nobody else holds, and bytes under way.
+"""Limits on stores: pages of the device that only stores hold, and bytes of all running stores.
 
-A store holds its pages until it is over. While their request runs, it holds them anyway; once it has ended or was
-preempted, they are missing to other requests for as long as the copy takes. Where copies are slower than the engine
-fills pages, stores are skipped; the pages are tried again when the request has filled the next one.
+A store holds its pages until it is over. A running request holds these pages itself; after it has ended or was
+preempted, only the store keeps them from other requests, for as long as the copy takes. When copies are slower than the
+engine fills pages, stores are skipped; the pages are tried again when the request has filled the next one.
 """
 
 import logging
@@ -13,30 +13,30 @@ from kvferry.settings import Settings
 
 logger = logging.getLogger("vllm.kvferry")
 
-#: What was skipped is told again after so long.
+#: Shortest time between two warnings about skipped stores.
 _TELL_S = 60.0
 
 
 class Backpressure:
-    """See the module.
+    """Admission of stores.
 
-    At worst stores alone hold ``store_mb_max`` of a rank, or the pages of one request where those are more: when the
-    requests of all stores end at once.
+    Pages that only stores hold take at most ``store_mb_max`` of a rank, or the pages of one request if those are more:
+    when the requests of all stores end at once.
     """
 
     def __init__(self, settings: Settings, page_bytes: int, copies: Copies):
         self._copies = copies
         self._percent = settings.store_pages_percent
         self._pages_max = max(settings.store_mb_max * 1_000_000 // max(page_bytes, 1), 1)
-        #: Stores that were skipped.
+        #: Number of skipped stores.
         self.skipped = 0
         self._tell_at = 0.0
 
     def admits(self, pages: int) -> bool:
-        """Whether so many pages may be stored now. Counts those that may not."""
+        """Whether a store of so many pages may begin now. Counts the stores that may not."""
         under_way = self._copies.stored_pages()
         alone_max = max(self._copies.pool_pages() * self._percent // 100, 1)
-        # One store may be larger than all of them may be together.
+        # A single store may exceed the limits, when no other store runs.
         if under_way == 0 or (
             under_way + pages <= self._pages_max and (under_way <= alone_max or self._copies.pages_alone() <= alone_max)
         ):

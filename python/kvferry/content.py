@@ -1,10 +1,10 @@
-"""Names what the bytes of a page depend on, beside the tokens before it: the weights above all.
+"""Names everything that the bytes of a page depend on, in addition to the tokens: above all the weights.
 
-Two texts come from here. The *namespace* of an engine keeps pages apart that were computed with anything else. The
-*content* is its short form, one line for people, and goes into each registration of KV memory.
+This module makes two texts. The *namespace* of an engine separates its pages from all that were computed differently.
+The *content* is a readable summary in one line, and is part of each registration of KV memory.
 
-Weights that cannot be identified get a text of this start of the engine in their namespace: pages are then shared with
-no other engine and with no later start, instead of being taken for those of other weights under the same name.
+The namespace of weights that cannot be identified names this start of the engine: their pages are shared with no other
+engine and with no later start, instead of being confused with those of other weights under the same name.
 """
 
 import hashlib
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvferry")
 
-#: Longest content, in bytes: the names in it are cut, its digest never is.
+#: Longest content, in bytes. Longer names in it are cut; the digest is always whole.
 CONTENT_BYTES_MAX = 512
 _NAME_CHARACTERS_MAX = 200
-#: Load formats with which vLLM reads nothing but what lies at the model's path. Others keep a copy elsewhere, on disk
-#: or in memory, or are a plugin's.
+#: Load formats with which vLLM reads only files at the model's path. Others keep a copy elsewhere, on disk or in
+#: memory, or belong to plugins.
 READ_FROM_PATH = frozenset(
     (
         "auto",
@@ -42,21 +42,21 @@ READ_FROM_PATH = frozenset(
         "sharded_state",
     )
 )
-#: Options of LoRA that change no page: how many adapters there may be at a time, and which one a request gets.
+#: LoRA options that change no page: how many adapters there may be at a time, and which one a request gets.
 _LORA_HARMLESS = frozenset(
     ("default_mm_loras", "max_cpu_loras", "max_lora_rank", "max_loras", "specialize_active_lora")
 )
 
 
 def start_of(config: "VllmConfig") -> bytes:
-    """16 bytes that name this start of this engine, the same in all its processes."""
+    """Returns 16 bytes that name this start of this engine, equal in all its processes."""
     index = config.parallel_config.data_parallel_index
     parts = (config.kv_transfer_config.engine_id, config.instance_id, index)
     return hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=16).digest()
 
 
 def namespace_of(config: "VllmConfig", settings: "Settings", weights: "Weights") -> str:
-    """Everything, beside the tokens and the memory's shape, on which the bytes of a page depend."""
+    """Returns a text of everything that page bytes depend on, except for the tokens and the memory's shape."""
     from vllm.platforms import current_platform
 
     model, cache, load = config.model_config, config.cache_config, config.load_config
@@ -81,11 +81,11 @@ def namespace_of(config: "VllmConfig", settings: "Settings", weights: "Weights")
 
 
 def content_of(config: "VllmConfig", settings: "Settings") -> str:
-    """One line of at most :data:`CONTENT_BYTES_MAX` bytes that names model, revision, dtype and quantisation.
+    """Returns one line of at most :data:`CONTENT_BYTES_MAX` bytes: model, revision, dtype and quantisation.
 
-    It ends with a digest of everything that it names, so that names that had to be cut still differ. Weights that
-    cannot be identified are named by their files or path alone: their namespace keeps their pages apart already, and
-    engines whose content differs cannot stand beside each other at one leader.
+    The line ends with a digest of all these parts, so that cut names still differ. Weights that cannot be identified
+    are named by their files or path alone: their namespace already separates their pages, and engines with different
+    content cannot share a leader.
     """
     model = config.model_config
     weights = weights_of(config, settings)
@@ -110,7 +110,7 @@ def _cut(text: str) -> str:
 
 
 def adapters_of(config: "VllmConfig") -> str:
-    """On what the bytes of an adapter's pages depend beside its files and those of the model."""
+    """Returns the LoRA options on which the bytes of an adapter's pages depend."""
     lora = getattr(config, "lora_config", None)
     options = {name: value for name, value in vars(lora).items() if name not in _LORA_HARMLESS} if lora else {}
     return sorted_json(options)
@@ -131,9 +131,10 @@ def _weights_parts(config: "VllmConfig", weights: str, revision: str | None) -> 
 
 
 def _draft(config: "VllmConfig", settings: "Settings") -> str | None:
-    """The model that drafts tokens, whose layers have pages of their own; None for none, or the model itself.
+    """Names the draft model, whose layers have pages of their own; None without one, or if it is the model itself.
 
-    Weights that cannot be identified are named by their path alone: other ones draft worse, and change no answer.
+    Weights that cannot be identified are named by their path alone: wrong draft pages only lower the acceptance of
+    draft tokens, and change no output.
     """
     model = getattr(getattr(config, "speculative_config", None), "draft_model_config", None)
     if model is None or model is config.model_config:
@@ -143,7 +144,7 @@ def _draft(config: "VllmConfig", settings: "Settings") -> str | None:
     local = files.look(path) if snapshot is None else None
     branches = bool(snapshot is None and local is None and not model.model_weights)
     if path == _path(config) and not (branches and model.revision != config.model_config.revision):
-        # Layers of the model's own checkpoint.
+        # The draft layers are part of the model's own checkpoint.
         return "of the model"
     if local is not None:
         return local.text(declared=bool(settings.weights))
@@ -152,12 +153,12 @@ def _draft(config: "VllmConfig", settings: "Settings") -> str | None:
 
 
 def _without_path(values: dict[Any, Any]) -> dict[Any, Any]:
-    """A configuration without the path that it was read from, which differs where the Hub is offline."""
+    """Returns a configuration without the path that it was read from, which differs in offline mode of the Hub."""
     return {name: value for name, value in values.items() if name != "_name_or_path"}
 
 
 def _path(config: "VllmConfig") -> str:
-    # The second is a folder that is new with each start where the weights come from object storage.
+    # `model` is a new folder with each start if the weights come from object storage: `model_weights` is set then.
     return config.model_config.model_weights or config.model_config.model
 
 
@@ -168,15 +169,15 @@ class Weights(NamedTuple):
     name: str
     #: For :func:`content_of`.
     content: str
-    #: Whether the name is the same for every engine that has them. Without that it is one of this start alone.
+    #: Whether every engine with these weights has this name; otherwise the name holds for this start alone.
     shared: bool
-    #: Path or name of the model, and its revision, for people.
+    #: Path or name of the model, and its revision, for display.
     model: str
     revision: str | None
 
 
 def weights_of(config: "VllmConfig", settings: "Settings") -> Weights:
-    """Names the weights by what lies at their path now, after they were loaded."""
+    """Names the weights by the files at their path. Called after they were loaded."""
     path, model, load = _path(config), config.model_config, config.load_config
     revision = str(model.revision) if model.revision is not None else None
     snapshot = hub.snapshot_at(path)
@@ -187,12 +188,12 @@ def weights_of(config: "VllmConfig", settings: "Settings") -> Weights:
     from_path = load.load_format in READ_FROM_PATH and not any(_models_elsewhere(model.hf_config.to_dict()))
     if snapshot is None and local is None and from_path:
         commit = hub.commit_of(path, model.revision, load.download_dir)
-        # The configuration was read before the weights: a branch that has moved meanwhile may be either's.
+        # The configuration was read before the weights: if the branch moved in between, the weights' commit is unknown.
         if commit is not None and getattr(model.hf_config, "_commit_hash", None) in (None, commit):
             snapshot = path, commit
     if snapshot is not None and from_path:
         repository, commit = snapshot
-        # Whichever branch led to it, and whether from the cache alone.
+        # The name does not depend on the branch, or on whether the snapshot came from the cache alone.
         named = f"{repository} at commit {commit}"
         return Weights(named, named, True, repository, commit)
     if settings.weights:
@@ -205,7 +206,7 @@ def weights_of(config: "VllmConfig", settings: "Settings") -> Weights:
 
 
 def _models_elsewhere(values: Any) -> Iterator[str]:
-    """Other models that a configuration names, whose weights are a part of this one's."""
+    """Yields other models in a configuration, whose weights are a part of this model's."""
     for name, value in values.items() if isinstance(values, dict) else ():
         if isinstance(value, str) and isinstance(name, str) and name.endswith("_model_id"):
             yield value
@@ -213,7 +214,7 @@ def _models_elsewhere(values: Any) -> Iterator[str]:
 
 
 def tell_unknown_weights(config: "VllmConfig", weights: Weights) -> None:
-    """Says why pages will not be shared, where that is so."""
+    """Logs a warning if pages will not be shared, with the reason."""
     if not weights.shared:
         logger.warning(
             "kvferry: the weights of %s cannot be identified, or their files changed while the engine started: pages "
@@ -224,12 +225,12 @@ def tell_unknown_weights(config: "VllmConfig", weights: Weights) -> None:
 
 
 def sorted_json(value: Any) -> str:
-    """JSON that does not depend on the order of keys, which may be of several types."""
+    """Returns JSON that does not depend on the order of keys, which may be of several types."""
     return json.dumps(_with_text_keys(value), default=described, sort_keys=True)
 
 
 def _with_text_keys(value: Any) -> Any:
-    """The same with keys that can be put in order; a number and a text of the same digits stay apart."""
+    """Returns the value with sortable text keys; a number and a text of the same digits stay distinct."""
     if isinstance(value, dict):
         return {
             key if isinstance(key, str) else f"{type(key).__name__} {key}": _with_text_keys(each)
@@ -239,5 +240,5 @@ def _with_text_keys(value: Any) -> Any:
 
 
 def described(value: Any) -> str:
-    """A text that is the same in every process: without addresses of objects."""
+    """Returns a text that is equal in every process: without addresses of objects."""
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))

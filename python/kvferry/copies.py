@@ -1,9 +1,9 @@
 """Copies of engine pages that are not known to be over.
 
-A copy is over when kvferry has said so; or, when kvferry cannot be asked, when every rank knows that nothing is copied
-for it any more. Only then may its pages be used again. A load holds at least one page that no other copy holds, and
-the pages of all stores together are bounded (:mod:`kvferry.backpressure`), so that there are never more copies than
-twice the device's pages.
+A copy is over when the leader has reported so, or, if the leader cannot be reached, when every rank has confirmed that
+nothing is copied for it. Only then may its pages be used again. A load holds at least one page that no other copy
+holds, and the pages of all stores together are bounded (:mod:`kvferry.backpressure`), so that there are never more
+copies than twice the device's pages.
 """
 
 import collections
@@ -20,17 +20,18 @@ from kvferry.client import Client, Failure, Question
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
 
-#: How long kvferry may take, beyond a copy's deadline, to say how it ended: its own fence of 10 s, and some.
+#: Time after a copy's deadline in which the leader may still report its end: the leader's fence of 10 s, and 2 s more.
 FENCE_S = 12.0
-#: With no connection for so long, copies are not waited for but abandoned. A leader's restart takes less.
+#: Time without a connection after which copies are abandoned instead of awaited. A leader's restart takes less.
 LOST_S = 3.0
-#: What no rank could confirm for so long is not waited for by an idle engine. A worker is killed before.
+#: Time after which an idle engine no longer waits for an abandoned copy that the ranks have not confirmed. A worker is
+#: killed before that.
 ABANDONED_S = 60.0
 
 
 @dataclass(eq=False)
 class Copy:
-    """A load, or a store when it holds ``blocks`` of vLLM's pool. ``owner`` is whose request it is."""
+    """A load, or a store, which holds ``blocks`` of vLLM's pool. ``owner`` is the record of its request."""
 
     owner: Any
     first_page: int
@@ -39,23 +40,24 @@ class Copy:
     blocks: list[Any] = field(default_factory=list)
     asked_at: float = field(default_factory=time.monotonic)
     question: Question | None = None
-    #: Ranks that know that it is over, once they were asked, and since when; None before.
+    #: Number of ranks that have confirmed the end of an abandoned copy, None before it is abandoned; and the time when
+    #: it was abandoned.
     ranks_over: int | None = None
     abandoned_at: float = 0.0
 
     @property
     def answer(self) -> msgspec.Struct | None:
-        """What kvferry said, when it was carried out."""
+        """The leader's answer to a copy that was carried out; None otherwise, and for an abandoned copy."""
         return self.question.answer if self.question and self.ranks_over is None else None
 
     @property
     def failure(self) -> Failure | None:
-        """Why it was not carried out, when that is known."""
+        """Why the copy was not carried out, if known."""
         return self.question.failure if self.question else None
 
 
 class Copies:
-    """See the module. For the scheduler's thread alone."""
+    """All copies that are not known to be over. For the scheduler's thread alone."""
 
     def __init__(self, client: Client, ranks: int):
         self._client = client
@@ -71,11 +73,11 @@ class Copies:
         self._holds: collections.Counter[int] = collections.Counter()
 
     def bind_pool(self, pool: "BlockPool") -> None:
-        """Where pages get and lose their references."""
+        """Sets vLLM's block pool, in which stores hold references to their pages."""
         self._pool = pool
 
     def begin(self, copy: Copy, message: msgspec.Struct, timeout_s: float) -> int:
-        """Asks for a copy; returns the id of the request. A store holds its pages until it is over."""
+        """Requests a copy; returns the id of the request. A store holds its pages until it is over."""
         if copy.store:
             if self._pool is None:
                 raise RuntimeError("pages cannot be held: vLLM has given no pool")
@@ -89,16 +91,16 @@ class Copies:
         return question.id
 
     def _question_ended(self, question: Question) -> None:
-        """On the client's thread."""
+        """Queues an ended request. Runs on the client's thread."""
         self._ended.append(question)
         self._news.set()
 
     def wait(self, timeout_s: float) -> None:
-        """Waits until some copy has ended, at most so long."""
+        """Waits until a copy has ended, at most ``timeout_s``."""
         self._news.wait(timeout_s)
 
     def settle(self) -> Iterator[Copy]:
-        """The copies that are over since the last call. Pages of stores have been given back."""
+        """Yields the copies that are over since the last call. Pages of stores have been returned to the pool."""
         self._news.clear()
         lost_at = self._client.lost_at
         if lost_at is not None and time.monotonic() - lost_at > LOST_S:
@@ -113,7 +115,7 @@ class Copies:
                 self._abandon(question.id, copy)
             else:
                 self._end(question.id)
-        # One by one: what is not taken, because of an exception in between, is there the next time.
+        # One by one, so that copies that are not taken because of an exception are yielded by the next call.
         while self._over:
             yield self._over.popleft()
 
@@ -123,14 +125,14 @@ class Copies:
             self._to_abandon.append(request)
 
     def to_abandon(self) -> list[int]:
-        """Requests that every rank is to take its pages back from, each once."""
+        """Returns newly abandoned requests, each once: every rank must take their pages back."""
         requests, self._to_abandon = self._to_abandon, []
         return requests
 
     def ranks_know(self, over: dict[int, int]) -> None:
-        """So many more ranks know that nothing is copied for these requests any more.
+        """Counts ranks that have confirmed the end of abandoned requests: ``over`` is ranks by request.
 
-        Takes them out, so that none counts twice when this is called again after an exception.
+        Removes the entries from ``over``, so that none counts twice in a repeated call after an exception.
         """
         while over:
             request, ranks = over.popitem()
@@ -149,42 +151,43 @@ class Copies:
                 self._holds[page] -= 1
                 if not self._holds[page]:
                     del self._holds[page]
-            # The tail first: it is the first to be evicted.
+            # The tail comes first, so that vLLM evicts it first.
             self._pool.free_blocks(reversed(copy.blocks))
 
     def stored_pages(self) -> int:
-        """Pages that stores hold, with others or alone; a page of two stores counts twice, since both copy it."""
+        """Pages that stores hold, also if requests hold them; a page of two stores counts twice, as both copy it."""
         return self._stored_pages
 
     def pages_alone(self) -> int:
-        """Pages that stores alone hold, one or several. Looks at every page that is stored."""
+        """Pages that are held by stores only. Takes time linear in the pages under store."""
         if self._pool is None:
             return 0
         return sum(self._pool.blocks[page].ref_cnt == holds for page, holds in self._holds.items())
 
     def pool_pages(self) -> int:
-        """All pages of the engine; 0 before its pool is known."""
+        """Number of pages of the engine; 0 before its pool is known."""
         return len(self._pool.blocks) if self._pool is not None else 0
 
     def frees_since(self) -> float | None:
-        """When the oldest store began that holds a page which only stores keep from being used; None without one."""
+        """When the oldest store began that has a page held by stores only; None without such a store."""
         times = [copy.asked_at for copy in self._open.values() if copy.blocks and self._keeps(copy)]
         return min(times, default=None)
 
     def _keeps(self, copy: Copy) -> bool:
-        """Whether a page of a store is held by stores alone."""
+        """Whether some page of a store is held by stores only."""
         return any(block.ref_cnt == self._holds[page] for block, page in zip(copy.blocks, copy.pages, strict=True))
 
     def end_soon(self) -> bool:
-        """Whether some copy is not known to be over, but may be shortly.
+        """Whether some copy is not known to be over, but may be soon.
 
-        A worker whose process cannot be seen, and that does not come back, would otherwise keep an idle engine busy.
+        Copies that were abandoned long ago do not count: otherwise a worker whose process cannot be seen, and that does
+        not reconnect, would keep an idle engine busy.
         """
         given_up = time.monotonic() - ABANDONED_S
         return any(copy.ranks_over is None or copy.abandoned_at > given_up for copy in self._open.values())
 
     def stores(self) -> int:
-        """Stores that are not known to be over."""
+        """Number of stores that are not known to be over."""
         return sum(copy.store for copy in self._open.values())
 
     def __len__(self) -> int:

@@ -1,7 +1,7 @@
-"""Files on which the bytes of pages depend: what lies at a path, and since when.
+"""Identifies files on which the bytes of pages depend, by their metadata and the time of their last change.
 
-Names, sizes and times stand for the bytes of weights, which are too many to be read. A time of modification can be set
-to anything, and images of containers give all their files the same one; the time of change cannot be set.
+Names, sizes and times stand for the bytes of weights, which are too large to be read. Any modification time can be set,
+and container images give all their files the same one; the change time (``ctime``) cannot be set.
 """
 
 import contextlib
@@ -13,34 +13,34 @@ import stat
 import time
 from typing import NamedTuple
 
-#: Symbolic links on the way to a path, as Linux follows them.
+#: Most symbolic links in the resolution of a path, as in Linux.
 LINKS_MAX = 40
-#: The time of change of what may change unseen.
+#: Change time of files that may change without a visible sign.
 UNKNOWN = math.inf
-#: How names of files with weights end.
+#: File name suffixes of weights.
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
 
 class Local(NamedTuple):
-    """A file, or a folder and files in it."""
+    """A file, or a folder with files in it."""
 
     #: Real path.
     path: str
-    #: Name, size, time of modification and time of change, both in ns; in order.
+    #: Name, size, modification time and change time of each file, both in ns; sorted.
     files: tuple[tuple[str, int, int, int], ...]
-    #: When one of them, the folder, or a symbolic link on the way was last changed or renamed, in seconds of the wall
-    #: clock; :data:`UNKNOWN` where that cannot be said.
+    #: When a file, the folder, or a symbolic link on the path was last changed or renamed, in seconds of the wall
+    #: clock; :data:`UNKNOWN` if that cannot be determined.
     changed_at: float
 
     def text(self, *, declared: bool = False) -> str:
-        """Names path and files. ``declared``: without times of change, which ``chown`` and hard links set, too."""
+        """Returns path and files as text. ``declared``: without change times, which ``chown`` and hard links set."""
         return f"{self.path} {[file[:3] if declared else file for file in self.files]}"
 
 
 def look(path: str, names: tuple[str, ...] = ()) -> Local | None:
-    """What lies at a path: of a folder all files, and those with weights one level down; or those with these ``names``.
+    """Reads the metadata at a path. For a folder: all files, and weights one level down; or only the given ``names``.
 
-    None for what is neither file nor folder, cannot be read, or has none of the ``names``.
+    None if the path is neither file nor folder, cannot be read, or has none of the ``names``.
     """
     try:
         real, changed_at = _resolve(path)
@@ -52,13 +52,13 @@ def look(path: str, names: tuple[str, ...] = ()) -> Local | None:
             return None
         files = []
         for name in names or _names(real):
-            # A file may vanish meanwhile, or be a link to nowhere.
+            # A file may be deleted meanwhile, or be a broken link.
             with contextlib.suppress(FileNotFoundError, NotADirectoryError, _LinkLoop):
                 file, linked_at = _resolve(os.path.join(real, name))
                 found = os.stat(file)
                 if stat.S_ISREG(found.st_mode):
                     files.append(_file(name, found))
-                    # A link's own time counts beside that of the file.
+                    # The change times of the links count, as does that of the file.
                     changed_at = max(changed_at, found.st_ctime, linked_at)
     except OSError:
         return None
@@ -66,7 +66,7 @@ def look(path: str, names: tuple[str, ...] = ()) -> Local | None:
 
 
 def _names(folder: str) -> list[str]:
-    """Everything in a folder, and files with weights in the folders there, relative to it."""
+    """Returns the names in a folder, and the weights in its direct subfolders, as relative paths."""
     names = os.listdir(folder)
     for name in tuple(names):
         with contextlib.suppress(OSError):
@@ -76,13 +76,13 @@ def _names(folder: str) -> list[str]:
 
 
 class _LinkLoop(OSError):
-    """A symbolic link that leads to itself, or over too many others."""
+    """A symbolic link that leads to itself, or through more than :data:`LINKS_MAX` others."""
 
 
 def _resolve(path: str) -> tuple[str, float]:
-    """The real path, and when the last of the symbolic links on the way was made, 0 without one.
+    """Returns the real path, and the newest change time of the symbolic links on it, 0 without one.
 
-    Goes as Linux does: what follows a link, ``..`` too, counts from where the link leads.
+    Resolves as Linux does: the rest of the path after a link, also ``..``, is relative to the link's target.
     """
     real, newest, links = "/", 0.0, 0
     parts = os.path.join(os.getcwd(), path).split("/")[::-1]
@@ -110,23 +110,24 @@ def _file(name: str, found: os.stat_result) -> tuple[str, int, int, int]:
 
 
 def began_at() -> float:
-    """When this process began, in seconds of the wall clock: before it loaded any weights.
+    """Returns when this process began, in seconds of the wall clock: before it loaded any weights.
 
-    A clock that was set forward since this was asked first in this process, which is when the module is loaded or used
-    after a fork, does not move it; one that was set back does, as it does with the times of files that change later.
+    The first result in this process, at the import of this module or the first use after a fork, is an upper bound. A
+    clock that is later set forward therefore does not change the result. A clock that is set back does, as it also
+    shifts the times of files that change later.
     """
     return min(_first_seen(os.getpid()), _began_at())
 
 
 @functools.lru_cache(maxsize=1)
 def _first_seen(process: int) -> float:
-    """When this process began, as it was seen first. One that was forked looks itself."""
+    """Returns the first result of :func:`_began_at` in a process. A forked process gets its own."""
     return _began_at()
 
 
 def _began_at() -> float:
     with open("/proc/self/stat") as file:
-        # The name of the program may hold anything but its closing parenthesis.
+        # The fields follow the last closing parenthesis, because the program's name may hold any character.
         ticks = int(file.read().rpartition(")")[2].split()[19])
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.time() - age_s

@@ -1,7 +1,7 @@
-"""Requests that are over, until the leader knows it: each keeps one of its slots, of which an engine has 65,536.
+"""Finished requests whose end the leader has not confirmed. Each uses one of the 65,536 slots of an engine.
 
-The leader keeps an engine's slots over a broken connection, so that a ``finish`` that was not answered in time, or not
-even asked because too many questions were open, is asked again. A new leader has no slots: nothing is owed to it.
+The leader keeps an engine's slots over a broken connection. A ``finish`` that was not answered in time, or not sent
+because too many requests were open, is therefore retried. A new leader has no slots, and needs no ``finish``.
 """
 
 import collections
@@ -12,34 +12,34 @@ from kvferry.client import Client, Question
 from kvferry.wire import Code
 
 FINISH_LIMIT_S = 30.0
-#: Slots that wait to be finished, 0.2 KB each: 13 MB. Of one more the oldest is left to the end of the session. The
-#: leader has as many.
+#: Most slots that wait to be finished, 0.2 KB each: 13 MB. Beyond that the oldest is dropped, and its slot stays open
+#: until the session ends. The leader has as many slots.
 OWED_MAX = 65_536
-#: Of those so many are asked at a time, so that they do not take the place of other questions.
+#: Most retries at a time, so that they do not displace other requests.
 AGAIN_AT_ONCE = 64
-#: After one that was not answered, the others wait for so long.
+#: Pause of the retries after a ``finish`` that was not answered.
 AGAIN_PAUSE_S = 1.0
 
 
 class Finishes:
-    """See the module. For the scheduler's thread alone."""
+    """Sends and retries ``finish``. For the scheduler's thread alone."""
 
     def __init__(self, client: Client):
         self._client = client
-        #: Slots that are not asked for now, each with the leader's epoch in which it was opened. In order.
+        #: Slots that wait for a retry, each with the leader's epoch in which it was opened, the oldest first.
         self._owed: dict[int, int] = {}
-        #: Questions without an answer, by their ids, each with slot, epoch, and whether it is asked again.
+        #: Requests without an answer, by id, each with slot, epoch, and whether it is a retry.
         self._asked: dict[int, tuple[int, int, bool]] = {}
         self._again = 0
         self._ended: collections.deque[Question] = collections.deque()
         self._not_before = 0.0
 
     def finish(self, slot: int, epoch: int) -> None:
-        """The request that the leader of this epoch knows by this slot is over."""
+        """Finishes a slot that was opened at the leader of this epoch."""
         self._ask(slot, epoch, again=False)
 
     def turn(self) -> None:
-        """Takes answers that have come, and asks again for what was not answered. Does not wait."""
+        """Processes received answers, and retries. Does not wait."""
         while self._ended:
             question = self._ended.popleft()
             slot, epoch, again = self._asked.pop(question.id)
@@ -53,7 +53,7 @@ class Finishes:
             slot = next(iter(self._owed))
             epoch = self._owed.pop(slot)
             if epoch == self._client.epoch and self._ask(slot, epoch, again=True).failure is not None:
-                # Still too many questions are open.
+                # Too many requests are open still.
                 return
 
     def _owe(self, slot: int, epoch: int) -> None:
@@ -63,7 +63,7 @@ class Finishes:
             del self._owed[next(iter(self._owed))]
 
     def _ask(self, slot: int, epoch: int, *, again: bool) -> Question:
-        # One that is refused at once has ended before its id is known here.
+        # A request that is refused at once ends before its id is known here: answers are therefore queued.
         question = self._client.ask(wire.Finish(slot), FINISH_LIMIT_S, until=self._ended.append)
         self._asked[question.id] = slot, epoch, again
         self._again += again

@@ -1,4 +1,4 @@
-"""vLLM's KV cache groups in the words of docs/wire.md, and which of them kvferry serves."""
+"""Translates vLLM's KV cache groups to those of docs/wire.md, and decides which of them kvferry serves."""
 
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
@@ -18,17 +18,17 @@ from kvferry.memory import Group
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
-#: Kinds of attention whose pages are found by the hash of everything before them, and nothing else.
+#: Kinds of attention whose pages are found by the hash of all tokens up to their end, and nothing else.
 _FULL = (FullAttentionSpec, MLAAttentionSpec)
 
 
 def groups_of(config: "KVCacheConfig", kv_caches: Mapping[str, Any]) -> list[Group]:
-    """Every group of the engine's memory, to be registered by itself."""
+    """Returns every group of the engine's memory. Each is registered by itself."""
     return [_group(group, kv_caches, config.num_blocks) for group in config.kv_cache_groups]
 
 
 def why_not_served(config: "KVCacheConfig") -> str | None:
-    """Why nothing can be found for these groups; None when it can."""
+    """Returns why pages of these groups cannot be cached; None when they can."""
     groups = config.kv_cache_groups
     if len(groups) != 1:
         kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups) or "none"
@@ -44,7 +44,7 @@ def why_not_served(config: "KVCacheConfig") -> str | None:
 def page_bytes(config: "KVCacheConfig") -> int:
     """Bytes of one page of all layers on one rank.
 
-    The scheduler is shown one layer for all of a group: of layers that differ this is an estimate.
+    The scheduler sees one layer's spec for all of a group: an estimate if the layers differ.
     """
     return sum(
         sum(spec.page_size_bytes for spec in _specs(group)) * len(group.layer_names) // len(_specs(group))
@@ -53,11 +53,11 @@ def page_bytes(config: "KVCacheConfig") -> int:
 
 
 def shards(config: "KVCacheConfig", ranks: int, heads: Collection[int]) -> int:
-    """How many distinct slices of the KV cache so many ranks hold.
+    """Returns how many distinct slices of the KV cache ``ranks`` ranks hold.
 
-    Fewer than ranks only where every layer says so itself, or where all layers have the same total number of heads and
-    there are fewer of them than ranks: then neighbouring ranks hold the same. ``heads`` are the different totals. Each
-    rank by itself is always right, and takes more host memory.
+    Fewer than ``ranks`` only if every layer's spec states so, or if all layers have the same total number of heads, and
+    fewer heads than ranks: then neighbouring ranks hold the same slice. ``heads`` are the distinct totals. One slice
+    for each rank is always correct, but takes more host memory.
     """
     limits = [getattr(spec, "max_tp_shards", None) for group in config.kv_cache_groups for spec in _specs(group)]
     if limits and None not in limits:
@@ -90,7 +90,7 @@ def _group(group: "KVCacheGroupSpec", kv_caches: Mapping[str, Any], pages: int) 
 
 
 def _attention(specs: list["KVCacheSpec"]) -> tuple[str, int]:
-    """What all its layers attend to, and the tokens of a window or chunk."""
+    """Returns the attention kind that all layers share, else ``other``, and the tokens of a window or chunk."""
     kinds = {_attention_of(spec) for spec in specs}
     return kinds.pop() if len(kinds) == 1 else ("other", 0)
 

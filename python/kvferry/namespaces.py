@@ -1,10 +1,10 @@
 """Namespaces of an engine's pages: one for the model alone, one for each adapter.
 
-vLLM puts an adapter's name and path into the hashes of its pages, and not what lies at the path. It reads the files
-when the adapter is loaded, again whenever the adapter had to give way to others, and with every step where it is loaded
-in place. So an adapter whose files have changed has unknown weights, and its pages are neither found nor stored. It may
-also have read them long before the first request: files that changed since the engine began name this start alone, and
-the number under which the adapter was loaded.
+vLLM puts an adapter's name and path into the hashes of its pages, but not the files at the path. vLLM reads the files
+when the adapter is loaded, again after the adapter was evicted, and in every step for an adapter that is loaded in
+place. An adapter whose files have changed therefore has unknown weights, and its pages are neither looked up nor
+stored. vLLM may also have read the files long before the first request: if they changed since the engine began, the
+namespace holds for this start of the engine and this adapter number alone.
 """
 
 import hashlib
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvferry")
 
-#: Adapters that an engine may load in its life, each start of one counted, with those whose files could not be looked
-#: at; those beyond are not cached. With 1 KB for each: 16 MB; with paths of 4 KiB: 160 MB.
+#: Most adapters that an engine may load until it ends. Every load under a new number counts, also if the files cannot
+#: be checked; further ones are not cached. 16 MB with 1 KB each; 160 MB with paths of 4 KiB.
 ADAPTERS_MAX = 16_384
-#: Names and paths of adapters that the device may have pages of, until vLLM's prefix cache is reset; 0.2 KB each. With
-#: more, pages of the device count as those of other files.
+#: Most adapter names and paths that are tracked as having pages on the device, until vLLM's prefix cache is reset;
+#: 0.2 KB each. For further ones, pages of the device count as pages of other files.
 ON_DEVICE_MAX = 65_536
-#: How far the clock of files may be behind the wall clock.
+#: Longest lag of file times behind the wall clock.
 CLOCK_S = 1.0
 
-#: The device may have pages of several weights under one name and path.
+#: Marks a name and path under which the device may have pages of several weights.
 _MIXED = b""
 
 
@@ -39,24 +39,24 @@ _MIXED = b""
 class _Adapter:
     """An adapter that vLLM has loaded under one number. Paths are kept as digests."""
 
-    #: Of its name and path.
+    #: Digest of the adapter's name and path.
     name: bytes
-    #: Of its files, as they were seen first; None before.
+    #: Digest of the adapter's files at the first check; None before.
     files: bytes | None = None
-    #: What it is called in namespaces, once its files were seen.
+    #: The adapter's text in namespaces, set by the first check of its files.
     text: str = ""
-    #: Since when requests compute pages while the files cannot be looked at, in seconds of the wall clock; None: they
-    #: could be looked at last time. vLLM may have read them at any time from then on.
+    #: Time since which requests compute pages while the files cannot be checked, in seconds of the wall clock; None
+    #: after a successful check. vLLM may have read the files at any time from then on.
     unseen_since: float | None = None
-    #: vLLM may have read other files than those.
+    #: vLLM may have read other files than those of ``files``.
     unknown: bool = False
 
 
 class Namespaces:
-    """Digests of what pages depend on. They can be left for private ones, which no other engine has.
+    """Digests of the model and adapters that pages depend on. :meth:`leave` replaces them by private ones.
 
     ``start`` names this start of the engine; ``options`` are those with which it applies adapters. ``declared``: the
-    user promises that files are not changed once they were loaded.
+    user promises that files do not change after they were loaded.
     """
 
     def __init__(self, base: str, start: str, options: str = "", *, declared: bool = False):
@@ -65,26 +65,26 @@ class Namespaces:
         self._options = options
         self._declared = declared
         self._private = ""
-        #: By number; no number is ever taken out, so that none is taken for a new one.
+        #: Adapters by number. Entries are never removed, so that a known number is never taken for a new one.
         self._adapters: dict[int, _Adapter] = {}
-        #: Of which weights the device may have pages, by name and path: a digest of the adapter's files; before they
-        #: were seen, the number under which it was loaded; or :data:`_MIXED`.
+        #: The weights of which the device may have pages, by name and path: a digest of the adapter's files; before
+        #: their first check, the adapter's number; or :data:`_MIXED`.
         self._on_device: dict[bytes, bytes | int] = {}
-        #: Digests that were given out, by adapter: at most one for each, and one for the model.
+        #: Digests that were returned, by adapter: at most one for each, and one for the model.
         self._digests: dict[str, bytes] = {}
         self._told_full = False
         self._looks = Looks(hub.adapter)
 
     def next_step(self) -> None:
-        """Files are looked at anew."""
+        """Starts a step, in which files are checked again."""
         self._looks.next_step()
 
     def of(self, lora: "LoRARequest | None") -> bytes | None:
-        """32 bytes for requests with this adapter; None when its weights are unknown.
+        """Returns the namespace of requests with this adapter, 32 bytes; None when its weights are unknown.
 
-        Looks at the adapter's files, once in a step, and waits for that :data:`kvferry.looks.LOOKS_S` at most.
+        Checks the adapter's files once in a step, and waits for that :data:`kvferry.looks.LOOKS_S` at most.
 
-        Salts and multimodal inputs are in the hashes of pages.
+        Salts and multimodal inputs are part of the page hashes, not of the namespace.
         """
         adapter = self._adapter(lora) if lora else "no lora"
         if adapter is None:
@@ -120,7 +120,7 @@ class Namespaces:
         return adapter.text
 
     def _of_number(self, lora: "LoRARequest") -> _Adapter | None:
-        """The adapter of a request's number; None when its weights are unknown, or too many are remembered."""
+        """Returns the adapter of a request; None when its weights are unknown, or too many adapters were loaded."""
         name = _name(lora)
         adapter = self._adapters.get(lora.lora_int_id)
         if adapter is None and len(self._adapters) < ADAPTERS_MAX:
@@ -128,7 +128,7 @@ class Namespaces:
         elif adapter is None:
             self._tell_full()
         if adapter is not None and not adapter.unknown and (adapter.name != name or lora.load_inplace):
-            # vLLM has either the one or the other now, or reads the files anew with each step.
+            # vLLM may have either of the two adapters now, or reads the files in each step.
             self._lose(adapter, lora)
         if adapter is None or adapter.unknown:
             self._on_device_is(name, _MIXED)
@@ -136,7 +136,7 @@ class Namespaces:
         return adapter
 
     def _lose(self, adapter: _Adapter, lora: "LoRARequest") -> None:
-        """Marks a number as unknown: vLLM may have other weights under it, and pages of them on the device."""
+        """Marks an adapter as unknown: vLLM may have other weights under its number, and pages of them."""
         adapter.unknown = True
         self._on_device_is(adapter.name, _MIXED)
         logger.warning(
@@ -147,7 +147,7 @@ class Namespaces:
         )
 
     def _computes(self, adapter: _Adapter, number: int) -> bool:
-        """The device gets pages of an adapter. True if it may have others under that name and path from now on."""
+        """Records that the device gets pages of an adapter. True if this makes the pages under its name mixed."""
         of = adapter.files or number
         before = self._on_device.get(adapter.name)
         mixed = before not in (None, number, of)
@@ -176,18 +176,18 @@ class Namespaces:
             logger.warning("kvferry: %d adapters were loaded: further ones run without the cache", ADAPTERS_MAX)
 
     def computes_unseen(self, lora: "LoRARequest | None") -> None:
-        """A request of this adapter, whose files could not be looked at, computes pages of the device."""
+        """Records that a request computes pages with this adapter while its files cannot be checked."""
         adapter = self._of_number(lora) if lora else None
         if lora is not None and adapter is not None:
-            # The next look tells whether the files changed since.
+            # The next check shows whether the files have changed since.
             if adapter.unseen_since is None:
                 adapter.unseen_since = time.time() - CLOCK_S
             self._computes(adapter, lora.lora_int_id)
 
     def device_is_old(self, lora: "LoRARequest | None") -> bool:
-        """Whether the device may have pages, under this adapter's name and path, of other files than those of now.
+        """Whether the device may have pages, under this adapter's name and path, of other files than the present ones.
 
-        To be asked after :meth:`of` or :meth:`computes_unseen`.
+        Must be called after :meth:`of` or :meth:`computes_unseen`.
         """
         if lora is None:
             return False
@@ -197,18 +197,18 @@ class Namespaces:
         return of == _MIXED
 
     def device_is_empty(self) -> None:
-        """No request finds a page of before on the device any more."""
+        """Records that no request can find an older page on the device."""
         self._on_device.clear()
 
     def leave(self) -> list[bytes]:
-        """Makes all namespaces private and new; returns the digests that were given out before."""
+        """Replaces all namespaces by new private ones; returns the digests that were in use before."""
         left = list(self._digests.values())
         self._private = f"private={secrets.token_hex(16)}"
         self._digests.clear()
         return left
 
     def share(self) -> None:
-        """Goes back to the namespaces that other engines have too."""
+        """Returns to the namespaces that are shared with other engines."""
         self._private = ""
         self._digests.clear()
 

@@ -1,13 +1,13 @@
 """Proofs of the mapping: bytes of device memory that a worker must find where this rank describes them.
 
-Each part of the memory (an allocation, or a chunk of one) is opened by a handle of its own, which may show other memory
-than was meant. The nonce proves the part that holds it. For every other part the worker is given bytes that were read
-there shortly before, at a few places; one that it finds proves the part, because an engine that serves may write over
-the others meanwhile.
+Each part of the memory (an allocation, or a chunk of one) is opened by a handle of its own, which may map other memory
+than was meant. The nonce proves the part that holds it. For every other part the worker receives bytes that were read
+there shortly before, at a few places. One match proves the part, because a serving engine may overwrite the other
+places meanwhile.
 
-Memory that was never written is the same everywhere, so that its bytes would prove nothing. For that reason each part
-of new memory gets a mark: random bytes at one place. The mark stays. No token reads what none has written, and whatever
-the elements' type, the bytes are small finite numbers: a kernel that weighs them with 0 gets 0.
+Memory that was never written is the same everywhere, so that its bytes would prove nothing. Each part of new memory
+therefore gets a mark: random bytes at one place, which stay. No token reads memory that no token has written, and the
+mark's bytes are small finite numbers in every element type: a kernel that weighs them with 0 gets 0.
 """
 
 import bisect
@@ -20,13 +20,13 @@ import torch
 
 from kvferry import cuda
 
-#: Of a mark, and of each place that is read.
+#: Size of a mark, and of each place that is read.
 PROOF_BYTES = 32
-#: Places of a part that are read beside its mark.
+#: Random places of a part that are read in addition to its mark.
 _DRAWN = 3
-#: How often a place is looked for where tensors have gaps.
+#: Attempts to draw a place in a part, whose tensors may have gaps.
 _TRIES = 16
-#: The exponent of no type of numbers is all ones in bytes of these bits.
+#: Mask of a mark's bytes: in no number type do they give an exponent of all ones (infinity, NaN).
 _SMALL_NUMBERS = 0x3F
 
 _chance = random.SystemRandom()
@@ -34,12 +34,12 @@ _chance = random.SystemRandom()
 
 @dataclass(frozen=True)
 class _Elements:
-    """Where the elements of a tensor lie: runs of bytes, at steps."""
+    """The address ranges of a tensor's elements: runs of bytes, repeated at strides."""
 
     base: int
     end: int
     run: int
-    #: Bytes from one to the next, and how many: the widest first.
+    #: Stride in bytes and length of each axis across runs, the widest stride first.
     steps: list[tuple[int, int]]
 
     @classmethod
@@ -54,11 +54,11 @@ class _Elements:
         return cls(tensor.data_ptr(), end, run, steps[::-1])
 
     def usable(self) -> bool:
-        """Whether a proof fits in."""
+        """Whether a run has room for a proof."""
         return self.run >= PROOF_BYTES and all(step > 0 for step, _ in self.steps)
 
     def place(self, address: int) -> int:
-        """Where a proof lies in the run at an address, or in the one before it."""
+        """Returns an address for a proof in the run at ``address``, or in the run before it."""
         at, rest = self.base, address - self.base
         for step, length in self.steps:
             index = min(rest // step, length - 1)
@@ -67,12 +67,12 @@ class _Elements:
 
 
 class Proofs:
-    """Of parts of memory (address and size), in ascending order, that hold these tensors."""
+    """Proofs of parts of memory (address and size, in ascending order) that hold these tensors."""
 
     def __init__(
         self, context: cuda.Context, parts: Sequence[tuple[int, int]], tensors: list[torch.Tensor], *, new: bool
     ):
-        """With ``new`` no work uses the memory yet, and each part is marked.
+        """Finds the tensors in each part. ``new``: no work uses the memory yet, and each part is marked.
 
         Raises:
             cuda.CudaError: the device does not take the marks.
@@ -84,7 +84,7 @@ class Proofs:
             first = max(bisect.bisect_right(begins, elements.base) - 1, 0)
             for part in parts[first : bisect.bisect_left(begins, elements.end)]:
                 self._held[part].append(elements)
-        #: Where the mark of a part lies.
+        #: Address of each part's mark.
         self._marks: dict[tuple[int, int], int] = {}
         if new:
             found = {part: self._draw(part) for part in parts}
@@ -92,7 +92,7 @@ class Proofs:
             context.write_all([(place, _mark()) for place in self._marks.values()])
 
     def _draw(self, part: tuple[int, int]) -> int | None:
-        """Any place in a part where a proof lies in elements of a tensor; None when none was found."""
+        """Draws a random address in a part for a proof inside elements of a tensor; None when none was found."""
         address, size = part
         for _ in range(_TRIES if self._held[part] else 0):
             elements = _chance.choice(self._held[part])
@@ -103,10 +103,10 @@ class Proofs:
         return None
 
     def read(self, parts: Sequence[tuple[int, int]]) -> list[tuple[int, bytes]]:
-        """What lies at a few places of each of these parts now.
+        """Reads a few places of each of these parts; returns addresses and bytes.
 
         Raises:
-            cuda.CudaError: it cannot be read.
+            cuda.CudaError: the memory cannot be read.
         """
         places: list[int] = []
         for part in parts:

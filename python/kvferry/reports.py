@@ -1,18 +1,18 @@
-"""What a rank owes its scheduler's side after a step, and its worker: nothing of it may get lost or be said twice.
+"""Reports that a rank owes the scheduler's side and its worker. None may be lost or delivered twice.
 
-What was said stays until the next step begins, so that it can be asked for again after a fault in between.
+A report is kept until the next step begins, so that it can be read again after a fault in between.
 """
 
 from collections.abc import Iterable
 
 from kvferry.steps import RankReport, StepMetadata
 
-#: Requests of which it is remembered that they were reported, 0.1 KB each: 2 MB. More cannot be open at a time.
+#: Most reported requests that are remembered, 0.1 KB each: 2 MB. More cannot be open at a time.
 REPORTED_MAX = 16_384
 
 
 class Reports:
-    """See the module. For the thread of the forward pass."""
+    """The reports of one rank. For the thread of the forward pass."""
 
     def __init__(self) -> None:
         self._steps: list[StepMetadata] = []
@@ -20,14 +20,14 @@ class Reports:
         self._to_abandon: dict[int, None] = {}
         self._over: dict[int, None] = {}
         self._over_told = False
-        #: Requests that were reported to be over, the newest last.
+        #: Requests that were reported as over, the newest last.
         self._reported: dict[int, None] = {}
         self._fault_told = False
-        #: The last step whose end was reported: before this step began, and with this step.
+        #: The last reported step: before this step began, and with this step's report.
         self._stepped = self._stepped_now = 0
 
     def begin(self, step: StepMetadata) -> None:
-        """A step begins. The same one again changes nothing."""
+        """Begins a step. A repeated call for the same step changes nothing."""
         if any(known is step for known in self._steps):
             return
         if self._told:
@@ -44,32 +44,32 @@ class Reports:
         self._to_abandon.update(dict.fromkeys(step.abandon))
 
     def loaded(self) -> set[str]:
-        """Engine requests whose loads are over. Nothing once :meth:`failed_pages` was asked, the last of a step."""
+        """Engine requests whose loads are over. Empty after :meth:`failed_pages`, which is the last call of a step."""
         return set() if self._told else {request for step in self._steps for request in step.loaded}
 
     def failed(self) -> set[str]:
-        """Those whose pages are all to be computed. Nothing once :meth:`failed_pages` was asked."""
+        """Engine requests of which all pages must be computed. Empty after :meth:`failed_pages`."""
         return set() if self._told else {request for step in self._steps for request in step.failed}
 
     def failed_pages(self) -> set[int]:
-        """Pages of those that must be computed."""
+        """Pages of loads that are over and must be computed."""
         self._told = True
         return {page for step in self._steps for page in step.failed_pages}
 
     def to_abandon(self) -> list[int]:
-        """Requests whose pages are to be taken back; the same until :meth:`handed_over`."""
+        """Requests whose pages must be taken back; unchanged until :meth:`handed_over`."""
         return list(self._to_abandon)
 
     def handed_over(self) -> None:
-        """The worker's session has them."""
+        """Drops the requests of :meth:`to_abandon`, which the rank's session has taken."""
         self._to_abandon.clear()
 
     def are_over(self, requests: Iterable[int]) -> None:
-        """Nothing is copied for these any more."""
+        """Records that nothing is copied for these requests any longer."""
         self._over.update(dict.fromkeys(request for request in requests if request not in self._reported))
 
     def report(self, fault: str) -> RankReport | None:
-        """What the scheduler's side is told; None when that is nothing."""
+        """Returns the report for the scheduler's side; None when there is nothing to report."""
         self._over_told = True
         told, self._fault_told = self._fault_told, bool(fault)
         self._stepped_now = max((step.written_through for step in self._steps), default=self._stepped)

@@ -1,7 +1,7 @@
-"""Namespaces that a reset has left: the leader is asked to forget their pages, one namespace after another.
+"""Requests to the leader to remove the pages of namespaces that a reset has left, one namespace after another.
 
-Only those are named, so that pages of other engines and models stay. The engine finds nothing of them in any case: what
-it stores and looks up has other names by then. See :mod:`kvferry.namespaces`.
+A request names one namespace, so that pages of other engines and models stay. The engine cannot find the pages in any
+case: its stores and lookups use other namespaces by then. See :mod:`kvferry.namespaces`.
 """
 
 import time
@@ -9,33 +9,33 @@ import time
 from kvferry import wire
 from kvferry.client import Client, Question
 
-#: How long the leader may take for one namespace; after a refusal it is asked again so much later.
+#: Deadline for one namespace, and pause before the retry of a failed request.
 RESET_LIMIT_S = 1.0
-#: Namespaces that wait to be forgotten; of one more the oldest is left to be evicted. 32 bytes each.
+#: Most namespaces that wait for a reset, 32 bytes each. Beyond that the oldest is dropped: its pages are only evicted.
 FORGET_MAX = 8192
 _PAUSE_S = 0.02
 
 
 class Forgetting:
-    """See the module. For the scheduler's thread alone."""
+    """Sends and retries the resets of left namespaces. For the scheduler's thread alone."""
 
     def __init__(self, client: Client):
         self._client = client
-        #: In order, each once.
+        #: Namespaces to reset, in order, each once.
         self._owed: dict[bytes, None] = {}
         self._asked: tuple[bytes, Question] | None = None
         self._not_before = 0.0
-        #: Some will never be confirmed.
+        #: Some namespace was dropped and will never be confirmed.
         self._gave_up = False
-        #: Why the leader did not confirm the last one that it was asked for, for people.
+        #: Why the leader did not confirm the last request, for logs.
         self.trouble = ""
 
     def owe(self, namespaces: list[bytes]) -> None:
-        """These are to be forgotten, whatever the leader has confirmed before."""
+        """Adds namespaces to reset, also if the leader has confirmed them before."""
         self._owed.update(dict.fromkeys(namespaces))
         self._not_before = 0.0
         if self._asked is not None and self._asked[0] in namespaces:
-            # Its answer may be about what was there before.
+            # The running request may answer for pages from before this call only.
             self._asked = None
         while len(self._owed) > FORGET_MAX:
             self._owed.pop(next(iter(self._owed)))
@@ -43,11 +43,11 @@ class Forgetting:
 
     @property
     def done(self) -> bool:
-        """Whether the leader has confirmed every namespace that was ever left."""
+        """Whether the leader has confirmed the reset of every namespace that was ever left."""
         return not self._owed and not self._gave_up
 
     def turn(self) -> None:
-        """Takes an answer that has come, and asks for the next namespace. Does not wait."""
+        """Processes a received answer, and sends the request for the next namespace. Does not wait."""
         if self._asked is not None and self._asked[1].done:
             namespace, question = self._asked
             self._asked = None
@@ -61,7 +61,7 @@ class Forgetting:
             self._asked = namespace, self._client.ask(wire.Reset(namespace), RESET_LIMIT_S)
 
     def wait(self, limit_s: float) -> bool:
-        """Takes turns for so long at most; returns whether every namespace is forgotten."""
+        """Waits at most ``limit_s`` for all resets; returns whether the leader has confirmed every one."""
         until = time.monotonic() + limit_s
         self.trouble = "" if self._client.listening else "there is no leader"
         while self._owed and self._client.listening and (left_s := until - time.monotonic()) > 0:

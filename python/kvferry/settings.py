@@ -1,4 +1,4 @@
-"""What a user may set in ``kv_connector_extra_config``."""
+"""The settings in ``kv_connector_extra_config``."""
 
 import difflib
 import os
@@ -6,14 +6,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-#: Bytes of ``socket_dir`` that leave room for the names of the sockets below it.
+#: Longest ``socket_dir``, in bytes: leaves room for the names of the sockets below it.
 SOCKET_DIR_BYTES_MAX = 80
 #: Longest deadline of a request; the leader cuts longer ones to this.
 DEADLINE_MS_MAX = 120_000
 
 
 def default_socket_dir() -> Path:
-    """Where ``kvferry up`` listens unless it is told otherwise."""
+    """Returns the default ``socket_dir`` of ``kvferry up``."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     return Path(runtime) / "kvferry" if runtime else Path(f"/tmp/kvferry-{os.geteuid()}")
 
@@ -24,40 +24,40 @@ class Settings:
 
     #: The ``socket_dir`` of ``kvferry up``. Default: ``$XDG_RUNTIME_DIR/kvferry``, or ``/tmp/kvferry-<uid>``.
     socket_dir: Path
-    #: Which engine of the leader this is, from 0; data-parallel ranks count on from here. Default: 0.
+    #: Number of this engine among the leader's replicas, from 0; data-parallel ranks count up from here. Default: 0.
     replica: int = 0
-    #: Keeps apart what otherwise looks alike: other weights under the same name, for instance. Default: empty.
+    #: Separates the pages of engines that otherwise look alike, such as other weights under one name. Default: empty.
     namespace: str = ""
-    #: Names the weights where they cannot be identified: neither files that are older than the engine, nor a commit of
-    #: the Hub. Setting it promises that engines with the same text and path have the same weights, and that files of
-    #: adapters are not changed once they were loaded. Default: empty.
+    #: Names weights that cannot be identified, because they are neither files that are older than the engine nor a
+    #: commit of the Hub. A value promises that engines with the same text and path have the same weights, and that
+    #: files of adapters do not change after they were loaded. Default: empty.
     weights: str = ""
-    #: After a reset of vLLM's caches pages are shared with other engines again, once the leader has confirmed it: the
-    #: weights of this engine never change while it runs. Default: false.
+    #: Shares pages with other engines again after a reset of vLLM's caches, once the leader has confirmed the reset.
+    #: Only for an engine whose weights never change while it runs. Default: false.
     shared_after_reset: bool = False
-    #: How long one step of the scheduler may wait for answers to lookups, in all. Default: 2.
+    #: Longest total wait of one scheduler step for answers to lookups. Default: 2.
     lookup_budget_ms: int = 2
-    #: After so long without an answer a request is computed without asking further. Default: 500.
+    #: Deadline of a lookup; without an answer by then, the request is computed without further lookups. Default: 500.
     lookup_timeout_ms: int = 500
-    #: How long a load may take, beyond the time of its bytes at ``load_mb_per_s`` and ``step_timeout_ms``; then it is
-    #: cancelled, and its pages are computed. Default: 2,000.
+    #: Deadline of a load, in addition to the time for its bytes at ``load_mb_per_s`` and ``step_timeout_ms``. A late
+    #: load is cancelled, and its pages are computed. Default: 2,000.
     load_timeout_ms: int = 2_000
-    #: How much longer a load may take while steps are under way, whose end it waits for. Where they take longer, its
-    #: pages are computed. Default: 10,000.
+    #: Additional time for a load that waits for the end of running steps. If they take longer, its pages are computed.
+    #: Default: 10,000.
     step_timeout_ms: int = 10_000
-    #: Megabytes of one rank that a load is given a second for. Default: 1,000.
+    #: Lowest rate assumed for a load's deadline, in MB per second and rank. Default: 1,000.
     load_mb_per_s: int = 1_000
-    #: How long a store may take. Default: 30,000.
+    #: Deadline of a store. Default: 30,000.
     store_timeout_ms: int = 30_000
-    #: Pages that only stores may hold, in percent of the engine's; beyond that stores are skipped. Default: 5.
+    #: Most pages held by stores only, in percent of the engine's pages; beyond that stores are skipped. Default: 5.
     store_pages_percent: int = 5
-    #: Megabytes of one rank that may be under store, whoever else holds the pages. A store that is larger is begun
-    #: when no other is under way. Default: 4,096.
+    #: Most megabytes of one rank under store, also if requests hold the pages. A larger store begins when no other one
+    #: runs. Default: 4,096.
     store_mb_max: int = 4_096
 
     @classmethod
     def read(cls, extra: dict[str, Any]) -> "Settings":
-        """Reads and checks.
+        """Reads and checks the values of ``kv_connector_extra_config``.
 
         Raises:
             ValueError: naming the key, the value and the remedy.
@@ -96,7 +96,7 @@ class Settings:
         return cls(**values)
 
     def load_limit_s(self, rank_bytes: int, *, waits: bool = False) -> float:
-        """How long a load of so many bytes of each rank may take, also where it waits for steps that are under way."""
+        """Deadline of a load of ``rank_bytes`` on each rank. ``waits``: the load waits for running steps first."""
         limit_ms = self.load_timeout_ms + (self.step_timeout_ms if waits else 0)
         return min(limit_ms + rank_bytes / (self.load_mb_per_s * 1_000), DEADLINE_MS_MAX) / 1000
 

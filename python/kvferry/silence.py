@@ -1,49 +1,49 @@
-"""When a worker that does not give pages back is given up.
+"""Decides when a worker that does not give pages back is given up.
 
-A clock alone does not tell: a thread whose process was stopped finds that all the time is over, and the worker's answer
-may lie in its socket, or it has asked for nothing yet. So the time is cut into quarters, and a quarter counts only when
-the thread ran through it. In the last one the question must have been out over the connection that there still is, or
-there must be none; a worker whose connections come and go gets two quarters more, and no third.
+A clock alone is not enough: a thread whose process was stopped sees the whole time elapsed, although the worker's
+answer may wait in its socket, or no request was sent yet. The time is therefore split into quarters, and a quarter
+counts only if the thread ran through it. In the last one the request must have been sent over the connection that still
+exists, or there must be no connection. A worker whose connections come and go gets two quarters more, and no third.
 """
 
 from dataclasses import dataclass
 
 #: Quarters that count before a worker is given up.
 LOOKS = 4
-#: Quarters more while the question was not out over the present connection for a whole one.
+#: Additional quarters while the request was not out over the present connection for a whole one.
 LOOKS_MORE = 2
 
 
 @dataclass
 class Silence:
-    """See the module. Plain data; not for several threads at a time.
+    """The time that a worker has not answered. Plain data; not thread-safe.
 
-    :meth:`look` is to be called at least every :func:`look_every` while pages are waited for. A gap of more than half a
-    quarter is taken for a thread that stood still: what it had run through of its quarter does not count.
+    :meth:`look` must be called at least every :func:`look_every` while pages are awaited. A gap of more than half a
+    quarter means that the thread did not run: the elapsed part of the present quarter does not count.
     """
 
     looks: int = 0
-    #: When it was looked last, and when the present quarter is over; None while nothing is waited for.
+    #: Time of the last :meth:`look` (None while no pages are awaited), and of the present quarter's end.
     looked: float | None = None
     due: float = 0.0
-    #: The connection over which the worker was asked last.
+    #: The connection over which the last request was sent.
     asked_over: int = 0
-    #: The connection of the last look that counted, 0 without one; None where the worker was not yet asked over it.
+    #: The connection at the end of the last quarter, 0 without one; None if no request was sent over it by then.
     looked_over: int | None = None
 
     def end(self) -> None:
-        """The worker has answered, or is another one, or nothing is waited for: what comes next has the whole time."""
+        """Starts over: the worker has answered, was replaced, or no pages are awaited."""
         self.looks, self.looked = 0, None
         self.asked_over, self.looked_over = 0, None
 
     def asked(self, link: int) -> None:
-        """The worker was asked over this connection."""
+        """Records that a request was sent over this connection."""
         self.asked_over = link
 
     def look(self, now: float, after_s: float, link: int) -> bool:
-        """Whether the worker is to be given up, after ``after_s``; ``link`` is the present connection, 0 without one.
+        """Whether the worker is given up, after ``after_s``; ``link`` is the present connection, 0 without one.
 
-        A thread that does not stand still sees that at most half a quarter late. With connections that come and go it
+        In a thread that keeps running, the result is at most half a quarter late. With connections that come and go it
         takes two quarters more.
         """
         quarter_s = after_s / LOOKS
@@ -62,5 +62,5 @@ class Silence:
 
 
 def look_every(after_s: float) -> float:
-    """Half of the longest gap between two looks that is not taken for standing still."""
+    """Longest interval between calls of :meth:`Silence.look`: half of the gap that counts as a thread not running."""
     return after_s / LOOKS / 4

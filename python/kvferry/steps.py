@@ -1,4 +1,4 @@
-"""What the two sides of the connector tell each other with each step of the engine."""
+"""The messages between the two sides of the connector in each step of the engine."""
 
 from dataclasses import dataclass, field
 
@@ -9,34 +9,34 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 class StepMetadata(KVConnectorMetadata):
     """From the scheduler to every rank."""
 
-    #: Number of the last step with work, this one or an earlier one, among the ids of kvferry requests. Stores with a
-    #: lower id read what that step or an earlier one writes; loads that name it overwrite what those write.
+    #: Number of the last step with work, this one or an earlier one, drawn from the ids of kvferry requests. Stores
+    #: with a lower id read pages that this or an earlier step writes; loads that name it overwrite such pages.
     written_through: int = 0
-    #: The last store that was asked for, at most ``written_through``.
+    #: Id of the last requested store, at most ``written_through``.
     stores_through: int = 0
     #: Engine requests whose loads are over, on every rank.
     loaded: list[str] = field(default_factory=list)
-    #: Pages of those that did not come whole.
+    #: Pages of those that were not loaded.
     failed_pages: list[int] = field(default_factory=list)
-    #: Those whose pages are all to be computed, also the ones that the device had.
+    #: Those of which all pages must be computed, also the ones that the device had.
     failed: list[str] = field(default_factory=list)
-    #: kvferry requests whose pages the engine takes back.
+    #: Ids of kvferry requests whose pages the engine takes back.
     abandon: list[int] = field(default_factory=list)
 
 
 @dataclass
 class RankReport(KVConnectorWorkerMetadata):
-    """From the ranks to the scheduler: how many of them know that nothing is copied for a request any more."""
+    """From the ranks to the scheduler. ``over``: by request id, how many ranks confirm that its copies have ended."""
 
     over: dict[int, int]
-    #: What failed on some rank: a hook, or what :attr:`kvferry.rank.RankSession.fault` says.
+    #: The failure of some rank: a hook's name, or :attr:`kvferry.rank.RankSession.fault`. Empty without one.
     fault: str = ""
-    #: The ``written_through`` of the step that this is the report of; 0 where it was reported before. vLLM hands the
-    #: report over with what the step has computed, so that the step is over then.
+    #: The ``written_through`` of the reported step; 0 if it was reported before. vLLM delivers the report with the
+    #: results of the step, so that the step is over by then.
     stepped_through: int = 0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "RankReport":
-        """Both together."""
+        """Returns the sum of both reports."""
         assert isinstance(other, RankReport)
         total = dict(self.over)
         for request, ranks in other.over.items():
