@@ -1,4 +1,4 @@
-"""Tests of the Python package. Those with a real engine come last, the cheap ones first."""
+"""Configuration of the Python tests. Cheap tests run first, those with a real engine last."""
 
 import time
 

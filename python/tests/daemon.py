@@ -1,4 +1,4 @@
-"""A kvferry for one test: processes of the installed program, in a directory of their own."""
+"""Runs kvferry for one test: processes of the installed program, in a directory of their own."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ import kvferry
 
 #: The program that was installed with the package.
 PROGRAM = str(Path(kvferry.__file__).parents[1] / "bin" / "kvferry")
-#: Deadline of everything that a test waits for; nothing takes so long unless it hangs.
+#: Deadline of every wait in a test. Only something that hangs takes so long.
 PATIENCE_S = 60.0
 #: Of a depot's header and inventory.
 DEPOT_HEADER_BYTES = 4096
@@ -74,7 +74,7 @@ class Daemon:
         self._up = None
 
     def status(self, *, missing: bool = False) -> dict[str, Any]:
-        """What ``kvferry status --json`` says; nothing when no leader answers and that may be so."""
+        """Returns the output of ``kvferry status --json``; nothing if no leader answers and that is allowed."""
         command = [PROGRAM, "status", "--json", "--socket-dir", str(self.socket_dir)]
         done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=PATIENCE_S)
         if done.returncode != 0 and missing:
@@ -86,11 +86,11 @@ class Daemon:
         return self.status()["counters"][name]
 
     def wait_ready(self) -> None:
-        """Lookups are served: every rank is attached, and what the depots hold has been read behind that."""
+        """Whether lookups are served: every rank is attached, and the inventories have been read after that."""
         eventually("lookups are served", lambda: self.status(missing=True).get("ready"))
 
     def pid(self, replica: int = 0, rank: int = 0) -> int:
-        """The worker of a rank, once its engine's memory is attached."""
+        """Returns the worker of a rank, once its engine's memory is attached."""
 
         def attached() -> int:
             ranks = self.status(missing=True).get("ranks", [])
@@ -104,12 +104,12 @@ class Daemon:
         return eventually(f"rank {rank} of replica {replica} is attached", attached)
 
     def killed(self, pid: int) -> None:
-        """Kills a process, and waits until nothing of it is there."""
+        """Kills a process, and waits until it is gone."""
         os.kill(pid, signal.SIGKILL)
         eventually("it is gone", lambda: pid not in [*self._children("leader"), *self.workers])
 
     def wait_idle(self) -> None:
-        """Nothing is leased, pinned or under way."""
+        """Whether nothing is leased, pinned or in flight."""
 
         def idle() -> bool:
             status = self.status()
@@ -136,7 +136,7 @@ class Daemon:
         return self._children("worker")
 
     def poison(self) -> None:
-        """Changes every byte of every page in host memory, which ``up`` holds."""
+        """Changes every byte of every page in the host memory that ``up`` holds."""
         assert self._up is not None
         depots = [
             path

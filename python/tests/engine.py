@@ -22,7 +22,7 @@ from daemon import PATIENCE_S, Daemon, eventually
 HERE = Path(__file__).parent
 PAGE_TOKENS = 32
 DEVICE_PAGES = 256
-#: An engine's start on two busy cores.
+#: Deadline for an engine's start, on two busy cores.
 START_LIMIT_S = 400.0
 Answer = dict[str, Any]
 
@@ -33,7 +33,7 @@ def transfer_config(socket_dir: Path, **extra: Any) -> dict[str, Any]:
         "kv_connector_module_path": "kvferry.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        # A machine that stands still for a moment must not turn a hit into a miss.
+        # A short stall of the machine must not turn a hit into a miss.
         "kv_connector_extra_config": {"socket_dir": str(socket_dir), "lookup_timeout_ms": 30_000, **extra},
     }
 
@@ -57,13 +57,13 @@ def config(socket_dir: Path | None, **changes: Any) -> dict[str, Any]:
 
 
 def tokens(count: int, seed: int) -> list[int]:
-    """A prompt of so many tokens, the same for the same seed."""
+    """Returns a prompt of this many tokens, equal for equal seeds."""
     chooser = random.Random(seed)
     return [chooser.randrange(3, 500) for _ in range(count)]
 
 
 class Process:
-    """A process of which nothing is left behind."""
+    """A process that leaves no processes behind."""
 
     def __init__(self, command: list[str], env: dict[str, str], **popen: Any):
         self.log = tempfile.TemporaryFile("w+")
@@ -82,14 +82,14 @@ class Process:
         return self.log.read()
 
     def end(self, sent: int = signal.SIGKILL) -> None:
-        """Sends a signal to the whole group, and waits until nothing of it is there."""
+        """Sends a signal to the whole group, and waits until all of its processes are gone."""
         group = self.process.pid
         with contextlib.suppress(ProcessLookupError):
             os.killpg(group, sent)
         try:
             self.process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
-            # Python says then where each thread stands.
+            # Python then prints the stack of each thread.
             self.process.send_signal(signal.SIGABRT)
             self.process.wait(PATIENCE_S)
             raise AssertionError(f"it does not end by signal {sent}:\n{self.logged()[-8000:]}") from None
@@ -99,7 +99,7 @@ class Process:
                 os.killpg(group, 0)
             except ProcessLookupError:
                 return True
-            # Not all of a group end by a signal to them.
+            # Not all processes of a group end by the signal.
             os.killpg(group, signal.SIGKILL)
             return False
 
@@ -143,7 +143,7 @@ class Engine(Process):
         return self.ask("generate", prompts=orders, max_tokens=max_tokens)
 
     def reset(self, *, connector: bool = False) -> None:
-        """Forgets what the engine has itself; copies that still read its pages are waited for."""
+        """Resets the engine's own prefix cache; waits for copies that still read its pages."""
         eventually("the prefix cache is reset", lambda: self.ask("reset", connector=connector))
 
     def external_hits(self) -> int:
@@ -188,7 +188,7 @@ class Server(Process):
             return answer.read().decode()
 
     def generate(self, *prompts: list[int], max_tokens: int = 16) -> list[Answer]:
-        """The same as an :class:`Engine`'s, one prompt after another."""
+        """Like :class:`Engine`'s method, one prompt after another."""
         return [self._complete(prompt, max_tokens) for prompt in prompts]
 
     def _complete(self, prompt: list[int], max_tokens: int) -> Answer:
@@ -236,7 +236,7 @@ def free_port() -> int:
 
 
 def said(answers: list[Answer]) -> list[Any]:
-    """What an engine computed: tokens and log-probabilities, to the last bit."""
+    """Returns what an engine computed: tokens and log-probabilities, to the last bit."""
     return [(answer["tokens"], answer["logprobs"]) for answer in answers]
 
 
@@ -251,7 +251,7 @@ def settled(engine: Engine, daemon: Daemon) -> None:
 
 
 def wait_steps(engine: Engine, what: str, check: Any, patience_s: float = PATIENCE_S) -> dict[str, Any]:
-    """Runs steps of an engine in its own process until what they say satisfies ``check``."""
+    """Runs steps of an engine in its own process until their results satisfy ``check``."""
     until = time.monotonic() + patience_s
     while True:
         state = engine.ask("step")

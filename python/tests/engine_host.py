@@ -1,4 +1,4 @@
-"""A process with a vLLM engine that does what it is told: one JSON object a line in, one a line out.
+"""A process with a vLLM engine that executes commands: one JSON object a line in, one a line out.
 
 Usage: ``engine_host.py REPLY_FD``; the first line is the engine's configuration.
 """
@@ -24,7 +24,7 @@ def prompt(order: dict[str, Any]) -> dict[str, Any]:
 
 
 class Host:
-    """The engine, and the orders that it knows."""
+    """The engine, and the commands that it executes."""
 
     def __init__(self, config: dict[str, Any]):
         spent = watch_connector()
@@ -56,7 +56,7 @@ class Host:
         self.llm.llm_engine.add_request(order["id"], prompt(order), sampling(order))
 
     def step(self, order: dict[str, Any]) -> dict[str, Any]:
-        """One step of the engine, idle or not. Returns what ended in it, and how it stands."""
+        """Runs one step of the engine, idle or not. Returns what ended in it, and the engine's state."""
         core = self.llm.llm_engine.engine_core.engine_core
         outputs = []
         if self.llm.llm_engine.has_unfinished_requests():
@@ -71,7 +71,7 @@ class Host:
         }
 
     def hold(self, order: dict[str, Any]) -> None:
-        """While it is on, this engine's rank does not say what it wrote: stores wait for that, however long."""
+        """While on, this engine's rank does not report written pages: stores wait for the report, however long."""
         from kvferry.rank import RankSession
 
         if order["on"]:
@@ -94,14 +94,14 @@ class Host:
         return sorted(name for name, hook in vars(kvferry.vllm.KvferryConnector).items() if hasattr(hook, "guarded"))
 
     def mend(self, order: dict[str, Any]) -> None:
-        """Both sides of the connector are as if no hook had failed."""
+        """Resets both sides of the connector to the state without a failed hook."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         for connector in (self.scheduler.connector, get_kv_transfer_group()):
             connector.fault = ""
 
     def fault(self, order: dict[str, Any]) -> None:
-        """This hook raises the next time that it is called."""
+        """Makes the next call of this hook raise."""
         import kvferry.vllm
 
         hook = getattr(kvferry.vllm.KvferryConnector, order["hook"])

@@ -52,7 +52,7 @@ def context() -> cuda.Context:
 
 
 def in_chunks(sizes: list[int], way: int) -> int:
-    """Memory in chunks that can be shared in this way, as PyTorch makes it for expandable segments."""
+    """Allocates memory in chunks that can be shared in this way, as PyTorch does for expandable segments."""
     library = ctypes.CDLL("libcuda.so.1")
     base, device = ctypes.c_uint64(), ctypes.c_int()
     assert library.cuCtxGetDevice(ctypes.byref(device)) == 0
@@ -140,7 +140,7 @@ def main(socket_dir: Path, kind: str) -> None:
     for number, content in zip(target, kept, strict=True):
         expected[number] = content
     assert [page(number) for number in range(PAGES)] == expected
-    # The device writes late, says by itself when it has, and nobody else does.
+    # The device writes late, and only its own timeline reports the end.
     library, stream = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
     assert library.cuStreamCreate(ctypes.byref(stream), ctypes.c_uint(1)) == 0
     assert memory.has_timeline

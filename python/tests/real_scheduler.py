@@ -1,4 +1,4 @@
-"""vLLM's own scheduler with the connector in it, a leader that a test plays, and no model: what is computed is made up.
+"""vLLM's own scheduler with the connector, a simulated leader, and no model: computed tokens are made up.
 
 A step of :class:`Stepped` is a step of an engine with one rank: schedule, run, take the output.
 """
@@ -84,7 +84,7 @@ class Stepped:
         finally:
             SchedulerSide.__init__.__kwdefaults__["connect"] = before
         self.connector = self.scheduler.connector
-        #: None where the connector was declined.
+        #: None if the connector was declined.
         self.leader = made[0] if made else None
         hashing = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hashing)
@@ -128,12 +128,12 @@ class Stepped:
         sampled = []
         for name in names:
             request = self.scheduler.requests[name]
-            # A part of a prompt yields nothing.
+            # A partial prefill yields no token.
             sampled.append([7] if request.num_computed_tokens >= request.num_tokens else [])
         return ModelRunnerOutput(names, {name: at for at, name in enumerate(names)}, sampled, kv_connector_output=said)
 
     def until_over(self, *requests: Request) -> Iterator[SchedulerOutput]:
-        """Steps until all of these are over; a test answers the leader's questions between them."""
+        """Steps until all of these are over; the test answers requests to the leader between the steps."""
         for _ in range(STEPS_MAX):
             if all(RequestStatus.is_finished(request.status) for request in requests):
                 return

@@ -15,7 +15,7 @@ ENDING = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
 
 
 def set_to_defaults() -> None:
-    """To be called before anything is started."""
+    """Must be called before any process is started."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     for number in ENDING:
         if signal.getsignal(number) is signal.SIG_IGN:

@@ -82,7 +82,7 @@ def test_bytes_under_way_are_bounded() -> None:
 
 
 def test_an_engine_beside_a_leader_that_stands_still_keeps_its_pages() -> None:
-    """With vLLM's own pool: stores end never, and requests go on."""
+    """With vLLM's own pool: stores never end, and requests go on."""
     engine = Stepped(pages=64)
     found(engine, 0)
     free = engine.free_pages()

@@ -1,4 +1,4 @@
-"""The conversation with one process of kvferry, from the client's side."""
+"""The client's side of a session with one process of kvferry."""
 
 import contextlib
 import time
@@ -19,7 +19,7 @@ FOUND = wire.LookupAnswer(2)
 
 
 class Fake:
-    """A server that says what a test wants."""
+    """A server whose messages a test chooses."""
 
     def __init__(self, directory: Path, **welcome: int):
         self.path = directory / "kvferry.sock"
@@ -42,7 +42,7 @@ class Fake:
         self.path.unlink(missing_ok=True)
 
     def hear(self, *, pings: bool = False) -> tuple[bytes, wire.Envelope]:
-        """The next message that is no hello, and no ping unless those are asked for."""
+        """Returns the next message, without hellos, and without pings unless they are wanted."""
         peer, kind, parts = self._receive(pings=pings)
         return peer, wire.Envelope(kind, int.from_bytes(parts[0][8:16], "big"), 0, None)
 
@@ -132,7 +132,7 @@ def test_an_error_says_itself_whether_anything_is_under_way(directory: Path) -> 
         server.greet(client)
         asked = client.ask(LOOKUP, 20)
         assert server.hear()[1].correlation == asked.id
-        # The connection breaks, and the question comes again: whoever says busy does not know of the first one.
+        # The connection breaks, and the request is sent again: a `busy` does not cover the first one.
         server.close()
         server.open()
         peer, envelope = server.hear()
@@ -186,7 +186,7 @@ def test_what_is_not_answered_is_asked_again_under_its_id(directory: Path) -> No
 def test_a_connection_that_is_gone_and_not_known_to_be_holds_nobody(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A socket without a peer takes no message; whoever sends must not wait for one."""
+    """A socket without a peer takes no message: a send must not wait for a peer."""
     server = Fake(directory)
     with talking(directory) as client:
         server.greet(client)
@@ -228,7 +228,7 @@ def test_a_header_of_another_length_or_magic_is_no_message() -> None:
 
 
 def test_what_is_not_known_ends_neither_the_connection_nor_a_question(directory: Path) -> None:
-    """A server may be newer: ids of its own requests are not ours, and its new answers are nobody's."""
+    """A server may be newer: ids of its requests are independent of ours, and its unknown answers are ignored."""
     server = Fake(directory)
     with talking(directory) as client:
         question = client.ask(LOOKUP, 20)
@@ -297,7 +297,7 @@ def test_silence_is_a_lost_connection(directory: Path) -> None:
 
 
 def test_a_client_that_only_listens_pings(directory: Path) -> None:
-    """Answers trickle in for ten seconds, and the client has nothing to ask: a server closes who says nothing."""
+    """Answers arrive for ten seconds while the client sends no request: a server closes a client that sends nothing."""
     server = Fake(directory, heartbeat_ms=1000)
     with talking(directory) as client:
         server.greet(client)

@@ -1,4 +1,4 @@
-"""The end of a request is said until the leader has heard it."""
+"""The end of a request is sent until the leader has confirmed it."""
 
 import pytest
 from test_scheduler import Engine, found, refused, request
@@ -21,7 +21,7 @@ def silence() -> Failure:
 
 
 def finish(engine: Engine, name: str) -> int:
-    """A request comes and goes. Returns its slot."""
+    """Starts and finishes a request. Returns its slot."""
     asking = request(name, 9)
     engine.side.matched_tokens(asking, 0)
     engine.side.finished(asking)
@@ -46,7 +46,7 @@ def test_a_finish_without_an_answer_is_said_again_until_it_has_one(engine: Engin
 
 
 def test_a_finish_that_could_not_be_asked_is_asked_later(engine: Engine) -> None:
-    """Nobody answers, and as many questions are open as may be."""
+    """No answer arrives, and the limit of open requests is reached."""
     engine.leader.answers[wire.Finish] = Failure(Code.BUSY, "4096 questions", said=False, retry=True, over=True)
     slots = [finish(engine, f"{number}") for number in range(5)]
     said = len(finished(engine))

@@ -132,7 +132,7 @@ def one_fault(hook: str, after: bool, moment: str, answer: Any) -> int:
         in_place = answer.pages if isinstance(answer, wire.LoadAnswer) else 0
         computed = sum(engine.scheduled(first)) - 3
         assert 4 * PAGE_TOKENS - in_place * PAGE_TOKENS <= computed <= 4 * PAGE_TOKENS
-        # Another one afterwards, of which nothing is found any more.
+        # A later request, for which no page is found.
         lookups, declined = leader.count(wire.Lookup), bool(raised)
         second = engine.add(tokens(PAGE_TOKENS * 4, seed=2))
         for _ in engine.until_over(second):
@@ -231,7 +231,7 @@ def test_a_device_that_does_not_say_what_it_has_written_ends_lookups(
         lookups, loads, stores = (leader.count(kind) for kind in (wire.Lookup, wire.Load, wire.Store))
         assert loads == 1
         second = engine.add(tokens(PAGE_TOKENS * 4, seed=2))
-        # Nobody would answer its load.
+        # No answer to its load would arrive.
         engine.run(second)
         assert sum(engine.scheduled(second)) - 3 == 4 * PAGE_TOKENS
         assert (leader.count(wire.Lookup), leader.count(wire.Load)) == (lookups, loads)

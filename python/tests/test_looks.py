@@ -1,4 +1,4 @@
-"""Looks at files that are slow."""
+"""Checks of slow files."""
 
 import threading
 import time

@@ -206,7 +206,7 @@ def test_what_cannot_be_shared_is_refused_in_words(monkeypatch: pytest.MonkeyPat
 
 
 def test_groups_are_registered_separately_and_not_served(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
-    """Sliding windows and a state beside full attention, all in the same memory: understood, declined, said."""
+    """Sliding windows and a state beside full attention, all in the same memory: described, declined, logged."""
     caplog.set_level("INFO")
     storage = torch.zeros(PAGES, HEADS, PAGE_TOKENS, CONTENT)
     whole = storage.view(PAGES, -1)

@@ -1,4 +1,4 @@
-"""What a rank owes its worker, and how it learns that nothing is copied any more."""
+"""What a rank owes its worker, and how it detects the end of all copies."""
 
 import contextlib
 import os
@@ -195,7 +195,7 @@ def test_without_any_worker_nothing_is_copied(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def leader_and_worker(directory: Path, **variables: str) -> Iterator[tuple[subprocess.Popen, subprocess.Popen]]:
-    """Without a supervisor."""
+    """There is no supervisor."""
     directory.chmod(0o700)
     sides = [["leader"], ["worker", "--rank", "0"]]
     common = ["--g2", "16MiB", "--socket-dir", str(directory)]
@@ -228,7 +228,7 @@ def test_a_worker_that_stands_still_with_nobody_to_end_it_is_killed(
 def test_a_worker_that_takes_connections_and_answers_nothing_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No connection lasts for a quarter of the time: none of them gives it the time anew."""
+    """No connection lasts for a quarter of the time: a new one does not restart the time."""
     monkeypatch.setattr(rank, "KILL_AFTER_S", 1.0)
     tmp_path.chmod(0o700)
     command = [sys.executable, __file__, str(tmp_path), "greets"]
@@ -370,7 +370,7 @@ def test_an_engine_whose_connections_live_on_in_a_child_is_let_go() -> None:
 
 
 def test_passes_that_a_device_told_nobody_of_are_told_when_they_are_over() -> None:
-    """The worker is another one than before, and does not look where the device says how far it is."""
+    """The worker was replaced by one that does not read the device's timeline."""
     session = object.__new__(RankSession)
     session._known, session._timeline, session._lock = 0, False, threading.Lock()
     session._memory = SimpleNamespace(bind_thread=lambda: None)  # type: ignore[assignment]
@@ -414,7 +414,7 @@ def test_a_device_that_does_not_answer_for_a_worker_that_does_not_look() -> None
 
 
 def test_a_word_of_one_stream_says_nothing_of_another() -> None:
-    """Two streams in turn: what the second one writes into the word must not pass for what the first has done."""
+    """Two streams in turn: a mark of the second one must not pass for the end of the first one's work."""
     session = object.__new__(RankSession)
     marks: list[tuple[int, int]] = []
     session._memory = SimpleNamespace(  # type: ignore[assignment]
@@ -481,7 +481,7 @@ def test_descriptors_that_an_engine_leaves_behind_are_closed(daemon: Daemon) -> 
     assert len(engine_memory(daemon)) == 1
     engine.kill()
     engine.wait(PATIENCE_S)
-    # The worker closes what nobody takes 30 s after it came.
+    # Less than the 30 s after which the worker closes descriptors without a registration.
     eventually("they are closed", lambda: not engine_memory(daemon), 25)
 
 
@@ -504,7 +504,7 @@ def hand_over(directory: Path) -> None:
 
 
 def greet(directory: Path) -> None:
-    """A worker that takes connections and descriptors, and says nothing but welcome."""
+    """A worker that takes connections and descriptors, and sends nothing but the welcome."""
     fds = socket.socket(socket.AF_UNIX)
     fds.bind(os.fspath(directory / FD_SOCKET_NAME))
     fds.listen()
@@ -523,7 +523,7 @@ def greet(directory: Path) -> None:
     while True:
         peer, head, _ = ranks.recv_multipart()
         if int.from_bytes(head[6:8], "big") == wire.Kind.HELLO:
-            # Ranks give a connection up after three heartbeats without a word.
+            # Ranks give a connection up after three heartbeats without a message.
             welcome = wire.Welcome(version=2, heartbeat_ms=20, request_credits=64, byte_credits=1 << 20)
             ranks.send_multipart([peer, wire.header(2, wire.Kind.WELCOME, 0, 0, 7), wire.body_of(welcome)])
 

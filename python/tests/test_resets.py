@@ -28,7 +28,7 @@ def namespace_of(engine: Engine) -> bytes:
 
 
 def test_weights_that_changed_in_memory_are_nobody_elses() -> None:
-    """Two replicas: one gets other weights, the other one goes on with the old ones and stores under the old name."""
+    """Two replicas: one gets new weights, the other one keeps the old ones and stores in the old namespace."""
     one, two = Engine(), Engine()
     shared = namespace_of(one)
     assert namespace_of(two) == shared
@@ -65,7 +65,7 @@ def test_a_reset_names_what_is_to_be_forgotten(engine: Engine, tmp_path: Path) -
 
 
 def test_what_a_request_has_from_before_a_reset_stays_its_own(engine: Engine) -> None:
-    """A page depends on those before it: it is stored only once all of them were computed anew."""
+    """A page depends on those before it: it is stored only after all of them were computed again."""
     found(engine, 0)
     asking = request("a", 8)
     engine.side.matched_tokens(asking, 0)
@@ -97,7 +97,7 @@ def test_nothing_is_stored_behind_pages_from_before_a_reset_that_the_device_kept
         engine.tables[name] = pages
         engine.step({asking: 4})
         assert engine.leader.count(wire.Store) == 0
-    # Preempted, and begun anew in the same step.
+    # Preempted, and restarted in the same step.
     engine.side.matched_tokens(asking, 8)
     asking.num_computed_tokens = 8
     engine.step({asking: 4}, preempted=("b",))

@@ -60,7 +60,7 @@ def test_what_is_loaded_is_computed_behind_a_reset(engine: Stepped, ended: str) 
     running = engine.add(tokens(PAGE_TOKENS, seed=9), max_tokens=30)
     engine.step()
     if ended == "seen":
-        # Known to be over, and not said to the ranks yet.
+        # Known to be over, and not yet reported to the ranks.
         end_loads(engine)
         engine.connector._scheduler._settle()
     before = namespaces(engine)[-1]

@@ -1,4 +1,4 @@
-"""The scheduler's side of the connector, call by call, with a leader that a test plays."""
+"""The scheduler's side of the connector, call by call, with a simulated leader."""
 
 import itertools
 import time
@@ -25,7 +25,7 @@ RANKS = 2
 
 
 class Asked:
-    """A question that the test answers."""
+    """A request that the test answers."""
 
     def __init__(self, number: int, message: Any, until: Callable | None):
         self.id, self.message, self.until = number, message, until
@@ -50,7 +50,7 @@ class Asked:
 
 
 class Leader:
-    """Takes the place of the client."""
+    """A fake of the client."""
 
     def __init__(self, directory: Path, hello: wire.Hello, *, first_id: int, turn: Callable):
         self.directory, self.turn = directory, turn
@@ -59,7 +59,7 @@ class Leader:
         self.trouble = "nobody listens"
         self.asked: list[Asked] = []
         self.answers: dict[type, Any] = {}
-        #: Whether it carries out what cancels stores.
+        #: Whether the leader carries out `cancel_stores`.
         self.cancels = False
         self._ids = itertools.count(1)
 
@@ -111,7 +111,7 @@ class Block:
 
 
 class Pool:
-    """vLLM's pool, as far as it is used."""
+    """A fake of vLLM's pool, as far as it is used."""
 
     def __init__(self) -> None:
         self.blocks = [Block(number) for number in range(100)]
@@ -449,7 +449,7 @@ def test_pages_are_stored_as_they_fill(engine: Engine) -> None:
 
 
 def test_guessed_tokens_are_not_stored(engine: Engine) -> None:
-    """Of 3 tokens that are scheduled only the first is known: the others may be rejected."""
+    """Of 3 scheduled tokens only the first is certain: the others are drafts that may be rejected."""
     found(engine, 0)
     asking = request("a", 6)
     engine.side.matched_tokens(asking, 0)
@@ -602,7 +602,7 @@ def test_preemption_waits_a_little_for_pages_that_only_a_store_holds(
 
 
 def test_stores_are_cancelled_when_the_pool_is_reset(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody runs steps of a paused engine, and a store may take longer than anybody waits."""
+    """A paused engine runs no steps, and a store may take longer than any caller waits."""
     found(engine, 0)
     asking = request("a", 8)
     engine.side.matched_tokens(asking, 0)

@@ -22,7 +22,7 @@ LOAD_S = 0.3
 
 
 class Engine:
-    """An engine of one rank that has given its device a step."""
+    """An engine of one rank that has submitted a step to its device."""
 
     def __init__(self, daemon: Daemon, step_timeout_ms: int):
         group = Group({"layer": torch.zeros(8, 2, PAGE_TOKENS, 8)}, engine_page_tokens=PAGE_TOKENS, device_pages=8)

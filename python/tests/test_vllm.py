@@ -1,4 +1,4 @@
-"""A real vLLM with kvferry beside it says what it says without, to the last bit."""
+"""A real vLLM with kvferry computes the same as without, to the last bit."""
 
 import os
 import signal
@@ -43,7 +43,7 @@ def engine(daemon: Daemon) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def cold(engine: Engine) -> list:
-    """What the engine computes without finding anything."""
+    """Returns what the engine computes without any hit."""
     answers = []
     for prompt in PROMPTS:
         engine.reset(connector=True)
@@ -61,7 +61,7 @@ def stored(engine: Engine, daemon: Daemon) -> None:
     }
 
     def found() -> bool:
-        # After a worker's death nothing is stored for a moment.
+        # Stores pause for a moment after a worker's death.
         engine.generate(*PROMPTS)
         settled(engine, daemon)
         engine.reset()

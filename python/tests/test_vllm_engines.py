@@ -78,7 +78,7 @@ def test_started_before_kvferry_and_started_again() -> None:
         assert said(engine.generate(BASE)) == expected[:1]
         assert engine.external_hits() == loadable([BASE])
         daemon.kill()
-        # Nobody is there any more; what is computed is the same.
+        # No kvferry runs any longer; the results are the same.
         engine.ask("reset")
         assert said(engine.generate(*PROMPTS)) == expected
         engine.end(signal.SIGINT)
@@ -116,7 +116,7 @@ def test_more_than_the_device_has() -> None:
 
 
 def test_two_groups_are_declined() -> None:
-    """Sliding windows beside full attention: the engine runs as without kvferry, and says so."""
+    """Sliding windows beside full attention: the engine runs as without kvferry, and logs so."""
     wanted = {"model": str(make_model.gemma()), "load_format": "dummy", "max_model_len": 1024}
     with running(ranks=1) as daemon:
         engine = Engine(config(daemon.socket_dir, disable_hybrid_kv_cache_manager=False, **wanted))
