@@ -1,5 +1,5 @@
-//! The actors over the transport in memory, with time that only waiting moves: a leader among engines and workers that do
-//! what a test says, and a worker beside a leader that does.
+//! The actors over the in-memory transport and with paused time, which advances only while all tasks wait: a leader
+//! with scripted engines and workers, and a worker with a scripted leader.
 
 #![expect(
     clippy::expect_used,

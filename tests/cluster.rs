@@ -1,4 +1,4 @@
-//! Real processes, real bytes: leader, workers and an engine, as a user starts them.
+//! Real processes and real bytes: leader, workers and an engine, started as a user starts them.
 
 #![expect(
     clippy::expect_used,
@@ -24,7 +24,7 @@ use serde_json::Value;
 
 use support::{kvferry, number, replay, trace};
 
-/// Runs the same sequential replay live and offline and compares what was decided. Returns the live report.
+/// Runs the same sequential replay live and offline and compares the decisions. Returns the live report.
 fn live_equals_offline(arguments: &[&str], live_only: &[&str]) -> Value {
     let all = [&["--sequential"][..], arguments].concat();
     let offline = replay(&[&all[..], &["--mode", "offline"]].concat());
@@ -59,7 +59,7 @@ fn live_equals_offline(arguments: &[&str], live_only: &[&str]) -> Value {
     live
 }
 
-/// Runs that show nothing of some kind of block prove nothing about it.
+/// Requires that every kind of block occurred: without one of that kind the runs prove nothing about it.
 fn every_kind_was_seen(reports: &[Value]) {
     for kind in ["grown", "branched", "evicted", "loaded"] {
         let seen = |report| number(report, &format!("/blocks/{kind}"));
@@ -129,7 +129,7 @@ fn sequential_live_and_offline_decide_the_same() {
     every_kind_was_seen(&reports);
 }
 
-/// Everything at once: several requests, small host memory, both layouts; every loaded byte is compared.
+/// Runs several requests concurrently, with small host memory and both layouts. Every loaded byte is compared.
 fn concurrent(arguments: &[&str]) -> Value {
     let common = [
         "--concurrency",

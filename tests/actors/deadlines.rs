@@ -1,5 +1,5 @@
-//! Deadlines: a copy that is late is cancelled, its worker is expelled after the fence time, and its engine hears of a
-//! failure only when nothing can write its pages any more.
+//! Deadlines: a late copy is cancelled, its worker is expelled after the fence time, and its engine receives the
+//! failure only when nothing can write its pages any longer.
 
 use std::time::Duration;
 
@@ -16,10 +16,10 @@ use super::world::{
 
 const PAGES: u32 = 4;
 const WITHIN: Duration = Duration::from_secs(2);
-/// The defaults of a leader.
+/// Default fence time of a leader.
 const FENCE_SECONDS: f64 = 10.0;
 
-/// Pages that are stored, and a load of them that both workers were ordered to carry out.
+/// Stores pages, then requests a load of them. Returns the pending load and the load orders of both workers.
 async fn loading(engine: &Engine, workers: &mut [Puppet; 2]) -> (JoinHandle<Answered>, [Order; 2]) {
     let stored = storing(engine, workers).await;
     for (worker, order) in workers.iter().zip(&stored.1) {
@@ -34,7 +34,7 @@ async fn loading(engine: &Engine, workers: &mut [Puppet; 2]) -> (JoinHandle<Answ
     (asked, orders(workers).await)
 }
 
-/// A store that both workers were ordered to carry out.
+/// Requests a store. Returns the pending store and the orders that both workers received.
 async fn storing(engine: &Engine, workers: &mut [Puppet; 2]) -> (JoinHandle<Answered>, [Order; 2]) {
     engine.lookup(1, 1, PAGES as u8).await.expect("an answer");
     let asking = engine.clone();
@@ -143,7 +143,7 @@ async fn pages_of_a_late_store_stay_set_aside_until_both_workers_have_ended() {
     process.stop().await;
 }
 
-/// Version 1 names pages one by one, and not so many of them in one copy.
+/// Version 1 names pages one by one, and a copy of that version is limited to `PAIRS_MAX` of them.
 #[tokio::test(start_paused = true)]
 async fn a_load_that_cannot_be_said_to_its_workers_fails_at_once() {
     let transport = MemoryTransport::default();
@@ -180,7 +180,8 @@ async fn a_load_that_cannot_be_said_to_its_workers_fails_at_once() {
     process.stop().await;
 }
 
-/// A worker strikes nothing out for a reset that its leader has given up: the order says when that is.
+/// A strike order carries the time that is left for its reset, because a worker must not strike pages out for a reset
+/// that its leader has given up.
 #[tokio::test(start_paused = true)]
 async fn a_strike_says_how_long_its_reset_is_waited_for() {
     let transport = MemoryTransport::default();

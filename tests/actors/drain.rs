@@ -1,4 +1,4 @@
-//! The end of a leader: what is under way ends first, nothing new begins.
+//! Draining a leader: running copies end first, and no new request is accepted.
 
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ fn code(answer: Answered) -> Option<ErrorCode> {
     answer.err().map(|failure| failure.code)
 }
 
-/// A store that both workers were ordered to carry out, and have not.
+/// Requests a store. Returns the pending store and the orders, which both workers have received and not finished.
 async fn under_way(
     engine: &Engine,
     workers: &mut [Puppet; 2],
@@ -43,7 +43,7 @@ async fn copies_under_way_end_before_a_drain_does_and_nothing_new_begins() {
 
     let draining = handle.clone();
     let drained = tokio::spawn(async move { draining.drain(PATIENCE).await });
-    // Whatever comes behind the order to drain is refused.
+    // Requests after the order to drain are refused.
     let refused = async {
         let mut id = 10;
         while code(engine.lookup(id, 2, PAGES).await) != Some(ErrorCode::Draining) {

@@ -1,4 +1,4 @@
-//! A leader that finds out from a worker that its epoch was used before.
+//! A leader that learns from a worker that its epoch was used before.
 
 use std::sync::{Arc, Mutex};
 

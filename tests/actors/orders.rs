@@ -1,4 +1,4 @@
-//! A real worker and a leader that says what a test says: every order is answered, also those that should not be.
+//! A real worker with a scripted leader: every order is answered, also orders that a correct leader never sends.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ use super::world::{server, soon};
 
 const WITHIN: Duration = Duration::from_secs(60);
 
-/// The next answer of the worker to one of these orders.
+/// Waits for the worker's next answer to one of these orders. Returns the order's id and the answer.
 async fn answer(leader: &mut Server, orders: &[u64]) -> (u64, Message) {
     let wait = async {
         loop {
@@ -55,7 +55,8 @@ fn strike() -> Message {
     })
 }
 
-/// Whatever the runtime runs first of two tasks that become ready together: a single thread takes the last one.
+/// Must hold for either order of two tasks that become ready together. A single-threaded runtime runs the last one
+/// first.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn an_order_in_the_same_breath_as_the_welcome_finds_an_admitted_worker() {
     let transport = MemoryTransport::default();
@@ -69,8 +70,8 @@ async fn an_order_in_the_same_breath_as_the_welcome_finds_an_admitted_worker() {
     worker.stop().await;
 }
 
-/// Slices take time, which does not move where it is paused. A depot of small pages takes many of them, and the reset is over
-/// for its leader after the first.
+/// Needs real time: slices take time, and paused time does not advance while they run. A depot of small pages takes
+/// many slices, and the leader's deadline for the reset passes after the first.
 #[tokio::test]
 async fn pages_of_a_reset_whose_deadline_has_passed_are_not_struck_out_to_the_end() {
     let transport = MemoryTransport::default();
@@ -97,7 +98,7 @@ async fn pages_of_a_reset_whose_deadline_has_passed_are_not_struck_out_to_the_en
         panic!("{given_up:?}")
     };
     assert_eq!(error.code(), ErrorCode::Deadline, "{}", error.message);
-    // The next one is carried out.
+    // The next strike is carried out.
     order(&leader, asked.peer, 8, strike());
     let (_, struck) = answer(&mut leader, &[8]).await;
     assert!(matches!(struck, Message::Struck(_)), "{struck:?}");
@@ -127,7 +128,7 @@ async fn orders_to_a_worker_that_is_not_admitted_are_answered() {
     worker.stop().await;
 }
 
-/// Copies that have ended and none of which is whole.
+/// The operations of an `Ended` message, none of which may be complete.
 fn not_whole(message: Message) -> Vec<u64> {
     let Message::Ended(Ended { copies, .. }) = message else {
         panic!("{message:?} instead of the end of copies")
@@ -140,7 +141,7 @@ fn pages(start: u32, count: u32) -> PageList {
     PageList([PageRun { start, count }].into_iter().collect())
 }
 
-/// A store of device pages from `src` on, with a record that begins at `block`.
+/// A store of `count` device pages from `src` on, with a record that begins at `block`.
 fn store(src: u32, block: u32, count: u32) -> (FragmentPair, Option<RecordBody>) {
     let pair = FragmentPair {
         src: pages(src, count),
@@ -173,7 +174,7 @@ fn transfer(copies: Vec<(u64, (FragmentPair, Option<RecordBody>))>) -> Message {
     })
 }
 
-/// Copies run on threads, which time that only waiting moves does not wait for.
+/// Needs real time: copies run on threads, for which paused time does not wait.
 #[tokio::test]
 async fn orders_that_name_what_is_not_there_are_refused_and_the_worker_goes_on() {
     let transport = MemoryTransport::default();
@@ -231,7 +232,7 @@ async fn orders_that_name_what_is_not_there_are_refused_and_the_worker_goes_on()
         let (_, ended) = answer(&mut leader, &[op]).await;
         assert_eq!(not_whole(ended), [op], "{shown}");
     }
-    // What reads or empties the inventory is checked, too.
+    // Orders that read or empty the inventory are checked, too.
     for (id, page_bytes) in [(50, 0), (51, 1), (52, u64::MAX), (53, 32)] {
         let read = ReadInventory {
             depot,
@@ -243,7 +244,7 @@ async fn orders_that_name_what_is_not_there_are_refused_and_the_worker_goes_on()
         let (_, refused) = answer(&mut leader, &[id]).await;
         assert!(matches!(refused, Message::Error(_)), "{refused:?}");
     }
-    // The depot holds pages of this size from here on.
+    // From here on the depot holds pages of this size.
     let read = ReadInventory {
         depot,
         page_bytes: registered.page_bytes,

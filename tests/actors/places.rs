@@ -1,5 +1,5 @@
-//! What only one process has at a time: a worker's place, an engine's name, the place of an engine's memory. A live holder
-//! keeps it; its successor gets it at once.
+//! Seats, which only one process has at a time: a worker's place, an engine's name, the place of an engine's memory. A
+//! live holder keeps its seat. After its end the successor gets the seat at once.
 
 use std::os::unix::process::ExitStatusExt as _;
 use std::process::{Child, Command, Stdio};
@@ -19,10 +19,10 @@ use super::world::{
     server, soon,
 };
 
-/// Workers that a leader wants ended, with the processes that it names.
+/// Workers that a leader requested to be ended, each with the process that the leader names.
 type Kills = Vec<(WorkerId, Option<i32>)>;
 
-/// Another process, which does nothing and lives until it is ended.
+/// Another process, which does nothing until it is ended.
 struct Other(Child);
 
 impl Other {
@@ -70,7 +70,7 @@ async fn a_live_workers_place_is_not_given_to_another_process_and_its_successor_
     let mut newcomer = Puppet::start(&transport.of_process(second.pid()), 0);
     assert!(matches!(newcomer.hear().await, Heard::Welcomed(1)));
     assert_in_use(newcomer.ask_to_attach().await, first.pid());
-    // Nor after a while in which both are heard.
+    // The newcomer is still refused after a while in which both send heartbeats.
     tokio::time::sleep(HEARTBEAT * 20).await;
     assert_in_use(newcomer.ask_to_attach().await, first.pid());
     assert!(engine.status().await.ready, "the holder goes on");
@@ -83,7 +83,7 @@ async fn a_live_workers_place_is_not_given_to_another_process_and_its_successor_
     }
     asked.await.expect("no panic").expect("stored");
 
-    // A connection of its own process takes the place of the older one.
+    // A new connection of the same process replaces the older one.
     let mut again = Puppet::start(&transport.of_process(first.pid()), 0);
     again.begin().await;
 
@@ -93,7 +93,7 @@ async fn a_live_workers_place_is_not_given_to_another_process_and_its_successor_
     process.stop().await;
 }
 
-/// The end of a connection is not the end of the copies of the process behind it.
+/// The end of a connection does not end the copies of its process.
 #[tokio::test(start_paused = true)]
 async fn a_lost_workers_place_stays_its_own_while_it_owes_copies() {
     let transport = MemoryTransport::default();
@@ -163,7 +163,7 @@ async fn a_persons_command_gets_its_own_answers_whatever_it_calls_itself() {
             hashes: Vec::new(),
         })
     };
-    // Both call themselves nothing, and ask under the same id: each is done.
+    // Neither tool has an engine's name, and both use the same request id: both requests are carried out.
     for (namespace, strikes) in [(b"a", 2), (b"b", 4)] {
         let tool = quiet(&transport, Role::Admin, 0);
         let asked = tool.ask_as(RequestId(1), reset(namespace), PATIENCE);
@@ -171,7 +171,7 @@ async fn a_persons_command_gets_its_own_answers_whatever_it_calls_itself() {
         assert!(matches!(answer, Ok(Message::ResetAnswer(_))), "{answer:?}");
         assert_eq!(*struck.lock().expect("no panic"), strikes);
     }
-    // One that calls itself like an engine hears nothing of that engine, which goes on hearing its own answers.
+    // A tool with an engine's name receives none of that engine's answers, and the engine still receives its own.
     let thief = quiet(&transport, Role::Admin, 1);
     let asked = thief.ask_as(RequestId(7), reset(b"c"), PATIENCE);
     soon("an answer", asked).await.expect("it is done");
@@ -225,7 +225,7 @@ async fn a_supervisor_hears_which_process_is_to_end_and_one_that_is_not_its_own_
         raise_epoch: None,
     });
     let (process, _) = started.await.expect("a leader");
-    // It has the place, and says nothing more.
+    // The process takes the seat, then sends nothing further.
     let mut stranger = Other::start();
     let holder = quiet(&transport.of_process(stranger.pid()), Role::Worker, 0);
     let waiting = quiet(&transport, Role::Engine, 1);
@@ -248,7 +248,7 @@ async fn a_supervisor_hears_which_process_is_to_end_and_one_that_is_not_its_own_
     );
     tokio::time::sleep(fence).await;
     status().await.expect("an answer");
-    // `wait` closes its input, at which it would end by itself.
+    // `wait` closes the child's input, which would end it as well: the signal below proves that it was killed.
     let ended = stranger.0.wait().expect("it has ended");
     assert_eq!(ended.signal(), Some(9), "{ended}");
     drop(holder);
@@ -279,7 +279,7 @@ async fn a_live_engines_memory_is_not_replaced_or_taken_back_by_another_process(
     assert!(memory.is_open(), "it is used as before");
     assert!(!other.is_open());
 
-    // The engine has ended, and the next one has its place.
+    // The engine has ended, and the next one gets its seat.
     first.end();
     let agreeing = async {
         loop {

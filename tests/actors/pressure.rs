@@ -1,5 +1,5 @@
-//! Peers without manners: what they can hold is bounded, what they say is answered or ends their connection, and others
-//! are served meanwhile.
+//! Misbehaving peers: the memory that they can occupy is bounded, each of their messages is answered or ends their
+//! connection, and other peers are served meanwhile.
 
 use std::time::Duration;
 
@@ -33,7 +33,7 @@ async fn requests_beyond_the_credits_are_refused_and_others_are_served() {
     let transport = MemoryTransport::default();
     let (process, _) = leader(&transport, 1).await;
     let engine = Engine::start(&transport, 1);
-    // Without workers, stores wait.
+    // Stores wait, because no worker has attached.
     let mut flood = Raw::engine(&transport, 2, Limits::default()).await;
     let credits = u64::from(limits::REQUEST_CREDITS);
     for id in 1..=credits {
@@ -69,7 +69,7 @@ async fn bytes_beyond_the_credits_are_refused() {
     }
     assert!(flood.say(fit + 1, large(fit + 1)).await);
     assert_eq!(flood.hear_error().await, (fit + 1, ErrorCode::Busy));
-    // What fits beside the others is taken: it waits without an answer.
+    // A request that fits beside the others is accepted: the store waits and is not answered yet.
     assert!(flood.say(fit + 2, store(1, 1)).await);
     let answer = tokio::time::timeout(Duration::from_millis(500), flood.0.recv()).await;
     assert!(answer.is_err(), "{answer:?}");

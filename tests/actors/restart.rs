@@ -1,4 +1,5 @@
-//! A leader that stops, and the next one at the same address: engines and workers find it, and requests are answered.
+//! A leader that stops, and its successor at the same address: engines and workers reconnect, and requests are
+//! answered.
 
 use std::time::Duration;
 
@@ -98,7 +99,7 @@ async fn what_a_worker_said_over_one_connection_is_not_said_over_the_next() {
         again.attach, asked.attach,
         "it says so again while nobody answers"
     );
-    // From here on it may be given copies; its second question stays open.
+    // From here on the worker may receive copies. Its second attach request stays unanswered.
     admit(&mut first, asked).await;
     first.close().await;
     let mut second = server(&transport, 1, Limits::default()).await;

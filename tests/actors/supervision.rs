@@ -1,4 +1,5 @@
-//! A process that has lost a part of itself says which, and why, and ends; one that is told to stop leaves nothing.
+//! A process that has lost one of its parts reports which part and why, and ends. A process that is stopped leaves
+//! nothing behind.
 
 use std::os::fd::OwnedFd;
 use std::time::Duration;
@@ -12,7 +13,7 @@ use super::world::{address, leader, soon};
 
 struct Worker {
     process: ProcessHandle,
-    /// What the leader says unasked.
+    /// Messages that the leader sends unrequested.
     incoming: mpsc::Sender<Incoming>,
     _directory: tempfile::TempDir,
 }
@@ -27,7 +28,7 @@ async fn worker(transport: &MemoryTransport, held: Option<OwnedFd>) -> Worker {
     }
 }
 
-/// True when somebody listens there.
+/// Whether a connection to this address is accepted.
 async fn listens(transport: &MemoryTransport, address: &Address) -> bool {
     let connected = transport.connect(address, Limits::default(), Duration::from_secs(1));
     connected.await.is_ok()

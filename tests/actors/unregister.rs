@@ -1,4 +1,4 @@
-//! A rank takes its memory back: every question is answered, and nothing of it is mapped behind the answer.
+//! A rank unregisters its memory: every request is answered, and after the answer none of the memory is mapped.
 
 use std::io::Write;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ const PAGES: u32 = 4;
 const PAGE_BYTES: u64 = 64;
 const NONCE: [u8; 16] = [7; 16];
 
-/// An engine's memory, as a file.
+/// An engine's registered KV memory, as a file.
 pub struct Memory(tempfile::NamedTempFile);
 
 impl Memory {
@@ -78,14 +78,14 @@ impl Memory {
         })
     }
 
-    /// Whether this process, in which the worker runs, has it open.
+    /// Whether this process, in which the worker runs, has the memory mapped.
     pub fn is_open(&self) -> bool {
         let maps = std::fs::read_to_string("/proc/self/maps").expect("a list");
         maps.contains(self.0.path().to_str().expect("a text"))
     }
 }
 
-/// The answer, once the worker has heard of nothing else.
+/// Registers memory, retries while the worker answers `NotReady`, and returns the final answer.
 pub async fn register(rank: &Client, memory: &Memory, engine: u8) -> Answered {
     loop {
         let answer = rank.ask(memory.registration(engine), PATIENCE).await;
@@ -102,7 +102,7 @@ async fn unregister(rank: &Client) -> Answered {
     rank.ask(Message::Unregister(Empty {}), PATIENCE).await
 }
 
-/// Asks until it is not said to be too early.
+/// Unregisters, and retries while the worker answers `NotReady`.
 async fn unregister_at_last(rank: &Client) -> Answered {
     loop {
         match unregister(rank).await {
@@ -117,7 +117,7 @@ async fn unregister_at_last(rank: &Client) -> Answered {
     }
 }
 
-/// Registers memory and lets the leader agree.
+/// Registers memory and lets the leader accept it.
 pub async fn registered(leader: &mut Server, rank: &Client, memory: &Memory, engine: u8) {
     let agreeing = async {
         loop {
@@ -152,7 +152,7 @@ async fn memory_that_is_taken_back_is_open_no_more_and_may_come_again() {
     worker.stop().await;
 }
 
-/// The rank may name another engine than its connection did, and another connection may take its memory back.
+/// The rank may name another engine than its connection did, and another connection may unregister its memory.
 #[tokio::test(start_paused = true)]
 async fn memory_is_found_by_its_connection_or_by_its_engine() {
     let transport = MemoryTransport::default();
@@ -167,7 +167,8 @@ async fn memory_is_found_by_its_connection_or_by_its_engine() {
     worker.stop().await;
 }
 
-/// Its leader had let the memory in. The next one does not, and the rank has no question open that could say so.
+/// The previous leader had accepted the memory, and the next one refuses it. The rank has no open request that could
+/// carry the refusal.
 #[tokio::test(start_paused = true)]
 async fn a_rank_whose_memory_the_next_leader_refuses_is_told_by_the_end_of_its_connection() {
     let transport = MemoryTransport::default();
@@ -196,7 +197,7 @@ async fn a_rank_whose_memory_the_next_leader_refuses_is_told_by_the_end_of_its_c
     leader.replier().refuse(asked.peer, asked.asked, refused);
     let lost = async { while !matches!(said.recv().await, Some(Incoming::Lost)) {} };
     soon("the end of the rank's connection", lost).await;
-    // It asks again, and hears why not while that lasts.
+    // The rank registers again and receives the reason while the refusal lasts.
     let refusing = async {
         loop {
             let asked = attaching(&mut leader).await;
@@ -219,7 +220,7 @@ async fn a_rank_whose_memory_the_next_leader_refuses_is_told_by_the_end_of_its_c
     worker.stop().await;
 }
 
-/// The leader has not agreed yet.
+/// Unregisters before the leader has accepted the memory.
 #[tokio::test(start_paused = true)]
 async fn a_registration_that_is_taken_back_meanwhile_is_answered() {
     let transport = MemoryTransport::default();
@@ -245,7 +246,7 @@ async fn a_registration_that_is_taken_back_meanwhile_is_answered() {
     worker.stop().await;
 }
 
-/// Both are asked for at once, so that the memory is being opened when it is taken back, or is not yet.
+/// Both requests are sent at once, so that the memory is unregistered while it is being opened, or before.
 #[tokio::test(start_paused = true)]
 async fn whatever_overtakes_what_both_are_answered_and_nothing_stays_open() {
     let transport = MemoryTransport::default();

@@ -16,13 +16,13 @@ use tokio::sync::mpsc;
 
 use super::world::{HEARTBEAT, client, hello, soon};
 
-/// Where its engine's rank connects.
+/// Address to which the worker's rank connects.
 pub fn ranks() -> Address {
     Address::Memory("worker".to_owned())
 }
 
-/// A worker whose depot lies in `held`, or in memory of its own. It hears from `incoming` what the leader says unasked, or
-/// from the leader itself.
+/// Starts a worker whose depot lies in `held`, or in memory of its own. The worker receives the leader's unrequested
+/// messages from `incoming`, or else from its own connection to the leader.
 pub async fn worker_with(
     transport: &MemoryTransport,
     held: Option<OwnedFd>,
@@ -31,7 +31,7 @@ pub async fn worker_with(
     worker_of(transport, 1 << 20, held, incoming).await
 }
 
-/// The same, with so many bytes for pages.
+/// Starts such a worker with `bytes` for pages.
 async fn worker_of(
     transport: &MemoryTransport,
     bytes: u64,
@@ -76,12 +76,12 @@ async fn worker_of(
     (started.await.expect("a worker"), directory)
 }
 
-/// A worker without an engine.
+/// Starts a worker without an engine.
 pub async fn worker(transport: &MemoryTransport) -> (ProcessHandle, tempfile::TempDir) {
     worker_with(transport, None, None).await
 }
 
-/// A worker without an engine, with so many bytes for pages.
+/// Starts a worker without an engine, with `bytes` for pages.
 pub async fn worker_with_room(
     transport: &MemoryTransport,
     bytes: u64,
@@ -89,7 +89,7 @@ pub async fn worker_with_room(
     worker_of(transport, bytes, None, None).await
 }
 
-/// A rank of engine 1.
+/// A client as a rank of engine 1.
 pub fn rank(transport: &MemoryTransport) -> Client {
     let settings = ClientSettings {
         address: ranks(),
@@ -101,19 +101,19 @@ pub fn rank(transport: &MemoryTransport) -> Client {
     rank
 }
 
-/// A worker attaches.
+/// An attach request of a worker.
 #[derive(Debug, Clone, Copy)]
 pub struct Attaching {
     pub peer: PeerId,
     pub asked: RequestId,
-    /// Number of its attach.
+    /// Number of the attach request.
     pub attach: u64,
-    /// With an engine's memory.
+    /// Whether the worker attaches with an engine's memory.
     pub memory: bool,
     pub depot: [u8; 16],
 }
 
-/// Waits until a worker attaches.
+/// Waits for the next attach request of a worker.
 pub async fn attaching(server: &mut Server) -> Attaching {
     let wait = async {
         loop {
@@ -135,7 +135,7 @@ pub async fn attaching(server: &mut Server) -> Attaching {
     soon("an attach", wait).await
 }
 
-/// Tells a worker that it belongs.
+/// Accepts an attach request.
 pub fn agree(server: &Server, attaching: Attaching) {
     let answer = Message::Attached(Attached {
         attach: attaching.attach,
@@ -147,7 +147,7 @@ pub fn agree(server: &Server, attaching: Attaching) {
         .reply(attaching.peer, attaching.asked, answer);
 }
 
-/// The same, and waits until it has heard so.
+/// Accepts an attach request, and checks that the worker sends nothing further for half a heartbeat.
 pub async fn admit(server: &mut Server, attaching: Attaching) {
     agree(server, attaching);
     let quiet = tokio::time::timeout(HEARTBEAT / 2, server.next()).await;

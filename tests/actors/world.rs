@@ -1,4 +1,4 @@
-//! A leader in this process, engines and workers that do what a test says, and time that only waiting moves.
+//! A leader in this process, scripted engines and workers, and paused time, which advances only while all tasks wait.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -20,7 +20,7 @@ use tokio::time::{Instant, timeout};
 
 pub const RANKS: u16 = 2;
 pub const HEARTBEAT: Duration = Duration::from_secs(1);
-/// Longer than anything here takes, in time that costs nothing.
+/// Longer than anything takes in these tests. Paused time makes the wait cheap.
 pub const PATIENCE: Duration = Duration::from_secs(600);
 
 pub fn address() -> Address {
@@ -40,7 +40,7 @@ pub fn hello(role: Role, engine: u8, rank: u16) -> Hello {
     }
 }
 
-/// A server as a leader has it, under small or usual limits.
+/// A server with a leader's settings and the given limits.
 pub async fn server(transport: &MemoryTransport, epoch: u64, limits: Limits) -> Server {
     let listener = transport.listen(&address(), limits).await;
     let settings = ServerSettings {
@@ -87,13 +87,13 @@ pub fn client(
     Client::start(Arc::new(transport.clone()), settings)
 }
 
-/// Waits, but not for ever.
+/// Waits for a future, at most [`PATIENCE`].
 pub async fn soon<T>(what: &str, something: impl Future<Output = T>) -> T {
     let waited = timeout(PATIENCE, something).await;
     waited.unwrap_or_else(|_| panic!("never: {what}"))
 }
 
-/// An engine's scheduler.
+/// The scheduler of an engine.
 #[derive(Clone)]
 pub struct Engine(pub Client);
 
@@ -141,7 +141,7 @@ impl Engine {
         }
     }
 
-    /// What a second count finds wrong. One is made each second.
+    /// The contradiction that a second count finds, or an empty string. The leader makes at most one count each second.
     pub async fn contradiction(&self) -> String {
         loop {
             match self.ask_status(true).await {
@@ -160,7 +160,7 @@ impl Engine {
             .await
     }
 
-    /// Asks until lookups are served.
+    /// Requests the status until lookups are served.
     pub async fn until_ready(&self) {
         let ready = async {
             while !self.status().await.ready {
@@ -192,7 +192,7 @@ pub fn store(slot: u64, pages: u32) -> Message {
     })
 }
 
-/// Copies that a worker is to carry out.
+/// A transfer that the leader ordered a worker to carry out.
 #[derive(Debug, Clone)]
 pub struct Order {
     link: LinkId,
@@ -200,18 +200,18 @@ pub struct Order {
     pub transfer: Transfer,
 }
 
-/// What a worker hears of its leader.
+/// An event that a worker received from its leader.
 #[derive(Debug)]
 pub enum Heard {
     Welcomed(u64),
     Lost,
     Order(Order),
     Cancel(Vec<u64>),
-    /// Over which connection, of which order, of which reset, and how many milliseconds are left.
+    /// Connection, id of the order, number of the reset, and the milliseconds that are left for it.
     Strike(LinkId, RequestId, u64, u32),
 }
 
-/// A worker that copies nothing: it says what a test says.
+/// A scripted worker that copies nothing and sends what the test orders.
 pub struct Puppet {
     pub rank: u16,
     client: Client,
@@ -219,7 +219,7 @@ pub struct Puppet {
     reading: tokio::task::JoinHandle<()>,
     attaches: u64,
     pages: u32,
-    /// The epoch that its depot has seen.
+    /// The epoch that its depot has seen last.
     pub depot_epoch: u64,
 }
 
@@ -228,7 +228,7 @@ impl Puppet {
         Self::with(transport, rank, VERSION, 32)
     }
 
-    /// One that speaks no version after `version`, with room for so many pages.
+    /// A scripted worker that supports no version after `version` and has room for `pages` pages.
     pub fn with(transport: &MemoryTransport, rank: u16, version: u16, pages: u32) -> Self {
         let hello = Hello {
             version_max: version,
@@ -257,7 +257,7 @@ impl Puppet {
         }
     }
 
-    /// Ends its connection, and nothing else.
+    /// Closes its connection. Everything else stays as it is.
     pub async fn leave(self) {
         self.reading.abort();
         let ended = self.reading.await;
@@ -288,7 +288,7 @@ impl Puppet {
         }
     }
 
-    /// Says that nothing is under way, with the memory of engine 1.
+    /// Attaches without running copies, with the memory of engine 1. The leader must accept.
     pub async fn attach(&mut self) {
         match self.ask_to_attach().await {
             Ok(Message::Attached(_)) => {}
@@ -296,7 +296,7 @@ impl Puppet {
         }
     }
 
-    /// The same, for one that may be turned away.
+    /// Sends the attach request of [`Self::attach`] and returns the answer, which may be a refusal.
     pub async fn ask_to_attach(&mut self) -> Answered {
         self.attaches += 1;
         let geometry = GroupGeometry {
@@ -326,7 +326,7 @@ impl Puppet {
         self.client.ask(attach, PATIENCE).await
     }
 
-    /// Waits until the leader is there, and attaches to it; the leader's epoch.
+    /// Waits until the leader welcomes the worker, then attaches. Returns the leader's epoch.
     pub async fn begin(&mut self) -> u64 {
         loop {
             if let Heard::Welcomed(epoch) = self.hear().await {
@@ -344,7 +344,7 @@ impl Puppet {
         }
     }
 
-    /// Says that the copies of an order have ended.
+    /// Reports that the copies of an order have ended.
     pub fn ended(&self, order: &Order, whole: bool) {
         let results = order.transfer.copies.iter().map(|copy| CopyResult {
             op: copy.op,
@@ -361,12 +361,12 @@ impl Puppet {
             .reply(order.link, order.id, Message::Ended(ended));
     }
 
-    /// Attaches to every leader that comes, and ends every copy at once.
+    /// Attaches to every leader that appears, and reports every copy as complete at once.
     pub fn obey(self) -> tokio::task::JoinHandle<()> {
         self.obey_and_count(Arc::default())
     }
 
-    /// The same; counts the strikes that it confirms.
+    /// Obeys like [`Self::obey`], and counts the strikes that it confirms in `struck`.
     pub fn obey_and_count(mut self, struck: Arc<Mutex<u32>>) -> tokio::task::JoinHandle<()> {
         tokio::spawn(async move {
             loop {
@@ -385,7 +385,7 @@ impl Puppet {
     }
 }
 
-/// The answer to a leader that reads an inventory: nothing is listed.
+/// The answer of an empty depot to a request for its inventory.
 fn empty_depot(incoming: &Incoming) -> Option<(LinkId, RequestId, Message)> {
     let Incoming::Request { link, envelope } = incoming else {
         return None;
@@ -403,12 +403,12 @@ fn empty_depot(incoming: &Incoming) -> Option<(LinkId, RequestId, Message)> {
     Some((*link, envelope.correlation, Message::Inventory(inventory)))
 }
 
-/// Both workers, attached, to a leader that knows that their depots are empty.
+/// Both workers, attached. The leader has read their depots, which are empty, and serves.
 pub async fn puppets(transport: &MemoryTransport) -> [Puppet; 2] {
     puppets_of(transport, VERSION, 32).await
 }
 
-/// The same, of this version and with room for so many pages.
+/// Both workers, attached, with this highest version and room for `pages` pages.
 pub async fn puppets_of(transport: &MemoryTransport, version: u16, pages: u32) -> [Puppet; 2] {
     let mut both = [0, 1].map(|rank| Puppet::with(transport, rank, version, pages));
     for puppet in &mut both {
@@ -418,7 +418,7 @@ pub async fn puppets_of(transport: &MemoryTransport, version: u16, pages: u32) -
     both
 }
 
-/// A client without manners: it says what a test says, and reads when a test says so.
+/// A misbehaving client, without a session: it sends and reads only what the test orders.
 pub struct Raw(pub Connection);
 
 impl Raw {
@@ -427,7 +427,7 @@ impl Raw {
         Self(connected.expect("it connects"))
     }
 
-    /// One that the leader takes for an engine.
+    /// Connects and identifies itself as an engine. The leader accepts.
     pub async fn engine(transport: &MemoryTransport, engine: u8, limits: Limits) -> Self {
         let mut raw = Self::connect(transport, limits).await;
         let welcomed = raw.say(0, Message::Hello(hello(Role::Engine, engine, 0)));
@@ -437,7 +437,7 @@ impl Raw {
         raw
     }
 
-    /// False when the connection is gone.
+    /// Sends a message. Returns false when the connection is closed.
     pub async fn say(&self, id: u64, message: Message) -> bool {
         let envelope = Envelope {
             version: VERSION,
@@ -469,7 +469,7 @@ impl Raw {
     }
 }
 
-/// Seconds since `begun`, in the time of the test.
+/// Seconds since `begun`, in the time of the test (paused).
 pub fn seconds(begun: Instant) -> f64 {
     begun.elapsed().as_secs_f64()
 }

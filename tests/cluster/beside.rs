@@ -1,4 +1,5 @@
-//! What one peer asks costs the leader a bounded time: others are served beside it, and no process is ended for it.
+//! The leader's time for a single request is bounded: other peers are served meanwhile, and no process is ended because
+//! of it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -14,15 +15,15 @@ use super::engine::{NAMESPACE, PROMPT_PAGES, World, hashes};
 use super::processes::{children, lives};
 use crate::support::{kvferry, number, signals};
 
-/// Prompts that are stored; the first one is reset.
+/// Number of stored prompts. The first one is reset.
 const PROMPTS: u64 = 8;
-/// As many as a message names at most.
+/// Maximum number of pages that a message can name.
 const NAMED_PAGES: u32 = 131_072;
-/// Lookups that are to be answered beside what is tested.
+/// Lookups that must be answered while the tested request runs.
 const LOOKUPS: u32 = 20;
 
 fn on_two_threads(test: impl Future<Output = ()>) {
-    // Uses a runtime of its own.
+    // Must run before the runtime below starts, because it uses a runtime of its own.
     signals::set_to_defaults();
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
@@ -39,7 +40,7 @@ async fn with_prompts() -> World {
     world
 }
 
-/// The pages of the first prompt, and others that nobody has stored.
+/// The pages of the first prompt, and pages that are not stored.
 fn named() -> ResetScope {
     let mut bytes = hashes(0, PROMPT_PAGES).into_bytes();
     bytes.extend(hashes(PROMPTS, NAMED_PAGES - PROMPT_PAGES).into_bytes());
@@ -56,7 +57,7 @@ fn a_reset_of_many_pages_is_confirmed_and_others_are_served_and_no_process_ends(
         let status = world.status(false).await.expect("a status");
         let (epoch, worker) = (status.epoch, status.ranks[0].pid);
 
-        // Until so many lookups were asked and answered while a reset was under way.
+        // Repeats resets until `LOOKUPS` lookups were requested and answered while a reset was running.
         let (begun, mut answered, mut expected) = (Instant::now(), 0, PROMPT_PAGES);
         while answered < LOOKUPS {
             assert!(begun.elapsed() < LIMIT, "{answered} lookups were answered");
@@ -71,7 +72,7 @@ fn a_reset_of_many_pages_is_confirmed_and_others_are_served_and_no_process_ends(
             let confirmed = reset.await.expect("no panic").expect("a confirmation");
             let forgotten = Answer::Reset { pages: expected };
             assert_eq!(confirmed.answer(), Some(forgotten));
-            // There is nothing left of it for the next one.
+            // The next reset finds no pages of the prompt.
             expected = 0;
         }
         assert_eq!(world.found(0).await, 0);
@@ -84,7 +85,7 @@ fn a_reset_of_many_pages_is_confirmed_and_others_are_served_and_no_process_ends(
     });
 }
 
-/// Second counts beside each other, until it is over.
+/// Second counts that run concurrently until `over`.
 #[derive(Default)]
 struct Counting {
     over: AtomicBool,
@@ -93,7 +94,7 @@ struct Counting {
 }
 
 impl Counting {
-    /// A person's command in a loop. Each says what is stored, or when to ask again.
+    /// Runs the `status --check` command in a loop. Each run prints a count or the time after which to retry.
     fn by_command(&self, sockets: &str) {
         while !self.over.load(Ordering::Relaxed) {
             let output = kvferry(&["status", "--check", "--json", "--socket-dir", sockets]);
@@ -110,7 +111,7 @@ impl Counting {
         }
     }
 
-    /// A tool that does not wait as it is told to.
+    /// A tool that ignores the time after which it should retry.
     async fn hastily(&self, tool: Client) {
         while !self.over.load(Ordering::Relaxed) {
             let question = Message::Status(Status { check: true });
@@ -130,7 +131,7 @@ impl Counting {
     }
 }
 
-/// Ends the loops also when the test fails: commands of theirs are waited for.
+/// Ends the loops on drop, also when the test fails, because the test waits for their commands.
 struct Until(Arc<Counting>);
 
 impl Drop for Until {
@@ -156,7 +157,7 @@ fn status_with_a_second_count_in_a_loop_leaves_others_served() {
         let (tool, hasty) = (world.tool.clone(), Arc::clone(&counting));
         let hasty = tokio::spawn(async move { hasty.hastily(tool).await });
 
-        // Each lookup is answered by its deadline, until a few counts were made beside them.
+        // Each lookup is answered by its deadline, while at least 3 counts are made.
         let mut lookups = 0;
         while lookups < LOOKUPS || counting.counted.load(Ordering::Relaxed) < 3 {
             assert!(begun.elapsed() < LIMIT, "{lookups} lookups");
@@ -169,7 +170,7 @@ fn status_with_a_second_count_in_a_loop_leaves_others_served() {
         for command in commands {
             command.await.expect("no panic");
         }
-        // One a second for all of them together.
+        // The limit of one count per second holds for all tools together.
         let (counted, most) = (counting.counted.load(Ordering::Relaxed), begun.elapsed());
         assert!(
             counted <= most.as_secs() + 1,

@@ -1,4 +1,4 @@
-//! Processes of a concurrent replay are killed or stopped in the middle of it.
+//! Concurrent replays whose processes are killed or stopped in the middle.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -11,19 +11,19 @@ use serde_json::{Value, json};
 use super::processes::{leader_beside, lives, signal, stop};
 use crate::support::{Running, kvferry, number, socket_dir};
 
-/// A replay in the background, with processes that a test kills or stops.
+/// A replay in the background. The test kills or stops its processes.
 pub struct Disturbed {
     running: Running,
     folder: tempfile::TempDir,
     began: Instant,
 }
 
-/// Longer than any replay here takes.
+/// Longer than any replay takes in these tests.
 pub const LIMIT: Duration = Duration::from_mins(5);
-/// Requests of a long replay, twice as many as in the built-in workload: most of its loads come after a status
-/// that is read late, so that a test can tell loads before a kill from those after it.
+/// Requests of a long replay, twice as many as in the built-in workload. Most of its loads come after a status that is
+/// read late, so that a test can tell loads before a kill from those after it.
 const LONG_REQUESTS: u32 = 800;
-/// How long the engines of these replays wait for an answer.
+/// Time that the engines of these replays wait for an answer.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl Disturbed {
@@ -31,7 +31,7 @@ impl Disturbed {
         Self::start_with(&[], arguments)
     }
 
-    /// A replay of [`LONG_REQUESTS`].
+    /// Starts a replay of [`LONG_REQUESTS`] requests.
     fn start_long() -> Self {
         let folder = socket_dir();
         let shape = Shape {
@@ -54,7 +54,7 @@ impl Disturbed {
         Self::start_in(folder, &[], &[path, "--trace-block-tokens", &block_tokens])
     }
 
-    /// With variables of the environment.
+    /// Starts a replay with these environment variables.
     pub fn start_with(variables: &[(&str, OsString)], arguments: &[&str]) -> Self {
         Self::start_in(socket_dir(), variables, arguments)
     }
@@ -91,14 +91,14 @@ impl Disturbed {
         }
     }
 
-    /// Where leader and workers meet, once they do.
+    /// The socket directory of leader and workers, once it exists.
     fn sockets(&self) -> Option<PathBuf> {
         let entries = std::fs::read_dir(self.folder.path()).expect("a folder");
         let mut paths = entries.map(|entry| entry.expect("an entry").path());
         paths.find(|path| path.is_dir())
     }
 
-    /// The leader's status, once something is true of it.
+    /// Waits until `is_true` holds for the leader's status, and returns the status.
     pub fn status(&self, is_true: impl Fn(&Value) -> bool) -> Value {
         loop {
             assert!(self.began.elapsed() < LIMIT, "it does not get there");
@@ -121,7 +121,7 @@ impl Disturbed {
         self.status(|status| number(status, "/counters/blocks_loaded") > 40)
     }
 
-    /// The report, of a replay that brought every byte back and left nothing behind.
+    /// The report of a replay that must have loaded every byte correctly and left nothing behind.
     pub fn report(self) -> Value {
         let left = LIMIT.saturating_sub(self.began.elapsed());
         let (code, errors) = self.running.end(left);
@@ -156,7 +156,7 @@ fn a_worker_that_stands_still_past_a_deadline_costs_hits_and_no_bytes() {
     let status = replay.in_the_middle();
     let worker = number(&status, "/ranks/1/pid");
     stop(worker);
-    // Not a wait for anything: this is how long it stands still. What it copies late, it copies for requests that are over.
+    // Stops the worker for this long: the sleep waits for no event. Late copies belong to requests that are over.
     std::thread::sleep(3 * REQUEST_TIMEOUT);
     signal(worker, Signal::CONT);
     let report = replay.report();
@@ -169,7 +169,7 @@ fn a_worker_that_stands_still_for_ever_is_killed_and_succeeded() {
     let status = replay.in_the_middle();
     let worker = number(&status, "/ranks/1/pid");
     stop(worker);
-    // While the replay goes on: at its end everything is ended.
+    // Checked while the replay runs: at its end all processes end.
     replay.status(|status| {
         let pid = number(status, "/ranks/1/pid");
         pid != 0 && pid != worker
@@ -190,7 +190,7 @@ fn a_leader_that_stands_still_costs_hits_and_no_bytes() {
     let loaded = number(&status, "/counters/blocks_loaded");
     let leader = leader_beside(number(&status, "/ranks/0/pid"));
     stop(leader);
-    // Not a wait for anything: this is how long it stands still.
+    // Stops the leader for this long: the sleep waits for no event.
     std::thread::sleep(4 * REQUEST_TIMEOUT);
     signal(leader, Signal::CONT);
     let report = replay.report();

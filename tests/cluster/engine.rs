@@ -1,4 +1,5 @@
-//! An engine whose scheduler is the test itself: it says what is asked, and when. Its rank is a process as in a replay.
+//! An engine whose scheduler is the test itself, which decides what is requested and when. Its rank is a process, as in
+//! a replay.
 
 use std::path::Path;
 use std::process::Stdio;
@@ -21,17 +22,17 @@ use crate::support::{Running, program, signals, socket_dir};
 const ENGINE: [u8; 16] = [5; 16];
 /// Pages of a prompt.
 pub const PROMPT_PAGES: u32 = 1024;
-/// Whose pages all prompts are.
+/// The namespace of all prompts.
 pub const NAMESPACE: &[u8] = b"a";
 
-/// The hashes of a prompt; no two prompts share one.
+/// The page hashes of a prompt. No two prompts share one.
 pub fn hashes(prompt: u64, pages: u32) -> PageHashes {
     let mut bytes = vec![0; pages as usize * 16];
     fastrand::Rng::with_seed(prompt).fill(&mut bytes);
     PageHashes::packed(16, bytes).expect("whole hashes")
 }
 
-/// Leader and workers with an engine, and a conversation of a tool.
+/// A leader, its worker, an engine, and a connection of an admin tool.
 pub struct World {
     pub engine: Client,
     pub tool: Client,
@@ -87,7 +88,7 @@ fn start_rank(sockets: &Path) -> RankPipe {
 }
 
 impl World {
-    /// Starts everything, and waits until lookups are served.
+    /// Starts all processes, and waits until lookups are served.
     pub async fn start() -> Self {
         let folder = socket_dir();
         let name = folder.path().to_str().expect("UTF-8");
@@ -116,7 +117,7 @@ impl World {
         self.folder.path()
     }
 
-    /// The process that has started leader and worker.
+    /// The process id of `up`, which started leader and worker.
     pub fn up(&self) -> u64 {
         u64::from(self.up.0.id())
     }
@@ -129,7 +130,7 @@ impl World {
         }
     }
 
-    /// Asks as the engine; the answer must come by the deadline that engines give their requests.
+    /// Sends a request as the engine. The answer must arrive by the deadline that engines give their requests.
     async fn ask(&self, id: RequestId, request: Request) -> Answer {
         let limit = kvferry::engine::scheduler::REQUEST_TIMEOUT;
         let answer = self.engine.ask_as(id, request.into(), limit).await;
@@ -141,7 +142,7 @@ impl World {
         RequestId(self.ids.fetch_add(1, Ordering::Relaxed) + 1)
     }
 
-    /// Looks a whole prompt up. What is found is held until [`Self::finish`].
+    /// Looks up a whole prompt. The pages found are held until [`Self::finish`].
     async fn look_up(&self, prompt: u64) -> u32 {
         let lookup = Request::Lookup {
             slot: SlotId(prompt),
@@ -161,18 +162,18 @@ impl World {
         assert_eq!(answer, Answer::Finish);
     }
 
-    /// How many pages of a prompt are found; none is held afterwards.
+    /// Number of pages of a prompt that a lookup finds. None is held afterwards.
     pub async fn found(&self, prompt: u64) -> u32 {
         let found = self.look_up(prompt).await;
         self.finish(prompt).await;
         found
     }
 
-    /// Stores a whole prompt.
+    /// Stores a whole prompt, which must not be stored yet.
     pub async fn store(&mut self, prompt: u64) {
         assert_eq!(self.look_up(prompt).await, 0);
         let id = self.next_id();
-        // Whatever the memory holds by now: nobody loads it.
+        // The content of the memory does not matter, because these tests load nothing.
         let written = Order::new(id.0, WorkKind::Compute, id.0);
         let told = pipe::write(&mut self.rank.orders, &written).await;
         told.expect("the rank takes orders");

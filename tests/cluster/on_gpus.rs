@@ -1,4 +1,4 @@
-//! The same processes with KV on GPUs: the driver for tests, late as it may be, under the unchanged programs.
+//! The same processes with KV on GPUs: the unchanged programs use the driver for tests, with configurable delays.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -23,7 +23,7 @@ use super::processes::{lives, signal};
 use crate::support::skipped::skipped;
 use crate::support::{Running, command, kvferry, number, replay, replay_with, signals, socket_dir};
 
-/// The driver for tests, as long as it is needed.
+/// The driver for tests, in a temporary folder, and its settings.
 struct Gpus(tempfile::TempDir, String);
 
 impl Gpus {
@@ -36,7 +36,7 @@ impl Gpus {
         fake_cuda::variables(self.0.path(), &self.1).into()
     }
 
-    /// The same; none where tests are to run on the machine's own GPUs.
+    /// Environment variables for the driver for tests, or none where tests run on the machine's own GPUs.
     fn anywhere(&self) -> Vec<(&'static str, OsString)> {
         match fake_cuda::on_gpu() {
             true => Vec::new(),
@@ -45,7 +45,7 @@ impl Gpus {
     }
 }
 
-/// What was decided does not depend on where the engine's memory is, and every byte comes back.
+/// Checks that the decisions do not depend on where the engine's memory is, and that every byte comes back.
 fn as_on_the_cpu(device: &str, arguments: &[&str]) {
     as_on_the_cpu_with(&Gpus::new("delay_us=30").anywhere(), device, arguments);
 }
@@ -72,8 +72,8 @@ fn pages_of_layers_by_themselves() {
 
 const LATE: &str = "delay_us=engine-rank/8000";
 
-/// The engine's device is late by milliseconds: its rank announces what it writes long before, and stores wait for the word
-/// that the device writes behind it.
+/// The engine's device is late by milliseconds: its rank announces its writes long before, and stores wait for the word
+/// that the device writes after them.
 #[test]
 fn stores_wait_for_what_a_late_device_writes() {
     let gpus = Gpus::new(LATE);
@@ -84,7 +84,7 @@ fn stores_wait_for_what_a_late_device_writes() {
     );
 }
 
-/// Without that word: the rank waits for the device itself.
+/// Without that word, the rank waits for the device itself.
 #[test]
 fn a_driver_that_writes_no_words() {
     let (folder, _home) = fake_cuda::without(&["cuStreamWriteValue64_v2"]);
@@ -96,7 +96,7 @@ fn a_driver_that_writes_no_words() {
     );
 }
 
-/// Several chunks a rank, and pages across their ends.
+/// Each rank has several chunks, and pages cross their boundaries.
 #[test]
 fn memory_in_chunks_by_their_descriptors() {
     as_on_the_cpu("cuda-fd", &["--requests", "60", "--g1-pages", "64"]);
@@ -113,7 +113,8 @@ fn memory_in_chunks_by_fabric_handles() {
     as_on_the_cpu("cuda-fabric", &arguments.concat());
 }
 
-/// Many copies by one call, until the driver of one worker refuses such a call: then one by one, also those of that call.
+/// Many copies are given with one call until the driver of one worker refuses such a call. From then on its copies are
+/// given one by one, also those of the refused call.
 #[test]
 fn copies_that_are_given_together() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -154,7 +155,8 @@ fn what_both_ranks_hold_alike_is_stored_once() {
 #[test]
 fn a_worker_that_is_killed_costs_hits_and_no_bytes() {
     let gpus = Gpus::new("delay_us=20");
-    // On a real GPU a successor takes seconds for its context and to pin its memory: it is to find work then.
+    // On a real GPU a restarted worker takes seconds to create its context and to pin its memory. Work must be left by
+    // then.
     let requests = if fake_cuda::on_gpu() { "2000" } else { "200" };
     let arguments = ["--device", "cuda", "--requests", requests];
     let replay = Disturbed::start_with(&gpus.anywhere(), &arguments);
@@ -188,13 +190,14 @@ fn a_gpu_that_is_lost_costs_a_worker_and_no_bytes() {
     );
 }
 
-/// A folder with something that is no library hides a driver that would be found behind it.
+/// A folder in which the driver's file names point to an empty file. The folder hides a driver that would be found
+/// after it.
 fn no_driver() -> (tempfile::TempDir, tempfile::NamedTempFile) {
     let empty = tempfile::NamedTempFile::new().expect("a file");
     (fake_cuda::folder(empty.path()), empty)
 }
 
-/// What `kvferry bench gpu` says: standard output, or why not.
+/// Runs `kvferry bench gpu`. Returns its standard output, or its error.
 fn bench(variables: &[(&str, OsString)], arguments: &[&str]) -> Result<String, String> {
     let mut program = command();
     program.args(["bench", "gpu", "--rounds", "2", "--mib", "2"]);
@@ -241,7 +244,7 @@ fn every_way_to_copy_is_measured_on_bytes_that_came_back() {
     assert!(said.contains("attribute 133 (mps_enabled):"), "{said}");
 }
 
-/// A driver may crash or hang under calls for many copies: they can be left out, and so can a direction.
+/// A driver may crash or hang in calls for many copies: these calls can be excluded, and so can a direction.
 #[test]
 fn what_is_not_wanted_is_not_measured() {
     let gpus = Gpus::new("delay_us=20;fail=*/cuMemcpyBatchAsync_v2/1/719");
@@ -299,7 +302,7 @@ fn what_cannot_be_measured_is_refused_in_words() {
     assert!(refused.contains("cuMemcpyAsync answered"), "{refused}");
 }
 
-/// What is given one by one is no batch, whatever was wanted.
+/// Copies that are given one by one are not reported as a batch, even if a batch was requested.
 #[test]
 fn batches_that_the_driver_does_not_take_are_not_measured() {
     let none = |variables: &[(&str, OsString)]| {
@@ -315,10 +318,11 @@ fn batches_that_the_driver_does_not_take_are_not_measured() {
     }
 }
 
-/// One copy is said to be done and is not: of the floor, and of a load and a store each way that is measured.
+/// Copies 1 to 6 are made both ways at once, 7 and 8 copy all bytes, then come 32 fragments four times.
 #[test]
 fn a_driver_that_copies_wrong_bytes_is_not_measured() {
-    // Six copies are made both ways at once, then two of all bytes and 32 fragments four times.
+    // The first six copies are made both ways at once, then come copies of all bytes (twice) and of 32 fragments (four
+    // times).
     for copy in [7, 10, 45, 75, 110] {
         let gpus = Gpus::new(&format!("skip={copy}"));
         let refused = bench(&gpus.variables(), &["--fragment-kib", "64"]);
@@ -340,7 +344,7 @@ fn a_machine_without_a_driver_says_so() {
     assert!(!errors.contains("panicked"), "{errors}");
 }
 
-/// The engine has a GPU, its worker has none: the engine's rank is told why, and so is who asks for the status.
+/// The engine has a GPU, and its worker has none: the reason reaches the engine's rank and the status.
 #[test]
 fn a_worker_without_a_gpu_says_so_to_the_engine() {
     let (nothing, _empty) = no_driver();
@@ -362,7 +366,7 @@ fn a_worker_without_a_gpu_says_so_to_the_engine() {
     });
 }
 
-/// What the leader says, once something is true of it.
+/// Waits until `is_true` holds for the leader's status, and returns the status.
 fn status(sockets: &str, begun: Instant, is_true: &dyn Fn(&Value) -> bool) -> Value {
     loop {
         let output = kvferry(&["status", "--json", "--socket-dir", sockets]);
@@ -406,12 +410,12 @@ fn engine_rank(sockets: &std::path::Path, device: &str) -> Vec<String> {
         .collect()
 }
 
-/// So long a worker may hold the memory of an engine that is dead: less than the heartbeats that it takes to find out by
-/// silence.
+/// Maximum time for which a worker may hold the memory of a dead engine. Less than the heartbeats after which silence
+/// would reveal the death.
 const HELD_MAX: Duration = Duration::from_secs(60);
 const HEARTBEAT_MS: &str = "60000";
 
-/// The GPU memory of a process that it has not made itself.
+/// Number of mappings of GPU memory in a process that it did not allocate itself.
 fn opened(pid: u64) -> usize {
     let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
     maps.lines()
@@ -447,7 +451,7 @@ fn held_no_longer(device: &str) {
         });
         let worker = number(&attached, "/ranks/0/pid");
         assert_eq!(opened(worker), 1, "the engine's memory");
-        // Killed, as an engine that runs out of memory is.
+        // Killed, as an engine that runs out of memory is killed.
         let killed = Instant::now();
         drop(rank);
         while opened(worker) > 0 {
@@ -461,7 +465,7 @@ fn held_no_longer(device: &str) {
     }
 }
 
-/// A server under the driver for tests, and where it is met.
+/// Starts `up` with the driver for tests. Returns its folder, the folder's name and the process.
 fn served(gpus: &Gpus) -> (tempfile::TempDir, String, Running) {
     let folder = socket_dir();
     let name = folder.path().to_str().expect("UTF-8").to_owned();
@@ -470,11 +474,11 @@ fn served(gpus: &Gpus) -> (tempfile::TempDir, String, Running) {
     (folder, name, up)
 }
 
-/// A rank that is refused in words: they come to it, and the worker that said them lives on.
+/// Starts a rank that must be refused with the `expected` error, while the worker that refused it keeps running.
 fn refused_and_the_worker_stays(settings: &str, expected: &str) {
     let gpus = Gpus::new(settings);
     let (folder, name, _up) = served(&gpus);
-    // 0 where no worker has come yet.
+    // The pid is 0 where no worker has attached yet.
     let worker = |status: &Value| status["ranks"][0]["pid"].as_u64().filter(|pid| *pid > 0);
     let before = status(&name, Instant::now(), &|status| worker(status).is_some());
     let arguments = engine_rank(folder.path(), "cuda");
@@ -489,7 +493,7 @@ fn refused_and_the_worker_stays(settings: &str, expected: &str) {
     assert!(problem.contains(expected), "{after}");
 }
 
-/// The engine has the GPU for itself: the worker says so, and does not end and start again for ever.
+/// The engine uses the GPU exclusively: the worker reports that, and does not end and restart for ever.
 #[test]
 fn a_gpu_in_exclusive_mode_is_refused_in_words() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -512,7 +516,7 @@ fn an_engine_in_another_pid_namespace_is_refused_in_words() {
     refused_and_the_worker_stays(settings, "in another PID namespace");
 }
 
-/// Under MPS a worker that is killed may take the engine with it: whoever ends one has to know.
+/// Under MPS a killed worker may take the engine with it: the status must show that before an operator ends a process.
 #[test]
 fn a_gpu_that_mps_serves_is_said_to_be_one() {
     let gpus = Gpus::new("attribute=133/1");
@@ -528,7 +532,8 @@ fn a_gpu_that_mps_serves_is_said_to_be_one() {
     assert!(said.contains("MPS serves this GPU"), "{said}");
 }
 
-/// Host memory is placed before any engine has come. An engine on the CPU never needs the driver, and its start takes long.
+/// Host memory is placed before any engine has come. An engine on the CPU never needs the driver, whose start takes
+/// long.
 #[test]
 fn no_driver_is_started_to_place_host_memory() {
     let reports = tempfile::tempdir().expect("a folder");
@@ -540,7 +545,8 @@ fn no_driver_is_started_to_place_host_memory() {
     assert_eq!(loaded.count(), 0, "processes that loaded the driver");
 }
 
-/// Calls for many copies hang: no error tells it. Each worker dies over it once, and its successor gives copies one by one.
+/// Calls for many copies hang without an error. Each worker is killed because of that once, and its successor gives
+/// copies one by one.
 #[test]
 fn copies_given_together_that_hang_cost_a_worker_once() {
     let hung = tempfile::tempdir().expect("a folder");
@@ -560,7 +566,7 @@ fn copies_given_together_that_hang_cost_a_worker_once() {
     );
 }
 
-/// A leader, and a worker that lets its GPU go when it had no engine for a second.
+/// Starts a leader, and a worker that releases its GPU after 1 s without an engine.
 fn with_a_worker_that_is_soon_idle(gpus: &Gpus, name: &str) -> [Running; 2] {
     let common = ["--ranks", "1", "--g2", "32MiB", "--socket-dir", name];
     let leader = [&["leader"], &common[..]].concat();
@@ -569,7 +575,8 @@ fn with_a_worker_that_is_soon_idle(gpus: &Gpus, name: &str) -> [Running; 2] {
         .map(|arguments| Running::start_with(&gpus.variables(), &arguments, &std::env::temp_dir()))
 }
 
-/// The memory of the GPU is the engines': a worker gives its context back when the last one has left, and takes one again.
+/// GPU memory belongs to the engines: a worker releases its context when the last engine has left, and creates one
+/// again for the next.
 #[test]
 fn a_worker_without_an_engine_lets_the_gpu_go() {
     let gpus = Gpus::new("delay_us=20");
@@ -596,7 +603,7 @@ fn a_worker_without_an_engine_lets_the_gpu_go() {
     }
 }
 
-/// Opens a FIFO for writing as soon as somebody reads it.
+/// Opens a FIFO for writing as soon as a process opens it for reading.
 fn read_by_somebody(fifo: &Path) -> File {
     let (tell, opened) = channel();
     let fifo = fifo.to_owned();
@@ -607,7 +614,8 @@ fn read_by_somebody(fifo: &Path) -> File {
     opened.recv_timeout(LIMIT).expect("nobody reads it")
 }
 
-/// What a rank says of memory on the first GPU of the driver for tests, as far as it is looked at before the GPU is ready.
+/// The registration of memory on the first GPU of the driver for tests, as far as it is checked before the GPU is
+/// ready.
 fn on_the_first_gpu() -> Message {
     let gpu = DeviceUuid::gpu(*b"kvferry-fake-GP0");
     let registration = Registration {
@@ -644,9 +652,9 @@ fn on_the_first_gpu() -> Message {
     })
 }
 
-/// Registers so many times as a rank, and returns how each was refused.
+/// Registers `times` times as a rank, and returns how each registration was refused.
 fn refusals(sockets: &Path, times: usize) -> Vec<(ErrorCode, String)> {
-    // Uses a runtime of its own.
+    // Must run before the runtime below starts, because it uses a runtime of its own.
     signals::set_to_defaults();
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -677,8 +685,8 @@ fn refusals(sockets: &Path, times: usize) -> Vec<(ErrorCode, String)> {
     })
 }
 
-/// A driver does not pin memory that it has not unpinned yet: a rank that comes meanwhile is told to ask again, and the GPU is
-/// taken again behind that.
+/// A driver does not pin memory that is not unpinned yet: a rank that registers meanwhile is refused with `NotReady`,
+/// and the GPU is used again after the release.
 #[test]
 fn a_rank_that_comes_while_the_gpu_is_let_go_waits_for_that() {
     let pipes = tempfile::tempdir().expect("a folder");
@@ -698,7 +706,7 @@ fn a_rank_that_comes_while_the_gpu_is_let_go_waits_for_that() {
     let rank = Running::start_with(&gpus.variables(), &arguments, &std::env::temp_dir());
     let before = status(name, begun, &attached);
     drop(rank);
-    // The worker unpins its depot, and goes on with that when the FIFO is closed.
+    // The worker unpins its depot, and continues when the FIFO is closed.
     let unpinning = read_by_somebody(&unpinning);
     for (code, text) in refusals(folder.path(), 10) {
         assert_eq!(code, ErrorCode::NotReady, "{text}");

@@ -1,4 +1,4 @@
-//! Processes by number.
+//! Signals to processes and their state, by process id.
 
 use std::time::Instant;
 
@@ -6,14 +6,14 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use super::disturbed::LIMIT;
 
-/// Sends a signal.
+/// Sends a signal to a process.
 pub fn signal(pid: u64, signal: Signal) {
     let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
     kill_process(pid.expect("a process"), signal).expect("it runs");
 }
 
-/// Stops a process, and waits until each of its threads stands: until one of them has had its turn and has seen the
-/// signal, the others go on, on a busy machine for long.
+/// Stops a process, and waits until each of its threads stands. Until one of them was scheduled and has seen the
+/// signal, the others continue, on a busy machine for long.
 pub fn stop(pid: u64) {
     signal(pid, Signal::STOP);
     let begun = Instant::now();
@@ -31,7 +31,7 @@ fn stands(pid: u64) -> bool {
         .all(|stat| matches!(state_in(&stat), Some('T' | 'Z' | 'X')))
 }
 
-/// The leader beside this worker: the other kind of child of the same process.
+/// The leader that was started by the same process as this worker.
 pub fn leader_beside(worker: u64) -> u64 {
     let parent = parent_of(worker).expect("it runs");
     let is_leader = |pid: &u64| {
@@ -43,7 +43,7 @@ pub fn leader_beside(worker: u64) -> u64 {
     leaders.next().expect("a leader")
 }
 
-/// What a process has started and runs.
+/// The running children of a process.
 pub fn children(parent: u64) -> Vec<u64> {
     let processes = std::fs::read_dir("/proc").expect("a list of processes");
     let processes = processes.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
@@ -51,13 +51,13 @@ pub fn children(parent: u64) -> Vec<u64> {
     children.collect()
 }
 
-/// Whether it runs, or is stopped: a zombie does neither.
+/// Whether a process runs or is stopped. A zombie does neither.
 pub fn lives(pid: u64) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     state_in(&stat).is_some_and(|state| !matches!(state, 'Z' | 'X'))
 }
 
-/// The letter behind the name in `/proc/PID/stat`.
+/// The state letter after the name in `/proc/PID/stat`.
 fn state_in(stat: &str) -> Option<char> {
     stat.rsplit_once(')')?.1.trim_start().chars().next()
 }

@@ -1,4 +1,4 @@
-//! What outlives processes, and what does not.
+//! Which state outlives processes, and which does not.
 
 use std::time::Instant;
 
@@ -9,7 +9,7 @@ use super::disturbed::LIMIT;
 use super::processes::{children, leader_beside, lives, signal};
 use crate::support::{Running, kvferry, number, replay, socket_dir};
 
-/// The status of a leader, once something is true of it.
+/// Waits until `is_true` holds for a leader's status, and returns the status.
 pub fn status_of(sockets: &str, is_true: impl Fn(&Value) -> bool) -> Value {
     let begun = Instant::now();
     loop {
@@ -126,7 +126,7 @@ fn everything_ends_with_up_and_the_next_start_begins_empty() {
     assert_eq!(again, files, "the first one left something behind");
 }
 
-/// Names of all files below a folder.
+/// Paths of all files below a folder.
 fn files_below(folder: &std::path::Path) -> Vec<String> {
     let entries = std::fs::read_dir(folder).expect("a folder");
     let entries = entries.map(|entry| entry.expect("an entry").path());

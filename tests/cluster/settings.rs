@@ -1,4 +1,4 @@
-//! Leaders and workers that are started apart, with settings and files that do not fit together.
+//! Leaders and workers that are started separately, with settings and files that do not fit together.
 
 use std::path::Path;
 
@@ -29,7 +29,7 @@ fn a_leader_for_fewer_ranks_turns_the_workers_of_an_engine_away() {
     assert_eq!(status["ranks"][0]["attached"], false);
 }
 
-/// A leader and a worker that nobody starts again.
+/// A leader and a worker without a supervisor.
 struct Alone {
     folder: tempfile::TempDir,
     leader: Option<Running>,
@@ -58,7 +58,7 @@ impl Alone {
         self.folder.path().join("leader/epoch")
     }
 
-    /// Tokens that an engine finds in host memory.
+    /// Runs a replay. Returns the tokens that its engine found in host memory.
     fn serve(&self) -> u64 {
         let sockets = ["--socket-dir", self.sockets(), "--g2", "512MiB"];
         let engine = ["--ranks", "1", "--g1-pages", "0"];
@@ -91,7 +91,7 @@ fn a_leader_serves_though_the_file_with_the_last_epoch_is_lost() {
     assert!(kept > empty, "what the depot holds is found");
 }
 
-/// As when the clock was set back before the file was lost, or the file was restored.
+/// As when the clock was set back before the file was lost, or when the file was restored.
 #[test]
 fn a_leader_whose_epoch_a_depot_has_seen_ends_and_the_next_one_serves() {
     let mut alone = Alone::start();

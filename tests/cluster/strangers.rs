@@ -1,4 +1,4 @@
-//! A leader among peers that say much and never say who they are.
+//! A leader with peers that send much and never identify themselves.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -16,8 +16,8 @@ use crate::support::{Running, kvferry, socket_dir};
 const PATIENCE: Duration = Duration::from_secs(60);
 const ATTACK: Duration = Duration::from_secs(10);
 const ATTACKERS: usize = 3;
-/// What a leader may have in memory afterwards beside what it had before. The bytes that its limits let it hold meanwhile, and
-/// what an allocator keeps of them.
+/// Maximum growth of the leader's resident memory: the bytes that its limits let it hold meanwhile, and what an
+/// allocator keeps of them.
 const LEFT_OVER_BYTES: u64 = 128 << 20;
 
 fn resident_bytes(pid: u32) -> u64 {
@@ -29,7 +29,7 @@ fn resident_bytes(pid: u32) -> u64 {
         << 10
 }
 
-/// Orders for a worker, of the longest body: a small number of bytes for each thing that they say.
+/// Orders for a worker, with a body of the maximum length in which each item takes few bytes.
 fn orders() -> Frame {
     let mut body = b"\x84\xa6engine\xc4\x10".to_vec();
     body.extend_from_slice(&[1; 16]);
@@ -50,7 +50,7 @@ fn orders() -> Frame {
     Frame::new(header.to_bytes().to_vec(), body)
 }
 
-/// Connects, says the same again and again until it is closed, and begins anew. Counts how often it was closed.
+/// Connects, repeats the same message until the connection is closed, and starts again. Counts the closed connections.
 async fn attack(leader: Address, over: Arc<AtomicBool>, closed: Arc<AtomicU64>) {
     let orders = orders();
     while !over.load(Ordering::Relaxed) {

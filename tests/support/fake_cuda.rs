@@ -1,20 +1,20 @@
-//! The CUDA driver for tests, in place of a real one.
+//! Locates the CUDA driver for tests and puts it in place of a real one.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-/// The names under which a driver is looked for, the first and the last of them.
+/// File names under which a program looks for the driver: the first and the last that it tries.
 const NAMES: [&str; 2] = ["libcuda.so", "libcuda.so.1"];
 
-/// Variable that is set to `gpu` where the tests that a real driver can run too are to run on it.
+/// Environment variable: `gpu` runs the tests that also work with a real driver on the machine's GPU.
 pub const PLACE: &str = "CUDA_TESTS";
 
-/// Whether they run on the machine's own driver.
+/// Whether those tests run on the machine's own driver.
 pub fn on_gpu() -> bool {
     std::env::var_os(PLACE).is_some_and(|place| place == "gpu")
 }
 
-/// The built driver for tests. Cargo puts it beside the test programs.
+/// Path of the built driver for tests. Cargo puts the library beside the test programs.
 pub fn library() -> PathBuf {
     let program = std::env::current_exe().expect("a program");
     let folder = program.parent().expect("in a folder");
@@ -23,7 +23,7 @@ pub fn library() -> PathBuf {
     library
 }
 
-/// A folder with a library under the names of the driver.
+/// Creates a folder in which `library` is linked under the driver's file names.
 pub fn folder(library: &Path) -> tempfile::TempDir {
     let folder = tempfile::tempdir().expect("a folder");
     for name in NAMES {
@@ -32,7 +32,7 @@ pub fn folder(library: &Path) -> tempfile::TempDir {
     folder
 }
 
-/// The built driver without some of its functions.
+/// A copy of the built driver that lacks these functions. The second folder holds the library itself.
 pub fn without(functions: &[&str]) -> (tempfile::TempDir, tempfile::TempDir) {
     let mut bytes = std::fs::read(library()).expect("the library");
     for function in functions {
@@ -45,7 +45,7 @@ pub fn without(functions: &[&str]) -> (tempfile::TempDir, tempfile::TempDir) {
             .collect();
         assert!(!places.is_empty(), "{function} is there");
         for at in places {
-            // The tables of names stay as they are: the name that was looked for is not the one that is found.
+            // The tables of names stay as they are: a search for the old name reaches this entry, whose name differs.
             bytes[at + 1] = b'x';
         }
     }
@@ -55,7 +55,7 @@ pub fn without(functions: &[&str]) -> (tempfile::TempDir, tempfile::TempDir) {
     (folder(&library), home)
 }
 
-/// The variables with which a process finds the driver there, under these settings.
+/// Environment variables with which a process loads the driver of this folder, with these settings.
 pub fn variables(folder: &Path, settings: &str) -> [(&'static str, OsString); 2] {
     let mut path = folder.as_os_str().to_owned();
     if let Some(before) = std::env::var_os("LD_LIBRARY_PATH") {

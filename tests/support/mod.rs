@@ -1,4 +1,4 @@
-//! What several integration tests need: the program, and the shared traces.
+//! Shared code of the integration tests: the program under test, and the shared traces.
 #![allow(
     dead_code,
     clippy::allow_attributes,
@@ -15,8 +15,8 @@ use std::process::{Command, Output, Stdio};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-/// The folder with traces and reference tables: `KVFERRY_SHARED`, or `../shared`. Says that the test is skipped when
-/// it is not there.
+/// The folder with traces and reference tables: `KVFERRY_SHARED`, or `../shared`. Reports the test as skipped and
+/// returns `None` when the folder does not exist.
 pub fn shared() -> Option<PathBuf> {
     let named = std::env::var_os("KVFERRY_SHARED").map(PathBuf::from);
     let path = named.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared"));
@@ -30,7 +30,7 @@ pub fn shared() -> Option<PathBuf> {
     there.then_some(path)
 }
 
-/// A trace of the shared folder.
+/// Path of a trace in the shared folder: `conv`, or the Weka trace for any other name.
 pub fn trace(name: &str) -> Option<PathBuf> {
     let file = match name {
         "conv" => "mooncake_conversation_trace.jsonl.zst",
@@ -39,22 +39,23 @@ pub fn trace(name: &str) -> Option<PathBuf> {
     Some(shared()?.join("traces").join(file))
 }
 
-/// Variable with the path of the program, where the tests do not run on the machine that built them.
+/// Environment variable with the path of the program, for tests that run on another machine than the one that built
+/// them.
 const PROGRAM: &str = "PROGRAM_UNDER_TEST";
 
-/// The path of the program.
+/// Path of the program under test.
 pub fn program() -> PathBuf {
     let named = std::env::var_os(PROGRAM);
     named.map_or_else(|| env!("CARGO_BIN_EXE_kvferry").into(), PathBuf::from)
 }
 
-/// The program, still to be started. It starts with every signal at its default.
+/// A command for the program. The process starts with every signal at its default.
 pub fn command() -> Command {
     signals::set_to_defaults();
     Command::new(program())
 }
 
-/// Runs the program.
+/// Runs the program to its end.
 pub fn kvferry(arguments: &[&str]) -> Output {
     command()
         .args(arguments)
@@ -67,7 +68,7 @@ pub fn replay(arguments: &[&str]) -> Value {
     replay_with(&[], arguments)
 }
 
-/// The same, with variables of the environment.
+/// Runs a replay with these environment variables and returns its report.
 pub fn replay_with(variables: &[(&str, OsString)], arguments: &[&str]) -> Value {
     let mut command = command();
     command.envs(variables.iter().map(|(name, value)| (name, value)));
@@ -80,7 +81,7 @@ pub fn replay_with(variables: &[(&str, OsString)], arguments: &[&str]) -> Value 
     serde_json::from_slice(&output.stdout).expect("a report")
 }
 
-/// A number of a report, by its path.
+/// The unsigned number at this JSON pointer of a report. Panics if there is none.
 pub fn number(report: &Value, path: &str) -> u64 {
     report
         .pointer(path)
@@ -88,7 +89,7 @@ pub fn number(report: &Value, path: &str) -> u64 {
         .unwrap_or_else(|| panic!("{path} in {report}"))
 }
 
-/// A directory of its own for sockets, with mode 0700.
+/// A new temporary directory for sockets, with mode 0700.
 pub fn socket_dir() -> tempfile::TempDir {
     use std::os::unix::fs::PermissionsExt;
     let owner_only = std::fs::Permissions::from_mode(0o700);
@@ -99,21 +100,21 @@ pub fn socket_dir() -> tempfile::TempDir {
         .expect("a directory")
 }
 
-/// A process of the program; killed when dropped.
+/// A running process of the program. Killed when dropped.
 pub struct Running(pub std::process::Child);
 
 impl Running {
-    /// Starts the program; its standard input stays open, its standard error is read when it ends.
+    /// Starts the program. Its standard input stays open, its standard error is read by [`Self::end`].
     pub fn start(arguments: &[&str]) -> Self {
         Self::start_in(arguments, &std::env::temp_dir())
     }
 
-    /// The same, with a folder of its own for temporary files.
+    /// Starts the program with `TMPDIR` set to `temporary`.
     pub fn start_in(arguments: &[&str], temporary: &Path) -> Self {
         Self::start_with(&[], arguments, temporary)
     }
 
-    /// The same, with variables of the environment.
+    /// Starts the program with `TMPDIR` set to `temporary` and with these environment variables.
     pub fn start_with(
         variables: &[(&str, OsString)],
         arguments: &[&str],
@@ -127,7 +128,7 @@ impl Running {
         Self::spawn(&mut command)
     }
 
-    /// Starts a command with the standard streams of all the others.
+    /// Starts a command with piped standard input and error, and without standard output.
     pub fn spawn(command: &mut Command) -> Self {
         command
             .stdin(Stdio::piped())
@@ -146,7 +147,7 @@ impl Running {
         kill_process(Pid::from_child(&self.0), signal).expect("it runs");
     }
 
-    /// Waits for the end, at most so long. Returns exit code and standard error.
+    /// Waits at most `limit` for the process to end. Returns its exit code and standard error.
     pub fn end(mut self, limit: std::time::Duration) -> (Option<i32>, String) {
         use std::io::Read;
         let begun = std::time::Instant::now();

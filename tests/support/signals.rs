@@ -1,14 +1,15 @@
-//! Signals at their defaults for what the tests start, however the tests were started.
+//! Sets signals to their defaults for the processes that tests start, however the tests themselves were started.
 //!
-//! A shell without job control starts its background jobs with SIGINT ignored, `nohup` with SIGHUP, and a process passes
-//! on what it ignores. What a process handles is at its default in the processes that it starts. So the tests handle
-//! those signals that they were started with ignored, by doing nothing, as before.
+//! A shell without job control starts its background jobs with SIGINT ignored, and `nohup` starts its command with
+//! SIGHUP ignored. Child processes inherit an ignored signal, while a handled signal is reset to its default in them.
+//! The tests therefore install a handler that does nothing for each of those signals that is ignored at their start:
+//! for the tests themselves the behaviour stays the same.
 
 use std::sync::Once;
 
 use tokio::signal::unix::{SignalKind, signal};
 
-/// Whether a process ignores this signal, by the kernel's word on it.
+/// Whether a process (a number or `self`) ignores this signal, according to its `SigIgn` mask in `/proc`.
 pub fn ignored(process: &str, signal: SignalKind) -> bool {
     let status = std::fs::read_to_string(format!("/proc/{process}/status"));
     let status = status.expect("a process that is there");
@@ -17,7 +18,7 @@ pub fn ignored(process: &str, signal: SignalKind) -> bool {
     mask >> (signal.as_raw_value() - 1) & 1 == 1
 }
 
-/// To be called before a process is started.
+/// Must be called before a process is started. Only the first call has an effect.
 pub fn set_to_defaults() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {

@@ -1,15 +1,15 @@
-//! Tests that cannot run on this machine say so; `cargo xtask test` lists them at its end.
+//! Reports tests that cannot run on this machine. `cargo xtask test` lists them at its end.
 
 use std::io::Write as _;
 
-/// Variable with the path of the file that collects the skips of a whole run, a line each.
+/// Environment variable with the path of the file that collects the skips of a whole run, one per line.
 const LIST: &str = "SKIPPED_TESTS";
 
-/// Says that the calling test is skipped, and why. The caller returns.
+/// Reports that the calling test is skipped, and why. The caller must return afterwards.
 pub fn skipped(why: &str) {
     let test = std::thread::current();
     let line = format!("{}: {why}\n", test.name().unwrap_or("a test"));
-    // Past the harness, which hides what tests that pass print.
+    // Written directly to standard error, because the harness hides what passing tests print.
     let said = std::io::stderr().write_all(format!("skipped: {line}").as_bytes());
     said.expect("standard error");
     if let Some(list) = std::env::var_os(LIST) {
@@ -17,7 +17,7 @@ pub fn skipped(why: &str) {
             .append(true)
             .create(true)
             .open(list);
-        // One call: other tests append at the same time.
+        // Written with one call, because other tests append at the same time.
         let written = list.expect("the list of skips").write_all(line.as_bytes());
         written.expect("the list of skips");
     }
