@@ -1,4 +1,5 @@
-//! What people see when they get something wrong: which field, which value, what to do; and nothing half-done.
+//! Errors of the commands, as users see them: each names the field, the value and the remedy, and nothing is left
+//! half-done.
 
 #![expect(
     clippy::expect_used,
@@ -21,7 +22,7 @@ use support::{Running, command, kvferry, socket_dir};
 
 const LIMIT: Duration = Duration::from_secs(30);
 
-/// Runs the program, which must fail with this exit code and say all of these words, and print no result.
+/// Runs the program, which must fail with this exit code, print all of these words, and print no result.
 fn refused(arguments: &[&str], code: i32, words: &[&str]) {
     let output = kvferry(arguments);
     let errors = String::from_utf8_lossy(&output.stderr);
@@ -296,7 +297,7 @@ fn a_second_up_in_the_same_directory() {
     assert_eq!(again.end(LIMIT).0, Some(0));
 }
 
-/// Writes the report of a short replay.
+/// Runs a short replay that writes its report to `stdout`.
 fn replay_to(stdout: impl Into<Stdio>) -> Output {
     let arguments = "replay --mode offline --requests 2 --json -";
     let mut replay = command();
@@ -504,7 +505,7 @@ fn a_replay_that_is_told_to_end_leaves_nothing_behind() {
     assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), 0);
 }
 
-/// The status of a leader, once something is true of it.
+/// Waits until `is_true` holds for a leader's status, and returns the status.
 fn status_once(sockets: &str, is_true: impl Fn(&Value) -> bool) -> Value {
     let begun = std::time::Instant::now();
     loop {

@@ -1,8 +1,9 @@
-//! Small models of the protocol, every one of their states visited: two ranks, a network that loses, repeats and
-//! reorders, late copies, dead workers and restarted leaders.
+//! Small models of the protocol, each checked in all of its states: two ranks, a network that loses, repeats and
+//! reorders messages, late copies, dead workers and restarted leaders.
 //!
-//! Each model runs the project's own code beside it, from the beginning of every path, and compares. Each has broken
-//! variants in which the checker must find what goes wrong: so the properties can fail.
+//! Each model runs the project's own code in parallel, from the start of every path, and compares the results. Each
+//! model also has broken variants in which the checker must find the violation, which proves that its properties can
+//! fail.
 
 #![expect(
     clippy::expect_used,

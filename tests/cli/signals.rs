@@ -1,4 +1,4 @@
-//! How the program ends by signals, and which of them it leaves ignored.
+//! How signals end the program, and which of them stay ignored.
 
 use std::os::unix::process::CommandExt as _;
 use std::process::Command;
@@ -10,7 +10,7 @@ use tokio::signal::unix::SignalKind;
 use crate::support::{self, Running, signals, socket_dir};
 use crate::{LIMIT, status_once};
 
-/// `up` for a test, which answers.
+/// Starts `up` for a test, and waits until it answers.
 fn up(mut command: Command, sockets: &str) -> Running {
     command.args(["--ranks", "2", "--g2", "32MiB", "--socket-dir", sockets]);
     let running = Running::spawn(&mut command);
@@ -18,7 +18,7 @@ fn up(mut command: Command, sockets: &str) -> Running {
     running
 }
 
-/// Nothing answers, and no process of the group is left.
+/// Checks that `up` ended in order, its socket is gone, and no process of its group is left.
 fn ended(running: Running, folder: &tempfile::TempDir) {
     let group = Pid::from_child(&running.0);
     let (code, errors) = running.end(LIMIT);
@@ -56,7 +56,7 @@ fn up_ends_in_order_by_a_signal_to_all_its_processes() {
     }
 }
 
-/// A shell that ignores signals passes that on.
+/// A shell that ignores signals passes that on to its children.
 #[test]
 fn signals_that_are_ignored_at_the_start_stay_ignored() {
     let folder = socket_dir();

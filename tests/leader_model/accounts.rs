@@ -1,8 +1,8 @@
-//! What is counted, and what is told about the state.
+//! Counters of the leader, and its reports about its state.
 
 use super::*;
 
-/// Asks for a sequence; returns the slot's request.
+/// Looks up the first `pages` pages of a sequence in a slot of engine 0.
 fn look_up(world: &mut World, slot: u64, pages: usize) {
     let lookup = Request::Lookup {
         slot: SlotId(slot),
@@ -94,7 +94,7 @@ fn what_is_counted_is_what_happened() {
     ]);
     assert_eq!(counted(&world), expected);
 
-    // Again, and too late.
+    // The store is repeated, and misses its deadline.
     world.ask(
         0,
         Request::Store {
@@ -349,7 +349,7 @@ fn room_for_a_tail_is_never_made_at_the_cost_of_its_root() {
 #[test]
 fn what_finds_no_room_and_what_is_cut_is_counted() {
     let mut world = World::new();
-    // 56 of 60 pages are held by lookups.
+    // Lookups hold 56 of 60 pages.
     for slot in 0..7 {
         let lookup = |slot: u64| Request::Lookup {
             slot: SlotId(slot),

@@ -1,4 +1,4 @@
-//! An engine takes its stores back.
+//! An engine cancels its stores.
 
 use kvferry::core::CANCELS_MAX;
 
@@ -61,7 +61,7 @@ fn only_the_stores_of_a_slot_are_cancelled_where_one_is_named() {
     let open = ops(&world);
     cancel(&mut world, 0, Some(1));
     assert_eq!(world.cancelled, BTreeSet::from([open[1]]));
-    // Also when its request has finished meanwhile.
+    // The cancel also works after the request has finished.
     world.take(Step::Finish { engine: 0, slot: 0 });
     cancel(&mut world, 0, Some(0));
     assert_eq!(world.cancelled, BTreeSet::from([open[0], open[1]]));

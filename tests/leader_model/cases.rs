@@ -1,8 +1,8 @@
-//! One case after another, each with its name.
+//! Single cases, each named by its test.
 
 use super::*;
 
-/// Looks up and stores a sequence; the copies are left open.
+/// Looks up and stores a sequence. The copies stay open.
 pub fn store(world: &mut World, engine: u8, slot: u64, namespace: u8, pages: usize) -> RequestId {
     let hashes = sequence(0, pages);
     let lookup = Request::Lookup {
@@ -84,7 +84,7 @@ fn a_late_copy_is_cancelled_and_its_pages_stay_until_every_rank_has_ended() {
     assert_eq!(answer(&world, 0, id), Some(Ok(failed)));
 }
 
-/// A load of 8 stored pages: its request and its copy.
+/// Starts a load of 8 stored pages. Returns its request and its copy.
 fn loading(world: &mut World) -> (RequestId, OpId) {
     store(world, 0, 0, 7, 8);
     let op = *world.open.keys().next().expect("a copy");
@@ -121,7 +121,7 @@ fn a_load_that_came_in_part_says_how_much_of_it_every_rank_has() {
         ([(false, 5), (true, 0), (false, 6)], 5),
         ([(true, 0), (false, 3), (false, 99)], 3),
         ([(true, 0), (true, 0), (true, 0)], 8),
-        // More than there are, said by all.
+        // All ranks report more pages than the load has.
         ([(false, 99), (false, 99), (false, 99)], 8),
     ] {
         let mut world = World::new();
@@ -455,7 +455,7 @@ fn what_is_copied_for_an_engine_that_stays_away_is_not_forgotten() {
     assert!(answer(&world, 0, id).is_some());
 }
 
-/// What a leader tells a worker of the first replica's rank 2 with this memory.
+/// The leader's answer to an attach of the first replica's rank 2 with this memory.
 fn verdict(world: &mut World, arena_pages: u32, page_bytes: u64) -> Result<OpId, Refusal> {
     world.event(Event::WorkerDead(worker(0, 2)));
     world.attaches += 1;
@@ -622,7 +622,7 @@ fn replicas_may_have_memory_of_different_sizes_and_ranks_may_not() {
     assert_eq!(attach(1, 1, 32), None);
 }
 
-/// All workers die, and their successors attach with memory of this content.
+/// Ends all workers, then attaches their successors with memory of this content.
 fn another_engine(world: &mut World, content: u8) {
     let places = (0..2).flat_map(|engine| (0..RANKS).map(move |rank| (engine, rank)));
     for (engine, rank) in places.clone() {
@@ -646,7 +646,7 @@ fn another_engine(world: &mut World, content: u8) {
     }
 }
 
-/// Memory of the same shape; its content is part of its fingerprint.
+/// The same shape of memory with another content, which is part of the fingerprint.
 fn of_content(content: u8) -> GroupGeometry {
     GroupGeometry {
         content_digest: [content; 16],

@@ -1,4 +1,4 @@
-//! What lies on an edge: limits, deadlines, and what a repeated or a last word changes.
+//! Edge cases: limits, deadlines, and the effect of repeated and final messages.
 
 use kvferry::types::{Generation, ResetId, Scope};
 
@@ -119,7 +119,7 @@ fn an_engine_that_stays_away_is_unknown_when_its_last_copy_has_ended() {
     world.event(Event::EngineClosed(engine_id(0)));
     world.take(Step::Wait(3));
     assert!(world.leader.knows(engine_id(0)));
-    // The grace is over, and the copy late.
+    // The grace time is over, and the copy has missed its deadline.
     world.take(Step::Wait(8));
     assert!(world.leader.knows(engine_id(0)));
     let op = *world.open.keys().next().expect("a copy");
@@ -152,7 +152,7 @@ fn what_is_told_of_a_leader_is_so() {
     assert_eq!(world.leader.open_requests(), 1);
     world.take(Step::Finish { engine: 1, slot: 1 });
     assert_eq!(world.leader.slots(), 2);
-    // Without the workers of any engine it serves nobody.
+    // The leader serves no request when every replica lacks a worker.
     for engine in 0..2 {
         assert!(world.leader.is_ready(), "{engine}");
         world.event(Event::WorkerLost(worker(engine, 1)));
@@ -160,7 +160,7 @@ fn what_is_told_of_a_leader_is_so() {
     assert!(!world.leader.is_ready());
 }
 
-/// Words of a decision, as the digest takes them.
+/// Hash of decisions, each given as its four words, as the digest takes them.
 fn words(decisions: &[[u64; 4]]) -> blake3::Hash {
     let bytes = decisions
         .iter()
@@ -190,7 +190,7 @@ fn the_digest_is_that_of_what_was_decided_request_by_request() {
     let op = *world.open.keys().next().expect("a copy");
     (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
     world.take(Step::Finish { engine: 0, slot: 1 });
-    // A page has 16 tokens; two blocks of 8 and 4 pages lie side by side in the arena.
+    // A page has 16 tokens. Two blocks of 8 and 4 pages are adjacent in the arena.
     let stored = words(&[[1, 0, 0, 0], [3, 0, 0, 8], [3, 8, 8, 4]]);
     let loaded = words(&[[1, 32, 160, 0], [2, 2, 2, 6], [2, 8, 8, 4]]);
     let run = [stored.as_bytes().as_slice(), loaded.as_bytes()].concat();
@@ -221,12 +221,12 @@ fn growth_eviction_and_refusal_are_decisions_too() {
             world.take(Step::Finish { engine: 0, slot });
         }
     };
-    // The arena has 60 pages. A block of 4 grows by 2; 50 pages fill what is left but for 4.
+    // The arena has 60 pages. A block of 4 grows by 2; 50 pages fill the rest except for 4.
     run(&mut world, 0, 7, 4, true);
     run(&mut world, 0, 7, 6, true);
     run(&mut world, 1, 8, 39, true);
     run(&mut world, 1, 9, 11, true);
-    // The oldest block makes room for two pages more, at its tail.
+    // The oldest block is evicted from its tail to make room for two more pages.
     run(&mut world, 2, 10, 6, true);
     let mut expected: Vec<blake3::Hash> = vec![
         words(&[[1, 0, 0, 0], [3, 0, 0, 4]]),
@@ -250,7 +250,7 @@ fn growth_eviction_and_refusal_are_decisions_too() {
     };
     assert_eq!(world.leader.decisions_digest(), digest(&expected));
 
-    // All but the 4 free pages are held now: what does not find room is refused.
+    // All pages but the 4 free ones are held now: a store that finds no room is refused.
     for (slot, namespace, pages) in [(10, 8, 39), (11, 9, 11), (12, 10, 6)] {
         let lookup = Request::Lookup {
             slot: SlotId(slot),
@@ -320,7 +320,7 @@ fn who_is_waited_for_is_told() {
     };
     reader.step(Event::EngineOpened(engine_id(0)));
     assert_eq!(not_ready(&mut reader, 0, 1), waiting(6));
-    // It is there, but its engine is not.
+    // The worker is attached, but without its engine's memory.
     reader.attaches += 1;
     reader.step(Event::Attached(Attached {
         worker: worker(1, 2),
@@ -343,7 +343,7 @@ fn who_is_waited_for_is_told() {
         (0..RANKS).for_each(|rank| drop(reader.attach(engine, rank)));
     }
     assert_eq!(not_ready(&mut reader, 0, 5), Refusal::Reading);
-    // The places of all replicas are taken.
+    // The seats of all replicas are taken.
     reader.step(Event::EngineOpened(engine_id(2)));
     let detail = String::new();
     assert_eq!(
@@ -352,7 +352,7 @@ fn who_is_waited_for_is_told() {
     );
 }
 
-/// What a worker without an engine's memory is told when it attaches with a depot.
+/// The leader's answer to an attach with a depot and without an engine's memory.
 fn attach_depot(reader: &mut Reader, replica: u8, rank: u16, depot: u128) -> Result<(), Refusal> {
     reader.attaches += 1;
     let effects = reader.step(Event::Attached(Attached {
@@ -440,7 +440,7 @@ fn a_late_copy_is_cancelled_again_and_again_and_its_workers_go_behind_the_fence(
     );
 }
 
-/// Stores of 8 pages each, of one engine, each with a deadline of so many seconds.
+/// Starts stores of one engine, 8 pages each, each with a deadline in seconds.
 fn stores(reader: &mut Reader, of: &[(u8, u64)]) -> Vec<Effect> {
     let mut effects = Vec::new();
     for ((name, seconds), slot) in of.iter().zip(0..) {
@@ -516,7 +516,7 @@ fn stored(stored_pages: u32, failed_pages: u32) -> Option<Answer> {
 #[test]
 fn a_worker_is_told_of_all_its_late_copies_at_once() {
     let mut reader = Reader::served();
-    // Names of different pairs share no page.
+    // Names of different pairs share no pages.
     let ops = copies_of(&stores(&mut reader, &[(0, 5), (2, 5), (4, 5)]));
     assert_eq!(ops.len(), 3);
     let (begun, fence) = (reader.now, reader.fence());
@@ -609,7 +609,7 @@ fn what_was_not_struck_out_is_asked_for_once_over_one_connection_and_given_up_at
     };
     assert_eq!(reader.step(struck(1)), []);
     assert_eq!(reader.step(struck(1)), [], "said again");
-    // Where a worker is gone, another one of its shard is asked as soon as any speaks.
+    // When a worker dies, the strike is requested from another worker of its shard at the next event.
     let again = reader.step(Event::WorkerDead(worker(0, 2)));
     assert_eq!(again, [strike(2, 1)]);
     reader.now = reader.now + fence / 4;
@@ -632,7 +632,7 @@ fn what_was_not_struck_out_is_asked_for_once_over_one_connection_and_given_up_at
     assert_eq!(reader.step(struck(0)), [], "too late");
 }
 
-/// A strike that is repeated names the stores before the reset, not those that were made meanwhile.
+/// A repeated strike names the stores before the reset, not those that were made meanwhile.
 #[test]
 fn a_strike_that_is_asked_for_again_spares_what_was_stored_after_the_reset() {
     let mut reader = Reader::served();

@@ -1,4 +1,4 @@
-//! What a new leader reads of the depots before it serves anything.
+//! Reading of inventories by a new leader, before it serves anything.
 
 use kvferry::types::{
     Anchor, DomainId, Fingerprint, Generation, PageRecord, ResetId, Scope, Stored,
@@ -9,16 +9,16 @@ use super::*;
 const FENCE: Duration = Duration::from_secs(4);
 const ARENA_PAGES: u32 = 60;
 
-/// A leader whose questions are looked at one by one.
+/// A leader whose inventory requests are checked one by one.
 pub(super) struct Reader {
     pub(super) leader: Leader,
     pub(super) now: Time,
     pub(super) attaches: u64,
-    /// Number of the reading that was asked for last.
+    /// Number of the last reading that was requested.
     reading: u64,
 }
 
-/// A question: who is asked, from which page on.
+/// A request for an inventory: replica and rank of the worker, and the first page.
 type Asked = ((u8, u16), u32);
 
 impl Reader {
@@ -33,7 +33,7 @@ impl Reader {
         }
     }
 
-    /// One that has read empty depots, and serves.
+    /// A leader that has read empty depots, and serves.
     pub(super) fn served() -> Self {
         let mut reader = Self::new();
         for engine in 0..2 {
@@ -63,7 +63,7 @@ impl Reader {
         effects
     }
 
-    /// Lets time pass, each timer in its turn, and returns the effects of the last step.
+    /// Advances time to `end`, firing each timer in its turn. Returns the effects of the last step.
     pub(super) fn until(&mut self, end: Time) -> Vec<Effect> {
         while let Some(next) = self.leader.next_timeout().filter(|next| *next < end) {
             self.now = next.max(self.now);
@@ -73,7 +73,7 @@ impl Reader {
         self.step(Event::Tick)
     }
 
-    /// What was asked of inventories.
+    /// The inventory requests that an event causes.
     fn asks(&mut self, event: Event) -> Vec<Asked> {
         let effects = self.step(event);
         let asked = effects.into_iter().filter_map(|effect| match effect {
@@ -113,7 +113,7 @@ impl Reader {
         }))
     }
 
-    /// Everybody is there; returns what was asked.
+    /// Attaches all workers. Returns the inventory requests.
     pub(super) fn attach_all(&mut self) -> Vec<Asked> {
         let mut asked = Vec::new();
         for engine in 0..2 {
@@ -142,7 +142,7 @@ impl Reader {
         })
     }
 
-    /// Pages that were found, once the leader serves.
+    /// Number of recovered pages, or `None` until the leader serves.
     fn recovered(&self) -> Option<u64> {
         let mut counters = self.leader.counters();
         let found = counters.find(|(name, _)| *name == "recovered_pages");
@@ -157,7 +157,7 @@ impl Reader {
     }
 }
 
-/// A block of one page.
+/// The record of a block of one page.
 pub(super) fn record(page: u32) -> PageRecord {
     PageRecord {
         page,
@@ -197,7 +197,7 @@ fn what_was_not_asked_for_is_not_taken() {
     let mut reader = Reader::new();
     assert_eq!(reader.attach_all(), FIRST);
     let whole: Vec<u32> = (0..ARENA_PAGES).collect();
-    // Another worker of the shard, another page, another depot, a shard that there is not.
+    // Ignored: an answer of another worker of the shard, for another page, another shard or another depot.
     assert_eq!(reader.part((1, 0), 0, None, &whole), []);
     assert_eq!(reader.part((0, 0), 1, None, &whole), []);
     assert_eq!(reader.part((0, 9), 0, None, &whole), []);
@@ -210,7 +210,7 @@ fn what_was_not_asked_for_is_not_taken() {
         records: Vec::new(),
     };
     assert_eq!(reader.asks(other_depot), []);
-    // A part begins where the one before ended, and holds nothing of what lies around it.
+    // A part must begin where the one before ended. Records outside of its range are ignored.
     assert_eq!(reader.part((0, 0), 0, Some(8), &[7, 8, 9]), [((0, 0), 8)]);
     assert_eq!(reader.part((0, 0), 0, Some(8), &[7]), [], "said again");
     assert_eq!(reader.part((0, 0), 8, None, &[7, 8, 9, ARENA_PAGES]), []);
@@ -254,7 +254,7 @@ fn another_worker_of_the_shard_reads_on_when_one_is_dead() {
         reader.part((0, rank), 0, None, &[2, 9]);
     }
     assert_eq!(reader.recovered(), Some(2));
-    // Without another one, its successor is asked.
+    // Without another worker of the shard, its successor receives the request.
     let mut reader = Reader::new();
     assert_eq!(reader.attach_all(), FIRST);
     assert_eq!(reader.asks(Event::WorkerDead(worker(1, 1))), []);
@@ -271,13 +271,13 @@ fn nobody_else_reads_a_depot_that_a_lost_worker_may_still_divide() {
         assert_eq!(reader.attach_all(), FIRST);
         assert_eq!(reader.asks(Event::WorkerLost(worker(0, 1))), []);
         assert!(reader.leader.owes_reading(worker(0, 1)));
-        // The others are read; the depot that is owed is not, and no pool opens.
+        // The others are read. The depot whose answer is owed is not read by another worker, and no pool opens.
         for rank in [0, 2] {
             assert_eq!(reader.part((0, rank), 0, None, &[2]), []);
         }
         assert_eq!(reader.tick_at(Time(0) + FENCE / 2), []);
         assert_eq!(reader.recovered(), None);
-        // Its own word that nothing is under way, or its death, ends that.
+        // The debt ends when the worker attaches again, which means that nothing runs, or when it is dead.
         let next = match attaches {
             true => (0, 1),
             false => (1, 1),
@@ -298,13 +298,14 @@ fn what_was_asked_for_a_reading_that_is_over_is_owed_all_the_same() {
     let mut reader = Reader::new();
     assert_eq!(reader.attach_all(), FIRST);
     assert_eq!(reader.asks(Event::WorkerLost(worker(0, 1))), []);
-    // A smaller depot of another shard: all are to be read anew, but not beside who may still divide.
+    // A smaller depot of another shard: all inventories must be read again, except where a lost worker may still divide
+    // the depot.
     let asked = reader.attach_with(1, 0, ARENA_PAGES / 2);
     assert_eq!(asked, [FIRST[0], FIRST[2]]);
     assert_eq!(reader.asks(Event::WorkerDead(worker(0, 1))), [((1, 1), 0)]);
 }
 
-/// Workers that these effects expel.
+/// The workers that these effects expel.
 pub(super) fn expelled(effects: &[Effect]) -> Vec<WorkerId> {
     let expelled = effects.iter().filter_map(|effect| match effect {
         Effect::Expel(worker) => Some(*worker),
@@ -313,7 +314,7 @@ pub(super) fn expelled(effects: &[Effect]) -> Vec<WorkerId> {
     expelled.collect()
 }
 
-/// What its workers have answered meanwhile lies in its own mailbox.
+/// Answers that its workers sent meanwhile are still in the leader's mailbox.
 #[test]
 fn a_leader_that_stood_still_expels_nobody_before_it_has_looked_again() {
     let mut reader = Reader::new();
@@ -353,7 +354,8 @@ fn a_worker_that_does_not_answer_within_the_fence_time_is_expelled() {
         );
     }
     assert_eq!(reader.asks(Event::WorkerDead(worker(0, 1))), [((1, 1), 0)]);
-    // The answer to an earlier question shows that it is at work: it has the fence time anew for the later one.
+    // An answer to an earlier request shows that the worker is alive: for the later request it gets the whole fence
+    // time again.
     let asked_at = reader.now;
     let first = reader.reading;
     let tick = |reader: &mut Reader, after: Duration| expelled(&reader.until(asked_at + after));
@@ -458,7 +460,7 @@ fn what_was_read_before_a_reset_was_struck_out_is_read_anew() {
         id: ResetId(1),
     };
     assert_eq!(reader.step(struck(0)), []);
-    // A successor with a smaller depot: the pool is opened anew, and first what the depots hold is read.
+    // The successor has a smaller depot: a new pool opens, but only after the inventories were read.
     assert_eq!(reader.attach_with(1, 0, ARENA_PAGES / 2), FIRST);
     assert_eq!(reader.recovered(), None);
     assert_eq!(reader.part((0, 0), 0, Some(8), &[]), [((0, 0), 8)]);
@@ -476,7 +478,7 @@ fn what_was_read_before_a_reset_was_struck_out_is_read_anew() {
         "all are read from the first page"
     );
     assert_eq!(reader.part((0, 0), 8, None, &[9]), [], "of before");
-    // It was read before it was struck out, and comes late: it is not found again.
+    // This part was read before the pages were struck out and arrives late: its pages are not recovered.
     reader.reading -= 1;
     for rank in 0..RANKS {
         assert_eq!(reader.part((0, rank), 0, None, &[2, 9]), [], "of before");

@@ -1,4 +1,5 @@
-//! The leader under random orders of requests, reports, deaths and time: one answer each, one effect each, nothing left.
+//! The leader under random orders of requests, reports, deaths and timers: every request has one answer and one effect,
+//! and nothing is left at the end.
 
 #![expect(clippy::expect_used, reason = "a test says what it expects")]
 
@@ -62,7 +63,7 @@ enum Step {
         epoch: u64,
     },
     Wait(u64),
-    /// The connection breaks and is back within the grace time.
+    /// The connection breaks and is restored within the grace time.
     Reconnect(u8),
     Die(u8, u16),
 }
@@ -90,7 +91,7 @@ fn engine_id(engine: u8) -> EngineId {
     EngineId([engine; 16])
 }
 
-/// Names share their first pages in pairs.
+/// The hashes of a sequence. Names come in pairs that share their first 6 pages.
 fn sequence(name: u8, pages: usize) -> PageHashes {
     let page = |page: usize| {
         let branch = if page < 6 { name / 2 } else { name };
@@ -105,9 +106,9 @@ struct World {
     leader: Leader,
     now: Time,
     next_id: u64,
-    /// Requests with their answers.
+    /// Requests, by engine and id, with their answers.
     asked: BTreeMap<(u8, RequestId), (Request, Option<Reply>)>,
-    /// Copies that have not ended on these ranks of an engine's replica.
+    /// Running copies: direction, engine, and the ranks on which the copy has not ended.
     open: BTreeMap<OpId, (Direction, u8, BTreeSet<u16>)>,
     attaches: u64,
     slots: BTreeMap<(u8, u64), (usize, u32, u32)>,
@@ -141,7 +142,7 @@ fn settings() -> LeaderSettings {
 }
 
 impl World {
-    /// Two engines, each with all its ranks.
+    /// A world with two engines, each with all its ranks.
     fn new() -> Self {
         let mut world = Self::without_workers();
         world.begin();
@@ -352,7 +353,7 @@ impl World {
         });
     }
 
-    /// Everything of a rank has ended: its process is dead, and a new one attaches.
+    /// Ends all copies of a rank: its process is dead, and a new one attaches.
     fn die(&mut self, engine: u8, rank: u16) {
         self.open.retain(|_, (_, owner, ranks)| {
             if *owner == engine {
@@ -462,7 +463,7 @@ impl World {
         }
     }
 
-    /// All copies end, all holds expire: then everything is answered and nothing is left.
+    /// Ends all copies and lets all holds expire, then checks that every request is answered and nothing is left.
     fn settle(&mut self) {
         while let Some((op, rank)) = self
             .open

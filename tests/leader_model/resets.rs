@@ -7,7 +7,7 @@ use super::*;
 
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// Whom a step asked to strike pages out.
+/// Replica and rank of each worker that received a strike order from a step.
 fn asked(effects: &[Effect]) -> Vec<(u16, u16)> {
     let strike = |effect: &Effect| match effect {
         Effect::Strike {
@@ -48,8 +48,8 @@ fn answer(effects: &[Effect]) -> Option<Reply> {
     })
 }
 
-/// The pool of other room opens while every shard but one has struck the pages out: what it read is forgotten in slices,
-/// and the last shard answers between two of them.
+/// A pool with another capacity opens when every shard but one has struck the pages out. Its recovered pages are
+/// forgotten in slices, and the last shard answers between two slices.
 #[test]
 fn a_reset_whose_last_shard_answers_while_a_new_pool_is_swept_is_answered_with_the_last_slice() {
     let mut reader = Reader::served();
@@ -72,7 +72,8 @@ fn a_reset_whose_last_shard_answers_while_a_new_pool_is_swept_is_answered_with_t
     for rank in 1..RANKS {
         assert_eq!(struck(&mut reader, rank), []);
     }
-    // The memory of a worker that has answered is registered anew, beside less room: the pool is closed, and read again.
+    // A worker that has answered registers its memory again, with a smaller depot: the pool is closed, and the
+    // inventories are read again.
     reader.attach_with(1, 1, 50);
     assert!(!reader.leader.is_ready());
     for rank in 0..RANKS {
@@ -97,8 +98,8 @@ fn a_reset_whose_last_shard_answers_while_a_new_pool_is_swept_is_answered_with_t
     assert_eq!(told, Ok(Answer::Reset { pages: 4 }));
 }
 
-/// A leader that stood still finds an attach twice. Its first answer came too late for the worker, which refused the strike
-/// behind it; the second answer admits it.
+/// A leader that stood still receives an attach twice. Its first answer came too late for the worker, which therefore
+/// refused the strike after it. The second answer admits the worker.
 #[test]
 fn a_strike_is_asked_for_again_behind_each_answer_to_an_attach() {
     let mut reader = Reader::served();
@@ -132,7 +133,8 @@ fn a_strike_is_asked_for_again_behind_each_answer_to_an_attach() {
     }
 }
 
-/// Every leader numbers its resets from 1: the answer to an earlier leader's reset has the number of one of this leader's.
+/// Every leader numbers its resets from 1: the answer to an earlier leader's reset can have the number of a reset of
+/// this leader.
 #[test]
 fn an_answer_to_a_reset_of_another_epoch_does_not_count() {
     let mut reader = Reader::served();

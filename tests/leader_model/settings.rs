@@ -4,7 +4,7 @@ use kvferry::types::Sharding;
 
 use super::*;
 
-/// A leader for one engine of so many ranks and shards, its only engine known.
+/// A leader for this number of ranks and shards, with one engine, which is known.
 fn leader(ranks: u16, shards: u16) -> Leader {
     let mut settings = settings();
     settings.sharding = Sharding::new(ranks, shards).expect("divides");
@@ -15,12 +15,12 @@ fn leader(ranks: u16, shards: u16) -> Leader {
     leader
 }
 
-/// A worker that was started for so many ranks and shards attaches with the memory of the engine.
+/// Attaches a worker that was started for this number of ranks and shards, with the engine's memory.
 fn attach(leader: &mut Leader, rank: u16, settings: (u16, u16)) -> Vec<Effect> {
     attach_depot(leader, rank, settings, Epoch(0))
 }
 
-/// The same, with a depot that a leader of this epoch has read last.
+/// Attaches like [`attach`], with a depot that a leader of this epoch has read last.
 fn attach_depot(
     leader: &mut Leader,
     rank: u16,
@@ -54,8 +54,8 @@ fn verdict(effects: &[Effect]) -> Result<OpId, Refusal> {
     verdict.expect("a verdict")
 }
 
-/// Were the worker of rank 0 admitted, the replica would be complete for the leader, and loads would be answered of which
-/// rank 1 copies nothing.
+/// If the worker of rank 0 were admitted, the replica would be complete for the leader, and loads would be answered
+/// although rank 1 copied nothing.
 #[test]
 fn a_worker_of_an_engine_with_more_ranks_than_the_leader_was_started_for_is_turned_away() {
     let mut leader = leader(1, 1);
@@ -128,8 +128,8 @@ fn a_worker_with_other_settings_is_turned_away_and_one_with_the_same_is_not() {
     }
 }
 
-/// A leader of an epoch that was used before: its readings would be refused, and its strikes would spare what was stored
-/// then.
+/// The epoch of this leader was used before: its readings would be refused, and its strikes would spare the pages that
+/// were stored then.
 #[test]
 fn a_depot_that_has_seen_the_epoch_of_a_leader_that_has_read_nothing_is_turned_away() {
     for seen in [EPOCH, Epoch(EPOCH.0 + 1), Epoch(u64::MAX - 1)] {

@@ -4,7 +4,7 @@ use kvferry::types::{Generation, ResetId, Scope, Sharding};
 
 use super::*;
 
-/// Four ranks, two shards, one engine.
+/// A leader of one engine with four ranks and two shards.
 struct Shared {
     leader: Leader,
     asked: u64,
@@ -31,7 +31,7 @@ impl Shared {
         shared
     }
 
-    /// One that serves.
+    /// A leader that serves.
     fn ready() -> Self {
         let mut shared = Self::new();
         let mut asked = Vec::new();
@@ -98,7 +98,7 @@ impl Shared {
         })
     }
 
-    /// Asks for a sequence, and has it copied. Returns which ranks are to do so, and the copy.
+    /// Looks up a sequence, then sends the request. Returns the ranks that copy for it, and the copy.
     fn copies(&mut self, slot: u64, name: u8, request: Request) -> (Vec<u16>, OpId) {
         self.ask(Request::Lookup {
             slot: SlotId(slot),

@@ -1,10 +1,10 @@
-//! What a pool is a pool of: engines with other pages, workers with other depots, replicas with other memory.
+//! The key of a pool: engines with other pages, workers with other depots, replicas with other memory.
 
 use kvferry::types::{PageRecord, ResetId, Scope};
 
 use super::*;
 
-/// What a worker says of its engine's memory and of its depot.
+/// A worker's description of its engine's memory and of its depot.
 #[derive(Debug, Clone, Copy)]
 struct Here {
     engine: u8,
@@ -24,7 +24,7 @@ const A: Here = Here {
     arena_pages: 60,
     depot: 0,
 };
-/// One with pages of half the size.
+/// An engine with pages of 32 bytes.
 const B: Here = Here {
     engine: 2,
     page_bytes: 32,
@@ -34,7 +34,7 @@ const B: Here = Here {
     depot: 0,
 };
 
-/// A leader whose effects are looked at one by one.
+/// A leader whose effects are checked one by one.
 struct Site {
     leader: Leader,
     attaches: u64,
@@ -60,7 +60,7 @@ impl Site {
         effects
     }
 
-    /// A worker attaches; its rank's number is added to the depot's.
+    /// Attaches a worker. The number of its rank is added to the depot's id.
     fn attach(&mut self, place: (u8, u16), here: Option<Here>) -> Vec<Effect> {
         self.attach_depot(place, here.map_or(0, |here| here.depot), here)
     }
@@ -94,7 +94,7 @@ impl Site {
         }))
     }
 
-    /// Answers every question for an inventory: nothing is listed. Returns the page sizes that were asked for.
+    /// Answers every inventory request with an empty list. Returns the requested page sizes.
     fn read(&mut self, effects: &[Effect]) -> Vec<u64> {
         self.read_with(effects, &[])
     }
@@ -173,7 +173,7 @@ impl Site {
         )
     }
 
-    /// Eight pages are stored: they are found from then on.
+    /// Stores eight pages and checks that a lookup finds them.
     fn stored(&mut self, place: (u8, u16), engine: u8) {
         let op = copy(&self.store_from(engine, 0)).expect("a copy");
         self.ended(place, op);
@@ -265,7 +265,7 @@ fn pages_of_one_size_in_another_layout_end_the_pool_too() {
     site.attach((0, 0), None);
     let asked = site.attach((0, 0), Some(other));
     assert_eq!(site.read(&asked), [64]);
-    // The engine has kept its id: what it looked up for the other layout says nothing any more.
+    // The engine has kept its id, but its lookup for the other layout is no longer valid.
     let refused = answer(&site.load(A.engine, 0));
     assert_eq!(refused, Some(Err(Refusal::UnknownSlot(SlotId(1)))));
     assert_eq!(site.lookup(A.engine), hit(0));
@@ -278,7 +278,7 @@ fn copies_of_a_pool_that_ends_are_cancelled_and_awaited_before_anything_is_read(
     let asked = site.attach((0, 0), Some(Here { engine: 3, ..A }));
     site.read(&asked);
     let op = copy(&site.store_from(A.engine, 0)).expect("a copy");
-    // The worker that copies is out of reach, and the other replica gets an engine with other pages.
+    // The worker that copies is unreachable, and the other replica gets an engine with other pages.
     site.step(Event::WorkerLost(worker(1, 0)));
     site.attach((0, 0), None);
     let effects = site.attach((0, 0), Some(B));
@@ -426,7 +426,7 @@ fn two_engines_that_differ_do_not_keep_each_other_out() {
     for place in [(0, 0), (0, 1), (1, 0), (1, 1)] {
         site.attach(place, None);
     }
-    // Each has one of its two ranks when the other one comes.
+    // Each engine has one of its two ranks when the other engine comes.
     assert_eq!(verdict(&site.attach((0, 0), Some(A))), Ok(()));
     let first = verdict(&site.attach((1, 1), Some(B)));
     let asked = site.attach((0, 1), Some(A));
@@ -439,7 +439,7 @@ fn two_engines_that_differ_do_not_keep_each_other_out() {
         matches!(late, Err(Refusal::RankDisagrees { .. })),
         "{late:?}"
     );
-    // When the first has gone, the second is let in.
+    // When the first engine has gone, the second is admitted.
     for place in [(0, 0), (0, 1)] {
         site.attach(place, None);
     }
@@ -463,7 +463,7 @@ fn an_engine_of_another_shape_does_not_take_the_turn_of_one_whose_workers_attach
         site.ended((1, rank), op);
     }
     assert_eq!(site.lookup(A.engine), hit(8));
-    // The connections of the first engine's workers break; a rank of the second engine registers meanwhile.
+    // The connections of the first engine's workers break. A rank of the second engine registers meanwhile.
     for rank in [0, 1] {
         site.step(Event::WorkerLost(worker(1, rank)));
     }
@@ -538,7 +538,7 @@ fn a_reset_of_a_namespace_means_the_pages_of_every_layout() {
         let told = answer(&site.step(struck));
         assert_eq!(told, Some(Ok(Answer::Reset { pages: forgotten })), "{name}");
 
-        // The first engine comes back.
+        // The first engine attaches again.
         let asked = site.attach((0, 0), Some(A));
         site.read_with(&asked, &listed);
         let found = if left == 8 { 8 } else { 0 };
@@ -572,7 +572,7 @@ fn a_worker_with_pages_of_another_size_is_not_asked_for_the_inventory_of_the_eng
     };
     let first = asked(&site.attach((0, 1), Some(A)));
     assert_eq!(first, [(worker(0, 0), 64), (worker(0, 1), 64)]);
-    // The engine leaves while its depots are read, and a rank of one with smaller pages takes a place.
+    // The engine leaves while its depots are read, and a rank of an engine with smaller pages takes a seat.
     assert_eq!(asked(&site.attach((0, 1), None)), [(worker(0, 1), 64)]);
     let attached = site.attach((0, 0), Some(B));
     assert_eq!(verdict(&attached), Ok(()));

@@ -1,8 +1,8 @@
-//! Epochs: leaders restart, connections break, memory is registered anew and workers die, while copies run and messages
-//! of every age arrive. A worker starts what is ordered of it now, once; a leader waits for every copy that may run.
+//! Epochs: leaders restart, connections break, memory is registered again and workers die, while copies run and
+//! messages of every age arrive. A worker starts each current order once. A leader waits for every copy that may run.
 //!
-//! One page. The workers are [`Worker`]s, rebuilt from their past at every step; what they print is part of a state. The
-//! leader is small: it orders stores one after another, and publishes by set.
+//! The arena has one page. The workers are real [`Worker`]s, rebuilt from their past at every step; their debug output
+//! is a part of the state. The leader is a small model: it orders stores one after another, and publishes by set.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -25,33 +25,33 @@ const BOUNDS: MemoryBounds = MemoryBounds {
     arena_pages: 10_000,
 };
 
-/// A copy, over all epochs.
+/// A copy, unique over all epochs.
 type CopyId = (Epoch, OpId);
 
-/// How epochs are kept apart.
+/// The rule that separates epochs: the real one, or a broken variant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Rule {
-    /// As it is built.
+    /// The real rule.
     Built,
-    /// A leader takes acknowledgements of any epoch.
+    /// A leader accepts acknowledgements of any epoch.
     AnyAck,
-    /// A worker takes orders of any epoch.
+    /// A worker accepts orders of any epoch.
     AnyOrder,
-    /// A worker starts whatever arrives in its epoch, again and again.
+    /// A worker starts every order that arrives in its epoch, also repeated ones.
     RunAgain,
-    /// A worker answers a cancel that comes before its order, and forgets it.
+    /// A worker answers a cancel that arrives before its order, and does not remember the cancel.
     ForgetCancel,
     /// A worker attaches while it still copies.
     AttachEarly,
-    /// What a worker said of itself over one connection is said again over the next.
+    /// An attach request of one connection is sent again over the next.
     AttachAgain,
 }
 
 struct Epochs {
     rule: Rule,
-    /// Stores that a leader orders, for each of the leaders.
+    /// Number of stores that each leader orders.
     stores: Vec<u64>,
-    /// Connections that break, memory that is registered anew, and workers that die; each at most.
+    /// Maximum numbers of broken connections, of repeated registrations, and of dead workers.
     breaks: u8,
     remaps: u8,
     deaths: u8,
@@ -59,9 +59,9 @@ struct Epochs {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 enum Message {
-    /// Over one connection.
+    /// Bound to one connection.
     Attach(Rank, AttachId),
-    /// Over one connection.
+    /// Bound to one connection.
     Admit(Rank, AttachId, OpId),
     Order(Rank, CopyId),
     Cancel(Rank, CopyId),
@@ -75,9 +75,9 @@ enum Action {
     Arrive(Message),
     End(Rank, CopyId, bool),
     Restart,
-    /// A leader loses a worker that does not know yet.
+    /// A leader loses a worker, which has not noticed it yet.
     Break(Rank),
-    /// A worker finds the leader.
+    /// A worker connects to the leader.
     Connect(Rank),
     Remap(Rank),
     Die(Rank),
@@ -91,22 +91,22 @@ struct Fill {
     late: bool,
 }
 
-/// A worker's place, from both sides.
+/// A worker's seat, as both sides see it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Place {
-    /// The leader that it is connected to.
+    /// Epoch of the leader to which the worker is connected.
     link: Option<Epoch>,
-    /// The leader knows of this connection.
+    /// Whether the leader knows this connection.
     connected: bool,
-    /// The last attach over this connection, as the leader saw it.
+    /// The last attach that the leader received over this connection.
     attached: Option<AttachId>,
-    /// Its depot is not the one that the leader knows.
+    /// Whether the worker's depot is not the one that the leader knows.
     other_depot: bool,
-    /// Copies that write.
+    /// Running copies, which write.
     running: Vec<CopyId>,
-    /// Whose bytes lie in the page, whole.
+    /// The copy whose complete bytes the page holds.
     wrote: Option<CopyId>,
-    /// What the worker prints.
+    /// Debug output of the worker.
     worker: Arc<str>,
     past: Past<WorkerEvent>,
 }
@@ -122,7 +122,7 @@ struct State {
     broken: u8,
     remapped: u8,
     dead: u8,
-    /// A worker started what an older leader ordered.
+    /// Whether a worker started an order of an older leader.
     started_old: bool,
 }
 
@@ -152,7 +152,7 @@ impl Place {
         }
     }
 
-    /// One more event for the worker; what it does about it.
+    /// Hands one more event to the worker. Returns its effects.
     fn step(&mut self, event: WorkerEvent) -> Vec<WorkerEffect> {
         let key = (Arc::clone(&self.worker), format!("{event:?}"));
         self.past = self.past.then(event);
@@ -171,11 +171,11 @@ impl Place {
     }
 }
 
-/// What a worker prints after an event, and what it wants done.
+/// Debug output of a worker after an event, and its effects.
 type Stepped = (Arc<str>, Vec<WorkerEffect>);
 
 thread_local! {
-    /// Steps that were taken before: a worker that prints the same does the same.
+    /// Steps taken before, by debug output and event: workers with equal debug output behave alike.
     static STEPS: RefCell<HashMap<(Arc<str>, String), Stepped>> = RefCell::default();
 }
 
@@ -189,7 +189,7 @@ fn rebuild(past: Vec<WorkerEvent>) -> Stepped {
     (Arc::from(canonical(&format!("{worker:?}"))), effects)
 }
 
-/// The order of a copy. Its source names it, over all epochs.
+/// The order of a copy. Its source page identifies it over all epochs.
 fn copy((epoch, op): CopyId) -> Copy {
     let source = u32::try_from(epoch.0 * 100 + op.0).expect("small numbers");
     let pair = FragmentPair {
@@ -238,7 +238,7 @@ impl State {
         }
     }
 
-    /// A copy ended on a rank, as the leader sees it; whether that was news.
+    /// Handles the end of a copy on a rank in the leader. Returns whether this was the first report of it.
     fn ended(&mut self, op: OpId, rank: Rank, whole: bool) -> bool {
         let Some(fill) = self.fill.as_mut().filter(|fill| fill.op == op) else {
             return false;
@@ -258,7 +258,7 @@ impl State {
         }
     }
 
-    /// Whether that was news to the leader.
+    /// Handles an attach in the leader. Returns whether it was new to the leader.
     fn attach(&mut self, rank: Rank, attach: AttachId) -> bool {
         if !self.places[at(rank)].connected || Some(attach) <= self.places[at(rank)].attached {
             return false;
@@ -268,14 +268,14 @@ impl State {
         place.attached = Some(attach);
         if std::mem::take(&mut place.other_depot) {
             self.ready = None;
-            // What fills is forgotten when it ends.
+            // A running fill is discarded when it ends.
             self.fill.iter_mut().for_each(|fill| fill.failed = true);
         }
         self.network.send(Message::Admit(rank, attach, self.last));
         true
     }
 
-    /// The leader's side of a connection is gone, with what it carried of it.
+    /// Removes the leader's side of a connection, with the messages that the connection carried.
     fn cut(&mut self, rule: Rule, rank: Rank) {
         let place = &mut self.places[at(rank)];
         place.connected = false;
@@ -287,7 +287,7 @@ impl State {
         });
     }
 
-    /// Hands an event to a worker, and carries out what it wants.
+    /// Hands an event to a worker, and carries out its effects.
     fn tell(&mut self, rule: Rule, rank: Rank, event: WorkerEvent) {
         let place = &mut self.places[at(rank)];
         for effect in place.step(event) {
@@ -317,7 +317,7 @@ impl State {
         }
     }
 
-    /// An order or a cancel reaches a worker.
+    /// Delivers an order or a cancel to a worker.
     fn ordered(&mut self, rule: Rule, message: Message) {
         match message {
             Message::Order(rank, order) => {
@@ -355,7 +355,7 @@ impl State {
         }
     }
 
-    /// Whether it changes anything.
+    /// Delivers a message. Returns whether it changed anything.
     fn arrive(&mut self, rule: Rule, message: Message) -> bool {
         match message {
             Message::Attach(rank, attach) => self.attach(rank, attach),

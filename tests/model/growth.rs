@@ -1,7 +1,7 @@
-//! Growth: a block grows behind its watermark, page by page. A growth that fails, or is late, gives its page back, and
-//! the next one takes the same page under another generation. What came before stays readable throughout.
+//! Growth: a block grows after its watermark, page by page. A growth that fails or is late returns its page, and the
+//! next growth takes the same page with another generation. The pages before it stay readable throughout.
 //!
-//! One sequence of three pages in an arena of three. [`Pool`] is run beside it.
+//! One sequence of three pages in an arena of three. [`Pool`] runs in parallel.
 
 use kvferry::core::{AnchorKey, Domain, Kind, Pool, Reach, Run, Want};
 use kvferry::types::{Generation, GroupId, PageHashes, Rank, Ratio};
@@ -13,24 +13,24 @@ const PAGES: usize = 3;
 
 type Page = usize;
 
-/// How growing goes.
+/// The rule for growth: the real one, or a broken variant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Rule {
-    /// As it is built.
+    /// The real rule.
     Watermark,
-    /// An acknowledgement of an older growth is taken for the one that fills.
+    /// An acknowledgement of an older growth counts for the one that fills.
     AnyGeneration,
-    /// A page can be read as soon as it is reserved.
+    /// A page is readable as soon as it is reserved.
     ReadReserved,
     /// A growth that failed on some rank publishes.
     PublishFailed,
-    /// A growth is given up at its deadline, and its page used again.
+    /// A growth is given up at its deadline, and its page is used again while it may still be written.
     FreeLate,
 }
 
 struct Growth {
     rule: Rule,
-    /// Stores in all: the first one and growths.
+    /// Total number of stores: the first one and growths.
     stores: u64,
     domain: Domain,
     sequence: PageHashes,
@@ -73,7 +73,7 @@ struct Fill {
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct State {
     last: Generation,
-    /// Pages below the watermark, each with the store that published it.
+    /// Pages below the watermark, each with the generation of the store that published it.
     ready: Vec<Generation>,
     fill: Option<Fill>,
     writing: [Vec<(Page, Generation)>; RANKS as usize],
@@ -85,7 +85,7 @@ struct State {
     past: Past<Event>,
 }
 
-/// What the pool is asked.
+/// A call to the pool.
 #[derive(Debug, Clone)]
 enum Event {
     Grow,
@@ -136,7 +136,7 @@ impl State {
         self.network.send(Message::Ack(rank, generation, whole));
     }
 
-    /// An acknowledgement; whether it had an effect.
+    /// Handles an acknowledgement. Returns whether it had an effect.
     fn ended(&mut self, rule: Rule, generation: Generation, rank: Rank, whole: bool) -> bool {
         let meant = |fill: &Fill| fill.generation == generation || rule == Rule::AnyGeneration;
         let mut result = None;
@@ -266,7 +266,8 @@ const ONE_WRITER: &str = "no two copies write one page at a time";
 const ALIKE: &str = "the pool does what the model does";
 
 impl Growth {
-    /// Runs the pool through the past of a state; says where they differ. Broken variants are not compared.
+    /// Replays the past of a state in the pool. Returns a difference, if there is one. Broken variants are not
+    /// compared.
     fn compare(&self, state: &State) -> Option<String> {
         if self.rule != Rule::Watermark {
             return None;

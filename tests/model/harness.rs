@@ -1,4 +1,4 @@
-//! What the models share: the network, the past of a state, and how a model is checked.
+//! Shared parts of the models: the network, the past of a state, and the check of a model.
 
 use std::fmt::Debug;
 use std::hash::{Hash, Hasher};
@@ -8,25 +8,25 @@ use kvferry::core::RankSet;
 use kvferry::types::Rank;
 use stateright::{Checker, Expectation, HasDiscoveries, Model};
 
-/// Ranks of every model.
+/// Number of ranks in every model.
 pub const RANKS: u16 = 2;
 
-/// Their numbers.
+/// The ranks, by number.
 pub fn ranks() -> impl Iterator<Item = Rank> {
     (0..RANKS).map(Rank)
 }
 
-/// The index of a rank.
+/// The index of a rank in the arrays of a state.
 pub fn at(rank: Rank) -> usize {
     usize::from(rank.0)
 }
 
-/// A set of ranks, as a part of a state.
+/// A set of ranks, hashable as a part of a state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Missing(pub RankSet);
 
 impl Missing {
-    /// Every rank.
+    /// The set of all ranks.
     pub fn all() -> Self {
         Self(RankSet::first(RANKS))
     }
@@ -39,8 +39,8 @@ impl Hash for Missing {
     }
 }
 
-/// Every message that was ever sent and whose connection stands: each may arrive at any time, in any order, any number
-/// of times, or never.
+/// Every message that was ever sent over a connection that still stands. Each may arrive at any time, in any order, any
+/// number of times, or never.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Network<M>(Vec<M>);
 
@@ -49,25 +49,25 @@ impl<M: Ord + Copy> Network<M> {
         Self(Vec::new())
     }
 
-    /// Sends; the same message again is no other one.
+    /// Sends a message. An equal message is kept only once.
     pub fn send(&mut self, message: M) {
         if let Err(at) = self.0.binary_search(&message) {
             self.0.insert(at, message);
         }
     }
 
-    /// Whatever may arrive next.
+    /// The messages of which any may arrive next.
     pub fn messages(&self) -> impl Iterator<Item = M> {
         self.0.iter().copied()
     }
 
-    /// A connection broke: what it carried never arrives.
+    /// Removes the messages of a broken connection, which never arrive.
     pub fn cut(&mut self, lost: impl Fn(&M) -> bool) {
         self.0.retain(|message| !lost(message));
     }
 }
 
-/// How a state was reached, for the code that is run beside the model. No part of what a state is.
+/// The events that led to a state, for the code that runs in parallel. Not part of the state's identity.
 #[derive(Clone)]
 pub struct Past<E>(Option<Arc<(E, Self)>>);
 
@@ -76,12 +76,12 @@ impl<E: Clone> Past<E> {
         Self(None)
     }
 
-    /// One more event.
+    /// The past with one more event.
     pub fn then(&self, event: E) -> Self {
         Self(Some(Arc::new((event, self.clone()))))
     }
 
-    /// All of them, the first one first.
+    /// All events, the first one first.
     pub fn events(&self) -> Vec<E> {
         let mut events = Vec::new();
         let mut next = self;
@@ -112,7 +112,7 @@ impl<E> Debug for Past<E> {
     }
 }
 
-/// What a value prints, with the items of everything in braces in order: a hash map prints alike in every run.
+/// Debug output with the items in braces sorted, so that a hash map prints alike in every run.
 pub fn canonical(printed: &str) -> String {
     let mut open: Vec<Vec<String>> = vec![vec![String::new()]];
     for letter in printed.chars().filter(|letter| !letter.is_whitespace()) {
@@ -134,10 +134,10 @@ pub fn canonical(printed: &str) -> String {
     open.concat().join(",")
 }
 
-/// Most states of one model.
+/// Maximum number of states of one model.
 const STATES_MAX: usize = 2_000_000;
 
-/// Visits every state. What must always hold, does; what must be reachable, is.
+/// Visits every state. Requires that each invariant holds and that each state that must be reachable is reached.
 pub fn holds<M>(name: &str, model: M)
 where
     M: Model + Send + Sync + 'static,
@@ -174,7 +174,7 @@ where
     }
 }
 
-/// Visits states until `property` is seen to fail, and finds the shortest way there.
+/// Visits states until `property` fails, and finds the shortest path there. Panics if it holds in all states.
 pub fn breaks<M>(name: &str, model: impl Fn() -> M, property: &'static str)
 where
     M: Model + Send + Sync + 'static,

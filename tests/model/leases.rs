@@ -1,7 +1,8 @@
-//! Leases: a lookup holds what it found for a while, a load holds it until its copy has ended on every rank; late
-//! copies, disconnects, expiry and deaths included. What is held is never evicted, and nothing is held for nobody.
+//! Leases: a lookup holds the pages that it found for a while, and a load holds them until its copy has ended on every
+//! rank, also with late copies, disconnects, expiry and deaths. Held pages are never evicted, and every hold has a
+//! holder.
 //!
-//! Two pages, three sequences of one page each, one engine. A leader is run beside it.
+//! Two pages, three sequences of one page each, one engine. A leader runs in parallel.
 
 mod beside;
 
@@ -18,31 +19,31 @@ const PAGES: usize = 2;
 const NAMES: usize = 3;
 const ENGINE: EngineId = EngineId([1; 16]);
 const EPOCH: Epoch = Epoch(1);
-/// In seconds: how long a lookup holds, how long an engine is remembered, when an answer is due.
+/// In seconds: how long a lookup holds pages, how long a disconnected engine is remembered, and when an answer is due.
 const HOLD: u8 = 2;
 const GRACE: u8 = 1;
 const DEADLINE: u8 = 1;
 
-/// How holds are kept.
+/// The rule for holds: the real one, or a broken variant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Rule {
-    /// As it is built.
+    /// The real rule.
     Built,
     /// A lease ends with the deadline of its load.
     UntilDeadline,
-    /// A lease ends when the first rank has ended.
+    /// A lease ends when the first rank has ended its copy.
     UntilFirst,
-    /// What an engine held stays held when it is forgotten.
+    /// The holds of an engine remain when the engine is forgotten.
     Keep,
-    /// The oldest block is evicted, held or not.
+    /// The oldest block is evicted, also when it is held.
     EvictHeld,
-    /// An end that is reported again gives the lease back again.
+    /// A repeated report of an end releases the lease again.
     ReleaseAgain,
 }
 
 struct Leases {
     rule: Rule,
-    /// Copies, seconds, broken connections and deaths; each at most.
+    /// Maximum numbers of copies, seconds, broken connections and deaths.
     ops: u64,
     seconds: u8,
     disconnects: u8,
@@ -59,11 +60,11 @@ enum Action {
     Second,
     Disconnect,
     Reconnect,
-    /// A worker dies and another one, with another depot, attaches.
+    /// A worker dies, and another one with another depot attaches.
     Die(Rank),
 }
 
-/// A page of a sequence, the oldest first. Named by the store that fills it.
+/// A page of a sequence, identified by the store that fills it. A state lists its blocks from the oldest on.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Block {
     id: OpId,
@@ -82,7 +83,7 @@ struct Hold {
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Op {
     id: OpId,
-    /// What a load reads, or a store fills.
+    /// The block that a load reads or a store fills.
     block: OpId,
     load: bool,
     missing: Missing,
@@ -97,14 +98,14 @@ struct State {
     now: u8,
     last: OpId,
     blocks: Vec<Block>,
-    /// Running requests, each with what it holds.
+    /// Running requests, each with its hold.
     slots: [Option<Option<Hold>>; NAMES],
     ops: Vec<Op>,
     connected: bool,
     gone_at: Option<u8>,
     disconnected: u8,
     dead: u8,
-    /// The pool belongs to a depot that is gone, and copies of it are still under way.
+    /// The pool belongs to a depot that is gone, and copies of it are still running.
     closing: bool,
     evicted: bool,
     differs: Option<String>,
@@ -156,7 +157,7 @@ impl State {
         self.bury();
     }
 
-    /// What is forgotten goes with its last holder.
+    /// Removes retired blocks that are neither filling nor held.
     fn bury(&mut self) {
         self.blocks
             .retain(|block| block.filling || !block.retired || block.pins > 0);
@@ -252,7 +253,7 @@ impl State {
         self.begin(self.last, false);
     }
 
-    /// A copy ended on a rank; whether that was news.
+    /// Handles the end of a copy on a rank. Returns whether this was the first report of it.
     fn ended(&mut self, rule: Rule, id: OpId, rank: Rank, whole: bool) -> bool {
         let Some(op) = self.ops.iter_mut().find(|op| op.id == id) else {
             return false;
@@ -335,7 +336,7 @@ impl State {
         self.blocks
             .iter_mut()
             .for_each(|block| block.retired = true);
-        // A load must not read what the new depot holds, so no hold outlives the old one.
+        // A load must not read pages of the new depot, so no hold outlives the old one.
         (0..NAMES).for_each(|name| self.let_go(name));
         self.bury();
         self.closing = !self.ops.is_empty();
@@ -344,7 +345,7 @@ impl State {
         self.tell(Event::Attached(attached(worker, 2)));
     }
 
-    /// Every block that somebody reads or may read, once for each holder.
+    /// Every block that a slot holds or a load reads, once for each holder.
     fn holders(&self) -> impl Iterator<Item = OpId> {
         let slots = self.slots.iter().flatten().flatten();
         let loads = self.ops.iter().filter(|op| op.load);
@@ -356,7 +357,7 @@ impl Model for Leases {
     type State = State;
     type Action = Action;
 
-    /// Two sequences are stored, and nobody holds them.
+    /// The initial state: two sequences are stored and not held.
     fn init_states(&self) -> Vec<State> {
         let empty = State {
             now: 0,
@@ -388,7 +389,7 @@ impl Model for Leases {
     fn actions(&self, state: &State, actions: &mut Vec<Action>) {
         let room = state.last.0 < self.ops;
         for name in (0..NAMES).filter(|_| state.connected) {
-            // Requests while a pool closes are refused; `leader_model` shows that.
+            // Requests while a pool closes are refused, which `leader_model` tests.
             if !state.closing {
                 actions.push(Action::Lookup(name));
             }
@@ -403,7 +404,7 @@ impl Model for Leases {
                 actions.push(Action::Load(name));
             }
         }
-        // Ends that were reported before are reported again.
+        // Earlier reports of ends are repeated, too.
         for op in &state.ops {
             for rank in ranks() {
                 actions.push(Action::Ended(op.id, rank, true));
@@ -519,7 +520,7 @@ const COUNTED: &str = "every holder counts, once, and nobody else";
 const ALIKE: &str = "the leader does what the model does";
 
 impl Leases {
-    /// Two further copies and a second, in which they can be late.
+    /// Two more copies, and a second in which they can miss their deadline.
     fn late(rule: Rule) -> Self {
         Self {
             rule,
@@ -530,7 +531,7 @@ impl Leases {
         }
     }
 
-    /// One further copy, time for everything to expire, and an engine that goes away.
+    /// One more copy, time for everything to expire, and an engine that disconnects.
     fn forgotten(rule: Rule) -> Self {
         Self {
             rule,
@@ -541,7 +542,7 @@ impl Leases {
         }
     }
 
-    /// The same with a worker that dies.
+    /// One more copy, and a worker that dies.
     fn dying(rule: Rule) -> Self {
         Self {
             rule,

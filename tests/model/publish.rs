@@ -1,8 +1,8 @@
-//! Publishing by set: pages become readable when every rank has acknowledged, whole and in time, in their generation and
-//! epoch; and are freed once, when nothing writes them any more.
+//! Publishing by set: pages become readable when every rank has acknowledged a complete copy in time, in their
+//! generation and epoch. They are freed once, when no copy writes them any longer.
 //!
-//! Two pages, three sequences of one page each. A leader reserves, orders, hears acknowledgements, gives up at deadlines
-//! and restarts; workers copy, fail and die. [`Pool`] is run beside it.
+//! Two pages, three sequences of one page each. A leader reserves, orders, receives acknowledgements, gives up at
+//! deadlines and restarts; workers copy, fail and die. [`Pool`] runs in parallel.
 
 use kvferry::core::{AnchorKey, Domain, Pool, Want};
 use kvferry::types::{Epoch, Generation, GroupId, PageHashes, Rank, Ratio};
@@ -14,32 +14,32 @@ const PAGES: usize = 2;
 const NAMES: u8 = 3;
 
 type Page = usize;
-/// A store, over all epochs.
+/// A store, unique over all epochs.
 type StoreId = (Epoch, Generation);
 
-/// How publishing goes.
+/// The rule for publishing: the real one, or a broken variant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Rule {
-    /// As it is built.
+    /// The real rule.
     Set,
-    /// As many acknowledgements as there are ranks, whosever.
+    /// Publishes after as many acknowledgements as there are ranks, whichever ranks sent them.
     Count,
-    /// An acknowledgement is taken for the oldest store.
+    /// An acknowledgement counts for the oldest store.
     AnyGeneration,
-    /// An acknowledgement to an older leader is taken for one of the same number.
+    /// An acknowledgement to an older leader counts for the store with its number.
     AnyEpoch,
     /// Pages are freed at their deadline.
     FreeLate,
-    /// A late store that is whole publishes. It cannot be told from outside that the pages are not: only that the engine
-    /// may have been told that they failed.
+    /// A late store that is complete publishes. Its pages are correct, so only the publication itself is visible: the
+    /// engine may have been notified that they failed.
     PublishLate,
 }
 
 struct Publish {
     rule: Rule,
-    /// How many a leader begins, for each of the leaders.
+    /// Number of stores that each leader begins.
     stores: Vec<u64>,
-    /// Workers that die, at most.
+    /// Maximum number of workers that die.
     deaths: u8,
     domain: Domain,
 }
@@ -96,16 +96,16 @@ enum Message {
 enum Action {
     Reserve(u8),
     Arrive(Message),
-    /// A copy of a rank ends.
+    /// The copy of a rank ends.
     End(Rank, StoreId, bool),
     Late(Generation),
-    /// A worker dies and another one, with another depot, attaches.
+    /// A worker dies, and another one with another depot attaches.
     Die(Rank),
-    /// Another leader begins, once every copy of the old one has ended.
+    /// The next leader starts, once every copy of the old one has ended.
     Restart,
 }
 
-/// A page of a sequence, the oldest block first.
+/// A page of a sequence. A state lists its blocks from the oldest on.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Block {
     name: u8,
@@ -131,11 +131,11 @@ struct State {
     deaths: u8,
     blocks: Vec<Block>,
     free: Vec<Page>,
-    /// Copies that write, by rank.
+    /// Running copies, which write, by rank.
     writing: [Vec<(Page, StoreId)>; RANKS as usize],
-    /// Whose bytes lie there, whole, by rank.
+    /// The store whose complete bytes each page holds, by rank.
     wrote: [[Option<StoreId>; PAGES]; RANKS as usize],
-    /// Orders up to this one came to this worker, or are not for it.
+    /// By rank: the orders that have reached the worker or are not for it.
     seen: [Vec<Generation>; RANKS as usize],
     network: Network<Message>,
     evicted: bool,
@@ -144,7 +144,7 @@ struct State {
     past: Past<Event>,
 }
 
-/// What the pool is asked.
+/// A call to the pool.
 #[derive(Debug, Clone)]
 enum Event {
     New,
@@ -221,7 +221,7 @@ impl State {
         });
     }
 
-    /// An acknowledgement. `None` when it has no effect.
+    /// Handles an acknowledgement. `None` when it has no effect.
     fn ended(&mut self, rule: Rule, generation: Generation, rank: Rank, whole: bool) -> Option<()> {
         let filling = |block: &&mut Block| block.fill.is_some();
         let mut blocks = self.blocks.iter_mut().filter(filling);
@@ -354,7 +354,7 @@ impl Model for Publish {
                 let mut there = state.blocks.iter().filter(|block| !block.retired);
                 there.all(|block| block.name != *name)
             };
-            // Sequences are alike: of those that are absent, the first one stands for all.
+            // Sequences are alike: the first absent one stands for all absent ones.
             let name = (0..NAMES).filter(|_| room).find(absent);
             actions.extend(name.map(Action::Reserve));
         }
@@ -401,7 +401,7 @@ impl Model for Publish {
                     return None;
                 }
                 if state.ended(self.rule, generation, rank, whole).is_none() {
-                    // The pool must see it so as well.
+                    // The pool must ignore the acknowledgement as well.
                     state.tell(Event::Ended(generation, rank, whole, None));
                     state.differs = self.compare(&state);
                     return state.differs.is_some().then_some(state);
@@ -468,7 +468,8 @@ const IN_TIME: &str = "nothing late is published";
 const ALIKE: &str = "the pool does what the model does";
 
 impl Publish {
-    /// Runs the pool through the past of a state; says where they differ. Broken variants are not compared.
+    /// Replays the past of a state in the pool. Returns a difference, if there is one. Broken variants are not
+    /// compared.
     fn compare(&self, state: &State) -> Option<String> {
         if self.rule != Rule::Set {
             return None;

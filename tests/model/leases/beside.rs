@@ -1,4 +1,4 @@
-//! The leader that is run beside the model.
+//! The leader that runs in parallel to the model.
 
 use std::time::Duration;
 
@@ -24,7 +24,7 @@ pub(super) fn worker(rank: Rank) -> WorkerId {
     WorkerId { replica, rank }
 }
 
-/// With the first depot of its shard, or a later one.
+/// The attach of a worker with this depot: the first one of its shard, or a later one.
 pub(super) fn attached(worker: WorkerId, depot: u128) -> Attached {
     let geometry = GroupGeometry {
         group: GroupId(0),
@@ -51,7 +51,7 @@ pub(super) fn attached(worker: WorkerId, depot: u128) -> Attached {
     }
 }
 
-/// A leader with both workers and an empty pool.
+/// A leader with both workers attached and an empty pool.
 fn leader() -> Leader {
     let ratio = Ratio::new(1).expect("in bounds");
     let mut settings = LeaderSettings::new(EPOCH, RANKS, ratio, AnchorKey([1; 32]));
@@ -71,7 +71,7 @@ fn leader() -> Leader {
     leader
 }
 
-/// The answer of a depot that lists nothing, to the question for its inventory.
+/// The answer of an empty depot to a request for its inventory.
 fn empty_inventory(effect: &Effect) -> Option<Event> {
     let Effect::ReadInventory {
         worker,
@@ -93,7 +93,7 @@ fn empty_inventory(effect: &Effect) -> Option<Event> {
     })
 }
 
-/// The sequence that a lookup asks for.
+/// The sequence that a lookup requests.
 fn looked_up(event: &Event) -> Option<usize> {
     match event {
         Event::Request {
@@ -104,8 +104,8 @@ fn looked_up(event: &Event) -> Option<usize> {
     }
 }
 
-/// Copies in the order in which they began, loads that have not ended with the arena pages that they read, and what was
-/// found last.
+/// Copies in the order in which they began, running loads with the arena pages that they read, and the result of the
+/// last lookup.
 #[derive(Default)]
 struct Seen {
     began: Vec<OpId>,
@@ -114,13 +114,14 @@ struct Seen {
 }
 
 impl Seen {
-    /// The model counts copies alone; the leader numbers questions for inventories in the same sequence.
+    /// The leader's number of the model's n-th copy. The model counts only copies, while the leader numbers inventory
+    /// requests in the same sequence.
     fn number(&self, OpId(nth): OpId) -> OpId {
         let began = self.began.get(nth as usize - 1);
         *began.expect("a copy of the model has begun")
     }
 
-    /// A page that is read must not be given to a store.
+    /// Records a copy. Returns a contradiction when a store gets a page that a load still reads.
     fn copy(&mut self, leader: &Leader, copy: &Copy) -> Option<String> {
         self.began.push(copy.op);
         let runs = leader.owed().map(|(op, ..)| op).collect::<Vec<_>>();
@@ -139,7 +140,8 @@ impl Seen {
 }
 
 impl Leases {
-    /// Runs a leader through the past of a state; says where they differ. Broken variants are not compared.
+    /// Replays the past of a state in a leader. Returns a difference, if there is one. Broken variants are not
+    /// compared.
     pub(super) fn compare(&self, state: &State) -> Option<String> {
         if self.rule != Rule::Built {
             return None;
