@@ -1,4 +1,4 @@
-//! The bytes of every message, and the published schemas. With `KVFERRY_BLESS=1` the files are written anew.
+//! Golden files: the bytes of every message, and the published schemas. `KVFERRY_BLESS=1` rewrites the files.
 
 #![expect(clippy::expect_used, reason = "a test says what it expects")]
 
@@ -27,7 +27,7 @@ fn unhex(text: &str) -> Vec<u8> {
     (0..text.len()).step_by(2).map(digits).collect()
 }
 
-/// Compares with a file, or writes it.
+/// Compares a text with a file. `KVFERRY_BLESS` rewrites the file first.
 fn compare(path: &Path, text: &str) {
     if std::env::var_os("KVFERRY_BLESS").is_some() {
         fs::create_dir_all(path.parent().expect("a folder")).expect("made");
@@ -42,7 +42,7 @@ fn compare(path: &Path, text: &str) {
     );
 }
 
-/// First words have a version of their own, and answers no deadline.
+/// Wraps a message in an envelope. `Hello` and `Welcome` have a version of their own, and answers have no deadline.
 fn envelope(version: u16, message: Message) -> Envelope {
     let kind = message.kind();
     let version = match kind {
@@ -96,7 +96,7 @@ fn every_golden_vector_is_read_back() {
     }
 }
 
-/// What a message says about pages, page by page: version 1 has no runs, and no pairs of many pages.
+/// The pages that a message names, page by page, because version 1 has no runs, and no pairs of several pages.
 fn pages(message: &Message) -> Vec<(u64, u32, u32)> {
     match message {
         Message::Load(load) => load

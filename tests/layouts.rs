@@ -1,5 +1,5 @@
-//! Pages of every layout that engines use are copied as a reference copies them, which finds each element by shape and
-//! strides alone; and no other byte changes, neither in the engine's memory nor in the depot.
+//! Checks copies of pages in every layout that engines use against a reference that finds each element only by shape
+//! and strides. No other byte may change, neither in the engine's memory nor in the depot.
 
 #![expect(clippy::expect_used, reason = "a test says what it expects")]
 

@@ -1,4 +1,4 @@
-//! Arena, index and pool against naive models that are too simple to be wrong.
+//! Arena, index and pool against naive models, which are simple enough to be evidently correct.
 
 #![expect(clippy::expect_used, reason = "a test says what it expects")]
 
@@ -27,7 +27,7 @@ fn arena_step() -> impl Strategy<Value = ArenaStep> {
     ]
 }
 
-/// Length of the longest stretch of free pages.
+/// Length of the longest run of free pages.
 fn longest_hole(used: &[bool]) -> u32 {
     used.split(|page| *page)
         .map(|hole| hole.len() as u32)
@@ -113,7 +113,7 @@ proptest! {
 
 const RANKS: u16 = 3;
 
-/// Sequences are prefixes of these: they share beginnings and branch.
+/// Hashes of the first `pages` pages of a sequence. Sequences share beginnings and branch.
 fn sequence(name: u8, pages: usize) -> PageHashes {
     let mut bytes = Vec::new();
     let mut parent = 0_u64;
@@ -186,12 +186,12 @@ struct Copying {
     forgotten: bool,
 }
 
-/// Pages that are held, with what they held then.
+/// Held pages, with their content at the time of the hold.
 #[derive(Debug)]
 struct Held {
     pin: Pin,
     pages: Vec<(u32, (u8, Vec<u8>))>,
-    /// A reset came between.
+    /// Whether a reset has happened since.
     forgotten: bool,
 }
 
@@ -218,7 +218,7 @@ impl Model {
         }
     }
 
-    /// What a leader does: walks, leaves alone what is there, reserves what is missing.
+    /// Stores a sequence as a leader does: walks it, skips the pages that are present, reserves the missing ones.
     fn store(&mut self, namespace: u8, hashes: &PageHashes) {
         let domain = domain(namespace);
         let mut tail: Option<Match> = None;
@@ -302,7 +302,7 @@ impl Model {
         }
     }
 
-    /// A rank reports, perhaps once more; only the complete set makes pages ready.
+    /// Reports the end of a copy on a rank, possibly a second time. Only the complete set of ranks makes pages ready.
     fn end(&mut self, which: usize, rank: u16, whole: bool) {
         if self.copying.is_empty() {
             return;
@@ -323,7 +323,7 @@ impl Model {
             );
             return;
         }
-        // What a reset forgot meanwhile does not come back.
+        // Pages that a reset has forgotten meanwhile do not become ready.
         copy.failed |= copy.forgotten;
         assert_eq!(ended, Some(!copy.failed));
         let copy = self.copying.swap_remove(which);
@@ -377,7 +377,7 @@ impl Model {
         let held = self.held.swap_remove(which % self.held.len());
         self.pool.unpin(held.pin);
         if held.forgotten {
-            // The last holder of a forgotten block takes it away.
+            // The last release of a forgotten block removes it.
             for (page, _) in &held.pages {
                 if !self.holds(*page) {
                     self.written.remove(page);
@@ -432,7 +432,7 @@ proptest! {
                             prop_assert_eq!(reach.end, 0, "found after a reset");
                         }
                     }
-                    // What is held or filling goes with its last holder; nobody finds it again.
+                    // Held and filling pages are removed with their last holder. No lookup finds them again.
                     model.held.iter_mut().for_each(|held| held.forgotten = true);
                     let pages: Vec<u32> = model.written.keys().copied().collect();
                     for page in pages {
@@ -447,7 +447,7 @@ proptest! {
             }
             model.check();
         }
-        // In the end nothing is held and everything has ended: every page is free or ready.
+        // After all holds are released and all copies have ended, every page is free or ready.
         while !model.held.is_empty() {
             model.let_go(0);
         }
@@ -507,7 +507,7 @@ fn two_sequences_never_grow_one_block() {
     model.check();
 }
 
-/// Eight pages that part from all others of this kind at page `from`.
+/// Hashes of eight pages, which differ from all other sequences of this kind from page `from` on.
 fn parting(from: u8) -> PageHashes {
     let page = |page: u8| {
         let mut hash = [1; 16];
@@ -546,7 +546,7 @@ fn of_blocks_that_begin_alike_the_best_is_found() {
         let found = model.pool.longest(&domain, &parting(from), 0, want);
         found.map(|found| (found.ready, found.pages))
     };
-    // Only the first can be read; the others are on their way, each the longest for its own sequence.
+    // Only the first sequence is readable. The others are being stored, each the longest run for its own sequence.
     for (from, readable, present) in [
         (4, (8, 8), (8, 8)),
         (6, (4, 4), (0, 8)),

@@ -1,4 +1,5 @@
-//! Whatever bytes arrive: a message or a typed error, never a panic, never memory by what a length claims.
+//! Arbitrary bytes decode to a message or a typed error, never to a panic, and never allocate memory by a claimed
+//! length.
 
 use kvferry::protocol::{
     CopyOrder, DecodeError, Envelope, ErrorCode, Header, Kind, Load, Message, RecordBody, Transfer,
@@ -196,7 +197,7 @@ fn nesting_and_claimed_lengths_cost_nothing() {
     assert!(read_pairs(&deep).is_err());
     for kind in Kind::ALL {
         assert!(decode(header(2, kind.number()), &deep).is_err());
-        // A field that nobody knows, nested as deep.
+        // An unknown field, nested equally deep.
         let mut unknown = vec![0x81, 0xa1, b'?'];
         unknown.extend_from_slice(&deep);
         assert!(decode(header(2, kind.number()), &unknown).is_err());
@@ -221,7 +222,7 @@ fn what_follows_a_body_is_refused_and_unknown_fields_are_skipped() {
         matches!(trailing, DecodeError::Trailing { bytes: 1, .. }),
         "{trailing}"
     );
-    // What follows need not be whole to be refused.
+    // Trailing bytes are refused even if they are incomplete.
     let broken = decode(header(2, ping), &[0x80, 0x91]).expect_err("too much");
     assert!(
         matches!(broken, DecodeError::Trailing { bytes: 1, .. }),
@@ -264,7 +265,8 @@ fn limits_hold_on_both_sides() {
             .contains("pages is 1048577, more than the limit of 1048576"),
         "{error}"
     );
-    // The same message from a sender that does not care: 83 a4 slot 01, aa first_page 00, ab destination [[0, n]].
+    // The same message from a sender that does not check its limits: 83 a4 slot 01, aa first_page 00, ab destination
+    // [[0, n]].
     let mut body = b"\x83\xa4slot\x01\xaafirst_page\x00\xabdestination\x91\x92\x00\xce".to_vec();
     body.extend_from_slice(
         &u32::try_from(limits::PAGES_MAX + 1)
@@ -283,7 +285,7 @@ fn a_struct_is_a_map_and_no_list() {
     // {rank: 0, copies: [{op: 1, whole: true}]}
     let named = b"\x82\xa4rank\x00\xa6copies\x91\x82\xa2op\x01\xa5whole\xc3";
     assert!(decode(header(2, ended), named).is_ok());
-    // {rank: 0, copies: [[1, true]]}, and all of it without names.
+    // {rank: 0, copies: [[1, true]]}, and the whole body without names.
     let inner = b"\x82\xa4rank\x00\xa6copies\x91\x92\x01\xc3";
     let outer = b"\x92\x00\x91\x82\xa2op\x01\xa5whole\xc3";
     for body in [inner.as_slice(), outer] {
@@ -294,7 +296,8 @@ fn a_struct_is_a_map_and_no_list() {
             "{error}"
         );
     }
-    // The fast reader of transfers takes only bodies as this program writes them, and leaves their records to the same rule.
+    // The fast reader of transfers accepts only bodies as this program writes them, and applies the same rule to their
+    // records.
     let record = RecordBody {
         anchor: [1; 16],
         domain: [2; 16],

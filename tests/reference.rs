@@ -1,5 +1,5 @@
 //! Sequential offline replays of real traces give exactly the hit counts of independent reference simulations, and runs
-//! of pages keep nearly all of them.
+//! of pages keep nearly all of these hits.
 
 #![expect(
     clippy::expect_used,
@@ -13,7 +13,8 @@ use serde_json::Value;
 
 use support::{number, replay, shared, trace};
 
-/// Longest prompt of each trace, in trace blocks. Below it, a cache evicts its own request, and the models differ.
+/// Longest prompt of each trace, in trace blocks. A smaller cache evicts pages of its own request, and the models
+/// differ.
 const LONGEST: [(&str, u64); 2] = [("conv", 246), ("weka40", 8_922)];
 
 struct Run {
@@ -168,7 +169,7 @@ fn unlimited_runs_lose_no_hit() {
 
 #[test]
 fn runs_keep_the_hits_with_a_fraction_of_the_stores() {
-    // (G1 pages, G2 pages, ratio, hits at ratio 1, least share of them, most stores and growths)
+    // (G1 pages, G2 pages, ratio, hits at ratio 1, minimum share of them, maximum of stores and growths)
     let cases = [
         (5_000, 30_000, 8, 95_337, 0.998, u64::MAX),
         (5_000, 30_000, 32, 95_337, 0.988, 16_500),

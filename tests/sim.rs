@@ -1,4 +1,4 @@
-//! The simulator as a command: what a seed means does not depend on the process that runs it.
+//! The `sim` command: the meaning of a seed does not depend on the process that runs it.
 
 #![expect(
     clippy::expect_used,
@@ -16,7 +16,7 @@ fn run(arguments: &[&str]) -> (bool, String) {
     (output.status.success(), text)
 }
 
-/// Everything but how long it took.
+/// The output without the lines that give a duration.
 fn story(text: &str) -> Vec<&str> {
     text.lines().filter(|line| !line.ends_with(" s")).collect()
 }

@@ -1,11 +1,11 @@
-//! Rules of the structure, held by reading the source as text.
+//! Structural rules, checked by reading the source as text.
 
 #![expect(clippy::expect_used, reason = "a test says what it expects")]
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Who may use whom. What stands first may use what follows.
+/// Allowed dependencies: each module may use the modules that are listed after it.
 const ARROWS: &[(&str, &[&str])] = &[
     ("types", &[]),
     ("core", &["types"]),
@@ -57,7 +57,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ),
 ];
 
-/// Words that the heart must never contain: no socket, file, clock, random source, thread or runtime.
+/// Words that the core must not contain: no socket, file, clock, random source, thread or runtime.
 const NOT_IN_CORE: &[&str] = &[
     "tokio",
     "ractor",
@@ -77,7 +77,7 @@ const NOT_IN_CORE: &[&str] = &[
     "crossbeam",
 ];
 
-/// Words that the protocol must never contain.
+/// Words that the protocol must not contain.
 const NOT_IN_PROTOCOL: &[&str] = &[
     "tokio",
     "ractor",
@@ -90,7 +90,7 @@ const NOT_IN_PROTOCOL: &[&str] = &[
     ".await",
 ];
 
-/// Parts of the engine that the simulator drives as well.
+/// Parts of the engine that the simulator also drives.
 const SANS_IO_ENGINE: &[&str] = &[
     "cache.rs",
     "scheduler.rs",
@@ -99,8 +99,8 @@ const SANS_IO_ENGINE: &[&str] = &[
     "models.rs",
 ];
 
-/// Modules of the Python package, and which others each may use. The third list: packages of others that
-/// only those modules import when they are loaded.
+/// Modules of the Python package, and the modules that each may use. The third list: external packages that only these
+/// modules import when they are loaded.
 const PYTHON_ARROWS: &[(&str, &[&str], &[&str])] = &[
     ("__init__", &[], &[]),
     ("wire", &[], &[]),
@@ -209,8 +209,8 @@ fn files(folder: &str, extension: &str) -> Vec<(String, String)> {
     found
 }
 
-/// Lines of code: neither comments nor documentation, and no module of tests that is written out in the file, which
-/// ends at the next brace in the first column.
+/// Lines of code, without comments, documentation and inline test modules. Such a module ends at the next brace in the
+/// first column.
 fn code(text: &str) -> impl Iterator<Item = (usize, &str)> {
     let lines: Vec<&str> = text.lines().collect();
     let mut kept = Vec::new();
@@ -244,7 +244,7 @@ fn code_is_read_behind_a_module_of_tests() {
     assert_eq!(read, expected);
 }
 
-/// The top module that a file belongs to.
+/// The top-level module that a file belongs to.
 fn module(name: &str) -> Option<&str> {
     let rest = name.strip_prefix("src/")?;
     let first = rest.split('/').next()?;
@@ -320,8 +320,8 @@ fn unsafe_stands_in_its_files_only() {
     }
 }
 
-/// `c_char` is signed on x86-64 and unsigned on aarch64: arrays of it in the driver's structures would compile on one of them
-/// only.
+/// `c_char` is signed on x86-64 and unsigned on aarch64: code with arrays of it in the driver's structures would
+/// compile on only one of them.
 #[test]
 fn structures_of_the_driver_hold_bytes_and_no_characters() {
     let mut seen = 0;
@@ -369,7 +369,7 @@ fn python_modules_use_only_what_stands_below_them() {
             .find(|(from, _, _)| Some(*from) == module);
         let (from, allowed, packages) =
             arrows.unwrap_or_else(|| panic_at(&name, 0, "belongs to no known module"));
-        // What stands deeper is for type checkers alone, or answers a missing package.
+        // Indented imports are skipped: they are only for type checkers, or they handle a missing package.
         for (line, text) in text.lines().enumerate() {
             let words: Vec<&str> = text.split([' ', '.', ',']).collect();
             let used = match words[..] {

@@ -1,4 +1,4 @@
-//! Offline replays in virtual time, from the outside: reports, what is equal from run to run, and comparisons.
+//! Offline replays in virtual time, run as a command: reports, values that are equal from run to run, and comparisons.
 
 #![expect(
     clippy::expect_used,
@@ -13,7 +13,7 @@ use std::path::Path;
 use serde_json::Value;
 use support::{kvferry, number, replay, socket_dir, trace};
 
-/// Links and a device of a size at which the built-in workload keeps them busy.
+/// Links and a device that the built-in workload keeps busy.
 const BUSY: [&str; 10] = [
     "--mode",
     "offline",
@@ -183,7 +183,7 @@ fn a_live_and_an_offline_report_are_compared_key_by_key() {
     }
 }
 
-/// Names of all keys of objects.
+/// Paths of all keys of objects.
 fn names(prefix: &str, value: &Value, all: &mut Vec<String>) {
     if let Value::Object(object) = value {
         for (key, value) in object {
@@ -262,7 +262,7 @@ fn a_real_trace_in_virtual_time() {
     );
 }
 
-/// Runs another test again, where there are no traces.
+/// Runs another test in a process where no traces exist.
 #[test]
 fn a_test_without_its_traces_is_listed_as_skipped() {
     let folder = socket_dir();

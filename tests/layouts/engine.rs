@@ -1,11 +1,11 @@
-//! Engines that lay their KV out in every way: an order of axes, gaps between them, and what is one tensor.
+//! Engines with arbitrary KV layouts: an order of axes, gaps between them, and the division into tensors.
 
 use kvferry::types::{
     Allocation, AllocationHandle, AllocationKind, Attention, GroupId, Nonce, Rank, Registration,
     TensorRole, TensorView,
 };
 
-/// What an axis of the memory counts.
+/// The meaning of an axis of the memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Axis {
     Layer,
@@ -14,11 +14,11 @@ pub enum Axis {
     Half,
     Head,
     Token,
-    /// What one head holds of one token.
+    /// The elements of one head for one token.
     Content,
 }
 
-/// How keys and values become tensors.
+/// The division of keys and values into tensors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Roles {
     /// One tensor of keys and one of values.
@@ -29,18 +29,18 @@ pub enum Roles {
     Latent,
 }
 
-/// One more tensor for each tensor: a few numbers a page, described as layers of their own.
+/// An additional tensor for each tensor: a few numbers per page, described as layers of their own.
 #[derive(Debug, Clone, Copy)]
 pub struct Scales {
     pub per_page: u64,
     pub element_bytes: u32,
     /// `[page][scale]`; otherwise `[scale][page]`.
     pub page_first: bool,
-    /// All scales in an allocation of their own; otherwise behind the data that they belong to.
+    /// All scales are in an allocation of their own; otherwise they are behind the data that they belong to.
     pub own_allocation: bool,
 }
 
-/// Where each byte of one page of a tensor lies in its allocation, upwards: from shape and strides alone.
+/// Offsets of the bytes of one page of a tensor in its allocation, ascending, from shape and strides alone.
 pub fn addresses(tensor: &TensorView, page: u32) -> Vec<usize> {
     let element_bytes = u64::from(tensor.element_bytes);
     let mut elements = vec![0];
@@ -65,9 +65,9 @@ pub fn addresses(tensor: &TensorView, page: u32) -> Vec<usize> {
 
 #[derive(Debug, Clone)]
 pub struct Engine {
-    /// All six axes as the memory has them, outermost first.
+    /// All six axes in memory order, outermost first.
     pub order: Vec<Axis>,
-    /// Elements left free behind each axis of `order`.
+    /// Unused elements behind each axis of `order`.
     pub gaps: [u64; 6],
     /// The order in which a tensor names its axes.
     pub view: Vec<Axis>,
@@ -94,7 +94,7 @@ pub const AXES: [Axis; 6] = [
 ];
 
 impl Engine {
-    /// No gaps, one allocation, a few of everything, fragments of no round size.
+    /// An engine without gaps, with one allocation, small lengths of all axes, and fragments of no round size.
     pub fn new(order: [Axis; 6], roles: Roles) -> Self {
         Self {
             order: order.to_vec(),
@@ -126,7 +126,7 @@ impl Engine {
         }
     }
 
-    /// Elements from one step of the axis to the next; of the whole memory for none.
+    /// Elements from one index of the axis to the next. `None` gives the size of the whole memory.
     fn stride(&self, axis: Option<Axis>) -> u64 {
         let mut extent = 1;
         for (place, inner) in self.order.iter().enumerate().rev() {
@@ -138,7 +138,7 @@ impl Engine {
         extent
     }
 
-    /// Each tensor of a layer: its role, and which half of the layer's memory it is.
+    /// The tensors of a layer: role, and the half of the layer's memory that it covers.
     fn tensors(&self) -> &'static [(TensorRole, u64)] {
         match self.roles {
             Roles::Split => &[(TensorRole::K, 0), (TensorRole::V, 1)],
@@ -171,7 +171,7 @@ impl Engine {
         )
     }
 
-    /// The tensors of the scales, and the allocations with room for them.
+    /// Adds the tensors of the scales, and the room that they need in the allocations.
     fn add_scales(&self, scales: Scales, tensors: &mut Vec<TensorView>, sizes: &mut Vec<u64>) {
         if scales.own_allocation {
             sizes.push(self.lead_bytes);
@@ -243,7 +243,7 @@ pub fn view(
     }
 }
 
-/// Allocations of the given sizes, each with 16 bytes behind for the nonce.
+/// A registration with allocations of the given sizes, each with 16 bytes added at its end for the nonce.
 pub fn registration(
     pages: u64,
     layers: u64,

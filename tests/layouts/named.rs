@@ -7,7 +7,7 @@ use super::engine::Axis::{Content, Half, Head, Layer, Page, Token};
 use super::engine::{Engine, Roles, Scales, registration, view};
 use super::world::World;
 
-/// Copies both ways, and returns where page 0's fragments start and how long they are.
+/// Copies both ways. Returns allocation, start and length of each fragment of page 0.
 fn fragments(engine: &Engine) -> Vec<(u32, u64, u64)> {
     let world = World::new(engine.registration());
     world.copy_both_ways();
@@ -17,7 +17,7 @@ fn fragments(engine: &Engine) -> Vec<(u32, u64, u64)> {
         .collect()
 }
 
-/// What the depot holds of page 1 after a gather of it.
+/// The depot's bytes of page 1 after a store of it.
 fn stored(engine: &Engine) -> Vec<u8> {
     let world = World::new(engine.registration());
     let copied = world.copy(Direction::Store, &[(1, 4)], 1, CopyMode::Plain);
@@ -94,7 +94,7 @@ fn outer_first_over_all_layers() {
 
 #[test]
 fn mla_with_one_plane() {
-    // As vLLM has it in FP8: 512 bytes of latent, 4 scales of 4 bytes, 64 rotary values of 2 bytes.
+    // vLLM's FP8 layout: 512 bytes of latent, 4 scales of 4 bytes, 64 rotary values of 2 bytes.
     let mut engine = Engine::new([Layer, Page, Half, Token, Head, Content], Roles::Latent);
     engine.heads = 1;
     engine.content = 656;
@@ -151,7 +151,7 @@ fn scales_of_4_to_16_bytes_a_page() {
 
 #[test]
 fn scales_in_the_tail_of_each_page() {
-    // 42 bytes of keys and values, 2 of nothing, 8 of scales, 4 of nothing.
+    // 42 bytes of keys and values, 2 unused bytes, 8 bytes of scales, 4 unused bytes.
     let data = view((0, TensorRole::Kv, 0), 3, vec![(7, 56), (42, 1)], 0, 1);
     let scales = view((1, TensorRole::Kv, 0), 47, vec![(7, 14), (2, 1)], 0, 4);
     let world = World::new(registration(7, 2, &[3 + 7 * 56], vec![data, scales]));
@@ -228,7 +228,8 @@ fn odd_places_and_odd_lengths() {
 
 #[test]
 fn several_allocations() {
-    // Keys of both layers in one allocation, values in another one, and the second layer's values in a third.
+    // Keys of both layers in one allocation, values of the first layer in another, and values of the second layer in a
+    // third.
     let tensors = vec![
         view((0, TensorRole::K, 0), 5, vec![(7, 9), (9, 1)], 0, 2),
         view((0, TensorRole::V, 1), 0, vec![(9, 1), (7, 20)], 1, 2),
@@ -251,7 +252,7 @@ fn places_that_would_be_neighbours_in_one_allocation() {
 
 #[test]
 fn all_orders_of_vllm() {
-    // vLLM names them by layer, block (a page), head, token (N) and content, in which K and V are packed.
+    // vLLM names the orders by layer, block (a page), head, token (N) and content, in which K and V are packed.
     let orders = [
         ("LBHNC", [Half, Layer, Page, Head, Token, Content], 3),
         ("LBNHC", [Half, Layer, Page, Token, Head, Content], 3),

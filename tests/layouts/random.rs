@@ -36,7 +36,8 @@ prop_compose! {
         view in Just(AXES.to_vec()).prop_shuffle(),
         gaps in prop::array::uniform6(gap()),
         (layers, pages, heads) in (1..4_u64, 1..8_u64, 1..4_u64),
-        // Long ones reach the streaming stores; few of them, so that a page has no more pieces than it may.
+        // Long contents reach the streaming stores. They have few tokens, so that a page stays below the maximum of
+        // fragments.
         (tokens, content) in prop_oneof![3 => (1..5_u64, 1..20_u64), 1 => (Just(1), 250..300_u64)],
         element_bytes in element_bytes(),
         lead_bytes in 0..70_u64,
@@ -46,7 +47,7 @@ prop_compose! {
     ) -> Engine {
         let mut order = order;
         if usual {
-            // What one head holds of one token lies together, as in every engine known.
+            // The elements of one head for one token are adjacent, as in every known engine.
             order.retain(|axis| *axis != AXES[5]);
             order.push(AXES[5]);
         }
@@ -57,7 +58,7 @@ prop_compose! {
     }
 }
 
-/// A copy of a layout yet unknown: `sources` are cut down to the pages that there are and may repeat, destinations are
+/// A copy for a layout that is not known yet: `sources` are reduced to existing pages and may repeat, destinations are
 /// the first ones of an order.
 #[derive(Debug, Clone)]
 struct Copy {
@@ -83,7 +84,7 @@ prop_compose! {
 }
 
 impl Copy {
-    /// As (device page, depot page).
+    /// The pages of the copy as pairs (device page, depot page).
     fn pages(&self, device_pages: u32) -> Vec<(u32, u32)> {
         let (there, written) = match self.direction {
             Direction::Store => (device_pages, ARENA_PAGES),
@@ -105,7 +106,7 @@ impl Copy {
     }
 }
 
-/// One number of one tensor, a little off.
+/// Changes one number of one tensor by `by`.
 fn spoil(registration: &mut Registration, tensor: usize, field: usize, by: i64) {
     let count = registration.tensors.len();
     let tensor = &mut registration.tensors[tensor % count];

@@ -1,4 +1,4 @@
-//! Real memory for a registration, and what a copy must make of it, byte by byte.
+//! Real memory for a registration, and the expected result of a copy, byte by byte.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use kvferry::types::{Direction, FragmentPair, PageList, Registration, TensorView
 
 use super::engine::addresses;
 
-/// Pages of every depot here.
+/// Pages of every depot in these tests.
 pub const ARENA_PAGES: u32 = 11;
 
 /// All allocations, then the depot.
@@ -35,7 +35,7 @@ fn noise(seed: u64, bytes: u64) -> Vec<u8> {
 }
 
 impl World {
-    /// Every byte of both memories is set to something. The description must be accepted.
+    /// Fills every byte of both memories with noise. The registration must be accepted.
     pub fn new(registration: Registration) -> Self {
         let layout = validate(&registration).expect("consistent");
         let buffers = (1..)
@@ -74,7 +74,7 @@ impl World {
         buffers.chain([self.depot.buffer()]).map(contents).collect()
     }
 
-    /// A page of the depot, as it must be: behind the header and the inventory, at multiples of 64 bytes.
+    /// Expected range of a page in the depot: behind the header and the inventory, at multiples of 64 bytes.
     fn depot_range(&self, page: u32) -> std::ops::Range<usize> {
         let tensors = self.registration.tensors.iter();
         let page_bytes: usize = tensors.map(|tensor| addresses(tensor, 0).len()).sum();
@@ -83,13 +83,13 @@ impl World {
         start..start + page_bytes
     }
 
-    /// What the depot holds of a page.
+    /// The depot's bytes of a page.
     pub fn depot_page(&self, page: u32) -> Vec<u8> {
         let depot = self.snapshot().pop().expect("a depot");
         depot[self.depot_range(page)].to_vec()
     }
 
-    /// What memory becomes by a copy.
+    /// The memory that a copy must produce.
     fn expected(&self, direction: Direction, pages: &[(u32, u32)], mut memory: Memory) -> Memory {
         let depot = memory.len() - 1;
         let mut tensors: Vec<&TensorView> = self.registration.tensors.iter().collect();
@@ -110,8 +110,8 @@ impl World {
         memory
     }
 
-    /// Copies pages, given as (device page, depot page), `cut` of them a pair, and compares every byte of both memories
-    /// with the reference.
+    /// Copies pages, given as (device page, depot page), `cut` of them per pair, and compares every byte of both
+    /// memories with the reference.
     pub fn copy(
         &self,
         direction: Direction,
@@ -155,7 +155,7 @@ impl World {
         Ok(report)
     }
 
-    /// A gather of some pages in no order, and a scatter of them to others.
+    /// Stores some pages in no order, and loads them to other pages, with both copy modes.
     pub fn copy_both_ways(&self) {
         let gathered = [(3, 9), (4, 10), (0, 2), (6, 0), (1, 5), (2, 6)];
         let scattered = [(0, 9), (5, 5), (6, 6), (2, 10)];
