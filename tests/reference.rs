@@ -13,8 +13,8 @@ use serde_json::Value;
 
 use support::{number, replay, shared, trace};
 
-/// Longest prompt of each trace, in trace blocks. A smaller cache evicts pages of its own request, and the models
-/// differ.
+/// Longest prompt of each trace, in trace blocks. A smaller cache evicts pages of the very request that it serves, and
+/// the models differ.
 const LONGEST: [(&str, u64); 2] = [("conv", 246), ("weka40", 8_922)];
 
 struct Run {

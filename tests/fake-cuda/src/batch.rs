@@ -1,5 +1,5 @@
-//! Many copies by one call. Their descriptions are read when the call comes, and again when the stream comes there: who frees
-//! or changes them in between gets other copies than he wanted.
+//! Many copies with one call. Their descriptions are read at the call, and again when the stream reaches them: a caller
+//! that frees or changes them in between gets wrong copies.
 #![expect(
     unsafe_code,
     reason = "reads lists at addresses that the callers of a driver give"
@@ -12,7 +12,7 @@ use crate::memory::take;
 use crate::stream::Work;
 use crate::world::World;
 
-/// Access orders of a source: in stream order, during the call, any.
+/// Access orders of a source: 1 in stream order, 2 during the call, 3 any.
 const ACCESS_ORDERS: std::ops::RangeInclusive<c_uint> = 1..=3;
 
 /// `CUmemcpyAttributes`.
@@ -24,7 +24,7 @@ pub(crate) struct Attributes {
     _flags: c_uint,
 }
 
-/// Where the lists are that describe copies.
+/// Addresses of the lists that describe the copies of a call.
 #[derive(Clone, Copy)]
 pub(crate) struct Lists {
     pub(crate) to: *const u64,
@@ -36,17 +36,17 @@ pub(crate) struct Lists {
     pub(crate) attributes_count: usize,
 }
 
-/// Copies that a stream has not come to yet.
+/// Copies that a stream has not reached yet.
 pub(crate) struct Batch {
     lists: Lists,
-    /// Registered host memory of each copy, which must still be that when it runs.
+    /// Base of each copy's registered host memory, which must still be registered when the copy runs.
     pinned: Vec<Option<u64>>,
 }
 
-// SAFETY: the lists are at addresses that the caller promised to leave alone; any thread may read them.
+// SAFETY: the lists are at addresses that the caller promised to leave unchanged; any thread may read them.
 unsafe impl Send for Batch {}
 
-/// One copy, as it is described now.
+/// One copy, as its description reads now.
 #[derive(Clone, Copy)]
 struct Described {
     to: u64,
@@ -74,7 +74,7 @@ impl Lists {
         })
     }
 
-    /// Checks all of it, as the driver does before it takes any.
+    /// Checks the whole list, as the driver does before it accepts any copy, then gives the copies to a stream.
     pub(crate) fn give(self, world: &World, stream: u64) -> Result<(), Code> {
         if self.count == 0 || stream == 0 {
             return Err(INVALID_VALUE);
@@ -110,7 +110,7 @@ impl Lists {
 }
 
 impl Batch {
-    /// Does the copies, in any order: nothing promises one.
+    /// Runs the copies in random order, because the driver guarantees none.
     pub(crate) fn run(&self, world: &World, chance: &mut fastrand::Rng) -> Result<(), Code> {
         self.lists.check_attributes()?;
         let mut order: Vec<usize> = (0..self.pinned.len()).collect();

@@ -1,6 +1,6 @@
-//! `CUresult`, by the header of the CUDA toolkit.
+//! `CUresult`, as defined in the header of the CUDA toolkit.
 
-/// A driver call's error; success is `Ok`.
+/// The error of a driver call. Success is `Ok`.
 pub(crate) type Code = u32;
 
 pub(crate) const SUCCESS: Code = 0;
@@ -20,12 +20,12 @@ pub(crate) const ILLEGAL_ADDRESS: Code = 700;
 pub(crate) const ALREADY_REGISTERED: Code = 712;
 pub(crate) const NOT_REGISTERED: Code = 713;
 
-/// Errors after which nothing of the context works any more.
+/// Errors after which every call of the context fails.
 pub(crate) const fn poisons(code: Code) -> bool {
     matches!(code, 214 | 700 | 702 | 709 | 710 | 714..=719)
 }
 
-/// Name of an error, as `cuGetErrorName` gives it.
+/// The name of an error, as `cuGetErrorName` returns it.
 pub(crate) const fn name(code: Code) -> &'static std::ffi::CStr {
     match code {
         SUCCESS => c"CUDA_SUCCESS",

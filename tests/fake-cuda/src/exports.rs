@@ -1,4 +1,4 @@
-//! The functions of the driver, by the header of the CUDA toolkit.
+//! The exported functions of the driver, as declared in the header of the CUDA toolkit.
 #![expect(
     unsafe_code,
     reason = "a C interface, with the names that the driver has"
@@ -35,12 +35,12 @@ fn call(
     }
 }
 
-/// `CUipcMemHandle`, which is given by value.
+/// `CUipcMemHandle`, which is passed by value.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Handle([u8; HANDLE_BYTES]);
 
-/// The parts of `CUmemAllocationProp` that are looked at.
+/// The fields of `CUmemAllocationProp` that this driver reads.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Properties {
@@ -59,7 +59,7 @@ struct Access {
     flags: c_uint,
 }
 
-/// Written when the process ends.
+/// Writes the report when the process ends.
 #[used]
 #[unsafe(link_section = ".fini_array")]
 static AT_EXIT: extern "C" fn() = at_exit;
@@ -73,10 +73,10 @@ fn device(world: &World, device: c_int) -> Result<c_int, Code> {
     known.then_some(device).ok_or(INVALID_DEVICE)
 }
 
-/// Defines exported functions: each with its name, what it needs, and what it does.
+/// Defines exported functions: each with its name, its preconditions and its body.
 macro_rules! exported {
     ($($needs:ident fn $name:ident($($argument:ident: $kind:ty),*) |$world:ident| $body:block)*) => { $(
-        /// By the header of the CUDA toolkit.
+        /// Declared in the header of the CUDA toolkit.
         // SAFETY: a name of the C interface that this library stands in for.
         #[unsafe(no_mangle)]
         extern "C" fn $name($($argument: $kind),*) -> Code {
@@ -112,7 +112,7 @@ exported! {
     }
 
     Init fn cuDeviceGetUuid(uuid: *mut [u8; 16], of: c_int) |world| {
-        // All instances of a GPU have its name in common.
+        // All instances of a GPU share the GPU's name.
         let number = device(world, of)?;
         give(uuid, uuid_of(if world.settings().mig { 0 } else { number }))
     }
@@ -236,7 +236,7 @@ exported! {
 
     Context fn cuStreamWaitEvent(stream: u64, event: u64, _flags: c_uint) |world| {
         let event = world.inner().event(event)?;
-        // What is recorded later does not count; one that was never recorded is not waited for.
+        // Later records of the event do not count. A stream does not wait for an event that was never recorded.
         let number = event.recorded();
         world.give(stream, Work::WaitEvent(event, number))
     }
@@ -328,7 +328,7 @@ exported! {
 
     Nothing fn cuThreadExchangeStreamCaptureMode(mode: *mut c_int) |_world| {
         let wanted = take(mode)?;
-        // Global, of the thread, relaxed.
+        // Global, thread-local, relaxed.
         if !(0..=2).contains(&wanted) {
             return Err(INVALID_VALUE);
         }
@@ -374,7 +374,7 @@ exported! {
         if let Some((least, fifo)) = &world.settings().unpin
             && bytes.is_some_and(|bytes| bytes >= *least)
         {
-            // Opened when the other side is, and read to its end when the other side is closed.
+            // The open returns when the other side is opened, and the read ends when the other side is closed.
             if let Err(error) = std::fs::read(fifo) {
                 crate::settings::complain(&format!("{fifo}: {error}"));
             }
@@ -393,7 +393,7 @@ exported! {
 
     Context fn cuIpcOpenMemHandle_v2(at: *mut u64, handle: Handle, flags: c_uint) |world| {
         let Handle(handle) = handle;
-        // CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS is the only flag, and must be given.
+        // CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS is the only flag, and is required.
         if flags != 1 {
             return Err(INVALID_VALUE);
         }
@@ -420,7 +420,7 @@ exported! {
             shareable: 0,
             context: Some(World::current()),
         });
-        // All of the block can be reached, also what lies before the memory of the handle.
+        // The whole block is accessible, also the part before the memory of the handle.
         give(at, base + offset)
     }
 
@@ -441,7 +441,7 @@ exported! {
     }
 
     Context fn cuStreamWaitValue64_v2(stream: u64, at: u64, value: u64, flags: c_uint) |world| {
-        // CU_STREAM_WAIT_VALUE_GEQ, the only one that is understood here.
+        // CU_STREAM_WAIT_VALUE_GEQ, the only condition that this driver supports.
         if flags != 0 {
             return Err(INVALID_VALUE);
         }
@@ -484,9 +484,9 @@ exported! {
 
     Context fn cuMemImportFromShareableHandle(handle: *mut u64, shared: *mut c_void, kind: c_uint) |world| {
         let block = match kind {
-            // The descriptor itself stands where a pointer is expected.
+            // The descriptor itself is passed in place of a pointer.
             POSIX_FD => vmm::import(c_int::try_from(shared as usize).map_err(|_| INVALID_VALUE)?)?,
-            // Fabric handles are understood wherever NVLink reaches.
+            // Fabric handles are valid wherever NVLink reaches.
             FABRIC => vmm::open_anywhere(&take(shared.cast::<[u8; HANDLE_BYTES]>())?)?,
             _ => return Err(INVALID_VALUE),
         };
@@ -532,7 +532,7 @@ exported! {
         let Physical { block, shareable } = inner.physical.get(&handle).cloned().ok_or(INVALID_VALUE)?;
         let reserved = inner.reserved.range(..=at).next_back();
         let fits = reserved.is_some_and(|(base, it)| at + bytes as u64 <= base + it.bytes() as u64)
-            // Only all of a piece can be mapped.
+            // A chunk can only be mapped as a whole.
             && offset == 0
             && bytes == block.bytes()
             && inner.find(at, 1).is_none();
@@ -576,7 +576,7 @@ exported! {
     }
 }
 
-/// The file that stands for the GPUs in exclusive mode; another process may hold it.
+/// Locks the file that stands for the GPUs in exclusive mode. Another process may hold the lock.
 fn claimed(path: &str) -> Result<File, Code> {
     let file = File::create(path).map_err(|_| INVALID_VALUE)?;
     match file.try_lock() {
@@ -601,12 +601,12 @@ fn new_stream(world: &World, stream: *mut u64) -> Result<(), Code> {
     give(stream, number)
 }
 
-/// A name that no other process gives.
+/// A handle that no other process returns.
 fn fresh(number: u64) -> u64 {
     (u64::from(std::process::id()) << 32) | number
 }
 
-/// By the header of the CUDA toolkit. Never fails, and is not counted.
+/// Declared in the header of the CUDA toolkit. Never fails, and is not counted.
 // SAFETY: a name of the C interface that this library stands in for.
 #[unsafe(no_mangle)]
 extern "C" fn cuGetErrorName(error: Code, text: *mut *const c_char) -> Code {

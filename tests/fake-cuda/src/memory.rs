@@ -1,4 +1,4 @@
-//! Device memory: files in memory, which every process that has a handle maps.
+//! Device memory: memory files, which every process with a handle maps.
 #![expect(
     unsafe_code,
     reason = "maps memory, and copies between addresses that the callers of a driver give"
@@ -15,18 +15,18 @@ use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::code::{Code, ILLEGAL_ADDRESS, INVALID_VALUE, OUT_OF_MEMORY};
 
-/// What `cuMemAlloc` takes from a device at a time: memory of which one allocation may be a part. Other processes always open
-/// all of it.
+/// Size of the blocks that `cuMemAlloc` takes from a device. An allocation may be a part of a block, and other
+/// processes always open the whole block.
 const BLOCK_BYTES: usize = 2 << 20;
-/// Allocations begin at multiples of so many bytes and have multiples of them.
+/// Allocations begin at multiples of this, and have multiples of this as their size.
 const ALIGN_BYTES: usize = 512;
-/// Behind the memory: words about it, for every process that maps it.
+/// Size of the control page behind the memory: words about the memory, for every process that maps it.
 const CONTROL_BYTES: usize = 4096;
 const MAGIC: u64 = 0x4b56_4641_4b45_4d31;
-/// What freed memory is filled with.
+/// Byte with which freed memory is filled.
 const POISON: u8 = 0xDB;
 
-/// An allocation: the bytes of its block, where it begins in that, and how long it is.
+/// An allocation: the size of its block, its offset in the block, and its size.
 pub(crate) struct Part {
     pub(crate) block_bytes: usize,
     pub(crate) offset: usize,
@@ -34,7 +34,7 @@ pub(crate) struct Part {
 }
 
 impl Part {
-    /// Of so many bytes. Small ones begin anywhere, by their number.
+    /// An allocation of `bytes`. Small allocations begin at different offsets, which depend on their number.
     pub(crate) fn new(bytes: usize, number: u64) -> Option<Self> {
         let bytes = bytes.checked_next_multiple_of(ALIGN_BYTES)?;
         let offset = match bytes <= BLOCK_BYTES / 2 {
@@ -50,10 +50,10 @@ impl Part {
     }
 }
 
-/// Some device memory, as this process maps it.
+/// A block of device memory, as this process maps it.
 pub(crate) struct Block {
     fd: OwnedFd,
-    /// Where this process reads and writes it. Callers never learn this address.
+    /// Address at which this process accesses the memory. Callers never get this address.
     base: *mut u8,
     bytes: usize,
 }
@@ -64,7 +64,7 @@ unsafe impl Send for Block {}
 unsafe impl Sync for Block {}
 
 impl Block {
-    /// New memory of whole granules.
+    /// Creates new memory of whole granules.
     pub(crate) fn create(bytes: usize, id: u64) -> Result<Self, Code> {
         let fd = rustix::fs::memfd_create("fake-cuda", MemfdFlags::CLOEXEC);
         let fd = fd.map_err(|_| OUT_OF_MEMORY)?;
@@ -76,7 +76,7 @@ impl Block {
         Ok(block)
     }
 
-    /// Maps memory of another process, which must be the one with this id where one is given.
+    /// Maps memory of another process. If `id` is given, the memory must have this id.
     pub(crate) fn open(fd: OwnedFd, id: Option<u64>) -> Result<Self, Code> {
         let stat = rustix::fs::fstat(&fd).map_err(|_| INVALID_VALUE)?;
         let bytes = usize::try_from(stat.st_size).unwrap_or(0);
@@ -109,32 +109,33 @@ impl Block {
 
     fn word(&self, index: usize) -> &AtomicU64 {
         let at = self.base.wrapping_add(self.bytes).cast::<AtomicU64>();
-        // SAFETY: the control page lies behind the memory, and words there are only touched as atomics; `index` is below 3
-        // in every call.
+        // SAFETY: the control page lies behind the memory, and words there are only touched as atomics; `index` is
+        // below 3 in every call.
         unsafe { &*at.wrapping_add(index) }
     }
 
-    /// Bytes of it.
+    /// Size of the memory in bytes, without the control page.
     pub(crate) fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Its name, the same in every process.
+    /// Identity of the memory, equal in every process.
     pub(crate) fn id(&self) -> u64 {
         self.word(1).load(Ordering::SeqCst)
     }
 
-    /// The descriptor behind it.
+    /// The file descriptor of the memory.
     pub(crate) fn fd(&self) -> &OwnedFd {
         &self.fd
     }
 
-    /// Number of the descriptor, for another process to open.
+    /// Number of the descriptor, which another process can open.
     pub(crate) fn fd_number(&self) -> i32 {
         self.fd.as_raw_fd()
     }
 
-    /// Its owner gives it back: who still has it mapped finds rubbish in the part that was used, and is told.
+    /// Frees the memory by its owner: fills the used part with [`POISON`], and marks the block as freed for every
+    /// process that still maps it.
     pub(crate) fn free(&self, offset: usize, bytes: usize) {
         self.word(2).store(1, Ordering::SeqCst);
         let bytes = bytes.min(self.bytes.saturating_sub(offset));
@@ -142,18 +143,18 @@ impl Block {
         unsafe { ptr::write_bytes(self.base.wrapping_add(offset), POISON, bytes) };
     }
 
-    /// Whether its owner gave it back.
+    /// Whether the owner has freed the memory.
     pub(crate) fn is_freed(&self) -> bool {
         self.word(2).load(Ordering::SeqCst) != 0
     }
 
-    /// Address of a byte, for this process.
+    /// Address of a byte in this process.
     pub(crate) fn at(&self, offset: usize) -> *mut u8 {
         debug_assert!(offset <= self.bytes, "looked up before");
         self.base.wrapping_add(offset)
     }
 
-    /// A word of stream memory operations.
+    /// An aligned word for stream memory operations.
     pub(crate) fn value(&self, offset: usize) -> Result<&AtomicU64, Code> {
         if !offset.is_multiple_of(8) || offset + 8 > self.bytes {
             return Err(INVALID_VALUE);
@@ -165,13 +166,13 @@ impl Block {
 
 impl Drop for Block {
     fn drop(&mut self) {
-        // SAFETY: nothing uses the mapping any more: who does holds the block.
+        // SAFETY: the mapping has no users left, because every user holds the block.
         let unmapped = unsafe { rustix::mm::munmap(self.base.cast(), self.bytes + CONTROL_BYTES) };
         debug_assert!(unmapped.is_ok(), "a mapping of our own");
     }
 }
 
-/// Addresses that nothing can be read at or written to: what callers get as device pointers.
+/// Reserved addresses that can be neither read nor written. Callers get these as device pointers.
 pub(crate) struct Addresses {
     base: *mut c_void,
     bytes: usize,
@@ -181,7 +182,7 @@ pub(crate) struct Addresses {
 unsafe impl Send for Addresses {}
 
 impl Addresses {
-    /// Takes a range of the address space.
+    /// Reserves a range of the address space.
     pub(crate) fn reserve(bytes: usize) -> Result<Self, Code> {
         // SAFETY: a new mapping at an address of the system's choice touches no memory of ours.
         let base = unsafe {
@@ -196,12 +197,12 @@ impl Addresses {
         Ok(Self { base, bytes })
     }
 
-    /// The first of them.
+    /// The first address.
     pub(crate) fn base(&self) -> u64 {
         self.base as u64
     }
 
-    /// How many there are.
+    /// Number of addresses, in bytes.
     pub(crate) fn bytes(&self) -> usize {
         self.bytes
     }
@@ -209,28 +210,28 @@ impl Addresses {
 
 impl Drop for Addresses {
     fn drop(&mut self) {
-        // SAFETY: the range is ours, and nothing lies there.
+        // SAFETY: this object owns the range, and no memory is accessed in it.
         let unmapped = unsafe { rustix::mm::munmap(self.base, self.bytes) };
         debug_assert!(unmapped.is_ok(), "a range of our own");
     }
 }
 
 thread_local! {
-    /// Copies of this thread.
+    /// Number of copies that this thread has made.
     static COPIES: Cell<u32> = const { Cell::new(0) };
 }
 
-/// One of so many copies lets other threads run between its two parts. Each costs a turn of everything that is ready to
-/// run: beside four busy processes on two cores 3 ms were seen, and a test makes tens of thousands of copies.
+/// One copy in this many lets other threads run between its two parts. Each yield costs a turn of all threads that are
+/// ready: 3 ms were measured beside four busy processes on two cores, and a test makes tens of thousands of copies.
 const YIELD_EVERY: u32 = 64;
 
-/// Copies, in two parts: who looks in between sees that.
+/// Copies in two parts, so that a reader in between can observe a partial copy.
 pub(crate) fn copy(to: *mut u8, from: *const u8, bytes: usize) -> Result<(), Code> {
     if to.is_null() || from.is_null() {
         return Err(ILLEGAL_ADDRESS);
     }
     let first = bytes / 2;
-    // SAFETY: device ranges were looked up, host ranges are the caller's word, as with the real driver.
+    // SAFETY: device ranges were looked up, and host ranges are the caller's responsibility, as with the real driver.
     unsafe { ptr::copy(from, to, first) };
     let copies = COPIES.get().wrapping_add(1);
     COPIES.set(copies);
@@ -243,7 +244,7 @@ pub(crate) fn copy(to: *mut u8, from: *const u8, bytes: usize) -> Result<(), Cod
     Ok(())
 }
 
-/// Writes what a call gives back, where its caller said.
+/// Writes a result of a call to the caller's address, which must not be null.
 pub(crate) fn give<T>(place: *mut T, value: T) -> Result<(), Code> {
     if place.is_null() {
         return Err(INVALID_VALUE);
@@ -253,7 +254,7 @@ pub(crate) fn give<T>(place: *mut T, value: T) -> Result<(), Code> {
     Ok(())
 }
 
-/// Reads what the caller of a driver points at.
+/// Reads a value at an address of the caller, which must not be null.
 pub(crate) fn take<T: Copy>(place: *const T) -> Result<T, Code> {
     if place.is_null() {
         return Err(INVALID_VALUE);

@@ -1,4 +1,4 @@
-//! What a test asks of the driver.
+//! Settings with which a test configures the driver.
 
 use std::collections::BTreeMap;
 
@@ -7,48 +7,52 @@ use crate::code::Code;
 /// `CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM`.
 const HOST_POINTERS: u32 = 91;
 
-/// Variable of the environment with the settings, `name=value` with `;` between them:
+/// Environment variable with the settings, `name=value` separated by `;`. `WHO` selects the processes with that word in
+/// their command line. Defaults are in parentheses:
 ///
 /// * `devices=N` (1);
-/// * `version=12040`: what `cuDriverGetVersion` says;
-/// * `init=CODE`: what `cuInit` answers;
-/// * `seed=N` (1): of the pauses; a stream takes its own from it and its number;
-/// * `delay_us=N` (0): longest pause before a piece of work; `delay_us=WHO/N`: of processes with that word in their command
-///   line;
-/// * `fail=WHO/CALL/NTH/CODE`, any number of times: the n-th such call of a process fails. `WHO` is a word of its command
-///   line or `*`, `CALL` the name of a function, or `*` for all together; functions that say how an error is called do not
+/// * `version=12040`: the result of `cuDriverGetVersion`;
+/// * `init=CODE`: the result of `cuInit`;
+/// * `seed=N` (1): seed of the pauses; each stream derives its own from it and the stream's number;
+/// * `delay_us=N` (0): longest pause before a piece of work; `delay_us=WHO/N`: only in the selected processes;
+/// * `fail=WHO/CALL/NTH/CODE`, any number of times: the n-th such call of a process fails. `WHO` may also be `*`,
+///   `CALL` is the name of a function, or `*` for all calls together; functions that return the name of an error do not
 ///   count;
-/// * `once=FILE`: those calls fail in the first process only that comes so far, which makes this file;
-/// * `init_ms=N` (0): how long `cuInit` takes;
-/// * `exclusive=FILE`: the GPUs are in exclusive compute mode: only one process has contexts at a time, the one that holds this
-///   file, and others get 46;
-/// * `memory_mib=N` (unlimited), `context_mib=N` or `context_mib=WHO/N` (0): what a process can allocate on a GPU, and what
-///   a context takes of it;
-/// * `granule_kib=N` (2048): of the virtual memory management: chunks and reservations are multiples of it;
-/// * `strict=1`: asynchronous copies of host memory that is not registered are refused (a real driver copies it twice, and
-///   blocks the caller) (0);
-/// * `call_us=N` or `call_us=WHO/N` (0): how long each call takes that needs a context; calls of one process wait for each other;
-/// * `pidns=WHO/N`: these processes live in another PID namespace, where handles of memory are not understood: 201;
-/// * `hang=WHO/NTH/FOLDER`: the n-th call for many copies of such a process never ends, nor does anything behind it in its stream;
-///   a file with the number of the process is made in that folder;
-/// * `block=WHO/CALL/NTH`: the n-th such call never returns; a process that leaves it so at its exit is aborted;
-/// * `unpin=WHO/MIB/FIFO`: where such a process gives registered host memory of at least so many MiB back, the call opens that
-///   FIFO for reading, and does its work when whoever has opened it for writing closes it;
-/// * `trace=FOLDER`: at its exit each process writes there, into a file named after its id, in which order copies from a device
-///   (`d2h N`) and to it (`h2d N`) were given by calls of their own, and by how many threads each function was called;
-/// * `mig=1`: the devices are instances of one GPU, and `cuDeviceGetUuid` gives the name of that GPU for each of them (0);
-/// * `attribute=NUMBER/VALUE`, any number of times: what `cuDeviceGetAttribute` says; 91, 99 and 122 are 1 and 133 is 0 where
-///   nothing is said, and others are not known;
-/// * `host_pointers=0`: attribute 91 is 0, and streams do not find registered host memory at the addresses that the process has for it, where many
-///   copies are given by one call (1);
-/// * `half=NTH`: the n-th call for many copies of a process takes half of them, and is refused;
-/// * `skip=NTH`: the n-th copy of a process is said to be done, and is not;
-/// * `stale=NTH`: the n-th handle of another process's memory, or of a chunk, that a process opens shows the memory of the
-///   handle that it opened before;
-/// * `report=FOLDER`: at its exit each process writes there what it did not give back, into a file named after its id.
+/// * `once=FILE`: those calls fail only in the first process that reaches one of them, which creates this file;
+/// * `init_ms=N` (0): duration of `cuInit`;
+/// * `exclusive=FILE`: the GPUs are in exclusive compute mode: only one process has contexts at a time, the one that
+///   holds this file, and other processes get 46;
+/// * `memory_mib=N` (unlimited), `context_mib=N` or `context_mib=WHO/N` (0): memory that a process can allocate on a
+///   GPU, and the part of it that a context takes;
+/// * `granule_kib=N` (2048): granularity of the virtual memory management: chunks and reservations are multiples of it;
+/// * `strict=1`: asynchronous copies of host memory that is not registered are refused (a real driver copies it twice,
+///   and blocks the caller) (0);
+/// * `call_us=N` or `call_us=WHO/N` (0): duration of each call that needs a context; calls of one process wait for each
+///   other;
+/// * `pidns=WHO/N`: these processes are in another PID namespace, where memory handles are not valid: 201;
+/// * `hang=WHO/NTH/FOLDER`: the n-th call for many copies of such a process never ends, nor does any work after it in
+///   its stream; a file named after the process id is created in that folder;
+/// * `block=WHO/CALL/NTH`: the n-th such call never returns; a process that exits during that call is aborted;
+/// * `unpin=WHO/MIB/FIFO`: when such a process unregisters host memory of at least this many MiB, the call opens that
+///   FIFO for reading, and does its work when the process that has opened the FIFO for writing closes it;
+/// * `trace=FOLDER`: at its exit each process writes there, into a file named after its id, the order in which copies
+///   from a device (`d2h N`) and to it (`h2d N`) were given by calls of their own, and the number of threads that
+///   called each function;
+/// * `mig=1`: the devices are instances of one GPU, and `cuDeviceGetUuid` returns the name of that GPU for each of them
+///   (0);
+/// * `attribute=NUMBER/VALUE`, any number of times: a result of `cuDeviceGetAttribute`; by default 91, 99 and 122 are
+///   1, 133 is 0, and others are unknown;
+/// * `host_pointers=0`: attribute 91 is 0, and streams do not find registered host memory at the addresses that the
+///   process has for it, where many copies are given by one call (1);
+/// * `half=NTH`: the n-th call for many copies of a process accepts half of them, and is refused;
+/// * `skip=NTH`: the n-th copy of a process is reported as done, and is not made;
+/// * `stale=NTH`: the n-th handle of another process's memory, or of a chunk, that a process opens maps the memory of
+///   the handle that it opened before;
+/// * `report=FOLDER`: at its exit each process writes there everything that it has not released, into a file named
+///   after its id.
 pub const SETTINGS: &str = "FAKE_CUDA";
 
-/// A call that fails.
+/// A call that must fail.
 #[derive(Debug, Clone)]
 pub(crate) struct Fail {
     pub(crate) call: String,
@@ -56,7 +60,7 @@ pub(crate) struct Fail {
     pub(crate) code: Code,
 }
 
-/// See [`SETTINGS`].
+/// The parsed settings of this process. See [`SETTINGS`].
 #[derive(Debug, Clone)]
 pub(crate) struct Settings {
     pub(crate) devices: i32,
@@ -68,23 +72,23 @@ pub(crate) struct Settings {
     pub(crate) once: Option<String>,
     pub(crate) init_ms: u64,
     pub(crate) exclusive: Option<String>,
-    /// Unlimited without it.
+    /// Unlimited if `None`.
     pub(crate) memory_bytes: Option<usize>,
     pub(crate) context_bytes: usize,
-    /// Of the virtual memory management.
+    /// Granularity of the virtual memory management.
     pub(crate) granule_bytes: usize,
     pub(crate) strict: bool,
     pub(crate) call_us: u64,
     pub(crate) namespace: u32,
-    /// Which call for many copies never ends, and the folder where that is noted.
+    /// Number of the call for many copies that never ends, and the folder in which that is noted.
     pub(crate) hang: Option<(u64, String)>,
-    /// Which call never returns, by its name and number.
+    /// Name and number of the call that never returns.
     pub(crate) block: Option<(String, u64)>,
-    /// How much registered host memory is not given back at once, and the FIFO that is waited for.
+    /// Minimum size of registered host memory whose release is delayed, and the FIFO for which the release waits.
     pub(crate) unpin: Option<(usize, String)>,
     pub(crate) trace: Option<String>,
     pub(crate) mig: bool,
-    /// By their numbers in `CUdevice_attribute`.
+    /// By number in `CUdevice_attribute`.
     pub(crate) attributes: BTreeMap<u32, i32>,
     pub(crate) half: Option<u64>,
     pub(crate) skip: Option<u64>,
@@ -93,7 +97,8 @@ pub(crate) struct Settings {
 }
 
 impl Settings {
-    /// What the environment says. A driver has nobody to complain to: what cannot be read ends the process.
+    /// Reads the settings from the environment. A setting that cannot be parsed ends the process, because a driver has
+    /// no caller to which it could report the error.
     pub(crate) fn read() -> Self {
         let text = std::env::var(SETTINGS).unwrap_or_default();
         Self::parse(&text, &command_line()).unwrap_or_else(|wrong| {
@@ -249,7 +254,8 @@ impl Settings {
         self.attributes.get(&HOST_POINTERS) == Some(&1)
     }
 
-    /// Whether a call that is to fail may.
+    /// Whether a call that is selected to fail may fail here: always, or with `once` only in the process that creates
+    /// its file.
     pub(crate) fn may_fail(&self) -> bool {
         self.once
             .as_ref()
@@ -262,7 +268,7 @@ fn command_line() -> String {
     String::from_utf8_lossy(&bytes).replace('\0', " ")
 }
 
-/// Says something on standard error.
+/// Prints a message to standard error.
 #[expect(clippy::print_stderr, reason = "a driver has no other way to speak")]
 pub(crate) fn complain(what: &str) {
     eprintln!("fake CUDA driver: {what}");

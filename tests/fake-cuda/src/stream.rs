@@ -1,4 +1,4 @@
-//! A stream: a thread that does what it was given, in order, late.
+//! A stream: a thread that runs its work in order, and late.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -9,7 +9,7 @@ use crate::batch::Batch;
 use crate::code::Code;
 use crate::world::World;
 
-/// One of so many pieces of work begins late, and what stands behind it with it.
+/// One piece of work in this many begins late, and delays all work after it.
 const PAUSE_ONE_IN: u8 = 16;
 
 /// One piece of work.
@@ -18,14 +18,14 @@ pub(crate) enum Work {
         to: u64,
         from: u64,
         bytes: usize,
-        /// Registered host memory, which must still be that when the copy runs.
+        /// Base of registered host memory, which must still be registered when the copy runs.
         pinned: Option<u64>,
     },
     Batch(Batch),
     /// Never ends.
     Hang,
     Record(Arc<Event>, u64),
-    /// Goes on when the event has come so far.
+    /// Continues when the event has reached this number.
     WaitEvent(Arc<Event>, u64),
     WaitValue {
         at: u64,
@@ -37,7 +37,7 @@ pub(crate) enum Work {
     },
 }
 
-/// Ready when everything before its last record is done.
+/// An event. Ready when everything before its last record is done.
 #[derive(Default)]
 pub(crate) struct Event {
     recorded: AtomicU64,
@@ -45,23 +45,23 @@ pub(crate) struct Event {
 }
 
 impl Event {
-    /// It is recorded once more; the number is reached when the stream comes there.
+    /// Records the event again. Returns the record's number, which is reached when the stream gets there.
     pub(crate) fn record(&self) -> u64 {
         self.recorded.fetch_add(1, Ordering::SeqCst) + 1
     }
 
-    /// Number of its last record.
+    /// Number of the last record.
     pub(crate) fn recorded(&self) -> u64 {
         self.recorded.load(Ordering::SeqCst)
     }
 
-    /// Whether its last record was reached. One that was never recorded is ready.
+    /// Whether the last record was reached. An event that was never recorded is ready.
     pub(crate) fn is_ready(&self) -> bool {
         self.reached.load(Ordering::SeqCst) >= self.recorded.load(Ordering::SeqCst)
     }
 }
 
-/// The caller's side.
+/// The caller's side of a stream.
 pub(crate) struct Stream {
     work: Sender<Work>,
     waiting: Arc<Waiting>,
@@ -74,7 +74,7 @@ struct Waiting {
 }
 
 impl Stream {
-    /// Starts its thread, which ends when the stream is destroyed and everything in it is done.
+    /// Starts the stream's thread, which ends when the stream is destroyed and all of its work is done.
     pub(crate) fn start(number: u64) -> Result<Self, Code> {
         let (work, given) = channel();
         let waiting = Arc::new(Waiting::default());
@@ -93,7 +93,7 @@ impl Stream {
         }
     }
 
-    /// A handle that waits until everything in it is done.
+    /// A function that waits until all work of the stream is done.
     pub(crate) fn drained(&self) -> impl FnOnce() + use<> {
         let waiting = Arc::clone(&self.waiting);
         move || {
@@ -118,7 +118,7 @@ fn run(number: u64, given: &Receiver<Work>, waiting: &Waiting) {
         if settings.delay_us > 0 && chance.u8(0..PAUSE_ONE_IN) == 0 {
             std::thread::sleep(Duration::from_micros(chance.u64(0..settings.delay_us)));
         }
-        // After an error nothing runs any more, and nothing is ready any more.
+        // After an error no more work runs, and no event becomes ready.
         let done = match (&work, world.poisoned()) {
             (_, Some(_)) => Ok(()),
             (
@@ -156,14 +156,14 @@ fn run(number: u64, given: &Receiver<Work>, waiting: &Waiting) {
     }
 }
 
-/// Waits until an event was reached, or nothing is reached any more.
+/// Waits until an event has reached a number, or the context is poisoned.
 fn wait_event(world: &World, event: &Event, number: u64) {
     while event.reached.load(Ordering::SeqCst) < number && world.poisoned().is_none() {
         std::thread::sleep(Duration::from_micros(20));
     }
 }
 
-/// Waits until a word in device memory is at least so large. Nothing tells when it changes, so it looks.
+/// Polls a word in device memory until it is at least `value`, because no notification exists for its changes.
 fn wait_value(world: &World, at: u64, value: u64) -> Result<(), Code> {
     while world.value(at)? < value {
         if world.poisoned().is_some() {

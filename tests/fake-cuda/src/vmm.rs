@@ -1,4 +1,4 @@
-//! Handles of device memory that other processes open.
+//! Handles of device memory, with which other processes open the memory.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 
@@ -7,11 +7,11 @@ use rustix::fs::{Mode, OFlags};
 use crate::code::{Code, INVALID_CONTEXT, INVALID_VALUE};
 use crate::memory::Block;
 
-/// Bytes of a handle: of `CUipcMemHandle` and of `CUmemFabricHandle`.
+/// Size of `CUipcMemHandle` and of `CUmemFabricHandle`.
 pub(crate) const HANDLE_BYTES: usize = 64;
 const MAGIC: [u8; 8] = *b"KVFAKEH1";
 
-/// How another process finds a block, and what begins at this offset in it.
+/// A handle with which another process finds a block and the offset in it.
 pub(crate) fn handle(block: &Block, offset: usize, namespace: u32) -> [u8; HANDLE_BYTES] {
     let mut bytes = [0; HANDLE_BYTES];
     bytes[..8].copy_from_slice(&MAGIC);
@@ -29,17 +29,17 @@ fn number<const N: usize>(bytes: &[u8; HANDLE_BYTES], at: usize) -> [u8; N] {
     number
 }
 
-/// Whether a handle is of this process.
+/// Whether a handle was made by this process.
 pub(crate) fn is_ours(bytes: &[u8; HANDLE_BYTES]) -> bool {
     u32::from_le_bytes(number(bytes, 8)) == std::process::id()
 }
 
-/// Where in its block the memory of a handle begins.
+/// Offset at which the memory of a handle begins in its block.
 pub(crate) fn offset(bytes: &[u8; HANDLE_BYTES]) -> u64 {
     u64::from_le_bytes(number(bytes, 24))
 }
 
-/// Opens another process's block: while that lives and has not freed it, and in the namespace of its maker.
+/// Opens another process's block. Fails after that process has ended or has freed the block, and in another namespace.
 pub(crate) fn open(bytes: &[u8; HANDLE_BYTES], namespace: u32) -> Result<Block, Code> {
     if bytes[..8] == MAGIC && u32::from_le_bytes(number(bytes, 32)) != namespace {
         return Err(INVALID_CONTEXT);
@@ -47,7 +47,7 @@ pub(crate) fn open(bytes: &[u8; HANDLE_BYTES], namespace: u32) -> Result<Block, 
     open_anywhere(bytes)
 }
 
-/// The same, whatever the namespace.
+/// Opens a block like [`open`], in any namespace.
 pub(crate) fn open_anywhere(bytes: &[u8; HANDLE_BYTES]) -> Result<Block, Code> {
     if bytes[..8] != MAGIC {
         return Err(INVALID_VALUE);
@@ -60,14 +60,14 @@ pub(crate) fn open_anywhere(bytes: &[u8; HANDLE_BYTES]) -> Result<Block, Code> {
     Block::open(fd, Some(u64::from_le_bytes(number(bytes, 16))))
 }
 
-/// A descriptor of a block, the caller's to close.
+/// A new descriptor of a block, which the caller must close.
 pub(crate) fn export(block: &Block) -> Result<i32, Code> {
     let fd = block.fd().try_clone().map_err(|_| INVALID_VALUE)?;
     // The caller owns the number from here on, as with the real driver.
     Ok(std::os::fd::IntoRawFd::into_raw_fd(fd))
 }
 
-/// Opens the block behind a descriptor, which stays the caller's.
+/// Opens the block of a descriptor, which remains the caller's.
 pub(crate) fn import(fd: i32) -> Result<Block, Code> {
     let path = format!("/proc/self/fd/{fd}");
     let opened = rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty());

@@ -1,4 +1,4 @@
-//! What one process has of the driver: memory, streams, events, and what calls of it have failed.
+//! The driver's state in one process: memory, streams, events, and failures of calls.
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -17,15 +17,15 @@ use crate::settings::Settings;
 use crate::stream::{Event, Stream, lock};
 
 thread_local! {
-    /// Number of this thread's context; 0 without one.
+    /// Number of this thread's context, or 0.
     static CURRENT: Cell<u64> = const { Cell::new(0) };
-    /// How this thread's calls stand to captures: `CU_STREAM_CAPTURE_MODE_GLOBAL` at first.
+    /// This thread's capture mode, initially `CU_STREAM_CAPTURE_MODE_GLOBAL`.
     static CAPTURE_MODE: Cell<i32> = const { Cell::new(CAPTURE_GLOBAL) };
 }
 
-/// `CU_STREAM_CAPTURE_MODE_GLOBAL`: this thread's unsafe calls, and those of others that are in this mode, end a capture.
+/// `CU_STREAM_CAPTURE_MODE_GLOBAL`: unsafe calls of this thread, and of other threads in this mode, end a capture.
 pub(crate) const CAPTURE_GLOBAL: i32 = 0;
-/// Calls that a capture may not see. A real driver has more of them.
+/// Calls that are not allowed during a capture. A real driver has more of them.
 const UNSAFE_IN_CAPTURE: [&str; 6] = [
     "cuMemAlloc_v2",
     "cuMemFree_v2",
@@ -38,37 +38,37 @@ const UNSAFE_IN_CAPTURE: [&str; 6] = [
 /// Name of a thread in a call that does not return.
 const BLOCKED: &str = "in-driver";
 
-/// A capture that is being made.
+/// A running capture.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Capture {
     pub(crate) mode: i32,
     pub(crate) invalidated: bool,
 }
 
-/// Device memory that has an address here.
+/// Device memory that is mapped at an address in this process.
 pub(crate) struct Mapping {
-    /// Whose addresses these are; those of a reservation are the caller's.
+    /// The addresses, if the mapping owns them. Those of a reservation belong to the caller.
     pub(crate) _addresses: Option<Addresses>,
     pub(crate) bytes: usize,
     pub(crate) block: Arc<Block>,
     pub(crate) offset: usize,
     pub(crate) kind: Kind,
-    /// Times that it was opened; 0 as long as nobody has access.
+    /// Number of times it was opened. 0 while access was not granted.
     pub(crate) opened: u32,
-    /// Ways in which it may be shared, as `CUmemAllocationHandleType`.
+    /// Ways in which the memory may be shared, as `CUmemAllocationHandleType`.
     pub(crate) shareable: u32,
-    /// With which it goes; chunks are mapped without one.
+    /// The context with which the mapping ends. `None` for chunks.
     pub(crate) context: Option<u64>,
 }
 
-/// Registered host memory.
+/// A range of registered host memory.
 #[derive(Clone, Copy)]
 pub(crate) struct Registered {
     pub(crate) bytes: usize,
     pub(crate) context: u64,
 }
 
-/// What contexts took with them that nobody had given back.
+/// Unreleased objects that ended with their contexts.
 #[derive(Default)]
 struct Died {
     allocated: usize,
@@ -78,10 +78,10 @@ struct Died {
     events: usize,
 }
 
-/// What is written down for a test.
+/// Calls that are recorded for a test.
 #[derive(Default)]
 struct Trace {
-    /// Copies in a row: from a device, and how many.
+    /// Successive copies of one direction: whether from a device, and how many.
     copies: Vec<(bool, u64)>,
     threads: BTreeMap<&'static str, HashSet<ThreadId>>,
 }
@@ -90,7 +90,7 @@ struct Trace {
 #[derive(Clone)]
 pub(crate) struct Physical {
     pub(crate) block: Arc<Block>,
-    /// As of [`Mapping`].
+    /// As in [`Mapping`].
     pub(crate) shareable: u32,
 }
 
@@ -101,12 +101,12 @@ pub(crate) enum Kind {
     Virtual,
 }
 
-/// Everything that calls change.
+/// The state that calls change.
 #[derive(Default)]
 pub(crate) struct Inner {
-    /// By their first address.
+    /// By first address.
     pub(crate) mappings: BTreeMap<u64, Mapping>,
-    /// Registered host ranges, by their first address.
+    /// Registered host ranges, by first address.
     pub(crate) registered: BTreeMap<u64, Registered>,
     /// Streams and events, each with its context.
     pub(crate) streams: HashMap<u64, (u64, Stream)>,
@@ -114,18 +114,18 @@ pub(crate) struct Inner {
     pub(crate) reserved: BTreeMap<u64, Addresses>,
     /// Physical memory of the virtual memory management, by handle.
     pub(crate) physical: HashMap<u64, Physical>,
-    /// Contexts that are retained, by device.
+    /// Number of times that each device's context is retained.
     pub(crate) contexts: HashMap<i32, u32>,
-    /// Held as long as this process has contexts, in exclusive mode.
+    /// The locked file, held while this process has contexts in exclusive mode.
     pub(crate) exclusive: Option<File>,
-    /// By the stream that is captured.
+    /// By captured stream.
     pub(crate) captures: HashMap<u64, Capture>,
-    /// Handles that were opened where one of them is to be stale, and what the last one showed.
+    /// Number of opened handles, counted only with the setting `stale`, and the memory of the last one.
     opened: u64,
     shown: Weak<Block>,
     died: Died,
     trace: Trace,
-    /// Calls that do not return.
+    /// Number of calls that do not return.
     blocked: u64,
     calls: HashMap<&'static str, u64>,
     all_calls: u64,
@@ -133,13 +133,13 @@ pub(crate) struct Inner {
 }
 
 impl Inner {
-    /// A number that nothing else has.
+    /// A new number, unique in this process.
     pub(crate) fn next(&mut self) -> u64 {
         self.last += 1;
         self.last
     }
 
-    /// The mapping that holds a range, and how far in it begins.
+    /// The mapping that contains a range: its address, the mapping, and the range's offset in it.
     pub(crate) fn find(&self, at: u64, bytes: usize) -> Option<(u64, &Mapping, usize)> {
         let (base, mapping) = self.mappings.range(..=at).next_back()?;
         let offset = usize::try_from(at - base).ok()?;
@@ -147,7 +147,8 @@ impl Inner {
         fits.then_some((*base, mapping, offset))
     }
 
-    /// What a handle shows whose memory is this; and whether that is the memory of the one before.
+    /// The memory that an opened handle maps: its own, or with the setting `stale` that of the handle before. The
+    /// second value tells which.
     pub(crate) fn shown(&mut self, block: Block, settings: &Settings) -> (Arc<Block>, bool) {
         let block = Arc::new(block);
         let Some(stale) = settings.stale else {
@@ -161,13 +162,13 @@ impl Inner {
         }
     }
 
-    /// How much of a range lies in one piece of memory.
+    /// Number of bytes of a range that are in one piece of memory.
     fn in_one_piece(&self, at: u64, bytes: usize) -> usize {
         let rest = |(_, mapping, offset): (u64, &Mapping, usize)| mapping.bytes - offset;
         self.find(at, 1).map_or(bytes, rest).min(bytes)
     }
 
-    /// Whether some device memory or reservation begins in or holds this address.
+    /// Whether this address is in device memory or in a reservation.
     fn is_device(&self, at: u64) -> bool {
         let in_mapping = self.mappings.range(..=at).next_back();
         let in_reserved = self.reserved.range(..=at).next_back();
@@ -175,7 +176,7 @@ impl Inner {
             || in_reserved.is_some_and(|(base, it)| at - base < it.bytes() as u64)
     }
 
-    /// Where this process finds a range, and what keeps it there.
+    /// Address of a range in this process, and the block that keeps it mapped.
     fn place(&self, at: u64, bytes: usize) -> Result<(*mut u8, Option<Arc<Block>>), Code> {
         if let Some((_, mapping, offset)) = self.find(at, bytes) {
             let stale = mapping.kind == Kind::Imported && mapping.block.is_freed();
@@ -188,7 +189,8 @@ impl Inner {
         if self.is_device(at) {
             return Err(ILLEGAL_ADDRESS);
         }
-        // Registered memory is one piece: a copy over its end would read what another registration, or nobody, pinned.
+        // Registered memory is one piece: a copy across its end would access memory that is pinned by another
+        // registration, or not at all.
         if let Some((base, it)) = self.registered.range(..=at).next_back() {
             let end = base + it.bytes as u64;
             if at < end && at + bytes as u64 > end {
@@ -198,7 +200,7 @@ impl Inner {
         Ok((at as *mut u8, None))
     }
 
-    /// Memory of devices that this process has taken.
+    /// Device memory that this process has allocated, in bytes.
     fn taken(&self) -> usize {
         let allocated = self.mappings.values();
         let allocated = allocated.filter(|it| it.kind == Kind::Allocated);
@@ -207,7 +209,7 @@ impl Inner {
         allocated + chunks
     }
 
-    /// Whether there is room for so much more.
+    /// Checks that `bytes` more fit into the device memory.
     pub(crate) fn check_room(&self, bytes: usize, settings: &Settings) -> Result<(), Code> {
         let contexts = self.contexts.values().filter(|count| **count > 0).count();
         let taken = self.taken() + contexts * settings.context_bytes;
@@ -222,19 +224,19 @@ impl Inner {
         self.contexts.get(&device).is_some_and(|count| *count > 0)
     }
 
-    /// A stream.
+    /// Looks up a stream.
     pub(crate) fn stream(&self, stream: u64) -> Result<&Stream, Code> {
         let found = self.streams.get(&stream).map(|(_, stream)| stream);
         found.ok_or(INVALID_HANDLE)
     }
 
-    /// An event.
+    /// Looks up an event.
     pub(crate) fn event(&self, event: u64) -> Result<Arc<Event>, Code> {
         let found = self.events.get(&event).map(|(_, event)| Arc::clone(event));
         found.ok_or(INVALID_HANDLE)
     }
 
-    /// A context ends, and with it all that was made in it.
+    /// Ends a context, with everything that was created in it.
     fn destroy(&mut self, context: u64) {
         let before = (self.streams.len(), self.events.len(), self.registered.len());
         self.streams.retain(|_, (of, _)| *of != context);
@@ -259,7 +261,7 @@ impl Inner {
         });
     }
 
-    /// What was not given back, in words; with what contexts took with them.
+    /// The text of the report: everything that was not released, including what ended with a context.
     fn left(&self) -> String {
         let of = |kind| self.mappings.values().filter(|it| it.kind == kind).count();
         let died = &self.died;
@@ -291,7 +293,7 @@ impl Trace {
     }
 }
 
-/// What a call needs before it does anything.
+/// Precondition of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Needs {
     Nothing,
@@ -299,22 +301,22 @@ pub(crate) enum Needs {
     Context,
 }
 
-/// See the module.
+/// The driver's state in this process.
 pub(crate) struct World {
     settings: Settings,
     inner: Mutex<Inner>,
     ready: AtomicBool,
     poison: AtomicU32,
-    /// Calls for many copies.
+    /// Number of calls for many copies.
     batches: AtomicU64,
-    /// Copies that were done.
+    /// Number of copies made.
     copies: AtomicU64,
-    /// Held by a call as long as it takes.
+    /// Held by a call for its duration.
     busy: Mutex<()>,
 }
 
 impl World {
-    /// The world of this process.
+    /// The state of this process, created by the first call.
     pub(crate) fn get() -> &'static Self {
         static WORLD: OnceLock<World> = OnceLock::new();
         WORLD.get_or_init(|| Self {
@@ -336,22 +338,22 @@ impl World {
         lock(&self.inner)
     }
 
-    /// `cuInit` was called.
+    /// Handles `cuInit`.
     pub(crate) fn begin(&self) {
         self.ready.store(true, Ordering::SeqCst);
     }
 
-    /// Makes a context this thread's own; 0 for none.
+    /// Sets this thread's context; 0 for none.
     pub(crate) fn make_current(context: u64) {
         CURRENT.set(context);
     }
 
-    /// Changes how this thread's calls stand to captures, and says how they stood.
+    /// Sets this thread's capture mode, and returns the previous one.
     pub(crate) fn exchange_capture_mode(mode: i32) -> i32 {
         CAPTURE_MODE.replace(mode)
     }
 
-    /// A context was given back for the last time: what is in its streams is done first.
+    /// Ends a context that was released for the last time, after all work in its streams is done.
     pub(crate) fn destroy(&self, context: u64) {
         let streams: Vec<_> = {
             let inner = self.inner();
@@ -362,7 +364,7 @@ impl World {
         self.inner().destroy(context);
     }
 
-    /// A copy was given by a call of its own.
+    /// Records a copy that was given by a call of its own.
     pub(crate) fn trace_copy(&self, from: u64) {
         if self.settings.trace.is_none() {
             return;
@@ -376,12 +378,12 @@ impl World {
         }
     }
 
-    /// This thread's own; 0 for none.
+    /// This thread's context, or 0.
     pub(crate) fn current() -> u64 {
         CURRENT.get()
     }
 
-    /// An error from which the context does not recover.
+    /// Records an error from which the context does not recover.
     pub(crate) fn poison(&self, code: Code) {
         let fatal = if code::poisons(code) {
             code
@@ -396,13 +398,13 @@ impl World {
         }
     }
 
-    /// That error, once there was one.
+    /// The error that poisoned the context, if any.
     pub(crate) fn poisoned(&self) -> Option<Code> {
         let code = self.poison.load(Ordering::SeqCst);
         (code != code::SUCCESS).then_some(code)
     }
 
-    /// A call begins: it is counted, and may have to fail.
+    /// Starts a call: counts it, applies the settings that make it fail or block, and checks its preconditions.
     pub(crate) fn enter(&self, call: &'static str, needs: Needs) -> Result<(), Code> {
         let (of_it, of_all) = {
             let mut inner = self.inner();
@@ -422,7 +424,7 @@ impl World {
         {
             self.inner().blocked += 1;
             crate::settings::complain(&format!("{call} does not return, as wanted"));
-            // Tests wait for a thread of this name, which is the proof that one is in the call.
+            // Tests wait for a thread with this name, which proves that a thread is in the call.
             if let Err(error) = std::fs::write("/proc/thread-self/comm", BLOCKED) {
                 crate::settings::complain(&format!("the thread keeps its name: {error}"));
             }
@@ -464,7 +466,7 @@ impl World {
         }
     }
 
-    /// This thread's context lives, and the call spoils nobody's capture.
+    /// Checks that this thread's context is retained, and that the call invalidates no capture.
     fn check_context(&self, call: &'static str) -> Result<(), Code> {
         let mut inner = self.inner();
         if !inner.lives(CURRENT.get()) {
@@ -484,7 +486,7 @@ impl World {
         self.batches.fetch_add(1, Ordering::SeqCst) + 1
     }
 
-    /// Copies between two ranges, each of a device or of the host.
+    /// Copies between two ranges, each in device or host memory.
     pub(crate) fn copy(
         &self,
         to: u64,
@@ -515,7 +517,8 @@ impl World {
         Ok(())
     }
 
-    /// Whether a copy of these ranges can be given to a stream, and which registered host memory it touches.
+    /// Checks that a copy of these ranges can be given to a stream. Returns the base of the registered host memory that
+    /// it touches, if any.
     pub(crate) fn check_copy(&self, to: u64, from: u64, bytes: usize) -> Result<Option<u64>, Code> {
         let inner = self.inner();
         let mut pinned = None;
@@ -541,7 +544,7 @@ impl World {
         Ok(pinned)
     }
 
-    /// A word in device memory.
+    /// Reads a word in device memory.
     pub(crate) fn value(&self, at: u64) -> Result<u64, Code> {
         let (block, offset) = self.word(at)?;
         Ok(block.value(offset)?.load(Ordering::SeqCst))
@@ -566,8 +569,8 @@ impl World {
         Ok(())
     }
 
-    /// The process ends: says what it did not give back, if somebody wants to know. A driver whose library is unloaded under a
-    /// call crashes.
+    /// Writes the trace and the report at the end of the process, where a test requests them. Aborts the process when a
+    /// call is still blocked, as a driver crashes whose library is unloaded during a call.
     pub(crate) fn report(&self) {
         if let Some(folder) = &self.settings.trace {
             let path = format!("{folder}/{}", std::process::id());
