@@ -1,4 +1,4 @@
-//! What is checked and measured on a machine with an NVIDIA GPU: here, or packed for a machine without cargo.
+//! Checks and measurements on a machine with an NVIDIA GPU: run here, or packed for a machine without cargo.
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
@@ -10,22 +10,22 @@ use cargo_metadata::Message;
 
 use super::{cargo, cargo_with, root};
 
-/// The largest archive. Some machines take no larger upload.
+/// Maximum size of the archive. Some machines accept no larger upload.
 const PACK_BYTES_MAX: u64 = 48 << 20;
-/// How the archive's name ends; `tar` packs accordingly.
+/// Allowed endings of the archive's name. `tar` chooses the compression by the ending.
 const ENDINGS: &[&str] = &[".tar.gz", ".tgz", ".tar.xz"];
 /// The folder in the archive.
 const FOLDER: &str = "kvferry-gpu";
-/// The library that takes the place of NVIDIA's in tests. Tests expect it beside their programs.
+/// The library that replaces NVIDIA's driver in tests. Tests expect it beside their programs.
 const DRIVER_FOR_TESTS: &str = "libkvferry_fake_cuda.so";
-/// What runs there, and the names of the files.
+/// Scripts that run on the other machine, by file name.
 const SCRIPTS: &[(&str, &str)] = &[
     ("run.sh", include_str!("../gpu/run.sh")),
     ("engine_loop.py", include_str!("../gpu/engine_loop.py")),
     ("neighbour.py", include_str!("../gpu/neighbour.py")),
 ];
 
-/// `cargo xtask gpu`, and `cargo xtask gpu --pack FILE`.
+/// Runs `cargo xtask gpu` or `cargo xtask gpu --pack FILE`.
 pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
     match arguments {
         [] => here(),
@@ -37,7 +37,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
     }
 }
 
-/// What the tests with the driver for tests do, with the machine's own driver; then what its links do.
+/// Runs the tests of the driver for tests with the machine's own driver, then measures the machine's links.
 fn here() -> Result<(), String> {
     let on_gpu = [("CUDA_TESTS", OsStr::new("gpu"))];
     let copies = ["cuda::tests::copies", "cuda::tests::neighbour"];
@@ -110,7 +110,7 @@ fn mib(bytes: u64) -> f64 {
     bytes as f64 / f64::from(1 << 20)
 }
 
-/// Which tree was built, for the log of a run.
+/// The version of the built tree, for the log of a run.
 fn version() -> String {
     let mut git = Command::new("git");
     git.args(["describe", "--always", "--dirty", "--abbrev=12"]);
@@ -158,7 +158,7 @@ fn find(built: &[Built], target: &str, is_test: bool) -> Result<PathBuf, String>
     Ok(found.path.clone())
 }
 
-/// Runs cargo, and returns the programs that it built or found to be up to date.
+/// Runs cargo. Returns the programs that it built or found to be up to date.
 fn built(arguments: &[&str]) -> Result<Vec<Built>, String> {
     let program = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut cargo = Command::new(program);

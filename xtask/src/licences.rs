@@ -1,4 +1,4 @@
-//! Every dependency's licence must be one that `deny.toml` allows.
+//! Checks that the licence of every dependency is allowed by `deny.toml`.
 
 use std::fs;
 use std::path::Path;
@@ -6,7 +6,7 @@ use std::path::Path;
 use cargo_metadata::MetadataCommand;
 use spdx::{Expression, LicenseReq, Licensee};
 
-/// Fails with one line for each dependency that is not allowed.
+/// Fails with one line for each dependency whose licence is not allowed.
 pub(crate) fn check(root: &Path) -> Result<(), String> {
     let allowed = allowed(root)?;
     let metadata = MetadataCommand::new()
@@ -21,7 +21,7 @@ pub(crate) fn check(root: &Path) -> Result<(), String> {
             wrong.push(format!("{name} names no licence"));
             continue;
         };
-        // Some packages still write "MIT/Apache-2.0", as it was once done.
+        // Some packages still use the obsolete form "MIT/Apache-2.0".
         let expression = Expression::parse(&text.replace('/', " OR "));
         let expression = expression.map_err(|error| format!("{name}: {error}"))?;
         let fits =

@@ -66,7 +66,7 @@ fn root() -> &'static Path {
         .unwrap_or(Path::new("."))
 }
 
-/// The small things first, so that the output closes with the tests of the program. What was skipped comes last.
+/// Runs the small tests first, so that the output ends with the tests of the program. Skipped tests are listed last.
 fn test() -> Result<(), String> {
     let list = skipped::start(root())?;
     cargo(&["test", "--workspace", "--locked", "--doc"])?;
@@ -77,7 +77,7 @@ fn test() -> Result<(), String> {
     skipped::finish(&list)
 }
 
-/// The simulator itself is a hidden command of the program; the rest of the command line is its.
+/// Runs the hidden `sim` command of the program, with the rest of the command line as its arguments.
 fn sim() -> Result<(), String> {
     let given: Vec<String> = std::env::args().skip(2).collect();
     let mut arguments = vec!["run", "--release", "--locked", "--quiet", "--", "sim"];

@@ -1,4 +1,4 @@
-//! Planted bugs as changes of text, applied to a copy of the tree: how the tests prove that they would find them.
+//! Planted bugs: text changes that are applied to a copy of the tree, to prove that the tests find them.
 //!
 //! Each file below `tests/planted` is one bug:
 //!
@@ -18,14 +18,14 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
-/// Events of each world in which a bug is looked for.
+/// Events of each simulated world.
 const STEPS: &str = "4000";
 /// The program without a bug, below `target/planted`.
 const SOUND: &str = "kvferry-sound";
-/// Worlds that are run at a time, until one shows the bug.
+/// Number of worlds that are run at a time, until one of them shows the bug.
 const SEEDS_AT_ONCE: u64 = 100;
 
-/// A change of one file.
+/// A text change in one file.
 #[derive(Debug)]
 struct Change {
     file: PathBuf,
@@ -33,16 +33,16 @@ struct Change {
     replace: String,
 }
 
-/// How a bug must be found.
+/// The check that must find a bug.
 #[derive(Debug)]
 enum Found {
-    /// By one of so many simulated worlds.
+    /// One of the first `seeds` simulated worlds.
     Sim { seeds: u64 },
-    /// By `cargo test` with these arguments.
+    /// `cargo test` with these arguments.
     Test(Vec<String>),
 }
 
-/// One bug.
+/// One planted bug.
 #[derive(Debug)]
 struct Planted {
     name: String,
@@ -148,7 +148,7 @@ fn all(root: &Path) -> Result<Vec<Planted>, String> {
     Ok(all)
 }
 
-/// Applies each bug whose name contains `only` to a copy of the tree, and fails when one is not found.
+/// Applies each bug whose name contains `only` to a copy of the tree, and fails when a bug is not found.
 pub(crate) fn run(root: &Path, only: &str) -> Result<(), String> {
     let place = root.join("target/planted");
     let tree = place.join("tree");
@@ -218,7 +218,7 @@ fn sim(place: &Path, program: &str, seeds: &str) -> Result<Output, String> {
         .map_err(|error| format!("sim: {error}"))
 }
 
-/// What showed the bug, if anything did.
+/// Runs the check of a bug. Returns the evidence of the bug, or `None` if it was not found.
 fn look_for(bug: &Planted, place: &Path) -> Result<Option<String>, String> {
     let built = |arguments: &[&str]| {
         let output = cargo(place, arguments)?;
@@ -234,7 +234,7 @@ fn look_for(bug: &Planted, place: &Path) -> Result<Option<String>, String> {
     match &bug.found {
         Found::Test(words) => {
             let words: Vec<&str> = words.iter().map(String::as_str).collect();
-            // The last word says which tests; the others, what is built.
+            // The last word selects the tests, the others select what is built.
             let (_, what) = words.split_last().ok_or("a test has arguments")?;
             built(&[&["test", "--locked", "--no-run"], what].concat())?;
             let output = cargo(place, &[&["test", "--locked"], &words[..]].concat())?;
@@ -252,7 +252,7 @@ fn look_for(bug: &Planted, place: &Path) -> Result<Option<String>, String> {
                 let range = format!("{from}..{to}");
                 let output = sim(place, "target/debug/kvferry", &range)?;
                 if !output.status.success() {
-                    // A world that fails without the bug says nothing about it.
+                    // A world that also fails without the bug proves nothing about it.
                     if !sim(place, SOUND, &range)?.status.success() {
                         return Err(format!(
                             "some of the seeds {range} fail without the bug: mend that first"
@@ -275,8 +275,8 @@ fn look_for(bug: &Planted, place: &Path) -> Result<Option<String>, String> {
     }
 }
 
-/// Copies every file that git knows or does not ignore. Files that are equal already stay as they are, so that cargo builds
-/// no more than it must.
+/// Copies every file that git tracks or does not ignore. Files that are already equal stay untouched, so that cargo
+/// builds no more than it must.
 fn copy_tree(root: &Path, tree: &Path) -> Result<(), String> {
     let listed = Command::new("git")
         .current_dir(root)
@@ -301,7 +301,7 @@ fn copy_tree(root: &Path, tree: &Path) -> Result<(), String> {
     remove_others(tree, Path::new(""), &files)
 }
 
-/// Removes the files of an earlier copy that are not among these, from `folder` of the copy on.
+/// Removes the files of an earlier copy that are not in `files`, from `folder` of the copy on.
 fn remove_others(tree: &Path, folder: &Path, files: &BTreeSet<&Path>) -> Result<(), String> {
     let text = |error: std::io::Error| format!("{}: {error}", tree.join(folder).display());
     for entry in fs::read_dir(tree.join(folder)).map_err(text)? {

@@ -1,14 +1,14 @@
-//! Tests that were skipped: `tests/support/skipped.rs` writes them into a file, a line each.
+//! Skipped tests, which `tests/support/skipped.rs` writes into a file, one per line.
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Variable with the path of that file.
+/// Environment variable with the path of that file.
 pub(crate) const LIST: &str = "SKIPPED_TESTS";
 
-/// An empty list for this run.
+/// Creates an empty list for this run.
 pub(crate) fn start(root: &Path) -> Result<PathBuf, String> {
     let list = root.join("target/skipped-tests");
     let made = fs::create_dir_all(root.join("target")).and_then(|()| fs::write(&list, ""));
@@ -16,8 +16,8 @@ pub(crate) fn start(root: &Path) -> Result<PathBuf, String> {
     Ok(list)
 }
 
-/// Prints what was skipped, if anything was. In continuous integration (`CI=true`) that is a failure: everything that a
-/// test needs is to be there.
+/// Prints the skipped tests, if there are any. In continuous integration (`CI=true`) they are a failure, because
+/// everything that a test needs must be available there.
 pub(crate) fn finish(list: &Path) -> Result<(), String> {
     let text = fs::read_to_string(list).map_err(|error| format!("{}: {error}", list.display()))?;
     let Some(said) = summary(&text) else {
@@ -34,7 +34,7 @@ fn is_ci(variable: Option<&OsStr>) -> bool {
     variable.is_some_and(|value| value.eq_ignore_ascii_case("true") || value == "1")
 }
 
-/// Each skip once, however often it was run into.
+/// A summary that lists each skip once, or `None` without skips.
 fn summary(text: &str) -> Option<String> {
     let skips: BTreeSet<&str> = text.lines().filter(|line| !line.is_empty()).collect();
     let lines: Vec<String> = skips.iter().map(|line| format!("  {line}")).collect();

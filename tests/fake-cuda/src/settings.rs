@@ -8,16 +8,15 @@ use crate::code::Code;
 const HOST_POINTERS: u32 = 91;
 
 /// Environment variable with the settings, `name=value` separated by `;`. `WHO` selects the processes with that word in
-/// their command line. Defaults are in parentheses:
+/// their command line, `*` selects all. Defaults are in parentheses:
 ///
 /// * `devices=N` (1);
 /// * `version=12040`: the result of `cuDriverGetVersion`;
 /// * `init=CODE`: the result of `cuInit`;
 /// * `seed=N` (1): seed of the pauses; each stream derives its own from it and the stream's number;
 /// * `delay_us=N` (0): longest pause before a piece of work; `delay_us=WHO/N`: only in the selected processes;
-/// * `fail=WHO/CALL/NTH/CODE`, any number of times: the n-th such call of a process fails. `WHO` may also be `*`,
-///   `CALL` is the name of a function, or `*` for all calls together; functions that return the name of an error do not
-///   count;
+/// * `fail=WHO/CALL/NTH/CODE`, any number of times: the n-th such call of a process fails. `CALL` is the name of
+///   a function, or `*` for all calls together; functions that return the name of an error do not count;
 /// * `once=FILE`: those calls fail only in the first process that reaches one of them, which creates this file;
 /// * `init_ms=N` (0): duration of `cuInit`;
 /// * `exclusive=FILE`: the GPUs are in exclusive compute mode: only one process has contexts at a time, the one that

@@ -1,8 +1,8 @@
-//! Real processes under random kills and stops, as long as one likes: `cargo xtask chaos --minutes N --seed S`.
+//! Real processes under random kills and stops, for a chosen time: `cargo xtask chaos --minutes N --seed S`.
 //!
-//! Two engine replicas of two ranks each replay and compare every byte that comes back, while their workers, their leader,
-//! the supervisor of those and the engines themselves are killed and stopped at random. The seed decides what happens in
-//! which order; the machine decides at which moment.
+//! Two engine replicas of two ranks each replay and compare every byte that they load, while their workers, their
+//! leader, the supervisor of these and the engines themselves are killed and stopped at random. The seed determines the
+//! order of these events, and the machine determines the moment.
 
 mod processes;
 mod record;
@@ -16,19 +16,19 @@ use serde_json::Value;
 use processes::{Cluster, Device, Engines, is_alive, number, signal};
 use record::Record;
 
-/// Engines and ranks of each.
+/// Engine replicas, and ranks of each.
 const REPLICAS: u64 = 2;
 const RANKS: u64 = 2;
-/// How long an engine waits for an answer.
+/// Time that an engine waits for an answer.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
-/// How long a leader waits, behind the deadline of a copy, before a worker must go.
+/// Time that a leader waits after the deadline of a copy before a worker that still owes a report is ended.
 const FENCE: Duration = Duration::from_secs(10);
-/// How much longer than it should anything may take, because the machine is busy.
+/// Additional time that anything may take, because the machine is busy.
 const SLACK: Duration = Duration::from_secs(5);
-/// How long it may take until everything serves again.
+/// Maximum time until everything serves again.
 const RECOVERY_MAX: Duration = Duration::from_secs(60);
 
-/// What is done to whom.
+/// A disturbance: the process that is hit, and how.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Kind {
     WorkerInGather,
@@ -67,7 +67,7 @@ impl Kind {
     }
 }
 
-/// Runs until the time is over, or something is wrong.
+/// Runs until the time is over, or a check fails.
 pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
     let (mut minutes, mut seed, mut device) = (30, 1, Device::Cpu);
     for pair in arguments.chunks(2) {
@@ -122,7 +122,7 @@ impl Chaos {
         let begun = Instant::now();
         let mut kinds: Vec<Kind> = Vec::new();
         while begun.elapsed() < time {
-            // All kinds in an order of their own, again and again.
+            // All kinds in a shuffled order, repeatedly.
             if kinds.is_empty() {
                 kinds.extend(Kind::ALL);
                 self.rng.shuffle(&mut kinds);
@@ -138,7 +138,7 @@ impl Chaos {
         Ok(())
     }
 
-    /// The replay that runs ends by itself, and everything else when it is told to.
+    /// Waits for the running replay to end, then ends all other processes.
     fn end(&mut self) -> Result<(), String> {
         let report = self.engines.end(RECOVERY_MAX + SLACK)?;
         self.record.replay(&report)?;
@@ -146,7 +146,7 @@ impl Chaos {
         self.cluster.end()
     }
 
-    /// Another replay where the last one has ended.
+    /// Starts the next replay when the last one has ended.
     fn tend(&mut self) -> Result<(), String> {
         if let Some(report) = self.engines.ended()? {
             self.record.replay(&report)?;
@@ -156,7 +156,7 @@ impl Chaos {
         Ok(())
     }
 
-    /// The status, once something is true of it.
+    /// Waits until `is_true` holds for the status, and returns the status.
     fn once(
         &mut self,
         limit: Duration,
@@ -180,7 +180,7 @@ impl Chaos {
         }
     }
 
-    /// Blocks are stored and loaded again.
+    /// Waits until blocks are stored and loaded again.
     fn goes_on(&mut self) -> Result<(), String> {
         let counts = |status: &Value| {
             ["blocks_stored", "blocks_loaded"]
@@ -201,7 +201,7 @@ impl Chaos {
         self.once(RECOVERY_MAX, "all ranks serve", serves)
     }
 
-    /// Nothing is held, and the second count agrees. Between two replays.
+    /// Waits until nothing is held and the second count agrees. Called between two replays.
     fn settled(&mut self, limit: Duration) -> Result<(), String> {
         let begun = Instant::now();
         loop {
@@ -227,7 +227,7 @@ impl Chaos {
         }
     }
 
-    /// Stops workers, one after another, until one owes the end of such a copy; it stays stopped.
+    /// Stops workers, one after another, until one owes the end of such a copy. This worker stays stopped.
     fn catch_worker(&mut self, key: Option<&str>) -> Result<(usize, u64, Value), String> {
         let begun = Instant::now();
         while begun.elapsed() < RECOVERY_MAX {
@@ -235,7 +235,7 @@ impl Chaos {
             let place = self.rng.usize(0..(REPLICAS * RANKS) as usize);
             let pid = number(&status, &format!("/ranks/{place}/pid"));
             signal(pid, Signal::STOP)?;
-            // A leader that does not answer says of nobody that it copies.
+            // Without an answer of the leader it is unknown whether the worker copies.
             if let Some(status) = self.cluster.status() {
                 let owes = |key: &str| number(&status, &format!("/ranks/{place}/{key}")) > 0;
                 let caught = match key {
@@ -326,7 +326,8 @@ impl Chaos {
         Ok(())
     }
 
-    /// Their leases are given back within the grace time, whatever was copied for them.
+    /// Kills the engines. Their leases must be released within `2 * FENCE + REQUEST_TIMEOUT + SLACK`, whatever was
+    /// copied for them.
     fn kill_engines(&mut self) -> Result<(), String> {
         self.once(RECOVERY_MAX, "leases are held", |status| {
             number(status, "/pins") > 0
@@ -340,7 +341,7 @@ impl Chaos {
         Ok(())
     }
 
-    /// Leader and workers end with it; its successor begins with empty depots.
+    /// Kills the supervisor. Leader and workers end with it, and its successor starts with empty depots.
     fn kill_supervisor(&mut self) -> Result<(), String> {
         let status = self.serves()?;
         let epoch = number(&status, "/epoch");

@@ -1,4 +1,4 @@
-//! The processes that are killed and stopped, and what they say.
+//! The processes that are killed and stopped, their status and their reports.
 
 use std::fs::{DirBuilder, File};
 use std::os::unix::fs::DirBuilderExt;
@@ -11,10 +11,10 @@ use serde_json::Value;
 
 use super::{RANKS, REPLICAS, REQUEST_TIMEOUT};
 
-/// How long `up` may take to end.
+/// Maximum time in which `up` must end.
 const END_LIMIT: Duration = Duration::from_secs(30);
 
-/// Where the engines keep their KV.
+/// Location of the engines' KV.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Device {
     Cpu,
@@ -22,7 +22,7 @@ pub(super) enum Device {
     Cuda,
 }
 
-/// A leader and its workers under `up`, and where they meet.
+/// A leader and its workers under `up`, with their folder.
 pub(super) struct Cluster {
     folder: PathBuf,
     up: Child,
@@ -57,7 +57,7 @@ impl Cluster {
         Ok(())
     }
 
-    /// What the leader says, if one answers.
+    /// The leader's status, or `None` when no leader answers.
     pub(super) fn status(&self) -> Option<Value> {
         let mut command = kvferry();
         command.args(["status", "--json", "--check", "--socket-dir"]);
@@ -65,7 +65,7 @@ impl Cluster {
         serde_json::from_slice(&output.stdout).ok()
     }
 
-    /// The process of the leader: a child of `up`.
+    /// The process of the leader, which is a child of `up`.
     pub(super) fn leader(&self) -> Result<u64, String> {
         let up = u64::from(self.up.id());
         let begun = Instant::now();
@@ -85,7 +85,7 @@ impl Cluster {
         kill(&mut self.up)
     }
 
-    /// Ends `up` as an administrator does.
+    /// Ends `up` with SIGTERM, as an operator does.
     pub(super) fn end(&mut self) -> Result<(), String> {
         signal(self.up.id().into(), Signal::TERM)?;
         let status = wait(&mut self.up, END_LIMIT)?;
@@ -110,7 +110,7 @@ impl Drop for Cluster {
     }
 }
 
-/// The driver for tests, in a folder of its own under the driver's names.
+/// Links the driver for tests into a folder of its own, under the driver's names.
 fn link_driver(folder: &Path) -> Result<(), String> {
     let library = built().join("libkvferry_fake_cuda.so");
     let driver = folder.join("driver");
@@ -122,7 +122,7 @@ fn link_driver(folder: &Path) -> Result<(), String> {
     Ok(())
 }
 
-/// Lets a process find it.
+/// Sets the environment with which a process loads the driver for tests.
 fn with_driver(command: &mut Command, folder: &Path, device: Device, seed: u64) {
     if device == Device::Cuda {
         command.env("LD_LIBRARY_PATH", folder.join("driver"));
@@ -183,7 +183,7 @@ impl Engines {
         Ok(Self { child, report })
     }
 
-    /// The report, once the replay has ended.
+    /// The report, or `None` while the replay runs.
     pub(super) fn ended(&mut self) -> Result<Option<Value>, String> {
         let ended = self.child.try_wait();
         let Some(status) = ended.map_err(|error| format!("the replay: {error}"))? else {
@@ -203,7 +203,7 @@ impl Engines {
             .map_err(|error| format!("{}: {error}", self.report.display()))
     }
 
-    /// The same, within a time; then it is killed.
+    /// Waits at most `limit` for the replay to end, and returns its report. Kills the replay after that.
     pub(super) fn end(&mut self, limit: Duration) -> Result<Value, String> {
         wait(&mut self.child, limit)?;
         match self.ended()? {
@@ -225,12 +225,12 @@ impl Drop for Engines {
     }
 }
 
-/// The program, as `cargo build --release` made it.
+/// The program that `cargo build --release` built.
 fn kvferry() -> Command {
     Command::new(built().join("kvferry"))
 }
 
-/// Where cargo puts what it builds for a release.
+/// Cargo's folder for release builds.
 fn built() -> PathBuf {
     let target = std::env::var_os("CARGO_TARGET_DIR").map(PathBuf::from);
     let target = target.unwrap_or_else(|| crate::root().join("target"));
@@ -262,7 +262,7 @@ fn kill(child: &mut Child) -> Result<(), String> {
         .map_err(|error| format!("process {}: {error}", child.id()))
 }
 
-/// Sends a signal. A process that has ended meanwhile is no error.
+/// Sends a signal. A process that has ended meanwhile is not an error.
 pub(super) fn signal(pid: u64, signal: Signal) -> Result<(), String> {
     let raw = i32::try_from(pid).ok().and_then(Pid::from_raw);
     let raw = raw.ok_or(format!("{pid} is no process"))?;
@@ -272,7 +272,7 @@ pub(super) fn signal(pid: u64, signal: Signal) -> Result<(), String> {
     }
 }
 
-/// True while the process runs; one that has ended and that nobody has waited for does not.
+/// Whether the process runs. A zombie does not.
 pub(super) fn is_alive(pid: u64) -> bool {
     stat(pid).is_some_and(|fields| !matches!(fields.first().map(String::as_str), Some("Z" | "X")))
 }
@@ -281,7 +281,7 @@ fn parent(pid: u64) -> Option<u64> {
     stat(pid)?.get(1)?.parse().ok()
 }
 
-/// The fields behind the name: state, parent, and so on.
+/// The fields after the name in `/proc/PID/stat`: state, parent, and so on.
 fn stat(pid: u64) -> Option<Vec<String>> {
     let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     let behind_name = text.rsplit_once(')')?.1;
@@ -293,7 +293,7 @@ fn is_leader(pid: u64) -> bool {
     line.split(|byte| *byte == 0).nth(1) == Some(b"leader")
 }
 
-/// A number of a report or status, by its path; 0 where there is none.
+/// The unsigned number at this JSON pointer of a report or status, or 0.
 pub(super) fn number(value: &Value, path: &str) -> u64 {
     value.pointer(path).and_then(Value::as_u64).unwrap_or(0)
 }

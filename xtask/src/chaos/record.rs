@@ -1,4 +1,4 @@
-//! What happened: counted, and printed as a table.
+//! Counts the events and results of a run, and prints them as a table.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -9,7 +9,7 @@ use serde_json::Value;
 use super::processes::number;
 use super::{FENCE, Kind, REQUEST_TIMEOUT, SLACK};
 
-/// See the module.
+/// The counts of a run.
 #[derive(Default)]
 pub(super) struct Record {
     kinds: BTreeMap<Kind, OfKind>,
@@ -32,7 +32,7 @@ struct OfKind {
 }
 
 impl Record {
-    /// Replays that began before the one that runs now.
+    /// Number of replays that began before the running one.
     pub(super) fn replays(&self) -> u64 {
         self.replays + self.killed
     }
@@ -45,14 +45,14 @@ impl Record {
         self.kinds.entry(kind).or_default().recoveries.push(time);
     }
 
-    /// Pages that were ready before, and that are still found.
+    /// Adds the pages that were ready before a disturbance, and those of them that are still found.
     pub(super) fn kept(&mut self, kind: Kind, held: u64, kept: u64) {
         let of_kind = self.kinds.entry(kind).or_default();
         of_kind.pages_held += held;
         of_kind.pages_kept += kept;
     }
 
-    /// Takes a report; fails where it says something that must not be.
+    /// Adds the report of a replay. Fails if the report contains something that must not occur.
     pub(super) fn replay(&mut self, report: &Value) -> Result<(), String> {
         self.replays += 1;
         self.requests += number(report, "/requests");
@@ -95,7 +95,7 @@ impl Record {
         Ok(())
     }
 
-    /// What happened, for people and for docs/reliability.md.
+    /// The table for the terminal and for docs/reliability.md.
     pub(super) fn table(&mut self, minutes: u64, seed: u64) -> String {
         let mut text = format!(
             "\n{minutes} minutes, seed {seed}: {} replays with {} prompts, {} of them disturbed; {} replays killed\n\

