@@ -265,7 +265,7 @@ fn limits_hold_on_both_sides() {
             .contains("pages is 1048577, more than the limit of 1048576"),
         "{error}"
     );
-    // The same message from a sender that does not check its limits: 83 a4 slot 01, aa first_page 00, ab destination
+    // An equal message from a sender that does not check its limits: 83 a4 slot 01, aa first_page 00, ab destination
     // [[0, n]].
     let mut body = b"\x83\xa4slot\x01\xaafirst_page\x00\xabdestination\x91\x92\x00\xce".to_vec();
     body.extend_from_slice(

@@ -1,4 +1,4 @@
-//! The same processes with KV on GPUs: the unchanged programs use the driver for tests, with configurable delays.
+//! Real processes with KV on GPUs: the unchanged programs use the driver for tests, with configurable delays.
 
 use std::ffi::OsString;
 use std::fs::File;

@@ -646,7 +646,7 @@ fn another_engine(world: &mut World, content: u8) {
     }
 }
 
-/// The same shape of memory with another content, which is part of the fingerprint.
+/// Memory of equal shape whose content, a part of its fingerprint, differs.
 fn of_content(content: u8) -> GroupGeometry {
     GroupGeometry {
         content_digest: [content; 16],

@@ -478,7 +478,7 @@ fn what_was_read_before_a_reset_was_struck_out_is_read_anew() {
         "all are read from the first page"
     );
     assert_eq!(reader.part((0, 0), 8, None, &[9]), [], "of before");
-    // This part was read before the pages were struck out and arrives late: its pages are not recovered.
+    // An old part, read before the pages were struck out, arrives late: its pages are not recovered.
     reader.reading -= 1;
     for rank in 0..RANKS {
         assert_eq!(reader.part((0, rank), 0, None, &[2, 9]), [], "of before");
