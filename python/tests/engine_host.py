@@ -5,8 +5,11 @@ Usage: ``engine_host.py REPLY_FD``; the first line is the engine's configuration
 
 import json
 import os
+import select
+import signal
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -148,11 +151,34 @@ def watch_connector() -> list[float]:
     return spent
 
 
+def lines() -> Iterator[str]:
+    """Lines of standard input, until its end.
+
+    Python runs signal handlers in the main thread. A signal that another thread receives, or that arrives just before
+    the main thread blocks in a read, would wait for the next line: so each signal also wakes this wait.
+    """
+    woken, wakes = os.pipe()
+    os.set_blocking(wakes, False)
+    signal.set_wakeup_fd(wakes)
+    source, unread = sys.stdin.fileno(), b""
+    while True:
+        readable, _, _ = select.select([source, woken], [], [])
+        if woken in readable:
+            os.read(woken, 4096)
+        if source in readable:
+            more = os.read(source, 65536)
+            if not more:
+                return
+            *complete, unread = (unread + more).split(b"\n")
+            yield from (line.decode() for line in complete)
+
+
 def main() -> None:
     with os.fdopen(int(sys.argv[1]), "w", buffering=1) as replies:
-        host = Host(json.loads(sys.stdin.readline()))
+        given = lines()
+        host = Host(json.loads(next(given)))
         print(json.dumps(host.started), file=replies)
-        for line in sys.stdin:
+        for line in given:
             order = json.loads(line)
             print(json.dumps(getattr(host, order["do"])(order)), file=replies)
 
