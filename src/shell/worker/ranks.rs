@@ -473,7 +473,11 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
                 host.close(mapped.engine, mapped.memory);
             }
             let why = self.leader.turned_away.take();
-            let why = why.unwrap_or_else(|| ErrorBody::new(ErrorCode::Internal, ""));
+            // Only the code and the text are the leader's: this error is about a registration, and frees no page.
+            let why = why.map_or((ErrorCode::Internal, String::new()), |why| {
+                (why.code(), why.message)
+            });
+            let why = ErrorBody::new(why.0, why.1);
             match request {
                 Some(request) => host.reply(peer, request, Message::Error(why)),
                 // An earlier leader admitted the memory, and the rank takes it for registered. After the disconnect the

@@ -345,8 +345,13 @@ fn a_leader_that_turns_a_worker_away_is_quoted_to_the_rank() {
         let mut world = World::new();
         world.connect(5, 1, 50);
         world.register(5, 1, 1);
-        world.answer_attach(Err(ErrorBody::new(code, "another model")));
-        assert_eq!(world.heard(), [(5, 1, Kind::Error, Some(code))]);
+        let refused = ErrorBody {
+            over: true,
+            ..ErrorBody::new(code, "another model")
+        };
+        world.answer_attach(Err(refused));
+        let quoted = Message::Error(ErrorBody::new(code, "another model"));
+        assert_eq!(world.process.to_ranks, [(PeerId(5), RequestId(1), quoted)]);
         assert_eq!(world.process.closed, [1], "the memory is given back");
         assert_eq!(world.process.problem, "another model");
     }

@@ -120,10 +120,7 @@ impl Touched {
                 ));
             }
         }
-        self.depot
-            .retain(|_, uses| !(uses.readers.is_empty() && uses.writers.is_empty()));
-        self.device
-            .retain(|_, uses| !(uses.readers.is_empty() && uses.writers.is_empty()));
+        self.remove_unused();
     }
 
     /// Removes the copies of a worker's process that has died.
@@ -133,6 +130,13 @@ impl Touched {
             uses.readers.retain(|copier| !of_the_dead(copier));
             uses.writers.retain(|copier| !of_the_dead(copier));
         }
+        self.remove_unused();
+    }
+
+    fn remove_unused(&mut self) {
+        let used = |uses: &Uses| !(uses.readers.is_empty() && uses.writers.is_empty());
+        self.depot.retain(|_, uses| used(uses));
+        self.device.retain(|_, uses| used(uses));
     }
 
     /// Depot pages that are being written, one entry for each cell: shard, page and copy.

@@ -254,7 +254,8 @@ impl Setup {
     /// Most open requests of one engine at the leader of this epoch.
     pub fn open_requests_max(&self, epoch: Epoch) -> usize {
         let limits = &self.open_requests_limits;
-        limits[epoch.0 as usize % limits.len()]
+        // The first leader's epoch is 1.
+        limits[(epoch.0 as usize - 1) % limits.len()]
     }
 
     /// Time until an operator ends a process that the leader cannot end; zero where the leader sees processes.

@@ -134,19 +134,6 @@ impl Host<'_> {
         };
         self.reply_to_leader(link, order, message);
     }
-
-    /// Records a violation if the shell refuses the kind of a message: a simulated peer sends only kinds that the other
-    /// side handles.
-    fn check_error(&mut self, message: &Message) {
-        if let Message::Error(error) = message
-            && error.code() == ErrorCode::UnknownKind
-        {
-            let text = &error.message;
-            self.env.violated(format!(
-                "a worker refuses a message of a simulated process: {text}"
-            ));
-        }
-    }
 }
 
 impl Peers for Host<'_> {
@@ -187,12 +174,10 @@ impl WorkerHost for Host<'_> {
     }
 
     fn reply_to_leader(&mut self, link: LinkId, order: RequestId, message: Message) {
-        self.check_error(&message);
         self.parts.leader.reply(self.env, link, order, message);
     }
 
     fn reply(&mut self, peer: PeerId, request: RequestId, message: Message) {
-        self.check_error(&message);
         let id = connection(peer);
         self.parts.server.reply(self.env, id, request, message);
     }
@@ -312,8 +297,14 @@ impl WorkerHost for Host<'_> {
         self.env.depots[shard].list(record);
     }
 
-    fn start(&mut self, copies: Vec<Copy>, _: &EngineId) -> Result<(), Fatal> {
+    fn start(&mut self, copies: Vec<Copy>, memory: &EngineId) -> Result<(), Fatal> {
         for copy in copies {
+            if copy.engine != *memory {
+                self.env.violated(format!(
+                    "{} of engine {} was started with the memory of {memory}",
+                    copy.op, copy.engine
+                ));
+            }
             self.parts.copies.start(self.env, copy);
         }
         Ok(())

@@ -108,6 +108,15 @@ impl WorkerProcess {
             }
             client::Noticed::Lost => self.run(env, |shell, host| shell.leader_lost(host)),
             client::Noticed::Request { link, envelope } => {
+                let understood = match &envelope.message {
+                    Message::Strike(strike) => strike.scope().is_ok(),
+                    Message::Transfer(transfer) => !transfer.copies.is_empty(),
+                    _ => true,
+                };
+                if !understood {
+                    let kind = envelope.message.kind().name();
+                    env.violated(format!("a worker cannot read an order: {kind}"));
+                }
                 self.run(env, |shell, host| shell.order(host, link, *envelope));
             }
             client::Noticed::Answered(id, answer) => {
