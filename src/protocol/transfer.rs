@@ -1,7 +1,7 @@
 //! A fast encoder and decoder for [`Transfer`], without serde's dispatch for each page.
 //!
 //! Transfers are the largest messages by far: thousands of page numbers, of one, two, three or five bytes each, and a
-//! decoder that branches on the length mispredicts often. [`write`] produces the bytes that serde produces. [`read`]
+//! decoder that branches on the length mispredicts often. [`write()`] produces the bytes that serde produces. [`read`]
 //! accepts exactly that layout and returns `None` for anything else, which serde then decodes, errors included. So
 //! there is one format, and one decoder that decides what is wrong.
 
@@ -132,7 +132,7 @@ fn write_page(page: u32, out: &mut Vec<u8>) {
     out.truncate(end);
 }
 
-/// Decodes a body that [`write`] produced. `None` for everything else, including bodies beyond a limit.
+/// Decodes a body that [`write()`] produced. `None` for everything else, including bodies beyond a limit.
 pub(super) fn read(body: &[u8]) -> Option<Transfer> {
     let mut rest = body;
     let from = &mut rest;
