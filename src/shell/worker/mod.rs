@@ -267,6 +267,9 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
                 geometry,
             }
         });
+        let Some(depot) = host.depot() else {
+            return tracing::error!(worker = %self.worker, "no depot is mapped: not attached");
+        };
         let depot_epoch = match host.last_reader() {
             Ok(epoch) => epoch,
             Err(error) => return tracing::error!(%error, "the depot cannot be read: not attached"),
@@ -277,7 +280,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             ranks: self.sharding.ranks(),
             kv_shards: self.sharding.shards(),
             attach: attach.0,
-            depot: host.depot().unwrap_or_default().0.to_be_bytes(),
+            depot: depot.0.to_be_bytes(),
             depot_epoch: depot_epoch.0,
             memory,
         };

@@ -444,7 +444,10 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
                 return host.reply(peer, request, Message::Error(error));
             }
         };
-        let why = registering.not_served.unwrap_or_default();
+        let Some(why) = registering.not_served else {
+            let text = "the memory was checked and not mapped";
+            return refuse(host, peer, request, ErrorCode::Internal, text);
+        };
         tracing::warn!(worker = %self.worker, %group, page_bytes, why, "engine memory is not used");
         self.rank_refused(host, &why);
         let body = Registered {
