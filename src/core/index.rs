@@ -6,7 +6,6 @@
 use hashbrown::HashTable;
 
 use crate::core::blocks::{BlockIndex, Blocks, NONE};
-use crate::core::sabotage::{Bug, planted};
 use crate::types::{Anchor, DomainId, PageHashes};
 
 /// Most blocks that may share an anchor: sequences that diverge within the length of one block. A further block is
@@ -117,7 +116,7 @@ impl Index {
         let mut best: Option<Match> = None;
         for index in siblings(blocks, head) {
             let block = blocks.get(index);
-            if block.domain != domain && !planted(Bug::IgnoreNamespace) {
+            if block.domain != domain {
                 continue;
             }
             if blocks.is_hidden(block) {

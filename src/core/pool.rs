@@ -12,7 +12,6 @@ use crate::core::anchor::Domain;
 use crate::core::arena::Arena;
 use crate::core::blocks::{BlockIndex, BlockRef, Blocks, Filling};
 use crate::core::index::{Index, Match, Want};
-use crate::core::sabotage::{Bug, planted};
 use crate::core::shards::RankSet;
 use crate::types::{Fingerprint, Generation, PageHashes, PageRecord, PageRun, Rank, Ratio};
 
@@ -61,8 +60,6 @@ pub(super) struct Reservation {
     stage: Stage,
     missing: RankSet,
     failed: bool,
-    /// Reports received so far. Only used by planted bugs.
-    answers: u32,
 }
 
 /// A hold on the first `pages` pages of a block. Not `Clone`: the holder releases the pin exactly once.
@@ -402,29 +399,15 @@ impl Pool {
     /// forgotten meanwhile. An unknown generation and a repeated report have no effect.
     pub fn ended(&mut self, generation: Generation, rank: Rank, whole: bool) -> Option<bool> {
         let reservation = self.reservations.get_mut(&generation)?;
-        let owed = reservation.missing.len() + reservation.answers;
-        let news = reservation.missing.remove(rank);
-        if !news && !planted(Bug::CountAcks) {
+        if !reservation.missing.remove(rank) {
             return None;
         }
-        reservation.answers += 1;
-        reservation.failed |= !whole && !planted(Bug::PublishOnFailure);
-        if planted(Bug::FreeTwice) && !whole && !reservation.missing.is_empty() {
-            let (block, pages) = (reservation.block, reservation.pages);
-            let held = self.blocks.get(block);
-            self.arena
-                .release(held.start + u32::from(held.ready), pages);
-            return None;
-        }
-        let all = match planted(Bug::CountAcks) {
-            true => reservation.answers >= owed,
-            false => reservation.missing.is_empty(),
-        };
-        if !all {
+        reservation.failed |= !whole;
+        if !reservation.missing.is_empty() {
             return None;
         }
         let (block, pages) = (reservation.block, reservation.pages);
-        let late = reservation.stage == Stage::Quarantined && !planted(Bug::PublishLate);
+        let late = reservation.stage == Stage::Quarantined;
         let failed = reservation.failed || late || self.blocks.get(block).retired;
         self.reservations.remove(&generation);
         let held = self.blocks.get_mut(block);
@@ -432,9 +415,7 @@ impl Pool {
         if failed {
             let start = held.start + u32::from(held.ready);
             let empty = held.ready == 0;
-            if !planted(Bug::LeakOnAbort) {
-                self.arena.release(start, pages);
-            }
+            self.arena.release(start, pages);
             if empty {
                 self.forget(block);
                 return Some(false);
@@ -514,7 +495,7 @@ impl Pool {
         let block = self.blocks.get(tail.block);
         let start = block.start + tail.pages;
         let idle = block.total_pages() == tail.pages && block.filling.is_none();
-        let next_to_it = (idle || planted(Bug::GrowTwice)) && self.arena.alloc_at(start, wanted);
+        let next_to_it = idle && self.arena.alloc_at(start, wanted);
         if !next_to_it {
             return None;
         }
@@ -640,7 +621,6 @@ impl Pool {
             stage: Stage::Reserved,
             missing: RankSet::default(),
             failed: false,
-            answers: 0,
         };
         self.reservations.insert(generation, reservation);
     }

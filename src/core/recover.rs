@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 
 use crate::core::arena::Arena;
 use crate::core::pool::Pool;
-use crate::core::sabotage::{Bug, planted};
 use crate::types::{PageRecord, Ratio, Stored};
 
 /// A block whose pages every shard holds.
@@ -36,10 +35,6 @@ impl Pool {
 
 /// Blocks in the order of their arena pages. No two share a page, because a page has one record.
 fn agreed(capacity: u32, ratio: Ratio, shards: &[Vec<PageRecord>]) -> Vec<Whole> {
-    let shards = match planted(Bug::TrustOneShard) {
-        true => &shards[..1],
-        false => shards,
-    };
     let by_page = |records: &Vec<PageRecord>| -> BTreeMap<u32, PageRecord> {
         let fits = records.iter().filter(|record| record.page < capacity);
         fits.map(|record| (record.page, *record)).collect()

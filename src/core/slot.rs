@@ -77,11 +77,6 @@ impl Answers {
         self.kept.len() - self.answered
     }
 
-    /// True if the request was noted and its record has not been dropped.
-    pub fn knows(&self, id: RequestId) -> bool {
-        self.kept.contains_key(&id)
-    }
-
     /// Notes a request and returns the state that it had before.
     pub fn begin(&mut self, id: RequestId) -> Seen {
         match self.kept.get(&id) {

@@ -7,7 +7,6 @@
 
 use crate::core::blocks::{Block, BlockIndex, Blocks};
 use crate::core::pool::Pool;
-use crate::core::sabotage::{Bug, planted};
 use crate::types::{Generation, Scope};
 
 /// The blocks that a sweep hides while it lasts.
@@ -143,9 +142,7 @@ impl Pool {
                 block.total_pages()
             };
             filling.extend(block.filling.map(|filling| filling.generation));
-            if !(planted(Bug::ResetSkipsInFlight) && block.filling.is_some()) {
-                self.retire_block(index);
-            }
+            self.retire_block(index);
         }
         pages
     }

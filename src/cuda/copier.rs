@@ -16,7 +16,6 @@ use super::driver::{Context, DeviceSide, HostMemory, NotSubmitted, Stream, Submi
 use super::engine_memory::RegisteredDevice;
 use super::error::CudaError;
 use super::pinned::PinnedDepot;
-use super::sabotage::{Bug, planted};
 use super::timeline::{Announced, LOOK_PAUSE, WaitList, WaitOrder, Waits};
 use super::window::SmallCopyError;
 use crate::memory::{CancelFlag, CopyPlan, CopyRequest};
@@ -235,7 +234,6 @@ impl Run {
             }
             let idle = self.is_idle();
             match stop_at {
-                Some(_) if planted(Bug::LetGoEarly) => return,
                 Some(at) if idle || Instant::now() >= at => {
                     self.forget();
                     return;
@@ -356,8 +354,6 @@ struct Part {
     pages: u64,
     /// The first step that has not been submitted yet.
     step: u64,
-    /// Ranges still to be submitted; counted down from `usize::MAX` unless a bug is planted.
-    ranges: usize,
 }
 
 /// A slice of a part, in flight.
@@ -388,9 +384,6 @@ impl Job {
 
     /// Nothing more will be submitted, and nothing is in flight.
     fn is_over(&self) -> bool {
-        if planted(Bug::PageBackEarly) && self.whole_pages > 0 {
-            return true;
-        }
         self.flights == 0 && !self.has_more()
     }
 
@@ -428,16 +421,16 @@ impl Job {
         let order = &self.order;
         let device = Arc::clone(&order.device.memory) as Arc<dyn DeviceSide>;
         let host = Arc::clone(&order.depot) as Arc<dyn HostMemory>;
-        let most = stream.copies_a_call().max(CALLS_A_TURN).min(part.ranges);
-        let (mut step, mut count) = (part.step, 0);
+        let most = stream.copies_a_call().max(CALLS_A_TURN);
+        let mut step = part.step;
         let ranges = part.plan.ranges_from(part.step).take(most);
         let mut ranges = ranges.map(|(range, behind)| {
-            (step, count) = (behind, count + 1);
+            step = behind;
             range
         });
         let given = stream.submit(order.direction, device, host, &mut ranges);
         drop(ranges);
-        let whole = part.plan.is_done(step) || part.ranges == count;
+        let whole = part.plan.is_done(step);
         let flight = |submitted, whole| Flight {
             job: number,
             submitted,
@@ -450,20 +443,15 @@ impl Job {
             Err(refused) => match *refused {
                 NotSubmitted::Refused(error, under_way) if !error.is_fatal() => {
                     tracing::error!(op = %order.op, %error, "copy refused");
-                    self.failed = !planted(Bug::CountRefused);
-                    let whole = planted(Bug::CountRefused);
-                    under_way.map(|submitted| flight(submitted, whole))
+                    self.failed = true;
+                    under_way.map(|submitted| flight(submitted, false))
                 }
                 lost => return Err(lost.error()),
             },
         };
         self.flights += usize::from(flight.is_some());
         if !whole {
-            self.part = Some(Part {
-                step,
-                ranges: part.ranges - count,
-                ..part
-            });
+            self.part = Some(Part { step, ..part });
         }
         Ok(flight)
     }
@@ -484,10 +472,6 @@ impl Job {
             Ok(plan) => Some(Part {
                 pages: pairs.iter().map(|pair| pair.dst.pages()).sum(),
                 step: 0,
-                ranges: match planted(Bug::ForgetLast) {
-                    true => plan.ranges().count().saturating_sub(1),
-                    false => usize::MAX,
-                },
                 plan,
             }),
             Err(error) => {

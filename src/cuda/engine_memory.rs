@@ -1,11 +1,10 @@
 //! An engine's memory on a GPU, opened in this process.
 
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use super::driver::{Context, DeviceMemory, DeviceSide, DeviceUuid, SharedChunk};
 use super::error::CudaError;
-use super::sabotage::{Bug, planted};
 use super::window::{SmallCopyError, Window};
 use crate::memory::{
     Lifeline, LifelineEnd, PageLayout, ProofError, RegistrationError, validate, verify_proofs,
@@ -231,11 +230,7 @@ impl RegisteredDevice {
             }
             memories.push(memory);
         }
-        let (mut memory, nonce) = (DeviceMemories::own(memories), &registration.nonce);
-        if planted(Bug::StaleMapping) {
-            static FIRST: OnceLock<Arc<DeviceMemories>> = OnceLock::new();
-            memory = Arc::clone(FIRST.get_or_init(|| memory));
-        }
+        let (memory, nonce) = (DeviceMemories::own(memories), &registration.nonce);
         let mut seen = vec![0; nonce.bytes.len()];
         let place = (nonce.offset_bytes, seen.len() as u64);
         window.read(&memory, nonce.allocation, &[place], &mut seen)?;

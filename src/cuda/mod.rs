@@ -13,7 +13,6 @@ mod engine_memory;
 mod error;
 mod pinned;
 mod plugged;
-mod sabotage;
 #[cfg(test)]
 mod tests;
 mod timeline;

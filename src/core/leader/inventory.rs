@@ -8,7 +8,6 @@
 
 use crate::core::event::Effect;
 use crate::core::pool::Pool;
-use crate::core::sabotage::{Bug, planted};
 use crate::types::{DepotId, PageRecord, Shard, Time, WorkerId};
 
 use super::ops::LOOKS;
@@ -64,7 +63,7 @@ pub(super) struct Part {
 impl Leader {
     /// Begins to read the inventories, once no order of another leader can write them.
     pub(super) fn open_pool(&mut self, now: Time, effects: &mut Vec<Effect>) {
-        let clear = self.workers.all_clear() || planted(Bug::ReadTooSoon);
+        let clear = self.workers.all_clear();
         let begun = self.tier.is_some() || self.reading.is_some();
         let Some(key) = self.workers.key(None).filter(|_| clear && !begun) else {
             return;

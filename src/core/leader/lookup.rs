@@ -6,7 +6,6 @@ use crate::core::anchor::Domain;
 use crate::core::decision::Decision;
 use crate::core::pool::Run;
 use crate::core::refusal::Refusal;
-use crate::core::sabotage::{Bug, planted};
 use crate::core::slot::{HASH_BYTES_PER_ENGINE_MAX, HeldRun, SLOTS_MAX, Slot};
 use crate::types::Answer;
 use crate::types::{PageHashes, SlotId, Time};
@@ -36,9 +35,7 @@ impl Leader {
         let layout = geometry.layout_fingerprint;
         let domain = self.domain(geometry, namespace);
         let session = self.sessions.get(&due.engine);
-        if session
-            .is_some_and(|session| session.is_finished(due.id, id) && !planted(Bug::ReopenFinished))
-        {
+        if session.is_some_and(|session| session.is_finished(due.id, id)) {
             return Err(Refusal::UnknownSlot(id));
         }
         self.open_slot(due, id, domain, layout, hashes)?;

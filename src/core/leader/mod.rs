@@ -22,7 +22,6 @@ use crate::core::anchor::{AnchorKey, Domain};
 use crate::core::decision::{RequestDigest, RunDigest};
 use crate::core::event::{Effect, Event};
 use crate::core::pool::PoolCounts;
-use crate::core::sabotage::{Bug, planted};
 use crate::core::slot::{Session, Slot};
 use crate::types::{
     EngineId, Epoch, Generation, GroupGeometry, OpId, Ratio, RequestId, ResetId, Sharding, SlotId,
@@ -242,9 +241,7 @@ impl Leader {
         }
         // Fire expired timers before the event, also when no tick was delivered in time: an event that is processed
         // late must not revive an operation whose deadline has passed.
-        if !planted(Bug::LookLate) {
-            self.fire_timers(now, effects);
-        }
+        self.fire_timers(now, effects);
         match event {
             Event::EngineOpened(engine) => self.engine_opened(engine),
             Event::EngineClosed(engine) => self.engine_closed(now, engine),
@@ -503,15 +500,12 @@ impl Leader {
         };
         let mut slots: Vec<SlotId> = session.slots.keys().copied().collect();
         slots.sort_unstable();
-        if planted(Bug::KeepLease) {
-            slots.clear();
-        }
         for slot in slots {
             self.finish(engine, slot);
         }
         if let Some(session) = self.sessions.get_mut(&engine) {
             session.gone = true;
-            if session.answers.open() == 0 || planted(Bug::ForgetTooSoon) {
+            if session.answers.open() == 0 {
                 self.sessions.remove(&engine);
             }
         }

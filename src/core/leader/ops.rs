@@ -3,7 +3,6 @@
 use crate::core::event::{CANCELLED_MAX, Effect};
 use crate::core::pool::Pin;
 use crate::core::refusal::Refusal;
-use crate::core::sabotage::{Bug, planted};
 use crate::core::shards::RankSet;
 use crate::types::{Answer, Direction, EndedCopy};
 use crate::types::{Generation, OpId, Rank, Replica, Time, WorkerId};
@@ -110,9 +109,8 @@ impl Leader {
         effects: &mut Vec<Effect>,
     ) {
         for copy in copies {
-            let op = self.mistaken(copy.op).unwrap_or(copy.op);
             let end = End::of(copy);
-            if let Some(direction) = self.copy_ended(worker, op, end, effects) {
+            if let Some(direction) = self.copy_ended(worker, copy.op, end, effects) {
                 self.count_bytes(direction, copy);
             }
         }
@@ -163,8 +161,7 @@ impl Leader {
             Work::Store { missing } => (missing.remove(rank), missing.is_empty()),
         };
         let direction = op.direction();
-        let counted = direction == Direction::Store && planted(Bug::CountAcks);
-        if !news && !counted {
+        if !news {
             return None;
         }
         if direction == Direction::Store {
@@ -231,14 +228,6 @@ impl Leader {
             let late = missing.iter().map(|rank| WorkerId { replica, rank });
             self.expelled.extend(late);
         }
-        if planted(Bug::FreeBeforeEnd) && store {
-            for rank in missing.iter() {
-                self.filled(Generation(id.0), rank, false, effects);
-            }
-        }
-        if planted(Bug::FailBeforeFence) {
-            self.fail_load_early(id, effects);
-        }
     }
 
     /// Cancels a copy on the ranks where it has not ended, at the end of this step.
@@ -277,40 +266,6 @@ impl Leader {
                 self.counts.scattered_bytes += copy.bytes;
                 self.counts.scatter_us += copy.busy_us;
             }
-        }
-    }
-
-    /// A planted bug: the copy that an acknowledgement is mistaken for.
-    fn mistaken(&self, id: OpId) -> Option<OpId> {
-        let growths = planted(Bug::IgnoreGrowthGeneration);
-        if !(growths || planted(Bug::IgnoreGeneration)) || self.ops.contains_key(&id) {
-            return None;
-        }
-        let stores = self.ops.iter().filter(|(id, op)| {
-            let growth = self.tier.as_ref().is_some_and(|tier| {
-                let mut blocks = tier.pool().view();
-                blocks.any(|block| {
-                    block.ready > 0 && block.filling.is_some_and(|(filling, _)| filling.0 == id.0)
-                })
-            });
-            matches!(op.work, Work::Store { .. }) && (growth || !growths)
-        });
-        stores.map(|(id, _)| *id).min()
-    }
-
-    /// A planted bug: answers a load while workers still write its pages, so the engine may reuse them too early.
-    fn fail_load_early(&mut self, id: OpId, effects: &mut Vec<Effect>) {
-        if !matches!(
-            self.ops.get(&id).map(|op| &op.work),
-            Some(Work::Load { .. })
-        ) {
-            return;
-        }
-        if let Some(op) = self.ops.remove(&id)
-            && let Work::Load { due, lease, .. } = op.work
-        {
-            self.timers.remove(&(op.next, Timer::Copy(id)));
-            self.load_ended(due, lease, 0, 1, effects);
         }
     }
 

@@ -6,7 +6,6 @@
 
 use crate::core::event::Effect;
 use crate::core::refusal::Refusal;
-use crate::core::sabotage::{Bug, planted};
 use crate::core::slot::Seen;
 use crate::types::{Answer, EngineId, Request, RequestId, SlotId, Time};
 
@@ -35,7 +34,7 @@ impl Leader {
         let Due { engine, id, .. } = due;
         match request {
             Request::Load { slot, .. } | Request::Store { slot, .. }
-                if !self.workers.all_clear() && !planted(Bug::RefuseUnclear) =>
+                if !self.workers.all_clear() =>
             {
                 return self.park(due, slot, effects);
             }
@@ -47,13 +46,7 @@ impl Leader {
         );
         let answers = &mut self.sessions.entry(engine).or_default().answers;
         // `finish` and `cancel_stores` are exempt from the limit, because they free requests.
-        let full = answers.open() >= self.settings.open_requests_max
-            && (!finishes || planted(Bug::LimitFinish))
-            && !planted(Bug::UnboundedQueue);
-        if full && planted(Bug::ForgetRefusal) && !answers.knows(id) {
-            let answer = Err(Refusal::Draining);
-            return effects.push(Effect::Answer { engine, id, answer });
-        }
+        let full = answers.open() >= self.settings.open_requests_max && !finishes;
         match answers.begin(id) {
             Seen::New => {}
             Seen::UnderWay => return,

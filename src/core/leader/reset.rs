@@ -11,7 +11,6 @@ use std::time::Duration;
 
 use crate::core::event::Effect;
 use crate::core::refusal::Refusal;
-use crate::core::sabotage::{Bug, planted};
 use crate::core::sweep::Sweep;
 use crate::types::{Answer, Generation, OpId, ResetId, ResetScope, Scope, Shard, Time, WorkerId};
 
@@ -235,15 +234,10 @@ impl Leader {
                     pool.end_sweep(sweep);
                     reset.stage = Stage::Striking;
                 }
-                if !planted(Bug::ResetSkipsInFlight) {
-                    reset.ending.extend(filling.iter().copied());
-                }
+                reset.ending.extend(filling.iter().copied());
                 filling.sort_unstable();
                 for generation in filling {
                     self.cancel(OpId(generation.0));
-                }
-                if planted(Bug::ResetKeepsRecords) {
-                    self.end_reset(id, effects);
                 }
                 // After a new pool has opened, the last shard may have answered between two slices.
                 self.struck_out(now, id, effects);

@@ -9,7 +9,6 @@ use crate::core::event::Effect;
 use crate::core::index::{Match, Want};
 use crate::core::pool::{Kind, Pin, Pool, Reserved, Run};
 use crate::core::refusal::Refusal;
-use crate::core::sabotage::{Bug, planted};
 use crate::core::slot::{HASH_BYTES_PER_ENGINE_MAX, Slot, slot_of};
 use crate::types::{Answer, Copy, Direction};
 use crate::types::{
@@ -278,11 +277,9 @@ impl Leader {
         self.next_store += 1;
         for wait in &pending.waits {
             let waiting = self.waiters.entry(wait.generation).or_default();
-            if waiting.is_empty() || !planted(Bug::LoseSecondRequester) {
-                waiting.push(self.next_store);
-            }
+            waiting.push(self.next_store);
         }
-        if pending.waits.iter().any(|wait| !wait.own) && !planted(Bug::LoseSecondRequester) {
+        if pending.waits.iter().any(|wait| !wait.own) {
             let due = (pending.due.deadline, Timer::Store(self.next_store));
             self.timers.insert(due);
         }

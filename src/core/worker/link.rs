@@ -1,6 +1,5 @@
 //! The worker's link to the leader: found, attached, lost.
 
-use crate::core::sabotage::{Bug, planted};
 use crate::types::{AttachId, EngineId, Epoch, OpId, Time};
 
 use super::memory::Memory;
@@ -85,9 +84,6 @@ impl Worker {
     /// Stops the copies of the lost leader. Their ends are not reported, because the next leader did not order them.
     pub(super) fn leader_lost(&mut self, now: Time, effects: &mut Vec<WorkerEffect>) {
         self.link = None;
-        if planted(Bug::IgnoreEpoch) {
-            return;
-        }
         self.batches.clear();
         self.tasks.values_mut().for_each(|task| task.orphan = true);
         self.stop_all(now, effects);
@@ -132,7 +128,7 @@ impl Worker {
 
     /// Sends an attach request once no copy is open, and repeats it until the leader answers.
     pub(super) fn attach(&mut self, now: Time, effects: &mut Vec<WorkerEffect>) {
-        let idle = self.tasks.is_empty() || planted(Bug::AttachEarly) || planted(Bug::IgnoreEpoch);
+        let idle = self.tasks.is_empty();
         let Some(link) = self.link.as_mut().filter(|_| self.depot && idle) else {
             return;
         };

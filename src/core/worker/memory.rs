@@ -2,7 +2,6 @@
 
 use std::collections::BTreeSet;
 
-use crate::core::sabotage::{Bug, planted};
 use crate::types::{EngineId, OpId, RequestId, Time};
 
 use super::check::MemoryBounds;
@@ -118,7 +117,7 @@ impl Worker {
                 }
             }
         }
-        if running.is_empty() || planted(Bug::AbandonEarly) {
+        if running.is_empty() {
             effects.push(WorkerEffect::Abandoned { ask });
         } else if !self.abandoning.iter().any(|waiting| waiting.ask == ask) {
             self.abandoning.push(Abandoning { ask, running });

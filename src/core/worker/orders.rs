@@ -12,7 +12,6 @@
 
 use std::collections::BTreeSet;
 
-use crate::core::sabotage::{Bug, planted};
 use crate::types::{Copy, Direction, EndedCopy, Epoch, OpId, Time};
 
 use super::check::check;
@@ -67,8 +66,7 @@ impl Worker {
         let (open, ended) = (copies.len(), Vec::new());
         self.batches.insert(batch, Batch { open, ended });
         for copy in copies {
-            let again = self.ended.get(&copy.op).copied();
-            if let Some(ended) = again.filter(|_| !planted(Bug::RunTwice)) {
+            if let Some(ended) = self.ended.get(&copy.op).copied() {
                 self.report(batch, ended, effects);
             } else if !self.begin(batch, copy.clone(), effects) {
                 self.remember(refused(copy.op));
@@ -95,8 +93,7 @@ impl Worker {
             effects.push(WorkerEffect::Invalid { op, problem });
             return false;
         }
-        let early = planted(Bug::IgnoreWrites) && copy.direction == Direction::Load;
-        let written = copy.after <= memory.written || early;
+        let written = copy.after <= memory.written;
         self.deadlines.insert((copy.deadline, op));
         self.requests.insert((copy.request, op));
         let phase = if written {

@@ -10,7 +10,6 @@ use super::api::Address;
 use super::memory::host_range;
 use super::stream::{DeviceSide, HostMemory, Stream, Submitted};
 use crate::cuda::error::CudaError;
-use crate::cuda::sabotage::{Bug, planted};
 use crate::memory::CopyRange;
 use crate::types::Direction;
 
@@ -57,21 +56,15 @@ impl Sides<'_> {
 
     fn piece(&self, range: &CopyRange, done: u64) -> Option<Piece> {
         let depot_bytes = range.depot_bytes + done;
-        let part = match planted(Bug::CrossChunks) {
-            true => u64::MAX,
-            false => self
-                .host
-                .end_of_part(depot_bytes)
-                .saturating_sub(depot_bytes),
-        };
+        let part = self.host.end_of_part(depot_bytes);
+        let part = part.saturating_sub(depot_bytes);
         let len_bytes = part.min(range.len_bytes - done);
         let memory = self.device.memory(range.allocation)?;
         let at_device = memory.range(range.device_bytes + done, len_bytes)?;
         let at_host = host_range(self.host.buffer(), depot_bytes, len_bytes)? as Address;
-        let store = (self.direction == Direction::Store) != planted(Bug::WrongWay);
-        let (to, from) = match store {
-            true => (at_host, at_device),
-            false => (at_device, at_host),
+        let (to, from) = match self.direction {
+            Direction::Store => (at_host, at_device),
+            Direction::Load => (at_device, at_host),
         };
         Some(Piece {
             to,
@@ -212,9 +205,6 @@ impl Stream {
                 return Ok(());
             }
             self.copy_together(submitted.keep(descriptors), submitted)?;
-            if planted(Bug::DescriptorsBackEarly) {
-                batches.give_back(submitted.descriptors().drain(..));
-            }
         }
     }
 

@@ -13,7 +13,6 @@ use super::api::Code;
 use super::copies::{Batches, Descriptors, Sides};
 use super::memory::DeviceMemory;
 use crate::cuda::error::CudaError;
-use crate::cuda::sabotage::{Bug, planted};
 use crate::memory::{CopyRange, SharedBuffer, TIMELINE_BYTES};
 use crate::types::{Direction, Timeline};
 
@@ -109,9 +108,6 @@ impl Stream {
         let nothing = |error| Box::new(NotSubmitted::Refused(error, None));
         let (on_device, in_host) = (Arc::clone(&device), Arc::clone(&host));
         let mut submitted = Submitted::new(self, device, Some(host)).map_err(nothing)?;
-        if planted(Bug::RecordTooSoon) {
-            submitted.event.record(self).map_err(nothing)?;
-        }
         let sides = Sides {
             direction,
             device: &*on_device,
@@ -159,13 +155,7 @@ impl Stream {
         mut submitted: Submitted,
         given: Result<(), CudaError>,
     ) -> Result<Submitted, Box<NotSubmitted>> {
-        let recorded = match () {
-            () if planted(Bug::RecordTooSoon) => Ok(()),
-            () if planted(Bug::RecordElsewhere) => {
-                Self::new(&self.context).and_then(|other| submitted.event.record(&other))
-            }
-            () => submitted.event.record(self),
-        };
+        let recorded = submitted.event.record(self);
         match (given, recorded) {
             (Ok(()), Ok(())) => {
                 submitted.end = End::AtEvent;
@@ -329,7 +319,7 @@ impl Submitted {
     pub fn poll(&mut self) -> Result<bool, CudaError> {
         let over = match self.end {
             End::Over => true,
-            End::AtEvent => planted(Bug::MissingEventWait) || self.event.reached()?,
+            End::AtEvent => self.event.reached()?,
             End::Unknown => false,
         };
         if over {
@@ -347,7 +337,7 @@ impl Submitted {
 impl Drop for Submitted {
     fn drop(&mut self) {
         let until = Instant::now() + DROP_LIMIT;
-        while self.end != End::Over && !planted(Bug::LetGoEarly) {
+        while self.end != End::Over {
             match self.poll() {
                 Ok(true) => {}
                 Ok(false) if self.end == End::AtEvent && Instant::now() < until => {

@@ -114,7 +114,7 @@ fn an_end_that_nobody_knows_is_not_told() {
     assert!(said.contains("in words: cuEventRecord answered"), "{said}");
 }
 
-pub(super) fn tell(ways: Ways) {
+fn tell(ways: Ways) {
     match there_and_back(ways) {
         Ok(()) => println!("all went well"),
         Err(error) => println!("in words: {error}"),

@@ -24,19 +24,7 @@ pub fn is_inside() -> bool {
 
 /// Runs the calling test again in a child process, with this folder first in the library path and these settings.
 pub fn again(folder: &Path, settings: &str) -> Output {
-    again_with(folder, settings, &[], LIMIT)
-}
-
-/// Like [`again`], with more variables; kills the child after a limit.
-pub fn again_with(
-    folder: &Path,
-    settings: &str,
-    more: &[(&'static str, &str)],
-    limit: Duration,
-) -> Output {
-    let driver = variables(folder, settings);
-    let more = more.iter().map(|(name, value)| (*name, (*value).into()));
-    again_in(driver.into_iter().chain(more), limit)
+    again_in(variables(folder, settings).into_iter(), LIMIT)
 }
 
 fn again_in(

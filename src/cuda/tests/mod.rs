@@ -10,7 +10,6 @@ mod fake;
 #[path = "../../../tests/support/fake_cuda.rs"]
 mod fake_cuda;
 mod neighbour;
-mod planted;
 mod proofs;
 mod together;
 mod turns;

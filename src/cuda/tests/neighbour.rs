@@ -142,11 +142,9 @@ fn one_seed(neighbour: &mut Neighbour, seed: u64) {
     }
 }
 
-pub(super) fn seeds(count: u64) {
+fn seeds(count: u64) {
     let mut neighbour = Neighbour::start();
     for seed in 0..count {
-        // On a line of its own, because the harness leaves one open.
-        println!("\nseed {seed}");
         one_seed(&mut neighbour, seed);
     }
 }
