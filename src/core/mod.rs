@@ -23,7 +23,6 @@ mod leader;
 mod pool;
 mod recover;
 mod refusal;
-pub mod sabotage;
 mod shards;
 mod slot;
 mod sweep;

@@ -23,8 +23,8 @@ const HELP: &str = "cargo xtask TASK
              at its end which were skipped and why, which with CI=true is a failure
   sim        run simulated worlds with faults: --seeds A..B [--steps N] [--jobs N] [--trace]; a seed
              that fails is printed with the line that runs it again, and joins tests/seeds.txt
-  planted    which planted bugs the simulator and the tests of GPUs find, and by which seeds; then
-             those of tests/planted, each built in a copy of the tree: [PART OF A NAME]
+  planted    which lies of its hosts the simulator finds, and by which seeds; then which bugs of
+             tests/planted the tests find, each built in a copy of the tree: [PART OF A NAME] of these
   chaos      kill and stop real processes at random under a replay that compares every byte:
              [--minutes 30] [--seed 1] [--device cpu|cuda]: cuda is the driver for tests
   gpu        on a machine with an NVIDIA GPU: the tests of copies with its driver, and kvferry bench gpu;
@@ -90,7 +90,7 @@ fn planted() -> Result<(), String> {
     if let Some(only) = std::env::args().nth(2) {
         return planted::run(root(), &only);
     }
-    let name = "every_planted_bug_is_found";
+    let name = "every_lie_is_found";
     let only = std::env::var_os("KVFERRY_PLANTED").unwrap_or_default();
     let task = ["test", "--locked", "--lib", name, "--", "--nocapture"];
     cargo_with(&[("KVFERRY_PLANTED", &only)], &task)?;

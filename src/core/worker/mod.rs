@@ -16,7 +16,6 @@ mod orders;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::Duration;
 
-use crate::core::sabotage::{Bug, planted};
 use crate::types::{
     AttachId, Copy, Direction, EndedCopy, EngineId, Epoch, Generation, OpId, PageRun, Record,
     RequestId, ResetId, Scope, Stored, Time,
@@ -426,13 +425,7 @@ impl Worker {
             .flat_map(|copy| &copy.pairs)
             .flat_map(|pair| &pair.dst.0)
         {
-            if !planted(Bug::KeepRecord) {
-                effects.push(WorkerEffect::StrikeOut(*run));
-            }
-        }
-        if planted(Bug::RecordEarly) {
-            let records = started.iter().filter_map(|copy| copy.record.clone());
-            effects.extend(records.map(WorkerEffect::List));
+            effects.push(WorkerEffect::StrikeOut(*run));
         }
         effects.push(WorkerEffect::Start(started));
     }
@@ -494,7 +487,6 @@ impl Worker {
         if copy.direction == Direction::Store {
             ended.whole &= stopped.is_none() && now <= copy.deadline;
         }
-        ended.whole |= planted(Bug::SwallowError);
         if ended.whole
             && let Some(record) = copy.record
         {

@@ -9,10 +9,10 @@ use std::time::Duration;
 use super::client::{Client, Noticed};
 use super::net::{ConnectionId, Heard};
 use super::prompts;
+use super::saboteur::Lie;
 use super::setup::Shape;
 use super::storage::TORN;
 use super::{Env, Happening, Who};
-use crate::core::sabotage::{Bug, planted};
 use crate::engine::scheduler::{Action, Prompt, Scheduler, WorkKind};
 use crate::protocol::{Abandon, Message, Register, Role, Written};
 use crate::types::{
@@ -526,7 +526,7 @@ impl EngineProcess {
                     };
                     let store = matches!(request, Request::Store { .. });
                     self.ask(env, id, request, kind);
-                    if store && planted(Bug::ReleaseSource) {
+                    if store && env.lies(Lie::ReleaseSource) {
                         self.scheduler.answered(id, None, &mut self.actions);
                     }
                 }

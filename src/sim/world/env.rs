@@ -11,6 +11,7 @@ use super::ghost::Ghost;
 use super::net::{ConnectionId, End, Net};
 use super::pids::Pids;
 use super::queue::Queue;
+use super::saboteur::Lie;
 use super::setup::{CELL_BYTES, Setup, Shape, pick};
 use super::storage::{CONTENT_MIN, Content, Depot, EMPTY, NOWHERE, Storage};
 use super::{Counts, Happening};
@@ -36,6 +37,8 @@ pub(super) struct Memory {
 /// The environment of a world's processes.
 pub(super) struct Env {
     pub(super) setup: Setup,
+    /// The lie that the hosts tell.
+    pub(super) lie: Option<Lie>,
     pub(super) queue: Queue<Happening>,
     pub(super) rng: Rng,
     pub(super) net: Net,
@@ -68,7 +71,7 @@ pub(super) struct Env {
 }
 
 impl Env {
-    pub(super) fn new(seed: u64) -> Self {
+    pub(super) fn new(seed: u64, lie: Option<Lie>) -> Self {
         let mut rng = Rng::with_seed(seed);
         let setup = Setup::draw(&mut rng);
         let domain = |name: u8, shape: Shape| {
@@ -81,6 +84,7 @@ impl Env {
             .collect();
         let ghost = Ghost::new(setup.fence + setup.by_hand());
         let mut env = Self {
+            lie,
             net: Net::new(setup.chances),
             queue: Queue::new(),
             rng,

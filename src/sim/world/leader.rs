@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use super::ghost::Question;
 use super::net::{ConnectionId, Heard};
+use super::saboteur::Lie;
 use super::server::{Noticed, Server, connection, peer};
 use super::{Env, Who};
-use crate::core::sabotage::{Bug, planted};
 use crate::core::{Attached, Effect, Event, Leader, LeaderSettings, Refusal, TierKey};
 use crate::protocol::{ErrorCode, Message, Role};
 use crate::shell::{LeaderHost, LeaderShell, Peers};
@@ -40,7 +40,7 @@ impl LeaderProcess {
 
     pub(super) fn next_timeout(&self, env: &Env) -> Time {
         let core = self.shell.next_timeout().unwrap_or(Time::NEVER);
-        let core = match planted(Bug::WallClock) {
+        let core = match env.lies(Lie::WallClock) {
             true => env.when_wall_shows(core),
             false => core,
         };
@@ -121,9 +121,9 @@ impl Peers for Host<'_> {
 }
 
 impl LeaderHost for Host<'_> {
-    /// Clock of all decisions: virtual time, or the wall clock with the planted bug.
+    /// Clock of all decisions: virtual time, or the wall clock as a lie.
     fn now(&self) -> Time {
-        match planted(Bug::WallClock) {
+        match self.env.lies(Lie::WallClock) {
             true => self.env.wall(),
             false => self.env.now(),
         }

@@ -7,7 +7,7 @@
 //! [`LIVENESS_BOUND`].
 //!
 //! [`run`] runs one seed. `setup` holds what a seed decides, `faults` the kinds of faults, `ghost` and `checker` the
-//! model that the core is checked against.
+//! model that the core is checked against, and `saboteur` the lies that the checker must find.
 
 mod checker;
 mod client;
@@ -24,6 +24,7 @@ mod process;
 mod prompts;
 mod queue;
 mod roster;
+mod saboteur;
 mod server;
 mod setup;
 mod storage;
@@ -50,6 +51,7 @@ pub use faults::{Fault, FaultCounts};
 use leader::LeaderProcess;
 use net::{ConnectionId, End, Packet};
 use process::{Place, Process};
+pub use saboteur::Lie;
 pub use setup::{Chances, Setup, Shape};
 pub use storage::{CONTENT_MIN, Content, Depot, EMPTY, Hold, NOWHERE, Storage, TORN};
 pub use summary::{RUNS_TO_JUDGE, Summary};
@@ -162,7 +164,12 @@ struct World {
 
 /// Runs a seed: `steps` events with faults, then a quiet end without faults until nothing is pending.
 pub fn run(seed: u64, steps: u64) -> Outcome {
-    let mut world = World::new(seed);
+    run_with(seed, steps, None)
+}
+
+/// Runs a seed like [`run`], in a world whose hosts tell `lie`, if any.
+pub fn run_with(seed: u64, steps: u64, lie: Option<Lie>) -> Outcome {
+    let mut world = World::new(seed, lie);
     world.begin();
     while world.env.violation.is_none() && world.env.counts.steps < steps {
         world.next();
@@ -193,8 +200,8 @@ pub fn run(seed: u64, steps: u64) -> Outcome {
 }
 
 impl World {
-    fn new(seed: u64) -> Self {
-        let env = Env::new(seed);
+    fn new(seed: u64, lie: Option<Lie>) -> Self {
+        let env = Env::new(seed, lie);
         let replicas = (0..env.setup.replicas).map(Replica);
         let ranks = env.setup.ranks;
         let places = replicas.flat_map(|replica| {

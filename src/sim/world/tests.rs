@@ -1,11 +1,10 @@
-//! Tests of the world: determinism, random seeds, seeds that failed before, and planted bugs.
+//! Tests of the world: determinism, random seeds, seeds that failed before, and lies.
 
 use std::io::Write;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::*;
-use crate::core::sabotage::{Bug, plant};
 use crate::types::{EngineId, Request, RequestId, SlotId};
 
 /// Steps of the short runs.
@@ -55,25 +54,23 @@ fn what_failed_once_does_not_fail_again() {
     }
 }
 
-/// Steps of each run that looks for a planted bug.
-const PLANTED_STEPS: u64 = 4000;
-/// Most seeds that are tried for a planted bug.
-const PLANTED_SEEDS: u64 = 3000;
+/// Steps of each run that looks for a lie.
+const LIE_STEPS: u64 = 4000;
+/// Most seeds that are tried for a lie.
+const LIE_SEEDS: u64 = 3000;
 
-/// Runs seeds with a planted bug on two threads until `enough` of them have found it. Returns the seeds that found it,
-/// and how many were tried.
-fn hunt(bug: Bug, enough: usize) -> (Vec<u64>, u64) {
+/// Runs seeds with a lie on two threads until `enough` of them have found it. Returns the seeds that found it, and how
+/// many were tried.
+fn hunt(lie: Lie, enough: usize) -> (Vec<u64>, u64) {
     let next = AtomicU64::new(0);
     let found = Mutex::new(Vec::new());
     let work = || {
         while found.lock().expect("no panic").len() < enough {
             let seed = next.fetch_add(1, Ordering::Relaxed);
-            if seed >= PLANTED_SEEDS {
+            if seed >= LIE_SEEDS {
                 return;
             }
-            plant(Some(bug));
-            let outcome = std::panic::catch_unwind(|| run(seed, PLANTED_STEPS));
-            plant(None);
+            let outcome = std::panic::catch_unwind(|| run_with(seed, LIE_STEPS, Some(lie)));
             if !outcome.is_ok_and(|outcome| outcome.violation.is_none()) {
                 found.lock().expect("no panic").push(seed);
             }
@@ -82,34 +79,34 @@ fn hunt(bug: Bug, enough: usize) -> (Vec<u64>, u64) {
     std::thread::scope(|scope| (0..2).for_each(|_| drop(scope.spawn(work))));
     let mut found = found.into_inner().expect("no panic");
     found.sort_unstable();
-    (found, next.into_inner().min(PLANTED_SEEDS))
+    (found, next.into_inner().min(LIE_SEEDS))
 }
 
 #[test]
-fn every_planted_bug_is_found() {
-    // `KVFERRY_PLANTED` (part of a bug's name, or empty) reports how often each bug is found. Without it, one find is
+fn every_lie_is_found() {
+    // `KVFERRY_PLANTED` (part of a lie's name, or empty) reports how often each lie is found. Without it, one find is
     // enough.
     let asked = std::env::var("KVFERRY_PLANTED");
     let enough = if asked.is_ok() { 3 } else { 1 };
     let only = asked.unwrap_or_default();
-    let all: Vec<_> = Bug::ALL
+    let all: Vec<_> = Lie::ALL
         .iter()
-        .filter(|bug| format!("{bug:?}").contains(&only))
-        .map(|bug| (*bug, hunt(*bug, enough)))
+        .filter(|lie| format!("{lie:?}").contains(&only))
+        .map(|lie| (*lie, hunt(*lie, enough)))
         .collect();
-    for (bug, (seeds, of)) in &all {
+    for (lie, (seeds, of)) in &all {
         tell(&format!(
-            "{bug:?}: found in {} of {of} seeds: {seeds:?}",
+            "{lie:?}: found in {} of {of} seeds: {seeds:?}",
             seeds.len()
         ));
     }
-    let missed: Vec<Bug> = all
+    let missed: Vec<Lie> = all
         .iter()
         .filter(|(_, (seeds, _))| seeds.is_empty())
-        .map(|(bug, _)| *bug)
+        .map(|(lie, _)| *lie)
         .collect();
     tell(&format!(
-        "{} of {} planted bugs found",
+        "{} of {} lies found",
         all.len() - missed.len(),
         all.len()
     ));

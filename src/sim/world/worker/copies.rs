@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use super::super::faults::Fault;
 use super::super::ghost::Touched;
+use super::super::saboteur::Lie;
 use super::super::storage::TORN;
 use super::super::{Env, Happening};
 use crate::types::{Copy, Direction, EndedCopy, OpId, Shard, WorkerId};
@@ -221,7 +222,7 @@ impl Copies {
         self.touch(env, &running.copy, &running.pages, Touched::end);
         Some(EndedCopy {
             op,
-            whole,
+            whole: whole || env.lies(Lie::SwallowError),
             whole_pages: u32::try_from(running.done).unwrap_or(0),
             bytes: running.done as u64 * env.geometry(running.copy.engine).page_bytes,
             busy_us: 1,

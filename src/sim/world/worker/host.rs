@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::super::client::Client;
+use super::super::saboteur::Lie;
 use super::super::server::{Server, connection};
 use super::super::storage::{Hold, Storage};
 use super::super::{Env, Happening};
@@ -270,6 +271,9 @@ impl WorkerHost for Host<'_> {
     }
 
     fn unlist(&mut self, run: PageRun) -> Result<(), Fatal> {
+        if self.env.lies(Lie::KeepRecord) {
+            return Ok(());
+        }
         let shard = self.shard();
         self.env.depots[shard].strike_out(run);
         Ok(())
@@ -298,6 +302,10 @@ impl WorkerHost for Host<'_> {
     }
 
     fn start(&mut self, copies: Vec<Copy>, memory: &EngineId) -> Result<(), Fatal> {
+        if self.env.lies(Lie::RecordEarly) {
+            let records = copies.iter().filter_map(|copy| copy.record.as_ref());
+            records.for_each(|record| self.list(record));
+        }
         for copy in copies {
             if copy.engine != *memory {
                 self.env.violated(format!(
