@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use figment::Figment;
 use serde::{Deserialize, Serialize};
 
-use crate::types::{ByteSize, GpuCopy, NumaNodes, Ratio, Sharding};
+use kvferry_types::{ByteSize, GpuCopy, NumaNodes, Ratio, Sharding};
 
 pub use error::ConfigError;
 pub use sources::{CONFIG_BYTES_MAX, ENVIRONMENT_PREFIX, OTHER_VARIABLES};
@@ -177,7 +177,7 @@ impl Config {
             })?,
             ratio: settings.get(
                 "ratio",
-                &bounds(1, crate::types::RATIO_MAX.into()),
+                &bounds(1, kvferry_types::RATIO_MAX.into()),
                 |ratio| Ratio::new(ratio).ok(),
             )?,
             g2: settings.get("g2", "a size above 0, such as \"8GiB\"", |g2: ByteSize| {

@@ -5,11 +5,11 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use kvferry::protocol::{
+use kvferry_protocol::{
     Class, Envelope, HELLO_VERSION, Header, Kind, Message, VERSION, VERSION_MIN, decode, encode,
     examples,
 };
-use kvferry::types::{Epoch, RequestId};
+use kvferry_types::{Epoch, RequestId};
 use serde_json::Value;
 
 fn schema(name: &str) -> PathBuf {
@@ -130,7 +130,7 @@ fn every_kind_has_an_example() {
         .into_iter()
         .map(|(_, message)| message.kind())
         .collect();
-    for kind in kvferry::protocol::Kind::ALL {
+    for kind in kvferry_protocol::Kind::ALL {
         assert!(shown.contains(kind), "{} has no example", kind.name());
     }
 }
@@ -141,7 +141,7 @@ fn the_published_schemas_are_those_of_the_program() {
         |value: &Value| format!("{}\n", serde_json::to_string_pretty(value).expect("JSON"));
     compare(
         &schema("messages.json"),
-        &pretty(&kvferry::protocol::catalogue()),
+        &pretty(&kvferry_protocol::catalogue()),
     );
     let report = serde_json::to_value(kvferry::cli::replay_schema()).expect("JSON");
     compare(&schema("replay.json"), &pretty(&report));

@@ -1,11 +1,15 @@
 //! Arena, index and pool against naive models, which are simple enough to be evidently correct.
 
 #![expect(clippy::expect_used, reason = "a test says what it expects")]
+#![expect(
+    clippy::disallowed_types,
+    reason = "a model, unlike the code that it is compared with, may use hash maps"
+)]
 
 use std::collections::HashMap;
 
-use kvferry::core::{AnchorKey, Arena, Domain, Match, Pin, Pool, RankSet, Reserved, Run, Want};
-use kvferry::types::{Generation, GroupId, PageHashes, Rank, Ratio};
+use kvferry_core::{AnchorKey, Arena, Domain, Match, Pin, Pool, RankSet, Reserved, Run, Want};
+use kvferry_types::{Generation, GroupId, PageHashes, Rank, Ratio};
 use proptest::prelude::*;
 
 // --- the arena against a list of booleans -------------------------------------------------------------------------

@@ -1,11 +1,11 @@
 //! Arbitrary bytes decode to a message or a typed error, never to a panic, and never allocate memory by a claimed
 //! length.
 
-use kvferry::protocol::{
+use kvferry_protocol::{
     CopyOrder, DecodeError, Envelope, ErrorCode, Header, Kind, Load, Message, RecordBody, Transfer,
     VERSION, VERSION_MIN, decode, encode, examples, limits,
 };
-use kvferry::types::{Epoch, FragmentPair, PageList, PageRun, RequestId};
+use kvferry_types::{Epoch, FragmentPair, PageList, PageRun, RequestId};
 use proptest::prelude::*;
 
 fn header(version: u16, kind: u16) -> Header {

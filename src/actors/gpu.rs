@@ -2,21 +2,23 @@
 
 use std::sync::Arc;
 
-use crate::cuda::{
+use kvferry_cuda::{
     Announced, BATCH_COPIES_MAX, Context, Copier, CopierError, CopierSettings, CopyOrder,
     CudaError, DeviceOpenError, DeviceUuid, Driver, NoDriver, Outcome, PIN_CHUNK_BYTES, PinError,
     PinnedDepot, RegisteredDevice, SmallCopyError, WaitOrder, Window, bus_id,
 };
-use crate::memory::{BatchMark, CancelFlag, Depot, LifelineEnd, NumaNode, RegisteredMemory};
-use crate::transport::FdReceiver;
-use crate::types::{Copy, FragmentPair, GpuCopy, GroupGeometry, Registration, RequestId, Timeline};
+use kvferry_memory::{BatchMark, CancelFlag, Depot, LifelineEnd, NumaNode, RegisteredMemory};
+use kvferry_transport::FdReceiver;
+use kvferry_types::{
+    Copy, FragmentPair, GpuCopy, GroupGeometry, Registration, RequestId, Timeline,
+};
 
 /// The device attribute `CU_DEVICE_ATTRIBUTE_MPS_ENABLED`.
 const MPS_ENABLED: u32 = 133;
 
 /// A GPU that copies between engine memory and the depot.
 #[derive(Debug)]
-pub(crate) struct Gpu {
+pub struct Gpu {
     /// The GPU's UUID.
     pub(super) uuid: DeviceUuid,
     // Declared before `depot`: the copier ends, and releases the memory of its copies, before the depot is unpinned.
@@ -237,7 +239,7 @@ impl Gpu {
 
 /// An engine's memory, with the means to copy it.
 #[derive(Debug, Clone)]
-pub(crate) enum EngineSide {
+pub enum EngineSide {
     /// Host memory, copied by the CPU.
     Host(RegisteredMemory),
     /// A GPU's memory.

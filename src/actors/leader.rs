@@ -8,14 +8,14 @@ use rustix::process::{Signal, pidfd_send_signal};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
-use crate::actors::mailbox::{Credited, Feeder};
-use crate::actors::processes::{self, Process};
-use crate::core::{Effect, Event, Leader, LeaderSettings};
-use crate::protocol::Message;
-use crate::shell::{LeaderHost, LeaderShell, Peers};
-use crate::transport::Clock;
-use crate::transport::{Replier, Server, ServerEvent, ServerEvents};
-use crate::types::{Epoch, PeerId, Request, RequestId, Time, WorkerId};
+use crate::mailbox::{Credited, Feeder};
+use crate::processes::{self, Process};
+use kvferry_core::{Effect, Event, Leader, LeaderSettings};
+use kvferry_protocol::Message;
+use kvferry_shell::{LeaderHost, LeaderShell, Peers};
+use kvferry_transport::Clock;
+use kvferry_transport::{Replier, Server, ServerEvent, ServerEvents};
+use kvferry_types::{Epoch, PeerId, Request, RequestId, Time, WorkerId};
 
 /// Ends the process of a worker: the process with this id, or the worker's current process if none has connected to the
 /// leader.

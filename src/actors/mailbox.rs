@@ -8,7 +8,7 @@ use std::time::Duration;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 use tokio::task::JoinHandle;
 
-use crate::transport::{Server, ServerEvents};
+use kvferry_transport::{Server, ServerEvents};
 
 /// Batches that each sending task may have in an actor's mailbox. Batches of a server are bounded in bytes as well: see
 /// [`ServerEvents`].

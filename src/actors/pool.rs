@@ -9,10 +9,10 @@ use std::time::{Duration, Instant};
 use ractor::{Actor, ActorProcessingErr, ActorRef};
 use tokio::task::JoinHandle;
 
-use crate::actors::gpu::likely_node;
-use crate::actors::worker::WorkerMessage;
-use crate::memory::{Depot, NumaNode, Prefault};
-use crate::types::ByteSize;
+use crate::gpu::likely_node;
+use crate::worker::WorkerMessage;
+use kvferry_memory::{Depot, NumaNode, Prefault};
+use kvferry_types::ByteSize;
 
 /// Bytes that one thread touches before it reports progress.
 const PREFAULT_CHUNK_BYTES: u64 = 64 << 20;

@@ -1,4 +1,4 @@
-//! The live implementation of [`Peers`]: connections by their [`Replier`], processes by their pidfds.
+//! Handles to processes: pidfds.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -6,32 +6,8 @@ use std::sync::Arc;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-use crate::shell::Peers;
-use crate::transport::Replier;
-use crate::types::PeerId;
-
 /// A pidfd: refers to one process, even after the system has reused its id.
 pub(super) type Process = Arc<OwnedFd>;
-
-impl Peers for Replier {
-    type Process = Process;
-
-    fn is_live(&self, peer: PeerId) -> bool {
-        Self::is_live(self, peer)
-    }
-
-    fn open_process(&mut self, pid: i32) -> Option<Process> {
-        open(pid).ok()
-    }
-
-    fn has_ended(&self, process: &Process) -> bool {
-        has_ended(process)
-    }
-
-    fn disconnect(&mut self, peer: PeerId) {
-        Self::disconnect(self, peer);
-    }
-}
 
 /// Opens a handle to a process.
 pub(super) fn open(pid: i32) -> std::io::Result<Process> {

@@ -4,8 +4,8 @@
 use ractor::{Actor, ActorCell, ActorProcessingErr, ActorRef, SupervisionEvent};
 use tokio::sync::oneshot;
 
-use crate::actors::leader::{LeaderActor, LeaderArguments, LeaderHandle};
-use crate::actors::worker::{WorkerActor, WorkerArguments};
+use crate::leader::{LeaderActor, LeaderArguments, LeaderHandle};
+use crate::worker::{WorkerActor, WorkerArguments};
 
 /// A running process: its root actor, its main actor, and the first failure.
 pub struct ProcessHandle {

@@ -6,9 +6,9 @@ use std::time::Duration;
 use ractor::ActorRef;
 use tokio::sync::watch;
 
-use crate::actors::worker::WorkerMessage;
-use crate::protocol::{Message, Preparing};
-use crate::transport::Client;
+use crate::worker::WorkerMessage;
+use kvferry_protocol::{Message, Preparing};
+use kvferry_transport::Client;
 
 /// Time limit of one report, and so the longest time for which a worker that gives up remains.
 const TELL_LIMIT: Duration = Duration::from_secs(2);

@@ -8,17 +8,17 @@ use std::time::Instant;
 use crossbeam::channel::{Receiver, Sender, bounded};
 use ractor::{Actor, ActorProcessingErr, ActorRef, DerivedActorRef};
 
-use crate::actors::gpu::{EngineSide, Gpu};
-use crate::cuda::RegisteredDevice;
-use crate::memory::{
+use crate::gpu::{EngineSide, Gpu};
+use kvferry_cuda::RegisteredDevice;
+use kvferry_memory::{
     COPY_PART_BYTES, CancelFlag, CopyEngine, CopyError, CopyJob, Depot, RegisteredMemory,
 };
-use crate::types::{Copy, Direction, EndedCopy, FragmentPair, OpId};
+use kvferry_types::{Copy, Direction, EndedCopy, FragmentPair, OpId};
 
-pub(super) use crate::core::RUNNING_COPIES_MAX;
+pub(super) use kvferry_core::RUNNING_COPIES_MAX;
 
 /// A message to the transfer actor.
-pub(crate) enum TransferMessage {
+pub enum TransferMessage {
     /// Run these copies, in order within each direction.
     Start {
         /// The copies.
@@ -35,11 +35,11 @@ pub(crate) enum TransferMessage {
 }
 
 /// Arguments of the transfer actor.
-pub(crate) struct TransferArguments {
+pub struct TransferArguments {
     /// Threads that share one copy.
-    pub(crate) copy_threads: usize,
+    pub copy_threads: usize,
     /// Receives the ends of copies.
-    pub(crate) ended: DerivedActorRef<Vec<EndedCopy>>,
+    pub ended: DerivedActorRef<Vec<EndedCopy>>,
 }
 
 /// A batch of copies for a copying thread.
@@ -50,10 +50,10 @@ struct Work {
 }
 
 /// The actor that runs copies.
-pub(crate) struct TransferActor;
+pub struct TransferActor;
 
 /// The actor's state.
-pub(crate) struct State {
+pub struct State {
     ended: DerivedActorRef<Vec<EndedCopy>>,
     flags: HashMap<OpId, Arc<CancelFlag>>,
     stores: Sender<Work>,
@@ -280,8 +280,8 @@ fn copied(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::{EngineMemory, SharedBuffer, validate};
-    use crate::types::{
+    use kvferry_memory::{EngineMemory, SharedBuffer, validate};
+    use kvferry_types::{
         Allocation, AllocationHandle, AllocationKind, Attention, EngineId, GroupId, Nonce,
         PageList, Rank, Registration, RequestId, TensorRole, TensorView, Time,
     };

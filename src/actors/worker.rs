@@ -10,21 +10,21 @@ use ractor::{Actor, ActorProcessingErr, ActorRef};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
-use crate::actors::gpu::{EngineSide, Gpu};
-use crate::actors::mailbox::{Credited, Credits, Feeder};
-use crate::actors::pool::{PoolActor, PoolArguments, PoolSettings, Progress};
-use crate::actors::processes::Process;
-use crate::actors::teller::Teller;
-use crate::actors::transfer::{RUNNING_COPIES_MAX, TransferActor, TransferArguments};
-use crate::core::WorkerSettings;
-use crate::cuda::{Announced, CudaError};
-use crate::memory::Depot;
-use crate::protocol::ErrorBody;
-use crate::shell::{Registering, WorkerShell};
-use crate::transport::{
+use crate::gpu::{EngineSide, Gpu};
+use crate::mailbox::{Credited, Credits, Feeder};
+use crate::pool::{PoolActor, PoolArguments, PoolSettings, Progress};
+use crate::processes::Process;
+use crate::teller::Teller;
+use crate::transfer::{RUNNING_COPIES_MAX, TransferActor, TransferArguments};
+use kvferry_core::WorkerSettings;
+use kvferry_cuda::{Announced, CudaError};
+use kvferry_memory::Depot;
+use kvferry_protocol::ErrorBody;
+use kvferry_shell::{Registering, WorkerShell};
+use kvferry_transport::{
     Client, Clock, FdReceiver, Incoming, Server, ServerEvent, ServerEvents, SharedLogLimit,
 };
-use crate::types::{EndedCopy, GpuCopy, GroupId, Sharding, Time, WorkerId};
+use kvferry_types::{EndedCopy, GpuCopy, GroupId, Sharding, Time, WorkerId};
 
 /// Pause between two log lines about the progress of the depot.
 const LOG_EVERY: std::time::Duration = std::time::Duration::from_secs(3);

@@ -2,8 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::transport::Address;
-use crate::types::WorkerId;
+use kvferry_transport::Address;
+use kvferry_types::WorkerId;
 
 /// The socket directory.
 #[derive(Debug, Clone)]

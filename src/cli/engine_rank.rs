@@ -9,14 +9,14 @@ use clap::ValueEnum;
 use tokio::process::Command;
 
 use crate::cli::block_on;
-use crate::engine::layout::EngineLayout;
-use crate::engine::memory::EngineDevice;
-use crate::engine::models::Model;
-use crate::engine::rank::{RankSettings, run};
-use crate::engine::rank_pipe::RankPipe;
 use crate::error::CommandError;
-use crate::transport::ZmqTransport;
-use crate::types::{EngineId, Rank, Replica};
+use kvferry_engine::layout::EngineLayout;
+use kvferry_engine::memory::EngineDevice;
+use kvferry_engine::rank::{RankSettings, run};
+use kvferry_engine::rank_pipe::RankPipe;
+use kvferry_transport::ZmqTransport;
+use kvferry_types::{EngineId, Rank, Replica};
+use kvferry_workload::models::Model;
 
 #[derive(Debug, Clone, clap::Args)]
 pub(super) struct Arguments {

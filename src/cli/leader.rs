@@ -6,16 +6,16 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use crate::actors::{EndWorker, LeaderArguments, run_leader};
 use crate::cli::process::{DRAIN_LIMIT, Ending, Expel, end_with_supervisor};
 use crate::cli::{ConfigArguments, block_on, dirs::Dirs};
-use crate::core::{AnchorKey, LeaderSettings};
 use crate::error::CommandError;
-use crate::protocol::Role;
-use crate::transport::{
+use kvferry_actors::{EndWorker, LeaderArguments, run_leader};
+use kvferry_core::{AnchorKey, LeaderSettings};
+use kvferry_protocol::Role;
+use kvferry_transport::{
     Limits, Server, ServerSettings, Transport, ZmqTransport, prepare_directory,
 };
-use crate::types::{Epoch, WorkerId};
+use kvferry_types::{Epoch, WorkerId};
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Arguments {
@@ -192,5 +192,5 @@ fn unix_ms() -> u64 {
 
 /// Fills `bytes` with random bytes of the system.
 pub(super) fn random(bytes: &mut [u8]) -> Result<(), CommandError> {
-    crate::engine::rank::random(bytes).map_err(CommandError::Failed)
+    kvferry_engine::rank::random(bytes).map_err(CommandError::Failed)
 }

@@ -4,7 +4,7 @@
 //! Exit codes: 0 success; 1 failure, or a defect was found; 2 invalid command line; 65 a named file cannot be used; 78
 //! invalid setting.
 
-mod bench;
+pub mod bench;
 mod dirs;
 mod engine_rank;
 mod leader;
@@ -13,11 +13,11 @@ mod replay;
 mod reset;
 mod room;
 mod signals;
-mod sim;
 mod status;
 mod up;
 mod worker;
 
+use std::ffi::OsString;
 use std::io::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -57,9 +57,6 @@ enum Command {
     /// Measure this machine.
     #[command(subcommand)]
     Bench(bench::Command),
-    /// Run simulated worlds with faults. For developers: see `cargo xtask sim`.
-    #[command(hide = true)]
-    Sim(sim::Arguments),
     /// One rank of the reference engine; speaks over its standard input and output.
     #[command(hide = true)]
     EngineRank(engine_rank::Arguments),
@@ -96,8 +93,13 @@ pub fn replay_schema() -> schemars::Schema {
 
 /// Runs the command line of this process.
 pub fn main() -> ExitCode {
-    let arguments = Arguments::parse();
-    let result = match arguments.command {
+    run(std::env::args_os())
+}
+
+/// Runs a command line, which begins with the name of the program.
+pub fn run(line: impl IntoIterator<Item = OsString>) -> ExitCode {
+    let arguments = Arguments::parse_from(line);
+    finish(match arguments.command {
         Command::Up(arguments) => arguments.run(),
         Command::Leader(arguments) => arguments.run(),
         Command::Worker(arguments) => arguments.run(),
@@ -105,9 +107,12 @@ pub fn main() -> ExitCode {
         Command::Reset(arguments) => arguments.run(),
         Command::Replay(arguments) => arguments.run(),
         Command::Bench(command) => command.run(),
-        Command::Sim(arguments) => arguments.run(),
         Command::EngineRank(arguments) => arguments.run(),
-    };
+    })
+}
+
+/// Reports the error of a command, if there is one, and returns the exit code of the process.
+pub fn finish(result: Result<(), CommandError>) -> ExitCode {
     let code = match result {
         Ok(()) => u8::from(UNWRITTEN.load(Ordering::Relaxed)),
         Err(error) => {
@@ -115,8 +120,8 @@ pub fn main() -> ExitCode {
             error.exit_code()
         }
     };
-    if crate::cuda::threads_in_driver() {
-        crate::cuda::end_process(code);
+    if kvferry_cuda::threads_in_driver() {
+        kvferry_cuda::end_process(code);
     }
     ExitCode::from(code)
 }
@@ -133,7 +138,7 @@ static UNWRITTEN: AtomicBool = AtomicBool::new(false);
 
 /// Prints a result. A reader that closes the pipe early, such as `head`, is no failure; any other error makes the exit
 /// code 1.
-fn say(text: &str) {
+pub fn say(text: &str) {
     let mut out = std::io::stdout().lock();
     if let Err(error) = writeln!(out, "{text}").and_then(|()| out.flush())
         && error.kind() != std::io::ErrorKind::BrokenPipe
@@ -144,7 +149,7 @@ fn say(text: &str) {
 }
 
 /// Runs an async command on a runtime of its own.
-fn block_on<T>(
+pub fn block_on<T>(
     threads: usize,
     command: impl Future<Output = Result<T, CommandError>>,
 ) -> Result<T, CommandError> {

@@ -7,7 +7,7 @@ use tokio::io::AsyncReadExt;
 
 use crate::cli::signals::Signals;
 use crate::error::CommandError;
-use crate::types::{Rank, Replica, WorkerId};
+use kvferry_types::{Rank, Replica, WorkerId};
 
 /// Longest wait for running copies when a process ends in order.
 pub(super) const DRAIN_LIMIT: Duration = Duration::from_secs(5);

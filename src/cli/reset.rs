@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use crate::cli::{ConfigArguments, block_on, dirs::Dirs, say, status};
 use crate::error::CommandError;
-use crate::protocol::Message;
-use crate::transport::ZmqTransport;
-use crate::types::{HASH_BYTES_MAX, HASH_BYTES_MIN, PageHashes, Request, ResetScope};
+use kvferry_protocol::Message;
+use kvferry_transport::ZmqTransport;
+use kvferry_types::{HASH_BYTES_MAX, HASH_BYTES_MIN, PageHashes, Request, ResetScope};
 
 /// Time limit of a reset: the leader waits for stores in flight, and workers examine every page.
 const RESET_LIMIT: Duration = Duration::from_secs(30);

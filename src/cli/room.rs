@@ -6,8 +6,8 @@ use tokio::time::Instant;
 
 use crate::config::Config;
 use crate::error::CommandError;
-use crate::memory::{LockLimit, MemoryAvailable, NumaNode};
-use crate::types::{ByteSize, Shard};
+use kvferry_memory::{LockLimit, MemoryAvailable, NumaNode};
+use kvferry_types::{ByteSize, Shard};
 
 /// Longest wait for memory that other processes use.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -64,7 +64,7 @@ async fn memory_for(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::MemoryLimit;
+    use kvferry_memory::MemoryLimit;
 
     fn host(bytes: u64) -> MemoryAvailable {
         let limit = MemoryLimit::Host;

@@ -7,11 +7,11 @@ use tokio::time::Instant;
 
 use crate::cli::{ConfigArguments, block_on, dirs::Dirs, say};
 use crate::error::CommandError;
-use crate::protocol::{
+use kvferry_protocol::{
     ErrorCode, Hello, Message, RankStatus, Role, Status, StatusAnswer, VERSION, VERSION_MIN,
 };
-use crate::transport::{Client, ClientSettings, Failure, Limits, Transport, ZmqTransport};
-use crate::types::{ByteSize, Rank, Replica, WorkerId};
+use kvferry_transport::{Client, ClientSettings, Failure, Limits, Transport, ZmqTransport};
+use kvferry_types::{ByteSize, Rank, Replica, WorkerId};
 
 /// Time limit of a leader's answer.
 const STATUS_LIMIT: Duration = Duration::from_secs(5);

@@ -18,9 +18,9 @@ use crate::cli::room::room_for;
 use crate::cli::{ConfigArguments, block_on, dirs::Dirs};
 use crate::config::Config;
 use crate::error::{CommandError, NO_MEMORY};
-use crate::memory::{DEPOT_HEADER_BYTES, Depot};
-use crate::transport::{DirectoryLock, TransportError, prepare_directory};
-use crate::types::{Rank, Replica, WorkerId};
+use kvferry_memory::{DEPOT_HEADER_BYTES, Depot};
+use kvferry_transport::{DirectoryLock, TransportError, prepare_directory};
+use kvferry_types::{Rank, Replica, WorkerId};
 
 /// Lock file, held while an `up` uses the socket directory.
 const LOCK_NAME: &str = "up.lock";

@@ -8,17 +8,17 @@ use std::time::Duration;
 
 use rustix::process::{Resource, getrlimit, setrlimit};
 
-use crate::actors::{PoolSettings, WorkerArguments, run_worker};
 use crate::cli::process::{Ending, end_with_supervisor};
 use crate::cli::{ConfigArguments, block_on, dirs::Dirs};
 use crate::error::CommandError;
-use crate::memory::{DEPOT_HEADER_BYTES, NumaNode};
-use crate::protocol::{FEATURE_TIMELINE, Hello, Role, VERSION, VERSION_MIN};
-use crate::transport::{
+use kvferry_actors::{PoolSettings, WorkerArguments, run_worker};
+use kvferry_memory::{DEPOT_HEADER_BYTES, NumaNode};
+use kvferry_protocol::{FEATURE_TIMELINE, Hello, Role, VERSION, VERSION_MIN};
+use kvferry_transport::{
     Address, Client, ClientSettings, FdReceiver, Limits, Server, ServerSettings, Transport,
     ZmqTransport, prepare_directory,
 };
-use crate::types::{Epoch, Rank, Replica, WorkerId};
+use kvferry_types::{Epoch, Rank, Replica, WorkerId};
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Arguments {

@@ -1,9 +1,9 @@
 //! Prefetches the index heads of the positions ahead of a lookup, so that their cache misses overlap.
 
-use crate::core::anchor::Domain;
-use crate::core::blocks::BlockIndex;
-use crate::core::pool::Pool;
-use crate::types::{Anchor, PageHashes};
+use crate::anchor::Domain;
+use crate::blocks::BlockIndex;
+use crate::pool::Pool;
+use kvferry_types::{Anchor, PageHashes};
 
 /// Positions that are looked up together at first.
 const AHEAD_FIRST: usize = 4;
@@ -84,7 +84,7 @@ impl<'a> Ahead<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::core::tests::{domain, sequence, stored};
+    use crate::tests::{domain, sequence, stored};
 
     /// Positions of the table, and how many of them were used.
     fn table(ahead: &Ahead<'_>) -> (Vec<usize>, usize) {

@@ -4,7 +4,7 @@ use std::hash::Hasher;
 
 use siphasher::sip128::{Hasher128, SipHasher24};
 
-use crate::types::{Anchor, DomainId, GroupId, NamespaceId, PageHashes};
+use kvferry_types::{Anchor, DomainId, GroupId, NamespaceId, PageHashes};
 
 /// Secret of a depot. Anchors made with another key never match. The caller supplies it, because the core draws no
 /// random bytes.

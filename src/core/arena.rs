@@ -5,7 +5,7 @@
 //! The pages from `frontier` on form one more hole that needs no tags, so that an arena costs memory only for the pages
 //! below its highest frontier so far: 12 bytes each.
 
-use crate::types::RATIO_MAX;
+use kvferry_types::RATIO_MAX;
 
 const NONE: u32 = u32::MAX;
 /// Longest hole with a list of its own.

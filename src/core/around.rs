@@ -6,11 +6,11 @@
 
 use std::ops::Range;
 
-use crate::core::ahead::Ahead;
-use crate::core::anchor::Domain;
-use crate::core::index::{Index, Want};
-use crate::core::pool::{Pool, Run};
-use crate::types::PageHashes;
+use crate::ahead::Ahead;
+use crate::anchor::Domain;
+use crate::index::{Index, Want};
+use crate::pool::{Pool, Run};
+use kvferry_types::PageHashes;
 
 /// Most positions outside its own pages that a store examines: a sequence of 131,072 pages in blocks of 32.
 pub const LOOKS_AROUND_MAX: u32 = 4096;

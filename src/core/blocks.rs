@@ -3,8 +3,8 @@
 //! Blocks are stored in a slab. The fingerprints of their pages are stored in one array indexed by arena page, because
 //! the pages of a block are consecutive. Age is a doubly linked list through the slab, oldest first.
 
-use crate::core::sweep::Hidden;
-use crate::types::{Anchor, DomainId, Fingerprint, Generation, PageHashes};
+use crate::sweep::Hidden;
+use kvferry_types::{Anchor, DomainId, Fingerprint, Generation, PageHashes};
 
 /// Marks the end of a linked list.
 pub const NONE: u32 = u32::MAX;

@@ -1,8 +1,8 @@
 //! The second count: recomputes the counters and lists of a pool from its blocks and holes.
 
-use std::collections::HashSet;
+use std::collections::BTreeSet;
 
-use crate::core::pool::Pool;
+use crate::pool::Pool;
 
 impl Pool {
     /// Walks all blocks and holes and compares them with the counters. `Err` names the first contradiction. Takes time
@@ -10,7 +10,7 @@ impl Pool {
     pub fn check(&self) -> Result<(), String> {
         self.arena.check()?;
         let mut spans = self.arena.holes();
-        let mut filling = HashSet::new();
+        let mut filling = BTreeSet::new();
         let (mut pins, mut blocks) = (0, 0);
         for (index, block) in self.blocks.by_age() {
             blocks += 1;

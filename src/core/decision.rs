@@ -4,7 +4,7 @@
 //! their arena pages, evictions and refusals. Leaves out what may differ between a live run and a replay in virtual
 //! time: ids, epochs, generations, times and the order in which ranks answered.
 
-use crate::types::PageRun;
+use kvferry_types::PageRun;
 
 /// One decision of the leader about a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,8 +1,8 @@
 //! Events that enter the leader, and effects that it returns.
 
-use crate::core::refusal::Refusal;
-use crate::core::shards::RankSet;
-use crate::types::{
+use crate::refusal::Refusal;
+use crate::shards::RankSet;
+use kvferry_types::{
     Answer, AttachId, Copy, DepotId, EndedCopy, EngineId, Epoch, Generation, GroupGeometry, OpId,
     PageRecord, Replica, Request, RequestId, ResetId, Scope, Time, WorkerId,
 };
@@ -67,7 +67,7 @@ pub enum Event {
         /// One item for each copy.
         copies: Vec<EndedCopy>,
     },
-    /// Time passed. Due when [`crate::core::Leader::next_timeout`] says.
+    /// Time passed. Due when [`crate::Leader::next_timeout`] says.
     Tick,
 }
 

@@ -5,8 +5,8 @@
 
 use hashbrown::HashTable;
 
-use crate::core::blocks::{BlockIndex, Blocks, NONE};
-use crate::types::{Anchor, DomainId, PageHashes};
+use crate::blocks::{BlockIndex, Blocks, NONE};
+use kvferry_types::{Anchor, DomainId, PageHashes};
 
 /// Most blocks that may share an anchor: sequences that diverge within the length of one block. A further block is
 /// refused.
@@ -161,9 +161,9 @@ fn hash(anchor: Anchor) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::core::blocks::Filling;
-    use crate::core::tests::sequence;
-    use crate::types::Generation;
+    use crate::blocks::Filling;
+    use crate::tests::sequence;
+    use kvferry_types::Generation;
 
     const DOMAIN: DomainId = DomainId(1);
     const ANCHOR: Anchor = Anchor(9);

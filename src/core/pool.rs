@@ -5,15 +5,15 @@
 //! ready when the *set* of ranks that still owe a report is empty and none of them failed: with a set, a repeated
 //! report counts once.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 
-use crate::core::ahead::Ahead;
-use crate::core::anchor::Domain;
-use crate::core::arena::Arena;
-use crate::core::blocks::{BlockIndex, BlockRef, Blocks, Filling};
-use crate::core::index::{Index, Match, Want};
-use crate::core::shards::RankSet;
-use crate::types::{Fingerprint, Generation, PageHashes, PageRecord, PageRun, Rank, Ratio};
+use crate::ahead::Ahead;
+use crate::anchor::Domain;
+use crate::arena::Arena;
+use crate::blocks::{BlockIndex, BlockRef, Blocks, Filling};
+use crate::index::{Index, Match, Want};
+use crate::shards::RankSet;
+use kvferry_types::{Fingerprint, Generation, PageHashes, PageRecord, PageRun, Rank, Ratio};
 
 /// Most blocks that one search for an eviction victim examines before it gives up. Pinned blocks are usually young, so
 /// the oldest blocks are rarely pinned.
@@ -174,7 +174,7 @@ pub struct Pool {
     pub(super) arena: Arena,
     pub(super) blocks: Blocks,
     pub(super) index: Index,
-    pub(super) reservations: HashMap<Generation, Reservation>,
+    pub(super) reservations: BTreeMap<Generation, Reservation>,
     counts: PoolCounts,
     pins: u64,
 }
@@ -187,7 +187,7 @@ impl Pool {
             arena: Arena::new(capacity_pages),
             blocks: Blocks::new(),
             index: Index::default(),
-            reservations: HashMap::new(),
+            reservations: BTreeMap::new(),
             counts: PoolCounts::default(),
             pins: 0,
         }

@@ -2,9 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use crate::core::arena::Arena;
-use crate::core::pool::Pool;
-use crate::types::{PageRecord, Ratio, Stored};
+use crate::arena::Arena;
+use crate::pool::Pool;
+use kvferry_types::{PageRecord, Ratio, Stored};
 
 /// A block whose pages every shard holds.
 struct Whole {
@@ -110,7 +110,7 @@ fn occupied(capacity: u32, blocks: &[Whole]) -> Arena {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::types::{Anchor, DomainId, Epoch, Fingerprint, Generation};
+    use kvferry_types::{Anchor, DomainId, Epoch, Fingerprint, Generation};
 
     fn page(page: u32, block_start: u32, anchor: u128, content: u128) -> PageRecord {
         PageRecord {

@@ -1,6 +1,6 @@
 //! Refusals: why the leader does not carry out a request. Each names the field, the value and the remedy.
 
-use crate::types::{Epoch, RequestId, SlotId, WorkerId};
+use kvferry_types::{Epoch, RequestId, SlotId, WorkerId};
 
 /// A typed refusal. The caller loses no data: an engine computes the pages that it could not load.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

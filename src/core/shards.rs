@@ -1,6 +1,6 @@
 //! Sets of ranks: those that still owe a report, those that failed.
 
-use crate::types::Rank;
+use kvferry_types::Rank;
 
 /// Most ranks of one engine: a set is one 64-bit word.
 pub const RANKS_MAX: u16 = 64;

@@ -1,14 +1,14 @@
 //! The leader's record of one engine: its running requests, and answers kept for retries.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use crate::core::anchor::Domain;
-use crate::core::decision::RequestDigest;
-use crate::core::pool::Pin;
-use crate::core::refusal::Refusal;
-use crate::types::Answer;
-use crate::types::{PageHashes, RequestId, SlotId, Time};
+use crate::anchor::Domain;
+use crate::decision::RequestDigest;
+use crate::pool::Pin;
+use crate::refusal::Refusal;
+use kvferry_types::Answer;
+use kvferry_types::{PageHashes, RequestId, SlotId, Time};
 
 /// Most running requests of one engine. About 20 MB at 0.3 KB each, not counting their hashes, which
 /// [`HASH_BYTES_PER_ENGINE_MAX`] bounds.
@@ -112,7 +112,7 @@ impl Answers {
 #[derive(Debug, Default)]
 pub struct Session {
     /// Running requests.
-    pub slots: HashMap<SlotId, Slot>,
+    pub slots: BTreeMap<SlotId, Slot>,
     /// Requests in progress and recent answers.
     pub answers: Answers,
     /// Recent requests that finished slots. An entry is kept while a request with a lower id may still arrive.
@@ -128,7 +128,7 @@ pub struct Session {
 /// Returns a slot that was opened for pages of this layout. Results of a lookup for another layout do not apply, so
 /// such a slot counts as unknown.
 pub fn slot_of(
-    slots: &mut HashMap<SlotId, Slot>,
+    slots: &mut BTreeMap<SlotId, Slot>,
     id: SlotId,
     layout: [u8; 16],
 ) -> Result<&mut Slot, Refusal> {

@@ -5,9 +5,9 @@
 //! the sweep, the blocks in its scope are hidden: lookups do not find them, so that no block that was counted as free
 //! can be pinned, and no page is served that the reset is going to forget. Blocks created later are not in scope.
 
-use crate::core::blocks::{Block, BlockIndex, Blocks};
-use crate::core::pool::Pool;
-use crate::types::{Generation, Scope};
+use crate::blocks::{Block, BlockIndex, Blocks};
+use crate::pool::Pool;
+use kvferry_types::{Generation, Scope};
 
 /// The blocks that a sweep hides while it lasts.
 #[derive(Debug)]

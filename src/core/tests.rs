@@ -5,7 +5,7 @@ use super::blocks::Filling;
 use super::index::Want;
 use super::pool::{Pin, Pool, Reach, Run};
 use super::shards::RankSet;
-use crate::types::{Generation, GroupId, PageHashes, PageRun, Rank, Ratio};
+use kvferry_types::{Generation, GroupId, PageHashes, PageRun, Rank, Ratio};
 
 /// Most pages of a block.
 const RATIO: usize = 4;

@@ -1,7 +1,7 @@
 //! Views of a pool for code outside it: records for inventories, and blocks for checks.
 
-use crate::core::pool::Pool;
-use crate::types::{DomainId, Epoch, Fingerprint, Generation, Record, Stored};
+use crate::pool::Pool;
+use kvferry_types::{DomainId, Epoch, Fingerprint, Generation, Record, Stored};
 
 /// A read-only view of a block, for checks and for users.
 #[derive(Debug, Clone, Copy)]

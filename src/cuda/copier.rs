@@ -18,8 +18,8 @@ use super::error::CudaError;
 use super::pinned::PinnedDepot;
 use super::timeline::{Announced, LOOK_PAUSE, WaitList, WaitOrder, Waits};
 use super::window::SmallCopyError;
-use crate::memory::{CancelFlag, CopyPlan, CopyRequest};
-use crate::types::{Direction, EndedCopy, FragmentPair, OpId, RequestId, Timeline};
+use kvferry_memory::{CancelFlag, CopyPlan, CopyRequest};
+use kvferry_types::{Direction, EndedCopy, FragmentPair, OpId, RequestId, Timeline};
 
 /// Most slices of one direction in flight in its stream.
 pub const PARTS_IN_FLIGHT: usize = 4;

@@ -6,10 +6,10 @@ use std::sync::Arc;
 use super::driver::{Context, DeviceMemory, DeviceSide, DeviceUuid, SharedChunk};
 use super::error::CudaError;
 use super::window::{SmallCopyError, Window};
-use crate::memory::{
+use kvferry_memory::{
     Lifeline, LifelineEnd, PageLayout, ProofError, RegistrationError, validate, verify_proofs,
 };
-use crate::types::{
+use kvferry_types::{
     AllocationHandle, AllocationKind, Chunk, ChunkHandle, GroupGeometry, Registration, Timeline,
 };
 

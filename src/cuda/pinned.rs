@@ -8,7 +8,7 @@ use crossbeam::channel::{Sender, unbounded};
 
 use super::driver::{Context, HostMemory, PinnedRange};
 use super::error::CudaError;
-use crate::memory::{Depot, Lifeline, LifelineEnd, SharedBuffer};
+use kvferry_memory::{Depot, Lifeline, LifelineEnd, SharedBuffer};
 
 /// A depot is pinned in chunks of this many bytes: drivers refuse very large ones, and each chunk is a step of
 /// progress.

@@ -11,8 +11,8 @@ use super::driver::{Context, DeviceSide, HostMemory, Stream, Submitted};
 use super::engine_memory::DeviceMemories;
 use super::error::CudaError;
 use super::window::{SmallCopyError, Staging};
-use crate::memory::{CopyRange, TIMELINE_BYTES};
-use crate::types::{Direction, EngineId, RequestId, Timeline};
+use kvferry_memory::{CopyRange, TIMELINE_BYTES};
+use kvferry_types::{Direction, EngineId, RequestId, Timeline};
 
 /// Pause between two reads of a word: the initial value, and the maximum, up to which it doubles while nothing has
 /// changed.

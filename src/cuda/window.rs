@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use super::driver::{Context, DeviceSide, HostMemory, PinnedRange, Stream, Submitted};
 use super::engine_memory::DeviceMemories;
 use super::error::CudaError;
-use crate::memory::{BufferError, CopyRange, SharedBuffer};
-use crate::types::{Direction, Timeline};
+use kvferry_memory::{BufferError, CopyRange, SharedBuffer};
+use kvferry_types::{Direction, Timeline};
 
 /// Time limit of one copy of a few bytes; the GPU may be busy with an engine's work.
 const SMALL_COPY_LIMIT: Duration = Duration::from_secs(10);

@@ -10,14 +10,14 @@ use tokio::process::Child;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-use crate::engine::fleet::EngineParts;
-use crate::engine::observed::Observed;
-use crate::engine::pipe::{Order, Report};
-use crate::engine::rank_pipe::{RANK_QUEUE, send_orders, take_reports};
-use crate::engine::scheduler::{Action, Prompt, Scheduler, Served, WorkKind};
-use crate::protocol::{ErrorCode, Message};
-use crate::transport::{Client, Failure};
-use crate::types::{Answer, Request, RequestId, SlotId};
+use crate::fleet::EngineParts;
+use crate::observed::Observed;
+use crate::pipe::{Order, Report};
+use crate::rank_pipe::{RANK_QUEUE, send_orders, take_reports};
+use kvferry_protocol::{ErrorCode, Message};
+use kvferry_transport::{Client, Failure};
+use kvferry_types::{Answer, Request, RequestId, SlotId};
+use kvferry_workload::scheduler::{Action, Prompt, Scheduler, Served, WorkKind};
 
 /// Pause before an engine repeats a `finish` that the leader refused with a retryable error.
 const FINISH_AGAIN: Duration = Duration::from_millis(50);
@@ -400,12 +400,12 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::protocol::{ErrorBody, ErrorCode, Hello, Role, VERSION, VERSION_MIN};
-    use crate::transport::{
+    use kvferry_protocol::{ErrorBody, ErrorCode, Hello, Role, VERSION, VERSION_MIN};
+    use kvferry_transport::{
         Address, ClientSettings, Incoming, Limits, MemoryTransport, Server, ServerEvent,
         ServerSettings, Transport,
     };
-    use crate::types::{Epoch, PageHashes};
+    use kvferry_types::{Epoch, PageHashes};
 
     fn client(transport: &MemoryTransport) -> (Client, mpsc::Receiver<Incoming>) {
         let hello = Hello {
@@ -521,7 +521,7 @@ mod tests {
     async fn a_finish_that_is_refused_for_now_is_requested_until_it_succeeds() {
         let transport = MemoryTransport::default();
         let busy = Message::Error(ErrorBody::new(ErrorCode::NotReady, "in use"));
-        let done = Message::FinishAnswer(crate::protocol::Empty {});
+        let done = Message::FinishAnswer(kvferry_protocol::Empty {});
         leader(&transport, vec![busy.clone(), busy, done]).await;
         let (report, mut reports) = mpsc::channel(16);
         let (client, _incoming) = client(&transport);

@@ -5,11 +5,11 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-use crate::engine::driver::{Driver, Event};
-use crate::engine::observed::Observed;
-use crate::engine::rank_pipe::{RANK_QUEUE, RankPipe};
-use crate::engine::scheduler::{Prompt, Scheduler, Served};
-use crate::transport::Client;
+use crate::driver::{Driver, Event};
+use crate::observed::Observed;
+use crate::rank_pipe::{RANK_QUEUE, RankPipe};
+use kvferry_transport::Client;
+use kvferry_workload::scheduler::{Prompt, Scheduler, Served};
 
 /// The scheduler, the connection and the ranks of one engine.
 #[derive(Debug)]

@@ -2,8 +2,8 @@
 
 use clap::ValueEnum;
 
-use crate::engine::rank::RankSettings;
-use crate::types::{
+use crate::rank::RankSettings;
+use kvferry_types::{
     Allocation, AllocationHandle, AllocationKind, Attention, GroupId, Nonce, Registration,
     TensorRole, TensorView,
 };

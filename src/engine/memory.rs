@@ -8,15 +8,15 @@ use std::time::Duration;
 
 use clap::ValueEnum;
 
-use crate::cuda::{
+use crate::layout::describe;
+use crate::rank::{RankSettings, random};
+use kvferry_cuda::{
     Context, DeviceMemories, DeviceMemory, Driver, IPC_HANDLE_BYTES, Physical, SharedChunk,
     Sharing, Window,
 };
-use crate::engine::layout::describe;
-use crate::engine::rank::{RankSettings, random};
-use crate::memory::{SharedBuffer, TIMELINE_BYTES};
-use crate::transport::{send_fd, send_fds};
-use crate::types::{
+use kvferry_memory::{SharedBuffer, TIMELINE_BYTES};
+use kvferry_transport::{send_fd, send_fds};
+use kvferry_types::{
     AllocationHandle, AllocationKind, Chunk, ChunkHandle, Nonce, Rank, Registration, Timeline,
 };
 

@@ -5,8 +5,8 @@
 
 use std::collections::BTreeMap;
 
-use crate::protocol::limits::ABANDONED_MAX;
-use crate::transport::LinkId;
+use kvferry_protocol::limits::ABANDONED_MAX;
+use kvferry_transport::LinkId;
 
 /// A request to the worker.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -9,8 +9,8 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
-use crate::engine::scheduler::WorkKind;
-use crate::types::RequestId;
+use kvferry_types::RequestId;
+use kvferry_workload::scheduler::WorkKind;
 
 /// Longest frame, 64 MiB: the work of a prompt of 16 million tokens in pages of 16 takes 20 MiB.
 pub const PIPE_FRAME_BYTES_MAX: u32 = 64 << 20;

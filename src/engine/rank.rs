@@ -8,15 +8,15 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::mpsc;
 
-use crate::engine::content::{ContentKey, POISON};
-use crate::engine::layout::{EngineLayout, NONCE_ROOM_BYTES, pages_bytes};
-use crate::engine::memory::{EngineDevice, RankMemory};
-use crate::engine::models::ModelGeometry;
-use crate::engine::pipe::{self, Order, Report, Task};
-use crate::engine::scheduler::WorkKind;
-use crate::engine::speaker::{Speaker, Tell};
-use crate::transport::Transport;
-use crate::types::{EngineId, Fingerprint, Rank, Replica, RequestId, Shard};
+use crate::layout::{EngineLayout, NONCE_ROOM_BYTES, pages_bytes};
+use crate::memory::{EngineDevice, RankMemory};
+use crate::pipe::{self, Order, Report, Task};
+use crate::speaker::{Speaker, Tell};
+use kvferry_transport::Transport;
+use kvferry_types::{EngineId, Fingerprint, Rank, Replica, RequestId, Shard};
+use kvferry_workload::content::{ContentKey, POISON};
+use kvferry_workload::models::ModelGeometry;
+use kvferry_workload::scheduler::WorkKind;
 
 /// Capacity of the queue of reports, and of the queue of messages to the worker.
 const QUEUE: usize = 1024;

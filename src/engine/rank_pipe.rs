@@ -5,7 +5,7 @@ use std::time::Duration;
 use tokio::process::{Child, ChildStdin, ChildStdout};
 use tokio::sync::mpsc;
 
-use crate::engine::pipe::{self, Order, Report};
+use crate::pipe::{self, Order, Report};
 
 /// Orders that may wait in a rank's queue.
 pub(super) const RANK_QUEUE: usize = 1024;

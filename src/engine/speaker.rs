@@ -10,19 +10,19 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
-use crate::engine::layout::pages_bytes;
-use crate::engine::memory::RankMemory;
-use crate::engine::owed::{Owed, Question};
-use crate::engine::pipe::Report;
-use crate::engine::rank::{RankSettings, random};
-use crate::protocol::{
+use crate::layout::pages_bytes;
+use crate::memory::RankMemory;
+use crate::owed::{Owed, Question};
+use crate::pipe::Report;
+use crate::rank::{RankSettings, random};
+use kvferry_protocol::{
     Abandon, ErrorCode, FEATURE_TIMELINE, Hello, Message, Register, Role, VERSION, VERSION_MIN,
     Written,
 };
-use crate::transport::{
+use kvferry_transport::{
     Address, Client, ClientSettings, Failure, Incoming, Limits, LinkId, Transport,
 };
-use crate::types::{Nonce, Registration, RequestId, Timeline};
+use kvferry_types::{Nonce, Registration, RequestId, Timeline};
 
 /// Time limit of one request to the worker, after which it is repeated. A registration waits for the leader.
 const QUESTION_LIMIT: Duration = Duration::from_secs(30);

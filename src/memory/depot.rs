@@ -21,7 +21,7 @@ use std::os::fd::OwnedFd;
 
 use super::buffer::{BufferError, SharedBuffer};
 use super::inventory::SLOT_BYTES;
-use crate::types::{DepotId, Epoch};
+use kvferry_types::{DepotId, Epoch};
 
 /// Bytes before the first slot.
 pub const DEPOT_HEADER_BYTES: u64 = 4096;

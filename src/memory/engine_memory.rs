@@ -3,7 +3,7 @@
 use super::buffer::{BufferError, SharedBuffer};
 use super::lifeline::{Lifeline, LifelineEnd};
 use super::registration::{NONCE_BYTES_MAX, NONCE_BYTES_MIN};
-use crate::types::{Nonce, Registration};
+use kvferry_types::{Nonce, Registration};
 
 /// An engine rank's KV memory as this process maps it: one buffer for each of [`Registration::allocations`], in order.
 #[derive(Debug)]

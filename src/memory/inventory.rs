@@ -23,7 +23,7 @@ use siphasher::sip::SipHasher13;
 
 use super::buffer::BufferError;
 use super::depot::Depot;
-use crate::types::{
+use kvferry_types::{
     Anchor, DomainId, Epoch, Fingerprint, Generation, INVENTORY_SLOT_BYTES, PageRecord, PageRun,
     Record, Scope, Stored,
 };
@@ -230,7 +230,7 @@ impl Depot {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::types::NamespaceId;
+    use kvferry_types::NamespaceId;
 
     const PAGE_BYTES: u64 = 1000;
     /// A mark after every store.

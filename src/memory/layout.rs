@@ -1,6 +1,6 @@
 //! Page layouts: the location of each byte of a page on the device, and in a block of the lower tiers.
 
-use crate::types::{GroupGeometry, Registration, TensorRole, TensorView};
+use kvferry_types::{GroupGeometry, Registration, TensorRole, TensorView};
 
 /// Domain separator of the layout hash. A change of the recipe must change it, so that fingerprints differ.
 const FINGERPRINT_DOMAIN: &[u8] = b"kvferry page layout 2\0";

@@ -4,11 +4,11 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
 
-use crate::memory::{
+use crate::{
     BufferError, EngineMemory, EngineMemoryError, NonceMismatch, PageLayout, ProofError,
     RegistrationError, SharedBuffer, validate, verify_proofs,
 };
-use crate::types::{AllocationHandle, AllocationKind, GroupGeometry, Registration};
+use kvferry_types::{AllocationHandle, AllocationKind, GroupGeometry, Registration};
 
 /// An engine's memory that was checked, mapped and proven.
 #[derive(Debug, Clone)]
@@ -110,7 +110,7 @@ impl RegisteredMemory {
 mod tests {
     use super::super::registration::tests::separate_layers;
     use super::*;
-    use crate::types::Nonce;
+    use kvferry_types::Nonce;
 
     #[test]
     fn an_allocation_without_the_nonce_is_proven_too() {

@@ -4,8 +4,8 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::protocol::pairs::{Pages, Pairs};
-use crate::types::{GroupGeometry, Registration};
+use crate::pairs::{Pages, Pairs};
+use kvferry_types::{GroupGeometry, Registration};
 
 /// A body without any field.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]

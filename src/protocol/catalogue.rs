@@ -2,11 +2,11 @@
 
 use serde_json::{Value, json};
 
-use crate::protocol::body::Role;
-use crate::protocol::error::ErrorCode;
-use crate::protocol::kind::Kind;
-use crate::protocol::{Message, VERSION, VERSION_MIN, limits};
-use crate::types::CONTENT_BYTES_MAX;
+use crate::body::Role;
+use crate::error::ErrorCode;
+use crate::kind::Kind;
+use crate::{Message, VERSION, VERSION_MIN, limits};
+use kvferry_types::CONTENT_BYTES_MAX;
 
 /// Returns every kind with its number and the JSON Schema of its body, every error code, and the limits.
 pub fn catalogue() -> Value {

@@ -3,23 +3,23 @@
 use serde::de::{DeserializeOwned, IgnoredAny};
 use serde::{Deserialize, Serialize};
 
-use crate::protocol::body::{
+use crate::body::{
     Abandon, Attach, Attached, Cancel, CancelStores, CancelStoresAnswer, Empty, Ended, ErrorBody,
     Finish, Hello, Inventory, Load, LoadAnswer, Lookup, LookupAnswer, Preparing, ReadInventory,
     Register, Registered, Reset, ResetAnswer, Status, StatusAnswer, Store, StoreAnswer, Strike,
     Struck, Transfer, Welcome, Written,
 };
-use crate::protocol::error::{DecodeError, EncodeError};
-use crate::protocol::header::{HEADER_BYTES, Header};
-use crate::protocol::kind::Kind;
-use crate::protocol::limits::{
+use crate::error::{DecodeError, EncodeError};
+use crate::header::{HEADER_BYTES, Header};
+use crate::kind::Kind;
+use crate::limits::{
     ABANDONED_MAX, BEYOND, BODY_BYTES_MAX, COPIES_MAX, DEPTH_MAX, HASHES_MAX, NAMESPACE_BYTES_MAX,
     PAGE_ITEMS_MAX, PAGE_RECORD_BYTES, PAGE_RECORDS_MAX, PAGES_MAX, PAIRS_MAX,
     SMALL_BODY_BYTES_MAX, TEXT_BYTES_MAX,
 };
-use crate::protocol::named::Named;
-use crate::protocol::{HELLO_VERSION, VERSION, VERSION_MIN, transfer};
-use crate::types::{Epoch, PageList, RequestId};
+use crate::named::Named;
+use crate::{HELLO_VERSION, VERSION, VERSION_MIN, transfer};
+use kvferry_types::{Epoch, PageList, RequestId};
 
 macro_rules! messages {
     ($($(#[$doc:meta])* $name:ident($body:ty);)*) => {

@@ -1,14 +1,14 @@
 //! Conversions between message bodies and the types of the core.
 
-use crate::protocol::body::{
+use crate::body::{
     CancelStores, CancelStoresAnswer, CopyResult, Empty, ErrorBody, Finish, Inventory, Load,
     LoadAnswer, Lookup, LookupAnswer, Preparing, ReadInventory, RecordBody, Reset, ResetAnswer,
     Store, StoreAnswer, Strike,
 };
-use crate::protocol::codec::Message;
-use crate::protocol::error::ErrorCode;
-use crate::protocol::limits::{PAGE_RECORD_BYTES, TEXT_BYTES_MAX};
-use crate::types::{
+use crate::codec::Message;
+use crate::error::ErrorCode;
+use crate::limits::{PAGE_RECORD_BYTES, TEXT_BYTES_MAX};
+use kvferry_types::{
     Anchor, Answer, DomainId, EndedCopy, Epoch, Fingerprint, Generation, HASH_BYTES_MAX,
     HASH_BYTES_MIN, NamespaceId, OpId, PageHashes, PageRecord, Record, Request, RequestId, ResetId,
     ResetScope, Scope, SlotId, Stored,

@@ -1,6 +1,6 @@
 //! Decode and encode errors, and the error codes sent to peers.
 
-use crate::protocol::kind::Kind;
+use crate::kind::Kind;
 
 macro_rules! codes {
     ($($(#[$doc:meta])* $name:ident = $number:literal, $text:literal, $retry:literal;)*) => {

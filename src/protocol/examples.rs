@@ -1,15 +1,15 @@
 //! Example messages of every kind: the source of the golden vectors.
 
-use crate::protocol::body::{
+use crate::body::{
     Abandon, Attach, Attached, AttachedMemory, Cancel, CancelStores, CancelStoresAnswer, CopyOrder,
     CopyResult, Empty, Ended, ErrorBody, FEATURE_TIMELINE, Finish, Hello, Inventory, Load,
     LoadAnswer, Lookup, LookupAnswer, Preparing, RankStatus, ReadInventory, RecordBody, Register,
     Registered, Reset, ResetAnswer, Role, Status, StatusAnswer, Store, StoreAnswer, Strike, Struck,
     Transfer, Welcome, Written,
 };
-use crate::protocol::codec::Message;
-use crate::protocol::error::ErrorCode;
-use crate::types::{
+use crate::codec::Message;
+use crate::error::ErrorCode;
+use kvferry_types::{
     Allocation, AllocationHandle, AllocationKind, Anchor, Attention, Chunk, ChunkHandle, DepotId,
     DomainId, Epoch, Fingerprint, FragmentPair, Generation, GroupGeometry, GroupId, Nonce,
     PageList, PageRecord, Rank, Registration, Stored, TensorRole, TensorView, Timeline,

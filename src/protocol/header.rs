@@ -11,8 +11,8 @@
 //!  22..24 | zero; a reader ignores other values |
 //!  24..32 | epoch of the leader that the sender is or is connected to; 0 before the sender has received one |
 
-use crate::protocol::error::DecodeError;
-use crate::types::{Epoch, RequestId};
+use crate::error::DecodeError;
+use kvferry_types::{Epoch, RequestId};
 
 /// Length of a header in bytes.
 pub const HEADER_BYTES: usize = 32;
@@ -24,7 +24,7 @@ const MAGIC: [u8; 4] = *b"KVFY";
 pub struct Header {
     /// Version of the body.
     pub version: u16,
-    /// Number of the message's [`Kind`](crate::protocol::Kind).
+    /// Number of the message's [`Kind`](crate::Kind).
     pub kind: u16,
     /// Copied from a request to its answer. For engine requests: the request id.
     pub correlation: RequestId,

@@ -1,7 +1,7 @@
 //! Kinds of messages. Numbers are never reused. A number also determines whether a message is a request or an answer:
 //! see [`Class`].
 
-use crate::protocol::body::Role;
+use crate::body::Role;
 
 macro_rules! kinds {
     ($($(#[$doc:meta])* $name:ident = $number:literal, $text:literal;)*) => {
@@ -183,7 +183,7 @@ mod tests {
     #[test]
     fn a_number_says_whether_it_wants_an_answer() {
         for kind in Kind::ALL {
-            let answered = crate::protocol::catalogue::answer(*kind);
+            let answered = crate::catalogue::answer(*kind);
             assert_eq!(
                 answered.is_some(),
                 kind.class() == Class::Request,

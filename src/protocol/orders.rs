@@ -1,8 +1,8 @@
 //! Copy orders: grouping of copies into transfer messages, and back.
 
-use crate::protocol::body::{CopyOrder, RecordBody, Transfer};
-use crate::protocol::limits::{BODY_BYTES_MAX, COPIES_MAX};
-use crate::types::{Copy, Direction, EndedCopy, EngineId, Epoch, OpId, RequestId, Time};
+use crate::body::{CopyOrder, RecordBody, Transfer};
+use crate::limits::{BODY_BYTES_MAX, COPIES_MAX};
+use kvferry_types::{Copy, Direction, EndedCopy, EngineId, Epoch, OpId, RequestId, Time};
 
 /// How full a transfer message is.
 #[derive(Debug, Default)]
@@ -130,9 +130,9 @@ impl Transfer {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::protocol::limits::{PAGE_ITEMS_MAX, PAIRS_MAX};
-    use crate::protocol::{Envelope, Message, VERSION, VERSION_MIN, encode};
-    use crate::types::{
+    use crate::limits::{PAGE_ITEMS_MAX, PAIRS_MAX};
+    use crate::{Envelope, Message, VERSION, VERSION_MIN, encode};
+    use kvferry_types::{
         Anchor, DomainId, Fingerprint, FragmentPair, Generation, PageList, PageRun, Record, Stored,
     };
 

@@ -11,8 +11,8 @@ use serde::ser::{SerializeSeq, SerializeTuple, Serializer};
 use serde::{Deserialize, Serialize};
 use smallvec::SmallVec;
 
-use crate::protocol::limits::{PAGE_ITEMS_MAX, PAIRS_MAX, beyond};
-use crate::types::{FragmentPair, PageList, PageRun};
+use crate::limits::{PAGE_ITEMS_MAX, PAIRS_MAX, beyond};
+use kvferry_types::{FragmentPair, PageList, PageRun};
 
 /// Most list items for which capacity is reserved before they are decoded.
 const EXPECTED_MAX: usize = 256;

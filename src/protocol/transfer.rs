@@ -12,10 +12,10 @@ use rmp::encode::{
 use serde::{Deserialize, Serialize};
 use smallvec::SmallVec;
 
-use crate::protocol::body::{CopyOrder, RecordBody, Transfer};
-use crate::protocol::limits::{DEPTH_MAX, PAGE_ITEMS_MAX, PAIRS_MAX};
-use crate::protocol::named::Named;
-use crate::types::{FragmentPair, PageList, PageRun};
+use crate::body::{CopyOrder, RecordBody, Transfer};
+use crate::limits::{DEPTH_MAX, PAGE_ITEMS_MAX, PAIRS_MAX};
+use crate::named::Named;
+use kvferry_types::{FragmentPair, PageList, PageRun};
 
 /// Most list items for which capacity is reserved before they are decoded.
 const EXPECTED_MAX: usize = 256;

@@ -7,10 +7,10 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use crate::protocol::{
+use kvferry_protocol::{
     Class, ErrorBody, ErrorCode, HELLO_VERSION, Header, Kind, Role, judge, limits,
 };
-use crate::types::{RequestId, Time};
+use kvferry_types::{RequestId, Time};
 
 /// Limit on messages that cannot be decoded, come before hello, or answer no request. One more closes the peer.
 const BAD_MAX: u32 = 16;

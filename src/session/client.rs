@@ -7,11 +7,11 @@ use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 use super::server::Encoded;
-use crate::protocol::{
+use kvferry_protocol::{
     Class, DecodeError, Empty, Envelope, ErrorBody, ErrorCode, HELLO_VERSION, Header, Hello, Kind,
     Message, VERSION, Welcome, decode, encode,
 };
-use crate::types::{Epoch, LinkId, RequestId, Time};
+use kvferry_types::{Epoch, LinkId, RequestId, Time};
 
 /// Limit on unanswered requests of a client. At worst they hold 32 GiB, with the longest body of the protocol in each;
 /// with the hashes of 4,096 pages in each, 512 MiB.

@@ -5,11 +5,11 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::admission::{HELLO_DEADLINE, Peer, STRANGERS_MAX, Verdict};
-use crate::protocol::{
+use kvferry_protocol::{
     Class, DecodeError, Empty, Envelope, ErrorBody, ErrorCode, HEADER_BYTES, HELLO_VERSION, Header,
     Hello, Message, Role, VERSION, VERSION_MIN, Welcome, decode, encode, limits,
 };
-use crate::types::{Epoch, PeerId, RequestId, Time};
+use kvferry_types::{Epoch, PeerId, RequestId, Time};
 
 /// The header and the body of a message.
 pub type Encoded = ([u8; HEADER_BYTES], Vec<u8>);

@@ -6,11 +6,11 @@ use super::{
     ClientEvent, ClientRequest, ClientSession, ClientTimes, Encoded, Failure, ServerEvent,
     ServerHost, ServerSession, ServerSettings,
 };
-use crate::protocol::{
+use kvferry_protocol::{
     Empty, Envelope, ErrorBody, ErrorCode, HELLO_VERSION, Header, Hello, Kind, Message, Role,
     Status, VERSION, VERSION_MIN, Welcome, decode, encode, limits,
 };
-use crate::types::{Epoch, PeerId, RequestId, Time};
+use kvferry_types::{Epoch, PeerId, RequestId, Time};
 
 const HEARTBEAT: Duration = Duration::from_secs(1);
 const TIMES: ClientTimes = ClientTimes {

@@ -3,8 +3,8 @@
 
 use std::fmt;
 
-use crate::protocol::{ErrorBody, ErrorCode};
-use crate::types::PeerId;
+use kvferry_protocol::{ErrorBody, ErrorCode};
+use kvferry_types::PeerId;
 
 /// Access to the peers of a process, and to the processes of those peers.
 pub trait Peers {

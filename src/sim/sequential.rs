@@ -3,11 +3,11 @@
 //!
 //! Leader and scheduler are the state machines of the live system; copies end at once on every rank.
 
-use crate::core::{Attached, Effect, EngineMemory, Event, Leader};
-use crate::engine::scheduler::{Action, Prompt, Scheduler, Served};
-use crate::types::{
+use kvferry_core::{Attached, Effect, EngineMemory, Event, Leader};
+use kvferry_types::{
     AttachId, DepotId, EndedCopy, EngineId, Epoch, GroupGeometry, Rank, Replica, Time, WorkerId,
 };
+use kvferry_workload::scheduler::{Action, Prompt, Scheduler, Served};
 
 /// Id of the only engine.
 pub(super) const ENGINE: EngineId = EngineId([0; 16]);

@@ -10,12 +10,12 @@ use std::time::Duration;
 
 use tokio::sync::{mpsc, oneshot};
 
-use crate::protocol::{Envelope, ErrorCode, Hello, Message};
-use crate::session::{
+use crate::{Address, Clock, Connection, Frame, Limits, Transport, TransportError};
+use kvferry_protocol::{Envelope, ErrorCode, Hello, Message};
+use kvferry_session::{
     CONNECT_TIMEOUT, ClientEvent, ClientRequest, ClientSession, ClientTimes, Failure,
 };
-use crate::transport::{Address, Clock, Connection, Frame, Limits, Transport, TransportError};
-use crate::types::{Epoch, LinkId, RequestId};
+use kvferry_types::{Epoch, LinkId, RequestId};
 
 /// Requests queued in a client; beyond that, callers wait for room. At worst 8 GiB, if each request has the longest
 /// body of the wire (8 MiB); 128 MiB with the hashes of 4,096 pages each.
@@ -32,7 +32,7 @@ pub enum Incoming {
         epoch: Epoch,
         /// Identifies the connection.
         link: LinkId,
-        /// Features that both sides support beyond the version, as in [`crate::protocol::Welcome::features`].
+        /// Features that both sides support beyond the version, as in [`kvferry_protocol::Welcome::features`].
         features: u64,
     },
     /// The connection broke. The client reconnects on its own.

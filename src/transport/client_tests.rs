@@ -4,15 +4,15 @@ use std::time::Duration;
 
 use tokio::sync::mpsc;
 
-use crate::protocol::{
+use crate::conversation_tests::{address, answer, client, hello, status};
+use crate::{
+    Client, Incoming, Limits, Listener, ListenerEvent, MemoryTransport, PeerId, Transport,
+};
+use kvferry_protocol::{
     Cancel, Class, Empty, Envelope, ErrorCode, HELLO_VERSION, Header, Kind, Message, VERSION,
     VERSION_MIN, Welcome, decode, encode, limits,
 };
-use crate::transport::conversation_tests::{address, answer, client, hello, status};
-use crate::transport::{
-    Client, Incoming, Limits, Listener, ListenerEvent, MemoryTransport, PeerId, Transport,
-};
-use crate::types::{Epoch, RequestId};
+use kvferry_types::{Epoch, RequestId};
 
 /// A server that sends messages chosen by the test.
 struct Scripted {
@@ -62,7 +62,7 @@ impl Scripted {
     }
 
     fn send(&self, header: Header, body: &[u8]) {
-        let frame = crate::transport::Frame::new(header.to_bytes().to_vec(), body.to_vec());
+        let frame = crate::Frame::new(header.to_bytes().to_vec(), body.to_vec());
         self.listener
             .sender()
             .try_send(self.peer, frame)

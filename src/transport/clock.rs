@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::types::Time;
+use kvferry_types::Time;
 
 /// Supplies [`Time`] to code that must not read a clock itself.
 #[derive(Debug, Clone, Copy)]

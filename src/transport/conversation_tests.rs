@@ -3,15 +3,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::protocol::{
-    Cancel, Empty, Ended, Envelope, ErrorCode, Header, Hello, Kind, Message, Role, Status,
-    StatusAnswer, VERSION, VERSION_MIN, decode, encode, limits,
-};
-use crate::transport::{
+use crate::{
     Address, Client, ClientSettings, Connection, Frame, Incoming, Limits, MemoryTransport, Server,
     ServerEvent, ServerSettings, Transport,
 };
-use crate::types::{Epoch, RequestId};
+use kvferry_protocol::{
+    Cancel, Empty, Ended, Envelope, ErrorCode, Header, Hello, Kind, Message, Role, Status,
+    StatusAnswer, VERSION, VERSION_MIN, decode, encode, limits,
+};
+use kvferry_types::{Epoch, RequestId};
 
 pub(super) const HEARTBEAT: Duration = Duration::from_secs(1);
 
@@ -82,7 +82,7 @@ pub(super) fn answer() -> Message {
 }
 
 /// Waits for the next request and returns its sender and id.
-async fn next_request(server: &mut Server) -> (crate::transport::PeerId, RequestId) {
+async fn next_request(server: &mut Server) -> (crate::PeerId, RequestId) {
     loop {
         for event in server.next().await.expect("the server hears") {
             if let ServerEvent::Message { peer, envelope } = event {
@@ -501,7 +501,7 @@ async fn an_answer_that_is_asked_for_in_order_comes_before_what_is_said_after_it
     }
     let server = hears.await.expect("no panic");
     // A request without an answer produces no event, and a request for one connection is not sent over another.
-    let stale = crate::transport::LinkId(link.0 + 1);
+    let stale = crate::LinkId(link.0 + 1);
     client.ask_in_order(stale, status(), HEARTBEAT);
     let quiet = tokio::time::timeout(HEARTBEAT * 2, incoming.recv()).await;
     assert!(

@@ -3,7 +3,7 @@
 use std::sync::{LazyLock, Mutex, PoisonError};
 use std::time::Instant;
 
-use crate::types::{LogLimit, Time};
+use kvferry_types::{LogLimit, Time};
 
 static STARTED: LazyLock<Instant> = LazyLock::new(Instant::now);
 

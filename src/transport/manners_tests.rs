@@ -2,15 +2,13 @@
 
 use std::time::Duration;
 
-use crate::protocol::{
+use crate::conversation_tests::{HEARTBEAT, Raw, answer, hello, listen_on, server_within, status};
+use crate::{Frame, Limits, MemoryTransport, STRANGERS_MAX, Server, ServerEvent};
+use kvferry_protocol::{
     Envelope, ErrorBody, ErrorCode, HELLO_VERSION, Header, Hello, Kind, Message, Role, VERSION,
     VERSION_MIN, encode, limits,
 };
-use crate::transport::conversation_tests::{
-    HEARTBEAT, Raw, answer, hello, listen_on, server_within, status,
-};
-use crate::transport::{Frame, Limits, MemoryTransport, STRANGERS_MAX, Server, ServerEvent};
-use crate::types::{Epoch, RequestId};
+use kvferry_types::{Epoch, RequestId};
 
 /// A byte that no decoder accepts.
 const GARBAGE: u8 = 0xc1;
@@ -60,7 +58,8 @@ impl Raw {
 
     /// Asserts that the server has sent nothing to the peer before this ping's answer.
     async fn heard_nothing(&mut self, id: u64) {
-        self.say(id, Message::Ping(crate::protocol::Empty {})).await;
+        self.say(id, Message::Ping(kvferry_protocol::Empty {}))
+            .await;
         let heard = self.hear().await;
         assert_eq!(
             (heard.message.kind(), heard.correlation.0),

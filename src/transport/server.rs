@@ -9,18 +9,18 @@ use std::time::Duration;
 
 use tokio::sync::OwnedSemaphorePermit;
 
-use crate::protocol::{ErrorBody, Message, decode};
-use crate::session::{
+use crate::process::ProcessWatch;
+use crate::{Clock, Frame, FrameSender, Listener, ListenerEvent, PeerId};
+use kvferry_protocol::{ErrorBody, Message, decode};
+use kvferry_session::{
     Encoded, ServerEvent, ServerHost, ServerSession, ServerSettings, encode_order, encode_reply,
 };
-use crate::transport::process::ProcessWatch;
-use crate::transport::{Clock, Frame, FrameSender, Listener, ListenerEvent, PeerId};
-use crate::types::{Epoch, RequestId, Time};
+use kvferry_types::{Epoch, RequestId, Time};
 
 /// Most events in one batch.
 pub const SERVER_BATCH_MAX: usize = 256;
 
-/// A batch of events. Its frames count against [`crate::transport::Limits::pending_bytes`] until the last event is
+/// A batch of events. Its frames count against [`crate::Limits::pending_bytes`] until the last event is
 /// taken out and the batch is dropped, which bounds the bytes that wait to be handled.
 #[derive(Debug, Default)]
 pub struct ServerEvents {

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use crate::types::Shard;
+use crate::Shard;
 
 /// Limit on the named nodes.
 const NODES_MAX: usize = 64;

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use crate::types::{Rank, Shard};
+use crate::{Rank, Shard};
 
 /// Ranks, and the shards of KV that they hold. With fewer shards than ranks, neighbouring ranks hold the same shard:
 /// all ranks of a model whose attention keeps one latent, or those that share one KV head.

@@ -3,10 +3,10 @@
 
 use std::time::Duration;
 
-use kvferry::protocol::limits::PAIRS_MAX;
-use kvferry::protocol::{ErrorCode, Lookup, Message, Reset, StoreAnswer};
-use kvferry::transport::MemoryTransport;
-use kvferry::types::RequestId;
+use kvferry_protocol::limits::PAIRS_MAX;
+use kvferry_protocol::{ErrorCode, Lookup, Message, Reset, StoreAnswer};
+use kvferry_transport::MemoryTransport;
+use kvferry_types::RequestId;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 

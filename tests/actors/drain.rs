@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use kvferry::protocol::{ErrorCode, Message};
-use kvferry::transport::MemoryTransport;
-use kvferry::types::RequestId;
+use kvferry_protocol::{ErrorCode, Message};
+use kvferry_transport::MemoryTransport;
+use kvferry_types::RequestId;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
@@ -90,7 +90,7 @@ async fn a_leader_with_nothing_under_way_is_drained_at_once_and_lets_slots_finis
     let _workers = puppets(&transport).await;
     engine.lookup(1, 1, PAGES).await.expect("an answer");
     assert!(handle.drain(Duration::from_secs(5)).await);
-    let finish = Message::Finish(kvferry::protocol::Finish { slot: 1 });
+    let finish = Message::Finish(kvferry_protocol::Finish { slot: 1 });
     let finished = engine.0.ask_as(RequestId(2), finish, PATIENCE).await;
     assert!(finished.is_ok(), "{finished:?}");
     assert_eq!(engine.status().await.slots, 0);

@@ -2,10 +2,10 @@
 
 use std::sync::{Arc, Mutex};
 
-use kvferry::actors::{LeaderArguments, run_leader};
-use kvferry::core::{AnchorKey, LeaderSettings};
-use kvferry::transport::{Limits, MemoryTransport};
-use kvferry::types::{Epoch, Ratio};
+use kvferry_actors::{LeaderArguments, run_leader};
+use kvferry_core::{AnchorKey, LeaderSettings};
+use kvferry_transport::{Limits, MemoryTransport};
+use kvferry_types::{Epoch, Ratio};
 
 use super::world::{Puppet, RANKS, server, soon};
 

@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
-use kvferry::protocol::{
+use kvferry_protocol::{
     Attached, Cancel, CopyOrder, Ended, ErrorCode, Message, ReadInventory, RecordBody, Strike,
     Transfer,
 };
-use kvferry::transport::{Limits, MemoryTransport, PeerId, Server, ServerEvent};
-use kvferry::types::{FragmentPair, PageList, PageRun, RequestId};
+use kvferry_transport::{Limits, MemoryTransport, PeerId, Server, ServerEvent};
+use kvferry_types::{FragmentPair, PageList, PageRun, RequestId};
 
 use super::unregister::{Memory, register};
 use super::workers::{Attaching, attaching, rank, worker, worker_with_room};
@@ -197,7 +197,7 @@ async fn orders_that_name_what_is_not_there_are_refused_and_the_worker_goes_on()
         panic!("{registered:?}")
     };
     let (peer, depot) = peer.expect("it has attached");
-    let written = kvferry::protocol::Written {
+    let written = kvferry_protocol::Written {
         through: 9,
         timeline: false,
     };

@@ -6,11 +6,11 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use kvferry::actors::{LeaderArguments, run_leader};
-use kvferry::core::{AnchorKey, LeaderSettings};
-use kvferry::protocol::{Abandon, Empty, ErrorCode, Message, Reset, Role, Status};
-use kvferry::transport::{Client, Failure, Limits, MemoryTransport};
-use kvferry::types::{Epoch, Ratio, RequestId, WorkerId};
+use kvferry_actors::{LeaderArguments, run_leader};
+use kvferry_core::{AnchorKey, LeaderSettings};
+use kvferry_protocol::{Abandon, Empty, ErrorCode, Message, Reset, Role, Status};
+use kvferry_transport::{Client, Failure, Limits, MemoryTransport};
+use kvferry_types::{Epoch, Ratio, RequestId, WorkerId};
 
 use super::unregister::{Memory, register, registered};
 use super::workers::{agree, attaching, rank, worker};

@@ -3,11 +3,11 @@
 
 use std::time::Duration;
 
-use kvferry::protocol::{
+use kvferry_protocol::{
     Empty, ErrorCode, HEADER_BYTES, Header, Kind, Load, Message, Status, Store, VERSION, limits,
 };
-use kvferry::transport::{Frame, Limits, MemoryTransport, PENDING_FRAMES_MAX};
-use kvferry::types::{Epoch, PageList, RequestId};
+use kvferry_transport::{Frame, Limits, MemoryTransport, PENDING_FRAMES_MAX};
+use kvferry_types::{Epoch, PageList, RequestId};
 use tokio::time::Instant;
 
 use super::world::{Engine, PATIENCE, Puppet, Raw, leader, leader_within, puppets, seconds, store};

@@ -3,8 +3,8 @@
 
 use std::time::Duration;
 
-use kvferry::protocol::{Abandon, ErrorCode, Message, Written};
-use kvferry::transport::{Limits, MemoryTransport};
+use kvferry_protocol::{Abandon, ErrorCode, Message, Written};
+use kvferry_transport::{Limits, MemoryTransport};
 
 use super::workers::{Attaching, admit, attaching, rank, worker};
 use super::world::{Engine, Heard, PATIENCE, Puppet, leader, puppets, server, soon};

@@ -4,8 +4,8 @@
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
-use kvferry::actors::ProcessHandle;
-use kvferry::transport::{Address, Incoming, Limits, MemoryTransport, Transport};
+use kvferry_actors::ProcessHandle;
+use kvferry_transport::{Address, Incoming, Limits, MemoryTransport, Transport};
 use tokio::sync::mpsc;
 
 use super::workers::{ranks, worker_with};

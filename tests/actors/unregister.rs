@@ -3,11 +3,11 @@
 use std::io::Write;
 use std::sync::Arc;
 
-use kvferry::protocol::{Empty, ErrorBody, ErrorCode, Message, Register, Role};
-use kvferry::transport::{
+use kvferry_protocol::{Empty, ErrorBody, ErrorCode, Message, Register, Role};
+use kvferry_transport::{
     Client, ClientSettings, Failure, Incoming, Limits, MemoryTransport, Server,
 };
-use kvferry::types::{
+use kvferry_types::{
     Allocation, AllocationHandle, AllocationKind, Attention, GroupId, Nonce, Rank, Registration,
     TensorRole, TensorView,
 };

@@ -4,14 +4,14 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
 use std::sync::Arc;
 
-use kvferry::actors::{PoolSettings, ProcessHandle, WorkerArguments, run_worker};
-use kvferry::memory::DEPOT_HEADER_BYTES;
-use kvferry::protocol::{Attached, Message, Role};
-use kvferry::transport::{
+use kvferry_actors::{PoolSettings, ProcessHandle, WorkerArguments, run_worker};
+use kvferry_memory::DEPOT_HEADER_BYTES;
+use kvferry_protocol::{Attached, Message, Role};
+use kvferry_transport::{
     Address, Client, ClientSettings, FdReceiver, Incoming, Limits, MemoryTransport, PeerId, Server,
     ServerEvent, ServerSettings, Transport,
 };
-use kvferry::types::{Epoch, GpuCopy, Rank, Replica, RequestId, Sharding, WorkerId};
+use kvferry_types::{Epoch, GpuCopy, Rank, Replica, RequestId, Sharding, WorkerId};
 use tokio::sync::mpsc;
 
 use super::world::{HEARTBEAT, client, hello, soon};

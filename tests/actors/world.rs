@@ -3,18 +3,18 @@
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use kvferry::actors::{LeaderArguments, LeaderHandle, ProcessHandle, run_leader};
-use kvferry::core::{AnchorKey, LeaderSettings};
-use kvferry::protocol::{
+use kvferry_actors::{LeaderArguments, LeaderHandle, ProcessHandle, run_leader};
+use kvferry_core::{AnchorKey, LeaderSettings};
+use kvferry_protocol::{
     Attach, AttachedMemory, CopyResult, Ended, Envelope, ErrorCode, Header, Hello, Inventory, Load,
     Lookup, Message, Role, Status, StatusAnswer, Store, Struck, Transfer, VERSION, VERSION_MIN,
     decode, encode,
 };
-use kvferry::transport::{
+use kvferry_transport::{
     Address, Client, ClientSettings, Closed, Connection, Failure, Frame, Incoming, Limits, LinkId,
     MemoryTransport, Server, ServerSettings, Transport,
 };
-use kvferry::types::{Epoch, GroupGeometry, GroupId, PageList, Ratio, RequestId};
+use kvferry_types::{Epoch, GroupGeometry, GroupId, PageList, Ratio, RequestId};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout};
 

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
-use kvferry::protocol::{ErrorCode, Message, Status};
-use kvferry::transport::Client;
-use kvferry::types::{Answer, PageHashes, Request, ResetScope};
+use kvferry_protocol::{ErrorCode, Message, Status};
+use kvferry_transport::Client;
+use kvferry_types::{Answer, PageHashes, Request, ResetScope};
 use serde_json::Value;
 
 use super::disturbed::LIMIT;

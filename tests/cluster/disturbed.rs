@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use kvferry::engine::trace::{self, Shape};
+use kvferry_workload::trace::{self, Shape};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 

@@ -6,14 +6,12 @@ use std::process::Stdio;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use kvferry::engine::pipe::{self, Order};
-use kvferry::engine::rank_pipe::RankPipe;
-use kvferry::engine::scheduler::WorkKind;
-use kvferry::protocol::{Hello, Message, Role, Status, StatusAnswer, VERSION, VERSION_MIN};
-use kvferry::transport::{
-    Address, Client, ClientSettings, Failure, Incoming, Limits, ZmqTransport,
-};
-use kvferry::types::{Answer, PageHashes, PageList, Request, RequestId, SlotId};
+use kvferry_engine::pipe::{self, Order};
+use kvferry_engine::rank_pipe::RankPipe;
+use kvferry_protocol::{Hello, Message, Role, Status, StatusAnswer, VERSION, VERSION_MIN};
+use kvferry_transport::{Address, Client, ClientSettings, Failure, Incoming, Limits, ZmqTransport};
+use kvferry_types::{Answer, PageHashes, PageList, Request, RequestId, SlotId};
+use kvferry_workload::scheduler::WorkKind;
 use tokio::sync::mpsc::Receiver;
 
 use super::disturbed::LIMIT;
@@ -132,7 +130,7 @@ impl World {
 
     /// Sends a request as the engine. The answer must arrive by the deadline that engines give their requests.
     async fn ask(&self, id: RequestId, request: Request) -> Answer {
-        let limit = kvferry::engine::scheduler::REQUEST_TIMEOUT;
+        let limit = kvferry_workload::scheduler::REQUEST_TIMEOUT;
         let answer = self.engine.ask_as(id, request.into(), limit).await;
         let answer = answer.expect("an answer in time");
         answer.answer().expect("what was asked for")

@@ -7,10 +7,10 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use kvferry::cuda::DeviceUuid;
-use kvferry::protocol::{ErrorCode, Hello, Message, Register, Role, VERSION, VERSION_MIN};
-use kvferry::transport::{Address, Client, ClientSettings, Limits, ZmqTransport};
-use kvferry::types::{
+use kvferry_cuda::DeviceUuid;
+use kvferry_protocol::{ErrorCode, Hello, Message, Register, Role, VERSION, VERSION_MIN};
+use kvferry_transport::{Address, Client, ClientSettings, Limits, ZmqTransport};
+use kvferry_types::{
     Allocation, AllocationHandle, AllocationKind, Attention, GroupId, Nonce, Rank, Registration,
 };
 use rustix::fs::{CWD, Mode};

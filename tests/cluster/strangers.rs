@@ -4,11 +4,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use kvferry::protocol::{Header, Hello, Kind, Message, Role, Status, VERSION, VERSION_MIN, limits};
-use kvferry::transport::{
+use kvferry_protocol::{Header, Hello, Kind, Message, Role, Status, VERSION, VERSION_MIN, limits};
+use kvferry_transport::{
     Address, Client, ClientSettings, Frame, Incoming, Limits, Transport, ZmqTransport,
 };
-use kvferry::types::{Epoch, RequestId};
+use kvferry_types::{Epoch, RequestId};
 use tokio::sync::mpsc::Receiver;
 
 use crate::support::{Running, kvferry, socket_dir};

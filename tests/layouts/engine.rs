@@ -1,6 +1,6 @@
 //! Engines with arbitrary KV layouts: an order of axes, gaps between them, and the division into tensors.
 
-use kvferry::types::{
+use kvferry_types::{
     Allocation, AllocationHandle, AllocationKind, Attention, GroupId, Nonce, Rank, Registration,
     TensorRole, TensorView,
 };

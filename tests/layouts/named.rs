@@ -1,7 +1,7 @@
 //! One test for each kind of layout.
 
-use kvferry::memory::CopyMode;
-use kvferry::types::{Direction, TensorRole};
+use kvferry_memory::CopyMode;
+use kvferry_types::{Direction, TensorRole};
 
 use super::engine::Axis::{Content, Half, Head, Layer, Page, Token};
 use super::engine::{Engine, Roles, Scales, registration, view};

@@ -2,8 +2,8 @@
 
 use std::collections::HashSet;
 
-use kvferry::memory::{CopyMode, validate};
-use kvferry::types::{Direction, Registration};
+use kvferry_memory::{CopyMode, validate};
+use kvferry_types::{Direction, Registration};
 use proptest::prelude::*;
 
 use super::engine::{AXES, Engine, Roles, Scales, addresses};

@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use kvferry::memory::{
+use kvferry_memory::{
     CopyEngine, CopyJob, CopyMode, CopyReport, Depot, EngineMemory, PageLayout, SharedBuffer,
     validate,
 };
-use kvferry::types::{Direction, FragmentPair, PageList, Registration, TensorView};
+use kvferry_types::{Direction, FragmentPair, PageList, Registration, TensorView};
 
 use super::engine::addresses;
 

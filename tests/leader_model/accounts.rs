@@ -105,7 +105,7 @@ fn what_is_counted_is_what_happened() {
         },
     );
     let pool = world.leader.pool().expect("a pool");
-    let states = |pool: &kvferry::core::Pool| {
+    let states = |pool: &kvferry_core::Pool| {
         let named = pool.page_states().by_name();
         named
             .into_iter()

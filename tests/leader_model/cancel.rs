@@ -1,6 +1,6 @@
 //! An engine cancels its stores.
 
-use kvferry::core::CANCELS_MAX;
+use kvferry_core::CANCELS_MAX;
 
 use super::cases::{answer, store};
 use super::*;

@@ -1,6 +1,6 @@
 //! Edge cases: limits, deadlines, and the effect of repeated and final messages.
 
-use kvferry::types::{Generation, ResetId, Scope};
+use kvferry_types::{Generation, ResetId, Scope};
 
 use super::inventory::{Reader, expelled};
 use super::*;

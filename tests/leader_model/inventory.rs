@@ -1,6 +1,6 @@
 //! Reading of inventories by a new leader, before it serves anything.
 
-use kvferry::types::{
+use kvferry_types::{
     Anchor, DomainId, Fingerprint, Generation, PageRecord, ResetId, Scope, Stored,
 };
 

@@ -16,11 +16,11 @@ mod tier;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use kvferry::core::{
+use kvferry_core::{
     AnchorKey, Attached, Effect, EngineMemory, Event, Leader, LeaderSettings, OPEN_REQUESTS_MAX,
     Refusal,
 };
-use kvferry::types::{
+use kvferry_types::{
     Answer, AttachId, DepotId, Direction, EndedCopy, EngineId, Epoch, GroupGeometry, GroupId, OpId,
     PageHashes, PageList, Rank, Ratio, Replica, Request, RequestId, ResetScope, SlotId, Time,
     WorkerId,

@@ -1,6 +1,6 @@
 //! Resets between attaches, pools that are closed and opened, and workers that answer in between.
 
-use kvferry::types::{ResetId, Scope};
+use kvferry_types::{ResetId, Scope};
 
 use super::inventory::Reader;
 use super::*;

@@ -1,6 +1,6 @@
 //! Leaders and workers that were started with different settings.
 
-use kvferry::types::Sharding;
+use kvferry_types::Sharding;
 
 use super::*;
 

@@ -1,6 +1,6 @@
 //! Ranks that hold the same KV: one of them stores it, all of them load it.
 
-use kvferry::types::{Generation, ResetId, Scope, Sharding};
+use kvferry_types::{Generation, ResetId, Scope, Sharding};
 
 use super::*;
 

@@ -1,6 +1,6 @@
 //! The key of a pool: engines with other pages, workers with other depots, replicas with other memory.
 
-use kvferry::types::{PageRecord, ResetId, Scope};
+use kvferry_types::{PageRecord, ResetId, Scope};
 
 use super::*;
 

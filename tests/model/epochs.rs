@@ -8,8 +8,8 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use kvferry::core::{BatchId, MemoryBounds, Worker, WorkerEffect, WorkerEvent, WorkerSettings};
-use kvferry::types::{
+use kvferry_core::{BatchId, MemoryBounds, Worker, WorkerEffect, WorkerEvent, WorkerSettings};
+use kvferry_types::{
     AttachId, Copy, Direction, EndedCopy, EngineId, Epoch, FragmentPair, OpId, PageList, Rank,
     RequestId, Time,
 };

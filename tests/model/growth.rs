@@ -3,8 +3,8 @@
 //!
 //! One sequence of three pages in an arena of three. [`Pool`] runs in parallel.
 
-use kvferry::core::{AnchorKey, Domain, Kind, Pool, Reach, Run, Want};
-use kvferry::types::{Generation, GroupId, PageHashes, Rank, Ratio};
+use kvferry_core::{AnchorKey, Domain, Kind, Pool, Reach, Run, Want};
+use kvferry_types::{Generation, GroupId, PageHashes, Rank, Ratio};
 use stateright::{Model, Property};
 
 use super::harness::{Missing, Network, Past, RANKS, at, breaks, holds, ranks};

@@ -4,8 +4,8 @@ use std::fmt::Debug;
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
-use kvferry::core::RankSet;
-use kvferry::types::Rank;
+use kvferry_core::RankSet;
+use kvferry_types::Rank;
 use stateright::{Checker, Expectation, HasDiscoveries, Model};
 
 /// Number of ranks in every model.

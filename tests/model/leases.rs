@@ -6,10 +6,8 @@
 
 mod beside;
 
-use kvferry::core::Event;
-use kvferry::types::{
-    EndedCopy, EngineId, Epoch, OpId, PageList, Rank, Request, RequestId, SlotId,
-};
+use kvferry_core::Event;
+use kvferry_types::{EndedCopy, EngineId, Epoch, OpId, PageList, Rank, Request, RequestId, SlotId};
 use stateright::{Model, Property};
 
 use super::harness::{Missing, Past, breaks, holds, ranks};

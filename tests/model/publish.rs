@@ -4,8 +4,8 @@
 //! Two pages, three sequences of one page each. A leader reserves, orders, receives acknowledgements, gives up at
 //! deadlines and restarts; workers copy, fail and die. [`Pool`] runs in parallel.
 
-use kvferry::core::{AnchorKey, Domain, Pool, Want};
-use kvferry::types::{Epoch, Generation, GroupId, PageHashes, Rank, Ratio};
+use kvferry_core::{AnchorKey, Domain, Pool, Want};
+use kvferry_types::{Epoch, Generation, GroupId, PageHashes, Rank, Ratio};
 use stateright::{Model, Property};
 
 use super::harness::{Missing, Network, Past, RANKS, at, breaks, holds, ranks};

@@ -178,12 +178,12 @@ first_run() {
     step facts 15 facts_figures "${self[@]}" facts
     # Driver, context, pinned host memory, both directions, bytes, and one small batch.
     step smoke 40 smoke_figures "${bench[@]}" --mib 8 --rounds 2 --fragment-kib 2048
-    step ipc 60 tests_figures "${run_tests[@]}" "$library" cuda::tests::neighbour
+    step ipc 60 tests_figures "${run_tests[@]}" "$library" tests::neighbour
     step engine 60 tests_figures "${run_tests[@]}" "$cluster" on_gpus::pages_of_layers_by_themselves
     step chunks 60 tests_figures "${run_tests[@]}" "$cluster" on_gpus::memory_in_chunks_by_their_descriptors
     # Batches of thousands of copies from here on.
-    step copies 90 tests_figures "${run_tests[@]}" "$library" cuda::tests::copies::a_cancelled \
-        cuda::tests::copies::the_end cuda::tests::copies::late_streams_first
+    step copies 90 tests_figures "${run_tests[@]}" "$library" tests::copies::a_cancelled \
+        tests::copies::the_end tests::copies::late_streams_first
     step death 60 tests_figures "${run_tests[@]}" "$cluster" on_gpus::a_worker_that_is_killed
     step link 70 bench_figures "${bench[@]}" --mib 256 --rounds 11 --fragment-kib 2048,512,128,64
     if python3 -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
@@ -202,7 +202,7 @@ second_run() {
     step replay 90 replay_figures "${replay[@]}"
     step together 90 replay_figures env KVFERRY_GPU_COPY=batch "${replay[@]}"
     step processes 200 tests_figures "${run_tests[@]}" "$cluster" on_gpus
-    step seeds 200 tests_figures "${run_tests[@]}" "$library" cuda::tests::copies
+    step seeds 200 tests_figures "${run_tests[@]}" "$library" tests::copies
 }
 
 if [ $more -eq 1 ]; then second_run; else first_run; fi

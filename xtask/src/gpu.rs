@@ -40,8 +40,16 @@ pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
 /// Runs the tests of the driver for tests with the machine's own driver, then measures the machine's links.
 fn here() -> Result<(), String> {
     let on_gpu = [("CUDA_TESTS", OsStr::new("gpu"))];
-    let copies = ["cuda::tests::copies", "cuda::tests::neighbour"];
-    let library = ["test", "--locked", "--lib", "--", "--test-threads=1"];
+    let copies = ["tests::copies", "tests::neighbour"];
+    let library = [
+        "test",
+        "--locked",
+        "--package",
+        "kvferry-cuda",
+        "--lib",
+        "--",
+        "--test-threads=1",
+    ];
     cargo_with(&on_gpu, &[&library[..], &copies].concat())?;
     let processes = ["on_gpus", "--test-threads=1"];
     let cluster = ["test", "--locked", "--test", "cluster", "--"];
@@ -61,7 +69,18 @@ fn pack(file: &Path) -> Result<(), String> {
         ));
     }
     let program = built(&["build", "--release", "--locked", "--bin", "kvferry"])?;
-    let tests = built(&["test", "--locked", "--lib", "--test", "cluster", "--no-run"])?;
+    let copies = [
+        "test",
+        "--locked",
+        "--package",
+        "kvferry-cuda",
+        "--lib",
+        "--no-run",
+    ];
+    let mut tests = built(&copies)?;
+    tests.extend(built(&[
+        "test", "--locked", "--test", "cluster", "--no-run",
+    ])?);
     let parent = root().join("target/gpu-pack");
     let folder = parent.join(FOLDER);
     let io = |error: std::io::Error| format!("{}: {error}", folder.display());
@@ -69,7 +88,7 @@ fn pack(file: &Path) -> Result<(), String> {
         fs::remove_dir_all(&folder).map_err(io)?;
     }
     fs::create_dir_all(folder.join("tests")).map_err(io)?;
-    let library = find(&tests, "kvferry", true)?;
+    let library = find(&tests, "kvferry_cuda", true)?;
     let beside = library.parent().unwrap_or(Path::new("."));
     for (from, to) in [
         (find(&program, "kvferry", false)?, "kvferry"),

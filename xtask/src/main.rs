@@ -19,7 +19,7 @@ use std::process::{Command, ExitCode};
 
 const HELP: &str = "cargo xtask TASK
 
-  test       run every test of the workspace, with the documentation's, and the Python tests; lists
+  test       run every test of the workspace, and the Python tests; lists
              at its end which were skipped and why, which with CI=true is a failure
   sim        run simulated worlds with faults: --seeds A..B [--steps N] [--jobs N] [--trace]; a seed
              that fails is printed with the line that runs it again, and joins tests/seeds.txt
@@ -66,21 +66,28 @@ fn root() -> &'static Path {
         .unwrap_or(Path::new("."))
 }
 
-/// Runs the small tests first, so that the output ends with the tests of the program. Skipped tests are listed last.
+/// Runs every test, those of Python last. Lists skipped tests at the end.
 fn test() -> Result<(), String> {
     let list = skipped::start(root())?;
-    cargo(&["test", "--workspace", "--locked", "--doc"])?;
-    cargo(&["test", "--package", "xtask", "--locked"])?;
-    let program = ["test", "--package", "kvferry", "--locked", "--all-targets"];
-    cargo_with(&[(skipped::LIST, list.as_os_str())], &program)?;
+    let all = ["test", "--workspace", "--locked", "--all-targets"];
+    cargo_with(&[(skipped::LIST, list.as_os_str())], &all)?;
     vllm::run(root(), &[])?;
     skipped::finish(&list)
 }
 
-/// Runs the hidden `sim` command of the program, with the rest of the command line as its arguments.
+/// Runs `kvferry-tools sim`, with the rest of the command line as its arguments.
 fn sim() -> Result<(), String> {
     let given: Vec<String> = std::env::args().skip(2).collect();
-    let mut arguments = vec!["run", "--release", "--locked", "--quiet", "--", "sim"];
+    let mut arguments = vec![
+        "run",
+        "--release",
+        "--locked",
+        "--quiet",
+        "--package",
+        "kvferry-tools",
+        "--",
+        "sim",
+    ];
     arguments.extend(["--corpus", "tests/seeds.txt"]);
     arguments.extend(given.iter().map(String::as_str));
     cargo(&arguments)
@@ -92,7 +99,16 @@ fn planted() -> Result<(), String> {
     }
     let name = "every_lie_is_found";
     let only = std::env::var_os("KVFERRY_PLANTED").unwrap_or_default();
-    let task = ["test", "--locked", "--lib", name, "--", "--nocapture"];
+    let task = [
+        "test",
+        "--locked",
+        "--package",
+        "kvferry-sim",
+        "--lib",
+        name,
+        "--",
+        "--nocapture",
+    ];
     cargo_with(&[("KVFERRY_PLANTED", &only)], &task)?;
     planted::run(root(), "")
 }

@@ -21,7 +21,11 @@ use std::process::{Command, Output, Stdio};
 /// Events of each simulated world.
 const STEPS: &str = "4000";
 /// The program without a bug, below `target/planted`.
-const SOUND: &str = "kvferry-sound";
+const SOUND: &str = "kvferry-tools-sound";
+/// The program with a bug, below `target/planted`.
+const PROGRAM: &str = "target/debug/kvferry-tools";
+/// Builds it.
+const BUILD: [&str; 4] = ["build", "--locked", "--package", "kvferry-tools"];
 /// Number of worlds that are run at a time, until one of them shows the bug.
 const SEEDS_AT_ONCE: u64 = 100;
 
@@ -161,12 +165,12 @@ pub(crate) fn run(root: &Path, only: &str) -> Result<(), String> {
         .iter()
         .any(|bug| matches!(bug.found, Found::Sim { .. }))
     {
-        let output = cargo(&place, &["build", "--locked", "--bin", "kvferry"])?;
+        let output = cargo(&place, &BUILD)?;
         if !output.status.success() {
             return Err(String::from_utf8_lossy(&output.stderr).into_owned());
         }
         let text = |error: std::io::Error| format!("{}: {error}", place.display());
-        fs::copy(place.join("target/debug/kvferry"), place.join(SOUND)).map_err(text)?;
+        fs::copy(place.join(PROGRAM), place.join(SOUND)).map_err(text)?;
     }
     let mut missed = Vec::new();
     for bug in &bugs {
@@ -245,12 +249,12 @@ fn look_for(bug: &Planted, place: &Path) -> Result<Option<String>, String> {
                 .map(str::to_owned))
         }
         Found::Sim { seeds } => {
-            built(&["build", "--locked", "--bin", "kvferry"])?;
+            built(&BUILD)?;
             let mut from = 0;
             while from < *seeds {
                 let to = (from + SEEDS_AT_ONCE).min(*seeds);
                 let range = format!("{from}..{to}");
-                let output = sim(place, "target/debug/kvferry", &range)?;
+                let output = sim(place, PROGRAM, &range)?;
                 if !output.status.success() {
                     // A world that also fails without the bug proves nothing about it.
                     if !sim(place, SOUND, &range)?.status.success() {

@@ -5,12 +5,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::{Host, WorkerMessage};
-use crate::actors::gpu::{EngineSide, Gpu};
-use crate::actors::transfer::TransferMessage;
-use crate::cuda::{Announced, CudaError, DeviceUuid, Outcome, device_of};
-use crate::memory::LifelineEnd;
-use crate::protocol::{ErrorBody, ErrorCode};
-use crate::types::{ByteSize, Registration, RequestId, Time};
+use crate::gpu::{EngineSide, Gpu};
+use crate::transfer::TransferMessage;
+use kvferry_cuda::{Announced, CudaError, DeviceUuid, Outcome, device_of};
+use kvferry_memory::LifelineEnd;
+use kvferry_protocol::{ErrorBody, ErrorCode};
+use kvferry_types::{ByteSize, Registration, RequestId, Time};
 
 /// The state of a worker's GPU.
 #[derive(Default)]
@@ -60,7 +60,7 @@ impl LettingGo {
 
 /// Why a GPU cannot be used.
 #[derive(Debug)]
-pub(in crate::actors) struct Refusal {
+pub(crate) struct Refusal {
     why: String,
     /// True when this process gets the same refusal until it ends.
     is_final: bool,
@@ -352,7 +352,7 @@ fn pinning(pinned: u64, bytes: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::Lifeline;
+    use kvferry_memory::Lifeline;
 
     #[test]
     fn letting_a_gpu_go_ends_with_its_memory_or_is_stuck() {

@@ -7,18 +7,18 @@ use ractor::ActorRef;
 
 use super::gpu::GpuState;
 use super::{UNPROVEN, WorkerMessage};
-use crate::actors::gpu::EngineSide;
-use crate::actors::pool::Progress;
-use crate::actors::processes::Process;
-use crate::actors::teller::Teller;
-use crate::actors::transfer::TransferMessage;
-use crate::cuda::Announced;
-use crate::memory::{BufferError, Depot, LifelineEnd};
-use crate::protocol::limits::PAGE_RECORDS_MAX;
-use crate::protocol::{ErrorBody, ErrorCode, Inventory, Message, ReadInventory};
-use crate::shell::{Fatal, Peers, Registering, STRIKE_SLICE_SLOTS, WorkerHost};
-use crate::transport::{Client, Clock, FdReceiver, LinkId, PeerId, Replier};
-use crate::types::{
+use crate::gpu::EngineSide;
+use crate::pool::Progress;
+use crate::processes::{self, Process};
+use crate::teller::Teller;
+use crate::transfer::TransferMessage;
+use kvferry_cuda::Announced;
+use kvferry_memory::{BufferError, Depot, LifelineEnd};
+use kvferry_protocol::limits::PAGE_RECORDS_MAX;
+use kvferry_protocol::{ErrorBody, ErrorCode, Inventory, Message, ReadInventory};
+use kvferry_shell::{Fatal, Peers, Registering, STRIKE_SLICE_SLOTS, WorkerHost};
+use kvferry_transport::{Client, Clock, FdReceiver, LinkId, PeerId, Replier};
+use kvferry_types::{
     Copy, DepotId, EngineId, Epoch, GpuCopy, GroupGeometry, OpId, PageRun, Record, Registration,
     RequestId, Scope, Stored, Time, WorkerId,
 };
@@ -109,19 +109,19 @@ impl Peers for Host {
     type Process = Process;
 
     fn is_live(&self, peer: PeerId) -> bool {
-        Peers::is_live(&self.replier, peer)
+        self.replier.is_live(peer)
     }
 
     fn open_process(&mut self, pid: i32) -> Option<Process> {
-        self.replier.open_process(pid)
+        processes::open(pid).ok()
     }
 
     fn has_ended(&self, process: &Process) -> bool {
-        self.replier.has_ended(process)
+        processes::has_ended(process)
     }
 
     fn disconnect(&mut self, peer: PeerId) {
-        Peers::disconnect(&mut self.replier, peer);
+        self.replier.disconnect(peer);
     }
 }
 

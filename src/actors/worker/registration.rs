@@ -6,12 +6,12 @@ use std::time::{Duration, Instant};
 use ractor::ActorRef;
 
 use super::{Host, WorkerMessage};
-use crate::actors::gpu::{EngineSide, Gpu};
-use crate::memory::{LifelineEnd, RegisteredMemory, pieces_without_proof, validate};
-use crate::protocol::{Empty, ErrorBody, ErrorCode, Message};
-use crate::shell::Registering;
-use crate::transport::{FdReceiver, PeerId, Ticket};
-use crate::types::{
+use crate::gpu::{EngineSide, Gpu};
+use kvferry_memory::{LifelineEnd, RegisteredMemory, pieces_without_proof, validate};
+use kvferry_protocol::{Empty, ErrorBody, ErrorCode, Message};
+use kvferry_shell::Registering;
+use kvferry_transport::{FdReceiver, PeerId, Ticket};
+use kvferry_types::{
     AllocationHandle, AllocationKind, ChunkHandle, EngineId, Registration, RequestId,
 };
 

@@ -4,13 +4,13 @@ use std::sync::Barrier;
 use std::time::Instant;
 
 use crate::cli::{block_on, say};
-use crate::engine::content::POISON;
 use crate::error::CommandError;
-use crate::memory::CopyEngine;
-use crate::types::{
+use kvferry_memory::CopyEngine;
+use kvferry_types::{
     Allocation, AllocationHandle, AllocationKind, Attention, Direction, GroupId, Nonce, Rank,
     Registration, TensorRole, TensorView,
 };
+use kvferry_workload::content::POISON;
 
 use super::order::{Ordered, measure};
 use super::pages::Pages;

@@ -5,16 +5,16 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use crate::cli::say;
-use crate::cuda::{
+use crate::error::CommandError;
+use kvferry_cuda::{
     BATCH_COPIES_MAX, Context, Copier, CopierSettings, CopyOrder, DeviceMemories, DeviceMemory,
     Driver, Outcome, PIN_CHUNK_BYTES, PinnedDepot, RegisteredDevice,
 };
-use crate::engine::content::POISON;
-use crate::error::CommandError;
-use crate::memory::{
+use kvferry_memory::{
     COPY_PART_BYTES, CancelFlag, Depot, NumaNode, Prefault, page_stride_bytes, validate,
 };
-use crate::types::{Direction, FragmentPair, OpId, PageList};
+use kvferry_types::{Direction, FragmentPair, OpId, PageList};
+use kvferry_workload::content::POISON;
 
 use super::copy::registration;
 use super::pages::{gather, shuffled, turned};

@@ -12,21 +12,21 @@ use tokio::process::Child;
 
 use crate::cli::dirs::Dirs;
 use crate::cli::{block_on, engine_rank, say, status};
-use crate::engine::layout::{EngineLayout, describe};
-use crate::engine::memory::EngineDevice;
-use crate::engine::models::Model;
-use crate::engine::pipe::{self, Order, Report as RankReport};
-use crate::engine::rank_pipe::RankPipe;
-use crate::engine::scheduler::WorkKind;
 use crate::error::CommandError;
-use crate::memory::{CopyEngine, Depot};
-use crate::protocol::{Finish, Load, Lookup, Message, Role, Store};
-use crate::transport::{Client, ZmqTransport};
-use crate::types::{Direction, Nonce, PageList, Rank, Replica, RequestId, WorkerId};
+use kvferry_engine::layout::{EngineLayout, describe};
+use kvferry_engine::memory::EngineDevice;
+use kvferry_engine::pipe::{self, Order, Report as RankReport};
+use kvferry_engine::rank_pipe::RankPipe;
+use kvferry_memory::{CopyEngine, Depot};
+use kvferry_protocol::{Finish, Load, Lookup, Message, Role, Store};
+use kvferry_transport::{Client, ZmqTransport};
+use kvferry_types::{Direction, Nonce, PageList, Rank, Replica, RequestId, WorkerId};
+use kvferry_workload::models::Model;
+use kvferry_workload::scheduler::WorkKind;
 
-use super::filled::{ENGINE, HASH_BYTES, hashes};
 use super::pages::{Pages, set_of, shuffled};
-use super::{found, spread};
+use super::rig::{self, ENGINE, HASH_BYTES, hashes};
+use super::spread;
 
 const ENGINE_PAGE_TOKENS: u32 = 16;
 /// Sets of device pages: two that are stored in turn, two that are loaded into in turn.
@@ -153,7 +153,7 @@ impl Arguments {
     }
 
     async fn measure(&self) -> Result<Report, CommandError> {
-        let folder = found::folder()?;
+        let folder = rig::folder()?;
         let dirs = Dirs::new(folder.path());
         let geometry = self.model.geometry(ENGINE_PAGE_TOKENS, 1);
         let geometry = geometry.map_err(|error| CommandError::Config(error.to_string()))?;
@@ -191,7 +191,7 @@ impl Arguments {
         let (g2, threads) = (g2_bytes.to_string(), self.copy_threads.to_string());
         let arguments = ["up", "--supervised", "--log", "error", "--ranks", "1"];
         let sizes = ["--g2", &g2, "--copy-threads", &threads, "--socket-dir"];
-        found::process(&[&arguments[..], &sizes[..]].concat(), folder)
+        rig::process(&[&arguments[..], &sizes[..]].concat(), folder)
     }
 
     fn rank(&self, dirs: &Dirs, device_pages: u32) -> engine_rank::Arguments {
@@ -316,7 +316,7 @@ impl Moves {
         let ready = process.wait_until_ready(PATIENCE).await;
         ready.map_err(CommandError::Failed)?;
         status::until_ready(dirs, PATIENCE).await?;
-        let (leader, mut incoming) = found::client(dirs.leader_address(), Role::Engine);
+        let (leader, mut incoming) = rig::client(dirs.leader_address(), Role::Engine);
         tokio::spawn(async move { while incoming.recv().await.is_some() {} });
         let mut moves = Self {
             leader,

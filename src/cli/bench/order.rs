@@ -6,11 +6,10 @@ use std::time::{Duration, Instant};
 use ractor::{Actor, ActorProcessingErr, ActorRef};
 use tokio::sync::mpsc;
 
-use crate::actors::gpu::EngineSide;
-use crate::actors::transfer::{TransferActor, TransferArguments, TransferMessage};
 use crate::error::CommandError;
-use crate::memory::{CopyEngine, CopyJob, RegisteredMemory};
-use crate::types::{Copy, Direction, EndedCopy, EngineId, OpId, RequestId, Time};
+use kvferry_actors::{EngineSide, TransferActor, TransferArguments, TransferMessage};
+use kvferry_memory::{CopyEngine, CopyJob, RegisteredMemory};
+use kvferry_types::{Copy, Direction, EndedCopy, EngineId, OpId, RequestId, Time};
 
 use super::percentiles;
 

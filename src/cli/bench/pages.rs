@@ -3,10 +3,10 @@
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use crate::memory::{
+use kvferry_memory::{
     CancelFlag, CopyJob, Depot, EngineMemory, Prefault, RegisteredMemory, SharedBuffer, validate,
 };
-use crate::types::{Direction, FragmentPair, PageList, Registration};
+use kvferry_types::{Direction, FragmentPair, PageList, Registration};
 
 /// Pages of a block.
 const BLOCK_PAGES: usize = 32;

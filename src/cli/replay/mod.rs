@@ -20,13 +20,13 @@ use std::time::Duration;
 use clap::ValueEnum;
 
 use crate::cli::say;
-use crate::core::ARENA_PAGES_MAX;
-use crate::engine::layout::EngineLayout;
-use crate::engine::memory::EngineDevice;
-use crate::engine::models::Model;
-use crate::engine::scheduler::REQUEST_TIMEOUT;
 use crate::error::CommandError;
-use crate::types::ByteSize;
+use kvferry_core::ARENA_PAGES_MAX;
+use kvferry_engine::layout::EngineLayout;
+use kvferry_engine::memory::EngineDevice;
+use kvferry_types::ByteSize;
+use kvferry_workload::models::Model;
+use kvferry_workload::scheduler::REQUEST_TIMEOUT;
 
 use flags::Kind;
 pub(super) use report::Report;

@@ -2,11 +2,11 @@
 
 use std::time::Instant;
 
-use crate::core::{ARENA_PAGES_MAX, AnchorKey, Leader, LeaderSettings};
-use crate::engine::scheduler::Scheduler;
 use crate::error::CommandError;
-use crate::sim::sequential::Sequential;
-use crate::types::{Epoch, GroupGeometry, GroupId};
+use kvferry_core::{ARENA_PAGES_MAX, AnchorKey, Leader, LeaderSettings};
+use kvferry_sim::sequential::Sequential;
+use kvferry_types::{Epoch, GroupGeometry, GroupId};
+use kvferry_workload::scheduler::Scheduler;
 
 use super::Arguments;
 use super::report::Report;

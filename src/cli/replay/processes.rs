@@ -12,9 +12,9 @@ use tokio::process::{Child, ChildStdin, Command};
 
 use crate::cli::dirs::Dirs;
 use crate::cli::engine_rank;
-use crate::engine::rank_pipe::RankPipe;
 use crate::error::CommandError;
-use crate::types::{EngineId, Rank, Replica, WorkerId};
+use kvferry_engine::rank_pipe::RankPipe;
+use kvferry_types::{EngineId, Rank, Replica, WorkerId};
 
 use super::Arguments;
 use super::workload::Workload;

@@ -6,9 +6,9 @@ mod table;
 use schemars::JsonSchema;
 use serde::Serialize;
 
-use crate::core::ARENA_PAGES_MAX;
-use crate::engine::scheduler::Served;
 use crate::error::CommandError;
+use kvferry_core::ARENA_PAGES_MAX;
+use kvferry_workload::scheduler::Served;
 
 use super::Arguments;
 use super::workload::Workload;

@@ -6,13 +6,13 @@ use std::time::{Duration, Instant};
 use figment::Figment;
 use figment::providers::{Format, Toml};
 
-use crate::engine::scheduler::{Scheduler, Served};
 use crate::error::CommandError;
-use crate::sim::timed::{
+use kvferry_sim::timed::{
     Arrival, Formula, LINK_BYTES_PER_S, LINK_LATENCY, MESSAGE_LATENCY, Pace, Prefill, Seen, Timed,
     TimedSettings,
 };
-use crate::types::Time;
+use kvferry_types::Time;
+use kvferry_workload::scheduler::{Scheduler, Served};
 
 use super::Arguments;
 use super::offline;

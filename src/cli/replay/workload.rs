@@ -4,14 +4,14 @@ use std::sync::Arc;
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-use crate::core::ARENA_PAGES_MAX;
-use crate::engine::hashes::PageHasher;
-use crate::engine::models::ModelGeometry;
-use crate::engine::scheduler::Prompt;
-use crate::engine::trace::{self, Shape, Trace, TraceRequest};
 use crate::error::CommandError;
-use crate::memory::Depot;
-use crate::types::{Ratio, Sharding, SlotId};
+use kvferry_core::ARENA_PAGES_MAX;
+use kvferry_memory::Depot;
+use kvferry_types::{Ratio, Sharding, SlotId};
+use kvferry_workload::hashes::PageHasher;
+use kvferry_workload::models::ModelGeometry;
+use kvferry_workload::scheduler::Prompt;
+use kvferry_workload::trace::{self, Shape, Trace, TraceRequest};
 
 use super::{ArenaPages, Arguments, DEFAULT_G2, Mode};
 

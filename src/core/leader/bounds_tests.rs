@@ -2,10 +2,10 @@
 
 use super::tests::{ENGINE, geometry, serving, with_arena};
 use super::*;
-use crate::core::around::{LOOKS_AROUND_MAX, MISSES_AROUND_MAX};
-use crate::core::event::{Attached, EngineMemory};
-use crate::core::refusal::Refusal;
-use crate::types::{
+use crate::around::{LOOKS_AROUND_MAX, MISSES_AROUND_MAX};
+use crate::event::{Attached, EngineMemory};
+use crate::refusal::Refusal;
+use kvferry_types::{
     Anchor, Answer, AttachId, DepotId, DomainId, EndedCopy, Fingerprint, GroupGeometry, PageHashes,
     PageList, PageRecord, Rank, Replica, Request, ResetScope, Stored,
 };

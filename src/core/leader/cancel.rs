@@ -1,8 +1,8 @@
 //! Cancelling stores: their copies are stopped, so that the engine gets its pages back within a part of a copy.
 
-use crate::core::event::Effect;
-use crate::core::refusal::Refusal;
-use crate::types::{Answer, EngineId, OpId, SlotId};
+use crate::event::Effect;
+use crate::refusal::Refusal;
+use kvferry_types::{Answer, EngineId, OpId, SlotId};
 
 use super::store::StoreKey;
 use super::{Due, Leader, Timer};

@@ -6,9 +6,9 @@
 //! answered, has attached again or is known to be dead, no other worker receives a request for that depot. After the
 //! fence time the worker is expelled.
 
-use crate::core::event::Effect;
-use crate::core::pool::Pool;
-use crate::types::{DepotId, PageRecord, Shard, Time, WorkerId};
+use crate::event::Effect;
+use crate::pool::Pool;
+use kvferry_types::{DepotId, PageRecord, Shard, Time, WorkerId};
 
 use super::ops::LOOKS;
 use super::tier::{Tier, TierKey};

@@ -1,12 +1,12 @@
 //! Loads: copies from G2 into the engine's memory.
 
-use crate::core::decision::Decision;
-use crate::core::event::Effect;
-use crate::core::pool::Pin;
-use crate::core::refusal::Refusal;
-use crate::core::slot::{HeldRun, slot_of};
-use crate::types::{Copy, Direction, EngineId, GroupGeometry, Replica};
-use crate::types::{FragmentPair, OpId, PageCursor, PageList, PageRun, RequestId, SlotId};
+use crate::decision::Decision;
+use crate::event::Effect;
+use crate::pool::Pin;
+use crate::refusal::Refusal;
+use crate::slot::{HeldRun, slot_of};
+use kvferry_types::{Copy, Direction, EngineId, GroupGeometry, Replica};
+use kvferry_types::{FragmentPair, OpId, PageCursor, PageList, PageRun, RequestId, SlotId};
 
 use super::ops::{Op, Work};
 use super::tier::Tier;

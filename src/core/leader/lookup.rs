@@ -2,13 +2,13 @@
 
 use std::sync::Arc;
 
-use crate::core::anchor::Domain;
-use crate::core::decision::Decision;
-use crate::core::pool::Run;
-use crate::core::refusal::Refusal;
-use crate::core::slot::{HASH_BYTES_PER_ENGINE_MAX, HeldRun, SLOTS_MAX, Slot};
-use crate::types::Answer;
-use crate::types::{PageHashes, SlotId, Time};
+use crate::anchor::Domain;
+use crate::decision::Decision;
+use crate::pool::Run;
+use crate::refusal::Refusal;
+use crate::slot::{HASH_BYTES_PER_ENGINE_MAX, HeldRun, SLOTS_MAX, Slot};
+use kvferry_types::Answer;
+use kvferry_types::{PageHashes, SlotId, Time};
 
 use super::tier::Tier;
 use super::{Due, Leader, Timer};

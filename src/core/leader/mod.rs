@@ -15,15 +15,15 @@ mod store;
 mod tier;
 mod workers;
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use crate::core::anchor::{AnchorKey, Domain};
-use crate::core::decision::{RequestDigest, RunDigest};
-use crate::core::event::{Effect, Event};
-use crate::core::pool::PoolCounts;
-use crate::core::slot::{Session, Slot};
-use crate::types::{
+use crate::anchor::{AnchorKey, Domain};
+use crate::decision::{RequestDigest, RunDigest};
+use crate::event::{Effect, Event};
+use crate::pool::PoolCounts;
+use crate::slot::{Session, Slot};
+use kvferry_types::{
     EngineId, Epoch, Generation, GroupGeometry, OpId, Ratio, RequestId, ResetId, Sharding, SlotId,
     Time, WorkerId,
 };
@@ -171,10 +171,10 @@ pub struct Leader {
     reading: Option<Readings>,
     /// Inventory requests that were not answered, including those of readings that were stopped.
     owed_readings: BTreeMap<WorkerId, Owed>,
-    sessions: HashMap<EngineId, Session>,
-    ops: HashMap<OpId, Op>,
-    stores: HashMap<StoreKey, PendingStore>,
-    waiters: HashMap<Generation, Vec<StoreKey>>,
+    sessions: BTreeMap<EngineId, Session>,
+    ops: BTreeMap<OpId, Op>,
+    stores: BTreeMap<StoreKey, PendingStore>,
+    waiters: BTreeMap<Generation, Vec<StoreKey>>,
     /// `cancel_stores` requests that wait until the stores have ended.
     cancels: BTreeMap<CancelId, Cancelling>,
     next_cancel: CancelId,
@@ -211,10 +211,10 @@ impl Leader {
             pool_counts: PoolCounts::default(),
             reading: None,
             owed_readings: BTreeMap::new(),
-            sessions: HashMap::new(),
-            ops: HashMap::new(),
-            stores: HashMap::new(),
-            waiters: HashMap::new(),
+            sessions: BTreeMap::new(),
+            ops: BTreeMap::new(),
+            stores: BTreeMap::new(),
+            waiters: BTreeMap::new(),
             cancels: BTreeMap::new(),
             next_cancel: 0,
             resets: BTreeMap::new(),

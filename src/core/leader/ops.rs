@@ -1,11 +1,11 @@
 //! Copies in flight: their deadlines, their ends, and the answers that follow from them.
 
-use crate::core::event::{CANCELLED_MAX, Effect};
-use crate::core::pool::Pin;
-use crate::core::refusal::Refusal;
-use crate::core::shards::RankSet;
-use crate::types::{Answer, Direction, EndedCopy};
-use crate::types::{Generation, OpId, Rank, Replica, Time, WorkerId};
+use crate::event::{CANCELLED_MAX, Effect};
+use crate::pool::Pin;
+use crate::refusal::Refusal;
+use crate::shards::RankSet;
+use kvferry_types::{Answer, Direction, EndedCopy};
+use kvferry_types::{Generation, OpId, Rank, Replica, Time, WorkerId};
 
 use super::{Due, Leader, Timer};
 

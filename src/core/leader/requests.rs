@@ -4,10 +4,10 @@
 //! leader therefore answers only when no worker can touch them any longer, neither for the copy of this request nor for
 //! one that an older leader ordered for it.
 
-use crate::core::event::Effect;
-use crate::core::refusal::Refusal;
-use crate::core::slot::Seen;
-use crate::types::{Answer, EngineId, Request, RequestId, SlotId, Time};
+use crate::event::Effect;
+use crate::refusal::Refusal;
+use crate::slot::Seen;
+use kvferry_types::{Answer, EngineId, Request, RequestId, SlotId, Time};
 
 use super::{Due, Leader};
 

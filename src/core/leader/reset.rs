@@ -9,10 +9,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use crate::core::event::Effect;
-use crate::core::refusal::Refusal;
-use crate::core::sweep::Sweep;
-use crate::types::{Answer, Generation, OpId, ResetId, ResetScope, Scope, Shard, Time, WorkerId};
+use crate::event::Effect;
+use crate::refusal::Refusal;
+use crate::sweep::Sweep;
+use kvferry_types::{Answer, Generation, OpId, ResetId, ResetScope, Scope, Shard, Time, WorkerId};
 
 use super::tier::Tier;
 use super::{Due, Leader, Timer};
@@ -20,7 +20,7 @@ use super::{Due, Leader, Timer};
 /// Resets of all engines that are not answered, at most. More are refused.
 pub const RESETS_OPEN_MAX: usize = 64;
 /// Pages that open resets name one by one, at most. Each takes up to
-/// [`PAGE_SET_BYTES_PER_PAGE_MAX`](crate::types::PAGE_SET_BYTES_PER_PAGE_MAX) bytes: 60 MiB, for as many pages as 16 of
+/// [`PAGE_SET_BYTES_PER_PAGE_MAX`](kvferry_types::PAGE_SET_BYTES_PER_PAGE_MAX) bytes: 60 MiB, for as many pages as 16 of
 /// the largest messages can name.
 pub const RESET_PAGES_OPEN_MAX: usize = 1 << 21;
 /// Pages that a slice of a reset visits, unless the settings say otherwise: a fraction of a millisecond.

@@ -2,16 +2,16 @@
 
 use std::sync::Arc;
 
-use crate::core::anchor::Domain;
-use crate::core::around::Looks;
-use crate::core::decision::Decision;
-use crate::core::event::Effect;
-use crate::core::index::{Match, Want};
-use crate::core::pool::{Kind, Pin, Pool, Reserved, Run};
-use crate::core::refusal::Refusal;
-use crate::core::slot::{HASH_BYTES_PER_ENGINE_MAX, Slot, slot_of};
-use crate::types::{Answer, Copy, Direction};
-use crate::types::{
+use crate::anchor::Domain;
+use crate::around::Looks;
+use crate::decision::Decision;
+use crate::event::Effect;
+use crate::index::{Match, Want};
+use crate::pool::{Kind, Pin, Pool, Reserved, Run};
+use crate::refusal::Refusal;
+use crate::slot::{HASH_BYTES_PER_ENGINE_MAX, Slot, slot_of};
+use kvferry_types::{Answer, Copy, Direction};
+use kvferry_types::{
     FragmentPair, Generation, HashesDiffer, OpId, PageCursor, PageHashes, PageList, PageRun, Rank,
     SlotId,
 };

@@ -1,12 +1,12 @@
 //! Tests of the independent recount and of the limit on the hash bytes of an engine.
 
 use super::*;
-use crate::core::event::{Attached, EngineMemory};
-use crate::core::pool::Pool;
-use crate::core::refusal::Refusal;
-use crate::core::shards::RankSet;
-use crate::core::slot::HASH_BYTES_PER_ENGINE_MAX;
-use crate::types::{
+use crate::event::{Attached, EngineMemory};
+use crate::pool::Pool;
+use crate::refusal::Refusal;
+use crate::shards::RankSet;
+use crate::slot::HASH_BYTES_PER_ENGINE_MAX;
+use kvferry_types::{
     Answer, AttachId, DepotId, GroupGeometry, GroupId, PageHashes, PageList, Rank, Replica, Request,
 };
 
@@ -285,7 +285,7 @@ fn an_engine_has_no_more_bytes_of_hashes_than_the_limit() {
 #[test]
 fn a_load_of_more_runs_than_an_order_can_name_loads_the_first_of_them() {
     let pages = LOAD_RUNS_MAX as u32 + 1;
-    let ratio = crate::types::Ratio::new(1).expect("in bounds");
+    let ratio = kvferry_types::Ratio::new(1).expect("in bounds");
     let mut settings = LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey([7; 32]));
     settings.record_decisions = false;
     let mut leader = serving_with(settings, 2 * pages);
@@ -345,7 +345,7 @@ fn a_load_of_more_runs_than_an_order_can_name_loads_the_first_of_them() {
 
 /// Ends copies completely on the only rank.
 fn end(leader: &mut Leader, ops: impl Iterator<Item = OpId>) -> Vec<Effect> {
-    let copies = ops.map(|op| crate::types::EndedCopy {
+    let copies = ops.map(|op| kvferry_types::EndedCopy {
         op,
         whole: true,
         whole_pages: 0,
@@ -354,8 +354,8 @@ fn end(leader: &mut Leader, ops: impl Iterator<Item = OpId>) -> Vec<Effect> {
     });
     let ended = Event::Ended {
         worker: WorkerId {
-            replica: crate::types::Replica(0),
-            rank: crate::types::Rank(0),
+            replica: kvferry_types::Replica(0),
+            rank: kvferry_types::Rank(0),
         },
         epoch: leader.epoch(),
         copies: copies.collect(),

@@ -5,9 +5,9 @@
 //! pool serves no page and holds none; its copies are cancelled and awaited, because they still read and write at the
 //! old offsets. Then the pool is dropped, and the inventories are read for the new key.
 
-use crate::core::event::Effect;
-use crate::core::pool::{Pool, PoolCounts};
-use crate::types::{DepotId, EngineId, GroupGeometry, OpId, SlotId, Time};
+use crate::event::Effect;
+use crate::pool::{Pool, PoolCounts};
+use kvferry_types::{DepotId, EngineId, GroupGeometry, OpId, SlotId, Time};
 
 use super::{Leader, Timer};
 

@@ -4,11 +4,11 @@
 //! longer. Until every seat has attached or is known to be dead, an old order may still read or write engine memory and
 //! depots. Before that the leader reads no inventory, and refuses no request that names engine pages.
 
-use crate::core::arena::ARENA_PAGES_MAX;
-use crate::core::event::{Attached, Effect, EngineMemory};
-use crate::core::refusal::Refusal;
-use crate::core::shards::{RANKS_MAX, RankSet};
-use crate::types::{
+use crate::arena::ARENA_PAGES_MAX;
+use crate::event::{Attached, Effect, EngineMemory};
+use crate::refusal::Refusal;
+use crate::shards::{RANKS_MAX, RankSet};
+use kvferry_types::{
     AttachId, DepotId, EngineId, GroupGeometry, INVENTORY_SLOT_BYTES, OpId, Rank, Replica, Shard,
     Sharding, Time, WorkerId,
 };

@@ -1,6 +1,6 @@
 //! Validation of orders: a copy is checked when its order arrives, before memory or the inventory is written.
 
-use crate::types::{Copy, Direction, PageList, Record};
+use kvferry_types::{Copy, Direction, PageList, Record};
 
 /// Bounds for the pages that copies may name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -71,7 +71,7 @@ fn within(
     list: &PageList,
     (memory, pages): (&str, u32),
 ) -> Result<(), Invalid> {
-    let inside = |run: &&crate::types::PageRun| run.count > 0 && run.end() <= u64::from(pages);
+    let inside = |run: &&kvferry_types::PageRun| run.count > 0 && run.end() <= u64::from(pages);
     match list.0.iter().find(|run| !inside(run)) {
         None => Ok(()),
         Some(run) => {

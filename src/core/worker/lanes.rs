@@ -3,7 +3,7 @@
 
 use std::collections::VecDeque;
 
-use crate::types::{Direction, OpId};
+use kvferry_types::{Direction, OpId};
 
 /// The copies of one direction.
 #[derive(Debug, Default)]

@@ -1,6 +1,6 @@
 //! The worker's link to the leader: found, attached, lost.
 
-use crate::types::{AttachId, EngineId, Epoch, OpId, Time};
+use kvferry_types::{AttachId, EngineId, Epoch, OpId, Time};
 
 use super::memory::Memory;
 use super::{OrderRefusal, Worker, WorkerEffect};

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use crate::types::{EngineId, OpId, RequestId, Time};
+use kvferry_types::{EngineId, OpId, RequestId, Time};
 
 use super::check::MemoryBounds;
 use super::{WORKER_ABANDONED_MAX, WORKER_ENGINES_MAX, Worker, WorkerEffect};

@@ -13,10 +13,10 @@ mod link;
 mod memory;
 mod orders;
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use crate::types::{
+use kvferry_types::{
     AttachId, Copy, Direction, EndedCopy, EngineId, Epoch, Generation, OpId, PageRun, Record,
     RequestId, ResetId, Scope, Stored, Time,
 };
@@ -253,8 +253,8 @@ pub struct Worker {
     last_attach: u64,
     depot: bool,
     memory: Option<Memory>,
-    tasks: HashMap<OpId, Task>,
-    batches: HashMap<BatchId, Batch>,
+    tasks: BTreeMap<OpId, Task>,
+    batches: BTreeMap<BatchId, Batch>,
     waiting: BTreeSet<(RequestId, OpId)>,
     /// Open copies, by request.
     requests: BTreeSet<(RequestId, OpId)>,
@@ -278,8 +278,8 @@ impl Worker {
             last_attach: 0,
             depot: false,
             memory: None,
-            tasks: HashMap::new(),
-            batches: HashMap::new(),
+            tasks: BTreeMap::new(),
+            batches: BTreeMap::new(),
             waiting: BTreeSet::new(),
             requests: BTreeSet::new(),
             lanes: Lanes::default(),

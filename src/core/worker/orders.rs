@@ -12,7 +12,7 @@
 
 use std::collections::BTreeSet;
 
-use crate::types::{Copy, Direction, EndedCopy, Epoch, OpId, Time};
+use kvferry_types::{Copy, Direction, EndedCopy, Epoch, OpId, Time};
 
 use super::check::check;
 use super::{Batch, BatchId, Phase, Task, WORKER_COPIES_MAX, Worker, WorkerEffect};

@@ -1,5 +1,5 @@
 use super::*;
-use crate::types::{FragmentPair, PageList};
+use kvferry_types::{FragmentPair, PageList};
 
 const ENGINE: EngineId = EngineId([1; 16]);
 const BOUNDS: MemoryBounds = MemoryBounds {
@@ -252,13 +252,13 @@ fn a_store_that_ends_late_or_stopped_is_not_whole() {
 fn a_store_is_listed_before_its_end_is_reported() {
     let mut worker = worker();
     let record = Record {
-        anchor: crate::types::Anchor(1),
-        domain: crate::types::DomainId(2),
+        anchor: kvferry_types::Anchor(1),
+        domain: kvferry_types::DomainId(2),
         block_start: 0,
         first: 0,
         phase: 0,
-        stored: crate::types::Stored::default(),
-        fingerprints: vec![crate::types::Fingerprint(3)],
+        stored: kvferry_types::Stored::default(),
+        fingerprints: vec![kvferry_types::Fingerprint(3)],
     };
     let copy = Copy {
         record: Some(record.clone()),
@@ -643,7 +643,7 @@ fn an_order_of_several_copies_begins_those_that_are_new() {
 fn pages(op: u64, direction: Direction, src: (u32, u32), dst: (u32, u32)) -> Copy {
     let list = |(start, count)| {
         PageList(
-            [crate::types::PageRun { start, count }]
+            [kvferry_types::PageRun { start, count }]
                 .into_iter()
                 .collect(),
         )
@@ -664,13 +664,13 @@ fn a_copy_of_pages_that_are_not_there_is_refused_before_anything_is_written() {
     use Direction::{Load, Store};
     let record = |block_start, first, count: usize| {
         Some(Record {
-            anchor: crate::types::Anchor(1),
-            domain: crate::types::DomainId(2),
+            anchor: kvferry_types::Anchor(1),
+            domain: kvferry_types::DomainId(2),
             block_start,
             first,
             phase: 0,
             stored: Stored::default(),
-            fingerprints: vec![crate::types::Fingerprint(3); count],
+            fingerprints: vec![kvferry_types::Fingerprint(3); count],
         })
     };
     let with = |copy: Copy, record| Copy { record, ..copy };

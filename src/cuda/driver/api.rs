@@ -13,7 +13,7 @@ use libloading::Library;
 
 use super::memory::IpcHandle;
 use super::vmm::{Access, Properties};
-use crate::cuda::error::NoDriver;
+use crate::error::NoDriver;
 
 /// The driver's library.
 const LIBRARY: &str = "libcuda.so.1";

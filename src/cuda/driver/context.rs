@@ -11,7 +11,7 @@ use cudarc::driver::sys;
 
 use super::api::{Api, Code};
 use super::{Device, Driver};
-use crate::cuda::error::CudaError;
+use crate::error::CudaError;
 
 /// `CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM`. Only batched copies need it; single copies do not.
 const OWN_ADDRESSES_OF_REGISTERED_MEMORY: c_uint = 91;

@@ -9,9 +9,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use super::api::Address;
 use super::memory::host_range;
 use super::stream::{DeviceSide, HostMemory, Stream, Submitted};
-use crate::cuda::error::CudaError;
-use crate::memory::CopyRange;
-use crate::types::Direction;
+use crate::error::CudaError;
+use kvferry_memory::CopyRange;
+use kvferry_types::Direction;
 
 /// Descriptors that a stream keeps for later copies. With [`BATCH_COPIES_MAX`] of 32 bytes each: 2 MiB per stream.
 const SPARE_DESCRIPTORS: usize = 16;

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use super::Context;
 use super::api::Address;
 use super::vmm::Mapped;
-use crate::cuda::error::CudaError;
-use crate::memory::{Depot, SharedBuffer};
+use crate::error::CudaError;
+use kvferry_memory::{Depot, SharedBuffer};
 
 /// Bytes of a `cudaIpcMemHandle_t`.
 pub const IPC_HANDLE_BYTES: usize = 64;

@@ -12,9 +12,9 @@ use super::Context;
 use super::api::Code;
 use super::copies::{Batches, Descriptors, Sides};
 use super::memory::DeviceMemory;
-use crate::cuda::error::CudaError;
-use crate::memory::{CopyRange, SharedBuffer, TIMELINE_BYTES};
-use crate::types::{Direction, Timeline};
+use crate::error::CudaError;
+use kvferry_memory::{CopyRange, SharedBuffer, TIMELINE_BYTES};
+use kvferry_types::{Direction, Timeline};
 
 const NOT_READY: Code = 600;
 /// `CU_STREAM_NON_BLOCKING`: does not synchronise with the default stream.

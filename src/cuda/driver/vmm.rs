@@ -10,7 +10,7 @@ use std::sync::Arc;
 use super::Context;
 use super::api::Address;
 use super::memory::{DeviceMemory, Source};
-use crate::cuda::error::CudaError;
+use crate::error::CudaError;
 
 /// Bytes of a `CUmemFabricHandle`.
 const FABRIC_HANDLE_BYTES: usize = 64;

@@ -3,9 +3,9 @@
 
 use std::sync::Arc;
 
-use crate::cuda::{BATCH_COPIES_MAX, Outcome, Sharing};
-use crate::memory::CancelFlag;
-use crate::types::Direction;
+use crate::{BATCH_COPIES_MAX, Outcome, Sharing};
+use kvferry_memory::CancelFlag;
+use kvferry_types::Direction;
 
 use super::engine::{AXES, Axis, Engine, Roles, Scales};
 use super::fake;

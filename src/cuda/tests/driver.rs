@@ -1,6 +1,6 @@
 //! A machine without a driver, with a stub of one, or with an old one: errors that explain it, and no panic.
 
-use crate::cuda::{Context, DeviceUuid, Driver, NoDriver};
+use crate::{Context, DeviceUuid, Driver, NoDriver};
 
 use super::{fake, fake_cuda};
 

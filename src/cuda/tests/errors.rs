@@ -1,7 +1,7 @@
 //! Every call of the driver fails once: expects an error that explains it, no wrong byte, no panic and no leak.
 
-use crate::cuda::{Outcome, Sharing};
-use crate::types::{Direction, EndedCopy};
+use crate::{Outcome, Sharing};
+use kvferry_types::{Direction, EndedCopy};
 
 use super::copies::plain;
 use super::engine::Roles;

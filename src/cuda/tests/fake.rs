@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use super::fake_cuda::variables;
 pub use super::fake_cuda::{folder, library, on_gpu};
-use crate::cuda::{Context, Driver};
+use crate::{Context, Driver};
 
 /// Time limit of a test process, exceeded only by one that hangs: the longest test takes 30 s of one core, four run at
 /// a time, and on two cores beside other work 5 minutes were observed.

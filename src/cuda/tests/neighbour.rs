@@ -3,15 +3,15 @@
 use std::io::{BufRead as _, BufReader, Lines, Write as _};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
-use crate::cuda::{Context, DeviceMemories, DeviceMemory, Driver, RegisteredDevice, Window};
-use crate::types::{Allocation, AllocationHandle, AllocationKind, Nonce, Registration};
+use crate::{Context, DeviceMemories, DeviceMemory, Driver, RegisteredDevice, Window};
+use kvferry_types::{Allocation, AllocationHandle, AllocationKind, Nonce, Registration};
 
 use super::copies::plain;
 use super::engine::Roles;
 use super::fake;
 
 /// The test below, which runs both sides.
-const TEST: &str = "cuda::tests::neighbour::memory_of_another_process";
+const TEST: &str = "tests::neighbour::memory_of_another_process";
 /// Variable that marks the engine's process.
 const ENGINE: &str = "FAKE_CUDA_ENGINE";
 const SEEDS: u64 = 40;

@@ -6,10 +6,10 @@ use std::sync::Arc;
 
 use super::fake;
 use super::neighbour::{Neighbour, bytes, contents, context, registration};
-use crate::cuda::{
+use crate::{
     Context, DeviceMemories, DeviceMemory, Physical, RegisteredDevice, SharedChunk, Sharing, Window,
 };
-use crate::types::{
+use kvferry_types::{
     Allocation, AllocationHandle, AllocationKind, Chunk, ChunkHandle, Nonce, Registration,
 };
 

@@ -1,7 +1,7 @@
 //! Batched copies: with drivers that accept them, older ones, and those that refuse them.
 
-use crate::cuda::Outcome;
-use crate::types::Direction;
+use crate::Outcome;
+use kvferry_types::Direction;
 
 use super::copies::{one_seed, plain};
 use super::engine::Roles;

@@ -5,13 +5,13 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::Instant;
 
-use crate::cuda::driver::{DeviceSide, HostMemory, Stream};
-use crate::cuda::{
+use crate::driver::{DeviceSide, HostMemory, Stream};
+use crate::{
     Context, Copier, CopierSettings, CopyOrder, DeviceMemories, DeviceMemory, Driver, Outcome,
     PinnedDepot, end_process, threads_in_driver,
 };
-use crate::memory::{CopyRange, Depot, SharedBuffer};
-use crate::types::{Direction, FragmentPair, OpId, PageList};
+use kvferry_memory::{CopyRange, Depot, SharedBuffer};
+use kvferry_types::{Direction, FragmentPair, OpId, PageList};
 
 use super::copies::plain;
 use super::engine::Roles;
@@ -119,7 +119,7 @@ fn a_load_is_given_after_one_turn_of_a_store_of_small_fragments() {
     );
 }
 
-fn device() -> crate::cuda::Device {
+fn device() -> crate::Device {
     let driver = Driver::get().expect("it is there");
     driver.devices().expect("listed")[0]
 }

@@ -6,12 +6,12 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-use crate::cuda::{
+use crate::{
     Announced, Context, Copier, CopierSettings, CopyOrder, CudaError, DeviceMemories, DeviceMemory,
     Driver, Outcome, PinnedDepot, RegisteredDevice, Sharing, WaitOrder, Window,
 };
-use crate::memory::{CancelFlag, Depot, PageLayout, TIMELINE_BYTES, validate};
-use crate::types::{
+use kvferry_memory::{CancelFlag, Depot, PageLayout, TIMELINE_BYTES, validate};
+use kvferry_types::{
     Direction, EndedCopy, EngineId, FragmentPair, OpId, PageList, Registration, RequestId,
     TensorView, Timeline,
 };

@@ -4,7 +4,7 @@
     reason = "raw and streaming copies between memory that other processes share"
 )]
 
-use crate::memory::buffer::{BufferError, SharedBuffer};
+use crate::buffer::{BufferError, SharedBuffer};
 
 /// Batches of at least this many bytes use non-temporal stores under [`super::CopyMode::Auto`]: measured from this size
 /// on as at least as fast for fragments of 4 to 128 KiB. Smaller batches fit into a core's own cache, where their next

@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use super::depot::Depot;
 use super::engine_memory::EngineMemory;
 use super::layout::PageLayout;
-use crate::types::{Direction, FragmentPair};
+use kvferry_types::{Direction, FragmentPair};
 
 pub use kernel::NON_TEMPORAL_MIN_BYTES;
 pub use plan::{COPY_PART_BYTES, CUT_BYTES, CopyPlan, CopyRange, CopyRequest};

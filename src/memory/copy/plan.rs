@@ -4,9 +4,9 @@
 //! the number of its pages.
 
 use super::{CopyError, Side};
-use crate::memory::depot::{Depot, page_stride_bytes};
-use crate::memory::layout::PageLayout;
-use crate::types::{Direction, FragmentPair, PageList, PageRun};
+use crate::depot::{Depot, page_stride_bytes};
+use crate::layout::PageLayout;
+use kvferry_types::{Direction, FragmentPair, PageList, PageRun};
 
 /// Longest step in bytes: the most that each thread still copies after a cancel.
 pub const CUT_BYTES: u64 = 1 << 20;

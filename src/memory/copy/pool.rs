@@ -8,10 +8,10 @@ use crossbeam::channel::{Receiver, Sender, bounded};
 use super::kernel::{Kernel, NON_TEMPORAL_MIN_BYTES, Place};
 use super::plan::{CopyPlan, CopyRange};
 use super::{CancelFlag, CopyError, CopyJob, CopyMode, CopyReport};
-use crate::memory::buffer::SharedBuffer;
-use crate::memory::depot::Depot;
-use crate::memory::engine_memory::EngineMemory;
-use crate::types::Direction;
+use crate::buffer::SharedBuffer;
+use crate::depot::Depot;
+use crate::engine_memory::EngineMemory;
+use kvferry_types::Direction;
 
 /// Batches of at least this many bytes are shared with the pool; for smaller ones waking it costs more than it gains.
 pub const POOL_MIN_BYTES: u64 = 1 << 20;

@@ -11,7 +11,7 @@ use std::collections::HashMap;
 pub use proofs::{ProofError, pieces_without_proof, verify_proofs};
 
 use super::layout::{PageLayout, Pieces};
-use crate::types::{
+use kvferry_types::{
     Allocation, AllocationHandle, AllocationKind, Attention, CONTENT_BYTES_MAX, ChunkHandle,
     Registration, TensorRole, Timeline,
 };

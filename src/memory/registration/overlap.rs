@@ -1,8 +1,8 @@
 //! Finds tensors that use the same bytes.
 
 use super::RegistrationError;
-use crate::memory::layout::Pieces;
-use crate::types::{Registration, TensorView};
+use crate::layout::Pieces;
+use kvferry_types::{Registration, TensorView};
 
 /// One contiguous piece of every page of a tensor.
 struct Claim {

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use super::{NONCE_BYTES_MAX, NONCE_BYTES_MIN, RegistrationError, allocation_of};
-use crate::types::{AllocationHandle, Nonce, Registration};
+use kvferry_types::{AllocationHandle, Nonce, Registration};
 
 /// Most proofs of one registration: four for each chunk.
 pub const PROOFS_MAX: usize = 65_536;
@@ -241,7 +241,7 @@ mod tests {
     use super::super::tests::separate_layers;
     use super::super::validate;
     use super::*;
-    use crate::types::{AllocationKind, Chunk, ChunkHandle};
+    use kvferry_types::{AllocationKind, Chunk, ChunkHandle};
 
     /// A proof of pseudo-random bytes, different for each allocation and offset.
     fn at(allocation: u32, offset_bytes: u64) -> Nonce {
@@ -303,7 +303,7 @@ mod tests {
     #[test]
     fn a_piece_is_proven_by_one_of_its_proofs() {
         let registration = proven();
-        validate(&registration.clone_on_device()).expect("consistent");
+        validate(&on_device(registration.clone())).expect("consistent");
         assert_eq!(pieces_without_proof(&registration), 0);
         assert_eq!(verdict(&registration, |_| {}), Ok(0));
         // The engine has overwritten the first proof of each piece.
@@ -384,24 +384,21 @@ mod tests {
             }),
         ];
         for (field, spoil) in cases {
-            let mut registration = proven().clone_on_device();
+            let mut registration = on_device(proven());
             spoil(&mut registration);
             let refused = validate(&registration).expect_err("it lies nowhere");
             assert_eq!(refused.field, field, "{refused}");
         }
     }
 
-    impl Registration {
-        /// A copy with a UUID of a GPU and matching handles.
-        fn clone_on_device(&self) -> Self {
-            let mut registration = self.clone();
-            registration.device_uuid = Some("GPU-0".to_owned());
-            for (number, allocation) in (10..).zip(&mut registration.allocations) {
-                if !matches!(allocation.handle, AllocationHandle::Chunks(_)) {
-                    allocation.handle = AllocationHandle::CudaIpc([number; 64]);
-                }
+    /// A registration with a UUID of a GPU and matching handles.
+    fn on_device(mut registration: Registration) -> Registration {
+        registration.device_uuid = Some("GPU-0".to_owned());
+        for (number, allocation) in (10..).zip(&mut registration.allocations) {
+            if !matches!(allocation.handle, AllocationHandle::Chunks(_)) {
+                allocation.handle = AllocationHandle::CudaIpc([number; 64]);
             }
-            registration
         }
+        registration
     }
 }

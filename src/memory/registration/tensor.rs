@@ -1,7 +1,7 @@
 //! Checks one tensor: its shape, strides and sizes in bytes must be consistent.
 
 use super::{AXES_MAX, PAGE_BYTES_MAX, RegistrationError, allocation_of};
-use crate::types::{Registration, TensorView};
+use kvferry_types::{Registration, TensorView};
 
 /// A tensor and its index in the registration.
 struct Checked<'a> {

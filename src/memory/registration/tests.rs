@@ -1,5 +1,5 @@
 use super::*;
-use crate::types::{
+use kvferry_types::{
     Allocation, AllocationKind, Attention, Chunk, GroupId, Nonce, Rank, TensorView,
 };
 
@@ -7,7 +7,7 @@ type Spoil = fn(&mut Registration);
 
 /// Four layers of 6 pages, each layer in an allocation of its own: a page of K, then one of V, 2 tokens x 3 heads x 5
 /// elements of 2 bytes each, pages 64 elements apart.
-pub(in crate::memory) fn separate_layers() -> Registration {
+pub(crate) fn separate_layers() -> Registration {
     let tensors = (0..8).map(|index| TensorView {
         layer: index / 2,
         role: [TensorRole::K, TensorRole::V][index as usize % 2],

@@ -1,7 +1,7 @@
 //! The error that an engine or a worker receives when the core refuses a request.
 
-use crate::core::Refusal;
-use crate::protocol::{ErrorBody, ErrorCode};
+use kvferry_core::Refusal;
+use kvferry_protocol::{ErrorBody, ErrorCode};
 
 pub(super) fn to_error(refusal: &Refusal) -> ErrorBody {
     let code = match refusal {

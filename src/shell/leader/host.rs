@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use crate::core::{Effect, Event, Leader};
-use crate::protocol::Message;
-use crate::shell::Peers;
-use crate::types::{Epoch, PeerId, RequestId, Time, WorkerId};
+use crate::Peers;
+use kvferry_core::{Effect, Event, Leader};
+use kvferry_protocol::Message;
+use kvferry_types::{Epoch, PeerId, RequestId, Time, WorkerId};
 
 /// The process of a leader, live or simulated. A call acts or returns a value; its consequences arrive later, as calls
 /// of the shell.

@@ -9,17 +9,17 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Duration;
 
-use crate::core::{
+use crate::Holder;
+use kvferry_core::{
     Attached, CANCELLED_MAX, Effect, EngineMemory, Event, LOAD_RUNS_MAX, Leader, LeaderSettings,
     RankSet, Refusal,
 };
-use crate::protocol::limits::{COPIES_MAX, PAIRS_MAX};
-use crate::protocol::{
+use kvferry_protocol::limits::{COPIES_MAX, PAIRS_MAX};
+use kvferry_protocol::{
     Attach, Attached as AttachedBody, Cancel, Empty, Envelope, ErrorBody, ErrorCode, Message,
     Preparing, ReadInventory, Strike, Transfer,
 };
-use crate::shell::Holder;
-use crate::types::{
+use kvferry_types::{
     Answer, AttachId, Copy, DepotId, EndedCopy, EngineId, Epoch, LogLimit, OpId, PeerId, Replica,
     Request, RequestId, ResetId, Time, WorkerId,
 };

@@ -8,10 +8,10 @@
 use std::fmt;
 
 use super::{LeaderHost, LeaderShell};
-use crate::core::Event;
-use crate::protocol::{ErrorBody, Hello, Role};
-use crate::shell::{Holder, InUse};
-use crate::types::{AttachId, Direction, EngineId, PeerId, Rank, Replica, RequestId, WorkerId};
+use crate::{Holder, InUse};
+use kvferry_core::Event;
+use kvferry_protocol::{ErrorBody, Hello, Role};
+use kvferry_types::{AttachId, Direction, EngineId, PeerId, Rank, Replica, RequestId, WorkerId};
 
 /// The role of a peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

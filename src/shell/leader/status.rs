@@ -3,8 +3,8 @@
 use std::fmt;
 use std::time::Duration;
 
-use crate::protocol::{ErrorBody, ErrorCode, Preparing, RankStatus, StatusAnswer};
-use crate::types::{Direction, Rank, Replica, Time, WorkerId};
+use kvferry_protocol::{ErrorBody, ErrorCode, Preparing, RankStatus, StatusAnswer};
+use kvferry_types::{Direction, Rank, Replica, Time, WorkerId};
 
 use super::{LeaderHost, LeaderShell};
 

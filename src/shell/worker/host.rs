@@ -4,9 +4,9 @@ use std::error::Error;
 use std::time::Duration;
 
 use super::Registering;
-use crate::protocol::{ErrorBody, Message, ReadInventory};
-use crate::shell::Peers;
-use crate::types::{
+use crate::Peers;
+use kvferry_protocol::{ErrorBody, Message, ReadInventory};
+use kvferry_types::{
     Copy, DepotId, EngineId, Epoch, GroupGeometry, LinkId, OpId, PageRun, PeerId, Record,
     Registration, RequestId, Scope, Stored, Time,
 };

@@ -11,11 +11,11 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Duration;
 
-use crate::core::{Worker, WorkerEffect, WorkerEvent, WorkerSettings};
-use crate::protocol::{
+use kvferry_core::{Worker, WorkerEffect, WorkerEvent, WorkerSettings};
+use kvferry_protocol::{
     Attach, AttachedMemory, CopyResult, Empty, Ended, ErrorBody, ErrorCode, Message,
 };
-use crate::types::{
+use kvferry_types::{
     AttachId, EndedCopy, EngineId, Epoch, GroupGeometry, LinkId, OpId, RequestId, Sharding, Time,
     WorkerId,
 };

@@ -4,9 +4,9 @@ use std::fmt;
 use std::time::Duration;
 
 use super::{Fatal, WorkerHost, WorkerShell};
-use crate::core::{BatchId, OrderRefusal, WorkerEvent};
-use crate::protocol::{Envelope, ErrorBody, ErrorCode, Message, ReadInventory};
-use crate::types::{Epoch, Generation, LinkId, OpId, RequestId, ResetId};
+use kvferry_core::{BatchId, OrderRefusal, WorkerEvent};
+use kvferry_protocol::{Envelope, ErrorBody, ErrorCode, Message, ReadInventory};
+use kvferry_types::{Epoch, Generation, LinkId, OpId, RequestId, ResetId};
 
 impl<P: fmt::Debug, M> WorkerShell<P, M> {
     /// Handles an order that the leader sends over this connection.

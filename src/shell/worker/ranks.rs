@@ -4,12 +4,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 use super::{Fatal, WorkerHost, WorkerShell};
-use crate::core::{MemoryBounds, WorkerEvent};
-use crate::protocol::{
+use crate::{Holder, Peers};
+use kvferry_core::{MemoryBounds, WorkerEvent};
+use kvferry_protocol::{
     Abandon, Empty, Envelope, ErrorBody, ErrorCode, Hello, Message, Register, Registered, Written,
 };
-use crate::shell::{Holder, Peers};
-use crate::types::{Attention, EngineId, GroupId, PeerId, Rank, Registration, RequestId};
+use kvferry_types::{Attention, EngineId, GroupId, PeerId, Rank, Registration, RequestId};
 
 /// A registration that is being opened.
 #[derive(Debug, Clone)]

@@ -5,9 +5,9 @@ use std::collections::VecDeque;
 use std::fmt;
 
 use super::{Fatal, WorkerHost, WorkerShell};
-use crate::core::{RESET_PAGES_OPEN_MAX, RESETS_OPEN_MAX};
-use crate::protocol::{ErrorBody, ErrorCode, Message, Struck};
-use crate::types::{RequestId, ResetId, Scope, Stored, Time};
+use kvferry_core::{RESET_PAGES_OPEN_MAX, RESETS_OPEN_MAX};
+use kvferry_protocol::{ErrorBody, ErrorCode, Message, Struck};
+use kvferry_types::{RequestId, ResetId, Scope, Stored, Time};
 
 /// Slots of the inventory that one slice of a reset visits: about 1 ms.
 pub const STRIKE_SLICE_SLOTS: u32 = 8192;
@@ -159,7 +159,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::types::{Epoch, Fingerprint, Generation, NamespaceId, PageSet};
+    use kvferry_types::{Epoch, Fingerprint, Generation, NamespaceId, PageSet};
 
     const THROUGH: Stored = Stored {
         epoch: Epoch(1),

@@ -3,12 +3,12 @@
 use std::time::Duration;
 
 use super::*;
-use crate::protocol::{
+use crate::{Peers, Registering};
+use kvferry_protocol::{
     Abandon, Attached, Cancel, Envelope, Hello, Kind, ReadInventory, Register, Role, VERSION,
     VERSION_MIN, Written,
 };
-use crate::shell::{Peers, Registering};
-use crate::types::{
+use kvferry_types::{
     Attention, Copy, DepotId, GroupId, Nonce, PageRun, PeerId, Rank, Record, Registration, Replica,
     Scope, Stored,
 };
@@ -143,7 +143,7 @@ impl WorkerHost for Process {
         _: Epoch,
         read: ReadInventory,
     ) -> Result<(), Fatal> {
-        let part = crate::protocol::Inventory::new(&read, None, &[]);
+        let part = kvferry_protocol::Inventory::new(&read, None, &[]);
         self.reply_to_leader(link, order, Message::Inventory(part));
         Ok(())
     }

@@ -3,7 +3,7 @@
 //! Times count nanoseconds, work counts nanobytes (10^-9 bytes), rates count bytes per second, which is nanobytes per
 //! nanosecond: a rate times a time is work, without a factor.
 
-use crate::types::Time;
+use kvferry_types::Time;
 
 /// Number of fraction bits.
 const FRACTION_BITS: u32 = 32;

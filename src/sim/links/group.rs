@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use smallvec::{SmallVec, smallvec};
 
-use crate::types::Time;
+use kvferry_types::Time;
 
 use super::{Flow, FlowId, Links, Stage, Utilisation, fixed};
 

@@ -36,7 +36,7 @@ use std::time::Duration;
 
 use smallvec::SmallVec;
 
-use crate::types::Time;
+use kvferry_types::Time;
 
 use group::{Group, Link};
 

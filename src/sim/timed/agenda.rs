@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-use crate::types::Time;
+use kvferry_types::Time;
 
 #[derive(Debug)]
 struct Entry<T> {

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde::Deserialize;
 
-use crate::types::Time;
+use kvferry_types::Time;
 
 /// How long the prefill of a prompt takes.
 #[derive(Debug, Clone, Copy, PartialEq)]

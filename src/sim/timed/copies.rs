@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use crate::sim::links::{FlowId, FlowSpec, LinkId, Links, LinksError};
-use crate::types::{Copy, Direction, EndedCopy, OpId, Rank, RequestId, Time};
+use crate::links::{FlowId, FlowSpec, LinkId, Links, LinksError};
+use kvferry_types::{Copy, Direction, EndedCopy, OpId, Rank, RequestId, Time};
 
 use super::{DIRECTIONS, Seen, TimedSettings, pages};
 

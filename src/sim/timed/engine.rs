@@ -4,8 +4,8 @@ use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
 use std::time::Duration;
 
-use crate::engine::scheduler::{Action, REQUEST_TIMEOUT, Scheduler, Served, WorkKind};
-use crate::types::{Answer, Request, RequestId, SlotId, Time};
+use kvferry_types::{Answer, Request, RequestId, SlotId, Time};
+use kvferry_workload::scheduler::{Action, REQUEST_TIMEOUT, Scheduler, Served, WorkKind};
 
 use super::agenda::Agenda;
 use super::compute::Device;

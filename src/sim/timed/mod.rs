@@ -1,7 +1,7 @@
 //! Replay in virtual time: one engine, its workers and their leader as one discrete-event simulation.
 //!
 //! Leader, workers and scheduler are the state machines of the live system. A copy takes the bandwidth that its link
-//! gives it ([`crate::sim::links`]), a message takes a fixed time, prefill and decoding take the times of the settings.
+//! gives it ([`crate::links`]), a message takes a fixed time, prefill and decoding take the times of the settings.
 //! Nothing else takes time, and nothing sleeps: the clock jumps to the earliest pending event or deadline. Of several
 //! events at one time, copies end first, then messages arrive in the order in which they were sent, then timeouts fire,
 //! then prompts arrive. Equal input therefore gives equal output, to the last bit.
@@ -20,16 +20,16 @@ mod settings;
 #[cfg(test)]
 mod tests;
 
-use crate::core::{
+use crate::sequential::{ENGINE, attach};
+use kvferry_core::{
     BatchId, Effect, Event, Leader, MemoryBounds, RUNNING_COPIES_MAX, Refusal, Worker,
     WorkerEffect, WorkerEvent, WorkerSettings,
 };
-use crate::engine::scheduler::{Scheduler, Served};
-use crate::sim::sequential::{ENGINE, attach};
-use crate::types::{
+use kvferry_types::{
     Answer, AttachId, Copy, Direction, EndedCopy, GroupGeometry, OpId, Rank, Replica, Request,
     RequestId, SlotId, Time, WorkerId,
 };
+use kvferry_workload::scheduler::{Scheduler, Served};
 
 use agenda::Agenda;
 use copies::Copies;

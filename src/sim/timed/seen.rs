@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::sim::links::Utilisation;
+use crate::links::Utilisation;
 
 /// Measurements in virtual time. Lists are in the order of the events.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use crate::engine::scheduler::Prompt;
-use crate::types::Time;
+use kvferry_types::Time;
+use kvferry_workload::scheduler::Prompt;
 
 use super::Prefill;
 

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::core::{AnchorKey, LeaderSettings};
-use crate::engine::scheduler::Prompt;
-use crate::types::{Epoch, GroupId, PageHashes, Ratio};
+use kvferry_core::{AnchorKey, LeaderSettings};
+use kvferry_types::{Epoch, GroupId, PageHashes, Ratio};
+use kvferry_workload::scheduler::Prompt;
 
 use super::*;
 

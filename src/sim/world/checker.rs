@@ -6,8 +6,8 @@ use super::env::expected;
 use super::leader::LeaderProcess;
 use super::storage::Storage;
 use super::{Who, World};
-use crate::core::{BlockView, CANCELS_MAX, TierKey};
-use crate::types::{Generation, OpId, Shard};
+use kvferry_core::{BlockView, CANCELS_MAX, TierKey};
+use kvferry_types::{Generation, OpId, Shard};
 
 /// An arena with fewer pages has its contents checked at every check, one of `n` pages at one of `n / PAGES_AT_ONCE +
 /// 1` checks.
@@ -26,7 +26,7 @@ impl World {
         self.checks += 1;
         let leader = self.leader.state.as_ref();
         let pool = leader.and_then(|leader| leader.core().pool());
-        let capacity = pool.map_or(0, crate::core::Pool::capacity_pages);
+        let capacity = pool.map_or(0, kvferry_core::Pool::capacity_pages);
         let turns = u64::from(capacity / PAGES_AT_ONCE + 1);
         let contents = self.checks.is_multiple_of(turns);
         match self.check_leader(contents) {

@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use super::net::{ConnectionId, End, Heard};
 use super::{Env, Who};
-use crate::protocol::{Envelope, Header, Hello, Message, Role, VERSION_MIN, decode};
-use crate::session::{ClientEvent, ClientRequest, ClientSession, ClientTimes, Failure};
-use crate::types::{EngineId, Epoch, LinkId, RequestId, Time, WorkerId};
+use kvferry_protocol::{Envelope, Header, Hello, Message, Role, VERSION_MIN, decode};
+use kvferry_session::{ClientEvent, ClientRequest, ClientSession, ClientTimes, Failure};
+use kvferry_types::{EngineId, Epoch, LinkId, RequestId, Time, WorkerId};
 
 /// Silence after which a side is pinged. After three times that without a message, the connection counts as lost.
 pub(super) const HEARTBEAT: Duration = Duration::from_millis(20);

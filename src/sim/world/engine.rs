@@ -13,12 +13,12 @@ use super::saboteur::Lie;
 use super::setup::Shape;
 use super::storage::TORN;
 use super::{Env, Happening, Who};
-use crate::engine::scheduler::{Action, Prompt, Scheduler, WorkKind};
-use crate::protocol::{Abandon, Message, Register, Role, Written};
-use crate::types::{
+use kvferry_protocol::{Abandon, Message, Register, Role, Written};
+use kvferry_types::{
     Answer, Attention, EngineId, GroupId, Nonce, Rank, Registration, Replica, Request, RequestId,
     ResetScope, SlotId, Time, WorkerId,
 };
+use kvferry_workload::scheduler::{Action, Prompt, Scheduler, WorkKind};
 
 /// Interval at which an engine repeats an unanswered request.
 const AGAIN: Duration = Duration::from_millis(12);

@@ -15,9 +15,9 @@ use super::saboteur::Lie;
 use super::setup::{CELL_BYTES, Setup, Shape, pick};
 use super::storage::{CONTENT_MIN, Content, Depot, EMPTY, NOWHERE, Storage};
 use super::{Counts, Happening};
-use crate::core::{Domain, Refusal};
-use crate::protocol::HEADER_BYTES;
-use crate::types::{
+use kvferry_core::{Domain, Refusal};
+use kvferry_protocol::HEADER_BYTES;
+use kvferry_types::{
     Answer, Copy, DepotId, Direction, DomainId, EngineId, Epoch, Fingerprint, GroupGeometry,
     GroupId, Rank, RequestId, Shard, Time, WorkerId,
 };

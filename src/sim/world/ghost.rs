@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use super::roster::Roster;
 use super::worker::TouchedPages;
-use crate::core::Refusal;
-use crate::types::{
+use kvferry_core::Refusal;
+use kvferry_types::{
     Answer, Copy, Direction, DomainId, EngineId, Epoch, Fingerprint, OpId, Request, RequestId,
     ResetScope, Time, WorkerId,
 };

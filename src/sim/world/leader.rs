@@ -8,10 +8,10 @@ use super::net::{ConnectionId, Heard};
 use super::saboteur::Lie;
 use super::server::{Noticed, Server, connection, peer};
 use super::{Env, Who};
-use crate::core::{Attached, Effect, Event, Leader, LeaderSettings, Refusal, TierKey};
-use crate::protocol::{ErrorCode, Message, Role};
-use crate::shell::{LeaderHost, LeaderShell, Peers};
-use crate::types::{Epoch, PeerId, RequestId, Time, WorkerId};
+use kvferry_core::{Attached, Effect, Event, Leader, LeaderSettings, Refusal, TierKey};
+use kvferry_protocol::{ErrorCode, Message, Role};
+use kvferry_shell::{LeaderHost, LeaderShell, Peers};
+use kvferry_types::{Epoch, PeerId, RequestId, Time, WorkerId};
 
 /// One incarnation of the leader.
 #[derive(Debug)]

@@ -8,8 +8,8 @@ use super::faults::Fault;
 use super::leader::LeaderProcess;
 use super::worker::WorkerProcess;
 use super::{ANCHOR_KEY, Happening, Process, Who, World, trouble};
-use crate::core::LeaderSettings;
-use crate::types::{Epoch, Ratio};
+use kvferry_core::LeaderSettings;
+use kvferry_types::{Epoch, Ratio};
 
 impl World {
     pub(super) fn begin_process(&mut self, who: Who) {

@@ -41,8 +41,8 @@ use std::time::Duration;
 
 use siphasher::sip128::Hasher128;
 
-use crate::core::{AnchorKey, TierKey};
-use crate::types::{Epoch, OpId, Replica, Time, WorkerId};
+use kvferry_core::{AnchorKey, TierKey};
+use kvferry_types::{Epoch, OpId, Replica, Time, WorkerId};
 
 pub use counts::Counts;
 use engine::EngineProcess;
@@ -207,7 +207,7 @@ impl World {
         let places = replicas.flat_map(|replica| {
             (0..ranks).map(move |rank| WorkerId {
                 replica,
-                rank: crate::types::Rank(rank),
+                rank: kvferry_types::Rank(rank),
             })
         });
         Self {

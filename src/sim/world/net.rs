@@ -13,8 +13,8 @@ use super::faults::{Fault, FaultCounts};
 use super::queue::Queue;
 use super::setup::Chances;
 use super::{Happening, Who};
-use crate::protocol::{HEADER_BYTES, Header, decode};
-use crate::types::Time;
+use kvferry_protocol::{HEADER_BYTES, Header, decode};
+use kvferry_types::Time;
 
 /// Id of a connection, never reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]

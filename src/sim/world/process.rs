@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use super::Happening;
-use crate::types::Time;
+use kvferry_types::Time;
 
 #[derive(Debug)]
 pub(super) struct Process<S> {

@@ -6,7 +6,7 @@ use std::hash::Hasher;
 use siphasher::sip128::{Hasher128, SipHasher24};
 
 use super::Env;
-use crate::types::PageHashes;
+use kvferry_types::PageHashes;
 
 /// Branches of a family, its trunk included.
 const BRANCHES: u64 = 4;

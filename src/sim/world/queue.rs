@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-use crate::types::Time;
+use kvferry_types::Time;
 
 /// Future events, and the present time.
 #[derive(Debug)]

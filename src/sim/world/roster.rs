@@ -2,8 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::core::{ARENA_PAGES_MAX, EngineMemory, Pool, TierKey};
-use crate::types::{DepotId, EngineId, Replica, Shard, WorkerId};
+use kvferry_core::{ARENA_PAGES_MAX, EngineMemory, Pool, TierKey};
+use kvferry_types::{DepotId, EngineId, Replica, Shard, WorkerId};
 
 /// The admitted workers of one leader.
 #[derive(Debug, Default)]

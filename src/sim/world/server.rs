@@ -6,9 +6,9 @@ use std::time::Duration;
 use super::Env;
 use super::client::HEARTBEAT;
 use super::net::{ConnectionId, End, Heard};
-use crate::protocol::{Envelope, Hello, Message, Role};
-use crate::session::{Encoded, ServerEvent, ServerHost, ServerSession, ServerSettings};
-use crate::types::{Epoch, PeerId, RequestId, Time};
+use kvferry_protocol::{Envelope, Hello, Message, Role};
+use kvferry_session::{Encoded, ServerEvent, ServerHost, ServerSession, ServerSettings};
+use kvferry_types::{Epoch, PeerId, RequestId, Time};
 
 /// The sessions of all clients of a process.
 #[derive(Debug)]

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use fastrand::Rng;
 
-use crate::types::{Epoch, Sharding};
+use kvferry_types::{Epoch, Sharding};
 
 /// Number of draws for process faults; see `trouble`.
 pub(super) const TROUBLES: u8 = 14;

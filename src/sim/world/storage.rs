@@ -8,7 +8,7 @@
 use std::ops::Range;
 
 use super::setup::{CELL_BYTES, Shape};
-use crate::types::{
+use kvferry_types::{
     DepotId, Epoch, INVENTORY_SLOT_BYTES, PageRecord, PageRun, Record, Scope, Stored,
 };
 

@@ -5,7 +5,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::*;
-use crate::types::{EngineId, Request, RequestId, SlotId};
+use kvferry_types::{EngineId, Request, RequestId, SlotId};
 
 /// Steps of the short runs.
 const SHORT: u64 = 2000;
@@ -119,7 +119,7 @@ fn asked(ghost: &mut ghost::Ghost, engine: EngineId, all_clear: bool) {
         slot: SlotId(1),
         first_page: 0,
         more: None,
-        source: crate::types::PageList::default(),
+        source: kvferry_types::PageList::default(),
     };
     let question = ghost::Question {
         left: Duration::from_millis(10),

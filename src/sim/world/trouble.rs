@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::faults::Fault;
 use super::setup::{Chances, TROUBLES, pick};
 use super::{Happening, LIVENESS_BOUND, QUIET_STEPS_MAX, Who, World};
-use crate::types::{Rank, Replica, WorkerId};
+use kvferry_types::{Rank, Replica, WorkerId};
 
 /// The fault that counts the pauses of a process.
 pub(super) fn pause_of(who: Who) -> Fault {

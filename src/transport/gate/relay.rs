@@ -11,9 +11,9 @@ use tokio::sync::{Notify, OwnedSemaphorePermit};
 use tokio::time::timeout;
 
 use super::{CHUNK_BYTES, ClientReader, Gate, OpenPeer};
-use crate::transport::listener::Event;
-use crate::transport::zmtp::{self, Item, Parser, PingContext};
-use crate::transport::{CloseReason, Violation};
+use crate::listener::Event;
+use crate::zmtp::{self, Item, Parser, PingContext};
+use crate::{CloseReason, Violation};
 
 /// The latest unanswered PING. One is enough, because a PONG only proves liveness.
 #[derive(Default)]

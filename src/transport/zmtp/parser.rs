@@ -4,11 +4,11 @@ use super::{
     COMMAND_BYTES_MAX, FLAG_COMMAND, FLAG_LONG, FLAG_MORE, GREETING_BYTES, HEAD_BYTES_MAX,
     PING_CONTEXT_BYTES_MAX, Part, PingContext, Violation, check_part,
 };
-use crate::transport::Limits;
+use crate::Limits;
 
 /// An item found by the parser.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in crate::transport) enum Item<'a> {
+pub(crate) enum Item<'a> {
     /// The greeting is complete and acceptable.
     Greeting,
     /// A valid READY of a DEALER.
@@ -35,7 +35,7 @@ enum State {
 
 /// Parses one direction of a connection. After an `Err` the parser must not be used again.
 #[derive(Debug)]
-pub(in crate::transport) struct Parser {
+pub(crate) struct Parser {
     state: State,
     /// Buffered bytes of a greeting, a head or a command.
     held: Vec<u8>,
@@ -46,7 +46,7 @@ pub(in crate::transport) struct Parser {
 
 impl Parser {
     /// A parser for a client's stream from its start.
-    pub(in crate::transport) fn client(limits: &Limits) -> Self {
+    pub(crate) fn client(limits: &Limits) -> Self {
         Self {
             state: State::Greeting,
             held: Vec::with_capacity(GREETING_BYTES),
@@ -57,7 +57,7 @@ impl Parser {
     }
 
     /// A parser for a stream after its handshake.
-    pub(in crate::transport) fn traffic(limits: &Limits) -> Self {
+    pub(crate) fn traffic(limits: &Limits) -> Self {
         Self {
             state: State::Head,
             ready: true,
@@ -66,10 +66,7 @@ impl Parser {
     }
 
     /// Consumes bytes from the front of `input` until an item is found; `None` when all bytes are consumed.
-    pub(in crate::transport) fn next<'a>(
-        &mut self,
-        input: &mut &'a [u8],
-    ) -> Result<Option<Item<'a>>, Violation> {
+    pub(crate) fn next<'a>(&mut self, input: &mut &'a [u8]) -> Result<Option<Item<'a>>, Violation> {
         loop {
             let found = match self.state {
                 State::Greeting => self.greeting(input)?,

@@ -5,7 +5,7 @@ use super::{
 };
 
 /// Returns a greeting of ZMTP 3.0 with the NULL mechanism.
-pub(in crate::transport) fn greeting() -> [u8; GREETING_BYTES] {
+pub(crate) fn greeting() -> [u8; GREETING_BYTES] {
     let mut bytes = [0; GREETING_BYTES];
     bytes[0] = 0xff;
     bytes[8] = 1;
@@ -16,7 +16,7 @@ pub(in crate::transport) fn greeting() -> [u8; GREETING_BYTES] {
 }
 
 /// Returns a READY command with a socket type and, if not empty, an identity of at most 200 bytes.
-pub(in crate::transport) fn ready(socket_type: &str, identity: &[u8]) -> Vec<u8> {
+pub(crate) fn ready(socket_type: &str, identity: &[u8]) -> Vec<u8> {
     let mut body = Vec::with_capacity(64);
     put_string(&mut body, b"READY");
     put_property(&mut body, b"Socket-Type", socket_type.as_bytes());
@@ -27,7 +27,7 @@ pub(in crate::transport) fn ready(socket_type: &str, identity: &[u8]) -> Vec<u8>
 }
 
 /// Returns the PONG command that answers a PING.
-pub(in crate::transport) fn pong(context: &PingContext) -> Vec<u8> {
+pub(crate) fn pong(context: &PingContext) -> Vec<u8> {
     let mut body = Vec::with_capacity(32);
     put_string(&mut body, b"PONG");
     body.extend_from_slice(&context.bytes[..context.len]);
@@ -35,7 +35,7 @@ pub(in crate::transport) fn pong(context: &PingContext) -> Vec<u8> {
 }
 
 /// Appends the frame head of a message part.
-pub(in crate::transport) fn put_head(out: &mut Vec<u8>, part: Part, bytes: u64) {
+pub(crate) fn put_head(out: &mut Vec<u8>, part: Part, bytes: u64) {
     let more = match part {
         Part::Header => FLAG_MORE,
         Part::Body => 0,

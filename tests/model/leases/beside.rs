@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use kvferry::core::{AnchorKey, Attached, Effect, EngineMemory, Event, Leader, LeaderSettings};
-use kvferry::types::{
+use kvferry_core::{AnchorKey, Attached, Effect, EngineMemory, Event, Leader, LeaderSettings};
+use kvferry_types::{
     Answer, AttachId, Copy, DepotId, Direction, Epoch, GroupGeometry, GroupId, OpId, PageHashes,
     Rank, Ratio, Replica, Request, RequestId, Time, WorkerId,
 };

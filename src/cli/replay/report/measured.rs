@@ -4,7 +4,7 @@
 use schemars::JsonSchema;
 use serde::Serialize;
 
-use crate::sim::timed::{LinkUse, Seen, TimedSettings};
+use kvferry_sim::timed::{LinkUse, Seen, TimedSettings};
 
 use super::{Report, percentile};
 

@@ -1,6 +1,6 @@
 //! The report as a table.
 
-use crate::types::ByteSize;
+use kvferry_types::ByteSize;
 
 use super::{Report, Tokens};
 

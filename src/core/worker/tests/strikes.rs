@@ -18,7 +18,7 @@ fn a_strike_of_another_epoch_strikes_nothing() {
     assert_eq!(strike(2), [stale(2, 1)]);
     assert_eq!(strike(0), [stale(0, 1)]);
     let id = ResetId(3);
-    let through = crate::types::Stored {
+    let through = kvferry_types::Stored {
         epoch: Epoch(1),
         generation: Generation(9),
     };

@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use super::super::{CopyJob, Direction};
-use crate::memory::buffer::SharedBuffer;
-use crate::memory::depot::Depot;
-use crate::memory::engine_memory::EngineMemory;
-use crate::memory::layout::PageLayout;
-use crate::memory::registration::validate;
-use crate::types::{
+use crate::buffer::SharedBuffer;
+use crate::depot::Depot;
+use crate::engine_memory::EngineMemory;
+use crate::layout::PageLayout;
+use crate::registration::validate;
+use kvferry_types::{
     Allocation, AllocationHandle, AllocationKind, Attention, FragmentPair, GroupId, Nonce, Rank,
     Registration, TensorRole, TensorView,
 };

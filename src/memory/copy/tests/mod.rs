@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use self::bench::{Bench, Layout, Shape};
 use super::plan::CopyRange;
 use super::*;
-use crate::types::{PageList, PageRun};
+use kvferry_types::{PageList, PageRun};
 
 fn pair(src: &[(u32, u32)], dst: &[(u32, u32)]) -> FragmentPair {
     let list = |runs: &[(u32, u32)]| {

@@ -8,7 +8,7 @@ use super::super::ghost::Touched;
 use super::super::saboteur::Lie;
 use super::super::storage::TORN;
 use super::super::{Env, Happening};
-use crate::types::{Copy, Direction, EndedCopy, OpId, Shard, WorkerId};
+use kvferry_types::{Copy, Direction, EndedCopy, OpId, Shard, WorkerId};
 
 /// A running copy.
 #[derive(Debug)]
@@ -232,12 +232,12 @@ impl Copies {
 
 /// The pages that a copy touches.
 #[derive(Debug)]
-pub(in crate::sim::world) struct TouchedPages<'a> {
-    pub(in crate::sim::world) worker: WorkerId,
-    pub(in crate::sim::world) shard: Shard,
-    pub(in crate::sim::world) life: u32,
-    pub(in crate::sim::world) copy: &'a Copy,
-    pub(in crate::sim::world) pages: &'a [(u32, u32)],
+pub(in crate::world) struct TouchedPages<'a> {
+    pub(in crate::world) worker: WorkerId,
+    pub(in crate::world) shard: Shard,
+    pub(in crate::world) life: u32,
+    pub(in crate::world) copy: &'a Copy,
+    pub(in crate::world) pages: &'a [(u32, u32)],
     /// Cells of one depot page.
-    pub(in crate::sim::world) cells: u32,
+    pub(in crate::world) cells: u32,
 }

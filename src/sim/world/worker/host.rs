@@ -9,9 +9,9 @@ use super::super::server::{Server, connection};
 use super::super::storage::{Hold, Storage};
 use super::super::{Env, Happening};
 use super::copies::Copies;
-use crate::protocol::{ErrorBody, ErrorCode, Inventory, Message, ReadInventory};
-use crate::shell::{Fatal, Peers, Registering, WorkerHost};
-use crate::types::{
+use kvferry_protocol::{ErrorBody, ErrorCode, Inventory, Message, ReadInventory};
+use kvferry_shell::{Fatal, Peers, Registering, WorkerHost};
+use kvferry_types::{
     Copy, DepotId, EngineId, Epoch, GroupGeometry, LinkId, OpId, PageRun, PeerId, Record,
     Registration, RequestId, Scope, Stored, Time, WorkerId,
 };

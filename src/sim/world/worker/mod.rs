@@ -7,10 +7,10 @@ use super::client::{self, Client};
 use super::net::{ConnectionId, End, Heard};
 use super::server::{self, Server, peer};
 use super::{Env, Who};
-use crate::core::{Worker, WorkerSettings};
-use crate::protocol::{ErrorBody, Message, Role};
-use crate::shell::{Fatal, WorkerFailure, WorkerShell};
-use crate::types::{EngineId, Epoch, OpId, Time, WorkerId};
+use kvferry_core::{Worker, WorkerSettings};
+use kvferry_protocol::{ErrorBody, Message, Role};
+use kvferry_shell::{Fatal, WorkerFailure, WorkerShell};
+use kvferry_types::{EngineId, Epoch, OpId, Time, WorkerId};
 
 pub(super) use copies::TouchedPages;
 use host::{Host, Parts};

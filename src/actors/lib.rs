@@ -1,0 +1,30 @@
+//! The live system: thin actors around the core. Actors own threads, timers, sockets and processes, and decide nothing.
+//!
+//! * `leader`: runs a [`kvferry_shell::LeaderShell`];
+//! * `worker`: runs a [`kvferry_shell::WorkerShell`], with the leader and the engine ranks as its peers;
+//! * `transfer`: runs copies on threads of its own and reports their ends;
+//! * `gpu`: the GPU of a worker's engine, and engine memory on the host or on that GPU;
+//! * `processes`: handles to the processes of peers;
+//! * `pool`: prefaults a worker's depot, with progress;
+//! * `teller`: reports a worker's progress and problems to the leader;
+//! * `supervision`: starts the other actors, and ends the process when one of them fails;
+//! * `mailbox`: credits for mailboxes, which have no bound of their own.
+
+#![forbid(unsafe_code)]
+
+mod gpu;
+mod leader;
+mod mailbox;
+mod pool;
+mod processes;
+mod supervision;
+mod teller;
+mod transfer;
+mod worker;
+
+pub use gpu::EngineSide;
+pub use leader::{EndWorker, LeaderArguments, LeaderHandle, RaiseEpoch};
+pub use pool::PoolSettings;
+pub use supervision::{ProcessHandle, run_leader, run_worker};
+pub use transfer::{TransferActor, TransferArguments, TransferMessage};
+pub use worker::WorkerArguments;

@@ -1,0 +1,73 @@
+//! What the measurements share: page hashes, and processes with clients.
+
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::Stdio;
+use std::sync::Arc;
+
+use tempfile::TempDir;
+use tokio::process::{Child, Command};
+use tokio::sync::mpsc;
+
+use crate::error::CommandError;
+use kvferry_protocol::{Hello, Role, VERSION, VERSION_MIN};
+use kvferry_transport::{Address, Client, ClientSettings, Incoming, Limits, ZmqTransport};
+use kvferry_types::EngineId;
+
+/// Bytes of a page hash.
+pub const HASH_BYTES: usize = 16;
+/// The engine that owns the pages.
+pub const ENGINE: EngineId = EngineId([7; 16]);
+/// The packed page hashes of a prompt. Equal arguments give equal hashes.
+pub fn hashes(prompt: u64, pages: u32) -> Vec<u8> {
+    let mut bytes = vec![0; pages as usize * HASH_BYTES];
+    fastrand::Rng::with_seed(prompt).fill(&mut bytes);
+    bytes
+}
+
+/// Creates a folder for sockets, removed when the returned value is dropped.
+pub fn folder() -> Result<TempDir, CommandError> {
+    let owner_only = Permissions::from_mode(0o700);
+    let folder = tempfile::Builder::new()
+        .prefix("kvferry-bench-")
+        .permissions(owner_only)
+        .tempdir();
+    folder.map_err(CommandError::failed)
+}
+
+/// Starts this program as a process that ends with this one.
+pub fn process(arguments: &[&str], folder: &Path) -> Result<Child, CommandError> {
+    let program = std::env::current_exe().map_err(CommandError::failed)?;
+    let child = Command::new(program)
+        .args(arguments)
+        .arg(folder)
+        .stdin(Stdio::piped())
+        .kill_on_drop(true)
+        .spawn();
+    child.map_err(CommandError::failed)
+}
+
+/// The introduction of a client of the measurements.
+pub fn hello(role: Role) -> Hello {
+    Hello {
+        version_min: VERSION_MIN,
+        version_max: VERSION,
+        role,
+        engine: ENGINE.0,
+        rank: 0,
+        replica: 0,
+        features: 0,
+        name: "bench".to_owned(),
+    }
+}
+
+/// Connects to the server that listens in a directory.
+pub fn client(address: Address, role: Role) -> (Client, mpsc::Receiver<Incoming>) {
+    let settings = ClientSettings {
+        address,
+        hello: hello(role),
+        limits: Limits::default(),
+    };
+    Client::start(Arc::new(ZmqTransport), settings)
+}

@@ -1,0 +1,17 @@
+//! The reference engine: a paged prefix cache driven by a trace, a client of the public protocol like any other.
+//!
+//! `fleet` and `driver` run the scheduler of [`kvferry_workload`] against a leader. `rank`, `speaker`, `owed`, `layout`,
+//! `memory` and `pipe` run rank processes, whose memory holds bytes that can be verified.
+
+#![forbid(unsafe_code)]
+
+mod driver;
+pub mod fleet;
+pub mod layout;
+pub mod memory;
+pub mod observed;
+mod owed;
+pub mod pipe;
+pub mod rank;
+pub mod rank_pipe;
+mod speaker;

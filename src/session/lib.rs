@@ -1,0 +1,21 @@
+//! Connections between processes, without sockets, clocks or async: hello, admission, credits, retries.
+//!
+//! A session receives the frames of its peers and the time, and sends frames through its *host*: the transport
+//! implements it with sockets, the simulator with its network.
+
+#![forbid(unsafe_code)]
+
+mod admission;
+mod client;
+mod server;
+#[cfg(test)]
+mod tests;
+
+pub use admission::{HELLO_DEADLINE, STRANGERS_MAX};
+pub use client::{
+    CLIENT_OPEN_MAX, CONNECT_TIMEOUT, ClientEvent, ClientRequest, ClientSession, ClientTimes,
+    Failure,
+};
+pub use server::{
+    Encoded, ServerEvent, ServerHost, ServerSession, ServerSettings, encode_order, encode_reply,
+};

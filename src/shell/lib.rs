@@ -1,0 +1,15 @@
+//! Translation between messages and the core, without sockets, clocks, threads or async.
+//!
+//! A shell receives messages of peers, steps the core with events, and sends messages for the core's effects. Every
+//! difference between a live process and a simulated one is behind a trait, the shell's *host*: the actors implement it
+//! with sockets and processes, the simulator with its network and its faults. Both therefore run the same translation.
+
+#![forbid(unsafe_code)]
+
+mod holder;
+mod leader;
+mod worker;
+
+pub use holder::{Holder, InUse, Peers};
+pub use leader::{LeaderHost, LeaderShell};
+pub use worker::{Fatal, Registering, STRIKE_SLICE_SLOTS, WorkerFailure, WorkerHost, WorkerShell};

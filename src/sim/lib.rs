@@ -1,0 +1,8 @@
+//! Simulations: the state machines of the live system without processes, in virtual time.
+
+#![forbid(unsafe_code)]
+
+pub mod links;
+pub mod sequential;
+pub mod timed;
+pub mod world;

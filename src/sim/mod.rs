@@ -1,6 +1,0 @@
-//! Simulations: the state machines of the live system without processes, in virtual time.
-
-pub mod links;
-pub mod sequential;
-pub mod timed;
-pub mod world;

@@ -1,0 +1,206 @@
+//! `kvferry-tools bench lookup`
+
+use std::collections::HashMap;
+use std::hint::black_box;
+use std::time::{Duration, Instant};
+
+use kvferry::cli::bench::percentiles;
+use kvferry::cli::say;
+use kvferry::error::CommandError;
+use kvferry_core::Pool;
+
+use super::filled::FilledLeader;
+use kvferry::cli::bench::rig::{HASH_BYTES, hashes};
+
+/// Bytes that are written before a cold lookup to empty the caches: several times the largest last-level cache of one
+/// core.
+const EVICT_BYTES: usize = 128 << 20;
+const LINE_WORDS: usize = 8;
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct Arguments {
+    /// Pages that the leader holds, rounded up to whole prompts.
+    #[arg(long, value_delimiter = ',', default_value = "10000,1000000,10000000")]
+    pages: Vec<u32>,
+    /// Pages of a prompt.
+    #[arg(long, default_value = "2048", value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    prompt_pages: u32,
+    /// Lookups of each kind.
+    #[arg(long, default_value = "200", value_parser = clap::value_parser!(u32).range(10..=100_000))]
+    rounds: u32,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Latencies of lookups of whole prompts, in microseconds.
+#[derive(Debug, serde::Serialize)]
+struct Row {
+    pages: u64,
+    blocks: u32,
+    /// Whether the caches were emptied before each lookup; otherwise they hold what lookups of other prompts left.
+    cold: bool,
+    lookup_p50_us: f64,
+    lookup_p99_us: f64,
+    plain_p50_us: f64,
+    plain_p99_us: f64,
+    lookup_to_plain: f64,
+}
+
+#[derive(Debug, serde::Serialize)]
+struct Report {
+    rows: Vec<Row>,
+    /// Ratio of the latencies of cold lookups: most pages to fewest pages.
+    growth: f64,
+    plain_growth: f64,
+}
+
+impl Arguments {
+    pub(crate) fn run(self) -> Result<(), CommandError> {
+        let mut rows = Vec::new();
+        for pages in &self.pages {
+            self.measure(*pages, &mut rows)?;
+        }
+        let cold: Vec<&Row> = rows.iter().filter(|row| row.cold).collect();
+        let growth = |value: fn(&Row) -> f64| match (cold.first(), cold.last()) {
+            (Some(first), Some(last)) => value(last) / value(first),
+            _ => 0.0,
+        };
+        let report = Report {
+            growth: growth(|row| row.lookup_p50_us),
+            plain_growth: growth(|row| row.plain_p50_us),
+            rows,
+        };
+        if self.json {
+            say(&serde_json::to_string_pretty(&report).map_err(CommandError::failed)?);
+            return Ok(());
+        }
+        say(&format!(
+            "Lookups of {} pages, from the bytes of the request to the answer, beside as many probes of a hash map and",
+            self.prompt_pages
+        ));
+        say("compares of 16 bytes with a plain array.");
+        say("   pages   blocks  caches  lookup p50       p99    plain p50       p99  lookup/plain");
+        for row in &report.rows {
+            say(&format!(
+                "{:>8} {:>8}  {:<6}  {:>7.1} us {:>9.1}  {:>8.1} us {:>9.1}  {:>12.2}",
+                row.pages,
+                row.blocks,
+                if row.cold { "empty" } else { "in use" },
+                row.lookup_p50_us,
+                row.lookup_p99_us,
+                row.plain_p50_us,
+                row.plain_p99_us,
+                row.lookup_to_plain
+            ));
+        }
+        say(&format!(
+            "From the fewest to the most pages, empty caches: {:.2} times as long; plain {:.2}.",
+            report.growth, report.plain_growth
+        ));
+        Ok(())
+    }
+
+    fn measure(&self, pages: u32, rows: &mut Vec<Row>) -> Result<(), CommandError> {
+        let prompts = u64::from(pages.div_ceil(self.prompt_pages)).max(1);
+        let mut leader = FilledLeader::new(prompts, self.prompt_pages)?;
+        let plain = Plain::of(leader.pool()?);
+        let mut caches = vec![0_u64; EVICT_BYTES / size_of::<u64>()];
+        let mut rng = fastrand::Rng::with_seed(2);
+        for cold in [false, true] {
+            let (mut looked_up, mut probed) = (Vec::new(), Vec::new());
+            let warm_up = self.rounds / 10;
+            for round in 0..self.rounds + warm_up {
+                let prompt = rng.u64(0..prompts);
+                if cold {
+                    evict(&mut caches);
+                }
+                let encoded = leader.encoded(prompt)?;
+                let lookup = leader.lookup(&encoded)?.whole;
+                leader.finish(prompt)?;
+                if cold {
+                    evict(&mut caches);
+                }
+                let probes = plain.lookup(&hashes(prompt, self.prompt_pages))?;
+                if round >= warm_up {
+                    looked_up.push(lookup.as_secs_f64() * 1e6);
+                    probed.push(probes.as_secs_f64() * 1e6);
+                }
+            }
+            let (lookup_p50_us, lookup_p99_us) = percentiles(looked_up);
+            let (plain_p50_us, plain_p99_us) = percentiles(probed);
+            rows.push(Row {
+                pages: prompts * u64::from(self.prompt_pages),
+                blocks: leader.pool()?.live_blocks(),
+                cold,
+                lookup_p50_us,
+                lookup_p99_us,
+                plain_p50_us,
+                plain_p99_us,
+                lookup_to_plain: lookup_p50_us / plain_p50_us,
+            });
+        }
+        Ok(())
+    }
+}
+
+/// Writes to every cache line of a buffer that is larger than the caches.
+fn evict(caches: &mut [u64]) {
+    for word in caches.iter_mut().step_by(LINE_WORDS) {
+        *word += 1;
+    }
+    black_box(caches);
+}
+
+/// The floor: a map of the standard library from the hash of a block's first page to the block's place, and one array
+/// of the hashes of all pages, in the order of the pool.
+struct Plain {
+    blocks: HashMap<u128, (u32, u32)>,
+    pages: Vec<u128>,
+}
+
+impl Plain {
+    fn of(pool: &Pool) -> Self {
+        let mut plain = Self {
+            blocks: HashMap::new(),
+            pages: vec![0; pool.capacity_pages() as usize],
+        };
+        for block in pool.view() {
+            let start = block.start as usize;
+            plain
+                .blocks
+                .insert(block.fingerprints[0].0, (block.start, block.ready));
+            for (page, held) in plain.pages[start..].iter_mut().zip(block.fingerprints) {
+                *page = held.0;
+            }
+        }
+        plain
+    }
+
+    /// Time to find every page.
+    fn lookup(&self, hashes: &[u8]) -> Result<Duration, CommandError> {
+        let begun = Instant::now();
+        let (hashes, _) = hashes.as_chunks::<HASH_BYTES>();
+        let mut found = 0;
+        while let Some(first) = hashes.get(found) {
+            let Some((start, pages)) = self.blocks.get(&u128::from_be_bytes(*first)) else {
+                break;
+            };
+            let held = &self.pages[*start as usize..][..*pages as usize];
+            let asked = hashes[found..]
+                .iter()
+                .map(|hash| u128::from_be_bytes(*hash));
+            let equal = held
+                .iter()
+                .zip(asked)
+                .take_while(|(held, asked)| *held == asked);
+            found += equal.count();
+        }
+        let took = begun.elapsed();
+        if black_box(found) == hashes.len() {
+            Ok(took)
+        } else {
+            Err(CommandError::Failed(format!("found {found} pages")))
+        }
+    }
+}

@@ -1,0 +1,44 @@
+//! `kvferry-tools bench`: measurements of parts. Each is shown beside a floor that is measured in the same run, both
+//! sides in turn.
+
+mod arena;
+mod codec;
+mod filled;
+mod found;
+mod lookup;
+mod reset;
+mod rpc;
+
+use clap::Subcommand;
+
+use kvferry::error::CommandError;
+
+#[derive(Debug, Subcommand)]
+pub(super) enum Command {
+    /// Lookups in a leader that holds many pages, beside plain probes and compares.
+    Lookup(lookup::Arguments),
+    /// Encodes and decodes a transfer order, beside its numbers alone.
+    Codec(codec::Arguments),
+    /// Allocations of an arena that is nearly full, beside a free list; and the memory that a pool takes.
+    Arena(arena::Arguments),
+    /// Resets of many hashes in a leader that holds many pages, and lookups between their slices.
+    Reset(reset::Arguments),
+    /// Round trips to a leader, beside round trips over a bare socket and to a server that is busy as long.
+    Rpc(rpc::Arguments),
+    /// Stands for a leader in `rpc`.
+    #[command(hide = true)]
+    Busy(found::BusyArguments),
+}
+
+impl Command {
+    pub(super) fn run(self) -> Result<(), CommandError> {
+        match self {
+            Self::Lookup(arguments) => arguments.run(),
+            Self::Codec(arguments) => arguments.run(),
+            Self::Arena(arguments) => arguments.run(),
+            Self::Reset(arguments) => arguments.run(),
+            Self::Rpc(arguments) => arguments.run(),
+            Self::Busy(arguments) => arguments.run(),
+        }
+    }
+}

@@ -1,0 +1,264 @@
+//! Transport of messages between processes of one machine.
+//!
+//! Two layers: frames, and on top of them conversations. A [`Server`] accepts hellos and enforces the protocol; a
+//! [`Client`] sends requests, retries them and enforces deadlines.
+//!
+//! A frame has two parts, header and body, which this layer does not interpret. A [`Transport`] makes listeners and
+//! connections. These are the same concrete types for every transport: bounded queues, and a task that moves frames.
+//! [`ZmqTransport`] uses ZMTP 3.0 over `ipc://`, so that any ZMQ library can be a client; its gate checks every byte
+//! before the `zeromq` crate reads it. [`MemoryTransport`] works inside one process with the same events, limits and
+//! errors, for tests and for paused time.
+//!
+//! The frame layer does not reconnect, does not retry frames and does not store them for later: the owner of a
+//! connection decides that.
+
+#![forbid(unsafe_code)]
+
+mod client;
+mod clock;
+mod connection;
+mod directory;
+mod error;
+mod fds;
+mod gate;
+mod listener;
+mod log_limit;
+mod memory;
+mod places;
+mod process;
+mod queue;
+mod server;
+#[cfg(test)]
+#[path = "../../tests/support/skipped.rs"]
+mod skipped;
+mod zmq;
+mod zmtp;
+
+#[cfg(test)]
+mod client_tests;
+#[cfg(test)]
+mod conversation_tests;
+#[cfg(test)]
+mod manners_tests;
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+use std::future::Future;
+use std::path::PathBuf;
+use std::pin::Pin;
+use std::time::Duration;
+
+use bytes::Bytes;
+
+pub use client::{CLIENT_QUEUE, Client, ClientSettings, Incoming};
+pub use clock::Clock;
+pub use connection::{Connection, ConnectionReceiver, ConnectionSender};
+pub use directory::{DirectoryLock, check as check_directory, prepare as prepare_directory};
+pub use error::{CloseReason, Closed, SendError, TransportError};
+pub use fds::{
+    FdError, FdReceiver, TICKET_BYTES, Ticket, UNTAKEN_MAX, UNTAKEN_TTL, send_fd, send_fds,
+};
+pub use listener::{FrameSender, Listener};
+pub use log_limit::SharedLogLimit;
+pub use memory::MemoryTransport;
+pub use server::{Replier, SERVER_BATCH_MAX, Server, ServerEvents};
+pub use zmq::ZmqTransport;
+pub use zmtp::Violation;
+
+pub use kvferry_session::{CLIENT_OPEN_MAX, Failure, STRANGERS_MAX, ServerEvent, ServerSettings};
+pub use kvferry_types::{LinkId, PeerId};
+
+/// Largest [`Limits::header_bytes`] and [`Limits::body_bytes`] together: 256 MiB.
+pub const FRAME_BYTES_MAX: usize = 256 << 20;
+
+/// Smallest charge for a queued frame, in bytes, so that a bound in bytes also bounds the number of frames.
+pub const FRAME_OVERHEAD_BYTES: usize = 256;
+
+/// Most frames queued for one peer, whatever their size.
+pub const PENDING_FRAMES_MAX: usize = 65_536;
+
+/// Connections that a leader accepts beyond those of its workers and one engine for each replica.
+pub const TOOLS_MAX: usize = 32;
+
+/// The unit of transfer: a header and a body that belong together.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Frame {
+    /// First part, at most [`Limits::header_bytes`] long.
+    pub header: Bytes,
+    /// Second part, at most [`Limits::body_bytes`] long; may be empty.
+    pub body: Bytes,
+}
+
+impl Frame {
+    /// Builds a frame from its parts.
+    pub fn new(header: impl Into<Bytes>, body: impl Into<Bytes>) -> Self {
+        Self {
+            header: header.into(),
+            body: body.into(),
+        }
+    }
+}
+
+/// An event of a listener. For each peer: one `Opened`, any number of `Frame`s, one `Closed`, in this order.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ListenerEvent {
+    /// A client completed the handshake; frames can be sent to it from now on.
+    Opened {
+        /// Identifies the connection until its `Closed`.
+        peer: PeerId,
+        /// User of the client's process, as reported by the kernel.
+        uid: u32,
+        /// Process id of the client, as reported by the kernel; `None` if the kernel does not report it.
+        pid: Option<i32>,
+    },
+    /// A client sent a frame within the limits.
+    Frame {
+        /// The sending connection.
+        peer: PeerId,
+        /// The received frame.
+        frame: Frame,
+    },
+    /// The connection is closed. No further event of the peer follows, and sends to it fail.
+    Closed {
+        /// The closed connection.
+        peer: PeerId,
+        /// Why the connection was closed.
+        reason: CloseReason,
+    },
+}
+
+/// Address of a listener.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum Address {
+    /// A directory that belongs to the listening process alone (0700, created if missing), with fixed names for socket
+    /// and lock.
+    Directory(PathBuf),
+    /// A name within one [`MemoryTransport`].
+    Memory(String),
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Directory(path) => write!(f, "ipc:{}", path.display()),
+            Self::Memory(name) => write!(f, "memory:{name}"),
+        }
+    }
+}
+
+/// Limits of a listener or a connection. Both ends should agree on the frame sizes: a frame within the sender's limits
+/// and beyond the receiver's closes the connection.
+///
+/// Worst-case memory of a listener: `pending_bytes` (frames that are not handled yet) + `connections` x
+/// (`pending_bytes` + `header_bytes` + `body_bytes` + 512 KiB of buffers), plus 192 KiB for each of 64 handshakes. With
+/// the defaults: 16 MiB and 24.5 MiB a connection, so 1.6 GiB when each of 64 peers sends half of a longest message and
+/// reads none of its answers, for at most `slow_after`. A [`Server`] decodes the frames that it hands over, at most
+/// `pending_bytes` at a time; decoded lists of small numbers take up to 16 times their bytes, so 256 MiB with the
+/// defaults.
+/// Worst-case memory of a connection: 2 x `pending_bytes` + `header_bytes` + `body_bytes` + 256 KiB.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Limits {
+    /// Longest header in bytes. Default: 256.
+    pub header_bytes: usize,
+    /// Longest body in bytes. Default: 8 MiB, the limit of the protocol.
+    pub body_bytes: usize,
+    /// Most open connections of a listener; further ones are refused. Each takes three file descriptors. Default: 64.
+    pub connections: usize,
+    /// How many of the connections a server reserves for workers and for clients that have not sent a hello. Others are
+    /// refused when only these are left. Default: 0.
+    pub reserved_connections: usize,
+    /// Most bytes queued for one peer, and most bytes queued for the reader of a listener or a connection. A frame
+    /// counts with its length and an overhead of at least [`FRAME_OVERHEAD_BYTES`]. Default: 16 MiB.
+    pub pending_bytes: usize,
+    /// Time limit of the handshake: greeting and READY. Default: 5 s.
+    pub handshake: Duration,
+    /// A peer that reads nothing for this long while bytes wait for it is closed. Default: 10 s.
+    pub slow_after: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            header_bytes: 256,
+            body_bytes: kvferry_protocol::limits::BODY_BYTES_MAX,
+            connections: 64,
+            reserved_connections: 0,
+            pending_bytes: 16 << 20,
+            handshake: Duration::from_secs(5),
+            slow_after: Duration::from_secs(10),
+        }
+    }
+}
+
+impl Limits {
+    /// Returns the limits of a leader's listener: one connection for every worker and every engine, [`TOOLS_MAX`] for
+    /// probes, commands and short-lived engines, and [`STRANGERS_MAX`] for clients that have not sent a hello.
+    pub fn of_leader(ranks: u16, replicas: u16) -> Self {
+        let workers = usize::from(ranks) * usize::from(replicas);
+        let reserved_connections = workers + STRANGERS_MAX;
+        Self {
+            connections: reserved_connections + usize::from(replicas) + TOOLS_MAX,
+            reserved_connections,
+            ..Self::default()
+        }
+    }
+
+    /// Refuses limits that contradict each other or exceed what the queues support, for example when a largest frame
+    /// could never be sent.
+    fn check(&self) -> Result<(), TransportError> {
+        let frame = self.header_bytes.saturating_add(self.body_bytes);
+        if frame > FRAME_BYTES_MAX {
+            return Err(TransportError::Limits(
+                "header_bytes and body_bytes exceed 256 MiB",
+            ));
+        }
+        if self.pending_bytes < frame.saturating_add(self.overhead_bytes()) {
+            return Err(TransportError::Limits(
+                "pending_bytes cannot hold one largest frame",
+            ));
+        }
+        if u32::try_from(self.pending_bytes).is_err() {
+            return Err(TransportError::Limits("pending_bytes exceeds 4 GiB"));
+        }
+        match self.connections {
+            0 => Err(TransportError::Limits("connections is 0")),
+            _ => Ok(()),
+        }
+    }
+
+    /// Charge for each queued frame beside its bytes. Grows with `pending_bytes`, so that at most
+    /// [`PENDING_FRAMES_MAX`] frames fit.
+    fn overhead_bytes(&self) -> usize {
+        FRAME_OVERHEAD_BYTES.max(self.pending_bytes / PENDING_FRAMES_MAX)
+    }
+}
+
+/// A boxed future, so that a transport can be a `dyn Transport`.
+pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
+
+/// Creates listeners and connections. Needs a tokio runtime with I/O and time.
+pub trait Transport: Send + Sync + 'static {
+    /// Listens at `address` until the listener is dropped.
+    ///
+    /// # Errors
+    /// [`TransportError`]: an address of another transport, contradictory limits, a directory that other users can
+    /// access, an address in use, or a failed system call.
+    fn listen<'a>(
+        &'a self,
+        address: &'a Address,
+        limits: Limits,
+    ) -> BoxFuture<'a, Result<Listener, TransportError>>;
+
+    /// Connects to the listener at `address`, waiting at most `deadline` for it to appear. On return, the listener's
+    /// `Opened` is queued.
+    ///
+    /// # Errors
+    /// [`TransportError`]: as for `listen`, no listener by the deadline, or refused by the listener.
+    fn connect<'a>(
+        &'a self,
+        address: &'a Address,
+        limits: Limits,
+        deadline: Duration,
+    ) -> BoxFuture<'a, Result<Connection, TransportError>>;
+}

@@ -1,0 +1,41 @@
+//! Ids, keys, units and geometry: plain data that every other module uses.
+//!
+//! Nothing here does I/O, reads a clock or decides anything. Imports nothing from the crate.
+
+#![forbid(unsafe_code)]
+
+mod fragment;
+mod geometry;
+mod gpu_copy;
+mod hash;
+mod ids;
+mod log_limit;
+mod numa;
+mod page_set;
+mod record;
+mod registration;
+mod request;
+mod sharding;
+mod time;
+mod units;
+
+pub use fragment::{FragmentPair, PageCursor, PageList, PageRun};
+pub use geometry::{GeometryError, GroupGeometry, RATIO_MAX, Ratio};
+pub use gpu_copy::{GpuCopy, ParseGpuCopyError};
+pub use hash::{Anchor, Fingerprint, HASH_BYTES_MAX, HASH_BYTES_MIN, HashesDiffer, PageHashes};
+pub use ids::{
+    AttachId, DepotId, DomainId, EngineId, Epoch, Generation, GroupId, LinkId, NamespaceId, OpId,
+    PeerId, Rank, Replica, RequestId, ResetId, Shard, SlotId, WorkerId,
+};
+pub use log_limit::LogLimit;
+pub use numa::{NumaNodes, ParseNumaNodesError};
+pub use page_set::{PAGE_SET_BYTES_PER_PAGE_MAX, PageSet};
+pub use record::{INVENTORY_SLOT_BYTES, PageRecord, Record, Scope, Stored};
+pub use registration::{
+    Allocation, AllocationHandle, AllocationKind, Attention, CONTENT_BYTES_MAX, Chunk, ChunkHandle,
+    Nonce, Registration, TensorRole, TensorView, Timeline,
+};
+pub use request::{Answer, Copy, Direction, EndedCopy, Request, ResetScope};
+pub use sharding::Sharding;
+pub use time::Time;
+pub use units::{ByteSize, ParseByteSizeError};
