@@ -7,7 +7,7 @@
 //!    they are found;
 //! 2. `pool`: one tier: reserve, fill, publish, pin, evict; `view`: read-only views of it; `sweep`: resets; `recover`:
 //!    from inventories; `check`: an independent recount of all of it;
-//! 3. `slot`: the state of an engine; `event`, `refusal`: inputs and outputs;
+//! 3. `session`: the state of an engine; `event`, `refusal`: inputs and outputs;
 //! 4. `leader`: the decisions; `decision`: their digest; `worker`: how a worker carries out its orders.
 
 #![forbid(unsafe_code)]
@@ -25,8 +25,8 @@ mod leader;
 mod pool;
 mod recover;
 mod refusal;
+mod session;
 mod shards;
-mod slot;
 mod sweep;
 mod view;
 mod worker;

@@ -138,7 +138,7 @@ fn go_on(leader: &mut Leader, now: &mut Time) -> (Vec<Result<Answer, Refusal>>, 
 }
 
 fn struck(leader: &mut Leader, now: Time) -> Vec<Effect> {
-    let id = ResetId(leader.next_reset);
+    let id = leader.resets.last();
     let struck = Event::Struck {
         worker: WORKER,
         epoch: Epoch(1),
@@ -368,7 +368,7 @@ fn more_pages_than_the_leaders_own_g2_has_room_for_are_refused() {
 #[test]
 fn a_page_that_is_listed_again_and_again_is_kept_once() {
     let mut leader = serving();
-    leader.tier = None;
+    leader.tier = HostTier::default();
     leader.open_pool(Time(0), &mut Vec::new());
     let record = |page| PageRecord {
         page,

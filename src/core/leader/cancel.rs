@@ -1,11 +1,14 @@
 //! Cancelling stores: their copies are stopped, so that the engine gets its pages back within a part of a copy.
 
+use std::collections::BTreeMap;
+
 use crate::event::Effect;
 use crate::refusal::Refusal;
 use kvferry_types::{Answer, EngineId, OpId, SlotId};
 
-use super::store::StoreKey;
-use super::{Due, Leader, Timer};
+use super::store::{Stopped, StoreKey};
+use super::timers::{Timer, Timers};
+use super::{Due, Leader};
 
 /// Open `cancel_stores` requests of one engine, at most; about 100 bytes each, and 8 bytes for each store that one of
 /// them waits for.
@@ -16,12 +19,56 @@ pub(super) type CancelId = u64;
 
 /// A `cancel_stores` request that has not been answered.
 #[derive(Debug)]
-pub(super) struct Cancelling {
+struct Cancelling {
     due: Due,
     /// Stores that were in flight when it arrived.
     stores: u32,
     /// Those of them that have not been answered.
     missing: u32,
+}
+
+/// The `cancel_stores` requests that wait until their stores have ended.
+#[derive(Debug, Default)]
+pub(super) struct Cancels {
+    open: BTreeMap<CancelId, Cancelling>,
+    last: CancelId,
+}
+
+impl Cancels {
+    pub(super) fn len(&self) -> usize {
+        self.open.len()
+    }
+
+    fn of(&self, engine: EngineId) -> usize {
+        let open = self.open.values();
+        open.filter(|cancelling| cancelling.due.engine == engine)
+            .count()
+    }
+
+    /// Adds a request that waits for `missing` of its `stores` stores.
+    fn wait(&mut self, due: Due, stores: u32, missing: u32, timers: &mut Timers) -> CancelId {
+        self.last += 1;
+        timers.set(due.deadline, Timer::Cancel(self.last));
+        let cancelling = Cancelling {
+            due,
+            stores,
+            missing,
+        };
+        self.open.insert(self.last, cancelling);
+        self.last
+    }
+
+    /// A store of this request was answered. Returns the request with its number of stores if that was the last one.
+    fn store_ended(&mut self, id: CancelId, timers: &mut Timers) -> Option<(Due, u32)> {
+        let cancelling = self.open.get_mut(&id)?;
+        cancelling.missing -= 1;
+        if cancelling.missing > 0 {
+            return None;
+        }
+        let Cancelling { due, stores, .. } = self.open.remove(&id)?;
+        timers.clear(due.deadline, Timer::Cancel(id));
+        Some((due, stores))
+    }
 }
 
 impl Leader {
@@ -33,87 +80,48 @@ impl Leader {
         effects: &mut Vec<Effect>,
     ) -> Result<Option<Answer>, Refusal> {
         // Copies that an older leader ordered may read the engine's pages, and this leader has no record of them.
-        if !self.workers.all_clear() {
-            return Err(self.workers.not_ready());
+        if !self.roster.all_clear() {
+            return Err(self.roster.not_ready());
         }
-        if self.cancels_of(due.engine) >= CANCELS_MAX {
+        if self.cancels.of(due.engine) >= CANCELS_MAX {
             return Err(Refusal::Limit {
                 limit: "cancel_stores of an engine under way",
                 max: CANCELS_MAX as u64,
             });
         }
-        let meant = self.stores.iter().filter(|(_, store)| {
-            store.due.engine == due.engine && slot.is_none_or(|slot| slot == store.slot)
-        });
-        let mut keys: Vec<StoreKey> = meant.map(|(key, _)| *key).collect();
-        keys.sort_unstable();
+        let mut keys = self.stores.of(due.engine, slot);
         let stores = u32::try_from(keys.len()).unwrap_or(u32::MAX);
         keys.iter().for_each(|key| self.stop_store(*key, effects));
-        keys.retain(|key| self.stores.contains_key(key));
+        keys.retain(|key| self.stores.contains(*key));
         if keys.is_empty() {
             return Ok(Some(Answer::CancelStores { stores }));
         }
-        self.next_cancel += 1;
-        let id = self.next_cancel;
-        for key in &keys {
-            if let Some(store) = self.stores.get_mut(key) {
-                store.cancels.push(id);
-            }
-        }
         let missing = u32::try_from(keys.len()).unwrap_or(u32::MAX);
-        self.timers.insert((due.deadline, Timer::Cancel(id)));
-        let cancelling = Cancelling {
-            due,
-            stores,
-            missing,
-        };
-        self.cancels.insert(id, cancelling);
+        let id = self.cancels.wait(due, stores, missing, &mut self.timers);
+        for key in keys {
+            self.stores.add_cancel(key, id);
+        }
         Ok(None)
-    }
-
-    fn cancels_of(&self, engine: EngineId) -> usize {
-        let open = self.cancels.values();
-        open.filter(|cancelling| cancelling.due.engine == engine)
-            .count()
     }
 
     /// Stops the copies of a store. Copies of other requests that it waits for read none of its pages, so they
     /// continue.
     fn stop_store(&mut self, key: StoreKey, effects: &mut Vec<Effect>) {
-        let Some(store) = self.stores.get_mut(&key) else {
-            return;
-        };
-        if std::mem::replace(&mut store.stopped, true) {
-            return;
-        }
-        let waits = std::mem::take(&mut store.waits);
-        let (own, others): (Vec<_>, Vec<_>) = waits.into_iter().partition(|wait| wait.own);
-        store.failed_pages += others.iter().map(|wait| wait.pages).sum::<u32>();
-        store.waits.clone_from(&own);
-        for wait in &others {
-            if let Some(waiting) = self.waiters.get_mut(&wait.generation) {
-                waiting.retain(|waiting| *waiting != key);
+        match self.stores.stop(key) {
+            Stopped::Before => {}
+            Stopped::Ended => self.store_ended(key, effects),
+            Stopped::Waits(own) => {
+                for generation in own {
+                    self.transfers.cancel(OpId(generation.0));
+                }
             }
-        }
-        if own.is_empty() {
-            return self.store_ended(key, effects);
-        }
-        for wait in own {
-            self.cancel(OpId(wait.generation.0));
         }
     }
 
     /// A store was answered: answers the `cancel_stores` requests that waited for no other store.
     pub(super) fn cancelled(&mut self, cancels: &[CancelId], effects: &mut Vec<Effect>) {
         for id in cancels {
-            let Some(cancelling) = self.cancels.get_mut(id) else {
-                continue;
-            };
-            cancelling.missing -= 1;
-            if cancelling.missing == 0
-                && let Some(Cancelling { due, stores, .. }) = self.cancels.remove(id)
-            {
-                self.timers.remove(&(due.deadline, Timer::Cancel(*id)));
+            if let Some((due, stores)) = self.cancels.store_ended(*id, &mut self.timers) {
                 let answer = Ok(Answer::CancelStores { stores });
                 self.answer(due.engine, due.id, answer, effects);
             }
@@ -123,7 +131,7 @@ impl Leader {
     /// The deadline of a `cancel_stores` request has passed: refuses it. Its stores stay stopped, and are answered when
     /// they have ended.
     pub(super) fn cancel_due(&mut self, id: CancelId, effects: &mut Vec<Effect>) {
-        if let Some(Cancelling { due, missing, .. }) = self.cancels.remove(&id) {
+        if let Some(Cancelling { due, missing, .. }) = self.cancels.open.remove(&id) {
             let refusal = Refusal::StillRead { stores: missing };
             self.answer(due.engine, due.id, Err(refusal), effects);
         }

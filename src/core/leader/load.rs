@@ -1,20 +1,44 @@
 //! Loads: copies from G2 into the engine's memory.
 
+use std::collections::BTreeMap;
+
 use crate::decision::Decision;
 use crate::event::Effect;
 use crate::pool::Pin;
 use crate::refusal::Refusal;
-use crate::slot::{HeldRun, slot_of};
-use kvferry_types::{Copy, Direction, EngineId, GroupGeometry, Replica};
-use kvferry_types::{FragmentPair, OpId, PageCursor, PageList, PageRun, RequestId, SlotId};
+use crate::session::HeldRun;
+use kvferry_types::{Answer, Copy, Direction, EngineId, GroupGeometry, Replica};
+use kvferry_types::{FragmentPair, OpId, PageCursor, PageList, RequestId, SlotId};
 
-use super::ops::{Op, Work};
-use super::tier::Tier;
+use super::transfers::{Begun, Outcome};
 use super::{Due, Leader};
 
 /// Runs of the arena that one load reads, at most. A load of more runs copies the first ones, and its answer gives the
 /// number of pages: an order that names all of them could not be encoded, or not be decoded.
 pub const LOAD_RUNS_MAX: usize = 65_536;
+
+/// A load whose copy has not ended.
+#[derive(Debug)]
+struct Load {
+    due: Due,
+    /// Pins on its source pages, released when the copy has ended.
+    lease: Vec<Pin>,
+}
+
+/// The loads that wait for their copies.
+#[derive(Debug, Default)]
+pub(super) struct Loads(BTreeMap<OpId, Load>);
+
+impl Loads {
+    /// Number of pins that loads hold.
+    pub(super) fn pins(&self) -> usize {
+        self.0.values().map(|load| load.lease.len()).sum()
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.0.len()
+    }
+}
 
 impl Leader {
     pub(super) fn load(
@@ -35,13 +59,12 @@ impl Leader {
         }
         let (replica, geometry) = self.served(due.engine)?;
         check_device_pages(geometry, "destination", destination)?;
-        let (tokens_per_page, ranks) = (geometry.engine_page_tokens, self.workers.ranks());
+        let (tokens_per_page, ranks) = (geometry.engine_page_tokens, self.roster.ranks());
         let layout = geometry.layout_fingerprint;
-        let Some(pool) = self.tier.as_mut().and_then(Tier::serving_mut) else {
+        let Some(pool) = self.tier.serving_mut() else {
             return Err(Refusal::Reading);
         };
-        let session = self.sessions.entry(due.engine).or_default();
-        let slot = slot_of(&mut session.slots, id, layout)?;
+        let slot = self.sessions.open(due.engine).slot(id, layout)?;
         let pages = u32::try_from(destination.pages()).unwrap_or(u32::MAX);
         let end = first_page.saturating_add(pages);
         let not_pinned = Refusal::NotPinned {
@@ -49,7 +72,7 @@ impl Leader {
             first_page,
             end,
         };
-        let mut sources = covering(&slot.held, first_page, end).ok_or(not_pinned)?;
+        let mut sources = slot.covering(first_page, end).ok_or(not_pinned)?;
         // The engine computes the pages that are not loaded, as when a copy fails halfway.
         sources.truncate(LOAD_RUNS_MAX);
         let pages: u32 = sources.iter().map(|(_, run)| run.count).sum();
@@ -60,25 +83,20 @@ impl Leader {
         let mut lease: Vec<Pin> = Vec::with_capacity(sources.len());
         let mut position = first_page;
         for (held, run) in sources {
-            slot.digest
-                .add(tokens_per_page, Decision::Loaded { position, run });
+            slot.decide(tokens_per_page, Decision::Loaded { position, run });
             pairs.push(FragmentPair {
                 src: PageList::run(run.start, run.count),
                 dst: cursor.take(run.count),
             });
-            let upto = run.start + run.count - slot.held[held].arena_start;
-            lease.push(pool.pin(slot.held[held].block, upto));
+            let HeldRun {
+                arena_start, block, ..
+            } = slot.held()[held];
+            lease.push(pool.pin(block, run.start + run.count - arena_start));
             position += run.count;
         }
         // The pins become a lease: holds on pages before the end of the load are released, because no other load needs
         // them.
-        let (passed, kept) = slot
-            .held
-            .drain(..)
-            .partition(|held| held.position + held.pages <= end);
-        slot.held = kept;
-        let passed: Vec<HeldRun> = passed;
-        for held in passed {
+        for held in slot.take_held_before(end) {
             pool.unpin(held.pin);
         }
         self.counts.loaded += pairs.len() as u64;
@@ -86,14 +104,16 @@ impl Leader {
 
         self.next_id += 1;
         let op = OpId(self.next_id);
-        let work = Work::Load {
-            due,
-            lease,
-            missing: ranks,
-            failed: 0,
-            whole_pages: pages,
+        let begun = Begun {
+            id: op,
+            replica,
+            direction: Direction::Load,
+            ranks,
+            pages,
+            deadline: due.deadline,
         };
-        self.begin_op(op, Op::new(replica, work, due.deadline));
+        self.transfers.begin(begun, &mut self.timers);
+        self.loads.0.insert(op, Load { due, lease });
         let copy = Copy {
             op,
             engine: due.engine,
@@ -112,18 +132,34 @@ impl Leader {
         Ok(())
     }
 
+    /// The copy of a load has ended: releases its lease and answers it.
+    pub(super) fn load_ended(&mut self, id: OpId, outcome: Outcome, effects: &mut Vec<Effect>) {
+        let Some(Load { due, lease }) = self.loads.0.remove(&id) else {
+            return;
+        };
+        if let Some(pool) = self.tier.pool_mut() {
+            lease.into_iter().for_each(|pin| pool.unpin(pin));
+        }
+        let answer = match outcome.whole_pages {
+            0 => Err(Refusal::CopyFailed(outcome.failed)),
+            pages => Ok(Answer::Load { pages }),
+        };
+        self.counts.failed_copies += u64::from(outcome.failed > 0);
+        self.answer(due.engine, due.id, answer, effects);
+    }
+
     /// The replica of an engine that is served, and the geometry of its memory.
     pub(super) fn served(&self, engine: EngineId) -> Result<(Replica, &GroupGeometry), Refusal> {
-        let found = self.workers.memory_of(engine);
+        let found = self.roster.memory_of(engine);
         let fits =
             |geometry: &GroupGeometry| self.wanted_key().is_none_or(|key| key.is_for(geometry));
         found
             .filter(|(_, geometry)| fits(geometry))
-            .ok_or_else(|| self.workers.not_ready())
+            .ok_or_else(|| self.roster.not_ready())
     }
 
     pub(super) fn tokens_per_page(&self) -> u32 {
-        self.workers
+        self.roster
             .geometry(self.wanted_key())
             .map_or(0, |geometry| geometry.engine_page_tokens)
     }
@@ -155,20 +191,4 @@ pub(super) fn check_device_pages(
             remedy: "name pages that the ranks registered",
         }),
     }
-}
-
-/// The arena pages of positions `first..end`, each run with the index of the held run that it lies in; `None` when some
-/// page is not held.
-fn covering(held: &[HeldRun], first: u32, end: u32) -> Option<Vec<(usize, PageRun)>> {
-    let mut sources = Vec::new();
-    let mut position = first;
-    for (index, run) in held.iter().enumerate() {
-        if position < end && (run.position..run.position + run.pages).contains(&position) {
-            let count = (run.position + run.pages).min(end) - position;
-            let start = run.arena_start + (position - run.position);
-            sources.push((index, PageRun { start, count }));
-            position += count;
-        }
-    }
-    (position == end && first < end).then_some(sources)
 }

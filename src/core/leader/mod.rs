@@ -5,43 +5,43 @@
 //! leader and a replay in virtual time run the same code.
 
 mod cancel;
-mod inventory;
 mod load;
 mod lookup;
-mod ops;
+mod recovery;
 mod requests;
 mod reset;
+mod roster;
 mod store;
 mod tier;
-mod workers;
+mod timers;
+mod transfers;
 
-use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use crate::anchor::{AnchorKey, Domain};
-use crate::decision::{RequestDigest, RunDigest};
+use crate::decision::RunDigest;
 use crate::event::{Effect, Event};
-use crate::pool::PoolCounts;
-use crate::slot::{Session, Slot};
+use crate::session::{Session, Sessions, Slot};
 use kvferry_types::{
-    EngineId, Epoch, Generation, GroupGeometry, OpId, Ratio, RequestId, ResetId, Sharding, SlotId,
-    Time, WorkerId,
+    EngineId, Epoch, GroupGeometry, Ratio, RequestId, Sharding, SlotId, Time, WorkerId,
 };
 
 pub use cancel::CANCELS_MAX;
-use cancel::{CancelId, Cancelling};
-use inventory::{Owed, Part, Readings};
+use cancel::Cancels;
 pub use load::LOAD_RUNS_MAX;
-use ops::Op;
+use load::Loads;
+use recovery::{Part, Recovery};
 pub use requests::OPEN_REQUESTS_MAX;
 use requests::Parked;
-use reset::Reset;
+use reset::Resets;
 pub use reset::{RESET_PAGES_OPEN_MAX, RESET_SLICE_PAGES, RESETS_OPEN_MAX};
-use store::{PendingStore, StoreKey};
-use tier::Tier;
+pub use roster::REPLICAS_MAX;
+use roster::Roster;
+use store::Stores;
+use tier::HostTier;
 pub use tier::TierKey;
-pub use workers::REPLICAS_MAX;
-use workers::Workers;
+use timers::{Timer, Timers};
+use transfers::Transfers;
 
 /// Settings of a leader.
 #[derive(Debug, Clone)]
@@ -102,24 +102,6 @@ impl LeaderSettings {
     }
 }
 
-/// What a timer is for. Ordered, so that timers of equal times fire in one defined order.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Timer {
-    Hold(EngineId, SlotId),
-    Copy(OpId),
-    Store(StoreKey),
-    /// The deadline of a reset.
-    Reset(ResetId),
-    /// The next slice of the resets.
-    Resets,
-    Cancel(CancelId),
-    Reading,
-    /// This worker owes the answer to an inventory request.
-    Owed(WorkerId),
-    Silent,
-    Engine(EngineId),
-}
-
 /// Counters since the leader started.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct LeaderCounts {
@@ -159,44 +141,36 @@ pub struct LeaderCounts {
     pub largest_reset_slice_pages: u64,
 }
 
-/// The leader's state machine. See the module.
+/// The leader's state machine: dispatches events to the parts that own its state, and combines their results. See the
+/// module.
 #[derive(Debug)]
 pub struct Leader {
     settings: LeaderSettings,
-    workers: Workers,
-    tier: Option<Tier>,
-    /// Counters of the pools that were closed.
-    pool_counts: PoolCounts,
-    /// Inventories read so far, while a pool is being recovered from them.
-    reading: Option<Readings>,
-    /// Inventory requests that were not answered, including those of readings that were stopped.
-    owed_readings: BTreeMap<WorkerId, Owed>,
-    sessions: BTreeMap<EngineId, Session>,
-    ops: BTreeMap<OpId, Op>,
-    stores: BTreeMap<StoreKey, PendingStore>,
-    waiters: BTreeMap<Generation, Vec<StoreKey>>,
-    /// `cancel_stores` requests that wait until the stores have ended.
-    cancels: BTreeMap<CancelId, Cancelling>,
-    next_cancel: CancelId,
-    resets: BTreeMap<ResetId, Reset>,
-    /// When the next slice of the resets is due, while one is scheduled.
-    resets_at: Option<Time>,
-    /// Loads and stores that arrived while copies of an older leader could still run. Their engine takes a refusal as
-    /// permission to reuse its pages, so they are refused only after those copies have ended.
-    parked: BTreeMap<(EngineId, RequestId), Parked>,
+    /// The workers, and the order in which they agree.
+    roster: Roster,
+    /// The pool of host memory.
+    tier: HostTier,
+    /// The recovery of that pool from inventories.
+    recovery: Recovery,
+    /// The engines, their running requests, and the answers kept for them.
+    sessions: Sessions,
+    /// Requests that are refused once no copy of an older leader can run.
+    parked: Parked,
+    /// Copies in flight.
+    transfers: Transfers,
+    /// Loads that wait for a copy.
+    loads: Loads,
+    /// Stores that wait for copies.
+    stores: Stores,
+    /// `cancel_stores` requests that wait for stores.
+    cancels: Cancels,
+    /// Resets that wait for stores and shards.
+    resets: Resets,
+    timers: Timers,
     /// New requests are refused.
     draining: bool,
-    /// When the leader next checks for workers that have not attached yet and are not known to be dead.
-    silent_at: Option<Time>,
-    /// Checks for such workers since the start, or since they were expelled.
-    silent_looks: u32,
-    timers: BTreeSet<(Time, Timer)>,
-    /// Copies that this step cancels, and workers that it expels, collected so that each worker is notified once.
-    stops: BTreeMap<WorkerId, BTreeSet<OpId>>,
-    expelled: BTreeSet<WorkerId>,
+    /// The last number that was given to a copy, a reservation or an inventory request.
     next_id: u64,
-    next_reset: u64,
-    next_store: u64,
     counts: LeaderCounts,
     digest: RunDigest,
 }
@@ -205,30 +179,20 @@ impl Leader {
     /// Creates a leader without workers and engines.
     pub fn new(settings: LeaderSettings) -> Self {
         Self {
-            workers: Workers::new(settings.replicas, settings.sharding),
+            roster: Roster::new(settings.replicas, settings.sharding),
             settings,
-            tier: None,
-            pool_counts: PoolCounts::default(),
-            reading: None,
-            owed_readings: BTreeMap::new(),
-            sessions: BTreeMap::new(),
-            ops: BTreeMap::new(),
-            stores: BTreeMap::new(),
-            waiters: BTreeMap::new(),
-            cancels: BTreeMap::new(),
-            next_cancel: 0,
-            resets: BTreeMap::new(),
-            resets_at: None,
-            parked: BTreeMap::new(),
+            tier: HostTier::default(),
+            recovery: Recovery::default(),
+            sessions: Sessions::default(),
+            parked: Parked::default(),
+            transfers: Transfers::default(),
+            loads: Loads::default(),
+            stores: Stores::default(),
+            cancels: Cancels::default(),
+            resets: Resets::default(),
+            timers: Timers::default(),
             draining: false,
-            silent_at: None,
-            silent_looks: 0,
-            timers: BTreeSet::new(),
-            stops: BTreeMap::new(),
-            expelled: BTreeSet::new(),
             next_id: 0,
-            next_reset: 0,
-            next_store: 0,
             counts: LeaderCounts::default(),
             digest: RunDigest::default(),
         }
@@ -236,9 +200,8 @@ impl Leader {
 
     /// Handles an event and appends the effects.
     pub fn step(&mut self, now: Time, event: Event, effects: &mut Vec<Effect>) {
-        if self.silent_at.is_none() {
-            self.expect_workers(now);
-        }
+        let fence = self.settings.fence;
+        self.roster.expect_workers(now, fence, &mut self.timers);
         // Fire expired timers before the event, also when no tick was delivered in time: an event that is processed
         // late must not revive an operation whose deadline has passed.
         self.fire_timers(now, effects);
@@ -246,11 +209,7 @@ impl Leader {
             Event::EngineOpened(engine) => self.engine_opened(engine),
             Event::EngineClosed(engine) => self.engine_closed(now, engine),
             Event::Attached(attached) => self.attached(now, attached, effects),
-            Event::WorkerLost(worker) => {
-                self.workers.lost(worker);
-                self.not_asked(worker);
-                self.reader_lost(now, worker, effects);
-            }
+            Event::WorkerLost(worker) => self.worker_lost(now, worker, effects),
             Event::WorkerDead(worker) => self.worker_dead(now, worker, effects),
             Event::Inventory {
                 worker,
@@ -308,7 +267,7 @@ impl Leader {
 
     /// When the next [`Event::Tick`] is due.
     pub fn next_timeout(&self) -> Option<Time> {
-        self.timers.first().map(|(at, _)| *at)
+        self.timers.next()
     }
 
     /// From now on refuses new requests other than `finish` and `cancel_stores`. Requests in flight end as usual.
@@ -333,36 +292,32 @@ impl Leader {
 
     /// Number of copies that have not ended on every rank.
     pub fn copies_under_way(&self) -> usize {
-        self.ops.len()
+        self.transfers.len()
     }
 
     /// Number of slots of all engines.
     pub fn slots(&self) -> usize {
-        self.sessions
-            .values()
-            .map(|session| session.slots.len())
-            .sum()
+        self.sessions.slots()
     }
 
     /// True when lookups are served for at least one engine.
     pub fn is_ready(&self) -> bool {
-        self.tier_key().is_some_and(|key| self.workers.serve(key))
+        self.tier_key().is_some_and(|key| self.roster.serve(key))
     }
 
     /// Number of workers that have attached with the memory of an engine.
     pub fn attached_workers(&self) -> u32 {
-        self.workers.with_memory()
+        self.roster.with_memory()
     }
 
     /// True when this worker has attached with the memory of an engine.
     pub fn is_attached(&self, worker: WorkerId) -> bool {
-        self.workers.has_memory(worker)
+        self.roster.has_memory(worker)
     }
 
     /// Requests that have not been answered, except parked ones.
     pub fn open_requests(&self) -> usize {
-        let sessions = self.sessions.values();
-        sessions.map(|session| session.answers.open()).sum()
+        self.sessions.open_requests()
     }
 
     /// Open requests that cancel stores.
@@ -377,7 +332,7 @@ impl Leader {
 
     /// Every counter with its name, which status and reports use.
     pub fn counters(&self) -> impl Iterator<Item = (&'static str, u64)> {
-        let pool = self.all_pool_counts();
+        let pool = self.tier.counts();
         let c = self.counts;
         [
             ("lookups", c.lookups),
@@ -417,21 +372,22 @@ impl Leader {
         self.digest.hex()
     }
 
-    /// Recounts pools and holds independently. `Err` names the first contradiction.
+    /// Recounts what each part counts, and the pins of the pool by their holders. `Err` names the first contradiction.
     pub fn check(&self) -> Result<(), String> {
-        let pins = match &self.tier {
-            Some(tier) => {
-                tier.pool().check()?;
-                tier.pool().pins()
+        self.roster.check()?;
+        self.recovery.check()?;
+        self.sessions.check()?;
+        self.transfers.check()?;
+        self.stores.check()?;
+        self.resets.check()?;
+        let pins = match self.tier.pool() {
+            Some(pool) => {
+                pool.check()?;
+                pool.pins()
             }
             None => 0,
         };
-        let slots = self
-            .sessions
-            .values()
-            .flat_map(|session| session.slots.values());
-        let held: usize = slots.map(|slot| slot.held.len()).sum();
-        let leased: usize = self.ops.values().map(Op::pins).sum();
+        let (held, leased) = (self.sessions.pins(), self.loads.pins());
         if (held + leased) as u64 != pins {
             return Err(format!(
                 "{held} held and {leased} leased, the pool counts {pins}"
@@ -440,82 +396,65 @@ impl Leader {
         if held > 0 && self.tier_key().is_none() {
             return Err(format!("{held} held, and no pool serves"));
         }
+        if self.loads.len() > self.transfers.len() {
+            return Err("a load waits for no copy".to_owned());
+        }
         Ok(())
     }
 
     /// Ends a slot: releases its holds and adds its decisions to the digest. An unknown slot has already been finished.
-    fn finish(&mut self, engine: EngineId, slot: SlotId) {
-        let Some(session) = self.sessions.get_mut(&engine) else {
-            return;
-        };
-        let Some(mut slot_state) = session.slots.remove(&slot) else {
-            return;
-        };
-        session.hash_bytes -= slot_state.hashes.as_bytes().len();
-        self.digest.add(&slot_state.digest);
-        self.let_go(engine, slot, &mut slot_state);
+    fn finish(&mut self, engine: EngineId, id: SlotId) {
+        let session = self.sessions.get_mut(engine);
+        if let Some(mut slot) = session.and_then(|session| session.take_slot(id)) {
+            self.digest.add(slot.digest());
+            release_holds(&mut slot, engine, id, &mut self.tier, &mut self.timers);
+        }
     }
 
-    /// Releases the pages that the last lookup of a slot holds.
-    fn let_go(&mut self, engine: EngineId, id: SlotId, slot: &mut Slot) {
-        self.timers
-            .remove(&(slot.held_until, Timer::Hold(engine, id)));
-        if let Some(tier) = &mut self.tier {
-            for held in slot.held.drain(..) {
-                tier.pool_mut().unpin(held.pin);
-            }
+    /// Releases the holds of a slot and keeps the slot.
+    fn drop_holds(&mut self, engine: EngineId, id: SlotId) {
+        let session = self.sessions.get_mut(engine);
+        if let Some(slot) = session.and_then(|session| session.any_slot(id)) {
+            release_holds(slot, engine, id, &mut self.tier, &mut self.timers);
         }
     }
 
     fn engine_opened(&mut self, engine: EngineId) {
-        let session = self.sessions.entry(engine).or_default();
-        session.gone = false;
-        if let Some(at) = session.gone_at.take() {
-            self.timers.remove(&(at, Timer::Engine(engine)));
+        if let Some(at) = self.sessions.open(engine).opened() {
+            self.timers.clear(at, Timer::Engine(engine));
         }
     }
 
     fn engine_closed(&mut self, now: Time, engine: EngineId) {
-        self.unpark(engine);
-        let Some(session) = self.sessions.get_mut(&engine) else {
+        self.parked.drop_engine(engine);
+        let Some(session) = self.sessions.get_mut(engine) else {
             return;
         };
         let at = now + self.settings.engine_grace;
-        if let Some(before) = session.gone_at.replace(at) {
-            self.timers.remove(&(before, Timer::Engine(engine)));
+        if let Some(before) = session.closed(at) {
+            self.timers.clear(before, Timer::Engine(engine));
         }
-        self.timers.insert((at, Timer::Engine(engine)));
+        self.timers.set(at, Timer::Engine(engine));
     }
 
     /// True while the leader keeps state of this engine.
     pub fn knows(&self, engine: EngineId) -> bool {
-        self.sessions.contains_key(&engine)
+        self.sessions.get(engine).is_some()
     }
 
-    /// Finishes all slots of an engine. Requests with running copies are kept until those have ended, because a retry
-    /// must not be refused while a worker reads or writes that engine's pages.
+    /// Finishes all slots of an engine, and forgets it once its requests in progress are answered.
     fn forget_engine(&mut self, engine: EngineId) {
-        let Some(session) = self.sessions.get(&engine) else {
-            return;
-        };
-        let mut slots: Vec<SlotId> = session.slots.keys().copied().collect();
-        slots.sort_unstable();
-        for slot in slots {
+        let slots = self.sessions.get(engine).map(Session::slot_ids);
+        for slot in slots.unwrap_or_default() {
             self.finish(engine, slot);
         }
-        if let Some(session) = self.sessions.get_mut(&engine) {
-            session.gone = true;
-            if session.answers.open() == 0 {
-                self.sessions.remove(&engine);
-            }
-        }
+        self.sessions.forget(engine);
     }
 
     fn fire_timers(&mut self, now: Time, effects: &mut Vec<Effect>) {
-        while let Some((at, timer)) = self.timers.first().copied().filter(|(at, _)| *at <= now) {
-            self.timers.remove(&(at, timer));
+        while let Some(timer) = self.timers.take_expired(now) {
             match timer {
-                Timer::Hold(engine, slot) => self.hold_expired(engine, slot),
+                Timer::Hold(engine, slot) => self.drop_holds(engine, slot),
                 Timer::Copy(op) => self.copy_due(now, op, effects),
                 Timer::Store(key) => self.store_due(key, effects),
                 Timer::Reset(id) => self.reset_late(id, effects),
@@ -523,26 +462,11 @@ impl Leader {
                 Timer::Cancel(id) => self.cancel_due(id, effects),
                 Timer::Reading => self.reading_due(now, effects),
                 Timer::Owed(worker) => self.reading_owed(now, worker),
-                Timer::Silent => self.silent_due(now),
+                Timer::Silent => {
+                    let fence = self.settings.fence;
+                    self.roster.silent_due(now, fence, &mut self.timers);
+                }
                 Timer::Engine(engine) => self.forget_engine(engine),
-            }
-        }
-    }
-
-    fn hold_expired(&mut self, engine: EngineId, id: SlotId) {
-        self.drop_holds(engine, id);
-    }
-
-    /// Releases the holds of a slot and keeps the slot.
-    fn drop_holds(&mut self, engine: EngineId, id: SlotId) {
-        let slot = self
-            .sessions
-            .get_mut(&engine)
-            .and_then(|session| session.slots.remove(&id));
-        if let Some(mut slot) = slot {
-            self.let_go(engine, id, &mut slot);
-            if let Some(session) = self.sessions.get_mut(&engine) {
-                session.slots.insert(id, slot);
             }
         }
     }
@@ -556,9 +480,21 @@ impl Leader {
             geometry.group,
         )
     }
+}
 
-    fn new_digest(&self) -> RequestDigest {
-        RequestDigest::new(self.settings.record_decisions)
+/// Releases the pages that the last lookup of a slot holds.
+fn release_holds(
+    slot: &mut Slot,
+    engine: EngineId,
+    id: SlotId,
+    tier: &mut HostTier,
+    timers: &mut Timers,
+) {
+    timers.clear(slot.held_until(), Timer::Hold(engine, id));
+    if let Some(pool) = tier.pool_mut() {
+        for held in slot.take_held() {
+            pool.unpin(held.pin);
+        }
     }
 }
 

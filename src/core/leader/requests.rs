@@ -4,9 +4,11 @@
 //! leader therefore answers only when no worker can touch them any longer, neither for the copy of this request nor for
 //! one that an older leader ordered for it.
 
+use std::collections::BTreeMap;
+
 use crate::event::Effect;
 use crate::refusal::Refusal;
-use crate::slot::Seen;
+use crate::session::Seen;
 use kvferry_types::{Answer, EngineId, Request, RequestId, SlotId, Time};
 
 use super::{Due, Leader};
@@ -14,13 +16,32 @@ use super::{Due, Leader};
 /// Open requests of one engine, at most, unless the settings say otherwise.
 pub const OPEN_REQUESTS_MAX: usize = 1024;
 
-/// A load or store that is refused once no copy of an older leader can run; about 100 bytes. One engine has at most as
-/// many of them as it may have open requests, and one connection, with which they are dropped: the number of
-/// connections bounds the sum.
-#[derive(Debug)]
-pub(super) struct Parked {
-    due: Due,
-    slot: SlotId,
+/// Loads and stores that arrived while copies of an older leader could still run. Their engine takes a refusal as
+/// permission to reuse its pages, so they are refused only after those copies have ended. About 100 bytes each; one
+/// engine has at most as many of them as it may have open requests, and one connection, with which they are dropped: the
+/// number of connections bounds the sum.
+#[derive(Debug, Default)]
+pub(super) struct Parked(BTreeMap<(EngineId, RequestId), SlotId>);
+
+impl Parked {
+    /// Adds a request. Returns false when the engine has `max` of them.
+    fn add(&mut self, engine: EngineId, id: RequestId, slot: SlotId, max: usize) -> bool {
+        if self.0.contains_key(&(engine, id)) {
+            return true;
+        }
+        let (first, last) = (RequestId(0), RequestId(u64::MAX));
+        let of_engine = self.0.range((engine, first)..=(engine, last));
+        let room = of_engine.count() < max;
+        if room {
+            self.0.insert((engine, id), slot);
+        }
+        room
+    }
+
+    /// The connection of an engine broke: the engine retries unanswered requests over the next connection.
+    pub(super) fn drop_engine(&mut self, engine: EngineId) {
+        self.0.retain(|(whose, _), _| *whose != engine);
+    }
 }
 
 impl Leader {
@@ -34,7 +55,7 @@ impl Leader {
         let Due { engine, id, .. } = due;
         match request {
             Request::Load { slot, .. } | Request::Store { slot, .. }
-                if !self.workers.all_clear() =>
+                if !self.roster.all_clear() =>
             {
                 return self.park(due, slot, effects);
             }
@@ -44,10 +65,10 @@ impl Leader {
             request,
             Request::Finish { .. } | Request::CancelStores { .. }
         );
-        let answers = &mut self.sessions.entry(engine).or_default().answers;
+        let session = self.sessions.open(engine);
         // `finish` and `cancel_stores` are exempt from the limit, because they free requests.
-        let full = answers.open() >= self.settings.open_requests_max && !finishes;
-        match answers.begin(id) {
+        let full = session.open_requests() >= self.settings.open_requests_max && !finishes;
+        match session.begin(id) {
             Seen::New => {}
             Seen::UnderWay => return,
             Seen::Answered(answer) => return effects.push(Effect::Answer { engine, id, answer }),
@@ -94,8 +115,7 @@ impl Leader {
             Request::CancelStores { slot } => self.cancel_stores(due, slot, effects),
             Request::Reset { scope } => self.reset(due, scope).map(|()| None),
             Request::Finish { slot } => {
-                let session = self.sessions.entry(engine).or_default();
-                session.note_finish(id, slot);
+                self.sessions.open(engine).note_finish(id, slot);
                 self.finish(engine, slot);
                 Ok(Some(Answer::Finish))
             }
@@ -112,12 +132,7 @@ impl Leader {
         answer: Result<Answer, Refusal>,
         effects: &mut Vec<Effect>,
     ) {
-        if let Some(session) = self.sessions.get_mut(&engine) {
-            session.answers.end(id, &answer);
-            if session.gone && session.answers.open() == 0 {
-                self.sessions.remove(&engine);
-            }
-        }
+        self.sessions.answered(engine, id, &answer);
         effects.push(Effect::Answer { engine, id, answer });
     }
 
@@ -125,38 +140,26 @@ impl Leader {
     /// request is refused without being noted, because a copy of it may be running: the engine may retry it with the
     /// same id.
     fn park(&mut self, due: Due, slot: SlotId, effects: &mut Vec<Effect>) {
-        let key = (due.engine, due.id);
-        if self.parked.contains_key(&key) {
-            return;
-        }
-        let first = (due.engine, RequestId(0));
-        let last = (due.engine, RequestId(u64::MAX));
         let max = self.settings.open_requests_max;
-        if self.parked.range(first..=last).count() >= max {
+        if !self.parked.add(due.engine, due.id, slot, max) {
             let max = max as u64;
-            return effects.push(Effect::Answer {
+            effects.push(Effect::Answer {
                 engine: due.engine,
                 id: due.id,
                 answer: Err(Refusal::Crowded { max }),
             });
         }
-        self.parked.insert(key, Parked { due, slot });
-    }
-
-    /// The connection of an engine broke: the engine retries unanswered requests over the next connection.
-    pub(super) fn unpark(&mut self, engine: EngineId) {
-        self.parked.retain(|(whose, _), _| *whose != engine);
     }
 
     /// No copy of an older leader is running: refuses the parked requests, because this leader does not have their
     /// slots.
     pub(super) fn refuse_parked(&mut self, effects: &mut Vec<Effect>) {
-        for ((engine, id), parked) in std::mem::take(&mut self.parked) {
-            if let Some(session) = self.sessions.get_mut(&engine) {
-                session.answers.begin(id);
+        let parked = std::mem::take(&mut self.parked);
+        for ((engine, id), slot) in parked.0 {
+            if let Some(session) = self.sessions.get_mut(engine) {
+                session.begin(id);
             }
-            let refusal = Refusal::UnknownSlot(parked.slot);
-            self.answer(parked.due.engine, parked.due.id, Err(refusal), effects);
+            self.answer(engine, id, Err(Refusal::UnknownSlot(slot)), effects);
         }
     }
 }

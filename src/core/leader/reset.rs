@@ -10,12 +10,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use crate::event::Effect;
+use crate::pool::Pool;
 use crate::refusal::Refusal;
 use crate::sweep::Sweep;
 use kvferry_types::{Answer, Generation, OpId, ResetId, ResetScope, Scope, Shard, Time, WorkerId};
 
-use super::tier::Tier;
-use super::{Due, Leader, Timer};
+use super::roster::Roster;
+use super::timers::{Timer, Timers};
+use super::{Due, Leader};
 
 /// Resets of all engines that are not answered, at most. More are refused.
 pub const RESETS_OPEN_MAX: usize = 64;
@@ -41,7 +43,7 @@ enum Stage {
 
 /// A reset that has not been answered.
 #[derive(Debug)]
-pub(super) struct Reset {
+struct Reset {
     due: Due,
     scope: Scope,
     /// The last store before the reset. Pages of later stores stay listed, because a strike may be repeated after new
@@ -57,38 +59,52 @@ pub(super) struct Reset {
     asked: BTreeMap<Shard, WorkerId>,
 }
 
-impl Leader {
-    /// Begins a reset; its first slice runs at the end of this step.
-    pub(super) fn reset(&mut self, due: Due, scope: ResetScope) -> Result<(), Refusal> {
-        self.room_for_reset(&scope)?;
-        let scope = self.scope(scope);
-        let Some(pool) = self.tier.as_mut().and_then(Tier::serving_mut) else {
-            return Err(match self.workers.any_replica() {
-                true => Refusal::Reading,
-                false => self.workers.not_ready(),
-            });
-        };
-        let sweep = pool.begin_sweep(scope.clone());
-        self.next_reset += 1;
-        let id = ResetId(self.next_reset);
-        let reset = Reset {
-            due,
-            scope,
-            through: Generation(self.next_id),
-            stage: Stage::Looking { sweep, holders: 0 },
-            pages: 0,
-            ending: BTreeSet::new(),
-            missing: self.workers.shards().collect(),
-            asked: BTreeMap::new(),
-        };
-        self.timers.insert((due.deadline, Timer::Reset(id)));
-        self.resets.insert(id, reset);
-        Ok(())
+impl Reset {
+    /// A worker of a shard that has not confirmed the reset and has no request in flight for it.
+    fn to_be_asked(&self, roster: &Roster, workers: &[Option<WorkerId>]) -> Option<WorkerId> {
+        if !self.ending.is_empty() {
+            return None;
+        }
+        let mut workers = workers.iter().flatten().copied();
+        workers.find(|worker| {
+            let shard = roster.shard_of(*worker);
+            self.missing.contains(&shard) && !self.asked.contains_key(&shard)
+        })
     }
 
+    /// True when no work is left.
+    fn is_over(&self) -> bool {
+        matches!(self.stage, Stage::Striking) && self.missing.is_empty() && self.ending.is_empty()
+    }
+}
+
+/// What a slice of one reset leads to.
+enum Advance {
+    /// Nothing yet.
+    Nothing,
+    /// Pages of the reset have holders: the reset is refused.
+    Refuse { holders: u64 },
+    /// Blocks were visited; these copies into pages of the reset are cancelled.
+    Cancel(Vec<Generation>),
+    /// A worker removes the pages from its inventory.
+    Strike(WorkerId),
+    /// The pool was closed: no page of it is found any longer.
+    NoPool,
+}
+
+/// The resets that are not answered.
+#[derive(Debug, Default)]
+pub(super) struct Resets {
+    open: BTreeMap<ResetId, Reset>,
+    /// When the next slice is due, while one is scheduled.
+    next_slice: Option<Time>,
+    last: u64,
+}
+
+impl Resets {
     /// Refuses a reset beyond the limits on all open resets together.
-    fn room_for_reset(&self, scope: &ResetScope) -> Result<(), Refusal> {
-        if self.resets.len() >= RESETS_OPEN_MAX {
+    fn room_for(&self, scope: &ResetScope) -> Result<(), Refusal> {
+        if self.open.len() >= RESETS_OPEN_MAX {
             return Err(Refusal::Limit {
                 limit: "resets under way",
                 max: RESETS_OPEN_MAX as u64,
@@ -98,13 +114,200 @@ impl Leader {
             ResetScope::Pages(_, hashes) => hashes.len(),
             ResetScope::Everything | ResetScope::Namespace(_) => 0,
         };
-        let open = self.resets.values().map(|reset| reset.scope.named_pages());
+        let open = self.open.values().map(|reset| reset.scope.named_pages());
         if open.sum::<usize>() + named > RESET_PAGES_OPEN_MAX {
             return Err(Refusal::Limit {
                 limit: "pages named by resets under way",
                 max: RESET_PAGES_OPEN_MAX as u64,
             });
         }
+        Ok(())
+    }
+
+    fn begin(
+        &mut self,
+        due: Due,
+        scope: Scope,
+        through: Generation,
+        sweep: Sweep,
+        roster: &Roster,
+        timers: &mut Timers,
+    ) {
+        self.last += 1;
+        let id = ResetId(self.last);
+        let reset = Reset {
+            due,
+            scope,
+            through,
+            stage: Stage::Looking { sweep, holders: 0 },
+            pages: 0,
+            ending: BTreeSet::new(),
+            missing: roster.shards().collect(),
+            asked: BTreeMap::new(),
+        };
+        timers.set(due.deadline, Timer::Reset(id));
+        self.open.insert(id, reset);
+    }
+
+    /// The first reset that the leader itself can advance now. `closes`: a pool closes. Copies into a closing pool are
+    /// listed when they end, so they must have ended before the pages are removed from the inventories.
+    fn next_to_do(&self, closes: bool, roster: &Roster) -> Option<ResetId> {
+        let mut workers = None;
+        let mut to_do = |reset: &Reset| match reset.stage {
+            Stage::Looking { .. } | Stage::Forgetting(_) => !closes,
+            Stage::Striking => {
+                let workers = workers.get_or_insert_with(|| roster.one_of_each_shard());
+                reset.to_be_asked(roster, workers).is_some()
+            }
+        };
+        let mut resets = self.open.iter();
+        resets.find(|(_, reset)| to_do(reset)).map(|(id, _)| *id)
+    }
+
+    /// Runs a slice of one reset. `pool` is the pool that serves.
+    fn advance(
+        &mut self,
+        id: ResetId,
+        pool: Option<&mut Pool>,
+        roster: &Roster,
+        budget: &mut u32,
+    ) -> Advance {
+        let Some(reset) = self.open.get_mut(&id) else {
+            return Advance::Nothing;
+        };
+        let worker = match reset.stage {
+            Stage::Striking => reset.to_be_asked(roster, &roster.one_of_each_shard()),
+            Stage::Looking { .. } | Stage::Forgetting(_) => None,
+        };
+        if let Some(worker) = worker {
+            return Advance::Strike(worker);
+        }
+        let Some(pool) = pool else {
+            reset.stage = Stage::Striking;
+            return Advance::NoPool;
+        };
+        match &mut reset.stage {
+            Stage::Looking { sweep, holders } => {
+                *holders += pool.count_holders(sweep, budget);
+                if !sweep.is_over() {
+                    return Advance::Nothing;
+                }
+                let holders = *holders;
+                if holders > 0 {
+                    return Advance::Refuse { holders };
+                }
+                sweep.again();
+                let over = Stage::Striking;
+                if let Stage::Looking { sweep, .. } = std::mem::replace(&mut reset.stage, over) {
+                    reset.stage = Stage::Forgetting(sweep);
+                }
+                Advance::Nothing
+            }
+            Stage::Forgetting(sweep) => {
+                let mut filling = Vec::new();
+                reset.pages += pool.forget_next(sweep, budget, &mut filling);
+                if sweep.is_over() {
+                    pool.end_sweep(sweep);
+                    reset.stage = Stage::Striking;
+                }
+                reset.ending.extend(filling.iter().copied());
+                filling.sort_unstable();
+                Advance::Cancel(filling)
+            }
+            Stage::Striking => Advance::Nothing,
+        }
+    }
+
+    /// Requests the removal from one worker. The pages that the message names count toward the budget.
+    fn strike(
+        &mut self,
+        id: ResetId,
+        worker: WorkerId,
+        roster: &Roster,
+        budget: &mut u32,
+    ) -> Option<Effect> {
+        let reset = self.open.get_mut(&id)?;
+        reset.asked.insert(roster.shard_of(worker), worker);
+        let named = u32::try_from(reset.scope.named_pages()).unwrap_or(u32::MAX);
+        *budget = budget.saturating_sub(named);
+        Some(Effect::Strike {
+            worker,
+            id,
+            scope: reset.scope.clone(),
+            through: reset.through,
+            deadline: reset.due.deadline,
+        })
+    }
+
+    /// The worker lost its connection, or answers none of the requests that it received before: its shards are
+    /// requested again.
+    pub(super) fn not_asked(&mut self, worker: WorkerId) {
+        for reset in self.open.values_mut() {
+            reset.asked.retain(|_, asked| *asked != worker);
+        }
+    }
+
+    /// A store has ended, whether its pages were published or not: resets that waited for it continue.
+    pub(super) fn store_ended(&mut self, generation: Generation) {
+        for reset in self.open.values_mut() {
+            reset.ending.remove(&generation);
+        }
+    }
+
+    /// The last reset that was begun.
+    #[cfg(test)]
+    pub(super) fn last(&self) -> ResetId {
+        ResetId(self.last)
+    }
+
+    /// A shard has confirmed a reset. Returns false if it was not asked, or if stores of the reset are in flight.
+    fn confirmed(&mut self, id: ResetId, shard: Shard) -> bool {
+        let Some(reset) = self.open.get_mut(&id) else {
+            return false;
+        };
+        let counts = reset.ending.is_empty() && reset.asked.contains_key(&shard);
+        if counts {
+            reset.missing.remove(&shard);
+        }
+        counts
+    }
+
+    /// Takes a reset out, with its timer; no page of `pool` is hidden for it any longer.
+    fn take(&mut self, id: ResetId, pool: Option<&mut Pool>, timers: &mut Timers) -> Option<Reset> {
+        let reset = self.open.remove(&id)?;
+        timers.clear(reset.due.deadline, Timer::Reset(id));
+        if let (Some(pool), Stage::Looking { sweep, .. } | Stage::Forgetting(sweep)) =
+            (pool, &reset.stage)
+        {
+            pool.end_sweep(sweep);
+        }
+        Some(reset)
+    }
+
+    /// Checks that every reset has work left. `Err` names the first contradiction.
+    pub(super) fn check(&self) -> Result<(), String> {
+        match self.open.iter().find(|(_, reset)| reset.is_over()) {
+            None => Ok(()),
+            Some((id, _)) => Err(format!("reset {} is over and not answered", id.0)),
+        }
+    }
+}
+
+impl Leader {
+    /// Begins a reset; its first slice runs at the end of this step.
+    pub(super) fn reset(&mut self, due: Due, scope: ResetScope) -> Result<(), Refusal> {
+        self.resets.room_for(&scope)?;
+        let scope = self.scope(scope);
+        let Some(pool) = self.tier.serving_mut() else {
+            return Err(match self.roster.any_replica() {
+                true => Refusal::Reading,
+                false => self.roster.not_ready(),
+            });
+        };
+        let sweep = pool.begin_sweep(scope.clone());
+        let through = Generation(self.next_id);
+        self.resets
+            .begin(due, scope, through, sweep, &self.roster, &mut self.timers);
         Ok(())
     }
 
@@ -123,14 +326,14 @@ impl Leader {
 
     /// Runs one slice at the end of a step, unless the next slice is scheduled.
     pub(super) fn go_on_with_resets(&mut self, now: Time, effects: &mut Vec<Effect>) {
-        if !self.resets.is_empty() && self.resets_at.is_none() {
+        if !self.resets.open.is_empty() && self.resets.next_slice.is_none() {
             self.resets_due(now, effects);
         }
     }
 
     /// Runs one slice, and sets the timer for the next one while there is work left.
     pub(super) fn resets_due(&mut self, now: Time, effects: &mut Vec<Effect>) {
-        self.resets_at = None;
+        self.resets.next_slice = None;
         let slice = self.settings.reset_slice_pages.max(1);
         let mut budget = slice;
         while budget > 0
@@ -150,38 +353,14 @@ impl Leader {
         }
         if self.next_reset_to_do().is_some() {
             let at = now + RESET_PAUSE;
-            self.resets_at = Some(at);
-            self.timers.insert((at, Timer::Resets));
+            self.resets.next_slice = Some(at);
+            self.timers.set(at, Timer::Resets);
         }
     }
 
-    /// The first reset that the leader itself can advance now.
     fn next_reset_to_do(&self) -> Option<ResetId> {
-        let mut workers = None;
-        // Copies into a closing pool are listed when they end, so they must have ended before the pages are removed
-        // from the inventories.
-        let closes = self.closing_pool().is_some();
-        let mut to_do = |reset: &Reset| match reset.stage {
-            Stage::Looking { .. } | Stage::Forgetting(_) => !closes,
-            Stage::Striking => {
-                let workers = workers.get_or_insert_with(|| self.workers.one_of_each_shard());
-                self.to_be_asked(reset, workers).is_some()
-            }
-        };
-        let mut resets = self.resets.iter();
-        resets.find(|(_, reset)| to_do(reset)).map(|(id, _)| *id)
-    }
-
-    /// A worker of a shard that has not confirmed the reset and has no request in flight for it.
-    fn to_be_asked(&self, reset: &Reset, workers: &[Option<WorkerId>]) -> Option<WorkerId> {
-        if !reset.ending.is_empty() {
-            return None;
-        }
-        let mut workers = workers.iter().flatten().copied();
-        workers.find(|worker| {
-            let shard = self.workers.shard_of(*worker);
-            reset.missing.contains(&shard) && !reset.asked.contains_key(&shard)
-        })
+        let closes = self.tier.closing().is_some();
+        self.resets.next_to_do(closes, &self.roster)
     }
 
     fn advance_reset(
@@ -191,111 +370,38 @@ impl Leader {
         budget: &mut u32,
         effects: &mut Vec<Effect>,
     ) {
-        let workers = self.workers.one_of_each_shard();
-        let Some(reset) = self.resets.get(&id) else {
-            return;
-        };
-        let ask = match reset.stage {
-            Stage::Striking => self.to_be_asked(reset, &workers),
-            _ => None,
-        };
-        let Some(reset) = self.resets.get_mut(&id) else {
-            return;
-        };
-        let Some(pool) = self.tier.as_mut().and_then(Tier::serving_mut) else {
-            // The pool was closed: no page of it is found any longer, and its last copies have ended.
-            if let Some(worker) = ask {
-                self.strike(id, worker, budget, effects);
-            } else {
-                reset.stage = Stage::Striking;
+        let pool = self.tier.serving_mut();
+        let serves = pool.is_some();
+        match self.resets.advance(id, pool, &self.roster, budget) {
+            Advance::Nothing => {}
+            Advance::Refuse { holders } => {
+                self.refuse_reset(id, Refusal::Leased { holders }, effects);
             }
-            return self.struck_out(now, id, effects);
-        };
-        match &mut reset.stage {
-            Stage::Looking { sweep, holders } => {
-                *holders += pool.count_holders(sweep, budget);
-                if !sweep.is_over() {
-                    return;
-                }
-                let holders = *holders;
-                if holders > 0 {
-                    return self.refuse_reset(id, Refusal::Leased { holders }, effects);
-                }
-                sweep.again();
-                let over = Stage::Striking;
-                if let Stage::Looking { sweep, .. } = std::mem::replace(&mut reset.stage, over) {
-                    reset.stage = Stage::Forgetting(sweep);
-                }
-            }
-            Stage::Forgetting(sweep) => {
-                let mut filling = Vec::new();
-                reset.pages += pool.forget_next(sweep, budget, &mut filling);
-                if sweep.is_over() {
-                    pool.end_sweep(sweep);
-                    reset.stage = Stage::Striking;
-                }
-                reset.ending.extend(filling.iter().copied());
-                filling.sort_unstable();
+            Advance::Cancel(filling) => {
                 for generation in filling {
-                    self.cancel(OpId(generation.0));
+                    self.transfers.cancel(OpId(generation.0));
                 }
                 // After a new pool has opened, the last shard may have answered between two slices.
                 self.struck_out(now, id, effects);
             }
-            Stage::Striking => {
-                if let Some(worker) = ask {
-                    self.strike(id, worker, budget, effects);
+            Advance::Strike(worker) => {
+                effects.extend(self.resets.strike(id, worker, &self.roster, budget));
+                if !serves {
+                    self.struck_out(now, id, effects);
                 }
             }
-        }
-    }
-
-    /// Requests the removal from one worker. The pages that the message names count toward the budget.
-    fn strike(
-        &mut self,
-        id: ResetId,
-        worker: WorkerId,
-        budget: &mut u32,
-        effects: &mut Vec<Effect>,
-    ) {
-        let shard = self.workers.shard_of(worker);
-        if let Some(reset) = self.resets.get_mut(&id) {
-            reset.asked.insert(shard, worker);
-            let named = u32::try_from(reset.scope.named_pages()).unwrap_or(u32::MAX);
-            *budget = budget.saturating_sub(named);
-            effects.push(Effect::Strike {
-                worker,
-                id,
-                scope: reset.scope.clone(),
-                through: reset.through,
-                deadline: reset.due.deadline,
-            });
-        }
-    }
-
-    /// The worker lost its connection, or answers none of the requests that it received before: its shards are
-    /// requested again.
-    pub(super) fn not_asked(&mut self, worker: WorkerId) {
-        for reset in self.resets.values_mut() {
-            reset.asked.retain(|_, asked| *asked != worker);
+            Advance::NoPool => self.struck_out(now, id, effects),
         }
     }
 
     /// A pool has opened with the pages that the depots list: starts to remove the pages of all open resets from that
     /// pool.
     pub(super) fn reset_again(&mut self) {
-        let Some(pool) = self.tier.as_mut().and_then(Tier::serving_mut) else {
+        let Some(pool) = self.tier.serving_mut() else {
             return;
         };
-        for reset in self.resets.values_mut() {
+        for reset in self.resets.open.values_mut() {
             reset.stage = Stage::Forgetting(pool.begin_sweep(reset.scope.clone()));
-        }
-    }
-
-    /// A store has ended, whether its pages were published or not: resets that waited for it continue.
-    pub(super) fn store_over(&mut self, generation: Generation) {
-        for reset in self.resets.values_mut() {
-            reset.ending.remove(&generation);
         }
     }
 
@@ -307,58 +413,39 @@ impl Leader {
         id: ResetId,
         effects: &mut Vec<Effect>,
     ) {
-        let shard = self.workers.shard_of(worker);
-        if let Some(reset) = self.resets.get_mut(&id)
-            && reset.ending.is_empty()
-            && reset.asked.contains_key(&shard)
-        {
-            reset.missing.remove(&shard);
+        if self.resets.confirmed(id, self.roster.shard_of(worker)) {
             self.struck_out(now, id, effects);
         }
     }
 
     /// Answers a reset for which no work is left.
     fn struck_out(&mut self, now: Time, id: ResetId, effects: &mut Vec<Effect>) {
-        let done = self.resets.get(&id).is_some_and(|reset| {
-            matches!(reset.stage, Stage::Striking)
-                && reset.missing.is_empty()
-                && reset.ending.is_empty()
-        });
-        if done {
+        let reset = self.resets.open.get(&id);
+        if reset.is_some_and(Reset::is_over) {
             self.end_reset(id, effects);
             self.read_anew(now, effects);
         }
     }
 
     fn end_reset(&mut self, id: ResetId, effects: &mut Vec<Effect>) {
-        if let Some(reset) = self.take_reset(id) {
+        let pool = self.tier.serving_mut();
+        if let Some(reset) = self.resets.take(id, pool, &mut self.timers) {
             let answer = Ok(Answer::Reset { pages: reset.pages });
             self.answer(reset.due.engine, reset.due.id, answer, effects);
         }
     }
 
     fn refuse_reset(&mut self, id: ResetId, refusal: Refusal, effects: &mut Vec<Effect>) {
-        if let Some(reset) = self.take_reset(id) {
+        let pool = self.tier.serving_mut();
+        if let Some(reset) = self.resets.take(id, pool, &mut self.timers) {
             self.answer(reset.due.engine, reset.due.id, Err(refusal), effects);
         }
-    }
-
-    /// Takes a reset out; no page is hidden for it any longer.
-    fn take_reset(&mut self, id: ResetId) -> Option<Reset> {
-        let reset = self.resets.remove(&id)?;
-        self.timers.remove(&(reset.due.deadline, Timer::Reset(id)));
-        if let (Some(pool), Stage::Looking { sweep, .. } | Stage::Forgetting(sweep)) =
-            (self.tier.as_mut().and_then(Tier::serving_mut), &reset.stage)
-        {
-            pool.end_sweep(sweep);
-        }
-        Some(reset)
     }
 
     /// The deadline of a reset has passed: pages that were removed stay removed from the pool, but may be found again
     /// after a restart.
     pub(super) fn reset_late(&mut self, id: ResetId, effects: &mut Vec<Effect>) {
-        let Some(reset) = self.resets.get(&id) else {
+        let Some(reset) = self.resets.open.get(&id) else {
             return;
         };
         let late = match reset.stage {

@@ -1,5 +1,7 @@
 //! Stores: which pages are missing in G2, where they are stored, and when they are ready.
 
+use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 use crate::anchor::Domain;
@@ -9,47 +11,212 @@ use crate::event::Effect;
 use crate::index::{Match, Want};
 use crate::pool::{Kind, Pin, Pool, Reserved, Run};
 use crate::refusal::Refusal;
-use crate::slot::{HASH_BYTES_PER_ENGINE_MAX, Slot, slot_of};
+use crate::session::Slot;
 use kvferry_types::{Answer, Copy, Direction};
 use kvferry_types::{
-    FragmentPair, Generation, HashesDiffer, OpId, PageCursor, PageHashes, PageList, PageRun, Rank,
+    EngineId, FragmentPair, Generation, OpId, PageCursor, PageHashes, PageList, PageRun, Rank,
     SlotId,
 };
 
 use super::cancel::CancelId;
 use super::load::check_device_pages;
-use super::ops::{Op, Work};
-use super::tier::Tier;
-use super::{Due, Leader, Timer};
+use super::timers::{Timer, Timers};
+use super::transfers::Begun;
+use super::{Due, Leader};
 
 /// Number of a store request that waits for copies: its own, and those of others that it found in flight.
 pub(super) type StoreKey = u64;
 
+/// A store that waits for copies.
 #[derive(Debug)]
-pub(super) struct PendingStore {
-    pub(super) due: Due,
-    pub(super) slot: SlotId,
+struct PendingStore {
+    due: Due,
+    slot: SlotId,
     domain: Domain,
     hashes: Arc<PageHashes>,
     /// Positions of the pages to store.
-    wanted: std::ops::Range<u32>,
+    wanted: Range<u32>,
     /// Copies that have not ended, each with the number of pages of this request in it, and whether they are its own.
-    pub(super) waits: Vec<Wait>,
+    waits: Vec<Wait>,
     /// The engine cancelled the store: its copies were stopped.
-    pub(super) stopped: bool,
+    stopped: bool,
     /// `cancel_stores` requests that wait for its end.
-    pub(super) cancels: Vec<CancelId>,
+    cancels: Vec<CancelId>,
     stored_pages: u32,
     present_pages: u32,
     refused_pages: u32,
-    pub(super) failed_pages: u32,
+    failed_pages: u32,
 }
 
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Wait {
-    pub(super) generation: Generation,
-    pub(super) pages: u32,
-    pub(super) own: bool,
+struct Wait {
+    generation: Generation,
+    pages: u32,
+    own: bool,
+}
+
+/// Effect of stopping a store.
+pub(super) enum Stopped {
+    /// The store was stopped before, or is answered.
+    Before,
+    /// The store waits for no copy of its own.
+    Ended,
+    /// The store waits for these copies of its own, which are to be cancelled.
+    Waits(Vec<Generation>),
+}
+
+/// The stores that wait for copies.
+#[derive(Debug, Default)]
+pub(super) struct Stores {
+    waiting: BTreeMap<StoreKey, PendingStore>,
+    /// The stores that wait for each copy.
+    waiters: BTreeMap<Generation, Vec<StoreKey>>,
+    last: StoreKey,
+}
+
+impl Stores {
+    pub(super) fn contains(&self, key: StoreKey) -> bool {
+        self.waiting.contains_key(&key)
+    }
+
+    /// The stores of an engine, or of one of its slots, in the order in which they were requested.
+    pub(super) fn of(&self, engine: EngineId, slot: Option<SlotId>) -> Vec<StoreKey> {
+        let waiting = self.waiting.iter();
+        let meant = waiting.filter(|(_, store)| {
+            store.due.engine == engine && slot.is_none_or(|slot| slot == store.slot)
+        });
+        meant.map(|(key, _)| *key).collect()
+    }
+
+    /// Notes a `cancel_stores` request that waits for the end of a store.
+    pub(super) fn add_cancel(&mut self, key: StoreKey, id: CancelId) {
+        if let Some(store) = self.waiting.get_mut(&key) {
+            store.cancels.push(id);
+        }
+    }
+
+    /// Adds a store, and sets its timer if it waits for copies of other requests.
+    fn wait(&mut self, pending: PendingStore, timers: &mut Timers) {
+        self.last += 1;
+        for wait in &pending.waits {
+            let waiting = self.waiters.entry(wait.generation).or_default();
+            waiting.push(self.last);
+        }
+        if pending.waits.iter().any(|wait| !wait.own) {
+            timers.set(pending.due.deadline, Timer::Store(self.last));
+        }
+        self.waiting.insert(self.last, pending);
+    }
+
+    /// The stores that wait for a copy.
+    fn waiting_for(&self, generation: Generation) -> Vec<StoreKey> {
+        self.waiters.get(&generation).cloned().unwrap_or_default()
+    }
+
+    /// A copy that a store waits for has ended. Returns the number of pages that became ready, if they are its own.
+    fn copy_ended(&mut self, key: StoreKey, generation: Generation, published: bool) -> u32 {
+        let Some(store) = self.waiting.get_mut(&key) else {
+            return 0;
+        };
+        let mut waits = store.waits.iter();
+        let Some(index) = waits.position(|wait| wait.generation == generation) else {
+            return 0;
+        };
+        let wait = store.waits.swap_remove(index);
+        match (published, wait.own) {
+            (true, true) => {
+                store.stored_pages += wait.pages;
+                return wait.pages;
+            }
+            (true, false) => store.present_pages += wait.pages,
+            (false, _) => store.failed_pages += wait.pages,
+        }
+        0
+    }
+
+    /// Counts the pages of some waits of a store as failed.
+    fn give_up(&mut self, key: StoreKey, which: impl Fn(&Wait) -> bool) {
+        let Some(store) = self.waiting.get_mut(&key) else {
+            return;
+        };
+        let (given_up, waits): (Vec<Wait>, Vec<Wait>) = store.waits.drain(..).partition(which);
+        store.waits = waits;
+        for wait in given_up {
+            store.failed_pages += wait.pages;
+            self.waiters
+                .entry(wait.generation)
+                .or_default()
+                .retain(|waits| *waits != key);
+            if self
+                .waiters
+                .get(&wait.generation)
+                .is_some_and(Vec::is_empty)
+            {
+                self.waiters.remove(&wait.generation);
+            }
+        }
+    }
+
+    /// Stops a store: it no longer waits for copies of other requests.
+    pub(super) fn stop(&mut self, key: StoreKey) -> Stopped {
+        let Some(store) = self.waiting.get_mut(&key) else {
+            return Stopped::Before;
+        };
+        if std::mem::replace(&mut store.stopped, true) {
+            return Stopped::Before;
+        }
+        self.give_up(key, |wait| !wait.own);
+        let waits = self.waiting.get(&key).into_iter();
+        let own: Vec<Generation> = waits
+            .flat_map(|store| &store.waits)
+            .map(|wait| wait.generation)
+            .collect();
+        match own.is_empty() {
+            true => Stopped::Ended,
+            false => Stopped::Waits(own),
+        }
+    }
+
+    /// True when a store waits for no copy any longer.
+    fn is_over(&self, key: StoreKey) -> bool {
+        let store = self.waiting.get(&key);
+        store.is_some_and(|store| store.waits.is_empty())
+    }
+
+    /// Removes a store with its timer.
+    fn take(&mut self, key: StoreKey, timers: &mut Timers) -> Option<PendingStore> {
+        let store = self.waiting.remove(&key)?;
+        timers.clear(store.due.deadline, Timer::Store(key));
+        Some(store)
+    }
+
+    /// Checks that stores and copies name each other. `Err` names the first contradiction.
+    pub(super) fn check(&self) -> Result<(), String> {
+        for (generation, keys) in &self.waiters {
+            for key in keys {
+                let waits = self.waiting.get(key).map_or(&[][..], |store| &store.waits);
+                if !waits.iter().any(|wait| wait.generation == *generation) {
+                    return Err(format!(
+                        "store {key} is noted at copy {} and does not wait for it",
+                        generation.0
+                    ));
+                }
+            }
+        }
+        for (key, store) in &self.waiting {
+            let noted = |wait: &Wait| {
+                let keys = self.waiters.get(&wait.generation);
+                keys.is_some_and(|keys| keys.contains(key))
+            };
+            if let Some(wait) = store.waits.iter().find(|wait| !noted(wait)) {
+                return Err(format!(
+                    "store {key} waits for copy {} and is not noted there",
+                    wait.generation.0
+                ));
+            }
+        }
+        Ok(())
+    }
 }
 
 /// The plan of a store, built while its pages are looked up one after another.
@@ -79,19 +246,18 @@ impl Leader {
         let tokens_per_page = geometry.engine_page_tokens;
         let layout = geometry.layout_fingerprint;
         // All copies of a store are for the same ranks, so they fit into one message to each rank.
-        let ranks = self.workers.storers(self.next_store);
+        let ranks = self.roster.storers(self.stores.last);
         let epoch = self.settings.epoch;
         let ratio = self.settings.ratio.pages();
-        let Some(pool) = self.tier.as_mut().and_then(Tier::serving_mut) else {
+        let Some(pool) = self.tier.serving_mut() else {
             return Err(Refusal::Reading);
         };
-        let session = self.sessions.entry(due.engine).or_default();
-        let slot = slot_of(&mut session.slots, id, layout)?;
-        extend_hashes(slot, &mut session.hash_bytes, more)?;
+        let session = self.sessions.open(due.engine);
+        let slot = session.extend_hashes(id, layout, more)?;
         let end = u64::from(first_page) + source.pages();
         let end = u32::try_from(end)
             .ok()
-            .filter(|end| *end as usize <= slot.hashes.len());
+            .filter(|end| *end as usize <= slot.hashes().len());
         let end = end.ok_or_else(|| Refusal::Invalid {
             field: "source",
             value: format!("{} pages from page {first_page} on", source.pages()),
@@ -101,7 +267,7 @@ impl Leader {
         let plan = plan(pool, slot, first_page..end, ratio, &mut self.next_id);
         self.counts.store_looks += u64::from(plan.looks);
         for run in &plan.evicted {
-            slot.digest.add(tokens_per_page, Decision::Evicted(*run));
+            slot.decide(tokens_per_page, Decision::Evicted(*run));
         }
         let mut cursor = PageCursor::new(source);
         let mut at = first_page;
@@ -113,14 +279,12 @@ impl Leader {
                 kind,
             } = *reserved;
             let grown = kind == Kind::Growth;
-            slot.digest.add(
-                tokens_per_page,
-                Decision::Stored {
-                    position,
-                    run,
-                    grown,
-                },
-            );
+            let stored = Decision::Stored {
+                position,
+                run,
+                grown,
+            };
+            slot.decide(tokens_per_page, stored);
             cursor.skip(position - at);
             let src = cursor.take(run.count);
             at = position + run.count;
@@ -144,17 +308,25 @@ impl Leader {
                 copy,
             });
             pool.start_filling(generation, ranks);
+            let begun = Begun {
+                id: OpId(generation.0),
+                replica,
+                direction: Direction::Store,
+                ranks,
+                pages: run.count,
+                deadline: due.deadline,
+            };
+            self.transfers.begin(begun, &mut self.timers);
         }
         if plan.refused_pages > 0 {
             let (position, count) = (end - plan.refused_pages, plan.refused_pages);
-            slot.digest
-                .add(tokens_per_page, Decision::Refused { position, count });
+            slot.decide(tokens_per_page, Decision::Refused { position, count });
         }
         let pending = PendingStore {
             due,
             slot: id,
-            domain: slot.domain.clone(),
-            hashes: Arc::clone(&slot.hashes),
+            domain: slot.domain().clone(),
+            hashes: Arc::clone(slot.hashes()),
             wanted: first_page..end,
             waits: plan.waits,
             stopped: false,
@@ -164,12 +336,11 @@ impl Leader {
             refused_pages: plan.refused_pages,
             failed_pages: 0,
         };
-        for reserved in &plan.reserved {
-            let work = Work::Store { missing: ranks };
-            let op = Op::new(replica, work, due.deadline);
-            self.begin_op(OpId(reserved.generation.0), op);
+        if pending.waits.is_empty() {
+            return Ok(Some(self.end_store(&pending)));
         }
-        Ok(self.wait_or_end(pending))
+        self.stores.wait(pending, &mut self.timers);
+        Ok(None)
     }
 
     /// Notes the end of one rank's copy into a reservation. The last end publishes or frees the pages and notifies the
@@ -181,40 +352,24 @@ impl Leader {
         whole: bool,
         effects: &mut Vec<Effect>,
     ) {
-        let Some(tier) = &mut self.tier else { return };
-        let Some(published) = tier.pool_mut().ended(generation, rank, whole) else {
+        let Some(pool) = self.tier.pool_mut() else {
+            return;
+        };
+        let Some(published) = pool.ended(generation, rank, whole) else {
             return;
         };
         self.counts.failed_copies += u64::from(!published);
-        self.store_over(generation);
-        for key in self.waiters.remove(&generation).unwrap_or_default() {
-            let Some(store) = self.stores.get_mut(&key) else {
-                continue;
-            };
-            let Some(index) = store
-                .waits
-                .iter()
-                .position(|wait| wait.generation == generation)
-            else {
-                continue;
-            };
-            let wait = store.waits.swap_remove(index);
-            match (published, wait.own) {
-                (true, true) => {
-                    store.stored_pages += wait.pages;
-                    self.counts.published_pages += u64::from(wait.pages);
-                }
-                (true, false) => store.present_pages += wait.pages,
-                (false, _) => store.failed_pages += wait.pages,
-            }
+        self.resets.store_ended(generation);
+        for key in self.stores.waiters.remove(&generation).unwrap_or_default() {
+            let ready = self.stores.copy_ended(key, generation, published);
+            self.counts.published_pages += u64::from(ready);
             self.answer_store(key, effects);
         }
     }
 
     /// Answers a store that has no copies left to wait for.
     fn answer_store(&mut self, key: StoreKey, effects: &mut Vec<Effect>) {
-        let store = self.stores.get(&key);
-        if store.is_some_and(|store| store.waits.is_empty()) {
+        if self.stores.is_over(key) {
             self.store_ended(key, effects);
         }
     }
@@ -222,74 +377,32 @@ impl Leader {
     /// The deadline of a store has passed: the store stops waiting for copies of other requests, because they read none
     /// of its pages. Its own copies have deadlines of their own.
     pub(super) fn store_due(&mut self, key: StoreKey, effects: &mut Vec<Effect>) {
-        self.give_up_waits(key, |wait| !wait.own, effects);
+        self.stores.give_up(key, |wait| !wait.own);
+        self.answer_store(key, effects);
     }
 
     /// The pages of a late copy will not be published: stores that wait for it and do not own it count them as failed
     /// at once, instead of after the copy has ended on every rank.
     pub(super) fn never_published(&mut self, generation: Generation, effects: &mut Vec<Effect>) {
-        let waiting = self.waiters.get(&generation).cloned();
-        for key in waiting.unwrap_or_default() {
+        for key in self.stores.waiting_for(generation) {
             let foreign = |wait: &Wait| !wait.own && wait.generation == generation;
-            self.give_up_waits(key, foreign, effects);
+            self.stores.give_up(key, foreign);
+            self.answer_store(key, effects);
         }
-    }
-
-    /// Counts the pages of some waits as failed, and answers the store if no other wait is left.
-    fn give_up_waits(
-        &mut self,
-        key: StoreKey,
-        which: impl Fn(&Wait) -> bool,
-        effects: &mut Vec<Effect>,
-    ) {
-        let Some(store) = self.stores.get_mut(&key) else {
-            return;
-        };
-        let (given_up, waits) = store.waits.drain(..).partition(which);
-        store.waits = waits;
-        let given_up: Vec<Wait> = given_up;
-        for wait in given_up {
-            store.failed_pages += wait.pages;
-            if let Some(waiting) = self.waiters.get_mut(&wait.generation) {
-                waiting.retain(|waits| *waits != key);
-                if waiting.is_empty() {
-                    self.waiters.remove(&wait.generation);
-                }
-            }
-        }
-        self.answer_store(key, effects);
     }
 
     /// Answers a store that has no copies in flight.
     pub(super) fn store_ended(&mut self, key: StoreKey, effects: &mut Vec<Effect>) {
-        if let Some(store) = self.stores.remove(&key) {
-            self.timers.remove(&(store.due.deadline, Timer::Store(key)));
+        if let Some(store) = self.stores.take(key, &mut self.timers) {
             let answer = self.end_store(&store);
             self.answer(store.due.engine, store.due.id, Ok(answer), effects);
             self.cancelled(&store.cancels, effects);
         }
     }
 
-    fn wait_or_end(&mut self, pending: PendingStore) -> Option<Answer> {
-        if pending.waits.is_empty() {
-            return Some(self.end_store(&pending));
-        }
-        self.next_store += 1;
-        for wait in &pending.waits {
-            let waiting = self.waiters.entry(wait.generation).or_default();
-            waiting.push(self.next_store);
-        }
-        if pending.waits.iter().any(|wait| !wait.own) {
-            let due = (pending.due.deadline, Timer::Store(self.next_store));
-            self.timers.insert(due);
-        }
-        self.stores.insert(self.next_store, pending);
-        None
-    }
-
     /// Makes the sequence of a store the newest, tail first, and returns the answer.
     fn end_store(&mut self, store: &PendingStore) -> Answer {
-        if let Some(pool) = self.tier.as_mut().and_then(Tier::serving_mut) {
+        if let Some(pool) = self.tier.serving_mut() {
             let mut runs: Vec<Run> = Vec::new();
             let looks = pool.walk_around(&store.domain, &store.hashes, &store.wanted, &mut runs);
             self.counts.store_looks += u64::from(looks);
@@ -304,67 +417,10 @@ impl Leader {
     }
 }
 
-/// Appends hashes that the slot does not have yet; overlapping hashes must be equal.
-fn extend_hashes(
-    slot: &mut Slot,
-    hash_bytes: &mut usize,
-    more: Option<(u32, PageHashes)>,
-) -> Result<(), Refusal> {
-    let Some((from, more)) = more else {
-        return Ok(());
-    };
-    let before = slot.hashes.as_bytes().len();
-    let after = match from as usize <= slot.hashes.len() {
-        true => before.max(from as usize * more.width() + more.as_bytes().len()),
-        false => before,
-    };
-    if *hash_bytes + (after - before) > HASH_BYTES_PER_ENGINE_MAX {
-        let max = HASH_BYTES_PER_ENGINE_MAX as u64;
-        return Err(Refusal::Limit {
-            limit: "bytes of page hashes",
-            max,
-        });
-    }
-    let invalid = |field, value, remedy| {
-        Err(Refusal::Invalid {
-            field,
-            value,
-            remedy,
-        })
-    };
-    match Arc::make_mut(&mut slot.hashes).extend_from(from as usize, &more) {
-        Ok(()) => {
-            *hash_bytes += slot.hashes.as_bytes().len() - before;
-            Ok(())
-        }
-        Err(HashesDiffer::Width) => invalid(
-            "hash_bytes",
-            more.width().to_string(),
-            "use one width for all hashes of a slot",
-        ),
-        Err(HashesDiffer::Gap { known }) => invalid(
-            "more_from",
-            format!("{from}, and the slot knows {known} hashes"),
-            "leave none out",
-        ),
-        Err(HashesDiffer::Content) => invalid(
-            "more_hashes",
-            format!("other hashes than the slot knows, from page {from} on"),
-            "hashes of a slot do not change: look up again",
-        ),
-    }
-}
-
 /// Walks the sequence from its first page on, looking up a bounded number of positions before `wanted`. Pages that are
 /// ready or filling are left alone, missing pages in `wanted` are reserved. The walk pins the ready pages that it
 /// passes until it ends, so that making room for the tail does not evict the root.
-fn plan(
-    pool: &mut Pool,
-    slot: &Slot,
-    wanted: std::ops::Range<u32>,
-    ratio: u32,
-    next_id: &mut u64,
-) -> Plan {
+fn plan(pool: &mut Pool, slot: &Slot, wanted: Range<u32>, ratio: u32, next_id: &mut u64) -> Plan {
     let mut plan = Plan::default();
     let mut held: Vec<Pin> = Vec::new();
     let mut tail: Option<Match> = None;
@@ -375,7 +431,12 @@ fn plan(
             position = at;
             tail = None;
         }
-        let found = pool.longest(&slot.domain, &slot.hashes, position as usize, Want::Present);
+        let found = pool.longest(
+            slot.domain(),
+            slot.hashes(),
+            position as usize,
+            Want::Present,
+        );
         looks.note(position, found.is_some());
         if let Some(found) = found {
             if found.ready > 0 {
@@ -391,8 +452,8 @@ fn plan(
             let end = missing_until(pool, slot, position, wanted.end, ratio);
             let before = plan.reserved.len();
             let room = pool.reserve(
-                &slot.domain,
-                &slot.hashes,
+                slot.domain(),
+                slot.hashes(),
                 position,
                 end,
                 tail,
@@ -428,7 +489,7 @@ fn plan(
 fn missing_until(pool: &Pool, slot: &Slot, position: u32, end: u32, ratio: u32) -> u32 {
     let limit = end.min((position / ratio + 1) * ratio);
     let there = |page: &u32| {
-        pool.longest(&slot.domain, &slot.hashes, *page as usize, Want::Present)
+        pool.longest(slot.domain(), slot.hashes(), *page as usize, Want::Present)
             .is_some()
     };
     (position + 1..limit).find(there).unwrap_or(limit)
@@ -436,13 +497,7 @@ fn missing_until(pool: &Pool, slot: &Slot, position: u32, end: u32, ratio: u32) 
 
 impl Plan {
     /// Counts the wanted pages of a run that is present; pages that are not ready yet are waited for.
-    fn count_present(
-        &mut self,
-        pool: &Pool,
-        found: Match,
-        position: u32,
-        wanted: &std::ops::Range<u32>,
-    ) {
+    fn count_present(&mut self, pool: &Pool, found: Match, position: u32, wanted: &Range<u32>) {
         let overlap =
             |from: u32, to: u32| to.min(wanted.end).saturating_sub(from.max(wanted.start));
         let ready_end = position + found.ready;

@@ -4,8 +4,8 @@ use super::*;
 use crate::event::{Attached, EngineMemory};
 use crate::pool::Pool;
 use crate::refusal::Refusal;
+use crate::session::HASH_BYTES_PER_ENGINE_MAX;
 use crate::shards::RankSet;
-use crate::slot::HASH_BYTES_PER_ENGINE_MAX;
 use kvferry_types::{
     Answer, AttachId, DepotId, GroupGeometry, GroupId, PageHashes, PageList, Rank, Replica, Request,
 };
@@ -43,11 +43,11 @@ fn a_pin_that_nobody_holds_is_noticed() {
         pages: 16,
         depots: vec![DepotId(1)],
     };
-    leader.tier = Some(Tier::new(key, pool));
+    leader.tier.open(key, pool);
     let why = leader.check().expect_err("a pin is held by nobody");
     assert_eq!(why, "0 held and 0 leased, the pool counts 1");
-    if let Some(tier) = &mut leader.tier {
-        tier.pool_mut().unpin(pin);
+    if let Some(pool) = leader.tier.pool_mut() {
+        pool.unpin(pin);
     }
     assert_eq!(leader.check(), Ok(()));
 }
@@ -159,11 +159,8 @@ fn store(slot: u64, more: Option<(u32, PageHashes)>) -> Request {
 }
 
 fn hash_bytes(leader: &mut Leader) -> &mut usize {
-    &mut leader
-        .sessions
-        .get_mut(&ENGINE)
-        .expect("an engine")
-        .hash_bytes
+    let session = leader.sessions.get_mut(ENGINE).expect("an engine");
+    session.hash_bytes_mut()
 }
 
 #[test]
@@ -344,7 +341,7 @@ fn a_load_of_more_runs_than_an_order_can_name_loads_the_first_of_them() {
 }
 
 /// Ends copies completely on the only rank.
-fn end(leader: &mut Leader, ops: impl Iterator<Item = OpId>) -> Vec<Effect> {
+fn end(leader: &mut Leader, ops: impl Iterator<Item = kvferry_types::OpId>) -> Vec<Effect> {
     let copies = ops.map(|op| kvferry_types::EndedCopy {
         op,
         whole: true,

@@ -7,9 +7,9 @@
 
 use crate::event::Effect;
 use crate::pool::{Pool, PoolCounts};
-use kvferry_types::{DepotId, EngineId, GroupGeometry, OpId, SlotId, Time};
+use kvferry_types::{DepotId, GroupGeometry, Time};
 
-use super::{Leader, Timer};
+use super::Leader;
 
 /// Identity of a pool: two keys that differ in any field mean different bytes by the same page number.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -34,14 +34,14 @@ impl TierKey {
 
 /// A pool with its key. See the module.
 #[derive(Debug)]
-pub(super) struct Tier {
+struct Tier {
     key: TierKey,
     pool: Pool,
     closing: bool,
 }
 
 impl Tier {
-    pub(super) fn new(key: TierKey, pool: Pool) -> Self {
+    fn new(key: TierKey, pool: Pool) -> Self {
         Self {
             key,
             pool,
@@ -50,36 +50,101 @@ impl Tier {
     }
 
     /// The pool for requests; `None` while it closes.
-    pub(super) fn serving(&self) -> Option<&Pool> {
+    fn serving(&self) -> Option<&Pool> {
         (!self.closing).then_some(&self.pool)
     }
 
     /// Like `serving`, but mutable.
-    pub(super) fn serving_mut(&mut self) -> Option<&mut Pool> {
+    fn serving_mut(&mut self) -> Option<&mut Pool> {
         (!self.closing).then_some(&mut self.pool)
     }
 
     /// The key; `None` while the pool closes.
-    pub(super) fn key(&self) -> Option<&TierKey> {
+    fn key(&self) -> Option<&TierKey> {
         (!self.closing).then_some(&self.key)
+    }
+}
+
+/// The pool of host memory, if there is one, and what was counted in those before it.
+#[derive(Debug, Default)]
+pub(super) struct HostTier {
+    tier: Option<Tier>,
+    /// Counters of the pools that were closed.
+    closed: PoolCounts,
+}
+
+impl HostTier {
+    /// Opens a pool. There must be none.
+    pub(super) fn open(&mut self, key: TierKey, pool: Pool) {
+        self.tier = Some(Tier::new(key, pool));
+    }
+
+    /// Closes the pool: forgets its blocks, whose holders have been removed. Returns false if no pool serves.
+    fn close(&mut self) -> bool {
+        let Some(tier) = self.tier.as_mut().filter(|tier| !tier.closing) else {
+            return false;
+        };
+        tier.closing = true;
+        tier.pool.reset();
+        true
+    }
+
+    /// Drops a closed pool, whose copies have ended. Returns whether there was one.
+    fn drop_closed(&mut self) -> bool {
+        let Some(tier) = self.tier.take_if(|tier| tier.closing) else {
+            return false;
+        };
+        self.closed = self.closed.with(tier.pool.counts());
+        true
+    }
+
+    /// True when a pool serves or closes.
+    pub(super) fn is_some(&self) -> bool {
+        self.tier.is_some()
+    }
+
+    /// The pool for requests; `None` while it closes.
+    pub(super) fn serving(&self) -> Option<&Pool> {
+        self.tier.as_ref().and_then(Tier::serving)
+    }
+
+    /// Like `serving`, but mutable.
+    pub(super) fn serving_mut(&mut self) -> Option<&mut Pool> {
+        self.tier.as_mut().and_then(Tier::serving_mut)
+    }
+
+    /// The key of the pool that serves.
+    pub(super) fn key(&self) -> Option<&TierKey> {
+        self.tier.as_ref().and_then(Tier::key)
     }
 
     /// The pool for the ends of copies, also while it closes.
-    pub(super) fn pool(&self) -> &Pool {
-        &self.pool
+    pub(super) fn pool(&self) -> Option<&Pool> {
+        self.tier.as_ref().map(|tier| &tier.pool)
     }
 
     /// Like `pool`, but mutable.
-    pub(super) fn pool_mut(&mut self) -> &mut Pool {
-        &mut self.pool
+    pub(super) fn pool_mut(&mut self) -> Option<&mut Pool> {
+        self.tier.as_mut().map(|tier| &mut tier.pool)
+    }
+
+    /// A pool that has stopped serving and waits for the ends of its last copies.
+    pub(super) fn closing(&self) -> Option<&Pool> {
+        let tier = self.tier.as_ref().filter(|tier| tier.closing)?;
+        Some(&tier.pool)
+    }
+
+    /// Counters of all pools since the start.
+    pub(super) fn counts(&self) -> PoolCounts {
+        let now = self.tier.as_ref().map(|tier| tier.pool.counts());
+        self.closed.with(now.unwrap_or_default())
     }
 }
 
 impl Leader {
     /// The key of the pool that serves, or of the pool that is being recovered.
     pub(super) fn wanted_key(&self) -> Option<&TierKey> {
-        let serving = self.tier.as_ref().and_then(Tier::key);
-        serving.or(self.reading.as_ref().map(|readings| &readings.key))
+        self.tier.key().or(self.recovery.key())
     }
 
     /// Closes the pool and stops the reading whose key differs from what the workers have. Called after each change of
@@ -88,73 +153,49 @@ impl Leader {
         let Some(key) = self.wanted_key() else {
             return;
         };
-        if self.workers.have(key) {
+        if self.roster.have(key) {
             return;
         }
-        self.stop_reading();
+        self.recovery.stop(&mut self.timers);
         self.close_tier();
     }
 
     /// Closes the pool: releases all holds, forgets its blocks, and cancels its copies.
     fn close_tier(&mut self) {
-        let Some(tier) = self.tier.as_mut().filter(|tier| !tier.closing) else {
+        if self.tier.serving().is_none() {
             return;
-        };
-        tier.closing = true;
-        let slots = self.sessions.iter().flat_map(|(engine, session)| {
-            let slots = session.slots.iter();
-            slots.map(|(id, slot)| (*engine, *id, slot.held_until))
-        });
-        let slots: Vec<(EngineId, SlotId, Time)> = slots.collect();
-        for (engine, id, held_until) in slots {
-            self.timers.remove(&(held_until, Timer::Hold(engine, id)));
-            self.drop_holds(engine, id);
         }
-        if let Some(tier) = &mut self.tier {
-            tier.pool.reset();
+        for (engine, slot) in self.sessions.slot_ids() {
+            self.drop_holds(engine, slot);
         }
-        let mut ops: Vec<OpId> = self.ops.keys().copied().collect();
-        ops.sort_unstable();
-        for op in ops {
-            self.cancel(op);
-        }
+        self.tier.close();
+        self.transfers.cancel_all();
     }
 
     /// Drops a closed pool whose last copy has ended, and opens the next one.
     pub(super) fn settle_tier(&mut self, now: Time, effects: &mut Vec<Effect>) {
-        let closed = |tier: &mut Tier| tier.closing;
-        if self.ops.is_empty()
-            && let Some(tier) = self.tier.take_if(closed)
-        {
-            self.pool_counts = self.pool_counts.with(tier.pool.counts());
+        if self.transfers.is_empty() && self.tier.drop_closed() {
             self.open_pool(now, effects);
         }
     }
 
-    /// Counters of all pools since the start.
-    pub(super) fn all_pool_counts(&self) -> PoolCounts {
-        let now = self.tier.as_ref().map(|tier| tier.pool.counts());
-        self.pool_counts.with(now.unwrap_or_default())
-    }
-
     /// The G2 pool that serves; `None` before every rank has attached and while a pool closes.
     pub fn pool(&self) -> Option<&Pool> {
-        self.tier.as_ref().and_then(Tier::serving)
+        self.tier.serving()
     }
 
     /// A pool that has stopped serving and waits for the ends of its last copies.
     pub fn closing_pool(&self) -> Option<&Pool> {
-        let tier = self.tier.as_ref().filter(|tier| tier.closing)?;
-        Some(&tier.pool)
+        self.tier.closing()
     }
 
     /// The key of the pool that serves.
     pub fn tier_key(&self) -> Option<&TierKey> {
-        self.tier.as_ref().and_then(Tier::key)
+        self.tier.key()
     }
 
     /// True while inventories are being read.
     pub fn is_reading(&self) -> bool {
-        self.reading.is_some()
+        self.recovery.key().is_some()
     }
 }

@@ -4,6 +4,10 @@
 //! longer. Until every seat has attached or is known to be dead, an old order may still read or write engine memory and
 //! depots. Before that the leader reads no inventory, and refuses no request that names engine pages.
 
+use std::cmp::Ordering;
+use std::collections::BTreeSet;
+use std::time::Duration;
+
 use crate::arena::ARENA_PAGES_MAX;
 use crate::event::{Attached, Effect, EngineMemory};
 use crate::refusal::Refusal;
@@ -13,46 +17,60 @@ use kvferry_types::{
     Sharding, Time, WorkerId,
 };
 
-use super::ops::LOOKS;
-use super::tier::{Tier, TierKey};
-use super::{Leader, Timer};
+use super::Leader;
+use super::tier::TierKey;
+use super::timers::{Timer, Timers};
+use super::transfers::LOOKS;
 
 /// Replicas of one leader, at most.
 pub const REPLICAS_MAX: u16 = 64;
 
 /// The state of one seat.
 #[derive(Debug, Clone, Default)]
-struct Place {
+struct Seat {
     attached: bool,
     /// No order of another leader is in flight: the worker attached at least once, or is known to be dead.
     clear: bool,
     memory: Option<EngineMemory>,
     /// The last attach request, and its answer.
-    last: Option<(AttachId, Result<OpId, Refusal>)>,
+    last: Option<(AttachId, Verdict)>,
 }
 
-/// The state of all seats.
+/// Answer to an attach request: the highest number of an order that the worker may have carried out before.
+type Verdict = Result<OpId, Refusal>;
+
+/// The seats of all workers.
 #[derive(Debug)]
-pub(super) struct Workers {
+pub(super) struct Roster {
     ranks: u16,
     sharding: Sharding,
     replicas: u16,
-    places: Vec<Place>,
+    seats: Vec<Seat>,
     /// The depot of each shard, once a worker has named it.
     depots: Vec<Option<DepotId>>,
+    /// Why the last worker that asked was not admitted; `None` if it was.
     turned_away: Option<Refusal>,
+    /// When the roster next checks for workers that have not attached yet and are not known to be dead.
+    silent_at: Option<Time>,
+    /// Checks for such workers since the start, or since they were expelled.
+    silent_looks: u32,
+    /// Workers that this step expels.
+    expelled: BTreeSet<WorkerId>,
 }
 
-impl Workers {
+impl Roster {
     pub(super) fn new(replicas: u16, sharding: Sharding) -> Self {
         let (replicas, ranks) = (replicas.min(REPLICAS_MAX), sharding.ranks().min(RANKS_MAX));
         Self {
             ranks,
             sharding,
             replicas,
-            places: vec![Place::default(); usize::from(replicas) * usize::from(ranks)],
+            seats: vec![Seat::default(); usize::from(replicas) * usize::from(ranks)],
             depots: vec![None; usize::from(sharding.shards())],
             turned_away: None,
+            silent_at: None,
+            silent_looks: 0,
+            expelled: BTreeSet::new(),
         }
     }
 
@@ -63,9 +81,9 @@ impl Workers {
         })
     }
 
-    fn place(&mut self, worker: WorkerId) -> Option<&mut Place> {
+    fn seat(&mut self, worker: WorkerId) -> Option<&mut Seat> {
         let index = self.index(worker)?;
-        self.places.get_mut(index)
+        self.seats.get_mut(index)
     }
 
     fn ids(&self) -> impl Iterator<Item = WorkerId> + use<> {
@@ -79,8 +97,8 @@ impl Workers {
         })
     }
 
-    fn all(&self) -> impl Iterator<Item = (WorkerId, &Place)> {
-        self.ids().zip(&self.places)
+    fn all(&self) -> impl Iterator<Item = (WorkerId, &Seat)> {
+        self.ids().zip(&self.seats)
     }
 
     /// True when this worker has attached with an engine's memory.
@@ -90,15 +108,15 @@ impl Workers {
 
     /// True when this worker has attached, with an engine's memory or without.
     pub(super) fn is_attached(&self, worker: WorkerId) -> bool {
-        self.all().any(|(id, place)| id == worker && place.attached)
+        self.all().any(|(id, seat)| id == worker && seat.attached)
     }
 
     /// Number of seats whose worker has attached with an engine's memory.
     pub(super) fn with_memory(&self) -> u32 {
         let there = self
-            .places
+            .seats
             .iter()
-            .filter(|place| place.attached && place.memory.is_some());
+            .filter(|seat| seat.attached && seat.memory.is_some());
         u32::try_from(there.count()).unwrap_or(u32::MAX)
     }
 
@@ -108,37 +126,35 @@ impl Workers {
     }
 
     pub(super) fn lost(&mut self, worker: WorkerId) {
-        if let Some(place) = self.place(worker) {
-            place.attached = false;
-            place.last = None;
+        if let Some(seat) = self.seat(worker) {
+            seat.attached = false;
+            seat.last = None;
         }
     }
 
     pub(super) fn dead(&mut self, worker: WorkerId) {
         self.lost(worker);
-        if let Some(place) = self.place(worker) {
-            place.clear = true;
+        if let Some(seat) = self.seat(worker) {
+            seat.clear = true;
         }
     }
 
     /// True when no order of another leader can be in flight on any worker.
     pub(super) fn all_clear(&self) -> bool {
-        self.places.iter().all(|place| place.clear)
+        self.seats.iter().all(|seat| seat.clear)
     }
 
     pub(super) fn unclear(&self) -> impl Iterator<Item = WorkerId> {
-        self.all()
-            .filter(|(_, place)| !place.clear)
-            .map(|(id, _)| id)
+        self.all().filter(|(_, seat)| !seat.clear).map(|(id, _)| id)
     }
 
     /// Replicas of which every rank has attached with the memory of the same engine.
     fn complete(&self) -> impl Iterator<Item = (Replica, &EngineMemory)> {
-        let replicas = self.places.chunks(usize::from(self.ranks.max(1)));
+        let replicas = self.seats.chunks(usize::from(self.ranks.max(1)));
         replicas.zip(0..).filter_map(|(ranks, replica)| {
-            let mut memories = ranks.iter().map(|place| {
-                let memory = place.memory.as_ref();
-                memory.filter(|_| place.attached)
+            let mut memories = ranks.iter().map(|seat| {
+                let memory = seat.memory.as_ref();
+                memory.filter(|_| seat.attached)
             });
             let first = memories.next()??;
             memories
@@ -231,17 +247,15 @@ impl Workers {
     /// For each shard an attached worker that can read an inventory of pages of this size, if there is one: a worker
     /// with an engine's memory divides its depot into pages of that engine's size only.
     pub(super) fn reader_of_each_shard(&self, page_bytes: u64) -> Vec<Option<WorkerId>> {
-        self.first_of_each_shard(|place| {
-            let memory = place.memory.as_ref();
+        self.first_of_each_shard(|seat| {
+            let memory = seat.memory.as_ref();
             memory.is_none_or(|memory| memory.geometry.page_bytes == page_bytes)
         })
     }
 
-    fn first_of_each_shard(&self, fits: impl Fn(&Place) -> bool) -> Vec<Option<WorkerId>> {
+    fn first_of_each_shard(&self, fits: impl Fn(&Seat) -> bool) -> Vec<Option<WorkerId>> {
         let of_shard = |shard: Shard| {
-            let mut attached = self
-                .all()
-                .filter(|(_, place)| place.attached && fits(place));
+            let mut attached = self.all().filter(|(_, seat)| seat.attached && fits(seat));
             attached
                 .find(|(id, _)| self.shard_of(*id) == shard)
                 .map(|(id, _)| id)
@@ -250,8 +264,8 @@ impl Workers {
     }
 
     fn memories(&self) -> impl Iterator<Item = (WorkerId, &EngineMemory)> {
-        self.all().filter_map(|(id, place)| {
-            let memory = place.memory.as_ref().filter(|_| place.attached)?;
+        self.all().filter_map(|(id, seat)| {
+            let memory = seat.memory.as_ref().filter(|_| seat.attached)?;
             Some((id, memory))
         })
     }
@@ -278,6 +292,96 @@ impl Workers {
         }
     }
 
+    /// The answer to an attach request that is no news: `Some(None)` for one that is older than the last, `Some` with the
+    /// verdict for the last one again.
+    fn answered(&mut self, worker: WorkerId, attach: AttachId) -> Option<Option<Verdict>> {
+        let (last, verdict) = self.seat(worker)?.last.clone()?;
+        match attach.cmp(&last) {
+            Ordering::Less => Some(None),
+            Ordering::Equal => Some(Some(verdict)),
+            Ordering::Greater => None,
+        }
+    }
+
+    /// All earlier orders of a worker have ended, and its attach request is about to be judged.
+    fn begin_attach(&mut self, worker: WorkerId) {
+        if let Some(seat) = self.seat(worker) {
+            seat.attached = false;
+            seat.clear = true;
+        }
+    }
+
+    /// Gives a worker its seat, or notes why not.
+    fn end_attach(&mut self, attached: Attached, verdict: &Verdict) {
+        self.turned_away = verdict.clone().err();
+        let worker = attached.worker;
+        if verdict.is_ok() {
+            let shard = self.shard_of(worker);
+            self.depots[usize::from(shard.0)] = Some(attached.depot);
+        }
+        if let Some(seat) = self.seat(worker) {
+            seat.attached = verdict.is_ok();
+            seat.memory = attached.memory;
+            seat.last = Some((attached.attach, verdict.clone()));
+        }
+    }
+
+    /// Schedules the next check for workers that are not clear, unless one is scheduled. From the first event on,
+    /// workers have the fence time (`LOOKS` checks, a quarter of it apart) to attach.
+    pub(super) fn expect_workers(&mut self, now: Time, fence: Duration, timers: &mut Timers) {
+        if self.silent_at.is_some() {
+            return;
+        }
+        let at = now + fence / 4;
+        self.silent_at = Some(at);
+        if !self.all_clear() {
+            timers.set(at, Timer::Silent);
+        }
+    }
+
+    /// Expels workers that have not become clear within the fence time, because they may still read and write for an
+    /// older leader. Their successors attach.
+    pub(super) fn silent_due(&mut self, now: Time, fence: Duration, timers: &mut Timers) {
+        self.silent_looks += 1;
+        if self.silent_looks >= LOOKS {
+            let unclear: Vec<WorkerId> = self.unclear().collect();
+            self.expel(unclear);
+            self.silent_looks = 0;
+        }
+        self.silent_at = None;
+        self.expect_workers(now, fence, timers);
+    }
+
+    /// Every worker is clear: no check for silent ones is needed.
+    fn all_heard(&mut self, timers: &mut Timers) {
+        if let Some(at) = self.silent_at {
+            timers.clear(at, Timer::Silent);
+        }
+    }
+
+    /// Expels workers at the end of this step.
+    pub(super) fn expel(&mut self, workers: impl IntoIterator<Item = WorkerId>) {
+        self.expelled.extend(workers);
+    }
+
+    /// The workers that this step expels.
+    pub(super) fn take_expelled(&mut self) -> BTreeSet<WorkerId> {
+        std::mem::take(&mut self.expelled)
+    }
+
+    /// Checks that an attached worker is clear, and that its shard has a depot. `Err` names the first contradiction.
+    pub(super) fn check(&self) -> Result<(), String> {
+        for (worker, seat) in self.all().filter(|(_, seat)| seat.attached) {
+            if !seat.clear {
+                return Err(format!("{worker} is attached and not clear"));
+            }
+            if self.depot(self.shard_of(worker)).is_none() {
+                return Err(format!("{worker} is attached and its shard has no depot"));
+            }
+        }
+        Ok(())
+    }
+
     fn judge(
         &self,
         attached: &Attached,
@@ -293,8 +397,8 @@ impl Workers {
                 replicas: self.replicas,
             });
         }
-        let shares = |(id, place): &(WorkerId, &Place)| {
-            self.shard_of(*id) == self.shard_of(worker) && *id != worker && place.attached
+        let shares = |(id, seat): &(WorkerId, &Seat)| {
+            self.shard_of(*id) == self.shard_of(worker) && *id != worker && seat.attached
         };
         let known = self.depot(self.shard_of(worker));
         if let Some((other, _)) = self.all().find(shares)
@@ -428,12 +532,8 @@ impl Leader {
     /// Handles an attach request: all earlier orders of the worker have ended. A repeated request gets the same answer.
     pub(super) fn attached(&mut self, now: Time, attached: Attached, effects: &mut Vec<Effect>) {
         let (worker, attach) = (attached.worker, attached.attach);
-        let last = self
-            .workers
-            .place(worker)
-            .and_then(|place| place.last.clone());
-        if let Some((last, verdict)) = last.filter(|(last, _)| attach <= *last) {
-            if attach == last {
+        if let Some(answered) = self.roster.answered(worker, attach) {
+            if let Some(verdict) = answered {
                 effects.push(Effect::Admit {
                     worker,
                     attach,
@@ -441,34 +541,21 @@ impl Leader {
                 });
                 // The earlier answer may have arrived late, so that the worker refused the strikes that followed: send
                 // them again.
-                self.not_asked(worker);
+                self.resets.not_asked(worker);
             }
             return;
         }
         self.end_all_of(worker, effects);
-        self.not_asked(worker);
-        self.reading_over(worker);
-        if let Some(place) = self.workers.place(worker) {
-            place.attached = false;
-            place.clear = true;
-        }
-        let verdict = self.judge(&attached);
-        let told = verdict.clone().map(|()| OpId(self.next_id));
-        self.workers.turned_away = verdict.err();
-        if told.is_ok() {
-            let shard = self.workers.shard_of(worker);
-            self.workers.depots[usize::from(shard.0)] = Some(attached.depot);
-        }
-        if let Some(place) = self.workers.place(worker) {
-            place.attached = told.is_ok();
-            place.memory = attached.memory;
-            place.last = Some((attach, told.clone()));
-        }
+        self.resets.not_asked(worker);
+        self.recovery.owes_nothing(worker, &mut self.timers);
+        self.roster.begin_attach(worker);
+        let verdict = self.judge(&attached).map(|()| OpId(self.next_id));
+        self.roster.end_attach(attached, &verdict);
         self.fit_tier();
         effects.push(Effect::Admit {
             worker,
             attach,
-            verdict: told,
+            verdict,
         });
         self.reader_lost(now, worker, effects);
         self.look_around(now, effects);
@@ -502,56 +589,40 @@ impl Leader {
             true => self.settings.ratio.pages(),
             false => 0,
         };
-        let tier = self.tier.as_ref();
-        let in_use = tier.and_then(Tier::serving);
-        let in_use = in_use.filter(|pool| pool.pins() > 0 || !self.ops.is_empty());
+        let in_use = self.tier.serving();
+        let in_use = in_use.filter(|pool| pool.pins() > 0 || !self.transfers.is_empty());
         // A pool that closes for this memory, or for its depot, needs no room.
-        let stays = tier.and_then(Tier::key).filter(|key| {
-            let shard = usize::from(self.workers.shard_of(attached.worker).0);
+        let stays = self.tier.key().filter(|key| {
+            let shard = usize::from(self.roster.shard_of(attached.worker).0);
             let memory = attached.memory.as_ref();
             key.depots.get(shard) == Some(&attached.depot)
                 && memory.is_some_and(|memory| key.is_for(&memory.geometry))
         });
         let least_pages = in_use.and(stays).map_or(0, |key| key.pages).max(block);
-        self.workers.judge(attached, least_pages, self.wanted_key())
+        self.roster.judge(attached, least_pages, self.wanted_key())
     }
 
+    /// The connection of a worker broke.
+    pub(super) fn worker_lost(&mut self, now: Time, worker: WorkerId, effects: &mut Vec<Effect>) {
+        self.roster.lost(worker);
+        self.resets.not_asked(worker);
+        self.reader_lost(now, worker, effects);
+    }
+
+    /// The process of a worker is dead: no order of it runs any longer.
     pub(super) fn worker_dead(&mut self, now: Time, worker: WorkerId, effects: &mut Vec<Effect>) {
-        self.workers.dead(worker);
-        self.not_asked(worker);
-        self.reading_over(worker);
+        self.roster.dead(worker);
+        self.resets.not_asked(worker);
+        self.recovery.owes_nothing(worker, &mut self.timers);
         self.reader_lost(now, worker, effects);
         self.end_all_of(worker, effects);
         self.look_around(now, effects);
     }
 
-    /// Schedules the next check for workers that are not clear. From the first event on, workers have the fence time
-    /// (`LOOKS` checks, a quarter of it apart) to attach.
-    pub(super) fn expect_workers(&mut self, now: Time) {
-        let at = now + self.settings.fence / 4;
-        self.silent_at = Some(at);
-        if !self.workers.all_clear() {
-            self.timers.insert((at, Timer::Silent));
-        }
-    }
-
-    /// Expels workers that have not become clear within the fence time, because they may still read and write for an
-    /// older leader. Their successors attach.
-    pub(super) fn silent_due(&mut self, now: Time) {
-        self.silent_looks += 1;
-        if self.silent_looks >= LOOKS {
-            self.expelled.extend(self.workers.unclear());
-            self.silent_looks = 0;
-        }
-        self.expect_workers(now);
-    }
-
     /// Continues operations that waited for workers to attach or to die.
-    pub(super) fn look_around(&mut self, now: Time, effects: &mut Vec<Effect>) {
-        if self.workers.all_clear() {
-            if let Some(at) = self.silent_at {
-                self.timers.remove(&(at, Timer::Silent));
-            }
+    fn look_around(&mut self, now: Time, effects: &mut Vec<Effect>) {
+        if self.roster.all_clear() {
+            self.roster.all_heard(&mut self.timers);
             self.refuse_parked(effects);
         }
         self.open_pool(now, effects);

@@ -1,0 +1,389 @@
+//! Recovery: a new leader reads the inventories of the depots part by part, until it can open its pool.
+//!
+//! Before a worker answers an inventory request, it divides its depot into pages of the requested size, one slot after
+//! another. A worker that is stopped in the middle of that may write slots at any later time, and if the pages are
+//! larger by then, those slots lie inside pages. A request is therefore owed like a copy: until its worker has
+//! answered, has attached again or is known to be dead, no other worker receives a request for that depot. After the
+//! fence time the worker is expelled.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use crate::event::Effect;
+use crate::pool::Pool;
+use kvferry_types::{DepotId, PageRecord, Shard, Time, WorkerId};
+
+use super::Leader;
+use super::roster::Roster;
+use super::tier::TierKey;
+use super::timers::{Timer, Timers};
+use super::transfers::LOOKS;
+
+/// The part of one shard's inventory that was read so far. At most one record of 112 bytes for each arena page.
+#[derive(Debug, Default)]
+struct Reading {
+    /// The worker that received the request for the next part.
+    asked: Option<WorkerId>,
+    /// The arena page at which that part begins; `None` when the inventory is read completely.
+    from: Option<u32>,
+    records: Vec<PageRecord>,
+}
+
+/// The inventories of all shards.
+#[derive(Debug)]
+struct Readings {
+    /// The key of the pool that will open. Noted when the reading begins, because engines may leave before it ends.
+    key: TierKey,
+    /// Answers to requests up to this number do not belong to this reading: the pages that they list may have been
+    /// removed since.
+    after: u64,
+    shards: Vec<Reading>,
+    /// When missing parts are requested again.
+    again: Time,
+}
+
+/// The inventory requests for one depot that a worker has not answered.
+#[derive(Debug, Clone, Copy)]
+struct Owed {
+    depot: DepotId,
+    /// Number of the last request. A worker carries out no request after a later one, so its answer settles all of
+    /// them.
+    number: u64,
+    /// When the worker is checked next, every quarter of the fence time.
+    due: Time,
+    /// Checks since the worker's first open request, or since its last answer.
+    looks: u32,
+}
+
+/// A part of an inventory, as a worker sent it.
+pub(super) struct Part {
+    pub(super) worker: WorkerId,
+    pub(super) depot: DepotId,
+    pub(super) reading: u64,
+    pub(super) from: u32,
+    pub(super) next: Option<u32>,
+    pub(super) records: Vec<PageRecord>,
+}
+
+/// A request for a part of an inventory.
+struct PartRequest {
+    worker: WorkerId,
+    depot: DepotId,
+    from: u32,
+}
+
+/// The recovery of a pool from inventories, and the inventory requests that are not answered.
+#[derive(Debug, Default)]
+pub(super) struct Recovery {
+    /// Inventories read so far, while a pool is being recovered from them.
+    reading: Option<Readings>,
+    /// Inventory requests that were not answered, including those of readings that were stopped.
+    owed: BTreeMap<WorkerId, Owed>,
+}
+
+impl Recovery {
+    /// The key of the pool that is being recovered.
+    pub(super) fn key(&self) -> Option<&TierKey> {
+        self.reading.as_ref().map(|readings| &readings.key)
+    }
+
+    /// Begins to read the inventories of all shards. Answers to requests up to number `after` are not part of it.
+    fn begin(&mut self, key: TierKey, after: u64, shards: usize, again: Time, timers: &mut Timers) {
+        timers.set(again, Timer::Reading);
+        let begin = || Reading {
+            from: Some(0),
+            ..Reading::default()
+        };
+        self.reading = Some(Readings {
+            key,
+            after,
+            shards: (0..shards).map(|_| begin()).collect(),
+            again,
+        });
+    }
+
+    /// Stops the reading. Returns whether there was one.
+    pub(super) fn stop(&mut self, timers: &mut Timers) -> bool {
+        self.take(timers).is_some()
+    }
+
+    fn take(&mut self, timers: &mut Timers) -> Option<Readings> {
+        let readings = self.reading.take()?;
+        timers.clear(readings.again, Timer::Reading);
+        Some(readings)
+    }
+
+    /// The next request of each shard that has none open, which counts as sent. Where a worker owes an answer for the
+    /// depot, only that worker receives the request, and none is sent while that worker is not attached.
+    fn next_parts(&mut self, roster: &Roster) -> Vec<PartRequest> {
+        let Some(readings) = &mut self.reading else {
+            return Vec::new();
+        };
+        let workers = roster.reader_of_each_shard(readings.key.page_bytes);
+        let mut requests = Vec::new();
+        for ((reading, worker), shard) in readings.shards.iter_mut().zip(workers).zip(0..) {
+            let (Some(from), Some(depot), None) =
+                (reading.from, roster.depot(Shard(shard)), reading.asked)
+            else {
+                continue;
+            };
+            let mut owing = self.owed.iter();
+            let worker = match owing.find(|(_, owed)| owed.depot == depot) {
+                Some((owing, _)) => Some(*owing).filter(|owing| roster.is_attached(*owing)),
+                None => worker,
+            };
+            let Some(worker) = worker else {
+                continue;
+            };
+            reading.asked = Some(worker);
+            requests.push(PartRequest {
+                worker,
+                depot,
+                from,
+            });
+        }
+        requests
+    }
+
+    /// Notes that a worker owes the answer to a request. Its earlier checks still count.
+    fn owe(
+        &mut self,
+        worker: WorkerId,
+        depot: DepotId,
+        number: u64,
+        first_check: Time,
+        timers: &mut Timers,
+    ) {
+        let owed = self.owed.get(&worker);
+        let (due, looks) = owed.map_or((first_check, 0), |owed| (owed.due, owed.looks));
+        let owed = Owed {
+            depot,
+            number,
+            due,
+            looks,
+        };
+        self.note_owed(worker, owed, timers);
+    }
+
+    fn note_owed(&mut self, worker: WorkerId, owed: Owed, timers: &mut Timers) {
+        timers.set(owed.due, Timer::Owed(worker));
+        self.owed.insert(worker, owed);
+    }
+
+    /// No inventory request of this worker is in flight any longer.
+    pub(super) fn owes_nothing(&mut self, worker: WorkerId, timers: &mut Timers) {
+        self.take_owed(worker, timers);
+    }
+
+    fn take_owed(&mut self, worker: WorkerId, timers: &mut Timers) -> Option<Owed> {
+        let owed = self.owed.remove(&worker)?;
+        timers.clear(owed.due, Timer::Owed(worker));
+        Some(owed)
+    }
+
+    /// Notes the answer to a request. If the worker still owes the answer to a later one, its fence time starts again:
+    /// the next check is at `due`.
+    fn answered(&mut self, worker: WorkerId, number: u64, due: Time, timers: &mut Timers) {
+        let owed = self.take_owed(worker, timers);
+        if let Some(owed) = owed.filter(|owed| number < owed.number) {
+            let owed = Owed {
+                due,
+                looks: 0,
+                ..owed
+            };
+            self.note_owed(worker, owed, timers);
+        }
+    }
+
+    /// Checks a worker that owes an answer, and schedules the next check. Returns true when the fence time has passed.
+    fn check_owed(
+        &mut self,
+        now: Time,
+        worker: WorkerId,
+        fence: Duration,
+        timers: &mut Timers,
+    ) -> bool {
+        let Some(owed) = self.owed.get(&worker).copied() else {
+            return false;
+        };
+        let due = now + fence / 4;
+        let expired = owed.looks + 1 >= LOOKS;
+        let looks = if expired { 0 } else { owed.looks + 1 };
+        self.note_owed(worker, Owed { due, looks, ..owed }, timers);
+        expired
+    }
+
+    /// Every part counts as not requested, and the next time for that is `again`. Returns false if there is no reading.
+    fn request_anew(&mut self, again: Time, timers: &mut Timers) -> bool {
+        let Some(readings) = &mut self.reading else {
+            return false;
+        };
+        for reading in &mut readings.shards {
+            reading.asked = None;
+        }
+        readings.again = again;
+        timers.set(again, Timer::Reading);
+        true
+    }
+
+    /// The parts that this worker was to send count as not requested.
+    fn reader_lost(&mut self, worker: WorkerId) {
+        let readings = self.reading.iter_mut();
+        let readings = readings.flat_map(|readings| &mut readings.shards);
+        for reading in readings.filter(|reading| reading.asked == Some(worker)) {
+            reading.asked = None;
+        }
+    }
+
+    /// Adds a part. Returns the key and the records of all shards after the last part.
+    fn take_part(
+        &mut self,
+        part: Part,
+        roster: &Roster,
+        timers: &mut Timers,
+    ) -> Option<(TierKey, Vec<Vec<PageRecord>>)> {
+        let shard = roster.shard_of(part.worker);
+        let current = roster.depot(shard) == Some(part.depot);
+        let asked = |readings: &&mut Readings| current && readings.after < part.reading;
+        let readings = self.reading.as_mut().filter(asked)?;
+        let reading = readings.shards.get_mut(usize::from(shard.0))?;
+        if reading.asked != Some(part.worker) || reading.from != Some(part.from) {
+            return None;
+        }
+        // A part whose `next` does not advance would be repeated forever: treat it as the last one.
+        let next = part.next.filter(|next| *next > part.from);
+        let within = |page: u32| page >= part.from && next.is_none_or(|next| page < next);
+        let capacity = readings.key.pages;
+        let records = part.records.into_iter();
+        let records = records.filter(|record| within(record.page) && record.page < capacity);
+        // Pages must ascend: a page that is listed twice, or after a higher one, is left out, so that each page has one
+        // record at most.
+        let mut listed = reading.records.last().map(|record| record.page);
+        let records = records.filter(|record| {
+            let ascends = listed.is_none_or(|last| last < record.page);
+            if ascends {
+                listed = Some(record.page);
+            }
+            ascends
+        });
+        let room = (capacity as usize).saturating_sub(reading.records.len());
+        reading.records.extend(records.take(room));
+        reading.asked = None;
+        reading.from = next.filter(|next| *next < capacity);
+        if readings.shards.iter().any(|reading| reading.from.is_some()) {
+            return None;
+        }
+        let Readings { key, shards, .. } = self.take(timers)?;
+        let records = shards.into_iter().map(|reading| reading.records);
+        Some((key, records.collect()))
+    }
+
+    /// Checks that no worker owes answers for two depots, and that no depot has two workers that owe. `Err` names the
+    /// first contradiction.
+    pub(super) fn check(&self) -> Result<(), String> {
+        let mut depots = BTreeSet::new();
+        let mut owed = self.owed.iter();
+        match owed.find(|(_, owed)| !depots.insert(owed.depot)) {
+            None => Ok(()),
+            Some((worker, _)) => Err(format!("{worker} and another worker read one depot")),
+        }
+    }
+}
+
+impl Leader {
+    /// Begins to read the inventories, once no order of another leader can write them.
+    pub(super) fn open_pool(&mut self, now: Time, effects: &mut Vec<Effect>) {
+        let clear = self.roster.all_clear();
+        let begun = self.tier.is_some() || self.recovery.key().is_some();
+        let Some(key) = self.roster.key(None).filter(|_| clear && !begun) else {
+            return;
+        };
+        let again = now + self.settings.fence / 4;
+        let shards = self.roster.shards().count();
+        self.recovery
+            .begin(key, self.next_id, shards, again, &mut self.timers);
+        self.read_on(now, effects);
+    }
+
+    /// Requests the next part of each shard that has no request open. All requests of one call have one number.
+    pub(super) fn read_on(&mut self, now: Time, effects: &mut Vec<Effect>) {
+        let Some(page_bytes) = self.recovery.key().map(|key| key.page_bytes) else {
+            return;
+        };
+        let reading = self.next_id + 1;
+        let first_check = now + self.settings.fence / 4;
+        for request in self.recovery.next_parts(&self.roster) {
+            let PartRequest {
+                worker,
+                depot,
+                from,
+            } = request;
+            self.next_id = reading;
+            effects.push(Effect::ReadInventory {
+                worker,
+                depot,
+                page_bytes,
+                reading,
+                from,
+            });
+            self.recovery
+                .owe(worker, depot, reading, first_check, &mut self.timers);
+        }
+    }
+
+    /// Expels a worker that does not answer within the fence time: only its end proves that it writes no slot any
+    /// longer.
+    pub(super) fn reading_owed(&mut self, now: Time, worker: WorkerId) {
+        let fence = self.settings.fence;
+        if self
+            .recovery
+            .check_owed(now, worker, fence, &mut self.timers)
+        {
+            self.roster.expel([worker]);
+        }
+    }
+
+    /// True while this worker owes the answer to an inventory request.
+    pub fn owes_reading(&self, worker: WorkerId) -> bool {
+        self.recovery.owed.contains_key(&worker)
+    }
+
+    /// Requests missing parts again, because a request or an answer may have been lost.
+    pub(super) fn reading_due(&mut self, now: Time, effects: &mut Vec<Effect>) {
+        let again = now + self.settings.fence / 4;
+        if self.recovery.request_anew(again, &mut self.timers) {
+            self.read_on(now, effects);
+        }
+    }
+
+    /// A worker is gone, or has attached again: its parts are requested again, from it or from another worker of its
+    /// shard, as soon as no answer is owed for the depot.
+    pub(super) fn reader_lost(&mut self, now: Time, worker: WorkerId, effects: &mut Vec<Effect>) {
+        self.recovery.reader_lost(worker);
+        self.read_on(now, effects);
+    }
+
+    /// Starts the reading again, because the records read so far may list pages that have been removed since.
+    pub(super) fn read_anew(&mut self, now: Time, effects: &mut Vec<Effect>) {
+        if self.recovery.stop(&mut self.timers) {
+            self.open_pool(now, effects);
+        }
+    }
+
+    /// Handles a part of an inventory. The pool opens with the last part.
+    pub(super) fn inventory(&mut self, now: Time, part: Part, effects: &mut Vec<Effect>) {
+        let due = now + self.settings.fence / 4;
+        self.recovery
+            .answered(part.worker, part.reading, due, &mut self.timers);
+        let read = self
+            .recovery
+            .take_part(part, &self.roster, &mut self.timers);
+        if let Some((key, records)) = read {
+            let pool = Pool::recover(key.pages, self.settings.ratio, &records);
+            self.counts.recovered_pages += u64::from(pool.page_states().ready);
+            self.tier.open(key, pool);
+            self.reset_again();
+        }
+        self.read_on(now, effects);
+    }
+}

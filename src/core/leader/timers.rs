@@ -1,0 +1,60 @@
+//! The timers of a leader.
+
+use std::collections::BTreeSet;
+
+use kvferry_types::{EngineId, OpId, ResetId, SlotId, Time, WorkerId};
+
+use super::cancel::CancelId;
+use super::store::StoreKey;
+
+/// What a timer is for. Ordered, so that timers of equal times fire in one defined order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Timer {
+    /// The holds of a slot expire.
+    Hold(EngineId, SlotId),
+    /// A copy is checked: at its deadline, then every quarter of the fence time.
+    Copy(OpId),
+    /// The deadline of a store that waits for copies of other requests.
+    Store(StoreKey),
+    /// The deadline of a reset.
+    Reset(ResetId),
+    /// The next slice of the resets.
+    Resets,
+    /// The deadline of a `cancel_stores`.
+    Cancel(CancelId),
+    /// Missing parts of inventories are requested again.
+    Reading,
+    /// A worker that owes the answer to an inventory request is checked.
+    Owed(WorkerId),
+    /// Workers that have not attached are checked.
+    Silent,
+    /// An engine without a connection is forgotten.
+    Engine(EngineId),
+}
+
+/// The timers that are set.
+#[derive(Debug, Default)]
+pub(super) struct Timers(BTreeSet<(Time, Timer)>);
+
+impl Timers {
+    pub(super) fn set(&mut self, at: Time, timer: Timer) {
+        self.0.insert((at, timer));
+    }
+
+    /// Clears a timer that was set to this time; without effect if it was not.
+    pub(super) fn clear(&mut self, at: Time, timer: Timer) {
+        self.0.remove(&(at, timer));
+    }
+
+    /// When the next timer expires.
+    pub(super) fn next(&self) -> Option<Time> {
+        self.0.first().map(|(at, _)| *at)
+    }
+
+    /// Removes the first timer that has expired.
+    pub(super) fn take_expired(&mut self, now: Time) -> Option<Timer> {
+        let (at, timer) = self.0.first().copied().filter(|(at, _)| *at <= now)?;
+        self.0.remove(&(at, timer));
+        Some(timer)
+    }
+}

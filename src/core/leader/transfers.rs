@@ -1,0 +1,333 @@
+//! Copies in flight: which ranks owe their ends, and what follows from deadlines and ends.
+//!
+//! [`Transfers`] knows neither loads nor stores. A transfer has ended when every rank has reported its end; until then
+//! its workers may touch memory. A store's pages are published by the set of ranks of their reservation, which lies in
+//! the pool.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use crate::event::{CANCELLED_MAX, Effect};
+use crate::shards::RankSet;
+use kvferry_types::{Direction, EndedCopy, Generation, OpId, Rank, Replica, Time, WorkerId};
+
+use super::Leader;
+use super::timers::{Timer, Timers};
+
+/// Checks of what a worker owes, a quarter of the fence time apart, before the worker is expelled. A leader that was
+/// stopped for a while counts that time as one check, because the answers may be in its own mailbox.
+pub(super) const LOOKS: u32 = 4;
+
+/// One copy that was ordered and has not ended on every rank.
+#[derive(Debug)]
+struct Transfer {
+    replica: Replica,
+    direction: Direction,
+    /// Ranks that have not reported their end.
+    missing: RankSet,
+    /// Ranks that reported a failure.
+    failed: u32,
+    /// Pages, from the first on, that were copied completely on every rank that has ended; at first all pages.
+    whole_pages: u32,
+    /// When the copy is checked next: at its deadline, then every quarter of the fence time.
+    next: Time,
+    /// Number of checks so far, of which the first is at the deadline.
+    looks: u32,
+}
+
+impl Transfer {
+    fn owes(&self, worker: WorkerId) -> bool {
+        self.replica == worker.replica && self.missing.contains(worker.rank)
+    }
+}
+
+/// A copy that is begun.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Begun {
+    pub(super) id: OpId,
+    pub(super) replica: Replica,
+    pub(super) direction: Direction,
+    pub(super) ranks: RankSet,
+    pub(super) pages: u32,
+    pub(super) deadline: Time,
+}
+
+/// How a copy ended on one rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum End {
+    /// Every byte was copied.
+    Whole,
+    /// Only the first `whole_pages` pages were copied completely.
+    Failed { whole_pages: u32 },
+}
+
+impl End {
+    fn of(copy: &EndedCopy) -> Self {
+        match copy.whole {
+            true => Self::Whole,
+            false => Self::Failed {
+                whole_pages: copy.whole_pages,
+            },
+        }
+    }
+}
+
+/// How a copy ended on all of its ranks.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Outcome {
+    /// Ranks on which the copy failed.
+    pub(super) failed: u32,
+    /// Pages, from the first on, that were copied completely on every rank.
+    pub(super) whole_pages: u32,
+}
+
+/// A check of a copy whose deadline has passed.
+#[derive(Debug)]
+struct Late {
+    direction: Direction,
+    /// The first check, at the deadline itself.
+    first: bool,
+    /// Workers that did not report within the fence time.
+    expired: Vec<WorkerId>,
+}
+
+/// The copies in flight. See the module.
+#[derive(Debug, Default)]
+pub(super) struct Transfers {
+    in_flight: BTreeMap<OpId, Transfer>,
+    /// Copies that this step cancels, collected so that each worker is notified once.
+    cancels: BTreeMap<WorkerId, BTreeSet<OpId>>,
+}
+
+impl Transfers {
+    pub(super) fn begin(&mut self, begun: Begun, timers: &mut Timers) {
+        timers.set(begun.deadline, Timer::Copy(begun.id));
+        let transfer = Transfer {
+            replica: begun.replica,
+            direction: begun.direction,
+            missing: begun.ranks,
+            failed: 0,
+            whole_pages: begun.pages,
+            next: begun.deadline,
+            looks: 0,
+        };
+        self.in_flight.insert(begun.id, transfer);
+    }
+
+    /// Notes the end of a copy on one rank. Returns its direction, and the outcome if this was the last rank; `None`
+    /// when that end was already known or is of no copy in flight.
+    fn ended(
+        &mut self,
+        worker: WorkerId,
+        id: OpId,
+        end: End,
+        timers: &mut Timers,
+    ) -> Option<(Direction, Option<Outcome>)> {
+        let transfer = self.in_flight.get_mut(&id)?;
+        if transfer.replica != worker.replica || !transfer.missing.remove(worker.rank) {
+            return None;
+        }
+        if let End::Failed { whole_pages } = end {
+            transfer.failed += 1;
+            transfer.whole_pages = whole_pages.min(transfer.whole_pages);
+        }
+        let Transfer {
+            direction,
+            failed,
+            whole_pages,
+            next,
+            ..
+        } = *transfer;
+        if !transfer.missing.is_empty() {
+            return Some((direction, None));
+        }
+        self.in_flight.remove(&id);
+        timers.clear(next, Timer::Copy(id));
+        let outcome = Outcome {
+            failed,
+            whole_pages,
+        };
+        Some((direction, Some(outcome)))
+    }
+
+    /// Checks a copy whose timer has expired, and schedules the next check.
+    fn check_late(
+        &mut self,
+        now: Time,
+        id: OpId,
+        fence: Duration,
+        timers: &mut Timers,
+    ) -> Option<Late> {
+        let transfer = self.in_flight.get_mut(&id)?;
+        let (first, expired) = (transfer.looks == 0, transfer.looks >= LOOKS);
+        transfer.looks = transfer.looks.saturating_add(1);
+        transfer.next = now + fence / 4;
+        timers.set(transfer.next, Timer::Copy(id));
+        let replica = transfer.replica;
+        let ranks = transfer.missing.iter().filter(|_| expired);
+        Some(Late {
+            direction: transfer.direction,
+            first,
+            expired: ranks.map(|rank| WorkerId { replica, rank }).collect(),
+        })
+    }
+
+    /// Cancels a copy on the ranks where it has not ended, at the end of this step.
+    pub(super) fn cancel(&mut self, id: OpId) {
+        let Some(transfer) = self.in_flight.get(&id) else {
+            return;
+        };
+        let replica = transfer.replica;
+        for rank in transfer.missing.iter() {
+            let worker = WorkerId { replica, rank };
+            self.cancels.entry(worker).or_default().insert(id);
+        }
+    }
+
+    /// Cancels every copy, at the end of this step.
+    pub(super) fn cancel_all(&mut self) {
+        let ids: Vec<OpId> = self.in_flight.keys().copied().collect();
+        ids.into_iter().for_each(|id| self.cancel(id));
+    }
+
+    /// The cancels of this step for each worker, without copies that have ended meanwhile.
+    fn take_cancels(&mut self) -> impl Iterator<Item = (WorkerId, Vec<OpId>)> {
+        let cancels = std::mem::take(&mut self.cancels);
+        cancels.into_iter().map(|(worker, ids)| {
+            let owes = |id: &OpId| {
+                let transfer = self.in_flight.get(id);
+                transfer.is_some_and(|transfer| transfer.owes(worker))
+            };
+            (worker, ids.into_iter().filter(owes).collect())
+        })
+    }
+
+    /// The copies whose end a worker owes.
+    fn owed_by(&self, worker: WorkerId) -> impl Iterator<Item = (OpId, Direction)> {
+        let in_flight = self.in_flight.iter();
+        let owed = in_flight.filter(move |(_, transfer)| transfer.owes(worker));
+        owed.map(|(id, transfer)| (*id, transfer.direction))
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.in_flight.is_empty()
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.in_flight.len()
+    }
+
+    /// Checks that every copy waits for a rank. `Err` names the first contradiction.
+    pub(super) fn check(&self) -> Result<(), String> {
+        let mut in_flight = self.in_flight.iter();
+        match in_flight.find(|(_, transfer)| transfer.missing.is_empty()) {
+            None => Ok(()),
+            Some((id, _)) => Err(format!("copy {} waits for no rank", id.0)),
+        }
+    }
+}
+
+impl Leader {
+    pub(super) fn copies_ended(
+        &mut self,
+        worker: WorkerId,
+        copies: &[EndedCopy],
+        effects: &mut Vec<Effect>,
+    ) {
+        for copy in copies {
+            if let Some(direction) = self.copy_ended(worker, copy.op, End::of(copy), effects) {
+                self.count_bytes(direction, copy);
+            }
+        }
+    }
+
+    /// Ends all copies that a worker owes, none of them complete: its process is dead, or has reported that they ended.
+    pub(super) fn end_all_of(&mut self, worker: WorkerId, effects: &mut Vec<Effect>) {
+        let ids: Vec<OpId> = self.transfers.owed_by(worker).map(|(id, _)| id).collect();
+        for id in ids {
+            self.copy_ended(worker, id, End::Failed { whole_pages: 0 }, effects);
+        }
+    }
+
+    /// Notes the end of a copy on one rank. Returns its direction, or `None` when that end was already known or is of
+    /// no copy in flight.
+    fn copy_ended(
+        &mut self,
+        worker: WorkerId,
+        id: OpId,
+        end: End,
+        effects: &mut Vec<Effect>,
+    ) -> Option<Direction> {
+        let (direction, outcome) = self.transfers.ended(worker, id, end, &mut self.timers)?;
+        match direction {
+            Direction::Store => {
+                let generation = Generation(id.0);
+                self.filled(generation, worker.rank, end == End::Whole, effects);
+            }
+            Direction::Load => {
+                if let Some(outcome) = outcome {
+                    self.load_ended(id, outcome, effects);
+                }
+            }
+        }
+        Some(direction)
+    }
+
+    /// The deadline of a copy has passed: cancels the copy on the ranks where it has not ended, and again every quarter
+    /// of the fence time. Its pages are not reused before it has ended everywhere. After the fence time only the death
+    /// of its workers proves that the pages are not written any longer.
+    pub(super) fn copy_due(&mut self, now: Time, id: OpId, effects: &mut Vec<Effect>) {
+        let fence = self.settings.fence;
+        let Some(late) = self.transfers.check_late(now, id, fence, &mut self.timers) else {
+            return;
+        };
+        if late.first {
+            self.counts.late_copies += 1;
+            if late.direction == Direction::Store
+                && let Some(pool) = self.tier.pool_mut()
+            {
+                pool.quarantine(Generation(id.0));
+                self.never_published(Generation(id.0), effects);
+            }
+        }
+        self.transfers.cancel(id);
+        self.roster.expel(late.expired);
+    }
+
+    /// Sends each worker the cancels of this step together, and expels workers.
+    pub(super) fn stop_workers(&mut self, effects: &mut Vec<Effect>) {
+        for (worker, ids) in self.transfers.take_cancels() {
+            effects.extend(ids.chunks(CANCELLED_MAX).map(|ids| Effect::Cancel {
+                worker,
+                ops: ids.to_vec(),
+            }));
+        }
+        let expelled = self.roster.take_expelled();
+        effects.extend(expelled.into_iter().map(Effect::Expel));
+    }
+
+    fn count_bytes(&mut self, direction: Direction, copy: &EndedCopy) {
+        match direction {
+            Direction::Store => {
+                self.counts.gathered_bytes += copy.bytes;
+                self.counts.gather_us += copy.busy_us;
+            }
+            Direction::Load => {
+                self.counts.scattered_bytes += copy.bytes;
+                self.counts.scatter_us += copy.busy_us;
+            }
+        }
+    }
+
+    /// Number of copies of this direction whose end this worker owes.
+    pub fn owed_by(&self, worker: WorkerId, direction: Direction) -> usize {
+        let owed = self.transfers.owed_by(worker);
+        owed.filter(|(_, owed)| *owed == direction).count()
+    }
+
+    /// Copies that have not ended, with the ranks that owe their ends: for checks.
+    pub fn owed(&self) -> impl Iterator<Item = (OpId, Replica, Vec<Rank>)> {
+        let in_flight = self.transfers.in_flight.iter();
+        in_flight.map(|(id, transfer)| (*id, transfer.replica, transfer.missing.iter().collect()))
+    }
+}

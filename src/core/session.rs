@@ -1,0 +1,486 @@
+//! The leader's record of each engine: its running requests, and answers kept for retries.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use crate::anchor::Domain;
+use crate::decision::{Decision, RequestDigest};
+use crate::pool::Pin;
+use crate::refusal::Refusal;
+use kvferry_types::Answer;
+use kvferry_types::{EngineId, HashesDiffer, PageHashes, PageRun, RequestId, SlotId, Time};
+
+/// Most running requests of one engine. About 20 MB at 0.3 KB each, not counting their hashes, which
+/// [`HASH_BYTES_PER_ENGINE_MAX`] bounds.
+pub const SLOTS_MAX: usize = 65_536;
+/// Most bytes of page hashes that the slots of one engine keep.
+pub const HASH_BYTES_PER_ENGINE_MAX: usize = 256 << 20;
+/// Answers kept for retries, per engine; about 100 bytes each.
+pub const ANSWERS_KEPT: usize = 4096;
+
+/// Pages of a sequence that a lookup found in one block and holds.
+#[derive(Debug)]
+pub struct HeldRun {
+    /// Position of the block's first page in the sequence.
+    pub position: u32,
+    /// Number of readable pages.
+    pub pages: u32,
+    /// Arena page of the run's first page.
+    pub arena_start: u32,
+    /// Index of the block in its pool.
+    pub block: u32,
+    /// The pin that keeps the pages from eviction.
+    pub pin: Pin,
+}
+
+/// One running request.
+#[derive(Debug)]
+pub struct Slot {
+    domain: Domain,
+    layout: [u8; 16],
+    hashes: Arc<PageHashes>,
+    /// Runs found by the last lookup, held until a load, the expiry of the hold or the end of the slot.
+    held: Vec<HeldRun>,
+    /// When the holds expire. Meaningless while `held` is empty.
+    held_until: Time,
+    digest: RequestDigest,
+}
+
+impl Slot {
+    /// A slot for pages of this domain and layout. `digest` holds the earlier decisions about the request.
+    pub fn new(
+        domain: Domain,
+        layout: [u8; 16],
+        hashes: PageHashes,
+        digest: RequestDigest,
+    ) -> Self {
+        Self {
+            domain,
+            layout,
+            hashes: Arc::new(hashes),
+            held: Vec::new(),
+            held_until: Time::NEVER,
+            digest,
+        }
+    }
+
+    /// The domain in which its pages are looked up.
+    pub fn domain(&self) -> &Domain {
+        &self.domain
+    }
+
+    /// Hashes of its pages, starting with the first page.
+    pub fn hashes(&self) -> &Arc<PageHashes> {
+        &self.hashes
+    }
+
+    /// Notes a decision about the request.
+    pub fn decide(&mut self, tokens_per_page: u32, decision: Decision) {
+        self.digest.add(tokens_per_page, decision);
+    }
+
+    /// The digest of the decisions about the request.
+    pub fn into_digest(self) -> RequestDigest {
+        self.digest
+    }
+
+    /// The digest of the decisions about the request.
+    pub fn digest(&self) -> &RequestDigest {
+        &self.digest
+    }
+
+    /// Adds a run that a lookup found and pinned.
+    pub fn hold(&mut self, run: HeldRun) {
+        self.held.push(run);
+    }
+
+    /// Sets when the holds expire, if there are any. Returns whether there are.
+    pub fn hold_until(&mut self, at: Time) -> bool {
+        if !self.held.is_empty() {
+            self.held_until = at;
+        }
+        !self.held.is_empty()
+    }
+
+    /// When the holds expire. Meaningless without holds.
+    pub fn held_until(&self) -> Time {
+        self.held_until
+    }
+
+    /// The runs that are held.
+    pub fn held(&self) -> &[HeldRun] {
+        &self.held
+    }
+
+    /// Removes all holds; the caller releases their pins.
+    pub fn take_held(&mut self) -> Vec<HeldRun> {
+        std::mem::take(&mut self.held)
+    }
+
+    /// Removes the holds on pages before `end`; the caller releases their pins.
+    pub fn take_held_before(&mut self, end: u32) -> Vec<HeldRun> {
+        let (passed, kept) = self
+            .held
+            .drain(..)
+            .partition(|held| held.position + held.pages <= end);
+        self.held = kept;
+        passed
+    }
+
+    /// The arena pages of positions `first..end`, each run with the index of the held run that it lies in; `None` when
+    /// some page is not held.
+    pub fn covering(&self, first: u32, end: u32) -> Option<Vec<(usize, PageRun)>> {
+        let mut sources = Vec::new();
+        let mut position = first;
+        for (index, run) in self.held.iter().enumerate() {
+            if position < end && (run.position..run.position + run.pages).contains(&position) {
+                let count = (run.position + run.pages).min(end) - position;
+                let start = run.arena_start + (position - run.position);
+                sources.push((index, PageRun { start, count }));
+                position += count;
+            }
+        }
+        (position == end && first < end).then_some(sources)
+    }
+}
+
+/// State of a request id.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Seen {
+    /// Not seen before: handle the request.
+    New,
+    /// In progress: the answer follows.
+    UnderWay,
+    /// Already answered: send this answer again.
+    Answered(Result<Answer, Refusal>),
+    /// Too old: its answer is no longer kept.
+    Stale,
+}
+
+/// Answers by request id, so that a retry has no second effect.
+#[derive(Debug, Default)]
+pub struct Answers {
+    kept: BTreeMap<RequestId, Option<Result<Answer, Refusal>>>,
+    answered: usize,
+    dropped: Option<RequestId>,
+}
+
+impl Answers {
+    /// Number of requests that have not been answered.
+    pub fn open(&self) -> usize {
+        self.kept.len() - self.answered
+    }
+
+    /// Notes a request and returns the state that it had before.
+    pub fn begin(&mut self, id: RequestId) -> Seen {
+        match self.kept.get(&id) {
+            Some(Some(answer)) => Seen::Answered(answer.clone()),
+            Some(None) => Seen::UnderWay,
+            None if self.dropped.is_some_and(|dropped| id <= dropped) => Seen::Stale,
+            None => {
+                self.kept.insert(id, None);
+                Seen::New
+            }
+        }
+    }
+
+    /// Keeps an answer for retries and drops the oldest ones beyond [`ANSWERS_KEPT`].
+    pub fn end(&mut self, id: RequestId, answer: &Result<Answer, Refusal>) {
+        if let Some(kept) = self.kept.get_mut(&id) {
+            *kept = Some(answer.clone());
+            self.answered += 1;
+        }
+        while self.answered > ANSWERS_KEPT {
+            let oldest = self.kept.iter().find(|(_, answer)| answer.is_some());
+            let Some(oldest) = oldest.map(|(id, _)| *id) else {
+                break;
+            };
+            self.kept.remove(&oldest);
+            self.answered -= 1;
+            self.dropped = self.dropped.max(Some(oldest));
+        }
+    }
+}
+
+/// The state of one engine.
+#[derive(Debug, Default)]
+pub struct Session {
+    /// Running requests.
+    slots: BTreeMap<SlotId, Slot>,
+    /// Requests in progress and recent answers.
+    answers: Answers,
+    /// Recent requests that finished slots. An entry is kept while a request with a lower id may still arrive.
+    finished: BTreeMap<RequestId, SlotId>,
+    /// Bytes of page hashes in all slots.
+    hash_bytes: usize,
+    /// When the engine is forgotten. Set while its connection is broken.
+    gone_at: Option<Time>,
+    /// The engine is forgotten, except for its requests in progress.
+    gone: bool,
+}
+
+impl Session {
+    /// The engine has a connection. Returns when it would have been forgotten.
+    pub fn opened(&mut self) -> Option<Time> {
+        self.gone = false;
+        self.gone_at.take()
+    }
+
+    /// The engine's connection broke, and the engine is to be forgotten at this time. Returns the earlier such time.
+    pub fn closed(&mut self, forget_at: Time) -> Option<Time> {
+        self.gone_at.replace(forget_at)
+    }
+
+    /// Notes a request and returns the state that it had before.
+    pub fn begin(&mut self, id: RequestId) -> Seen {
+        self.answers.begin(id)
+    }
+
+    /// Number of requests that have not been answered.
+    pub fn open_requests(&self) -> usize {
+        self.answers.open()
+    }
+
+    /// The ids of its slots, in ascending order.
+    pub fn slot_ids(&self) -> Vec<SlotId> {
+        self.slots.keys().copied().collect()
+    }
+
+    /// A slot, whatever the layout of its pages.
+    pub fn any_slot(&mut self, id: SlotId) -> Option<&mut Slot> {
+        self.slots.get_mut(&id)
+    }
+
+    /// A slot that was opened for pages of this layout. Results of a lookup for another layout do not apply, so such a
+    /// slot counts as unknown.
+    pub fn slot(&mut self, id: SlotId, layout: [u8; 16]) -> Result<&mut Slot, Refusal> {
+        slot_of(&mut self.slots, id, layout)
+    }
+
+    /// Adds a slot, within the limits on slots and hash bytes.
+    pub fn open_slot(&mut self, id: SlotId, slot: Slot) -> Result<&mut Slot, Refusal> {
+        if self.slots.len() >= SLOTS_MAX {
+            return Err(Refusal::Limit {
+                limit: "running requests",
+                max: SLOTS_MAX as u64,
+            });
+        }
+        let bytes = self.hash_bytes + slot.hashes.as_bytes().len();
+        if bytes > HASH_BYTES_PER_ENGINE_MAX {
+            return Err(TOO_MANY_HASHES);
+        }
+        self.hash_bytes = bytes;
+        Ok(self.slots.entry(id).or_insert(slot))
+    }
+
+    /// Removes a slot. The caller releases its holds.
+    pub fn take_slot(&mut self, id: SlotId) -> Option<Slot> {
+        let slot = self.slots.remove(&id)?;
+        self.hash_bytes -= slot.hashes.as_bytes().len();
+        Some(slot)
+    }
+
+    /// Appends hashes that a slot does not have yet; overlapping hashes must be equal.
+    pub fn extend_hashes(
+        &mut self,
+        id: SlotId,
+        layout: [u8; 16],
+        more: Option<(u32, PageHashes)>,
+    ) -> Result<&mut Slot, Refusal> {
+        let slot = slot_of(&mut self.slots, id, layout)?;
+        let Some((from, more)) = more else {
+            return Ok(slot);
+        };
+        let before = slot.hashes.as_bytes().len();
+        let after = match from as usize <= slot.hashes.len() {
+            true => before.max(from as usize * more.width() + more.as_bytes().len()),
+            false => before,
+        };
+        if self.hash_bytes + (after - before) > HASH_BYTES_PER_ENGINE_MAX {
+            return Err(TOO_MANY_HASHES);
+        }
+        let invalid = |field, value, remedy| {
+            Err(Refusal::Invalid {
+                field,
+                value,
+                remedy,
+            })
+        };
+        match Arc::make_mut(&mut slot.hashes).extend_from(from as usize, &more) {
+            Ok(()) => {
+                self.hash_bytes += slot.hashes.as_bytes().len() - before;
+                Ok(slot)
+            }
+            Err(HashesDiffer::Width) => invalid(
+                "hash_bytes",
+                more.width().to_string(),
+                "use one width for all hashes of a slot",
+            ),
+            Err(HashesDiffer::Gap { known }) => invalid(
+                "more_from",
+                format!("{from}, and the slot knows {known} hashes"),
+                "leave none out",
+            ),
+            Err(HashesDiffer::Content) => invalid(
+                "more_hashes",
+                format!("other hashes than the slot knows, from page {from} on"),
+                "hashes of a slot do not change: look up again",
+            ),
+        }
+    }
+
+    /// The count of the bytes of page hashes.
+    #[cfg(test)]
+    pub fn hash_bytes_mut(&mut self) -> &mut usize {
+        &mut self.hash_bytes
+    }
+
+    /// Notes that a request finishes a slot. Requests for this slot that have a lower id and arrive later have no
+    /// effect.
+    pub fn note_finish(&mut self, id: RequestId, slot: SlotId) {
+        self.finished.insert(id, slot);
+        if let Some(dropped) = self.answers.dropped {
+            self.finished = self.finished.split_off(&dropped);
+        }
+    }
+
+    /// True if this request was issued before its slot was finished.
+    pub fn is_finished(&self, id: RequestId, slot: SlotId) -> bool {
+        self.finished
+            .range(id..)
+            .any(|(_, finished)| *finished == slot)
+    }
+
+    /// Recounts the bytes of page hashes.
+    fn check(&self) -> Result<(), String> {
+        let slots = self.slots.values();
+        let bytes: usize = slots.map(|slot| slot.hashes.as_bytes().len()).sum();
+        match bytes == self.hash_bytes {
+            true => Ok(()),
+            false => Err(format!(
+                "{bytes} bytes of page hashes, the session counts {}",
+                self.hash_bytes
+            )),
+        }
+    }
+}
+
+fn slot_of(
+    slots: &mut BTreeMap<SlotId, Slot>,
+    id: SlotId,
+    layout: [u8; 16],
+) -> Result<&mut Slot, Refusal> {
+    let slot = slots.get_mut(&id);
+    slot.filter(|slot| slot.layout == layout)
+        .ok_or(Refusal::UnknownSlot(id))
+}
+
+const TOO_MANY_HASHES: Refusal = Refusal::Limit {
+    limit: "bytes of page hashes",
+    max: HASH_BYTES_PER_ENGINE_MAX as u64,
+};
+
+/// The sessions of all engines.
+#[derive(Debug, Default)]
+pub struct Sessions(BTreeMap<EngineId, Session>);
+
+impl Sessions {
+    /// The session of an engine; a new one if the engine has none.
+    pub fn open(&mut self, engine: EngineId) -> &mut Session {
+        self.0.entry(engine).or_default()
+    }
+
+    /// The session of an engine, if it has one.
+    pub fn get(&self, engine: EngineId) -> Option<&Session> {
+        self.0.get(&engine)
+    }
+
+    /// The session of an engine, if it has one.
+    pub fn get_mut(&mut self, engine: EngineId) -> Option<&mut Session> {
+        self.0.get_mut(&engine)
+    }
+
+    /// Keeps the answer to a request for retries, and removes the session of an engine that is gone with its last
+    /// answer.
+    pub fn answered(&mut self, engine: EngineId, id: RequestId, answer: &Result<Answer, Refusal>) {
+        if let Some(session) = self.0.get_mut(&engine) {
+            session.answers.end(id, answer);
+            self.remove_if_over(engine);
+        }
+    }
+
+    /// Forgets an engine whose slots are finished. Its session stays until its requests in progress are answered,
+    /// because a retry must not be refused while a worker reads or writes that engine's pages.
+    pub fn forget(&mut self, engine: EngineId) {
+        if let Some(session) = self.0.get_mut(&engine) {
+            session.gone = true;
+            self.remove_if_over(engine);
+        }
+    }
+
+    fn remove_if_over(&mut self, engine: EngineId) {
+        let session = self.0.get(&engine);
+        if session.is_some_and(|session| session.gone && session.answers.open() == 0) {
+            self.0.remove(&engine);
+        }
+    }
+
+    /// Number of slots of all engines.
+    pub fn slots(&self) -> usize {
+        self.0.values().map(|session| session.slots.len()).sum()
+    }
+
+    /// The ids of all slots, in ascending order.
+    pub fn slot_ids(&self) -> Vec<(EngineId, SlotId)> {
+        let sessions = self.0.iter();
+        sessions
+            .flat_map(|(engine, session)| session.slots.keys().map(|slot| (*engine, *slot)))
+            .collect()
+    }
+
+    /// Number of requests of all engines that have not been answered.
+    pub fn open_requests(&self) -> usize {
+        self.0.values().map(Session::open_requests).sum()
+    }
+
+    /// Number of pins that slots hold.
+    pub fn pins(&self) -> usize {
+        let slots = self.0.values().flat_map(|session| session.slots.values());
+        slots.map(|slot| slot.held.len()).sum()
+    }
+
+    /// Recounts what the sessions count. `Err` names the first contradiction.
+    pub fn check(&self) -> Result<(), String> {
+        self.0.values().try_for_each(Session::check)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_retry_is_recognised_while_under_way_and_after() {
+        let mut answers = Answers::default();
+        let id = RequestId(7);
+        assert_eq!(answers.begin(id), Seen::New);
+        assert_eq!(answers.begin(id), Seen::UnderWay);
+        answers.end(id, &Ok(Answer::Finish));
+        assert_eq!(answers.begin(id), Seen::Answered(Ok(Answer::Finish)));
+    }
+
+    #[test]
+    fn answers_are_bounded_and_what_was_dropped_is_stale() {
+        let mut answers = Answers::default();
+        for id in 0..=ANSWERS_KEPT as u64 {
+            assert_eq!(answers.begin(RequestId(id)), Seen::New);
+            answers.end(RequestId(id), &Ok(Answer::Finish));
+        }
+        assert_eq!(answers.kept.len(), ANSWERS_KEPT);
+        assert_eq!(answers.begin(RequestId(0)), Seen::Stale);
+        assert_eq!(
+            answers.begin(RequestId(1)),
+            Seen::Answered(Ok(Answer::Finish))
+        );
+    }
+}
