@@ -28,6 +28,14 @@ impl Lanes {
         }
     }
 
+    /// Number of running copies of a direction.
+    pub(super) fn running(&self, direction: Direction) -> usize {
+        match direction {
+            Direction::Load => self.loads.running,
+            Direction::Store => self.stores.running,
+        }
+    }
+
     /// Drops entries of copies that are no longer queued, once a queue has more than twice as many entries as there are
     /// copies, plus 64.
     pub(super) fn clean(&mut self, copies: usize, queued: impl Fn(OpId) -> bool) {

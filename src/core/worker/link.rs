@@ -1,5 +1,7 @@
 //! The worker's link to the leader: found, attached, lost.
 
+use std::time::Duration;
+
 use kvferry_types::{AttachId, EngineId, Epoch, OpId, Time};
 
 use super::memory::Memory;
@@ -7,13 +9,13 @@ use super::{OrderRefusal, Worker, WorkerEffect};
 
 /// The leader that was found last.
 #[derive(Debug)]
-pub(super) struct Link {
-    pub(super) epoch: Epoch,
+struct Link {
+    epoch: Epoch,
     /// The unanswered attach request. `None` before the first one and after an answer.
     asked: Option<Asked>,
     /// An attach request must be sent: at first, and after the registered memory changed.
     news: bool,
-    pub(super) admitted: bool,
+    admitted: bool,
     /// Number of the last inventory read that was accepted.
     read: u64,
 }
@@ -25,53 +27,46 @@ struct Asked {
     again: Time,
 }
 
-impl Link {
-    pub(super) fn next_timeout(&self) -> Option<Time> {
-        self.asked.map(|asked| asked.again)
-    }
+/// The connection to the leader, and the attach requests over it.
+#[derive(Debug, Default)]
+pub(super) struct LeaderLink {
+    link: Option<Link>,
+    last_attach: u64,
+    /// The depot is mapped: the worker may attach.
+    depot: bool,
 }
 
-impl Worker {
+impl LeaderLink {
+    pub(super) fn next_timeout(&self) -> Option<Time> {
+        let asked = self.link.as_ref().and_then(|link| link.asked);
+        asked.map(|asked| asked.again)
+    }
+
+    pub(super) fn depot_ready(&mut self) {
+        self.depot = true;
+    }
+
+    /// Epoch of the leader that was found last; 0 without one.
+    pub(super) fn followed(&self) -> Epoch {
+        self.link.as_ref().map_or(Epoch(0), |link| link.epoch)
+    }
+
     /// True if the leader that was found last has this epoch.
     pub(super) fn follows(&self, epoch: Epoch) -> bool {
         self.link.as_ref().is_some_and(|link| link.epoch == epoch)
     }
 
+    /// True if the leader that was found last has admitted the worker with its current memory.
+    pub(super) fn is_admitted(&self) -> bool {
+        self.link.as_ref().is_some_and(|link| link.admitted)
+    }
+
     /// True if the leader that was found last has this epoch and has admitted the worker with its current memory.
     pub(super) fn obeys(&self, epoch: Epoch) -> bool {
-        self.link
-            .as_ref()
-            .is_some_and(|link| link.epoch == epoch && link.admitted)
+        self.follows(epoch) && self.is_admitted()
     }
 
-    /// Accepts or refuses a request to read the inventory. For the leader, the answer to a later request or a new
-    /// attach settles all earlier requests, so an earlier one must not be carried out after that.
-    pub fn take_reading(&mut self, epoch: Epoch, number: u64) -> Result<(), OrderRefusal> {
-        let followed = self.link.as_ref().map_or(Epoch(0), |link| link.epoch);
-        let link = self.link.as_mut().filter(|link| link.epoch == epoch);
-        let stale = OrderRefusal::StaleEpoch {
-            order: epoch,
-            followed,
-        };
-        let link = link.ok_or(stale)?;
-        if !link.admitted {
-            return Err(OrderRefusal::NotAttached);
-        }
-        let last = link.read.max(self.floor.0);
-        if number <= last {
-            return Err(OrderRefusal::OldReading { number, last });
-        }
-        link.read = number;
-        Ok(())
-    }
-
-    pub(super) fn leader_found(
-        &mut self,
-        now: Time,
-        epoch: Epoch,
-        effects: &mut Vec<WorkerEffect>,
-    ) {
-        self.leader_lost(now, effects);
+    fn found(&mut self, epoch: Epoch) {
         self.link = Some(Link {
             epoch,
             asked: None,
@@ -81,14 +76,99 @@ impl Worker {
         });
     }
 
+    /// The registered memory is not the one that the leader knows: a new attach is required.
+    fn changed(&mut self) {
+        if let Some(link) = &mut self.link {
+            link.news = true;
+            link.admitted = false;
+            link.asked = None;
+        }
+    }
+
+    /// The attach request that is due. `idle`: no copy is open; `engine`: the one whose memory is registered.
+    fn next_attach(
+        &mut self,
+        now: Time,
+        idle: bool,
+        engine: Option<EngineId>,
+        every: Duration,
+    ) -> Option<WorkerEffect> {
+        let link = self.link.as_mut().filter(|_| self.depot && idle)?;
+        if link.news {
+            link.news = false;
+            self.last_attach += 1;
+            link.asked = Some(Asked {
+                attach: AttachId(self.last_attach),
+                engine,
+                again: now,
+            });
+        }
+        let asked = link.asked.as_mut().filter(|asked| asked.again <= now)?;
+        asked.again = now + every;
+        Some(WorkerEffect::Attach {
+            attach: asked.attach,
+            engine: asked.engine,
+        })
+    }
+
+    /// Notes the answer to an attach request. Returns false if it is not the answer to the last one. `rejected`: the
+    /// leader rejected the memory of an engine, so that the worker attaches again without an engine.
+    fn answered(&mut self, attach: AttachId, admitted: bool, rejected: bool) -> bool {
+        let asked = |link: &&mut Link| link.asked.is_some_and(|asked| asked.attach == attach);
+        let Some(link) = self.link.as_mut().filter(asked) else {
+            return false;
+        };
+        link.asked = None;
+        link.admitted = admitted;
+        link.news |= rejected;
+        true
+    }
+
+    /// Accepts or refuses a request to read the inventory; `floor` is the number of the last attach.
+    fn take_reading(&mut self, epoch: Epoch, number: u64, floor: u64) -> Result<(), OrderRefusal> {
+        let followed = self.followed();
+        let link = self.link.as_mut().filter(|link| link.epoch == epoch);
+        let stale = OrderRefusal::StaleEpoch {
+            order: epoch,
+            followed,
+        };
+        let link = link.ok_or(stale)?;
+        if !link.admitted {
+            return Err(OrderRefusal::NotAttached);
+        }
+        let last = link.read.max(floor);
+        if number <= last {
+            return Err(OrderRefusal::OldReading { number, last });
+        }
+        link.read = number;
+        Ok(())
+    }
+}
+
+impl Worker {
+    /// Accepts or refuses a request to read the inventory. For the leader, the answer to a later request or a new
+    /// attach settles all earlier requests, so an earlier one must not be carried out after that.
+    pub fn take_reading(&mut self, epoch: Epoch, number: u64) -> Result<(), OrderRefusal> {
+        let floor = self.orders.floor().0;
+        self.leader.take_reading(epoch, number, floor)
+    }
+
+    pub(super) fn leader_found(
+        &mut self,
+        now: Time,
+        epoch: Epoch,
+        effects: &mut Vec<WorkerEffect>,
+    ) {
+        self.leader_lost(now, effects);
+        self.leader.found(epoch);
+    }
+
     /// Stops the copies of the lost leader. Their ends are not reported, because the next leader did not order them.
     pub(super) fn leader_lost(&mut self, now: Time, effects: &mut Vec<WorkerEffect>) {
-        self.link = None;
-        self.batches.clear();
-        self.tasks.values_mut().for_each(|task| task.orphan = true);
+        self.leader.link = None;
+        self.orders.forget();
+        self.copies.orphan_all();
         self.stop_all(now, effects);
-        self.ended.clear();
-        self.floor = OpId(0);
     }
 
     pub(super) fn registered(
@@ -109,7 +189,7 @@ impl Worker {
     ) {
         if self
             .memory
-            .take_if(|memory| memory.engine == engine)
+            .take_if(|memory| memory.engine() == engine)
             .is_some()
         {
             self.changed(now, effects);
@@ -119,35 +199,15 @@ impl Worker {
     /// Stops all copies and requires a new attach, because the registered memory is not the one that the leader knows.
     fn changed(&mut self, now: Time, effects: &mut Vec<WorkerEffect>) {
         self.stop_all(now, effects);
-        if let Some(link) = &mut self.link {
-            link.news = true;
-            link.admitted = false;
-            link.asked = None;
-        }
+        self.leader.changed();
     }
 
     /// Sends an attach request once no copy is open, and repeats it until the leader answers.
     pub(super) fn attach(&mut self, now: Time, effects: &mut Vec<WorkerEffect>) {
-        let idle = self.tasks.is_empty();
-        let Some(link) = self.link.as_mut().filter(|_| self.depot && idle) else {
-            return;
-        };
-        if link.news {
-            link.news = false;
-            self.last_attach += 1;
-            link.asked = Some(Asked {
-                attach: AttachId(self.last_attach),
-                engine: self.memory.as_ref().map(|memory| memory.engine),
-                again: now,
-            });
-        }
-        if let Some(asked) = link.asked.as_mut().filter(|asked| asked.again <= now) {
-            asked.again = now + self.settings.attach_every;
-            effects.push(WorkerEffect::Attach {
-                attach: asked.attach,
-                engine: asked.engine,
-            });
-        }
+        let idle = self.copies.is_empty();
+        let engine = self.memory.as_ref().map(Memory::engine);
+        let every = self.settings.attach_every;
+        effects.extend(self.leader.next_attach(now, idle, engine, every));
     }
 
     pub(super) fn admitted(
@@ -156,20 +216,18 @@ impl Worker {
         after: Option<OpId>,
         effects: &mut Vec<WorkerEffect>,
     ) {
-        let asked = |link: &&mut Link| link.asked.is_some_and(|asked| asked.attach == attach);
-        let Some(link) = self.link.as_mut().filter(asked) else {
+        let admitted = after.is_some();
+        let engine = self.memory.as_ref().map(Memory::engine);
+        let rejected = !admitted && engine.is_some();
+        if !self.leader.answered(attach, admitted, rejected) {
             return;
-        };
-        link.asked = None;
-        link.admitted = after.is_some();
-        self.floor = self.floor.max(after.unwrap_or_default());
-        let engine = self.memory.as_ref().map(|memory| memory.engine);
-        if after.is_none() && self.memory.take().is_some() {
+        }
+        self.orders.raise_floor(after.unwrap_or_default());
+        if rejected {
             // The leader rejected this engine's memory: attach again as a worker without an engine.
-            link.news = true;
+            self.memory = None;
         }
         if let Some(engine) = engine {
-            let admitted = after.is_some();
             effects.push(WorkerEffect::Registered { engine, admitted });
         }
     }

@@ -5,34 +5,18 @@ use std::collections::BTreeSet;
 use kvferry_types::{EngineId, OpId, RequestId, Time};
 
 use super::check::MemoryBounds;
+use super::copies::Copies;
 use super::{WORKER_ABANDONED_MAX, WORKER_ENGINES_MAX, Worker, WorkerEffect};
 
 /// The registered memory of one engine.
 #[derive(Debug)]
 pub(super) struct Memory {
-    pub(super) engine: EngineId,
-    pub(super) bounds: MemoryBounds,
+    engine: EngineId,
+    bounds: MemoryBounds,
     /// Everything up to this request is written.
-    pub(super) written: RequestId,
+    written: RequestId,
     /// Requests up to this one were over at registration.
     after: RequestId,
-}
-
-/// Abandoned requests of one engine. They stay abandoned when the engine registers memory later.
-#[derive(Debug)]
-pub(super) struct Over {
-    engine: EngineId,
-    /// Requests up to this one count as over: the individual record of this one was dropped.
-    forgotten: RequestId,
-    /// Later requests that were abandoned.
-    abandoned: BTreeSet<RequestId>,
-}
-
-/// An unanswered `Abandon` that waits until none of its copies runs.
-#[derive(Debug)]
-pub(super) struct Abandoning {
-    ask: u64,
-    running: BTreeSet<OpId>,
 }
 
 impl Memory {
@@ -47,11 +31,36 @@ impl Memory {
         }
     }
 
-    pub(super) fn may_copy_for(&self, request: RequestId, over: &[Over]) -> bool {
-        let is_over = |over: &Over| request <= over.forgotten || over.abandoned.contains(&request);
-        let over = over.iter().find(|over| over.engine == self.engine);
-        request > self.after && !over.is_some_and(is_over)
+    pub(super) fn engine(&self) -> EngineId {
+        self.engine
     }
+
+    pub(super) fn bounds(&self) -> MemoryBounds {
+        self.bounds
+    }
+
+    pub(super) fn written(&self) -> RequestId {
+        self.written
+    }
+
+    /// Everything up to this request is written.
+    pub(super) fn wrote(&mut self, through: RequestId) {
+        self.written = through.max(self.written);
+    }
+
+    pub(super) fn may_copy_for(&self, request: RequestId, abandoned: &Abandoned) -> bool {
+        request > self.after && !abandoned.is_over(self.engine, request)
+    }
+}
+
+/// Abandoned requests of one engine. They stay abandoned when the engine registers memory later.
+#[derive(Debug)]
+struct Over {
+    engine: EngineId,
+    /// Requests up to this one count as over: the individual record of this one was dropped.
+    forgotten: RequestId,
+    /// Later requests that were abandoned.
+    abandoned: BTreeSet<RequestId>,
 }
 
 impl Over {
@@ -67,10 +76,30 @@ impl Over {
     }
 }
 
-impl Worker {
+/// An unanswered `Abandon` that waits until none of its copies runs.
+#[derive(Debug)]
+struct Abandoning {
+    ask: u64,
+    running: BTreeSet<OpId>,
+}
+
+/// The requests that engines abandoned, and the `Abandon`s that are not answered.
+#[derive(Debug, Default)]
+pub(super) struct Abandoned {
+    /// Abandoned requests of at most [`WORKER_ENGINES_MAX`] engines, in order of the engines' last `Abandon`.
+    over: Vec<Over>,
+    abandoning: Vec<Abandoning>,
+}
+
+impl Abandoned {
+    fn is_over(&self, engine: EngineId, request: RequestId) -> bool {
+        let over = self.over.iter().find(|over| over.engine == engine);
+        over.is_some_and(|over| request <= over.forgotten || over.abandoned.contains(&request))
+    }
+
     /// The abandoned requests of an engine. If there are too many engines, the one with the oldest last `Abandon` is
     /// dropped, except for the registered engine.
-    fn over(&mut self, engine: EngineId) -> &mut Over {
+    fn of(&mut self, engine: EngineId, registered: Option<EngineId>) -> &mut Over {
         let known = self.over.iter().position(|over| over.engine == engine);
         let over = match known {
             Some(index) => self.over.remove(index),
@@ -81,7 +110,6 @@ impl Worker {
             },
         };
         if self.over.len() >= WORKER_ENGINES_MAX {
-            let registered = self.memory.as_ref().map(|memory| memory.engine);
             let oldest = self
                 .over
                 .iter()
@@ -93,6 +121,36 @@ impl Worker {
         &mut self.over[last]
     }
 
+    #[cfg(test)]
+    pub(super) fn engines(&self) -> usize {
+        self.over.len()
+    }
+
+    /// Notes that a copy ended. Returns the `Abandon`s that waited for no other copy, which are answered now.
+    pub(super) fn ended(&mut self, op: OpId) -> impl Iterator<Item = u64> + use<> {
+        let mut answered = Vec::new();
+        self.abandoning.retain_mut(|waiting| {
+            let last = waiting.running.remove(&op) && waiting.running.is_empty();
+            if last {
+                answered.push(waiting.ask);
+            }
+            !last
+        });
+        answered.into_iter()
+    }
+
+    /// Checks that every `Abandon` waits for open copies only. `Err` names the first contradiction.
+    pub(super) fn check(&self, copies: &Copies) -> Result<(), String> {
+        for Abandoning { ask, running } in &self.abandoning {
+            if running.is_empty() || running.iter().any(|op| !copies.contains(*op)) {
+                return Err(format!("abandon {ask} waits for a copy that is not open"));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Worker {
     /// Stops the copies for these requests and refuses later ones. The engine is answered when none of the copies runs.
     pub(super) fn abandon(
         &mut self,
@@ -102,36 +160,20 @@ impl Worker {
         requests: &BTreeSet<RequestId>,
         effects: &mut Vec<WorkerEffect>,
     ) {
-        self.over(engine).abandon(requests);
+        let registered = self.memory.as_ref().map(Memory::engine);
+        self.abandoned.of(engine, registered).abandon(requests);
         let mut running = BTreeSet::new();
         for request in requests {
-            let copies = self
-                .requests
-                .range((*request, OpId(0))..=(*request, OpId(u64::MAX)));
-            let copies: Vec<OpId> = copies.map(|(_, op)| *op).collect();
-            for op in copies {
-                let its = |task: &super::Task| task.copy.engine == engine;
-                if self.tasks.get(&op).is_some_and(its) {
-                    self.stop(now, op, effects);
-                    running.extend(self.tasks.contains_key(&op).then_some(op));
-                }
+            for op in self.copies.of_request(engine, *request) {
+                self.stop(now, op, effects);
+                running.extend(self.copies.contains(op).then_some(op));
             }
         }
+        let abandoning = &mut self.abandoned.abandoning;
         if running.is_empty() {
             effects.push(WorkerEffect::Abandoned { ask });
-        } else if !self.abandoning.iter().any(|waiting| waiting.ask == ask) {
-            self.abandoning.push(Abandoning { ask, running });
+        } else if !abandoning.iter().any(|waiting| waiting.ask == ask) {
+            abandoning.push(Abandoning { ask, running });
         }
-    }
-
-    /// Notes that a copy ended, and answers each `Abandon` that waited for no other copy.
-    pub(super) fn abandoned(&mut self, op: OpId, effects: &mut Vec<WorkerEffect>) {
-        self.abandoning.retain_mut(|waiting| {
-            let last = waiting.running.remove(&op) && waiting.running.is_empty();
-            if last {
-                effects.push(WorkerEffect::Abandoned { ask: waiting.ask });
-            }
-            !last
-        });
     }
 }

@@ -8,12 +8,13 @@
 //! newer one. The worker attaches to the newer leader only when none of those copies is left.
 
 mod check;
+mod copies;
 mod lanes;
 mod link;
 mod memory;
 mod orders;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use kvferry_types::{
@@ -22,11 +23,11 @@ use kvferry_types::{
 };
 
 pub use check::MemoryBounds;
-use lanes::Lanes;
-use link::Link;
-use memory::{Abandoning, Memory, Over};
+use copies::{Copies, Expired, Stop, Task};
+use link::LeaderLink;
+use memory::{Abandoned, Memory};
 pub use orders::OrderRefusal;
-use orders::refused;
+use orders::{Orders, refused};
 
 /// Most copies that a worker keeps, waiting and running together. Further copies are refused: reported as not complete.
 /// At worst 0.5 GiB for copies of a few pages, of about 0.5 KB each; every further page takes about 24 bytes.
@@ -217,56 +218,19 @@ pub enum WorkerEffect {
     GiveUp,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Phase {
-    /// Waits until the engine has written up to `after`: the pages that a store reads, or that a load overwrites.
-    Waiting,
-    /// Waits until fewer than `running_max` copies of its direction run.
-    Queued,
-    /// May read and write memory.
-    Running,
-}
-
-#[derive(Debug)]
-struct Task {
-    copy: Copy,
-    batch: BatchId,
-    phase: Phase,
-    /// When the copy must have ended, once it was ordered to stop. Pages that a stopped store writes are never listed.
-    stopped: Option<Time>,
-    /// The connection to the leader that ordered the copy is lost. Its end is not reported, because another leader may
-    /// use the same number for a copy of its own.
-    orphan: bool,
-}
-
-#[derive(Debug, Default)]
-struct Batch {
-    open: usize,
-    ended: Vec<EndedCopy>,
-}
-
 /// The decisions of one worker. See the module documentation.
 #[derive(Debug)]
 pub struct Worker {
     settings: WorkerSettings,
-    link: Option<Link>,
-    last_attach: u64,
-    depot: bool,
+    /// The connection to the leader, and the attach requests over it.
+    leader: LeaderLink,
+    /// The orders that are not answered, and the ends of earlier copies.
+    orders: Orders,
+    copies: Copies,
+    /// The registered memory of an engine.
     memory: Option<Memory>,
-    tasks: BTreeMap<OpId, Task>,
-    batches: BTreeMap<BatchId, Batch>,
-    waiting: BTreeSet<(RequestId, OpId)>,
-    /// Open copies, by request.
-    requests: BTreeSet<(RequestId, OpId)>,
-    lanes: Lanes,
-    /// Deadlines of copies, and fences of stopped copies.
-    deadlines: BTreeSet<(Time, OpId)>,
-    ended: BTreeMap<OpId, EndedCopy>,
-    /// Orders up to this one are too old to be remembered, or not for this worker.
-    floor: OpId,
-    /// Abandoned requests of at most [`WORKER_ENGINES_MAX`] engines, in order of the engines' last `Abandon`.
-    over: Vec<Over>,
-    abandoning: Vec<Abandoning>,
+    /// The requests that engines abandoned.
+    abandoned: Abandoned,
 }
 
 impl Worker {
@@ -274,20 +238,11 @@ impl Worker {
     pub fn new(settings: WorkerSettings) -> Self {
         Self {
             settings,
-            link: None,
-            last_attach: 0,
-            depot: false,
+            leader: LeaderLink::default(),
+            orders: Orders::default(),
+            copies: Copies::default(),
             memory: None,
-            tasks: BTreeMap::new(),
-            batches: BTreeMap::new(),
-            waiting: BTreeSet::new(),
-            requests: BTreeSet::new(),
-            lanes: Lanes::default(),
-            deadlines: BTreeSet::new(),
-            ended: BTreeMap::new(),
-            floor: OpId(0),
-            over: Vec::new(),
-            abandoning: Vec::new(),
+            abandoned: Abandoned::default(),
         }
     }
 
@@ -296,7 +251,7 @@ impl Worker {
         match event {
             WorkerEvent::LeaderFound(epoch) => self.leader_found(now, epoch, effects),
             WorkerEvent::LeaderLost => self.leader_lost(now, effects),
-            WorkerEvent::DepotReady => self.depot = true,
+            WorkerEvent::DepotReady => self.leader.depot_ready(),
             WorkerEvent::Admitted { attach, after } => self.admitted(attach, after, effects),
             WorkerEvent::Registered {
                 engine,
@@ -308,8 +263,8 @@ impl Worker {
                 epoch,
                 batch,
                 copies,
-            } if self.follows(epoch) => self.ordered(batch, copies, effects),
-            WorkerEvent::Cancel { epoch, batch, ops } if self.follows(epoch) => {
+            } if self.leader.follows(epoch) => self.ordered(batch, copies, effects),
+            WorkerEvent::Cancel { epoch, batch, ops } if self.leader.follows(epoch) => {
                 self.cancelled(now, batch, &ops, effects);
             }
             WorkerEvent::Strike {
@@ -318,7 +273,7 @@ impl Worker {
                 scope,
                 through: generation,
                 deadline,
-            } if self.obeys(epoch) => {
+            } if self.leader.obeys(epoch) => {
                 let through = Stored { epoch, generation };
                 effects.push(WorkerEffect::Strike {
                     id,
@@ -327,7 +282,7 @@ impl Worker {
                     deadline,
                 });
             }
-            WorkerEvent::Strike { epoch, .. } if self.follows(epoch) => {
+            WorkerEvent::Strike { epoch, .. } if self.leader.follows(epoch) => {
                 effects.push(WorkerEffect::Refuse(OrderRefusal::NotAttached));
             }
             WorkerEvent::Ordered { epoch, .. }
@@ -353,68 +308,33 @@ impl Worker {
 
     /// When the next [`WorkerEvent::Tick`] is due.
     pub fn next_timeout(&self) -> Option<Time> {
-        let copies = self.deadlines.first().map(|(at, _)| *at);
-        let attach = self.link.as_ref().and_then(Link::next_timeout);
-        copies.into_iter().chain(attach).min()
+        let copies = self.copies.next_timeout();
+        copies.into_iter().chain(self.leader.next_timeout()).min()
     }
 
     /// Copies that have not ended.
     pub fn open_copies(&self) -> usize {
-        self.tasks.len()
+        self.copies.len()
+    }
+
+    /// Recounts what each part counts. `Err` names the first contradiction.
+    pub fn check(&self) -> Result<(), String> {
+        self.copies.check()?;
+        self.orders.check()?;
+        self.abandoned.check(&self.copies)
     }
 
     fn wrote(&mut self, engine: EngineId, through: RequestId) {
-        let Some(memory) = self
-            .memory
-            .as_mut()
-            .filter(|memory| memory.engine == engine)
-        else {
-            return;
-        };
-        memory.written = through.max(memory.written);
-        while let Some((request, op)) = self
-            .waiting
-            .first()
-            .copied()
-            .filter(|(request, _)| *request <= through)
-        {
-            self.waiting.remove(&(request, op));
-            if let Some(task) = self.tasks.get_mut(&op) {
-                task.phase = Phase::Queued;
-                let lane = self.lanes.of(task.copy.direction);
-                lane.queue.push_back(op);
-            }
+        let memory = self.memory.as_mut();
+        if let Some(memory) = memory.filter(|memory| memory.engine() == engine) {
+            memory.wrote(through);
+            self.copies.wrote(through);
         }
     }
 
-    /// Starts copies up to `running_max` per direction, all in one batch, loads first. The pages that stores overwrite
-    /// are removed from the inventory first.
+    /// Starts ready copies, all in one batch. The pages that stores overwrite are removed from the inventory first.
     fn start(&mut self, effects: &mut Vec<WorkerEffect>) {
-        let mut started = Vec::new();
-        for direction in [Direction::Load, Direction::Store] {
-            let lane = self.lanes.of(direction);
-            while lane.running < self.settings.running_max {
-                let Some(op) = lane.queue.pop_front() else {
-                    break;
-                };
-                let queued = self
-                    .tasks
-                    .get_mut(&op)
-                    .filter(|task| task.phase == Phase::Queued && task.copy.direction == direction);
-                if let Some(task) = queued {
-                    task.phase = Phase::Running;
-                    lane.running += 1;
-                    started.push(task.copy.clone());
-                }
-            }
-        }
-        let tasks = &self.tasks;
-        let queued = |op| {
-            tasks
-                .get(&op)
-                .is_some_and(|task| task.phase == Phase::Queued)
-        };
-        self.lanes.clean(tasks.len(), queued);
+        let started = self.copies.start(self.settings.running_max);
         if started.is_empty() {
             return;
         }
@@ -432,35 +352,25 @@ impl Worker {
 
     /// Stops a copy: a running one is ordered to stop and ends later; any other ends immediately.
     fn stop(&mut self, now: Time, op: OpId, effects: &mut Vec<WorkerEffect>) {
-        let Some(task) = self.tasks.get_mut(&op) else {
-            return;
-        };
-        if task.phase != Phase::Running {
-            return self.end(now, refused(op), effects);
-        }
-        if task.stopped.is_none() {
-            let fence = now + self.settings.fence;
-            task.stopped = Some(fence);
-            self.deadlines.remove(&(task.copy.deadline, op));
-            self.deadlines.insert((fence, op));
-            effects.push(WorkerEffect::Stop(op));
+        match self.copies.stop(op, now + self.settings.fence) {
+            Stop::Nothing => {}
+            Stop::Ends => self.end(now, refused(op), effects),
+            Stop::Order => effects.push(WorkerEffect::Stop(op)),
         }
     }
 
     fn stop_all(&mut self, now: Time, effects: &mut Vec<WorkerEffect>) {
-        let ops: BTreeSet<OpId> = self.tasks.keys().copied().collect();
-        ops.into_iter().for_each(|op| self.stop(now, op, effects));
+        for op in self.copies.ids() {
+            self.stop(now, op, effects);
+        }
     }
 
     /// Stops copies whose deadline has passed, and gives up the process if a stopped copy has not ended by its fence.
     fn fire_deadlines(&mut self, now: Time, effects: &mut Vec<WorkerEffect>) {
-        while let Some((at, op)) = self.deadlines.first().copied().filter(|(at, _)| *at <= now) {
-            self.deadlines.pop_first();
-            let stopped = self.tasks.get(&op).and_then(|task| task.stopped);
-            if stopped == Some(at) {
-                effects.push(WorkerEffect::GiveUp);
-            } else {
-                self.stop(now, op, effects);
+        while let Some(expired) = self.copies.take_expired(now) {
+            match expired {
+                Expired::Deadline(op) => self.stop(now, op, effects),
+                Expired::Fence => effects.push(WorkerEffect::GiveUp),
             }
         }
     }
@@ -468,24 +378,18 @@ impl Worker {
     /// Removes a copy that ended. A stopped or late store counts as not complete; the pages of a complete store are
     /// added to the inventory before the end is reported.
     fn end(&mut self, now: Time, mut ended: EndedCopy, effects: &mut Vec<WorkerEffect>) {
-        let Some(task) = self.tasks.remove(&ended.op) else {
+        let Some(task) = self.copies.end(ended.op) else {
             return;
         };
+        let stopped = task.is_stopped();
         let Task {
             copy,
             batch,
-            phase,
-            stopped,
             orphan,
+            ..
         } = task;
-        let lane = self.lanes.of(copy.direction);
-        lane.running -= usize::from(phase == Phase::Running);
-        self.requests.remove(&(copy.request, ended.op));
-        self.deadlines
-            .remove(&(stopped.unwrap_or(copy.deadline), ended.op));
-        self.waiting.remove(&(copy.after, ended.op));
         if copy.direction == Direction::Store {
-            ended.whole &= stopped.is_none() && now <= copy.deadline;
+            ended.whole &= !stopped && now <= copy.deadline;
         }
         if ended.whole
             && let Some(record) = copy.record
@@ -493,36 +397,11 @@ impl Worker {
             effects.push(WorkerEffect::List(record));
         }
         if !orphan {
-            self.remember(ended);
-            self.report(batch, ended, effects);
+            self.orders.remember(ended);
+            effects.extend(self.orders.report(batch, ended));
         }
-        self.abandoned(ended.op, effects);
-    }
-
-    fn remember(&mut self, ended: EndedCopy) {
-        if ended.op > self.floor {
-            self.ended.insert(ended.op, ended);
-        }
-        while self.ended.len() > WORKER_ENDED_MAX
-            && let Some((oldest, _)) = self.ended.pop_first()
-        {
-            self.floor = self.floor.max(oldest);
-        }
-    }
-
-    fn report(&mut self, id: BatchId, ended: EndedCopy, effects: &mut Vec<WorkerEffect>) {
-        let Some(batch) = self.batches.get_mut(&id) else {
-            return;
-        };
-        batch.ended.push(ended);
-        if batch.ended.len() == batch.open
-            && let Some(batch) = self.batches.remove(&id)
-        {
-            effects.push(WorkerEffect::Report {
-                batch: id,
-                copies: batch.ended,
-            });
-        }
+        let answered = self.abandoned.ended(ended.op);
+        effects.extend(answered.map(|ask| WorkerEffect::Abandoned { ask }));
     }
 }
 

@@ -10,12 +10,12 @@
 //!   the order that began it, because the answer to a repeated order must never mark a running copy as ended;
 //! * an order of another epoch is answered with [`WorkerEffect::Refuse`], which implies nothing about any copy.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use kvferry_types::{Copy, Direction, EndedCopy, Epoch, OpId, Time};
 
 use super::check::check;
-use super::{Batch, BatchId, Phase, Task, WORKER_COPIES_MAX, Worker, WorkerEffect};
+use super::{BatchId, WORKER_COPIES_MAX, WORKER_ENDED_MAX, Worker, WorkerEffect};
 
 /// Reasons for refusing an order. A refusal implies nothing about any copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -43,6 +43,78 @@ pub enum OrderRefusal {
     },
 }
 
+/// An order that is not answered.
+#[derive(Debug, Default)]
+struct Batch {
+    /// Number of its copies.
+    open: usize,
+    ended: Vec<EndedCopy>,
+}
+
+/// The orders of the leader that are not answered, and how earlier copies ended.
+#[derive(Debug, Default)]
+pub(super) struct Orders {
+    batches: BTreeMap<BatchId, Batch>,
+    /// The ends of the last copies.
+    ended: BTreeMap<OpId, EndedCopy>,
+    /// Copies up to this one are too old to be remembered, or not for this worker.
+    floor: OpId,
+}
+
+impl Orders {
+    /// Copies up to this one are not carried out.
+    pub(super) fn floor(&self) -> OpId {
+        self.floor
+    }
+
+    /// Copies up to this one were ordered before the worker was admitted.
+    pub(super) fn raise_floor(&mut self, after: OpId) {
+        self.floor = self.floor.max(after);
+    }
+
+    /// The leader is lost: none of its orders is answered.
+    pub(super) fn forget(&mut self) {
+        *self = Self::default();
+    }
+
+    /// Remembers the end of a copy, for repeated orders.
+    pub(super) fn remember(&mut self, ended: EndedCopy) {
+        if ended.op > self.floor {
+            self.ended.insert(ended.op, ended);
+        }
+        while self.ended.len() > WORKER_ENDED_MAX
+            && let Some((oldest, _)) = self.ended.pop_first()
+        {
+            self.floor = self.floor.max(oldest);
+        }
+    }
+
+    #[cfg(test)]
+    pub(super) fn remembered(&self) -> usize {
+        self.ended.len()
+    }
+
+    /// Notes the end of a copy of an order. Returns the answer to the order after its last copy.
+    pub(super) fn report(&mut self, id: BatchId, ended: EndedCopy) -> Option<WorkerEffect> {
+        let batch = self.batches.get_mut(&id)?;
+        batch.ended.push(ended);
+        if batch.ended.len() < batch.open {
+            return None;
+        }
+        let copies = self.batches.remove(&id)?.ended;
+        Some(WorkerEffect::Report { batch: id, copies })
+    }
+
+    /// Checks that every order waits for a copy. `Err` names the first contradiction.
+    pub(super) fn check(&self) -> Result<(), String> {
+        let mut batches = self.batches.iter();
+        match batches.find(|(_, batch)| batch.ended.len() >= batch.open) {
+            None => Ok(()),
+            Some((id, _)) => Err(format!("order {} waits for no copy", id.0)),
+        }
+    }
+}
+
 impl Worker {
     /// Begins the copies that are new, and reports those that are not carried out.
     pub(super) fn ordered(
@@ -51,26 +123,27 @@ impl Worker {
         copies: Vec<Copy>,
         effects: &mut Vec<WorkerEffect>,
     ) {
-        if self.batches.contains_key(&batch) {
+        if self.orders.batches.contains_key(&batch) {
             // A repeat of an open order: the order is answered once.
             return;
         }
         let mut named = BTreeSet::new();
         let mut copies = copies;
-        copies.retain(|copy| !self.tasks.contains_key(&copy.op) && named.insert(copy.op));
+        copies.retain(|copy| !self.copies.contains(copy.op) && named.insert(copy.op));
         if copies.is_empty() {
             let copies = Vec::new();
             effects.push(WorkerEffect::Report { batch, copies });
             return;
         }
         let (open, ended) = (copies.len(), Vec::new());
-        self.batches.insert(batch, Batch { open, ended });
+        self.orders.batches.insert(batch, Batch { open, ended });
         for copy in copies {
-            if let Some(ended) = self.ended.get(&copy.op).copied() {
-                self.report(batch, ended, effects);
-            } else if !self.begin(batch, copy.clone(), effects) {
-                self.remember(refused(copy.op));
-                self.report(batch, refused(copy.op), effects);
+            let op = copy.op;
+            if let Some(ended) = self.orders.ended.get(&op).copied() {
+                effects.extend(self.orders.report(batch, ended));
+            } else if !self.begin(batch, copy, effects) {
+                self.orders.remember(refused(op));
+                effects.extend(self.orders.report(batch, refused(op)));
             }
         }
     }
@@ -78,45 +151,28 @@ impl Worker {
     /// Registers a copy as waiting or queued. Returns false if the copy is not carried out.
     fn begin(&mut self, batch: BatchId, copy: Copy, effects: &mut Vec<WorkerEffect>) -> bool {
         let op = copy.op;
-        let admitted = self.link.as_ref().is_some_and(|link| link.admitted);
-        let full = self.tasks.len() >= WORKER_COPIES_MAX;
-        let memory = self
-            .memory
-            .as_ref()
-            .filter(|memory| admitted && !full && op > self.floor && memory.engine == copy.engine);
-        let Some(memory) = memory.filter(|memory| memory.may_copy_for(copy.request, &self.over))
+        let full = self.copies.len() >= WORKER_COPIES_MAX;
+        let carried_out = self.leader.is_admitted() && !full && op > self.orders.floor;
+        let memory = self.memory.as_ref();
+        let memory = memory.filter(|memory| carried_out && memory.engine() == copy.engine);
+        let Some(memory) =
+            memory.filter(|memory| memory.may_copy_for(copy.request, &self.abandoned))
         else {
             return false;
         };
-        if let Err(problem) = check(&copy, memory.bounds) {
+        if let Err(problem) = check(&copy, memory.bounds()) {
             let problem = problem.to_string();
             effects.push(WorkerEffect::Invalid { op, problem });
             return false;
         }
-        let written = copy.after <= memory.written;
-        self.deadlines.insert((copy.deadline, op));
-        self.requests.insert((copy.request, op));
-        let phase = if written {
-            self.lanes.of(copy.direction).queue.push_back(op);
-            Phase::Queued
-        } else {
-            self.waiting.insert((copy.after, op));
-            if copy.direction == Direction::Load {
-                effects.push(WorkerEffect::Await {
-                    engine: copy.engine,
-                    through: copy.after,
-                });
-            }
-            Phase::Waiting
-        };
-        let task = Task {
-            copy,
-            batch,
-            phase,
-            stopped: None,
-            orphan: false,
-        };
-        self.tasks.insert(op, task);
+        let written = copy.after <= memory.written();
+        if !written && copy.direction == Direction::Load {
+            effects.push(WorkerEffect::Await {
+                engine: copy.engine,
+                through: copy.after,
+            });
+        }
+        self.copies.begin(batch, copy, written);
         true
     }
 
@@ -132,11 +188,11 @@ impl Worker {
         let mut copies = Vec::new();
         for op in ops {
             self.stop(now, *op, effects);
-            if self.tasks.contains_key(op) {
+            if self.copies.contains(*op) {
                 continue;
             }
-            let ended = self.ended.get(op).copied().unwrap_or(refused(*op));
-            self.remember(ended);
+            let ended = self.orders.ended.get(op).copied().unwrap_or(refused(*op));
+            self.orders.remember(ended);
             copies.push(ended);
         }
         effects.push(WorkerEffect::Report { batch, copies });
@@ -144,7 +200,7 @@ impl Worker {
 
     /// Refuses an order whose epoch is not that of the leader that was found last.
     pub(super) fn refuse_stale(&self, order: Epoch, effects: &mut Vec<WorkerEffect>) {
-        let followed = self.link.as_ref().map_or(Epoch(0), |link| link.epoch);
+        let followed = self.leader.followed();
         effects.push(WorkerEffect::Refuse(OrderRefusal::StaleEpoch {
             order,
             followed,

@@ -39,6 +39,7 @@ fn store(op: u64, request: u64) -> Copy {
 fn step(worker: &mut Worker, now: u64, event: WorkerEvent) -> Vec<WorkerEffect> {
     let mut effects = Vec::new();
     worker.step(Time(now), event, &mut effects);
+    worker.check().expect("the second count agrees");
     effects
 }
 
@@ -207,7 +208,7 @@ fn what_was_ended_too_long_ago_is_refused() {
         order(&mut worker, 1, op, vec![load(op)]);
         ended(&mut worker, 0, vec![whole(op)]);
     }
-    assert_eq!(worker.ended.len(), WORKER_ENDED_MAX);
+    assert_eq!(worker.orders.remembered(), WORKER_ENDED_MAX);
     let effects = order(&mut worker, 1, all + 1, vec![load(1)]);
     assert_eq!(effects, [report(all + 1, vec![refused(OpId(1))])]);
 }
@@ -582,7 +583,7 @@ fn a_queue_does_not_grow_by_copies_that_were_stopped_in_it() {
         order(&mut worker, 1, op, vec![load(op)]);
         cancel(&mut worker, 10_000 + op, op);
     }
-    let queued = worker.lanes.of(Direction::Load).queue.len();
+    let queued = worker.copies.queue_len(Direction::Load);
     assert!(queued < 100, "{queued} copies that are over");
     order(&mut worker, 1, 3000, vec![load(3000)]);
     assert_eq!(starts(&ended(&mut worker, 0, vec![whole(1)])), [3000]);
@@ -742,7 +743,7 @@ fn an_abandoned_request_of_the_highest_number_costs_no_other_one_its_copies() {
         abandon(&mut worker, EngineId([engine; 16]), 1);
     }
     abandon(&mut worker, other, 1);
-    assert!(worker.over.len() <= WORKER_ENGINES_MAX);
+    assert!(worker.abandoned.engines() <= WORKER_ENGINES_MAX);
     assert_eq!(
         order(&mut worker, 1, 2, vec![of(9, 7)]).len(),
         1,

@@ -29,7 +29,8 @@ impl World {
         let capacity = pool.map_or(0, kvferry_core::Pool::capacity_pages);
         let turns = u64::from(capacity / PAGES_AT_ONCE + 1);
         let contents = self.checks.is_multiple_of(turns);
-        match self.check_leader(contents) {
+        let workers = self.check_workers(contents);
+        match workers.and_then(|()| self.check_leader(contents)) {
             Err(what) => self.env.violated(what),
             Ok(pages) => {
                 let now = self.env.now();
@@ -39,6 +40,12 @@ impl World {
                 }
             }
         }
+    }
+
+    fn check_workers(&self, contents: bool) -> Result<(), String> {
+        let processes = self.workers.values().filter(|_| contents);
+        let mut running = processes.filter_map(|process| process.state.as_ref());
+        running.try_for_each(|process| process.core().check())
     }
 
     fn check_leader(&self, contents: bool) -> Result<Pages, String> {

@@ -1,0 +1,255 @@
+//! The open copies of a worker: which wait for their engine, which are ready, which run, and when they must have ended.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use kvferry_types::{Copy, Direction, EngineId, OpId, RequestId, Time};
+
+use super::BatchId;
+use super::lanes::Lanes;
+
+/// The stage of an open copy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    /// Waits until the engine has written its pages.
+    Waiting,
+    /// Waits until fewer copies of its direction run.
+    Queued,
+    /// May read and write memory.
+    Running,
+}
+
+/// An open copy.
+#[derive(Debug)]
+pub(super) struct Task {
+    pub(super) copy: Copy,
+    /// The order that began the copy, and whose answer reports its end.
+    pub(super) batch: BatchId,
+    phase: Phase,
+    /// When the copy must have ended, once it was ordered to stop. Pages that a stopped store writes are never listed.
+    stopped: Option<Time>,
+    /// The connection to the leader that ordered the copy is lost. Its end is not reported, because another leader may
+    /// use the same number for a copy of its own.
+    pub(super) orphan: bool,
+}
+
+impl Task {
+    /// True once the copy was ordered to stop.
+    pub(super) fn is_stopped(&self) -> bool {
+        self.stopped.is_some()
+    }
+}
+
+/// Effect of stopping a copy.
+pub(super) enum Stop {
+    /// No such copy is open, or it was ordered to stop before.
+    Nothing,
+    /// The copy does not run: it ends at once.
+    Ends,
+    /// The copy runs: it is ordered to stop, and ends later.
+    Order,
+}
+
+/// A copy whose time has passed.
+pub(super) enum Expired {
+    /// The deadline of the copy.
+    Deadline(OpId),
+    /// The fence of a stopped copy, which has not ended.
+    Fence,
+}
+
+/// The open copies. See the module.
+#[derive(Debug, Default)]
+pub(super) struct Copies {
+    open: BTreeMap<OpId, Task>,
+    /// Copies that wait for their engine, by the request that must be written.
+    waiting: BTreeSet<(RequestId, OpId)>,
+    /// Open copies, by request.
+    requests: BTreeSet<(RequestId, OpId)>,
+    lanes: Lanes,
+    /// Deadlines of copies, and fences of stopped copies.
+    deadlines: BTreeSet<(Time, OpId)>,
+}
+
+impl Copies {
+    pub(super) fn len(&self) -> usize {
+        self.open.len()
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.open.is_empty()
+    }
+
+    pub(super) fn contains(&self, op: OpId) -> bool {
+        self.open.contains_key(&op)
+    }
+
+    /// The numbers of all open copies, in ascending order.
+    pub(super) fn ids(&self) -> Vec<OpId> {
+        self.open.keys().copied().collect()
+    }
+
+    /// The open copies for a request of an engine.
+    pub(super) fn of_request(&self, engine: EngineId, request: RequestId) -> Vec<OpId> {
+        let range = (request, OpId(0))..=(request, OpId(u64::MAX));
+        let its = |op: &OpId| {
+            let task = self.open.get(op);
+            task.is_some_and(|task| task.copy.engine == engine)
+        };
+        let copies = self.requests.range(range).map(|(_, op)| *op);
+        copies.filter(its).collect()
+    }
+
+    /// Adds a copy: ready if its pages are written, else waiting.
+    pub(super) fn begin(&mut self, batch: BatchId, copy: Copy, written: bool) {
+        let op = copy.op;
+        self.deadlines.insert((copy.deadline, op));
+        self.requests.insert((copy.request, op));
+        let phase = if written {
+            self.lanes.of(copy.direction).queue.push_back(op);
+            Phase::Queued
+        } else {
+            self.waiting.insert((copy.after, op));
+            Phase::Waiting
+        };
+        let task = Task {
+            copy,
+            batch,
+            phase,
+            stopped: None,
+            orphan: false,
+        };
+        self.open.insert(op, task);
+    }
+
+    /// The engine has written everything up to this request: the copies that waited for it are ready.
+    pub(super) fn wrote(&mut self, through: RequestId) {
+        while let Some((request, op)) = self
+            .waiting
+            .first()
+            .copied()
+            .filter(|(request, _)| *request <= through)
+        {
+            self.waiting.remove(&(request, op));
+            if let Some(task) = self.open.get_mut(&op) {
+                task.phase = Phase::Queued;
+                let lane = self.lanes.of(task.copy.direction);
+                lane.queue.push_back(op);
+            }
+        }
+    }
+
+    /// Starts ready copies up to `running_max` per direction, loads first.
+    pub(super) fn start(&mut self, running_max: usize) -> Vec<Copy> {
+        let mut started = Vec::new();
+        for direction in [Direction::Load, Direction::Store] {
+            let lane = self.lanes.of(direction);
+            while lane.running < running_max {
+                let Some(op) = lane.queue.pop_front() else {
+                    break;
+                };
+                let queued = self
+                    .open
+                    .get_mut(&op)
+                    .filter(|task| task.phase == Phase::Queued && task.copy.direction == direction);
+                if let Some(task) = queued {
+                    task.phase = Phase::Running;
+                    lane.running += 1;
+                    started.push(task.copy.clone());
+                }
+            }
+        }
+        let open = &self.open;
+        let queued = |op| {
+            open.get(&op)
+                .is_some_and(|task| task.phase == Phase::Queued)
+        };
+        self.lanes.clean(open.len(), queued);
+        started
+    }
+
+    /// Stops a copy. A running one must have ended by `fence`.
+    pub(super) fn stop(&mut self, op: OpId, fence: Time) -> Stop {
+        let Some(task) = self.open.get_mut(&op) else {
+            return Stop::Nothing;
+        };
+        if task.phase != Phase::Running {
+            return Stop::Ends;
+        }
+        if task.stopped.is_some() {
+            return Stop::Nothing;
+        }
+        task.stopped = Some(fence);
+        self.deadlines.remove(&(task.copy.deadline, op));
+        self.deadlines.insert((fence, op));
+        Stop::Order
+    }
+
+    /// No end of an open copy is reported: the leader that ordered them is lost.
+    pub(super) fn orphan_all(&mut self) {
+        self.open.values_mut().for_each(|task| task.orphan = true);
+    }
+
+    /// Removes a copy that ended.
+    pub(super) fn end(&mut self, op: OpId) -> Option<Task> {
+        let task = self.open.remove(&op)?;
+        let lane = self.lanes.of(task.copy.direction);
+        lane.running -= usize::from(task.phase == Phase::Running);
+        self.requests.remove(&(task.copy.request, op));
+        let deadline = task.stopped.unwrap_or(task.copy.deadline);
+        self.deadlines.remove(&(deadline, op));
+        self.waiting.remove(&(task.copy.after, op));
+        Some(task)
+    }
+
+    /// When the next copy expires.
+    pub(super) fn next_timeout(&self) -> Option<Time> {
+        self.deadlines.first().map(|(at, _)| *at)
+    }
+
+    /// The next copy whose deadline or fence has passed; returned once.
+    pub(super) fn take_expired(&mut self, now: Time) -> Option<Expired> {
+        let (at, op) = self
+            .deadlines
+            .first()
+            .copied()
+            .filter(|(at, _)| *at <= now)?;
+        self.deadlines.pop_first();
+        let stopped = self.open.get(&op).and_then(|task| task.stopped);
+        Some(match stopped == Some(at) {
+            true => Expired::Fence,
+            false => Expired::Deadline(op),
+        })
+    }
+
+    #[cfg(test)]
+    pub(super) fn queue_len(&mut self, direction: Direction) -> usize {
+        self.lanes.of(direction).queue.len()
+    }
+
+    /// Recounts the running copies, and compares the indexes with the copies. `Err` names the first contradiction.
+    pub(super) fn check(&self) -> Result<(), String> {
+        for direction in [Direction::Load, Direction::Store] {
+            let tasks = self.open.values();
+            let running = tasks
+                .filter(|task| task.phase == Phase::Running && task.copy.direction == direction)
+                .count();
+            let counted = self.lanes.running(direction);
+            if running != counted {
+                return Err(format!(
+                    "{running} copies run in direction {direction:?}, the lane counts {counted}"
+                ));
+            }
+        }
+        let waiting = self.open.values();
+        let waiting = waiting.filter(|task| task.phase == Phase::Waiting).count();
+        if waiting != self.waiting.len() || self.requests.len() != self.open.len() {
+            return Err(format!(
+                "{} copies, {waiting} of them wait; the indexes have {} and {}",
+                self.open.len(),
+                self.requests.len(),
+                self.waiting.len()
+            ));
+        }
+        Ok(())
+    }
+}
