@@ -8,7 +8,7 @@
 
 use std::collections::HashMap;
 
-use kvferry_core::{AnchorKey, Arena, Domain, Match, Pin, Pool, RankSet, Reserved, Run, Want};
+use kvferry_core::{AnchorKey, Arena, Domain, Match, MatchGoal, Pin, Pool, RankSet, Reserved, Run};
 use kvferry_types::{Generation, GroupId, PageHashes, Rank, Ratio};
 use proptest::prelude::*;
 
@@ -154,7 +154,7 @@ enum PoolStep {
     End {
         which: usize,
         rank: u16,
-        whole: bool,
+        complete: bool,
     },
     Lookup {
         namespace: u8,
@@ -171,7 +171,7 @@ fn pool_step() -> impl Strategy<Value = PoolStep> {
     prop_oneof![
         6 => sequence().prop_map(|(namespace, name, pages)| PoolStep::Store { namespace, name, pages }),
         12 => (any::<usize>(), 0..RANKS, prop::bool::weighted(0.9))
-            .prop_map(|(which, rank, whole)| PoolStep::End { which, rank, whole }),
+            .prop_map(|(which, rank, complete)| PoolStep::End { which, rank, complete }),
         5 => (sequence(), any::<bool>()).prop_map(|((namespace, name, pages), hold)| {
             PoolStep::Lookup { namespace, name, pages, hold }
         }),
@@ -230,7 +230,7 @@ impl Model {
         while (position as usize) < hashes.len() {
             if let Some(found) =
                 self.pool
-                    .longest(&domain, hashes, position as usize, Want::Present)
+                    .longest(&domain, hashes, position as usize, MatchGoal::Present)
             {
                 position += found.pages;
                 tail = Some(found);
@@ -244,7 +244,7 @@ impl Model {
                     &domain,
                     hashes,
                     (position - tail.pages) as usize,
-                    Want::Present,
+                    MatchGoal::Present,
                 );
                 again.is_some_and(|again| again.block == tail.block)
             });
@@ -307,7 +307,7 @@ impl Model {
     }
 
     /// Reports the end of a copy on a rank, possibly a second time. Only the complete set of ranks makes pages ready.
-    fn end(&mut self, which: usize, rank: u16, whole: bool) {
+    fn end(&mut self, which: usize, rank: u16, complete: bool) {
         if self.copying.is_empty() {
             return;
         }
@@ -318,8 +318,8 @@ impl Model {
         let copy = &mut self.copying[which];
         let news = copy.missing.contains(&rank);
         copy.missing.retain(|missing| *missing != rank);
-        copy.failed |= news && !whole;
-        let ended = self.pool.ended(generation, Rank(rank), whole);
+        copy.failed |= news && !complete;
+        let ended = self.pool.ended(generation, Rank(rank), complete);
         if !news || !copy.missing.is_empty() {
             assert_eq!(
                 ended, None,
@@ -337,7 +337,7 @@ impl Model {
             }
         }
         assert_eq!(
-            self.pool.ended(generation, Rank(rank), whole),
+            self.pool.ended(generation, Rank(rank), complete),
             None,
             "ended twice"
         );
@@ -420,7 +420,7 @@ proptest! {
         for step in steps {
             match step {
                 PoolStep::Store { namespace, name, pages } => model.store(namespace, &sequence(name, pages)),
-                PoolStep::End { which, rank, whole } => model.end(which, rank, whole),
+                PoolStep::End { which, rank, complete } => model.end(which, rank, complete),
                 PoolStep::Lookup { namespace, name, pages, hold } => {
                     model.lookup(namespace, &sequence(name, pages), hold);
                 }
@@ -556,7 +556,7 @@ fn of_blocks_that_begin_alike_the_best_is_found() {
         (6, (4, 4), (0, 8)),
         (2, (2, 2), (0, 8)),
     ] {
-        assert_eq!(best(from, Want::Readable), Some(readable), "{from}");
-        assert_eq!(best(from, Want::Present), Some(present), "{from}");
+        assert_eq!(best(from, MatchGoal::Readable), Some(readable), "{from}");
+        assert_eq!(best(from, MatchGoal::Present), Some(present), "{from}");
     }
 }

@@ -282,12 +282,12 @@ fn limits_hold_on_both_sides() {
 #[test]
 fn a_struct_is_a_map_and_no_list() {
     let ended = Kind::Ended.number();
-    // {rank: 0, copies: [{op: 1, whole: true}]}
-    let named = b"\x82\xa4rank\x00\xa6copies\x91\x82\xa2op\x01\xa5whole\xc3";
+    // {rank: 0, copies: [{op: 1, complete: true}]}
+    let named = b"\x82\xa4rank\x00\xa6copies\x91\x82\xa2op\x01\xa8complete\xc3";
     assert!(decode(header(2, ended), named).is_ok());
     // {rank: 0, copies: [[1, true]]}, and the whole body without names.
     let inner = b"\x82\xa4rank\x00\xa6copies\x91\x92\x01\xc3";
-    let outer = b"\x92\x00\x91\x82\xa2op\x01\xa5whole\xc3";
+    let outer = b"\x92\x00\x91\x82\xa2op\x01\xa8complete\xc3";
     for body in [inner.as_slice(), outer] {
         let error = decode(header(2, ended), body).expect_err("a list");
         assert_eq!(error.code(), ErrorCode::Malformed, "{error}");

@@ -6,7 +6,7 @@
 //! * `gpu`: the GPU of a worker's engine, and engine memory on the host or on that GPU;
 //! * `processes`: handles to the processes of peers;
 //! * `pool`: prefaults a worker's depot, with progress;
-//! * `teller`: reports a worker's progress and problems to the leader;
+//! * `readiness`: reports a worker's progress and problems to the leader;
 //! * `supervision`: starts the other actors, and ends the process when one of them fails;
 //! * `mailbox`: credits for mailboxes, which have no bound of their own.
 
@@ -17,8 +17,8 @@ mod leader;
 mod mailbox;
 mod pool;
 mod processes;
+mod readiness;
 mod supervision;
-mod teller;
 mod transfer;
 mod worker;
 

@@ -192,7 +192,7 @@ fn prefault(
         progress.total.store(total, Ordering::Relaxed);
         if told.get().elapsed() >= TELL_EVERY {
             told.set(Instant::now());
-            tell(WorkerMessage::Preparing);
+            tell(WorkerMessage::Progress);
         }
     };
     depot

@@ -243,10 +243,10 @@ fn copied(
     };
     let mut ended = EndedCopy {
         op,
-        whole: true,
-        whole_pages: 0,
+        complete: true,
+        complete_pages: 0,
         bytes: 0,
-        busy_us: 0,
+        copy_us: 0,
     };
     for pairs in FragmentPair::parts(copy.pairs, memory.layout.page_bytes, part_bytes) {
         let pages: u64 = pairs.iter().map(|pair| pair.dst.pages()).sum();
@@ -261,19 +261,19 @@ fn copied(
         match engine.run(&job) {
             Ok(report) => {
                 ended.bytes += report.bytes;
-                ended.whole_pages += u32::try_from(pages).unwrap_or(0);
+                ended.complete_pages += u32::try_from(pages).unwrap_or(0);
             }
             Err(error) => {
                 match error {
                     CopyError::Cancelled { .. } => tracing::info!(%op, "copy cancelled"),
                     _ => tracing::error!(%op, %error, "copy refused"),
                 }
-                ended.whole = false;
+                ended.complete = false;
                 break;
             }
         }
     }
-    ended.busy_us = u64::try_from(begun.elapsed().as_micros()).unwrap_or(u64::MAX);
+    ended.copy_us = u64::try_from(begun.elapsed().as_micros()).unwrap_or(u64::MAX);
     ended
 }
 
@@ -363,7 +363,7 @@ mod tests {
                 deadline: Time::NEVER,
             };
             let ended = copied(copy, &Arc::default(), &engine, &memory, &depot, PAGE_BYTES);
-            (ended.op, ended.whole, ended.whole_pages, ended.bytes)
+            (ended.op, ended.complete, ended.complete_pages, ended.bytes)
         };
         let refused = (OpId(7), false, 0, 0);
         for direction in [Direction::Store, Direction::Load] {
@@ -394,7 +394,11 @@ mod tests {
                 deadline: Time::NEVER,
             };
             let ended = copied(copy, &Arc::default(), &engine, &memory, &depot, PAGE_BYTES);
-            (ended.whole, ended.whole_pages, ended.bytes / PAGE_BYTES)
+            (
+                ended.complete,
+                ended.complete_pages,
+                ended.bytes / PAGE_BYTES,
+            )
         };
         assert_eq!(run(Direction::Load, 6), (true, 5, 5));
         assert_eq!(run(Direction::Load, PAGES), (false, 3, 3));

@@ -14,7 +14,7 @@ use crate::gpu::{EngineSide, Gpu};
 use crate::mailbox::{Credited, Credits, Feeder};
 use crate::pool::{PoolActor, PoolArguments, PoolSettings, Progress};
 use crate::processes::Process;
-use crate::teller::Teller;
+use crate::readiness::ReadinessReporter;
 use crate::transfer::{RUNNING_COPIES_MAX, TransferActor, TransferArguments};
 use kvferry_core::WorkerSettings;
 use kvferry_cuda::{Announced, CudaError};
@@ -66,7 +66,7 @@ pub(super) enum WorkerMessage {
     /// The depot is mapped.
     Depot(Arc<Depot>),
     /// More of the depot's memory is prefaulted.
-    Preparing,
+    Progress,
     /// All of the depot's memory is prefaulted, or the prefault failed.
     Prefaulted(Result<(), String>),
     /// The leader has received why this worker ends.
@@ -88,7 +88,7 @@ pub(super) enum WorkerMessage {
     Written(Vec<Announced>),
     Ended(Vec<EndedCopy>),
     /// Carry out the next slice of a reset.
-    Strike,
+    Invalidate,
     Tick,
 }
 
@@ -164,7 +164,7 @@ impl Actor for WorkerActor {
             let message = batch.map_or(WorkerMessage::Deaf("the listener"), WorkerMessage::Ranks);
             ranks.cast(message).is_ok()
         });
-        let teller = Teller::start(leader.clone(), myself.clone());
+        let readiness = ReadinessReporter::start(leader.clone(), myself.clone());
         tokio::spawn(feed_leader(incoming, myself.clone()));
         let settings = WorkerSettings::new(RUNNING_COPIES_MAX);
         Ok(State {
@@ -179,7 +179,7 @@ impl Actor for WorkerActor {
                 leader,
                 transfer,
                 progress,
-                teller,
+                readiness,
                 depot: None,
                 prefaulted: false,
                 closing: Vec::new(),
@@ -231,7 +231,7 @@ impl Actor for WorkerActor {
             }
             WorkerMessage::Leader(incoming) => match incoming.item {
                 Incoming::Welcomed { epoch, link, .. } => {
-                    host.teller.tell(host.progress.bytes());
+                    host.readiness.tell(host.progress.bytes());
                     shell.leader_found(host, epoch, link)?;
                 }
                 Incoming::Lost => shell.leader_lost(host)?,
@@ -249,19 +249,19 @@ impl Actor for WorkerActor {
                 let bytes = host.depot.as_ref().map(|depot| depot.bytes());
                 tracing::info!(worker = %host.worker, bytes, "host memory ready");
                 host.prefaulted = true;
-                host.teller.tell(host.progress.bytes());
+                host.readiness.tell(host.progress.bytes());
             }
-            WorkerMessage::Preparing => {
+            WorkerMessage::Progress => {
                 let now = host.clock.now();
                 if state.logged.until(now) >= LOG_EVERY {
                     state.logged = now;
                     tracing::info!(worker = %host.worker, "{}", host.progress.line());
                 }
-                host.teller.tell(host.progress.bytes());
+                host.readiness.tell(host.progress.bytes());
             }
             WorkerMessage::Prefaulted(Err(why)) => {
                 tracing::error!(worker = %host.worker, why, "no host memory");
-                host.teller.give_up(why);
+                host.readiness.give_up(why);
             }
             WorkerMessage::Failed(why) => return Err(why.into()),
             WorkerMessage::Mapped(registering, memory) => {
@@ -286,7 +286,7 @@ impl Actor for WorkerActor {
             WorkerMessage::StillHeld => {
                 let why = "copies do not let go a GPU's memory that its engine has left".to_owned();
                 tracing::error!(worker = %host.worker, why, "this worker ends");
-                host.teller.give_up(why);
+                host.readiness.give_up(why);
             }
             WorkerMessage::Written(announced) => {
                 for Announced { engine, through } in announced {
@@ -294,7 +294,7 @@ impl Actor for WorkerActor {
                 }
             }
             WorkerMessage::Ended(copies) => shell.copies_ended(host, copies)?,
-            WorkerMessage::Strike => shell.strike_on(host)?,
+            WorkerMessage::Invalidate => shell.continue_invalidations(host)?,
             WorkerMessage::Tick => {
                 state.armed_at = None;
                 shell.tick(host)?;

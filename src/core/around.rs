@@ -6,10 +6,10 @@
 
 use std::ops::Range;
 
-use crate::ahead::Ahead;
 use crate::anchor::Domain;
-use crate::index::{Index, Want};
+use crate::index::{Index, MatchGoal};
 use crate::pool::{Pool, Run};
+use crate::prefetch::HeadPrefetcher;
 use kvferry_types::PageHashes;
 
 /// Most positions outside its own pages that a store examines: a sequence of 131,072 pages in blocks of 32.
@@ -71,13 +71,13 @@ impl Pool {
         runs: &mut Vec<Run>,
     ) -> u32 {
         let mut looks = Looks::new(wanted, self.ratio);
-        let mut ahead = Ahead::new(self, domain, hashes);
+        let mut ahead = HeadPrefetcher::new(self, domain, hashes);
         let mut position = 0;
         while (position as usize) < hashes.len()
             && let Some(at) = looks.next(position)
         {
             let found = ahead.head(at as usize).and_then(|head| {
-                let want = Want::Readable;
+                let want = MatchGoal::Readable;
                 Index::longest(&self.blocks, domain.id(), head, hashes, at as usize, want)
             });
             looks.note(at, found.is_some());

@@ -1,7 +1,7 @@
 //! Events that enter the leader, and effects that it returns.
 
+use crate::rank_set::RankSet;
 use crate::refusal::Refusal;
-use crate::shards::RankSet;
 use kvferry_types::{
     Answer, AttachId, Copy, DepotId, EndedCopy, EngineId, Epoch, Generation, GroupGeometry, OpId,
     PageRecord, Replica, Request, RequestId, ResetId, Scope, Time, WorkerId,
@@ -39,7 +39,7 @@ pub enum Event {
         records: Vec<PageRecord>,
     },
     /// A worker has removed the pages of a reset from its depot's inventory.
-    Struck {
+    Invalidated {
         /// The worker that confirms it.
         worker: WorkerId,
         /// The epoch of the leader that requested it.
@@ -154,7 +154,7 @@ pub enum Effect {
         from: u32,
     },
     /// Remove these pages from the inventory of this worker's shard, and confirm it.
-    Strike {
+    Invalidate {
         /// The worker that removes them.
         worker: WorkerId,
         /// The reset that they belong to.
@@ -162,9 +162,9 @@ pub enum Effect {
         /// The pages to remove.
         scope: Scope,
         /// The last store that the reset covers. Pages of the scope that were stored later stay listed, however often
-        /// the strike is repeated.
+        /// the invalidation is repeated.
         through: Generation,
-        /// Deadline of the reset, which is refused unless all shards have confirmed by then. A strike that ends later
+        /// Deadline of the reset, which is refused unless all shards have confirmed by then. An invalidation that ends later
         /// has no effect on the answer.
         deadline: Time,
     },

@@ -25,7 +25,7 @@ pub struct Match {
 
 /// Order in which runs are preferred.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Want {
+pub enum MatchGoal {
     /// By readable pages, for a lookup.
     Readable,
     /// By pages that are ready or filling, for the presence check of a store.
@@ -33,10 +33,10 @@ pub enum Want {
 }
 
 impl Match {
-    fn rank(self, want: Want) -> (u32, u32) {
+    fn rank(self, want: MatchGoal) -> (u32, u32) {
         match want {
-            Want::Readable => (self.ready, self.pages),
-            Want::Present => (self.pages, self.ready),
+            MatchGoal::Readable => (self.ready, self.pages),
+            MatchGoal::Present => (self.pages, self.ready),
         }
     }
 }
@@ -111,7 +111,7 @@ impl Index {
         head: BlockIndex,
         hashes: &PageHashes,
         position: usize,
-        want: Want,
+        want: MatchGoal,
     ) -> Option<Match> {
         let mut best: Option<Match> = None;
         for index in siblings(blocks, head) {
@@ -243,20 +243,20 @@ mod tests {
                 ready,
             })
         };
-        assert_eq!(longest(&blocks, 7, Want::Present), None);
-        assert_eq!(longest(&blocks, 5, Want::Present), run(all[0], 2, 0));
-        assert_eq!(longest(&blocks, 6, Want::Present), run(all[2], 2, 0));
+        assert_eq!(longest(&blocks, 7, MatchGoal::Present), None);
+        assert_eq!(longest(&blocks, 5, MatchGoal::Present), run(all[0], 2, 0));
+        assert_eq!(longest(&blocks, 6, MatchGoal::Present), run(all[2], 2, 0));
         let old = blocks.get_mut(all[1]);
         (old.filling, old.ready) = (None, 1);
-        assert_eq!(longest(&blocks, 6, Want::Readable), run(all[1], 1, 1));
-        assert_eq!(longest(&blocks, 6, Want::Present), run(all[2], 2, 0));
+        assert_eq!(longest(&blocks, 6, MatchGoal::Readable), run(all[1], 1, 1));
+        assert_eq!(longest(&blocks, 6, MatchGoal::Present), run(all[2], 2, 0));
         let elsewhere = Index::longest(
             &blocks,
             DomainId(2),
             head,
             &sequence(2, 6),
             0,
-            Want::Present,
+            MatchGoal::Present,
         );
         assert_eq!(elsewhere, None);
     }
@@ -268,7 +268,7 @@ mod tests {
             pages: 3,
             ready: 2,
         };
-        assert_eq!(found.rank(Want::Readable), (2, 3));
-        assert_eq!(found.rank(Want::Present), (3, 2));
+        assert_eq!(found.rank(MatchGoal::Readable), (2, 3));
+        assert_eq!(found.rank(MatchGoal::Present), (3, 2));
     }
 }

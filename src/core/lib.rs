@@ -3,7 +3,7 @@
 //! [`Leader::step`] takes the time and an event and appends effects. The core uses no sockets, files, clocks, random
 //! sources or async runtime; time and keys are passed in. Read in this order:
 //!
-//! 1. `arena`: where runs of pages are; `blocks`: what they hold and how old they are; `anchor`, `index`, `ahead`: how
+//! 1. `arena`: where runs of pages are; `blocks`: what they hold and how old they are; `anchor`, `index`, `prefetch`: how
 //!    they are found;
 //! 2. `pool`: one tier: reserve, fill, publish, pin, evict; `view`: read-only views of it; `sweep`: resets; `recover`:
 //!    from inventories; `check`: an independent recount of all of it;
@@ -12,7 +12,6 @@
 
 #![forbid(unsafe_code)]
 
-mod ahead;
 mod anchor;
 mod arena;
 mod around;
@@ -23,10 +22,11 @@ mod event;
 mod index;
 mod leader;
 mod pool;
+mod prefetch;
+mod rank_set;
 mod recover;
 mod refusal;
 mod session;
-mod shards;
 mod sweep;
 mod view;
 mod worker;
@@ -35,14 +35,14 @@ pub use anchor::{AnchorKey, Domain};
 pub use arena::{ARENA_PAGES_MAX, Arena};
 pub use around::{LOOKS_AROUND_MAX, MISSES_AROUND_MAX};
 pub use event::{Attached, CANCELLED_MAX, Effect, EngineMemory, Event};
-pub use index::{Match, SIBLINGS_MAX, Want};
+pub use index::{Match, MatchGoal, SIBLINGS_MAX};
 pub use leader::{
     CANCELS_MAX, LOAD_RUNS_MAX, Leader, LeaderCounts, LeaderSettings, OPEN_REQUESTS_MAX,
     REPLICAS_MAX, RESET_PAGES_OPEN_MAX, RESET_SLICE_PAGES, RESETS_OPEN_MAX, TierKey,
 };
-pub use pool::{Kind, PageStates, Pin, Pool, PoolCounts, Reach, Reserved, Run};
+pub use pool::{Kind, PageStates, Pin, Pool, PoolCounts, PrefixMatch, Reserved, Run};
+pub use rank_set::{RANKS_MAX, RankSet};
 pub use refusal::Refusal;
-pub use shards::{RANKS_MAX, RankSet};
 pub use view::BlockView;
 pub use worker::{
     BatchId, MemoryBounds, OrderRefusal, WORKER_ABANDONED_MAX, WORKER_COPIES_MAX, WORKER_ENDED_MAX,

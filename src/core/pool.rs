@@ -7,12 +7,12 @@
 
 use std::collections::BTreeMap;
 
-use crate::ahead::Ahead;
 use crate::anchor::Domain;
 use crate::arena::Arena;
 use crate::blocks::{BlockIndex, BlockRef, Blocks, Filling};
-use crate::index::{Index, Match, Want};
-use crate::shards::RankSet;
+use crate::index::{Index, Match, MatchGoal};
+use crate::prefetch::HeadPrefetcher;
+use crate::rank_set::RankSet;
 use kvferry_types::{Fingerprint, Generation, PageHashes, PageRecord, PageRun, Rank, Ratio};
 
 /// Most blocks that one search for an eviction victim examines before it gives up. Pinned blocks are usually young, so
@@ -83,7 +83,7 @@ pub struct Run {
 
 /// How far a walk got.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Reach {
+pub struct PrefixMatch {
     /// Position after the last page that was found.
     pub end: u32,
     /// The page at `end` is reserved or filling: a later retry may find more.
@@ -219,7 +219,7 @@ impl Pool {
         domain: &Domain,
         hashes: &PageHashes,
         position: usize,
-        want: Want,
+        want: MatchGoal,
     ) -> Option<Match> {
         let head = self
             .index
@@ -235,13 +235,13 @@ impl Pool {
         hashes: &PageHashes,
         covered: usize,
         runs: &mut Vec<Run>,
-    ) -> Reach {
+    ) -> PrefixMatch {
         let mut position = 0;
         let mut pending = false;
-        let mut ahead = Ahead::new(self, domain, hashes);
+        let mut ahead = HeadPrefetcher::new(self, domain, hashes);
         while position < hashes.len() {
             let found = ahead.head(position).and_then(|head| {
-                let want = Want::Readable;
+                let want = MatchGoal::Readable;
                 Index::longest(&self.blocks, domain.id(), head, hashes, position, want)
             });
             let ready = found.map_or(0, |found| found.ready);
@@ -261,7 +261,7 @@ impl Pool {
                 break;
             }
         }
-        Reach {
+        PrefixMatch {
             end: position as u32,
             pending,
         }
@@ -306,7 +306,7 @@ impl Pool {
         block.pins -= 1;
         if block.pins == 0 {
             block.pinned_pages = 0;
-            self.bury(index);
+            self.free_if_unheld(index);
         }
     }
 
@@ -397,12 +397,12 @@ impl Pool {
     /// Notes that one rank's copy into the pages of `generation` ended. After the last rank returns `Some(true)` if the
     /// pages became ready, and `Some(false)` if they were freed because a copy failed or was late or the block was
     /// forgotten meanwhile. An unknown generation and a repeated report have no effect.
-    pub fn ended(&mut self, generation: Generation, rank: Rank, whole: bool) -> Option<bool> {
+    pub fn ended(&mut self, generation: Generation, rank: Rank, complete: bool) -> Option<bool> {
         let reservation = self.reservations.get_mut(&generation)?;
         if !reservation.missing.remove(rank) {
             return None;
         }
-        reservation.failed |= !whole;
+        reservation.failed |= !complete;
         if !reservation.missing.is_empty() {
             return None;
         }
@@ -423,7 +423,7 @@ impl Pool {
         } else {
             held.ready += u16::try_from(pages).unwrap_or(0);
         }
-        self.bury(block);
+        self.free_if_unheld(block);
         Some(!failed)
     }
 
@@ -464,7 +464,7 @@ impl Pool {
             self.index.remove(&mut self.blocks, index);
             self.blocks.get_mut(index).retired = true;
         }
-        self.bury(index);
+        self.free_if_unheld(index);
     }
 
     /// Counts the pages by state.
@@ -634,7 +634,7 @@ impl Pool {
     }
 
     /// Frees the pages of a retired block that have no holder, and removes the block when none of its pages are held.
-    fn bury(&mut self, index: BlockIndex) {
+    fn free_if_unheld(&mut self, index: BlockIndex) {
         let block = self.blocks.get_mut(index);
         if !block.retired || block.filling.is_some() {
             return;

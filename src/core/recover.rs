@@ -7,7 +7,7 @@ use crate::pool::Pool;
 use kvferry_types::{PageRecord, Ratio, Stored};
 
 /// A block whose pages every shard holds.
-struct Whole {
+struct Complete {
     first: PageRecord,
     pages: Vec<PageRecord>,
     newest: Stored,
@@ -21,7 +21,7 @@ impl Pool {
         let mut pool = Self::new(capacity_pages, ratio);
         let blocks = agreed(capacity_pages, ratio, shards);
         pool.arena = occupied(capacity_pages, &blocks);
-        let mut by_age: Vec<&Whole> = blocks.iter().collect();
+        let mut by_age: Vec<&Complete> = blocks.iter().collect();
         by_age.sort_by_key(|block| (block.newest, block.first.page));
         for block in by_age {
             pool.adopt(
@@ -34,7 +34,7 @@ impl Pool {
 }
 
 /// Blocks in the order of their arena pages. No two share a page, because a page has one record.
-fn agreed(capacity: u32, ratio: Ratio, shards: &[Vec<PageRecord>]) -> Vec<Whole> {
+fn agreed(capacity: u32, ratio: Ratio, shards: &[Vec<PageRecord>]) -> Vec<Complete> {
     let by_page = |records: &Vec<PageRecord>| -> BTreeMap<u32, PageRecord> {
         let fits = records.iter().filter(|record| record.page < capacity);
         fits.map(|record| (record.page, *record)).collect()
@@ -50,13 +50,13 @@ fn agreed(capacity: u32, ratio: Ratio, shards: &[Vec<PageRecord>]) -> Vec<Whole>
             })
         })
     };
-    let mut blocks: Vec<Whole> = Vec::new();
+    let mut blocks: Vec<Complete> = Vec::new();
     for record in first_shard.values().filter(|record| everywhere(record)) {
         if record.index == 0
             && record.page == record.block_start
             && record.phase < ratio.pages() as u16
         {
-            blocks.push(Whole {
+            blocks.push(Complete {
                 first: *record,
                 pages: vec![*record],
                 newest: record.stored,
@@ -77,7 +77,7 @@ fn same_place(a: &PageRecord, b: &PageRecord) -> bool {
 }
 
 /// True if the record is that of the block's next page, and that page lies before the next multiple of the ratio.
-fn continues(block: &Whole, record: &PageRecord, ratio: Ratio) -> bool {
+fn continues(block: &Complete, record: &PageRecord, ratio: Ratio) -> bool {
     let next = block.pages.len();
     let expected = PageRecord {
         page: block.first.page + next as u32,
@@ -90,7 +90,7 @@ fn continues(block: &Whole, record: &PageRecord, ratio: Ratio) -> bool {
 }
 
 /// An arena in which exactly these blocks are allocated.
-fn occupied(capacity: u32, blocks: &[Whole]) -> Arena {
+fn occupied(capacity: u32, blocks: &[Complete]) -> Arena {
     let mut arena = Arena::new(capacity);
     let mut gaps = Vec::new();
     for block in blocks {
@@ -160,23 +160,23 @@ mod tests {
 
     #[test]
     fn a_hole_in_one_shard_ends_a_block() {
-        let whole = block(0, 5, 1);
-        let mut torn = whole.clone();
+        let complete = block(0, 5, 1);
+        let mut torn = complete.clone();
         torn.remove(2);
-        assert_eq!(ready(&recover(&[whole.clone(), torn.clone()])), [(0, 2)]);
+        assert_eq!(ready(&recover(&[complete.clone(), torn.clone()])), [(0, 2)]);
         torn.remove(0);
-        assert_eq!(ready(&recover(&[whole, torn])), []);
+        assert_eq!(ready(&recover(&[complete, torn])), []);
     }
 
     #[test]
     fn other_content_and_another_block_end_a_block() {
-        let whole = block(0, 5, 1);
-        let mut other = whole.clone();
+        let complete = block(0, 5, 1);
+        let mut other = complete.clone();
         other[3].fingerprint = Fingerprint(7);
-        assert_eq!(ready(&recover(&[whole.clone(), other])), [(0, 3)]);
-        let mut elsewhere = whole.clone();
+        assert_eq!(ready(&recover(&[complete.clone(), other])), [(0, 3)]);
+        let mut elsewhere = complete.clone();
         elsewhere[3].anchor = Anchor(2);
-        assert_eq!(ready(&recover(&[whole, elsewhere])), [(0, 3)]);
+        assert_eq!(ready(&recover(&[complete, elsewhere])), [(0, 3)]);
         // A newer block overwrote pages in the middle of an older one. The older block's pages after it are
         // unreachable.
         let mut over = block(0, 8, 1);

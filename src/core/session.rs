@@ -146,7 +146,7 @@ impl Slot {
 
 /// State of a request id.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Seen {
+pub enum RequestState {
     /// Not seen before: handle the request.
     New,
     /// In progress: the answer follows.
@@ -159,27 +159,27 @@ pub enum Seen {
 
 /// Answers by request id, so that a retry has no second effect.
 #[derive(Debug, Default)]
-pub struct Answers {
+pub struct ReplyCache {
     kept: BTreeMap<RequestId, Option<Result<Answer, Refusal>>>,
     answered: usize,
     dropped: Option<RequestId>,
 }
 
-impl Answers {
+impl ReplyCache {
     /// Number of requests that have not been answered.
     pub fn open(&self) -> usize {
         self.kept.len() - self.answered
     }
 
     /// Notes a request and returns the state that it had before.
-    pub fn begin(&mut self, id: RequestId) -> Seen {
+    pub fn begin(&mut self, id: RequestId) -> RequestState {
         match self.kept.get(&id) {
-            Some(Some(answer)) => Seen::Answered(answer.clone()),
-            Some(None) => Seen::UnderWay,
-            None if self.dropped.is_some_and(|dropped| id <= dropped) => Seen::Stale,
+            Some(Some(answer)) => RequestState::Answered(answer.clone()),
+            Some(None) => RequestState::UnderWay,
+            None if self.dropped.is_some_and(|dropped| id <= dropped) => RequestState::Stale,
             None => {
                 self.kept.insert(id, None);
-                Seen::New
+                RequestState::New
             }
         }
     }
@@ -208,7 +208,7 @@ pub struct Session {
     /// Running requests.
     slots: BTreeMap<SlotId, Slot>,
     /// Requests in progress and recent answers.
-    answers: Answers,
+    answers: ReplyCache,
     /// Recent requests that finished slots. An entry is kept while a request with a lower id may still arrive.
     finished: BTreeMap<RequestId, SlotId>,
     /// Bytes of page hashes in all slots.
@@ -232,7 +232,7 @@ impl Session {
     }
 
     /// Notes a request and returns the state that it had before.
-    pub fn begin(&mut self, id: RequestId) -> Seen {
+    pub fn begin(&mut self, id: RequestId) -> RequestState {
         self.answers.begin(id)
     }
 
@@ -461,26 +461,29 @@ mod tests {
 
     #[test]
     fn a_retry_is_recognised_while_under_way_and_after() {
-        let mut answers = Answers::default();
+        let mut answers = ReplyCache::default();
         let id = RequestId(7);
-        assert_eq!(answers.begin(id), Seen::New);
-        assert_eq!(answers.begin(id), Seen::UnderWay);
+        assert_eq!(answers.begin(id), RequestState::New);
+        assert_eq!(answers.begin(id), RequestState::UnderWay);
         answers.end(id, &Ok(Answer::Finish));
-        assert_eq!(answers.begin(id), Seen::Answered(Ok(Answer::Finish)));
+        assert_eq!(
+            answers.begin(id),
+            RequestState::Answered(Ok(Answer::Finish))
+        );
     }
 
     #[test]
     fn answers_are_bounded_and_what_was_dropped_is_stale() {
-        let mut answers = Answers::default();
+        let mut answers = ReplyCache::default();
         for id in 0..=ANSWERS_KEPT as u64 {
-            assert_eq!(answers.begin(RequestId(id)), Seen::New);
+            assert_eq!(answers.begin(RequestId(id)), RequestState::New);
             answers.end(RequestId(id), &Ok(Answer::Finish));
         }
         assert_eq!(answers.kept.len(), ANSWERS_KEPT);
-        assert_eq!(answers.begin(RequestId(0)), Seen::Stale);
+        assert_eq!(answers.begin(RequestId(0)), RequestState::Stale);
         assert_eq!(
             answers.begin(RequestId(1)),
-            Seen::Answered(Ok(Answer::Finish))
+            RequestState::Answered(Ok(Answer::Finish))
         );
     }
 }

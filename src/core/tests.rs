@@ -2,9 +2,9 @@
 
 use super::anchor::{AnchorKey, Domain};
 use super::blocks::Filling;
-use super::index::Want;
-use super::pool::{Pin, Pool, Reach, Run};
-use super::shards::RankSet;
+use super::index::MatchGoal;
+use super::pool::{Pin, Pool, PrefixMatch, Run};
+use super::rank_set::RankSet;
 use kvferry_types::{Generation, GroupId, PageHashes, PageRun, Rank, Ratio};
 
 /// Most pages of a block.
@@ -189,7 +189,7 @@ fn the_second_count_sees_what_is_wrong() {
     );
 }
 
-fn walk(pool: &Pool, hashes: &PageHashes, covered: usize) -> (Reach, Vec<Run>) {
+fn walk(pool: &Pool, hashes: &PageHashes, covered: usize) -> (PrefixMatch, Vec<Run>) {
     let mut runs = Vec::new();
     let reach = pool.walk(&domain(), hashes, covered, &mut runs);
     (reach, runs)
@@ -239,7 +239,7 @@ fn a_block_grows_only_behind_all_of_it_and_when_nothing_fills() {
     let mut next = 500;
     let mut store = |pool: &mut Pool, hashes: &PageHashes, at: u32, to: u32| {
         let (mut reserved, mut evicted) = (Vec::new(), Vec::new());
-        let tail = pool.longest(&domain, hashes, 0, Want::Present);
+        let tail = pool.longest(&domain, hashes, 0, MatchGoal::Present);
         let room = pool.reserve(
             &domain,
             hashes,

@@ -344,7 +344,7 @@ struct Job {
     begun: Option<Instant>,
     flights: usize,
     failed: bool,
-    whole_pages: u64,
+    complete_pages: u64,
     bytes: u64,
 }
 
@@ -364,7 +364,7 @@ struct Flight {
     pages: u64,
     bytes: u64,
     /// Whether the part has been submitted completely with this slice.
-    whole: bool,
+    complete: bool,
 }
 
 impl Job {
@@ -377,7 +377,7 @@ impl Job {
             begun: None,
             flights: 0,
             failed: false,
-            whole_pages: 0,
+            complete_pages: 0,
             bytes: 0,
         }
     }
@@ -396,10 +396,10 @@ impl Job {
         let busy = self.begun.map_or(Duration::ZERO, |begun| begun.elapsed());
         EndedCopy {
             op: self.order.op,
-            whole: !self.failed,
-            whole_pages: u32::try_from(self.whole_pages).unwrap_or(u32::MAX),
+            complete: !self.failed,
+            complete_pages: u32::try_from(self.complete_pages).unwrap_or(u32::MAX),
             bytes: self.bytes,
-            busy_us: u64::try_from(busy.as_micros()).unwrap_or(u64::MAX),
+            copy_us: u64::try_from(busy.as_micros()).unwrap_or(u64::MAX),
         }
     }
 
@@ -430,16 +430,16 @@ impl Job {
         });
         let given = stream.submit(order.direction, device, host, &mut ranges);
         drop(ranges);
-        let whole = part.plan.is_done(step);
-        let flight = |submitted, whole| Flight {
+        let complete = part.plan.is_done(step);
+        let flight = |submitted, complete| Flight {
             job: number,
             submitted,
             pages: part.pages,
             bytes: part.plan.bytes(),
-            whole,
+            complete,
         };
         let flight = match given {
-            Ok(submitted) => Some(flight(submitted, whole)),
+            Ok(submitted) => Some(flight(submitted, complete)),
             Err(refused) => match *refused {
                 NotSubmitted::Refused(error, under_way) if !error.is_fatal() => {
                     tracing::error!(op = %order.op, %error, "copy refused");
@@ -450,7 +450,7 @@ impl Job {
             },
         };
         self.flights += usize::from(flight.is_some());
-        if !whole {
+        if !complete {
             self.part = Some(Part { step, ..part });
         }
         Ok(flight)
@@ -534,8 +534,8 @@ impl Lane {
             let Some(job) = job else { continue };
             job.flights -= 1;
             // Only complete parts count, because an end reports a number of pages from the first one on.
-            if flight.whole {
-                job.whole_pages += flight.pages;
+            if flight.complete {
+                job.complete_pages += flight.pages;
                 job.bytes += flight.bytes;
             }
         }

@@ -126,7 +126,7 @@ impl Depot {
 
     /// Removes pages that will be overwritten from the inventory. A run that ends outside the arena is refused, because
     /// the memory after the last slot holds pages.
-    pub fn strike_out(&self, page_bytes: u64, run: PageRun) -> Result<(), BufferError> {
+    pub fn unlist_run(&self, page_bytes: u64, run: PageRun) -> Result<(), BufferError> {
         let pages = self.arena_pages(page_bytes);
         let end = u32::try_from(run.end()).ok().filter(|end| *end <= pages);
         let Some(end) = end else {
@@ -144,7 +144,7 @@ impl Depot {
 
     /// Removes the pages of `scope` that were stored by `through` or before, in `count` slots starting at `from`.
     /// Returns the first slot that was not examined, or `None` after the last one.
-    pub fn strike_scope(
+    pub fn invalidate_scope(
         &self,
         page_bytes: u64,
         scope: &Scope,
@@ -160,7 +160,7 @@ impl Depot {
                 && record.stored <= through
                 && scope.contains(record.domain, record.fingerprint)
             {
-                self.strike_sealed(page, seal)?;
+                self.invalidate_sealed(page, seal)?;
             }
         }
         Ok((end < pages).then_some(end))
@@ -206,7 +206,7 @@ impl Depot {
 
     /// Removes a page from the inventory if its slot still has this seal. While a worker stalls between the read of the
     /// slot and its change, the slot may have become that of another page, or bytes of a larger page.
-    fn strike_sealed(&self, page: u32, seal: u64) -> Result<(), BufferError> {
+    fn invalidate_sealed(&self, page: u32, seal: u64) -> Result<(), BufferError> {
         self.buffer()
             .exchange_word(Self::slot_at(page), seal, 0)
             .map(|_| ())
@@ -280,42 +280,42 @@ mod tests {
     }
 
     #[test]
-    fn what_is_struck_out_is_not_listed() {
+    fn unlisted_pages_are_not_found() {
         let depot = depot();
         depot.list(PAGE_BYTES, &stored(0, 0, 8, 1)).expect("listed");
         depot
-            .strike_out(PAGE_BYTES, PageRun { start: 2, count: 3 })
-            .expect("struck");
+            .unlist_run(PAGE_BYTES, PageRun { start: 2, count: 3 })
+            .expect("invalidated");
         let pages: Vec<u32> = listed(&depot).iter().map(|page| page.page).collect();
         assert_eq!(pages, [0, 1, 5, 6, 7]);
     }
 
     #[test]
-    fn a_scope_is_struck_out_and_nothing_else() {
+    fn a_scope_is_invalidated_and_nothing_else() {
         let depot = depot();
         depot.list(PAGE_BYTES, &stored(0, 0, 4, 1)).expect("listed");
         depot.list(PAGE_BYTES, &stored(8, 0, 4, 2)).expect("listed");
         let pages =
             |depot: &Depot| -> Vec<u32> { listed(depot).iter().map(|page| page.page).collect() };
-        let strike = |scope: &Scope, from, count| {
-            let next = depot.strike_scope(PAGE_BYTES, scope, LAST, from, count);
-            next.expect("struck")
+        let invalidate = |scope: &Scope, from, count| {
+            let next = depot.invalidate_scope(PAGE_BYTES, scope, LAST, from, count);
+            next.expect("invalidated")
         };
         let one = Scope::Pages(NamespaceId(2), [Fingerprint(1)].into_iter().collect());
-        assert_eq!(strike(&one, 0, u32::MAX), None);
+        assert_eq!(invalidate(&one, 0, u32::MAX), None);
         assert_eq!(pages(&depot), [0, 1, 2, 3, 9, 10, 11]);
         let scope = Scope::Namespace(NamespaceId(1));
-        assert_eq!(strike(&scope, 0, 2), Some(2), "a slice");
+        assert_eq!(invalidate(&scope, 0, 2), Some(2), "a slice");
         assert_eq!(pages(&depot), [2, 3, 9, 10, 11]);
-        assert_eq!(strike(&scope, 2, 8), Some(10));
-        assert_eq!(strike(&scope, 10, 100), None);
+        assert_eq!(invalidate(&scope, 2, 8), Some(10));
+        assert_eq!(invalidate(&scope, 10, 100), None);
         assert_eq!(pages(&depot), [9, 10, 11]);
-        assert_eq!(strike(&Scope::Everything, 0, 64), None);
+        assert_eq!(invalidate(&Scope::Everything, 0, 64), None);
         assert!(pages(&depot).is_empty());
     }
 
     #[test]
-    fn a_strike_that_comes_again_keeps_what_was_stored_after_the_reset() {
+    fn an_invalidation_that_comes_again_keeps_what_was_stored_after_the_reset() {
         let depot = depot();
         let stored_by = |block_start, epoch, generation| {
             let by = Stored {
@@ -338,8 +338,8 @@ mod tests {
         };
         for _ in 0..2 {
             depot
-                .strike_scope(PAGE_BYTES, &Scope::Everything, through, 0, u32::MAX)
-                .expect("struck");
+                .invalidate_scope(PAGE_BYTES, &Scope::Everything, through, 0, u32::MAX)
+                .expect("invalidated");
             let pages: Vec<u32> = listed(&depot).iter().map(|page| page.page).collect();
             assert_eq!(pages, [2, 3]);
         }
@@ -409,7 +409,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_outside_the_inventory_is_struck_out() {
+    fn nothing_outside_the_inventory_is_unlisted() {
         let depot = depot();
         depot.list(PAGE_BYTES, &stored(0, 0, 4, 1)).expect("listed");
         let pages_at = depot.pages_at(PAGE_BYTES);
@@ -426,7 +426,7 @@ mod tests {
             (u32::MAX, u32::MAX),
         ] {
             let run = PageRun { start, count };
-            assert!(depot.strike_out(PAGE_BYTES, run).is_err(), "{run:?}");
+            assert!(depot.unlist_run(PAGE_BYTES, run).is_err(), "{run:?}");
         }
         let mut found = vec![0; content.len()];
         depot
@@ -434,7 +434,7 @@ mod tests {
             .read_into(pages_at, &mut found)
             .expect("readable");
         assert!(found == content, "a page was written");
-        assert_eq!(listed(&depot).len(), 4, "and nothing is struck out");
+        assert_eq!(listed(&depot).len(), 4, "and nothing is removed");
     }
 
     #[test]
@@ -452,7 +452,7 @@ mod tests {
 
     /// Simulates a worker that stalls between the read of a slot and its change.
     #[test]
-    fn a_slot_that_has_changed_since_it_was_looked_at_is_not_struck_out() {
+    fn a_slot_that_has_changed_since_it_was_examined_stays_listed() {
         let depot = depot();
         let by = |generation| Record {
             stored: Stored {
@@ -468,9 +468,9 @@ mod tests {
         };
         let before = seal();
         depot.list(PAGE_BYTES, &by(2)).expect("listed");
-        depot.strike_sealed(0, before).expect("looked at");
+        depot.invalidate_sealed(0, before).expect("looked at");
         assert_eq!(listed(&depot).len(), 1, "stored after the reset");
-        depot.strike_sealed(0, seal()).expect("struck");
+        depot.invalidate_sealed(0, seal()).expect("invalidated");
         assert!(listed(&depot).is_empty());
     }
 }

@@ -375,16 +375,16 @@ pub struct CopyResult {
     /// Which copy.
     pub op: u64,
     /// True when every byte was copied.
-    pub whole: bool,
+    pub complete: bool,
     /// When not: pages, from the first on and in the order of the pairs, of which every byte was.
     #[serde(default)]
-    pub whole_pages: u32,
+    pub complete_pages: u32,
     /// Bytes that were copied.
     #[serde(default)]
     pub bytes: u64,
     /// How long it took, in microseconds.
     #[serde(default)]
-    pub busy_us: u64,
+    pub copy_us: u64,
 }
 
 /// Answer to [`Transfer`]: nothing of these copies reads or writes any more.
@@ -403,10 +403,11 @@ pub struct Cancel {
     pub ops: Vec<u64>,
 }
 
-/// Strike pages out of the inventory of the worker's shard. Without a namespace: all of them; without fingerprints: all of
-/// the namespace. Pages that were stored after `through` stay listed: a strike may come again after they were stored.
+/// Removes pages from the inventory of the worker's shard. Without a namespace: all pages; without fingerprints: all pages
+/// of the namespace. Pages that were stored after `through` stay listed, because this request may be repeated after they
+/// were stored.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct Strike {
+pub struct Invalidate {
     /// Number of the reset.
     pub reset: u64,
     /// No byte, or 8: the pages whose domain begins with these.
@@ -421,9 +422,9 @@ pub struct Strike {
     pub through: u64,
 }
 
-/// Answer to [`Strike`]: the pages are struck out.
+/// Answer to [`Invalidate`]: the pages are removed from the inventory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct Struck {
+pub struct Invalidated {
     /// Number of the reset.
     pub reset: u64,
 }
@@ -437,7 +438,7 @@ pub struct ReadInventory {
     pub depot: [u8; 16],
     /// Bytes of one page of one rank.
     pub page_bytes: u64,
-    /// Number of the question: an answer to one of an earlier reading may list what is struck out by now.
+    /// Number of the request: an answer to one of an earlier reading may list pages that have been removed since.
     #[serde(default)]
     pub reading: u64,
     /// First arena page that is looked at.
@@ -507,7 +508,7 @@ pub struct Status {
 /// How far a worker is that cannot serve yet: what of its host memory is there, and what keeps it from going on.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
-pub struct Preparing {
+pub struct Readiness {
     /// Bytes of its depot that are in memory.
     pub ready_bytes: u64,
     /// Bytes of its depot; 0 while it is not open.

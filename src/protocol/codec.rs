@@ -5,9 +5,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::body::{
     Abandon, Attach, Attached, Cancel, CancelStores, CancelStoresAnswer, Empty, Ended, ErrorBody,
-    Finish, Hello, Inventory, Load, LoadAnswer, Lookup, LookupAnswer, Preparing, ReadInventory,
-    Register, Registered, Reset, ResetAnswer, Status, StatusAnswer, Store, StoreAnswer, Strike,
-    Struck, Transfer, Welcome, Written,
+    Finish, Hello, Invalidate, Invalidated, Inventory, Load, LoadAnswer, Lookup, LookupAnswer,
+    ReadInventory, Readiness, Register, Registered, Reset, ResetAnswer, Status, StatusAnswer,
+    Store, StoreAnswer, Transfer, Welcome, Written,
 };
 use crate::error::{DecodeError, EncodeError};
 use crate::header::{HEADER_BYTES, Header};
@@ -120,18 +120,18 @@ messages! {
     Ended(Ended);
     /// See [`Kind::Cancel`].
     Cancel(Cancel);
-    /// See [`Strike`].
-    Strike(Strike);
-    /// See [`Struck`].
-    Struck(Struck);
+    /// See [`Invalidate`].
+    Invalidate(Invalidate);
+    /// See [`Invalidated`].
+    Invalidated(Invalidated);
     /// See [`ReadInventory`].
     ReadInventory(ReadInventory);
     /// See [`Inventory`].
     Inventory(Inventory);
-    /// See [`Preparing`].
-    Preparing(Preparing);
-    /// Answer to [`Preparing`].
-    PreparingAnswer(Empty);
+    /// See [`Readiness`].
+    Readiness(Readiness);
+    /// Answer to [`Readiness`].
+    ReadinessAnswer(Empty);
     /// See [`Kind::Status`].
     Status(Status);
     /// See [`Kind::StatusAnswer`].
@@ -297,7 +297,7 @@ fn check(message: &Message) -> Result<(), EncodeError> {
     match message {
         Message::Hello(hello) => text(&hello.name),
         Message::Error(error) => text(&error.message),
-        Message::Preparing(preparing) => text(&preparing.problem),
+        Message::Readiness(readiness) => text(&readiness.problem),
         Message::Lookup(lookup) => {
             let namespace = lookup.namespace.len() as u64;
             within("namespace bytes", namespace, NAMESPACE_BYTES_MAX as u64)?;
@@ -308,7 +308,7 @@ fn check(message: &Message) -> Result<(), EncodeError> {
             within("namespace bytes", namespace, NAMESPACE_BYTES_MAX as u64)?;
             hashes(&reset.hashes, reset.hash_bytes)
         }
-        Message::Strike(strike) => hashes(&strike.fingerprints, 16),
+        Message::Invalidate(invalidate) => hashes(&invalidate.fingerprints, 16),
         Message::Inventory(inventory) => {
             let records = inventory.records.len() / PAGE_RECORD_BYTES;
             within("page records", records as u64, PAGE_RECORDS_MAX as u64)

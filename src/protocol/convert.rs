@@ -1,9 +1,9 @@
 //! Conversions between message bodies and the types of the core.
 
 use crate::body::{
-    CancelStores, CancelStoresAnswer, CopyResult, Empty, ErrorBody, Finish, Inventory, Load,
-    LoadAnswer, Lookup, LookupAnswer, Preparing, ReadInventory, RecordBody, Reset, ResetAnswer,
-    Store, StoreAnswer, Strike,
+    CancelStores, CancelStoresAnswer, CopyResult, Empty, ErrorBody, Finish, Invalidate, Inventory,
+    Load, LoadAnswer, Lookup, LookupAnswer, ReadInventory, Readiness, RecordBody, Reset,
+    ResetAnswer, Store, StoreAnswer,
 };
 use crate::codec::Message;
 use crate::error::ErrorCode;
@@ -172,10 +172,10 @@ impl From<&EndedCopy> for CopyResult {
     fn from(copy: &EndedCopy) -> Self {
         Self {
             op: copy.op.0,
-            whole: copy.whole,
-            whole_pages: copy.whole_pages,
+            complete: copy.complete,
+            complete_pages: copy.complete_pages,
             bytes: copy.bytes,
-            busy_us: copy.busy_us,
+            copy_us: copy.copy_us,
         }
     }
 }
@@ -184,10 +184,10 @@ impl From<&CopyResult> for EndedCopy {
     fn from(copy: &CopyResult) -> Self {
         Self {
             op: OpId(copy.op),
-            whole: copy.whole,
-            whole_pages: copy.whole_pages,
+            complete: copy.complete,
+            complete_pages: copy.complete_pages,
             bytes: copy.bytes,
-            busy_us: copy.busy_us,
+            copy_us: copy.copy_us,
         }
     }
 }
@@ -223,7 +223,7 @@ impl RecordBody {
     }
 }
 
-impl Strike {
+impl Invalidate {
     /// Builds the order to remove the pages of a scope from the inventory, as far as they were stored at or before
     /// `through`.
     pub fn new(id: ResetId, scope: &Scope, through: Generation) -> Self {
@@ -384,7 +384,7 @@ impl ErrorBody {
     }
 }
 
-impl Preparing {
+impl Readiness {
     /// Builds a progress report. A `problem` longer than [`TEXT_BYTES_MAX`] is cut.
     pub fn new(ready_bytes: u64, bytes: u64, pinned_bytes: Option<u64>, problem: String) -> Self {
         Self {

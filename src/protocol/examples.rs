@@ -2,10 +2,10 @@
 
 use crate::body::{
     Abandon, Attach, Attached, AttachedMemory, Cancel, CancelStores, CancelStoresAnswer, CopyOrder,
-    CopyResult, Empty, Ended, ErrorBody, FEATURE_TIMELINE, Finish, Hello, Inventory, Load,
-    LoadAnswer, Lookup, LookupAnswer, Preparing, RankStatus, ReadInventory, RecordBody, Register,
-    Registered, Reset, ResetAnswer, Role, Status, StatusAnswer, Store, StoreAnswer, Strike, Struck,
-    Transfer, Welcome, Written,
+    CopyResult, Empty, Ended, ErrorBody, FEATURE_TIMELINE, Finish, Hello, Invalidate, Invalidated,
+    Inventory, Load, LoadAnswer, Lookup, LookupAnswer, RankStatus, ReadInventory, Readiness,
+    RecordBody, Register, Registered, Reset, ResetAnswer, Role, Status, StatusAnswer, Store,
+    StoreAnswer, Transfer, Welcome, Written,
 };
 use crate::codec::Message;
 use crate::error::ErrorCode;
@@ -288,32 +288,35 @@ pub fn examples() -> Vec<(&'static str, Message)> {
                 copies: vec![
                     CopyResult {
                         op: 40,
-                        whole: true,
-                        whole_pages: 0,
+                        complete: true,
+                        complete_pages: 0,
                         bytes: 16_384,
-                        busy_us: 12,
+                        copy_us: 12,
                     },
                     CopyResult {
                         op: 41,
-                        whole: false,
-                        whole_pages: 0,
+                        complete: false,
+                        complete_pages: 0,
                         bytes: 0,
-                        busy_us: 0,
+                        copy_us: 0,
                     },
                 ],
             }),
         ),
         ("cancel", Message::Cancel(Cancel { ops: vec![40, 41] })),
         (
-            "strike",
-            Message::Strike(Strike {
+            "invalidate",
+            Message::Invalidate(Invalidate {
                 reset: 3,
                 namespace: vec![4; 8],
                 fingerprints: vec![6; 32],
                 through: 17,
             }),
         ),
-        ("struck", Message::Struck(Struck { reset: 3 })),
+        (
+            "invalidated",
+            Message::Invalidated(Invalidated { reset: 3 }),
+        ),
         (
             "read_inventory",
             Message::ReadInventory(ReadInventory {
@@ -325,8 +328,8 @@ pub fn examples() -> Vec<(&'static str, Message)> {
         ),
         ("inventory", Message::Inventory(inventory())),
         (
-            "preparing",
-            Message::Preparing(Preparing {
+            "readiness",
+            Message::Readiness(Readiness {
                 ready_bytes: 64 << 20,
                 bytes: 8 << 30,
                 pinned_bytes: None,
@@ -334,15 +337,15 @@ pub fn examples() -> Vec<(&'static str, Message)> {
             }),
         ),
         (
-            "preparing_pinned",
-            Message::Preparing(Preparing {
+            "readiness_pinned",
+            Message::Readiness(Readiness {
                 ready_bytes: 8 << 30,
                 bytes: 8 << 30,
                 pinned_bytes: Some(1 << 30),
                 problem: String::new(),
             }),
         ),
-        ("preparing_answer", Message::PreparingAnswer(Empty {})),
+        ("readiness_answer", Message::ReadinessAnswer(Empty {})),
         ("status", Message::Status(Status { check: true })),
         ("status_answer", Message::StatusAnswer(status_answer())),
     ]

@@ -40,82 +40,82 @@ macro_rules! kinds {
 }
 
 kinds! {
-    /// First message of a client: who it is, which versions it speaks.
+    /// First message of a client: its role, its identity, and the versions that it supports.
     Hello = 1, "hello";
-    /// Answer to hello: the version that was chosen, the epoch, the credits.
+    /// Answer to `hello`: the chosen version, the epoch of the server, the credits.
     Welcome = 2, "welcome";
     /// Answer to any request that is not carried out.
     Error = 3, "error";
-    /// Are you there?
+    /// Sent when nothing else was sent for a heartbeat.
     Ping = 4, "ping";
-    /// Yes.
+    /// Answer to `ping`.
     Pong = 5, "pong";
-    /// Engine to leader: which pages of a sequence are there?
+    /// Engine to leader: finds and holds the pages of a sequence.
     Lookup = 16, "lookup";
-    /// Answer to a lookup.
+    /// Answer to `lookup`: the number of pages found.
     LookupAnswer = 17, "lookup_answer";
-    /// Engine to leader: copy found pages to device pages.
+    /// Engine to leader: copies held pages to device pages.
     Load = 18, "load";
-    /// Answer to a load: every page is in place.
+    /// Answer to `load`, after the last copy has ended.
     LoadAnswer = 19, "load_answer";
-    /// Engine to leader: keep these device pages.
+    /// Engine to leader: copies device pages to host memory.
     Store = 20, "store";
-    /// Answer to a store: a lookup finds them.
+    /// Answer to `store`, after the last copy has ended: how many pages lookups find.
     StoreAnswer = 21, "store_answer";
-    /// Engine to leader: the request is over.
+    /// Engine to leader: ends a running request and releases its holds.
     Finish = 22, "finish";
-    /// Answer to finish.
+    /// Answer to `finish`.
     FinishAnswer = 23, "finish_answer";
-    /// Forget pages.
+    /// Engine or operator to leader: removes pages from every tier.
     Reset = 24, "reset";
-    /// They are forgotten.
+    /// Answer to `reset`: the number of pages removed.
     ResetAnswer = 25, "reset_answer";
-    /// Engine to leader: stop stores that are under way.
+    /// Engine to leader: stops stores in flight.
     CancelStores = 26, "cancel_stores";
-    /// No page of theirs is read any more.
+    /// Answer to `cancel_stores`, once no page of those stores is read any longer.
     CancelStoresAnswer = 27, "cancel_stores_answer";
-    /// Engine rank to worker: this is my KV memory.
+    /// Engine rank to worker: describes and hands over the rank's KV memory.
     Register = 32, "register";
-    /// Answer to register: worker and leader have taken it.
+    /// Answer to `register`, after the worker has mapped the memory and the leader has admitted the worker.
     Registered = 33, "registered";
-    /// Engine rank to worker: everything up to this number is written: pages that stores read, and work that loads
-    /// wait for.
+    /// Engine rank to worker: everything up to this request is written, pages that stores read as well as work that
+    /// loads wait for.
     Written = 34, "written";
-    /// Answer to written.
+    /// Answer to `written`.
     WrittenAnswer = 35, "written_answer";
-    /// Nothing may be copied any more for these requests.
+    /// Engine rank to worker: stops the copies for these requests, and forbids later ones.
     Abandon = 36, "abandon";
-    /// Nothing is.
+    /// Answer to `abandon`, once none of those copies runs any longer.
     AbandonAnswer = 37, "abandon_answer";
-    /// Engine rank to worker: let my KV memory go.
+    /// Engine rank to worker: gives back the rank's KV memory.
     Unregister = 38, "unregister";
-    /// Answer to unregister: nothing of it is open any more.
+    /// Answer to `unregister`, after the worker has closed the memory.
     Unregistered = 39, "unregistered";
-    /// Worker to leader: memory and depot are ready.
+    /// Worker to leader: its depot and, if a rank has registered, its engine memory are ready.
     Attach = 48, "attach";
-    /// Answer to attach.
+    /// Answer to `attach`.
     Attached = 49, "attached";
-    /// Leader to worker: copy.
+    /// Leader to worker: begins copies.
     Transfer = 50, "transfer";
-    /// Answer to a transfer: how each copy ended.
+    /// Answer to `transfer`: how each copy ended.
     Ended = 51, "ended";
-    /// Leader to worker: stop copies; their ends are still reported.
+    /// Leader to worker: stops copies, whose ends are still reported.
     Cancel = 52, "cancel";
-    /// Strike pages out of an inventory.
-    Strike = 54, "strike";
-    /// They are struck out.
-    Struck = 55, "struck";
-    /// Read a part of an inventory.
+    /// Leader to worker: removes pages from the inventory of the worker's shard.
+    Invalidate = 54, "invalidate";
+    /// Answer to `invalidate`, after the last page is removed.
+    Invalidated = 55, "invalidated";
+    /// Leader to worker: reads a part of the inventory of the worker's shard.
     ReadInventory = 56, "read_inventory";
-    /// What it lists.
+    /// Answer to `read_inventory`: the pages that the part lists.
     Inventory = 57, "inventory";
-    /// Worker to leader: how far a worker is that cannot serve yet.
-    Preparing = 58, "preparing";
-    /// Answer to preparing.
-    PreparingAnswer = 59, "preparing_answer";
-    /// Anyone to leader: how is it going?
+    /// Worker to leader: progress of a worker that cannot serve yet.
+    Readiness = 58, "readiness";
+    /// Answer to `readiness`.
+    ReadinessAnswer = 59, "readiness_answer";
+    /// Any client to leader: requests its state.
     Status = 64, "status";
-    /// Answer to status.
+    /// Answer to `status`.
     StatusAnswer = 65, "status_answer";
 }
 
@@ -157,9 +157,9 @@ impl Kind {
             Self::Reset => matches!(role, Role::Engine | Role::Admin),
             Self::Register | Self::Written | Self::Abandon | Self::Unregister => role == Role::Rank,
             Self::Attach
-            | Self::Preparing
+            | Self::Readiness
             | Self::Ended
-            | Self::Struck
+            | Self::Invalidated
             | Self::Inventory
             | Self::Error => role == Role::Worker,
             Self::Status => matches!(role, Role::Engine | Role::Worker | Role::Admin),
@@ -171,7 +171,7 @@ impl Kind {
     pub fn asked_of_clients(self) -> bool {
         matches!(
             self,
-            Self::Ping | Self::Transfer | Self::Cancel | Self::Strike | Self::ReadInventory
+            Self::Ping | Self::Transfer | Self::Cancel | Self::Invalidate | Self::ReadInventory
         )
     }
 }

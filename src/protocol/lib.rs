@@ -21,10 +21,10 @@ mod transfer;
 
 pub use body::{
     Abandon, Attach, Attached, AttachedMemory, Cancel, CancelStores, CancelStoresAnswer, CopyOrder,
-    CopyResult, Empty, Ended, ErrorBody, FEATURE_TIMELINE, Finish, Hello, Inventory, Load,
-    LoadAnswer, Lookup, LookupAnswer, Preparing, RankStatus, ReadInventory, RecordBody, Register,
-    Registered, Reset, ResetAnswer, Role, Status, StatusAnswer, Store, StoreAnswer, Strike, Struck,
-    Transfer, Welcome, Written,
+    CopyResult, Empty, Ended, ErrorBody, FEATURE_TIMELINE, Finish, Hello, Invalidate, Invalidated,
+    Inventory, Load, LoadAnswer, Lookup, LookupAnswer, RankStatus, ReadInventory, Readiness,
+    RecordBody, Register, Registered, Reset, ResetAnswer, Role, Status, StatusAnswer, Store,
+    StoreAnswer, Transfer, Welcome, Written,
 };
 pub use catalogue::catalogue;
 pub use codec::{Envelope, Message, decode, encode, judge};

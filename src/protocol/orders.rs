@@ -87,10 +87,10 @@ impl Transfer {
     pub fn unsent(&self) -> Vec<EndedCopy> {
         let copies = self.copies.iter().map(|copy| EndedCopy {
             op: OpId(copy.op),
-            whole: false,
-            whole_pages: 0,
+            complete: false,
+            complete_pages: 0,
             bytes: 0,
-            busy_us: 0,
+            copy_us: 0,
         });
         copies.collect()
     }

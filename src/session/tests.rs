@@ -291,12 +291,12 @@ fn a_conversation_from_hello_to_answer() {
         &mut host,
         PEER,
         RequestId(9),
-        Message::PreparingAnswer(Empty {}),
+        Message::ReadinessAnswer(Empty {}),
     );
     let (_, answer) = host.sent.pop().expect("an answer");
     assert!(host.sent.is_empty());
     client.receive(at(3), &encode(&answer).expect("encoded"));
-    assert_eq!(client.answered, [(9, Ok(Kind::PreparingAnswer))]);
+    assert_eq!(client.answered, [(9, Ok(Kind::ReadinessAnswer))]);
     assert!(server.closed(PEER).is_some());
     assert!(server.closed(PEER).is_none());
 }

@@ -12,4 +12,6 @@ mod worker;
 
 pub use holder::{Holder, InUse, Peers};
 pub use leader::{LeaderHost, LeaderShell};
-pub use worker::{Fatal, Registering, STRIKE_SLICE_SLOTS, WorkerFailure, WorkerHost, WorkerShell};
+pub use worker::{
+    Fatal, INVALIDATE_SLICE_SLOTS, Registering, WorkerFailure, WorkerHost, WorkerShell,
+};

@@ -149,10 +149,10 @@ impl Sequential {
                 } => {
                     let ended = EndedCopy {
                         op: copy.op,
-                        whole: true,
-                        whole_pages: 0,
+                        complete: true,
+                        complete_pages: 0,
                         bytes: 0,
-                        busy_us: 0,
+                        copy_us: 0,
                     };
                     for rank in ranks.iter() {
                         let epoch = self.leader.epoch();
@@ -166,7 +166,7 @@ impl Sequential {
                 }
                 Effect::Admit { .. }
                 | Effect::Cancel { .. }
-                | Effect::Strike { .. }
+                | Effect::Invalidate { .. }
                 | Effect::ReadInventory { .. }
                 | Effect::Expel(_) => {}
             }

@@ -148,11 +148,11 @@ pub struct EndedCopy {
     /// Id of the copy.
     pub op: OpId,
     /// True when the copy is complete: every byte was copied.
-    pub whole: bool,
+    pub complete: bool,
     /// For an incomplete copy: number of complete pages, from the first one on in the order of the pairs.
-    pub whole_pages: u32,
+    pub complete_pages: u32,
     /// Bytes that were copied.
     pub bytes: u64,
     /// Duration of the copy itself, in microseconds.
-    pub busy_us: u64,
+    pub copy_us: u64,
 }

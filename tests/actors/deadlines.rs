@@ -180,10 +180,10 @@ async fn a_load_that_cannot_be_said_to_its_workers_fails_at_once() {
     process.stop().await;
 }
 
-/// A strike order carries the time that is left for its reset, because a worker must not strike pages out for a reset
+/// An invalidation carries the time that is left for its reset, because a worker must not remove pages for a reset
 /// that its leader has given up.
 #[tokio::test(start_paused = true)]
-async fn a_strike_says_how_long_its_reset_is_waited_for() {
+async fn an_invalidation_gives_the_deadline_of_its_reset() {
     let transport = MemoryTransport::default();
     let (process, _) = leader(&transport, 1).await;
     let engine = Engine::start(&transport, 1);
@@ -198,7 +198,7 @@ async fn a_strike_says_how_long_its_reset_is_waited_for() {
     let asked = tokio::spawn(async move { asking.0.ask(reset, WITHIN).await });
     for worker in &mut workers {
         match worker.hear().await {
-            Heard::Strike(_, _, _, left_ms) => {
+            Heard::Invalidate(_, _, _, left_ms) => {
                 let left = Duration::from_millis(left_ms.into());
                 assert!(left <= WITHIN && left > WITHIN / 2, "{left:?}");
             }

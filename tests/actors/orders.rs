@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use kvferry_protocol::{
-    Attached, Cancel, CopyOrder, Ended, ErrorCode, Message, ReadInventory, RecordBody, Strike,
+    Attached, Cancel, CopyOrder, Ended, ErrorCode, Invalidate, Message, ReadInventory, RecordBody,
     Transfer,
 };
 use kvferry_transport::{Limits, MemoryTransport, PeerId, Server, ServerEvent};
@@ -22,7 +22,7 @@ async fn answer(leader: &mut Server, orders: &[u64]) -> (u64, Message) {
             for event in leader.next().await.expect("the leader hears") {
                 if let ServerEvent::Message { envelope, .. } = event
                     && orders.contains(&envelope.correlation.0)
-                    && !matches!(envelope.message, Message::Attach(_) | Message::Preparing(_))
+                    && !matches!(envelope.message, Message::Attach(_) | Message::Readiness(_))
                 {
                     return (envelope.correlation.0, envelope.message);
                 }
@@ -46,8 +46,8 @@ fn order(leader: &Server, peer: PeerId, id: u64, message: Message) {
     assert!(sent, "order {id}");
 }
 
-fn strike() -> Message {
-    Message::Strike(Strike {
+fn invalidate() -> Message {
+    Message::Invalidate(Invalidate {
         reset: 3,
         namespace: Vec::new(),
         fingerprints: Vec::new(),
@@ -64,16 +64,19 @@ async fn an_order_in_the_same_breath_as_the_welcome_finds_an_admitted_worker() {
     let (worker, _directory) = worker(&transport).await;
     let asked = attaching(&mut leader).await;
     attached(&leader, asked, 0);
-    order(&leader, asked.peer, 7, strike());
-    let (_, struck) = answer(&mut leader, &[7]).await;
-    assert!(matches!(struck, Message::Struck(_)), "{struck:?}");
+    order(&leader, asked.peer, 7, invalidate());
+    let (_, invalidated) = answer(&mut leader, &[7]).await;
+    assert!(
+        matches!(invalidated, Message::Invalidated(_)),
+        "{invalidated:?}"
+    );
     worker.stop().await;
 }
 
 /// Needs real time: slices take time, and paused time does not advance while they run. A depot of small pages takes
 /// many slices, and the leader's deadline for the reset passes after the first.
 #[tokio::test]
-async fn pages_of_a_reset_whose_deadline_has_passed_are_not_struck_out_to_the_end() {
+async fn pages_of_a_reset_whose_deadline_has_passed_are_not_all_invalidated() {
     let transport = MemoryTransport::default();
     let mut leader = server(&transport, 1, Limits::default()).await;
     let (worker, _directory) = worker_with_room(&transport, 64 << 20).await;
@@ -91,17 +94,20 @@ async fn pages_of_a_reset_whose_deadline_has_passed_are_not_struck_out_to_the_en
     let short = Duration::from_millis(1);
     let sent = leader
         .replier()
-        .order(asked.peer, RequestId(7), strike(), short);
+        .order(asked.peer, RequestId(7), invalidate(), short);
     assert!(sent);
     let (_, given_up) = answer(&mut leader, &[7]).await;
     let Message::Error(error) = given_up else {
         panic!("{given_up:?}")
     };
     assert_eq!(error.code(), ErrorCode::Deadline, "{}", error.message);
-    // The next strike is carried out.
-    order(&leader, asked.peer, 8, strike());
-    let (_, struck) = answer(&mut leader, &[8]).await;
-    assert!(matches!(struck, Message::Struck(_)), "{struck:?}");
+    // The next invalidation is carried out.
+    order(&leader, asked.peer, 8, invalidate());
+    let (_, invalidated) = answer(&mut leader, &[8]).await;
+    assert!(
+        matches!(invalidated, Message::Invalidated(_)),
+        "{invalidated:?}"
+    );
     worker.stop().await;
 }
 
@@ -111,7 +117,7 @@ async fn orders_to_a_worker_that_is_not_admitted_are_answered() {
     let mut leader = server(&transport, 1, Limits::default()).await;
     let (worker, _directory) = worker(&transport).await;
     let asked = attaching(&mut leader).await;
-    order(&leader, asked.peer, 7, strike());
+    order(&leader, asked.peer, 7, invalidate());
     let (_, refused) = answer(&mut leader, &[7]).await;
     let Message::Error(error) = refused else {
         panic!("{refused:?}")
@@ -133,7 +139,7 @@ fn not_whole(message: Message) -> Vec<u64> {
     let Message::Ended(Ended { copies, .. }) = message else {
         panic!("{message:?} instead of the end of copies")
     };
-    assert!(copies.iter().all(|copy| !copy.whole), "{copies:?}");
+    assert!(copies.iter().all(|copy| !copy.complete), "{copies:?}");
     copies.iter().map(|copy| copy.op).collect()
 }
 
@@ -259,6 +265,6 @@ async fn orders_that_name_what_is_not_there_are_refused_and_the_worker_goes_on()
     let Message::Ended(ended) = ended else {
         panic!("{ended:?}")
     };
-    assert!(ended.copies[0].whole, "{ended:?}");
+    assert!(ended.copies[0].complete, "{ended:?}");
     worker.stop().await;
 }

@@ -151,9 +151,9 @@ async fn a_persons_command_gets_its_own_answers_whatever_it_calls_itself() {
     let transport = MemoryTransport::default();
     let (process, _) = leader(&transport, 1).await;
     let engine = Engine::start(&transport, 1);
-    let struck = Arc::new(Mutex::new(0));
+    let invalidated = Arc::new(Mutex::new(0));
     for worker in puppets(&transport).await {
-        worker.obey_and_count(Arc::clone(&struck));
+        worker.obey_and_count(Arc::clone(&invalidated));
     }
     engine.until_ready().await;
     let reset = |namespace: &[u8]| {
@@ -164,12 +164,12 @@ async fn a_persons_command_gets_its_own_answers_whatever_it_calls_itself() {
         })
     };
     // Neither tool has an engine's name, and both use the same request id: both requests are carried out.
-    for (namespace, strikes) in [(b"a", 2), (b"b", 4)] {
+    for (namespace, invalidations) in [(b"a", 2), (b"b", 4)] {
         let tool = quiet(&transport, Role::Admin, 0);
         let asked = tool.ask_as(RequestId(1), reset(namespace), PATIENCE);
         let answer = soon("an answer", asked).await;
         assert!(matches!(answer, Ok(Message::ResetAnswer(_))), "{answer:?}");
-        assert_eq!(*struck.lock().expect("no panic"), strikes);
+        assert_eq!(*invalidated.lock().expect("no panic"), invalidations);
     }
     // A tool with an engine's name receives none of that engine's answers, and the engine still receives its own.
     let thief = quiet(&transport, Role::Admin, 1);

@@ -6,9 +6,9 @@ use std::time::Duration;
 use kvferry_actors::{LeaderArguments, LeaderHandle, ProcessHandle, run_leader};
 use kvferry_core::{AnchorKey, LeaderSettings};
 use kvferry_protocol::{
-    Attach, AttachedMemory, CopyResult, Ended, Envelope, ErrorCode, Header, Hello, Inventory, Load,
-    Lookup, Message, Role, Status, StatusAnswer, Store, Struck, Transfer, VERSION, VERSION_MIN,
-    decode, encode,
+    Attach, AttachedMemory, CopyResult, Ended, Envelope, ErrorCode, Header, Hello, Invalidated,
+    Inventory, Load, Lookup, Message, Role, Status, StatusAnswer, Store, Transfer, VERSION,
+    VERSION_MIN, decode, encode,
 };
 use kvferry_transport::{
     Address, Client, ClientSettings, Closed, Connection, Failure, Frame, Incoming, Limits, LinkId,
@@ -208,7 +208,7 @@ pub enum Heard {
     Order(Order),
     Cancel(Vec<u64>),
     /// Connection, id of the order, number of the reset, and the milliseconds that are left for it.
-    Strike(LinkId, RequestId, u64, u32),
+    Invalidate(LinkId, RequestId, u64, u32),
 }
 
 /// A scripted worker that copies nothing and sends what the test orders.
@@ -277,10 +277,10 @@ impl Puppet {
                     transfer,
                 }),
                 Message::Cancel(cancel) => Heard::Cancel(cancel.ops),
-                Message::Strike(strike) => Heard::Strike(
+                Message::Invalidate(invalidate) => Heard::Invalidate(
                     link,
                     envelope.correlation,
-                    strike.reset,
+                    invalidate.reset,
                     envelope.deadline_ms,
                 ),
                 other => panic!("{} is not for this worker", other.kind().name()),
@@ -345,13 +345,13 @@ impl Puppet {
     }
 
     /// Reports that the copies of an order have ended.
-    pub fn ended(&self, order: &Order, whole: bool) {
+    pub fn ended(&self, order: &Order, complete: bool) {
         let results = order.transfer.copies.iter().map(|copy| CopyResult {
             op: copy.op,
-            whole,
-            whole_pages: 0,
+            complete,
+            complete_pages: 0,
             bytes: 64,
-            busy_us: 1,
+            copy_us: 1,
         });
         let ended = Ended {
             rank: self.rank,
@@ -366,17 +366,17 @@ impl Puppet {
         self.obey_and_count(Arc::default())
     }
 
-    /// Obeys like [`Self::obey`], and counts the strikes that it confirms in `struck`.
-    pub fn obey_and_count(mut self, struck: Arc<Mutex<u32>>) -> tokio::task::JoinHandle<()> {
+    /// Obeys like [`Self::obey`], and counts the invalidations that it confirms in `invalidated`.
+    pub fn obey_and_count(mut self, invalidated: Arc<Mutex<u32>>) -> tokio::task::JoinHandle<()> {
         tokio::spawn(async move {
             loop {
                 match self.hear().await {
                     Heard::Welcomed(_) => self.attach().await,
                     Heard::Order(order) => self.ended(&order, true),
-                    Heard::Strike(link, order, reset, _) => {
-                        *struck.lock().expect("no panic") += 1;
+                    Heard::Invalidate(link, order, reset, _) => {
+                        *invalidated.lock().expect("no panic") += 1;
                         self.client
-                            .reply(link, order, Message::Struck(Struck { reset }));
+                            .reply(link, order, Message::Invalidated(Invalidated { reset }));
                     }
                     Heard::Lost | Heard::Cancel(_) => {}
                 }

@@ -126,8 +126,8 @@ fn a_load_that_came_in_part_says_how_much_of_it_every_rank_has() {
     ] {
         let mut world = World::new();
         let (id, op) = loading(&mut world);
-        for (rank, (whole, whole_pages)) in ends.into_iter().enumerate() {
-            world.report_part(op, rank as u16, whole, whole_pages, EPOCH);
+        for (rank, (complete, complete_pages)) in ends.into_iter().enumerate() {
+            world.report_part(op, rank as u16, complete, complete_pages, EPOCH);
         }
         let load = Answer::Load { pages };
         assert_eq!(answer(&world, 0, id), Some(Ok(load)), "{ends:?}");

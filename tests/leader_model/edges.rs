@@ -485,15 +485,15 @@ fn told_of(effects: &[Effect], request: u64) -> Option<Answer> {
     })
 }
 
-fn end_everywhere(reader: &mut Reader, op: OpId, whole: bool) -> Vec<Effect> {
+fn end_everywhere(reader: &mut Reader, op: OpId, complete: bool) -> Vec<Effect> {
     let mut effects = Vec::new();
     for rank in 0..RANKS {
         let ended = EndedCopy {
             op,
-            whole,
-            whole_pages: 0,
+            complete,
+            complete_pages: 0,
             bytes: 0,
-            busy_us: 0,
+            copy_us: 0,
         };
         effects.extend(reader.step(Event::Ended {
             worker: worker(0, rank),
@@ -582,11 +582,11 @@ fn stores_that_wait_for_a_late_copy_are_told_at_once_that_its_pages_do_not_come(
 }
 
 #[test]
-fn what_was_not_struck_out_is_asked_for_once_over_one_connection_and_given_up_at_the_deadline() {
+fn what_was_not_invalidated_is_requested_once_over_one_connection_and_given_up_at_the_deadline() {
     let mut reader = Reader::served();
     let fence = reader.fence();
     let deadline = reader.now + fence * 5 / 8;
-    let strike = |rank, replica| Effect::Strike {
+    let invalidate = |rank, replica| Effect::Invalidate {
         worker: worker(replica, rank),
         id: ResetId(1),
         scope: Scope::Everything,
@@ -601,17 +601,20 @@ fn what_was_not_struck_out_is_asked_for_once_over_one_connection_and_given_up_at
             scope: ResetScope::Everything,
         },
     });
-    assert_eq!(asked, [strike(0, 0), strike(1, 0), strike(2, 0)]);
-    let struck = |rank| Event::Struck {
+    assert_eq!(
+        asked,
+        [invalidate(0, 0), invalidate(1, 0), invalidate(2, 0)]
+    );
+    let invalidated = |rank| Event::Invalidated {
         worker: worker(0, rank),
         epoch: EPOCH,
         id: ResetId(1),
     };
-    assert_eq!(reader.step(struck(1)), []);
-    assert_eq!(reader.step(struck(1)), [], "said again");
-    // When a worker dies, the strike is requested from another worker of its shard at the next event.
+    assert_eq!(reader.step(invalidated(1)), []);
+    assert_eq!(reader.step(invalidated(1)), [], "said again");
+    // When a worker dies, the invalidation is requested from another worker of its shard at the next event.
     let again = reader.step(Event::WorkerDead(worker(0, 2)));
-    assert_eq!(again, [strike(2, 1)]);
+    assert_eq!(again, [invalidate(2, 1)]);
     reader.now = reader.now + fence / 4;
     assert_eq!(
         reader.step(Event::Tick),
@@ -619,7 +622,7 @@ fn what_was_not_struck_out_is_asked_for_once_over_one_connection_and_given_up_at
         "a worker that is busy with it is left alone"
     );
     let lost = reader.step(Event::WorkerLost(worker(0, 0)));
-    assert_eq!(lost, [strike(0, 1)], "another one of its shard");
+    assert_eq!(lost, [invalidate(0, 1)], "another one of its shard");
     assert_eq!(reader.leader.next_timeout(), Some(deadline));
     reader.now = deadline;
     let late = Effect::Answer {
@@ -629,12 +632,12 @@ fn what_was_not_struck_out_is_asked_for_once_over_one_connection_and_given_up_at
     };
     assert_eq!(reader.step(Event::Tick), [late]);
     assert_eq!(reader.leader.next_timeout(), None);
-    assert_eq!(reader.step(struck(0)), [], "too late");
+    assert_eq!(reader.step(invalidated(0)), [], "too late");
 }
 
-/// A repeated strike names the stores before the reset, not those that were made meanwhile.
+/// A repeated invalidation names the stores before the reset, not those that were made meanwhile.
 #[test]
-fn a_strike_that_is_asked_for_again_spares_what_was_stored_after_the_reset() {
+fn a_repeated_invalidation_spares_what_was_stored_after_the_reset() {
     let mut reader = Reader::served();
     let deadline = reader.now + Duration::from_secs(60);
     let ask = |reader: &mut Reader, id, request| {
@@ -662,9 +665,9 @@ fn a_strike_that_is_asked_for_again_spares_what_was_stored_after_the_reset() {
         let record = copy.record.as_ref().expect("a store lists its pages");
         (copy.op, record.stored.generation)
     };
-    let strikes = |effects: Vec<Effect>| -> Vec<Generation> {
+    let invalidations = |effects: Vec<Effect>| -> Vec<Generation> {
         let through = |effect| match effect {
-            Effect::Strike { through, .. } => Some(through),
+            Effect::Invalidate { through, .. } => Some(through),
             _ => None,
         };
         effects.into_iter().filter_map(through).collect()
@@ -673,10 +676,10 @@ fn a_strike_that_is_asked_for_again_spares_what_was_stored_after_the_reset() {
     for rank in 0..RANKS {
         let ended = EndedCopy {
             op,
-            whole: true,
-            whole_pages: 0,
+            complete: true,
+            complete_pages: 0,
             bytes: 0,
-            busy_us: 0,
+            copy_us: 0,
         };
         reader.step(Event::Ended {
             worker: worker(0, rank),
@@ -686,11 +689,13 @@ fn a_strike_that_is_asked_for_again_spares_what_was_stored_after_the_reset() {
     }
     ask(&mut reader, 3, Request::Finish { slot: SlotId(0) });
     let scope = ResetScope::Everything;
-    let first = strikes(ask(&mut reader, 4, Request::Reset { scope }));
+    let first = invalidations(ask(&mut reader, 4, Request::Reset { scope }));
     assert_eq!(first.len(), usize::from(RANKS));
     let (_, after) = store(&mut reader, 5, 1);
     let lost = (0..RANKS).map(|rank| Event::WorkerLost(worker(0, rank)));
-    let again: Vec<Generation> = lost.flat_map(|lost| strikes(reader.step(lost))).collect();
+    let again: Vec<Generation> = lost
+        .flat_map(|lost| invalidations(reader.step(lost)))
+        .collect();
     assert_eq!(again, first, "asked for again, of other workers");
     for through in again {
         assert!(before <= through && through < after, "{through:?}");

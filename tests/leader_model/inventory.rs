@@ -196,11 +196,11 @@ fn parts_are_asked_for_one_after_another_until_no_shard_has_more() {
 fn what_was_not_asked_for_is_not_taken() {
     let mut reader = Reader::new();
     assert_eq!(reader.attach_all(), FIRST);
-    let whole: Vec<u32> = (0..ARENA_PAGES).collect();
+    let complete: Vec<u32> = (0..ARENA_PAGES).collect();
     // Ignored: an answer of another worker of the shard, for another page, another shard or another depot.
-    assert_eq!(reader.part((1, 0), 0, None, &whole), []);
-    assert_eq!(reader.part((0, 0), 1, None, &whole), []);
-    assert_eq!(reader.part((0, 9), 0, None, &whole), []);
+    assert_eq!(reader.part((1, 0), 0, None, &complete), []);
+    assert_eq!(reader.part((0, 0), 1, None, &complete), []);
+    assert_eq!(reader.part((0, 9), 0, None, &complete), []);
     let other_depot = Event::Inventory {
         worker: worker(0, 0),
         depot: DepotId(77),
@@ -216,10 +216,10 @@ fn what_was_not_asked_for_is_not_taken() {
     assert_eq!(reader.part((0, 0), 8, None, &[7, 8, 9, ARENA_PAGES]), []);
     for rank in 1..RANKS {
         assert_eq!(reader.recovered(), None);
-        assert_eq!(reader.part((0, rank), 0, None, &whole), []);
+        assert_eq!(reader.part((0, rank), 0, None, &complete), []);
     }
     assert_eq!(reader.recovered(), Some(3), "7, 8 and 9");
-    assert_eq!(reader.part((0, 0), 0, None, &whole), [], "too late");
+    assert_eq!(reader.part((0, 0), 0, None, &complete), [], "too late");
     assert_eq!(reader.recovered(), Some(3));
 }
 
@@ -429,7 +429,7 @@ fn another_depot_is_read_from_its_first_page() {
 }
 
 #[test]
-fn what_was_read_before_a_reset_was_struck_out_is_read_anew() {
+fn what_was_read_before_an_invalidation_ended_is_read_again() {
     let mut reader = Reader::new();
     reader.attach_all();
     for rank in 0..RANKS {
@@ -438,7 +438,7 @@ fn what_was_read_before_a_reset_was_struck_out_is_read_anew() {
     assert_eq!(reader.recovered(), Some(2));
     reader.step(Event::EngineOpened(engine_id(0)));
     let deadline = reader.now + Duration::from_secs(60);
-    let strikes = reader.step(Event::Request {
+    let invalidations = reader.step(Event::Request {
         engine: engine_id(0),
         id: RequestId(1),
         deadline,
@@ -446,26 +446,26 @@ fn what_was_read_before_a_reset_was_struck_out_is_read_anew() {
             scope: ResetScope::Everything,
         },
     });
-    let strike = |rank| Effect::Strike {
+    let invalidate = |rank| Effect::Invalidate {
         worker: worker(0, rank),
         id: ResetId(1),
         scope: Scope::Everything,
         through: Generation(1),
         deadline,
     };
-    assert_eq!(strikes, [strike(0), strike(1), strike(2)]);
-    let struck = |rank| Event::Struck {
+    assert_eq!(invalidations, [invalidate(0), invalidate(1), invalidate(2)]);
+    let invalidated = |rank| Event::Invalidated {
         worker: worker(0, rank),
         epoch: EPOCH,
         id: ResetId(1),
     };
-    assert_eq!(reader.step(struck(0)), []);
+    assert_eq!(reader.step(invalidated(0)), []);
     // The successor has a smaller depot: a new pool opens, but only after the inventories were read.
     assert_eq!(reader.attach_with(1, 0, ARENA_PAGES / 2), FIRST);
     assert_eq!(reader.recovered(), None);
     assert_eq!(reader.part((0, 0), 0, Some(8), &[]), [((0, 0), 8)]);
-    assert_eq!(reader.step(struck(1)), []);
-    let last = reader.step(struck(2));
+    assert_eq!(reader.step(invalidated(1)), []);
+    let last = reader.step(invalidated(2));
     let answered = Effect::Answer {
         engine: engine_id(0),
         id: RequestId(1),
@@ -478,7 +478,7 @@ fn what_was_read_before_a_reset_was_struck_out_is_read_anew() {
         "all are read from the first page"
     );
     assert_eq!(reader.part((0, 0), 8, None, &[9]), [], "of before");
-    // An old part, read before the pages were struck out, arrives late: its pages are not recovered.
+    // An old part, read before the pages were removed, arrives late: its pages are not recovered.
     reader.reading -= 1;
     for rank in 0..RANKS {
         assert_eq!(reader.part((0, rank), 0, None, &[2, 9]), [], "of before");

@@ -59,7 +59,7 @@ enum Step {
     Report {
         which: usize,
         rank: u16,
-        whole: bool,
+        complete: bool,
         epoch: u64,
     },
     Wait(u64),
@@ -80,7 +80,7 @@ fn step() -> impl Strategy<Value = Step> {
         1 => (0_u8..2, prop::option::of(0_u64..3)).prop_map(|(engine, slot)| Step::CancelStores { engine, slot }),
         3 => any::<usize>().prop_map(Step::Retry),
         30 => (any::<usize>(), 0..RANKS, prop::bool::weighted(0.9), prop_oneof![9 => Just(4_u64), 1 => Just(3)])
-            .prop_map(|(which, rank, whole, epoch)| Step::Report { which, rank, whole, epoch }),
+            .prop_map(|(which, rank, complete, epoch)| Step::Report { which, rank, complete, epoch }),
         3 => (1_u64..20).prop_map(Step::Wait),
         1 => (0_u8..2).prop_map(Step::Reconnect),
         1 => (0_u8..2, 0..RANKS).prop_map(|(engine, rank)| Step::Die(engine, rank)),
@@ -267,9 +267,9 @@ impl World {
                     next: None,
                     records: Vec::new(),
                 }),
-                Effect::Strike { worker, id, .. } => {
+                Effect::Invalidate { worker, id, .. } => {
                     let epoch = EPOCH;
-                    self.event(Event::Struck { worker, epoch, id });
+                    self.event(Event::Invalidated { worker, epoch, id });
                 }
                 Effect::Expel(expelled) => {
                     let stuck = self.open.values().any(|(_, engine, ranks)| {
@@ -324,11 +324,18 @@ impl World {
         }
     }
 
-    fn report(&mut self, op: OpId, rank: u16, whole: bool, epoch: Epoch) {
-        self.report_part(op, rank, whole, 0, epoch);
+    fn report(&mut self, op: OpId, rank: u16, complete: bool, epoch: Epoch) {
+        self.report_part(op, rank, complete, 0, epoch);
     }
 
-    fn report_part(&mut self, op: OpId, rank: u16, whole: bool, whole_pages: u32, epoch: Epoch) {
+    fn report_part(
+        &mut self,
+        op: OpId,
+        rank: u16,
+        complete: bool,
+        complete_pages: u32,
+        epoch: Epoch,
+    ) {
         let Some((_, engine, ranks)) = self.open.get_mut(&op) else {
             return;
         };
@@ -341,10 +348,10 @@ impl World {
         }
         let ended = EndedCopy {
             op,
-            whole,
-            whole_pages,
+            complete,
+            complete_pages,
             bytes: 64,
-            busy_us: 1,
+            copy_us: 1,
         };
         self.event(Event::Ended {
             worker: worker(engine, rank),
@@ -439,7 +446,7 @@ impl World {
             Step::Report {
                 which,
                 rank,
-                whole,
+                complete,
                 epoch,
             } if !self.open.is_empty() => {
                 let op = *self
@@ -447,7 +454,7 @@ impl World {
                     .keys()
                     .nth(which % self.open.len())
                     .expect("a copy");
-                self.report(op, rank, whole, Epoch(epoch));
+                self.report(op, rank, complete, Epoch(epoch));
             }
             Step::Wait(seconds) => {
                 self.now = self.now + Duration::from_secs(seconds);

@@ -7,10 +7,10 @@ use super::*;
 
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// Replica and rank of each worker that received a strike order from a step.
+/// Replica and rank of each worker that received an invalidation from a step.
 fn asked(effects: &[Effect]) -> Vec<(u16, u16)> {
-    let strike = |effect: &Effect| match effect {
-        Effect::Strike {
+    let invalidate = |effect: &Effect| match effect {
+        Effect::Invalidate {
             worker, id, scope, ..
         } => {
             assert_eq!((*id, scope), (ResetId(1), &Scope::Everything));
@@ -18,7 +18,7 @@ fn asked(effects: &[Effect]) -> Vec<(u16, u16)> {
         }
         _ => None,
     };
-    effects.iter().filter_map(strike).collect()
+    effects.iter().filter_map(invalidate).collect()
 }
 
 fn reset(reader: &mut Reader) -> Vec<Effect> {
@@ -32,13 +32,13 @@ fn reset(reader: &mut Reader) -> Vec<Effect> {
     })
 }
 
-fn struck(reader: &mut Reader, rank: u16) -> Vec<Effect> {
-    struck_in(reader, rank, EPOCH)
+fn invalidated(reader: &mut Reader, rank: u16) -> Vec<Effect> {
+    invalidated_in(reader, rank, EPOCH)
 }
 
-fn struck_in(reader: &mut Reader, rank: u16, epoch: Epoch) -> Vec<Effect> {
+fn invalidated_in(reader: &mut Reader, rank: u16, epoch: Epoch) -> Vec<Effect> {
     let (worker, id) = (worker(0, rank), ResetId(1));
-    reader.step(Event::Struck { worker, epoch, id })
+    reader.step(Event::Invalidated { worker, epoch, id })
 }
 
 fn answer(effects: &[Effect]) -> Option<Reply> {
@@ -48,7 +48,7 @@ fn answer(effects: &[Effect]) -> Option<Reply> {
     })
 }
 
-/// A pool with another capacity opens when every shard but one has struck the pages out. Its recovered pages are
+/// A pool with another capacity opens when every shard but one has removed the pages. Its recovered pages are
 /// forgotten in slices, and the last shard answers between two slices.
 #[test]
 fn a_reset_whose_last_shard_answers_while_a_new_pool_is_swept_is_answered_with_the_last_slice() {
@@ -63,14 +63,14 @@ fn a_reset_whose_last_shard_answers_while_a_new_pool_is_swept_is_answered_with_t
     for rank in 0..RANKS {
         reader.part((0, rank), 0, None, &[]);
     }
-    let mut strikes = asked(&reset(&mut reader));
-    while strikes.len() < usize::from(RANKS) {
+    let mut invalidations = asked(&reset(&mut reader));
+    while invalidations.len() < usize::from(RANKS) {
         reader.now = reader.leader.next_timeout().expect("a slice");
-        strikes.extend(asked(&reader.step(Event::Tick)));
+        invalidations.extend(asked(&reader.step(Event::Tick)));
     }
-    assert_eq!(strikes, [(0, 0), (0, 1), (0, 2)]);
+    assert_eq!(invalidations, [(0, 0), (0, 1), (0, 2)]);
     for rank in 1..RANKS {
-        assert_eq!(struck(&mut reader, rank), []);
+        assert_eq!(invalidated(&mut reader, rank), []);
     }
     // A worker that has answered registers its memory again, with a smaller depot: the pool is closed, and the
     // inventories are read again.
@@ -81,7 +81,7 @@ fn a_reset_whose_last_shard_answers_while_a_new_pool_is_swept_is_answered_with_t
     }
     assert!(reader.leader.is_ready());
     assert_eq!(
-        answer(&struck(&mut reader, 0)),
+        answer(&invalidated(&mut reader, 0)),
         None,
         "pages of the new pool have still to be forgotten"
     );
@@ -99,9 +99,9 @@ fn a_reset_whose_last_shard_answers_while_a_new_pool_is_swept_is_answered_with_t
 }
 
 /// A leader that stood still receives an attach twice. Its first answer came too late for the worker, which therefore
-/// refused the strike after it. The second answer admits the worker.
+/// refused the invalidation after it. The second answer admits the worker.
 #[test]
-fn a_strike_is_asked_for_again_behind_each_answer_to_an_attach() {
+fn an_invalidation_is_repeated_after_each_answer_to_an_attach() {
     let mut reader = Reader::served();
     assert_eq!(asked(&reset(&mut reader)), [(0, 0), (0, 1), (0, 2)]);
     for replica in 0..2 {
@@ -121,14 +121,14 @@ fn a_strike_is_asked_for_again_behind_each_answer_to_an_attach() {
         let admitted = effects
             .iter()
             .position(|effect| matches!(effect, Effect::Admit { verdict: Ok(_), .. }));
-        let strike = effects
+        let invalidate = effects
             .iter()
-            .position(|effect| matches!(effect, Effect::Strike { .. }));
+            .position(|effect| matches!(effect, Effect::Invalidate { .. }));
         assert_eq!(asked(&effects), [(0, 1)], "answer {copy}: {effects:?}");
-        assert!(admitted < strike, "the order is behind the answer");
+        assert!(admitted < invalidate, "the order is behind the answer");
     }
     for rank in [0, 2, 1] {
-        let told = answer(&struck(&mut reader, rank));
+        let told = answer(&invalidated(&mut reader, rank));
         assert_eq!(told.is_some(), rank == 1);
     }
 }
@@ -141,11 +141,11 @@ fn an_answer_to_a_reset_of_another_epoch_does_not_count() {
     assert_eq!(asked(&reset(&mut reader)), [(0, 0), (0, 1), (0, 2)]);
     for epoch in [Epoch(EPOCH.0 - 1), Epoch(EPOCH.0 + 1)] {
         for rank in 0..RANKS {
-            assert_eq!(struck_in(&mut reader, rank, epoch), []);
+            assert_eq!(invalidated_in(&mut reader, rank, epoch), []);
         }
     }
     for rank in 0..RANKS {
-        let told = answer(&struck(&mut reader, rank));
+        let told = answer(&invalidated(&mut reader, rank));
         assert_eq!(told.is_some(), rank == RANKS - 1);
     }
 }

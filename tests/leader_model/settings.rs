@@ -128,7 +128,7 @@ fn a_worker_with_other_settings_is_turned_away_and_one_with_the_same_is_not() {
     }
 }
 
-/// The epoch of this leader was used before: its readings would be refused, and its strikes would spare the pages that
+/// The epoch of this leader was used before: its readings would be refused, and its invalidations would spare the pages that
 /// were stored then.
 #[test]
 fn a_depot_that_has_seen_the_epoch_of_a_leader_that_has_read_nothing_is_turned_away() {

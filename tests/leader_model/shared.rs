@@ -126,10 +126,10 @@ impl Shared {
     fn ended(&mut self, rank: u16, op: OpId) -> bool {
         let ended = EndedCopy {
             op,
-            whole: true,
-            whole_pages: 0,
+            complete: true,
+            complete_pages: 0,
             bytes: 64,
-            busy_us: 1,
+            copy_us: 1,
         };
         let effects = self.step(Event::Ended {
             worker: place(rank),
@@ -143,14 +143,14 @@ impl Shared {
 #[test]
 fn one_rank_of_each_shard_stores_in_turn_and_all_load() {
     let mut shared = Shared::ready();
-    for (name, storers) in [(0, [0, 2]), (2, [1, 3]), (4, [0, 2])] {
+    for (name, storing_ranks) in [(0, [0, 2]), (2, [1, 3]), (4, [0, 2])] {
         let (ranks, op) = shared.store(u64::from(name), name);
-        assert_eq!(ranks, storers);
-        assert!(!shared.ended(storers[0], op));
-        for other in (0..4).filter(|rank| !storers.contains(rank)) {
+        assert_eq!(ranks, storing_ranks);
+        assert!(!shared.ended(storing_ranks[0], op));
+        for other in (0..4).filter(|rank| !storing_ranks.contains(rank)) {
             assert!(!shared.ended(other, op), "{other} stores nothing");
         }
-        assert!(shared.ended(storers[1], op), "it is answered");
+        assert!(shared.ended(storing_ranks[1], op), "it is answered");
     }
     let load = Request::Load {
         slot: SlotId(9),
@@ -198,21 +198,21 @@ fn a_depot_is_of_one_shard() {
 }
 
 #[test]
-fn what_is_reset_is_struck_out_once_a_shard() {
+fn what_is_reset_is_invalidated_once_a_shard() {
     let mut shared = Shared::ready();
-    let strikes = shared.ask(Request::Reset {
+    let invalidations = shared.ask(Request::Reset {
         scope: ResetScope::Everything,
     });
-    let strike = |rank| Effect::Strike {
+    let invalidate = |rank| Effect::Invalidate {
         worker: place(rank),
         id: ResetId(1),
         scope: Scope::Everything,
         through: Generation(1),
         deadline: Time(0) + Duration::from_secs(5),
     };
-    assert_eq!(strikes, [strike(0), strike(2)]);
-    let mut struck = |rank| {
-        let effects = shared.step(Event::Struck {
+    assert_eq!(invalidations, [invalidate(0), invalidate(2)]);
+    let mut invalidated = |rank| {
+        let effects = shared.step(Event::Invalidated {
             worker: place(rank),
             epoch: EPOCH,
             id: ResetId(1),
@@ -220,7 +220,7 @@ fn what_is_reset_is_struck_out_once_a_shard() {
         effects.len()
     };
     assert_eq!(
-        (struck(0), struck(1), struck(3)),
+        (invalidated(0), invalidated(1), invalidated(3)),
         (0, 0, 1),
         "0 and 1 are of one shard"
     );

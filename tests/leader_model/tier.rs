@@ -183,10 +183,10 @@ impl Site {
     fn ended(&mut self, (replica, rank): (u8, u16), op: OpId) -> Vec<Effect> {
         let ended = EndedCopy {
             op,
-            whole: true,
-            whole_pages: 8,
+            complete: true,
+            complete_pages: 8,
             bytes: 64,
-            busy_us: 1,
+            copy_us: 1,
         };
         self.step(Event::Ended {
             worker: worker(replica, rank),
@@ -523,19 +523,19 @@ fn a_reset_of_a_namespace_means_the_pages_of_every_layout() {
         assert_eq!(site.lookup(2), hit(0), "they are of another layout");
         let name = format!("{scope:?}");
         let effects = site.ask(2, Request::Reset { scope });
-        let (id, scope) = strike(&effects);
+        let (id, scope) = invalidate(&effects);
         let through = listed.len();
         listed.retain(|page| !scope.contains(page.domain, page.fingerprint));
         assert_eq!(listed.len(), left, "{name} of {through}");
         let kept = listed.iter().map(|page| page.fingerprint);
         assert!(kept.eq(fingerprints[8 - left..].iter().copied()), "{name}");
         let worker = worker(0, 0);
-        let struck = Event::Struck {
+        let invalidated = Event::Invalidated {
             worker,
             epoch: EPOCH,
             id,
         };
-        let told = answer(&site.step(struck));
+        let told = answer(&site.step(invalidated));
         assert_eq!(told, Some(Ok(Answer::Reset { pages: forgotten })), "{name}");
 
         // The first engine attaches again.
@@ -546,12 +546,12 @@ fn a_reset_of_a_namespace_means_the_pages_of_every_layout() {
     }
 }
 
-fn strike(effects: &[Effect]) -> (ResetId, Scope) {
-    let strike = effects.iter().find_map(|effect| match effect {
-        Effect::Strike { id, scope, .. } => Some((*id, scope.clone())),
+fn invalidate(effects: &[Effect]) -> (ResetId, Scope) {
+    let invalidate = effects.iter().find_map(|effect| match effect {
+        Effect::Invalidate { id, scope, .. } => Some((*id, scope.clone())),
         _ => None,
     });
-    strike.expect("a worker is asked")
+    invalidate.expect("a worker is asked")
 }
 
 #[test]

@@ -239,12 +239,12 @@ impl State {
     }
 
     /// Handles the end of a copy on a rank in the leader. Returns whether this was the first report of it.
-    fn ended(&mut self, op: OpId, rank: Rank, whole: bool) -> bool {
+    fn ended(&mut self, op: OpId, rank: Rank, complete: bool) -> bool {
         let Some(fill) = self.fill.as_mut().filter(|fill| fill.op == op) else {
             return false;
         };
         let news = fill.missing.0.remove(rank);
-        fill.failed |= news && !whole;
+        fill.failed |= news && !complete;
         if fill.missing.0.is_empty() {
             self.ready = (!fill.failed && !fill.late).then_some(op);
             self.fill = None;
@@ -252,7 +252,7 @@ impl State {
         news
     }
 
-    fn end_all_of(&mut self, rank: Rank) {
+    fn fail_copies_of(&mut self, rank: Rank) {
         if let Some(op) = self.fill.as_ref().map(|fill| fill.op) {
             self.ended(op, rank, false);
         }
@@ -263,7 +263,7 @@ impl State {
         if !self.places[at(rank)].connected || Some(attach) <= self.places[at(rank)].attached {
             return false;
         }
-        self.end_all_of(rank);
+        self.fail_copies_of(rank);
         let place = &mut self.places[at(rank)];
         place.attached = Some(attach);
         if std::mem::take(&mut place.other_depot) {
@@ -304,11 +304,11 @@ impl State {
                 WorkerEffect::Report { copies, .. } => {
                     for ended in copies {
                         let epoch = place.link.expect("nobody is told without a leader");
-                        let ack = Message::Ack(rank, (epoch, ended.op), ended.whole);
+                        let ack = Message::Ack(rank, (epoch, ended.op), ended.complete);
                         self.network.send(ack);
                     }
                 }
-                WorkerEffect::GiveUp => unreachable!("time stands still"),
+                WorkerEffect::ExitProcess => unreachable!("time stands still"),
                 _ => {}
             }
         }
@@ -359,8 +359,8 @@ impl State {
     fn arrive(&mut self, rule: Rule, message: Message) -> bool {
         match message {
             Message::Attach(rank, attach) => self.attach(rank, attach),
-            Message::Ack(rank, (epoch, op), whole) => {
-                (epoch == self.epoch || rule == Rule::AnyAck) && self.ended(op, rank, whole)
+            Message::Ack(rank, (epoch, op), complete) => {
+                (epoch == self.epoch || rule == Rule::AnyAck) && self.ended(op, rank, complete)
             }
             Message::Admit(rank, attach, after) => {
                 let after = Some(after);
@@ -380,18 +380,18 @@ impl State {
         before != (self.places[at(rank)].clone(), self.network.clone())
     }
 
-    fn end(&mut self, rule: Rule, rank: Rank, copy: CopyId, whole: bool) {
+    fn end(&mut self, rule: Rule, rank: Rank, copy: CopyId, complete: bool) {
         let place = &mut self.places[at(rank)];
         place.running.retain(|running| *running != copy);
-        if whole {
+        if complete {
             place.wrote = Some(copy);
         }
         let ended = EndedCopy {
             op: copy.1,
-            whole,
-            whole_pages: 0,
+            complete,
+            complete_pages: 0,
             bytes: 0,
-            busy_us: 0,
+            copy_us: 0,
         };
         self.tell(rule, rank, WorkerEvent::CopiesEnded(vec![ended]));
     }
@@ -415,7 +415,7 @@ impl State {
     fn die(&mut self, rank: Rank) {
         self.dead += 1;
         self.cut(Rule::Built, rank);
-        self.end_all_of(rank);
+        self.fail_copies_of(rank);
         self.places[at(rank)] = Place::new();
         self.places[at(rank)].other_depot = true;
     }
@@ -482,7 +482,7 @@ impl Model for Epochs {
             Action::Store => state.store(),
             Action::Late => state.late(),
             Action::Arrive(message) => return state.arrive(self.rule, message).then_some(state),
-            Action::End(rank, copy, whole) => state.end(self.rule, rank, copy, whole),
+            Action::End(rank, copy, complete) => state.end(self.rule, rank, copy, complete),
             Action::Restart => state.restart(self.rule),
             Action::Break(rank) => {
                 state.broken += 1;
@@ -515,8 +515,8 @@ impl Model for Epochs {
             Property::always(READABLE, |_, state: &State| {
                 let served = state.ready.filter(|_| state.all_attached());
                 served.is_none_or(|op| {
-                    let whole = Some((state.epoch, op));
-                    state.places.iter().all(|place| place.wrote == whole)
+                    let complete = Some((state.epoch, op));
+                    state.places.iter().all(|place| place.wrote == complete)
                 })
             }),
             Property::always(ONE_WRITER, |_, state: &State| {

@@ -3,7 +3,7 @@
 //!
 //! One sequence of three pages in an arena of three. [`Pool`] runs in parallel.
 
-use kvferry_core::{AnchorKey, Domain, Kind, Pool, Reach, Run, Want};
+use kvferry_core::{AnchorKey, Domain, Kind, MatchGoal, Pool, PrefixMatch, Run};
 use kvferry_types::{Generation, GroupId, PageHashes, Rank, Ratio};
 use stateright::{Model, Property};
 
@@ -126,24 +126,24 @@ impl State {
         true
     }
 
-    fn end(&mut self, rank: Rank, generation: Generation, whole: bool) {
+    fn end(&mut self, rank: Rank, generation: Generation, complete: bool) {
         let writing = &mut self.writing[at(rank)];
         let which = writing.iter().position(|(_, copy)| *copy == generation);
         let (page, _) = writing.remove(which.expect("a copy"));
-        if whole {
+        if complete {
             self.wrote[at(rank)][page] = Some(generation);
         }
-        self.network.send(Message::Ack(rank, generation, whole));
+        self.network.send(Message::Ack(rank, generation, complete));
     }
 
     /// Handles an acknowledgement. Returns whether it had an effect.
-    fn ended(&mut self, rule: Rule, generation: Generation, rank: Rank, whole: bool) -> bool {
+    fn ended(&mut self, rule: Rule, generation: Generation, rank: Rank, complete: bool) -> bool {
         let meant = |fill: &Fill| fill.generation == generation || rule == Rule::AnyGeneration;
         let mut result = None;
         let mut effect = false;
         if let Some(fill) = self.fill.as_mut().filter(|fill| meant(fill)) {
             effect = fill.missing.0.remove(rank);
-            fill.failed |= effect && !whole;
+            fill.failed |= effect && !complete;
             if effect && fill.missing.0.is_empty() {
                 let failed = (fill.failed && rule != Rule::PublishFailed) || fill.late;
                 result = Some(!failed);
@@ -155,7 +155,7 @@ impl State {
                 }
             }
         }
-        self.tell(Event::Ended(generation, rank, whole, result));
+        self.tell(Event::Ended(generation, rank, complete, result));
         effect
     }
 
@@ -222,13 +222,13 @@ impl Model for Growth {
                     return None;
                 }
             }
-            Action::Arrive(Message::Ack(rank, generation, whole)) => {
-                if !state.ended(self.rule, generation, rank, whole) {
+            Action::Arrive(Message::Ack(rank, generation, complete)) => {
+                if !state.ended(self.rule, generation, rank, complete) {
                     state.differs = self.compare(&state);
                     return state.differs.is_some().then_some(state);
                 }
             }
-            Action::End(rank, generation, whole) => state.end(rank, generation, whole),
+            Action::End(rank, generation, complete) => state.end(rank, generation, complete),
             Action::Late => state.late(self.rule),
         }
         state.differs = self.compare(&state);
@@ -279,7 +279,7 @@ impl Growth {
         for event in state.past.events() {
             match event {
                 Event::Grow => {
-                    let tail = pool.longest(domain, sequence, 0, Want::Present);
+                    let tail = pool.longest(domain, sequence, 0, MatchGoal::Present);
                     let position = tail.map_or(0, |tail| tail.pages);
                     let kind = tail.map_or(Kind::New, |_| Kind::Growth);
                     let (mut reserved, mut evicted) = (Vec::new(), Vec::new());
@@ -299,8 +299,8 @@ impl Growth {
                     pool.start_filling(reserved.generation, Missing::all().0);
                 }
                 Event::Late(generation) => pool.quarantine(generation),
-                Event::Ended(generation, rank, whole, expected) => {
-                    let result = pool.ended(generation, rank, whole);
+                Event::Ended(generation, rank, complete, expected) => {
+                    let result = pool.ended(generation, rank, complete);
                     if result != expected {
                         return Some(format!(
                             "{generation}, {rank}: {result:?}, not {expected:?}"
@@ -311,7 +311,7 @@ impl Growth {
         }
         let mut runs: Vec<Run> = Vec::new();
         let found = pool.walk(domain, sequence, 0, &mut runs);
-        let expected = Reach {
+        let expected = PrefixMatch {
             end: state.ready.len() as u32,
             pending: state.fill.is_some(),
         };

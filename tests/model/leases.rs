@@ -152,11 +152,11 @@ impl State {
         if let Some(block) = self.block(id) {
             block.pins -= 1;
         }
-        self.bury();
+        self.free_if_unheld();
     }
 
     /// Removes retired blocks that are neither filling nor held.
-    fn bury(&mut self) {
+    fn free_if_unheld(&mut self) {
         self.blocks
             .retain(|block| block.filling || !block.retired || block.pins > 0);
     }
@@ -252,12 +252,12 @@ impl State {
     }
 
     /// Handles the end of a copy on a rank. Returns whether this was the first report of it.
-    fn ended(&mut self, rule: Rule, id: OpId, rank: Rank, whole: bool) -> bool {
+    fn ended(&mut self, rule: Rule, id: OpId, rank: Rank, complete: bool) -> bool {
         let Some(op) = self.ops.iter_mut().find(|op| op.id == id) else {
             return false;
         };
         let news = op.missing.0.remove(rank);
-        op.failed |= news && !whole;
+        op.failed |= news && !complete;
         let (op, last) = (op.clone(), op.missing.0.is_empty());
         let again = rule == Rule::ReleaseAgain && !news && op.load;
         let first = rule == Rule::UntilFirst && op.leased;
@@ -290,7 +290,7 @@ impl State {
             block.filling = false;
             block.retired |= failed;
         }
-        self.bury();
+        self.free_if_unheld();
         self.touch(op.block);
     }
 
@@ -336,7 +336,7 @@ impl State {
             .for_each(|block| block.retired = true);
         // A load must not read pages of the new depot, so no hold outlives the old one.
         (0..NAMES).for_each(|name| self.let_go(name));
-        self.bury();
+        self.free_if_unheld();
         self.closing = !self.ops.is_empty();
         let worker = worker(rank);
         self.tell(Event::WorkerDead(worker));
@@ -435,14 +435,14 @@ impl Model for Leases {
                 let slot = SlotId(name as u64);
                 state.ask(Request::Finish { slot });
             }
-            Action::Ended(op, rank, whole) => {
-                let news = state.ended(self.rule, op, rank, whole);
+            Action::Ended(op, rank, complete) => {
+                let news = state.ended(self.rule, op, rank, complete);
                 let ended = EndedCopy {
                     op,
-                    whole,
-                    whole_pages: 0,
+                    complete,
+                    complete_pages: 0,
                     bytes: 0,
-                    busy_us: 0,
+                    copy_us: 0,
                 };
                 state.tell(Event::Ended {
                     worker: worker(rank),

@@ -4,7 +4,7 @@
 //! Two pages, three sequences of one page each. A leader reserves, orders, receives acknowledgements, gives up at
 //! deadlines and restarts; workers copy, fail and die. [`Pool`] runs in parallel.
 
-use kvferry_core::{AnchorKey, Domain, Pool, Want};
+use kvferry_core::{AnchorKey, Domain, MatchGoal, Pool};
 use kvferry_types::{Epoch, Generation, GroupId, PageHashes, Rank, Ratio};
 use stateright::{Model, Property};
 
@@ -88,7 +88,7 @@ enum Message {
         rank: Rank,
         epoch: Epoch,
         generation: Generation,
-        whole: bool,
+        complete: bool,
     },
 }
 
@@ -205,11 +205,11 @@ impl State {
         true
     }
 
-    fn end(&mut self, rank: Rank, store: StoreId, whole: bool) {
+    fn end(&mut self, rank: Rank, store: StoreId, complete: bool) {
         let writing = &mut self.writing[at(rank)];
         let which = writing.iter().position(|(_, running)| *running == store);
         let (page, _) = writing.remove(which.expect("a copy"));
-        if whole {
+        if complete {
             self.wrote[at(rank)][page] = Some(store);
         }
         let (epoch, generation) = store;
@@ -217,12 +217,18 @@ impl State {
             rank,
             epoch,
             generation,
-            whole,
+            complete,
         });
     }
 
     /// Handles an acknowledgement. `None` when it has no effect.
-    fn ended(&mut self, rule: Rule, generation: Generation, rank: Rank, whole: bool) -> Option<()> {
+    fn ended(
+        &mut self,
+        rule: Rule,
+        generation: Generation,
+        rank: Rank,
+        complete: bool,
+    ) -> Option<()> {
         let filling = |block: &&mut Block| block.fill.is_some();
         let mut blocks = self.blocks.iter_mut().filter(filling);
         let block = match rule {
@@ -236,7 +242,7 @@ impl State {
             return None;
         }
         fill.answers += 1;
-        fill.failed |= !whole;
+        fill.failed |= !complete;
         let all = match rule {
             Rule::Count => fill.answers >= RANKS,
             _ => fill.missing.0.is_empty(),
@@ -259,7 +265,7 @@ impl State {
                 self.freed = true;
             }
         }
-        self.tell(Event::Ended(generation, rank, whole, result));
+        self.tell(Event::Ended(generation, rank, complete, result));
         Some(())
     }
 
@@ -395,19 +401,19 @@ impl Model for Publish {
                 rank,
                 epoch,
                 generation,
-                whole,
+                complete,
             }) => {
                 if epoch != state.epoch && self.rule != Rule::AnyEpoch {
                     return None;
                 }
-                if state.ended(self.rule, generation, rank, whole).is_none() {
+                if state.ended(self.rule, generation, rank, complete).is_none() {
                     // The pool must ignore the acknowledgement as well.
-                    state.tell(Event::Ended(generation, rank, whole, None));
+                    state.tell(Event::Ended(generation, rank, complete, None));
                     state.differs = self.compare(&state);
                     return state.differs.is_some().then_some(state);
                 }
             }
-            Action::End(rank, store, whole) => state.end(rank, store, whole),
+            Action::End(rank, store, complete) => state.end(rank, store, complete),
             Action::Late(generation) => state.late(self.rule, generation),
             Action::Die(rank) => state.die(self.rule, rank),
             Action::Restart => state.restart(),
@@ -504,8 +510,8 @@ impl Publish {
                     pool.start_filling(reserved.generation, Missing::all().0);
                 }
                 Event::Late(generation) => pool.quarantine(generation),
-                Event::Ended(generation, rank, whole, expected) => {
-                    let result = pool.ended(generation, rank, whole);
+                Event::Ended(generation, rank, complete, expected) => {
+                    let result = pool.ended(generation, rank, complete);
                     if result != expected {
                         return Some(format!(
                             "{generation}, {rank}: {result:?}, not {expected:?}"
@@ -537,7 +543,7 @@ impl Publish {
             return Some(format!("{states:?}, not {expected:?}"));
         }
         for name in 0..NAMES {
-            let found = pool.longest(domain, &sequence(name), 0, Want::Readable);
+            let found = pool.longest(domain, &sequence(name), 0, MatchGoal::Readable);
             let readable = found.is_some_and(|found| found.ready > 0);
             let expected = |block: &&Block| block.name == name && block.fill.is_none();
             if readable != state.blocks.iter().any(|block| expected(&block)) {

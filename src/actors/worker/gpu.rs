@@ -130,7 +130,7 @@ impl Host {
                 Again::End => {
                     let why = refusal.why.clone();
                     tracing::error!(worker = %self.worker, why, "this worker ends: its successor asks the driver again");
-                    self.teller.give_up(why.clone());
+                    self.readiness.give_up(why.clone());
                     return Err(invalid(why));
                 }
                 Again::Try => {}
@@ -141,7 +141,7 @@ impl Host {
             GpuState::Starting(uuid, pinned) => (*uuid, Err(not_ready(pinning(*pinned, bytes)))),
             GpuState::None | GpuState::Failed(..) | GpuState::LettingGo(_) => {
                 self.gpu = GpuState::Starting(uuid, 0);
-                self.teller.pinned(Some(0));
+                self.readiness.pinned(Some(0));
                 let text = pinning(0, bytes);
                 let (transfer, myself) = (self.transfer.clone(), self.myself.clone());
                 let (number, way) = (self.number, self.gpu_copy);
@@ -205,7 +205,7 @@ impl Host {
                     "the driver does not let {uuid} go: its host memory is still pinned after {LETTING_GO_LIMIT:?}"
                 );
                 tracing::error!(worker = %self.worker, why, "this worker ends");
-                self.teller.give_up(why.clone());
+                self.readiness.give_up(why.clone());
                 Some(why)
             }
         }
@@ -237,7 +237,7 @@ impl Host {
     pub(super) fn gpu_lost(&self, error: CudaError) {
         let why = format!("{} does not work any more: {error}", self.gpu_name());
         tracing::error!(worker = %self.worker, why, "this worker ends");
-        self.teller.give_up(why);
+        self.readiness.give_up(why);
     }
 
     fn gpu_name(&self) -> String {
@@ -253,7 +253,7 @@ impl Host {
     pub(super) fn pinned(&mut self, bytes: u64) {
         if let GpuState::Starting(_, pinned) = &mut self.gpu {
             *pinned = bytes;
-            self.teller.pinned(Some(bytes));
+            self.readiness.pinned(Some(bytes));
         }
     }
 
@@ -294,7 +294,7 @@ impl Host {
             }
             Err(refusal) => {
                 tracing::error!(worker = %self.worker, why = refusal.why, "no GPU");
-                self.teller.pinned(None);
+                self.readiness.pinned(None);
                 failed = Some(refusal.why.clone());
                 match self.gpu {
                     GpuState::Starting(uuid, _) => {
@@ -337,7 +337,7 @@ impl Host {
             since: self.clock.now(),
         });
         tracing::info!(worker = %self.worker, idle = ?self.gpu_idle, "no engine: the GPU is let go");
-        self.teller.pinned(None);
+        self.readiness.pinned(None);
         // On a thread of its own, because the drop waits for running copies, and unpinning takes as long as pinning.
         tokio::task::spawn_blocking(move || drop(gpu));
     }

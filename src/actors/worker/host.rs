@@ -10,13 +10,13 @@ use super::{UNPROVEN, WorkerMessage};
 use crate::gpu::EngineSide;
 use crate::pool::Progress;
 use crate::processes::{self, Process};
-use crate::teller::Teller;
+use crate::readiness::ReadinessReporter;
 use crate::transfer::TransferMessage;
 use kvferry_cuda::Announced;
 use kvferry_memory::{BufferError, Depot, LifelineEnd};
 use kvferry_protocol::limits::PAGE_RECORDS_MAX;
 use kvferry_protocol::{ErrorBody, ErrorCode, Inventory, Message, ReadInventory};
-use kvferry_shell::{Fatal, Peers, Registering, STRIKE_SLICE_SLOTS, WorkerHost};
+use kvferry_shell::{Fatal, INVALIDATE_SLICE_SLOTS, Peers, Registering, WorkerHost};
 use kvferry_transport::{Client, Clock, FdReceiver, LinkId, PeerId, Replier};
 use kvferry_types::{
     Copy, DepotId, EngineId, Epoch, GpuCopy, GroupGeometry, OpId, PageRun, Record, Registration,
@@ -33,7 +33,7 @@ pub(super) struct Host {
     pub(super) leader: Client,
     pub(super) transfer: ActorRef<TransferMessage>,
     pub(super) progress: Arc<Progress>,
-    pub(super) teller: Teller,
+    pub(super) readiness: ReadinessReporter,
     pub(super) depot: Option<Arc<Depot>>,
     pub(super) prefaulted: bool,
     /// Engine memory that is being closed, with its engine.
@@ -210,7 +210,7 @@ impl WorkerHost for Host {
     }
 
     fn unlist(&mut self, run: PageRun) -> Result<(), Fatal> {
-        Ok(self.inventory(|depot, page_bytes| depot.strike_out(page_bytes, run))?)
+        Ok(self.inventory(|depot, page_bytes| depot.unlist_run(page_bytes, run))?)
     }
 
     fn unlist_scope(
@@ -219,14 +219,14 @@ impl WorkerHost for Host {
         through: Stored,
         from: u32,
     ) -> Result<Option<u32>, Fatal> {
-        let count = STRIKE_SLICE_SLOTS;
+        let count = INVALIDATE_SLICE_SLOTS;
         Ok(self.inventory(|depot, page_bytes| {
-            depot.strike_scope(page_bytes, scope, through, from, count)
+            depot.invalidate_scope(page_bytes, scope, through, from, count)
         })?)
     }
 
-    fn strike_later(&mut self) -> Result<(), Fatal> {
-        Ok(self.myself.cast(WorkerMessage::Strike)?)
+    fn invalidate_later(&mut self) -> Result<(), Fatal> {
+        Ok(self.myself.cast(WorkerMessage::Invalidate)?)
     }
 
     fn list(&mut self, record: &Record) {
@@ -255,6 +255,6 @@ impl WorkerHost for Host {
     fn invalid_copy(&mut self, _: OpId, _: &str) {}
 
     fn report_problem(&mut self, why: &str) {
-        self.teller.problem(why.to_owned());
+        self.readiness.problem(why.to_owned());
     }
 }

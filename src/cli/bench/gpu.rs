@@ -293,7 +293,7 @@ impl Giver {
         while copies > 0 {
             match self.outcomes.recv_timeout(PATIENCE).map_err(text)? {
                 Outcome::Ended(ended) => {
-                    if !ended.iter().all(|copy| copy.whole) {
+                    if !ended.iter().all(|copy| copy.complete) {
                         return Err("a copy was refused: see above".to_owned());
                     }
                     copies = copies.saturating_sub(ended.len());
@@ -510,10 +510,10 @@ impl Bench {
     fn row(&self, kib: u32, side: Side) -> Result<Row, String> {
         let fragment = u64::from(kib) << 10;
         let cut = self.cut(fragment)?;
-        let whole = self.pages(cut.bytes, 1, gather(&[0], 0))?;
+        let complete = self.pages(cut.bytes, 1, gather(&[0], 0))?;
         let alone = &self.one_by_one;
         let asynchronous = self.asynchronous.then_some(alone);
-        self.check(alone, alone, &whole)?;
+        self.check(alone, alone, &complete)?;
         match &self.together {
             Some(batched) => {
                 self.check(alone, batched, &cut)?;
@@ -522,7 +522,7 @@ impl Bench {
             None => self.check(alone, alone, &cut)?,
         }
         let ways = [
-            (Some(alone), &whole),
+            (Some(alone), &complete),
             (asynchronous, &cut),
             (self.together.as_ref(), &cut),
         ];

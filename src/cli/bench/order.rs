@@ -110,8 +110,8 @@ pub(super) async fn measure(
         })?;
         let copies =
             copies.ok_or_else(|| CommandError::Failed("the actor has ended".to_owned()))?;
-        let whole = copies.iter().filter(|copy| copy.whole).count();
-        if whole != 1 {
+        let complete = copies.iter().filter(|copy| copy.complete).count();
+        if complete != 1 {
             let text = format!("a copy of one page ended as {copies:?}");
             return Err(CommandError::Failed(text));
         }

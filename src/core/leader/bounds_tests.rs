@@ -59,9 +59,9 @@ fn answers(effects: &[Effect]) -> Vec<Result<Answer, Refusal>> {
     answers.collect()
 }
 
-fn strikes(effects: &[Effect]) -> usize {
-    let strike = |effect: &&Effect| matches!(effect, Effect::Strike { .. });
-    effects.iter().filter(strike).count()
+fn invalidations(effects: &[Effect]) -> usize {
+    let invalidate = |effect: &&Effect| matches!(effect, Effect::Invalidate { .. });
+    effects.iter().filter(invalidate).count()
 }
 
 /// Looks a sequence up in a slot of its own and finishes the slot; returns the number of pages found.
@@ -92,10 +92,10 @@ fn store(leader: &mut Leader, now: Time, id: u64, slot: u64, first_page: u32, en
     let copies = effects.iter().filter_map(|effect| match effect {
         Effect::Copy { copy, .. } => Some(EndedCopy {
             op: copy.op,
-            whole: true,
-            whole_pages: 0,
+            complete: true,
+            complete_pages: 0,
             bytes: 0,
-            busy_us: 0,
+            copy_us: 0,
         }),
         _ => None,
     });
@@ -121,9 +121,9 @@ fn store_all(leader: &mut Leader, id: u64, namespace: u8, hashes: &PageHashes) {
     request(leader, Time(0), id + 1_000_000, finish);
 }
 
-/// Ticks until no timer is due within 1 s; returns all answers, the number of strikes and the number of steps.
+/// Ticks until no timer is due within 1 s; returns all answers, the number of invalidations and the number of steps.
 fn go_on(leader: &mut Leader, now: &mut Time) -> (Vec<Result<Answer, Refusal>>, usize, usize) {
-    let (mut answered, mut struck, mut steps) = (Vec::new(), 0, 0);
+    let (mut answered, mut invalidated, mut steps) = (Vec::new(), 0, 0);
     while let Some(at) = leader
         .next_timeout()
         .filter(|at| now.until(*at) < Duration::from_secs(1))
@@ -131,20 +131,20 @@ fn go_on(leader: &mut Leader, now: &mut Time) -> (Vec<Result<Answer, Refusal>>, 
         *now = at;
         let effects = step(leader, at, Event::Tick);
         answered.extend(answers(&effects));
-        struck += strikes(&effects);
+        invalidated += invalidations(&effects);
         steps += 1;
     }
-    (answered, struck, steps)
+    (answered, invalidated, steps)
 }
 
-fn struck(leader: &mut Leader, now: Time) -> Vec<Effect> {
+fn invalidated(leader: &mut Leader, now: Time) -> Vec<Effect> {
     let id = leader.resets.last();
-    let struck = Event::Struck {
+    let invalidated = Event::Invalidated {
         worker: WORKER,
         epoch: Epoch(1),
         id,
     };
-    step(leader, now, struck)
+    step(leader, now, invalidated)
 }
 
 #[test]
@@ -158,7 +158,7 @@ fn a_reset_of_many_pages_is_done_in_bounded_slices_and_others_are_served_between
 
     let scope = ResetScope::Pages(vec![7], sequence(131_072, 1));
     let effects = request(&mut leader, now, 5_000_000, Request::Reset { scope });
-    assert_eq!((answers(&effects), strikes(&effects)), (vec![], 0));
+    assert_eq!((answers(&effects), invalidations(&effects)), (vec![], 0));
     // From the first step on no page of the reset is found, and all other pages are.
     assert_eq!(found(&mut leader, now, 6_000_000, 7, &meant), 0);
     assert_eq!(found(&mut leader, now, 6_000_002, 8, &other), 256);
@@ -192,9 +192,9 @@ fn a_reset_of_many_pages_is_done_in_bounded_slices_and_others_are_served_between
 
     // The shard receives no second request over the same connection, however long it takes.
     now = now + Duration::from_secs(30);
-    assert_eq!(strikes(&step(&mut leader, now, Event::Tick)), 0);
+    assert_eq!(invalidations(&step(&mut leader, now, Event::Tick)), 0);
     let forgotten = Ok(Answer::Reset { pages: 1024 });
-    assert_eq!(answers(&struck(&mut leader, now)), [forgotten]);
+    assert_eq!(answers(&invalidated(&mut leader, now)), [forgotten]);
     assert_eq!(found(&mut leader, now, 8_000_000, 8, &other), 256);
     assert_eq!(found(&mut leader, now, 8_000_002, 7, &young), 8);
     assert!(
@@ -237,13 +237,16 @@ fn a_worker_is_asked_again_over_another_connection_only() {
     let everything = || Request::Reset {
         scope: ResetScope::Everything,
     };
-    assert_eq!(strikes(&request(&mut leader, Time(0), 1, everything())), 1);
-    let lost = step(&mut leader, Time(1), Event::WorkerLost(WORKER));
-    assert_eq!(strikes(&lost), 0, "nobody is there");
-    let again = Event::Attached(attached(AttachId(1), 32));
-    assert_eq!(strikes(&step(&mut leader, Time(2), again)), 1);
     assert_eq!(
-        answers(&struck(&mut leader, Time(3))),
+        invalidations(&request(&mut leader, Time(0), 1, everything())),
+        1
+    );
+    let lost = step(&mut leader, Time(1), Event::WorkerLost(WORKER));
+    assert_eq!(invalidations(&lost), 0, "nobody is there");
+    let again = Event::Attached(attached(AttachId(1), 32));
+    assert_eq!(invalidations(&step(&mut leader, Time(2), again)), 1);
+    assert_eq!(
+        answers(&invalidated(&mut leader, Time(3))),
         [Ok(Answer::Reset { pages: 0 })]
     );
 }

@@ -8,7 +8,7 @@ use kvferry_types::{Answer, EngineId, OpId, SlotId};
 
 use super::store::{Stopped, StoreKey};
 use super::timers::{Timer, Timers};
-use super::{Due, Leader};
+use super::{Leader, ReplyTo};
 
 /// Open `cancel_stores` requests of one engine, at most; about 100 bytes each, and 8 bytes for each store that one of
 /// them waits for.
@@ -20,7 +20,7 @@ pub(super) type CancelId = u64;
 /// A `cancel_stores` request that has not been answered.
 #[derive(Debug)]
 struct Cancelling {
-    due: Due,
+    reply_to: ReplyTo,
     /// Stores that were in flight when it arrived.
     stores: u32,
     /// Those of them that have not been answered.
@@ -41,16 +41,22 @@ impl Cancels {
 
     fn of(&self, engine: EngineId) -> usize {
         let open = self.open.values();
-        open.filter(|cancelling| cancelling.due.engine == engine)
+        open.filter(|cancelling| cancelling.reply_to.engine == engine)
             .count()
     }
 
     /// Adds a request that waits for `missing` of its `stores` stores.
-    fn wait(&mut self, due: Due, stores: u32, missing: u32, timers: &mut Timers) -> CancelId {
+    fn wait(
+        &mut self,
+        reply_to: ReplyTo,
+        stores: u32,
+        missing: u32,
+        timers: &mut Timers,
+    ) -> CancelId {
         self.last += 1;
-        timers.set(due.deadline, Timer::Cancel(self.last));
+        timers.set(reply_to.deadline, Timer::Cancel(self.last));
         let cancelling = Cancelling {
-            due,
+            reply_to,
             stores,
             missing,
         };
@@ -59,15 +65,17 @@ impl Cancels {
     }
 
     /// A store of this request was answered. Returns the request with its number of stores if that was the last one.
-    fn store_ended(&mut self, id: CancelId, timers: &mut Timers) -> Option<(Due, u32)> {
+    fn store_ended(&mut self, id: CancelId, timers: &mut Timers) -> Option<(ReplyTo, u32)> {
         let cancelling = self.open.get_mut(&id)?;
         cancelling.missing -= 1;
         if cancelling.missing > 0 {
             return None;
         }
-        let Cancelling { due, stores, .. } = self.open.remove(&id)?;
-        timers.clear(due.deadline, Timer::Cancel(id));
-        Some((due, stores))
+        let Cancelling {
+            reply_to, stores, ..
+        } = self.open.remove(&id)?;
+        timers.clear(reply_to.deadline, Timer::Cancel(id));
+        Some((reply_to, stores))
     }
 }
 
@@ -75,21 +83,21 @@ impl Leader {
     /// Stops the stores of an engine, or of one of its slots. Answers after the last of them has been answered.
     pub(super) fn cancel_stores(
         &mut self,
-        due: Due,
+        reply_to: ReplyTo,
         slot: Option<SlotId>,
         effects: &mut Vec<Effect>,
     ) -> Result<Option<Answer>, Refusal> {
         // Copies that an older leader ordered may read the engine's pages, and this leader has no record of them.
-        if !self.roster.all_clear() {
+        if !self.roster.all_fenced() {
             return Err(self.roster.not_ready());
         }
-        if self.cancels.of(due.engine) >= CANCELS_MAX {
+        if self.cancels.of(reply_to.engine) >= CANCELS_MAX {
             return Err(Refusal::Limit {
                 limit: "cancel_stores of an engine under way",
                 max: CANCELS_MAX as u64,
             });
         }
-        let mut keys = self.stores.of(due.engine, slot);
+        let mut keys = self.stores.of(reply_to.engine, slot);
         let stores = u32::try_from(keys.len()).unwrap_or(u32::MAX);
         keys.iter().for_each(|key| self.stop_store(*key, effects));
         keys.retain(|key| self.stores.contains(*key));
@@ -97,7 +105,9 @@ impl Leader {
             return Ok(Some(Answer::CancelStores { stores }));
         }
         let missing = u32::try_from(keys.len()).unwrap_or(u32::MAX);
-        let id = self.cancels.wait(due, stores, missing, &mut self.timers);
+        let id = self
+            .cancels
+            .wait(reply_to, stores, missing, &mut self.timers);
         for key in keys {
             self.stores.add_cancel(key, id);
         }
@@ -121,9 +131,9 @@ impl Leader {
     /// A store was answered: answers the `cancel_stores` requests that waited for no other store.
     pub(super) fn cancelled(&mut self, cancels: &[CancelId], effects: &mut Vec<Effect>) {
         for id in cancels {
-            if let Some((due, stores)) = self.cancels.store_ended(*id, &mut self.timers) {
+            if let Some((reply_to, stores)) = self.cancels.store_ended(*id, &mut self.timers) {
                 let answer = Ok(Answer::CancelStores { stores });
-                self.answer(due.engine, due.id, answer, effects);
+                self.answer(reply_to.engine, reply_to.id, answer, effects);
             }
         }
     }
@@ -131,9 +141,12 @@ impl Leader {
     /// The deadline of a `cancel_stores` request has passed: refuses it. Its stores stay stopped, and are answered when
     /// they have ended.
     pub(super) fn cancel_due(&mut self, id: CancelId, effects: &mut Vec<Effect>) {
-        if let Some(Cancelling { due, missing, .. }) = self.cancels.open.remove(&id) {
+        if let Some(Cancelling {
+            reply_to, missing, ..
+        }) = self.cancels.open.remove(&id)
+        {
             let refusal = Refusal::StillRead { stores: missing };
-            self.answer(due.engine, due.id, Err(refusal), effects);
+            self.answer(reply_to.engine, reply_to.id, Err(refusal), effects);
         }
     }
 }

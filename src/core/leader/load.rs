@@ -11,7 +11,7 @@ use kvferry_types::{Answer, Copy, Direction, EngineId, GroupGeometry, Replica};
 use kvferry_types::{FragmentPair, OpId, PageCursor, PageList, RequestId, SlotId};
 
 use super::transfers::{Begun, Outcome};
-use super::{Due, Leader};
+use super::{Leader, ReplyTo};
 
 /// Runs of the arena that one load reads, at most. A load of more runs copies the first ones, and its answer gives the
 /// number of pages: an order that names all of them could not be encoded, or not be decoded.
@@ -20,7 +20,7 @@ pub const LOAD_RUNS_MAX: usize = 65_536;
 /// A load whose copy has not ended.
 #[derive(Debug)]
 struct Load {
-    due: Due,
+    reply_to: ReplyTo,
     /// Pins on its source pages, released when the copy has ended.
     lease: Vec<Pin>,
 }
@@ -43,28 +43,28 @@ impl Loads {
 impl Leader {
     pub(super) fn load(
         &mut self,
-        due: Due,
+        reply_to: ReplyTo,
         id: SlotId,
         first_page: u32,
         destination: &PageList,
         after: RequestId,
         effects: &mut Vec<Effect>,
     ) -> Result<(), Refusal> {
-        if after >= due.id && after != RequestId(0) {
+        if after >= reply_to.id && after != RequestId(0) {
             return Err(Refusal::Invalid {
                 field: "after",
                 value: after.0.to_string(),
                 remedy: "name the last number that the ranks were given, which is below the load's own id",
             });
         }
-        let (replica, geometry) = self.served(due.engine)?;
+        let (replica, geometry) = self.served(reply_to.engine)?;
         check_device_pages(geometry, "destination", destination)?;
         let (tokens_per_page, ranks) = (geometry.engine_page_tokens, self.roster.ranks());
         let layout = geometry.layout_fingerprint;
         let Some(pool) = self.tier.serving_mut() else {
             return Err(Refusal::Reading);
         };
-        let slot = self.sessions.open(due.engine).slot(id, layout)?;
+        let slot = self.sessions.open(reply_to.engine).slot(id, layout)?;
         let pages = u32::try_from(destination.pages()).unwrap_or(u32::MAX);
         let end = first_page.saturating_add(pages);
         let not_pinned = Refusal::NotPinned {
@@ -110,19 +110,19 @@ impl Leader {
             direction: Direction::Load,
             ranks,
             pages,
-            deadline: due.deadline,
+            deadline: reply_to.deadline,
         };
         self.transfers.begin(begun, &mut self.timers);
-        self.loads.0.insert(op, Load { due, lease });
+        self.loads.0.insert(op, Load { reply_to, lease });
         let copy = Copy {
             op,
-            engine: due.engine,
+            engine: reply_to.engine,
             direction: Direction::Load,
             pairs,
-            request: due.id,
+            request: reply_to.id,
             after,
             record: None,
-            deadline: due.deadline,
+            deadline: reply_to.deadline,
         };
         effects.push(Effect::Copy {
             replica,
@@ -134,18 +134,18 @@ impl Leader {
 
     /// The copy of a load has ended: releases its lease and answers it.
     pub(super) fn load_ended(&mut self, id: OpId, outcome: Outcome, effects: &mut Vec<Effect>) {
-        let Some(Load { due, lease }) = self.loads.0.remove(&id) else {
+        let Some(Load { reply_to, lease }) = self.loads.0.remove(&id) else {
             return;
         };
         if let Some(pool) = self.tier.pool_mut() {
             lease.into_iter().for_each(|pin| pool.unpin(pin));
         }
-        let answer = match outcome.whole_pages {
+        let answer = match outcome.complete_pages {
             0 => Err(Refusal::CopyFailed(outcome.failed)),
             pages => Ok(Answer::Load { pages }),
         };
         self.counts.failed_copies += u64::from(outcome.failed > 0);
-        self.answer(due.engine, due.id, answer, effects);
+        self.answer(reply_to.engine, reply_to.id, answer, effects);
     }
 
     /// The replica of an engine that is served, and the geometry of its memory.

@@ -9,13 +9,13 @@ use kvferry_types::Answer;
 use kvferry_types::{PageHashes, SlotId, Time};
 
 use super::timers::Timer;
-use super::{Due, Leader, release_holds};
+use super::{Leader, ReplyTo, release_holds};
 
 impl Leader {
     pub(super) fn lookup(
         &mut self,
         now: Time,
-        due: Due,
+        reply_to: ReplyTo,
         id: SlotId,
         namespace: &[u8],
         hashes: PageHashes,
@@ -28,19 +28,19 @@ impl Leader {
                 remedy: "at most the number of page hashes",
             });
         }
-        let (_, geometry) = self.served(due.engine)?;
+        let (_, geometry) = self.served(reply_to.engine)?;
         let tokens_per_page = geometry.engine_page_tokens;
         let layout = geometry.layout_fingerprint;
         let domain = self.domain(geometry, namespace);
-        let session = self.sessions.get(due.engine);
-        if session.is_some_and(|session| session.is_finished(due.id, id)) {
+        let session = self.sessions.get(reply_to.engine);
+        if session.is_some_and(|session| session.is_finished(reply_to.id, id)) {
             return Err(Refusal::UnknownSlot(id));
         }
-        self.open_slot(due, id, domain, layout, hashes)?;
+        self.open_slot(reply_to, id, domain, layout, hashes)?;
         let Some(pool) = self.tier.serving_mut() else {
             return Err(Refusal::Reading);
         };
-        let slot = self.sessions.open(due.engine).any_slot(id);
+        let slot = self.sessions.open(reply_to.engine).any_slot(id);
         let slot = slot.ok_or(Refusal::UnknownSlot(id))?;
 
         let mut runs: Vec<Run> = Vec::new();
@@ -63,7 +63,7 @@ impl Leader {
         }
         let until = now + self.settings.hold_for;
         if slot.hold_until(until) {
-            self.timers.set(until, Timer::Hold(due.engine, id));
+            self.timers.set(until, Timer::Hold(reply_to.engine, id));
         }
         let found = Decision::Found {
             device_pages,
@@ -83,22 +83,28 @@ impl Leader {
     /// Opens the slot, or resets it: the holds of an earlier lookup are released.
     fn open_slot(
         &mut self,
-        due: Due,
+        reply_to: ReplyTo,
         id: SlotId,
         domain: Domain,
         layout: [u8; 16],
         hashes: PageHashes,
     ) -> Result<(), Refusal> {
-        let before = self.sessions.open(due.engine).take_slot(id);
+        let before = self.sessions.open(reply_to.engine).take_slot(id);
         let digest = match before {
             Some(mut slot) => {
-                release_holds(&mut slot, due.engine, id, &mut self.tier, &mut self.timers);
+                release_holds(
+                    &mut slot,
+                    reply_to.engine,
+                    id,
+                    &mut self.tier,
+                    &mut self.timers,
+                );
                 slot.into_digest()
             }
             None => RequestDigest::new(self.settings.record_decisions),
         };
         let slot = Slot::new(domain, layout, hashes, digest);
-        self.sessions.open(due.engine).open_slot(id, slot)?;
+        self.sessions.open(reply_to.engine).open_slot(id, slot)?;
         Ok(())
     }
 }

@@ -229,10 +229,10 @@ impl Leader {
                 };
                 self.inventory(now, part, effects);
             }
-            Event::Struck { worker, epoch, id } => {
+            Event::Invalidated { worker, epoch, id } => {
                 // The numbers of resets start again with each leader.
                 if epoch == self.settings.epoch {
-                    self.struck(now, worker, id, effects);
+                    self.invalidated(now, worker, id, effects);
                 }
             }
             Event::Request {
@@ -241,12 +241,12 @@ impl Leader {
                 deadline,
                 request,
             } => {
-                let due = Due {
+                let reply_to = ReplyTo {
                     engine,
                     id,
                     deadline: deadline.min(now + self.settings.deadline_max),
                 };
-                self.request(now, due, request, effects);
+                self.request(now, reply_to, request, effects);
             }
             Event::Ended {
                 worker,
@@ -260,9 +260,9 @@ impl Leader {
             Event::Tick => {}
         }
         self.fire_timers(now, effects);
-        self.settle_tier(now, effects);
-        self.go_on_with_resets(now, effects);
-        self.stop_workers(effects);
+        self.reopen_tier(now, effects);
+        self.run_reset_slice(now, effects);
+        self.send_cancels(effects);
     }
 
     /// When the next [`Event::Tick`] is due.
@@ -462,9 +462,9 @@ impl Leader {
                 Timer::Cancel(id) => self.cancel_due(id, effects),
                 Timer::Reading => self.reading_due(now, effects),
                 Timer::Owed(worker) => self.reading_owed(now, worker),
-                Timer::Silent => {
+                Timer::AttachOverdue => {
                     let fence = self.settings.fence;
-                    self.roster.silent_due(now, fence, &mut self.timers);
+                    self.roster.check_overdue(now, fence, &mut self.timers);
                 }
                 Timer::Engine(engine) => self.forget_engine(engine),
             }
@@ -500,7 +500,7 @@ fn release_holds(
 
 /// The engine and request that wait for an answer, and the deadline of that answer.
 #[derive(Debug, Clone, Copy)]
-struct Due {
+struct ReplyTo {
     engine: EngineId,
     id: RequestId,
     deadline: Time,

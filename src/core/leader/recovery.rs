@@ -17,7 +17,7 @@ use super::Leader;
 use super::roster::Roster;
 use super::tier::TierKey;
 use super::timers::{Timer, Timers};
-use super::transfers::LOOKS;
+use super::transfers::CHECKS_MAX;
 
 /// The part of one shard's inventory that was read so far. At most one record of 112 bytes for each arena page.
 #[derive(Debug, Default)]
@@ -207,7 +207,7 @@ impl Recovery {
             return false;
         };
         let due = now + fence / 4;
-        let expired = owed.looks + 1 >= LOOKS;
+        let expired = owed.looks + 1 >= CHECKS_MAX;
         let looks = if expired { 0 } else { owed.looks + 1 };
         self.note_owed(worker, Owed { due, looks, ..owed }, timers);
         expired
@@ -293,7 +293,7 @@ impl Recovery {
 impl Leader {
     /// Begins to read the inventories, once no order of another leader can write them.
     pub(super) fn open_pool(&mut self, now: Time, effects: &mut Vec<Effect>) {
-        let clear = self.roster.all_clear();
+        let clear = self.roster.all_fenced();
         let begun = self.tier.is_some() || self.recovery.key().is_some();
         let Some(key) = self.roster.key(None).filter(|_| clear && !begun) else {
             return;
@@ -302,11 +302,11 @@ impl Leader {
         let shards = self.roster.shards().count();
         self.recovery
             .begin(key, self.next_id, shards, again, &mut self.timers);
-        self.read_on(now, effects);
+        self.request_parts(now, effects);
     }
 
     /// Requests the next part of each shard that has no request open. All requests of one call have one number.
-    pub(super) fn read_on(&mut self, now: Time, effects: &mut Vec<Effect>) {
+    pub(super) fn request_parts(&mut self, now: Time, effects: &mut Vec<Effect>) {
         let Some(page_bytes) = self.recovery.key().map(|key| key.page_bytes) else {
             return;
         };
@@ -352,7 +352,7 @@ impl Leader {
     pub(super) fn reading_due(&mut self, now: Time, effects: &mut Vec<Effect>) {
         let again = now + self.settings.fence / 4;
         if self.recovery.request_anew(again, &mut self.timers) {
-            self.read_on(now, effects);
+            self.request_parts(now, effects);
         }
     }
 
@@ -360,11 +360,11 @@ impl Leader {
     /// shard, as soon as no answer is owed for the depot.
     pub(super) fn reader_lost(&mut self, now: Time, worker: WorkerId, effects: &mut Vec<Effect>) {
         self.recovery.reader_lost(worker);
-        self.read_on(now, effects);
+        self.request_parts(now, effects);
     }
 
     /// Starts the reading again, because the records read so far may list pages that have been removed since.
-    pub(super) fn read_anew(&mut self, now: Time, effects: &mut Vec<Effect>) {
+    pub(super) fn restart_reading(&mut self, now: Time, effects: &mut Vec<Effect>) {
         if self.recovery.stop(&mut self.timers) {
             self.open_pool(now, effects);
         }
@@ -384,6 +384,6 @@ impl Leader {
             self.tier.open(key, pool);
             self.reset_again();
         }
-        self.read_on(now, effects);
+        self.request_parts(now, effects);
     }
 }

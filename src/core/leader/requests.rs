@@ -8,10 +8,10 @@ use std::collections::BTreeMap;
 
 use crate::event::Effect;
 use crate::refusal::Refusal;
-use crate::session::Seen;
+use crate::session::RequestState;
 use kvferry_types::{Answer, EngineId, Request, RequestId, SlotId, Time};
 
-use super::{Due, Leader};
+use super::{Leader, ReplyTo};
 
 /// Open requests of one engine, at most, unless the settings say otherwise.
 pub const OPEN_REQUESTS_MAX: usize = 1024;
@@ -48,16 +48,16 @@ impl Leader {
     pub(super) fn request(
         &mut self,
         now: Time,
-        due: Due,
+        reply_to: ReplyTo,
         request: Request,
         effects: &mut Vec<Effect>,
     ) {
-        let Due { engine, id, .. } = due;
+        let ReplyTo { engine, id, .. } = reply_to;
         match request {
             Request::Load { slot, .. } | Request::Store { slot, .. }
-                if !self.roster.all_clear() =>
+                if !self.roster.all_fenced() =>
             {
-                return self.park(due, slot, effects);
+                return self.park(reply_to, slot, effects);
             }
             _ => {}
         }
@@ -69,10 +69,12 @@ impl Leader {
         // `finish` and `cancel_stores` are exempt from the limit, because they free requests.
         let full = session.open_requests() >= self.settings.open_requests_max && !finishes;
         match session.begin(id) {
-            Seen::New => {}
-            Seen::UnderWay => return,
-            Seen::Answered(answer) => return effects.push(Effect::Answer { engine, id, answer }),
-            Seen::Stale => {
+            RequestState::New => {}
+            RequestState::UnderWay => return,
+            RequestState::Answered(answer) => {
+                return effects.push(Effect::Answer { engine, id, answer });
+            }
+            RequestState::Stale => {
                 let answer = Err(Refusal::StaleRequest(id));
                 return effects.push(Effect::Answer { engine, id, answer });
             }
@@ -96,7 +98,7 @@ impl Leader {
                 hashes,
                 device_pages,
             } => self
-                .lookup(now, due, slot, &namespace, hashes, device_pages)
+                .lookup(now, reply_to, slot, &namespace, hashes, device_pages)
                 .map(Some),
             Request::Load {
                 slot,
@@ -104,16 +106,16 @@ impl Leader {
                 destination,
                 after,
             } => self
-                .load(due, slot, first_page, &destination, after, effects)
+                .load(reply_to, slot, first_page, &destination, after, effects)
                 .map(|()| None),
             Request::Store {
                 slot,
                 first_page,
                 more,
                 source,
-            } => self.store(due, slot, first_page, more, &source, effects),
-            Request::CancelStores { slot } => self.cancel_stores(due, slot, effects),
-            Request::Reset { scope } => self.reset(due, scope).map(|()| None),
+            } => self.store(reply_to, slot, first_page, more, &source, effects),
+            Request::CancelStores { slot } => self.cancel_stores(reply_to, slot, effects),
+            Request::Reset { scope } => self.reset(reply_to, scope).map(|()| None),
             Request::Finish { slot } => {
                 self.sessions.open(engine).note_finish(id, slot);
                 self.finish(engine, slot);
@@ -139,13 +141,13 @@ impl Leader {
     /// Parks a request that names engine pages until no copy of an older leader touches them. Beyond the limit the
     /// request is refused without being noted, because a copy of it may be running: the engine may retry it with the
     /// same id.
-    fn park(&mut self, due: Due, slot: SlotId, effects: &mut Vec<Effect>) {
+    fn park(&mut self, reply_to: ReplyTo, slot: SlotId, effects: &mut Vec<Effect>) {
         let max = self.settings.open_requests_max;
-        if !self.parked.add(due.engine, due.id, slot, max) {
+        if !self.parked.add(reply_to.engine, reply_to.id, slot, max) {
             let max = max as u64;
             effects.push(Effect::Answer {
-                engine: due.engine,
-                id: due.id,
+                engine: reply_to.engine,
+                id: reply_to.id,
                 answer: Err(Refusal::Crowded { max }),
             });
         }

@@ -17,7 +17,7 @@ use kvferry_types::{Answer, Generation, OpId, ResetId, ResetScope, Scope, Shard,
 
 use super::roster::Roster;
 use super::timers::{Timer, Timers};
-use super::{Due, Leader};
+use super::{Leader, ReplyTo};
 
 /// Resets of all engines that are not answered, at most. More are refused.
 pub const RESETS_OPEN_MAX: usize = 64;
@@ -38,15 +38,15 @@ enum Stage {
     /// Removes pages from the pool.
     Forgetting(Sweep),
     /// All pages are removed from the pool; the shards remove them from their inventories.
-    Striking,
+    Invalidating,
 }
 
 /// A reset that has not been answered.
 #[derive(Debug)]
 struct Reset {
-    due: Due,
+    reply_to: ReplyTo,
     scope: Scope,
-    /// The last store before the reset. Pages of later stores stay listed, because a strike may be repeated after new
+    /// The last store before the reset. Pages of later stores stay listed, because an invalidation may be repeated after new
     /// pages of the same scope were stored.
     through: Generation,
     stage: Stage,
@@ -74,7 +74,9 @@ impl Reset {
 
     /// True when no work is left.
     fn is_over(&self) -> bool {
-        matches!(self.stage, Stage::Striking) && self.missing.is_empty() && self.ending.is_empty()
+        matches!(self.stage, Stage::Invalidating)
+            && self.missing.is_empty()
+            && self.ending.is_empty()
     }
 }
 
@@ -87,7 +89,7 @@ enum Advance {
     /// Blocks were visited; these copies into pages of the reset are cancelled.
     Cancel(Vec<Generation>),
     /// A worker removes the pages from its inventory.
-    Strike(WorkerId),
+    Invalidate(WorkerId),
     /// The pool was closed: no page of it is found any longer.
     NoPool,
 }
@@ -126,7 +128,7 @@ impl Resets {
 
     fn begin(
         &mut self,
-        due: Due,
+        reply_to: ReplyTo,
         scope: Scope,
         through: Generation,
         sweep: Sweep,
@@ -136,7 +138,7 @@ impl Resets {
         self.last += 1;
         let id = ResetId(self.last);
         let reset = Reset {
-            due,
+            reply_to,
             scope,
             through,
             stage: Stage::Looking { sweep, holders: 0 },
@@ -145,7 +147,7 @@ impl Resets {
             missing: roster.shards().collect(),
             asked: BTreeMap::new(),
         };
-        timers.set(due.deadline, Timer::Reset(id));
+        timers.set(reply_to.deadline, Timer::Reset(id));
         self.open.insert(id, reset);
     }
 
@@ -155,7 +157,7 @@ impl Resets {
         let mut workers = None;
         let mut to_do = |reset: &Reset| match reset.stage {
             Stage::Looking { .. } | Stage::Forgetting(_) => !closes,
-            Stage::Striking => {
+            Stage::Invalidating => {
                 let workers = workers.get_or_insert_with(|| roster.one_of_each_shard());
                 reset.to_be_asked(roster, workers).is_some()
             }
@@ -176,14 +178,14 @@ impl Resets {
             return Advance::Nothing;
         };
         let worker = match reset.stage {
-            Stage::Striking => reset.to_be_asked(roster, &roster.one_of_each_shard()),
+            Stage::Invalidating => reset.to_be_asked(roster, &roster.one_of_each_shard()),
             Stage::Looking { .. } | Stage::Forgetting(_) => None,
         };
         if let Some(worker) = worker {
-            return Advance::Strike(worker);
+            return Advance::Invalidate(worker);
         }
         let Some(pool) = pool else {
-            reset.stage = Stage::Striking;
+            reset.stage = Stage::Invalidating;
             return Advance::NoPool;
         };
         match &mut reset.stage {
@@ -197,7 +199,7 @@ impl Resets {
                     return Advance::Refuse { holders };
                 }
                 sweep.again();
-                let over = Stage::Striking;
+                let over = Stage::Invalidating;
                 if let Stage::Looking { sweep, .. } = std::mem::replace(&mut reset.stage, over) {
                     reset.stage = Stage::Forgetting(sweep);
                 }
@@ -208,18 +210,18 @@ impl Resets {
                 reset.pages += pool.forget_next(sweep, budget, &mut filling);
                 if sweep.is_over() {
                     pool.end_sweep(sweep);
-                    reset.stage = Stage::Striking;
+                    reset.stage = Stage::Invalidating;
                 }
                 reset.ending.extend(filling.iter().copied());
                 filling.sort_unstable();
                 Advance::Cancel(filling)
             }
-            Stage::Striking => Advance::Nothing,
+            Stage::Invalidating => Advance::Nothing,
         }
     }
 
     /// Requests the removal from one worker. The pages that the message names count toward the budget.
-    fn strike(
+    fn invalidate(
         &mut self,
         id: ResetId,
         worker: WorkerId,
@@ -230,18 +232,18 @@ impl Resets {
         reset.asked.insert(roster.shard_of(worker), worker);
         let named = u32::try_from(reset.scope.named_pages()).unwrap_or(u32::MAX);
         *budget = budget.saturating_sub(named);
-        Some(Effect::Strike {
+        Some(Effect::Invalidate {
             worker,
             id,
             scope: reset.scope.clone(),
             through: reset.through,
-            deadline: reset.due.deadline,
+            deadline: reset.reply_to.deadline,
         })
     }
 
     /// The worker lost its connection, or answers none of the requests that it received before: its shards are
     /// requested again.
-    pub(super) fn not_asked(&mut self, worker: WorkerId) {
+    pub(super) fn request_again(&mut self, worker: WorkerId) {
         for reset in self.open.values_mut() {
             reset.asked.retain(|_, asked| *asked != worker);
         }
@@ -275,7 +277,7 @@ impl Resets {
     /// Takes a reset out, with its timer; no page of `pool` is hidden for it any longer.
     fn take(&mut self, id: ResetId, pool: Option<&mut Pool>, timers: &mut Timers) -> Option<Reset> {
         let reset = self.open.remove(&id)?;
-        timers.clear(reset.due.deadline, Timer::Reset(id));
+        timers.clear(reset.reply_to.deadline, Timer::Reset(id));
         if let (Some(pool), Stage::Looking { sweep, .. } | Stage::Forgetting(sweep)) =
             (pool, &reset.stage)
         {
@@ -295,7 +297,7 @@ impl Resets {
 
 impl Leader {
     /// Begins a reset; its first slice runs at the end of this step.
-    pub(super) fn reset(&mut self, due: Due, scope: ResetScope) -> Result<(), Refusal> {
+    pub(super) fn reset(&mut self, reply_to: ReplyTo, scope: ResetScope) -> Result<(), Refusal> {
         self.resets.room_for(&scope)?;
         let scope = self.scope(scope);
         let Some(pool) = self.tier.serving_mut() else {
@@ -306,8 +308,14 @@ impl Leader {
         };
         let sweep = pool.begin_sweep(scope.clone());
         let through = Generation(self.next_id);
-        self.resets
-            .begin(due, scope, through, sweep, &self.roster, &mut self.timers);
+        self.resets.begin(
+            reply_to,
+            scope,
+            through,
+            sweep,
+            &self.roster,
+            &mut self.timers,
+        );
         Ok(())
     }
 
@@ -325,7 +333,7 @@ impl Leader {
     }
 
     /// Runs one slice at the end of a step, unless the next slice is scheduled.
-    pub(super) fn go_on_with_resets(&mut self, now: Time, effects: &mut Vec<Effect>) {
+    pub(super) fn run_reset_slice(&mut self, now: Time, effects: &mut Vec<Effect>) {
         if !self.resets.open.is_empty() && self.resets.next_slice.is_none() {
             self.resets_due(now, effects);
         }
@@ -382,15 +390,15 @@ impl Leader {
                     self.transfers.cancel(OpId(generation.0));
                 }
                 // After a new pool has opened, the last shard may have answered between two slices.
-                self.struck_out(now, id, effects);
+                self.answer_if_over(now, id, effects);
             }
-            Advance::Strike(worker) => {
-                effects.extend(self.resets.strike(id, worker, &self.roster, budget));
+            Advance::Invalidate(worker) => {
+                effects.extend(self.resets.invalidate(id, worker, &self.roster, budget));
                 if !serves {
-                    self.struck_out(now, id, effects);
+                    self.answer_if_over(now, id, effects);
                 }
             }
-            Advance::NoPool => self.struck_out(now, id, effects),
+            Advance::NoPool => self.answer_if_over(now, id, effects),
         }
     }
 
@@ -406,7 +414,7 @@ impl Leader {
     }
 
     /// A worker has removed the pages from the inventory of its shard.
-    pub(super) fn struck(
+    pub(super) fn invalidated(
         &mut self,
         now: Time,
         worker: WorkerId,
@@ -414,16 +422,16 @@ impl Leader {
         effects: &mut Vec<Effect>,
     ) {
         if self.resets.confirmed(id, self.roster.shard_of(worker)) {
-            self.struck_out(now, id, effects);
+            self.answer_if_over(now, id, effects);
         }
     }
 
     /// Answers a reset for which no work is left.
-    fn struck_out(&mut self, now: Time, id: ResetId, effects: &mut Vec<Effect>) {
+    fn answer_if_over(&mut self, now: Time, id: ResetId, effects: &mut Vec<Effect>) {
         let reset = self.resets.open.get(&id);
         if reset.is_some_and(Reset::is_over) {
             self.end_reset(id, effects);
-            self.read_anew(now, effects);
+            self.restart_reading(now, effects);
         }
     }
 
@@ -431,14 +439,19 @@ impl Leader {
         let pool = self.tier.serving_mut();
         if let Some(reset) = self.resets.take(id, pool, &mut self.timers) {
             let answer = Ok(Answer::Reset { pages: reset.pages });
-            self.answer(reset.due.engine, reset.due.id, answer, effects);
+            self.answer(reset.reply_to.engine, reset.reply_to.id, answer, effects);
         }
     }
 
     fn refuse_reset(&mut self, id: ResetId, refusal: Refusal, effects: &mut Vec<Effect>) {
         let pool = self.tier.serving_mut();
         if let Some(reset) = self.resets.take(id, pool, &mut self.timers) {
-            self.answer(reset.due.engine, reset.due.id, Err(refusal), effects);
+            self.answer(
+                reset.reply_to.engine,
+                reset.reply_to.id,
+                Err(refusal),
+                effects,
+            );
         }
     }
 
@@ -449,7 +462,7 @@ impl Leader {
             return;
         };
         let late = match reset.stage {
-            Stage::Striking => Refusal::ResetUnconfirmed {
+            Stage::Invalidating => Refusal::ResetUnconfirmed {
                 shards: reset.missing.len(),
             },
             Stage::Looking { .. } | Stage::Forgetting(_) => Refusal::ResetUnfinished,

@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use crate::arena::ARENA_PAGES_MAX;
 use crate::event::{Attached, Effect, EngineMemory};
+use crate::rank_set::{RANKS_MAX, RankSet};
 use crate::refusal::Refusal;
-use crate::shards::{RANKS_MAX, RankSet};
 use kvferry_types::{
     AttachId, DepotId, EngineId, GroupGeometry, INVENTORY_SLOT_BYTES, OpId, Rank, Replica, Shard,
     Sharding, Time, WorkerId,
@@ -20,7 +20,7 @@ use kvferry_types::{
 use super::Leader;
 use super::tier::TierKey;
 use super::timers::{Timer, Timers};
-use super::transfers::LOOKS;
+use super::transfers::CHECKS_MAX;
 
 /// Replicas of one leader, at most.
 pub const REPLICAS_MAX: u16 = 64;
@@ -49,11 +49,11 @@ pub(super) struct Roster {
     /// The depot of each shard, once a worker has named it.
     depots: Vec<Option<DepotId>>,
     /// Why the last worker that asked was not admitted; `None` if it was.
-    turned_away: Option<Refusal>,
+    last_rejection: Option<Refusal>,
     /// When the roster next checks for workers that have not attached yet and are not known to be dead.
-    silent_at: Option<Time>,
+    overdue_check_at: Option<Time>,
     /// Checks for such workers since the start, or since they were expelled.
-    silent_looks: u32,
+    overdue_checks: u32,
     /// Workers that this step expels.
     expelled: BTreeSet<WorkerId>,
 }
@@ -67,9 +67,9 @@ impl Roster {
             replicas,
             seats: vec![Seat::default(); usize::from(replicas) * usize::from(ranks)],
             depots: vec![None; usize::from(sharding.shards())],
-            turned_away: None,
-            silent_at: None,
-            silent_looks: 0,
+            last_rejection: None,
+            overdue_check_at: None,
+            overdue_checks: 0,
             expelled: BTreeSet::new(),
         }
     }
@@ -140,11 +140,11 @@ impl Roster {
     }
 
     /// True when no order of another leader can be in flight on any worker.
-    pub(super) fn all_clear(&self) -> bool {
+    pub(super) fn all_fenced(&self) -> bool {
         self.seats.iter().all(|seat| seat.clear)
     }
 
-    pub(super) fn unclear(&self) -> impl Iterator<Item = WorkerId> {
+    pub(super) fn unfenced(&self) -> impl Iterator<Item = WorkerId> {
         self.all().filter(|(_, seat)| !seat.clear).map(|(id, _)| id)
     }
 
@@ -176,12 +176,12 @@ impl Roster {
     }
 
     /// One rank of each shard, which stores the KV that all ranks of that shard hold; `number` rotates the choice.
-    pub(super) fn storers(&self, number: u64) -> RankSet {
-        let mut storers = RankSet::default();
+    pub(super) fn storing_ranks(&self, number: u64) -> RankSet {
+        let mut storing_ranks = RankSet::default();
         for rank in self.sharding.one_of_each(number) {
-            storers.insert(rank);
+            storing_ranks.insert(rank);
         }
-        storers
+        storing_ranks
     }
 
     /// The shard that a worker's rank holds.
@@ -279,7 +279,7 @@ impl Roster {
     /// Refusal for an engine that is not served because not all of its ranks have attached.
     pub(super) fn not_ready(&self) -> Refusal {
         let waiting_for = u32::from(self.ranks) * u32::from(self.replicas) - self.with_memory();
-        let why = self.turned_away.as_ref();
+        let why = self.last_rejection.as_ref();
         let detail = why.map(|why| format!(" ({why})")).unwrap_or_default();
         if waiting_for == 0 {
             return Refusal::AnotherEngine { detail };
@@ -313,7 +313,7 @@ impl Roster {
 
     /// Gives a worker its seat, or notes why not.
     fn end_attach(&mut self, attached: Attached, verdict: &Verdict) {
-        self.turned_away = verdict.clone().err();
+        self.last_rejection = verdict.clone().err();
         let worker = attached.worker;
         if verdict.is_ok() {
             let shard = self.shard_of(worker);
@@ -327,35 +327,35 @@ impl Roster {
     }
 
     /// Schedules the next check for workers that are not clear, unless one is scheduled. From the first event on,
-    /// workers have the fence time (`LOOKS` checks, a quarter of it apart) to attach.
+    /// workers have the fence time (`CHECKS_MAX` checks, a quarter of it apart) to attach.
     pub(super) fn expect_workers(&mut self, now: Time, fence: Duration, timers: &mut Timers) {
-        if self.silent_at.is_some() {
+        if self.overdue_check_at.is_some() {
             return;
         }
         let at = now + fence / 4;
-        self.silent_at = Some(at);
-        if !self.all_clear() {
-            timers.set(at, Timer::Silent);
+        self.overdue_check_at = Some(at);
+        if !self.all_fenced() {
+            timers.set(at, Timer::AttachOverdue);
         }
     }
 
     /// Expels workers that have not become clear within the fence time, because they may still read and write for an
     /// older leader. Their successors attach.
-    pub(super) fn silent_due(&mut self, now: Time, fence: Duration, timers: &mut Timers) {
-        self.silent_looks += 1;
-        if self.silent_looks >= LOOKS {
-            let unclear: Vec<WorkerId> = self.unclear().collect();
-            self.expel(unclear);
-            self.silent_looks = 0;
+    pub(super) fn check_overdue(&mut self, now: Time, fence: Duration, timers: &mut Timers) {
+        self.overdue_checks += 1;
+        if self.overdue_checks >= CHECKS_MAX {
+            let unfenced: Vec<WorkerId> = self.unfenced().collect();
+            self.expel(unfenced);
+            self.overdue_checks = 0;
         }
-        self.silent_at = None;
+        self.overdue_check_at = None;
         self.expect_workers(now, fence, timers);
     }
 
     /// Every worker is clear: no check for silent ones is needed.
-    fn all_heard(&mut self, timers: &mut Timers) {
-        if let Some(at) = self.silent_at {
-            timers.clear(at, Timer::Silent);
+    fn nobody_overdue(&mut self, timers: &mut Timers) {
+        if let Some(at) = self.overdue_check_at {
+            timers.clear(at, Timer::AttachOverdue);
         }
     }
 
@@ -382,7 +382,7 @@ impl Roster {
         Ok(())
     }
 
-    fn judge(
+    fn validate(
         &self,
         attached: &Attached,
         least_pages: u32,
@@ -539,30 +539,30 @@ impl Leader {
                     attach,
                     verdict,
                 });
-                // The earlier answer may have arrived late, so that the worker refused the strikes that followed: send
+                // The earlier answer may have arrived late, so that the worker refused the invalidations that followed: send
                 // them again.
-                self.resets.not_asked(worker);
+                self.resets.request_again(worker);
             }
             return;
         }
-        self.end_all_of(worker, effects);
-        self.resets.not_asked(worker);
+        self.fail_copies_of(worker, effects);
+        self.resets.request_again(worker);
         self.recovery.owes_nothing(worker, &mut self.timers);
         self.roster.begin_attach(worker);
-        let verdict = self.judge(&attached).map(|()| OpId(self.next_id));
+        let verdict = self.validate(&attached).map(|()| OpId(self.next_id));
         self.roster.end_attach(attached, &verdict);
-        self.fit_tier();
+        self.close_unfit_tier();
         effects.push(Effect::Admit {
             worker,
             attach,
             verdict,
         });
         self.reader_lost(now, worker, effects);
-        self.look_around(now, effects);
+        self.roster_changed(now, effects);
     }
 
     /// Checks a worker against the settings and the pool in use, and then against the other workers.
-    fn judge(&self, attached: &Attached) -> Result<(), Refusal> {
+    fn validate(&self, attached: &Attached) -> Result<(), Refusal> {
         let (depot_epoch, epoch) = (attached.depot_epoch, self.settings.epoch);
         // An inventory request takes a number from `next_id`. Before the first one, no depot can have seen the epoch of
         // this leader.
@@ -599,33 +599,34 @@ impl Leader {
                 && memory.is_some_and(|memory| key.is_for(&memory.geometry))
         });
         let least_pages = in_use.and(stays).map_or(0, |key| key.pages).max(block);
-        self.roster.judge(attached, least_pages, self.wanted_key())
+        self.roster
+            .validate(attached, least_pages, self.wanted_key())
     }
 
     /// The connection of a worker broke.
     pub(super) fn worker_lost(&mut self, now: Time, worker: WorkerId, effects: &mut Vec<Effect>) {
         self.roster.lost(worker);
-        self.resets.not_asked(worker);
+        self.resets.request_again(worker);
         self.reader_lost(now, worker, effects);
     }
 
     /// The process of a worker is dead: no order of it runs any longer.
     pub(super) fn worker_dead(&mut self, now: Time, worker: WorkerId, effects: &mut Vec<Effect>) {
         self.roster.dead(worker);
-        self.resets.not_asked(worker);
+        self.resets.request_again(worker);
         self.recovery.owes_nothing(worker, &mut self.timers);
         self.reader_lost(now, worker, effects);
-        self.end_all_of(worker, effects);
-        self.look_around(now, effects);
+        self.fail_copies_of(worker, effects);
+        self.roster_changed(now, effects);
     }
 
     /// Continues operations that waited for workers to attach or to die.
-    fn look_around(&mut self, now: Time, effects: &mut Vec<Effect>) {
-        if self.roster.all_clear() {
-            self.roster.all_heard(&mut self.timers);
+    fn roster_changed(&mut self, now: Time, effects: &mut Vec<Effect>) {
+        if self.roster.all_fenced() {
+            self.roster.nobody_overdue(&mut self.timers);
             self.refuse_parked(effects);
         }
         self.open_pool(now, effects);
-        self.read_on(now, effects);
+        self.request_parts(now, effects);
     }
 }

@@ -8,7 +8,7 @@ use crate::anchor::Domain;
 use crate::around::Looks;
 use crate::decision::Decision;
 use crate::event::Effect;
-use crate::index::{Match, Want};
+use crate::index::{Match, MatchGoal};
 use crate::pool::{Kind, Pin, Pool, Reserved, Run};
 use crate::refusal::Refusal;
 use crate::session::Slot;
@@ -22,7 +22,7 @@ use super::cancel::CancelId;
 use super::load::check_device_pages;
 use super::timers::{Timer, Timers};
 use super::transfers::Begun;
-use super::{Due, Leader};
+use super::{Leader, ReplyTo};
 
 /// Number of a store request that waits for copies: its own, and those of others that it found in flight.
 pub(super) type StoreKey = u64;
@@ -30,7 +30,7 @@ pub(super) type StoreKey = u64;
 /// A store that waits for copies.
 #[derive(Debug)]
 struct PendingStore {
-    due: Due,
+    reply_to: ReplyTo,
     slot: SlotId,
     domain: Domain,
     hashes: Arc<PageHashes>,
@@ -83,7 +83,7 @@ impl Stores {
     pub(super) fn of(&self, engine: EngineId, slot: Option<SlotId>) -> Vec<StoreKey> {
         let waiting = self.waiting.iter();
         let meant = waiting.filter(|(_, store)| {
-            store.due.engine == engine && slot.is_none_or(|slot| slot == store.slot)
+            store.reply_to.engine == engine && slot.is_none_or(|slot| slot == store.slot)
         });
         meant.map(|(key, _)| *key).collect()
     }
@@ -103,7 +103,7 @@ impl Stores {
             waiting.push(self.last);
         }
         if pending.waits.iter().any(|wait| !wait.own) {
-            timers.set(pending.due.deadline, Timer::Store(self.last));
+            timers.set(pending.reply_to.deadline, Timer::Store(self.last));
         }
         self.waiting.insert(self.last, pending);
     }
@@ -186,7 +186,7 @@ impl Stores {
     /// Removes a store with its timer.
     fn take(&mut self, key: StoreKey, timers: &mut Timers) -> Option<PendingStore> {
         let store = self.waiting.remove(&key)?;
-        timers.clear(store.due.deadline, Timer::Store(key));
+        timers.clear(store.reply_to.deadline, Timer::Store(key));
         Some(store)
     }
 
@@ -234,25 +234,25 @@ impl Leader {
     /// Begins a store. Returns the answer when there is nothing to copy and nothing to wait for.
     pub(super) fn store(
         &mut self,
-        due: Due,
+        reply_to: ReplyTo,
         id: SlotId,
         first_page: u32,
         more: Option<(u32, PageHashes)>,
         source: &PageList,
         effects: &mut Vec<Effect>,
     ) -> Result<Option<Answer>, Refusal> {
-        let (replica, geometry) = self.served(due.engine)?;
+        let (replica, geometry) = self.served(reply_to.engine)?;
         check_device_pages(geometry, "source", source)?;
         let tokens_per_page = geometry.engine_page_tokens;
         let layout = geometry.layout_fingerprint;
         // All copies of a store are for the same ranks, so they fit into one message to each rank.
-        let ranks = self.roster.storers(self.stores.last);
+        let ranks = self.roster.storing_ranks(self.stores.last);
         let epoch = self.settings.epoch;
         let ratio = self.settings.ratio.pages();
         let Some(pool) = self.tier.serving_mut() else {
             return Err(Refusal::Reading);
         };
-        let session = self.sessions.open(due.engine);
+        let session = self.sessions.open(reply_to.engine);
         let slot = session.extend_hashes(id, layout, more)?;
         let end = u64::from(first_page) + source.pages();
         let end = u32::try_from(end)
@@ -294,13 +294,13 @@ impl Leader {
             };
             let copy = Copy {
                 op: OpId(generation.0),
-                engine: due.engine,
+                engine: reply_to.engine,
                 direction: Direction::Store,
                 pairs: vec![pair],
-                request: due.id,
-                after: due.id,
+                request: reply_to.id,
+                after: reply_to.id,
                 record: pool.record(generation, epoch),
-                deadline: due.deadline,
+                deadline: reply_to.deadline,
             };
             effects.push(Effect::Copy {
                 replica,
@@ -314,7 +314,7 @@ impl Leader {
                 direction: Direction::Store,
                 ranks,
                 pages: run.count,
-                deadline: due.deadline,
+                deadline: reply_to.deadline,
             };
             self.transfers.begin(begun, &mut self.timers);
         }
@@ -323,7 +323,7 @@ impl Leader {
             slot.decide(tokens_per_page, Decision::Refused { position, count });
         }
         let pending = PendingStore {
-            due,
+            reply_to,
             slot: id,
             domain: slot.domain().clone(),
             hashes: Arc::clone(slot.hashes()),
@@ -349,13 +349,13 @@ impl Leader {
         &mut self,
         generation: Generation,
         rank: Rank,
-        whole: bool,
+        complete: bool,
         effects: &mut Vec<Effect>,
     ) {
         let Some(pool) = self.tier.pool_mut() else {
             return;
         };
-        let Some(published) = pool.ended(generation, rank, whole) else {
+        let Some(published) = pool.ended(generation, rank, complete) else {
             return;
         };
         self.counts.failed_copies += u64::from(!published);
@@ -395,7 +395,12 @@ impl Leader {
     pub(super) fn store_ended(&mut self, key: StoreKey, effects: &mut Vec<Effect>) {
         if let Some(store) = self.stores.take(key, &mut self.timers) {
             let answer = self.end_store(&store);
-            self.answer(store.due.engine, store.due.id, Ok(answer), effects);
+            self.answer(
+                store.reply_to.engine,
+                store.reply_to.id,
+                Ok(answer),
+                effects,
+            );
             self.cancelled(&store.cancels, effects);
         }
     }
@@ -435,7 +440,7 @@ fn plan(pool: &mut Pool, slot: &Slot, wanted: Range<u32>, ratio: u32, next_id: &
             slot.domain(),
             slot.hashes(),
             position as usize,
-            Want::Present,
+            MatchGoal::Present,
         );
         looks.note(position, found.is_some());
         if let Some(found) = found {
@@ -489,8 +494,13 @@ fn plan(pool: &mut Pool, slot: &Slot, wanted: Range<u32>, ratio: u32, next_id: &
 fn missing_until(pool: &Pool, slot: &Slot, position: u32, end: u32, ratio: u32) -> u32 {
     let limit = end.min((position / ratio + 1) * ratio);
     let there = |page: &u32| {
-        pool.longest(slot.domain(), slot.hashes(), *page as usize, Want::Present)
-            .is_some()
+        pool.longest(
+            slot.domain(),
+            slot.hashes(),
+            *page as usize,
+            MatchGoal::Present,
+        )
+        .is_some()
     };
     (position + 1..limit).find(there).unwrap_or(limit)
 }

@@ -3,9 +3,9 @@
 use super::*;
 use crate::event::{Attached, EngineMemory};
 use crate::pool::Pool;
+use crate::rank_set::RankSet;
 use crate::refusal::Refusal;
 use crate::session::HASH_BYTES_PER_ENGINE_MAX;
-use crate::shards::RankSet;
 use kvferry_types::{
     Answer, AttachId, DepotId, GroupGeometry, GroupId, PageHashes, PageList, Rank, Replica, Request,
 };
@@ -344,10 +344,10 @@ fn a_load_of_more_runs_than_an_order_can_name_loads_the_first_of_them() {
 fn end(leader: &mut Leader, ops: impl Iterator<Item = kvferry_types::OpId>) -> Vec<Effect> {
     let copies = ops.map(|op| kvferry_types::EndedCopy {
         op,
-        whole: true,
-        whole_pages: 0,
+        complete: true,
+        complete_pages: 0,
         bytes: 0,
-        busy_us: 0,
+        copy_us: 0,
     });
     let ended = Event::Ended {
         worker: WorkerId {

@@ -149,7 +149,7 @@ impl Leader {
 
     /// Closes the pool and stops the reading whose key differs from what the workers have. Called after each change of
     /// the roster.
-    pub(super) fn fit_tier(&mut self) {
+    pub(super) fn close_unfit_tier(&mut self) {
         let Some(key) = self.wanted_key() else {
             return;
         };
@@ -173,7 +173,7 @@ impl Leader {
     }
 
     /// Drops a closed pool whose last copy has ended, and opens the next one.
-    pub(super) fn settle_tier(&mut self, now: Time, effects: &mut Vec<Effect>) {
+    pub(super) fn reopen_tier(&mut self, now: Time, effects: &mut Vec<Effect>) {
         if self.transfers.is_empty() && self.tier.drop_closed() {
             self.open_pool(now, effects);
         }

@@ -27,7 +27,7 @@ pub(super) enum Timer {
     /// A worker that owes the answer to an inventory request is checked.
     Owed(WorkerId),
     /// Workers that have not attached are checked.
-    Silent,
+    AttachOverdue,
     /// An engine without a connection is forgotten.
     Engine(EngineId),
 }

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use crate::event::{CANCELLED_MAX, Effect};
-use crate::shards::RankSet;
+use crate::rank_set::RankSet;
 use kvferry_types::{Direction, EndedCopy, Generation, OpId, Rank, Replica, Time, WorkerId};
 
 use super::Leader;
@@ -16,7 +16,7 @@ use super::timers::{Timer, Timers};
 
 /// Checks of what a worker owes, a quarter of the fence time apart, before the worker is expelled. A leader that was
 /// stopped for a while counts that time as one check, because the answers may be in its own mailbox.
-pub(super) const LOOKS: u32 = 4;
+pub(super) const CHECKS_MAX: u32 = 4;
 
 /// One copy that was ordered and has not ended on every rank.
 #[derive(Debug)]
@@ -28,7 +28,7 @@ struct Transfer {
     /// Ranks that reported a failure.
     failed: u32,
     /// Pages, from the first on, that were copied completely on every rank that has ended; at first all pages.
-    whole_pages: u32,
+    complete_pages: u32,
     /// When the copy is checked next: at its deadline, then every quarter of the fence time.
     next: Time,
     /// Number of checks so far, of which the first is at the deadline.
@@ -56,17 +56,17 @@ pub(super) struct Begun {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum End {
     /// Every byte was copied.
-    Whole,
-    /// Only the first `whole_pages` pages were copied completely.
-    Failed { whole_pages: u32 },
+    Complete,
+    /// Only the first `complete_pages` pages were copied completely.
+    Failed { complete_pages: u32 },
 }
 
 impl End {
     fn of(copy: &EndedCopy) -> Self {
-        match copy.whole {
-            true => Self::Whole,
+        match copy.complete {
+            true => Self::Complete,
             false => Self::Failed {
-                whole_pages: copy.whole_pages,
+                complete_pages: copy.complete_pages,
             },
         }
     }
@@ -78,7 +78,7 @@ pub(super) struct Outcome {
     /// Ranks on which the copy failed.
     pub(super) failed: u32,
     /// Pages, from the first on, that were copied completely on every rank.
-    pub(super) whole_pages: u32,
+    pub(super) complete_pages: u32,
 }
 
 /// A check of a copy whose deadline has passed.
@@ -107,7 +107,7 @@ impl Transfers {
             direction: begun.direction,
             missing: begun.ranks,
             failed: 0,
-            whole_pages: begun.pages,
+            complete_pages: begun.pages,
             next: begun.deadline,
             looks: 0,
         };
@@ -127,14 +127,14 @@ impl Transfers {
         if transfer.replica != worker.replica || !transfer.missing.remove(worker.rank) {
             return None;
         }
-        if let End::Failed { whole_pages } = end {
+        if let End::Failed { complete_pages } = end {
             transfer.failed += 1;
-            transfer.whole_pages = whole_pages.min(transfer.whole_pages);
+            transfer.complete_pages = complete_pages.min(transfer.complete_pages);
         }
         let Transfer {
             direction,
             failed,
-            whole_pages,
+            complete_pages,
             next,
             ..
         } = *transfer;
@@ -145,7 +145,7 @@ impl Transfers {
         timers.clear(next, Timer::Copy(id));
         let outcome = Outcome {
             failed,
-            whole_pages,
+            complete_pages,
         };
         Some((direction, Some(outcome)))
     }
@@ -159,7 +159,7 @@ impl Transfers {
         timers: &mut Timers,
     ) -> Option<Late> {
         let transfer = self.in_flight.get_mut(&id)?;
-        let (first, expired) = (transfer.looks == 0, transfer.looks >= LOOKS);
+        let (first, expired) = (transfer.looks == 0, transfer.looks >= CHECKS_MAX);
         transfer.looks = transfer.looks.saturating_add(1);
         transfer.next = now + fence / 4;
         timers.set(transfer.next, Timer::Copy(id));
@@ -242,10 +242,10 @@ impl Leader {
     }
 
     /// Ends all copies that a worker owes, none of them complete: its process is dead, or has reported that they ended.
-    pub(super) fn end_all_of(&mut self, worker: WorkerId, effects: &mut Vec<Effect>) {
+    pub(super) fn fail_copies_of(&mut self, worker: WorkerId, effects: &mut Vec<Effect>) {
         let ids: Vec<OpId> = self.transfers.owed_by(worker).map(|(id, _)| id).collect();
         for id in ids {
-            self.copy_ended(worker, id, End::Failed { whole_pages: 0 }, effects);
+            self.copy_ended(worker, id, End::Failed { complete_pages: 0 }, effects);
         }
     }
 
@@ -262,7 +262,7 @@ impl Leader {
         match direction {
             Direction::Store => {
                 let generation = Generation(id.0);
-                self.filled(generation, worker.rank, end == End::Whole, effects);
+                self.filled(generation, worker.rank, end == End::Complete, effects);
             }
             Direction::Load => {
                 if let Some(outcome) = outcome {
@@ -295,7 +295,7 @@ impl Leader {
     }
 
     /// Sends each worker the cancels of this step together, and expels workers.
-    pub(super) fn stop_workers(&mut self, effects: &mut Vec<Effect>) {
+    pub(super) fn send_cancels(&mut self, effects: &mut Vec<Effect>) {
         for (worker, ids) in self.transfers.take_cancels() {
             effects.extend(ids.chunks(CANCELLED_MAX).map(|ids| Effect::Cancel {
                 worker,
@@ -310,11 +310,11 @@ impl Leader {
         match direction {
             Direction::Store => {
                 self.counts.gathered_bytes += copy.bytes;
-                self.counts.gather_us += copy.busy_us;
+                self.counts.gather_us += copy.copy_us;
             }
             Direction::Load => {
                 self.counts.scattered_bytes += copy.bytes;
-                self.counts.scatter_us += copy.busy_us;
+                self.counts.scatter_us += copy.copy_us;
             }
         }
     }

@@ -52,7 +52,7 @@ impl LeaderLink {
     }
 
     /// True if the leader that was found last has this epoch.
-    pub(super) fn follows(&self, epoch: Epoch) -> bool {
+    pub(super) fn is_of_leader(&self, epoch: Epoch) -> bool {
         self.link.as_ref().is_some_and(|link| link.epoch == epoch)
     }
 
@@ -62,8 +62,8 @@ impl LeaderLink {
     }
 
     /// True if the leader that was found last has this epoch and has admitted the worker with its current memory.
-    pub(super) fn obeys(&self, epoch: Epoch) -> bool {
-        self.follows(epoch) && self.is_admitted()
+    pub(super) fn is_admitted_by(&self, epoch: Epoch) -> bool {
+        self.is_of_leader(epoch) && self.is_admitted()
     }
 
     fn found(&mut self, epoch: Epoch) {

@@ -112,7 +112,7 @@ pub enum WorkerEvent {
         ops: Vec<OpId>,
     },
     /// The leader orders the removal of pages from the inventory, for a reset.
-    Strike {
+    Invalidate {
         /// Epoch of the leader that sent the order.
         epoch: Epoch,
         /// The reset.
@@ -173,7 +173,7 @@ pub enum WorkerEffect {
         through: RequestId,
     },
     /// Remove these arena pages from the inventory, because they are about to be overwritten.
-    StrikeOut(PageRun),
+    Unlist(PageRun),
     /// Run these copies and report their ends.
     Start(Vec<Copy>),
     /// Stop this copy between two steps (CPU) or parts (GPU). Its end must still be reported.
@@ -183,7 +183,7 @@ pub enum WorkerEffect {
     /// Remove the pages of a scope from the inventory, in slices, if they were stored by `through` or before, and then
     /// report to the leader. Copies start and end meanwhile. After the deadline no page is removed, and the leader
     /// receives a report of that instead.
-    Strike {
+    Invalidate {
         /// The reset.
         id: ResetId,
         /// The pages to remove.
@@ -215,7 +215,7 @@ pub enum WorkerEffect {
         ask: u64,
     },
     /// End this process: a stopped copy has not ended in time, and only the end of the process ends it.
-    GiveUp,
+    ExitProcess,
 }
 
 /// The decisions of one worker. See the module documentation.
@@ -263,31 +263,31 @@ impl Worker {
                 epoch,
                 batch,
                 copies,
-            } if self.leader.follows(epoch) => self.ordered(batch, copies, effects),
-            WorkerEvent::Cancel { epoch, batch, ops } if self.leader.follows(epoch) => {
+            } if self.leader.is_of_leader(epoch) => self.ordered(batch, copies, effects),
+            WorkerEvent::Cancel { epoch, batch, ops } if self.leader.is_of_leader(epoch) => {
                 self.cancelled(now, batch, &ops, effects);
             }
-            WorkerEvent::Strike {
+            WorkerEvent::Invalidate {
                 epoch,
                 id,
                 scope,
                 through: generation,
                 deadline,
-            } if self.leader.obeys(epoch) => {
+            } if self.leader.is_admitted_by(epoch) => {
                 let through = Stored { epoch, generation };
-                effects.push(WorkerEffect::Strike {
+                effects.push(WorkerEffect::Invalidate {
                     id,
                     scope,
                     through,
                     deadline,
                 });
             }
-            WorkerEvent::Strike { epoch, .. } if self.leader.follows(epoch) => {
+            WorkerEvent::Invalidate { epoch, .. } if self.leader.is_of_leader(epoch) => {
                 effects.push(WorkerEffect::Refuse(OrderRefusal::NotAttached));
             }
             WorkerEvent::Ordered { epoch, .. }
             | WorkerEvent::Cancel { epoch, .. }
-            | WorkerEvent::Strike { epoch, .. } => self.refuse_stale(epoch, effects),
+            | WorkerEvent::Invalidate { epoch, .. } => self.refuse_stale(epoch, effects),
             WorkerEvent::Tick => {}
             WorkerEvent::Written { engine, through } => self.wrote(engine, through),
             WorkerEvent::Abandon {
@@ -345,7 +345,7 @@ impl Worker {
             .flat_map(|copy| &copy.pairs)
             .flat_map(|pair| &pair.dst.0)
         {
-            effects.push(WorkerEffect::StrikeOut(*run));
+            effects.push(WorkerEffect::Unlist(*run));
         }
         effects.push(WorkerEffect::Start(started));
     }
@@ -370,7 +370,7 @@ impl Worker {
         while let Some(expired) = self.copies.take_expired(now) {
             match expired {
                 Expired::Deadline(op) => self.stop(now, op, effects),
-                Expired::Fence => effects.push(WorkerEffect::GiveUp),
+                Expired::Fence => effects.push(WorkerEffect::ExitProcess),
             }
         }
     }
@@ -389,9 +389,9 @@ impl Worker {
             ..
         } = task;
         if copy.direction == Direction::Store {
-            ended.whole &= !stopped && now <= copy.deadline;
+            ended.complete &= !stopped && now <= copy.deadline;
         }
-        if ended.whole
+        if ended.complete
             && let Some(record) = copy.record
         {
             effects.push(WorkerEffect::List(record));

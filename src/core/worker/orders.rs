@@ -211,9 +211,9 @@ impl Worker {
 pub(super) fn refused(op: OpId) -> EndedCopy {
     EndedCopy {
         op,
-        whole: false,
-        whole_pages: 0,
+        complete: false,
+        complete_pages: 0,
         bytes: 0,
-        busy_us: 0,
+        copy_us: 0,
     }
 }

@@ -121,13 +121,13 @@ fn stale(order: u64, followed: u64) -> WorkerEffect {
     })
 }
 
-fn whole(op: u64) -> EndedCopy {
+fn complete(op: u64) -> EndedCopy {
     EndedCopy {
         op: OpId(op),
-        whole: true,
-        whole_pages: 0,
+        complete: true,
+        complete_pages: 0,
         bytes: 1,
-        busy_us: 1,
+        copy_us: 1,
     }
 }
 
@@ -149,11 +149,11 @@ fn starts(effects: &[WorkerEffect]) -> Vec<u64> {
 }
 
 #[test]
-fn a_store_reads_nothing_before_it_is_written_and_strikes_out_before_it_writes() {
+fn a_store_reads_nothing_before_it_is_written_and_unlists_before_it_writes() {
     let mut worker = worker();
     assert_eq!(order(&mut worker, 1, 1, vec![store(1, 5)]), []);
     assert_eq!(written(&mut worker, 4), []);
-    let out = WorkerEffect::StrikeOut(PageRun { start: 0, count: 1 });
+    let out = WorkerEffect::Unlist(PageRun { start: 0, count: 1 });
     let start = WorkerEffect::Start(vec![store(1, 5)]);
     assert_eq!(written(&mut worker, 5), [out, start]);
 }
@@ -162,9 +162,9 @@ fn a_store_reads_nothing_before_it_is_written_and_strikes_out_before_it_writes()
 fn an_order_is_reported_once_when_all_of_it_has_ended() {
     let mut worker = worker();
     order(&mut worker, 1, 1, vec![load(1), load(2)]);
-    assert_eq!(ended(&mut worker, 0, vec![whole(2)]), []);
-    let effects = ended(&mut worker, 0, vec![whole(1), whole(1)]);
-    assert_eq!(effects, [report(1, vec![whole(2), whole(1)])]);
+    assert_eq!(ended(&mut worker, 0, vec![complete(2)]), []);
+    let effects = ended(&mut worker, 0, vec![complete(1), complete(1)]);
+    assert_eq!(effects, [report(1, vec![complete(2), complete(1)])]);
     assert_eq!(worker.open_copies(), 0);
 }
 
@@ -173,9 +173,9 @@ fn an_order_that_comes_again_is_reported_again_and_not_carried_out() {
     let mut worker = worker();
     order(&mut worker, 1, 1, vec![load(1)]);
     assert_eq!(order(&mut worker, 1, 1, vec![load(1)]), []);
-    ended(&mut worker, 0, vec![whole(1)]);
+    ended(&mut worker, 0, vec![complete(1)]);
     let effects = order(&mut worker, 1, 1, vec![load(1)]);
-    assert_eq!(effects, [report(1, vec![whole(1)])]);
+    assert_eq!(effects, [report(1, vec![complete(1)])]);
 }
 
 #[test]
@@ -193,8 +193,8 @@ fn an_order_behind_its_own_cancel_is_not_carried_out() {
 fn a_cancel_says_how_copies_ended_and_stops_the_others() {
     let mut worker = worker();
     order(&mut worker, 1, 1, vec![load(1), load(2)]);
-    ended(&mut worker, 0, vec![whole(1)]);
-    assert_eq!(cancel(&mut worker, 8, 1), [report(8, vec![whole(1)])]);
+    ended(&mut worker, 0, vec![complete(1)]);
+    assert_eq!(cancel(&mut worker, 8, 1), [report(8, vec![complete(1)])]);
     let effects = cancel(&mut worker, 9, 2);
     assert_eq!(effects, [WorkerEffect::Stop(OpId(2)), report(9, vec![])]);
     assert_eq!(cancel(&mut worker, 10, 2), [report(10, vec![])]);
@@ -206,7 +206,7 @@ fn what_was_ended_too_long_ago_is_refused() {
     let all = WORKER_ENDED_MAX as u64 + 1;
     for op in 1..=all {
         order(&mut worker, 1, op, vec![load(op)]);
-        ended(&mut worker, 0, vec![whole(op)]);
+        ended(&mut worker, 0, vec![complete(op)]);
     }
     assert_eq!(worker.orders.remembered(), WORKER_ENDED_MAX);
     let effects = order(&mut worker, 1, all + 1, vec![load(1)]);
@@ -218,7 +218,7 @@ fn no_more_copies_run_than_there_are_places() {
     let mut worker = worker();
     let effects = order(&mut worker, 1, 1, (1..=3).map(load).collect());
     assert_eq!(starts(&effects), [1, 2]);
-    assert_eq!(starts(&ended(&mut worker, 0, vec![whole(1)])), [3]);
+    assert_eq!(starts(&ended(&mut worker, 0, vec![complete(1)])), [3]);
 }
 
 #[test]
@@ -240,10 +240,10 @@ fn a_store_that_ends_late_or_stopped_is_not_whole() {
         if stop {
             cancel(&mut worker, 2, 1);
         }
-        let effects = ended(&mut worker, now, vec![whole(1)]);
+        let effects = ended(&mut worker, now, vec![complete(1)]);
         let late = EndedCopy {
-            whole: false,
-            ..whole(1)
+            complete: false,
+            ..complete(1)
         };
         assert_eq!(effects, [report(1, vec![late])]);
     }
@@ -267,10 +267,10 @@ fn a_store_is_listed_before_its_end_is_reported() {
     };
     order(&mut worker, 1, 1, vec![copy]);
     written(&mut worker, 1);
-    let effects = ended(&mut worker, 0, vec![whole(1)]);
+    let effects = ended(&mut worker, 0, vec![complete(1)]);
     assert_eq!(
         effects,
-        [WorkerEffect::List(record), report(1, vec![whole(1)])]
+        [WorkerEffect::List(record), report(1, vec![complete(1)])]
     );
 }
 
@@ -282,7 +282,7 @@ fn a_copy_that_does_not_stop_ends_the_worker() {
     assert_eq!(worker.next_timeout(), Some(Time(100 + FENCE_NS)));
     assert_eq!(step(&mut worker, 99 + FENCE_NS, WorkerEvent::Tick), []);
     let effects = step(&mut worker, 100 + FENCE_NS, WorkerEvent::Tick);
-    assert_eq!(effects, [WorkerEffect::GiveUp]);
+    assert_eq!(effects, [WorkerEffect::ExitProcess]);
 }
 
 #[test]
@@ -309,7 +309,7 @@ fn a_new_leader_hears_nothing_of_old_orders_and_nothing_at_all_before_they_have_
         [report(2, vec![refused(OpId(3))])],
         "before it was admitted"
     );
-    let effects = ended(&mut worker, 2, vec![whole(1)]);
+    let effects = ended(&mut worker, 2, vec![complete(1)]);
     let (attach, engine) = (AttachId(2), Some(ENGINE));
     assert_eq!(effects, [WorkerEffect::Attach { attach, engine }]);
     let after = Some(OpId(7));
@@ -397,10 +397,10 @@ fn what_an_engine_abandons_is_over_when_it_hears_so() {
     assert_eq!(effects, [WorkerEffect::Stop(OpId(1))], "one copy runs");
     assert_eq!(step(&mut worker, 1, abandon(&[3, 4, 5])), [], "asked again");
     let late = EndedCopy {
-        whole: false,
-        ..whole(1)
+        complete: false,
+        ..complete(1)
     };
-    let effects = ended(&mut worker, 2, vec![whole(1)]);
+    let effects = ended(&mut worker, 2, vec![complete(1)]);
     let copies = vec![refused(OpId(2)), late];
     assert_eq!(
         effects,
@@ -438,9 +438,9 @@ fn an_engine_hears_of_what_it_abandoned_when_the_last_copy_has_ended() {
     );
     let heard = |effects: Vec<WorkerEffect>| effects.contains(&WorkerEffect::Abandoned { ask });
     assert!(!heard(effects));
-    assert!(!heard(ended(&mut worker, 2, vec![whole(2)])));
-    assert!(heard(ended(&mut worker, 3, vec![whole(1)])));
-    assert!(!heard(ended(&mut worker, 4, vec![whole(3)])), "once");
+    assert!(!heard(ended(&mut worker, 2, vec![complete(2)])));
+    assert!(heard(ended(&mut worker, 3, vec![complete(1)])));
+    assert!(!heard(ended(&mut worker, 4, vec![complete(3)])), "once");
 }
 
 #[test]
@@ -456,8 +456,8 @@ fn a_copy_that_is_under_way_is_not_begun_by_another_order() {
         order(&mut worker, 1, 3, Vec::new()),
         [report(3, Vec::new())]
     );
-    let effects = ended(&mut worker, 2, vec![whole(7)]);
-    assert_eq!(effects, [report(1, vec![whole(7)])]);
+    let effects = ended(&mut worker, 2, vec![complete(7)]);
+    assert_eq!(effects, [report(1, vec![complete(7)])]);
 }
 
 #[test]
@@ -553,7 +553,7 @@ fn the_end_of_an_old_copy_is_not_told_to_a_leader_that_uses_its_number_again() {
     let mut worker = worker();
     order(&mut worker, 1, 1, vec![load(7)]);
     step(&mut worker, 1, WorkerEvent::LeaderFound(Epoch(2)));
-    ended(&mut worker, 2, vec![whole(7)]);
+    ended(&mut worker, 2, vec![complete(7)]);
     let (attach, after) = (AttachId(2), Some(OpId(6)));
     step(&mut worker, 3, WorkerEvent::Admitted { attach, after });
     assert_eq!(starts(&order(&mut worker, 2, 1, vec![load(7)])), [7]);
@@ -571,8 +571,8 @@ fn a_load_starts_at_once_however_many_stores_run_and_wait() {
     );
     let loads = (201..=203).map(load).collect();
     assert_eq!(starts(&order(&mut worker, 1, 2, loads)), [201, 202]);
-    assert_eq!(starts(&ended(&mut worker, 0, vec![whole(1)])), [3]);
-    assert_eq!(starts(&ended(&mut worker, 0, vec![whole(202)])), [203]);
+    assert_eq!(starts(&ended(&mut worker, 0, vec![complete(1)])), [3]);
+    assert_eq!(starts(&ended(&mut worker, 0, vec![complete(202)])), [203]);
 }
 
 #[test]
@@ -586,7 +586,7 @@ fn a_queue_does_not_grow_by_copies_that_were_stopped_in_it() {
     let queued = worker.copies.queue_len(Direction::Load);
     assert!(queued < 100, "{queued} copies that are over");
     order(&mut worker, 1, 3000, vec![load(3000)]);
-    assert_eq!(starts(&ended(&mut worker, 0, vec![whole(1)])), [3000]);
+    assert_eq!(starts(&ended(&mut worker, 0, vec![complete(1)])), [3000]);
 }
 
 #[test]
@@ -595,7 +595,7 @@ fn an_order_that_came_before_the_worker_was_admitted_is_refused_for_good() {
     step(&mut worker, 1, WorkerEvent::LeaderFound(Epoch(2)));
     let refusal = [report(5, vec![refused(OpId(9))])];
     assert_eq!(order(&mut worker, 2, 5, vec![load(9)]), refusal);
-    let strike = WorkerEvent::Strike {
+    let invalidate = WorkerEvent::Invalidate {
         epoch: Epoch(2),
         id: ResetId(1),
         scope: Scope::Everything,
@@ -603,7 +603,7 @@ fn an_order_that_came_before_the_worker_was_admitted_is_refused_for_good() {
         deadline: Time(100),
     };
     let not_attached = WorkerEffect::Refuse(OrderRefusal::NotAttached);
-    assert_eq!(step(&mut worker, 1, strike), [not_attached]);
+    assert_eq!(step(&mut worker, 1, invalidate), [not_attached]);
     // The order was sent after the attach and arrived before the answer to it: the leader took the refusal as the
     // copy's end.
     let (attach, after) = (AttachId(2), Some(OpId(8)));
@@ -634,10 +634,10 @@ fn an_order_of_several_copies_begins_those_that_are_new() {
     order(&mut worker, 1, 1, vec![load(1)]);
     let effects = order(&mut worker, 1, 2, vec![load(1), load(2), load(2)]);
     assert_eq!(starts(&effects), [2]);
-    let effects = ended(&mut worker, 0, vec![whole(2)]);
-    assert_eq!(effects, [report(2, vec![whole(2)])]);
-    let effects = ended(&mut worker, 0, vec![whole(1)]);
-    assert_eq!(effects, [report(1, vec![whole(1)])]);
+    let effects = ended(&mut worker, 0, vec![complete(2)]);
+    assert_eq!(effects, [report(2, vec![complete(2)])]);
+    let effects = ended(&mut worker, 0, vec![complete(1)]);
+    assert_eq!(effects, [report(1, vec![complete(1)])]);
 }
 
 /// A copy from pages `src` to pages `dst`, each given as start and count.
@@ -751,7 +751,7 @@ fn an_abandoned_request_of_the_highest_number_costs_no_other_one_its_copies() {
     );
 }
 
-mod strikes;
+mod invalidations;
 mod writes;
 
 #[test]

@@ -287,13 +287,13 @@ impl DeviceMemory {
         };
         context.check("cuMemGetAllocationGranularity", code)?;
         let granularity = (granularity as u64).max(1);
-        let whole = |bytes: u64| {
+        let complete = |bytes: u64| {
             bytes
                 .max(1)
                 .div_ceil(granularity)
                 .saturating_mul(granularity)
         };
-        let (total, chunk_bytes) = (whole(bytes), whole(chunk_bytes));
+        let (total, chunk_bytes) = (complete(bytes), complete(chunk_bytes));
         let mut mapped = Mapped::reserve(context, total)?;
         let mut chunks = Vec::new();
         while mapped.mapped_bytes < total {

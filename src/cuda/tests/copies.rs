@@ -104,8 +104,12 @@ pub(super) fn one_seed(seed: u64) {
         let ops: Vec<_> = wanted.iter().map(|each| world.start(each)).collect();
         wanted.iter().for_each(|each| world.expect(each));
         for (copy, each) in world.wait(&ops).iter().zip(&wanted) {
-            assert!(copy.whole, "seed {seed}");
-            assert_eq!(copy.whole_pages as usize, each.pages.len(), "seed {seed}");
+            assert!(copy.complete, "seed {seed}");
+            assert_eq!(
+                copy.complete_pages as usize,
+                each.pages.len(),
+                "seed {seed}"
+            );
             assert_eq!(
                 copy.bytes,
                 each.pages.len() as u64 * world.layout.page_bytes
@@ -196,11 +200,11 @@ fn a_cancelled_copy_says_what_came() {
             cancel.cancel();
             let ended = world.wait(&[op])[0];
             assert!(
-                !before || ended.whole_pages == 0,
+                !before || ended.complete_pages == 0,
                 "cancelled before it began"
             );
-            assert_eq!(ended.whole, ended.whole_pages == 7, "{ended:?}");
-            wanted.pages.truncate(ended.whole_pages as usize);
+            assert_eq!(ended.complete, ended.complete_pages == 7, "{ended:?}");
+            wanted.pages.truncate(ended.complete_pages as usize);
             world.expect(&wanted);
             world.check("what came before the cancel");
         }

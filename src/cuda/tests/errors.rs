@@ -53,20 +53,22 @@ fn there_and_back(ways: Ways) -> Result<(), String> {
             }
         };
         let EndedCopy {
-            whole, whole_pages, ..
+            complete,
+            complete_pages,
+            ..
         } = ended;
-        copy.pages.truncate(whole_pages as usize);
-        assert!(whole || copy.pages.len() < 6, "{ended:?}");
-        if whole {
+        copy.pages.truncate(complete_pages as usize);
+        assert!(complete || copy.pages.len() < 6, "{ended:?}");
+        if complete {
             world.expect(&copy);
-            world.try_check("whole")?;
+            world.try_check("complete")?;
             continue;
         }
         // The pages that were copied are right; the others may hold anything until a complete copy overwrites them.
         let again = wanted(direction);
         world.start(&again);
         match world.outcome() {
-            Outcome::Ended(copies) if copies[0].whole => world.expect(&again),
+            Outcome::Ended(copies) if copies[0].complete => world.expect(&again),
             other => return Err(format!("refused twice: {other:?}")),
         }
         world.try_check("whole at last")?;

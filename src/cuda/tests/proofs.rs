@@ -120,12 +120,12 @@ struct Chunked {
 }
 
 fn chunked(context: &Arc<Context>, window: &mut Window) -> Chunked {
-    let whole = u64::from(CHUNKS) * CHUNK_BYTES;
-    let made = DeviceMemory::allocate_chunks(context, whole, CHUNK_BYTES, Sharing::Fd);
+    let complete = u64::from(CHUNKS) * CHUNK_BYTES;
+    let made = DeviceMemory::allocate_chunks(context, complete, CHUNK_BYTES, Sharing::Fd);
     let (memory, chunks) = made.expect("memory");
     assert_eq!(chunks.len(), usize::from(CHUNKS));
     let memory = DeviceMemories::own(vec![memory]);
-    let written = contents(1, whole as usize);
+    let written = contents(1, complete as usize);
     for (offset, part) in (0..).step_by(1 << 16).zip(written.chunks(1 << 16)) {
         let place = [(offset, part.len() as u64)];
         window.write(&memory, 0, &place, part).expect("written");
@@ -138,7 +138,7 @@ fn chunked(context: &Arc<Context>, window: &mut Window) -> Chunked {
     described.allocations[0] = Allocation {
         kind: AllocationKind::Device,
         handle: AllocationHandle::Chunks(listed.collect()),
-        bytes: whole,
+        bytes: complete,
     };
     let place = |allocation, offset_bytes: u64| Nonce {
         allocation,

@@ -33,7 +33,7 @@ fn both_ways() {
         };
         let op = world.start(&copy);
         world.expect(&copy);
-        assert!(world.wait(&[op])[0].whole);
+        assert!(world.wait(&[op])[0].complete);
         world.check("all of it, together or one by one");
     }
 }
@@ -118,11 +118,11 @@ fn half_of_a_refused_call_is_waited_for() {
             };
             let op = world.start(&refused);
             let ended = world.wait(&[op])[0];
-            if ended.whole {
+            if ended.complete {
                 // The driver accepts all copies of the second world.
                 world.expect(&refused);
             } else {
-                assert_eq!(ended.whole_pages, 0, "{ended:?}");
+                assert_eq!(ended.complete_pages, 0, "{ended:?}");
                 for page in 0..pages {
                     world.overwrite_in_depot(page, 0xEE);
                 }

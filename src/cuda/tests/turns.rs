@@ -98,7 +98,7 @@ fn a_load_is_given_after_one_turn_of_a_store_of_small_fragments() {
         while left > 0 {
             match outcomes.recv_timeout(PATIENCE).expect("they end") {
                 Outcome::Ended(ended) => {
-                    assert!(ended.iter().all(|copy| copy.whole), "{ended:?}");
+                    assert!(ended.iter().all(|copy| copy.complete), "{ended:?}");
                     left -= ended.len();
                 }
                 other => panic!("{other:?}"),

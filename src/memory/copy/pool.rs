@@ -222,11 +222,11 @@ impl Work {
                 return;
             }
             let end = self.plan.steps.min(start + self.share_steps);
-            let (written_bytes, whole) = self.copy_steps(start..end);
+            let (written_bytes, complete) = self.copy_steps(start..end);
             self.kernel.finish();
             self.written_bytes
                 .fetch_add(written_bytes, Ordering::Relaxed);
-            if !whole {
+            if !complete {
                 return;
             }
         }

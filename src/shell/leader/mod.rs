@@ -16,8 +16,8 @@ use kvferry_core::{
 };
 use kvferry_protocol::limits::{COPIES_MAX, PAIRS_MAX};
 use kvferry_protocol::{
-    Attach, Attached as AttachedBody, Cancel, Empty, Envelope, ErrorBody, ErrorCode, Message,
-    Preparing, ReadInventory, Strike, Transfer,
+    Attach, Attached as AttachedBody, Cancel, Empty, Envelope, ErrorBody, ErrorCode, Invalidate,
+    Message, ReadInventory, Readiness, Transfer,
 };
 use kvferry_types::{
     Answer, AttachId, Copy, DepotId, EndedCopy, EngineId, Epoch, LogLimit, OpId, PeerId, Replica,
@@ -49,7 +49,7 @@ pub struct LeaderShell<P> {
     /// When the last audit ended that a peer requested.
     checked: Option<Time>,
     /// The last progress that each worker has reported; at most one for each seat.
-    preparing: BTreeMap<WorkerId, Preparing>,
+    readiness: BTreeMap<WorkerId, Readiness>,
     problems: LogLimit,
     refused_orders: LogLimit,
     next_order: u64,
@@ -69,7 +69,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
             admin_key,
             admins: 0,
             checked: None,
-            preparing: BTreeMap::new(),
+            readiness: BTreeMap::new(),
             problems: LogLimit::new(),
             refused_orders: LogLimit::new(),
             next_order: 0,
@@ -119,7 +119,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
         if let Err(error) = self.claim_again(host, peer) {
             return match message {
                 Message::Ended(_)
-                | Message::Struck(_)
+                | Message::Invalidated(_)
                 | Message::Inventory(_)
                 | Message::Error(_) => {}
                 _ => host.reply(peer, correlation, Message::Error(error)),
@@ -137,9 +137,9 @@ impl<P: fmt::Debug> LeaderShell<P> {
             (Some(PeerRole::Worker(worker)), Message::Attach(attach)) => {
                 self.attach(host, worker, correlation, attach);
             }
-            (Some(PeerRole::Worker(worker)), Message::Preparing(preparing)) => {
-                self.prepares(host.now(), worker, preparing);
-                host.reply(peer, correlation, Message::PreparingAnswer(Empty {}));
+            (Some(PeerRole::Worker(worker)), Message::Readiness(readiness)) => {
+                self.prepares(host.now(), worker, readiness);
+                host.reply(peer, correlation, Message::ReadinessAnswer(Empty {}));
             }
             (Some(PeerRole::Worker(worker)), Message::Ended(ended)) => {
                 let copies = ended.copies.iter().map(EndedCopy::from).collect();
@@ -150,9 +150,9 @@ impl<P: fmt::Debug> LeaderShell<P> {
                 };
                 self.step(host, event);
             }
-            (Some(PeerRole::Worker(worker)), Message::Struck(struck)) => {
-                let id = ResetId(struck.reset);
-                self.step(host, Event::Struck { worker, epoch, id });
+            (Some(PeerRole::Worker(worker)), Message::Invalidated(invalidated)) => {
+                let id = ResetId(invalidated.reset);
+                self.step(host, Event::Invalidated { worker, epoch, id });
             }
             (Some(PeerRole::Worker(worker)), Message::Inventory(inventory)) => {
                 let event = Event::Inventory {
@@ -273,16 +273,16 @@ impl<P: fmt::Debug> LeaderShell<P> {
                     let cancel = Message::Cancel(Cancel { ops });
                     self.order(host, worker, cancel, Duration::ZERO);
                 }
-                Effect::Strike {
+                Effect::Invalidate {
                     worker,
                     id,
                     scope,
                     through,
                     deadline,
                 } => {
-                    let strike = Message::Strike(Strike::new(id, &scope, through));
+                    let invalidate = Message::Invalidate(Invalidate::new(id, &scope, through));
                     let left = host.now().until(deadline);
-                    self.order(host, worker, strike, left);
+                    self.order(host, worker, invalidate, left);
                 }
                 Effect::ReadInventory {
                     worker,

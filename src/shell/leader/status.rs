@@ -3,7 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use kvferry_protocol::{ErrorBody, ErrorCode, Preparing, RankStatus, StatusAnswer};
+use kvferry_protocol::{ErrorBody, ErrorCode, RankStatus, Readiness, StatusAnswer};
 use kvferry_types::{Direction, Rank, Replica, Time, WorkerId};
 
 use super::{LeaderHost, LeaderShell};
@@ -13,19 +13,19 @@ const CHECK_PAUSE: Duration = Duration::from_secs(1);
 
 impl<P: fmt::Debug> LeaderShell<P> {
     /// Stores the progress report of a worker. Only the last report is kept, also after the worker ends.
-    pub(super) fn prepares(&mut self, now: Time, worker: WorkerId, preparing: Preparing) {
+    pub(super) fn prepares(&mut self, now: Time, worker: WorkerId, readiness: Readiness) {
         if !self.seats().any(|seat| seat == worker) {
             return;
         }
-        let known = self.preparing.get(&worker);
-        let is_new = known.is_none_or(|known| known.problem != preparing.problem);
+        let known = self.readiness.get(&worker);
+        let is_new = known.is_none_or(|known| known.problem != readiness.problem);
         if is_new
-            && !preparing.problem.is_empty()
+            && !readiness.problem.is_empty()
             && let Some(left_out) = self.problems.line(now)
         {
-            tracing::error!(%worker, problem = preparing.problem, left_out, "worker cannot go on");
+            tracing::error!(%worker, problem = readiness.problem, left_out, "worker cannot go on");
         }
-        self.preparing.insert(worker, preparing);
+        self.readiness.insert(worker, readiness);
     }
 
     /// All seats of workers: each rank of each replica.
@@ -40,7 +40,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
 
     fn rank(&self, worker: WorkerId) -> RankStatus {
         let pid = self.workers.get(&worker).and_then(|known| known.holder.pid);
-        let preparing = self.preparing.get(&worker).cloned().unwrap_or_default();
+        let readiness = self.readiness.get(&worker).cloned().unwrap_or_default();
         RankStatus {
             replica: worker.replica.0,
             rank: worker.rank.0,
@@ -48,10 +48,10 @@ impl<P: fmt::Debug> LeaderShell<P> {
             pid: pid.and_then(|pid| u32::try_from(pid).ok()).unwrap_or(0),
             gathers: self.owed(worker, Direction::Store),
             scatters: self.owed(worker, Direction::Load),
-            host_ready_bytes: preparing.ready_bytes,
-            host_bytes: preparing.bytes,
-            host_pinned_bytes: preparing.pinned_bytes,
-            problem: preparing.problem,
+            host_ready_bytes: readiness.ready_bytes,
+            host_bytes: readiness.bytes,
+            host_pinned_bytes: readiness.pinned_bytes,
+            problem: readiness.problem,
         }
     }
 

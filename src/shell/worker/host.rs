@@ -99,8 +99,8 @@ pub trait WorkerHost: Peers {
         from: u32,
     ) -> Result<Option<u32>, Fatal>;
 
-    /// Schedules a call of [`super::WorkerShell::strike_on`] after all events that wait now.
-    fn strike_later(&mut self) -> Result<(), Fatal>;
+    /// Schedules a call of [`super::WorkerShell::continue_invalidations`] after all events that wait now.
+    fn invalidate_later(&mut self) -> Result<(), Fatal>;
 
     /// Adds stored pages to the inventory. Pages that cannot be listed are still served, but the next leader does not
     /// find them.

@@ -1,9 +1,9 @@
 //! The worker's shell: requests of the leader and of ranks in, the core's steps, answers out.
 
 mod host;
+mod invalidations;
 mod orders;
 mod ranks;
-mod strikes;
 #[cfg(test)]
 mod tests;
 
@@ -21,10 +21,10 @@ use kvferry_types::{
 };
 
 pub use host::{Fatal, WorkerHost};
+pub use invalidations::INVALIDATE_SLICE_SLOTS;
+use invalidations::{Invalidate, Invalidations};
 use ranks::Ranks;
 pub use ranks::Registering;
-pub use strikes::STRIKE_SLICE_SLOTS;
-use strikes::{Strike, Strikes};
 
 /// Time limit of one attach request; the core attaches again.
 const ATTACH_TIMEOUT: Duration = Duration::from_secs(2);
@@ -69,7 +69,7 @@ pub struct WorkerShell<P, M> {
     sharding: Sharding,
     leader: Leader,
     ranks: Ranks<P, M>,
-    strikes: Strikes,
+    invalidations: Invalidations,
     effects: Vec<WorkerEffect>,
 }
 
@@ -82,7 +82,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             sharding,
             leader: Leader::default(),
             ranks: Ranks::new(worker.rank),
-            strikes: Strikes::default(),
+            invalidations: Invalidations::default(),
             effects: Vec::new(),
         }
     }
@@ -149,7 +149,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         &mut self,
         host: &mut H,
     ) -> Result<(), Fatal> {
-        self.strikes.clear();
+        self.invalidations.clear();
         self.step(host, WorkerEvent::LeaderLost)
     }
 
@@ -233,16 +233,16 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
                     tracing::trace!(worker = %self.worker, "the rank reports what it has written");
                 }
             }
-            WorkerEffect::StrikeOut(run) => host.unlist(run)?,
+            WorkerEffect::Unlist(run) => host.unlist(run)?,
             WorkerEffect::List(record) => host.list(&record),
-            WorkerEffect::Strike {
+            WorkerEffect::Invalidate {
                 id,
                 scope,
                 through,
                 deadline,
             } => {
-                let strike = Strike::new(id, scope, through, self.leader.order, deadline);
-                self.strike(host, strike)?;
+                let invalidate = Invalidate::new(id, scope, through, self.leader.order, deadline);
+                self.invalidate(host, invalidate)?;
             }
             WorkerEffect::Refuse(refusal) => {
                 self.refuse_order(host, self.leader.order, refusal);
@@ -251,7 +251,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
                 tracing::error!(worker = %self.worker, %op, problem, "copy refused");
                 host.invalid_copy(op, &problem);
             }
-            WorkerEffect::GiveUp => return Err(WorkerFailure::CopyStuck.into()),
+            WorkerEffect::ExitProcess => return Err(WorkerFailure::CopyStuck.into()),
         }
         Ok(())
     }

@@ -44,12 +44,12 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             Message::ReadInventory(read) => {
                 return self.read_inventory(host, correlation, epoch, read);
             }
-            Message::Strike(strike) => match strike.scope() {
-                Ok(scope) => WorkerEvent::Strike {
+            Message::Invalidate(invalidate) => match invalidate.scope() {
+                Ok(scope) => WorkerEvent::Invalidate {
                     epoch,
-                    id: ResetId(strike.reset),
+                    id: ResetId(invalidate.reset),
                     scope,
-                    through: Generation(strike.through),
+                    through: Generation(invalidate.through),
                     deadline,
                 },
                 Err(error) => {

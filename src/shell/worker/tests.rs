@@ -156,7 +156,7 @@ impl WorkerHost for Process {
         Ok(None)
     }
 
-    fn strike_later(&mut self) -> Result<(), Fatal> {
+    fn invalidate_later(&mut self) -> Result<(), Fatal> {
         Ok(())
     }
 

@@ -127,10 +127,10 @@ impl Copies {
         self.flows.remove(&flow);
         Some(EndedCopy {
             op,
-            whole: false,
-            whole_pages: 0,
+            complete: false,
+            complete_pages: 0,
             bytes: 0,
-            busy_us: microseconds(task.started_at, now),
+            copy_us: microseconds(task.started_at, now),
         })
     }
 
@@ -155,10 +155,10 @@ impl Copies {
             self.queue_ns[way].push(u64::try_from(queued).unwrap_or(u64::MAX));
             let copy = EndedCopy {
                 op,
-                whole: true,
-                whole_pages: 0,
+                complete: true,
+                complete_pages: 0,
                 bytes: task.bytes,
-                busy_us: microseconds(task.started_at, at),
+                copy_us: microseconds(task.started_at, at),
             };
             ended.push((rank, copy));
         }

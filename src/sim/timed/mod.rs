@@ -319,7 +319,7 @@ impl Timed {
                 Effect::Admit { .. }
                 | Effect::Expel(..)
                 | Effect::ReadInventory { .. }
-                | Effect::Strike { .. } => {}
+                | Effect::Invalidate { .. } => {}
             }
         }
         self.effects = effects;
@@ -354,16 +354,16 @@ impl Timed {
                         self.send(Happening::Reported { rank, copies });
                     }
                     // No process restarts, so no inventory is read.
-                    WorkerEffect::StrikeOut(_)
+                    WorkerEffect::Unlist(_)
                     | WorkerEffect::Await { .. }
                     | WorkerEffect::List(_)
-                    | WorkerEffect::Strike { .. }
+                    | WorkerEffect::Invalidate { .. }
                     | WorkerEffect::Attach { .. }
                     | WorkerEffect::Registered { .. }
                     | WorkerEffect::Abandoned { .. }
                     | WorkerEffect::Refuse(_)
                     | WorkerEffect::Invalid { .. }
-                    | WorkerEffect::GiveUp => {}
+                    | WorkerEffect::ExitProcess => {}
                 }
             }
             self.orders = orders;

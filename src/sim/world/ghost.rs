@@ -192,7 +192,7 @@ pub(super) struct Question<'a> {
     /// Time until its deadline.
     pub(super) left: Duration,
     /// No copy of an older leader is running.
-    pub(super) all_clear: bool,
+    pub(super) all_fenced: bool,
     pub(super) request: &'a Request,
 }
 
@@ -247,7 +247,7 @@ impl Ghost {
     ) {
         let Question {
             left,
-            all_clear,
+            all_fenced,
             request,
         } = *question;
         let key = (epoch, engine, id);
@@ -268,7 +268,7 @@ impl Ghost {
         let taken = Taken {
             answer: None,
             reset,
-            parked: names_pages && !all_clear,
+            parked: names_pages && !all_fenced,
             at: now,
         };
         self.taken.insert(key, taken);

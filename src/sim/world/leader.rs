@@ -207,7 +207,7 @@ impl LeaderHost for Host<'_> {
                 let workers = usize::from(env.setup.ranks) * usize::from(env.setup.replicas);
                 let question = Question {
                     left: LeaderHost::now(self).until(*deadline),
-                    all_clear: self.env.ghost.roster.all_clear(workers),
+                    all_fenced: self.env.ghost.roster.all_fenced(workers),
                     request,
                 };
                 let now = self.env.now();
@@ -215,7 +215,10 @@ impl LeaderHost for Host<'_> {
                     .ghost
                     .asked(now, self.epoch, *engine, *id, &question);
             }
-            Event::Inventory { .. } | Event::Struck { .. } | Event::Ended { .. } | Event::Tick => {}
+            Event::Inventory { .. }
+            | Event::Invalidated { .. }
+            | Event::Ended { .. }
+            | Event::Tick => {}
         }
         self.before = core.tier_key().cloned();
     }
@@ -240,7 +243,7 @@ impl LeaderHost for Host<'_> {
                 }
                 Effect::Copy { copy, .. } => self.env.ghost.ordered(self.env.queue.now(), copy),
                 Effect::Cancel { .. }
-                | Effect::Strike { .. }
+                | Effect::Invalidate { .. }
                 | Effect::ReadInventory { .. }
                 | Effect::Expel(_) => {}
             }

@@ -95,7 +95,7 @@ enum Happening {
     /// A worker clears the next slots of a depot that it divides.
     Divide { worker: WorkerId, life: u32 },
     /// A worker does the next slice of a reset.
-    Strike { worker: WorkerId, life: u32 },
+    Invalidate { worker: WorkerId, life: u32 },
     /// A worker has opened the memory of an engine.
     Opened {
         worker: WorkerId,
@@ -265,8 +265,8 @@ impl World {
                 let event = Happening::CopyStep { worker, life, op };
                 self.to(Who::Worker(worker), Some(life), event);
             }
-            Happening::Strike { worker, life } => {
-                let event = Happening::Strike { worker, life };
+            Happening::Invalidate { worker, life } => {
+                let event = Happening::Invalidate { worker, life };
                 self.to(Who::Worker(worker), Some(life), event);
             }
             Happening::Opened {
@@ -526,7 +526,7 @@ impl World {
             }
             Ok(Happening::CopyStep { op, .. }) => worker.copy_step(env, op),
             Ok(Happening::Divide { .. }) => worker.divide(env),
-            Ok(Happening::Strike { .. }) => worker.strike_on(env),
+            Ok(Happening::Invalidate { .. }) => worker.continue_invalidations(env),
             Ok(Happening::Opened { opening, .. }) => worker.opened(env, opening),
             Ok(other) => env.violated(format!("a worker was given {other:?}")),
         }

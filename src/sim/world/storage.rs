@@ -60,10 +60,15 @@ pub trait Storage {
     /// Writes a page. Returns false when there is no page of that number.
     fn write(&mut self, shape: Shape, page: u32, content: Content) -> bool;
     /// Removes pages from the inventory before they are overwritten.
-    fn strike_out(&mut self, run: PageRun);
+    fn unlist_run(&mut self, run: PageRun);
     /// Removes the pages of a scope in these slots that were stored by `through` or before. Returns the next slot,
     /// `None` after the last one.
-    fn strike_scope(&mut self, scope: &Scope, through: Stored, slots: Range<u32>) -> Option<u32>;
+    fn invalidate_scope(
+        &mut self,
+        scope: &Scope,
+        through: Stored,
+        slots: Range<u32>,
+    ) -> Option<u32>;
     /// Adds complete pages to the inventory.
     fn list(&mut self, record: &Record);
     /// All pages in the inventory, in the order of the pages.
@@ -171,12 +176,17 @@ impl Storage for Depot {
         cells.is_some()
     }
 
-    fn strike_out(&mut self, run: PageRun) {
+    fn unlist_run(&mut self, run: PageRun) {
         let pages = self.inventory.iter_mut().skip(run.start as usize);
         pages.take(run.count as usize).for_each(|slot| *slot = None);
     }
 
-    fn strike_scope(&mut self, scope: &Scope, through: Stored, slots: Range<u32>) -> Option<u32> {
+    fn invalidate_scope(
+        &mut self,
+        scope: &Scope,
+        through: Stored,
+        slots: Range<u32>,
+    ) -> Option<u32> {
         let all = self.inventory.len();
         let count = slots.len();
         let slice = self.inventory.iter_mut().skip(slots.start as usize);

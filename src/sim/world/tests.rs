@@ -114,7 +114,7 @@ fn every_lie_is_found() {
 }
 
 /// Passes a store with 10 ms to its deadline to the checker.
-fn asked(ghost: &mut ghost::Ghost, engine: EngineId, all_clear: bool) {
+fn asked(ghost: &mut ghost::Ghost, engine: EngineId, all_fenced: bool) {
     let request = Request::Store {
         slot: SlotId(1),
         first_page: 0,
@@ -123,7 +123,7 @@ fn asked(ghost: &mut ghost::Ghost, engine: EngineId, all_clear: bool) {
     };
     let question = ghost::Question {
         left: Duration::from_millis(10),
-        all_clear,
+        all_fenced,
         request: &request,
     };
     ghost.asked(Time(0), Epoch(1), engine, RequestId(1), &question);
@@ -133,21 +133,21 @@ fn asked(ghost: &mut ghost::Ghost, engine: EngineId, all_clear: bool) {
 fn the_checker_expects_an_answer_to_a_parked_request_only_while_its_connection_lasts() {
     let engine = EngineId([7; 16]);
     let long = Duration::from_secs(60);
-    for (all_clear, breaks, late) in [
+    for (all_fenced, breaks, late) in [
         (false, false, true),
         (false, true, false),
         (true, false, true),
         (true, true, true),
     ] {
         let mut ghost = ghost::Ghost::new(Duration::from_millis(50));
-        asked(&mut ghost, engine, all_clear);
+        asked(&mut ghost, engine, all_fenced);
         if breaks {
             ghost.went(Epoch(1), engine, Time(1));
         }
         let found = ghost.passed(Epoch(1), long).is_some();
         assert_eq!(
             found, late,
-            "all clear: {all_clear}, connection broke: {breaks}"
+            "all clear: {all_fenced}, connection broke: {breaks}"
         );
     }
 }

@@ -100,7 +100,7 @@ impl Arguments {
             let half = begun.elapsed();
             let header = Header::from_bytes(&header).map_err(CommandError::failed)?;
             let back = decode(header, &body).map_err(CommandError::failed)?;
-            let whole = begun.elapsed();
+            let complete = begun.elapsed();
             if back != envelope {
                 return Err(CommandError::Failed("came back changed".to_owned()));
             }
@@ -110,8 +110,8 @@ impl Arguments {
             let alone = begun.elapsed();
             if round >= warm_up {
                 encoded.push(half.as_secs_f64() * 1e6);
-                decoded.push((whole - half).as_secs_f64() * 1e6);
-                both.push(whole.as_secs_f64() * 1e6);
+                decoded.push((complete - half).as_secs_f64() * 1e6);
+                both.push(complete.as_secs_f64() * 1e6);
                 raw.push(alone.as_secs_f64() * 1e6);
             }
         }

@@ -54,7 +54,7 @@ pub(super) struct FilledLeader {
     requests: u64,
     resets: u64,
     /// Whether the worker was requested to remove the pages of the reset from the inventory.
-    struck: bool,
+    invalidated: bool,
     now: Time,
     effects: Vec<Effect>,
 }
@@ -68,7 +68,7 @@ impl FilledLeader {
             prompt_pages,
             requests: 0,
             resets: 0,
-            struck: false,
+            invalidated: false,
             now: Time(1),
             effects: Vec::new(),
         };
@@ -171,10 +171,10 @@ impl FilledLeader {
             .filter_map(|effect| match effect {
                 Effect::Copy { copy, .. } => Some(EndedCopy {
                     op: copy.op,
-                    whole: true,
-                    whole_pages: 0,
+                    complete: true,
+                    complete_pages: 0,
                     bytes: 0,
-                    busy_us: 0,
+                    copy_us: 0,
                 }),
                 _ => None,
             })
@@ -263,27 +263,27 @@ impl FilledLeader {
     /// Runs the next slice of the reset and returns the time of its step; `None` once the worker has been requested to
     /// remove the pages from the inventory.
     pub(super) fn go_on_with_reset(&mut self) -> Option<Duration> {
-        if std::mem::take(&mut self.struck) {
+        if std::mem::take(&mut self.invalidated) {
             return None;
         }
         self.now = self.leader.next_timeout()?;
         let begun = Instant::now();
         self.leader.step(self.now, Event::Tick, &mut self.effects);
         let took = begun.elapsed();
-        let strikes = |effect: Effect| matches!(effect, Effect::Strike { .. });
-        self.struck = self.effects.drain(..).any(strikes);
+        let invalidations = |effect: Effect| matches!(effect, Effect::Invalidate { .. });
+        self.invalidated = self.effects.drain(..).any(invalidations);
         Some(took)
     }
 
     /// Confirms that the worker has removed the pages from the inventory.
     pub(super) fn end_reset(&mut self) -> Result<(), CommandError> {
         self.resets += 1;
-        let struck = Event::Struck {
+        let invalidated = Event::Invalidated {
             worker: WORKER,
             epoch: Epoch(1),
             id: ResetId(self.resets),
         };
-        self.leader.step(self.now, struck, &mut self.effects);
+        self.leader.step(self.now, invalidated, &mut self.effects);
         match self.answer()? {
             Answer::Reset { pages: 0 } => Ok(()),
             other => Err(CommandError::Failed(format!("a reset came to {other:?}"))),

@@ -111,13 +111,13 @@ async fn row(
         let idle = lookup(nanoseconds, *prompt, pages);
         let begun = Instant::now();
         ask(to_busy, idle).await?;
-        let busy_us = begun.elapsed().as_secs_f64() * 1e6;
+        let copy_us = begun.elapsed().as_secs_f64() * 1e6;
         let real = lookup(*prompt, *prompt, pages);
         let begun = Instant::now();
         let answer = ask(engine, real).await?;
         let leader_us = begun.elapsed().as_secs_f64() * 1e6;
         all_found(&answer, pages)?;
-        busy.push(busy_us);
+        busy.push(copy_us);
         leader.push(leader_us);
     }
     let (busy_p50_us, busy_p99_us) = percentiles(busy);
@@ -270,10 +270,10 @@ fn obey(order: Message) -> Option<Message> {
         Message::Transfer(transfer) => {
             let copies = transfer.copies.iter().map(|copy| CopyResult {
                 op: copy.op,
-                whole: true,
-                whole_pages: 0,
+                complete: true,
+                complete_pages: 0,
                 bytes: 0,
-                busy_us: 0,
+                copy_us: 0,
             });
             let copies = copies.collect();
             Some(Message::Ended(Ended { rank: 0, copies }))

@@ -107,13 +107,13 @@ fn looked_up(event: &Event) -> Option<usize> {
 /// Copies in the order in which they began, running loads with the arena pages that they read, and the result of the
 /// last lookup.
 #[derive(Default)]
-struct Seen {
+struct RequestState {
     began: Vec<OpId>,
     reading: Vec<(OpId, u32)>,
     found: Option<u32>,
 }
 
-impl Seen {
+impl RequestState {
     /// The leader's number of the model's n-th copy. The model counts only copies, while the leader numbers inventory
     /// requests in the same sequence.
     fn number(&self, OpId(nth): OpId) -> OpId {
@@ -147,7 +147,7 @@ impl Leases {
             return None;
         }
         let mut leader = leader();
-        let mut seen = Seen::default();
+        let mut seen = RequestState::default();
         let (mut effects, mut held) = (Vec::new(), None);
         for (index, (now, mut event)) in (1..).zip(state.past.events()) {
             match &mut event {

@@ -93,11 +93,11 @@ impl Copies {
             held: false,
             over: None,
         };
-        let whole = pace * u32::try_from(running.pages.len()).unwrap_or(u32::MAX);
+        let complete = pace * u32::try_from(running.pages.len()).unwrap_or(u32::MAX);
         self.running.insert(op, running);
         self.tear(env, op);
         self.go_on(env, op, pace);
-        env.leader_may_die(whole);
+        env.leader_may_die(complete);
     }
 
     fn fate(&self, env: &mut Env, copy: &Copy, pages: usize) -> Fate {
@@ -177,8 +177,8 @@ impl Copies {
         let now = env.now();
         let rank = self.worker.rank;
         let running = self.running.get_mut(&op)?;
-        if let Some(whole) = running.over {
-            return self.ended(env, op, whole);
+        if let Some(complete) = running.over {
+            return self.ended(env, op, complete);
         }
         let stuck = running.fate == Fate::Stuck && running.done == running.pages.len() / 2;
         if stuck {
@@ -202,30 +202,30 @@ impl Copies {
             self.go_on(env, op, pace);
             return None;
         }
-        let whole = running.done == running.pages.len() && !fails;
+        let complete = running.done == running.pages.len() && !fails;
         match running.fate {
-            Fate::Fails(_) if !whole => env.faults.took_effect(Fault::CopyError),
-            Fate::Slow if !whole || now > running.copy.deadline => {
+            Fate::Fails(_) if !complete => env.faults.took_effect(Fault::CopyError),
+            Fate::Slow if !complete || now > running.copy.deadline => {
                 env.faults.took_effect(Fault::CopyLate)
             }
             _ => {}
         }
-        running.over = Some(whole);
+        running.over = Some(complete);
         let pace = running.pace.min(env.setup.page_time);
         self.go_on(env, op, pace);
         None
     }
 
     /// Ends a copy: it no longer reads or writes.
-    fn ended(&mut self, env: &mut Env, op: OpId, whole: bool) -> Option<EndedCopy> {
+    fn ended(&mut self, env: &mut Env, op: OpId, complete: bool) -> Option<EndedCopy> {
         let running = self.running.remove(&op)?;
         self.touch(env, &running.copy, &running.pages, Touched::end);
         Some(EndedCopy {
             op,
-            whole: whole || env.lies(Lie::SwallowError),
-            whole_pages: u32::try_from(running.done).unwrap_or(0),
+            complete: complete || env.lies(Lie::SwallowError),
+            complete_pages: u32::try_from(running.done).unwrap_or(0),
             bytes: running.done as u64 * env.geometry(running.copy.engine).page_bytes,
-            busy_us: 1,
+            copy_us: 1,
         })
     }
 }

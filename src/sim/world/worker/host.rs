@@ -275,7 +275,7 @@ impl WorkerHost for Host<'_> {
             return Ok(());
         }
         let shard = self.shard();
-        self.env.depots[shard].strike_out(run);
+        self.env.depots[shard].unlist_run(run);
         Ok(())
     }
 
@@ -287,12 +287,12 @@ impl WorkerHost for Host<'_> {
     ) -> Result<Option<u32>, Fatal> {
         let shard = self.shard();
         let end = from.saturating_add(self.env.setup.inventory_pages);
-        Ok(self.env.depots[shard].strike_scope(scope, through, from..end))
+        Ok(self.env.depots[shard].invalidate_scope(scope, through, from..end))
     }
 
-    fn strike_later(&mut self) -> Result<(), Fatal> {
+    fn invalidate_later(&mut self) -> Result<(), Fatal> {
         let wait = Duration::from_micros(self.env.rng.u64(1..20));
-        self.later(wait, |worker, life| Happening::Strike { worker, life });
+        self.later(wait, |worker, life| Happening::Invalidate { worker, life });
         Ok(())
     }
 

@@ -109,7 +109,7 @@ impl WorkerProcess {
             client::Noticed::Lost => self.run(env, |shell, host| shell.leader_lost(host)),
             client::Noticed::Request { link, envelope } => {
                 let understood = match &envelope.message {
-                    Message::Strike(strike) => strike.scope().is_ok(),
+                    Message::Invalidate(invalidate) => invalidate.scope().is_ok(),
                     Message::Transfer(transfer) => !transfer.copies.is_empty(),
                     _ => true,
                 };
@@ -141,8 +141,8 @@ impl WorkerProcess {
     }
 
     /// Does the next slice of a reset.
-    pub(super) fn strike_on(&mut self, env: &mut Env) {
-        self.run(env, |shell, host| shell.strike_on(host));
+    pub(super) fn continue_invalidations(&mut self, env: &mut Env) {
+        self.run(env, |shell, host| shell.continue_invalidations(host));
     }
 
     /// Clears the next slots of a depot that is being divided.

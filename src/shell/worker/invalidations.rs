@@ -6,11 +6,11 @@ use std::fmt;
 
 use super::{Fatal, WorkerHost, WorkerShell};
 use kvferry_core::{RESET_PAGES_OPEN_MAX, RESETS_OPEN_MAX};
-use kvferry_protocol::{ErrorBody, ErrorCode, Message, Struck};
+use kvferry_protocol::{ErrorBody, ErrorCode, Invalidated, Message};
 use kvferry_types::{RequestId, ResetId, Scope, Stored, Time};
 
 /// Slots of the inventory that one slice of a reset visits: about 1 ms.
-pub const STRIKE_SLICE_SLOTS: u32 = 8192;
+pub const INVALIDATE_SLICE_SLOTS: u32 = 8192;
 
 /// Limit on waiting resets: as many as a leader has open at a time. A further reset is refused, and so is one whose
 /// named pages exceed [`RESET_PAGES_OPEN_MAX`] together with those of the waiting resets.
@@ -18,11 +18,11 @@ pub const STRIKE_SLICE_SLOTS: u32 = 8192;
 /// Memory: 60 MiB of named pages, and less than 16 KiB besides. Time: a reset takes one slice for every 8,192 pages of
 /// the depot. At a million pages that is about 0.13 s for one reset and 8 s for 64 of them, with copies in between. No
 /// slice starts after the deadline of its reset, which is at most 120 s after the order.
-const STRIKES_MAX: usize = RESETS_OPEN_MAX;
+const INVALIDATIONS_MAX: usize = RESETS_OPEN_MAX;
 
 /// A reset whose pages are being removed from the inventory.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Strike {
+pub(super) struct Invalidate {
     id: ResetId,
     scope: Scope,
     /// The last store that the reset covers.
@@ -37,13 +37,13 @@ pub(super) struct Strike {
 
 /// Waiting resets, in the order of their arrival. A leader orders each reset once over one connection.
 #[derive(Debug, Default)]
-pub(super) struct Strikes {
-    queue: VecDeque<Strike>,
-    /// A call of [`WorkerShell::strike_on`] is scheduled.
+pub(super) struct Invalidations {
+    queue: VecDeque<Invalidate>,
+    /// A call of [`WorkerShell::continue_invalidations`] is scheduled.
     called: bool,
 }
 
-impl Strike {
+impl Invalidate {
     pub(super) fn new(
         id: ResetId,
         scope: Scope,
@@ -62,35 +62,35 @@ impl Strike {
     }
 }
 
-impl Strikes {
+impl Invalidations {
     /// Drops all resets when the leader that ordered them is gone: they are no longer answered.
     pub(super) fn clear(&mut self) {
         self.queue.clear();
     }
 
     /// Queues a reset, or refuses it when the queue is full. A reset that is already queued is answered once.
-    fn push(&mut self, strike: Strike) -> Result<(), ErrorBody> {
-        if self.queue.iter().any(|waiting| waiting.id == strike.id) {
+    fn push(&mut self, invalidate: Invalidate) -> Result<(), ErrorBody> {
+        if self.queue.iter().any(|waiting| waiting.id == invalidate.id) {
             return Ok(());
         }
-        let named = |strike: &Strike| strike.scope.named_pages();
-        let pages = self.queue.iter().map(named).sum::<usize>() + named(&strike);
-        if self.queue.len() >= STRIKES_MAX || pages > RESET_PAGES_OPEN_MAX {
+        let named = |invalidate: &Invalidate| invalidate.scope.named_pages();
+        let pages = self.queue.iter().map(named).sum::<usize>() + named(&invalidate);
+        if self.queue.len() >= INVALIDATIONS_MAX || pages > RESET_PAGES_OPEN_MAX {
             let text = format!(
-                "{STRIKES_MAX} resets, or {RESET_PAGES_OPEN_MAX} pages that they name, wait to be struck out already: ask \
+                "{INVALIDATIONS_MAX} resets, or {RESET_PAGES_OPEN_MAX} pages that they name, wait to be removed already: ask \
                  again later"
             );
             return Err(ErrorBody::new(ErrorCode::Limit, text));
         }
-        self.queue.push_back(strike);
+        self.queue.push_back(invalidate);
         Ok(())
     }
 
     /// Removes the resets whose deadline has passed, and returns them.
-    fn take_overdue(&mut self, now: Time) -> VecDeque<Strike> {
+    fn take_overdue(&mut self, now: Time) -> VecDeque<Invalidate> {
         let (overdue, left) = std::mem::take(&mut self.queue)
             .into_iter()
-            .partition(|strike| strike.deadline <= now);
+            .partition(|invalidate| invalidate.deadline <= now);
         self.queue = left;
         overdue
     }
@@ -98,61 +98,63 @@ impl Strikes {
 
 impl<P: fmt::Debug, M> WorkerShell<P, M> {
     /// Queues a reset that the leader orders, or refuses it.
-    pub(super) fn strike<H: WorkerHost<Process = P, Memory = M>>(
+    pub(super) fn invalidate<H: WorkerHost<Process = P, Memory = M>>(
         &mut self,
         host: &mut H,
-        strike: Strike,
+        invalidate: Invalidate,
     ) -> Result<(), Fatal> {
-        self.give_up_strikes(host);
-        let order = strike.order;
-        if let Err(error) = self.strikes.push(strike) {
+        self.give_up_invalidations(host);
+        let order = invalidate.order;
+        if let Err(error) = self.invalidations.push(invalidate) {
             self.answer(host, order, Message::Error(error));
         }
-        self.call_strike(host)
+        self.call_invalidate(host)
     }
 
     /// Refuses resets whose deadline has passed, also those that have begun: the leader has already answered that they
     /// are not confirmed.
-    fn give_up_strikes<H: WorkerHost<Process = P, Memory = M>>(&mut self, host: &mut H) {
-        for strike in self.strikes.take_overdue(host.now()) {
-            let text = "the reset's deadline passed before its pages were struck out";
+    fn give_up_invalidations<H: WorkerHost<Process = P, Memory = M>>(&mut self, host: &mut H) {
+        for invalidate in self.invalidations.take_overdue(host.now()) {
+            let text = "the reset's deadline passed before its pages were removed";
             let error = ErrorBody::new(ErrorCode::Deadline, text);
-            self.answer(host, strike.order, Message::Error(error));
+            self.answer(host, invalidate.order, Message::Error(error));
         }
     }
 
-    fn call_strike<H: WorkerHost<Process = P, Memory = M>>(
+    fn call_invalidate<H: WorkerHost<Process = P, Memory = M>>(
         &mut self,
         host: &mut H,
     ) -> Result<(), Fatal> {
-        if !self.strikes.queue.is_empty() && !self.strikes.called {
-            self.strikes.called = true;
-            host.strike_later()?;
+        if !self.invalidations.queue.is_empty() && !self.invalidations.called {
+            self.invalidations.called = true;
+            host.invalidate_later()?;
         }
         Ok(())
     }
 
     /// Carries out one slice, and schedules the next one after the messages that wait by then.
-    pub fn strike_on<H: WorkerHost<Process = P, Memory = M>>(
+    pub fn continue_invalidations<H: WorkerHost<Process = P, Memory = M>>(
         &mut self,
         host: &mut H,
     ) -> Result<(), Fatal> {
-        self.strikes.called = false;
-        self.give_up_strikes(host);
-        let Some(mut strike) = self.strikes.queue.pop_front() else {
+        self.invalidations.called = false;
+        self.give_up_invalidations(host);
+        let Some(mut invalidate) = self.invalidations.queue.pop_front() else {
             return Ok(());
         };
-        match host.unlist_scope(&strike.scope, strike.through, strike.next)? {
+        match host.unlist_scope(&invalidate.scope, invalidate.through, invalidate.next)? {
             Some(next) => {
-                strike.next = next;
-                self.strikes.queue.push_front(strike);
+                invalidate.next = next;
+                self.invalidations.queue.push_front(invalidate);
             }
             None => {
-                let body = Struck { reset: strike.id.0 };
-                self.answer(host, strike.order, Message::Struck(body));
+                let body = Invalidated {
+                    reset: invalidate.id.0,
+                };
+                self.answer(host, invalidate.order, Message::Invalidated(body));
             }
         }
-        self.call_strike(host)
+        self.call_invalidate(host)
     }
 }
 
@@ -166,8 +168,8 @@ mod tests {
         generation: Generation(9),
     };
 
-    fn strike(id: u64, scope: Scope, deadline: u64) -> Strike {
-        Strike::new(
+    fn invalidate(id: u64, scope: Scope, deadline: u64) -> Invalidate {
+        Invalidate::new(
             ResetId(id),
             scope,
             THROUGH,
@@ -182,42 +184,64 @@ mod tests {
 
     #[test]
     fn resets_that_wait_are_bounded_in_number_and_in_named_pages() {
-        let mut strikes = Strikes::default();
-        for id in 0..STRIKES_MAX as u64 {
-            assert_eq!(strikes.push(strike(id, Scope::Everything, 10)), Ok(()));
+        let mut invalidations = Invalidations::default();
+        for id in 0..INVALIDATIONS_MAX as u64 {
+            assert_eq!(
+                invalidations.push(invalidate(id, Scope::Everything, 10)),
+                Ok(())
+            );
         }
-        let more = strike(1000, Scope::Everything, 20);
-        assert_eq!(code(strikes.push(more.clone())), Some(ErrorCode::Limit));
-        assert_eq!(strikes.push(strike(3, Scope::Everything, 10)), Ok(()));
-        assert_eq!(strikes.queue.len(), STRIKES_MAX, "asked for again");
+        let more = invalidate(1000, Scope::Everything, 20);
+        assert_eq!(
+            code(invalidations.push(more.clone())),
+            Some(ErrorCode::Limit)
+        );
+        assert_eq!(
+            invalidations.push(invalidate(3, Scope::Everything, 10)),
+            Ok(())
+        );
+        assert_eq!(
+            invalidations.queue.len(),
+            INVALIDATIONS_MAX,
+            "asked for again"
+        );
         // Resets whose deadline has passed make room.
-        assert_eq!(strikes.take_overdue(Time(10)).len(), STRIKES_MAX);
-        assert_eq!(strikes.push(more), Ok(()));
+        assert_eq!(
+            invalidations.take_overdue(Time(10)).len(),
+            INVALIDATIONS_MAX
+        );
+        assert_eq!(invalidations.push(more), Ok(()));
 
-        let mut strikes = Strikes::default();
+        let mut invalidations = Invalidations::default();
         let pages: PageSet = (0..131_072).map(Fingerprint).collect();
         let pages = |_| Scope::Pages(NamespaceId(1), pages.clone());
         let most = (RESET_PAGES_OPEN_MAX / 131_072) as u64;
         for id in 0..most {
-            assert_eq!(strikes.push(strike(id, pages(id), 10)), Ok(()));
+            assert_eq!(invalidations.push(invalidate(id, pages(id), 10)), Ok(()));
         }
-        let more = strikes.push(strike(most, pages(most), 10));
+        let more = invalidations.push(invalidate(most, pages(most), 10));
         assert_eq!(code(more), Some(ErrorCode::Limit));
-        assert_eq!(strikes.push(strike(most, Scope::Everything, 10)), Ok(()));
+        assert_eq!(
+            invalidations.push(invalidate(most, Scope::Everything, 10)),
+            Ok(())
+        );
     }
 
     #[test]
     fn resets_that_are_overdue_are_taken_out_and_the_others_keep_their_order() {
-        let mut strikes = Strikes::default();
+        let mut invalidations = Invalidations::default();
         for (id, deadline) in [(1, 30), (2, 10), (3, 20), (4, 40)] {
-            let strike = strike(id, Scope::Everything, deadline);
-            assert_eq!(strikes.push(strike), Ok(()));
+            let invalidate = invalidate(id, Scope::Everything, deadline);
+            assert_eq!(invalidations.push(invalidate), Ok(()));
         }
-        let ids = |strikes: &VecDeque<Strike>| -> Vec<u64> {
-            strikes.iter().map(|strike| strike.id.0).collect()
+        let ids = |invalidations: &VecDeque<Invalidate>| -> Vec<u64> {
+            invalidations
+                .iter()
+                .map(|invalidate| invalidate.id.0)
+                .collect()
         };
-        assert!(strikes.take_overdue(Time(9)).is_empty());
-        assert_eq!(ids(&strikes.take_overdue(Time(20))), [2, 3]);
-        assert_eq!(ids(&strikes.queue), [1, 4]);
+        assert!(invalidations.take_overdue(Time(9)).is_empty());
+        assert_eq!(ids(&invalidations.take_overdue(Time(20))), [2, 3]);
+        assert_eq!(ids(&invalidations.queue), [1, 4]);
     }
 }

@@ -16,7 +16,7 @@ const AHEAD_MAX: usize = 32;
 /// ratio after it. Their lookups do not depend on each other, so the CPU runs several at a time. As long as the walk
 /// uses up the table, the next one covers twice as many positions; a walk that ends early looks up few positions in
 /// vain.
-pub(super) struct Ahead<'a> {
+pub(super) struct HeadPrefetcher<'a> {
     pool: &'a Pool,
     domain: &'a Domain,
     hashes: &'a PageHashes,
@@ -26,7 +26,7 @@ pub(super) struct Ahead<'a> {
     next_fill: usize,
 }
 
-impl<'a> Ahead<'a> {
+impl<'a> HeadPrefetcher<'a> {
     pub(super) fn new(pool: &'a Pool, domain: &'a Domain, hashes: &'a PageHashes) -> Self {
         Self {
             pool,
@@ -87,7 +87,7 @@ mod tests {
     use crate::tests::{domain, sequence, stored};
 
     /// Positions of the table, and how many of them were used.
-    fn table(ahead: &Ahead<'_>) -> (Vec<usize>, usize) {
+    fn table(ahead: &HeadPrefetcher<'_>) -> (Vec<usize>, usize) {
         let filled = &ahead.found[..ahead.filled];
         (filled.iter().map(|(at, _)| *at).collect(), ahead.used)
     }
@@ -97,7 +97,7 @@ mod tests {
         let hashes = sequence(400, 0);
         let pool = stored(&hashes, 400);
         let domain = domain();
-        let mut ahead = Ahead::new(&pool, &domain, &hashes);
+        let mut ahead = HeadPrefetcher::new(&pool, &domain, &hashes);
         let head = |at| pool.index.head(&pool.blocks, domain.anchor(&hashes, at));
         let blocks = |range: std::ops::Range<usize>| range.map(|block| block * 4).collect();
         for (position, tables) in [
@@ -122,7 +122,7 @@ mod tests {
         let hashes = sequence(19, 0);
         let pool = stored(&hashes, 19);
         let domain = domain();
-        let mut ahead = Ahead::new(&pool, &domain, &hashes);
+        let mut ahead = HeadPrefetcher::new(&pool, &domain, &hashes);
         assert!(ahead.head(0).is_some());
         assert_eq!(table(&ahead), (vec![0, 4, 8, 12], 0));
         assert!(ahead.head(4).is_some());
@@ -138,7 +138,7 @@ mod tests {
         let hashes = sequence(20, 0);
         let pool = stored(&hashes, 20);
         let domain = domain();
-        let mut ahead = Ahead::new(&pool, &domain, &hashes);
+        let mut ahead = HeadPrefetcher::new(&pool, &domain, &hashes);
         assert!(ahead.head(0).is_some());
         assert!(ahead.head(4).is_some());
         ahead.found[1] = (8, None);

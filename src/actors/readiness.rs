@@ -7,15 +7,15 @@ use ractor::ActorRef;
 use tokio::sync::watch;
 
 use crate::worker::WorkerMessage;
-use kvferry_protocol::{Message, Preparing};
+use kvferry_protocol::{Message, Readiness};
 use kvferry_transport::Client;
 
 /// Time limit of one report, and so the longest time for which a worker that gives up remains.
-const TELL_LIMIT: Duration = Duration::from_secs(2);
+const REPORT_LIMIT: Duration = Duration::from_secs(2);
 
 /// The state that is reported.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-struct News {
+struct State {
     ready_bytes: u64,
     bytes: u64,
     pinned_bytes: Option<u64>,
@@ -24,14 +24,14 @@ struct News {
 }
 
 /// Sends one report at a time, always with the newest state.
-pub(super) struct Teller(watch::Sender<News>);
+pub(super) struct ReadinessReporter(watch::Sender<State>);
 
-impl Teller {
+impl ReadinessReporter {
     /// Reports to `leader` until the worker ends.
     pub(super) fn start(leader: Client, worker: ActorRef<WorkerMessage>) -> Self {
-        let (news, told) = watch::channel(News::default());
+        let (news, told) = watch::channel(State::default());
         let tell = async move |body| {
-            let asked = leader.ask(Message::Preparing(body), TELL_LIMIT).await;
+            let asked = leader.ask(Message::Readiness(body), REPORT_LIMIT).await;
             if let Err(failure) = asked {
                 tracing::debug!(%failure, "the leader does not know how far this worker is");
             }
@@ -84,11 +84,11 @@ impl Teller {
 }
 
 /// Reports each new state until the worker ends, or until it has reported why it gives up: returns that reason.
-async fn run(tell: impl AsyncFn(Preparing), mut told: watch::Receiver<News>) -> Option<String> {
+async fn run(tell: impl AsyncFn(Readiness), mut told: watch::Receiver<State>) -> Option<String> {
     while told.changed().await.is_ok() {
         let news = told.borrow_and_update().clone();
         let problem = news.problem.clone();
-        let body = Preparing::new(news.ready_bytes, news.bytes, news.pinned_bytes, problem);
+        let body = Readiness::new(news.ready_bytes, news.bytes, news.pinned_bytes, problem);
         // A separate receiver: states that arrive during the wait stay unread in `told`, and are reported afterwards.
         let mut last_words = told.clone();
         let newer = tokio::select! {
@@ -112,44 +112,44 @@ mod tests {
 
     /// A teller whose leader takes each report when a permit is added; the reported problems come out of the receiver.
     fn slow() -> (
-        Teller,
+        ReadinessReporter,
         Arc<Semaphore>,
         mpsc::Receiver<String>,
         tokio::task::JoinHandle<Option<String>>,
     ) {
-        let (news, told) = watch::channel(News::default());
+        let (news, told) = watch::channel(State::default());
         let (heard, hears) = mpsc::channel(8);
         let lets = Arc::new(Semaphore::new(0));
         let gate = Arc::clone(&lets);
-        let tell = async move |body: Preparing| {
+        let tell = async move |body: Readiness| {
             heard.try_send(body.problem).expect("somebody listens");
             gate.acquire().await.expect("open").forget();
         };
         let running = tokio::spawn(async move { run(tell, told).await });
-        (Teller(news), lets, hears, running)
+        (ReadinessReporter(news), lets, hears, running)
     }
 
     #[tokio::test]
     async fn what_comes_while_it_tells_is_told_then() {
-        let (teller, lets, mut hears, running) = slow();
-        teller.tell((1, 2));
+        let (readiness, lets, mut hears, running) = slow();
+        readiness.tell((1, 2));
         assert_eq!(hears.recv().await.as_deref(), Some(""));
-        teller.problem("no GPU".to_owned());
+        readiness.problem("no GPU".to_owned());
         // Lets the wait for `gives_up` see the problem before the first report has ended.
         tokio::task::yield_now().await;
         lets.add_permits(1);
         assert_eq!(hears.recv().await.as_deref(), Some("no GPU"));
-        drop(teller);
+        drop(readiness);
         lets.add_permits(1);
         assert_eq!(running.await.expect("no panic"), None);
     }
 
     #[tokio::test]
     async fn the_last_words_do_not_wait_for_those_before() {
-        let (teller, lets, mut hears, running) = slow();
-        teller.tell((1, 2));
+        let (readiness, lets, mut hears, running) = slow();
+        readiness.tell((1, 2));
         assert_eq!(hears.recv().await.as_deref(), Some(""));
-        teller.give_up("no memory".to_owned());
+        readiness.give_up("no memory".to_owned());
         assert_eq!(hears.recv().await.as_deref(), Some("no memory"));
         lets.add_permits(1);
         let why = running.await.expect("no panic");
