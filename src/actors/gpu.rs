@@ -4,10 +4,10 @@ use std::sync::Arc;
 
 use kvferry_cuda::{
     Announced, BATCH_COPIES_MAX, Context, Copier, CopierError, CopierSettings, CopyOrder,
-    CudaError, DeviceOpenError, DeviceUuid, Driver, NoDriver, Outcome, PIN_CHUNK_BYTES, PinError,
-    PinnedDepot, RegisteredDevice, SmallCopyError, WaitOrder, Window, bus_id,
+    CudaError, DeviceIo, DeviceOpenError, DeviceUuid, Driver, NoDriver, Outcome, PIN_CHUNK_BYTES,
+    PinError, PinnedDepot, RegisteredDevice, SmallCopyError, WaitOrder, bus_id,
 };
-use kvferry_memory::{BatchMark, CancelFlag, Depot, LifelineEnd, NumaNode, RegisteredMemory};
+use kvferry_memory::{BatchMark, CancelFlag, Depot, DropWaiter, NumaNode, RegisteredMemory};
 use kvferry_transport::FdReceiver;
 use kvferry_types::{
     Copy, FragmentPair, GpuCopy, GroupGeometry, Registration, RequestId, Timeline,
@@ -187,7 +187,7 @@ impl Gpu {
         registration: &Registration,
         fds: &FdReceiver,
     ) -> Result<RegisteredDevice, DeviceOpenError> {
-        let mut window = Window::new(&self.context)?;
+        let mut window = DeviceIo::new(&self.context)?;
         let take = |ticket: &[u8; 16]| fds.take(ticket);
         RegisteredDevice::open(registration, &self.context, &mut window, take)
     }
@@ -227,13 +227,13 @@ impl Gpu {
     }
 
     /// A signal that the depot is unpinned, which happens some time after this value was dropped.
-    pub(super) fn end(&self) -> LifelineEnd {
+    pub(super) fn end(&self) -> DropWaiter {
         self.depot.end()
     }
 
     /// True while the driver works for this process.
     pub(super) fn works(&self) -> bool {
-        Window::new(&self.context).is_ok()
+        DeviceIo::new(&self.context).is_ok()
     }
 }
 
@@ -248,7 +248,7 @@ pub enum EngineSide {
 
 impl EngineSide {
     /// A signal that none of the memory is open in this process any longer.
-    pub(super) fn end(&self) -> LifelineEnd {
+    pub(super) fn end(&self) -> DropWaiter {
         match self {
             Self::Host(memory) => memory.memory.end(),
             Self::Device(memory, _) => memory.memory.end(),

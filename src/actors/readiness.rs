@@ -110,7 +110,7 @@ mod tests {
 
     use super::*;
 
-    /// A teller whose leader takes each report when a permit is added; the reported problems come out of the receiver.
+    /// A reporter whose leader takes each report when a permit is added; the reported problems come out of the receiver.
     fn slow() -> (
         ReadinessReporter,
         Arc<Semaphore>,

@@ -6,8 +6,8 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use crate::cli::process::{DRAIN_LIMIT, Ending, Expel, end_with_supervisor};
-use crate::cli::{ConfigArguments, block_on, dirs::Dirs};
+use crate::cli::shutdown::{DRAIN_LIMIT, Ending, Expel, end_with_supervisor};
+use crate::cli::{ConfigArguments, block_on, socket_paths::SocketPaths};
 use crate::error::CommandError;
 use kvferry_actors::{EndWorker, LeaderArguments, run_leader};
 use kvferry_core::{AnchorKey, LeaderSettings};
@@ -38,16 +38,16 @@ impl Arguments {
         // most requests.
         block_on(1, async move {
             let mut ending = Ending::listen(self.supervised)?;
-            let dirs = Dirs::new(&config.socket_dir);
-            prepare_directory(dirs.root()).map_err(CommandError::failed)?;
+            let socket_paths = SocketPaths::new(&config.socket_dir);
+            prepare_directory(socket_paths.root()).map_err(CommandError::failed)?;
             let listener = ZmqTransport
                 .listen(
-                    &dirs.leader_address(),
+                    &socket_paths.leader_address(),
                     Limits::of_leader(config.ranks, config.replicas),
                 )
                 .await
                 .map_err(CommandError::failed)?;
-            let directory = dirs.leader();
+            let directory = socket_paths.leader();
             let epoch = next_epoch(&directory)?;
             let key = anchor_key(&directory)?;
             let mut settings =

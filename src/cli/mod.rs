@@ -1,18 +1,18 @@
-//! The commands, one file each. `process` and `signals` hold the shared shutdown logic of leader and worker processes,
-//! `dirs` the layout of the socket directory.
+//! The commands, one file each. `shutdown` and `signals` hold the shared shutdown logic of leader and worker processes,
+//! `socket_paths` the layout of the socket directory.
 //!
 //! Exit codes: 0 success; 1 failure, or a defect was found; 2 invalid command line; 65 a named file cannot be used; 78
 //! invalid setting.
 
 pub mod bench;
-mod dirs;
 mod engine_rank;
 mod leader;
-mod process;
+mod preflight;
 mod replay;
 mod reset;
-mod room;
+mod shutdown;
 mod signals;
+mod socket_paths;
 mod status;
 mod up;
 mod worker;

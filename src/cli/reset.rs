@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::cli::{ConfigArguments, block_on, dirs::Dirs, say, status};
+use crate::cli::{ConfigArguments, block_on, say, socket_paths::SocketPaths, status};
 use crate::error::CommandError;
 use kvferry_protocol::Message;
 use kvferry_transport::ZmqTransport;
@@ -34,8 +34,8 @@ impl Arguments {
         config.flags.log.get_or_insert_with(|| "warn".to_owned());
         let scope = scope(self.namespace, &self.hashes)?;
         let config = config.load()?;
-        let dirs = Dirs::new(&config.socket_dir);
-        let pages = block_on(1, async move { ask(&dirs, scope).await })?;
+        let socket_paths = SocketPaths::new(&config.socket_dir);
+        let pages = block_on(1, async move { ask(&socket_paths, scope).await })?;
         say(&format!("{pages} pages forgotten"));
         Ok(())
     }
@@ -83,10 +83,10 @@ fn hex(text: &str) -> Option<Vec<u8>> {
     digits.map(byte).collect()
 }
 
-async fn ask(dirs: &Dirs, scope: ResetScope) -> Result<u32, CommandError> {
+async fn ask(socket_paths: &SocketPaths, scope: ResetScope) -> Result<u32, CommandError> {
     // Fails sooner, and with a better error, when no leader runs.
-    status::ask(Arc::new(ZmqTransport), dirs, false).await?;
-    let client = status::admin(Arc::new(ZmqTransport), dirs, "reset");
+    status::ask(Arc::new(ZmqTransport), socket_paths, false).await?;
+    let client = status::admin(Arc::new(ZmqTransport), socket_paths, "reset");
     let question = Message::from(Request::Reset { scope });
     match client.ask(question, RESET_LIMIT).await {
         Ok(Message::ResetAnswer(answer)) => Ok(answer.pages),

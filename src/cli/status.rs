@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::cli::{ConfigArguments, block_on, dirs::Dirs, say};
+use crate::cli::{ConfigArguments, block_on, say, socket_paths::SocketPaths};
 use crate::error::CommandError;
 use kvferry_protocol::{
     ErrorCode, Hello, Message, RankStatus, Role, Status, StatusAnswer, VERSION, VERSION_MIN,
@@ -41,13 +41,20 @@ impl Arguments {
         let mut config = self.config;
         config.flags.log.get_or_insert_with(|| "warn".to_owned());
         let config = config.load()?;
-        let dirs = Dirs::new(&config.socket_dir);
+        let socket_paths = SocketPaths::new(&config.socket_dir);
         let (check, wait) = (self.check, self.wait_s.map(Duration::from_secs));
         let answer = block_on(1, async move {
             if let Some(limit) = wait {
-                wait_until(&dirs, limit, WAIT_PAUSE, all_ready, &mut say_progress).await?;
+                wait_until(
+                    &socket_paths,
+                    limit,
+                    WAIT_PAUSE,
+                    all_ready,
+                    &mut say_progress,
+                )
+                .await?;
             }
-            ask(Arc::new(ZmqTransport), &dirs, check).await
+            ask(Arc::new(ZmqTransport), &socket_paths, check).await
         })?;
         if self.json {
             say(&serde_json::to_string_pretty(&answer).map_err(CommandError::failed)?);
@@ -65,9 +72,12 @@ impl Arguments {
 }
 
 /// Waits until lookups are served: every rank of one engine is attached, and the leader has read the inventories.
-pub(super) async fn until_ready(dirs: &Dirs, limit: Duration) -> Result<(), CommandError> {
+pub(super) async fn until_ready(
+    socket_paths: &SocketPaths,
+    limit: Duration,
+) -> Result<(), CommandError> {
     let served = |status: &StatusAnswer| status.ready;
-    wait_until(dirs, limit, READY_PAUSE, served, &mut |_| ()).await
+    wait_until(socket_paths, limit, READY_PAUSE, served, &mut |_| ()).await
 }
 
 /// Whether every rank of every engine has an attached worker, and lookups are served.
@@ -77,17 +87,17 @@ fn all_ready(status: &StatusAnswer) -> bool {
 
 /// Waits until `is_true` holds for a leader's status. Reports the state of the ranks whenever it changes.
 async fn wait_until(
-    dirs: &Dirs,
+    socket_paths: &SocketPaths,
     limit: Duration,
     pause: Duration,
     is_true: fn(&StatusAnswer) -> bool,
     progress: &mut dyn FnMut(&str),
 ) -> Result<(), CommandError> {
     let until = Instant::now() + limit;
-    let client = admin(Arc::new(ZmqTransport), dirs, "status");
+    let client = admin(Arc::new(ZmqTransport), socket_paths, "status");
     let mut said = String::new();
     loop {
-        let now = match status_by(&client, until, dirs, false).await {
+        let now = match status_by(&client, until, socket_paths, false).await {
             Ok(status) if is_true(&status) => return Ok(()),
             Ok(status) => unready(&status),
             Err(error) => error.to_string(),
@@ -156,7 +166,11 @@ fn say_progress(text: &str) {
 }
 
 /// Connects to a leader as an administrator, under the name of a command.
-pub(super) fn admin(transport: Arc<dyn Transport>, dirs: &Dirs, name: &str) -> Client {
+pub(super) fn admin(
+    transport: Arc<dyn Transport>,
+    socket_paths: &SocketPaths,
+    name: &str,
+) -> Client {
     let hello = Hello {
         version_min: VERSION_MIN,
         version_max: VERSION,
@@ -168,7 +182,7 @@ pub(super) fn admin(transport: Arc<dyn Transport>, dirs: &Dirs, name: &str) -> C
         name: name.to_owned(),
     };
     let settings = ClientSettings {
-        address: dirs.leader_address(),
+        address: socket_paths.leader_address(),
         hello,
         limits: Limits::default(),
     };
@@ -180,11 +194,11 @@ pub(super) fn admin(transport: Arc<dyn Transport>, dirs: &Dirs, name: &str) -> C
 /// Requests the status of a leader.
 pub(super) async fn ask(
     transport: Arc<dyn Transport>,
-    dirs: &Dirs,
+    socket_paths: &SocketPaths,
     check: bool,
 ) -> Result<StatusAnswer, CommandError> {
-    let client = admin(transport, dirs, "status");
-    status_by(&client, Instant::now() + STATUS_LIMIT, dirs, check).await
+    let client = admin(transport, socket_paths, "status");
+    status_by(&client, Instant::now() + STATUS_LIMIT, socket_paths, check).await
 }
 
 /// Requests the status until `until`. With `check` the leader may be busy, because it makes one second count per second
@@ -211,7 +225,7 @@ async fn ask_status(client: &Client, until: Instant, check: bool) -> Result<Mess
 async fn status_by(
     client: &Client,
     until: Instant,
-    dirs: &Dirs,
+    socket_paths: &SocketPaths,
     check: bool,
 ) -> Result<StatusAnswer, CommandError> {
     match ask_status(client, until, check).await {
@@ -222,7 +236,7 @@ async fn status_by(
         ))),
         Err(failure) => Err(CommandError::Failed(format!(
             "no leader answers in {}: {failure}; is `kvferry up` running with this --socket-dir?",
-            dirs.root().display()
+            socket_paths.root().display()
         ))),
     }
 }

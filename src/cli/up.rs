@@ -13,9 +13,9 @@ use tokio::process::{Child, ChildStdin, ChildStdout, Command};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-use crate::cli::process::{Ending, Expel};
-use crate::cli::room::room_for;
-use crate::cli::{ConfigArguments, block_on, dirs::Dirs};
+use crate::cli::preflight::preflight_memory;
+use crate::cli::shutdown::{Ending, Expel};
+use crate::cli::{ConfigArguments, block_on, socket_paths::SocketPaths};
 use crate::config::Config;
 use crate::error::{CommandError, NO_MEMORY};
 use kvferry_memory::{DEPOT_HEADER_BYTES, Depot};
@@ -104,11 +104,11 @@ impl Arguments {
         let config = self.config.load()?;
         block_on(1, async move {
             let mut ending = Ending::listen(supervised)?;
-            let _alone = claim(Dirs::new(&config.socket_dir).root())?;
+            let _alone = claim(SocketPaths::new(&config.socket_dir).root())?;
             if !no_tiers {
                 tokio::select! {
                     () = ending.told() => return Ok(()),
-                    found = room_for(&config) => found?,
+                    found = preflight_memory(&config) => found?,
                 }
             }
             let mut supervisor = Supervisor::new(config, no_tiers)?;

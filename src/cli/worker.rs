@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use rustix::process::{Resource, getrlimit, setrlimit};
 
-use crate::cli::process::{Ending, end_with_supervisor};
-use crate::cli::{ConfigArguments, block_on, dirs::Dirs};
+use crate::cli::shutdown::{Ending, end_with_supervisor};
+use crate::cli::{ConfigArguments, block_on, socket_paths::SocketPaths};
 use crate::error::CommandError;
 use kvferry_actors::{PoolSettings, WorkerArguments, run_worker};
 use kvferry_memory::{DEPOT_HEADER_BYTES, NumaNode};
@@ -72,9 +72,9 @@ impl Arguments {
         open_as_many_files_as_allowed();
         block_on(2, async move {
             let mut ending = Ending::listen(self.supervised)?;
-            let dirs = Dirs::new(&config.socket_dir);
-            prepare_directory(dirs.root()).map_err(CommandError::failed)?;
-            let directory = dirs.worker(worker);
+            let socket_paths = SocketPaths::new(&config.socket_dir);
+            prepare_directory(socket_paths.root()).map_err(CommandError::failed)?;
+            let directory = socket_paths.worker(worker);
             let listener = ZmqTransport
                 .listen(&Address::Directory(directory.clone()), Limits::default())
                 .await
@@ -100,7 +100,7 @@ impl Arguments {
                 name: format!("worker of {worker}"),
             };
             let settings = ClientSettings {
-                address: dirs.leader_address(),
+                address: socket_paths.leader_address(),
                 hello,
                 limits: Limits::default(),
             };

@@ -16,8 +16,8 @@ use super::driver::{Context, DeviceSide, HostMemory, NotSubmitted, Stream, Submi
 use super::engine_memory::RegisteredDevice;
 use super::error::CudaError;
 use super::pinned::PinnedDepot;
+use super::staged_io::SmallCopyError;
 use super::timeline::{Announced, LOOK_PAUSE, WaitList, WaitOrder, Waits};
-use super::window::SmallCopyError;
 use kvferry_memory::{CancelFlag, CopyPlan, CopyRequest};
 use kvferry_types::{Direction, EndedCopy, FragmentPair, OpId, RequestId, Timeline};
 

@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use super::driver::{Context, DeviceMemory, DeviceSide, DeviceUuid, SharedChunk};
 use super::error::CudaError;
-use super::window::{SmallCopyError, Window};
+use super::staged_io::{DeviceIo, SmallCopyError};
 use kvferry_memory::{
-    Lifeline, LifelineEnd, PageLayout, ProofError, RegistrationError, validate, verify_proofs,
+    DropSignal, DropWaiter, PageLayout, ProofError, RegistrationError, validate, verify_proofs,
 };
 use kvferry_types::{
     AllocationHandle, AllocationKind, Chunk, ChunkHandle, GroupGeometry, Registration, Timeline,
@@ -17,7 +17,7 @@ use kvferry_types::{
 #[derive(Debug)]
 pub struct DeviceMemories {
     memories: Vec<DeviceMemory>,
-    lifeline: Lifeline,
+    drop_signal: DropSignal,
 }
 
 impl DeviceMemories {
@@ -25,13 +25,13 @@ impl DeviceMemories {
     pub fn own(memories: Vec<DeviceMemory>) -> Arc<Self> {
         Arc::new(Self {
             memories,
-            lifeline: Lifeline::default(),
+            drop_signal: DropSignal::default(),
         })
     }
 
     /// Signals that none of the memory is open in this process any longer.
-    pub fn end(&self) -> LifelineEnd {
-        self.lifeline.end()
+    pub fn end(&self) -> DropWaiter {
+        self.drop_signal.end()
     }
 
     /// The memory of an allocation, by its index.
@@ -198,7 +198,7 @@ impl RegisteredDevice {
     pub fn open(
         registration: &Registration,
         context: &Arc<Context>,
-        window: &mut Window,
+        staged_io: &mut DeviceIo,
         take: impl Fn(&[u8; 16]) -> Option<OwnedFd>,
     ) -> Result<Self, DeviceOpenError> {
         let layout = validate(registration)?;
@@ -233,12 +233,12 @@ impl RegisteredDevice {
         let (memory, nonce) = (DeviceMemories::own(memories), &registration.nonce);
         let mut seen = vec![0; nonce.bytes.len()];
         let place = (nonce.offset_bytes, seen.len() as u64);
-        window.read(&memory, nonce.allocation, &[place], &mut seen)?;
+        staged_io.read(&memory, nonce.allocation, &[place], &mut seen)?;
         if seen != nonce.bytes {
             return Err(DeviceOpenError::OtherMemory(nonce.offset_bytes));
         }
         let unknown = verify_proofs(registration, |allocation, ranges, out| {
-            window.read(&memory, allocation, ranges, out)
+            staged_io.read(&memory, allocation, ranges, out)
         })?;
         if unknown > 0 {
             tracing::debug!(

@@ -13,10 +13,10 @@ mod engine_memory;
 mod error;
 mod pinned;
 mod plugged;
+mod staged_io;
 #[cfg(test)]
 mod tests;
 mod timeline;
-mod window;
 
 pub use copier::{
     CALLS_A_TURN, Copier, CopierError, CopierSettings, CopyOrder, Outcome, PARTS_IN_FLIGHT,
@@ -30,5 +30,5 @@ pub use engine_memory::{DeviceMemories, DeviceOpenError, RegisteredDevice, devic
 pub use error::{CudaError, NoDriver};
 pub use pinned::{PIN_CHUNK_BYTES, PinError, PinnedDepot};
 pub use plugged::bus_id;
+pub use staged_io::{DeviceIo, SmallCopyError};
 pub use timeline::{Announced, WaitOrder};
-pub use window::{SmallCopyError, Window};

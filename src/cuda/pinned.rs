@@ -8,7 +8,7 @@ use crossbeam::channel::{Sender, unbounded};
 
 use super::driver::{Context, HostMemory, PinnedRange};
 use super::error::CudaError;
-use kvferry_memory::{Depot, Lifeline, LifelineEnd, SharedBuffer};
+use kvferry_memory::{Depot, DropSignal, DropWaiter, SharedBuffer};
 
 /// A depot is pinned in chunks of this many bytes: drivers refuse very large ones, and each chunk is a step of
 /// progress.
@@ -25,7 +25,7 @@ pub struct PinnedDepot {
     _ranges: Vec<PinnedRange>,
     depot: Arc<Depot>,
     chunk_bytes: u64,
-    lifeline: Lifeline,
+    drop_signal: DropSignal,
 }
 
 /// The driver does not pin this much memory.
@@ -104,7 +104,7 @@ impl PinnedDepot {
             _ranges: ranges,
             depot,
             chunk_bytes,
-            lifeline: Lifeline::default(),
+            drop_signal: DropSignal::default(),
         })
     }
 
@@ -114,8 +114,8 @@ impl PinnedDepot {
     }
 
     /// Signals that the driver has unpinned the whole depot: until then it refuses to pin the same memory.
-    pub fn end(&self) -> LifelineEnd {
-        self.lifeline.end()
+    pub fn end(&self) -> DropWaiter {
+        self.drop_signal.end()
     }
 }
 

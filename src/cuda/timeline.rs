@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use super::driver::{Context, DeviceSide, HostMemory, Stream, Submitted};
 use super::engine_memory::DeviceMemories;
 use super::error::CudaError;
-use super::window::{SmallCopyError, Staging};
+use super::staged_io::{SmallCopyError, Staging};
 use kvferry_memory::{CopyRange, TIMELINE_BYTES};
 use kvferry_types::{Direction, EngineId, RequestId, Timeline};
 

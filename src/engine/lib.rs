@@ -1,6 +1,6 @@
 //! The reference engine: a paged prefix cache driven by a trace, a client of the public protocol like any other.
 //!
-//! `fleet` and `driver` run the scheduler of [`kvferry_workload`] against a leader. `rank`, `speaker`, `owed`, `layout`,
+//! `fleet` and `driver` run the scheduler of [`kvferry_workload`] against a leader. `rank`, `rank_session`, `outbox`, `layout`,
 //! `memory` and `pipe` run rank processes, whose memory holds bytes that can be verified.
 
 #![forbid(unsafe_code)]
@@ -10,8 +10,8 @@ pub mod fleet;
 pub mod layout;
 pub mod memory;
 pub mod observed;
-mod owed;
+mod outbox;
 pub mod pipe;
 pub mod rank;
 pub mod rank_pipe;
-mod speaker;
+mod rank_session;

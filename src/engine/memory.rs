@@ -11,8 +11,8 @@ use clap::ValueEnum;
 use crate::layout::describe;
 use crate::rank::{RankSettings, random};
 use kvferry_cuda::{
-    Context, DeviceMemories, DeviceMemory, Driver, IPC_HANDLE_BYTES, Physical, SharedChunk,
-    Sharing, Window,
+    Context, DeviceIo, DeviceMemories, DeviceMemory, Driver, IPC_HANDLE_BYTES, Physical,
+    SharedChunk, Sharing,
 };
 use kvferry_memory::{SharedBuffer, TIMELINE_BYTES};
 use kvferry_transport::{send_fd, send_fds};
@@ -56,7 +56,7 @@ pub(super) struct OnDevice {
     bytes: u64,
     timeline: Option<Timeline>,
     uuid: String,
-    window: Mutex<Window>,
+    window: Mutex<DeviceIo>,
 }
 
 /// How other processes open the memory.
@@ -225,7 +225,7 @@ impl Shared {
 }
 
 impl OnDevice {
-    fn window(&self) -> MutexGuard<'_, Window> {
+    fn window(&self) -> MutexGuard<'_, DeviceIo> {
         self.window.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -255,7 +255,7 @@ impl OnDevice {
         };
         let bytes = memory.bytes();
         let memory = DeviceMemories::own(vec![memory]);
-        let mut window = Window::new(&context).map_err(words)?;
+        let mut window = DeviceIo::new(&context).map_err(words)?;
         let word = Timeline {
             allocation: 0,
             offset_bytes: word_at,

@@ -11,7 +11,7 @@ use tokio::sync::mpsc;
 use crate::layout::{EngineLayout, NONCE_ROOM_BYTES, pages_bytes};
 use crate::memory::{EngineDevice, RankMemory};
 use crate::pipe::{self, Order, Report, Task};
-use crate::speaker::{Speaker, Tell};
+use crate::rank_session::{RankCommand, RankSession};
 use kvferry_transport::Transport;
 use kvferry_types::{EngineId, Fingerprint, Rank, Replica, RequestId, Shard};
 use kvferry_workload::content::{ContentKey, POISON};
@@ -56,7 +56,7 @@ pub struct RankSettings {
 struct RankProcess {
     settings: RankSettings,
     memory: Arc<RankMemory>,
-    tell: mpsc::Sender<Tell>,
+    tell: mpsc::Sender<RankCommand>,
     scratch: Vec<u8>,
 }
 
@@ -96,7 +96,8 @@ async fn serve(
     let memory = RankMemory::create(settings.device, settings.rank, bytes);
     let memory = Arc::new(memory?);
     let (tell, told) = mpsc::channel(QUEUE);
-    let speaker = Speaker::start(transport, &settings, Arc::clone(&memory), report.clone());
+    let rank_session =
+        RankSession::start(transport, &settings, Arc::clone(&memory), report.clone());
     let process = RankProcess {
         settings,
         memory,
@@ -105,7 +106,7 @@ async fn serve(
     };
     tokio::select! {
         ended = process.work(orders, report) => ended,
-        failed = speaker.run(told) => Err(failed),
+        failed = rank_session.run(told) => Err(failed),
     }
 }
 
@@ -136,7 +137,7 @@ impl RankProcess {
                 Task::Work(kind) => kind,
                 Task::Abandon(request) => {
                     let ticket = order.ticket;
-                    let abandon = Tell::Abandon { request, ticket };
+                    let abandon = RankCommand::Abandon { request, ticket };
                     self.tell.send(abandon).await.map_err(ended)?;
                     continue;
                 }
@@ -144,7 +145,7 @@ impl RankProcess {
             let report = self.carry_out(kind, &order)?;
             if order.written_through > 0 {
                 self.memory.mark(order.written_through)?;
-                let written = Tell::Written(RequestId(order.written_through));
+                let written = RankCommand::Written(RequestId(order.written_through));
                 self.tell.send(written).await.map_err(ended)?;
             }
             // The device may still write: readers and later writers of these pages wait for the announced number.

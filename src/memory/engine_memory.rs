@@ -1,7 +1,7 @@
 //! The mapped allocations of one registration.
 
 use super::buffer::{BufferError, SharedBuffer};
-use super::lifeline::{Lifeline, LifelineEnd};
+use super::drop_signal::{DropSignal, DropWaiter};
 use super::registration::{NONCE_BYTES_MAX, NONCE_BYTES_MIN};
 use kvferry_types::{Nonce, Registration};
 
@@ -9,7 +9,7 @@ use kvferry_types::{Nonce, Registration};
 #[derive(Debug)]
 pub struct EngineMemory {
     buffers: Vec<SharedBuffer>,
-    lifeline: Lifeline,
+    drop_signal: DropSignal,
 }
 
 /// Why the mapped buffers do not match the registration.
@@ -100,13 +100,16 @@ impl EngineMemory {
             }
             files.push(file);
         }
-        let lifeline = Lifeline::default();
-        Ok(Self { buffers, lifeline })
+        let drop_signal = DropSignal::default();
+        Ok(Self {
+            buffers,
+            drop_signal,
+        })
     }
 
     /// Signals when this process maps none of the allocations any longer.
-    pub fn end(&self) -> LifelineEnd {
-        self.lifeline.end()
+    pub fn end(&self) -> DropWaiter {
+        self.drop_signal.end()
     }
 
     /// Proves that the mapping is the memory into which the engine wrote its nonce.

@@ -11,10 +11,10 @@ mod available;
 mod buffer;
 mod copy;
 mod depot;
+mod drop_signal;
 mod engine_memory;
 mod inventory;
 mod layout;
-mod lifeline;
 mod lock;
 mod node;
 mod open;
@@ -30,10 +30,10 @@ pub use copy::{
 pub use depot::{
     BatchMark, DEPOT_FORMAT_VERSION, DEPOT_HEADER_BYTES, Depot, DepotError, page_stride_bytes,
 };
+pub use drop_signal::{DropSignal, DropWaiter};
 pub use engine_memory::{EngineMemory, EngineMemoryError, NonceMismatch};
 pub use inventory::SLOT_BYTES;
 pub use layout::{FragmentLayout, PageLayout};
-pub use lifeline::{Lifeline, LifelineEnd};
 pub use lock::{LockError, LockLimit};
 pub use node::{NoSuchNode, NumaNode};
 pub use open::{OpenError, RegisteredMemory};

@@ -8,7 +8,7 @@ use super::{Host, WorkerMessage};
 use crate::gpu::{EngineSide, Gpu};
 use crate::transfer::TransferMessage;
 use kvferry_cuda::{Announced, CudaError, DeviceUuid, Outcome, device_of};
-use kvferry_memory::LifelineEnd;
+use kvferry_memory::DropWaiter;
 use kvferry_protocol::{ErrorBody, ErrorCode};
 use kvferry_types::{ByteSize, Registration, RequestId, Time};
 
@@ -33,7 +33,7 @@ pub(super) enum GpuState {
 /// is still pinned.
 pub(super) struct LettingGo {
     uuid: DeviceUuid,
-    end: LifelineEnd,
+    end: DropWaiter,
     since: Time,
 }
 
@@ -352,11 +352,11 @@ fn pinning(pinned: u64, bytes: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kvferry_memory::Lifeline;
+    use kvferry_memory::DropSignal;
 
     #[test]
     fn letting_a_gpu_go_ends_with_its_memory_or_is_stuck() {
-        let held = Lifeline::default();
+        let held = DropSignal::default();
         let letting_go = LettingGo {
             uuid: DeviceUuid::gpu([7; 16]),
             end: held.end(),

@@ -13,7 +13,7 @@ use crate::processes::{self, Process};
 use crate::readiness::ReadinessReporter;
 use crate::transfer::TransferMessage;
 use kvferry_cuda::Announced;
-use kvferry_memory::{BufferError, Depot, LifelineEnd};
+use kvferry_memory::{BufferError, Depot, DropWaiter};
 use kvferry_protocol::limits::PAGE_RECORDS_MAX;
 use kvferry_protocol::{ErrorBody, ErrorCode, Inventory, Message, ReadInventory};
 use kvferry_shell::{Fatal, INVALIDATE_SLICE_SLOTS, Peers, Registering, WorkerHost};
@@ -37,7 +37,7 @@ pub(super) struct Host {
     pub(super) depot: Option<Arc<Depot>>,
     pub(super) prefaulted: bool,
     /// Engine memory that is being closed, with its engine.
-    pub(super) closing: Vec<(EngineId, LifelineEnd)>,
+    pub(super) closing: Vec<(EngineId, DropWaiter)>,
     /// True once the log has a warning about memory without proofs.
     pub(super) told_of_proofs: bool,
     pub(super) gpu: GpuState,

@@ -7,7 +7,7 @@ use ractor::ActorRef;
 
 use super::{Host, WorkerMessage};
 use crate::gpu::{EngineSide, Gpu};
-use kvferry_memory::{LifelineEnd, RegisteredMemory, pieces_without_proof, validate};
+use kvferry_memory::{DropWaiter, RegisteredMemory, pieces_without_proof, validate};
 use kvferry_protocol::{Empty, ErrorBody, ErrorCode, Message};
 use kvferry_shell::Registering;
 use kvferry_transport::{FdReceiver, PeerId, Ticket};
@@ -190,7 +190,7 @@ impl Host {
     ) {
         let closing = self.closing.iter();
         let its = closing.filter(|(engine, _)| engines.contains(engine));
-        let ends: Vec<LifelineEnd> = its.map(|(_, end)| end.clone()).collect();
+        let ends: Vec<DropWaiter> = its.map(|(_, end)| end.clone()).collect();
         let replier = self.replier.clone();
         tokio::task::spawn_blocking(move || {
             let until = Instant::now() + LET_GO_LIMIT;

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use tokio::process::Child;
 
-use crate::cli::dirs::Dirs;
+use crate::cli::socket_paths::SocketPaths;
 use crate::cli::{block_on, engine_rank, say, status};
 use crate::error::CommandError;
 use kvferry_engine::layout::{EngineLayout, describe};
@@ -154,7 +154,7 @@ impl Arguments {
 
     async fn measure(&self) -> Result<Report, CommandError> {
         let folder = rig::folder()?;
-        let dirs = Dirs::new(folder.path());
+        let socket_paths = SocketPaths::new(folder.path());
         let geometry = self.model.geometry(ENGINE_PAGE_TOKENS, 1);
         let geometry = geometry.map_err(|error| CommandError::Config(error.to_string()))?;
         let page_bytes = geometry.page_bytes();
@@ -165,11 +165,11 @@ impl Arguments {
                 self.mib, self.model
             )));
         }
-        let rank = self.rank(&dirs, SETS * pages);
+        let rank = self.rank(&socket_paths, SETS * pages);
         let bare = Bare::new(self, rank.clone(), pages)?;
         let arena_pages = (PLACES * pages).max(ARENA_PAGES_MIN);
         let mut up = self.start_up(folder.path(), Depot::bytes_for(arena_pages, page_bytes))?;
-        let played = self.play(&dirs, &rank, pages, &bare).await;
+        let played = self.play(&socket_paths, &rank, pages, &bare).await;
         drop(up.stdin.take());
         let ended = tokio::time::timeout(PATIENCE, up.wait()).await;
         let (store, load) = played?;
@@ -194,13 +194,13 @@ impl Arguments {
         rig::process(&[&arguments[..], &sizes[..]].concat(), folder)
     }
 
-    fn rank(&self, dirs: &Dirs, device_pages: u32) -> engine_rank::Arguments {
+    fn rank(&self, socket_paths: &SocketPaths, device_pages: u32) -> engine_rank::Arguments {
         let worker = WorkerId {
             replica: Replica(0),
             rank: Rank(0),
         };
         engine_rank::Arguments {
-            worker_dir: dirs.worker(worker),
+            worker_dir: socket_paths.worker(worker),
             engine: ENGINE,
             replica: 0,
             rank: 0,
@@ -217,12 +217,12 @@ impl Arguments {
     /// Measures both sides in turn. Returns the times of stores, and of loads.
     async fn play(
         &self,
-        dirs: &Dirs,
+        socket_paths: &SocketPaths,
         rank: &engine_rank::Arguments,
         pages: u32,
         bare: &Bare,
     ) -> Result<(Times, Times), CommandError> {
-        let mut moves = Moves::start(dirs, rank, pages).await?;
+        let mut moves = Moves::start(socket_paths, rank, pages).await?;
         let (mut store, mut load) = (Times::default(), Times::default());
         let mut before = moves.copied().await?;
         for round in 0..WARM_UP + self.rounds {
@@ -296,7 +296,7 @@ fn set_in(direction: Direction, round: u32) -> u32 {
 /// An engine with one rank, whose scheduler stores and loads one prompt after another.
 struct Moves {
     leader: Client,
-    dirs: Dirs,
+    socket_paths: SocketPaths,
     rank: RankPipe,
     pages: u32,
     /// Device pages in random order.
@@ -308,19 +308,19 @@ struct Moves {
 impl Moves {
     /// Connects, and has the rank write all pages that are stored from or loaded into.
     async fn start(
-        dirs: &Dirs,
+        socket_paths: &SocketPaths,
         rank: &engine_rank::Arguments,
         pages: u32,
     ) -> Result<Self, CommandError> {
         let mut process = rank.start()?;
         let ready = process.wait_until_ready(PATIENCE).await;
         ready.map_err(CommandError::Failed)?;
-        status::until_ready(dirs, PATIENCE).await?;
-        let (leader, mut incoming) = rig::client(dirs.leader_address(), Role::Engine);
+        status::until_ready(socket_paths, PATIENCE).await?;
+        let (leader, mut incoming) = rig::client(socket_paths.leader_address(), Role::Engine);
         tokio::spawn(async move { while incoming.recv().await.is_some() {} });
         let mut moves = Self {
             leader,
-            dirs: dirs.clone(),
+            socket_paths: socket_paths.clone(),
             rank: process,
             pages,
             order: shuffled(SETS * pages),
@@ -338,7 +338,7 @@ impl Moves {
 
     /// Microseconds that the worker has spent copying, in stores and in loads.
     async fn copied(&self) -> Result<(u64, u64), CommandError> {
-        let status = status::ask(Arc::new(ZmqTransport), &self.dirs, false).await?;
+        let status = status::ask(Arc::new(ZmqTransport), &self.socket_paths, false).await?;
         let counter = |name: &str| status.counters.get(name).copied().unwrap_or(0);
         Ok((counter("gather_us"), counter("scatter_us")))
     }

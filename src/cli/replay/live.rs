@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::cli::dirs::Dirs;
 use crate::cli::leader::random;
-use crate::cli::process::Ending;
+use crate::cli::shutdown::Ending;
+use crate::cli::socket_paths::SocketPaths;
 use crate::cli::{block_on, status};
 use crate::error::CommandError;
 use kvferry_engine::fleet::{EngineParts, Fleet};
@@ -38,9 +38,9 @@ pub(super) fn run(arguments: &Arguments, workload: &Workload) -> Result<Report, 
     block_on(2, async {
         let mut ending = Ending::listen(false)?;
         let mut up = Up::start(arguments, workload)?;
-        let dirs = up.dirs();
+        let socket_paths = up.socket_paths();
         let replayed = tokio::select! {
-            replayed = replay(arguments, workload, &dirs) => replayed,
+            replayed = replay(arguments, workload, &socket_paths) => replayed,
             () = ending.told() => Err(CommandError::Failed("interrupted".to_owned())),
             error = up.ended_early() => Err(error),
         };
@@ -73,16 +73,16 @@ fn check_memory(arguments: &Arguments, workload: &Workload) -> Result<(), Comman
 async fn replay(
     arguments: &Arguments,
     workload: &Workload,
-    dirs: &Dirs,
+    socket_paths: &SocketPaths,
 ) -> Result<Report, CommandError> {
     let replicas = (0..arguments.replicas).map(Replica);
-    let engines = replicas.map(|replica| start_engine(arguments, workload, dirs, replica));
+    let engines = replicas.map(|replica| start_engine(arguments, workload, socket_paths, replica));
     let mut engines = engines.collect::<Result<Vec<_>, _>>()?;
     for rank in engines.iter_mut().flat_map(|engine| &mut engine.ranks) {
         let ready = rank.wait_until_ready(START_LIMIT).await;
         ready.map_err(CommandError::Failed)?;
     }
-    status::until_ready(dirs, START_LIMIT).await?;
+    status::until_ready(socket_paths, START_LIMIT).await?;
     let mut fleet = Fleet::new(engines, arguments.request_timeout());
 
     let begun = Instant::now();
@@ -92,7 +92,7 @@ async fn replay(
     report.left.device_pages = fleet.held_pages();
     let limit = Instant::now() + SETTLE_LIMIT;
     fleet.settle(limit).await.map_err(CommandError::Failed)?;
-    let status = settled_status(dirs, limit).await?;
+    let status = settled_status(socket_paths, limit).await?;
     let observed = fleet.end(END_LIMIT).await.map_err(CommandError::Failed)?;
     fill(&mut report, &status, observed);
     Ok(report)
@@ -102,13 +102,13 @@ async fn replay(
 fn start_engine(
     arguments: &Arguments,
     workload: &Workload,
-    dirs: &Dirs,
+    socket_paths: &SocketPaths,
     replica: Replica,
 ) -> Result<EngineParts, CommandError> {
     let mut engine = [0; 16];
     random(&mut engine)?;
     let engine = EngineId(engine);
-    let ranks = start_ranks(arguments, workload, dirs, engine, replica)?;
+    let ranks = start_ranks(arguments, workload, socket_paths, engine, replica)?;
     let hello = Hello {
         version_min: VERSION_MIN,
         version_max: VERSION,
@@ -120,7 +120,7 @@ fn start_engine(
         name: format!("reference engine, scheduler of {replica}"),
     };
     let settings = ClientSettings {
-        address: dirs.leader_address(),
+        address: socket_paths.leader_address(),
         hello,
         limits: Limits::default(),
     };
@@ -134,9 +134,12 @@ fn start_engine(
 }
 
 /// Returns the leader's final status. Polls, at most until `limit`, until no slot, pin, copy or unsettled page is left.
-async fn settled_status(dirs: &Dirs, limit: Instant) -> Result<StatusAnswer, CommandError> {
+async fn settled_status(
+    socket_paths: &SocketPaths,
+    limit: Instant,
+) -> Result<StatusAnswer, CommandError> {
     loop {
-        let status = status::ask(Arc::new(ZmqTransport), dirs, true).await;
+        let status = status::ask(Arc::new(ZmqTransport), socket_paths, true).await;
         let settled = status.as_ref().is_ok_and(|status| {
             let held = status.slots + status.pins + status.copies_under_way;
             held + unsettled_pages(status) == 0

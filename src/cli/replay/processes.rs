@@ -10,8 +10,8 @@ use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 use tokio::process::{Child, ChildStdin, Command};
 
-use crate::cli::dirs::Dirs;
 use crate::cli::engine_rank;
+use crate::cli::socket_paths::SocketPaths;
 use crate::error::CommandError;
 use kvferry_engine::rank_pipe::RankPipe;
 use kvferry_types::{EngineId, Rank, Replica, WorkerId};
@@ -33,13 +33,13 @@ pub(super) enum Up {
         _input: Option<ChildStdin>,
         directory: TempDir,
     },
-    Attached(Dirs),
+    Attached(SocketPaths),
 }
 
 impl Up {
     pub(super) fn start(arguments: &Arguments, workload: &Workload) -> Result<Self, CommandError> {
         if let Some(directory) = &arguments.socket_dir {
-            return Ok(Self::Attached(Dirs::new(directory)));
+            return Ok(Self::Attached(SocketPaths::new(directory)));
         }
         let owner_only = Permissions::from_mode(0o700);
         let directory = tempfile::Builder::new()
@@ -56,10 +56,10 @@ impl Up {
         })
     }
 
-    pub(super) fn dirs(&self) -> Dirs {
+    pub(super) fn socket_paths(&self) -> SocketPaths {
         match self {
-            Self::Started { directory, .. } => Dirs::new(directory.path()),
-            Self::Attached(dirs) => dirs.clone(),
+            Self::Started { directory, .. } => SocketPaths::new(directory.path()),
+            Self::Attached(socket_paths) => socket_paths.clone(),
         }
     }
 
@@ -134,7 +134,7 @@ async fn end_up(up: &mut Child) -> Result<(), CommandError> {
 pub(super) fn start_ranks(
     arguments: &Arguments,
     workload: &Workload,
-    dirs: &Dirs,
+    socket_paths: &SocketPaths,
     engine: EngineId,
     replica: Replica,
 ) -> Result<Vec<RankPipe>, CommandError> {
@@ -144,7 +144,7 @@ pub(super) fn start_ranks(
             rank: Rank(rank),
         };
         let rank = engine_rank::Arguments {
-            worker_dir: dirs.worker(worker),
+            worker_dir: socket_paths.worker(worker),
             engine,
             replica: replica.0,
             rank,

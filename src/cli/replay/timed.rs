@@ -8,8 +8,8 @@ use figment::providers::{Format, Toml};
 
 use crate::error::CommandError;
 use kvferry_sim::timed::{
-    Arrival, Formula, LINK_BYTES_PER_S, LINK_LATENCY, MESSAGE_LATENCY, Pace, Prefill, Seen, Timed,
-    TimedSettings,
+    Arrival, Formula, LINK_BYTES_PER_S, LINK_LATENCY, MESSAGE_LATENCY, Measurements, Pace, Prefill,
+    Timed, TimedSettings,
 };
 use kvferry_types::Time;
 use kvferry_workload::scheduler::{Scheduler, Served};
@@ -139,7 +139,7 @@ fn play(
     workload: &Workload,
     world: &mut Timed,
     served: impl FnMut(&Served),
-) -> Result<Seen, CommandError> {
+) -> Result<Measurements, CommandError> {
     let requests = &workload.trace.requests;
     let first_us = requests.first().map_or(0, |request| request.timestamp_us);
     let speedup = arguments.speedup.unwrap_or(1.0);

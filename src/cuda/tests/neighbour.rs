@@ -3,7 +3,7 @@
 use std::io::{BufRead as _, BufReader, Lines, Write as _};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
-use crate::{Context, DeviceMemories, DeviceMemory, Driver, RegisteredDevice, Window};
+use crate::{Context, DeviceIo, DeviceMemories, DeviceMemory, Driver, RegisteredDevice};
 use kvferry_types::{Allocation, AllocationHandle, AllocationKind, Nonce, Registration};
 
 use super::copies::plain;
@@ -36,7 +36,7 @@ pub(super) fn bytes() -> u64 {
 /// The engine: allocates new memory for each line, and writes its handle. `keep` keeps the earlier memory alive.
 fn engine() {
     let context = context();
-    let mut window = Window::new(&context).expect("a window");
+    let mut staged_io = DeviceIo::new(&context).expect("a window");
     let mut kept = Vec::new();
     for line in std::io::stdin().lines() {
         let line = line.expect("readable");
@@ -54,7 +54,9 @@ fn engine() {
         let memory = DeviceMemories::own(vec![memory]);
         let written = contents(generation, bytes() as usize);
         let all = [(0, bytes())];
-        window.write(&memory, 0, &all, &written).expect("written");
+        staged_io
+            .write(&memory, 0, &all, &written)
+            .expect("written");
         let digits: String = handle.iter().map(|byte| format!("{byte:02x}")).collect();
         println!("\nengine: {digits}");
         kept.push(memory);
@@ -127,16 +129,16 @@ pub(super) fn registration(handle: [u8; 64], generation: u64) -> Registration {
 fn one_seed(neighbour: &mut Neighbour, seed: u64) {
     let mut chance = fastrand::Rng::with_seed(seed);
     let context = context();
-    let mut window = Window::new(&context).expect("a window");
+    let mut staged_io = DeviceIo::new(&context).expect("a window");
     for round in 0..3 {
         let generation = seed * 10 + round;
         let handle = neighbour.memory(generation, chance.bool());
         let registration = registration(handle, generation);
-        let opened = RegisteredDevice::open(&registration, &context, &mut window, |_| None);
+        let opened = RegisteredDevice::open(&registration, &context, &mut staged_io, |_| None);
         let opened = opened.unwrap_or_else(|error| panic!("seed {seed}: {error}"));
         let expected = contents(generation, bytes() as usize);
         let mut seen = vec![0; expected.len()];
-        let read = window.read(&opened.memory, 0, &[(0, bytes())], &mut seen);
+        let read = staged_io.read(&opened.memory, 0, &[(0, bytes())], &mut seen);
         read.unwrap_or_else(|error| panic!("seed {seed}: {error}"));
         assert!(seen == expected, "seed {seed}, round {round}");
     }
@@ -169,9 +171,9 @@ fn memory_of_which_the_driver_says_that_the_gpu_is_lost() {
     fake::under("fail=*/cuMemGetAddressRange_v2/1/719", || {
         let mut neighbour = Neighbour::start();
         let (context, handle) = (context(), neighbour.memory(1, false));
-        let mut window = Window::new(&context).expect("a window");
+        let mut staged_io = DeviceIo::new(&context).expect("a window");
         let registration = registration(handle, 1);
-        let refused = RegisteredDevice::open(&registration, &context, &mut window, |_| None);
+        let refused = RegisteredDevice::open(&registration, &context, &mut staged_io, |_| None);
         let error = refused.expect_err("the GPU is lost").fatal();
         assert_eq!(error.and_then(|error| error.code()), Some(719));
     });
@@ -182,22 +184,22 @@ fn a_handle_of_memory_that_is_gone_is_refused_in_words() {
     fake::anywhere("", || {
         let mut neighbour = Neighbour::start();
         let context = context();
-        let mut window = Window::new(&context).expect("a window");
+        let mut staged_io = DeviceIo::new(&context).expect("a window");
         let old = neighbour.memory(1, false);
         let new = neighbour.memory(2, false);
-        let open = |handle, generation, window: &mut Window| {
+        let open = |handle, generation, staged_io: &mut DeviceIo| {
             let registration = registration(handle, generation);
-            let opened = RegisteredDevice::open(&registration, &context, window, |_| None);
+            let opened = RegisteredDevice::open(&registration, &context, staged_io, |_| None);
             opened.map(|_| ()).map_err(|error| error.to_string())
         };
-        let refused = open(old, 1, &mut window).expect_err("freed");
+        let refused = open(old, 1, &mut staged_io).expect_err("freed");
         let text = "registration.allocations[0].handle: cuIpcOpenMemHandle_v2 answered CUDA_ERROR";
         assert!(refused.starts_with(text), "{refused}");
-        let refused = open(new, 1, &mut window).expect_err("other contents");
+        let refused = open(new, 1, &mut staged_io).expect_err("other contents");
         assert!(
             refused.starts_with("registration.nonce: not at byte 0"),
             "{refused}"
         );
-        open(new, 2, &mut window).expect("what it says it is");
+        open(new, 2, &mut staged_io).expect("what it says it is");
     });
 }

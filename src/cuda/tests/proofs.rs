@@ -7,7 +7,8 @@ use std::sync::Arc;
 use super::fake;
 use super::neighbour::{Neighbour, bytes, contents, context, registration};
 use crate::{
-    Context, DeviceMemories, DeviceMemory, Physical, RegisteredDevice, SharedChunk, Sharing, Window,
+    Context, DeviceIo, DeviceMemories, DeviceMemory, Physical, RegisteredDevice, SharedChunk,
+    Sharing,
 };
 use kvferry_types::{
     Allocation, AllocationHandle, AllocationKind, Chunk, ChunkHandle, Nonce, Registration,
@@ -20,10 +21,10 @@ const CHUNKS: u8 = 4;
 fn open(
     registration: &Registration,
     context: &Arc<Context>,
-    window: &mut Window,
+    staged_io: &mut DeviceIo,
     take: impl Fn(&[u8; 16]) -> Option<OwnedFd>,
 ) -> Result<(), String> {
-    let opened = RegisteredDevice::open(registration, context, window, take);
+    let opened = RegisteredDevice::open(registration, context, staged_io, take);
     opened.map(|_| ()).map_err(|error| error.to_string())
 }
 
@@ -58,17 +59,17 @@ fn allocations_that_are_exchanged_are_refused_by_name() {
     fake::anywhere("", || {
         let mut neighbour = Neighbour::start();
         let (context, described) = (context(), allocations(&mut neighbour));
-        let mut window = Window::new(&context).expect("a window");
-        open(&described, &context, &mut window, |_| None).expect("as it is");
+        let mut staged_io = DeviceIo::new(&context).expect("a window");
+        open(&described, &context, &mut staged_io, |_| None).expect("as it is");
         let mut exchanged = described.clone();
         exchanged.allocations.swap(1, 2);
-        let refused = open(&exchanged, &context, &mut window, |_| None);
+        let refused = open(&exchanged, &context, &mut staged_io, |_| None);
         let text = refused.expect_err("exchanged");
         let expected = "registration.allocations[1] shows other bytes at byte 64 of its allocation";
         assert!(text.starts_with(expected), "{text}");
         // Without proofs the exchange cannot be detected.
         exchanged.proofs.clear();
-        open(&exchanged, &context, &mut window, |_| None).expect("taken at its word");
+        open(&exchanged, &context, &mut staged_io, |_| None).expect("taken at its word");
     });
 }
 
@@ -77,21 +78,21 @@ fn an_engine_that_writes_meanwhile_is_taken() {
     fake::anywhere("", || {
         let mut neighbour = Neighbour::start();
         let (context, mut described) = (context(), allocations(&mut neighbour));
-        let mut window = Window::new(&context).expect("a window");
+        let mut staged_io = DeviceIo::new(&context).expect("a window");
         // Two of three proofs of each allocation no longer match when they are compared.
         for (index, proof) in described.proofs.iter_mut().enumerate() {
             if index % 3 != 1 {
                 proof.bytes.fill(0);
             }
         }
-        open(&described, &context, &mut window, |_| None).expect("one of each is found");
+        open(&described, &context, &mut staged_io, |_| None).expect("one of each is found");
         // No proof of one allocation matches: the rank must register again, with the bytes that it reads then.
         let then = described.proofs.clone();
         described.proofs[7].bytes.fill(0);
-        let opened = RegisteredDevice::open(&described, &context, &mut window, |_| None);
+        let opened = RegisteredDevice::open(&described, &context, &mut staged_io, |_| None);
         assert!(opened.expect_err("not found").may_pass());
         described.proofs = then;
-        open(&described, &context, &mut window, |_| None).expect("one of each is found");
+        open(&described, &context, &mut staged_io, |_| None).expect("one of each is found");
     });
 }
 
@@ -100,15 +101,15 @@ fn a_handle_that_shows_the_memory_of_another_is_refused_by_name() {
     fake::under("stale=3", || {
         let mut neighbour = Neighbour::start();
         let (context, described) = (context(), allocations(&mut neighbour));
-        let mut window = Window::new(&context).expect("a window");
-        let refused = open(&described, &context, &mut window, |_| None);
+        let mut staged_io = DeviceIo::new(&context).expect("a window");
+        let refused = open(&described, &context, &mut staged_io, |_| None);
         let text = refused.expect_err("the memory of the second");
         assert!(
             text.starts_with("registration.allocations[2] shows"),
             "{text}"
         );
         // The second open returns the right memory.
-        open(&described, &context, &mut window, |_| None).expect("as it is");
+        open(&described, &context, &mut staged_io, |_| None).expect("as it is");
     });
 }
 
@@ -119,7 +120,7 @@ struct Chunked {
     _memory: Arc<DeviceMemories>,
 }
 
-fn chunked(context: &Arc<Context>, window: &mut Window) -> Chunked {
+fn chunked(context: &Arc<Context>, staged_io: &mut DeviceIo) -> Chunked {
     let complete = u64::from(CHUNKS) * CHUNK_BYTES;
     let made = DeviceMemory::allocate_chunks(context, complete, CHUNK_BYTES, Sharing::Fd);
     let (memory, chunks) = made.expect("memory");
@@ -128,7 +129,7 @@ fn chunked(context: &Arc<Context>, window: &mut Window) -> Chunked {
     let written = contents(1, complete as usize);
     for (offset, part) in (0..).step_by(1 << 16).zip(written.chunks(1 << 16)) {
         let place = [(offset, part.len() as u64)];
-        window.write(&memory, 0, &place, part).expect("written");
+        staged_io.write(&memory, 0, &place, part).expect("written");
     }
     let listed = (0..CHUNKS).map(|number| Chunk {
         handle: ChunkHandle::Ticket([number; 16]),
@@ -162,10 +163,10 @@ impl Chunked {
     fn open(
         &self,
         context: &Arc<Context>,
-        window: &mut Window,
+        staged_io: &mut DeviceIo,
         chunk: impl Fn(usize) -> usize,
     ) -> Result<(), String> {
-        open(&self.described, context, window, |ticket| {
+        open(&self.described, context, staged_io, |ticket| {
             match self.chunks[chunk(usize::from(ticket[0]))].share() {
                 Ok(SharedChunk::Fd(fd)) => Some(fd),
                 _ => None,
@@ -178,13 +179,13 @@ impl Chunked {
 fn chunks_in_another_order_are_refused_by_name() {
     fake::anywhere("", || {
         let context = context();
-        let mut window = Window::new(&context).expect("a window");
-        let memory = chunked(&context, &mut window);
-        let as_it_is = memory.open(&context, &mut window, |number| number);
+        let mut staged_io = DeviceIo::new(&context).expect("a window");
+        let memory = chunked(&context, &mut staged_io);
+        let as_it_is = memory.open(&context, &mut staged_io, |number| number);
         as_it_is.expect("as it is");
         // The first chunk, which contains the nonce, is right.
         let order = [0, 1, 3, 2];
-        let refused = memory.open(&context, &mut window, |number| order[number]);
+        let refused = memory.open(&context, &mut staged_io, |number| order[number]);
         let text = refused.expect_err("another order");
         let expected = "registration.allocations[0].handle.chunks[2] shows other bytes at byte 4194816 of its allocation";
         assert!(text.starts_with(expected), "{text}");
@@ -195,9 +196,9 @@ fn chunks_in_another_order_are_refused_by_name() {
 fn a_chunk_that_shows_the_one_before_is_refused_by_name() {
     fake::under("stale=4", || {
         let context = context();
-        let mut window = Window::new(&context).expect("a window");
-        let memory = chunked(&context, &mut window);
-        let refused = memory.open(&context, &mut window, |number| number);
+        let mut staged_io = DeviceIo::new(&context).expect("a window");
+        let memory = chunked(&context, &mut staged_io);
+        let refused = memory.open(&context, &mut staged_io, |number| number);
         let text = refused.expect_err("the third chunk twice");
         let expected = "registration.allocations[0].handle.chunks[3] shows";
         assert!(text.starts_with(expected), "{text}");

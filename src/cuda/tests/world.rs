@@ -7,8 +7,8 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use crate::{
-    Announced, Context, Copier, CopierSettings, CopyOrder, CudaError, DeviceMemories, DeviceMemory,
-    Driver, Outcome, PinnedDepot, RegisteredDevice, Sharing, WaitOrder, Window,
+    Announced, Context, Copier, CopierSettings, CopyOrder, CudaError, DeviceIo, DeviceMemories,
+    DeviceMemory, Driver, Outcome, PinnedDepot, RegisteredDevice, Sharing, WaitOrder,
 };
 use kvferry_memory::{CancelFlag, Depot, PageLayout, TIMELINE_BYTES, validate};
 use kvferry_types::{
@@ -29,7 +29,7 @@ pub struct World {
     pub depot: Arc<PinnedDepot>,
     pub copier: Copier,
     outcomes: Receiver<Outcome>,
-    window: RefCell<Window>,
+    staged_io: RefCell<DeviceIo>,
     /// Expected contents of each allocation.
     pub on_device: Vec<Vec<u8>>,
     /// Expected contents of each page of the depot.
@@ -103,7 +103,7 @@ impl World {
         let driver = Driver::get().map_err(words)?;
         let device = driver.devices().map_err(words)?[0];
         let context = Context::new(driver, device).map_err(words)?;
-        let mut window = Window::new(&context).map_err(words)?;
+        let mut staged_io = DeviceIo::new(&context).map_err(words)?;
         let allocate = |bytes| match ways.sharing {
             None => DeviceMemory::allocate(&context, bytes).map_err(words),
             Some(sharing) => shared(&context, bytes, sharing).map_err(words),
@@ -118,12 +118,14 @@ impl World {
             offset_bytes: 0,
         };
         let word = [(0, TIMELINE_BYTES)];
-        let zeroed = window.write(&memory, timeline.allocation, &word, &[0; 8]);
+        let zeroed = staged_io.write(&memory, timeline.allocation, &word, &[0; 8]);
         zeroed.map_err(words)?;
         let on_device: Vec<Vec<u8>> = allocations.iter().map(|it| noise(it.bytes)).collect();
         for (index, bytes) in (0..).zip(&on_device) {
             let all = [(0, bytes.len() as u64)];
-            window.write(&memory, index, &all, bytes).map_err(words)?;
+            staged_io
+                .write(&memory, index, &all, bytes)
+                .map_err(words)?;
         }
         let depot = Depot::create(Depot::bytes_for(depot_pages, layout.page_bytes));
         let depot = Arc::new(depot.expect("memory"));
@@ -156,7 +158,7 @@ impl World {
             depot,
             copier: copier.map_err(words)?,
             outcomes,
-            window: RefCell::new(window),
+            staged_io: RefCell::new(staged_io),
             on_device,
             in_depot,
             last: 0,
@@ -244,14 +246,14 @@ impl World {
             through: RequestId(self.last),
         };
         {
-            let mut window = self.window.borrow_mut();
+            let mut staged_io = self.staged_io.borrow_mut();
             for (index, bytes) in (0..).zip(&mut self.on_device) {
                 chance.fill(bytes);
                 let all = [(0, bytes.len() as u64)];
-                let later = window.write_later(&self.device.memory, index, &all, bytes);
+                let later = staged_io.write_later(&self.device.memory, index, &all, bytes);
                 later.expect("a driver without errors");
             }
-            let marked = window.mark(&self.device.memory, word, self.last);
+            let marked = staged_io.mark(&self.device.memory, word, self.last);
             marked.expect("a driver without errors");
         }
         let memory = Arc::downgrade(&self.device.memory);
@@ -282,8 +284,8 @@ impl World {
             },
         });
         self.copier.said(&self.device, word, through);
-        let mut window = self.window.borrow_mut();
-        let marked = window.mark(&self.device.memory, word, self.last);
+        let mut staged_io = self.staged_io.borrow_mut();
+        let marked = staged_io.mark(&self.device.memory, word, self.last);
         marked.expect("a driver without errors");
         through
     }
@@ -324,7 +326,7 @@ impl World {
         let memory = &self.device.memory;
         let all = [(0, bytes.len() as u64)];
         let read = self
-            .window
+            .staged_io
             .borrow_mut()
             .read(memory, index, &all, &mut bytes);
         read.map_err(words).map(|()| bytes)
@@ -336,7 +338,7 @@ impl World {
         bytes.fill(byte);
         let all = [(0, bytes.len() as u64)];
         let written = self
-            .window
+            .staged_io
             .borrow_mut()
             .write(&self.device.memory, index, &all, bytes);
         written.expect("written");

@@ -6,7 +6,7 @@ use std::time::Duration;
 use crate::links::{FlowId, FlowSpec, LinkId, Links, LinksError};
 use kvferry_types::{Copy, Direction, EndedCopy, OpId, Rank, RequestId, Time};
 
-use super::{DIRECTIONS, Seen, TimedSettings, pages};
+use super::{DIRECTIONS, Measurements, TimedSettings, pages};
 
 /// A copy that a worker has received and not reported.
 #[derive(Debug, Clone, Copy)]
@@ -174,7 +174,7 @@ impl Copies {
     }
 
     /// Adds the measurements of the links.
-    pub(super) fn fill(&mut self, seen: &mut Seen) {
+    pub(super) fn fill(&mut self, seen: &mut Measurements) {
         for direction in DIRECTIONS {
             let way = index(direction);
             let use_of = match direction {

@@ -9,7 +9,7 @@ use kvferry_workload::scheduler::{Action, REQUEST_TIMEOUT, Scheduler, Served, Wo
 
 use super::agenda::Agenda;
 use super::compute::Device;
-use super::{Arrival, Happening, Seen, TimedSettings};
+use super::{Arrival, Measurements, TimedEvent, TimedSettings};
 
 /// A prompt that is not over.
 #[derive(Debug, Clone, Copy)]
@@ -46,7 +46,7 @@ pub(super) struct Engine {
     last_end: Time,
     actions: Vec<Action>,
     served: Vec<Served>,
-    seen: Seen,
+    seen: Measurements,
 }
 
 impl Engine {
@@ -65,7 +65,7 @@ impl Engine {
             last_end: Time(0),
             actions: Vec::new(),
             served: Vec::new(),
-            seen: Seen::default(),
+            seen: Measurements::default(),
         }
     }
 
@@ -142,7 +142,7 @@ impl Engine {
     }
 
     /// Carries out the actions of the scheduler. Work on pages takes no time, except for the prefill.
-    pub(super) fn act(&mut self, now: Time, agenda: &mut Agenda<Happening>) {
+    pub(super) fn act(&mut self, now: Time, agenda: &mut Agenda<TimedEvent>) {
         let mut actions = std::mem::take(&mut self.actions);
         let mut next = 0;
         while let Some(action) = actions.get_mut(next) {
@@ -184,7 +184,7 @@ impl Engine {
         self.actions = actions;
     }
 
-    fn done(&mut self, now: Time, served: Served, agenda: &mut Agenda<Happening>) {
+    fn done(&mut self, now: Time, served: Served, agenda: &mut Agenda<TimedEvent>) {
         self.last_end = self.last_end.max(now);
         if let Some(open) = self.open.get(&served.slot).copied() {
             if served.waited_for_pages {
@@ -207,7 +207,7 @@ impl Engine {
         slot: SlotId,
         positions: Range<u32>,
         stores: Option<RequestId>,
-        agenda: &mut Agenda<Happening>,
+        agenda: &mut Agenda<TimedEvent>,
     ) -> Time {
         let Some(open) = self.open.get_mut(&slot) else {
             return now;
@@ -219,7 +219,7 @@ impl Engine {
             self.unwritten.insert(id);
             self.last_store = self.last_store.max(id);
         }
-        agenda.add(end, Happening::Computed { slot, stores });
+        agenda.add(end, TimedEvent::Computed { slot, stores });
         end
     }
 
@@ -231,7 +231,7 @@ impl Engine {
         from: Time,
         id: RequestId,
         request: Request,
-        agenda: &mut Agenda<Happening>,
+        agenda: &mut Agenda<TimedEvent>,
     ) {
         let mut sent_at = now;
         let asked = match &request {
@@ -259,7 +259,7 @@ impl Engine {
         let deadline = from.max(sent_at) + REQUEST_TIMEOUT;
         agenda.add(
             sent_at + self.message_latency,
-            Happening::Asked {
+            TimedEvent::Asked {
                 id,
                 deadline,
                 request,
@@ -267,7 +267,7 @@ impl Engine {
         );
     }
 
-    pub(super) fn seen(&mut self) -> Seen {
+    pub(super) fn seen(&mut self) -> Measurements {
         let mut seen = std::mem::take(&mut self.seen);
         let first = self.first_arrival.unwrap_or_default();
         seen.span = first.until(self.last_end);

@@ -36,12 +36,12 @@ use copies::Copies;
 use engine::Engine;
 
 pub use compute::{Formula, Polynomial, Prefill};
-pub use seen::{LinkUse, Seen};
+pub use seen::{LinkUse, Measurements};
 pub use settings::{Arrival, LINK_BYTES_PER_S, LINK_LATENCY, MESSAGE_LATENCY, Pace, TimedSettings};
 
 /// An event on the agenda: a message in flight, or work whose end is known.
 #[derive(Debug)]
-enum Happening {
+enum TimedEvent {
     /// A request of the engine reaches the leader.
     Asked {
         id: RequestId,
@@ -80,7 +80,7 @@ pub struct Timed {
     workers: Vec<Worker>,
     engine: Engine,
     copies: Copies,
-    agenda: Agenda<Happening>,
+    agenda: Agenda<TimedEvent>,
     now: Time,
     batches: u64,
     effects: Vec<Effect>,
@@ -153,7 +153,7 @@ impl Timed {
         arrivals: impl Iterator<Item = Arrival>,
         pace: Pace,
         mut served: impl FnMut(&Served),
-    ) -> Result<Seen, String> {
+    ) -> Result<Measurements, String> {
         let mut arrivals = arrivals.peekable();
         let mut done = Vec::new();
         loop {
@@ -209,9 +209,9 @@ impl Timed {
             .min()
     }
 
-    fn happen(&mut self, happening: Happening) {
+    fn happen(&mut self, happening: TimedEvent) {
         match happening {
-            Happening::Asked {
+            TimedEvent::Asked {
                 id,
                 deadline,
                 request,
@@ -224,7 +224,7 @@ impl Timed {
                     request,
                 });
             }
-            Happening::Reported { rank, copies } => {
+            TimedEvent::Reported { rank, copies } => {
                 let epoch = self.leader.epoch();
                 let worker = WorkerId {
                     replica: Replica(0),
@@ -236,18 +236,18 @@ impl Timed {
                     copies,
                 });
             }
-            Happening::Answered { id, answer } => {
+            TimedEvent::Answered { id, answer } => {
                 self.engine.answered(self.now, id, answer.ok());
                 self.act();
             }
-            Happening::Computed { slot, stores } => {
+            TimedEvent::Computed { slot, stores } => {
                 let through = self.engine.computed(self.now, slot, stores);
                 if let Some(through) = through {
-                    self.send(Happening::Written { through });
+                    self.send(TimedEvent::Written { through });
                 }
                 self.act();
             }
-            Happening::Ordered {
+            TimedEvent::Ordered {
                 rank,
                 batch,
                 copies,
@@ -263,7 +263,7 @@ impl Timed {
                     },
                 );
             }
-            Happening::Cancelled { rank, op } => {
+            TimedEvent::Cancelled { rank, op } => {
                 self.batches += 1;
                 let cancel = WorkerEvent::Cancel {
                     epoch: self.leader.epoch(),
@@ -272,7 +272,7 @@ impl Timed {
                 };
                 self.work(rank, cancel);
             }
-            Happening::Written { through } => {
+            TimedEvent::Written { through } => {
                 self.copies.written(self.now, through);
                 for rank in self.ranks() {
                     let engine = ENGINE;
@@ -286,7 +286,7 @@ impl Timed {
         (0..u16::try_from(self.workers.len()).unwrap_or(u16::MAX)).map(Rank)
     }
 
-    fn send(&mut self, message: Happening) {
+    fn send(&mut self, message: TimedEvent) {
         self.agenda
             .add(self.now + self.settings.message_latency, message);
     }
@@ -304,7 +304,7 @@ impl Timed {
         let mut copies = Vec::new();
         for effect in effects.drain(..) {
             match effect {
-                Effect::Answer { id, answer, .. } => self.send(Happening::Answered { id, answer }),
+                Effect::Answer { id, answer, .. } => self.send(TimedEvent::Answered { id, answer }),
                 Effect::Copy { ranks, copy, .. } => {
                     to = Some(ranks);
                     copies.push(copy);
@@ -312,7 +312,7 @@ impl Timed {
                 Effect::Cancel { worker, ops } => {
                     let rank = worker.rank;
                     for op in ops {
-                        self.send(Happening::Cancelled { rank, op });
+                        self.send(TimedEvent::Cancelled { rank, op });
                     }
                 }
                 // Workers attach before the start and stop every cancelled copy, and no engine requests a reset.
@@ -326,7 +326,7 @@ impl Timed {
         for rank in to.iter().flat_map(|ranks| ranks.iter()) {
             self.batches += 1;
             let (batch, copies) = (BatchId(self.batches), copies.clone());
-            self.send(Happening::Ordered {
+            self.send(TimedEvent::Ordered {
                 rank,
                 batch,
                 copies,
@@ -351,7 +351,7 @@ impl Timed {
                     }
                     WorkerEffect::Report { copies, .. } => {
                         self.copies.reported(rank, &copies);
-                        self.send(Happening::Reported { rank, copies });
+                        self.send(TimedEvent::Reported { rank, copies });
                     }
                     // No process restarts, so no inventory is read.
                     WorkerEffect::Unlist(_)
@@ -394,7 +394,7 @@ impl Timed {
         }
     }
 
-    fn seen(&mut self) -> Seen {
+    fn seen(&mut self) -> Measurements {
         let mut seen = self.engine.seen();
         self.copies.fill(&mut seen);
         seen

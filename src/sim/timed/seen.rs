@@ -6,7 +6,7 @@ use crate::links::Utilisation;
 
 /// Measurements in virtual time. Lists are in the order of the events.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Seen {
+pub struct Measurements {
     /// From a prompt's arrival to the end of its prefill, in nanoseconds.
     pub first_token_ns: Vec<u64>,
     /// From a lookup to its answer at the engine, in nanoseconds.

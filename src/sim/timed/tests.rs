@@ -71,7 +71,7 @@ fn arrival(at: u64, slot: u64, contents: &[u8]) -> Arrival {
     }
 }
 
-fn run(world: &mut Timed, arrivals: &[Arrival], pace: Pace) -> (Seen, Vec<Served>) {
+fn run(world: &mut Timed, arrivals: &[Arrival], pace: Pace) -> (Measurements, Vec<Served>) {
     let mut served = Vec::new();
     let seen = world
         .run(arrivals.iter().cloned(), pace, |done| served.push(*done))

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::env::expected;
 use super::leader::LeaderProcess;
 use super::storage::Storage;
-use super::{Who, World};
+use super::{NodeId, World};
 use kvferry_core::{BlockView, CANCELS_MAX, TierKey};
 use kvferry_types::{Generation, OpId, Shard};
 
@@ -35,7 +35,7 @@ impl World {
             Ok(pages) => {
                 let now = self.env.now();
                 let readable = |page: u32| pages.readable.get(page as usize) == Some(&true);
-                if let Some(late) = self.env.ghost.published(now, pages.filling, readable) {
+                if let Some(late) = self.env.oracle.published(now, pages.filling, readable) {
                     self.env.violated(late);
                 }
             }
@@ -71,11 +71,11 @@ impl World {
         }
         if let (Some(key), Some(pool)) = (leader.tier_key(), leader.pool()) {
             let ranks = self.env.setup.ranks;
-            self.env.ghost.roster.check(key, pool, ranks)?;
+            self.env.oracle.roster.check(key, pool, ranks)?;
         }
         // A closing pool serves nothing. Its last copies still touch its pages, and no others.
         let Some(pool) = leader.pool().or(leader.closing_pool()) else {
-            return match self.env.ghost.touched.writers().next() {
+            return match self.env.oracle.touched.writers().next() {
                 Some((shard, page, op)) if leader.is_reading() => Err(format!(
                     "{op} writes arena page {page} of shard {shard} while inventories are read"
                 )),
@@ -124,7 +124,7 @@ impl World {
             ));
         }
         // Every page that is written belongs to the copy that writes it.
-        for (shard, page, op) in self.env.ghost.touched.writers() {
+        for (shard, page, op) in self.env.oracle.touched.writers() {
             if pages.filling.get(&page) != Some(&op) {
                 return Err(format!(
                     "{op} writes arena page {page} of shard {shard}, which is not, or no longer, its own"
@@ -161,7 +161,7 @@ impl World {
             }
             if let Some(at) = self
                 .env
-                .ghost
+                .oracle
                 .came_back(namespace, block.domain, *fingerprint)
             {
                 return Err(format!(
@@ -203,7 +203,7 @@ impl World {
 
     /// Everything that is pending, as text for a report.
     pub(super) fn pending(&self) -> String {
-        let dead: Vec<Who> = self
+        let dead: Vec<NodeId> = self
             .everyone()
             .filter(|who| self.life(*who).is_none())
             .collect();

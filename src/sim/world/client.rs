@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::net::{ConnectionId, End, Heard};
-use super::{Env, Who};
+use super::{Env, NodeId};
 use kvferry_protocol::{Envelope, Header, Hello, Message, Role, VERSION_MIN, decode};
 use kvferry_session::{ClientEvent, ClientRequest, ClientSession, ClientTimes, Failure};
 use kvferry_types::{EngineId, Epoch, LinkId, RequestId, Time, WorkerId};
@@ -16,9 +16,9 @@ const PATIENCE: Duration = Duration::from_secs(2);
 /// A client session of a process.
 #[derive(Debug)]
 pub(super) struct Client {
-    me: Who,
+    me: NodeId,
     life: u32,
-    server: Who,
+    server: NodeId,
     session: ClientSession<()>,
     connection: Option<ConnectionId>,
     /// Link of the connection that the server has welcomed, and the server's epoch.
@@ -27,7 +27,7 @@ pub(super) struct Client {
 
 /// An event of a client session.
 #[derive(Debug)]
-pub(super) enum Noticed {
+pub(super) enum SessionEvent {
     Welcomed {
         epoch: Epoch,
         link: LinkId,
@@ -42,7 +42,7 @@ pub(super) enum Noticed {
 }
 
 impl Client {
-    pub(super) fn new(env: &Env, (me, life): (Who, u32), server: Who, hello: Hello) -> Self {
+    pub(super) fn new(env: &Env, (me, life): (NodeId, u32), server: NodeId, hello: Hello) -> Self {
         let reconnect = env.setup.reconnect;
         let times = ClientTimes {
             welcome: HEARTBEAT * 3,
@@ -89,13 +89,13 @@ impl Client {
         self.session.next_timeout()
     }
 
-    pub(super) fn tick(&mut self, env: &mut Env) -> Vec<Noticed> {
+    pub(super) fn tick(&mut self, env: &mut Env) -> Vec<SessionEvent> {
         self.session.tick(env.now());
         self.act(env)
     }
 
     /// Handles bytes or a close that came over this client's connection.
-    pub(super) fn hear(&mut self, env: &mut Env, heard: Heard) -> Vec<Noticed> {
+    pub(super) fn hear(&mut self, env: &mut Env, heard: Heard) -> Vec<SessionEvent> {
         match heard {
             Heard::Closed => self.session.disconnected(env.now(), "closed"),
             Heard::Bytes { header, body } => {
@@ -180,7 +180,7 @@ impl Client {
         }
     }
 
-    fn act(&mut self, env: &mut Env) -> Vec<Noticed> {
+    fn act(&mut self, env: &mut Env) -> Vec<SessionEvent> {
         let mut noticed = Vec::new();
         while let Some(event) = self.session.poll() {
             match event {
@@ -200,17 +200,17 @@ impl Client {
                 }
                 ClientEvent::Welcomed { epoch, link, .. } => {
                     self.welcomed = Some((link, epoch));
-                    noticed.push(Noticed::Welcomed { epoch, link });
+                    noticed.push(SessionEvent::Welcomed { epoch, link });
                 }
                 ClientEvent::Lost => {
                     self.welcomed = None;
-                    noticed.push(Noticed::Lost);
+                    noticed.push(SessionEvent::Lost);
                 }
                 ClientEvent::Request { link, envelope } => {
-                    noticed.push(Noticed::Request { link, envelope });
+                    noticed.push(SessionEvent::Request { link, envelope });
                 }
                 ClientEvent::Answered { id, answer, .. } => {
-                    noticed.push(Noticed::Answered(id, Box::new(answer)));
+                    noticed.push(SessionEvent::Answered(id, Box::new(answer)));
                 }
                 // The process itself repeats requests that it still needs.
                 ClientEvent::Failed { .. } => {}

@@ -6,13 +6,13 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::client::{Client, Noticed};
+use super::client::{Client, SessionEvent};
 use super::net::{ConnectionId, Heard};
 use super::prompts;
 use super::saboteur::Lie;
 use super::setup::Shape;
 use super::storage::TORN;
-use super::{Env, Happening, Who};
+use super::{Env, NodeId, SimEvent};
 use kvferry_protocol::{Abandon, Message, Register, Role, Written};
 use kvferry_types::{
     Answer, Attention, EngineId, GroupId, Nonce, Rank, Registration, Replica, Request, RequestId,
@@ -121,7 +121,7 @@ impl EngineProcess {
         id[0] = u8::try_from(replica.0).unwrap_or(0);
         id[1..5].copy_from_slice(&life.to_be_bytes());
         let id = EngineId(id);
-        let me = Who::Engine(replica);
+        let me = NodeId::Engine(replica);
         let version = env.setup.version_max;
         let place = |rank| WorkerId { replica, rank };
         let hello = |role, rank| Client::hello(role, id, place(Rank(rank)), version);
@@ -129,7 +129,7 @@ impl EngineProcess {
             client: Client::new(
                 env,
                 (me, life),
-                Who::Worker(place(Rank(rank))),
+                NodeId::Worker(place(Rank(rank))),
                 hello(Role::Rank, rank),
             ),
             registered: None,
@@ -142,7 +142,7 @@ impl EngineProcess {
             abandoning: BTreeMap::new(),
         });
         let ranks: Vec<RankSide> = ranks.collect();
-        let leader = Client::new(env, (me, life), Who::Leader, hello(Role::Engine, 0));
+        let leader = Client::new(env, (me, life), NodeId::Leader, hello(Role::Engine, 0));
         let memory = env.add_memory(id);
         Self {
             id,
@@ -235,21 +235,21 @@ impl EngineProcess {
         self.act(env);
     }
 
-    fn leader_says(&mut self, env: &mut Env, noticed: Noticed) {
+    fn leader_says(&mut self, env: &mut Env, noticed: SessionEvent) {
         match noticed {
-            Noticed::Lost => {}
+            SessionEvent::Lost => {}
             // Unanswered requests are sent again, to this leader or its successor.
-            Noticed::Welcomed { .. } => {
+            SessionEvent::Welcomed { .. } => {
                 self.asked
                     .values_mut()
                     .for_each(|asked| asked.again = env.now());
                 self.ask_again(env);
             }
-            Noticed::Request { envelope, .. } => {
+            SessionEvent::Request { envelope, .. } => {
                 let kind = envelope.message.kind().name();
                 env.violated(format!("an engine is asked for {kind}"));
             }
-            Noticed::Answered(id, answer) => {
+            SessionEvent::Answered(id, answer) => {
                 if let Err(failure) = &*answer
                     && (!failure.over && self.refused_for_now(id)
                         || failure.retry && self.is_finish(id))
@@ -327,20 +327,20 @@ impl EngineProcess {
         }
     }
 
-    fn rank_says(&mut self, env: &mut Env, rank: usize, noticed: Noticed) {
+    fn rank_says(&mut self, env: &mut Env, rank: usize, noticed: SessionEvent) {
         let side = &mut self.ranks[rank];
         match noticed {
-            Noticed::Lost => {
+            SessionEvent::Lost => {
                 side.registered = None;
                 side.registering = None;
                 side.again = env.now();
             }
-            Noticed::Welcomed { .. } => side.again = env.now(),
-            Noticed::Request { envelope, .. } => {
+            SessionEvent::Welcomed { .. } => side.again = env.now(),
+            SessionEvent::Request { envelope, .. } => {
                 let kind = envelope.message.kind().name();
                 env.violated(format!("a rank is asked for {kind}"));
             }
-            Noticed::Answered(id, answer) => match *answer {
+            SessionEvent::Answered(id, answer) => match *answer {
                 Ok(Message::Registered(_)) if side.registering == Some(id) => {
                     side.registering = None;
                     side.registered = side.client.server_life(env);
@@ -468,7 +468,7 @@ impl EngineProcess {
         }
         let (replica, life) = (self.replica, self.life);
         let at = env.now() + Duration::from_micros(env.rng.u64(50..4000));
-        env.queue.push(at, Happening::Arrive { replica, life });
+        env.queue.push(at, SimEvent::Arrive { replica, life });
     }
 
     fn reset(&mut self, env: &mut Env) {
@@ -582,7 +582,7 @@ impl EngineProcess {
         }
         env.queue.push(
             at,
-            Happening::Worked {
+            SimEvent::Worked {
                 replica,
                 life,
                 ticket,

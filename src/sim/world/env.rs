@@ -7,14 +7,14 @@ use fastrand::Rng;
 use siphasher::sip128::SipHasher24;
 
 use super::faults::{Fault, FaultCounts};
-use super::ghost::Ghost;
 use super::net::{ConnectionId, End, Net};
+use super::oracle::Oracle;
 use super::pids::Pids;
 use super::queue::Queue;
 use super::saboteur::Lie;
 use super::setup::{CELL_BYTES, Setup, Shape, pick};
 use super::storage::{CONTENT_MIN, Content, Depot, EMPTY, NOWHERE, Storage};
-use super::{Counts, Happening};
+use super::{Counts, SimEvent};
 use kvferry_core::{Domain, Refusal};
 use kvferry_protocol::HEADER_BYTES;
 use kvferry_types::{
@@ -39,7 +39,7 @@ pub(super) struct Env {
     pub(super) setup: Setup,
     /// The lie that the hosts tell.
     pub(super) lie: Option<Lie>,
-    pub(super) queue: Queue<Happening>,
+    pub(super) queue: Queue<SimEvent>,
     pub(super) rng: Rng,
     pub(super) net: Net,
     pub(super) faults: FaultCounts,
@@ -51,7 +51,7 @@ pub(super) struct Env {
     /// Contents of the engines' memory, rank by rank. Kept for dead incarnations as well, because a copy may still
     /// touch it.
     memories: BTreeMap<EngineId, Vec<Vec<Content>>>,
-    pub(super) ghost: Ghost,
+    pub(super) oracle: Oracle,
     pub(super) violation: Option<String>,
     /// The leader made a decision, or a depot was written, since the last check.
     pub(super) decided: bool,
@@ -82,7 +82,7 @@ impl Env {
         let namespaces = names
             .map(|(name, shape)| (domain(name, shape), (name, shape)))
             .collect();
-        let ghost = Ghost::new(setup.fence + setup.by_hand());
+        let oracle = Oracle::new(setup.fence + setup.by_hand());
         let mut env = Self {
             lie,
             net: Net::new(setup.chances),
@@ -94,7 +94,7 @@ impl Env {
             depots_made: 0,
             engines: BTreeMap::new(),
             memories: BTreeMap::new(),
-            ghost,
+            oracle,
             violation: None,
             decided: false,
             failing: None,
@@ -246,14 +246,14 @@ impl Env {
         id: RequestId,
         answer: &Result<Answer, Refusal>,
     ) {
-        if let Some(trouble) = self.ghost.answered(epoch, engine, id, answer) {
-            self.violated(trouble);
+        if let Some(nemesis) = self.oracle.answered(epoch, engine, id, answer) {
+            self.violated(nemesis);
         }
     }
 
     /// Checks that no copy touches the pages of a load or store that is over: the engine reuses these pages.
     pub(super) fn check_over(&mut self, engine: EngineId, request: RequestId) {
-        if let Some((op, worker)) = self.ghost.touched.copy_of(engine, request) {
+        if let Some((op, worker)) = self.oracle.touched.copy_of(engine, request) {
             self.violated(format!(
                 "{request} of engine {engine} is over, and {op} of {worker} still touches its pages"
             ));
@@ -264,13 +264,13 @@ impl Env {
     pub(super) fn leader_may_die(&mut self, copy_time: Duration) {
         if self.rng.u32(0..1_000_000) < self.setup.leader_dies_in_copy {
             let at = self.now() + copy_time.mul_f64(self.rng.f64());
-            self.queue.push(at, Happening::LeaderDies);
+            self.queue.push(at, SimEvent::LeaderDies);
         }
     }
 
     pub(super) fn check_touched(&mut self) {
-        if let Some(trouble) = self.ghost.touched.trouble.take() {
-            self.violated(trouble);
+        if let Some(nemesis) = self.oracle.touched.nemesis.take() {
+            self.violated(nemesis);
         }
     }
 
@@ -378,7 +378,7 @@ impl Env {
         page: u32,
         content: Content,
     ) {
-        if let Some((op, worker)) = self.ghost.touched.device(engine, rank, page) {
+        if let Some((op, worker)) = self.oracle.touched.device(engine, rank, page) {
             self.violated(format!(
                 "engine {engine} writes page {page} of rank {rank} while {op} of {worker} copies it"
             ));

@@ -3,11 +3,11 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use super::ghost::Question;
 use super::net::{ConnectionId, Heard};
+use super::oracle::Question;
 use super::saboteur::Lie;
-use super::server::{Noticed, Server, connection, peer};
-use super::{Env, Who};
+use super::server::{Server, SessionEvent, connection, peer};
+use super::{Env, NodeId};
 use kvferry_core::{Attached, Effect, Event, Leader, LeaderSettings, Refusal, TierKey};
 use kvferry_protocol::{ErrorCode, Message, Role};
 use kvferry_shell::{LeaderHost, LeaderShell, Peers};
@@ -57,12 +57,12 @@ impl LeaderProcess {
     pub(super) fn hear(&mut self, env: &mut Env, id: ConnectionId, heard: Heard) {
         match self.server.hear(env, id, heard) {
             None => {}
-            Some(Noticed::Closed) => self.run(env, |shell, host| shell.closed(host, peer(id))),
-            Some(Noticed::Opened(hello)) => {
+            Some(SessionEvent::Closed) => self.run(env, |shell, host| shell.closed(host, peer(id))),
+            Some(SessionEvent::Opened(hello)) => {
                 let pid = env.visible_pid(id);
                 self.run(env, |shell, host| shell.opened(host, peer(id), &hello, pid));
             }
-            Some(Noticed::Message(envelope)) => {
+            Some(SessionEvent::Message(envelope)) => {
                 self.run(env, |shell, host| shell.message(host, peer(id), envelope));
             }
         }
@@ -70,7 +70,7 @@ impl LeaderProcess {
 
     /// Handles the end of a worker's process.
     pub(super) fn died(&mut self, env: &mut Env, worker: WorkerId, life: u32) {
-        if let Some(pid) = env.pids.of(Who::Worker(worker), life) {
+        if let Some(pid) = env.pids.of(NodeId::Worker(worker), life) {
             self.run(env, |shell, host| shell.worker_exited(host, pid));
         }
     }
@@ -184,18 +184,18 @@ impl LeaderHost for Host<'_> {
     fn before_step(&mut self, core: &Leader, event: &Event) {
         let env = &mut *self.env;
         match event {
-            Event::EngineOpened(engine) => env.ghost.came(env.queue.now(), self.epoch, *engine),
+            Event::EngineOpened(engine) => env.oracle.came(env.queue.now(), self.epoch, *engine),
             Event::EngineClosed(engine) => {
                 let due = env.now() + env.setup.engine_grace;
-                env.ghost.went(self.epoch, *engine, due);
+                env.oracle.went(self.epoch, *engine, due);
             }
-            Event::WorkerLost(worker) => env.ghost.roster.gone(*worker),
+            Event::WorkerLost(worker) => env.oracle.roster.gone(*worker),
             Event::WorkerDead(worker) => {
-                env.ghost.roster.gone(*worker);
-                env.ghost.roster.cleared(*worker);
+                env.oracle.roster.gone(*worker);
+                env.oracle.roster.cleared(*worker);
             }
             Event::Attached(attached) => {
-                env.ghost.roster.cleared(attached.worker);
+                env.oracle.roster.cleared(attached.worker);
                 self.attaching.insert(attached.worker, attached.clone());
             }
             Event::Request {
@@ -207,12 +207,12 @@ impl LeaderHost for Host<'_> {
                 let workers = usize::from(env.setup.ranks) * usize::from(env.setup.replicas);
                 let question = Question {
                     left: LeaderHost::now(self).until(*deadline),
-                    all_fenced: self.env.ghost.roster.all_fenced(workers),
+                    all_fenced: self.env.oracle.roster.all_fenced(workers),
                     request,
                 };
                 let now = self.env.now();
                 self.env
-                    .ghost
+                    .oracle
                     .asked(now, self.epoch, *engine, *id, &question);
             }
             Event::Inventory { .. }
@@ -241,7 +241,7 @@ impl LeaderHost for Host<'_> {
                 Effect::Answer { engine, id, answer } => {
                     self.env.answered(self.epoch, *engine, *id, answer);
                 }
-                Effect::Copy { copy, .. } => self.env.ghost.ordered(self.env.queue.now(), copy),
+                Effect::Copy { copy, .. } => self.env.oracle.ordered(self.env.queue.now(), copy),
                 Effect::Cancel { .. }
                 | Effect::Invalidate { .. }
                 | Effect::ReadInventory { .. }
@@ -256,7 +256,7 @@ impl Host<'_> {
     /// Notes whether a worker was admitted. A refused worker must not change the pool.
     fn attached(&mut self, core: &Leader, attached: Attached, refusal: Option<&Refusal>) {
         let worker = attached.worker;
-        let roster = &mut self.env.ghost.roster;
+        let roster = &mut self.env.oracle.roster;
         let Some(refusal) = refusal else {
             let shard = self.env.setup.sharding.of(worker.rank);
             return roster.attached(worker, shard, attached.depot, attached.memory);

@@ -7,12 +7,12 @@ use super::engine::EngineProcess;
 use super::faults::Fault;
 use super::leader::LeaderProcess;
 use super::worker::WorkerProcess;
-use super::{ANCHOR_KEY, Happening, Process, Who, World, trouble};
+use super::{ANCHOR_KEY, NodeId, Process, SimEvent, World, nemesis};
 use kvferry_core::LeaderSettings;
 use kvferry_types::{Epoch, Ratio};
 
 impl World {
-    pub(super) fn begin_process(&mut self, who: Who) {
+    pub(super) fn begin_process(&mut self, who: NodeId) {
         if self.life(who).is_some() {
             return;
         }
@@ -20,7 +20,7 @@ impl World {
         let env = &mut self.env;
         env.pids.begin(who, life);
         match who {
-            Who::Leader => {
+            NodeId::Leader => {
                 self.epoch = Epoch(self.epoch.0 + 1);
                 env.counts.leaders += 1;
                 let ratio = Ratio::new(env.setup.ratio).unwrap_or_default();
@@ -47,7 +47,7 @@ impl World {
                     ..Process::new()
                 };
             }
-            Who::Worker(id) => {
+            NodeId::Worker(id) => {
                 let Some(process) = self.workers.get_mut(&id) else {
                     return;
                 };
@@ -62,7 +62,7 @@ impl World {
                     ..Process::new()
                 };
             }
-            Who::Engine(replica) => {
+            NodeId::Engine(replica) => {
                 let process = &mut self.engines[usize::from(replica.0)];
                 *process = Process {
                     life,
@@ -71,37 +71,37 @@ impl World {
                     ..Process::new()
                 };
                 env.queue
-                    .push(env.queue.now(), Happening::Arrive { replica, life });
+                    .push(env.queue.now(), SimEvent::Arrive { replica, life });
             }
         }
         env.queue
-            .push(env.queue.now(), Happening::Wake { who, life });
+            .push(env.queue.now(), SimEvent::Wake { who, life });
     }
 
     /// Number of incarnations of a process so far.
-    fn lives_so_far(&self, who: Who) -> u32 {
+    fn lives_so_far(&self, who: NodeId) -> u32 {
         match who {
-            Who::Leader => self.leader.life,
-            Who::Worker(worker) => self.workers[&worker].life,
-            Who::Engine(replica) => self.engines[usize::from(replica.0)].life,
+            NodeId::Leader => self.leader.life,
+            NodeId::Worker(worker) => self.workers[&worker].life,
+            NodeId::Engine(replica) => self.engines[usize::from(replica.0)].life,
         }
     }
 
     /// Ends a process: its state is lost, its copies end, and it is scheduled to start again.
-    pub(super) fn crash(&mut self, who: Who) {
+    pub(super) fn crash(&mut self, who: NodeId) {
         tracing::trace!(?who, "dies");
         let life = self.lives_so_far(who);
         let env = &mut self.env;
         env.pids.end(who, life);
         match who {
-            Who::Leader => {
+            NodeId::Leader => {
                 if let Some(leader) = self.leader.state.take() {
                     env.counts.recovered_pages += leader.core().counts().recovered_pages;
                 }
                 self.seen = (None, false);
-                env.ghost.leader_died(self.epoch);
+                env.oracle.leader_died(self.epoch);
             }
-            Who::Worker(id) => {
+            NodeId::Worker(id) => {
                 let Some(process) = self.workers.get_mut(&id) else {
                     return;
                 };
@@ -112,10 +112,10 @@ impl World {
                 {
                     env.faults.took_effect(Fault::CopyStuck);
                 }
-                env.ghost.touched.died(id, life);
-                for to in [Who::Leader, Who::Engine(id.replica)] {
+                env.oracle.touched.died(id, life);
+                for to in [NodeId::Leader, NodeId::Engine(id.replica)] {
                     let at = env.queue.now() + Duration::from_micros(env.rng.u64(20..3000));
-                    let died = Happening::Died {
+                    let died = SimEvent::Died {
                         to,
                         worker: id,
                         life,
@@ -123,41 +123,41 @@ impl World {
                     env.queue.push(at, died);
                 }
             }
-            Who::Engine(replica) => self.engines[usize::from(replica.0)].state = None,
+            NodeId::Engine(replica) => self.engines[usize::from(replica.0)].state = None,
         }
         env.net
             .died(&mut env.queue, &mut env.rng, &mut env.faults, who);
         let at = env.queue.now() + Duration::from_micros(env.rng.u64(200..60_000));
-        env.queue.push(at, Happening::Begin(who));
+        env.queue.push(at, SimEvent::Begin(who));
     }
 
     /// Continues a paused process and delivers the events that waited for it, in order.
-    pub(super) fn resume(&mut self, who: Who, pause: u32) {
-        fn awake<S>(process: &mut Process<S>, pause: u32) -> Option<VecDeque<Happening>> {
+    pub(super) fn resume(&mut self, who: NodeId, pause: u32) {
+        fn awake<S>(process: &mut Process<S>, pause: u32) -> Option<VecDeque<SimEvent>> {
             (process.paused && process.pauses == pause).then(|| {
                 process.paused = false;
                 std::mem::take(&mut process.inbox)
             })
         }
         let inbox = match who {
-            Who::Leader => {
+            NodeId::Leader => {
                 self.awake_since = self.env.now();
                 awake(&mut self.leader, pause)
             }
-            Who::Worker(id) => self.workers.get_mut(&id).and_then(|process| {
+            NodeId::Worker(id) => self.workers.get_mut(&id).and_then(|process| {
                 let inbox = awake(process, pause);
                 if let Some(worker) = process.state.as_mut().filter(|_| inbox.is_some()) {
                     worker.resumed();
                 }
                 inbox
             }),
-            Who::Engine(replica) => awake(&mut self.engines[usize::from(replica.0)], pause),
+            NodeId::Engine(replica) => awake(&mut self.engines[usize::from(replica.0)], pause),
         };
         let (Some(inbox), Some(life)) = (inbox, self.life(who)) else {
             return;
         };
         if !inbox.is_empty() {
-            self.env.faults.took_effect(trouble::pause_of(who));
+            self.env.faults.took_effect(nemesis::pause_of(who));
         }
         for happening in inbox {
             self.to(who, Some(life), happening);

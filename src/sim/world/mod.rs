@@ -6,7 +6,7 @@
 //! the leader's state with the contents of memory. After the last fault every pending request and copy must end within
 //! [`LIVENESS_BOUND`].
 //!
-//! [`run`] runs one seed. `setup` holds what a seed decides, `faults` the kinds of faults, `ghost` and `checker` the
+//! [`run`] runs one seed. `setup` holds what a seed decides, `faults` the kinds of faults, `oracle` and `checker` the
 //! model that the core is checked against, and `saboteur` the lies that the checker must find.
 
 mod checker;
@@ -15,10 +15,11 @@ mod counts;
 mod engine;
 mod env;
 mod faults;
-mod ghost;
 mod leader;
 mod lives;
+mod nemesis;
 mod net;
+mod oracle;
 mod pids;
 mod process;
 mod prompts;
@@ -29,7 +30,6 @@ mod server;
 mod setup;
 mod storage;
 mod summary;
-mod trouble;
 mod worker;
 
 #[cfg(test)]
@@ -66,7 +66,7 @@ const QUIET_STEPS_MAX: u64 = 400_000;
 
 /// The seat of a process. At most one incarnation runs in a seat at a time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-enum Who {
+enum NodeId {
     /// The leader.
     Leader,
     /// A worker.
@@ -77,7 +77,7 @@ enum Who {
 
 /// An event of the simulation.
 #[derive(Debug)]
-enum Happening {
+enum SimEvent {
     /// A packet arrives.
     Packet {
         id: ConnectionId,
@@ -85,7 +85,7 @@ enum Happening {
         packet: Packet,
     },
     /// A timer of a process fires.
-    Wake { who: Who, life: u32 },
+    Wake { who: NodeId, life: u32 },
     /// A copy makes its next step.
     CopyStep {
         worker: WorkerId,
@@ -111,11 +111,11 @@ enum Happening {
     /// A prompt arrives.
     Arrive { replica: Replica, life: u32 },
     /// A process starts.
-    Begin(Who),
+    Begin(NodeId),
     /// A slow process reads its next message from its inbox.
-    Read { who: Who, life: u32 },
+    Read { who: NodeId, life: u32 },
     /// A paused process continues.
-    Resume { who: Who, pause: u32 },
+    Resume { who: NodeId, pause: u32 },
     /// A worker's process is killed.
     Kill { worker: WorkerId, life: u32 },
     /// An engine's process ends while inventories are read.
@@ -124,12 +124,12 @@ enum Happening {
     LeaderDies,
     /// A process is notified that a worker's process has ended.
     Died {
-        to: Who,
+        to: NodeId,
         worker: WorkerId,
         life: u32,
     },
     /// A fault of a process is injected.
-    Trouble,
+    Nemesis,
 }
 
 /// The result of a run.
@@ -223,20 +223,22 @@ impl World {
     }
 
     fn begin(&mut self) {
-        let everyone: Vec<Who> = self.everyone().collect();
+        let everyone: Vec<NodeId> = self.everyone().collect();
         for who in everyone {
             let at = Time(self.env.rng.u64(0..20_000_000));
-            self.env.queue.push(at, Happening::Begin(who));
+            self.env.queue.push(at, SimEvent::Begin(who));
         }
         let first = self.env.setup.fault_every;
-        self.env.queue.push(Time(0) + first, Happening::Trouble);
+        self.env.queue.push(Time(0) + first, SimEvent::Nemesis);
     }
 
-    fn everyone(&self) -> impl Iterator<Item = Who> + use<> {
+    fn everyone(&self) -> impl Iterator<Item = NodeId> + use<> {
         let workers: Vec<WorkerId> = self.workers.keys().copied().collect();
-        let engines = (0..self.env.setup.replicas).map(Replica).map(Who::Engine);
-        std::iter::once(Who::Leader)
-            .chain(workers.into_iter().map(Who::Worker))
+        let engines = (0..self.env.setup.replicas)
+            .map(Replica)
+            .map(NodeId::Engine);
+        std::iter::once(NodeId::Leader)
+            .chain(workers.into_iter().map(NodeId::Worker))
             .chain(engines)
     }
 
@@ -254,70 +256,68 @@ impl World {
         true
     }
 
-    fn dispatch(&mut self, happening: Happening) {
+    fn dispatch(&mut self, happening: SimEvent) {
         tracing::trace!(at = %self.env.now(), ?happening);
         match happening {
-            Happening::Packet { id, to, packet } => self.packet(id, to, packet),
-            Happening::Wake { who, life } => {
-                self.to(who, Some(life), Happening::Wake { who, life })
+            SimEvent::Packet { id, to, packet } => self.packet(id, to, packet),
+            SimEvent::Wake { who, life } => self.to(who, Some(life), SimEvent::Wake { who, life }),
+            SimEvent::CopyStep { worker, life, op } => {
+                let event = SimEvent::CopyStep { worker, life, op };
+                self.to(NodeId::Worker(worker), Some(life), event);
             }
-            Happening::CopyStep { worker, life, op } => {
-                let event = Happening::CopyStep { worker, life, op };
-                self.to(Who::Worker(worker), Some(life), event);
+            SimEvent::Invalidate { worker, life } => {
+                let event = SimEvent::Invalidate { worker, life };
+                self.to(NodeId::Worker(worker), Some(life), event);
             }
-            Happening::Invalidate { worker, life } => {
-                let event = Happening::Invalidate { worker, life };
-                self.to(Who::Worker(worker), Some(life), event);
-            }
-            Happening::Opened {
+            SimEvent::Opened {
                 worker,
                 life,
                 opening,
             } => {
-                let event = Happening::Opened {
+                let event = SimEvent::Opened {
                     worker,
                     life,
                     opening,
                 };
-                self.to(Who::Worker(worker), Some(life), event);
+                self.to(NodeId::Worker(worker), Some(life), event);
             }
-            Happening::Divide { worker, life } => {
-                let event = Happening::Divide { worker, life };
-                self.to(Who::Worker(worker), Some(life), event);
+            SimEvent::Divide { worker, life } => {
+                let event = SimEvent::Divide { worker, life };
+                self.to(NodeId::Worker(worker), Some(life), event);
             }
-            Happening::Worked {
+            SimEvent::Worked {
                 replica,
                 life,
                 ticket,
             } => {
-                let event = Happening::Worked {
+                let event = SimEvent::Worked {
                     replica,
                     life,
                     ticket,
                 };
-                self.to(Who::Engine(replica), Some(life), event);
+                self.to(NodeId::Engine(replica), Some(life), event);
             }
-            Happening::Arrive { replica, life } => {
+            SimEvent::Arrive { replica, life } => {
                 self.to(
-                    Who::Engine(replica),
+                    NodeId::Engine(replica),
                     Some(life),
-                    Happening::Arrive { replica, life },
+                    SimEvent::Arrive { replica, life },
                 );
             }
-            Happening::Died { to, worker, life } => {
-                self.to(to, None, Happening::Died { to, worker, life });
+            SimEvent::Died { to, worker, life } => {
+                self.to(to, None, SimEvent::Died { to, worker, life });
             }
-            Happening::Begin(who) => self.begin_process(who),
-            Happening::Read { who, life } => self.read_next(who, life),
-            Happening::Resume { who, pause } => self.resume(who, pause),
-            Happening::Kill { worker, life } => {
+            SimEvent::Begin(who) => self.begin_process(who),
+            SimEvent::Read { who, life } => self.read_next(who, life),
+            SimEvent::Resume { who, pause } => self.resume(who, pause),
+            SimEvent::Kill { worker, life } => {
                 if self.workers[&worker].life == life && self.workers[&worker].state.is_some() {
-                    self.crash(Who::Worker(worker));
+                    self.crash(NodeId::Worker(worker));
                 }
             }
-            Happening::Leave { replica, life } => self.leave(replica, life),
-            Happening::LeaderDies => self.leader_dies(),
-            Happening::Trouble => self.trouble(),
+            SimEvent::Leave { replica, life } => self.leave(replica, life),
+            SimEvent::LeaderDies => self.leader_dies(),
+            SimEvent::Nemesis => self.nemesis(),
         }
     }
 
@@ -338,18 +338,18 @@ impl World {
             );
             return;
         }
-        self.to(who, None, Happening::Packet { id, to, packet });
+        self.to(who, None, SimEvent::Packet { id, to, packet });
     }
 
     /// Number of the running incarnation of a process, `None` while it is dead.
-    fn life(&self, who: Who) -> Option<u32> {
+    fn life(&self, who: NodeId) -> Option<u32> {
         match who {
-            Who::Leader => self.leader.state.as_ref().map(|_| self.leader.life),
-            Who::Worker(worker) => {
+            NodeId::Leader => self.leader.state.as_ref().map(|_| self.leader.life),
+            NodeId::Worker(worker) => {
                 let process = &self.workers[&worker];
                 process.state.as_ref().map(|_| process.life)
             }
-            Who::Engine(replica) => {
+            NodeId::Engine(replica) => {
                 let process = &self.engines[usize::from(replica.0)];
                 process.state.as_ref().map(|_| process.life)
             }
@@ -357,7 +357,7 @@ impl World {
     }
 
     /// Delivers an event to a process: at once, or later when the process is paused, busy or slow.
-    fn to(&mut self, who: Who, life: Option<u32>, happening: Happening) {
+    fn to(&mut self, who: NodeId, life: Option<u32>, happening: SimEvent) {
         let Some(lives) = self.life(who) else { return };
         if life.is_some_and(|life| life != lives) {
             return;
@@ -370,9 +370,9 @@ impl World {
 
     /// Queues the event in the inbox of a process that is paused, busy or slow. Returns the event if it can be handled
     /// now.
-    fn hold_back(&mut self, who: Who, now: Time, happening: Happening) -> Option<Happening> {
-        let message = matches!(happening, Happening::Packet { .. });
-        let divides = matches!(happening, Happening::Divide { .. });
+    fn hold_back(&mut self, who: NodeId, now: Time, happening: SimEvent) -> Option<SimEvent> {
+        let message = matches!(happening, SimEvent::Packet { .. });
+        let divides = matches!(happening, SimEvent::Divide { .. });
         let busy = !divides && self.is_dividing(who);
         let life = self.life(who)?;
         let place = self.place(who)?;
@@ -393,7 +393,7 @@ impl World {
             let each = slow.map_or(Duration::ZERO, |(each, _)| each);
             self.env
                 .queue
-                .push(now + each, Happening::Read { who, life });
+                .push(now + each, SimEvent::Read { who, life });
         }
         if waits {
             self.env.faults.took_effect(Fault::SlowConsumer);
@@ -402,7 +402,7 @@ impl World {
     }
 
     /// Handles the next message of a slow process, and schedules the read of the one after it.
-    fn read_next(&mut self, who: Who, life: u32) {
+    fn read_next(&mut self, who: NodeId, life: u32) {
         if self.life(who) != Some(life) {
             return;
         }
@@ -422,14 +422,14 @@ impl World {
             let each = slow.map_or(Duration::ZERO, |(each, _)| each);
             self.env
                 .queue
-                .push(now + each, Happening::Read { who, life });
+                .push(now + each, SimEvent::Read { who, life });
         }
         self.handle(who, life, happening);
     }
 
     /// True while a worker divides its depot: it handles no other events until that is done.
-    fn is_dividing(&self, who: Who) -> bool {
-        let Who::Worker(worker) = who else {
+    fn is_dividing(&self, who: NodeId) -> bool {
+        let NodeId::Worker(worker) = who else {
             return false;
         };
         let worker = self.workers.get(&worker);
@@ -437,20 +437,20 @@ impl World {
         worker.is_some_and(WorkerProcess::is_dividing)
     }
 
-    fn place(&mut self, who: Who) -> Option<Place<'_>> {
+    fn place(&mut self, who: NodeId) -> Option<Place<'_>> {
         match who {
-            Who::Leader => Some(self.leader.place()),
-            Who::Worker(worker) => self.workers.get_mut(&worker).map(Process::place),
-            Who::Engine(replica) => self
+            NodeId::Leader => Some(self.leader.place()),
+            NodeId::Worker(worker) => self.workers.get_mut(&worker).map(Process::place),
+            NodeId::Engine(replica) => self
                 .engines
                 .get_mut(usize::from(replica.0))
                 .map(Process::place),
         }
     }
 
-    fn handle(&mut self, who: Who, life: u32, happening: Happening) {
+    fn handle(&mut self, who: NodeId, life: u32, happening: SimEvent) {
         let heard = match happening {
-            Happening::Packet { id, to, packet } => {
+            SimEvent::Packet { id, to, packet } => {
                 let env = &mut self.env;
                 let heard = env.net.hear(
                     &mut env.queue,
@@ -469,13 +469,13 @@ impl World {
             other => Ok(other),
         };
         match who {
-            Who::Leader => self.handle_leader(heard),
-            Who::Worker(worker) => self.handle_worker(worker, heard),
-            Who::Engine(replica) => self.handle_engine(replica, heard),
+            NodeId::Leader => self.handle_leader(heard),
+            NodeId::Worker(worker) => self.handle_worker(worker, heard),
+            NodeId::Engine(replica) => self.handle_engine(replica, heard),
         }
     }
 
-    fn handle_leader(&mut self, happening: Result<Happening, (ConnectionId, End, net::Heard)>) {
+    fn handle_leader(&mut self, happening: Result<SimEvent, (ConnectionId, End, net::Heard)>) {
         let now = self.env.now();
         let awake = now - self.awake_since;
         self.awake_since = now;
@@ -484,23 +484,23 @@ impl World {
         };
         match happening {
             Err((id, _, heard)) => leader.hear(&mut self.env, id, heard),
-            Ok(Happening::Wake { .. }) => {
+            Ok(SimEvent::Wake { .. }) => {
                 self.leader.armed = Time::NEVER;
                 leader.tick(&mut self.env);
             }
-            Ok(Happening::Died { worker, life, .. }) => leader.died(&mut self.env, worker, life),
+            Ok(SimEvent::Died { worker, life, .. }) => leader.died(&mut self.env, worker, life),
             Ok(other) => self.env.violated(format!("the leader was given {other:?}")),
         }
         let forgot = |engine| !leader.core().knows(engine);
-        self.env.ghost.forgot(self.epoch, forgot);
-        if let Some(late) = self.env.ghost.passed(self.epoch, awake) {
+        self.env.oracle.forgot(self.epoch, forgot);
+        if let Some(late) = self.env.oracle.passed(self.epoch, awake) {
             self.env.violated(late);
         }
         let next = leader.next_timeout(&self.env);
         if next < self.leader.armed {
             self.leader.armed = next;
-            let (who, life) = (Who::Leader, self.leader.life);
-            self.env.queue.push(next, Happening::Wake { who, life });
+            let (who, life) = (NodeId::Leader, self.leader.life);
+            self.env.queue.push(next, SimEvent::Wake { who, life });
         }
         self.leader.state = Some(leader);
     }
@@ -508,7 +508,7 @@ impl World {
     fn handle_worker(
         &mut self,
         id: WorkerId,
-        happening: Result<Happening, (ConnectionId, End, net::Heard)>,
+        happening: Result<SimEvent, (ConnectionId, End, net::Heard)>,
     ) {
         let Some(process) = self.workers.get_mut(&id) else {
             return;
@@ -520,21 +520,21 @@ impl World {
         let env = &mut self.env;
         match happening {
             Err((connection, to, heard)) => worker.hear(env, connection, to, heard),
-            Ok(Happening::Wake { .. }) => {
+            Ok(SimEvent::Wake { .. }) => {
                 process.armed = Time::NEVER;
                 worker.tick(env);
             }
-            Ok(Happening::CopyStep { op, .. }) => worker.copy_step(env, op),
-            Ok(Happening::Divide { .. }) => worker.divide(env),
-            Ok(Happening::Invalidate { .. }) => worker.continue_invalidations(env),
-            Ok(Happening::Opened { opening, .. }) => worker.opened(env, opening),
+            Ok(SimEvent::CopyStep { op, .. }) => worker.copy_step(env, op),
+            Ok(SimEvent::Divide { .. }) => worker.divide(env),
+            Ok(SimEvent::Invalidate { .. }) => worker.continue_invalidations(env),
+            Ok(SimEvent::Opened { opening, .. }) => worker.opened(env, opening),
             Ok(other) => env.violated(format!("a worker was given {other:?}")),
         }
         let next = worker.next_timeout();
         if next < process.armed {
             process.armed = next;
-            let (who, life) = (Who::Worker(id), process.life);
-            env.queue.push(next, Happening::Wake { who, life });
+            let (who, life) = (NodeId::Worker(id), process.life);
+            env.queue.push(next, SimEvent::Wake { who, life });
         }
         let over = worker.gave_up();
         let waited = match dividing && !worker.is_dividing() {
@@ -544,17 +544,17 @@ impl World {
         let life = process.life;
         process.state = Some(worker);
         if over {
-            self.crash(Who::Worker(id));
+            self.crash(NodeId::Worker(id));
         }
         for happening in waited {
-            self.to(Who::Worker(id), Some(life), happening);
+            self.to(NodeId::Worker(id), Some(life), happening);
         }
     }
 
     fn handle_engine(
         &mut self,
         replica: Replica,
-        happening: Result<Happening, (ConnectionId, End, net::Heard)>,
+        happening: Result<SimEvent, (ConnectionId, End, net::Heard)>,
     ) {
         let process = &mut self.engines[usize::from(replica.0)];
         let Some(mut engine) = process.state.take() else {
@@ -563,20 +563,20 @@ impl World {
         let env = &mut self.env;
         match happening {
             Err((id, _, heard)) => engine.hear(env, id, heard),
-            Ok(Happening::Wake { .. }) => {
+            Ok(SimEvent::Wake { .. }) => {
                 process.armed = Time::NEVER;
                 engine.tick(env);
             }
-            Ok(Happening::Worked { ticket, .. }) => engine.worked(env, ticket),
-            Ok(Happening::Arrive { .. }) => engine.arrive(env),
-            Ok(Happening::Died { worker, life, .. }) => engine.died(env, worker, life),
+            Ok(SimEvent::Worked { ticket, .. }) => engine.worked(env, ticket),
+            Ok(SimEvent::Arrive { .. }) => engine.arrive(env),
+            Ok(SimEvent::Died { worker, life, .. }) => engine.died(env, worker, life),
             Ok(other) => env.violated(format!("an engine was given {other:?}")),
         }
         let next = engine.next_timeout();
         if next < process.armed {
             process.armed = next;
-            let (who, life) = (Who::Engine(replica), process.life);
-            env.queue.push(next, Happening::Wake { who, life });
+            let (who, life) = (NodeId::Engine(replica), process.life);
+            env.queue.push(next, SimEvent::Wake { who, life });
         }
         process.state = Some(engine);
     }
@@ -586,7 +586,7 @@ impl World {
     fn after(&mut self) {
         for (worker, pid) in std::mem::take(&mut self.env.expelled) {
             let life = self.workers[&worker].life;
-            let known = self.env.pids.of(Who::Worker(worker), life);
+            let known = self.env.pids.of(NodeId::Worker(worker), life);
             if pid.is_some() && pid != known {
                 continue;
             }
@@ -595,7 +595,7 @@ impl World {
                 false => Duration::from_micros(self.env.rng.u64(100..5000)),
             };
             let at = self.env.now() + late;
-            self.env.queue.push(at, Happening::Kill { worker, life });
+            self.env.queue.push(at, SimEvent::Kill { worker, life });
         }
         for worker in std::mem::take(&mut self.env.divides) {
             self.pause_divider(worker);

@@ -12,7 +12,7 @@ use fastrand::Rng;
 use super::faults::{Fault, FaultCounts};
 use super::queue::Queue;
 use super::setup::Chances;
-use super::{Happening, Who};
+use super::{NodeId, SimEvent};
 use kvferry_protocol::{HEADER_BYTES, Header, decode};
 use kvferry_types::Time;
 
@@ -53,7 +53,7 @@ pub(super) enum Packet {
 
 #[derive(Debug)]
 struct Connection {
-    ends: [(Who, Option<u32>); 2],
+    ends: [(NodeId, Option<u32>); 2],
     open: [bool; 2],
     sent: [u64; 2],
     heard: [u64; 2],
@@ -75,7 +75,7 @@ pub(super) struct Net {
     connections: BTreeMap<ConnectionId, Connection>,
     next: u64,
     /// One-way partitions: sender, receiver, and until when.
-    pub(super) partitions: Vec<(Who, Who, Time)>,
+    pub(super) partitions: Vec<(NodeId, NodeId, Time)>,
     pub(super) chances: Chances,
     pub(super) sent: u64,
 }
@@ -96,7 +96,7 @@ impl Net {
 
     /// Opens a connection from a live process to a seat. The other end is the incarnation that runs there when the
     /// first message arrives.
-    pub(super) fn connect(&mut self, client: Who, life: u32, server: Who) -> ConnectionId {
+    pub(super) fn connect(&mut self, client: NodeId, life: u32, server: NodeId) -> ConnectionId {
         self.next += 1;
         let id = ConnectionId(self.next);
         let connection = Connection {
@@ -115,7 +115,7 @@ impl Net {
     }
 
     /// The client of a connection, and its incarnation.
-    pub(super) fn client(&self, id: ConnectionId) -> Option<(Who, u32)> {
+    pub(super) fn client(&self, id: ConnectionId) -> Option<(NodeId, u32)> {
         let (who, life) = self.connections.get(&id)?.ends[0];
         Some((who, life?))
     }
@@ -123,7 +123,7 @@ impl Net {
     /// Sends an encoded message. Returns false when this end of the connection is closed.
     pub(super) fn send(
         &mut self,
-        queue: &mut Queue<Happening>,
+        queue: &mut Queue<SimEvent>,
         rng: &mut Rng,
         faults: &mut FaultCounts,
         id: ConnectionId,
@@ -149,7 +149,7 @@ impl Net {
     /// Closes one end. The other end receives a close, unless it is lost.
     pub(super) fn close(
         &mut self,
-        queue: &mut Queue<Happening>,
+        queue: &mut Queue<SimEvent>,
         rng: &mut Rng,
         faults: &mut FaultCounts,
         id: ConnectionId,
@@ -166,7 +166,7 @@ impl Net {
 
     fn post(
         &mut self,
-        queue: &mut Queue<Happening>,
+        queue: &mut Queue<SimEvent>,
         rng: &mut Rng,
         faults: &mut FaultCounts,
         id: ConnectionId,
@@ -181,7 +181,8 @@ impl Net {
             connection.ends[from.other() as usize].0,
         );
         let now = queue.now();
-        let cut = |(a, b, until): &(Who, Who, Time)| (*a, *b) == (sender, receiver) && now < *until;
+        let cut =
+            |(a, b, until): &(NodeId, NodeId, Time)| (*a, *b) == (sender, receiver) && now < *until;
         if self.partitions.iter().any(cut) {
             faults.took_effect(Fault::Partition);
             return;
@@ -209,12 +210,12 @@ impl Net {
             }
             let packet = packet.clone();
             let to = from.other();
-            queue.push(now + late, Happening::Packet { id, to, packet });
+            queue.push(now + late, SimEvent::Packet { id, to, packet });
         }
     }
 
     /// The seat that a packet is addressed to.
-    pub(super) fn receiver(&self, id: ConnectionId, to: End) -> Option<Who> {
+    pub(super) fn receiver(&self, id: ConnectionId, to: End) -> Option<NodeId> {
         Some(self.connections.get(&id)?.ends[to as usize].0)
     }
 
@@ -226,7 +227,7 @@ impl Net {
     )]
     pub(super) fn hear(
         &mut self,
-        queue: &mut Queue<Happening>,
+        queue: &mut Queue<SimEvent>,
         rng: &mut Rng,
         faults: &mut FaultCounts,
         id: ConnectionId,
@@ -278,10 +279,10 @@ impl Net {
     /// Closes the connections of a process that has died. The other ends receive a close, subject to the usual faults.
     pub(super) fn died(
         &mut self,
-        queue: &mut Queue<Happening>,
+        queue: &mut Queue<SimEvent>,
         rng: &mut Rng,
         faults: &mut FaultCounts,
-        who: Who,
+        who: NodeId,
     ) {
         let mut ends = Vec::new();
         for (id, connection) in &self.connections {

@@ -2,32 +2,32 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::Who;
+use super::NodeId;
 
 /// All process ids of a world.
 #[derive(Debug, Default)]
 pub(super) struct Pids {
-    known: BTreeMap<(Who, u32), i32>,
+    known: BTreeMap<(NodeId, u32), i32>,
     living: BTreeSet<i32>,
 }
 
 impl Pids {
     /// Assigns an id to a process that starts.
-    pub(super) fn begin(&mut self, who: Who, life: u32) {
+    pub(super) fn begin(&mut self, who: NodeId, life: u32) {
         let next = i32::try_from(self.known.len() + 1).unwrap_or(i32::MAX);
         self.known.insert((who, life), next);
         self.living.insert(next);
     }
 
     /// Notes that a process has ended.
-    pub(super) fn end(&mut self, who: Who, life: u32) {
+    pub(super) fn end(&mut self, who: NodeId, life: u32) {
         if let Some(pid) = self.of(who, life) {
             self.living.remove(&pid);
         }
     }
 
     /// Id of a process that has started, also after its end.
-    pub(super) fn of(&self, who: Who, life: u32) -> Option<i32> {
+    pub(super) fn of(&self, who: NodeId, life: u32) -> Option<i32> {
         self.known.get(&(who, life)).copied()
     }
 

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use super::Happening;
+use super::SimEvent;
 use kvferry_types::Time;
 
 #[derive(Debug)]
@@ -13,7 +13,7 @@ pub(super) struct Process<S> {
     /// Whether the process is paused. `pauses` counts its pauses so far.
     pub(super) paused: bool,
     pub(super) pauses: u32,
-    pub(super) inbox: VecDeque<Happening>,
+    pub(super) inbox: VecDeque<SimEvent>,
     /// Time to read one message, and until when the process is that slow.
     pub(super) slow: Option<(Duration, Time)>,
     pub(super) reading: bool,
@@ -38,7 +38,7 @@ impl<S> Process<S> {
 /// Delivery state of a process, independent of its kind.
 pub(super) struct Place<'a> {
     pub(super) paused: &'a mut bool,
-    pub(super) inbox: &'a mut VecDeque<Happening>,
+    pub(super) inbox: &'a mut VecDeque<SimEvent>,
     pub(super) slow: Option<(Duration, Time)>,
     pub(super) reading: &'a mut bool,
 }

@@ -19,7 +19,7 @@ pub(super) struct Server {
 
 /// An event of a server session.
 #[derive(Debug)]
-pub(super) enum Noticed {
+pub(super) enum SessionEvent {
     Opened(Hello),
     Closed,
     Message(Envelope),
@@ -75,11 +75,11 @@ impl Server {
         env: &mut Env,
         id: ConnectionId,
         heard: Heard,
-    ) -> Option<Noticed> {
+    ) -> Option<SessionEvent> {
         let (header, body) = match heard {
             Heard::Closed => {
                 self.session.closed(peer(id));
-                return self.hellos.remove(&id).map(|_| Noticed::Closed);
+                return self.hellos.remove(&id).map(|_| SessionEvent::Closed);
             }
             Heard::Bytes { header, body } => (header, body),
         };
@@ -91,15 +91,15 @@ impl Server {
         let event = self.session.message(&mut host, peer(id), &header, &body);
         if host.disconnected {
             self.session.closed(peer(id));
-            return self.hellos.remove(&id).map(|_| Noticed::Closed);
+            return self.hellos.remove(&id).map(|_| SessionEvent::Closed);
         }
         match event? {
             ServerEvent::Opened { hello, .. } => {
                 self.hellos.insert(id, hello.clone());
-                Some(Noticed::Opened(hello))
+                Some(SessionEvent::Opened(hello))
             }
-            ServerEvent::Message { envelope, .. } => Some(Noticed::Message(envelope)),
-            ServerEvent::Closed { .. } => Some(Noticed::Closed),
+            ServerEvent::Message { envelope, .. } => Some(SessionEvent::Message(envelope)),
+            ServerEvent::Closed { .. } => Some(SessionEvent::Closed),
         }
     }
 

@@ -6,7 +6,7 @@ use fastrand::Rng;
 
 use kvferry_types::{Epoch, Sharding};
 
-/// Number of draws for process faults; see `trouble`.
+/// Number of draws for process faults; see `nemesis`.
 pub(super) const TROUBLES: u8 = 14;
 
 /// Separates the random numbers for large worlds, so that they do not change what is drawn for all other worlds.

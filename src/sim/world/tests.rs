@@ -114,19 +114,19 @@ fn every_lie_is_found() {
 }
 
 /// Passes a store with 10 ms to its deadline to the checker.
-fn asked(ghost: &mut ghost::Ghost, engine: EngineId, all_fenced: bool) {
+fn asked(oracle: &mut oracle::Oracle, engine: EngineId, all_fenced: bool) {
     let request = Request::Store {
         slot: SlotId(1),
         first_page: 0,
         more: None,
         source: kvferry_types::PageList::default(),
     };
-    let question = ghost::Question {
+    let question = oracle::Question {
         left: Duration::from_millis(10),
         all_fenced,
         request: &request,
     };
-    ghost.asked(Time(0), Epoch(1), engine, RequestId(1), &question);
+    oracle.asked(Time(0), Epoch(1), engine, RequestId(1), &question);
 }
 
 #[test]
@@ -139,12 +139,12 @@ fn the_checker_expects_an_answer_to_a_parked_request_only_while_its_connection_l
         (true, false, true),
         (true, true, true),
     ] {
-        let mut ghost = ghost::Ghost::new(Duration::from_millis(50));
-        asked(&mut ghost, engine, all_fenced);
+        let mut oracle = oracle::Oracle::new(Duration::from_millis(50));
+        asked(&mut oracle, engine, all_fenced);
         if breaks {
-            ghost.went(Epoch(1), engine, Time(1));
+            oracle.went(Epoch(1), engine, Time(1));
         }
-        let found = ghost.passed(Epoch(1), long).is_some();
+        let found = oracle.passed(Epoch(1), long).is_some();
         assert_eq!(
             found, late,
             "all clear: {all_fenced}, connection broke: {breaks}"

@@ -4,7 +4,7 @@
 use schemars::JsonSchema;
 use serde::Serialize;
 
-use kvferry_sim::timed::{LinkUse, Seen, TimedSettings};
+use kvferry_sim::timed::{LinkUse, Measurements, TimedSettings};
 
 use super::{Report, percentile};
 
@@ -86,8 +86,8 @@ impl Report {
     pub(in crate::cli::replay) fn measured(
         &mut self,
         settings: &TimedSettings,
-        mut with: Seen,
-        mut without: Seen,
+        mut with: Measurements,
+        mut without: Measurements,
     ) {
         let ranks = f64::from(self.setup.ranks);
         let span = with.span.as_secs_f64();

@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::super::faults::Fault;
-use super::super::ghost::Touched;
+use super::super::oracle::PageAccesses;
 use super::super::saboteur::Lie;
 use super::super::storage::TORN;
-use super::super::{Env, Happening};
+use super::super::{Env, SimEvent};
 use kvferry_types::{Copy, Direction, EndedCopy, OpId, Shard, WorkerId};
 
 /// A running copy.
@@ -81,7 +81,7 @@ impl Copies {
             Fate::Slow => env.setup.request_timeout,
             _ => env.setup.page_time,
         };
-        self.touch(env, &copy, &pages, Touched::begin);
+        self.touch(env, &copy, &pages, PageAccesses::begin);
         let op = copy.op;
         let running = Running {
             copy,
@@ -134,7 +134,7 @@ impl Copies {
         env: &mut Env,
         copy: &Copy,
         pages: &[(u32, u32)],
-        with: fn(&mut Touched, &TouchedPages<'_>),
+        with: fn(&mut PageAccesses, &TouchedPages<'_>),
     ) {
         let touched = TouchedPages {
             worker: self.worker,
@@ -144,7 +144,7 @@ impl Copies {
             pages,
             cells: env.memory(copy.engine).shape.cells,
         };
-        with(&mut env.ghost.touched, &touched);
+        with(&mut env.oracle.touched, &touched);
         env.check_touched();
     }
 
@@ -162,7 +162,7 @@ impl Copies {
         let late = pace.mul_f64(0.5 + env.rng.f64());
         let (worker, life) = (self.worker, self.life);
         let at = env.now() + late;
-        env.queue.push(at, Happening::CopyStep { worker, life, op });
+        env.queue.push(at, SimEvent::CopyStep { worker, life, op });
     }
 
     /// Notes that the process was paused: its running copies may continue after their deadlines.
@@ -219,7 +219,7 @@ impl Copies {
     /// Ends a copy: it no longer reads or writes.
     fn ended(&mut self, env: &mut Env, op: OpId, complete: bool) -> Option<EndedCopy> {
         let running = self.running.remove(&op)?;
-        self.touch(env, &running.copy, &running.pages, Touched::end);
+        self.touch(env, &running.copy, &running.pages, PageAccesses::end);
         Some(EndedCopy {
             op,
             complete: complete || env.lies(Lie::SwallowError),

@@ -7,7 +7,7 @@ use super::super::client::Client;
 use super::super::saboteur::Lie;
 use super::super::server::{Server, connection};
 use super::super::storage::{Hold, Storage};
-use super::super::{Env, Happening};
+use super::super::{Env, SimEvent};
 use super::copies::Copies;
 use kvferry_protocol::{ErrorBody, ErrorCode, Inventory, Message, ReadInventory};
 use kvferry_shell::{Fatal, Peers, Registering, WorkerHost};
@@ -81,7 +81,7 @@ impl Host<'_> {
     }
 
     /// Schedules an event of this worker after `wait`.
-    fn later(&mut self, wait: Duration, happening: impl FnOnce(WorkerId, u32) -> Happening) {
+    fn later(&mut self, wait: Duration, happening: impl FnOnce(WorkerId, u32) -> SimEvent) {
         let happening = happening(self.parts.id, self.parts.life);
         let at = self.env.now() + wait;
         self.env.queue.push(at, happening);
@@ -89,7 +89,7 @@ impl Host<'_> {
 
     fn divide_later(&mut self) {
         if let Some(pace) = self.parts.dividing.as_ref().map(|dividing| dividing.pace) {
-            self.later(pace, |worker, life| Happening::Divide { worker, life });
+            self.later(pace, |worker, life| SimEvent::Divide { worker, life });
         }
     }
 
@@ -196,7 +196,7 @@ impl WorkerHost for Host<'_> {
         let opening = self.parts.openings;
         self.parts.opening.insert(opening, registering);
         let wait = Duration::from_micros(self.env.rng.u64(5..2000));
-        self.later(wait, |worker, life| Happening::Opened {
+        self.later(wait, |worker, life| SimEvent::Opened {
             worker,
             life,
             opening,
@@ -292,7 +292,7 @@ impl WorkerHost for Host<'_> {
 
     fn invalidate_later(&mut self) -> Result<(), Fatal> {
         let wait = Duration::from_micros(self.env.rng.u64(1..20));
-        self.later(wait, |worker, life| Happening::Invalidate { worker, life });
+        self.later(wait, |worker, life| SimEvent::Invalidate { worker, life });
         Ok(())
     }
 

@@ -6,7 +6,7 @@ mod host;
 use super::client::{self, Client};
 use super::net::{ConnectionId, End, Heard};
 use super::server::{self, Server, peer};
-use super::{Env, Who};
+use super::{Env, NodeId};
 use kvferry_core::{Worker, WorkerSettings};
 use kvferry_protocol::{ErrorBody, Message, Role};
 use kvferry_shell::{Fatal, WorkerFailure, WorkerShell};
@@ -31,7 +31,7 @@ impl WorkerProcess {
             fence: env.setup.fence,
             attach_every: env.setup.attach_every,
         };
-        let leader = Client::new(env, (Who::Worker(id), life), Who::Leader, hello);
+        let leader = Client::new(env, (NodeId::Worker(id), life), NodeId::Leader, hello);
         let server = Server::new(Epoch(0), &[Role::Rank], env.now());
         let mut process = Self {
             shell: WorkerShell::new(id, env.setup.sharding, settings),
@@ -85,29 +85,29 @@ impl WorkerProcess {
         }
         match self.parts.server.hear(env, id, heard) {
             None => {}
-            Some(server::Noticed::Opened(hello)) => {
+            Some(server::SessionEvent::Opened(hello)) => {
                 let pid = env.visible_pid(id);
                 self.run(env, |shell, host| {
                     shell.opened(host, peer(id), &hello, pid);
                     Ok(())
                 });
             }
-            Some(server::Noticed::Closed) => {
+            Some(server::SessionEvent::Closed) => {
                 self.run(env, |shell, host| shell.closed(host, peer(id)));
             }
-            Some(server::Noticed::Message(envelope)) => {
+            Some(server::SessionEvent::Message(envelope)) => {
                 self.run(env, |shell, host| shell.message(host, peer(id), envelope));
             }
         }
     }
 
-    fn leader_says(&mut self, env: &mut Env, noticed: client::Noticed) {
+    fn leader_says(&mut self, env: &mut Env, noticed: client::SessionEvent) {
         match noticed {
-            client::Noticed::Welcomed { epoch, link } => {
+            client::SessionEvent::Welcomed { epoch, link } => {
                 self.run(env, |shell, host| shell.leader_found(host, epoch, link));
             }
-            client::Noticed::Lost => self.run(env, |shell, host| shell.leader_lost(host)),
-            client::Noticed::Request { link, envelope } => {
+            client::SessionEvent::Lost => self.run(env, |shell, host| shell.leader_lost(host)),
+            client::SessionEvent::Request { link, envelope } => {
                 let understood = match &envelope.message {
                     Message::Invalidate(invalidate) => invalidate.scope().is_ok(),
                     Message::Transfer(transfer) => !transfer.copies.is_empty(),
@@ -119,7 +119,7 @@ impl WorkerProcess {
                 }
                 self.run(env, |shell, host| shell.order(host, link, *envelope));
             }
-            client::Noticed::Answered(id, answer) => {
+            client::SessionEvent::Answered(id, answer) => {
                 if let Ok(other) = &*answer
                     && !matches!(other, Message::Attached(_))
                 {

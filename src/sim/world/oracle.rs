@@ -15,12 +15,12 @@ use kvferry_types::{
 
 /// Pages that running copies read and write.
 #[derive(Debug, Default)]
-pub(super) struct Touched {
+pub(super) struct PageAccesses {
     /// Cells of the depots, by shard and cell.
     depot: BTreeMap<(u16, u32), Uses>,
     /// Pages of the engines' memory, by engine, rank and page.
     device: BTreeMap<(EngineId, u16, u32), Uses>,
-    pub(super) trouble: Option<String>,
+    pub(super) nemesis: Option<String>,
 }
 
 #[derive(Debug, Default, Clone)]
@@ -40,7 +40,7 @@ struct Copier {
     page: u32,
 }
 
-impl Touched {
+impl PageAccesses {
     /// Notes a copy that starts. No other copy may write what it touches, or touch what it writes.
     pub(super) fn begin(&mut self, touched: &TouchedPages<'_>) {
         self.each(touched, |uses, copier, writes| {
@@ -103,7 +103,7 @@ impl Touched {
                 )
             });
             if let Some(other) = clashes.last() {
-                self.trouble = Some(format!(
+                self.nemesis = Some(format!(
                     "depot page {depot} of {shard}: {} of {worker} touches what {} of {} writes or reads",
                     copy.op, other.op, other.worker
                 ));
@@ -114,7 +114,7 @@ impl Touched {
                 !store,
             );
             if let Some(other) = clash {
-                self.trouble = Some(format!(
+                self.nemesis = Some(format!(
                     "device page {device} of rank {rank}: {} of {worker} touches what {} of {} writes or reads",
                     copy.op, other.op, other.worker
                 ));
@@ -205,8 +205,8 @@ struct Forgotten {
 
 /// The model of one world.
 #[derive(Debug, Default)]
-pub(super) struct Ghost {
-    pub(super) touched: Touched,
+pub(super) struct Oracle {
+    pub(super) touched: PageAccesses,
     taken: BTreeMap<(Epoch, EngineId, RequestId), Taken>,
     /// Time that the leader has left for each open request. Time in which the leader is paused does not count.
     open: BTreeMap<(Epoch, EngineId, RequestId), Duration>,
@@ -228,7 +228,7 @@ pub(super) struct Ghost {
 /// Time that a leader has beyond a deadline and the fence, for messages, restarts and the death of a worker.
 const SLACK: Duration = Duration::from_millis(500);
 
-impl Ghost {
+impl Oracle {
     /// An empty model. `fence` is how long a leader may wait for the end of a late copy.
     pub(super) fn new(fence: Duration) -> Self {
         Self {

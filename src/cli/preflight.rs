@@ -15,7 +15,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 const PAUSE: Duration = Duration::from_millis(500);
 
 /// Refuses NUMA nodes that do not exist, more memory than may be locked, and more memory than is available.
-pub(super) async fn room_for(config: &Config) -> Result<(), CommandError> {
+pub(super) async fn preflight_memory(config: &Config) -> Result<(), CommandError> {
     let wrong = |error: &dyn std::fmt::Display| CommandError::Config(error.to_string());
     let shards = config.kv_shards.shards();
     for node in (0..shards).filter_map(|shard| config.g2_numa.of(Shard(shard))) {

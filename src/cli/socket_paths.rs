@@ -7,9 +7,9 @@ use kvferry_types::WorkerId;
 
 /// The socket directory.
 #[derive(Debug, Clone)]
-pub(super) struct Dirs(PathBuf);
+pub(super) struct SocketPaths(PathBuf);
 
-impl Dirs {
+impl SocketPaths {
     pub(super) fn new(socket_dir: &Path) -> Self {
         Self(socket_dir.to_owned())
     }

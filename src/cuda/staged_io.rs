@@ -21,7 +21,7 @@ const WINDOW_BYTES: u64 = 1 << 16;
 const WRITES_MAX: usize = 32;
 
 /// Reads and writes bytes of device memory, in order.
-pub struct Window {
+pub struct DeviceIo {
     context: Arc<Context>,
     stream: Arc<Stream>,
     staging: Arc<Staging>,
@@ -30,7 +30,7 @@ pub struct Window {
     free: Vec<Arc<Staging>>,
 }
 
-impl Window {
+impl DeviceIo {
     /// Creates a window with a stream of its own.
     pub fn new(context: &Arc<Context>) -> Result<Self, SmallCopyError> {
         Ok(Self {

@@ -10,7 +10,7 @@ use kvferry_transport::LinkId;
 
 /// A request to the worker.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Question {
+pub(super) enum RankRequest {
     /// Use this memory. Requests up to `after` are over.
     Register { after: u64 },
     /// Stores up to this request may read their pages.
@@ -28,7 +28,7 @@ enum Registered {
 
 /// The owed requests of one rank, and which of them are in flight.
 #[derive(Debug)]
-pub(super) struct Owed {
+pub(super) struct Outbox {
     link: Option<LinkId>,
     registered: Registered,
     /// Everything up to this request is written.
@@ -44,7 +44,7 @@ pub(super) struct Owed {
     abandoning: bool,
 }
 
-impl Owed {
+impl Outbox {
     pub(super) fn new() -> Self {
         Self {
             link: None,
@@ -85,23 +85,23 @@ impl Owed {
     }
 
     /// Returns the next request to send. At most one of each kind is in flight.
-    pub(super) fn next(&mut self) -> Option<(LinkId, Question)> {
+    pub(super) fn next(&mut self) -> Option<(LinkId, RankRequest)> {
         let link = self.link?;
         if self.registered == Registered::No {
             self.registered = Registered::Asked;
-            return Some((link, Question::Register { after: self.over }));
+            return Some((link, RankRequest::Register { after: self.over }));
         }
         // Abandon does not wait for the registration, which may last as long as the leader is absent.
         if !self.abandoning && !self.abandoned.is_empty() {
             self.abandoning = true;
             let requests = self.abandoned.keys().take(ABANDONED_MAX);
             let requests = requests.copied().collect();
-            return Some((link, Question::Abandon { requests }));
+            return Some((link, RankRequest::Abandon { requests }));
         }
         if self.registered == Registered::Yes && !self.telling && self.written > self.confirmed {
             self.telling = true;
             let through = self.written;
-            return Some((link, Question::Written { through }));
+            return Some((link, RankRequest::Written { through }));
         }
         None
     }
@@ -111,26 +111,26 @@ impl Owed {
     pub(super) fn answered(
         &mut self,
         link: LinkId,
-        question: &Question,
+        question: &RankRequest,
         confirmed: bool,
     ) -> Vec<u64> {
         if self.link != Some(link) {
             return Vec::new();
         }
         match question {
-            Question::Register { .. } => {
+            RankRequest::Register { .. } => {
                 self.registered = match confirmed {
                     true => Registered::Yes,
                     false => Registered::No,
                 };
             }
-            Question::Written { through } => {
+            RankRequest::Written { through } => {
                 self.telling = false;
                 if confirmed {
                     self.confirmed = *through;
                 }
             }
-            Question::Abandon { requests } => {
+            RankRequest::Abandon { requests } => {
                 self.abandoning = false;
                 if confirmed {
                     let ended = requests.iter().filter_map(|id| self.abandoned.remove(id));
@@ -157,85 +157,88 @@ mod tests {
     const FIRST: LinkId = LinkId(1);
     const SECOND: LinkId = LinkId(2);
 
-    fn questions(owed: &mut Owed) -> Vec<Question> {
-        std::iter::from_fn(|| owed.next())
+    fn questions(outbox: &mut Outbox) -> Vec<RankRequest> {
+        std::iter::from_fn(|| outbox.next())
             .map(|(_, question)| question)
             .collect()
     }
 
-    fn registered(owed: &mut Owed, link: LinkId, after: u64) {
-        owed.connected(link);
-        let register = Question::Register { after };
-        assert_eq!(owed.next(), Some((link, register.clone())));
-        assert!(owed.answered(link, &register, true).is_empty());
+    fn registered(outbox: &mut Outbox, link: LinkId, after: u64) {
+        outbox.connected(link);
+        let register = RankRequest::Register { after };
+        assert_eq!(outbox.next(), Some((link, register.clone())));
+        assert!(outbox.answered(link, &register, true).is_empty());
     }
 
     #[test]
     fn what_is_written_is_said_once_the_memory_is_registered_and_again_to_the_next_worker() {
-        let mut owed = Owed::new();
-        owed.wrote(4);
-        assert_eq!(owed.next(), None, "nobody is there");
-        registered(&mut owed, FIRST, 0);
-        let written = Question::Written { through: 4 };
-        assert_eq!(questions(&mut owed), std::slice::from_ref(&written));
-        owed.answered(FIRST, &written, true);
-        assert_eq!(questions(&mut owed), []);
-        registered(&mut owed, SECOND, 0);
-        assert_eq!(questions(&mut owed), [written]);
+        let mut outbox = Outbox::new();
+        outbox.wrote(4);
+        assert_eq!(outbox.next(), None, "nobody is there");
+        registered(&mut outbox, FIRST, 0);
+        let written = RankRequest::Written { through: 4 };
+        assert_eq!(questions(&mut outbox), std::slice::from_ref(&written));
+        outbox.answered(FIRST, &written, true);
+        assert_eq!(questions(&mut outbox), []);
+        registered(&mut outbox, SECOND, 0);
+        assert_eq!(questions(&mut outbox), [written]);
     }
 
     #[test]
     fn what_was_not_confirmed_is_asked_again() {
-        let mut owed = Owed::new();
-        owed.connected(FIRST);
-        let register = Question::Register { after: 0 };
+        let mut outbox = Outbox::new();
+        outbox.connected(FIRST);
+        let register = RankRequest::Register { after: 0 };
         for _ in 0..2 {
-            assert_eq!(questions(&mut owed), std::slice::from_ref(&register));
-            owed.answered(FIRST, &register, false);
+            assert_eq!(questions(&mut outbox), std::slice::from_ref(&register));
+            outbox.answered(FIRST, &register, false);
         }
-        registered(&mut owed, FIRST, 0);
-        owed.wrote(7);
-        let written = Question::Written { through: 7 };
-        assert_eq!(questions(&mut owed), std::slice::from_ref(&written));
-        owed.wrote(9);
-        assert_eq!(questions(&mut owed), [], "one at a time");
-        owed.answered(FIRST, &written, false);
-        assert_eq!(questions(&mut owed), [Question::Written { through: 9 }]);
+        registered(&mut outbox, FIRST, 0);
+        outbox.wrote(7);
+        let written = RankRequest::Written { through: 7 };
+        assert_eq!(questions(&mut outbox), std::slice::from_ref(&written));
+        outbox.wrote(9);
+        assert_eq!(questions(&mut outbox), [], "one at a time");
+        outbox.answered(FIRST, &written, false);
+        assert_eq!(
+            questions(&mut outbox),
+            [RankRequest::Written { through: 9 }]
+        );
     }
 
     #[test]
     fn an_abandoned_request_waits_for_a_worker_that_says_so_and_is_over_for_all_later_ones() {
-        let mut owed = Owed::new();
-        registered(&mut owed, FIRST, 0);
-        owed.abandon(5, 50);
-        owed.abandon(3, 30);
-        let both = Question::Abandon {
+        let mut outbox = Outbox::new();
+        registered(&mut outbox, FIRST, 0);
+        outbox.abandon(5, 50);
+        outbox.abandon(3, 30);
+        let both = RankRequest::Abandon {
             requests: vec![3, 5],
         };
-        assert_eq!(questions(&mut owed), std::slice::from_ref(&both));
-        owed.lost();
-        let late = owed.answered(FIRST, &both, true);
+        assert_eq!(questions(&mut outbox), std::slice::from_ref(&both));
+        outbox.lost();
+        let late = outbox.answered(FIRST, &both, true);
         assert!(late.is_empty(), "said by one that is gone");
-        owed.connected(SECOND);
-        let register = Question::Register { after: 5 };
-        assert_eq!(questions(&mut owed), [register, both.clone()]);
-        owed.abandon(8, 80);
-        assert_eq!(owed.answered(SECOND, &both, true), [30, 50]);
-        let rest = Question::Abandon { requests: vec![8] };
-        assert_eq!(questions(&mut owed), [rest]);
+        outbox.connected(SECOND);
+        let register = RankRequest::Register { after: 5 };
+        assert_eq!(questions(&mut outbox), [register, both.clone()]);
+        outbox.abandon(8, 80);
+        assert_eq!(outbox.answered(SECOND, &both, true), [30, 50]);
+        let rest = RankRequest::Abandon { requests: vec![8] };
+        assert_eq!(questions(&mut outbox), [rest]);
     }
 
     #[test]
     fn a_worker_that_has_forgotten_the_memory_gets_it_again() {
-        let mut owed = Owed::new();
-        registered(&mut owed, FIRST, 0);
-        owed.wrote(2);
-        let written = Question::Written { through: 2 };
-        assert_eq!(questions(&mut owed), std::slice::from_ref(&written));
-        owed.forgotten(FIRST);
-        owed.answered(FIRST, &written, false);
-        assert_eq!(questions(&mut owed), [Question::Register { after: 0 }]);
-        owed.forgotten(FIRST);
-        assert_eq!(questions(&mut owed), [], "it is on its way");
+        let mut outbox = Outbox::new();
+        registered(&mut outbox, FIRST, 0);
+        outbox.wrote(2);
+        let written = RankRequest::Written { through: 2 };
+        assert_eq!(questions(&mut outbox), std::slice::from_ref(&written));
+        outbox.forgotten(FIRST);
+        outbox.answered(FIRST, &written, false);
+        assert_eq!(questions(&mut outbox), [RankRequest::Register { after: 0 }]);
+        outbox.forgotten(FIRST);
+        assert_eq!(questions(&mut outbox), [], "it is on its way");
     }
 }

@@ -4,44 +4,44 @@ use std::time::Duration;
 
 use super::faults::Fault;
 use super::setup::{Chances, TROUBLES, pick};
-use super::{Happening, LIVENESS_BOUND, QUIET_STEPS_MAX, Who, World};
+use super::{LIVENESS_BOUND, NodeId, QUIET_STEPS_MAX, SimEvent, World};
 use kvferry_types::{Rank, Replica, WorkerId};
 
 /// The fault that counts the pauses of a process.
-pub(super) fn pause_of(who: Who) -> Fault {
+pub(super) fn pause_of(who: NodeId) -> Fault {
     match who {
-        Who::Leader => Fault::LeaderPause,
-        Who::Worker(_) => Fault::WorkerPause,
-        Who::Engine(_) => Fault::EnginePause,
+        NodeId::Leader => Fault::LeaderPause,
+        NodeId::Worker(_) => Fault::WorkerPause,
+        NodeId::Engine(_) => Fault::EnginePause,
     }
 }
 
 impl World {
     /// Injects a fault, and schedules the next one.
-    pub(super) fn trouble(&mut self) {
+    pub(super) fn nemesis(&mut self) {
         if self.env.closing {
             return;
         }
         let env = &mut self.env;
         let every = env.setup.fault_every.mul_f64(env.rng.f64() * 2.0);
         let at = env.now() + every;
-        env.queue.push(at, Happening::Trouble);
+        env.queue.push(at, SimEvent::Nemesis);
         let any = env.rng.u8(0..TROUBLES);
         let favourite = env.setup.favourite.filter(|_| env.rng.u8(0..3) > 0);
         match favourite.unwrap_or(any) {
-            0 => self.kill(Who::Leader, Fault::LeaderCrash),
+            0 => self.kill(NodeId::Leader, Fault::LeaderCrash),
             1 | 2 => {
                 let worker = self.some_worker();
-                self.kill(Who::Worker(worker), Fault::WorkerCrash);
+                self.kill(NodeId::Worker(worker), Fault::WorkerCrash);
             }
             3 => {
                 let engine = self.some_engine();
                 self.kill(engine, Fault::EngineCrash);
             }
-            4 => self.pause(Who::Leader),
+            4 => self.pause(NodeId::Leader),
             5 | 6 => {
                 let worker = self.some_worker();
-                self.pause(Who::Worker(worker));
+                self.pause(NodeId::Worker(worker));
             }
             7 => {
                 let engine = self.some_engine();
@@ -65,26 +65,26 @@ impl World {
         some[some.len() - 1]
     }
 
-    fn some_engine(&mut self) -> Who {
-        Who::Engine(Replica(self.env.rng.u16(0..self.env.setup.replicas)))
+    fn some_engine(&mut self) -> NodeId {
+        NodeId::Engine(Replica(self.env.rng.u16(0..self.env.setup.replicas)))
     }
 
-    fn someone(&mut self) -> Who {
-        let everyone: Vec<Who> = self.everyone().collect();
+    fn someone(&mut self) -> NodeId {
+        let everyone: Vec<NodeId> = self.everyone().collect();
         *pick(&mut self.env.rng, &everyone)
     }
 
-    fn kill(&mut self, who: Who, fault: Fault) {
+    fn kill(&mut self, who: NodeId, fault: Fault) {
         self.env.faults.injected(fault);
         let busy = match who {
-            Who::Leader => self.leader.state.as_ref().is_some_and(|leader| {
+            NodeId::Leader => self.leader.state.as_ref().is_some_and(|leader| {
                 leader.core().open_requests() > 0 || leader.core().copies_under_way() > 0
             }),
-            Who::Worker(id) => {
+            NodeId::Worker(id) => {
                 let worker = self.workers[&id].state.as_ref();
                 worker.is_some_and(|worker| worker.core().open_copies() > 0)
             }
-            Who::Engine(replica) => {
+            NodeId::Engine(replica) => {
                 let engine = self.engines[usize::from(replica.0)].state.as_ref();
                 engine.is_some_and(|engine| engine.scheduler.open_prompts() > 0)
             }
@@ -98,7 +98,7 @@ impl World {
     }
 
     /// Pauses a process, sometimes for longer than any deadline and the fence together.
-    fn pause(&mut self, who: Who) {
+    fn pause(&mut self, who: NodeId) {
         if self.life(who).is_none() {
             return;
         }
@@ -106,12 +106,12 @@ impl World {
         let longest = (self.env.setup.request_timeout + self.env.setup.fence) * 2;
         let time = longest.mul_f64(self.env.rng.f64());
         let pause = match who {
-            Who::Leader => stand_still(&mut self.leader),
-            Who::Worker(id) => self.workers.get_mut(&id).map_or(0, stand_still),
-            Who::Engine(replica) => stand_still(&mut self.engines[usize::from(replica.0)]),
+            NodeId::Leader => stand_still(&mut self.leader),
+            NodeId::Worker(id) => self.workers.get_mut(&id).map_or(0, stand_still),
+            NodeId::Engine(replica) => stand_still(&mut self.engines[usize::from(replica.0)]),
         };
         let at = self.env.now() + time;
-        self.env.queue.push(at, Happening::Resume { who, pause });
+        self.env.queue.push(at, SimEvent::Resume { who, pause });
     }
 
     /// Pauses, by chance, a worker that has started to divide a depot. Engines may leave meanwhile, so that the next
@@ -121,7 +121,7 @@ impl World {
         if env.closing || env.rng.u32(0..1_000_000) >= env.setup.pause_while_dividing {
             return;
         }
-        self.pause(Who::Worker(worker));
+        self.pause(NodeId::Worker(worker));
         if self.env.rng.bool() {
             return;
         }
@@ -130,7 +130,7 @@ impl World {
             let env = &mut self.env;
             let longest = env.setup.request_timeout;
             let at = env.now() + longest.mul_f64(env.rng.f64());
-            env.queue.push(at, Happening::Leave { replica, life });
+            env.queue.push(at, SimEvent::Leave { replica, life });
         }
     }
 
@@ -158,13 +158,13 @@ impl World {
         let until = self.env.now() + self.env.setup.request_timeout;
         let slow = Some((each, until));
         match who {
-            Who::Leader => self.leader.slow = slow,
-            Who::Worker(id) => {
+            NodeId::Leader => self.leader.slow = slow,
+            NodeId::Worker(id) => {
                 if let Some(process) = self.workers.get_mut(&id) {
                     process.slow = slow;
                 }
             }
-            Who::Engine(replica) => self.engines[usize::from(replica.0)].slow = slow,
+            NodeId::Engine(replica) => self.engines[usize::from(replica.0)].slow = slow,
         }
     }
 
@@ -196,7 +196,7 @@ impl World {
         self.env.faults.injected(Fault::DepotLoss);
         let workers: Vec<WorkerId> = self.workers.keys().copied().collect();
         for worker in workers {
-            let who = Who::Worker(worker);
+            let who = NodeId::Worker(worker);
             if self.env.depot_of(worker.rank) == shard && self.life(who).is_some() {
                 self.crash(who);
             }
@@ -216,7 +216,7 @@ impl World {
             let before = self.seen.0.take();
             self.seen.0 = leader.core().tier_key().cloned();
             if let Some(before) = before {
-                let lost = self.env.ghost.roster.has_other_depots(&before);
+                let lost = self.env.oracle.roster.has_other_depots(&before);
                 self.env.faults.took_effect(match lost {
                     true => Fault::DepotLoss,
                     false => Fault::OtherShape,
@@ -228,23 +228,23 @@ impl World {
             let replica = Replica(env.rng.u16(0..env.setup.replicas));
             let life = self.engines[usize::from(replica.0)].life;
             let at = env.now() + Duration::from_micros(env.rng.u64(0..200));
-            env.queue.push(at, Happening::Leave { replica, life });
+            env.queue.push(at, SimEvent::Leave { replica, life });
         }
     }
 
     pub(super) fn leader_dies(&mut self) {
-        if self.env.closing || self.life(Who::Leader).is_none() {
+        if self.env.closing || self.life(NodeId::Leader).is_none() {
             return;
         }
         self.env.faults.injected(Fault::LeaderCrashInCopy);
-        if self.env.ghost.touched.any_copy() {
+        if self.env.oracle.touched.any_copy() {
             self.env.faults.took_effect(Fault::LeaderCrashInCopy);
         }
-        self.crash(Who::Leader);
+        self.crash(NodeId::Leader);
     }
 
     pub(super) fn leave(&mut self, replica: Replica, life: u32) {
-        let who = Who::Engine(replica);
+        let who = NodeId::Engine(replica);
         if self.life(who) != Some(life) {
             return;
         }
@@ -262,15 +262,15 @@ impl World {
         self.env.net.chances = Chances::default();
         self.env.net.partitions.clear();
         self.env.failing = None;
-        let everyone: Vec<Who> = self.everyone().collect();
+        let everyone: Vec<NodeId> = self.everyone().collect();
         for who in everyone {
             let pause = match who {
-                Who::Leader => self.leader.pauses,
-                Who::Worker(id) => self.workers[&id].pauses,
-                Who::Engine(replica) => self.engines[usize::from(replica.0)].pauses,
+                NodeId::Leader => self.leader.pauses,
+                NodeId::Worker(id) => self.workers[&id].pauses,
+                NodeId::Engine(replica) => self.engines[usize::from(replica.0)].pauses,
             };
             let now = self.env.now();
-            self.env.queue.push(now, Happening::Resume { who, pause });
+            self.env.queue.push(now, SimEvent::Resume { who, pause });
         }
         let (begun, first) = (self.env.now(), self.env.counts.steps);
         while self.env.violation.is_none() {

@@ -12,7 +12,7 @@ use tokio::time::Instant;
 
 use crate::layout::pages_bytes;
 use crate::memory::RankMemory;
-use crate::owed::{Owed, Question};
+use crate::outbox::{Outbox, RankRequest};
 use crate::pipe::Report;
 use crate::rank::{RankSettings, random};
 use kvferry_protocol::{
@@ -32,7 +32,7 @@ const PAUSE_MAX: Duration = Duration::from_secs(1);
 
 /// A report for the worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Tell {
+pub(super) enum RankCommand {
     /// Stores up to this request may read their pages.
     Written(RequestId),
     /// Nothing may be copied for this request any longer. Reported under `ticket` once the worker has confirmed.
@@ -42,16 +42,16 @@ pub(super) enum Tell {
 /// The outcome of a request to the worker.
 struct Asked {
     link: LinkId,
-    question: Question,
+    question: RankRequest,
     answer: Result<(), Failure>,
 }
 
 /// Sends the requests that a rank owes its worker, and reports their ends.
-pub(super) struct Speaker {
+pub(super) struct RankSession {
     asker: Asker,
     incoming: mpsc::Receiver<Incoming>,
     reports: mpsc::Sender<Report>,
-    owed: Owed,
+    outbox: Outbox,
     asking: JoinSet<Asked>,
     pause: Duration,
     /// Deadline of the first registration; `None` once it has succeeded.
@@ -68,7 +68,7 @@ struct Asker {
     features: u64,
 }
 
-impl Speaker {
+impl RankSession {
     pub(super) fn start(
         transport: Arc<dyn Transport>,
         settings: &RankSettings,
@@ -102,7 +102,7 @@ impl Speaker {
             asker,
             incoming,
             reports,
-            owed: Owed::new(),
+            outbox: Outbox::new(),
             asking: JoinSet::new(),
             pause: PAUSE_FIRST,
             start_by,
@@ -110,9 +110,9 @@ impl Speaker {
     }
 
     /// Runs until a fatal error or the end of the engine; returns the reason.
-    pub(super) async fn run(mut self, mut told: mpsc::Receiver<Tell>) -> String {
+    pub(super) async fn run(mut self, mut told: mpsc::Receiver<RankCommand>) -> String {
         loop {
-            while let Some((link, question)) = self.owed.next() {
+            while let Some((link, question)) = self.outbox.next() {
                 let (asker, pause) = (self.asker.clone(), self.pause);
                 self.asking.spawn(asker.ask(link, question, pause));
             }
@@ -135,10 +135,10 @@ impl Speaker {
         }
     }
 
-    fn told(&mut self, tell: Option<Tell>) -> Result<(), String> {
+    fn told(&mut self, tell: Option<RankCommand>) -> Result<(), String> {
         match tell.ok_or("the engine has ended")? {
-            Tell::Written(through) => self.owed.wrote(through.0),
-            Tell::Abandon { request, ticket } => self.owed.abandon(request.0, ticket),
+            RankCommand::Written(through) => self.outbox.wrote(through.0),
+            RankCommand::Abandon { request, ticket } => self.outbox.abandon(request.0, ticket),
         }
         Ok(())
     }
@@ -149,11 +149,11 @@ impl Speaker {
                 self.asker.features = features;
                 self.asking.abort_all();
                 self.pause = PAUSE_FIRST;
-                self.owed.connected(link);
+                self.outbox.connected(link);
             }
             Incoming::Lost => {
                 self.asking.abort_all();
-                self.owed.lost();
+                self.outbox.lost();
             }
             Incoming::Request { envelope, .. } => {
                 let kind = envelope.message.kind().name();
@@ -172,7 +172,7 @@ impl Speaker {
             question,
             answer,
         } = asked;
-        let registers = matches!(question, Question::Register { .. });
+        let registers = matches!(question, RankRequest::Register { .. });
         if let Err(failure) = &answer {
             let rank = self.asker.settings.rank;
             tracing::debug!(%rank, ?question, %failure, "asking the worker again");
@@ -180,13 +180,13 @@ impl Speaker {
                 return Err(format!("{rank}: {failure}"));
             }
             if failure.code == ErrorCode::Invalid {
-                self.owed.forgotten(link);
+                self.outbox.forgotten(link);
             }
             self.pause = (self.pause * 2).min(PAUSE_MAX);
         } else {
             self.pause = PAUSE_FIRST;
         }
-        let ended = self.owed.answered(link, &question, answer.is_ok());
+        let ended = self.outbox.answered(link, &question, answer.is_ok());
         if answer.is_ok() && registers && self.start_by.take().is_some() {
             self.report(0).await?;
         }
@@ -208,11 +208,11 @@ impl Speaker {
 
 impl Asker {
     /// Sends one request over this connection; pauses after a failure.
-    async fn ask(self, link: LinkId, question: Question, pause: Duration) -> Asked {
+    async fn ask(self, link: LinkId, question: RankRequest, pause: Duration) -> Asked {
         let answer = match &question {
-            Question::Register { after } => self.register(link, *after).await,
-            Question::Written { through } => self.written(link, *through).await,
-            Question::Abandon { requests } => {
+            RankRequest::Register { after } => self.register(link, *after).await,
+            RankRequest::Written { through } => self.written(link, *through).await,
+            RankRequest::Abandon { requests } => {
                 let requests = requests.clone();
                 self.say(link, Message::Abandon(Abandon { requests })).await
             }

@@ -7,31 +7,31 @@ use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, bounded};
 
 /// A signal on drop. Declare it as the last field: fields drop in order, so it fires after all others.
 #[derive(Debug)]
-pub struct Lifeline {
+pub struct DropSignal {
     _held: Sender<Infallible>,
     end: Receiver<Infallible>,
 }
 
-/// Receives the end of a [`Lifeline`], without holding it.
+/// Receives the end of a [`DropSignal`], without holding it.
 #[derive(Debug, Clone)]
-pub struct LifelineEnd(Receiver<Infallible>);
+pub struct DropWaiter(Receiver<Infallible>);
 
-impl Default for Lifeline {
+impl Default for DropSignal {
     fn default() -> Self {
         let (_held, end) = bounded(0);
         Self { _held, end }
     }
 }
 
-impl Lifeline {
+impl DropSignal {
     /// The receiver of its end.
-    pub fn end(&self) -> LifelineEnd {
-        LifelineEnd(self.end.clone())
+    pub fn end(&self) -> DropWaiter {
+        DropWaiter(self.end.clone())
     }
 }
 
-impl LifelineEnd {
-    /// Waits at most `limit` for the end. Returns false when the lifeline still exists.
+impl DropWaiter {
+    /// Waits at most `limit` for the end. Returns false while the `DropSignal` exists.
     pub fn wait(&self, limit: Duration) -> bool {
         self.0.recv_timeout(limit) == Err(RecvTimeoutError::Disconnected)
     }
@@ -45,7 +45,7 @@ mod tests {
 
     #[test]
     fn it_ends_with_the_last_holder() {
-        let held = Arc::new(Lifeline::default());
+        let held = Arc::new(DropSignal::default());
         let end = held.end();
         let other = Arc::clone(&held);
         drop(held);
