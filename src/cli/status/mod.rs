@@ -1,5 +1,7 @@
 //! `kvferry status`
 
+mod table;
+
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -59,7 +61,7 @@ impl Arguments {
         if self.json {
             say(&serde_json::to_string_pretty(&answer).map_err(CommandError::failed)?);
         } else {
-            say(&table(&answer));
+            say(&table::table(&answer));
         }
         match answer.contradiction.is_empty() {
             true => Ok(()),
@@ -239,39 +241,6 @@ async fn status_by(
             socket_paths.root().display()
         ))),
     }
-}
-
-fn table(answer: &StatusAnswer) -> String {
-    let attached = answer.ranks.iter().filter(|rank| rank.attached).count();
-    let pages: u64 = answer.pages.values().sum();
-    let mut lines = vec![
-        format!("kvferry {}, epoch {}", answer.version, answer.epoch),
-        format!(
-            "ready        {} ({attached} of {} ranks attached)",
-            if answer.ready { "yes" } else { "no" },
-            answer.ranks.len()
-        ),
-    ];
-    let unready = answer.ranks.iter().filter(|rank| !rank.attached);
-    lines.extend(unready.map(|rank| format!("  {}: {}", name(rank), stage(rank))));
-    lines.extend([format!(
-        "blocks       {} of up to {} pages of {} tokens",
-        answer.blocks, answer.ratio, answer.engine_page_tokens
-    )]);
-    let states: Vec<String> = answer
-        .pages
-        .iter()
-        .map(|(state, pages)| format!("{pages} {state}"))
-        .collect();
-    lines.push(format!("arena        {pages} pages: {}", states.join(", ")));
-    lines.push(format!(
-        "now          {} requests, {} pins, {} copies under way",
-        answer.slots, answer.pins, answer.copies_under_way
-    ));
-    for (name, value) in &answer.counters {
-        lines.push(format!("  {name:<26}{value}"));
-    }
-    lines.join("\n")
 }
 
 #[cfg(test)]

@@ -1,0 +1,294 @@
+//! The status of a leader for people: sizes in units, rates, and what keeps it from serving.
+
+use std::fmt::Write as _;
+
+use kvferry_protocol::StatusAnswer;
+use kvferry_types::ByteSize;
+
+use super::{name, stage};
+
+/// Width of the names of the rows.
+const NAME_WIDTH: usize = 13;
+
+/// The lines of `kvferry status`. All counters are in `kvferry status --json`.
+pub(super) fn table(status: &StatusAnswer) -> String {
+    let mut rows = vec![
+        (
+            "kvferry",
+            format!("{}, epoch {}", status.version, status.epoch),
+        ),
+        ("state", state(status)),
+    ];
+    let unready = status.ranks.iter().filter(|rank| !rank.attached);
+    rows.extend(unready.map(|rank| ("", format!("{}: {}", name(rank), stage(rank)))));
+    rows.push(("host memory", memory(status)));
+    rows.extend(blocks(status).map(|text| ("", text)));
+    rows.push(("hits", hits(status)));
+    rows.push(("copied", copied(status)));
+    rows.push((
+        "now",
+        format!(
+            "{}, {}, {}",
+            count(status.slots, "running request", "running requests"),
+            count(status.pins, "hold", "holds"),
+            count(status.copies_under_way, "copy", "copies"),
+        ),
+    ));
+    rows.extend(problems(status).map(|text| ("problems", text)));
+    let lines = rows.iter().map(|(name, text)| match name.is_empty() {
+        true => format!("{:NAME_WIDTH$}{text}", ""),
+        false => format!("{name:NAME_WIDTH$}{text}"),
+    });
+    lines.collect::<Vec<String>>().join("\n")
+}
+
+fn counter(status: &StatusAnswer, name: &str) -> u64 {
+    status.counters.get(name).copied().unwrap_or(0)
+}
+
+/// A number with its noun, such as `12,345 holds`.
+fn count(number: u64, one: &str, many: &str) -> String {
+    let noun = if number == 1 { one } else { many };
+    format!("{} {noun}", grouped(number))
+}
+
+/// A number with its digits in groups of three.
+fn grouped(number: u64) -> String {
+    let digits = number.to_string();
+    let mut text = String::with_capacity(digits.len() + digits.len() / 3);
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+/// A number of bytes in the largest unit in which it is at least 1, with one decimal place.
+fn size(bytes: u64) -> String {
+    const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let mut value = bytes as f64;
+    let mut unit = 0;
+    while value >= 1024.0 && unit + 1 < UNITS.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    match unit {
+        0 => format!("{bytes} B"),
+        _ => format!("{value:.1} {}", UNITS[unit]),
+    }
+}
+
+/// `part` of `all` in percent; `None` if `all` is 0.
+fn percent(part: u64, all: u64) -> Option<String> {
+    (all > 0).then(|| format!("{:.1} %", part as f64 * 100.0 / all as f64))
+}
+
+fn state(status: &StatusAnswer) -> String {
+    let all = status.ranks.len();
+    let attached = status.ranks.iter().filter(|rank| rank.attached).count();
+    match (status.ready, attached) {
+        (true, _) if attached == all => "serves".to_owned(),
+        (true, _) => format!("serves, with {attached} of {all} ranks"),
+        (false, 0) => "waits for an engine: no rank has registered its memory".to_owned(),
+        (false, _) if attached == all => "reads what the depots hold".to_owned(),
+        (false, _) => format!("waits for ranks: {attached} of {all} are attached"),
+    }
+}
+
+fn memory(status: &StatusAnswer) -> String {
+    let bytes: u64 = status.ranks.iter().map(|rank| rank.host_bytes).sum();
+    let ready: u64 = status.ranks.iter().map(|rank| rank.host_ready_bytes).sum();
+    let mut text = match (bytes, ready < bytes) {
+        (0, _) => "no worker yet".to_owned(),
+        (_, true) => format!("{} of {} are ready", size(ready), ByteSize(bytes)),
+        (_, false) => ByteSize(bytes).to_string(),
+    };
+    let pages: u64 = status.pages.values().sum();
+    if pages > 0 {
+        let filled = status.pages.get("ready").copied().unwrap_or(0);
+        let percent = percent(filled, pages).unwrap_or_default();
+        let (filled, pages) = (grouped(filled), grouped(pages));
+        let tokens = status.engine_page_tokens;
+        write!(
+            text,
+            ": {percent} filled, {filled} of {pages} pages of {tokens} tokens"
+        )
+        .ok();
+    }
+    text
+}
+
+/// The blocks, and the pages that are neither free nor ready.
+fn blocks(status: &StatusAnswer) -> Option<String> {
+    let others = status.pages.iter();
+    let others =
+        others.filter(|(state, pages)| **pages > 0 && *state != "free" && *state != "ready");
+    let others: String = others
+        .map(|(state, pages)| format!(", {} pages {state}", grouped(*pages)))
+        .collect();
+    (status.blocks > 0).then(|| {
+        let blocks = count(status.blocks, "block", "blocks");
+        format!("{blocks} of up to {} pages{others}", status.ratio)
+    })
+}
+
+fn hits(status: &StatusAnswer) -> String {
+    let lookups = counter(status, "lookups");
+    let asked = counter(status, "lookup_pages");
+    let missing = asked.saturating_sub(counter(status, "device_pages"));
+    let hit = counter(status, "hit_pages");
+    let tokens = u64::from(status.engine_page_tokens);
+    match percent(hit, missing) {
+        None if lookups == 0 => "no lookup yet".to_owned(),
+        None => format!(
+            "{}; the engine had every page itself",
+            count(lookups, "lookup", "lookups")
+        ),
+        Some(percent) => format!(
+            "{percent} of what the engine lacked: {} of {} tokens, {}",
+            grouped(hit * tokens),
+            grouped(missing * tokens),
+            count(lookups, "lookup", "lookups"),
+        ),
+    }
+}
+
+fn copied(status: &StatusAnswer) -> String {
+    let way = |word: &str, bytes: &str, us: &str| {
+        let (bytes, us) = (counter(status, bytes), counter(status, us));
+        // Bytes per microsecond are megabytes per second.
+        let rate = match us {
+            0 => String::new(),
+            _ => format!(" at {:.1} GB/s a copy", bytes as f64 / us as f64 / 1e3),
+        };
+        format!("{} {word}{rate}", size(bytes))
+    };
+    let stored = way("stored", "gathered_bytes", "gather_us");
+    format!(
+        "{stored}, {}",
+        way("loaded", "scattered_bytes", "scatter_us")
+    )
+}
+
+/// Failures since the start of the leader, if there were any.
+fn problems(status: &StatusAnswer) -> Option<String> {
+    let kinds = [
+        ("failed_copies", "failed copy", "failed copies"),
+        ("late_copies", "late copy", "late copies"),
+        ("refused_pages", "page without room", "pages without room"),
+    ];
+    let counted = kinds.map(|(name, one, many)| (counter(status, name), one, many));
+    let counted = counted.into_iter().filter(|(number, ..)| *number > 0);
+    let texts: Vec<String> = counted
+        .map(|(number, one, many)| count(number, one, many))
+        .collect();
+    (!texts.is_empty()).then(|| texts.join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use kvferry_protocol::RankStatus;
+
+    use super::*;
+
+    fn rank(attached: bool) -> RankStatus {
+        RankStatus {
+            pid: 7,
+            attached,
+            host_bytes: 20 << 30,
+            host_ready_bytes: 20 << 30,
+            ..RankStatus::default()
+        }
+    }
+
+    fn status() -> StatusAnswer {
+        let counters = [
+            ("lookups", 4000),
+            ("lookup_pages", 150_000),
+            ("device_pages", 50_000),
+            ("hit_pages", 62_500),
+            ("gathered_bytes", 3 << 30),
+            ("gather_us", 400_000),
+            ("refused_pages", 1),
+            ("late_copies", 12),
+        ];
+        let pages = [("free", 25), ("filling", 3), ("ready", 72)];
+        StatusAnswer {
+            version: "0.1.0".to_owned(),
+            epoch: 9,
+            ready: true,
+            ratio: 32,
+            engine_page_tokens: 16,
+            ranks: vec![rank(true), rank(true)],
+            slots: 1,
+            pins: 0,
+            copies_under_way: 2,
+            pages: pages.map(|(name, n)| (name.to_owned(), n)).into(),
+            blocks: 1234,
+            counters: counters.map(|(name, n)| (name.to_owned(), n)).into(),
+            decisions_digest: String::new(),
+            contradiction: String::new(),
+        }
+    }
+
+    #[test]
+    fn a_leader_that_serves_shows_sizes_rates_and_problems() {
+        let expected = "\
+kvferry      0.1.0, epoch 9
+state        serves
+host memory  40 GiB: 72.0 % filled, 72 of 100 pages of 16 tokens
+             1,234 blocks of up to 32 pages, 3 pages filling
+hits         62.5 % of what the engine lacked: 1,000,000 of 1,600,000 tokens, 4,000 lookups
+copied       3.0 GiB stored at 8.1 GB/s a copy, 0 B loaded
+now          1 running request, 0 holds, 2 copies
+problems     12 late copies, 1 page without room";
+        assert_eq!(table(&status()), expected);
+    }
+
+    #[test]
+    fn a_leader_without_an_engine_says_what_it_waits_for() {
+        let mut status = StatusAnswer {
+            ready: false,
+            ranks: vec![rank(false)],
+            pages: [].into(),
+            counters: [].into(),
+            blocks: 0,
+            slots: 0,
+            copies_under_way: 1,
+            ..status()
+        };
+        let expected = "\
+kvferry      0.1.0, epoch 9
+state        waits for an engine: no rank has registered its memory
+             rank 0: waits for its engine to register its memory
+host memory  20 GiB
+hits         no lookup yet
+copied       0 B stored, 0 B loaded
+now          0 running requests, 0 holds, 1 copy";
+        assert_eq!(table(&status), expected);
+        status.ranks = vec![rank(true), rank(false)];
+        assert!(table(&status).contains("waits for ranks: 1 of 2 are attached"));
+        status.ranks = vec![rank(true)];
+        assert!(table(&status).contains("reads what the depots hold"));
+        status.ready = true;
+        status.ranks.push(RankStatus::default());
+        let text = table(&status);
+        assert!(text.contains("serves, with 1 of 2 ranks"), "{text}");
+    }
+
+    #[test]
+    fn sizes_have_the_largest_unit_that_fits() {
+        let cases = [
+            (0, "0 B"),
+            (1023, "1023 B"),
+            (1024, "1.0 KiB"),
+            (1 << 40, "1.0 TiB"),
+            (5 << 50, "5120.0 TiB"),
+        ];
+        for (bytes, text) in cases {
+            assert_eq!(size(bytes), text);
+        }
+    }
+}
