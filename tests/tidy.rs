@@ -431,6 +431,71 @@ fn the_map_of_packages_names_them_all() {
     }
 }
 
+/// The replaced words of `docs/style.md`.
+fn replaced_words() -> Vec<String> {
+    let page = fs::read_to_string(root().join("docs/style.md")).expect("a page");
+    let table = page.split("## Words that were replaced").nth(1);
+    let rows = table.expect("the table").lines();
+    let rows = rows.filter_map(|line| line.strip_prefix("| ")?.strip_suffix(" |"));
+    let cells = rows.skip(2).filter_map(|row| row.rsplit(" | ").next());
+    let words = cells.flat_map(|cell| cell.split(", "));
+    words.map(str::to_owned).collect()
+}
+
+/// The lower-case words of a line: names are divided at underscores and at capital letters.
+fn words(line: &str) -> Vec<String> {
+    let mut words = vec![String::new()];
+    let mut lower = false;
+    for c in line.chars() {
+        if !c.is_alphanumeric() || (c.is_uppercase() && lower) {
+            words.push(String::new());
+        }
+        lower = c.is_lowercase();
+        if let (true, Some(word)) = (c.is_alphanumeric(), words.last_mut()) {
+            word.extend(c.to_lowercase());
+        }
+    }
+    words
+}
+
+#[test]
+fn words_are_divided_as_names_are() {
+    let found = words("fn call_Strike(WorkerEffect::StrikeOut, HTTPGhost)");
+    let found: Vec<&str> = found.iter().map(String::as_str).collect();
+    for word in ["call", "strike", "worker", "effect", "out"] {
+        assert!(found.contains(&word), "{word}: {found:?}");
+    }
+}
+
+#[test]
+fn words_that_were_replaced_do_not_return() {
+    let replaced = replaced_words();
+    assert!(replaced.len() > 8, "{replaced:?}");
+    let history = ["docs/style.md", "docs/reliability.md", "docs/adr/"];
+    let texts = [
+        sources("src"),
+        sources("tests"),
+        sources("xtask"),
+        files("python/kvferry", "py"),
+        files("docs", "md"),
+    ];
+    for (name, text) in texts.into_iter().flatten() {
+        if name == "tests/tidy.rs" || history.iter().any(|kept| name.starts_with(kept)) {
+            continue;
+        }
+        for (line, text) in text.lines().enumerate() {
+            let found = words(text).into_iter().find(|word| replaced.contains(word));
+            if let Some(word) = found {
+                panic_at(
+                    &name,
+                    line + 1,
+                    &format!("'{word}': docs/style.md has another word"),
+                );
+            }
+        }
+    }
+}
+
 fn forbid(name: &str, text: &str, words: &[&str]) {
     for (line, text) in code(text) {
         for word in words {

@@ -158,7 +158,7 @@ class Client:
         #: When the connection was lost, on the monotonic clock; None while there is one.
         self.lost_at: float | None = time.monotonic()
         #: Why the last attempt to connect failed, for logs.
-        self.trouble = ""
+        self.problem = ""
         self._links = itertools.count(1)
         self._next_turn: float | None = None
         self._credits = (1, 1)
@@ -242,7 +242,7 @@ class Client:
                     if self._connect_and_converse(context):
                         backoff_s = _BACKOFF_FIRST_S
                 except (OSError, zmq.ZMQError, wire.Malformed, Failure) as error:
-                    self._set_trouble(str(error))
+                    self._set_problem(str(error))
                 except Exception:
                     logger.exception("kvferry: the conversation with %s failed", self.directory)
                 self._set_lost()
@@ -259,10 +259,10 @@ class Client:
                 self._settle(question, None, Failure(Code.DRAINING, "the conversation was closed", said=False))
             context.destroy(linger=0)
 
-    def _set_trouble(self, trouble: str) -> None:
-        if trouble != self.trouble:
-            logger.debug("kvferry: %s: %s", self.directory, trouble)
-        self.trouble = trouble
+    def _set_problem(self, problem: str) -> None:
+        if problem != self.problem:
+            logger.debug("kvferry: %s: %s", self.directory, problem)
+        self.problem = problem
 
     def _set_lost(self) -> None:
         if self.lost_at is None:
@@ -364,7 +364,7 @@ class Client:
         for _, question in sorted(self._open.items()):
             question.sent_bytes = None
             self._queue(question)
-        self.trouble = ""
+        self.problem = ""
         self.lost_at = None
         self.link = next(self._links)
         beat_s = max(welcome.heartbeat_ms, 10) / 1000
@@ -390,7 +390,7 @@ class Client:
                 return
             self._expire()
             if socket not in ready and pinged and time.monotonic() >= heard + beat_s * 3:
-                self._set_trouble(f"{self.directory} was silent for three heartbeats")
+                self._set_problem(f"{self.directory} was silent for three heartbeats")
                 return
             if time.monotonic() >= next_beat:
                 pinged = True

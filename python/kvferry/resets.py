@@ -28,7 +28,7 @@ class Forgetting:
         #: Some namespace was dropped and will never be confirmed.
         self._gave_up = False
         #: Why the leader did not confirm the last request, for logs.
-        self.trouble = ""
+        self.problem = ""
 
     def owe(self, namespaces: list[bytes]) -> None:
         """Adds namespaces to reset, also if the leader has confirmed them before."""
@@ -54,7 +54,7 @@ class Forgetting:
             if question.answer is not None:
                 self._owed.pop(namespace, None)
             else:
-                self.trouble = str(question.failure)
+                self.problem = str(question.failure)
                 self._not_before = time.monotonic() + RESET_LIMIT_S
         if self._owed and self._asked is None and time.monotonic() >= self._not_before and self._client.listening:
             namespace = next(iter(self._owed))
@@ -63,7 +63,7 @@ class Forgetting:
     def wait(self, limit_s: float) -> bool:
         """Waits at most ``limit_s`` for all resets; returns whether the leader has confirmed every one."""
         until = time.monotonic() + limit_s
-        self.trouble = "" if self._client.listening else "there is no leader"
+        self.problem = "" if self._client.listening else "there is no leader"
         while self._owed and self._client.listening and (left_s := until - time.monotonic()) > 0:
             self.turn()
             if self._asked is not None:

@@ -194,7 +194,7 @@ class SchedulerSide:
             logger.warning(
                 "kvferry: no leader answers in %s (%s): requests run without the cache until one does",
                 self._client.directory,
-                self._client.trouble,
+                self._client.problem,
             )
         return None
 
@@ -603,7 +603,7 @@ class SchedulerSide:
         elif self._forgetting.wait(RESET_LIMIT_S):
             self._namespaces.share()
         else:
-            why = self._forgetting.trouble or "no answer came in time"
+            why = self._forgetting.problem or "no answer came in time"
             logger.warning("kvferry: the leader did not confirm a reset (%s): this engine finds nothing of before", why)
 
     def _forget(self) -> None:

@@ -156,7 +156,7 @@ def test_nobody_there_is_told_in_time(directory: Path) -> None:
         assert failure is not None
         assert (failure.code, failure.said) == (Code.DEADLINE, False)
         assert 0.3 <= time.monotonic() - begun < PATIENCE_S
-        assert "nobody listens" in client.trouble
+        assert "nobody listens" in client.problem
         assert not client.listening
 
 
@@ -279,7 +279,7 @@ def test_a_version_that_was_not_offered_is_refused_in_words(directory: Path) -> 
             if server.socket.poll(0):
                 peer, *_ = server.socket.recv_multipart()
                 server.say(peer, Kind.WELCOME, 0, wire.Welcome(**server.welcome))
-            return "says version 3, this side speaks 2 to 2" in client.trouble
+            return "says version 3, this side speaks 2 to 2" in client.problem
 
         eventually("it says why", refused)
         assert not client.listening
@@ -293,7 +293,7 @@ def test_silence_is_a_lost_connection(directory: Path) -> None:
         )
         link = client.link
         eventually("it is lost", lambda: client.link != link)
-        assert "silent for three heartbeats" in client.trouble
+        assert "silent for three heartbeats" in client.problem
 
 
 def test_a_client_that_only_listens_pings(directory: Path) -> None:
@@ -356,7 +356,7 @@ def test_a_directory_that_others_can_reach_is_refused(directory: Path) -> None:
     Fake(directory)
     directory.chmod(0o755)
     with talking(directory) as client:
-        eventually("it says why", lambda: "chmod 700" in client.trouble)
+        eventually("it says why", lambda: "chmod 700" in client.problem)
         assert not client.listening
 
 

@@ -56,7 +56,7 @@ class Leader:
         self.directory, self.turn = directory, turn
         self.link = self.epoch = 1
         self.lost_at: float | None = None
-        self.trouble = "nobody listens"
+        self.problem = "nobody listens"
         self.asked: list[Asked] = []
         self.answers: dict[type, Any] = {}
         #: Whether the leader carries out `cancel_stores`.

@@ -265,7 +265,7 @@ mod tests {
         let ready = Arc::clone(&settings.ready);
         let (open, opened) = std::sync::mpsc::channel();
         let (answer, answered) = std::sync::mpsc::channel::<()>();
-        let preparing = std::thread::spawn(move || {
+        let prefaulting = std::thread::spawn(move || {
             let tell = |message| {
                 if let WorkerMessage::Depot(depot) = message {
                     open.send(depot.bytes()).expect("the test waits");
@@ -284,7 +284,7 @@ mod tests {
         assert_eq!(bytes, Ok(1 << 20), "opened while the driver starts");
         assert!(!ready.load(Ordering::Relaxed), "nothing is touched yet");
         answer.send(()).expect("it waits");
-        let prepared = preparing.join().expect("no panic");
+        let prepared = prefaulting.join().expect("no panic");
         assert_eq!(prepared, Ok(()));
         assert!(ready.load(Ordering::Relaxed));
     }
