@@ -157,7 +157,7 @@ fn a_worker_that_is_killed_costs_hits_and_no_bytes() {
     let gpus = Gpus::new("delay_us=20");
     // On a real GPU a restarted worker takes seconds to create its context and to pin its memory. Work must be left by
     // then.
-    let requests = if fake_cuda::on_gpu() { "2000" } else { "200" };
+    let requests = if fake_cuda::on_gpu() { "2000" } else { "600" };
     let arguments = ["--device", "cuda", "--requests", requests];
     let replay = Disturbed::start_with(&gpus.anywhere(), &arguments);
     let status = replay.in_the_middle();
@@ -180,7 +180,7 @@ fn a_gpu_that_is_lost_costs_a_worker_and_no_bytes() {
     ));
     let replay = Disturbed::start_with(
         &gpus.variables(),
-        &["--device", "cuda", "--requests", "200"],
+        &["--device", "cuda", "--requests", "600"],
     );
     let report = replay.report();
     assert!(folder.path().join("once").exists(), "nothing was lost");
