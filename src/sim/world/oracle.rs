@@ -222,6 +222,8 @@ pub(super) struct Oracle {
     pub(super) roster: Roster,
     /// When the leader may forget each disconnected engine.
     away: BTreeMap<EngineId, Time>,
+    /// The engine that connected again in this step, after the leader may have forgotten it.
+    reopened: Option<EngineId>,
     fence: Duration,
 }
 
@@ -306,14 +308,18 @@ impl Oracle {
     pub(super) fn came(&mut self, now: Time, epoch: Epoch, engine: EngineId) {
         if self.away.remove(&engine).is_some_and(|due| due <= now) {
             self.forgot(epoch, |other| other == engine);
+            self.reopened = Some(engine);
         }
     }
 
     /// Drops the answered requests of engines that the leader has forgotten after their grace: a repeated request
     /// counts as new.
     pub(super) fn forgot(&mut self, epoch: Epoch, forgot: impl Fn(EngineId) -> bool) {
+        // Deadlines that passed in the same step were answered before the engine was opened again.
+        let reopened = self.reopened.take();
         self.taken.retain(|(of, engine, _), taken| {
-            *of != epoch || taken.answer.is_none() || !forgot(*engine)
+            let forgotten = forgot(*engine) || reopened == Some(*engine);
+            *of != epoch || taken.answer.is_none() || !forgotten
         });
     }
 
