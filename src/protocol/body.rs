@@ -7,23 +7,23 @@ use serde::{Deserialize, Serialize};
 use crate::pairs::{Pages, Pairs};
 use kvferry_types::{GroupGeometry, Registration};
 
-/// A body without any field.
+/// A message without fields.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Empty {}
 
-/// What a client is. More may follow: a server refuses one that it does not know with an error, and not as malformed.
+/// The role of a client. More may be added: an unknown role is answered with an error, and is no protocol violation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Role {
-    /// The scheduler of an engine: looks up, loads, stores.
+    /// The scheduler of an engine: sends lookups, loads, stores.
     Engine,
     /// One rank of an engine: registers its memory with its worker.
     Rank,
     /// A worker.
     Worker,
-    /// A person or a probe.
+    /// An operator or a probe.
     Admin,
-    /// Another word.
+    /// A role that this version does not know.
     #[serde(other)]
     #[schemars(skip)]
     Unknown,
@@ -32,26 +32,26 @@ pub enum Role {
 /// First message of a client.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Hello {
-    /// Oldest version it speaks.
+    /// Oldest protocol version that the client supports.
     pub version_min: u16,
-    /// Newest version it speaks.
+    /// Newest protocol version that the client supports.
     pub version_max: u16,
-    /// What it is.
+    /// Role of the client.
     pub role: Role,
-    /// 16 bytes that name the engine, kept over reconnects; zero for others.
+    /// Identity of the engine, 16 bytes, the same over reconnects; zero for other roles.
     #[serde(with = "serde_bytes")]
     #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
     pub engine: [u8; 16],
-    /// Its rank; 0 where there is none.
+    /// Rank of a worker or of an engine's rank; 0 for other roles.
     #[serde(default)]
     pub rank: u16,
-    /// A name for people, in logs.
+    /// Name for logs.
     #[serde(default)]
     pub name: String,
-    /// Which engine instance a worker or a rank belongs to.
+    /// Engine instance that a worker or a rank belongs to.
     #[serde(default)]
     pub replica: u16,
-    /// What it can do beyond its version, a bit each: [`FEATURE_TIMELINE`].
+    /// Features beyond the version, one bit each: [`FEATURE_TIMELINE`].
     #[serde(default, skip_serializing_if = "no_features")]
     pub features: u64,
 }
@@ -73,19 +73,20 @@ const fn is_false(value: &bool) -> bool {
 /// Answer to [`Hello`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Welcome {
-    /// The version that both speak from now on.
+    /// The protocol version of this connection.
     pub version: u16,
-    /// A client that has said nothing for so long, or heard nothing, says ping. The server closes a client that has said
-    /// nothing for three times that; a client that has heard nothing for three times that connects anew.
+    /// Milliseconds of a heartbeat. A client that has sent nothing, or received nothing, for a heartbeat sends `ping`.
+    /// The server closes a connection over which it has received nothing for three heartbeats; a client that has
+    /// received nothing for as long reconnects.
     pub heartbeat_ms: u32,
-    /// Requests that may wait for an answer at one time.
+    /// Most requests that may be unanswered at one time.
     pub request_credits: u32,
-    /// Bytes of requests that may wait for an answer at one time.
+    /// Most bytes of requests that may be unanswered at one time.
     pub byte_credits: u64,
-    /// Longest deadline of a request; a longer one is cut to it.
+    /// Longest deadline of a request; a later one is cut to it.
     #[serde(default)]
     pub deadline_max_ms: u32,
-    /// Those of the features in the hello that this side can do, too.
+    /// The features of the hello that the server has, too.
     #[serde(default, skip_serializing_if = "no_features")]
     pub features: u64,
 }
@@ -93,25 +94,25 @@ pub struct Welcome {
 /// Answer to a request that is not carried out.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct ErrorBody {
-    /// See the list of codes.
+    /// The error code; `docs/wire.md` lists all codes.
     pub code: u16,
-    /// One line for people: what, which value, what to do.
+    /// One line for people: the field, its value and the remedy.
     pub message: String,
     /// True when the same request may succeed later.
     #[serde(default)]
     pub retry: bool,
-    /// True when nothing of the refused request is under way, and nothing will be: only then may an engine use the pages of
-    /// a load or a store again. A leader that has looked at the request says so, and nobody else.
+    /// True when no copy for the refused request runs or will run: only then may an engine reuse the pages of a load or
+    /// a store. Only the leader sets it, after it has examined the request.
     #[serde(default)]
     pub over: bool,
 }
 
-/// Which pages of a sequence are there?
+/// Finds and holds the pages of a sequence.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Lookup {
-    /// The engine's number of the request.
+    /// The engine's number of the running request.
     pub slot: u64,
-    /// Whose pages these are.
+    /// Namespace of the pages.
     #[serde(with = "serde_bytes", default)]
     #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
     pub namespace: Vec<u8>,
@@ -121,7 +122,7 @@ pub struct Lookup {
     #[serde(with = "serde_bytes")]
     #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
     pub hashes: Vec<u8>,
-    /// So many pages from the first on the engine has itself.
+    /// Number of pages, from the first one on, that the engine has itself.
     #[serde(default)]
     pub device_pages: u32,
 }
@@ -129,9 +130,9 @@ pub struct Lookup {
 /// Answer to [`Lookup`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct LookupAnswer {
-    /// Pages behind the engine's own that can be loaded. They are pinned for a short time.
+    /// Pages after the engine's own that can be loaded. They are held for a limited time.
     pub hit_pages: u32,
-    /// The page behind those is on its way: asking again may find more.
+    /// The page after those is being stored: a later lookup may find more.
     #[serde(default)]
     pub pending: bool,
 }
@@ -141,33 +142,33 @@ const fn nothing_before(after: &u64) -> bool {
     *after == 0
 }
 
-/// Copy found pages to the engine's memory.
+/// Copies held pages to the engine's memory.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Load {
-    /// Which slot.
+    /// Slot of the lookup that holds the pages.
     pub slot: u64,
     /// Position of the first page in the sequence.
     pub first_page: u32,
     /// Device pages, one for each page from there on.
     #[schemars(with = "Vec<PageItemSchema>")]
     pub destination: Pages,
-    /// The last number that the ranks were given for work of theirs (`written`): each of them copies once it has said that
-    /// everything up to it is written. Lower than the id of this request. 0: nothing writes into the destination any more.
+    /// The last request number that the ranks received for work of their own (`written`): each rank's copy starts after
+    /// everything up to it is written. Lower than the id of this request. 0: nothing writes to the destination.
     #[serde(default, skip_serializing_if = "nothing_before")]
     pub after: u64,
 }
 
-/// Answer to [`Load`]: nothing writes its pages any more.
+/// Answer to [`Load`]: the pages are no longer written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct LoadAnswer {
-    /// So many of them, from the first on, are in place on every rank. The engine computes the others.
+    /// Number of pages, from the first one on, that are in place on every rank. The engine computes the others.
     pub pages: u32,
 }
 
-/// Keep pages of a sequence.
+/// Stores pages of a sequence.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Store {
-    /// Which slot.
+    /// Slot of the lookup that opened the sequence.
     pub slot: u64,
     /// Position of the first page in the sequence.
     pub first_page: u32,
@@ -177,21 +178,21 @@ pub struct Store {
     /// Bytes of one page hash; 0 without further hashes.
     #[serde(default)]
     pub hash_bytes: u8,
-    /// Hashes of pages that the slot may not know yet, packed.
+    /// Hashes of pages that the slot may not have yet, packed.
     #[serde(with = "serde_bytes", default)]
     #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
     pub more_hashes: Vec<u8>,
-    /// Position of the first of them. What the slot knows already must be the same, and nothing may be left out.
+    /// Position of the first of them. Hashes that the slot has must be equal, and none may be left out.
     #[serde(default)]
     pub more_from: u32,
 }
 
-/// Answer to [`Store`]: a lookup finds stored and present pages from now on.
+/// Answer to [`Store`]: lookups find stored and present pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct StoreAnswer {
     /// Pages that this request stored.
     pub stored_pages: u32,
-    /// Pages that were there.
+    /// Pages that were stored before.
     pub present_pages: u32,
     /// Pages for which there was no room.
     #[serde(default)]
@@ -201,39 +202,39 @@ pub struct StoreAnswer {
     pub failed_pages: u32,
 }
 
-/// The request is over.
+/// Ends a running request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Finish {
-    /// Which slot.
+    /// Slot of the request.
     pub slot: u64,
 }
 
-/// Stop stores that are under way, as far as they were asked before this: their engine wants its pages back.
+/// Stops the stores in flight that were requested before this one, because their engine needs the pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct CancelStores {
-    /// Those of this slot; all stores of the engine when absent.
+    /// Stops the stores of this slot; those of all slots when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub slot: Option<u64>,
 }
 
-/// Answer to [`CancelStores`]: each of the stores has been answered, and no page of theirs is read any more.
+/// Answer to [`CancelStores`]: each of the stores has been answered, and none of their pages is read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct CancelStoresAnswer {
-    /// So many were under way.
+    /// Number of stores that were in flight.
     pub stores: u32,
 }
 
-/// This is the KV memory of one engine rank.
+/// Registers the KV memory of one engine rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Register {
-    /// Requests up to this one are over: nothing is copied for them any more.
+    /// Requests up to this one are over: no copy for them starts.
     #[serde(default)]
     pub after: u64,
-    /// 16 bytes that name the engine: those of its scheduler's hello.
+    /// Identity of the engine, 16 bytes: that of its scheduler's hello.
     #[serde(with = "serde_bytes")]
     #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
     pub engine: [u8; 16],
-    /// The memory.
+    /// Layout and handles of the memory.
     #[schemars(with = "serde_json::Value")]
     pub registration: Registration,
 }
@@ -241,90 +242,90 @@ pub struct Register {
 /// Answer to [`Register`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Registered {
-    /// Pages that this rank's depot has room for.
+    /// Pages for which this rank's depot has room.
     pub arena_pages: u32,
-    /// Bytes of one page below the device.
+    /// Bytes of one page in the depot.
     pub page_bytes: u64,
-    /// Why nothing of this group is copied; empty when it is served.
+    /// Reason why this group is not copied; empty when it is served.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub not_served: String,
 }
 
-/// Everything up to this number is written: pages that stores read, and work that loads wait for.
+/// Everything up to this request is written: pages that stores read, and work that loads wait for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Written {
     /// Id of the last such request.
     pub through: u64,
-    /// It is written once the word of [`Registration::timeline`] is at least `through`, and not before.
+    /// The request is written as soon as the word of [`Registration::timeline`] is at least `through`, and not before.
     #[serde(default, skip_serializing_if = "is_false")]
     pub timeline: bool,
 }
 
-/// A worker is there: nothing that it was asked for over an older connection is under way any more.
+/// Attaches a worker: no order that it received over an older connection is in flight.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Attach {
-    /// Which engine instance it serves.
+    /// Engine instance of the worker.
     #[serde(default)]
     pub replica: u16,
-    /// Which rank of it.
+    /// Rank of the worker.
     pub rank: u16,
-    /// Ranks of an engine, by the worker's own settings. A leader that was started for another number refuses it.
+    /// Ranks of an engine, by the worker's settings. A leader with other settings refuses the worker.
     pub ranks: u16,
-    /// Shards of an engine's KV, by the worker's own settings. The same holds.
+    /// Shards of an engine's KV, by the worker's settings. A leader with other settings refuses the worker.
     pub kv_shards: u16,
-    /// Grows with each attach over one connection; the same again is a retry.
+    /// Sequence number of attaches over one connection. A repeated number is a retry.
     pub attach: u64,
-    /// The depot of its shard: 16 bytes drawn when that was made.
+    /// Identity of the depot of the worker's shard: 16 random bytes, drawn when the depot was created.
     #[serde(with = "serde_bytes")]
     #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
     pub depot: [u8; 16],
-    /// Epoch of the leader that asked last for the depot's inventory; 0 when none has. A leader whose epoch is not above
-    /// that of every leader before it ends.
+    /// Epoch of the leader that read the depot's inventory last; 0 without one. A leader ends if its epoch is not above
+    /// those of all leaders before it.
     pub depot_epoch: u64,
-    /// The memory of its engine, once that has registered it.
+    /// The memory of the worker's engine, once a rank has registered it.
     #[serde(default)]
     pub memory: Option<AttachedMemory>,
 }
 
-/// The memory that a worker copies from and to.
+/// The engine memory of a worker.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct AttachedMemory {
-    /// Whose.
+    /// Identity of the engine.
     #[serde(with = "serde_bytes")]
     #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
     pub engine: [u8; 16],
-    /// What the memory looks like.
+    /// Geometry of the memory.
     #[schemars(with = "serde_json::Value")]
     pub geometry: GroupGeometry,
-    /// Pages of that size that the depot has room for.
+    /// Pages of that size for which the depot has room.
     pub arena_pages: u32,
 }
 
 /// Answer to [`Attach`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Attached {
-    /// Which attach.
+    /// Sequence number of the attach.
     pub attach: u64,
-    /// Transfers of copies up to this one are not for this worker.
+    /// Copies up to this number are not carried out by this worker.
     pub after: u64,
-    /// Workers of all replicas that have attached with an engine's memory by now.
+    /// Workers of all replicas that are attached with an engine's memory.
     pub attached_ranks: u32,
 }
 
 /// One copy of a transfer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct CopyOrder {
-    /// Its name, unique within the epoch.
+    /// Number of the copy, unique within the epoch.
     pub op: u64,
-    /// Which pages. A store reads device pages and writes arena pages, a load the reverse.
+    /// The pages to copy. A store reads device pages and writes arena pages, a load the reverse.
     #[schemars(with = "Vec<PairSchema>")]
     pub pairs: Pairs,
-    /// What a store writes into the inventory behind its last byte.
+    /// Record that a store adds to the inventory after its last byte.
     #[serde(default)]
     pub record: Option<RecordBody>,
 }
 
-/// What an inventory keeps of the pages that a store fills.
+/// The inventory's record of the pages that a store fills.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct RecordBody {
     /// Keyed hash by which the block is found, big-endian.
@@ -337,69 +338,69 @@ pub struct RecordBody {
     pub domain: [u8; 16],
     /// First arena page of the block.
     pub block_start: u32,
-    /// Place in the block of the first page that is filled.
+    /// Position in the block of the first page that is filled.
     pub first: u16,
     /// Position of the block's first page in its sequence, modulo the ratio.
     pub phase: u16,
-    /// Orders stores within the epoch.
+    /// Orders the stores of one epoch.
     pub generation: u64,
-    /// 16 bytes for each page that is filled, big-endian.
+    /// Fingerprints, 16 bytes for each page that is filled, big-endian.
     #[serde(with = "serde_bytes")]
     #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
     pub fingerprints: Vec<u8>,
 }
 
-/// Copy.
+/// Orders copies.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Transfer {
-    /// Whose memory.
+    /// Identity of the engine whose memory is copied.
     #[serde(with = "serde_bytes")]
     #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
     pub engine: [u8; 16],
     /// True: from the device to the depot. False: from the depot to the device.
     pub store: bool,
-    /// For which request. A copy for a request that the engine has abandoned never starts.
+    /// The request for which the copies are. A copy for a request that the engine has abandoned does not start.
     #[serde(default)]
     pub request: u64,
-    /// The copies start once the rank has said that everything up to this number is written; those of a store also wait for
-    /// `request`.
+    /// The copies start after the rank has reported that everything up to this number is written; those of a store also
+    /// wait for `request`.
     #[serde(default)]
     pub after: u64,
     /// The copies. They may end in any order.
     pub copies: Vec<CopyOrder>,
 }
 
-/// How one copy ended.
+/// The result of one copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct CopyResult {
-    /// Which copy.
+    /// Number of the copy.
     pub op: u64,
     /// True when every byte was copied.
     pub complete: bool,
-    /// When not: pages, from the first on and in the order of the pairs, of which every byte was.
+    /// If not: number of pages, from the first one on and in the order of the pairs, of which every byte was copied.
     #[serde(default)]
     pub complete_pages: u32,
     /// Bytes that were copied.
     #[serde(default)]
     pub bytes: u64,
-    /// How long it took, in microseconds.
+    /// Duration of the copy, in microseconds.
     #[serde(default)]
     pub copy_us: u64,
 }
 
-/// Answer to [`Transfer`]: nothing of these copies reads or writes any more.
+/// Answer to [`Transfer`]: none of these copies reads or writes any longer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Ended {
-    /// Which rank.
+    /// Rank of the worker.
     pub rank: u16,
     /// One result for each copy.
     pub copies: Vec<CopyResult>,
 }
 
-/// Stop copies.
+/// Stops copies.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Cancel {
-    /// Which.
+    /// Numbers of the copies.
     pub ops: Vec<u64>,
 }
 
@@ -410,15 +411,15 @@ pub struct Cancel {
 pub struct Invalidate {
     /// Number of the reset.
     pub reset: u64,
-    /// No byte, or 8: the pages whose domain begins with these.
+    /// Empty, or 8 bytes: selects the pages whose domain begins with these.
     #[serde(with = "serde_bytes", default)]
     #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
     pub namespace: Vec<u8>,
-    /// 16 bytes for each page, big-endian.
+    /// Fingerprints of the pages, 16 bytes each, big-endian.
     #[serde(with = "serde_bytes", default)]
     #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
     pub fingerprints: Vec<u8>,
-    /// `generation` of the last store of the header's epoch that is meant. All stores of older epochs are.
+    /// Covers stores of the header's epoch up to this `generation`, and all stores of older epochs.
     pub through: u64,
 }
 
@@ -429,10 +430,10 @@ pub struct Invalidated {
     pub reset: u64,
 }
 
-/// Read the inventory of the worker's depot from an arena page on. A depot that held pages of another size is emptied.
+/// Reads the inventory of the worker's depot from an arena page on. A depot with pages of another size is emptied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct ReadInventory {
-    /// Which depot is meant.
+    /// Identity of the depot.
     #[serde(with = "serde_bytes")]
     #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
     pub depot: [u8; 16],
@@ -441,36 +442,36 @@ pub struct ReadInventory {
     /// Number of the request: an answer to one of an earlier reading may list pages that have been removed since.
     #[serde(default)]
     pub reading: u64,
-    /// First arena page that is looked at.
+    /// First arena page to read.
     pub from: u32,
 }
 
-/// Answer to [`ReadInventory`]: what the depot lists from a page on.
+/// Answer to [`ReadInventory`]: the pages that the depot lists, from a page on.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Inventory {
-    /// Which depot was read.
+    /// Identity of the depot that was read.
     #[serde(with = "serde_bytes")]
     #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
     pub depot: [u8; 16],
-    /// That of the question.
+    /// Number of the request.
     pub reading: u64,
-    /// First arena page that was looked at.
+    /// First arena page that was read.
     pub from: u32,
-    /// First arena page that was not, unless it was the last.
+    /// First arena page that was not read; absent after the last page.
     #[serde(default)]
     pub next: Option<u32>,
-    /// 76 bytes for each page that holds something: arena page (4), first arena page of its block (4), place in the block
-    /// (2), phase of the block (2), epoch (8) and generation (8) of its store, anchor (16), domain (16), fingerprint (16);
+    /// 76 bytes for each page in use: arena page (4), first arena page of its block (4), position in the block (2),
+    /// phase of the block (2), epoch (8) and generation (8) of its store, anchor (16), domain (16), fingerprint (16);
     /// numbers big-endian.
     #[serde(with = "serde_bytes")]
     #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
     pub records: Vec<u8>,
 }
 
-/// Forget pages. Without a namespace: every page; without hashes: every page of the namespace.
+/// Removes pages. Without a namespace: every page; without hashes: every page of the namespace.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Reset {
-    /// Whose pages, or everybody's.
+    /// Namespace of the pages; absent for all namespaces.
     #[serde(default)]
     #[schemars(with = "Option<Vec<u8>>")]
     pub namespace: Option<serde_bytes::ByteBuf>,
@@ -483,77 +484,77 @@ pub struct Reset {
     pub hashes: Vec<u8>,
 }
 
-/// Answer to [`Reset`]: none of them is found any more, now or after a restart.
+/// Answer to [`Reset`]: lookups find none of the pages, neither now nor after a restart.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct ResetAnswer {
-    /// Pages that were forgotten.
+    /// Number of pages that were removed.
     pub pages: u32,
 }
 
-/// An engine's rank wants pages back: nothing may be copied for these requests any more. The answer comes when nothing is.
+/// Stops the copies for these requests, and forbids later ones. Answered when none of them runs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Abandon {
-    /// Which requests.
+    /// Ids of the requests.
     pub requests: Vec<u64>,
 }
 
-/// How is it going?
+/// Requests the state of a leader.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Status {
-    /// Recount pools and holds by a second path, which takes time in proportion to the arena.
+    /// Recounts pages, pins and blocks independently, in time proportional to the size of the arena.
     #[serde(default)]
     pub check: bool,
 }
 
-/// How far a worker is that cannot serve yet: what of its host memory is there, and what keeps it from going on.
+/// Progress of a worker that cannot serve yet, and its problem, if any.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Readiness {
-    /// Bytes of its depot that are in memory.
+    /// Bytes of the depot that are in memory.
     pub ready_bytes: u64,
-    /// Bytes of its depot; 0 while it is not open.
+    /// Bytes of the depot; 0 while it is not open.
     pub bytes: u64,
-    /// Bytes of its depot that are pinned for a GPU; absent where none copies.
+    /// Bytes of the depot that are pinned for a GPU; absent without one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pinned_bytes: Option<u64>,
-    /// Why it gave up, or turned the engine's rank away; empty when all is well.
+    /// Reason why the worker gave up, or refused the engine's rank; empty without a problem.
     pub problem: String,
 }
 
 /// A rank in [`StatusAnswer`].
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct RankStatus {
-    /// Which rank.
+    /// Number of the rank.
     pub rank: u16,
-    /// Its worker is there, with the engine's memory.
+    /// The rank's worker is attached with the engine's memory.
     pub attached: bool,
-    /// Process id of the worker; 0 when it is not known.
+    /// Process id of the worker; 0 if unknown.
     #[serde(default)]
     pub pid: u32,
-    /// Of which engine instance.
+    /// Engine instance of the rank.
     #[serde(default)]
     pub replica: u16,
-    /// Stores that it copies, or is about to.
+    /// Stores that the worker has not ended.
     #[serde(default)]
     pub gathers: u32,
-    /// Loads that it copies, or is about to.
+    /// Loads that the worker has not ended.
     #[serde(default)]
     pub scatters: u32,
-    /// Bytes of its depot that are in memory.
+    /// Bytes of the depot that are in memory.
     #[serde(default)]
     pub host_ready_bytes: u64,
-    /// Bytes of its depot; 0 before its worker has said so.
+    /// Bytes of the depot; 0 before the worker has reported them.
     #[serde(default)]
     pub host_bytes: u64,
-    /// Bytes of its depot that are pinned for a GPU; absent where none copies.
+    /// Bytes of the depot that are pinned for a GPU; absent without one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host_pinned_bytes: Option<u64>,
-    /// Why its worker gave up or was turned away, or turned the engine's rank away; empty when all is well.
+    /// Reason why the worker gave up, was refused, or refused the engine's rank; empty without a problem.
     #[serde(default)]
     pub problem: String,
 }
 
-/// Answer to [`Status`]. Counters run since the leader's start; a reader skips those that it does not know.
+/// Answer to [`Status`]. Counters run since the leader's start; readers skip unknown ones.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct StatusAnswer {
@@ -561,29 +562,29 @@ pub struct StatusAnswer {
     pub version: String,
     /// Epoch of the leader.
     pub epoch: u64,
-    /// Every rank is there: lookups are served.
+    /// True when lookups are served for at least one engine.
     pub ready: bool,
     /// Pages of the largest block.
     pub ratio: u32,
-    /// Tokens of one page; 0 before a rank attached.
+    /// Tokens of one page; 0 before a rank has attached.
     pub engine_page_tokens: u32,
-    /// The ranks.
+    /// The ranks of all replicas.
     pub ranks: Vec<RankStatus>,
-    /// Running requests.
+    /// Number of running requests.
     pub slots: u64,
-    /// Holds and leases.
+    /// Number of holds and leases.
     pub pins: u64,
-    /// Copies that have not ended.
+    /// Number of copies that have not ended.
     pub copies_under_way: u64,
     /// Pages of the arena by state: free, reserved, filling, ready, quarantined.
     pub pages: std::collections::BTreeMap<String, u64>,
-    /// Blocks that live.
+    /// Number of blocks.
     pub blocks: u64,
     /// Counters by name.
     pub counters: std::collections::BTreeMap<String, u64>,
     /// Digest of the decisions about finished requests.
     pub decisions_digest: String,
-    /// What the second count found wrong; empty when nothing, or when it was not asked for.
+    /// First contradiction of the recount; empty without one, or if no recount was requested.
     pub contradiction: String,
 }
 
@@ -594,7 +595,7 @@ pub struct StatusAnswer {
 pub enum PageItemSchema {
     /// One page.
     Page(u32),
-    /// Neighbours.
+    /// Consecutive pages.
     Run(u32, u32),
 }
 
