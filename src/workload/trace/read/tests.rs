@@ -253,8 +253,10 @@ fn what_the_built_in_workload_makes_reads_back_the_same() {
 
 /// The path of a real trace; `None`, reported as skipped, if it is not there.
 fn real(file: &str) -> Option<PathBuf> {
-    let shared = std::env::var_os("KVFERRY_SHARED").unwrap_or_else(|| "../shared".into());
-    let path = Path::new(&shared).join("traces").join(file);
+    let named = std::env::var_os("KVFERRY_SHARED").map(PathBuf::from);
+    let shared =
+        named.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared"));
+    let path = shared.join("traces").join(file);
     if path.exists() {
         return Some(path);
     }
