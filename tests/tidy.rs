@@ -18,7 +18,14 @@ const ARROWS: &[(&str, &[&str])] = &[
 const WITHOUT_IO: &[(&str, &[&str])] = &[
     (
         "types",
-        &["hashbrown", "serde", "serde_bytes", "smallvec", "thiserror"],
+        &[
+            "hashbrown",
+            "schemars",
+            "serde",
+            "serde_bytes",
+            "smallvec",
+            "thiserror",
+        ],
     ),
     ("core", &["blake3", "hashbrown", "siphasher", "thiserror"]),
     (

@@ -405,7 +405,7 @@ mod tests {
         Address, ClientSettings, Incoming, Limits, MemoryTransport, Server, ServerEvent,
         ServerSettings, Transport,
     };
-    use kvferry_types::{Epoch, PageHashes};
+    use kvferry_types::{Epoch, LookupAnswer, PageHashes};
 
     fn client(transport: &MemoryTransport) -> (Client, mpsc::Receiver<Incoming>) {
         let hello = Hello {
@@ -445,10 +445,10 @@ mod tests {
         };
         driver.scheduler.arrive(prompt, &mut driver.actions);
         let lookup = sent(&mut driver);
-        let found = Answer::Lookup {
+        let found = Answer::Lookup(LookupAnswer {
             hit_pages: 4,
             pending: false,
-        };
+        });
         driver
             .scheduler
             .answered(lookup, Some(found), &mut driver.actions);

@@ -4,10 +4,9 @@ use serde::de::{DeserializeOwned, IgnoredAny};
 use serde::{Deserialize, Serialize};
 
 use crate::body::{
-    Abandon, Attach, Attached, Cancel, CancelStores, CancelStoresAnswer, Empty, Ended, ErrorBody,
-    Finish, Hello, Invalidate, Invalidated, Inventory, Load, LoadAnswer, Lookup, LookupAnswer,
-    ReadInventory, Readiness, Register, Registered, Reset, ResetAnswer, Status, StatusAnswer,
-    Store, StoreAnswer, Transfer, Welcome, Written,
+    Abandon, Attach, Attached, Cancel, CancelStores, Empty, Ended, ErrorBody, Finish, Hello,
+    Invalidate, Invalidated, Inventory, Load, Lookup, ReadInventory, Readiness, Register,
+    Registered, Reset, Status, StatusAnswer, Store, Transfer, Welcome, Written,
 };
 use crate::error::{DecodeError, EncodeError};
 use crate::header::{HEADER_BYTES, Header};
@@ -19,7 +18,10 @@ use crate::limits::{
 };
 use crate::named::Named;
 use crate::{HELLO_VERSION, VERSION, VERSION_MIN, transfer};
-use kvferry_types::{Epoch, PageList, RequestId};
+use kvferry_types::{
+    CancelStoresAnswer, Epoch, LoadAnswer, LookupAnswer, PageList, RequestId, ResetAnswer,
+    StoreAnswer,
+};
 
 macro_rules! messages {
     ($($(#[$doc:meta])* $name:ident($body:ty);)*) => {

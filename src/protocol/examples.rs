@@ -1,18 +1,18 @@
 //! Example messages of every kind: the source of the golden vectors.
 
 use crate::body::{
-    Abandon, Attach, Attached, AttachedMemory, Cancel, CancelStores, CancelStoresAnswer, CopyOrder,
-    CopyResult, Empty, Ended, ErrorBody, FEATURE_TIMELINE, Finish, Hello, Invalidate, Invalidated,
-    Inventory, Load, LoadAnswer, Lookup, LookupAnswer, RankStatus, ReadInventory, Readiness,
-    RecordBody, Register, Registered, Reset, ResetAnswer, Role, Status, StatusAnswer, Store,
-    StoreAnswer, Transfer, Welcome, Written,
+    Abandon, Attach, Attached, AttachedMemory, Cancel, CancelStores, CopyOrder, Empty, Ended,
+    ErrorBody, FEATURE_TIMELINE, Finish, Hello, Invalidate, Invalidated, Inventory, Load, Lookup,
+    RankStatus, ReadInventory, Readiness, RecordBody, Register, Registered, Reset, Role, Status,
+    StatusAnswer, Store, Transfer, Welcome, Written,
 };
 use crate::codec::Message;
 use crate::error::ErrorCode;
 use kvferry_types::{
-    Allocation, AllocationHandle, AllocationKind, Anchor, Attention, Chunk, ChunkHandle, DepotId,
-    DomainId, Epoch, Fingerprint, FragmentPair, Generation, GroupGeometry, GroupId, Nonce,
-    PageList, PageRecord, Rank, Registration, Stored, TensorRole, TensorView, Timeline,
+    Allocation, AllocationHandle, AllocationKind, Anchor, Attention, CancelStoresAnswer, Chunk,
+    ChunkHandle, DepotId, DomainId, EndedCopy, Epoch, Fingerprint, FragmentPair, Generation,
+    GroupGeometry, GroupId, LoadAnswer, LookupAnswer, Nonce, OpId, PageList, PageRecord, Rank,
+    Registration, ResetAnswer, StoreAnswer, Stored, TensorRole, TensorView, Timeline,
 };
 
 /// One message of each kind, with values that show every field. Names are unique.
@@ -286,15 +286,15 @@ pub fn examples() -> Vec<(&'static str, Message)> {
             Message::Ended(Ended {
                 rank: 1,
                 copies: vec![
-                    CopyResult {
-                        op: 40,
+                    EndedCopy {
+                        op: OpId(40),
                         complete: true,
                         complete_pages: 0,
                         bytes: 16_384,
                         copy_us: 12,
                     },
-                    CopyResult {
-                        op: 41,
+                    EndedCopy {
+                        op: OpId(41),
                         complete: false,
                         complete_pages: 0,
                         bytes: 0,

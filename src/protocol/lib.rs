@@ -8,7 +8,6 @@
 mod body;
 mod catalogue;
 mod codec;
-mod convert;
 mod error;
 mod examples;
 mod header;
@@ -20,11 +19,10 @@ mod pairs;
 mod transfer;
 
 pub use body::{
-    Abandon, Attach, Attached, AttachedMemory, Cancel, CancelStores, CancelStoresAnswer, CopyOrder,
-    CopyResult, Empty, Ended, ErrorBody, FEATURE_TIMELINE, Finish, Hello, Invalidate, Invalidated,
-    Inventory, Load, LoadAnswer, Lookup, LookupAnswer, RankStatus, ReadInventory, Readiness,
-    RecordBody, Register, Registered, Reset, ResetAnswer, Role, Status, StatusAnswer, Store,
-    StoreAnswer, Transfer, Welcome, Written,
+    Abandon, Attach, Attached, AttachedMemory, Cancel, CancelStores, CopyOrder, Empty, Ended,
+    ErrorBody, FEATURE_TIMELINE, Finish, Hello, Invalidate, Invalidated, Inventory, Load, Lookup,
+    RankStatus, ReadInventory, Readiness, RecordBody, Register, Registered, Reset, Role, Status,
+    StatusAnswer, Store, Transfer, Welcome, Written,
 };
 pub use catalogue::catalogue;
 pub use codec::{Envelope, Message, decode, encode, judge};
@@ -33,6 +31,8 @@ pub use examples::examples;
 pub use header::{HEADER_BYTES, Header};
 pub use kind::{Class, Kind};
 pub use pairs::{Pages, Pairs};
+
+pub use kvferry_types::{CancelStoresAnswer, LoadAnswer, LookupAnswer, ResetAnswer, StoreAnswer};
 
 /// Version in the header of a hello, a welcome, and every error before the welcome, whatever versions a side supports.
 /// Never changes, so that every peer can read why it is refused.

@@ -4,6 +4,7 @@
 
 #![forbid(unsafe_code)]
 
+mod answer;
 mod fragment;
 mod geometry;
 mod gpu_copy;
@@ -19,6 +20,7 @@ mod sharding;
 mod time;
 mod units;
 
+pub use answer::{Answer, CancelStoresAnswer, LoadAnswer, LookupAnswer, ResetAnswer, StoreAnswer};
 pub use fragment::{FragmentPair, PageCursor, PageList, PageRun};
 pub use geometry::{GeometryError, GroupGeometry, RATIO_MAX, Ratio};
 pub use gpu_copy::{GpuCopy, ParseGpuCopyError};
@@ -35,7 +37,7 @@ pub use registration::{
     Allocation, AllocationHandle, AllocationKind, Attention, CONTENT_BYTES_MAX, Chunk, ChunkHandle,
     Nonce, Registration, TensorRole, TensorView, Timeline,
 };
-pub use request::{Answer, Copy, Direction, EndedCopy, Request, ResetScope};
+pub use request::{Copy, Direction, EndedCopy, Request, ResetScope};
 pub use sharding::Sharding;
 pub use time::Time;
 pub use units::{ByteSize, ParseByteSizeError};

@@ -1,6 +1,9 @@
 //! Requests of engines to a leader, its answers, and its copy orders to workers: the types that the protocol encodes,
 //! the core decides about and engines use.
 
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
 use super::{EngineId, FragmentPair, OpId, PageHashes, PageList, Record, RequestId, SlotId, Time};
 
 /// A request of an engine.
@@ -60,46 +63,6 @@ pub enum Request {
     },
 }
 
-/// The answer to a request.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Answer {
-    /// To a lookup.
-    Lookup {
-        /// Pages after the engine's own that can be loaded.
-        hit_pages: u32,
-        /// True when the page after those is being stored.
-        pending: bool,
-    },
-    /// To a load: its pages are no longer written.
-    Load {
-        /// Pages, from the first one on, that are in place on every rank. The engine computes the others.
-        pages: u32,
-    },
-    /// To a store: later lookups find the `stored` and `present` pages.
-    Store {
-        /// Pages that this request stored.
-        stored_pages: u32,
-        /// Pages that were stored before, or by another request meanwhile.
-        present_pages: u32,
-        /// Pages for which there was no room.
-        refused_pages: u32,
-        /// Pages whose copy failed.
-        failed_pages: u32,
-    },
-    /// To a reset.
-    Reset {
-        /// Pages that were forgotten.
-        pages: u32,
-    },
-    /// To a cancel of stores: their pages are no longer read.
-    CancelStores {
-        /// Stores that were in flight.
-        stores: u32,
-    },
-    /// To a finish.
-    Finish,
-}
-
 /// The pages that a reset forgets.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ResetScope {
@@ -143,16 +106,19 @@ pub struct Copy {
 }
 
 /// The end of one copy on one rank.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct EndedCopy {
-    /// Id of the copy.
+    /// Number of the copy.
     pub op: OpId,
-    /// True when the copy is complete: every byte was copied.
+    /// True when every byte was copied.
     pub complete: bool,
-    /// For an incomplete copy: number of complete pages, from the first one on in the order of the pairs.
+    /// If not: number of pages, from the first one on and in the order of the pairs, of which every byte was copied.
+    #[serde(default)]
     pub complete_pages: u32,
     /// Bytes that were copied.
+    #[serde(default)]
     pub bytes: u64,
-    /// Duration of the copy itself, in microseconds.
+    /// Duration of the copy, in microseconds.
+    #[serde(default)]
     pub copy_us: u64,
 }

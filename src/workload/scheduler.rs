@@ -9,7 +9,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::cache::PagedCache;
-use kvferry_types::{Answer, Fingerprint, PageHashes, PageList, Request, RequestId, SlotId};
+use kvferry_types::{
+    Answer, Fingerprint, LoadAnswer, LookupAnswer, PageHashes, PageList, Request, RequestId,
+    SlotId, StoreAnswer,
+};
 
 /// Largest number of prompts that run at one time; further ones wait. Bounds the work and the requests in flight.
 pub const RUNNING_PROMPTS_MAX: usize = 256;
@@ -190,7 +193,9 @@ impl Scheduler {
         };
         run.served.refusals += u32::from(answer.is_none());
         match (run.step, answer) {
-            (Step::LookingUp, Some(Answer::Lookup { hit_pages, .. })) if hit_pages > 0 => {
+            (Step::LookingUp, Some(Answer::Lookup(LookupAnswer { hit_pages, .. })))
+                if hit_pages > 0 =>
+            {
                 run.served.hit_pages = hit_pages;
                 run.step = Step::Poisoning;
                 let positions = run.loading();
@@ -206,7 +211,7 @@ impl Scheduler {
                 });
             }
             (Step::LookingUp, _) => self.compute(slot, actions),
-            (Step::Loading, Some(Answer::Load { pages })) => {
+            (Step::Loading, Some(Answer::Load(LoadAnswer { pages }))) => {
                 run.served.loaded_pages = pages.min(run.served.hit_pages);
                 let positions = run.loaded();
                 let kind = WorkKind::Verify;
@@ -225,7 +230,7 @@ impl Scheduler {
                 },
                 answer,
             ) => {
-                let refused = |answer| matches!(answer, Answer::Store { refused_pages, .. } if refused_pages > 0);
+                let refused = |answer| matches!(answer, Answer::Store(StoreAnswer { refused_pages, .. }) if refused_pages > 0);
                 run.served.store_refused = answer.is_none_or(refused);
                 run.step = Step::Computing {
                     stored: true,

@@ -140,7 +140,7 @@ fn not_whole(message: Message) -> Vec<u64> {
         panic!("{message:?} instead of the end of copies")
     };
     assert!(copies.iter().all(|copy| !copy.complete), "{copies:?}");
-    copies.iter().map(|copy| copy.op).collect()
+    copies.iter().map(|copy| copy.op.0).collect()
 }
 
 fn pages(start: u32, count: u32) -> PageList {

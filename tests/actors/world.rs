@@ -6,15 +6,15 @@ use std::time::Duration;
 use kvferry_actors::{LeaderArguments, LeaderHandle, ProcessHandle, run_leader};
 use kvferry_core::{AnchorKey, LeaderSettings};
 use kvferry_protocol::{
-    Attach, AttachedMemory, CopyResult, Ended, Envelope, ErrorCode, Header, Hello, Invalidated,
-    Inventory, Load, Lookup, Message, Role, Status, StatusAnswer, Store, Transfer, VERSION,
-    VERSION_MIN, decode, encode,
+    Attach, AttachedMemory, Ended, Envelope, ErrorCode, Header, Hello, Invalidated, Inventory,
+    Load, Lookup, Message, Role, Status, StatusAnswer, Store, Transfer, VERSION, VERSION_MIN,
+    decode, encode,
 };
 use kvferry_transport::{
     Address, Client, ClientSettings, Closed, Connection, Failure, Frame, Incoming, Limits, LinkId,
     MemoryTransport, Server, ServerSettings, Transport,
 };
-use kvferry_types::{Epoch, GroupGeometry, GroupId, PageList, Ratio, RequestId};
+use kvferry_types::{EndedCopy, Epoch, GroupGeometry, GroupId, OpId, PageList, Ratio, RequestId};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout};
 
@@ -346,8 +346,8 @@ impl Puppet {
 
     /// Reports that the copies of an order have ended.
     pub fn ended(&self, order: &Order, complete: bool) {
-        let results = order.transfer.copies.iter().map(|copy| CopyResult {
-            op: copy.op,
+        let results = order.transfer.copies.iter().map(|copy| EndedCopy {
+            op: OpId(copy.op),
             complete,
             complete_pages: 0,
             bytes: 64,

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use kvferry_protocol::{ErrorCode, Message, Status};
 use kvferry_transport::Client;
-use kvferry_types::{Answer, PageHashes, Request, ResetScope};
+use kvferry_types::{Answer, PageHashes, Request, ResetAnswer, ResetScope};
 use serde_json::Value;
 
 use super::disturbed::LIMIT;
@@ -70,7 +70,7 @@ fn a_reset_of_many_pages_is_confirmed_and_others_are_served_and_no_process_ends(
                 answered += u32::from(!reset.is_finished());
             }
             let confirmed = reset.await.expect("no panic").expect("a confirmation");
-            let forgotten = Answer::Reset { pages: expected };
+            let forgotten = Answer::Reset(ResetAnswer { pages: expected });
             assert_eq!(confirmed.answer(), Some(forgotten));
             // The next reset finds no pages of the prompt.
             expected = 0;

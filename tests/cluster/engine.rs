@@ -10,7 +10,9 @@ use kvferry_engine::pipe::{self, Order};
 use kvferry_engine::rank_pipe::RankPipe;
 use kvferry_protocol::{Hello, Message, Role, Status, StatusAnswer, VERSION, VERSION_MIN};
 use kvferry_transport::{Address, Client, ClientSettings, Failure, Incoming, Limits, ZmqTransport};
-use kvferry_types::{Answer, PageHashes, PageList, Request, RequestId, SlotId};
+use kvferry_types::{
+    Answer, LookupAnswer, PageHashes, PageList, Request, RequestId, SlotId, StoreAnswer,
+};
 use kvferry_workload::scheduler::WorkKind;
 use tokio::sync::mpsc::Receiver;
 
@@ -149,7 +151,7 @@ impl World {
             device_pages: 0,
         };
         match self.ask(self.next_id(), lookup).await {
-            Answer::Lookup { hit_pages, .. } => hit_pages,
+            Answer::Lookup(LookupAnswer { hit_pages, .. }) => hit_pages,
             other => panic!("{other:?} instead of what was found"),
         }
     }
@@ -181,12 +183,12 @@ impl World {
             more: None,
             source: PageList::run(0, PROMPT_PAGES),
         };
-        let stored = Answer::Store {
+        let stored = Answer::Store(StoreAnswer {
             stored_pages: PROMPT_PAGES,
             present_pages: 0,
             refused_pages: 0,
             failed_pages: 0,
-        };
+        });
         assert_eq!(self.ask(id, store).await, stored);
         self.finish(prompt).await;
     }

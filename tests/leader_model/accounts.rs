@@ -29,12 +29,12 @@ fn store_from(world: &mut World, slot: u64, first_page: u32, pages: u32) -> Opti
 }
 
 fn stored(stored_pages: u32, present_pages: u32) -> Option<Reply> {
-    Some(Ok(Answer::Store {
+    Some(Ok(Answer::Store(StoreAnswer {
         stored_pages,
         present_pages,
         refused_pages: 0,
         failed_pages: 0,
-    }))
+    })))
 }
 
 /// The counters that are not zero.
@@ -339,10 +339,10 @@ fn room_for_a_tail_is_never_made_at_the_cost_of_its_root() {
     assert_eq!(store_from(&mut world, 0, 0, 16), stored(8, 8));
     look_up(&mut world, 9, 16);
     let found = world.asked[&(0, RequestId(world.next_id))].1.clone();
-    let all = Answer::Lookup {
+    let all = Answer::Lookup(LookupAnswer {
         hit_pages: 16,
         pending: false,
-    };
+    });
     assert_eq!(found, Some(Ok(all)));
 }
 
@@ -368,12 +368,12 @@ fn what_finds_no_room_and_what_is_cut_is_counted() {
         device_pages: 0,
     };
     world.ask(0, lookup);
-    let refused = Answer::Store {
+    let refused = Answer::Store(StoreAnswer {
         stored_pages: 4,
         present_pages: 0,
         refused_pages: 3,
         failed_pages: 0,
-    };
+    });
     assert_eq!(store_from(&mut world, 9, 0, 7), Some(Ok(refused)));
     let counts = counted(&world);
     let count = |name| counts.get(name).copied().unwrap_or(0);

@@ -12,7 +12,7 @@ fn cancel(world: &mut World, engine: u8, slot: Option<u64>) -> RequestId {
 
 fn failed_pages(reply: Option<Reply>) -> u32 {
     match reply {
-        Some(Ok(Answer::Store { failed_pages, .. })) => failed_pages,
+        Some(Ok(Answer::Store(StoreAnswer { failed_pages, .. }))) => failed_pages,
         other => unreachable!("{other:?}"),
     }
 }
@@ -40,7 +40,7 @@ fn cancelled_stores_are_stopped_and_answered_once_nothing_of_them_is_read() {
     }
     assert_eq!(
         answer(&world, 0, asked),
-        Some(Ok(Answer::CancelStores { stores: 2 }))
+        Some(Ok(Answer::CancelStores(CancelStoresAnswer { stores: 2 })))
     );
     assert_eq!(answer(&world, 1, other), None, "the other engine's goes on");
     (0..RANKS).for_each(|rank| world.report(open[2], rank, true, EPOCH));
@@ -76,7 +76,7 @@ fn a_store_that_waits_for_anothers_copy_is_answered_at_once_and_that_copy_goes_o
     assert_eq!(failed_pages(answer(&world, 1, second)), 8);
     assert_eq!(
         answer(&world, 1, asked),
-        Some(Ok(Answer::CancelStores { stores: 1 }))
+        Some(Ok(Answer::CancelStores(CancelStoresAnswer { stores: 1 })))
     );
     assert!(world.cancelled.is_empty());
     let op = ops(&world)[0];
@@ -103,7 +103,7 @@ fn a_cancel_with_nothing_under_way_is_answered_at_once() {
     let asked = cancel(&mut world, 0, None);
     assert_eq!(
         answer(&world, 0, asked),
-        Some(Ok(Answer::CancelStores { stores: 0 }))
+        Some(Ok(Answer::CancelStores(CancelStoresAnswer { stores: 0 })))
     );
 }
 

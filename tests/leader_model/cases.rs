@@ -39,12 +39,12 @@ fn two_stores_of_the_same_pages_copy_once_and_both_are_answered() {
         world.report(op, rank, true, EPOCH);
     }
     let stored = |stored_pages, present_pages| {
-        Some(Ok(Answer::Store {
+        Some(Ok(Answer::Store(StoreAnswer {
             stored_pages,
             present_pages,
             refused_pages: 0,
             failed_pages: 0,
-        }))
+        })))
     };
     assert_eq!(answer(&world, 0, first), stored(8, 0));
     assert_eq!(answer(&world, 1, second), stored(0, 8));
@@ -75,12 +75,12 @@ fn a_late_copy_is_cancelled_and_its_pages_stay_until_every_rank_has_ended() {
     );
     world.report(op, 2, false, EPOCH);
     assert_eq!(quarantined(&world), 0);
-    let failed = Answer::Store {
+    let failed = Answer::Store(StoreAnswer {
         stored_pages: 0,
         present_pages: 0,
         refused_pages: 0,
         failed_pages: 8,
-    };
+    });
     assert_eq!(answer(&world, 0, id), Some(Ok(failed)));
 }
 
@@ -129,7 +129,7 @@ fn a_load_that_came_in_part_says_how_much_of_it_every_rank_has() {
         for (rank, (complete, complete_pages)) in ends.into_iter().enumerate() {
             world.report_part(op, rank as u16, complete, complete_pages, EPOCH);
         }
-        let load = Answer::Load { pages };
+        let load = Answer::Load(LoadAnswer { pages });
         assert_eq!(answer(&world, 0, id), Some(Ok(load)), "{ends:?}");
     }
 }
@@ -275,7 +275,7 @@ fn found(world: &mut World, namespace: u8) -> u32 {
     let answer = answer(world, 1, id)
         .expect("an answer")
         .expect("no refusal");
-    let Answer::Lookup { hit_pages, .. } = answer else {
+    let Answer::Lookup(LookupAnswer { hit_pages, .. }) = answer else {
         unreachable!("a lookup's answer is one");
     };
     hit_pages
@@ -289,7 +289,7 @@ fn a_reset_forgets_what_it_names_and_nothing_else() {
         let op = *world.open.keys().next().expect("a copy");
         (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
     }
-    let forgotten = |pages| Some(Ok(Answer::Reset { pages }));
+    let forgotten = |pages| Some(Ok(Answer::Reset(ResetAnswer { pages })));
     assert_eq!(
         reset(&mut world, ResetScope::Namespace(vec![7])),
         forgotten(8)
@@ -344,13 +344,16 @@ fn a_reset_is_answered_when_stores_in_flight_have_ended() {
         assert_eq!(answer(&world, 0, id), None, "{op} may still be listed");
         (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
     }
-    assert_eq!(answer(&world, 0, id), Some(Ok(Answer::Reset { pages: 16 })));
-    let failed = Answer::Store {
+    assert_eq!(
+        answer(&world, 0, id),
+        Some(Ok(Answer::Reset(ResetAnswer { pages: 16 })))
+    );
+    let failed = Answer::Store(StoreAnswer {
         stored_pages: 0,
         present_pages: 0,
         refused_pages: 0,
         failed_pages: 8,
-    };
+    });
     assert_eq!(answer(&world, 0, stored), Some(Ok(failed)));
     assert_eq!(found(&mut world, 7), 0);
 }
@@ -365,7 +368,7 @@ fn a_second_reset_waits_for_stores_that_the_first_one_stopped() {
     assert_eq!(reset(&mut world, ResetScope::Everything), None);
     let second = RequestId(world.next_id);
     (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
-    let forgotten = |pages| Some(Ok(Answer::Reset { pages }));
+    let forgotten = |pages| Some(Ok(Answer::Reset(ResetAnswer { pages })));
     assert_eq!(answer(&world, 0, first), forgotten(8));
     assert_eq!(answer(&world, 0, second), forgotten(0));
     assert_eq!(found(&mut world, 7), 0);
@@ -413,7 +416,7 @@ fn a_draining_leader_begins_nothing_new_and_ends_what_it_began() {
     (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
     assert!(matches!(
         answer(&world, 0, first),
-        Some(Ok(Answer::Store { .. }))
+        Some(Ok(Answer::Store(StoreAnswer { .. })))
     ));
 }
 

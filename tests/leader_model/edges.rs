@@ -34,10 +34,10 @@ fn a_prompt_holds_what_an_engine_lacks_and_nothing_else() {
         [(0, 16, 2), (7, 9, 2), (8, 8, 1), (15, 1, 1), (16, 0, 0)]
     {
         world.ask(0, lookup(1, 16, device_pages));
-        let found = Answer::Lookup {
+        let found = Answer::Lookup(LookupAnswer {
             hit_pages,
             pending: false,
-        };
+        });
         assert_eq!(answer_of(&world), Some(Ok(found)), "{device_pages}");
         let pool = world.leader.pool().expect("a pool");
         assert_eq!(pool.pins(), pins, "{device_pages}");
@@ -283,12 +283,12 @@ fn a_store_waits_for_what_it_was_asked_to_store_and_nothing_else() {
     let tail = *world.open.keys().next_back().expect("a copy");
     assert_ne!(op, tail);
     (0..RANKS).for_each(|rank| world.report(tail, rank, true, EPOCH));
-    let stored = Answer::Store {
+    let stored = Answer::Store(StoreAnswer {
         stored_pages: 4,
         present_pages: 0,
         refused_pages: 0,
         failed_pages: 0,
-    };
+    });
     assert_eq!(answer_of(&world), Some(Ok(stored)));
     assert_eq!(world.asked[&(0, first)].1, None, "its copy goes on");
 }
@@ -505,12 +505,12 @@ fn end_everywhere(reader: &mut Reader, op: OpId, complete: bool) -> Vec<Effect> 
 }
 
 fn stored(stored_pages: u32, failed_pages: u32) -> Option<Answer> {
-    Some(Answer::Store {
+    Some(Answer::Store(StoreAnswer {
         stored_pages,
         present_pages: 0,
         refused_pages: 0,
         failed_pages,
-    })
+    }))
 }
 
 #[test]

@@ -469,7 +469,7 @@ fn what_was_read_before_an_invalidation_ended_is_read_again() {
     let answered = Effect::Answer {
         engine: engine_id(0),
         id: RequestId(1),
-        answer: Ok(Answer::Reset { pages: 2 }),
+        answer: Ok(Answer::Reset(ResetAnswer { pages: 2 })),
     };
     assert_eq!(last[0], answered);
     assert_eq!(

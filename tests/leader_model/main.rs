@@ -21,9 +21,9 @@ use kvferry_core::{
     Refusal,
 };
 use kvferry_types::{
-    Answer, AttachId, DepotId, Direction, EndedCopy, EngineId, Epoch, GroupGeometry, GroupId, OpId,
-    PageHashes, PageList, Rank, Ratio, Replica, Request, RequestId, ResetScope, SlotId, Time,
-    WorkerId,
+    Answer, AttachId, CancelStoresAnswer, DepotId, Direction, EndedCopy, EngineId, Epoch,
+    GroupGeometry, GroupId, LoadAnswer, LookupAnswer, OpId, PageHashes, PageList, Rank, Ratio,
+    Replica, Request, RequestId, ResetAnswer, ResetScope, SlotId, StoreAnswer, Time, WorkerId,
 };
 use proptest::prelude::*;
 
@@ -292,8 +292,10 @@ impl World {
             Some(known) => assert_eq!(*known, answer, "a retry got another answer"),
             None => *known = Some(answer.clone()),
         }
-        if let (Request::CancelStores { slot }, Ok(Answer::CancelStores { .. })) =
-            (&*request, &answer)
+        if let (
+            Request::CancelStores { slot },
+            Ok(Answer::CancelStores(CancelStoresAnswer { .. })),
+        ) = (&*request, &answer)
         {
             let wanted = *slot;
             let before = self.asked.range((engine, RequestId(0))..(engine, id));
@@ -316,7 +318,7 @@ impl World {
                 device_pages,
                 ..
             },
-            Ok(Answer::Lookup { hit_pages, .. }),
+            Ok(Answer::Lookup(LookupAnswer { hit_pages, .. })),
         ) = (request, answer)
         {
             self.slots

@@ -219,10 +219,10 @@ fn verdict(effects: &[Effect]) -> Result<(), Refusal> {
 }
 
 fn hit(hit_pages: u32) -> Reply {
-    Ok(Answer::Lookup {
+    Ok(Answer::Lookup(LookupAnswer {
         hit_pages,
         pending: false,
-    })
+    }))
 }
 
 #[test]
@@ -291,12 +291,12 @@ fn copies_of_a_pool_that_ends_are_cancelled_and_awaited_before_anything_is_read(
     assert_eq!(site.lookup(B.engine), Err(Refusal::Reading));
 
     let effects = site.ended((1, 0), op);
-    let failed = Answer::Store {
+    let failed = Answer::Store(StoreAnswer {
         stored_pages: 0,
         present_pages: 0,
         refused_pages: 0,
         failed_pages: 8,
-    };
+    });
     assert_eq!(answer(&effects), Some(Ok(failed)));
     assert_eq!(site.read(&effects), [32]);
     assert_eq!(site.lookup(B.engine), hit(0));
@@ -536,7 +536,11 @@ fn a_reset_of_a_namespace_means_the_pages_of_every_layout() {
             id,
         };
         let told = answer(&site.step(invalidated));
-        assert_eq!(told, Some(Ok(Answer::Reset { pages: forgotten })), "{name}");
+        assert_eq!(
+            told,
+            Some(Ok(Answer::Reset(ResetAnswer { pages: forgotten }))),
+            "{name}"
+        );
 
         // The first engine attaches again.
         let asked = site.attach((0, 0), Some(A));

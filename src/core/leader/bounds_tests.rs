@@ -6,8 +6,9 @@ use crate::around::{LOOKS_AROUND_MAX, MISSES_AROUND_MAX};
 use crate::event::{Attached, EngineMemory};
 use crate::refusal::Refusal;
 use kvferry_types::{
-    Anchor, Answer, AttachId, DepotId, DomainId, EndedCopy, Fingerprint, GroupGeometry, PageHashes,
-    PageList, PageRecord, Rank, Replica, Request, ResetScope, Stored,
+    Anchor, Answer, AttachId, DepotId, DomainId, EndedCopy, Fingerprint, GroupGeometry,
+    LookupAnswer, PageHashes, PageList, PageRecord, Rank, Replica, Request, ResetAnswer,
+    ResetScope, StoreAnswer, Stored,
 };
 
 const RATIO: u32 = 4;
@@ -70,7 +71,7 @@ fn found(leader: &mut Leader, now: Time, id: u64, namespace: u8, hashes: &PageHa
     let slot = SlotId(id);
     request(leader, now, id + 1, Request::Finish { slot });
     match answers(&effects)[..] {
-        [Ok(Answer::Lookup { hit_pages, .. })] => hit_pages,
+        [Ok(Answer::Lookup(LookupAnswer { hit_pages, .. }))] => hit_pages,
         ref other => unreachable!("{other:?} instead of a lookup's answer"),
     }
 }
@@ -168,10 +169,10 @@ fn a_reset_of_many_pages_is_done_in_bounded_slices_and_others_are_served_between
     let stored = store(&mut leader, now, 6_000_005, 9, 0, 8);
     assert!(matches!(
         stored,
-        Answer::Store {
+        Answer::Store(StoreAnswer {
             stored_pages: 8,
             ..
-        }
+        })
     ));
     request(
         &mut leader,
@@ -193,7 +194,7 @@ fn a_reset_of_many_pages_is_done_in_bounded_slices_and_others_are_served_between
     // The shard receives no second request over the same connection, however long it takes.
     now = now + Duration::from_secs(30);
     assert_eq!(invalidations(&step(&mut leader, now, Event::Tick)), 0);
-    let forgotten = Ok(Answer::Reset { pages: 1024 });
+    let forgotten = Ok(Answer::Reset(ResetAnswer { pages: 1024 }));
     assert_eq!(answers(&invalidated(&mut leader, now)), [forgotten]);
     assert_eq!(found(&mut leader, now, 8_000_000, 8, &other), 256);
     assert_eq!(found(&mut leader, now, 8_000_002, 7, &young), 8);
@@ -247,7 +248,7 @@ fn a_worker_is_asked_again_over_another_connection_only() {
     assert_eq!(invalidations(&step(&mut leader, Time(2), again)), 1);
     assert_eq!(
         answers(&invalidated(&mut leader, Time(3))),
-        [Ok(Answer::Reset { pages: 0 })]
+        [Ok(Answer::Reset(ResetAnswer { pages: 0 }))]
     );
 }
 
@@ -411,10 +412,10 @@ fn a_tiny_store_far_behind_looks_at_a_bounded_number_of_positions() {
         let stored = store(&mut leader, Time(0), id, 1, page, page + 1);
         assert!(matches!(
             stored,
-            Answer::Store {
+            Answer::Store(StoreAnswer {
                 stored_pages: 1,
                 ..
-            }
+            })
         ));
         let looks = leader.counts().store_looks - before;
         before += looks;
@@ -445,10 +446,10 @@ fn a_sequence_that_is_there_is_held_and_made_young_from_its_root_on() {
     );
     assert!(matches!(
         answers(&again)[..],
-        [Ok(Answer::Store {
+        [Ok(Answer::Store(StoreAnswer {
             present_pages: 4,
             ..
-        })]
+        }))]
     ));
     // 16 blocks, looked up by the store and once more at its end.
     assert_eq!(leader.counts().store_looks - looks, 32);

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use crate::event::Effect;
 use crate::refusal::Refusal;
-use kvferry_types::{Answer, EngineId, OpId, SlotId};
+use kvferry_types::{Answer, CancelStoresAnswer, EngineId, OpId, SlotId};
 
 use super::store::{Stopped, StoreKey};
 use super::timers::{Timer, Timers};
@@ -102,7 +102,7 @@ impl Leader {
         keys.iter().for_each(|key| self.stop_store(*key, effects));
         keys.retain(|key| self.stores.contains(*key));
         if keys.is_empty() {
-            return Ok(Some(Answer::CancelStores { stores }));
+            return Ok(Some(Answer::CancelStores(CancelStoresAnswer { stores })));
         }
         let missing = u32::try_from(keys.len()).unwrap_or(u32::MAX);
         let id = self
@@ -132,7 +132,7 @@ impl Leader {
     pub(super) fn cancelled(&mut self, cancels: &[CancelId], effects: &mut Vec<Effect>) {
         for id in cancels {
             if let Some((reply_to, stores)) = self.cancels.store_ended(*id, &mut self.timers) {
-                let answer = Ok(Answer::CancelStores { stores });
+                let answer = Ok(Answer::CancelStores(CancelStoresAnswer { stores }));
                 self.answer(reply_to.engine, reply_to.id, answer, effects);
             }
         }

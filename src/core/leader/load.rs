@@ -7,7 +7,7 @@ use crate::event::Effect;
 use crate::pool::Pin;
 use crate::refusal::Refusal;
 use crate::session::HeldRun;
-use kvferry_types::{Answer, Copy, Direction, EngineId, GroupGeometry, Replica};
+use kvferry_types::{Answer, Copy, Direction, EngineId, GroupGeometry, LoadAnswer, Replica};
 use kvferry_types::{FragmentPair, OpId, PageCursor, PageList, RequestId, SlotId};
 
 use super::transfers::{Begun, Outcome};
@@ -142,7 +142,7 @@ impl Leader {
         }
         let answer = match outcome.complete_pages {
             0 => Err(Refusal::CopyFailed(outcome.failed)),
-            pages => Ok(Answer::Load { pages }),
+            pages => Ok(Answer::Load(LoadAnswer { pages })),
         };
         self.counts.failed_copies += u64::from(outcome.failed > 0);
         self.answer(reply_to.engine, reply_to.id, answer, effects);

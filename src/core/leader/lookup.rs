@@ -5,7 +5,7 @@ use crate::decision::{Decision, RequestDigest};
 use crate::pool::Run;
 use crate::refusal::Refusal;
 use crate::session::{HeldRun, Slot};
-use kvferry_types::Answer;
+use kvferry_types::{Answer, LookupAnswer};
 use kvferry_types::{PageHashes, SlotId, Time};
 
 use super::timers::Timer;
@@ -74,10 +74,10 @@ impl Leader {
         self.counts.lookup_pages += looked_up;
         self.counts.device_pages += u64::from(device_pages);
         self.counts.hit_pages += u64::from(hit_pages);
-        Ok(Answer::Lookup {
+        Ok(Answer::Lookup(LookupAnswer {
             hit_pages,
             pending: reach.pending,
-        })
+        }))
     }
 
     /// Opens the slot, or resets it: the holds of an earlier lookup are released.

@@ -13,7 +13,9 @@ use crate::event::Effect;
 use crate::pool::Pool;
 use crate::refusal::Refusal;
 use crate::sweep::Sweep;
-use kvferry_types::{Answer, Generation, OpId, ResetId, ResetScope, Scope, Shard, Time, WorkerId};
+use kvferry_types::{
+    Answer, Generation, OpId, ResetAnswer, ResetId, ResetScope, Scope, Shard, Time, WorkerId,
+};
 
 use super::roster::Roster;
 use super::timers::{Timer, Timers};
@@ -438,7 +440,7 @@ impl Leader {
     fn end_reset(&mut self, id: ResetId, effects: &mut Vec<Effect>) {
         let pool = self.tier.serving_mut();
         if let Some(reset) = self.resets.take(id, pool, &mut self.timers) {
-            let answer = Ok(Answer::Reset { pages: reset.pages });
+            let answer = Ok(Answer::Reset(ResetAnswer { pages: reset.pages }));
             self.answer(reset.reply_to.engine, reset.reply_to.id, answer, effects);
         }
     }

@@ -12,7 +12,7 @@ use crate::index::{Match, MatchGoal};
 use crate::pool::{Kind, Pin, Pool, Reserved, Run};
 use crate::refusal::Refusal;
 use crate::session::Slot;
-use kvferry_types::{Answer, Copy, Direction};
+use kvferry_types::{Answer, Copy, Direction, StoreAnswer};
 use kvferry_types::{
     EngineId, FragmentPair, Generation, OpId, PageCursor, PageHashes, PageList, PageRun, Rank,
     SlotId,
@@ -413,12 +413,12 @@ impl Leader {
             self.counts.store_looks += u64::from(looks);
             pool.touch(&runs);
         }
-        Answer::Store {
+        Answer::Store(StoreAnswer {
             stored_pages: store.stored_pages,
             present_pages: store.present_pages,
             refused_pages: store.refused_pages,
             failed_pages: store.failed_pages,
-        }
+        })
     }
 }
 

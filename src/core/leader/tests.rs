@@ -7,7 +7,8 @@ use crate::rank_set::RankSet;
 use crate::refusal::Refusal;
 use crate::session::HASH_BYTES_PER_ENGINE_MAX;
 use kvferry_types::{
-    Answer, AttachId, DepotId, GroupGeometry, GroupId, PageHashes, PageList, Rank, Replica, Request,
+    Answer, AttachId, DepotId, GroupGeometry, GroupId, LoadAnswer, PageHashes, PageList, Rank,
+    Replica, Request,
 };
 
 #[test]
@@ -334,7 +335,7 @@ fn a_load_of_more_runs_than_an_order_can_name_loads_the_first_of_them() {
     };
     assert_eq!(copy.pairs.len(), LOAD_RUNS_MAX);
     let effects = end(&mut leader, [copy.op].into_iter());
-    let loaded = Ok(Answer::Load { pages: pages - 1 });
+    let loaded = Ok(Answer::Load(LoadAnswer { pages: pages - 1 }));
     let answered =
         |effect: &Effect| matches!(effect, Effect::Answer { answer, .. } if *answer == loaded);
     assert!(effects.iter().any(answered), "{effects:?}");

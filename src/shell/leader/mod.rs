@@ -20,8 +20,8 @@ use kvferry_protocol::{
     Message, ReadInventory, Readiness, Transfer,
 };
 use kvferry_types::{
-    Answer, AttachId, Copy, DepotId, EndedCopy, EngineId, Epoch, LogLimit, OpId, PeerId, Replica,
-    Request, RequestId, ResetId, Time, WorkerId,
+    Answer, AttachId, Copy, DepotId, EngineId, Epoch, LogLimit, OpId, PeerId, Replica, Request,
+    RequestId, ResetId, Time, WorkerId,
 };
 
 use errors::to_error;
@@ -142,7 +142,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
                 host.reply(peer, correlation, Message::ReadinessAnswer(Empty {}));
             }
             (Some(PeerRole::Worker(worker)), Message::Ended(ended)) => {
-                let copies = ended.copies.iter().map(EndedCopy::from).collect();
+                let copies = ended.copies;
                 let event = Event::Ended {
                     worker,
                     epoch,

@@ -12,9 +12,7 @@ use std::fmt;
 use std::time::Duration;
 
 use kvferry_core::{Worker, WorkerEffect, WorkerEvent, WorkerSettings};
-use kvferry_protocol::{
-    Attach, AttachedMemory, CopyResult, Empty, Ended, ErrorBody, ErrorCode, Message,
-};
+use kvferry_protocol::{Attach, AttachedMemory, Empty, Ended, ErrorBody, ErrorCode, Message};
 use kvferry_types::{
     AttachId, EndedCopy, EngineId, Epoch, GroupGeometry, LinkId, OpId, RequestId, Sharding, Time,
     WorkerId,
@@ -217,7 +215,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             WorkerEffect::Report { batch, copies } => {
                 let body = Ended {
                     rank: self.worker.rank.0,
-                    copies: copies.iter().map(CopyResult::from).collect(),
+                    copies,
                 };
                 self.answer(host, RequestId(batch.0), Message::Ended(body));
             }

@@ -4,7 +4,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
 use std::time::Duration;
 
-use kvferry_types::{Answer, Request, RequestId, SlotId, Time};
+use kvferry_types::{Answer, Request, RequestId, SlotId, StoreAnswer, Time};
 use kvferry_workload::scheduler::{Action, REQUEST_TIMEOUT, Scheduler, Served, WorkKind};
 
 use super::agenda::Agenda;
@@ -101,10 +101,10 @@ impl Engine {
             Asked::Store
                 if !matches!(
                     answer,
-                    Some(Answer::Store {
+                    Some(Answer::Store(StoreAnswer {
                         failed_pages: 0,
                         ..
-                    })
+                    }))
                 ) =>
             {
                 self.seen.late_stores += 1;

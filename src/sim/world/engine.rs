@@ -16,7 +16,7 @@ use super::{Env, NodeId, SimEvent};
 use kvferry_protocol::{Abandon, Message, Register, Role, Written};
 use kvferry_types::{
     Answer, Attention, EngineId, GroupId, Nonce, Rank, Registration, Replica, Request, RequestId,
-    ResetScope, SlotId, Time, WorkerId,
+    ResetAnswer, ResetScope, SlotId, Time, WorkerId,
 };
 use kvferry_workload::scheduler::{Action, Prompt, Scheduler, WorkKind};
 
@@ -266,7 +266,7 @@ impl EngineProcess {
                 let answer: Option<Answer> = answer.ok().and_then(|message| message.answer());
                 env.counts.answers += 1;
                 env.counts.refusals += u64::from(answer.is_none());
-                if let Some(Answer::Reset { .. }) = answer {
+                if let Some(Answer::Reset(ResetAnswer { .. })) = answer {
                     env.counts.resets += 1;
                 }
                 self.scheduler.answered(id, answer, &mut self.actions);

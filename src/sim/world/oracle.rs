@@ -10,7 +10,7 @@ use super::worker::TouchedPages;
 use kvferry_core::Refusal;
 use kvferry_types::{
     Answer, Copy, Direction, DomainId, EngineId, Epoch, Fingerprint, OpId, Request, RequestId,
-    ResetScope, Time, WorkerId,
+    ResetAnswer, ResetScope, Time, WorkerId,
 };
 
 /// Pages that running copies read and write.
@@ -363,7 +363,9 @@ impl Oracle {
         }
         let first = taken.answer.is_none();
         taken.answer = Some(answer.clone());
-        if let (Some(scope), Ok(Answer::Reset { .. }), true) = (taken.reset.take(), answer, first) {
+        if let (Some(scope), Ok(Answer::Reset(ResetAnswer { .. })), true) =
+            (taken.reset.take(), answer, first)
+        {
             let at = taken.at;
             let place = self
                 .forgotten

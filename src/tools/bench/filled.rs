@@ -9,8 +9,9 @@ use kvferry_core::{
 };
 use kvferry_protocol::{Envelope, HEADER_BYTES, Header, Lookup, Message, VERSION, decode, encode};
 use kvferry_types::{
-    Answer, AttachId, DepotId, EndedCopy, Epoch, GroupGeometry, GroupId, PageHashes, PageList,
-    Rank, Ratio, Replica, Request, RequestId, ResetId, ResetScope, SlotId, Time, WorkerId,
+    Answer, AttachId, DepotId, EndedCopy, Epoch, GroupGeometry, GroupId, LookupAnswer, PageHashes,
+    PageList, Rank, Ratio, Replica, Request, RequestId, ResetAnswer, ResetId, ResetScope, SlotId,
+    StoreAnswer, Time, WorkerId,
 };
 
 /// Prompts that are stored together, one block of each in turn, so that the blocks of a prompt lie far apart.
@@ -144,7 +145,7 @@ impl FilledLeader {
                     source: PageList::run(first_page, pages),
                 };
                 match self.ask(store)? {
-                    Answer::Store { stored_pages, .. } if stored_pages == pages => {}
+                    Answer::Store(StoreAnswer { stored_pages, .. }) if stored_pages == pages => {}
                     other => return Err(CommandError::Failed(format!("stored {other:?}"))),
                 }
             }
@@ -238,7 +239,7 @@ impl FilledLeader {
         let whole = begun.elapsed();
         let step = whole - decoded;
         match self.answer()? {
-            Answer::Lookup { hit_pages, .. } if hit_pages == self.prompt_pages => {
+            Answer::Lookup(LookupAnswer { hit_pages, .. }) if hit_pages == self.prompt_pages => {
                 Ok(Took { whole, step })
             }
             other => Err(CommandError::Failed(format!("found {other:?}"))),
@@ -285,7 +286,7 @@ impl FilledLeader {
         };
         self.leader.step(self.now, invalidated, &mut self.effects);
         match self.answer()? {
-            Answer::Reset { pages: 0 } => Ok(()),
+            Answer::Reset(ResetAnswer { pages: 0 }) => Ok(()),
             other => Err(CommandError::Failed(format!("a reset came to {other:?}"))),
         }
     }

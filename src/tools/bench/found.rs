@@ -14,14 +14,13 @@ use kvferry::cli::bench::rig::{ENGINE, HASH_BYTES, client, hashes, process};
 use kvferry::cli::block_on;
 use kvferry::error::CommandError;
 use kvferry_protocol::{
-    Attach, AttachedMemory, CopyResult, Ended, Inventory, Lookup, LookupAnswer, Message, Role,
-    Status, Store,
+    Attach, AttachedMemory, Ended, Inventory, Lookup, LookupAnswer, Message, Role, Status, Store,
 };
 use kvferry_transport::{
     Address, Client, Incoming, Limits, Server, ServerEvent, ServerSettings, Transport,
     ZmqTransport, prepare_directory,
 };
-use kvferry_types::{Epoch, PageList};
+use kvferry_types::{EndedCopy, Epoch, OpId, PageList};
 
 use super::filled::{FilledLeader, geometry};
 
@@ -268,8 +267,8 @@ pub(super) fn leader_address(socket_dir: &Path) -> Address {
 fn obey(order: Message) -> Option<Message> {
     match order {
         Message::Transfer(transfer) => {
-            let copies = transfer.copies.iter().map(|copy| CopyResult {
-                op: copy.op,
+            let copies = transfer.copies.iter().map(|copy| EndedCopy {
+                op: OpId(copy.op),
                 complete: true,
                 complete_pages: 0,
                 bytes: 0,

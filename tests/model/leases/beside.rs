@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use kvferry_core::{AnchorKey, Attached, Effect, EngineMemory, Event, Leader, LeaderSettings};
 use kvferry_types::{
-    Answer, AttachId, Copy, DepotId, Direction, Epoch, GroupGeometry, GroupId, OpId, PageHashes,
-    Rank, Ratio, Replica, Request, RequestId, Time, WorkerId,
+    Answer, AttachId, Copy, DepotId, Direction, Epoch, GroupGeometry, GroupId, LookupAnswer, OpId,
+    PageHashes, Rank, Ratio, Replica, Request, RequestId, Time, WorkerId,
 };
 
 use super::super::harness::{RANKS, ranks};
@@ -172,7 +172,7 @@ impl Leases {
                         }
                     }
                     Effect::Answer {
-                        answer: Ok(Answer::Lookup { hit_pages, .. }),
+                        answer: Ok(Answer::Lookup(LookupAnswer { hit_pages, .. })),
                         ..
                     } => seen.found = Some(hit_pages),
                     _ => {}

@@ -1,0 +1,131 @@
+//! Bodies of the handshake, and of errors.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use super::no_features;
+use crate::error::ErrorCode;
+use crate::limits::TEXT_BYTES_MAX;
+
+/// The role of a client. More may be added: an unknown role is answered with an error, and is no protocol violation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Role {
+    /// The scheduler of an engine: sends lookups, loads, stores.
+    Engine,
+    /// One rank of an engine: registers its memory with its worker.
+    Rank,
+    /// A worker.
+    Worker,
+    /// An operator or a probe.
+    Admin,
+    /// A role that this version does not know.
+    #[serde(other)]
+    #[schemars(skip)]
+    Unknown,
+}
+
+/// First message of a client.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Hello {
+    /// Oldest protocol version that the client supports.
+    pub version_min: u16,
+    /// Newest protocol version that the client supports.
+    pub version_max: u16,
+    /// Role of the client.
+    pub role: Role,
+    /// Identity of the engine, 16 bytes, the same over reconnects; zero for other roles.
+    #[serde(with = "serde_bytes")]
+    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    pub engine: [u8; 16],
+    /// Rank of a worker or of an engine's rank; 0 for other roles.
+    #[serde(default)]
+    pub rank: u16,
+    /// Name for logs.
+    #[serde(default)]
+    pub name: String,
+    /// Engine instance that a worker or a rank belongs to.
+    #[serde(default)]
+    pub replica: u16,
+    /// Features beyond the version, one bit each: [`FEATURE_TIMELINE`].
+    #[serde(default, skip_serializing_if = "no_features")]
+    pub features: u64,
+}
+
+/// Feature bit: the rank's device writes its progress into a word of its own memory, and the worker polls that word
+/// ([`Registration::timeline`], [`Written::timeline`]).
+pub const FEATURE_TIMELINE: u64 = 1;
+
+/// Answer to [`Hello`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Welcome {
+    /// The protocol version of this connection.
+    pub version: u16,
+    /// Milliseconds of a heartbeat. A client that has sent nothing, or received nothing, for a heartbeat sends `ping`.
+    /// The server closes a connection over which it has received nothing for three heartbeats; a client that has
+    /// received nothing for as long reconnects.
+    pub heartbeat_ms: u32,
+    /// Most requests that may be unanswered at one time.
+    pub request_credits: u32,
+    /// Most bytes of requests that may be unanswered at one time.
+    pub byte_credits: u64,
+    /// Longest deadline of a request; a later one is cut to it.
+    #[serde(default)]
+    pub deadline_max_ms: u32,
+    /// The features of the hello that the server has, too.
+    #[serde(default, skip_serializing_if = "no_features")]
+    pub features: u64,
+}
+
+/// Answer to a request that is not carried out.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct ErrorBody {
+    /// The error code; `docs/wire.md` lists all codes.
+    pub code: u16,
+    /// One line for people: the field, its value and the remedy.
+    pub message: String,
+    /// True when the same request may succeed later.
+    #[serde(default)]
+    pub retry: bool,
+    /// True when no copy for the refused request runs or will run: only then may an engine reuse the pages of a load or
+    /// a store. Only the leader sets it, after it has examined the request.
+    #[serde(default)]
+    pub over: bool,
+}
+
+impl ErrorBody {
+    /// Builds an error with the retry flag of its code, and with `over` false, so that the engine must not reuse any
+    /// page. A message longer than [`TEXT_BYTES_MAX`] is cut.
+    pub fn new(code: ErrorCode, message: impl Into<String>) -> Self {
+        Self {
+            code: code.number(),
+            message: cut(message.into()),
+            retry: code.retry(),
+            over: false,
+        }
+    }
+
+    /// Builds an error for a request that can never succeed: `retry` is false, whatever the code implies.
+    pub fn for_good(code: ErrorCode, message: impl Into<String>) -> Self {
+        Self {
+            retry: false,
+            ..Self::new(code, message)
+        }
+    }
+
+    /// Returns the code. Unknown numbers map to [`ErrorCode::Internal`].
+    pub fn code(&self) -> ErrorCode {
+        ErrorCode::from_number(self.code)
+    }
+}
+
+/// Cuts a text to at most [`TEXT_BYTES_MAX`] bytes, at a character boundary.
+pub(super) fn cut(mut text: String) -> String {
+    if text.len() > TEXT_BYTES_MAX {
+        let end = (0..=TEXT_BYTES_MAX)
+            .rev()
+            .find(|end| text.is_char_boundary(*end));
+        text.truncate(end.unwrap_or(0));
+    }
+    text
+}

@@ -1,0 +1,55 @@
+//! Message bodies: a MessagePack map with these fields as keys. Unknown keys are skipped; a field that may be absent
+//! has a default. One file for each pair of processes that exchange them.
+
+mod engine;
+mod handshake;
+mod inventory;
+mod rank;
+mod status;
+mod worker;
+
+pub use engine::{CancelStores, Finish, Load, Lookup, Reset, Store};
+pub use handshake::{ErrorBody, FEATURE_TIMELINE, Hello, Role, Welcome};
+pub use inventory::{Invalidate, Invalidated, Inventory, ReadInventory, RecordBody};
+pub use rank::{Abandon, Register, Registered, Written};
+pub use status::{RankStatus, Status, StatusAnswer};
+pub use worker::{Attach, Attached, AttachedMemory, Cancel, CopyOrder, Ended, Readiness, Transfer};
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// A message without fields.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Empty {}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde gives a reference")]
+const fn no_features(features: &u64) -> bool {
+    *features == 0
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde gives a reference")]
+const fn is_false(value: &bool) -> bool {
+    !*value
+}
+
+/// A page index, or a run `[start, count]`.
+#[derive(JsonSchema)]
+#[serde(untagged)]
+#[expect(dead_code, reason = "describes the wire, is never made")]
+pub enum PageItemSchema {
+    /// One page.
+    Page(u32),
+    /// Consecutive pages.
+    Run(u32, u32),
+}
+
+/// `[src, dst]` of version 1, or `[[srcs], [dsts]]` of version 2.
+#[derive(JsonSchema)]
+#[serde(untagged)]
+#[expect(dead_code, reason = "describes the wire, is never made")]
+pub enum PairSchema {
+    /// Two page indices.
+    Pages(u32, u32),
+    /// Two lists of items with the same number of pages.
+    Fragments(Vec<PageItemSchema>, Vec<PageItemSchema>),
+}

@@ -1,0 +1,79 @@
+//! Bodies of `status`.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// Requests the state of a leader.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Status {
+    /// Recounts pages, pins and blocks independently, in time proportional to the size of the arena.
+    #[serde(default)]
+    pub check: bool,
+}
+
+/// A rank in [`StatusAnswer`].
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct RankStatus {
+    /// Number of the rank.
+    pub rank: u16,
+    /// The rank's worker is attached with the engine's memory.
+    pub attached: bool,
+    /// Process id of the worker; 0 if unknown.
+    #[serde(default)]
+    pub pid: u32,
+    /// Engine instance of the rank.
+    #[serde(default)]
+    pub replica: u16,
+    /// Stores that the worker has not ended.
+    #[serde(default)]
+    pub gathers: u32,
+    /// Loads that the worker has not ended.
+    #[serde(default)]
+    pub scatters: u32,
+    /// Bytes of the depot that are in memory.
+    #[serde(default)]
+    pub host_ready_bytes: u64,
+    /// Bytes of the depot; 0 before the worker has reported them.
+    #[serde(default)]
+    pub host_bytes: u64,
+    /// Bytes of the depot that are pinned for a GPU; absent without one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host_pinned_bytes: Option<u64>,
+    /// Reason why the worker gave up, was refused, or refused the engine's rank; empty without a problem.
+    #[serde(default)]
+    pub problem: String,
+}
+
+/// Answer to [`Status`]. Counters run since the leader's start; readers skip unknown ones.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct StatusAnswer {
+    /// Version of the program.
+    pub version: String,
+    /// Epoch of the leader.
+    pub epoch: u64,
+    /// True when lookups are served for at least one engine.
+    pub ready: bool,
+    /// Pages of the largest block.
+    pub ratio: u32,
+    /// Tokens of one page; 0 before a rank has attached.
+    pub engine_page_tokens: u32,
+    /// The ranks of all replicas.
+    pub ranks: Vec<RankStatus>,
+    /// Number of running requests.
+    pub slots: u64,
+    /// Number of holds and leases.
+    pub pins: u64,
+    /// Number of copies that have not ended.
+    pub copies_under_way: u64,
+    /// Pages of the arena by state: free, reserved, filling, ready, quarantined.
+    pub pages: std::collections::BTreeMap<String, u64>,
+    /// Number of blocks.
+    pub blocks: u64,
+    /// Counters by name.
+    pub counters: std::collections::BTreeMap<String, u64>,
+    /// Digest of the decisions about finished requests.
+    pub decisions_digest: String,
+    /// First contradiction of the recount; empty without one, or if no recount was requested.
+    pub contradiction: String,
+}

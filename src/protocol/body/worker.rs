@@ -1,0 +1,136 @@
+//! Bodies of the messages between a leader and its workers: attach, copies and readiness.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use super::handshake::cut;
+use super::{PairSchema, RecordBody};
+use crate::pairs::Pairs;
+use kvferry_types::{EndedCopy, GroupGeometry};
+
+/// Attaches a worker: no order that it received over an older connection is in flight.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Attach {
+    /// Engine instance of the worker.
+    #[serde(default)]
+    pub replica: u16,
+    /// Rank of the worker.
+    pub rank: u16,
+    /// Ranks of an engine, by the worker's settings. A leader with other settings refuses the worker.
+    pub ranks: u16,
+    /// Shards of an engine's KV, by the worker's settings. A leader with other settings refuses the worker.
+    pub kv_shards: u16,
+    /// Sequence number of attaches over one connection. A repeated number is a retry.
+    pub attach: u64,
+    /// Identity of the depot of the worker's shard: 16 random bytes, drawn when the depot was created.
+    #[serde(with = "serde_bytes")]
+    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    pub depot: [u8; 16],
+    /// Epoch of the leader that read the depot's inventory last; 0 without one. A leader ends if its epoch is not above
+    /// those of all leaders before it.
+    pub depot_epoch: u64,
+    /// The memory of the worker's engine, once a rank has registered it.
+    #[serde(default)]
+    pub memory: Option<AttachedMemory>,
+}
+
+/// The engine memory of a worker.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct AttachedMemory {
+    /// Identity of the engine.
+    #[serde(with = "serde_bytes")]
+    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    pub engine: [u8; 16],
+    /// Geometry of the memory.
+    #[schemars(with = "serde_json::Value")]
+    pub geometry: GroupGeometry,
+    /// Pages of that size for which the depot has room.
+    pub arena_pages: u32,
+}
+
+/// Answer to [`Attach`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Attached {
+    /// Sequence number of the attach.
+    pub attach: u64,
+    /// Copies up to this number are not carried out by this worker.
+    pub after: u64,
+    /// Workers of all replicas that are attached with an engine's memory.
+    pub attached_ranks: u32,
+}
+
+/// One copy of a transfer.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct CopyOrder {
+    /// Number of the copy, unique within the epoch.
+    pub op: u64,
+    /// The pages to copy. A store reads device pages and writes arena pages, a load the reverse.
+    #[schemars(with = "Vec<PairSchema>")]
+    pub pairs: Pairs,
+    /// Record that a store adds to the inventory after its last byte.
+    #[serde(default)]
+    pub record: Option<RecordBody>,
+}
+
+/// Orders copies.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Transfer {
+    /// Identity of the engine whose memory is copied.
+    #[serde(with = "serde_bytes")]
+    #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
+    pub engine: [u8; 16],
+    /// True: from the device to the depot. False: from the depot to the device.
+    pub store: bool,
+    /// The request for which the copies are. A copy for a request that the engine has abandoned does not start.
+    #[serde(default)]
+    pub request: u64,
+    /// The copies start after the rank has reported that everything up to this number is written; those of a store also
+    /// wait for `request`.
+    #[serde(default)]
+    pub after: u64,
+    /// The copies. They may end in any order.
+    pub copies: Vec<CopyOrder>,
+}
+
+/// Answer to [`Transfer`]: none of these copies reads or writes any longer.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Ended {
+    /// Rank of the worker.
+    pub rank: u16,
+    /// One result for each copy.
+    pub copies: Vec<EndedCopy>,
+}
+
+/// Stops copies.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Cancel {
+    /// Numbers of the copies.
+    pub ops: Vec<u64>,
+}
+
+/// Progress of a worker that cannot serve yet, and its problem, if any.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct Readiness {
+    /// Bytes of the depot that are in memory.
+    pub ready_bytes: u64,
+    /// Bytes of the depot; 0 while it is not open.
+    pub bytes: u64,
+    /// Bytes of the depot that are pinned for a GPU; absent without one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pinned_bytes: Option<u64>,
+    /// Reason why the worker gave up, or refused the engine's rank; empty without a problem.
+    pub problem: String,
+}
+
+impl Readiness {
+    /// Builds a progress report. A `problem` longer than [`TEXT_BYTES_MAX`] is cut.
+    pub fn new(ready_bytes: u64, bytes: u64, pinned_bytes: Option<u64>, problem: String) -> Self {
+        Self {
+            ready_bytes,
+            bytes,
+            pinned_bytes,
+            problem: cut(problem),
+        }
+    }
+}

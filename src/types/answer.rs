@@ -1,0 +1,67 @@
+//! Answers of a leader to the requests of engines. The same values are decided by the core and encoded on the wire.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// The answer to a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Answer {
+    /// To a lookup.
+    Lookup(LookupAnswer),
+    /// To a load: its pages are no longer written.
+    Load(LoadAnswer),
+    /// To a store: later lookups find the stored and present pages.
+    Store(StoreAnswer),
+    /// To a reset.
+    Reset(ResetAnswer),
+    /// To a cancel of stores: their pages are no longer read.
+    CancelStores(CancelStoresAnswer),
+    /// To a finish.
+    Finish,
+}
+
+/// Answer to `lookup`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct LookupAnswer {
+    /// Pages after the engine's own that can be loaded. They are held for a limited time.
+    pub hit_pages: u32,
+    /// The page after those is being stored: a later lookup may find more.
+    #[serde(default)]
+    pub pending: bool,
+}
+
+/// Answer to `load`: the pages are no longer written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct LoadAnswer {
+    /// Number of pages, from the first one on, that are in place on every rank. The engine computes the others.
+    pub pages: u32,
+}
+
+/// Answer to `store`: lookups find stored and present pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct StoreAnswer {
+    /// Pages that this request stored.
+    pub stored_pages: u32,
+    /// Pages that were stored before.
+    pub present_pages: u32,
+    /// Pages for which there was no room.
+    #[serde(default)]
+    pub refused_pages: u32,
+    /// Pages whose copy failed.
+    #[serde(default)]
+    pub failed_pages: u32,
+}
+
+/// Answer to `reset`: lookups find none of the pages, neither now nor after a restart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct ResetAnswer {
+    /// Number of pages that were removed.
+    pub pages: u32,
+}
+
+/// Answer to `cancel_stores`: each of the stores has been answered, and none of their pages is read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct CancelStoresAnswer {
+    /// Number of stores that were in flight.
+    pub stores: u32,
+}
