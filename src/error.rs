@@ -14,6 +14,9 @@ pub enum CommandError {
     /// The command failed. Exit code 1.
     #[error("{0}")]
     Failed(String),
+    /// The command failed because of this error. Exit code 1.
+    #[error(transparent)]
+    Cause(Box<dyn std::error::Error + Send + Sync>),
     /// The configured host memory is not available. Exit code 69, as `EX_UNAVAILABLE`.
     #[error("{0}")]
     NoMemory(String),
@@ -26,15 +29,15 @@ pub enum CommandError {
 }
 
 impl CommandError {
-    /// A failure with this reason.
-    pub fn failed(why: impl ToString) -> Self {
-        Self::Failed(why.to_string())
+    /// A failure with this cause.
+    pub fn failed(cause: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
+        Self::Cause(cause.into())
     }
 
     /// The exit code of the process, as the variants state it.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::Found(_) | Self::Failed(_) => 1,
+            Self::Found(_) | Self::Failed(_) | Self::Cause(_) => 1,
             Self::Data(_) => 65,
             Self::NoMemory(_) => NO_MEMORY,
             Self::Config(_) => 78,

@@ -8,6 +8,7 @@
 )]
 
 mod actors {
+    mod clients;
     mod deadlines;
     mod drain;
     mod epochs;

@@ -31,7 +31,7 @@ impl ReadinessReporter {
     pub(super) fn start(leader: Client, worker: ActorRef<WorkerMessage>) -> Self {
         let (news, told) = watch::channel(State::default());
         let tell = async move |body| {
-            let asked = leader.ask(Message::Readiness(body), REPORT_LIMIT).await;
+            let asked = leader.request(Message::Readiness(body), REPORT_LIMIT).await;
             if let Err(failure) = asked {
                 tracing::debug!(%failure, "the leader does not know how far this worker is");
             }

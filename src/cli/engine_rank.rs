@@ -52,7 +52,7 @@ impl Arguments {
             let (orders, reports) = (tokio::io::stdin(), tokio::io::stdout());
             run(Arc::new(ZmqTransport), settings, orders, reports)
                 .await
-                .map_err(CommandError::Failed)
+                .map_err(CommandError::failed)
         })
     }
 

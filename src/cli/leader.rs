@@ -192,5 +192,13 @@ fn unix_ms() -> u64 {
 
 /// Fills `bytes` with random bytes of the system.
 pub(super) fn random(bytes: &mut [u8]) -> Result<(), CommandError> {
-    kvferry_engine::rank::random(bytes).map_err(CommandError::Failed)
+    let flags = rustix::rand::GetRandomFlags::empty();
+    match rustix::rand::getrandom(&mut *bytes, flags) {
+        Ok(count) if count == bytes.len() => Ok(()),
+        Ok(count) => Err(CommandError::Failed(format!(
+            "the system gave {count} of {} random bytes",
+            bytes.len()
+        ))),
+        Err(error) => Err(CommandError::failed(error)),
+    }
 }

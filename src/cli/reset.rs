@@ -1,13 +1,10 @@
 //! `kvferry reset`
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use crate::cli::{ConfigArguments, block_on, say, socket_paths::SocketPaths, status};
 use crate::error::CommandError;
-use kvferry_protocol::Message;
-use kvferry_transport::ZmqTransport;
-use kvferry_types::{HASH_BYTES_MAX, HASH_BYTES_MIN, PageHashes, Request, ResetScope};
+use kvferry_types::{HASH_BYTES_MAX, HASH_BYTES_MIN, PageHashes, ResetScope};
 
 /// Time limit of a reset: the leader waits for stores in flight, and workers examine every page.
 const RESET_LIMIT: Duration = Duration::from_secs(30);
@@ -85,17 +82,11 @@ fn hex(text: &str) -> Option<Vec<u8>> {
 
 async fn ask(socket_paths: &SocketPaths, scope: ResetScope) -> Result<u32, CommandError> {
     // Fails sooner, and with a better error, when no leader runs.
-    status::ask(Arc::new(ZmqTransport), socket_paths, false).await?;
-    let client = status::admin(Arc::new(ZmqTransport), socket_paths, "reset");
-    let question = Message::from(Request::Reset { scope });
-    match client.ask(question, RESET_LIMIT).await {
-        Ok(Message::ResetAnswer(answer)) => Ok(answer.pages),
-        Ok(other) => Err(CommandError::Failed(format!(
-            "the leader answered a reset with {}",
-            other.kind().name()
-        ))),
-        Err(failure) => Err(CommandError::Failed(failure.to_string())),
-    }
+    status::ask(socket_paths, false).await?;
+    let removed = status::admin(socket_paths, "reset")
+        .reset(scope, RESET_LIMIT)
+        .await;
+    removed.map_err(CommandError::failed)
 }
 
 #[cfg(test)]

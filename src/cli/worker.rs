@@ -13,7 +13,7 @@ use crate::cli::{ConfigArguments, block_on, socket_paths::SocketPaths};
 use crate::error::CommandError;
 use kvferry_actors::{PoolSettings, WorkerArguments, run_worker};
 use kvferry_memory::{DEPOT_HEADER_BYTES, NumaNode};
-use kvferry_protocol::{FEATURE_TIMELINE, Hello, Role, VERSION, VERSION_MIN};
+use kvferry_protocol::{FEATURE_TIMELINE, Hello, Role};
 use kvferry_transport::{
     Address, Client, ClientSettings, FdReceiver, Limits, Server, ServerSettings, Transport,
     ZmqTransport, prepare_directory,
@@ -90,14 +90,9 @@ impl Arguments {
                 },
             );
             let hello = Hello {
-                version_min: VERSION_MIN,
-                version_max: VERSION,
-                role: Role::Worker,
-                engine: [0; 16],
                 rank: self.rank,
                 replica: self.replica,
-                features: 0,
-                name: format!("worker of {worker}"),
+                ..Hello::new(Role::Worker, format!("worker of {worker}"))
             };
             let settings = ClientSettings {
                 address: socket_paths.leader_address(),

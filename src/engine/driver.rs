@@ -10,12 +10,13 @@ use tokio::process::Child;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
+use crate::error::EngineError;
 use crate::fleet::EngineParts;
 use crate::observed::Observed;
 use crate::pipe::{Order, Report};
 use crate::rank_pipe::{RANK_QUEUE, send_orders, take_reports};
-use kvferry_protocol::{ErrorCode, Message};
-use kvferry_transport::{Client, Failure};
+use kvferry_client::{EngineClient, Failure};
+use kvferry_protocol::ErrorCode;
 use kvferry_types::{Answer, Request, RequestId, SlotId};
 use kvferry_workload::scheduler::{Action, Prompt, Scheduler, Served, WorkKind};
 
@@ -32,7 +33,7 @@ pub(super) struct Event {
 pub(super) enum Happened {
     Answered {
         id: RequestId,
-        answer: Result<Message, Failure>,
+        answer: Result<Answer, Failure>,
         us: u64,
     },
     /// A `finish` was not answered by its deadline, or was refused with a retryable error. The request is repeated
@@ -72,7 +73,7 @@ struct Arrived {
 pub(super) struct Driver {
     engine: usize,
     scheduler: Scheduler,
-    client: Client,
+    client: EngineClient,
     request_timeout: Duration,
     queues: Vec<mpsc::Sender<Order>>,
     report: mpsc::Sender<Event>,
@@ -148,7 +149,7 @@ impl Driver {
         &mut self,
         prompt: Prompt,
         served: &mut Vec<Served>,
-    ) -> Result<(), String> {
+    ) -> Result<(), EngineError> {
         let arrived = Arrived {
             at: Instant::now(),
             waited: Duration::ZERO,
@@ -159,23 +160,23 @@ impl Driver {
     }
 
     /// Ends the ranks: closes their pipes and waits at most `limit` for each.
-    pub(super) async fn end(mut self, limit: Duration) -> Result<Observed, String> {
+    pub(super) async fn end(mut self, limit: Duration) -> Result<Observed, EngineError> {
         self.queues.clear();
         for (rank, mut child) in self.children.drain(..).enumerate() {
             match tokio::time::timeout(limit, child.wait()).await {
                 Ok(Ok(status)) if status.success() => {}
-                Ok(Ok(status)) => return Err(format!("engine rank {rank} ended with {status}")),
-                Ok(Err(error)) => return Err(format!("engine rank {rank}: {error}")),
-                Err(_) => return Err(format!("engine rank {rank} does not end")),
+                Ok(Ok(status)) => return Err(EngineError::RankStatus { rank, status }),
+                Ok(Err(error)) => return Err(EngineError::Pipe(error)),
+                Err(_) => return Err(EngineError::TooLate { what: "end", limit }),
             }
         }
         Ok(self.observed)
     }
 
     /// Handles an event. [`Self::act`] carries out the resulting actions.
-    pub(super) fn take(&mut self, happened: Happened) -> Result<(), String> {
+    pub(super) fn take(&mut self, happened: Happened) -> Result<(), EngineError> {
         match happened {
-            Happened::RankLost(rank) => return Err(format!("engine rank {rank} ended early")),
+            Happened::RankLost(rank) => return Err(EngineError::RankEnded(rank)),
             Happened::Answered { id, answer, us } => self.answered(id, answer, us),
             Happened::FinishIsLate(id) => {
                 self.observed.refused(format!("{id}: not finished yet"));
@@ -186,17 +187,17 @@ impl Driver {
         Ok(())
     }
 
-    fn reported(&mut self, report: Report) -> Result<(), String> {
+    fn reported(&mut self, report: Report) -> Result<(), EngineError> {
         self.observed.verified_bytes += report.verified_bytes;
         self.observed.mismatched_bytes += report.mismatched_bytes;
         if report.fatal {
-            return Err(report.complaint);
+            return Err(EngineError::RankFailed(report.complaint));
         }
         if !report.complaint.is_empty() {
             self.observed.complain(report.complaint);
         }
         let open = self.open.get_mut(&report.ticket);
-        let open = open.ok_or("a rank reported unknown work")?;
+        let open = open.ok_or(EngineError::Protocol("a report of unknown work"))?;
         open.missing -= 1;
         if open.missing > 0 {
             return Ok(());
@@ -224,7 +225,7 @@ impl Driver {
         Ok(())
     }
 
-    fn answered(&mut self, id: RequestId, answer: Result<Message, Failure>, us: u64) {
+    fn answered(&mut self, id: RequestId, answer: Result<Answer, Failure>, us: u64) {
         let latencies = &mut self.observed.latencies;
         let asked = self.asked.remove(&id);
         match asked {
@@ -238,9 +239,8 @@ impl Driver {
         }
         self.finishing.remove(&id);
         let failure = match answer {
-            Ok(message) => {
-                let answer: Option<Answer> = message.answer();
-                return self.scheduler.answered(id, answer, &mut self.actions);
+            Ok(answer) => {
+                return self.scheduler.answered(id, Some(answer), &mut self.actions);
             }
             Err(failure) => failure,
         };
@@ -255,7 +255,7 @@ impl Driver {
     }
 
     /// Carries out the actions of the scheduler. Appends the prompts that completed.
-    pub(super) async fn act(&mut self, served: &mut Vec<Served>) -> Result<(), String> {
+    pub(super) async fn act(&mut self, served: &mut Vec<Served>) -> Result<(), EngineError> {
         for action in std::mem::take(&mut self.actions) {
             match action {
                 Action::Idle => {}
@@ -307,10 +307,10 @@ impl Driver {
         self.next_ticket
     }
 
-    async fn order(&self, order: Order) -> Result<(), String> {
-        for queue in &self.queues {
+    async fn order(&self, order: Order) -> Result<(), EngineError> {
+        for (rank, queue) in self.queues.iter().enumerate() {
             let sent = queue.send(order.clone()).await;
-            sent.map_err(|_| "an engine rank takes no orders".to_owned())?;
+            sent.map_err(|_| EngineError::RankEnded(rank))?;
         }
         Ok(())
     }
@@ -340,7 +340,7 @@ impl Driver {
             timeout: self.request_timeout,
         };
         tokio::spawn(async move {
-            let reported = asking.ask(id, request.into()).await;
+            let reported = asking.ask(id, request).await;
             if reported.is_err() {
                 tracing::debug!("the engine has ended");
             }
@@ -351,20 +351,20 @@ impl Driver {
 /// State of one request to the leader.
 struct Asking {
     engine: usize,
-    client: Client,
+    client: EngineClient,
     report: mpsc::Sender<Event>,
     timeout: Duration,
 }
 
 impl Asking {
     /// Sends a request and waits until its deadline. A `finish` is repeated until the leader accepts it.
-    async fn ask(&self, id: RequestId, message: Message) -> Result<(), Closed> {
+    async fn ask(&self, id: RequestId, request: Request) -> Result<(), Closed> {
         let begun = Instant::now();
         let mut late = false;
         loop {
-            let answer = self.client.ask_as(id, message.clone(), self.timeout).await;
+            let answer = self.client.request(id, request.clone(), self.timeout).await;
             // The leader keeps the slot until a `finish` succeeds.
-            if matches!(message, Message::Finish(_))
+            if matches!(request, Request::Finish { .. })
                 && let Err(failure) = &answer
                 && failure.retry
             {
@@ -400,37 +400,24 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use kvferry_protocol::{ErrorBody, ErrorCode, Hello, Role, VERSION, VERSION_MIN};
+    use kvferry_client::EngineSettings;
+    use kvferry_protocol::{ErrorBody, ErrorCode, Message, Role};
     use kvferry_transport::{
-        Address, ClientSettings, Incoming, Limits, MemoryTransport, Server, ServerEvent,
-        ServerSettings, Transport,
+        Address, Limits, MemoryTransport, Server, ServerEvent, ServerSettings, Transport,
     };
-    use kvferry_types::{Epoch, LookupAnswer, PageHashes};
+    use kvferry_types::{EngineId, Epoch, LookupAnswer, PageHashes};
 
-    fn client(transport: &MemoryTransport) -> (Client, mpsc::Receiver<Incoming>) {
-        let hello = Hello {
-            version_min: VERSION_MIN,
-            version_max: VERSION,
-            role: Role::Engine,
-            engine: [1; 16],
-            rank: 0,
-            replica: 0,
-            features: 0,
-            name: "test".to_owned(),
-        };
-        let settings = ClientSettings {
-            address: Address::Memory("leader".to_owned()),
-            hello,
-            limits: Limits::default(),
-        };
-        Client::start(Arc::new(transport.clone()), settings)
+    fn client(transport: &MemoryTransport) -> EngineClient {
+        let address = Address::Memory("leader".to_owned());
+        let settings = EngineSettings::new(address, EngineId([1; 16]), "test");
+        EngineClient::start(Arc::new(transport.clone()), settings)
     }
 
     /// A driver whose only prompt has sent a load, and the load's id.
     fn loading() -> (Driver, RequestId) {
         let parts = EngineParts {
             scheduler: Scheduler::new(16, 0),
-            client: client(&MemoryTransport::default()).0,
+            client: client(&MemoryTransport::default()),
             ranks: Vec::new(),
         };
         let (report, _) = mpsc::channel(16);
@@ -524,7 +511,7 @@ mod tests {
         let done = Message::FinishAnswer(kvferry_protocol::Empty {});
         leader(&transport, vec![busy.clone(), busy, done]).await;
         let (report, mut reports) = mpsc::channel(16);
-        let (client, _incoming) = client(&transport);
+        let client = client(&transport);
         let asking = Asking {
             engine: 0,
             client,
@@ -532,7 +519,7 @@ mod tests {
             timeout: Duration::from_secs(1),
         };
         let finish = Request::Finish { slot: SlotId(3) };
-        let asked = asking.ask(RequestId(7), finish.into()).await;
+        let asked = asking.ask(RequestId(7), finish).await;
         assert!(asked.is_ok());
         let late = reports.recv().await.map(|event| event.happened);
         assert!(matches!(late, Some(Happened::FinishIsLate(RequestId(7)))));

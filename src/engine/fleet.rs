@@ -6,9 +6,10 @@ use tokio::sync::mpsc;
 use tokio::time::Instant;
 
 use crate::driver::{Driver, Event};
+use crate::error::EngineError;
 use crate::observed::Observed;
 use crate::rank_pipe::{RANK_QUEUE, RankPipe};
-use kvferry_transport::Client;
+use kvferry_client::EngineClient;
 use kvferry_workload::scheduler::{Prompt, Scheduler, Served};
 
 /// The scheduler, the connection and the ranks of one engine.
@@ -17,7 +18,7 @@ pub struct EngineParts {
     /// The engine's scheduler.
     pub scheduler: Scheduler,
     /// The connection to the leader.
-    pub client: Client,
+    pub client: EngineClient,
     /// The ranks, which have registered.
     pub ranks: Vec<RankPipe>,
 }
@@ -65,10 +66,14 @@ impl Fleet {
     ///
     /// # Errors
     /// A rank that ended or failed.
-    pub async fn arrive(&mut self, prompt: Prompt, served: &mut Vec<Served>) -> Result<(), String> {
+    pub async fn arrive(
+        &mut self,
+        prompt: Prompt,
+        served: &mut Vec<Served>,
+    ) -> Result<(), EngineError> {
         let index = self.next;
         self.next = (index + 1) % self.drivers.len().max(1);
-        let driver = self.drivers.get_mut(index).ok_or("no engine")?;
+        let driver = self.drivers.get_mut(index).ok_or(EngineError::NoEngine)?;
         driver.arrive(prompt, served).await
     }
 
@@ -81,13 +86,16 @@ impl Fleet {
         &mut self,
         limit: Instant,
         served: &mut Vec<Served>,
-    ) -> Result<(), String> {
+    ) -> Result<(), EngineError> {
         let Ok(event) = tokio::time::timeout_at(limit, self.events.recv()).await else {
             return Ok(());
         };
         let mut next = event;
         while let Some(event) = next {
-            let driver = self.drivers.get_mut(event.engine).ok_or("no engine")?;
+            let driver = self
+                .drivers
+                .get_mut(event.engine)
+                .ok_or(EngineError::NoEngine)?;
             driver.take(event.happened)?;
             next = self.events.try_recv().ok();
         }
@@ -101,7 +109,7 @@ impl Fleet {
     ///
     /// # Errors
     /// A rank that ended or failed.
-    pub async fn settle(&mut self, limit: Instant) -> Result<(), String> {
+    pub async fn settle(&mut self, limit: Instant) -> Result<(), EngineError> {
         let mut served = Vec::new();
         while Instant::now() < limit && self.drivers.iter().any(Driver::is_finishing) {
             self.progress(limit, &mut served).await?;
@@ -113,7 +121,7 @@ impl Fleet {
     ///
     /// # Errors
     /// A rank that does not end with success.
-    pub async fn end(self, limit: Duration) -> Result<Observed, String> {
+    pub async fn end(self, limit: Duration) -> Result<Observed, EngineError> {
         let mut observed = Observed::default();
         for driver in self.drivers {
             observed.add(driver.end(limit).await?);

@@ -1,17 +1,18 @@
 //! The reference engine: a paged prefix cache driven by a trace, a client of the public protocol like any other.
 //!
-//! `fleet` and `driver` run the scheduler of [`kvferry_workload`] against a leader. `rank`, `rank_session`, `outbox`, `layout`,
+//! `fleet` and `driver` run the scheduler of [`kvferry_workload`] against a leader. `rank`, `registered`, `layout`,
 //! `memory` and `pipe` run rank processes, whose memory holds bytes that can be verified.
 
 #![forbid(unsafe_code)]
 
 mod driver;
+pub mod error;
 pub mod fleet;
 pub mod layout;
 pub mod memory;
 pub mod observed;
-mod outbox;
 pub mod pipe;
+mod random;
 pub mod rank;
 pub mod rank_pipe;
-mod rank_session;
+mod registered;

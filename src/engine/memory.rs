@@ -8,8 +8,10 @@ use std::time::Duration;
 
 use clap::ValueEnum;
 
+use crate::error::EngineError;
 use crate::layout::describe;
-use crate::rank::{RankSettings, random};
+use crate::random::random;
+use crate::rank::RankSettings;
 use kvferry_cuda::{
     Context, DeviceIo, DeviceMemories, DeviceMemory, Driver, IPC_HANDLE_BYTES, Physical,
     SharedChunk, Sharing,
@@ -89,62 +91,64 @@ impl Described {
 
 impl RankMemory {
     /// Allocates memory. Its contents are unspecified.
-    pub(super) fn create(device: EngineDevice, rank: Rank, bytes: u64) -> Result<Self, String> {
+    pub(super) fn create(
+        device: EngineDevice,
+        rank: Rank,
+        bytes: u64,
+    ) -> Result<Self, EngineError> {
         match device {
             EngineDevice::Cpu => {
                 let buffer = SharedBuffer::create("kvferry-engine", bytes);
-                buffer.map(Self::Host).map_err(words)
+                Ok(Self::Host(buffer?))
             }
             _ => OnDevice::create(device, rank, bytes).map(Self::Device),
         }
     }
 
     /// Reads ranges (offset and length) into `out`, one after another.
-    pub(super) fn read(&self, ranges: &[(u64, u64)], out: &mut [u8]) -> Result<(), String> {
+    pub(super) fn read(&self, ranges: &[(u64, u64)], out: &mut [u8]) -> Result<(), EngineError> {
         match self {
             Self::Host(buffer) => {
                 let mut rest = out;
                 for (offset_bytes, len_bytes) in ranges {
                     let (part, behind) = split(rest, *len_bytes)?;
-                    buffer.read_into(*offset_bytes, part).map_err(words)?;
+                    buffer.read_into(*offset_bytes, part)?;
                     rest = behind;
                 }
                 Ok(())
             }
             Self::Device(device) => {
                 let mut window = device.window();
-                let read = window.read(&device.memory, 0, ranges, out);
-                read.map_err(words)
+                Ok(window.read(&device.memory, 0, ranges, out)?)
             }
         }
     }
 
     /// Writes ranges in the order of [`Self::read`]. On a GPU the writes complete at the latest when
     /// [`Self::finish`] returns.
-    pub(super) fn write(&self, ranges: &[(u64, u64)], bytes: &mut [u8]) -> Result<(), String> {
+    pub(super) fn write(&self, ranges: &[(u64, u64)], bytes: &mut [u8]) -> Result<(), EngineError> {
         match self {
             Self::Host(buffer) => {
                 let mut rest = bytes;
                 for (offset_bytes, len_bytes) in ranges {
                     let (part, behind) = split(rest, *len_bytes)?;
-                    buffer.write_from(*offset_bytes, part).map_err(words)?;
+                    buffer.write_from(*offset_bytes, part)?;
                     rest = behind;
                 }
                 Ok(())
             }
             Self::Device(device) => {
                 let mut window = device.window();
-                let written = window.write_later(&device.memory, 0, ranges, bytes);
-                written.map_err(words)
+                Ok(window.write_later(&device.memory, 0, ranges, bytes)?)
             }
         }
     }
 
     /// Waits until all writes are complete.
-    pub(super) fn finish(&self) -> Result<(), String> {
+    pub(super) fn finish(&self) -> Result<(), EngineError> {
         match self {
             Self::Host(_) => Ok(()),
-            Self::Device(device) => device.window().finish().map_err(words),
+            Self::Device(device) => Ok(device.window().finish()?),
         }
     }
 
@@ -158,25 +162,24 @@ impl RankMemory {
     }
 
     /// Makes the device write, after all earlier writes, that everything up to this request is written.
-    pub(super) fn mark(&self, through: u64) -> Result<(), String> {
+    pub(super) fn mark(&self, through: u64) -> Result<(), EngineError> {
         match self {
             Self::Device(device) if let Some(word) = device.timeline => {
-                let marked = device.window().mark(&device.memory, word, through);
-                marked.map_err(words)
+                Ok(device.window().mark(&device.memory, word, through)?)
             }
             _ => Ok(()),
         }
     }
 
     /// Shares the memory with the worker whose sockets are in `worker_dir`.
-    pub(super) async fn hand_over(&self, worker_dir: &Path) -> Result<Described, String> {
+    pub(super) async fn hand_over(&self, worker_dir: &Path) -> Result<Described, EngineError> {
         match self {
             Self::Host(buffer) => {
                 let mut ticket = [0; 16];
                 random(&mut ticket)?;
-                let fd = buffer.try_clone_fd().map_err(words)?;
+                let fd = buffer.try_clone_fd()?;
                 let sent = send_fd(worker_dir, &ticket, fd.as_fd(), HAND_OVER_LIMIT);
-                sent.await.map_err(words)?;
+                sent.await?;
                 Ok(Described {
                     kind: AllocationKind::SharedMemory,
                     handle: AllocationHandle::Ticket(ticket),
@@ -195,14 +198,14 @@ impl RankMemory {
 }
 
 impl Shared {
-    async fn hand_over(&self, worker_dir: &Path) -> Result<AllocationHandle, String> {
+    async fn hand_over(&self, worker_dir: &Path) -> Result<AllocationHandle, EngineError> {
         let chunks = match self {
             Self::Whole(handle) => return Ok(AllocationHandle::CudaIpc(*handle)),
             Self::Chunks(chunks) => chunks,
         };
         let (mut list, mut tickets) = (Vec::new(), Vec::new());
         for chunk in chunks {
-            let handle = match chunk.share().map_err(words)? {
+            let handle = match chunk.share()? {
                 SharedChunk::Fabric(handle) => ChunkHandle::CudaFabric(handle),
                 SharedChunk::Fd(fd) => {
                     let mut ticket = [0; 16];
@@ -219,7 +222,7 @@ impl Shared {
             .map(|(ticket, fd)| (*ticket, fd.as_fd()))
             .collect();
         let sent = send_fds(worker_dir, &fds, HAND_OVER_LIMIT).await;
-        sent.map_err(words)?;
+        sent?;
         Ok(AllocationHandle::Chunks(list))
     }
 }
@@ -229,18 +232,18 @@ impl OnDevice {
         self.window.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn create(kind: EngineDevice, rank: Rank, bytes: u64) -> Result<Self, String> {
+    fn create(kind: EngineDevice, rank: Rank, bytes: u64) -> Result<Self, EngineError> {
         // The timeline word lies after the pages and the nonce.
         let word_at = bytes.next_multiple_of(TIMELINE_BYTES);
         let bytes = word_at + TIMELINE_BYTES;
-        let driver = Driver::get().map_err(words)?;
-        let devices = driver.devices().map_err(words)?;
+        let driver = Driver::get()?;
+        let devices = driver.devices()?;
         let device = devices[usize::from(rank.0) % devices.len()];
-        let context = Context::new(driver, device).map_err(words)?;
+        let context = Context::new(driver, device)?;
         let in_chunks = |sharing| {
             let made = DeviceMemory::allocate_chunks(&context, bytes, CHUNK_BYTES, sharing);
-            let (memory, chunks) = made.map_err(words)?;
-            Ok::<_, String>((memory, Shared::Chunks(chunks)))
+            let (memory, chunks) = made?;
+            Ok::<_, EngineError>((memory, Shared::Chunks(chunks)))
         };
         let (memory, shared) = match kind {
             EngineDevice::CudaFd => in_chunks(Sharing::Fd)?,
@@ -248,14 +251,14 @@ impl OnDevice {
             EngineDevice::Cpu | EngineDevice::Cuda => {
                 // Smaller allocations would share one piece of the driver's memory, and with it one IPC handle.
                 let bytes = bytes.next_multiple_of(DRIVER_PIECE_BYTES);
-                let memory = DeviceMemory::allocate(&context, bytes).map_err(words)?;
-                let handle = memory.ipc_handle().map_err(words)?;
+                let memory = DeviceMemory::allocate(&context, bytes)?;
+                let handle = memory.ipc_handle()?;
                 (memory, Shared::Whole(handle))
             }
         };
         let bytes = memory.bytes();
         let memory = DeviceMemories::own(vec![memory]);
-        let mut window = DeviceIo::new(&context).map_err(words)?;
+        let mut window = DeviceIo::new(&context)?;
         let word = Timeline {
             allocation: 0,
             offset_bytes: word_at,
@@ -263,7 +266,7 @@ impl OnDevice {
         let place = [(word.offset_bytes, TIMELINE_BYTES)];
         let zero = [0; TIMELINE_BYTES as usize];
         let zeroed = window.write(&memory, word.allocation, &place, &zero);
-        zeroed.map_err(words)?;
+        zeroed?;
         // Not every device can write timeline words.
         let marked = window.mark(&memory, word, 0).and_then(|()| window.finish());
         let timeline = marked.is_ok().then_some(word);
@@ -278,13 +281,7 @@ impl OnDevice {
     }
 }
 
-fn split(bytes: &mut [u8], at: u64) -> Result<(&mut [u8], &mut [u8]), String> {
-    let at = usize::try_from(at).map_err(words)?;
-    bytes
-        .split_at_mut_checked(at)
-        .ok_or_else(|| "ranges of more bytes than there are".to_owned())
-}
-
-fn words(error: impl std::fmt::Display) -> String {
-    error.to_string()
+fn split(bytes: &mut [u8], at: u64) -> Result<(&mut [u8], &mut [u8]), EngineError> {
+    let at = usize::try_from(at).map_err(|_| EngineError::Ranges)?;
+    bytes.split_at_mut_checked(at).ok_or(EngineError::Ranges)
 }

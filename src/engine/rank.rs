@@ -8,11 +8,13 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::mpsc;
 
+use crate::error::EngineError;
 use crate::layout::{EngineLayout, NONCE_ROOM_BYTES, pages_bytes};
 use crate::memory::{EngineDevice, RankMemory};
 use crate::pipe::{self, Order, Report, Task};
-use crate::rank_session::{RankCommand, RankSession};
-use kvferry_transport::Transport;
+use crate::registered::Registered;
+use kvferry_client::{RankSession, RankSessionSettings};
+use kvferry_transport::{Address, Transport};
 use kvferry_types::{EngineId, Fingerprint, Rank, Replica, RequestId, Shard};
 use kvferry_workload::content::{ContentKey, POISON};
 use kvferry_workload::models::ModelGeometry;
@@ -53,10 +55,10 @@ pub struct RankSettings {
 }
 
 /// The rank's memory, and the state of its work.
-struct RankProcess {
+struct RankProcess<'a> {
     settings: RankSettings,
     memory: Arc<RankMemory>,
-    tell: mpsc::Sender<RankCommand>,
+    session: &'a RankSession,
     scratch: Vec<u8>,
 }
 
@@ -67,13 +69,13 @@ pub async fn run(
     settings: RankSettings,
     orders: impl AsyncRead + Unpin,
     reports: impl AsyncWrite + Unpin + Send + 'static,
-) -> Result<(), String> {
+) -> Result<(), EngineError> {
     let (report, queue) = mpsc::channel(QUEUE);
     let writing = tokio::spawn(write_reports(queue, reports));
     let ended = serve(transport, settings, orders, &report).await;
-    if let Err(complaint) = &ended {
+    if let Err(error) = &ended {
         let last = Report {
-            complaint: complaint.clone(),
+            complaint: error.to_string(),
             fatal: true,
             ..Report::default()
         };
@@ -82,7 +84,9 @@ pub async fn run(
         }
     }
     drop(report);
-    let written = writing.await.map_err(|error| error.to_string())?;
+    let written = writing
+        .await
+        .map_err(|error| EngineError::Pipe(error.into()))?;
     ended.and(written)
 }
 
@@ -91,70 +95,93 @@ async fn serve(
     settings: RankSettings,
     orders: impl AsyncRead + Unpin,
     report: &mpsc::Sender<Report>,
-) -> Result<(), String> {
+) -> Result<(), EngineError> {
     let bytes = pages_bytes(&settings) + NONCE_ROOM_BYTES;
     let memory = RankMemory::create(settings.device, settings.rank, bytes);
     let memory = Arc::new(memory?);
-    let (tell, told) = mpsc::channel(QUEUE);
-    let rank_session =
-        RankSession::start(transport, &settings, Arc::clone(&memory), report.clone());
+    let session_settings = RankSessionSettings {
+        worker: Address::Directory(settings.worker_dir.clone()),
+        engine: settings.engine,
+        replica: settings.replica,
+        rank: settings.rank,
+        name: format!("reference engine, {}", settings.rank),
+        start_limit: settings.start_limit,
+    };
+    let registered = Registered {
+        settings: settings.clone(),
+        memory: Arc::clone(&memory),
+    };
+    let session = RankSession::start(transport, session_settings, Arc::new(registered));
     let process = RankProcess {
         settings,
         memory,
-        tell,
+        session: &session,
         scratch: Vec::new(),
     };
     tokio::select! {
         ended = process.work(orders, report) => ended,
-        failed = rank_session.run(told) => Err(failed),
+        failure = session.failed() => Err(failure.into()),
     }
+}
+
+async fn send_report(reports: &mpsc::Sender<Report>, report: Report) -> Result<(), EngineError> {
+    let sent = reports.send(report).await;
+    sent.map_err(|_| EngineError::Protocol("nobody reads the reports"))
 }
 
 async fn write_reports(
     mut queue: mpsc::Receiver<Report>,
     mut reports: impl AsyncWrite + Unpin,
-) -> Result<(), String> {
+) -> Result<(), EngineError> {
     while let Some(report) = queue.recv().await {
         let written = pipe::write(&mut reports, &report).await;
-        written.map_err(|error| error.to_string())?;
+        written.map_err(EngineError::Pipe)?;
     }
     Ok(())
 }
 
-impl RankProcess {
+impl RankProcess<'_> {
     async fn work(
         mut self,
         mut orders: impl AsyncRead + Unpin,
         reports: &mpsc::Sender<Report>,
-    ) -> Result<(), String> {
-        let ended = |_| "the worker's side has ended".to_owned();
+    ) -> Result<(), EngineError> {
+        self.session.registered().await?;
+        send_report(reports, Report::default()).await?;
         loop {
-            let order: Option<Order> = pipe::read(&mut orders)
-                .await
-                .map_err(|error| error.to_string())?;
+            let order: Option<Order> = pipe::read(&mut orders).await.map_err(EngineError::Pipe)?;
             let Some(order) = order else { return Ok(()) };
-            let kind = match order.task().ok_or("unknown work")? {
+            let task = order.task();
+            let kind = match task.ok_or(EngineError::Protocol("an order of an unknown kind"))? {
                 Task::Work(kind) => kind,
                 Task::Abandon(request) => {
-                    let ticket = order.ticket;
-                    let abandon = RankCommand::Abandon { request, ticket };
-                    self.tell.send(abandon).await.map_err(ended)?;
+                    let abandoned = self.session.abandon(request);
+                    let (reports, ticket) = (reports.clone(), order.ticket);
+                    tokio::spawn(async move {
+                        let report = Report {
+                            ticket,
+                            ..Report::default()
+                        };
+                        // A session that has ended ends the process, and a closed queue, too.
+                        if abandoned.await.is_ok() && reports.send(report).await.is_err() {
+                            tracing::debug!("nobody reads the reports");
+                        }
+                    });
                     continue;
                 }
             };
             let report = self.carry_out(kind, &order)?;
             if order.written_through > 0 {
                 self.memory.mark(order.written_through)?;
-                let written = RankCommand::Written(RequestId(order.written_through));
-                self.tell.send(written).await.map_err(ended)?;
+                let through = RequestId(order.written_through);
+                self.session.written(through).await?;
             }
             // The device may still write: readers and later writers of these pages wait for the announced number.
-            let sent = reports.send(report).await;
-            sent.map_err(|_| "nobody reads the reports".to_owned())?;
+            send_report(reports, report).await?;
         }
     }
 
-    fn carry_out(&mut self, kind: WorkKind, order: &Order) -> Result<Report, String> {
+    fn carry_out(&mut self, kind: WorkKind, order: &Order) -> Result<Report, EngineError> {
         let mut report = Report {
             ticket: order.ticket,
             ..Report::default()
@@ -182,7 +209,7 @@ impl RankProcess {
         page: u32,
         content: Fingerprint,
         report: &mut Report,
-    ) -> Result<(), String> {
+    ) -> Result<(), EngineError> {
         let Self {
             settings,
             memory,
@@ -225,15 +252,5 @@ impl RankProcess {
             WorkKind::Verify => Ok(()),
             WorkKind::Poison | WorkKind::Compute => memory.write(&places, scratch),
         }
-    }
-}
-
-/// Fills `bytes` with random bytes of the system.
-pub fn random(bytes: &mut [u8]) -> Result<(), String> {
-    let got = rustix::rand::getrandom(&mut *bytes, rustix::rand::GetRandomFlags::empty());
-    match got {
-        Ok(count) if count == bytes.len() => Ok(()),
-        Ok(count) => Err(format!("{count} random bytes of {}", bytes.len())),
-        Err(error) => Err(error.to_string()),
     }
 }

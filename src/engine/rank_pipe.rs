@@ -5,6 +5,7 @@ use std::time::Duration;
 use tokio::process::{Child, ChildStdin, ChildStdout};
 use tokio::sync::mpsc;
 
+use crate::error::EngineError;
 use crate::pipe::{self, Order, Report};
 
 /// Orders that may wait in a rank's queue.
@@ -26,13 +27,16 @@ impl RankPipe {
     ///
     /// # Errors
     /// The rank's own error, or that it ended or took longer than `limit`.
-    pub async fn wait_until_ready(&mut self, limit: Duration) -> Result<(), String> {
+    pub async fn wait_until_ready(&mut self, limit: Duration) -> Result<(), EngineError> {
         match tokio::time::timeout(limit, pipe::read::<Report>(&mut self.reports)).await {
-            Err(_) => Err(format!("an engine rank is not ready after {limit:?}")),
-            Ok(Ok(Some(report))) if report.fatal => Err(report.complaint),
+            Err(_) => Err(EngineError::TooLate {
+                what: "register",
+                limit,
+            }),
+            Ok(Ok(Some(report))) if report.fatal => Err(EngineError::RankFailed(report.complaint)),
             Ok(Ok(Some(_))) => Ok(()),
-            Ok(Ok(None)) => Err("an engine rank ended before it was ready".to_owned()),
-            Ok(Err(error)) => Err(error.to_string()),
+            Ok(Ok(None)) => Err(EngineError::Protocol("closed before the rank was ready")),
+            Ok(Err(error)) => Err(EngineError::Pipe(error)),
         }
     }
 }

@@ -3,6 +3,7 @@
 use serde_json::{Value, json};
 
 use crate::body::Role;
+use crate::call::answer;
 use crate::error::ErrorCode;
 use crate::kind::Kind;
 use crate::{Message, VERSION, VERSION_MIN, limits};
@@ -57,30 +58,4 @@ fn said_by(kind: Kind) -> Vec<Role> {
     let mut roles = vec![Role::Engine, Role::Rank, Role::Worker, Role::Admin];
     roles.retain(|role| kind.said_by(*role));
     roles
-}
-
-/// The kind that answers a request. Every request may be answered by an error instead.
-pub(super) fn answer(kind: Kind) -> Option<Kind> {
-    match kind {
-        Kind::Hello => Some(Kind::Welcome),
-        Kind::Ping => Some(Kind::Pong),
-        Kind::Lookup => Some(Kind::LookupAnswer),
-        Kind::Load => Some(Kind::LoadAnswer),
-        Kind::Store => Some(Kind::StoreAnswer),
-        Kind::Finish => Some(Kind::FinishAnswer),
-        Kind::Register => Some(Kind::Registered),
-        Kind::Written => Some(Kind::WrittenAnswer),
-        Kind::Unregister => Some(Kind::Unregistered),
-        Kind::Attach => Some(Kind::Attached),
-        Kind::Transfer => Some(Kind::Ended),
-        Kind::Cancel => Some(Kind::Ended),
-        Kind::Invalidate => Some(Kind::Invalidated),
-        Kind::ReadInventory => Some(Kind::Inventory),
-        Kind::Reset => Some(Kind::ResetAnswer),
-        Kind::CancelStores => Some(Kind::CancelStoresAnswer),
-        Kind::Abandon => Some(Kind::AbandonAnswer),
-        Kind::Readiness => Some(Kind::ReadinessAnswer),
-        Kind::Status => Some(Kind::StatusAnswer),
-        _ => None,
-    }
 }

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use crate::body::{
     Abandon, Attach, Attached, Cancel, CancelStores, Empty, Ended, ErrorBody, Finish, Hello,
     Invalidate, Invalidated, Inventory, Load, Lookup, ReadInventory, Readiness, Register,
-    Registered, Reset, Status, StatusAnswer, Store, Transfer, Welcome, Written,
+    Registered, Reset, Status, StatusAnswer, Store, Transfer, Unregister, Welcome, Written,
 };
 use crate::error::{DecodeError, EncodeError};
 use crate::header::{HEADER_BYTES, Header};
@@ -109,7 +109,7 @@ messages! {
     /// Answer to [`Abandon`].
     AbandonAnswer(Empty);
     /// See [`Kind::Unregister`].
-    Unregister(Empty);
+    Unregister(Unregister);
     /// See [`Kind::Unregistered`].
     Unregistered(Empty);
     /// See [`Kind::Attach`].

@@ -4,7 +4,7 @@ use crate::body::{
     Abandon, Attach, Attached, AttachedMemory, Cancel, CancelStores, CopyOrder, Empty, Ended,
     ErrorBody, FEATURE_TIMELINE, Finish, Hello, Invalidate, Invalidated, Inventory, Load, Lookup,
     RankStatus, ReadInventory, Readiness, RecordBody, Register, Registered, Reset, Role, Status,
-    StatusAnswer, Store, Transfer, Welcome, Written,
+    StatusAnswer, Store, Transfer, Unregister, Welcome, Written,
 };
 use crate::codec::Message;
 use crate::error::ErrorCode;
@@ -217,7 +217,7 @@ pub fn examples() -> Vec<(&'static str, Message)> {
             }),
         ),
         ("abandon_answer", Message::AbandonAnswer(Empty {})),
-        ("unregister", Message::Unregister(Empty {})),
+        ("unregister", Message::Unregister(Unregister {})),
         ("unregistered", Message::Unregistered(Empty {})),
         (
             "attach",

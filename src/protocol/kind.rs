@@ -183,7 +183,7 @@ mod tests {
     #[test]
     fn a_number_says_whether_it_wants_an_answer() {
         for kind in Kind::ALL {
-            let answered = crate::catalogue::answer(*kind);
+            let answered = crate::call::answer(*kind);
             assert_eq!(
                 answered.is_some(),
                 kind.class() == Class::Request,

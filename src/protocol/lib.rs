@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 mod body;
+mod call;
 mod catalogue;
 mod codec;
 mod error;
@@ -22,8 +23,9 @@ pub use body::{
     Abandon, Attach, Attached, AttachedMemory, Cancel, CancelStores, CopyOrder, Empty, Ended,
     ErrorBody, FEATURE_TIMELINE, Finish, Hello, Invalidate, Invalidated, Inventory, Load, Lookup,
     RankStatus, ReadInventory, Readiness, RecordBody, Register, Registered, Reset, Role, Status,
-    StatusAnswer, Store, Transfer, Welcome, Written,
+    StatusAnswer, Store, Transfer, Unregister, Welcome, Written,
 };
+pub use call::Call;
 pub use catalogue::catalogue;
 pub use codec::{Envelope, Message, decode, encode, judge};
 pub use error::{DecodeError, EncodeError, ErrorCode};

@@ -64,6 +64,15 @@ impl Failure {
             over: false,
         }
     }
+
+    /// An answer of another kind than the request's: the other side does not follow the protocol.
+    pub fn unexpected(asked: Kind, answer: &Message) -> Self {
+        let (asked, answered) = (asked.name(), answer.kind().name());
+        let text = format!(
+            "{asked} was answered by {answered}: the other side does not follow the protocol"
+        );
+        Self::new(ErrorCode::Internal, text)
+    }
 }
 
 impl From<ErrorBody> for Failure {

@@ -8,7 +8,7 @@ use super::{
 };
 use kvferry_protocol::{
     Empty, Envelope, ErrorBody, ErrorCode, HELLO_VERSION, Header, Hello, Kind, Message, Role,
-    Status, VERSION, VERSION_MIN, Welcome, decode, encode, limits,
+    Status, VERSION, Welcome, decode, encode, limits,
 };
 use kvferry_types::{Epoch, PeerId, RequestId, Time};
 
@@ -26,14 +26,8 @@ fn at(ms: u64) -> Time {
 
 fn hello(role: Role) -> Hello {
     Hello {
-        version_min: VERSION_MIN,
-        version_max: VERSION,
-        role,
         engine: [5; 16],
-        rank: 0,
-        name: "test".to_owned(),
-        replica: 0,
-        features: 0,
+        ..Hello::new(role, "test")
     }
 }
 

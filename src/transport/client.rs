@@ -11,7 +11,7 @@ use std::time::Duration;
 use tokio::sync::{mpsc, oneshot};
 
 use crate::{Address, Clock, Connection, Frame, Limits, Transport, TransportError};
-use kvferry_protocol::{Envelope, ErrorCode, Hello, Message};
+use kvferry_protocol::{Call, Envelope, ErrorCode, Hello, Message};
 use kvferry_session::{
     CONNECT_TIMEOUT, ClientEvent, ClientRequest, ClientSession, ClientTimes, Failure,
 };
@@ -21,7 +21,7 @@ use kvferry_types::{Epoch, LinkId, RequestId};
 /// body of the wire (8 MiB); 128 MiB with the hashes of 4,096 pages each.
 pub const CLIENT_QUEUE: usize = 1024;
 /// First id of the requests that a client numbers itself; callers number theirs below.
-const OWN_IDS: u64 = 1 << 63;
+const CLIENT_ID_BASE: u64 = 1 << 63;
 
 /// An event of a client's connection.
 #[derive(Debug)]
@@ -44,7 +44,7 @@ pub enum Incoming {
         /// The request.
         envelope: Box<Envelope>,
     },
-    /// The server answered a request of [`Client::ask_in_order`].
+    /// The server answered a request of [`Client::request_in_order`].
     Answered {
         /// Id of the answered request.
         id: RequestId,
@@ -113,7 +113,7 @@ impl ReplyTo {
 #[derive(Debug, Clone)]
 pub struct Client {
     commands: mpsc::Sender<Command>,
-    next_own_id: Arc<AtomicU64>,
+    next_client_id: Arc<AtomicU64>,
     clock: Clock,
 }
 
@@ -147,53 +147,88 @@ impl Client {
         (
             Self {
                 commands,
-                next_own_id: Arc::new(AtomicU64::new(OWN_IDS)),
+                next_client_id: Arc::new(AtomicU64::new(CLIENT_ID_BASE)),
                 clock,
             },
             incoming_queue,
         )
     }
 
+    /// Connects like [`Self::start`], for a client to which its server sends no requests.
+    pub fn without_incoming(transport: Arc<dyn Transport>, settings: ClientSettings) -> Self {
+        let (client, mut incoming) = Self::start(transport, settings);
+        tokio::spawn(async move { while incoming.recv().await.is_some() {} });
+        client
+    }
+
     /// Sends a request under an id that the client chooses, and waits for the answer.
-    pub async fn ask(&self, message: Message, timeout: Duration) -> Result<Message, Failure> {
-        let id = RequestId(self.next_own_id.fetch_add(1, Ordering::Relaxed));
-        self.ask_as(id, message, timeout).await
+    pub async fn request(&self, message: Message, timeout: Duration) -> Result<Message, Failure> {
+        let id = RequestId(self.next_client_id.fetch_add(1, Ordering::Relaxed));
+        self.request_as(id, message, timeout).await
+    }
+
+    /// Sends a request under an id that the client chooses, and waits for its answer.
+    pub async fn call<C: Call>(&self, call: C, timeout: Duration) -> Result<C::Answer, Failure> {
+        typed::<C>(self.request(call.into(), timeout).await?)
+    }
+
+    /// As [`Self::call`], over this connection only: see [`Self::request_on`].
+    pub async fn call_on<C: Call>(
+        &self,
+        link: LinkId,
+        call: C,
+        timeout: Duration,
+    ) -> Result<C::Answer, Failure> {
+        typed::<C>(self.request_on(link, call.into(), timeout).await?)
+    }
+
+    /// As [`Self::call`], under an id chosen by the caller, and with `grace` beyond the deadline: see
+    /// [`Self::request_with_grace`].
+    pub async fn call_as<C: Call>(
+        &self,
+        id: RequestId,
+        call: C,
+        timeout: Duration,
+        grace: Duration,
+    ) -> Result<C::Answer, Failure> {
+        let message = call.into();
+        typed::<C>(self.request_with_grace(id, message, timeout, grace).await?)
     }
 
     /// Sends a request under an id chosen by the caller, below 2^63. A repeated id is a retry.
-    pub async fn ask_as(
+    pub async fn request_as(
         &self,
         id: RequestId,
         message: Message,
         timeout: Duration,
     ) -> Result<Message, Failure> {
-        self.ask_patiently(id, message, timeout, Duration::ZERO)
+        self.request_with_grace(id, message, timeout, Duration::ZERO)
             .await
     }
 
     /// Sends a request over this connection only, because it may no longer hold after a reconnect. If the connection
     /// breaks, the request fails at its deadline or at the next connection.
-    pub async fn ask_over(
+    pub async fn request_on(
         &self,
         link: LinkId,
         message: Message,
         timeout: Duration,
     ) -> Result<Message, Failure> {
-        let id = RequestId(self.next_own_id.fetch_add(1, Ordering::Relaxed));
+        let id = RequestId(self.next_client_id.fetch_add(1, Ordering::Relaxed));
         self.command(id, message, timeout, Duration::ZERO, Some(link))
             .await
     }
 
-    /// As [`Self::ask_as`], but waits up to `patience` beyond the deadline that is sent to the server: a load that
+    /// As [`Self::request_as`], but waits up to `grace` beyond the deadline that is sent to the server: a load that
     /// misses its deadline is answered only when nothing writes its pages any longer.
-    pub async fn ask_patiently(
+    pub async fn request_with_grace(
         &self,
         id: RequestId,
         message: Message,
         timeout: Duration,
-        patience: Duration,
+        grace: Duration,
     ) -> Result<Message, Failure> {
-        self.command(id, message, timeout, patience, None).await
+        self.command(id, message, timeout, grace, None).await
     }
 
     async fn command(
@@ -201,7 +236,7 @@ impl Client {
         id: RequestId,
         message: Message,
         timeout: Duration,
-        patience: Duration,
+        grace: Duration,
         link: Option<LinkId>,
     ) -> Result<Message, Failure> {
         // The client's task has ended: no further request can succeed.
@@ -214,7 +249,7 @@ impl Client {
             id,
             message,
             deadline: self.clock.now() + timeout,
-            grace: patience,
+            grace,
             link,
             to: ReplyTo::Caller(reply),
         });
@@ -225,8 +260,8 @@ impl Client {
     /// Sends a request over this connection only, without waiting. The answer arrives as [`Incoming::Answered`], in
     /// order with the other messages of this connection: messages that the server sent after it are not handled before
     /// it. Without an answer by the deadline, or if the connection breaks, no event arrives; the caller must retry.
-    pub fn ask_in_order(&self, link: LinkId, message: Message, timeout: Duration) -> RequestId {
-        let id = RequestId(self.next_own_id.fetch_add(1, Ordering::Relaxed));
+    pub fn request_in_order(&self, link: LinkId, message: Message, timeout: Duration) -> RequestId {
+        let id = RequestId(self.next_client_id.fetch_add(1, Ordering::Relaxed));
         self.post(Command::Ask(ClientRequest {
             id,
             message,
@@ -259,6 +294,10 @@ impl Client {
             });
         }
     }
+}
+
+fn typed<C: Call>(answer: Message) -> Result<C::Answer, Failure> {
+    C::answer(answer).map_err(|other| Failure::unexpected(C::KIND, &other))
 }
 
 /// Drives a [`ClientSession`]: connects, and moves its messages.

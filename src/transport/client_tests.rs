@@ -126,7 +126,7 @@ async fn what_is_not_known_ends_neither_the_connection_nor_a_request() {
     server.welcome(VERSION);
     let asking = tokio::spawn(async move {
         let patience = Duration::from_secs(20);
-        client.ask_as(RequestId(42), status(), patience).await
+        client.request_as(RequestId(42), status(), patience).await
     });
     assert_eq!(server.hear_more().await.correlation, RequestId(42));
     // Answers of unknown kinds, under the id of an open request, and an answer to no open request.
@@ -167,7 +167,8 @@ async fn what_is_not_known_ends_neither_the_connection_nor_a_request() {
 async fn a_version_that_was_not_offered_is_refused_in_words() {
     let transport = MemoryTransport::default();
     let (server, _, client, _incoming) = Scripted::start(&transport).await;
-    let asking = tokio::spawn(async move { client.ask(status(), Duration::from_secs(20)).await });
+    let asking =
+        tokio::spawn(async move { client.request(status(), Duration::from_secs(20)).await });
     // Lets the client take up the request: virtual time advances only when nothing else is runnable.
     tokio::time::sleep(Duration::from_millis(1)).await;
     server.welcome(VERSION + 1);

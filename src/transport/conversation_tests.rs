@@ -144,7 +144,7 @@ async fn a_request_is_answered_and_the_older_version_is_spoken() {
     let transport = MemoryTransport::default();
     let mut server = server(&transport, 3).await;
     let (client, mut incoming) = client(&transport, hello(VERSION_MIN, VERSION_MIN));
-    let asking = tokio::spawn(async move { client.ask(status(), HEARTBEAT).await });
+    let asking = tokio::spawn(async move { client.request(status(), HEARTBEAT).await });
     let (peer, id) = next_request(&mut server).await;
     server.replier().reply(peer, id, answer());
     assert_eq!(asking.await.expect("no panic"), Ok(answer()));
@@ -162,7 +162,7 @@ async fn without_a_common_version_every_request_fails_with_a_word() {
     let transport = MemoryTransport::default();
     let mut server = server(&transport, 1).await;
     let (client, _incoming) = client(&transport, hello(VERSION + 1, VERSION + 5));
-    let asking = client.ask(status(), Duration::from_secs(5));
+    let asking = client.request(status(), Duration::from_secs(5));
     let failure = tokio::select! {
         answer = asking => answer.expect_err("no version in common"),
         () = listen_on(&mut server) => unreachable!("the server ends with the test"),
@@ -177,12 +177,13 @@ async fn without_a_server_a_request_fails_at_its_deadline() {
     let (client, _incoming) = client(&transport, hello(1, 2));
     let begun = tokio::time::Instant::now();
     let failure = client
-        .ask(status(), Duration::from_secs(7))
+        .request(status(), Duration::from_secs(7))
         .await
         .expect_err("nobody is there");
     assert_eq!(failure.code, ErrorCode::Deadline);
     assert_eq!(begun.elapsed().as_secs(), 7);
-    let patient = client.ask_patiently(RequestId(1), status(), HEARTBEAT, Duration::from_secs(4));
+    let patient =
+        client.request_with_grace(RequestId(1), status(), HEARTBEAT, Duration::from_secs(4));
     assert!(patient.await.is_err());
     assert_eq!(
         begun.elapsed().as_secs(),
@@ -198,7 +199,7 @@ async fn what_was_not_answered_is_asked_again_under_the_same_id_by_a_new_hello()
     let (client, mut incoming) = client(&transport, hello(1, 2));
     let asking = tokio::spawn(async move {
         client
-            .ask_as(RequestId(42), status(), Duration::from_secs(60))
+            .request_as(RequestId(42), status(), Duration::from_secs(60))
             .await
     });
     let (_, id) = next_request(&mut first).await;
@@ -368,7 +369,7 @@ async fn a_client_that_only_listens_is_kept() {
             let client = client.clone();
             tokio::spawn(async move {
                 let patience = Duration::from_secs(60);
-                client.ask_as(RequestId(id), status(), patience).await
+                client.request_as(RequestId(id), status(), patience).await
             })
         })
         .collect();
@@ -487,7 +488,7 @@ async fn an_answer_that_is_asked_for_in_order_comes_before_what_is_said_after_it
         panic!("no welcome")
     };
     for round in 0..100 {
-        let asked = client.ask_in_order(link, status(), HEARTBEAT);
+        let asked = client.request_in_order(link, status(), HEARTBEAT);
         let first = incoming.recv().await;
         let Some(Incoming::Answered { id, answer: said }) = first else {
             panic!("{first:?} before the answer")
@@ -502,7 +503,7 @@ async fn an_answer_that_is_asked_for_in_order_comes_before_what_is_said_after_it
     let server = hears.await.expect("no panic");
     // A request without an answer produces no event, and a request for one connection is not sent over another.
     let stale = crate::LinkId(link.0 + 1);
-    client.ask_in_order(stale, status(), HEARTBEAT);
+    client.request_in_order(stale, status(), HEARTBEAT);
     let quiet = tokio::time::timeout(HEARTBEAT * 2, incoming.recv()).await;
     assert!(
         quiet.is_err() || matches!(quiet, Ok(Some(Incoming::Lost))),

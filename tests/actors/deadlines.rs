@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use kvferry_protocol::limits::PAIRS_MAX;
-use kvferry_protocol::{ErrorCode, Lookup, Message, Reset, StoreAnswer};
+use kvferry_protocol::{ErrorCode, LoadAnswer, Lookup, Reset, StoreAnswer};
 use kvferry_transport::MemoryTransport;
 use kvferry_types::RequestId;
 use tokio::task::JoinHandle;
@@ -20,7 +20,10 @@ const WITHIN: Duration = Duration::from_secs(2);
 const FENCE_SECONDS: f64 = 10.0;
 
 /// Stores pages, then requests a load of them. Returns the pending load and the load orders of both workers.
-async fn loading(engine: &Engine, workers: &mut [Puppet; 2]) -> (JoinHandle<Answered>, [Order; 2]) {
+async fn loading(
+    engine: &Engine,
+    workers: &mut [Puppet; 2],
+) -> (JoinHandle<Answered<LoadAnswer>>, [Order; 2]) {
     let stored = storing(engine, workers).await;
     for (worker, order) in workers.iter().zip(&stored.1) {
         worker.ended(order, true);
@@ -28,14 +31,17 @@ async fn loading(engine: &Engine, workers: &mut [Puppet; 2]) -> (JoinHandle<Answ
     let answer = stored.0.await.expect("no panic");
     assert!(answer.is_ok(), "{answer:?}");
     let found = engine.lookup(3, 2, PAGES as u8).await;
-    assert!(matches!(found, Ok(Message::LookupAnswer(found)) if found.hit_pages == PAGES));
+    assert!(matches!(found, Ok(found) if found.hit_pages == PAGES));
     let asking = engine.clone();
     let asked = tokio::spawn(async move { asking.load(4, 2, PAGES, WITHIN).await });
     (asked, orders(workers).await)
 }
 
 /// Requests a store. Returns the pending store and the orders that both workers received.
-async fn storing(engine: &Engine, workers: &mut [Puppet; 2]) -> (JoinHandle<Answered>, [Order; 2]) {
+async fn storing(
+    engine: &Engine,
+    workers: &mut [Puppet; 2],
+) -> (JoinHandle<Answered<StoreAnswer>>, [Order; 2]) {
     engine.lookup(1, 1, PAGES as u8).await.expect("an answer");
     let asking = engine.clone();
     let asked = tokio::spawn(async move { asking.store(2, 1, PAGES, WITHIN).await });
@@ -137,7 +143,7 @@ async fn pages_of_a_late_store_stay_set_aside_until_both_workers_have_ended() {
         refused_pages: 0,
         failed_pages: PAGES,
     };
-    assert_eq!(answer, Ok(Message::StoreAnswer(expected)));
+    assert_eq!(answer, Ok(expected));
     assert_eq!(pages("quarantined").await, 0);
     assert_eq!(pages("ready").await, 0);
     process.stop().await;
@@ -154,21 +160,25 @@ async fn a_load_that_cannot_be_said_to_its_workers_fails_at_once() {
     let workers = workers.map(Puppet::obey);
     let hashes = (0..pages).flat_map(|page| u128::from(page + 1).to_be_bytes());
     let hashes: Vec<u8> = hashes.collect();
-    let look = |slot| {
-        Message::Lookup(Lookup {
-            slot,
-            namespace: Vec::new(),
-            hash_bytes: 16,
-            hashes: hashes.clone(),
-            device_pages: 0,
-        })
+    let look = |slot| Lookup {
+        slot,
+        namespace: Vec::new(),
+        hash_bytes: 16,
+        hashes: hashes.clone(),
+        device_pages: 0,
     };
-    let found = engine.0.ask_as(RequestId(1), look(1), WITHIN).await;
+    let found = engine
+        .0
+        .call_as(RequestId(1), look(1), WITHIN, Duration::ZERO)
+        .await;
     assert!(found.is_ok(), "{found:?}");
     let stored = engine.store(2, 1, pages, 10 * WITHIN).await;
     assert!(stored.is_ok(), "{stored:?}");
-    let found = engine.0.ask_as(RequestId(3), look(2), WITHIN).await;
-    assert!(matches!(found, Ok(Message::LookupAnswer(found)) if found.hit_pages == pages));
+    let found = engine
+        .0
+        .call_as(RequestId(3), look(2), WITHIN, Duration::ZERO)
+        .await;
+    assert!(matches!(found, Ok(found) if found.hit_pages == pages));
 
     let begun = Instant::now();
     let loaded = engine.load(4, 2, pages, 10 * WITHIN).await;
@@ -189,13 +199,13 @@ async fn an_invalidation_gives_the_deadline_of_its_reset() {
     let engine = Engine::start(&transport, 1);
     let mut workers = puppets(&transport).await;
     engine.until_ready().await;
-    let reset = Message::Reset(Reset {
+    let reset = Reset {
         namespace: None,
         hash_bytes: 0,
         hashes: Vec::new(),
-    });
+    };
     let asking = engine.clone();
-    let asked = tokio::spawn(async move { asking.0.ask(reset, WITHIN).await });
+    let asked = tokio::spawn(async move { asking.0.call(reset, WITHIN).await });
     for worker in &mut workers {
         match worker.hear().await {
             Heard::Invalidate(_, _, _, left_ms) => {

@@ -2,19 +2,19 @@
 
 use std::time::Duration;
 
-use kvferry_protocol::{ErrorCode, Message};
+use kvferry_protocol::{ErrorCode, StoreAnswer};
 use kvferry_transport::MemoryTransport;
 use kvferry_types::RequestId;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use super::world::{
-    Answered, Engine, Order, PATIENCE, Puppet, leader, lookup, puppets, seconds, soon, store,
+    Answered, Engine, Order, PATIENCE, Puppet, leader, puppets, seconds, soon, store,
 };
 
 const PAGES: u8 = 4;
 
-fn code(answer: Answered) -> Option<ErrorCode> {
+fn code<T>(answer: Answered<T>) -> Option<ErrorCode> {
     answer.err().map(|failure| failure.code)
 }
 
@@ -22,7 +22,7 @@ fn code(answer: Answered) -> Option<ErrorCode> {
 async fn under_way(
     engine: &Engine,
     workers: &mut [Puppet; 2],
-) -> (JoinHandle<Answered>, Vec<Order>) {
+) -> (JoinHandle<Answered<StoreAnswer>>, Vec<Order>) {
     engine.lookup(1, 1, PAGES).await.expect("an answer");
     let asking = engine.clone();
     let asked = tokio::spawn(async move { asking.store(2, 1, u32::from(PAGES), PATIENCE).await });
@@ -53,7 +53,9 @@ async fn copies_under_way_end_before_a_drain_does_and_nothing_new_begins() {
         id
     };
     let id = soon("a refusal", refused).await;
-    let store = engine.0.ask_as(RequestId(id + 1), store(1, 1), PATIENCE);
+    let store = engine
+        .0
+        .call_as(RequestId(id + 1), store(1, 1), PATIENCE, Duration::ZERO);
     assert_eq!(code(store.await), Some(ErrorCode::Draining));
     assert!(!drained.is_finished(), "a copy is under way");
     assert!(!asked.is_finished(), "a copy is under way");
@@ -64,7 +66,7 @@ async fn copies_under_way_end_before_a_drain_does_and_nothing_new_begins() {
     workers[1].ended(&orders[1], true);
     assert!(drained.await.expect("no panic"), "all ended in time");
     let answer = asked.await.expect("no panic").expect("stored");
-    assert!(matches!(answer, Message::StoreAnswer(answer) if answer.stored_pages == 4));
+    assert!(answer.stored_pages == 4);
     process.stop().await;
 }
 
@@ -90,14 +92,14 @@ async fn a_leader_with_nothing_under_way_is_drained_at_once_and_lets_slots_finis
     let _workers = puppets(&transport).await;
     engine.lookup(1, 1, PAGES).await.expect("an answer");
     assert!(handle.drain(Duration::from_secs(5)).await);
-    let finish = Message::Finish(kvferry_protocol::Finish { slot: 1 });
-    let finished = engine.0.ask_as(RequestId(2), finish, PATIENCE).await;
+    let finish = kvferry_protocol::Finish { slot: 1 };
+    let finished = engine
+        .0
+        .call_as(RequestId(2), finish, PATIENCE, Duration::ZERO)
+        .await;
     assert!(finished.is_ok(), "{finished:?}");
     assert_eq!(engine.status().await.slots, 0);
-    let again = engine
-        .0
-        .ask_as(RequestId(1), lookup(1, PAGES), PATIENCE)
-        .await;
+    let again = engine.lookup(1, 1, PAGES).await;
     assert!(again.is_ok(), "what was answered is said again: {again:?}");
     process.stop().await;
     assert!(

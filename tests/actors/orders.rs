@@ -207,7 +207,7 @@ async fn orders_that_name_what_is_not_there_are_refused_and_the_worker_goes_on()
         through: 9,
         timeline: false,
     };
-    let said = rank.ask(Message::Written(written), WITHIN).await;
+    let said = rank.request(Message::Written(written), WITHIN).await;
     assert!(said.is_ok(), "{said:?}");
 
     let beyond = registered.arena_pages;

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use kvferry_actors::{LeaderArguments, run_leader};
 use kvferry_core::{AnchorKey, LeaderSettings};
-use kvferry_protocol::{Abandon, Empty, ErrorCode, Message, Reset, Role, Status};
+use kvferry_protocol::{Abandon, ErrorCode, Message, Reset, Role, Status, Unregister};
 use kvferry_transport::{Client, Failure, Limits, MemoryTransport};
 use kvferry_types::{Epoch, Ratio, RequestId, WorkerId};
 
@@ -47,7 +47,7 @@ fn quiet(transport: &MemoryTransport, role: Role, engine: u8) -> Client {
     client
 }
 
-fn assert_in_use(answer: Answered, pid: i32) {
+fn assert_in_use<T: std::fmt::Debug>(answer: Answered<T>, pid: i32) {
     let failure = answer.expect_err("the place is in use");
     assert_eq!(failure.code, ErrorCode::NotReady, "{failure}");
     assert!(!failure.over, "nothing is known of such a request");
@@ -119,7 +119,7 @@ async fn a_lost_workers_place_stays_its_own_while_it_owes_copies() {
     first.end();
     newcomer.attach().await;
     match asked.await.expect("no panic") {
-        Ok(Message::StoreAnswer(answer)) => assert_eq!(answer.failed_pages, 4),
+        Ok(answer) => assert_eq!(answer.failed_pages, 4),
         other => panic!("{other:?} instead of the answer to a store"),
     }
     process.stop().await;
@@ -156,27 +156,25 @@ async fn a_persons_command_gets_its_own_answers_whatever_it_calls_itself() {
         worker.obey_and_count(Arc::clone(&invalidated));
     }
     engine.until_ready().await;
-    let reset = |namespace: &[u8]| {
-        Message::Reset(Reset {
-            namespace: Some(namespace.to_vec().into()),
-            hash_bytes: 0,
-            hashes: Vec::new(),
-        })
+    let reset = |namespace: &[u8]| Reset {
+        namespace: Some(namespace.to_vec().into()),
+        hash_bytes: 0,
+        hashes: Vec::new(),
     };
     // Neither tool has an engine's name, and both use the same request id: both requests are carried out.
     for (namespace, invalidations) in [(b"a", 2), (b"b", 4)] {
         let tool = quiet(&transport, Role::Admin, 0);
-        let asked = tool.ask_as(RequestId(1), reset(namespace), PATIENCE);
+        let asked = tool.call_as(RequestId(1), reset(namespace), PATIENCE, Duration::ZERO);
         let answer = soon("an answer", asked).await;
-        assert!(matches!(answer, Ok(Message::ResetAnswer(_))), "{answer:?}");
+        assert!(answer.is_ok(), "{answer:?}");
         assert_eq!(*invalidated.lock().expect("no panic"), invalidations);
     }
     // A tool with an engine's name receives none of that engine's answers, and the engine still receives its own.
     let thief = quiet(&transport, Role::Admin, 1);
-    let asked = thief.ask_as(RequestId(7), reset(b"c"), PATIENCE);
+    let asked = thief.call_as(RequestId(7), reset(b"c"), PATIENCE, Duration::ZERO);
     soon("an answer", asked).await.expect("it is done");
     engine.lookup(8, 1, 4).await.expect("an answer");
-    let asked = thief.ask(lookup(1, 4), PATIENCE).await;
+    let asked = thief.call(lookup(1, 4), PATIENCE).await;
     let failure = asked.expect_err("it is no engine");
     assert_eq!(failure.code, ErrorCode::UnknownKind);
     process.stop().await;
@@ -187,8 +185,7 @@ async fn one_second_count_a_second_is_made_and_others_are_told_when() {
     let transport = MemoryTransport::default();
     let (process, _) = leader(&transport, 1).await;
     let admins = [(); 3].map(|()| quiet(&transport, Role::Admin, 0));
-    let status =
-        async |who: &Client, check| who.ask(Message::Status(Status { check }), PATIENCE).await;
+    let status = async |who: &Client, check| who.call(Status { check }, PATIENCE).await;
     let (mut counted, mut busy) = (0, 0);
     for round in 0..100 {
         match status(&admins[round % 3], true).await {
@@ -229,11 +226,7 @@ async fn a_supervisor_hears_which_process_is_to_end_and_one_that_is_not_its_own_
     let mut stranger = Other::start();
     let holder = quiet(&transport.of_process(stranger.pid()), Role::Worker, 0);
     let waiting = quiet(&transport, Role::Engine, 1);
-    let status = async || {
-        waiting
-            .ask(Message::Status(Status { check: false }), PATIENCE)
-            .await
-    };
+    let status = async || waiting.call(Status { check: false }, PATIENCE).await;
     status().await.expect("an answer");
     tokio::time::sleep(fence + HEARTBEAT).await;
     status().await.expect("an answer");
@@ -268,14 +261,16 @@ async fn a_live_engines_memory_is_not_replaced_or_taken_back_by_another_process(
     let (memory, other) = (Memory::new(), Memory::new());
     registered(&mut leader, &holder, &memory, 1).await;
 
-    let asked = stranger.ask(other.registration(2), PATIENCE).await;
+    let asked = stranger.request(other.registration(2), PATIENCE).await;
     assert_in_use(asked, first.pid());
-    let asked = stranger.ask(Message::Unregister(Empty {}), PATIENCE).await;
+    let asked = stranger
+        .request(Message::Unregister(Unregister {}), PATIENCE)
+        .await;
     assert_in_use(asked, first.pid());
     let abandon = Message::Abandon(Abandon {
         requests: vec![u64::MAX],
     });
-    assert_in_use(stranger.ask(abandon, PATIENCE).await, first.pid());
+    assert_in_use(stranger.request(abandon, PATIENCE).await, first.pid());
     assert!(memory.is_open(), "it is used as before");
     assert!(!other.is_open());
 

@@ -4,7 +4,8 @@
 use std::time::Duration;
 
 use kvferry_protocol::{
-    Empty, ErrorCode, HEADER_BYTES, Header, Kind, Load, Message, Status, Store, VERSION, limits,
+    ErrorCode, HEADER_BYTES, Header, Kind, Load, Message, Status, Store, Unregister, VERSION,
+    limits,
 };
 use kvferry_transport::{Frame, Limits, MemoryTransport, PENDING_FRAMES_MAX};
 use kvferry_types::{Epoch, PageList, RequestId};
@@ -37,11 +38,11 @@ async fn requests_beyond_the_credits_are_refused_and_others_are_served() {
     let mut flood = Raw::engine(&transport, 2, Limits::default()).await;
     let credits = u64::from(limits::REQUEST_CREDITS);
     for id in 1..=credits {
-        assert!(flood.say(id, store(id, 1)).await);
+        assert!(flood.say(id, store(id, 1).into()).await);
     }
     is_served(&engine).await;
     for id in credits + 1..=credits + 100 {
-        assert!(flood.say(id, store(id, 1)).await);
+        assert!(flood.say(id, store(id, 1).into()).await);
         assert_eq!(flood.hear_error().await, (id, ErrorCode::Busy));
     }
     is_served(&engine).await;
@@ -70,7 +71,7 @@ async fn bytes_beyond_the_credits_are_refused() {
     assert!(flood.say(fit + 1, large(fit + 1)).await);
     assert_eq!(flood.hear_error().await, (fit + 1, ErrorCode::Busy));
     // A request that fits beside the others is accepted: the store waits and is not answered yet.
-    assert!(flood.say(fit + 2, store(1, 1)).await);
+    assert!(flood.say(fit + 2, store(1, 1).into()).await);
     let answer = tokio::time::timeout(Duration::from_millis(500), flood.0.recv()).await;
     assert!(answer.is_err(), "{answer:?}");
     process.stop().await;
@@ -126,7 +127,7 @@ async fn what_is_no_message_for_a_leader_is_answered_with_a_typed_error() {
     let (process, _) = leader(&transport, 1).await;
     let _workers = puppets(&transport).await;
     let mut raw = Raw::engine(&transport, 1, Limits::default()).await;
-    assert!(raw.say(1, Message::Unregister(Empty {})).await);
+    assert!(raw.say(1, Message::Unregister(Unregister {})).await);
     assert_eq!(raw.hear_error().await, (1, ErrorCode::UnknownKind));
     let beyond = Message::Load(Load {
         slot: 1,
@@ -147,7 +148,7 @@ async fn what_is_no_message_for_a_leader_is_answered_with_a_typed_error() {
     let cut_off = Frame::new(header.to_bytes().to_vec(), vec![0x81]);
     assert!(raw.send(cut_off).await);
     assert_eq!(raw.hear_error().await, (3, ErrorCode::Malformed));
-    assert!(raw.say(4, super::world::lookup(1, 1)).await);
+    assert!(raw.say(4, super::world::lookup(1, 1).into()).await);
     let answer = raw.hear().await.expect("an answer");
     assert_eq!(answer.correlation, RequestId(4), "it goes on");
     process.stop().await;

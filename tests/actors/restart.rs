@@ -13,7 +13,7 @@ const PAGES: u8 = 4;
 
 async fn hits(engine: &Engine, id: u64, slot: u64) -> u32 {
     match engine.lookup(id, slot, PAGES).await {
-        Ok(Message::LookupAnswer(found)) => found.hit_pages,
+        Ok(found) => found.hit_pages,
         other => panic!("{other:?} instead of a lookup's answer"),
     }
 }
@@ -120,13 +120,13 @@ async fn a_worker_copies_nothing_for_an_engine_that_it_does_not_know_and_says_so
         through: 5,
         timeline: false,
     });
-    let refused = rank.ask(written, PATIENCE).await;
+    let refused = rank.request(written, PATIENCE).await;
     let failure = refused.expect_err("there is no memory");
     assert_eq!(failure.code, ErrorCode::Invalid, "{failure}");
     let abandon = Message::Abandon(Abandon {
         requests: vec![3, 5],
     });
-    let answer = rank.ask(abandon, PATIENCE).await;
+    let answer = rank.request(abandon, PATIENCE).await;
     assert!(
         matches!(answer, Ok(Message::AbandonAnswer(_))),
         "{answer:?}"

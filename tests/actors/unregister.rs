@@ -3,7 +3,7 @@
 use std::io::Write;
 use std::sync::Arc;
 
-use kvferry_protocol::{Empty, ErrorBody, ErrorCode, Message, Register, Role};
+use kvferry_protocol::{Empty, ErrorBody, ErrorCode, Message, Register, Role, Unregister};
 use kvferry_transport::{
     Client, ClientSettings, Failure, Incoming, Limits, MemoryTransport, Server,
 };
@@ -86,9 +86,9 @@ impl Memory {
 }
 
 /// Registers memory, retries while the worker answers `NotReady`, and returns the final answer.
-pub async fn register(rank: &Client, memory: &Memory, engine: u8) -> Answered {
+pub async fn register(rank: &Client, memory: &Memory, engine: u8) -> Answered<Message> {
     loop {
-        let answer = rank.ask(memory.registration(engine), PATIENCE).await;
+        let answer = rank.request(memory.registration(engine), PATIENCE).await;
         match answer {
             Err(failure) if failure.code == ErrorCode::NotReady => {
                 tokio::task::yield_now().await;
@@ -98,12 +98,12 @@ pub async fn register(rank: &Client, memory: &Memory, engine: u8) -> Answered {
     }
 }
 
-async fn unregister(rank: &Client) -> Answered {
-    rank.ask(Message::Unregister(Empty {}), PATIENCE).await
+async fn unregister(rank: &Client) -> Answered<Empty> {
+    rank.call(Unregister {}, PATIENCE).await
 }
 
 /// Unregisters, and retries while the worker answers `NotReady`.
-async fn unregister_at_last(rank: &Client) -> Answered {
+async fn unregister_at_last(rank: &Client) -> Answered<Empty> {
     loop {
         match unregister(rank).await {
             Err(Failure {
@@ -133,8 +133,8 @@ pub async fn registered(leader: &mut Server, rank: &Client, memory: &Memory, eng
     assert!(memory.is_open(), "registered, and open nowhere");
 }
 
-fn assert_taken_back(answer: Answered, memory: &Memory) {
-    assert!(matches!(answer, Ok(Message::Unregistered(_))), "{answer:?}");
+fn assert_taken_back(answer: Answered<Empty>, memory: &Memory) {
+    assert!(answer.is_ok(), "{answer:?}");
     assert!(!memory.is_open(), "taken back, and still open");
 }
 

@@ -6,9 +6,9 @@ use std::time::Duration;
 use kvferry_actors::{LeaderArguments, LeaderHandle, ProcessHandle, run_leader};
 use kvferry_core::{AnchorKey, LeaderSettings};
 use kvferry_protocol::{
-    Attach, AttachedMemory, Ended, Envelope, ErrorCode, Header, Hello, Invalidated, Inventory,
-    Load, Lookup, Message, Role, Status, StatusAnswer, Store, Transfer, VERSION, VERSION_MIN,
-    decode, encode,
+    Attach, Attached, AttachedMemory, Call, Ended, Envelope, ErrorCode, Header, Hello, Invalidated,
+    Inventory, Load, LoadAnswer, Lookup, LookupAnswer, Message, Role, Status, StatusAnswer, Store,
+    StoreAnswer, Transfer, VERSION, decode, encode,
 };
 use kvferry_transport::{
     Address, Client, ClientSettings, Closed, Connection, Failure, Frame, Incoming, Limits, LinkId,
@@ -29,14 +29,9 @@ pub fn address() -> Address {
 
 pub fn hello(role: Role, engine: u8, rank: u16) -> Hello {
     Hello {
-        version_min: VERSION_MIN,
-        version_max: VERSION,
-        role,
         engine: [engine; 16],
         rank,
-        replica: 0,
-        features: 0,
-        name: "test".to_owned(),
+        ..Hello::new(role, "test")
     }
 }
 
@@ -97,7 +92,7 @@ pub async fn soon<T>(what: &str, something: impl Future<Output = T>) -> T {
 #[derive(Clone)]
 pub struct Engine(pub Client);
 
-pub type Answered = Result<Message, Failure>;
+pub type Answered<T> = Result<T, Failure>;
 
 impl Engine {
     pub fn start(transport: &MemoryTransport, engine: u8) -> Self {
@@ -110,54 +105,63 @@ impl Engine {
         Self(client)
     }
 
-    pub async fn lookup(&self, id: u64, slot: u64, pages: u8) -> Answered {
-        let message = lookup(slot, pages);
-        self.0.ask_as(RequestId(id), message, PATIENCE).await
+    pub async fn lookup(&self, id: u64, slot: u64, pages: u8) -> Answered<LookupAnswer> {
+        self.call(id, lookup(slot, pages), PATIENCE, Duration::ZERO)
+            .await
     }
 
-    pub async fn store(&self, id: u64, slot: u64, pages: u32, within: Duration) -> Answered {
-        self.patiently(id, store(slot, pages), within).await
+    pub async fn store(
+        &self,
+        id: u64,
+        slot: u64,
+        pages: u32,
+        within: Duration,
+    ) -> Answered<StoreAnswer> {
+        self.call(id, store(slot, pages), within, PATIENCE).await
     }
 
-    pub async fn load(&self, id: u64, slot: u64, pages: u32, within: Duration) -> Answered {
-        let message = Message::Load(Load {
+    pub async fn load(
+        &self,
+        id: u64,
+        slot: u64,
+        pages: u32,
+        within: Duration,
+    ) -> Answered<LoadAnswer> {
+        let load = Load {
             slot,
             first_page: 0,
             destination: PageList::run(0, pages).into(),
             after: 0,
-        });
-        self.patiently(id, message, within).await
+        };
+        self.call(id, load, within, PATIENCE).await
     }
 
-    async fn patiently(&self, id: u64, message: Message, within: Duration) -> Answered {
-        let id = RequestId(id);
-        self.0.ask_patiently(id, message, within, PATIENCE).await
+    async fn call<C: Call>(
+        &self,
+        id: u64,
+        call: C,
+        within: Duration,
+        grace: Duration,
+    ) -> Answered<C::Answer> {
+        self.0.call_as(RequestId(id), call, within, grace).await
     }
 
     pub async fn status(&self) -> StatusAnswer {
-        match self.ask_status(false).await {
-            Ok(Message::StatusAnswer(answer)) => answer,
-            other => panic!("{other:?} instead of a status"),
-        }
+        let status = self.0.call(Status { check: false }, PATIENCE).await;
+        status.expect("a status")
     }
 
     /// The contradiction that a second count finds, or an empty string. The leader makes at most one count each second.
     pub async fn contradiction(&self) -> String {
         loop {
-            match self.ask_status(true).await {
-                Ok(Message::StatusAnswer(answer)) => return answer.contradiction,
+            match self.0.call(Status { check: true }, PATIENCE).await {
+                Ok(status) => return status.contradiction,
                 Err(failure) if failure.code == ErrorCode::Busy => {
                     tokio::time::sleep(HEARTBEAT).await;
                 }
-                other => panic!("{other:?} instead of a status"),
+                Err(failure) => panic!("{failure} instead of a status"),
             }
         }
-    }
-
-    async fn ask_status(&self, check: bool) -> Answered {
-        self.0
-            .ask(Message::Status(Status { check }), PATIENCE)
-            .await
     }
 
     /// Requests the status until lookups are served.
@@ -171,25 +175,25 @@ impl Engine {
     }
 }
 
-pub fn lookup(slot: u64, pages: u8) -> Message {
-    Message::Lookup(Lookup {
+pub fn lookup(slot: u64, pages: u8) -> Lookup {
+    Lookup {
         slot,
         namespace: Vec::new(),
         hash_bytes: 16,
         hashes: (0..pages).flat_map(|page| [page + 1; 16]).collect(),
         device_pages: 0,
-    })
+    }
 }
 
-pub fn store(slot: u64, pages: u32) -> Message {
-    Message::Store(Store {
+pub fn store(slot: u64, pages: u32) -> Store {
+    Store {
         slot,
         first_page: 0,
         source: PageList::run(0, pages).into(),
         hash_bytes: 0,
         more_hashes: Vec::new(),
         more_from: 0,
-    })
+    }
 }
 
 /// A transfer that the leader ordered a worker to carry out.
@@ -290,14 +294,12 @@ impl Puppet {
 
     /// Attaches without running copies, with the memory of engine 1. The leader must accept.
     pub async fn attach(&mut self) {
-        match self.ask_to_attach().await {
-            Ok(Message::Attached(_)) => {}
-            other => panic!("{other:?} instead of a welcome to {}", self.rank),
-        }
+        let attached = self.ask_to_attach().await;
+        assert!(attached.is_ok(), "{attached:?} to {}", self.rank);
     }
 
     /// Sends the attach request of [`Self::attach`] and returns the answer, which may be a refusal.
-    pub async fn ask_to_attach(&mut self) -> Answered {
+    pub async fn ask_to_attach(&mut self) -> Answered<Attached> {
         self.attaches += 1;
         let geometry = GroupGeometry {
             group: GroupId(0),
@@ -313,7 +315,7 @@ impl Puppet {
             geometry,
             arena_pages: self.pages,
         };
-        let attach = Message::Attach(Attach {
+        let attach = Attach {
             replica: 0,
             rank: self.rank,
             ranks: RANKS,
@@ -322,8 +324,8 @@ impl Puppet {
             depot: [self.rank as u8; 16],
             depot_epoch: self.depot_epoch,
             memory: Some(memory),
-        });
-        self.client.ask(attach, PATIENCE).await
+        };
+        self.client.call(attach, PATIENCE).await
     }
 
     /// Waits until the leader welcomes the worker, then attaches. Returns the leader's epoch.

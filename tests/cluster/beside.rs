@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
-use kvferry_protocol::{ErrorCode, Message, Status};
-use kvferry_transport::Client;
-use kvferry_types::{Answer, PageHashes, Request, ResetAnswer, ResetScope};
+use kvferry_client::AdminClient;
+use kvferry_protocol::ErrorCode;
+use kvferry_types::{PageHashes, ResetScope};
 use serde_json::Value;
 
 use super::disturbed::LIMIT;
@@ -62,16 +62,14 @@ fn a_reset_of_many_pages_is_confirmed_and_others_are_served_and_no_process_ends(
         while answered < LOOKUPS {
             assert!(begun.elapsed() < LIMIT, "{answered} lookups were answered");
             let tool = world.tool.clone();
-            let question = Message::from(Request::Reset { scope: named() });
-            let reset = tokio::spawn(async move { tool.ask(question, LIMIT).await });
+            let reset = tokio::spawn(async move { tool.reset(named(), LIMIT).await });
             while !reset.is_finished() {
                 let prompt = 1 + u64::from(answered) % (PROMPTS - 1);
                 assert_eq!(world.found(prompt).await, PROMPT_PAGES);
                 answered += u32::from(!reset.is_finished());
             }
             let confirmed = reset.await.expect("no panic").expect("a confirmation");
-            let forgotten = Answer::Reset(ResetAnswer { pages: expected });
-            assert_eq!(confirmed.answer(), Some(forgotten));
+            assert_eq!(confirmed, expected);
             // The next reset finds no pages of the prompt.
             expected = 0;
         }
@@ -112,15 +110,13 @@ impl Counting {
     }
 
     /// A tool that ignores the time after which it should retry.
-    async fn hastily(&self, tool: Client) {
+    async fn hastily(&self, tool: AdminClient) {
         while !self.over.load(Ordering::Relaxed) {
-            let question = Message::Status(Status { check: true });
-            match tool.ask(question, LIMIT).await {
-                Ok(Message::StatusAnswer(status)) => {
+            match tool.status(true, LIMIT).await {
+                Ok(status) => {
                     assert_eq!(status.contradiction, "");
                     self.counted.fetch_add(1, Ordering::Relaxed);
                 }
-                Ok(other) => panic!("{other:?} instead of a status"),
                 Err(failure) => {
                     assert_eq!(failure.code, ErrorCode::Busy, "{failure}");
                     assert!(failure.message.contains("ask again in"), "{failure}");

@@ -4,17 +4,16 @@
 use std::path::Path;
 use std::process::Stdio;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
+use kvferry_client::{
+    AdminClient, EngineClient, EngineSettings, Failure, Prompt, RequestGuard, StoredPages,
+};
 use kvferry_engine::pipe::{self, Order};
 use kvferry_engine::rank_pipe::RankPipe;
-use kvferry_protocol::{Hello, Message, Role, Status, StatusAnswer, VERSION, VERSION_MIN};
-use kvferry_transport::{Address, Client, ClientSettings, Failure, Incoming, Limits, ZmqTransport};
-use kvferry_types::{
-    Answer, LookupAnswer, PageHashes, PageList, Request, RequestId, SlotId, StoreAnswer,
-};
-use kvferry_workload::scheduler::WorkKind;
-use tokio::sync::mpsc::Receiver;
+use kvferry_protocol::{StatusAnswer, StoreAnswer};
+use kvferry_transport::{Address, ZmqTransport};
+use kvferry_types::{EngineId, PageHashes, PageList, SlotId};
+use kvferry_workload::scheduler::{REQUEST_TIMEOUT, WorkKind};
 
 use super::disturbed::LIMIT;
 use crate::support::{Running, program, signals, socket_dir};
@@ -34,31 +33,11 @@ pub fn hashes(prompt: u64, pages: u32) -> PageHashes {
 
 /// A leader, its worker, an engine, and a connection of an admin tool.
 pub struct World {
-    pub engine: Client,
-    pub tool: Client,
+    pub engine: EngineClient,
+    pub tool: AdminClient,
     up: Running,
     folder: tempfile::TempDir,
     rank: RankPipe,
-    ids: AtomicU64,
-    _says: [Receiver<Incoming>; 2],
-}
-
-fn client(sockets: &Path, role: Role) -> (Client, Receiver<Incoming>) {
-    let settings = ClientSettings {
-        address: Address::Directory(sockets.join("leader")),
-        hello: Hello {
-            version_min: VERSION_MIN,
-            version_max: VERSION,
-            role,
-            engine: ENGINE,
-            rank: 0,
-            replica: 0,
-            features: 0,
-            name: "test".to_owned(),
-        },
-        limits: Limits::default(),
-    };
-    Client::start(Arc::new(ZmqTransport), settings)
 }
 
 fn start_rank(sockets: &Path) -> RankPipe {
@@ -95,16 +74,16 @@ impl World {
         let up = Running::start(&["up", "--ranks", "1", "--g2", "64MiB", "--socket-dir", name]);
         let mut rank = start_rank(folder.path());
         rank.wait_until_ready(LIMIT).await.expect("a rank");
-        let (engine, engine_hears) = client(folder.path(), Role::Engine);
-        let (tool, tool_hears) = client(folder.path(), Role::Admin);
+        let leader = Address::Directory(folder.path().join("leader"));
+        let settings = EngineSettings::new(leader.clone(), EngineId(ENGINE), "test");
+        let engine = EngineClient::start(Arc::new(ZmqTransport), settings);
+        let tool = AdminClient::start(Arc::new(ZmqTransport), leader, "test");
         let world = Self {
             engine,
             tool,
             up,
             folder,
             rank,
-            ids: AtomicU64::new(0),
-            _says: [engine_hears, tool_hears],
         };
         let begun = std::time::Instant::now();
         while !world.status(false).await.expect("a status").ready {
@@ -123,73 +102,54 @@ impl World {
     }
 
     pub async fn status(&self, check: bool) -> Result<StatusAnswer, Failure> {
-        let asked = Message::Status(Status { check });
-        match self.tool.ask(asked, LIMIT).await? {
-            Message::StatusAnswer(answer) => Ok(answer),
-            other => panic!("{other:?} instead of a status"),
-        }
+        self.tool.status(check, LIMIT).await
     }
 
-    /// Sends a request as the engine. The answer must arrive by the deadline that engines give their requests.
-    async fn ask(&self, id: RequestId, request: Request) -> Answer {
-        let limit = kvferry_workload::scheduler::REQUEST_TIMEOUT;
-        let answer = self.engine.ask_as(id, request.into(), limit).await;
-        let answer = answer.expect("an answer in time");
-        answer.answer().expect("what was asked for")
-    }
-
-    fn next_id(&self) -> RequestId {
-        RequestId(self.ids.fetch_add(1, Ordering::Relaxed) + 1)
-    }
-
-    /// Looks up a whole prompt. The pages found are held until [`Self::finish`].
-    async fn look_up(&self, prompt: u64) -> u32 {
-        let lookup = Request::Lookup {
+    /// Looks up a whole prompt. The pages found are held until the guard is dropped. The answer must arrive by the
+    /// deadline that engines give their requests.
+    async fn look_up(&self, prompt: u64) -> RequestGuard {
+        let lookup = Prompt {
             slot: SlotId(prompt),
             namespace: NAMESPACE.to_vec(),
             hashes: hashes(prompt, PROMPT_PAGES),
             device_pages: 0,
         };
-        match self.ask(self.next_id(), lookup).await {
-            Answer::Lookup(LookupAnswer { hit_pages, .. }) => hit_pages,
-            other => panic!("{other:?} instead of what was found"),
-        }
-    }
-
-    async fn finish(&self, prompt: u64) {
-        let slot = SlotId(prompt);
-        let answer = self.ask(self.next_id(), Request::Finish { slot }).await;
-        assert_eq!(answer, Answer::Finish);
+        let found = self.engine.lookup(lookup, REQUEST_TIMEOUT).await;
+        found.expect("an answer in time")
     }
 
     /// Number of pages of a prompt that a lookup finds. None is held afterwards.
     pub async fn found(&self, prompt: u64) -> u32 {
         let found = self.look_up(prompt).await;
-        self.finish(prompt).await;
-        found
+        let hit_pages = found.hit_pages();
+        found.finish().await.expect("it is finished");
+        hit_pages
     }
 
     /// Stores a whole prompt, which must not be stored yet.
     pub async fn store(&mut self, prompt: u64) {
-        assert_eq!(self.look_up(prompt).await, 0);
-        let id = self.next_id();
+        let found = self.look_up(prompt).await;
+        assert_eq!(found.hit_pages(), 0);
+        let id = self.engine.next_id();
         // The content of the memory does not matter, because these tests load nothing.
         let written = Order::new(id.0, WorkKind::Compute, id.0);
         let told = pipe::write(&mut self.rank.orders, &written).await;
         told.expect("the rank takes orders");
-        let store = Request::Store {
-            slot: SlotId(prompt),
+        let pages = StoredPages {
+            id: Some(id),
             first_page: 0,
-            more: None,
             source: PageList::run(0, PROMPT_PAGES),
+            more: None,
         };
-        let stored = Answer::Store(StoreAnswer {
+        let stored = found.store(pages, (), REQUEST_TIMEOUT).await;
+        let (answer, ()) = stored.expect("an answer in time");
+        let expected = StoreAnswer {
             stored_pages: PROMPT_PAGES,
             present_pages: 0,
             refused_pages: 0,
             failed_pages: 0,
-        });
-        assert_eq!(self.ask(id, store).await, stored);
-        self.finish(prompt).await;
+        };
+        assert_eq!(answer, expected);
+        found.finish().await.expect("it is finished");
     }
 }

@@ -8,7 +8,7 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use kvferry_cuda::DeviceUuid;
-use kvferry_protocol::{ErrorCode, Hello, Message, Register, Role, VERSION, VERSION_MIN};
+use kvferry_protocol::{ErrorCode, Hello, Message, Register, Role};
 use kvferry_transport::{Address, Client, ClientSettings, Limits, ZmqTransport};
 use kvferry_types::{
     Allocation, AllocationHandle, AllocationKind, Attention, GroupId, Nonce, Rank, Registration,
@@ -663,21 +663,15 @@ fn refusals(sockets: &Path, times: usize) -> Vec<(ErrorCode, String)> {
         let settings = ClientSettings {
             address: Address::Directory(sockets.join("worker-0-0")),
             hello: Hello {
-                version_min: VERSION_MIN,
-                version_max: VERSION,
-                role: Role::Rank,
                 engine: [9; 16],
-                rank: 0,
-                replica: 0,
-                features: 0,
-                name: "test".to_owned(),
+                ..Hello::new(Role::Rank, "test")
             },
             limits: Limits::default(),
         };
         let (rank, _says) = Client::start(Arc::new(ZmqTransport), settings);
         let mut refusals = Vec::new();
         for _ in 0..times {
-            let refused = rank.ask(on_the_first_gpu(), LIMIT).await;
+            let refused = rank.request(on_the_first_gpu(), LIMIT).await;
             let failure = refused.expect_err("the GPU is not there");
             refusals.push((failure.code, failure.message));
         }

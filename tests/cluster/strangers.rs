@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use kvferry_protocol::{Header, Hello, Kind, Message, Role, Status, VERSION, VERSION_MIN, limits};
+use kvferry_protocol::{Header, Hello, Kind, Role, Status, VERSION, limits};
 use kvferry_transport::{
     Address, Client, ClientSettings, Frame, Incoming, Limits, Transport, ZmqTransport,
 };
@@ -80,16 +80,7 @@ async fn attack(leader: Address, over: Arc<AtomicBool>, closed: Arc<AtomicU64>) 
 fn tool(leader: Address) -> (Client, Receiver<Incoming>) {
     let settings = ClientSettings {
         address: leader,
-        hello: Hello {
-            version_min: VERSION_MIN,
-            version_max: VERSION,
-            role: Role::Admin,
-            engine: [9; 16],
-            rank: 0,
-            replica: 0,
-            features: 0,
-            name: "test".to_owned(),
-        },
+        hello: Hello::new(Role::Admin, "test"),
         limits: Limits::default(),
     };
     Client::start(Arc::new(ZmqTransport), settings)
@@ -115,7 +106,7 @@ fn peers_that_never_say_hello_are_closed_and_harm_nobody() {
 
 async fn among_strangers(address: Address, leader: u32) {
     let (tool, mut says) = tool(address.clone());
-    let status = || tool.ask(Message::Status(Status { check: false }), PATIENCE);
+    let status = || tool.call(Status { check: false }, PATIENCE);
     assert!(status().await.is_ok());
     let before = resident_bytes(leader);
     let (over, closed) = (

@@ -133,7 +133,7 @@ impl WorkerHost for Host {
     }
 
     fn request_leader(&mut self, link: LinkId, message: Message, timeout: Duration) -> RequestId {
-        self.leader.ask_in_order(link, message, timeout)
+        self.leader.request_in_order(link, message, timeout)
     }
 
     fn reply_to_leader(&mut self, link: LinkId, order: RequestId, message: Message) {

@@ -13,14 +13,16 @@ use tokio::process::Child;
 use crate::cli::socket_paths::SocketPaths;
 use crate::cli::{block_on, engine_rank, say, status};
 use crate::error::CommandError;
+use kvferry_client::{EngineClient, EngineSettings, Prompt, RequestGuard, StoredPages};
 use kvferry_engine::layout::{EngineLayout, describe};
 use kvferry_engine::memory::EngineDevice;
 use kvferry_engine::pipe::{self, Order, Report as RankReport};
 use kvferry_engine::rank_pipe::RankPipe;
 use kvferry_memory::{CopyEngine, Depot};
-use kvferry_protocol::{Finish, Load, Lookup, Message, Role, Store};
-use kvferry_transport::{Client, ZmqTransport};
-use kvferry_types::{Direction, Nonce, PageList, Rank, Replica, RequestId, WorkerId};
+use kvferry_transport::ZmqTransport;
+use kvferry_types::{
+    Direction, Nonce, PageHashes, PageList, Rank, Replica, RequestId, SlotId, WorkerId,
+};
 use kvferry_workload::models::Model;
 use kvferry_workload::scheduler::WorkKind;
 
@@ -295,13 +297,12 @@ fn set_in(direction: Direction, round: u32) -> u32 {
 
 /// An engine with one rank, whose scheduler stores and loads one prompt after another.
 struct Moves {
-    leader: Client,
+    leader: EngineClient,
     socket_paths: SocketPaths,
     rank: RankPipe,
     pages: u32,
     /// Device pages in random order.
     order: Vec<u32>,
-    requests: u64,
     tickets: u64,
 }
 
@@ -314,17 +315,16 @@ impl Moves {
     ) -> Result<Self, CommandError> {
         let mut process = rank.start()?;
         let ready = process.wait_until_ready(PATIENCE).await;
-        ready.map_err(CommandError::Failed)?;
+        ready.map_err(CommandError::failed)?;
         status::until_ready(socket_paths, PATIENCE).await?;
-        let (leader, mut incoming) = rig::client(socket_paths.leader_address(), Role::Engine);
-        tokio::spawn(async move { while incoming.recv().await.is_some() {} });
+        let settings = EngineSettings::new(socket_paths.leader_address(), ENGINE, "bench");
+        let leader = EngineClient::start(Arc::new(ZmqTransport), settings);
         let mut moves = Self {
             leader,
             socket_paths: socket_paths.clone(),
             rank: process,
             pages,
             order: shuffled(SETS * pages),
-            requests: 0,
             tickets: 0,
         };
         for round in 0..2 {
@@ -338,41 +338,32 @@ impl Moves {
 
     /// Microseconds that the worker has spent copying, in stores and in loads.
     async fn copied(&self) -> Result<(u64, u64), CommandError> {
-        let status = status::ask(Arc::new(ZmqTransport), &self.socket_paths, false).await?;
+        let status = status::ask(&self.socket_paths, false).await?;
         let counter = |name: &str| status.counters.get(name).copied().unwrap_or(0);
         Ok((counter("gather_us"), counter("scatter_us")))
     }
 
     /// Stores the pages of a round under new hashes. Returns the milliseconds from the request to its answer.
     async fn store(&mut self, round: u32) -> Result<f64, CommandError> {
-        let slot = 2 * u64::from(round);
-        self.look_up(slot, round, 0).await?;
+        let prompt = self.lookup(2 * u64::from(round), round, 0).await?;
         // As after a forward pass: the rank reports the pages as written.
-        let id = self.next_request();
+        let id = self.leader.next_id();
         self.order(Order::new(self.tickets + 1, WorkKind::Compute, id.0))
             .await?;
-        let set = set_in(Direction::Store, round);
-        let store = Store {
-            slot,
+        let stored = StoredPages {
+            id: Some(id),
             first_page: 0,
-            source: self
-                .device_pages(set)
-                .iter()
-                .copied()
-                .collect::<PageList>()
-                .into(),
-            hash_bytes: 0,
-            more_hashes: Vec::new(),
-            more_from: 0,
+            source: self.page_list(set_in(Direction::Store, round)),
+            more: None,
         };
         let begun = Instant::now();
-        let answer = self.ask_as(id, Message::Store(store)).await?;
+        let stored = prompt.store(stored, (), PATIENCE).await;
         let took = milliseconds(begun);
-        match answer {
-            Message::StoreAnswer(answer) if answer.stored_pages == self.pages => {}
-            other => return Err(CommandError::Failed(format!("stored {other:?}"))),
+        let (answer, ()) = stored.map_err(CommandError::failed)?;
+        if answer.stored_pages != self.pages {
+            return Err(CommandError::Failed(format!("stored {answer:?}")));
         }
-        self.finish(slot).await?;
+        prompt.finish().await.map_err(CommandError::failed)?;
         Ok(took)
     }
 
@@ -380,64 +371,49 @@ impl Moves {
     /// its answer.
     async fn load(&mut self, round: u32) -> Result<f64, CommandError> {
         let slot = 2 * u64::from(round) + 1;
-        self.look_up(slot, round, self.pages).await?;
+        let prompt = self.lookup(slot, round, self.pages).await?;
         let set = set_in(Direction::Load, round);
-        let load = Load {
-            slot,
-            first_page: 0,
-            after: 0,
-            destination: self
-                .device_pages(set)
-                .iter()
-                .copied()
-                .collect::<PageList>()
-                .into(),
-        };
-        let id = self.next_request();
+        let destination = self.page_list(set);
         let begun = Instant::now();
-        let answer = self.ask_as(id, Message::Load(load)).await?;
+        let loaded = prompt
+            .load(0, destination, RequestId(0), (), PATIENCE)
+            .await;
         let took = milliseconds(begun);
-        match answer {
-            Message::LoadAnswer(answer) if answer.pages == self.pages => {}
-            other => return Err(CommandError::Failed(format!("loaded {other:?}"))),
+        let (answer, ()) = loaded.map_err(CommandError::failed)?;
+        if answer.pages != self.pages {
+            return Err(CommandError::Failed(format!("loaded {answer:?}")));
         }
-        self.finish(slot).await?;
+        prompt.finish().await.map_err(CommandError::failed)?;
         self.work(WorkKind::Verify, set, round).await?;
         Ok(took)
     }
 
-    async fn look_up(&mut self, slot: u64, round: u32, expected: u32) -> Result<(), CommandError> {
-        let lookup = Lookup {
-            slot,
+    async fn lookup(
+        &self,
+        slot: u64,
+        round: u32,
+        expected: u32,
+    ) -> Result<RequestGuard, CommandError> {
+        let hashes = PageHashes::packed(HASH_BYTES, hashes(u64::from(round), self.pages));
+        let prompt = Prompt {
+            slot: SlotId(slot),
             namespace: Vec::new(),
-            hash_bytes: HASH_BYTES as u8,
-            hashes: hashes(u64::from(round), self.pages),
+            hashes: hashes
+                .ok_or_else(|| CommandError::Failed("hashes of odd length".to_owned()))?,
             device_pages: 0,
         };
-        match self.ask(Message::Lookup(lookup)).await? {
-            Message::LookupAnswer(answer) if answer.hit_pages == expected => Ok(()),
-            other => Err(CommandError::Failed(format!("found {other:?}"))),
+        let found = self.leader.lookup(prompt, PATIENCE).await;
+        let found = found.map_err(CommandError::failed)?;
+        match found.hit_pages() {
+            hit_pages if hit_pages == expected => Ok(found),
+            hit_pages => Err(CommandError::Failed(format!(
+                "found {hit_pages} pages, not {expected}"
+            ))),
         }
     }
 
-    async fn finish(&mut self, slot: u64) -> Result<(), CommandError> {
-        self.ask(Message::Finish(Finish { slot })).await?;
-        Ok(())
-    }
-
-    async fn ask(&mut self, message: Message) -> Result<Message, CommandError> {
-        let id = self.next_request();
-        self.ask_as(id, message).await
-    }
-
-    async fn ask_as(&self, id: RequestId, message: Message) -> Result<Message, CommandError> {
-        let answer = self.leader.ask_as(id, message, PATIENCE).await;
-        answer.map_err(CommandError::failed)
-    }
-
-    fn next_request(&mut self) -> RequestId {
-        self.requests += 1;
-        RequestId(self.requests)
+    fn page_list(&self, set: u32) -> PageList {
+        self.device_pages(set).iter().copied().collect()
     }
 
     fn device_pages(&self, set: u32) -> &[u32] {

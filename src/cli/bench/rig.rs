@@ -11,7 +11,7 @@ use tokio::process::{Child, Command};
 use tokio::sync::mpsc;
 
 use crate::error::CommandError;
-use kvferry_protocol::{Hello, Role, VERSION, VERSION_MIN};
+use kvferry_protocol::{Hello, Role};
 use kvferry_transport::{Address, Client, ClientSettings, Incoming, Limits, ZmqTransport};
 use kvferry_types::EngineId;
 
@@ -51,14 +51,8 @@ pub fn process(arguments: &[&str], folder: &Path) -> Result<Child, CommandError>
 /// The introduction of a client of the measurements.
 pub fn hello(role: Role) -> Hello {
     Hello {
-        version_min: VERSION_MIN,
-        version_max: VERSION,
-        role,
         engine: ENGINE.0,
-        rank: 0,
-        replica: 0,
-        features: 0,
-        name: "bench".to_owned(),
+        ..Hello::new(role, "bench")
     }
 }
 

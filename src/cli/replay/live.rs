@@ -10,11 +10,12 @@ use crate::cli::shutdown::Ending;
 use crate::cli::socket_paths::SocketPaths;
 use crate::cli::{block_on, status};
 use crate::error::CommandError;
+use kvferry_client::{EngineClient, EngineSettings};
 use kvferry_engine::fleet::{EngineParts, Fleet};
 use kvferry_engine::observed::Observed;
 use kvferry_memory::MemoryAvailable;
-use kvferry_protocol::{Hello, Role, StatusAnswer, VERSION, VERSION_MIN};
-use kvferry_transport::{Client, ClientSettings, Limits, ZmqTransport};
+use kvferry_protocol::StatusAnswer;
+use kvferry_transport::ZmqTransport;
 use kvferry_types::{ByteSize, EngineId, Replica};
 use kvferry_workload::scheduler::{Scheduler, Served};
 
@@ -80,7 +81,7 @@ async fn replay(
     let mut engines = engines.collect::<Result<Vec<_>, _>>()?;
     for rank in engines.iter_mut().flat_map(|engine| &mut engine.ranks) {
         let ready = rank.wait_until_ready(START_LIMIT).await;
-        ready.map_err(CommandError::Failed)?;
+        ready.map_err(CommandError::failed)?;
     }
     status::until_ready(socket_paths, START_LIMIT).await?;
     let mut fleet = Fleet::new(engines, arguments.request_timeout());
@@ -91,9 +92,9 @@ async fn replay(
     report.seconds.wall = begun.elapsed().as_secs_f64();
     report.left.device_pages = fleet.held_pages();
     let limit = Instant::now() + SETTLE_LIMIT;
-    fleet.settle(limit).await.map_err(CommandError::Failed)?;
+    fleet.settle(limit).await.map_err(CommandError::failed)?;
     let status = settled_status(socket_paths, limit).await?;
-    let observed = fleet.end(END_LIMIT).await.map_err(CommandError::Failed)?;
+    let observed = fleet.end(END_LIMIT).await.map_err(CommandError::failed)?;
     fill(&mut report, &status, observed);
     Ok(report)
 }
@@ -109,23 +110,15 @@ fn start_engine(
     random(&mut engine)?;
     let engine = EngineId(engine);
     let ranks = start_ranks(arguments, workload, socket_paths, engine, replica)?;
-    let hello = Hello {
-        version_min: VERSION_MIN,
-        version_max: VERSION,
-        role: Role::Engine,
-        engine: engine.0,
-        rank: 0,
-        replica: replica.0,
-        features: 0,
-        name: format!("reference engine, scheduler of {replica}"),
+    let settings = EngineSettings {
+        replica,
+        ..EngineSettings::new(
+            socket_paths.leader_address(),
+            engine,
+            format!("reference engine, scheduler of {replica}"),
+        )
     };
-    let settings = ClientSettings {
-        address: socket_paths.leader_address(),
-        hello,
-        limits: Limits::default(),
-    };
-    let (client, mut incoming) = Client::start(Arc::new(ZmqTransport), settings);
-    tokio::spawn(async move { while incoming.recv().await.is_some() {} });
+    let client = EngineClient::start(Arc::new(ZmqTransport), settings);
     Ok(EngineParts {
         scheduler: Scheduler::new(workload.device_pages, arguments.g1_pages),
         client,
@@ -139,7 +132,7 @@ async fn settled_status(
     limit: Instant,
 ) -> Result<StatusAnswer, CommandError> {
     loop {
-        let status = status::ask(Arc::new(ZmqTransport), socket_paths, true).await;
+        let status = status::ask(socket_paths, true).await;
         let settled = status.as_ref().is_ok_and(|status| {
             let held = status.slots + status.pins + status.copies_under_way;
             held + unsettled_pages(status) == 0
@@ -195,7 +188,7 @@ async fn play(
             fleet
                 .arrive(prompt, &mut served)
                 .await
-                .map_err(CommandError::Failed)?;
+                .map_err(CommandError::failed)?;
         } else {
             let stalled = last_change + stall_limit;
             let wake = match at_once {
@@ -205,7 +198,7 @@ async fn play(
             fleet
                 .progress(wake, &mut served)
                 .await
-                .map_err(CommandError::Failed)?;
+                .map_err(CommandError::failed)?;
         }
         for done in served.drain(..) {
             report.add(&done);

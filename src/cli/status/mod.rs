@@ -9,10 +9,9 @@ use tokio::time::Instant;
 
 use crate::cli::{ConfigArguments, block_on, say, socket_paths::SocketPaths};
 use crate::error::CommandError;
-use kvferry_protocol::{
-    ErrorCode, Hello, Message, RankStatus, Role, Status, StatusAnswer, VERSION, VERSION_MIN,
-};
-use kvferry_transport::{Client, ClientSettings, Failure, Limits, Transport, ZmqTransport};
+use kvferry_client::{AdminClient, Failure};
+use kvferry_protocol::{ErrorCode, RankStatus, StatusAnswer};
+use kvferry_transport::ZmqTransport;
 use kvferry_types::{ByteSize, Rank, Replica, WorkerId};
 
 /// Time limit of a leader's answer.
@@ -56,7 +55,7 @@ impl Arguments {
                 )
                 .await?;
             }
-            ask(Arc::new(ZmqTransport), &socket_paths, check).await
+            ask(&socket_paths, check).await
         })?;
         if self.json {
             say(&serde_json::to_string_pretty(&answer).map_err(CommandError::failed)?);
@@ -96,7 +95,7 @@ async fn wait_until(
     progress: &mut dyn FnMut(&str),
 ) -> Result<(), CommandError> {
     let until = Instant::now() + limit;
-    let client = admin(Arc::new(ZmqTransport), socket_paths, "status");
+    let client = admin(socket_paths, "status");
     let mut said = String::new();
     loop {
         let now = match status_by(&client, until, socket_paths, false).await {
@@ -167,45 +166,27 @@ fn say_progress(text: &str) {
     eprintln!("{text}");
 }
 
-/// Connects to a leader as an administrator, under the name of a command.
-pub(super) fn admin(
-    transport: Arc<dyn Transport>,
-    socket_paths: &SocketPaths,
-    name: &str,
-) -> Client {
-    let hello = Hello {
-        version_min: VERSION_MIN,
-        version_max: VERSION,
-        role: Role::Admin,
-        engine: [0; 16],
-        rank: 0,
-        replica: 0,
-        features: 0,
-        name: name.to_owned(),
-    };
-    let settings = ClientSettings {
-        address: socket_paths.leader_address(),
-        hello,
-        limits: Limits::default(),
-    };
-    let (client, mut incoming) = Client::start(transport, settings);
-    tokio::spawn(async move { while incoming.recv().await.is_some() {} });
-    client
+/// Connects to a leader as an operator, under the name of a command.
+pub(super) fn admin(socket_paths: &SocketPaths, name: &str) -> AdminClient {
+    AdminClient::start(Arc::new(ZmqTransport), socket_paths.leader_address(), name)
 }
 
 /// Requests the status of a leader.
 pub(super) async fn ask(
-    transport: Arc<dyn Transport>,
     socket_paths: &SocketPaths,
     check: bool,
 ) -> Result<StatusAnswer, CommandError> {
-    let client = admin(transport, socket_paths, "status");
+    let client = admin(socket_paths, "status");
     status_by(&client, Instant::now() + STATUS_LIMIT, socket_paths, check).await
 }
 
 /// Requests the status until `until`. With `check` the leader may be busy, because it makes one second count per second
 /// for all clients; the request is then repeated.
-async fn ask_status(client: &Client, until: Instant, check: bool) -> Result<Message, Failure> {
+async fn ask_status(
+    client: &AdminClient,
+    until: Instant,
+    check: bool,
+) -> Result<StatusAnswer, Failure> {
     loop {
         let left = until.saturating_duration_since(Instant::now());
         // With `check` the last attempt gets the full limit too: an answer that the leader is busy, and until when, is
@@ -214,7 +195,7 @@ async fn ask_status(client: &Client, until: Instant, check: bool) -> Result<Mess
             true => STATUS_LIMIT,
             false => left.clamp(READY_PAUSE, STATUS_LIMIT),
         };
-        let answer = client.ask(Message::Status(Status { check }), limit).await;
+        let answer = client.status(check, limit).await;
         match &answer {
             Err(failure) if check && failure.code == ErrorCode::Busy && !left.is_zero() => {
                 tokio::time::sleep(WAIT_PAUSE).await;
@@ -225,22 +206,18 @@ async fn ask_status(client: &Client, until: Instant, check: bool) -> Result<Mess
 }
 
 async fn status_by(
-    client: &Client,
+    client: &AdminClient,
     until: Instant,
     socket_paths: &SocketPaths,
     check: bool,
 ) -> Result<StatusAnswer, CommandError> {
-    match ask_status(client, until, check).await {
-        Ok(Message::StatusAnswer(answer)) => Ok(answer),
-        Ok(other) => Err(CommandError::Failed(format!(
-            "unexpected {}",
-            other.kind().name()
-        ))),
-        Err(failure) => Err(CommandError::Failed(format!(
+    let answer = ask_status(client, until, check).await;
+    answer.map_err(|failure| {
+        CommandError::Failed(format!(
             "no leader answers in {}: {failure}; is `kvferry up` running with this --socket-dir?",
             socket_paths.root().display()
-        ))),
-    }
+        ))
+    })
 }
 
 #[cfg(test)]

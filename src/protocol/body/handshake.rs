@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 use super::no_features;
 use crate::error::ErrorCode;
 use crate::limits::TEXT_BYTES_MAX;
+use crate::{VERSION, VERSION_MIN};
 
 /// The role of a client. More may be added: an unknown role is answered with an error, and is no protocol violation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
@@ -50,6 +51,22 @@ pub struct Hello {
     /// Features beyond the version, one bit each: [`FEATURE_TIMELINE`].
     #[serde(default, skip_serializing_if = "no_features")]
     pub features: u64,
+}
+
+impl Hello {
+    /// A hello with every version that this program supports, without an engine, of rank 0 of replica 0.
+    pub fn new(role: Role, name: impl Into<String>) -> Self {
+        Self {
+            version_min: VERSION_MIN,
+            version_max: VERSION,
+            role,
+            engine: [0; 16],
+            rank: 0,
+            name: name.into(),
+            replica: 0,
+            features: 0,
+        }
+    }
 }
 
 /// Feature bit: the rank's device writes its progress into a word of its own memory, and the worker polls that word

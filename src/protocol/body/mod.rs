@@ -11,7 +11,7 @@ mod worker;
 pub use engine::{CancelStores, Finish, Load, Lookup, Reset, Store};
 pub use handshake::{ErrorBody, FEATURE_TIMELINE, Hello, Role, Welcome};
 pub use inventory::{Invalidate, Invalidated, Inventory, ReadInventory, RecordBody};
-pub use rank::{Abandon, Register, Registered, Written};
+pub use rank::{Abandon, Register, Registered, Unregister, Written};
 pub use status::{RankStatus, Status, StatusAnswer};
 pub use worker::{Attach, Attached, AttachedMemory, Cancel, CopyOrder, Ended, Readiness, Transfer};
 

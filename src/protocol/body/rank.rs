@@ -49,3 +49,7 @@ pub struct Abandon {
     /// Ids of the requests.
     pub requests: Vec<u64>,
 }
+
+/// Gives the memory of a rank back.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Unregister {}

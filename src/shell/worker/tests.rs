@@ -5,8 +5,8 @@ use std::time::Duration;
 use super::*;
 use crate::{Peers, Registering};
 use kvferry_protocol::{
-    Abandon, Attached, Cancel, Envelope, Hello, Kind, ReadInventory, Register, Role, VERSION,
-    VERSION_MIN, Written,
+    Abandon, Attached, Cancel, Envelope, Hello, Kind, ReadInventory, Register, Role, Unregister,
+    VERSION, Written,
 };
 use kvferry_types::{
     Attention, Copy, DepotId, GroupId, Nonce, PageRun, PeerId, Rank, Record, Registration, Replica,
@@ -244,14 +244,9 @@ impl World {
 
     fn connect(&mut self, peer: u64, engine: u8, pid: i32) {
         let hello = Hello {
-            version_min: VERSION_MIN,
-            version_max: VERSION,
-            role: Role::Rank,
             engine: [engine; 16],
             rank: WORKER.rank.0,
-            replica: 0,
-            features: 0,
-            name: String::new(),
+            ..Hello::new(Role::Rank, String::new())
         };
         self.run(|shell, process| {
             shell.opened(process, PeerId(peer), &hello, Some(pid));
@@ -426,13 +421,13 @@ fn memory_that_opens_after_its_rank_has_left_is_closed() {
     world.connect(6, 1, 60);
     world.heard();
     world.send_registration(6, 1, 1, registration());
-    world.send(6, 2, Message::Unregister(Empty {}));
+    world.send(6, 2, Message::Unregister(Unregister {}));
     let not_ready = (6, 2, Kind::Error, Some(ErrorCode::NotReady));
     assert_eq!(world.heard(), [not_ready]);
     world.open();
     assert_eq!(world.process.closed, [1, 2]);
     world.heard();
-    world.send(6, 3, Message::Unregister(Empty {}));
+    world.send(6, 3, Message::Unregister(Unregister {}));
     assert_eq!(world.heard(), [(6, 3, Kind::Unregistered, None)]);
 }
 

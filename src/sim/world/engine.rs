@@ -98,7 +98,7 @@ pub(super) struct EngineProcess {
     leader: Client,
     ranks: Vec<RankSide>,
     asked: BTreeMap<RequestId, Asked>,
-    /// The highest request id of the scheduler so far. Resets take their ids from [`OWN_IDS`] on.
+    /// The highest request id of the scheduler so far. Resets take their ids from [`CLIENT_ID_BASE`] on.
     highest: RequestId,
     /// Everything up to this request is written. Requests whose pages are still being computed are in `unwritten`.
     written: RequestId,
@@ -113,7 +113,7 @@ pub(super) struct EngineProcess {
 }
 
 /// First of the ids for requests that do not come from the scheduler.
-const OWN_IDS: u64 = 1 << 32;
+const CLIENT_ID_BASE: u64 = 1 << 32;
 
 impl EngineProcess {
     pub(super) fn start(env: &mut Env, replica: Replica, life: u32) -> Self {
@@ -158,7 +158,7 @@ impl EngineProcess {
             unwritten: BTreeSet::new(),
             device_until: Time(0),
             work: BTreeMap::new(),
-            next: OWN_IDS,
+            next: CLIENT_ID_BASE,
             namespaces: BTreeMap::new(),
             next_slot: 0,
             actions: Vec::new(),

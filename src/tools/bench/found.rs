@@ -14,7 +14,8 @@ use kvferry::cli::bench::rig::{ENGINE, HASH_BYTES, client, hashes, process};
 use kvferry::cli::block_on;
 use kvferry::error::CommandError;
 use kvferry_protocol::{
-    Attach, AttachedMemory, Ended, Inventory, Lookup, LookupAnswer, Message, Role, Status, Store,
+    Attach, AttachedMemory, Call, Ended, Inventory, Lookup, LookupAnswer, Message, Role, Status,
+    Store,
 };
 use kvferry_transport::{
     Address, Client, Incoming, Limits, Server, ServerEvent, ServerSettings, Transport,
@@ -115,7 +116,7 @@ async fn row(
         let begun = Instant::now();
         let answer = ask(engine, real).await?;
         let leader_us = begun.elapsed().as_secs_f64() * 1e6;
-        all_found(&answer, pages)?;
+        all_found(answer, pages)?;
         busy.push(copy_us);
         leader.push(leader_us);
     }
@@ -133,10 +134,10 @@ async fn row(
     })
 }
 
-fn all_found(answer: &Message, pages: u32) -> Result<(), CommandError> {
-    match answer {
-        Message::LookupAnswer(LookupAnswer { hit_pages, .. }) if *hit_pages == pages => Ok(()),
-        other => Err(CommandError::Failed(format!("found {other:?}"))),
+fn all_found(answer: LookupAnswer, pages: u32) -> Result<(), CommandError> {
+    match answer.hit_pages == pages {
+        true => Ok(()),
+        false => Err(CommandError::Failed(format!("found {answer:?}"))),
     }
 }
 
@@ -156,7 +157,7 @@ async fn in_leader(
     for _ in 0..WINDOWS {
         for (_, prompt) in (0..each).zip(&mut prompts) {
             ask(to_busy, lookup(0, *prompt, pages)).await?;
-            all_found(&ask(engine, lookup(*prompt, *prompt, pages)).await?, pages)?;
+            all_found(ask(engine, lookup(*prompt, *prompt, pages)).await?, pages)?;
         }
         let now = lookup_ns(engine).await?;
         means.push((now - before) as f64 / f64::from(each) / 1e3);
@@ -166,10 +167,8 @@ async fn in_leader(
 }
 
 async fn lookup_ns(engine: &Client) -> Result<u64, CommandError> {
-    match ask(engine, Message::Status(Status { check: false })).await? {
-        Message::StatusAnswer(status) => Ok(status.counters.get("lookup_ns").copied().unwrap_or(0)),
-        other => Err(CommandError::Failed(format!("answered {other:?}"))),
-    }
+    let status = ask(engine, Status { check: false }).await?;
+    Ok(status.counters.get("lookup_ns").copied().unwrap_or(0))
 }
 
 /// Measures the core's step of a lookup without sockets and actors, in microseconds. Decoding is excluded, because the
@@ -184,18 +183,18 @@ fn in_core(pages: u32, rounds: u32) -> Result<f64, CommandError> {
     Ok(percentiles(took).0)
 }
 
-fn lookup(slot: u64, prompt: u64, pages: u32) -> Message {
-    Message::Lookup(Lookup {
+fn lookup(slot: u64, prompt: u64, pages: u32) -> Lookup {
+    Lookup {
         slot,
         namespace: Vec::new(),
         hash_bytes: HASH_BYTES as u8,
         hashes: hashes(prompt, pages),
         device_pages: 0,
-    })
+    }
 }
 
-async fn ask(client: &Client, message: Message) -> Result<Message, CommandError> {
-    let answer = client.ask(message, PATIENCE).await;
+async fn ask<C: Call>(client: &Client, call: C) -> Result<C::Answer, CommandError> {
+    let answer = client.call(call, PATIENCE).await;
     answer.map_err(CommandError::failed)
 }
 
@@ -209,9 +208,9 @@ async fn store(engine: &Client, prompt: u64, pages: u32) -> Result<(), CommandEr
         more_hashes: Vec::new(),
         more_from: 0,
     };
-    match ask(engine, Message::Store(store)).await? {
-        Message::StoreAnswer(answer) if answer.stored_pages == pages => Ok(()),
-        other => Err(CommandError::Failed(format!("stored {other:?}"))),
+    match ask(engine, store).await? {
+        answer if answer.stored_pages == pages => Ok(()),
+        answer => Err(CommandError::Failed(format!("stored {answer:?}"))),
     }
 }
 
@@ -244,16 +243,15 @@ async fn attach(leader: &Path) -> Result<tokio::task::JoinHandle<()>, CommandErr
             }
         }
     });
-    ask(&worker, Message::Attach(attach)).await?;
+    ask(&worker, attach).await?;
     let limit = Instant::now() + PATIENCE;
     loop {
-        match ask(&worker, Message::Status(Status { check: false })).await? {
-            Message::StatusAnswer(status) if status.ready => return Ok(obeys),
-            _ if Instant::now() >= limit => {
-                let text = format!("the leader is not ready after {PATIENCE:?}");
-                return Err(CommandError::Failed(text));
-            }
-            _ => {}
+        if ask(&worker, Status { check: false }).await?.ready {
+            return Ok(obeys);
+        }
+        if Instant::now() >= limit {
+            let text = format!("the leader is not ready after {PATIENCE:?}");
+            return Err(CommandError::Failed(text));
         }
     }
 }

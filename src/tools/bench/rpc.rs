@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use kvferry::cli::bench::{percentiles, rig};
 use kvferry::cli::{block_on, say};
 use kvferry::error::CommandError;
-use kvferry_protocol::{ErrorCode, Lookup, Message, Role};
+use kvferry_protocol::{ErrorCode, Lookup, Role};
 use kvferry_transport::Client;
 
 use super::found;
@@ -146,16 +146,10 @@ async fn refused_lookup(client: &Client, hash_bytes: usize) -> Result<(), Comman
         hashes: vec![1; hash_bytes],
         device_pages: 0,
     };
-    match client
-        .ask(Message::Lookup(lookup), Duration::from_secs(10))
-        .await
-    {
+    match client.call(lookup, Duration::from_secs(10)).await {
         Err(failure) if failure.code == ErrorCode::NotReady => Ok(()),
         Err(failure) => Err(CommandError::failed(failure)),
-        Ok(other) => Err(CommandError::Failed(format!(
-            "unexpected {}",
-            other.kind().name()
-        ))),
+        Ok(answer) => Err(CommandError::Failed(format!("unexpected {answer:?}"))),
     }
 }
 

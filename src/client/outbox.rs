@@ -3,14 +3,14 @@
 //! A request stays owed until a worker has confirmed it, across broken connections and dead workers. A worker that has
 //! died copies nothing, and its successor, which has received no orders, confirms an abandoned request at once.
 
-use std::collections::BTreeMap;
+use std::collections::BTreeSet;
 
 use kvferry_protocol::limits::ABANDONED_MAX;
 use kvferry_transport::LinkId;
 
 /// A request to the worker.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum RankRequest {
+pub(super) enum OwedRequest {
     /// Use this memory. Requests up to `after` are over.
     Register { after: u64 },
     /// Stores up to this request may read their pages.
@@ -39,8 +39,8 @@ pub(super) struct Outbox {
     /// The highest request that was ever abandoned. The worker of a later registration must not copy for requests up to
     /// this one.
     over: u64,
-    /// Abandoned requests that no worker has confirmed, with the ticket of the order that waits for each.
-    abandoned: BTreeMap<u64, u64>,
+    /// Abandoned requests that no worker has confirmed.
+    abandoned: BTreeSet<u64>,
     abandoning: bool,
 }
 
@@ -53,7 +53,7 @@ impl Outbox {
             confirmed: 0,
             telling: false,
             over: 0,
-            abandoned: BTreeMap::new(),
+            abandoned: BTreeSet::new(),
             abandoning: false,
         }
     }
@@ -78,63 +78,65 @@ impl Outbox {
         self.written = self.written.max(through);
     }
 
-    /// The engine takes the pages of a request back. `ticket` is reported when the worker has confirmed.
-    pub(super) fn abandon(&mut self, request: u64, ticket: u64) {
+    /// The engine takes the pages of a request back.
+    pub(super) fn abandon(&mut self, request: u64) {
         self.over = self.over.max(request);
-        self.abandoned.insert(request, ticket);
+        self.abandoned.insert(request);
     }
 
     /// Returns the next request to send. At most one of each kind is in flight.
-    pub(super) fn next(&mut self) -> Option<(LinkId, RankRequest)> {
+    pub(super) fn next(&mut self) -> Option<(LinkId, OwedRequest)> {
         let link = self.link?;
         if self.registered == Registered::No {
             self.registered = Registered::Asked;
-            return Some((link, RankRequest::Register { after: self.over }));
+            return Some((link, OwedRequest::Register { after: self.over }));
         }
         // Abandon does not wait for the registration, which may last as long as the leader is absent.
         if !self.abandoning && !self.abandoned.is_empty() {
             self.abandoning = true;
-            let requests = self.abandoned.keys().take(ABANDONED_MAX);
+            let requests = self.abandoned.iter().take(ABANDONED_MAX);
             let requests = requests.copied().collect();
-            return Some((link, RankRequest::Abandon { requests }));
+            return Some((link, OwedRequest::Abandon { requests }));
         }
         if self.registered == Registered::Yes && !self.telling && self.written > self.confirmed {
             self.telling = true;
             let through = self.written;
-            return Some((link, RankRequest::Written { through }));
+            return Some((link, OwedRequest::Written { through }));
         }
         None
     }
 
-    /// Records the outcome of a request; an unconfirmed one is repeated. Returns the tickets of the orders that this
-    /// completes.
+    /// Records the outcome of a request; an unconfirmed one is repeated. Returns the requests whose end it confirms.
     pub(super) fn answered(
         &mut self,
         link: LinkId,
-        question: &RankRequest,
+        request: &OwedRequest,
         confirmed: bool,
     ) -> Vec<u64> {
         if self.link != Some(link) {
             return Vec::new();
         }
-        match question {
-            RankRequest::Register { .. } => {
+        match request {
+            OwedRequest::Register { .. } => {
                 self.registered = match confirmed {
                     true => Registered::Yes,
                     false => Registered::No,
                 };
             }
-            RankRequest::Written { through } => {
+            OwedRequest::Written { through } => {
                 self.telling = false;
                 if confirmed {
                     self.confirmed = *through;
                 }
             }
-            RankRequest::Abandon { requests } => {
+            OwedRequest::Abandon { requests } => {
                 self.abandoning = false;
                 if confirmed {
-                    let ended = requests.iter().filter_map(|id| self.abandoned.remove(id));
-                    return ended.collect();
+                    return requests
+                        .iter()
+                        .filter(|id| self.abandoned.remove(id))
+                        .copied()
+                        .collect();
                 }
             }
         }
@@ -157,7 +159,7 @@ mod tests {
     const FIRST: LinkId = LinkId(1);
     const SECOND: LinkId = LinkId(2);
 
-    fn questions(outbox: &mut Outbox) -> Vec<RankRequest> {
+    fn questions(outbox: &mut Outbox) -> Vec<OwedRequest> {
         std::iter::from_fn(|| outbox.next())
             .map(|(_, question)| question)
             .collect()
@@ -165,7 +167,7 @@ mod tests {
 
     fn registered(outbox: &mut Outbox, link: LinkId, after: u64) {
         outbox.connected(link);
-        let register = RankRequest::Register { after };
+        let register = OwedRequest::Register { after };
         assert_eq!(outbox.next(), Some((link, register.clone())));
         assert!(outbox.answered(link, &register, true).is_empty());
     }
@@ -176,7 +178,7 @@ mod tests {
         outbox.wrote(4);
         assert_eq!(outbox.next(), None, "nobody is there");
         registered(&mut outbox, FIRST, 0);
-        let written = RankRequest::Written { through: 4 };
+        let written = OwedRequest::Written { through: 4 };
         assert_eq!(questions(&mut outbox), std::slice::from_ref(&written));
         outbox.answered(FIRST, &written, true);
         assert_eq!(questions(&mut outbox), []);
@@ -188,21 +190,21 @@ mod tests {
     fn what_was_not_confirmed_is_asked_again() {
         let mut outbox = Outbox::new();
         outbox.connected(FIRST);
-        let register = RankRequest::Register { after: 0 };
+        let register = OwedRequest::Register { after: 0 };
         for _ in 0..2 {
             assert_eq!(questions(&mut outbox), std::slice::from_ref(&register));
             outbox.answered(FIRST, &register, false);
         }
         registered(&mut outbox, FIRST, 0);
         outbox.wrote(7);
-        let written = RankRequest::Written { through: 7 };
+        let written = OwedRequest::Written { through: 7 };
         assert_eq!(questions(&mut outbox), std::slice::from_ref(&written));
         outbox.wrote(9);
         assert_eq!(questions(&mut outbox), [], "one at a time");
         outbox.answered(FIRST, &written, false);
         assert_eq!(
             questions(&mut outbox),
-            [RankRequest::Written { through: 9 }]
+            [OwedRequest::Written { through: 9 }]
         );
     }
 
@@ -210,9 +212,9 @@ mod tests {
     fn an_abandoned_request_waits_for_a_worker_that_says_so_and_is_over_for_all_later_ones() {
         let mut outbox = Outbox::new();
         registered(&mut outbox, FIRST, 0);
-        outbox.abandon(5, 50);
-        outbox.abandon(3, 30);
-        let both = RankRequest::Abandon {
+        outbox.abandon(5);
+        outbox.abandon(3);
+        let both = OwedRequest::Abandon {
             requests: vec![3, 5],
         };
         assert_eq!(questions(&mut outbox), std::slice::from_ref(&both));
@@ -220,11 +222,11 @@ mod tests {
         let late = outbox.answered(FIRST, &both, true);
         assert!(late.is_empty(), "said by one that is gone");
         outbox.connected(SECOND);
-        let register = RankRequest::Register { after: 5 };
+        let register = OwedRequest::Register { after: 5 };
         assert_eq!(questions(&mut outbox), [register, both.clone()]);
-        outbox.abandon(8, 80);
-        assert_eq!(outbox.answered(SECOND, &both, true), [30, 50]);
-        let rest = RankRequest::Abandon { requests: vec![8] };
+        outbox.abandon(8);
+        assert_eq!(outbox.answered(SECOND, &both, true), [3, 5]);
+        let rest = OwedRequest::Abandon { requests: vec![8] };
         assert_eq!(questions(&mut outbox), [rest]);
     }
 
@@ -233,11 +235,11 @@ mod tests {
         let mut outbox = Outbox::new();
         registered(&mut outbox, FIRST, 0);
         outbox.wrote(2);
-        let written = RankRequest::Written { through: 2 };
+        let written = OwedRequest::Written { through: 2 };
         assert_eq!(questions(&mut outbox), std::slice::from_ref(&written));
         outbox.forgotten(FIRST);
         outbox.answered(FIRST, &written, false);
-        assert_eq!(questions(&mut outbox), [RankRequest::Register { after: 0 }]);
+        assert_eq!(questions(&mut outbox), [OwedRequest::Register { after: 0 }]);
         outbox.forgotten(FIRST);
         assert_eq!(questions(&mut outbox), [], "it is on its way");
     }

@@ -1,0 +1,46 @@
+//! The client of operators and probes.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvferry_protocol::{Call, Hello, Message, Reset, Role, Status, StatusAnswer};
+use kvferry_transport::{Address, Client, ClientSettings, Failure, Limits, Transport};
+use kvferry_types::{Request, ResetScope};
+
+/// A connection to a leader as an operator. Cheap to clone; closes when the last clone is dropped.
+#[derive(Debug, Clone)]
+pub struct AdminClient(Client);
+
+impl AdminClient {
+    /// Connects in the background to the leader at `address`. `name` is for the leader's log.
+    pub fn start(transport: Arc<dyn Transport>, address: Address, name: &str) -> Self {
+        let settings = ClientSettings {
+            address,
+            hello: Hello::new(Role::Admin, name),
+            limits: Limits::default(),
+        };
+        Self(Client::without_incoming(transport, settings))
+    }
+
+    /// Requests the state of the leader. With `check` the leader recounts pages, pins and blocks, in time proportional
+    /// to the size of its arena; it does so for one request a second, and answers others with `busy`.
+    ///
+    /// # Errors
+    /// [`Failure`] with `deadline` when no leader answers within `timeout`.
+    pub async fn status(&self, check: bool, timeout: Duration) -> Result<StatusAnswer, Failure> {
+        self.0.call(Status { check }, timeout).await
+    }
+
+    /// Removes the pages of `scope` from every tier, and returns their number.
+    ///
+    /// # Errors
+    /// `leased` when a lookup or a load holds one of the pages; nothing is removed then.
+    pub async fn reset(&self, scope: ResetScope, timeout: Duration) -> Result<u32, Failure> {
+        let message = Message::from(Request::Reset { scope });
+        let answer = self.0.request(message, timeout).await?;
+        match Reset::answer(answer) {
+            Ok(answer) => Ok(answer.pages),
+            Err(other) => Err(Failure::unexpected(Reset::KIND, &other)),
+        }
+    }
+}

@@ -1,0 +1,457 @@
+//! The client of an engine's scheduler, and the guard of one running request.
+
+use std::collections::BTreeSet;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use tokio::runtime::Handle;
+use tokio::sync::Semaphore;
+use tokio::time::Instant;
+
+use crate::transfer::{LoadGuard, StoreGuard, Transfer};
+use kvferry_protocol::{
+    Call, CancelStores, ErrorCode, Finish, Hello, Lookup, Message, Reset, Role, Status,
+    StatusAnswer,
+};
+use kvferry_transport::{Address, Client, ClientSettings, Failure, Limits, Transport};
+use kvferry_types::{
+    Answer, EngineId, LookupAnswer, PageHashes, PageList, Replica, Request, RequestId, ResetScope,
+    SlotId,
+};
+
+/// Loads and stores of one client whose ends are not known, at most; one more is refused at once. Each has a task with
+/// its message, 1 MiB with 65,536 page items.
+pub const TRANSFERS_MAX: usize = 1024;
+/// Longest time for which a dropped guard, or a dropped client, repeats its `finish`. The leader forgets an engine
+/// without a connection after 10 s.
+pub const FINISH_LIMIT: Duration = Duration::from_secs(60);
+/// Deadline of one `finish`, and of the `cancel_stores` of a dropped client.
+const FINISH_TIMEOUT: Duration = Duration::from_secs(5);
+/// Pause before a `finish` is repeated that was refused with a retryable error.
+const FINISH_PAUSE: Duration = Duration::from_millis(50);
+
+/// A future of [`AbandonOnRanks`].
+pub type Abandoned = Pin<Box<dyn Future<Output = ()> + Send>>;
+
+/// Stops the copies of a request on every rank of the engine.
+pub trait AbandonOnRanks: Send + Sync + 'static {
+    /// Completes when the worker of every rank has confirmed that nothing is copied for the request, now or later:
+    /// [`crate::RankSession::abandon`] on each.
+    fn abandon(&self, request: RequestId) -> Abandoned;
+}
+
+impl<F, A> AbandonOnRanks for F
+where
+    F: Fn(RequestId) -> A + Send + Sync + 'static,
+    A: Future<Output = ()> + Send + 'static,
+{
+    fn abandon(&self, request: RequestId) -> Abandoned {
+        Box::pin(self(request))
+    }
+}
+
+/// The leader to connect to, and the identity of the engine.
+#[derive(Clone)]
+pub struct EngineSettings {
+    /// Address of the leader.
+    pub address: Address,
+    /// Identity of the engine: 16 random bytes, drawn at each start, the same as that of its ranks.
+    pub engine: EngineId,
+    /// The instance of the engine beside the leader.
+    pub replica: Replica,
+    /// Name for logs.
+    pub name: String,
+    /// Limits of the connection.
+    pub limits: Limits,
+    /// Stops the copies of a load that is dropped, or of a load or a store that is late. `None`: their pages are given
+    /// back when the leader reports their end.
+    pub ranks: Option<Arc<dyn AbandonOnRanks>>,
+}
+
+impl EngineSettings {
+    /// Replica 0 with the default limits, and without access to its ranks.
+    pub fn new(address: Address, engine: EngineId, name: impl Into<String>) -> Self {
+        Self {
+            address,
+            engine,
+            replica: Replica(0),
+            name: name.into(),
+            limits: Limits::default(),
+            ranks: None,
+        }
+    }
+}
+
+/// The pages of a prompt, for a lookup.
+#[derive(Debug, Clone)]
+pub struct Prompt {
+    /// The engine's number of the running request.
+    pub slot: SlotId,
+    /// Namespace of the pages: salt, tenant, adapter.
+    pub namespace: Vec<u8>,
+    /// Hashes of all full pages of the prompt.
+    pub hashes: PageHashes,
+    /// Pages, from the first one on, that the engine has itself.
+    pub device_pages: u32,
+}
+
+/// The pages of a store.
+#[derive(Debug, Clone)]
+pub struct StoredPages {
+    /// Number of the request, drawn by [`EngineClient::next_id`] so that the ranks can be told it before; drawn by the
+    /// store when it is absent.
+    pub id: Option<RequestId>,
+    /// Position of the first page in the sequence.
+    pub first_page: u32,
+    /// Device pages, one for each page from there on.
+    pub source: PageList,
+    /// Position and hashes of pages that the lookup did not name.
+    pub more: Option<(u32, PageHashes)>,
+}
+
+/// State of the client that its guards share.
+pub(crate) struct Shared {
+    pub(crate) client: Client,
+    pub(crate) runtime: Handle,
+    pub(crate) ranks: Option<Arc<dyn AbandonOnRanks>>,
+    pub(crate) transfers: Arc<Semaphore>,
+    next_id: AtomicU64,
+    /// Slots that the leader may know.
+    open: Mutex<BTreeSet<SlotId>>,
+}
+
+impl std::fmt::Debug for Shared {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Shared")
+            .field("client", &self.client)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Shared {
+    pub(crate) fn next_id(&self) -> RequestId {
+        RequestId(self.next_id.fetch_add(1, Ordering::Relaxed))
+    }
+
+    fn open(&self) -> std::sync::MutexGuard<'_, BTreeSet<SlotId>> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    async fn request<C: Call>(
+        &self,
+        request: Request,
+        timeout: Duration,
+    ) -> Result<C::Answer, Failure> {
+        let answer = self
+            .client
+            .request_as(self.next_id(), request.into(), timeout)
+            .await?;
+        C::answer(answer).map_err(|other| Failure::unexpected(C::KIND, &other))
+    }
+
+    /// Repeats a `finish` until the leader has accepted it, at most [`FINISH_LIMIT`]. The id is drawn here, so that
+    /// requests of the slot that were sent before have no effect if they arrive after it.
+    fn finish(self: &Arc<Self>, slot: SlotId) -> impl Future<Output = Result<(), Failure>> + use<> {
+        let (shared, id) = (Arc::clone(self), self.next_id());
+        async move {
+            let until = Instant::now() + FINISH_LIMIT;
+            let finish = Finish { slot: slot.0 };
+            loop {
+                let asked = shared
+                    .client
+                    .call_as(id, finish, FINISH_TIMEOUT, Duration::ZERO);
+                let failure = match asked.await {
+                    Ok(_) => break,
+                    Err(failure) => failure,
+                };
+                if !failure.retry || Instant::now() >= until {
+                    tracing::warn!(%slot, %failure, "a request was not finished");
+                    shared.open().remove(&slot);
+                    return Err(failure);
+                }
+                tokio::time::sleep(FINISH_PAUSE).await;
+            }
+            shared.open().remove(&slot);
+            Ok(())
+        }
+    }
+
+    /// Finishes a slot in the background, unless that was done before.
+    fn finish_later(self: &Arc<Self>, slot: SlotId) {
+        drop(self.runtime.spawn(self.finish(slot)));
+    }
+}
+
+/// The connection of an engine's scheduler to its leader. Cheap to clone.
+///
+/// When the last clone is dropped, the stores in flight are cancelled and the open requests are finished, in the
+/// background and without waiting for a hold to expire; then the connection closes. Loads in flight keep their device
+/// pages until their end is known.
+#[derive(Debug, Clone)]
+pub struct EngineClient {
+    shared: Arc<Shared>,
+    _close: Arc<CloseOnDrop>,
+}
+
+#[derive(Debug)]
+struct CloseOnDrop(Arc<Shared>);
+
+impl Drop for CloseOnDrop {
+    fn drop(&mut self) {
+        let shared = Arc::clone(&self.0);
+        let slots: Vec<SlotId> = shared.open().iter().copied().collect();
+        drop(self.0.runtime.spawn(async move {
+            let (id, cancel) = (shared.next_id(), CancelStores { slot: None });
+            let client = &shared.client;
+            let asked = client.call_as(id, cancel, FINISH_TIMEOUT, Duration::ZERO);
+            if let Err(failure) = asked.await {
+                tracing::debug!(%failure, "the stores of a closed client were not cancelled");
+            }
+        }));
+        for slot in slots {
+            self.0.finish_later(slot);
+        }
+    }
+}
+
+impl EngineClient {
+    /// Connects in the background. Must be called within a Tokio runtime, on which the guards clean up.
+    pub fn start(transport: Arc<dyn Transport>, settings: EngineSettings) -> Self {
+        let hello = Hello {
+            engine: settings.engine.0,
+            replica: settings.replica.0,
+            ..Hello::new(Role::Engine, settings.name)
+        };
+        let client = ClientSettings {
+            address: settings.address,
+            hello,
+            limits: settings.limits,
+        };
+        let shared = Arc::new(Shared {
+            client: Client::without_incoming(transport, client),
+            runtime: Handle::current(),
+            ranks: settings.ranks,
+            transfers: Arc::new(Semaphore::new(TRANSFERS_MAX)),
+            next_id: AtomicU64::new(1),
+            open: Mutex::default(),
+        });
+        Self {
+            _close: Arc::new(CloseOnDrop(Arc::clone(&shared))),
+            shared,
+        }
+    }
+
+    /// Draws a number, above those of all earlier requests and below those of all later ones: for a step of work that
+    /// the ranks report as written, and that loads wait for.
+    pub fn next_id(&self) -> RequestId {
+        self.shared.next_id()
+    }
+
+    /// Finds the stored pages of a prompt, and holds them for as long as the guard lives, at most 30 s.
+    ///
+    /// # Errors
+    /// `invalid` if this client has a guard for the slot already; otherwise those of the leader.
+    pub async fn lookup(&self, prompt: Prompt, timeout: Duration) -> Result<RequestGuard, Failure> {
+        let slot = prompt.slot;
+        if !self.shared.open().insert(slot) {
+            let text = format!(
+                "slot {} is open: finish its request, or repeat the lookup through its guard",
+                slot.0
+            );
+            return Err(Failure {
+                over: true,
+                ..Failure::new(ErrorCode::Invalid, text)
+            });
+        }
+        // The guard exists before the first await: a lookup that is dropped while it waits is finished, too.
+        let mut guard = RequestGuard {
+            shared: Arc::clone(&self.shared),
+            slot,
+            found: LookupAnswer {
+                hit_pages: 0,
+                pending: false,
+            },
+            finished: false,
+        };
+        guard
+            .lookup(
+                prompt.namespace,
+                prompt.hashes,
+                prompt.device_pages,
+                timeout,
+            )
+            .await?;
+        Ok(guard)
+    }
+
+    /// Stops the stores in flight of a slot, or of all slots. Once this is answered, none of their pages is read.
+    ///
+    /// # Errors
+    /// `deadline` while copies still run.
+    pub async fn cancel_stores(
+        &self,
+        slot: Option<SlotId>,
+        timeout: Duration,
+    ) -> Result<u32, Failure> {
+        let request = Request::CancelStores { slot };
+        let answer = self
+            .shared
+            .request::<CancelStores>(request, timeout)
+            .await?;
+        Ok(answer.stores)
+    }
+
+    /// Removes the pages of `scope` from every tier, and returns their number.
+    ///
+    /// # Errors
+    /// `leased` when a lookup or a load holds one of the pages; nothing is removed then.
+    pub async fn reset(&self, scope: ResetScope, timeout: Duration) -> Result<u32, Failure> {
+        let answer = self
+            .shared
+            .request::<Reset>(Request::Reset { scope }, timeout)
+            .await?;
+        Ok(answer.pages)
+    }
+
+    /// Requests the state of the leader: see [`crate::AdminClient::status`].
+    ///
+    /// # Errors
+    /// `deadline` when no leader answers within `timeout`.
+    pub async fn status(&self, check: bool, timeout: Duration) -> Result<StatusAnswer, Failure> {
+        self.shared.client.call(Status { check }, timeout).await
+    }
+
+    /// Sends a request of the engine under an id of its own, for schedulers that keep the state of their requests
+    /// themselves. No guard gives anything back.
+    ///
+    /// # Errors
+    /// Those of the leader, and `deadline` when it did not answer in time. Only with [`Failure::over`] may the pages of
+    /// a load or a store be used again.
+    pub async fn request(
+        &self,
+        id: RequestId,
+        request: Request,
+        timeout: Duration,
+    ) -> Result<Answer, Failure> {
+        let message = Message::from(request);
+        let kind = message.kind();
+        let answer = self.shared.client.request_as(id, message, timeout).await?;
+        let typed = answer.answer();
+        typed.ok_or_else(|| Failure::unexpected(kind, &answer))
+    }
+}
+
+/// A running request, and the pages that its lookup holds.
+///
+/// Dropping the guard finishes the request in the background, which gives the holds back at once. Loads and stores that
+/// were begun through it go on.
+#[derive(Debug)]
+pub struct RequestGuard {
+    shared: Arc<Shared>,
+    slot: SlotId,
+    found: LookupAnswer,
+    finished: bool,
+}
+
+impl RequestGuard {
+    /// The engine's number of the request.
+    pub fn slot(&self) -> SlotId {
+        self.slot
+    }
+
+    /// Pages after the engine's own that can be loaded.
+    pub fn hit_pages(&self) -> u32 {
+        self.found.hit_pages
+    }
+
+    /// Whether the page after those is being stored, so that a later lookup may find more.
+    pub fn is_pending(&self) -> bool {
+        self.found.pending
+    }
+
+    /// Repeats the lookup, which replaces the holds of the one before.
+    ///
+    /// # Errors
+    /// Those of the leader. The holds are unknown then; the guard still gives them back.
+    pub async fn lookup(
+        &mut self,
+        namespace: Vec<u8>,
+        hashes: PageHashes,
+        device_pages: u32,
+        timeout: Duration,
+    ) -> Result<LookupAnswer, Failure> {
+        let request = Request::Lookup {
+            slot: self.slot,
+            namespace,
+            hashes,
+            device_pages,
+        };
+        self.found = self.shared.request::<Lookup>(request, timeout).await?;
+        Ok(self.found)
+    }
+
+    /// Begins to copy held pages to device pages, from position `first_page` of the sequence on. `after` is the last
+    /// number of work that may write to these device pages; 0 without such work.
+    ///
+    /// The guard keeps `pages`, the owner of the device pages, until nothing writes to them any longer.
+    pub fn load<P: Send + 'static>(
+        &self,
+        first_page: u32,
+        destination: PageList,
+        after: RequestId,
+        pages: P,
+        timeout: Duration,
+    ) -> LoadGuard<P> {
+        let request = Request::Load {
+            slot: self.slot,
+            first_page,
+            destination,
+            after,
+        };
+        let id = self.shared.next_id();
+        Transfer::begin(&self.shared, id, request, pages, timeout)
+    }
+
+    /// Begins to copy device pages to host memory. Each rank's pages are read once that rank has reported
+    /// [`StoreGuard::request`] as written.
+    ///
+    /// The guard keeps `pages`, the owner of the device pages, until nothing reads them any longer.
+    pub fn store<P: Send + 'static>(
+        &self,
+        stored: StoredPages,
+        pages: P,
+        timeout: Duration,
+    ) -> StoreGuard<P> {
+        let request = Request::Store {
+            slot: self.slot,
+            first_page: stored.first_page,
+            more: stored.more,
+            source: stored.source,
+        };
+        let id = stored.id.unwrap_or_else(|| self.shared.next_id());
+        Transfer::begin(&self.shared, id, request, pages, timeout)
+    }
+
+    /// Ends the request and waits until the leader has confirmed. Dropping the returned future does not stop it.
+    ///
+    /// # Errors
+    /// The leader's, if it refuses for good, or does not answer for [`FINISH_LIMIT`].
+    pub async fn finish(mut self) -> Result<(), Failure> {
+        self.finished = true;
+        let finishing = self.shared.runtime.spawn(self.shared.finish(self.slot));
+        match finishing.await {
+            Ok(finished) => finished,
+            Err(error) => Err(Failure::new(ErrorCode::Draining, error.to_string())),
+        }
+    }
+}
+
+impl Drop for RequestGuard {
+    fn drop(&mut self) {
+        if !self.finished {
+            self.shared.finish_later(self.slot);
+        }
+    }
+}

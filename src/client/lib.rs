@@ -1,0 +1,23 @@
+//! Clients of kvferry, for engines in Rust, tools and tests.
+//!
+//! [`EngineClient`] is the scheduler's connection to a leader: lookups, loads and stores, whose guards give holds and
+//! device pages back however they end. [`RankSession`] keeps the memory of one engine rank registered with its worker.
+//! [`AdminClient`] reads the state of a leader and resets pages. All of them reconnect by themselves, and repeat what
+//! was not answered.
+
+#![forbid(unsafe_code)]
+
+mod admin;
+mod engine;
+mod outbox;
+mod rank;
+mod transfer;
+
+pub use admin::AdminClient;
+pub use engine::{
+    AbandonOnRanks, EngineClient, EngineSettings, FINISH_LIMIT, Prompt, RequestGuard, StoredPages,
+    TRANSFERS_MAX,
+};
+pub use kvferry_transport::Failure;
+pub use rank::{RankFailure, RankSession, RankSessionSettings, RegisteredMemory};
+pub use transfer::{LoadGuard, PagesInUse, StoreGuard, TransferFailure, TransferPages};

@@ -1,0 +1,263 @@
+//! Loads and stores in flight, which own their device pages until nothing touches them any longer.
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::mem::ManuallyDrop;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use tokio::sync::oneshot;
+
+use crate::engine::Shared;
+use kvferry_protocol::{Call, ErrorCode, Kind, Load, Message, Store};
+use kvferry_transport::Failure;
+use kvferry_types::{Request, RequestId};
+
+/// Time after the deadline of a load or a store in which its answer is awaited before the guard reports a failure.
+const GRACE: Duration = Duration::from_secs(2);
+/// Pause before a request whose end is unknown is repeated under its id, which asks for its end.
+const REPEAT_PAUSE: Duration = Duration::from_millis(200);
+
+/// A load in flight: completes with the number of pages in place and the owner of the device pages.
+///
+/// Dropping it stops the copies through [`crate::EngineSettings::ranks`], where that is set, and keeps the device pages
+/// until nothing writes to them any longer.
+pub type LoadGuard<P> = Transfer<Load, P>;
+/// A store in flight. Dropping it lets the store go on, and keeps the device pages until nothing reads them any longer.
+pub type StoreGuard<P> = Transfer<Store, P>;
+
+/// A load or a store that was not carried out.
+#[derive(thiserror::Error)]
+#[error("a load or a store was not carried out: {failure}")]
+pub struct TransferFailure<P> {
+    /// The reason.
+    pub failure: Failure,
+    /// The device pages.
+    pub pages: TransferPages<P>,
+}
+
+/// The device pages of a load or a store that failed.
+pub enum TransferPages<P> {
+    /// Nothing touches the pages.
+    Free(P),
+    /// Workers may still touch the pages.
+    InUse(PagesInUse<P>),
+    /// The process gave up waiting, because its runtime ends. The pages are lost to it.
+    Lost,
+}
+
+impl<P> fmt::Debug for TransferPages<P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Free(_) => "Free",
+            Self::InUse(_) => "InUse",
+            Self::Lost => "Lost",
+        })
+    }
+}
+
+impl<P> fmt::Debug for TransferFailure<P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut fields = f.debug_struct("TransferFailure");
+        fields
+            .field("failure", &self.failure)
+            .field("pages", &self.pages)
+            .finish()
+    }
+}
+
+/// Device pages that workers may still touch. Dropping this keeps them until nothing does.
+#[derive(Debug)]
+pub struct PagesInUse<P>(oneshot::Receiver<P>);
+
+impl<P> PagesInUse<P> {
+    /// Waits until nothing touches the pages, and returns their owner; `None` if the runtime ends before. There is no
+    /// limit on the wait: a leader that is gone may be back at any time, with workers that copy for it.
+    pub async fn freed(self) -> Option<P> {
+        self.0.await.ok()
+    }
+}
+
+/// A value that is leaked when it is dropped without [`Self::release`]. A task that a runtime drops at its end does not
+/// know whether a copy still runs, so it must not give device pages back.
+struct Kept<P>(Option<P>);
+
+impl<P> Kept<P> {
+    fn release(mut self) -> Option<P> {
+        self.0.take()
+    }
+}
+
+impl<P> Drop for Kept<P> {
+    fn drop(&mut self) {
+        if let Some(pages) = self.0.take() {
+            let _leaked = ManuallyDrop::new(pages);
+        }
+    }
+}
+
+type Ended<C, P> = Result<(<C as Call>::Answer, P), (Failure, TransferPages<P>)>;
+
+/// A load or a store in flight. See [`LoadGuard`] and [`StoreGuard`].
+#[must_use = "dropping it stops a load"]
+pub struct Transfer<C: Call, P> {
+    request: RequestId,
+    ended: oneshot::Receiver<Ended<C, P>>,
+}
+
+impl<C: Call, P> fmt::Debug for Transfer<C, P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Transfer")
+            .field("request", &self.request)
+            .finish_non_exhaustive()
+    }
+}
+
+impl<C, P> Transfer<C, P>
+where
+    C: Call + 'static,
+    C::Answer: Send,
+    P: Send + 'static,
+{
+    /// Sends the request in a task of its own, which lives until the end of the transfer is known.
+    pub(crate) fn begin(
+        shared: &Arc<Shared>,
+        id: RequestId,
+        request: Request,
+        pages: P,
+        timeout: Duration,
+    ) -> Self {
+        let (report, ended) = oneshot::channel();
+        match Arc::clone(&shared.transfers).try_acquire_owned() {
+            Ok(permit) => {
+                let task = Task::<C> {
+                    shared: Arc::clone(shared),
+                    id,
+                    message: request.into(),
+                    timeout,
+                    answer: PhantomData,
+                };
+                drop(shared.runtime.spawn(async move {
+                    task.run(Kept(Some(pages)), report).await;
+                    drop(permit);
+                }));
+            }
+            Err(_) => {
+                let failure = Failure {
+                    over: true,
+                    ..Failure::new(
+                        ErrorCode::Busy,
+                        "too many loads and stores wait for their ends",
+                    )
+                };
+                // The receiver is alive: it is returned below.
+                drop(report.send(Err((failure, TransferPages::Free(pages)))));
+            }
+        }
+        Self { request: id, ended }
+    }
+
+    /// Number of the request. A store begins when each rank has reported everything up to it as written.
+    pub fn request(&self) -> RequestId {
+        self.request
+    }
+}
+
+impl<C: Call, P> Future for Transfer<C, P> {
+    type Output = Result<(C::Answer, P), TransferFailure<P>>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        let ended = ready!(Pin::new(&mut self.ended).poll(context));
+        Poll::Ready(match ended {
+            Ok(Ok(ended)) => Ok(ended),
+            Ok(Err((failure, pages))) => Err(TransferFailure { failure, pages }),
+            Err(_) => Err(TransferFailure {
+                failure: Failure::new(ErrorCode::Draining, "the runtime of this process ends"),
+                pages: TransferPages::Lost,
+            }),
+        })
+    }
+}
+
+/// Sends the request of a transfer until its end is known.
+struct Task<C> {
+    shared: Arc<Shared>,
+    id: RequestId,
+    message: Message,
+    timeout: Duration,
+    answer: PhantomData<fn() -> C>,
+}
+
+impl<C: Call> Task<C> {
+    async fn run<P: Send>(self, pages: Kept<P>, mut report: oneshot::Sender<Ended<C, P>>) {
+        let mut asking = Box::pin(self.ask());
+        let first = tokio::select! {
+            biased;
+            answer = &mut asking => Some(answer),
+            () = report.closed(), if C::KIND == Kind::Load && self.shared.ranks.is_some() => None,
+        };
+        let failure = match first {
+            Some(Ok(answer)) => {
+                if let Some(pages) = pages.release() {
+                    // Without a receiver the pages are dropped, which gives them back: their end is known.
+                    drop(report.send(Ok((answer, pages))));
+                }
+                return;
+            }
+            Some(Err(failure)) if failure.over => {
+                if let Some(pages) = pages.release() {
+                    drop(report.send(Err((failure, TransferPages::Free(pages)))));
+                }
+                return;
+            }
+            Some(Err(failure)) => Some(failure),
+            None => None,
+        };
+        let (give_back, given_back) = oneshot::channel();
+        if let Some(failure) = failure {
+            drop(report.send(Err((failure, TransferPages::InUse(PagesInUse(given_back))))));
+        }
+        drop(asking);
+        if self.until_over().await
+            && let Some(pages) = pages.release()
+        {
+            drop(give_back.send(pages));
+        }
+    }
+
+    async fn ask(&self) -> Result<C::Answer, Failure> {
+        let message = self.message.clone();
+        let asked = self
+            .shared
+            .client
+            .request_with_grace(self.id, message, self.timeout, GRACE);
+        C::answer(asked.await?).map_err(|other| Failure::unexpected(C::KIND, &other))
+    }
+
+    /// Waits until nothing is copied for the request: until every rank has abandoned it, or the leader has reported its
+    /// end. Returns false when the client has ended, after which neither can be known.
+    async fn until_over(&self) -> bool {
+        let leader = async {
+            loop {
+                match self.ask().await {
+                    Ok(_) => return true,
+                    Err(failure) if failure.over => return true,
+                    // The task of the connection has ended.
+                    Err(failure) if failure.code == ErrorCode::Draining && !failure.retry => {
+                        return false;
+                    }
+                    Err(_) => tokio::time::sleep(REPEAT_PAUSE).await,
+                }
+            }
+        };
+        match &self.shared.ranks {
+            Some(ranks) => tokio::select! {
+                over = leader => over,
+                () = ranks.abandon(self.id) => true,
+            },
+            None => leader.await,
+        }
+    }
+}

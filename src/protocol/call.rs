@@ -1,0 +1,75 @@
+//! Which answer belongs to which request, once for the types and once for the kinds.
+
+use crate::body::{
+    Abandon, Attach, Attached, Cancel, CancelStores, Empty, Ended, Finish, Hello, Invalidate,
+    Invalidated, Inventory, Load, Lookup, ReadInventory, Readiness, Register, Registered, Reset,
+    Status, StatusAnswer, Store, Transfer, Unregister, Welcome, Written,
+};
+use crate::codec::Message;
+use crate::kind::Kind;
+use kvferry_types::{CancelStoresAnswer, LoadAnswer, LookupAnswer, ResetAnswer, StoreAnswer};
+
+/// The body of a request, with the type of its answer. Every request may be answered by an error instead.
+pub trait Call: Into<Message> {
+    /// The body of the answer.
+    type Answer;
+    /// Kind of the request.
+    const KIND: Kind;
+
+    /// Returns the body of an answer, or a message that does not answer this request.
+    fn answer(message: Message) -> Result<Self::Answer, Box<Message>>;
+}
+
+macro_rules! calls {
+    ($($request:ident => $answer:ident($body:ty);)*) => {
+        /// The kind that answers a request; `None` for answers.
+        pub(super) fn answer(kind: Kind) -> Option<Kind> {
+            match kind {
+                Kind::Ping => Some(Kind::Pong),
+                $(Kind::$request => Some(Kind::$answer),)*
+                _ => None,
+            }
+        }
+
+        $(
+            impl Call for $request {
+                type Answer = $body;
+                const KIND: Kind = Kind::$request;
+
+                fn answer(message: Message) -> Result<$body, Box<Message>> {
+                    match message {
+                        Message::$answer(answer) => Ok(answer),
+                        other => Err(Box::new(other)),
+                    }
+                }
+            }
+
+            impl From<$request> for Message {
+                fn from(request: $request) -> Self {
+                    Self::$request(request)
+                }
+            }
+        )*
+    };
+}
+
+calls! {
+    Hello => Welcome(Welcome);
+    Lookup => LookupAnswer(LookupAnswer);
+    Load => LoadAnswer(LoadAnswer);
+    Store => StoreAnswer(StoreAnswer);
+    Finish => FinishAnswer(Empty);
+    Reset => ResetAnswer(ResetAnswer);
+    CancelStores => CancelStoresAnswer(CancelStoresAnswer);
+    Register => Registered(Registered);
+    Written => WrittenAnswer(Empty);
+    Abandon => AbandonAnswer(Empty);
+    Unregister => Unregistered(Empty);
+    Attach => Attached(Attached);
+    Transfer => Ended(Ended);
+    Cancel => Ended(Ended);
+    Invalidate => Invalidated(Invalidated);
+    ReadInventory => Inventory(Inventory);
+    Readiness => ReadinessAnswer(Empty);
+    Status => StatusAnswer(StatusAnswer);
+}
