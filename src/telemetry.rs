@@ -4,10 +4,14 @@ use std::io::IsTerminal;
 
 use tracing_subscriber::EnvFilter;
 
+use crate::error::CommandError;
+
 /// Starts logging with a filter such as `info,kvferry=debug`.
-pub fn start(filter: &str) -> Result<(), String> {
+pub fn start(filter: &str) -> Result<(), CommandError> {
     let filter = EnvFilter::try_new(filter).map_err(|error| {
-        format!("log is '{filter}': {error}; write a filter such as info,kvferry=debug")
+        CommandError::Config(format!(
+            "log is '{filter}': {error}; write a filter such as info,kvferry=debug"
+        ))
     })?;
     tracing_subscriber::fmt()
         .with_env_filter(filter)
@@ -16,5 +20,5 @@ pub fn start(filter: &str) -> Result<(), String> {
         .with_target(false)
         .compact()
         .try_init()
-        .map_err(|error| error.to_string())
+        .map_err(CommandError::failed)
 }

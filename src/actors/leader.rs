@@ -12,7 +12,7 @@ use crate::mailbox::{Credited, Feeder};
 use crate::processes::{self, Process};
 use kvferry_core::{Effect, Event, Leader, LeaderSettings};
 use kvferry_protocol::Message;
-use kvferry_shell::{LeaderHost, LeaderShell, Peers};
+use kvferry_shell::{HostError, LeaderHost, LeaderShell, Peers};
 use kvferry_transport::Clock;
 use kvferry_transport::{Replier, Server, ServerEvent, ServerEvents};
 use kvferry_types::{Epoch, PeerId, Request, RequestId, Time, WorkerId};
@@ -22,7 +22,7 @@ use kvferry_types::{Epoch, PeerId, Request, RequestId, Time, WorkerId};
 pub type EndWorker = Box<dyn FnMut(WorkerId, Option<i32>) + Send>;
 
 /// Records that an epoch was used, so that the next leader takes a later one. An error is the reason of the failure.
-pub type RaiseEpoch = Box<dyn Fn(Epoch) -> Result<(), String> + Send>;
+pub type RaiseEpoch = Box<dyn Fn(Epoch) -> Result<(), HostError> + Send>;
 
 /// Arguments of a leader.
 pub struct LeaderArguments {
@@ -288,7 +288,7 @@ impl LeaderHost for Host {
         }
     }
 
-    fn raise_epoch(&mut self, used: Epoch) -> Result<(), String> {
+    fn raise_epoch(&mut self, used: Epoch) -> Result<(), HostError> {
         self.raise_epoch
             .as_ref()
             .map_or(Ok(()), |raise| raise(used))

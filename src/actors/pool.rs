@@ -7,11 +7,11 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use ractor::{Actor, ActorProcessingErr, ActorRef};
-use tokio::task::JoinHandle;
+use tokio::task::{JoinError, JoinHandle};
 
 use crate::gpu::likely_node;
 use crate::worker::WorkerMessage;
-use kvferry_memory::{Depot, NumaNode, Prefault};
+use kvferry_memory::{Depot, DepotError, LockError, NumaNode, Prefault, PrefaultError};
 use kvferry_types::ByteSize;
 
 /// Bytes that one thread touches before it reports progress.
@@ -41,6 +41,31 @@ pub struct PoolSettings {
     pub lock: bool,
     /// Set once all of the memory is ready.
     pub ready: Arc<AtomicBool>,
+}
+
+/// The reason that a depot's memory cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum PoolError {
+    /// The memory cannot be opened.
+    #[error(transparent)]
+    Open(#[from] DepotError),
+    /// The memory cannot be touched, or not on the chosen NUMA node.
+    #[error(transparent)]
+    Prefault(#[from] PrefaultError),
+    /// The memory cannot be locked.
+    #[error(transparent)]
+    Lock(#[from] LockError),
+    /// The preparation panicked or was aborted.
+    #[error(transparent)]
+    Stopped(#[from] JoinError),
+    /// The preparation took too long.
+    #[error("{progress} after {limit:?}: is the machine swapping? Give it a smaller g2")]
+    Slow {
+        /// How far the preparation was, as text.
+        progress: String,
+        /// The time that it had.
+        limit: Duration,
+    },
 }
 
 impl PoolSettings {
@@ -134,7 +159,7 @@ fn prepare(
     progress: &Progress,
     cancel: &AtomicBool,
     tell: &dyn Fn(WorkerMessage),
-) -> Result<(), String> {
+) -> Result<(), PoolError> {
     let PoolSettings {
         held,
         bytes,
@@ -157,19 +182,19 @@ fn prepare(
     };
     prefault(&depot, &by, lock, progress, cancel, tell)?;
     if lock {
-        depot.lock().map_err(|error| error.to_string())?;
+        depot.lock()?;
         progress.done.store(depot.bytes(), Ordering::Relaxed);
     }
     ready.store(true, Ordering::Relaxed);
     Ok(())
 }
 
-fn open(held: Option<OwnedFd>, bytes: u64) -> Result<Arc<Depot>, String> {
+fn open(held: Option<OwnedFd>, bytes: u64) -> Result<Arc<Depot>, DepotError> {
     let depot = match held {
         Some(held) => Depot::from_fd(held),
         None => Depot::create(bytes),
     };
-    depot.map(Arc::new).map_err(|error| error.to_string())
+    depot.map(Arc::new)
 }
 
 fn prefault(
@@ -179,7 +204,7 @@ fn prefault(
     progress: &Progress,
     cancel: &AtomicBool,
     tell: &dyn Fn(WorkerMessage),
-) -> Result<(), String> {
+) -> Result<(), PoolError> {
     let told = Cell::new(Instant::now());
     let report = |done, total| {
         // Memory that must be locked is not ready before that.
@@ -195,28 +220,24 @@ fn prefault(
             tell(WorkerMessage::Progress);
         }
     };
-    depot
-        .prefault(by, &report, cancel)
-        .map(|_| ())
-        .map_err(|error| error.to_string())
+    depot.prefault(by, &report, cancel)?;
+    Ok(())
 }
 
 /// Waits for the preparation. After `limit`, cancels it and returns an error.
 async fn within(
     limit: Duration,
-    taken: JoinHandle<Result<(), String>>,
+    taken: JoinHandle<Result<(), PoolError>>,
     progress: &Progress,
     cancel: &AtomicBool,
-) -> Result<(), String> {
+) -> Result<(), PoolError> {
     match tokio::time::timeout(limit, taken).await {
         Ok(Ok(ready)) => ready,
-        Ok(Err(error)) => Err(error.to_string()),
+        Ok(Err(error)) => Err(error.into()),
         Err(_) => {
             cancel.store(true, Ordering::Relaxed);
-            let line = progress.line();
-            Err(format!(
-                "{line} after {limit:?}: is the machine swapping? Give it a smaller g2"
-            ))
+            let progress = progress.line();
+            Err(PoolError::Slow { progress, limit })
         }
     }
 }
@@ -245,7 +266,7 @@ mod tests {
             Ok(())
         });
         let why = within(Duration::from_millis(1), taken, &progress, &cancel).await;
-        let why = why.expect_err("it takes for ever");
+        let why = why.expect_err("it takes for ever").to_string();
         assert!(why.contains("1 GiB of 8 GiB"), "{why}");
         assert!(cancel.load(Ordering::Relaxed), "what runs is told to end");
     }
@@ -285,7 +306,7 @@ mod tests {
         assert!(!ready.load(Ordering::Relaxed), "nothing is touched yet");
         answer.send(()).expect("it waits");
         let prepared = prefaulting.join().expect("no panic");
-        assert_eq!(prepared, Ok(()));
+        prepared.expect("a depot");
         assert!(ready.load(Ordering::Relaxed));
     }
 

@@ -1,7 +1,7 @@
 //! Starts the actors of a process, and ends the process when one of them fails: a process with a failed part must not
 //! continue. Its supervisor starts a new one.
 
-use ractor::{Actor, ActorCell, ActorProcessingErr, ActorRef, SupervisionEvent};
+use ractor::{Actor, ActorCell, ActorProcessingErr, ActorRef, SpawnErr, SupervisionEvent};
 use tokio::sync::oneshot;
 
 use crate::leader::{LeaderActor, LeaderArguments, LeaderHandle};
@@ -74,22 +74,18 @@ impl Actor for RootActor {
     }
 }
 
-async fn root() -> Result<(ActorRef<RootMessage>, oneshot::Receiver<String>), String> {
+async fn root() -> Result<(ActorRef<RootMessage>, oneshot::Receiver<String>), SpawnErr> {
     let (failed, failure) = oneshot::channel();
-    let (root, _) = Actor::spawn(None, RootActor, failed)
-        .await
-        .map_err(|error| error.to_string())?;
+    let (root, _) = Actor::spawn(None, RootActor, failed).await?;
     Ok((root, failure))
 }
 
 /// Starts a leader in this process.
 pub async fn run_leader(
     arguments: LeaderArguments,
-) -> Result<(ProcessHandle, LeaderHandle), String> {
+) -> Result<(ProcessHandle, LeaderHandle), SpawnErr> {
     let (root, failed) = root().await?;
-    let (leader, _) = Actor::spawn_linked(None, LeaderActor, arguments, root.get_cell())
-        .await
-        .map_err(|error| error.to_string())?;
+    let (leader, _) = Actor::spawn_linked(None, LeaderActor, arguments, root.get_cell()).await?;
     Ok((
         ProcessHandle {
             root,
@@ -101,11 +97,9 @@ pub async fn run_leader(
 }
 
 /// Starts a worker in this process.
-pub async fn run_worker(arguments: WorkerArguments) -> Result<ProcessHandle, String> {
+pub async fn run_worker(arguments: WorkerArguments) -> Result<ProcessHandle, SpawnErr> {
     let (root, failed) = root().await?;
-    let (worker, _) = Actor::spawn_linked(None, WorkerActor, arguments, root.get_cell())
-        .await
-        .map_err(|error| error.to_string())?;
+    let (worker, _) = Actor::spawn_linked(None, WorkerActor, arguments, root.get_cell()).await?;
     Ok(ProcessHandle {
         root,
         actor: worker.get_cell(),

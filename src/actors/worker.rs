@@ -12,7 +12,7 @@ use tokio::task::JoinHandle;
 
 use crate::gpu::{EngineSide, Gpu};
 use crate::mailbox::{Credited, Credits, Feeder};
-use crate::pool::{PoolActor, PoolArguments, PoolSettings, Progress};
+use crate::pool::{PoolActor, PoolArguments, PoolError, PoolSettings, Progress};
 use crate::processes::Process;
 use crate::readiness::ReadinessReporter;
 use crate::transfer::{RUNNING_COPIES_MAX, TransferActor, TransferArguments};
@@ -68,7 +68,7 @@ pub(super) enum WorkerMessage {
     /// More of the depot's memory is prefaulted.
     Progress,
     /// All of the depot's memory is prefaulted, or the prefault failed.
-    Prefaulted(Result<(), String>),
+    Prefaulted(Result<(), PoolError>),
     /// The leader has received why this worker ends.
     Failed(String),
     Mapped(Registering, Box<Result<EngineSide, ErrorBody>>),
@@ -259,7 +259,8 @@ impl Actor for WorkerActor {
                 }
                 host.readiness.tell(host.progress.bytes());
             }
-            WorkerMessage::Prefaulted(Err(why)) => {
+            WorkerMessage::Prefaulted(Err(error)) => {
+                let why = error.to_string();
                 tracing::error!(worker = %host.worker, why, "no host memory");
                 host.readiness.give_up(why);
             }

@@ -1,5 +1,6 @@
 //! `kvferry engine-rank`: one rank of the reference engine, started by `kvferry replay` and `kvferry bench move`.
 
+use std::num::ParseIntError;
 use std::path::PathBuf;
 use std::process::Stdio;
 use std::sync::Arc;
@@ -46,7 +47,7 @@ pub(super) struct Arguments {
 
 impl Arguments {
     pub(super) fn run(self) -> Result<(), CommandError> {
-        crate::telemetry::start("warn").map_err(CommandError::Config)?;
+        crate::telemetry::start("warn")?;
         let settings = self.settings()?;
         block_on(1, async {
             let (orders, reports) = (tokio::io::stdin(), tokio::io::stdout());
@@ -121,8 +122,8 @@ impl Arguments {
     }
 }
 
-fn engine_id(text: &str) -> Result<EngineId, String> {
-    let number = u128::from_str_radix(text, 16).map_err(|error| error.to_string())?;
+fn engine_id(text: &str) -> Result<EngineId, ParseIntError> {
+    let number = u128::from_str_radix(text, 16)?;
     Ok(EngineId(number.to_be_bytes()))
 }
 

@@ -70,10 +70,10 @@ impl Arguments {
                 settings,
                 server,
                 supervisor,
-                raise_epoch: Some(Box::new(move |seen| raise_epoch(&directory, seen))),
+                raise_epoch: Some(Box::new(move |seen| Ok(raise_epoch(&directory, seen)?))),
             })
             .await;
-            let (mut process, leader) = started.map_err(CommandError::Failed)?;
+            let (mut process, leader) = started.map_err(CommandError::failed)?;
             tracing::info!(
                 epoch = epoch.0,
                 ranks = config.ranks,
@@ -164,18 +164,19 @@ fn next_epoch(directory: &Path) -> Result<Epoch, CommandError> {
             "{path} holds the largest number there is: stop the workers, remove it, and start them again"
         ))
     })?;
-    write_epoch(&path, next).map_err(CommandError::Failed)?;
+    write_epoch(&path, next)?;
     Ok(Epoch(next))
 }
 
 /// Makes the next leader of this directory start after an epoch that a depot has seen.
-fn raise_epoch(directory: &Path, seen: Epoch) -> Result<(), String> {
+fn raise_epoch(directory: &Path, seen: Epoch) -> Result<(), CommandError> {
     write_epoch(&directory.join("epoch"), seen.0)
 }
 
-fn write_epoch(path: &Path, epoch: u64) -> Result<(), String> {
+fn write_epoch(path: &Path, epoch: u64) -> Result<(), CommandError> {
     let text = format!("{epoch}\n");
-    replace(path, text.as_bytes()).map_err(|error| format!("{}: {error}", path.display()))
+    let written = replace(path, text.as_bytes());
+    written.map_err(|error| CommandError::Failed(format!("{}: {error}", path.display())))
 }
 
 /// Milliseconds since 1970; 0 before.

@@ -81,7 +81,7 @@ impl ConfigArguments {
             *dir = absolute;
         }
         let config = Config::load(self.config.as_deref(), &self.flags)?;
-        crate::telemetry::start(&config.log).map_err(CommandError::Config)?;
+        crate::telemetry::start(&config.log)?;
         Ok(config)
     }
 }

@@ -124,7 +124,7 @@ impl Arguments {
                 gpu_copy: config.gpu_copy,
                 gpu_idle: self.gpu_idle_s.map(Duration::from_secs),
             };
-            let mut process = run_worker(arguments).await.map_err(CommandError::Failed)?;
+            let mut process = run_worker(arguments).await.map_err(CommandError::failed)?;
             tracing::info!(%worker, "worker ready");
             tokio::select! {
                 () = ending.told() => {}

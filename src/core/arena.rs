@@ -7,6 +7,8 @@
 
 use kvferry_types::RATIO_MAX;
 
+use crate::Contradiction;
+
 const NONE: u32 = u32::MAX;
 /// Longest hole with a list of its own.
 const EXACT_MAX: u32 = RATIO_MAX;
@@ -184,27 +186,26 @@ impl Arena {
     }
 
     /// Recounts the counters and lists independently. `Err` names the first contradiction.
-    pub fn check(&self) -> Result<(), String> {
+    pub fn check(&self) -> Result<(), Contradiction> {
         let holes = self.holes();
         let counted: u64 = holes.iter().map(|(_, length)| u64::from(*length)).sum();
         if counted != u64::from(self.free) {
-            return Err(format!(
-                "holes hold {counted} pages, the counter says {}",
-                self.free
-            ));
+            return Err(
+                format!("holes hold {counted} pages, the counter says {}", self.free).into(),
+            );
         }
         for (list, head) in self.heads.iter().enumerate() {
             let occupied = self.occupied[list / 64] >> (list % 64) & 1 == 1;
             if occupied != (*head != NONE) {
-                return Err(format!(
-                    "list {list}: the bitmap says {occupied}, the head {head}"
-                ));
+                return Err(
+                    format!("list {list}: the bitmap says {occupied}, the head {head}").into(),
+                );
             }
             let mut hole = *head;
             while hole != NONE {
                 let length = self.hole_at(hole);
                 if list_of(length) != list {
-                    return Err(format!("hole {hole} of {length} pages lies in list {list}"));
+                    return Err(format!("hole {hole} of {length} pages lies in list {list}").into());
                 }
                 hole = self.pages[hole as usize].next;
             }
@@ -324,7 +325,7 @@ mod tests {
         let wrong = |spoil: fn(&mut Arena), expected: &str| {
             let mut arena = with_holes();
             spoil(&mut arena);
-            let why = arena.check().expect_err(expected);
+            let why = arena.check().expect_err(expected).to_string();
             assert!(why.contains(expected), "{why}");
         };
         wrong(|arena| arena.free += 1, "the counter says 10");

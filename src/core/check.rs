@@ -2,12 +2,13 @@
 
 use std::collections::BTreeSet;
 
+use crate::Contradiction;
 use crate::pool::Pool;
 
 impl Pool {
     /// Walks all blocks and holes and compares them with the counters. `Err` names the first contradiction. Takes time
     /// in proportion to the arena: for tests, the simulator and the end of a run.
-    pub fn check(&self) -> Result<(), String> {
+    pub fn check(&self) -> Result<(), Contradiction> {
         self.arena.check()?;
         let mut spans = self.arena.holes();
         let mut filling = BTreeSet::new();
@@ -17,47 +18,43 @@ impl Pool {
             pins += u64::from(block.pins);
             let total = block.total_pages();
             if total == 0 {
-                return Err(format!("block {index} holds no page"));
+                return Err(format!("block {index} holds no page").into());
             }
             if u32::from(block.phase) + total > self.ratio {
-                return Err(format!("block {index} crosses a multiple of the ratio"));
+                return Err(format!("block {index} crosses a multiple of the ratio").into());
             }
             if block.pins == 0 && block.pinned_pages != 0 {
-                return Err(format!("block {index} has pinned pages and no holder"));
+                return Err(format!("block {index} has pinned pages and no holder").into());
             }
             if block.pinned_pages > block.ready {
-                return Err(format!("block {index} lost pinned pages"));
+                return Err(format!("block {index} lost pinned pages").into());
             }
             spans.push((block.start, total));
             if let Some(fill) = block.filling {
                 filling.insert(fill.generation);
                 let owner = self.reservations.get(&fill.generation);
                 if !owner.is_some_and(|owner| owner.block == index && owner.pages == fill.pages) {
-                    return Err(format!(
-                        "{} of block {index} has no such owner",
-                        fill.generation
-                    ));
+                    return Err(
+                        format!("{} of block {index} has no such owner", fill.generation).into(),
+                    );
                 }
             }
         }
         if blocks != self.blocks.len() {
-            return Err(format!(
-                "{blocks} blocks by age, {} in the slab",
-                self.blocks.len()
-            ));
+            return Err(
+                format!("{blocks} blocks by age, {} in the slab", self.blocks.len()).into(),
+            );
         }
         if pins != self.pins() {
-            return Err(format!(
-                "blocks count {pins} pins, the pool {}",
-                self.pins()
-            ));
+            return Err(format!("blocks count {pins} pins, the pool {}", self.pins()).into());
         }
         if filling.len() != self.reservations.len() {
             return Err(format!(
                 "{} blocks fill, {} reservations live",
                 filling.len(),
                 self.reservations.len()
-            ));
+            )
+            .into());
         }
         check_cover(&mut spans, self.capacity_pages())?;
         let states = self.page_states();
@@ -68,28 +65,26 @@ impl Pool {
             .sum();
         let sum = states.free + states.reserved + states.filling + ready + states.quarantined;
         if sum != self.capacity_pages() || ready != states.ready {
-            return Err(format!(
-                "{states:?} do not add up: blocks hold {ready} ready pages"
-            ));
+            return Err(
+                format!("{states:?} do not add up: blocks hold {ready} ready pages").into(),
+            );
         }
         Ok(())
     }
 }
 
 /// Checks that holes and blocks together cover every page exactly once.
-fn check_cover(spans: &mut [(u32, u32)], capacity: u32) -> Result<(), String> {
+fn check_cover(spans: &mut [(u32, u32)], capacity: u32) -> Result<(), Contradiction> {
     spans.sort_unstable();
     let mut next = 0;
     for (start, length) in spans {
         if *start != next {
-            return Err(format!(
-                "page {next} is lost, or page {start} is held twice"
-            ));
+            return Err(format!("page {next} is lost, or page {start} is held twice").into());
         }
         next = *start + *length;
     }
     match next == capacity {
         true => Ok(()),
-        false => Err(format!("pages from {next} to {capacity} are lost")),
+        false => Err(format!("pages from {next} to {capacity} are lost").into()),
     }
 }

@@ -6,7 +6,7 @@
 //! 1. `arena`: where runs of pages are; `blocks`: what they hold and how old they are; `anchor`, `index`, `prefetch`: how
 //!    they are found;
 //! 2. `pool`: one tier: reserve, fill, publish, pin, evict; `view`: read-only views of it; `sweep`: resets; `recover`:
-//!    from inventories; `check`: an independent recount of all of it;
+//!    from inventories; `check`: an independent recount of all of it (`contradiction`: its error);
 //! 3. `session`: the state of an engine; `event`, `refusal`: inputs and outputs;
 //! 4. `leader`: the decisions; `decision`: their digest; `worker`: how a worker carries out its orders.
 
@@ -17,6 +17,7 @@ mod arena;
 mod around;
 mod blocks;
 mod check;
+mod contradiction;
 mod decision;
 mod event;
 mod index;
@@ -34,6 +35,7 @@ mod worker;
 pub use anchor::{AnchorKey, Domain};
 pub use arena::{ARENA_PAGES_MAX, Arena};
 pub use around::{LOOKS_AROUND_MAX, MISSES_AROUND_MAX};
+pub use contradiction::Contradiction;
 pub use event::{Attached, CANCELLED_MAX, Effect, EngineMemory, Event};
 pub use index::{Match, MatchGoal, SIBLINGS_MAX};
 pub use leader::{

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use crate::Contradiction;
 use crate::anchor::Domain;
 use crate::decision::{Decision, RequestDigest};
 use crate::pool::Pin;
@@ -352,7 +353,7 @@ impl Session {
     }
 
     /// Recounts the bytes of page hashes.
-    fn check(&self) -> Result<(), String> {
+    fn check(&self) -> Result<(), Contradiction> {
         let slots = self.slots.values();
         let bytes: usize = slots.map(|slot| slot.hashes.as_bytes().len()).sum();
         match bytes == self.hash_bytes {
@@ -360,7 +361,8 @@ impl Session {
             false => Err(format!(
                 "{bytes} bytes of page hashes, the session counts {}",
                 self.hash_bytes
-            )),
+            )
+            .into()),
         }
     }
 }
@@ -450,7 +452,7 @@ impl Sessions {
     }
 
     /// Recounts what the sessions count. `Err` names the first contradiction.
-    pub fn check(&self) -> Result<(), String> {
+    pub fn check(&self) -> Result<(), Contradiction> {
         self.0.values().try_for_each(Session::check)
     }
 }

@@ -114,7 +114,7 @@ fn the_second_count_sees_what_is_wrong() {
     let wrong = |spoil: fn(&mut Pool), expected: &str| {
         let (mut pool, ..) = one_of_each();
         spoil(&mut pool);
-        let why = pool.check().expect_err(expected);
+        let why = pool.check().expect_err(expected).to_string();
         assert!(why.contains(expected), "{why}, not {expected}");
     };
     wrong(

@@ -54,6 +54,16 @@ pub struct Failure {
     pub over: bool,
 }
 
+/// A message that makes its connection useless: nothing after it can be understood.
+#[derive(Debug, thiserror::Error)]
+enum Unusable {
+    #[error(transparent)]
+    Received(#[from] DecodeError),
+    /// An answer to it cannot be encoded.
+    #[error(transparent)]
+    Answer(#[from] Failure),
+}
+
 impl Failure {
     /// A failure on this side: the state of the request on the other side is unknown.
     pub fn new(code: ErrorCode, message: impl Into<String>) -> Self {
@@ -377,7 +387,7 @@ impl<R> ClientSession<R> {
                 open.received = now;
                 open.pinged = false;
                 if let Err(why) = self.take(now, header, body) {
-                    self.lose(now, &why);
+                    self.lose(now, &why.to_string());
                 }
             }
         }
@@ -437,8 +447,8 @@ impl<R> ClientSession<R> {
     }
 
     /// Handles a message after the welcome. An error breaks the connection.
-    fn take(&mut self, now: Time, header: &[u8], body: &[u8]) -> Result<(), String> {
-        let header = Header::from_bytes(header).map_err(|error| error.to_string())?;
+    fn take(&mut self, now: Time, header: &[u8], body: &[u8]) -> Result<(), Unusable> {
+        let header = Header::from_bytes(header)?;
         let kind = Kind::from_number(header.kind);
         match Class::of(header.kind) {
             Class::Request => self.take_request(now, kind, header, body),
@@ -446,7 +456,7 @@ impl<R> ClientSession<R> {
             Class::Answer if kind.is_none_or(|kind| kind == Kind::Pong) => Ok(()),
             Class::Answer if !self.pending.contains_key(&header.correlation) => Ok(()),
             Class::Answer => {
-                let envelope = decode(header, body).map_err(|error| error.to_string())?;
+                let envelope = decode(header, body)?;
                 let answer = match envelope.message {
                     Message::Error(error) => Err(error.into()),
                     message => Ok(message),
@@ -468,7 +478,7 @@ impl<R> ClientSession<R> {
         kind: Option<Kind>,
         header: Header,
         body: &[u8],
-    ) -> Result<(), String> {
+    ) -> Result<(), Unusable> {
         let refusal = |error: &DecodeError| {
             Message::Error(ErrorBody::for_good(error.code(), error.to_string()))
         };
@@ -486,8 +496,7 @@ impl<R> ClientSession<R> {
             },
             None => refusal(&DecodeError::UnknownKind(header.kind)),
         };
-        let encoded = self.encode(header.correlation, answer, 0);
-        let encoded = encoded.map_err(|failure| failure.to_string())?;
+        let encoded = self.encode(header.correlation, answer, 0)?;
         self.send(now, encoded);
         Ok(())
     }

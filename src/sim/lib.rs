@@ -2,7 +2,10 @@
 
 #![forbid(unsafe_code)]
 
+mod error;
 pub mod links;
 pub mod sequential;
 pub mod timed;
 pub mod world;
+
+pub use error::ReplayError;

@@ -3,6 +3,7 @@
 //!
 //! Leader and scheduler are the state machines of the live system; copies end at once on every rank.
 
+use crate::ReplayError;
 use kvferry_core::{Attached, Effect, EngineMemory, Event, Leader};
 use kvferry_types::{
     AttachId, DepotId, EndedCopy, EngineId, Epoch, GroupGeometry, Rank, Replica, Time, WorkerId,
@@ -18,7 +19,7 @@ pub(super) fn attach(
     ranks: u16,
     geometry: &GroupGeometry,
     arena_pages: u32,
-) -> Result<(), String> {
+) -> Result<(), ReplayError> {
     let mut effects = Vec::new();
     leader.step(Time(0), Event::EngineOpened(ENGINE), &mut effects);
     for rank in (0..ranks).map(Rank) {
@@ -43,7 +44,7 @@ pub(super) fn attach(
             Effect::Admit {
                 verdict: Err(refusal),
                 ..
-            } => return Err(refusal.to_string()),
+            } => return Err(refusal.into()),
             // The depots are new: their inventories are empty.
             Effect::ReadInventory {
                 worker,
@@ -85,7 +86,7 @@ impl Sequential {
         ranks: u16,
         geometry: &GroupGeometry,
         arena_pages: u32,
-    ) -> Result<Self, String> {
+    ) -> Result<Self, ReplayError> {
         attach(&mut leader, ranks, geometry, arena_pages)?;
         Ok(Self {
             leader,
@@ -96,7 +97,7 @@ impl Sequential {
     }
 
     /// Serves a prompt to its end. Fails when the prompt does not fit into the engine's memory.
-    pub fn serve(&mut self, prompt: Prompt) -> Result<Served, String> {
+    pub fn serve(&mut self, prompt: Prompt) -> Result<Served, ReplayError> {
         let mut served = None;
         let mut actions = std::mem::take(&mut self.actions);
         self.scheduler.arrive(prompt, &mut actions);
@@ -121,7 +122,7 @@ impl Sequential {
         }
         actions.clear();
         self.actions = actions;
-        served.ok_or_else(|| "the prompt does not fit into the engine's memory".to_owned())
+        served.ok_or(ReplayError::PromptTooLarge)
     }
 
     /// The leader, to read its counters.

@@ -17,14 +17,14 @@ use kvferry_sim::world::{self, Summary};
 struct Seeds(u64, u64);
 
 impl FromStr for Seeds {
-    type Err = String;
+    type Err = CommandError;
 
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> Result<Self, CommandError> {
         let seeds = text.split_once("..").and_then(|(from, to)| {
             let (from, to) = (from.parse().ok()?, to.parse().ok()?);
             (from < to).then_some(Self(from, to))
         });
-        seeds.ok_or_else(|| "two numbers A..B, A below B".to_owned())
+        seeds.ok_or_else(|| CommandError::Config("two numbers A..B, A below B".to_owned()))
     }
 }
 
@@ -54,7 +54,7 @@ impl Arguments {
             // Every line would report a fault that was injected on purpose.
             false => "off",
         };
-        kvferry::telemetry::start(filter).map_err(CommandError::Config)?;
+        kvferry::telemetry::start(filter)?;
         let Seeds(from, to) = self.seeds;
         let jobs = self
             .jobs

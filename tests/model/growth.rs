@@ -316,7 +316,7 @@ impl Growth {
             pending: state.fill.is_some(),
         };
         let wrong = (found != expected).then(|| format!("{found:?}, not {expected:?}"));
-        pool.check().err().or(wrong)
+        pool.check().err().map(|why| why.to_string()).or(wrong)
     }
 }
 

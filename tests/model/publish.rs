@@ -522,7 +522,7 @@ impl Publish {
             }
         }
         if let Err(why) = pool.check() {
-            return Some(why);
+            return Some(why.to_string());
         }
         let count = |which: fn(&Block) -> bool| state.blocks.iter().filter(|b| which(b)).count();
         let late = |block: &Block| block.fill.as_ref().is_some_and(|fill| fill.late);

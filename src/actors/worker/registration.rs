@@ -7,7 +7,7 @@ use ractor::ActorRef;
 
 use super::{Host, WorkerMessage};
 use crate::gpu::{EngineSide, Gpu};
-use kvferry_memory::{DropWaiter, RegisteredMemory, pieces_without_proof, validate};
+use kvferry_memory::{DropWaiter, OpenError, RegisteredMemory, pieces_without_proof, validate};
 use kvferry_protocol::{Empty, ErrorBody, ErrorCode, Message};
 use kvferry_shell::Registering;
 use kvferry_transport::{FdReceiver, PeerId, Ticket};
@@ -24,13 +24,12 @@ fn understood(
     registration: &Registration,
     on_device: bool,
     fds: &FdReceiver,
-) -> Result<u64, String> {
+) -> Result<u64, OpenError> {
     if on_device {
-        let layout = validate(registration).map_err(|error| error.to_string())?;
+        let layout = validate(registration)?;
         return Ok(layout.page_bytes);
     }
-    let memory = RegisteredMemory::open(registration, |ticket| fds.take(ticket));
-    let memory = memory.map_err(|error| error.to_string())?;
+    let memory = RegisteredMemory::open(registration, |ticket| fds.take(ticket))?;
     Ok(memory.geometry.page_bytes)
 }
 
@@ -146,7 +145,8 @@ impl Host {
                 Some(_) => {
                     let page_bytes = understood(&registration, on_device, &fds);
                     let found = page_bytes.map(|bytes| (registration.group, bytes));
-                    let found = found.map_err(|text| ErrorBody::new(ErrorCode::Invalid, text));
+                    let found = found
+                        .map_err(|error| ErrorBody::new(ErrorCode::Invalid, error.to_string()));
                     WorkerMessage::Checked(registering, found)
                 }
                 None => {

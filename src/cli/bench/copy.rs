@@ -92,8 +92,7 @@ impl Arguments {
         let fragment = u64::from(kib) * 1024;
         let pages = self.fragments * ROTATION;
         let bytes = fragment * u64::from(pages);
-        let bench = Pages::new(&registration(fragment, pages), pages);
-        let bench = bench.map_err(CommandError::Failed)?;
+        let bench = Pages::new(&registration(fragment, pages), pages)?;
         let engine = CopyEngine::new(usize::from(self.threads)).map_err(CommandError::failed)?;
         let (mut memcpy, mut gather, mut scatter) = (Vec::new(), Vec::new(), Vec::new());
         let source = vec![1_u8; usize::try_from(bytes).unwrap_or(0)];

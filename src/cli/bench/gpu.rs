@@ -131,7 +131,7 @@ struct Report {
 impl Arguments {
     pub(crate) fn run(self) -> Result<(), CommandError> {
         // Warnings are shown: one is logged if the driver refuses many copies by one call.
-        crate::telemetry::start("warn").map_err(CommandError::Config)?;
+        crate::telemetry::start("warn")?;
         let driver = Driver::get().map_err(CommandError::failed)?;
         let devices = driver.devices().map_err(CommandError::failed)?;
         let device = devices.get(self.gpu).ok_or_else(|| {
@@ -143,10 +143,10 @@ impl Arguments {
         })?;
         let context = Context::new(driver, *device).map_err(CommandError::failed)?;
         let report = self.measure(context, driver.version());
-        report.map_err(CommandError::Failed)?.say(self.json)
+        report?.say(self.json)
     }
 
-    fn measure(&self, context: Arc<Context>, driver_version: i32) -> Result<Report, String> {
+    fn measure(&self, context: Arc<Context>, driver_version: i32) -> Result<Report, CommandError> {
         let bench = Bench::new(context, self)?;
         let both_ways_gb_per_s = bench.both_ways()?;
         let mut rows = Vec::new();
@@ -158,16 +158,19 @@ impl Arguments {
             }
         }
         Ok(Report {
-            device: bench.context.name().map_err(text)?,
+            device: bench.context.name().map_err(CommandError::failed)?,
             attributes: bench.attributes(),
             gpu: bench.context.device().uuid.to_string(),
-            pci_bus_id: bench.context.pci_bus_id().map_err(text)?,
+            pci_bus_id: bench.context.pci_bus_id().map_err(CommandError::failed)?,
             numa_node: bench.node.map(|node| node.number()),
             driver_version,
             bytes: bench.bytes,
             rounds: self.rounds,
             batches_refused: bench.together.is_some()
-                && !bench.context.copies_together().map_err(text)?,
+                && !bench
+                    .context
+                    .copies_together()
+                    .map_err(CommandError::failed)?,
             both_ways_gb_per_s,
             rows,
         })
@@ -256,10 +259,6 @@ impl Side {
     }
 }
 
-fn text(error: impl std::fmt::Display) -> String {
-    error.to_string()
-}
-
 /// A copier that submits copies to the driver in one way.
 struct Giver {
     copier: Copier,
@@ -267,7 +266,7 @@ struct Giver {
 }
 
 impl Giver {
-    fn start(context: &Arc<Context>, copies_a_call: usize) -> Result<Self, String> {
+    fn start(context: &Arc<Context>, copies_a_call: usize) -> Result<Self, CommandError> {
         let (tell, outcomes) = channel();
         let copier = Copier::start(CopierSettings {
             context: Arc::clone(context),
@@ -276,30 +275,34 @@ impl Giver {
             tell: Box::new(move |outcome| tell.send(outcome).is_ok()),
         });
         Ok(Self {
-            copier: copier.map_err(text)?,
+            copier: copier.map_err(CommandError::failed)?,
             outcomes,
         })
     }
 
-    fn give(&self, order: CopyOrder) -> Result<(), String> {
+    fn give(&self, order: CopyOrder) -> Result<(), CommandError> {
         let given = self.copier.start_copy(order);
         given
             .then_some(())
-            .ok_or_else(|| "no place for a copy".to_owned())
+            .ok_or_else(|| CommandError::failed("no place for a copy"))
     }
 
     /// Waits until `copies` copies have ended.
-    fn ended(&self, mut copies: usize) -> Result<(), String> {
+    fn ended(&self, mut copies: usize) -> Result<(), CommandError> {
         while copies > 0 {
-            match self.outcomes.recv_timeout(PATIENCE).map_err(text)? {
+            match self
+                .outcomes
+                .recv_timeout(PATIENCE)
+                .map_err(CommandError::failed)?
+            {
                 Outcome::Ended(ended) => {
                     if !ended.iter().all(|copy| copy.complete) {
-                        return Err("a copy was refused: see above".to_owned());
+                        return Err(CommandError::failed("a copy was refused: see above"));
                     }
                     copies = copies.saturating_sub(ended.len());
                 }
                 Outcome::Written(_) => {}
-                Outcome::Lost(error) => return Err(error.to_string()),
+                Outcome::Lost(error) => return Err(CommandError::failed(error)),
             }
         }
         Ok(())
@@ -307,7 +310,7 @@ impl Giver {
 
     /// Runs one copy. Returns its rate in GB/s, from order to end, and the microseconds spent in submitting it to the
     /// driver.
-    fn timed(&self, cut: &Cut, direction: Direction) -> Result<(f64, f64), String> {
+    fn timed(&self, cut: &Cut, direction: Direction) -> Result<(f64, f64), CommandError> {
         let order = cut.order(direction)?;
         let (begun, before) = (Instant::now(), self.copier.giving());
         self.give(order)?;
@@ -334,10 +337,10 @@ struct Cut {
 impl Cut {
     /// Creates an order for the copy. Sets the depot's page size first, because cuts of different page sizes take
     /// turns.
-    fn order(&self, direction: Direction) -> Result<CopyOrder, String> {
+    fn order(&self, direction: Direction) -> Result<CopyOrder, CommandError> {
         let page_bytes = self.device.layout.page_bytes;
         let held = self.depot.depot().hold_pages_of(page_bytes);
-        held.map_err(text)?;
+        held.map_err(CommandError::failed)?;
         let pairs = match direction {
             Direction::Store => self.pairs.clone(),
             Direction::Load => self.pairs.iter().cloned().map(turned).collect(),
@@ -377,35 +380,38 @@ struct Bench {
 }
 
 impl Bench {
-    fn new(context: Arc<Context>, arguments: &Arguments) -> Result<Self, String> {
+    fn new(context: Arc<Context>, arguments: &Arguments) -> Result<Self, CommandError> {
         let (bytes, rounds) = (arguments.mib << 20, arguments.rounds);
         let room = arguments.fragment_kib.iter().map(|kib| {
             let fragment = u64::from(*kib) << 10;
             let pages = bytes.checked_div(fragment).unwrap_or(0);
             let pages = u32::try_from(pages).ok().filter(|pages| *pages > 0);
-            let pages = pages.ok_or(format!(
-                "fragment_kib is {kib}: write sizes from 1 to those of a copy, {} KiB",
-                bytes >> 10
-            ))?;
+            let pages = pages.ok_or_else(|| {
+                CommandError::Config(format!(
+                    "fragment_kib is {kib}: write sizes from 1 to those of a copy, {} KiB",
+                    bytes >> 10
+                ))
+            })?;
             Ok(Depot::bytes_for(pages, fragment))
         });
-        let room = room.collect::<Result<Vec<u64>, String>>()?;
+        let room = room.collect::<Result<Vec<u64>, CommandError>>()?;
         let room = room.into_iter().max().unwrap_or(0);
         // Twice, for one copy each way.
-        let memory = DeviceMemory::allocate(&context, 2 * bytes).map_err(text)?;
-        let depot = Depot::create(room.max(Depot::bytes_for(2, bytes))).map_err(text)?;
-        let node = NumaNode::near(&context.pci_bus_id().map_err(text)?);
+        let memory = DeviceMemory::allocate(&context, 2 * bytes).map_err(CommandError::failed)?;
+        let depot =
+            Depot::create(room.max(Depot::bytes_for(2, bytes))).map_err(CommandError::failed)?;
+        let node = NumaNode::near(&context.pci_bus_id().map_err(CommandError::failed)?);
         let by = Prefault {
             threads: 4,
             chunk_bytes: 64 << 20,
             node: node.clone(),
         };
         let prefaulted = depot.prefault(&by, &|_, _| (), &Default::default());
-        prefaulted.map_err(text)?;
+        prefaulted.map_err(CommandError::failed)?;
         let depot = PinnedDepot::new(&context, Arc::new(depot), PIN_CHUNK_BYTES, |_| ());
         Ok(Self {
             memory: DeviceMemories::own(vec![memory]),
-            depot: Arc::new(depot.map_err(text)?),
+            depot: Arc::new(depot.map_err(CommandError::failed)?),
             one_by_one: Giver::start(&context, 1)?,
             together: match arguments.ways.contains(&Way::Batch) {
                 true => Some(Giver::start(&context, BATCH_COPIES_MAX)?),
@@ -420,14 +426,14 @@ impl Bench {
     }
 
     /// Divides the memory into fragments, in an order in which hardly two are neighbours on both sides.
-    fn cut(&self, fragment: u64) -> Result<Cut, String> {
-        let pages = u32::try_from(self.bytes / fragment).map_err(text)?;
+    fn cut(&self, fragment: u64) -> Result<Cut, CommandError> {
+        let pages = u32::try_from(self.bytes / fragment).map_err(CommandError::failed)?;
         self.pages(fragment, pages, gather(&shuffled(pages), 0))
     }
 
-    fn pages(&self, page: u64, pages: u32, pairs: Vec<FragmentPair>) -> Result<Cut, String> {
+    fn pages(&self, page: u64, pages: u32, pairs: Vec<FragmentPair>) -> Result<Cut, CommandError> {
         let registration = registration(page, pages);
-        let layout = validate(&registration).map_err(text)?;
+        let layout = validate(&registration).map_err(CommandError::failed)?;
         let geometry = layout.geometry(&registration);
         Ok(Cut {
             device: RegisteredDevice {
@@ -443,7 +449,7 @@ impl Bench {
     }
 
     /// Measures one copy each way at the same time.
-    fn both_ways(&self) -> Result<Rate, String> {
+    fn both_ways(&self) -> Result<Rate, CommandError> {
         let one_of_two = |page: u32| {
             let pair = FragmentPair {
                 src: PageList::run(page, 1),
@@ -469,29 +475,31 @@ impl Bench {
     }
 
     /// Checks that random bytes that one copier loads and another stores come back unchanged.
-    fn check(&self, loads: &Giver, stores: &Giver, cut: &Cut) -> Result<(), String> {
+    fn check(&self, loads: &Giver, stores: &Giver, cut: &Cut) -> Result<(), CommandError> {
         let (page_bytes, buffer) = (cut.device.layout.page_bytes, self.depot.depot().buffer());
         let mut page = vec![0; page_bytes as usize];
         let seed = fastrand::u64(..);
         let mut random = fastrand::Rng::with_seed(seed);
         for at in cut.places() {
             random.fill(&mut page);
-            buffer.write_from(at, &page).map_err(text)?;
+            buffer.write_from(at, &page).map_err(CommandError::failed)?;
         }
         loads.timed(cut, Direction::Load)?;
         page.fill(POISON);
         for at in cut.places() {
-            buffer.write_from(at, &page).map_err(text)?;
+            buffer.write_from(at, &page).map_err(CommandError::failed)?;
         }
         stores.timed(cut, Direction::Store)?;
         let (mut random, mut expected) = (fastrand::Rng::with_seed(seed), page.clone());
         for (number, at) in cut.places().enumerate() {
             random.fill(&mut expected);
-            buffer.read_into(at, &mut page).map_err(text)?;
+            buffer
+                .read_into(at, &mut page)
+                .map_err(CommandError::failed)?;
             if page != expected {
-                return Err(format!(
+                return Err(CommandError::Found(format!(
                     "fragment {number} of {page_bytes} bytes came back with other bytes"
-                ));
+                )));
             }
         }
         Ok(())
@@ -507,7 +515,7 @@ impl Bench {
         ATTRIBUTES.map(attribute).into()
     }
 
-    fn row(&self, kib: u32, side: Side) -> Result<Row, String> {
+    fn row(&self, kib: u32, side: Side) -> Result<Row, CommandError> {
         let fragment = u64::from(kib) << 10;
         let cut = self.cut(fragment)?;
         let complete = self.pages(cut.bytes, 1, gather(&[0], 0))?;
@@ -542,7 +550,11 @@ impl Bench {
             measured.map(|(rates, submits)| (spread(rates), spread(submits)));
         let one_by_one = asynchronous.map(|_| one_by_one);
         // Copies that the driver does not take by one call were submitted one by one.
-        let taken = self.together.is_some() && self.context.copies_together().map_err(text)?;
+        let taken = self.together.is_some()
+            && self
+                .context
+                .copies_together()
+                .map_err(CommandError::failed)?;
         let together = taken.then_some(together);
         let to_one_copy = |way: Option<(Rate, Micros)>| way.map(|(rate, _)| rate.1 / one_copy.0.1);
         Ok(Row {

@@ -269,7 +269,7 @@ impl Bare {
             bytes: vec![0; 16],
         };
         let registration = describe(&rank.settings()?, [0; 16], nonce);
-        let memory = Pages::new(&registration, PLACES * pages).map_err(CommandError::Failed)?;
+        let memory = Pages::new(&registration, PLACES * pages)?;
         let engine = CopyEngine::new(usize::from(arguments.copy_threads));
         Ok(Self {
             engine: engine.map_err(CommandError::failed)?,

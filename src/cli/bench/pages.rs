@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
+use crate::error::CommandError;
 use kvferry_memory::{
     CancelFlag, CopyJob, Depot, EngineMemory, Prefault, RegisteredMemory, SharedBuffer, validate,
 };
@@ -22,24 +23,23 @@ pub(super) struct Pages {
 
 impl Pages {
     /// Creates the memory that a registration describes, in one allocation, and a depot of `arena_pages`.
-    pub(super) fn new(registration: &Registration, arena_pages: u32) -> Result<Self, String> {
-        let text = |error: &dyn std::fmt::Display| error.to_string();
-        let layout = validate(registration).map_err(|error| text(&error))?;
+    pub(super) fn new(registration: &Registration, arena_pages: u32) -> Result<Self, CommandError> {
+        let layout = validate(registration).map_err(CommandError::failed)?;
         let geometry = layout.geometry(registration);
         let bytes = registration.allocations.iter().map(|one| one.bytes).sum();
-        let buffer = SharedBuffer::create("kvferry-bench", bytes).map_err(|error| text(&error))?;
+        let buffer = SharedBuffer::create("kvferry-bench", bytes).map_err(CommandError::failed)?;
         let filler = vec![1; STEP_BYTES];
         let mut at = 0;
         while at < bytes {
             let step = usize::try_from(bytes - at).unwrap_or(usize::MAX);
             let step = &filler[..step.min(STEP_BYTES)];
-            buffer.write_from(at, step).map_err(|error| text(&error))?;
+            buffer.write_from(at, step).map_err(CommandError::failed)?;
             at += step.len() as u64;
         }
         let depot = Depot::create(Depot::bytes_for(arena_pages, geometry.page_bytes));
-        let depot = depot.map_err(|error| text(&error))?;
+        let depot = depot.map_err(CommandError::failed)?;
         let held = depot.hold_pages_of(geometry.page_bytes);
-        held.map_err(|error| text(&error))?;
+        held.map_err(CommandError::failed)?;
         let by = Prefault {
             threads: 1,
             chunk_bytes: 64 << 20,
@@ -48,8 +48,8 @@ impl Pages {
         let never = AtomicBool::new(false);
         depot
             .prefault(&by, &|_, _| (), &never)
-            .map_err(|error| text(&error))?;
-        let device = EngineMemory::new(registration, vec![buffer]).map_err(|error| text(&error))?;
+            .map_err(CommandError::failed)?;
+        let device = EngineMemory::new(registration, vec![buffer]).map_err(CommandError::failed)?;
         let memory = RegisteredMemory {
             memory: Arc::new(device),
             layout: Arc::new(layout),

@@ -89,8 +89,17 @@ fn read(path: &Path) -> Result<Value, CommandError> {
     }
 }
 
+/// A key that must be equal in both reports, and is not.
+#[derive(Debug, PartialEq, thiserror::Error)]
+#[error("{key} is {first} in the first and {second} in the second")]
+struct Difference {
+    key: String,
+    first: Value,
+    second: Value,
+}
+
 /// Checks the keys that must be equal. The error names the first one that differs.
-fn check(first: &Value, second: &Value) -> Result<(), String> {
+fn check(first: &Value, second: &Value) -> Result<(), Difference> {
     for path in EQUAL {
         let (a, b) = (first.pointer(path), second.pointer(path));
         let (a, b) = (a.unwrap_or(&Value::Null), b.unwrap_or(&Value::Null));
@@ -108,14 +117,15 @@ fn check(first: &Value, second: &Value) -> Result<(), String> {
     Ok(())
 }
 
-fn equal(path: &str, a: &Value, b: &Value) -> Result<(), String> {
+fn equal(path: &str, a: &Value, b: &Value) -> Result<(), Difference> {
     if a == b {
         return Ok(());
     }
-    Err(format!(
-        "{} is {a} in the first and {b} in the second",
-        name(path)
-    ))
+    Err(Difference {
+        key: name(path),
+        first: a.clone(),
+        second: b.clone(),
+    })
 }
 
 fn name(path: &str) -> String {
@@ -176,18 +186,22 @@ mod tests {
     #[test]
     fn different_setups_are_named() {
         assert_eq!(check(&report(2, 1), &report(2, 9)), Ok(()));
-        let why = check(&report(2, 1), &report(4, 1)).expect_err("different");
+        let why = check(&report(2, 1), &report(4, 1))
+            .expect_err("different")
+            .to_string();
         assert_eq!(why, "setup.ranks is 2 in the first and 4 in the second");
         let mut other = report(2, 1);
         other["setup"]["speedup"] = json!(2.0);
-        let why = check(&report(2, 1), &other).expect_err("different");
+        let why = check(&report(2, 1), &other)
+            .expect_err("different")
+            .to_string();
         assert_eq!(
             why,
             "setup.speedup is null in the first and 2.0 in the second"
         );
         other = report(2, 1);
         other["trace"]["digest"] = json!("blake3:01");
-        assert!(check(&report(2, 1), &other).is_err_and(|why| why.contains("trace.digest")));
+        assert!(check(&report(2, 1), &other).is_err_and(|why| why.key == "trace.digest"));
     }
 
     #[test]

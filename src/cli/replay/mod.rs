@@ -61,16 +61,16 @@ pub(super) enum ArenaPages {
 }
 
 impl FromStr for ArenaPages {
-    type Err = String;
+    type Err = CommandError;
 
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> Result<Self, CommandError> {
         match text {
             "unlimited" => Ok(Self::Unlimited),
             _ => match text.parse() {
                 Ok(pages) if pages < ARENA_PAGES_MAX => Ok(Self::Count(pages)),
-                _ => Err(format!(
+                _ => Err(CommandError::Config(format!(
                     "a number of pages below {ARENA_PAGES_MAX}, or 'unlimited'"
-                )),
+                ))),
             },
         }
     }
@@ -159,10 +159,10 @@ pub(super) struct Arguments {
     timed: TimedArguments,
 }
 
-fn positive(text: &str) -> Result<f64, String> {
+fn positive(text: &str) -> Result<f64, CommandError> {
     match text.parse::<f64>() {
         Ok(factor) if factor.is_finite() && factor > 0.0 => Ok(factor),
-        _ => Err("a number above 0".to_owned()),
+        _ => Err(CommandError::Config("a number above 0".to_owned())),
     }
 }
 
@@ -173,7 +173,7 @@ impl Arguments {
     }
 
     pub(super) fn run(self) -> Result<(), CommandError> {
-        crate::telemetry::start(&self.log).map_err(CommandError::Config)?;
+        crate::telemetry::start(&self.log)?;
         if let Some([live, offline]) = self.compare.as_deref() {
             say(&compare::run(live, offline)?);
             return Ok(());

@@ -20,10 +20,10 @@ pub(super) fn run(arguments: &Arguments, workload: &Workload) -> Result<Report, 
     let geometry = geometry(arguments, workload);
     let pages = workload.arena_pages;
     let world = Sequential::new(leader, scheduler, arguments.ranks, &geometry, pages);
-    let mut world = world.map_err(CommandError::Config)?;
+    let mut world = world.map_err(|error| CommandError::Config(error.to_string()))?;
     let progress = workload.progress(arguments);
     for (_, prompt) in workload.prompts() {
-        let served = world.serve(prompt).map_err(CommandError::Failed)?;
+        let served = world.serve(prompt).map_err(CommandError::failed)?;
         report.add(&served);
         progress.inc(1);
     }
@@ -83,6 +83,10 @@ pub(super) fn fill(report: &mut Report, workload: &Workload, leader: &Leader, he
     report.left.slots = leader.slots() as u64;
     report.left.copies_under_way = leader.copies_under_way() as u64;
     report.left.device_pages = u64::from(held_pages);
-    report.left.contradiction = leader.check().err().unwrap_or_default();
+    let audit = leader.check();
+    report.left.contradiction = audit
+        .err()
+        .map(|found| found.to_string())
+        .unwrap_or_default();
     report.decisions_digest = leader.decisions_digest();
 }

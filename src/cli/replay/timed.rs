@@ -51,10 +51,12 @@ pub(super) struct TimedArguments {
 }
 
 /// Parses a rate in GB/s and returns bytes per second.
-fn bytes_per_s(text: &str) -> Result<u64, String> {
+fn bytes_per_s(text: &str) -> Result<u64, CommandError> {
     match text.parse::<f64>() {
         Ok(rate) if (1e-9..=1e6).contains(&rate) => Ok((rate * 1e9).round() as u64),
-        _ => Err("a rate in GB/s, from 1e-9 to 1e6".to_owned()),
+        _ => Err(CommandError::Config(
+            "a rate in GB/s, from 1e-9 to 1e6".to_owned(),
+        )),
     }
 }
 
@@ -131,7 +133,7 @@ fn world(
     let geometry = offline::geometry(arguments, workload);
     let ranks = arguments.ranks;
     Timed::new(leader, scheduler, ranks, &geometry, arena_pages, settings)
-        .map_err(CommandError::Config)
+        .map_err(|error| CommandError::Config(error.to_string()))
 }
 
 fn play(
@@ -157,5 +159,5 @@ fn play(
     };
     world
         .run(arrivals, pace, served)
-        .map_err(CommandError::Failed)
+        .map_err(CommandError::failed)
 }

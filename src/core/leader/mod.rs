@@ -18,6 +18,7 @@ mod transfers;
 
 use std::time::Duration;
 
+use crate::Contradiction;
 use crate::anchor::{AnchorKey, Domain};
 use crate::decision::RunDigest;
 use crate::event::{Effect, Event};
@@ -373,7 +374,7 @@ impl Leader {
     }
 
     /// Recounts what each part counts, and the pins of the pool by their holders. `Err` names the first contradiction.
-    pub fn check(&self) -> Result<(), String> {
+    pub fn check(&self) -> Result<(), Contradiction> {
         self.roster.check()?;
         self.recovery.check()?;
         self.sessions.check()?;
@@ -389,15 +390,13 @@ impl Leader {
         };
         let (held, leased) = (self.sessions.pins(), self.loads.pins());
         if (held + leased) as u64 != pins {
-            return Err(format!(
-                "{held} held and {leased} leased, the pool counts {pins}"
-            ));
+            return Err(format!("{held} held and {leased} leased, the pool counts {pins}").into());
         }
         if held > 0 && self.tier_key().is_none() {
-            return Err(format!("{held} held, and no pool serves"));
+            return Err(format!("{held} held, and no pool serves").into());
         }
         if self.loads.len() > self.transfers.len() {
-            return Err("a load waits for no copy".to_owned());
+            return Err("a load waits for no copy".to_owned().into());
         }
         Ok(())
     }

@@ -9,6 +9,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
+use crate::Contradiction;
 use crate::event::Effect;
 use crate::pool::Pool;
 use kvferry_types::{DepotId, PageRecord, Shard, Time, WorkerId};
@@ -280,12 +281,12 @@ impl Recovery {
 
     /// Checks that no worker owes answers for two depots, and that no depot has two workers that owe. `Err` names the
     /// first contradiction.
-    pub(super) fn check(&self) -> Result<(), String> {
+    pub(super) fn check(&self) -> Result<(), Contradiction> {
         let mut depots = BTreeSet::new();
         let mut owed = self.owed.iter();
         match owed.find(|(_, owed)| !depots.insert(owed.depot)) {
             None => Ok(()),
-            Some((worker, _)) => Err(format!("{worker} and another worker read one depot")),
+            Some((worker, _)) => Err(format!("{worker} and another worker read one depot").into()),
         }
     }
 }

@@ -9,6 +9,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
+use crate::Contradiction;
 use crate::event::Effect;
 use crate::pool::Pool;
 use crate::refusal::Refusal;
@@ -289,10 +290,10 @@ impl Resets {
     }
 
     /// Checks that every reset has work left. `Err` names the first contradiction.
-    pub(super) fn check(&self) -> Result<(), String> {
+    pub(super) fn check(&self) -> Result<(), Contradiction> {
         match self.open.iter().find(|(_, reset)| reset.is_over()) {
             None => Ok(()),
-            Some((id, _)) => Err(format!("reset {} is over and not answered", id.0)),
+            Some((id, _)) => Err(format!("reset {} is over and not answered", id.0).into()),
         }
     }
 }

@@ -8,6 +8,7 @@ use std::cmp::Ordering;
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use crate::Contradiction;
 use crate::arena::ARENA_PAGES_MAX;
 use crate::event::{Attached, Effect, EngineMemory};
 use crate::rank_set::{RANKS_MAX, RankSet};
@@ -370,13 +371,13 @@ impl Roster {
     }
 
     /// Checks that an attached worker is clear, and that its shard has a depot. `Err` names the first contradiction.
-    pub(super) fn check(&self) -> Result<(), String> {
+    pub(super) fn check(&self) -> Result<(), Contradiction> {
         for (worker, seat) in self.all().filter(|(_, seat)| seat.attached) {
             if !seat.clear {
-                return Err(format!("{worker} is attached and not clear"));
+                return Err(format!("{worker} is attached and not clear").into());
             }
             if self.depot(self.shard_of(worker)).is_none() {
-                return Err(format!("{worker} is attached and its shard has no depot"));
+                return Err(format!("{worker} is attached and its shard has no depot").into());
             }
         }
         Ok(())

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
+use crate::Contradiction;
 use crate::anchor::Domain;
 use crate::around::Looks;
 use crate::decision::Decision;
@@ -191,7 +192,7 @@ impl Stores {
     }
 
     /// Checks that stores and copies name each other. `Err` names the first contradiction.
-    pub(super) fn check(&self) -> Result<(), String> {
+    pub(super) fn check(&self) -> Result<(), Contradiction> {
         for (generation, keys) in &self.waiters {
             for key in keys {
                 let waits = self.waiting.get(key).map_or(&[][..], |store| &store.waits);
@@ -199,7 +200,8 @@ impl Stores {
                     return Err(format!(
                         "store {key} is noted at copy {} and does not wait for it",
                         generation.0
-                    ));
+                    )
+                    .into());
                 }
             }
         }
@@ -212,7 +214,8 @@ impl Stores {
                 return Err(format!(
                     "store {key} waits for copy {} and is not noted there",
                     wait.generation.0
-                ));
+                )
+                .into());
             }
         }
         Ok(())

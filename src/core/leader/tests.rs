@@ -46,7 +46,7 @@ fn a_pin_that_nobody_holds_is_noticed() {
     };
     leader.tier.open(key, pool);
     let why = leader.check().expect_err("a pin is held by nobody");
-    assert_eq!(why, "0 held and 0 leased, the pool counts 1");
+    assert_eq!(why.to_string(), "0 held and 0 leased, the pool counts 1");
     if let Some(pool) = leader.tier.pool_mut() {
         pool.unpin(pin);
     }

@@ -7,6 +7,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
+use crate::Contradiction;
 use crate::event::{CANCELLED_MAX, Effect};
 use crate::rank_set::RankSet;
 use kvferry_types::{Direction, EndedCopy, Generation, OpId, Rank, Replica, Time, WorkerId};
@@ -218,11 +219,11 @@ impl Transfers {
     }
 
     /// Checks that every copy waits for a rank. `Err` names the first contradiction.
-    pub(super) fn check(&self) -> Result<(), String> {
+    pub(super) fn check(&self) -> Result<(), Contradiction> {
         let mut in_flight = self.in_flight.iter();
         match in_flight.find(|(_, transfer)| transfer.missing.is_empty()) {
             None => Ok(()),
-            Some((id, _)) => Err(format!("copy {} waits for no rank", id.0)),
+            Some((id, _)) => Err(format!("copy {} waits for no rank", id.0).into()),
         }
     }
 }

@@ -4,6 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use kvferry_types::{Copy, Direction, EngineId, OpId, RequestId, Time};
 
+use crate::Contradiction;
+
 use super::BatchId;
 use super::lanes::Lanes;
 
@@ -227,7 +229,7 @@ impl Copies {
     }
 
     /// Recounts the running copies, and compares the indexes with the copies. `Err` names the first contradiction.
-    pub(super) fn check(&self) -> Result<(), String> {
+    pub(super) fn check(&self) -> Result<(), Contradiction> {
         for direction in [Direction::Load, Direction::Store] {
             let tasks = self.open.values();
             let running = tasks
@@ -237,7 +239,8 @@ impl Copies {
             if running != counted {
                 return Err(format!(
                     "{running} copies run in direction {direction:?}, the lane counts {counted}"
-                ));
+                )
+                .into());
             }
         }
         let waiting = self.open.values();
@@ -248,7 +251,8 @@ impl Copies {
                 self.open.len(),
                 self.requests.len(),
                 self.waiting.len()
-            ));
+            )
+            .into());
         }
         Ok(())
     }

@@ -4,6 +4,8 @@ use std::collections::BTreeSet;
 
 use kvferry_types::{EngineId, OpId, RequestId, Time};
 
+use crate::Contradiction;
+
 use super::check::MemoryBounds;
 use super::copies::Copies;
 use super::{WORKER_ABANDONED_MAX, WORKER_ENGINES_MAX, Worker, WorkerEffect};
@@ -140,10 +142,10 @@ impl Abandoned {
     }
 
     /// Checks that every `Abandon` waits for open copies only. `Err` names the first contradiction.
-    pub(super) fn check(&self, copies: &Copies) -> Result<(), String> {
+    pub(super) fn check(&self, copies: &Copies) -> Result<(), Contradiction> {
         for Abandoning { ask, running } in &self.abandoning {
             if running.is_empty() || running.iter().any(|op| !copies.contains(*op)) {
-                return Err(format!("abandon {ask} waits for a copy that is not open"));
+                return Err(format!("abandon {ask} waits for a copy that is not open").into());
             }
         }
         Ok(())

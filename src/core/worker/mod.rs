@@ -22,6 +22,8 @@ use kvferry_types::{
     RequestId, ResetId, Scope, Stored, Time,
 };
 
+use crate::Contradiction;
+
 pub use check::MemoryBounds;
 use copies::{Copies, Expired, Stop, Task};
 use link::LeaderLink;
@@ -318,7 +320,7 @@ impl Worker {
     }
 
     /// Recounts what each part counts. `Err` names the first contradiction.
-    pub fn check(&self) -> Result<(), String> {
+    pub fn check(&self) -> Result<(), Contradiction> {
         self.copies.check()?;
         self.orders.check()?;
         self.abandoned.check(&self.copies)

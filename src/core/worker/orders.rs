@@ -14,6 +14,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use kvferry_types::{Copy, Direction, EndedCopy, Epoch, OpId, Time};
 
+use crate::Contradiction;
+
 use super::check::check;
 use super::{BatchId, WORKER_COPIES_MAX, WORKER_ENDED_MAX, Worker, WorkerEffect};
 
@@ -106,11 +108,11 @@ impl Orders {
     }
 
     /// Checks that every order waits for a copy. `Err` names the first contradiction.
-    pub(super) fn check(&self) -> Result<(), String> {
+    pub(super) fn check(&self) -> Result<(), Contradiction> {
         let mut batches = self.batches.iter();
         match batches.find(|(_, batch)| batch.ended.len() >= batch.open) {
             None => Ok(()),
-            Some((id, _)) => Err(format!("order {} waits for no copy", id.0)),
+            Some((id, _)) => Err(format!("order {} waits for no copy", id.0).into()),
         }
     }
 }

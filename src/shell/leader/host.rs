@@ -7,6 +7,9 @@ use kvferry_core::{Effect, Event, Leader};
 use kvferry_protocol::Message;
 use kvferry_types::{Epoch, PeerId, RequestId, Time, WorkerId};
 
+/// The cause of a host's failure, of whatever kind the host has.
+pub type HostError = Box<dyn std::error::Error + Send + Sync>;
+
 /// The process of a leader, live or simulated. A call acts or returns a value; its consequences arrive later, as calls
 /// of the shell.
 pub trait LeaderHost: Peers {
@@ -41,7 +44,7 @@ pub trait LeaderHost: Peers {
 
     /// Records that an epoch was used, so that the next leader takes a later one. An error is the reason of the
     /// failure.
-    fn raise_epoch(&mut self, used: Epoch) -> Result<(), String>;
+    fn raise_epoch(&mut self, used: Epoch) -> Result<(), HostError>;
 
     /// Time spent in the core's steps of lookups, for the status.
     fn lookup_time(&self) -> Duration;

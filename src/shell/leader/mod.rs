@@ -25,7 +25,7 @@ use kvferry_types::{
 };
 
 use errors::to_error;
-pub use host::LeaderHost;
+pub use host::{HostError, LeaderHost};
 use seats::{PeerRole, WorkerPeer};
 
 // The core's effect of one order fits into one message.

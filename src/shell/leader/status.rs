@@ -81,7 +81,11 @@ impl<P: fmt::Debug> LeaderShell<P> {
         let mut contradiction = String::new();
         if check {
             self.may_check(host.now())?;
-            contradiction = self.core.check().err().unwrap_or_default();
+            let audit = self.core.check();
+            contradiction = audit
+                .err()
+                .map(|found| found.to_string())
+                .unwrap_or_default();
             // The pause starts at the end of the audit, so that a long audit leaves as much time to other requests as a
             // short one.
             self.checked = Some(host.now());

@@ -20,6 +20,7 @@ mod settings;
 #[cfg(test)]
 mod tests;
 
+use crate::ReplayError;
 use crate::sequential::{ENGINE, attach};
 use kvferry_core::{
     BatchId, Effect, Event, Leader, MemoryBounds, RUNNING_COPIES_MAX, Refusal, Worker,
@@ -100,7 +101,7 @@ impl Timed {
         geometry: &GroupGeometry,
         arena_pages: u32,
         settings: TimedSettings,
-    ) -> Result<Self, String> {
+    ) -> Result<Self, ReplayError> {
         attach(&mut leader, ranks, geometry, arena_pages)?;
         let worker = || {
             let mut worker = Worker::new(WorkerSettings::new(RUNNING_COPIES_MAX));
@@ -134,7 +135,7 @@ impl Timed {
             workers,
             leader,
             engine: Engine::new(scheduler, &settings, geometry.engine_page_tokens),
-            copies: copies.map_err(|error| error.to_string())?,
+            copies: copies?,
             agenda: Agenda::new(),
             now: Time(0),
             batches: 0,
@@ -153,7 +154,7 @@ impl Timed {
         arrivals: impl Iterator<Item = Arrival>,
         pace: Pace,
         mut served: impl FnMut(&Served),
-    ) -> Result<Measurements, String> {
+    ) -> Result<Measurements, ReplayError> {
         let mut arrivals = arrivals.peekable();
         let mut done = Vec::new();
         loop {
@@ -181,9 +182,7 @@ impl Timed {
         }
         match self.engine.open_prompts() {
             0 if arrivals.peek().is_none() => Ok(self.seen()),
-            open => Err(format!(
-                "{open} prompts never run: the next one does not fit into the engine's memory"
-            )),
+            open => Err(ReplayError::PromptsLeft(open)),
         }
     }
 

@@ -6,7 +6,7 @@ use super::env::expected;
 use super::leader::LeaderProcess;
 use super::storage::Storage;
 use super::{NodeId, World};
-use kvferry_core::{BlockView, CANCELS_MAX, TierKey};
+use kvferry_core::{BlockView, CANCELS_MAX, Contradiction, TierKey};
 use kvferry_types::{Generation, OpId, Shard};
 
 /// An arena with fewer pages has its contents checked at every check, one of `n` pages at one of `n / PAGES_AT_ONCE +
@@ -31,7 +31,7 @@ impl World {
         let contents = self.checks.is_multiple_of(turns);
         let workers = self.check_workers(contents);
         match workers.and_then(|()| self.check_leader(contents)) {
-            Err(what) => self.env.violated(what),
+            Err(found) => self.env.violated(found.to_string()),
             Ok(pages) => {
                 let now = self.env.now();
                 let readable = |page: u32| pages.readable.get(page as usize) == Some(&true);
@@ -42,13 +42,13 @@ impl World {
         }
     }
 
-    fn check_workers(&self, contents: bool) -> Result<(), String> {
+    fn check_workers(&self, contents: bool) -> Result<(), Contradiction> {
         let processes = self.workers.values().filter(|_| contents);
         let mut running = processes.filter_map(|process| process.state.as_ref());
         running.try_for_each(|process| process.core().check())
     }
 
-    fn check_leader(&self, contents: bool) -> Result<Pages, String> {
+    fn check_leader(&self, contents: bool) -> Result<Pages, Contradiction> {
         let Some(leader) = self.leader.state.as_ref().map(LeaderProcess::core) else {
             return Ok(Pages::default());
         };
@@ -63,7 +63,7 @@ impl World {
         for (open, max) in limits {
             let most = max * self.engines_known();
             if open > most {
-                return Err(format!("{open} requests are open, the limit is {most}"));
+                return Err(format!("{open} requests are open, the limit is {most}").into());
             }
         }
         if contents {
@@ -78,7 +78,8 @@ impl World {
             return match self.env.oracle.touched.writers().next() {
                 Some((shard, page, op)) if leader.is_reading() => Err(format!(
                     "{op} writes arena page {page} of shard {shard} while inventories are read"
-                )),
+                )
+                .into()),
                 _ => Ok(Pages::default()),
             };
         };
@@ -93,7 +94,7 @@ impl World {
             let more = block.filling.map_or(0, |(_, pages)| pages);
             for page in block.start..block.start + block.ready + more {
                 if std::mem::replace(&mut held[page as usize], true) {
-                    return Err(format!("arena page {page} is in two blocks"));
+                    return Err(format!("arena page {page} is in two blocks").into());
                 }
             }
             pages.readable[block.start as usize..][..block.ready as usize].fill(true);
@@ -115,20 +116,20 @@ impl World {
         if (states.free, states.ready, counted) != (free, ready, filling) {
             return Err(format!(
                 "{states:?}, but blocks hold {ready} ready and {filling} filling pages"
-            ));
+            )
+            .into());
         }
         if pins != pool.pins() {
-            return Err(format!(
-                "blocks have {pins} holders, the pool says {}",
-                pool.pins()
-            ));
+            return Err(
+                format!("blocks have {pins} holders, the pool says {}", pool.pins()).into(),
+            );
         }
         // Every page that is written belongs to the copy that writes it.
         for (shard, page, op) in self.env.oracle.touched.writers() {
             if pages.filling.get(&page) != Some(&op) {
                 return Err(format!(
                     "{op} writes arena page {page} of shard {shard}, which is not, or no longer, its own"
-                ));
+                ).into());
             }
         }
         Ok(pages)
@@ -137,7 +138,7 @@ impl World {
     /// Checks that every page that can be served holds the expected content on every shard, and was not removed by a
     /// reset. A lost depot is skipped: the leader has not been notified yet, and no worker with the new depot has
     /// attached.
-    fn check_contents(&self, key: &TierKey, block: &BlockView<'_>) -> Result<(), String> {
+    fn check_contents(&self, key: &TierKey, block: &BlockView<'_>) -> Result<(), Contradiction> {
         let Some((namespace, shape)) = self.env.namespace_of(block.domain) else {
             return Ok(());
         };
@@ -153,7 +154,7 @@ impl World {
                 if holds != must {
                     return Err(format!(
                         "arena page {page} can be served, and holds {holds:x} on {shard}, not {must:x}"
-                    ));
+                    ).into());
                 }
             }
             if block.retired {
@@ -164,9 +165,9 @@ impl World {
                 .oracle
                 .came_back(namespace, block.domain, *fingerprint)
             {
-                return Err(format!(
-                    "arena page {page} came back: it was forgotten at {at}"
-                ));
+                return Err(
+                    format!("arena page {page} came back: it was forgotten at {at}").into(),
+                );
             }
         }
         Ok(())
@@ -233,7 +234,7 @@ impl World {
     /// Checks the invariants at the end of a run, when no pins, reservations or held pages may be left.
     pub(super) fn check_end(&mut self) {
         self.checks = 0;
-        let mut wrong = self.check_leader(true).err();
+        let mut wrong = self.check_leader(true).err().map(|found| found.to_string());
         if let Some(pool) = self
             .leader
             .state

@@ -10,7 +10,7 @@ use super::server::{Server, SessionEvent, connection, peer};
 use super::{Env, NodeId};
 use kvferry_core::{Attached, Effect, Event, Leader, LeaderSettings, Refusal, TierKey};
 use kvferry_protocol::{ErrorCode, Message, Role};
-use kvferry_shell::{LeaderHost, LeaderShell, Peers};
+use kvferry_shell::{HostError, LeaderHost, LeaderShell, Peers};
 use kvferry_types::{Epoch, PeerId, RequestId, Time, WorkerId};
 
 /// One incarnation of the leader.
@@ -173,7 +173,7 @@ impl LeaderHost for Host<'_> {
         self.env.expel(worker, Some(*process));
     }
 
-    fn raise_epoch(&mut self, _: Epoch) -> Result<(), String> {
+    fn raise_epoch(&mut self, _: Epoch) -> Result<(), HostError> {
         Ok(())
     }
 

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use kvferry_core::{ARENA_PAGES_MAX, EngineMemory, Pool, TierKey};
+use kvferry_core::{ARENA_PAGES_MAX, Contradiction, EngineMemory, Pool, TierKey};
 use kvferry_types::{DepotId, EngineId, Replica, Shard, WorkerId};
 
 /// The admitted workers of one leader.
@@ -66,12 +66,15 @@ impl Roster {
     }
 
     /// Checks that a serving pool fits the depots, the page shape and the room of the workers.
-    pub(super) fn check(&self, key: &TierKey, pool: &Pool, ranks: u16) -> Result<(), String> {
+    pub(super) fn check(
+        &self,
+        key: &TierKey,
+        pool: &Pool,
+        ranks: u16,
+    ) -> Result<(), Contradiction> {
         if self.has_other_depots(key) {
             let depots = &self.depots;
-            return Err(format!(
-                "a pool of {key:?} serves, the depots are {depots:?}"
-            ));
+            return Err(format!("a pool of {key:?} serves, the depots are {depots:?}").into());
         }
         let same = |memory: &EngineMemory| {
             let geometry = &memory.geometry;
@@ -84,9 +87,7 @@ impl Roster {
         };
         if !complete.iter().any(|memory| same(memory)) {
             let geometry = &first.geometry;
-            return Err(format!(
-                "a pool of {key:?} serves, the engines have {geometry:?}"
-            ));
+            return Err(format!("a pool of {key:?} serves, the engines have {geometry:?}").into());
         }
         let rooms = self.memories.values().filter(|memory| same(memory));
         let room = rooms.map(|memory| memory.arena_pages).min().unwrap_or(0);
@@ -95,7 +96,8 @@ impl Roster {
             let pages = pool.capacity_pages();
             return Err(format!(
                 "the pool has {pages} pages, the smallest depot has room for {room}"
-            ));
+            )
+            .into());
         }
         Ok(())
     }

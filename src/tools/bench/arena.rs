@@ -149,7 +149,7 @@ impl Arguments {
                 list_ns.push(plain.as_secs_f64() * 1e9 / BATCH as f64);
             }
         }
-        nearly_full.arena.check().map_err(CommandError::Failed)?;
+        nearly_full.arena.check().map_err(CommandError::failed)?;
         let (arena_ns, list_ns) = (spread(arena_ns), spread(list_ns));
         Ok(Row {
             pages,

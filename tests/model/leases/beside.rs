@@ -184,7 +184,7 @@ impl Leases {
             effects.clear();
         }
         if let Err(why) = leader.check() {
-            return Some(why);
+            return Some(why.to_string());
         }
         let pool = leader.pool().or(leader.closing_pool()).expect("a pool");
         let states = pool.page_states();
