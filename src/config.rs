@@ -1,6 +1,7 @@
 //! The configuration: a TOML file, overridden by the environment, overridden by the flags.
 
 mod error;
+mod reference;
 mod sources;
 
 use std::ffi::OsString;
@@ -12,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use kvferry_types::{ByteSize, GpuCopy, NumaNodes, Ratio, Sharding};
 
 pub use error::ConfigError;
+pub use reference::{SettingReference, settings};
 pub use sources::{CONFIG_BYTES_MAX, ENVIRONMENT_PREFIX, OTHER_VARIABLES};
 
 /// Largest number of ranks of an engine.
@@ -27,86 +29,103 @@ pub const HEARTBEAT_MS_MAX: u64 = 60_000;
 /// Longest socket directory, in bytes: Linux limits the whole path of a socket to 107 bytes.
 pub const SOCKET_DIR_BYTES_MAX: usize = 80;
 
+/// The default of `socket_dir`, for readers.
+const SOCKET_DIR_DEFAULT: &str =
+    "$XDG_RUNTIME_DIR/kvferry, or /tmp/kvferry-UID without that variable";
+
 /// Everything that can be configured. Values are in bounds, and a file, a variable or a flag can give each of them.
+/// [`Flags`] describes the keys, `sources::KEYS` has their defaults, and `docs/reference/settings.md` is made of both.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[expect(missing_docs, reason = "`Flags` describes the same keys")]
 pub struct Config {
-    /// Where the sockets are: an absolute path of at most [`SOCKET_DIR_BYTES_MAX`] bytes.
-    /// Default: `$XDG_RUNTIME_DIR/kvferry`, or `/tmp/kvferry-<uid>` without that variable.
     pub socket_dir: PathBuf,
-    /// Ranks of the engine, one worker each, 1..=[`RANKS_MAX`]. Default: `1`.
     pub ranks: u16,
-    /// Slices of KV that the ranks hold: fewer than ranks where neighbours hold the same, 1 for MLA. It divides the ranks.
-    /// Each is stored once a host. Default: `0`, as many as ranks.
     pub kv_shards: Sharding,
-    /// Engines of the same model that share the host memory, each with workers of its own, 1..=[`REPLICAS_MAX`].
-    /// Default: `1`.
     pub replicas: u16,
-    /// Engine pages in the largest block, 1..=256. Default: `32`.
     pub ratio: Ratio,
-    /// Host memory for blocks, at least one byte. Default: `8GiB`.
     pub g2: ByteSize,
-    /// Keep it in memory: it is never swapped out. Needs a limit of locked memory that is high enough. Default: `false`.
     pub g2_lock: bool,
-    /// NUMA nodes from which it is taken, one for each KV shard in turn. Default: none, wherever a worker runs.
     pub g2_numa: NumaNodes,
-    /// Threads that copy for each worker, 1..=[`COPY_THREADS_MAX`]. Default: `4`.
     pub copy_threads: u16,
-    /// How copies are given to a GPU's driver. Default: `async`.
     pub gpu_copy: GpuCopy,
-    /// Time between heartbeats, in milliseconds, [`HEARTBEAT_MS_MIN`]..=[`HEARTBEAT_MS_MAX`]. Default: `1000`.
     pub heartbeat_ms: u64,
-    /// What is logged, as a filter of targets and levels such as `info,kvferry=debug`. Default: `info`.
     pub log: String,
 }
 
-/// The same, as flags give it: what is `None` was not given.
+/// Settings that the command line gives; `None` where it gives none. The first paragraph of each says what the setting
+/// is, the second its bounds.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, clap::Args)]
 pub struct Flags {
-    /// Where the sockets are; a relative path counts from the current folder. Its parent must be there.
+    /// Directory of the sockets.
+    ///
+    /// An absolute path of at most 80 bytes; a flag may be relative to the current folder. Its parent must exist.
     #[arg(long, value_name = "DIR")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub socket_dir: Option<PathBuf>,
-    /// Ranks of the engine, one worker each: 1 to 64.
+    /// Ranks of an engine, with one worker each.
+    ///
+    /// 1 to 64.
     #[arg(long, value_name = "N")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ranks: Option<u16>,
-    /// Slices of KV that the ranks hold; 1 for MLA, 0 for as many as ranks.
+    /// Different slices of KV that the ranks hold. Each is stored once a host.
+    ///
+    /// Divides the ranks: 1 for MLA, the number of KV heads where there are more ranks than heads, 0 for as many as ranks.
     #[arg(long, value_name = "N")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub kv_shards: Option<u16>,
-    /// Engines of the same model that share the host memory: 1 to 64.
+    /// Engines of the same model that share the host memory, each with workers of its own.
+    ///
+    /// 1 to 64.
     #[arg(long, value_name = "N")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub replicas: Option<u16>,
-    /// Engine pages in the largest block: 1 to 256.
+    /// Engine pages in the largest block.
+    ///
+    /// 1 to 256.
     #[arg(long, value_name = "PAGES")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ratio: Option<u32>,
-    /// Host memory for blocks, such as 8GiB.
+    /// Host memory for blocks, divided evenly among the KV shards.
+    ///
+    /// Above 0, such as 8GiB.
     #[arg(long, value_name = "SIZE")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub g2: Option<ByteSize>,
     /// Lock the host memory, so that it is never swapped out.
+    ///
+    /// true or false. true needs CAP_IPC_LOCK, or a limit of locked memory of g2 / kv_shards for each worker.
     #[arg(long, value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub g2_lock: Option<bool>,
-    /// NUMA nodes of the host memory, one for each KV shard in turn, such as 0,1.
+    /// NUMA nodes of the host memory, one for each KV shard in turn. Threads on that node touch the shard's memory first.
+    ///
+    /// Numbers such as 0,1. Without them: near the GPU of the rank's number, if there is one; else the node on which a
+    /// worker runs.
     #[arg(long, value_name = "NODES")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub g2_numa: Option<NumaNodes>,
-    /// Threads that copy for each worker: 1 to 256.
+    /// Threads that copy for each worker.
+    ///
+    /// 1 to 256.
     #[arg(long, value_name = "N")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub copy_threads: Option<u16>,
-    /// How copies are given to a GPU's driver: async (each by itself) or batch (many by one call).
+    /// How copies are submitted to a GPU's driver.
+    ///
+    /// async: one call for each copy; batch: up to 4,096 copies in one call. Measure and test batch before you rely on it.
     #[arg(long, value_name = "WAY")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gpu_copy: Option<GpuCopy>,
-    /// Time between heartbeats, in milliseconds: 10 to 60000.
+    /// Milliseconds between heartbeats.
+    ///
+    /// 10 to 60000.
     #[arg(long, value_name = "MS")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub heartbeat_ms: Option<u64>,
-    /// What is logged, such as info,kvferry=debug.
+    /// Filter of the log, by targets and levels.
+    ///
+    /// Such as info,kvferry=debug.
     #[arg(long, value_name = "FILTER")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub log: Option<String>,

@@ -5,6 +5,23 @@ use crate::config::ConfigError;
 /// Exit code of [`CommandError::NoMemory`].
 pub const NO_MEMORY: u8 = 69;
 
+/// Every exit code of the program with its meaning: those of [`CommandError::exit_code`], 0, and 2, with which the parser
+/// of the command line ends.
+pub const EXIT_CODES: &[(u8, &str)] = &[
+    (0, "done"),
+    (
+        1,
+        "the command failed, or it completed and found something wrong",
+    ),
+    (2, "the command line is wrong"),
+    (65, "a named file cannot be used, such as a trace"),
+    (
+        NO_MEMORY,
+        "the host memory of a worker is not available (g2)",
+    ),
+    (78, "a setting is wrong, or settings contradict each other"),
+];
+
 /// An error for operators, with the exit code for scripts.
 #[derive(Debug, thiserror::Error)]
 pub enum CommandError {

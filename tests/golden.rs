@@ -1,6 +1,11 @@
-//! Golden files: the bytes of every message, and the published schemas. `KVFERRY_BLESS=1` rewrites the files.
+//! Golden files: the bytes of every message, the published schemas, and the reference pages. `KVFERRY_BLESS=1` rewrites
+//! the files.
 
 #![expect(clippy::expect_used, reason = "a test says what it expects")]
+
+mod golden {
+    mod reference;
+}
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -1,8 +1,5 @@
 //! The commands, one file each. `shutdown` and `signals` hold the shared shutdown logic of leader and worker processes,
 //! `socket_paths` the layout of the socket directory.
-//!
-//! Exit codes: 0 success; 1 failure, or a defect was found; 2 invalid command line; 65 a named file cannot be used; 78
-//! invalid setting.
 
 pub mod bench;
 mod engine_rank;
@@ -26,15 +23,23 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use clap::{Parser, Subcommand};
 
 use crate::config::{Config, Flags};
-use crate::error::CommandError;
+use crate::error::{CommandError, EXIT_CODES};
 
 /// Moves LLM KV-cache blocks between engine memory and host memory, so that a prompt prefix that was computed once is
 /// loaded instead of computed again.
 #[derive(Debug, Parser)]
-#[command(name = "kvferry", version, max_term_width = 100)]
+#[command(name = "kvferry", version, max_term_width = 100, after_help = exit_codes())]
 struct Arguments {
     #[command(subcommand)]
     command: Command,
+}
+
+fn exit_codes() -> String {
+    let mut text = "Exit codes:".to_owned();
+    for (code, meaning) in EXIT_CODES {
+        text += &format!("\n  {code:2}  {meaning}");
+    }
+    text
 }
 
 #[derive(Debug, Subcommand)]
@@ -83,6 +88,34 @@ impl ConfigArguments {
         let config = Config::load(self.config.as_deref(), &self.flags)?;
         crate::telemetry::start(&config.log)?;
         Ok(config)
+    }
+}
+
+/// Settings of a command that only connects to a running leader.
+#[derive(Debug, Clone, clap::Args)]
+struct ClientArguments {
+    /// A TOML file with settings, that of `kvferry up`; the environment (KVFERRY_SOCKET_DIR=/run/kvf) and flags override it.
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Directory of the sockets, that of `kvferry up`.
+    #[arg(long, value_name = "DIR")]
+    socket_dir: Option<PathBuf>,
+    /// Filter of the log, such as info,kvferry=debug.
+    #[arg(long, value_name = "FILTER", default_value = "warn")]
+    log: String,
+}
+
+impl ClientArguments {
+    /// Loads and checks the settings, starts logging, and returns the paths of the sockets.
+    fn load(self) -> Result<socket_paths::SocketPaths, CommandError> {
+        let flags = Flags {
+            socket_dir: self.socket_dir,
+            log: Some(self.log),
+            ..Flags::default()
+        };
+        let config = self.config;
+        let config = ConfigArguments { config, flags }.load()?;
+        Ok(socket_paths::SocketPaths::new(&config.socket_dir))
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::cli::{ConfigArguments, block_on, say, socket_paths::SocketPaths, status};
+use crate::cli::{ClientArguments, block_on, say, socket_paths::SocketPaths, status};
 use crate::error::CommandError;
 use kvferry_types::{HASH_BYTES_MAX, HASH_BYTES_MIN, PageHashes, ResetScope};
 
@@ -13,7 +13,7 @@ const RESET_LIMIT: Duration = Duration::from_secs(30);
 #[group(id = "what", required = true, multiple = true)]
 pub(super) struct Arguments {
     #[command(flatten)]
-    config: ConfigArguments,
+    client: ClientArguments,
     /// Forget every page of every namespace.
     #[arg(long, group = "what", conflicts_with_all = ["namespace", "hashes"])]
     all: bool,
@@ -27,11 +27,8 @@ pub(super) struct Arguments {
 
 impl Arguments {
     pub(super) fn run(self) -> Result<(), CommandError> {
-        let mut config = self.config;
-        config.flags.log.get_or_insert_with(|| "warn".to_owned());
         let scope = scope(self.namespace, &self.hashes)?;
-        let config = config.load()?;
-        let socket_paths = SocketPaths::new(&config.socket_dir);
+        let socket_paths = self.client.load()?;
         let pages = block_on(1, async move { ask(&socket_paths, scope).await })?;
         say(&format!("{pages} pages forgotten"));
         Ok(())

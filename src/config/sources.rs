@@ -25,7 +25,7 @@ const ALIKE_MIN: f64 = 0.8;
 pub(super) struct Key {
     pub(super) name: &'static str,
     is: Is,
-    default: Fallback,
+    pub(super) default: Fallback,
 }
 
 /// The type as which a variable's text is read.
@@ -48,7 +48,8 @@ impl Is {
     }
 }
 
-enum Fallback {
+/// The default of a setting.
+pub(super) enum Fallback {
     Switch(bool),
     SocketDir,
     Number(u64),

@@ -39,8 +39,9 @@ pub use contradiction::Contradiction;
 pub use event::{Attached, CANCELLED_MAX, Effect, EngineMemory, Event};
 pub use index::{Match, MatchGoal, SIBLINGS_MAX};
 pub use leader::{
-    CANCELS_MAX, LOAD_RUNS_MAX, Leader, LeaderCounts, LeaderSettings, OPEN_REQUESTS_MAX,
-    REPLICAS_MAX, RESET_PAGES_OPEN_MAX, RESET_SLICE_PAGES, RESETS_OPEN_MAX, TierKey,
+    CANCELS_MAX, COUNTERS, Counter, LOAD_RUNS_MAX, Leader, LeaderCounts, LeaderSettings,
+    OPEN_REQUESTS_MAX, REPLICAS_MAX, RESET_PAGES_OPEN_MAX, RESET_SLICE_PAGES, RESETS_OPEN_MAX,
+    TierKey,
 };
 pub use pool::{Kind, PageStates, Pin, Pool, PoolCounts, PrefixMatch, Reserved, Run};
 pub use rank_set::{RANKS_MAX, RankSet};

@@ -25,7 +25,14 @@ pub fn catalogue() -> Value {
         .collect();
     let errors: Vec<Value> = ErrorCode::ALL
         .iter()
-        .map(|code| json!({ "number": code.number(), "name": code.name(), "retry": code.retry() }))
+        .map(|code| {
+            json!({
+                "number": code.number(),
+                "name": code.name(),
+                "retry": code.retry(),
+                "meaning": code.meaning(),
+            })
+        })
         .collect();
     json!({
         "status": "provisional",

@@ -3,12 +3,12 @@
 use crate::kind::Kind;
 
 macro_rules! codes {
-    ($($(#[$doc:meta])* $name:ident = $number:literal, $text:literal, $retry:literal;)*) => {
+    ($($(#[doc = $meaning:literal])+ $name:ident = $number:literal, $text:literal, $retry:literal;)*) => {
         /// Why a request was not carried out. Numbers are never reused.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
         #[repr(u16)]
         pub enum ErrorCode {
-            $($(#[$doc])* $name = $number,)*
+            $($(#[doc = $meaning])+ $name = $number,)*
         }
 
         impl ErrorCode {
@@ -30,6 +30,14 @@ macro_rules! codes {
                 }
             }
 
+            /// Meaning of the code, and what its receiver does.
+            pub fn meaning(self) -> &'static str {
+                let text = match self {
+                    $(Self::$name => concat!($($meaning,)+),)*
+                };
+                text.trim_start()
+            }
+
             /// Whether a retry of the same request may succeed later.
             pub fn retry(self) -> bool {
                 match self {
@@ -46,45 +54,52 @@ macro_rules! codes {
 }
 
 codes! {
-    /// The bytes are no message.
+    /// The bytes are not a message: the sender is defective.
     Malformed = 1, "malformed", false;
-    /// No version in common.
+    /// Both sides have no version in common: update the older one.
     UnsupportedVersion = 2, "unsupported_version", false;
-    /// A kind that this side does not know, or does not take from this peer.
+    /// A kind of message that the receiver does not know, or does not accept from this peer.
     UnknownKind = 3, "unknown_kind", false;
-    /// A limit of the wire, or of the leader.
+    /// A limit of the leader, such as that of open requests, slots or hashes: retry when something has ended. Or a limit
+    /// of the wire, with `retry` false: send less in one message. The text names the limit.
     Limit = 4, "limit", true;
-    /// Not every rank is there yet.
+    /// A rank is missing, host memory is not ready (the text has the progress), or a worker is not attached: compute,
+    /// and retry later.
     NotReady = 5, "not_ready", true;
-    /// The slot was never opened, or is finished.
+    /// The slot was never opened, or is finished: begin with a lookup.
     UnknownSlot = 6, "unknown_slot", false;
-    /// A field does not fit.
+    /// A field is wrong; the text names the field, the value and the remedy.
     Invalid = 7, "invalid", false;
-    /// Pages are not pinned any more.
+    /// A load of pages that the last lookup did not find, or found too long ago: look them up again.
     NotPinned = 8, "not_pinned", false;
-    /// A copy failed, and has ended everywhere.
+    /// A copy failed, and nothing touches its pages any longer: compute.
     CopyFailed = 9, "copy_failed", true;
-    /// The request id is older than every answer kept.
+    /// The request id is older than every answer that is kept: use a later one.
     StaleRequest = 10, "stale_request", false;
-    /// The peer has used up its credits.
+    /// The peer has used up its credits, no place is left for its connection, too many loads and stores wait for copies
+    /// of an older leader, or the last recount was less than 1 s ago: retry later.
     Busy = 11, "busy", true;
-    /// The deadline passed.
+    /// The deadline passed. Also the answer to `cancel_stores` while copies run, and of a worker to an `invalidate` that
+    /// it could not complete in time: retry.
     Deadline = 12, "deadline", true;
-    /// The epoch is over.
+    /// An order of another epoch than the worker's; the error says nothing about copies. The leader of the new epoch
+    /// sends its own orders.
     StaleEpoch = 13, "stale_epoch", true;
-    /// A rank's memory differs from that of the ranks before it.
+    /// The memory of a rank differs from that of the ranks before it; the text names the ranks, the field and the values.
     RankDisagrees = 14, "rank_disagrees", false;
-    /// Something else than a hello came first.
+    /// Another message came before hello: send hello first.
     HelloFirst = 15, "hello_first", false;
-    /// The process is shutting down.
+    /// The process is shutting down: retry with its successor.
     Draining = 16, "draining", true;
-    /// A bug, or something that this version has no code for.
+    /// A defect of the program, or a code of a newer version: report it.
     Internal = 17, "internal", false;
-    /// Pages that are to be forgotten are held.
+    /// Pages of a reset are held by lookups or loads; the text has the number of holders: retry.
     Leased = 18, "leased", true;
-    /// Pages are forgotten, but not every worker said so.
+    /// The pages are not served any longer, but not every worker has confirmed that they do not return after a restart:
+    /// retry.
     ResetUnconfirmed = 19, "reset_unconfirmed", true;
-    /// Something that was not agreed.
+    /// The header requires a feature (bytes 20 and 21) that the receiver does not know: send without it, or update the
+    /// receiver.
     Unsupported = 24, "unsupported", false;
 }
 

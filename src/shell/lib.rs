@@ -11,7 +11,7 @@ mod leader;
 mod worker;
 
 pub use holder::{Holder, InUse, Peers};
-pub use leader::{HostError, LeaderHost, LeaderShell};
+pub use leader::{HostError, LOOKUP_NS, LeaderHost, LeaderShell};
 pub use worker::{
     Fatal, INVALIDATE_SLICE_SLOTS, Registering, WorkerFailure, WorkerHost, WorkerShell,
 };

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::cli::{ConfigArguments, block_on, say, socket_paths::SocketPaths};
+use crate::cli::{ClientArguments, block_on, say, socket_paths::SocketPaths};
 use crate::error::CommandError;
 use kvferry_client::{AdminClient, Failure};
 use kvferry_protocol::{ErrorCode, RankStatus, StatusAnswer};
@@ -25,7 +25,7 @@ const WAIT_PAUSE: Duration = Duration::from_millis(200);
 #[derive(Debug, clap::Args)]
 pub(super) struct Arguments {
     #[command(flatten)]
-    config: ConfigArguments,
+    client: ClientArguments,
     /// Wait until every rank of every engine is ready, at most so many seconds, and say on the way how far each is.
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=86_400))]
     wait_s: Option<u64>,
@@ -39,10 +39,7 @@ pub(super) struct Arguments {
 
 impl Arguments {
     pub(super) fn run(self) -> Result<(), CommandError> {
-        let mut config = self.config;
-        config.flags.log.get_or_insert_with(|| "warn".to_owned());
-        let config = config.load()?;
-        let socket_paths = SocketPaths::new(&config.socket_dir);
+        let socket_paths = self.client.load()?;
         let (check, wait) = (self.check, self.wait_s.map(Duration::from_secs));
         let answer = block_on(1, async move {
             if let Some(limit) = wait {

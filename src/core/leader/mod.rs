@@ -5,6 +5,7 @@
 //! leader and a replay in virtual time run the same code.
 
 mod cancel;
+mod counters;
 mod load;
 mod lookup;
 mod recovery;
@@ -29,6 +30,7 @@ use kvferry_types::{
 
 pub use cancel::CANCELS_MAX;
 use cancel::Cancels;
+pub use counters::{COUNTERS, Counter, LeaderCounts};
 pub use load::LOAD_RUNS_MAX;
 use load::Loads;
 use recovery::{Part, Recovery};
@@ -101,45 +103,6 @@ impl LeaderSettings {
             record_decisions: true,
         }
     }
-}
-
-/// Counters since the leader started.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct LeaderCounts {
-    /// Lookups answered.
-    pub lookups: u64,
-    /// Pages in the requested sequences of all lookups.
-    pub lookup_pages: u64,
-    /// Pages of those that the engines had themselves.
-    pub device_pages: u64,
-    /// Pages that lookups found beyond the engines' own pages.
-    pub hit_pages: u64,
-    /// Arena runs read by loads.
-    pub loaded: u64,
-    /// Pages read by loads.
-    pub loaded_pages: u64,
-    /// Pages that became ready.
-    pub published_pages: u64,
-    /// Pages that were recovered from the inventories of the depots.
-    pub recovered_pages: u64,
-    /// Copies that failed on at least one rank.
-    pub failed_copies: u64,
-    /// Copies that missed their deadline.
-    pub late_copies: u64,
-    /// Bytes gathered, summed over ranks.
-    pub gathered_bytes: u64,
-    /// Bytes scattered, summed over ranks.
-    pub scattered_bytes: u64,
-    /// Time that gathers took, in microseconds, summed over ranks.
-    pub gather_us: u64,
-    /// Time that scatters took, in microseconds, summed over ranks.
-    pub scatter_us: u64,
-    /// Positions of sequences that stores looked up.
-    pub store_looks: u64,
-    /// Slices in which resets were carried out.
-    pub reset_slices: u64,
-    /// Most pages that one slice examined.
-    pub largest_reset_slice_pages: u64,
 }
 
 /// The leader's state machine: dispatches events to the parts that own its state, and combines their results. See the
@@ -331,41 +294,12 @@ impl Leader {
         self.tokens_per_page()
     }
 
-    /// Every counter with its name, which status and reports use.
+    /// The value of every counter, in the order of [`COUNTERS`].
     pub fn counters(&self) -> impl Iterator<Item = (&'static str, u64)> {
-        let pool = self.tier.counts();
-        let c = self.counts;
-        [
-            ("lookups", c.lookups),
-            ("lookup_pages", c.lookup_pages),
-            ("device_pages", c.device_pages),
-            ("hit_pages", c.hit_pages),
-            ("blocks_loaded", c.loaded),
-            ("loaded_pages", c.loaded_pages),
-            ("published_pages", c.published_pages),
-            ("recovered_pages", c.recovered_pages),
-            ("failed_copies", c.failed_copies),
-            ("late_copies", c.late_copies),
-            ("gathered_bytes", c.gathered_bytes),
-            ("scattered_bytes", c.scattered_bytes),
-            ("gather_us", c.gather_us),
-            ("scatter_us", c.scatter_us),
-            ("reset_slices", c.reset_slices),
-            ("largest_reset_slice_pages", c.largest_reset_slice_pages),
-            ("blocks_stored", pool.stored),
-            ("blocks_grown", pool.grown),
-            ("blocks_branched", pool.branched),
-            ("blocks_split", pool.split),
-            ("blocks_evicted", pool.evicted),
-            ("evicted_pages", pool.evicted_pages),
-            ("blocks_refused", pool.refused),
-            ("refused_pages", pool.refused_pages),
-            (
-                "largest_eviction_pages",
-                u64::from(pool.largest_eviction_pages),
-            ),
-        ]
-        .into_iter()
+        let (leader, pools) = (self.counts, self.tier.counts());
+        COUNTERS
+            .iter()
+            .map(move |counter| (counter.name, (counter.value)(&leader, &pools)))
     }
 
     /// Digest of all decisions about finished requests.

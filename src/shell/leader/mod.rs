@@ -27,6 +27,7 @@ use kvferry_types::{
 use errors::to_error;
 pub use host::{HostError, LeaderHost};
 use seats::{PeerRole, WorkerPeer};
+pub use status::LOOKUP_NS;
 
 // The core's effect of one order fits into one message.
 const _: () = assert!(CANCELLED_MAX <= COPIES_MAX && LOAD_RUNS_MAX <= PAIRS_MAX);

@@ -8,6 +8,9 @@ use kvferry_types::{Direction, Rank, Replica, Time, WorkerId};
 
 use super::{LeaderHost, LeaderShell};
 
+/// Counter that the shell adds to those of the core: time that the leader spent in lookups, in nanoseconds.
+pub const LOOKUP_NS: &str = "lookup_ns";
+
 /// Pause between two audits that peers may request.
 const CHECK_PAUSE: Duration = Duration::from_secs(1);
 
@@ -109,7 +112,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
             ..StatusAnswer::default()
         };
         let lookup_ns = u64::try_from(host.lookup_time().as_nanos()).unwrap_or(u64::MAX);
-        answer.counters.insert("lookup_ns".to_owned(), lookup_ns);
+        answer.counters.insert(LOOKUP_NS.to_owned(), lookup_ns);
         if let Some(pool) = self.core.pool() {
             let states = pool.page_states().by_name();
             answer.pages = states

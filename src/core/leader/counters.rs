@@ -1,0 +1,177 @@
+//! The counters of a leader.
+
+use crate::pool::PoolCounts;
+
+/// Counters since the leader started.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct LeaderCounts {
+    /// Lookups answered.
+    pub lookups: u64,
+    /// Pages in the requested sequences of all lookups.
+    pub lookup_pages: u64,
+    /// Pages of those that the engines had themselves.
+    pub device_pages: u64,
+    /// Pages that lookups found beyond the engines' own pages.
+    pub hit_pages: u64,
+    /// Arena runs read by loads.
+    pub loaded: u64,
+    /// Pages read by loads.
+    pub loaded_pages: u64,
+    /// Pages that became ready.
+    pub published_pages: u64,
+    /// Pages that were recovered from the inventories of the depots.
+    pub recovered_pages: u64,
+    /// Copies that failed on at least one rank.
+    pub failed_copies: u64,
+    /// Copies that missed their deadline.
+    pub late_copies: u64,
+    /// Bytes gathered, summed over ranks.
+    pub gathered_bytes: u64,
+    /// Bytes scattered, summed over ranks.
+    pub scattered_bytes: u64,
+    /// Time that gathers took, in microseconds, summed over ranks.
+    pub gather_us: u64,
+    /// Time that scatters took, in microseconds, summed over ranks.
+    pub scatter_us: u64,
+    /// Positions of sequences that stores looked up.
+    pub store_looks: u64,
+    /// Slices in which resets were carried out.
+    pub reset_slices: u64,
+    /// Most pages that one slice examined.
+    pub largest_reset_slice_pages: u64,
+}
+
+/// A counter, as `status` and the reports of replays name it.
+#[derive(Debug, Clone, Copy)]
+pub struct Counter {
+    /// Its name.
+    pub name: &'static str,
+    /// Its meaning, in Markdown.
+    pub meaning: &'static str,
+    pub(super) value: fn(&LeaderCounts, &PoolCounts) -> u64,
+}
+
+const fn counter(
+    name: &'static str,
+    meaning: &'static str,
+    value: fn(&LeaderCounts, &PoolCounts) -> u64,
+) -> Counter {
+    Counter {
+        name,
+        meaning,
+        value,
+    }
+}
+
+/// Every counter of a leader. All run since its start.
+pub const COUNTERS: &[Counter] = &[
+    counter("lookups", "Lookups answered", |l, _| l.lookups),
+    counter(
+        "lookup_pages",
+        "Pages of the sequences that lookups named",
+        |l, _| l.lookup_pages,
+    ),
+    counter(
+        "device_pages",
+        "Pages of those that the engine had itself",
+        |l, _| l.device_pages,
+    ),
+    counter(
+        "hit_pages",
+        "Pages that lookups found beyond the engine's own",
+        |l, _| l.hit_pages,
+    ),
+    counter("blocks_loaded", "Runs of pages read by loads", |l, _| {
+        l.loaded
+    }),
+    counter("loaded_pages", "Pages read by loads", |l, _| l.loaded_pages),
+    counter("published_pages", "Pages that became ready", |l, _| {
+        l.published_pages
+    }),
+    counter(
+        "recovered_pages",
+        "Pages recovered from the inventories of the depots",
+        |l, _| l.recovered_pages,
+    ),
+    counter(
+        "failed_copies",
+        "Copies that failed or were cancelled on at least one rank; their pages were freed",
+        |l, _| l.failed_copies,
+    ),
+    counter(
+        "late_copies",
+        "Copies that missed their deadline: the machine is too slow for it, or a rank never sent `written`",
+        |l, _| l.late_copies,
+    ),
+    counter(
+        "gathered_bytes",
+        "Bytes copied from engines, summed over ranks",
+        |l, _| l.gathered_bytes,
+    ),
+    counter(
+        "scattered_bytes",
+        "Bytes copied to engines, summed over ranks",
+        |l, _| l.scattered_bytes,
+    ),
+    counter(
+        "gather_us",
+        "Microseconds that these copies from engines took, summed over ranks",
+        |l, _| l.gather_us,
+    ),
+    counter(
+        "scatter_us",
+        "Microseconds that these copies to engines took, summed over ranks",
+        |l, _| l.scatter_us,
+    ),
+    counter(
+        "reset_slices",
+        "Slices in which resets were carried out",
+        |l, _| l.reset_slices,
+    ),
+    counter(
+        "largest_reset_slice_pages",
+        "Most pages that one slice examined",
+        |l, _| l.largest_reset_slice_pages,
+    ),
+    counter(
+        "blocks_stored",
+        "Blocks reserved for new runs of pages",
+        |_, p| p.stored,
+    ),
+    counter("blocks_grown", "Blocks that grew in place", |_, p| p.grown),
+    counter(
+        "blocks_branched",
+        "New blocks for a sequence that leaves another one inside a block",
+        |_, p| p.branched,
+    ),
+    counter(
+        "blocks_split",
+        "Additional blocks because no hole was long enough: the arena is fragmented, copies get smaller",
+        |_, p| p.split,
+    ),
+    counter(
+        "blocks_evicted",
+        "Times that a block lost pages to eviction",
+        |_, p| p.evicted,
+    ),
+    counter(
+        "evicted_pages",
+        "Pages evicted; normal when G2 is full",
+        |_, p| p.evicted_pages,
+    ),
+    counter(
+        "blocks_refused",
+        "Runs of pages that found no room, in whole or in part",
+        |_, p| p.refused,
+    ),
+    counter(
+        "refused_pages",
+        "Pages that found no room: pages are pinned or filling, or G2 is small for the requests that run at one time",
+        |_, p| p.refused_pages,
+    ),
+    counter(
+        "largest_eviction_pages",
+        "Most pages evicted for one allocation",
+        |_, p| p.largest_eviction_pages.into(),
+    ),
+];

@@ -1,0 +1,192 @@
+//! The pages of `docs/reference`, which are made of the program's own tables.
+
+use std::collections::BTreeSet;
+use std::fmt::Write as _;
+use std::path::Path;
+
+use kvferry::config::settings;
+use kvferry::error::{CommandError, EXIT_CODES};
+use kvferry_core::COUNTERS;
+use kvferry_protocol::{ErrorCode, Kind, Message};
+use kvferry_shell::LOOKUP_NS;
+use serde_json::Value;
+
+const NOTE: &str =
+    "Made from the program by `KVFERRY_BLESS=1 cargo test --test golden`. Do not edit.";
+const WIDTH: usize = 120;
+
+/// Compares a page with its file. Its text begins with a title and ends with a line break.
+fn page(name: &str, text: &str) {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("docs/reference")
+        .join(name);
+    crate::compare(&path, text);
+}
+
+fn page_begin(title: &str, about: &str) -> String {
+    format!("# {title}\n\n{}\n\n{NOTE}\n", wrapped(about))
+}
+
+/// Breaks a paragraph into lines.
+fn wrapped(text: &str) -> String {
+    let mut lines = vec![String::new()];
+    for word in text.split_whitespace() {
+        match lines.last_mut() {
+            Some(line) if line.len() + 1 + word.len() <= WIDTH => {
+                if !line.is_empty() {
+                    line.push(' ');
+                }
+                line.push_str(word);
+            }
+            _ => lines.push(word.to_owned()),
+        }
+    }
+    lines.join("\n")
+}
+
+fn table(heads: [&str; 3], rows: impl IntoIterator<Item = [String; 3]>) -> String {
+    let [a, b, c] = heads;
+    let mut text = format!("\n| {a} | {b} | {c} |\n| --- | --- | --- |\n");
+    for [a, b, c] in rows {
+        let cells = [a, b, c].map(|cell| cell.replace('|', "\\|"));
+        writeln!(text, "| {} |", cells.join(" | ")).expect("a string takes text");
+    }
+    text
+}
+
+#[test]
+fn the_page_of_settings_is_made_of_flags_and_defaults() {
+    let mut text = page_begin(
+        "Settings",
+        "Settings of `kvferry up`, `leader` and `worker`; `status` and `reset` use `socket_dir` alone. They come from a \
+         file (`--config FILE`, at most 1 MiB of TOML), from variables, which override the file, and from flags, which \
+         override both. An unknown key is refused in every source. Sizes are written `8GiB`, `1.5 GB` or `4096`: KiB, \
+         MiB, GiB and TiB are powers of 1,024, KB, MB, GB and TB powers of 1,000.",
+    );
+    let rows = settings();
+    assert!(
+        rows.iter()
+            .all(|row| !row.meaning.is_empty() && !row.bounds.is_empty()),
+        "{rows:?}"
+    );
+    text += &table(
+        ["key", "default", "meaning"],
+        rows.iter().map(|row| {
+            let default = match row.default.as_str() {
+                "" => "none".to_owned(),
+                default => format!("`{default}`"),
+            };
+            let key = format!("[`{}`](#{})", row.key, row.key);
+            [key, default, row.meaning.clone()]
+        }),
+    );
+    for row in &rows {
+        let about = wrapped(&format!(
+            "{}. {} Flag `{}`, variable `{}`.",
+            row.meaning.trim_end_matches('.'),
+            row.bounds,
+            row.flag,
+            row.variable
+        ));
+        write!(text, "\n## `{}`\n\n{about}\n", row.key).expect("a string takes text");
+    }
+    page("settings.md", &text);
+}
+
+#[test]
+fn the_page_of_exit_codes_is_made_of_the_programs() {
+    let text = || "text".to_owned();
+    let errors = [
+        CommandError::Found(text()),
+        CommandError::Failed(text()),
+        CommandError::failed("text"),
+        CommandError::NoMemory(text()),
+        CommandError::Config(text()),
+        CommandError::Data(text()),
+    ];
+    let codes: BTreeSet<u8> = errors.iter().map(CommandError::exit_code).collect();
+    // 0 is no error's, and 2 is the command line's.
+    let known: BTreeSet<u8> = EXIT_CODES.iter().map(|(code, _)| *code).collect();
+    assert_eq!(&codes | &[0, 2].into(), known);
+
+    let mut text = page_begin(
+        "Exit codes",
+        "Exit codes of every `kvferry` command. The text on standard error says more.",
+    );
+    text += "\n| code | meaning |\n| ---: | --- |\n";
+    for (code, meaning) in EXIT_CODES {
+        writeln!(text, "| {code} | {meaning} |").expect("a string takes text");
+    }
+    page("exit-codes.md", &text);
+}
+
+#[test]
+fn the_page_of_error_codes_is_made_of_the_wires() {
+    let mut text = page_begin(
+        "Error codes",
+        "Codes of `error` on the wire, with what the receiver does. *retry*: the same request may succeed later; each \
+         `error` says so itself, in its field `retry`. The text of an `error` has the details.",
+    );
+    text += "\n| code | name | retry | meaning |\n| ---: | --- | --- | --- |\n";
+    for code in ErrorCode::ALL {
+        let (number, name, meaning) = (code.number(), code.name(), code.meaning());
+        let retry = if code.retry() { "yes" } else { "" };
+        writeln!(text, "| {number} | `{name}` | {retry} | {meaning} |")
+            .expect("a string takes text");
+    }
+    page("error-codes.md", &text);
+}
+
+/// A row for each property of an object's schema.
+fn properties(schema: &Value) -> Vec<[String; 3]> {
+    let properties = schema["properties"].as_object().expect("an object");
+    let rows = properties.iter().map(|(name, property)| {
+        let about = property["description"].as_str().unwrap_or_default();
+        assert!(!about.is_empty(), "{name} has no description");
+        [
+            format!("`{name}`"),
+            type_of(property),
+            about.replace('\n', " "),
+        ]
+    });
+    rows.collect()
+}
+
+fn type_of(property: &Value) -> String {
+    match &property["type"] {
+        Value::String(name) if name == "array" => "list".to_owned(),
+        Value::String(name) => name.clone(),
+        Value::Array(names) => {
+            let names: Vec<&str> = names.iter().filter_map(Value::as_str).collect();
+            names.join(" or ")
+        }
+        _ => "object".to_owned(),
+    }
+}
+
+#[test]
+fn the_page_of_the_status_is_made_of_its_schema_and_the_counters() {
+    let mut text = page_begin(
+        "Status",
+        "Fields of `kvferry status --json`, which are those of `status_answer` on the wire. Readers skip fields and \
+         counters that they do not know.",
+    );
+    let schema = serde_json::to_value(Message::schema(Kind::StatusAnswer)).expect("JSON");
+    text += &table(["field", "type", "meaning"], properties(&schema));
+    text += "\n## A rank\n\nEach item of `ranks`.\n";
+    text += &table(
+        ["field", "type", "meaning"],
+        properties(&schema["$defs"]["RankStatus"]),
+    );
+    text += "\n## Counters\n\nItems of `counters`. They run since the leader's start.\n\n| counter | meaning |\n| --- | --- |\n";
+    for counter in COUNTERS {
+        writeln!(text, "| `{}` | {} |", counter.name, counter.meaning)
+            .expect("a string takes text");
+    }
+    writeln!(
+        text,
+        "| `{LOOKUP_NS}` | Nanoseconds that the leader spent in lookups |"
+    )
+    .expect("a string takes text");
+    page("status.md", &text);
+}
