@@ -121,7 +121,7 @@ impl ClientArguments {
 
 /// JSON Schema of the output of `kvferry replay --json`.
 pub fn replay_schema() -> schemars::Schema {
-    schemars::schema_for!(replay::Report)
+    schemars::schema_for!(replay::ReplayReport)
 }
 
 /// Runs the command line of this process.

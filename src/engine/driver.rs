@@ -13,7 +13,7 @@ use tokio::time::Instant;
 use crate::error::EngineError;
 use crate::fleet::EngineParts;
 use crate::observed::Observed;
-use crate::pipe::{Order, Report};
+use crate::pipe::{RankOrder, RankReport};
 use crate::rank_pipe::{RANK_QUEUE, send_orders, take_reports};
 use kvferry_client::{EngineClient, Failure};
 use kvferry_protocol::ErrorCode;
@@ -24,13 +24,13 @@ use kvferry_workload::scheduler::{Action, Prompt, Scheduler, Served, WorkKind};
 const FINISH_AGAIN: Duration = Duration::from_millis(50);
 
 /// An event of one engine of a fleet.
-pub(super) struct Event {
+pub(super) struct EngineEvent {
     /// The engine's index in the fleet.
     pub(super) engine: usize,
-    pub(super) happened: Happened,
+    pub(super) kind: EngineEventKind,
 }
 
-pub(super) enum Happened {
+pub(super) enum EngineEventKind {
     Answered {
         id: RequestId,
         answer: Result<Answer, Failure>,
@@ -39,12 +39,12 @@ pub(super) enum Happened {
     /// A `finish` was not answered by its deadline, or was refused with a retryable error. The request is repeated
     /// until it succeeds.
     FinishIsLate(RequestId),
-    Reported(Report),
+    Reported(RankReport),
     RankLost(usize),
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Asked {
+enum RequestKind {
     Lookup,
     Load,
     Store,
@@ -52,13 +52,13 @@ enum Asked {
 }
 
 /// The task of a ticket, and the number of ranks that have not reported.
-struct Open {
-    task: Task,
+struct OpenTicket {
+    task: TicketTask,
     missing: usize,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Task {
+enum TicketTask {
     Work(SlotId, WorkKind),
     Abandon(RequestId, Instant),
 }
@@ -70,15 +70,15 @@ struct Arrived {
 }
 
 /// Runs one engine of a fleet: its scheduler, its connection to the leader and its ranks.
-pub(super) struct Driver {
+pub(super) struct EngineDriver {
     engine: usize,
     scheduler: Scheduler,
     client: EngineClient,
     request_timeout: Duration,
-    queues: Vec<mpsc::Sender<Order>>,
-    report: mpsc::Sender<Event>,
-    open: HashMap<u64, Open>,
-    asked: HashMap<RequestId, Asked>,
+    queues: Vec<mpsc::Sender<RankOrder>>,
+    report: mpsc::Sender<EngineEvent>,
+    open: HashMap<u64, OpenTicket>,
+    asked: HashMap<RequestId, RequestKind>,
     /// `finish` requests that the leader has not answered.
     finishing: HashSet<RequestId>,
     arrived: HashMap<SlotId, Arrived>,
@@ -88,22 +88,22 @@ pub(super) struct Driver {
     children: Vec<Child>,
 }
 
-impl Driver {
+impl EngineDriver {
     /// Connects a scheduler, a leader and ranks. Their events are sent to `report`.
     pub(super) fn new(
         engine: usize,
         parts: EngineParts,
         request_timeout: Duration,
-        report: mpsc::Sender<Event>,
+        report: mpsc::Sender<EngineEvent>,
     ) -> Self {
         let mut queues = Vec::new();
         let mut children = Vec::new();
         for (index, rank) in parts.ranks.into_iter().enumerate() {
             let (queue, orders) = mpsc::channel(RANK_QUEUE);
             tokio::spawn(send_orders(orders, rank.orders));
-            let event = move |report: Option<Report>| Event {
+            let event = move |report: Option<RankReport>| EngineEvent {
                 engine,
-                happened: report.map_or(Happened::RankLost(index), Happened::Reported),
+                kind: report.map_or(EngineEventKind::RankLost(index), EngineEventKind::Reported),
             };
             tokio::spawn(take_reports(rank.reports, report.clone(), event));
             queues.push(queue);
@@ -174,20 +174,20 @@ impl Driver {
     }
 
     /// Handles an event. [`Self::act`] carries out the resulting actions.
-    pub(super) fn take(&mut self, happened: Happened) -> Result<(), EngineError> {
+    pub(super) fn take(&mut self, happened: EngineEventKind) -> Result<(), EngineError> {
         match happened {
-            Happened::RankLost(rank) => return Err(EngineError::RankEnded(rank)),
-            Happened::Answered { id, answer, us } => self.answered(id, answer, us),
-            Happened::FinishIsLate(id) => {
+            EngineEventKind::RankLost(rank) => return Err(EngineError::RankEnded(rank)),
+            EngineEventKind::Answered { id, answer, us } => self.answered(id, answer, us),
+            EngineEventKind::FinishIsLate(id) => {
                 self.observed.refused(format!("{id}: not finished yet"));
                 self.scheduler.answered(id, None, &mut self.actions);
             }
-            Happened::Reported(report) => self.reported(report)?,
+            EngineEventKind::Reported(report) => self.reported(report)?,
         }
         Ok(())
     }
 
-    fn reported(&mut self, report: Report) -> Result<(), EngineError> {
+    fn reported(&mut self, report: RankReport) -> Result<(), EngineError> {
         self.observed.verified_bytes += report.verified_bytes;
         self.observed.mismatched_bytes += report.mismatched_bytes;
         if report.fatal {
@@ -205,7 +205,7 @@ impl Driver {
         let task = open.task;
         self.open.remove(&report.ticket);
         match task {
-            Task::Work(slot, kind) => {
+            TicketTask::Work(slot, kind) => {
                 if kind == WorkKind::Compute
                     && let Some(arrived) = self.arrived.get(&slot)
                 {
@@ -215,7 +215,7 @@ impl Driver {
                 self.scheduler.worked(slot, kind, &mut self.actions);
             }
             // No worker copies for the request any longer, so the prompt may use its pages again.
-            Task::Abandon(id, begun) => {
+            TicketTask::Abandon(id, begun) => {
                 let us = microseconds(begun.elapsed());
                 let longest = self.observed.abandon_max_us.max(us);
                 self.observed.abandon_max_us = longest;
@@ -229,12 +229,12 @@ impl Driver {
         let latencies = &mut self.observed.latencies;
         let asked = self.asked.remove(&id);
         match asked {
-            Some(Asked::Lookup) => latencies.lookup_us.push(us),
-            Some(Asked::Load) => latencies.load_us.push(us),
-            Some(Asked::Store) => latencies.store_us.push(us),
-            Some(Asked::Finish) | None => {}
+            Some(RequestKind::Lookup) => latencies.lookup_us.push(us),
+            Some(RequestKind::Load) => latencies.load_us.push(us),
+            Some(RequestKind::Store) => latencies.store_us.push(us),
+            Some(RequestKind::Finish) | None => {}
         }
-        if asked.is_some_and(|asked| asked != Asked::Finish) {
+        if asked.is_some_and(|asked| asked != RequestKind::Finish) {
             self.observed.answer_max_us = self.observed.answer_max_us.max(us);
         }
         self.finishing.remove(&id);
@@ -244,7 +244,7 @@ impl Driver {
             }
             Err(failure) => failure,
         };
-        let copies = matches!(asked, Some(Asked::Load | Asked::Store));
+        let copies = matches!(asked, Some(RequestKind::Load | RequestKind::Store));
         self.observed.refused(failure.to_string());
         if copies && !failure.over {
             self.observed.abandoned += 1;
@@ -260,8 +260,8 @@ impl Driver {
             match action {
                 Action::Idle => {}
                 Action::Abandon { id } => {
-                    let ticket = self.ticket(Task::Abandon(id, Instant::now()));
-                    self.order(Order::abandon(ticket, id)).await?;
+                    let ticket = self.ticket(TicketTask::Abandon(id, Instant::now()));
+                    self.order(RankOrder::abandon(ticket, id)).await?;
                 }
                 Action::Done(done) => {
                     if let Some(arrived) = self.arrived.remove(&done.slot)
@@ -279,9 +279,9 @@ impl Driver {
                     positions,
                     written_through,
                 } => {
-                    let ticket = self.ticket(Task::Work(slot, kind));
+                    let ticket = self.ticket(TicketTask::Work(slot, kind));
                     let through = written_through.map_or(0, |id| id.0);
-                    let mut order = Order::new(ticket, kind, through);
+                    let mut order = RankOrder::new(ticket, kind, through);
                     if let Some((hashes, pages)) = self.scheduler.pages_of(slot) {
                         for position in positions {
                             let position = position as usize;
@@ -300,14 +300,15 @@ impl Driver {
     }
 
     /// Allocates the number under which every rank reports `task`.
-    fn ticket(&mut self, task: Task) -> u64 {
+    fn ticket(&mut self, task: TicketTask) -> u64 {
         self.next_ticket += 1;
         let missing = self.queues.len();
-        self.open.insert(self.next_ticket, Open { task, missing });
+        self.open
+            .insert(self.next_ticket, OpenTicket { task, missing });
         self.next_ticket
     }
 
-    async fn order(&self, order: Order) -> Result<(), EngineError> {
+    async fn order(&self, order: RankOrder) -> Result<(), EngineError> {
         for (rank, queue) in self.queues.iter().enumerate() {
             let sent = queue.send(order.clone()).await;
             sent.map_err(|_| EngineError::RankEnded(rank))?;
@@ -321,19 +322,19 @@ impl Driver {
                 if let Some(arrived) = self.arrived.get_mut(slot) {
                     arrived.waited = arrived.at.elapsed();
                 }
-                Asked::Lookup
+                RequestKind::Lookup
             }
-            Request::Load { .. } => Asked::Load,
-            Request::Store { .. } => Asked::Store,
+            Request::Load { .. } => RequestKind::Load,
+            Request::Store { .. } => RequestKind::Store,
             Request::Finish { .. } | Request::Reset { .. } | Request::CancelStores { .. } => {
-                Asked::Finish
+                RequestKind::Finish
             }
         };
         self.asked.insert(id, asked);
-        if asked == Asked::Finish {
+        if asked == RequestKind::Finish {
             self.finishing.insert(id);
         }
-        let asking = Asking {
+        let asking = RequestTask {
             engine: self.engine,
             client: self.client.clone(),
             report: self.report.clone(),
@@ -349,14 +350,14 @@ impl Driver {
 }
 
 /// State of one request to the leader.
-struct Asking {
+struct RequestTask {
     engine: usize,
     client: EngineClient,
-    report: mpsc::Sender<Event>,
+    report: mpsc::Sender<EngineEvent>,
     timeout: Duration,
 }
 
-impl Asking {
+impl RequestTask {
     /// Sends a request and waits until its deadline. A `finish` is repeated until the leader accepts it.
     async fn ask(&self, id: RequestId, request: Request) -> Result<(), Closed> {
         let begun = Instant::now();
@@ -369,7 +370,7 @@ impl Asking {
                 && failure.retry
             {
                 if !std::mem::replace(&mut late, true) {
-                    self.tell(Happened::FinishIsLate(id)).await?;
+                    self.tell(EngineEventKind::FinishIsLate(id)).await?;
                 }
                 if failure.code != ErrorCode::Deadline {
                     tokio::time::sleep(FINISH_AGAIN).await;
@@ -377,13 +378,21 @@ impl Asking {
                 continue;
             }
             let us = microseconds(begun.elapsed());
-            return self.tell(Happened::Answered { id, answer, us }).await;
+            return self
+                .tell(EngineEventKind::Answered { id, answer, us })
+                .await;
         }
     }
 
-    async fn tell(&self, happened: Happened) -> Result<(), Closed> {
+    async fn tell(&self, happened: EngineEventKind) -> Result<(), Closed> {
         let engine = self.engine;
-        let sent = self.report.send(Event { engine, happened }).await;
+        let sent = self
+            .report
+            .send(EngineEvent {
+                engine,
+                kind: happened,
+            })
+            .await;
         sent.map_err(|_| Closed)
     }
 }
@@ -414,14 +423,14 @@ mod tests {
     }
 
     /// A driver whose only prompt has sent a load, and the load's id.
-    fn loading() -> (Driver, RequestId) {
+    fn loading() -> (EngineDriver, RequestId) {
         let parts = EngineParts {
             scheduler: Scheduler::new(16, 0),
             client: client(&MemoryTransport::default()),
             ranks: Vec::new(),
         };
         let (report, _) = mpsc::channel(16);
-        let mut driver = Driver::new(0, parts, Duration::from_secs(1), report);
+        let mut driver = EngineDriver::new(0, parts, Duration::from_secs(1), report);
         let hashes = PageHashes::packed(16, vec![7; 64]).expect("16 bytes a page");
         let slot = SlotId(1);
         let prompt = Prompt {
@@ -444,12 +453,12 @@ mod tests {
             .scheduler
             .worked(slot, WorkKind::Poison, &mut driver.actions);
         let load = sent(&mut driver);
-        driver.asked.insert(load, Asked::Load);
+        driver.asked.insert(load, RequestKind::Load);
         (driver, load)
     }
 
     /// Returns the id of the request that the scheduler sends, and clears the actions.
-    fn sent(driver: &mut Driver) -> RequestId {
+    fn sent(driver: &mut EngineDriver) -> RequestId {
         let sent = driver.actions.iter().find_map(|action| match action {
             Action::Send { id, .. } => Some(*id),
             _ => None,
@@ -458,7 +467,7 @@ mod tests {
         sent.expect("a request")
     }
 
-    fn abandons(driver: &Driver, load: RequestId) -> bool {
+    fn abandons(driver: &EngineDriver, load: RequestId) -> bool {
         let mut actions = driver.actions.iter();
         actions.any(|action| matches!(action, Action::Abandon { id } if *id == load))
     }
@@ -512,7 +521,7 @@ mod tests {
         leader(&transport, vec![busy.clone(), busy, done]).await;
         let (report, mut reports) = mpsc::channel(16);
         let client = client(&transport);
-        let asking = Asking {
+        let asking = RequestTask {
             engine: 0,
             client,
             report,
@@ -521,10 +530,13 @@ mod tests {
         let finish = Request::Finish { slot: SlotId(3) };
         let asked = asking.ask(RequestId(7), finish).await;
         assert!(asked.is_ok());
-        let late = reports.recv().await.map(|event| event.happened);
-        assert!(matches!(late, Some(Happened::FinishIsLate(RequestId(7)))));
-        let last = reports.recv().await.map(|event| event.happened);
-        let answered = matches!(last, Some(Happened::Answered { answer: Ok(_), .. }));
+        let late = reports.recv().await.map(|event| event.kind);
+        assert!(matches!(
+            late,
+            Some(EngineEventKind::FinishIsLate(RequestId(7)))
+        ));
+        let last = reports.recv().await.map(|event| event.kind);
+        let answered = matches!(last, Some(EngineEventKind::Answered { answer: Ok(_), .. }));
         assert!(answered, "once the leader has taken it");
     }
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-use crate::driver::{Driver, Event};
+use crate::driver::{EngineDriver, EngineEvent};
 use crate::error::EngineError;
 use crate::observed::Observed;
 use crate::rank_pipe::{RANK_QUEUE, RankPipe};
@@ -25,8 +25,8 @@ pub struct EngineParts {
 
 /// Replicas that share one leader. Prompts are assigned to the engines in turn.
 pub struct Fleet {
-    drivers: Vec<Driver>,
-    events: mpsc::Receiver<Event>,
+    drivers: Vec<EngineDriver>,
+    events: mpsc::Receiver<EngineEvent>,
     next: usize,
 }
 
@@ -37,7 +37,7 @@ impl Fleet {
         let (report, events) = mpsc::channel(RANK_QUEUE);
         let engines = engines.into_iter().enumerate();
         let drivers = engines
-            .map(|(index, parts)| Driver::new(index, parts, request_timeout, report.clone()));
+            .map(|(index, parts)| EngineDriver::new(index, parts, request_timeout, report.clone()));
         Self {
             drivers: drivers.collect(),
             events,
@@ -47,18 +47,18 @@ impl Fleet {
 
     /// Prompts that run or wait.
     pub fn open_prompts(&self) -> usize {
-        self.drivers.iter().map(Driver::open_prompts).sum()
+        self.drivers.iter().map(EngineDriver::open_prompts).sum()
     }
 
     /// Pages that prompts hold: 0 when none runs.
     pub fn held_pages(&self) -> u64 {
-        let held = self.drivers.iter().map(Driver::held_pages);
+        let held = self.drivers.iter().map(EngineDriver::held_pages);
         held.map(u64::from).sum()
     }
 
     /// Loaded bytes that were wrong so far.
     pub fn mismatched_bytes(&self) -> u64 {
-        let observed = self.drivers.iter().map(Driver::observed);
+        let observed = self.drivers.iter().map(EngineDriver::observed);
         observed.map(|observed| observed.mismatched_bytes).sum()
     }
 
@@ -96,7 +96,7 @@ impl Fleet {
                 .drivers
                 .get_mut(event.engine)
                 .ok_or(EngineError::NoEngine)?;
-            driver.take(event.happened)?;
+            driver.take(event.kind)?;
             next = self.events.try_recv().ok();
         }
         for driver in &mut self.drivers {
@@ -111,7 +111,7 @@ impl Fleet {
     /// A rank that ended or failed.
     pub async fn settle(&mut self, limit: Instant) -> Result<(), EngineError> {
         let mut served = Vec::new();
-        while Instant::now() < limit && self.drivers.iter().any(Driver::is_finishing) {
+        while Instant::now() < limit && self.drivers.iter().any(EngineDriver::is_finishing) {
             self.progress(limit, &mut served).await?;
         }
         Ok(())

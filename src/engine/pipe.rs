@@ -17,7 +17,7 @@ pub const PIPE_FRAME_BYTES_MAX: u32 = 64 << 20;
 
 /// An order of the scheduler to a rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Order {
+pub struct RankOrder {
     /// Number of the order, repeated in the report.
     pub ticket: u64,
     /// 0 poison, 1 compute, 2 verify, 3 abandon.
@@ -36,7 +36,7 @@ pub struct Order {
 
 /// The task of an order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Task {
+pub enum OrderTask {
     /// Work on pages.
     Work(WorkKind),
     /// Report when the worker copies nothing for this request, and never will again.
@@ -45,7 +45,7 @@ pub enum Task {
 
 /// A rank's report of an order.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Report {
+pub struct RankReport {
     /// Number of the order; 0 for the first registration, and for a fatal error.
     pub ticket: u64,
     /// Bytes that were compared.
@@ -58,7 +58,7 @@ pub struct Report {
     pub fatal: bool,
 }
 
-impl Order {
+impl RankOrder {
     /// Creates an order of work, without pages.
     pub fn new(ticket: u64, kind: WorkKind, written_through: u64) -> Self {
         let kind = match kind {
@@ -89,12 +89,12 @@ impl Order {
     }
 
     /// The order's task; `None` for an unknown kind.
-    pub fn task(&self) -> Option<Task> {
+    pub fn task(&self) -> Option<OrderTask> {
         match self.kind {
-            0 => Some(Task::Work(WorkKind::Poison)),
-            1 => Some(Task::Work(WorkKind::Compute)),
-            2 => Some(Task::Work(WorkKind::Verify)),
-            3 => Some(Task::Abandon(RequestId(self.abandon))),
+            0 => Some(OrderTask::Work(WorkKind::Poison)),
+            1 => Some(OrderTask::Work(WorkKind::Compute)),
+            2 => Some(OrderTask::Work(WorkKind::Verify)),
+            3 => Some(OrderTask::Abandon(RequestId(self.abandon))),
             _ => None,
         }
     }

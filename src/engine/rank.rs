@@ -11,7 +11,7 @@ use tokio::sync::mpsc;
 use crate::error::EngineError;
 use crate::layout::{EngineLayout, NONCE_ROOM_BYTES, pages_bytes};
 use crate::memory::{EngineDevice, RankMemory};
-use crate::pipe::{self, Order, Report, Task};
+use crate::pipe::{self, OrderTask, RankOrder, RankReport};
 use crate::registered::Registered;
 use kvferry_client::{RankSession, RankSessionSettings};
 use kvferry_transport::{Address, Transport};
@@ -74,10 +74,10 @@ pub async fn run(
     let writing = tokio::spawn(write_reports(queue, reports));
     let ended = serve(transport, settings, orders, &report).await;
     if let Err(error) = &ended {
-        let last = Report {
+        let last = RankReport {
             complaint: error.to_string(),
             fatal: true,
-            ..Report::default()
+            ..RankReport::default()
         };
         if report.send(last).await.is_err() {
             tracing::debug!("nobody reads the reports");
@@ -94,7 +94,7 @@ async fn serve(
     transport: Arc<dyn Transport>,
     settings: RankSettings,
     orders: impl AsyncRead + Unpin,
-    report: &mpsc::Sender<Report>,
+    report: &mpsc::Sender<RankReport>,
 ) -> Result<(), EngineError> {
     let bytes = pages_bytes(&settings) + NONCE_ROOM_BYTES;
     let memory = RankMemory::create(settings.device, settings.rank, bytes);
@@ -124,13 +124,16 @@ async fn serve(
     }
 }
 
-async fn send_report(reports: &mpsc::Sender<Report>, report: Report) -> Result<(), EngineError> {
+async fn send_report(
+    reports: &mpsc::Sender<RankReport>,
+    report: RankReport,
+) -> Result<(), EngineError> {
     let sent = reports.send(report).await;
     sent.map_err(|_| EngineError::Protocol("nobody reads the reports"))
 }
 
 async fn write_reports(
-    mut queue: mpsc::Receiver<Report>,
+    mut queue: mpsc::Receiver<RankReport>,
     mut reports: impl AsyncWrite + Unpin,
 ) -> Result<(), EngineError> {
     while let Some(report) = queue.recv().await {
@@ -144,23 +147,24 @@ impl RankProcess<'_> {
     async fn work(
         mut self,
         mut orders: impl AsyncRead + Unpin,
-        reports: &mpsc::Sender<Report>,
+        reports: &mpsc::Sender<RankReport>,
     ) -> Result<(), EngineError> {
         self.session.registered().await?;
-        send_report(reports, Report::default()).await?;
+        send_report(reports, RankReport::default()).await?;
         loop {
-            let order: Option<Order> = pipe::read(&mut orders).await.map_err(EngineError::Pipe)?;
+            let order: Option<RankOrder> =
+                pipe::read(&mut orders).await.map_err(EngineError::Pipe)?;
             let Some(order) = order else { return Ok(()) };
             let task = order.task();
             let kind = match task.ok_or(EngineError::Protocol("an order of an unknown kind"))? {
-                Task::Work(kind) => kind,
-                Task::Abandon(request) => {
+                OrderTask::Work(kind) => kind,
+                OrderTask::Abandon(request) => {
                     let abandoned = self.session.abandon(request);
                     let (reports, ticket) = (reports.clone(), order.ticket);
                     tokio::spawn(async move {
-                        let report = Report {
+                        let report = RankReport {
                             ticket,
-                            ..Report::default()
+                            ..RankReport::default()
                         };
                         // A session that has ended ends the process, and a closed queue, too.
                         if abandoned.await.is_ok() && reports.send(report).await.is_err() {
@@ -181,10 +185,10 @@ impl RankProcess<'_> {
         }
     }
 
-    fn carry_out(&mut self, kind: WorkKind, order: &Order) -> Result<Report, EngineError> {
-        let mut report = Report {
+    fn carry_out(&mut self, kind: WorkKind, order: &RankOrder) -> Result<RankReport, EngineError> {
+        let mut report = RankReport {
             ticket: order.ticket,
-            ..Report::default()
+            ..RankReport::default()
         };
         let pages = order
             .pages
@@ -208,7 +212,7 @@ impl RankProcess<'_> {
         kind: WorkKind,
         page: u32,
         content: Fingerprint,
-        report: &mut Report,
+        report: &mut RankReport,
     ) -> Result<(), EngineError> {
         let Self {
             settings,

@@ -6,7 +6,7 @@ use tokio::process::{Child, ChildStdin, ChildStdout};
 use tokio::sync::mpsc;
 
 use crate::error::EngineError;
-use crate::pipe::{self, Order, Report};
+use crate::pipe::{self, RankOrder, RankReport};
 
 /// Orders that may wait in a rank's queue.
 pub(super) const RANK_QUEUE: usize = 1024;
@@ -28,7 +28,7 @@ impl RankPipe {
     /// # Errors
     /// The rank's own error, or that it ended or took longer than `limit`.
     pub async fn wait_until_ready(&mut self, limit: Duration) -> Result<(), EngineError> {
-        match tokio::time::timeout(limit, pipe::read::<Report>(&mut self.reports)).await {
+        match tokio::time::timeout(limit, pipe::read::<RankReport>(&mut self.reports)).await {
             Err(_) => Err(EngineError::TooLate {
                 what: "register",
                 limit,
@@ -42,7 +42,7 @@ impl RankPipe {
 }
 
 /// Writes orders until the queue ends or the pipe breaks.
-pub(super) async fn send_orders(mut orders: mpsc::Receiver<Order>, mut pipe: ChildStdin) {
+pub(super) async fn send_orders(mut orders: mpsc::Receiver<RankOrder>, mut pipe: ChildStdin) {
     while let Some(order) = orders.recv().await {
         if let Err(error) = pipe::write(&mut pipe, &order).await {
             tracing::debug!(%error, "a rank takes no orders");
@@ -55,10 +55,10 @@ pub(super) async fn send_orders(mut orders: mpsc::Receiver<Order>, mut pipe: Chi
 pub(super) async fn take_reports<T>(
     mut reports: ChildStdout,
     events: mpsc::Sender<T>,
-    event: impl Fn(Option<Report>) -> T,
+    event: impl Fn(Option<RankReport>) -> T,
 ) {
     loop {
-        let report = pipe::read::<Report>(&mut reports).await.ok().flatten();
+        let report = pipe::read::<RankReport>(&mut reports).await.ok().flatten();
         let last = report.is_none();
         if events.send(event(report)).await.is_err() || last {
             return;

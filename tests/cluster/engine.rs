@@ -8,7 +8,7 @@ use std::sync::Arc;
 use kvferry_client::{
     AdminClient, EngineClient, EngineSettings, Failure, Prompt, RequestGuard, StoredPages,
 };
-use kvferry_engine::pipe::{self, Order};
+use kvferry_engine::pipe::{self, RankOrder};
 use kvferry_engine::rank_pipe::RankPipe;
 use kvferry_protocol::{StatusAnswer, StoreAnswer};
 use kvferry_transport::{Address, ZmqTransport};
@@ -132,7 +132,7 @@ impl World {
         assert_eq!(found.hit_pages(), 0);
         let id = self.engine.next_id();
         // The content of the memory does not matter, because these tests load nothing.
-        let written = Order::new(id.0, WorkKind::Compute, id.0);
+        let written = RankOrder::new(id.0, WorkKind::Compute, id.0);
         let told = pipe::write(&mut self.rank.orders, &written).await;
         told.expect("the rank takes orders");
         let pages = StoredPages {

@@ -42,7 +42,7 @@ pub(crate) struct Arguments {
 
 /// One row of the result: GB/s (10^9 bytes) as minimum, median, maximum.
 #[derive(Debug, serde::Serialize)]
-struct Row {
+struct CopyRow {
     fragment_kib: u32,
     fragments: u32,
     threads: u16,
@@ -56,7 +56,7 @@ struct Row {
 
 impl Arguments {
     pub(crate) fn run(self) -> Result<(), CommandError> {
-        let rows: Result<Vec<Row>, CommandError> = self
+        let rows: Result<Vec<CopyRow>, CommandError> = self
             .fragment_kib
             .iter()
             .map(|kib| self.measure(*kib))
@@ -88,7 +88,7 @@ impl Arguments {
         Ok(())
     }
 
-    fn measure(&self, kib: u32) -> Result<Row, CommandError> {
+    fn measure(&self, kib: u32) -> Result<CopyRow, CommandError> {
         let fragment = u64::from(kib) * 1024;
         let pages = self.fragments * ROTATION;
         let bytes = fragment * u64::from(pages);
@@ -122,7 +122,7 @@ impl Arguments {
         let one = bench.job(Direction::Load, 0, 0, 1);
         let one_page = block_on(2, measure(one, bench.memory(), ORDERS))?;
         let (memcpy, gather, scatter) = (spread(memcpy), spread(gather), spread(scatter));
-        Ok(Row {
+        Ok(CopyRow {
             fragment_kib: kib,
             fragments: self.fragments,
             threads: self.threads,

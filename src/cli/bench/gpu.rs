@@ -84,7 +84,7 @@ type Rate = (f64, f64, f64);
 
 /// The measurements of one fragment size and direction.
 #[derive(Debug, serde::Serialize)]
-struct Row {
+struct GpuRow {
     fragment_kib: u32,
     fragments: u32,
     direction: Side,
@@ -111,7 +111,7 @@ struct Attribute {
 }
 
 #[derive(Debug, serde::Serialize)]
-struct Report {
+struct GpuReport {
     device: String,
     attributes: Vec<Attribute>,
     gpu: String,
@@ -125,7 +125,7 @@ struct Report {
     batches_refused: bool,
     /// One copy of the same number of bytes each way at the same time, both together.
     both_ways_gb_per_s: Rate,
-    rows: Vec<Row>,
+    rows: Vec<GpuRow>,
 }
 
 impl Arguments {
@@ -146,7 +146,11 @@ impl Arguments {
         report?.say(self.json)
     }
 
-    fn measure(&self, context: Arc<Context>, driver_version: i32) -> Result<Report, CommandError> {
+    fn measure(
+        &self,
+        context: Arc<Context>,
+        driver_version: i32,
+    ) -> Result<GpuReport, CommandError> {
         let bench = Bench::new(context, self)?;
         let both_ways_gb_per_s = bench.both_ways()?;
         let mut rows = Vec::new();
@@ -157,7 +161,7 @@ impl Arguments {
                 }
             }
         }
-        Ok(Report {
+        Ok(GpuReport {
             device: bench.context.name().map_err(CommandError::failed)?,
             attributes: bench.attributes(),
             gpu: bench.context.device().uuid.to_string(),
@@ -177,7 +181,7 @@ impl Arguments {
     }
 }
 
-impl Report {
+impl GpuReport {
     fn say(&self, json: bool) -> Result<(), CommandError> {
         if json {
             say(&serde_json::to_string_pretty(self).map_err(CommandError::failed)?);
@@ -515,7 +519,7 @@ impl Bench {
         ATTRIBUTES.map(attribute).into()
     }
 
-    fn row(&self, kib: u32, side: Side) -> Result<Row, CommandError> {
+    fn row(&self, kib: u32, side: Side) -> Result<GpuRow, CommandError> {
         let fragment = u64::from(kib) << 10;
         let cut = self.cut(fragment)?;
         let complete = self.pages(cut.bytes, 1, gather(&[0], 0))?;
@@ -557,7 +561,7 @@ impl Bench {
                 .map_err(CommandError::failed)?;
         let together = taken.then_some(together);
         let to_one_copy = |way: Option<(Rate, Micros)>| way.map(|(rate, _)| rate.1 / one_copy.0.1);
-        Ok(Row {
+        Ok(GpuRow {
             fragment_kib: kib,
             fragments: u32::try_from(cut.bytes / fragment).unwrap_or(u32::MAX),
             direction: side,

@@ -16,7 +16,7 @@ use crate::error::CommandError;
 use kvferry_client::{EngineClient, EngineSettings, Prompt, RequestGuard, StoredPages};
 use kvferry_engine::layout::{EngineLayout, describe};
 use kvferry_engine::memory::EngineDevice;
-use kvferry_engine::pipe::{self, Order, Report as RankReport};
+use kvferry_engine::pipe::{self, RankOrder, RankReport};
 use kvferry_engine::rank_pipe::RankPipe;
 use kvferry_memory::{CopyEngine, Depot};
 use kvferry_transport::ZmqTransport;
@@ -66,18 +66,18 @@ pub(crate) struct Arguments {
 
 /// Result of the benchmark.
 #[derive(Debug, serde::Serialize)]
-struct Report {
+struct MoveReport {
     bytes: u64,
     pages: u32,
     fragment_bytes: u64,
     copy_threads: u16,
-    store: Row,
-    load: Row,
+    store: MoveRow,
+    load: MoveRow,
 }
 
 /// Measurements of one direction, in milliseconds.
 #[derive(Debug, serde::Serialize)]
-struct Row {
+struct MoveRow {
     bare_p50_ms: f64,
     bare_min_ms: f64,
     p50_ms: f64,
@@ -99,11 +99,11 @@ struct Times {
 }
 
 impl Times {
-    fn row(self) -> Row {
+    fn row(self) -> MoveRow {
         let rounds = self.whole.len() as f64;
         let (bare_min_ms, bare_p50_ms, _) = spread(self.bare);
         let (min_ms, p50_ms, max_ms) = spread(self.whole);
-        Row {
+        MoveRow {
             bare_p50_ms,
             bare_min_ms,
             p50_ms,
@@ -115,7 +115,7 @@ impl Times {
     }
 }
 
-impl Row {
+impl MoveRow {
     fn text(&self, name: &str, bytes: u64) -> String {
         let rate = |ms: f64| bytes as f64 / ms / 1e6;
         format!(
@@ -154,7 +154,7 @@ impl Arguments {
         Ok(())
     }
 
-    async fn measure(&self) -> Result<Report, CommandError> {
+    async fn measure(&self) -> Result<MoveReport, CommandError> {
         let folder = rig::folder()?;
         let socket_paths = SocketPaths::new(folder.path());
         let geometry = self.model.geometry(ENGINE_PAGE_TOKENS, 1);
@@ -179,7 +179,7 @@ impl Arguments {
             Ok(Ok(status)) if status.success() => {}
             other => return Err(CommandError::Failed(format!("kvferry up: {other:?}"))),
         }
-        Ok(Report {
+        Ok(MoveReport {
             bytes: u64::from(pages) * page_bytes,
             pages,
             fragment_bytes: geometry.fragment_bytes,
@@ -348,7 +348,7 @@ impl Moves {
         let prompt = self.lookup(2 * u64::from(round), round, 0).await?;
         // As after a forward pass: the rank reports the pages as written.
         let id = self.leader.next_id();
-        self.order(Order::new(self.tickets + 1, WorkKind::Compute, id.0))
+        self.order(RankOrder::new(self.tickets + 1, WorkKind::Compute, id.0))
             .await?;
         let stored = StoredPages {
             id: Some(id),
@@ -423,7 +423,7 @@ impl Moves {
     /// Orders work on the pages of a set. The content of a page depends on the parity of the round and on its position
     /// in the prompt.
     async fn work(&mut self, kind: WorkKind, set: u32, round: u32) -> Result<(), CommandError> {
-        let mut order = Order::new(self.tickets + 1, kind, 0);
+        let mut order = RankOrder::new(self.tickets + 1, kind, 0);
         for (position, page) in (0_u64..).zip(self.device_pages(set)) {
             order.pages.extend_from_slice(&page.to_le_bytes());
             let content = u128::from(position) << 1 | u128::from(round % 2);
@@ -433,7 +433,7 @@ impl Moves {
     }
 
     /// Has the rank carry out an order, and waits for its report.
-    async fn order(&mut self, order: Order) -> Result<(), CommandError> {
+    async fn order(&mut self, order: RankOrder) -> Result<(), CommandError> {
         self.tickets = order.ticket;
         let sent = pipe::write(&mut self.rank.orders, &order).await;
         sent.map_err(CommandError::failed)?;

@@ -21,7 +21,7 @@ use kvferry_workload::scheduler::{Scheduler, Served};
 
 use super::Arguments;
 use super::processes::{END_LIMIT, START_LIMIT, Up, start_ranks};
-use super::report::{Report, percentile};
+use super::report::{ReplayReport, percentile};
 use super::workload::Workload;
 
 /// Least time without a finished request after which a replay counts as hung and fails.
@@ -34,7 +34,10 @@ const SETTLE_LIMIT: Duration = Duration::from_secs(30);
 /// Interval at which the leader's status is polled for that.
 const SETTLE_EVERY: Duration = Duration::from_millis(100);
 
-pub(super) fn run(arguments: &Arguments, workload: &Workload) -> Result<Report, CommandError> {
+pub(super) fn run(
+    arguments: &Arguments,
+    workload: &Workload,
+) -> Result<ReplayReport, CommandError> {
     check_memory(arguments, workload)?;
     block_on(2, async {
         let mut ending = Ending::listen(false)?;
@@ -75,7 +78,7 @@ async fn replay(
     arguments: &Arguments,
     workload: &Workload,
     socket_paths: &SocketPaths,
-) -> Result<Report, CommandError> {
+) -> Result<ReplayReport, CommandError> {
     let replicas = (0..arguments.replicas).map(Replica);
     let engines = replicas.map(|replica| start_engine(arguments, workload, socket_paths, replica));
     let mut engines = engines.collect::<Result<Vec<_>, _>>()?;
@@ -87,7 +90,7 @@ async fn replay(
     let mut fleet = Fleet::new(engines, arguments.request_timeout());
 
     let begun = Instant::now();
-    let mut report = Report::new(arguments, workload);
+    let mut report = ReplayReport::new(arguments, workload);
     play(arguments, workload, &mut fleet, &mut report).await?;
     report.seconds.wall = begun.elapsed().as_secs_f64();
     report.left.device_pages = fleet.held_pages();
@@ -155,7 +158,7 @@ async fn play(
     arguments: &Arguments,
     workload: &Workload,
     fleet: &mut Fleet,
-    report: &mut Report,
+    report: &mut ReplayReport,
 ) -> Result<(), CommandError> {
     let progress = workload.progress(arguments);
     let stall_limit = STALL_MIN.max(STALL_FACTOR * arguments.request_timeout());
@@ -222,7 +225,7 @@ async fn play(
     Ok(())
 }
 
-fn fill(report: &mut Report, status: &StatusAnswer, mut observed: Observed) {
+fn fill(report: &mut ReplayReport, status: &StatusAnswer, mut observed: Observed) {
     let counter = |name: &str| status.counters.get(name).copied().unwrap_or(0);
     let pages = |state: &str| status.pages.get(state).copied().unwrap_or(0);
     report.count(counter);

@@ -29,7 +29,7 @@ use kvferry_workload::models::Model;
 use kvferry_workload::scheduler::REQUEST_TIMEOUT;
 
 use flags::Kind;
-pub(super) use report::Report;
+pub(super) use report::ReplayReport;
 use timed::TimedArguments;
 use workload::Workload;
 
@@ -219,7 +219,7 @@ impl Arguments {
         }
     }
 
-    fn publish(&self, report: &Report) -> Result<(), CommandError> {
+    fn publish(&self, report: &ReplayReport) -> Result<(), CommandError> {
         let to_stdout = self
             .json
             .as_deref()

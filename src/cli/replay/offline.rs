@@ -9,12 +9,15 @@ use kvferry_types::{Epoch, GroupGeometry, GroupId};
 use kvferry_workload::scheduler::Scheduler;
 
 use super::Arguments;
-use super::report::Report;
+use super::report::ReplayReport;
 use super::workload::Workload;
 
-pub(super) fn run(arguments: &Arguments, workload: &Workload) -> Result<Report, CommandError> {
+pub(super) fn run(
+    arguments: &Arguments,
+    workload: &Workload,
+) -> Result<ReplayReport, CommandError> {
     let begun = Instant::now();
-    let mut report = Report::new(arguments, workload);
+    let mut report = ReplayReport::new(arguments, workload);
     let scheduler = Scheduler::new(workload.device_pages, arguments.g1_pages);
     let leader = leader(arguments, workload, workload.arena_pages > 0);
     let geometry = geometry(arguments, workload);
@@ -57,7 +60,12 @@ pub(super) fn geometry(arguments: &Arguments, workload: &Workload) -> GroupGeome
 }
 
 /// Copies the leader's final state, and the number of pages that the engine still holds.
-pub(super) fn fill(report: &mut Report, workload: &Workload, leader: &Leader, held_pages: u32) {
+pub(super) fn fill(
+    report: &mut ReplayReport,
+    workload: &Workload,
+    leader: &Leader,
+    held_pages: u32,
+) {
     report.count(|name| {
         leader
             .counters()

@@ -20,7 +20,7 @@ pub(super) const REPORT_VERSION: u32 = 4;
 
 /// Report of `kvferry replay --json`. What a mode cannot know is null.
 #[derive(Debug, Clone, Serialize, JsonSchema)]
-pub struct Report {
+pub struct ReplayReport {
     /// Version of this shape.
     pub version: u32,
     /// `live` or `offline`.
@@ -38,7 +38,7 @@ pub struct Report {
     /// Tokens by where they came from.
     pub tokens: Tokens,
     /// Blocks.
-    pub blocks: Blocks,
+    pub blocks: BlockCounts,
     /// The arena of G2.
     pub arena: ArenaInfo,
     /// Bytes, all ranks together.
@@ -118,7 +118,7 @@ pub struct Tokens {
 
 /// Blocks, counted since the start.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, JsonSchema)]
-pub struct Blocks {
+pub struct BlockCounts {
     /// New blocks.
     pub stored: u64,
     /// Blocks that grew in place.
@@ -213,7 +213,7 @@ pub struct Left {
     pub complaints: Vec<String>,
 }
 
-impl Report {
+impl ReplayReport {
     /// Creates a report from the values that are known before the run.
     pub(super) fn new(arguments: &Arguments, workload: &Workload) -> Self {
         Self {
@@ -243,7 +243,7 @@ impl Report {
                 concurrency: arguments.concurrency,
             },
             tokens: Tokens::default(),
-            blocks: Blocks::default(),
+            blocks: BlockCounts::default(),
             arena: ArenaInfo::default(),
             bytes: Bytes::default(),
             rates: Rates::default(),
@@ -274,7 +274,7 @@ impl Report {
 
     /// Copies the leader's counters, by their names.
     pub(super) fn count(&mut self, counter: impl Fn(&str) -> u64) {
-        self.blocks = Blocks {
+        self.blocks = BlockCounts {
             stored: counter("blocks_stored"),
             grown: counter("blocks_grown"),
             loaded: counter("blocks_loaded"),

@@ -16,7 +16,7 @@ use kvferry_workload::scheduler::{Scheduler, Served};
 
 use super::Arguments;
 use super::offline;
-use super::report::Report;
+use super::report::ReplayReport;
 use super::workload::Workload;
 
 /// Largest size of a formula file, in bytes.
@@ -99,10 +99,13 @@ fn read_formula(path: &Path) -> Result<(Prefill, Duration), CommandError> {
     })
 }
 
-pub(super) fn run(arguments: &Arguments, workload: &Workload) -> Result<Report, CommandError> {
+pub(super) fn run(
+    arguments: &Arguments,
+    workload: &Workload,
+) -> Result<ReplayReport, CommandError> {
     let begun = Instant::now();
     let settings = arguments.timed.settings()?;
-    let mut report = Report::new(arguments, workload);
+    let mut report = ReplayReport::new(arguments, workload);
     let progress = workload.progress(arguments);
     let mut world = world(arguments, workload, settings, workload.arena_pages)?;
     let with = play(arguments, workload, &mut world, |served| {

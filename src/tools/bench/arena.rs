@@ -41,7 +41,7 @@ pub(crate) struct Arguments {
 
 /// Times of a release and an allocation, in nanoseconds: minimum, median and maximum over batches.
 #[derive(Debug, serde::Serialize)]
-struct Row {
+struct ArenaRow {
     pages: u32,
     occupied: f64,
     arena_ns: (f64, f64, f64),
@@ -60,8 +60,8 @@ struct Memory {
 }
 
 #[derive(Debug, serde::Serialize)]
-struct Report {
-    rows: Vec<Row>,
+struct ArenaReport {
+    rows: Vec<ArenaRow>,
     memory: Vec<Memory>,
     bytes_per_page: f64,
     bytes_per_block: f64,
@@ -75,7 +75,7 @@ impl Arguments {
             .map(|pages| pool_memory(self.blocks, *pages))
             .collect();
         let memory = memory?;
-        let rows: Result<Vec<Row>, CommandError> = self
+        let rows: Result<Vec<ArenaRow>, CommandError> = self
             .pages
             .iter()
             .map(|pages| self.measure(*pages))
@@ -85,7 +85,7 @@ impl Arguments {
             (many.bytes as f64 - few.bytes as f64) / (many.pages as f64 - few.pages as f64);
         let bytes_per_block =
             (few.bytes as f64 - bytes_per_page * few.pages as f64) / few.blocks as f64;
-        let report = Report {
+        let report = ArenaReport {
             rows: rows?,
             bytes_per_page,
             bytes_per_block,
@@ -129,7 +129,7 @@ impl Arguments {
         Ok(())
     }
 
-    fn measure(&self, pages: u32) -> Result<Row, CommandError> {
+    fn measure(&self, pages: u32) -> Result<ArenaRow, CommandError> {
         let mut nearly_full = NearlyFull::new(pages);
         let mut list = List::new(&nearly_full);
         let (mut arena_ns, mut list_ns) = (Vec::new(), Vec::new());
@@ -151,7 +151,7 @@ impl Arguments {
         }
         nearly_full.arena.check().map_err(CommandError::failed)?;
         let (arena_ns, list_ns) = (spread(arena_ns), spread(list_ns));
-        Ok(Row {
+        Ok(ArenaRow {
             pages,
             occupied: 1.0 - f64::from(nearly_full.arena.free_pages()) / f64::from(pages),
             arena_ns,

@@ -29,7 +29,7 @@ pub(crate) struct Arguments {
 
 /// Measurements of one order to load; times in microseconds.
 #[derive(Debug, serde::Serialize)]
-struct Report {
+struct CodecReport {
     pairs: u32,
     pages: u64,
     body_bytes: usize,
@@ -68,7 +68,7 @@ impl Arguments {
         Ok(())
     }
 
-    fn measure(&self) -> Result<Report, CommandError> {
+    fn measure(&self) -> Result<CodecReport, CommandError> {
         let pairs = pairs(self.pairs);
         let pages = pairs.iter().map(|pair| pair.dst.pages()).sum();
         let numbers = numbers(&pairs);
@@ -117,7 +117,7 @@ impl Arguments {
         }
         let (both_p50_us, both_p99_us) = percentiles(both);
         let (numbers_p50_us, numbers_p99_us) = percentiles(raw);
-        Ok(Report {
+        Ok(CodecReport {
             pairs: self.pairs,
             pages,
             body_bytes,

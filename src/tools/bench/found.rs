@@ -36,7 +36,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 
 /// One row of the result, in microseconds.
 #[derive(Debug, serde::Serialize)]
-pub(super) struct Row {
+pub(super) struct HitRow {
     pages: u32,
     /// The core's step, measured in this process.
     core_p50_us: f64,
@@ -49,7 +49,7 @@ pub(super) struct Row {
     leader_to_busy: f64,
 }
 
-impl Row {
+impl HitRow {
     pub(super) fn heading() -> &'static str {
         "pages    core p50   in leader    busy server p50  p99      leader p50  p99      leader/busy"
     }
@@ -75,7 +75,7 @@ pub(super) async fn measure(
     leader: &Path,
     busy: &Path,
     rounds: u32,
-) -> Result<Vec<Row>, CommandError> {
+) -> Result<Vec<HitRow>, CommandError> {
     let worker = attach(leader).await?;
     let mut server = process(&["bench", "busy"], busy)?;
     let (to_busy, mut incoming) = client(Address::Directory(busy.to_owned()), Role::Engine);
@@ -102,7 +102,7 @@ async fn row(
     prompts: &[u64],
     pages: u32,
     rounds: u32,
-) -> Result<Row, CommandError> {
+) -> Result<HitRow, CommandError> {
     let core_us = in_core(pages, rounds)?;
     let step_us = in_leader(engine, to_busy, prompts, pages, rounds).await?;
     let (mut busy, mut leader) = (Vec::new(), Vec::new());
@@ -122,7 +122,7 @@ async fn row(
     }
     let (busy_p50_us, busy_p99_us) = percentiles(busy);
     let (leader_p50_us, leader_p99_us) = percentiles(leader);
-    Ok(Row {
+    Ok(HitRow {
         pages,
         core_p50_us: core_us,
         step_p50_us: step_us,

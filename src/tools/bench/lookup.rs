@@ -35,7 +35,7 @@ pub(crate) struct Arguments {
 
 /// Latencies of lookups of whole prompts, in microseconds.
 #[derive(Debug, serde::Serialize)]
-struct Row {
+struct LookupRow {
     pages: u64,
     blocks: u32,
     /// Whether the caches were emptied before each lookup; otherwise they hold what lookups of other prompts left.
@@ -48,8 +48,8 @@ struct Row {
 }
 
 #[derive(Debug, serde::Serialize)]
-struct Report {
-    rows: Vec<Row>,
+struct LookupReport {
+    rows: Vec<LookupRow>,
     /// Ratio of the latencies of cold lookups: most pages to fewest pages.
     growth: f64,
     plain_growth: f64,
@@ -61,12 +61,12 @@ impl Arguments {
         for pages in &self.pages {
             self.measure(*pages, &mut rows)?;
         }
-        let cold: Vec<&Row> = rows.iter().filter(|row| row.cold).collect();
-        let growth = |value: fn(&Row) -> f64| match (cold.first(), cold.last()) {
+        let cold: Vec<&LookupRow> = rows.iter().filter(|row| row.cold).collect();
+        let growth = |value: fn(&LookupRow) -> f64| match (cold.first(), cold.last()) {
             (Some(first), Some(last)) => value(last) / value(first),
             _ => 0.0,
         };
-        let report = Report {
+        let report = LookupReport {
             growth: growth(|row| row.lookup_p50_us),
             plain_growth: growth(|row| row.plain_p50_us),
             rows,
@@ -101,7 +101,7 @@ impl Arguments {
         Ok(())
     }
 
-    fn measure(&self, pages: u32, rows: &mut Vec<Row>) -> Result<(), CommandError> {
+    fn measure(&self, pages: u32, rows: &mut Vec<LookupRow>) -> Result<(), CommandError> {
         let prompts = u64::from(pages.div_ceil(self.prompt_pages)).max(1);
         let mut leader = FilledLeader::new(prompts, self.prompt_pages)?;
         let plain = Plain::of(leader.pool()?);
@@ -129,7 +129,7 @@ impl Arguments {
             }
             let (lookup_p50_us, lookup_p99_us) = percentiles(looked_up);
             let (plain_p50_us, plain_p99_us) = percentiles(probed);
-            rows.push(Row {
+            rows.push(LookupRow {
                 pages: prompts * u64::from(self.prompt_pages),
                 blocks: leader.pool()?.live_blocks(),
                 cold,

@@ -30,7 +30,7 @@ pub(crate) struct Arguments {
 
 /// Times in microseconds.
 #[derive(Debug, serde::Serialize)]
-struct Report {
+struct ResetReport {
     pages: u64,
     hashes: u32,
     slice_pages: u32,
@@ -88,7 +88,7 @@ impl Arguments {
         let (lookup_p50_us, lookup_p99_us) = percentiles(usual);
         let (lookup_meanwhile_p50_us, lookup_meanwhile_p99_us) = percentiles(meanwhile);
         let longest = |values: &[f64]| values.iter().copied().fold(0.0, f64::max);
-        let report = Report {
+        let report = ResetReport {
             pages: prompts * u64::from(self.prompt_pages),
             hashes: self.hashes,
             slice_pages: RESET_SLICE_PAGES,

@@ -29,7 +29,7 @@ pub(crate) struct Arguments {
 
 /// One row of the result, in microseconds.
 #[derive(Debug, serde::Serialize)]
-struct Row {
+struct RpcRow {
     hash_bytes: usize,
     socket_p50_us: f64,
     socket_p99_us: f64,
@@ -39,9 +39,9 @@ struct Row {
 }
 
 #[derive(Debug, serde::Serialize)]
-struct Report {
-    refused: Vec<Row>,
-    found: Vec<found::Row>,
+struct RpcReport {
+    refused: Vec<RpcRow>,
+    found: Vec<found::HitRow>,
 }
 
 impl Arguments {
@@ -69,14 +69,14 @@ impl Arguments {
         say(
             "A lookup that a leader answers, beside a server that is busy as long as the core's step takes in the leader.",
         );
-        say(found::Row::heading());
+        say(found::HitRow::heading());
         for row in report.found {
             say(&row.text());
         }
         Ok(())
     }
 
-    async fn measure_all(&self) -> Result<Report, CommandError> {
+    async fn measure_all(&self) -> Result<RpcReport, CommandError> {
         let folder = rig::folder()?;
         let leader = [
             "kvferry",
@@ -97,14 +97,14 @@ impl Arguments {
         let busy = folder.path().join("busy");
         let found = found::measure(&client, folder.path(), &busy, self.rounds).await?;
         leader.kill().await.map_err(CommandError::failed)?;
-        Ok(Report {
+        Ok(RpcReport {
             refused: rows,
             found,
         })
     }
 
     /// Measures both sides in turn, one round trip each.
-    async fn measure(&self, client: &Client, hash_bytes: usize) -> Result<Row, CommandError> {
+    async fn measure(&self, client: &Client, hash_bytes: usize) -> Result<RpcRow, CommandError> {
         let (mut near, far) = UnixStream::pair().map_err(CommandError::failed)?;
         let echo = std::thread::spawn(move || echo(far, hash_bytes + FRAME_BYTES));
         let (mut socket, mut leader) = (Vec::new(), Vec::new());
@@ -127,7 +127,7 @@ impl Arguments {
         let (socket_p50_us, socket_p99_us) = percentiles(socket);
         let (leader_p50_us, leader_p99_us) = percentiles(leader);
         let leader_to_socket = leader_p50_us / socket_p50_us;
-        Ok(Row {
+        Ok(RpcRow {
             hash_bytes,
             socket_p50_us,
             socket_p99_us,

@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use kvferry_sim::timed::{LinkUse, Measurements, TimedSettings};
 
-use super::{Report, percentile};
+use super::{ReplayReport, percentile};
 
 /// Time to the first token, in microseconds.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, JsonSchema)]
@@ -81,7 +81,7 @@ pub struct Prefills {
     pub saved: Option<f64>,
 }
 
-impl Report {
+impl ReplayReport {
     /// Copies the measurements of a timed replay, with G2 and without.
     pub(in crate::cli::replay) fn measured(
         &mut self,

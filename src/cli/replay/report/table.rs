@@ -2,9 +2,9 @@
 
 use kvferry_types::ByteSize;
 
-use super::{Report, Tokens};
+use super::{ReplayReport, Tokens};
 
-impl Report {
+impl ReplayReport {
     /// Formats the report as a table.
     pub(in crate::cli::replay) fn table(&self) -> String {
         let Tokens {
