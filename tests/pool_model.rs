@@ -8,7 +8,9 @@
 
 use std::collections::HashMap;
 
-use kvferry_core::{AnchorKey, Arena, Domain, Match, MatchGoal, Pin, Pool, RankSet, Reserved, Run};
+use kvferry_core::{
+    AnchorKey, Arena, BlockRun, Domain, Match, MatchGoal, Pin, Pool, RankSet, Reserved,
+};
 use kvferry_types::{Generation, GroupId, PageHashes, Rank, Ratio};
 use proptest::prelude::*;
 
@@ -344,7 +346,7 @@ impl Model {
     }
 
     fn lookup(&mut self, namespace: u8, hashes: &PageHashes, hold: bool) {
-        let mut runs: Vec<Run> = Vec::new();
+        let mut runs: Vec<BlockRun> = Vec::new();
         let reach = self.pool.walk(&domain(namespace), hashes, 0, &mut runs);
         let mut position = 0;
         for run in &runs {

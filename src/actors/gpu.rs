@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use kvferry_cuda::{
-    Announced, BATCH_COPIES_MAX, Context, Copier, CopierError, CopierSettings, CopyOrder,
-    CudaError, DeviceIo, DeviceOpenError, DeviceUuid, Driver, NoDriver, Outcome, PIN_CHUNK_BYTES,
-    PinError, PinnedDepot, RegisteredDevice, SmallCopyError, WaitOrder, bus_id,
+    Announced, BATCH_COPIES_MAX, Context, Copier, CopierError, CopierReport, CopierSettings,
+    CudaError, DeviceCopy, DeviceIo, DeviceOpenError, DeviceUuid, Driver, NoDriver,
+    PIN_CHUNK_BYTES, PinError, PinnedDepot, RegisteredDevice, SmallCopyError, WaitOrder, bus_id,
 };
 use kvferry_memory::{BatchMark, CancelFlag, Depot, DropWaiter, NumaNode, RegisteredMemory};
 use kvferry_transport::FdReceiver;
@@ -130,7 +130,7 @@ impl Gpu {
         worker: usize,
         way: GpuCopy,
         pinned: impl Fn(u64),
-        tell: impl Fn(Outcome) -> bool + Send + 'static,
+        tell: impl Fn(CopierReport) -> bool + Send + 'static,
     ) -> Result<Self, GpuError> {
         let driver = Driver::get().map_err(|source| GpuError::NoDriver { uuid, source })?;
         let no_context = |source| GpuError::NoContext { uuid, source };
@@ -159,7 +159,7 @@ impl Gpu {
                     tracing::error!(%error, "a successor does not learn that copies were under way");
                 }
             }),
-            tell: Box::new(tell),
+            report: Box::new(tell),
         })?;
         Ok(Self {
             uuid,
@@ -200,7 +200,7 @@ impl Gpu {
         memory: &RegisteredDevice,
         cancel: Arc<CancelFlag>,
     ) -> bool {
-        let order = CopyOrder {
+        let order = DeviceCopy {
             op: copy.op,
             direction: copy.direction,
             parts,

@@ -10,7 +10,7 @@ use tokio::task::JoinHandle;
 
 use crate::mailbox::{Credited, Feeder};
 use crate::processes::{self, Process};
-use kvferry_core::{Effect, Event, Leader, LeaderSettings};
+use kvferry_core::{Leader, LeaderEffect, LeaderEvent, LeaderSettings};
 use kvferry_protocol::Message;
 use kvferry_shell::{HostError, LeaderHost, LeaderShell, Peers};
 use kvferry_transport::Clock;
@@ -298,8 +298,8 @@ impl LeaderHost for Host {
         self.lookup_time
     }
 
-    fn before_step(&mut self, _: &Leader, event: &Event) {
-        if let Event::Request {
+    fn before_step(&mut self, _: &Leader, event: &LeaderEvent) {
+        if let LeaderEvent::Request {
             request: Request::Lookup { .. },
             ..
         } = event
@@ -308,7 +308,7 @@ impl LeaderHost for Host {
         }
     }
 
-    fn after_step(&mut self, _: &Leader, _: &[Effect]) {
+    fn after_step(&mut self, _: &Leader, _: &[LeaderEffect]) {
         if let Some(begun) = self.lookup_begun.take() {
             self.lookup_time += begun.elapsed();
         }

@@ -43,7 +43,7 @@ pub struct TransferArguments {
 }
 
 /// A batch of copies for a copying thread.
-struct Work {
+struct CopyBatch {
     copies: Vec<(Copy, Arc<CancelFlag>)>,
     memory: RegisteredMemory,
     depot: Arc<Depot>,
@@ -56,8 +56,8 @@ pub struct TransferActor;
 pub struct State {
     ended: DerivedActorRef<Vec<EndedCopy>>,
     flags: HashMap<OpId, Arc<CancelFlag>>,
-    stores: Sender<Work>,
-    loads: Sender<Work>,
+    stores: Sender<CopyBatch>,
+    loads: Sender<CopyBatch>,
     threads: Vec<JoinHandle<()>>,
 }
 
@@ -184,7 +184,7 @@ impl State {
             self.flags.insert(copy.op, Arc::clone(&flag));
             (copy, flag)
         });
-        let work = Work {
+        let work = CopyBatch {
             copies: flagged.collect(),
             memory: memory.clone(),
             depot: Arc::clone(depot),
@@ -200,8 +200,8 @@ impl State {
     }
 }
 
-fn run(work: &Receiver<Work>, engine: &CopyEngine, actor: &ActorRef<TransferMessage>) {
-    while let Ok(Work {
+fn run(work: &Receiver<CopyBatch>, engine: &CopyEngine, actor: &ActorRef<TransferMessage>) {
+    while let Ok(CopyBatch {
         copies,
         memory,
         depot,

@@ -31,7 +31,7 @@ const LOG_EVERY: std::time::Duration = std::time::Duration::from_secs(3);
 
 static UNPROVEN: SharedLogLimit = SharedLogLimit::new();
 
-use gpu::{GpuState, IDLE_LIMIT, Refusal};
+use gpu::{GpuRefusal, GpuState, IDLE_LIMIT};
 use host::Host;
 
 /// Arguments of a worker.
@@ -77,7 +77,7 @@ pub(super) enum WorkerMessage {
     /// Bytes of the depot that are pinned for the GPU so far.
     Pinned(u64),
     /// The GPU that a rank named is ready, or cannot be used.
-    Gpu(Result<Arc<Gpu>, Refusal>),
+    Gpu(Result<Arc<Gpu>, GpuRefusal>),
     /// An engine left some time ago, when the GPU had been requested this many times.
     GpuIdle(u64),
     /// The GPU no longer works for this process.

@@ -6,7 +6,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use crate::cli::shutdown::{DRAIN_LIMIT, Ending, Expel, end_with_supervisor};
+use crate::cli::shutdown::{DRAIN_LIMIT, Ending, FenceWorker, end_with_supervisor};
 use crate::cli::{ConfigArguments, block_on, socket_paths::SocketPaths};
 use crate::error::CommandError;
 use kvferry_actors::{EndWorker, LeaderArguments, run_leader};
@@ -65,7 +65,9 @@ impl Arguments {
                     features: 0,
                 },
             );
-            let supervisor = self.supervised.then(|| Box::new(expel) as EndWorker);
+            let supervisor = self
+                .supervised
+                .then(|| Box::new(request_fence) as EndWorker);
             let started = run_leader(LeaderArguments {
                 settings,
                 server,
@@ -82,7 +84,7 @@ impl Arguments {
                 "leader ready"
             );
             tokio::select! {
-                () = ending.told() => {}
+                () = ending.requested() => {}
                 why = process.failed() => return Err(CommandError::Failed(why)),
             }
             if !leader.drain(DRAIN_LIMIT).await {
@@ -97,9 +99,9 @@ impl Arguments {
 
 /// Requests the supervisor, over standard output, to end a worker. The leader repeats the request while the worker
 /// stays silent.
-fn expel(worker: WorkerId, pid: Option<i32>) {
+fn request_fence(worker: WorkerId, pid: Option<i32>) {
     let mut output = std::io::stdout();
-    let line = Expel { worker, pid };
+    let line = FenceWorker { worker, pid };
     if let Err(error) = writeln!(output, "{line}").and_then(|()| output.flush()) {
         tracing::error!(%error, %worker, "the supervisor does not listen");
     }

@@ -15,23 +15,23 @@ pub(super) const DRAIN_LIMIT: Duration = Duration::from_secs(5);
 /// A leader's request to its supervisor, on one line: end the process of this worker. `pid` is set if the worker has
 /// connected to the leader.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Expel {
+pub(super) struct FenceWorker {
     pub(super) worker: WorkerId,
     pub(super) pid: Option<i32>,
 }
 
-impl std::fmt::Display for Expel {
+impl std::fmt::Display for FenceWorker {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "expel {} {}", self.worker.replica.0, self.worker.rank.0)?;
+        write!(f, "fence {} {}", self.worker.replica.0, self.worker.rank.0)?;
         self.pid.map_or(Ok(()), |pid| write!(f, " {pid}"))
     }
 }
 
-impl std::str::FromStr for Expel {
+impl std::str::FromStr for FenceWorker {
     type Err = ();
 
     fn from_str(line: &str) -> Result<Self, ()> {
-        let mut words = line.strip_prefix("expel ").ok_or(())?.split(' ');
+        let mut words = line.strip_prefix("fence ").ok_or(())?.split(' ');
         let mut number = || words.next().and_then(|word| word.parse().ok()).ok_or(());
         let worker = WorkerId {
             replica: Replica(number()?),
@@ -73,7 +73,7 @@ impl Ending {
     /// Waits for a request to end. Without a supervisor that is SIGTERM, SIGINT or SIGHUP. Under a supervisor it is
     /// SIGTERM or the end of standard input, which is closed when the supervisor ends in any way. SIGINT and SIGHUP are
     /// left to the supervisor, because a terminal sends them to it as well, and it ends its processes in its own order.
-    pub(super) async fn told(&mut self) {
+    pub(super) async fn requested(&mut self) {
         match self.supervised {
             false => self.signals.any().await,
             true => tokio::select! {
@@ -101,20 +101,20 @@ mod tests {
             rank: Rank(17),
         };
         for pid in [None, Some(4711)] {
-            let expel = Expel { worker, pid };
-            assert_eq!(expel.to_string().parse(), Ok(expel));
+            let fence = FenceWorker { worker, pid };
+            assert_eq!(fence.to_string().parse(), Ok(fence));
         }
         for wrong in [
             "",
-            "expel",
-            "expel 1",
-            "expel 1 2 3 4",
-            "expel 1 2 x",
-            "expel 1 x",
-            "expel 70000 1",
-            " expel 1 2",
+            "fence",
+            "fence 1",
+            "fence 1 2 3 4",
+            "fence 1 2 x",
+            "fence 1 x",
+            "fence 70000 1",
+            " fence 1 2",
         ] {
-            assert_eq!(wrong.parse::<Expel>(), Err(()), "{wrong}");
+            assert_eq!(wrong.parse::<FenceWorker>(), Err(()), "{wrong}");
         }
     }
 }

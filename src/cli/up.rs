@@ -14,7 +14,7 @@ use tokio::sync::mpsc;
 use tokio::time::Instant;
 
 use crate::cli::preflight::preflight_memory;
-use crate::cli::shutdown::{Ending, Expel};
+use crate::cli::shutdown::{Ending, FenceWorker};
 use crate::cli::{ConfigArguments, block_on, socket_paths::SocketPaths};
 use crate::config::Config;
 use crate::error::{CommandError, NO_MEMORY};
@@ -55,12 +55,12 @@ pub(super) struct Arguments {
 
 /// The role of a child process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Part {
+enum ChildKind {
     Leader,
     Worker(WorkerId),
 }
 
-impl std::fmt::Display for Part {
+impl std::fmt::Display for ChildKind {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Leader => f.write_str("leader"),
@@ -70,7 +70,7 @@ impl std::fmt::Display for Part {
 }
 
 struct Supervised {
-    part: Part,
+    part: ChildKind,
     child: Option<Child>,
     /// Standard input of the child, which ends when it is closed. Taken from `child`, because waiting for a child would
     /// close it.
@@ -88,14 +88,14 @@ struct Supervisor {
     depots: Vec<Depot>,
     parts: Vec<Supervised>,
     /// Requests of leaders to end a worker.
-    wanted: mpsc::Receiver<Expel>,
-    wants: mpsc::Sender<Expel>,
+    fence_requests: mpsc::Receiver<FenceWorker>,
+    fence_requester: mpsc::Sender<FenceWorker>,
 }
 
 enum Happened {
     Ended(usize, Option<ExitStatus>),
     Due(usize),
-    Wanted(Expel),
+    FenceWorker(FenceWorker),
 }
 
 impl Arguments {
@@ -107,14 +107,14 @@ impl Arguments {
             let _alone = claim(SocketPaths::new(&config.socket_dir).root())?;
             if !no_tiers {
                 tokio::select! {
-                    () = ending.told() => return Ok(()),
+                    () = ending.requested() => return Ok(()),
                     found = preflight_memory(&config) => found?,
                 }
             }
             let mut supervisor = Supervisor::new(config, no_tiers)?;
             supervisor.start_all()?;
             tokio::select! {
-                () = ending.told() => {
+                () = ending.requested() => {
                     supervisor.end_all().await;
                     tracing::info!("all ended");
                     Ok(())
@@ -162,9 +162,9 @@ impl Supervisor {
             .map_err(|error| CommandError::Config(format!("g2 is {}: {error}", config.g2)))?;
         let workers = (0..config.replicas).map(Replica).flat_map(|replica| {
             let ranks = (0..config.ranks).map(Rank);
-            ranks.map(move |rank| Part::Worker(WorkerId { replica, rank }))
+            ranks.map(move |rank| ChildKind::Worker(WorkerId { replica, rank }))
         });
-        let parts = std::iter::once(Part::Leader).chain(workers);
+        let parts = std::iter::once(ChildKind::Leader).chain(workers);
         let started = Instant::now();
         let parts = parts.map(|part| Supervised {
             part,
@@ -177,8 +177,8 @@ impl Supervisor {
         });
         let (wants, wanted) = mpsc::channel(LINES_MAX);
         Ok(Self {
-            wanted,
-            wants,
+            fence_requests: wanted,
+            fence_requester: wants,
             parts: parts.collect(),
             depots,
             no_tiers,
@@ -195,8 +195,8 @@ impl Supervisor {
         let program = std::env::current_exe().map_err(CommandError::failed)?;
         let mut command = Command::new(program);
         match part {
-            Part::Leader => command.arg("leader"),
-            Part::Worker(_) => command.arg("worker"),
+            ChildKind::Leader => command.arg("leader"),
+            ChildKind::Worker(_) => command.arg("worker"),
         };
         let config = &self.config;
         command
@@ -216,16 +216,16 @@ impl Supervisor {
             .arg(&config.socket_dir)
             .stdin(Stdio::piped())
             .stdout(match part {
-                Part::Leader => Stdio::piped(),
-                Part::Worker(_) => Stdio::null(),
+                ChildKind::Leader => Stdio::piped(),
+                ChildKind::Worker(_) => Stdio::null(),
             })
             .kill_on_drop(true);
         match part {
-            Part::Leader if self.no_tiers => {
+            ChildKind::Leader if self.no_tiers => {
                 command.arg("--no-tiers");
             }
-            Part::Leader => {}
-            Part::Worker(WorkerId { replica, rank }) => {
+            ChildKind::Leader => {}
+            ChildKind::Worker(WorkerId { replica, rank }) => {
                 let parent_fd: OwnedFd = self.depots[usize::from(config.kv_shards.of(rank).0)]
                     .try_clone_fd()
                     .map_err(CommandError::failed)?;
@@ -247,7 +247,7 @@ impl Supervisor {
         let supervised = &mut self.parts[index];
         supervised.input = child.stdin.take();
         if let Some(lines) = child.stdout.take() {
-            tokio::spawn(listen(lines, self.wants.clone()));
+            tokio::spawn(listen(lines, self.fence_requester.clone()));
         }
         supervised.child = Some(child);
         supervised.restart = None;
@@ -261,8 +261,8 @@ impl Supervisor {
             let failed = match self.next().await {
                 Happened::Ended(index, status) => self.ended(index, status),
                 Happened::Due(index) => self.start(index),
-                Happened::Wanted(expel) => {
-                    self.kill(expel);
+                Happened::FenceWorker(fence) => {
+                    self.kill(fence);
                     Ok(())
                 }
             };
@@ -302,8 +302,8 @@ impl Supervisor {
 
     /// Kills a worker that is silent or does not end its copies. Its end is handled like any other. A process that took
     /// its seat, and is not a child of this process, is left to the leader.
-    fn kill(&mut self, Expel { worker, pid }: Expel) {
-        let part = Part::Worker(worker);
+    fn kill(&mut self, FenceWorker { worker, pid }: FenceWorker) {
+        let part = ChildKind::Worker(worker);
         let child = self
             .parts
             .iter_mut()
@@ -347,7 +347,7 @@ impl Supervisor {
         tokio::select! {
             (index, status) = ended => Happened::Ended(index, status),
             index = restart => Happened::Due(index),
-            Some(wanted) = self.wanted.recv() => Happened::Wanted(wanted),
+            Some(wanted) = self.fence_requests.recv() => Happened::FenceWorker(wanted),
         }
     }
 
@@ -396,7 +396,7 @@ async fn next_end(parts: &mut [Supervised]) -> (usize, Option<ExitStatus>) {
 }
 
 /// Reads the requests of a leader until its output ends. A line that cannot be parsed is logged and skipped.
-async fn listen(output: ChildStdout, wants: mpsc::Sender<Expel>) {
+async fn listen(output: ChildStdout, wants: mpsc::Sender<FenceWorker>) {
     let mut output = BufReader::new(output);
     loop {
         let mut line = String::new();

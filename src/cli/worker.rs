@@ -127,7 +127,7 @@ impl Arguments {
             let mut process = run_worker(arguments).await.map_err(CommandError::failed)?;
             tracing::info!(%worker, "worker ready");
             tokio::select! {
-                () = ending.told() => {}
+                () = ending.requested() => {}
                 why = process.failed() => return Err(match ready.load(Ordering::Relaxed) {
                     true => CommandError::Failed(why),
                     false => CommandError::NoMemory(why),

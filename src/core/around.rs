@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use crate::anchor::Domain;
 use crate::index::{Index, MatchGoal};
-use crate::pool::{Pool, Run};
+use crate::pool::{BlockRun, Pool};
 use crate::prefetch::HeadPrefetcher;
 use kvferry_types::PageHashes;
 
@@ -68,7 +68,7 @@ impl Pool {
         domain: &Domain,
         hashes: &PageHashes,
         wanted: &Range<u32>,
-        runs: &mut Vec<Run>,
+        runs: &mut Vec<BlockRun>,
     ) -> u32 {
         let mut looks = Looks::new(wanted, self.ratio);
         let mut ahead = HeadPrefetcher::new(self, domain, hashes);
@@ -83,7 +83,7 @@ impl Pool {
             looks.note(at, found.is_some());
             position = at + found.map_or(1, |found| found.pages);
             if let Some(found) = found.filter(|found| found.ready > 0) {
-                runs.push(Run {
+                runs.push(BlockRun {
                     position: at,
                     block: found.block,
                     pages: found.ready,

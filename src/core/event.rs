@@ -7,18 +7,18 @@ use kvferry_types::{
     PageRecord, Replica, Request, RequestId, ResetId, Scope, Time, WorkerId,
 };
 
-/// Copies that one [`Effect::Cancel`] names, at most.
+/// Copies that one [`LeaderEffect::Cancel`] names, at most.
 pub const CANCELLED_MAX: usize = 65_536;
 
 /// An input of the leader.
 #[derive(Debug, Clone)]
-pub enum Event {
+pub enum LeaderEvent {
     /// An engine sent its hello: for the first time, or again after its connection broke.
     EngineOpened(EngineId),
     /// The connection of an engine broke. Its slots and holds stay for the grace time, its parked requests are dropped.
     EngineClosed(EngineId),
     /// A worker has its depot, and the memory of its engine if one is registered. All its earlier copies have ended.
-    Attached(Attached),
+    Attach(AttachRequest),
     /// The connection of a worker broke, or a new one replaced it. Its copies may continue.
     WorkerLost(WorkerId),
     /// The process of a worker is dead: it does not write any longer.
@@ -73,7 +73,7 @@ pub enum Event {
 
 /// The attach request of a worker, sent when none of its earlier orders is in flight.
 #[derive(Debug, Clone)]
-pub struct Attached {
+pub struct AttachRequest {
     /// The worker that attaches.
     pub worker: WorkerId,
     /// Ranks of an engine, by the worker's settings.
@@ -87,12 +87,12 @@ pub struct Attached {
     /// Epoch of the leader that last requested that depot's inventory; 0 if none has.
     pub depot_epoch: Epoch,
     /// The memory of the worker's engine; `None` until the engine has registered it.
-    pub memory: Option<EngineMemory>,
+    pub memory: Option<WorkerMemory>,
 }
 
 /// The memory that a worker copies from and to.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct EngineMemory {
+pub struct WorkerMemory {
     /// The engine that registered the memory.
     pub engine: EngineId,
     /// Page size, number of pages and layout of the memory.
@@ -103,7 +103,7 @@ pub struct EngineMemory {
 
 /// An output of the leader, for its caller to carry out.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Effect {
+pub enum LeaderEffect {
     /// Answer a request. The engine may have disconnected by now.
     Answer {
         /// The engine that sent the request.
@@ -170,5 +170,5 @@ pub enum Effect {
     },
     /// End the process of this worker, because it did not end a copy within the fence time, or did not report whether
     /// it did. At most once a step, however many copies the worker owes.
-    Expel(WorkerId),
+    FenceWorker(WorkerId),
 }

@@ -36,14 +36,16 @@ pub use anchor::{AnchorKey, Domain};
 pub use arena::{ARENA_PAGES_MAX, Arena};
 pub use around::{LOOKS_AROUND_MAX, MISSES_AROUND_MAX};
 pub use contradiction::Contradiction;
-pub use event::{Attached, CANCELLED_MAX, Effect, EngineMemory, Event};
+pub use event::{AttachRequest, CANCELLED_MAX, LeaderEffect, LeaderEvent, WorkerMemory};
 pub use index::{Match, MatchGoal, SIBLINGS_MAX};
 pub use leader::{
     CANCELS_MAX, COUNTERS, Counter, LOAD_RUNS_MAX, Leader, LeaderCounts, LeaderSettings,
     OPEN_REQUESTS_MAX, REPLICAS_MAX, RESET_PAGES_OPEN_MAX, RESET_SLICE_PAGES, RESETS_OPEN_MAX,
     TierKey,
 };
-pub use pool::{Kind, PageStates, Pin, Pool, PoolCounts, PrefixMatch, Reserved, Run};
+pub use pool::{
+    BlockRun, PageStates, Pin, Pool, PoolCounts, PrefixMatch, ReservationKind, Reserved,
+};
 pub use rank_set::{RANKS_MAX, RankSet};
 pub use refusal::Refusal;
 pub use view::BlockView;

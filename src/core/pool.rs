@@ -21,7 +21,7 @@ pub const EVICTION_SCAN_BLOCKS_MAX: usize = 4096;
 
 /// The target of a reservation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum ReservationKind {
     /// A new block.
     New,
     /// Pages after the last page of an existing block.
@@ -30,7 +30,7 @@ pub enum Kind {
 
 /// The stage of a reservation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Stage {
+pub enum ReservationStage {
     /// No copy has been ordered yet.
     Reserved,
     /// Copies may be writing the pages.
@@ -50,14 +50,14 @@ pub struct Reserved {
     /// The arena pages.
     pub run: PageRun,
     /// A new block or a growth.
-    pub kind: Kind,
+    pub kind: ReservationKind,
 }
 
 #[derive(Debug)]
 pub(super) struct Reservation {
     pub(super) block: BlockIndex,
     pub(super) pages: u32,
-    stage: Stage,
+    stage: ReservationStage,
     missing: RankSet,
     failed: bool,
 }
@@ -72,7 +72,7 @@ pub struct Pin {
 
 /// Consecutive pages of a sequence that lie in one block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Run {
+pub struct BlockRun {
     /// Position of the run's first page in the sequence.
     pub position: u32,
     /// The block that holds the run, from the block's first page on.
@@ -234,7 +234,7 @@ impl Pool {
         domain: &Domain,
         hashes: &PageHashes,
         covered: usize,
-        runs: &mut Vec<Run>,
+        runs: &mut Vec<BlockRun>,
     ) -> PrefixMatch {
         let mut position = 0;
         let mut pending = false;
@@ -247,7 +247,7 @@ impl Pool {
             let ready = found.map_or(0, |found| found.ready);
             if let Some(found) = found.filter(|_| ready > 0) {
                 pending = found.pages > ready;
-                runs.push(Run {
+                runs.push(BlockRun {
                     position: position as u32,
                     block: found.block,
                     pages: ready,
@@ -268,14 +268,14 @@ impl Pool {
     }
 
     /// Makes the runs the most recently used ones, last run first, so that the root of a sequence outlives its tail.
-    pub fn touch(&mut self, runs: &[Run]) {
+    pub fn touch(&mut self, runs: &[BlockRun]) {
         for run in runs.iter().rev() {
             self.blocks.touch(run.block);
         }
     }
 
     /// The arena page of page `position` of the sequence. `run` must contain that page.
-    pub fn arena_page(&self, run: &Run, position: u32) -> u32 {
+    pub fn arena_page(&self, run: &BlockRun, position: u32) -> u32 {
         self.blocks.get(run.block).start + (position - run.position)
     }
 
@@ -346,7 +346,7 @@ impl Pool {
                 generation,
                 position,
                 run,
-                kind: Kind::Growth,
+                kind: ReservationKind::Growth,
             });
             return wanted;
         }
@@ -360,7 +360,7 @@ impl Pool {
                 generation,
                 position: at,
                 run,
-                kind: Kind::New,
+                kind: ReservationKind::New,
             });
             self.counts.stored += 1;
             self.counts.branched += u64::from(leaves && at == position);
@@ -382,7 +382,7 @@ impl Pool {
     /// Notes that copies into the pages of `generation` were ordered from these ranks.
     pub fn start_filling(&mut self, generation: Generation, ranks: RankSet) {
         if let Some(reservation) = self.reservations.get_mut(&generation) {
-            reservation.stage = Stage::Filling;
+            reservation.stage = ReservationStage::Filling;
             reservation.missing = ranks;
         }
     }
@@ -390,7 +390,7 @@ impl Pool {
     /// Notes that the deadline of `generation` has passed.
     pub fn quarantine(&mut self, generation: Generation) {
         if let Some(reservation) = self.reservations.get_mut(&generation) {
-            reservation.stage = Stage::Quarantined;
+            reservation.stage = ReservationStage::Quarantined;
         }
     }
 
@@ -407,7 +407,7 @@ impl Pool {
             return None;
         }
         let (block, pages) = (reservation.block, reservation.pages);
-        let late = reservation.stage == Stage::Quarantined;
+        let late = reservation.stage == ReservationStage::Quarantined;
         let failed = reservation.failed || late || self.blocks.get(block).retired;
         self.reservations.remove(&generation);
         let held = self.blocks.get_mut(block);
@@ -475,9 +475,9 @@ impl Pool {
         };
         for reservation in self.reservations.values() {
             match reservation.stage {
-                Stage::Reserved => states.reserved += reservation.pages,
-                Stage::Filling => states.filling += reservation.pages,
-                Stage::Quarantined => states.quarantined += reservation.pages,
+                ReservationStage::Reserved => states.reserved += reservation.pages,
+                ReservationStage::Filling => states.filling += reservation.pages,
+                ReservationStage::Quarantined => states.quarantined += reservation.pages,
             }
         }
         let set_aside = states.free + states.reserved + states.filling + states.quarantined;
@@ -618,7 +618,7 @@ impl Pool {
         let reservation = Reservation {
             block,
             pages,
-            stage: Stage::Reserved,
+            stage: ReservationStage::Reserved,
             missing: RankSet::default(),
             failed: false,
         };

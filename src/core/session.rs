@@ -21,7 +21,7 @@ pub const ANSWERS_KEPT: usize = 4096;
 
 /// Pages of a sequence that a lookup found in one block and holds.
 #[derive(Debug)]
-pub struct HeldRun {
+pub struct PinnedRun {
     /// Position of the block's first page in the sequence.
     pub position: u32,
     /// Number of readable pages.
@@ -41,7 +41,7 @@ pub struct Slot {
     layout: [u8; 16],
     hashes: Arc<PageHashes>,
     /// Runs found by the last lookup, held until a load, the expiry of the hold or the end of the slot.
-    held: Vec<HeldRun>,
+    held: Vec<PinnedRun>,
     /// When the holds expire. Meaningless while `held` is empty.
     held_until: Time,
     digest: RequestDigest,
@@ -91,7 +91,7 @@ impl Slot {
     }
 
     /// Adds a run that a lookup found and pinned.
-    pub fn hold(&mut self, run: HeldRun) {
+    pub fn hold(&mut self, run: PinnedRun) {
         self.held.push(run);
     }
 
@@ -109,17 +109,17 @@ impl Slot {
     }
 
     /// The runs that are held.
-    pub fn held(&self) -> &[HeldRun] {
+    pub fn held(&self) -> &[PinnedRun] {
         &self.held
     }
 
     /// Removes all holds; the caller releases their pins.
-    pub fn take_held(&mut self) -> Vec<HeldRun> {
+    pub fn take_held(&mut self) -> Vec<PinnedRun> {
         std::mem::take(&mut self.held)
     }
 
     /// Removes the holds on pages before `end`; the caller releases their pins.
-    pub fn take_held_before(&mut self, end: u32) -> Vec<HeldRun> {
+    pub fn take_held_before(&mut self, end: u32) -> Vec<PinnedRun> {
         let (passed, kept) = self
             .held
             .drain(..)

@@ -3,7 +3,7 @@
 use super::anchor::{AnchorKey, Domain};
 use super::blocks::Filling;
 use super::index::MatchGoal;
-use super::pool::{Pin, Pool, PrefixMatch, Run};
+use super::pool::{BlockRun, Pin, Pool, PrefixMatch};
 use super::rank_set::RankSet;
 use kvferry_types::{Generation, GroupId, PageHashes, PageRun, Rank, Ratio};
 
@@ -189,7 +189,7 @@ fn the_second_count_sees_what_is_wrong() {
     );
 }
 
-fn walk(pool: &Pool, hashes: &PageHashes, covered: usize) -> (PrefixMatch, Vec<Run>) {
+fn walk(pool: &Pool, hashes: &PageHashes, covered: usize) -> (PrefixMatch, Vec<BlockRun>) {
     let mut runs = Vec::new();
     let reach = pool.walk(&domain(), hashes, covered, &mut runs);
     (reach, runs)

@@ -45,7 +45,7 @@ pub fn threads_in_driver() -> bool {
 
 /// A copy between an engine's memory and a depot.
 #[derive(Debug)]
-pub struct CopyOrder {
+pub struct DeviceCopy {
     /// Id of the copy, repeated in its [`EndedCopy`].
     pub op: OpId,
     /// Store or load.
@@ -62,7 +62,7 @@ pub struct CopyOrder {
 
 /// A report of the thread.
 #[derive(Debug)]
-pub enum Outcome {
+pub enum CopierReport {
     /// Work that engines announced has been written.
     Written(Vec<Announced>),
     /// Copies that have ended: they no longer read or write any memory.
@@ -83,13 +83,13 @@ pub struct CopierSettings {
     /// any longer.
     pub mark: Box<dyn Fn(bool) + Send>,
     /// Receives the outcomes; returns false when there is no receiver for them.
-    pub tell: Box<dyn Fn(Outcome) -> bool + Send>,
+    pub report: Box<dyn Fn(CopierReport) -> bool + Send>,
 }
 
 /// Handle of the thread. Its drop discards waiting copies and waits for copies in flight, at most 3 s.
 #[derive(Debug)]
 pub struct Copier {
-    queue: Option<Sender<Order>>,
+    queue: Option<Sender<CopierCommand>>,
     waits: Arc<WaitList>,
     /// Nanoseconds spent in submitting copies to the driver.
     giving_ns: Arc<AtomicU64>,
@@ -109,14 +109,14 @@ impl Copier {
         let (running, over) = bounded(0);
         let thread = std::thread::Builder::new().name("kvferry-cuda".to_owned());
         let giving_ns = Arc::new(AtomicU64::new(0));
-        let run = Run {
+        let run = CopierThread {
             orders,
             lanes,
             waits,
             mark: settings.mark,
             marked: false,
             giving_ns: Arc::clone(&giving_ns),
-            tell: settings.tell,
+            tell: settings.report,
         };
         THREADS.fetch_add(1, Ordering::SeqCst);
         let thread = thread.spawn(move || {
@@ -137,8 +137,8 @@ impl Copier {
     }
 
     /// Queues a copy. Returns false when the queue is full or the thread has ended.
-    pub fn start_copy(&self, order: CopyOrder) -> bool {
-        self.hand_over(Order::Copy(Box::new(order)))
+    pub fn start_copy(&self, order: DeviceCopy) -> bool {
+        self.hand_over(CopierCommand::Copy(Box::new(order)))
     }
 
     /// Total time spent in submitting copies to the driver. The GPU may have been copying meanwhile.
@@ -146,9 +146,9 @@ impl Copier {
         Duration::from_nanos(self.giving_ns.load(Ordering::Relaxed))
     }
 
-    /// Requests an [`Outcome::Written`] when the announced work is written.
+    /// Requests an [`CopierReport::Written`] when the announced work is written.
     pub fn wait_for(&self, order: WaitOrder) {
-        if self.waits.push(order) && !self.hand_over(Order::Look) {
+        if self.waits.push(order) && !self.hand_over(CopierCommand::Look) {
             tracing::debug!("the copying thread is awake already");
         }
     }
@@ -160,7 +160,7 @@ impl Copier {
         self.waits.said(&memory, word, through);
     }
 
-    fn hand_over(&self, order: Order) -> bool {
+    fn hand_over(&self, order: CopierCommand) -> bool {
         let queue = self.queue.as_ref();
         queue.is_some_and(|queue| queue.try_send(order).is_ok())
     }
@@ -181,8 +181,8 @@ impl Drop for Copier {
     }
 }
 
-enum Order {
-    Copy(Box<CopyOrder>),
+enum CopierCommand {
+    Copy(Box<DeviceCopy>),
     /// Wakes the thread, because there is something to wait for.
     Look,
 }
@@ -201,18 +201,18 @@ pub enum CopierError {
     Thread(#[from] std::io::Error),
 }
 
-struct Run {
-    orders: Receiver<Order>,
+struct CopierThread {
+    orders: Receiver<CopierCommand>,
     lanes: [Lane; 2],
     waits: Waits,
     mark: Box<dyn Fn(bool) + Send>,
     /// `mark` was called with true: batched copies may be in flight.
     marked: bool,
     giving_ns: Arc<AtomicU64>,
-    tell: Box<dyn Fn(Outcome) -> bool + Send>,
+    tell: Box<dyn Fn(CopierReport) -> bool + Send>,
 }
 
-impl Run {
+impl CopierThread {
     fn run(mut self) {
         let mut stop_at = None;
         loop {
@@ -224,11 +224,11 @@ impl Run {
             }
             let (mut ended, mut written) = (Vec::new(), Vec::new());
             let went_on = self.go_on(&mut ended, &mut written);
-            self.say(Outcome::Ended, ended);
-            self.say(Outcome::Written, written);
+            self.say(CopierReport::Ended, ended);
+            self.say(CopierReport::Written, written);
             if let Err(error) = went_on {
                 tracing::error!(%error, "the GPU is lost to this process");
-                (self.tell)(Outcome::Lost(error));
+                (self.tell)(CopierReport::Lost(error));
                 self.forget();
                 return;
             }
@@ -263,7 +263,7 @@ impl Run {
         self.waits.go_on(written)
     }
 
-    fn say<T>(&self, outcome: impl Fn(Vec<T>) -> Outcome, what: Vec<T>) {
+    fn say<T>(&self, outcome: impl Fn(Vec<T>) -> CopierReport, what: Vec<T>) {
         if !what.is_empty() && !(self.tell)(outcome(what)) {
             tracing::debug!("nobody hears of what is over");
         }
@@ -307,8 +307,8 @@ impl Run {
         };
         loop {
             match order {
-                Order::Copy(order) => self.lanes[lane_of(order.direction)].take(*order),
-                Order::Look => {}
+                CopierCommand::Copy(order) => self.lanes[lane_of(order.direction)].take(*order),
+                CopierCommand::Look => {}
             }
             order = match self.orders.try_recv() {
                 Ok(order) => order,
@@ -337,7 +337,7 @@ struct Lane {
 }
 
 struct Job {
-    order: CopyOrder,
+    order: DeviceCopy,
     parts: std::vec::IntoIter<Vec<FragmentPair>>,
     /// The part that is being submitted.
     part: Option<Part>,
@@ -368,7 +368,7 @@ struct Flight {
 }
 
 impl Job {
-    fn new(mut order: CopyOrder) -> Self {
+    fn new(mut order: DeviceCopy) -> Self {
         let parts = std::mem::take(&mut order.parts).into_iter();
         Self {
             order,
@@ -493,7 +493,7 @@ impl Lane {
         }
     }
 
-    fn take(&mut self, order: CopyOrder) {
+    fn take(&mut self, order: DeviceCopy) {
         self.jobs.push_back(Job::new(order));
     }
 

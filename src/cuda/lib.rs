@@ -19,7 +19,7 @@ mod tests;
 mod timeline;
 
 pub use copier::{
-    CALLS_A_TURN, Copier, CopierError, CopierSettings, CopyOrder, Outcome, PARTS_IN_FLIGHT,
+    CALLS_A_TURN, Copier, CopierError, CopierReport, CopierSettings, DeviceCopy, PARTS_IN_FLIGHT,
     QUEUE_PLACES, threads_in_driver,
 };
 pub use driver::{

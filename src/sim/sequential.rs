@@ -4,7 +4,7 @@
 //! Leader and scheduler are the state machines of the live system; copies end at once on every rank.
 
 use crate::ReplayError;
-use kvferry_core::{Attached, Effect, EngineMemory, Event, Leader};
+use kvferry_core::{AttachRequest, Leader, LeaderEffect, LeaderEvent, WorkerMemory};
 use kvferry_types::{
     AttachId, DepotId, EndedCopy, EngineId, Epoch, GroupGeometry, Rank, Replica, Time, WorkerId,
 };
@@ -21,39 +21,39 @@ pub(super) fn attach(
     arena_pages: u32,
 ) -> Result<(), ReplayError> {
     let mut effects = Vec::new();
-    leader.step(Time(0), Event::EngineOpened(ENGINE), &mut effects);
+    leader.step(Time(0), LeaderEvent::EngineOpened(ENGINE), &mut effects);
     for rank in (0..ranks).map(Rank) {
         let replica = Replica(0);
-        let attached = Attached {
+        let attached = AttachRequest {
             worker: WorkerId { replica, rank },
             ranks: leader.sharding().ranks(),
             shards: leader.sharding().shards(),
             attach: AttachId(1),
             depot: DepotId(leader.sharding().of(rank).0.into()),
             depot_epoch: Epoch(0),
-            memory: Some(EngineMemory {
+            memory: Some(WorkerMemory {
                 engine: ENGINE,
                 geometry: geometry.clone(),
                 arena_pages,
             }),
         };
-        leader.step(Time(0), Event::Attached(attached), &mut effects);
+        leader.step(Time(0), LeaderEvent::Attach(attached), &mut effects);
     }
     for effect in effects {
         match effect {
-            Effect::Admit {
+            LeaderEffect::Admit {
                 verdict: Err(refusal),
                 ..
             } => return Err(refusal.into()),
             // The depots are new: their inventories are empty.
-            Effect::ReadInventory {
+            LeaderEffect::ReadInventory {
                 worker,
                 depot,
                 reading,
                 from,
                 ..
             } => {
-                let event = Event::Inventory {
+                let event = LeaderEvent::Inventory {
                     worker,
                     depot,
                     reading,
@@ -74,7 +74,7 @@ pub(super) fn attach(
 pub struct Sequential {
     leader: Leader,
     scheduler: Scheduler,
-    effects: Vec<Effect>,
+    effects: Vec<LeaderEffect>,
     actions: Vec<Action>,
 }
 
@@ -109,7 +109,7 @@ impl Sequential {
                 Action::Done(done) => served = Some(done),
                 Action::Work { slot, kind, .. } => self.scheduler.worked(slot, kind, &mut actions),
                 Action::Send { id, request } => {
-                    let event = Event::Request {
+                    let event = LeaderEvent::Request {
                         engine: ENGINE,
                         id,
                         deadline: Time::NEVER,
@@ -140,10 +140,10 @@ impl Sequential {
         let mut next = 0;
         while next < self.effects.len() {
             match self.effects[next].clone() {
-                Effect::Answer { id, answer, .. } => {
+                LeaderEffect::Answer { id, answer, .. } => {
                     self.scheduler.answered(id, answer.ok(), actions);
                 }
-                Effect::Copy {
+                LeaderEffect::Copy {
                     replica,
                     ranks,
                     copy,
@@ -157,7 +157,7 @@ impl Sequential {
                     };
                     for rank in ranks.iter() {
                         let epoch = self.leader.epoch();
-                        let event = Event::Ended {
+                        let event = LeaderEvent::Ended {
                             worker: WorkerId { replica, rank },
                             epoch,
                             copies: vec![ended],
@@ -165,11 +165,11 @@ impl Sequential {
                         self.leader.step(Time(0), event, &mut self.effects);
                     }
                 }
-                Effect::Admit { .. }
-                | Effect::Cancel { .. }
-                | Effect::Invalidate { .. }
-                | Effect::ReadInventory { .. }
-                | Effect::Expel(_) => {}
+                LeaderEffect::Admit { .. }
+                | LeaderEffect::Cancel { .. }
+                | LeaderEffect::Invalidate { .. }
+                | LeaderEffect::ReadInventory { .. }
+                | LeaderEffect::FenceWorker(_) => {}
             }
             next += 1;
         }

@@ -112,7 +112,7 @@ impl Peers {
 }
 
 /// A queued [`ListenerEvent`] that holds the permits of its frame.
-pub(super) enum Event {
+pub(super) enum QueuedEvent {
     Opened {
         peer: PeerId,
         uid: u32,
@@ -131,7 +131,7 @@ pub(super) enum Event {
 /// The transport tasks' side of a listener. [`Listener::close`] waits until all clones are dropped.
 #[derive(Clone)]
 pub(super) struct Intake {
-    pub(super) events: mpsc::Sender<Event>,
+    pub(super) events: mpsc::Sender<QueuedEvent>,
     pub(super) peers: Arc<Peers>,
     budget: Budget,
 }
@@ -143,18 +143,18 @@ impl Intake {
             queued = self.budget.admit(frame) => queued.ok_or(SendError::Gone)?,
             () = self.events.closed() => return Err(SendError::Gone),
         };
-        self.push(Event::Frame { peer, queued }).await
+        self.push(QueuedEvent::Frame { peer, queued }).await
     }
 
     /// Queues an event, waiting for room; `Err` once the listener is gone.
-    pub(super) async fn push(&self, event: Event) -> Result<(), SendError> {
+    pub(super) async fn push(&self, event: QueuedEvent) -> Result<(), SendError> {
         self.events.send(event).await.map_err(|_| SendError::Gone)
     }
 }
 
 /// Accepts connections and reports their events. Dropping the listener closes all connections and frees the address.
 pub struct Listener {
-    events: mpsc::Receiver<Event>,
+    events: mpsc::Receiver<QueuedEvent>,
     sender: FrameSender,
     address: Address,
     guard: Option<Box<dyn Any + Send + Sync>>,
@@ -199,12 +199,14 @@ impl Listener {
     ) -> Option<(ListenerEvent, Option<OwnedSemaphorePermit>)> {
         let event = self.events.recv().await?;
         Some(match event {
-            Event::Opened { peer, uid, pid } => (ListenerEvent::Opened { peer, uid, pid }, None),
-            Event::Frame { peer, queued } => {
+            QueuedEvent::Opened { peer, uid, pid } => {
+                (ListenerEvent::Opened { peer, uid, pid }, None)
+            }
+            QueuedEvent::Frame { peer, queued } => {
                 let Queued { frame, permit } = queued;
                 (ListenerEvent::Frame { peer, frame }, Some(permit))
             }
-            Event::Closed { peer, reason } => (ListenerEvent::Closed { peer, reason }, None),
+            QueuedEvent::Closed { peer, reason } => (ListenerEvent::Closed { peer, reason }, None),
         })
     }
 

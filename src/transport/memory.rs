@@ -9,7 +9,7 @@ use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::time::{timeout, timeout_at};
 
 use super::connection::ConnectionLink;
-use super::listener::{Event, Intake, Outgoing, PeerLink, Peers};
+use super::listener::{Intake, Outgoing, PeerLink, Peers, QueuedEvent};
 use super::queue::{Budget, Queued};
 use super::zmtp::{Part, check_part};
 use super::{
@@ -138,7 +138,7 @@ impl MemoryTransport {
                 })?;
         let peer = Peers::next_id();
         let peer_link = slot.intake.peers.open(peer);
-        let opened = Event::Opened {
+        let opened = QueuedEvent::Opened {
             peer,
             uid: rustix::process::geteuid().as_raw(),
             pid: self.pid.or_else(|| i32::try_from(std::process::id()).ok()),
@@ -225,7 +225,7 @@ impl Wire {
         self.client.close(client_reason);
         drop(permit);
         if let Some(reason) = reason {
-            intake.push(Event::Closed { peer, reason }).await.ok();
+            intake.push(QueuedEvent::Closed { peer, reason }).await.ok();
         }
     }
 }

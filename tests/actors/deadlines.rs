@@ -1,4 +1,4 @@
-//! Deadlines: a late copy is cancelled, its worker is expelled after the fence time, and its engine receives the
+//! Deadlines: a late copy is cancelled, its worker is fenced after the fence time, and its engine receives the
 //! failure only when nothing can write its pages any longer.
 
 use std::time::Duration;
@@ -76,7 +76,7 @@ async fn a_load_is_answered_only_when_the_worker_that_kept_silent_is_fenced() {
             Heard::Cancel(ops) => {
                 assert_eq!(ops, [op]);
                 cancels.push(seconds(begun));
-                assert!(cancels.len() < 100, "it is never expelled");
+                assert!(cancels.len() < 100, "it is never fenced");
             }
             Heard::Lost => break,
             other => panic!("{other:?} for a worker that is late"),
@@ -85,7 +85,7 @@ async fn a_load_is_answered_only_when_the_worker_that_kept_silent_is_fenced() {
     about(cancels[0], WITHIN.as_secs_f64());
     assert!(cancels.len() >= 4, "cancelled again and again: {cancels:?}");
     about(seconds(begun), WITHIN.as_secs_f64() + FENCE_SECONDS);
-    assert!(!asked.is_finished(), "it is expelled, and may still write");
+    assert!(!asked.is_finished(), "it is fenced, and may still write");
 
     assert!(matches!(workers[1].hear().await, Heard::Welcomed(1)));
     tokio::time::sleep(Duration::from_secs(100)).await;
@@ -100,7 +100,7 @@ async fn a_load_is_answered_only_when_the_worker_that_kept_silent_is_fenced() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_load_that_is_cancelled_is_answered_at_its_last_end_and_nobody_is_expelled() {
+async fn a_load_that_is_cancelled_is_answered_at_its_last_end_and_nobody_is_fenced() {
     let transport = MemoryTransport::default();
     let (process, _) = leader(&transport, 1).await;
     let engine = Engine::start(&transport, 1);

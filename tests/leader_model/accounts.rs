@@ -160,7 +160,7 @@ fn who_has_attached_is_told() {
     for rank in 0..RANKS {
         assert!(world.leader.is_attached(worker(1, rank)));
     }
-    world.event(Event::WorkerLost(worker(1, 1)));
+    world.event(LeaderEvent::WorkerLost(worker(1, 1)));
     let attached = |rank| world.leader.is_attached(worker(1, rank));
     assert_eq!([0, 1, 2].map(attached), [true, false, true]);
 }
@@ -169,7 +169,7 @@ fn who_has_attached_is_told() {
 fn an_attach_that_is_said_again_is_answered_alike_and_an_older_one_not_at_all() {
     let mut leader = Leader::new(settings());
     let mut say = |attach: u64| {
-        let attached = Attached {
+        let attached = AttachRequest {
             worker: worker(0, 0),
             ranks: RANKS,
             shards: RANKS,
@@ -179,13 +179,13 @@ fn an_attach_that_is_said_again_is_answered_alike_and_an_older_one_not_at_all() 
             memory: None,
         };
         let mut effects = Vec::new();
-        leader.step(Time(0), Event::Attached(attached), &mut effects);
+        leader.step(Time(0), LeaderEvent::Attach(attached), &mut effects);
         effects
     };
     let first = say(4);
     assert!(matches!(
         first[..],
-        [Effect::Admit {
+        [LeaderEffect::Admit {
             attach: AttachId(4),
             verdict: Ok(_),
             ..
@@ -207,7 +207,7 @@ fn no_more_wait_for_the_workers_of_an_older_leader_than_the_limit() {
             destination: PageList::run(0, 1),
             after: RequestId(0),
         };
-        let ask = Event::Request {
+        let ask = LeaderEvent::Request {
             engine: engine_id(0),
             id: RequestId(id),
             deadline: Time(5),
@@ -216,7 +216,7 @@ fn no_more_wait_for_the_workers_of_an_older_leader_than_the_limit() {
         leader.step(Time(0), ask, &mut effects);
     }
     let crowded = effects.drain(..).map(|effect| match effect {
-        Effect::Answer { id, answer, .. } => (id.0, answer),
+        LeaderEffect::Answer { id, answer, .. } => (id.0, answer),
         other => unreachable!("{other:?} instead of an answer"),
     });
     let max = OPEN_REQUESTS_MAX as u64;
@@ -225,14 +225,14 @@ fn no_more_wait_for_the_workers_of_an_older_leader_than_the_limit() {
     assert_eq!(crowded, [(max + 1, refusal()), (max + 2, refusal())]);
     for engine in 0..2 {
         for rank in 0..RANKS {
-            let dead = Event::WorkerDead(worker(engine, rank));
+            let dead = LeaderEvent::WorkerDead(worker(engine, rank));
             leader.step(Time(0), dead, &mut effects);
         }
     }
     let refused = effects.iter().filter(|effect| {
         matches!(
             effect,
-            Effect::Answer {
+            LeaderEffect::Answer {
                 answer: Err(Refusal::UnknownSlot(SlotId(9))),
                 ..
             }
@@ -271,7 +271,7 @@ fn ranks_and_pages_are_told() {
 fn a_rank_that_there_is_not_is_turned_away() {
     for (engine, rank) in [(0, RANKS), (2, 0)] {
         let mut leader = Leader::new(settings());
-        let attached = Attached {
+        let attached = AttachRequest {
             worker: worker(engine, rank),
             ranks: RANKS,
             shards: RANKS,
@@ -281,8 +281,8 @@ fn a_rank_that_there_is_not_is_turned_away() {
             memory: None,
         };
         let mut effects = Vec::new();
-        leader.step(Time(0), Event::Attached(attached), &mut effects);
-        let [Effect::Admit { verdict, .. }] = &effects[..] else {
+        leader.step(Time(0), LeaderEvent::Attach(attached), &mut effects);
+        let [LeaderEffect::Admit { verdict, .. }] = &effects[..] else {
             panic!("{effects:?}");
         };
         let refused = matches!(verdict, Err(Refusal::NoSuchWorker { .. }));

@@ -151,7 +151,7 @@ fn an_engine_that_stays_away_is_forgotten_with_all_it_held() {
         },
     );
     assert_eq!(world.leader.pool().expect("a pool").pins(), 1);
-    world.event(Event::EngineClosed(engine_id(0)));
+    world.event(LeaderEvent::EngineClosed(engine_id(0)));
     world.take(Step::Wait(11));
     assert_eq!(world.leader.pool().expect("a pool").pins(), 0);
     assert_eq!(world.leader.slots(), 0);
@@ -190,23 +190,27 @@ fn what_names_engine_pages_is_refused_only_when_nothing_of_an_older_leader_can_t
         None,
         "the last worker may still copy"
     );
-    world.event(Event::WorkerDead(worker(1, 2)));
+    world.event(LeaderEvent::WorkerDead(worker(1, 2)));
     let refused = Some(Err(Refusal::UnknownSlot(slot)));
     assert_eq!(answer(&world, 0, load), refused);
     assert_eq!(answer(&world, 0, store), refused);
 }
 
 #[test]
-fn a_new_leader_that_stands_still_expels_no_worker_before_it_has_looked_again() {
+fn a_new_leader_that_stands_still_fences_no_worker_before_it_has_looked_again() {
     let mut leader = Leader::new(settings());
     let mut effects = Vec::new();
-    leader.step(Time(0), Event::EngineOpened(engine_id(0)), &mut effects);
+    leader.step(
+        Time(0),
+        LeaderEvent::EngineOpened(engine_id(0)),
+        &mut effects,
+    );
     let late = Time(0) + settings().fence * 3;
-    leader.step(late, Event::Tick, &mut effects);
+    leader.step(late, LeaderEvent::Tick, &mut effects);
     assert!(
         !effects
             .iter()
-            .any(|effect| matches!(effect, Effect::Expel(_))),
+            .any(|effect| matches!(effect, LeaderEffect::FenceWorker(_))),
         "{effects:?}"
     );
 }
@@ -217,8 +221,8 @@ fn workers_that_say_nothing_within_the_fence_of_a_new_leader_must_go() {
     let mut leader = Leader::new(settings());
     let mut effects = Vec::new();
     let at = |seconds: u64| Time(0) + fence.mul_f64(seconds as f64);
-    leader.step(at(1), Event::EngineOpened(engine_id(0)), &mut effects);
-    let spoke = Attached {
+    leader.step(at(1), LeaderEvent::EngineOpened(engine_id(0)), &mut effects);
+    let spoke = AttachRequest {
         worker: worker(0, 0),
         ranks: RANKS,
         shards: RANKS,
@@ -227,33 +231,33 @@ fn workers_that_say_nothing_within_the_fence_of_a_new_leader_must_go() {
         depot_epoch: Epoch(0),
         memory: None,
     };
-    leader.step(at(1), Event::Attached(spoke), &mut effects);
-    let expelled = |effects: &mut Vec<Effect>| -> Vec<WorkerId> {
+    leader.step(at(1), LeaderEvent::Attach(spoke), &mut effects);
+    let fenced = |effects: &mut Vec<LeaderEffect>| -> Vec<WorkerId> {
         effects
             .drain(..)
             .filter_map(|effect| match effect {
-                Effect::Expel(worker) => Some(worker),
+                LeaderEffect::FenceWorker(worker) => Some(worker),
                 _ => None,
             })
             .collect()
     };
-    assert_eq!(expelled(&mut effects), []);
+    assert_eq!(fenced(&mut effects), []);
     while let Some(next) = leader.next_timeout().filter(|next| *next < at(2)) {
-        leader.step(next, Event::Tick, &mut effects);
+        leader.step(next, LeaderEvent::Tick, &mut effects);
     }
-    assert_eq!(expelled(&mut effects), []);
+    assert_eq!(fenced(&mut effects), []);
     assert_eq!(leader.next_timeout(), Some(at(2)));
-    leader.step(at(2), Event::Tick, &mut effects);
+    leader.step(at(2), LeaderEvent::Tick, &mut effects);
     let silent: Vec<WorkerId> = (0..2)
         .flat_map(|engine| (0..RANKS).map(move |rank| worker(engine, rank)))
         .filter(|silent| *silent != worker(0, 0))
         .collect();
-    assert_eq!(expelled(&mut effects), silent);
+    assert_eq!(fenced(&mut effects), silent);
     for dead in silent {
-        leader.step(at(2), Event::WorkerDead(dead), &mut effects);
+        leader.step(at(2), LeaderEvent::WorkerDead(dead), &mut effects);
     }
-    leader.step(at(9), Event::Tick, &mut effects);
-    assert_eq!(expelled(&mut effects), []);
+    leader.step(at(9), LeaderEvent::Tick, &mut effects);
+    assert_eq!(fenced(&mut effects), []);
     assert_eq!(leader.next_timeout(), None);
 }
 
@@ -443,10 +447,10 @@ fn what_is_copied_for_an_engine_that_stays_away_is_not_forgotten() {
     let mut world = World::new();
     let id = store(&mut world, 0, 0, 7, 8);
     let op = *world.open.keys().next().expect("a copy");
-    world.event(Event::EngineClosed(engine_id(0)));
+    world.event(LeaderEvent::EngineClosed(engine_id(0)));
     world.now = world.now + Duration::from_secs(11);
-    world.event(Event::Tick);
-    world.event(Event::EngineOpened(engine_id(0)));
+    world.event(LeaderEvent::Tick);
+    world.event(LeaderEvent::EngineOpened(engine_id(0)));
     let (request, _) = world.asked[&(0, id)].clone();
     world.send(0, id, request);
     assert_eq!(
@@ -460,20 +464,20 @@ fn what_is_copied_for_an_engine_that_stays_away_is_not_forgotten() {
 
 /// The leader's answer to an attach of the first replica's rank 2 with this memory.
 fn verdict(world: &mut World, arena_pages: u32, page_bytes: u64) -> Result<OpId, Refusal> {
-    world.event(Event::WorkerDead(worker(0, 2)));
+    world.event(LeaderEvent::WorkerDead(worker(0, 2)));
     world.attaches += 1;
     let geometry = GroupGeometry {
         page_bytes,
         ..geometry()
     };
-    let attached = Attached {
+    let attached = AttachRequest {
         worker: worker(0, 2),
         ranks: RANKS,
         shards: RANKS,
         attach: AttachId(world.attaches),
         depot: DepotId(2),
         depot_epoch: Epoch(0),
-        memory: Some(EngineMemory {
+        memory: Some(WorkerMemory {
             engine: engine_id(0),
             geometry,
             arena_pages,
@@ -482,9 +486,9 @@ fn verdict(world: &mut World, arena_pages: u32, page_bytes: u64) -> Result<OpId,
     let mut effects = Vec::new();
     world
         .leader
-        .step(world.now, Event::Attached(attached), &mut effects);
+        .step(world.now, LeaderEvent::Attach(attached), &mut effects);
     let verdict = effects.into_iter().find_map(|effect| match effect {
-        Effect::Admit { verdict, .. } => Some(verdict),
+        LeaderEffect::Admit { verdict, .. } => Some(verdict),
         _ => None,
     });
     verdict.expect("a verdict")
@@ -563,18 +567,18 @@ fn another_depot_holds_nothing_and_the_same_one_all_of_it() {
     }
     assert_eq!(found(&mut world, 7), 8);
     for engine in 0..2 {
-        world.event(Event::WorkerDead(worker(engine, 1)));
+        world.event(LeaderEvent::WorkerDead(worker(engine, 1)));
     }
     for engine in 0..2 {
         world.attaches += 1;
-        world.event(Event::Attached(Attached {
+        world.event(LeaderEvent::Attach(AttachRequest {
             worker: worker(engine, 1),
             ranks: RANKS,
             shards: RANKS,
             attach: AttachId(world.attaches),
             depot: DepotId(70),
             depot_epoch: Epoch(0),
-            memory: Some(EngineMemory {
+            memory: Some(WorkerMemory {
                 engine: engine_id(engine),
                 geometry: geometry(),
                 arena_pages: 60,
@@ -589,14 +593,14 @@ fn replicas_may_have_memory_of_different_sizes_and_ranks_may_not() {
     let mut world = World::without_workers();
     let mut attach = |engine: u8, rank: u16, device_pages: u32| {
         world.attaches += 1;
-        let attached = Attached {
+        let attached = AttachRequest {
             worker: worker(engine, rank),
             ranks: RANKS,
             shards: RANKS,
             attach: AttachId(world.attaches),
             depot: DepotId(rank.into()),
             depot_epoch: Epoch(0),
-            memory: Some(EngineMemory {
+            memory: Some(WorkerMemory {
                 engine: engine_id(engine),
                 geometry: GroupGeometry {
                     device_pages,
@@ -608,9 +612,9 @@ fn replicas_may_have_memory_of_different_sizes_and_ranks_may_not() {
         let mut effects = Vec::new();
         world
             .leader
-            .step(world.now, Event::Attached(attached), &mut effects);
+            .step(world.now, LeaderEvent::Attach(attached), &mut effects);
         let refused = effects.into_iter().find_map(|effect| match effect {
-            Effect::Admit { verdict, .. } => verdict.err(),
+            LeaderEffect::Admit { verdict, .. } => verdict.err(),
             _ => None,
         });
         refused.map(|refusal| match refusal {
@@ -629,18 +633,18 @@ fn replicas_may_have_memory_of_different_sizes_and_ranks_may_not() {
 fn another_engine(world: &mut World, content: u8) {
     let places = (0..2).flat_map(|engine| (0..RANKS).map(move |rank| (engine, rank)));
     for (engine, rank) in places.clone() {
-        world.event(Event::WorkerDead(worker(engine, rank)));
+        world.event(LeaderEvent::WorkerDead(worker(engine, rank)));
     }
     for (engine, rank) in places {
         world.attaches += 1;
-        world.event(Event::Attached(Attached {
+        world.event(LeaderEvent::Attach(AttachRequest {
             worker: worker(engine, rank),
             ranks: RANKS,
             shards: RANKS,
             attach: AttachId(world.attaches),
             depot: DepotId(rank.into()),
             depot_epoch: Epoch(0),
-            memory: Some(EngineMemory {
+            memory: Some(WorkerMemory {
                 engine: engine_id(engine),
                 geometry: of_content(content),
                 arena_pages: 60,
@@ -674,26 +678,26 @@ fn an_engine_of_other_content_and_equal_shape_gets_no_hit() {
 fn ranks_of_other_content_are_turned_away_by_that_field() {
     let mut world = World::without_workers();
     another_engine(&mut world, 1);
-    world.event(Event::WorkerDead(worker(1, 2)));
+    world.event(LeaderEvent::WorkerDead(worker(1, 2)));
     world.attaches += 1;
-    let attached = Attached {
+    let attached = AttachRequest {
         worker: worker(1, 2),
         ranks: RANKS,
         shards: RANKS,
         attach: AttachId(world.attaches),
         depot: DepotId(2),
         depot_epoch: Epoch(0),
-        memory: Some(EngineMemory {
+        memory: Some(WorkerMemory {
             engine: engine_id(1),
             geometry: of_content(2),
             arena_pages: 60,
         }),
     };
     let mut effects = Vec::new();
-    let attached = Event::Attached(attached);
+    let attached = LeaderEvent::Attach(attached);
     world.leader.step(world.now, attached, &mut effects);
     let refused = effects.into_iter().find_map(|effect| match effect {
-        Effect::Admit { verdict, .. } => verdict.err(),
+        LeaderEffect::Admit { verdict, .. } => verdict.err(),
         _ => None,
     });
     let Some(Refusal::RankDisagrees { field, .. }) = refused else {

@@ -2,7 +2,7 @@
 
 use kvferry_types::{Generation, ResetId, Scope};
 
-use super::inventory::{Reader, expelled};
+use super::inventory::{Reader, fenced};
 use super::*;
 
 fn lookup(slot: u64, pages: usize, device_pages: u32) -> Request {
@@ -116,7 +116,7 @@ fn an_engine_that_stays_away_is_unknown_when_its_last_copy_has_ended() {
     store(&mut world, 8);
     world.ask(0, lookup(1, 8, 0));
     world.take(Step::Load { engine: 0, slot: 1 });
-    world.event(Event::EngineClosed(engine_id(0)));
+    world.event(LeaderEvent::EngineClosed(engine_id(0)));
     world.take(Step::Wait(3));
     assert!(world.leader.knows(engine_id(0)));
     // The grace time is over, and the copy has missed its deadline.
@@ -155,7 +155,7 @@ fn what_is_told_of_a_leader_is_so() {
     // The leader serves no request when every replica lacks a worker.
     for engine in 0..2 {
         assert!(world.leader.is_ready(), "{engine}");
-        world.event(Event::WorkerLost(worker(engine, 1)));
+        world.event(LeaderEvent::WorkerLost(worker(engine, 1)));
     }
     assert!(!world.leader.is_ready());
 }
@@ -297,7 +297,7 @@ fn a_store_waits_for_what_it_was_asked_to_store_and_nothing_else() {
 fn who_is_waited_for_is_told() {
     let mut reader = Reader::new();
     let not_ready = |reader: &mut Reader, engine, id| {
-        let asked = reader.step(Event::Request {
+        let asked = reader.step(LeaderEvent::Request {
             engine: engine_id(engine),
             id: RequestId(id),
             deadline: Time(1),
@@ -305,7 +305,7 @@ fn who_is_waited_for_is_told() {
         });
         match &asked[..] {
             [
-                Effect::Answer {
+                LeaderEffect::Answer {
                     answer: Err(why), ..
                 },
             ] => why.clone(),
@@ -318,11 +318,11 @@ fn who_is_waited_for_is_told() {
         replicas: 2,
         detail: String::new(),
     };
-    reader.step(Event::EngineOpened(engine_id(0)));
+    reader.step(LeaderEvent::EngineOpened(engine_id(0)));
     assert_eq!(not_ready(&mut reader, 0, 1), waiting(6));
     // The worker is attached, but without its engine's memory.
     reader.attaches += 1;
-    reader.step(Event::Attached(Attached {
+    reader.step(LeaderEvent::Attach(AttachRequest {
         worker: worker(1, 2),
         ranks: RANKS,
         shards: RANKS,
@@ -336,7 +336,7 @@ fn who_is_waited_for_is_told() {
     reader.attach(1, 2);
     assert_eq!(reader.leader.attached_workers(), 1);
     assert_eq!(not_ready(&mut reader, 0, 3), waiting(5));
-    reader.step(Event::WorkerLost(worker(1, 2)));
+    reader.step(LeaderEvent::WorkerLost(worker(1, 2)));
     assert_eq!(reader.leader.attached_workers(), 0);
     assert_eq!(not_ready(&mut reader, 0, 4), waiting(6));
     for engine in 0..2 {
@@ -344,7 +344,7 @@ fn who_is_waited_for_is_told() {
     }
     assert_eq!(not_ready(&mut reader, 0, 5), Refusal::Reading);
     // The seats of all replicas are taken.
-    reader.step(Event::EngineOpened(engine_id(2)));
+    reader.step(LeaderEvent::EngineOpened(engine_id(2)));
     let detail = String::new();
     assert_eq!(
         not_ready(&mut reader, 2, 1),
@@ -355,7 +355,7 @@ fn who_is_waited_for_is_told() {
 /// The leader's answer to an attach with a depot and without an engine's memory.
 fn attach_depot(reader: &mut Reader, replica: u8, rank: u16, depot: u128) -> Result<(), Refusal> {
     reader.attaches += 1;
-    let effects = reader.step(Event::Attached(Attached {
+    let effects = reader.step(LeaderEvent::Attach(AttachRequest {
         worker: worker(replica, rank),
         ranks: RANKS,
         shards: RANKS,
@@ -365,7 +365,7 @@ fn attach_depot(reader: &mut Reader, replica: u8, rank: u16, depot: u128) -> Res
         memory: None,
     }));
     let verdict = effects.into_iter().find_map(|effect| match effect {
-        Effect::Admit { verdict, .. } => Some(verdict),
+        LeaderEffect::Admit { verdict, .. } => Some(verdict),
         _ => None,
     });
     verdict.expect("a verdict").map(|_| ())
@@ -389,7 +389,7 @@ fn workers_of_one_rank_share_a_depot_as_long_as_they_are_there() {
     ] {
         assert_eq!(attach_depot(&mut reader, replica, rank, depot), told);
     }
-    reader.step(Event::WorkerLost(worker(1, 1)));
+    reader.step(LeaderEvent::WorkerLost(worker(1, 1)));
     let alone = attach_depot(&mut reader, 0, 1, 99);
     assert_eq!(alone, Ok(()), "it is the only one of its rank now");
 }
@@ -400,7 +400,7 @@ fn a_late_copy_is_cancelled_again_and_again_and_its_workers_go_behind_the_fence(
     let fence = reader.fence();
     let deadline = reader.now + Duration::from_secs(5);
     let mut ask = |id, request| {
-        reader.step(Event::Request {
+        reader.step(LeaderEvent::Request {
             engine: engine_id(0),
             id: RequestId(id),
             deadline,
@@ -415,33 +415,33 @@ fn a_late_copy_is_cancelled_again_and_again_and_its_workers_go_behind_the_fence(
         source: PageList::run(0, 8),
     };
     let copies = ask(2, store);
-    let [Effect::Copy { copy, .. }] = &copies[..] else {
+    let [LeaderEffect::Copy { copy, .. }] = &copies[..] else {
         unreachable!("{copies:?}")
     };
-    let cancel = |rank| Effect::Cancel {
+    let cancel = |rank| LeaderEffect::Cancel {
         worker: worker(0, rank),
         ops: vec![copy.op],
     };
     let cancels = [cancel(0), cancel(1), cancel(2)];
     reader.now = Time(deadline.0 - 1);
-    assert_eq!(reader.step(Event::Tick), []);
+    assert_eq!(reader.step(LeaderEvent::Tick), []);
     for quarter in 0..4 {
         let at = deadline + fence * quarter / 4;
         assert_eq!(reader.leader.next_timeout(), Some(at));
         reader.now = at;
-        let effects = reader.step(Event::Tick);
+        let effects = reader.step(LeaderEvent::Tick);
         assert_eq!(effects, cancels, "{quarter}");
     }
     reader.now = deadline + fence;
-    let expel = |rank| Effect::Expel(worker(0, rank));
+    let fence = |rank| LeaderEffect::FenceWorker(worker(0, rank));
     assert_eq!(
-        reader.step(Event::Tick),
-        [cancels, [expel(0), expel(1), expel(2)]].concat()
+        reader.step(LeaderEvent::Tick),
+        [cancels, [fence(0), fence(1), fence(2)]].concat()
     );
 }
 
 /// Starts stores of one engine, 8 pages each, each with a deadline in seconds.
-fn stores(reader: &mut Reader, of: &[(u8, u64)]) -> Vec<Effect> {
+fn stores(reader: &mut Reader, of: &[(u8, u64)]) -> Vec<LeaderEffect> {
     let mut effects = Vec::new();
     for ((name, seconds), slot) in of.iter().zip(0..) {
         let deadline = reader.now + Duration::from_secs(*seconds);
@@ -459,7 +459,7 @@ fn stores(reader: &mut Reader, of: &[(u8, u64)]) -> Vec<Effect> {
             source: PageList::run(0, 8),
         };
         for (id, request) in [(2 * slot + 1, look), (2 * slot + 2, store)] {
-            effects.extend(reader.step(Event::Request {
+            effects.extend(reader.step(LeaderEvent::Request {
                 engine: engine_id(0),
                 id: RequestId(id),
                 deadline,
@@ -470,22 +470,22 @@ fn stores(reader: &mut Reader, of: &[(u8, u64)]) -> Vec<Effect> {
     effects
 }
 
-fn copies_of(effects: &[Effect]) -> Vec<OpId> {
-    let op = |effect: &Effect| match effect {
-        Effect::Copy { copy, .. } => Some(copy.op),
+fn copies_of(effects: &[LeaderEffect]) -> Vec<OpId> {
+    let op = |effect: &LeaderEffect| match effect {
+        LeaderEffect::Copy { copy, .. } => Some(copy.op),
         _ => None,
     };
     effects.iter().filter_map(op).collect()
 }
 
-fn told_of(effects: &[Effect], request: u64) -> Option<Answer> {
+fn told_of(effects: &[LeaderEffect], request: u64) -> Option<Answer> {
     effects.iter().find_map(|effect| match effect {
-        Effect::Answer { id, answer, .. } if id.0 == request => answer.clone().ok(),
+        LeaderEffect::Answer { id, answer, .. } if id.0 == request => answer.clone().ok(),
         _ => None,
     })
 }
 
-fn end_everywhere(reader: &mut Reader, op: OpId, complete: bool) -> Vec<Effect> {
+fn end_everywhere(reader: &mut Reader, op: OpId, complete: bool) -> Vec<LeaderEffect> {
     let mut effects = Vec::new();
     for rank in 0..RANKS {
         let ended = EndedCopy {
@@ -495,7 +495,7 @@ fn end_everywhere(reader: &mut Reader, op: OpId, complete: bool) -> Vec<Effect> 
             bytes: 0,
             copy_us: 0,
         };
-        effects.extend(reader.step(Event::Ended {
+        effects.extend(reader.step(LeaderEvent::Ended {
             worker: worker(0, rank),
             epoch: EPOCH,
             copies: vec![ended],
@@ -520,16 +520,16 @@ fn a_worker_is_told_of_all_its_late_copies_at_once() {
     let ops = copies_of(&stores(&mut reader, &[(0, 5), (2, 5), (4, 5)]));
     assert_eq!(ops.len(), 3);
     let (begun, fence) = (reader.now, reader.fence());
-    let cancel = |rank| Effect::Cancel {
+    let cancel = |rank| LeaderEffect::Cancel {
         worker: worker(0, rank),
         ops: ops.clone(),
     };
     reader.now = begun + Duration::from_secs(5);
-    let effects = reader.step(Event::Tick);
+    let effects = reader.step(LeaderEvent::Tick);
     assert_eq!(effects, [cancel(0), cancel(1), cancel(2)]);
     let effects = reader.until(begun + Duration::from_secs(5) + fence);
-    let expelled = |effect: &&Effect| matches!(effect, Effect::Expel(_));
-    assert_eq!(effects.iter().filter(expelled).count(), usize::from(RANKS));
+    let fenced = |effect: &&LeaderEffect| matches!(effect, LeaderEffect::FenceWorker(_));
+    assert_eq!(effects.iter().filter(fenced).count(), usize::from(RANKS));
     assert_eq!(effects.len(), 2 * usize::from(RANKS));
 }
 
@@ -539,9 +539,9 @@ fn copies_are_late_for_a_leader_that_stood_still_once_it_has_looked_again() {
     copies_of(&stores(&mut reader, &[(0, 5)]));
     let fence = reader.fence();
     reader.now = reader.now + Duration::from_secs(5) + fence * 3;
-    assert_eq!(expelled(&reader.step(Event::Tick)), []);
+    assert_eq!(fenced(&reader.step(LeaderEvent::Tick)), []);
     let again = reader.now + fence;
-    assert_eq!(expelled(&reader.until(again)).len(), usize::from(RANKS));
+    assert_eq!(fenced(&reader.until(again)).len(), usize::from(RANKS));
 }
 
 #[test]
@@ -557,7 +557,7 @@ fn a_store_that_waits_for_another_ones_copy_is_answered_at_its_own_deadline() {
         Some(begun + Duration::from_secs(5))
     );
     reader.now = begun + Duration::from_secs(5);
-    let effects = reader.step(Event::Tick);
+    let effects = reader.step(LeaderEvent::Tick);
     assert_eq!(told_of(&effects, 4), stored(0, 8));
     assert_eq!(effects.len(), 1, "the copy goes on: {effects:?}");
     let effects = end_everywhere(&mut reader, op, true);
@@ -573,7 +573,7 @@ fn stores_that_wait_for_a_late_copy_are_told_at_once_that_its_pages_do_not_come(
         unreachable!("{ops:?}")
     };
     reader.now = reader.now + Duration::from_secs(5);
-    let effects = reader.step(Event::Tick);
+    let effects = reader.step(LeaderEvent::Tick);
     assert_eq!(told_of(&effects, 4), stored(0, 8));
     assert_eq!(told_of(&effects, 2), None, "its pages may still be read");
     let effects = end_everywhere(&mut reader, op, true);
@@ -586,14 +586,14 @@ fn what_was_not_invalidated_is_requested_once_over_one_connection_and_given_up_a
     let mut reader = Reader::served();
     let fence = reader.fence();
     let deadline = reader.now + fence * 5 / 8;
-    let invalidate = |rank, replica| Effect::Invalidate {
+    let invalidate = |rank, replica| LeaderEffect::Invalidate {
         worker: worker(replica, rank),
         id: ResetId(1),
         scope: Scope::Everything,
         through: Generation(1),
         deadline,
     };
-    let asked = reader.step(Event::Request {
+    let asked = reader.step(LeaderEvent::Request {
         engine: engine_id(0),
         id: RequestId(1),
         deadline,
@@ -605,7 +605,7 @@ fn what_was_not_invalidated_is_requested_once_over_one_connection_and_given_up_a
         asked,
         [invalidate(0, 0), invalidate(1, 0), invalidate(2, 0)]
     );
-    let invalidated = |rank| Event::Invalidated {
+    let invalidated = |rank| LeaderEvent::Invalidated {
         worker: worker(0, rank),
         epoch: EPOCH,
         id: ResetId(1),
@@ -613,24 +613,24 @@ fn what_was_not_invalidated_is_requested_once_over_one_connection_and_given_up_a
     assert_eq!(reader.step(invalidated(1)), []);
     assert_eq!(reader.step(invalidated(1)), [], "said again");
     // When a worker dies, the invalidation is requested from another worker of its shard at the next event.
-    let again = reader.step(Event::WorkerDead(worker(0, 2)));
+    let again = reader.step(LeaderEvent::WorkerDead(worker(0, 2)));
     assert_eq!(again, [invalidate(2, 1)]);
     reader.now = reader.now + fence / 4;
     assert_eq!(
-        reader.step(Event::Tick),
+        reader.step(LeaderEvent::Tick),
         [],
         "a worker that is busy with it is left alone"
     );
-    let lost = reader.step(Event::WorkerLost(worker(0, 0)));
+    let lost = reader.step(LeaderEvent::WorkerLost(worker(0, 0)));
     assert_eq!(lost, [invalidate(0, 1)], "another one of its shard");
     assert_eq!(reader.leader.next_timeout(), Some(deadline));
     reader.now = deadline;
-    let late = Effect::Answer {
+    let late = LeaderEffect::Answer {
         engine: engine_id(0),
         id: RequestId(1),
         answer: Err(Refusal::ResetUnconfirmed { shards: 2 }),
     };
-    assert_eq!(reader.step(Event::Tick), [late]);
+    assert_eq!(reader.step(LeaderEvent::Tick), [late]);
     assert_eq!(reader.leader.next_timeout(), None);
     assert_eq!(reader.step(invalidated(0)), [], "too late");
 }
@@ -641,7 +641,7 @@ fn a_repeated_invalidation_spares_what_was_stored_after_the_reset() {
     let mut reader = Reader::served();
     let deadline = reader.now + Duration::from_secs(60);
     let ask = |reader: &mut Reader, id, request| {
-        reader.step(Event::Request {
+        reader.step(LeaderEvent::Request {
             engine: engine_id(0),
             id: RequestId(id),
             deadline,
@@ -659,15 +659,15 @@ fn a_repeated_invalidation_spares_what_was_stored_after_the_reset() {
             source,
         };
         let copies = ask(reader, id + 1, store);
-        let [Effect::Copy { copy, .. }] = &copies[..] else {
+        let [LeaderEffect::Copy { copy, .. }] = &copies[..] else {
             unreachable!("{copies:?}")
         };
         let record = copy.record.as_ref().expect("a store lists its pages");
         (copy.op, record.stored.generation)
     };
-    let invalidations = |effects: Vec<Effect>| -> Vec<Generation> {
+    let invalidations = |effects: Vec<LeaderEffect>| -> Vec<Generation> {
         let through = |effect| match effect {
-            Effect::Invalidate { through, .. } => Some(through),
+            LeaderEffect::Invalidate { through, .. } => Some(through),
             _ => None,
         };
         effects.into_iter().filter_map(through).collect()
@@ -681,7 +681,7 @@ fn a_repeated_invalidation_spares_what_was_stored_after_the_reset() {
             bytes: 0,
             copy_us: 0,
         };
-        reader.step(Event::Ended {
+        reader.step(LeaderEvent::Ended {
             worker: worker(0, rank),
             epoch: EPOCH,
             copies: vec![ended],
@@ -692,7 +692,7 @@ fn a_repeated_invalidation_spares_what_was_stored_after_the_reset() {
     let first = invalidations(ask(&mut reader, 4, Request::Reset { scope }));
     assert_eq!(first.len(), usize::from(RANKS));
     let (_, after) = store(&mut reader, 5, 1);
-    let lost = (0..RANKS).map(|rank| Event::WorkerLost(worker(0, rank)));
+    let lost = (0..RANKS).map(|rank| LeaderEvent::WorkerLost(worker(0, rank)));
     let again: Vec<Generation> = lost
         .flat_map(|lost| invalidations(reader.step(lost)))
         .collect();

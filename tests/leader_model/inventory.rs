@@ -37,7 +37,7 @@ impl Reader {
     pub(super) fn served() -> Self {
         let mut reader = Self::new();
         for engine in 0..2 {
-            reader.step(Event::EngineOpened(engine_id(engine)));
+            reader.step(LeaderEvent::EngineOpened(engine_id(engine)));
         }
         reader.attach_all();
         for rank in 0..RANKS {
@@ -51,12 +51,12 @@ impl Reader {
         FENCE
     }
 
-    pub(super) fn step(&mut self, event: Event) -> Vec<Effect> {
+    pub(super) fn step(&mut self, event: LeaderEvent) -> Vec<LeaderEffect> {
         let mut effects = Vec::new();
         self.leader.step(self.now, event, &mut effects);
         self.leader.check().expect("the second count agrees");
         let asked = effects.iter().filter_map(|effect| match effect {
-            Effect::ReadInventory { reading, .. } => Some(*reading),
+            LeaderEffect::ReadInventory { reading, .. } => Some(*reading),
             _ => None,
         });
         self.reading = asked.max().unwrap_or(self.reading);
@@ -64,20 +64,20 @@ impl Reader {
     }
 
     /// Advances time to `end`, firing each timer in its turn. Returns the effects of the last step.
-    pub(super) fn until(&mut self, end: Time) -> Vec<Effect> {
+    pub(super) fn until(&mut self, end: Time) -> Vec<LeaderEffect> {
         while let Some(next) = self.leader.next_timeout().filter(|next| *next < end) {
             self.now = next.max(self.now);
-            self.step(Event::Tick);
+            self.step(LeaderEvent::Tick);
         }
         self.now = end;
-        self.step(Event::Tick)
+        self.step(LeaderEvent::Tick)
     }
 
     /// The inventory requests that an event causes.
-    fn asks(&mut self, event: Event) -> Vec<Asked> {
+    fn asks(&mut self, event: LeaderEvent) -> Vec<Asked> {
         let effects = self.step(event);
         let asked = effects.into_iter().filter_map(|effect| match effect {
-            Effect::ReadInventory {
+            LeaderEffect::ReadInventory {
                 worker,
                 depot,
                 page_bytes,
@@ -98,14 +98,14 @@ impl Reader {
 
     pub(super) fn attach_with(&mut self, engine: u8, rank: u16, arena_pages: u32) -> Vec<Asked> {
         self.attaches += 1;
-        self.asks(Event::Attached(Attached {
+        self.asks(LeaderEvent::Attach(AttachRequest {
             worker: worker(engine, rank),
             ranks: RANKS,
             shards: RANKS,
             attach: AttachId(self.attaches),
             depot: DepotId(rank.into()),
             depot_epoch: Epoch(0),
-            memory: Some(EngineMemory {
+            memory: Some(WorkerMemory {
                 engine: engine_id(engine),
                 geometry: geometry(),
                 arena_pages,
@@ -132,7 +132,7 @@ impl Reader {
         next: Option<u32>,
         pages: &[u32],
     ) -> Vec<Asked> {
-        self.asks(Event::Inventory {
+        self.asks(LeaderEvent::Inventory {
             worker: worker(who.0, who.1),
             depot: DepotId(who.1.into()),
             reading: self.reading,
@@ -153,7 +153,7 @@ impl Reader {
 
     fn tick_at(&mut self, at: Time) -> Vec<Asked> {
         self.now = at;
-        self.asks(Event::Tick)
+        self.asks(LeaderEvent::Tick)
     }
 }
 
@@ -201,7 +201,7 @@ fn what_was_not_asked_for_is_not_taken() {
     assert_eq!(reader.part((1, 0), 0, None, &complete), []);
     assert_eq!(reader.part((0, 0), 1, None, &complete), []);
     assert_eq!(reader.part((0, 9), 0, None, &complete), []);
-    let other_depot = Event::Inventory {
+    let other_depot = LeaderEvent::Inventory {
         worker: worker(0, 0),
         depot: DepotId(77),
         reading: 1,
@@ -246,7 +246,7 @@ fn another_worker_of_the_shard_reads_on_when_one_is_dead() {
     let mut reader = Reader::new();
     assert_eq!(reader.attach_all(), FIRST);
     assert_eq!(reader.part((0, 1), 0, Some(8), &[2]), [((0, 1), 8)]);
-    let dead = Event::WorkerDead(worker(0, 1));
+    let dead = LeaderEvent::WorkerDead(worker(0, 1));
     assert_eq!(reader.asks(dead), [((1, 1), 8)]);
     assert_eq!(reader.part((0, 1), 8, None, &[9]), [], "it was not asked");
     assert_eq!(reader.part((1, 1), 8, None, &[9]), []);
@@ -257,10 +257,10 @@ fn another_worker_of_the_shard_reads_on_when_one_is_dead() {
     // Without another worker of the shard, its successor receives the request.
     let mut reader = Reader::new();
     assert_eq!(reader.attach_all(), FIRST);
-    assert_eq!(reader.asks(Event::WorkerDead(worker(1, 1))), []);
-    assert_eq!(reader.asks(Event::WorkerLost(worker(0, 1))), []);
+    assert_eq!(reader.asks(LeaderEvent::WorkerDead(worker(1, 1))), []);
+    assert_eq!(reader.asks(LeaderEvent::WorkerLost(worker(0, 1))), []);
     assert_eq!(reader.attach(1, 1), [], "the first may still divide it");
-    let dead = Event::WorkerDead(worker(0, 1));
+    let dead = LeaderEvent::WorkerDead(worker(0, 1));
     assert_eq!(reader.asks(dead), [((1, 1), 0)]);
 }
 
@@ -269,7 +269,7 @@ fn nobody_else_reads_a_depot_that_a_lost_worker_may_still_divide() {
     for attaches in [false, true] {
         let mut reader = Reader::new();
         assert_eq!(reader.attach_all(), FIRST);
-        assert_eq!(reader.asks(Event::WorkerLost(worker(0, 1))), []);
+        assert_eq!(reader.asks(LeaderEvent::WorkerLost(worker(0, 1))), []);
         assert!(reader.leader.owes_reading(worker(0, 1)));
         // The others are read. The depot whose answer is owed is not read by another worker, and no pool opens.
         for rank in [0, 2] {
@@ -284,7 +284,7 @@ fn nobody_else_reads_a_depot_that_a_lost_worker_may_still_divide() {
         };
         let asked = match attaches {
             true => reader.attach(0, 1),
-            false => reader.asks(Event::WorkerDead(worker(0, 1))),
+            false => reader.asks(LeaderEvent::WorkerDead(worker(0, 1))),
         };
         assert_eq!(asked, [(next, 0)]);
         assert_eq!(reader.part(next, 0, None, &[2]), []);
@@ -297,32 +297,35 @@ fn nobody_else_reads_a_depot_that_a_lost_worker_may_still_divide() {
 fn what_was_asked_for_a_reading_that_is_over_is_owed_all_the_same() {
     let mut reader = Reader::new();
     assert_eq!(reader.attach_all(), FIRST);
-    assert_eq!(reader.asks(Event::WorkerLost(worker(0, 1))), []);
+    assert_eq!(reader.asks(LeaderEvent::WorkerLost(worker(0, 1))), []);
     // A smaller depot of another shard: all inventories must be read again, except where a lost worker may still divide
     // the depot.
     let asked = reader.attach_with(1, 0, ARENA_PAGES / 2);
     assert_eq!(asked, [FIRST[0], FIRST[2]]);
-    assert_eq!(reader.asks(Event::WorkerDead(worker(0, 1))), [((1, 1), 0)]);
+    assert_eq!(
+        reader.asks(LeaderEvent::WorkerDead(worker(0, 1))),
+        [((1, 1), 0)]
+    );
 }
 
-/// The workers that these effects expel.
-pub(super) fn expelled(effects: &[Effect]) -> Vec<WorkerId> {
-    let expelled = effects.iter().filter_map(|effect| match effect {
-        Effect::Expel(worker) => Some(*worker),
+/// The workers that these effects fence.
+pub(super) fn fenced(effects: &[LeaderEffect]) -> Vec<WorkerId> {
+    let fenced = effects.iter().filter_map(|effect| match effect {
+        LeaderEffect::FenceWorker(worker) => Some(*worker),
         _ => None,
     });
-    expelled.collect()
+    fenced.collect()
 }
 
 /// Answers that its workers sent meanwhile are still in the leader's mailbox.
 #[test]
-fn a_leader_that_stood_still_expels_nobody_before_it_has_looked_again() {
+fn a_leader_that_stood_still_fences_nobody_before_it_has_looked_again() {
     let mut reader = Reader::new();
     assert_eq!(reader.attach_all(), FIRST);
     reader.now = Time(0) + FENCE * 5;
-    assert_eq!(expelled(&reader.step(Event::Tick)), []);
+    assert_eq!(fenced(&reader.step(LeaderEvent::Tick)), []);
     let answered = |reader: &mut Reader, rank| {
-        let event = Event::Inventory {
+        let event = LeaderEvent::Inventory {
             worker: worker(0, rank),
             depot: DepotId(u128::from(rank)),
             reading: reader.reading,
@@ -330,7 +333,7 @@ fn a_leader_that_stood_still_expels_nobody_before_it_has_looked_again() {
             next: None,
             records: Vec::new(),
         };
-        expelled(&reader.step(event))
+        fenced(&reader.step(event))
     };
     for rank in 0..RANKS {
         assert_eq!(answered(&mut reader, rank), []);
@@ -339,29 +342,32 @@ fn a_leader_that_stood_still_expels_nobody_before_it_has_looked_again() {
 }
 
 #[test]
-fn a_worker_that_does_not_answer_within_the_fence_time_is_expelled() {
+fn a_worker_that_does_not_answer_within_the_fence_time_is_fenced() {
     let mut reader = Reader::new();
     assert_eq!(reader.attach_all(), FIRST);
     for rank in [0, 2] {
         reader.part((0, rank), 0, None, &[]);
     }
-    reader.asks(Event::WorkerLost(worker(0, 1)));
-    assert_eq!(expelled(&reader.until(Time((Time(0) + FENCE).0 - 1))), []);
+    reader.asks(LeaderEvent::WorkerLost(worker(0, 1)));
+    assert_eq!(fenced(&reader.until(Time((Time(0) + FENCE).0 - 1))), []);
     for fences in 1..3 {
         assert_eq!(
-            expelled(&reader.until(Time(0) + FENCE * fences)),
+            fenced(&reader.until(Time(0) + FENCE * fences)),
             [worker(0, 1)]
         );
     }
-    assert_eq!(reader.asks(Event::WorkerDead(worker(0, 1))), [((1, 1), 0)]);
+    assert_eq!(
+        reader.asks(LeaderEvent::WorkerDead(worker(0, 1))),
+        [((1, 1), 0)]
+    );
     // An answer to an earlier request shows that the worker is alive: for the later request it gets the whole fence
     // time again.
     let asked_at = reader.now;
     let first = reader.reading;
-    let tick = |reader: &mut Reader, after: Duration| expelled(&reader.until(asked_at + after));
+    let tick = |reader: &mut Reader, after: Duration| fenced(&reader.until(asked_at + after));
     assert_eq!(tick(&mut reader, FENCE * 3 / 4), []);
     assert!(reader.reading > first, "it was asked again");
-    reader.step(Event::Inventory {
+    reader.step(LeaderEvent::Inventory {
         worker: worker(1, 1),
         depot: DepotId(1),
         reading: first,
@@ -403,25 +409,25 @@ fn another_depot_is_read_from_its_first_page() {
     assert_eq!(reader.attach_all(), FIRST);
     assert_eq!(reader.part((0, 1), 0, Some(8), &[2]), [((0, 1), 8)]);
     for engine in 0..2 {
-        reader.step(Event::WorkerDead(worker(engine, 1)));
+        reader.step(LeaderEvent::WorkerDead(worker(engine, 1)));
     }
     reader.attaches += 1;
-    let attached = Attached {
+    let attached = AttachRequest {
         worker: worker(0, 1),
         ranks: RANKS,
         shards: RANKS,
         attach: AttachId(reader.attaches),
         depot: DepotId(500),
         depot_epoch: Epoch(0),
-        memory: Some(EngineMemory {
+        memory: Some(WorkerMemory {
             engine: engine_id(0),
             geometry: geometry(),
             arena_pages: ARENA_PAGES,
         }),
     };
-    let effects = reader.step(Event::Attached(attached));
+    let effects = reader.step(LeaderEvent::Attach(attached));
     let asked = effects.iter().filter_map(|effect| match effect {
-        Effect::ReadInventory { depot, from, .. } => Some((depot.0, *from)),
+        LeaderEffect::ReadInventory { depot, from, .. } => Some((depot.0, *from)),
         _ => None,
     });
     let asked: Vec<(u128, u32)> = asked.collect();
@@ -436,9 +442,9 @@ fn what_was_read_before_an_invalidation_ended_is_read_again() {
         reader.part((0, rank), 0, None, &[2, 9]);
     }
     assert_eq!(reader.recovered(), Some(2));
-    reader.step(Event::EngineOpened(engine_id(0)));
+    reader.step(LeaderEvent::EngineOpened(engine_id(0)));
     let deadline = reader.now + Duration::from_secs(60);
-    let invalidations = reader.step(Event::Request {
+    let invalidations = reader.step(LeaderEvent::Request {
         engine: engine_id(0),
         id: RequestId(1),
         deadline,
@@ -446,7 +452,7 @@ fn what_was_read_before_an_invalidation_ended_is_read_again() {
             scope: ResetScope::Everything,
         },
     });
-    let invalidate = |rank| Effect::Invalidate {
+    let invalidate = |rank| LeaderEffect::Invalidate {
         worker: worker(0, rank),
         id: ResetId(1),
         scope: Scope::Everything,
@@ -454,7 +460,7 @@ fn what_was_read_before_an_invalidation_ended_is_read_again() {
         deadline,
     };
     assert_eq!(invalidations, [invalidate(0), invalidate(1), invalidate(2)]);
-    let invalidated = |rank| Event::Invalidated {
+    let invalidated = |rank| LeaderEvent::Invalidated {
         worker: worker(0, rank),
         epoch: EPOCH,
         id: ResetId(1),
@@ -466,7 +472,7 @@ fn what_was_read_before_an_invalidation_ended_is_read_again() {
     assert_eq!(reader.part((0, 0), 0, Some(8), &[]), [((0, 0), 8)]);
     assert_eq!(reader.step(invalidated(1)), []);
     let last = reader.step(invalidated(2));
-    let answered = Effect::Answer {
+    let answered = LeaderEffect::Answer {
         engine: engine_id(0),
         id: RequestId(1),
         answer: Ok(Answer::Reset(ResetAnswer { pages: 2 })),

@@ -17,8 +17,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use kvferry_core::{
-    AnchorKey, Attached, Effect, EngineMemory, Event, Leader, LeaderSettings, OPEN_REQUESTS_MAX,
-    Refusal,
+    AnchorKey, AttachRequest, Leader, LeaderEffect, LeaderEvent, LeaderSettings, OPEN_REQUESTS_MAX,
+    Refusal, WorkerMemory,
 };
 use kvferry_types::{
     Answer, AttachId, CancelStoresAnswer, DepotId, Direction, EndedCopy, EngineId, Epoch,
@@ -151,7 +151,7 @@ impl World {
 
     fn begin(&mut self) {
         for engine in 0..2 {
-            self.event(Event::EngineOpened(engine_id(engine)));
+            self.event(LeaderEvent::EngineOpened(engine_id(engine)));
             (0..RANKS).for_each(|rank| self.attach(engine, rank));
         }
         assert!(self.leader.is_ready());
@@ -178,7 +178,7 @@ impl World {
             cancelled: BTreeSet::new(),
         };
         for engine in 0..2 {
-            world.event(Event::EngineOpened(engine_id(engine)));
+            world.event(LeaderEvent::EngineOpened(engine_id(engine)));
         }
         world
     }
@@ -186,14 +186,14 @@ impl World {
     fn attach(&mut self, engine: u8, rank: u16) {
         let geometry = geometry();
         self.attaches += 1;
-        self.event(Event::Attached(Attached {
+        self.event(LeaderEvent::Attach(AttachRequest {
             worker: worker(engine, rank),
             ranks: RANKS,
             shards: RANKS,
             attach: AttachId(self.attaches),
             depot: DepotId(rank.into()),
             depot_epoch: Epoch(0),
-            memory: Some(EngineMemory {
+            memory: Some(WorkerMemory {
                 engine: engine_id(engine),
                 geometry,
                 arena_pages: 60,
@@ -210,7 +210,7 @@ impl World {
 
     fn send(&mut self, engine: u8, id: RequestId, request: Request) {
         let deadline = self.now + Duration::from_secs(5);
-        self.event(Event::Request {
+        self.event(LeaderEvent::Request {
             engine: engine_id(engine),
             id,
             deadline,
@@ -218,13 +218,15 @@ impl World {
         });
     }
 
-    fn event(&mut self, event: Event) {
+    fn event(&mut self, event: LeaderEvent) {
         let mut effects = Vec::new();
         self.leader.step(self.now, event, &mut effects);
         for effect in effects {
             match effect {
-                Effect::Answer { engine, id, answer } => self.answered(engine.0[0], id, answer),
-                Effect::Copy {
+                LeaderEffect::Answer { engine, id, answer } => {
+                    self.answered(engine.0[0], id, answer)
+                }
+                LeaderEffect::Copy {
                     replica,
                     ranks,
                     copy,
@@ -243,7 +245,7 @@ impl World {
                     let before = self.open.insert(copy.op, open);
                     assert!(before.is_none(), "{} was given twice", copy.op);
                 }
-                Effect::Cancel { ops, .. } => {
+                LeaderEffect::Cancel { ops, .. } => {
                     for op in ops {
                         assert!(
                             self.open.contains_key(&op),
@@ -252,14 +254,14 @@ impl World {
                         self.cancelled.insert(op);
                     }
                 }
-                Effect::Admit { verdict, .. } => assert!(verdict.is_ok()),
-                Effect::ReadInventory {
+                LeaderEffect::Admit { verdict, .. } => assert!(verdict.is_ok()),
+                LeaderEffect::ReadInventory {
                     worker,
                     depot,
                     reading,
                     from,
                     ..
-                } => self.event(Event::Inventory {
+                } => self.event(LeaderEvent::Inventory {
                     worker,
                     depot,
                     reading,
@@ -267,15 +269,15 @@ impl World {
                     next: None,
                     records: Vec::new(),
                 }),
-                Effect::Invalidate { worker, id, .. } => {
+                LeaderEffect::Invalidate { worker, id, .. } => {
                     let epoch = EPOCH;
-                    self.event(Event::Invalidated { worker, epoch, id });
+                    self.event(LeaderEvent::Invalidated { worker, epoch, id });
                 }
-                Effect::Expel(expelled) => {
+                LeaderEffect::FenceWorker(fenced) => {
                     let stuck = self.open.values().any(|(_, engine, ranks)| {
-                        ranks.iter().any(|rank| worker(*engine, *rank) == expelled)
+                        ranks.iter().any(|rank| worker(*engine, *rank) == fenced)
                     });
-                    assert!(stuck, "{expelled} owes nothing");
+                    assert!(stuck, "{fenced} owes nothing");
                 }
             }
         }
@@ -355,7 +357,7 @@ impl World {
             bytes: 64,
             copy_us: 1,
         };
-        self.event(Event::Ended {
+        self.event(LeaderEvent::Ended {
             worker: worker(engine, rank),
             epoch,
             copies: vec![ended, ended],
@@ -370,7 +372,7 @@ impl World {
             }
             !ranks.is_empty()
         });
-        self.event(Event::WorkerDead(worker(engine, rank)));
+        self.event(LeaderEvent::WorkerDead(worker(engine, rank)));
         assert!(!self.leader.is_attached(worker(engine, rank)));
         self.attach(engine, rank);
     }
@@ -460,12 +462,12 @@ impl World {
             }
             Step::Wait(seconds) => {
                 self.now = self.now + Duration::from_secs(seconds);
-                self.event(Event::Tick);
+                self.event(LeaderEvent::Tick);
             }
             Step::Reconnect(engine) => {
-                self.event(Event::EngineClosed(engine_id(engine)));
+                self.event(LeaderEvent::EngineClosed(engine_id(engine)));
                 self.take(Step::Wait(9));
-                self.event(Event::EngineOpened(engine_id(engine)));
+                self.event(LeaderEvent::EngineOpened(engine_id(engine)));
             }
             Step::Die(engine, rank) => self.die(engine, rank),
             Step::Retry(_) | Step::Report { .. } => {}
@@ -483,7 +485,7 @@ impl World {
             self.report(op, rank, true, EPOCH);
         }
         self.now = self.now + Duration::from_secs(3600);
-        self.event(Event::Tick);
+        self.event(LeaderEvent::Tick);
         let pool = self.leader.pool().expect("a pool");
         assert_eq!(pool.pins(), 0, "a hold outlived its expiry");
         let states = pool.page_states();

@@ -8,9 +8,9 @@ use super::*;
 const DEADLINE: Duration = Duration::from_secs(60);
 
 /// Replica and rank of each worker that received an invalidation from a step.
-fn asked(effects: &[Effect]) -> Vec<(u16, u16)> {
-    let invalidate = |effect: &Effect| match effect {
-        Effect::Invalidate {
+fn asked(effects: &[LeaderEffect]) -> Vec<(u16, u16)> {
+    let invalidate = |effect: &LeaderEffect| match effect {
+        LeaderEffect::Invalidate {
             worker, id, scope, ..
         } => {
             assert_eq!((*id, scope), (ResetId(1), &Scope::Everything));
@@ -21,10 +21,10 @@ fn asked(effects: &[Effect]) -> Vec<(u16, u16)> {
     effects.iter().filter_map(invalidate).collect()
 }
 
-fn reset(reader: &mut Reader) -> Vec<Effect> {
+fn reset(reader: &mut Reader) -> Vec<LeaderEffect> {
     let deadline = reader.now + DEADLINE;
     let scope = ResetScope::Everything;
-    reader.step(Event::Request {
+    reader.step(LeaderEvent::Request {
         engine: engine_id(0),
         id: RequestId(1),
         deadline,
@@ -32,18 +32,18 @@ fn reset(reader: &mut Reader) -> Vec<Effect> {
     })
 }
 
-fn invalidated(reader: &mut Reader, rank: u16) -> Vec<Effect> {
+fn invalidated(reader: &mut Reader, rank: u16) -> Vec<LeaderEffect> {
     invalidated_in(reader, rank, EPOCH)
 }
 
-fn invalidated_in(reader: &mut Reader, rank: u16, epoch: Epoch) -> Vec<Effect> {
+fn invalidated_in(reader: &mut Reader, rank: u16, epoch: Epoch) -> Vec<LeaderEffect> {
     let (worker, id) = (worker(0, rank), ResetId(1));
-    reader.step(Event::Invalidated { worker, epoch, id })
+    reader.step(LeaderEvent::Invalidated { worker, epoch, id })
 }
 
-fn answer(effects: &[Effect]) -> Option<Reply> {
+fn answer(effects: &[LeaderEffect]) -> Option<Reply> {
     effects.iter().find_map(|effect| match effect {
-        Effect::Answer { answer, .. } => Some(answer.clone()),
+        LeaderEffect::Answer { answer, .. } => Some(answer.clone()),
         _ => None,
     })
 }
@@ -57,7 +57,7 @@ fn a_reset_whose_last_shard_answers_while_a_new_pool_is_swept_is_answered_with_t
     settings.reset_slice_pages = 1;
     reader.leader = Leader::new(settings);
     for engine in 0..2 {
-        reader.step(Event::EngineOpened(engine_id(engine)));
+        reader.step(LeaderEvent::EngineOpened(engine_id(engine)));
     }
     reader.attach_all();
     for rank in 0..RANKS {
@@ -66,7 +66,7 @@ fn a_reset_whose_last_shard_answers_while_a_new_pool_is_swept_is_answered_with_t
     let mut invalidations = asked(&reset(&mut reader));
     while invalidations.len() < usize::from(RANKS) {
         reader.now = reader.leader.next_timeout().expect("a slice");
-        invalidations.extend(asked(&reader.step(Event::Tick)));
+        invalidations.extend(asked(&reader.step(LeaderEvent::Tick)));
     }
     assert_eq!(invalidations, [(0, 0), (0, 1), (0, 2)]);
     for rank in 1..RANKS {
@@ -89,7 +89,7 @@ fn a_reset_whose_last_shard_answers_while_a_new_pool_is_swept_is_answered_with_t
     let told = loop {
         reader.now = reader.leader.next_timeout().expect("a slice");
         assert!(reader.now < deadline, "nobody goes on with the reset");
-        let effects = reader.step(Event::Tick);
+        let effects = reader.step(LeaderEvent::Tick);
         assert_eq!(asked(&effects), [], "every shard has answered");
         if let Some(told) = answer(&effects) {
             break told;
@@ -105,9 +105,9 @@ fn an_invalidation_is_repeated_after_each_answer_to_an_attach() {
     let mut reader = Reader::served();
     assert_eq!(asked(&reset(&mut reader)), [(0, 0), (0, 1), (0, 2)]);
     for replica in 0..2 {
-        reader.step(Event::WorkerDead(worker(replica, 1)));
+        reader.step(LeaderEvent::WorkerDead(worker(replica, 1)));
     }
-    let attached = Attached {
+    let attached = AttachRequest {
         worker: worker(0, 1),
         ranks: RANKS,
         shards: RANKS,
@@ -117,13 +117,13 @@ fn an_invalidation_is_repeated_after_each_answer_to_an_attach() {
         memory: None,
     };
     for copy in 0..2 {
-        let effects = reader.step(Event::Attached(attached.clone()));
+        let effects = reader.step(LeaderEvent::Attach(attached.clone()));
         let admitted = effects
             .iter()
-            .position(|effect| matches!(effect, Effect::Admit { verdict: Ok(_), .. }));
+            .position(|effect| matches!(effect, LeaderEffect::Admit { verdict: Ok(_), .. }));
         let invalidate = effects
             .iter()
-            .position(|effect| matches!(effect, Effect::Invalidate { .. }));
+            .position(|effect| matches!(effect, LeaderEffect::Invalidate { .. }));
         assert_eq!(asked(&effects), [(0, 1)], "answer {copy}: {effects:?}");
         assert!(admitted < invalidate, "the order is behind the answer");
     }

@@ -10,13 +10,13 @@ fn leader(ranks: u16, shards: u16) -> Leader {
     settings.sharding = Sharding::new(ranks, shards).expect("divides");
     settings.replicas = 1;
     let mut leader = Leader::new(settings);
-    let opened = Event::EngineOpened(engine_id(0));
+    let opened = LeaderEvent::EngineOpened(engine_id(0));
     leader.step(Time(0), opened, &mut Vec::new());
     leader
 }
 
 /// Attaches a worker that was started for this number of ranks and shards, with the engine's memory.
-fn attach(leader: &mut Leader, rank: u16, settings: (u16, u16)) -> Vec<Effect> {
+fn attach(leader: &mut Leader, rank: u16, settings: (u16, u16)) -> Vec<LeaderEffect> {
     attach_depot(leader, rank, settings, Epoch(0))
 }
 
@@ -26,29 +26,29 @@ fn attach_depot(
     rank: u16,
     (ranks, shards): (u16, u16),
     depot_epoch: Epoch,
-) -> Vec<Effect> {
-    let attached = Attached {
+) -> Vec<LeaderEffect> {
+    let attached = AttachRequest {
         worker: worker(0, rank),
         ranks,
         shards,
         attach: AttachId(depot_epoch.0 + 1),
         depot: DepotId(rank.into()),
         depot_epoch,
-        memory: Some(EngineMemory {
+        memory: Some(WorkerMemory {
             engine: engine_id(0),
             geometry: geometry(),
             arena_pages: 60,
         }),
     };
     let mut effects = Vec::new();
-    leader.step(Time(0), Event::Attached(attached), &mut effects);
+    leader.step(Time(0), LeaderEvent::Attach(attached), &mut effects);
     leader.check().expect("the second count agrees");
     effects
 }
 
-fn verdict(effects: &[Effect]) -> Result<OpId, Refusal> {
+fn verdict(effects: &[LeaderEffect]) -> Result<OpId, Refusal> {
     let verdict = effects.iter().find_map(|effect| match effect {
-        Effect::Admit { verdict, .. } => Some(verdict.clone()),
+        LeaderEffect::Admit { verdict, .. } => Some(verdict.clone()),
         _ => None,
     });
     verdict.expect("a verdict")
@@ -67,14 +67,14 @@ fn a_worker_of_an_engine_with_more_ranks_than_the_leader_was_started_for_is_turn
             value: 2,
             expected: 1,
         };
-        let reads = |effect: &Effect| matches!(effect, Effect::ReadInventory { .. });
+        let reads = |effect: &LeaderEffect| matches!(effect, LeaderEffect::ReadInventory { .. });
         assert!(!effects.iter().any(reads), "{effects:?}");
         assert_eq!(verdict(&effects), Err(expected));
     }
     assert!(!leader.is_ready());
     assert_eq!(leader.attached_workers(), 0);
     let mut effects = Vec::new();
-    let asked = Event::Request {
+    let asked = LeaderEvent::Request {
         engine: engine_id(0),
         id: RequestId(1),
         deadline: Time(1),
@@ -87,7 +87,7 @@ fn a_worker_of_an_engine_with_more_ranks_than_the_leader_was_started_for_is_turn
     };
     leader.step(Time(0), asked, &mut effects);
     let [
-        Effect::Answer {
+        LeaderEffect::Answer {
             answer: Err(why), ..
         },
     ] = &effects[..]
@@ -135,7 +135,7 @@ fn a_depot_that_has_seen_the_epoch_of_a_leader_that_has_read_nothing_is_turned_a
     for seen in [EPOCH, Epoch(EPOCH.0 + 1), Epoch(u64::MAX - 1)] {
         let mut leader = leader(1, 1);
         let effects = attach_depot(&mut leader, 0, (1, 1), seen);
-        let reads = |effect: &Effect| matches!(effect, Effect::ReadInventory { .. });
+        let reads = |effect: &LeaderEffect| matches!(effect, LeaderEffect::ReadInventory { .. });
         assert!(!effects.iter().any(reads), "{effects:?}");
         let used = Refusal::EpochUsed {
             worker: worker(0, 0),
@@ -146,12 +146,16 @@ fn a_depot_that_has_seen_the_epoch_of_a_leader_that_has_read_nothing_is_turned_a
     }
     let mut leader = leader(1, 1);
     let effects = attach_depot(&mut leader, 0, (1, 1), Epoch(EPOCH.0 - 1));
-    let [Effect::Admit { .. }, Effect::ReadInventory { reading, .. }] = &effects[..] else {
+    let [
+        LeaderEffect::Admit { .. },
+        LeaderEffect::ReadInventory { reading, .. },
+    ] = &effects[..]
+    else {
         panic!("{effects:?}");
     };
     leader.step(
         Time(0),
-        Event::Inventory {
+        LeaderEvent::Inventory {
             worker: worker(0, 0),
             depot: DepotId(0),
             reading: *reading,

@@ -27,7 +27,7 @@ impl Shared {
             leader: Leader::new(settings),
             asked: 0,
         };
-        shared.step(Event::EngineOpened(engine_id(0)));
+        shared.step(LeaderEvent::EngineOpened(engine_id(0)));
         shared
     }
 
@@ -41,7 +41,7 @@ impl Shared {
         let read: Vec<(WorkerId, DepotId)> = asked
             .into_iter()
             .filter_map(|effect| match effect {
-                Effect::ReadInventory { worker, depot, .. } => Some((worker, depot)),
+                LeaderEffect::ReadInventory { worker, depot, .. } => Some((worker, depot)),
                 _ => None,
             })
             .collect();
@@ -51,7 +51,7 @@ impl Shared {
             "one of each shard"
         );
         for (worker, depot) in read {
-            shared.step(Event::Inventory {
+            shared.step(LeaderEvent::Inventory {
                 worker,
                 depot,
                 reading: 1,
@@ -64,23 +64,23 @@ impl Shared {
         shared
     }
 
-    fn step(&mut self, event: Event) -> Vec<Effect> {
+    fn step(&mut self, event: LeaderEvent) -> Vec<LeaderEffect> {
         let mut effects = Vec::new();
         self.leader.step(Time(0), event, &mut effects);
         self.leader.check().expect("the second count agrees");
         effects
     }
 
-    fn attach(&mut self, rank: u16, depot: DepotId) -> Vec<Effect> {
+    fn attach(&mut self, rank: u16, depot: DepotId) -> Vec<LeaderEffect> {
         self.asked += 1;
-        self.step(Event::Attached(Attached {
+        self.step(LeaderEvent::Attach(AttachRequest {
             worker: place(rank),
             ranks: 4,
             shards: 2,
             attach: AttachId(self.asked),
             depot,
             depot_epoch: Epoch(0),
-            memory: Some(EngineMemory {
+            memory: Some(WorkerMemory {
                 engine: engine_id(0),
                 geometry: geometry(),
                 arena_pages: 60,
@@ -88,9 +88,9 @@ impl Shared {
         }))
     }
 
-    fn ask(&mut self, request: Request) -> Vec<Effect> {
+    fn ask(&mut self, request: Request) -> Vec<LeaderEffect> {
         self.asked += 1;
-        self.step(Event::Request {
+        self.step(LeaderEvent::Request {
             engine: engine_id(0),
             id: RequestId(self.asked),
             deadline: Time(0) + Duration::from_secs(5),
@@ -107,7 +107,7 @@ impl Shared {
             device_pages: 0,
         });
         let effects = self.ask(request);
-        let [Effect::Copy { ranks, copy, .. }] = &effects[..] else {
+        let [LeaderEffect::Copy { ranks, copy, .. }] = &effects[..] else {
             unreachable!("{effects:?}")
         };
         (ranks.iter().map(|rank| rank.0).collect(), copy.op)
@@ -131,7 +131,7 @@ impl Shared {
             bytes: 64,
             copy_us: 1,
         };
-        let effects = self.step(Event::Ended {
+        let effects = self.step(LeaderEvent::Ended {
             worker: place(rank),
             epoch: EPOCH,
             copies: vec![ended],
@@ -171,7 +171,7 @@ fn ranks_of_a_shard_share_its_depot() {
     shared.attach(0, DepotId(1));
     let refused = shared.attach(1, DepotId(2));
     let verdict = refused.into_iter().find_map(|effect| match effect {
-        Effect::Admit { verdict, .. } => Some(verdict),
+        LeaderEffect::Admit { verdict, .. } => Some(verdict),
         _ => None,
     });
     let not_shared = Refusal::DepotNotShared {
@@ -187,7 +187,7 @@ fn a_depot_is_of_one_shard() {
     shared.attach(0, DepotId(1));
     let refused = shared.attach(2, DepotId(1));
     let verdict = refused.into_iter().find_map(|effect| match effect {
-        Effect::Admit { verdict, .. } => Some(verdict),
+        LeaderEffect::Admit { verdict, .. } => Some(verdict),
         _ => None,
     });
     let of_two = Refusal::DepotOfTwoShards {
@@ -203,7 +203,7 @@ fn what_is_reset_is_invalidated_once_a_shard() {
     let invalidations = shared.ask(Request::Reset {
         scope: ResetScope::Everything,
     });
-    let invalidate = |rank| Effect::Invalidate {
+    let invalidate = |rank| LeaderEffect::Invalidate {
         worker: place(rank),
         id: ResetId(1),
         scope: Scope::Everything,
@@ -212,7 +212,7 @@ fn what_is_reset_is_invalidated_once_a_shard() {
     };
     assert_eq!(invalidations, [invalidate(0), invalidate(2)]);
     let mut invalidated = |rank| {
-        let effects = shared.step(Event::Invalidated {
+        let effects = shared.step(LeaderEvent::Invalidated {
             worker: place(rank),
             epoch: EPOCH,
             id: ResetId(1),

@@ -53,7 +53,7 @@ impl Site {
         }
     }
 
-    fn step(&mut self, event: Event) -> Vec<Effect> {
+    fn step(&mut self, event: LeaderEvent) -> Vec<LeaderEffect> {
         let mut effects = Vec::new();
         self.leader.step(Time(0), event, &mut effects);
         self.leader.check().expect("the second count agrees");
@@ -61,7 +61,7 @@ impl Site {
     }
 
     /// Attaches a worker. The number of its rank is added to the depot's id.
-    fn attach(&mut self, place: (u8, u16), here: Option<Here>) -> Vec<Effect> {
+    fn attach(&mut self, place: (u8, u16), here: Option<Here>) -> Vec<LeaderEffect> {
         self.attach_depot(place, here.map_or(0, |here| here.depot), here)
     }
 
@@ -70,10 +70,10 @@ impl Site {
         (replica, rank): (u8, u16),
         depot: u128,
         here: Option<Here>,
-    ) -> Vec<Effect> {
+    ) -> Vec<LeaderEffect> {
         self.attaches += 1;
         let ranks = self.leader.sharding().ranks();
-        let memory = here.map(|here| EngineMemory {
+        let memory = here.map(|here| WorkerMemory {
             engine: engine_id(here.engine),
             geometry: GroupGeometry {
                 page_bytes: here.page_bytes,
@@ -83,7 +83,7 @@ impl Site {
             },
             arena_pages: here.arena_pages,
         });
-        self.step(Event::Attached(Attached {
+        self.step(LeaderEvent::Attach(AttachRequest {
             worker: worker(replica, rank),
             ranks,
             shards: ranks,
@@ -95,14 +95,14 @@ impl Site {
     }
 
     /// Answers every inventory request with an empty list. Returns the requested page sizes.
-    fn read(&mut self, effects: &[Effect]) -> Vec<u64> {
+    fn read(&mut self, effects: &[LeaderEffect]) -> Vec<u64> {
         self.read_with(effects, &[])
     }
 
-    fn read_with(&mut self, effects: &[Effect], records: &[PageRecord]) -> Vec<u64> {
+    fn read_with(&mut self, effects: &[LeaderEffect], records: &[PageRecord]) -> Vec<u64> {
         let mut sizes = Vec::new();
         for effect in effects {
-            if let Effect::ReadInventory {
+            if let LeaderEffect::ReadInventory {
                 worker,
                 depot,
                 page_bytes,
@@ -111,7 +111,7 @@ impl Site {
             } = effect
             {
                 sizes.push(*page_bytes);
-                self.step(Event::Inventory {
+                self.step(LeaderEvent::Inventory {
                     worker: *worker,
                     depot: *depot,
                     reading: *reading,
@@ -124,9 +124,9 @@ impl Site {
         sizes
     }
 
-    fn ask(&mut self, engine: u8, request: Request) -> Vec<Effect> {
+    fn ask(&mut self, engine: u8, request: Request) -> Vec<LeaderEffect> {
         self.asked += 1;
-        self.step(Event::Request {
+        self.step(LeaderEvent::Request {
             engine: engine_id(engine),
             id: RequestId(self.asked),
             deadline: Time(5_000_000_000),
@@ -144,7 +144,7 @@ impl Site {
         answer(&self.ask(engine, lookup)).expect("answered at once")
     }
 
-    fn store_from(&mut self, engine: u8, first: u32) -> Vec<Effect> {
+    fn store_from(&mut self, engine: u8, first: u32) -> Vec<LeaderEffect> {
         self.lookup(engine).expect("a slot");
         let source = PageList::run(first, 8);
         let (slot, first_page, more) = (SlotId(1), 0, None);
@@ -159,7 +159,7 @@ impl Site {
         )
     }
 
-    fn load(&mut self, engine: u8, first: u32) -> Vec<Effect> {
+    fn load(&mut self, engine: u8, first: u32) -> Vec<LeaderEffect> {
         let destination = PageList::run(first, 8);
         let (slot, first_page) = (SlotId(1), 0);
         self.ask(
@@ -180,7 +180,7 @@ impl Site {
         assert_eq!(self.lookup(engine), hit(8));
     }
 
-    fn ended(&mut self, (replica, rank): (u8, u16), op: OpId) -> Vec<Effect> {
+    fn ended(&mut self, (replica, rank): (u8, u16), op: OpId) -> Vec<LeaderEffect> {
         let ended = EndedCopy {
             op,
             complete: true,
@@ -188,7 +188,7 @@ impl Site {
             bytes: 64,
             copy_us: 1,
         };
-        self.step(Event::Ended {
+        self.step(LeaderEvent::Ended {
             worker: worker(replica, rank),
             epoch: EPOCH,
             copies: vec![ended],
@@ -196,23 +196,23 @@ impl Site {
     }
 }
 
-fn answer(effects: &[Effect]) -> Option<Reply> {
+fn answer(effects: &[LeaderEffect]) -> Option<Reply> {
     effects.iter().find_map(|effect| match effect {
-        Effect::Answer { answer, .. } => Some(answer.clone()),
+        LeaderEffect::Answer { answer, .. } => Some(answer.clone()),
         _ => None,
     })
 }
 
-fn copy(effects: &[Effect]) -> Option<OpId> {
+fn copy(effects: &[LeaderEffect]) -> Option<OpId> {
     effects.iter().find_map(|effect| match effect {
-        Effect::Copy { copy, .. } => Some(copy.op),
+        LeaderEffect::Copy { copy, .. } => Some(copy.op),
         _ => None,
     })
 }
 
-fn verdict(effects: &[Effect]) -> Result<(), Refusal> {
+fn verdict(effects: &[LeaderEffect]) -> Result<(), Refusal> {
     let verdict = effects.iter().find_map(|effect| match effect {
-        Effect::Admit { verdict, .. } => Some(verdict.clone().map(|_| ())),
+        LeaderEffect::Admit { verdict, .. } => Some(verdict.clone().map(|_| ())),
         _ => None,
     });
     verdict.expect("a verdict")
@@ -279,13 +279,13 @@ fn copies_of_a_pool_that_ends_are_cancelled_and_awaited_before_anything_is_read(
     site.read(&asked);
     let op = copy(&site.store_from(A.engine, 0)).expect("a copy");
     // The worker that copies is unreachable, and the other replica gets an engine with other pages.
-    site.step(Event::WorkerLost(worker(1, 0)));
+    site.step(LeaderEvent::WorkerLost(worker(1, 0)));
     site.attach((0, 0), None);
     let effects = site.attach((0, 0), Some(B));
     assert_eq!(verdict(&effects), Ok(()));
     let cancelled = effects
         .iter()
-        .any(|effect| matches!(effect, Effect::Cancel { ops, .. } if ops.contains(&op)));
+        .any(|effect| matches!(effect, LeaderEffect::Cancel { ops, .. } if ops.contains(&op)));
     assert!(cancelled, "{effects:?}");
     assert!(site.read(&effects).is_empty(), "the copy may still write");
     assert_eq!(site.lookup(B.engine), Err(Refusal::Reading));
@@ -310,7 +310,7 @@ fn no_hold_outlives_the_depot() {
     site.stored((0, 0), A.engine);
     assert_eq!(site.leader.pool().map(|pool| pool.pins()), Some(1));
 
-    site.step(Event::WorkerDead(worker(0, 0)));
+    site.step(LeaderEvent::WorkerDead(worker(0, 0)));
     let asked = site.attach((0, 0), Some(Here { depot: 70, ..A }));
     assert_eq!(answer(&site.load(A.engine, 0)), Some(Err(Refusal::Reading)));
     assert_eq!(site.read(&asked), [64]);
@@ -335,7 +335,7 @@ fn a_load_under_way_keeps_a_pool_that_ends_until_it_has_ended_itself() {
     site.ended((0, 1), op);
     assert_eq!(site.lookup(A.engine), hit(8));
     let op = copy(&site.load(A.engine, 16)).expect("a copy");
-    site.step(Event::WorkerDead(worker(0, 0)));
+    site.step(LeaderEvent::WorkerDead(worker(0, 0)));
     let effects = site.attach((0, 0), Some(Here { depot: 70, ..A }));
     assert!(site.read(&effects).is_empty());
     assert!(site.leader.closing_pool().is_some());
@@ -390,7 +390,7 @@ fn pages_are_checked_against_the_memory_of_the_engine_that_asks() {
     let asked = site.attach((2, 0), Some(small));
     site.read(&asked);
     let refused =
-        |effects: &[Effect]| matches!(answer(effects), Some(Err(Refusal::Invalid { .. })));
+        |effects: &[LeaderEffect]| matches!(answer(effects), Some(Err(Refusal::Invalid { .. })));
 
     let effects = site.store_from(large.engine, 88);
     let op = copy(&effects).expect("pages that this engine has");
@@ -465,7 +465,7 @@ fn an_engine_of_another_shape_does_not_take_the_turn_of_one_whose_workers_attach
     assert_eq!(site.lookup(A.engine), hit(8));
     // The connections of the first engine's workers break. A rank of the second engine registers meanwhile.
     for rank in [0, 1] {
-        site.step(Event::WorkerLost(worker(1, rank)));
+        site.step(LeaderEvent::WorkerLost(worker(1, rank)));
     }
     assert_eq!(verdict(&site.attach((0, 0), Some(B))), Ok(()));
     for rank in [0, 1] {
@@ -499,13 +499,13 @@ fn a_reset_of_a_namespace_means_the_pages_of_every_layout() {
     ] {
         let mut site = Site::new(1, 1);
         for engine in [1, 2] {
-            site.step(Event::EngineOpened(engine_id(engine)));
+            site.step(LeaderEvent::EngineOpened(engine_id(engine)));
         }
         let asked = site.attach((0, 0), Some(A));
         site.read(&asked);
         let stored = site.store_from(1, 0);
         let record = stored.iter().find_map(|effect| match effect {
-            Effect::Copy { copy, .. } => copy.record.clone(),
+            LeaderEffect::Copy { copy, .. } => copy.record.clone(),
             _ => None,
         });
         let mut listed: Vec<PageRecord> =
@@ -530,7 +530,7 @@ fn a_reset_of_a_namespace_means_the_pages_of_every_layout() {
         let kept = listed.iter().map(|page| page.fingerprint);
         assert!(kept.eq(fingerprints[8 - left..].iter().copied()), "{name}");
         let worker = worker(0, 0);
-        let invalidated = Event::Invalidated {
+        let invalidated = LeaderEvent::Invalidated {
             worker,
             epoch: EPOCH,
             id,
@@ -550,9 +550,9 @@ fn a_reset_of_a_namespace_means_the_pages_of_every_layout() {
     }
 }
 
-fn invalidate(effects: &[Effect]) -> (ResetId, Scope) {
+fn invalidate(effects: &[LeaderEffect]) -> (ResetId, Scope) {
     let invalidate = effects.iter().find_map(|effect| match effect {
-        Effect::Invalidate { id, scope, .. } => Some((*id, scope.clone())),
+        LeaderEffect::Invalidate { id, scope, .. } => Some((*id, scope.clone())),
         _ => None,
     });
     invalidate.expect("a worker is asked")
@@ -565,9 +565,9 @@ fn a_worker_with_pages_of_another_size_is_not_asked_for_the_inventory_of_the_eng
         site.attach((1, rank), None);
     }
     site.attach((0, 0), Some(A));
-    let asked = |effects: &[Effect]| -> Vec<(WorkerId, u64)> {
+    let asked = |effects: &[LeaderEffect]| -> Vec<(WorkerId, u64)> {
         let asked = effects.iter().filter_map(|effect| match effect {
-            Effect::ReadInventory {
+            LeaderEffect::ReadInventory {
                 worker, page_bytes, ..
             } => Some((*worker, *page_bytes)),
             _ => None,

@@ -3,7 +3,7 @@
 //!
 //! One sequence of three pages in an arena of three. [`Pool`] runs in parallel.
 
-use kvferry_core::{AnchorKey, Domain, Kind, MatchGoal, Pool, PrefixMatch, Run};
+use kvferry_core::{AnchorKey, BlockRun, Domain, MatchGoal, Pool, PrefixMatch, ReservationKind};
 use kvferry_types::{Generation, GroupId, PageHashes, Rank, Ratio};
 use stateright::{Model, Property};
 
@@ -281,7 +281,7 @@ impl Growth {
                 Event::Grow => {
                     let tail = pool.longest(domain, sequence, 0, MatchGoal::Present);
                     let position = tail.map_or(0, |tail| tail.pages);
-                    let kind = tail.map_or(Kind::New, |_| Kind::Growth);
+                    let kind = tail.map_or(ReservationKind::New, |_| ReservationKind::Growth);
                     let (mut reserved, mut evicted) = (Vec::new(), Vec::new());
                     pool.reserve(
                         domain,
@@ -309,7 +309,7 @@ impl Growth {
                 }
             }
         }
-        let mut runs: Vec<Run> = Vec::new();
+        let mut runs: Vec<BlockRun> = Vec::new();
         let found = pool.walk(domain, sequence, 0, &mut runs);
         let expected = PrefixMatch {
             end: state.ready.len() as u32,

@@ -6,7 +6,7 @@
 
 mod beside;
 
-use kvferry_core::Event;
+use kvferry_core::LeaderEvent;
 use kvferry_types::{EndedCopy, EngineId, Epoch, OpId, PageList, Rank, Request, RequestId, SlotId};
 use stateright::{Model, Property};
 
@@ -107,18 +107,18 @@ struct State {
     closing: bool,
     evicted: bool,
     differs: Option<String>,
-    past: Past<(u8, Event)>,
+    past: Past<(u8, LeaderEvent)>,
 }
 
 impl State {
-    fn tell(&mut self, event: Event) {
+    fn tell(&mut self, event: LeaderEvent) {
         self.past = self.past.then((self.now, event));
     }
 
     fn ask(&mut self, request: Request) {
         let (engine, id) = (ENGINE, RequestId(0));
         let deadline = time(self.now + DEADLINE);
-        self.tell(Event::Request {
+        self.tell(LeaderEvent::Request {
             engine,
             id,
             deadline,
@@ -322,7 +322,7 @@ impl State {
                 self.slots[name] = None;
             }
         }
-        self.tell(Event::Tick);
+        self.tell(LeaderEvent::Tick);
     }
 
     fn die(&mut self, rule: Rule, rank: Rank) {
@@ -339,8 +339,8 @@ impl State {
         self.free_if_unheld();
         self.closing = !self.ops.is_empty();
         let worker = worker(rank);
-        self.tell(Event::WorkerDead(worker));
-        self.tell(Event::Attached(attached(worker, 2)));
+        self.tell(LeaderEvent::WorkerDead(worker));
+        self.tell(LeaderEvent::Attach(attached(worker, 2)));
     }
 
     /// Every block that a slot holds or a load reads, once for each holder.
@@ -444,7 +444,7 @@ impl Model for Leases {
                     bytes: 0,
                     copy_us: 0,
                 };
-                state.tell(Event::Ended {
+                state.tell(LeaderEvent::Ended {
                     worker: worker(rank),
                     epoch: EPOCH,
                     copies: vec![ended],
@@ -459,12 +459,12 @@ impl Model for Leases {
                 state.disconnected += 1;
                 state.connected = false;
                 state.gone_at = Some(state.now + GRACE);
-                state.tell(Event::EngineClosed(ENGINE));
+                state.tell(LeaderEvent::EngineClosed(ENGINE));
             }
             Action::Reconnect => {
                 state.connected = true;
                 state.gone_at = None;
-                state.tell(Event::EngineOpened(ENGINE));
+                state.tell(LeaderEvent::EngineOpened(ENGINE));
             }
             Action::Die(rank) => state.die(self.rule, rank),
         }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::{Host, WorkerMessage};
 use crate::gpu::{EngineSide, Gpu};
 use crate::transfer::TransferMessage;
-use kvferry_cuda::{Announced, CudaError, DeviceUuid, Outcome, device_of};
+use kvferry_cuda::{Announced, CopierReport, CudaError, DeviceUuid, device_of};
 use kvferry_memory::DropWaiter;
 use kvferry_protocol::{ErrorBody, ErrorCode};
 use kvferry_types::{ByteSize, Registration, RequestId, Time};
@@ -24,7 +24,7 @@ pub(super) enum GpuState {
     Ready(Arc<Gpu>),
     /// The GPU cannot be used, with the reason and the time of the failure. Tried again, by this worker or its
     /// successor, on a later request.
-    Failed(DeviceUuid, Refusal, Time),
+    Failed(DeviceUuid, GpuRefusal, Time),
     /// No engine used the GPU: the depot is being unpinned.
     LettingGo(LettingGo),
 }
@@ -60,7 +60,7 @@ impl LettingGo {
 
 /// Why a GPU cannot be used.
 #[derive(Debug)]
-pub(crate) struct Refusal {
+pub(crate) struct GpuRefusal {
     why: String,
     /// True when this process gets the same refusal until it ends.
     is_final: bool,
@@ -77,7 +77,7 @@ enum Again {
     End,
 }
 
-impl Refusal {
+impl GpuRefusal {
     fn again(&self, waited: Duration, serves: bool) -> Again {
         match self.is_final {
             true if waited >= END_AFTER && !serves => Again::End,
@@ -148,13 +148,15 @@ impl Host {
                 tokio::task::spawn_blocking(move || {
                     let worker = myself.clone();
                     let tell = move |outcome| match outcome {
-                        Outcome::Ended(copies) => {
+                        CopierReport::Ended(copies) => {
                             transfer.cast(TransferMessage::Ended(copies)).is_ok()
                         }
-                        Outcome::Written(announced) => {
+                        CopierReport::Written(announced) => {
                             worker.cast(WorkerMessage::Written(announced)).is_ok()
                         }
-                        Outcome::Lost(error) => worker.cast(WorkerMessage::GpuLost(error)).is_ok(),
+                        CopierReport::Lost(error) => {
+                            worker.cast(WorkerMessage::GpuLost(error)).is_ok()
+                        }
                     };
                     let pinned = |bytes| {
                         if myself.cast(WorkerMessage::Pinned(bytes)).is_err() {
@@ -165,7 +167,7 @@ impl Host {
                         Ok(gpu) => WorkerMessage::Gpu(Ok(Arc::new(gpu))),
                         Err(error) => match error.fatal() {
                             Some(fatal) => WorkerMessage::GpuLost(fatal),
-                            None => WorkerMessage::Gpu(Err(Refusal {
+                            None => WorkerMessage::Gpu(Err(GpuRefusal {
                                 why: error.to_string(),
                                 is_final: error.is_final(),
                             })),
@@ -261,7 +263,7 @@ impl Host {
     /// while.
     ///
     /// Returns why the GPU cannot be used; `None` when it is ready.
-    pub(super) fn gpu_started(&mut self, gpu: Result<Arc<Gpu>, Refusal>) -> Option<String> {
+    pub(super) fn gpu_started(&mut self, gpu: Result<Arc<Gpu>, GpuRefusal>) -> Option<String> {
         let mut failed = None;
         self.gpu = match gpu {
             Ok(gpu) => {
@@ -374,7 +376,7 @@ mod tests {
 
     #[test]
     fn a_driver_that_did_not_start_is_asked_by_a_successor_and_not_again_by_the_same_process() {
-        let refusal = |is_final| Refusal {
+        let refusal = |is_final| GpuRefusal {
             why: "no GPU".to_owned(),
             is_final,
         };

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use crate::cli::say;
 use crate::error::CommandError;
 use kvferry_cuda::{
-    BATCH_COPIES_MAX, Context, Copier, CopierSettings, CopyOrder, DeviceMemories, DeviceMemory,
-    Driver, Outcome, PIN_CHUNK_BYTES, PinnedDepot, RegisteredDevice,
+    BATCH_COPIES_MAX, Context, Copier, CopierReport, CopierSettings, DeviceCopy, DeviceMemories,
+    DeviceMemory, Driver, PIN_CHUNK_BYTES, PinnedDepot, RegisteredDevice,
 };
 use kvferry_memory::{
     COPY_PART_BYTES, CancelFlag, Depot, NumaNode, Prefault, page_stride_bytes, validate,
@@ -266,7 +266,7 @@ impl Side {
 /// A copier that submits copies to the driver in one way.
 struct Giver {
     copier: Copier,
-    outcomes: Receiver<Outcome>,
+    outcomes: Receiver<CopierReport>,
 }
 
 impl Giver {
@@ -276,7 +276,7 @@ impl Giver {
             context: Arc::clone(context),
             copies_a_call,
             mark: Box::new(|_| ()),
-            tell: Box::new(move |outcome| tell.send(outcome).is_ok()),
+            report: Box::new(move |outcome| tell.send(outcome).is_ok()),
         });
         Ok(Self {
             copier: copier.map_err(CommandError::failed)?,
@@ -284,7 +284,7 @@ impl Giver {
         })
     }
 
-    fn give(&self, order: CopyOrder) -> Result<(), CommandError> {
+    fn give(&self, order: DeviceCopy) -> Result<(), CommandError> {
         let given = self.copier.start_copy(order);
         given
             .then_some(())
@@ -299,14 +299,14 @@ impl Giver {
                 .recv_timeout(PATIENCE)
                 .map_err(CommandError::failed)?
             {
-                Outcome::Ended(ended) => {
+                CopierReport::Ended(ended) => {
                     if !ended.iter().all(|copy| copy.complete) {
                         return Err(CommandError::failed("a copy was refused: see above"));
                     }
                     copies = copies.saturating_sub(ended.len());
                 }
-                Outcome::Written(_) => {}
-                Outcome::Lost(error) => return Err(CommandError::failed(error)),
+                CopierReport::Written(_) => {}
+                CopierReport::Lost(error) => return Err(CommandError::failed(error)),
             }
         }
         Ok(())
@@ -341,7 +341,7 @@ struct Cut {
 impl Cut {
     /// Creates an order for the copy. Sets the depot's page size first, because cuts of different page sizes take
     /// turns.
-    fn order(&self, direction: Direction) -> Result<CopyOrder, CommandError> {
+    fn order(&self, direction: Direction) -> Result<DeviceCopy, CommandError> {
         let page_bytes = self.device.layout.page_bytes;
         let held = self.depot.depot().hold_pages_of(page_bytes);
         held.map_err(CommandError::failed)?;
@@ -349,7 +349,7 @@ impl Cut {
             Direction::Store => self.pairs.clone(),
             Direction::Load => self.pairs.iter().cloned().map(turned).collect(),
         };
-        Ok(CopyOrder {
+        Ok(DeviceCopy {
             op: OpId(1),
             direction,
             parts: FragmentPair::parts(pairs, page_bytes, COPY_PART_BYTES),

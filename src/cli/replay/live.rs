@@ -45,7 +45,7 @@ pub(super) fn run(
         let socket_paths = up.socket_paths();
         let replayed = tokio::select! {
             replayed = replay(arguments, workload, &socket_paths) => replayed,
-            () = ending.told() => Err(CommandError::Failed("interrupted".to_owned())),
+            () = ending.requested() => Err(CommandError::Failed("interrupted".to_owned())),
             error = up.ended_early() => Err(error),
         };
         let ended = up.end().await;

@@ -3,7 +3,7 @@
 use super::tests::{ENGINE, geometry, serving, with_arena};
 use super::*;
 use crate::around::{LOOKS_AROUND_MAX, MISSES_AROUND_MAX};
-use crate::event::{Attached, EngineMemory};
+use crate::event::{AttachRequest, WorkerMemory};
 use crate::refusal::Refusal;
 use kvferry_types::{
     Anchor, Answer, AttachId, DepotId, DomainId, EndedCopy, Fingerprint, GroupGeometry,
@@ -35,15 +35,15 @@ fn lookup(slot: u64, namespace: u8, hashes: &PageHashes) -> Request {
     }
 }
 
-fn step(leader: &mut Leader, now: Time, event: Event) -> Vec<Effect> {
+fn step(leader: &mut Leader, now: Time, event: LeaderEvent) -> Vec<LeaderEffect> {
     let mut effects = Vec::new();
     leader.step(now, event, &mut effects);
     assert_eq!(leader.check(), Ok(()));
     effects
 }
 
-fn request(leader: &mut Leader, now: Time, id: u64, request: Request) -> Vec<Effect> {
-    let event = Event::Request {
+fn request(leader: &mut Leader, now: Time, id: u64, request: Request) -> Vec<LeaderEffect> {
+    let event = LeaderEvent::Request {
         engine: ENGINE,
         id: RequestId(id),
         deadline: now + Duration::from_secs(60),
@@ -52,16 +52,16 @@ fn request(leader: &mut Leader, now: Time, id: u64, request: Request) -> Vec<Eff
     step(leader, now, event)
 }
 
-fn answers(effects: &[Effect]) -> Vec<Result<Answer, Refusal>> {
+fn answers(effects: &[LeaderEffect]) -> Vec<Result<Answer, Refusal>> {
     let answers = effects.iter().filter_map(|effect| match effect {
-        Effect::Answer { answer, .. } => Some(answer.clone()),
+        LeaderEffect::Answer { answer, .. } => Some(answer.clone()),
         _ => None,
     });
     answers.collect()
 }
 
-fn invalidations(effects: &[Effect]) -> usize {
-    let invalidate = |effect: &&Effect| matches!(effect, Effect::Invalidate { .. });
+fn invalidations(effects: &[LeaderEffect]) -> usize {
+    let invalidate = |effect: &&LeaderEffect| matches!(effect, LeaderEffect::Invalidate { .. });
     effects.iter().filter(invalidate).count()
 }
 
@@ -91,7 +91,7 @@ fn store(leader: &mut Leader, now: Time, id: u64, slot: u64, first_page: u32, en
         },
     );
     let copies = effects.iter().filter_map(|effect| match effect {
-        Effect::Copy { copy, .. } => Some(EndedCopy {
+        LeaderEffect::Copy { copy, .. } => Some(EndedCopy {
             op: copy.op,
             complete: true,
             complete_pages: 0,
@@ -100,7 +100,7 @@ fn store(leader: &mut Leader, now: Time, id: u64, slot: u64, first_page: u32, en
         }),
         _ => None,
     });
-    let ended = Event::Ended {
+    let ended = LeaderEvent::Ended {
         worker: WORKER,
         epoch: Epoch(1),
         copies: copies.collect(),
@@ -130,7 +130,7 @@ fn go_on(leader: &mut Leader, now: &mut Time) -> (Vec<Result<Answer, Refusal>>, 
         .filter(|at| now.until(*at) < Duration::from_secs(1))
     {
         *now = at;
-        let effects = step(leader, at, Event::Tick);
+        let effects = step(leader, at, LeaderEvent::Tick);
         answered.extend(answers(&effects));
         invalidated += invalidations(&effects);
         steps += 1;
@@ -138,9 +138,9 @@ fn go_on(leader: &mut Leader, now: &mut Time) -> (Vec<Result<Answer, Refusal>>, 
     (answered, invalidated, steps)
 }
 
-fn invalidated(leader: &mut Leader, now: Time) -> Vec<Effect> {
+fn invalidated(leader: &mut Leader, now: Time) -> Vec<LeaderEffect> {
     let id = leader.resets.last();
-    let invalidated = Event::Invalidated {
+    let invalidated = LeaderEvent::Invalidated {
         worker: WORKER,
         epoch: Epoch(1),
         id,
@@ -193,7 +193,7 @@ fn a_reset_of_many_pages_is_done_in_bounded_slices_and_others_are_served_between
 
     // The shard receives no second request over the same connection, however long it takes.
     now = now + Duration::from_secs(30);
-    assert_eq!(invalidations(&step(&mut leader, now, Event::Tick)), 0);
+    assert_eq!(invalidations(&step(&mut leader, now, LeaderEvent::Tick)), 0);
     let forgotten = Ok(Answer::Reset(ResetAnswer { pages: 1024 }));
     assert_eq!(answers(&invalidated(&mut leader, now)), [forgotten]);
     assert_eq!(found(&mut leader, now, 8_000_000, 8, &other), 256);
@@ -242,9 +242,9 @@ fn a_worker_is_asked_again_over_another_connection_only() {
         invalidations(&request(&mut leader, Time(0), 1, everything())),
         1
     );
-    let lost = step(&mut leader, Time(1), Event::WorkerLost(WORKER));
+    let lost = step(&mut leader, Time(1), LeaderEvent::WorkerLost(WORKER));
     assert_eq!(invalidations(&lost), 0, "nobody is there");
-    let again = Event::Attached(attached(AttachId(1), 32));
+    let again = LeaderEvent::Attach(attached(AttachId(1), 32));
     assert_eq!(invalidations(&step(&mut leader, Time(2), again)), 1);
     assert_eq!(
         answers(&invalidated(&mut leader, Time(3))),
@@ -255,7 +255,7 @@ fn a_worker_is_asked_again_over_another_connection_only() {
 #[test]
 fn open_resets_are_bounded_in_number_and_in_named_pages() {
     let mut leader = serving();
-    step(&mut leader, Time(0), Event::WorkerLost(WORKER));
+    step(&mut leader, Time(0), LeaderEvent::WorkerLost(WORKER));
     let all = |leader: &mut Leader, id| {
         let scope = ResetScope::Everything;
         answers(&request(leader, Time(0), id, Request::Reset { scope }))
@@ -275,8 +275,8 @@ fn open_resets_are_bounded_in_number_and_in_named_pages() {
     );
 
     let mut leader = serving();
-    step(&mut leader, Time(0), Event::WorkerLost(WORKER));
-    let again = Event::Attached(attached(AttachId(1), 32));
+    step(&mut leader, Time(0), LeaderEvent::WorkerLost(WORKER));
+    let again = LeaderEvent::Attach(attached(AttachId(1), 32));
     step(&mut leader, Time(0), again);
     let named = 131_072;
     for id in 1..=(RESET_PAGES_OPEN_MAX / named) as u64 + 1 {
@@ -294,8 +294,8 @@ fn open_resets_are_bounded_in_number_and_in_named_pages() {
 #[test]
 fn a_deadline_of_weeks_is_cut() {
     let mut leader = serving();
-    step(&mut leader, Time(0), Event::WorkerLost(WORKER));
-    let event = Event::Request {
+    step(&mut leader, Time(0), LeaderEvent::WorkerLost(WORKER));
+    let event = LeaderEvent::Request {
         engine: ENGINE,
         id: RequestId(1),
         deadline: Time(0) + Duration::from_millis(u64::from(u32::MAX)),
@@ -307,21 +307,21 @@ fn a_deadline_of_weeks_is_cut() {
     let late = Time(0) + leader.settings.deadline_max;
     let unconfirmed = Err(Refusal::ResetUnconfirmed { shards: 1 });
     assert_eq!(
-        answers(&step(&mut leader, late, Event::Tick)),
+        answers(&step(&mut leader, late, LeaderEvent::Tick)),
         [unconfirmed]
     );
 }
 
 /// The attach request of the worker; with another page size than [`serving`] has, it would be refused.
-fn attached(attach: AttachId, arena_pages: u32) -> Attached {
-    Attached {
+fn attached(attach: AttachId, arena_pages: u32) -> AttachRequest {
+    AttachRequest {
         worker: WORKER,
         ranks: 1,
         shards: 1,
         attach,
         depot: DepotId(1),
         depot_epoch: Epoch(0),
-        memory: Some(EngineMemory {
+        memory: Some(WorkerMemory {
             engine: ENGINE,
             geometry: geometry(),
             arena_pages,
@@ -344,9 +344,9 @@ fn more_pages_than_the_leaders_own_g2_has_room_for_are_refused() {
                 ..memory.geometry.clone()
             };
         }
-        let effects = step(leader, Time(0), Event::Attached(attached));
+        let effects = step(leader, Time(0), LeaderEvent::Attach(attached));
         let admit = effects.into_iter().find_map(|effect| match effect {
-            Effect::Admit { verdict, .. } => Some(verdict),
+            LeaderEffect::Admit { verdict, .. } => Some(verdict),
             _ => None,
         });
         admit.expect("a verdict").map(|_| ())
@@ -388,7 +388,7 @@ fn a_page_that_is_listed_again_and_again_is_kept_once() {
     // the arena.
     let mut records = vec![record(0); 32];
     records.extend([record(7), record(3), record(u32::MAX - 1)]);
-    let part = Event::Inventory {
+    let part = LeaderEvent::Inventory {
         worker: WORKER,
         depot: DepotId(1),
         reading: leader.next_id,
@@ -465,7 +465,7 @@ fn one_engines_waiting_requests_do_not_use_up_the_room_of_another() {
     let settings = LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey([1; 32]));
     let mut leader = Leader::new(settings);
     let ask = |leader: &mut Leader, engine: u8, id: u64| {
-        let event = Event::Request {
+        let event = LeaderEvent::Request {
             engine: EngineId([engine; 16]),
             id: RequestId(id),
             deadline: Time(0) + Duration::from_secs(5),
@@ -490,14 +490,14 @@ fn one_engines_waiting_requests_do_not_use_up_the_room_of_another() {
     assert_eq!(ask(&mut leader, 2, 1), [], "another engine");
     // A parked request of an engine whose connection broke frees its room, and may be sent again.
     let gone = EngineId([1; 16]);
-    step(&mut leader, Time(0), Event::EngineOpened(gone));
-    step(&mut leader, Time(0), Event::EngineClosed(gone));
+    step(&mut leader, Time(0), LeaderEvent::EngineOpened(gone));
+    step(&mut leader, Time(0), LeaderEvent::EngineClosed(gone));
     assert_eq!(
         ask(&mut leader, 1, max + 1),
         [],
         "the same id, refused before"
     );
-    let refused = answers(&step(&mut leader, Time(0), Event::WorkerDead(WORKER)));
+    let refused = answers(&step(&mut leader, Time(0), LeaderEvent::WorkerDead(WORKER)));
     let unknown = || Err(Refusal::UnknownSlot(SlotId(1)));
     assert_eq!(refused, [unknown(), unknown()]);
 }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::event::Effect;
+use crate::event::LeaderEffect;
 use crate::refusal::Refusal;
 use kvferry_types::{Answer, CancelStoresAnswer, EngineId, OpId, SlotId};
 
@@ -85,7 +85,7 @@ impl Leader {
         &mut self,
         reply_to: ReplyTo,
         slot: Option<SlotId>,
-        effects: &mut Vec<Effect>,
+        effects: &mut Vec<LeaderEffect>,
     ) -> Result<Option<Answer>, Refusal> {
         // Copies that an older leader ordered may read the engine's pages, and this leader has no record of them.
         if !self.roster.all_fenced() {
@@ -116,7 +116,7 @@ impl Leader {
 
     /// Stops the copies of a store. Copies of other requests that it waits for read none of its pages, so they
     /// continue.
-    fn stop_store(&mut self, key: StoreKey, effects: &mut Vec<Effect>) {
+    fn stop_store(&mut self, key: StoreKey, effects: &mut Vec<LeaderEffect>) {
         match self.stores.stop(key) {
             Stopped::Before => {}
             Stopped::Ended => self.store_ended(key, effects),
@@ -129,7 +129,7 @@ impl Leader {
     }
 
     /// A store was answered: answers the `cancel_stores` requests that waited for no other store.
-    pub(super) fn cancelled(&mut self, cancels: &[CancelId], effects: &mut Vec<Effect>) {
+    pub(super) fn cancelled(&mut self, cancels: &[CancelId], effects: &mut Vec<LeaderEffect>) {
         for id in cancels {
             if let Some((reply_to, stores)) = self.cancels.store_ended(*id, &mut self.timers) {
                 let answer = Ok(Answer::CancelStores(CancelStoresAnswer { stores }));
@@ -140,7 +140,7 @@ impl Leader {
 
     /// The deadline of a `cancel_stores` request has passed: refuses it. Its stores stay stopped, and are answered when
     /// they have ended.
-    pub(super) fn cancel_due(&mut self, id: CancelId, effects: &mut Vec<Effect>) {
+    pub(super) fn cancel_due(&mut self, id: CancelId, effects: &mut Vec<LeaderEffect>) {
         if let Some(Cancelling {
             reply_to, missing, ..
         }) = self.cancels.open.remove(&id)

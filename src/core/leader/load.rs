@@ -3,14 +3,14 @@
 use std::collections::BTreeMap;
 
 use crate::decision::Decision;
-use crate::event::Effect;
+use crate::event::LeaderEffect;
 use crate::pool::Pin;
 use crate::refusal::Refusal;
-use crate::session::HeldRun;
+use crate::session::PinnedRun;
 use kvferry_types::{Answer, Copy, Direction, EngineId, GroupGeometry, LoadAnswer, Replica};
 use kvferry_types::{FragmentPair, OpId, PageCursor, PageList, RequestId, SlotId};
 
-use super::transfers::{Begun, Outcome};
+use super::transfers::{Begun, TransferOutcome};
 use super::{Leader, ReplyTo};
 
 /// Runs of the arena that one load reads, at most. A load of more runs copies the first ones, and its answer gives the
@@ -19,7 +19,7 @@ pub const LOAD_RUNS_MAX: usize = 65_536;
 
 /// A load whose copy has not ended.
 #[derive(Debug)]
-struct Load {
+struct PendingLoad {
     reply_to: ReplyTo,
     /// Pins on its source pages, released when the copy has ended.
     lease: Vec<Pin>,
@@ -27,7 +27,7 @@ struct Load {
 
 /// The loads that wait for their copies.
 #[derive(Debug, Default)]
-pub(super) struct Loads(BTreeMap<OpId, Load>);
+pub(super) struct Loads(BTreeMap<OpId, PendingLoad>);
 
 impl Loads {
     /// Number of pins that loads hold.
@@ -48,7 +48,7 @@ impl Leader {
         first_page: u32,
         destination: &PageList,
         after: RequestId,
-        effects: &mut Vec<Effect>,
+        effects: &mut Vec<LeaderEffect>,
     ) -> Result<(), Refusal> {
         if after >= reply_to.id && after != RequestId(0) {
             return Err(Refusal::Invalid {
@@ -88,7 +88,7 @@ impl Leader {
                 src: PageList::run(run.start, run.count),
                 dst: cursor.take(run.count),
             });
-            let HeldRun {
+            let PinnedRun {
                 arena_start, block, ..
             } = slot.held()[held];
             lease.push(pool.pin(block, run.start + run.count - arena_start));
@@ -113,7 +113,7 @@ impl Leader {
             deadline: reply_to.deadline,
         };
         self.transfers.begin(begun, &mut self.timers);
-        self.loads.0.insert(op, Load { reply_to, lease });
+        self.loads.0.insert(op, PendingLoad { reply_to, lease });
         let copy = Copy {
             op,
             engine: reply_to.engine,
@@ -124,7 +124,7 @@ impl Leader {
             record: None,
             deadline: reply_to.deadline,
         };
-        effects.push(Effect::Copy {
+        effects.push(LeaderEffect::Copy {
             replica,
             ranks,
             copy,
@@ -133,8 +133,13 @@ impl Leader {
     }
 
     /// The copy of a load has ended: releases its lease and answers it.
-    pub(super) fn load_ended(&mut self, id: OpId, outcome: Outcome, effects: &mut Vec<Effect>) {
-        let Some(Load { reply_to, lease }) = self.loads.0.remove(&id) else {
+    pub(super) fn load_ended(
+        &mut self,
+        id: OpId,
+        outcome: TransferOutcome,
+        effects: &mut Vec<LeaderEffect>,
+    ) {
+        let Some(PendingLoad { reply_to, lease }) = self.loads.0.remove(&id) else {
             return;
         };
         if let Some(pool) = self.tier.pool_mut() {

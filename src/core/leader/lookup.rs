@@ -2,9 +2,9 @@
 
 use crate::anchor::Domain;
 use crate::decision::{Decision, RequestDigest};
-use crate::pool::Run;
+use crate::pool::BlockRun;
 use crate::refusal::Refusal;
-use crate::session::{HeldRun, Slot};
+use crate::session::{PinnedRun, Slot};
 use kvferry_types::{Answer, LookupAnswer};
 use kvferry_types::{PageHashes, SlotId, Time};
 
@@ -43,7 +43,7 @@ impl Leader {
         let slot = self.sessions.open(reply_to.engine).any_slot(id);
         let slot = slot.ok_or(Refusal::UnknownSlot(id))?;
 
-        let mut runs: Vec<Run> = Vec::new();
+        let mut runs: Vec<BlockRun> = Vec::new();
         let (domain, hashes) = (slot.domain(), slot.hashes());
         let looked_up = hashes.len() as u64;
         let reach = pool.walk(domain, hashes, device_pages as usize, &mut runs);
@@ -53,7 +53,7 @@ impl Leader {
             .iter()
             .filter(|run| hit_pages > 0 && run.position + run.pages > device_pages)
         {
-            slot.hold(HeldRun {
+            slot.hold(PinnedRun {
                 position: run.position,
                 pages: run.pages,
                 arena_start: pool.arena_page(run, run.position),

@@ -22,7 +22,7 @@ use std::time::Duration;
 use crate::Contradiction;
 use crate::anchor::{AnchorKey, Domain};
 use crate::decision::RunDigest;
-use crate::event::{Effect, Event};
+use crate::event::{LeaderEffect, LeaderEvent};
 use crate::session::{Session, Sessions, Slot};
 use kvferry_types::{
     EngineId, Epoch, GroupGeometry, Ratio, RequestId, Sharding, SlotId, Time, WorkerId,
@@ -33,7 +33,7 @@ use cancel::Cancels;
 pub use counters::{COUNTERS, Counter, LeaderCounts};
 pub use load::LOAD_RUNS_MAX;
 use load::Loads;
-use recovery::{Part, Recovery};
+use recovery::{InventoryPart, Recovery};
 pub use requests::OPEN_REQUESTS_MAX;
 use requests::Parked;
 use reset::Resets;
@@ -61,7 +61,7 @@ pub struct LeaderSettings {
     pub anchor_key: AnchorKey,
     /// Time for which a lookup holds the pages that it found. Default: 30 s.
     pub hold_for: Duration,
-    /// Time after its deadline in which a copy must end before its worker is expelled. Default: 10 s.
+    /// Time after its deadline in which a copy must end before its worker is fenced. Default: 10 s.
     pub fence: Duration,
     /// Open requests of one engine, and its loads and stores that wait until the copies of an older leader have ended:
     /// at most this many of each, more are refused. Default: [`OPEN_REQUESTS_MAX`].
@@ -163,19 +163,19 @@ impl Leader {
     }
 
     /// Handles an event and appends the effects.
-    pub fn step(&mut self, now: Time, event: Event, effects: &mut Vec<Effect>) {
+    pub fn step(&mut self, now: Time, event: LeaderEvent, effects: &mut Vec<LeaderEffect>) {
         let fence = self.settings.fence;
         self.roster.expect_workers(now, fence, &mut self.timers);
         // Fire expired timers before the event, also when no tick was delivered in time: an event that is processed
         // late must not revive an operation whose deadline has passed.
         self.fire_timers(now, effects);
         match event {
-            Event::EngineOpened(engine) => self.engine_opened(engine),
-            Event::EngineClosed(engine) => self.engine_closed(now, engine),
-            Event::Attached(attached) => self.attached(now, attached, effects),
-            Event::WorkerLost(worker) => self.worker_lost(now, worker, effects),
-            Event::WorkerDead(worker) => self.worker_dead(now, worker, effects),
-            Event::Inventory {
+            LeaderEvent::EngineOpened(engine) => self.engine_opened(engine),
+            LeaderEvent::EngineClosed(engine) => self.engine_closed(now, engine),
+            LeaderEvent::Attach(attached) => self.attached(now, attached, effects),
+            LeaderEvent::WorkerLost(worker) => self.worker_lost(now, worker, effects),
+            LeaderEvent::WorkerDead(worker) => self.worker_dead(now, worker, effects),
+            LeaderEvent::Inventory {
                 worker,
                 depot,
                 reading,
@@ -183,7 +183,7 @@ impl Leader {
                 next,
                 records,
             } => {
-                let part = Part {
+                let part = InventoryPart {
                     worker,
                     depot,
                     reading,
@@ -193,13 +193,13 @@ impl Leader {
                 };
                 self.inventory(now, part, effects);
             }
-            Event::Invalidated { worker, epoch, id } => {
+            LeaderEvent::Invalidated { worker, epoch, id } => {
                 // The numbers of resets start again with each leader.
                 if epoch == self.settings.epoch {
                     self.invalidated(now, worker, id, effects);
                 }
             }
-            Event::Request {
+            LeaderEvent::Request {
                 engine,
                 id,
                 deadline,
@@ -212,7 +212,7 @@ impl Leader {
                 };
                 self.request(now, reply_to, request, effects);
             }
-            Event::Ended {
+            LeaderEvent::Ended {
                 worker,
                 epoch,
                 copies,
@@ -221,7 +221,7 @@ impl Leader {
                     self.copies_ended(worker, &copies, effects);
                 }
             }
-            Event::Tick => {}
+            LeaderEvent::Tick => {}
         }
         self.fire_timers(now, effects);
         self.reopen_tier(now, effects);
@@ -229,7 +229,7 @@ impl Leader {
         self.send_cancels(effects);
     }
 
-    /// When the next [`Event::Tick`] is due.
+    /// When the next [`LeaderEvent::Tick`] is due.
     pub fn next_timeout(&self) -> Option<Time> {
         self.timers.next()
     }
@@ -384,7 +384,7 @@ impl Leader {
         self.sessions.forget(engine);
     }
 
-    fn fire_timers(&mut self, now: Time, effects: &mut Vec<Effect>) {
+    fn fire_timers(&mut self, now: Time, effects: &mut Vec<LeaderEffect>) {
         while let Some(timer) = self.timers.take_expired(now) {
             match timer {
                 Timer::Hold(engine, slot) => self.drop_holds(engine, slot),

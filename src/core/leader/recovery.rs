@@ -4,13 +4,13 @@
 //! another. A worker that is stopped in the middle of that may write slots at any later time, and if the pages are
 //! larger by then, those slots lie inside pages. A request is therefore owed like a copy: until its worker has
 //! answered, has attached again or is known to be dead, no other worker receives a request for that depot. After the
-//! fence time the worker is expelled.
+//! fence time the worker is fenced.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use crate::Contradiction;
-use crate::event::Effect;
+use crate::event::LeaderEffect;
 use crate::pool::Pool;
 use kvferry_types::{DepotId, PageRecord, Shard, Time, WorkerId};
 
@@ -22,7 +22,7 @@ use super::transfers::CHECKS_MAX;
 
 /// The part of one shard's inventory that was read so far. At most one record of 112 bytes for each arena page.
 #[derive(Debug, Default)]
-struct Reading {
+struct ShardScan {
     /// The worker that received the request for the next part.
     asked: Option<WorkerId>,
     /// The arena page at which that part begins; `None` when the inventory is read completely.
@@ -32,20 +32,20 @@ struct Reading {
 
 /// The inventories of all shards.
 #[derive(Debug)]
-struct Readings {
+struct RecoveryScan {
     /// The key of the pool that will open. Noted when the reading begins, because engines may leave before it ends.
     key: TierKey,
     /// Answers to requests up to this number do not belong to this reading: the pages that they list may have been
     /// removed since.
     after: u64,
-    shards: Vec<Reading>,
+    shards: Vec<ShardScan>,
     /// When missing parts are requested again.
     again: Time,
 }
 
 /// The inventory requests for one depot that a worker has not answered.
 #[derive(Debug, Clone, Copy)]
-struct Owed {
+struct UnansweredRead {
     depot: DepotId,
     /// Number of the last request. A worker carries out no request after a later one, so its answer settles all of
     /// them.
@@ -57,7 +57,7 @@ struct Owed {
 }
 
 /// A part of an inventory, as a worker sent it.
-pub(super) struct Part {
+pub(super) struct InventoryPart {
     pub(super) worker: WorkerId,
     pub(super) depot: DepotId,
     pub(super) reading: u64,
@@ -77,9 +77,9 @@ struct PartRequest {
 #[derive(Debug, Default)]
 pub(super) struct Recovery {
     /// Inventories read so far, while a pool is being recovered from them.
-    reading: Option<Readings>,
+    reading: Option<RecoveryScan>,
     /// Inventory requests that were not answered, including those of readings that were stopped.
-    owed: BTreeMap<WorkerId, Owed>,
+    owed: BTreeMap<WorkerId, UnansweredRead>,
 }
 
 impl Recovery {
@@ -91,11 +91,11 @@ impl Recovery {
     /// Begins to read the inventories of all shards. Answers to requests up to number `after` are not part of it.
     fn begin(&mut self, key: TierKey, after: u64, shards: usize, again: Time, timers: &mut Timers) {
         timers.set(again, Timer::Reading);
-        let begin = || Reading {
+        let begin = || ShardScan {
             from: Some(0),
-            ..Reading::default()
+            ..ShardScan::default()
         };
-        self.reading = Some(Readings {
+        self.reading = Some(RecoveryScan {
             key,
             after,
             shards: (0..shards).map(|_| begin()).collect(),
@@ -108,7 +108,7 @@ impl Recovery {
         self.take(timers).is_some()
     }
 
-    fn take(&mut self, timers: &mut Timers) -> Option<Readings> {
+    fn take(&mut self, timers: &mut Timers) -> Option<RecoveryScan> {
         let readings = self.reading.take()?;
         timers.clear(readings.again, Timer::Reading);
         Some(readings)
@@ -157,7 +157,7 @@ impl Recovery {
     ) {
         let owed = self.owed.get(&worker);
         let (due, looks) = owed.map_or((first_check, 0), |owed| (owed.due, owed.looks));
-        let owed = Owed {
+        let owed = UnansweredRead {
             depot,
             number,
             due,
@@ -166,7 +166,7 @@ impl Recovery {
         self.note_owed(worker, owed, timers);
     }
 
-    fn note_owed(&mut self, worker: WorkerId, owed: Owed, timers: &mut Timers) {
+    fn note_owed(&mut self, worker: WorkerId, owed: UnansweredRead, timers: &mut Timers) {
         timers.set(owed.due, Timer::Owed(worker));
         self.owed.insert(worker, owed);
     }
@@ -176,7 +176,7 @@ impl Recovery {
         self.take_owed(worker, timers);
     }
 
-    fn take_owed(&mut self, worker: WorkerId, timers: &mut Timers) -> Option<Owed> {
+    fn take_owed(&mut self, worker: WorkerId, timers: &mut Timers) -> Option<UnansweredRead> {
         let owed = self.owed.remove(&worker)?;
         timers.clear(owed.due, Timer::Owed(worker));
         Some(owed)
@@ -187,7 +187,7 @@ impl Recovery {
     fn answered(&mut self, worker: WorkerId, number: u64, due: Time, timers: &mut Timers) {
         let owed = self.take_owed(worker, timers);
         if let Some(owed) = owed.filter(|owed| number < owed.number) {
-            let owed = Owed {
+            let owed = UnansweredRead {
                 due,
                 looks: 0,
                 ..owed
@@ -210,7 +210,7 @@ impl Recovery {
         let due = now + fence / 4;
         let expired = owed.looks + 1 >= CHECKS_MAX;
         let looks = if expired { 0 } else { owed.looks + 1 };
-        self.note_owed(worker, Owed { due, looks, ..owed }, timers);
+        self.note_owed(worker, UnansweredRead { due, looks, ..owed }, timers);
         expired
     }
 
@@ -239,13 +239,13 @@ impl Recovery {
     /// Adds a part. Returns the key and the records of all shards after the last part.
     fn take_part(
         &mut self,
-        part: Part,
+        part: InventoryPart,
         roster: &Roster,
         timers: &mut Timers,
     ) -> Option<(TierKey, Vec<Vec<PageRecord>>)> {
         let shard = roster.shard_of(part.worker);
         let current = roster.depot(shard) == Some(part.depot);
-        let asked = |readings: &&mut Readings| current && readings.after < part.reading;
+        let asked = |readings: &&mut RecoveryScan| current && readings.after < part.reading;
         let readings = self.reading.as_mut().filter(asked)?;
         let reading = readings.shards.get_mut(usize::from(shard.0))?;
         if reading.asked != Some(part.worker) || reading.from != Some(part.from) {
@@ -274,7 +274,7 @@ impl Recovery {
         if readings.shards.iter().any(|reading| reading.from.is_some()) {
             return None;
         }
-        let Readings { key, shards, .. } = self.take(timers)?;
+        let RecoveryScan { key, shards, .. } = self.take(timers)?;
         let records = shards.into_iter().map(|reading| reading.records);
         Some((key, records.collect()))
     }
@@ -293,7 +293,7 @@ impl Recovery {
 
 impl Leader {
     /// Begins to read the inventories, once no order of another leader can write them.
-    pub(super) fn open_pool(&mut self, now: Time, effects: &mut Vec<Effect>) {
+    pub(super) fn open_pool(&mut self, now: Time, effects: &mut Vec<LeaderEffect>) {
         let clear = self.roster.all_fenced();
         let begun = self.tier.is_some() || self.recovery.key().is_some();
         let Some(key) = self.roster.key(None).filter(|_| clear && !begun) else {
@@ -307,7 +307,7 @@ impl Leader {
     }
 
     /// Requests the next part of each shard that has no request open. All requests of one call have one number.
-    pub(super) fn request_parts(&mut self, now: Time, effects: &mut Vec<Effect>) {
+    pub(super) fn request_parts(&mut self, now: Time, effects: &mut Vec<LeaderEffect>) {
         let Some(page_bytes) = self.recovery.key().map(|key| key.page_bytes) else {
             return;
         };
@@ -320,7 +320,7 @@ impl Leader {
                 from,
             } = request;
             self.next_id = reading;
-            effects.push(Effect::ReadInventory {
+            effects.push(LeaderEffect::ReadInventory {
                 worker,
                 depot,
                 page_bytes,
@@ -332,7 +332,7 @@ impl Leader {
         }
     }
 
-    /// Expels a worker that does not answer within the fence time: only its end proves that it writes no slot any
+    /// Fences a worker that does not answer within the fence time: only its end proves that it writes no slot any
     /// longer.
     pub(super) fn reading_owed(&mut self, now: Time, worker: WorkerId) {
         let fence = self.settings.fence;
@@ -340,7 +340,7 @@ impl Leader {
             .recovery
             .check_owed(now, worker, fence, &mut self.timers)
         {
-            self.roster.expel([worker]);
+            self.roster.request_fence([worker]);
         }
     }
 
@@ -350,7 +350,7 @@ impl Leader {
     }
 
     /// Requests missing parts again, because a request or an answer may have been lost.
-    pub(super) fn reading_due(&mut self, now: Time, effects: &mut Vec<Effect>) {
+    pub(super) fn reading_due(&mut self, now: Time, effects: &mut Vec<LeaderEffect>) {
         let again = now + self.settings.fence / 4;
         if self.recovery.request_anew(again, &mut self.timers) {
             self.request_parts(now, effects);
@@ -359,20 +359,30 @@ impl Leader {
 
     /// A worker is gone, or has attached again: its parts are requested again, from it or from another worker of its
     /// shard, as soon as no answer is owed for the depot.
-    pub(super) fn reader_lost(&mut self, now: Time, worker: WorkerId, effects: &mut Vec<Effect>) {
+    pub(super) fn reader_lost(
+        &mut self,
+        now: Time,
+        worker: WorkerId,
+        effects: &mut Vec<LeaderEffect>,
+    ) {
         self.recovery.reader_lost(worker);
         self.request_parts(now, effects);
     }
 
     /// Starts the reading again, because the records read so far may list pages that have been removed since.
-    pub(super) fn restart_reading(&mut self, now: Time, effects: &mut Vec<Effect>) {
+    pub(super) fn restart_reading(&mut self, now: Time, effects: &mut Vec<LeaderEffect>) {
         if self.recovery.stop(&mut self.timers) {
             self.open_pool(now, effects);
         }
     }
 
     /// Handles a part of an inventory. The pool opens with the last part.
-    pub(super) fn inventory(&mut self, now: Time, part: Part, effects: &mut Vec<Effect>) {
+    pub(super) fn inventory(
+        &mut self,
+        now: Time,
+        part: InventoryPart,
+        effects: &mut Vec<LeaderEffect>,
+    ) {
         let due = now + self.settings.fence / 4;
         self.recovery
             .answered(part.worker, part.reading, due, &mut self.timers);

@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::event::Effect;
+use crate::event::LeaderEffect;
 use crate::refusal::Refusal;
 use crate::session::RequestState;
 use kvferry_types::{Answer, EngineId, Request, RequestId, SlotId, Time};
@@ -50,7 +50,7 @@ impl Leader {
         now: Time,
         reply_to: ReplyTo,
         request: Request,
-        effects: &mut Vec<Effect>,
+        effects: &mut Vec<LeaderEffect>,
     ) {
         let ReplyTo { engine, id, .. } = reply_to;
         match request {
@@ -72,11 +72,11 @@ impl Leader {
             RequestState::New => {}
             RequestState::UnderWay => return,
             RequestState::Answered(answer) => {
-                return effects.push(Effect::Answer { engine, id, answer });
+                return effects.push(LeaderEffect::Answer { engine, id, answer });
             }
             RequestState::Stale => {
                 let answer = Err(Refusal::StaleRequest(id));
-                return effects.push(Effect::Answer { engine, id, answer });
+                return effects.push(LeaderEffect::Answer { engine, id, answer });
             }
         }
         // A refused request stays refused: an engine that receives the refusal continues without it, so a retry must
@@ -132,20 +132,20 @@ impl Leader {
         engine: EngineId,
         id: RequestId,
         answer: Result<Answer, Refusal>,
-        effects: &mut Vec<Effect>,
+        effects: &mut Vec<LeaderEffect>,
     ) {
         self.sessions.answered(engine, id, &answer);
-        effects.push(Effect::Answer { engine, id, answer });
+        effects.push(LeaderEffect::Answer { engine, id, answer });
     }
 
     /// Parks a request that names engine pages until no copy of an older leader touches them. Beyond the limit the
     /// request is refused without being noted, because a copy of it may be running: the engine may retry it with the
     /// same id.
-    fn park(&mut self, reply_to: ReplyTo, slot: SlotId, effects: &mut Vec<Effect>) {
+    fn park(&mut self, reply_to: ReplyTo, slot: SlotId, effects: &mut Vec<LeaderEffect>) {
         let max = self.settings.open_requests_max;
         if !self.parked.add(reply_to.engine, reply_to.id, slot, max) {
             let max = max as u64;
-            effects.push(Effect::Answer {
+            effects.push(LeaderEffect::Answer {
                 engine: reply_to.engine,
                 id: reply_to.id,
                 answer: Err(Refusal::Crowded { max }),
@@ -155,7 +155,7 @@ impl Leader {
 
     /// No copy of an older leader is running: refuses the parked requests, because this leader does not have their
     /// slots.
-    pub(super) fn refuse_parked(&mut self, effects: &mut Vec<Effect>) {
+    pub(super) fn refuse_parked(&mut self, effects: &mut Vec<LeaderEffect>) {
         let parked = std::mem::take(&mut self.parked);
         for ((engine, id), slot) in parked.0 {
             if let Some(session) = self.sessions.get_mut(engine) {

@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use crate::Contradiction;
-use crate::event::Effect;
+use crate::event::LeaderEffect;
 use crate::pool::Pool;
 use crate::refusal::Refusal;
 use crate::sweep::Sweep;
@@ -35,7 +35,7 @@ const RESET_PAUSE: Duration = Duration::from_micros(500);
 
 /// Progress of the leader's own part of a reset.
 #[derive(Debug)]
-enum Stage {
+enum ResetStage {
     /// Counts the holders of pages.
     Looking { sweep: Sweep, holders: u64 },
     /// Removes pages from the pool.
@@ -46,13 +46,13 @@ enum Stage {
 
 /// A reset that has not been answered.
 #[derive(Debug)]
-struct Reset {
+struct PendingReset {
     reply_to: ReplyTo,
     scope: Scope,
     /// The last store before the reset. Pages of later stores stay listed, because an invalidation may be repeated after new
     /// pages of the same scope were stored.
     through: Generation,
-    stage: Stage,
+    stage: ResetStage,
     pages: u32,
     /// Stores of these pages that were in flight at the reset and have not ended.
     ending: BTreeSet<Generation>,
@@ -62,7 +62,7 @@ struct Reset {
     asked: BTreeMap<Shard, WorkerId>,
 }
 
-impl Reset {
+impl PendingReset {
     /// A worker of a shard that has not confirmed the reset and has no request in flight for it.
     fn to_be_asked(&self, roster: &Roster, workers: &[Option<WorkerId>]) -> Option<WorkerId> {
         if !self.ending.is_empty() {
@@ -77,7 +77,7 @@ impl Reset {
 
     /// True when no work is left.
     fn is_over(&self) -> bool {
-        matches!(self.stage, Stage::Invalidating)
+        matches!(self.stage, ResetStage::Invalidating)
             && self.missing.is_empty()
             && self.ending.is_empty()
     }
@@ -100,7 +100,7 @@ enum Advance {
 /// The resets that are not answered.
 #[derive(Debug, Default)]
 pub(super) struct Resets {
-    open: BTreeMap<ResetId, Reset>,
+    open: BTreeMap<ResetId, PendingReset>,
     /// When the next slice is due, while one is scheduled.
     next_slice: Option<Time>,
     last: u64,
@@ -140,11 +140,11 @@ impl Resets {
     ) {
         self.last += 1;
         let id = ResetId(self.last);
-        let reset = Reset {
+        let reset = PendingReset {
             reply_to,
             scope,
             through,
-            stage: Stage::Looking { sweep, holders: 0 },
+            stage: ResetStage::Looking { sweep, holders: 0 },
             pages: 0,
             ending: BTreeSet::new(),
             missing: roster.shards().collect(),
@@ -158,9 +158,9 @@ impl Resets {
     /// listed when they end, so they must have ended before the pages are removed from the inventories.
     fn next_to_do(&self, closes: bool, roster: &Roster) -> Option<ResetId> {
         let mut workers = None;
-        let mut to_do = |reset: &Reset| match reset.stage {
-            Stage::Looking { .. } | Stage::Forgetting(_) => !closes,
-            Stage::Invalidating => {
+        let mut to_do = |reset: &PendingReset| match reset.stage {
+            ResetStage::Looking { .. } | ResetStage::Forgetting(_) => !closes,
+            ResetStage::Invalidating => {
                 let workers = workers.get_or_insert_with(|| roster.one_of_each_shard());
                 reset.to_be_asked(roster, workers).is_some()
             }
@@ -181,18 +181,18 @@ impl Resets {
             return Advance::Nothing;
         };
         let worker = match reset.stage {
-            Stage::Invalidating => reset.to_be_asked(roster, &roster.one_of_each_shard()),
-            Stage::Looking { .. } | Stage::Forgetting(_) => None,
+            ResetStage::Invalidating => reset.to_be_asked(roster, &roster.one_of_each_shard()),
+            ResetStage::Looking { .. } | ResetStage::Forgetting(_) => None,
         };
         if let Some(worker) = worker {
             return Advance::Invalidate(worker);
         }
         let Some(pool) = pool else {
-            reset.stage = Stage::Invalidating;
+            reset.stage = ResetStage::Invalidating;
             return Advance::NoPool;
         };
         match &mut reset.stage {
-            Stage::Looking { sweep, holders } => {
+            ResetStage::Looking { sweep, holders } => {
                 *holders += pool.count_holders(sweep, budget);
                 if !sweep.is_over() {
                     return Advance::Nothing;
@@ -202,24 +202,25 @@ impl Resets {
                     return Advance::Refuse { holders };
                 }
                 sweep.again();
-                let over = Stage::Invalidating;
-                if let Stage::Looking { sweep, .. } = std::mem::replace(&mut reset.stage, over) {
-                    reset.stage = Stage::Forgetting(sweep);
+                let over = ResetStage::Invalidating;
+                if let ResetStage::Looking { sweep, .. } = std::mem::replace(&mut reset.stage, over)
+                {
+                    reset.stage = ResetStage::Forgetting(sweep);
                 }
                 Advance::Nothing
             }
-            Stage::Forgetting(sweep) => {
+            ResetStage::Forgetting(sweep) => {
                 let mut filling = Vec::new();
                 reset.pages += pool.forget_next(sweep, budget, &mut filling);
                 if sweep.is_over() {
                     pool.end_sweep(sweep);
-                    reset.stage = Stage::Invalidating;
+                    reset.stage = ResetStage::Invalidating;
                 }
                 reset.ending.extend(filling.iter().copied());
                 filling.sort_unstable();
                 Advance::Cancel(filling)
             }
-            Stage::Invalidating => Advance::Nothing,
+            ResetStage::Invalidating => Advance::Nothing,
         }
     }
 
@@ -230,12 +231,12 @@ impl Resets {
         worker: WorkerId,
         roster: &Roster,
         budget: &mut u32,
-    ) -> Option<Effect> {
+    ) -> Option<LeaderEffect> {
         let reset = self.open.get_mut(&id)?;
         reset.asked.insert(roster.shard_of(worker), worker);
         let named = u32::try_from(reset.scope.named_pages()).unwrap_or(u32::MAX);
         *budget = budget.saturating_sub(named);
-        Some(Effect::Invalidate {
+        Some(LeaderEffect::Invalidate {
             worker,
             id,
             scope: reset.scope.clone(),
@@ -278,10 +279,15 @@ impl Resets {
     }
 
     /// Takes a reset out, with its timer; no page of `pool` is hidden for it any longer.
-    fn take(&mut self, id: ResetId, pool: Option<&mut Pool>, timers: &mut Timers) -> Option<Reset> {
+    fn take(
+        &mut self,
+        id: ResetId,
+        pool: Option<&mut Pool>,
+        timers: &mut Timers,
+    ) -> Option<PendingReset> {
         let reset = self.open.remove(&id)?;
         timers.clear(reset.reply_to.deadline, Timer::Reset(id));
-        if let (Some(pool), Stage::Looking { sweep, .. } | Stage::Forgetting(sweep)) =
+        if let (Some(pool), ResetStage::Looking { sweep, .. } | ResetStage::Forgetting(sweep)) =
             (pool, &reset.stage)
         {
             pool.end_sweep(sweep);
@@ -336,14 +342,14 @@ impl Leader {
     }
 
     /// Runs one slice at the end of a step, unless the next slice is scheduled.
-    pub(super) fn run_reset_slice(&mut self, now: Time, effects: &mut Vec<Effect>) {
+    pub(super) fn run_reset_slice(&mut self, now: Time, effects: &mut Vec<LeaderEffect>) {
         if !self.resets.open.is_empty() && self.resets.next_slice.is_none() {
             self.resets_due(now, effects);
         }
     }
 
     /// Runs one slice, and sets the timer for the next one while there is work left.
-    pub(super) fn resets_due(&mut self, now: Time, effects: &mut Vec<Effect>) {
+    pub(super) fn resets_due(&mut self, now: Time, effects: &mut Vec<LeaderEffect>) {
         self.resets.next_slice = None;
         let slice = self.settings.reset_slice_pages.max(1);
         let mut budget = slice;
@@ -379,7 +385,7 @@ impl Leader {
         now: Time,
         id: ResetId,
         budget: &mut u32,
-        effects: &mut Vec<Effect>,
+        effects: &mut Vec<LeaderEffect>,
     ) {
         let pool = self.tier.serving_mut();
         let serves = pool.is_some();
@@ -412,7 +418,7 @@ impl Leader {
             return;
         };
         for reset in self.resets.open.values_mut() {
-            reset.stage = Stage::Forgetting(pool.begin_sweep(reset.scope.clone()));
+            reset.stage = ResetStage::Forgetting(pool.begin_sweep(reset.scope.clone()));
         }
     }
 
@@ -422,7 +428,7 @@ impl Leader {
         now: Time,
         worker: WorkerId,
         id: ResetId,
-        effects: &mut Vec<Effect>,
+        effects: &mut Vec<LeaderEffect>,
     ) {
         if self.resets.confirmed(id, self.roster.shard_of(worker)) {
             self.answer_if_over(now, id, effects);
@@ -430,15 +436,15 @@ impl Leader {
     }
 
     /// Answers a reset for which no work is left.
-    fn answer_if_over(&mut self, now: Time, id: ResetId, effects: &mut Vec<Effect>) {
+    fn answer_if_over(&mut self, now: Time, id: ResetId, effects: &mut Vec<LeaderEffect>) {
         let reset = self.resets.open.get(&id);
-        if reset.is_some_and(Reset::is_over) {
+        if reset.is_some_and(PendingReset::is_over) {
             self.end_reset(id, effects);
             self.restart_reading(now, effects);
         }
     }
 
-    fn end_reset(&mut self, id: ResetId, effects: &mut Vec<Effect>) {
+    fn end_reset(&mut self, id: ResetId, effects: &mut Vec<LeaderEffect>) {
         let pool = self.tier.serving_mut();
         if let Some(reset) = self.resets.take(id, pool, &mut self.timers) {
             let answer = Ok(Answer::Reset(ResetAnswer { pages: reset.pages }));
@@ -446,7 +452,7 @@ impl Leader {
         }
     }
 
-    fn refuse_reset(&mut self, id: ResetId, refusal: Refusal, effects: &mut Vec<Effect>) {
+    fn refuse_reset(&mut self, id: ResetId, refusal: Refusal, effects: &mut Vec<LeaderEffect>) {
         let pool = self.tier.serving_mut();
         if let Some(reset) = self.resets.take(id, pool, &mut self.timers) {
             self.answer(
@@ -460,15 +466,15 @@ impl Leader {
 
     /// The deadline of a reset has passed: pages that were removed stay removed from the pool, but may be found again
     /// after a restart.
-    pub(super) fn reset_late(&mut self, id: ResetId, effects: &mut Vec<Effect>) {
+    pub(super) fn reset_late(&mut self, id: ResetId, effects: &mut Vec<LeaderEffect>) {
         let Some(reset) = self.resets.open.get(&id) else {
             return;
         };
         let late = match reset.stage {
-            Stage::Invalidating => Refusal::ResetUnconfirmed {
+            ResetStage::Invalidating => Refusal::ResetUnconfirmed {
                 shards: reset.missing.len(),
             },
-            Stage::Looking { .. } | Stage::Forgetting(_) => Refusal::ResetUnfinished,
+            ResetStage::Looking { .. } | ResetStage::Forgetting(_) => Refusal::ResetUnfinished,
         };
         self.refuse_reset(id, late, effects);
     }

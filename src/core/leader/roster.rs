@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use crate::Contradiction;
 use crate::arena::ARENA_PAGES_MAX;
-use crate::event::{Attached, Effect, EngineMemory};
+use crate::event::{AttachRequest, LeaderEffect, WorkerMemory};
 use crate::rank_set::{RANKS_MAX, RankSet};
 use crate::refusal::Refusal;
 use kvferry_types::{
@@ -31,14 +31,14 @@ pub const REPLICAS_MAX: u16 = 64;
 struct Seat {
     attached: bool,
     /// No order of another leader is in flight: the worker attached at least once, or is known to be dead.
-    clear: bool,
-    memory: Option<EngineMemory>,
+    fenced: bool,
+    memory: Option<WorkerMemory>,
     /// The last attach request, and its answer.
-    last: Option<(AttachId, Verdict)>,
+    last: Option<(AttachId, AttachVerdict)>,
 }
 
 /// Answer to an attach request: the highest number of an order that the worker may have carried out before.
-type Verdict = Result<OpId, Refusal>;
+type AttachVerdict = Result<OpId, Refusal>;
 
 /// The seats of all workers.
 #[derive(Debug)]
@@ -53,10 +53,10 @@ pub(super) struct Roster {
     last_rejection: Option<Refusal>,
     /// When the roster next checks for workers that have not attached yet and are not known to be dead.
     overdue_check_at: Option<Time>,
-    /// Checks for such workers since the start, or since they were expelled.
+    /// Checks for such workers since the start, or since they were fenced.
     overdue_checks: u32,
-    /// Workers that this step expels.
-    expelled: BTreeSet<WorkerId>,
+    /// Workers that this step fences.
+    to_fence: BTreeSet<WorkerId>,
 }
 
 impl Roster {
@@ -71,7 +71,7 @@ impl Roster {
             last_rejection: None,
             overdue_check_at: None,
             overdue_checks: 0,
-            expelled: BTreeSet::new(),
+            to_fence: BTreeSet::new(),
         }
     }
 
@@ -136,21 +136,23 @@ impl Roster {
     pub(super) fn dead(&mut self, worker: WorkerId) {
         self.lost(worker);
         if let Some(seat) = self.seat(worker) {
-            seat.clear = true;
+            seat.fenced = true;
         }
     }
 
     /// True when no order of another leader can be in flight on any worker.
     pub(super) fn all_fenced(&self) -> bool {
-        self.seats.iter().all(|seat| seat.clear)
+        self.seats.iter().all(|seat| seat.fenced)
     }
 
     pub(super) fn unfenced(&self) -> impl Iterator<Item = WorkerId> {
-        self.all().filter(|(_, seat)| !seat.clear).map(|(id, _)| id)
+        self.all()
+            .filter(|(_, seat)| !seat.fenced)
+            .map(|(id, _)| id)
     }
 
     /// Replicas of which every rank has attached with the memory of the same engine.
-    fn complete(&self) -> impl Iterator<Item = (Replica, &EngineMemory)> {
+    fn complete(&self) -> impl Iterator<Item = (Replica, &WorkerMemory)> {
         let replicas = self.seats.chunks(usize::from(self.ranks.max(1)));
         replicas.zip(0..).filter_map(|(ranks, replica)| {
             let mut memories = ranks.iter().map(|seat| {
@@ -209,7 +211,7 @@ impl Roster {
     /// sets the number of pages, up to the limit of an arena.
     pub(super) fn key(&self, known: Option<&TierKey>) -> Option<TierKey> {
         let is_known =
-            |memory: &EngineMemory| known.is_some_and(|known| known.is_for(&memory.geometry));
+            |memory: &WorkerMemory| known.is_some_and(|known| known.is_for(&memory.geometry));
         let (_, memory) = self
             .complete()
             .min_by_key(|(replica, memory)| (!is_known(memory), replica.0))?;
@@ -264,7 +266,7 @@ impl Roster {
         self.shards().map(of_shard).collect()
     }
 
-    fn memories(&self) -> impl Iterator<Item = (WorkerId, &EngineMemory)> {
+    fn memories(&self) -> impl Iterator<Item = (WorkerId, &WorkerMemory)> {
         self.all().filter_map(|(id, seat)| {
             let memory = seat.memory.as_ref().filter(|_| seat.attached)?;
             Some((id, memory))
@@ -295,7 +297,7 @@ impl Roster {
 
     /// The answer to an attach request that is no news: `Some(None)` for one that is older than the last, `Some` with the
     /// verdict for the last one again.
-    fn answered(&mut self, worker: WorkerId, attach: AttachId) -> Option<Option<Verdict>> {
+    fn answered(&mut self, worker: WorkerId, attach: AttachId) -> Option<Option<AttachVerdict>> {
         let (last, verdict) = self.seat(worker)?.last.clone()?;
         match attach.cmp(&last) {
             Ordering::Less => Some(None),
@@ -308,12 +310,12 @@ impl Roster {
     fn begin_attach(&mut self, worker: WorkerId) {
         if let Some(seat) = self.seat(worker) {
             seat.attached = false;
-            seat.clear = true;
+            seat.fenced = true;
         }
     }
 
     /// Gives a worker its seat, or notes why not.
-    fn end_attach(&mut self, attached: Attached, verdict: &Verdict) {
+    fn end_attach(&mut self, attached: AttachRequest, verdict: &AttachVerdict) {
         self.last_rejection = verdict.clone().err();
         let worker = attached.worker;
         if verdict.is_ok() {
@@ -340,13 +342,13 @@ impl Roster {
         }
     }
 
-    /// Expels workers that have not become clear within the fence time, because they may still read and write for an
+    /// Fences workers that have not become clear within the fence time, because they may still read and write for an
     /// older leader. Their successors attach.
     pub(super) fn check_overdue(&mut self, now: Time, fence: Duration, timers: &mut Timers) {
         self.overdue_checks += 1;
         if self.overdue_checks >= CHECKS_MAX {
             let unfenced: Vec<WorkerId> = self.unfenced().collect();
-            self.expel(unfenced);
+            self.request_fence(unfenced);
             self.overdue_checks = 0;
         }
         self.overdue_check_at = None;
@@ -360,20 +362,20 @@ impl Roster {
         }
     }
 
-    /// Expels workers at the end of this step.
-    pub(super) fn expel(&mut self, workers: impl IntoIterator<Item = WorkerId>) {
-        self.expelled.extend(workers);
+    /// Fences workers at the end of this step.
+    pub(super) fn request_fence(&mut self, workers: impl IntoIterator<Item = WorkerId>) {
+        self.to_fence.extend(workers);
     }
 
-    /// The workers that this step expels.
-    pub(super) fn take_expelled(&mut self) -> BTreeSet<WorkerId> {
-        std::mem::take(&mut self.expelled)
+    /// The workers that this step fences.
+    pub(super) fn take_to_fence(&mut self) -> BTreeSet<WorkerId> {
+        std::mem::take(&mut self.to_fence)
     }
 
     /// Checks that an attached worker is clear, and that its shard has a depot. `Err` names the first contradiction.
     pub(super) fn check(&self) -> Result<(), Contradiction> {
         for (worker, seat) in self.all().filter(|(_, seat)| seat.attached) {
-            if !seat.clear {
+            if !seat.fenced {
                 return Err(format!("{worker} is attached and not clear").into());
             }
             if self.depot(self.shard_of(worker)).is_none() {
@@ -385,7 +387,7 @@ impl Roster {
 
     fn validate(
         &self,
-        attached: &Attached,
+        attached: &AttachRequest,
         least_pages: u32,
         key: Option<&TierKey>,
     ) -> Result<(), Refusal> {
@@ -446,7 +448,7 @@ impl Roster {
     /// Checks that the worker was started for engines of as many ranks and shards as this leader. A replica is complete
     /// when all of the leader's own ranks are attached: if the leader has fewer ranks than the engine, the other ranks
     /// would attend to pages that no worker has loaded.
-    fn same_settings(&self, attached: &Attached) -> Result<(), Refusal> {
+    fn same_settings(&self, attached: &AttachRequest) -> Result<(), Refusal> {
         let shards = self.sharding.shards();
         let settings = [
             ("ranks", attached.ranks, self.ranks),
@@ -468,9 +470,9 @@ impl Roster {
     /// this rule two engines that register at the same time could each keep the other one from becoming complete.
     fn yields(
         &self,
-        attached: &Attached,
-        memory: &EngineMemory,
-        (other, theirs): (WorkerId, &EngineMemory),
+        attached: &AttachRequest,
+        memory: &WorkerMemory,
+        (other, theirs): (WorkerId, &WorkerMemory),
         key: Option<&TierKey>,
     ) -> bool {
         let is_for = |geometry: &GroupGeometry| key.is_some_and(|key| key.is_for(geometry));
@@ -531,11 +533,16 @@ fn difference(
 
 impl Leader {
     /// Handles an attach request: all earlier orders of the worker have ended. A repeated request gets the same answer.
-    pub(super) fn attached(&mut self, now: Time, attached: Attached, effects: &mut Vec<Effect>) {
+    pub(super) fn attached(
+        &mut self,
+        now: Time,
+        attached: AttachRequest,
+        effects: &mut Vec<LeaderEffect>,
+    ) {
         let (worker, attach) = (attached.worker, attached.attach);
         if let Some(answered) = self.roster.answered(worker, attach) {
             if let Some(verdict) = answered {
-                effects.push(Effect::Admit {
+                effects.push(LeaderEffect::Admit {
                     worker,
                     attach,
                     verdict,
@@ -553,7 +560,7 @@ impl Leader {
         let verdict = self.validate(&attached).map(|()| OpId(self.next_id));
         self.roster.end_attach(attached, &verdict);
         self.close_unfit_tier();
-        effects.push(Effect::Admit {
+        effects.push(LeaderEffect::Admit {
             worker,
             attach,
             verdict,
@@ -563,7 +570,7 @@ impl Leader {
     }
 
     /// Checks a worker against the settings and the pool in use, and then against the other workers.
-    fn validate(&self, attached: &Attached) -> Result<(), Refusal> {
+    fn validate(&self, attached: &AttachRequest) -> Result<(), Refusal> {
         let (depot_epoch, epoch) = (attached.depot_epoch, self.settings.epoch);
         // An inventory request takes a number from `next_id`. Before the first one, no depot can have seen the epoch of
         // this leader.
@@ -605,14 +612,24 @@ impl Leader {
     }
 
     /// The connection of a worker broke.
-    pub(super) fn worker_lost(&mut self, now: Time, worker: WorkerId, effects: &mut Vec<Effect>) {
+    pub(super) fn worker_lost(
+        &mut self,
+        now: Time,
+        worker: WorkerId,
+        effects: &mut Vec<LeaderEffect>,
+    ) {
         self.roster.lost(worker);
         self.resets.request_again(worker);
         self.reader_lost(now, worker, effects);
     }
 
     /// The process of a worker is dead: no order of it runs any longer.
-    pub(super) fn worker_dead(&mut self, now: Time, worker: WorkerId, effects: &mut Vec<Effect>) {
+    pub(super) fn worker_dead(
+        &mut self,
+        now: Time,
+        worker: WorkerId,
+        effects: &mut Vec<LeaderEffect>,
+    ) {
         self.roster.dead(worker);
         self.resets.request_again(worker);
         self.recovery.owes_nothing(worker, &mut self.timers);
@@ -622,7 +639,7 @@ impl Leader {
     }
 
     /// Continues operations that waited for workers to attach or to die.
-    fn roster_changed(&mut self, now: Time, effects: &mut Vec<Effect>) {
+    fn roster_changed(&mut self, now: Time, effects: &mut Vec<LeaderEffect>) {
         if self.roster.all_fenced() {
             self.roster.nobody_overdue(&mut self.timers);
             self.refuse_parked(effects);

@@ -8,9 +8,9 @@ use crate::Contradiction;
 use crate::anchor::Domain;
 use crate::around::Looks;
 use crate::decision::Decision;
-use crate::event::Effect;
+use crate::event::LeaderEffect;
 use crate::index::{Match, MatchGoal};
-use crate::pool::{Kind, Pin, Pool, Reserved, Run};
+use crate::pool::{BlockRun, Pin, Pool, ReservationKind, Reserved};
 use crate::refusal::Refusal;
 use crate::session::Slot;
 use kvferry_types::{Answer, Copy, Direction, StoreAnswer};
@@ -242,7 +242,7 @@ impl Leader {
         first_page: u32,
         more: Option<(u32, PageHashes)>,
         source: &PageList,
-        effects: &mut Vec<Effect>,
+        effects: &mut Vec<LeaderEffect>,
     ) -> Result<Option<Answer>, Refusal> {
         let (replica, geometry) = self.served(reply_to.engine)?;
         check_device_pages(geometry, "source", source)?;
@@ -281,7 +281,7 @@ impl Leader {
                 run,
                 kind,
             } = *reserved;
-            let grown = kind == Kind::Growth;
+            let grown = kind == ReservationKind::Growth;
             let stored = Decision::Stored {
                 position,
                 run,
@@ -305,7 +305,7 @@ impl Leader {
                 record: pool.record(generation, epoch),
                 deadline: reply_to.deadline,
             };
-            effects.push(Effect::Copy {
+            effects.push(LeaderEffect::Copy {
                 replica,
                 ranks,
                 copy,
@@ -353,7 +353,7 @@ impl Leader {
         generation: Generation,
         rank: Rank,
         complete: bool,
-        effects: &mut Vec<Effect>,
+        effects: &mut Vec<LeaderEffect>,
     ) {
         let Some(pool) = self.tier.pool_mut() else {
             return;
@@ -371,7 +371,7 @@ impl Leader {
     }
 
     /// Answers a store that has no copies left to wait for.
-    fn answer_store(&mut self, key: StoreKey, effects: &mut Vec<Effect>) {
+    fn answer_store(&mut self, key: StoreKey, effects: &mut Vec<LeaderEffect>) {
         if self.stores.is_over(key) {
             self.store_ended(key, effects);
         }
@@ -379,14 +379,18 @@ impl Leader {
 
     /// The deadline of a store has passed: the store stops waiting for copies of other requests, because they read none
     /// of its pages. Its own copies have deadlines of their own.
-    pub(super) fn store_due(&mut self, key: StoreKey, effects: &mut Vec<Effect>) {
+    pub(super) fn store_due(&mut self, key: StoreKey, effects: &mut Vec<LeaderEffect>) {
         self.stores.give_up(key, |wait| !wait.own);
         self.answer_store(key, effects);
     }
 
     /// The pages of a late copy will not be published: stores that wait for it and do not own it count them as failed
     /// at once, instead of after the copy has ended on every rank.
-    pub(super) fn never_published(&mut self, generation: Generation, effects: &mut Vec<Effect>) {
+    pub(super) fn never_published(
+        &mut self,
+        generation: Generation,
+        effects: &mut Vec<LeaderEffect>,
+    ) {
         for key in self.stores.waiting_for(generation) {
             let foreign = |wait: &Wait| !wait.own && wait.generation == generation;
             self.stores.give_up(key, foreign);
@@ -395,7 +399,7 @@ impl Leader {
     }
 
     /// Answers a store that has no copies in flight.
-    pub(super) fn store_ended(&mut self, key: StoreKey, effects: &mut Vec<Effect>) {
+    pub(super) fn store_ended(&mut self, key: StoreKey, effects: &mut Vec<LeaderEffect>) {
         if let Some(store) = self.stores.take(key, &mut self.timers) {
             let answer = self.end_store(&store);
             self.answer(
@@ -411,7 +415,7 @@ impl Leader {
     /// Makes the sequence of a store the newest, tail first, and returns the answer.
     fn end_store(&mut self, store: &PendingStore) -> Answer {
         if let Some(pool) = self.tier.serving_mut() {
-            let mut runs: Vec<Run> = Vec::new();
+            let mut runs: Vec<BlockRun> = Vec::new();
             let looks = pool.walk_around(&store.domain, &store.hashes, &store.wanted, &mut runs);
             self.counts.store_looks += u64::from(looks);
             pool.touch(&runs);

@@ -1,7 +1,7 @@
 //! Tests of the independent recount and of the limit on the hash bytes of an engine.
 
 use super::*;
-use crate::event::{Attached, EngineMemory};
+use crate::event::{AttachRequest, WorkerMemory};
 use crate::pool::Pool;
 use crate::rank_set::RankSet;
 use crate::refusal::Refusal;
@@ -89,7 +89,7 @@ fn serving_with(settings: LeaderSettings, arena_pages: u32) -> Leader {
         rank: Rank(0),
     };
     let depot = DepotId(1);
-    let memory = EngineMemory {
+    let memory = WorkerMemory {
         engine: ENGINE,
         geometry: GroupGeometry {
             device_pages: 2 * arena_pages,
@@ -97,7 +97,7 @@ fn serving_with(settings: LeaderSettings, arena_pages: u32) -> Leader {
         },
         arena_pages,
     };
-    let attached = Event::Attached(Attached {
+    let attached = LeaderEvent::Attach(AttachRequest {
         worker,
         ranks: 1,
         shards: 1,
@@ -106,7 +106,7 @@ fn serving_with(settings: LeaderSettings, arena_pages: u32) -> Leader {
         depot_epoch: Epoch(0),
         memory: Some(memory),
     });
-    let inventory = Event::Inventory {
+    let inventory = LeaderEvent::Inventory {
         worker,
         depot,
         reading: 1,
@@ -114,7 +114,7 @@ fn serving_with(settings: LeaderSettings, arena_pages: u32) -> Leader {
         next: None,
         records: Vec::new(),
     };
-    for event in [Event::EngineOpened(ENGINE), attached, inventory] {
+    for event in [LeaderEvent::EngineOpened(ENGINE), attached, inventory] {
         leader.step(Time(0), event, &mut Vec::new());
     }
     assert!(leader.is_ready());
@@ -124,7 +124,7 @@ fn serving_with(settings: LeaderSettings, arena_pages: u32) -> Leader {
 /// Sends a request; returns the answer if the leader gives one in the same step.
 fn ask(leader: &mut Leader, id: u64, request: Request) -> Option<Result<Answer, Refusal>> {
     let mut effects = Vec::new();
-    let event = Event::Request {
+    let event = LeaderEvent::Request {
         engine: ENGINE,
         id: RequestId(id),
         deadline: Time(0) + Duration::from_secs(5),
@@ -132,7 +132,7 @@ fn ask(leader: &mut Leader, id: u64, request: Request) -> Option<Result<Answer, 
     };
     leader.step(Time(0), event, &mut effects);
     effects.into_iter().find_map(|effect| match effect {
-        Effect::Answer { answer, .. } => Some(answer),
+        LeaderEffect::Answer { answer, .. } => Some(answer),
         _ => None,
     })
 }
@@ -311,7 +311,7 @@ fn a_load_of_more_runs_than_an_order_can_name_loads_the_first_of_them() {
     let mut requests = (1..).map(RequestId);
     let mut step = |leader: &mut Leader, request| {
         let mut effects = Vec::new();
-        let event = Event::Request {
+        let event = LeaderEvent::Request {
             engine: ENGINE,
             id: requests.next().expect("a number"),
             deadline: Time::NEVER,
@@ -319,7 +319,7 @@ fn a_load_of_more_runs_than_an_order_can_name_loads_the_first_of_them() {
         };
         leader.step(Time(0), event, &mut effects);
         let copies = effects.into_iter().filter_map(|effect| match effect {
-            Effect::Copy { copy, .. } => Some(copy),
+            LeaderEffect::Copy { copy, .. } => Some(copy),
             _ => None,
         });
         copies.collect::<Vec<_>>()
@@ -336,13 +336,12 @@ fn a_load_of_more_runs_than_an_order_can_name_loads_the_first_of_them() {
     assert_eq!(copy.pairs.len(), LOAD_RUNS_MAX);
     let effects = end(&mut leader, [copy.op].into_iter());
     let loaded = Ok(Answer::Load(LoadAnswer { pages: pages - 1 }));
-    let answered =
-        |effect: &Effect| matches!(effect, Effect::Answer { answer, .. } if *answer == loaded);
+    let answered = |effect: &LeaderEffect| matches!(effect, LeaderEffect::Answer { answer, .. } if *answer == loaded);
     assert!(effects.iter().any(answered), "{effects:?}");
 }
 
 /// Ends copies completely on the only rank.
-fn end(leader: &mut Leader, ops: impl Iterator<Item = kvferry_types::OpId>) -> Vec<Effect> {
+fn end(leader: &mut Leader, ops: impl Iterator<Item = kvferry_types::OpId>) -> Vec<LeaderEffect> {
     let copies = ops.map(|op| kvferry_types::EndedCopy {
         op,
         complete: true,
@@ -350,7 +349,7 @@ fn end(leader: &mut Leader, ops: impl Iterator<Item = kvferry_types::OpId>) -> V
         bytes: 0,
         copy_us: 0,
     });
-    let ended = Event::Ended {
+    let ended = LeaderEvent::Ended {
         worker: WorkerId {
             replica: kvferry_types::Replica(0),
             rank: kvferry_types::Rank(0),

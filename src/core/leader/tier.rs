@@ -5,7 +5,7 @@
 //! pool serves no page and holds none; its copies are cancelled and awaited, because they still read and write at the
 //! old offsets. Then the pool is dropped, and the inventories are read for the new key.
 
-use crate::event::Effect;
+use crate::event::LeaderEffect;
 use crate::pool::{Pool, PoolCounts};
 use kvferry_types::{DepotId, GroupGeometry, Time};
 
@@ -173,7 +173,7 @@ impl Leader {
     }
 
     /// Drops a closed pool whose last copy has ended, and opens the next one.
-    pub(super) fn reopen_tier(&mut self, now: Time, effects: &mut Vec<Effect>) {
+    pub(super) fn reopen_tier(&mut self, now: Time, effects: &mut Vec<LeaderEffect>) {
         if self.transfers.is_empty() && self.tier.drop_closed() {
             self.open_pool(now, effects);
         }

@@ -8,14 +8,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use crate::Contradiction;
-use crate::event::{CANCELLED_MAX, Effect};
+use crate::event::{CANCELLED_MAX, LeaderEffect};
 use crate::rank_set::RankSet;
 use kvferry_types::{Direction, EndedCopy, Generation, OpId, Rank, Replica, Time, WorkerId};
 
 use super::Leader;
 use super::timers::{Timer, Timers};
 
-/// Checks of what a worker owes, a quarter of the fence time apart, before the worker is expelled. A leader that was
+/// Checks of what a worker owes, a quarter of the fence time apart, before the worker is fenced. A leader that was
 /// stopped for a while counts that time as one check, because the answers may be in its own mailbox.
 pub(super) const CHECKS_MAX: u32 = 4;
 
@@ -37,7 +37,7 @@ struct Transfer {
 }
 
 impl Transfer {
-    fn owes(&self, worker: WorkerId) -> bool {
+    fn awaits(&self, worker: WorkerId) -> bool {
         self.replica == worker.replica && self.missing.contains(worker.rank)
     }
 }
@@ -55,14 +55,14 @@ pub(super) struct Begun {
 
 /// How a copy ended on one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum End {
+enum RankEnd {
     /// Every byte was copied.
     Complete,
     /// Only the first `complete_pages` pages were copied completely.
     Failed { complete_pages: u32 },
 }
 
-impl End {
+impl RankEnd {
     fn of(copy: &EndedCopy) -> Self {
         match copy.complete {
             true => Self::Complete,
@@ -75,7 +75,7 @@ impl End {
 
 /// How a copy ended on all of its ranks.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Outcome {
+pub(super) struct TransferOutcome {
     /// Ranks on which the copy failed.
     pub(super) failed: u32,
     /// Pages, from the first on, that were copied completely on every rank.
@@ -121,14 +121,14 @@ impl Transfers {
         &mut self,
         worker: WorkerId,
         id: OpId,
-        end: End,
+        end: RankEnd,
         timers: &mut Timers,
-    ) -> Option<(Direction, Option<Outcome>)> {
+    ) -> Option<(Direction, Option<TransferOutcome>)> {
         let transfer = self.in_flight.get_mut(&id)?;
         if transfer.replica != worker.replica || !transfer.missing.remove(worker.rank) {
             return None;
         }
-        if let End::Failed { complete_pages } = end {
+        if let RankEnd::Failed { complete_pages } = end {
             transfer.failed += 1;
             transfer.complete_pages = complete_pages.min(transfer.complete_pages);
         }
@@ -144,7 +144,7 @@ impl Transfers {
         }
         self.in_flight.remove(&id);
         timers.clear(next, Timer::Copy(id));
-        let outcome = Outcome {
+        let outcome = TransferOutcome {
             failed,
             complete_pages,
         };
@@ -197,7 +197,7 @@ impl Transfers {
         cancels.into_iter().map(|(worker, ids)| {
             let owes = |id: &OpId| {
                 let transfer = self.in_flight.get(id);
-                transfer.is_some_and(|transfer| transfer.owes(worker))
+                transfer.is_some_and(|transfer| transfer.awaits(worker))
             };
             (worker, ids.into_iter().filter(owes).collect())
         })
@@ -206,7 +206,7 @@ impl Transfers {
     /// The copies whose end a worker owes.
     fn owed_by(&self, worker: WorkerId) -> impl Iterator<Item = (OpId, Direction)> {
         let in_flight = self.in_flight.iter();
-        let owed = in_flight.filter(move |(_, transfer)| transfer.owes(worker));
+        let owed = in_flight.filter(move |(_, transfer)| transfer.awaits(worker));
         owed.map(|(id, transfer)| (*id, transfer.direction))
     }
 
@@ -233,20 +233,20 @@ impl Leader {
         &mut self,
         worker: WorkerId,
         copies: &[EndedCopy],
-        effects: &mut Vec<Effect>,
+        effects: &mut Vec<LeaderEffect>,
     ) {
         for copy in copies {
-            if let Some(direction) = self.copy_ended(worker, copy.op, End::of(copy), effects) {
+            if let Some(direction) = self.copy_ended(worker, copy.op, RankEnd::of(copy), effects) {
                 self.count_bytes(direction, copy);
             }
         }
     }
 
     /// Ends all copies that a worker owes, none of them complete: its process is dead, or has reported that they ended.
-    pub(super) fn fail_copies_of(&mut self, worker: WorkerId, effects: &mut Vec<Effect>) {
+    pub(super) fn fail_copies_of(&mut self, worker: WorkerId, effects: &mut Vec<LeaderEffect>) {
         let ids: Vec<OpId> = self.transfers.owed_by(worker).map(|(id, _)| id).collect();
         for id in ids {
-            self.copy_ended(worker, id, End::Failed { complete_pages: 0 }, effects);
+            self.copy_ended(worker, id, RankEnd::Failed { complete_pages: 0 }, effects);
         }
     }
 
@@ -256,14 +256,14 @@ impl Leader {
         &mut self,
         worker: WorkerId,
         id: OpId,
-        end: End,
-        effects: &mut Vec<Effect>,
+        end: RankEnd,
+        effects: &mut Vec<LeaderEffect>,
     ) -> Option<Direction> {
         let (direction, outcome) = self.transfers.ended(worker, id, end, &mut self.timers)?;
         match direction {
             Direction::Store => {
                 let generation = Generation(id.0);
-                self.filled(generation, worker.rank, end == End::Complete, effects);
+                self.filled(generation, worker.rank, end == RankEnd::Complete, effects);
             }
             Direction::Load => {
                 if let Some(outcome) = outcome {
@@ -277,7 +277,7 @@ impl Leader {
     /// The deadline of a copy has passed: cancels the copy on the ranks where it has not ended, and again every quarter
     /// of the fence time. Its pages are not reused before it has ended everywhere. After the fence time only the death
     /// of its workers proves that the pages are not written any longer.
-    pub(super) fn copy_due(&mut self, now: Time, id: OpId, effects: &mut Vec<Effect>) {
+    pub(super) fn copy_due(&mut self, now: Time, id: OpId, effects: &mut Vec<LeaderEffect>) {
         let fence = self.settings.fence;
         let Some(late) = self.transfers.check_late(now, id, fence, &mut self.timers) else {
             return;
@@ -292,19 +292,19 @@ impl Leader {
             }
         }
         self.transfers.cancel(id);
-        self.roster.expel(late.expired);
+        self.roster.request_fence(late.expired);
     }
 
-    /// Sends each worker the cancels of this step together, and expels workers.
-    pub(super) fn send_cancels(&mut self, effects: &mut Vec<Effect>) {
+    /// Sends each worker the cancels of this step together, and fences workers.
+    pub(super) fn send_cancels(&mut self, effects: &mut Vec<LeaderEffect>) {
         for (worker, ids) in self.transfers.take_cancels() {
-            effects.extend(ids.chunks(CANCELLED_MAX).map(|ids| Effect::Cancel {
+            effects.extend(ids.chunks(CANCELLED_MAX).map(|ids| LeaderEffect::Cancel {
                 worker,
                 ops: ids.to_vec(),
             }));
         }
-        let expelled = self.roster.take_expelled();
-        effects.extend(expelled.into_iter().map(Effect::Expel));
+        let fenced = self.roster.take_to_fence();
+        effects.extend(fenced.into_iter().map(LeaderEffect::FenceWorker));
     }
 
     fn count_bytes(&mut self, direction: Direction, copy: &EndedCopy) {

@@ -11,7 +11,7 @@ use super::lanes::Lanes;
 
 /// The stage of an open copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Phase {
+enum CopyPhase {
     /// Waits until the engine has written its pages.
     Waiting,
     /// Waits until fewer copies of its direction run.
@@ -22,11 +22,11 @@ enum Phase {
 
 /// An open copy.
 #[derive(Debug)]
-pub(super) struct Task {
+pub(super) struct OpenCopy {
     pub(super) copy: Copy,
     /// The order that began the copy, and whose answer reports its end.
     pub(super) batch: BatchId,
-    phase: Phase,
+    phase: CopyPhase,
     /// When the copy must have ended, once it was ordered to stop. Pages that a stopped store writes are never listed.
     stopped: Option<Time>,
     /// The connection to the leader that ordered the copy is lost. Its end is not reported, because another leader may
@@ -34,7 +34,7 @@ pub(super) struct Task {
     pub(super) orphan: bool,
 }
 
-impl Task {
+impl OpenCopy {
     /// True once the copy was ordered to stop.
     pub(super) fn is_stopped(&self) -> bool {
         self.stopped.is_some()
@@ -62,7 +62,7 @@ pub(super) enum Expired {
 /// The open copies. See the module.
 #[derive(Debug, Default)]
 pub(super) struct Copies {
-    open: BTreeMap<OpId, Task>,
+    open: BTreeMap<OpId, OpenCopy>,
     /// Copies that wait for their engine, by the request that must be written.
     waiting: BTreeSet<(RequestId, OpId)>,
     /// Open copies, by request.
@@ -108,12 +108,12 @@ impl Copies {
         self.requests.insert((copy.request, op));
         let phase = if written {
             self.lanes.of(copy.direction).queue.push_back(op);
-            Phase::Queued
+            CopyPhase::Queued
         } else {
             self.waiting.insert((copy.after, op));
-            Phase::Waiting
+            CopyPhase::Waiting
         };
-        let task = Task {
+        let task = OpenCopy {
             copy,
             batch,
             phase,
@@ -133,7 +133,7 @@ impl Copies {
         {
             self.waiting.remove(&(request, op));
             if let Some(task) = self.open.get_mut(&op) {
-                task.phase = Phase::Queued;
+                task.phase = CopyPhase::Queued;
                 let lane = self.lanes.of(task.copy.direction);
                 lane.queue.push_back(op);
             }
@@ -149,12 +149,11 @@ impl Copies {
                 let Some(op) = lane.queue.pop_front() else {
                     break;
                 };
-                let queued = self
-                    .open
-                    .get_mut(&op)
-                    .filter(|task| task.phase == Phase::Queued && task.copy.direction == direction);
+                let queued = self.open.get_mut(&op).filter(|task| {
+                    task.phase == CopyPhase::Queued && task.copy.direction == direction
+                });
                 if let Some(task) = queued {
-                    task.phase = Phase::Running;
+                    task.phase = CopyPhase::Running;
                     lane.running += 1;
                     started.push(task.copy.clone());
                 }
@@ -163,7 +162,7 @@ impl Copies {
         let open = &self.open;
         let queued = |op| {
             open.get(&op)
-                .is_some_and(|task| task.phase == Phase::Queued)
+                .is_some_and(|task| task.phase == CopyPhase::Queued)
         };
         self.lanes.clean(open.len(), queued);
         started
@@ -174,7 +173,7 @@ impl Copies {
         let Some(task) = self.open.get_mut(&op) else {
             return Stop::Nothing;
         };
-        if task.phase != Phase::Running {
+        if task.phase != CopyPhase::Running {
             return Stop::Ends;
         }
         if task.stopped.is_some() {
@@ -192,10 +191,10 @@ impl Copies {
     }
 
     /// Removes a copy that ended.
-    pub(super) fn end(&mut self, op: OpId) -> Option<Task> {
+    pub(super) fn end(&mut self, op: OpId) -> Option<OpenCopy> {
         let task = self.open.remove(&op)?;
         let lane = self.lanes.of(task.copy.direction);
-        lane.running -= usize::from(task.phase == Phase::Running);
+        lane.running -= usize::from(task.phase == CopyPhase::Running);
         self.requests.remove(&(task.copy.request, op));
         let deadline = task.stopped.unwrap_or(task.copy.deadline);
         self.deadlines.remove(&(deadline, op));
@@ -233,7 +232,7 @@ impl Copies {
         for direction in [Direction::Load, Direction::Store] {
             let tasks = self.open.values();
             let running = tasks
-                .filter(|task| task.phase == Phase::Running && task.copy.direction == direction)
+                .filter(|task| task.phase == CopyPhase::Running && task.copy.direction == direction)
                 .count();
             let counted = self.lanes.running(direction);
             if running != counted {
@@ -244,7 +243,9 @@ impl Copies {
             }
         }
         let waiting = self.open.values();
-        let waiting = waiting.filter(|task| task.phase == Phase::Waiting).count();
+        let waiting = waiting
+            .filter(|task| task.phase == CopyPhase::Waiting)
+            .count();
         if waiting != self.waiting.len() || self.requests.len() != self.open.len() {
             return Err(format!(
                 "{} copies, {waiting} of them wait; the indexes have {} and {}",

@@ -9,19 +9,19 @@ use super::{OrderRefusal, Worker, WorkerEffect};
 
 /// The leader that was found last.
 #[derive(Debug)]
-struct Link {
+struct FoundLeader {
     epoch: Epoch,
     /// The unanswered attach request. `None` before the first one and after an answer.
-    asked: Option<Asked>,
+    open_attach: Option<OpenAttach>,
     /// An attach request must be sent: at first, and after the registered memory changed.
-    news: bool,
+    needs_attach: bool,
     admitted: bool,
     /// Number of the last inventory read that was accepted.
     read: u64,
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Asked {
+struct OpenAttach {
     attach: AttachId,
     engine: Option<EngineId>,
     again: Time,
@@ -30,7 +30,7 @@ struct Asked {
 /// The connection to the leader, and the attach requests over it.
 #[derive(Debug, Default)]
 pub(super) struct LeaderLink {
-    link: Option<Link>,
+    link: Option<FoundLeader>,
     last_attach: u64,
     /// The depot is mapped: the worker may attach.
     depot: bool,
@@ -38,7 +38,7 @@ pub(super) struct LeaderLink {
 
 impl LeaderLink {
     pub(super) fn next_timeout(&self) -> Option<Time> {
-        let asked = self.link.as_ref().and_then(|link| link.asked);
+        let asked = self.link.as_ref().and_then(|link| link.open_attach);
         asked.map(|asked| asked.again)
     }
 
@@ -67,10 +67,10 @@ impl LeaderLink {
     }
 
     fn found(&mut self, epoch: Epoch) {
-        self.link = Some(Link {
+        self.link = Some(FoundLeader {
             epoch,
-            asked: None,
-            news: true,
+            open_attach: None,
+            needs_attach: true,
             admitted: false,
             read: 0,
         });
@@ -79,9 +79,9 @@ impl LeaderLink {
     /// The registered memory is not the one that the leader knows: a new attach is required.
     fn changed(&mut self) {
         if let Some(link) = &mut self.link {
-            link.news = true;
+            link.needs_attach = true;
             link.admitted = false;
-            link.asked = None;
+            link.open_attach = None;
         }
     }
 
@@ -94,16 +94,19 @@ impl LeaderLink {
         every: Duration,
     ) -> Option<WorkerEffect> {
         let link = self.link.as_mut().filter(|_| self.depot && idle)?;
-        if link.news {
-            link.news = false;
+        if link.needs_attach {
+            link.needs_attach = false;
             self.last_attach += 1;
-            link.asked = Some(Asked {
+            link.open_attach = Some(OpenAttach {
                 attach: AttachId(self.last_attach),
                 engine,
                 again: now,
             });
         }
-        let asked = link.asked.as_mut().filter(|asked| asked.again <= now)?;
+        let asked = link
+            .open_attach
+            .as_mut()
+            .filter(|asked| asked.again <= now)?;
         asked.again = now + every;
         Some(WorkerEffect::Attach {
             attach: asked.attach,
@@ -114,13 +117,14 @@ impl LeaderLink {
     /// Notes the answer to an attach request. Returns false if it is not the answer to the last one. `rejected`: the
     /// leader rejected the memory of an engine, so that the worker attaches again without an engine.
     fn answered(&mut self, attach: AttachId, admitted: bool, rejected: bool) -> bool {
-        let asked = |link: &&mut Link| link.asked.is_some_and(|asked| asked.attach == attach);
+        let asked =
+            |link: &&mut FoundLeader| link.open_attach.is_some_and(|asked| asked.attach == attach);
         let Some(link) = self.link.as_mut().filter(asked) else {
             return false;
         };
-        link.asked = None;
+        link.open_attach = None;
         link.admitted = admitted;
-        link.news |= rejected;
+        link.needs_attach |= rejected;
         true
     }
 

@@ -57,23 +57,23 @@ impl Memory {
 
 /// Abandoned requests of one engine. They stay abandoned when the engine registers memory later.
 #[derive(Debug)]
-struct Over {
+struct AbandonedRequests {
     engine: EngineId,
     /// Requests up to this one count as over: the individual record of this one was dropped.
-    forgotten: RequestId,
+    dropped_through: RequestId,
     /// Later requests that were abandoned.
     abandoned: BTreeSet<RequestId>,
 }
 
-impl Over {
+impl AbandonedRequests {
     /// Remembers the latest abandoned requests individually. Requests older than a dropped one count as over.
     fn abandon(&mut self, requests: &BTreeSet<RequestId>) {
-        let later = requests.range(RequestId(self.forgotten.0.saturating_add(1))..);
+        let later = requests.range(RequestId(self.dropped_through.0.saturating_add(1))..);
         self.abandoned.extend(later);
         while self.abandoned.len() > WORKER_ABANDONED_MAX
             && let Some(oldest) = self.abandoned.pop_first()
         {
-            self.forgotten = oldest;
+            self.dropped_through = oldest;
         }
     }
 }
@@ -89,25 +89,27 @@ struct Abandoning {
 #[derive(Debug, Default)]
 pub(super) struct Abandoned {
     /// Abandoned requests of at most [`WORKER_ENGINES_MAX`] engines, in order of the engines' last `Abandon`.
-    over: Vec<Over>,
+    over: Vec<AbandonedRequests>,
     abandoning: Vec<Abandoning>,
 }
 
 impl Abandoned {
     fn is_over(&self, engine: EngineId, request: RequestId) -> bool {
         let over = self.over.iter().find(|over| over.engine == engine);
-        over.is_some_and(|over| request <= over.forgotten || over.abandoned.contains(&request))
+        over.is_some_and(|over| {
+            request <= over.dropped_through || over.abandoned.contains(&request)
+        })
     }
 
     /// The abandoned requests of an engine. If there are too many engines, the one with the oldest last `Abandon` is
     /// dropped, except for the registered engine.
-    fn of(&mut self, engine: EngineId, registered: Option<EngineId>) -> &mut Over {
+    fn of(&mut self, engine: EngineId, registered: Option<EngineId>) -> &mut AbandonedRequests {
         let known = self.over.iter().position(|over| over.engine == engine);
         let over = match known {
             Some(index) => self.over.remove(index),
-            None => Over {
+            None => AbandonedRequests {
                 engine,
-                forgotten: RequestId(0),
+                dropped_through: RequestId(0),
                 abandoned: BTreeSet::new(),
             },
         };

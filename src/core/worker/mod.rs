@@ -25,7 +25,7 @@ use kvferry_types::{
 use crate::Contradiction;
 
 pub use check::MemoryBounds;
-use copies::{Copies, Expired, Stop, Task};
+use copies::{Copies, Expired, OpenCopy, Stop};
 use link::LeaderLink;
 use memory::{Abandoned, Memory};
 pub use orders::OrderRefusal;
@@ -384,7 +384,7 @@ impl Worker {
             return;
         };
         let stopped = task.is_stopped();
-        let Task {
+        let OpenCopy {
             copy,
             batch,
             orphan,

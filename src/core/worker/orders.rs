@@ -47,7 +47,7 @@ pub enum OrderRefusal {
 
 /// An order that is not answered.
 #[derive(Debug, Default)]
-struct Batch {
+struct OpenBatch {
     /// Number of its copies.
     open: usize,
     ended: Vec<EndedCopy>,
@@ -56,7 +56,7 @@ struct Batch {
 /// The orders of the leader that are not answered, and how earlier copies ended.
 #[derive(Debug, Default)]
 pub(super) struct Orders {
-    batches: BTreeMap<BatchId, Batch>,
+    batches: BTreeMap<BatchId, OpenBatch>,
     /// The ends of the last copies.
     ended: BTreeMap<OpId, EndedCopy>,
     /// Copies up to this one are too old to be remembered, or not for this worker.
@@ -138,7 +138,7 @@ impl Worker {
             return;
         }
         let (open, ended) = (copies.len(), Vec::new());
-        self.orders.batches.insert(batch, Batch { open, ended });
+        self.orders.batches.insert(batch, OpenBatch { open, ended });
         for copy in copies {
             let op = copy.op;
             if let Some(ended) = self.orders.ended.get(&op).copied() {

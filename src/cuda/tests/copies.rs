@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use crate::{BATCH_COPIES_MAX, Outcome, Sharing};
+use crate::{BATCH_COPIES_MAX, CopierReport, Sharing};
 use kvferry_memory::CancelFlag;
 use kvferry_types::Direction;
 
@@ -241,7 +241,7 @@ fn the_word_is_not_read_for_what_the_engine_has_said() {
                 pages_a_part: 1,
             });
             // The word may have been read before the engine's report, when it had a lower number.
-            while let Outcome::Written(all) = world.outcome() {
+            while let CopierReport::Written(all) = world.outcome() {
                 assert!(all.iter().all(|it| it.through < said), "{all:?}");
             }
         }

@@ -1,6 +1,6 @@
 //! Every call of the driver fails once: expects an error that explains it, no wrong byte, no panic and no leak.
 
-use crate::{Outcome, Sharing};
+use crate::{CopierReport, Sharing};
 use kvferry_types::{Direction, EndedCopy};
 
 use super::copies::plain;
@@ -41,9 +41,9 @@ fn there_and_back(ways: Ways) -> Result<(), String> {
         let mut copy = wanted(direction);
         world.start(&copy);
         let ended = match world.outcome() {
-            Outcome::Ended(copies) => copies[0],
-            Outcome::Written(_) => panic!("nothing was announced"),
-            Outcome::Lost(error) => {
+            CopierReport::Ended(copies) => copies[0],
+            CopierReport::Written(_) => panic!("nothing was announced"),
+            CopierReport::Lost(error) => {
                 assert!(
                     error.is_fatal()
                         || error.call().is_some_and(|call| UNKNOWN_END.contains(&call)),
@@ -68,7 +68,7 @@ fn there_and_back(ways: Ways) -> Result<(), String> {
         let again = wanted(direction);
         world.start(&again);
         match world.outcome() {
-            Outcome::Ended(copies) if copies[0].complete => world.expect(&again),
+            CopierReport::Ended(copies) if copies[0].complete => world.expect(&again),
             other => return Err(format!("refused twice: {other:?}")),
         }
         world.try_check("whole at last")?;

@@ -1,6 +1,6 @@
 //! Batched copies: with drivers that accept them, older ones, and those that refuse them.
 
-use crate::Outcome;
+use crate::CopierReport;
 use kvferry_types::Direction;
 
 use super::copies::{one_seed, plain};
@@ -65,7 +65,7 @@ fn a_gpu_that_is_lost_by_them_is_told() {
             pages_a_part: 2,
         });
         match world.outcome() {
-            Outcome::Lost(error) => {
+            CopierReport::Lost(error) => {
                 assert_eq!((error.call(), error.code()), (Some(NEWER_CALL), Some(719)));
             }
             other => panic!("{other:?}"),

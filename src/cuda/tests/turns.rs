@@ -7,8 +7,8 @@ use std::time::Instant;
 
 use crate::driver::{DeviceSide, HostMemory, Stream};
 use crate::{
-    Context, Copier, CopierSettings, CopyOrder, DeviceMemories, DeviceMemory, Driver, Outcome,
-    PinnedDepot, end_process, threads_in_driver,
+    Context, Copier, CopierReport, CopierSettings, DeviceCopy, DeviceMemories, DeviceMemory,
+    Driver, PinnedDepot, end_process, threads_in_driver,
 };
 use kvferry_memory::{CopyRange, Depot, SharedBuffer};
 use kvferry_types::{Direction, FragmentPair, OpId, PageList};
@@ -63,7 +63,7 @@ fn a_load_is_given_after_one_turn_of_a_store_of_small_fragments() {
             context,
             copies_a_call: 1,
             mark: Box::new(|_| ()),
-            tell: Box::new(move |outcome| {
+            report: Box::new(move |outcome| {
                 if let Some((first, may_go_on)) = told.lock().expect("no panic").take() {
                     first.send(()).expect("the test goes on");
                     may_go_on.recv().expect("the test goes on");
@@ -79,7 +79,7 @@ fn a_load_is_given_after_one_turn_of_a_store_of_small_fragments() {
                 src: list(pages.clone()),
                 dst: list(pages),
             };
-            let given = copier.start_copy(CopyOrder {
+            let given = copier.start_copy(DeviceCopy {
                 op: OpId(op),
                 direction,
                 parts: vec![vec![pair]],
@@ -97,7 +97,7 @@ fn a_load_is_given_after_one_turn_of_a_store_of_small_fragments() {
         let mut left = 3;
         while left > 0 {
             match outcomes.recv_timeout(PATIENCE).expect("they end") {
-                Outcome::Ended(ended) => {
+                CopierReport::Ended(ended) => {
                     assert!(ended.iter().all(|copy| copy.complete), "{ended:?}");
                     left -= ended.len();
                 }

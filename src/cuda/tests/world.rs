@@ -7,8 +7,8 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use crate::{
-    Announced, Context, Copier, CopierSettings, CopyOrder, CudaError, DeviceIo, DeviceMemories,
-    DeviceMemory, Driver, Outcome, PinnedDepot, RegisteredDevice, Sharing, WaitOrder,
+    Announced, Context, Copier, CopierReport, CopierSettings, CudaError, DeviceCopy, DeviceIo,
+    DeviceMemories, DeviceMemory, Driver, PinnedDepot, RegisteredDevice, Sharing, WaitOrder,
 };
 use kvferry_memory::{CancelFlag, Depot, PageLayout, TIMELINE_BYTES, validate};
 use kvferry_types::{
@@ -28,7 +28,7 @@ pub struct World {
     pub device: RegisteredDevice,
     pub depot: Arc<PinnedDepot>,
     pub copier: Copier,
-    outcomes: Receiver<Outcome>,
+    outcomes: Receiver<CopierReport>,
     staged_io: RefCell<DeviceIo>,
     /// Expected contents of each allocation.
     pub on_device: Vec<Vec<u8>>,
@@ -143,7 +143,7 @@ impl World {
             context: Arc::clone(&context),
             copies_a_call: ways.copies_a_call,
             mark: Box::new(|_| ()),
-            tell: Box::new(move |outcome| tell.send(outcome).is_ok()),
+            report: Box::new(move |outcome| tell.send(outcome).is_ok()),
         });
         let geometry = layout.geometry(&registration);
         let world = Self {
@@ -208,7 +208,7 @@ impl World {
                 },
             }
         };
-        let order = CopyOrder {
+        let order = DeviceCopy {
             op: OpId(self.last),
             direction: wanted.direction,
             parts: wanted
@@ -224,14 +224,14 @@ impl World {
     }
 
     /// The next outcome of the actor.
-    pub fn outcome(&self) -> Outcome {
+    pub fn outcome(&self) -> CopierReport {
         self.outcomes.recv_timeout(PATIENCE).expect("it goes on")
     }
 
     /// The copies that end next, at least one.
     pub fn ended(&self) -> Vec<EndedCopy> {
         match self.outcome() {
-            Outcome::Ended(copies) => copies,
+            CopierReport::Ended(copies) => copies,
             other => panic!("{other:?}"),
         }
     }
@@ -264,7 +264,7 @@ impl World {
         };
         self.copier.wait_for(order);
         match self.outcome() {
-            Outcome::Written(all) => assert_eq!(all, [announced]),
+            CopierReport::Written(all) => assert_eq!(all, [announced]),
             other => panic!("{other:?}"),
         }
     }

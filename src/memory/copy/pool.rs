@@ -66,7 +66,7 @@ impl CopyEngine {
             CopyMode::Plain => false,
             CopyMode::NonTemporal => true,
         };
-        let work = Arc::new(Work {
+        let work = Arc::new(SharedBatch {
             kernel: if streams {
                 Kernel::non_temporal()
             } else {
@@ -102,7 +102,7 @@ impl CopyEngine {
     }
 
     /// Offers the work to as many helpers as there are further shares. A full channel means that all helpers are busy.
-    fn call_helpers(&self, offer: &Arc<Offer>, work: &Work) {
+    fn call_helpers(&self, offer: &Arc<Offer>, work: &SharedBatch) {
         let shares = work.plan.steps.div_ceil(work.share_steps);
         for _ in 0..shares.saturating_sub(1).min(self.helpers as u64) {
             if self.offers.try_send(Arc::clone(offer)).is_err() {
@@ -132,13 +132,13 @@ struct Offer {
 #[derive(Debug)]
 struct OfferState {
     /// `None` once closed: a helper that takes the offer late has no memory to touch.
-    work: Option<Arc<Work>>,
+    work: Option<Arc<SharedBatch>>,
     /// Number of helpers that copy.
     active: usize,
 }
 
 impl Offer {
-    fn new(work: Arc<Work>) -> Self {
+    fn new(work: Arc<SharedBatch>) -> Self {
         let state = OfferState {
             work: Some(work),
             active: 0,
@@ -180,7 +180,7 @@ impl Offer {
 /// A helper's participation in an offer; ends when it is dropped, also in a panic.
 struct Share<'a> {
     /// `None` only during the drop.
-    work: Option<Arc<Work>>,
+    work: Option<Arc<SharedBatch>>,
     offer: &'a Offer,
 }
 
@@ -198,7 +198,7 @@ impl Drop for Share<'_> {
 
 /// One batch, shared by the threads that copy it.
 #[derive(Debug)]
-struct Work {
+struct SharedBatch {
     plan: CopyPlan,
     direction: Direction,
     device: Arc<EngineMemory>,
@@ -211,7 +211,7 @@ struct Work {
     written_bytes: AtomicU64,
 }
 
-impl Work {
+impl SharedBatch {
     /// Claims shares of the steps and copies them until none is left or the flag is set.
     fn walk(&self) {
         loop {

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::Peers;
-use kvferry_core::{Effect, Event, Leader};
+use kvferry_core::{Leader, LeaderEffect, LeaderEvent};
 use kvferry_protocol::Message;
 use kvferry_types::{Epoch, PeerId, RequestId, Time, WorkerId};
 
@@ -50,8 +50,8 @@ pub trait LeaderHost: Peers {
     fn lookup_time(&self) -> Duration;
 
     /// Called before each step of the core.
-    fn before_step(&mut self, core: &Leader, event: &Event);
+    fn before_step(&mut self, core: &Leader, event: &LeaderEvent);
 
     /// Called after each step of the core, before its effects are carried out.
-    fn after_step(&mut self, core: &Leader, effects: &[Effect]);
+    fn after_step(&mut self, core: &Leader, effects: &[LeaderEffect]);
 }

@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use crate::Holder;
 use kvferry_core::{
-    Attached, CANCELLED_MAX, Effect, EngineMemory, Event, LOAD_RUNS_MAX, Leader, LeaderSettings,
-    RankSet, Refusal,
+    AttachRequest, CANCELLED_MAX, LOAD_RUNS_MAX, Leader, LeaderEffect, LeaderEvent, LeaderSettings,
+    RankSet, Refusal, WorkerMemory,
 };
 use kvferry_protocol::limits::{COPIES_MAX, PAIRS_MAX};
 use kvferry_protocol::{
@@ -54,7 +54,7 @@ pub struct LeaderShell<P> {
     problems: LogLimit,
     refused_orders: LogLimit,
     next_order: u64,
-    effects: Vec<Effect>,
+    effects: Vec<LeaderEffect>,
 }
 
 impl<P: fmt::Debug> LeaderShell<P> {
@@ -95,7 +95,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
 
     /// Fires the timers that are due.
     pub fn tick<H: LeaderHost<Process = P>>(&mut self, host: &mut H) {
-        self.step(host, Event::Tick);
+        self.step(host, LeaderEvent::Tick);
     }
 
     /// Takes the reason why the leader's process must end: `Some` at most once.
@@ -144,7 +144,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
             }
             (Some(PeerRole::Worker(worker)), Message::Ended(ended)) => {
                 let copies = ended.copies;
-                let event = Event::Ended {
+                let event = LeaderEvent::Ended {
                     worker,
                     epoch,
                     copies,
@@ -153,10 +153,10 @@ impl<P: fmt::Debug> LeaderShell<P> {
             }
             (Some(PeerRole::Worker(worker)), Message::Invalidated(invalidated)) => {
                 let id = ResetId(invalidated.reset);
-                self.step(host, Event::Invalidated { worker, epoch, id });
+                self.step(host, LeaderEvent::Invalidated { worker, epoch, id });
             }
             (Some(PeerRole::Worker(worker)), Message::Inventory(inventory)) => {
-                let event = Event::Inventory {
+                let event = LeaderEvent::Inventory {
                     worker,
                     depot: DepotId(u128::from_be_bytes(inventory.depot)),
                     reading: inventory.reading,
@@ -175,7 +175,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
                 // For the core, an admin session is an engine without memory.
                 let holder = Holder::new(host, peer, None);
                 if self.engines.insert(name, holder).is_none() {
-                    self.step(host, Event::EngineOpened(name));
+                    self.step(host, LeaderEvent::EngineOpened(name));
                 }
                 self.request(host, (peer, name, correlation), deadline_ms, message);
             }
@@ -202,12 +202,12 @@ impl<P: fmt::Debug> LeaderShell<P> {
         if let Some(peer) = self.workers.get_mut(&worker) {
             peer.attaching = Some((id, correlation));
         }
-        let memory = attach.memory.map(|memory| EngineMemory {
+        let memory = attach.memory.map(|memory| WorkerMemory {
             engine: EngineId(memory.engine),
             geometry: memory.geometry,
             arena_pages: memory.arena_pages,
         });
-        let attached = Attached {
+        let attached = AttachRequest {
             worker,
             ranks: attach.ranks,
             shards: attach.kv_shards,
@@ -216,7 +216,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
             depot_epoch: Epoch(attach.depot_epoch),
             memory,
         };
-        self.step(host, Event::Attached(attached));
+        self.step(host, LeaderEvent::Attach(attached));
     }
 
     fn request<H: LeaderHost<Process = P>>(
@@ -231,7 +231,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
             Err(error) => return host.reply(peer, id, Message::Error(error)),
         };
         let deadline = host.now() + Duration::from_millis(u64::from(deadline_ms));
-        let event = Event::Request {
+        let event = LeaderEvent::Request {
             engine,
             id,
             deadline,
@@ -240,7 +240,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
         self.step(host, event);
     }
 
-    fn step<H: LeaderHost<Process = P>>(&mut self, host: &mut H, event: Event) {
+    fn step<H: LeaderHost<Process = P>>(&mut self, host: &mut H, event: LeaderEvent) {
         let mut next = self.step_once(host, event);
         // The copies of an order that was not sent have ended, because no worker will report them. Their end orders no
         // further copies.
@@ -250,7 +250,11 @@ impl<P: fmt::Debug> LeaderShell<P> {
     }
 
     /// Carries out the effects of one event. Returns the ends of copies whose orders could not be sent.
-    fn step_once<H: LeaderHost<Process = P>>(&mut self, host: &mut H, event: Event) -> Vec<Event> {
+    fn step_once<H: LeaderHost<Process = P>>(
+        &mut self,
+        host: &mut H,
+        event: LeaderEvent,
+    ) -> Vec<LeaderEvent> {
         let mut effects = std::mem::take(&mut self.effects);
         host.before_step(&self.core, &event);
         self.core.step(host.now(), event, &mut effects);
@@ -258,23 +262,25 @@ impl<P: fmt::Debug> LeaderShell<P> {
         let mut copies: Vec<(Replica, RankSet, Copy)> = Vec::new();
         for effect in effects.drain(..) {
             match effect {
-                Effect::Answer { engine, id, answer } => self.answer(host, engine, id, answer),
-                Effect::Admit {
+                LeaderEffect::Answer { engine, id, answer } => {
+                    self.answer(host, engine, id, answer)
+                }
+                LeaderEffect::Admit {
                     worker,
                     attach,
                     verdict,
                 } => self.admit(host, worker, attach, verdict),
-                Effect::Copy {
+                LeaderEffect::Copy {
                     replica,
                     ranks,
                     copy,
                 } => copies.push((replica, ranks, copy)),
-                Effect::Cancel { worker, ops } => {
+                LeaderEffect::Cancel { worker, ops } => {
                     let ops = ops.into_iter().map(|op| op.0).collect();
                     let cancel = Message::Cancel(Cancel { ops });
                     self.order(host, worker, cancel, Duration::ZERO);
                 }
-                Effect::Invalidate {
+                LeaderEffect::Invalidate {
                     worker,
                     id,
                     scope,
@@ -285,7 +291,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
                     let left = host.now().until(deadline);
                     self.order(host, worker, invalidate, left);
                 }
-                Effect::ReadInventory {
+                LeaderEffect::ReadInventory {
                     worker,
                     depot,
                     page_bytes,
@@ -300,7 +306,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
                     });
                     self.order(host, worker, read, Duration::ZERO);
                 }
-                Effect::Expel(worker) => self.expel(host, worker),
+                LeaderEffect::FenceWorker(worker) => self.fence(host, worker),
             }
         }
         self.effects = effects;
@@ -314,7 +320,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
         &mut self,
         host: &mut H,
         copies: &[(Replica, RankSet, Copy)],
-    ) -> Vec<Event> {
+    ) -> Vec<LeaderEvent> {
         let mut unsent = Vec::new();
         let same_ranks = |one: &(Replica, RankSet, Copy), other: &(Replica, RankSet, Copy)| {
             (one.0, one.1) == (other.0, other.1)
@@ -329,7 +335,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
                     if !self.order(host, worker, Message::Transfer(transfer.clone()), left) {
                         let copies = transfer.copies.len();
                         tracing::warn!(%worker, copies, "order not sent: its copies count as failed");
-                        unsent.push(Event::Ended {
+                        unsent.push(LeaderEvent::Ended {
                             worker,
                             epoch: self.settings.epoch,
                             copies: transfer.unsent(),

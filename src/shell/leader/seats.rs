@@ -9,7 +9,7 @@ use std::fmt;
 
 use super::{LeaderHost, LeaderShell};
 use crate::{Holder, InUse};
-use kvferry_core::Event;
+use kvferry_core::LeaderEvent;
 use kvferry_protocol::{ErrorBody, Hello, Role};
 use kvferry_types::{AttachId, Direction, EngineId, PeerId, Rank, Replica, RequestId, WorkerId};
 
@@ -134,7 +134,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
         }
         self.roles.insert(peer, PeerRole::Engine(engine));
         self.engines.insert(engine, Holder::new(host, peer, pid));
-        self.step(host, Event::EngineOpened(engine));
+        self.step(host, LeaderEvent::EngineOpened(engine));
         Ok(())
     }
 
@@ -160,7 +160,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
             host.disconnect(before);
         }
         self.roles.insert(peer, PeerRole::Worker(worker));
-        self.step(host, Event::WorkerLost(worker));
+        self.step(host, LeaderEvent::WorkerLost(worker));
         let process = pid.and_then(|pid| host.watch(pid));
         let holder = Holder { peer, pid, process };
         self.workers.insert(
@@ -184,7 +184,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
 
     /// Ends the process that has a worker's seat. Its exit is handled like any other. A supervisor ends only its own
     /// child, so a process that still lives when its end is requested a second time is killed by the leader.
-    pub(super) fn expel<H: LeaderHost<Process = P>>(&mut self, host: &mut H, worker: WorkerId) {
+    pub(super) fn fence<H: LeaderHost<Process = P>>(&mut self, host: &mut H, worker: WorkerId) {
         let pid = self.workers.get(&worker).and_then(|peer| peer.holder.pid);
         if host.request_end(worker, pid) {
             tracing::error!(%worker, pid, "worker does not end its copies, or keeps silent: it is ended");
@@ -220,7 +220,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
                     .is_some_and(|known| known.peer == peer) =>
             {
                 self.engines.remove(&engine);
-                self.step(host, Event::EngineClosed(engine));
+                self.step(host, LeaderEvent::EngineClosed(engine));
             }
             Some(PeerRole::Worker(worker))
                 if self
@@ -232,7 +232,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
                 if !self.seats().any(|seat| seat == worker) {
                     self.workers.remove(&worker);
                 }
-                self.step(host, Event::WorkerLost(worker));
+                self.step(host, LeaderEvent::WorkerLost(worker));
             }
             _ => {}
         }
@@ -248,7 +248,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
                 self.roles.remove(&dead.holder.peer);
                 host.disconnect(dead.holder.peer);
             }
-            self.step(host, Event::WorkerDead(worker));
+            self.step(host, LeaderEvent::WorkerDead(worker));
         }
     }
 }

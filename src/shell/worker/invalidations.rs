@@ -22,7 +22,7 @@ const INVALIDATIONS_MAX: usize = RESETS_OPEN_MAX;
 
 /// A reset whose pages are being removed from the inventory.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Invalidate {
+pub(super) struct PendingInvalidation {
     id: ResetId,
     scope: Scope,
     /// The last store that the reset covers.
@@ -38,12 +38,12 @@ pub(super) struct Invalidate {
 /// Waiting resets, in the order of their arrival. A leader orders each reset once over one connection.
 #[derive(Debug, Default)]
 pub(super) struct Invalidations {
-    queue: VecDeque<Invalidate>,
+    queue: VecDeque<PendingInvalidation>,
     /// A call of [`WorkerShell::continue_invalidations`] is scheduled.
     called: bool,
 }
 
-impl Invalidate {
+impl PendingInvalidation {
     pub(super) fn new(
         id: ResetId,
         scope: Scope,
@@ -69,11 +69,11 @@ impl Invalidations {
     }
 
     /// Queues a reset, or refuses it when the queue is full. A reset that is already queued is answered once.
-    fn push(&mut self, invalidate: Invalidate) -> Result<(), ErrorBody> {
+    fn push(&mut self, invalidate: PendingInvalidation) -> Result<(), ErrorBody> {
         if self.queue.iter().any(|waiting| waiting.id == invalidate.id) {
             return Ok(());
         }
-        let named = |invalidate: &Invalidate| invalidate.scope.named_pages();
+        let named = |invalidate: &PendingInvalidation| invalidate.scope.named_pages();
         let pages = self.queue.iter().map(named).sum::<usize>() + named(&invalidate);
         if self.queue.len() >= INVALIDATIONS_MAX || pages > RESET_PAGES_OPEN_MAX {
             let text = format!(
@@ -87,7 +87,7 @@ impl Invalidations {
     }
 
     /// Removes the resets whose deadline has passed, and returns them.
-    fn take_overdue(&mut self, now: Time) -> VecDeque<Invalidate> {
+    fn take_overdue(&mut self, now: Time) -> VecDeque<PendingInvalidation> {
         let (overdue, left) = std::mem::take(&mut self.queue)
             .into_iter()
             .partition(|invalidate| invalidate.deadline <= now);
@@ -101,7 +101,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
     pub(super) fn invalidate<H: WorkerHost<Process = P, Memory = M>>(
         &mut self,
         host: &mut H,
-        invalidate: Invalidate,
+        invalidate: PendingInvalidation,
     ) -> Result<(), Fatal> {
         self.give_up_invalidations(host);
         let order = invalidate.order;
@@ -168,8 +168,8 @@ mod tests {
         generation: Generation(9),
     };
 
-    fn invalidate(id: u64, scope: Scope, deadline: u64) -> Invalidate {
-        Invalidate::new(
+    fn invalidate(id: u64, scope: Scope, deadline: u64) -> PendingInvalidation {
+        PendingInvalidation::new(
             ResetId(id),
             scope,
             THROUGH,
@@ -234,7 +234,7 @@ mod tests {
             let invalidate = invalidate(id, Scope::Everything, deadline);
             assert_eq!(invalidations.push(invalidate), Ok(()));
         }
-        let ids = |invalidations: &VecDeque<Invalidate>| -> Vec<u64> {
+        let ids = |invalidations: &VecDeque<PendingInvalidation>| -> Vec<u64> {
             invalidations
                 .iter()
                 .map(|invalidate| invalidate.id.0)

@@ -20,7 +20,7 @@ use kvferry_types::{
 
 pub use host::{Fatal, WorkerHost};
 pub use invalidations::INVALIDATE_SLICE_SLOTS;
-use invalidations::{Invalidate, Invalidations};
+use invalidations::{Invalidations, PendingInvalidation};
 use ranks::Ranks;
 pub use ranks::Registering;
 
@@ -44,7 +44,7 @@ pub enum WorkerFailure {
 
 /// State of the connection to the leader.
 #[derive(Debug, Default)]
-struct Leader {
+struct LeaderConnection {
     /// The connection over which the leader was found.
     link: LinkId,
     /// Attach requests over that connection, with the number of each attach; at most [`ATTACHING_MAX`].
@@ -65,7 +65,7 @@ pub struct WorkerShell<P, M> {
     core: Worker,
     worker: WorkerId,
     sharding: Sharding,
-    leader: Leader,
+    leader: LeaderConnection,
     ranks: Ranks<P, M>,
     invalidations: Invalidations,
     effects: Vec<WorkerEffect>,
@@ -78,7 +78,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             core: Worker::new(settings),
             worker,
             sharding,
-            leader: Leader::default(),
+            leader: LeaderConnection::default(),
             ranks: Ranks::new(worker.rank),
             invalidations: Invalidations::default(),
             effects: Vec::new(),
@@ -239,7 +239,8 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
                 through,
                 deadline,
             } => {
-                let invalidate = Invalidate::new(id, scope, through, self.leader.order, deadline);
+                let invalidate =
+                    PendingInvalidation::new(id, scope, through, self.leader.order, deadline);
                 self.invalidate(host, invalidate)?;
             }
             WorkerEffect::Refuse(refusal) => {

@@ -23,7 +23,7 @@ mod tests;
 use crate::ReplayError;
 use crate::sequential::{ENGINE, attach};
 use kvferry_core::{
-    BatchId, Effect, Event, Leader, MemoryBounds, RUNNING_COPIES_MAX, Refusal, Worker,
+    BatchId, Leader, LeaderEffect, LeaderEvent, MemoryBounds, RUNNING_COPIES_MAX, Refusal, Worker,
     WorkerEffect, WorkerEvent, WorkerSettings,
 };
 use kvferry_types::{
@@ -84,7 +84,7 @@ pub struct Timed {
     agenda: Agenda<TimedEvent>,
     now: Time,
     batches: u64,
-    effects: Vec<Effect>,
+    effects: Vec<LeaderEffect>,
     orders: Vec<WorkerEffect>,
 }
 
@@ -216,7 +216,7 @@ impl Timed {
                 request,
             } => {
                 let engine = ENGINE;
-                self.lead(Event::Request {
+                self.lead(LeaderEvent::Request {
                     engine,
                     id,
                     deadline,
@@ -229,7 +229,7 @@ impl Timed {
                     replica: Replica(0),
                     rank,
                 };
-                self.lead(Event::Ended {
+                self.lead(LeaderEvent::Ended {
                     worker,
                     epoch,
                     copies,
@@ -295,7 +295,7 @@ impl Timed {
         self.engine.act(self.now, &mut self.agenda);
     }
 
-    fn lead(&mut self, event: Event) {
+    fn lead(&mut self, event: LeaderEvent) {
         let mut effects = std::mem::take(&mut self.effects);
         self.leader.step(self.now, event, &mut effects);
         // The copies of one step belong to one request: each rank receives them in one message.
@@ -303,22 +303,24 @@ impl Timed {
         let mut copies = Vec::new();
         for effect in effects.drain(..) {
             match effect {
-                Effect::Answer { id, answer, .. } => self.send(TimedEvent::Answered { id, answer }),
-                Effect::Copy { ranks, copy, .. } => {
+                LeaderEffect::Answer { id, answer, .. } => {
+                    self.send(TimedEvent::Answered { id, answer })
+                }
+                LeaderEffect::Copy { ranks, copy, .. } => {
                     to = Some(ranks);
                     copies.push(copy);
                 }
-                Effect::Cancel { worker, ops } => {
+                LeaderEffect::Cancel { worker, ops } => {
                     let rank = worker.rank;
                     for op in ops {
                         self.send(TimedEvent::Cancelled { rank, op });
                     }
                 }
                 // Workers attach before the start and stop every cancelled copy, and no engine requests a reset.
-                Effect::Admit { .. }
-                | Effect::Expel(..)
-                | Effect::ReadInventory { .. }
-                | Effect::Invalidate { .. } => {}
+                LeaderEffect::Admit { .. }
+                | LeaderEffect::FenceWorker(..)
+                | LeaderEffect::ReadInventory { .. }
+                | LeaderEffect::Invalidate { .. } => {}
             }
         }
         self.effects = effects;
@@ -386,7 +388,7 @@ impl Timed {
             .filter(|rank| due(self.workers[usize::from(rank.0)].next_timeout()))
             .collect();
         if due(self.leader.next_timeout()) {
-            self.lead(Event::Tick);
+            self.lead(LeaderEvent::Tick);
         }
         for rank in late {
             self.work(rank, WorkerEvent::Tick);

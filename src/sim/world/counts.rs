@@ -52,7 +52,7 @@ counts! {
     /// Leaders that started.
     leaders;
     /// Requests of leaders to end a worker's process.
-    expelled;
+    fenced;
     /// Virtual time in milliseconds.
     virtual_ms;
 }

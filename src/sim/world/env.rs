@@ -59,7 +59,7 @@ pub(super) struct Env {
     pub(super) failing: Option<(Rank, Time)>,
     pub(super) pids: Pids,
     /// Workers whose process is to be killed: the one with this id, or any if `None`.
-    pub(super) expelled: Vec<(WorkerId, Option<i32>)>,
+    pub(super) to_fence: Vec<(WorkerId, Option<i32>)>,
     /// Workers that started to divide a depot in this step.
     pub(super) divides: Vec<WorkerId>,
     /// Wall clock minus virtual time, in nanoseconds.
@@ -99,7 +99,7 @@ impl Env {
             decided: false,
             failing: None,
             pids: Pids::default(),
-            expelled: Vec::new(),
+            to_fence: Vec::new(),
             divides: Vec::new(),
             wall_offset: 1 << 50,
             closing: false,
@@ -234,9 +234,9 @@ impl Env {
     }
 
     /// Requests the end of a worker's process, if it has this id.
-    pub(super) fn expel(&mut self, worker: WorkerId, pid: Option<i32>) {
-        self.counts.expelled += 1;
-        self.expelled.push((worker, pid));
+    pub(super) fn request_fence(&mut self, worker: WorkerId, pid: Option<i32>) {
+        self.counts.fenced += 1;
+        self.to_fence.push((worker, pid));
     }
 
     pub(super) fn answered(

@@ -8,7 +8,9 @@ use super::oracle::Question;
 use super::saboteur::Lie;
 use super::server::{Server, SessionEvent, connection, peer};
 use super::{Env, NodeId};
-use kvferry_core::{Attached, Effect, Event, Leader, LeaderSettings, Refusal, TierKey};
+use kvferry_core::{
+    AttachRequest, Leader, LeaderEffect, LeaderEvent, LeaderSettings, Refusal, TierKey,
+};
 use kvferry_protocol::{ErrorCode, Message, Role};
 use kvferry_shell::{HostError, LeaderHost, LeaderShell, Peers};
 use kvferry_types::{Epoch, PeerId, RequestId, Time, WorkerId};
@@ -20,7 +22,7 @@ pub(super) struct LeaderProcess {
     server: Server,
     epoch: Epoch,
     /// Last attach request of each worker.
-    attaching: BTreeMap<WorkerId, Attached>,
+    attaching: BTreeMap<WorkerId, AttachRequest>,
 }
 
 impl LeaderProcess {
@@ -95,7 +97,7 @@ struct Host<'a> {
     env: &'a mut Env,
     server: &'a mut Server,
     epoch: Epoch,
-    attaching: &'a mut BTreeMap<WorkerId, Attached>,
+    attaching: &'a mut BTreeMap<WorkerId, AttachRequest>,
     /// The key of the leader's tier before the step.
     before: Option<TierKey>,
 }
@@ -164,13 +166,13 @@ impl LeaderHost for Host<'_> {
     }
 
     fn request_end(&mut self, worker: WorkerId, pid: Option<i32>) -> bool {
-        self.env.expel(worker, pid);
+        self.env.request_fence(worker, pid);
         // A supervisor can end its children. Where processes are unseen, an operator ends them.
         !self.env.setup.processes_unseen
     }
 
     fn kill(&mut self, worker: WorkerId, process: &i32) {
-        self.env.expel(worker, Some(*process));
+        self.env.request_fence(worker, Some(*process));
     }
 
     fn raise_epoch(&mut self, _: Epoch) -> Result<(), HostError> {
@@ -181,24 +183,26 @@ impl LeaderHost for Host<'_> {
         Duration::ZERO
     }
 
-    fn before_step(&mut self, core: &Leader, event: &Event) {
+    fn before_step(&mut self, core: &Leader, event: &LeaderEvent) {
         let env = &mut *self.env;
         match event {
-            Event::EngineOpened(engine) => env.oracle.came(env.queue.now(), self.epoch, *engine),
-            Event::EngineClosed(engine) => {
+            LeaderEvent::EngineOpened(engine) => {
+                env.oracle.came(env.queue.now(), self.epoch, *engine)
+            }
+            LeaderEvent::EngineClosed(engine) => {
                 let due = env.now() + env.setup.engine_grace;
                 env.oracle.went(self.epoch, *engine, due);
             }
-            Event::WorkerLost(worker) => env.oracle.roster.gone(*worker),
-            Event::WorkerDead(worker) => {
+            LeaderEvent::WorkerLost(worker) => env.oracle.roster.gone(*worker),
+            LeaderEvent::WorkerDead(worker) => {
                 env.oracle.roster.gone(*worker);
                 env.oracle.roster.cleared(*worker);
             }
-            Event::Attached(attached) => {
+            LeaderEvent::Attach(attached) => {
                 env.oracle.roster.cleared(attached.worker);
                 self.attaching.insert(attached.worker, attached.clone());
             }
-            Event::Request {
+            LeaderEvent::Request {
                 engine,
                 id,
                 deadline,
@@ -215,19 +219,19 @@ impl LeaderHost for Host<'_> {
                     .oracle
                     .asked(now, self.epoch, *engine, *id, &question);
             }
-            Event::Inventory { .. }
-            | Event::Invalidated { .. }
-            | Event::Ended { .. }
-            | Event::Tick => {}
+            LeaderEvent::Inventory { .. }
+            | LeaderEvent::Invalidated { .. }
+            | LeaderEvent::Ended { .. }
+            | LeaderEvent::Tick => {}
         }
         self.before = core.tier_key().cloned();
     }
 
-    fn after_step(&mut self, core: &Leader, effects: &[Effect]) {
+    fn after_step(&mut self, core: &Leader, effects: &[LeaderEffect]) {
         for effect in effects {
             tracing::trace!(?effect, "leader");
             match effect {
-                Effect::Admit {
+                LeaderEffect::Admit {
                     worker,
                     attach,
                     verdict,
@@ -238,14 +242,16 @@ impl LeaderHost for Host<'_> {
                         self.attached(core, attached, verdict.as_ref().err());
                     }
                 }
-                Effect::Answer { engine, id, answer } => {
+                LeaderEffect::Answer { engine, id, answer } => {
                     self.env.answered(self.epoch, *engine, *id, answer);
                 }
-                Effect::Copy { copy, .. } => self.env.oracle.ordered(self.env.queue.now(), copy),
-                Effect::Cancel { .. }
-                | Effect::Invalidate { .. }
-                | Effect::ReadInventory { .. }
-                | Effect::Expel(_) => {}
+                LeaderEffect::Copy { copy, .. } => {
+                    self.env.oracle.ordered(self.env.queue.now(), copy)
+                }
+                LeaderEffect::Cancel { .. }
+                | LeaderEffect::Invalidate { .. }
+                | LeaderEffect::ReadInventory { .. }
+                | LeaderEffect::FenceWorker(_) => {}
             }
         }
         self.env.decided = true;
@@ -254,7 +260,7 @@ impl LeaderHost for Host<'_> {
 
 impl Host<'_> {
     /// Notes whether a worker was admitted. A refused worker must not change the pool.
-    fn attached(&mut self, core: &Leader, attached: Attached, refusal: Option<&Refusal>) {
+    fn attached(&mut self, core: &Leader, attached: AttachRequest, refusal: Option<&Refusal>) {
         let worker = attached.worker;
         let roster = &mut self.env.oracle.roster;
         let Some(refusal) = refusal else {

@@ -581,10 +581,10 @@ impl World {
         process.state = Some(engine);
     }
 
-    /// Runs after every step: schedules the end of expelled workers, injects faults that follow from the step, and
+    /// Runs after every step: schedules the end of fenced workers, injects faults that follow from the step, and
     /// checks the invariants if the step decided anything.
     fn after(&mut self) {
-        for (worker, pid) in std::mem::take(&mut self.env.expelled) {
+        for (worker, pid) in std::mem::take(&mut self.env.to_fence) {
             let life = self.workers[&worker].life;
             let known = self.env.pids.of(NodeId::Worker(worker), life);
             if pid.is_some() && pid != known {

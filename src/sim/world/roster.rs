@@ -2,13 +2,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use kvferry_core::{ARENA_PAGES_MAX, Contradiction, EngineMemory, Pool, TierKey};
+use kvferry_core::{ARENA_PAGES_MAX, Contradiction, Pool, TierKey, WorkerMemory};
 use kvferry_types::{DepotId, EngineId, Replica, Shard, WorkerId};
 
 /// The admitted workers of one leader.
 #[derive(Debug, Default)]
 pub(super) struct Roster {
-    memories: BTreeMap<WorkerId, EngineMemory>,
+    memories: BTreeMap<WorkerId, WorkerMemory>,
     depots: BTreeMap<Shard, DepotId>,
     /// Workers that have attached or died since the leader started: they run no copy of an older leader.
     clear: BTreeSet<WorkerId>,
@@ -21,7 +21,7 @@ impl Roster {
         worker: WorkerId,
         shard: Shard,
         depot: DepotId,
-        memory: Option<EngineMemory>,
+        memory: Option<WorkerMemory>,
     ) {
         self.depots.insert(shard, depot);
         self.gone(worker);
@@ -52,8 +52,8 @@ impl Roster {
     }
 
     /// Memory of the replicas of which every rank has memory of the same engine.
-    fn complete(&self, ranks: u16) -> Vec<&EngineMemory> {
-        let mut counts: BTreeMap<(Replica, EngineId), (u16, &EngineMemory)> = BTreeMap::new();
+    fn complete(&self, ranks: u16) -> Vec<&WorkerMemory> {
+        let mut counts: BTreeMap<(Replica, EngineId), (u16, &WorkerMemory)> = BTreeMap::new();
         for (worker, memory) in &self.memories {
             let count = counts
                 .entry((worker.replica, memory.engine))
@@ -76,7 +76,7 @@ impl Roster {
             let depots = &self.depots;
             return Err(format!("a pool of {key:?} serves, the depots are {depots:?}").into());
         }
-        let same = |memory: &EngineMemory| {
+        let same = |memory: &WorkerMemory| {
             let geometry = &memory.geometry;
             (geometry.page_bytes, geometry.layout_fingerprint)
                 == (key.page_bytes, key.layout_fingerprint)

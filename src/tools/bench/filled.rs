@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 use kvferry::cli::bench::rig::{ENGINE, HASH_BYTES, hashes};
 use kvferry::error::CommandError;
 use kvferry_core::{
-    AnchorKey, Attached, Effect, EngineMemory, Event, Leader, LeaderSettings, Pool, Refusal,
+    AnchorKey, AttachRequest, Leader, LeaderEffect, LeaderEvent, LeaderSettings, Pool, Refusal,
+    WorkerMemory,
 };
 use kvferry_protocol::{Envelope, HEADER_BYTES, Header, Lookup, Message, VERSION, decode, encode};
 use kvferry_types::{
@@ -57,7 +58,7 @@ pub(super) struct FilledLeader {
     /// Whether the worker was requested to remove the pages of the reset from the inventory.
     invalidated: bool,
     now: Time,
-    effects: Vec<Effect>,
+    effects: Vec<LeaderEffect>,
 }
 
 impl FilledLeader {
@@ -91,20 +92,20 @@ impl FilledLeader {
 
     fn attach(&mut self, arena_pages: u32) -> Result<(), CommandError> {
         let depot = DepotId(1);
-        let attached = Attached {
+        let attached = AttachRequest {
             worker: WORKER,
             ranks: 1,
             shards: 1,
             attach: AttachId(1),
             depot,
             depot_epoch: Epoch(0),
-            memory: Some(EngineMemory {
+            memory: Some(WorkerMemory {
                 engine: ENGINE,
                 geometry: geometry(),
                 arena_pages,
             }),
         };
-        let inventory = Event::Inventory {
+        let inventory = LeaderEvent::Inventory {
             worker: WORKER,
             reading: 1,
             from: 0,
@@ -113,8 +114,8 @@ impl FilledLeader {
             records: Vec::new(),
         };
         for event in [
-            Event::EngineOpened(ENGINE),
-            Event::Attached(attached),
+            LeaderEvent::EngineOpened(ENGINE),
+            LeaderEvent::Attach(attached),
             inventory,
         ] {
             self.leader.step(self.now, event, &mut self.effects);
@@ -159,7 +160,7 @@ impl FilledLeader {
     /// Sends a request to the core, and ends all resulting copies at once.
     fn ask(&mut self, request: Request) -> Result<Answer, CommandError> {
         self.requests += 1;
-        let event = Event::Request {
+        let event = LeaderEvent::Request {
             engine: ENGINE,
             id: RequestId(self.requests),
             deadline: Time::NEVER,
@@ -170,7 +171,7 @@ impl FilledLeader {
             .effects
             .iter()
             .filter_map(|effect| match effect {
-                Effect::Copy { copy, .. } => Some(EndedCopy {
+                LeaderEffect::Copy { copy, .. } => Some(EndedCopy {
                     op: copy.op,
                     complete: true,
                     complete_pages: 0,
@@ -181,7 +182,7 @@ impl FilledLeader {
             })
             .collect();
         if !copies.is_empty() {
-            let ended = Event::Ended {
+            let ended = LeaderEvent::Ended {
                 worker: WORKER,
                 epoch: Epoch(1),
                 copies,
@@ -193,7 +194,7 @@ impl FilledLeader {
 
     fn answer(&mut self) -> Result<Answer, CommandError> {
         let answer = self.effects.drain(..).find_map(|effect| match effect {
-            Effect::Answer { answer, .. } => Some(answer),
+            LeaderEffect::Answer { answer, .. } => Some(answer),
             _ => None,
         });
         let answer = answer.ok_or_else(|| CommandError::Failed("no answer".to_owned()))?;
@@ -229,7 +230,7 @@ impl FilledLeader {
         let request = Request::try_from(envelope.message)
             .map_err(|error| CommandError::Failed(error.message))?;
         let decoded = begun.elapsed();
-        let event = Event::Request {
+        let event = LeaderEvent::Request {
             engine: ENGINE,
             id,
             deadline: Time::NEVER,
@@ -250,7 +251,7 @@ impl FilledLeader {
     pub(super) fn begin_reset(&mut self, seed: u64, pages: u32) -> Result<Duration, CommandError> {
         let scope = ResetScope::Pages(Vec::new(), packed(hashes(seed, pages))?);
         self.requests += 1;
-        let event = Event::Request {
+        let event = LeaderEvent::Request {
             engine: ENGINE,
             id: RequestId(self.requests),
             deadline: Time::NEVER,
@@ -269,9 +270,11 @@ impl FilledLeader {
         }
         self.now = self.leader.next_timeout()?;
         let begun = Instant::now();
-        self.leader.step(self.now, Event::Tick, &mut self.effects);
+        self.leader
+            .step(self.now, LeaderEvent::Tick, &mut self.effects);
         let took = begun.elapsed();
-        let invalidations = |effect: Effect| matches!(effect, Effect::Invalidate { .. });
+        let invalidations =
+            |effect: LeaderEffect| matches!(effect, LeaderEffect::Invalidate { .. });
         self.invalidated = self.effects.drain(..).any(invalidations);
         Some(took)
     }
@@ -279,7 +282,7 @@ impl FilledLeader {
     /// Confirms that the worker has removed the pages from the inventory.
     pub(super) fn end_reset(&mut self) -> Result<(), CommandError> {
         self.resets += 1;
-        let invalidated = Event::Invalidated {
+        let invalidated = LeaderEvent::Invalidated {
             worker: WORKER,
             epoch: Epoch(1),
             id: ResetId(self.resets),

@@ -23,7 +23,7 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
-use super::listener::{Event, Intake, PeerLink, Peers};
+use super::listener::{Intake, PeerLink, Peers, QueuedEvent};
 use super::places::{Place, Places};
 use super::zmq::Router;
 use super::zmtp::{self, Item, Parser};
@@ -82,7 +82,7 @@ pub(super) async fn run(gate: Gate, public: UnixListener) {
 
 /// Why a connection was refused before it was open.
 #[derive(Debug, thiserror::Error)]
-enum Refusal {
+enum ConnectionRefusal {
     #[error("it runs as uid {0}")]
     User(u32),
     #[error("too many connections are open")]
@@ -103,8 +103,8 @@ async fn serve(gate: &Gate, stream: UnixStream, open: &Arc<Semaphore>, mut hands
     let shaking = timeout(gate.limits.handshake, shake_hands(gate, stream, open));
     let shaken = tokio::select! {
         biased;
-        shaken = shaking => shaken.unwrap_or(Err(Refusal::Late)),
-        () = handshake.lost() => Err(Refusal::Crowded),
+        shaken = shaking => shaken.unwrap_or(Err(ConnectionRefusal::Late)),
+        () = handshake.lost() => Err(ConnectionRefusal::Crowded),
     };
     drop(handshake);
     match shaken {
@@ -123,10 +123,10 @@ async fn shake_hands(
     gate: &Gate,
     stream: UnixStream,
     open: &Arc<Semaphore>,
-) -> Result<Connection, Refusal> {
+) -> Result<Connection, ConnectionRefusal> {
     let cred = stream.peer_cred()?;
     if cred.uid() != rustix::process::geteuid().as_raw() {
-        return Err(Refusal::User(cred.uid()));
+        return Err(ConnectionRefusal::User(cred.uid()));
     }
     let (read, mut write) = stream.into_split();
     write.write_all(&zmtp::greeting()).await?;
@@ -138,11 +138,11 @@ async fn shake_hands(
     };
     client.expect_ready().await?;
     let permit = open.clone().try_acquire_owned();
-    let permit = permit.map_err(|_| Refusal::Full)?;
+    let permit = permit.map_err(|_| ConnectionRefusal::Full)?;
     let peer = Peers::next_id();
     let inner = connect_inner(gate, peer).await?;
     let link = OpenPeer::new(gate, peer);
-    let opened = Event::Opened {
+    let opened = QueuedEvent::Opened {
         peer,
         uid: cred.uid(),
         // The kernel reports 0 for a process of another PID namespace: unknown.
@@ -160,7 +160,7 @@ async fn shake_hands(
 }
 
 /// Connects to the ROUTER as the DEALER named `peer`, and waits until the ROUTER can route to it.
-async fn connect_inner(gate: &Gate, peer: PeerId) -> Result<UnixStream, Refusal> {
+async fn connect_inner(gate: &Gate, peer: PeerId) -> Result<UnixStream, ConnectionRefusal> {
     let accepted = gate.router.expect(peer);
     let mut inner = UnixStream::connect(&gate.inner).await?;
     inner.write_all(&zmtp::greeting()).await?;
@@ -217,7 +217,7 @@ impl ClientReader {
         Ok(!self.filled.is_empty())
     }
 
-    async fn expect_ready(&mut self) -> Result<(), Refusal> {
+    async fn expect_ready(&mut self) -> Result<(), ConnectionRefusal> {
         loop {
             if !self.fill().await? {
                 return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());

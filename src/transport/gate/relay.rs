@@ -11,7 +11,7 @@ use tokio::sync::{Notify, OwnedSemaphorePermit};
 use tokio::time::timeout;
 
 use super::{CHUNK_BYTES, ClientReader, Gate, OpenPeer};
-use crate::listener::Event;
+use crate::listener::QueuedEvent;
 use crate::zmtp::{self, Item, Parser, PingContext};
 use crate::{CloseReason, Violation};
 
@@ -82,7 +82,10 @@ impl Connection {
         drop(self.link);
         drop(self.permit);
         tracing::debug!(%peer, %reason, "closed a connection");
-        gate.intake.push(Event::Closed { peer, reason }).await.ok();
+        gate.intake
+            .push(QueuedEvent::Closed { peer, reason })
+            .await
+            .ok();
     }
 }
 

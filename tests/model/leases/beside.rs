@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use kvferry_core::{AnchorKey, Attached, Effect, EngineMemory, Event, Leader, LeaderSettings};
+use kvferry_core::{
+    AnchorKey, AttachRequest, Leader, LeaderEffect, LeaderEvent, LeaderSettings, WorkerMemory,
+};
 use kvferry_types::{
     Answer, AttachId, Copy, DepotId, Direction, Epoch, GroupGeometry, GroupId, LookupAnswer, OpId,
     PageHashes, Rank, Ratio, Replica, Request, RequestId, Time, WorkerId,
@@ -25,7 +27,7 @@ pub(super) fn worker(rank: Rank) -> WorkerId {
 }
 
 /// The attach of a worker with this depot: the first one of its shard, or a later one.
-pub(super) fn attached(worker: WorkerId, depot: u128) -> Attached {
+pub(super) fn attached(worker: WorkerId, depot: u128) -> AttachRequest {
     let geometry = GroupGeometry {
         group: GroupId(0),
         engine_page_tokens: 16,
@@ -35,12 +37,12 @@ pub(super) fn attached(worker: WorkerId, depot: u128) -> Attached {
         content_digest: [0; 16],
         layout_fingerprint: [1; 16],
     };
-    let memory = EngineMemory {
+    let memory = WorkerMemory {
         engine: ENGINE,
         geometry,
         arena_pages: PAGES as u32,
     };
-    Attached {
+    AttachRequest {
         worker,
         ranks: RANKS,
         shards: RANKS,
@@ -59,9 +61,9 @@ fn leader() -> Leader {
     settings.engine_grace = Duration::from_secs(u64::from(GRACE));
     let mut leader = Leader::new(settings);
     let mut effects = Vec::new();
-    leader.step(Time(0), Event::EngineOpened(ENGINE), &mut effects);
+    leader.step(Time(0), LeaderEvent::EngineOpened(ENGINE), &mut effects);
     for rank in ranks() {
-        let event = Event::Attached(attached(worker(rank), 1));
+        let event = LeaderEvent::Attach(attached(worker(rank), 1));
         leader.step(Time(0), event, &mut effects);
     }
     let asked = std::mem::take(&mut effects);
@@ -72,8 +74,8 @@ fn leader() -> Leader {
 }
 
 /// The answer of an empty depot to a request for its inventory.
-fn empty_inventory(effect: &Effect) -> Option<Event> {
-    let Effect::ReadInventory {
+fn empty_inventory(effect: &LeaderEffect) -> Option<LeaderEvent> {
+    let LeaderEffect::ReadInventory {
         worker,
         depot,
         reading,
@@ -83,7 +85,7 @@ fn empty_inventory(effect: &Effect) -> Option<Event> {
     else {
         return None;
     };
-    Some(Event::Inventory {
+    Some(LeaderEvent::Inventory {
         worker,
         depot,
         reading,
@@ -94,9 +96,9 @@ fn empty_inventory(effect: &Effect) -> Option<Event> {
 }
 
 /// The sequence that a lookup requests.
-fn looked_up(event: &Event) -> Option<usize> {
+fn looked_up(event: &LeaderEvent) -> Option<usize> {
     match event {
-        Event::Request {
+        LeaderEvent::Request {
             request: Request::Lookup { slot, .. },
             ..
         } => usize::try_from(slot.0).ok(),
@@ -151,8 +153,8 @@ impl Leases {
         let (mut effects, mut held) = (Vec::new(), None);
         for (index, (now, mut event)) in (1..).zip(state.past.events()) {
             match &mut event {
-                Event::Request { id, .. } => *id = RequestId(index),
-                Event::Ended { copies, .. } => {
+                LeaderEvent::Request { id, .. } => *id = RequestId(index),
+                LeaderEvent::Ended { copies, .. } => {
                     for copy in copies {
                         copy.op = seen.number(copy.op);
                     }
@@ -166,12 +168,12 @@ impl Leases {
             for effect in effects.drain(..) {
                 inventories.extend(empty_inventory(&effect));
                 match effect {
-                    Effect::Copy { copy, .. } => {
+                    LeaderEffect::Copy { copy, .. } => {
                         if let Some(why) = seen.copy(&leader, &copy) {
                             return Some(why);
                         }
                     }
-                    Effect::Answer {
+                    LeaderEffect::Answer {
                         answer: Ok(Answer::Lookup(LookupAnswer { hit_pages, .. })),
                         ..
                     } => seen.found = Some(hit_pages),
