@@ -222,8 +222,8 @@ impl Gpu {
 
     /// Handles an engine's own report that everything up to `through` is written: the timeline is no longer read for
     /// that.
-    pub(super) fn said(&self, memory: &RegisteredDevice, word: Timeline, through: RequestId) {
-        self.copier.said(memory, word, through);
+    pub(super) fn announce(&self, memory: &RegisteredDevice, word: Timeline, through: RequestId) {
+        self.copier.announce(memory, word, through);
     }
 
     /// A signal that the depot is unpinned, which happens some time after this value was dropped.

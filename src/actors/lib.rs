@@ -24,7 +24,7 @@ mod worker;
 
 pub use gpu::EngineSide;
 pub use leader::{EndWorker, LeaderArguments, LeaderHandle, RaiseEpoch};
-pub use pool::PoolSettings;
+pub use pool::DepotSettings;
 pub use supervision::{ProcessHandle, run_leader, run_worker};
 pub use transfer::{TransferActor, TransferArguments, TransferMessage};
 pub use worker::WorkerArguments;

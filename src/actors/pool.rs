@@ -23,10 +23,10 @@ const READY_LIMIT_MIN: Duration = Duration::from_secs(60);
 /// rate of the machine.
 const READY_BYTES_PER_S: u64 = 32 << 20;
 /// Pause between two reports of progress.
-const TELL_EVERY: Duration = Duration::from_millis(500);
+const REPORT_EVERY: Duration = Duration::from_millis(500);
 
 /// Source and placement of a depot's memory.
-pub struct PoolSettings {
+pub struct DepotSettings {
     /// Memory held by a supervisor, so that it outlives the worker; `None` where the worker creates it.
     pub held: Option<OwnedFd>,
     /// Size in bytes; for held memory, the size of the file is used instead.
@@ -45,7 +45,7 @@ pub struct PoolSettings {
 
 /// The reason that a depot's memory cannot be used.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum PoolError {
+pub(super) enum DepotFailure {
     /// The memory cannot be opened.
     #[error(transparent)]
     Open(#[from] DepotError),
@@ -68,7 +68,7 @@ pub(super) enum PoolError {
     },
 }
 
-impl PoolSettings {
+impl DepotSettings {
     fn ready_limit(&self) -> Duration {
         READY_LIMIT_MIN + Duration::from_secs(self.bytes / READY_BYTES_PER_S)
     }
@@ -76,14 +76,14 @@ impl PoolSettings {
 
 /// Progress of the depot's preparation, in bytes.
 #[derive(Debug, Default)]
-pub(super) struct Progress {
+pub(super) struct DepotProgress {
     done: AtomicU64,
     total: AtomicU64,
     /// The NUMA node of the memory, where one was chosen.
     pub(super) node: OnceLock<u16>,
 }
 
-impl Progress {
+impl DepotProgress {
     /// Bytes that are ready, and bytes in total.
     pub(super) fn bytes(&self) -> (u64, u64) {
         let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
@@ -98,30 +98,30 @@ impl Progress {
     }
 }
 
-pub(super) struct PoolArguments {
-    pub(super) settings: PoolSettings,
-    pub(super) progress: Arc<Progress>,
+pub(super) struct DepotArguments {
+    pub(super) settings: DepotSettings,
+    pub(super) progress: Arc<DepotProgress>,
     pub(super) worker: ActorRef<WorkerMessage>,
 }
 
-pub(super) struct PoolActor;
+pub(super) struct DepotActor;
 
 /// Cancels the prefault when the actor stops.
 pub(super) struct State(Arc<AtomicBool>);
 
-impl Actor for PoolActor {
+impl Actor for DepotActor {
     type Msg = ();
     type State = State;
-    type Arguments = PoolArguments;
+    type Arguments = DepotArguments;
 
     async fn pre_start(
         &self,
         _myself: ActorRef<()>,
-        arguments: PoolArguments,
+        arguments: DepotArguments,
     ) -> Result<State, ActorProcessingErr> {
         let cancel = Arc::new(AtomicBool::new(false));
         let flag = Arc::clone(&cancel);
-        let PoolArguments {
+        let DepotArguments {
             settings,
             progress,
             worker,
@@ -129,13 +129,13 @@ impl Actor for PoolActor {
         let limit = settings.ready_limit();
         let (shown, to) = (Arc::clone(&progress), worker.clone());
         let taken = tokio::task::spawn_blocking(move || {
-            let tell = |message| say(&to, message);
+            let tell = |message| send(&to, message);
             prepare(settings, likely_node, &progress, &flag, &tell)
         });
         let flag = Arc::clone(&cancel);
         tokio::spawn(async move {
             let ready = within(limit, taken, &shown, &flag).await;
-            say(&worker, WorkerMessage::Prefaulted(ready));
+            send(&worker, WorkerMessage::Prefaulted(ready));
         });
         Ok(State(cancel))
     }
@@ -154,13 +154,13 @@ impl Actor for PoolActor {
 /// worker attaches once its depot is open, and the leader ends workers that do not attach within the fence time, which
 /// a slow driver must not use up. The memory of the depot is not placed before it is touched.
 fn prepare(
-    settings: PoolSettings,
+    settings: DepotSettings,
     place: impl FnOnce(usize) -> Option<NumaNode>,
-    progress: &Progress,
+    progress: &DepotProgress,
     cancel: &AtomicBool,
     tell: &dyn Fn(WorkerMessage),
-) -> Result<(), PoolError> {
-    let PoolSettings {
+) -> Result<(), DepotFailure> {
+    let DepotSettings {
         held,
         bytes,
         threads,
@@ -201,10 +201,10 @@ fn prefault(
     depot: &Depot,
     by: &Prefault,
     lock: bool,
-    progress: &Progress,
+    progress: &DepotProgress,
     cancel: &AtomicBool,
     tell: &dyn Fn(WorkerMessage),
-) -> Result<(), PoolError> {
+) -> Result<(), DepotFailure> {
     let told = Cell::new(Instant::now());
     let report = |done, total| {
         // Memory that must be locked is not ready before that.
@@ -215,7 +215,7 @@ fn prefault(
         };
         progress.done.store(done, Ordering::Relaxed);
         progress.total.store(total, Ordering::Relaxed);
-        if told.get().elapsed() >= TELL_EVERY {
+        if told.get().elapsed() >= REPORT_EVERY {
             told.set(Instant::now());
             tell(WorkerMessage::Progress);
         }
@@ -227,22 +227,22 @@ fn prefault(
 /// Waits for the preparation. After `limit`, cancels it and returns an error.
 async fn within(
     limit: Duration,
-    taken: JoinHandle<Result<(), PoolError>>,
-    progress: &Progress,
+    taken: JoinHandle<Result<(), DepotFailure>>,
+    progress: &DepotProgress,
     cancel: &AtomicBool,
-) -> Result<(), PoolError> {
+) -> Result<(), DepotFailure> {
     match tokio::time::timeout(limit, taken).await {
         Ok(Ok(ready)) => ready,
         Ok(Err(error)) => Err(error.into()),
         Err(_) => {
             cancel.store(true, Ordering::Relaxed);
             let progress = progress.line();
-            Err(PoolError::Slow { progress, limit })
+            Err(DepotFailure::Slow { progress, limit })
         }
     }
 }
 
-fn say(worker: &ActorRef<WorkerMessage>, message: WorkerMessage) {
+fn send(worker: &ActorRef<WorkerMessage>, message: WorkerMessage) {
     if worker.cast(message).is_err() {
         tracing::debug!("the worker has stopped");
     }
@@ -254,7 +254,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_depot_that_does_not_get_ready_in_time_is_given_up() {
-        let progress = Progress::default();
+        let progress = DepotProgress::default();
         progress.done.store(1 << 30, Ordering::Relaxed);
         progress.total.store(8 << 30, Ordering::Relaxed);
         let cancel = Arc::new(AtomicBool::new(false));
@@ -274,7 +274,7 @@ mod tests {
     /// A driver that does not start must not keep a worker from attaching.
     #[test]
     fn a_depot_is_open_before_anybody_knows_where_its_memory_is_to_lie() {
-        let settings = PoolSettings {
+        let settings = DepotSettings {
             held: None,
             bytes: 1 << 20,
             threads: 1,
@@ -297,7 +297,7 @@ mod tests {
                 answered.recv().expect("the driver answers at last");
                 None
             };
-            let (progress, cancel) = (Progress::default(), AtomicBool::new(false));
+            let (progress, cancel) = (DepotProgress::default(), AtomicBool::new(false));
             prepare(settings, place, &progress, &cancel, &tell)
         });
         let patience = Duration::from_secs(600);
@@ -312,7 +312,7 @@ mod tests {
 
     #[test]
     fn larger_depots_have_more_time() {
-        let settings = |bytes| PoolSettings {
+        let settings = |bytes| DepotSettings {
             held: None,
             bytes,
             threads: 1,

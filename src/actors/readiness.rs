@@ -49,7 +49,7 @@ impl ReadinessReporter {
 
     /// Reports how many bytes of the host memory are ready, and of how many. Reported also when nothing has changed,
     /// because the leader may be a new one.
-    pub(super) fn tell(&self, (ready_bytes, bytes): (u64, u64)) {
+    pub(super) fn report_bytes(&self, (ready_bytes, bytes): (u64, u64)) {
         self.0.send_modify(|news| {
             (news.ready_bytes, news.bytes) = (ready_bytes, bytes);
         });
@@ -76,7 +76,7 @@ impl ReadinessReporter {
     }
 
     /// Reports why this worker ends. The worker must end when [`WorkerMessage::Failed`] arrives.
-    pub(super) fn give_up(&self, why: String) {
+    pub(super) fn report_end(&self, why: String) {
         self.0.send_modify(|news| {
             (news.problem, news.gives_up) = (why, true);
         });
@@ -132,7 +132,7 @@ mod tests {
     #[tokio::test]
     async fn what_comes_while_it_tells_is_told_then() {
         let (readiness, lets, mut hears, running) = slow();
-        readiness.tell((1, 2));
+        readiness.report_bytes((1, 2));
         assert_eq!(hears.recv().await.as_deref(), Some(""));
         readiness.problem("no GPU".to_owned());
         // Lets the wait for `gives_up` see the problem before the first report has ended.
@@ -147,9 +147,9 @@ mod tests {
     #[tokio::test]
     async fn the_last_words_do_not_wait_for_those_before() {
         let (readiness, lets, mut hears, running) = slow();
-        readiness.tell((1, 2));
+        readiness.report_bytes((1, 2));
         assert_eq!(hears.recv().await.as_deref(), Some(""));
-        readiness.give_up("no memory".to_owned());
+        readiness.report_end("no memory".to_owned());
         assert_eq!(hears.recv().await.as_deref(), Some("no memory"));
         lets.add_permits(1);
         let why = running.await.expect("no panic");

@@ -12,7 +12,7 @@ use tokio::task::JoinHandle;
 
 use crate::gpu::{EngineSide, Gpu};
 use crate::mailbox::{Credited, Credits, Feeder};
-use crate::pool::{PoolActor, PoolArguments, PoolError, PoolSettings, Progress};
+use crate::pool::{DepotActor, DepotArguments, DepotFailure, DepotProgress, DepotSettings};
 use crate::processes::Process;
 use crate::readiness::ReadinessReporter;
 use crate::transfer::{RUNNING_COPIES_MAX, TransferActor, TransferArguments};
@@ -49,7 +49,7 @@ pub struct WorkerArguments {
     /// Events of that connection: orders of the leader, answers, reconnects.
     pub incoming: mpsc::Receiver<Incoming>,
     /// Settings of the worker's depot.
-    pub depot: PoolSettings,
+    pub depot: DepotSettings,
     /// Threads that share one large copy.
     pub copy_threads: usize,
     /// How copies are submitted to a GPU's driver.
@@ -68,7 +68,7 @@ pub(super) enum WorkerMessage {
     /// More of the depot's memory is prefaulted.
     Progress,
     /// All of the depot's memory is prefaulted, or the prefault failed.
-    Prefaulted(Result<(), PoolError>),
+    Prefaulted(Result<(), DepotFailure>),
     /// The leader has received why this worker ends.
     Failed(String),
     Mapped(Registering, Box<Result<EngineSide, ErrorBody>>),
@@ -145,7 +145,7 @@ impl Actor for WorkerActor {
         } = arguments;
         let number = depot.gpu;
         let replier = server.replier();
-        let progress = Arc::new(Progress::default());
+        let progress = Arc::new(DepotProgress::default());
         let transfer = TransferArguments {
             copy_threads,
             ended: myself.get_derived(),
@@ -153,12 +153,12 @@ impl Actor for WorkerActor {
         let cell = myself.get_cell();
         let (transfer, _) =
             Actor::spawn_linked(None, TransferActor, transfer, cell.clone()).await?;
-        let pool = PoolArguments {
+        let pool = DepotArguments {
             settings: depot,
             progress: Arc::clone(&progress),
             worker: myself.clone(),
         };
-        Actor::spawn_linked(None, PoolActor, pool, cell).await?;
+        Actor::spawn_linked(None, DepotActor, pool, cell).await?;
         let ranks = myself.clone();
         let feeder = Feeder::start(server, move |batch| {
             let message = batch.map_or(WorkerMessage::Deaf("the listener"), WorkerMessage::Ranks);
@@ -183,7 +183,7 @@ impl Actor for WorkerActor {
                 depot: None,
                 prefaulted: false,
                 closing: Vec::new(),
-                told_of_proofs: false,
+                proofs_logged: false,
                 gpu: GpuState::default(),
                 gpu_copy,
                 gpu_idle: gpu_idle.unwrap_or(IDLE_LIMIT),
@@ -231,7 +231,7 @@ impl Actor for WorkerActor {
             }
             WorkerMessage::Leader(incoming) => match incoming.item {
                 Incoming::Welcomed { epoch, link, .. } => {
-                    host.readiness.tell(host.progress.bytes());
+                    host.readiness.report_bytes(host.progress.bytes());
                     shell.leader_found(host, epoch, link)?;
                 }
                 Incoming::Lost => shell.leader_lost(host)?,
@@ -249,7 +249,7 @@ impl Actor for WorkerActor {
                 let bytes = host.depot.as_ref().map(|depot| depot.bytes());
                 tracing::info!(worker = %host.worker, bytes, "host memory ready");
                 host.prefaulted = true;
-                host.readiness.tell(host.progress.bytes());
+                host.readiness.report_bytes(host.progress.bytes());
             }
             WorkerMessage::Progress => {
                 let now = host.clock.now();
@@ -257,12 +257,12 @@ impl Actor for WorkerActor {
                     state.logged = now;
                     tracing::info!(worker = %host.worker, "{}", host.progress.line());
                 }
-                host.readiness.tell(host.progress.bytes());
+                host.readiness.report_bytes(host.progress.bytes());
             }
             WorkerMessage::Prefaulted(Err(error)) => {
                 let why = error.to_string();
                 tracing::error!(worker = %host.worker, why, "no host memory");
-                host.readiness.give_up(why);
+                host.readiness.report_end(why);
             }
             WorkerMessage::Failed(why) => return Err(why.into()),
             WorkerMessage::Mapped(registering, memory) => {
@@ -287,7 +287,7 @@ impl Actor for WorkerActor {
             WorkerMessage::StillHeld => {
                 let why = "copies do not let go a GPU's memory that its engine has left".to_owned();
                 tracing::error!(worker = %host.worker, why, "this worker ends");
-                host.readiness.give_up(why);
+                host.readiness.report_end(why);
             }
             WorkerMessage::Written(announced) => {
                 for Announced { engine, through } in announced {

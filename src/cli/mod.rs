@@ -149,7 +149,7 @@ pub fn finish(result: Result<(), CommandError>) -> ExitCode {
     let code = match result {
         Ok(()) => u8::from(UNWRITTEN.load(Ordering::Relaxed)),
         Err(error) => {
-            say_error(&error);
+            print_error(&error);
             error.exit_code()
         }
     };
@@ -161,7 +161,7 @@ pub fn finish(result: Result<(), CommandError>) -> ExitCode {
 
 /// Reports a failed command on standard error, in one write, because other processes may write lines there too. If that
 /// fails, the exit code alone reports the failure.
-fn say_error(error: &CommandError) {
+fn print_error(error: &CommandError) {
     let line = format!("error: {error}\n");
     std::io::stderr().write_all(line.as_bytes()).ok();
 }
@@ -171,13 +171,13 @@ static UNWRITTEN: AtomicBool = AtomicBool::new(false);
 
 /// Prints a result. A reader that closes the pipe early, such as `head`, is no failure; any other error makes the exit
 /// code 1.
-pub fn say(text: &str) {
+pub fn print_line(text: &str) {
     let mut out = std::io::stdout().lock();
     if let Err(error) = writeln!(out, "{text}").and_then(|()| out.flush())
         && error.kind() != std::io::ErrorKind::BrokenPipe
         && !UNWRITTEN.swap(true, Ordering::Relaxed)
     {
-        say_error(&CommandError::Failed(format!("standard output: {error}")));
+        print_error(&CommandError::Failed(format!("standard output: {error}")));
     }
 }
 

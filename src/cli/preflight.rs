@@ -72,7 +72,7 @@ mod tests {
     }
 
     /// Runs `memory_for` and returns the time that passed, the number of checks, and the refusal.
-    async fn asked(ever: u64, now: impl Fn(u32) -> u64) -> (Duration, u32, Option<String>) {
+    async fn sampled(ever: u64, now: impl Fn(u32) -> u64) -> (Duration, u32, Option<String>) {
         let begun = Instant::now();
         let mut looks = 0;
         let found = memory_for(ByteSize(100), &host(ever), || {
@@ -86,18 +86,18 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn memory_that_is_given_back_in_time_is_waited_for() {
-        assert_eq!(asked(100, |_| 100).await, (Duration::ZERO, 1, None));
+        assert_eq!(sampled(100, |_| 100).await, (Duration::ZERO, 1, None));
         let soon = |look: u32| if look < 4 { 99 } else { 100 };
-        assert_eq!(asked(100, soon).await, (3 * PAUSE, 4, None));
+        assert_eq!(sampled(100, soon).await, (3 * PAUSE, 4, None));
     }
 
     #[tokio::test(start_paused = true)]
     async fn memory_that_does_not_come_is_refused_with_both_numbers() {
-        let (took, looks, refused) = asked(100, |_| 99).await;
+        let (took, looks, refused) = sampled(100, |_| 99).await;
         assert_eq!((took, looks), (PATIENCE, 21));
         let text = "g2 is 100 B, the host's memory has 99 B: give less than that, or more memory";
         assert_eq!(refused.as_deref(), Some(text));
-        let (took, looks, refused) = asked(98, |_| 99).await;
+        let (took, looks, refused) = sampled(98, |_| 99).await;
         assert_eq!(
             (took, looks),
             (Duration::ZERO, 0),

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::cli::{ClientArguments, block_on, say, socket_paths::SocketPaths, status};
+use crate::cli::{ClientArguments, block_on, print_line, socket_paths::SocketPaths, status};
 use crate::error::CommandError;
 use kvferry_types::{HASH_BYTES_MAX, HASH_BYTES_MIN, PageHashes, ResetScope};
 
@@ -29,8 +29,8 @@ impl Arguments {
     pub(super) fn run(self) -> Result<(), CommandError> {
         let scope = scope(self.namespace, &self.hashes)?;
         let socket_paths = self.client.load()?;
-        let pages = block_on(1, async move { ask(&socket_paths, scope).await })?;
-        say(&format!("{pages} pages forgotten"));
+        let pages = block_on(1, async move { request(&socket_paths, scope).await })?;
+        print_line(&format!("{pages} pages forgotten"));
         Ok(())
     }
 }
@@ -77,9 +77,9 @@ fn hex(text: &str) -> Option<Vec<u8>> {
     digits.map(byte).collect()
 }
 
-async fn ask(socket_paths: &SocketPaths, scope: ResetScope) -> Result<u32, CommandError> {
+async fn request(socket_paths: &SocketPaths, scope: ResetScope) -> Result<u32, CommandError> {
     // Fails sooner, and with a better error, when no leader runs.
-    status::ask(socket_paths, false).await?;
+    status::request(socket_paths, false).await?;
     let removed = status::admin(socket_paths, "reset")
         .reset(scope, RESET_LIMIT)
         .await;

@@ -55,13 +55,13 @@ impl Signals {
     pub(super) async fn any(&mut self) {
         tokio::select! {
             _ = self.terminate.recv() => {}
-            () = heard(&mut self.interrupt) => {}
-            () = heard(&mut self.hang_up) => {}
+            () = received(&mut self.interrupt) => {}
+            () = received(&mut self.hang_up) => {}
         }
     }
 }
 
-async fn heard(signal: &mut Option<Signal>) {
+async fn received(signal: &mut Option<Signal>) {
     match signal {
         Some(signal) => {
             signal.recv().await;

@@ -11,7 +11,7 @@ use rustix::process::{Resource, getrlimit, setrlimit};
 use crate::cli::shutdown::{Ending, end_with_supervisor};
 use crate::cli::{ConfigArguments, block_on, socket_paths::SocketPaths};
 use crate::error::CommandError;
-use kvferry_actors::{PoolSettings, WorkerArguments, run_worker};
+use kvferry_actors::{DepotSettings, WorkerArguments, run_worker};
 use kvferry_memory::{DEPOT_HEADER_BYTES, NumaNode};
 use kvferry_protocol::{FEATURE_TIMELINE, Hello, Role};
 use kvferry_transport::{
@@ -110,7 +110,7 @@ impl Arguments {
                 fds,
                 leader,
                 incoming,
-                depot: PoolSettings {
+                depot: DepotSettings {
                     held,
                     bytes: bytes.max(DEPOT_HEADER_BYTES),
                     threads,

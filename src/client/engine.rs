@@ -10,7 +10,7 @@ use tokio::runtime::Handle;
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
-use crate::transfer::{LoadGuard, StoreGuard, Transfer};
+use crate::transfer::{LoadGuard, PendingTransfer, StoreGuard};
 use kvferry_protocol::{
     Call, CancelStores, ErrorCode, Finish, Hello, Lookup, Message, Reset, Role, Status,
     StatusAnswer,
@@ -411,7 +411,7 @@ impl RequestGuard {
             after,
         };
         let id = self.shared.next_id();
-        Transfer::begin(&self.shared, id, request, pages, timeout)
+        PendingTransfer::begin(&self.shared, id, request, pages, timeout)
     }
 
     /// Begins to copy device pages to host memory. Each rank's pages are read once that rank has reported
@@ -431,7 +431,7 @@ impl RequestGuard {
             source: stored.source,
         };
         let id = stored.id.unwrap_or_else(|| self.shared.next_id());
-        Transfer::begin(&self.shared, id, request, pages, timeout)
+        PendingTransfer::begin(&self.shared, id, request, pages, timeout)
     }
 
     /// Ends the request and waits until the leader has confirmed. Dropping the returned future does not stop it.

@@ -19,5 +19,5 @@ pub use engine::{
     TRANSFERS_MAX,
 };
 pub use kvferry_transport::Failure;
-pub use rank::{RankFailure, RankSession, RankSessionSettings, RegisteredMemory};
+pub use rank::{RankFailure, RankSession, RankSessionSettings, SessionMemory};
 pub use transfer::{LoadGuard, PagesInUse, StoreGuard, TransferFailure, TransferPages};

@@ -10,7 +10,7 @@ use kvferry_transport::LinkId;
 
 /// A request to the worker.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum OwedRequest {
+pub(super) enum RankRequest {
     /// Use this memory. Requests up to `after` are over.
     Register { after: u64 },
     /// Stores up to this request may read their pages.
@@ -20,9 +20,9 @@ pub(super) enum OwedRequest {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Registered {
+enum RegistrationState {
     No,
-    Asked,
+    Requested,
     Yes,
 }
 
@@ -30,12 +30,12 @@ enum Registered {
 #[derive(Debug)]
 pub(super) struct Outbox {
     link: Option<LinkId>,
-    registered: Registered,
+    registered: RegistrationState,
     /// Everything up to this request is written.
     written: u64,
     /// The part of `written` that the worker has confirmed since the registration.
     confirmed: u64,
-    telling: bool,
+    reporting: bool,
     /// The highest request that was ever abandoned. The worker of a later registration must not copy for requests up to
     /// this one.
     over: u64,
@@ -48,10 +48,10 @@ impl Outbox {
     pub(super) fn new() -> Self {
         Self {
             link: None,
-            registered: Registered::No,
+            registered: RegistrationState::No,
             written: 0,
             confirmed: 0,
-            telling: false,
+            reporting: false,
             over: 0,
             abandoned: BTreeSet::new(),
             abandoning: false,
@@ -67,9 +67,9 @@ impl Outbox {
     /// The connection broke, so the worker drops the memory.
     pub(super) fn lost(&mut self) {
         self.link = None;
-        self.registered = Registered::No;
+        self.registered = RegistrationState::No;
         self.confirmed = 0;
-        self.telling = false;
+        self.reporting = false;
         self.abandoning = false;
     }
 
@@ -85,23 +85,26 @@ impl Outbox {
     }
 
     /// Returns the next request to send. At most one of each kind is in flight.
-    pub(super) fn next(&mut self) -> Option<(LinkId, OwedRequest)> {
+    pub(super) fn next(&mut self) -> Option<(LinkId, RankRequest)> {
         let link = self.link?;
-        if self.registered == Registered::No {
-            self.registered = Registered::Asked;
-            return Some((link, OwedRequest::Register { after: self.over }));
+        if self.registered == RegistrationState::No {
+            self.registered = RegistrationState::Requested;
+            return Some((link, RankRequest::Register { after: self.over }));
         }
         // Abandon does not wait for the registration, which may last as long as the leader is absent.
         if !self.abandoning && !self.abandoned.is_empty() {
             self.abandoning = true;
             let requests = self.abandoned.iter().take(ABANDONED_MAX);
             let requests = requests.copied().collect();
-            return Some((link, OwedRequest::Abandon { requests }));
+            return Some((link, RankRequest::Abandon { requests }));
         }
-        if self.registered == Registered::Yes && !self.telling && self.written > self.confirmed {
-            self.telling = true;
+        if self.registered == RegistrationState::Yes
+            && !self.reporting
+            && self.written > self.confirmed
+        {
+            self.reporting = true;
             let through = self.written;
-            return Some((link, OwedRequest::Written { through }));
+            return Some((link, RankRequest::Written { through }));
         }
         None
     }
@@ -110,26 +113,26 @@ impl Outbox {
     pub(super) fn answered(
         &mut self,
         link: LinkId,
-        request: &OwedRequest,
+        request: &RankRequest,
         confirmed: bool,
     ) -> Vec<u64> {
         if self.link != Some(link) {
             return Vec::new();
         }
         match request {
-            OwedRequest::Register { .. } => {
+            RankRequest::Register { .. } => {
                 self.registered = match confirmed {
-                    true => Registered::Yes,
-                    false => Registered::No,
+                    true => RegistrationState::Yes,
+                    false => RegistrationState::No,
                 };
             }
-            OwedRequest::Written { through } => {
-                self.telling = false;
+            RankRequest::Written { through } => {
+                self.reporting = false;
                 if confirmed {
                     self.confirmed = *through;
                 }
             }
-            OwedRequest::Abandon { requests } => {
+            RankRequest::Abandon { requests } => {
                 self.abandoning = false;
                 if confirmed {
                     return requests
@@ -144,9 +147,9 @@ impl Outbox {
     }
 
     /// The worker reports that it has no memory of this rank.
-    pub(super) fn forgotten(&mut self, link: LinkId) {
-        if self.link == Some(link) && self.registered == Registered::Yes {
-            self.registered = Registered::No;
+    pub(super) fn memory_dropped(&mut self, link: LinkId) {
+        if self.link == Some(link) && self.registered == RegistrationState::Yes {
+            self.registered = RegistrationState::No;
             self.confirmed = 0;
         }
     }
@@ -159,7 +162,7 @@ mod tests {
     const FIRST: LinkId = LinkId(1);
     const SECOND: LinkId = LinkId(2);
 
-    fn questions(outbox: &mut Outbox) -> Vec<OwedRequest> {
+    fn questions(outbox: &mut Outbox) -> Vec<RankRequest> {
         std::iter::from_fn(|| outbox.next())
             .map(|(_, question)| question)
             .collect()
@@ -167,7 +170,7 @@ mod tests {
 
     fn registered(outbox: &mut Outbox, link: LinkId, after: u64) {
         outbox.connected(link);
-        let register = OwedRequest::Register { after };
+        let register = RankRequest::Register { after };
         assert_eq!(outbox.next(), Some((link, register.clone())));
         assert!(outbox.answered(link, &register, true).is_empty());
     }
@@ -178,7 +181,7 @@ mod tests {
         outbox.wrote(4);
         assert_eq!(outbox.next(), None, "nobody is there");
         registered(&mut outbox, FIRST, 0);
-        let written = OwedRequest::Written { through: 4 };
+        let written = RankRequest::Written { through: 4 };
         assert_eq!(questions(&mut outbox), std::slice::from_ref(&written));
         outbox.answered(FIRST, &written, true);
         assert_eq!(questions(&mut outbox), []);
@@ -190,21 +193,21 @@ mod tests {
     fn what_was_not_confirmed_is_asked_again() {
         let mut outbox = Outbox::new();
         outbox.connected(FIRST);
-        let register = OwedRequest::Register { after: 0 };
+        let register = RankRequest::Register { after: 0 };
         for _ in 0..2 {
             assert_eq!(questions(&mut outbox), std::slice::from_ref(&register));
             outbox.answered(FIRST, &register, false);
         }
         registered(&mut outbox, FIRST, 0);
         outbox.wrote(7);
-        let written = OwedRequest::Written { through: 7 };
+        let written = RankRequest::Written { through: 7 };
         assert_eq!(questions(&mut outbox), std::slice::from_ref(&written));
         outbox.wrote(9);
         assert_eq!(questions(&mut outbox), [], "one at a time");
         outbox.answered(FIRST, &written, false);
         assert_eq!(
             questions(&mut outbox),
-            [OwedRequest::Written { through: 9 }]
+            [RankRequest::Written { through: 9 }]
         );
     }
 
@@ -214,7 +217,7 @@ mod tests {
         registered(&mut outbox, FIRST, 0);
         outbox.abandon(5);
         outbox.abandon(3);
-        let both = OwedRequest::Abandon {
+        let both = RankRequest::Abandon {
             requests: vec![3, 5],
         };
         assert_eq!(questions(&mut outbox), std::slice::from_ref(&both));
@@ -222,11 +225,11 @@ mod tests {
         let late = outbox.answered(FIRST, &both, true);
         assert!(late.is_empty(), "said by one that is gone");
         outbox.connected(SECOND);
-        let register = OwedRequest::Register { after: 5 };
+        let register = RankRequest::Register { after: 5 };
         assert_eq!(questions(&mut outbox), [register, both.clone()]);
         outbox.abandon(8);
         assert_eq!(outbox.answered(SECOND, &both, true), [3, 5]);
-        let rest = OwedRequest::Abandon { requests: vec![8] };
+        let rest = RankRequest::Abandon { requests: vec![8] };
         assert_eq!(questions(&mut outbox), [rest]);
     }
 
@@ -235,12 +238,12 @@ mod tests {
         let mut outbox = Outbox::new();
         registered(&mut outbox, FIRST, 0);
         outbox.wrote(2);
-        let written = OwedRequest::Written { through: 2 };
+        let written = RankRequest::Written { through: 2 };
         assert_eq!(questions(&mut outbox), std::slice::from_ref(&written));
-        outbox.forgotten(FIRST);
+        outbox.memory_dropped(FIRST);
         outbox.answered(FIRST, &written, false);
-        assert_eq!(questions(&mut outbox), [OwedRequest::Register { after: 0 }]);
-        outbox.forgotten(FIRST);
+        assert_eq!(questions(&mut outbox), [RankRequest::Register { after: 0 }]);
+        outbox.memory_dropped(FIRST);
         assert_eq!(questions(&mut outbox), [], "it is on its way");
     }
 }

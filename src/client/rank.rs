@@ -11,7 +11,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::Instant;
 
-use crate::outbox::{Outbox, OwedRequest};
+use crate::outbox::{Outbox, RankRequest};
 use kvferry_protocol::{
     Abandon, ErrorCode, FEATURE_TIMELINE, Hello, Register, Role, Unregister, Written,
 };
@@ -29,7 +29,7 @@ const PAUSE_MAX: Duration = Duration::from_secs(1);
 const COMMANDS: usize = 1024;
 
 /// The KV memory of one rank, as its session registers it.
-pub trait RegisteredMemory: Send + Sync + 'static {
+pub trait SessionMemory: Send + Sync + 'static {
     /// Why the memory is not available.
     type Error: std::fmt::Display + Send;
 
@@ -87,14 +87,14 @@ pub enum RankFailure {
     Ended(Rank),
 }
 
-enum Command {
+enum SessionCommand {
     Written(RequestId),
     Abandon(RequestId, oneshot::Sender<()>),
     Unregister(oneshot::Sender<()>),
 }
 
 #[derive(Debug, Clone, PartialEq)]
-enum Progress {
+enum SessionProgress {
     Starting,
     Registered,
     Failed(RankFailure),
@@ -108,8 +108,8 @@ enum Progress {
 #[derive(Debug)]
 pub struct RankSession {
     rank: Rank,
-    commands: mpsc::Sender<Command>,
-    progress: watch::Receiver<Progress>,
+    commands: mpsc::Sender<SessionCommand>,
+    progress: watch::Receiver<SessionProgress>,
     task: JoinHandle<()>,
 }
 
@@ -121,7 +121,7 @@ impl Drop for RankSession {
 
 impl RankSession {
     /// Connects and registers in the background.
-    pub fn start<M: RegisteredMemory>(
+    pub fn start<M: SessionMemory>(
         transport: Arc<dyn Transport>,
         settings: RankSessionSettings,
         memory: Arc<M>,
@@ -140,9 +140,9 @@ impl RankSession {
         };
         let (worker, incoming) = Client::start(transport, client);
         let (commands, queue) = mpsc::channel(COMMANDS);
-        let (report, progress) = watch::channel(Progress::Starting);
+        let (report, progress) = watch::channel(SessionProgress::Starting);
         let rank = settings.rank;
-        let runner = Runner {
+        let runner = SessionTask {
             start_by: Some(Instant::now() + settings.start_limit),
             requester: Requester {
                 settings: Arc::new(settings),
@@ -152,14 +152,14 @@ impl RankSession {
             },
             incoming,
             outbox: Outbox::new(),
-            asking: JoinSet::new(),
+            in_flight: JoinSet::new(),
             pause: PAUSE_FIRST,
             last_refusal: String::new(),
             abandoned: BTreeMap::new(),
         };
         let task = tokio::spawn(async move {
             let failure = runner.run(queue, &report).await;
-            report.send_replace(Progress::Failed(failure));
+            report.send_replace(SessionProgress::Failed(failure));
         });
         Self {
             rank,
@@ -175,9 +175,11 @@ impl RankSession {
     /// That no worker did in time, or refused for good.
     pub async fn registered(&self) -> Result<(), RankFailure> {
         let mut progress = self.progress.clone();
-        let changed = progress.wait_for(|now| *now != Progress::Starting).await;
+        let changed = progress
+            .wait_for(|now| *now != SessionProgress::Starting)
+            .await;
         match changed.as_deref() {
-            Ok(Progress::Failed(failure)) => Err(failure.clone()),
+            Ok(SessionProgress::Failed(failure)) => Err(failure.clone()),
             Ok(_) => Ok(()),
             Err(_) => Err(RankFailure::Ended(self.rank)),
         }
@@ -187,10 +189,10 @@ impl RankSession {
     pub async fn failed(&self) -> RankFailure {
         let mut progress = self.progress.clone();
         let failed = progress
-            .wait_for(|now| matches!(now, Progress::Failed(_)))
+            .wait_for(|now| matches!(now, SessionProgress::Failed(_)))
             .await;
         match failed.as_deref() {
-            Ok(Progress::Failed(failure)) => failure.clone(),
+            Ok(SessionProgress::Failed(failure)) => failure.clone(),
             _ => RankFailure::Ended(self.rank),
         }
     }
@@ -201,7 +203,7 @@ impl RankSession {
     /// # Errors
     /// That the session has ended.
     pub async fn written(&self, through: RequestId) -> Result<(), RankFailure> {
-        self.command(Command::Written(through)).await
+        self.command(SessionCommand::Written(through)).await
     }
 
     /// Stops the copies for a request on this rank, and forbids later ones. The returned future completes once the
@@ -217,7 +219,9 @@ impl RankSession {
         let (commands, rank) = (self.commands.clone(), self.rank);
         async move {
             let ended = RankFailure::Ended(rank);
-            let sent = commands.send(Command::Abandon(request, confirm)).await;
+            let sent = commands
+                .send(SessionCommand::Abandon(request, confirm))
+                .await;
             sent.map_err(|_| ended.clone())?;
             confirmed.await.map_err(|_| ended)
         }
@@ -228,31 +232,31 @@ impl RankSession {
     pub async fn unregister(self, limit: Duration) -> bool {
         let (confirm, confirmed) = oneshot::channel();
         let asked = async {
-            let sent = self.command(Command::Unregister(confirm)).await;
+            let sent = self.command(SessionCommand::Unregister(confirm)).await;
             sent.is_ok() && confirmed.await.is_ok()
         };
         tokio::time::timeout(limit, asked).await.unwrap_or(false)
     }
 
-    async fn command(&self, command: Command) -> Result<(), RankFailure> {
+    async fn command(&self, command: SessionCommand) -> Result<(), RankFailure> {
         let sent = self.commands.send(command).await;
         sent.map_err(|_| RankFailure::Ended(self.rank))
     }
 }
 
 /// The outcome of a request to the worker.
-struct Outcome {
+struct RankRequestEnd {
     link: LinkId,
-    request: OwedRequest,
+    request: RankRequest,
     answer: Result<(), Failure>,
 }
 
 /// Sends the requests that a rank owes its worker, and reports their ends.
-struct Runner<M> {
+struct SessionTask<M> {
     requester: Requester<M>,
     incoming: mpsc::Receiver<Incoming>,
     outbox: Outbox,
-    asking: JoinSet<Outcome>,
+    in_flight: JoinSet<RankRequestEnd>,
     pause: Duration,
     /// Deadline of the first registration; `None` once it has succeeded.
     start_by: Option<Instant>,
@@ -281,30 +285,30 @@ impl<M> Clone for Requester<M> {
     }
 }
 
-impl<M: RegisteredMemory> Runner<M> {
+impl<M: SessionMemory> SessionTask<M> {
     /// Runs until the memory is given back or a fatal error; returns the reason.
     async fn run(
         mut self,
-        mut commands: mpsc::Receiver<Command>,
-        progress: &watch::Sender<Progress>,
+        mut commands: mpsc::Receiver<SessionCommand>,
+        progress: &watch::Sender<SessionProgress>,
     ) -> RankFailure {
         let rank = self.requester.settings.rank;
         loop {
             while let Some((link, request)) = self.outbox.next() {
                 let (requester, pause) = (self.requester.clone(), self.pause);
-                self.asking.spawn(requester.send(link, request, pause));
+                self.in_flight.spawn(requester.send(link, request, pause));
             }
             let step = tokio::select! {
                 incoming = self.incoming.recv() => self.received(incoming),
                 command = commands.recv() => match command {
-                    Some(Command::Unregister(confirm)) => return self.unregister(confirm).await,
+                    Some(SessionCommand::Unregister(confirm)) => return self.unregister(confirm).await,
                     Some(command) => {
                         self.command(command);
                         Ok(())
                     }
                     None => Err(RankFailure::Ended(rank)),
                 },
-                Some(outcome) = self.asking.join_next() => match outcome {
+                Some(outcome) = self.in_flight.join_next() => match outcome {
                     Ok(outcome) => self.answered(outcome, progress),
                     Err(error) if error.is_cancelled() => Ok(()),
                     Err(_) => Err(RankFailure::Ended(rank)),
@@ -321,15 +325,15 @@ impl<M: RegisteredMemory> Runner<M> {
         }
     }
 
-    fn command(&mut self, command: Command) {
+    fn command(&mut self, command: SessionCommand) {
         match command {
-            Command::Written(through) => self.outbox.wrote(through.0),
-            Command::Abandon(request, confirm) => {
+            SessionCommand::Written(through) => self.outbox.wrote(through.0),
+            SessionCommand::Abandon(request, confirm) => {
                 self.abandoned.entry(request.0).or_default().push(confirm);
                 self.outbox.abandon(request.0);
             }
             // Handled where it is received.
-            Command::Unregister(_) => {}
+            SessionCommand::Unregister(_) => {}
         }
     }
 
@@ -338,12 +342,12 @@ impl<M: RegisteredMemory> Runner<M> {
         match incoming.ok_or(ended)? {
             Incoming::Welcomed { link, features, .. } => {
                 self.requester.features = features;
-                self.asking.abort_all();
+                self.in_flight.abort_all();
                 self.pause = PAUSE_FIRST;
                 self.outbox.connected(link);
             }
             Incoming::Lost => {
-                self.asking.abort_all();
+                self.in_flight.abort_all();
                 self.outbox.lost();
             }
             Incoming::Request { envelope, .. } => {
@@ -362,21 +366,21 @@ impl<M: RegisteredMemory> Runner<M> {
 
     fn answered(
         &mut self,
-        outcome: Outcome,
-        progress: &watch::Sender<Progress>,
+        outcome: RankRequestEnd,
+        progress: &watch::Sender<SessionProgress>,
     ) -> Result<(), RankFailure> {
-        let Outcome {
+        let RankRequestEnd {
             link,
             request,
             answer,
         } = outcome;
-        let registers = matches!(request, OwedRequest::Register { .. });
+        let registers = matches!(request, RankRequest::Register { .. });
         let confirmed = answer.is_ok();
         if let Err(failure) = answer {
             let rank = self.requester.settings.rank;
             tracing::debug!(%rank, ?request, %failure, "repeating a request to the worker");
             if failure.code == ErrorCode::Invalid {
-                self.outbox.forgotten(link);
+                self.outbox.memory_dropped(link);
             }
             if registers {
                 self.last_refusal = failure.to_string();
@@ -390,7 +394,7 @@ impl<M: RegisteredMemory> Runner<M> {
         }
         let ended = self.outbox.answered(link, &request, confirmed);
         if confirmed && registers && self.start_by.take().is_some() {
-            progress.send_replace(Progress::Registered);
+            progress.send_replace(SessionProgress::Registered);
         }
         for request in ended {
             for confirm in self.abandoned.remove(&request).unwrap_or_default() {
@@ -404,7 +408,7 @@ impl<M: RegisteredMemory> Runner<M> {
 
     /// Repeats `unregister` until the worker has confirmed it, or the caller no longer waits.
     async fn unregister(mut self, mut confirm: oneshot::Sender<()>) -> RankFailure {
-        self.asking.abort_all();
+        self.in_flight.abort_all();
         let ended = RankFailure::Ended(self.requester.settings.rank);
         let worker = self.requester.worker.clone();
         // The client stalls while its events are not read.
@@ -426,13 +430,13 @@ impl<M: RegisteredMemory> Runner<M> {
     }
 }
 
-impl<M: RegisteredMemory> Requester<M> {
+impl<M: SessionMemory> Requester<M> {
     /// Sends one request over this connection; pauses after a failure.
-    async fn send(self, link: LinkId, request: OwedRequest, pause: Duration) -> Outcome {
+    async fn send(self, link: LinkId, request: RankRequest, pause: Duration) -> RankRequestEnd {
         let answer = match &request {
-            OwedRequest::Register { after } => self.register(link, *after).await,
-            OwedRequest::Written { through } => self.written(link, *through).await,
-            OwedRequest::Abandon { requests } => {
+            RankRequest::Register { after } => self.register(link, *after).await,
+            RankRequest::Written { through } => self.written(link, *through).await,
+            RankRequest::Abandon { requests } => {
                 let requests = requests.clone();
                 let abandon = Abandon { requests };
                 let sent = self.worker.call_on(link, abandon, REQUEST_LIMIT);
@@ -442,7 +446,7 @@ impl<M: RegisteredMemory> Requester<M> {
         if answer.is_err() {
             tokio::time::sleep(pause).await;
         }
-        Outcome {
+        RankRequestEnd {
             link,
             request,
             answer,

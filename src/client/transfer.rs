@@ -24,9 +24,9 @@ const REPEAT_PAUSE: Duration = Duration::from_millis(200);
 ///
 /// Dropping it stops the copies through [`crate::EngineSettings::ranks`], where that is set, and keeps the device pages
 /// until nothing writes to them any longer.
-pub type LoadGuard<P> = Transfer<Load, P>;
+pub type LoadGuard<P> = PendingTransfer<Load, P>;
 /// A store in flight. Dropping it lets the store go on, and keeps the device pages until nothing reads them any longer.
-pub type StoreGuard<P> = Transfer<Store, P>;
+pub type StoreGuard<P> = PendingTransfer<Store, P>;
 
 /// A load or a store that was not carried out.
 #[derive(thiserror::Error)]
@@ -82,15 +82,15 @@ impl<P> PagesInUse<P> {
 
 /// A value that is leaked when it is dropped without [`Self::release`]. A task that a runtime drops at its end does not
 /// know whether a copy still runs, so it must not give device pages back.
-struct Kept<P>(Option<P>);
+struct LeakOnDrop<P>(Option<P>);
 
-impl<P> Kept<P> {
+impl<P> LeakOnDrop<P> {
     fn release(mut self) -> Option<P> {
         self.0.take()
     }
 }
 
-impl<P> Drop for Kept<P> {
+impl<P> Drop for LeakOnDrop<P> {
     fn drop(&mut self) {
         if let Some(pages) = self.0.take() {
             let _leaked = ManuallyDrop::new(pages);
@@ -98,16 +98,16 @@ impl<P> Drop for Kept<P> {
     }
 }
 
-type Ended<C, P> = Result<(<C as Call>::Answer, P), (Failure, TransferPages<P>)>;
+type TransferEnd<C, P> = Result<(<C as Call>::Answer, P), (Failure, TransferPages<P>)>;
 
 /// A load or a store in flight. See [`LoadGuard`] and [`StoreGuard`].
 #[must_use = "dropping it stops a load"]
-pub struct Transfer<C: Call, P> {
+pub struct PendingTransfer<C: Call, P> {
     request: RequestId,
-    ended: oneshot::Receiver<Ended<C, P>>,
+    ended: oneshot::Receiver<TransferEnd<C, P>>,
 }
 
-impl<C: Call, P> fmt::Debug for Transfer<C, P> {
+impl<C: Call, P> fmt::Debug for PendingTransfer<C, P> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Transfer")
             .field("request", &self.request)
@@ -115,7 +115,7 @@ impl<C: Call, P> fmt::Debug for Transfer<C, P> {
     }
 }
 
-impl<C, P> Transfer<C, P>
+impl<C, P> PendingTransfer<C, P>
 where
     C: Call + 'static,
     C::Answer: Send,
@@ -132,7 +132,7 @@ where
         let (report, ended) = oneshot::channel();
         match Arc::clone(&shared.transfers).try_acquire_owned() {
             Ok(permit) => {
-                let task = Task::<C> {
+                let task = TransferTask::<C> {
                     shared: Arc::clone(shared),
                     id,
                     message: request.into(),
@@ -140,7 +140,7 @@ where
                     answer: PhantomData,
                 };
                 drop(shared.runtime.spawn(async move {
-                    task.run(Kept(Some(pages)), report).await;
+                    task.run(LeakOnDrop(Some(pages)), report).await;
                     drop(permit);
                 }));
             }
@@ -165,7 +165,7 @@ where
     }
 }
 
-impl<C: Call, P> Future for Transfer<C, P> {
+impl<C: Call, P> Future for PendingTransfer<C, P> {
     type Output = Result<(C::Answer, P), TransferFailure<P>>;
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
@@ -182,7 +182,7 @@ impl<C: Call, P> Future for Transfer<C, P> {
 }
 
 /// Sends the request of a transfer until its end is known.
-struct Task<C> {
+struct TransferTask<C> {
     shared: Arc<Shared>,
     id: RequestId,
     message: Message,
@@ -190,9 +190,13 @@ struct Task<C> {
     answer: PhantomData<fn() -> C>,
 }
 
-impl<C: Call> Task<C> {
-    async fn run<P: Send>(self, pages: Kept<P>, mut report: oneshot::Sender<Ended<C, P>>) {
-        let mut asking = Box::pin(self.ask());
+impl<C: Call> TransferTask<C> {
+    async fn run<P: Send>(
+        self,
+        pages: LeakOnDrop<P>,
+        mut report: oneshot::Sender<TransferEnd<C, P>>,
+    ) {
+        let mut asking = Box::pin(self.request());
         let first = tokio::select! {
             biased;
             answer = &mut asking => Some(answer),
@@ -227,7 +231,7 @@ impl<C: Call> Task<C> {
         }
     }
 
-    async fn ask(&self) -> Result<C::Answer, Failure> {
+    async fn request(&self) -> Result<C::Answer, Failure> {
         let message = self.message.clone();
         let asked = self
             .shared
@@ -241,7 +245,7 @@ impl<C: Call> Task<C> {
     async fn until_over(&self) -> bool {
         let leader = async {
             loop {
-                match self.ask().await {
+                match self.request().await {
                     Ok(_) => return true,
                     Err(failure) if failure.over => return true,
                     // The task of the connection has ended.

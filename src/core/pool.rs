@@ -339,7 +339,7 @@ impl Pool {
         if let Some(tail) = tail.filter(|_| !aligned)
             && let Some(run) = self.grow(tail, hashes, position, wanted)
         {
-            let generation = fresh(next_generation);
+            let generation = raise_generation(next_generation);
             self.fill(generation, tail.block, wanted);
             self.counts.grown += 1;
             reserved.push(Reserved {
@@ -354,7 +354,7 @@ impl Pool {
             tail.is_some_and(|tail| tail.pages < self.blocks.get(tail.block).total_pages());
         let mut at = position;
         for run in self.place(domain, hashes, position, wanted, evicted) {
-            let generation = fresh(next_generation);
+            let generation = raise_generation(next_generation);
             self.open(generation, domain, hashes, at, run);
             reserved.push(Reserved {
                 generation,
@@ -417,7 +417,7 @@ impl Pool {
             let empty = held.ready == 0;
             self.arena.release(start, pages);
             if empty {
-                self.forget(block);
+                self.remove_empty(block);
                 return Some(false);
             }
         } else {
@@ -584,7 +584,7 @@ impl Pool {
         let block = self.blocks.get_mut(index);
         block.ready -= u16::try_from(count).unwrap_or(block.ready);
         if block.ready == 0 {
-            self.forget(index);
+            self.remove_empty(index);
         }
         run
     }
@@ -626,7 +626,7 @@ impl Pool {
     }
 
     /// Removes an empty block from the index and the slab.
-    fn forget(&mut self, index: BlockIndex) {
+    fn remove_empty(&mut self, index: BlockIndex) {
         if !self.blocks.get(index).retired {
             self.index.remove(&mut self.blocks, index);
         }
@@ -651,7 +651,7 @@ impl Pool {
     }
 }
 
-fn fresh(next: &mut u64) -> Generation {
+fn raise_generation(next: &mut u64) -> Generation {
     *next += 1;
     Generation(*next)
 }

@@ -413,7 +413,7 @@ impl Sessions {
 
     /// Forgets an engine whose slots are finished. Its session stays until its requests in progress are answered,
     /// because a retry must not be refused while a worker reads or writes that engine's pages.
-    pub fn forget(&mut self, engine: EngineId) {
+    pub fn remove(&mut self, engine: EngineId) {
         if let Some(session) = self.0.get_mut(&engine) {
             session.gone = true;
             self.remove_if_over(engine);

@@ -127,7 +127,7 @@ impl Pool {
     /// and returns the number of pages forgotten. Filling pages are freed when their copies have ended. Their
     /// generations are appended, including those of blocks that an earlier reset has forgotten, because their copies
     /// may still add pages to the inventory.
-    pub fn forget_next(
+    pub fn remove_next(
         &mut self,
         sweep: &mut Sweep,
         budget: &mut u32,

@@ -155,9 +155,9 @@ impl Copier {
 
     /// Removes waits for everything up to `through`, because the engine that owns the word has reported by itself that
     /// it is written.
-    pub fn said(&self, memory: &RegisteredDevice, word: Timeline, through: RequestId) {
+    pub fn announce(&self, memory: &RegisteredDevice, word: Timeline, through: RequestId) {
         let memory = Arc::downgrade(&memory.memory);
-        self.waits.said(&memory, word, through);
+        self.waits.announce(&memory, word, through);
     }
 
     fn hand_over(&self, order: CopierCommand) -> bool {
@@ -219,23 +219,23 @@ impl CopierThread {
             let stopping = stop_at.is_some();
             if !stopping && self.take_orders() {
                 stop_at = Some(Instant::now() + STOP_LIMIT);
-                self.lanes.iter_mut().for_each(Lane::give_up);
-                self.waits.give_up();
+                self.lanes.iter_mut().for_each(Lane::stop_submitting);
+                self.waits.clear();
             }
             let (mut ended, mut written) = (Vec::new(), Vec::new());
             let went_on = self.go_on(&mut ended, &mut written);
-            self.say(CopierReport::Ended, ended);
-            self.say(CopierReport::Written, written);
+            self.report_all(CopierReport::Ended, ended);
+            self.report_all(CopierReport::Written, written);
             if let Err(error) = went_on {
                 tracing::error!(%error, "the GPU is lost to this process");
                 (self.tell)(CopierReport::Lost(error));
-                self.forget();
+                self.leak();
                 return;
             }
             let idle = self.is_idle();
             match stop_at {
                 Some(at) if idle || Instant::now() >= at => {
-                    self.forget();
+                    self.leak();
                     return;
                 }
                 Some(_) => std::thread::sleep(POLL_PAUSE),
@@ -263,7 +263,7 @@ impl CopierThread {
         self.waits.go_on(written)
     }
 
-    fn say<T>(&self, outcome: impl Fn(Vec<T>) -> CopierReport, what: Vec<T>) {
+    fn report_all<T>(&self, outcome: impl Fn(Vec<T>) -> CopierReport, what: Vec<T>) {
         if !what.is_empty() && !(self.tell)(outcome(what)) {
             tracing::debug!("nobody hears of what is over");
         }
@@ -274,11 +274,11 @@ impl CopierThread {
     }
 
     /// Leaves the work in flight as it is, and keeps its memory until the process ends.
-    fn forget(&mut self) {
-        self.waits.forget();
+    fn leak(&mut self) {
+        self.waits.leak();
         for lane in &mut self.lanes {
             let flights = lane.flights.drain(..);
-            flights.for_each(|flight| flight.submitted.forget());
+            flights.for_each(|flight| flight.submitted.leak());
         }
     }
 
@@ -512,7 +512,7 @@ impl Lane {
     }
 
     /// Submits nothing more to the stream.
-    fn give_up(&mut self) {
+    fn stop_submitting(&mut self) {
         self.jobs.iter_mut().for_each(|job| job.failed = true);
     }
 

@@ -63,7 +63,12 @@ impl WaitList {
 
     /// Removes the entry of a word up to `through`, because the engine itself has reported that this is written. The
     /// device may never set the word to that number, and the word would be polled until a later number is reached.
-    pub(super) fn said(&self, memory: &Weak<DeviceMemories>, word: Timeline, through: RequestId) {
+    pub(super) fn announce(
+        &self,
+        memory: &Weak<DeviceMemories>,
+        word: Timeline,
+        through: RequestId,
+    ) {
         self.lock()
             .retain(|order| !order.is_of(memory, word) || order.announced.through > through);
     }
@@ -84,16 +89,16 @@ pub(super) struct Waits {
     stream: Arc<Stream>,
     seen: Arc<Staging>,
     list: Arc<WaitList>,
-    look: Option<Look>,
+    look: Option<WordRead>,
     not_before: Instant,
     pause: Duration,
     /// The value that was read last, so that the same progress is not reported again.
-    told: u64,
+    reported: u64,
     complained: bool,
 }
 
 /// A word that is being read.
-struct Look {
+struct WordRead {
     submitted: Submitted,
     memory: Weak<DeviceMemories>,
     word: Timeline,
@@ -108,7 +113,7 @@ impl Waits {
             look: None,
             not_before: Instant::now(),
             pause: LOOK_PAUSE,
-            told: 0,
+            reported: 0,
             complained: false,
         })
     }
@@ -118,14 +123,14 @@ impl Waits {
     }
 
     /// Removes all entries.
-    pub(super) fn give_up(&mut self) {
+    pub(super) fn clear(&mut self) {
         self.list.lock().clear();
     }
 
     /// Leaves a read in flight as it is, until the process ends.
-    pub(super) fn forget(&mut self) {
+    pub(super) fn leak(&mut self) {
         if let Some(look) = self.look.take() {
-            look.submitted.forget();
+            look.submitted.leak();
         }
     }
 
@@ -173,7 +178,7 @@ impl Waits {
             .submit(Direction::Store, device, host, &mut ranges);
         match look.map_err(|refused| refused.error()) {
             Ok(submitted) => {
-                self.look = Some(Look {
+                self.look = Some(WordRead {
                     submitted,
                     memory: weak,
                     word,
@@ -193,7 +198,7 @@ impl Waits {
     /// Evaluates a word that was read. Its value is the progress of the device, which may cover only a part of the
     /// announced work.
     fn look_ended(&mut self, written: &mut Vec<Announced>) {
-        let Some(Look { memory, word, .. }) = self.look.take() else {
+        let Some(WordRead { memory, word, .. }) = self.look.take() else {
             return;
         };
         let mut bytes = [0; TIMELINE_BYTES as usize];
@@ -202,7 +207,7 @@ impl Waits {
             return;
         }
         let seen = u64::from_le_bytes(bytes);
-        let told = std::mem::replace(&mut self.told, seen);
+        let told = std::mem::replace(&mut self.reported, seen);
         self.list.lock().retain(|order| {
             if !order.is_of(&memory, word) {
                 return true;
@@ -252,11 +257,11 @@ mod tests {
         };
         assert!(list.push(order(0, 7)));
         assert!(!list.push(order(8, 7)));
-        list.said(&Weak::new(), word(0), RequestId(6));
+        list.announce(&Weak::new(), word(0), RequestId(6));
         assert_eq!(left(&list), [(0, 7), (8, 7)], "7 is not said");
-        list.said(&Weak::new(), word(0), RequestId(7));
+        list.announce(&Weak::new(), word(0), RequestId(7));
         assert_eq!(left(&list), [(8, 7)], "the other word is not meant");
-        list.said(&Weak::new(), word(8), RequestId(9));
+        list.announce(&Weak::new(), word(8), RequestId(9));
         assert_eq!(left(&list), []);
         assert!(list.push(order(0, 8)), "it is waited for anew");
     }

@@ -12,7 +12,7 @@ use tokio::time::Instant;
 
 use crate::error::EngineError;
 use crate::fleet::EngineParts;
-use crate::observed::Observed;
+use crate::observed::EngineMetrics;
 use crate::pipe::{RankOrder, RankReport};
 use crate::rank_pipe::{RANK_QUEUE, send_orders, take_reports};
 use kvferry_client::{EngineClient, Failure};
@@ -78,12 +78,12 @@ pub(super) struct EngineDriver {
     queues: Vec<mpsc::Sender<RankOrder>>,
     report: mpsc::Sender<EngineEvent>,
     open: HashMap<u64, OpenTicket>,
-    asked: HashMap<RequestId, RequestKind>,
+    requests: HashMap<RequestId, RequestKind>,
     /// `finish` requests that the leader has not answered.
     finishing: HashSet<RequestId>,
     arrived: HashMap<SlotId, Arrived>,
     next_ticket: u64,
-    observed: Observed,
+    observed: EngineMetrics,
     actions: Vec<Action>,
     children: Vec<Child>,
 }
@@ -117,11 +117,11 @@ impl EngineDriver {
             queues,
             report,
             open: HashMap::new(),
-            asked: HashMap::new(),
+            requests: HashMap::new(),
             finishing: HashSet::new(),
             arrived: HashMap::new(),
             next_ticket: 0,
-            observed: Observed::default(),
+            observed: EngineMetrics::default(),
             actions: Vec::new(),
             children,
         }
@@ -136,7 +136,7 @@ impl EngineDriver {
         !self.finishing.is_empty()
     }
 
-    pub(super) fn observed(&self) -> &Observed {
+    pub(super) fn observed(&self) -> &EngineMetrics {
         &self.observed
     }
 
@@ -160,7 +160,7 @@ impl EngineDriver {
     }
 
     /// Ends the ranks: closes their pipes and waits at most `limit` for each.
-    pub(super) async fn end(mut self, limit: Duration) -> Result<Observed, EngineError> {
+    pub(super) async fn end(mut self, limit: Duration) -> Result<EngineMetrics, EngineError> {
         self.queues.clear();
         for (rank, mut child) in self.children.drain(..).enumerate() {
             match tokio::time::timeout(limit, child.wait()).await {
@@ -227,7 +227,7 @@ impl EngineDriver {
 
     fn answered(&mut self, id: RequestId, answer: Result<Answer, Failure>, us: u64) {
         let latencies = &mut self.observed.latencies;
-        let asked = self.asked.remove(&id);
+        let asked = self.requests.remove(&id);
         match asked {
             Some(RequestKind::Lookup) => latencies.lookup_us.push(us),
             Some(RequestKind::Load) => latencies.load_us.push(us),
@@ -330,7 +330,7 @@ impl EngineDriver {
                 RequestKind::Finish
             }
         };
-        self.asked.insert(id, asked);
+        self.requests.insert(id, asked);
         if asked == RequestKind::Finish {
             self.finishing.insert(id);
         }
@@ -341,7 +341,7 @@ impl EngineDriver {
             timeout: self.request_timeout,
         };
         tokio::spawn(async move {
-            let reported = asking.ask(id, request).await;
+            let reported = asking.request(id, request).await;
             if reported.is_err() {
                 tracing::debug!("the engine has ended");
             }
@@ -359,7 +359,7 @@ struct RequestTask {
 
 impl RequestTask {
     /// Sends a request and waits until its deadline. A `finish` is repeated until the leader accepts it.
-    async fn ask(&self, id: RequestId, request: Request) -> Result<(), Closed> {
+    async fn request(&self, id: RequestId, request: Request) -> Result<(), Closed> {
         let begun = Instant::now();
         let mut late = false;
         loop {
@@ -370,7 +370,7 @@ impl RequestTask {
                 && failure.retry
             {
                 if !std::mem::replace(&mut late, true) {
-                    self.tell(EngineEventKind::FinishIsLate(id)).await?;
+                    self.report(EngineEventKind::FinishIsLate(id)).await?;
                 }
                 if failure.code != ErrorCode::Deadline {
                     tokio::time::sleep(FINISH_AGAIN).await;
@@ -379,12 +379,12 @@ impl RequestTask {
             }
             let us = microseconds(begun.elapsed());
             return self
-                .tell(EngineEventKind::Answered { id, answer, us })
+                .report(EngineEventKind::Answered { id, answer, us })
                 .await;
         }
     }
 
-    async fn tell(&self, happened: EngineEventKind) -> Result<(), Closed> {
+    async fn report(&self, happened: EngineEventKind) -> Result<(), Closed> {
         let engine = self.engine;
         let sent = self
             .report
@@ -453,7 +453,7 @@ mod tests {
             .scheduler
             .worked(slot, WorkKind::Poison, &mut driver.actions);
         let load = sent(&mut driver);
-        driver.asked.insert(load, RequestKind::Load);
+        driver.requests.insert(load, RequestKind::Load);
         (driver, load)
     }
 
@@ -528,7 +528,7 @@ mod tests {
             timeout: Duration::from_secs(1),
         };
         let finish = Request::Finish { slot: SlotId(3) };
-        let asked = asking.ask(RequestId(7), finish).await;
+        let asked = asking.request(RequestId(7), finish).await;
         assert!(asked.is_ok());
         let late = reports.recv().await.map(|event| event.kind);
         assert!(matches!(

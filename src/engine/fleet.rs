@@ -7,7 +7,7 @@ use tokio::time::Instant;
 
 use crate::driver::{EngineDriver, EngineEvent};
 use crate::error::EngineError;
-use crate::observed::Observed;
+use crate::observed::EngineMetrics;
 use crate::rank_pipe::{RANK_QUEUE, RankPipe};
 use kvferry_client::EngineClient;
 use kvferry_workload::scheduler::{Prompt, Scheduler, Served};
@@ -121,8 +121,8 @@ impl Fleet {
     ///
     /// # Errors
     /// A rank that does not end with success.
-    pub async fn end(self, limit: Duration) -> Result<Observed, EngineError> {
-        let mut observed = Observed::default();
+    pub async fn end(self, limit: Duration) -> Result<EngineMetrics, EngineError> {
+        let mut observed = EngineMetrics::default();
         for driver in self.drivers {
             observed.add(driver.end(limit).await?);
         }

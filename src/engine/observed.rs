@@ -17,7 +17,7 @@ pub struct Latencies {
 
 /// Measurements and errors of one engine, or of a fleet.
 #[derive(Debug, Clone, Default)]
-pub struct Observed {
+pub struct EngineMetrics {
     /// Bytes of loaded pages that were compared, over all ranks.
     pub verified_bytes: u64,
     /// Bytes that were wrong.
@@ -39,7 +39,7 @@ pub struct Observed {
 /// Largest number of complaints, and of refusals, that are kept.
 const KEPT_TEXTS: usize = 8;
 
-impl Observed {
+impl EngineMetrics {
     pub(super) fn complain(&mut self, text: String) {
         keep(&mut self.complaints, text);
     }

@@ -12,7 +12,7 @@ use crate::error::EngineError;
 use crate::layout::{EngineLayout, NONCE_ROOM_BYTES, pages_bytes};
 use crate::memory::{EngineDevice, RankMemory};
 use crate::pipe::{self, OrderTask, RankOrder, RankReport};
-use crate::registered::Registered;
+use crate::registered::RegisteredRank;
 use kvferry_client::{RankSession, RankSessionSettings};
 use kvferry_transport::{Address, Transport};
 use kvferry_types::{EngineId, Fingerprint, Rank, Replica, RequestId, Shard};
@@ -107,7 +107,7 @@ async fn serve(
         name: format!("reference engine, {}", settings.rank),
         start_limit: settings.start_limit,
     };
-    let registered = Registered {
+    let registered = RegisteredRank {
         settings: settings.clone(),
         memory: Arc::clone(&memory),
     };

@@ -7,19 +7,19 @@ use crate::layout::pages_bytes;
 use crate::memory::RankMemory;
 use crate::random::random;
 use crate::rank::RankSettings;
-use kvferry_client::RegisteredMemory;
+use kvferry_client::SessionMemory;
 use kvferry_types::{Nonce, Registration, Timeline};
 
 /// Length of a nonce, in bytes.
 const NONCE_BYTES: usize = 32;
 
 /// The memory of a rank with what its registration names.
-pub(super) struct Registered {
+pub(super) struct RegisteredRank {
     pub(super) settings: RankSettings,
     pub(super) memory: Arc<RankMemory>,
 }
 
-impl RegisteredMemory for Registered {
+impl SessionMemory for RegisteredRank {
     type Error = EngineError;
 
     fn timeline(&self) -> Option<Timeline> {

@@ -18,7 +18,7 @@ pub fn catalogue() -> Value {
                 "number": kind.number(),
                 "name": kind.name(),
                 "answer": answer(*kind).map(Kind::name),
-                "said_by": said_by(*kind),
+                "said_by": senders(*kind),
                 "body": Message::schema(*kind),
             })
         })
@@ -61,8 +61,8 @@ pub fn catalogue() -> Value {
 }
 
 /// The roles of the clients that send `kind`.
-fn said_by(kind: Kind) -> Vec<Role> {
+fn senders(kind: Kind) -> Vec<Role> {
     let mut roles = vec![Role::Engine, Role::Rank, Role::Worker, Role::Admin];
-    roles.retain(|role| kind.said_by(*role));
+    roles.retain(|role| kind.sent_by(*role));
     roles
 }

@@ -196,7 +196,7 @@ pub fn encode(envelope: &Envelope) -> Result<([u8; HEADER_BYTES], Vec<u8>), Enco
 
 /// Validates a message by its header and the length of its body. Refuses unsupported versions, unknown kinds, unknown
 /// `required` bits and bodies that are too long.
-pub fn judge(header: &Header, body_bytes: usize) -> Result<Kind, DecodeError> {
+pub fn check_header(header: &Header, body_bytes: usize) -> Result<Kind, DecodeError> {
     let kind = Kind::from_number(header.kind).ok_or(DecodeError::UnknownKind(header.kind))?;
     if !is_spoken(kind, header.version, VERSION_MIN, VERSION) {
         return Err(DecodeError::Version(header.version));
@@ -224,10 +224,10 @@ fn is_spoken(kind: Kind, version: u16, min: u16, max: u16) -> bool {
     (min..=max).contains(&version) || (first_words && version == HELLO_VERSION)
 }
 
-/// Decodes the body of a message whose header was read. Refuses what [`judge`] refuses, values beyond a limit, and
+/// Decodes the body of a message whose header was read. Refuses what [`check_header`] refuses, values beyond a limit, and
 /// trailing bytes. Never panics, and never allocates by an unverified length.
 pub fn decode(header: Header, body: &[u8]) -> Result<Envelope, DecodeError> {
-    let kind = judge(&header, body.len())?;
+    let kind = check_header(&header, body.len())?;
     let as_written = match kind {
         Kind::Transfer => transfer::read(body).map(Message::Transfer),
         _ => None,

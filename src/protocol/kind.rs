@@ -148,7 +148,7 @@ impl Kind {
     }
 
     /// Whether a client of this role sends the kind after its hello. A server refuses other kinds by the header alone.
-    pub fn said_by(self, role: Role) -> bool {
+    pub fn sent_by(self, role: Role) -> bool {
         match self {
             Self::Hello | Self::Ping | Self::Pong => true,
             Self::Lookup | Self::Load | Self::Store | Self::Finish | Self::CancelStores => {
@@ -168,7 +168,7 @@ impl Kind {
     }
 
     /// Whether a server sends the kind to its clients as a request.
-    pub fn asked_of_clients(self) -> bool {
+    pub fn sent_to_clients(self) -> bool {
         matches!(
             self,
             Self::Ping | Self::Transfer | Self::Cancel | Self::Invalidate | Self::ReadInventory
@@ -200,14 +200,14 @@ mod tests {
     fn every_request_is_somebodys_to_say() {
         let roles = [Role::Engine, Role::Rank, Role::Worker, Role::Admin];
         for kind in Kind::ALL {
-            let said = roles.iter().any(|role| kind.said_by(*role));
+            let said = roles.iter().any(|role| kind.sent_by(*role));
             assert!(
-                kind.class() == Class::Answer || said || kind.asked_of_clients(),
+                kind.class() == Class::Answer || said || kind.sent_to_clients(),
                 "{}",
                 kind.name()
             );
             let known = matches!(kind, Kind::Hello | Kind::Ping | Kind::Pong);
-            assert_eq!(kind.said_by(Role::Unknown), known, "{}", kind.name());
+            assert_eq!(kind.sent_by(Role::Unknown), known, "{}", kind.name());
         }
     }
 }

@@ -27,7 +27,7 @@ pub use body::{
 };
 pub use call::Call;
 pub use catalogue::catalogue;
-pub use codec::{Envelope, Message, decode, encode, judge};
+pub use codec::{Envelope, Message, check_header, decode, encode};
 pub use error::{DecodeError, EncodeError, ErrorCode};
 pub use examples::examples;
 pub use header::{HEADER_BYTES, Header};

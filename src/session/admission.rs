@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use kvferry_protocol::{
-    Class, ErrorBody, ErrorCode, HELLO_VERSION, Header, Kind, Role, judge, limits,
+    Class, ErrorBody, ErrorCode, HELLO_VERSION, Header, Kind, Role, check_header, limits,
 };
 use kvferry_types::{RequestId, Time};
 
@@ -32,7 +32,7 @@ pub(super) struct Peer {
     pub(super) version: u16,
     opened: Time,
     /// When a message was last received from the peer.
-    heard: Time,
+    last_received: Time,
     bad: u32,
     forgiven: Time,
     /// Requests without an answer, with their bytes.
@@ -53,8 +53,8 @@ pub(super) enum Verdict {
 
 impl Peer {
     /// When a message was last received from the peer.
-    pub(super) fn heard(&self) -> Time {
-        self.heard
+    pub(super) fn last_received(&self) -> Time {
+        self.last_received
     }
 
     pub(super) fn new(pid: Option<i32>, now: Time) -> Self {
@@ -63,7 +63,7 @@ impl Peer {
             role: None,
             version: HELLO_VERSION,
             opened: now,
-            heard: now,
+            last_received: now,
             bad: 0,
             forgiven: now,
             open: BTreeMap::new(),
@@ -74,7 +74,7 @@ impl Peer {
     /// True when the peer was silent for more than `silence_max`, or sent no hello in time.
     pub(super) fn is_silent(&self, now: Time, silence_max: Duration) -> bool {
         let stranger = self.role.is_none() && now - self.opened > HELLO_DEADLINE;
-        stranger || now - self.heard > silence_max
+        stranger || now - self.last_received > silence_max
     }
 
     /// Counts a bad message. Returns true when there were too many: the peer must be closed.
@@ -91,8 +91,8 @@ impl Peer {
     }
 
     /// Decides how a message is treated. The flag is true when the message counts as bad.
-    pub(super) fn judge(&mut self, header: &Header, bytes: usize, now: Time) -> (Verdict, bool) {
-        self.heard = now;
+    pub(super) fn admit(&mut self, header: &Header, bytes: usize, now: Time) -> (Verdict, bool) {
+        self.last_received = now;
         let is_request = Class::of(header.kind) == Class::Request;
         let refuse = |error: ErrorBody| match is_request {
             true => Verdict::Refuse(error),
@@ -106,7 +106,7 @@ impl Peer {
             let text = format!("{name} before hello: say hello first");
             return (refuse(ErrorBody::new(ErrorCode::HelloFirst, text)), true);
         };
-        let kind = match judge(header, bytes) {
+        let kind = match check_header(header, bytes) {
             Ok(kind) => kind,
             Err(error) => {
                 let error = ErrorBody::for_good(error.code(), error.to_string());
@@ -117,7 +117,7 @@ impl Peer {
             let text = "hello was said before: once is enough";
             return (refuse(ErrorBody::new(ErrorCode::Invalid, text)), false);
         }
-        if !kind.said_by(role) {
+        if !kind.sent_by(role) {
             let text = format!(
                 "{} is not for this peer to send here: check its role",
                 kind.name()

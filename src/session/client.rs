@@ -482,7 +482,7 @@ impl<R> ClientSession<R> {
         let refusal = |error: &DecodeError| {
             Message::Error(ErrorBody::for_good(error.code(), error.to_string()))
         };
-        let answer = match kind.filter(|kind| kind.asked_of_clients()) {
+        let answer = match kind.filter(|kind| kind.sent_to_clients()) {
             Some(Kind::Ping) => Message::Pong(Empty {}),
             Some(_) => match decode(header, body) {
                 Ok(envelope) => {

@@ -111,7 +111,7 @@ impl ServerSession {
     /// and takes time to arrive.
     pub fn is_live(&self, peer: PeerId, now: Time) -> bool {
         let peer = self.peers.get(&peer);
-        peer.is_some_and(|peer| now - peer.heard() <= self.settings.heartbeat * 2)
+        peer.is_some_and(|peer| now - peer.last_received() <= self.settings.heartbeat * 2)
     }
 
     /// Handles a connection that was accepted.
@@ -123,7 +123,7 @@ impl ServerSession {
             let oldest = strangers.map(|(id, _)| *id).min();
             if let Some(oldest) = oldest {
                 tracing::debug!(peer = ?oldest, "closed: no hello, and others come");
-                self.forget(host, oldest);
+                self.remove_peer(host, oldest);
             }
         }
         self.peers.insert(peer, Peer::new(pid, host.now()));
@@ -136,7 +136,7 @@ impl ServerSession {
     }
 
     /// Closes a connection before its hello. Messages that still arrive from it are dropped.
-    fn forget(&mut self, host: &mut impl ServerHost, stranger: PeerId) {
+    fn remove_peer(&mut self, host: &mut impl ServerHost, stranger: PeerId) {
         self.peers.remove(&stranger);
         host.disconnect(stranger);
     }
@@ -171,7 +171,7 @@ impl ServerSession {
             }
         };
         let known = self.peers.get_mut(&peer)?;
-        let (verdict, bad) = known.judge(&header, bytes, host.now());
+        let (verdict, bad) = known.admit(&header, bytes, host.now());
         let read = verdict == Verdict::Read;
         if let Verdict::Refuse(error) = verdict {
             self.send(host, peer, header.correlation, Message::Error(error));
@@ -324,7 +324,7 @@ impl ServerSession {
                     host.disconnect(peer);
                     closed.push(peer);
                 }
-                false => self.forget(host, peer),
+                false => self.remove_peer(host, peer),
             }
         }
         closed

@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-use kvferry::cli::say;
+use kvferry::cli::print_line;
 use kvferry::error::CommandError;
 use kvferry_sim::world::{self, Summary};
 
@@ -84,14 +84,14 @@ impl Arguments {
             }
         });
         progress.finish_and_clear();
-        say(&format!("{summary}{:.1} s", begun.elapsed().as_secs_f64()));
+        print_line(&format!("{summary}{:.1} s", begun.elapsed().as_secs_f64()));
         self.verdict(&summary)
     }
 
     fn verdict(&self, summary: &Summary) -> Result<(), CommandError> {
         for (seed, what) in &summary.failed {
-            say(&format!("seed {seed}: {what}"));
-            say(&format!(
+            print_line(&format!("seed {seed}: {what}"));
+            print_line(&format!(
                 "  cargo xtask sim --seeds {seed}..{} --steps {}",
                 seed + 1,
                 self.steps

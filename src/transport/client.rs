@@ -64,8 +64,8 @@ pub struct ClientSettings {
     pub limits: Limits,
 }
 
-enum Command {
-    Ask(ClientRequest<ReplyTo>),
+enum ClientCommand {
+    Request(ClientRequest<ReplyReceiver>),
     Reply {
         link: LinkId,
         correlation: RequestId,
@@ -74,7 +74,7 @@ enum Command {
 }
 
 /// Destination of the answer to a request.
-enum ReplyTo {
+enum ReplyReceiver {
     /// A caller that waits for the answer.
     Caller(oneshot::Sender<Result<Message, Failure>>),
     /// The stream of server messages, in order with the messages before and after the answer. A request that is not
@@ -82,7 +82,7 @@ enum ReplyTo {
     Stream,
 }
 
-impl ReplyTo {
+impl ReplyReceiver {
     /// Delivers the server's answer to the caller, or returns it for the stream.
     fn answer(self, id: RequestId, answer: Result<Message, Failure>) -> Option<Incoming> {
         match self {
@@ -112,7 +112,7 @@ impl ReplyTo {
 /// A connection to one server that survives reconnects. Cheap to clone; closes when the last clone is dropped.
 #[derive(Debug, Clone)]
 pub struct Client {
-    commands: mpsc::Sender<Command>,
+    commands: mpsc::Sender<ClientCommand>,
     next_client_id: Arc<AtomicU64>,
     clock: Clock,
 }
@@ -132,7 +132,7 @@ impl Client {
             limits,
         } = settings;
         let clock = Clock::start();
-        let runner = Runner {
+        let runner = ClientTask {
             session: ClientSession::new(hello, ClientTimes::default(), clock.now()),
             transport,
             address,
@@ -245,13 +245,13 @@ impl Client {
             ..Failure::new(ErrorCode::Draining, "the connection was closed")
         };
         let (reply, answer) = oneshot::channel();
-        let command = Command::Ask(ClientRequest {
+        let command = ClientCommand::Request(ClientRequest {
             id,
             message,
             deadline: self.clock.now() + timeout,
             grace,
             link,
-            to: ReplyTo::Caller(reply),
+            to: ReplyReceiver::Caller(reply),
         });
         self.commands.send(command).await.map_err(|_| gone())?;
         answer.await.map_err(|_| gone())?
@@ -262,13 +262,13 @@ impl Client {
     /// it. Without an answer by the deadline, or if the connection breaks, no event arrives; the caller must retry.
     pub fn request_in_order(&self, link: LinkId, message: Message, timeout: Duration) -> RequestId {
         let id = RequestId(self.next_client_id.fetch_add(1, Ordering::Relaxed));
-        self.post(Command::Ask(ClientRequest {
+        self.post(ClientCommand::Request(ClientRequest {
             id,
             message,
             deadline: self.clock.now() + timeout,
             grace: Duration::ZERO,
             link: Some(link),
-            to: ReplyTo::Stream,
+            to: ReplyReceiver::Stream,
         }));
         id
     }
@@ -277,14 +277,14 @@ impl Client {
     /// gone: over the next one, under the epoch of another leader, it would answer a different request. Answers beyond
     /// the capacity of the queue wait in a task each; there are no more of those than the server has open requests.
     pub fn reply(&self, link: LinkId, correlation: RequestId, message: Message) {
-        self.post(Command::Reply {
+        self.post(ClientCommand::Reply {
             link,
             correlation,
             message,
         });
     }
 
-    fn post(&self, command: Command) {
+    fn post(&self, command: ClientCommand) {
         if let Err(mpsc::error::TrySendError::Full(command)) = self.commands.try_send(command) {
             let commands = self.commands.clone();
             tokio::spawn(async move {
@@ -301,14 +301,14 @@ fn typed<C: Call>(answer: Message) -> Result<C::Answer, Failure> {
 }
 
 /// Drives a [`ClientSession`]: connects, and moves its messages.
-struct Runner {
-    session: ClientSession<ReplyTo>,
+struct ClientTask {
+    session: ClientSession<ReplyReceiver>,
     transport: Arc<dyn Transport>,
     address: Address,
     limits: Limits,
     clock: Clock,
     incoming: mpsc::Sender<Incoming>,
-    commands: mpsc::Receiver<Command>,
+    commands: mpsc::Receiver<ClientCommand>,
     connecting: Option<Connecting>,
     connection: Option<Connection>,
 }
@@ -318,7 +318,7 @@ type Connecting = Pin<Box<dyn Future<Output = Result<Connection, TransportError>
 /// The receiver of [`Incoming`] events was dropped.
 struct Dropped;
 
-impl Runner {
+impl ClientTask {
     async fn run(mut self) {
         loop {
             while let Some(event) = self.session.poll() {
@@ -347,8 +347,8 @@ impl Runner {
                     }
                 }
                 command = self.commands.recv(), if !self.session.is_full() => match command {
-                    Some(Command::Ask(request)) => self.session.request(self.clock.now(), request),
-                    Some(Command::Reply { link, correlation, message }) => {
+                    Some(ClientCommand::Request(request)) => self.session.request(self.clock.now(), request),
+                    Some(ClientCommand::Reply { link, correlation, message }) => {
                         self.session.reply(self.clock.now(), link, correlation, message);
                     }
                     None => return,
@@ -358,7 +358,7 @@ impl Runner {
         }
     }
 
-    async fn act(&mut self, event: ClientEvent<ReplyTo>) -> Result<(), Dropped> {
+    async fn act(&mut self, event: ClientEvent<ReplyReceiver>) -> Result<(), Dropped> {
         let incoming = match event {
             ClientEvent::Connect => {
                 let (transport, address) = (Arc::clone(&self.transport), self.address.clone());

@@ -23,7 +23,7 @@ use tokio::sync::{oneshot, watch};
 use tokio::time::{sleep, timeout};
 
 use super::directory::{self, Claim, FD_SOCKET_NAME};
-use super::places::Places;
+use super::places::HandshakePermits;
 use super::process::ProcessWatch;
 use super::{SharedLogLimit, TransportError};
 
@@ -147,7 +147,7 @@ impl FdReceiver {
 }
 
 async fn accept(socket: UnixListener, untaken: Weak<Untaken>, mut gone: watch::Receiver<()>) {
-    let places = Places::new(CONNECTIONS_MAX);
+    let places = HandshakePermits::new(CONNECTIONS_MAX);
     loop {
         let accepted = tokio::select! {
             accepted = socket.accept() => accepted,

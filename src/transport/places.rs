@@ -7,7 +7,7 @@ use tokio::sync::oneshot;
 
 /// A fixed number of places. When all are taken, a new connection evicts the oldest one, so that silent peers cannot
 /// keep others out.
-pub(super) struct Places {
+pub(super) struct HandshakePermits {
     taken: Mutex<Taken>,
     max: usize,
 }
@@ -19,7 +19,7 @@ struct Taken {
     places: VecDeque<(u64, oneshot::Sender<()>)>,
 }
 
-impl Places {
+impl HandshakePermits {
     pub(super) fn new(max: usize) -> Arc<Self> {
         Arc::new(Self {
             taken: Mutex::default(),
@@ -32,7 +32,7 @@ impl Places {
     }
 
     /// Takes a place, evicting the oldest holder if there is none free.
-    pub(super) fn take(self: &Arc<Self>) -> Place {
+    pub(super) fn take(self: &Arc<Self>) -> HandshakePermit {
         let mut taken = self.taken();
         let id = taken.next;
         taken.next += 1;
@@ -41,7 +41,7 @@ impl Places {
         if taken.places.len() > self.max {
             taken.places.pop_front();
         }
-        Place {
+        HandshakePermit {
             id,
             lost,
             places: Arc::clone(self),
@@ -49,14 +49,14 @@ impl Places {
     }
 }
 
-/// One of the [`Places`], freed on drop.
-pub(super) struct Place {
+/// One of the [`HandshakePermits`], freed on drop.
+pub(super) struct HandshakePermit {
     id: u64,
     lost: oneshot::Receiver<()>,
-    places: Arc<Places>,
+    places: Arc<HandshakePermits>,
 }
 
-impl Place {
+impl HandshakePermit {
     /// Completes when a newer connection has evicted this one.
     pub(super) async fn lost(&mut self) {
         if (&mut self.lost).await.is_ok() {
@@ -66,7 +66,7 @@ impl Place {
     }
 }
 
-impl Drop for Place {
+impl Drop for HandshakePermit {
     fn drop(&mut self) {
         self.places.taken().places.retain(|(id, _)| *id != self.id);
     }
@@ -78,7 +78,7 @@ mod tests {
 
     #[tokio::test]
     async fn the_oldest_place_is_lost_and_a_free_one_is_not() {
-        let places = Places::new(2);
+        let places = HandshakePermits::new(2);
         let mut first = places.take();
         drop(places.take());
         let mut second = places.take();

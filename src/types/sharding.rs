@@ -48,7 +48,7 @@ impl Sharding {
     }
 
     /// Returns one rank of each shard. Consecutive numbers take turns among the ranks of a shard.
-    pub fn one_of_each(self, number: u64) -> impl Iterator<Item = Rank> {
+    pub fn representatives(self, number: u64) -> impl Iterator<Item = Rank> {
         let copies = self.copies();
         let which = u16::try_from(number % u64::from(copies)).unwrap_or(0);
         (0..self.shards).map(move |shard| Rank(shard * copies + which))
@@ -79,12 +79,12 @@ mod tests {
         let sharding = Sharding::new(6, 2).expect("divides");
         let taken = |number| {
             sharding
-                .one_of_each(number)
+                .representatives(number)
                 .map(|rank| rank.0)
                 .collect::<Vec<u16>>()
         };
         assert_eq!([0, 1, 2, 3].map(taken), [[0, 3], [1, 4], [2, 5], [0, 3]]);
-        let each = Sharding::each(3).one_of_each(7);
+        let each = Sharding::each(3).representatives(7);
         assert_eq!(each.collect::<Vec<Rank>>(), [Rank(0), Rank(1), Rank(2)]);
     }
 

@@ -113,13 +113,13 @@ enum Step {
 }
 
 #[derive(Debug)]
-struct Waiting {
+struct WaitingPrompt {
     prompt: Prompt,
     for_pages: bool,
 }
 
 #[derive(Debug)]
-struct Run {
+struct RunningPrompt {
     prompt: Prompt,
     pages: Vec<u32>,
     step: Step,
@@ -132,9 +132,9 @@ struct Run {
 #[derive(Debug)]
 pub struct Scheduler {
     cache: PagedCache,
-    waiting: VecDeque<Waiting>,
-    running: HashMap<SlotId, Run>,
-    asked: HashMap<RequestId, SlotId>,
+    waiting: VecDeque<WaitingPrompt>,
+    running: HashMap<SlotId, RunningPrompt>,
+    requested: HashMap<RequestId, SlotId>,
     next_id: u64,
 }
 
@@ -145,14 +145,14 @@ impl Scheduler {
             cache: PagedCache::new(device_pages, cached_pages),
             waiting: VecDeque::new(),
             running: HashMap::new(),
-            asked: HashMap::new(),
+            requested: HashMap::new(),
             next_id: 0,
         }
     }
 
     /// Adds a prompt, which waits until its pages fit. Prompts are admitted in the order of their arrival.
     pub fn arrive(&mut self, prompt: Prompt, actions: &mut Vec<Action>) {
-        let waiting = Waiting {
+        let waiting = WaitingPrompt {
             prompt,
             for_pages: false,
         };
@@ -185,7 +185,7 @@ impl Scheduler {
     /// Handles an answer of the leader. With `None` the request was refused, and the prompt continues without it.
     /// Answers to unknown requests have no effect.
     pub fn answered(&mut self, id: RequestId, answer: Option<Answer>, actions: &mut Vec<Action>) {
-        let Some(slot) = self.asked.remove(&id) else {
+        let Some(slot) = self.requested.remove(&id) else {
             return;
         };
         let Some(run) = self.running.get_mut(&slot) else {
@@ -247,7 +247,10 @@ impl Scheduler {
     /// The leader has not answered this request in time. After a lookup the prompt continues without an answer. After a
     /// load or a store, the copies that may still run must be known to have ended first.
     pub fn gave_up(&mut self, id: RequestId, actions: &mut Vec<Action>) {
-        let run = self.asked.get(&id).and_then(|slot| self.running.get(slot));
+        let run = self
+            .requested
+            .get(&id)
+            .and_then(|slot| self.running.get(slot));
         match run.map(|run| run.step) {
             Some(Step::LookingUp) => self.answered(id, None, actions),
             Some(Step::Loading | Step::Computing { .. }) => actions.push(Action::Abandon { id }),
@@ -311,7 +314,7 @@ impl Scheduler {
     }
 
     fn admit(&mut self, actions: &mut Vec<Action>) {
-        while let Some(Waiting { prompt, .. }) = self.waiting.front()
+        while let Some(WaitingPrompt { prompt, .. }) = self.waiting.front()
             && self.running.len() < RUNNING_PROMPTS_MAX
         {
             let mut pages = self.cache.hold_prefix(prompt.contents());
@@ -321,7 +324,7 @@ impl Scheduler {
                 return;
             };
             pages.extend(fresh);
-            let Some(Waiting { prompt, for_pages }) = self.waiting.pop_front() else {
+            let Some(WaitingPrompt { prompt, for_pages }) = self.waiting.pop_front() else {
                 return;
             };
             let slot = prompt.slot;
@@ -347,7 +350,7 @@ impl Scheduler {
             };
             self.running.insert(
                 slot,
-                Run {
+                RunningPrompt {
                     prompt,
                     pages,
                     step: Step::LookingUp,
@@ -416,7 +419,7 @@ impl Scheduler {
     fn send(&mut self, slot: SlotId, request: Request, actions: &mut Vec<Action>) -> RequestId {
         self.next_id += 1;
         let id = RequestId(self.next_id);
-        self.asked.insert(id, slot);
+        self.requested.insert(id, slot);
         actions.push(Action::Send { id, request });
         id
     }
@@ -435,7 +438,7 @@ impl Prompt {
     }
 }
 
-impl Run {
+impl RunningPrompt {
     fn loading(&self) -> Range<u32> {
         self.served.device_pages..self.served.device_pages + self.served.hit_pages
     }

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use kvferry_client::{
     AbandonOnRanks, AdminClient, EngineClient, EngineSettings, Failure, LoadGuard, Prompt,
-    RankSession, RankSessionSettings, RegisteredMemory, RequestGuard, StoredPages, TransferPages,
+    RankSession, RankSessionSettings, RequestGuard, SessionMemory, StoredPages, TransferPages,
 };
 use kvferry_protocol::{ErrorCode, Message};
 use kvferry_transport::{Limits, MemoryTransport};
@@ -387,7 +387,7 @@ async fn an_operator_reads_the_state_and_resets_pages() {
     world.process.stop().await;
 }
 
-impl RegisteredMemory for Memory {
+impl SessionMemory for Memory {
     type Error = std::convert::Infallible;
 
     fn timeline(&self) -> Option<Timeline> {

@@ -4,7 +4,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
 use std::sync::Arc;
 
-use kvferry_actors::{PoolSettings, ProcessHandle, WorkerArguments, run_worker};
+use kvferry_actors::{DepotSettings, ProcessHandle, WorkerArguments, run_worker};
 use kvferry_memory::DEPOT_HEADER_BYTES;
 use kvferry_protocol::{Attached, Message, Role};
 use kvferry_transport::{
@@ -60,7 +60,7 @@ async fn worker_of(
         fds: FdReceiver::bind(directory.path()).expect("a socket"),
         leader,
         incoming: incoming.unwrap_or(says),
-        depot: PoolSettings {
+        depot: DepotSettings {
             gpu: 0,
             held,
             bytes: DEPOT_HEADER_BYTES + bytes,

@@ -115,7 +115,7 @@ fn what_is_counted_is_what_happened() {
     let free = pool.capacity_pages() - 14;
     let now = BTreeMap::from([("ready", 12), ("filling", 2), ("free", free)]);
     assert_eq!(states(pool), now);
-    let owed: Vec<_> = world.leader.owed().collect();
+    let owed: Vec<_> = world.leader.awaited().collect();
     let op = *world.open.keys().next().expect("a copy");
     let everyone = (0..RANKS).map(Rank).collect();
     assert_eq!(owed, [(op, Replica(0), everyone)]);

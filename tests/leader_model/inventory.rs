@@ -270,7 +270,7 @@ fn nobody_else_reads_a_depot_that_a_lost_worker_may_still_divide() {
         let mut reader = Reader::new();
         assert_eq!(reader.attach_all(), FIRST);
         assert_eq!(reader.asks(LeaderEvent::WorkerLost(worker(0, 1))), []);
-        assert!(reader.leader.owes_reading(worker(0, 1)));
+        assert!(reader.leader.has_unanswered_read(worker(0, 1)));
         // The others are read. The depot whose answer is owed is not read by another worker, and no pool opens.
         for rank in [0, 2] {
             assert_eq!(reader.part((0, rank), 0, None, &[2]), []);
@@ -379,7 +379,7 @@ fn a_worker_that_does_not_answer_within_the_fence_time_is_fenced() {
     assert_eq!(tick(&mut reader, FENCE), []);
     assert_eq!(tick(&mut reader, FENCE * 7 / 4), [worker(1, 1)]);
     reader.part((1, 1), 0, None, &[]);
-    assert!(!reader.leader.owes_reading(worker(1, 1)));
+    assert!(!reader.leader.has_unanswered_read(worker(1, 1)));
     assert_eq!(reader.leader.next_timeout(), None);
 }
 

@@ -26,12 +26,12 @@ pub(super) enum GpuState {
     /// successor, on a later request.
     Failed(DeviceUuid, GpuRefusal, Time),
     /// No engine used the GPU: the depot is being unpinned.
-    LettingGo(LettingGo),
+    Releasing(ReleasingGpu),
 }
 
 /// A GPU that is being released. No GPU is started before that has ended, because the driver does not pin memory that
 /// is still pinned.
-pub(super) struct LettingGo {
+pub(super) struct ReleasingGpu {
     uuid: DeviceUuid,
     end: DropWaiter,
     since: Time,
@@ -39,21 +39,21 @@ pub(super) struct LettingGo {
 
 /// Progress of a release.
 #[derive(Debug, PartialEq, Eq)]
-enum LetGo {
+enum ReleaseProgress {
     Done,
     UnderWay,
     /// The release does not end.
     Stuck,
 }
 
-impl LettingGo {
-    fn is(&self, now: Time) -> LetGo {
+impl ReleasingGpu {
+    fn is(&self, now: Time) -> ReleaseProgress {
         if self.end.wait(Duration::ZERO) {
-            return LetGo::Done;
+            return ReleaseProgress::Done;
         }
-        match self.since.until(now) < LETTING_GO_LIMIT {
-            true => LetGo::UnderWay,
-            false => LetGo::Stuck,
+        match self.since.until(now) < RELEASE_LIMIT {
+            true => ReleaseProgress::UnderWay,
+            false => ReleaseProgress::Stuck,
         }
     }
 }
@@ -68,7 +68,7 @@ pub(crate) struct GpuRefusal {
 
 /// Reaction of a worker to a request for a GPU that it could not use before.
 #[derive(Debug, PartialEq, Eq)]
-enum Again {
+enum GpuRetry {
     /// Repeats the refusal.
     Say,
     /// Tries again.
@@ -78,11 +78,11 @@ enum Again {
 }
 
 impl GpuRefusal {
-    fn again(&self, waited: Duration, serves: bool) -> Again {
+    fn again(&self, waited: Duration, serves: bool) -> GpuRetry {
         match self.is_final {
-            true if waited >= END_AFTER && !serves => Again::End,
-            false if waited >= TRY_AGAIN_AFTER => Again::Try,
-            _ => Again::Say,
+            true if waited >= END_AFTER && !serves => GpuRetry::End,
+            false if waited >= TRY_AGAIN_AFTER => GpuRetry::Try,
+            _ => GpuRetry::Say,
         }
     }
 }
@@ -100,7 +100,7 @@ pub(super) const IDLE_LIMIT: Duration = Duration::from_secs(300);
 
 /// Time limit for the release of a GPU. A depot of a few TiB is unpinned in minutes. A release that takes longer waits
 /// for a driver that does not respond, and only the end of this process unpins the memory.
-const LETTING_GO_LIMIT: Duration = Duration::from_secs(600);
+const RELEASE_LIMIT: Duration = Duration::from_secs(600);
 
 /// The kernel's setting for huge pages of shared host memory, which a GPU reaches faster.
 const SHARED_HUGE_PAGES: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
@@ -119,27 +119,27 @@ impl Host {
             return Err(not_ready(self.progress.line()));
         };
         let bytes = depot.buffer().len();
-        if let Some(text) = self.still_letting_go() {
+        if let Some(text) = self.still_releasing() {
             return Err(not_ready(text));
         }
         if let GpuState::Failed(failed, refusal, at) = &self.gpu
             && (*failed == uuid || refusal.is_final)
         {
             match refusal.again(at.until(self.clock.now()), serves) {
-                Again::Say => return Err(invalid(refusal.why.clone())),
-                Again::End => {
+                GpuRetry::Say => return Err(invalid(refusal.why.clone())),
+                GpuRetry::End => {
                     let why = refusal.why.clone();
                     tracing::error!(worker = %self.worker, why, "this worker ends: its successor asks the driver again");
-                    self.readiness.give_up(why.clone());
+                    self.readiness.report_end(why.clone());
                     return Err(invalid(why));
                 }
-                Again::Try => {}
+                GpuRetry::Try => {}
             }
         }
         let (there, answer) = match &self.gpu {
             GpuState::Ready(gpu) => (gpu.uuid, Ok(Arc::clone(gpu))),
             GpuState::Starting(uuid, pinned) => (*uuid, Err(not_ready(pinning(*pinned, bytes)))),
-            GpuState::None | GpuState::Failed(..) | GpuState::LettingGo(_) => {
+            GpuState::None | GpuState::Failed(..) | GpuState::Releasing(_) => {
                 self.gpu = GpuState::Starting(uuid, 0);
                 self.readiness.pinned(Some(0));
                 let text = pinning(0, bytes);
@@ -192,22 +192,22 @@ impl Host {
 
     /// Returns the answer for a rank that registers while a GPU is being released. Ends the worker when the release is
     /// stuck, because its successor pins the depot for itself.
-    fn still_letting_go(&self) -> Option<String> {
-        let GpuState::LettingGo(letting_go) = &self.gpu else {
+    fn still_releasing(&self) -> Option<String> {
+        let GpuState::Releasing(letting_go) = &self.gpu else {
             return None;
         };
         let uuid = letting_go.uuid;
         match letting_go.is(self.clock.now()) {
-            LetGo::Done => None,
-            LetGo::UnderWay => Some(format!(
+            ReleaseProgress::Done => None,
+            ReleaseProgress::UnderWay => Some(format!(
                 "{uuid} is being let go, because no engine used it: a GPU is taken again when its host memory is unpinned"
             )),
-            LetGo::Stuck => {
+            ReleaseProgress::Stuck => {
                 let why = format!(
-                    "the driver does not let {uuid} go: its host memory is still pinned after {LETTING_GO_LIMIT:?}"
+                    "the driver does not let {uuid} go: its host memory is still pinned after {RELEASE_LIMIT:?}"
                 );
                 tracing::error!(worker = %self.worker, why, "this worker ends");
-                self.readiness.give_up(why.clone());
+                self.readiness.report_end(why.clone());
                 Some(why)
             }
         }
@@ -226,11 +226,11 @@ impl Host {
     }
 
     /// Handles a rank's own report that everything up to `through` is written.
-    pub(super) fn said(memory: &EngineSide, through: RequestId) {
+    pub(super) fn announce(memory: &EngineSide, through: RequestId) {
         if let EngineSide::Device(memory, gpu) = memory
             && let Some(word) = memory.timeline
         {
-            gpu.said(memory, word, through);
+            gpu.announce(memory, word, through);
         }
     }
 
@@ -239,14 +239,14 @@ impl Host {
     pub(super) fn gpu_lost(&self, error: CudaError) {
         let why = format!("{} does not work any more: {error}", self.gpu_name());
         tracing::error!(worker = %self.worker, why, "this worker ends");
-        self.readiness.give_up(why);
+        self.readiness.report_end(why);
     }
 
     fn gpu_name(&self) -> String {
         match &self.gpu {
             GpuState::Ready(gpu) => gpu.uuid.to_string(),
             GpuState::Starting(uuid, _) | GpuState::Failed(uuid, ..) => uuid.to_string(),
-            GpuState::LettingGo(letting_go) => letting_go.uuid.to_string(),
+            GpuState::Releasing(letting_go) => letting_go.uuid.to_string(),
             GpuState::None => "the GPU".to_owned(),
         }
     }
@@ -332,7 +332,7 @@ impl Host {
             return;
         }
         let gpu = Arc::clone(gpu);
-        self.gpu = GpuState::LettingGo(LettingGo {
+        self.gpu = GpuState::Releasing(ReleasingGpu {
             uuid: gpu.uuid,
             // Engine memory that is still being closed holds the GPU as well.
             end: gpu.end(),
@@ -359,18 +359,18 @@ mod tests {
     #[test]
     fn letting_a_gpu_go_ends_with_its_memory_or_is_stuck() {
         let held = DropSignal::default();
-        let letting_go = LettingGo {
+        let letting_go = ReleasingGpu {
             uuid: DeviceUuid::gpu([7; 16]),
             end: held.end(),
             since: Time(5),
         };
-        let last = Time(5) + LETTING_GO_LIMIT;
+        let last = Time(5) + RELEASE_LIMIT;
         let before = Time(last.0 - 1);
-        assert_eq!(letting_go.is(before), LetGo::UnderWay);
-        assert_eq!(letting_go.is(last), LetGo::Stuck);
+        assert_eq!(letting_go.is(before), ReleaseProgress::UnderWay);
+        assert_eq!(letting_go.is(last), ReleaseProgress::Stuck);
         drop(held);
         for now in [before, last] {
-            assert_eq!(letting_go.is(now), LetGo::Done);
+            assert_eq!(letting_go.is(now), ReleaseProgress::Done);
         }
     }
 
@@ -382,13 +382,13 @@ mod tests {
         };
         let just_before = |limit: Duration| limit - Duration::from_millis(1);
         for (is_final, waited, serves, expected) in [
-            (false, just_before(TRY_AGAIN_AFTER), false, Again::Say),
-            (false, TRY_AGAIN_AFTER, false, Again::Try),
-            (false, END_AFTER, true, Again::Try),
-            (true, TRY_AGAIN_AFTER, false, Again::Say),
-            (true, just_before(END_AFTER), false, Again::Say),
-            (true, END_AFTER, false, Again::End),
-            (true, END_AFTER, true, Again::Say),
+            (false, just_before(TRY_AGAIN_AFTER), false, GpuRetry::Say),
+            (false, TRY_AGAIN_AFTER, false, GpuRetry::Try),
+            (false, END_AFTER, true, GpuRetry::Try),
+            (true, TRY_AGAIN_AFTER, false, GpuRetry::Say),
+            (true, just_before(END_AFTER), false, GpuRetry::Say),
+            (true, END_AFTER, false, GpuRetry::End),
+            (true, END_AFTER, true, GpuRetry::Say),
         ] {
             let found = refusal(is_final).again(waited, serves);
             assert_eq!(

@@ -8,7 +8,7 @@ use ractor::ActorRef;
 use super::gpu::GpuState;
 use super::{UNPROVEN, WorkerMessage};
 use crate::gpu::EngineSide;
-use crate::pool::Progress;
+use crate::pool::DepotProgress;
 use crate::processes::{self, Process};
 use crate::readiness::ReadinessReporter;
 use crate::transfer::TransferMessage;
@@ -32,14 +32,14 @@ pub(super) struct Host {
     pub(super) fds: Arc<FdReceiver>,
     pub(super) leader: Client,
     pub(super) transfer: ActorRef<TransferMessage>,
-    pub(super) progress: Arc<Progress>,
+    pub(super) progress: Arc<DepotProgress>,
     pub(super) readiness: ReadinessReporter,
     pub(super) depot: Option<Arc<Depot>>,
     pub(super) prefaulted: bool,
     /// Engine memory that is being closed, with its engine.
     pub(super) closing: Vec<(EngineId, DropWaiter)>,
     /// True once the log has a warning about memory without proofs.
-    pub(super) told_of_proofs: bool,
+    pub(super) proofs_logged: bool,
     pub(super) gpu: GpuState,
     pub(super) gpu_copy: GpuCopy,
     pub(super) gpu_idle: Duration,
@@ -179,7 +179,7 @@ impl WorkerHost for Host {
     }
 
     fn written(&mut self, memory: &EngineSide, through: RequestId) {
-        Self::said(memory, through);
+        Self::announce(memory, through);
     }
 
     fn depot(&self) -> Option<DepotId> {

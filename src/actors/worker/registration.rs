@@ -82,7 +82,7 @@ impl Host {
     /// there.
     fn warn_of_proofs(&mut self, registration: &Registration) {
         let pieces = pieces_without_proof(registration);
-        if pieces > 0 && !std::mem::replace(&mut self.told_of_proofs, true) {
+        if pieces > 0 && !std::mem::replace(&mut self.proofs_logged, true) {
             tracing::warn!(
                 worker = %self.worker,
                 pieces,

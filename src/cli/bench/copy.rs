@@ -3,7 +3,7 @@
 use std::sync::Barrier;
 use std::time::Instant;
 
-use crate::cli::{block_on, say};
+use crate::cli::{block_on, print_line};
 use crate::error::CommandError;
 use kvferry_memory::CopyEngine;
 use kvferry_types::{
@@ -63,17 +63,17 @@ impl Arguments {
             .collect();
         let rows = rows?;
         if self.json {
-            say(&serde_json::to_string_pretty(&rows).map_err(CommandError::failed)?);
+            print_line(&serde_json::to_string_pretty(&rows).map_err(CommandError::failed)?);
             return Ok(());
         }
-        say(
+        print_line(
             "fragment  threads  memcpy GB/s          gather GB/s          scatter GB/s         gather/memcpy  scatter/memcpy",
         );
         for row in rows {
             let three = |(least, median, most): (f64, f64, f64)| {
                 format!("{median:5.2} ({least:5.2}..{most:5.2})")
             };
-            say(&format!(
+            print_line(&format!(
                 "{:>4} KiB  {:>7}  {:<20} {:<20} {:<20} {:>13.2}  {:>14.2}",
                 row.fragment_kib,
                 row.threads,
@@ -83,7 +83,7 @@ impl Arguments {
                 row.gather_to_memcpy,
                 row.scatter_to_memcpy
             ));
-            say(&format!("          {}", row.one_page.text()));
+            print_line(&format!("          {}", row.one_page.text()));
         }
         Ok(())
     }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-use crate::cli::say;
+use crate::cli::print_line;
 use crate::error::CommandError;
 use kvferry_cuda::{
     BATCH_COPIES_MAX, Context, Copier, CopierReport, CopierSettings, DeviceCopy, DeviceMemories,
@@ -184,12 +184,12 @@ impl Arguments {
 impl GpuReport {
     fn say(&self, json: bool) -> Result<(), CommandError> {
         if json {
-            say(&serde_json::to_string_pretty(self).map_err(CommandError::failed)?);
+            print_line(&serde_json::to_string_pretty(self).map_err(CommandError::failed)?);
             return Ok(());
         }
         let three = |(least, median, most): Rate| format!("{median:6.2} ({least:6.2}..{most:6.2})");
         let any = || "any node".to_owned();
-        say(&format!(
+        print_line(&format!(
             "{}, {} at {}, host memory of {}, driver for CUDA {}.{}",
             self.device,
             self.gpu,
@@ -206,18 +206,18 @@ impl GpuReport {
         } in &self.attributes
         {
             let value = value.map_or("not known".to_owned(), |value| value.to_string());
-            say(&format!("attribute {number} ({name}): {value}"));
+            print_line(&format!("attribute {number} ({name}): {value}"));
         }
-        say(&format!(
+        print_line(&format!(
             "{} MiB a copy, medians of {} rounds; every way was compared byte by byte before",
             self.bytes >> 20,
             self.rounds
         ));
-        say(&format!(
+        print_line(&format!(
             "one copy each way at once: {} GB/s",
             three(self.both_ways_gb_per_s)
         ));
-        say(
+        print_line(
             "fragment  direction  one copy GB/s            async GB/s               batch GB/s               async/one  batch/one  submit us: one copy, async, batch",
         );
         for row in &self.rows {
@@ -226,7 +226,7 @@ impl GpuReport {
             let micros = |micros: Option<Micros>| {
                 micros.map_or_else(|| "-".to_owned(), |micros| format!("{:.0}", micros.1))
             };
-            say(&format!(
+            print_line(&format!(
                 "{:>4} KiB  {:<9}  {:<24} {:<24} {:<24} {:>9}  {:>9}  {:>9} {:>9} {:>9}",
                 row.fragment_kib,
                 row.direction.name(),

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use tokio::process::Child;
 
 use crate::cli::socket_paths::SocketPaths;
-use crate::cli::{block_on, engine_rank, say, status};
+use crate::cli::{block_on, engine_rank, print_line, status};
 use crate::error::CommandError;
 use kvferry_client::{EngineClient, EngineSettings, Prompt, RequestGuard, StoredPages};
 use kvferry_engine::layout::{EngineLayout, describe};
@@ -136,21 +136,21 @@ impl Arguments {
     pub(crate) fn run(self) -> Result<(), CommandError> {
         let report = block_on(2, self.measure())?;
         if self.json {
-            say(&serde_json::to_string_pretty(&report).map_err(CommandError::failed)?);
+            print_line(&serde_json::to_string_pretty(&report).map_err(CommandError::failed)?);
             return Ok(());
         }
-        say(&format!(
+        print_line(&format!(
             "{} MiB in {} pages, fragments of {} bytes in random page order, {} threads; medians, (least..most)",
             report.bytes >> 20,
             report.pages,
             report.fragment_bytes,
             report.copy_threads
         ));
-        say(
+        print_line(
             "       copy engine alone        through leader and worker                   of which copying  to bare",
         );
-        say(&report.store.text("store", report.bytes));
-        say(&report.load.text("load", report.bytes));
+        print_line(&report.store.text("store", report.bytes));
+        print_line(&report.load.text("load", report.bytes));
         Ok(())
     }
 
@@ -338,7 +338,7 @@ impl Moves {
 
     /// Microseconds that the worker has spent copying, in stores and in loads.
     async fn copied(&self) -> Result<(u64, u64), CommandError> {
-        let status = status::ask(&self.socket_paths, false).await?;
+        let status = status::request(&self.socket_paths, false).await?;
         let counter = |name: &str| status.counters.get(name).copied().unwrap_or(0);
         Ok((counter("gather_us"), counter("scatter_us")))
     }

@@ -6,7 +6,7 @@ use super::{Arguments, Mode};
 
 /// How a replay treats time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum ReplayKind {
     /// Real processes; prompts arrive by timestamp or concurrency.
     Live,
     /// Real processes, one prompt after another.
@@ -18,12 +18,12 @@ pub(super) enum Kind {
 }
 
 impl Arguments {
-    pub(super) fn kind(&self) -> Kind {
+    pub(super) fn kind(&self) -> ReplayKind {
         match (self.mode, self.sequential) {
-            (Mode::Live, false) => Kind::Live,
-            (Mode::Live, true) => Kind::LiveSequential,
-            (Mode::Offline, false) => Kind::Timed,
-            (Mode::Offline, true) => Kind::OfflineSequential,
+            (Mode::Live, false) => ReplayKind::Live,
+            (Mode::Live, true) => ReplayKind::LiveSequential,
+            (Mode::Offline, false) => ReplayKind::Timed,
+            (Mode::Offline, true) => ReplayKind::OfflineSequential,
         }
     }
 
@@ -58,13 +58,13 @@ impl Arguments {
             ("--device", self.device.is_some()),
         ];
         match kind {
-            Kind::Live => refuse(&virtual_time, "plays virtual time, use --mode offline"),
-            Kind::LiveSequential => {
+            ReplayKind::Live => refuse(&virtual_time, "plays virtual time, use --mode offline"),
+            ReplayKind::LiveSequential => {
                 let remedy = "plays virtual time, use --mode offline without --sequential";
                 refuse(&virtual_time, remedy)
             }
-            Kind::Timed => Ok(()),
-            Kind::OfflineSequential => {
+            ReplayKind::Timed => Ok(()),
+            ReplayKind::OfflineSequential => {
                 refuse(&virtual_time, "plays virtual time, leave --sequential out")
             }
         }?;

@@ -12,7 +12,7 @@ use crate::cli::{block_on, status};
 use crate::error::CommandError;
 use kvferry_client::{EngineClient, EngineSettings};
 use kvferry_engine::fleet::{EngineParts, Fleet};
-use kvferry_engine::observed::Observed;
+use kvferry_engine::observed::EngineMetrics;
 use kvferry_memory::MemoryAvailable;
 use kvferry_protocol::StatusAnswer;
 use kvferry_transport::ZmqTransport;
@@ -135,7 +135,7 @@ async fn settled_status(
     limit: Instant,
 ) -> Result<StatusAnswer, CommandError> {
     loop {
-        let status = status::ask(socket_paths, true).await;
+        let status = status::request(socket_paths, true).await;
         let settled = status.as_ref().is_ok_and(|status| {
             let held = status.slots + status.pins + status.copies_under_way;
             held + unsettled_pages(status) == 0
@@ -225,7 +225,7 @@ async fn play(
     Ok(())
 }
 
-fn fill(report: &mut ReplayReport, status: &StatusAnswer, mut observed: Observed) {
+fn fill(report: &mut ReplayReport, status: &StatusAnswer, mut observed: EngineMetrics) {
     let counter = |name: &str| status.counters.get(name).copied().unwrap_or(0);
     let pages = |state: &str| status.pages.get(state).copied().unwrap_or(0);
     report.count(counter);

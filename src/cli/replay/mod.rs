@@ -19,7 +19,7 @@ use std::time::Duration;
 
 use clap::ValueEnum;
 
-use crate::cli::say;
+use crate::cli::print_line;
 use crate::error::CommandError;
 use kvferry_core::ARENA_PAGES_MAX;
 use kvferry_engine::layout::EngineLayout;
@@ -28,7 +28,7 @@ use kvferry_types::ByteSize;
 use kvferry_workload::models::Model;
 use kvferry_workload::scheduler::REQUEST_TIMEOUT;
 
-use flags::Kind;
+use flags::ReplayKind;
 pub(super) use report::ReplayReport;
 use timed::TimedArguments;
 use workload::Workload;
@@ -175,16 +175,16 @@ impl Arguments {
     pub(super) fn run(self) -> Result<(), CommandError> {
         crate::telemetry::start(&self.log)?;
         if let Some([live, offline]) = self.compare.as_deref() {
-            say(&compare::run(live, offline)?);
+            print_line(&compare::run(live, offline)?);
             return Ok(());
         }
         self.check_flags()?;
         let workload = Workload::load(&self)?;
         self.check_json()?;
         let report = match self.kind() {
-            Kind::Live | Kind::LiveSequential => live::run(&self, &workload)?,
-            Kind::Timed => timed::run(&self, &workload)?,
-            Kind::OfflineSequential => offline::run(&self, &workload)?,
+            ReplayKind::Live | ReplayKind::LiveSequential => live::run(&self, &workload)?,
+            ReplayKind::Timed => timed::run(&self, &workload)?,
+            ReplayKind::OfflineSequential => offline::run(&self, &workload)?,
         };
         self.publish(&report)?;
         report.verdict()
@@ -225,14 +225,14 @@ impl Arguments {
             .as_deref()
             .is_some_and(|path| path.as_os_str() == "-");
         if !self.quiet && !to_stdout {
-            say(&report.table());
+            print_line(&report.table());
         }
         let Some(path) = &self.json else {
             return Ok(());
         };
         let mut text = serde_json::to_string_pretty(report).map_err(CommandError::failed)?;
         if to_stdout {
-            say(&text);
+            print_line(&text);
             return Ok(());
         }
         text.push('\n');

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::cli::{ClientArguments, block_on, say, socket_paths::SocketPaths};
+use crate::cli::{ClientArguments, block_on, print_line, socket_paths::SocketPaths};
 use crate::error::CommandError;
 use kvferry_client::{AdminClient, Failure};
 use kvferry_protocol::{ErrorCode, RankStatus, StatusAnswer};
@@ -52,12 +52,12 @@ impl Arguments {
                 )
                 .await?;
             }
-            ask(&socket_paths, check).await
+            request(&socket_paths, check).await
         })?;
         if self.json {
-            say(&serde_json::to_string_pretty(&answer).map_err(CommandError::failed)?);
+            print_line(&serde_json::to_string_pretty(&answer).map_err(CommandError::failed)?);
         } else {
-            say(&table::table(&answer));
+            print_line(&table::table(&answer));
         }
         match answer.contradiction.is_empty() {
             true => Ok(()),
@@ -169,7 +169,7 @@ pub(super) fn admin(socket_paths: &SocketPaths, name: &str) -> AdminClient {
 }
 
 /// Requests the status of a leader.
-pub(super) async fn ask(
+pub(super) async fn request(
     socket_paths: &SocketPaths,
     check: bool,
 ) -> Result<StatusAnswer, CommandError> {
@@ -179,7 +179,7 @@ pub(super) async fn ask(
 
 /// Requests the status until `until`. With `check` the leader may be busy, because it makes one second count per second
 /// for all clients; the request is then repeated.
-async fn ask_status(
+async fn request_status(
     client: &AdminClient,
     until: Instant,
     check: bool,
@@ -208,7 +208,7 @@ async fn status_by(
     socket_paths: &SocketPaths,
     check: bool,
 ) -> Result<StatusAnswer, CommandError> {
-    let answer = ask_status(client, until, check).await;
+    let answer = request_status(client, until, check).await;
     answer.map_err(|failure| {
         CommandError::Failed(format!(
             "no leader answers in {}: {failure}; is `kvferry up` running with this --socket-dir?",

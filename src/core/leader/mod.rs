@@ -376,12 +376,12 @@ impl Leader {
     }
 
     /// Finishes all slots of an engine, and forgets it once its requests in progress are answered.
-    fn forget_engine(&mut self, engine: EngineId) {
+    fn remove_engine(&mut self, engine: EngineId) {
         let slots = self.sessions.get(engine).map(Session::slot_ids);
         for slot in slots.unwrap_or_default() {
             self.finish(engine, slot);
         }
-        self.sessions.forget(engine);
+        self.sessions.remove(engine);
     }
 
     fn fire_timers(&mut self, now: Time, effects: &mut Vec<LeaderEffect>) {
@@ -393,13 +393,13 @@ impl Leader {
                 Timer::Reset(id) => self.reset_late(id, effects),
                 Timer::Resets => self.resets_due(now, effects),
                 Timer::Cancel(id) => self.cancel_due(id, effects),
-                Timer::Reading => self.reading_due(now, effects),
-                Timer::Owed(worker) => self.reading_owed(now, worker),
+                Timer::RecoveryScan => self.reading_due(now, effects),
+                Timer::UnansweredRead(worker) => self.read_overdue(now, worker),
                 Timer::AttachOverdue => {
                     let fence = self.settings.fence;
                     self.roster.check_overdue(now, fence, &mut self.timers);
                 }
-                Timer::Engine(engine) => self.forget_engine(engine),
+                Timer::Engine(engine) => self.remove_engine(engine),
             }
         }
     }

@@ -24,7 +24,7 @@ use super::transfers::CHECKS_MAX;
 #[derive(Debug, Default)]
 struct ShardScan {
     /// The worker that received the request for the next part.
-    asked: Option<WorkerId>,
+    requested_from: Option<WorkerId>,
     /// The arena page at which that part begins; `None` when the inventory is read completely.
     from: Option<u32>,
     records: Vec<PageRecord>,
@@ -77,25 +77,25 @@ struct PartRequest {
 #[derive(Debug, Default)]
 pub(super) struct Recovery {
     /// Inventories read so far, while a pool is being recovered from them.
-    reading: Option<RecoveryScan>,
+    scan: Option<RecoveryScan>,
     /// Inventory requests that were not answered, including those of readings that were stopped.
-    owed: BTreeMap<WorkerId, UnansweredRead>,
+    unanswered: BTreeMap<WorkerId, UnansweredRead>,
 }
 
 impl Recovery {
     /// The key of the pool that is being recovered.
     pub(super) fn key(&self) -> Option<&TierKey> {
-        self.reading.as_ref().map(|readings| &readings.key)
+        self.scan.as_ref().map(|readings| &readings.key)
     }
 
     /// Begins to read the inventories of all shards. Answers to requests up to number `after` are not part of it.
     fn begin(&mut self, key: TierKey, after: u64, shards: usize, again: Time, timers: &mut Timers) {
-        timers.set(again, Timer::Reading);
+        timers.set(again, Timer::RecoveryScan);
         let begin = || ShardScan {
             from: Some(0),
             ..ShardScan::default()
         };
-        self.reading = Some(RecoveryScan {
+        self.scan = Some(RecoveryScan {
             key,
             after,
             shards: (0..shards).map(|_| begin()).collect(),
@@ -109,26 +109,28 @@ impl Recovery {
     }
 
     fn take(&mut self, timers: &mut Timers) -> Option<RecoveryScan> {
-        let readings = self.reading.take()?;
-        timers.clear(readings.again, Timer::Reading);
+        let readings = self.scan.take()?;
+        timers.clear(readings.again, Timer::RecoveryScan);
         Some(readings)
     }
 
     /// The next request of each shard that has none open, which counts as sent. Where a worker owes an answer for the
     /// depot, only that worker receives the request, and none is sent while that worker is not attached.
     fn next_parts(&mut self, roster: &Roster) -> Vec<PartRequest> {
-        let Some(readings) = &mut self.reading else {
+        let Some(readings) = &mut self.scan else {
             return Vec::new();
         };
         let workers = roster.reader_of_each_shard(readings.key.page_bytes);
         let mut requests = Vec::new();
         for ((reading, worker), shard) in readings.shards.iter_mut().zip(workers).zip(0..) {
-            let (Some(from), Some(depot), None) =
-                (reading.from, roster.depot(Shard(shard)), reading.asked)
-            else {
+            let (Some(from), Some(depot), None) = (
+                reading.from,
+                roster.depot(Shard(shard)),
+                reading.requested_from,
+            ) else {
                 continue;
             };
-            let mut owing = self.owed.iter();
+            let mut owing = self.unanswered.iter();
             let worker = match owing.find(|(_, owed)| owed.depot == depot) {
                 Some((owing, _)) => Some(*owing).filter(|owing| roster.is_attached(*owing)),
                 None => worker,
@@ -136,7 +138,7 @@ impl Recovery {
             let Some(worker) = worker else {
                 continue;
             };
-            reading.asked = Some(worker);
+            reading.requested_from = Some(worker);
             requests.push(PartRequest {
                 worker,
                 depot,
@@ -155,7 +157,7 @@ impl Recovery {
         first_check: Time,
         timers: &mut Timers,
     ) {
-        let owed = self.owed.get(&worker);
+        let owed = self.unanswered.get(&worker);
         let (due, looks) = owed.map_or((first_check, 0), |owed| (owed.due, owed.looks));
         let owed = UnansweredRead {
             depot,
@@ -163,76 +165,76 @@ impl Recovery {
             due,
             looks,
         };
-        self.note_owed(worker, owed, timers);
+        self.note_unanswered(worker, owed, timers);
     }
 
-    fn note_owed(&mut self, worker: WorkerId, owed: UnansweredRead, timers: &mut Timers) {
-        timers.set(owed.due, Timer::Owed(worker));
-        self.owed.insert(worker, owed);
+    fn note_unanswered(&mut self, worker: WorkerId, owed: UnansweredRead, timers: &mut Timers) {
+        timers.set(owed.due, Timer::UnansweredRead(worker));
+        self.unanswered.insert(worker, owed);
     }
 
     /// No inventory request of this worker is in flight any longer.
-    pub(super) fn owes_nothing(&mut self, worker: WorkerId, timers: &mut Timers) {
-        self.take_owed(worker, timers);
+    pub(super) fn settle_read(&mut self, worker: WorkerId, timers: &mut Timers) {
+        self.take_unanswered(worker, timers);
     }
 
-    fn take_owed(&mut self, worker: WorkerId, timers: &mut Timers) -> Option<UnansweredRead> {
-        let owed = self.owed.remove(&worker)?;
-        timers.clear(owed.due, Timer::Owed(worker));
+    fn take_unanswered(&mut self, worker: WorkerId, timers: &mut Timers) -> Option<UnansweredRead> {
+        let owed = self.unanswered.remove(&worker)?;
+        timers.clear(owed.due, Timer::UnansweredRead(worker));
         Some(owed)
     }
 
     /// Notes the answer to a request. If the worker still owes the answer to a later one, its fence time starts again:
     /// the next check is at `due`.
     fn answered(&mut self, worker: WorkerId, number: u64, due: Time, timers: &mut Timers) {
-        let owed = self.take_owed(worker, timers);
+        let owed = self.take_unanswered(worker, timers);
         if let Some(owed) = owed.filter(|owed| number < owed.number) {
             let owed = UnansweredRead {
                 due,
                 looks: 0,
                 ..owed
             };
-            self.note_owed(worker, owed, timers);
+            self.note_unanswered(worker, owed, timers);
         }
     }
 
     /// Checks a worker that owes an answer, and schedules the next check. Returns true when the fence time has passed.
-    fn check_owed(
+    fn check_unanswered(
         &mut self,
         now: Time,
         worker: WorkerId,
         fence: Duration,
         timers: &mut Timers,
     ) -> bool {
-        let Some(owed) = self.owed.get(&worker).copied() else {
+        let Some(owed) = self.unanswered.get(&worker).copied() else {
             return false;
         };
         let due = now + fence / 4;
         let expired = owed.looks + 1 >= CHECKS_MAX;
         let looks = if expired { 0 } else { owed.looks + 1 };
-        self.note_owed(worker, UnansweredRead { due, looks, ..owed }, timers);
+        self.note_unanswered(worker, UnansweredRead { due, looks, ..owed }, timers);
         expired
     }
 
     /// Every part counts as not requested, and the next time for that is `again`. Returns false if there is no reading.
     fn request_anew(&mut self, again: Time, timers: &mut Timers) -> bool {
-        let Some(readings) = &mut self.reading else {
+        let Some(readings) = &mut self.scan else {
             return false;
         };
         for reading in &mut readings.shards {
-            reading.asked = None;
+            reading.requested_from = None;
         }
         readings.again = again;
-        timers.set(again, Timer::Reading);
+        timers.set(again, Timer::RecoveryScan);
         true
     }
 
     /// The parts that this worker was to send count as not requested.
     fn reader_lost(&mut self, worker: WorkerId) {
-        let readings = self.reading.iter_mut();
+        let readings = self.scan.iter_mut();
         let readings = readings.flat_map(|readings| &mut readings.shards);
-        for reading in readings.filter(|reading| reading.asked == Some(worker)) {
-            reading.asked = None;
+        for reading in readings.filter(|reading| reading.requested_from == Some(worker)) {
+            reading.requested_from = None;
         }
     }
 
@@ -246,9 +248,9 @@ impl Recovery {
         let shard = roster.shard_of(part.worker);
         let current = roster.depot(shard) == Some(part.depot);
         let asked = |readings: &&mut RecoveryScan| current && readings.after < part.reading;
-        let readings = self.reading.as_mut().filter(asked)?;
+        let readings = self.scan.as_mut().filter(asked)?;
         let reading = readings.shards.get_mut(usize::from(shard.0))?;
-        if reading.asked != Some(part.worker) || reading.from != Some(part.from) {
+        if reading.requested_from != Some(part.worker) || reading.from != Some(part.from) {
             return None;
         }
         // A part whose `next` does not advance would be repeated forever: treat it as the last one.
@@ -269,7 +271,7 @@ impl Recovery {
         });
         let room = (capacity as usize).saturating_sub(reading.records.len());
         reading.records.extend(records.take(room));
-        reading.asked = None;
+        reading.requested_from = None;
         reading.from = next.filter(|next| *next < capacity);
         if readings.shards.iter().any(|reading| reading.from.is_some()) {
             return None;
@@ -283,7 +285,7 @@ impl Recovery {
     /// first contradiction.
     pub(super) fn check(&self) -> Result<(), Contradiction> {
         let mut depots = BTreeSet::new();
-        let mut owed = self.owed.iter();
+        let mut owed = self.unanswered.iter();
         match owed.find(|(_, owed)| !depots.insert(owed.depot)) {
             None => Ok(()),
             Some((worker, _)) => Err(format!("{worker} and another worker read one depot").into()),
@@ -334,19 +336,19 @@ impl Leader {
 
     /// Fences a worker that does not answer within the fence time: only its end proves that it writes no slot any
     /// longer.
-    pub(super) fn reading_owed(&mut self, now: Time, worker: WorkerId) {
+    pub(super) fn read_overdue(&mut self, now: Time, worker: WorkerId) {
         let fence = self.settings.fence;
         if self
             .recovery
-            .check_owed(now, worker, fence, &mut self.timers)
+            .check_unanswered(now, worker, fence, &mut self.timers)
         {
             self.roster.request_fence([worker]);
         }
     }
 
     /// True while this worker owes the answer to an inventory request.
-    pub fn owes_reading(&self, worker: WorkerId) -> bool {
-        self.recovery.owed.contains_key(&worker)
+    pub fn has_unanswered_read(&self, worker: WorkerId) -> bool {
+        self.recovery.unanswered.contains_key(&worker)
     }
 
     /// Requests missing parts again, because a request or an answer may have been lost.

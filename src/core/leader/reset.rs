@@ -37,9 +37,9 @@ const RESET_PAUSE: Duration = Duration::from_micros(500);
 #[derive(Debug)]
 enum ResetStage {
     /// Counts the holders of pages.
-    Looking { sweep: Sweep, holders: u64 },
+    CountingHolders { sweep: Sweep, holders: u64 },
     /// Removes pages from the pool.
-    Forgetting(Sweep),
+    RemovingPages(Sweep),
     /// All pages are removed from the pool; the shards remove them from their inventories.
     Invalidating,
 }
@@ -59,19 +59,19 @@ struct PendingReset {
     /// Shards that have not confirmed that the pages are removed.
     missing: BTreeSet<Shard>,
     /// The worker that received the request for a shard, and whose connection has not been lost since.
-    asked: BTreeMap<Shard, WorkerId>,
+    requested_from: BTreeMap<Shard, WorkerId>,
 }
 
 impl PendingReset {
     /// A worker of a shard that has not confirmed the reset and has no request in flight for it.
-    fn to_be_asked(&self, roster: &Roster, workers: &[Option<WorkerId>]) -> Option<WorkerId> {
+    fn next_worker(&self, roster: &Roster, workers: &[Option<WorkerId>]) -> Option<WorkerId> {
         if !self.ending.is_empty() {
             return None;
         }
         let mut workers = workers.iter().flatten().copied();
         workers.find(|worker| {
             let shard = roster.shard_of(*worker);
-            self.missing.contains(&shard) && !self.asked.contains_key(&shard)
+            self.missing.contains(&shard) && !self.requested_from.contains_key(&shard)
         })
     }
 
@@ -144,11 +144,11 @@ impl Resets {
             reply_to,
             scope,
             through,
-            stage: ResetStage::Looking { sweep, holders: 0 },
+            stage: ResetStage::CountingHolders { sweep, holders: 0 },
             pages: 0,
             ending: BTreeSet::new(),
             missing: roster.shards().collect(),
-            asked: BTreeMap::new(),
+            requested_from: BTreeMap::new(),
         };
         timers.set(reply_to.deadline, Timer::Reset(id));
         self.open.insert(id, reset);
@@ -159,10 +159,10 @@ impl Resets {
     fn next_to_do(&self, closes: bool, roster: &Roster) -> Option<ResetId> {
         let mut workers = None;
         let mut to_do = |reset: &PendingReset| match reset.stage {
-            ResetStage::Looking { .. } | ResetStage::Forgetting(_) => !closes,
+            ResetStage::CountingHolders { .. } | ResetStage::RemovingPages(_) => !closes,
             ResetStage::Invalidating => {
-                let workers = workers.get_or_insert_with(|| roster.one_of_each_shard());
-                reset.to_be_asked(roster, workers).is_some()
+                let workers = workers.get_or_insert_with(|| roster.worker_of_each_shard());
+                reset.next_worker(roster, workers).is_some()
             }
         };
         let mut resets = self.open.iter();
@@ -181,8 +181,8 @@ impl Resets {
             return Advance::Nothing;
         };
         let worker = match reset.stage {
-            ResetStage::Invalidating => reset.to_be_asked(roster, &roster.one_of_each_shard()),
-            ResetStage::Looking { .. } | ResetStage::Forgetting(_) => None,
+            ResetStage::Invalidating => reset.next_worker(roster, &roster.worker_of_each_shard()),
+            ResetStage::CountingHolders { .. } | ResetStage::RemovingPages(_) => None,
         };
         if let Some(worker) = worker {
             return Advance::Invalidate(worker);
@@ -192,7 +192,7 @@ impl Resets {
             return Advance::NoPool;
         };
         match &mut reset.stage {
-            ResetStage::Looking { sweep, holders } => {
+            ResetStage::CountingHolders { sweep, holders } => {
                 *holders += pool.count_holders(sweep, budget);
                 if !sweep.is_over() {
                     return Advance::Nothing;
@@ -203,15 +203,16 @@ impl Resets {
                 }
                 sweep.again();
                 let over = ResetStage::Invalidating;
-                if let ResetStage::Looking { sweep, .. } = std::mem::replace(&mut reset.stage, over)
+                if let ResetStage::CountingHolders { sweep, .. } =
+                    std::mem::replace(&mut reset.stage, over)
                 {
-                    reset.stage = ResetStage::Forgetting(sweep);
+                    reset.stage = ResetStage::RemovingPages(sweep);
                 }
                 Advance::Nothing
             }
-            ResetStage::Forgetting(sweep) => {
+            ResetStage::RemovingPages(sweep) => {
                 let mut filling = Vec::new();
-                reset.pages += pool.forget_next(sweep, budget, &mut filling);
+                reset.pages += pool.remove_next(sweep, budget, &mut filling);
                 if sweep.is_over() {
                     pool.end_sweep(sweep);
                     reset.stage = ResetStage::Invalidating;
@@ -233,7 +234,7 @@ impl Resets {
         budget: &mut u32,
     ) -> Option<LeaderEffect> {
         let reset = self.open.get_mut(&id)?;
-        reset.asked.insert(roster.shard_of(worker), worker);
+        reset.requested_from.insert(roster.shard_of(worker), worker);
         let named = u32::try_from(reset.scope.named_pages()).unwrap_or(u32::MAX);
         *budget = budget.saturating_sub(named);
         Some(LeaderEffect::Invalidate {
@@ -249,7 +250,7 @@ impl Resets {
     /// requested again.
     pub(super) fn request_again(&mut self, worker: WorkerId) {
         for reset in self.open.values_mut() {
-            reset.asked.retain(|_, asked| *asked != worker);
+            reset.requested_from.retain(|_, asked| *asked != worker);
         }
     }
 
@@ -271,7 +272,7 @@ impl Resets {
         let Some(reset) = self.open.get_mut(&id) else {
             return false;
         };
-        let counts = reset.ending.is_empty() && reset.asked.contains_key(&shard);
+        let counts = reset.ending.is_empty() && reset.requested_from.contains_key(&shard);
         if counts {
             reset.missing.remove(&shard);
         }
@@ -287,8 +288,10 @@ impl Resets {
     ) -> Option<PendingReset> {
         let reset = self.open.remove(&id)?;
         timers.clear(reset.reply_to.deadline, Timer::Reset(id));
-        if let (Some(pool), ResetStage::Looking { sweep, .. } | ResetStage::Forgetting(sweep)) =
-            (pool, &reset.stage)
+        if let (
+            Some(pool),
+            ResetStage::CountingHolders { sweep, .. } | ResetStage::RemovingPages(sweep),
+        ) = (pool, &reset.stage)
         {
             pool.end_sweep(sweep);
         }
@@ -418,7 +421,7 @@ impl Leader {
             return;
         };
         for reset in self.resets.open.values_mut() {
-            reset.stage = ResetStage::Forgetting(pool.begin_sweep(reset.scope.clone()));
+            reset.stage = ResetStage::RemovingPages(pool.begin_sweep(reset.scope.clone()));
         }
     }
 
@@ -474,7 +477,9 @@ impl Leader {
             ResetStage::Invalidating => Refusal::ResetUnconfirmed {
                 shards: reset.missing.len(),
             },
-            ResetStage::Looking { .. } | ResetStage::Forgetting(_) => Refusal::ResetUnfinished,
+            ResetStage::CountingHolders { .. } | ResetStage::RemovingPages(_) => {
+                Refusal::ResetUnfinished
+            }
         };
         self.refuse_reset(id, late, effects);
     }

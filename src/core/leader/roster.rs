@@ -181,7 +181,7 @@ impl Roster {
     /// One rank of each shard, which stores the KV that all ranks of that shard hold; `number` rotates the choice.
     pub(super) fn storing_ranks(&self, number: u64) -> RankSet {
         let mut storing_ranks = RankSet::default();
-        for rank in self.sharding.one_of_each(number) {
+        for rank in self.sharding.representatives(number) {
             storing_ranks.insert(rank);
         }
         storing_ranks
@@ -243,7 +243,7 @@ impl Roster {
     }
 
     /// For each shard an attached worker, if there is one.
-    pub(super) fn one_of_each_shard(&self) -> Vec<Option<WorkerId>> {
+    pub(super) fn worker_of_each_shard(&self) -> Vec<Option<WorkerId>> {
         self.first_of_each_shard(|_| true)
     }
 
@@ -555,7 +555,7 @@ impl Leader {
         }
         self.fail_copies_of(worker, effects);
         self.resets.request_again(worker);
-        self.recovery.owes_nothing(worker, &mut self.timers);
+        self.recovery.settle_read(worker, &mut self.timers);
         self.roster.begin_attach(worker);
         let verdict = self.validate(&attached).map(|()| OpId(self.next_id));
         self.roster.end_attach(attached, &verdict);
@@ -632,7 +632,7 @@ impl Leader {
     ) {
         self.roster.dead(worker);
         self.resets.request_again(worker);
-        self.recovery.owes_nothing(worker, &mut self.timers);
+        self.recovery.settle_read(worker, &mut self.timers);
         self.reader_lost(now, worker, effects);
         self.fail_copies_of(worker, effects);
         self.roster_changed(now, effects);

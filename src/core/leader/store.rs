@@ -136,7 +136,7 @@ impl Stores {
     }
 
     /// Counts the pages of some waits of a store as failed.
-    fn give_up(&mut self, key: StoreKey, which: impl Fn(&Wait) -> bool) {
+    fn fail_waits(&mut self, key: StoreKey, which: impl Fn(&Wait) -> bool) {
         let Some(store) = self.waiting.get_mut(&key) else {
             return;
         };
@@ -166,7 +166,7 @@ impl Stores {
         if std::mem::replace(&mut store.stopped, true) {
             return Stopped::Before;
         }
-        self.give_up(key, |wait| !wait.own);
+        self.fail_waits(key, |wait| !wait.own);
         let waits = self.waiting.get(&key).into_iter();
         let own: Vec<Generation> = waits
             .flat_map(|store| &store.waits)
@@ -380,7 +380,7 @@ impl Leader {
     /// The deadline of a store has passed: the store stops waiting for copies of other requests, because they read none
     /// of its pages. Its own copies have deadlines of their own.
     pub(super) fn store_due(&mut self, key: StoreKey, effects: &mut Vec<LeaderEffect>) {
-        self.stores.give_up(key, |wait| !wait.own);
+        self.stores.fail_waits(key, |wait| !wait.own);
         self.answer_store(key, effects);
     }
 
@@ -393,7 +393,7 @@ impl Leader {
     ) {
         for key in self.stores.waiting_for(generation) {
             let foreign = |wait: &Wait| !wait.own && wait.generation == generation;
-            self.stores.give_up(key, foreign);
+            self.stores.fail_waits(key, foreign);
             self.answer_store(key, effects);
         }
     }

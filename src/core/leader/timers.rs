@@ -23,9 +23,9 @@ pub(super) enum Timer {
     /// The deadline of a `cancel_stores`.
     Cancel(CancelId),
     /// Missing parts of inventories are requested again.
-    Reading,
+    RecoveryScan,
     /// A worker that owes the answer to an inventory request is checked.
-    Owed(WorkerId),
+    UnansweredRead(WorkerId),
     /// Workers that have not attached are checked.
     AttachOverdue,
     /// An engine without a connection is forgotten.

@@ -204,7 +204,7 @@ impl Transfers {
     }
 
     /// The copies whose end a worker owes.
-    fn owed_by(&self, worker: WorkerId) -> impl Iterator<Item = (OpId, Direction)> {
+    fn awaited_from(&self, worker: WorkerId) -> impl Iterator<Item = (OpId, Direction)> {
         let in_flight = self.in_flight.iter();
         let owed = in_flight.filter(move |(_, transfer)| transfer.awaits(worker));
         owed.map(|(id, transfer)| (*id, transfer.direction))
@@ -244,7 +244,11 @@ impl Leader {
 
     /// Ends all copies that a worker owes, none of them complete: its process is dead, or has reported that they ended.
     pub(super) fn fail_copies_of(&mut self, worker: WorkerId, effects: &mut Vec<LeaderEffect>) {
-        let ids: Vec<OpId> = self.transfers.owed_by(worker).map(|(id, _)| id).collect();
+        let ids: Vec<OpId> = self
+            .transfers
+            .awaited_from(worker)
+            .map(|(id, _)| id)
+            .collect();
         for id in ids {
             self.copy_ended(worker, id, RankEnd::Failed { complete_pages: 0 }, effects);
         }
@@ -321,13 +325,13 @@ impl Leader {
     }
 
     /// Number of copies of this direction whose end this worker owes.
-    pub fn owed_by(&self, worker: WorkerId, direction: Direction) -> usize {
-        let owed = self.transfers.owed_by(worker);
+    pub fn awaited_from(&self, worker: WorkerId, direction: Direction) -> usize {
+        let owed = self.transfers.awaited_from(worker);
         owed.filter(|(_, owed)| *owed == direction).count()
     }
 
     /// Copies that have not ended, with the ranks that owe their ends: for checks.
-    pub fn owed(&self) -> impl Iterator<Item = (OpId, Replica, Vec<Rank>)> {
+    pub fn awaited(&self) -> impl Iterator<Item = (OpId, Replica, Vec<Rank>)> {
         let in_flight = self.transfers.in_flight.iter();
         in_flight.map(|(id, transfer)| (*id, transfer.replica, transfer.missing.iter().collect()))
     }

@@ -170,7 +170,7 @@ impl Worker {
     /// Stops the copies of the lost leader. Their ends are not reported, because the next leader did not order them.
     pub(super) fn leader_lost(&mut self, now: Time, effects: &mut Vec<WorkerEffect>) {
         self.leader.link = None;
-        self.orders.forget();
+        self.orders.clear();
         self.copies.orphan_all();
         self.stop_all(now, effects);
     }

@@ -75,7 +75,7 @@ impl Orders {
     }
 
     /// The leader is lost: none of its orders is answered.
-    pub(super) fn forget(&mut self) {
+    pub(super) fn clear(&mut self) {
         *self = Self::default();
     }
 

@@ -329,7 +329,7 @@ impl Submitted {
     }
 
     /// Never releases the memory, because the process is about to end.
-    pub fn forget(mut self) {
+    pub fn leak(mut self) {
         self.end = End::Unknown;
     }
 }

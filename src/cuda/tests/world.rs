@@ -283,7 +283,7 @@ impl World {
                 through,
             },
         });
-        self.copier.said(&self.device, word, through);
+        self.copier.announce(&self.device, word, through);
         let mut staged_io = self.staged_io.borrow_mut();
         let marked = staged_io.mark(&self.device.memory, word, self.last);
         marked.expect("a driver without errors");

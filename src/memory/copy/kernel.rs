@@ -30,12 +30,12 @@ pub(super) enum Kernel {
 
 /// A range of a buffer.
 #[derive(Clone, Copy)]
-pub(super) struct Place<'a> {
+pub(super) struct BufferRange<'a> {
     pub(super) buffer: &'a SharedBuffer,
     pub(super) offset_bytes: u64,
 }
 
-impl Place<'_> {
+impl BufferRange<'_> {
     fn start(&self, len_bytes: u64) -> Result<*mut u8, BufferError> {
         self.buffer.range(self.offset_bytes, len_bytes)
     }
@@ -64,10 +64,10 @@ impl Kernel {
     /// concurrent writers.
     pub(super) fn copy(
         self,
-        src: Place<'_>,
-        dst: Place<'_>,
+        src: BufferRange<'_>,
+        dst: BufferRange<'_>,
         len_bytes: u64,
-        next: Option<Place<'_>>,
+        next: Option<BufferRange<'_>>,
     ) -> Result<(), BufferError> {
         let from = src.start(len_bytes)?.cast_const();
         let to = dst.start(len_bytes)?;

@@ -5,7 +5,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use crossbeam::channel::{Receiver, Sender, bounded};
 
-use super::kernel::{Kernel, NON_TEMPORAL_MIN_BYTES, Place};
+use super::kernel::{BufferRange, Kernel, NON_TEMPORAL_MIN_BYTES};
 use super::plan::{CopyPlan, CopyRange};
 use super::{CancelFlag, CopyError, CopyJob, CopyMode, CopyReport};
 use crate::buffer::SharedBuffer;
@@ -254,7 +254,7 @@ impl SharedBatch {
     }
 
     /// Source and destination of a step; `None` if the allocation is missing, which the plan has ruled out.
-    fn places(&self, step: &CopyRange) -> Option<(Place<'_>, Place<'_>)> {
+    fn places(&self, step: &CopyRange) -> Option<(BufferRange<'_>, BufferRange<'_>)> {
         let device = place(self.device.buffer(step.allocation)?, step.device_bytes);
         let depot = place(self.depot.buffer(), step.depot_bytes);
         Some(match self.direction {
@@ -264,8 +264,8 @@ impl SharedBatch {
     }
 }
 
-fn place(buffer: &SharedBuffer, offset_bytes: u64) -> Place<'_> {
-    Place {
+fn place(buffer: &SharedBuffer, offset_bytes: u64) -> BufferRange<'_> {
+    BufferRange {
         buffer,
         offset_bytes,
     }

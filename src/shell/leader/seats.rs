@@ -22,17 +22,17 @@ pub(super) enum PeerRole {
     /// in the hello reaches the command.
     Admin(EngineId),
     /// Names a seat that another process has; with the id of the peer's own process.
-    Waiting(Seat, Option<i32>),
+    Waiting(SeatId, Option<i32>),
 }
 
 /// The position of an engine or a worker, which only one process has at a time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Seat {
+pub(super) enum SeatId {
     Engine(EngineId),
     Worker(WorkerId),
 }
 
-impl fmt::Display for Seat {
+impl fmt::Display for SeatId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Engine(engine) => write!(f, "{engine}"),
@@ -62,8 +62,8 @@ impl<P: fmt::Debug> LeaderShell<P> {
         pid: Option<i32>,
     ) {
         let seat = match hello.role {
-            Role::Engine => Seat::Engine(EngineId(hello.engine)),
-            Role::Worker => Seat::Worker(WorkerId {
+            Role::Engine => SeatId::Engine(EngineId(hello.engine)),
+            Role::Worker => SeatId::Worker(WorkerId {
                 replica: Replica(hello.replica),
                 rank: Rank(hello.rank),
             }),
@@ -92,13 +92,13 @@ impl<P: fmt::Debug> LeaderShell<P> {
         &mut self,
         host: &mut H,
         peer: PeerId,
-        seat: Seat,
+        seat: SeatId,
         pid: Option<i32>,
     ) -> Result<(), InUse> {
         self.roles.insert(peer, PeerRole::Waiting(seat, pid));
         match seat {
-            Seat::Engine(engine) => self.claim_engine(host, peer, engine, pid),
-            Seat::Worker(worker) => self.claim_worker(host, peer, worker, pid),
+            SeatId::Engine(engine) => self.claim_engine(host, peer, engine, pid),
+            SeatId::Worker(worker) => self.claim_worker(host, peer, worker, pid),
         }
     }
 
@@ -147,7 +147,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
     ) -> Result<(), InUse> {
         if let Some(before) = self.workers.get(&worker) {
             let holder = &before.holder;
-            let silent_and_owes = || match self.owes(worker) {
+            let silent_and_owes = || match self.may_write(worker) {
                 true => holder.lives(host, pid),
                 false => None,
             };
@@ -176,10 +176,10 @@ impl<P: fmt::Debug> LeaderShell<P> {
 
     /// True while a copy of this worker has not ended or a request for its inventory is unanswered: its process may
     /// read or write.
-    fn owes(&self, worker: WorkerId) -> bool {
+    fn may_write(&self, worker: WorkerId) -> bool {
         let mut directions = [Direction::Load, Direction::Store].into_iter();
-        directions.any(|direction| self.core.owed_by(worker, direction) > 0)
-            || self.core.owes_reading(worker)
+        directions.any(|direction| self.core.awaited_from(worker, direction) > 0)
+            || self.core.has_unanswered_read(worker)
     }
 
     /// Ends the process that has a worker's seat. Its exit is handled like any other. A supervisor ends only its own

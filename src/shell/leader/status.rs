@@ -49,8 +49,8 @@ impl<P: fmt::Debug> LeaderShell<P> {
             rank: worker.rank.0,
             attached: self.core.is_attached(worker),
             pid: pid.and_then(|pid| u32::try_from(pid).ok()).unwrap_or(0),
-            gathers: self.owed(worker, Direction::Store),
-            scatters: self.owed(worker, Direction::Load),
+            gathers: self.awaited_from(worker, Direction::Store),
+            scatters: self.awaited_from(worker, Direction::Load),
             host_ready_bytes: readiness.ready_bytes,
             host_bytes: readiness.bytes,
             host_pinned_bytes: readiness.pinned_bytes,
@@ -58,8 +58,8 @@ impl<P: fmt::Debug> LeaderShell<P> {
         }
     }
 
-    fn owed(&self, worker: WorkerId, direction: Direction) -> u32 {
-        u32::try_from(self.core.owed_by(worker, direction)).unwrap_or(u32::MAX)
+    fn awaited_from(&self, worker: WorkerId, direction: Direction) -> u32 {
+        u32::try_from(self.core.awaited_from(worker, direction)).unwrap_or(u32::MAX)
     }
 
     /// Refuses an audit that comes less than [`CHECK_PAUSE`] after the last one: an audit walks the whole arena, and no

@@ -210,7 +210,7 @@ impl World {
             .collect();
         let leader = self.leader.state.as_ref().map(|leader| {
             let core = leader.core();
-            let owed: Vec<_> = core.owed().collect();
+            let owed: Vec<_> = core.awaited().collect();
             format!(
                 "ready {}, {} slots, {} requests, copies {owed:?}",
                 core.is_ready(),

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use kvferry::cli::bench::rig::{HASH_BYTES, hashes};
 use kvferry::cli::bench::spread;
-use kvferry::cli::say;
+use kvferry::cli::print_line;
 use kvferry::error::CommandError;
 use kvferry_core::{AnchorKey, Arena, Domain, Pool, RankSet};
 use kvferry_types::{GroupId, PageHashes, Rank, Ratio};
@@ -92,20 +92,20 @@ impl Arguments {
             memory,
         };
         if self.json {
-            say(&serde_json::to_string_pretty(&report).map_err(CommandError::failed)?);
+            print_line(&serde_json::to_string_pretty(&report).map_err(CommandError::failed)?);
             return Ok(());
         }
-        say(
+        print_line(
             "A run is freed and one allocated, of 1 to 32 pages, in random places; beside a list of free runs of one size.",
         );
-        say(
+        print_line(
             "   pages  occupied  arena ns                  list ns                   arena/list  failed",
         );
         for row in &report.rows {
             let three = |(least, median, most): (f64, f64, f64)| {
                 format!("{median:6.1} ({least:5.1}..{most:6.1})")
             };
-            say(&format!(
+            print_line(&format!(
                 "{:>8}  {:>6.1} %  {:<24}  {:<24}  {:>10.2}  {:>6}",
                 row.pages,
                 row.occupied * 100.0,
@@ -117,12 +117,12 @@ impl Arguments {
         }
         for pool in &report.memory {
             let gib = pool.bytes as f64 / f64::from(1 << 30);
-            say(&format!(
+            print_line(&format!(
                 "A pool of {} blocks with {} pages takes {gib:.2} GiB.",
                 pool.blocks, pool.pages
             ));
         }
-        say(&format!(
+        print_line(&format!(
             "That is {:.1} bytes a page and {:.0} a block.",
             report.bytes_per_page, report.bytes_per_block
         ));

@@ -4,7 +4,7 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use kvferry::cli::bench::percentiles;
-use kvferry::cli::say;
+use kvferry::cli::print_line;
 use kvferry::error::CommandError;
 use kvferry_protocol::{CopyOrder, Envelope, Header, Message, Transfer, VERSION, decode, encode};
 use kvferry_types::{Epoch, FragmentPair, PageList, RequestId};
@@ -46,10 +46,10 @@ impl Arguments {
     pub(crate) fn run(self) -> Result<(), CommandError> {
         let report = self.measure()?;
         if self.json {
-            say(&serde_json::to_string_pretty(&report).map_err(CommandError::failed)?);
+            print_line(&serde_json::to_string_pretty(&report).map_err(CommandError::failed)?);
             return Ok(());
         }
-        say(&format!(
+        print_line(&format!(
             "{} pairs with {} pages, {} bytes: encoded in {:.1} us, decoded in {:.1} us (p50)",
             report.pairs,
             report.pages,
@@ -57,7 +57,7 @@ impl Arguments {
             report.encode_p50_us,
             report.decode_p50_us
         ));
-        say(&format!(
+        print_line(&format!(
             "both {:.1} us (p99 {:.1}); its numbers alone, written and read {:.1} us (p99 {:.1}); {:.2} times that",
             report.both_p50_us,
             report.both_p99_us,

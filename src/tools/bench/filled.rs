@@ -132,7 +132,7 @@ impl FilledLeader {
                 hashes: packed(hashes(*prompt, self.prompt_pages))?,
                 device_pages: 0,
             };
-            self.ask(lookup)?;
+            self.request(lookup)?;
         }
         let mut rng = fastrand::Rng::with_seed(1);
         for first_page in (0..self.prompt_pages).step_by(block_pages as usize) {
@@ -145,7 +145,7 @@ impl FilledLeader {
                     more: None,
                     source: PageList::run(first_page, pages),
                 };
-                match self.ask(store)? {
+                match self.request(store)? {
                     Answer::Store(StoreAnswer { stored_pages, .. }) if stored_pages == pages => {}
                     other => return Err(CommandError::Failed(format!("stored {other:?}"))),
                 }
@@ -158,7 +158,7 @@ impl FilledLeader {
     }
 
     /// Sends a request to the core, and ends all resulting copies at once.
-    fn ask(&mut self, request: Request) -> Result<Answer, CommandError> {
+    fn request(&mut self, request: Request) -> Result<Answer, CommandError> {
         self.requests += 1;
         let event = LeaderEvent::Request {
             engine: ENGINE,
@@ -296,7 +296,7 @@ impl FilledLeader {
 
     pub(super) fn finish(&mut self, prompt: u64) -> Result<(), CommandError> {
         let slot = SlotId(prompt);
-        self.ask(Request::Finish { slot }).map(|_| ())
+        self.request(Request::Finish { slot }).map(|_| ())
     }
 }
 

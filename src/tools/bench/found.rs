@@ -110,11 +110,11 @@ async fn row(
     for (_, prompt) in (0..rounds).zip(prompts.iter().cycle()) {
         let idle = lookup(nanoseconds, *prompt, pages);
         let begun = Instant::now();
-        ask(to_busy, idle).await?;
+        request(to_busy, idle).await?;
         let copy_us = begun.elapsed().as_secs_f64() * 1e6;
         let real = lookup(*prompt, *prompt, pages);
         let begun = Instant::now();
-        let answer = ask(engine, real).await?;
+        let answer = request(engine, real).await?;
         let leader_us = begun.elapsed().as_secs_f64() * 1e6;
         all_found(answer, pages)?;
         busy.push(copy_us);
@@ -156,8 +156,11 @@ async fn in_leader(
     let mut before = lookup_ns(engine).await?;
     for _ in 0..WINDOWS {
         for (_, prompt) in (0..each).zip(&mut prompts) {
-            ask(to_busy, lookup(0, *prompt, pages)).await?;
-            all_found(ask(engine, lookup(*prompt, *prompt, pages)).await?, pages)?;
+            request(to_busy, lookup(0, *prompt, pages)).await?;
+            all_found(
+                request(engine, lookup(*prompt, *prompt, pages)).await?,
+                pages,
+            )?;
         }
         let now = lookup_ns(engine).await?;
         means.push((now - before) as f64 / f64::from(each) / 1e3);
@@ -167,7 +170,7 @@ async fn in_leader(
 }
 
 async fn lookup_ns(engine: &Client) -> Result<u64, CommandError> {
-    let status = ask(engine, Status { check: false }).await?;
+    let status = request(engine, Status { check: false }).await?;
     Ok(status.counters.get("lookup_ns").copied().unwrap_or(0))
 }
 
@@ -193,13 +196,13 @@ fn lookup(slot: u64, prompt: u64, pages: u32) -> Lookup {
     }
 }
 
-async fn ask<C: Call>(client: &Client, call: C) -> Result<C::Answer, CommandError> {
+async fn request<C: Call>(client: &Client, call: C) -> Result<C::Answer, CommandError> {
     let answer = client.call(call, PATIENCE).await;
     answer.map_err(CommandError::failed)
 }
 
 async fn store(engine: &Client, prompt: u64, pages: u32) -> Result<(), CommandError> {
-    ask(engine, lookup(prompt, prompt, pages)).await?;
+    request(engine, lookup(prompt, prompt, pages)).await?;
     let store = Store {
         slot: prompt,
         first_page: 0,
@@ -208,7 +211,7 @@ async fn store(engine: &Client, prompt: u64, pages: u32) -> Result<(), CommandEr
         more_hashes: Vec::new(),
         more_from: 0,
     };
-    match ask(engine, store).await? {
+    match request(engine, store).await? {
         answer if answer.stored_pages == pages => Ok(()),
         answer => Err(CommandError::Failed(format!("stored {answer:?}"))),
     }
@@ -243,10 +246,10 @@ async fn attach(leader: &Path) -> Result<tokio::task::JoinHandle<()>, CommandErr
             }
         }
     });
-    ask(&worker, attach).await?;
+    request(&worker, attach).await?;
     let limit = Instant::now() + PATIENCE;
     loop {
-        if ask(&worker, Status { check: false }).await?.ready {
+        if request(&worker, Status { check: false }).await?.ready {
             return Ok(obeys);
         }
         if Instant::now() >= limit {

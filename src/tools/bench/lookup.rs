@@ -5,7 +5,7 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use kvferry::cli::bench::percentiles;
-use kvferry::cli::say;
+use kvferry::cli::print_line;
 use kvferry::error::CommandError;
 use kvferry_core::Pool;
 
@@ -72,17 +72,19 @@ impl Arguments {
             rows,
         };
         if self.json {
-            say(&serde_json::to_string_pretty(&report).map_err(CommandError::failed)?);
+            print_line(&serde_json::to_string_pretty(&report).map_err(CommandError::failed)?);
             return Ok(());
         }
-        say(&format!(
+        print_line(&format!(
             "Lookups of {} pages, from the bytes of the request to the answer, beside as many probes of a hash map and",
             self.prompt_pages
         ));
-        say("compares of 16 bytes with a plain array.");
-        say("   pages   blocks  caches  lookup p50       p99    plain p50       p99  lookup/plain");
+        print_line("compares of 16 bytes with a plain array.");
+        print_line(
+            "   pages   blocks  caches  lookup p50       p99    plain p50       p99  lookup/plain",
+        );
         for row in &report.rows {
-            say(&format!(
+            print_line(&format!(
                 "{:>8} {:>8}  {:<6}  {:>7.1} us {:>9.1}  {:>8.1} us {:>9.1}  {:>12.2}",
                 row.pages,
                 row.blocks,
@@ -94,7 +96,7 @@ impl Arguments {
                 row.lookup_to_plain
             ));
         }
-        say(&format!(
+        print_line(&format!(
             "From the fewest to the most pages, empty caches: {:.2} times as long; plain {:.2}.",
             report.growth, report.plain_growth
         ));

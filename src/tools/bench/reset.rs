@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use kvferry::cli::bench::percentiles;
-use kvferry::cli::say;
+use kvferry::cli::print_line;
 use kvferry::error::CommandError;
 use kvferry_core::RESET_SLICE_PAGES;
 
@@ -105,23 +105,23 @@ impl Arguments {
             p99_ratio: lookup_meanwhile_p99_us / lookup_p99_us,
         };
         if self.json {
-            say(&serde_json::to_string_pretty(&report).map_err(CommandError::failed)?);
+            print_line(&serde_json::to_string_pretty(&report).map_err(CommandError::failed)?);
             return Ok(());
         }
-        say(&format!(
+        print_line(&format!(
             "A reset that names {} hashes, in a leader with {} pages, in slices of {} pages.",
             report.hashes, report.pages, report.slice_pages
         ));
-        say(&format!(
+        print_line(&format!(
             "first step   p50 {:.0} us, at most {:.0} us (takes the request and makes a set of its hashes)",
             report.first_step_p50_us, report.first_step_max_us
         ));
-        say(&format!(
+        print_line(&format!(
             "slices       {:.0} a reset, p50 {:.0} us, at most {:.0} us",
             report.slices, report.slice_p50_us, report.slice_max_us
         ));
-        say(&format!("all steps    p50 {:.0} us", report.reset_p50_us));
-        say(&format!(
+        print_line(&format!("all steps    p50 {:.0} us", report.reset_p50_us));
+        print_line(&format!(
             "lookups      p50 {:.1} us p99 {:.1} us; between slices p50 {:.1} us p99 {:.1} us, {:.2} times the p99",
             report.lookup_p50_us,
             report.lookup_p99_us,

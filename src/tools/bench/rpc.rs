@@ -5,7 +5,7 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use kvferry::cli::bench::{percentiles, rig};
-use kvferry::cli::{block_on, say};
+use kvferry::cli::{block_on, print_line};
 use kvferry::error::CommandError;
 use kvferry_protocol::{ErrorCode, Lookup, Role};
 use kvferry_transport::Client;
@@ -48,15 +48,15 @@ impl Arguments {
     pub(crate) fn run(self) -> Result<(), CommandError> {
         let report = block_on(1, self.measure_all())?;
         if self.json {
-            say(&serde_json::to_string_pretty(&report).map_err(CommandError::failed)?);
+            print_line(&serde_json::to_string_pretty(&report).map_err(CommandError::failed)?);
             return Ok(());
         }
-        say(
+        print_line(
             "A lookup that a leader without ranks refuses at once, beside the same bytes over a bare socket.",
         );
-        say("request    socket p50  p99      leader p50  p99      leader/socket");
+        print_line("request    socket p50  p99      leader p50  p99      leader/socket");
         for row in report.refused {
-            say(&format!(
+            print_line(&format!(
                 "{:>6} B  {:>8.1} us {:>6.1}  {:>8.1} us {:>6.1}  {:>13.2}",
                 row.hash_bytes,
                 row.socket_p50_us,
@@ -66,12 +66,12 @@ impl Arguments {
                 row.leader_to_socket
             ));
         }
-        say(
+        print_line(
             "A lookup that a leader answers, beside a server that is busy as long as the core's step takes in the leader.",
         );
-        say(found::HitRow::heading());
+        print_line(found::HitRow::heading());
         for row in report.found {
-            say(&row.text());
+            print_line(&row.text());
         }
         Ok(())
     }

@@ -24,7 +24,7 @@ use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
 use super::listener::{Intake, PeerLink, Peers, QueuedEvent};
-use super::places::{Place, Places};
+use super::places::{HandshakePermit, HandshakePermits};
 use super::zmq::Router;
 use super::zmtp::{self, Item, Parser};
 use super::{Limits, PeerId, SendError, SharedLogLimit, Violation};
@@ -51,7 +51,7 @@ pub(super) struct Gate {
 /// Accepts connections until the listener is gone.
 pub(super) async fn run(gate: Gate, public: UnixListener) {
     let gate = Arc::new(gate);
-    let handshakes = Places::new(HANDSHAKES_MAX);
+    let handshakes = HandshakePermits::new(HANDSHAKES_MAX);
     let open = Arc::new(Semaphore::new(gate.limits.connections));
     loop {
         let accepted = tokio::select! {
@@ -99,7 +99,12 @@ enum ConnectionRefusal {
     Gone(#[from] SendError),
 }
 
-async fn serve(gate: &Gate, stream: UnixStream, open: &Arc<Semaphore>, mut handshake: Place) {
+async fn serve(
+    gate: &Gate,
+    stream: UnixStream,
+    open: &Arc<Semaphore>,
+    mut handshake: HandshakePermit,
+) {
     let shaking = timeout(gate.limits.handshake, shake_hands(gate, stream, open));
     let shaken = tokio::select! {
         biased;

@@ -126,7 +126,7 @@ impl RequestState {
     /// Records a copy. Returns a contradiction when a store gets a page that a load still reads.
     fn copy(&mut self, leader: &Leader, copy: &Copy) -> Option<String> {
         self.began.push(copy.op);
-        let runs = leader.owed().map(|(op, ..)| op).collect::<Vec<_>>();
+        let runs = leader.awaited().map(|(op, ..)| op).collect::<Vec<_>>();
         self.reading.retain(|(op, _)| runs.contains(op));
         let pair = &copy.pairs[0];
         match copy.direction {
