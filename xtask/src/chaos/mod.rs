@@ -60,9 +60,9 @@ impl Kind {
             Self::Leader => "leader killed",
             Self::Engine => "engines killed",
             Self::Supervisor => "`up` killed",
-            Self::WorkerStops => "worker stopped past a deadline, then let go",
+            Self::WorkerStops => "worker stopped past a deadline, then continued",
             Self::WorkerStaysStopped => "worker stopped until it was killed for that",
-            Self::LeaderStops => "leader stopped, then let go",
+            Self::LeaderStops => "leader stopped, then continued",
         }
     }
 }

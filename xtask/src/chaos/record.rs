@@ -100,7 +100,7 @@ impl Record {
         let mut text = format!(
             "\n{minutes} minutes, seed {seed}: {} replays with {} prompts, {} of them disturbed; {} replays killed\n\
              {:.1} GiB compared; {} tokens from G2; {} loads and stores given up\n\
-             longest until an answer {:.2} s, and then until the workers had let go {:.2} s\n\n",
+             longest until an answer {:.2} s, then until the workers had released the pages {:.2} s\n\n",
             self.replays,
             self.requests,
             self.disturbed,
@@ -111,7 +111,7 @@ impl Record {
             self.answer_max_us as f64 / 1e6,
             self.abandon_max_us as f64 / 1e6,
         );
-        text.push_str("| what | times | recovery p50, p99 | pages held | found again |\n");
+        text.push_str("| disturbance | times | recovery p50, p99 | pages held | found again |\n");
         text.push_str("| --- | ---: | ---: | ---: | ---: |\n");
         for (kind, of_kind) in &mut self.kinds {
             of_kind.recoveries.sort_unstable();
