@@ -10,7 +10,6 @@ use ractor::{Actor, ActorProcessingErr, ActorRef};
 use tokio::task::{JoinError, JoinHandle};
 
 use crate::gpu::likely_node;
-use crate::worker::WorkerMessage;
 use kvferry_memory::{Depot, DepotError, LockError, NumaNode, Prefault, PrefaultError};
 use kvferry_types::ByteSize;
 
@@ -98,10 +97,21 @@ impl DepotProgress {
     }
 }
 
+/// A step of the preparation of a depot.
+pub(super) enum DepotReport {
+    /// The depot is mapped.
+    Opened(Arc<Depot>),
+    /// More of its memory is prefaulted.
+    Progress,
+    /// All of its memory is prefaulted, or that failed.
+    Prefaulted(Result<(), DepotFailure>),
+}
+
 pub(super) struct DepotArguments {
     pub(super) settings: DepotSettings,
     pub(super) progress: Arc<DepotProgress>,
-    pub(super) worker: ActorRef<WorkerMessage>,
+    /// Receives every step. Must not block.
+    pub(super) report: Arc<dyn Fn(DepotReport) + Send + Sync>,
 }
 
 pub(super) struct DepotActor;
@@ -124,18 +134,17 @@ impl Actor for DepotActor {
         let DepotArguments {
             settings,
             progress,
-            worker,
+            report,
         } = arguments;
         let limit = settings.ready_limit();
-        let (shown, to) = (Arc::clone(&progress), worker.clone());
+        let (shown, steps) = (Arc::clone(&progress), Arc::clone(&report));
         let taken = tokio::task::spawn_blocking(move || {
-            let tell = |message| send(&to, message);
-            prepare(settings, likely_node, &progress, &flag, &tell)
+            prepare(settings, likely_node, &progress, &flag, &*steps)
         });
         let flag = Arc::clone(&cancel);
         tokio::spawn(async move {
             let ready = within(limit, taken, &shown, &flag).await;
-            send(&worker, WorkerMessage::Prefaulted(ready));
+            report(DepotReport::Prefaulted(ready));
         });
         Ok(State(cancel))
     }
@@ -158,7 +167,7 @@ fn prepare(
     place: impl FnOnce(usize) -> Option<NumaNode>,
     progress: &DepotProgress,
     cancel: &AtomicBool,
-    tell: &dyn Fn(WorkerMessage),
+    report: &dyn Fn(DepotReport),
 ) -> Result<(), DepotFailure> {
     let DepotSettings {
         held,
@@ -170,7 +179,7 @@ fn prepare(
         ready,
     } = settings;
     let depot = open(held, bytes)?;
-    tell(WorkerMessage::Depot(Arc::clone(&depot)));
+    report(DepotReport::Opened(Arc::clone(&depot)));
     let node = node.or_else(|| place(gpu));
     if let Some(node) = &node {
         progress.node.get_or_init(|| node.number());
@@ -180,7 +189,7 @@ fn prepare(
         chunk_bytes: PREFAULT_CHUNK_BYTES,
         node,
     };
-    prefault(&depot, &by, lock, progress, cancel, tell)?;
+    prefault(&depot, &by, lock, progress, cancel, report)?;
     if lock {
         depot.lock()?;
         progress.done.store(depot.bytes(), Ordering::Relaxed);
@@ -203,10 +212,10 @@ fn prefault(
     lock: bool,
     progress: &DepotProgress,
     cancel: &AtomicBool,
-    tell: &dyn Fn(WorkerMessage),
+    report: &dyn Fn(DepotReport),
 ) -> Result<(), DepotFailure> {
-    let told = Cell::new(Instant::now());
-    let report = |done, total| {
+    let reported = Cell::new(Instant::now());
+    let step = |done, total| {
         // Memory that must be locked is not ready before that.
         let done = if lock && done == total {
             total - 1
@@ -215,12 +224,12 @@ fn prefault(
         };
         progress.done.store(done, Ordering::Relaxed);
         progress.total.store(total, Ordering::Relaxed);
-        if told.get().elapsed() >= REPORT_EVERY {
-            told.set(Instant::now());
-            tell(WorkerMessage::Progress);
+        if reported.get().elapsed() >= REPORT_EVERY {
+            reported.set(Instant::now());
+            report(DepotReport::Progress);
         }
     };
-    depot.prefault(by, &report, cancel)?;
+    depot.prefault(by, &step, cancel)?;
     Ok(())
 }
 
@@ -239,12 +248,6 @@ async fn within(
             let progress = progress.line();
             Err(DepotFailure::Slow { progress, limit })
         }
-    }
-}
-
-fn send(worker: &ActorRef<WorkerMessage>, message: WorkerMessage) {
-    if worker.cast(message).is_err() {
-        tracing::debug!("the worker has stopped");
     }
 }
 
@@ -287,8 +290,8 @@ mod tests {
         let (open, opened) = std::sync::mpsc::channel();
         let (answer, answered) = std::sync::mpsc::channel::<()>();
         let prefaulting = std::thread::spawn(move || {
-            let tell = |message| {
-                if let WorkerMessage::Depot(depot) = message {
+            let report = |step| {
+                if let DepotReport::Opened(depot) = step {
                     open.send(depot.bytes()).expect("the test waits");
                 }
             };
@@ -298,7 +301,7 @@ mod tests {
                 None
             };
             let (progress, cancel) = (DepotProgress::default(), AtomicBool::new(false));
-            prepare(settings, place, &progress, &cancel, &tell)
+            prepare(settings, place, &progress, &cancel, &report)
         });
         let patience = Duration::from_secs(600);
         let bytes = opened.recv_timeout(patience);

@@ -3,10 +3,8 @@
 
 use std::time::Duration;
 
-use ractor::ActorRef;
 use tokio::sync::watch;
 
-use crate::worker::WorkerMessage;
 use kvferry_protocol::{Message, Readiness};
 use kvferry_transport::Client;
 
@@ -27,8 +25,8 @@ struct State {
 pub(super) struct ReadinessReporter(watch::Sender<State>);
 
 impl ReadinessReporter {
-    /// Reports to `leader` until the worker ends.
-    pub(super) fn start(leader: Client, worker: ActorRef<WorkerMessage>) -> Self {
+    /// Reports to `leader` until the worker ends. Calls `ended` once the reason of [`Self::report_end`] was reported.
+    pub(super) fn start(leader: Client, ended: impl FnOnce(String) + Send + 'static) -> Self {
         let (news, told) = watch::channel(State::default());
         let tell = async move |body| {
             let asked = leader.request(Message::Readiness(body), REPORT_LIMIT).await;
@@ -40,9 +38,7 @@ impl ReadinessReporter {
             let Some(why) = run(tell, told).await else {
                 return;
             };
-            if worker.cast(WorkerMessage::Failed(why)).is_err() {
-                tracing::debug!("the worker has stopped");
-            }
+            ended(why);
         });
         Self(news)
     }
@@ -75,7 +71,7 @@ impl ReadinessReporter {
         });
     }
 
-    /// Reports why this worker ends. The worker must end when [`WorkerMessage::Failed`] arrives.
+    /// Reports why this worker ends. The worker must end when this reporter has called `ended`.
     pub(super) fn report_end(&self, why: String) {
         self.0.send_modify(|news| {
             (news.problem, news.gives_up) = (why, true);

@@ -1,6 +1,7 @@
 //! The worker's actor: runs a [`WorkerShell`] on sockets, threads and timers.
 
 mod gpu;
+mod gpu_state;
 mod host;
 mod registration;
 
@@ -12,13 +13,12 @@ use tokio::task::JoinHandle;
 
 use crate::gpu::{EngineSide, Gpu};
 use crate::mailbox::{Credited, Credits, Feeder};
-use crate::pool::{DepotActor, DepotArguments, DepotFailure, DepotProgress, DepotSettings};
+use crate::pool::{DepotActor, DepotArguments, DepotProgress, DepotReport, DepotSettings};
 use crate::processes::Process;
 use crate::readiness::ReadinessReporter;
 use crate::transfer::{RUNNING_COPIES_MAX, TransferActor, TransferArguments};
 use kvferry_core::WorkerSettings;
 use kvferry_cuda::{Announced, CudaError};
-use kvferry_memory::Depot;
 use kvferry_protocol::ErrorBody;
 use kvferry_shell::{Registering, WorkerShell};
 use kvferry_transport::{
@@ -31,7 +31,8 @@ const LOG_EVERY: std::time::Duration = std::time::Duration::from_secs(3);
 
 static UNPROVEN: SharedLogLimit = SharedLogLimit::new();
 
-use gpu::{GpuRefusal, GpuState, IDLE_LIMIT};
+use gpu::IDLE_LIMIT;
+use gpu_state::{GpuRefusal, GpuState};
 use host::Host;
 
 /// Arguments of a worker.
@@ -63,12 +64,8 @@ pub(super) enum WorkerMessage {
     Leader(Credited<Incoming>),
     /// A task that feeds the mailbox has ended.
     Deaf(&'static str),
-    /// The depot is mapped.
-    Depot(Arc<Depot>),
-    /// More of the depot's memory is prefaulted.
-    Progress,
-    /// All of the depot's memory is prefaulted, or the prefault failed.
-    Prefaulted(Result<(), DepotFailure>),
+    /// A step of the preparation of the depot.
+    Depot(DepotReport),
     /// The leader has received why this worker ends.
     Failed(String),
     Mapped(Registering, Box<Result<EngineSide, ErrorBody>>),
@@ -106,6 +103,12 @@ impl TryFrom<WorkerMessage> for Vec<EndedCopy> {
             WorkerMessage::Ended(copies) => Ok(copies),
             _ => Err(()),
         }
+    }
+}
+
+fn cast(worker: &ActorRef<WorkerMessage>, message: WorkerMessage) {
+    if worker.cast(message).is_err() {
+        tracing::debug!("the worker has stopped");
     }
 }
 
@@ -153,18 +156,22 @@ impl Actor for WorkerActor {
         let cell = myself.get_cell();
         let (transfer, _) =
             Actor::spawn_linked(None, TransferActor, transfer, cell.clone()).await?;
-        let pool = DepotArguments {
+        let to = myself.clone();
+        let depot = DepotArguments {
             settings: depot,
             progress: Arc::clone(&progress),
-            worker: myself.clone(),
+            report: Arc::new(move |step| cast(&to, WorkerMessage::Depot(step))),
         };
-        Actor::spawn_linked(None, DepotActor, pool, cell).await?;
+        Actor::spawn_linked(None, DepotActor, depot, cell).await?;
         let ranks = myself.clone();
         let feeder = Feeder::start(server, move |batch| {
             let message = batch.map_or(WorkerMessage::Deaf("the listener"), WorkerMessage::Ranks);
             ranks.cast(message).is_ok()
         });
-        let readiness = ReadinessReporter::start(leader.clone(), myself.clone());
+        let readiness = ReadinessReporter::start(leader.clone(), {
+            let to = myself.clone();
+            move |why| cast(&to, WorkerMessage::Failed(why))
+        });
         tokio::spawn(feed_leader(incoming, myself.clone()));
         let settings = WorkerSettings::new(RUNNING_COPIES_MAX);
         Ok(State {
@@ -241,17 +248,17 @@ impl Actor for WorkerActor {
                 }
             },
             WorkerMessage::Deaf(what) => return Err(format!("{what} has ended").into()),
-            WorkerMessage::Depot(depot) => {
+            WorkerMessage::Depot(DepotReport::Opened(depot)) => {
                 host.depot = Some(depot);
                 shell.depot_ready(host)?;
             }
-            WorkerMessage::Prefaulted(Ok(())) => {
+            WorkerMessage::Depot(DepotReport::Prefaulted(Ok(()))) => {
                 let bytes = host.depot.as_ref().map(|depot| depot.bytes());
                 tracing::info!(worker = %host.worker, bytes, "host memory ready");
                 host.prefaulted = true;
                 host.readiness.report_bytes(host.progress.bytes());
             }
-            WorkerMessage::Progress => {
+            WorkerMessage::Depot(DepotReport::Progress) => {
                 let now = host.clock.now();
                 if state.logged.until(now) >= LOG_EVERY {
                     state.logged = now;
@@ -259,7 +266,7 @@ impl Actor for WorkerActor {
                 }
                 host.readiness.report_bytes(host.progress.bytes());
             }
-            WorkerMessage::Prefaulted(Err(error)) => {
+            WorkerMessage::Depot(DepotReport::Prefaulted(Err(error))) => {
                 let why = error.to_string();
                 tracing::error!(worker = %host.worker, why, "no host memory");
                 host.readiness.report_end(why);

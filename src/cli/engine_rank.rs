@@ -11,10 +11,9 @@ use tokio::process::Command;
 
 use crate::cli::block_on;
 use crate::error::CommandError;
-use kvferry_engine::layout::EngineLayout;
-use kvferry_engine::memory::EngineDevice;
-use kvferry_engine::rank::{RankSettings, run};
+use kvferry_engine::rank::run;
 use kvferry_engine::rank_pipe::RankPipe;
+use kvferry_engine::settings::{EngineDevice, EngineLayout, RankSettings};
 use kvferry_transport::ZmqTransport;
 use kvferry_types::{EngineId, Rank, Replica};
 use kvferry_workload::models::Model;

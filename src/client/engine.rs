@@ -1,19 +1,16 @@
 //! The client of an engine's scheduler, and the guard of one running request.
 
-use std::collections::BTreeSet;
-use std::pin::Pin;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tokio::runtime::Handle;
 use tokio::sync::Semaphore;
-use tokio::time::Instant;
 
+use crate::shared::{AbandonOnRanks, FINISH_TIMEOUT, Shared};
 use crate::transfer::{LoadGuard, PendingTransfer, StoreGuard};
 use kvferry_protocol::{
-    Call, CancelStores, ErrorCode, Finish, Hello, Lookup, Message, Reset, Role, Status,
-    StatusAnswer,
+    CancelStores, ErrorCode, Hello, Lookup, Message, Reset, Role, Status, StatusAnswer,
 };
 use kvferry_transport::{Address, Client, ClientSettings, Failure, Limits, Transport};
 use kvferry_types::{
@@ -24,33 +21,6 @@ use kvferry_types::{
 /// Loads and stores of one client whose ends are not known, at most; one more is refused at once. Each has a task with
 /// its message, 1 MiB with 65,536 page items.
 pub const TRANSFERS_MAX: usize = 1024;
-/// Longest time for which a dropped guard, or a dropped client, repeats its `finish`. The leader forgets an engine
-/// without a connection after 10 s.
-pub const FINISH_LIMIT: Duration = Duration::from_secs(60);
-/// Deadline of one `finish`, and of the `cancel_stores` of a dropped client.
-const FINISH_TIMEOUT: Duration = Duration::from_secs(5);
-/// Pause before a `finish` is repeated that was refused with a retryable error.
-const FINISH_PAUSE: Duration = Duration::from_millis(50);
-
-/// A future of [`AbandonOnRanks`].
-pub type Abandoned = Pin<Box<dyn Future<Output = ()> + Send>>;
-
-/// Stops the copies of a request on every rank of the engine.
-pub trait AbandonOnRanks: Send + Sync + 'static {
-    /// Completes when the worker of every rank has confirmed that nothing is copied for the request, now or later:
-    /// [`crate::RankSession::abandon`] on each.
-    fn abandon(&self, request: RequestId) -> Abandoned;
-}
-
-impl<F, A> AbandonOnRanks for F
-where
-    F: Fn(RequestId) -> A + Send + Sync + 'static,
-    A: Future<Output = ()> + Send + 'static,
-{
-    fn abandon(&self, request: RequestId) -> Abandoned {
-        Box::pin(self(request))
-    }
-}
 
 /// The leader to connect to, and the identity of the engine.
 #[derive(Clone)]
@@ -109,79 +79,6 @@ pub struct StoredPages {
     pub source: PageList,
     /// Position and hashes of pages that the lookup did not name.
     pub more: Option<(u32, PageHashes)>,
-}
-
-/// State of the client that its guards share.
-pub(crate) struct Shared {
-    pub(crate) client: Client,
-    pub(crate) runtime: Handle,
-    pub(crate) ranks: Option<Arc<dyn AbandonOnRanks>>,
-    pub(crate) transfers: Arc<Semaphore>,
-    next_id: AtomicU64,
-    /// Slots that the leader may know.
-    open: Mutex<BTreeSet<SlotId>>,
-}
-
-impl std::fmt::Debug for Shared {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Shared")
-            .field("client", &self.client)
-            .finish_non_exhaustive()
-    }
-}
-
-impl Shared {
-    pub(crate) fn next_id(&self) -> RequestId {
-        RequestId(self.next_id.fetch_add(1, Ordering::Relaxed))
-    }
-
-    fn open(&self) -> std::sync::MutexGuard<'_, BTreeSet<SlotId>> {
-        self.open.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    async fn request<C: Call>(
-        &self,
-        request: Request,
-        timeout: Duration,
-    ) -> Result<C::Answer, Failure> {
-        let answer = self
-            .client
-            .request_as(self.next_id(), request.into(), timeout)
-            .await?;
-        C::answer(answer).map_err(|other| Failure::unexpected(C::KIND, &other))
-    }
-
-    /// Repeats a `finish` until the leader has accepted it, at most [`FINISH_LIMIT`]. The id is drawn here, so that
-    /// requests of the slot that were sent before have no effect if they arrive after it.
-    fn finish(self: &Arc<Self>, slot: SlotId) -> impl Future<Output = Result<(), Failure>> + use<> {
-        let (shared, id) = (Arc::clone(self), self.next_id());
-        async move {
-            let until = Instant::now() + FINISH_LIMIT;
-            let finish = Finish { slot: slot.0 };
-            loop {
-                let asked = shared
-                    .client
-                    .call_as(id, finish, FINISH_TIMEOUT, Duration::ZERO);
-                let failure = match asked.await {
-                    Ok(_) => break,
-                    Err(failure) => failure,
-                };
-                if !failure.retry || Instant::now() >= until {
-                    tracing::warn!(%slot, %failure, "a request was not finished");
-                    shared.open().remove(&slot);
-                    return Err(failure);
-                }
-                tokio::time::sleep(FINISH_PAUSE).await;
-            }
-            shared.open().remove(&slot);
-            Ok(())
-        }
-    }
-
-    /// Finishes a slot in the background, unless that was done before.
-    fn finish_later(self: &Arc<Self>, slot: SlotId) {
-        drop(self.runtime.spawn(self.finish(slot)));
-    }
 }
 
 /// The connection of an engine's scheduler to its leader. Cheap to clone.

@@ -11,13 +11,12 @@ mod admin;
 mod engine;
 mod outbox;
 mod rank;
+mod shared;
 mod transfer;
 
 pub use admin::AdminClient;
-pub use engine::{
-    AbandonOnRanks, EngineClient, EngineSettings, FINISH_LIMIT, Prompt, RequestGuard, StoredPages,
-    TRANSFERS_MAX,
-};
+pub use engine::{EngineClient, EngineSettings, Prompt, RequestGuard, StoredPages, TRANSFERS_MAX};
 pub use kvferry_transport::Failure;
 pub use rank::{RankFailure, RankSession, RankSessionSettings, SessionMemory};
+pub use shared::{AbandonOnRanks, FINISH_LIMIT};
 pub use transfer::{LoadGuard, PagesInUse, StoreGuard, TransferFailure, TransferPages};

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use tokio::sync::oneshot;
 
-use crate::engine::Shared;
+use crate::shared::Shared;
 use kvferry_protocol::{Call, ErrorCode, Kind, Load, Message, Store};
 use kvferry_transport::Failure;
 use kvferry_types::{Request, RequestId};

@@ -9,7 +9,6 @@ use std::ops::Range;
 use crate::anchor::Domain;
 use crate::index::{Index, MatchGoal};
 use crate::pool::{BlockRun, Pool};
-use crate::prefetch::HeadPrefetcher;
 use kvferry_types::PageHashes;
 
 /// Most positions outside its own pages that a store examines: a sequence of 131,072 pages in blocks of 32.
@@ -71,7 +70,7 @@ impl Pool {
         runs: &mut Vec<BlockRun>,
     ) -> u32 {
         let mut looks = Looks::new(wanted, self.ratio);
-        let mut ahead = HeadPrefetcher::new(self, domain, hashes);
+        let mut ahead = self.prefetcher(domain, hashes);
         let mut position = 0;
         while (position as usize) < hashes.len()
             && let Some(at) = looks.next(position)

@@ -3,8 +3,7 @@
 //! Blocks are stored in a slab. The fingerprints of their pages are stored in one array indexed by arena page, because
 //! the pages of a block are consecutive. Age is a doubly linked list through the slab, oldest first.
 
-use crate::sweep::Hidden;
-use kvferry_types::{Anchor, DomainId, Fingerprint, Generation, PageHashes};
+use kvferry_types::{Anchor, DomainId, Fingerprint, Generation, PageHashes, Scope};
 
 /// Marks the end of a linked list.
 pub const NONE: u32 = u32::MAX;
@@ -89,9 +88,30 @@ pub struct Blocks {
     stamps: u64,
     live: u32,
     /// Number of sweeps begun so far.
-    pub(super) sweeps: u64,
+    sweeps: u64,
     /// Blocks hidden by unfinished sweeps: at most one entry per reset.
-    pub(super) hidden: Vec<Hidden>,
+    hidden: Vec<Hidden>,
+}
+
+/// Blocks that are hidden from lookups: those in a scope, up to the youngest at that time.
+#[derive(Debug, Clone)]
+pub(super) struct Hidden {
+    number: u64,
+    scope: Scope,
+    /// The stamp of the youngest block in scope.
+    youngest: u64,
+}
+
+impl Hidden {
+    pub(super) fn scope(&self) -> &Scope {
+        &self.scope
+    }
+
+    /// Whether this block is hidden.
+    pub(super) fn contains(&self, blocks: &Blocks, block: &Block) -> bool {
+        let fingerprints = || blocks.fingerprints(block.start, block.total_pages());
+        block.stamp <= self.youngest && self.scope.meets(block.domain, fingerprints())
+    }
 }
 
 impl Blocks {
@@ -104,6 +124,29 @@ impl Blocks {
         }
     }
 
+    /// Hides the blocks that hold a page of `scope`, until [`Blocks::show`].
+    pub(super) fn hide(&mut self, scope: Scope) -> Hidden {
+        self.sweeps += 1;
+        let hidden = Hidden {
+            number: self.sweeps,
+            scope,
+            youngest: self.stamps,
+        };
+        self.hidden.push(hidden.clone());
+        hidden
+    }
+
+    /// Makes blocks visible again.
+    pub(super) fn show(&mut self, hidden: &Hidden) {
+        self.hidden.retain(|other| other.number != hidden.number);
+    }
+
+    /// True if this block is hidden from lookups.
+    pub(super) fn is_hidden(&self, block: &Block) -> bool {
+        let mut hidden = self.hidden.iter();
+        hidden.any(|hidden| hidden.contains(self, block))
+    }
+
     /// Number of live blocks.
     pub fn len(&self) -> u32 {
         self.live
@@ -112,11 +155,6 @@ impl Blocks {
     /// Positions of the slab, occupied or vacant.
     pub fn places(&self) -> BlockIndex {
         u32::try_from(self.slab.len()).unwrap_or(NONE)
-    }
-
-    /// The stamp of the block that was created last.
-    pub fn youngest(&self) -> u64 {
-        self.stamps
     }
 
     /// The block at `index`, if one lives there.

@@ -227,6 +227,15 @@ impl Pool {
         Index::longest(&self.blocks, domain.id(), head, hashes, position, want)
     }
 
+    /// A prefetcher of the index heads of a sequence.
+    pub(super) fn prefetcher<'a>(
+        &'a self,
+        domain: &'a Domain,
+        hashes: &'a PageHashes,
+    ) -> HeadPrefetcher<'a> {
+        HeadPrefetcher::new((&self.index, &self.blocks), self.ratio, domain, hashes)
+    }
+
     /// Follows a sequence from its first page, run by run, and appends the readable runs. Pages below `covered` may be
     /// missing, because the caller has them elsewhere.
     pub fn walk(
@@ -238,7 +247,7 @@ impl Pool {
     ) -> PrefixMatch {
         let mut position = 0;
         let mut pending = false;
-        let mut ahead = HeadPrefetcher::new(self, domain, hashes);
+        let mut ahead = self.prefetcher(domain, hashes);
         while position < hashes.len() {
             let found = ahead.head(position).and_then(|head| {
                 let want = MatchGoal::Readable;

@@ -1,8 +1,8 @@
 //! Prefetches the index heads of the positions ahead of a lookup, so that their cache misses overlap.
 
 use crate::anchor::Domain;
-use crate::blocks::BlockIndex;
-use crate::pool::Pool;
+use crate::blocks::{BlockIndex, Blocks};
+use crate::index::Index;
 use kvferry_types::{Anchor, PageHashes};
 
 /// Positions that are looked up together at first.
@@ -17,7 +17,9 @@ const AHEAD_MAX: usize = 32;
 /// uses up the table, the next one covers twice as many positions; a walk that ends early looks up few positions in
 /// vain.
 pub(super) struct HeadPrefetcher<'a> {
-    pool: &'a Pool,
+    index: &'a Index,
+    blocks: &'a Blocks,
+    ratio: u32,
     domain: &'a Domain,
     hashes: &'a PageHashes,
     found: [(usize, Option<BlockIndex>); AHEAD_MAX],
@@ -27,9 +29,16 @@ pub(super) struct HeadPrefetcher<'a> {
 }
 
 impl<'a> HeadPrefetcher<'a> {
-    pub(super) fn new(pool: &'a Pool, domain: &'a Domain, hashes: &'a PageHashes) -> Self {
+    pub(super) fn new(
+        (index, blocks): (&'a Index, &'a Blocks),
+        ratio: u32,
+        domain: &'a Domain,
+        hashes: &'a PageHashes,
+    ) -> Self {
         Self {
-            pool,
+            index,
+            blocks,
+            ratio,
             domain,
             hashes,
             found: [(0, None); AHEAD_MAX],
@@ -55,7 +64,7 @@ impl<'a> HeadPrefetcher<'a> {
     }
 
     fn fill(&mut self, position: usize) {
-        let ratio = self.pool.ratio as usize;
+        let ratio = self.ratio as usize;
         let mut anchors = [Anchor::default(); AHEAD_MAX];
         let mut at = position;
         (self.used, self.filled) = (0, 0);
@@ -70,14 +79,14 @@ impl<'a> HeadPrefetcher<'a> {
         }
         for (_, head) in &self.found[..self.filled] {
             if let Some(head) = head {
-                self.pool.blocks.read_ahead(*head);
+                self.blocks.read_ahead(*head);
             }
         }
         self.next_fill = (self.next_fill * 2).min(AHEAD_MAX);
     }
 
     fn look(&self, anchor: Anchor) -> Option<BlockIndex> {
-        self.pool.index.head(&self.pool.blocks, anchor)
+        self.index.head(self.blocks, anchor)
     }
 }
 
@@ -97,7 +106,7 @@ mod tests {
         let hashes = sequence(400, 0);
         let pool = stored(&hashes, 400);
         let domain = domain();
-        let mut ahead = HeadPrefetcher::new(&pool, &domain, &hashes);
+        let mut ahead = pool.prefetcher(&domain, &hashes);
         let head = |at| pool.index.head(&pool.blocks, domain.anchor(&hashes, at));
         let blocks = |range: std::ops::Range<usize>| range.map(|block| block * 4).collect();
         for (position, tables) in [
@@ -122,7 +131,7 @@ mod tests {
         let hashes = sequence(19, 0);
         let pool = stored(&hashes, 19);
         let domain = domain();
-        let mut ahead = HeadPrefetcher::new(&pool, &domain, &hashes);
+        let mut ahead = pool.prefetcher(&domain, &hashes);
         assert!(ahead.head(0).is_some());
         assert_eq!(table(&ahead), (vec![0, 4, 8, 12], 0));
         assert!(ahead.head(4).is_some());
@@ -138,7 +147,7 @@ mod tests {
         let hashes = sequence(20, 0);
         let pool = stored(&hashes, 20);
         let domain = domain();
-        let mut ahead = HeadPrefetcher::new(&pool, &domain, &hashes);
+        let mut ahead = pool.prefetcher(&domain, &hashes);
         assert!(ahead.head(0).is_some());
         assert!(ahead.head(4).is_some());
         ahead.found[1] = (8, None);

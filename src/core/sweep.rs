@@ -5,25 +5,14 @@
 //! the sweep, the blocks in its scope are hidden: lookups do not find them, so that no block that was counted as free
 //! can be pinned, and no page is served that the reset is going to forget. Blocks created later are not in scope.
 
-use crate::blocks::{Block, BlockIndex, Blocks};
+use crate::blocks::{BlockIndex, Blocks, Hidden};
 use crate::pool::Pool;
 use kvferry_types::{Generation, Scope};
-
-/// The blocks that a sweep hides while it lasts.
-#[derive(Debug)]
-pub(super) struct Hidden {
-    number: u64,
-    scope: Scope,
-    /// The stamp of the youngest block in scope.
-    youngest: u64,
-}
 
 /// A walk over the slab of a pool that resumes where its last slice ended. Valid only for the pool that began it.
 #[derive(Debug)]
 pub struct Sweep {
-    number: u64,
-    scope: Scope,
-    youngest: u64,
+    hidden: Hidden,
     next: BlockIndex,
     end: BlockIndex,
 }
@@ -49,7 +38,7 @@ impl Sweep {
                 *budget -= 1;
                 continue;
             };
-            let cost = match &self.scope {
+            let cost = match self.hidden.scope() {
                 Scope::Pages(namespace, _) if *namespace == block.domain.namespace() => {
                     block.total_pages()
                 }
@@ -57,7 +46,7 @@ impl Sweep {
             };
             *budget = budget.saturating_sub(cost.max(1));
             let counts = !block.retired || block.filling.is_some();
-            if counts && meant(blocks, block, &self.scope, self.youngest) {
+            if counts && self.hidden.contains(blocks, block) {
                 return Some(index);
             }
         }
@@ -65,38 +54,12 @@ impl Sweep {
     }
 }
 
-fn meant(blocks: &Blocks, block: &Block, scope: &Scope, youngest: u64) -> bool {
-    block.stamp <= youngest
-        && scope.meets(
-            block.domain,
-            blocks.fingerprints(block.start, block.total_pages()),
-        )
-}
-
-impl Blocks {
-    /// True if a sweep hides this block. The sweep will forget the block, or make it visible again if its reset is
-    /// refused.
-    pub(super) fn is_hidden(&self, block: &Block) -> bool {
-        let mut hidden = self.hidden.iter();
-        hidden.any(|hidden| meant(self, block, &hidden.scope, hidden.youngest))
-    }
-}
-
 impl Pool {
     /// Hides the blocks that hold a page of `scope`, and begins a walk over them.
     pub fn begin_sweep(&mut self, scope: Scope) -> Sweep {
-        let (end, youngest) = (self.blocks.places(), self.blocks.youngest());
-        self.blocks.sweeps += 1;
-        let number = self.blocks.sweeps;
-        self.blocks.hidden.push(Hidden {
-            number,
-            scope: scope.clone(),
-            youngest,
-        });
+        let end = self.blocks.places();
         Sweep {
-            number,
-            scope,
-            youngest,
+            hidden: self.blocks.hide(scope),
             next: 0,
             end,
         }
@@ -104,9 +67,7 @@ impl Pool {
 
     /// Stops hiding the blocks of this sweep.
     pub fn end_sweep(&mut self, sweep: &Sweep) {
-        self.blocks
-            .hidden
-            .retain(|hidden| hidden.number != sweep.number);
+        self.blocks.show(&sweep.hidden);
     }
 
     /// Counts the holders of the next blocks in scope. Examines at most `budget` pages and one block.

@@ -8,6 +8,7 @@
 //! The driver is loaded at run time. Without one, every operation returns an error that explains it.
 
 mod copier;
+mod device_memories;
 mod driver;
 mod engine_memory;
 mod error;
@@ -22,11 +23,12 @@ pub use copier::{
     CALLS_A_TURN, Copier, CopierError, CopierReport, CopierSettings, DeviceCopy, PARTS_IN_FLIGHT,
     QUEUE_PLACES, threads_in_driver,
 };
+pub use device_memories::DeviceMemories;
 pub use driver::{
     BATCH_COPIES_MAX, Context, Device, DeviceMemory, DeviceUuid, Driver, IPC_HANDLE_BYTES,
     Physical, SharedChunk, Sharing, end_process,
 };
-pub use engine_memory::{DeviceMemories, DeviceOpenError, RegisteredDevice, device_of};
+pub use engine_memory::{DeviceOpenError, RegisteredDevice, device_of};
 pub use error::{CudaError, NoDriver};
 pub use pinned::{PIN_CHUNK_BYTES, PinError, PinnedDepot};
 pub use plugged::bus_id;

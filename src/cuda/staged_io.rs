@@ -4,8 +4,8 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::device_memories::DeviceMemories;
 use super::driver::{Context, DeviceSide, HostMemory, PinnedRange, Stream, Submitted};
-use super::engine_memory::DeviceMemories;
 use super::error::CudaError;
 use kvferry_memory::{BufferError, CopyRange, SharedBuffer};
 use kvferry_types::{Direction, Timeline};

@@ -7,8 +7,8 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use super::device_memories::DeviceMemories;
 use super::driver::{Context, DeviceSide, HostMemory, Stream, Submitted};
-use super::engine_memory::DeviceMemories;
 use super::error::CudaError;
 use super::staged_io::{SmallCopyError, Staging};
 use kvferry_memory::{CopyRange, TIMELINE_BYTES};

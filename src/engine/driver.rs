@@ -11,10 +11,9 @@ use tokio::sync::mpsc;
 use tokio::time::Instant;
 
 use crate::error::EngineError;
-use crate::fleet::EngineParts;
 use crate::observed::EngineMetrics;
 use crate::pipe::{RankOrder, RankReport};
-use crate::rank_pipe::{RANK_QUEUE, send_orders, take_reports};
+use crate::rank_pipe::{RANK_QUEUE, RankPipe, send_orders, take_reports};
 use kvferry_client::{EngineClient, Failure};
 use kvferry_protocol::ErrorCode;
 use kvferry_types::{Answer, Request, RequestId, SlotId};
@@ -22,6 +21,17 @@ use kvferry_workload::scheduler::{Action, Prompt, Scheduler, Served, WorkKind};
 
 /// Pause before an engine repeats a `finish` that the leader refused with a retryable error.
 const FINISH_AGAIN: Duration = Duration::from_millis(50);
+
+/// The scheduler, the connection and the ranks of one engine.
+#[derive(Debug)]
+pub struct EngineParts {
+    /// The engine's scheduler.
+    pub scheduler: Scheduler,
+    /// The connection to the leader.
+    pub client: EngineClient,
+    /// The ranks, which have registered.
+    pub ranks: Vec<RankPipe>,
+}
 
 /// An event of one engine of a fleet.
 pub(super) struct EngineEvent {

@@ -5,23 +5,11 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-use crate::driver::{EngineDriver, EngineEvent};
+use crate::driver::{EngineDriver, EngineEvent, EngineParts};
 use crate::error::EngineError;
 use crate::observed::EngineMetrics;
-use crate::rank_pipe::{RANK_QUEUE, RankPipe};
-use kvferry_client::EngineClient;
-use kvferry_workload::scheduler::{Prompt, Scheduler, Served};
-
-/// The scheduler, the connection and the ranks of one engine.
-#[derive(Debug)]
-pub struct EngineParts {
-    /// The engine's scheduler.
-    pub scheduler: Scheduler,
-    /// The connection to the leader.
-    pub client: EngineClient,
-    /// The ranks, which have registered.
-    pub ranks: Vec<RankPipe>,
-}
+use crate::rank_pipe::RANK_QUEUE;
+use kvferry_workload::scheduler::{Prompt, Served};
 
 /// Replicas that share one leader. Prompts are assigned to the engines in turn.
 pub struct Fleet {

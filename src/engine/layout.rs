@@ -1,8 +1,6 @@
 //! Layout of the reference engine's pages in one allocation.
 
-use clap::ValueEnum;
-
-use crate::rank::RankSettings;
+use crate::settings::{EngineLayout, RankSettings};
 use kvferry_types::{
     Allocation, AllocationHandle, AllocationKind, Attention, GroupId, Nonce, Registration,
     TensorRole, TensorView,
@@ -11,16 +9,6 @@ use kvferry_types::{
 /// Bytes after the pages for the nonce of a registration. The nonce needs its own bytes, because a rank registers again
 /// while its pages are in use.
 pub(super) const NONCE_ROOM_BYTES: u64 = 64;
-
-/// Where the fragments of a page lie.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
-pub enum EngineLayout {
-    /// One tensor for each layer and role: `[layer][role][page]`, as engines that allocate by layer do.
-    #[default]
-    LayerSeparate,
-    /// All of a page together: `[page][layer][role]`.
-    Contiguous,
-}
 
 impl EngineLayout {
     /// Byte offset of a fragment; `role` is its index within the layer.

@@ -5,7 +5,7 @@
 
 #![forbid(unsafe_code)]
 
-mod driver;
+pub mod driver;
 pub mod error;
 pub mod fleet;
 pub mod layout;
@@ -16,3 +16,4 @@ mod random;
 pub mod rank;
 pub mod rank_pipe;
 mod registered;
+pub mod settings;

@@ -6,12 +6,10 @@ use std::sync::Arc;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use clap::ValueEnum;
-
 use crate::error::EngineError;
 use crate::layout::describe;
 use crate::random::random;
-use crate::rank::RankSettings;
+use crate::settings::{EngineDevice, RankSettings};
 use kvferry_cuda::{
     Context, DeviceIo, DeviceMemories, DeviceMemory, Driver, IPC_HANDLE_BYTES, Physical,
     SharedChunk, Sharing,
@@ -31,20 +29,6 @@ const DRIVER_PIECE_BYTES: u64 = 2 << 20;
 /// Requested size of a chunk, which the driver may round up: 2 MiB as for PyTorch's small segments, so that pages cross
 /// chunk boundaries.
 const CHUNK_BYTES: u64 = 2 << 20;
-
-/// Where the reference engine keeps its KV.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
-pub enum EngineDevice {
-    /// In host memory, which its worker maps.
-    #[default]
-    Cpu,
-    /// On a GPU for each rank, in turn; shared by CUDA IPC handles.
-    Cuda,
-    /// The same in chunks, as PyTorch's expandable segments are, shared by file descriptors.
-    CudaFd,
-    /// The same, shared by fabric handles.
-    CudaFabric,
-}
 
 /// KV memory of one rank.
 pub(super) enum RankMemory {

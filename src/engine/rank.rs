@@ -1,58 +1,25 @@
 //! One rank of the reference engine: a process that registers its KV memory with its worker, and computes and checks
 //! pages on orders of the scheduler.
 
-use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::mpsc;
 
 use crate::error::EngineError;
-use crate::layout::{EngineLayout, NONCE_ROOM_BYTES, pages_bytes};
-use crate::memory::{EngineDevice, RankMemory};
+use crate::layout::{NONCE_ROOM_BYTES, pages_bytes};
+use crate::memory::RankMemory;
 use crate::pipe::{self, OrderTask, RankOrder, RankReport};
 use crate::registered::RegisteredRank;
+use crate::settings::RankSettings;
 use kvferry_client::{RankSession, RankSessionSettings};
 use kvferry_transport::{Address, Transport};
-use kvferry_types::{EngineId, Fingerprint, Rank, Replica, RequestId, Shard};
+use kvferry_types::{Fingerprint, RequestId};
 use kvferry_workload::content::{ContentKey, POISON};
-use kvferry_workload::models::ModelGeometry;
 use kvferry_workload::scheduler::WorkKind;
 
 /// Capacity of the queue of reports, and of the queue of messages to the worker.
 const QUEUE: usize = 1024;
-
-/// Settings of one rank.
-#[derive(Debug, Clone)]
-pub struct RankSettings {
-    /// Directory of the worker's sockets.
-    pub worker_dir: PathBuf,
-    /// The engine that the rank belongs to.
-    pub engine: EngineId,
-    /// The instance of the engine beside the leader.
-    pub replica: Replica,
-    /// The rank's number within the engine.
-    pub rank: Rank,
-    /// Number of ranks of the engine.
-    pub ranks: u16,
-    /// Tokens of a page.
-    pub engine_page_tokens: u32,
-    /// Pages of the rank's memory.
-    pub device_pages: u32,
-    /// Identifies the KV beyond its shape: `registration.content`.
-    pub content: Vec<u8>,
-    /// Layers, roles and sizes of a page.
-    pub geometry: ModelGeometry,
-    /// The slice of the KV that the rank holds.
-    pub shard: Shard,
-    /// The kind of memory.
-    pub device: EngineDevice,
-    /// Placement of the pages in memory.
-    pub layout: EngineLayout,
-    /// Time limit of the first registration, the worker's start included.
-    pub start_limit: Duration,
-}
 
 /// The rank's memory, and the state of its work.
 struct RankProcess<'a> {

@@ -6,7 +6,7 @@ use crate::error::EngineError;
 use crate::layout::pages_bytes;
 use crate::memory::RankMemory;
 use crate::random::random;
-use crate::rank::RankSettings;
+use crate::settings::RankSettings;
 use kvferry_client::SessionMemory;
 use kvferry_types::{Nonce, Registration, Timeline};
 

@@ -20,9 +20,10 @@
 use std::os::fd::OwnedFd;
 
 use super::buffer::{BufferError, SharedBuffer};
-use super::inventory::SLOT_BYTES;
-use kvferry_types::{DepotId, Epoch};
+use kvferry_types::{DepotId, Epoch, INVENTORY_SLOT_BYTES};
 
+/// Bytes of one slot of the inventory.
+pub const SLOT_BYTES: u64 = INVENTORY_SLOT_BYTES;
 /// Bytes before the first slot.
 pub const DEPOT_HEADER_BYTES: u64 = 4096;
 /// Version of the header and of the layout that it describes.

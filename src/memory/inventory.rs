@@ -22,14 +22,11 @@ use std::hash::Hasher;
 use siphasher::sip::SipHasher13;
 
 use super::buffer::BufferError;
-use super::depot::Depot;
+use super::depot::{Depot, SLOT_BYTES};
 use kvferry_types::{
-    Anchor, DomainId, Epoch, Fingerprint, Generation, INVENTORY_SLOT_BYTES, PageRecord, PageRun,
-    Record, Scope, Stored,
+    Anchor, DomainId, Epoch, Fingerprint, Generation, PageRecord, PageRun, Record, Scope, Stored,
 };
 
-/// Bytes of one slot.
-pub const SLOT_BYTES: u64 = INVENTORY_SLOT_BYTES;
 const SEAL_BYTES: usize = 8;
 const BODY_BYTES: usize = SLOT_BYTES as usize - SEAL_BYTES;
 

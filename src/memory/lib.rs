@@ -28,11 +28,11 @@ pub use copy::{
     CopyRange, CopyReport, CopyRequest, NON_TEMPORAL_MIN_BYTES, POOL_MIN_BYTES, Side,
 };
 pub use depot::{
-    BatchMark, DEPOT_FORMAT_VERSION, DEPOT_HEADER_BYTES, Depot, DepotError, page_stride_bytes,
+    BatchMark, DEPOT_FORMAT_VERSION, DEPOT_HEADER_BYTES, Depot, DepotError, SLOT_BYTES,
+    page_stride_bytes,
 };
 pub use drop_signal::{DropSignal, DropWaiter};
 pub use engine_memory::{EngineMemory, EngineMemoryError, NonceMismatch};
-pub use inventory::SLOT_BYTES;
 pub use layout::{FragmentLayout, PageLayout};
 pub use lock::{LockError, LockLimit};
 pub use node::{NoSuchNode, NumaNode};

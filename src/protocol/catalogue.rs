@@ -2,10 +2,10 @@
 
 use serde_json::{Value, json};
 
-use crate::body::Role;
 use crate::call::answer;
 use crate::error::ErrorCode;
 use crate::kind::Kind;
+use crate::role::Role;
 use crate::{Message, VERSION, VERSION_MIN, limits};
 use kvferry_types::CONTENT_BYTES_MAX;
 

@@ -3,11 +3,12 @@
 use crate::body::{
     Abandon, Attach, Attached, AttachedMemory, Cancel, CancelStores, CopyOrder, Empty, Ended,
     ErrorBody, FEATURE_TIMELINE, Finish, Hello, Invalidate, Invalidated, Inventory, Load, Lookup,
-    RankStatus, ReadInventory, Readiness, RecordBody, Register, Registered, Reset, Role, Status,
+    RankStatus, ReadInventory, Readiness, RecordBody, Register, Registered, Reset, Status,
     StatusAnswer, Store, Transfer, Unregister, Welcome, Written,
 };
 use crate::codec::Message;
 use crate::error::ErrorCode;
+use crate::role::Role;
 use kvferry_types::{
     Allocation, AllocationHandle, AllocationKind, Anchor, Attention, CancelStoresAnswer, Chunk,
     ChunkHandle, DepotId, DomainId, EndedCopy, Epoch, Fingerprint, FragmentPair, Generation,

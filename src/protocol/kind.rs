@@ -1,7 +1,7 @@
 //! Kinds of messages. Numbers are never reused. A number also determines whether a message is a request or an answer:
 //! see [`Class`].
 
-use crate::body::Role;
+use crate::role::Role;
 
 macro_rules! kinds {
     ($($(#[$doc:meta])* $name:ident = $number:literal, $text:literal;)*) => {

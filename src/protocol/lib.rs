@@ -17,12 +17,14 @@ pub mod limits;
 mod named;
 mod orders;
 mod pairs;
+mod request;
+mod role;
 mod transfer;
 
 pub use body::{
     Abandon, Attach, Attached, AttachedMemory, Cancel, CancelStores, CopyOrder, Empty, Ended,
     ErrorBody, FEATURE_TIMELINE, Finish, Hello, Invalidate, Invalidated, Inventory, Load, Lookup,
-    RankStatus, ReadInventory, Readiness, RecordBody, Register, Registered, Reset, Role, Status,
+    RankStatus, ReadInventory, Readiness, RecordBody, Register, Registered, Reset, Status,
     StatusAnswer, Store, Transfer, Unregister, Welcome, Written,
 };
 pub use call::Call;
@@ -33,6 +35,7 @@ pub use examples::examples;
 pub use header::{HEADER_BYTES, Header};
 pub use kind::{Class, Kind};
 pub use pairs::{Pages, Pairs};
+pub use role::Role;
 
 pub use kvferry_types::{CancelStoresAnswer, LoadAnswer, LookupAnswer, ResetAnswer, StoreAnswer};
 

@@ -27,6 +27,7 @@ mod memory;
 mod places;
 mod process;
 mod queue;
+mod router;
 mod server;
 #[cfg(test)]
 #[path = "../../tests/support/skipped.rs"]

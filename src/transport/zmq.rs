@@ -4,30 +4,28 @@
 //! carries its permits (see [`charged`]) and releases them when the crate has copied it to the wire. So bytes are
 //! bounded, and the crate's queues never fill.
 
-use std::collections::HashMap;
 use std::io;
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
+use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep_until, timeout_at};
 use zeromq::{
-    DealerRecvHalf, DealerSendHalf, DealerSocket, RouterRecvHalf, RouterSendHalf, RouterSocket,
-    Socket as _, SocketEvent, SocketOptions, SocketRecv as _, SocketSend as _, ZmqError,
-    ZmqMessage,
+    DealerRecvHalf, DealerSendHalf, DealerSocket, RouterSocket, Socket as _, SocketEvent,
+    SocketOptions, SocketRecv as _, SocketSend as _, ZmqError,
 };
 
 use super::connection::ConnectionLink;
 use super::directory::{self, Claim, SOCKET_NAME};
 use super::gate::{self, Gate};
-use super::listener::{Intake, Outgoing, PeerLink};
 use super::queue::{Budget, Queued};
+use super::router::{self, Router, charged};
 use super::zmtp::{Part, check_part};
 use super::{
-    Address, BoxFuture, CloseReason, Closed, Connection, Frame, Limits, Listener, PeerId,
-    Transport, TransportError, Violation,
+    Address, BoxFuture, Closed, Connection, Frame, Limits, Listener, Transport, TransportError,
+    Violation,
 };
 
 /// First and longest pause between two checks for a listener that is not there yet.
@@ -86,20 +84,17 @@ async fn listen(address: &Address, limits: Limits) -> Result<Listener, Transport
         .await
         .map_err(zmq_error)?;
     let (send, recv) = socket.split();
-    let router = Router {
-        send,
-        expected: Arc::default(),
-    };
+    let router = Router::new(send);
     let limits = Arc::new(limits);
     let (listener, intake) = Listener::new(address.clone(), &limits, |_| Box::new(claim));
 
-    let expected = router.expected.clone();
+    let expected = router.expected();
     tokio::spawn(async move {
         while let Ok(event) = monitor.recv().await {
-            note(&expected, event);
+            router::note(&expected, event);
         }
     });
-    tokio::spawn(pump(recv, intake.clone()));
+    tokio::spawn(router::pump(recv, intake.clone()));
     let gate = Gate {
         router,
         intake,
@@ -108,137 +103,6 @@ async fn listen(address: &Address, limits: Limits) -> Result<Listener, Transport
     };
     tokio::spawn(gate::run(gate, public));
     Ok(listener)
-}
-
-type Expected = Arc<Mutex<HashMap<PeerId, oneshot::Sender<()>>>>;
-
-fn locked(expected: &Expected) -> MutexGuard<'_, HashMap<PeerId, oneshot::Sender<()>>> {
-    expected.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Notifies the gate that the ROUTER has accepted a peer.
-fn note(expected: &Expected, event: SocketEvent) {
-    match event {
-        SocketEvent::Accepted(_, identity) => {
-            let waiting = peer_of(&identity).and_then(|peer| locked(expected).remove(&peer));
-            match waiting {
-                Some(waiting) => drop(waiting.send(())),
-                None => tracing::warn!("a connection to the inner socket went around the gate"),
-            }
-        }
-        SocketEvent::AcceptFailed(error) => tracing::debug!(%error, "inner handshake failed"),
-        _ => {}
-    }
-}
-
-fn peer_of(identity: &[u8]) -> Option<PeerId> {
-    let bytes = identity.try_into().ok()?;
-    Some(PeerId(u64::from_be_bytes(bytes)))
-}
-
-/// The sending side of the ROUTER, as the gate's connections use it.
-pub(super) struct Router {
-    send: RouterSendHalf,
-    expected: Expected,
-}
-
-/// A peer that the gate is about to connect to the ROUTER. Dropping it removes the expectation.
-pub(super) struct Introduction {
-    peer: PeerId,
-    expected: Expected,
-    accepted: oneshot::Receiver<()>,
-}
-
-impl Introduction {
-    /// Waits until the ROUTER can route to the peer.
-    pub(super) async fn wait(mut self) -> Option<()> {
-        (&mut self.accepted).await.ok()
-    }
-}
-
-impl Drop for Introduction {
-    fn drop(&mut self) {
-        locked(&self.expected).remove(&self.peer);
-    }
-}
-
-impl Router {
-    /// Registers a peer. Call it before the gate connects as `peer`.
-    pub(super) fn expect(&self, peer: PeerId) -> Introduction {
-        let (sender, accepted) = oneshot::channel();
-        locked(&self.expected).insert(peer, sender);
-        Introduction {
-            peer,
-            expected: self.expected.clone(),
-            accepted,
-        }
-    }
-
-    /// Sends queued frames of a peer to the ROUTER until the peer must be closed.
-    pub(super) async fn feed(&self, link: &mut PeerLink) -> CloseReason {
-        let mut send = self.send.clone();
-        let identity = Bytes::copy_from_slice(&link.peer.0.to_be_bytes());
-        while let Some(Outgoing::Frame(queued)) = link.outbox.recv().await {
-            let mut message = charged(queued);
-            message.push_front(identity.clone());
-            if let Err(error) = send.send(message).await {
-                tracing::debug!(peer = %link.peer, %error, "cannot route");
-                return CloseReason::ByUs;
-            }
-        }
-        CloseReason::ByUs
-    }
-}
-
-/// Bytes that release their permits when the last reference to them is dropped.
-struct Charged {
-    bytes: Bytes,
-    _permit: OwnedSemaphorePermit,
-}
-
-impl AsRef<[u8]> for Charged {
-    fn as_ref(&self) -> &[u8] {
-        &self.bytes
-    }
-}
-
-/// Builds a message of two parts whose body holds the frame's permits.
-fn charged(queued: Queued) -> ZmqMessage {
-    let Queued { frame, permit } = queued;
-    let body = Charged {
-        bytes: frame.body,
-        _permit: permit,
-    };
-    let mut message = ZmqMessage::from(frame.header);
-    message.push_back(Bytes::from_owner(body));
-    message
-}
-
-/// Moves frames from the ROUTER to the listener.
-async fn pump(mut router: RouterRecvHalf, intake: Intake) {
-    loop {
-        let received = tokio::select! {
-            received = router.recv() => received,
-            () = intake.events.closed() => return,
-        };
-        let message = match received {
-            Ok(message) => message,
-            Err(error) => {
-                tracing::error!(%error, "the inner socket failed");
-                return;
-            }
-        };
-        let parts: Result<[Bytes; 3], _> = message.into_vec().try_into();
-        let Ok([identity, header, body]) = parts else {
-            continue;
-        };
-        let Some(peer) = peer_of(&identity).filter(|peer| intake.peers.is_open(*peer)) else {
-            continue;
-        };
-        if intake.frame(peer, Frame { header, body }).await.is_err() {
-            return;
-        }
-    }
 }
 
 async fn connect(

@@ -4,103 +4,19 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::gpu_state::{
+    GpuRefusal, GpuRetry, GpuState, RELEASE_LIMIT, ReleaseProgress, ReleasingGpu,
+};
 use super::{Host, WorkerMessage};
 use crate::gpu::{EngineSide, Gpu};
 use crate::transfer::TransferMessage;
-use kvferry_cuda::{Announced, CopierReport, CudaError, DeviceUuid, device_of};
-use kvferry_memory::DropWaiter;
+use kvferry_cuda::{Announced, CopierReport, CudaError, device_of};
 use kvferry_protocol::{ErrorBody, ErrorCode};
-use kvferry_types::{ByteSize, Registration, RequestId, Time};
-
-/// The state of a worker's GPU.
-#[derive(Default)]
-pub(super) enum GpuState {
-    /// No GPU was requested yet.
-    #[default]
-    None,
-    /// The depot is being pinned; with the bytes pinned so far.
-    Starting(DeviceUuid, u64),
-    /// The GPU copies.
-    Ready(Arc<Gpu>),
-    /// The GPU cannot be used, with the reason and the time of the failure. Tried again, by this worker or its
-    /// successor, on a later request.
-    Failed(DeviceUuid, GpuRefusal, Time),
-    /// No engine used the GPU: the depot is being unpinned.
-    Releasing(ReleasingGpu),
-}
-
-/// A GPU that is being released. No GPU is started before that has ended, because the driver does not pin memory that
-/// is still pinned.
-pub(super) struct ReleasingGpu {
-    uuid: DeviceUuid,
-    end: DropWaiter,
-    since: Time,
-}
-
-/// Progress of a release.
-#[derive(Debug, PartialEq, Eq)]
-enum ReleaseProgress {
-    Done,
-    UnderWay,
-    /// The release does not end.
-    Stuck,
-}
-
-impl ReleasingGpu {
-    fn is(&self, now: Time) -> ReleaseProgress {
-        if self.end.wait(Duration::ZERO) {
-            return ReleaseProgress::Done;
-        }
-        match self.since.until(now) < RELEASE_LIMIT {
-            true => ReleaseProgress::UnderWay,
-            false => ReleaseProgress::Stuck,
-        }
-    }
-}
-
-/// Why a GPU cannot be used.
-#[derive(Debug)]
-pub(crate) struct GpuRefusal {
-    why: String,
-    /// True when this process gets the same refusal until it ends.
-    is_final: bool,
-}
-
-/// Reaction of a worker to a request for a GPU that it could not use before.
-#[derive(Debug, PartialEq, Eq)]
-enum GpuRetry {
-    /// Repeats the refusal.
-    Say,
-    /// Tries again.
-    Try,
-    /// Ends, so that its successor tries.
-    End,
-}
-
-impl GpuRefusal {
-    fn again(&self, waited: Duration, serves: bool) -> GpuRetry {
-        match self.is_final {
-            true if waited >= END_AFTER && !serves => GpuRetry::End,
-            false if waited >= TRY_AGAIN_AFTER => GpuRetry::Try,
-            _ => GpuRetry::Say,
-        }
-    }
-}
-
-/// How long a worker repeats the refusal of a GPU before it tries again.
-const TRY_AGAIN_AFTER: Duration = Duration::from_secs(10);
-
-/// Like [`TRY_AGAIN_AFTER`], for a driver that did not start, which is tried only once per process: the worker ends, so
-/// that its successor tries. Longer than a supervisor takes to count a worker as stable.
-const END_AFTER: Duration = Duration::from_secs(60);
+use kvferry_types::{ByteSize, Registration, RequestId};
 
 /// How long a worker keeps its context on a GPU, about 0.5 GiB of the GPU's memory, and its depot pinned after the last
 /// engine has left.
 pub(super) const IDLE_LIMIT: Duration = Duration::from_secs(300);
-
-/// Time limit for the release of a GPU. A depot of a few TiB is unpinned in minutes. A release that takes longer waits
-/// for a driver that does not respond, and only the end of this process unpins the memory.
-const RELEASE_LIMIT: Duration = Duration::from_secs(600);
 
 /// The kernel's setting for huge pages of shared host memory, which a GPU reaches faster.
 const SHARED_HUGE_PAGES: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
@@ -349,52 +265,4 @@ impl Host {
 fn pinning(pinned: u64, bytes: u64) -> String {
     let (pinned, bytes) = (ByteSize(pinned), ByteSize(bytes));
     format!("{pinned} of {bytes} host memory are pinned for the GPU")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use kvferry_memory::DropSignal;
-
-    #[test]
-    fn letting_a_gpu_go_ends_with_its_memory_or_is_stuck() {
-        let held = DropSignal::default();
-        let letting_go = ReleasingGpu {
-            uuid: DeviceUuid::gpu([7; 16]),
-            end: held.end(),
-            since: Time(5),
-        };
-        let last = Time(5) + RELEASE_LIMIT;
-        let before = Time(last.0 - 1);
-        assert_eq!(letting_go.is(before), ReleaseProgress::UnderWay);
-        assert_eq!(letting_go.is(last), ReleaseProgress::Stuck);
-        drop(held);
-        for now in [before, last] {
-            assert_eq!(letting_go.is(now), ReleaseProgress::Done);
-        }
-    }
-
-    #[test]
-    fn a_driver_that_did_not_start_is_asked_by_a_successor_and_not_again_by_the_same_process() {
-        let refusal = |is_final| GpuRefusal {
-            why: "no GPU".to_owned(),
-            is_final,
-        };
-        let just_before = |limit: Duration| limit - Duration::from_millis(1);
-        for (is_final, waited, serves, expected) in [
-            (false, just_before(TRY_AGAIN_AFTER), false, GpuRetry::Say),
-            (false, TRY_AGAIN_AFTER, false, GpuRetry::Try),
-            (false, END_AFTER, true, GpuRetry::Try),
-            (true, TRY_AGAIN_AFTER, false, GpuRetry::Say),
-            (true, just_before(END_AFTER), false, GpuRetry::Say),
-            (true, END_AFTER, false, GpuRetry::End),
-            (true, END_AFTER, true, GpuRetry::Say),
-        ] {
-            let found = refusal(is_final).again(waited, serves);
-            assert_eq!(
-                found, expected,
-                "final {is_final}, {waited:?}, serves {serves}"
-            );
-        }
-    }
 }

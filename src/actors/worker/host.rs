@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use ractor::ActorRef;
 
-use super::gpu::GpuState;
+use super::gpu_state::GpuState;
 use super::{UNPROVEN, WorkerMessage};
 use crate::gpu::EngineSide;
 use crate::pool::DepotProgress;

@@ -14,10 +14,10 @@ use crate::cli::socket_paths::SocketPaths;
 use crate::cli::{block_on, engine_rank, print_line, status};
 use crate::error::CommandError;
 use kvferry_client::{EngineClient, EngineSettings, Prompt, RequestGuard, StoredPages};
-use kvferry_engine::layout::{EngineLayout, describe};
-use kvferry_engine::memory::EngineDevice;
+use kvferry_engine::layout::describe;
 use kvferry_engine::pipe::{self, RankOrder, RankReport};
 use kvferry_engine::rank_pipe::RankPipe;
+use kvferry_engine::settings::{EngineDevice, EngineLayout};
 use kvferry_memory::{CopyEngine, Depot};
 use kvferry_transport::ZmqTransport;
 use kvferry_types::{

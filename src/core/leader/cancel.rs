@@ -6,16 +6,13 @@ use crate::event::LeaderEffect;
 use crate::refusal::Refusal;
 use kvferry_types::{Answer, CancelStoresAnswer, EngineId, OpId, SlotId};
 
-use super::store::{Stopped, StoreKey};
-use super::timers::{Timer, Timers};
+use super::store::Stopped;
+use super::timers::{CancelId, StoreKey, Timer, Timers};
 use super::{Leader, ReplyTo};
 
 /// Open `cancel_stores` requests of one engine, at most; about 100 bytes each, and 8 bytes for each store that one of
 /// them waits for.
 pub const CANCELS_MAX: usize = 16;
-
-/// Number of a `cancel_stores` request.
-pub(super) type CancelId = u64;
 
 /// A `cancel_stores` request that has not been answered.
 #[derive(Debug)]

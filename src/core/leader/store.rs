@@ -19,14 +19,10 @@ use kvferry_types::{
     SlotId,
 };
 
-use super::cancel::CancelId;
 use super::load::check_device_pages;
-use super::timers::{Timer, Timers};
+use super::timers::{CancelId, StoreKey, Timer, Timers};
 use super::transfers::Begun;
 use super::{Leader, ReplyTo};
-
-/// Number of a store request that waits for copies: its own, and those of others that it found in flight.
-pub(super) type StoreKey = u64;
 
 /// A store that waits for copies.
 #[derive(Debug)]

@@ -4,8 +4,11 @@ use std::collections::BTreeSet;
 
 use kvferry_types::{EngineId, OpId, ResetId, SlotId, Time, WorkerId};
 
-use super::cancel::CancelId;
-use super::store::StoreKey;
+/// Number of a `cancel_stores` request.
+pub(super) type CancelId = u64;
+
+/// Number of a store request that waits for copies: its own, and those of others that it found in flight.
+pub(super) type StoreKey = u64;
 
 /// What a timer is for. Ordered, so that timers of equal times fire in one defined order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]

@@ -11,17 +11,11 @@ use std::sync::OnceLock;
 use cudarc::driver::sys;
 use libloading::Library;
 
-use super::memory::IpcHandle;
-use super::vmm::{Access, Properties};
+use super::types::{Access, Address, Code, IpcHandle, Properties};
 use crate::error::NoDriver;
 
 /// The driver's library.
 const LIBRARY: &str = "libcuda.so.1";
-
-/// `CUresult`.
-pub(super) type Code = u32;
-/// `CUdeviceptr`.
-pub(super) type Address = u64;
 
 /// The driver's library, loaded once and never unloaded: its functions are used until the process ends.
 fn library() -> Result<&'static Library, NoDriver> {

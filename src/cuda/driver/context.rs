@@ -9,7 +9,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use cudarc::driver::sys;
 
-use super::api::{Api, Code};
+use super::api::Api;
+use super::types::Code;
 use super::{Device, Driver};
 use crate::error::CudaError;
 

@@ -6,10 +6,11 @@ use std::iter;
 use std::ptr;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::api::Address;
-use super::memory::host_range;
-use super::stream::{DeviceSide, HostMemory, Stream, Submitted};
+use super::Context;
+use super::memory::{DeviceSide, HostMemory, host_range};
+use super::types::Address;
 use crate::error::CudaError;
+use cudarc::driver::sys;
 use kvferry_memory::CopyRange;
 use kvferry_types::Direction;
 
@@ -22,10 +23,10 @@ const ACCESS_IN_ORDER: c_uint = 1;
 
 /// One copy. Lies in both memories, and on the host in one registered part.
 #[derive(Clone, Copy)]
-struct Piece {
-    to: Address,
-    from: Address,
-    bytes: usize,
+pub(super) struct Piece {
+    pub(super) to: Address,
+    pub(super) from: Address,
+    pub(super) bytes: usize,
 }
 
 /// The two memories of a copy, and its direction.
@@ -38,7 +39,10 @@ pub(super) struct Sides<'a> {
 impl Sides<'_> {
     /// A range, cut where the parts of the host's memory end. A range that does not lie in both memories gives an
     /// error.
-    fn pieces(&self, range: CopyRange) -> impl Iterator<Item = Result<Piece, CudaError>> + '_ {
+    pub(super) fn pieces(
+        &self,
+        range: CopyRange,
+    ) -> impl Iterator<Item = Result<Piece, CudaError>> + '_ {
         let mut done = 0;
         iter::from_fn(move || {
             if done >= range.len_bytes {
@@ -123,16 +127,43 @@ impl Descriptors {
         self.bytes.push(piece.bytes);
     }
 
-    fn len(&self) -> usize {
+    pub(super) fn len(&self) -> usize {
         self.bytes.len()
     }
 
-    fn piece(&self, index: usize) -> Piece {
+    pub(super) fn piece(&self, index: usize) -> Piece {
         Piece {
             to: self.to[index],
             from: self.from[index],
             bytes: self.bytes[index],
         }
+    }
+
+    /// Submits all copies to a stream by one call.
+    pub(super) fn submit(
+        &mut self,
+        context: &Context,
+        handle: sys::CUstream,
+    ) -> Result<(), CudaError> {
+        let api = context.bind()?;
+        let count = self.len();
+        let (to, from) = (self.to.as_mut_ptr(), self.from.as_mut_ptr());
+        let (sizes, of) = (self.bytes.as_mut_ptr(), self.attributes_of.as_mut_ptr());
+        let attributes = ptr::from_mut(self.attributes.as_mut()).cast();
+        if let Some(call) = api.cuMemcpyBatchAsync_v2 {
+            // SAFETY: the argument for one copy holds for each of them. There are `count` places in each list, and one
+            // attribute; all of it is kept as long as the memory that is copied, and not accessed until then.
+            let code = unsafe { call(to, from, sizes, count, attributes, of, 1, handle) };
+            return context.check("cuMemcpyBatchAsync_v2", code);
+        }
+        let Some(call) = api.cuMemcpyBatchAsync else {
+            return Err(CudaError::NoFunction("cuMemcpyBatchAsync"));
+        };
+        let mut failed = usize::MAX;
+        let failed = &raw mut failed;
+        // SAFETY: as above; the call also writes one number before it returns.
+        let code = unsafe { call(to, from, sizes, count, attributes, of, 1, failed, handle) };
+        context.check("cuMemcpyBatchAsync", code)
     }
 }
 
@@ -152,12 +183,17 @@ impl Batches {
         }
     }
 
+    /// Most copies of one call.
+    pub(super) fn most(&self) -> usize {
+        self.most
+    }
+
     fn spare(&self) -> MutexGuard<'_, Vec<Descriptors>> {
         self.spare.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Takes the next pieces, as many as one call takes.
-    fn next(
+    pub(super) fn next(
         &self,
         pieces: &mut impl Iterator<Item = Result<Piece, CudaError>>,
     ) -> Result<Descriptors, CudaError> {
@@ -175,92 +211,5 @@ impl Batches {
         let mut spare = self.spare();
         let room = SPARE_DESCRIPTORS.saturating_sub(spare.len());
         spare.extend(descriptors.into_iter().take(room));
-    }
-}
-
-impl Stream {
-    /// Most copies of one call: 1 where each copy is a call of its own.
-    pub fn copies_a_call(&self) -> usize {
-        let batches = self.batches.as_ref();
-        let batches = batches.filter(|_| !self.context.has_refused_batches());
-        batches.map_or(1, |batches| batches.most)
-    }
-
-    /// Submits copies to the stream. After an error some may have been submitted.
-    pub(super) fn give(
-        &self,
-        sides: &Sides<'_>,
-        ranges: &mut dyn Iterator<Item = CopyRange>,
-        submitted: &mut Submitted,
-    ) -> Result<(), CudaError> {
-        let mut pieces = ranges.flat_map(|range| sides.pieces(range));
-        let batches = self.batches.as_ref();
-        let Some(batches) = batches.filter(|_| !self.context.has_refused_batches()) else {
-            return pieces.try_for_each(|piece| self.copy(piece?, submitted));
-        };
-        loop {
-            let descriptors = batches.next(&mut pieces)?;
-            if descriptors.len() == 0 {
-                batches.give_back([descriptors]);
-                return Ok(());
-            }
-            self.copy_together(submitted.keep(descriptors), submitted)?;
-        }
-    }
-
-    fn copy(&self, piece: Piece, submitted: &mut Submitted) -> Result<(), CudaError> {
-        let api = self.context.bind()?;
-        let Piece { to, from, bytes } = piece;
-        // SAFETY: both ranges lie in memory that `submitted` keeps until the stream has executed this copy. Other
-        // processes may write the same bytes, which are then arbitrary; nothing in this process has references to them.
-        let code = unsafe { (api.cuMemcpyAsync)(to, from, bytes, self.handle) };
-        self.context.check("cuMemcpyAsync", code)?;
-        submitted.set_under_way();
-        Ok(())
-    }
-
-    /// Submits the copies of one of the lists that `submitted` keeps by one call, or one by one where the driver
-    /// refuses that call.
-    fn copy_together(&self, list: usize, submitted: &mut Submitted) -> Result<(), CudaError> {
-        let count = submitted.descriptors()[list].len();
-        if count > 1 && !self.context.has_refused_batches() {
-            // If the call is refused, nothing guarantees that none of the copies was submitted.
-            submitted.set_under_way();
-            match self.call_for(&mut submitted.descriptors()[list]) {
-                Ok(()) => return Ok(()),
-                Err(error) if error.is_fatal() => return Err(error),
-                Err(error) => self.context.refused_batch(error),
-            }
-        }
-        (0..count).try_for_each(|index| {
-            let piece = submitted.descriptors()[list].piece(index);
-            self.copy(piece, submitted)
-        })
-    }
-
-    fn call_for(&self, descriptors: &mut Descriptors) -> Result<(), CudaError> {
-        let api = self.context.bind()?;
-        let count = descriptors.len();
-        let (to, from) = (descriptors.to.as_mut_ptr(), descriptors.from.as_mut_ptr());
-        let (sizes, of) = (
-            descriptors.bytes.as_mut_ptr(),
-            descriptors.attributes_of.as_mut_ptr(),
-        );
-        let attributes = ptr::from_mut(descriptors.attributes.as_mut()).cast();
-        let handle = self.handle;
-        if let Some(call) = api.cuMemcpyBatchAsync_v2 {
-            // SAFETY: the argument for one copy holds for each of them. There are `count` places in each list, and one
-            // attribute; all of it is kept as long as the memory that is copied, and not accessed until then.
-            let code = unsafe { call(to, from, sizes, count, attributes, of, 1, handle) };
-            return self.context.check("cuMemcpyBatchAsync_v2", code);
-        }
-        let Some(call) = api.cuMemcpyBatchAsync else {
-            return Err(CudaError::NoFunction("cuMemcpyBatchAsync"));
-        };
-        let mut failed = usize::MAX;
-        let failed = &raw mut failed;
-        // SAFETY: as above; the call also writes one number before it returns.
-        let code = unsafe { call(to, from, sizes, count, attributes, of, 1, failed, handle) };
-        self.context.check("cuMemcpyBatchAsync", code)
     }
 }

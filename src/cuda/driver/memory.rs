@@ -5,18 +5,10 @@ use std::ptr;
 use std::sync::Arc;
 
 use super::Context;
-use super::api::Address;
-use super::vmm::Mapped;
+use super::types::{Address, IPC_HANDLE_BYTES, IpcHandle};
+use super::vmm::{Mapped, Physical, SharedChunk, Sharing, granularity};
 use crate::error::CudaError;
 use kvferry_memory::{Depot, SharedBuffer};
-
-/// Bytes of a `cudaIpcMemHandle_t`.
-pub const IPC_HANDLE_BYTES: usize = 64;
-
-/// `CUipcMemHandle`, passed by value. Bytes and not `c_char`, whose sign differs between processors.
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub(super) struct IpcHandle([u8; IPC_HANDLE_BYTES]);
 
 /// `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`, a required flag.
 const IPC_LAZY_PEER_ACCESS: u32 = 1;
@@ -101,6 +93,60 @@ impl DeviceMemory {
             }
         }
         Ok(opened)
+    }
+
+    /// Opens chunks of another process, each with its length in bytes, and maps them one after another.
+    pub fn open_chunks(
+        context: &Arc<Context>,
+        chunks: &[(SharedChunk, u64)],
+    ) -> Result<Self, CudaError> {
+        let total = chunks
+            .iter()
+            .fold(0, |sum: u64, (_, bytes)| sum.saturating_add(*bytes));
+        let mut mapped = Mapped::reserve(context, total)?;
+        for (shared, bytes) in chunks {
+            let chunk = Physical::import(context, shared, *bytes)?;
+            mapped.push(&chunk)?;
+        }
+        mapped.allow()?;
+        Ok(Self::of_chunks(mapped))
+    }
+
+    /// Allocates at least `bytes` bytes, with arbitrary contents, in chunks of about `chunk_bytes` that can be shared.
+    /// Both sizes are rounded up to the driver's granularity.
+    pub fn allocate_chunks(
+        context: &Arc<Context>,
+        bytes: u64,
+        chunk_bytes: u64,
+        sharing: Sharing,
+    ) -> Result<(Self, Vec<Physical>), CudaError> {
+        let granularity = granularity(context, sharing)?;
+        let complete = |bytes: u64| {
+            bytes
+                .max(1)
+                .div_ceil(granularity)
+                .saturating_mul(granularity)
+        };
+        let (total, chunk_bytes) = (complete(bytes), complete(chunk_bytes));
+        let mut mapped = Mapped::reserve(context, total)?;
+        let mut chunks = Vec::new();
+        while mapped.mapped_bytes < total {
+            let len_bytes = chunk_bytes.min(total - mapped.mapped_bytes);
+            let chunk = Physical::create(context, len_bytes, sharing)?;
+            mapped.push(&chunk)?;
+            chunks.push(chunk);
+        }
+        mapped.allow()?;
+        Ok((Self::of_chunks(mapped), chunks))
+    }
+
+    fn of_chunks(mapped: Mapped) -> Self {
+        Self {
+            context: Arc::clone(&mapped.context),
+            address: mapped.address,
+            bytes: mapped.bytes,
+            source: Source::Chunks { _mapped: mapped },
+        }
     }
 
     /// Size in bytes.
@@ -227,4 +273,19 @@ pub(super) fn host_range(
     let end = offset_bytes.checked_add(len_bytes)?;
     let inside = len_bytes > 0 && end <= buffer.len();
     inside.then(|| buffer.address() + offset_bytes as usize)
+}
+
+/// Host memory that a stream copies from or to.
+pub trait HostMemory: Send + Sync + 'static {
+    /// The mapped memory.
+    fn buffer(&self) -> &SharedBuffer;
+
+    /// Offset of the first byte after the part that contains this offset. One copy must not cross it.
+    fn end_of_part(&self, offset_bytes: u64) -> u64;
+}
+
+/// Device memory that a stream copies from or to, in numbered allocations.
+pub trait DeviceSide: Send + Sync + 'static {
+    /// An allocation by its index; `None` if there is no such allocation.
+    fn memory(&self, allocation: u32) -> Option<&DeviceMemory>;
 }

@@ -8,6 +8,7 @@ mod copies;
 mod exit;
 mod memory;
 mod stream;
+mod types;
 mod uuid;
 mod vmm;
 
@@ -15,14 +16,16 @@ use std::ffi::{CStr, c_int};
 use std::ptr;
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-use self::api::{Api, Code};
+use self::api::Api;
+use self::types::Code;
 use super::error::{CudaError, NoDriver};
 
 pub use context::Context;
 pub use copies::BATCH_COPIES_MAX;
 pub use exit::end_process;
-pub use memory::{DeviceMemory, IPC_HANDLE_BYTES, PinnedRange};
-pub use stream::{DeviceSide, HostMemory, NotSubmitted, Stream, Submitted};
+pub use memory::{DeviceMemory, DeviceSide, HostMemory, PinnedRange};
+pub use stream::{NotSubmitted, Stream, Submitted};
+pub use types::IPC_HANDLE_BYTES;
 pub use uuid::DeviceUuid;
 pub use vmm::{Physical, SharedChunk, Sharing};
 

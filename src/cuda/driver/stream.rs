@@ -9,11 +9,11 @@ use std::time::{Duration, Instant};
 use cudarc::driver::sys;
 
 use super::Context;
-use super::api::Code;
-use super::copies::{Batches, Descriptors, Sides};
-use super::memory::DeviceMemory;
+use super::copies::{Batches, Descriptors, Piece, Sides};
+use super::memory::{DeviceSide, HostMemory};
+use super::types::Code;
 use crate::error::CudaError;
-use kvferry_memory::{CopyRange, SharedBuffer, TIMELINE_BYTES};
+use kvferry_memory::{CopyRange, TIMELINE_BYTES};
 use kvferry_types::{Direction, Timeline};
 
 const NOT_READY: Code = 600;
@@ -37,21 +37,6 @@ pub struct Stream {
 unsafe impl Send for Stream {}
 // SAFETY: as above; the driver does its own locking.
 unsafe impl Sync for Stream {}
-
-/// Host memory that a stream copies from or to.
-pub trait HostMemory: Send + Sync + 'static {
-    /// The mapped memory.
-    fn buffer(&self) -> &SharedBuffer;
-
-    /// Offset of the first byte after the part that contains this offset. One copy must not cross it.
-    fn end_of_part(&self, offset_bytes: u64) -> u64;
-}
-
-/// Device memory that a stream copies from or to, in numbered allocations.
-pub trait DeviceSide: Send + Sync + 'static {
-    /// An allocation by its index; `None` if there is no such allocation.
-    fn memory(&self, allocation: u32) -> Option<&DeviceMemory>;
-}
 
 /// Why copies were not submitted to a stream, all or in part.
 #[derive(Debug)]
@@ -185,6 +170,67 @@ impl Stream {
         // SAFETY: the stream is owned by `self`.
         let code = unsafe { (api.cuStreamSynchronize)(self.handle) };
         self.context.check("cuStreamSynchronize", code)
+    }
+}
+
+impl Stream {
+    /// Most copies of one call: 1 where each copy is a call of its own.
+    pub fn copies_a_call(&self) -> usize {
+        let batches = self.batches.as_ref();
+        let batches = batches.filter(|_| !self.context.has_refused_batches());
+        batches.map_or(1, |batches| batches.most())
+    }
+
+    /// Submits copies to the stream. After an error some may have been submitted.
+    pub(super) fn give(
+        &self,
+        sides: &Sides<'_>,
+        ranges: &mut dyn Iterator<Item = CopyRange>,
+        submitted: &mut Submitted,
+    ) -> Result<(), CudaError> {
+        let mut pieces = ranges.flat_map(|range| sides.pieces(range));
+        let batches = self.batches.as_ref();
+        let Some(batches) = batches.filter(|_| !self.context.has_refused_batches()) else {
+            return pieces.try_for_each(|piece| self.copy(piece?, submitted));
+        };
+        loop {
+            let descriptors = batches.next(&mut pieces)?;
+            if descriptors.len() == 0 {
+                batches.give_back([descriptors]);
+                return Ok(());
+            }
+            self.copy_together(submitted.keep(descriptors), submitted)?;
+        }
+    }
+
+    fn copy(&self, piece: Piece, submitted: &mut Submitted) -> Result<(), CudaError> {
+        let api = self.context.bind()?;
+        let Piece { to, from, bytes } = piece;
+        // SAFETY: both ranges lie in memory that `submitted` keeps until the stream has executed this copy. Other
+        // processes may write the same bytes, which are then arbitrary; nothing in this process has references to them.
+        let code = unsafe { (api.cuMemcpyAsync)(to, from, bytes, self.handle) };
+        self.context.check("cuMemcpyAsync", code)?;
+        submitted.set_under_way();
+        Ok(())
+    }
+
+    /// Submits the copies of one of the lists that `submitted` keeps by one call, or one by one where the driver
+    /// refuses that call.
+    fn copy_together(&self, list: usize, submitted: &mut Submitted) -> Result<(), CudaError> {
+        let count = submitted.descriptors()[list].len();
+        if count > 1 && !self.context.has_refused_batches() {
+            // If the call is refused, nothing guarantees that none of the copies was submitted.
+            submitted.set_under_way();
+            match submitted.descriptors()[list].submit(&self.context, self.handle) {
+                Ok(()) => return Ok(()),
+                Err(error) if error.is_fatal() => return Err(error),
+                Err(error) => self.context.refused_batch(error),
+            }
+        }
+        (0..count).try_for_each(|index| {
+            let piece = submitted.descriptors()[list].piece(index);
+            self.copy(piece, submitted)
+        })
     }
 }
 

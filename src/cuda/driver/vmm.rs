@@ -2,14 +2,13 @@
 //! PyTorch's expandable segments consist.
 #![expect(unsafe_code, reason = "calls into the CUDA driver")]
 
-use std::ffi::{c_int, c_uint, c_void};
+use std::ffi::{c_uint, c_void};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::ptr;
 use std::sync::Arc;
 
 use super::Context;
-use super::api::Address;
-use super::memory::{DeviceMemory, Source};
+use super::types::{Access, Address, Location, Properties};
 use crate::error::CudaError;
 
 /// Bytes of a `CUmemFabricHandle`.
@@ -43,31 +42,6 @@ pub enum SharedChunk {
     Fabric([u8; FABRIC_HANDLE_BYTES]),
 }
 
-/// `CUmemLocation`.
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub(super) struct Location {
-    kind: c_uint,
-    id: c_int,
-}
-
-/// `CUmemAllocationProp`.
-#[repr(C)]
-pub(super) struct Properties {
-    kind: c_uint,
-    shareable: c_uint,
-    location: Location,
-    windows_only: *const c_void,
-    flags: [u8; 8],
-}
-
-/// `CUmemAccessDesc`.
-#[repr(C)]
-pub(super) struct Access {
-    location: Location,
-    flags: c_uint,
-}
-
 fn location(context: &Context) -> Location {
     Location {
         kind: ON_DEVICE,
@@ -95,7 +69,11 @@ pub struct Physical {
 }
 
 impl Physical {
-    fn create(context: &Arc<Context>, bytes: u64, sharing: Sharing) -> Result<Self, CudaError> {
+    pub(super) fn create(
+        context: &Arc<Context>,
+        bytes: u64,
+        sharing: Sharing,
+    ) -> Result<Self, CudaError> {
         let (api, mut handle) = (context.bind()?, 0);
         let properties = properties(context, sharing);
         // SAFETY: writes one handle; the properties are read during the call.
@@ -110,7 +88,11 @@ impl Physical {
         })
     }
 
-    fn import(context: &Arc<Context>, shared: &SharedChunk, bytes: u64) -> Result<Self, CudaError> {
+    pub(super) fn import(
+        context: &Arc<Context>,
+        shared: &SharedChunk,
+        bytes: u64,
+    ) -> Result<Self, CudaError> {
         let (api, mut handle) = (context.bind()?, 0);
         let (at, sharing): (*mut c_void, _) = match shared {
             // The driver expects the number of the descriptor in place of a pointer.
@@ -178,14 +160,14 @@ impl std::fmt::Debug for Physical {
 
 /// A reserved range of addresses of this process; the first `mapped_bytes` of it are mapped.
 pub(super) struct Mapped {
-    context: Arc<Context>,
-    address: Address,
-    bytes: u64,
-    mapped_bytes: u64,
+    pub(super) context: Arc<Context>,
+    pub(super) address: Address,
+    pub(super) bytes: u64,
+    pub(super) mapped_bytes: u64,
 }
 
 impl Mapped {
-    fn reserve(context: &Arc<Context>, bytes: u64) -> Result<Self, CudaError> {
+    pub(super) fn reserve(context: &Arc<Context>, bytes: u64) -> Result<Self, CudaError> {
         let (api, mut address) = (context.bind()?, 0);
         let length = usize::try_from(bytes).unwrap_or(usize::MAX);
         // SAFETY: writes one address; the reserved range contains nothing that this process uses.
@@ -200,7 +182,7 @@ impl Mapped {
     }
 
     /// Maps a chunk after those that are mapped.
-    fn push(&mut self, chunk: &Physical) -> Result<(), CudaError> {
+    pub(super) fn push(&mut self, chunk: &Physical) -> Result<(), CudaError> {
         let (api, at) = (self.context.bind()?, self.address + self.mapped_bytes);
         let behind = self.mapped_bytes.checked_add(chunk.bytes);
         let Some(behind) = behind.filter(|behind| *behind <= self.bytes) else {
@@ -213,7 +195,7 @@ impl Mapped {
         Ok(())
     }
 
-    fn allow(&self) -> Result<(), CudaError> {
+    pub(super) fn allow(&self) -> Result<(), CudaError> {
         let api = self.context.bind()?;
         let access = Access {
             location: location(&self.context),
@@ -249,69 +231,18 @@ impl Drop for Mapped {
     }
 }
 
-impl DeviceMemory {
-    /// Opens chunks of another process, each with its length in bytes, and maps them one after another.
-    pub fn open_chunks(
-        context: &Arc<Context>,
-        chunks: &[(SharedChunk, u64)],
-    ) -> Result<Self, CudaError> {
-        let total = chunks
-            .iter()
-            .fold(0, |sum: u64, (_, bytes)| sum.saturating_add(*bytes));
-        let mut mapped = Mapped::reserve(context, total)?;
-        for (shared, bytes) in chunks {
-            let chunk = Physical::import(context, shared, *bytes)?;
-            mapped.push(&chunk)?;
-        }
-        mapped.allow()?;
-        Ok(Self::of_chunks(mapped))
-    }
-
-    /// Allocates at least `bytes` bytes, with arbitrary contents, in chunks of about `chunk_bytes` that can be shared.
-    /// Both sizes are rounded up to the driver's granularity.
-    pub fn allocate_chunks(
-        context: &Arc<Context>,
-        bytes: u64,
-        chunk_bytes: u64,
-        sharing: Sharing,
-    ) -> Result<(Self, Vec<Physical>), CudaError> {
-        let (api, mut granularity) = (context.bind()?, 0);
-        let properties = properties(context, sharing);
-        // SAFETY: writes one number; the properties are read during the call.
-        let code = unsafe {
-            (api.cuMemGetAllocationGranularity)(
-                &raw mut granularity,
-                &raw const properties,
-                GRANULARITY_MINIMUM,
-            )
-        };
-        context.check("cuMemGetAllocationGranularity", code)?;
-        let granularity = (granularity as u64).max(1);
-        let complete = |bytes: u64| {
-            bytes
-                .max(1)
-                .div_ceil(granularity)
-                .saturating_mul(granularity)
-        };
-        let (total, chunk_bytes) = (complete(bytes), complete(chunk_bytes));
-        let mut mapped = Mapped::reserve(context, total)?;
-        let mut chunks = Vec::new();
-        while mapped.mapped_bytes < total {
-            let len_bytes = chunk_bytes.min(total - mapped.mapped_bytes);
-            let chunk = Physical::create(context, len_bytes, sharing)?;
-            mapped.push(&chunk)?;
-            chunks.push(chunk);
-        }
-        mapped.allow()?;
-        Ok((Self::of_chunks(mapped), chunks))
-    }
-
-    fn of_chunks(mapped: Mapped) -> Self {
-        Self {
-            context: Arc::clone(&mapped.context),
-            address: mapped.address,
-            bytes: mapped.bytes,
-            source: Source::Chunks { _mapped: mapped },
-        }
-    }
+/// The driver's granularity of chunks, in bytes: at least 1.
+pub(super) fn granularity(context: &Context, sharing: Sharing) -> Result<u64, CudaError> {
+    let (api, mut granularity) = (context.bind()?, 0);
+    let properties = properties(context, sharing);
+    // SAFETY: writes one number; the properties are read during the call.
+    let code = unsafe {
+        (api.cuMemGetAllocationGranularity)(
+            &raw mut granularity,
+            &raw const properties,
+            GRANULARITY_MINIMUM,
+        )
+    };
+    context.check("cuMemGetAllocationGranularity", code)?;
+    Ok((granularity as u64).max(1))
 }

@@ -9,7 +9,7 @@ mod status;
 mod worker;
 
 pub use engine::{CancelStores, Finish, Load, Lookup, Reset, Store};
-pub use handshake::{ErrorBody, FEATURE_TIMELINE, Hello, Role, Welcome};
+pub use handshake::{ErrorBody, FEATURE_TIMELINE, Hello, Welcome};
 pub use inventory::{Invalidate, Invalidated, Inventory, ReadInventory, RecordBody};
 pub use rank::{Abandon, Register, Registered, Unregister, Written};
 pub use status::{RankStatus, Status, StatusAnswer};

@@ -3,7 +3,6 @@
 use std::error::Error;
 use std::time::Duration;
 
-use super::Registering;
 use crate::Peers;
 use kvferry_protocol::{ErrorBody, Message, ReadInventory};
 use kvferry_types::{
@@ -13,6 +12,21 @@ use kvferry_types::{
 
 /// Why the process of a worker must end.
 pub type Fatal = Box<dyn Error + Send + Sync>;
+
+/// A registration that is being opened.
+#[derive(Debug, Clone)]
+pub struct Registering {
+    /// The rank's connection.
+    pub peer: PeerId,
+    /// The rank's request, which is answered when the opening ends.
+    pub request: RequestId,
+    /// The engine whose memory this is.
+    pub engine: EngineId,
+    /// Requests of that engine up to this one are over.
+    pub after: RequestId,
+    /// Why no copies are made for this memory, which is then only checked; `None` when it is served.
+    pub not_served: Option<String>,
+}
 
 /// The process of a worker, live or simulated. A call acts or returns a value; its consequences arrive later, as calls
 /// of the shell.

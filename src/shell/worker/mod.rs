@@ -18,11 +18,10 @@ use kvferry_types::{
     WorkerId,
 };
 
-pub use host::{Fatal, WorkerHost};
+pub use host::{Fatal, Registering, WorkerHost};
 pub use invalidations::INVALIDATE_SLICE_SLOTS;
 use invalidations::{Invalidations, PendingInvalidation};
 use ranks::Ranks;
-pub use ranks::Registering;
 
 /// Time limit of one attach request; the core attaches again.
 const ATTACH_TIMEOUT: Duration = Duration::from_secs(2);

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
+use super::host::Registering;
 use super::{Fatal, WorkerHost, WorkerShell};
 use crate::{Holder, Peers};
 use kvferry_core::{MemoryBounds, WorkerEvent};
@@ -10,21 +11,6 @@ use kvferry_protocol::{
     Abandon, Empty, Envelope, ErrorBody, ErrorCode, Hello, Message, Register, Registered, Written,
 };
 use kvferry_types::{Attention, EngineId, GroupId, PeerId, Rank, Registration, RequestId};
-
-/// A registration that is being opened.
-#[derive(Debug, Clone)]
-pub struct Registering {
-    /// The rank's connection.
-    pub peer: PeerId,
-    /// The rank's request, which is answered when the opening ends.
-    pub request: RequestId,
-    /// The engine whose memory this is.
-    pub engine: EngineId,
-    /// Requests of that engine up to this one are over.
-    pub after: RequestId,
-    /// Why no copies are made for this memory, which is then only checked; `None` when it is served.
-    pub not_served: Option<String>,
-}
 
 /// A connected rank.
 #[derive(Debug)]

@@ -71,6 +71,11 @@ pub(super) struct Env {
 }
 
 impl Env {
+    /// True if the hosts of this world tell this lie.
+    pub(super) fn lies(&self, lie: Lie) -> bool {
+        self.lie == Some(lie)
+    }
+
     pub(super) fn new(seed: u64, lie: Option<Lie>) -> Self {
         let mut rng = Rng::with_seed(seed);
         let setup = Setup::draw(&mut rng);
@@ -246,8 +251,8 @@ impl Env {
         id: RequestId,
         answer: &Result<Answer, Refusal>,
     ) {
-        if let Some(nemesis) = self.oracle.answered(epoch, engine, id, answer) {
-            self.violated(nemesis);
+        if let Some(violation) = self.oracle.answered(epoch, engine, id, answer) {
+            self.violated(violation);
         }
     }
 
@@ -269,8 +274,8 @@ impl Env {
     }
 
     pub(super) fn check_touched(&mut self) {
-        if let Some(nemesis) = self.oracle.touched.nemesis.take() {
-            self.violated(nemesis);
+        if let Some(violation) = self.oracle.touched.violation.take() {
+            self.violated(violation);
         }
     }
 

@@ -6,12 +6,23 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::roster::Roster;
-use super::worker::TouchedPages;
 use kvferry_core::Refusal;
 use kvferry_types::{
     Answer, Copy, Direction, DomainId, EngineId, Epoch, Fingerprint, OpId, Request, RequestId,
-    ResetAnswer, ResetScope, Time, WorkerId,
+    ResetAnswer, ResetScope, Shard, Time, WorkerId,
 };
+
+/// The pages that a copy touches.
+#[derive(Debug)]
+pub(super) struct TouchedPages<'a> {
+    pub(super) worker: WorkerId,
+    pub(super) shard: Shard,
+    pub(super) life: u32,
+    pub(super) copy: &'a Copy,
+    pub(super) pages: &'a [(u32, u32)],
+    /// Cells of one depot page.
+    pub(super) cells: u32,
+}
 
 /// Pages that running copies read and write.
 #[derive(Debug, Default)]
@@ -20,7 +31,7 @@ pub(super) struct PageAccesses {
     depot: BTreeMap<(u16, u32), Uses>,
     /// Pages of the engines' memory, by engine, rank and page.
     device: BTreeMap<(EngineId, u16, u32), Uses>,
-    pub(super) nemesis: Option<String>,
+    pub(super) violation: Option<String>,
 }
 
 #[derive(Debug, Default, Clone)]
@@ -103,7 +114,7 @@ impl PageAccesses {
                 )
             });
             if let Some(other) = clashes.last() {
-                self.nemesis = Some(format!(
+                self.violation = Some(format!(
                     "depot page {depot} of {shard}: {} of {worker} touches what {} of {} writes or reads",
                     copy.op, other.op, other.worker
                 ));
@@ -114,7 +125,7 @@ impl PageAccesses {
                 !store,
             );
             if let Some(other) = clash {
-                self.nemesis = Some(format!(
+                self.violation = Some(format!(
                     "device page {device} of rank {rank}: {} of {worker} touches what {} of {} writes or reads",
                     copy.op, other.op, other.worker
                 ));

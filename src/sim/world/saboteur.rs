@@ -1,8 +1,6 @@
 //! Lies of a world's hosts: mistakes between a core and its environment, with which a test shows that the checker finds
 //! them. A world has at most one lie. Without one, nothing changes and no random number is drawn.
 
-use super::Env;
-
 macro_rules! lies {
     ($($(#[$doc:meta])* $name:ident,)*) => {
         /// A mistake that the hosts of a world make on purpose.
@@ -29,11 +27,4 @@ lies! {
     KeepRecord,
     /// A worker's host adds the pages of a store to the inventory before the store copies them.
     RecordEarly,
-}
-
-impl Env {
-    /// True if the hosts of this world tell this lie.
-    pub(super) fn lies(&self, lie: Lie) -> bool {
-        self.lie == Some(lie)
-    }
 }

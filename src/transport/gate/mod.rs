@@ -25,7 +25,7 @@ use tokio::time::timeout;
 
 use super::listener::{Intake, PeerLink, Peers, QueuedEvent};
 use super::places::{HandshakePermit, HandshakePermits};
-use super::zmq::Router;
+use super::router::Router;
 use super::zmtp::{self, Item, Parser};
 use super::{Limits, PeerId, SendError, SharedLogLimit, Violation};
 use relay::Connection;

@@ -3,10 +3,11 @@
 use std::fmt;
 use std::path::PathBuf;
 
-use super::line::{TIMESTAMP_MS_MAX, TOKENS_MAX};
 #[cfg(doc)]
-use super::read::ZSTD_WINDOW_LOG_MAX;
-use super::read::{BLOCKS_MAX, DECODED_BYTES_MAX, LINE_BYTES_MAX, REQUESTS_MAX};
+use super::limits::ZSTD_WINDOW_LOG_MAX;
+use super::limits::{
+    BLOCKS_MAX, DECODED_BYTES_MAX, LINE_BYTES_MAX, REQUESTS_MAX, TIMESTAMP_MS_MAX, TOKENS_MAX,
+};
 
 /// Why a trace could not be read.
 #[derive(Debug, thiserror::Error)]

@@ -6,11 +6,7 @@ use serde::de::{self, DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqA
 use serde_json::error::Category;
 
 use super::error::LineError;
-
-/// Latest time of a request, in milliseconds: 100 years, so that microseconds fit easily in 64 bits.
-pub const TIMESTAMP_MS_MAX: u64 = 100 * 366 * 24 * 3_600 * 1_000;
-/// Longest prompt or answer, in tokens: larger than any model's context, and small enough that no later sum overflows.
-pub const TOKENS_MAX: u64 = 1 << 32;
+use super::limits::{TIMESTAMP_MS_MAX, TOKENS_MAX};
 
 /// The fields of one line.
 #[derive(Debug, PartialEq)]

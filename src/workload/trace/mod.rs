@@ -5,17 +5,17 @@
 
 mod error;
 mod generate;
+mod limits;
 mod line;
 mod read;
 
 pub use error::{LineError, TraceError};
 pub use generate::{Shape, generate};
-pub use read::{
+pub use limits::{
     BLOCKS_MAX, DECODED_BYTES_MAX, LINE_BYTES_MAX, REQUESTS_MAX, SUGGESTED_TOKENS_MAX,
-    ZSTD_WINDOW_LOG_MAX, read,
+    TIMESTAMP_MS_MAX, TOKENS_MAX, ZSTD_WINDOW_LOG_MAX,
 };
-
-pub use line::{TIMESTAMP_MS_MAX, TOKENS_MAX};
+pub use read::read;
 
 /// One request of a trace.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

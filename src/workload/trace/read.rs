@@ -7,21 +7,12 @@ use std::path::Path;
 use flate2::read::MultiGzDecoder;
 
 use super::error::BlockCount;
+use super::limits::{
+    BLOCKS_MAX, DECODED_BYTES_MAX, LINE_BYTES_MAX, REQUESTS_MAX, SUGGESTED_TOKENS_MAX,
+    ZSTD_WINDOW_LOG_MAX,
+};
 use super::line::{self, Line};
 use super::{LineError, Trace, TraceError, TraceRequest};
-
-/// Longest line, in bytes, without its line feed.
-pub const LINE_BYTES_MAX: usize = 64 << 20;
-/// Largest number of requests of a trace.
-pub const REQUESTS_MAX: u64 = 16 << 20;
-/// Largest number of hash ids of a trace: 2 GiB of memory at 8 bytes each.
-pub const BLOCKS_MAX: u64 = 256 << 20;
-/// Largest decompressed size of a trace in bytes, blank lines and unknown fields included.
-pub const DECODED_BYTES_MAX: u64 = 16 << 30;
-/// Largest zstd window, as a power of two: 128 MiB of memory.
-pub const ZSTD_WINDOW_LOG_MAX: u32 = 27;
-/// Largest block size that an error message suggests, in tokens.
-pub const SUGGESTED_TOKENS_MAX: u32 = 1 << 16;
 
 const BUFFER_BYTES: usize = 256 << 10;
 const MAGIC_BYTES: u64 = 4;

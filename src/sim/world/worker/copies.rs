@@ -4,11 +4,11 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::super::faults::Fault;
-use super::super::oracle::PageAccesses;
+use super::super::oracle::{PageAccesses, TouchedPages};
 use super::super::saboteur::Lie;
 use super::super::storage::TORN;
 use super::super::{Env, SimEvent};
-use kvferry_types::{Copy, Direction, EndedCopy, OpId, Shard, WorkerId};
+use kvferry_types::{Copy, Direction, EndedCopy, OpId, WorkerId};
 
 /// A running copy.
 #[derive(Debug)]
@@ -228,16 +228,4 @@ impl Copies {
             copy_us: 1,
         })
     }
-}
-
-/// The pages that a copy touches.
-#[derive(Debug)]
-pub(in crate::world) struct TouchedPages<'a> {
-    pub(in crate::world) worker: WorkerId,
-    pub(in crate::world) shard: Shard,
-    pub(in crate::world) life: u32,
-    pub(in crate::world) copy: &'a Copy,
-    pub(in crate::world) pages: &'a [(u32, u32)],
-    /// Cells of one depot page.
-    pub(in crate::world) cells: u32,
 }

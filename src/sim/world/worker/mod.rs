@@ -12,7 +12,6 @@ use kvferry_protocol::{ErrorBody, Message, Role};
 use kvferry_shell::{Fatal, WorkerFailure, WorkerShell};
 use kvferry_types::{EngineId, Epoch, OpId, Time, WorkerId};
 
-pub(super) use copies::TouchedPages;
 use host::{Host, Parts};
 
 /// One incarnation of a worker.

@@ -1,0 +1,177 @@
+//! Requests of engines and their answers as messages, and back.
+
+use crate::body::{CancelStores, Empty, ErrorBody, Finish, Load, Lookup, Reset, Store};
+use crate::codec::Message;
+use crate::error::ErrorCode;
+use kvferry_types::{
+    Answer, HASH_BYTES_MAX, HASH_BYTES_MIN, PageHashes, Request, RequestId, ResetScope, SlotId,
+};
+
+impl From<Request> for Message {
+    fn from(request: Request) -> Self {
+        match request {
+            Request::Lookup {
+                slot,
+                namespace,
+                hashes,
+                device_pages,
+            } => Self::Lookup(Lookup {
+                slot: slot.0,
+                namespace,
+                hash_bytes: width(&hashes),
+                hashes: hashes.into_bytes(),
+                device_pages,
+            }),
+            Request::Load {
+                slot,
+                first_page,
+                destination,
+                after,
+            } => Self::Load(Load {
+                after: after.0,
+                slot: slot.0,
+                first_page,
+                destination: destination.into(),
+            }),
+            Request::Store {
+                slot,
+                first_page,
+                more,
+                source,
+            } => {
+                let (more_from, more) = more.unzip();
+                Self::Store(Store {
+                    slot: slot.0,
+                    first_page,
+                    source: source.into(),
+                    hash_bytes: more.as_ref().map_or(0, width),
+                    more_hashes: more.map_or_else(Vec::new, PageHashes::into_bytes),
+                    more_from: more_from.unwrap_or(0),
+                })
+            }
+            Request::Reset { scope } => Self::Reset(reset(scope)),
+            Request::CancelStores { slot } => Self::CancelStores(CancelStores {
+                slot: slot.map(|slot| slot.0),
+            }),
+            Request::Finish { slot } => Self::Finish(Finish { slot: slot.0 }),
+        }
+    }
+}
+
+impl TryFrom<Message> for Request {
+    type Error = ErrorBody;
+
+    /// Fails for messages that no engine sends, and for hashes whose length does not match their width.
+    fn try_from(message: Message) -> Result<Self, ErrorBody> {
+        match message {
+            Message::Lookup(lookup) => Ok(Self::Lookup {
+                slot: SlotId(lookup.slot),
+                namespace: lookup.namespace,
+                hashes: page_hashes("hashes", lookup.hash_bytes, lookup.hashes)?,
+                device_pages: lookup.device_pages,
+            }),
+            Message::Load(load) => Ok(Self::Load {
+                slot: SlotId(load.slot),
+                first_page: load.first_page,
+                destination: load.destination.list,
+                after: RequestId(load.after),
+            }),
+            Message::Store(store) => Ok(Self::Store {
+                slot: SlotId(store.slot),
+                first_page: store.first_page,
+                more: match store.more_hashes.is_empty() {
+                    true => None,
+                    false => Some((
+                        store.more_from,
+                        page_hashes("more_hashes", store.hash_bytes, store.more_hashes)?,
+                    )),
+                },
+                source: store.source.list,
+            }),
+            Message::Reset(reset) => Ok(Self::Reset {
+                scope: reset_scope(reset)?,
+            }),
+            Message::CancelStores(cancel) => Ok(Self::CancelStores {
+                slot: cancel.slot.map(SlotId),
+            }),
+            Message::Finish(finish) => Ok(Self::Finish {
+                slot: SlotId(finish.slot),
+            }),
+            other => Err(ErrorBody::new(
+                ErrorCode::UnknownKind,
+                format!("{} is not for a leader to answer", other.kind().name()),
+            )),
+        }
+    }
+}
+
+impl From<Answer> for Message {
+    fn from(answer: Answer) -> Self {
+        match answer {
+            Answer::Lookup(answer) => Self::LookupAnswer(answer),
+            Answer::Load(answer) => Self::LoadAnswer(answer),
+            Answer::Store(answer) => Self::StoreAnswer(answer),
+            Answer::Reset(answer) => Self::ResetAnswer(answer),
+            Answer::CancelStores(answer) => Self::CancelStoresAnswer(answer),
+            Answer::Finish => Self::FinishAnswer(Empty {}),
+        }
+    }
+}
+
+impl Message {
+    /// Returns the answer to an engine's request, or `None` for any other message.
+    pub fn answer(&self) -> Option<Answer> {
+        match *self {
+            Self::LookupAnswer(answer) => Some(Answer::Lookup(answer)),
+            Self::LoadAnswer(answer) => Some(Answer::Load(answer)),
+            Self::StoreAnswer(answer) => Some(Answer::Store(answer)),
+            Self::ResetAnswer(answer) => Some(Answer::Reset(answer)),
+            Self::CancelStoresAnswer(answer) => Some(Answer::CancelStores(answer)),
+            Self::FinishAnswer(Empty {}) => Some(Answer::Finish),
+            _ => None,
+        }
+    }
+}
+
+fn reset(scope: ResetScope) -> Reset {
+    let (namespace, hashes) = match scope {
+        ResetScope::Everything => (None, None),
+        ResetScope::Namespace(namespace) => (Some(namespace), None),
+        ResetScope::Pages(namespace, hashes) => (Some(namespace), Some(hashes)),
+    };
+    Reset {
+        namespace: namespace.map(serde_bytes::ByteBuf::from),
+        hash_bytes: hashes.as_ref().map_or(0, width),
+        hashes: hashes.map_or_else(Vec::new, PageHashes::into_bytes),
+    }
+}
+
+fn reset_scope(reset: Reset) -> Result<ResetScope, ErrorBody> {
+    match (reset.namespace, reset.hashes.is_empty()) {
+        (None, true) => Ok(ResetScope::Everything),
+        (None, false) => {
+            let text = "hashes without a namespace: say whose pages";
+            Err(ErrorBody::new(ErrorCode::Invalid, text))
+        }
+        (Some(namespace), true) => Ok(ResetScope::Namespace(namespace.into_vec())),
+        (Some(namespace), false) => {
+            let hashes = page_hashes("hashes", reset.hash_bytes, reset.hashes)?;
+            Ok(ResetScope::Pages(namespace.into_vec(), hashes))
+        }
+    }
+}
+
+fn width(hashes: &PageHashes) -> u8 {
+    u8::try_from(hashes.width()).unwrap_or(0)
+}
+
+fn page_hashes(field: &str, width: u8, bytes: Vec<u8>) -> Result<PageHashes, ErrorBody> {
+    let length = bytes.len();
+    PageHashes::packed(usize::from(width), bytes).ok_or_else(|| {
+        let text = format!(
+            "{field} has {length} bytes and hash_bytes is {width}: hashes of {HASH_BYTES_MIN} to \
+             {HASH_BYTES_MAX} bytes, packed without gaps"
+        );
+        ErrorBody::new(ErrorCode::Invalid, text)
+    })
+}

@@ -1,0 +1,22 @@
+//! Roles of clients.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// The role of a client. More may be added: an unknown role is answered with an error, and is no protocol violation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Role {
+    /// The scheduler of an engine: sends lookups, loads, stores.
+    Engine,
+    /// One rank of an engine: registers its memory with its worker.
+    Rank,
+    /// A worker.
+    Worker,
+    /// An operator or a probe.
+    Admin,
+    /// A role that this version does not know.
+    #[serde(other)]
+    #[schemars(skip)]
+    Unknown,
+}
