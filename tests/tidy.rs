@@ -2,6 +2,10 @@
 
 #![expect(clippy::expect_used, reason = "a test says what it expects")]
 
+mod tidy {
+    mod circles;
+}
+
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -10,7 +14,7 @@ use std::path::{Path, PathBuf};
 const ARROWS: &[(&str, &[&str])] = &[
     ("config", &[]),
     ("error", &["config"]),
-    ("telemetry", &[]),
+    ("telemetry", &["error"]),
     ("cli", &["config", "error", "telemetry"]),
 ];
 
