@@ -10,9 +10,9 @@ use ractor::{Actor, ActorProcessingErr, ActorRef};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
+use crate::depot::{DepotActor, DepotArguments, DepotFailure, DepotProgress, DepotSettings};
 use crate::gpu::{EngineSide, Gpu};
 use crate::mailbox::{Credited, Credits, Feeder};
-use crate::pool::{DepotActor, DepotArguments, DepotFailure, DepotProgress, DepotSettings};
 use crate::processes::Process;
 use crate::readiness::ReadinessReporter;
 use crate::transfer::{RUNNING_COPIES_MAX, TransferActor, TransferArguments};

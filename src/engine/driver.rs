@@ -12,7 +12,7 @@ use tokio::time::Instant;
 
 use crate::error::EngineError;
 use crate::fleet::EngineParts;
-use crate::observed::EngineMetrics;
+use crate::metrics::EngineMetrics;
 use crate::pipe::{RankOrder, RankReport};
 use crate::rank_pipe::{RANK_QUEUE, send_orders, take_reports};
 use kvferry_client::{EngineClient, Failure};
@@ -248,7 +248,7 @@ impl EngineDriver {
         self.observed.refused(failure.to_string());
         if copies && !failure.over {
             self.observed.abandoned += 1;
-            self.scheduler.gave_up(id, &mut self.actions);
+            self.scheduler.abandoned(id, &mut self.actions);
         } else {
             self.scheduler.answered(id, None, &mut self.actions);
         }

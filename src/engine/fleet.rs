@@ -7,7 +7,7 @@ use tokio::time::Instant;
 
 use crate::driver::{EngineDriver, EngineEvent};
 use crate::error::EngineError;
-use crate::observed::EngineMetrics;
+use crate::metrics::EngineMetrics;
 use crate::rank_pipe::{RANK_QUEUE, RankPipe};
 use kvferry_client::EngineClient;
 use kvferry_workload::scheduler::{Prompt, Scheduler, Served};

@@ -7,8 +7,8 @@ use ractor::ActorRef;
 
 use super::gpu::GpuState;
 use super::{UNPROVEN, WorkerMessage};
+use crate::depot::DepotProgress;
 use crate::gpu::EngineSide;
-use crate::pool::DepotProgress;
 use crate::processes::{self, Process};
 use crate::readiness::ReadinessReporter;
 use crate::transfer::TransferMessage;

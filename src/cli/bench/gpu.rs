@@ -17,7 +17,7 @@ use kvferry_types::{Direction, FragmentPair, OpId, PageList};
 use kvferry_workload::content::POISON;
 
 use super::copy::registration;
-use super::pages::{gather, shuffled, turned};
+use super::copy_fixture::{gather, shuffled, turned};
 use super::spread;
 
 /// Time limit of a copy. Only a hanging copy takes this long.

@@ -12,7 +12,7 @@ use crate::cli::{block_on, status};
 use crate::error::CommandError;
 use kvferry_client::{EngineClient, EngineSettings};
 use kvferry_engine::fleet::{EngineParts, Fleet};
-use kvferry_engine::observed::EngineMetrics;
+use kvferry_engine::metrics::EngineMetrics;
 use kvferry_memory::MemoryAvailable;
 use kvferry_protocol::StatusAnswer;
 use kvferry_transport::ZmqTransport;

@@ -390,7 +390,7 @@ fn what_an_engine_abandons_is_over_when_it_hears_so() {
     written(&mut worker, 3);
     let abandon = |requests: &[u64]| WorkerEvent::Abandon {
         engine: ENGINE,
-        ask: 9,
+        number: 9,
         requests: requests.iter().copied().map(RequestId).collect(),
     };
     let effects = step(&mut worker, 1, abandon(&[3, 4, 5]));
@@ -404,7 +404,7 @@ fn what_an_engine_abandons_is_over_when_it_hears_so() {
     let copies = vec![refused(OpId(2)), late];
     assert_eq!(
         effects,
-        [report(1, copies), WorkerEffect::Abandoned { ask: 9 }]
+        [report(1, copies), WorkerEffect::Abandoned { number: 9 }]
     );
     let effects = order(&mut worker, 1, 2, vec![store(3, 5)]);
     assert_eq!(
@@ -419,11 +419,11 @@ fn an_engine_hears_of_what_it_abandoned_when_the_last_copy_has_ended() {
     let mut worker = worker();
     let copies = [(1, 5), (2, 5), (3, 6)].map(|(op, request)| copy(op, Direction::Load, request));
     order(&mut worker, 1, 1, copies.to_vec());
-    let (engine, ask) = (ENGINE, 9);
+    let (engine, number) = (ENGINE, 9);
     let requests = BTreeSet::from([RequestId(5)]);
     let abandon = WorkerEvent::Abandon {
         engine,
-        ask,
+        number,
         requests,
     };
     let effects = step(&mut worker, 1, abandon);
@@ -436,7 +436,7 @@ fn an_engine_hears_of_what_it_abandoned_when_the_last_copy_has_ended() {
         [1, 2],
         "3 is of another request"
     );
-    let heard = |effects: Vec<WorkerEffect>| effects.contains(&WorkerEffect::Abandoned { ask });
+    let heard = |effects: Vec<WorkerEffect>| effects.contains(&WorkerEffect::Abandoned { number });
     assert!(!heard(effects));
     assert!(!heard(ended(&mut worker, 2, vec![complete(2)])));
     assert!(heard(ended(&mut worker, 3, vec![complete(1)])));
@@ -496,15 +496,15 @@ fn abandoned_requests_are_remembered_within_a_limit() {
     let requests: BTreeSet<RequestId> = (10..=10 + WORKER_ABANDONED_MAX as u64)
         .map(RequestId)
         .collect();
-    let (engine, ask) = (ENGINE, 1);
+    let (engine, number) = (ENGINE, 1);
     let abandon = WorkerEvent::Abandon {
         engine,
-        ask,
+        number,
         requests,
     };
     assert_eq!(
         step(&mut worker, 0, abandon),
-        [WorkerEffect::Abandoned { ask }]
+        [WorkerEffect::Abandoned { number }]
     );
     let effects = order(&mut worker, 1, 1, vec![store(1, 10)]);
     assert_eq!(effects, [report(1, vec![refused(OpId(1))])]);
@@ -515,7 +515,7 @@ fn as_many_abandoned_requests_as_the_limit_are_remembered_one_by_one() {
     let mut worker = worker();
     let abandon = |requests: std::ops::Range<u64>| WorkerEvent::Abandon {
         engine: ENGINE,
-        ask: 1,
+        number: 1,
         requests: requests.map(RequestId).collect(),
     };
     step(
@@ -533,11 +533,11 @@ fn as_many_abandoned_requests_as_the_limit_are_remembered_one_by_one() {
 #[test]
 fn what_is_older_than_an_abandoned_request_is_copied_as_ever() {
     let mut worker = worker();
-    let (engine, ask) = (ENGINE, 1);
+    let (engine, number) = (ENGINE, 1);
     let requests = BTreeSet::from([RequestId(5)]);
     let abandon = WorkerEvent::Abandon {
         engine,
-        ask,
+        number,
         requests,
     };
     step(&mut worker, 0, abandon);
@@ -721,10 +721,10 @@ fn a_copy_of_pages_that_are_not_there_is_refused_before_anything_is_written() {
 fn an_abandoned_request_of_the_highest_number_costs_no_other_one_its_copies() {
     let mut worker = worker();
     let abandon = |worker: &mut Worker, engine, request| {
-        let (ask, requests) = (1, BTreeSet::from([RequestId(request)]));
+        let (number, requests) = (1, BTreeSet::from([RequestId(request)]));
         let abandon = WorkerEvent::Abandon {
             engine,
-            ask,
+            number,
             requests,
         };
         step(worker, 0, abandon)

@@ -92,9 +92,9 @@ impl<P: fmt::Debug, M> Ranks<P, M> {
         (mapped.engine == engine).then_some(&mapped.memory)
     }
 
-    /// Takes the rank, and its request, that waits for the end of `ask`.
-    pub(super) fn take_abandoning(&mut self, ask: u64) -> Option<(PeerId, RequestId)> {
-        self.abandoning.remove(&ask)
+    /// Takes the rank, and its request, that waits for the end of `number`.
+    pub(super) fn take_abandoning(&mut self, number: u64) -> Option<(PeerId, RequestId)> {
+        self.abandoning.remove(&number)
     }
 
     /// Counts the end of an opening of this rank's memory.
@@ -282,11 +282,11 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             return Ok(());
         }
         ranks.last_abandoning += 1;
-        let ask = ranks.last_abandoning;
-        ranks.abandoning.insert(ask, (peer, request));
+        let number = ranks.last_abandoning;
+        ranks.abandoning.insert(number, (peer, request));
         let event = WorkerEvent::Abandon {
             engine,
-            ask,
+            number,
             requests: abandon.requests.iter().copied().map(RequestId).collect(),
         };
         self.step(host, event)

@@ -1,7 +1,7 @@
 //! Lies of a world's hosts: mistakes between a core and its environment, with which a test shows that the checker finds
 //! them. A world has at most one lie. Without one, nothing changes and no random number is drawn.
 
-use super::Env;
+use super::SimContext;
 
 macro_rules! lies {
     ($($(#[$doc:meta])* $name:ident,)*) => {
@@ -31,7 +31,7 @@ lies! {
     RecordEarly,
 }
 
-impl Env {
+impl SimContext {
     /// True if the hosts of this world tell this lie.
     pub(super) fn lies(&self, lie: Lie) -> bool {
         self.lie == Some(lie)

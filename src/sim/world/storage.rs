@@ -77,7 +77,7 @@ pub trait Storage {
 
 /// Host memory of one shard.
 #[derive(Debug)]
-pub struct Depot {
+pub struct SimDepot {
     id: DepotId,
     cells: Vec<Content>,
     /// Inventory slots: one for each page of the smallest size.
@@ -86,7 +86,7 @@ pub struct Depot {
     reading: (Epoch, u64),
 }
 
-impl Depot {
+impl SimDepot {
     /// An empty depot of this many cells.
     pub fn new(id: DepotId, cells: u32) -> Self {
         Self {
@@ -105,7 +105,7 @@ impl Depot {
     }
 }
 
-impl Storage for Depot {
+impl Storage for SimDepot {
     fn id(&self) -> DepotId {
         self.id
     }
@@ -229,7 +229,7 @@ mod tests {
 
     #[test]
     fn a_page_lies_inside_those_of_other_sizes() {
-        let mut depot = Depot::new(DepotId(1), 12);
+        let mut depot = SimDepot::new(DepotId(1), 12);
         assert!(depot.write(shape(4), 1, 77));
         assert_eq!((depot.read(shape(2), 2), depot.read(shape(2), 3)), (77, 77));
         assert!(depot.write(shape(2), 3, 88));
@@ -240,7 +240,7 @@ mod tests {
         assert_eq!(depot.read(shape(4), 3), NOWHERE);
     }
 
-    fn hold(depot: &mut Depot, shape: Shape, reading: (Epoch, u64)) -> Hold {
+    fn hold(depot: &mut SimDepot, shape: Shape, reading: (Epoch, u64)) -> Hold {
         let hold = depot.hold(shape, reading);
         if hold == Hold::Divide {
             (0..depot.pages(shape)).for_each(|page| depot.clear(page));
@@ -251,7 +251,7 @@ mod tests {
 
     #[test]
     fn a_reading_that_comes_late_changes_nothing() {
-        let mut depot = Depot::new(DepotId(1), 12);
+        let mut depot = SimDepot::new(DepotId(1), 12);
         assert_eq!(hold(&mut depot, shape(4), (Epoch(1), 1)), Hold::Divide);
         assert_eq!(hold(&mut depot, shape(2), (Epoch(1), 2)), Hold::Divide);
         assert_eq!(hold(&mut depot, shape(4), (Epoch(1), 1)), Hold::Late);
@@ -262,7 +262,7 @@ mod tests {
 
     #[test]
     fn slots_of_smaller_pages_lie_in_larger_ones() {
-        let mut depot = Depot::new(DepotId(1), 12);
+        let mut depot = SimDepot::new(DepotId(1), 12);
         hold(&mut depot, shape(1), (Epoch(1), 1));
         hold(&mut depot, shape(4), (Epoch(1), 2));
         assert!(depot.write(shape(4), 0, 77));

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::{Counts, Fault, FaultCounts, Outcome};
+use super::{Counts, Fault, FaultCounts, SimOutcome};
 
 /// Runs from which on every kind of fault is expected to have had an effect: fewer may miss one by chance.
 pub const RUNS_TO_JUDGE: u64 = 200;
@@ -27,7 +27,7 @@ pub struct Summary {
 
 impl Summary {
     /// Adds a run.
-    pub fn add(&mut self, outcome: &Outcome) {
+    pub fn add(&mut self, outcome: &SimOutcome) {
         self.runs += 1;
         self.digest = self.digest.wrapping_add(outcome.digest);
         self.steps.push(outcome.counts.steps);

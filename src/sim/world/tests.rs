@@ -121,12 +121,12 @@ fn asked(oracle: &mut oracle::Oracle, engine: EngineId, all_fenced: bool) {
         more: None,
         source: kvferry_types::PageList::default(),
     };
-    let question = oracle::Question {
+    let question = oracle::ArrivedRequest {
         left: Duration::from_millis(10),
         all_fenced,
         request: &request,
     };
-    oracle.asked(Time(0), Epoch(1), engine, RequestId(1), &question);
+    oracle.arrived(Time(0), Epoch(1), engine, RequestId(1), &question);
 }
 
 #[test]

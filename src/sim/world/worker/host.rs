@@ -3,11 +3,11 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use super::super::client::Client;
+use super::super::client::SimClient;
 use super::super::saboteur::Lie;
-use super::super::server::{Server, connection};
+use super::super::server::{SimServer, connection};
 use super::super::storage::{Hold, Storage};
-use super::super::{Env, SimEvent};
+use super::super::{SimContext, SimEvent};
 use super::copies::Copies;
 use kvferry_protocol::{ErrorBody, ErrorCode, Inventory, Message, ReadInventory};
 use kvferry_shell::{Fatal, Peers, Registering, WorkerHost};
@@ -38,9 +38,9 @@ const DIVIDE_SLICES: u32 = 4;
 #[derive(Debug)]
 pub(super) struct Parts {
     id: WorkerId,
-    life: u32,
-    pub(super) leader: Client,
-    pub(super) server: Server,
+    incarnation: u32,
+    pub(super) leader: SimClient,
+    pub(super) server: SimServer,
     pub(super) copies: Copies,
     pub(super) dividing: Option<Dividing>,
     /// Registrations whose memory is being opened.
@@ -52,13 +52,17 @@ pub(super) struct Parts {
 }
 
 impl Parts {
-    pub(super) fn new((id, life): (WorkerId, u32), leader: Client, server: Server) -> Self {
+    pub(super) fn new(
+        (id, incarnation): (WorkerId, u32),
+        leader: SimClient,
+        server: SimServer,
+    ) -> Self {
         Self {
             id,
-            life,
+            incarnation,
             leader,
             server,
-            copies: Copies::new(id, life),
+            copies: Copies::new(id, incarnation),
             dividing: None,
             opening: BTreeMap::new(),
             openings: 0,
@@ -70,7 +74,7 @@ impl Parts {
 
 /// Environment of the worker's shell while it handles one event.
 pub(super) struct Host<'a> {
-    pub(super) env: &'a mut Env,
+    pub(super) env: &'a mut SimContext,
     pub(super) parts: &'a mut Parts,
 }
 
@@ -82,14 +86,17 @@ impl Host<'_> {
 
     /// Schedules an event of this worker after `wait`.
     fn later(&mut self, wait: Duration, happening: impl FnOnce(WorkerId, u32) -> SimEvent) {
-        let happening = happening(self.parts.id, self.parts.life);
+        let happening = happening(self.parts.id, self.parts.incarnation);
         let at = self.env.now() + wait;
         self.env.queue.push(at, happening);
     }
 
     fn divide_later(&mut self) {
         if let Some(pace) = self.parts.dividing.as_ref().map(|dividing| dividing.pace) {
-            self.later(pace, |worker, life| SimEvent::Divide { worker, life });
+            self.later(pace, |worker, incarnation| SimEvent::Divide {
+                worker,
+                incarnation,
+            });
         }
     }
 
@@ -99,7 +106,7 @@ impl Host<'_> {
         let Some(dividing) = &mut self.parts.dividing else {
             return;
         };
-        let shape = Env::shape(dividing.read.page_bytes, [0; 16]);
+        let shape = SimContext::shape(dividing.read.page_bytes, [0; 16]);
         let depot = &mut self.env.depots[shard];
         if depot.id() == dividing.depot {
             let pages = depot.pages(shape);
@@ -122,7 +129,7 @@ impl Host<'_> {
     }
 
     fn send_inventory(&mut self, link: LinkId, order: RequestId, read: &ReadInventory) {
-        let shape = Env::shape(read.page_bytes, [0; 16]);
+        let shape = SimContext::shape(read.page_bytes, [0; 16]);
         let depot = &self.env.depots[self.shard()];
         let message = if depot.holds() == Some(shape.cells) {
             let end = read.from.saturating_add(self.env.setup.inventory_pages);
@@ -196,9 +203,9 @@ impl WorkerHost for Host<'_> {
         let opening = self.parts.openings;
         self.parts.opening.insert(opening, registering);
         let wait = Duration::from_micros(self.env.rng.u64(5..2000));
-        self.later(wait, |worker, life| SimEvent::Opened {
+        self.later(wait, |worker, incarnation| SimEvent::Opened {
             worker,
-            life,
+            incarnation,
             opening,
         });
         Ok(())
@@ -233,7 +240,7 @@ impl WorkerHost for Host<'_> {
     }
 
     fn arena_pages(&self, page_bytes: u64) -> u32 {
-        self.env.depots[self.shard()].pages(Env::shape(page_bytes, [0; 16]))
+        self.env.depots[self.shard()].pages(SimContext::shape(page_bytes, [0; 16]))
     }
 
     fn read_inventory(
@@ -243,7 +250,7 @@ impl WorkerHost for Host<'_> {
         epoch: Epoch,
         read: ReadInventory,
     ) -> Result<(), Fatal> {
-        let shape = Env::shape(read.page_bytes, [0; 16]);
+        let shape = SimContext::shape(read.page_bytes, [0; 16]);
         let shard = self.shard();
         let depot = &mut self.env.depots[shard];
         match depot.hold(shape, (epoch, read.reading)) {
@@ -292,7 +299,10 @@ impl WorkerHost for Host<'_> {
 
     fn invalidate_later(&mut self) -> Result<(), Fatal> {
         let wait = Duration::from_micros(self.env.rng.u64(1..20));
-        self.later(wait, |worker, life| SimEvent::Invalidate { worker, life });
+        self.later(wait, |worker, incarnation| SimEvent::Invalidate {
+            worker,
+            incarnation,
+        });
         Ok(())
     }
 

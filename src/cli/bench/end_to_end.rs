@@ -26,7 +26,7 @@ use kvferry_types::{
 use kvferry_workload::models::Model;
 use kvferry_workload::scheduler::WorkKind;
 
-use super::pages::{Pages, set_of, shuffled};
+use super::copy_fixture::{CopyFixture, set_of, shuffled};
 use super::rig::{self, ENGINE, HASH_BYTES, hashes};
 use super::spread;
 
@@ -253,7 +253,7 @@ impl Arguments {
 /// The copy engine alone, on memory of its own.
 struct Bare {
     engine: CopyEngine,
-    memory: Pages,
+    memory: CopyFixture,
     pages: u32,
 }
 
@@ -269,7 +269,7 @@ impl Bare {
             bytes: vec![0; 16],
         };
         let registration = describe(&rank.settings()?, [0; 16], nonce);
-        let memory = Pages::new(&registration, PLACES * pages)?;
+        let memory = CopyFixture::new(&registration, PLACES * pages)?;
         let engine = CopyEngine::new(usize::from(arguments.copy_threads));
         Ok(Self {
             engine: engine.map_err(CommandError::failed)?,

@@ -23,7 +23,7 @@ use kvferry_transport::{
 };
 use kvferry_types::{EndedCopy, Epoch, OpId, PageList};
 
-use super::filled::{FilledLeader, geometry};
+use super::preloaded_leader::{PreloadedLeader, geometry};
 
 /// Pages of the prompts, one row each.
 const PROMPT_PAGES: [u32; 4] = [10, 256, 2048, 4096];
@@ -177,7 +177,7 @@ async fn lookup_ns(engine: &Client) -> Result<u64, CommandError> {
 /// Measures the core's step of a lookup without sockets and actors, in microseconds. Decoding is excluded, because the
 /// busy server decodes as well.
 fn in_core(pages: u32, rounds: u32) -> Result<f64, CommandError> {
-    let mut leader = FilledLeader::new(PROMPTS, pages)?;
+    let mut leader = PreloadedLeader::new(PROMPTS, pages)?;
     let mut took = Vec::new();
     for (_, prompt) in (0..rounds).zip((0..PROMPTS).cycle()) {
         let encoded = leader.encoded(prompt)?;
