@@ -11,8 +11,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use kvferry_protocol::{
-    Class, Envelope, HELLO_VERSION, Header, Kind, Message, VERSION, VERSION_MIN, decode, encode,
-    examples,
+    Class, Envelope, HELLO_VERSION, Header, Message, MessageKind, VERSION, VERSION_MIN, decode,
+    encode, examples,
 };
 use kvferry_types::{Epoch, RequestId};
 use serde_json::Value;
@@ -51,7 +51,7 @@ fn compare(path: &Path, text: &str) {
 fn envelope(version: u16, message: Message) -> Envelope {
     let kind = message.kind();
     let version = match kind {
-        Kind::Hello | Kind::Welcome => HELLO_VERSION,
+        MessageKind::Hello | MessageKind::Welcome => HELLO_VERSION,
         _ => version,
     };
     let deadline_ms = match kind.class() {
@@ -135,7 +135,7 @@ fn every_kind_has_an_example() {
         .into_iter()
         .map(|(_, message)| message.kind())
         .collect();
-    for kind in kvferry_protocol::Kind::ALL {
+    for kind in kvferry_protocol::MessageKind::ALL {
         assert!(shown.contains(kind), "{} has no example", kind.name());
     }
 }

@@ -11,7 +11,7 @@ use std::time::Duration;
 use tokio::sync::oneshot;
 
 use crate::engine::Shared;
-use kvferry_protocol::{Call, ErrorCode, Kind, Load, Message, Store};
+use kvferry_protocol::{Call, ErrorCode, Load, Message, MessageKind, Store};
 use kvferry_transport::Failure;
 use kvferry_types::{Request, RequestId};
 
@@ -200,7 +200,7 @@ impl<C: Call> TransferTask<C> {
         let first = tokio::select! {
             biased;
             answer = &mut asking => Some(answer),
-            () = report.closed(), if C::KIND == Kind::Load && self.shared.ranks.is_some() => None,
+            () = report.closed(), if C::KIND == MessageKind::Load && self.shared.ranks.is_some() => None,
         };
         let failure = match first {
             Some(Ok(answer)) => {

@@ -32,7 +32,7 @@ pub use depot::{
 };
 pub use drop_signal::{DropSignal, DropWaiter};
 pub use engine_memory::{EngineMemory, EngineMemoryError, NonceMismatch};
-pub use inventory::SLOT_BYTES;
+pub use inventory::ENTRY_BYTES;
 pub use layout::{FragmentLayout, PageLayout};
 pub use lock::{LockError, LockLimit};
 pub use node::{NoSuchNode, NumaNode};

@@ -322,7 +322,7 @@ pub fn examples() -> Vec<(&'static str, Message)> {
             Message::ReadInventory(ReadInventory {
                 depot: [8; 16],
                 page_bytes: 4096,
-                reading: 2,
+                read_id: 2,
                 from: 64,
             }),
         ),
@@ -368,7 +368,7 @@ fn inventory() -> Inventory {
     let asked = ReadInventory {
         depot: DepotId(7).0.to_be_bytes(),
         page_bytes: 4096,
-        reading: 2,
+        read_id: 2,
         from: 64,
     };
     Inventory::new(&asked, Some(128), &[page])

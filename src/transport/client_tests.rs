@@ -9,8 +9,8 @@ use crate::{
     Client, Incoming, Limits, Listener, ListenerEvent, MemoryTransport, PeerId, Transport,
 };
 use kvferry_protocol::{
-    Cancel, Class, Empty, Envelope, ErrorCode, HELLO_VERSION, Header, Kind, Message, VERSION,
-    VERSION_MIN, Welcome, decode, encode, limits,
+    Cancel, Class, Empty, Envelope, ErrorCode, HELLO_VERSION, Header, Message, MessageKind,
+    VERSION, VERSION_MIN, Welcome, decode, encode, limits,
 };
 use kvferry_types::{Epoch, RequestId};
 
@@ -71,7 +71,7 @@ impl Scripted {
 
     fn say(&self, id: u64, message: Message) {
         let version = match message.kind() {
-            Kind::Welcome => HELLO_VERSION,
+            MessageKind::Welcome => HELLO_VERSION,
             _ => VERSION,
         };
         let (header, body) = encode(&Envelope {
@@ -132,12 +132,12 @@ async fn what_is_not_known_ends_neither_the_connection_nor_a_request() {
     // Answers of unknown kinds, under the id of an open request, and an answer to no open request.
     server.send(header(999, 42), &[0xc1]);
     server.send(header(63, 42), &[0xc1]);
-    server.send(header(Kind::LookupAnswer.number(), 41), &[0xc1]);
+    server.send(header(MessageKind::LookupAnswer.number(), 41), &[0xc1]);
     // Requests: of an unknown kind, of a kind that is not for a client, and one that does not decode.
     let requests = [
         (998, ErrorCode::UnknownKind),
-        (Kind::Lookup.number(), ErrorCode::UnknownKind),
-        (Kind::Transfer.number(), ErrorCode::Malformed),
+        (MessageKind::Lookup.number(), ErrorCode::UnknownKind),
+        (MessageKind::Transfer.number(), ErrorCode::Malformed),
     ];
     for (kind, code) in requests {
         server.send(header(kind, 42), &[0xc1]);
@@ -158,7 +158,7 @@ async fn what_is_not_known_ends_neither_the_connection_nor_a_request() {
     match incoming.recv().await {
         Some(Incoming::Request {
             envelope: order, ..
-        }) => assert_eq!(order.message.kind(), Kind::Cancel),
+        }) => assert_eq!(order.message.kind(), MessageKind::Cancel),
         other => panic!("{other:?}"),
     }
 }

@@ -8,7 +8,7 @@ use crate::{
     ServerEvent, ServerSettings, Transport,
 };
 use kvferry_protocol::{
-    Cancel, Empty, Ended, Envelope, ErrorCode, Header, Hello, Kind, Message, Role, Status,
+    Cancel, Empty, Ended, Envelope, ErrorCode, Header, Hello, Message, MessageKind, Role, Status,
     StatusAnswer, VERSION, VERSION_MIN, decode, encode, limits,
 };
 use kvferry_types::{Epoch, RequestId};
@@ -249,7 +249,7 @@ async fn manners_are_asked_for_with_typed_errors() {
         "no role for this server"
     );
     raw.say(3, Message::Hello(hello(1, 2))).await;
-    assert_eq!(raw.hear().await.message.kind(), Kind::Welcome);
+    assert_eq!(raw.hear().await.message.kind(), MessageKind::Welcome);
     raw.say(4, Message::Hello(hello(1, 2))).await;
     assert_eq!(
         raw.hear_error().await,
@@ -257,7 +257,7 @@ async fn manners_are_asked_for_with_typed_errors() {
         "hello was said before"
     );
     raw.say(5, Message::Ping(Empty {})).await;
-    assert_eq!(raw.hear().await.message.kind(), Kind::Pong);
+    assert_eq!(raw.hear().await.message.kind(), MessageKind::Pong);
     let unknown = Header {
         version: VERSION,
         kind: 998,
@@ -272,7 +272,7 @@ async fn manners_are_asked_for_with_typed_errors() {
         .expect("it is sent");
     assert_eq!(raw.hear_error().await, (6, ErrorCode::UnknownKind));
     let malformed = Header {
-        kind: Kind::Lookup.number(),
+        kind: MessageKind::Lookup.number(),
         correlation: RequestId(7),
         ..unknown
     };
@@ -290,7 +290,7 @@ async fn one_request_more_than_the_credits_is_answered_busy() {
     tokio::spawn(async move { listen_on(&mut server).await });
     let mut raw = Raw::connect(&transport).await;
     raw.say(0, Message::Hello(hello(1, 2))).await;
-    assert_eq!(raw.hear().await.message.kind(), Kind::Welcome);
+    assert_eq!(raw.hear().await.message.kind(), MessageKind::Welcome);
     for id in 1..=u64::from(limits::REQUEST_CREDITS) {
         raw.say(id, status()).await;
     }
@@ -319,7 +319,7 @@ async fn a_peer_that_stays_silent_is_closed_after_three_heartbeats() {
         .await
         .expect("it is closed");
     assert!(begun.elapsed() > HEARTBEAT * 3);
-    assert_eq!(raw.hear().await.message.kind(), Kind::Welcome);
+    assert_eq!(raw.hear().await.message.kind(), MessageKind::Welcome);
     assert!(raw.0.recv().await.is_err(), "the connection is gone");
 }
 

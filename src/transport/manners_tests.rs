@@ -5,8 +5,8 @@ use std::time::Duration;
 use crate::conversation_tests::{HEARTBEAT, Raw, answer, hello, listen_on, server_within, status};
 use crate::{Frame, Limits, MemoryTransport, STRANGERS_MAX, Server, ServerEvent};
 use kvferry_protocol::{
-    Envelope, ErrorBody, ErrorCode, HELLO_VERSION, Header, Hello, Kind, Message, Role, VERSION,
-    VERSION_MIN, encode, limits,
+    Envelope, ErrorBody, ErrorCode, HELLO_VERSION, Header, Hello, Message, MessageKind, Role,
+    VERSION, VERSION_MIN, encode, limits,
 };
 use kvferry_types::{Epoch, RequestId};
 
@@ -46,7 +46,7 @@ impl Raw {
     async fn welcomed(transport: &MemoryTransport, role: Role) -> Self {
         let mut raw = Self::connect(transport).await;
         raw.say(0, as_role(role)).await;
-        assert_eq!(raw.hear().await.message.kind(), Kind::Welcome);
+        assert_eq!(raw.hear().await.message.kind(), MessageKind::Welcome);
         raw
     }
 
@@ -63,7 +63,7 @@ impl Raw {
         let heard = self.hear().await;
         assert_eq!(
             (heard.message.kind(), heard.correlation.0),
-            (Kind::Pong, id)
+            (MessageKind::Pong, id)
         );
     }
 
@@ -89,7 +89,7 @@ async fn the_body_of_a_stranger_is_not_read_and_it_is_closed() {
     let mut sent = 0;
     while stranger
         .send(
-            header(Kind::Lookup.number(), sent),
+            header(MessageKind::Lookup.number(), sent),
             vec![GARBAGE; limits::BODY_BYTES_MAX],
         )
         .await
@@ -109,19 +109,27 @@ async fn what_is_not_its_to_say_is_refused_unread() {
     let transport = MemoryTransport::default();
     mute(&transport).await;
     let mut engine = Raw::welcomed(&transport, Role::Engine).await;
-    for (id, kind) in [(1, Kind::Attach), (2, Kind::Register), (3, Kind::Hello)] {
+    for (id, kind) in [
+        (1, MessageKind::Attach),
+        (2, MessageKind::Register),
+        (3, MessageKind::Hello),
+    ] {
         engine
             .send(header(kind.number(), id), vec![GARBAGE; 64])
             .await;
         let code = match kind {
-            Kind::Hello => ErrorCode::Invalid,
+            MessageKind::Hello => ErrorCode::Invalid,
             _ => ErrorCode::UnknownKind,
         };
         assert_eq!(engine.hear_error().await, (id, code), "{}", kind.name());
     }
     // Answers to requests that were never sent. The server must not answer: the engine would take an error for the
     // answer to a request of its own.
-    for (id, kind) in [(4, Kind::Ended), (5, Kind::Inventory), (6, Kind::Error)] {
+    for (id, kind) in [
+        (4, MessageKind::Ended),
+        (5, MessageKind::Inventory),
+        (6, MessageKind::Error),
+    ] {
         engine
             .send(header(kind.number(), id), vec![GARBAGE; 64])
             .await;
@@ -135,7 +143,7 @@ async fn a_request_that_is_still_open_is_not_read_again() {
     mute(&transport).await;
     let mut engine = Raw::welcomed(&transport, Role::Engine).await;
     engine.say(7, status()).await;
-    let again = header(Kind::Lookup.number(), 7);
+    let again = header(MessageKind::Lookup.number(), 7);
     engine.send(again, vec![GARBAGE; 64]).await;
     engine.heard_nothing(8).await;
 }
@@ -204,7 +212,7 @@ async fn others_leave_the_workers_their_places() {
     drop(engine);
     tokio::time::sleep(Duration::from_millis(1)).await;
     second.say(2, as_role(Role::Engine)).await;
-    assert_eq!(second.hear().await.message.kind(), Kind::Welcome);
+    assert_eq!(second.hear().await.message.kind(), MessageKind::Welcome);
 }
 
 #[test]
@@ -237,7 +245,7 @@ async fn required_bits_that_are_unknown_here_are_refused_and_others_skipped() {
     let transport = MemoryTransport::default();
     mute(&transport).await;
     let mut newer = Raw::welcomed(&transport, Role::Engine).await;
-    let ping = header(Kind::Ping.number(), 3);
+    let ping = header(MessageKind::Ping.number(), 3);
     let required = Header {
         required: 4,
         ..ping
@@ -250,7 +258,7 @@ async fn required_bits_that_are_unknown_here_are_refused_and_others_skipped() {
     skipped[22..24].fill(0xff);
     let frame = Frame::new(skipped, vec![0x80]);
     newer.0.send(frame).await.expect("it is sent");
-    assert_eq!(newer.hear().await.message.kind(), Kind::Pong);
+    assert_eq!(newer.hear().await.message.kind(), MessageKind::Pong);
 }
 
 #[tokio::test(start_paused = true)]
@@ -269,7 +277,7 @@ async fn what_can_never_fit_is_answered_limit_and_not_to_be_tried_again() {
     items.resize(items.len() + count as usize, 0);
     // Nested deeper than a body may be.
     let deep = [b"\x81\xa1?".as_slice(), &[0x91; 100]].concat();
-    let load = Kind::Load.number();
+    let load = MessageKind::Load.number();
     for (id, body) in [(1, pages), (2, items), (3, deep)] {
         engine.send(header(load, id), body).await;
         let (refused_id, refused) = engine.hear_refusal().await;
@@ -278,7 +286,9 @@ async fn what_can_never_fit_is_answered_limit_and_not_to_be_tried_again() {
         assert!(!refused.retry, "{}", refused.message);
     }
     let long_ping = vec![0x80; limits::SMALL_BODY_BYTES_MAX + 1];
-    engine.send(header(Kind::Ping.number(), 4), long_ping).await;
+    engine
+        .send(header(MessageKind::Ping.number(), 4), long_ping)
+        .await;
     let (id, refused) = engine.hear_refusal().await;
     assert_eq!(
         (id, refused.code(), refused.retry),
@@ -295,21 +305,21 @@ async fn first_words_have_a_version_of_their_own() {
     let refused = raw.hear().await;
     assert_eq!(
         (refused.version, refused.message.kind()),
-        (HELLO_VERSION, Kind::Error)
+        (HELLO_VERSION, MessageKind::Error)
     );
     raw.say(2, Message::Hello(hello(VERSION + 1, VERSION + 1)))
         .await;
     let refused = raw.hear().await;
     assert_eq!(
         (refused.version, refused.message.kind()),
-        (HELLO_VERSION, Kind::Error)
+        (HELLO_VERSION, MessageKind::Error)
     );
     raw.say(3, Message::Hello(hello(VERSION_MIN, VERSION)))
         .await;
     let welcome = raw.hear().await;
     assert_eq!(
         (welcome.version, welcome.message.kind()),
-        (HELLO_VERSION, Kind::Welcome)
+        (HELLO_VERSION, MessageKind::Welcome)
     );
     raw.say(4, Message::Hello(hello(1, 2))).await;
     assert_eq!(raw.hear().await.version, VERSION);
@@ -353,7 +363,7 @@ async fn a_deadline_is_cut_to_the_longest() {
     for (id, deadline_ms) in [(1, u32::MAX), (2, 3000)] {
         let long = Header {
             deadline_ms,
-            ..header(Kind::Status.number(), id)
+            ..header(MessageKind::Status.number(), id)
         };
         engine.send(long, vec![0x80]).await;
     }
@@ -391,7 +401,7 @@ async fn what_waits_to_be_handled_is_bounded_in_bytes() {
     body.resize(body.len() + (60 << 10), 0);
     let said = tokio::spawn(async move {
         for id in 1..=40 {
-            let sent = engine.send(header(Kind::Status.number(), id), body.clone());
+            let sent = engine.send(header(MessageKind::Status.number(), id), body.clone());
             assert!(sent.await, "closed");
         }
         engine

@@ -85,7 +85,7 @@ async fn pages_of_a_reset_whose_deadline_has_passed_are_not_all_invalidated() {
     let divide = ReadInventory {
         depot: asked.depot,
         page_bytes: 64,
-        reading: 1,
+        read_id: 1,
         from: u32::MAX,
     };
     order(&leader, asked.peer, 6, Message::ReadInventory(divide));
@@ -243,7 +243,7 @@ async fn orders_that_name_what_is_not_there_are_refused_and_the_worker_goes_on()
         let read = ReadInventory {
             depot,
             page_bytes,
-            reading: 1,
+            read_id: 1,
             from: u32::MAX,
         };
         order(&leader, peer, id, Message::ReadInventory(read));
@@ -254,7 +254,7 @@ async fn orders_that_name_what_is_not_there_are_refused_and_the_worker_goes_on()
     let read = ReadInventory {
         depot,
         page_bytes: registered.page_bytes,
-        reading: 2,
+        read_id: 2,
         from: 0,
     };
     order(&leader, peer, 99, Message::ReadInventory(read));

@@ -4,8 +4,8 @@
 use std::time::Duration;
 
 use kvferry_protocol::{
-    ErrorCode, HEADER_BYTES, Header, Kind, Load, Message, Status, Store, Unregister, VERSION,
-    limits,
+    ErrorCode, HEADER_BYTES, Header, Load, Message, MessageKind, Status, Store, Unregister,
+    VERSION, limits,
 };
 use kvferry_transport::{Frame, Limits, MemoryTransport, PENDING_FRAMES_MAX};
 use kvferry_types::{Epoch, PageList, RequestId};
@@ -139,7 +139,7 @@ async fn what_is_no_message_for_a_leader_is_answered_with_a_typed_error() {
     assert_eq!(raw.hear_error().await, (2, ErrorCode::Invalid));
     let header = Header {
         version: VERSION,
-        kind: Kind::Lookup.number(),
+        kind: MessageKind::Lookup.number(),
         correlation: RequestId(3),
         deadline_ms: 1000,
         required: 0,

@@ -397,7 +397,7 @@ fn empty_depot(incoming: &Incoming) -> Option<(LinkId, RequestId, Message)> {
     };
     let inventory = Inventory {
         depot: read.depot,
-        reading: read.reading,
+        read_id: read.read_id,
         from: read.from,
         next: None,
         records: Vec::new(),

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use kvferry_protocol::{Header, Hello, Kind, Role, Status, VERSION, limits};
+use kvferry_protocol::{Header, Hello, MessageKind, Role, Status, VERSION, limits};
 use kvferry_transport::{
     Address, Client, ClientSettings, Frame, Incoming, Limits, Transport, ZmqTransport,
 };
@@ -41,7 +41,7 @@ fn orders() -> Frame {
     body.extend([0x92, 1, 2].repeat(pairs as usize));
     let header = Header {
         version: VERSION,
-        kind: Kind::Transfer.number(),
+        kind: MessageKind::Transfer.number(),
         correlation: RequestId(1),
         deadline_ms: 1000,
         required: 0,

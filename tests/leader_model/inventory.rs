@@ -56,7 +56,9 @@ impl Reader {
         self.leader.step(self.now, event, &mut effects);
         self.leader.check().expect("the second count agrees");
         let asked = effects.iter().filter_map(|effect| match effect {
-            LeaderEffect::ReadInventory { reading, .. } => Some(*reading),
+            LeaderEffect::ReadInventory {
+                read_id: reading, ..
+            } => Some(*reading),
             _ => None,
         });
         self.reading = asked.max().unwrap_or(self.reading);
@@ -135,7 +137,7 @@ impl Reader {
         self.asks(LeaderEvent::Inventory {
             worker: worker(who.0, who.1),
             depot: DepotId(who.1.into()),
-            reading: self.reading,
+            read_id: self.reading,
             from,
             next,
             records: pages.iter().map(|page| record(*page)).collect(),
@@ -204,7 +206,7 @@ fn what_was_not_asked_for_is_not_taken() {
     let other_depot = LeaderEvent::Inventory {
         worker: worker(0, 0),
         depot: DepotId(77),
-        reading: 1,
+        read_id: 1,
         from: 0,
         next: None,
         records: Vec::new(),
@@ -328,7 +330,7 @@ fn a_leader_that_stood_still_fences_nobody_before_it_has_looked_again() {
         let event = LeaderEvent::Inventory {
             worker: worker(0, rank),
             depot: DepotId(u128::from(rank)),
-            reading: reader.reading,
+            read_id: reader.reading,
             from: 0,
             next: None,
             records: Vec::new(),
@@ -370,7 +372,7 @@ fn a_worker_that_does_not_answer_within_the_fence_time_is_fenced() {
     reader.step(LeaderEvent::Inventory {
         worker: worker(1, 1),
         depot: DepotId(1),
-        reading: first,
+        read_id: first,
         from: 0,
         next: None,
         records: Vec::new(),

@@ -258,13 +258,13 @@ impl World {
                 LeaderEffect::ReadInventory {
                     worker,
                     depot,
-                    reading,
+                    read_id: reading,
                     from,
                     ..
                 } => self.event(LeaderEvent::Inventory {
                     worker,
                     depot,
-                    reading,
+                    read_id: reading,
                     from,
                     next: None,
                     records: Vec::new(),

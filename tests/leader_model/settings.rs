@@ -148,7 +148,9 @@ fn a_depot_that_has_seen_the_epoch_of_a_leader_that_has_read_nothing_is_turned_a
     let effects = attach_depot(&mut leader, 0, (1, 1), Epoch(EPOCH.0 - 1));
     let [
         LeaderEffect::Admit { .. },
-        LeaderEffect::ReadInventory { reading, .. },
+        LeaderEffect::ReadInventory {
+            read_id: reading, ..
+        },
     ] = &effects[..]
     else {
         panic!("{effects:?}");
@@ -158,7 +160,7 @@ fn a_depot_that_has_seen_the_epoch_of_a_leader_that_has_read_nothing_is_turned_a
         LeaderEvent::Inventory {
             worker: worker(0, 0),
             depot: DepotId(0),
-            reading: *reading,
+            read_id: *reading,
             from: 0,
             next: None,
             records: Vec::new(),

@@ -54,7 +54,7 @@ impl Shared {
             shared.step(LeaderEvent::Inventory {
                 worker,
                 depot,
-                reading: 1,
+                read_id: 1,
                 from: 0,
                 next: None,
                 records: Vec::new(),

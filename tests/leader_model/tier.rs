@@ -106,7 +106,7 @@ impl Site {
                 worker,
                 depot,
                 page_bytes,
-                reading,
+                read_id: reading,
                 from,
             } = effect
             {
@@ -114,7 +114,7 @@ impl Site {
                 self.step(LeaderEvent::Inventory {
                     worker: *worker,
                     depot: *depot,
-                    reading: *reading,
+                    read_id: *reading,
                     from: *from,
                     next: None,
                     records: records.to_vec(),

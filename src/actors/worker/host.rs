@@ -84,7 +84,7 @@ impl Host {
             let error = ErrorBody::new(ErrorCode::Invalid, "this worker has no depot");
             return Ok(Err(error));
         };
-        if !depot.hold_pages_for(read.page_bytes, (epoch, read.reading))? {
+        if !depot.hold_pages_for(read.page_bytes, (epoch, read.read_id))? {
             let text = "a later reading of this depot has begun";
             return Ok(Err(ErrorBody::new(ErrorCode::Invalid, text)));
         }

@@ -391,7 +391,7 @@ fn a_page_that_is_listed_again_and_again_is_kept_once() {
     let part = LeaderEvent::Inventory {
         worker: WORKER,
         depot: DepotId(1),
-        reading: leader.next_id,
+        read_id: leader.next_id,
         from: 0,
         next: None,
         records,

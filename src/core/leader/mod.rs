@@ -178,7 +178,7 @@ impl Leader {
             LeaderEvent::Inventory {
                 worker,
                 depot,
-                reading,
+                read_id: reading,
                 from,
                 next,
                 records,
@@ -186,7 +186,7 @@ impl Leader {
                 let part = InventoryPart {
                     worker,
                     depot,
-                    reading,
+                    read_id: reading,
                     from,
                     next,
                     records,

@@ -1,8 +1,8 @@
 //! Recovery: a new leader reads the inventories of the depots part by part, until it can open its pool.
 //!
-//! Before a worker answers an inventory request, it divides its depot into pages of the requested size, one slot after
-//! another. A worker that is stopped in the middle of that may write slots at any later time, and if the pages are
-//! larger by then, those slots lie inside pages. A request is therefore owed like a copy: until its worker has
+//! Before a worker answers an inventory request, it divides its depot into pages of the requested size, one entry after
+//! another. A worker that is stopped in the middle of that may write entries at any later time, and if the pages are
+//! larger by then, those entries lie inside pages. A request is therefore owed like a copy: until its worker has
 //! answered, has attached again or is known to be dead, no other worker receives a request for that depot. After the
 //! fence time the worker is fenced.
 
@@ -60,7 +60,7 @@ struct UnansweredRead {
 pub(super) struct InventoryPart {
     pub(super) worker: WorkerId,
     pub(super) depot: DepotId,
-    pub(super) reading: u64,
+    pub(super) read_id: u64,
     pub(super) from: u32,
     pub(super) next: Option<u32>,
     pub(super) records: Vec<PageRecord>,
@@ -85,7 +85,7 @@ pub(super) struct Recovery {
 impl Recovery {
     /// The key of the pool that is being recovered.
     pub(super) fn key(&self) -> Option<&TierKey> {
-        self.scan.as_ref().map(|readings| &readings.key)
+        self.scan.as_ref().map(|scan| &scan.key)
     }
 
     /// Begins to read the inventories of all shards. Answers to requests up to number `after` are not part of it.
@@ -109,24 +109,24 @@ impl Recovery {
     }
 
     fn take(&mut self, timers: &mut Timers) -> Option<RecoveryScan> {
-        let readings = self.scan.take()?;
-        timers.clear(readings.again, Timer::RecoveryScan);
-        Some(readings)
+        let scan = self.scan.take()?;
+        timers.clear(scan.again, Timer::RecoveryScan);
+        Some(scan)
     }
 
     /// The next request of each shard that has none open, which counts as sent. Where a worker owes an answer for the
     /// depot, only that worker receives the request, and none is sent while that worker is not attached.
     fn next_parts(&mut self, roster: &Roster) -> Vec<PartRequest> {
-        let Some(readings) = &mut self.scan else {
+        let Some(scan) = &mut self.scan else {
             return Vec::new();
         };
-        let workers = roster.reader_of_each_shard(readings.key.page_bytes);
+        let workers = roster.reader_of_each_shard(scan.key.page_bytes);
         let mut requests = Vec::new();
-        for ((reading, worker), shard) in readings.shards.iter_mut().zip(workers).zip(0..) {
+        for ((shard_scan, worker), shard) in scan.shards.iter_mut().zip(workers).zip(0..) {
             let (Some(from), Some(depot), None) = (
-                reading.from,
+                shard_scan.from,
                 roster.depot(Shard(shard)),
-                reading.requested_from,
+                shard_scan.requested_from,
             ) else {
                 continue;
             };
@@ -138,7 +138,7 @@ impl Recovery {
             let Some(worker) = worker else {
                 continue;
             };
-            reading.requested_from = Some(worker);
+            shard_scan.requested_from = Some(worker);
             requests.push(PartRequest {
                 worker,
                 depot,
@@ -149,7 +149,7 @@ impl Recovery {
     }
 
     /// Notes that a worker owes the answer to a request. Its earlier checks still count.
-    fn owe(
+    fn note_request(
         &mut self,
         worker: WorkerId,
         depot: DepotId,
@@ -218,23 +218,23 @@ impl Recovery {
 
     /// Every part counts as not requested, and the next time for that is `again`. Returns false if there is no reading.
     fn request_anew(&mut self, again: Time, timers: &mut Timers) -> bool {
-        let Some(readings) = &mut self.scan else {
+        let Some(scan) = &mut self.scan else {
             return false;
         };
-        for reading in &mut readings.shards {
-            reading.requested_from = None;
+        for shard_scan in &mut scan.shards {
+            shard_scan.requested_from = None;
         }
-        readings.again = again;
+        scan.again = again;
         timers.set(again, Timer::RecoveryScan);
         true
     }
 
     /// The parts that this worker was to send count as not requested.
     fn reader_lost(&mut self, worker: WorkerId) {
-        let readings = self.scan.iter_mut();
-        let readings = readings.flat_map(|readings| &mut readings.shards);
-        for reading in readings.filter(|reading| reading.requested_from == Some(worker)) {
-            reading.requested_from = None;
+        let scan = self.scan.iter_mut();
+        let scan = scan.flat_map(|scan| &mut scan.shards);
+        for shard_scan in scan.filter(|shard_scan| shard_scan.requested_from == Some(worker)) {
+            shard_scan.requested_from = None;
         }
     }
 
@@ -247,21 +247,21 @@ impl Recovery {
     ) -> Option<(TierKey, Vec<Vec<PageRecord>>)> {
         let shard = roster.shard_of(part.worker);
         let current = roster.depot(shard) == Some(part.depot);
-        let asked = |readings: &&mut RecoveryScan| current && readings.after < part.reading;
-        let readings = self.scan.as_mut().filter(asked)?;
-        let reading = readings.shards.get_mut(usize::from(shard.0))?;
-        if reading.requested_from != Some(part.worker) || reading.from != Some(part.from) {
+        let asked = |scan: &&mut RecoveryScan| current && scan.after < part.read_id;
+        let scan = self.scan.as_mut().filter(asked)?;
+        let shard_scan = scan.shards.get_mut(usize::from(shard.0))?;
+        if shard_scan.requested_from != Some(part.worker) || shard_scan.from != Some(part.from) {
             return None;
         }
         // A part whose `next` does not advance would be repeated forever: treat it as the last one.
         let next = part.next.filter(|next| *next > part.from);
         let within = |page: u32| page >= part.from && next.is_none_or(|next| page < next);
-        let capacity = readings.key.pages;
+        let capacity = scan.key.pages;
         let records = part.records.into_iter();
         let records = records.filter(|record| within(record.page) && record.page < capacity);
         // Pages must ascend: a page that is listed twice, or after a higher one, is left out, so that each page has one
         // record at most.
-        let mut listed = reading.records.last().map(|record| record.page);
+        let mut listed = shard_scan.records.last().map(|record| record.page);
         let records = records.filter(|record| {
             let ascends = listed.is_none_or(|last| last < record.page);
             if ascends {
@@ -269,15 +269,19 @@ impl Recovery {
             }
             ascends
         });
-        let room = (capacity as usize).saturating_sub(reading.records.len());
-        reading.records.extend(records.take(room));
-        reading.requested_from = None;
-        reading.from = next.filter(|next| *next < capacity);
-        if readings.shards.iter().any(|reading| reading.from.is_some()) {
+        let room = (capacity as usize).saturating_sub(shard_scan.records.len());
+        shard_scan.records.extend(records.take(room));
+        shard_scan.requested_from = None;
+        shard_scan.from = next.filter(|next| *next < capacity);
+        if scan
+            .shards
+            .iter()
+            .any(|shard_scan| shard_scan.from.is_some())
+        {
             return None;
         }
         let RecoveryScan { key, shards, .. } = self.take(timers)?;
-        let records = shards.into_iter().map(|reading| reading.records);
+        let records = shards.into_iter().map(|shard_scan| shard_scan.records);
         Some((key, records.collect()))
     }
 
@@ -313,7 +317,7 @@ impl Leader {
         let Some(page_bytes) = self.recovery.key().map(|key| key.page_bytes) else {
             return;
         };
-        let reading = self.next_id + 1;
+        let read_id = self.next_id + 1;
         let first_check = now + self.settings.fence / 4;
         for request in self.recovery.next_parts(&self.roster) {
             let PartRequest {
@@ -321,20 +325,20 @@ impl Leader {
                 depot,
                 from,
             } = request;
-            self.next_id = reading;
+            self.next_id = read_id;
             effects.push(LeaderEffect::ReadInventory {
                 worker,
                 depot,
                 page_bytes,
-                reading,
+                read_id,
                 from,
             });
             self.recovery
-                .owe(worker, depot, reading, first_check, &mut self.timers);
+                .note_request(worker, depot, read_id, first_check, &mut self.timers);
         }
     }
 
-    /// Fences a worker that does not answer within the fence time: only its end proves that it writes no slot any
+    /// Fences a worker that does not answer within the fence time: only its end proves that it writes no entry any
     /// longer.
     pub(super) fn read_overdue(&mut self, now: Time, worker: WorkerId) {
         let fence = self.settings.fence;
@@ -387,7 +391,7 @@ impl Leader {
     ) {
         let due = now + self.settings.fence / 4;
         self.recovery
-            .answered(part.worker, part.reading, due, &mut self.timers);
+            .answered(part.worker, part.read_id, due, &mut self.timers);
         let read = self
             .recovery
             .take_part(part, &self.roster, &mut self.timers);

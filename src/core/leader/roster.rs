@@ -14,7 +14,7 @@ use crate::event::{AttachRequest, LeaderEffect, WorkerMemory};
 use crate::rank_set::{RANKS_MAX, RankSet};
 use crate::refusal::Refusal;
 use kvferry_types::{
-    AttachId, DepotId, EngineId, GroupGeometry, INVENTORY_SLOT_BYTES, OpId, Rank, Replica, Shard,
+    AttachId, DepotId, EngineId, GroupGeometry, INVENTORY_ENTRY_BYTES, OpId, Rank, Replica, Shard,
     Sharding, Time, WorkerId,
 };
 
@@ -583,7 +583,7 @@ impl Leader {
         }
         if let (Some(depot_bytes), Some(memory)) = (self.settings.depot_bytes, &attached.memory) {
             let page_bytes = memory.geometry.page_bytes;
-            let most_pages = depot_bytes / page_bytes.saturating_add(INVENTORY_SLOT_BYTES);
+            let most_pages = depot_bytes / page_bytes.saturating_add(INVENTORY_ENTRY_BYTES);
             if page_bytes == 0 || u64::from(memory.arena_pages) > most_pages {
                 return Err(Refusal::DepotTooLarge {
                     worker: attached.worker,

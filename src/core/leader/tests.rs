@@ -109,7 +109,7 @@ fn serving_with(settings: LeaderSettings, arena_pages: u32) -> Leader {
     let inventory = LeaderEvent::Inventory {
         worker,
         depot,
-        reading: 1,
+        read_id: 1,
         from: 0,
         next: None,
         records: Vec::new(),

@@ -129,7 +129,7 @@ impl LeaderLink {
     }
 
     /// Accepts or refuses a request to read the inventory; `floor` is the number of the last attach.
-    fn take_reading(&mut self, epoch: Epoch, number: u64, floor: u64) -> Result<(), OrderRefusal> {
+    fn take_read(&mut self, epoch: Epoch, number: u64, floor: u64) -> Result<(), OrderRefusal> {
         let followed = self.followed();
         let link = self.link.as_mut().filter(|link| link.epoch == epoch);
         let stale = OrderRefusal::StaleEpoch {
@@ -142,7 +142,7 @@ impl LeaderLink {
         }
         let last = link.read.max(floor);
         if number <= last {
-            return Err(OrderRefusal::OldReading { number, last });
+            return Err(OrderRefusal::OldRead { number, last });
         }
         link.read = number;
         Ok(())
@@ -152,9 +152,9 @@ impl LeaderLink {
 impl Worker {
     /// Accepts or refuses a request to read the inventory. For the leader, the answer to a later request or a new
     /// attach settles all earlier requests, so an earlier one must not be carried out after that.
-    pub fn take_reading(&mut self, epoch: Epoch, number: u64) -> Result<(), OrderRefusal> {
+    pub fn take_read(&mut self, epoch: Epoch, number: u64) -> Result<(), OrderRefusal> {
         let floor = self.orders.floor().0;
-        self.leader.take_reading(epoch, number, floor)
+        self.leader.take_read(epoch, number, floor)
     }
 
     pub(super) fn leader_found(

@@ -757,24 +757,24 @@ mod writes;
 #[test]
 fn a_question_for_the_inventory_that_the_leader_counts_as_over_is_not_taken() {
     let mut worker = worker();
-    let old = |number, last| Err(OrderRefusal::OldReading { number, last });
-    assert_eq!(worker.take_reading(Epoch(1), 3), Ok(()));
-    assert_eq!(worker.take_reading(Epoch(1), 3), old(3, 3), "repeated");
-    assert_eq!(worker.take_reading(Epoch(1), 2), old(2, 3), "overtaken");
+    let old = |number, last| Err(OrderRefusal::OldRead { number, last });
+    assert_eq!(worker.take_read(Epoch(1), 3), Ok(()));
+    assert_eq!(worker.take_read(Epoch(1), 3), old(3, 3), "repeated");
+    assert_eq!(worker.take_read(Epoch(1), 2), old(2, 3), "overtaken");
     let stale = OrderRefusal::StaleEpoch {
         order: Epoch(2),
         followed: Epoch(1),
     };
-    assert_eq!(worker.take_reading(Epoch(2), 9), Err(stale));
+    assert_eq!(worker.take_read(Epoch(2), 9), Err(stale));
     // The worker attaches again: requests from before that attach are refused.
     register(&mut worker, 0, ENGINE, RequestId(0));
-    let refused = worker.take_reading(Epoch(1), 4);
+    let refused = worker.take_read(Epoch(1), 4);
     assert_eq!(refused, Err(OrderRefusal::NotAttached));
     let (attach, after) = (AttachId(2), Some(OpId(5)));
     step(&mut worker, 0, WorkerEvent::Admitted { attach, after });
-    assert_eq!(worker.take_reading(Epoch(1), 5), old(5, 5));
-    assert_eq!(worker.take_reading(Epoch(1), 6), Ok(()));
+    assert_eq!(worker.take_read(Epoch(1), 5), old(5, 5));
+    assert_eq!(worker.take_read(Epoch(1), 6), Ok(()));
     // Another leader starts its numbers at 1 again.
     find(&mut worker, 2, 3);
-    assert_eq!(worker.take_reading(Epoch(2), 1), Ok(()));
+    assert_eq!(worker.take_read(Epoch(2), 1), Ok(()));
 }

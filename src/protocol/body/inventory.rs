@@ -73,7 +73,7 @@ pub struct ReadInventory {
     pub page_bytes: u64,
     /// Number of the request: an answer to one of an earlier reading may list pages that have been removed since.
     #[serde(default)]
-    pub reading: u64,
+    pub read_id: u64,
     /// First arena page to read.
     pub from: u32,
 }
@@ -86,7 +86,7 @@ pub struct Inventory {
     #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
     pub depot: [u8; 16],
     /// Number of the request.
-    pub reading: u64,
+    pub read_id: u64,
     /// First arena page that was read.
     pub from: u32,
     /// First arena page that was not read; absent after the last page.
@@ -190,7 +190,7 @@ impl Inventory {
         }
         Self {
             depot: asked.depot,
-            reading: asked.reading,
+            read_id: asked.read_id,
             from: asked.from,
             next,
             records,

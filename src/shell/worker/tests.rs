@@ -5,8 +5,8 @@ use std::time::Duration;
 use super::*;
 use crate::{Peers, Registering};
 use kvferry_protocol::{
-    Abandon, Attached, Cancel, Envelope, Hello, Kind, ReadInventory, Register, Role, Unregister,
-    VERSION, Written,
+    Abandon, Attached, Cancel, Envelope, Hello, MessageKind, ReadInventory, Register, Role,
+    Unregister, VERSION, Written,
 };
 use kvferry_types::{
     Attention, Copy, DepotId, GroupId, Nonce, PageRun, PeerId, Rank, Record, Registration, Replica,
@@ -295,7 +295,7 @@ impl World {
     }
 
     /// Returns the messages sent to the ranks since the last call.
-    fn heard(&mut self) -> Vec<(u64, u64, Kind, Option<ErrorCode>)> {
+    fn heard(&mut self) -> Vec<(u64, u64, MessageKind, Option<ErrorCode>)> {
         let sent = std::mem::take(&mut self.process.to_ranks);
         let sent = sent.into_iter().map(|(peer, request, message)| {
             let code = match &message {
@@ -330,7 +330,7 @@ fn a_leader_that_refuses_for_now_turns_nobody_away() {
         world.run(|shell, process| shell.tick(process));
         assert_eq!(world.process.attaches.len(), sent + 1, "attaches again");
         world.answer_attach(Ok(()));
-        assert_eq!(world.heard(), [(5, 1, Kind::Registered, None)]);
+        assert_eq!(world.heard(), [(5, 1, MessageKind::Registered, None)]);
     }
 }
 
@@ -374,7 +374,7 @@ fn a_second_registration_over_one_connection_maps_the_memory_again() {
     world.register(5, 1, 1);
     let first = world.process.attaches.len();
     world.register(5, 2, 1);
-    let refused = (5, 1, Kind::Error, Some(ErrorCode::Invalid));
+    let refused = (5, 1, MessageKind::Error, Some(ErrorCode::Invalid));
     assert_eq!(world.heard(), [refused], "the first one is over");
     assert_eq!(world.process.closed, [1]);
     assert!(
@@ -382,7 +382,7 @@ fn a_second_registration_over_one_connection_maps_the_memory_again() {
         "the leader agrees anew"
     );
     world.answer_attach(Ok(()));
-    assert_eq!(world.heard(), [(5, 2, Kind::Registered, None)]);
+    assert_eq!(world.heard(), [(5, 2, MessageKind::Registered, None)]);
 }
 
 #[test]
@@ -394,19 +394,19 @@ fn the_seat_of_a_live_process_is_not_given_to_another_one() {
     world.heard();
     world.connect(6, 2, 60);
     world.send_registration(6, 1, 2, registration());
-    let not_ready = (6, 1, Kind::Error, Some(ErrorCode::NotReady));
+    let not_ready = (6, 1, MessageKind::Error, Some(ErrorCode::NotReady));
     assert_eq!(world.heard(), [not_ready]);
     assert!(world.process.opening.is_empty());
     // Process 70 may not abandon requests of that engine either.
     world.connect(7, 1, 70);
     let abandon = Message::Abandon(Abandon { requests: vec![4] });
     world.send(7, 2, abandon);
-    let not_ready = (7, 2, Kind::Error, Some(ErrorCode::NotReady));
+    let not_ready = (7, 2, MessageKind::Error, Some(ErrorCode::NotReady));
     assert_eq!(world.heard(), [not_ready]);
     world.process.ended.push(50);
     world.register(6, 3, 2);
     world.answer_attach(Ok(()));
-    assert_eq!(world.heard(), [(6, 3, Kind::Registered, None)]);
+    assert_eq!(world.heard(), [(6, 3, MessageKind::Registered, None)]);
 }
 
 #[test]
@@ -422,13 +422,13 @@ fn memory_that_opens_after_its_rank_has_left_is_closed() {
     world.heard();
     world.send_registration(6, 1, 1, registration());
     world.send(6, 2, Message::Unregister(Unregister {}));
-    let not_ready = (6, 2, Kind::Error, Some(ErrorCode::NotReady));
+    let not_ready = (6, 2, MessageKind::Error, Some(ErrorCode::NotReady));
     assert_eq!(world.heard(), [not_ready]);
     world.open();
     assert_eq!(world.process.closed, [1, 2]);
     world.heard();
     world.send(6, 3, Message::Unregister(Unregister {}));
-    assert_eq!(world.heard(), [(6, 3, Kind::Unregistered, None)]);
+    assert_eq!(world.heard(), [(6, 3, MessageKind::Unregistered, None)]);
 }
 
 #[test]
@@ -444,7 +444,7 @@ fn a_registration_for_another_rank_or_shard_is_refused_unopened() {
         let mut registration = registration();
         change(&mut registration);
         world.send_registration(5, 1, 1, registration);
-        let invalid = (5, 1, Kind::Error, Some(ErrorCode::Invalid));
+        let invalid = (5, 1, MessageKind::Error, Some(ErrorCode::Invalid));
         assert_eq!(world.heard(), [invalid]);
         assert!(world.process.opening.is_empty());
         assert!(world.process.problem.starts_with("registration."));
@@ -470,10 +470,10 @@ fn pages_are_reported_written_by_the_rank_whose_memory_is_registered() {
     assert_eq!(
         world.heard(),
         [
-            (5, 1, Kind::Error, invalid),
-            (5, 2, Kind::Registered, None),
-            (5, 3, Kind::WrittenAnswer, None),
-            (5, 4, Kind::Error, invalid),
+            (5, 1, MessageKind::Error, invalid),
+            (5, 2, MessageKind::Registered, None),
+            (5, 3, MessageKind::WrittenAnswer, None),
+            (5, 4, MessageKind::Error, invalid),
         ]
     );
 }
@@ -515,7 +515,7 @@ fn an_answer_to_an_attach_of_an_older_connection_is_ignored() {
         "only the attach over this connection counts"
     );
     world.answer_attach(Ok(()));
-    assert_eq!(world.heard(), [(5, 1, Kind::Registered, None)]);
+    assert_eq!(world.heard(), [(5, 1, MessageKind::Registered, None)]);
 }
 
 #[test]
@@ -526,7 +526,7 @@ fn the_inventory_of_another_depot_or_of_other_pages_is_not_read() {
     world.answer_attach(Ok(()));
     let read = |reading, depot: DepotId, page_bytes| {
         let read = ReadInventory {
-            reading,
+            read_id: reading,
             depot: depot.0.to_be_bytes(),
             page_bytes,
             from: 0,
@@ -549,10 +549,10 @@ fn the_inventory_of_another_depot_or_of_other_pages_is_not_read() {
     assert_eq!(
         answers,
         [
-            (11, Kind::Error),
-            (12, Kind::Error),
-            (13, Kind::Inventory),
-            (13, Kind::Error),
+            (11, MessageKind::Error),
+            (12, MessageKind::Error),
+            (13, MessageKind::Inventory),
+            (13, MessageKind::Error),
         ]
     );
 }

@@ -107,7 +107,7 @@ impl PreloadedLeader {
         };
         let inventory = LeaderEvent::Inventory {
             worker: WORKER,
-            reading: 1,
+            read_id: 1,
             from: 0,
             next: None,
             depot,

@@ -78,7 +78,7 @@ fn empty_inventory(effect: &LeaderEffect) -> Option<LeaderEvent> {
     let LeaderEffect::ReadInventory {
         worker,
         depot,
-        reading,
+        read_id: reading,
         from,
         ..
     } = *effect
@@ -88,7 +88,7 @@ fn empty_inventory(effect: &LeaderEffect) -> Option<LeaderEvent> {
     Some(LeaderEvent::Inventory {
         worker,
         depot,
-        reading,
+        read_id: reading,
         from,
         next: None,
         records: Vec::new(),

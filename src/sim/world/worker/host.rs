@@ -16,7 +16,7 @@ use kvferry_types::{
     Registration, RequestId, Scope, Stored, Time, WorkerId,
 };
 
-/// A depot that is being divided for a reading, slot by slot. The process receives nothing meanwhile, and continues
+/// A depot that is being divided for a reading, entry by entry. The process receives nothing meanwhile, and continues
 /// even if its connection has closed.
 #[derive(Debug)]
 pub(super) struct Dividing {
@@ -25,7 +25,7 @@ pub(super) struct Dividing {
     read: ReadInventory,
     /// Depot that is divided. Another one may have replaced it meanwhile.
     depot: DepotId,
-    /// First slot that is not cleared yet.
+    /// First entry that is not cleared yet.
     next: u32,
     /// Time that one slice takes.
     pace: Duration,
@@ -100,7 +100,7 @@ impl Host<'_> {
         }
     }
 
-    /// Clears one slice of the slots. After the last slice, sends the inventory.
+    /// Clears one slice of the entries. After the last slice, sends the inventory.
     pub(super) fn divide(&mut self) {
         let shard = self.shard();
         let Some(dividing) = &mut self.parts.dividing else {
@@ -253,7 +253,7 @@ impl WorkerHost for Host<'_> {
         let shape = SimContext::shape(read.page_bytes, [0; 16]);
         let shard = self.shard();
         let depot = &mut self.env.depots[shard];
-        match depot.hold(shape, (epoch, read.reading)) {
+        match depot.hold(shape, (epoch, read.read_id)) {
             Hold::Held => self.send_inventory(link, order, &read),
             Hold::Divide => {
                 let depot = depot.id();

@@ -156,7 +156,7 @@ impl WorkerProcess {
         self.run(env, |shell, host| shell.continue_invalidations(host));
     }
 
-    /// Clears the next slots of a depot that is being divided.
+    /// Clears the next entries of a depot that is being divided.
     pub(super) fn divide(&mut self, env: &mut SimContext) {
         let Self { parts, .. } = self;
         Host { env, parts }.divide();
