@@ -25,13 +25,13 @@ PAGE_BYTES_AT = 24
 SLOT_BYTES = 80
 
 
-def eventually(what: str, check: Callable[[], Any], patience_s: float = PATIENCE_S) -> Any:
+def eventually(what: str, check: Callable[[], Any], grace_s: float = PATIENCE_S) -> Any:
     """Waits until ``check`` returns something true, and returns that."""
-    until = time.monotonic() + patience_s
+    until = time.monotonic() + grace_s
     while True:
         if found := check():
             return found
-        assert time.monotonic() < until, f"{what}: not within {patience_s:.0f} s"
+        assert time.monotonic() < until, f"{what}: not within {grace_s:.0f} s"
         time.sleep(0.02)
 
 

@@ -10,7 +10,7 @@ import zmq
 from daemon import PATIENCE_S, eventually, running
 
 from kvferry import wire
-from kvferry.client import Client, Failure, Question
+from kvferry.client import Client, Failure, PendingRequest
 from kvferry.wire import Code, Kind
 
 ENGINE = b"e" * 16
@@ -96,16 +96,16 @@ def talking(directory: Path, **turn: object) -> Iterator[Client]:
         client.close()
 
 
-def ended(question: Question) -> Question:
-    assert question.wait(PATIENCE_S), "no end"
-    return question
+def ended(pending: PendingRequest) -> PendingRequest:
+    assert pending.wait(PATIENCE_S), "no end"
+    return pending
 
 
 def test_an_answer_a_refusal_and_an_answer_of_the_wrong_kind(directory: Path) -> None:
     server = Fake(directory)
     with talking(directory) as client:
-        first, second, third = (client.ask(LOOKUP, PATIENCE_S) for _ in range(3))
-        assert [question.id for question in (first, second, third)] == [100, 101, 102]
+        first, second, third = (client.request(LOOKUP, PATIENCE_S) for _ in range(3))
+        assert [pending.id for pending in (first, second, third)] == [100, 101, 102]
         for _ in range(3):
             peer, envelope = server.hear()
             match envelope.correlation:
@@ -118,7 +118,12 @@ def test_an_answer_a_refusal_and_an_answer_of_the_wrong_kind(directory: Path) ->
         assert ended(first).answer == FOUND
         failure = ended(second).failure
         assert failure is not None
-        assert (failure.code, failure.message, failure.said, failure.retry) == (Code.NOT_READY, "not yet", True, True)
+        assert (failure.code, failure.message, failure.reported, failure.retry) == (
+            Code.NOT_READY,
+            "not yet",
+            True,
+            True,
+        )
         assert not failure.over, "it does not say so"
         failure = ended(third).failure
         assert failure is not None
@@ -130,7 +135,7 @@ def test_an_error_says_itself_whether_anything_is_under_way(directory: Path) -> 
     server = Fake(directory)
     with talking(directory) as client:
         server.greet(client)
-        asked = client.ask(LOOKUP, 20)
+        asked = client.request(LOOKUP, 20)
         assert server.hear()[1].correlation == asked.id
         # The connection breaks, and the request is sent again: a `busy` does not cover the first one.
         server.close()
@@ -140,8 +145,8 @@ def test_an_error_says_itself_whether_anything_is_under_way(directory: Path) -> 
         server.say(peer, Kind.ERROR, asked.id, wire.Error(Code.BUSY, "too many requests wait", True))
         failure = ended(asked).failure
         assert failure is not None
-        assert (failure.code, failure.said, failure.over) == (Code.BUSY, True, False)
-        asked = client.ask(LOOKUP, 20)
+        assert (failure.code, failure.reported, failure.over) == (Code.BUSY, True, False)
+        asked = client.request(LOOKUP, 20)
         peer, envelope = server.hear()
         server.say(peer, Kind.ERROR, asked.id, wire.Error(Code.COPY_FAILED, "it failed", True, over=True))
         failure = ended(asked).failure
@@ -152,9 +157,9 @@ def test_an_error_says_itself_whether_anything_is_under_way(directory: Path) -> 
 def test_nobody_there_is_told_in_time(directory: Path) -> None:
     with talking(directory) as client:
         begun = time.monotonic()
-        failure = ended(client.ask(LOOKUP, 0.2, patience_s=0.1)).failure
+        failure = ended(client.request(LOOKUP, 0.2, grace_s=0.1)).failure
         assert failure is not None
-        assert (failure.code, failure.said) == (Code.DEADLINE, False)
+        assert (failure.code, failure.reported) == (Code.DEADLINE, False)
         assert 0.3 <= time.monotonic() - begun < PATIENCE_S
         assert "nobody listens" in client.problem
         assert not client.listening
@@ -164,8 +169,8 @@ def test_what_is_not_answered_is_asked_again_under_its_id(directory: Path) -> No
     server = Fake(directory)
     with talking(directory) as client:
         server.greet(client)
-        kept = client.ask(LOOKUP, PATIENCE_S)
-        bound = client.ask(LOOKUP, PATIENCE_S, link=client.link)
+        kept = client.request(LOOKUP, PATIENCE_S)
+        bound = client.request(LOOKUP, PATIENCE_S, link=client.link)
         link = client.link
         assert [server.hear()[1].correlation for _ in range(2)] == [kept.id, bound.id]
         server.close()
@@ -178,7 +183,7 @@ def test_what_is_not_answered_is_asked_again_under_its_id(directory: Path) -> No
         server.say(peer, Kind.LOOKUP_ANSWER, kept.id, FOUND)
         assert ended(kept).answer == FOUND
         assert client.link > link
-        stale = ended(client.ask(LOOKUP, PATIENCE_S, link=link)).failure
+        stale = ended(client.request(LOOKUP, PATIENCE_S, link=link)).failure
         assert stale is not None
         assert stale.over, "it was never sent"
 
@@ -195,29 +200,29 @@ def test_a_connection_that_is_gone_and_not_known_to_be_holds_nobody(
         questions = []
 
         def noticed() -> bool:
-            questions.append(client.ask(LOOKUP, 2 * PATIENCE_S))
+            questions.append(client.request(LOOKUP, 2 * PATIENCE_S))
             return not client.listening
 
         eventually("it is noticed", noticed)
         server.open()
-        for question in questions:
+        for pending in questions:
             peer, envelope = server.hear()
-            assert envelope.correlation == question.id
-            server.say(peer, Kind.LOOKUP_ANSWER, question.id, FOUND)
-        assert all(ended(question).answer == FOUND for question in questions)
+            assert envelope.correlation == pending.id
+            server.say(peer, Kind.LOOKUP_ANSWER, pending.id, FOUND)
+        assert all(ended(pending).answer == FOUND for pending in questions)
 
 
 @pytest.mark.parametrize("garbage", [b"", b"\xc1", b"\x80\x80", b"\xff" * 100, b"\x81\xa9hit_pages\xa1x"])
 def test_garbage_breaks_the_connection_and_nothing_else(directory: Path, garbage: bytes) -> None:
     server = Fake(directory)
     with talking(directory) as client:
-        question = client.ask(LOOKUP, PATIENCE_S)
+        pending = client.request(LOOKUP, PATIENCE_S)
         peer, _ = server.hear()
-        server.say(peer, Kind.LOOKUP_ANSWER, question.id, garbage)
+        server.say(peer, Kind.LOOKUP_ANSWER, pending.id, garbage)
         peer, envelope = server.hear()
-        assert envelope.correlation == question.id
-        server.say(peer, Kind.LOOKUP_ANSWER, question.id, FOUND)
-        assert ended(question).answer == FOUND
+        assert envelope.correlation == pending.id
+        server.say(peer, Kind.LOOKUP_ANSWER, pending.id, FOUND)
+        assert ended(pending).answer == FOUND
 
 
 def test_a_header_of_another_length_or_magic_is_no_message() -> None:
@@ -231,37 +236,37 @@ def test_what_is_not_known_ends_neither_the_connection_nor_a_question(directory:
     """A server may be newer: ids of its requests are independent of ours, and its unknown answers are ignored."""
     server = Fake(directory)
     with talking(directory) as client:
-        question = client.ask(LOOKUP, 20)
+        pending = client.request(LOOKUP, 20)
         peer, envelope = server.hear()
         link = client.link
         unknown_requests, unknown_answers = (998, Kind.LOOKUP), (999, 63)
         for kind in (*unknown_answers, *unknown_requests):
-            server.say(peer, kind, question.id, b"\xc1")
+            server.say(peer, kind, pending.id, b"\xc1")
         for _ in unknown_requests:
             refused = server.hear_refusal()
-            assert (refused.correlation, refused.body.code) == (question.id, Code.UNKNOWN_KIND)
-        assert not question.done
-        server.say(peer, Kind.PING, question.id, wire.Empty())
+            assert (refused.correlation, refused.body.code) == (pending.id, Code.UNKNOWN_KIND)
+        assert not pending.done
+        server.say(peer, Kind.PING, pending.id, wire.Empty())
         assert server.hear()[1].kind == Kind.PONG
         server.say(peer, Kind.LOOKUP_ANSWER, envelope.correlation, FOUND)
-        assert ended(question).answer == FOUND
+        assert ended(pending).answer == FOUND
         assert client.link == link
 
 
 def test_required_bits_that_are_not_known(directory: Path) -> None:
     server = Fake(directory)
     with talking(directory) as client:
-        question = client.ask(LOOKUP, 20)
+        pending = client.request(LOOKUP, 20)
         peer, _ = server.hear()
         link = client.link
         for kind in (Kind.PING, Kind.LOOKUP_ANSWER):
-            head = bytearray(wire.header(2, kind, question.id, 0, 0))
+            head = bytearray(wire.header(2, kind, pending.id, 0, 0))
             head[20:24] = b"\x00\x01\xff\xff"
             server.socket.send_multipart([peer, bytes(head), wire.body_of(FOUND)])
         assert server.hear_refusal().body.code == Code.UNSUPPORTED
-        failure = ended(question).failure
+        failure = ended(pending).failure
         assert failure is not None
-        assert not failure.said, "whatever that was, nobody knows how the request ended"
+        assert not failure.reported, "whatever that was, nobody knows how the request ended"
         assert client.link == link
 
 
@@ -302,7 +307,7 @@ def test_a_client_that_only_listens_pings(directory: Path) -> None:
     with talking(directory) as client:
         server.greet(client)
         link = client.link
-        questions = [client.ask(LOOKUP, 60) for _ in range(40)]
+        questions = [client.request(LOOKUP, 60) for _ in range(40)]
         asked = [server.hear() for _ in questions]
         said, longest_s = time.monotonic(), 0.0
         for peer, envelope in asked:
@@ -315,14 +320,14 @@ def test_a_client_that_only_listens_pings(directory: Path) -> None:
                     said = time.monotonic()
                 longest_s = max(longest_s, time.monotonic() - said)
         assert longest_s < 3, f"it said nothing for {longest_s:.1f} s"
-        assert all(ended(question).answer == FOUND for question in questions)
+        assert all(ended(pending).answer == FOUND for pending in questions)
         assert client.link == link
 
 
 def test_credits_are_kept(directory: Path) -> None:
     server = Fake(directory, request_credits=2)
     with talking(directory) as client:
-        questions = [client.ask(LOOKUP, PATIENCE_S) for _ in range(5)]
+        questions = [client.request(LOOKUP, PATIENCE_S) for _ in range(5)]
         heard = [server.hear() for _ in range(2)]
         assert not server.socket.poll(100), "two may wait, not more"
         for left in (3, 2, 1, 0, 0):
@@ -330,16 +335,16 @@ def test_credits_are_kept(directory: Path) -> None:
             server.say(peer, Kind.LOOKUP_ANSWER, envelope.correlation, FOUND)
             if left:
                 heard.append(server.hear())
-        assert all(ended(question).answer == FOUND for question in questions)
+        assert all(ended(pending).answer == FOUND for pending in questions)
 
 
 def test_an_urgent_question_overtakes_what_waits_for_credits(directory: Path) -> None:
     server = Fake(directory, request_credits=128)
     with talking(directory) as client:
-        questions = [client.ask(LOOKUP, 20) for _ in range(200)]
+        questions = [client.request(LOOKUP, 20) for _ in range(200)]
         heard = [server.hear() for _ in range(126)]
         assert not server.socket.poll(100), "the others wait"
-        urgent = client.ask(wire.CancelStores(), 20, urgent=True)
+        urgent = client.request(wire.CancelStores(), 20, urgent=True)
         peer, envelope = server.hear()
         assert (envelope.kind, envelope.correlation) == (Kind.CANCEL_STORES, urgent.id)
         server.say(peer, Kind.CANCEL_STORES_ANSWER, urgent.id, wire.CancelStoresAnswer(3))
@@ -349,7 +354,7 @@ def test_an_urgent_question_overtakes_what_waits_for_credits(directory: Path) ->
             server.say(peer, Kind.LOOKUP_ANSWER, envelope.correlation, FOUND)
             if len(heard) < 200:
                 heard.append(server.hear())
-        assert all(ended(question).answer == FOUND for question in questions)
+        assert all(ended(pending).answer == FOUND for pending in questions)
 
 
 def test_a_directory_that_others_can_reach_is_refused(directory: Path) -> None:
@@ -362,12 +367,12 @@ def test_a_directory_that_others_can_reach_is_refused(directory: Path) -> None:
 
 def test_closing_ends_every_question(directory: Path) -> None:
     with talking(directory) as client:
-        question = client.ask(LOOKUP, 60)
+        pending = client.request(LOOKUP, 60)
         client.close()
-        failure = ended(question).failure
+        failure = ended(pending).failure
         assert isinstance(failure, Failure)
-        assert not failure.said
-        late = ended(client.ask(LOOKUP, 60)).failure
+        assert not failure.reported
+        late = ended(client.request(LOOKUP, 60)).failure
         assert late is not None
         assert late.over
 
@@ -385,14 +390,14 @@ def test_a_turn_comes_when_something_happens_and_when_its_time_has_come(director
 
 def test_with_a_real_leader() -> None:
     with running(ranks=1) as daemon, talking(daemon.socket_dir / "leader") as client:
-        failure = ended(client.ask(LOOKUP, PATIENCE_S)).failure
+        failure = ended(client.request(LOOKUP, PATIENCE_S)).failure
         assert failure is not None
         assert (failure.code, failure.over) == (Code.NOT_READY, True)
         first, epoch = client.link, client.epoch
         daemon.killed(daemon.leader)
         eventually("another leader", lambda: client.link > first)
         assert client.epoch > epoch
-        assert ended(client.ask(LOOKUP, PATIENCE_S)).failure is not None
+        assert ended(client.request(LOOKUP, PATIENCE_S)).failure is not None
 
 
 def test_runs_of_neighbours() -> None:

@@ -11,10 +11,10 @@ from test_scheduler import PAGE_TOKENS, Pool, Request, request
 
 from kvferry import wire
 from kvferry.memory import Group, KvMemory, Place
+from kvferry.metadata import RankReport, StepMetadata
 from kvferry.rank import RankSession
 from kvferry.scheduler import SchedulerSide
 from kvferry.settings import Settings
-from kvferry.steps import RankReport, StepMetadata
 
 ENGINE = b"e" * 16
 #: A load's own time, which a step takes longer than.
@@ -90,8 +90,8 @@ def test_a_step_that_takes_longer_than_a_load_may_makes_no_miss(daemon: Daemon) 
     engine = Engine(daemon, step_timeout_ms=int(PATIENCE_S * 1000))
     through = load_behind_a_step(engine)
     (copy,) = engine.side._copies._open.values()
-    assert copy.question is not None
-    assert not copy.question.wait(2 * LOAD_S), "it waits for the step"
+    assert copy.pending is not None
+    assert not copy.pending.wait(2 * LOAD_S), "it waits for the step"
     engine.rank.wrote(through)
     over = engine.over()
     assert (over.loaded, over.failed_pages, copy.answer) == (["a"], [], wire.LoadAnswer(2))
