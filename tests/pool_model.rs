@@ -376,7 +376,7 @@ impl Model {
         self.pool.touch(&runs);
     }
 
-    fn let_go(&mut self, which: usize) {
+    fn unpin(&mut self, which: usize) {
         if self.held.is_empty() {
             return;
         }
@@ -426,7 +426,7 @@ proptest! {
                 PoolStep::Lookup { namespace, name, pages, hold } => {
                     model.lookup(namespace, &sequence(name, pages), hold);
                 }
-                PoolStep::LetGo(which) => model.let_go(which),
+                PoolStep::LetGo(which) => model.unpin(which),
                 PoolStep::Reset => {
                     model.pool.reset();
                     model.copying.iter_mut().for_each(|copy| copy.forgotten = true);
@@ -455,7 +455,7 @@ proptest! {
         }
         // After all holds are released and all copies have ended, every page is free or ready.
         while !model.held.is_empty() {
-            model.let_go(0);
+            model.unpin(0);
         }
         while !model.copying.is_empty() {
             for rank in 0..RANKS {

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import make_model
-from daemon import PATIENCE_S, Daemon, eventually
+from daemon import TIMEOUT_S, Daemon, eventually
 
 HERE = Path(__file__).parent
 PAGE_TOKENS = 32
@@ -87,11 +87,11 @@ class Process:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(group, sent)
         try:
-            self.process.wait(PATIENCE_S)
+            self.process.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
             # Python then prints the stack of each thread.
             self.process.send_signal(signal.SIGABRT)
-            self.process.wait(PATIENCE_S)
+            self.process.wait(TIMEOUT_S)
             raise AssertionError(f"it does not end by signal {sent}:\n{self.logged()[-8000:]}") from None
 
         def gone() -> bool:
@@ -136,7 +136,7 @@ class Engine(Process):
 
     def request(self, do: str, **order: Any) -> Any:
         self._say({"do": do, **order})
-        return self._hear(2 * PATIENCE_S)
+        return self._hear(2 * TIMEOUT_S)
 
     def generate(self, *prompts: list[int] | dict[str, Any], max_tokens: int = 16) -> list[Answer]:
         orders = [each if isinstance(each, dict) else {"tokens": each} for each in prompts]
@@ -184,7 +184,7 @@ class Server(Process):
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}{path}", data, {"Content-Type": "application/json"}, method=method
         )
-        with urllib.request.urlopen(request, timeout=2 * PATIENCE_S) as answer:
+        with urllib.request.urlopen(request, timeout=2 * TIMEOUT_S) as answer:
             return answer.read().decode()
 
     def generate(self, *prompts: list[int], max_tokens: int = 16) -> list[Answer]:
@@ -250,7 +250,7 @@ def settled(engine: Engine, daemon: Daemon) -> None:
     eventually("copies are over", lambda: not daemon.status()["copies_under_way"])
 
 
-def wait_steps(engine: Engine, what: str, check: Any, grace_s: float = PATIENCE_S) -> dict[str, Any]:
+def wait_steps(engine: Engine, what: str, check: Any, grace_s: float = TIMEOUT_S) -> dict[str, Any]:
     """Runs steps of an engine in its own process until their results satisfy ``check``."""
     until = time.monotonic() + grace_s
     while True:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import torch
-from daemon import PATIENCE_S, Daemon, eventually
+from daemon import TIMEOUT_S, Daemon, eventually
 
 import kvferry.memory
 from kvferry import cuda, wire
@@ -117,10 +117,10 @@ def main(socket_dir: Path, kind: str) -> None:
     Daemon(socket_dir).wait_ready()
 
     def request(message: object, *, written: bool = False) -> object:
-        pending = scheduler.request(message, PATIENCE_S)  # type: ignore[arg-type]
+        pending = scheduler.request(message, TIMEOUT_S)  # type: ignore[arg-type]
         if written:
             rank.wrote(pending.id)
-        assert pending.wait(PATIENCE_S)
+        assert pending.wait(TIMEOUT_S)
         assert pending.answer is not None, pending.failure
         return pending.answer
 
@@ -152,9 +152,9 @@ def main(socket_dir: Path, kind: str) -> None:
     hashes = b"".join(number.to_bytes(16, "big") for number in range(11, 14))
     found = request(wire.Lookup(slot=3, namespace=b"", hash_bytes=16, hashes=hashes))
     assert found.hit_pages == 0  # type: ignore[attr-defined]
-    again = scheduler.request(wire.Store(3, 0, wire.runs([9, 3, 6])), PATIENCE_S)
+    again = scheduler.request(wire.Store(3, 0, wire.runs([9, 3, 6])), TIMEOUT_S)
     rank.wrote(again.id, lambda: False, stream.value)
-    assert again.wait(PATIENCE_S)
+    assert again.wait(TIMEOUT_S)
     assert again.answer is not None, again.failure
     kept = [[content[n * PAGE_BYTES :][:PAGE_BYTES] for content in contents] for n in (9, 3, 6)]
     fill()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from daemon import PATIENCE_S, eventually, running
+from daemon import TIMEOUT_S, eventually, running
 
 from kvferry import wire
 from kvferry.client import Client, Failure, PendingRequest
@@ -97,14 +97,14 @@ def talking(directory: Path, **turn: object) -> Iterator[Client]:
 
 
 def ended(pending: PendingRequest) -> PendingRequest:
-    assert pending.wait(PATIENCE_S), "no end"
+    assert pending.wait(TIMEOUT_S), "no end"
     return pending
 
 
 def test_an_answer_a_refusal_and_an_answer_of_the_wrong_kind(directory: Path) -> None:
     server = Fake(directory)
     with talking(directory) as client:
-        first, second, third = (client.request(LOOKUP, PATIENCE_S) for _ in range(3))
+        first, second, third = (client.request(LOOKUP, TIMEOUT_S) for _ in range(3))
         assert [pending.id for pending in (first, second, third)] == [100, 101, 102]
         for _ in range(3):
             peer, envelope = server.hear()
@@ -160,7 +160,7 @@ def test_nobody_there_is_told_in_time(directory: Path) -> None:
         failure = ended(client.request(LOOKUP, 0.2, grace_s=0.1)).failure
         assert failure is not None
         assert (failure.code, failure.reported) == (Code.DEADLINE, False)
-        assert 0.3 <= time.monotonic() - begun < PATIENCE_S
+        assert 0.3 <= time.monotonic() - begun < TIMEOUT_S
         assert "nobody listens" in client.problem
         assert not client.listening
 
@@ -169,8 +169,8 @@ def test_what_is_not_answered_is_asked_again_under_its_id(directory: Path) -> No
     server = Fake(directory)
     with talking(directory) as client:
         server.greet(client)
-        kept = client.request(LOOKUP, PATIENCE_S)
-        bound = client.request(LOOKUP, PATIENCE_S, link=client.link)
+        kept = client.request(LOOKUP, TIMEOUT_S)
+        bound = client.request(LOOKUP, TIMEOUT_S, link=client.link)
         link = client.link
         assert [server.hear()[1].correlation for _ in range(2)] == [kept.id, bound.id]
         server.close()
@@ -183,7 +183,7 @@ def test_what_is_not_answered_is_asked_again_under_its_id(directory: Path) -> No
         server.say(peer, Kind.LOOKUP_ANSWER, kept.id, FOUND)
         assert ended(kept).answer == FOUND
         assert client.link > link
-        stale = ended(client.request(LOOKUP, PATIENCE_S, link=link)).failure
+        stale = ended(client.request(LOOKUP, TIMEOUT_S, link=link)).failure
         assert stale is not None
         assert stale.over, "it was never sent"
 
@@ -200,7 +200,7 @@ def test_a_connection_that_is_gone_and_not_known_to_be_holds_nobody(
         questions = []
 
         def noticed() -> bool:
-            questions.append(client.request(LOOKUP, 2 * PATIENCE_S))
+            questions.append(client.request(LOOKUP, 2 * TIMEOUT_S))
             return not client.listening
 
         eventually("it is noticed", noticed)
@@ -216,7 +216,7 @@ def test_a_connection_that_is_gone_and_not_known_to_be_holds_nobody(
 def test_garbage_breaks_the_connection_and_nothing_else(directory: Path, garbage: bytes) -> None:
     server = Fake(directory)
     with talking(directory) as client:
-        pending = client.request(LOOKUP, PATIENCE_S)
+        pending = client.request(LOOKUP, TIMEOUT_S)
         peer, _ = server.hear()
         server.say(peer, Kind.LOOKUP_ANSWER, pending.id, garbage)
         peer, envelope = server.hear()
@@ -327,7 +327,7 @@ def test_a_client_that_only_listens_pings(directory: Path) -> None:
 def test_credits_are_kept(directory: Path) -> None:
     server = Fake(directory, request_credits=2)
     with talking(directory) as client:
-        questions = [client.request(LOOKUP, PATIENCE_S) for _ in range(5)]
+        questions = [client.request(LOOKUP, TIMEOUT_S) for _ in range(5)]
         heard = [server.hear() for _ in range(2)]
         assert not server.socket.poll(100), "two may wait, not more"
         for left in (3, 2, 1, 0, 0):
@@ -390,14 +390,14 @@ def test_a_turn_comes_when_something_happens_and_when_its_time_has_come(director
 
 def test_with_a_real_leader() -> None:
     with running(ranks=1) as daemon, talking(daemon.socket_dir / "leader") as client:
-        failure = ended(client.request(LOOKUP, PATIENCE_S)).failure
+        failure = ended(client.request(LOOKUP, TIMEOUT_S)).failure
         assert failure is not None
         assert (failure.code, failure.over) == (Code.NOT_READY, True)
         first, epoch = client.link, client.epoch
         daemon.killed(daemon.leader)
         eventually("another leader", lambda: client.link > first)
         assert client.epoch > epoch
-        assert ended(client.request(LOOKUP, PATIENCE_S)).failure is not None
+        assert ended(client.request(LOOKUP, TIMEOUT_S)).failure is not None
 
 
 def test_runs_of_neighbours() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from daemon import PATIENCE_S, Daemon, eventually, running
+from daemon import TIMEOUT_S, Daemon, eventually, running
 
 from kvferry import memory, wire
 from kvferry.client import Client
@@ -80,10 +80,10 @@ class Talk:
         eventually("the rank is registered", lambda: self.rank.registered)
 
     def request(self, message: Any, *, written: bool = False) -> Any:
-        pending = self.scheduler.request(message, PATIENCE_S)
+        pending = self.scheduler.request(message, TIMEOUT_S)
         if written:
             self.rank.wrote(pending.id)
-        assert pending.wait(PATIENCE_S)
+        assert pending.wait(TIMEOUT_S)
         assert pending.answer is not None, pending.failure
         return pending.answer
 
@@ -238,7 +238,7 @@ def test_groups_are_registered_separately_and_not_served(daemon: Daemon, caplog:
         assert not status["ready"]
         assert "not served yet" in status["ranks"][0]["problem"]
         pending = talk.scheduler.request(wire.Lookup(slot=1, namespace=b"", hash_bytes=16, hashes=b"h" * 16), 1)
-        assert pending.wait(PATIENCE_S)
+        assert pending.wait(TIMEOUT_S)
         assert pending.failure is not None
         assert pending.failure.code == wire.Code.NOT_READY
     finally:

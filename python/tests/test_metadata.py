@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from daemon import PATIENCE_S, Daemon, eventually, running
+from daemon import TIMEOUT_S, Daemon, eventually, running
 from test_scheduler import PAGE_TOKENS, Pool, Request, request
 
 from kvferry import wire
@@ -87,7 +87,7 @@ def load_behind_a_step(engine: Engine) -> int:
 
 
 def test_a_step_that_takes_longer_than_a_load_may_makes_no_miss(daemon: Daemon) -> None:
-    engine = Engine(daemon, step_timeout_ms=int(PATIENCE_S * 1000))
+    engine = Engine(daemon, step_timeout_ms=int(TIMEOUT_S * 1000))
     through = load_behind_a_step(engine)
     (copy,) = engine.side._copies._open.values()
     assert copy.pending is not None

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import zmq
-from daemon import PATIENCE_S, PROGRAM, Daemon, environment, eventually, running
+from daemon import PROGRAM, TIMEOUT_S, Daemon, environment, eventually, running
 from signals import stop
 
 from kvferry import rank, wire
@@ -208,7 +208,7 @@ def leader_and_worker(directory: Path, **variables: str) -> Iterator[tuple[subpr
     finally:
         for process in (leader, worker):
             process.kill()
-            process.wait(PATIENCE_S)
+            process.wait(TIMEOUT_S)
 
 
 def test_a_worker_that_stands_still_with_nobody_to_end_it_is_killed(
@@ -222,7 +222,7 @@ def test_a_worker_that_stands_still_with_nobody_to_end_it_is_killed(
         leader.kill()
         session.abandon([7])
         over(session, [7])
-        assert worker.wait(PATIENCE_S) == -signal.SIGKILL
+        assert worker.wait(TIMEOUT_S) == -signal.SIGKILL
 
 
 def test_a_worker_that_takes_connections_and_answers_nothing_is_killed(
@@ -240,11 +240,11 @@ def test_a_worker_that_takes_connections_and_answers_nothing_is_killed(
         eventually("it has the memory", lambda: session._process == worker.pid)
         session.abandon([7])
         over(session, [7])
-        assert worker.wait(PATIENCE_S) == -signal.SIGKILL
+        assert worker.wait(TIMEOUT_S) == -signal.SIGKILL
         assert next(session._client._links) > 6, "connections came and went"
     finally:
         worker.kill()
-        worker.wait(PATIENCE_S)
+        worker.wait(TIMEOUT_S)
         session.close()
 
 
@@ -257,11 +257,11 @@ def thread_stands_still(session: RankSession) -> Iterator[None]:
     def stand() -> None:
         drain()
         stands.set()
-        goes_on.wait(PATIENCE_S)
+        goes_on.wait(TIMEOUT_S)
 
     session._client._drain_wake = stand  # type: ignore[method-assign]
     session._client.poke()
-    assert stands.wait(PATIENCE_S)
+    assert stands.wait(TIMEOUT_S)
     session._client._drain_wake = drain  # type: ignore[method-assign]
     try:
         yield
@@ -346,7 +346,7 @@ def test_nothing_of_an_engine_is_left_however_it_ends(daemon: Daemon) -> None:
     names = [name for name in os.listdir("/dev/shm") if name.startswith("torch_")]
     assert names == []
     engine.kill()
-    engine.wait(PATIENCE_S)
+    engine.wait(TIMEOUT_S)
     daemon.wait_idle()
     eventually("it is let go", lambda: not daemon.status()["ranks"][0]["attached"])
     session = begin(daemon.socket_dir / "worker-0-0")
@@ -363,7 +363,7 @@ def test_an_engine_whose_connections_live_on_in_a_child_is_let_go() -> None:
         assert engine.stdout.readline() == "registered\n"
         assert daemon.status()["ranks"][0]["attached"]
         engine.kill()
-        engine.wait(PATIENCE_S)
+        engine.wait(TIMEOUT_S)
         eventually("it is let go", lambda: not daemon.status()["ranks"][0]["attached"])
         # The child ends when its standard input does.
         engine.communicate()
@@ -480,7 +480,7 @@ def test_descriptors_that_an_engine_leaves_behind_are_closed(daemon: Daemon) -> 
     assert engine.stdout.readline() == "handed over\n"
     assert len(engine_memory(daemon)) == 1
     engine.kill()
-    engine.wait(PATIENCE_S)
+    engine.wait(TIMEOUT_S)
     # Less than the 30 s after which the worker closes descriptors without a registration.
     eventually("they are closed", lambda: not engine_memory(daemon), 25)
 
@@ -541,9 +541,9 @@ def main(socket_dir: Path, *child: str) -> None:
         wire.Store(1, 0, [[0, 2]]),
         wire.Lookup(slot=2, namespace=b"", hash_bytes=32, hashes=hashes),
     ):
-        pending = client.request(message, PATIENCE_S)
+        pending = client.request(message, TIMEOUT_S)
         session.wrote(pending.id)
-        assert pending.wait(PATIENCE_S)
+        assert pending.wait(TIMEOUT_S)
         assert pending.answer is not None, pending.failure
     if child and os.fork() == 0:
         sys.stdin.read()

@@ -32,12 +32,12 @@ impl Scripted {
             listener,
             peer: PeerId(0),
         };
-        let hello = scripted.hear().await;
+        let hello = scripted.receive().await;
         (scripted, hello, client, incoming)
     }
 
     /// Receives the next message.
-    async fn hear(&mut self) -> Envelope {
+    async fn receive(&mut self) -> Envelope {
         loop {
             match self.listener.next().await.expect("tasks run") {
                 ListenerEvent::Opened { peer, .. } => self.peer = peer,
@@ -51,11 +51,11 @@ impl Scripted {
     }
 
     /// Receives the next message that is not a ping.
-    async fn hear_more(&mut self) -> Envelope {
+    async fn receive_more(&mut self) -> Envelope {
         loop {
-            let heard = self.hear().await;
+            let heard = self.receive().await;
             match heard.message {
-                Message::Ping(_) => self.say(0, Message::Pong(Empty {})),
+                Message::Ping(_) => self.send_message(0, Message::Pong(Empty {})),
                 _ => return heard,
             }
         }
@@ -69,7 +69,7 @@ impl Scripted {
             .expect("sent");
     }
 
-    fn say(&self, id: u64, message: Message) {
+    fn send_message(&self, id: u64, message: Message) {
         let version = match message.kind() {
             MessageKind::Welcome => HELLO_VERSION,
             _ => VERSION,
@@ -87,7 +87,7 @@ impl Scripted {
     }
 
     fn welcome(&self, version: u16) {
-        self.say(
+        self.send_message(
             0,
             Message::Welcome(Welcome {
                 version,
@@ -125,10 +125,10 @@ async fn what_is_not_known_ends_neither_the_connection_nor_a_request() {
     let (mut server, _, client, mut incoming) = Scripted::start(&transport).await;
     server.welcome(VERSION);
     let asking = tokio::spawn(async move {
-        let patience = Duration::from_secs(20);
-        client.request_as(RequestId(42), status(), patience).await
+        let timeout = Duration::from_secs(20);
+        client.request_as(RequestId(42), status(), timeout).await
     });
-    assert_eq!(server.hear_more().await.correlation, RequestId(42));
+    assert_eq!(server.receive_more().await.correlation, RequestId(42));
     // Answers of unknown kinds, under the id of an open request, and an answer to no open request.
     server.send(header(999, 42), &[0xc1]);
     server.send(header(63, 42), &[0xc1]);
@@ -141,15 +141,15 @@ async fn what_is_not_known_ends_neither_the_connection_nor_a_request() {
     ];
     for (kind, code) in requests {
         server.send(header(kind, 42), &[0xc1]);
-        let heard = server.hear_more().await;
+        let heard = server.receive_more().await;
         assert_eq!(heard.correlation, RequestId(42));
         match heard.message {
             Message::Error(error) => assert_eq!(error.code(), code, "kind {kind}"),
             other => panic!("{} instead of an error", other.kind().name()),
         }
     }
-    server.say(42, Message::Cancel(Cancel { ops: vec![1] }));
-    server.say(42, answer());
+    server.send_message(42, Message::Cancel(Cancel { ops: vec![1] }));
+    server.send_message(42, answer());
     assert_eq!(asking.await.expect("no panic"), Ok(answer()));
     assert!(matches!(
         incoming.recv().await,

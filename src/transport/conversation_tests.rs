@@ -108,7 +108,7 @@ impl Raw {
         Self(connected.expect("it connects"))
     }
 
-    pub(super) async fn say(&self, id: u64, message: Message) {
+    pub(super) async fn send_message(&self, id: u64, message: Message) {
         let correlation = RequestId(id);
         let envelope = Envelope {
             version: VERSION,
@@ -124,14 +124,14 @@ impl Raw {
             .expect("it is sent");
     }
 
-    pub(super) async fn hear(&mut self) -> Envelope {
+    pub(super) async fn receive(&mut self) -> Envelope {
         let frame = self.0.recv().await.expect("an answer");
         let header = Header::from_bytes(&frame.header).expect("a header");
         decode(header, &frame.body).expect("a message")
     }
 
-    pub(super) async fn hear_error(&mut self) -> (u64, ErrorCode) {
-        let heard = self.hear().await;
+    pub(super) async fn receive_error(&mut self) -> (u64, ErrorCode) {
+        let heard = self.receive().await;
         match heard.message {
             Message::Error(error) => (heard.correlation.0, error.code()),
             other => panic!("{} instead of an error", other.kind().name()),
@@ -188,7 +188,7 @@ async fn without_a_server_a_request_fails_at_its_deadline() {
     assert_eq!(
         begun.elapsed().as_secs(),
         12,
-        "the deadline and the patience"
+        "the deadline and the grace time"
     );
 }
 
@@ -233,9 +233,9 @@ async fn manners_are_asked_for_with_typed_errors() {
     let mut server = server(&transport, 1).await;
     tokio::spawn(async move { listen_on(&mut server).await });
     let mut raw = Raw::connect(&transport).await;
-    raw.say(1, status()).await;
-    assert_eq!(raw.hear_error().await, (1, ErrorCode::HelloFirst));
-    raw.say(
+    raw.send_message(1, status()).await;
+    assert_eq!(raw.receive_error().await, (1, ErrorCode::HelloFirst));
+    raw.send_message(
         2,
         Message::Hello(Hello {
             role: Role::Worker,
@@ -244,20 +244,20 @@ async fn manners_are_asked_for_with_typed_errors() {
     )
     .await;
     assert_eq!(
-        raw.hear_error().await,
+        raw.receive_error().await,
         (2, ErrorCode::Invalid),
         "no role for this server"
     );
-    raw.say(3, Message::Hello(hello(1, 2))).await;
-    assert_eq!(raw.hear().await.message.kind(), MessageKind::Welcome);
-    raw.say(4, Message::Hello(hello(1, 2))).await;
+    raw.send_message(3, Message::Hello(hello(1, 2))).await;
+    assert_eq!(raw.receive().await.message.kind(), MessageKind::Welcome);
+    raw.send_message(4, Message::Hello(hello(1, 2))).await;
     assert_eq!(
-        raw.hear_error().await,
+        raw.receive_error().await,
         (4, ErrorCode::Invalid),
         "hello was said before"
     );
-    raw.say(5, Message::Ping(Empty {})).await;
-    assert_eq!(raw.hear().await.message.kind(), MessageKind::Pong);
+    raw.send_message(5, Message::Ping(Empty {})).await;
+    assert_eq!(raw.receive().await.message.kind(), MessageKind::Pong);
     let unknown = Header {
         version: VERSION,
         kind: 998,
@@ -270,7 +270,7 @@ async fn manners_are_asked_for_with_typed_errors() {
         .send(Frame::new(unknown.to_bytes().to_vec(), vec![0x80]))
         .await
         .expect("it is sent");
-    assert_eq!(raw.hear_error().await, (6, ErrorCode::UnknownKind));
+    assert_eq!(raw.receive_error().await, (6, ErrorCode::UnknownKind));
     let malformed = Header {
         kind: MessageKind::Lookup.number(),
         correlation: RequestId(7),
@@ -280,7 +280,7 @@ async fn manners_are_asked_for_with_typed_errors() {
         .send(Frame::new(malformed.to_bytes().to_vec(), vec![0xc1]))
         .await
         .expect("it is sent");
-    assert_eq!(raw.hear_error().await, (7, ErrorCode::Malformed));
+    assert_eq!(raw.receive_error().await, (7, ErrorCode::Malformed));
 }
 
 #[tokio::test(start_paused = true)]
@@ -289,14 +289,14 @@ async fn one_request_more_than_the_credits_is_answered_busy() {
     let mut server = server(&transport, 1).await;
     tokio::spawn(async move { listen_on(&mut server).await });
     let mut raw = Raw::connect(&transport).await;
-    raw.say(0, Message::Hello(hello(1, 2))).await;
-    assert_eq!(raw.hear().await.message.kind(), MessageKind::Welcome);
+    raw.send_message(0, Message::Hello(hello(1, 2))).await;
+    assert_eq!(raw.receive().await.message.kind(), MessageKind::Welcome);
     for id in 1..=u64::from(limits::REQUEST_CREDITS) {
-        raw.say(id, status()).await;
+        raw.send_message(id, status()).await;
     }
     let one_more = u64::from(limits::REQUEST_CREDITS) + 1;
-    raw.say(one_more, status()).await;
-    assert_eq!(raw.hear_error().await, (one_more, ErrorCode::Busy));
+    raw.send_message(one_more, status()).await;
+    assert_eq!(raw.receive_error().await, (one_more, ErrorCode::Busy));
 }
 
 #[tokio::test(start_paused = true)]
@@ -304,7 +304,7 @@ async fn a_peer_that_stays_silent_is_closed_after_three_heartbeats() {
     let transport = MemoryTransport::default();
     let mut server = server(&transport, 1).await;
     let mut raw = Raw::connect(&transport).await;
-    raw.say(1, Message::Hello(hello(1, 2))).await;
+    raw.send_message(1, Message::Hello(hello(1, 2))).await;
     let begun = tokio::time::Instant::now();
     let closed = async {
         loop {
@@ -319,7 +319,7 @@ async fn a_peer_that_stays_silent_is_closed_after_three_heartbeats() {
         .await
         .expect("it is closed");
     assert!(begun.elapsed() > HEARTBEAT * 3);
-    assert_eq!(raw.hear().await.message.kind(), MessageKind::Welcome);
+    assert_eq!(raw.receive().await.message.kind(), MessageKind::Welcome);
     assert!(raw.0.recv().await.is_err(), "the connection is gone");
 }
 
@@ -332,12 +332,12 @@ async fn what_was_said_while_the_server_did_not_listen_counts() {
         Raw::connect(&transport).await,
     ];
     for peer in &peers {
-        peer.say(1, Message::Hello(hello(1, 2))).await;
+        peer.send_message(1, Message::Hello(hello(1, 2))).await;
     }
     let heard = tokio::time::timeout(HEARTBEAT / 2, listen_on(&mut server)).await;
     assert!(heard.is_err(), "the server goes on");
     for peer in &peers {
-        peer.say(2, status()).await;
+        peer.send_message(2, status()).await;
     }
     // Longer than the silence after which a peer is closed.
     tokio::time::advance(HEARTBEAT * 5).await;
@@ -368,8 +368,8 @@ async fn a_client_that_only_listens_is_kept() {
         .map(|id| {
             let client = client.clone();
             tokio::spawn(async move {
-                let patience = Duration::from_secs(60);
-                client.request_as(RequestId(id), status(), patience).await
+                let timeout = Duration::from_secs(60);
+                client.request_as(RequestId(id), status(), timeout).await
             })
         })
         .collect();

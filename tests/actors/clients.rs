@@ -22,7 +22,7 @@ use tokio::time::Instant;
 
 use super::unregister::Memory;
 use super::workers::{agree, attaching, ranks, worker};
-use super::world::{Engine, Heard, Puppet, address, leader, puppets, seconds, server, soon};
+use super::world::{Engine, Puppet, Received, address, leader, puppets, seconds, server, soon};
 
 const PAGES: u32 = 4;
 const WITHIN: Duration = Duration::from_secs(2);
@@ -73,12 +73,12 @@ fn obey(workers: [Puppet; 2], open: &watch::Sender<bool>) -> Arc<AtomicU32> {
             let mut orders = Vec::new();
             loop {
                 tokio::select! {
-                    heard = worker.hear() => match heard {
-                        Heard::Order(order) => orders.push(order),
-                        Heard::Cancel(ops) => {
+                    heard = worker.receive() => match heard {
+                        Received::Order(order) => orders.push(order),
+                        Received::Cancel(ops) => {
                             cancelled.fetch_add(ops.len() as u32, Ordering::Relaxed);
                         }
-                        Heard::Welcomed(_) | Heard::Lost | Heard::Invalidate(..) => {}
+                        Received::Welcomed(_) | Received::Lost | Received::Invalidate(..) => {}
                     },
                     changed = open.changed() => if changed.is_err() { return },
                 }

@@ -11,7 +11,7 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use super::world::{
-    Answered, Engine, Heard, Order, Puppet, leader, puppets, puppets_of, seconds, soon,
+    Answered, Engine, Order, Puppet, Received, leader, puppets, puppets_of, seconds, soon,
 };
 
 const PAGES: u32 = 4;
@@ -72,13 +72,13 @@ async fn a_load_is_answered_only_when_the_worker_that_kept_silent_is_fenced() {
 
     let mut cancels = Vec::new();
     loop {
-        match workers[1].hear().await {
-            Heard::Cancel(ops) => {
+        match workers[1].receive().await {
+            Received::Cancel(ops) => {
                 assert_eq!(ops, [op]);
                 cancels.push(seconds(begun));
                 assert!(cancels.len() < 100, "it is never fenced");
             }
-            Heard::Lost => break,
+            Received::Lost => break,
             other => panic!("{other:?} for a worker that is late"),
         }
     }
@@ -87,7 +87,7 @@ async fn a_load_is_answered_only_when_the_worker_that_kept_silent_is_fenced() {
     about(seconds(begun), WITHIN.as_secs_f64() + FENCE_SECONDS);
     assert!(!asked.is_finished(), "it is fenced, and may still write");
 
-    assert!(matches!(workers[1].hear().await, Heard::Welcomed(1)));
+    assert!(matches!(workers[1].receive().await, Received::Welcomed(1)));
     tokio::time::sleep(Duration::from_secs(100)).await;
     assert_eq!(engine.status().await.copies_under_way, 1);
     assert!(!asked.is_finished(), "it is back, and may still write");
@@ -107,7 +107,7 @@ async fn a_load_that_is_cancelled_is_answered_at_its_last_end_and_nobody_is_fenc
     let mut workers = puppets(&transport).await;
     let (asked, [first, second]) = loading(&engine, &mut workers).await;
     let begun = Instant::now();
-    assert!(matches!(workers[1].hear().await, Heard::Cancel(_)));
+    assert!(matches!(workers[1].receive().await, Received::Cancel(_)));
     workers[0].ended(&first, false);
     engine.status().await;
     assert!(!asked.is_finished(), "the other rank still copies");
@@ -116,7 +116,7 @@ async fn a_load_that_is_cancelled_is_answered_at_its_last_end_and_nobody_is_fenc
     assert_eq!(failure.code, ErrorCode::CopyFailed, "{failure}");
     about(seconds(begun), WITHIN.as_secs_f64());
 
-    let further = tokio::time::timeout(Duration::from_secs(60), workers[1].hear()).await;
+    let further = tokio::time::timeout(Duration::from_secs(60), workers[1].receive()).await;
     assert!(further.is_err(), "{further:?} after the end");
     process.stop().await;
 }
@@ -129,7 +129,7 @@ async fn pages_of_a_late_store_stay_set_aside_until_both_workers_have_ended() {
     let mut workers = puppets(&transport).await;
     let (asked, [first, second]) = storing(&engine, &mut workers).await;
     workers[0].ended(&first, true);
-    assert!(matches!(workers[1].hear().await, Heard::Cancel(_)));
+    assert!(matches!(workers[1].receive().await, Received::Cancel(_)));
     let pages = |state: &'static str| {
         let engine = engine.clone();
         async move { engine.status().await.pages[state] }
@@ -207,8 +207,8 @@ async fn an_invalidation_gives_the_deadline_of_its_reset() {
     let asking = engine.clone();
     let asked = tokio::spawn(async move { asking.0.call(reset, WITHIN).await });
     for worker in &mut workers {
-        match worker.hear().await {
-            Heard::Invalidate(_, _, _, left_ms) => {
+        match worker.receive().await {
+            Received::Invalidate(_, _, _, left_ms) => {
                 let left = Duration::from_millis(left_ms.into());
                 assert!(left <= WITHIN && left > WITHIN / 2, "{left:?}");
             }

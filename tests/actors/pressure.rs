@@ -11,7 +11,9 @@ use kvferry_transport::{Frame, Limits, MemoryTransport, PENDING_FRAMES_MAX};
 use kvferry_types::{Epoch, PageList, RequestId};
 use tokio::time::Instant;
 
-use super::world::{Engine, PATIENCE, Puppet, Raw, leader, leader_within, puppets, seconds, store};
+use super::world::{
+    Engine, Puppet, Raw, TEST_TIMEOUT, leader, leader_within, puppets, seconds, store,
+};
 
 /// Limits under which a few messages fill every queue.
 fn narrow() -> Limits {
@@ -38,12 +40,12 @@ async fn requests_beyond_the_credits_are_refused_and_others_are_served() {
     let mut flood = Raw::engine(&transport, 2, Limits::default()).await;
     let credits = u64::from(limits::REQUEST_CREDITS);
     for id in 1..=credits {
-        assert!(flood.say(id, store(id, 1).into()).await);
+        assert!(flood.send_message(id, store(id, 1).into()).await);
     }
     is_served(&engine).await;
     for id in credits + 1..=credits + 100 {
-        assert!(flood.say(id, store(id, 1).into()).await);
-        assert_eq!(flood.hear_error().await, (id, ErrorCode::Busy));
+        assert!(flood.send_message(id, store(id, 1).into()).await);
+        assert_eq!(flood.receive_error().await, (id, ErrorCode::Busy));
     }
     is_served(&engine).await;
     process.stop().await;
@@ -66,12 +68,12 @@ async fn bytes_beyond_the_credits_are_refused() {
     };
     let fit = limits::BYTE_CREDITS / (64 * 100_000);
     for id in 1..=fit {
-        assert!(flood.say(id, large(id)).await);
+        assert!(flood.send_message(id, large(id)).await);
     }
-    assert!(flood.say(fit + 1, large(fit + 1)).await);
-    assert_eq!(flood.hear_error().await, (fit + 1, ErrorCode::Busy));
+    assert!(flood.send_message(fit + 1, large(fit + 1)).await);
+    assert_eq!(flood.receive_error().await, (fit + 1, ErrorCode::Busy));
     // A request that fits beside the others is accepted: the store waits and is not answered yet.
-    assert!(flood.say(fit + 2, store(1, 1).into()).await);
+    assert!(flood.send_message(fit + 2, store(1, 1).into()).await);
     let answer = tokio::time::timeout(Duration::from_millis(500), flood.0.recv()).await;
     assert!(answer.is_err(), "{answer:?}");
     process.stop().await;
@@ -86,7 +88,7 @@ async fn a_peer_that_never_reads_is_closed_and_others_are_served() {
     let deaf = Raw::engine(&transport, 2, narrow()).await;
     let mut said = 0_usize;
     while deaf
-        .say(1 + said as u64, Message::Status(Status { check: false }))
+        .send_message(1 + said as u64, Message::Status(Status { check: false }))
         .await
     {
         said += 1;
@@ -127,16 +129,19 @@ async fn what_is_no_message_for_a_leader_is_answered_with_a_typed_error() {
     let (process, _) = leader(&transport, 1).await;
     let _workers = puppets(&transport).await;
     let mut raw = Raw::engine(&transport, 1, Limits::default()).await;
-    assert!(raw.say(1, Message::Unregister(Unregister {})).await);
-    assert_eq!(raw.hear_error().await, (1, ErrorCode::UnknownKind));
+    assert!(
+        raw.send_message(1, Message::Unregister(Unregister {}))
+            .await
+    );
+    assert_eq!(raw.receive_error().await, (1, ErrorCode::UnknownKind));
     let beyond = Message::Load(Load {
         slot: 1,
         first_page: 0,
         destination: PageList::run(1000, 1).into(),
         after: 0,
     });
-    assert!(raw.say(2, beyond).await);
-    assert_eq!(raw.hear_error().await, (2, ErrorCode::Invalid));
+    assert!(raw.send_message(2, beyond).await);
+    assert_eq!(raw.receive_error().await, (2, ErrorCode::Invalid));
     let header = Header {
         version: VERSION,
         kind: MessageKind::Lookup.number(),
@@ -147,9 +152,9 @@ async fn what_is_no_message_for_a_leader_is_answered_with_a_typed_error() {
     };
     let cut_off = Frame::new(header.to_bytes().to_vec(), vec![0x81]);
     assert!(raw.send(cut_off).await);
-    assert_eq!(raw.hear_error().await, (3, ErrorCode::Malformed));
-    assert!(raw.say(4, super::world::lookup(1, 1).into()).await);
-    let answer = raw.hear().await.expect("an answer");
+    assert_eq!(raw.receive_error().await, (3, ErrorCode::Malformed));
+    assert!(raw.send_message(4, super::world::lookup(1, 1).into()).await);
+    let answer = raw.receive().await.expect("an answer");
     assert_eq!(answer.correlation, RequestId(4), "it goes on");
     process.stop().await;
 }
@@ -169,7 +174,7 @@ async fn a_peer_that_says_nothing_but_noise_is_closed_and_others_are_served() {
         assert!(sent < 100, "it is heard for ever");
         is_served(&engine).await;
     }
-    let heard = tokio::time::timeout(PATIENCE, noise.0.recv()).await;
+    let heard = tokio::time::timeout(TEST_TIMEOUT, noise.0.recv()).await;
     assert!(matches!(heard, Ok(Err(_))), "{heard:?}");
     is_served(&engine).await;
     process.stop().await;

@@ -7,7 +7,7 @@ use kvferry_protocol::{Abandon, ErrorCode, Message, Written};
 use kvferry_transport::{Limits, MemoryTransport};
 
 use super::workers::{Attaching, admit, attaching, rank, worker};
-use super::world::{Engine, Heard, PATIENCE, Puppet, leader, puppets, server, soon};
+use super::world::{Engine, Puppet, Received, TEST_TIMEOUT, leader, puppets, server, soon};
 
 const PAGES: u8 = 4;
 
@@ -25,7 +25,7 @@ async fn engines_and_workers_find_the_next_leader_and_go_on() {
     let engine = Engine::start(&transport, 1);
     let workers = puppets(&transport).await.map(Puppet::obey);
     assert_eq!(hits(&engine, 1, 1).await, 0);
-    let stored = engine.store(2, 1, PAGES.into(), PATIENCE).await;
+    let stored = engine.store(2, 1, PAGES.into(), TEST_TIMEOUT).await;
     assert!(stored.is_ok(), "{stored:?}");
     assert_eq!(hits(&engine, 3, 2).await, u32::from(PAGES));
 
@@ -39,7 +39,7 @@ async fn engines_and_workers_find_the_next_leader_and_go_on() {
     assert_eq!(status.expect("no panic").epoch, 2);
     engine.until_ready().await;
     assert_eq!(hits(&engine, 4, 3).await, 0, "it knows of no page");
-    let stored = engine.store(5, 3, PAGES.into(), PATIENCE).await;
+    let stored = engine.store(5, 3, PAGES.into(), TEST_TIMEOUT).await;
     assert!(stored.is_ok(), "{stored:?}");
     assert_eq!(hits(&engine, 6, 4).await, u32::from(PAGES));
     assert_eq!(engine.contradiction().await, "");
@@ -55,7 +55,7 @@ async fn a_store_that_outlives_its_leader_is_refused_when_no_worker_reads_its_pa
     let mut workers = puppets(&transport).await;
     engine.lookup(1, 1, PAGES).await.expect("an answer");
     let asking = engine.clone();
-    let asked = tokio::spawn(async move { asking.store(2, 1, PAGES.into(), PATIENCE).await });
+    let asked = tokio::spawn(async move { asking.store(2, 1, PAGES.into(), TEST_TIMEOUT).await });
     for worker in &mut workers {
         worker.order().await;
     }
@@ -63,7 +63,7 @@ async fn a_store_that_outlives_its_leader_is_refused_when_no_worker_reads_its_pa
     let (second, _) = leader(&transport, 2).await;
     let [one, other] = &mut workers;
     assert_eq!(one.begin().await, 2);
-    while !matches!(other.hear().await, Heard::Welcomed(2)) {}
+    while !matches!(other.receive().await, Received::Welcomed(2)) {}
     tokio::time::sleep(Duration::from_secs(5)).await;
     assert_eq!(engine.status().await.epoch, 2);
     assert!(!asked.is_finished(), "a worker may still read these pages");
@@ -120,13 +120,13 @@ async fn a_worker_copies_nothing_for_an_engine_that_it_does_not_know_and_says_so
         through: 5,
         timeline: false,
     });
-    let refused = rank.request(written, PATIENCE).await;
+    let refused = rank.request(written, TEST_TIMEOUT).await;
     let failure = refused.expect_err("there is no memory");
     assert_eq!(failure.code, ErrorCode::Invalid, "{failure}");
     let abandon = Message::Abandon(Abandon {
         requests: vec![3, 5],
     });
-    let answer = rank.request(abandon, PATIENCE).await;
+    let answer = rank.request(abandon, TEST_TIMEOUT).await;
     assert!(
         matches!(answer, Ok(Message::AbandonAnswer(_))),
         "{answer:?}"

@@ -13,7 +13,7 @@ use kvferry_types::{
 };
 
 use super::workers::{agree, attaching, rank, ranks, worker};
-use super::world::{Answered, PATIENCE, hello, server, soon};
+use super::world::{Answered, TEST_TIMEOUT, hello, server, soon};
 
 const PAGES: u32 = 4;
 const PAGE_BYTES: u64 = 64;
@@ -88,7 +88,9 @@ impl Memory {
 /// Registers memory, retries while the worker answers `NotReady`, and returns the final answer.
 pub async fn register(rank: &Client, memory: &Memory, engine: u8) -> Answered<Message> {
     loop {
-        let answer = rank.request(memory.registration(engine), PATIENCE).await;
+        let answer = rank
+            .request(memory.registration(engine), TEST_TIMEOUT)
+            .await;
         match answer {
             Err(failure) if failure.code == ErrorCode::NotReady => {
                 tokio::task::yield_now().await;
@@ -99,7 +101,7 @@ pub async fn register(rank: &Client, memory: &Memory, engine: u8) -> Answered<Me
 }
 
 async fn unregister(rank: &Client) -> Answered<Empty> {
-    rank.call(Unregister {}, PATIENCE).await
+    rank.call(Unregister {}, TEST_TIMEOUT).await
 }
 
 /// Unregisters, and retries while the worker answers `NotReady`.

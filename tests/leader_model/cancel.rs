@@ -110,7 +110,7 @@ fn a_cancel_with_nothing_under_way_is_answered_at_once() {
 #[test]
 fn a_cancel_that_a_worker_does_not_obey_is_answered_by_its_deadline() {
     let mut world = World::new();
-    world.ask(
+    world.request(
         0,
         Request::Lookup {
             slot: SlotId(0),

@@ -15,11 +15,11 @@ fn lookup(slot: u64, pages: usize, device_pages: u32) -> Request {
 }
 
 fn answer_of(world: &World) -> Option<Reply> {
-    world.asked[&(0, RequestId(world.next_id))].1.clone()
+    world.requests[&(0, RequestId(world.next_id))].1.clone()
 }
 
 fn store(world: &mut World, pages: usize) {
-    world.ask(0, lookup(0, pages, 0));
+    world.request(0, lookup(0, pages, 0));
     world.take(Step::Store { engine: 0, slot: 0 });
     while let Some(op) = world.open.keys().next().copied() {
         (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
@@ -33,7 +33,7 @@ fn a_prompt_holds_what_an_engine_lacks_and_nothing_else() {
     for (device_pages, hit_pages, pins) in
         [(0, 16, 2), (7, 9, 2), (8, 8, 1), (15, 1, 1), (16, 0, 0)]
     {
-        world.ask(0, lookup(1, 16, device_pages));
+        world.request(0, lookup(1, 16, device_pages));
         let found = Answer::Lookup(LookupAnswer {
             hit_pages,
             pending: false,
@@ -42,7 +42,7 @@ fn a_prompt_holds_what_an_engine_lacks_and_nothing_else() {
         let pool = world.leader.pool().expect("a pool");
         assert_eq!(pool.pins(), pins, "{device_pages}");
     }
-    world.ask(0, lookup(1, 16, 17));
+    world.request(0, lookup(1, 16, 17));
     let why = answer_of(&world).expect("an answer").expect_err("too many");
     assert!(matches!(
         why,
@@ -58,12 +58,12 @@ fn pages_that_an_engine_does_not_have_are_refused() {
     let mut world = World::new();
     store(&mut world, 8);
     let refused = |world: &mut World, run: (u32, u32)| {
-        world.ask(0, lookup(1, 8, 0));
+        world.request(0, lookup(1, 8, 0));
         let destination = match run {
             (_, 0) => PageList::default(),
             (start, count) => PageList::run(start, count),
         };
-        world.ask(
+        world.request(
             0,
             Request::Load {
                 slot: SlotId(1),
@@ -95,7 +95,7 @@ fn a_failed_load_is_counted_once_and_a_whole_one_is_not() {
     let mut world = World::new();
     store(&mut world, 8);
     for (failing, failed) in [(None, 0), (Some(1), 1), (Some(0), 2)] {
-        world.ask(0, lookup(1, 8, 0));
+        world.request(0, lookup(1, 8, 0));
         world.take(Step::Load { engine: 0, slot: 1 });
         let op = *world.open.keys().next().expect("a copy");
         for rank in 0..RANKS {
@@ -114,7 +114,7 @@ fn a_failed_load_is_counted_once_and_a_whole_one_is_not() {
 fn an_engine_that_stays_away_is_unknown_when_its_last_copy_has_ended() {
     let mut world = World::new();
     store(&mut world, 8);
-    world.ask(0, lookup(1, 8, 0));
+    world.request(0, lookup(1, 8, 0));
     world.take(Step::Load { engine: 0, slot: 1 });
     world.event(LeaderEvent::EngineClosed(engine_id(0)));
     world.take(Step::Wait(3));
@@ -144,7 +144,7 @@ fn what_is_told_of_a_leader_is_so() {
     assert!(world.leader.is_ready());
     assert_eq!((world.leader.slots(), world.leader.open_requests()), (0, 0));
     for slot in 0..3 {
-        world.ask(slot as u8 % 2, lookup(slot, 4, 0));
+        world.request(slot as u8 % 2, lookup(slot, 4, 0));
     }
     assert_eq!(world.leader.slots(), 3);
     assert_eq!(world.leader.counts().lookups, 3);
@@ -185,7 +185,7 @@ fn the_digest_is_that_of_what_was_decided_request_by_request() {
         "it has not finished"
     );
     world.take(Step::Finish { engine: 0, slot: 0 });
-    world.ask(0, lookup(1, 12, 2));
+    world.request(0, lookup(1, 12, 2));
     world.take(Step::Load { engine: 0, slot: 1 });
     let op = *world.open.keys().next().expect("a copy");
     (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
@@ -212,7 +212,7 @@ fn growth_eviction_and_refusal_are_decisions_too() {
             hashes: sequence(0, pages),
             device_pages: 0,
         };
-        world.ask(0, lookup);
+        world.request(0, lookup);
         world.take(Step::Store { engine: 0, slot });
         while let Some(op) = world.open.keys().next().copied() {
             (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
@@ -258,7 +258,7 @@ fn growth_eviction_and_refusal_are_decisions_too() {
             hashes: sequence(0, pages),
             device_pages: 0,
         };
-        world.ask(0, lookup);
+        world.request(0, lookup);
     }
     run(&mut world, 3, 11, 7, true);
     expected.push(words(&[[1, 0, 0, 0], [3, 0, 56, 4], [6, 4, 3, 0]]));
@@ -268,18 +268,18 @@ fn growth_eviction_and_refusal_are_decisions_too() {
 #[test]
 fn a_store_waits_for_what_it_was_asked_to_store_and_nothing_else() {
     let mut world = World::new();
-    world.ask(0, lookup(0, 8, 0));
+    world.request(0, lookup(0, 8, 0));
     world.take(Step::Store { engine: 0, slot: 0 });
     let first = RequestId(world.next_id);
     let op = *world.open.keys().next().expect("a copy");
-    world.ask(0, lookup(1, 12, 0));
+    world.request(0, lookup(1, 12, 0));
     let behind = Request::Store {
         slot: SlotId(1),
         first_page: 8,
         more: None,
         source: PageList::run(20, 4),
     };
-    world.ask(0, behind);
+    world.request(0, behind);
     let tail = *world.open.keys().next_back().expect("a copy");
     assert_ne!(op, tail);
     (0..RANKS).for_each(|rank| world.report(tail, rank, true, EPOCH));
@@ -290,7 +290,7 @@ fn a_store_waits_for_what_it_was_asked_to_store_and_nothing_else() {
         failed_pages: 0,
     });
     assert_eq!(answer_of(&world), Some(Ok(stored)));
-    assert_eq!(world.asked[&(0, first)].1, None, "its copy goes on");
+    assert_eq!(world.requests[&(0, first)].1, None, "its copy goes on");
 }
 
 #[test]
@@ -478,7 +478,7 @@ fn copies_of(effects: &[LeaderEffect]) -> Vec<OpId> {
     effects.iter().filter_map(op).collect()
 }
 
-fn told_of(effects: &[LeaderEffect], request: u64) -> Option<Answer> {
+fn answer_to(effects: &[LeaderEffect], request: u64) -> Option<Answer> {
     effects.iter().find_map(|effect| match effect {
         LeaderEffect::Answer { id, answer, .. } if id.0 == request => answer.clone().ok(),
         _ => None,
@@ -558,11 +558,11 @@ fn a_store_that_waits_for_another_ones_copy_is_answered_at_its_own_deadline() {
     );
     reader.now = begun + Duration::from_secs(5);
     let effects = reader.step(LeaderEvent::Tick);
-    assert_eq!(told_of(&effects, 4), stored(0, 8));
+    assert_eq!(answer_to(&effects, 4), stored(0, 8));
     assert_eq!(effects.len(), 1, "the copy goes on: {effects:?}");
     let effects = end_everywhere(&mut reader, op, true);
-    assert_eq!(told_of(&effects, 2), stored(8, 0));
-    assert_eq!(told_of(&effects, 4), None, "answered once");
+    assert_eq!(answer_to(&effects, 2), stored(8, 0));
+    assert_eq!(answer_to(&effects, 4), None, "answered once");
 }
 
 #[test]
@@ -574,11 +574,11 @@ fn stores_that_wait_for_a_late_copy_are_told_at_once_that_its_pages_do_not_come(
     };
     reader.now = reader.now + Duration::from_secs(5);
     let effects = reader.step(LeaderEvent::Tick);
-    assert_eq!(told_of(&effects, 4), stored(0, 8));
-    assert_eq!(told_of(&effects, 2), None, "its pages may still be read");
+    assert_eq!(answer_to(&effects, 4), stored(0, 8));
+    assert_eq!(answer_to(&effects, 2), None, "its pages may still be read");
     let effects = end_everywhere(&mut reader, op, true);
-    assert_eq!(told_of(&effects, 2), stored(0, 8));
-    assert_eq!(told_of(&effects, 4), None, "answered once");
+    assert_eq!(answer_to(&effects, 2), stored(0, 8));
+    assert_eq!(answer_to(&effects, 4), None, "answered once");
 }
 
 #[test]

@@ -8,7 +8,7 @@ use super::*;
 const DEADLINE: Duration = Duration::from_secs(60);
 
 /// Replica and rank of each worker that received an invalidation from a step.
-fn asked(effects: &[LeaderEffect]) -> Vec<(u16, u16)> {
+fn requested(effects: &[LeaderEffect]) -> Vec<(u16, u16)> {
     let invalidate = |effect: &LeaderEffect| match effect {
         LeaderEffect::Invalidate {
             worker, id, scope, ..
@@ -63,10 +63,10 @@ fn a_reset_whose_last_shard_answers_while_a_new_pool_is_swept_is_answered_with_t
     for rank in 0..RANKS {
         reader.part((0, rank), 0, None, &[]);
     }
-    let mut invalidations = asked(&reset(&mut reader));
+    let mut invalidations = requested(&reset(&mut reader));
     while invalidations.len() < usize::from(RANKS) {
         reader.now = reader.leader.next_timeout().expect("a slice");
-        invalidations.extend(asked(&reader.step(LeaderEvent::Tick)));
+        invalidations.extend(requested(&reader.step(LeaderEvent::Tick)));
     }
     assert_eq!(invalidations, [(0, 0), (0, 1), (0, 2)]);
     for rank in 1..RANKS {
@@ -90,7 +90,7 @@ fn a_reset_whose_last_shard_answers_while_a_new_pool_is_swept_is_answered_with_t
         reader.now = reader.leader.next_timeout().expect("a slice");
         assert!(reader.now < deadline, "nobody goes on with the reset");
         let effects = reader.step(LeaderEvent::Tick);
-        assert_eq!(asked(&effects), [], "every shard has answered");
+        assert_eq!(requested(&effects), [], "every shard has answered");
         if let Some(told) = answer(&effects) {
             break told;
         }
@@ -103,7 +103,7 @@ fn a_reset_whose_last_shard_answers_while_a_new_pool_is_swept_is_answered_with_t
 #[test]
 fn an_invalidation_is_repeated_after_each_answer_to_an_attach() {
     let mut reader = Reader::served();
-    assert_eq!(asked(&reset(&mut reader)), [(0, 0), (0, 1), (0, 2)]);
+    assert_eq!(requested(&reset(&mut reader)), [(0, 0), (0, 1), (0, 2)]);
     for replica in 0..2 {
         reader.step(LeaderEvent::WorkerDead(worker(replica, 1)));
     }
@@ -124,7 +124,7 @@ fn an_invalidation_is_repeated_after_each_answer_to_an_attach() {
         let invalidate = effects
             .iter()
             .position(|effect| matches!(effect, LeaderEffect::Invalidate { .. }));
-        assert_eq!(asked(&effects), [(0, 1)], "answer {copy}: {effects:?}");
+        assert_eq!(requested(&effects), [(0, 1)], "answer {copy}: {effects:?}");
         assert!(admitted < invalidate, "the order is behind the answer");
     }
     for rank in [0, 2, 1] {
@@ -138,7 +138,7 @@ fn an_invalidation_is_repeated_after_each_answer_to_an_attach() {
 #[test]
 fn an_answer_to_a_reset_of_another_epoch_does_not_count() {
     let mut reader = Reader::served();
-    assert_eq!(asked(&reset(&mut reader)), [(0, 0), (0, 1), (0, 2)]);
+    assert_eq!(requested(&reset(&mut reader)), [(0, 0), (0, 1), (0, 2)]);
     for epoch in [Epoch(EPOCH.0 - 1), Epoch(EPOCH.0 + 1)] {
         for rank in 0..RANKS {
             assert_eq!(invalidated_in(&mut reader, rank, epoch), []);

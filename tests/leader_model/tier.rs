@@ -38,7 +38,7 @@ const B: Here = Here {
 struct Site {
     leader: Leader,
     attaches: u64,
-    asked: u64,
+    last_request: u64,
 }
 
 impl Site {
@@ -49,7 +49,7 @@ impl Site {
         Self {
             leader: Leader::new(settings),
             attaches: 0,
-            asked: 0,
+            last_request: 0,
         }
     }
 
@@ -124,11 +124,11 @@ impl Site {
         sizes
     }
 
-    fn ask(&mut self, engine: u8, request: Request) -> Vec<LeaderEffect> {
-        self.asked += 1;
+    fn request(&mut self, engine: u8, request: Request) -> Vec<LeaderEffect> {
+        self.last_request += 1;
         self.step(LeaderEvent::Request {
             engine: engine_id(engine),
-            id: RequestId(self.asked),
+            id: RequestId(self.last_request),
             deadline: Time(5_000_000_000),
             request,
         })
@@ -141,14 +141,14 @@ impl Site {
             hashes: sequence(0, 8),
             device_pages: 0,
         };
-        answer(&self.ask(engine, lookup)).expect("answered at once")
+        answer(&self.request(engine, lookup)).expect("answered at once")
     }
 
     fn store_from(&mut self, engine: u8, first: u32) -> Vec<LeaderEffect> {
         self.lookup(engine).expect("a slot");
         let source = PageList::run(first, 8);
         let (slot, first_page, more) = (SlotId(1), 0, None);
-        self.ask(
+        self.request(
             engine,
             Request::Store {
                 slot,
@@ -162,7 +162,7 @@ impl Site {
     fn load(&mut self, engine: u8, first: u32) -> Vec<LeaderEffect> {
         let destination = PageList::run(first, 8);
         let (slot, first_page) = (SlotId(1), 0);
-        self.ask(
+        self.request(
             engine,
             Request::Load {
                 slot,
@@ -522,7 +522,7 @@ fn a_reset_of_a_namespace_means_the_pages_of_every_layout() {
         site.read_with(&asked, &listed);
         assert_eq!(site.lookup(2), hit(0), "they are of another layout");
         let name = format!("{scope:?}");
-        let effects = site.ask(2, Request::Reset { scope });
+        let effects = site.request(2, Request::Reset { scope });
         let (id, scope) = invalidate(&effects);
         let through = listed.len();
         listed.retain(|page| !scope.contains(page.domain, page.fingerprint));

@@ -93,7 +93,7 @@ struct Fill {
 
 /// A worker's seat, as both sides see it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-struct Place {
+struct Seat {
     /// Epoch of the leader to which the worker is connected.
     link: Option<Epoch>,
     /// Whether the leader knows this connection.
@@ -117,7 +117,7 @@ struct State {
     last: OpId,
     fill: Option<Fill>,
     ready: Option<OpId>,
-    places: [Place; RANKS as usize],
+    places: [Seat; RANKS as usize],
     network: Network<Message>,
     broken: u8,
     remapped: u8,
@@ -126,7 +126,7 @@ struct State {
     started_old: bool,
 }
 
-impl Place {
+impl Seat {
     fn new() -> Self {
         let first = Past::new().then(WorkerEvent::DepotReady);
         let after = RequestId(0);
@@ -288,7 +288,7 @@ impl State {
     }
 
     /// Hands an event to a worker, and carries out its effects.
-    fn tell(&mut self, rule: Rule, rank: Rank, event: WorkerEvent) {
+    fn step(&mut self, rule: Rule, rank: Rank, event: WorkerEvent) {
         let place = &mut self.places[at(rank)];
         for effect in place.step(event) {
             match effect {
@@ -332,7 +332,7 @@ impl State {
                     batch,
                     copies,
                 };
-                self.tell(rule, rank, event);
+                self.step(rule, rank, event);
                 let place = &mut self.places[at(rank)];
                 let again = rule == Rule::RunAgain && place.link == Some(order.0);
                 if again && !place.running.contains(&order) {
@@ -349,7 +349,7 @@ impl State {
                 let batch = BatchId(100 + op.0);
                 let ops = vec![op];
                 let event = WorkerEvent::Cancel { epoch, batch, ops };
-                self.tell(rule, rank, event);
+                self.step(rule, rank, event);
             }
             _ => {}
         }
@@ -365,7 +365,7 @@ impl State {
             Message::Admit(rank, attach, after) => {
                 let after = Some(after);
                 self.changed(rank, |state| {
-                    state.tell(rule, rank, WorkerEvent::Admitted { attach, after });
+                    state.step(rule, rank, WorkerEvent::Admitted { attach, after });
                 })
             }
             Message::Order(rank, _) | Message::Cancel(rank, _) => {
@@ -393,7 +393,7 @@ impl State {
             bytes: 0,
             copy_us: 0,
         };
-        self.tell(rule, rank, WorkerEvent::CopiesEnded(vec![ended]));
+        self.step(rule, rank, WorkerEvent::CopiesEnded(vec![ended]));
     }
 
     fn restart(&mut self, rule: Rule) {
@@ -409,14 +409,14 @@ impl State {
         let place = &mut self.places[at(rank)];
         place.connected = true;
         place.link = Some(self.epoch);
-        self.tell(rule, rank, WorkerEvent::LeaderFound(self.epoch));
+        self.step(rule, rank, WorkerEvent::LeaderFound(self.epoch));
     }
 
     fn die(&mut self, rank: Rank) {
         self.dead += 1;
         self.cut(Rule::Built, rank);
         self.fail_copies_of(rank);
-        self.places[at(rank)] = Place::new();
+        self.places[at(rank)] = Seat::new();
         self.places[at(rank)].other_depot = true;
     }
 
@@ -435,7 +435,7 @@ impl Model for Epochs {
             last: OpId(0),
             fill: None,
             ready: None,
-            places: [Place::new(), Place::new()],
+            places: [Seat::new(), Seat::new()],
             network: Network::new(),
             broken: 0,
             remapped: 0,
@@ -497,13 +497,13 @@ impl Model for Epochs {
                     after,
                     bounds: BOUNDS,
                 };
-                state.tell(self.rule, rank, event);
+                state.step(self.rule, rank, event);
                 let through = RequestId(u64::MAX);
                 let event = WorkerEvent::Written {
                     engine: ENGINE,
                     through,
                 };
-                state.tell(self.rule, rank, event);
+                state.step(self.rule, rank, event);
             }
             Action::Die(rank) => state.die(rank),
         }
@@ -552,7 +552,7 @@ impl Model for Epochs {
             Property::sometimes(
                 "a copy outlives its leader, or what it was for",
                 |_, state: &State| {
-                    let outlives = |place: &Place| {
+                    let outlives = |place: &Seat| {
                         let mut running = place.running.iter();
                         running.any(|(epoch, _)| *epoch != state.epoch || place.attached.is_none())
                     };

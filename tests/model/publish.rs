@@ -155,7 +155,7 @@ enum Event {
 }
 
 impl State {
-    fn tell(&mut self, event: Event) {
+    fn step(&mut self, event: Event) {
         self.past = self.past.then(event);
     }
 
@@ -190,7 +190,7 @@ impl State {
                 page,
             });
         }
-        self.tell(Event::Reserve(name));
+        self.step(Event::Reserve(name));
     }
 
     fn start(&mut self, rank: Rank, generation: Generation, page: Page) -> bool {
@@ -265,7 +265,7 @@ impl State {
                 self.freed = true;
             }
         }
-        self.tell(Event::Ended(generation, rank, complete, result));
+        self.step(Event::Ended(generation, rank, complete, result));
         Some(())
     }
 
@@ -285,7 +285,7 @@ impl State {
         if rule == Rule::FreeLate {
             self.release(page);
         }
-        self.tell(Event::Late(generation));
+        self.step(Event::Late(generation));
     }
 
     fn die(&mut self, rule: Rule, rank: Rank) {
@@ -313,7 +313,7 @@ impl State {
         self.blocks
             .iter_mut()
             .for_each(|block| block.retired = true);
-        self.tell(Event::Reset);
+        self.step(Event::Reset);
     }
 
     fn restart(&mut self) {
@@ -326,7 +326,7 @@ impl State {
         self.seen = Default::default();
         self.network
             .cut(|message| matches!(message, Message::Order { .. }));
-        self.tell(Event::New);
+        self.step(Event::New);
     }
 }
 
@@ -408,7 +408,7 @@ impl Model for Publish {
                 }
                 if state.ended(self.rule, generation, rank, complete).is_none() {
                     // The pool must ignore the acknowledgement as well.
-                    state.tell(Event::Ended(generation, rank, complete, None));
+                    state.step(Event::Ended(generation, rank, complete, None));
                     state.differs = self.compare(&state);
                     return state.differs.is_some().then_some(state);
                 }

@@ -21,7 +21,7 @@ use super::copy_fixture::{gather, shuffled, turned};
 use super::spread;
 
 /// Time limit of a copy. Only a hanging copy takes this long.
-const PATIENCE: Duration = Duration::from_secs(60);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Arguments {
@@ -296,7 +296,7 @@ impl Giver {
         while copies > 0 {
             match self
                 .outcomes
-                .recv_timeout(PATIENCE)
+                .recv_timeout(ANSWER_TIMEOUT)
                 .map_err(CommandError::failed)?
             {
                 CopierReport::Ended(ended) => {

@@ -53,7 +53,7 @@ struct UnansweredRead {
     /// When the worker is checked next, every quarter of the fence time.
     due: Time,
     /// Checks since the worker's first open request, or since its last answer.
-    looks: u32,
+    checks: u32,
 }
 
 /// A part of an inventory, as a worker sent it.
@@ -158,12 +158,12 @@ impl Recovery {
         timers: &mut Timers,
     ) {
         let owed = self.unanswered.get(&worker);
-        let (due, looks) = owed.map_or((first_check, 0), |owed| (owed.due, owed.looks));
+        let (due, looks) = owed.map_or((first_check, 0), |owed| (owed.due, owed.checks));
         let owed = UnansweredRead {
             depot,
             number,
             due,
-            looks,
+            checks: looks,
         };
         self.note_unanswered(worker, owed, timers);
     }
@@ -191,7 +191,7 @@ impl Recovery {
         if let Some(owed) = owed.filter(|owed| number < owed.number) {
             let owed = UnansweredRead {
                 due,
-                looks: 0,
+                checks: 0,
                 ..owed
             };
             self.note_unanswered(worker, owed, timers);
@@ -210,9 +210,17 @@ impl Recovery {
             return false;
         };
         let due = now + fence / 4;
-        let expired = owed.looks + 1 >= CHECKS_MAX;
-        let looks = if expired { 0 } else { owed.looks + 1 };
-        self.note_unanswered(worker, UnansweredRead { due, looks, ..owed }, timers);
+        let expired = owed.checks + 1 >= CHECKS_MAX;
+        let looks = if expired { 0 } else { owed.checks + 1 };
+        self.note_unanswered(
+            worker,
+            UnansweredRead {
+                due,
+                checks: looks,
+                ..owed
+            },
+            timers,
+        );
         expired
     }
 

@@ -356,7 +356,7 @@ impl Roster {
     }
 
     /// Every worker is clear: no check for silent ones is needed.
-    fn nobody_overdue(&mut self, timers: &mut Timers) {
+    fn stop_overdue_checks(&mut self, timers: &mut Timers) {
         if let Some(at) = self.overdue_check_at {
             timers.clear(at, Timer::AttachOverdue);
         }
@@ -641,7 +641,7 @@ impl Leader {
     /// Continues operations that waited for workers to attach or to die.
     fn roster_changed(&mut self, now: Time, effects: &mut Vec<LeaderEffect>) {
         if self.roster.all_fenced() {
-            self.roster.nobody_overdue(&mut self.timers);
+            self.roster.stop_overdue_checks(&mut self.timers);
             self.refuse_parked(effects);
         }
         self.open_pool(now, effects);

@@ -33,7 +33,7 @@ struct Transfer {
     /// When the copy is checked next: at its deadline, then every quarter of the fence time.
     next: Time,
     /// Number of checks so far, of which the first is at the deadline.
-    looks: u32,
+    checks: u32,
 }
 
 impl Transfer {
@@ -110,7 +110,7 @@ impl Transfers {
             failed: 0,
             complete_pages: begun.pages,
             next: begun.deadline,
-            looks: 0,
+            checks: 0,
         };
         self.in_flight.insert(begun.id, transfer);
     }
@@ -160,8 +160,8 @@ impl Transfers {
         timers: &mut Timers,
     ) -> Option<Late> {
         let transfer = self.in_flight.get_mut(&id)?;
-        let (first, expired) = (transfer.looks == 0, transfer.looks >= CHECKS_MAX);
-        transfer.looks = transfer.looks.saturating_add(1);
+        let (first, expired) = (transfer.checks == 0, transfer.checks >= CHECKS_MAX);
+        transfer.checks = transfer.checks.saturating_add(1);
         transfer.next = now + fence / 4;
         timers.set(transfer.next, Timer::Copy(id));
         let replica = transfer.replica;

@@ -214,11 +214,11 @@ impl EngineProcess {
 
     pub(super) fn tick(&mut self, env: &mut SimContext) {
         for noticed in self.leader.tick(env) {
-            self.leader_says(env, noticed);
+            self.leader_event(env, noticed);
         }
         for rank in 0..self.ranks.len() {
             for noticed in self.ranks[rank].client.tick(env) {
-                self.rank_says(env, rank, noticed);
+                self.rank_event(env, rank, noticed);
             }
             self.serve_rank(env, rank);
         }
@@ -229,17 +229,17 @@ impl EngineProcess {
     pub(super) fn receive(&mut self, env: &mut SimContext, id: ConnectionId, heard: Received) {
         if self.leader.is(id) {
             for noticed in self.leader.receive(env, heard) {
-                self.leader_says(env, noticed);
+                self.leader_event(env, noticed);
             }
         } else if let Some(rank) = self.ranks.iter().position(|rank| rank.client.is(id)) {
             for noticed in self.ranks[rank].client.receive(env, heard) {
-                self.rank_says(env, rank, noticed);
+                self.rank_event(env, rank, noticed);
             }
         }
         self.act(env);
     }
 
-    fn leader_says(&mut self, env: &mut SimContext, noticed: SimClientEvent) {
+    fn leader_event(&mut self, env: &mut SimContext, noticed: SimClientEvent) {
         match noticed {
             SimClientEvent::Lost => {}
             // Unanswered requests are sent again, to this leader or its successor.
@@ -331,7 +331,7 @@ impl EngineProcess {
         }
     }
 
-    fn rank_says(&mut self, env: &mut SimContext, rank: usize, noticed: SimClientEvent) {
+    fn rank_event(&mut self, env: &mut SimContext, rank: usize, noticed: SimClientEvent) {
         let side = &mut self.ranks[rank];
         match noticed {
             SimClientEvent::Lost => {

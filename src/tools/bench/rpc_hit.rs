@@ -32,7 +32,7 @@ const WINDOWS: u32 = 20;
 /// Prompts of each length, used in turn.
 const PROMPTS: u64 = 16;
 /// Time limit of a request.
-const PATIENCE: Duration = Duration::from_secs(10);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// One row of the result, in microseconds.
 #[derive(Debug, serde::Serialize)]
@@ -197,7 +197,7 @@ fn lookup(slot: u64, prompt: u64, pages: u32) -> Lookup {
 }
 
 async fn request<C: Call>(client: &Client, call: C) -> Result<C::Answer, CommandError> {
-    let answer = client.call(call, PATIENCE).await;
+    let answer = client.call(call, ANSWER_TIMEOUT).await;
     answer.map_err(CommandError::failed)
 }
 
@@ -247,13 +247,13 @@ async fn attach(leader: &Path) -> Result<tokio::task::JoinHandle<()>, CommandErr
         }
     });
     request(&worker, attach).await?;
-    let limit = Instant::now() + PATIENCE;
+    let limit = Instant::now() + ANSWER_TIMEOUT;
     loop {
         if request(&worker, Status { check: false }).await?.ready {
             return Ok(obeys);
         }
         if Instant::now() >= limit {
-            let text = format!("the leader is not ready after {PATIENCE:?}");
+            let text = format!("the leader is not ready after {ANSWER_TIMEOUT:?}");
             return Err(CommandError::Failed(text));
         }
     }

@@ -71,7 +71,7 @@ impl WorkerProcess {
 
     pub(super) fn tick(&mut self, env: &mut SimContext) {
         for noticed in self.parts.leader.tick(env) {
-            self.leader_says(env, noticed);
+            self.leader_event(env, noticed);
         }
         for silent in self.parts.server.tick(env) {
             self.run(env, |shell, host| shell.closed(host, peer(silent)));
@@ -89,7 +89,7 @@ impl WorkerProcess {
         if to == ConnectionEnd::Client {
             if self.parts.leader.is(id) {
                 for noticed in self.parts.leader.receive(env, heard) {
-                    self.leader_says(env, noticed);
+                    self.leader_event(env, noticed);
                 }
             }
             return;
@@ -112,7 +112,7 @@ impl WorkerProcess {
         }
     }
 
-    fn leader_says(&mut self, env: &mut SimContext, noticed: client::SimClientEvent) {
+    fn leader_event(&mut self, env: &mut SimContext, noticed: client::SimClientEvent) {
         match noticed {
             client::SimClientEvent::Welcomed { epoch, link } => {
                 self.run(env, |shell, host| shell.leader_found(host, epoch, link));
