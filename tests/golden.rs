@@ -87,15 +87,15 @@ fn every_golden_vector_is_read_back() {
             let text = fs::read_to_string(&path).expect("a golden vector");
             let (header, body) = text.trim_end().split_once('\n').expect("two lines");
             let header = Header::from_bytes(&unhex(header)).expect("a header");
-            let heard = decode(header, &unhex(body)).expect("a message");
+            let received = decode(header, &unhex(body)).expect("a message");
             let said = envelope(version, message);
             assert_eq!(
-                pages(&heard.message),
+                pages(&received.message),
                 pages(&said.message),
                 "{name}, version {version}"
             );
             if version == VERSION {
-                assert_eq!(heard, said, "{name}");
+                assert_eq!(received, said, "{name}");
             }
         }
     }

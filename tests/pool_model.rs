@@ -318,11 +318,11 @@ impl Model {
         let unknown = Generation(generation.0 + 1_000_000);
         assert_eq!(self.pool.ended(unknown, Rank(rank), true), None);
         let copy = &mut self.copying[which];
-        let news = copy.missing.contains(&rank);
+        let first_report = copy.missing.contains(&rank);
         copy.missing.retain(|missing| *missing != rank);
-        copy.failed |= news && !complete;
+        copy.failed |= first_report && !complete;
         let ended = self.pool.ended(generation, Rank(rank), complete);
-        if !news || !copy.missing.is_empty() {
+        if !first_report || !copy.missing.is_empty() {
             assert_eq!(
                 ended, None,
                 "an incomplete set or a repeated report had an effect"

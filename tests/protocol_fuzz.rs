@@ -78,7 +78,7 @@ proptest! {
         let known = MessageKind::from_number(kind).is_some();
         match decode(header(2, kind), &body) {
             Err(error) => prop_assert_eq!(matches!(error, DecodeError::UnknownKind(_)), !known),
-            Ok(heard) => prop_assert!(known && heard.message.kind().number() == kind),
+            Ok(received) => prop_assert!(known && received.message.kind().number() == kind),
         }
     }
 
@@ -97,8 +97,8 @@ proptest! {
             let at = at.index(damaged.len());
             damaged[at] = byte;
         }
-        if let Ok(heard) = decode(header(version, message.kind().number()), &damaged) {
-            prop_assert_eq!(heard.message.kind(), message.kind());
+        if let Ok(received) = decode(header(version, message.kind().number()), &damaged) {
+            prop_assert_eq!(received.message.kind(), message.kind());
         }
         let cut = cut.index(body.len());
         prop_assert!(decode(header(version, message.kind().number()), &body[..cut]).is_err());
@@ -123,12 +123,12 @@ proptest! {
         for version in VERSION_MIN..=VERSION {
             let said = envelope(version, Message::Transfer(transfer.clone()));
             let (head, body) = encode(&said).expect("it can be said");
-            let heard = decode(Header::from_bytes(&head).expect("a header"), &body).expect("it is heard");
-            let Message::Transfer(heard) = heard.message else { return Err(TestCaseError::fail("a transfer")) };
-            let heard = &heard.copies[0].pairs.list;
-            prop_assert_eq!(page_by_page(heard), page_by_page(&pairs));
+            let received = decode(Header::from_bytes(&head).expect("a header"), &body).expect("it is received");
+            let Message::Transfer(received) = received.message else { return Err(TestCaseError::fail("a transfer")) };
+            let received = &received.copies[0].pairs.list;
+            prop_assert_eq!(page_by_page(received), page_by_page(&pairs));
             if version == 2 {
-                prop_assert_eq!(heard, &pairs);
+                prop_assert_eq!(received, &pairs);
             }
         }
     }

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 const ARROWS: &[(&str, &[&str])] = &[
     ("config", &[]),
     ("error", &["config"]),
-    ("telemetry", &[]),
+    ("telemetry", &["error"]),
     ("cli", &["config", "error", "telemetry"]),
 ];
 

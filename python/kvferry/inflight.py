@@ -65,7 +65,7 @@ class CopiesInFlight:
         self._pool: BlockPool | None = None
         self._open: dict[int, Copy] = {}
         self._ended: collections.deque[PendingRequest] = collections.deque()
-        self._news = threading.Event()
+        self._any_ended = threading.Event()
         self._over: collections.deque[Copy] = collections.deque()
         self._to_abandon: list[int] = []
         self._stored_pages = 0
@@ -93,15 +93,15 @@ class CopiesInFlight:
     def _request_ended(self, pending: PendingRequest) -> None:
         """Queues an ended request. Runs on the client's thread."""
         self._ended.append(pending)
-        self._news.set()
+        self._any_ended.set()
 
     def wait(self, timeout_s: float) -> None:
         """Waits until a copy has ended, at most ``timeout_s``."""
-        self._news.wait(timeout_s)
+        self._any_ended.wait(timeout_s)
 
     def settle(self) -> Iterator[Copy]:
         """Yields the copies that are over since the last call. Pages of stores have been returned to the pool."""
-        self._news.clear()
+        self._any_ended.clear()
         lost_at = self._client.lost_at
         if lost_at is not None and time.monotonic() - lost_at > LOST_S:
             for request, copy in self._open.items():

@@ -121,14 +121,14 @@ class Engine(Process):
         os.close(theirs)
         self._replies = os.fdopen(reply)
         self._say(wanted)
-        self.started = self._hear(START_LIMIT_S)
+        self.started = self._receive(START_LIMIT_S)
 
     def _say(self, what: dict[str, Any]) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(what) + "\n")
         self.process.stdin.flush()
 
-    def _hear(self, grace_s: float) -> Any:
+    def _receive(self, grace_s: float) -> Any:
         ready, _, _ = select.select([self._replies], [], [], grace_s)
         line = self._replies.readline() if ready else ""
         assert line, f"the engine does not answer:\n{self.logged()[-8000:]}"
@@ -136,7 +136,7 @@ class Engine(Process):
 
     def request(self, do: str, **order: Any) -> Any:
         self._say({"do": do, **order})
-        return self._hear(2 * TIMEOUT_S)
+        return self._receive(2 * TIMEOUT_S)
 
     def generate(self, *prompts: list[int] | dict[str, Any], max_tokens: int = 16) -> list[Answer]:
         orders = [each if isinstance(each, dict) else {"tokens": each} for each in prompts]

@@ -41,12 +41,12 @@ class Fake:
         self.socket.close(0)
         self.path.unlink(missing_ok=True)
 
-    def hear(self, *, pings: bool = False) -> tuple[bytes, wire.Envelope]:
+    def receive(self, *, pings: bool = False) -> tuple[bytes, wire.Envelope]:
         """Returns the next message, without hellos, and without pings unless they are wanted."""
         peer, kind, parts = self._receive(pings=pings)
         return peer, wire.Envelope(kind, int.from_bytes(parts[0][8:16], "big"), 0, None)
 
-    def hear_refusal(self) -> wire.Envelope:
+    def receive_refusal(self) -> wire.Envelope:
         """The next error."""
         _, _, parts = self._receive()
         envelope = wire.read(parts)
@@ -107,7 +107,7 @@ def test_an_answer_a_refusal_and_an_answer_of_the_wrong_kind(directory: Path) ->
         first, second, third = (client.request(LOOKUP, TIMEOUT_S) for _ in range(3))
         assert [pending.id for pending in (first, second, third)] == [100, 101, 102]
         for _ in range(3):
-            peer, envelope = server.hear()
+            peer, envelope = server.receive()
             match envelope.correlation:
                 case 100:
                     server.say(peer, Kind.LOOKUP_ANSWER, 100, FOUND)
@@ -136,18 +136,18 @@ def test_an_error_says_itself_whether_anything_is_under_way(directory: Path) -> 
     with talking(directory) as client:
         server.greet(client)
         asked = client.request(LOOKUP, 20)
-        assert server.hear()[1].correlation == asked.id
+        assert server.receive()[1].correlation == asked.id
         # The connection breaks, and the request is sent again: a `busy` does not cover the first one.
         server.close()
         server.open()
-        peer, envelope = server.hear()
+        peer, envelope = server.receive()
         assert envelope.correlation == asked.id
         server.say(peer, Kind.ERROR, asked.id, wire.Error(Code.BUSY, "too many requests wait", True))
         failure = ended(asked).failure
         assert failure is not None
         assert (failure.code, failure.reported, failure.over) == (Code.BUSY, True, False)
         asked = client.request(LOOKUP, 20)
-        peer, envelope = server.hear()
+        peer, envelope = server.receive()
         server.say(peer, Kind.ERROR, asked.id, wire.Error(Code.COPY_FAILED, "it failed", True, over=True))
         failure = ended(asked).failure
         assert failure is not None
@@ -172,13 +172,13 @@ def test_what_is_not_answered_is_asked_again_under_its_id(directory: Path) -> No
         kept = client.request(LOOKUP, TIMEOUT_S)
         bound = client.request(LOOKUP, TIMEOUT_S, link=client.link)
         link = client.link
-        assert [server.hear()[1].correlation for _ in range(2)] == [kept.id, bound.id]
+        assert [server.receive()[1].correlation for _ in range(2)] == [kept.id, bound.id]
         server.close()
         failure = ended(bound).failure
         assert failure is not None
         assert not failure.over, "it may have been carried out"
         server.open()
-        peer, envelope = server.hear()
+        peer, envelope = server.receive()
         assert envelope.correlation == kept.id
         server.say(peer, Kind.LOOKUP_ANSWER, kept.id, FOUND)
         assert ended(kept).answer == FOUND
@@ -206,7 +206,7 @@ def test_a_connection_that_is_gone_and_not_known_to_be_holds_nobody(
         eventually("it is noticed", noticed)
         server.open()
         for pending in questions:
-            peer, envelope = server.hear()
+            peer, envelope = server.receive()
             assert envelope.correlation == pending.id
             server.say(peer, Kind.LOOKUP_ANSWER, pending.id, FOUND)
         assert all(ended(pending).answer == FOUND for pending in questions)
@@ -217,9 +217,9 @@ def test_garbage_breaks_the_connection_and_nothing_else(directory: Path, garbage
     server = Fake(directory)
     with talking(directory) as client:
         pending = client.request(LOOKUP, TIMEOUT_S)
-        peer, _ = server.hear()
+        peer, _ = server.receive()
         server.say(peer, Kind.LOOKUP_ANSWER, pending.id, garbage)
-        peer, envelope = server.hear()
+        peer, envelope = server.receive()
         assert envelope.correlation == pending.id
         server.say(peer, Kind.LOOKUP_ANSWER, pending.id, FOUND)
         assert ended(pending).answer == FOUND
@@ -237,17 +237,17 @@ def test_what_is_not_known_ends_neither_the_connection_nor_a_question(directory:
     server = Fake(directory)
     with talking(directory) as client:
         pending = client.request(LOOKUP, 20)
-        peer, envelope = server.hear()
+        peer, envelope = server.receive()
         link = client.link
         unknown_requests, unknown_answers = (998, Kind.LOOKUP), (999, 63)
         for kind in (*unknown_answers, *unknown_requests):
             server.say(peer, kind, pending.id, b"\xc1")
         for _ in unknown_requests:
-            refused = server.hear_refusal()
+            refused = server.receive_refusal()
             assert (refused.correlation, refused.body.code) == (pending.id, Code.UNKNOWN_KIND)
         assert not pending.done
         server.say(peer, Kind.PING, pending.id, wire.Empty())
-        assert server.hear()[1].kind == Kind.PONG
+        assert server.receive()[1].kind == Kind.PONG
         server.say(peer, Kind.LOOKUP_ANSWER, envelope.correlation, FOUND)
         assert ended(pending).answer == FOUND
         assert client.link == link
@@ -257,13 +257,13 @@ def test_required_bits_that_are_not_known(directory: Path) -> None:
     server = Fake(directory)
     with talking(directory) as client:
         pending = client.request(LOOKUP, 20)
-        peer, _ = server.hear()
+        peer, _ = server.receive()
         link = client.link
         for kind in (Kind.PING, Kind.LOOKUP_ANSWER):
             head = bytearray(wire.header(2, kind, pending.id, 0, 0))
             head[20:24] = b"\x00\x01\xff\xff"
             server.socket.send_multipart([peer, bytes(head), wire.body_of(FOUND)])
-        assert server.hear_refusal().body.code == Code.UNSUPPORTED
+        assert server.receive_refusal().body.code == Code.UNSUPPORTED
         failure = ended(pending).failure
         assert failure is not None
         assert not failure.reported, "whatever that was, nobody knows how the request ended"
@@ -294,7 +294,7 @@ def test_silence_is_a_lost_connection(directory: Path) -> None:
     server = Fake(directory, heartbeat_ms=20)
     with talking(directory) as client:
         eventually(
-            "a welcome", lambda: client.listening or (server.socket.poll(0) and server.hear(pings=True) and False)
+            "a welcome", lambda: client.listening or (server.socket.poll(0) and server.receive(pings=True) and False)
         )
         link = client.link
         eventually("it is lost", lambda: client.link != link)
@@ -308,14 +308,14 @@ def test_a_client_that_only_listens_pings(directory: Path) -> None:
         server.greet(client)
         link = client.link
         questions = [client.request(LOOKUP, 60) for _ in range(40)]
-        asked = [server.hear() for _ in questions]
+        asked = [server.receive() for _ in questions]
         said, longest_s = time.monotonic(), 0.0
         for peer, envelope in asked:
             server.say(peer, Kind.LOOKUP_ANSWER, envelope.correlation, FOUND)
             until = time.monotonic() + 0.25
             while (left_s := until - time.monotonic()) > 0:
                 if server.socket.poll(left_s * 1000):
-                    server.hear(pings=True)
+                    server.receive(pings=True)
                     server.say(peer, Kind.PONG, 0, wire.Empty())
                     said = time.monotonic()
                 longest_s = max(longest_s, time.monotonic() - said)
@@ -328,13 +328,13 @@ def test_credits_are_kept(directory: Path) -> None:
     server = Fake(directory, request_credits=2)
     with talking(directory) as client:
         questions = [client.request(LOOKUP, TIMEOUT_S) for _ in range(5)]
-        heard = [server.hear() for _ in range(2)]
+        received = [server.receive() for _ in range(2)]
         assert not server.socket.poll(100), "two may wait, not more"
         for left in (3, 2, 1, 0, 0):
-            peer, envelope = heard.pop(0)
+            peer, envelope = received.pop(0)
             server.say(peer, Kind.LOOKUP_ANSWER, envelope.correlation, FOUND)
             if left:
-                heard.append(server.hear())
+                received.append(server.receive())
         assert all(ended(pending).answer == FOUND for pending in questions)
 
 
@@ -342,18 +342,18 @@ def test_an_urgent_question_overtakes_what_waits_for_credits(directory: Path) ->
     server = Fake(directory, request_credits=128)
     with talking(directory) as client:
         questions = [client.request(LOOKUP, 20) for _ in range(200)]
-        heard = [server.hear() for _ in range(126)]
+        received = [server.receive() for _ in range(126)]
         assert not server.socket.poll(100), "the others wait"
         urgent = client.request(wire.CancelStores(), 20, urgent=True)
-        peer, envelope = server.hear()
+        peer, envelope = server.receive()
         assert (envelope.kind, envelope.correlation) == (Kind.CANCEL_STORES, urgent.id)
         server.say(peer, Kind.CANCEL_STORES_ANSWER, urgent.id, wire.CancelStoresAnswer(3))
         assert ended(urgent).answer == wire.CancelStoresAnswer(3)
         for number in range(200):
-            peer, envelope = heard[number]
+            peer, envelope = received[number]
             server.say(peer, Kind.LOOKUP_ANSWER, envelope.correlation, FOUND)
-            if len(heard) < 200:
-                heard.append(server.hear())
+            if len(received) < 200:
+                received.append(server.receive())
         assert all(ended(pending).answer == FOUND for pending in questions)
 
 

@@ -69,7 +69,7 @@ def test_a_paused_engine_has_a_clear_cache(engine: Engine, daemon: Daemon, cold:
         state = wait_steps(engine, "the prompt is done", lambda state: mode in state["done"])
         assert said([state["done"][mode]]) == cold
     else:
-        # Only half of vLLM has heard of it here, where both are one process.
+        # Only half of vLLM has received of it here, where both are one process.
         engine.request("abort", id=mode)
     assert said(engine.generate(PROMPT)) == cold
     daemon.wait_idle()

@@ -40,7 +40,7 @@ pub struct LeaderArguments {
 pub(super) enum LeaderMessage {
     Peers(Credited<ServerEvents>),
     /// The listener has ended.
-    Deaf,
+    ListenerClosed,
     WorkerExited {
         pid: i32,
     },
@@ -107,7 +107,7 @@ impl Actor for LeaderActor {
         let mut admin_key = [0; 8];
         rustix::rand::getrandom(&mut admin_key, rustix::rand::GetRandomFlags::empty())?;
         let feeder = Feeder::start(server, move |batch| {
-            let message = batch.map_or(LeaderMessage::Deaf, LeaderMessage::Peers);
+            let message = batch.map_or(LeaderMessage::ListenerClosed, LeaderMessage::Peers);
             myself.cast(message).is_ok()
         });
         Ok(State {
@@ -150,7 +150,7 @@ impl Actor for LeaderActor {
                     }
                 }
             }
-            LeaderMessage::Deaf => return Err("the listener has ended".into()),
+            LeaderMessage::ListenerClosed => return Err("the listener has ended".into()),
             LeaderMessage::WorkerExited { pid } => {
                 host.watched.remove(&pid);
                 shell.worker_exited(host, pid);

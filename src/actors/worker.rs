@@ -62,7 +62,7 @@ pub(super) enum WorkerMessage {
     Ranks(Credited<ServerEvents>),
     Leader(Credited<Incoming>),
     /// A task that feeds the mailbox has ended.
-    Deaf(&'static str),
+    InputClosed(&'static str),
     /// The depot is mapped.
     Depot(Arc<Depot>),
     /// More of the depot's memory is prefaulted.
@@ -161,7 +161,10 @@ impl Actor for WorkerActor {
         Actor::spawn_linked(None, DepotActor, pool, cell).await?;
         let ranks = myself.clone();
         let feeder = Feeder::start(server, move |batch| {
-            let message = batch.map_or(WorkerMessage::Deaf("the listener"), WorkerMessage::Ranks);
+            let message = batch.map_or(
+                WorkerMessage::InputClosed("the listener"),
+                WorkerMessage::Ranks,
+            );
             ranks.cast(message).is_ok()
         });
         let readiness = ReadinessReporter::start(leader.clone(), myself.clone());
@@ -240,7 +243,7 @@ impl Actor for WorkerActor {
                     shell.leader_answered(host, id, answer.map_err(ErrorBody::from))?;
                 }
             },
-            WorkerMessage::Deaf(what) => return Err(format!("{what} has ended").into()),
+            WorkerMessage::InputClosed(what) => return Err(format!("{what} has ended").into()),
             WorkerMessage::Depot(depot) => {
                 host.depot = Some(depot);
                 shell.depot_ready(host)?;
@@ -317,7 +320,9 @@ async fn feed_leader(mut incoming: mpsc::Receiver<Incoming>, actor: ActorRef<Wor
         }
     }
     if actor
-        .cast(WorkerMessage::Deaf("the conversation with the leader"))
+        .cast(WorkerMessage::InputClosed(
+            "the conversation with the leader",
+        ))
         .is_err()
     {
         tracing::debug!("the worker has stopped");

@@ -265,7 +265,7 @@ impl CopierThread {
 
     fn report_all<T>(&self, outcome: impl Fn(Vec<T>) -> CopierReport, what: Vec<T>) {
         if !what.is_empty() && !(self.tell)(outcome(what)) {
-            tracing::debug!("nobody hears of what is over");
+            tracing::debug!("nobody receives of what is over");
         }
     }
 

@@ -295,7 +295,7 @@ fn a_conversation_from_hello_to_answer() {
     assert!(server.closed(PEER).is_none());
 }
 
-/// A process that was stopped has received nothing: its peers must not be judged by that time.
+/// A process that was stopped has received nothing: its peers must not be measured by that time.
 #[test]
 fn silent_peers_are_closed_after_three_heartbeats_and_not_right_after_a_pause() {
     let (mut server, mut host) = server();

@@ -53,10 +53,10 @@ impl Scripted {
     /// Receives the next message that is not a ping.
     async fn receive_more(&mut self) -> Envelope {
         loop {
-            let heard = self.receive().await;
-            match heard.message {
+            let received = self.receive().await;
+            match received.message {
                 Message::Ping(_) => self.send_message(0, Message::Pong(Empty {})),
-                _ => return heard,
+                _ => return received,
             }
         }
     }
@@ -141,9 +141,9 @@ async fn what_is_not_known_ends_neither_the_connection_nor_a_request() {
     ];
     for (kind, code) in requests {
         server.send(header(kind, 42), &[0xc1]);
-        let heard = server.receive_more().await;
-        assert_eq!(heard.correlation, RequestId(42));
-        match heard.message {
+        let received = server.receive_more().await;
+        assert_eq!(received.correlation, RequestId(42));
+        match received.message {
             Message::Error(error) => assert_eq!(error.code(), code, "kind {kind}"),
             other => panic!("{} instead of an error", other.kind().name()),
         }

@@ -84,7 +84,7 @@ pub(super) fn answer() -> Message {
 /// Waits for the next request and returns its sender and id.
 async fn next_request(server: &mut Server) -> (crate::PeerId, RequestId) {
     loop {
-        for event in server.next().await.expect("the server hears") {
+        for event in server.next().await.expect("the server receives") {
             if let ServerEvent::Message { peer, envelope } = event {
                 return (peer, envelope.correlation);
             }
@@ -131,9 +131,9 @@ impl Raw {
     }
 
     pub(super) async fn receive_error(&mut self) -> (u64, ErrorCode) {
-        let heard = self.receive().await;
-        match heard.message {
-            Message::Error(error) => (heard.correlation.0, error.code()),
+        let received = self.receive().await;
+        match received.message {
+            Message::Error(error) => (received.correlation.0, error.code()),
             other => panic!("{} instead of an error", other.kind().name()),
         }
     }
@@ -308,7 +308,7 @@ async fn a_peer_that_stays_silent_is_closed_after_three_heartbeats() {
     let begun = tokio::time::Instant::now();
     let closed = async {
         loop {
-            for event in server.next().await.expect("the server hears") {
+            for event in server.next().await.expect("the server receives") {
                 if let ServerEvent::Closed { .. } = event {
                     return;
                 }
@@ -334,8 +334,8 @@ async fn what_was_said_while_the_server_did_not_listen_counts() {
     for peer in &peers {
         peer.send_message(1, Message::Hello(hello(1, 2))).await;
     }
-    let heard = tokio::time::timeout(HEARTBEAT / 2, listen_on(&mut server)).await;
-    assert!(heard.is_err(), "the server goes on");
+    let received = tokio::time::timeout(HEARTBEAT / 2, listen_on(&mut server)).await;
+    assert!(received.is_err(), "the server goes on");
     for peer in &peers {
         peer.send_message(2, status()).await;
     }
@@ -344,7 +344,7 @@ async fn what_was_said_while_the_server_did_not_listen_counts() {
     let mut asked = 0;
     let listen = async {
         loop {
-            for event in server.next().await.expect("the server hears") {
+            for event in server.next().await.expect("the server receives") {
                 match event {
                     ServerEvent::Message { .. } => asked += 1,
                     ServerEvent::Closed { .. } => return,
@@ -375,7 +375,7 @@ async fn a_client_that_only_listens_is_kept() {
         .collect();
     let mut questions = Vec::new();
     while questions.len() < asked.len() {
-        for event in server.next().await.expect("the server hears") {
+        for event in server.next().await.expect("the server receives") {
             if let ServerEvent::Message { peer, envelope } = event {
                 questions.push((peer, envelope.correlation));
             }
@@ -384,7 +384,7 @@ async fn a_client_that_only_listens_is_kept() {
     let replier = server.replier();
     let listening = tokio::spawn(async move {
         loop {
-            for event in server.next().await.expect("the server hears") {
+            for event in server.next().await.expect("the server receives") {
                 assert!(!matches!(event, ServerEvent::Closed { .. }), "closed");
             }
         }
@@ -431,7 +431,7 @@ async fn the_answer_to_an_order_of_one_connection_is_not_said_over_the_next() {
     };
     let (client, mut incoming) = client(&transport, worker);
     let peer = loop {
-        let events = first.next().await.expect("the server hears");
+        let events = first.next().await.expect("the server receives");
         let opened = events.into_iter().find_map(|event| match event {
             ServerEvent::Opened { peer, .. } => Some(peer),
             _ => None,
@@ -456,7 +456,7 @@ async fn the_answer_to_an_order_of_one_connection_is_not_said_over_the_next() {
     };
     first.close().await;
     let mut second = listen(2).await;
-    let hears = tokio::spawn(async move { next_request(&mut second).await.1 });
+    let receives = tokio::spawn(async move { next_request(&mut second).await.1 });
     let next = loop {
         match incoming.recv().await.expect("it goes on") {
             Incoming::Welcomed { link, .. } => break link,
@@ -465,8 +465,8 @@ async fn the_answer_to_an_order_of_one_connection_is_not_said_over_the_next() {
     };
     client.reply(link, RequestId(7), ended());
     client.reply(next, RequestId(8), ended());
-    let heard = hears.await.expect("no panic");
-    assert_eq!(heard, RequestId(8), "7 was asked by another server");
+    let received = receives.await.expect("no panic");
+    assert_eq!(received, RequestId(8), "7 was asked by another server");
 }
 
 #[tokio::test(start_paused = true)]
@@ -474,7 +474,7 @@ async fn an_answer_that_is_asked_for_in_order_comes_before_what_is_said_after_it
     let transport = MemoryTransport::default();
     let mut server = server(&transport, 1).await;
     let (client, mut incoming) = client(&transport, hello(1, 2));
-    let hears = tokio::spawn(async move {
+    let receives = tokio::spawn(async move {
         for round in 0..100 {
             let (peer, id) = next_request(&mut server).await;
             server.replier().reply(peer, id, answer());
@@ -500,7 +500,7 @@ async fn an_answer_that_is_asked_for_in_order_comes_before_what_is_said_after_it
         };
         assert_eq!(envelope.correlation, RequestId(round));
     }
-    let server = hears.await.expect("no panic");
+    let server = receives.await.expect("no panic");
     // A request without an answer produces no event, and a request for one connection is not sent over another.
     let stale = crate::LinkId(link.0 + 1);
     client.request_in_order(stale, status(), HEARTBEAT);

@@ -60,17 +60,17 @@ impl Raw {
     async fn receive_nothing(&mut self, id: u64) {
         self.send_message(id, Message::Ping(kvferry_protocol::Empty {}))
             .await;
-        let heard = self.receive().await;
+        let received = self.receive().await;
         assert_eq!(
-            (heard.message.kind(), heard.correlation.0),
+            (received.message.kind(), received.correlation.0),
             (MessageKind::Pong, id)
         );
     }
 
     async fn receive_refusal(&mut self) -> (u64, ErrorBody) {
-        let heard = self.receive().await;
-        match heard.message {
-            Message::Error(error) => (heard.correlation.0, error),
+        let received = self.receive().await;
+        match received.message {
+            Message::Error(error) => (received.correlation.0, error),
             other => panic!("{} instead of an error", other.kind().name()),
         }
     }
@@ -370,15 +370,15 @@ async fn a_deadline_is_cut_to_the_longest() {
         };
         engine.send(long, vec![0x80]).await;
     }
-    let mut heard = Vec::new();
-    while heard.len() < 2 {
-        for event in server.next().await.expect("the server hears") {
+    let mut received = Vec::new();
+    while received.len() < 2 {
+        for event in server.next().await.expect("the server receives") {
             if let ServerEvent::Message { envelope, .. } = event {
-                heard.push(envelope.deadline_ms);
+                received.push(envelope.deadline_ms);
             }
         }
     }
-    assert_eq!(heard, [limits::DEADLINE_MAX_MS, 3000]);
+    assert_eq!(received, [limits::DEADLINE_MAX_MS, 3000]);
     match engine.receive().await.message {
         Message::Welcome(welcome) => assert_eq!(welcome.deadline_max_ms, limits::DEADLINE_MAX_MS),
         other => panic!("{} instead of a welcome", other.kind().name()),
@@ -414,7 +414,7 @@ async fn what_waits_to_be_handled_is_bounded_in_bytes() {
         let mut held = Vec::new();
         while let Ok(events) = tokio::time::timeout(Duration::from_millis(10), server.next()).await
         {
-            held.push(events.expect("the server hears"));
+            held.push(events.expect("the server receives"));
         }
         let mut batches = held.into_iter().map(Iterator::collect::<Vec<_>>);
         let taken: Vec<ServerEvent> = batches.by_ref().flatten().collect();

@@ -73,7 +73,7 @@ fn obey(workers: [Puppet; 2], open: &watch::Sender<bool>) -> Arc<AtomicU32> {
             let mut orders = Vec::new();
             loop {
                 tokio::select! {
-                    heard = worker.receive() => match heard {
+                    received = worker.receive() => match received {
                         Received::Order(order) => orders.push(order),
                         Received::Cancel(ops) => {
                             cancelled.fetch_add(ops.len() as u32, Ordering::Relaxed);

@@ -19,7 +19,7 @@ const WITHIN: Duration = Duration::from_secs(60);
 async fn answer(leader: &mut Server, orders: &[u64]) -> (u64, Message) {
     let wait = async {
         loop {
-            for event in leader.next().await.expect("the leader hears") {
+            for event in leader.next().await.expect("the leader receives") {
                 if let ServerEvent::Message { envelope, .. } = event
                     && orders.contains(&envelope.correlation.0)
                     && !matches!(envelope.message, Message::Attach(_) | Message::Readiness(_))

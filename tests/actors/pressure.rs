@@ -85,9 +85,9 @@ async fn a_peer_that_never_reads_is_closed_and_others_are_served() {
     let (process, _) = leader_within(&transport, 1, narrow()).await;
     let engine = Engine::start_within(&transport, 1, narrow());
     is_served(&engine).await;
-    let deaf = Raw::engine(&transport, 2, narrow()).await;
+    let unread = Raw::engine(&transport, 2, narrow()).await;
     let mut said = 0_usize;
-    while deaf
+    while unread
         .send_message(1 + said as u64, Message::Status(Status { check: false }))
         .await
     {
@@ -171,11 +171,11 @@ async fn a_peer_that_says_nothing_but_noise_is_closed_and_others_are_served() {
         .await
     {
         sent += 1;
-        assert!(sent < 100, "it is heard for ever");
+        assert!(sent < 100, "it is received for ever");
         is_served(&engine).await;
     }
-    let heard = tokio::time::timeout(TEST_TIMEOUT, noise.0.recv()).await;
-    assert!(matches!(heard, Ok(Err(_))), "{heard:?}");
+    let received = tokio::time::timeout(TEST_TIMEOUT, noise.0.recv()).await;
+    assert!(matches!(received, Ok(Err(_))), "{received:?}");
     is_served(&engine).await;
     process.stop().await;
 }

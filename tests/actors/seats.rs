@@ -205,11 +205,11 @@ async fn one_second_count_a_second_is_made_and_others_are_told_when() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_supervisor_hears_which_process_is_to_end_and_one_that_is_not_its_own_is_ended_all_the_same()
+async fn a_supervisor_receives_which_process_is_to_end_and_one_that_is_not_its_own_is_ended_all_the_same()
  {
     let transport = MemoryTransport::default();
     let told: Arc<Mutex<Kills>> = Arc::default();
-    let hears = Arc::clone(&told);
+    let receives = Arc::clone(&told);
     let ratio = Ratio::new(4).expect("in bounds");
     let settings = LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey([7; 32]));
     let fence = settings.fence;
@@ -217,7 +217,7 @@ async fn a_supervisor_hears_which_process_is_to_end_and_one_that_is_not_its_own_
         settings,
         server: server(&transport, 1, Limits::default()).await,
         supervisor: Some(Box::new(move |worker, pid| {
-            hears.lock().expect("no panic").push((worker, pid));
+            receives.lock().expect("no panic").push((worker, pid));
         })),
         raise_epoch: None,
     });
@@ -230,9 +230,9 @@ async fn a_supervisor_hears_which_process_is_to_end_and_one_that_is_not_its_own_
     status().await.expect("an answer");
     tokio::time::sleep(fence + HEARTBEAT).await;
     status().await.expect("an answer");
-    let heard = told.lock().expect("no panic").clone();
+    let received = told.lock().expect("no panic").clone();
     assert_eq!(
-        heard.iter().map(|(_, pid)| *pid).collect::<Vec<_>>(),
+        received.iter().map(|(_, pid)| *pid).collect::<Vec<_>>(),
         [Some(stranger.pid())]
     );
     assert!(

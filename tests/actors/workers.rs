@@ -117,7 +117,7 @@ pub struct Attaching {
 pub async fn attaching(server: &mut Server) -> Attaching {
     let wait = async {
         loop {
-            for event in server.next().await.expect("the server hears") {
+            for event in server.next().await.expect("the server receives") {
                 if let ServerEvent::Message { peer, envelope } = event
                     && let Message::Attach(attach) = envelope.message
                 {

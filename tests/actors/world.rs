@@ -239,11 +239,11 @@ impl Puppet {
             version_max: version,
             ..hello(Role::Worker, 0, rank)
         };
-        let (client, mut heard) = client(transport, hello, Limits::default());
+        let (client, mut received) = client(transport, hello, Limits::default());
         let (tell, incoming) = mpsc::channel(1024);
         let depot = client.clone();
         let reading = tokio::spawn(async move {
-            while let Some(next) = heard.recv().await {
+            while let Some(next) = received.recv().await {
                 match empty_depot(&next) {
                     Some((link, asked, inventory)) => depot.reply(link, asked, inventory),
                     None if tell.send(next).await.is_err() => return,
@@ -434,9 +434,9 @@ impl Raw {
     pub async fn engine(transport: &MemoryTransport, engine: u8, limits: Limits) -> Self {
         let mut raw = Self::connect(transport, limits).await;
         let welcomed = raw.send_message(0, Message::Hello(hello(Role::Engine, engine, 0)));
-        assert!(welcomed.await, "it is heard");
-        let heard = raw.receive().await.expect("an answer").message;
-        assert!(matches!(heard, Message::Welcome(_)), "{heard:?}");
+        assert!(welcomed.await, "it is received");
+        let received = raw.receive().await.expect("an answer").message;
+        assert!(matches!(received, Message::Welcome(_)), "{received:?}");
         raw
     }
 
@@ -464,9 +464,9 @@ impl Raw {
     }
 
     pub async fn receive_error(&mut self) -> (u64, ErrorCode) {
-        let heard = self.receive().await.expect("an answer");
-        match heard.message {
-            Message::Error(error) => (heard.correlation.0, error.code()),
+        let received = self.receive().await.expect("an answer");
+        match received.message {
+            Message::Error(error) => (received.correlation.0, error.code()),
             other => panic!("{} instead of an error", other.kind().name()),
         }
     }

@@ -62,7 +62,7 @@ async fn attack(leader: Address, over: Arc<AtomicBool>, closed: Arc<AtomicU64>) 
             loop {
                 tokio::select! {
                     biased;
-                    heard = connection.recv() => if heard.is_err() { return },
+                    received = connection.recv() => if received.is_err() { return },
                     () = std::future::ready(()) => {}
                 }
                 if connection.send(orders.clone()).await.is_err() {

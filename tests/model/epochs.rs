@@ -243,13 +243,13 @@ impl State {
         let Some(fill) = self.fill.as_mut().filter(|fill| fill.op == op) else {
             return false;
         };
-        let news = fill.missing.0.remove(rank);
-        fill.failed |= news && !complete;
+        let first_report = fill.missing.0.remove(rank);
+        fill.failed |= first_report && !complete;
         if fill.missing.0.is_empty() {
             self.ready = (!fill.failed && !fill.late).then_some(op);
             self.fill = None;
         }
-        news
+        first_report
     }
 
     fn fail_copies_of(&mut self, rank: Rank) {
@@ -662,7 +662,7 @@ fn a_worker_that_attaches_too_early_writes_what_nobody_waits_for() {
 }
 
 #[test]
-fn a_worker_that_is_heard_again_over_the_next_connection_writes_what_nobody_waits_for() {
+fn a_worker_that_is_received_again_over_the_next_connection_writes_what_nobody_waits_for() {
     let model = || Epochs::one_leader(Rule::AttachAgain, 1, 0, 0);
     breaks("epochs: attach again", model, AWAITED);
 }

@@ -256,15 +256,15 @@ impl State {
         let Some(op) = self.ops.iter_mut().find(|op| op.id == id) else {
             return false;
         };
-        let news = op.missing.0.remove(rank);
-        op.failed |= news && !complete;
+        let first_report = op.missing.0.remove(rank);
+        op.failed |= first_report && !complete;
         let (op, last) = (op.clone(), op.missing.0.is_empty());
-        let again = rule == Rule::ReleaseAgain && !news && op.load;
+        let again = rule == Rule::ReleaseAgain && !first_report && op.load;
         let first = rule == Rule::UntilFirst && op.leased;
         if again || first {
             self.release(id);
         }
-        if news && last {
+        if first_report && last {
             self.release(id);
             self.ops.retain(|op| op.id != id);
             if !op.load {
@@ -272,7 +272,7 @@ impl State {
             }
             self.closing &= !self.ops.is_empty();
         }
-        news || again
+        first_report || again
     }
 
     fn release(&mut self, id: OpId) {
@@ -436,7 +436,7 @@ impl Model for Leases {
                 state.request(Request::Finish { slot });
             }
             Action::Ended(op, rank, complete) => {
-                let news = state.ended(self.rule, op, rank, complete);
+                let first_report = state.ended(self.rule, op, rank, complete);
                 let ended = EndedCopy {
                     op,
                     complete,
@@ -449,7 +449,7 @@ impl Model for Leases {
                     epoch: EPOCH,
                     copies: vec![ended],
                 });
-                if !news {
+                if !first_report {
                     state.differs = self.compare(&state);
                     return state.differs.is_some().then_some(state);
                 }

@@ -237,8 +237,8 @@ impl State {
         };
         let block = block?;
         let fill = block.fill.as_mut()?;
-        let news = fill.missing.0.remove(rank);
-        if !news && rule != Rule::Count {
+        let first_report = fill.missing.0.remove(rank);
+        if !first_report && rule != Rule::Count {
             return None;
         }
         fill.answers += 1;

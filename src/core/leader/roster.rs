@@ -295,7 +295,7 @@ impl Roster {
         }
     }
 
-    /// The answer to an attach request that is no news: `Some(None)` for one that is older than the last, `Some` with the
+    /// The answer to an attach request that is not new: `Some(None)` for one that is older than the last, `Some` with the
     /// verdict for the last one again.
     fn answered(&mut self, worker: WorkerId, attach: AttachId) -> Option<Option<AttachVerdict>> {
         let (last, verdict) = self.seat(worker)?.last.clone()?;
@@ -306,7 +306,7 @@ impl Roster {
         }
     }
 
-    /// All earlier orders of a worker have ended, and its attach request is about to be judged.
+    /// All earlier orders of a worker have ended, and its attach request is about to be checked.
     fn begin_attach(&mut self, worker: WorkerId) {
         if let Some(seat) = self.seat(worker) {
             seat.attached = false;

@@ -294,7 +294,7 @@ fn a_copy_that_waits_in_vain_ends_at_its_deadline() {
 }
 
 #[test]
-fn a_new_leader_hears_nothing_of_old_orders_and_nothing_at_all_before_they_have_ended() {
+fn a_new_leader_receives_nothing_of_old_orders_and_nothing_at_all_before_they_have_ended() {
     let mut worker = worker();
     order(&mut worker, 1, 1, vec![load(1), store(2, 5)]);
     let effects = step(&mut worker, 1, WorkerEvent::LeaderFound(Epoch(2)));
@@ -384,7 +384,7 @@ fn copies_of_memory_that_is_not_there_are_refused() {
 }
 
 #[test]
-fn what_an_engine_abandons_is_over_when_it_hears_so() {
+fn what_an_engine_abandons_is_over_when_it_receives_so() {
     let mut worker = worker();
     order(&mut worker, 1, 1, vec![store(1, 3), store(2, 4)]);
     written(&mut worker, 3);
@@ -415,7 +415,7 @@ fn what_an_engine_abandons_is_over_when_it_hears_so() {
 }
 
 #[test]
-fn an_engine_hears_of_what_it_abandoned_when_the_last_copy_has_ended() {
+fn an_engine_receives_of_what_it_abandoned_when_the_last_copy_has_ended() {
     let mut worker = worker();
     let copies = [(1, 5), (2, 5), (3, 6)].map(|(op, request)| copy(op, Direction::Load, request));
     order(&mut worker, 1, 1, copies.to_vec());
@@ -436,11 +436,12 @@ fn an_engine_hears_of_what_it_abandoned_when_the_last_copy_has_ended() {
         [1, 2],
         "3 is of another request"
     );
-    let heard = |effects: Vec<WorkerEffect>| effects.contains(&WorkerEffect::Abandoned { number });
-    assert!(!heard(effects));
-    assert!(!heard(ended(&mut worker, 2, vec![complete(2)])));
-    assert!(heard(ended(&mut worker, 3, vec![complete(1)])));
-    assert!(!heard(ended(&mut worker, 4, vec![complete(3)])), "once");
+    let received =
+        |effects: Vec<WorkerEffect>| effects.contains(&WorkerEffect::Abandoned { number });
+    assert!(!received(effects));
+    assert!(!received(ended(&mut worker, 2, vec![complete(2)])));
+    assert!(received(ended(&mut worker, 3, vec![complete(1)])));
+    assert!(!received(ended(&mut worker, 4, vec![complete(3)])), "once");
 }
 
 #[test]

@@ -167,8 +167,8 @@ impl Timed {
             };
             self.now = self.now.max(next);
             self.end_copies();
-            while let Some(happening) = self.agenda.take_due(self.now) {
-                self.happen(happening);
+            while let Some(event) = self.agenda.take_due(self.now) {
+                self.happen(event);
             }
             self.tick();
             if arrives.is_some_and(|at| at <= self.now)
@@ -208,8 +208,8 @@ impl Timed {
             .min()
     }
 
-    fn happen(&mut self, happening: TimedEvent) {
-        match happening {
+    fn happen(&mut self, event: TimedEvent) {
+        match event {
             TimedEvent::Asked {
                 id,
                 deadline,

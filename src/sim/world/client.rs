@@ -86,8 +86,9 @@ impl SimClient {
     }
 
     /// Incarnation of the process at the other end.
-    pub(super) fn server_life(&self, env: &SimContext) -> Option<u32> {
-        self.connection.and_then(|id| env.net.life_of_server(id))
+    pub(super) fn server_incarnation(&self, env: &SimContext) -> Option<u32> {
+        self.connection
+            .and_then(|id| env.net.incarnation_of_server(id))
     }
 
     pub(super) fn next_timeout(&self) -> Time {
@@ -100,8 +101,12 @@ impl SimClient {
     }
 
     /// Handles bytes or a close that came over this client's connection.
-    pub(super) fn receive(&mut self, env: &mut SimContext, heard: Received) -> Vec<SimClientEvent> {
-        match heard {
+    pub(super) fn receive(
+        &mut self,
+        env: &mut SimContext,
+        received: Received,
+    ) -> Vec<SimClientEvent> {
+        match received {
             Received::Closed => self.session.disconnected(env.now(), "closed"),
             Received::Bytes { header, body } => {
                 let read = Header::from_bytes(&header).and_then(|header| decode(header, &body));

@@ -69,7 +69,7 @@ struct RankSide {
     again: Time,
     /// When an unanswered registration is sent again.
     register_again: Time,
-    /// The last `written` that was sent to the worker, and the last that it acknowledged (`heard`).
+    /// The last `written` that was sent to the worker, and the last that it acknowledged (`confirmed_written`).
     sent_written: RequestId,
     confirmed_written: RequestId,
     registering: Option<RequestId>,
@@ -226,13 +226,13 @@ impl EngineProcess {
         self.act(env);
     }
 
-    pub(super) fn receive(&mut self, env: &mut SimContext, id: ConnectionId, heard: Received) {
+    pub(super) fn receive(&mut self, env: &mut SimContext, id: ConnectionId, received: Received) {
         if self.leader.is(id) {
-            for noticed in self.leader.receive(env, heard) {
+            for noticed in self.leader.receive(env, received) {
                 self.leader_event(env, noticed);
             }
         } else if let Some(rank) = self.ranks.iter().position(|rank| rank.client.is(id)) {
-            for noticed in self.ranks[rank].client.receive(env, heard) {
+            for noticed in self.ranks[rank].client.receive(env, received) {
                 self.rank_event(env, rank, noticed);
             }
         }
@@ -347,7 +347,7 @@ impl EngineProcess {
             SimClientEvent::Answered(id, answer) => match *answer {
                 Ok(Message::Registered(_)) if side.registering == Some(id) => {
                     side.registering = None;
-                    side.registered = side.client.server_life(env);
+                    side.registered = side.client.server_incarnation(env);
                     side.confirmed_written = RequestId(0);
                     side.again = env.now();
                 }

@@ -56,8 +56,8 @@ impl LeaderProcess {
         self.run(env, |shell, host| shell.tick(host));
     }
 
-    pub(super) fn receive(&mut self, env: &mut SimContext, id: ConnectionId, heard: Received) {
-        match self.server.receive(env, id, heard) {
+    pub(super) fn receive(&mut self, env: &mut SimContext, id: ConnectionId, received: Received) {
+        match self.server.receive(env, id, received) {
             None => {}
             Some(SimServerEvent::Closed) => {
                 self.run(env, |shell, host| shell.closed(host, peer(id)))

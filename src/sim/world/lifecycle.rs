@@ -164,8 +164,8 @@ impl SimWorld {
         if !inbox.is_empty() {
             self.env.faults.took_effect(nemesis::pause_of(who));
         }
-        for happening in inbox {
-            self.to(who, Some(incarnation), happening);
+        for event in inbox {
+            self.to(who, Some(incarnation), event);
         }
     }
 }

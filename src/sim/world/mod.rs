@@ -54,7 +54,7 @@ use process::{Delivery, SimProcess};
 pub use saboteur::Lie;
 pub use setup::{Chances, Setup, Shape};
 pub use storage::{CONTENT_MIN, Content, EMPTY, Hold, NOWHERE, SimDepot, Storage, TORN};
-pub use summary::{RUNS_TO_JUDGE, Summary};
+pub use summary::{RUNS_MIN, Summary};
 use worker::WorkerProcess;
 
 /// Anchor key of the depots. Every leader gets the same one, so that a new leader finds the stored pages.
@@ -244,21 +244,21 @@ impl SimWorld {
 
     /// Handles the next event and runs the checks after it.
     fn next(&mut self) -> bool {
-        let Some((number, happening)) = self.env.queue.pop() else {
+        let Some((number, event)) = self.env.queue.pop() else {
             self.env.violated("nothing happens any more".to_owned());
             return false;
         };
         self.env.counts.steps += 1;
         self.env.digest.write_u64(number);
         self.env.digest.write_u64(self.env.queue.now().0);
-        self.dispatch(happening);
+        self.dispatch(event);
         self.after();
         true
     }
 
-    fn dispatch(&mut self, happening: SimEvent) {
-        tracing::trace!(at = %self.env.now(), ?happening);
-        match happening {
+    fn dispatch(&mut self, event: SimEvent) {
+        tracing::trace!(at = %self.env.now(), ?event);
+        match event {
             SimEvent::Packet { id, to, packet } => self.packet(id, to, packet),
             SimEvent::Wake { who, incarnation } => {
                 self.to(who, Some(incarnation), SimEvent::Wake { who, incarnation })
@@ -405,7 +405,7 @@ impl SimWorld {
     }
 
     /// Delivers an event to a process: at once, or later when the process is paused, busy or slow.
-    fn to(&mut self, who: NodeId, incarnation: Option<u32>, happening: SimEvent) {
+    fn to(&mut self, who: NodeId, incarnation: Option<u32>, event: SimEvent) {
         let Some(lives) = self.incarnation(who) else {
             return;
         };
@@ -413,31 +413,31 @@ impl SimWorld {
             return;
         }
         let now = self.env.now();
-        if let Some(happening) = self.hold_back(who, now, happening) {
-            self.handle(who, lives, happening);
+        if let Some(event) = self.hold_back(who, now, event) {
+            self.handle(who, lives, event);
         }
     }
 
     /// Queues the event in the inbox of a process that is paused, busy or slow. Returns the event if it can be handled
     /// now.
-    fn hold_back(&mut self, who: NodeId, now: Time, happening: SimEvent) -> Option<SimEvent> {
-        let message = matches!(happening, SimEvent::Packet { .. });
-        let divides = matches!(happening, SimEvent::Divide { .. });
+    fn hold_back(&mut self, who: NodeId, now: Time, event: SimEvent) -> Option<SimEvent> {
+        let message = matches!(event, SimEvent::Packet { .. });
+        let divides = matches!(event, SimEvent::Divide { .. });
         let busy = !divides && self.is_dividing(who);
         let incarnation = self.incarnation(who)?;
         let place = self.place(who)?;
         if *place.paused || busy {
-            place.inbox.push_back(happening);
+            place.inbox.push_back(event);
             return None;
         }
         if divides {
-            return Some(happening);
+            return Some(event);
         }
         let slow = place.slow.filter(|(_, until)| message && now < *until);
         if !(slow.is_some() || message && !place.inbox.is_empty()) {
-            return Some(happening);
+            return Some(event);
         }
-        place.inbox.push_back(happening);
+        place.inbox.push_back(event);
         let waits = place.inbox.len() > 1;
         if !std::mem::replace(place.reading, true) {
             let each = slow.map_or(Duration::ZERO, |(each, _)| each);
@@ -463,7 +463,7 @@ impl SimWorld {
         if *place.paused || busy {
             return;
         }
-        let Some(happening) = place.inbox.pop_front() else {
+        let Some(event) = place.inbox.pop_front() else {
             return;
         };
         if !place.inbox.is_empty() {
@@ -474,7 +474,7 @@ impl SimWorld {
                 .queue
                 .push(now + each, SimEvent::Read { who, incarnation });
         }
-        self.handle(who, incarnation, happening);
+        self.handle(who, incarnation, event);
     }
 
     /// True while a worker divides its depot: it handles no other events until that is done.
@@ -498,11 +498,11 @@ impl SimWorld {
         }
     }
 
-    fn handle(&mut self, who: NodeId, incarnation: u32, happening: SimEvent) {
-        let heard = match happening {
+    fn handle(&mut self, who: NodeId, incarnation: u32, event: SimEvent) {
+        let received = match event {
             SimEvent::Packet { id, to, packet } => {
                 let env = &mut self.env;
-                let heard = env.net.receive(
+                let received = env.net.receive(
                     &mut env.queue,
                     &mut env.rng,
                     &mut env.faults,
@@ -511,23 +511,23 @@ impl SimWorld {
                     Some(incarnation),
                     packet,
                 );
-                match heard {
-                    Some(heard) => Err((id, to, heard)),
+                match received {
+                    Some(received) => Err((id, to, received)),
                     None => return,
                 }
             }
             other => Ok(other),
         };
         match who {
-            NodeId::Leader => self.handle_leader(heard),
-            NodeId::Worker(worker) => self.handle_worker(worker, heard),
-            NodeId::Engine(replica) => self.handle_engine(replica, heard),
+            NodeId::Leader => self.handle_leader(received),
+            NodeId::Worker(worker) => self.handle_worker(worker, received),
+            NodeId::Engine(replica) => self.handle_engine(replica, received),
         }
     }
 
     fn handle_leader(
         &mut self,
-        happening: Result<SimEvent, (ConnectionId, ConnectionEnd, net::Received)>,
+        event: Result<SimEvent, (ConnectionId, ConnectionEnd, net::Received)>,
     ) {
         let now = self.env.now();
         let awake = now - self.awake_since;
@@ -535,8 +535,8 @@ impl SimWorld {
         let Some(mut leader) = self.leader.state.take() else {
             return;
         };
-        match happening {
-            Err((id, _, heard)) => leader.receive(&mut self.env, id, heard),
+        match event {
+            Err((id, _, received)) => leader.receive(&mut self.env, id, received),
             Ok(SimEvent::Wake { .. }) => {
                 self.leader.armed = Time::NEVER;
                 leader.tick(&mut self.env);
@@ -567,7 +567,7 @@ impl SimWorld {
     fn handle_worker(
         &mut self,
         id: WorkerId,
-        happening: Result<SimEvent, (ConnectionId, ConnectionEnd, net::Received)>,
+        event: Result<SimEvent, (ConnectionId, ConnectionEnd, net::Received)>,
     ) {
         let Some(process) = self.workers.get_mut(&id) else {
             return;
@@ -577,8 +577,8 @@ impl SimWorld {
         };
         let dividing = worker.is_dividing();
         let env = &mut self.env;
-        match happening {
-            Err((connection, to, heard)) => worker.receive(env, connection, to, heard),
+        match event {
+            Err((connection, to, received)) => worker.receive(env, connection, to, received),
             Ok(SimEvent::Wake { .. }) => {
                 process.armed = Time::NEVER;
                 worker.tick(env);
@@ -605,23 +605,23 @@ impl SimWorld {
         if over {
             self.crash(NodeId::Worker(id));
         }
-        for happening in waited {
-            self.to(NodeId::Worker(id), Some(incarnation), happening);
+        for event in waited {
+            self.to(NodeId::Worker(id), Some(incarnation), event);
         }
     }
 
     fn handle_engine(
         &mut self,
         replica: Replica,
-        happening: Result<SimEvent, (ConnectionId, ConnectionEnd, net::Received)>,
+        event: Result<SimEvent, (ConnectionId, ConnectionEnd, net::Received)>,
     ) {
         let process = &mut self.engines[usize::from(replica.0)];
         let Some(mut engine) = process.state.take() else {
             return;
         };
         let env = &mut self.env;
-        match happening {
-            Err((id, _, heard)) => engine.receive(env, id, heard),
+        match event {
+            Err((id, _, received)) => engine.receive(env, id, received),
             Ok(SimEvent::Wake { .. }) => {
                 process.armed = Time::NEVER;
                 engine.tick(env);

@@ -115,7 +115,7 @@ impl Net {
     }
 
     /// Incarnation of the server, once a message has reached it. Serves as its process id.
-    pub(super) fn life_of_server(&self, id: ConnectionId) -> Option<u32> {
+    pub(super) fn incarnation_of_server(&self, id: ConnectionId) -> Option<u32> {
         self.connections.get(&id)?.ends[1].1
     }
 
@@ -274,7 +274,7 @@ impl Net {
                     && let Ok(header) = Header::from_bytes(&header)
                     && let Ok(envelope) = decode(header, &body)
                 {
-                    tracing::trace!(to = ?connection.ends[end], ?id, message = ?envelope.message, correlation = %envelope.correlation, "hears");
+                    tracing::trace!(to = ?connection.ends[end], ?id, message = ?envelope.message, correlation = %envelope.correlation, "receives");
                 }
                 Some(Received::Bytes { header, body })
             }

@@ -74,9 +74,9 @@ impl SimServer {
         &mut self,
         env: &mut SimContext,
         id: ConnectionId,
-        heard: Received,
+        received: Received,
     ) -> Option<SimServerEvent> {
-        let (header, body) = match heard {
+        let (header, body) = match received {
             Received::Closed => {
                 self.session.closed(peer(id));
                 return self.hellos.remove(&id).map(|_| SimServerEvent::Closed);

@@ -237,8 +237,8 @@ async fn attach(leader: &Path) -> Result<tokio::task::JoinHandle<()>, CommandErr
     };
     let orders = worker.clone();
     let obeys = tokio::spawn(async move {
-        while let Some(heard) = incoming.recv().await {
-            let Incoming::Request { link, envelope } = heard else {
+        while let Some(received) = incoming.recv().await {
+            let Incoming::Request { link, envelope } = received else {
                 continue;
             };
             if let Some(answer) = obey(envelope.message) {

@@ -85,10 +85,10 @@ impl Host<'_> {
     }
 
     /// Schedules an event of this worker after `wait`.
-    fn later(&mut self, wait: Duration, happening: impl FnOnce(WorkerId, u32) -> SimEvent) {
-        let happening = happening(self.parts.id, self.parts.incarnation);
+    fn later(&mut self, wait: Duration, event: impl FnOnce(WorkerId, u32) -> SimEvent) {
+        let event = event(self.parts.id, self.parts.incarnation);
         let at = self.env.now() + wait;
-        self.env.queue.push(at, happening);
+        self.env.queue.push(at, event);
     }
 
     fn divide_later(&mut self) {

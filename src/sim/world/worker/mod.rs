@@ -84,17 +84,17 @@ impl WorkerProcess {
         env: &mut SimContext,
         id: ConnectionId,
         to: ConnectionEnd,
-        heard: Received,
+        received: Received,
     ) {
         if to == ConnectionEnd::Client {
             if self.parts.leader.is(id) {
-                for noticed in self.parts.leader.receive(env, heard) {
+                for noticed in self.parts.leader.receive(env, received) {
                     self.leader_event(env, noticed);
                 }
             }
             return;
         }
-        match self.parts.server.receive(env, id, heard) {
+        match self.parts.server.receive(env, id, received) {
             None => {}
             Some(server::SimServerEvent::Opened(hello)) => {
                 let pid = env.visible_pid(id);
