@@ -205,7 +205,7 @@ fn prefault(
     cancel: &AtomicBool,
     tell: &dyn Fn(WorkerMessage),
 ) -> Result<(), DepotFailure> {
-    let told = Cell::new(Instant::now());
+    let reported = Cell::new(Instant::now());
     let report = |done, total| {
         // Memory that must be locked is not ready before that.
         let done = if lock && done == total {
@@ -215,8 +215,8 @@ fn prefault(
         };
         progress.done.store(done, Ordering::Relaxed);
         progress.total.store(total, Ordering::Relaxed);
-        if told.get().elapsed() >= REPORT_EVERY {
-            told.set(Instant::now());
+        if reported.get().elapsed() >= REPORT_EVERY {
+            reported.set(Instant::now());
             tell(WorkerMessage::Progress);
         }
     };

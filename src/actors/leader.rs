@@ -8,7 +8,7 @@ use rustix::process::{Signal, pidfd_send_signal};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
-use crate::mailbox::{Credited, Feeder};
+use crate::mailbox::{Credited, MailboxPump};
 use crate::processes::{self, Process};
 use kvferry_core::{Leader, LeaderEffect, LeaderEvent, LeaderSettings};
 use kvferry_protocol::Message;
@@ -70,7 +70,7 @@ impl LeaderHandle {
 pub(super) struct LeaderActor;
 
 pub(super) struct State {
-    feeder: Feeder,
+    feeder: MailboxPump,
     shell: LeaderShell<Process>,
     host: Host,
     timer: Option<JoinHandle<Result<(), ractor::MessagingErr<LeaderMessage>>>>,
@@ -106,7 +106,7 @@ impl Actor for LeaderActor {
         };
         let mut admin_key = [0; 8];
         rustix::rand::getrandom(&mut admin_key, rustix::rand::GetRandomFlags::empty())?;
-        let feeder = Feeder::start(server, move |batch| {
+        let feeder = MailboxPump::start(server, move |batch| {
             let message = batch.map_or(LeaderMessage::ListenerClosed, LeaderMessage::Peers);
             myself.cast(message).is_ok()
         });

@@ -29,15 +29,15 @@ pub(super) struct ReadinessReporter(watch::Sender<State>);
 impl ReadinessReporter {
     /// Reports to `leader` until the worker ends.
     pub(super) fn start(leader: Client, worker: ActorRef<WorkerMessage>) -> Self {
-        let (state, told) = watch::channel(State::default());
+        let (state, reported) = watch::channel(State::default());
         let tell = async move |body| {
-            let asked = leader.request(Message::Readiness(body), REPORT_LIMIT).await;
-            if let Err(failure) = asked {
+            let requested = leader.request(Message::Readiness(body), REPORT_LIMIT).await;
+            if let Err(failure) = requested {
                 tracing::debug!(%failure, "the leader does not know how far this worker is");
             }
         };
         tokio::spawn(async move {
-            let Some(why) = run(tell, told).await else {
+            let Some(why) = run(tell, reported).await else {
                 return;
             };
             if worker.cast(WorkerMessage::Failed(why)).is_err() {
@@ -84,13 +84,16 @@ impl ReadinessReporter {
 }
 
 /// Reports each new state until the worker ends, or until it has reported why it gives up: returns that reason.
-async fn run(tell: impl AsyncFn(Readiness), mut told: watch::Receiver<State>) -> Option<String> {
-    while told.changed().await.is_ok() {
-        let state = told.borrow_and_update().clone();
+async fn run(
+    tell: impl AsyncFn(Readiness),
+    mut reported: watch::Receiver<State>,
+) -> Option<String> {
+    while reported.changed().await.is_ok() {
+        let state = reported.borrow_and_update().clone();
         let problem = state.problem.clone();
         let body = Readiness::new(state.ready_bytes, state.bytes, state.pinned_bytes, problem);
-        // A separate receiver: states that arrive during the wait stay unread in `told`, and are reported afterwards.
-        let mut last_words = told.clone();
+        // A separate receiver: states that arrive during the wait stay unread in `reported`, and are reported afterwards.
+        let mut last_words = reported.clone();
         let newer = tokio::select! {
             () = tell(body) => false,
             gives_up = last_words.wait_for(|newer| newer.gives_up), if !state.gives_up => gives_up.is_ok(),
@@ -117,7 +120,7 @@ mod tests {
         mpsc::Receiver<String>,
         tokio::task::JoinHandle<Option<String>>,
     ) {
-        let (state, told) = watch::channel(State::default());
+        let (state, reported) = watch::channel(State::default());
         let (received, receiver) = mpsc::channel(8);
         let lets = Arc::new(Semaphore::new(0));
         let gate = Arc::clone(&lets);
@@ -125,7 +128,7 @@ mod tests {
             received.try_send(body.problem).expect("somebody listens");
             gate.acquire().await.expect("open").forget();
         };
-        let running = tokio::spawn(async move { run(tell, told).await });
+        let running = tokio::spawn(async move { run(tell, reported).await });
         (ReadinessReporter(state), lets, receiver, running)
     }
 

@@ -12,7 +12,7 @@ use tokio::task::JoinHandle;
 
 use crate::depot::{DepotActor, DepotArguments, DepotFailure, DepotProgress, DepotSettings};
 use crate::gpu::{EngineSide, Gpu};
-use crate::mailbox::{Credited, Credits, Feeder};
+use crate::mailbox::{Credited, Credits, MailboxPump};
 use crate::processes::Process;
 use crate::readiness::ReadinessReporter;
 use crate::transfer::{RUNNING_COPIES_MAX, TransferActor, TransferArguments};
@@ -112,7 +112,7 @@ impl TryFrom<WorkerMessage> for Vec<EndedCopy> {
 pub(super) struct WorkerActor;
 
 pub(super) struct State {
-    feeder: Feeder,
+    feeder: MailboxPump,
     shell: WorkerShell<Process, EngineSide>,
     host: Host,
     /// When the progress of the depot was last logged.
@@ -160,7 +160,7 @@ impl Actor for WorkerActor {
         };
         Actor::spawn_linked(None, DepotActor, pool, cell).await?;
         let ranks = myself.clone();
-        let feeder = Feeder::start(server, move |batch| {
+        let feeder = MailboxPump::start(server, move |batch| {
             let message = batch.map_or(
                 WorkerMessage::InputClosed("the listener"),
                 WorkerMessage::Ranks,

@@ -159,10 +159,10 @@ impl Shared {
             let until = Instant::now() + FINISH_LIMIT;
             let finish = Finish { slot: slot.0 };
             loop {
-                let asked = shared
+                let requested = shared
                     .client
                     .call_as(id, finish, FINISH_TIMEOUT, Duration::ZERO);
-                let failure = match asked.await {
+                let failure = match requested.await {
                     Ok(_) => break,
                     Err(failure) => failure,
                 };
@@ -205,8 +205,8 @@ impl Drop for CloseOnDrop {
         drop(self.0.runtime.spawn(async move {
             let (id, cancel) = (shared.next_id(), CancelStores { slot: None });
             let client = &shared.client;
-            let asked = client.call_as(id, cancel, FINISH_TIMEOUT, Duration::ZERO);
-            if let Err(failure) = asked.await {
+            let requested = client.call_as(id, cancel, FINISH_TIMEOUT, Duration::ZERO);
+            if let Err(failure) = requested.await {
                 tracing::debug!(%failure, "the stores of a closed client were not cancelled");
             }
         }));

@@ -331,7 +331,7 @@ struct Lane {
     stream: Arc<Stream>,
     jobs: VecDeque<Job>,
     /// Slices in the stream, in order, each with the number of its job.
-    flights: VecDeque<Flight>,
+    flights: VecDeque<InFlight>,
     /// Number of the first job in `jobs`.
     first: u64,
 }
@@ -357,7 +357,7 @@ struct Part {
 }
 
 /// A slice of a part, in flight.
-struct Flight {
+struct InFlight {
     job: u64,
     submitted: Submitted,
     /// Pages of the whole part, of which this is a slice.
@@ -405,7 +405,7 @@ impl Job {
 
     /// Submits the next slice to the stream. A refused slice ends the copy; its ranges that are in flight are still
     /// watched.
-    fn submit(&mut self, number: u64, stream: &Arc<Stream>) -> Result<Option<Flight>, CudaError> {
+    fn submit(&mut self, number: u64, stream: &Arc<Stream>) -> Result<Option<InFlight>, CudaError> {
         if self.order.cancel.is_cancelled() {
             tracing::info!(op = %self.order.op, "copy cancelled");
             self.failed = true;
@@ -431,7 +431,7 @@ impl Job {
         let given = stream.submit(order.direction, device, host, &mut ranges);
         drop(ranges);
         let complete = part.plan.is_done(step);
-        let flight = |submitted, complete| Flight {
+        let flight = |submitted, complete| InFlight {
             job: number,
             submitted,
             pages: part.pages,

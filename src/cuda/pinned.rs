@@ -64,7 +64,7 @@ impl PinnedDepot {
         let next = AtomicU64::new(0);
         let (mut ranges, mut pinned_bytes, mut refused) = (Vec::new(), 0, None);
         thread::scope(|scope| {
-            let (tell, told) = unbounded();
+            let (tell, reported) = unbounded();
             let mut threads = 0;
             for _ in 0..chunks.min(PIN_THREADS) {
                 let (tell, next, depot) = (tell.clone(), &next, &depot);
@@ -79,7 +79,7 @@ impl PinnedDepot {
                 pin(context, &depot, chunk_bytes, &next, &tell);
             }
             drop(tell);
-            for pinned in told {
+            for pinned in reported {
                 match pinned {
                     Ok((range, len_bytes)) => {
                         ranges.push(range);

@@ -76,10 +76,10 @@ impl Failure {
     }
 
     /// An answer of another kind than the request's: the other side does not follow the protocol.
-    pub fn unexpected(asked: MessageKind, answer: &Message) -> Self {
-        let (asked, answered) = (asked.name(), answer.kind().name());
+    pub fn unexpected(requested: MessageKind, answer: &Message) -> Self {
+        let (requested, answered) = (requested.name(), answer.kind().name());
         let text = format!(
-            "{asked} was answered by {answered}: the other side does not follow the protocol"
+            "{requested} was answered by {answered}: the other side does not follow the protocol"
         );
         Self::new(ErrorCode::Internal, text)
     }

@@ -124,7 +124,7 @@ async fn what_is_not_known_ends_neither_the_connection_nor_a_request() {
     let transport = MemoryTransport::default();
     let (mut server, _, client, mut incoming) = Scripted::start(&transport).await;
     server.welcome(VERSION);
-    let asking = tokio::spawn(async move {
+    let requesting = tokio::spawn(async move {
         let timeout = Duration::from_secs(20);
         client.request_as(RequestId(42), status(), timeout).await
     });
@@ -150,7 +150,7 @@ async fn what_is_not_known_ends_neither_the_connection_nor_a_request() {
     }
     server.send_message(42, Message::Cancel(Cancel { ops: vec![1] }));
     server.send_message(42, answer());
-    assert_eq!(asking.await.expect("no panic"), Ok(answer()));
+    assert_eq!(requesting.await.expect("no panic"), Ok(answer()));
     assert!(matches!(
         incoming.recv().await,
         Some(Incoming::Welcomed { .. })
@@ -167,12 +167,12 @@ async fn what_is_not_known_ends_neither_the_connection_nor_a_request() {
 async fn a_version_that_was_not_offered_is_refused_in_words() {
     let transport = MemoryTransport::default();
     let (server, _, client, _incoming) = Scripted::start(&transport).await;
-    let asking =
+    let requesting =
         tokio::spawn(async move { client.request(status(), Duration::from_secs(20)).await });
     // Lets the client take up the request: virtual time advances only when nothing else is runnable.
     tokio::time::sleep(Duration::from_millis(1)).await;
     server.welcome(VERSION + 1);
-    let failure = asking
+    let failure = requesting
         .await
         .expect("no panic")
         .expect_err("no version in common");

@@ -144,10 +144,10 @@ async fn a_request_is_answered_and_the_older_version_is_spoken() {
     let transport = MemoryTransport::default();
     let mut server = server(&transport, 3).await;
     let (client, mut incoming) = client(&transport, hello(VERSION_MIN, VERSION_MIN));
-    let asking = tokio::spawn(async move { client.request(status(), HEARTBEAT).await });
+    let requesting = tokio::spawn(async move { client.request(status(), HEARTBEAT).await });
     let (peer, id) = next_request(&mut server).await;
     server.replier().reply(peer, id, answer());
-    assert_eq!(asking.await.expect("no panic"), Ok(answer()));
+    assert_eq!(requesting.await.expect("no panic"), Ok(answer()));
     assert!(matches!(
         incoming.recv().await,
         Some(Incoming::Welcomed {
@@ -162,9 +162,9 @@ async fn without_a_common_version_every_request_fails_with_a_word() {
     let transport = MemoryTransport::default();
     let mut server = server(&transport, 1).await;
     let (client, _incoming) = client(&transport, hello(VERSION + 1, VERSION + 5));
-    let asking = client.request(status(), Duration::from_secs(5));
+    let requesting = client.request(status(), Duration::from_secs(5));
     let failure = tokio::select! {
-        answer = asking => answer.expect_err("no version in common"),
+        answer = requesting => answer.expect_err("no version in common"),
         () = listen_on(&mut server) => unreachable!("the server ends with the test"),
     };
     assert_eq!(failure.code, ErrorCode::UnsupportedVersion, "{failure}");
@@ -197,7 +197,7 @@ async fn what_was_not_answered_is_asked_again_under_the_same_id_by_a_new_hello()
     let transport = MemoryTransport::default();
     let mut first = server(&transport, 1).await;
     let (client, mut incoming) = client(&transport, hello(1, 2));
-    let asking = tokio::spawn(async move {
+    let requesting = tokio::spawn(async move {
         client
             .request_as(RequestId(42), status(), Duration::from_secs(60))
             .await
@@ -209,7 +209,7 @@ async fn what_was_not_answered_is_asked_again_under_the_same_id_by_a_new_hello()
     let (peer, id) = next_request(&mut second).await;
     assert_eq!(id, RequestId(42));
     second.replier().reply(peer, id, answer());
-    assert_eq!(asking.await.expect("no panic"), Ok(answer()));
+    assert_eq!(requesting.await.expect("no panic"), Ok(answer()));
     let mut seen = Vec::new();
     while seen.len() < 3 {
         match incoming.recv().await.expect("it goes on") {
@@ -341,12 +341,12 @@ async fn what_was_said_while_the_server_did_not_listen_counts() {
     }
     // Longer than the silence after which a peer is closed.
     tokio::time::advance(HEARTBEAT * 5).await;
-    let mut asked = 0;
+    let mut requested = 0;
     let listen = async {
         loop {
             for event in server.next().await.expect("the server receives") {
                 match event {
-                    ServerEvent::Message { .. } => asked += 1,
+                    ServerEvent::Message { .. } => requested += 1,
                     ServerEvent::Closed { .. } => return,
                     ServerEvent::Opened { .. } => {}
                 }
@@ -355,7 +355,7 @@ async fn what_was_said_while_the_server_did_not_listen_counts() {
     };
     let closed = tokio::time::timeout(HEARTBEAT * 2, listen).await;
     assert!(closed.is_err(), "closed although it had spoken");
-    assert_eq!(asked, peers.len());
+    assert_eq!(requested, peers.len());
 }
 
 /// The client sends its requests at the start and then only receives: one answer every half heartbeat, for ten seconds.
@@ -364,7 +364,7 @@ async fn a_client_that_only_listens_is_kept() {
     let transport = MemoryTransport::default();
     let mut server = server(&transport, 1).await;
     let (client, mut incoming) = client(&transport, hello(1, 2));
-    let asked: Vec<_> = (1..=20)
+    let requested: Vec<_> = (1..=20)
         .map(|id| {
             let client = client.clone();
             tokio::spawn(async move {
@@ -374,7 +374,7 @@ async fn a_client_that_only_listens_is_kept() {
         })
         .collect();
     let mut questions = Vec::new();
-    while questions.len() < asked.len() {
+    while questions.len() < requested.len() {
         for event in server.next().await.expect("the server receives") {
             if let ServerEvent::Message { peer, envelope } = event {
                 questions.push((peer, envelope.correlation));
@@ -394,8 +394,8 @@ async fn a_client_that_only_listens_is_kept() {
         assert!(!listening.is_finished(), "the server closed the client");
         replier.reply(peer, id, answer());
     }
-    for asked in asked {
-        assert_eq!(asked.await.expect("no panic"), Ok(answer()));
+    for requested in requested {
+        assert_eq!(requested.await.expect("no panic"), Ok(answer()));
     }
     assert!(matches!(incoming.try_recv(), Ok(Incoming::Welcomed { .. })));
     assert!(incoming.try_recv().is_err(), "the connection was lost");
@@ -488,12 +488,12 @@ async fn an_answer_that_is_asked_for_in_order_comes_before_what_is_said_after_it
         panic!("no welcome")
     };
     for round in 0..100 {
-        let asked = client.request_in_order(link, status(), HEARTBEAT);
+        let requested = client.request_in_order(link, status(), HEARTBEAT);
         let first = incoming.recv().await;
         let Some(Incoming::Answered { id, answer: said }) = first else {
             panic!("{first:?} before the answer")
         };
-        assert_eq!((id, *said), (asked, Ok(answer())));
+        assert_eq!((id, *said), (requested, Ok(answer())));
         let second = incoming.recv().await;
         let Some(Incoming::Request { envelope, .. }) = second else {
             panic!("{second:?} after the answer")

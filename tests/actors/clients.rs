@@ -427,8 +427,8 @@ async fn a_rank_registers_reports_abandons_and_gives_its_memory_back() {
     let rank = session(&transport, &memory);
     let agreeing = tokio::spawn(async move {
         loop {
-            let asked = attaching(&mut leader).await;
-            agree(&leader, asked);
+            let requested = attaching(&mut leader).await;
+            agree(&leader, requested);
         }
     });
     soon("a registration", rank.registered())

@@ -29,9 +29,9 @@ async fn a_leader_whose_epoch_a_depot_has_seen_notes_that_and_ends() {
     let mut worker = Puppet::start(&transport, 0);
     worker.depot_epoch = 7;
     worker.receive().await;
-    let asked = tokio::spawn(async move { worker.request_attach().await });
+    let requested = tokio::spawn(async move { worker.request_attach().await });
     let why = soon("the end of the leader", process.failed()).await;
     assert!(why.contains("read by a leader of epoch 7"), "{why}");
     assert_eq!(*noted.lock().expect("no panic"), [Epoch(7)]);
-    asked.abort();
+    requested.abort();
 }

@@ -108,13 +108,13 @@ async fn an_engine_that_asks_far_beyond_its_credits_is_answered_all_the_same() {
     let workers = puppets(&transport).await.map(Puppet::obey);
     let engine = Engine::start(&transport, 1);
     let count = 3 * u64::from(limits::REQUEST_CREDITS);
-    let asked: Vec<_> = (1..=count)
+    let requested: Vec<_> = (1..=count)
         .map(|id| {
             let engine = engine.clone();
             tokio::spawn(async move { engine.lookup(id, id % 64, 8).await })
         })
         .collect();
-    for answer in asked {
+    for answer in requested {
         let answer = answer.await.expect("no panic");
         assert!(answer.is_ok(), "{answer:?}");
     }

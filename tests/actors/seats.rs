@@ -75,13 +75,13 @@ async fn a_live_workers_place_is_not_given_to_another_process_and_its_successor_
     assert_in_use(newcomer.request_attach().await, first.pid());
     assert!(engine.status().await.ready, "the holder goes on");
     engine.lookup(1, 1, 4).await.expect("an answer");
-    let asking = engine.clone();
-    let asked = tokio::spawn(async move { asking.store(2, 1, 4, TEST_TIMEOUT).await });
+    let requesting = engine.clone();
+    let requested = tokio::spawn(async move { requesting.store(2, 1, 4, TEST_TIMEOUT).await });
     for worker in [&mut holder, &mut beside] {
         let order = worker.order().await;
         worker.ended(&order, true);
     }
-    asked.await.expect("no panic").expect("stored");
+    requested.await.expect("no panic").expect("stored");
 
     // A new connection of the same process replaces the older one.
     let mut again = Puppet::start(&transport.of_process(first.pid()), 0);
@@ -106,8 +106,8 @@ async fn a_lost_workers_place_stays_its_own_while_it_owes_copies() {
     beside.begin().await;
     engine.until_ready().await;
     engine.lookup(1, 1, 4).await.expect("an answer");
-    let asking = engine.clone();
-    let asked = tokio::spawn(async move { asking.store(2, 1, 4, TEST_TIMEOUT).await });
+    let requesting = engine.clone();
+    let requested = tokio::spawn(async move { requesting.store(2, 1, 4, TEST_TIMEOUT).await });
     let order = beside.order().await;
     beside.ended(&order, true);
     holder.order().await;
@@ -118,7 +118,7 @@ async fn a_lost_workers_place_stays_its_own_while_it_owes_copies() {
     assert_in_use(newcomer.request_attach().await, first.pid());
     first.end();
     newcomer.attach().await;
-    match asked.await.expect("no panic") {
+    match requested.await.expect("no panic") {
         Ok(answer) => assert_eq!(answer.failed_pages, 4),
         other => panic!("{other:?} instead of the answer to a store"),
     }
@@ -164,18 +164,18 @@ async fn a_persons_command_gets_its_own_answers_whatever_it_calls_itself() {
     // Neither tool has an engine's name, and both use the same request id: both requests are carried out.
     for (namespace, invalidations) in [(b"a", 2), (b"b", 4)] {
         let tool = quiet(&transport, Role::Admin, 0);
-        let asked = tool.call_as(RequestId(1), reset(namespace), TEST_TIMEOUT, Duration::ZERO);
-        let answer = soon("an answer", asked).await;
+        let requested = tool.call_as(RequestId(1), reset(namespace), TEST_TIMEOUT, Duration::ZERO);
+        let answer = soon("an answer", requested).await;
         assert!(answer.is_ok(), "{answer:?}");
         assert_eq!(*invalidated.lock().expect("no panic"), invalidations);
     }
     // A tool with an engine's name receives none of that engine's answers, and the engine still receives its own.
     let thief = quiet(&transport, Role::Admin, 1);
-    let asked = thief.call_as(RequestId(7), reset(b"c"), TEST_TIMEOUT, Duration::ZERO);
-    soon("an answer", asked).await.expect("it is done");
+    let requested = thief.call_as(RequestId(7), reset(b"c"), TEST_TIMEOUT, Duration::ZERO);
+    soon("an answer", requested).await.expect("it is done");
     engine.lookup(8, 1, 4).await.expect("an answer");
-    let asked = thief.call(lookup(1, 4), TEST_TIMEOUT).await;
-    let failure = asked.expect_err("it is no engine");
+    let requested = thief.call(lookup(1, 4), TEST_TIMEOUT).await;
+    let failure = requested.expect_err("it is no engine");
     assert_eq!(failure.code, ErrorCode::UnknownKind);
     process.stop().await;
 }
@@ -208,8 +208,8 @@ async fn one_second_count_a_second_is_made_and_others_are_told_when() {
 async fn a_supervisor_receives_which_process_is_to_end_and_one_that_is_not_its_own_is_ended_all_the_same()
  {
     let transport = MemoryTransport::default();
-    let told: Arc<Mutex<Kills>> = Arc::default();
-    let receives = Arc::clone(&told);
+    let reported: Arc<Mutex<Kills>> = Arc::default();
+    let receives = Arc::clone(&reported);
     let ratio = Ratio::new(4).expect("in bounds");
     let settings = LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey([7; 32]));
     let fence = settings.fence;
@@ -230,7 +230,7 @@ async fn a_supervisor_receives_which_process_is_to_end_and_one_that_is_not_its_o
     status().await.expect("an answer");
     tokio::time::sleep(fence + HEARTBEAT).await;
     status().await.expect("an answer");
-    let received = told.lock().expect("no panic").clone();
+    let received = reported.lock().expect("no panic").clone();
     assert_eq!(
         received.iter().map(|(_, pid)| *pid).collect::<Vec<_>>(),
         [Some(stranger.pid())]
@@ -261,12 +261,12 @@ async fn a_live_engines_memory_is_not_replaced_or_taken_back_by_another_process(
     let (memory, other) = (Memory::new(), Memory::new());
     registered(&mut leader, &holder, &memory, 1).await;
 
-    let asked = stranger.request(other.registration(2), TEST_TIMEOUT).await;
-    assert_in_use(asked, first.pid());
-    let asked = stranger
+    let requested = stranger.request(other.registration(2), TEST_TIMEOUT).await;
+    assert_in_use(requested, first.pid());
+    let requested = stranger
         .request(Message::Unregister(Unregister {}), TEST_TIMEOUT)
         .await;
-    assert_in_use(asked, first.pid());
+    assert_in_use(requested, first.pid());
     let abandon = Message::Abandon(Abandon {
         requests: vec![u64::MAX],
     });
@@ -278,8 +278,8 @@ async fn a_live_engines_memory_is_not_replaced_or_taken_back_by_another_process(
     first.end();
     let agreeing = async {
         loop {
-            let asked = attaching(&mut leader).await;
-            agree(&leader, asked);
+            let requested = attaching(&mut leader).await;
+            agree(&leader, requested);
         }
     };
     let answer = tokio::select! {

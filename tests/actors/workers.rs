@@ -105,7 +105,7 @@ pub fn rank(transport: &MemoryTransport) -> Client {
 #[derive(Debug, Clone, Copy)]
 pub struct Attaching {
     pub peer: PeerId,
-    pub asked: RequestId,
+    pub requested: RequestId,
     /// Number of the attach request.
     pub attach: u64,
     /// Whether the worker attaches with an engine's memory.
@@ -123,7 +123,7 @@ pub async fn attaching(server: &mut Server) -> Attaching {
                 {
                     return Attaching {
                         peer,
-                        asked: envelope.correlation,
+                        requested: envelope.correlation,
                         attach: attach.attach,
                         memory: attach.memory.is_some(),
                         depot: attach.depot,
@@ -144,7 +144,7 @@ pub fn agree(server: &Server, attaching: Attaching) {
     });
     server
         .replier()
-        .reply(attaching.peer, attaching.asked, answer);
+        .reply(attaching.peer, attaching.requested, answer);
 }
 
 /// Accepts an attach request, and checks that the worker sends nothing further for half a heartbeat.

@@ -245,7 +245,7 @@ impl Puppet {
         let reading = tokio::spawn(async move {
             while let Some(next) = received.recv().await {
                 match empty_depot(&next) {
-                    Some((link, asked, inventory)) => depot.reply(link, asked, inventory),
+                    Some((link, requested, inventory)) => depot.reply(link, requested, inventory),
                     None if tell.send(next).await.is_err() => return,
                     None => {}
                 }

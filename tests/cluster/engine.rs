@@ -133,8 +133,8 @@ impl World {
         let id = self.engine.next_id();
         // The content of the memory does not matter, because these tests load nothing.
         let written = RankOrder::new(id.0, WorkKind::Compute, id.0);
-        let told = pipe::write(&mut self.rank.orders, &written).await;
-        told.expect("the rank takes orders");
+        let reported = pipe::write(&mut self.rank.orders, &written).await;
+        reported.expect("the rank takes orders");
         let pages = StoredPages {
             id: Some(id),
             first_page: 0,

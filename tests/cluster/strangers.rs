@@ -125,10 +125,10 @@ async fn among_strangers(address: Address, leader: u32) {
     let begun = Instant::now();
     let mut longest = Duration::ZERO;
     while begun.elapsed() < ATTACK {
-        let asked = Instant::now();
+        let requested = Instant::now();
         let answer = status().await;
         assert!(answer.is_ok(), "{answer:?}");
-        longest = longest.max(asked.elapsed());
+        longest = longest.max(requested.elapsed());
     }
     over.store(true, Ordering::Relaxed);
     for attacker in attackers {

@@ -247,15 +247,15 @@ fn no_more_wait_for_the_workers_of_an_older_leader_than_the_limit() {
 #[test]
 fn ranks_and_pages_are_told() {
     let mut world = World::without_workers();
-    let told = |world: &World| {
+    let reported = |world: &World| {
         (
             world.leader.attached_workers(),
             world.leader.engine_page_tokens(),
         )
     };
-    assert_eq!(told(&world), (0, 0));
+    assert_eq!(reported(&world), (0, 0));
     world.begin();
-    assert_eq!(told(&world), (2 * u32::from(RANKS), 16));
+    assert_eq!(reported(&world), (2 * u32::from(RANKS), 16));
     let lookup = Request::Lookup {
         slot: SlotId(0),
         namespace: vec![7],

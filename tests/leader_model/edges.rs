@@ -297,13 +297,13 @@ fn a_store_waits_for_what_it_was_asked_to_store_and_nothing_else() {
 fn who_is_waited_for_is_told() {
     let mut reader = Reader::new();
     let not_ready = |reader: &mut Reader, engine, id| {
-        let asked = reader.step(LeaderEvent::Request {
+        let requested = reader.step(LeaderEvent::Request {
             engine: engine_id(engine),
             id: RequestId(id),
             deadline: Time(1),
             request: lookup(0, 1, 0),
         });
-        match &asked[..] {
+        match &requested[..] {
             [
                 LeaderEffect::Answer {
                     answer: Err(why), ..
@@ -378,7 +378,7 @@ fn workers_of_one_rank_share_a_depot_as_long_as_they_are_there() {
         let (worker, other) = (worker(by.0, by.1), worker(other.0, other.1));
         Err(Refusal::DepotNotShared { worker, other })
     };
-    for (replica, rank, depot, told) in [
+    for (replica, rank, depot, reported) in [
         (0, 0, 10, Ok(())),
         // Another rank has another depot.
         (0, 1, 11, Ok(())),
@@ -387,7 +387,7 @@ fn workers_of_one_rank_share_a_depot_as_long_as_they_are_there() {
         (1, 0, 10, Ok(())),
         (0, 0, 98, not_shared((0, 0), (1, 0))),
     ] {
-        assert_eq!(attach_depot(&mut reader, replica, rank, depot), told);
+        assert_eq!(attach_depot(&mut reader, replica, rank, depot), reported);
     }
     reader.step(LeaderEvent::WorkerLost(worker(1, 1)));
     let alone = attach_depot(&mut reader, 0, 1, 99);
@@ -593,7 +593,7 @@ fn what_was_not_invalidated_is_requested_once_over_one_connection_and_given_up_a
         through: Generation(1),
         deadline,
     };
-    let asked = reader.step(LeaderEvent::Request {
+    let requested = reader.step(LeaderEvent::Request {
         engine: engine_id(0),
         id: RequestId(1),
         deadline,
@@ -602,7 +602,7 @@ fn what_was_not_invalidated_is_requested_once_over_one_connection_and_given_up_a
         },
     });
     assert_eq!(
-        asked,
+        requested,
         [invalidate(0, 0), invalidate(1, 0), invalidate(2, 0)]
     );
     let invalidated = |rank| LeaderEvent::Invalidated {

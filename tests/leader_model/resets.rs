@@ -86,16 +86,16 @@ fn a_reset_whose_last_shard_answers_while_a_new_pool_is_swept_is_answered_with_t
         "pages of the new pool have still to be forgotten"
     );
     let deadline = reader.now + DEADLINE / 2;
-    let told = loop {
+    let reported = loop {
         reader.now = reader.leader.next_timeout().expect("a slice");
         assert!(reader.now < deadline, "nobody goes on with the reset");
         let effects = reader.step(LeaderEvent::Tick);
         assert_eq!(requested(&effects), [], "every shard has answered");
-        if let Some(told) = answer(&effects) {
-            break told;
+        if let Some(reported) = answer(&effects) {
+            break reported;
         }
     };
-    assert_eq!(told, Ok(Answer::Reset(ResetAnswer { pages: 4 })));
+    assert_eq!(reported, Ok(Answer::Reset(ResetAnswer { pages: 4 })));
 }
 
 /// A leader that stood still receives an attach twice. Its first answer came too late for the worker, which therefore
@@ -128,8 +128,8 @@ fn an_invalidation_is_repeated_after_each_answer_to_an_attach() {
         assert!(admitted < invalidate, "the order is behind the answer");
     }
     for rank in [0, 2, 1] {
-        let told = answer(&invalidated(&mut reader, rank));
-        assert_eq!(told.is_some(), rank == 1);
+        let reported = answer(&invalidated(&mut reader, rank));
+        assert_eq!(reported.is_some(), rank == 1);
     }
 }
 
@@ -145,7 +145,7 @@ fn an_answer_to_a_reset_of_another_epoch_does_not_count() {
         }
     }
     for rank in 0..RANKS {
-        let told = answer(&invalidated(&mut reader, rank));
-        assert_eq!(told.is_some(), rank == RANKS - 1);
+        let reported = answer(&invalidated(&mut reader, rank));
+        assert_eq!(reported.is_some(), rank == RANKS - 1);
     }
 }

@@ -34,11 +34,11 @@ impl Shared {
     /// A leader that serves.
     fn ready() -> Self {
         let mut shared = Self::new();
-        let mut asked = Vec::new();
+        let mut requested = Vec::new();
         for rank in 0..4 {
-            asked = shared.attach(rank, depot(rank));
+            requested = shared.attach(rank, depot(rank));
         }
-        let read: Vec<(WorkerId, DepotId)> = asked
+        let read: Vec<(WorkerId, DepotId)> = requested
             .into_iter()
             .filter_map(|effect| match effect {
                 LeaderEffect::ReadInventory { worker, depot, .. } => Some((worker, depot)),

@@ -181,8 +181,12 @@ fn a_reset_of_many_pages_is_done_in_bounded_slices_and_others_are_served_between
         Request::Finish { slot: SlotId(9) },
     );
 
-    let (answered, asked, steps) = go_on(&mut leader, &mut now);
-    assert_eq!((answered, asked), (vec![], 1), "the shard is asked once");
+    let (answered, requested, steps) = go_on(&mut leader, &mut now);
+    assert_eq!(
+        (answered, requested),
+        (vec![], 1),
+        "the shard is asked once"
+    );
     assert!(steps >= 2 * 1024 / 64, "{steps} steps");
     let largest = leader.counts().largest_reset_slice_pages;
     assert!(
@@ -217,9 +221,9 @@ fn a_reset_that_is_refused_in_its_last_slice_has_forgotten_nothing() {
     let scope = ResetScope::Namespace(vec![7]);
     let effects = request(&mut leader, now, 4_000_001, Request::Reset { scope });
     assert_eq!(answers(&effects), []);
-    let (answered, asked, _) = go_on(&mut leader, &mut now);
+    let (answered, requested, _) = go_on(&mut leader, &mut now);
     assert_eq!(
-        (answered, asked),
+        (answered, requested),
         (vec![Err(Refusal::Leased { holders: 1 })], 0)
     );
     request(

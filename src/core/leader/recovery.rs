@@ -255,8 +255,8 @@ impl Recovery {
     ) -> Option<(TierKey, Vec<Vec<PageRecord>>)> {
         let shard = roster.shard_of(part.worker);
         let current = roster.depot(shard) == Some(part.depot);
-        let asked = |scan: &&mut RecoveryScan| current && scan.after < part.read_id;
-        let scan = self.scan.as_mut().filter(asked)?;
+        let requested = |scan: &&mut RecoveryScan| current && scan.after < part.read_id;
+        let scan = self.scan.as_mut().filter(requested)?;
         let shard_scan = scan.shards.get_mut(usize::from(shard.0))?;
         if shard_scan.requested_from != Some(part.worker) || shard_scan.from != Some(part.from) {
             return None;

@@ -593,7 +593,7 @@ impl Leader {
                 });
             }
         }
-        let block = match self.settings.tiers {
+        let block = match self.settings.host_tier {
             true => self.settings.ratio.pages(),
             false => 0,
         };

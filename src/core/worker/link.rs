@@ -38,8 +38,8 @@ pub(super) struct LeaderLink {
 
 impl LeaderLink {
     pub(super) fn next_timeout(&self) -> Option<Time> {
-        let asked = self.link.as_ref().and_then(|link| link.open_attach);
-        asked.map(|asked| asked.again)
+        let requested = self.link.as_ref().and_then(|link| link.open_attach);
+        requested.map(|requested| requested.again)
     }
 
     pub(super) fn depot_ready(&mut self) {
@@ -103,23 +103,25 @@ impl LeaderLink {
                 again: now,
             });
         }
-        let asked = link
+        let requested = link
             .open_attach
             .as_mut()
-            .filter(|asked| asked.again <= now)?;
-        asked.again = now + every;
+            .filter(|requested| requested.again <= now)?;
+        requested.again = now + every;
         Some(WorkerEffect::Attach {
-            attach: asked.attach,
-            engine: asked.engine,
+            attach: requested.attach,
+            engine: requested.engine,
         })
     }
 
     /// Notes the answer to an attach request. Returns false if it is not the answer to the last one. `rejected`: the
     /// leader rejected the memory of an engine, so that the worker attaches again without an engine.
     fn answered(&mut self, attach: AttachId, admitted: bool, rejected: bool) -> bool {
-        let asked =
-            |link: &&mut FoundLeader| link.open_attach.is_some_and(|asked| asked.attach == attach);
-        let Some(link) = self.link.as_mut().filter(asked) else {
+        let requested = |link: &&mut FoundLeader| {
+            link.open_attach
+                .is_some_and(|requested| requested.attach == attach)
+        };
+        let Some(link) = self.link.as_mut().filter(requested) else {
             return false;
         };
         link.open_attach = None;

@@ -57,14 +57,14 @@ fn a_load_is_given_after_one_turn_of_a_store_of_small_fragments() {
         let (first, stands) = channel();
         let (go_on, may_go_on) = channel::<()>();
         let (tell, outcomes) = channel();
-        let told = std::sync::Mutex::new(Some((first, may_go_on)));
+        let reported = std::sync::Mutex::new(Some((first, may_go_on)));
         let context = Context::new(Driver::get().expect("there"), device()).expect("a context");
         let copier = Copier::start(CopierSettings {
             context,
             copies_a_call: 1,
             mark: Box::new(|_| ()),
             report: Box::new(move |outcome| {
-                if let Some((first, may_go_on)) = told.lock().expect("no panic").take() {
+                if let Some((first, may_go_on)) = reported.lock().expect("no panic").take() {
                     first.send(()).expect("the test goes on");
                     may_go_on.recv().expect("the test goes on");
                 }

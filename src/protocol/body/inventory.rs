@@ -174,8 +174,8 @@ impl Invalidate {
 }
 
 impl Inventory {
-    /// Builds the answer to `asked`.
-    pub fn new(asked: &ReadInventory, next: Option<u32>, pages: &[PageRecord]) -> Self {
+    /// Builds the answer to `requested`.
+    pub fn new(requested: &ReadInventory, next: Option<u32>, pages: &[PageRecord]) -> Self {
         let mut records = Vec::with_capacity(pages.len() * PAGE_RECORD_BYTES);
         for page in pages {
             records.extend(page.page.to_be_bytes());
@@ -189,9 +189,9 @@ impl Inventory {
             records.extend(page.fingerprint.0.to_be_bytes());
         }
         Self {
-            depot: asked.depot,
-            read_id: asked.read_id,
-            from: asked.from,
+            depot: requested.depot,
+            read_id: requested.read_id,
+            from: requested.from,
             next,
             records,
         }

@@ -91,11 +91,11 @@ impl TimedEngine {
     }
 
     pub(super) fn answered(&mut self, now: Time, id: RequestId, answer: Option<Answer>) {
-        let Some((asked, at)) = self.requests.remove(&id) else {
+        let Some((requested, at)) = self.requests.remove(&id) else {
             return;
         };
         let took = nanoseconds(at, now);
-        match asked {
+        match requested {
             RequestKind::Lookup => self.seen.lookup_ns.push(took),
             RequestKind::Load => self.seen.load_ns.push(took),
             RequestKind::Store
@@ -234,7 +234,7 @@ impl TimedEngine {
         agenda: &mut Agenda<TimedEvent>,
     ) {
         let mut sent_at = now;
-        let asked = match &request {
+        let requested = match &request {
             Request::Lookup { slot, .. } => {
                 if let Some(open) = self.open.get_mut(slot) {
                     open.admitted_at = now;
@@ -255,7 +255,7 @@ impl TimedEngine {
                 RequestKind::Finish
             }
         };
-        self.requests.insert(id, (asked, sent_at));
+        self.requests.insert(id, (requested, sent_at));
         let deadline = from.max(sent_at) + REQUEST_TIMEOUT;
         agenda.add(
             sent_at + self.message_latency,

@@ -134,12 +134,12 @@ impl SimClient {
     /// Sends a request, over this connection or not at all.
     pub(super) fn request_here(&mut self, env: &mut SimContext, id: RequestId, message: Message) {
         if let Some((link, _)) = self.welcomed {
-            self.request_over(env, link, id, message);
+            self.request_on(env, link, id, message);
         }
     }
 
     /// Sends a request, over the connection with this link id or not at all.
-    pub(super) fn request_over(
+    pub(super) fn request_on(
         &mut self,
         env: &mut SimContext,
         link: LinkId,

@@ -176,36 +176,36 @@ impl EngineProcess {
 
     /// Everything that the engine waits for, as text for a report.
     pub(super) fn waits(&self) -> String {
-        let asked: Vec<String> = self
+        let requested: Vec<String> = self
             .requests
             .iter()
-            .map(|(id, asked)| {
+            .map(|(id, requested)| {
                 format!(
                     "{id} {:?} {:?} {:?}",
-                    asked.kind, asked.abandoned, asked.abandoning
+                    requested.kind, requested.abandoned, requested.abandoning
                 )
             })
             .collect();
         let ranks: Vec<Option<u32>> = self.ranks.iter().map(|rank| rank.registered).collect();
         format!(
-            "{} prompts, asked {asked:?}, ranks {ranks:?}, work {:?}",
+            "{} prompts, asked {requested:?}, ranks {ranks:?}, work {:?}",
             self.scheduler.open_prompts(),
             self.work
         )
     }
 
     pub(super) fn next_timeout(&self) -> Time {
-        let asked = self.requests.values().map(|asked| {
-            match asked.abandoned || asked.kind == RequestKind::Finish {
-                true => asked.again,
-                false => asked.again.min(asked.due),
+        let requested = self.requests.values().map(|requested| {
+            match requested.abandoned || requested.kind == RequestKind::Finish {
+                true => requested.again,
+                false => requested.again.min(requested.due),
             }
         });
         let ranks = self
             .ranks
             .iter()
             .map(|rank| rank.again.min(rank.client.next_timeout()));
-        asked
+        requested
             .chain(ranks)
             .min()
             .unwrap_or(Time::NEVER)
@@ -246,7 +246,7 @@ impl EngineProcess {
             SimClientEvent::Welcomed { .. } => {
                 self.requests
                     .values_mut()
-                    .for_each(|asked| asked.again = env.now());
+                    .for_each(|requested| requested.again = env.now());
                 self.repeat_requests(env);
             }
             SimClientEvent::Request { envelope, .. } => {
@@ -261,10 +261,10 @@ impl EngineProcess {
                     env.counts.refusals += 1;
                     return;
                 }
-                let Some(asked) = self.requests.remove(&id) else {
+                let Some(requested) = self.requests.remove(&id) else {
                     return;
                 };
-                if asked.kind == RequestKind::Pages {
+                if requested.kind == RequestKind::Pages {
                     env.check_over(self.id, id);
                 }
                 let answer: Option<Answer> = answer.ok().and_then(|message| message.answer());
@@ -281,11 +281,12 @@ impl EngineProcess {
     /// Handles an error that frees no page: the workers are requested to abandon the copies of this load or store.
     /// Returns false when the request names no pages.
     fn refused_for_now(&mut self, id: RequestId) -> bool {
-        let asked = self.requests.get_mut(&id);
-        let Some(asked) = asked.filter(|asked| asked.kind == RequestKind::Pages) else {
+        let requested = self.requests.get_mut(&id);
+        let Some(requested) = requested.filter(|requested| requested.kind == RequestKind::Pages)
+        else {
             return false;
         };
-        if !std::mem::replace(&mut asked.abandoned, true) {
+        if !std::mem::replace(&mut requested.abandoned, true) {
             self.scheduler.abandoned(id, &mut self.actions);
         }
         true
@@ -293,25 +294,27 @@ impl EngineProcess {
 
     /// True for a `finish`. An engine repeats it until it succeeds, because the leader keeps the slot until then.
     fn is_finish(&self, id: RequestId) -> bool {
-        let asked = self.requests.get(&id);
-        asked.is_some_and(|asked| asked.kind == RequestKind::Finish)
+        let requested = self.requests.get(&id);
+        requested.is_some_and(|requested| requested.kind == RequestKind::Finish)
     }
 
     fn repeat_requests(&mut self, env: &mut SimContext) {
         let now = env.now();
         let mut given_up = Vec::new();
-        for (id, asked) in &mut self.requests {
-            if now >= asked.due && !asked.abandoned && asked.kind != RequestKind::Finish {
-                asked.abandoned = true;
-                given_up.push((*id, asked.kind));
+        for (id, requested) in &mut self.requests {
+            if now >= requested.due && !requested.abandoned && requested.kind != RequestKind::Finish
+            {
+                requested.abandoned = true;
+                given_up.push((*id, requested.kind));
             }
-            if now < asked.again {
+            if now < requested.again {
                 continue;
             }
-            asked.again = now + AGAIN;
-            let wait = (now.until(asked.due).max(AGAIN), asked.kind.grace());
-            self.leader.request(env, *id, wait, asked.message.clone());
-            for rank in &asked.abandoning {
+            requested.again = now + AGAIN;
+            let wait = (now.until(requested.due).max(AGAIN), requested.kind.grace());
+            self.leader
+                .request(env, *id, wait, requested.message.clone());
+            for rank in &requested.abandoning {
                 self.next += 1;
                 let correlation = RequestId(self.next);
                 let side = &mut self.ranks[usize::from(*rank)];
@@ -435,10 +438,10 @@ impl EngineProcess {
     /// A rank's worker runs no copy for the request any longer. After the last rank, the request is over.
     fn abandoned(&mut self, env: &mut SimContext, rank: usize, request: RequestId) {
         let rank = u16::try_from(rank).unwrap_or(u16::MAX);
-        let Some(asked) = self.requests.get_mut(&request) else {
+        let Some(requested) = self.requests.get_mut(&request) else {
             return;
         };
-        if asked.abandoning.remove(&rank) && asked.abandoning.is_empty() {
+        if requested.abandoning.remove(&rank) && requested.abandoning.is_empty() {
             self.requests.remove(&request);
             env.check_over(self.id, request);
             self.scheduler.answered(request, None, &mut self.actions);
@@ -514,7 +517,7 @@ impl EngineProcess {
         let timeout = env.setup.request_timeout;
         let wait = (timeout, kind.grace());
         self.leader.request(env, id, wait, message.clone());
-        let asked = OpenRequest {
+        let requested = OpenRequest {
             message,
             due: now + timeout,
             again: now + AGAIN,
@@ -522,7 +525,7 @@ impl EngineProcess {
             abandoning: BTreeSet::new(),
             kind,
         };
-        self.requests.insert(id, asked);
+        self.requests.insert(id, requested);
     }
 
     fn act(&mut self, env: &mut SimContext) {
@@ -553,9 +556,9 @@ impl EngineProcess {
                     written_through,
                 } => self.work(env, slot, kind, positions, written_through),
                 Action::Abandon { id } => {
-                    if let Some(asked) = self.requests.get_mut(&id) {
-                        asked.abandoning = (0..env.setup.ranks).collect();
-                        asked.again = env.now();
+                    if let Some(requested) = self.requests.get_mut(&id) {
+                        requested.abandoning = (0..env.setup.ranks).collect();
+                        requested.again = env.now();
                     }
                 }
                 Action::Done(served) => {

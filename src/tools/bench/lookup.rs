@@ -189,13 +189,13 @@ impl Plain {
                 break;
             };
             let held = &self.pages[*start as usize..][..*pages as usize];
-            let asked = hashes[found..]
+            let requested = hashes[found..]
                 .iter()
                 .map(|hash| u128::from_be_bytes(*hash));
             let equal = held
                 .iter()
-                .zip(asked)
-                .take_while(|(held, asked)| *held == asked);
+                .zip(requested)
+                .take_while(|(held, requested)| *held == requested);
             found += equal.count();
         }
         let took = begun.elapsed();

@@ -66,8 +66,8 @@ fn leader() -> Leader {
         let event = LeaderEvent::Attach(attached(worker(rank), 1));
         leader.step(Time(0), event, &mut effects);
     }
-    let asked = std::mem::take(&mut effects);
-    for event in asked.iter().filter_map(empty_inventory) {
+    let requested = std::mem::take(&mut effects);
+    for event in requested.iter().filter_map(empty_inventory) {
         leader.step(Time(0), event, &mut effects);
     }
     leader

@@ -177,7 +177,7 @@ impl WorkerHost for Host<'_> {
     fn request_leader(&mut self, link: LinkId, message: Message, _: Duration) -> RequestId {
         self.parts.requests += 1;
         let id = RequestId(self.parts.requests);
-        self.parts.leader.request_over(self.env, link, id, message);
+        self.parts.leader.request_on(self.env, link, id, message);
         id
     }
 
