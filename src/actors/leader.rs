@@ -12,7 +12,7 @@ use crate::mailbox::{Credited, MailboxPump};
 use crate::processes::{self, Process};
 use kvferry_core::{Leader, LeaderEffect, LeaderEvent, LeaderSettings};
 use kvferry_protocol::Message;
-use kvferry_shell::{HostError, LeaderHost, LeaderShell, Peers};
+use kvferry_shell::{HolderPeers, HostError, LeaderHost, LeaderShell};
 use kvferry_transport::Clock;
 use kvferry_transport::{Replier, Server, ServerEvent, ServerEvents};
 use kvferry_types::{Epoch, PeerId, Request, RequestId, Time, WorkerId};
@@ -215,7 +215,7 @@ struct Host {
     lookup_time: Duration,
 }
 
-impl Peers for Host {
+impl HolderPeers for Host {
     type Process = Process;
 
     fn is_live(&self, peer: PeerId) -> bool {

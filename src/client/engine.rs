@@ -86,7 +86,7 @@ impl EngineSettings {
 
 /// The pages of a prompt, for a lookup.
 #[derive(Debug, Clone)]
-pub struct Prompt {
+pub struct PromptPages {
     /// The engine's number of the running request.
     pub slot: SlotId,
     /// Namespace of the pages: salt, tenant, adapter.
@@ -253,7 +253,11 @@ impl EngineClient {
     ///
     /// # Errors
     /// `invalid` if this client has a guard for the slot already; otherwise those of the leader.
-    pub async fn lookup(&self, prompt: Prompt, timeout: Duration) -> Result<RequestGuard, Failure> {
+    pub async fn lookup(
+        &self,
+        prompt: PromptPages,
+        timeout: Duration,
+    ) -> Result<RequestGuard, Failure> {
         let slot = prompt.slot;
         if !self.shared.open().insert(slot) {
             let text = format!(

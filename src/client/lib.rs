@@ -15,8 +15,8 @@ mod transfer;
 
 pub use admin::AdminClient;
 pub use engine::{
-    AbandonOnRanks, EngineClient, EngineSettings, FINISH_LIMIT, Prompt, RequestGuard, StoredPages,
-    TRANSFERS_MAX,
+    AbandonOnRanks, EngineClient, EngineSettings, FINISH_LIMIT, PromptPages, RequestGuard,
+    StoredPages, TRANSFERS_MAX,
 };
 pub use kvferry_transport::Failure;
 pub use rank::{RankFailure, RankSession, RankSessionSettings, SessionMemory};

@@ -102,7 +102,7 @@ impl Copier {
     /// Starts the thread.
     pub fn start(settings: CopierSettings) -> Result<Self, CopierError> {
         let stream = || Stream::giving(&settings.context, settings.copies_a_call);
-        let lanes = [Lane::new(stream()?), Lane::new(stream()?)];
+        let lanes = [CopyLane::new(stream()?), CopyLane::new(stream()?)];
         let list = Arc::new(WaitList::default());
         let waits = Waits::new(&settings.context, Arc::clone(&list))?;
         let (queue, orders) = bounded(QUEUE_PLACES);
@@ -203,7 +203,7 @@ pub enum CopierError {
 
 struct CopierThread {
     orders: Receiver<CopierCommand>,
-    lanes: [Lane; 2],
+    lanes: [CopyLane; 2],
     waits: Waits,
     mark: Box<dyn Fn(bool) + Send>,
     /// `mark` was called with true: batched copies may be in flight.
@@ -219,7 +219,7 @@ impl CopierThread {
             let stopping = stop_at.is_some();
             if !stopping && self.take_orders() {
                 stop_at = Some(Instant::now() + STOP_LIMIT);
-                self.lanes.iter_mut().for_each(Lane::stop_submitting);
+                self.lanes.iter_mut().for_each(CopyLane::stop_submitting);
                 self.waits.clear();
             }
             let (mut ended, mut written) = (Vec::new(), Vec::new());
@@ -249,14 +249,14 @@ impl CopierThread {
         ended: &mut Vec<EndedCopy>,
         written: &mut Vec<Announced>,
     ) -> Result<(), CudaError> {
-        if !self.marked && self.lanes.iter().any(Lane::will_give_batches) {
+        if !self.marked && self.lanes.iter().any(CopyLane::will_give_batches) {
             self.marked = true;
             (self.mark)(true);
         }
         for lane in &mut self.lanes {
             lane.go_on(ended, &self.giving_ns)?;
         }
-        if self.marked && self.lanes.iter().all(Lane::is_idle) {
+        if self.marked && self.lanes.iter().all(CopyLane::is_idle) {
             self.marked = false;
             (self.mark)(false);
         }
@@ -270,7 +270,7 @@ impl CopierThread {
     }
 
     fn is_idle(&self) -> bool {
-        self.waits.is_idle() && self.lanes.iter().all(Lane::is_idle)
+        self.waits.is_idle() && self.lanes.iter().all(CopyLane::is_idle)
     }
 
     /// Leaves the work in flight as it is, and keeps its memory until the process ends.
@@ -285,14 +285,14 @@ impl CopierThread {
     /// Takes the queued orders, or waits for one when nothing is in flight. Returns true when the [`Copier`] was
     /// dropped.
     fn take_orders(&mut self) -> bool {
-        let pause = match self.lanes.iter().all(Lane::is_idle) {
+        let pause = match self.lanes.iter().all(CopyLane::is_idle) {
             true => LOOK_PAUSE,
             false => POLL_PAUSE,
         };
         let first = match () {
             () if self.is_idle() => self.orders.recv().map_err(|_| true),
             // More slices can be submitted: a pause would leave the link idle.
-            () if self.lanes.iter().any(Lane::can_give) => {
+            () if self.lanes.iter().any(CopyLane::can_give) => {
                 let none = |none| none == TryRecvError::Disconnected;
                 self.orders.try_recv().map_err(none)
             }
@@ -327,7 +327,7 @@ const fn lane_of(direction: Direction) -> usize {
 }
 
 /// The copies of one direction.
-struct Lane {
+struct CopyLane {
     stream: Arc<Stream>,
     jobs: VecDeque<Job>,
     /// Slices in the stream, in order, each with the number of its job.
@@ -483,7 +483,7 @@ impl Job {
     }
 }
 
-impl Lane {
+impl CopyLane {
     fn new(stream: Arc<Stream>) -> Self {
         Self {
             stream,

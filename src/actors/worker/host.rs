@@ -16,7 +16,7 @@ use kvferry_cuda::Announced;
 use kvferry_memory::{BufferError, Depot, DropWaiter};
 use kvferry_protocol::limits::PAGE_RECORDS_MAX;
 use kvferry_protocol::{ErrorBody, ErrorCode, Inventory, Message, ReadInventory};
-use kvferry_shell::{Fatal, INVALIDATE_SLICE_SLOTS, Peers, Registering, WorkerHost};
+use kvferry_shell::{Fatal, HolderPeers, INVALIDATE_SLICE_SLOTS, Registering, WorkerHost};
 use kvferry_transport::{Client, Clock, FdReceiver, LinkId, PeerId, Replier};
 use kvferry_types::{
     Copy, DepotId, EngineId, Epoch, GpuCopy, GroupGeometry, OpId, PageRun, Record, Registration,
@@ -105,7 +105,7 @@ impl Host {
     }
 }
 
-impl Peers for Host {
+impl HolderPeers for Host {
     type Process = Process;
 
     fn is_live(&self, peer: PeerId) -> bool {

@@ -13,7 +13,7 @@ use tokio::process::Child;
 use crate::cli::socket_paths::SocketPaths;
 use crate::cli::{block_on, engine_rank, print_line, status};
 use crate::error::CommandError;
-use kvferry_client::{EngineClient, EngineSettings, Prompt, RequestGuard, StoredPages};
+use kvferry_client::{EngineClient, EngineSettings, PromptPages, RequestGuard, StoredPages};
 use kvferry_engine::layout::{EngineLayout, describe};
 use kvferry_engine::memory::EngineDevice;
 use kvferry_engine::pipe::{self, RankOrder, RankReport};
@@ -395,7 +395,7 @@ impl Moves {
         expected: u32,
     ) -> Result<RequestGuard, CommandError> {
         let hashes = PageHashes::packed(HASH_BYTES, hashes(u64::from(round), self.pages));
-        let prompt = Prompt {
+        let prompt = PromptPages {
             slot: SlotId(slot),
             namespace: Vec::new(),
             hashes: hashes

@@ -21,7 +21,7 @@ pub(super) const CHECKS_MAX: u32 = 4;
 
 /// One copy that was ordered and has not ended on every rank.
 #[derive(Debug)]
-struct Transfer {
+struct TransferInFlight {
     replica: Replica,
     direction: Direction,
     /// Ranks that have not reported their end.
@@ -36,7 +36,7 @@ struct Transfer {
     checks: u32,
 }
 
-impl Transfer {
+impl TransferInFlight {
     fn awaits(&self, worker: WorkerId) -> bool {
         self.replica == worker.replica && self.missing.contains(worker.rank)
     }
@@ -95,7 +95,7 @@ struct Late {
 /// The copies in flight. See the module.
 #[derive(Debug, Default)]
 pub(super) struct Transfers {
-    in_flight: BTreeMap<OpId, Transfer>,
+    in_flight: BTreeMap<OpId, TransferInFlight>,
     /// Copies that this step cancels, collected so that each worker is notified once.
     cancels: BTreeMap<WorkerId, BTreeSet<OpId>>,
 }
@@ -103,7 +103,7 @@ pub(super) struct Transfers {
 impl Transfers {
     pub(super) fn begin(&mut self, begun: Begun, timers: &mut Timers) {
         timers.set(begun.deadline, Timer::Copy(begun.id));
-        let transfer = Transfer {
+        let transfer = TransferInFlight {
             replica: begun.replica,
             direction: begun.direction,
             missing: begun.ranks,
@@ -132,7 +132,7 @@ impl Transfers {
             transfer.failed += 1;
             transfer.complete_pages = complete_pages.min(transfer.complete_pages);
         }
-        let Transfer {
+        let TransferInFlight {
             direction,
             failed,
             complete_pages,

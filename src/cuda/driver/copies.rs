@@ -6,7 +6,7 @@ use std::iter;
 use std::ptr;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::api::Address;
+use super::api::DeviceAddress;
 use super::memory::host_range;
 use super::stream::{DeviceSide, HostMemory, Stream, Submitted};
 use crate::error::CudaError;
@@ -23,8 +23,8 @@ const ACCESS_IN_ORDER: c_uint = 1;
 /// One copy. Lies in both memories, and on the host in one registered part.
 #[derive(Clone, Copy)]
 struct Piece {
-    to: Address,
-    from: Address,
+    to: DeviceAddress,
+    from: DeviceAddress,
     bytes: usize,
 }
 
@@ -61,7 +61,7 @@ impl Sides<'_> {
         let len_bytes = part.min(range.len_bytes - done);
         let memory = self.device.memory(range.allocation)?;
         let at_device = memory.range(range.device_bytes + done, len_bytes)?;
-        let at_host = host_range(self.host.buffer(), depot_bytes, len_bytes)? as Address;
+        let at_host = host_range(self.host.buffer(), depot_bytes, len_bytes)? as DeviceAddress;
         let (to, from) = match self.direction {
             Direction::Store => (at_host, at_device),
             Direction::Load => (at_device, at_host),
@@ -88,8 +88,8 @@ const _: () = assert!(size_of::<Attributes>() == 24);
 /// Arguments of one batched call. Nothing guarantees that the driver has read all of them when the call returns, so
 /// they are kept as long as the memory that is copied.
 pub(super) struct Descriptors {
-    to: Vec<Address>,
-    from: Vec<Address>,
+    to: Vec<DeviceAddress>,
+    from: Vec<DeviceAddress>,
     bytes: Vec<usize>,
     /// Either an attribute index for each copy, or the first copy for each attribute: zeros are right for both.
     attributes_of: Vec<usize>,

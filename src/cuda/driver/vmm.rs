@@ -8,7 +8,7 @@ use std::ptr;
 use std::sync::Arc;
 
 use super::Context;
-use super::api::Address;
+use super::api::DeviceAddress;
 use super::memory::{DeviceMemory, Source};
 use crate::error::CudaError;
 
@@ -179,7 +179,7 @@ impl std::fmt::Debug for Physical {
 /// A reserved range of addresses of this process; the first `mapped_bytes` of it are mapped.
 pub(super) struct Mapped {
     context: Arc<Context>,
-    address: Address,
+    address: DeviceAddress,
     bytes: u64,
     mapped_bytes: u64,
 }

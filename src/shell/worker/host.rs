@@ -4,7 +4,7 @@ use std::error::Error;
 use std::time::Duration;
 
 use super::Registering;
-use crate::Peers;
+use crate::HolderPeers;
 use kvferry_protocol::{ErrorBody, Message, ReadInventory};
 use kvferry_types::{
     Copy, DepotId, EngineId, Epoch, GroupGeometry, LinkId, OpId, PageRun, PeerId, Record,
@@ -16,7 +16,7 @@ pub type Fatal = Box<dyn Error + Send + Sync>;
 
 /// The process of a worker, live or simulated. A call acts or returns a value; its consequences arrive later, as calls
 /// of the shell.
-pub trait WorkerHost: Peers {
+pub trait WorkerHost: HolderPeers {
     /// An engine's memory, mapped into this process.
     type Memory;
 

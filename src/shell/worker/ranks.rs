@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 use super::{Fatal, WorkerHost, WorkerShell};
-use crate::{Holder, Peers};
+use crate::{Holder, HolderPeers};
 use kvferry_core::{MemoryBounds, WorkerEvent};
 use kvferry_protocol::{
     Abandon, Empty, Envelope, ErrorBody, ErrorCode, Hello, Message, Register, Registered, Written,
@@ -109,7 +109,7 @@ impl<P: fmt::Debug, M> Ranks<P, M> {
 
     /// Returns why a rank does not get the seat of the registered memory: another process has it, which is connected
     /// and lives.
-    fn seat_taken(&self, host: &impl Peers<Process = P>, peer: PeerId) -> Option<ErrorBody> {
+    fn seat_taken(&self, host: &impl HolderPeers<Process = P>, peer: PeerId) -> Option<ErrorBody> {
         let mapped = self.mapped.as_ref().filter(|mapped| mapped.peer != peer)?;
         let rank = self.connected.get(&mapped.peer)?;
         let pid = self.connected.get(&peer).and_then(|rank| rank.holder.pid);
@@ -121,7 +121,7 @@ impl<P: fmt::Debug, M> Ranks<P, M> {
     /// memory.
     fn registered_by_another(
         &self,
-        host: &impl Peers<Process = P>,
+        host: &impl HolderPeers<Process = P>,
         peer: PeerId,
         engine: EngineId,
     ) -> Option<ErrorBody> {

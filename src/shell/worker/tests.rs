@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::*;
-use crate::{Peers, Registering};
+use crate::{HolderPeers, Registering};
 use kvferry_protocol::{
     Abandon, Attached, Cancel, Envelope, Hello, MessageKind, ReadInventory, Register, Role,
     Unregister, VERSION, Written,
@@ -41,7 +41,7 @@ struct Process {
     ended: Vec<i32>,
 }
 
-impl Peers for Process {
+impl HolderPeers for Process {
     type Process = i32;
 
     fn is_live(&self, _: PeerId) -> bool {

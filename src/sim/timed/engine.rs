@@ -8,7 +8,7 @@ use kvferry_types::{Answer, Request, RequestId, SlotId, StoreAnswer, Time};
 use kvferry_workload::scheduler::{Action, REQUEST_TIMEOUT, Scheduler, Served, WorkKind};
 
 use super::agenda::Agenda;
-use super::compute::Device;
+use super::compute::TimedDevice;
 use super::{Arrival, Measurements, TimedEvent, TimedSettings};
 
 /// A prompt that is not over.
@@ -33,7 +33,7 @@ enum RequestKind {
 #[derive(Debug)]
 pub(super) struct TimedEngine {
     scheduler: Scheduler,
-    device: Device,
+    device: TimedDevice,
     message_latency: Duration,
     decode_per_token: Duration,
     page_tokens: u64,
@@ -53,7 +53,7 @@ impl TimedEngine {
     pub(super) fn new(scheduler: Scheduler, settings: &TimedSettings, page_tokens: u32) -> Self {
         Self {
             scheduler,
-            device: Device::new(settings.prefill, settings.serial_prefill),
+            device: TimedDevice::new(settings.prefill, settings.serial_prefill),
             message_latency: settings.message_latency,
             decode_per_token: settings.decode_per_token,
             page_tokens: u64::from(page_tokens),

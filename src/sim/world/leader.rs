@@ -12,7 +12,7 @@ use kvferry_core::{
     AttachRequest, Leader, LeaderEffect, LeaderEvent, LeaderSettings, Refusal, TierKey,
 };
 use kvferry_protocol::{ErrorCode, Message, Role};
-use kvferry_shell::{HostError, LeaderHost, LeaderShell, Peers};
+use kvferry_shell::{HolderPeers, HostError, LeaderHost, LeaderShell};
 use kvferry_types::{Epoch, PeerId, RequestId, Time, WorkerId};
 
 /// One incarnation of the leader.
@@ -108,7 +108,7 @@ struct Host<'a> {
     before: Option<TierKey>,
 }
 
-impl Peers for Host<'_> {
+impl HolderPeers for Host<'_> {
     type Process = i32;
 
     fn is_live(&self, peer: PeerId) -> bool {

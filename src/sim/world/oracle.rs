@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use super::roster::Roster;
+use super::roster::AdmittedWorkers;
 use super::worker::TouchedPages;
 use kvferry_core::Refusal;
 use kvferry_types::{
@@ -220,7 +220,7 @@ pub(super) struct Oracle {
     /// Confirmed resets, in the order of the times at which they were requested.
     resets: Vec<ConfirmedReset>,
     /// The workers that the leader has admitted.
-    pub(super) roster: Roster,
+    pub(super) roster: AdmittedWorkers,
     /// When the leader may forget each disconnected engine.
     away: BTreeMap<EngineId, Time>,
     /// The engine that connected again in this step, after the leader may have forgotten it.
@@ -329,7 +329,7 @@ impl Oracle {
         self.deadlines.clear();
         self.filling.clear();
         self.away.clear();
-        self.roster = Roster::default();
+        self.roster = AdmittedWorkers::default();
         self.open.retain(|(of, ..), _| *of > epoch);
         self.taken.retain(|(of, ..), _| *of > epoch);
     }

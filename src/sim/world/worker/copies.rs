@@ -42,13 +42,13 @@ enum Fate {
 
 /// The copies that run in one process.
 #[derive(Debug)]
-pub(super) struct Copies {
+pub(super) struct RunningCopies {
     worker: WorkerId,
     incarnation: u32,
     running: BTreeMap<OpId, RunningCopy>,
 }
 
-impl Copies {
+impl RunningCopies {
     pub(super) fn new(worker: WorkerId, incarnation: u32) -> Self {
         Self {
             worker,

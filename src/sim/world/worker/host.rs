@@ -8,9 +8,9 @@ use super::super::saboteur::Lie;
 use super::super::server::{SimServer, connection};
 use super::super::storage::{Hold, Storage};
 use super::super::{SimContext, SimEvent};
-use super::copies::Copies;
+use super::copies::RunningCopies;
 use kvferry_protocol::{ErrorBody, ErrorCode, Inventory, Message, ReadInventory};
-use kvferry_shell::{Fatal, Peers, Registering, WorkerHost};
+use kvferry_shell::{Fatal, HolderPeers, Registering, WorkerHost};
 use kvferry_types::{
     Copy, DepotId, EngineId, Epoch, GroupGeometry, LinkId, OpId, PageRun, PeerId, Record,
     Registration, RequestId, Scope, Stored, Time, WorkerId,
@@ -41,7 +41,7 @@ pub(super) struct Parts {
     incarnation: u32,
     pub(super) leader: SimClient,
     pub(super) server: SimServer,
-    pub(super) copies: Copies,
+    pub(super) copies: RunningCopies,
     pub(super) dividing: Option<Dividing>,
     /// Registrations whose memory is being opened.
     pub(super) opening: BTreeMap<u64, Registering>,
@@ -62,7 +62,7 @@ impl Parts {
             incarnation,
             leader,
             server,
-            copies: Copies::new(id, incarnation),
+            copies: RunningCopies::new(id, incarnation),
             dividing: None,
             opening: BTreeMap::new(),
             openings: 0,
@@ -144,7 +144,7 @@ impl Host<'_> {
     }
 }
 
-impl Peers for Host<'_> {
+impl HolderPeers for Host<'_> {
     type Process = i32;
 
     fn is_live(&self, peer: PeerId) -> bool {
