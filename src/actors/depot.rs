@@ -129,8 +129,8 @@ impl Actor for DepotActor {
         let limit = settings.ready_limit();
         let (shown, to) = (Arc::clone(&progress), worker.clone());
         let taken = tokio::task::spawn_blocking(move || {
-            let tell = |message| send(&to, message);
-            prepare(settings, likely_node, &progress, &flag, &tell)
+            let notify = |message| send(&to, message);
+            prepare(settings, likely_node, &progress, &flag, &notify)
         });
         let flag = Arc::clone(&cancel);
         tokio::spawn(async move {
@@ -158,7 +158,7 @@ fn prepare(
     place: impl FnOnce(usize) -> Option<NumaNode>,
     progress: &DepotProgress,
     cancel: &AtomicBool,
-    tell: &dyn Fn(WorkerMessage),
+    notify: &dyn Fn(WorkerMessage),
 ) -> Result<(), DepotFailure> {
     let DepotSettings {
         held,
@@ -170,7 +170,7 @@ fn prepare(
         ready,
     } = settings;
     let depot = open(held, bytes)?;
-    tell(WorkerMessage::Depot(Arc::clone(&depot)));
+    notify(WorkerMessage::Depot(Arc::clone(&depot)));
     let node = node.or_else(|| place(gpu));
     if let Some(node) = &node {
         progress.node.get_or_init(|| node.number());
@@ -180,7 +180,7 @@ fn prepare(
         chunk_bytes: PREFAULT_CHUNK_BYTES,
         node,
     };
-    prefault(&depot, &by, lock, progress, cancel, tell)?;
+    prefault(&depot, &by, lock, progress, cancel, notify)?;
     if lock {
         depot.lock()?;
         progress.done.store(depot.bytes(), Ordering::Relaxed);
@@ -203,7 +203,7 @@ fn prefault(
     lock: bool,
     progress: &DepotProgress,
     cancel: &AtomicBool,
-    tell: &dyn Fn(WorkerMessage),
+    notify: &dyn Fn(WorkerMessage),
 ) -> Result<(), DepotFailure> {
     let reported = Cell::new(Instant::now());
     let report = |done, total| {
@@ -217,7 +217,7 @@ fn prefault(
         progress.total.store(total, Ordering::Relaxed);
         if reported.get().elapsed() >= REPORT_EVERY {
             reported.set(Instant::now());
-            tell(WorkerMessage::Progress);
+            notify(WorkerMessage::Progress);
         }
     };
     depot.prefault(by, &report, cancel)?;
@@ -287,7 +287,7 @@ mod tests {
         let (open, opened) = std::sync::mpsc::channel();
         let (answer, answered) = std::sync::mpsc::channel::<()>();
         let prefaulting = std::thread::spawn(move || {
-            let tell = |message| {
+            let notify = |message| {
                 if let WorkerMessage::Depot(depot) = message {
                     open.send(depot.bytes()).expect("the test waits");
                 }
@@ -298,7 +298,7 @@ mod tests {
                 None
             };
             let (progress, cancel) = (DepotProgress::default(), AtomicBool::new(false));
-            prepare(settings, place, &progress, &cancel, &tell)
+            prepare(settings, place, &progress, &cancel, &notify)
         });
         let timeout = Duration::from_secs(600);
         let bytes = opened.recv_timeout(timeout);

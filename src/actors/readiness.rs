@@ -30,14 +30,14 @@ impl ReadinessReporter {
     /// Reports to `leader` until the worker ends.
     pub(super) fn start(leader: Client, worker: ActorRef<WorkerMessage>) -> Self {
         let (state, reported) = watch::channel(State::default());
-        let tell = async move |body| {
+        let notify = async move |body| {
             let requested = leader.request(Message::Readiness(body), REPORT_LIMIT).await;
             if let Err(failure) = requested {
                 tracing::debug!(%failure, "the leader does not know how far this worker is");
             }
         };
         tokio::spawn(async move {
-            let Some(why) = run(tell, reported).await else {
+            let Some(why) = run(notify, reported).await else {
                 return;
             };
             if worker.cast(WorkerMessage::Failed(why)).is_err() {
@@ -85,7 +85,7 @@ impl ReadinessReporter {
 
 /// Reports each new state until the worker ends, or until it has reported why it gives up: returns that reason.
 async fn run(
-    tell: impl AsyncFn(Readiness),
+    notify: impl AsyncFn(Readiness),
     mut reported: watch::Receiver<State>,
 ) -> Option<String> {
     while reported.changed().await.is_ok() {
@@ -95,7 +95,7 @@ async fn run(
         // A separate receiver: states that arrive during the wait stay unread in `reported`, and are reported afterwards.
         let mut last_words = reported.clone();
         let newer = tokio::select! {
-            () = tell(body) => false,
+            () = notify(body) => false,
             gives_up = last_words.wait_for(|newer| newer.gives_up), if !state.gives_up => gives_up.is_ok(),
         };
         if !newer && state.gives_up {
@@ -124,11 +124,11 @@ mod tests {
         let (received, receiver) = mpsc::channel(8);
         let lets = Arc::new(Semaphore::new(0));
         let gate = Arc::clone(&lets);
-        let tell = async move |body: Readiness| {
+        let notify = async move |body: Readiness| {
             received.try_send(body.problem).expect("somebody listens");
             gate.acquire().await.expect("open").forget();
         };
-        let running = tokio::spawn(async move { run(tell, reported).await });
+        let running = tokio::spawn(async move { run(notify, reported).await });
         (ReadinessReporter(state), lets, receiver, running)
     }
 

@@ -116,7 +116,7 @@ impl Copier {
             mark: settings.mark,
             marked: false,
             giving_ns: Arc::clone(&giving_ns),
-            tell: settings.report,
+            notify: settings.report,
         };
         THREADS.fetch_add(1, Ordering::SeqCst);
         let thread = thread.spawn(move || {
@@ -209,7 +209,7 @@ struct CopierThread {
     /// `mark` was called with true: batched copies may be in flight.
     marked: bool,
     giving_ns: Arc<AtomicU64>,
-    tell: Box<dyn Fn(CopierReport) -> bool + Send>,
+    notify: Box<dyn Fn(CopierReport) -> bool + Send>,
 }
 
 impl CopierThread {
@@ -228,7 +228,7 @@ impl CopierThread {
             self.report_all(CopierReport::Written, written);
             if let Err(error) = went_on {
                 tracing::error!(%error, "the GPU is lost to this process");
-                (self.tell)(CopierReport::Lost(error));
+                (self.notify)(CopierReport::Lost(error));
                 self.leak();
                 return;
             }
@@ -264,7 +264,7 @@ impl CopierThread {
     }
 
     fn report_all<T>(&self, outcome: impl Fn(Vec<T>) -> CopierReport, what: Vec<T>) {
-        if !what.is_empty() && !(self.tell)(outcome(what)) {
+        if !what.is_empty() && !(self.notify)(outcome(what)) {
             tracing::debug!("nobody receives of what is over");
         }
     }

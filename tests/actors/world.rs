@@ -240,13 +240,13 @@ impl Puppet {
             ..hello(Role::Worker, 0, rank)
         };
         let (client, mut received) = client(transport, hello, Limits::default());
-        let (tell, incoming) = mpsc::channel(1024);
+        let (sender, incoming) = mpsc::channel(1024);
         let depot = client.clone();
         let reading = tokio::spawn(async move {
             while let Some(next) = received.recv().await {
                 match empty_depot(&next) {
                     Some((link, requested, inventory)) => depot.reply(link, requested, inventory),
-                    None if tell.send(next).await.is_err() => return,
+                    None if sender.send(next).await.is_err() => return,
                     None => {}
                 }
             }

@@ -115,10 +115,10 @@ fn what_is_counted_is_what_happened() {
     let free = pool.capacity_pages() - 14;
     let now = BTreeMap::from([("ready", 12), ("filling", 2), ("free", free)]);
     assert_eq!(states(pool), now);
-    let owed: Vec<_> = world.leader.awaited().collect();
+    let awaited: Vec<_> = world.leader.awaited().collect();
     let op = *world.open.keys().next().expect("a copy");
     let everyone = (0..RANKS).map(Rank).collect();
-    assert_eq!(owed, [(op, Replica(0), everyone)]);
+    assert_eq!(awaited, [(op, Replica(0), everyone)]);
     world.take(Step::Wait(6));
     let pool = world.leader.pool().expect("a pool");
     let now = BTreeMap::from([("ready", 12), ("quarantined", 2), ("free", free)]);
@@ -168,7 +168,7 @@ fn who_has_attached_is_told() {
 #[test]
 fn an_attach_that_is_said_again_is_answered_alike_and_an_older_one_not_at_all() {
     let mut leader = Leader::new(settings());
-    let mut say = |attach: u64| {
+    let mut attach_with = |attach: u64| {
         let attached = AttachRequest {
             worker: worker(0, 0),
             ranks: RANKS,
@@ -182,7 +182,7 @@ fn an_attach_that_is_said_again_is_answered_alike_and_an_older_one_not_at_all() 
         leader.step(Time(0), LeaderEvent::Attach(attached), &mut effects);
         effects
     };
-    let first = say(4);
+    let first = attach_with(4);
     assert!(matches!(
         first[..],
         [LeaderEffect::Admit {
@@ -191,9 +191,9 @@ fn an_attach_that_is_said_again_is_answered_alike_and_an_older_one_not_at_all() 
             ..
         }]
     ));
-    assert_eq!(say(4), first);
-    assert_eq!(say(3), []);
-    assert_ne!(say(5), first);
+    assert_eq!(attach_with(4), first);
+    assert_eq!(attach_with(3), []);
+    assert_ne!(attach_with(5), first);
 }
 
 #[test]
@@ -207,13 +207,13 @@ fn no_more_wait_for_the_workers_of_an_older_leader_than_the_limit() {
             destination: PageList::run(0, 1),
             after: RequestId(0),
         };
-        let ask = LeaderEvent::Request {
+        let send_request = LeaderEvent::Request {
             engine: engine_id(0),
             id: RequestId(id),
             deadline: Time(5),
             request: load,
         };
-        leader.step(Time(0), ask, &mut effects);
+        leader.step(Time(0), send_request, &mut effects);
     }
     let crowded = effects.drain(..).map(|effect| match effect {
         LeaderEffect::Answer { id, answer, .. } => (id.0, answer),

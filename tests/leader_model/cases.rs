@@ -293,23 +293,23 @@ fn a_reset_forgets_what_it_names_and_nothing_else() {
         let op = *world.open.keys().next().expect("a copy");
         (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
     }
-    let forgotten = |pages| Some(Ok(Answer::Reset(ResetAnswer { pages })));
+    let removed = |pages| Some(Ok(Answer::Reset(ResetAnswer { pages })));
     assert_eq!(
         reset(&mut world, ResetScope::Namespace(vec![7])),
-        forgotten(8)
+        removed(8)
     );
     assert_eq!((found(&mut world, 7), found(&mut world, 8)), (0, 8));
     let page = PageHashes::packed(16, sequence(0, 3).get(2).to_vec()).expect("one page");
     assert_eq!(
         reset(&mut world, ResetScope::Pages(vec![7], page.clone())),
-        forgotten(0)
+        removed(0)
     );
     assert_eq!(
         reset(&mut world, ResetScope::Pages(vec![8], page)),
-        forgotten(8)
+        removed(8)
     );
     assert_eq!(found(&mut world, 8), 0);
-    assert_eq!(reset(&mut world, ResetScope::Everything), forgotten(0));
+    assert_eq!(reset(&mut world, ResetScope::Everything), removed(0));
 }
 
 #[test]
@@ -372,9 +372,9 @@ fn a_second_reset_waits_for_stores_that_the_first_one_stopped() {
     assert_eq!(reset(&mut world, ResetScope::Everything), None);
     let second = RequestId(world.next_id);
     (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
-    let forgotten = |pages| Some(Ok(Answer::Reset(ResetAnswer { pages })));
-    assert_eq!(answer(&world, 0, first), forgotten(8));
-    assert_eq!(answer(&world, 0, second), forgotten(0));
+    let removed = |pages| Some(Ok(Answer::Reset(ResetAnswer { pages })));
+    assert_eq!(answer(&world, 0, first), removed(8));
+    assert_eq!(answer(&world, 0, second), removed(0));
     assert_eq!(found(&mut world, 7), 0);
 }
 

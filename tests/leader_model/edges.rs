@@ -399,7 +399,7 @@ fn a_late_copy_is_cancelled_again_and_again_and_its_workers_go_behind_the_fence(
     let mut reader = Reader::served();
     let fence = reader.fence();
     let deadline = reader.now + Duration::from_secs(5);
-    let mut ask = |id, request| {
+    let mut send_request = |id, request| {
         reader.step(LeaderEvent::Request {
             engine: engine_id(0),
             id: RequestId(id),
@@ -407,14 +407,14 @@ fn a_late_copy_is_cancelled_again_and_again_and_its_workers_go_behind_the_fence(
             request,
         })
     };
-    ask(1, lookup(0, 8, 0));
+    send_request(1, lookup(0, 8, 0));
     let store = Request::Store {
         slot: SlotId(0),
         first_page: 0,
         more: None,
         source: PageList::run(0, 8),
     };
-    let copies = ask(2, store);
+    let copies = send_request(2, store);
     let [LeaderEffect::Copy { copy, .. }] = &copies[..] else {
         unreachable!("{copies:?}")
     };
@@ -640,7 +640,7 @@ fn what_was_not_invalidated_is_requested_once_over_one_connection_and_given_up_a
 fn a_repeated_invalidation_spares_what_was_stored_after_the_reset() {
     let mut reader = Reader::served();
     let deadline = reader.now + Duration::from_secs(60);
-    let ask = |reader: &mut Reader, id, request| {
+    let send_request = |reader: &mut Reader, id, request| {
         reader.step(LeaderEvent::Request {
             engine: engine_id(0),
             id: RequestId(id),
@@ -649,7 +649,7 @@ fn a_repeated_invalidation_spares_what_was_stored_after_the_reset() {
         })
     };
     let store = |reader: &mut Reader, id, slot| {
-        ask(reader, id, lookup(slot, 8, 0));
+        send_request(reader, id, lookup(slot, 8, 0));
         let source = PageList::run(0, 8);
         let (slot, first_page, more) = (SlotId(slot), 0, None);
         let store = Request::Store {
@@ -658,7 +658,7 @@ fn a_repeated_invalidation_spares_what_was_stored_after_the_reset() {
             more,
             source,
         };
-        let copies = ask(reader, id + 1, store);
+        let copies = send_request(reader, id + 1, store);
         let [LeaderEffect::Copy { copy, .. }] = &copies[..] else {
             unreachable!("{copies:?}")
         };
@@ -687,9 +687,9 @@ fn a_repeated_invalidation_spares_what_was_stored_after_the_reset() {
             copies: vec![ended],
         });
     }
-    ask(&mut reader, 3, Request::Finish { slot: SlotId(0) });
+    send_request(&mut reader, 3, Request::Finish { slot: SlotId(0) });
     let scope = ResetScope::Everything;
-    let first = invalidations(ask(&mut reader, 4, Request::Reset { scope }));
+    let first = invalidations(send_request(&mut reader, 4, Request::Reset { scope }));
     assert_eq!(first.len(), usize::from(RANKS));
     let (_, after) = store(&mut reader, 5, 1);
     let lost = (0..RANKS).map(|rank| LeaderEvent::WorkerLost(worker(0, rank)));

@@ -491,7 +491,7 @@ fn a_reset_of_a_namespace_means_the_pages_of_every_layout() {
     let other = || ResetScope::Namespace(vec![8]);
     let single = || ResetScope::Pages(vec![7], sequence(0, 1));
     // A block is forgotten as a whole.
-    for (scope, forgotten, left) in [
+    for (scope, removed, left) in [
         (ResetScope::Everything, 8, 0),
         (ResetScope::Namespace(vec![7]), 8, 0),
         (single(), 8, 7),
@@ -538,7 +538,7 @@ fn a_reset_of_a_namespace_means_the_pages_of_every_layout() {
         let reported = answer(&site.step(invalidated));
         assert_eq!(
             reported,
-            Some(Ok(Answer::Reset(ResetAnswer { pages: forgotten }))),
+            Some(Ok(Answer::Reset(ResetAnswer { pages: removed }))),
             "{name}"
         );
 

@@ -525,8 +525,8 @@ impl Model for Epochs {
             Property::always(AWAITED, |_, state: &State| {
                 ranks().all(|rank| {
                     let place = &state.places[at(rank)];
-                    let owes = |fill: &Fill| fill.missing.0.contains(rank);
-                    let awaited = state.fill.as_ref().filter(|fill| owes(fill));
+                    let awaits_rank = |fill: &Fill| fill.missing.0.contains(rank);
+                    let awaited = state.fill.as_ref().filter(|fill| awaits_rank(fill));
                     let awaited = awaited.map(|fill| (state.epoch, fill.op));
                     let mut running = place.running.iter();
                     place.attached.is_none() || running.all(|copy| Some(*copy) == awaited)

@@ -327,8 +327,8 @@ impl State {
 
     fn die(&mut self, rule: Rule, rank: Rank) {
         self.dead += 1;
-        let owed: Vec<OpId> = self.ops.iter().map(|op| op.id).collect();
-        for op in owed {
+        let awaited: Vec<OpId> = self.ops.iter().map(|op| op.id).collect();
+        for op in awaited {
             self.ended(rule, op, rank, false);
         }
         self.blocks

@@ -295,13 +295,13 @@ impl State {
         self.seen[at(rank)] = (1..=self.last.0).map(Generation).collect();
         self.network
             .cut(|message| matches!(message, Message::Order { rank: to, .. } if *to == rank));
-        let owed = self.blocks.iter().filter(|block| {
+        let awaited = self.blocks.iter().filter(|block| {
             let fill = block.fill.as_ref();
             fill.is_some_and(|fill| fill.missing.0.contains(rank))
         });
-        let mut owed: Vec<_> = owed.map(|block| block.generation).collect();
-        owed.sort_unstable();
-        for generation in owed {
+        let mut awaited: Vec<_> = awaited.map(|block| block.generation).collect();
+        awaited.sort_unstable();
+        for generation in awaited {
             self.ended(rule, generation, rank, false);
         }
         let (kept, gone) = std::mem::take(&mut self.blocks)

@@ -198,8 +198,8 @@ fn a_reset_of_many_pages_is_done_in_bounded_slices_and_others_are_served_between
     // The shard receives no second request over the same connection, however long it takes.
     now = now + Duration::from_secs(30);
     assert_eq!(invalidations(&step(&mut leader, now, LeaderEvent::Tick)), 0);
-    let forgotten = Ok(Answer::Reset(ResetAnswer { pages: 1024 }));
-    assert_eq!(answers(&invalidated(&mut leader, now)), [forgotten]);
+    let removed = Ok(Answer::Reset(ResetAnswer { pages: 1024 }));
+    assert_eq!(answers(&invalidated(&mut leader, now)), [removed]);
     assert_eq!(found(&mut leader, now, 8_000_000, 8, &other), 256);
     assert_eq!(found(&mut leader, now, 8_000_002, 7, &young), 8);
     assert!(
@@ -468,7 +468,7 @@ fn one_engines_waiting_requests_do_not_use_up_the_room_of_another() {
     let ratio = Ratio::new(RATIO).expect("in bounds");
     let settings = LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey([1; 32]));
     let mut leader = Leader::new(settings);
-    let ask = |leader: &mut Leader, engine: u8, id: u64| {
+    let send_request = |leader: &mut Leader, engine: u8, id: u64| {
         let event = LeaderEvent::Request {
             engine: EngineId([engine; 16]),
             id: RequestId(id),
@@ -484,20 +484,20 @@ fn one_engines_waiting_requests_do_not_use_up_the_room_of_another() {
     };
     let max = OPEN_REQUESTS_MAX as u64;
     for id in 1..=max {
-        assert_eq!(ask(&mut leader, 1, id), []);
+        assert_eq!(send_request(&mut leader, 1, id), []);
     }
-    assert_eq!(ask(&mut leader, 1, max), [], "it waits already");
+    assert_eq!(send_request(&mut leader, 1, max), [], "it waits already");
     assert_eq!(
-        ask(&mut leader, 1, max + 1),
+        send_request(&mut leader, 1, max + 1),
         [Err(Refusal::Crowded { max })]
     );
-    assert_eq!(ask(&mut leader, 2, 1), [], "another engine");
+    assert_eq!(send_request(&mut leader, 2, 1), [], "another engine");
     // A parked request of an engine whose connection broke frees its room, and may be sent again.
     let gone = EngineId([1; 16]);
     step(&mut leader, Time(0), LeaderEvent::EngineOpened(gone));
     step(&mut leader, Time(0), LeaderEvent::EngineClosed(gone));
     assert_eq!(
-        ask(&mut leader, 1, max + 1),
+        send_request(&mut leader, 1, max + 1),
         [],
         "the same id, refused before"
     );

@@ -130,9 +130,9 @@ impl Recovery {
             ) else {
                 continue;
             };
-            let mut owing = self.unanswered.iter();
-            let worker = match owing.find(|(_, owed)| owed.depot == depot) {
-                Some((owing, _)) => Some(*owing).filter(|owing| roster.is_attached(*owing)),
+            let mut reader = self.unanswered.iter();
+            let worker = match reader.find(|(_, open_read)| open_read.depot == depot) {
+                Some((reader, _)) => Some(*reader).filter(|reader| roster.is_attached(*reader)),
                 None => worker,
             };
             let Some(worker) = worker else {
@@ -157,20 +157,27 @@ impl Recovery {
         first_check: Time,
         timers: &mut Timers,
     ) {
-        let owed = self.unanswered.get(&worker);
-        let (due, looks) = owed.map_or((first_check, 0), |owed| (owed.due, owed.checks));
-        let owed = UnansweredRead {
+        let open_read = self.unanswered.get(&worker);
+        let (due, looks) = open_read.map_or((first_check, 0), |open_read| {
+            (open_read.due, open_read.checks)
+        });
+        let open_read = UnansweredRead {
             depot,
             number,
             due,
             checks: looks,
         };
-        self.note_unanswered(worker, owed, timers);
+        self.note_unanswered(worker, open_read, timers);
     }
 
-    fn note_unanswered(&mut self, worker: WorkerId, owed: UnansweredRead, timers: &mut Timers) {
-        timers.set(owed.due, Timer::UnansweredRead(worker));
-        self.unanswered.insert(worker, owed);
+    fn note_unanswered(
+        &mut self,
+        worker: WorkerId,
+        open_read: UnansweredRead,
+        timers: &mut Timers,
+    ) {
+        timers.set(open_read.due, Timer::UnansweredRead(worker));
+        self.unanswered.insert(worker, open_read);
     }
 
     /// No inventory request of this worker is in flight any longer.
@@ -179,22 +186,22 @@ impl Recovery {
     }
 
     fn take_unanswered(&mut self, worker: WorkerId, timers: &mut Timers) -> Option<UnansweredRead> {
-        let owed = self.unanswered.remove(&worker)?;
-        timers.clear(owed.due, Timer::UnansweredRead(worker));
-        Some(owed)
+        let open_read = self.unanswered.remove(&worker)?;
+        timers.clear(open_read.due, Timer::UnansweredRead(worker));
+        Some(open_read)
     }
 
     /// Notes the answer to a request. If the worker still owes the answer to a later one, its fence time starts again:
     /// the next check is at `due`.
     fn answered(&mut self, worker: WorkerId, number: u64, due: Time, timers: &mut Timers) {
-        let owed = self.take_unanswered(worker, timers);
-        if let Some(owed) = owed.filter(|owed| number < owed.number) {
-            let owed = UnansweredRead {
+        let open_read = self.take_unanswered(worker, timers);
+        if let Some(open_read) = open_read.filter(|open_read| number < open_read.number) {
+            let open_read = UnansweredRead {
                 due,
                 checks: 0,
-                ..owed
+                ..open_read
             };
-            self.note_unanswered(worker, owed, timers);
+            self.note_unanswered(worker, open_read, timers);
         }
     }
 
@@ -206,18 +213,18 @@ impl Recovery {
         fence: Duration,
         timers: &mut Timers,
     ) -> bool {
-        let Some(owed) = self.unanswered.get(&worker).copied() else {
+        let Some(open_read) = self.unanswered.get(&worker).copied() else {
             return false;
         };
         let due = now + fence / 4;
-        let expired = owed.checks + 1 >= CHECKS_MAX;
-        let looks = if expired { 0 } else { owed.checks + 1 };
+        let expired = open_read.checks + 1 >= CHECKS_MAX;
+        let looks = if expired { 0 } else { open_read.checks + 1 };
         self.note_unanswered(
             worker,
             UnansweredRead {
                 due,
                 checks: looks,
-                ..owed
+                ..open_read
             },
             timers,
         );
@@ -297,8 +304,8 @@ impl Recovery {
     /// first contradiction.
     pub(super) fn check(&self) -> Result<(), Contradiction> {
         let mut depots = BTreeSet::new();
-        let mut owed = self.unanswered.iter();
-        match owed.find(|(_, owed)| !depots.insert(owed.depot)) {
+        let mut open_read = self.unanswered.iter();
+        match open_read.find(|(_, open_read)| !depots.insert(open_read.depot)) {
             None => Ok(()),
             Some((worker, _)) => Err(format!("{worker} and another worker read one depot").into()),
         }

@@ -195,19 +195,19 @@ impl Transfers {
     fn take_cancels(&mut self) -> impl Iterator<Item = (WorkerId, Vec<OpId>)> {
         let cancels = std::mem::take(&mut self.cancels);
         cancels.into_iter().map(|(worker, ids)| {
-            let owes = |id: &OpId| {
+            let is_awaited = |id: &OpId| {
                 let transfer = self.in_flight.get(id);
                 transfer.is_some_and(|transfer| transfer.awaits(worker))
             };
-            (worker, ids.into_iter().filter(owes).collect())
+            (worker, ids.into_iter().filter(is_awaited).collect())
         })
     }
 
     /// The copies whose end a worker owes.
     fn awaited_from(&self, worker: WorkerId) -> impl Iterator<Item = (OpId, Direction)> {
         let in_flight = self.in_flight.iter();
-        let owed = in_flight.filter(move |(_, transfer)| transfer.awaits(worker));
-        owed.map(|(id, transfer)| (*id, transfer.direction))
+        let awaited = in_flight.filter(move |(_, transfer)| transfer.awaits(worker));
+        awaited.map(|(id, transfer)| (*id, transfer.direction))
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -326,8 +326,8 @@ impl Leader {
 
     /// Number of copies of this direction whose end this worker owes.
     pub fn awaited_from(&self, worker: WorkerId, direction: Direction) -> usize {
-        let owed = self.transfers.awaited_from(worker);
-        owed.filter(|(_, owed)| *owed == direction).count()
+        let awaited = self.transfers.awaited_from(worker);
+        awaited.filter(|(_, awaited)| *awaited == direction).count()
     }
 
     /// Copies that have not ended, with the ranks that owe their ends: for checks.

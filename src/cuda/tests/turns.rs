@@ -56,7 +56,7 @@ fn a_load_is_given_after_one_turn_of_a_store_of_small_fragments() {
         // The copier blocks in its first report until both orders are queued.
         let (first, stands) = channel();
         let (go_on, may_go_on) = channel::<()>();
-        let (tell, outcomes) = channel();
+        let (sender, outcomes) = channel();
         let reported = std::sync::Mutex::new(Some((first, may_go_on)));
         let context = Context::new(Driver::get().expect("there"), device()).expect("a context");
         let copier = Copier::start(CopierSettings {
@@ -68,7 +68,7 @@ fn a_load_is_given_after_one_turn_of_a_store_of_small_fragments() {
                     first.send(()).expect("the test goes on");
                     may_go_on.recv().expect("the test goes on");
                 }
-                tell.send(outcome).is_ok()
+                sender.send(outcome).is_ok()
             }),
         });
         let copier = copier.expect("a copier");

@@ -138,12 +138,12 @@ impl World {
         let depot = Arc::new(pinned_depot.map_err(words)?);
         assert_eq!(pinned, depot.depot().buffer().len());
         let in_depot: Vec<Vec<u8>> = (0..depot_pages).map(|_| noise(layout.page_bytes)).collect();
-        let (tell, outcomes) = channel();
+        let (sender, outcomes) = channel();
         let copier = Copier::start(CopierSettings {
             context: Arc::clone(&context),
             copies_a_call: ways.copies_a_call,
             mark: Box::new(|_| ()),
-            report: Box::new(move |outcome| tell.send(outcome).is_ok()),
+            report: Box::new(move |outcome| sender.send(outcome).is_ok()),
         });
         let geometry = layout.geometry(&registration);
         let world = Self {

@@ -210,9 +210,9 @@ impl SimWorld {
             .collect();
         let leader = self.leader.state.as_ref().map(|leader| {
             let core = leader.core();
-            let owed: Vec<_> = core.awaited().collect();
+            let awaited: Vec<_> = core.awaited().collect();
             format!(
-                "ready {}, {} slots, {} requests, copies {owed:?}",
+                "ready {}, {} slots, {} requests, copies {awaited:?}",
                 core.is_ready(),
                 core.slots(),
                 core.open_requests()

@@ -319,8 +319,8 @@ impl Oracle {
         // Deadlines that passed in the same step were answered before the engine was opened again.
         let reopened = self.reopened.take();
         self.taken.retain(|(of, engine, _), taken| {
-            let forgotten = forgot(*engine) || reopened == Some(*engine);
-            *of != epoch || taken.answer.is_none() || !forgotten
+            let removed = forgot(*engine) || reopened == Some(*engine);
+            *of != epoch || taken.answer.is_none() || !removed
         });
     }
 
@@ -368,9 +368,9 @@ impl Oracle {
             (taken.reset.take(), answer, first)
         {
             let at = taken.at;
-            let place = self.resets.partition_point(|forgotten| forgotten.at <= at);
-            let forgotten = ConfirmedReset { scope, at };
-            self.resets.insert(place, forgotten);
+            let place = self.resets.partition_point(|removed| removed.at <= at);
+            let removed = ConfirmedReset { scope, at };
+            self.resets.insert(place, removed);
         }
         None
     }
@@ -422,7 +422,7 @@ impl Oracle {
             .unwrap_or(Time(0));
         // A reset of a namespace covers the pages of every layout, also those of engines that attached after it was
         // requested.
-        let meant = |forgotten: &&ConfirmedReset| match &forgotten.scope {
+        let meant = |removed: &&ConfirmedReset| match &removed.scope {
             ResetScope::Everything => true,
             ResetScope::Namespace(name) => name == &[namespace],
             ResetScope::Pages(name, hashes) => {
@@ -433,8 +433,8 @@ impl Oracle {
         self.resets
             .iter()
             .rev()
-            .take_while(|forgotten| forgotten.at > stored)
+            .take_while(|removed| removed.at > stored)
             .find(meant)
-            .map(|forgotten| forgotten.at)
+            .map(|removed| removed.at)
     }
 }
