@@ -13,9 +13,9 @@ mod actors {
     mod drain;
     mod epochs;
     mod orders;
-    mod places;
     mod pressure;
     mod restart;
+    mod seats;
     mod supervision;
     mod unregister;
     mod workers;

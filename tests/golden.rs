@@ -11,8 +11,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use kvferry_protocol::{
-    Class, Envelope, HELLO_VERSION, Header, Kind, Message, VERSION, VERSION_MIN, decode, encode,
-    examples,
+    Class, Envelope, HELLO_VERSION, Header, Message, MessageKind, VERSION, VERSION_MIN, decode,
+    encode, examples,
 };
 use kvferry_types::{Epoch, RequestId};
 use serde_json::Value;
@@ -51,7 +51,7 @@ fn compare(path: &Path, text: &str) {
 fn envelope(version: u16, message: Message) -> Envelope {
     let kind = message.kind();
     let version = match kind {
-        Kind::Hello | Kind::Welcome => HELLO_VERSION,
+        MessageKind::Hello | MessageKind::Welcome => HELLO_VERSION,
         _ => version,
     };
     let deadline_ms = match kind.class() {
@@ -87,15 +87,15 @@ fn every_golden_vector_is_read_back() {
             let text = fs::read_to_string(&path).expect("a golden vector");
             let (header, body) = text.trim_end().split_once('\n').expect("two lines");
             let header = Header::from_bytes(&unhex(header)).expect("a header");
-            let heard = decode(header, &unhex(body)).expect("a message");
+            let received = decode(header, &unhex(body)).expect("a message");
             let said = envelope(version, message);
             assert_eq!(
-                pages(&heard.message),
+                pages(&received.message),
                 pages(&said.message),
                 "{name}, version {version}"
             );
             if version == VERSION {
-                assert_eq!(heard, said, "{name}");
+                assert_eq!(received, said, "{name}");
             }
         }
     }
@@ -135,7 +135,7 @@ fn every_kind_has_an_example() {
         .into_iter()
         .map(|(_, message)| message.kind())
         .collect();
-    for kind in kvferry_protocol::Kind::ALL {
+    for kind in kvferry_protocol::MessageKind::ALL {
         assert!(shown.contains(kind), "{} has no example", kind.name());
     }
 }

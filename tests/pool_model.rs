@@ -189,7 +189,7 @@ struct Copying {
     content: Vec<(u8, Vec<u8>)>,
     missing: Vec<u16>,
     failed: bool,
-    forgotten: bool,
+    removed: bool,
 }
 
 /// Held pages, with their content at the time of the hold.
@@ -198,7 +198,7 @@ struct Held {
     pin: Pin,
     pages: Vec<(u32, (u8, Vec<u8>))>,
     /// Whether a reset has happened since.
-    forgotten: bool,
+    removed: bool,
 }
 
 struct Model {
@@ -297,7 +297,7 @@ impl Model {
                     content,
                     missing,
                     failed: false,
-                    forgotten: false,
+                    removed: false,
                 });
             }
             if room < end - position {
@@ -318,11 +318,11 @@ impl Model {
         let unknown = Generation(generation.0 + 1_000_000);
         assert_eq!(self.pool.ended(unknown, Rank(rank), true), None);
         let copy = &mut self.copying[which];
-        let news = copy.missing.contains(&rank);
+        let first_report = copy.missing.contains(&rank);
         copy.missing.retain(|missing| *missing != rank);
-        copy.failed |= news && !complete;
+        copy.failed |= first_report && !complete;
         let ended = self.pool.ended(generation, Rank(rank), complete);
-        if !news || !copy.missing.is_empty() {
+        if !first_report || !copy.missing.is_empty() {
             assert_eq!(
                 ended, None,
                 "an incomplete set or a repeated report had an effect"
@@ -330,7 +330,7 @@ impl Model {
             return;
         }
         // Pages that a reset has forgotten meanwhile do not become ready.
-        copy.failed |= copy.forgotten;
+        copy.failed |= copy.removed;
         assert_eq!(ended, Some(!copy.failed));
         let copy = self.copying.swap_remove(which);
         if !copy.failed {
@@ -367,7 +367,7 @@ impl Model {
                 self.held.push(Held {
                     pin,
                     pages,
-                    forgotten: false,
+                    removed: false,
                 });
             }
             position += run.pages;
@@ -376,13 +376,13 @@ impl Model {
         self.pool.touch(&runs);
     }
 
-    fn let_go(&mut self, which: usize) {
+    fn unpin(&mut self, which: usize) {
         if self.held.is_empty() {
             return;
         }
         let held = self.held.swap_remove(which % self.held.len());
         self.pool.unpin(held.pin);
-        if held.forgotten {
+        if held.removed {
             // The last release of a forgotten block removes it.
             for (page, _) in &held.pages {
                 if !self.holds(*page) {
@@ -426,10 +426,10 @@ proptest! {
                 PoolStep::Lookup { namespace, name, pages, hold } => {
                     model.lookup(namespace, &sequence(name, pages), hold);
                 }
-                PoolStep::LetGo(which) => model.let_go(which),
+                PoolStep::LetGo(which) => model.unpin(which),
                 PoolStep::Reset => {
                     model.pool.reset();
-                    model.copying.iter_mut().for_each(|copy| copy.forgotten = true);
+                    model.copying.iter_mut().for_each(|copy| copy.removed = true);
                     let mut runs = Vec::new();
                     for namespace in 0..2 {
                         for name in 0..4 {
@@ -439,7 +439,7 @@ proptest! {
                         }
                     }
                     // Held and filling pages are removed with their last holder. No lookup finds them again.
-                    model.held.iter_mut().for_each(|held| held.forgotten = true);
+                    model.held.iter_mut().for_each(|held| held.removed = true);
                     let pages: Vec<u32> = model.written.keys().copied().collect();
                     for page in pages {
                         if !model.holds(page) {
@@ -455,7 +455,7 @@ proptest! {
         }
         // After all holds are released and all copies have ended, every page is free or ready.
         while !model.held.is_empty() {
-            model.let_go(0);
+            model.unpin(0);
         }
         while !model.copying.is_empty() {
             for rank in 0..RANKS {

@@ -2,8 +2,8 @@
 //! length.
 
 use kvferry_protocol::{
-    CopyOrder, DecodeError, Envelope, ErrorCode, Header, Kind, Load, Message, RecordBody, Transfer,
-    VERSION, VERSION_MIN, decode, encode, examples, limits,
+    CopyOrder, DecodeError, Envelope, ErrorCode, Header, Load, Message, MessageKind, RecordBody,
+    Transfer, VERSION, VERSION_MIN, decode, encode, examples, limits,
 };
 use kvferry_types::{Epoch, FragmentPair, PageList, PageRun, RequestId};
 use proptest::prelude::*;
@@ -41,7 +41,7 @@ fn transfer_with_pairs(pairs: &[u8]) -> Vec<u8> {
 
 fn read_pairs(pairs: &[u8]) -> Result<Vec<FragmentPair>, DecodeError> {
     let body = transfer_with_pairs(pairs);
-    match decode(header(2, Kind::Transfer.number()), &body)?.message {
+    match decode(header(2, MessageKind::Transfer.number()), &body)?.message {
         Message::Transfer(transfer) => Ok(transfer.copies[0].pairs.list.clone()),
         other => panic_kind(&other),
     }
@@ -75,10 +75,10 @@ proptest! {
 
     #[test]
     fn random_bodies_are_answered(kind in 0_u16..80, body in prop::collection::vec(any::<u8>(), 0..300)) {
-        let known = Kind::from_number(kind).is_some();
+        let known = MessageKind::from_number(kind).is_some();
         match decode(header(2, kind), &body) {
             Err(error) => prop_assert_eq!(matches!(error, DecodeError::UnknownKind(_)), !known),
-            Ok(heard) => prop_assert!(known && heard.message.kind().number() == kind),
+            Ok(received) => prop_assert!(known && received.message.kind().number() == kind),
         }
     }
 
@@ -97,8 +97,8 @@ proptest! {
             let at = at.index(damaged.len());
             damaged[at] = byte;
         }
-        if let Ok(heard) = decode(header(version, message.kind().number()), &damaged) {
-            prop_assert_eq!(heard.message.kind(), message.kind());
+        if let Ok(received) = decode(header(version, message.kind().number()), &damaged) {
+            prop_assert_eq!(received.message.kind(), message.kind());
         }
         let cut = cut.index(body.len());
         prop_assert!(decode(header(version, message.kind().number()), &body[..cut]).is_err());
@@ -123,12 +123,12 @@ proptest! {
         for version in VERSION_MIN..=VERSION {
             let said = envelope(version, Message::Transfer(transfer.clone()));
             let (head, body) = encode(&said).expect("it can be said");
-            let heard = decode(Header::from_bytes(&head).expect("a header"), &body).expect("it is heard");
-            let Message::Transfer(heard) = heard.message else { return Err(TestCaseError::fail("a transfer")) };
-            let heard = &heard.copies[0].pairs.list;
-            prop_assert_eq!(page_by_page(heard), page_by_page(&pairs));
+            let received = decode(Header::from_bytes(&head).expect("a header"), &body).expect("it is received");
+            let Message::Transfer(received) = received.message else { return Err(TestCaseError::fail("a transfer")) };
+            let received = &received.copies[0].pairs.list;
+            prop_assert_eq!(page_by_page(received), page_by_page(&pairs));
             if version == 2 {
-                prop_assert_eq!(heard, &pairs);
+                prop_assert_eq!(received, &pairs);
             }
         }
     }
@@ -195,7 +195,7 @@ fn shapes_that_mean_nothing_are_refused() {
 fn nesting_and_claimed_lengths_cost_nothing() {
     let deep = vec![0x91; 100_000];
     assert!(read_pairs(&deep).is_err());
-    for kind in Kind::ALL {
+    for kind in MessageKind::ALL {
         assert!(decode(header(2, kind.number()), &deep).is_err());
         // An unknown field, nested equally deep.
         let mut unknown = vec![0x81, 0xa1, b'?'];
@@ -215,7 +215,7 @@ fn nesting_and_claimed_lengths_cost_nothing() {
 
 #[test]
 fn what_follows_a_body_is_refused_and_unknown_fields_are_skipped() {
-    let ping = Kind::Ping.number();
+    let ping = MessageKind::Ping.number();
     assert!(decode(header(2, ping), &[0x80]).is_ok());
     let trailing = decode(header(2, ping), &[0x80, 0x80]).expect_err("too much");
     assert!(
@@ -273,15 +273,15 @@ fn limits_hold_on_both_sides() {
             .expect("small")
             .to_be_bytes(),
     );
-    assert!(decode(header(2, Kind::Load.number()), &body).is_err());
+    assert!(decode(header(2, MessageKind::Load.number()), &body).is_err());
     let long = vec![0; limits::BODY_BYTES_MAX + 1];
-    let error = decode(header(2, Kind::Load.number()), &long).expect_err("too long");
+    let error = decode(header(2, MessageKind::Load.number()), &long).expect_err("too long");
     assert_eq!(error.code(), ErrorCode::Limit);
 }
 
 #[test]
 fn a_struct_is_a_map_and_no_list() {
-    let ended = Kind::Ended.number();
+    let ended = MessageKind::Ended.number();
     // {rank: 0, copies: [{op: 1, complete: true}]}
     let named = b"\x82\xa4rank\x00\xa6copies\x91\x82\xa2op\x01\xa8complete\xc3";
     assert!(decode(header(2, ended), named).is_ok());
@@ -326,9 +326,9 @@ fn a_struct_is_a_map_and_no_list() {
     let (_, mut body) = encode(&envelope(2, transfer)).expect("it can be said");
     let named = rmp_serde::to_vec_named(&record).expect("it can be said");
     assert!(body.ends_with(&named), "the record is last");
-    assert!(decode(header(2, Kind::Transfer.number()), &body).is_ok());
+    assert!(decode(header(2, MessageKind::Transfer.number()), &body).is_ok());
     body.truncate(body.len() - named.len());
     body.extend(rmp_serde::to_vec(&record).expect("it can be said"));
-    let error = decode(header(2, Kind::Transfer.number()), &body).expect_err("a list");
+    let error = decode(header(2, MessageKind::Transfer.number()), &body).expect_err("a list");
     assert_eq!(error.code(), ErrorCode::Malformed, "{error}");
 }

@@ -8,7 +8,7 @@ engine fills pages, stores are skipped; the pages are tried again when the reque
 import logging
 import time
 
-from kvferry.copies import Copies
+from kvferry.inflight import CopiesInFlight
 from kvferry.settings import Settings
 
 logger = logging.getLogger("vllm.kvferry")
@@ -24,7 +24,7 @@ class Backpressure:
     when the requests of all stores end at once.
     """
 
-    def __init__(self, settings: Settings, page_bytes: int, copies: Copies):
+    def __init__(self, settings: Settings, page_bytes: int, copies: CopiesInFlight):
         self._copies = copies
         self._percent = settings.store_pages_percent
         self._pages_max = max(settings.store_mb_max * 1_000_000 // max(page_bytes, 1), 1)

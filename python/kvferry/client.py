@@ -1,7 +1,7 @@
 """A session with one process of kvferry: hello, requests with deadlines, retries over reconnects, heartbeats.
 
-A :class:`Client` has one thread of its own, which owns the sockets. A caller gets a :class:`Question`, the handle of a
-request, at once, and may wait for its end. Each request ends exactly once and by its own deadline: with the peer's
+A :class:`Client` has one thread of its own, which owns the sockets. A caller gets a :class:`PendingRequest`, the handle
+of a request, at once, and may wait for its end. Each request ends exactly once and by its own deadline: with the peer's
 answer, or with a :class:`Failure` that states whether any part of the request may still run.
 """
 
@@ -55,51 +55,51 @@ _GONE_EVENTS = (
 class Failure(Exception):
     """Why a request has no answer.
 
-    ``said``: the peer sent this error. ``over``: no part of the request runs or will run, because the leader has
+    ``reported``: the peer sent this error. ``over``: no part of the request runs or will run, because the leader has
     reported so or no peer received the request. Only then may the pages of a load or a store be used again. Otherwise
     the request's outcome is unknown.
     """
 
-    def __init__(self, code: int, message: str, *, said: bool, retry: bool = False, over: bool = False):
+    def __init__(self, code: int, message: str, *, reported: bool, retry: bool = False, over: bool = False):
         super().__init__(message)
         self.code = code
         self.message = message
-        self.said = said
+        self.reported = reported
         self.over = over
         self.retry = retry
 
 
-class Question:
+class PendingRequest:
     """One request and, once :attr:`done`, its answer or failure."""
 
     __slots__ = (
         "_ended",
         "answer",
         "body",
+        "deadline",
         "expires",
         "failure",
         "id",
         "kind",
         "link",
         "sent_bytes",
-        "told",
         "until",
         "urgent",
     )
 
-    def __init__(self, identity: int, message: msgspec.Struct, told: float, expires: float, link: int | None):
+    def __init__(self, identity: int, message: msgspec.Struct, deadline: float, expires: float, link: int | None):
         self.id = identity
         self.kind = wire.KINDS[type(message)]
         self.body = wire.body_of(message)
         #: Deadlines of the request, on the monotonic clock: the one that the peer receives, and our own.
-        self.told = told
+        self.deadline = deadline
         self.expires = expires
         self.link = link
         #: Byte credits of the connection that the request uses; None before the request is sent over it.
         self.sent_bytes: int | None = None
         self.answer: msgspec.Struct | None = None
         self.failure: Failure | None = None
-        self.until: Callable[[Question], None] | None = None
+        self.until: Callable[[PendingRequest], None] | None = None
         self.urgent = False
         self._ended = threading.Event()
 
@@ -125,7 +125,7 @@ class Client:
 
     ``turn`` is called on the client's thread whenever something may have changed: after a welcome, a loss, an answer, a
     :meth:`poke`, and at the time that its last call returned (``None``: not before the next such event). ``turn`` may
-    call :meth:`ask`. ``listening``: the peer's welcome has been received over the present connection.
+    call :meth:`request`. ``listening``: the peer's welcome has been received over the present connection.
     """
 
     def __init__(
@@ -140,10 +140,10 @@ class Client:
         self._hello = hello
         self._turn = turn
         self._ids = itertools.count(first_id)
-        self._open: dict[int, Question] = {}
-        self._unsent: collections.deque[Question] = collections.deque()
-        self._urgent: collections.deque[Question] = collections.deque()
-        self._new: collections.deque[Question] = collections.deque()
+        self._open: dict[int, PendingRequest] = {}
+        self._unsent: collections.deque[PendingRequest] = collections.deque()
+        self._urgent: collections.deque[PendingRequest] = collections.deque()
+        self._new: collections.deque[PendingRequest] = collections.deque()
         self._expiry: list[tuple[float, int]] = []
         self._lock = threading.Lock()
         self._count = 0
@@ -164,7 +164,7 @@ class Client:
         self._credits = (1, 1)
         self._in_flight = self._in_flight_bytes = 0
         #: When the last message was sent over the present connection.
-        self._said = 0.0
+        self._sent_at = 0.0
         self._thread = threading.Thread(target=self._run, name=f"kvferry {hello.role} {hello.rank}", daemon=True)
 
     # Methods for any thread.
@@ -178,37 +178,37 @@ class Client:
         """Whether there is a connection over which the peer has sent its welcome."""
         return self.link != 0
 
-    def ask(
+    def request(
         self,
         message: msgspec.Struct,
         timeout_s: float,
         *,
-        patience_s: float = 0.0,
+        grace_s: float = 0.0,
         link: int | None = None,
-        until: Callable[[Question], None] | None = None,
+        until: Callable[[PendingRequest], None] | None = None,
         urgent: bool = False,
-    ) -> Question:
+    ) -> PendingRequest:
         """Sends a request; returns at once. An ``urgent`` one overtakes those that wait for credits of the connection.
 
-        The peer must carry the request out within ``timeout_s``, and may answer up to ``patience_s`` later. Over a new
+        The peer must carry the request out within ``timeout_s``, and may answer up to ``grace_s`` later. Over a new
         connection the request is sent again under the same id, unless it is bound to one connection, ``link``.
         ``until`` is called with the ended request, on the client's thread, or by this call if the request is refused.
         """
         now = time.monotonic()
         with self._lock:
-            question = Question(next(self._ids), message, now + timeout_s, now + timeout_s + patience_s, link)
-            question.until = until
-            question.urgent = urgent
+            pending = PendingRequest(next(self._ids), message, now + timeout_s, now + timeout_s + grace_s, link)
+            pending.until = until
+            pending.urgent = urgent
             full = self._count >= OPEN_MAX or self._closing
             if not full:
                 self._count += 1
-                self._new.append(question)
+                self._new.append(pending)
         if full:
-            text = f"{OPEN_MAX} questions wait for an answer"
-            question._end(None, Failure(Code.BUSY, text, said=False, retry=True, over=True))
+            text = f"{OPEN_MAX} requests wait for an answer"
+            pending._end(None, Failure(Code.BUSY, text, reported=False, retry=True, over=True))
         else:
             self.poke()
-        return question
+        return pending
 
     def draw(self) -> int:
         """Draws a request id, above those of all earlier requests and below those of all later ones."""
@@ -255,8 +255,8 @@ class Client:
                 self._closing = True
                 os.close(self._wake)
             self._take_new()
-            for question in list(self._open.values()):
-                self._settle(question, None, Failure(Code.DRAINING, "the conversation was closed", said=False))
+            for pending in list(self._open.values()):
+                self._settle(pending, None, Failure(Code.DRAINING, "the conversation was closed", reported=False))
             context.destroy(linger=0)
 
     def _set_problem(self, problem: str) -> None:
@@ -269,10 +269,10 @@ class Client:
             self.lost_at = time.monotonic()
         self.link = 0
         self._in_flight = self._in_flight_bytes = 0
-        for question in self._open.values():
-            question.sent_bytes = None
-        for question in [question for question in self._open.values() if question.link is not None]:
-            self._settle(question, None, Failure(Code.DEADLINE, "the connection broke", said=False, retry=True))
+        for pending in self._open.values():
+            pending.sent_bytes = None
+        for pending in [pending for pending in self._open.values() if pending.link is not None]:
+            self._settle(pending, None, Failure(Code.DEADLINE, "the connection broke", reported=False, retry=True))
         self._take_turn()
 
     def _meanwhile(self, until: float) -> None:
@@ -333,13 +333,13 @@ class Client:
                             f"{self.directory} says version {welcome.version}, this side speaks "
                             f"{self._hello.version_min} to {self._hello.version_max}: update the older side"
                         )
-                        raise Failure(Code.UNSUPPORTED_VERSION, text, said=True)
+                        raise Failure(Code.UNSUPPORTED_VERSION, text, reported=True)
                     self.epoch = envelope.epoch
                     return welcome
-                raise Failure(Code.NOT_READY, f"{self.directory} does not say welcome: {envelope.body}", said=True)
+                raise Failure(Code.NOT_READY, f"{self.directory} does not say welcome: {envelope.body}", reported=True)
             if monitor in ready and self._gone(monitor):
                 raise OSError(f"nobody listens at {self.directory / SOCKET_NAME}")
-        raise OSError(f"{self.directory} said no welcome within {_CONNECT_LIMIT_S:.0f} s")
+        raise OSError(f"{self.directory} sent no welcome within {_CONNECT_LIMIT_S:.0f} s")
 
     def _poller(self, socket: zmq.Socket, monitor: zmq.Socket) -> zmq.Poller:
         poller = zmq.Poller()
@@ -361,15 +361,15 @@ class Client:
         self._in_flight = self._in_flight_bytes = 0
         self._unsent.clear()
         self._urgent.clear()
-        for _, question in sorted(self._open.items()):
-            question.sent_bytes = None
-            self._queue(question)
+        for _, pending in sorted(self._open.items()):
+            pending.sent_bytes = None
+            self._queue(pending)
         self.problem = ""
         self.lost_at = None
         self.link = next(self._links)
         beat_s = max(welcome.heartbeat_ms, 10) / 1000
-        heard, pinged = time.monotonic(), False
-        self._said = heard
+        received_at, pinged = time.monotonic(), False
+        self._sent_at = received_at
         poller = self._poller(socket, monitor)
         while not self._closing:
             self._take_new()
@@ -378,28 +378,28 @@ class Client:
             self._send_unsent(socket)
             # Pings after one heartbeat in which nothing was sent, however much was received: the peer closes a client
             # that sends nothing for three. Pings also when nothing was received, to find out whether the peer is alive.
-            next_beat = min(self._said + beat_s, heard + beat_s * (3 if pinged else 1))
+            next_beat = min(self._sent_at + beat_s, received_at + beat_s * (3 if pinged else 1))
             timeout_s = self._until_next(next_beat) - time.monotonic()
             ready = dict(poller.poll(max(int(timeout_s * 1000 + 0.999), 0)))
             if self._wake in ready:
                 self._drain_wake()
             if socket in ready:
-                heard, pinged = time.monotonic(), False
+                received_at, pinged = time.monotonic(), False
                 self._read_all(socket)
             if monitor in ready and self._gone(monitor):
                 return
             self._expire()
-            if socket not in ready and pinged and time.monotonic() >= heard + beat_s * 3:
+            if socket not in ready and pinged and time.monotonic() >= received_at + beat_s * 3:
                 self._set_problem(f"{self.directory} was silent for three heartbeats")
                 return
             if time.monotonic() >= next_beat:
                 pinged = True
                 head = wire.header(self._version, Kind.PING, 0, max(int(beat_s * 1000), 1), self.epoch)
-                self._say(socket, head, wire.body_of(wire.Empty()))
+                self._send_now(socket, head, wire.body_of(wire.Empty()))
 
-    def _say(self, socket: zmq.Socket, head: bytes, body: bytes) -> None:
+    def _send_now(self, socket: zmq.Socket, head: bytes, body: bytes) -> None:
         socket.send_multipart([head, body])
-        self._said = time.monotonic()
+        self._sent_at = time.monotonic()
 
     def _read_all(self, socket: zmq.Socket) -> None:
         """Reads received messages, at most 256, so that deadlines and our own requests are not starved."""
@@ -412,87 +412,89 @@ class Client:
             if wire.is_request(envelope.kind):
                 self._answer(socket, envelope)
                 continue
-            question = self._open.get(envelope.correlation)
-            if question is None or (envelope.body is None and not envelope.required):
+            pending = self._open.get(envelope.correlation)
+            if pending is None or (envelope.body is None and not envelope.required):
                 # No request waits for this answer, or its kind is unknown here.
                 continue
             if isinstance(envelope.body, wire.Error):
                 error = envelope.body
-                failure = Failure(error.code, error.message, said=True, retry=error.retry, over=error.over)
-                self._settle(question, None, failure)
-            elif envelope.kind == question.kind + 1 and envelope.body is not None:
-                self._settle(question, envelope.body, None)
+                failure = Failure(error.code, error.message, reported=True, retry=error.retry, over=error.over)
+                self._settle(pending, None, failure)
+            elif envelope.kind == pending.kind + 1 and envelope.body is not None:
+                self._settle(pending, envelope.body, None)
             else:
                 text = (
-                    f"kind {envelope.kind}, with bits {envelope.required:#x}, is no answer to kind {int(question.kind)}"
+                    f"kind {envelope.kind}, with bits {envelope.required:#x}, is no answer to kind {int(pending.kind)}"
                 )
-                self._settle(question, None, Failure(Code.INTERNAL, text, said=False))
+                self._settle(pending, None, Failure(Code.INTERNAL, text, reported=False))
 
-    def _answer(self, socket: zmq.Socket, asked: wire.Envelope) -> None:
+    def _answer(self, socket: zmq.Socket, request: wire.Envelope) -> None:
         """Answers a request of the peer. The peer's ids are independent of our own."""
         kind, body = Kind.PONG, wire.body_of(wire.Empty())
-        if asked.required:
-            kind, text = Kind.ERROR, f"bits {asked.required:#x} of the header's bytes 20 and 21 are not known here"
+        if request.required:
+            kind, text = Kind.ERROR, f"bits {request.required:#x} of the header's bytes 20 and 21 are not known here"
             body = wire.body_of(wire.Error(Code.UNSUPPORTED, text))
-        elif asked.kind != Kind.PING:
-            kind, text = Kind.ERROR, f"kind {asked.kind} is not for an engine to answer"
+        elif request.kind != Kind.PING:
+            kind, text = Kind.ERROR, f"kind {request.kind} is not for an engine to answer"
             body = wire.body_of(wire.Error(Code.UNKNOWN_KIND, text))
-        self._say(socket, wire.header(self._version, kind, asked.correlation, 0, self.epoch), body)
+        self._send_now(socket, wire.header(self._version, kind, request.correlation, 0, self.epoch), body)
 
     def _send_unsent(self, socket: zmq.Socket) -> None:
         requests, byte_credits = self._credits
         while queue := self._urgent or self._unsent:
-            question = queue[0]
-            if question.done:
+            pending = queue[0]
+            if pending.done:
                 queue.popleft()
                 continue
             # Some credits are reserved for urgent requests, which are few and small.
-            kept = 0 if question.urgent else min(_URGENT_CREDITS, requests // 64)
-            too_much = self._in_flight_bytes + len(question.body) > byte_credits - kept * _URGENT_BYTES
+            kept = 0 if pending.urgent else min(_URGENT_CREDITS, requests // 64)
+            too_much = self._in_flight_bytes + len(pending.body) > byte_credits - kept * _URGENT_BYTES
             if self._in_flight > 0 and (self._in_flight >= requests - kept or too_much):
                 return
             queue.popleft()
-            question.sent_bytes = len(question.body)
+            pending.sent_bytes = len(pending.body)
             self._in_flight += 1
-            self._in_flight_bytes += question.sent_bytes
-            left_ms = max(int((question.told - time.monotonic()) * 1000), 1)
-            head = wire.header(self._version, question.kind, question.id, left_ms, self.epoch)
-            self._say(socket, head, question.body)
+            self._in_flight_bytes += pending.sent_bytes
+            left_ms = max(int((pending.deadline - time.monotonic()) * 1000), 1)
+            head = wire.header(self._version, pending.kind, pending.id, left_ms, self.epoch)
+            self._send_now(socket, head, pending.body)
 
     def _take_new(self) -> None:
         while self._new:
-            question = self._new.popleft()
-            self._open[question.id] = question
-            heapq.heappush(self._expiry, (question.expires, question.id))
+            pending = self._new.popleft()
+            self._open[pending.id] = pending
+            heapq.heappush(self._expiry, (pending.expires, pending.id))
             if len(self._expiry) > 4 * OPEN_MAX:
                 self._expiry = [(each.expires, each.id) for each in self._open.values()]
                 heapq.heapify(self._expiry)
-            if question.link is not None and question.link != self.link:
-                failure = Failure(Code.DEADLINE, "the connection broke", said=False, retry=True, over=True)
-                self._settle(question, None, failure)
+            if pending.link is not None and pending.link != self.link:
+                failure = Failure(Code.DEADLINE, "the connection broke", reported=False, retry=True, over=True)
+                self._settle(pending, None, failure)
             else:
-                self._queue(question)
+                self._queue(pending)
 
-    def _queue(self, question: Question) -> None:
-        (self._urgent if question.urgent else self._unsent).append(question)
+    def _queue(self, pending: PendingRequest) -> None:
+        (self._urgent if pending.urgent else self._unsent).append(pending)
 
     def _expire(self) -> None:
         now = time.monotonic()
         while self._expiry and self._expiry[0][0] <= now:
             _, identity = heapq.heappop(self._expiry)
-            question = self._open.get(identity)
-            if question is not None:
-                self._settle(question, None, Failure(Code.DEADLINE, "no answer came in time", said=False, retry=True))
+            pending = self._open.get(identity)
+            if pending is not None:
+                self._settle(
+                    pending, None, Failure(Code.DEADLINE, "no answer came in time", reported=False, retry=True)
+                )
 
-    def _settle(self, question: Question, answer: msgspec.Struct | None, failure: Failure | None) -> None:
-        if self._open.pop(question.id, None) is None:
+    def _settle(self, pending: PendingRequest, answer: msgspec.Struct | None, failure: Failure | None) -> None:
+        if self._open.pop(pending.id, None) is None:
             return
-        if question.sent_bytes is not None:
+        if pending.sent_bytes is not None:
             self._in_flight -= 1
-            self._in_flight_bytes -= question.sent_bytes
+            self._in_flight_bytes -= pending.sent_bytes
         with self._lock:
             self._count -= 1
-        question._end(answer, failure)
+        pending._end(answer, failure)
 
     def _take_turn(self) -> None:
         if self._turn is None:

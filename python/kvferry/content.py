@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvferry import files, hub, interface
+from kvferry import compat, files, hub
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -61,7 +61,7 @@ def namespace_of(config: "VllmConfig", settings: "Settings", weights: "Weights")
 
     model, cache, load = config.model_config, config.cache_config, config.load_config
     parts = {
-        "vllm": interface.version(),
+        "vllm": compat.version(),
         **_weights_parts(config, weights.name, weights.revision),
         "load_format": load.load_format,
         "ignored": getattr(load, "ignore_patterns", None),

@@ -8,13 +8,13 @@ import collections
 import time
 
 from kvferry import wire
-from kvferry.client import Client, Question
+from kvferry.client import Client, PendingRequest
 from kvferry.wire import Code
 
 FINISH_LIMIT_S = 30.0
 #: Most slots that wait to be finished, 0.2 KB each: 13 MB. Beyond that the oldest is dropped, and its slot stays open
 #: until the session ends. The leader has as many slots.
-OWED_MAX = 65_536
+RETRIES_MAX = 65_536
 #: Most retries at a time, so that they do not displace other requests.
 AGAIN_AT_ONCE = 64
 #: Pause of the retries after a ``finish`` that was not answered.
@@ -27,44 +27,44 @@ class Finishes:
     def __init__(self, client: Client):
         self._client = client
         #: Slots that wait for a retry, each with the leader's epoch in which it was opened, the oldest first.
-        self._owed: dict[int, int] = {}
+        self._to_retry: dict[int, int] = {}
         #: Requests without an answer, by id, each with slot, epoch, and whether it is a retry.
-        self._asked: dict[int, tuple[int, int, bool]] = {}
+        self._open: dict[int, tuple[int, int, bool]] = {}
         self._again = 0
-        self._ended: collections.deque[Question] = collections.deque()
+        self._ended: collections.deque[PendingRequest] = collections.deque()
         self._not_before = 0.0
 
     def finish(self, slot: int, epoch: int) -> None:
         """Finishes a slot that was opened at the leader of this epoch."""
-        self._ask(slot, epoch, again=False)
+        self._send(slot, epoch, again=False)
 
     def turn(self) -> None:
         """Processes received answers, and retries. Does not wait."""
         while self._ended:
-            question = self._ended.popleft()
-            slot, epoch, again = self._asked.pop(question.id)
+            pending = self._ended.popleft()
+            slot, epoch, again = self._open.pop(pending.id)
             self._again -= again
-            failure = question.failure
+            failure = pending.failure
             if failure is not None and (failure.retry or failure.code == Code.DEADLINE):
-                self._owe(slot, epoch)
-        if not self._owed or not self._client.listening or time.monotonic() < self._not_before:
+                self._retry_later(slot, epoch)
+        if not self._to_retry or not self._client.listening or time.monotonic() < self._not_before:
             return
-        while self._owed and self._again < AGAIN_AT_ONCE:
-            slot = next(iter(self._owed))
-            epoch = self._owed.pop(slot)
-            if epoch == self._client.epoch and self._ask(slot, epoch, again=True).failure is not None:
+        while self._to_retry and self._again < AGAIN_AT_ONCE:
+            slot = next(iter(self._to_retry))
+            epoch = self._to_retry.pop(slot)
+            if epoch == self._client.epoch and self._send(slot, epoch, again=True).failure is not None:
                 # Too many requests are open still.
                 return
 
-    def _owe(self, slot: int, epoch: int) -> None:
-        self._owed[slot] = epoch
+    def _retry_later(self, slot: int, epoch: int) -> None:
+        self._to_retry[slot] = epoch
         self._not_before = time.monotonic() + AGAIN_PAUSE_S
-        if len(self._owed) > OWED_MAX:
-            del self._owed[next(iter(self._owed))]
+        if len(self._to_retry) > RETRIES_MAX:
+            del self._to_retry[next(iter(self._to_retry))]
 
-    def _ask(self, slot: int, epoch: int, *, again: bool) -> Question:
+    def _send(self, slot: int, epoch: int, *, again: bool) -> PendingRequest:
         # A request that is refused at once ends before its id is known here: answers are therefore queued.
-        question = self._client.ask(wire.Finish(slot), FINISH_LIMIT_S, until=self._ended.append)
-        self._asked[question.id] = slot, epoch, again
+        pending = self._client.request(wire.Finish(slot), FINISH_LIMIT_S, until=self._ended.append)
+        self._open[pending.id] = slot, epoch, again
         self._again += again
-        return question
+        return pending

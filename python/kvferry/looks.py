@@ -27,12 +27,12 @@ class Looks(Generic[Seen]):
 
     def __init__(self, look: Callable[[str], Seen | None]):
         self._look = look
-        self._asked: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._paths: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[tuple[Seen | None, float]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         #: Whether the answer of a check that was given up is still pending, and when that check was requested.
         self._late = False
-        self._asked_at = 0.0
+        self._requested_at = 0.0
         self._left_s = LOOKS_S
         self._not_before = 0.0
         #: Results of this step, by path.
@@ -64,12 +64,12 @@ class Looks(Generic[Seen]):
                 self._late = False
                 if self._too_long(path, took_s):
                     return None
-            self._asked.put(path)
-            self._asked_at, self._late = before, True
+            self._paths.put(path)
+            self._requested_at, self._late = before, True
             found, _ = self._answers.get(timeout=self._left_s)
             self._late = False
         except queue.Empty:
-            self._too_long(path, time.monotonic() - self._asked_at)
+            self._too_long(path, time.monotonic() - self._requested_at)
             return None
         finally:
             self._left_s -= time.monotonic() - before
@@ -77,7 +77,7 @@ class Looks(Generic[Seen]):
 
     def _run(self) -> None:
         while True:
-            path = self._asked.get()
+            path = self._paths.get()
             before = time.monotonic()
             try:
                 found = self._look(path)

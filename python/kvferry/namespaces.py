@@ -72,7 +72,7 @@ class Namespaces:
         self._on_device: dict[bytes, bytes | int] = {}
         #: Digests that were returned, by adapter: at most one for each, and one for the model.
         self._digests: dict[str, bytes] = {}
-        self._told_full = False
+        self._logged_full = False
         self._looks = Looks(hub.adapter)
 
     def next_step(self) -> None:
@@ -171,8 +171,8 @@ class Namespaces:
         return f"{text} of start {self._start}, number {lora.lora_int_id}"
 
     def _tell_full(self) -> None:
-        if not self._told_full:
-            self._told_full = True
+        if not self._logged_full:
+            self._logged_full = True
             logger.warning("kvferry: %d adapters were loaded: further ones run without the cache", ADAPTERS_MAX)
 
     def computes_unseen(self, lora: "LoRARequest | None") -> None:

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from kvferry import owed, wire
-from kvferry.client import Client, Failure, Question
+from kvferry import outbox, wire
+from kvferry.client import Client, Failure, PendingRequest
 from kvferry.memory import KvMemory, Unsupported
 from kvferry.silence import Silence, look_every
 from kvferry.wire import Code
@@ -25,7 +25,7 @@ from kvferry.wire import Code
 logger = logging.getLogger("vllm.kvferry")
 
 #: Deadline of one request to a worker, which is then retried. A registration waits for the leader.
-QUESTION_LIMIT_S = 30.0
+REQUEST_LIMIT_S = 30.0
 #: Time after which a live worker is killed that does not give pages back: nothing else could make the pages safe. The
 #: supervisor does so after 10 s, so that it must be gone, too. Time in which the rank's thread did not run does not
 #: count: see :mod:`kvferry.silence`. Otherwise the kill comes within 36 s, or within 51 s if the worker's connections
@@ -57,7 +57,7 @@ class RankSession:
         self._engine = engine
         self._memory = memory
         self._lock = threading.Lock()
-        self._owed = owed.Owed(groups=memory.groups)
+        self._outbox = outbox.Outbox(groups=memory.groups)
         self._over: list[int] = []
         #: Numbers of passes that the device still runs, in order, each with a check whether it is over.
         self._writing: deque[tuple[int, Callable[[], bool]]] = deque()
@@ -116,10 +116,10 @@ class RankSession:
         with self._lock:
             if marked:
                 self._marked.append((through, when or _at_once))
-                self._owed.wrote(through if stores is None else stores)
+                self._outbox.wrote(through if stores is None else stores)
             elif when is None and not self._writing:
                 self._known = through
-                self._owed.wrote(through)
+                self._outbox.wrote(through)
             else:
                 # Earlier passes are marked by the device. This one counts as written only when they are over, too.
                 if not self._writing and self._marked:
@@ -148,7 +148,7 @@ class RankSession:
         """Takes the pages of these requests back. :meth:`over` returns the requests once nothing is copied for them."""
         now = time.monotonic()
         with self._lock:
-            self._owed.abandon(requests)
+            self._outbox.abandon(requests)
             for request in requests:
                 self._abandoned_at.setdefault(request, now)
         self._client.poke()
@@ -164,7 +164,7 @@ class RankSession:
     @property
     def registered(self) -> bool:
         """Whether a worker has mapped all of this rank's memory."""
-        return self._owed.registered
+        return self._outbox.registered
 
     def close(self) -> None:
         """Closes the connection; the worker then unmaps the memory.
@@ -182,7 +182,7 @@ class RankSession:
         until = time.monotonic() + _LET_GO_LIMIT_S
         why = ""
         while self._client.listening and (left_s := until - time.monotonic()) > 0:
-            gone = self._client.ask(wire.Unregister(), left_s, link=self._client.link)
+            gone = self._client.request(wire.Unregister(), left_s, link=self._client.link)
             if gone.wait(left_s) and gone.failure is None:
                 return
             why = str(gone.failure or "it does not answer")
@@ -198,11 +198,11 @@ class RankSession:
         self._look_at_writing()
         with self._lock:
             if self._client.link != self._link:
-                self._owed.lost()
+                self._outbox.lost()
                 self._link = self._client.link
                 self._pause_s, self._not_before = _PAUSE_FIRST_S, 0.0
             self._fence(now)
-            waiting = bool(self._owed.abandoned)
+            waiting = bool(self._outbox.abandoned)
             writing = bool(self._writing) and not self.fault
         wake = self._turn_questions(now, waiting)
         if waiting and wake is not None:
@@ -218,7 +218,7 @@ class RankSession:
             while self._writing and self._writing[0][1]():
                 with self._lock:
                     self._known = self._writing.popleft()[0]
-                    self._owed.wrote(self._known)
+                    self._outbox.wrote(self._known)
         except Exception:
             self._lose_sight()
 
@@ -244,51 +244,51 @@ class RankSession:
             return now + 0.2 if waiting else None
         while time.monotonic() >= self._not_before:
             with self._lock:
-                demand = self._owed.next()
-            if demand is None:
+                rank_request = self._outbox.next()
+            if rank_request is None:
                 return now + 1.0 if waiting else None
-            self._ask(demand)
+            self._send(rank_request)
         return self._not_before
 
-    def _ask(self, demand: owed.Demand) -> None:
+    def _send(self, rank_request: outbox.RankRequest) -> None:
         try:
-            message = self._message(demand)
+            message = self._message(rank_request)
         except Unsupported as error:
-            self._answered(demand, Failure(Code.INVALID, str(error), said=True, retry=False))
+            self._answered(rank_request, Failure(Code.INVALID, str(error), reported=True, retry=False))
             return
         except OSError as error:
-            self._answered(demand, Failure(Code.NOT_READY, str(error), said=True, retry=True))
+            self._answered(rank_request, Failure(Code.NOT_READY, str(error), reported=True, retry=True))
             return
 
-        def until(question: Question) -> None:
-            self._answered(demand, question.failure, question.answer)
+        def until(pending: PendingRequest) -> None:
+            self._answered(rank_request, pending.failure, pending.answer)
 
-        self._client.ask(message, QUESTION_LIMIT_S, link=self._link, until=until)
-        if isinstance(demand, owed.Abandon):
-            self._silence.asked(self._link)
+        self._client.request(message, REQUEST_LIMIT_S, link=self._link, until=until)
+        if isinstance(rank_request, outbox.Abandon):
+            self._silence.requested(self._link)
 
-    def _message(self, demand: owed.Demand) -> wire.Register | wire.Written | wire.Abandon:
-        match demand:
-            case owed.Register(after, group):
+    def _message(self, rank_request: outbox.RankRequest) -> wire.Register | wire.Written | wire.Abandon:
+        match rank_request:
+            case outbox.Register(after, group):
                 tickets, process, process_fd = self._memory.hand_over(group, self._directory)
                 self._remember_process(process, process_fd)
                 self._timeline = bool(self._client.features & wire.FEATURE_TIMELINE)
                 if not self._timeline:
                     # The worker does not read the timeline, and must be notified of passes without stores, too.
                     with self._lock:
-                        self._owed.wrote(max((request for request, _ in self._marked), default=0))
+                        self._outbox.wrote(max((request for request, _ in self._marked), default=0))
                 memory = self._memory.describe(group, tickets, timeline=self._timeline)
                 return wire.Register(after, self._engine, memory)
-            case owed.Written():
-                return self._written(demand)
-            case owed.Abandon(requests):
+            case outbox.Written():
+                return self._written(rank_request)
+            case outbox.Abandon(requests):
                 return wire.Abandon(requests)
 
-    def _written(self, demand: owed.Written) -> wire.Written:
-        if demand.through > self._known and self._timeline:
-            return wire.Written(demand.through, timeline=True)
-        if demand.through <= self._known:
-            return wire.Written(demand.through)
+    def _written(self, rank_request: outbox.Written) -> wire.Written:
+        if rank_request.through > self._known and self._timeline:
+            return wire.Written(rank_request.through, timeline=True)
+        if rank_request.through <= self._known:
+            return wire.Written(rank_request.through)
         # The worker does not read the timeline: check here which marked passes are over.
         try:
             self._look_at_marked()
@@ -296,12 +296,12 @@ class RankSession:
             self._lose_sight()
             with self._lock:
                 self._marked.clear()
-                self._owed.wrote_last(self._known)
+                self._outbox.wrote_last(self._known)
         # The rest is reported later.
-        demand.through = min(demand.through, self._known)
-        if demand.through <= self._owed.confirmed:
+        rank_request.through = min(rank_request.through, self._known)
+        if rank_request.through <= self._outbox.confirmed:
             raise OSError("the device has not written it yet")
-        return wire.Written(demand.through)
+        return wire.Written(rank_request.through)
 
     def _look_at_marked(self) -> None:
         self._memory.bind_thread()
@@ -315,21 +315,23 @@ class RankSession:
             while self._marked and self._marked[0][0] <= self._known:
                 self._marked.popleft()
 
-    def _answered(self, demand: owed.Demand, failure: Failure | None, answer: msgspec.Struct | None = None) -> None:
+    def _answered(
+        self, rank_request: outbox.RankRequest, failure: Failure | None, answer: msgspec.Struct | None = None
+    ) -> None:
         with self._lock:
             if failure is None:
                 self._pause_s, self._not_before = _PAUSE_FIRST_S, 0.0
-                if isinstance(demand, owed.Abandon):
+                if isinstance(rank_request, outbox.Abandon):
                     self._silence.end()
             else:
-                if failure.code == Code.INVALID and not isinstance(demand, owed.Register):
-                    self._owed.forgotten()
+                if failure.code == Code.INVALID and not isinstance(rank_request, outbox.Register):
+                    self._outbox.memory_dropped()
                 self._not_before = time.monotonic() + self._pause_s
                 self._pause_s = min(self._pause_s * 2, _PAUSE_MAX_S)
-            self._over.extend(self._owed.answered(demand, failure is None))
-        if isinstance(demand, owed.Register):
+            self._over.extend(self._outbox.answered(rank_request, failure is None))
+        if isinstance(rank_request, outbox.Register):
             not_served = answer.not_served if isinstance(answer, wire.Registered) else ""
-            self._tell(demand.group, failure, not_served)
+            self._tell(rank_request.group, failure, not_served)
 
     def _tell(self, group: int, failure: Failure | None, not_served: str) -> None:
         """Logs the result of a registration, each result once."""
@@ -341,7 +343,7 @@ class RankSession:
             if self._complaint != "fine":
                 logger.info("kvferry: %s: its worker has the KV memory", self._name)
             self._complaint = "fine"
-        elif failure.said and not failure.retry and failure.message != self._complaint:
+        elif failure.reported and not failure.retry and failure.message != self._complaint:
             self._complaint = failure.message
             logger.warning(
                 "kvferry: %s is turned away, requests run without the cache: %s", self._name, failure.message
@@ -369,18 +371,18 @@ class RankSession:
         return bool(process.poll(0))
 
     def _fence(self, now: float) -> None:
-        if not self._owed.abandoned:
+        if not self._outbox.abandoned:
             self._silence.end()
             return
         given_up = self._silence.look(now, KILL_AFTER_S, self._link)
         if self._process_fd is None:
             if self._process == 0:
-                self._over.extend(self._owed.dead())
+                self._over.extend(self._outbox.dead())
         elif self._process_is_dead():
-            self._over.extend(self._owed.dead())
+            self._over.extend(self._outbox.dead())
         elif given_up and not self._process_killed:
             self._process_killed = True
-            waited_s = now - min(self._abandoned_at[request] for request in self._owed.abandoned)
+            waited_s = now - min(self._abandoned_at[request] for request in self._outbox.abandoned)
             logger.error(
                 "kvferry: worker %s gives no pages back for %.0f s and nobody ends it: it is killed",
                 self._process,

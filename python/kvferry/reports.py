@@ -5,7 +5,7 @@ A report is kept until the next step begins, so that it can be read again after 
 
 from collections.abc import Iterable
 
-from kvferry.steps import RankReport, StepMetadata
+from kvferry.metadata import RankReport, StepMetadata
 
 #: Most reported requests that are remembered, 0.1 KB each: 2 MB. More cannot be open at a time.
 REPORTED_MAX = 16_384
@@ -16,13 +16,13 @@ class Reports:
 
     def __init__(self) -> None:
         self._steps: list[StepMetadata] = []
-        self._told = False
+        self._steps_reported = False
         self._to_abandon: dict[int, None] = {}
         self._over: dict[int, None] = {}
-        self._over_told = False
+        self._over_reported = False
         #: Requests that were reported as over, the newest last.
         self._reported: dict[int, None] = {}
-        self._fault_told = False
+        self._fault_reported = False
         #: The last reported step: before this step began, and with this step's report.
         self._stepped = self._stepped_now = 0
 
@@ -30,13 +30,13 @@ class Reports:
         """Begins a step. A repeated call for the same step changes nothing."""
         if any(known is step for known in self._steps):
             return
-        if self._told:
+        if self._steps_reported:
             self._steps.clear()
-            self._told = False
-        if self._over_told:
+            self._steps_reported = False
+        if self._over_reported:
             self._reported.update(self._over)
             self._over.clear()
-            self._over_told = False
+            self._over_reported = False
             self._stepped = self._stepped_now
             while len(self._reported) > REPORTED_MAX:
                 self._reported.pop(next(iter(self._reported)))
@@ -45,15 +45,15 @@ class Reports:
 
     def loaded(self) -> set[str]:
         """Engine requests whose loads are over. Empty after :meth:`failed_pages`, which is the last call of a step."""
-        return set() if self._told else {request for step in self._steps for request in step.loaded}
+        return set() if self._steps_reported else {request for step in self._steps for request in step.loaded}
 
     def failed(self) -> set[str]:
         """Engine requests of which all pages must be computed. Empty after :meth:`failed_pages`."""
-        return set() if self._told else {request for step in self._steps for request in step.failed}
+        return set() if self._steps_reported else {request for step in self._steps for request in step.failed}
 
     def failed_pages(self) -> set[int]:
         """Pages of loads that are over and must be computed."""
-        self._told = True
+        self._steps_reported = True
         return {page for step in self._steps for page in step.failed_pages}
 
     def to_abandon(self) -> list[int]:
@@ -70,10 +70,10 @@ class Reports:
 
     def report(self, fault: str) -> RankReport | None:
         """Returns the report for the scheduler's side; None when there is nothing to report."""
-        self._over_told = True
-        told, self._fault_told = self._fault_told, bool(fault)
+        self._over_reported = True
+        reported, self._fault_reported = self._fault_reported, bool(fault)
         self._stepped_now = max((step.written_through for step in self._steps), default=self._stepped)
         stepped = self._stepped_now if self._stepped_now > self._stepped else 0
-        if not self._over and not stepped and (told or not fault):
+        if not self._over and not stepped and (reported or not fault):
             return None
         return RankReport(dict.fromkeys(self._over, 1), fault, stepped)

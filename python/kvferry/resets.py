@@ -7,7 +7,7 @@ case: its stores and lookups use other namespaces by then. See :mod:`kvferry.nam
 import time
 
 from kvferry import wire
-from kvferry.client import Client, Question
+from kvferry.client import Client, PendingRequest
 
 #: Deadline for one namespace, and pause before the retry of a failed request.
 RESET_LIMIT_S = 1.0
@@ -22,54 +22,54 @@ class Forgetting:
     def __init__(self, client: Client):
         self._client = client
         #: Namespaces to reset, in order, each once.
-        self._owed: dict[bytes, None] = {}
-        self._asked: tuple[bytes, Question] | None = None
+        self._to_reset: dict[bytes, None] = {}
+        self._open: tuple[bytes, PendingRequest] | None = None
         self._not_before = 0.0
         #: Some namespace was dropped and will never be confirmed.
-        self._gave_up = False
+        self._dropped = False
         #: Why the leader did not confirm the last request, for logs.
         self.problem = ""
 
-    def owe(self, namespaces: list[bytes]) -> None:
+    def add(self, namespaces: list[bytes]) -> None:
         """Adds namespaces to reset, also if the leader has confirmed them before."""
-        self._owed.update(dict.fromkeys(namespaces))
+        self._to_reset.update(dict.fromkeys(namespaces))
         self._not_before = 0.0
-        if self._asked is not None and self._asked[0] in namespaces:
+        if self._open is not None and self._open[0] in namespaces:
             # The running request may answer for pages from before this call only.
-            self._asked = None
-        while len(self._owed) > FORGET_MAX:
-            self._owed.pop(next(iter(self._owed)))
-            self._gave_up = True
+            self._open = None
+        while len(self._to_reset) > FORGET_MAX:
+            self._to_reset.pop(next(iter(self._to_reset)))
+            self._dropped = True
 
     @property
     def done(self) -> bool:
         """Whether the leader has confirmed the reset of every namespace that was ever left."""
-        return not self._owed and not self._gave_up
+        return not self._to_reset and not self._dropped
 
     def turn(self) -> None:
         """Processes a received answer, and sends the request for the next namespace. Does not wait."""
-        if self._asked is not None and self._asked[1].done:
-            namespace, question = self._asked
-            self._asked = None
-            if question.answer is not None:
-                self._owed.pop(namespace, None)
+        if self._open is not None and self._open[1].done:
+            namespace, pending = self._open
+            self._open = None
+            if pending.answer is not None:
+                self._to_reset.pop(namespace, None)
             else:
-                self.problem = str(question.failure)
+                self.problem = str(pending.failure)
                 self._not_before = time.monotonic() + RESET_LIMIT_S
-        if self._owed and self._asked is None and time.monotonic() >= self._not_before and self._client.listening:
-            namespace = next(iter(self._owed))
-            self._asked = namespace, self._client.ask(wire.Reset(namespace), RESET_LIMIT_S)
+        if self._to_reset and self._open is None and time.monotonic() >= self._not_before and self._client.listening:
+            namespace = next(iter(self._to_reset))
+            self._open = namespace, self._client.request(wire.Reset(namespace), RESET_LIMIT_S)
 
     def wait(self, limit_s: float) -> bool:
         """Waits at most ``limit_s`` for all resets; returns whether the leader has confirmed every one."""
         until = time.monotonic() + limit_s
         self.problem = "" if self._client.listening else "there is no leader"
-        while self._owed and self._client.listening and (left_s := until - time.monotonic()) > 0:
+        while self._to_reset and self._client.listening and (left_s := until - time.monotonic()) > 0:
             self.turn()
-            if self._asked is not None:
-                self._asked[1].wait(left_s)
+            if self._open is not None:
+                self._open[1].wait(left_s)
                 self.turn()
-            failed = self._asked is None and self._not_before > time.monotonic()
+            failed = self._open is None and self._not_before > time.monotonic()
             if failed:
                 time.sleep(min(_PAUSE_S, left_s))
                 self._not_before = 0.0

@@ -6,7 +6,7 @@ that step (``lookup_budget_ms``).
 Pages under copy are safe in every order of events. A load's pages belong to a request that vLLM keeps until the load is
 reported over. A store's pages carry one more reference of vLLM's block pool until the store is over, whatever becomes
 of its request. When the leader cannot report how a copy ended, each rank ensures that the copy has stopped before the
-pages are used again (:mod:`kvferry.copies`).
+pages are used again (:mod:`kvferry.inflight`).
 """
 
 import logging
@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 
 from kvferry import wire
 from kvferry.backpressure import Backpressure
-from kvferry.client import Client, Question
-from kvferry.copies import Copies, Copy
+from kvferry.client import Client, PendingRequest
 from kvferry.finishes import Finishes
+from kvferry.inflight import CopiesInFlight, Copy
+from kvferry.metadata import RankReport, StepMetadata
 from kvferry.namespaces import Namespaces
 from kvferry.poolreset import reset_beside_loads
 from kvferry.resets import RESET_LIMIT_S, Forgetting
 from kvferry.settings import Settings
-from kvferry.steps import RankReport, StepMetadata
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -53,15 +53,15 @@ STORE_PAUSE_S = 1.0
 class Lookup:
     """A lookup request and its parameters."""
 
-    question: Question
-    asked_at: float
+    pending: PendingRequest
+    requested_at: float
     link: int
     device_pages: int
     pages: int
 
     def found(self) -> int:
         """Pages at the start of the sequence that the device and kvferry have together; 0 without an answer."""
-        answer = self.question.answer
+        answer = self.pending.answer
         return self.device_pages + answer.hit_pages if isinstance(answer, wire.LookupAnswer) else 0
 
 
@@ -82,7 +82,7 @@ class Tracked:
     known_there: bool = False
     #: The request that opened the slot (None: open the slot again), the leader's epoch at that time, and the number of
     #: page hashes that the slot has.
-    opened: Question | None = None
+    opened: PendingRequest | None = None
     epoch: int = 0
     known: int = 0
     #: First page for which no store was requested; pages before ``full`` were full at the last check.
@@ -129,7 +129,7 @@ class SchedulerSide:
         self._last_work = 0
         #: ``written_through`` of the last step that is known to be over. Only deadlines depend on it.
         self._last_stepped = 0
-        self._told_absent = False
+        self._logged_absent = False
         #: Time of the last reset: failed stores from before are not retried.
         self._reset_at = 0.0
         #: Pages of the loading requests, until a step reports the end of the load to the ranks; and the requests of
@@ -149,7 +149,7 @@ class SchedulerSide:
         self._next_slot = base = time.time_ns() // 1000
         hello = wire.Hello(role="engine", engine=engine, replica=replica, name="vLLM")
         self._client = connect(settings.socket_dir / "leader", hello, first_id=base, turn=self._watch)
-        self._copies = Copies(self._client, ranks)
+        self._copies = CopiesInFlight(self._client, ranks)
         self._finishes = Finishes(self._client)
         self._forgetting = Forgetting(self._client)
         self._backpressure = Backpressure(settings, page_bytes, self._copies)
@@ -184,13 +184,13 @@ class SchedulerSide:
         """Logs once that the leader is away, and once that it is back. Runs on the client's thread."""
         lost_at = self._client.lost_at
         if lost_at is None:
-            if self._told_absent:
+            if self._logged_absent:
                 logger.info("kvferry: the leader in %s is there", self._client.directory)
-            self._told_absent = False
-        elif not self._told_absent:
+            self._logged_absent = False
+        elif not self._logged_absent:
             if time.monotonic() - lost_at < ABSENT_S:
                 return lost_at + ABSENT_S
-            self._told_absent = True
+            self._logged_absent = True
             logger.warning(
                 "kvferry: no leader answers in %s (%s): requests run without the cache until one does",
                 self._client.directory,
@@ -225,10 +225,10 @@ class SchedulerSide:
     def _end_stores(self) -> None:
         """Cancels the running stores, and returns their pages to the pool. Waits at most :data:`LAST_STORES_S`."""
         until = time.monotonic() + LAST_STORES_S
-        cancel: Question | None = None
+        cancel: PendingRequest | None = None
         while self._copies.stores() and (left_s := until - time.monotonic()) > 0:
             if self._client.listening and (cancel is None or cancel.done):
-                cancel = self._client.ask(wire.CancelStores(), left_s, urgent=True)
+                cancel = self._client.request(wire.CancelStores(), left_s, urgent=True)
             self._copies.wait(min(left_s, CANCEL_AGAIN_S))
             self._settle()
         if left := self._copies.stores():
@@ -290,15 +290,15 @@ class SchedulerSide:
             return 0
         lookup = tracked.lookup
         if lookup is None or not self._serves(lookup, device_pages, pages):
-            question = self._open(tracked, device_pages, pages, self._settings.lookup_timeout_ms)
-            lookup = Lookup(question, time.monotonic(), self._client.link, device_pages, pages)
+            pending = self._open(tracked, device_pages, pages, self._settings.lookup_timeout_ms)
+            lookup = Lookup(pending, time.monotonic(), self._client.link, device_pages, pages)
             tracked.lookup = lookup
-        if not lookup.question.done and self._budget_s > 0:
+        if not lookup.pending.done and self._budget_s > 0:
             before = time.monotonic()
-            lookup.question.wait(self._budget_s)
+            lookup.pending.wait(self._budget_s)
             self._budget_s -= time.monotonic() - before
-        if not lookup.question.done:
-            if time.monotonic() - lookup.asked_at <= self._settings.lookup_timeout_ms / 1000:
+        if not lookup.pending.done:
+            if time.monotonic() - lookup.requested_at <= self._settings.lookup_timeout_ms / 1000:
                 return None
             tracked.computes = True
             return 0
@@ -324,13 +324,13 @@ class SchedulerSide:
         """Whether an earlier lookup still answers what can be loaded after the device's pages."""
         if lookup.link != self._client.link or lookup.pages != pages:
             return False
-        if not lookup.question.done:
+        if not lookup.pending.done:
             return lookup.device_pages <= device_pages
-        if time.monotonic() - lookup.asked_at > FRESH_S:
+        if time.monotonic() - lookup.requested_at > FRESH_S:
             return False
         return lookup.device_pages == device_pages or lookup.device_pages < device_pages < lookup.found()
 
-    def _open(self, tracked: Tracked, device_pages: int, pages: int, timeout_ms: int) -> Question:
+    def _open(self, tracked: Tracked, device_pages: int, pages: int, timeout_ms: int) -> PendingRequest:
         """Opens or reopens the request's slot, by a lookup of its pages."""
         hashes = tracked.request.block_hashes[:pages]
         message = wire.Lookup(
@@ -340,7 +340,7 @@ class SchedulerSide:
             hashes=b"".join(hashes),
             device_pages=device_pages,
         )
-        tracked.opened = self._client.ask(message, timeout_ms / 1000)
+        tracked.opened = self._client.request(message, timeout_ms / 1000)
         tracked.known_there, tracked.epoch = True, self._client.epoch
         tracked.known = pages
         return tracked.opened
@@ -348,7 +348,7 @@ class SchedulerSide:
     def _let_go(self, tracked: Tracked) -> None:
         """Releases the leader's hold on pages that a lookup found or may still find, by a lookup that finds nothing."""
         lookup, tracked.lookup = tracked.lookup, None
-        if lookup is not None and (not lookup.question.done or lookup.found() > lookup.device_pages):
+        if lookup is not None and (not lookup.pending.done or lookup.found() > lookup.device_pages):
             self._open(tracked, lookup.pages, lookup.pages, self._settings.lookup_timeout_ms)
 
     # Copies.
@@ -485,14 +485,14 @@ class SchedulerSide:
             tracked.opened = None
             if copy.failure is None or copy.failure.retry:
                 self._store_again_at = time.monotonic() + STORE_PAUSE_S
-            if copy.asked_at > self._reset_at:
+            if copy.requested_at > self._reset_at:
                 tracked.store_from = min(tracked.store_from, copy.first_page)
 
     def _loaded(self, tracked: Tracked, copy: Copy) -> None:
         tracked.load = None
         answer = copy.answer
         whole = answer.pages if isinstance(answer, wire.LoadAnswer) else 0
-        before_reset = copy.asked_at <= self._reset_at
+        before_reset = copy.requested_at <= self._reset_at
         failed = copy.pages if before_reset else copy.pages[whole:]
         if failed:
             logger.warning(
@@ -520,7 +520,7 @@ class SchedulerSide:
         """Reports a load as failed that vLLM expects and that could not be requested."""
         count = external_tokens // self._page_tokens
         tracked = self._tracked.get(request.request_id)
-        if count == 0 or (tracked is not None and tracked.load is not None and tracked.load.question is not None):
+        if count == 0 or (tracked is not None and tracked.load is not None and tracked.load.pending is not None):
             return
         (table,) = blocks.get_block_ids()
         first = tracked.device_pages if tracked is not None else len(table) - count
@@ -597,7 +597,7 @@ class SchedulerSide:
         self._namespaces.next_step()
 
     def _have_forgotten(self, namespaces: list[bytes]) -> None:
-        self._forgetting.owe(namespaces)
+        self._forgetting.add(namespaces)
         if not self._settings.shared_after_reset:
             self._forgetting.turn()
         elif self._forgetting.wait(RESET_LIMIT_S):

@@ -27,18 +27,18 @@ class Silence:
     looked: float | None = None
     due: float = 0.0
     #: The connection over which the last request was sent.
-    asked_over: int = 0
+    requested_over: int = 0
     #: The connection at the end of the last quarter, 0 without one; None if no request was sent over it by then.
     looked_over: int | None = None
 
     def end(self) -> None:
         """Starts over: the worker has answered, was replaced, or no pages are awaited."""
         self.looks, self.looked = 0, None
-        self.asked_over, self.looked_over = 0, None
+        self.requested_over, self.looked_over = 0, None
 
-    def asked(self, link: int) -> None:
+    def requested(self, link: int) -> None:
         """Records that a request was sent over this connection."""
-        self.asked_over = link
+        self.requested_over = link
 
     def look(self, now: float, after_s: float, link: int) -> bool:
         """Whether the worker is given up, after ``after_s``; ``link`` is the present connection, 0 without one.
@@ -57,7 +57,7 @@ class Silence:
         self.due += quarter_s
         self.looks += 1
         unanswered = link == self.looked_over
-        self.looked_over = link if link in (0, self.asked_over) else None
+        self.looked_over = link if link in (0, self.requested_over) else None
         return self.looks >= LOOKS + (0 if unanswered else LOOKS_MORE)
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from kvferry import interface
+from kvferry import compat
 
 try:
     from vllm.config import get_current_vllm_config_or_none
@@ -27,21 +27,21 @@ try:
     from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-    from kvferry import groups
+    from kvferry import kv_groups
 except ImportError as error:
     raise RuntimeError(
-        f"kvferry knows the KV connector interface of vLLM {interface.KNOWN_VERSION}; vLLM {interface.version()} is "
-        f"installed, and differs: {error}. Install vLLM {interface.KNOWN_VERSION}, or a kvferry that knows this one."
+        f"kvferry knows the KV connector interface of vLLM {compat.KNOWN_VERSION}; vLLM {compat.version()} is "
+        f"installed, and differs: {error}. Install vLLM {compat.KNOWN_VERSION}, or a kvferry that knows this one."
     ) from error
 
 from kvferry.content import adapters_of, content_of, namespace_of, start_of, tell_unknown_weights, weights_of
 from kvferry.guard import Faults, guarded
 from kvferry.memory import KvMemory, Place, Unsupported
+from kvferry.metadata import RankReport, StepMetadata
 from kvferry.rank import RankSession
 from kvferry.reports import Reports
 from kvferry.scheduler import SchedulerSide
 from kvferry.settings import Settings
-from kvferry.steps import RankReport, StepMetadata
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,7 +72,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
             ValueError: for a setting that cannot be used, with the remedy.
             RuntimeError: when the interface of the installed vLLM differs from the known one.
         """
-        interface.check(KVConnectorBase_V1, SupportsHMA, BlockPool, SchedulerOutput, KVConnectorBlockState)
+        compat.check(KVConnectorBase_V1, SupportsHMA, BlockPool, SchedulerOutput, KVConnectorBlockState)
         super().__init__(vllm_config, role, kv_cache_config)
         check_config(vllm_config)
         self._settings = Settings.read(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
@@ -89,7 +89,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
         self._made: tuple[SchedulerOutput | None, StepMetadata] = (None, StepMetadata())
         unreachable = why_unreachable(vllm_config)
         self._registers = unreachable is None
-        why = unreachable or groups.why_not_served(kv_cache_config) or why_not_cached(vllm_config)
+        why = unreachable or kv_groups.why_not_served(kv_cache_config) or why_not_cached(vllm_config)
         if role == KVConnectorRole.SCHEDULER and why is not None:
             logger.warning("kvferry: %s: requests run without the cache", why)
         elif role == KVConnectorRole.SCHEDULER:
@@ -103,7 +103,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
                 namespace=namespace_of(vllm_config, self._settings, weights),
                 adapters=adapters_of(vllm_config),
                 page_tokens=kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
-                page_bytes=groups.page_bytes(kv_cache_config),
+                page_bytes=kv_groups.page_bytes(kv_cache_config),
                 ranks=parallel.world_size,
                 private=vllm_config.weight_transfer_config is not None,
             )
@@ -130,11 +130,11 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA, Faults):
             return
         config, parallel = self._vllm_config, self._vllm_config.parallel_config
         rank, ranks = parallel.rank, parallel.world_size
-        shards = groups.shards(self._kv_cache_config, ranks, kv_head_totals(config))
+        shards = kv_groups.shards(self._kv_cache_config, ranks, kv_head_totals(config))
         content = content_of(config, self._settings).encode()
         place = Place(rank=rank, tp_size=ranks, shard=rank * shards // ranks, content=content)
         try:
-            memory = KvMemory(groups.groups_of(self._kv_cache_config, kv_caches), place)
+            memory = KvMemory(kv_groups.groups_of(self._kv_cache_config, kv_caches), place)
         except Unsupported as why:
             logger.warning("kvferry: rank %d: %s: requests run without the cache", rank, why)
             return

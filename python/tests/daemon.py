@@ -18,20 +18,20 @@ import kvferry
 #: The program that was installed with the package.
 PROGRAM = str(Path(kvferry.__file__).parents[1] / "bin" / "kvferry")
 #: Deadline of every wait in a test. Only something that hangs takes so long.
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 #: Of a depot's header and inventory.
 DEPOT_HEADER_BYTES = 4096
 PAGE_BYTES_AT = 24
 SLOT_BYTES = 80
 
 
-def eventually(what: str, check: Callable[[], Any], patience_s: float = PATIENCE_S) -> Any:
+def eventually(what: str, check: Callable[[], Any], grace_s: float = TIMEOUT_S) -> Any:
     """Waits until ``check`` returns something true, and returns that."""
-    until = time.monotonic() + patience_s
+    until = time.monotonic() + grace_s
     while True:
         if found := check():
             return found
-        assert time.monotonic() < until, f"{what}: not within {patience_s:.0f} s"
+        assert time.monotonic() < until, f"{what}: not within {grace_s:.0f} s"
         time.sleep(0.02)
 
 
@@ -63,20 +63,20 @@ class Daemon:
     def stop(self) -> None:
         if self._up is not None:
             self._up.send_signal(signal.SIGTERM)
-            assert self._up.wait(PATIENCE_S) == 0
+            assert self._up.wait(TIMEOUT_S) == 0
         self._up = None
 
     def kill(self) -> None:
         """However it stands."""
         if self._up is not None:
             self._up.kill()
-            self._up.wait(PATIENCE_S)
+            self._up.wait(TIMEOUT_S)
         self._up = None
 
     def status(self, *, missing: bool = False) -> dict[str, Any]:
         """Returns the output of ``kvferry status --json``; nothing if no leader answers and that is allowed."""
         command = [PROGRAM, "status", "--json", "--socket-dir", str(self.socket_dir)]
-        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=PATIENCE_S)
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S)
         if done.returncode != 0 and missing:
             return {}
         assert done.returncode == 0, done.stderr

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import make_model
-from daemon import PATIENCE_S, Daemon, eventually
+from daemon import TIMEOUT_S, Daemon, eventually
 
 HERE = Path(__file__).parent
 PAGE_TOKENS = 32
@@ -87,11 +87,11 @@ class Process:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(group, sent)
         try:
-            self.process.wait(PATIENCE_S)
+            self.process.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
             # Python then prints the stack of each thread.
             self.process.send_signal(signal.SIGABRT)
-            self.process.wait(PATIENCE_S)
+            self.process.wait(TIMEOUT_S)
             raise AssertionError(f"it does not end by signal {sent}:\n{self.logged()[-8000:]}") from None
 
         def gone() -> bool:
@@ -121,33 +121,33 @@ class Engine(Process):
         os.close(theirs)
         self._replies = os.fdopen(reply)
         self._say(wanted)
-        self.started = self._hear(START_LIMIT_S)
+        self.started = self._receive(START_LIMIT_S)
 
     def _say(self, what: dict[str, Any]) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(what) + "\n")
         self.process.stdin.flush()
 
-    def _hear(self, patience_s: float) -> Any:
-        ready, _, _ = select.select([self._replies], [], [], patience_s)
+    def _receive(self, grace_s: float) -> Any:
+        ready, _, _ = select.select([self._replies], [], [], grace_s)
         line = self._replies.readline() if ready else ""
         assert line, f"the engine does not answer:\n{self.logged()[-8000:]}"
         return json.loads(line)
 
-    def ask(self, do: str, **order: Any) -> Any:
+    def request(self, do: str, **order: Any) -> Any:
         self._say({"do": do, **order})
-        return self._hear(2 * PATIENCE_S)
+        return self._receive(2 * TIMEOUT_S)
 
     def generate(self, *prompts: list[int] | dict[str, Any], max_tokens: int = 16) -> list[Answer]:
         orders = [each if isinstance(each, dict) else {"tokens": each} for each in prompts]
-        return self.ask("generate", prompts=orders, max_tokens=max_tokens)
+        return self.request("generate", prompts=orders, max_tokens=max_tokens)
 
     def reset(self, *, connector: bool = False) -> None:
         """Resets the engine's own prefix cache; waits for copies that still read its pages."""
-        eventually("the prefix cache is reset", lambda: self.ask("reset", connector=connector))
+        eventually("the prefix cache is reset", lambda: self.request("reset", connector=connector))
 
     def external_hits(self) -> int:
-        return int(self.ask("metrics")["vllm:external_prefix_cache_hits"])
+        return int(self.request("metrics")["vllm:external_prefix_cache_hits"])
 
 
 class Server(Process):
@@ -184,7 +184,7 @@ class Server(Process):
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}{path}", data, {"Content-Type": "application/json"}, method=method
         )
-        with urllib.request.urlopen(request, timeout=2 * PATIENCE_S) as answer:
+        with urllib.request.urlopen(request, timeout=2 * TIMEOUT_S) as answer:
             return answer.read().decode()
 
     def generate(self, *prompts: list[int], max_tokens: int = 16) -> list[Answer]:
@@ -250,11 +250,11 @@ def settled(engine: Engine, daemon: Daemon) -> None:
     eventually("copies are over", lambda: not daemon.status()["copies_under_way"])
 
 
-def wait_steps(engine: Engine, what: str, check: Any, patience_s: float = PATIENCE_S) -> dict[str, Any]:
+def wait_steps(engine: Engine, what: str, check: Any, grace_s: float = TIMEOUT_S) -> dict[str, Any]:
     """Runs steps of an engine in its own process until their results satisfy ``check``."""
-    until = time.monotonic() + patience_s
+    until = time.monotonic() + grace_s
     while True:
-        state = engine.ask("step")
+        state = engine.request("step")
         if check(state):
             return state
-        assert time.monotonic() < until, f"{what}: not within {patience_s:.0f} s: {state}"
+        assert time.monotonic() < until, f"{what}: not within {grace_s:.0f} s: {state}"

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import torch
-from daemon import PATIENCE_S, Daemon, eventually
+from daemon import TIMEOUT_S, Daemon, eventually
 
 import kvferry.memory
 from kvferry import cuda, wire
@@ -116,27 +116,27 @@ def main(socket_dir: Path, kind: str) -> None:
     eventually("the rank is registered", lambda: rank.registered)
     Daemon(socket_dir).wait_ready()
 
-    def ask(message: object, *, written: bool = False) -> object:
-        question = scheduler.ask(message, PATIENCE_S)  # type: ignore[arg-type]
+    def request(message: object, *, written: bool = False) -> object:
+        pending = scheduler.request(message, TIMEOUT_S)  # type: ignore[arg-type]
         if written:
-            rank.wrote(question.id)
-        assert question.wait(PATIENCE_S)
-        assert question.answer is not None, question.failure
-        return question.answer
+            rank.wrote(pending.id)
+        assert pending.wait(TIMEOUT_S)
+        assert pending.answer is not None, pending.failure
+        return pending.answer
 
     def lookup(slot: int) -> int:
         hashes = b"".join(number.to_bytes(16, "big") for number in range(1, 4))
-        return ask(wire.Lookup(slot=slot, namespace=b"", hash_bytes=16, hashes=hashes)).hit_pages  # type: ignore[attr-defined]
+        return request(wire.Lookup(slot=slot, namespace=b"", hash_bytes=16, hashes=hashes)).hit_pages  # type: ignore[attr-defined]
 
     fill()
     stored, target = [4, 5, 1], [0, 7, 8]
     kept = [page(number) for number in stored]
     assert lookup(1) == 0
-    ask(wire.Store(1, 0, wire.runs(stored)), written=True)
+    request(wire.Store(1, 0, wire.runs(stored)), written=True)
     fill()
     expected = [page(number) for number in range(PAGES)]
     assert lookup(2) == 3
-    assert ask(wire.Load(2, 0, wire.runs(target))).pages == 3  # type: ignore[attr-defined]
+    assert request(wire.Load(2, 0, wire.runs(target))).pages == 3  # type: ignore[attr-defined]
     for number, content in zip(target, kept, strict=True):
         expected[number] = content
     assert [page(number) for number in range(PAGES)] == expected
@@ -150,17 +150,17 @@ def main(socket_dir: Path, kind: str) -> None:
             size, address = ctypes.c_size_t(len(content)), ctypes.c_uint64(layer.address)
             assert library.cuMemcpyHtoDAsync_v2(address, content, size, stream) == 0
     hashes = b"".join(number.to_bytes(16, "big") for number in range(11, 14))
-    found = ask(wire.Lookup(slot=3, namespace=b"", hash_bytes=16, hashes=hashes))
+    found = request(wire.Lookup(slot=3, namespace=b"", hash_bytes=16, hashes=hashes))
     assert found.hit_pages == 0  # type: ignore[attr-defined]
-    again = scheduler.ask(wire.Store(3, 0, wire.runs([9, 3, 6])), PATIENCE_S)
+    again = scheduler.request(wire.Store(3, 0, wire.runs([9, 3, 6])), TIMEOUT_S)
     rank.wrote(again.id, lambda: False, stream.value)
-    assert again.wait(PATIENCE_S)
+    assert again.wait(TIMEOUT_S)
     assert again.answer is not None, again.failure
     kept = [[content[n * PAGE_BYTES :][:PAGE_BYTES] for content in contents] for n in (9, 3, 6)]
     fill()
-    found = ask(wire.Lookup(slot=4, namespace=b"", hash_bytes=16, hashes=hashes))
+    found = request(wire.Lookup(slot=4, namespace=b"", hash_bytes=16, hashes=hashes))
     assert found.hit_pages == 3  # type: ignore[attr-defined]
-    ask(wire.Load(4, 0, wire.runs([1, 2, 10])))
+    request(wire.Load(4, 0, wire.runs([1, 2, 10])))
     assert [page(number) for number in (1, 2, 10)] == kept
     scheduler.close()
     worker = Path(f"/proc/{rank._process}/maps")

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import zmq
-from daemon import PATIENCE_S, eventually, running
+from daemon import TIMEOUT_S, eventually, running
 
 from kvferry import wire
-from kvferry.client import Client, Failure, Question
+from kvferry.client import Client, Failure, PendingRequest
 from kvferry.wire import Code, Kind
 
 ENGINE = b"e" * 16
@@ -41,12 +41,12 @@ class Fake:
         self.socket.close(0)
         self.path.unlink(missing_ok=True)
 
-    def hear(self, *, pings: bool = False) -> tuple[bytes, wire.Envelope]:
+    def receive(self, *, pings: bool = False) -> tuple[bytes, wire.Envelope]:
         """Returns the next message, without hellos, and without pings unless they are wanted."""
         peer, kind, parts = self._receive(pings=pings)
         return peer, wire.Envelope(kind, int.from_bytes(parts[0][8:16], "big"), 0, None)
 
-    def hear_refusal(self) -> wire.Envelope:
+    def receive_refusal(self) -> wire.Envelope:
         """The next error."""
         _, _, parts = self._receive()
         envelope = wire.read(parts)
@@ -96,18 +96,18 @@ def talking(directory: Path, **turn: object) -> Iterator[Client]:
         client.close()
 
 
-def ended(question: Question) -> Question:
-    assert question.wait(PATIENCE_S), "no end"
-    return question
+def ended(pending: PendingRequest) -> PendingRequest:
+    assert pending.wait(TIMEOUT_S), "no end"
+    return pending
 
 
 def test_an_answer_a_refusal_and_an_answer_of_the_wrong_kind(directory: Path) -> None:
     server = Fake(directory)
     with talking(directory) as client:
-        first, second, third = (client.ask(LOOKUP, PATIENCE_S) for _ in range(3))
-        assert [question.id for question in (first, second, third)] == [100, 101, 102]
+        first, second, third = (client.request(LOOKUP, TIMEOUT_S) for _ in range(3))
+        assert [pending.id for pending in (first, second, third)] == [100, 101, 102]
         for _ in range(3):
-            peer, envelope = server.hear()
+            peer, envelope = server.receive()
             match envelope.correlation:
                 case 100:
                     server.say(peer, Kind.LOOKUP_ANSWER, 100, FOUND)
@@ -118,7 +118,12 @@ def test_an_answer_a_refusal_and_an_answer_of_the_wrong_kind(directory: Path) ->
         assert ended(first).answer == FOUND
         failure = ended(second).failure
         assert failure is not None
-        assert (failure.code, failure.message, failure.said, failure.retry) == (Code.NOT_READY, "not yet", True, True)
+        assert (failure.code, failure.message, failure.reported, failure.retry) == (
+            Code.NOT_READY,
+            "not yet",
+            True,
+            True,
+        )
         assert not failure.over, "it does not say so"
         failure = ended(third).failure
         assert failure is not None
@@ -130,19 +135,19 @@ def test_an_error_says_itself_whether_anything_is_under_way(directory: Path) -> 
     server = Fake(directory)
     with talking(directory) as client:
         server.greet(client)
-        asked = client.ask(LOOKUP, 20)
-        assert server.hear()[1].correlation == asked.id
+        asked = client.request(LOOKUP, 20)
+        assert server.receive()[1].correlation == asked.id
         # The connection breaks, and the request is sent again: a `busy` does not cover the first one.
         server.close()
         server.open()
-        peer, envelope = server.hear()
+        peer, envelope = server.receive()
         assert envelope.correlation == asked.id
         server.say(peer, Kind.ERROR, asked.id, wire.Error(Code.BUSY, "too many requests wait", True))
         failure = ended(asked).failure
         assert failure is not None
-        assert (failure.code, failure.said, failure.over) == (Code.BUSY, True, False)
-        asked = client.ask(LOOKUP, 20)
-        peer, envelope = server.hear()
+        assert (failure.code, failure.reported, failure.over) == (Code.BUSY, True, False)
+        asked = client.request(LOOKUP, 20)
+        peer, envelope = server.receive()
         server.say(peer, Kind.ERROR, asked.id, wire.Error(Code.COPY_FAILED, "it failed", True, over=True))
         failure = ended(asked).failure
         assert failure is not None
@@ -152,10 +157,10 @@ def test_an_error_says_itself_whether_anything_is_under_way(directory: Path) -> 
 def test_nobody_there_is_told_in_time(directory: Path) -> None:
     with talking(directory) as client:
         begun = time.monotonic()
-        failure = ended(client.ask(LOOKUP, 0.2, patience_s=0.1)).failure
+        failure = ended(client.request(LOOKUP, 0.2, grace_s=0.1)).failure
         assert failure is not None
-        assert (failure.code, failure.said) == (Code.DEADLINE, False)
-        assert 0.3 <= time.monotonic() - begun < PATIENCE_S
+        assert (failure.code, failure.reported) == (Code.DEADLINE, False)
+        assert 0.3 <= time.monotonic() - begun < TIMEOUT_S
         assert "nobody listens" in client.problem
         assert not client.listening
 
@@ -164,21 +169,21 @@ def test_what_is_not_answered_is_asked_again_under_its_id(directory: Path) -> No
     server = Fake(directory)
     with talking(directory) as client:
         server.greet(client)
-        kept = client.ask(LOOKUP, PATIENCE_S)
-        bound = client.ask(LOOKUP, PATIENCE_S, link=client.link)
+        kept = client.request(LOOKUP, TIMEOUT_S)
+        bound = client.request(LOOKUP, TIMEOUT_S, link=client.link)
         link = client.link
-        assert [server.hear()[1].correlation for _ in range(2)] == [kept.id, bound.id]
+        assert [server.receive()[1].correlation for _ in range(2)] == [kept.id, bound.id]
         server.close()
         failure = ended(bound).failure
         assert failure is not None
         assert not failure.over, "it may have been carried out"
         server.open()
-        peer, envelope = server.hear()
+        peer, envelope = server.receive()
         assert envelope.correlation == kept.id
         server.say(peer, Kind.LOOKUP_ANSWER, kept.id, FOUND)
         assert ended(kept).answer == FOUND
         assert client.link > link
-        stale = ended(client.ask(LOOKUP, PATIENCE_S, link=link)).failure
+        stale = ended(client.request(LOOKUP, TIMEOUT_S, link=link)).failure
         assert stale is not None
         assert stale.over, "it was never sent"
 
@@ -195,29 +200,29 @@ def test_a_connection_that_is_gone_and_not_known_to_be_holds_nobody(
         questions = []
 
         def noticed() -> bool:
-            questions.append(client.ask(LOOKUP, 2 * PATIENCE_S))
+            questions.append(client.request(LOOKUP, 2 * TIMEOUT_S))
             return not client.listening
 
         eventually("it is noticed", noticed)
         server.open()
-        for question in questions:
-            peer, envelope = server.hear()
-            assert envelope.correlation == question.id
-            server.say(peer, Kind.LOOKUP_ANSWER, question.id, FOUND)
-        assert all(ended(question).answer == FOUND for question in questions)
+        for pending in questions:
+            peer, envelope = server.receive()
+            assert envelope.correlation == pending.id
+            server.say(peer, Kind.LOOKUP_ANSWER, pending.id, FOUND)
+        assert all(ended(pending).answer == FOUND for pending in questions)
 
 
 @pytest.mark.parametrize("garbage", [b"", b"\xc1", b"\x80\x80", b"\xff" * 100, b"\x81\xa9hit_pages\xa1x"])
 def test_garbage_breaks_the_connection_and_nothing_else(directory: Path, garbage: bytes) -> None:
     server = Fake(directory)
     with talking(directory) as client:
-        question = client.ask(LOOKUP, PATIENCE_S)
-        peer, _ = server.hear()
-        server.say(peer, Kind.LOOKUP_ANSWER, question.id, garbage)
-        peer, envelope = server.hear()
-        assert envelope.correlation == question.id
-        server.say(peer, Kind.LOOKUP_ANSWER, question.id, FOUND)
-        assert ended(question).answer == FOUND
+        pending = client.request(LOOKUP, TIMEOUT_S)
+        peer, _ = server.receive()
+        server.say(peer, Kind.LOOKUP_ANSWER, pending.id, garbage)
+        peer, envelope = server.receive()
+        assert envelope.correlation == pending.id
+        server.say(peer, Kind.LOOKUP_ANSWER, pending.id, FOUND)
+        assert ended(pending).answer == FOUND
 
 
 def test_a_header_of_another_length_or_magic_is_no_message() -> None:
@@ -231,37 +236,37 @@ def test_what_is_not_known_ends_neither_the_connection_nor_a_question(directory:
     """A server may be newer: ids of its requests are independent of ours, and its unknown answers are ignored."""
     server = Fake(directory)
     with talking(directory) as client:
-        question = client.ask(LOOKUP, 20)
-        peer, envelope = server.hear()
+        pending = client.request(LOOKUP, 20)
+        peer, envelope = server.receive()
         link = client.link
         unknown_requests, unknown_answers = (998, Kind.LOOKUP), (999, 63)
         for kind in (*unknown_answers, *unknown_requests):
-            server.say(peer, kind, question.id, b"\xc1")
+            server.say(peer, kind, pending.id, b"\xc1")
         for _ in unknown_requests:
-            refused = server.hear_refusal()
-            assert (refused.correlation, refused.body.code) == (question.id, Code.UNKNOWN_KIND)
-        assert not question.done
-        server.say(peer, Kind.PING, question.id, wire.Empty())
-        assert server.hear()[1].kind == Kind.PONG
+            refused = server.receive_refusal()
+            assert (refused.correlation, refused.body.code) == (pending.id, Code.UNKNOWN_KIND)
+        assert not pending.done
+        server.say(peer, Kind.PING, pending.id, wire.Empty())
+        assert server.receive()[1].kind == Kind.PONG
         server.say(peer, Kind.LOOKUP_ANSWER, envelope.correlation, FOUND)
-        assert ended(question).answer == FOUND
+        assert ended(pending).answer == FOUND
         assert client.link == link
 
 
 def test_required_bits_that_are_not_known(directory: Path) -> None:
     server = Fake(directory)
     with talking(directory) as client:
-        question = client.ask(LOOKUP, 20)
-        peer, _ = server.hear()
+        pending = client.request(LOOKUP, 20)
+        peer, _ = server.receive()
         link = client.link
         for kind in (Kind.PING, Kind.LOOKUP_ANSWER):
-            head = bytearray(wire.header(2, kind, question.id, 0, 0))
+            head = bytearray(wire.header(2, kind, pending.id, 0, 0))
             head[20:24] = b"\x00\x01\xff\xff"
             server.socket.send_multipart([peer, bytes(head), wire.body_of(FOUND)])
-        assert server.hear_refusal().body.code == Code.UNSUPPORTED
-        failure = ended(question).failure
+        assert server.receive_refusal().body.code == Code.UNSUPPORTED
+        failure = ended(pending).failure
         assert failure is not None
-        assert not failure.said, "whatever that was, nobody knows how the request ended"
+        assert not failure.reported, "whatever that was, nobody knows how the request ended"
         assert client.link == link
 
 
@@ -289,7 +294,7 @@ def test_silence_is_a_lost_connection(directory: Path) -> None:
     server = Fake(directory, heartbeat_ms=20)
     with talking(directory) as client:
         eventually(
-            "a welcome", lambda: client.listening or (server.socket.poll(0) and server.hear(pings=True) and False)
+            "a welcome", lambda: client.listening or (server.socket.poll(0) and server.receive(pings=True) and False)
         )
         link = client.link
         eventually("it is lost", lambda: client.link != link)
@@ -302,54 +307,54 @@ def test_a_client_that_only_listens_pings(directory: Path) -> None:
     with talking(directory) as client:
         server.greet(client)
         link = client.link
-        questions = [client.ask(LOOKUP, 60) for _ in range(40)]
-        asked = [server.hear() for _ in questions]
+        questions = [client.request(LOOKUP, 60) for _ in range(40)]
+        asked = [server.receive() for _ in questions]
         said, longest_s = time.monotonic(), 0.0
         for peer, envelope in asked:
             server.say(peer, Kind.LOOKUP_ANSWER, envelope.correlation, FOUND)
             until = time.monotonic() + 0.25
             while (left_s := until - time.monotonic()) > 0:
                 if server.socket.poll(left_s * 1000):
-                    server.hear(pings=True)
+                    server.receive(pings=True)
                     server.say(peer, Kind.PONG, 0, wire.Empty())
                     said = time.monotonic()
                 longest_s = max(longest_s, time.monotonic() - said)
         assert longest_s < 3, f"it said nothing for {longest_s:.1f} s"
-        assert all(ended(question).answer == FOUND for question in questions)
+        assert all(ended(pending).answer == FOUND for pending in questions)
         assert client.link == link
 
 
 def test_credits_are_kept(directory: Path) -> None:
     server = Fake(directory, request_credits=2)
     with talking(directory) as client:
-        questions = [client.ask(LOOKUP, PATIENCE_S) for _ in range(5)]
-        heard = [server.hear() for _ in range(2)]
+        questions = [client.request(LOOKUP, TIMEOUT_S) for _ in range(5)]
+        received = [server.receive() for _ in range(2)]
         assert not server.socket.poll(100), "two may wait, not more"
         for left in (3, 2, 1, 0, 0):
-            peer, envelope = heard.pop(0)
+            peer, envelope = received.pop(0)
             server.say(peer, Kind.LOOKUP_ANSWER, envelope.correlation, FOUND)
             if left:
-                heard.append(server.hear())
-        assert all(ended(question).answer == FOUND for question in questions)
+                received.append(server.receive())
+        assert all(ended(pending).answer == FOUND for pending in questions)
 
 
 def test_an_urgent_question_overtakes_what_waits_for_credits(directory: Path) -> None:
     server = Fake(directory, request_credits=128)
     with talking(directory) as client:
-        questions = [client.ask(LOOKUP, 20) for _ in range(200)]
-        heard = [server.hear() for _ in range(126)]
+        questions = [client.request(LOOKUP, 20) for _ in range(200)]
+        received = [server.receive() for _ in range(126)]
         assert not server.socket.poll(100), "the others wait"
-        urgent = client.ask(wire.CancelStores(), 20, urgent=True)
-        peer, envelope = server.hear()
+        urgent = client.request(wire.CancelStores(), 20, urgent=True)
+        peer, envelope = server.receive()
         assert (envelope.kind, envelope.correlation) == (Kind.CANCEL_STORES, urgent.id)
         server.say(peer, Kind.CANCEL_STORES_ANSWER, urgent.id, wire.CancelStoresAnswer(3))
         assert ended(urgent).answer == wire.CancelStoresAnswer(3)
         for number in range(200):
-            peer, envelope = heard[number]
+            peer, envelope = received[number]
             server.say(peer, Kind.LOOKUP_ANSWER, envelope.correlation, FOUND)
-            if len(heard) < 200:
-                heard.append(server.hear())
-        assert all(ended(question).answer == FOUND for question in questions)
+            if len(received) < 200:
+                received.append(server.receive())
+        assert all(ended(pending).answer == FOUND for pending in questions)
 
 
 def test_a_directory_that_others_can_reach_is_refused(directory: Path) -> None:
@@ -362,12 +367,12 @@ def test_a_directory_that_others_can_reach_is_refused(directory: Path) -> None:
 
 def test_closing_ends_every_question(directory: Path) -> None:
     with talking(directory) as client:
-        question = client.ask(LOOKUP, 60)
+        pending = client.request(LOOKUP, 60)
         client.close()
-        failure = ended(question).failure
+        failure = ended(pending).failure
         assert isinstance(failure, Failure)
-        assert not failure.said
-        late = ended(client.ask(LOOKUP, 60)).failure
+        assert not failure.reported
+        late = ended(client.request(LOOKUP, 60)).failure
         assert late is not None
         assert late.over
 
@@ -385,14 +390,14 @@ def test_a_turn_comes_when_something_happens_and_when_its_time_has_come(director
 
 def test_with_a_real_leader() -> None:
     with running(ranks=1) as daemon, talking(daemon.socket_dir / "leader") as client:
-        failure = ended(client.ask(LOOKUP, PATIENCE_S)).failure
+        failure = ended(client.request(LOOKUP, TIMEOUT_S)).failure
         assert failure is not None
         assert (failure.code, failure.over) == (Code.NOT_READY, True)
         first, epoch = client.link, client.epoch
         daemon.killed(daemon.leader)
         eventually("another leader", lambda: client.link > first)
         assert client.epoch > epoch
-        assert ended(client.ask(LOOKUP, PATIENCE_S)).failure is not None
+        assert ended(client.request(LOOKUP, TIMEOUT_S)).failure is not None
 
 
 def test_runs_of_neighbours() -> None:

@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvferry import groups, interface
+from kvferry import compat, kv_groups
 from kvferry import vllm as connector
 from kvferry.settings import Settings, default_socket_dir
 
@@ -48,7 +48,7 @@ def config(**changes: Any) -> Any:
 
 
 def test_the_installed_interface_is_the_known_one() -> None:
-    assert interface.differences(*KNOWN) == []
+    assert compat.differences(*KNOWN) == []
 
 
 def test_an_interface_that_differs_is_named() -> None:
@@ -65,7 +65,7 @@ def test_an_interface_that_differs_is_named() -> None:
             pass
 
     with pytest.raises(RuntimeError) as refused:
-        interface.check(Other, SupportsHMA, Pool, SchedulerOutput, KVConnectorBlockState)
+        compat.check(Other, SupportsHMA, Pool, SchedulerOutput, KVConnectorBlockState)
     text = str(refused.value)
     for part in (
         "kvferry knows the KV connector interface of vLLM 0.32; vLLM 0.32.0",
@@ -138,7 +138,7 @@ def test_every_hash_algorithm_of_vllm_is_judged() -> None:
 )
 def test_what_is_not_supported_is_said(kinds: list[type], changes: dict[str, int], text: str | None) -> None:
     found = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=object.__new__(kind)) for kind in kinds])
-    why = connector.why_unreachable(config(**changes)) or groups.why_not_served(found)  # type: ignore[arg-type]
+    why = connector.why_unreachable(config(**changes)) or kv_groups.why_not_served(found)  # type: ignore[arg-type]
     assert (why is None) == (text is None)
     assert text is None or text in (why or "")
 
@@ -161,7 +161,7 @@ def test_groups_in_words() -> None:
         num_blocks=9,
         kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=[name]) for name, spec in every.items()],
     )
-    described = groups.groups_of(found, dict.fromkeys(every, "a tensor"))  # type: ignore[arg-type]
+    described = kv_groups.groups_of(found, dict.fromkeys(every, "a tensor"))  # type: ignore[arg-type]
     assert {(each.engine_page_tokens, each.device_pages) for each in described} == {(16, 9)}
     assert [(*each.tensors, each.role, each.attention, each.window_tokens) for each in described] == [
         ("full", "kv", "full", 0),
@@ -184,12 +184,12 @@ def kv_cache(*specs: Any) -> Any:
 def test_shards_are_those_that_differ() -> None:
     every = kv_cache(FullAttentionSpec(**PLAIN))
     for heads, ranks, shards in (({8}, 2, 2), ({2}, 8, 2), ({1}, 4, 1), ({2, 4}, 8, 8), (set(), 8, 8)):
-        assert groups.shards(every, ranks, heads) == shards
+        assert kv_groups.shards(every, ranks, heads) == shards
     latent = MLAAttentionSpec(**PLAIN, max_tp_shards=1)
-    assert groups.shards(kv_cache(latent, latent), 4, {8}) == 1
+    assert kv_groups.shards(kv_cache(latent, latent), 4, {8}) == 1
     unknown = MLAAttentionSpec(**PLAIN)
-    assert groups.shards(kv_cache(latent, unknown), 4, {1}) == 4, "one layer may be each rank's own"
-    assert groups.shards(kv_cache(latent, FullAttentionSpec(**PLAIN)), 4, {1}) == 4
+    assert kv_groups.shards(kv_cache(latent, unknown), 4, {1}) == 4, "one layer may be each rank's own"
+    assert kv_groups.shards(kv_cache(latent, FullAttentionSpec(**PLAIN)), 4, {1}) == 4
 
 
 def model(heads: int, layers: list[dict[str, int]] | None = None, **config: Any) -> Any:
@@ -223,15 +223,15 @@ def test_a_mixed_group_is_judged_by_its_ranks() -> None:
     )
     of_ranks = KVCacheConfig(9, [], [KVCacheGroupSpec(["a", "b"], mixed)])
     of_scheduler = generate_scheduler_kv_cache_config([of_ranks])
-    assert groups.why_not_served(of_scheduler) is None
-    assert "SlidingWindowSpec" in (groups.why_not_served(of_ranks) or "")
-    (described,) = groups.groups_of(of_ranks, dict.fromkeys("ab", "a tensor"))
+    assert kv_groups.why_not_served(of_scheduler) is None
+    assert "SlidingWindowSpec" in (kv_groups.why_not_served(of_ranks) or "")
+    (described,) = kv_groups.groups_of(of_ranks, dict.fromkeys("ab", "a tensor"))
     assert described.attention == "other", "its worker serves none of these"
 
 
 def test_layers_that_are_not_causal_are_not_served() -> None:
-    assert groups.why_not_served(kv_cache(FullAttentionSpec(**PLAIN))) is None
-    why = groups.why_not_served(kv_cache(FullAttentionSpec(**PLAIN, non_causal=True)))
+    assert kv_groups.why_not_served(kv_cache(FullAttentionSpec(**PLAIN))) is None
+    why = kv_groups.why_not_served(kv_cache(FullAttentionSpec(**PLAIN, non_causal=True)))
     assert "layers that are not causal" in (why or "")
 
 
@@ -239,7 +239,7 @@ def test_a_page_has_bytes_of_all_layers() -> None:
     spec, larger = FullAttentionSpec(**PLAIN), FullAttentionSpec(**{**PLAIN, "num_kv_heads": 3})
     mixed = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": spec, "b": larger})
     for layers in (KVCacheGroupSpec(["a", "b", "c", "d"], spec), KVCacheGroupSpec(["a", "b"], mixed)):
-        assert groups.page_bytes(KVCacheConfig(9, [], [layers])) == 4 * spec.page_size_bytes
+        assert kv_groups.page_bytes(KVCacheConfig(9, [], [layers])) == 4 * spec.page_size_bytes
 
 
 @pytest.mark.parametrize(

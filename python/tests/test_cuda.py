@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from daemon import PATIENCE_S, running
+from daemon import TIMEOUT_S, running
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def script(source: str, *arguments: str, **changes: str) -> subprocess.Completed
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     variables = {**os.environ, "PYTHONPATH": path, **changes}
     command = [sys.executable, *([source] if source.endswith(".py") else ["-c", source]), *arguments]
-    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=PATIENCE_S)
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=TIMEOUT_S)
 
 
 @pytest.mark.parametrize("kind", ["cuda_ipc", "ticket", "cuda_fabric"])
@@ -309,5 +309,5 @@ def test_an_engine_that_writes_registers_again(variables: dict[str, str]) -> Non
             assert engine.stdout is not None
             assert engine.stdout.readline() == "registered\n"
             daemon.killed(daemon.pid())
-            said, _ = engine.communicate(timeout=PATIENCE_S)
+            said, _ = engine.communicate(timeout=TIMEOUT_S)
         assert said == "again\n"

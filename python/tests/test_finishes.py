@@ -17,7 +17,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 
 def silence() -> Failure:
-    return Failure(Code.DEADLINE, "no answer came in time", said=False, retry=True)
+    return Failure(Code.DEADLINE, "no answer came in time", reported=False, retry=True)
 
 
 def finish(engine: Engine, name: str) -> int:
@@ -47,7 +47,7 @@ def test_a_finish_without_an_answer_is_said_again_until_it_has_one(engine: Engin
 
 def test_a_finish_that_could_not_be_asked_is_asked_later(engine: Engine) -> None:
     """No answer arrives, and the limit of open requests is reached."""
-    engine.leader.answers[wire.Finish] = Failure(Code.BUSY, "4096 questions", said=False, retry=True, over=True)
+    engine.leader.answers[wire.Finish] = Failure(Code.BUSY, "4096 questions", reported=False, retry=True, over=True)
     slots = [finish(engine, f"{number}") for number in range(5)]
     said = len(finished(engine))
     engine.step()

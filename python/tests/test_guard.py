@@ -19,9 +19,9 @@ from kvferry import wire
 from kvferry.client import Failure
 from kvferry.guard import Faults, guarded
 from kvferry.memory import Group, KvMemory, Place
+from kvferry.metadata import RankReport, StepMetadata
 from kvferry.rank import RankSession
 from kvferry.reports import Reports
-from kvferry.steps import RankReport, StepMetadata
 from kvferry.vllm import KvferryConnector
 from kvferry.wire import Code
 
@@ -100,7 +100,7 @@ UNSEEN = {
 
 
 def unknown() -> Failure:
-    return Failure(Code.DEADLINE, "nobody knows", said=False)
+    return Failure(Code.DEADLINE, "nobody knows", reported=False)
 
 
 def one_fault(hook: str, after: bool, moment: str, answer: Any) -> int:

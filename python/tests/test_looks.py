@@ -79,7 +79,7 @@ def test_several_folders_of_a_slow_disk_do_not_stop_every_step(monkeypatch: pyte
     looks._left_s = 0.01
     assert looks.at("two") is None
     monkeypatch.setattr("kvferry.looks.LOOKS_S", 0.01)
-    eventually("it has taken its time", lambda: time.monotonic() - looks._asked_at > 0.01)
+    eventually("it has taken its time", lambda: time.monotonic() - looks._requested_at > 0.01)
     goes_on.set()
     eventually("the look is over", lambda: not looks._answers.empty())
     for _ in range(20):

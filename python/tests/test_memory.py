@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from daemon import PATIENCE_S, Daemon, eventually, running
+from daemon import TIMEOUT_S, Daemon, eventually, running
 
 from kvferry import memory, wire
 from kvferry.client import Client
@@ -79,17 +79,17 @@ class Talk:
         self.rank = RankSession(daemon.socket_dir / "worker-0-0", engine, 0, 0, kept)
         eventually("the rank is registered", lambda: self.rank.registered)
 
-    def ask(self, message: Any, *, written: bool = False) -> Any:
-        question = self.scheduler.ask(message, PATIENCE_S)
+    def request(self, message: Any, *, written: bool = False) -> Any:
+        pending = self.scheduler.request(message, TIMEOUT_S)
         if written:
-            self.rank.wrote(question.id)
-        assert question.wait(PATIENCE_S)
-        assert question.answer is not None, question.failure
-        return question.answer
+            self.rank.wrote(pending.id)
+        assert pending.wait(TIMEOUT_S)
+        assert pending.answer is not None, pending.failure
+        return pending.answer
 
     def lookup(self, pages: int, slot: int) -> wire.LookupAnswer:
         hashes = b"".join(number.to_bytes(16, "big") for number in range(1, pages + 1))
-        return self.ask(wire.Lookup(slot=slot, namespace=self.namespace, hash_bytes=16, hashes=hashes))
+        return self.request(wire.Lookup(slot=slot, namespace=self.namespace, hash_bytes=16, hashes=hashes))
 
     def close(self) -> None:
         self.scheduler.close()
@@ -105,13 +105,13 @@ def there_and_back(daemon: Daemon, tensors: dict[str, torch.Tensor], rows: int =
         stored = [4, 5, 1]
         kept = [[page(tensors, number * rows + row) for row in range(rows)] for number in stored]
         assert talk.lookup(3, slot=1).hit_pages == 0
-        answer = talk.ask(wire.Store(1, 0, wire.runs(stored)), written=True)
+        answer = talk.request(wire.Store(1, 0, wire.runs(stored)), written=True)
         assert answer.stored_pages == 3
         fill(tensors, seed=2)
         assert talk.lookup(3, slot=2).hit_pages == 3
         expected = [page(tensors, number) for number in range(PAGES * rows)]
         target = [0, 7, 8]
-        assert talk.ask(wire.Load(2, 0, wire.runs(target))).pages == 3
+        assert talk.request(wire.Load(2, 0, wire.runs(target))).pages == 3
         for number, content in zip(target, kept, strict=True):
             for row in range(rows):
                 expected[number * rows + row] = content[row]
@@ -131,7 +131,7 @@ def test_pages_of_other_content_are_not_found(daemon: Daemon) -> None:
         try:
             daemon.wait_ready()
             found.append(talk.lookup(3, slot=1).hit_pages)
-            talk.ask(wire.Store(1, 0, wire.runs([4, 5, 1])), written=True)
+            talk.request(wire.Store(1, 0, wire.runs([4, 5, 1])), written=True)
         finally:
             talk.close()
     assert found == [0, 0, 3]
@@ -237,10 +237,10 @@ def test_groups_are_registered_separately_and_not_served(daemon: Daemon, caplog:
         status = daemon.status()
         assert not status["ready"]
         assert "not served yet" in status["ranks"][0]["problem"]
-        question = talk.scheduler.ask(wire.Lookup(slot=1, namespace=b"", hash_bytes=16, hashes=b"h" * 16), 1)
-        assert question.wait(PATIENCE_S)
-        assert question.failure is not None
-        assert question.failure.code == wire.Code.NOT_READY
+        pending = talk.scheduler.request(wire.Lookup(slot=1, namespace=b"", hash_bytes=16, hashes=b"h" * 16), 1)
+        assert pending.wait(TIMEOUT_S)
+        assert pending.failure is not None
+        assert pending.failure.code == wire.Code.NOT_READY
     finally:
         talk.close()
 

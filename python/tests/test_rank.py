@@ -17,79 +17,79 @@ from typing import Any
 import pytest
 import torch
 import zmq
-from daemon import PATIENCE_S, PROGRAM, Daemon, environment, eventually, running
+from daemon import PROGRAM, TIMEOUT_S, Daemon, environment, eventually, running
 from signals import stop
 
 from kvferry import rank, wire
 from kvferry.client import SOCKET_NAME, Client
 from kvferry.memory import FD_SOCKET_NAME, Group, KvMemory, Place
-from kvferry.owed import Abandon, Owed, Register, Written
+from kvferry.outbox import Abandon, Outbox, Register, Written
 from kvferry.rank import RankSession
 from kvferry.silence import Silence
 
 
-def demands(side: Owed) -> list[Any]:
+def rank_requests(side: Outbox) -> list[Any]:
     return list(iter(side.next, None))
 
 
-def registered(side: Owed, after: int = 0) -> None:
+def registered(side: Outbox, after: int = 0) -> None:
     assert side.next() == Register(after)
     assert side.answered(Register(after), True) == []
 
 
 def test_what_is_written_is_said_behind_the_registration_and_again_to_the_next_worker() -> None:
-    side = Owed()
+    side = Outbox()
     side.wrote(4)
-    assert demands(side) == [Register(0)]
+    assert rank_requests(side) == [Register(0)]
     side.answered(Register(0), True)
-    assert demands(side) == [Written(4)]
+    assert rank_requests(side) == [Written(4)]
     side.wrote(9)
-    assert demands(side) == [], "one at a time"
+    assert rank_requests(side) == [], "one at a time"
     side.answered(Written(4), True)
-    assert demands(side) == [Written(9)]
+    assert rank_requests(side) == [Written(9)]
     side.answered(Written(9), True)
     side.wrote(3)
-    assert demands(side) == []
+    assert rank_requests(side) == []
     side.lost()
     registered(side)
-    assert demands(side) == [Written(9)]
+    assert rank_requests(side) == [Written(9)]
 
 
 def test_what_was_not_confirmed_is_asked_again() -> None:
-    side = Owed()
+    side = Outbox()
     for _ in range(2):
-        assert demands(side) == [Register(0)]
+        assert rank_requests(side) == [Register(0)]
         side.answered(Register(0), False)
     registered(side)
     side.abandon([5, 3])
-    assert demands(side) == [Abandon([3, 5])]
+    assert rank_requests(side) == [Abandon([3, 5])]
     assert side.answered(Abandon([3, 5]), False) == []
-    assert demands(side) == [Abandon([3, 5])]
+    assert rank_requests(side) == [Abandon([3, 5])]
     assert side.answered(Abandon([3, 5]), True) == [3, 5]
-    assert demands(side) == []
+    assert rank_requests(side) == []
 
 
 def test_abandoned_requests_are_over_for_every_later_worker() -> None:
-    side = Owed()
+    side = Outbox()
     registered(side)
     side.abandon([5])
     side.lost()
-    assert demands(side) == [Register(5), Abandon([5])], "not behind the registration"
+    assert rank_requests(side) == [Register(5), Abandon([5])], "not behind the registration"
     side.abandon([8])
     assert side.answered(Abandon([5]), True) == [5]
-    assert demands(side) == [Abandon([8])]
+    assert rank_requests(side) == [Abandon([8])]
     assert side.dead() == [8]
-    assert demands(side) == []
+    assert rank_requests(side) == []
 
 
 def test_a_worker_that_has_forgotten_the_memory_gets_it_again() -> None:
-    side = Owed()
+    side = Outbox()
     registered(side)
     side.wrote(2)
-    assert demands(side) == [Written(2)]
-    side.forgotten()
+    assert rank_requests(side) == [Written(2)]
+    side.memory_dropped()
     side.answered(Written(2), False)
-    assert demands(side) == [Register(0)]
+    assert rank_requests(side) == [Register(0)]
 
 
 @pytest.fixture
@@ -146,12 +146,12 @@ def test_what_a_device_still_writes_is_not_said_to_be_written(session: RankSessi
     session.wrote(9)
     eventually("it is looked at again and again", lambda: len(looked) > 3)
     assert set(looked) == {4}, "in order"
-    assert session._owed.written == 0
+    assert session._outbox.written == 0
     done[4] = True
     eventually("the next one is looked at", lambda: 7 in looked)
-    assert session._owed.written == 4
+    assert session._outbox.written == 4
     done[7] = True
-    eventually("what stands behind it is said, too", lambda: session._owed.confirmed == 9)
+    eventually("what stands behind it is said, too", lambda: session._outbox.confirmed == 9)
 
 
 def test_a_device_that_does_not_answer_ends_no_conversation(
@@ -168,7 +168,7 @@ def test_a_device_that_does_not_answer_ends_no_conversation(
     session.wrote(9, lambda: True)
     session.abandon([3])
     over(session, [3])
-    assert session._owed.written == 0, "nothing behind it is known to be written"
+    assert session._outbox.written == 0, "nothing behind it is known to be written"
 
 
 def test_another_worker_registers_by_itself(session: RankSession, daemon: Daemon) -> None:
@@ -208,7 +208,7 @@ def leader_and_worker(directory: Path, **variables: str) -> Iterator[tuple[subpr
     finally:
         for process in (leader, worker):
             process.kill()
-            process.wait(PATIENCE_S)
+            process.wait(TIMEOUT_S)
 
 
 def test_a_worker_that_stands_still_with_nobody_to_end_it_is_killed(
@@ -222,7 +222,7 @@ def test_a_worker_that_stands_still_with_nobody_to_end_it_is_killed(
         leader.kill()
         session.abandon([7])
         over(session, [7])
-        assert worker.wait(PATIENCE_S) == -signal.SIGKILL
+        assert worker.wait(TIMEOUT_S) == -signal.SIGKILL
 
 
 def test_a_worker_that_takes_connections_and_answers_nothing_is_killed(
@@ -240,11 +240,11 @@ def test_a_worker_that_takes_connections_and_answers_nothing_is_killed(
         eventually("it has the memory", lambda: session._process == worker.pid)
         session.abandon([7])
         over(session, [7])
-        assert worker.wait(PATIENCE_S) == -signal.SIGKILL
+        assert worker.wait(TIMEOUT_S) == -signal.SIGKILL
         assert next(session._client._links) > 6, "connections came and went"
     finally:
         worker.kill()
-        worker.wait(PATIENCE_S)
+        worker.wait(TIMEOUT_S)
         session.close()
 
 
@@ -257,11 +257,11 @@ def thread_stands_still(session: RankSession) -> Iterator[None]:
     def stand() -> None:
         drain()
         stands.set()
-        goes_on.wait(PATIENCE_S)
+        goes_on.wait(TIMEOUT_S)
 
     session._client._drain_wake = stand  # type: ignore[method-assign]
     session._client.poke()
-    assert stands.wait(PATIENCE_S)
+    assert stands.wait(TIMEOUT_S)
     session._client._drain_wake = drain  # type: ignore[method-assign]
     try:
         yield
@@ -281,7 +281,7 @@ def test_a_rank_that_stood_still_before_it_reads_the_answer_kills_no_worker(
         eventually("it is registered", lambda: session.registered)
         stop(worker.pid)
         session.abandon([7])
-        eventually("it is asked", lambda: Abandon in session._owed.asked)
+        eventually("it is asked", lambda: Abandon in session._outbox.sent)
         with thread_stands_still(session):
             worker.send_signal(signal.SIGCONT)
         over(session, [7])
@@ -310,7 +310,7 @@ def looks(silence: Silence, begin_s: float, seconds: float, link: Callable[[floa
         if silence.look(begin_s + passed_s, 30.0, present):
             return passed_s
         if present:
-            silence.asked(present)
+            silence.requested(present)
     return None
 
 
@@ -346,7 +346,7 @@ def test_nothing_of_an_engine_is_left_however_it_ends(daemon: Daemon) -> None:
     names = [name for name in os.listdir("/dev/shm") if name.startswith("torch_")]
     assert names == []
     engine.kill()
-    engine.wait(PATIENCE_S)
+    engine.wait(TIMEOUT_S)
     daemon.wait_idle()
     eventually("it is let go", lambda: not daemon.status()["ranks"][0]["attached"])
     session = begin(daemon.socket_dir / "worker-0-0")
@@ -363,7 +363,7 @@ def test_an_engine_whose_connections_live_on_in_a_child_is_let_go() -> None:
         assert engine.stdout.readline() == "registered\n"
         assert daemon.status()["ranks"][0]["attached"]
         engine.kill()
-        engine.wait(PATIENCE_S)
+        engine.wait(TIMEOUT_S)
         eventually("it is let go", lambda: not daemon.status()["ranks"][0]["attached"])
         # The child ends when its standard input does.
         engine.communicate()
@@ -376,20 +376,20 @@ def test_passes_that_a_device_told_nobody_of_are_told_when_they_are_over() -> No
     session._memory = SimpleNamespace(bind_thread=lambda: None)  # type: ignore[assignment]
     over = {5: True, 6: False, 7: True}
     session._marked = deque((request, lambda request=request: over[request]) for request in over)
-    session._owed = owed = Owed(registered_groups=1, written=7)
-    demand = owed.next()
-    assert demand == Written(7)
-    assert session._message(demand) == wire.Written(5)
-    owed.answered(demand, True)
-    demand = owed.next()
-    assert demand == Written(7)
+    session._outbox = outbox = Outbox(registered_groups=1, written=7)
+    rank_request = outbox.next()
+    assert rank_request == Written(7)
+    assert session._message(rank_request) == wire.Written(5)
+    outbox.answered(rank_request, True)
+    rank_request = outbox.next()
+    assert rank_request == Written(7)
     with pytest.raises(OSError, match="has not written it yet"):
-        session._message(demand)
-    owed.answered(demand, False)
+        session._message(rank_request)
+    outbox.answered(rank_request, False)
     over[6] = True
-    demand = owed.next()
-    assert demand is not None
-    assert session._message(demand) == wire.Written(7)
+    rank_request = outbox.next()
+    assert rank_request is not None
+    assert session._message(rank_request) == wire.Written(7)
     assert not session._marked
 
 
@@ -403,13 +403,13 @@ def test_a_device_that_does_not_answer_for_a_worker_that_does_not_look() -> None
         raise RuntimeError("CUDA error: unspecified launch failure")
 
     session._marked = deque([(5, lambda: True), (6, broken), (7, lambda: True)])
-    session._owed = owed = Owed(registered_groups=1, written=7)
-    demand = owed.next()
-    assert demand is not None
-    assert session._message(demand) == wire.Written(5)
-    owed.answered(demand, True)
+    session._outbox = outbox = Outbox(registered_groups=1, written=7)
+    rank_request = outbox.next()
+    assert rank_request is not None
+    assert session._message(rank_request) == wire.Written(5)
+    outbox.answered(rank_request, True)
     assert session.fault
-    assert owed.next() is None
+    assert outbox.next() is None
     assert not session._marked
 
 
@@ -425,7 +425,7 @@ def test_a_word_of_one_stream_says_nothing_of_another() -> None:
     session._announced = session._known = 0
     session._stream, session._timeline, session._closing = None, True, False
     session._marked, session._writing = deque(maxlen=8), deque()
-    session._owed = owed = Owed(registered_groups=1)
+    session._outbox = outbox = Outbox(registered_groups=1)
     over = dict.fromkeys(range(1, 6), False)
 
     def wrote(number: int, stream: int) -> None:
@@ -439,10 +439,10 @@ def test_a_word_of_one_stream_says_nothing_of_another() -> None:
     assert marks == [(70, 1)], "the first stream may still write"
     over[2] = over[3] = True
     session._look_at_writing()
-    assert owed.written == 1, "the first one is not over"
+    assert outbox.written == 1, "the first one is not over"
     over[1] = True
     session._look_at_writing()
-    assert owed.written == 3
+    assert outbox.written == 3
     wrote(4, 80)
     assert marks == [(70, 1), (80, 4)]
 
@@ -454,11 +454,11 @@ def test_a_worker_that_looks_for_itself_is_told_of_stores_alone() -> None:
     session._lock, session._name, session._announced = threading.Lock(), "rank 0", 0
     session._stream, session._timeline, session._closing = None, True, False
     session._marked, session._writing = deque(maxlen=8), deque()
-    session._owed = owed = Owed(registered_groups=1)
+    session._outbox = outbox = Outbox(registered_groups=1)
     session.wrote(5, lambda: False, 70, stores=4)
     session.wrote(6, lambda: False, 70, stores=4)
-    assert owed.next() == Written(4)
-    assert owed.next() is None
+    assert outbox.next() == Written(4)
+    assert outbox.next() is None
     assert [number for number, _ in session._marked] == [5, 6]
 
 
@@ -480,7 +480,7 @@ def test_descriptors_that_an_engine_leaves_behind_are_closed(daemon: Daemon) -> 
     assert engine.stdout.readline() == "handed over\n"
     assert len(engine_memory(daemon)) == 1
     engine.kill()
-    engine.wait(PATIENCE_S)
+    engine.wait(TIMEOUT_S)
     # Less than the 30 s after which the worker closes descriptors without a registration.
     eventually("they are closed", lambda: not engine_memory(daemon), 25)
 
@@ -490,7 +490,7 @@ def test_a_rank_that_is_turned_away_says_why_once(daemon: Daemon, caplog: pytest
     eventually("it is told", lambda: "tp_size" in caplog.text)
     eventually("it has asked some times", lambda: session._pause_s > 0.3)
     assert caplog.text.count("is turned away") == 1
-    # One of a question that is not answered yet, at most.
+    # One of a request that is not answered yet, at most.
     assert len(engine_memory(daemon)) <= 1
     session.close()
 
@@ -541,10 +541,10 @@ def main(socket_dir: Path, *child: str) -> None:
         wire.Store(1, 0, [[0, 2]]),
         wire.Lookup(slot=2, namespace=b"", hash_bytes=32, hashes=hashes),
     ):
-        question = client.ask(message, PATIENCE_S)
-        session.wrote(question.id)
-        assert question.wait(PATIENCE_S)
-        assert question.answer is not None, question.failure
+        pending = client.request(message, TIMEOUT_S)
+        session.wrote(pending.id)
+        assert pending.wait(TIMEOUT_S)
+        assert pending.answer is not None, pending.failure
     if child and os.fork() == 0:
         sys.stdin.read()
         os._exit(0)

@@ -281,7 +281,7 @@ def test_what_cannot_be_confirmed_is_not_waited_for(steady: Engine, monkeypatch:
     monkeypatch.setattr("kvferry.resets.FORGET_MAX", 1)
     steady.leader.answers[wire.Reset] = wire.ResetAnswer(1)
     forgetting = steady.side._forgetting
-    forgetting.owe([b"one", b"two"])
+    forgetting.add([b"one", b"two"])
     begun = time.monotonic()
     assert not forgetting.wait(60)
     assert time.monotonic() - begun < 30

@@ -12,11 +12,11 @@ import pytest
 from daemon import eventually
 from vllm.v1.request import RequestStatus
 
-from kvferry import copies, scheduler, wire
+from kvferry import inflight, scheduler, wire
 from kvferry.client import Failure
+from kvferry.metadata import RankReport, StepMetadata
 from kvferry.scheduler import SchedulerSide
 from kvferry.settings import Settings
-from kvferry.steps import RankReport, StepMetadata
 from kvferry.wire import Code
 
 PAGE_TOKENS = 4
@@ -73,12 +73,12 @@ class Leader:
     def close(self) -> None:
         pass
 
-    def ask(
+    def request(
         self,
         message: Any,
         timeout_s: float,
         *,
-        patience_s: float = 0,
+        grace_s: float = 0,
         until: Callable | None = None,
         urgent: bool = False,
     ) -> Asked:
@@ -204,11 +204,11 @@ def found(engine: Engine, pages: int) -> None:
 
 
 def refused(code: int = Code.COPY_FAILED) -> Failure:
-    return Failure(code, "refused", said=True, over=True)
+    return Failure(code, "refused", reported=True, over=True)
 
 
 def unknown() -> Failure:
-    return Failure(Code.DEADLINE, "nobody knows", said=False)
+    return Failure(Code.DEADLINE, "nobody knows", reported=False)
 
 
 def test_a_token_is_left_to_compute(engine: Engine) -> None:
@@ -398,7 +398,7 @@ def test_an_error_that_does_not_say_so_frees_no_pages(engine: Engine) -> None:
     engine.side.matched_tokens(asking, 0)
     engine.allocate(asking, [10, 11, 12, 13, 14], 16)
     load = engine.leader.last(wire.Load)
-    load.end(Failure(Code.BUSY, "too many requests wait for answers", said=True, retry=True))
+    load.end(Failure(Code.BUSY, "too many requests wait for answers", reported=True, retry=True))
     assert engine.step() == StepMetadata(abandon=[load.id]), "asked again, it may be under way"
     report(engine, {load.id: 2})
     assert engine.step() == StepMetadata(loaded=["a"], failed_pages=[10, 11, 12, 13])
@@ -416,7 +416,7 @@ def test_without_a_connection_copies_are_not_waited_for(engine: Engine, monkeypa
     load = engine.leader.last(wire.Load)
     engine.leader.link, engine.leader.lost_at = 0, time.monotonic()
     assert engine.step().abandon == [], "a leader that is started again answers"
-    monkeypatch.setattr(copies, "LOST_S", -1.0)
+    monkeypatch.setattr(inflight, "LOST_S", -1.0)
     assert engine.step().abandon == [load.id]
     load.end(wire.LoadAnswer(4))
     assert engine.step().loaded == [], "what comes late may be about other pages by now"
@@ -530,7 +530,7 @@ def test_an_idle_engine_does_not_wait_for_ever(engine: Engine, monkeypatch: pyte
     engine.leader.last(wire.Store).end(unknown())
     assert engine.step().abandon == [2]
     assert engine.side.copying()
-    monkeypatch.setattr(copies, "ABANDONED_S", -1.0)
+    monkeypatch.setattr(inflight, "ABANDONED_S", -1.0)
     assert not engine.side.copying()
     assert engine.pool.held() == [1, 2], "nobody knows whether they are read"
 
@@ -612,7 +612,7 @@ def test_stores_are_cancelled_when_the_pool_is_reset(engine: Engine, monkeypatch
     assert not engine.pool.reset_prefix_cache(), "not for ever"
     assert engine.leader.count(wire.CancelStores) == 1, "asked again only once it is answered"
     assert engine.side.copying()
-    engine.leader.last(wire.CancelStores).end(Failure(Code.NOT_READY, "not yet", said=True, retry=True))
+    engine.leader.last(wire.CancelStores).end(Failure(Code.NOT_READY, "not yet", reported=True, retry=True))
     engine.leader.cancels = True
     assert engine.pool.reset_prefix_cache()
     assert engine.pool.held() == []
@@ -631,7 +631,7 @@ def test_a_leader_that_cannot_store_is_left_alone_for_a_while(engine: Engine, mo
     engine.side.matched_tokens(asking, 0)
     engine.tables["a"] = [1, 2, 3, 4]
     engine.step({asking: 8})
-    engine.leader.last(wire.Store).end(Failure(Code.NOT_READY, "not yet", said=True, retry=True, over=True))
+    engine.leader.last(wire.Store).end(Failure(Code.NOT_READY, "not yet", reported=True, retry=True, over=True))
     asking.grow(4)
     engine.step({asking: 4})
     assert engine.leader.count(wire.Store) == 1

@@ -131,7 +131,7 @@ def test_two_failed_pages_are_computed(engine: Engine, daemon: Daemon, cold: lis
     hits = engine.external_hits()
     worker = daemon.pid()
     stop(worker)
-    engine.ask("add", id="two", tokens=BASE)
+    engine.request("add", id="two", tokens=BASE)
     state = wait_steps(engine, "the load is under way", lambda state: waits_for_pages(state, "two"))
     daemon.killed(worker)
     state = wait_steps(engine, "the prompt is done", lambda state: "two" in state["done"])
@@ -149,16 +149,16 @@ def waits_for_pages(state: dict, request: str) -> bool:
 
 def test_abort_in_a_load(engine: Engine, daemon: Daemon, cold: list) -> None:
     stored(engine, daemon)
-    free = engine.ask("step")["free"]
+    free = engine.request("step")["free"]
     worker = daemon.pid()
     stop(worker)
     try:
-        engine.ask("add", id="aborted", tokens=BASE)
+        engine.request("add", id="aborted", tokens=BASE)
         state = wait_steps(engine, "the load is under way", lambda state: waits_for_pages(state, "aborted"))
         assert state["free"] == free - loadable([BASE]) // PAGE_TOKENS
-        engine.ask("abort", id="aborted")
+        engine.request("abort", id="aborted")
         for _ in range(10):
-            state = engine.ask("step")
+            state = engine.request("step")
         assert state["free"] < free, "the worker may still write the pages"
     finally:
         os.kill(worker, signal.SIGCONT)
@@ -170,16 +170,16 @@ def test_abort_in_a_load(engine: Engine, daemon: Daemon, cold: list) -> None:
 
 def test_abort_in_a_store(engine: Engine, daemon: Daemon, cold: list) -> None:
     engine.reset(connector=True)
-    free = engine.ask("step")["free"]
+    free = engine.request("step")["free"]
     worker = daemon.pid()
     stop(worker)
     try:
-        engine.ask("add", id="aborted", tokens=BASE)
+        engine.request("add", id="aborted", tokens=BASE)
         for _ in range(3):
-            engine.ask("step")
-        engine.ask("abort", id="aborted")
+            engine.request("step")
+        engine.request("abort", id="aborted")
         for _ in range(10):
-            state = engine.ask("step")
+            state = engine.request("step")
         assert state["free"] <= free - len(BASE) // PAGE_TOKENS, "the worker may still read the pages"
     finally:
         os.kill(worker, signal.SIGCONT)
@@ -194,9 +194,9 @@ def test_abort_in_a_store(engine: Engine, daemon: Daemon, cold: list) -> None:
 def test_reset_in_the_middle_of_a_prompt(engine: Engine, daemon: Daemon, cold: list) -> None:
     """With a store that has just begun: vLLM ends if its pages are still held then."""
     engine.reset(connector=True)
-    engine.ask("add", id="reset", tokens=BASE)
-    engine.ask("step")
-    assert engine.ask("reset", running=True, connector=True)
+    engine.request("add", id="reset", tokens=BASE)
+    engine.request("step")
+    assert engine.request("reset", running=True, connector=True)
     state = wait_steps(engine, "the prompt is done", lambda state: "reset" in state["done"])
     assert said([state["done"]["reset"]]) == cold[:1]
     daemon.wait_idle()
@@ -215,18 +215,18 @@ NOT_CALLED = {
 
 
 def test_a_fault_in_any_hook_costs_hits_and_no_request(engine: Engine, daemon: Daemon, cold: list) -> None:
-    called = set(engine.ask("hooks")) - NOT_CALLED
+    called = set(engine.request("hooks")) - NOT_CALLED
     assert len(called) >= 10
     for hook in sorted(called):
         stored(engine, daemon)
-        engine.ask("fault", hook=hook)
+        engine.request("fault", hook=hook)
         assert said(engine.generate(*PROMPTS)) == cold
-        assert hook in engine.ask("faults"), "it was not called"
+        assert hook in engine.request("faults"), "it was not called"
         engine.reset()
         hits = engine.external_hits()
         assert said(engine.generate(*PROMPTS)) == cold
         assert engine.external_hits() == hits, "nothing is looked up any more"
-        engine.ask("mend")
+        engine.request("mend")
         daemon.wait_idle()
 
 

@@ -79,7 +79,7 @@ def test_started_before_kvferry_and_started_again() -> None:
         assert engine.external_hits() == loadable([BASE])
         daemon.kill()
         # No kvferry runs any longer; the results are the same.
-        engine.ask("reset")
+        engine.request("reset")
         assert said(engine.generate(*PROMPTS)) == expected
         engine.end(signal.SIGINT)
         assert shared_memory() == before
@@ -109,7 +109,7 @@ def test_more_than_the_device_has() -> None:
             engine.reset(connector=True)
             together = [[each] for each in said(engine.generate(*prompts, max_tokens=120))]
             assert together == alone
-            assert engine.ask("metrics").get("vllm:num_preemptions", 0) > 0
+            assert engine.request("metrics").get("vllm:num_preemptions", 0) > 0
         finally:
             engine.end()
         daemon.wait_idle()

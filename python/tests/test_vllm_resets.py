@@ -38,8 +38,8 @@ def cold(engine: Engine) -> list:
 def store_that_does_not_end(engine: Engine, daemon: Daemon, name: str) -> None:
     """A prompt whose store holds pages, and would for the 30 s of its deadline."""
     engine.reset(connector=True)
-    engine.ask("hold", on=True)
-    engine.ask("add", id=name, tokens=PROMPT)
+    engine.request("hold", on=True)
+    engine.request("add", id=name, tokens=PROMPT)
     wait_steps(engine, "a store is under way", lambda _state: daemon.status()["copies_under_way"])
 
 
@@ -48,10 +48,10 @@ def test_running_requests_are_reset(engine: Engine, daemon: Daemon, cold: list, 
     name = f"reset {connector}"
     store_that_does_not_end(engine, daemon, name)
     begun = time.monotonic()
-    assert engine.ask("reset", running=True, connector=connector)
+    assert engine.request("reset", running=True, connector=connector)
     assert time.monotonic() - begun < scheduler.LAST_STORES_S
     assert daemon.status()["copies_under_way"] == 0
-    engine.ask("hold", on=False)
+    engine.request("hold", on=False)
     state = wait_steps(engine, "the prompt is done", lambda state: name in state["done"])
     assert said([state["done"][name]]) == cold
     daemon.wait_idle()
@@ -61,16 +61,16 @@ def test_running_requests_are_reset(engine: Engine, daemon: Daemon, cold: list, 
 def test_a_paused_engine_has_a_clear_cache(engine: Engine, daemon: Daemon, cold: list, mode: str) -> None:
     """Sleep begins with a pause, too."""
     store_that_does_not_end(engine, daemon, mode)
-    engine.ask("pause", mode=mode)
+    engine.request("pause", mode=mode)
     assert daemon.status()["copies_under_way"] == 0
-    engine.ask("hold", on=False)
-    engine.ask("resume")
+    engine.request("hold", on=False)
+    engine.request("resume")
     if mode == "keep":
         state = wait_steps(engine, "the prompt is done", lambda state: mode in state["done"])
         assert said([state["done"][mode]]) == cold
     else:
-        # Only half of vLLM has heard of it here, where both are one process.
-        engine.ask("abort", id=mode)
+        # Only half of vLLM has received of it here, where both are one process.
+        engine.request("abort", id=mode)
     assert said(engine.generate(PROMPT)) == cold
     daemon.wait_idle()
 
@@ -81,10 +81,10 @@ def load_that_does_not_end(engine: Engine, daemon: Daemon, name: str) -> None:
     engine.generate(PROMPT)
     daemon.wait_idle()
     engine.reset()
-    engine.ask("hold", on=True)
-    engine.ask("add", id=f"before {name}", tokens=tokens(40, seed=41))
-    engine.ask("step")
-    engine.ask("add", id=name, tokens=PROMPT)
+    engine.request("hold", on=True)
+    engine.request("add", id=f"before {name}", tokens=tokens(40, seed=41))
+    engine.request("step")
+    engine.request("add", id=name, tokens=PROMPT)
     wait_steps(engine, "a load is under way", lambda state: "WAITING_FOR_REMOTE_KVS" in state["status"].values())
 
 
@@ -94,11 +94,11 @@ def test_pages_are_loaded_while_the_cache_is_cleared(engine: Engine, daemon: Dae
     name = f"loads under a {how}"
     load_that_does_not_end(engine, daemon, name)
     if how == "reset":
-        assert engine.ask("reset", running=True, connector=True)
+        assert engine.request("reset", running=True, connector=True)
     else:
-        engine.ask("pause", mode="keep")
-        engine.ask("resume")
-    engine.ask("hold", on=False)
+        engine.request("pause", mode="keep")
+        engine.request("resume")
+    engine.request("hold", on=False)
     state = wait_steps(engine, "the prompt is done", lambda state: name in state["done"])
     assert said([state["done"][name]]) == cold
     wait_steps(engine, "the other one is done", lambda state: not state["status"])

@@ -130,7 +130,7 @@ impl Gpu {
         worker: usize,
         way: GpuCopy,
         pinned: impl Fn(u64),
-        tell: impl Fn(CopierReport) -> bool + Send + 'static,
+        notify: impl Fn(CopierReport) -> bool + Send + 'static,
     ) -> Result<Self, GpuError> {
         let driver = Driver::get().map_err(|source| GpuError::NoDriver { uuid, source })?;
         let no_context = |source| GpuError::NoContext { uuid, source };
@@ -159,7 +159,7 @@ impl Gpu {
                     tracing::error!(%error, "a successor does not learn that copies were under way");
                 }
             }),
-            report: Box::new(tell),
+            report: Box::new(notify),
         })?;
         Ok(Self {
             uuid,

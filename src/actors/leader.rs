@@ -8,11 +8,11 @@ use rustix::process::{Signal, pidfd_send_signal};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
-use crate::mailbox::{Credited, Feeder};
+use crate::mailbox::{Credited, MailboxPump};
 use crate::processes::{self, Process};
 use kvferry_core::{Leader, LeaderEffect, LeaderEvent, LeaderSettings};
 use kvferry_protocol::Message;
-use kvferry_shell::{HostError, LeaderHost, LeaderShell, Peers};
+use kvferry_shell::{HolderPeers, HostError, LeaderHost, LeaderShell};
 use kvferry_transport::Clock;
 use kvferry_transport::{Replier, Server, ServerEvent, ServerEvents};
 use kvferry_types::{Epoch, PeerId, Request, RequestId, Time, WorkerId};
@@ -40,7 +40,7 @@ pub struct LeaderArguments {
 pub(super) enum LeaderMessage {
     Peers(Credited<ServerEvents>),
     /// The listener has ended.
-    Deaf,
+    ListenerClosed,
     WorkerExited {
         pid: i32,
     },
@@ -70,7 +70,7 @@ impl LeaderHandle {
 pub(super) struct LeaderActor;
 
 pub(super) struct State {
-    feeder: Feeder,
+    feeder: MailboxPump,
     shell: LeaderShell<Process>,
     host: Host,
     timer: Option<JoinHandle<Result<(), ractor::MessagingErr<LeaderMessage>>>>,
@@ -106,8 +106,8 @@ impl Actor for LeaderActor {
         };
         let mut admin_key = [0; 8];
         rustix::rand::getrandom(&mut admin_key, rustix::rand::GetRandomFlags::empty())?;
-        let feeder = Feeder::start(server, move |batch| {
-            let message = batch.map_or(LeaderMessage::Deaf, LeaderMessage::Peers);
+        let feeder = MailboxPump::start(server, move |batch| {
+            let message = batch.map_or(LeaderMessage::ListenerClosed, LeaderMessage::Peers);
             myself.cast(message).is_ok()
         });
         Ok(State {
@@ -150,7 +150,7 @@ impl Actor for LeaderActor {
                     }
                 }
             }
-            LeaderMessage::Deaf => return Err("the listener has ended".into()),
+            LeaderMessage::ListenerClosed => return Err("the listener has ended".into()),
             LeaderMessage::WorkerExited { pid } => {
                 host.watched.remove(&pid);
                 shell.worker_exited(host, pid);
@@ -215,7 +215,7 @@ struct Host {
     lookup_time: Duration,
 }
 
-impl Peers for Host {
+impl HolderPeers for Host {
     type Process = Process;
 
     fn is_live(&self, peer: PeerId) -> bool {

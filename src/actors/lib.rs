@@ -12,19 +12,19 @@
 
 #![forbid(unsafe_code)]
 
+mod depot;
 mod gpu;
 mod leader;
 mod mailbox;
-mod pool;
 mod processes;
 mod readiness;
 mod supervision;
 mod transfer;
 mod worker;
 
+pub use depot::DepotSettings;
 pub use gpu::EngineSide;
 pub use leader::{EndWorker, LeaderArguments, LeaderHandle, RaiseEpoch};
-pub use pool::DepotSettings;
 pub use supervision::{ProcessHandle, run_leader, run_worker};
 pub use transfer::{TransferActor, TransferArguments, TransferMessage};
 pub use worker::WorkerArguments;

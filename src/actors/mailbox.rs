@@ -19,12 +19,12 @@ const CLOSE_LIMIT: Duration = Duration::from_secs(2);
 
 /// Sends the events of a server to an actor, one credit per batch, until it is stopped.
 #[derive(Debug)]
-pub(super) struct Feeder {
+pub(super) struct MailboxPump {
     stop: Arc<Notify>,
     task: JoinHandle<()>,
 }
 
-impl Feeder {
+impl MailboxPump {
     /// `deliver` receives a batch, or `None` when the server has ended by itself; it returns false when the actor has
     /// stopped.
     pub(super) fn start(

@@ -27,45 +27,45 @@ pub(super) struct ReadinessReporter(watch::Sender<State>);
 impl ReadinessReporter {
     /// Reports to `leader` until the worker ends. Calls `ended` once the reason of [`Self::report_end`] was reported.
     pub(super) fn start(leader: Client, ended: impl FnOnce(String) + Send + 'static) -> Self {
-        let (news, told) = watch::channel(State::default());
-        let tell = async move |body| {
-            let asked = leader.request(Message::Readiness(body), REPORT_LIMIT).await;
-            if let Err(failure) = asked {
+        let (state, reported) = watch::channel(State::default());
+        let notify = async move |body| {
+            let requested = leader.request(Message::Readiness(body), REPORT_LIMIT).await;
+            if let Err(failure) = requested {
                 tracing::debug!(%failure, "the leader does not know how far this worker is");
             }
         };
         tokio::spawn(async move {
-            let Some(why) = run(tell, told).await else {
+            let Some(why) = run(notify, reported).await else {
                 return;
             };
             ended(why);
         });
-        Self(news)
+        Self(state)
     }
 
     /// Reports how many bytes of the host memory are ready, and of how many. Reported also when nothing has changed,
     /// because the leader may be a new one.
     pub(super) fn report_bytes(&self, (ready_bytes, bytes): (u64, u64)) {
-        self.0.send_modify(|news| {
-            (news.ready_bytes, news.bytes) = (ready_bytes, bytes);
+        self.0.send_modify(|state| {
+            (state.ready_bytes, state.bytes) = (ready_bytes, bytes);
         });
     }
 
     /// Reports how many bytes of the host memory are pinned for a GPU; `None` where no GPU copies.
     pub(super) fn pinned(&self, pinned_bytes: Option<u64>) {
-        self.0.send_if_modified(|news| {
-            let changes = news.pinned_bytes != pinned_bytes;
-            news.pinned_bytes = pinned_bytes;
+        self.0.send_if_modified(|state| {
+            let changes = state.pinned_bytes != pinned_bytes;
+            state.pinned_bytes = pinned_bytes;
             changes
         });
     }
 
     /// Reports why the engine's rank was refused; an empty text clears the problem.
     pub(super) fn problem(&self, problem: String) {
-        self.0.send_if_modified(|news| {
-            let changes = !news.gives_up && news.problem != problem;
+        self.0.send_if_modified(|state| {
+            let changes = !state.gives_up && state.problem != problem;
             if changes {
-                news.problem = problem;
+                state.problem = problem;
             }
             changes
         });
@@ -73,26 +73,29 @@ impl ReadinessReporter {
 
     /// Reports why this worker ends. The worker must end when this reporter has called `ended`.
     pub(super) fn report_end(&self, why: String) {
-        self.0.send_modify(|news| {
-            (news.problem, news.gives_up) = (why, true);
+        self.0.send_modify(|state| {
+            (state.problem, state.gives_up) = (why, true);
         });
     }
 }
 
 /// Reports each new state until the worker ends, or until it has reported why it gives up: returns that reason.
-async fn run(tell: impl AsyncFn(Readiness), mut told: watch::Receiver<State>) -> Option<String> {
-    while told.changed().await.is_ok() {
-        let news = told.borrow_and_update().clone();
-        let problem = news.problem.clone();
-        let body = Readiness::new(news.ready_bytes, news.bytes, news.pinned_bytes, problem);
-        // A separate receiver: states that arrive during the wait stay unread in `told`, and are reported afterwards.
-        let mut last_words = told.clone();
+async fn run(
+    notify: impl AsyncFn(Readiness),
+    mut reported: watch::Receiver<State>,
+) -> Option<String> {
+    while reported.changed().await.is_ok() {
+        let state = reported.borrow_and_update().clone();
+        let problem = state.problem.clone();
+        let body = Readiness::new(state.ready_bytes, state.bytes, state.pinned_bytes, problem);
+        // A separate receiver: states that arrive during the wait stay unread in `reported`, and are reported afterwards.
+        let mut last_words = reported.clone();
         let newer = tokio::select! {
-            () = tell(body) => false,
-            gives_up = last_words.wait_for(|newer| newer.gives_up), if !news.gives_up => gives_up.is_ok(),
+            () = notify(body) => false,
+            gives_up = last_words.wait_for(|newer| newer.gives_up), if !state.gives_up => gives_up.is_ok(),
         };
-        if !newer && news.gives_up {
-            return Some(news.problem);
+        if !newer && state.gives_up {
+            return Some(state.problem);
         }
     }
     None
@@ -113,28 +116,28 @@ mod tests {
         mpsc::Receiver<String>,
         tokio::task::JoinHandle<Option<String>>,
     ) {
-        let (news, told) = watch::channel(State::default());
-        let (heard, hears) = mpsc::channel(8);
+        let (state, reported) = watch::channel(State::default());
+        let (received, receiver) = mpsc::channel(8);
         let lets = Arc::new(Semaphore::new(0));
         let gate = Arc::clone(&lets);
-        let tell = async move |body: Readiness| {
-            heard.try_send(body.problem).expect("somebody listens");
+        let notify = async move |body: Readiness| {
+            received.try_send(body.problem).expect("somebody listens");
             gate.acquire().await.expect("open").forget();
         };
-        let running = tokio::spawn(async move { run(tell, told).await });
-        (ReadinessReporter(news), lets, hears, running)
+        let running = tokio::spawn(async move { run(notify, reported).await });
+        (ReadinessReporter(state), lets, receiver, running)
     }
 
     #[tokio::test]
     async fn what_comes_while_it_tells_is_told_then() {
-        let (readiness, lets, mut hears, running) = slow();
+        let (readiness, lets, mut receiver, running) = slow();
         readiness.report_bytes((1, 2));
-        assert_eq!(hears.recv().await.as_deref(), Some(""));
+        assert_eq!(receiver.recv().await.as_deref(), Some(""));
         readiness.problem("no GPU".to_owned());
         // Lets the wait for `gives_up` see the problem before the first report has ended.
         tokio::task::yield_now().await;
         lets.add_permits(1);
-        assert_eq!(hears.recv().await.as_deref(), Some("no GPU"));
+        assert_eq!(receiver.recv().await.as_deref(), Some("no GPU"));
         drop(readiness);
         lets.add_permits(1);
         assert_eq!(running.await.expect("no panic"), None);
@@ -142,11 +145,11 @@ mod tests {
 
     #[tokio::test]
     async fn the_last_words_do_not_wait_for_those_before() {
-        let (readiness, lets, mut hears, running) = slow();
+        let (readiness, lets, mut receiver, running) = slow();
         readiness.report_bytes((1, 2));
-        assert_eq!(hears.recv().await.as_deref(), Some(""));
+        assert_eq!(receiver.recv().await.as_deref(), Some(""));
         readiness.report_end("no memory".to_owned());
-        assert_eq!(hears.recv().await.as_deref(), Some("no memory"));
+        assert_eq!(receiver.recv().await.as_deref(), Some("no memory"));
         lets.add_permits(1);
         let why = running.await.expect("no panic");
         assert_eq!(why.as_deref(), Some("no memory"));

@@ -11,9 +11,9 @@ use ractor::{Actor, ActorProcessingErr, ActorRef};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
+use crate::depot::{DepotActor, DepotArguments, DepotProgress, DepotReport, DepotSettings};
 use crate::gpu::{EngineSide, Gpu};
-use crate::mailbox::{Credited, Credits, Feeder};
-use crate::pool::{DepotActor, DepotArguments, DepotProgress, DepotReport, DepotSettings};
+use crate::mailbox::{Credited, Credits, MailboxPump};
 use crate::processes::Process;
 use crate::readiness::ReadinessReporter;
 use crate::transfer::{RUNNING_COPIES_MAX, TransferActor, TransferArguments};
@@ -63,7 +63,7 @@ pub(super) enum WorkerMessage {
     Ranks(Credited<ServerEvents>),
     Leader(Credited<Incoming>),
     /// A task that feeds the mailbox has ended.
-    Deaf(&'static str),
+    InputClosed(&'static str),
     /// A step of the preparation of the depot.
     Depot(DepotReport),
     /// The leader has received why this worker ends.
@@ -115,7 +115,7 @@ fn cast(worker: &ActorRef<WorkerMessage>, message: WorkerMessage) {
 pub(super) struct WorkerActor;
 
 pub(super) struct State {
-    feeder: Feeder,
+    feeder: MailboxPump,
     shell: WorkerShell<Process, EngineSide>,
     host: Host,
     /// When the progress of the depot was last logged.
@@ -164,8 +164,11 @@ impl Actor for WorkerActor {
         };
         Actor::spawn_linked(None, DepotActor, depot, cell).await?;
         let ranks = myself.clone();
-        let feeder = Feeder::start(server, move |batch| {
-            let message = batch.map_or(WorkerMessage::Deaf("the listener"), WorkerMessage::Ranks);
+        let feeder = MailboxPump::start(server, move |batch| {
+            let message = batch.map_or(
+                WorkerMessage::InputClosed("the listener"),
+                WorkerMessage::Ranks,
+            );
             ranks.cast(message).is_ok()
         });
         let readiness = ReadinessReporter::start(leader.clone(), {
@@ -247,7 +250,7 @@ impl Actor for WorkerActor {
                     shell.leader_answered(host, id, answer.map_err(ErrorBody::from))?;
                 }
             },
-            WorkerMessage::Deaf(what) => return Err(format!("{what} has ended").into()),
+            WorkerMessage::InputClosed(what) => return Err(format!("{what} has ended").into()),
             WorkerMessage::Depot(DepotReport::Opened(depot)) => {
                 host.depot = Some(depot);
                 shell.depot_ready(host)?;
@@ -324,7 +327,9 @@ async fn feed_leader(mut incoming: mpsc::Receiver<Incoming>, actor: ActorRef<Wor
         }
     }
     if actor
-        .cast(WorkerMessage::Deaf("the conversation with the leader"))
+        .cast(WorkerMessage::InputClosed(
+            "the conversation with the leader",
+        ))
         .is_err()
     {
         tracing::debug!("the worker has stopped");

@@ -54,7 +54,7 @@ impl Arguments {
                 LeaderSettings::new(epoch, config.ranks, config.ratio, AnchorKey(key));
             settings.sharding = config.kv_shards;
             settings.replicas = config.replicas;
-            settings.tiers = !self.no_tiers;
+            settings.host_tier = !self.no_tiers;
             settings.depot_bytes = Some(config.g2.0 / u64::from(config.kv_shards.shards()));
             let server = Server::new(
                 listener,

@@ -405,7 +405,7 @@ async fn listen(output: ChildStdout, wants: mpsc::Sender<FenceWorker>) {
             Ok(0) => return,
             Ok(_) => {}
             Err(error) => {
-                tracing::warn!(%error, "the leader is not heard any more");
+                tracing::warn!(%error, "requests of the leader are no longer received");
                 return;
             }
         }

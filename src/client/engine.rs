@@ -56,7 +56,7 @@ impl EngineSettings {
 
 /// The pages of a prompt, for a lookup.
 #[derive(Debug, Clone)]
-pub struct Prompt {
+pub struct PromptPages {
     /// The engine's number of the running request.
     pub slot: SlotId,
     /// Namespace of the pages: salt, tenant, adapter.
@@ -102,8 +102,8 @@ impl Drop for CloseOnDrop {
         drop(self.0.runtime.spawn(async move {
             let (id, cancel) = (shared.next_id(), CancelStores { slot: None });
             let client = &shared.client;
-            let asked = client.call_as(id, cancel, FINISH_TIMEOUT, Duration::ZERO);
-            if let Err(failure) = asked.await {
+            let requested = client.call_as(id, cancel, FINISH_TIMEOUT, Duration::ZERO);
+            if let Err(failure) = requested.await {
                 tracing::debug!(%failure, "the stores of a closed client were not cancelled");
             }
         }));
@@ -150,7 +150,11 @@ impl EngineClient {
     ///
     /// # Errors
     /// `invalid` if this client has a guard for the slot already; otherwise those of the leader.
-    pub async fn lookup(&self, prompt: Prompt, timeout: Duration) -> Result<RequestGuard, Failure> {
+    pub async fn lookup(
+        &self,
+        prompt: PromptPages,
+        timeout: Duration,
+    ) -> Result<RequestGuard, Failure> {
         let slot = prompt.slot;
         if !self.shared.open().insert(slot) {
             let text = format!(

@@ -15,7 +15,9 @@ mod shared;
 mod transfer;
 
 pub use admin::AdminClient;
-pub use engine::{EngineClient, EngineSettings, Prompt, RequestGuard, StoredPages, TRANSFERS_MAX};
+pub use engine::{
+    EngineClient, EngineSettings, PromptPages, RequestGuard, StoredPages, TRANSFERS_MAX,
+};
 pub use kvferry_transport::Failure;
 pub use rank::{RankFailure, RankSession, RankSessionSettings, SessionMemory};
 pub use shared::{AbandonOnRanks, FINISH_LIMIT};

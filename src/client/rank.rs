@@ -231,11 +231,13 @@ impl RankSession {
     /// the worker has not confirmed that in time; the connection is closed in any case.
     pub async fn unregister(self, limit: Duration) -> bool {
         let (confirm, confirmed) = oneshot::channel();
-        let asked = async {
+        let requested = async {
             let sent = self.command(SessionCommand::Unregister(confirm)).await;
             sent.is_ok() && confirmed.await.is_ok()
         };
-        tokio::time::timeout(limit, asked).await.unwrap_or(false)
+        tokio::time::timeout(limit, requested)
+            .await
+            .unwrap_or(false)
     }
 
     async fn command(&self, command: SessionCommand) -> Result<(), RankFailure> {

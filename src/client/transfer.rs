@@ -11,7 +11,7 @@ use std::time::Duration;
 use tokio::sync::oneshot;
 
 use crate::shared::Shared;
-use kvferry_protocol::{Call, ErrorCode, Kind, Load, Message, Store};
+use kvferry_protocol::{Call, ErrorCode, Load, Message, MessageKind, Store};
 use kvferry_transport::Failure;
 use kvferry_types::{Request, RequestId};
 
@@ -196,11 +196,11 @@ impl<C: Call> TransferTask<C> {
         pages: LeakOnDrop<P>,
         mut report: oneshot::Sender<TransferEnd<C, P>>,
     ) {
-        let mut asking = Box::pin(self.request());
+        let mut requesting = Box::pin(self.request());
         let first = tokio::select! {
             biased;
-            answer = &mut asking => Some(answer),
-            () = report.closed(), if C::KIND == Kind::Load && self.shared.ranks.is_some() => None,
+            answer = &mut requesting => Some(answer),
+            () = report.closed(), if C::KIND == MessageKind::Load && self.shared.ranks.is_some() => None,
         };
         let failure = match first {
             Some(Ok(answer)) => {
@@ -223,7 +223,7 @@ impl<C: Call> TransferTask<C> {
         if let Some(failure) = failure {
             drop(report.send(Err((failure, TransferPages::InUse(PagesInUse(given_back))))));
         }
-        drop(asking);
+        drop(requesting);
         if self.until_over().await
             && let Some(pages) = pages.release()
         {
@@ -233,11 +233,11 @@ impl<C: Call> TransferTask<C> {
 
     async fn request(&self) -> Result<C::Answer, Failure> {
         let message = self.message.clone();
-        let asked = self
-            .shared
-            .client
-            .request_with_grace(self.id, message, self.timeout, GRACE);
-        C::answer(asked.await?).map_err(|other| Failure::unexpected(C::KIND, &other))
+        let requested =
+            self.shared
+                .client
+                .request_with_grace(self.id, message, self.timeout, GRACE);
+        C::answer(requested.await?).map_err(|other| Failure::unexpected(C::KIND, &other))
     }
 
     /// Waits until nothing is copied for the request: until every rank has abandoned it, or the leader has reported its

@@ -297,7 +297,7 @@ impl Blocks {
     pub fn matching_pages(&self, block: &Block, hashes: &PageHashes, first: usize) -> u32 {
         let held = self.fingerprints(block.start, block.total_pages());
         let pairs = held.iter().zip(hashes.fingerprints(first));
-        let equal = pairs.take_while(|(held, asked)| *held == asked);
+        let equal = pairs.take_while(|(held, requested)| *held == requested);
         u32::try_from(equal.count()).unwrap_or(0)
     }
 

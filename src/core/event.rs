@@ -30,7 +30,7 @@ pub enum LeaderEvent {
         /// The depot that was read.
         depot: DepotId,
         /// Number of the request that this answers.
-        reading: u64,
+        read_id: u64,
         /// First arena page that was read.
         from: u32,
         /// First arena page that was not read; `None` when the part reaches the last page.
@@ -149,7 +149,7 @@ pub enum LeaderEffect {
         /// Bytes of one page. A depot that held pages of another size holds none of this size.
         page_bytes: u64,
         /// Number of the request, repeated in the answer. Numbers ascend, in one sequence with those of copies.
-        reading: u64,
+        read_id: u64,
         /// First arena page to read.
         from: u32,
     },

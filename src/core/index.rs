@@ -33,8 +33,8 @@ pub enum MatchGoal {
 }
 
 impl Match {
-    fn rank(self, want: MatchGoal) -> (u32, u32) {
-        match want {
+    fn preference(self, goal: MatchGoal) -> (u32, u32) {
+        match goal {
             MatchGoal::Readable => (self.ready, self.pages),
             MatchGoal::Present => (self.pages, self.ready),
         }
@@ -129,7 +129,7 @@ impl Index {
                 pages,
                 ready,
             };
-            if pages > 0 && best.is_none_or(|best| found.rank(want) > best.rank(want)) {
+            if pages > 0 && best.is_none_or(|best| found.preference(want) > best.preference(want)) {
                 best = Some(found);
             }
         }
@@ -268,7 +268,7 @@ mod tests {
             pages: 3,
             ready: 2,
         };
-        assert_eq!(found.rank(MatchGoal::Readable), (2, 3));
-        assert_eq!(found.rank(MatchGoal::Present), (3, 2));
+        assert_eq!(found.preference(MatchGoal::Readable), (2, 3));
+        assert_eq!(found.preference(MatchGoal::Present), (3, 2));
     }
 }

@@ -437,7 +437,7 @@ impl Pool {
     }
 
     /// Adds a block that was read from the inventories. Its pages are already allocated in the arena.
-    pub(super) fn adopt(
+    pub(super) fn insert_recovered(
         &mut self,
         first: &PageRecord,
         pages: impl ExactSizeIterator<Item = Fingerprint>,

@@ -24,7 +24,7 @@ impl Pool {
         let mut by_age: Vec<&Complete> = blocks.iter().collect();
         by_age.sort_by_key(|block| (block.newest, block.first.page));
         for block in by_age {
-            pool.adopt(
+            pool.insert_recovered(
                 &block.first,
                 block.pages.iter().map(|page| page.fingerprint),
             );

@@ -102,7 +102,7 @@ impl Copier {
     /// Starts the thread.
     pub fn start(settings: CopierSettings) -> Result<Self, CopierError> {
         let stream = || Stream::giving(&settings.context, settings.copies_a_call);
-        let lanes = [Lane::new(stream()?), Lane::new(stream()?)];
+        let lanes = [CopyLane::new(stream()?), CopyLane::new(stream()?)];
         let list = Arc::new(WaitList::default());
         let waits = Waits::new(&settings.context, Arc::clone(&list))?;
         let (queue, orders) = bounded(QUEUE_PLACES);
@@ -116,7 +116,7 @@ impl Copier {
             mark: settings.mark,
             marked: false,
             giving_ns: Arc::clone(&giving_ns),
-            tell: settings.report,
+            notify: settings.report,
         };
         THREADS.fetch_add(1, Ordering::SeqCst);
         let thread = thread.spawn(move || {
@@ -203,13 +203,13 @@ pub enum CopierError {
 
 struct CopierThread {
     orders: Receiver<CopierCommand>,
-    lanes: [Lane; 2],
+    lanes: [CopyLane; 2],
     waits: Waits,
     mark: Box<dyn Fn(bool) + Send>,
     /// `mark` was called with true: batched copies may be in flight.
     marked: bool,
     giving_ns: Arc<AtomicU64>,
-    tell: Box<dyn Fn(CopierReport) -> bool + Send>,
+    notify: Box<dyn Fn(CopierReport) -> bool + Send>,
 }
 
 impl CopierThread {
@@ -219,7 +219,7 @@ impl CopierThread {
             let stopping = stop_at.is_some();
             if !stopping && self.take_orders() {
                 stop_at = Some(Instant::now() + STOP_LIMIT);
-                self.lanes.iter_mut().for_each(Lane::stop_submitting);
+                self.lanes.iter_mut().for_each(CopyLane::stop_submitting);
                 self.waits.clear();
             }
             let (mut ended, mut written) = (Vec::new(), Vec::new());
@@ -228,7 +228,7 @@ impl CopierThread {
             self.report_all(CopierReport::Written, written);
             if let Err(error) = went_on {
                 tracing::error!(%error, "the GPU is lost to this process");
-                (self.tell)(CopierReport::Lost(error));
+                (self.notify)(CopierReport::Lost(error));
                 self.leak();
                 return;
             }
@@ -249,14 +249,14 @@ impl CopierThread {
         ended: &mut Vec<EndedCopy>,
         written: &mut Vec<Announced>,
     ) -> Result<(), CudaError> {
-        if !self.marked && self.lanes.iter().any(Lane::will_give_batches) {
+        if !self.marked && self.lanes.iter().any(CopyLane::will_give_batches) {
             self.marked = true;
             (self.mark)(true);
         }
         for lane in &mut self.lanes {
             lane.go_on(ended, &self.giving_ns)?;
         }
-        if self.marked && self.lanes.iter().all(Lane::is_idle) {
+        if self.marked && self.lanes.iter().all(CopyLane::is_idle) {
             self.marked = false;
             (self.mark)(false);
         }
@@ -264,13 +264,13 @@ impl CopierThread {
     }
 
     fn report_all<T>(&self, outcome: impl Fn(Vec<T>) -> CopierReport, what: Vec<T>) {
-        if !what.is_empty() && !(self.tell)(outcome(what)) {
-            tracing::debug!("nobody hears of what is over");
+        if !what.is_empty() && !(self.notify)(outcome(what)) {
+            tracing::debug!("nobody receives of what is over");
         }
     }
 
     fn is_idle(&self) -> bool {
-        self.waits.is_idle() && self.lanes.iter().all(Lane::is_idle)
+        self.waits.is_idle() && self.lanes.iter().all(CopyLane::is_idle)
     }
 
     /// Leaves the work in flight as it is, and keeps its memory until the process ends.
@@ -285,14 +285,14 @@ impl CopierThread {
     /// Takes the queued orders, or waits for one when nothing is in flight. Returns true when the [`Copier`] was
     /// dropped.
     fn take_orders(&mut self) -> bool {
-        let pause = match self.lanes.iter().all(Lane::is_idle) {
+        let pause = match self.lanes.iter().all(CopyLane::is_idle) {
             true => LOOK_PAUSE,
             false => POLL_PAUSE,
         };
         let first = match () {
             () if self.is_idle() => self.orders.recv().map_err(|_| true),
             // More slices can be submitted: a pause would leave the link idle.
-            () if self.lanes.iter().any(Lane::can_give) => {
+            () if self.lanes.iter().any(CopyLane::can_give) => {
                 let none = |none| none == TryRecvError::Disconnected;
                 self.orders.try_recv().map_err(none)
             }
@@ -327,11 +327,11 @@ const fn lane_of(direction: Direction) -> usize {
 }
 
 /// The copies of one direction.
-struct Lane {
+struct CopyLane {
     stream: Arc<Stream>,
     jobs: VecDeque<Job>,
     /// Slices in the stream, in order, each with the number of its job.
-    flights: VecDeque<Flight>,
+    flights: VecDeque<InFlight>,
     /// Number of the first job in `jobs`.
     first: u64,
 }
@@ -357,7 +357,7 @@ struct Part {
 }
 
 /// A slice of a part, in flight.
-struct Flight {
+struct InFlight {
     job: u64,
     submitted: Submitted,
     /// Pages of the whole part, of which this is a slice.
@@ -405,7 +405,7 @@ impl Job {
 
     /// Submits the next slice to the stream. A refused slice ends the copy; its ranges that are in flight are still
     /// watched.
-    fn submit(&mut self, number: u64, stream: &Arc<Stream>) -> Result<Option<Flight>, CudaError> {
+    fn submit(&mut self, number: u64, stream: &Arc<Stream>) -> Result<Option<InFlight>, CudaError> {
         if self.order.cancel.is_cancelled() {
             tracing::info!(op = %self.order.op, "copy cancelled");
             self.failed = true;
@@ -431,7 +431,7 @@ impl Job {
         let given = stream.submit(order.direction, device, host, &mut ranges);
         drop(ranges);
         let complete = part.plan.is_done(step);
-        let flight = |submitted, complete| Flight {
+        let flight = |submitted, complete| InFlight {
             job: number,
             submitted,
             pages: part.pages,
@@ -483,7 +483,7 @@ impl Job {
     }
 }
 
-impl Lane {
+impl CopyLane {
     fn new(stream: Arc<Stream>) -> Self {
         Self {
             stream,

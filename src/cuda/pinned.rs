@@ -64,22 +64,22 @@ impl PinnedDepot {
         let next = AtomicU64::new(0);
         let (mut ranges, mut pinned_bytes, mut refused) = (Vec::new(), 0, None);
         thread::scope(|scope| {
-            let (tell, told) = unbounded();
+            let (sender, reported) = unbounded();
             let mut threads = 0;
             for _ in 0..chunks.min(PIN_THREADS) {
-                let (tell, next, depot) = (tell.clone(), &next, &depot);
+                let (sender, next, depot) = (sender.clone(), &next, &depot);
                 let thread = thread::Builder::new().name("kvferry-pin".to_owned());
-                let pin = move || pin(context, depot, chunk_bytes, next, &tell);
+                let pin = move || pin(context, depot, chunk_bytes, next, &sender);
                 match thread.spawn_scoped(scope, pin) {
                     Ok(_) => threads += 1,
                     Err(error) => tracing::warn!(%error, "one thread less to pin host memory"),
                 }
             }
             if threads == 0 {
-                pin(context, &depot, chunk_bytes, &next, &tell);
+                pin(context, &depot, chunk_bytes, &next, &sender);
             }
-            drop(tell);
-            for pinned in told {
+            drop(sender);
+            for pinned in reported {
                 match pinned {
                     Ok((range, len_bytes)) => {
                         ranges.push(range);
@@ -126,7 +126,7 @@ fn pin(
     depot: &Arc<Depot>,
     chunk_bytes: u64,
     next: &AtomicU64,
-    tell: &Sender<Result<(PinnedRange, u64), CudaError>>,
+    sender: &Sender<Result<(PinnedRange, u64), CudaError>>,
 ) {
     let bytes = depot.buffer().len();
     loop {
@@ -142,7 +142,7 @@ fn pin(
             // Past the end for every thread, and low enough that the counter does not wrap around.
             next.store(bytes.max(u64::MAX / 2), Ordering::Relaxed);
         }
-        if tell.send(pinned.map(|range| (range, len_bytes))).is_err() || refused {
+        if sender.send(pinned.map(|range| (range, len_bytes))).is_err() || refused {
             return;
         }
     }

@@ -11,7 +11,7 @@ use tokio::sync::mpsc;
 use tokio::time::Instant;
 
 use crate::error::EngineError;
-use crate::observed::EngineMetrics;
+use crate::metrics::EngineMetrics;
 use crate::pipe::{RankOrder, RankReport};
 use crate::rank_pipe::{RANK_QUEUE, RankPipe, send_orders, take_reports};
 use kvferry_client::{EngineClient, Failure};
@@ -237,14 +237,14 @@ impl EngineDriver {
 
     fn answered(&mut self, id: RequestId, answer: Result<Answer, Failure>, us: u64) {
         let latencies = &mut self.observed.latencies;
-        let asked = self.requests.remove(&id);
-        match asked {
+        let requested = self.requests.remove(&id);
+        match requested {
             Some(RequestKind::Lookup) => latencies.lookup_us.push(us),
             Some(RequestKind::Load) => latencies.load_us.push(us),
             Some(RequestKind::Store) => latencies.store_us.push(us),
             Some(RequestKind::Finish) | None => {}
         }
-        if asked.is_some_and(|asked| asked != RequestKind::Finish) {
+        if requested.is_some_and(|requested| requested != RequestKind::Finish) {
             self.observed.answer_max_us = self.observed.answer_max_us.max(us);
         }
         self.finishing.remove(&id);
@@ -254,11 +254,11 @@ impl EngineDriver {
             }
             Err(failure) => failure,
         };
-        let copies = matches!(asked, Some(RequestKind::Load | RequestKind::Store));
+        let copies = matches!(requested, Some(RequestKind::Load | RequestKind::Store));
         self.observed.refused(failure.to_string());
         if copies && !failure.over {
             self.observed.abandoned += 1;
-            self.scheduler.gave_up(id, &mut self.actions);
+            self.scheduler.abandoned(id, &mut self.actions);
         } else {
             self.scheduler.answered(id, None, &mut self.actions);
         }
@@ -327,7 +327,7 @@ impl EngineDriver {
     }
 
     fn send(&mut self, id: RequestId, request: Request) {
-        let asked = match &request {
+        let requested = match &request {
             Request::Lookup { slot, .. } => {
                 if let Some(arrived) = self.arrived.get_mut(slot) {
                     arrived.waited = arrived.at.elapsed();
@@ -340,18 +340,18 @@ impl EngineDriver {
                 RequestKind::Finish
             }
         };
-        self.requests.insert(id, asked);
-        if asked == RequestKind::Finish {
+        self.requests.insert(id, requested);
+        if requested == RequestKind::Finish {
             self.finishing.insert(id);
         }
-        let asking = RequestTask {
+        let requesting = RequestTask {
             engine: self.engine,
             client: self.client.clone(),
             report: self.report.clone(),
             timeout: self.request_timeout,
         };
         tokio::spawn(async move {
-            let reported = asking.request(id, request).await;
+            let reported = requesting.request(id, request).await;
             if reported.is_err() {
                 tracing::debug!("the engine has ended");
             }
@@ -531,15 +531,15 @@ mod tests {
         leader(&transport, vec![busy.clone(), busy, done]).await;
         let (report, mut reports) = mpsc::channel(16);
         let client = client(&transport);
-        let asking = RequestTask {
+        let requesting = RequestTask {
             engine: 0,
             client,
             report,
             timeout: Duration::from_secs(1),
         };
         let finish = Request::Finish { slot: SlotId(3) };
-        let asked = asking.request(RequestId(7), finish).await;
-        assert!(asked.is_ok());
+        let requested = requesting.request(RequestId(7), finish).await;
+        assert!(requested.is_ok());
         let late = reports.recv().await.map(|event| event.kind);
         assert!(matches!(
             late,

@@ -7,7 +7,7 @@ use tokio::time::Instant;
 
 use crate::driver::{EngineDriver, EngineEvent, EngineParts};
 use crate::error::EngineError;
-use crate::observed::EngineMetrics;
+use crate::metrics::EngineMetrics;
 use crate::rank_pipe::RANK_QUEUE;
 use kvferry_workload::scheduler::{Prompt, Served};
 

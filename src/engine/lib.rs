@@ -10,7 +10,7 @@ pub mod error;
 pub mod fleet;
 pub mod layout;
 pub mod memory;
-pub mod observed;
+pub mod metrics;
 pub mod pipe;
 mod random;
 pub mod rank;

@@ -1,4 +1,4 @@
-//! Host memory for one shard: a header, then one inventory slot for each of the arena's pages, then the pages.
+//! Host memory for one shard: a header, then one inventory entry for each of the arena's pages, then the pages.
 //!
 //! ```text
 //! offset  bytes  field (numbers little-endian)
@@ -11,8 +11,8 @@
 //!     48      8  epoch of the leader that last requested the inventory
 //!     56      8  sequence number of that reading
 //!     64   4032  a byte for each worker: see [`Depot::batch_mark`]
-//!   4096         slot i of the inventory at 4096 + i x 80: see `inventory`
-//!                page i at pages_at(page_bytes) + i x page_stride_bytes(page_bytes), after the last slot
+//!   4096         entry i of the inventory at 4096 + i x 80: see `inventory`
+//!                page i at pages_at(page_bytes) + i x page_stride_bytes(page_bytes), after the last entry
 //! ```
 //!
 //! A page starts at a multiple of [`PAGE_ALIGN_BYTES`], so that aligned streaming stores reach all of it.
@@ -20,11 +20,11 @@
 use std::os::fd::OwnedFd;
 
 use super::buffer::{BufferError, SharedBuffer};
-use kvferry_types::{DepotId, Epoch, INVENTORY_SLOT_BYTES};
+use kvferry_types::{DepotId, Epoch, INVENTORY_ENTRY_BYTES};
 
-/// Bytes of one slot of the inventory.
-pub const SLOT_BYTES: u64 = INVENTORY_SLOT_BYTES;
-/// Bytes before the first slot.
+/// Bytes of one entry of the inventory.
+pub const ENTRY_BYTES: u64 = INVENTORY_ENTRY_BYTES;
+/// Bytes before the first entry.
 pub const DEPOT_HEADER_BYTES: u64 = 4096;
 /// Version of the header and of the layout that it describes.
 pub const DEPOT_FORMAT_VERSION: u32 = 3;
@@ -201,7 +201,7 @@ impl Depot {
         self.id
     }
 
-    /// The id as two words, the key of the slots' seals: slots of another depot's inventory are not valid here.
+    /// The id as two words, the key of the entries' seals: entries of another depot's inventory are not valid here.
     pub(super) fn seal_key(&self) -> [u64; 2] {
         [(self.id.0 >> 64) as u64, self.id.0 as u64]
     }
@@ -241,8 +241,8 @@ impl Depot {
         if page_bytes == 0 || page_bytes > room {
             return 0;
         }
-        let each = page_stride_bytes(page_bytes) + SLOT_BYTES;
-        // The last page needs no padding after it, and the gap between slots and pages is less than a page of memory.
+        let each = page_stride_bytes(page_bytes) + ENTRY_BYTES;
+        // The last page needs no padding after it, and the gap between entries and pages is less than a page of memory.
         let most = room / each + 1;
         let most = u32::try_from(most).unwrap_or(u32::MAX);
         let least = u32::try_from(room.saturating_sub(SYSTEM_PAGE_BYTES) / each);
@@ -268,13 +268,13 @@ impl Depot {
         Self::pages_behind(self.arena_pages(page_bytes))
     }
 
-    const fn pages_behind(slots: u32) -> u64 {
-        (DEPOT_HEADER_BYTES + slots as u64 * SLOT_BYTES).next_multiple_of(SYSTEM_PAGE_BYTES)
+    const fn pages_behind(entries: u32) -> u64 {
+        (DEPOT_HEADER_BYTES + entries as u64 * ENTRY_BYTES).next_multiple_of(SYSTEM_PAGE_BYTES)
     }
 
-    /// Offset of a page's inventory slot in bytes.
-    pub(super) const fn slot_at(page: u32) -> u64 {
-        DEPOT_HEADER_BYTES + page as u64 * SLOT_BYTES
+    /// Offset of a page's inventory entry in bytes.
+    pub(super) const fn entry_at(page: u32) -> u64 {
+        DEPOT_HEADER_BYTES + page as u64 * ENTRY_BYTES
     }
 
     /// The depot's memory, header included: for reads and writes of whole pages by disk and remote tiers.
@@ -342,7 +342,7 @@ mod tests {
         let depot = Depot::create(1 << 20).expect("memory");
         let pages = depot.arena_pages(1000);
         let end = depot.pages_at(1000) + u64::from(pages - 1) * 1024 + 1000;
-        assert!(end <= 1 << 20 && Depot::slot_at(pages) <= depot.pages_at(1000));
+        assert!(end <= 1 << 20 && Depot::entry_at(pages) <= depot.pages_at(1000));
         assert_eq!(depot.pages_at(1000) % 4096, 0);
     }
 

@@ -1,8 +1,8 @@
-//! Inventory of an arena: one slot for each page, which records what the page holds, so that a new leader finds the
+//! Inventory of an arena: one entry for each page, which records what the page holds, so that a new leader finds the
 //! pages when every process that knew them has ended.
 //!
 //! ```text
-//! offset  bytes  field of a slot (numbers little-endian)
+//! offset  bytes  field of an entry (numbers little-endian)
 //!      0      8  seal: 0 when the page holds nothing, else a checksum of the other fields and of the page's number
 //!      8     16  anchor
 //!     24     16  domain; its last 8 bytes are those of the namespace
@@ -14,23 +14,23 @@
 //!     78      2  phase of the block
 //! ```
 //!
-//! The seal is one aligned word. A writer clears it before it changes anything else of a page or its slot, and sets it
-//! after the last byte of both: a process that dies in between leaves an invalid slot.
+//! The seal is one aligned word. A writer clears it before it changes anything else of a page or its entry, and sets it
+//! after the last byte of both: a process that dies in between leaves an invalid entry.
 
 use std::hash::Hasher;
 
 use siphasher::sip::SipHasher13;
 
 use super::buffer::BufferError;
-use super::depot::{Depot, SLOT_BYTES};
+use super::depot::{Depot, ENTRY_BYTES};
 use kvferry_types::{
     Anchor, DomainId, Epoch, Fingerprint, Generation, PageRecord, PageRun, Record, Scope, Stored,
 };
 
 const SEAL_BYTES: usize = 8;
-const BODY_BYTES: usize = SLOT_BYTES as usize - SEAL_BYTES;
+const BODY_BYTES: usize = ENTRY_BYTES as usize - SEAL_BYTES;
 
-/// The seal of a slot: a keyed checksum, never 0.
+/// The seal of an entry: a keyed checksum, never 0.
 fn seal(depot: &Depot, page: u32, body: &[u8; BODY_BYTES]) -> u64 {
     let [high, low] = depot.seal_key();
     let mut hasher = SipHasher13::new_with_keys(high, low);
@@ -88,7 +88,7 @@ fn record(page: u32, body: &[u8; BODY_BYTES]) -> PageRecord {
     }
 }
 
-/// The inventory of a depot for pages of `page_bytes` bytes. Only one process at a time writes a page's slot: the
+/// The inventory of a depot for pages of `page_bytes` bytes. Only one process at a time writes a page's entry: the
 /// leader gives each page to one store.
 impl Depot {
     /// Sets the page size of the depot. If it held pages of another size before, all pages are removed from the
@@ -99,7 +99,7 @@ impl Depot {
             return Ok(());
         }
         for page in 0..self.arena_pages(page_bytes) {
-            self.buffer().store_word(Self::slot_at(page), 0)?;
+            self.buffer().store_word(Self::entry_at(page), 0)?;
         }
         self.exchange_page_bytes(0, page_bytes)?;
         Ok(())
@@ -122,25 +122,25 @@ impl Depot {
     }
 
     /// Removes pages that will be overwritten from the inventory. A run that ends outside the arena is refused, because
-    /// the memory after the last slot holds pages.
+    /// the memory after the last entry holds pages.
     pub fn unlist_run(&self, page_bytes: u64, run: PageRun) -> Result<(), BufferError> {
         let pages = self.arena_pages(page_bytes);
         let end = u32::try_from(run.end()).ok().filter(|end| *end <= pages);
         let Some(end) = end else {
             return Err(BufferError::OutOfRange {
-                offset_bytes: Self::slot_at(run.start),
-                len_bytes: u64::from(run.count) * SLOT_BYTES,
-                bytes: Self::slot_at(pages),
+                offset_bytes: Self::entry_at(run.start),
+                len_bytes: u64::from(run.count) * ENTRY_BYTES,
+                bytes: Self::entry_at(pages),
             });
         };
         for page in run.start..end {
-            self.buffer().store_word(Self::slot_at(page), 0)?;
+            self.buffer().store_word(Self::entry_at(page), 0)?;
         }
         Ok(())
     }
 
-    /// Removes the pages of `scope` that were stored by `through` or before, in `count` slots starting at `from`.
-    /// Returns the first slot that was not examined, or `None` after the last one.
+    /// Removes the pages of `scope` that were stored by `through` or before, in `count` entries starting at `from`.
+    /// Returns the first entry that was not examined, or `None` after the last one.
     pub fn invalidate_scope(
         &self,
         page_bytes: u64,
@@ -170,12 +170,12 @@ impl Depot {
         for page in stored.pages() {
             if page.page >= pages {
                 return Err(BufferError::OutOfRange {
-                    offset_bytes: Self::slot_at(page.page),
-                    len_bytes: SLOT_BYTES,
-                    bytes: Self::slot_at(pages),
+                    offset_bytes: Self::entry_at(page.page),
+                    len_bytes: ENTRY_BYTES,
+                    bytes: Self::entry_at(pages),
                 });
             }
-            let at = Self::slot_at(page.page);
+            let at = Self::entry_at(page.page);
             let body = body(&page);
             self.buffer().store_word(at, 0)?;
             self.buffer().write_from(at + SEAL_BYTES as u64, &body)?;
@@ -185,7 +185,7 @@ impl Depot {
         Ok(())
     }
 
-    /// Returns the listed pages among the `count` pages starting at `from`, in order. A slot whose seal does not match
+    /// Returns the listed pages among the `count` pages starting at `from`, in order. A entry whose seal does not match
     /// is not listed.
     pub fn read_inventory(
         &self,
@@ -201,17 +201,17 @@ impl Depot {
         Ok(records)
     }
 
-    /// Removes a page from the inventory if its slot still has this seal. While a worker stalls between the read of the
-    /// slot and its change, the slot may have become that of another page, or bytes of a larger page.
+    /// Removes a page from the inventory if its entry still has this seal. While a worker stalls between the read of the
+    /// entry and its change, the entry may have become that of another page, or bytes of a larger page.
     fn invalidate_sealed(&self, page: u32, seal: u64) -> Result<(), BufferError> {
         self.buffer()
-            .exchange_word(Self::slot_at(page), seal, 0)
+            .exchange_word(Self::entry_at(page), seal, 0)
             .map(|_| ())
     }
 
     /// The record of a listed page, with its seal.
     fn listed(&self, page: u32) -> Result<Option<(u64, PageRecord)>, BufferError> {
-        let at = Self::slot_at(page);
+        let at = Self::entry_at(page);
         let found = self.buffer().load_word(at)?;
         if found == 0 {
             return Ok(None);
@@ -343,12 +343,12 @@ mod tests {
     }
 
     #[test]
-    fn a_slot_with_any_other_bit_says_nothing() {
+    fn a_entry_with_any_other_bit_says_nothing() {
         let depot = depot();
         let one = stored(3, 0, 1, 1);
         depot.list(PAGE_BYTES, &one).expect("listed");
-        let at = Depot::slot_at(3);
-        for byte in at..at + SLOT_BYTES {
+        let at = Depot::entry_at(3);
+        for byte in at..at + ENTRY_BYTES {
             let mut was = [0];
             depot.buffer().read_into(byte, &mut was).expect("readable");
             let other = [was[0] ^ 0x10];
@@ -357,11 +357,11 @@ mod tests {
             depot.buffer().write_from(byte, &was).expect("written");
         }
         assert_eq!(listed(&depot), one.pages().collect::<Vec<_>>());
-        // A valid slot in another page's position is not listed either.
-        let mut slot = [0; SLOT_BYTES as usize];
-        depot.buffer().read_into(at, &mut slot).expect("readable");
-        let place = Depot::slot_at(4);
-        depot.buffer().write_from(place, &slot).expect("written");
+        // A valid entry in another page's position is not listed either.
+        let mut entry = [0; ENTRY_BYTES as usize];
+        depot.buffer().read_into(at, &mut entry).expect("readable");
+        let place = Depot::entry_at(4);
+        depot.buffer().write_from(place, &entry).expect("written");
         assert_eq!(listed(&depot).len(), 1);
     }
 
@@ -447,9 +447,9 @@ mod tests {
         }
     }
 
-    /// Simulates a worker that stalls between the read of a slot and its change.
+    /// Simulates a worker that stalls between the read of an entry and its change.
     #[test]
-    fn a_slot_that_has_changed_since_it_was_examined_stays_listed() {
+    fn a_entry_that_has_changed_since_it_was_examined_stays_listed() {
         let depot = depot();
         let by = |generation| Record {
             stored: Stored {

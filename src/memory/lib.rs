@@ -28,7 +28,7 @@ pub use copy::{
     CopyRange, CopyReport, CopyRequest, NON_TEMPORAL_MIN_BYTES, POOL_MIN_BYTES, Side,
 };
 pub use depot::{
-    BatchMark, DEPOT_FORMAT_VERSION, DEPOT_HEADER_BYTES, Depot, DepotError, SLOT_BYTES,
+    BatchMark, DEPOT_FORMAT_VERSION, DEPOT_HEADER_BYTES, Depot, DepotError, ENTRY_BYTES,
     page_stride_bytes,
 };
 pub use drop_signal::{DropSignal, DropWaiter};

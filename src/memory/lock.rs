@@ -45,12 +45,12 @@ impl LockError {
     fn of(bytes: u64, source: io::Error) -> Self {
         let limit = getrlimit(Resource::Memlock).current;
         let exceeded = limit.filter(|limit| bytes > *limit);
-        let told = [Errno::NOMEM, Errno::PERM, Errno::AGAIN].map(|errno| errno.raw_os_error());
+        let reported = [Errno::NOMEM, Errno::PERM, Errno::AGAIN].map(|errno| errno.raw_os_error());
         match exceeded {
             Some(limit_bytes)
                 if source
                     .raw_os_error()
-                    .is_some_and(|code| told.contains(&code)) =>
+                    .is_some_and(|code| reported.contains(&code)) =>
             {
                 Self::Limit { bytes, limit_bytes }
             }

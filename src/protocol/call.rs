@@ -6,15 +6,15 @@ use crate::body::{
     Status, StatusAnswer, Store, Transfer, Unregister, Welcome, Written,
 };
 use crate::codec::Message;
-use crate::kind::Kind;
+use crate::kind::MessageKind;
 use kvferry_types::{CancelStoresAnswer, LoadAnswer, LookupAnswer, ResetAnswer, StoreAnswer};
 
 /// The body of a request, with the type of its answer. Every request may be answered by an error instead.
 pub trait Call: Into<Message> {
     /// The body of the answer.
     type Answer;
-    /// Kind of the request.
-    const KIND: Kind;
+    /// MessageKind of the request.
+    const KIND: MessageKind;
 
     /// Returns the body of an answer, or a message that does not answer this request.
     fn answer(message: Message) -> Result<Self::Answer, Box<Message>>;
@@ -23,10 +23,10 @@ pub trait Call: Into<Message> {
 macro_rules! calls {
     ($($request:ident => $answer:ident($body:ty);)*) => {
         /// The kind that answers a request; `None` for answers.
-        pub(super) fn answer(kind: Kind) -> Option<Kind> {
+        pub(super) fn answer(kind: MessageKind) -> Option<MessageKind> {
             match kind {
-                Kind::Ping => Some(Kind::Pong),
-                $(Kind::$request => Some(Kind::$answer),)*
+                MessageKind::Ping => Some(MessageKind::Pong),
+                $(MessageKind::$request => Some(MessageKind::$answer),)*
                 _ => None,
             }
         }
@@ -34,7 +34,7 @@ macro_rules! calls {
         $(
             impl Call for $request {
                 type Answer = $body;
-                const KIND: Kind = Kind::$request;
+                const KIND: MessageKind = MessageKind::$request;
 
                 fn answer(message: Message) -> Result<$body, Box<Message>> {
                     match message {

@@ -4,20 +4,20 @@ use serde_json::{Value, json};
 
 use crate::call::answer;
 use crate::error::ErrorCode;
-use crate::kind::Kind;
+use crate::kind::MessageKind;
 use crate::role::Role;
 use crate::{Message, VERSION, VERSION_MIN, limits};
 use kvferry_types::CONTENT_BYTES_MAX;
 
 /// Returns every kind with its number and the JSON Schema of its body, every error code, and the limits.
 pub fn catalogue() -> Value {
-    let kinds: Vec<Value> = Kind::ALL
+    let kinds: Vec<Value> = MessageKind::ALL
         .iter()
         .map(|kind| {
             json!({
                 "number": kind.number(),
                 "name": kind.name(),
-                "answer": answer(*kind).map(Kind::name),
+                "answer": answer(*kind).map(MessageKind::name),
                 "said_by": senders(*kind),
                 "body": Message::schema(*kind),
             })
@@ -61,7 +61,7 @@ pub fn catalogue() -> Value {
 }
 
 /// The roles of the clients that send `kind`.
-fn senders(kind: Kind) -> Vec<Role> {
+fn senders(kind: MessageKind) -> Vec<Role> {
     let mut roles = vec![Role::Engine, Role::Rank, Role::Worker, Role::Admin];
     roles.retain(|role| kind.sent_by(*role));
     roles

@@ -10,7 +10,7 @@ use crate::body::{
 };
 use crate::error::{DecodeError, EncodeError};
 use crate::header::{HEADER_BYTES, Header};
-use crate::kind::Kind;
+use crate::kind::MessageKind;
 use crate::limits::{
     ABANDONED_MAX, BEYOND, BODY_BYTES_MAX, COPIES_MAX, DEPTH_MAX, HASHES_MAX, NAMESPACE_BYTES_MAX,
     PAGE_ITEMS_MAX, PAGE_RECORD_BYTES, PAGE_RECORDS_MAX, PAGES_MAX, PAIRS_MAX,
@@ -33,9 +33,9 @@ macro_rules! messages {
 
         impl Message {
             /// Returns the kind of the message.
-            pub fn kind(&self) -> Kind {
+            pub fn kind(&self) -> MessageKind {
                 match self {
-                    $(Self::$name(_) => Kind::$name,)*
+                    $(Self::$name(_) => MessageKind::$name,)*
                 }
             }
 
@@ -45,16 +45,16 @@ macro_rules! messages {
                 }
             }
 
-            fn read(kind: Kind, bytes: &[u8]) -> Result<Self, DecodeError> {
+            fn read(kind: MessageKind, bytes: &[u8]) -> Result<Self, DecodeError> {
                 match kind {
-                    $(Kind::$name => read_body(kind, bytes).map(Self::$name),)*
+                    $(MessageKind::$name => read_body(kind, bytes).map(Self::$name),)*
                 }
             }
 
             /// Returns the JSON Schema of the body of a kind.
-            pub fn schema(kind: Kind) -> schemars::Schema {
+            pub fn schema(kind: MessageKind) -> schemars::Schema {
                 match kind {
-                    $(Kind::$name => schemars::schema_for!($body),)*
+                    $(MessageKind::$name => schemars::schema_for!($body),)*
                 }
             }
         }
@@ -62,31 +62,31 @@ macro_rules! messages {
 }
 
 messages! {
-    /// See [`Kind::Hello`].
+    /// See [`MessageKind::Hello`].
     Hello(Hello);
-    /// See [`Kind::Welcome`].
+    /// See [`MessageKind::Welcome`].
     Welcome(Welcome);
-    /// See [`Kind::Error`].
+    /// See [`MessageKind::Error`].
     Error(ErrorBody);
-    /// See [`Kind::Ping`].
+    /// See [`MessageKind::Ping`].
     Ping(Empty);
-    /// See [`Kind::Pong`].
+    /// See [`MessageKind::Pong`].
     Pong(Empty);
-    /// See [`Kind::Lookup`].
+    /// See [`MessageKind::Lookup`].
     Lookup(Lookup);
-    /// See [`Kind::LookupAnswer`].
+    /// See [`MessageKind::LookupAnswer`].
     LookupAnswer(LookupAnswer);
-    /// See [`Kind::Load`].
+    /// See [`MessageKind::Load`].
     Load(Load);
-    /// See [`Kind::LoadAnswer`].
+    /// See [`MessageKind::LoadAnswer`].
     LoadAnswer(LoadAnswer);
-    /// See [`Kind::Store`].
+    /// See [`MessageKind::Store`].
     Store(Store);
-    /// See [`Kind::StoreAnswer`].
+    /// See [`MessageKind::StoreAnswer`].
     StoreAnswer(StoreAnswer);
-    /// See [`Kind::Finish`].
+    /// See [`MessageKind::Finish`].
     Finish(Finish);
-    /// See [`Kind::FinishAnswer`].
+    /// See [`MessageKind::FinishAnswer`].
     FinishAnswer(Empty);
     /// See [`Reset`].
     Reset(Reset);
@@ -96,31 +96,31 @@ messages! {
     CancelStores(CancelStores);
     /// See [`CancelStoresAnswer`].
     CancelStoresAnswer(CancelStoresAnswer);
-    /// See [`Kind::Register`].
+    /// See [`MessageKind::Register`].
     Register(Register);
-    /// See [`Kind::Registered`].
+    /// See [`MessageKind::Registered`].
     Registered(Registered);
-    /// See [`Kind::Written`].
+    /// See [`MessageKind::Written`].
     Written(Written);
-    /// See [`Kind::WrittenAnswer`].
+    /// See [`MessageKind::WrittenAnswer`].
     WrittenAnswer(Empty);
     /// See [`Abandon`].
     Abandon(Abandon);
     /// Answer to [`Abandon`].
     AbandonAnswer(Empty);
-    /// See [`Kind::Unregister`].
+    /// See [`MessageKind::Unregister`].
     Unregister(Unregister);
-    /// See [`Kind::Unregistered`].
+    /// See [`MessageKind::Unregistered`].
     Unregistered(Empty);
-    /// See [`Kind::Attach`].
+    /// See [`MessageKind::Attach`].
     Attach(Attach);
-    /// See [`Kind::Attached`].
+    /// See [`MessageKind::Attached`].
     Attached(Attached);
-    /// See [`Kind::Transfer`].
+    /// See [`MessageKind::Transfer`].
     Transfer(Transfer);
-    /// See [`Kind::Ended`].
+    /// See [`MessageKind::Ended`].
     Ended(Ended);
-    /// See [`Kind::Cancel`].
+    /// See [`MessageKind::Cancel`].
     Cancel(Cancel);
     /// See [`Invalidate`].
     Invalidate(Invalidate);
@@ -134,9 +134,9 @@ messages! {
     Readiness(Readiness);
     /// Answer to [`Readiness`].
     ReadinessAnswer(Empty);
-    /// See [`Kind::Status`].
+    /// See [`MessageKind::Status`].
     Status(Status);
-    /// See [`Kind::StatusAnswer`].
+    /// See [`MessageKind::StatusAnswer`].
     StatusAnswer(StatusAnswer);
 }
 
@@ -196,8 +196,9 @@ pub fn encode(envelope: &Envelope) -> Result<([u8; HEADER_BYTES], Vec<u8>), Enco
 
 /// Validates a message by its header and the length of its body. Refuses unsupported versions, unknown kinds, unknown
 /// `required` bits and bodies that are too long.
-pub fn check_header(header: &Header, body_bytes: usize) -> Result<Kind, DecodeError> {
-    let kind = Kind::from_number(header.kind).ok_or(DecodeError::UnknownKind(header.kind))?;
+pub fn check_header(header: &Header, body_bytes: usize) -> Result<MessageKind, DecodeError> {
+    let kind =
+        MessageKind::from_number(header.kind).ok_or(DecodeError::UnknownKind(header.kind))?;
     if !is_spoken(kind, header.version, VERSION_MIN, VERSION) {
         return Err(DecodeError::Version(header.version));
     }
@@ -205,7 +206,7 @@ pub fn check_header(header: &Header, body_bytes: usize) -> Result<Kind, DecodeEr
         return Err(DecodeError::Required(header.required));
     }
     let max = match kind {
-        Kind::Hello | Kind::Ping | Kind::Pong => SMALL_BODY_BYTES_MAX,
+        MessageKind::Hello | MessageKind::Ping | MessageKind::Pong => SMALL_BODY_BYTES_MAX,
         _ => BODY_BYTES_MAX,
     };
     match body_bytes <= max {
@@ -219,8 +220,11 @@ pub fn check_header(header: &Header, body_bytes: usize) -> Result<Kind, DecodeEr
 
 /// Whether a side that supports the versions `min` to `max` sends and accepts `kind` in `version`. Messages before the
 /// version is agreed have a version of their own, so that a peer without a common version can read them.
-fn is_spoken(kind: Kind, version: u16, min: u16, max: u16) -> bool {
-    let first_words = matches!(kind, Kind::Hello | Kind::Welcome | Kind::Error);
+fn is_spoken(kind: MessageKind, version: u16, min: u16, max: u16) -> bool {
+    let first_words = matches!(
+        kind,
+        MessageKind::Hello | MessageKind::Welcome | MessageKind::Error
+    );
     (min..=max).contains(&version) || (first_words && version == HELLO_VERSION)
 }
 
@@ -229,7 +233,7 @@ fn is_spoken(kind: Kind, version: u16, min: u16, max: u16) -> bool {
 pub fn decode(header: Header, body: &[u8]) -> Result<Envelope, DecodeError> {
     let kind = check_header(&header, body.len())?;
     let as_written = match kind {
-        Kind::Transfer => transfer::read(body).map(Message::Transfer),
+        MessageKind::Transfer => transfer::read(body).map(Message::Transfer),
         _ => None,
     };
     let message = match as_written {
@@ -249,7 +253,7 @@ pub fn decode(header: Header, body: &[u8]) -> Result<Envelope, DecodeError> {
     })
 }
 
-fn read_body<T: DeserializeOwned>(kind: Kind, bytes: &[u8]) -> Result<T, DecodeError> {
+fn read_body<T: DeserializeOwned>(kind: MessageKind, bytes: &[u8]) -> Result<T, DecodeError> {
     let refuse = |error: rmp_serde::decode::Error| {
         let (kind, reason) = (kind.name(), error.to_string());
         match error {
@@ -395,11 +399,11 @@ mod tests {
 
     #[test]
     fn first_words_are_read_by_a_side_that_has_given_up_their_version() {
-        for kind in [Kind::Hello, Kind::Welcome, Kind::Error] {
+        for kind in [MessageKind::Hello, MessageKind::Welcome, MessageKind::Error] {
             assert!(is_spoken(kind, HELLO_VERSION, 3, 5), "{}", kind.name());
             assert!(is_spoken(kind, 4, 3, 5), "{}", kind.name());
             assert!(!is_spoken(kind, 2, 3, 5), "{}", kind.name());
         }
-        assert!(!is_spoken(Kind::Lookup, HELLO_VERSION, 3, 5));
+        assert!(!is_spoken(MessageKind::Lookup, HELLO_VERSION, 3, 5));
     }
 }

@@ -1,6 +1,6 @@
 //! Decode and encode errors, and the error codes sent to peers.
 
-use crate::kind::Kind;
+use crate::kind::MessageKind;
 
 macro_rules! codes {
     ($($(#[doc = $meaning:literal])+ $name:ident = $number:literal, $text:literal, $retry:literal;)*) => {
@@ -204,7 +204,7 @@ pub enum EncodeError {
 }
 
 impl EncodeError {
-    pub(super) fn limit(kind: Kind, what: &'static str, value: u64, max: u64) -> Self {
+    pub(super) fn limit(kind: MessageKind, what: &'static str, value: u64, max: u64) -> Self {
         Self::Limit {
             kind: kind.name(),
             what,

@@ -323,7 +323,7 @@ pub fn examples() -> Vec<(&'static str, Message)> {
             Message::ReadInventory(ReadInventory {
                 depot: [8; 16],
                 page_bytes: 4096,
-                reading: 2,
+                read_id: 2,
                 from: 64,
             }),
         ),
@@ -366,13 +366,13 @@ fn inventory() -> Inventory {
         },
         fingerprint: Fingerprint(6),
     };
-    let asked = ReadInventory {
+    let requested = ReadInventory {
         depot: DepotId(7).0.to_be_bytes(),
         page_bytes: 4096,
-        reading: 2,
+        read_id: 2,
         from: 64,
     };
-    Inventory::new(&asked, Some(128), &[page])
+    Inventory::new(&requested, Some(128), &[page])
 }
 
 fn hello() -> Hello {

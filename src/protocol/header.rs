@@ -24,7 +24,7 @@ const MAGIC: [u8; 4] = *b"KVFY";
 pub struct Header {
     /// Version of the body.
     pub version: u16,
-    /// Number of the message's [`Kind`](crate::Kind).
+    /// Number of the message's [`MessageKind`](crate::MessageKind).
     pub kind: u16,
     /// Copied from a request to its answer. For engine requests: the request id.
     pub correlation: RequestId,

@@ -8,11 +8,11 @@ macro_rules! kinds {
         /// The type of a message. See `schema/messages.json`.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
         #[repr(u16)]
-        pub enum Kind {
+        pub enum MessageKind {
             $($(#[$doc])* $name = $number,)*
         }
 
-        impl Kind {
+        impl MessageKind {
             /// Every kind, ordered by number.
             pub const ALL: &[Self] = &[$(Self::$name,)*];
 
@@ -132,16 +132,16 @@ pub enum Class {
 impl Class {
     /// Returns the class of a number, assigned or not.
     pub fn of(number: u16) -> Self {
-        match Kind::from_number(number) {
-            Some(Kind::Hello | Kind::Ping) => Self::Request,
-            Some(Kind::Welcome | Kind::Error | Kind::Pong) => Self::Answer,
+        match MessageKind::from_number(number) {
+            Some(MessageKind::Hello | MessageKind::Ping) => Self::Request,
+            Some(MessageKind::Welcome | MessageKind::Error | MessageKind::Pong) => Self::Answer,
             _ if number.is_multiple_of(2) => Self::Request,
             _ => Self::Answer,
         }
     }
 }
 
-impl Kind {
+impl MessageKind {
     /// Returns whether the kind is a request or an answer.
     pub fn class(self) -> Class {
         Class::of(self.number())
@@ -182,7 +182,7 @@ mod tests {
 
     #[test]
     fn a_number_says_whether_it_wants_an_answer() {
-        for kind in Kind::ALL {
+        for kind in MessageKind::ALL {
             let answered = crate::call::answer(*kind);
             assert_eq!(
                 answered.is_some(),
@@ -199,14 +199,17 @@ mod tests {
     #[test]
     fn every_request_is_somebodys_to_say() {
         let roles = [Role::Engine, Role::Rank, Role::Worker, Role::Admin];
-        for kind in Kind::ALL {
+        for kind in MessageKind::ALL {
             let said = roles.iter().any(|role| kind.sent_by(*role));
             assert!(
                 kind.class() == Class::Answer || said || kind.sent_to_clients(),
                 "{}",
                 kind.name()
             );
-            let known = matches!(kind, Kind::Hello | Kind::Ping | Kind::Pong);
+            let known = matches!(
+                kind,
+                MessageKind::Hello | MessageKind::Ping | MessageKind::Pong
+            );
             assert_eq!(kind.sent_by(Role::Unknown), known, "{}", kind.name());
         }
     }

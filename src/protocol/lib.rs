@@ -33,7 +33,7 @@ pub use codec::{Envelope, Message, check_header, decode, encode};
 pub use error::{DecodeError, EncodeError, ErrorCode};
 pub use examples::examples;
 pub use header::{HEADER_BYTES, Header};
-pub use kind::{Class, Kind};
+pub use kind::{Class, MessageKind};
 pub use pairs::{Pages, Pairs};
 pub use role::Role;
 

@@ -6,13 +6,13 @@ use kvferry_types::{Copy, Direction, EndedCopy, EngineId, Epoch, OpId, RequestId
 
 /// How full a transfer message is.
 #[derive(Debug, Default)]
-struct Room {
+struct MessageFill {
     copies: usize,
     pages: u64,
     bytes: usize,
 }
 
-impl Room {
+impl MessageFill {
     /// Most bytes of a copy beside its pairs and fingerprints: field names and numbers.
     const COPY_BYTES: usize = 256;
     /// Most bytes of a pair, and of an item in it: a run of two numbers of 5 bytes.
@@ -58,7 +58,7 @@ impl Transfer {
         let mut transfers = Vec::new();
         for mut rest in copies.chunk_by(one_request) {
             while let Some(first) = rest.first() {
-                let mut room = Room::default();
+                let mut room = MessageFill::default();
                 let fit = rest.iter().take_while(|copy| room.take(copy)).count();
                 let (part, behind) = rest.split_at(fit);
                 rest = behind;

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use kvferry_protocol::{
-    Class, ErrorBody, ErrorCode, HELLO_VERSION, Header, Kind, Role, check_header, limits,
+    Class, ErrorBody, ErrorCode, HELLO_VERSION, Header, MessageKind, Role, check_header, limits,
 };
 use kvferry_types::{RequestId, Time};
 
@@ -99,10 +99,13 @@ impl Peer {
             // A peer would take an answer with this id for the answer to a request of its own.
             false => Verdict::Drop,
         };
-        let known = Kind::from_number(header.kind);
-        let first_words = matches!(known, Some(Kind::Hello | Kind::Ping | Kind::Pong));
+        let known = MessageKind::from_number(header.kind);
+        let first_words = matches!(
+            known,
+            Some(MessageKind::Hello | MessageKind::Ping | MessageKind::Pong)
+        );
         let Some(role) = self.role.or_else(|| first_words.then_some(Role::Unknown)) else {
-            let name = known.map_or("something", Kind::name);
+            let name = known.map_or("something", MessageKind::name);
             let text = format!("{name} before hello: say hello first");
             return (refuse(ErrorBody::new(ErrorCode::HelloFirst, text)), true);
         };
@@ -113,7 +116,7 @@ impl Peer {
                 return (refuse(error), false);
             }
         };
-        if kind == Kind::Hello && self.role.is_some() {
+        if kind == MessageKind::Hello && self.role.is_some() {
             let text = "hello was said before: once is enough";
             return (refuse(ErrorBody::new(ErrorCode::Invalid, text)), false);
         }
@@ -152,7 +155,7 @@ impl Peer {
     }
 
     /// Charges the credits of a request that was decoded and has no answer yet.
-    pub(super) fn owe(&mut self, id: RequestId, bytes: u64) {
+    pub(super) fn note_request(&mut self, id: RequestId, bytes: u64) {
         self.open_bytes += bytes - self.open.insert(id, bytes).unwrap_or(0);
     }
 

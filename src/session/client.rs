@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use super::server::Encoded;
 use kvferry_protocol::{
-    Class, DecodeError, Empty, Envelope, ErrorBody, ErrorCode, HELLO_VERSION, Header, Hello, Kind,
-    Message, VERSION, Welcome, decode, encode,
+    Class, DecodeError, Empty, Envelope, ErrorBody, ErrorCode, HELLO_VERSION, Header, Hello,
+    Message, MessageKind, VERSION, Welcome, decode, encode,
 };
 use kvferry_types::{Epoch, LinkId, RequestId, Time};
 
@@ -76,10 +76,10 @@ impl Failure {
     }
 
     /// An answer of another kind than the request's: the other side does not follow the protocol.
-    pub fn unexpected(asked: Kind, answer: &Message) -> Self {
-        let (asked, answered) = (asked.name(), answer.kind().name());
+    pub fn unexpected(requested: MessageKind, answer: &Message) -> Self {
+        let (requested, answered) = (requested.name(), answer.kind().name());
         let text = format!(
-            "{asked} was answered by {answered}: the other side does not follow the protocol"
+            "{requested} was answered by {answered}: the other side does not follow the protocol"
         );
         Self::new(ErrorCode::Internal, text)
     }
@@ -449,11 +449,11 @@ impl<R> ClientSession<R> {
     /// Handles a message after the welcome. An error breaks the connection.
     fn take(&mut self, now: Time, header: &[u8], body: &[u8]) -> Result<(), Unusable> {
         let header = Header::from_bytes(header)?;
-        let kind = Kind::from_number(header.kind);
+        let kind = MessageKind::from_number(header.kind);
         match Class::of(header.kind) {
             Class::Request => self.take_request(now, kind, header, body),
             // Drops answers of an unknown kind, and answers to no pending request.
-            Class::Answer if kind.is_none_or(|kind| kind == Kind::Pong) => Ok(()),
+            Class::Answer if kind.is_none_or(|kind| kind == MessageKind::Pong) => Ok(()),
             Class::Answer if !self.pending.contains_key(&header.correlation) => Ok(()),
             Class::Answer => {
                 let envelope = decode(header, body)?;
@@ -475,7 +475,7 @@ impl<R> ClientSession<R> {
     fn take_request(
         &mut self,
         now: Time,
-        kind: Option<Kind>,
+        kind: Option<MessageKind>,
         header: Header,
         body: &[u8],
     ) -> Result<(), Unusable> {
@@ -483,7 +483,7 @@ impl<R> ClientSession<R> {
             Message::Error(ErrorBody::for_good(error.code(), error.to_string()))
         };
         let answer = match kind.filter(|kind| kind.sent_to_clients()) {
-            Some(Kind::Ping) => Message::Pong(Empty {}),
+            Some(MessageKind::Ping) => Message::Pong(Empty {}),
             Some(_) => match decode(header, body) {
                 Ok(envelope) => {
                     self.events.push_back(ClientEvent::Request {

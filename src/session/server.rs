@@ -214,7 +214,9 @@ impl ServerSession {
             Message::Pong(_) => None,
             _ => {
                 if class == Class::Request {
-                    self.peers.get_mut(&peer)?.owe(correlation, bytes as u64);
+                    self.peers
+                        .get_mut(&peer)?
+                        .note_request(correlation, bytes as u64);
                 }
                 Some(ServerEvent::Message { peer, envelope })
             }

@@ -7,8 +7,8 @@ use super::{
     ServerHost, ServerSession, ServerSettings,
 };
 use kvferry_protocol::{
-    Empty, Envelope, ErrorBody, ErrorCode, HELLO_VERSION, Header, Hello, Kind, Message, Role,
-    Status, VERSION, Welcome, decode, encode, limits,
+    Empty, Envelope, ErrorBody, ErrorCode, HELLO_VERSION, Header, Hello, Message, MessageKind,
+    Role, Status, VERSION, Welcome, decode, encode, limits,
 };
 use kvferry_types::{Epoch, PeerId, RequestId, Time};
 
@@ -55,7 +55,7 @@ fn from_server(version: u16, id: u64, message: Message) -> Encoded {
 struct Client {
     session: ClientSession<u64>,
     sent: Vec<Envelope>,
-    answered: Vec<(u64, Result<Kind, ErrorCode>)>,
+    answered: Vec<(u64, Result<MessageKind, ErrorCode>)>,
     connects: usize,
     lost: usize,
 }
@@ -147,7 +147,7 @@ impl Client {
         let sent = std::mem::take(&mut self.sent);
         let requests = sent
             .iter()
-            .filter(|sent| sent.message.kind() == Kind::Status);
+            .filter(|sent| sent.message.kind() == MessageKind::Status);
         requests.map(|sent| sent.correlation.0).collect()
     }
 }
@@ -290,12 +290,12 @@ fn a_conversation_from_hello_to_answer() {
     let (_, answer) = host.sent.pop().expect("an answer");
     assert!(host.sent.is_empty());
     client.receive(at(3), &encode(&answer).expect("encoded"));
-    assert_eq!(client.answered, [(9, Ok(Kind::ReadinessAnswer))]);
+    assert_eq!(client.answered, [(9, Ok(MessageKind::ReadinessAnswer))]);
     assert!(server.closed(PEER).is_some());
     assert!(server.closed(PEER).is_none());
 }
 
-/// A process that was stopped has received nothing: its peers must not be judged by that time.
+/// A process that was stopped has received nothing: its peers must not be measured by that time.
 #[test]
 fn silent_peers_are_closed_after_three_heartbeats_and_not_right_after_a_pause() {
     let (mut server, mut host) = server();

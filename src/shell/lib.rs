@@ -10,7 +10,7 @@ mod holder;
 mod leader;
 mod worker;
 
-pub use holder::{Holder, InUse, Peers};
+pub use holder::{Holder, HolderPeers, InUse};
 pub use leader::{HostError, LOOKUP_NS, LeaderHost, LeaderShell};
 pub use worker::{
     Fatal, INVALIDATE_SLICE_SLOTS, Registering, WorkerFailure, WorkerHost, WorkerShell,

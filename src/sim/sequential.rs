@@ -49,14 +49,14 @@ pub(super) fn attach(
             LeaderEffect::ReadInventory {
                 worker,
                 depot,
-                reading,
+                read_id: reading,
                 from,
                 ..
             } => {
                 let event = LeaderEvent::Inventory {
                     worker,
                     depot,
-                    reading,
+                    read_id: reading,
                     from,
                     next: None,
                     records: Vec::new(),

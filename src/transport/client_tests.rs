@@ -9,8 +9,8 @@ use crate::{
     Client, Incoming, Limits, Listener, ListenerEvent, MemoryTransport, PeerId, Transport,
 };
 use kvferry_protocol::{
-    Cancel, Class, Empty, Envelope, ErrorCode, HELLO_VERSION, Header, Kind, Message, VERSION,
-    VERSION_MIN, Welcome, decode, encode, limits,
+    Cancel, Class, Empty, Envelope, ErrorCode, HELLO_VERSION, Header, Message, MessageKind,
+    VERSION, VERSION_MIN, Welcome, decode, encode, limits,
 };
 use kvferry_types::{Epoch, RequestId};
 
@@ -32,12 +32,12 @@ impl Scripted {
             listener,
             peer: PeerId(0),
         };
-        let hello = scripted.hear().await;
+        let hello = scripted.receive().await;
         (scripted, hello, client, incoming)
     }
 
     /// Receives the next message.
-    async fn hear(&mut self) -> Envelope {
+    async fn receive(&mut self) -> Envelope {
         loop {
             match self.listener.next().await.expect("tasks run") {
                 ListenerEvent::Opened { peer, .. } => self.peer = peer,
@@ -51,12 +51,12 @@ impl Scripted {
     }
 
     /// Receives the next message that is not a ping.
-    async fn hear_more(&mut self) -> Envelope {
+    async fn receive_more(&mut self) -> Envelope {
         loop {
-            let heard = self.hear().await;
-            match heard.message {
-                Message::Ping(_) => self.say(0, Message::Pong(Empty {})),
-                _ => return heard,
+            let received = self.receive().await;
+            match received.message {
+                Message::Ping(_) => self.send_message(0, Message::Pong(Empty {})),
+                _ => return received,
             }
         }
     }
@@ -69,9 +69,9 @@ impl Scripted {
             .expect("sent");
     }
 
-    fn say(&self, id: u64, message: Message) {
+    fn send_message(&self, id: u64, message: Message) {
         let version = match message.kind() {
-            Kind::Welcome => HELLO_VERSION,
+            MessageKind::Welcome => HELLO_VERSION,
             _ => VERSION,
         };
         let (header, body) = encode(&Envelope {
@@ -87,7 +87,7 @@ impl Scripted {
     }
 
     fn welcome(&self, version: u16) {
-        self.say(
+        self.send_message(
             0,
             Message::Welcome(Welcome {
                 version,
@@ -124,33 +124,33 @@ async fn what_is_not_known_ends_neither_the_connection_nor_a_request() {
     let transport = MemoryTransport::default();
     let (mut server, _, client, mut incoming) = Scripted::start(&transport).await;
     server.welcome(VERSION);
-    let asking = tokio::spawn(async move {
-        let patience = Duration::from_secs(20);
-        client.request_as(RequestId(42), status(), patience).await
+    let requesting = tokio::spawn(async move {
+        let timeout = Duration::from_secs(20);
+        client.request_as(RequestId(42), status(), timeout).await
     });
-    assert_eq!(server.hear_more().await.correlation, RequestId(42));
+    assert_eq!(server.receive_more().await.correlation, RequestId(42));
     // Answers of unknown kinds, under the id of an open request, and an answer to no open request.
     server.send(header(999, 42), &[0xc1]);
     server.send(header(63, 42), &[0xc1]);
-    server.send(header(Kind::LookupAnswer.number(), 41), &[0xc1]);
+    server.send(header(MessageKind::LookupAnswer.number(), 41), &[0xc1]);
     // Requests: of an unknown kind, of a kind that is not for a client, and one that does not decode.
     let requests = [
         (998, ErrorCode::UnknownKind),
-        (Kind::Lookup.number(), ErrorCode::UnknownKind),
-        (Kind::Transfer.number(), ErrorCode::Malformed),
+        (MessageKind::Lookup.number(), ErrorCode::UnknownKind),
+        (MessageKind::Transfer.number(), ErrorCode::Malformed),
     ];
     for (kind, code) in requests {
         server.send(header(kind, 42), &[0xc1]);
-        let heard = server.hear_more().await;
-        assert_eq!(heard.correlation, RequestId(42));
-        match heard.message {
+        let received = server.receive_more().await;
+        assert_eq!(received.correlation, RequestId(42));
+        match received.message {
             Message::Error(error) => assert_eq!(error.code(), code, "kind {kind}"),
             other => panic!("{} instead of an error", other.kind().name()),
         }
     }
-    server.say(42, Message::Cancel(Cancel { ops: vec![1] }));
-    server.say(42, answer());
-    assert_eq!(asking.await.expect("no panic"), Ok(answer()));
+    server.send_message(42, Message::Cancel(Cancel { ops: vec![1] }));
+    server.send_message(42, answer());
+    assert_eq!(requesting.await.expect("no panic"), Ok(answer()));
     assert!(matches!(
         incoming.recv().await,
         Some(Incoming::Welcomed { .. })
@@ -158,7 +158,7 @@ async fn what_is_not_known_ends_neither_the_connection_nor_a_request() {
     match incoming.recv().await {
         Some(Incoming::Request {
             envelope: order, ..
-        }) => assert_eq!(order.message.kind(), Kind::Cancel),
+        }) => assert_eq!(order.message.kind(), MessageKind::Cancel),
         other => panic!("{other:?}"),
     }
 }
@@ -167,12 +167,12 @@ async fn what_is_not_known_ends_neither_the_connection_nor_a_request() {
 async fn a_version_that_was_not_offered_is_refused_in_words() {
     let transport = MemoryTransport::default();
     let (server, _, client, _incoming) = Scripted::start(&transport).await;
-    let asking =
+    let requesting =
         tokio::spawn(async move { client.request(status(), Duration::from_secs(20)).await });
     // Lets the client take up the request: virtual time advances only when nothing else is runnable.
     tokio::time::sleep(Duration::from_millis(1)).await;
     server.welcome(VERSION + 1);
-    let failure = asking
+    let failure = requesting
         .await
         .expect("no panic")
         .expect_err("no version in common");

@@ -8,7 +8,7 @@ use crate::{
     ServerEvent, ServerSettings, Transport,
 };
 use kvferry_protocol::{
-    Cancel, Empty, Ended, Envelope, ErrorCode, Header, Hello, Kind, Message, Role, Status,
+    Cancel, Empty, Ended, Envelope, ErrorCode, Header, Hello, Message, MessageKind, Role, Status,
     StatusAnswer, VERSION, VERSION_MIN, decode, encode, limits,
 };
 use kvferry_types::{Epoch, RequestId};
@@ -84,7 +84,7 @@ pub(super) fn answer() -> Message {
 /// Waits for the next request and returns its sender and id.
 async fn next_request(server: &mut Server) -> (crate::PeerId, RequestId) {
     loop {
-        for event in server.next().await.expect("the server hears") {
+        for event in server.next().await.expect("the server receives") {
             if let ServerEvent::Message { peer, envelope } = event {
                 return (peer, envelope.correlation);
             }
@@ -108,7 +108,7 @@ impl Raw {
         Self(connected.expect("it connects"))
     }
 
-    pub(super) async fn say(&self, id: u64, message: Message) {
+    pub(super) async fn send_message(&self, id: u64, message: Message) {
         let correlation = RequestId(id);
         let envelope = Envelope {
             version: VERSION,
@@ -124,16 +124,16 @@ impl Raw {
             .expect("it is sent");
     }
 
-    pub(super) async fn hear(&mut self) -> Envelope {
+    pub(super) async fn receive(&mut self) -> Envelope {
         let frame = self.0.recv().await.expect("an answer");
         let header = Header::from_bytes(&frame.header).expect("a header");
         decode(header, &frame.body).expect("a message")
     }
 
-    pub(super) async fn hear_error(&mut self) -> (u64, ErrorCode) {
-        let heard = self.hear().await;
-        match heard.message {
-            Message::Error(error) => (heard.correlation.0, error.code()),
+    pub(super) async fn receive_error(&mut self) -> (u64, ErrorCode) {
+        let received = self.receive().await;
+        match received.message {
+            Message::Error(error) => (received.correlation.0, error.code()),
             other => panic!("{} instead of an error", other.kind().name()),
         }
     }
@@ -144,10 +144,10 @@ async fn a_request_is_answered_and_the_older_version_is_spoken() {
     let transport = MemoryTransport::default();
     let mut server = server(&transport, 3).await;
     let (client, mut incoming) = client(&transport, hello(VERSION_MIN, VERSION_MIN));
-    let asking = tokio::spawn(async move { client.request(status(), HEARTBEAT).await });
+    let requesting = tokio::spawn(async move { client.request(status(), HEARTBEAT).await });
     let (peer, id) = next_request(&mut server).await;
     server.replier().reply(peer, id, answer());
-    assert_eq!(asking.await.expect("no panic"), Ok(answer()));
+    assert_eq!(requesting.await.expect("no panic"), Ok(answer()));
     assert!(matches!(
         incoming.recv().await,
         Some(Incoming::Welcomed {
@@ -162,9 +162,9 @@ async fn without_a_common_version_every_request_fails_with_a_word() {
     let transport = MemoryTransport::default();
     let mut server = server(&transport, 1).await;
     let (client, _incoming) = client(&transport, hello(VERSION + 1, VERSION + 5));
-    let asking = client.request(status(), Duration::from_secs(5));
+    let requesting = client.request(status(), Duration::from_secs(5));
     let failure = tokio::select! {
-        answer = asking => answer.expect_err("no version in common"),
+        answer = requesting => answer.expect_err("no version in common"),
         () = listen_on(&mut server) => unreachable!("the server ends with the test"),
     };
     assert_eq!(failure.code, ErrorCode::UnsupportedVersion, "{failure}");
@@ -188,7 +188,7 @@ async fn without_a_server_a_request_fails_at_its_deadline() {
     assert_eq!(
         begun.elapsed().as_secs(),
         12,
-        "the deadline and the patience"
+        "the deadline and the grace time"
     );
 }
 
@@ -197,7 +197,7 @@ async fn what_was_not_answered_is_asked_again_under_the_same_id_by_a_new_hello()
     let transport = MemoryTransport::default();
     let mut first = server(&transport, 1).await;
     let (client, mut incoming) = client(&transport, hello(1, 2));
-    let asking = tokio::spawn(async move {
+    let requesting = tokio::spawn(async move {
         client
             .request_as(RequestId(42), status(), Duration::from_secs(60))
             .await
@@ -209,7 +209,7 @@ async fn what_was_not_answered_is_asked_again_under_the_same_id_by_a_new_hello()
     let (peer, id) = next_request(&mut second).await;
     assert_eq!(id, RequestId(42));
     second.replier().reply(peer, id, answer());
-    assert_eq!(asking.await.expect("no panic"), Ok(answer()));
+    assert_eq!(requesting.await.expect("no panic"), Ok(answer()));
     let mut seen = Vec::new();
     while seen.len() < 3 {
         match incoming.recv().await.expect("it goes on") {
@@ -233,9 +233,9 @@ async fn manners_are_asked_for_with_typed_errors() {
     let mut server = server(&transport, 1).await;
     tokio::spawn(async move { listen_on(&mut server).await });
     let mut raw = Raw::connect(&transport).await;
-    raw.say(1, status()).await;
-    assert_eq!(raw.hear_error().await, (1, ErrorCode::HelloFirst));
-    raw.say(
+    raw.send_message(1, status()).await;
+    assert_eq!(raw.receive_error().await, (1, ErrorCode::HelloFirst));
+    raw.send_message(
         2,
         Message::Hello(Hello {
             role: Role::Worker,
@@ -244,20 +244,20 @@ async fn manners_are_asked_for_with_typed_errors() {
     )
     .await;
     assert_eq!(
-        raw.hear_error().await,
+        raw.receive_error().await,
         (2, ErrorCode::Invalid),
         "no role for this server"
     );
-    raw.say(3, Message::Hello(hello(1, 2))).await;
-    assert_eq!(raw.hear().await.message.kind(), Kind::Welcome);
-    raw.say(4, Message::Hello(hello(1, 2))).await;
+    raw.send_message(3, Message::Hello(hello(1, 2))).await;
+    assert_eq!(raw.receive().await.message.kind(), MessageKind::Welcome);
+    raw.send_message(4, Message::Hello(hello(1, 2))).await;
     assert_eq!(
-        raw.hear_error().await,
+        raw.receive_error().await,
         (4, ErrorCode::Invalid),
         "hello was said before"
     );
-    raw.say(5, Message::Ping(Empty {})).await;
-    assert_eq!(raw.hear().await.message.kind(), Kind::Pong);
+    raw.send_message(5, Message::Ping(Empty {})).await;
+    assert_eq!(raw.receive().await.message.kind(), MessageKind::Pong);
     let unknown = Header {
         version: VERSION,
         kind: 998,
@@ -270,9 +270,9 @@ async fn manners_are_asked_for_with_typed_errors() {
         .send(Frame::new(unknown.to_bytes().to_vec(), vec![0x80]))
         .await
         .expect("it is sent");
-    assert_eq!(raw.hear_error().await, (6, ErrorCode::UnknownKind));
+    assert_eq!(raw.receive_error().await, (6, ErrorCode::UnknownKind));
     let malformed = Header {
-        kind: Kind::Lookup.number(),
+        kind: MessageKind::Lookup.number(),
         correlation: RequestId(7),
         ..unknown
     };
@@ -280,7 +280,7 @@ async fn manners_are_asked_for_with_typed_errors() {
         .send(Frame::new(malformed.to_bytes().to_vec(), vec![0xc1]))
         .await
         .expect("it is sent");
-    assert_eq!(raw.hear_error().await, (7, ErrorCode::Malformed));
+    assert_eq!(raw.receive_error().await, (7, ErrorCode::Malformed));
 }
 
 #[tokio::test(start_paused = true)]
@@ -289,14 +289,14 @@ async fn one_request_more_than_the_credits_is_answered_busy() {
     let mut server = server(&transport, 1).await;
     tokio::spawn(async move { listen_on(&mut server).await });
     let mut raw = Raw::connect(&transport).await;
-    raw.say(0, Message::Hello(hello(1, 2))).await;
-    assert_eq!(raw.hear().await.message.kind(), Kind::Welcome);
+    raw.send_message(0, Message::Hello(hello(1, 2))).await;
+    assert_eq!(raw.receive().await.message.kind(), MessageKind::Welcome);
     for id in 1..=u64::from(limits::REQUEST_CREDITS) {
-        raw.say(id, status()).await;
+        raw.send_message(id, status()).await;
     }
     let one_more = u64::from(limits::REQUEST_CREDITS) + 1;
-    raw.say(one_more, status()).await;
-    assert_eq!(raw.hear_error().await, (one_more, ErrorCode::Busy));
+    raw.send_message(one_more, status()).await;
+    assert_eq!(raw.receive_error().await, (one_more, ErrorCode::Busy));
 }
 
 #[tokio::test(start_paused = true)]
@@ -304,11 +304,11 @@ async fn a_peer_that_stays_silent_is_closed_after_three_heartbeats() {
     let transport = MemoryTransport::default();
     let mut server = server(&transport, 1).await;
     let mut raw = Raw::connect(&transport).await;
-    raw.say(1, Message::Hello(hello(1, 2))).await;
+    raw.send_message(1, Message::Hello(hello(1, 2))).await;
     let begun = tokio::time::Instant::now();
     let closed = async {
         loop {
-            for event in server.next().await.expect("the server hears") {
+            for event in server.next().await.expect("the server receives") {
                 if let ServerEvent::Closed { .. } = event {
                     return;
                 }
@@ -319,7 +319,7 @@ async fn a_peer_that_stays_silent_is_closed_after_three_heartbeats() {
         .await
         .expect("it is closed");
     assert!(begun.elapsed() > HEARTBEAT * 3);
-    assert_eq!(raw.hear().await.message.kind(), Kind::Welcome);
+    assert_eq!(raw.receive().await.message.kind(), MessageKind::Welcome);
     assert!(raw.0.recv().await.is_err(), "the connection is gone");
 }
 
@@ -332,21 +332,21 @@ async fn what_was_said_while_the_server_did_not_listen_counts() {
         Raw::connect(&transport).await,
     ];
     for peer in &peers {
-        peer.say(1, Message::Hello(hello(1, 2))).await;
+        peer.send_message(1, Message::Hello(hello(1, 2))).await;
     }
-    let heard = tokio::time::timeout(HEARTBEAT / 2, listen_on(&mut server)).await;
-    assert!(heard.is_err(), "the server goes on");
+    let received = tokio::time::timeout(HEARTBEAT / 2, listen_on(&mut server)).await;
+    assert!(received.is_err(), "the server goes on");
     for peer in &peers {
-        peer.say(2, status()).await;
+        peer.send_message(2, status()).await;
     }
     // Longer than the silence after which a peer is closed.
     tokio::time::advance(HEARTBEAT * 5).await;
-    let mut asked = 0;
+    let mut requested = 0;
     let listen = async {
         loop {
-            for event in server.next().await.expect("the server hears") {
+            for event in server.next().await.expect("the server receives") {
                 match event {
-                    ServerEvent::Message { .. } => asked += 1,
+                    ServerEvent::Message { .. } => requested += 1,
                     ServerEvent::Closed { .. } => return,
                     ServerEvent::Opened { .. } => {}
                 }
@@ -355,7 +355,7 @@ async fn what_was_said_while_the_server_did_not_listen_counts() {
     };
     let closed = tokio::time::timeout(HEARTBEAT * 2, listen).await;
     assert!(closed.is_err(), "closed although it had spoken");
-    assert_eq!(asked, peers.len());
+    assert_eq!(requested, peers.len());
 }
 
 /// The client sends its requests at the start and then only receives: one answer every half heartbeat, for ten seconds.
@@ -364,18 +364,18 @@ async fn a_client_that_only_listens_is_kept() {
     let transport = MemoryTransport::default();
     let mut server = server(&transport, 1).await;
     let (client, mut incoming) = client(&transport, hello(1, 2));
-    let asked: Vec<_> = (1..=20)
+    let requested: Vec<_> = (1..=20)
         .map(|id| {
             let client = client.clone();
             tokio::spawn(async move {
-                let patience = Duration::from_secs(60);
-                client.request_as(RequestId(id), status(), patience).await
+                let timeout = Duration::from_secs(60);
+                client.request_as(RequestId(id), status(), timeout).await
             })
         })
         .collect();
     let mut questions = Vec::new();
-    while questions.len() < asked.len() {
-        for event in server.next().await.expect("the server hears") {
+    while questions.len() < requested.len() {
+        for event in server.next().await.expect("the server receives") {
             if let ServerEvent::Message { peer, envelope } = event {
                 questions.push((peer, envelope.correlation));
             }
@@ -384,7 +384,7 @@ async fn a_client_that_only_listens_is_kept() {
     let replier = server.replier();
     let listening = tokio::spawn(async move {
         loop {
-            for event in server.next().await.expect("the server hears") {
+            for event in server.next().await.expect("the server receives") {
                 assert!(!matches!(event, ServerEvent::Closed { .. }), "closed");
             }
         }
@@ -394,8 +394,8 @@ async fn a_client_that_only_listens_is_kept() {
         assert!(!listening.is_finished(), "the server closed the client");
         replier.reply(peer, id, answer());
     }
-    for asked in asked {
-        assert_eq!(asked.await.expect("no panic"), Ok(answer()));
+    for requested in requested {
+        assert_eq!(requested.await.expect("no panic"), Ok(answer()));
     }
     assert!(matches!(incoming.try_recv(), Ok(Incoming::Welcomed { .. })));
     assert!(incoming.try_recv().is_err(), "the connection was lost");
@@ -431,7 +431,7 @@ async fn the_answer_to_an_order_of_one_connection_is_not_said_over_the_next() {
     };
     let (client, mut incoming) = client(&transport, worker);
     let peer = loop {
-        let events = first.next().await.expect("the server hears");
+        let events = first.next().await.expect("the server receives");
         let opened = events.into_iter().find_map(|event| match event {
             ServerEvent::Opened { peer, .. } => Some(peer),
             _ => None,
@@ -456,7 +456,7 @@ async fn the_answer_to_an_order_of_one_connection_is_not_said_over_the_next() {
     };
     first.close().await;
     let mut second = listen(2).await;
-    let hears = tokio::spawn(async move { next_request(&mut second).await.1 });
+    let receives = tokio::spawn(async move { next_request(&mut second).await.1 });
     let next = loop {
         match incoming.recv().await.expect("it goes on") {
             Incoming::Welcomed { link, .. } => break link,
@@ -465,8 +465,8 @@ async fn the_answer_to_an_order_of_one_connection_is_not_said_over_the_next() {
     };
     client.reply(link, RequestId(7), ended());
     client.reply(next, RequestId(8), ended());
-    let heard = hears.await.expect("no panic");
-    assert_eq!(heard, RequestId(8), "7 was asked by another server");
+    let received = receives.await.expect("no panic");
+    assert_eq!(received, RequestId(8), "7 was asked by another server");
 }
 
 #[tokio::test(start_paused = true)]
@@ -474,7 +474,7 @@ async fn an_answer_that_is_asked_for_in_order_comes_before_what_is_said_after_it
     let transport = MemoryTransport::default();
     let mut server = server(&transport, 1).await;
     let (client, mut incoming) = client(&transport, hello(1, 2));
-    let hears = tokio::spawn(async move {
+    let receives = tokio::spawn(async move {
         for round in 0..100 {
             let (peer, id) = next_request(&mut server).await;
             server.replier().reply(peer, id, answer());
@@ -488,19 +488,19 @@ async fn an_answer_that_is_asked_for_in_order_comes_before_what_is_said_after_it
         panic!("no welcome")
     };
     for round in 0..100 {
-        let asked = client.request_in_order(link, status(), HEARTBEAT);
+        let requested = client.request_in_order(link, status(), HEARTBEAT);
         let first = incoming.recv().await;
         let Some(Incoming::Answered { id, answer: said }) = first else {
             panic!("{first:?} before the answer")
         };
-        assert_eq!((id, *said), (asked, Ok(answer())));
+        assert_eq!((id, *said), (requested, Ok(answer())));
         let second = incoming.recv().await;
         let Some(Incoming::Request { envelope, .. }) = second else {
             panic!("{second:?} after the answer")
         };
         assert_eq!(envelope.correlation, RequestId(round));
     }
-    let server = hears.await.expect("no panic");
+    let server = receives.await.expect("no panic");
     // A request without an answer produces no event, and a request for one connection is not sent over another.
     let stale = crate::LinkId(link.0 + 1);
     client.request_in_order(stale, status(), HEARTBEAT);

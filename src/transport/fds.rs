@@ -23,7 +23,7 @@ use tokio::sync::{oneshot, watch};
 use tokio::time::{sleep, timeout};
 
 use super::directory::{self, Claim, FD_SOCKET_NAME};
-use super::places::HandshakePermits;
+use super::handshake_permits::HandshakePermits;
 use super::process::ProcessWatch;
 use super::{SharedLogLimit, TransportError};
 

@@ -5,8 +5,8 @@ use std::time::Duration;
 use crate::conversation_tests::{HEARTBEAT, Raw, answer, hello, listen_on, server_within, status};
 use crate::{Frame, Limits, MemoryTransport, STRANGERS_MAX, Server, ServerEvent};
 use kvferry_protocol::{
-    Envelope, ErrorBody, ErrorCode, HELLO_VERSION, Header, Hello, Kind, Message, Role, VERSION,
-    VERSION_MIN, encode, limits,
+    Envelope, ErrorBody, ErrorCode, HELLO_VERSION, Header, Hello, Message, MessageKind, Role,
+    VERSION, VERSION_MIN, encode, limits,
 };
 use kvferry_types::{Epoch, RequestId};
 
@@ -45,8 +45,8 @@ fn header(kind: u16, id: u64) -> Header {
 impl Raw {
     async fn welcomed(transport: &MemoryTransport, role: Role) -> Self {
         let mut raw = Self::connect(transport).await;
-        raw.say(0, as_role(role)).await;
-        assert_eq!(raw.hear().await.message.kind(), Kind::Welcome);
+        raw.send_message(0, as_role(role)).await;
+        assert_eq!(raw.receive().await.message.kind(), MessageKind::Welcome);
         raw
     }
 
@@ -57,20 +57,20 @@ impl Raw {
     }
 
     /// Asserts that the server has sent nothing to the peer before this ping's answer.
-    async fn heard_nothing(&mut self, id: u64) {
-        self.say(id, Message::Ping(kvferry_protocol::Empty {}))
+    async fn receive_nothing(&mut self, id: u64) {
+        self.send_message(id, Message::Ping(kvferry_protocol::Empty {}))
             .await;
-        let heard = self.hear().await;
+        let received = self.receive().await;
         assert_eq!(
-            (heard.message.kind(), heard.correlation.0),
-            (Kind::Pong, id)
+            (received.message.kind(), received.correlation.0),
+            (MessageKind::Pong, id)
         );
     }
 
-    async fn hear_refusal(&mut self) -> (u64, ErrorBody) {
-        let heard = self.hear().await;
-        match heard.message {
-            Message::Error(error) => (heard.correlation.0, error),
+    async fn receive_refusal(&mut self) -> (u64, ErrorBody) {
+        let received = self.receive().await;
+        match received.message {
+            Message::Error(error) => (received.correlation.0, error),
             other => panic!("{} instead of an error", other.kind().name()),
         }
     }
@@ -89,12 +89,15 @@ async fn the_body_of_a_stranger_is_not_read_and_it_is_closed() {
     let mut sent = 0;
     while stranger
         .send(
-            header(Kind::Lookup.number(), sent),
+            header(MessageKind::Lookup.number(), sent),
             vec![GARBAGE; limits::BODY_BYTES_MAX],
         )
         .await
     {
-        assert_eq!(stranger.hear_error().await, (sent, ErrorCode::HelloFirst));
+        assert_eq!(
+            stranger.receive_error().await,
+            (sent, ErrorCode::HelloFirst)
+        );
         sent += 1;
         if sent == 17 {
             stranger.closed().await;
@@ -109,23 +112,31 @@ async fn what_is_not_its_to_say_is_refused_unread() {
     let transport = MemoryTransport::default();
     mute(&transport).await;
     let mut engine = Raw::welcomed(&transport, Role::Engine).await;
-    for (id, kind) in [(1, Kind::Attach), (2, Kind::Register), (3, Kind::Hello)] {
+    for (id, kind) in [
+        (1, MessageKind::Attach),
+        (2, MessageKind::Register),
+        (3, MessageKind::Hello),
+    ] {
         engine
             .send(header(kind.number(), id), vec![GARBAGE; 64])
             .await;
         let code = match kind {
-            Kind::Hello => ErrorCode::Invalid,
+            MessageKind::Hello => ErrorCode::Invalid,
             _ => ErrorCode::UnknownKind,
         };
-        assert_eq!(engine.hear_error().await, (id, code), "{}", kind.name());
+        assert_eq!(engine.receive_error().await, (id, code), "{}", kind.name());
     }
     // Answers to requests that were never sent. The server must not answer: the engine would take an error for the
     // answer to a request of its own.
-    for (id, kind) in [(4, Kind::Ended), (5, Kind::Inventory), (6, Kind::Error)] {
+    for (id, kind) in [
+        (4, MessageKind::Ended),
+        (5, MessageKind::Inventory),
+        (6, MessageKind::Error),
+    ] {
         engine
             .send(header(kind.number(), id), vec![GARBAGE; 64])
             .await;
-        engine.heard_nothing(id).await;
+        engine.receive_nothing(id).await;
     }
 }
 
@@ -134,10 +145,10 @@ async fn a_request_that_is_still_open_is_not_read_again() {
     let transport = MemoryTransport::default();
     mute(&transport).await;
     let mut engine = Raw::welcomed(&transport, Role::Engine).await;
-    engine.say(7, status()).await;
-    let again = header(Kind::Lookup.number(), 7);
+    engine.send_message(7, status()).await;
+    let again = header(MessageKind::Lookup.number(), 7);
     engine.send(again, vec![GARBAGE; 64]).await;
-    engine.heard_nothing(8).await;
+    engine.receive_nothing(8).await;
 }
 
 #[tokio::test(start_paused = true)]
@@ -149,7 +160,7 @@ async fn a_peer_that_pings_and_never_says_hello_is_closed() {
     let begun = tokio::time::Instant::now();
     let pinging = async {
         loop {
-            stranger.heard_nothing(1).await;
+            stranger.receive_nothing(1).await;
             tokio::time::sleep(HEARTBEAT / 2).await;
             if let Ok(Err(_)) =
                 tokio::time::timeout(Duration::from_millis(1), stranger.0.recv()).await
@@ -174,9 +185,9 @@ async fn strangers_give_way_to_those_who_come_after_them() {
     }
     let mut engine = Raw::welcomed(&transport, Role::Engine).await;
     strangers[0].closed().await;
-    engine.heard_nothing(1).await;
+    engine.receive_nothing(1).await;
     for stranger in &mut strangers[1..] {
-        stranger.heard_nothing(1).await;
+        stranger.receive_nothing(1).await;
     }
 }
 
@@ -194,8 +205,8 @@ async fn others_leave_the_workers_their_places() {
     let engine = Raw::welcomed(&transport, Role::Engine).await;
     let _admin = Raw::welcomed(&transport, Role::Admin).await;
     let mut second = Raw::connect(&transport).await;
-    second.say(1, as_role(Role::Engine)).await;
-    let (_, refused) = second.hear_refusal().await;
+    second.send_message(1, as_role(Role::Engine)).await;
+    let (_, refused) = second.receive_refusal().await;
     assert_eq!((refused.code(), refused.retry), (ErrorCode::Busy, true));
     let _workers = [
         Raw::welcomed(&transport, Role::Worker).await,
@@ -203,8 +214,8 @@ async fn others_leave_the_workers_their_places() {
     ];
     drop(engine);
     tokio::time::sleep(Duration::from_millis(1)).await;
-    second.say(2, as_role(Role::Engine)).await;
-    assert_eq!(second.hear().await.message.kind(), Kind::Welcome);
+    second.send_message(2, as_role(Role::Engine)).await;
+    assert_eq!(second.receive().await.message.kind(), MessageKind::Welcome);
 }
 
 #[test]
@@ -226,9 +237,9 @@ async fn kinds_that_are_unknown_here_are_answered_or_dropped_for_ever() {
     let mut newer = Raw::welcomed(&transport, Role::Engine).await;
     for id in 1..=100 {
         newer.send(header(998, id), vec![GARBAGE; 64]).await;
-        assert_eq!(newer.hear_error().await, (id, ErrorCode::UnknownKind));
+        assert_eq!(newer.receive_error().await, (id, ErrorCode::UnknownKind));
         newer.send(header(999, id), vec![GARBAGE; 64]).await;
-        newer.heard_nothing(id).await;
+        newer.receive_nothing(id).await;
     }
 }
 
@@ -237,20 +248,20 @@ async fn required_bits_that_are_unknown_here_are_refused_and_others_skipped() {
     let transport = MemoryTransport::default();
     mute(&transport).await;
     let mut newer = Raw::welcomed(&transport, Role::Engine).await;
-    let ping = header(Kind::Ping.number(), 3);
+    let ping = header(MessageKind::Ping.number(), 3);
     let required = Header {
         required: 4,
         ..ping
     };
     newer.send(required, vec![0x80]).await;
-    let (id, refused) = newer.hear_refusal().await;
+    let (id, refused) = newer.receive_refusal().await;
     assert_eq!((id, refused.code()), (3, ErrorCode::Unsupported));
     assert!(refused.message.contains("0x0004"), "{}", refused.message);
     let mut skipped = ping.to_bytes().to_vec();
     skipped[22..24].fill(0xff);
     let frame = Frame::new(skipped, vec![0x80]);
     newer.0.send(frame).await.expect("it is sent");
-    assert_eq!(newer.hear().await.message.kind(), Kind::Pong);
+    assert_eq!(newer.receive().await.message.kind(), MessageKind::Pong);
 }
 
 #[tokio::test(start_paused = true)]
@@ -269,17 +280,19 @@ async fn what_can_never_fit_is_answered_limit_and_not_to_be_tried_again() {
     items.resize(items.len() + count as usize, 0);
     // Nested deeper than a body may be.
     let deep = [b"\x81\xa1?".as_slice(), &[0x91; 100]].concat();
-    let load = Kind::Load.number();
+    let load = MessageKind::Load.number();
     for (id, body) in [(1, pages), (2, items), (3, deep)] {
         engine.send(header(load, id), body).await;
-        let (refused_id, refused) = engine.hear_refusal().await;
+        let (refused_id, refused) = engine.receive_refusal().await;
         assert_eq!(refused_id, id);
         assert_eq!(refused.code(), ErrorCode::Limit, "{}", refused.message);
         assert!(!refused.retry, "{}", refused.message);
     }
     let long_ping = vec![0x80; limits::SMALL_BODY_BYTES_MAX + 1];
-    engine.send(header(Kind::Ping.number(), 4), long_ping).await;
-    let (id, refused) = engine.hear_refusal().await;
+    engine
+        .send(header(MessageKind::Ping.number(), 4), long_ping)
+        .await;
+    let (id, refused) = engine.receive_refusal().await;
     assert_eq!(
         (id, refused.code(), refused.retry),
         (4, ErrorCode::Limit, false)
@@ -291,28 +304,28 @@ async fn first_words_have_a_version_of_their_own() {
     let transport = MemoryTransport::default();
     mute(&transport).await;
     let mut raw = Raw::connect(&transport).await;
-    raw.say(1, status()).await;
-    let refused = raw.hear().await;
+    raw.send_message(1, status()).await;
+    let refused = raw.receive().await;
     assert_eq!(
         (refused.version, refused.message.kind()),
-        (HELLO_VERSION, Kind::Error)
+        (HELLO_VERSION, MessageKind::Error)
     );
-    raw.say(2, Message::Hello(hello(VERSION + 1, VERSION + 1)))
+    raw.send_message(2, Message::Hello(hello(VERSION + 1, VERSION + 1)))
         .await;
-    let refused = raw.hear().await;
+    let refused = raw.receive().await;
     assert_eq!(
         (refused.version, refused.message.kind()),
-        (HELLO_VERSION, Kind::Error)
+        (HELLO_VERSION, MessageKind::Error)
     );
-    raw.say(3, Message::Hello(hello(VERSION_MIN, VERSION)))
+    raw.send_message(3, Message::Hello(hello(VERSION_MIN, VERSION)))
         .await;
-    let welcome = raw.hear().await;
+    let welcome = raw.receive().await;
     assert_eq!(
         (welcome.version, welcome.message.kind()),
-        (HELLO_VERSION, Kind::Welcome)
+        (HELLO_VERSION, MessageKind::Welcome)
     );
-    raw.say(4, Message::Hello(hello(1, 2))).await;
-    assert_eq!(raw.hear().await.version, VERSION);
+    raw.send_message(4, Message::Hello(hello(1, 2))).await;
+    assert_eq!(raw.receive().await.version, VERSION);
 }
 
 #[tokio::test(start_paused = true)]
@@ -339,7 +352,7 @@ async fn a_role_that_is_unknown_here_is_refused_in_words() {
         .send(Frame::new(head.to_vec(), other))
         .await
         .expect("it is sent");
-    let (_, refused) = newer.hear_refusal().await;
+    let (_, refused) = newer.receive_refusal().await;
     assert_eq!(refused.code(), ErrorCode::Invalid, "{}", refused.message);
     assert!(refused.message.contains("role"), "{}", refused.message);
 }
@@ -349,24 +362,24 @@ async fn a_deadline_is_cut_to_the_longest() {
     let transport = MemoryTransport::default();
     let mut server = server(&transport).await;
     let mut engine = Raw::connect(&transport).await;
-    engine.say(0, as_role(Role::Engine)).await;
+    engine.send_message(0, as_role(Role::Engine)).await;
     for (id, deadline_ms) in [(1, u32::MAX), (2, 3000)] {
         let long = Header {
             deadline_ms,
-            ..header(Kind::Status.number(), id)
+            ..header(MessageKind::Status.number(), id)
         };
         engine.send(long, vec![0x80]).await;
     }
-    let mut heard = Vec::new();
-    while heard.len() < 2 {
-        for event in server.next().await.expect("the server hears") {
+    let mut received = Vec::new();
+    while received.len() < 2 {
+        for event in server.next().await.expect("the server receives") {
             if let ServerEvent::Message { envelope, .. } = event {
-                heard.push(envelope.deadline_ms);
+                received.push(envelope.deadline_ms);
             }
         }
     }
-    assert_eq!(heard, [limits::DEADLINE_MAX_MS, 3000]);
-    match engine.hear().await.message {
+    assert_eq!(received, [limits::DEADLINE_MAX_MS, 3000]);
+    match engine.receive().await.message {
         Message::Welcome(welcome) => assert_eq!(welcome.deadline_max_ms, limits::DEADLINE_MAX_MS),
         other => panic!("{} instead of a welcome", other.kind().name()),
     }
@@ -384,14 +397,14 @@ async fn what_waits_to_be_handled_is_bounded_in_bytes() {
     let mut server = server_within(&transport, 1, narrow, vec![Role::Engine]).await;
     let replier = server.replier();
     let engine = Raw::connect(&transport).await;
-    engine.say(0, as_role(Role::Engine)).await;
+    engine.send_message(0, as_role(Role::Engine)).await;
     // A status with an unknown field: 81 a1 '?' c6 length bytes.
     let mut body = b"\x81\xa1?\xc6".to_vec();
     body.extend_from_slice(&(60_u32 << 10).to_be_bytes());
     body.resize(body.len() + (60 << 10), 0);
     let said = tokio::spawn(async move {
         for id in 1..=40 {
-            let sent = engine.send(header(Kind::Status.number(), id), body.clone());
+            let sent = engine.send(header(MessageKind::Status.number(), id), body.clone());
             assert!(sent.await, "closed");
         }
         engine
@@ -401,7 +414,7 @@ async fn what_waits_to_be_handled_is_bounded_in_bytes() {
         let mut held = Vec::new();
         while let Ok(events) = tokio::time::timeout(Duration::from_millis(10), server.next()).await
         {
-            held.push(events.expect("the server hears"));
+            held.push(events.expect("the server receives"));
         }
         let mut batches = held.into_iter().map(Iterator::collect::<Vec<_>>);
         let taken: Vec<ServerEvent> = batches.by_ref().flatten().collect();

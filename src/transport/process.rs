@@ -58,7 +58,7 @@ mod tests {
 
     use super::*;
 
-    const PATIENCE: Duration = Duration::from_secs(60);
+    const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 
     #[tokio::test]
     async fn the_end_of_a_process_is_noticed() {
@@ -71,14 +71,14 @@ mod tests {
         tokio::task::yield_now().await;
         assert!(said.try_recv().is_err(), "it lives");
         child.kill().expect("it lives");
-        tokio::time::timeout(PATIENCE, said)
+        tokio::time::timeout(TEST_TIMEOUT, said)
             .await
             .expect("in time")
             .expect("said");
         child.wait().expect("it has ended");
         let (say, said) = oneshot::channel();
         let _watch = ProcessWatch::start(pid, move || say.send(()).expect("somebody waits"));
-        let late = tokio::time::timeout(PATIENCE, said).await;
+        let late = tokio::time::timeout(TEST_TIMEOUT, said).await;
         late.expect("in time").expect("said of one that is gone");
     }
 

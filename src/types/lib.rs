@@ -32,7 +32,7 @@ pub use ids::{
 pub use log_limit::LogLimit;
 pub use numa::{NumaNodes, ParseNumaNodesError};
 pub use page_set::{PAGE_SET_BYTES_PER_PAGE_MAX, PageSet};
-pub use record::{INVENTORY_SLOT_BYTES, PageRecord, Record, Scope, Stored};
+pub use record::{INVENTORY_ENTRY_BYTES, PageRecord, Record, Scope, Stored};
 pub use registration::{
     Allocation, AllocationHandle, AllocationKind, Attention, CONTENT_BYTES_MAX, Chunk, ChunkHandle,
     Nonce, Registration, TensorRole, TensorView, Timeline,

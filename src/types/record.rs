@@ -4,7 +4,7 @@
 use super::{Anchor, DomainId, Epoch, Fingerprint, Generation, NamespaceId, PageSet};
 
 /// Bytes of an inventory for each page of an arena, used or not.
-pub const INVENTORY_SLOT_BYTES: u64 = 80;
+pub const INVENTORY_ENTRY_BYTES: u64 = 80;
 
 /// The record that a store adds to the inventory, for the pages that it fills.
 #[derive(Debug, Clone, PartialEq, Eq)]

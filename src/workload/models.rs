@@ -88,7 +88,7 @@ pub enum ModelError {
 }
 
 /// Composition of a token's KV.
-enum Attention {
+enum KvComposition {
     Fixed,
     Heads { kv_heads: u32, head_elements: u32 },
     Latent { elements: u32 },
@@ -116,9 +116,9 @@ impl Model {
             u64::from(engine_page_tokens) * u64::from(elements) * u64::from(ELEMENT_BYTES)
         };
         let (roles, fragment_bytes) = match attention {
-            Attention::Fixed => (KEYS_AND_VALUES, TINY_FRAGMENT_BYTES),
-            Attention::Latent { elements } => (LATENT, plane(elements)),
-            Attention::Heads {
+            KvComposition::Fixed => (KEYS_AND_VALUES, TINY_FRAGMENT_BYTES),
+            KvComposition::Latent { elements } => (LATENT, plane(elements)),
+            KvComposition::Heads {
                 kv_heads,
                 head_elements,
             } => {
@@ -143,9 +143,9 @@ impl Model {
     /// head.
     pub fn sharding(self, ranks: u16) -> Result<Sharding, ModelError> {
         let shards = match self.architecture().1 {
-            Attention::Fixed => ranks,
-            Attention::Latent { .. } => 1,
-            Attention::Heads { kv_heads, .. } => {
+            KvComposition::Fixed => ranks,
+            KvComposition::Latent { .. } => 1,
+            KvComposition::Heads { kv_heads, .. } => {
                 self.heads_per_rank(kv_heads, ranks)?;
                 ranks.min(u16::try_from(kv_heads).unwrap_or(ranks))
             }
@@ -154,16 +154,16 @@ impl Model {
         Sharding::new(ranks, shards).ok_or(ModelError::ZeroRanks)
     }
 
-    fn architecture(self) -> (u32, Attention) {
-        let heads = Attention::Heads {
+    fn architecture(self) -> (u32, KvComposition) {
+        let heads = KvComposition::Heads {
             kv_heads: 8,
             head_elements: 128,
         };
         match self {
-            Self::Tiny => (2, Attention::Fixed),
+            Self::Tiny => (2, KvComposition::Fixed),
             Self::Llama3_8b => (32, heads),
             Self::Llama3_70b => (80, heads),
-            Self::DeepseekV3Mla => (61, Attention::Latent { elements: 512 + 64 }),
+            Self::DeepseekV3Mla => (61, KvComposition::Latent { elements: 512 + 64 }),
         }
     }
 

@@ -246,7 +246,7 @@ impl Scheduler {
 
     /// The leader has not answered this request in time. After a lookup the prompt continues without an answer. After a
     /// load or a store, the copies that may still run must be known to have ended first.
-    pub fn gave_up(&mut self, id: RequestId, actions: &mut Vec<Action>) {
+    pub fn abandoned(&mut self, id: RequestId, actions: &mut Vec<Action>) {
         let run = self
             .requested
             .get(&id)

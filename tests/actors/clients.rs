@@ -8,7 +8,7 @@ use std::task::Poll;
 use std::time::Duration;
 
 use kvferry_client::{
-    AbandonOnRanks, AdminClient, EngineClient, EngineSettings, Failure, LoadGuard, Prompt,
+    AbandonOnRanks, AdminClient, EngineClient, EngineSettings, Failure, LoadGuard, PromptPages,
     RankSession, RankSessionSettings, RequestGuard, SessionMemory, StoredPages, TransferPages,
 };
 use kvferry_protocol::{ErrorCode, Message};
@@ -22,7 +22,7 @@ use tokio::time::Instant;
 
 use super::unregister::Memory;
 use super::workers::{agree, attaching, ranks, worker};
-use super::world::{Engine, Heard, Puppet, address, leader, puppets, seconds, server, soon};
+use super::world::{Engine, Puppet, Received, address, leader, puppets, seconds, server, soon};
 
 const PAGES: u32 = 4;
 const WITHIN: Duration = Duration::from_secs(2);
@@ -46,9 +46,9 @@ impl Drop for Owner {
     }
 }
 
-fn prompt(slot: u64) -> Prompt {
+fn prompt(slot: u64) -> PromptPages {
     let bytes = (0..PAGES as u8).flat_map(|page| [page + 1; 16]).collect();
-    Prompt {
+    PromptPages {
         slot: SlotId(slot),
         namespace: Vec::new(),
         hashes: PageHashes::packed(16, bytes).expect("16 bytes a page"),
@@ -73,12 +73,12 @@ fn obey(workers: [Puppet; 2], open: &watch::Sender<bool>) -> Arc<AtomicU32> {
             let mut orders = Vec::new();
             loop {
                 tokio::select! {
-                    heard = worker.hear() => match heard {
-                        Heard::Order(order) => orders.push(order),
-                        Heard::Cancel(ops) => {
+                    received = worker.receive() => match received {
+                        Received::Order(order) => orders.push(order),
+                        Received::Cancel(ops) => {
                             cancelled.fetch_add(ops.len() as u32, Ordering::Relaxed);
                         }
-                        Heard::Welcomed(_) | Heard::Lost | Heard::Invalidate(..) => {}
+                        Received::Welcomed(_) | Received::Lost | Received::Invalidate(..) => {}
                     },
                     changed = open.changed() => if changed.is_err() { return },
                 }
@@ -316,7 +316,7 @@ async fn a_client_that_is_dropped_finishes_its_requests_and_cancels_its_stores()
         .reset(ResetScope::Everything, WITHIN)
         .await
         .expect_err("pages are held");
-    let other = Prompt {
+    let other = PromptPages {
         namespace: b"other".to_vec(),
         ..prompt(11)
     };
@@ -353,7 +353,7 @@ async fn a_slot_has_one_guard_and_may_be_looked_up_again_through_it() {
     let failure = refused.expect_err("the slot is open");
     assert_eq!(failure.code, ErrorCode::Invalid);
     assert!(failure.message.contains("slot 7"), "{failure}");
-    let Prompt {
+    let PromptPages {
         namespace, hashes, ..
     } = prompt(7);
     let again = world.found.lookup(namespace, hashes, 1, WITHIN).await;
@@ -427,8 +427,8 @@ async fn a_rank_registers_reports_abandons_and_gives_its_memory_back() {
     let rank = session(&transport, &memory);
     let agreeing = tokio::spawn(async move {
         loop {
-            let asked = attaching(&mut leader).await;
-            agree(&leader, asked);
+            let requested = attaching(&mut leader).await;
+            agree(&leader, requested);
         }
     });
     soon("a registration", rank.registered())

@@ -11,7 +11,7 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use super::world::{
-    Answered, Engine, Heard, Order, Puppet, leader, puppets, puppets_of, seconds, soon,
+    Answered, Engine, Order, Puppet, Received, leader, puppets, puppets_of, seconds, soon,
 };
 
 const PAGES: u32 = 4;
@@ -32,9 +32,9 @@ async fn loading(
     assert!(answer.is_ok(), "{answer:?}");
     let found = engine.lookup(3, 2, PAGES as u8).await;
     assert!(matches!(found, Ok(found) if found.hit_pages == PAGES));
-    let asking = engine.clone();
-    let asked = tokio::spawn(async move { asking.load(4, 2, PAGES, WITHIN).await });
-    (asked, orders(workers).await)
+    let requesting = engine.clone();
+    let requested = tokio::spawn(async move { requesting.load(4, 2, PAGES, WITHIN).await });
+    (requested, orders(workers).await)
 }
 
 /// Requests a store. Returns the pending store and the orders that both workers received.
@@ -43,9 +43,9 @@ async fn storing(
     workers: &mut [Puppet; 2],
 ) -> (JoinHandle<Answered<StoreAnswer>>, [Order; 2]) {
     engine.lookup(1, 1, PAGES as u8).await.expect("an answer");
-    let asking = engine.clone();
-    let asked = tokio::spawn(async move { asking.store(2, 1, PAGES, WITHIN).await });
-    (asked, orders(workers).await)
+    let requesting = engine.clone();
+    let requested = tokio::spawn(async move { requesting.store(2, 1, PAGES, WITHIN).await });
+    (requested, orders(workers).await)
 }
 
 async fn orders([first, second]: &mut [Puppet; 2]) -> [Order; 2] {
@@ -65,35 +65,38 @@ async fn a_load_is_answered_only_when_the_worker_that_kept_silent_is_fenced() {
     let (process, _) = leader(&transport, 1).await;
     let engine = Engine::start(&transport, 1);
     let mut workers = puppets(&transport).await;
-    let (asked, [first, second]) = loading(&engine, &mut workers).await;
+    let (requested, [first, second]) = loading(&engine, &mut workers).await;
     let op = second.transfer.copies[0].op;
     let begun = Instant::now();
     workers[0].ended(&first, true);
 
     let mut cancels = Vec::new();
     loop {
-        match workers[1].hear().await {
-            Heard::Cancel(ops) => {
+        match workers[1].receive().await {
+            Received::Cancel(ops) => {
                 assert_eq!(ops, [op]);
                 cancels.push(seconds(begun));
                 assert!(cancels.len() < 100, "it is never fenced");
             }
-            Heard::Lost => break,
+            Received::Lost => break,
             other => panic!("{other:?} for a worker that is late"),
         }
     }
     about(cancels[0], WITHIN.as_secs_f64());
     assert!(cancels.len() >= 4, "cancelled again and again: {cancels:?}");
     about(seconds(begun), WITHIN.as_secs_f64() + FENCE_SECONDS);
-    assert!(!asked.is_finished(), "it is fenced, and may still write");
+    assert!(
+        !requested.is_finished(),
+        "it is fenced, and may still write"
+    );
 
-    assert!(matches!(workers[1].hear().await, Heard::Welcomed(1)));
+    assert!(matches!(workers[1].receive().await, Received::Welcomed(1)));
     tokio::time::sleep(Duration::from_secs(100)).await;
     assert_eq!(engine.status().await.copies_under_way, 1);
-    assert!(!asked.is_finished(), "it is back, and may still write");
+    assert!(!requested.is_finished(), "it is back, and may still write");
     let mut back = Puppet::start(&transport, 1);
     back.begin().await;
-    let failure = asked.await.expect("no panic").expect_err("it failed");
+    let failure = requested.await.expect("no panic").expect_err("it failed");
     assert_eq!(failure.code, ErrorCode::CopyFailed, "{failure}");
     assert_eq!(engine.status().await.pins, 0);
     process.stop().await;
@@ -105,18 +108,18 @@ async fn a_load_that_is_cancelled_is_answered_at_its_last_end_and_nobody_is_fenc
     let (process, _) = leader(&transport, 1).await;
     let engine = Engine::start(&transport, 1);
     let mut workers = puppets(&transport).await;
-    let (asked, [first, second]) = loading(&engine, &mut workers).await;
+    let (requested, [first, second]) = loading(&engine, &mut workers).await;
     let begun = Instant::now();
-    assert!(matches!(workers[1].hear().await, Heard::Cancel(_)));
+    assert!(matches!(workers[1].receive().await, Received::Cancel(_)));
     workers[0].ended(&first, false);
     engine.status().await;
-    assert!(!asked.is_finished(), "the other rank still copies");
+    assert!(!requested.is_finished(), "the other rank still copies");
     workers[1].ended(&second, false);
-    let failure = asked.await.expect("no panic").expect_err("it failed");
+    let failure = requested.await.expect("no panic").expect_err("it failed");
     assert_eq!(failure.code, ErrorCode::CopyFailed, "{failure}");
     about(seconds(begun), WITHIN.as_secs_f64());
 
-    let further = tokio::time::timeout(Duration::from_secs(60), workers[1].hear()).await;
+    let further = tokio::time::timeout(Duration::from_secs(60), workers[1].receive()).await;
     assert!(further.is_err(), "{further:?} after the end");
     process.stop().await;
 }
@@ -127,16 +130,16 @@ async fn pages_of_a_late_store_stay_set_aside_until_both_workers_have_ended() {
     let (process, _) = leader(&transport, 1).await;
     let engine = Engine::start(&transport, 1);
     let mut workers = puppets(&transport).await;
-    let (asked, [first, second]) = storing(&engine, &mut workers).await;
+    let (requested, [first, second]) = storing(&engine, &mut workers).await;
     workers[0].ended(&first, true);
-    assert!(matches!(workers[1].hear().await, Heard::Cancel(_)));
+    assert!(matches!(workers[1].receive().await, Received::Cancel(_)));
     let pages = |state: &'static str| {
         let engine = engine.clone();
         async move { engine.status().await.pages[state] }
     };
     assert_eq!(pages("quarantined").await, u64::from(PAGES));
     workers[1].ended(&second, true);
-    let answer = soon("an answer", asked).await.expect("no panic");
+    let answer = soon("an answer", requested).await.expect("no panic");
     let expected = StoreAnswer {
         stored_pages: 0,
         present_pages: 0,
@@ -204,18 +207,18 @@ async fn an_invalidation_gives_the_deadline_of_its_reset() {
         hash_bytes: 0,
         hashes: Vec::new(),
     };
-    let asking = engine.clone();
-    let asked = tokio::spawn(async move { asking.0.call(reset, WITHIN).await });
+    let requesting = engine.clone();
+    let requested = tokio::spawn(async move { requesting.0.call(reset, WITHIN).await });
     for worker in &mut workers {
-        match worker.hear().await {
-            Heard::Invalidate(_, _, _, left_ms) => {
+        match worker.receive().await {
+            Received::Invalidate(_, _, _, left_ms) => {
                 let left = Duration::from_millis(left_ms.into());
                 assert!(left <= WITHIN && left > WITHIN / 2, "{left:?}");
             }
             other => panic!("{other:?}"),
         }
     }
-    let answer = asked.await.expect("no panic");
+    let answer = requested.await.expect("no panic");
     assert!(answer.is_err(), "nobody confirms it: {answer:?}");
     process.stop().await;
 }

@@ -9,7 +9,7 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use super::world::{
-    Answered, Engine, Order, PATIENCE, Puppet, leader, puppets, seconds, soon, store,
+    Answered, Engine, Order, Puppet, TEST_TIMEOUT, leader, puppets, seconds, soon, store,
 };
 
 const PAGES: u8 = 4;
@@ -24,13 +24,14 @@ async fn under_way(
     workers: &mut [Puppet; 2],
 ) -> (JoinHandle<Answered<StoreAnswer>>, Vec<Order>) {
     engine.lookup(1, 1, PAGES).await.expect("an answer");
-    let asking = engine.clone();
-    let asked = tokio::spawn(async move { asking.store(2, 1, u32::from(PAGES), PATIENCE).await });
+    let requesting = engine.clone();
+    let requested =
+        tokio::spawn(async move { requesting.store(2, 1, u32::from(PAGES), TEST_TIMEOUT).await });
     let mut orders = Vec::new();
     for worker in workers {
         orders.push(worker.order().await);
     }
-    (asked, orders)
+    (requested, orders)
 }
 
 #[tokio::test(start_paused = true)]
@@ -39,10 +40,10 @@ async fn copies_under_way_end_before_a_drain_does_and_nothing_new_begins() {
     let (process, handle) = leader(&transport, 1).await;
     let engine = Engine::start(&transport, 1);
     let mut workers = puppets(&transport).await;
-    let (asked, orders) = under_way(&engine, &mut workers).await;
+    let (requested, orders) = under_way(&engine, &mut workers).await;
 
     let draining = handle.clone();
-    let drained = tokio::spawn(async move { draining.drain(PATIENCE).await });
+    let drained = tokio::spawn(async move { draining.drain(TEST_TIMEOUT).await });
     // Requests after the order to drain are refused.
     let refused = async {
         let mut id = 10;
@@ -55,17 +56,17 @@ async fn copies_under_way_end_before_a_drain_does_and_nothing_new_begins() {
     let id = soon("a refusal", refused).await;
     let store = engine
         .0
-        .call_as(RequestId(id + 1), store(1, 1), PATIENCE, Duration::ZERO);
+        .call_as(RequestId(id + 1), store(1, 1), TEST_TIMEOUT, Duration::ZERO);
     assert_eq!(code(store.await), Some(ErrorCode::Draining));
     assert!(!drained.is_finished(), "a copy is under way");
-    assert!(!asked.is_finished(), "a copy is under way");
+    assert!(!requested.is_finished(), "a copy is under way");
 
     workers[0].ended(&orders[0], true);
     assert_eq!(engine.status().await.copies_under_way, 1);
     assert!(!drained.is_finished(), "the other rank still copies");
     workers[1].ended(&orders[1], true);
     assert!(drained.await.expect("no panic"), "all ended in time");
-    let answer = asked.await.expect("no panic").expect("stored");
+    let answer = requested.await.expect("no panic").expect("stored");
     assert!(answer.stored_pages == 4);
     process.stop().await;
 }
@@ -76,11 +77,11 @@ async fn a_drain_gives_up_at_its_limit() {
     let (process, handle) = leader(&transport, 1).await;
     let engine = Engine::start(&transport, 1);
     let mut workers = puppets(&transport).await;
-    let (asked, _) = under_way(&engine, &mut workers).await;
+    let (requested, _) = under_way(&engine, &mut workers).await;
     let begun = Instant::now();
     assert!(!handle.drain(Duration::from_secs(5)).await);
     assert_eq!(seconds(begun).round(), 5.0);
-    assert!(!asked.is_finished(), "its copies may still run");
+    assert!(!requested.is_finished(), "its copies may still run");
     process.stop().await;
 }
 
@@ -95,7 +96,7 @@ async fn a_leader_with_nothing_under_way_is_drained_at_once_and_lets_slots_finis
     let finish = kvferry_protocol::Finish { slot: 1 };
     let finished = engine
         .0
-        .call_as(RequestId(2), finish, PATIENCE, Duration::ZERO)
+        .call_as(RequestId(2), finish, TEST_TIMEOUT, Duration::ZERO)
         .await;
     assert!(finished.is_ok(), "{finished:?}");
     assert_eq!(engine.status().await.slots, 0);
@@ -103,7 +104,7 @@ async fn a_leader_with_nothing_under_way_is_drained_at_once_and_lets_slots_finis
     assert!(again.is_ok(), "what was answered is said again: {again:?}");
     process.stop().await;
     assert!(
-        handle.drain(PATIENCE).await,
+        handle.drain(TEST_TIMEOUT).await,
         "a leader that has ended is drained"
     );
 }

@@ -28,10 +28,10 @@ async fn a_leader_whose_epoch_a_depot_has_seen_notes_that_and_ends() {
     let (mut process, _) = started.await.expect("a leader");
     let mut worker = Puppet::start(&transport, 0);
     worker.depot_epoch = 7;
-    worker.hear().await;
-    let asked = tokio::spawn(async move { worker.ask_to_attach().await });
+    worker.receive().await;
+    let requested = tokio::spawn(async move { worker.request_attach().await });
     let why = soon("the end of the leader", process.failed()).await;
     assert!(why.contains("read by a leader of epoch 7"), "{why}");
     assert_eq!(*noted.lock().expect("no panic"), [Epoch(7)]);
-    asked.abort();
+    requested.abort();
 }

@@ -19,7 +19,7 @@ const WITHIN: Duration = Duration::from_secs(60);
 async fn answer(leader: &mut Server, orders: &[u64]) -> (u64, Message) {
     let wait = async {
         loop {
-            for event in leader.next().await.expect("the leader hears") {
+            for event in leader.next().await.expect("the leader receives") {
                 if let ServerEvent::Message { envelope, .. } = event
                     && orders.contains(&envelope.correlation.0)
                     && !matches!(envelope.message, Message::Attach(_) | Message::Readiness(_))
@@ -32,13 +32,15 @@ async fn answer(leader: &mut Server, orders: &[u64]) -> (u64, Message) {
     soon("an answer of the worker", wait).await
 }
 
-fn attached(leader: &Server, asked: Attaching, after: u64) {
+fn attached(leader: &Server, requested: Attaching, after: u64) {
     let answer = Message::Attached(Attached {
-        attach: asked.attach,
+        attach: requested.attach,
         after,
         attached_ranks: 0,
     });
-    leader.replier().reply(asked.peer, asked.asked, answer);
+    leader
+        .replier()
+        .reply(requested.peer, requested.requested, answer);
 }
 
 fn order(leader: &Server, peer: PeerId, id: u64, message: Message) {
@@ -62,9 +64,9 @@ async fn an_order_in_the_same_breath_as_the_welcome_finds_an_admitted_worker() {
     let transport = MemoryTransport::default();
     let mut leader = server(&transport, 1, Limits::default()).await;
     let (worker, _directory) = worker(&transport).await;
-    let asked = attaching(&mut leader).await;
-    attached(&leader, asked, 0);
-    order(&leader, asked.peer, 7, invalidate());
+    let requested = attaching(&mut leader).await;
+    attached(&leader, requested, 0);
+    order(&leader, requested.peer, 7, invalidate());
     let (_, invalidated) = answer(&mut leader, &[7]).await;
     assert!(
         matches!(invalidated, Message::Invalidated(_)),
@@ -80,21 +82,21 @@ async fn pages_of_a_reset_whose_deadline_has_passed_are_not_all_invalidated() {
     let transport = MemoryTransport::default();
     let mut leader = server(&transport, 1, Limits::default()).await;
     let (worker, _directory) = worker_with_room(&transport, 64 << 20).await;
-    let asked = attaching(&mut leader).await;
-    attached(&leader, asked, 0);
+    let requested = attaching(&mut leader).await;
+    attached(&leader, requested, 0);
     let divide = ReadInventory {
-        depot: asked.depot,
+        depot: requested.depot,
         page_bytes: 64,
-        reading: 1,
+        read_id: 1,
         from: u32::MAX,
     };
-    order(&leader, asked.peer, 6, Message::ReadInventory(divide));
+    order(&leader, requested.peer, 6, Message::ReadInventory(divide));
     let (_, inventory) = answer(&mut leader, &[6]).await;
     assert!(matches!(inventory, Message::Inventory(_)), "{inventory:?}");
     let short = Duration::from_millis(1);
     let sent = leader
         .replier()
-        .order(asked.peer, RequestId(7), invalidate(), short);
+        .order(requested.peer, RequestId(7), invalidate(), short);
     assert!(sent);
     let (_, given_up) = answer(&mut leader, &[7]).await;
     let Message::Error(error) = given_up else {
@@ -102,7 +104,7 @@ async fn pages_of_a_reset_whose_deadline_has_passed_are_not_all_invalidated() {
     };
     assert_eq!(error.code(), ErrorCode::Deadline, "{}", error.message);
     // The next invalidation is carried out.
-    order(&leader, asked.peer, 8, invalidate());
+    order(&leader, requested.peer, 8, invalidate());
     let (_, invalidated) = answer(&mut leader, &[8]).await;
     assert!(
         matches!(invalidated, Message::Invalidated(_)),
@@ -116,19 +118,19 @@ async fn orders_to_a_worker_that_is_not_admitted_are_answered() {
     let transport = MemoryTransport::default();
     let mut leader = server(&transport, 1, Limits::default()).await;
     let (worker, _directory) = worker(&transport).await;
-    let asked = attaching(&mut leader).await;
-    order(&leader, asked.peer, 7, invalidate());
+    let requested = attaching(&mut leader).await;
+    order(&leader, requested.peer, 7, invalidate());
     let (_, refused) = answer(&mut leader, &[7]).await;
     let Message::Error(error) = refused else {
         panic!("{refused:?}")
     };
     assert_eq!(error.code(), ErrorCode::NotReady, "{}", error.message);
     let copies = vec![(1, store(0, 0, 1))];
-    order(&leader, asked.peer, 8, transfer(copies));
+    order(&leader, requested.peer, 8, transfer(copies));
     let (_, ended) = answer(&mut leader, &[8]).await;
     assert_eq!(not_whole(ended), [1]);
     let cancel = Message::Cancel(Cancel { ops: vec![1, 2] });
-    order(&leader, asked.peer, 9, cancel);
+    order(&leader, requested.peer, 9, cancel);
     let (_, ended) = answer(&mut leader, &[9]).await;
     assert_eq!(not_whole(ended), [1, 2]);
     worker.stop().await;
@@ -190,9 +192,9 @@ async fn orders_that_name_what_is_not_there_are_refused_and_the_worker_goes_on()
     let mut peer = None;
     let agreeing = async {
         loop {
-            let asked = attaching(&mut leader).await;
-            attached(&leader, asked, 0);
-            peer = Some((asked.peer, asked.depot));
+            let requested = attaching(&mut leader).await;
+            attached(&leader, requested, 0);
+            peer = Some((requested.peer, requested.depot));
         }
     };
     let registered = tokio::select! {
@@ -243,7 +245,7 @@ async fn orders_that_name_what_is_not_there_are_refused_and_the_worker_goes_on()
         let read = ReadInventory {
             depot,
             page_bytes,
-            reading: 1,
+            read_id: 1,
             from: u32::MAX,
         };
         order(&leader, peer, id, Message::ReadInventory(read));
@@ -254,7 +256,7 @@ async fn orders_that_name_what_is_not_there_are_refused_and_the_worker_goes_on()
     let read = ReadInventory {
         depot,
         page_bytes: registered.page_bytes,
-        reading: 2,
+        read_id: 2,
         from: 0,
     };
     order(&leader, peer, 99, Message::ReadInventory(read));

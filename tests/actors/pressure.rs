@@ -4,14 +4,16 @@
 use std::time::Duration;
 
 use kvferry_protocol::{
-    ErrorCode, HEADER_BYTES, Header, Kind, Load, Message, Status, Store, Unregister, VERSION,
-    limits,
+    ErrorCode, HEADER_BYTES, Header, Load, Message, MessageKind, Status, Store, Unregister,
+    VERSION, limits,
 };
 use kvferry_transport::{Frame, Limits, MemoryTransport, PENDING_FRAMES_MAX};
 use kvferry_types::{Epoch, PageList, RequestId};
 use tokio::time::Instant;
 
-use super::world::{Engine, PATIENCE, Puppet, Raw, leader, leader_within, puppets, seconds, store};
+use super::world::{
+    Engine, Puppet, Raw, TEST_TIMEOUT, leader, leader_within, puppets, seconds, store,
+};
 
 /// Limits under which a few messages fill every queue.
 fn narrow() -> Limits {
@@ -38,12 +40,12 @@ async fn requests_beyond_the_credits_are_refused_and_others_are_served() {
     let mut flood = Raw::engine(&transport, 2, Limits::default()).await;
     let credits = u64::from(limits::REQUEST_CREDITS);
     for id in 1..=credits {
-        assert!(flood.say(id, store(id, 1).into()).await);
+        assert!(flood.send_message(id, store(id, 1).into()).await);
     }
     is_served(&engine).await;
     for id in credits + 1..=credits + 100 {
-        assert!(flood.say(id, store(id, 1).into()).await);
-        assert_eq!(flood.hear_error().await, (id, ErrorCode::Busy));
+        assert!(flood.send_message(id, store(id, 1).into()).await);
+        assert_eq!(flood.receive_error().await, (id, ErrorCode::Busy));
     }
     is_served(&engine).await;
     process.stop().await;
@@ -66,12 +68,12 @@ async fn bytes_beyond_the_credits_are_refused() {
     };
     let fit = limits::BYTE_CREDITS / (64 * 100_000);
     for id in 1..=fit {
-        assert!(flood.say(id, large(id)).await);
+        assert!(flood.send_message(id, large(id)).await);
     }
-    assert!(flood.say(fit + 1, large(fit + 1)).await);
-    assert_eq!(flood.hear_error().await, (fit + 1, ErrorCode::Busy));
+    assert!(flood.send_message(fit + 1, large(fit + 1)).await);
+    assert_eq!(flood.receive_error().await, (fit + 1, ErrorCode::Busy));
     // A request that fits beside the others is accepted: the store waits and is not answered yet.
-    assert!(flood.say(fit + 2, store(1, 1).into()).await);
+    assert!(flood.send_message(fit + 2, store(1, 1).into()).await);
     let answer = tokio::time::timeout(Duration::from_millis(500), flood.0.recv()).await;
     assert!(answer.is_err(), "{answer:?}");
     process.stop().await;
@@ -83,10 +85,10 @@ async fn a_peer_that_never_reads_is_closed_and_others_are_served() {
     let (process, _) = leader_within(&transport, 1, narrow()).await;
     let engine = Engine::start_within(&transport, 1, narrow());
     is_served(&engine).await;
-    let deaf = Raw::engine(&transport, 2, narrow()).await;
+    let unread = Raw::engine(&transport, 2, narrow()).await;
     let mut said = 0_usize;
-    while deaf
-        .say(1 + said as u64, Message::Status(Status { check: false }))
+    while unread
+        .send_message(1 + said as u64, Message::Status(Status { check: false }))
         .await
     {
         said += 1;
@@ -106,13 +108,13 @@ async fn an_engine_that_asks_far_beyond_its_credits_is_answered_all_the_same() {
     let workers = puppets(&transport).await.map(Puppet::obey);
     let engine = Engine::start(&transport, 1);
     let count = 3 * u64::from(limits::REQUEST_CREDITS);
-    let asked: Vec<_> = (1..=count)
+    let requested: Vec<_> = (1..=count)
         .map(|id| {
             let engine = engine.clone();
             tokio::spawn(async move { engine.lookup(id, id % 64, 8).await })
         })
         .collect();
-    for answer in asked {
+    for answer in requested {
         let answer = answer.await.expect("no panic");
         assert!(answer.is_ok(), "{answer:?}");
     }
@@ -127,19 +129,22 @@ async fn what_is_no_message_for_a_leader_is_answered_with_a_typed_error() {
     let (process, _) = leader(&transport, 1).await;
     let _workers = puppets(&transport).await;
     let mut raw = Raw::engine(&transport, 1, Limits::default()).await;
-    assert!(raw.say(1, Message::Unregister(Unregister {})).await);
-    assert_eq!(raw.hear_error().await, (1, ErrorCode::UnknownKind));
+    assert!(
+        raw.send_message(1, Message::Unregister(Unregister {}))
+            .await
+    );
+    assert_eq!(raw.receive_error().await, (1, ErrorCode::UnknownKind));
     let beyond = Message::Load(Load {
         slot: 1,
         first_page: 0,
         destination: PageList::run(1000, 1).into(),
         after: 0,
     });
-    assert!(raw.say(2, beyond).await);
-    assert_eq!(raw.hear_error().await, (2, ErrorCode::Invalid));
+    assert!(raw.send_message(2, beyond).await);
+    assert_eq!(raw.receive_error().await, (2, ErrorCode::Invalid));
     let header = Header {
         version: VERSION,
-        kind: Kind::Lookup.number(),
+        kind: MessageKind::Lookup.number(),
         correlation: RequestId(3),
         deadline_ms: 1000,
         required: 0,
@@ -147,9 +152,9 @@ async fn what_is_no_message_for_a_leader_is_answered_with_a_typed_error() {
     };
     let cut_off = Frame::new(header.to_bytes().to_vec(), vec![0x81]);
     assert!(raw.send(cut_off).await);
-    assert_eq!(raw.hear_error().await, (3, ErrorCode::Malformed));
-    assert!(raw.say(4, super::world::lookup(1, 1).into()).await);
-    let answer = raw.hear().await.expect("an answer");
+    assert_eq!(raw.receive_error().await, (3, ErrorCode::Malformed));
+    assert!(raw.send_message(4, super::world::lookup(1, 1).into()).await);
+    let answer = raw.receive().await.expect("an answer");
     assert_eq!(answer.correlation, RequestId(4), "it goes on");
     process.stop().await;
 }
@@ -166,11 +171,11 @@ async fn a_peer_that_says_nothing_but_noise_is_closed_and_others_are_served() {
         .await
     {
         sent += 1;
-        assert!(sent < 100, "it is heard for ever");
+        assert!(sent < 100, "it is received for ever");
         is_served(&engine).await;
     }
-    let heard = tokio::time::timeout(PATIENCE, noise.0.recv()).await;
-    assert!(matches!(heard, Ok(Err(_))), "{heard:?}");
+    let received = tokio::time::timeout(TEST_TIMEOUT, noise.0.recv()).await;
+    assert!(matches!(received, Ok(Err(_))), "{received:?}");
     is_served(&engine).await;
     process.stop().await;
 }

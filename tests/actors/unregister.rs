@@ -13,7 +13,7 @@ use kvferry_types::{
 };
 
 use super::workers::{agree, attaching, rank, ranks, worker};
-use super::world::{Answered, PATIENCE, hello, server, soon};
+use super::world::{Answered, TEST_TIMEOUT, hello, server, soon};
 
 const PAGES: u32 = 4;
 const PAGE_BYTES: u64 = 64;
@@ -88,7 +88,9 @@ impl Memory {
 /// Registers memory, retries while the worker answers `NotReady`, and returns the final answer.
 pub async fn register(rank: &Client, memory: &Memory, engine: u8) -> Answered<Message> {
     loop {
-        let answer = rank.request(memory.registration(engine), PATIENCE).await;
+        let answer = rank
+            .request(memory.registration(engine), TEST_TIMEOUT)
+            .await;
         match answer {
             Err(failure) if failure.code == ErrorCode::NotReady => {
                 tokio::task::yield_now().await;
@@ -99,7 +101,7 @@ pub async fn register(rank: &Client, memory: &Memory, engine: u8) -> Answered<Me
 }
 
 async fn unregister(rank: &Client) -> Answered<Empty> {
-    rank.call(Unregister {}, PATIENCE).await
+    rank.call(Unregister {}, TEST_TIMEOUT).await
 }
 
 /// Unregisters, and retries while the worker answers `NotReady`.
@@ -121,8 +123,8 @@ async fn unregister_at_last(rank: &Client) -> Answered<Empty> {
 pub async fn registered(leader: &mut Server, rank: &Client, memory: &Memory, engine: u8) {
     let agreeing = async {
         loop {
-            let asked = attaching(leader).await;
-            agree(leader, asked);
+            let requested = attaching(leader).await;
+            agree(leader, requested);
         }
     };
     let answer = tokio::select! {
@@ -184,29 +186,33 @@ async fn a_rank_whose_memory_the_next_leader_refuses_is_told_by_the_end_of_its_c
     registered(&mut leader, &rank, &memory, 1).await;
     leader.close().await;
     let mut leader = server(&transport, 2, Limits::default()).await;
-    let asked = soon("an attach with memory", async {
+    let requested = soon("an attach with memory", async {
         loop {
-            let asked = attaching(&mut leader).await;
-            if asked.memory {
-                return asked;
+            let requested = attaching(&mut leader).await;
+            if requested.memory {
+                return requested;
             }
         }
     });
-    let asked = asked.await;
+    let requested = requested.await;
     let refused = ErrorBody::new(ErrorCode::RankDisagrees, "another engine has the place");
-    leader.replier().refuse(asked.peer, asked.asked, refused);
+    leader
+        .replier()
+        .refuse(requested.peer, requested.requested, refused);
     let lost = async { while !matches!(said.recv().await, Some(Incoming::Lost)) {} };
     soon("the end of the rank's connection", lost).await;
     // The rank registers again and receives the reason while the refusal lasts.
     let refusing = async {
         loop {
-            let asked = attaching(&mut leader).await;
-            match asked.memory {
+            let requested = attaching(&mut leader).await;
+            match requested.memory {
                 true => {
                     let refused = ErrorBody::new(ErrorCode::RankDisagrees, "still there");
-                    leader.replier().refuse(asked.peer, asked.asked, refused);
+                    leader
+                        .replier()
+                        .refuse(requested.peer, requested.requested, refused);
                 }
-                false => agree(&leader, asked),
+                false => agree(&leader, requested),
             }
         }
     };
@@ -235,8 +241,8 @@ async fn a_registration_that_is_taken_back_meanwhile_is_answered() {
         );
         unregister(&rank).await
     };
-    let (asked, answer) = tokio::join!(register(&rank, &memory, 1), taken_back);
-    let failure = asked.expect_err("it was taken back");
+    let (requested, answer) = tokio::join!(register(&rank, &memory, 1), taken_back);
+    let failure = requested.expect_err("it was taken back");
     assert_eq!(failure.code, ErrorCode::Invalid, "{failure}");
     assert!(
         failure.message.contains("unregistered meanwhile"),
@@ -256,10 +262,10 @@ async fn whatever_overtakes_what_both_are_answered_and_nothing_stays_open() {
     registered(&mut leader, &rank, &memory, 1).await;
     for _ in 0..50 {
         let both = async { tokio::join!(register(&rank, &memory, 1), unregister_at_last(&rank)) };
-        let (asked, answer) = soon("both answers", both).await;
+        let (requested, answer) = soon("both answers", both).await;
         assert!(
-            asked.is_err(),
-            "taken back before the leader agreed: {asked:?}"
+            requested.is_err(),
+            "taken back before the leader agreed: {requested:?}"
         );
         assert_taken_back(answer, &memory);
     }

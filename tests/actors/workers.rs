@@ -105,7 +105,7 @@ pub fn rank(transport: &MemoryTransport) -> Client {
 #[derive(Debug, Clone, Copy)]
 pub struct Attaching {
     pub peer: PeerId,
-    pub asked: RequestId,
+    pub requested: RequestId,
     /// Number of the attach request.
     pub attach: u64,
     /// Whether the worker attaches with an engine's memory.
@@ -117,13 +117,13 @@ pub struct Attaching {
 pub async fn attaching(server: &mut Server) -> Attaching {
     let wait = async {
         loop {
-            for event in server.next().await.expect("the server hears") {
+            for event in server.next().await.expect("the server receives") {
                 if let ServerEvent::Message { peer, envelope } = event
                     && let Message::Attach(attach) = envelope.message
                 {
                     return Attaching {
                         peer,
-                        asked: envelope.correlation,
+                        requested: envelope.correlation,
                         attach: attach.attach,
                         memory: attach.memory.is_some(),
                         depot: attach.depot,
@@ -144,7 +144,7 @@ pub fn agree(server: &Server, attaching: Attaching) {
     });
     server
         .replier()
-        .reply(attaching.peer, attaching.asked, answer);
+        .reply(attaching.peer, attaching.requested, answer);
 }
 
 /// Accepts an attach request, and checks that the worker sends nothing further for half a heartbeat.

@@ -21,7 +21,7 @@ use tokio::time::{Instant, timeout};
 pub const RANKS: u16 = 2;
 pub const HEARTBEAT: Duration = Duration::from_secs(1);
 /// Longer than anything takes in these tests. Paused time makes the wait cheap.
-pub const PATIENCE: Duration = Duration::from_secs(600);
+pub const TEST_TIMEOUT: Duration = Duration::from_secs(600);
 
 pub fn address() -> Address {
     Address::Memory("leader".to_owned())
@@ -82,9 +82,9 @@ pub fn client(
     Client::start(Arc::new(transport.clone()), settings)
 }
 
-/// Waits for a future, at most [`PATIENCE`].
+/// Waits for a future, at most [`TEST_TIMEOUT`].
 pub async fn soon<T>(what: &str, something: impl Future<Output = T>) -> T {
-    let waited = timeout(PATIENCE, something).await;
+    let waited = timeout(TEST_TIMEOUT, something).await;
     waited.unwrap_or_else(|_| panic!("never: {what}"))
 }
 
@@ -106,7 +106,7 @@ impl Engine {
     }
 
     pub async fn lookup(&self, id: u64, slot: u64, pages: u8) -> Answered<LookupAnswer> {
-        self.call(id, lookup(slot, pages), PATIENCE, Duration::ZERO)
+        self.call(id, lookup(slot, pages), TEST_TIMEOUT, Duration::ZERO)
             .await
     }
 
@@ -117,7 +117,8 @@ impl Engine {
         pages: u32,
         within: Duration,
     ) -> Answered<StoreAnswer> {
-        self.call(id, store(slot, pages), within, PATIENCE).await
+        self.call(id, store(slot, pages), within, TEST_TIMEOUT)
+            .await
     }
 
     pub async fn load(
@@ -133,7 +134,7 @@ impl Engine {
             destination: PageList::run(0, pages).into(),
             after: 0,
         };
-        self.call(id, load, within, PATIENCE).await
+        self.call(id, load, within, TEST_TIMEOUT).await
     }
 
     async fn call<C: Call>(
@@ -147,14 +148,14 @@ impl Engine {
     }
 
     pub async fn status(&self) -> StatusAnswer {
-        let status = self.0.call(Status { check: false }, PATIENCE).await;
+        let status = self.0.call(Status { check: false }, TEST_TIMEOUT).await;
         status.expect("a status")
     }
 
     /// The contradiction that a second count finds, or an empty string. The leader makes at most one count each second.
     pub async fn contradiction(&self) -> String {
         loop {
-            match self.0.call(Status { check: true }, PATIENCE).await {
+            match self.0.call(Status { check: true }, TEST_TIMEOUT).await {
                 Ok(status) => return status.contradiction,
                 Err(failure) if failure.code == ErrorCode::Busy => {
                     tokio::time::sleep(HEARTBEAT).await;
@@ -206,7 +207,7 @@ pub struct Order {
 
 /// An event that a worker received from its leader.
 #[derive(Debug)]
-pub enum Heard {
+pub enum Received {
     Welcomed(u64),
     Lost,
     Order(Order),
@@ -238,14 +239,14 @@ impl Puppet {
             version_max: version,
             ..hello(Role::Worker, 0, rank)
         };
-        let (client, mut heard) = client(transport, hello, Limits::default());
-        let (tell, incoming) = mpsc::channel(1024);
+        let (client, mut received) = client(transport, hello, Limits::default());
+        let (sender, incoming) = mpsc::channel(1024);
         let depot = client.clone();
         let reading = tokio::spawn(async move {
-            while let Some(next) = heard.recv().await {
+            while let Some(next) = received.recv().await {
                 match empty_depot(&next) {
-                    Some((link, asked, inventory)) => depot.reply(link, asked, inventory),
-                    None if tell.send(next).await.is_err() => return,
+                    Some((link, requested, inventory)) => depot.reply(link, requested, inventory),
+                    None if sender.send(next).await.is_err() => return,
                     None => {}
                 }
             }
@@ -268,20 +269,20 @@ impl Puppet {
         assert!(ended.is_err_and(|error| error.is_cancelled()));
     }
 
-    pub async fn hear(&mut self) -> Heard {
+    pub async fn receive(&mut self) -> Received {
         let next = soon("a word of the leader", self.incoming.recv()).await;
         match next.expect("the conversation goes on") {
-            Incoming::Welcomed { epoch, .. } => Heard::Welcomed(epoch.0),
-            Incoming::Lost => Heard::Lost,
+            Incoming::Welcomed { epoch, .. } => Received::Welcomed(epoch.0),
+            Incoming::Lost => Received::Lost,
             Incoming::Answered { .. } => panic!("it asks nothing in order"),
             Incoming::Request { link, envelope } => match envelope.message {
-                Message::Transfer(transfer) => Heard::Order(Order {
+                Message::Transfer(transfer) => Received::Order(Order {
                     link,
                     id: envelope.correlation,
                     transfer,
                 }),
-                Message::Cancel(cancel) => Heard::Cancel(cancel.ops),
-                Message::Invalidate(invalidate) => Heard::Invalidate(
+                Message::Cancel(cancel) => Received::Cancel(cancel.ops),
+                Message::Invalidate(invalidate) => Received::Invalidate(
                     link,
                     envelope.correlation,
                     invalidate.reset,
@@ -294,12 +295,12 @@ impl Puppet {
 
     /// Attaches without running copies, with the memory of engine 1. The leader must accept.
     pub async fn attach(&mut self) {
-        let attached = self.ask_to_attach().await;
+        let attached = self.request_attach().await;
         assert!(attached.is_ok(), "{attached:?} to {}", self.rank);
     }
 
     /// Sends the attach request of [`Self::attach`] and returns the answer, which may be a refusal.
-    pub async fn ask_to_attach(&mut self) -> Answered<Attached> {
+    pub async fn request_attach(&mut self) -> Answered<Attached> {
         self.attaches += 1;
         let geometry = GroupGeometry {
             group: GroupId(0),
@@ -325,13 +326,13 @@ impl Puppet {
             depot_epoch: self.depot_epoch,
             memory: Some(memory),
         };
-        self.client.call(attach, PATIENCE).await
+        self.client.call(attach, TEST_TIMEOUT).await
     }
 
     /// Waits until the leader welcomes the worker, then attaches. Returns the leader's epoch.
     pub async fn begin(&mut self) -> u64 {
         loop {
-            if let Heard::Welcomed(epoch) = self.hear().await {
+            if let Received::Welcomed(epoch) = self.receive().await {
                 self.attach().await;
                 return epoch;
             }
@@ -340,7 +341,7 @@ impl Puppet {
 
     pub async fn order(&mut self) -> Order {
         loop {
-            if let Heard::Order(order) = self.hear().await {
+            if let Received::Order(order) = self.receive().await {
                 return order;
             }
         }
@@ -372,15 +373,15 @@ impl Puppet {
     pub fn obey_and_count(mut self, invalidated: Arc<Mutex<u32>>) -> tokio::task::JoinHandle<()> {
         tokio::spawn(async move {
             loop {
-                match self.hear().await {
-                    Heard::Welcomed(_) => self.attach().await,
-                    Heard::Order(order) => self.ended(&order, true),
-                    Heard::Invalidate(link, order, reset, _) => {
+                match self.receive().await {
+                    Received::Welcomed(_) => self.attach().await,
+                    Received::Order(order) => self.ended(&order, true),
+                    Received::Invalidate(link, order, reset, _) => {
                         *invalidated.lock().expect("no panic") += 1;
                         self.client
                             .reply(link, order, Message::Invalidated(Invalidated { reset }));
                     }
-                    Heard::Lost | Heard::Cancel(_) => {}
+                    Received::Lost | Received::Cancel(_) => {}
                 }
             }
         })
@@ -397,7 +398,7 @@ fn empty_depot(incoming: &Incoming) -> Option<(LinkId, RequestId, Message)> {
     };
     let inventory = Inventory {
         depot: read.depot,
-        reading: read.reading,
+        read_id: read.read_id,
         from: read.from,
         next: None,
         records: Vec::new(),
@@ -425,22 +426,22 @@ pub struct Raw(pub Connection);
 
 impl Raw {
     pub async fn connect(transport: &MemoryTransport, limits: Limits) -> Self {
-        let connected = transport.connect(&address(), limits, PATIENCE).await;
+        let connected = transport.connect(&address(), limits, TEST_TIMEOUT).await;
         Self(connected.expect("it connects"))
     }
 
     /// Connects and identifies itself as an engine. The leader accepts.
     pub async fn engine(transport: &MemoryTransport, engine: u8, limits: Limits) -> Self {
         let mut raw = Self::connect(transport, limits).await;
-        let welcomed = raw.say(0, Message::Hello(hello(Role::Engine, engine, 0)));
-        assert!(welcomed.await, "it is heard");
-        let heard = raw.hear().await.expect("an answer").message;
-        assert!(matches!(heard, Message::Welcome(_)), "{heard:?}");
+        let welcomed = raw.send_message(0, Message::Hello(hello(Role::Engine, engine, 0)));
+        assert!(welcomed.await, "it is received");
+        let received = raw.receive().await.expect("an answer").message;
+        assert!(matches!(received, Message::Welcome(_)), "{received:?}");
         raw
     }
 
     /// Sends a message. Returns false when the connection is closed.
-    pub async fn say(&self, id: u64, message: Message) -> bool {
+    pub async fn send_message(&self, id: u64, message: Message) -> bool {
         let envelope = Envelope {
             version: VERSION,
             correlation: RequestId(id),
@@ -456,16 +457,16 @@ impl Raw {
         soon("room for a frame", self.0.send(frame)).await.is_ok()
     }
 
-    pub async fn hear(&mut self) -> Result<Envelope, Closed> {
+    pub async fn receive(&mut self) -> Result<Envelope, Closed> {
         let frame = soon("an answer", self.0.recv()).await?;
         let header = Header::from_bytes(&frame.header).expect("a header");
         Ok(decode(header, &frame.body).expect("a message"))
     }
 
-    pub async fn hear_error(&mut self) -> (u64, ErrorCode) {
-        let heard = self.hear().await.expect("an answer");
-        match heard.message {
-            Message::Error(error) => (heard.correlation.0, error.code()),
+    pub async fn receive_error(&mut self) -> (u64, ErrorCode) {
+        let received = self.receive().await.expect("an answer");
+        match received.message {
+            Message::Error(error) => (received.correlation.0, error.code()),
             other => panic!("{} instead of an error", other.kind().name()),
         }
     }

@@ -6,7 +6,7 @@ use std::process::Stdio;
 use std::sync::Arc;
 
 use kvferry_client::{
-    AdminClient, EngineClient, EngineSettings, Failure, Prompt, RequestGuard, StoredPages,
+    AdminClient, EngineClient, EngineSettings, Failure, PromptPages, RequestGuard, StoredPages,
 };
 use kvferry_engine::pipe::{self, RankOrder};
 use kvferry_engine::rank_pipe::RankPipe;
@@ -108,7 +108,7 @@ impl World {
     /// Looks up a whole prompt. The pages found are held until the guard is dropped. The answer must arrive by the
     /// deadline that engines give their requests.
     async fn look_up(&self, prompt: u64) -> RequestGuard {
-        let lookup = Prompt {
+        let lookup = PromptPages {
             slot: SlotId(prompt),
             namespace: NAMESPACE.to_vec(),
             hashes: hashes(prompt, PROMPT_PAGES),
@@ -133,8 +133,8 @@ impl World {
         let id = self.engine.next_id();
         // The content of the memory does not matter, because these tests load nothing.
         let written = RankOrder::new(id.0, WorkKind::Compute, id.0);
-        let told = pipe::write(&mut self.rank.orders, &written).await;
-        told.expect("the rank takes orders");
+        let reported = pipe::write(&mut self.rank.orders, &written).await;
+        reported.expect("the rank takes orders");
         let pages = StoredPages {
             id: Some(id),
             first_page: 0,

@@ -605,11 +605,13 @@ fn a_worker_without_an_engine_lets_the_gpu_go() {
 
 /// Opens a FIFO for writing as soon as a process opens it for reading.
 fn read_by_somebody(fifo: &Path) -> File {
-    let (tell, opened) = channel();
+    let (sender, opened) = channel();
     let fifo = fifo.to_owned();
     std::thread::spawn(move || {
         let writer = File::options().write(true).open(fifo);
-        tell.send(writer.expect("a FIFO")).expect("the test waits");
+        sender
+            .send(writer.expect("a FIFO"))
+            .expect("the test waits");
     });
     opened.recv_timeout(LIMIT).expect("nobody reads it")
 }

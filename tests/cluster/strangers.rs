@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use kvferry_protocol::{Header, Hello, Kind, Role, Status, VERSION, limits};
+use kvferry_protocol::{Header, Hello, MessageKind, Role, Status, VERSION, limits};
 use kvferry_transport::{
     Address, Client, ClientSettings, Frame, Incoming, Limits, Transport, ZmqTransport,
 };
@@ -13,7 +13,7 @@ use tokio::sync::mpsc::Receiver;
 
 use crate::support::{Running, kvferry, socket_dir};
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 const ATTACK: Duration = Duration::from_secs(10);
 const ATTACKERS: usize = 3;
 /// Maximum growth of the leader's resident memory: the bytes that its limits let it hold meanwhile, and what an
@@ -41,7 +41,7 @@ fn orders() -> Frame {
     body.extend([0x92, 1, 2].repeat(pairs as usize));
     let header = Header {
         version: VERSION,
-        kind: Kind::Transfer.number(),
+        kind: MessageKind::Transfer.number(),
         correlation: RequestId(1),
         deadline_ms: 1000,
         required: 0,
@@ -54,7 +54,7 @@ fn orders() -> Frame {
 async fn attack(leader: Address, over: Arc<AtomicBool>, closed: Arc<AtomicU64>) {
     let orders = orders();
     while !over.load(Ordering::Relaxed) {
-        let connecting = ZmqTransport.connect(&leader, Limits::default(), PATIENCE);
+        let connecting = ZmqTransport.connect(&leader, Limits::default(), TEST_TIMEOUT);
         let Ok(mut connection) = connecting.await else {
             continue;
         };
@@ -62,7 +62,7 @@ async fn attack(leader: Address, over: Arc<AtomicBool>, closed: Arc<AtomicU64>) 
             loop {
                 tokio::select! {
                     biased;
-                    heard = connection.recv() => if heard.is_err() { return },
+                    received = connection.recv() => if received.is_err() { return },
                     () = std::future::ready(()) => {}
                 }
                 if connection.send(orders.clone()).await.is_err() {
@@ -70,7 +70,7 @@ async fn attack(leader: Address, over: Arc<AtomicBool>, closed: Arc<AtomicU64>) 
                 }
             }
         };
-        tokio::time::timeout(PATIENCE, until_closed)
+        tokio::time::timeout(TEST_TIMEOUT, until_closed)
             .await
             .expect("a peer that never says hello is closed");
         closed.fetch_add(1, Ordering::Relaxed);
@@ -93,7 +93,7 @@ fn peers_that_never_say_hello_are_closed_and_harm_nobody() {
     let leader = Running::start(&["leader", "--socket-dir", name]);
     let begun = Instant::now();
     while !kvferry(&["status", "--socket-dir", name]).status.success() {
-        assert!(begun.elapsed() < PATIENCE, "it does not serve");
+        assert!(begun.elapsed() < TEST_TIMEOUT, "it does not serve");
     }
     let address = Address::Directory(folder.path().join("leader"));
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -106,7 +106,7 @@ fn peers_that_never_say_hello_are_closed_and_harm_nobody() {
 
 async fn among_strangers(address: Address, leader: u32) {
     let (tool, mut says) = tool(address.clone());
-    let status = || tool.call(Status { check: false }, PATIENCE);
+    let status = || tool.call(Status { check: false }, TEST_TIMEOUT);
     assert!(status().await.is_ok());
     let before = resident_bytes(leader);
     let (over, closed) = (
@@ -125,10 +125,10 @@ async fn among_strangers(address: Address, leader: u32) {
     let begun = Instant::now();
     let mut longest = Duration::ZERO;
     while begun.elapsed() < ATTACK {
-        let asked = Instant::now();
+        let requested = Instant::now();
         let answer = status().await;
         assert!(answer.is_ok(), "{answer:?}");
-        longest = longest.max(asked.elapsed());
+        longest = longest.max(requested.elapsed());
     }
     over.store(true, Ordering::Relaxed);
     for attacker in attackers {
@@ -149,7 +149,7 @@ async fn among_strangers(address: Address, leader: u32) {
     while resident_bytes(leader) > before + LEFT_OVER_BYTES {
         let bytes = resident_bytes(leader);
         assert!(
-            begun.elapsed() < after + PATIENCE,
+            begun.elapsed() < after + TEST_TIMEOUT,
             "{before} bytes before, {bytes} after it"
         );
         tokio::time::sleep(Duration::from_millis(100)).await;

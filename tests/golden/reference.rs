@@ -7,7 +7,7 @@ use std::path::Path;
 use kvferry::config::settings;
 use kvferry::error::{CommandError, EXIT_CODES};
 use kvferry_core::COUNTERS;
-use kvferry_protocol::{ErrorCode, Kind, Message};
+use kvferry_protocol::{ErrorCode, Message, MessageKind};
 use kvferry_shell::LOOKUP_NS;
 use serde_json::Value;
 
@@ -171,7 +171,7 @@ fn the_page_of_the_status_is_made_of_its_schema_and_the_counters() {
         "Fields of `kvferry status --json`, which are those of `status_answer` on the wire. Readers skip fields and \
          counters that they do not know.",
     );
-    let schema = serde_json::to_value(Message::schema(Kind::StatusAnswer)).expect("JSON");
+    let schema = serde_json::to_value(Message::schema(MessageKind::StatusAnswer)).expect("JSON");
     text += &table(["field", "type", "meaning"], properties(&schema));
     text += "\n## A rank\n\nEach item of `ranks`.\n";
     text += &table(

@@ -10,7 +10,7 @@ fn look_up(world: &mut World, slot: u64, pages: usize) {
         hashes: sequence(0, pages),
         device_pages: 0,
     };
-    world.ask(0, lookup);
+    world.request(0, lookup);
 }
 
 fn store_from(world: &mut World, slot: u64, first_page: u32, pages: u32) -> Option<Reply> {
@@ -20,12 +20,12 @@ fn store_from(world: &mut World, slot: u64, first_page: u32, pages: u32) -> Opti
         more: None,
         source: PageList::run(1, pages),
     };
-    world.ask(0, store);
+    world.request(0, store);
     let id = RequestId(world.next_id);
     while let Some(op) = world.open.keys().next().copied() {
         (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
     }
-    world.asked[&(0, id)].1.clone()
+    world.requests[&(0, id)].1.clone()
 }
 
 fn stored(stored_pages: u32, present_pages: u32) -> Option<Reply> {
@@ -75,7 +75,7 @@ fn what_is_counted_is_what_happened() {
     assert_eq!(counted(&world), expected);
 
     // The last block grows by two pages, and one rank fails.
-    world.ask(
+    world.request(
         0,
         Request::Store {
             slot: SlotId(1),
@@ -95,7 +95,7 @@ fn what_is_counted_is_what_happened() {
     assert_eq!(counted(&world), expected);
 
     // The store is repeated, and misses its deadline.
-    world.ask(
+    world.request(
         0,
         Request::Store {
             slot: SlotId(1),
@@ -115,10 +115,10 @@ fn what_is_counted_is_what_happened() {
     let free = pool.capacity_pages() - 14;
     let now = BTreeMap::from([("ready", 12), ("filling", 2), ("free", free)]);
     assert_eq!(states(pool), now);
-    let owed: Vec<_> = world.leader.awaited().collect();
+    let awaited: Vec<_> = world.leader.awaited().collect();
     let op = *world.open.keys().next().expect("a copy");
     let everyone = (0..RANKS).map(Rank).collect();
-    assert_eq!(owed, [(op, Replica(0), everyone)]);
+    assert_eq!(awaited, [(op, Replica(0), everyone)]);
     world.take(Step::Wait(6));
     let pool = world.leader.pool().expect("a pool");
     let now = BTreeMap::from([("ready", 12), ("quarantined", 2), ("free", free)]);
@@ -168,7 +168,7 @@ fn who_has_attached_is_told() {
 #[test]
 fn an_attach_that_is_said_again_is_answered_alike_and_an_older_one_not_at_all() {
     let mut leader = Leader::new(settings());
-    let mut say = |attach: u64| {
+    let mut attach_with = |attach: u64| {
         let attached = AttachRequest {
             worker: worker(0, 0),
             ranks: RANKS,
@@ -182,7 +182,7 @@ fn an_attach_that_is_said_again_is_answered_alike_and_an_older_one_not_at_all() 
         leader.step(Time(0), LeaderEvent::Attach(attached), &mut effects);
         effects
     };
-    let first = say(4);
+    let first = attach_with(4);
     assert!(matches!(
         first[..],
         [LeaderEffect::Admit {
@@ -191,9 +191,9 @@ fn an_attach_that_is_said_again_is_answered_alike_and_an_older_one_not_at_all() 
             ..
         }]
     ));
-    assert_eq!(say(4), first);
-    assert_eq!(say(3), []);
-    assert_ne!(say(5), first);
+    assert_eq!(attach_with(4), first);
+    assert_eq!(attach_with(3), []);
+    assert_ne!(attach_with(5), first);
 }
 
 #[test]
@@ -207,13 +207,13 @@ fn no_more_wait_for_the_workers_of_an_older_leader_than_the_limit() {
             destination: PageList::run(0, 1),
             after: RequestId(0),
         };
-        let ask = LeaderEvent::Request {
+        let send_request = LeaderEvent::Request {
             engine: engine_id(0),
             id: RequestId(id),
             deadline: Time(5),
             request: load,
         };
-        leader.step(Time(0), ask, &mut effects);
+        leader.step(Time(0), send_request, &mut effects);
     }
     let crowded = effects.drain(..).map(|effect| match effect {
         LeaderEffect::Answer { id, answer, .. } => (id.0, answer),
@@ -247,22 +247,22 @@ fn no_more_wait_for_the_workers_of_an_older_leader_than_the_limit() {
 #[test]
 fn ranks_and_pages_are_told() {
     let mut world = World::without_workers();
-    let told = |world: &World| {
+    let reported = |world: &World| {
         (
             world.leader.attached_workers(),
             world.leader.engine_page_tokens(),
         )
     };
-    assert_eq!(told(&world), (0, 0));
+    assert_eq!(reported(&world), (0, 0));
     world.begin();
-    assert_eq!(told(&world), (2 * u32::from(RANKS), 16));
+    assert_eq!(reported(&world), (2 * u32::from(RANKS), 16));
     let lookup = Request::Lookup {
         slot: SlotId(0),
         namespace: vec![7],
         hashes: sequence(0, 9),
         device_pages: 5,
     };
-    world.ask(0, lookup);
+    world.request(0, lookup);
     let expected = [("lookups", 1), ("lookup_pages", 9), ("device_pages", 5)];
     assert_eq!(counted(&world), BTreeMap::from(expected));
 }
@@ -305,7 +305,7 @@ fn a_load_of_a_part_leaves_the_rest_held() {
         after: RequestId(0),
     };
     for (first_page, left) in [(0, 2), (8, 1)] {
-        world.ask(0, load(first_page));
+        world.request(0, load(first_page));
         assert_eq!(pins(&world), left + 1, "the lease, and what is left");
         let op = *world.open.keys().next().expect("a copy");
         (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
@@ -328,7 +328,7 @@ fn room_for_a_tail_is_never_made_at_the_cost_of_its_root() {
             hashes: sequence(0, pages),
             device_pages: 0,
         };
-        world.ask(0, lookup);
+        world.request(0, lookup);
         assert_eq!(
             store_from(&mut world, slot, 0, pages as u32),
             stored(pages as u32, 0)
@@ -338,7 +338,7 @@ fn room_for_a_tail_is_never_made_at_the_cost_of_its_root() {
     assert_eq!((states.free, states.ready), (0, 60));
     assert_eq!(store_from(&mut world, 0, 0, 16), stored(8, 8));
     look_up(&mut world, 9, 16);
-    let found = world.asked[&(0, RequestId(world.next_id))].1.clone();
+    let found = world.requests[&(0, RequestId(world.next_id))].1.clone();
     let all = Answer::Lookup(LookupAnswer {
         hit_pages: 16,
         pending: false,
@@ -357,9 +357,9 @@ fn what_finds_no_room_and_what_is_cut_is_counted() {
             hashes: sequence(0, 8),
             device_pages: 0,
         };
-        world.ask(0, lookup(slot));
+        world.request(0, lookup(slot));
         assert_eq!(store_from(&mut world, slot, 0, 8), stored(8, 0));
-        world.ask(0, lookup(slot + 10));
+        world.request(0, lookup(slot + 10));
     }
     let lookup = Request::Lookup {
         slot: SlotId(9),
@@ -367,7 +367,7 @@ fn what_finds_no_room_and_what_is_cut_is_counted() {
         hashes: sequence(0, 7),
         device_pages: 0,
     };
-    world.ask(0, lookup);
+    world.request(0, lookup);
     let refused = Answer::Store(StoreAnswer {
         stored_pages: 4,
         present_pages: 0,

@@ -27,11 +27,15 @@ fn cancelled_stores_are_stopped_and_answered_once_nothing_of_them_is_read() {
     let stores = [store(&mut world, 0, 0, 7, 8), store(&mut world, 0, 1, 8, 8)];
     let other = store(&mut world, 1, 0, 9, 8);
     let open = ops(&world);
-    let asked = cancel(&mut world, 0, None);
+    let requested = cancel(&mut world, 0, None);
     assert_eq!(world.cancelled, BTreeSet::from([open[0], open[1]]));
     for op in &open[..2] {
         for rank in 0..RANKS {
-            assert_eq!(answer(&world, 0, asked), None, "rank {rank} still reads");
+            assert_eq!(
+                answer(&world, 0, requested),
+                None,
+                "rank {rank} still reads"
+            );
             world.report(*op, rank, false, EPOCH);
         }
     }
@@ -39,7 +43,7 @@ fn cancelled_stores_are_stopped_and_answered_once_nothing_of_them_is_read() {
         assert_eq!(failed_pages(answer(&world, 0, id)), 8);
     }
     assert_eq!(
-        answer(&world, 0, asked),
+        answer(&world, 0, requested),
         Some(Ok(Answer::CancelStores(CancelStoresAnswer { stores: 2 })))
     );
     assert_eq!(answer(&world, 1, other), None, "the other engine's goes on");
@@ -72,10 +76,10 @@ fn a_store_that_waits_for_anothers_copy_is_answered_at_once_and_that_copy_goes_o
     let mut world = World::new();
     let first = store(&mut world, 0, 0, 7, 8);
     let second = store(&mut world, 1, 0, 7, 8);
-    let asked = cancel(&mut world, 1, None);
+    let requested = cancel(&mut world, 1, None);
     assert_eq!(failed_pages(answer(&world, 1, second)), 8);
     assert_eq!(
-        answer(&world, 1, asked),
+        answer(&world, 1, requested),
         Some(Ok(Answer::CancelStores(CancelStoresAnswer { stores: 1 })))
     );
     assert!(world.cancelled.is_empty());
@@ -100,9 +104,9 @@ fn pages_of_a_cancelled_store_can_be_stored_again() {
 #[test]
 fn a_cancel_with_nothing_under_way_is_answered_at_once() {
     let mut world = World::new();
-    let asked = cancel(&mut world, 0, None);
+    let requested = cancel(&mut world, 0, None);
     assert_eq!(
-        answer(&world, 0, asked),
+        answer(&world, 0, requested),
         Some(Ok(Answer::CancelStores(CancelStoresAnswer { stores: 0 })))
     );
 }
@@ -110,7 +114,7 @@ fn a_cancel_with_nothing_under_way_is_answered_at_once() {
 #[test]
 fn a_cancel_that_a_worker_does_not_obey_is_answered_by_its_deadline() {
     let mut world = World::new();
-    world.ask(
+    world.request(
         0,
         Request::Lookup {
             slot: SlotId(0),
@@ -121,10 +125,10 @@ fn a_cancel_that_a_worker_does_not_obey_is_answered_by_its_deadline() {
     );
     world.take(Step::Store { engine: 0, slot: 0 });
     let stored = RequestId(world.next_id);
-    let asked = cancel(&mut world, 0, None);
+    let requested = cancel(&mut world, 0, None);
     world.take(Step::Wait(5));
     assert_eq!(
-        answer(&world, 0, asked),
+        answer(&world, 0, requested),
         Some(Err(Refusal::StillRead { stores: 1 }))
     );
     assert_eq!(
@@ -142,12 +146,12 @@ fn an_engine_whose_requests_are_all_stores_can_cancel_them_a_bounded_number_of_t
     let mut world = World::with_limit(1);
     store(&mut world, 0, 0, 7, 8);
     for _ in 0..CANCELS_MAX {
-        let asked = cancel(&mut world, 0, None);
-        assert_eq!(answer(&world, 0, asked), None);
+        let requested = cancel(&mut world, 0, None);
+        assert_eq!(answer(&world, 0, requested), None);
     }
-    let asked = cancel(&mut world, 0, None);
+    let requested = cancel(&mut world, 0, None);
     assert!(matches!(
-        answer(&world, 0, asked),
+        answer(&world, 0, requested),
         Some(Err(Refusal::Limit { .. }))
     ));
 }
@@ -155,9 +159,9 @@ fn an_engine_whose_requests_are_all_stores_can_cancel_them_a_bounded_number_of_t
 #[test]
 fn nothing_is_cancelled_while_an_older_leaders_copies_may_go_on() {
     let mut world = World::without_workers();
-    let asked = cancel(&mut world, 0, None);
+    let requested = cancel(&mut world, 0, None);
     assert!(matches!(
-        answer(&world, 0, asked),
+        answer(&world, 0, requested),
         Some(Err(Refusal::NotReady { .. }))
     ));
 }

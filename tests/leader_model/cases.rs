@@ -11,14 +11,14 @@ pub fn store(world: &mut World, engine: u8, slot: u64, namespace: u8, pages: usi
         hashes,
         device_pages: 0,
     };
-    world.ask(engine, lookup);
+    world.request(engine, lookup);
     world.take(Step::Store { engine, slot });
     RequestId(world.next_id)
 }
 
 pub fn answer(world: &World, engine: u8, id: RequestId) -> Option<Reply> {
     world
-        .asked
+        .requests
         .get(&(engine, id))
         .and_then(|(_, answer)| answer.clone())
 }
@@ -90,7 +90,7 @@ fn loading(world: &mut World) -> (RequestId, OpId) {
     let op = *world.open.keys().next().expect("a copy");
     (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
     let hashes = sequence(0, 8);
-    world.ask(
+    world.request(
         0,
         Request::Lookup {
             slot: SlotId(1),
@@ -141,7 +141,7 @@ fn an_engine_that_stays_away_is_forgotten_with_all_it_held() {
     let op = *world.open.keys().next().expect("a copy");
     (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
     let hashes = sequence(0, 8);
-    world.ask(
+    world.request(
         0,
         Request::Lookup {
             slot: SlotId(1),
@@ -162,7 +162,7 @@ fn what_names_engine_pages_is_refused_only_when_nothing_of_an_older_leader_can_t
     let mut world = World::without_workers();
     let (slot, destination) = (SlotId(9), PageList::run(0, 1));
     let (first_page, more, source) = (0, None, destination.clone());
-    world.ask(
+    world.request(
         0,
         Request::Load {
             slot,
@@ -172,7 +172,7 @@ fn what_names_engine_pages_is_refused_only_when_nothing_of_an_older_leader_can_t
         },
     );
     let load = RequestId(world.next_id);
-    world.ask(
+    world.request(
         0,
         Request::Store {
             slot,
@@ -262,7 +262,7 @@ fn workers_that_say_nothing_within_the_fence_of_a_new_leader_must_go() {
 }
 
 fn reset(world: &mut World, scope: ResetScope) -> Option<Reply> {
-    world.ask(0, Request::Reset { scope });
+    world.request(0, Request::Reset { scope });
     answer(world, 0, RequestId(world.next_id))
 }
 
@@ -273,7 +273,7 @@ fn found(world: &mut World, namespace: u8) -> u32 {
         hashes: sequence(0, 8),
         device_pages: 0,
     };
-    world.ask(1, lookup);
+    world.request(1, lookup);
     let id = RequestId(world.next_id);
     world.take(Step::Finish { engine: 1, slot: 2 });
     let answer = answer(world, 1, id)
@@ -293,23 +293,23 @@ fn a_reset_forgets_what_it_names_and_nothing_else() {
         let op = *world.open.keys().next().expect("a copy");
         (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
     }
-    let forgotten = |pages| Some(Ok(Answer::Reset(ResetAnswer { pages })));
+    let removed = |pages| Some(Ok(Answer::Reset(ResetAnswer { pages })));
     assert_eq!(
         reset(&mut world, ResetScope::Namespace(vec![7])),
-        forgotten(8)
+        removed(8)
     );
     assert_eq!((found(&mut world, 7), found(&mut world, 8)), (0, 8));
     let page = PageHashes::packed(16, sequence(0, 3).get(2).to_vec()).expect("one page");
     assert_eq!(
         reset(&mut world, ResetScope::Pages(vec![7], page.clone())),
-        forgotten(0)
+        removed(0)
     );
     assert_eq!(
         reset(&mut world, ResetScope::Pages(vec![8], page)),
-        forgotten(8)
+        removed(8)
     );
     assert_eq!(found(&mut world, 8), 0);
-    assert_eq!(reset(&mut world, ResetScope::Everything), forgotten(0));
+    assert_eq!(reset(&mut world, ResetScope::Everything), removed(0));
 }
 
 #[test]
@@ -319,7 +319,7 @@ fn a_reset_is_refused_while_pages_are_held_with_the_number_of_holders() {
     let op = *world.open.keys().next().expect("a copy");
     (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
     for slot in [4, 5] {
-        world.ask(
+        world.request(
             1,
             Request::Lookup {
                 slot: SlotId(slot),
@@ -372,9 +372,9 @@ fn a_second_reset_waits_for_stores_that_the_first_one_stopped() {
     assert_eq!(reset(&mut world, ResetScope::Everything), None);
     let second = RequestId(world.next_id);
     (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
-    let forgotten = |pages| Some(Ok(Answer::Reset(ResetAnswer { pages })));
-    assert_eq!(answer(&world, 0, first), forgotten(8));
-    assert_eq!(answer(&world, 0, second), forgotten(0));
+    let removed = |pages| Some(Ok(Answer::Reset(ResetAnswer { pages })));
+    assert_eq!(answer(&world, 0, first), removed(8));
+    assert_eq!(answer(&world, 0, second), removed(0));
     assert_eq!(found(&mut world, 7), 0);
 }
 
@@ -393,7 +393,7 @@ fn one_request_too_many_is_refused_for_good_and_a_finish_never_is() {
     assert_eq!(answer(&world, 0, finish), Some(Ok(Answer::Finish)));
     (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
     assert!(answer(&world, 0, first).is_some());
-    let again = world.asked[&(0, second)].0.clone();
+    let again = world.requests[&(0, second)].0.clone();
     world.send(0, second, again);
     assert!(
         world.open.is_empty(),
@@ -435,7 +435,9 @@ fn a_lookup_behind_the_finish_of_its_slot_opens_nothing() {
         hashes: sequence(0, 8),
         device_pages: 0,
     };
-    world.asked.insert((0, RequestId(3)), (late.clone(), None));
+    world
+        .requests
+        .insert((0, RequestId(3)), (late.clone(), None));
     world.send(0, RequestId(3), late);
     let unknown = Some(Err(Refusal::UnknownSlot(SlotId(1))));
     assert_eq!(answer(&world, 0, RequestId(3)), unknown);
@@ -451,7 +453,7 @@ fn what_is_copied_for_an_engine_that_stays_away_is_not_forgotten() {
     world.now = world.now + Duration::from_secs(11);
     world.event(LeaderEvent::Tick);
     world.event(LeaderEvent::EngineOpened(engine_id(0)));
-    let (request, _) = world.asked[&(0, id)].clone();
+    let (request, _) = world.requests[&(0, id)].clone();
     world.send(0, id, request);
     assert_eq!(
         answer(&world, 0, id),
@@ -545,7 +547,7 @@ fn a_smaller_depot_is_refused_while_a_lookup_holds_pages() {
         hashes: sequence(0, 8),
         device_pages: 0,
     };
-    world.ask(1, lookup);
+    world.request(1, lookup);
     assert_eq!(world.leader.pool().expect("a pool").pins(), 1);
     assert_eq!(world.leader.copies_under_way(), 0);
     let refused = verdict(&mut world, 50, 64);

@@ -15,11 +15,11 @@ fn lookup(slot: u64, pages: usize, device_pages: u32) -> Request {
 }
 
 fn answer_of(world: &World) -> Option<Reply> {
-    world.asked[&(0, RequestId(world.next_id))].1.clone()
+    world.requests[&(0, RequestId(world.next_id))].1.clone()
 }
 
 fn store(world: &mut World, pages: usize) {
-    world.ask(0, lookup(0, pages, 0));
+    world.request(0, lookup(0, pages, 0));
     world.take(Step::Store { engine: 0, slot: 0 });
     while let Some(op) = world.open.keys().next().copied() {
         (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
@@ -33,7 +33,7 @@ fn a_prompt_holds_what_an_engine_lacks_and_nothing_else() {
     for (device_pages, hit_pages, pins) in
         [(0, 16, 2), (7, 9, 2), (8, 8, 1), (15, 1, 1), (16, 0, 0)]
     {
-        world.ask(0, lookup(1, 16, device_pages));
+        world.request(0, lookup(1, 16, device_pages));
         let found = Answer::Lookup(LookupAnswer {
             hit_pages,
             pending: false,
@@ -42,7 +42,7 @@ fn a_prompt_holds_what_an_engine_lacks_and_nothing_else() {
         let pool = world.leader.pool().expect("a pool");
         assert_eq!(pool.pins(), pins, "{device_pages}");
     }
-    world.ask(0, lookup(1, 16, 17));
+    world.request(0, lookup(1, 16, 17));
     let why = answer_of(&world).expect("an answer").expect_err("too many");
     assert!(matches!(
         why,
@@ -58,12 +58,12 @@ fn pages_that_an_engine_does_not_have_are_refused() {
     let mut world = World::new();
     store(&mut world, 8);
     let refused = |world: &mut World, run: (u32, u32)| {
-        world.ask(0, lookup(1, 8, 0));
+        world.request(0, lookup(1, 8, 0));
         let destination = match run {
             (_, 0) => PageList::default(),
             (start, count) => PageList::run(start, count),
         };
-        world.ask(
+        world.request(
             0,
             Request::Load {
                 slot: SlotId(1),
@@ -95,7 +95,7 @@ fn a_failed_load_is_counted_once_and_a_whole_one_is_not() {
     let mut world = World::new();
     store(&mut world, 8);
     for (failing, failed) in [(None, 0), (Some(1), 1), (Some(0), 2)] {
-        world.ask(0, lookup(1, 8, 0));
+        world.request(0, lookup(1, 8, 0));
         world.take(Step::Load { engine: 0, slot: 1 });
         let op = *world.open.keys().next().expect("a copy");
         for rank in 0..RANKS {
@@ -114,7 +114,7 @@ fn a_failed_load_is_counted_once_and_a_whole_one_is_not() {
 fn an_engine_that_stays_away_is_unknown_when_its_last_copy_has_ended() {
     let mut world = World::new();
     store(&mut world, 8);
-    world.ask(0, lookup(1, 8, 0));
+    world.request(0, lookup(1, 8, 0));
     world.take(Step::Load { engine: 0, slot: 1 });
     world.event(LeaderEvent::EngineClosed(engine_id(0)));
     world.take(Step::Wait(3));
@@ -144,7 +144,7 @@ fn what_is_told_of_a_leader_is_so() {
     assert!(world.leader.is_ready());
     assert_eq!((world.leader.slots(), world.leader.open_requests()), (0, 0));
     for slot in 0..3 {
-        world.ask(slot as u8 % 2, lookup(slot, 4, 0));
+        world.request(slot as u8 % 2, lookup(slot, 4, 0));
     }
     assert_eq!(world.leader.slots(), 3);
     assert_eq!(world.leader.counts().lookups, 3);
@@ -185,7 +185,7 @@ fn the_digest_is_that_of_what_was_decided_request_by_request() {
         "it has not finished"
     );
     world.take(Step::Finish { engine: 0, slot: 0 });
-    world.ask(0, lookup(1, 12, 2));
+    world.request(0, lookup(1, 12, 2));
     world.take(Step::Load { engine: 0, slot: 1 });
     let op = *world.open.keys().next().expect("a copy");
     (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
@@ -212,7 +212,7 @@ fn growth_eviction_and_refusal_are_decisions_too() {
             hashes: sequence(0, pages),
             device_pages: 0,
         };
-        world.ask(0, lookup);
+        world.request(0, lookup);
         world.take(Step::Store { engine: 0, slot });
         while let Some(op) = world.open.keys().next().copied() {
             (0..RANKS).for_each(|rank| world.report(op, rank, true, EPOCH));
@@ -258,7 +258,7 @@ fn growth_eviction_and_refusal_are_decisions_too() {
             hashes: sequence(0, pages),
             device_pages: 0,
         };
-        world.ask(0, lookup);
+        world.request(0, lookup);
     }
     run(&mut world, 3, 11, 7, true);
     expected.push(words(&[[1, 0, 0, 0], [3, 0, 56, 4], [6, 4, 3, 0]]));
@@ -268,18 +268,18 @@ fn growth_eviction_and_refusal_are_decisions_too() {
 #[test]
 fn a_store_waits_for_what_it_was_asked_to_store_and_nothing_else() {
     let mut world = World::new();
-    world.ask(0, lookup(0, 8, 0));
+    world.request(0, lookup(0, 8, 0));
     world.take(Step::Store { engine: 0, slot: 0 });
     let first = RequestId(world.next_id);
     let op = *world.open.keys().next().expect("a copy");
-    world.ask(0, lookup(1, 12, 0));
+    world.request(0, lookup(1, 12, 0));
     let behind = Request::Store {
         slot: SlotId(1),
         first_page: 8,
         more: None,
         source: PageList::run(20, 4),
     };
-    world.ask(0, behind);
+    world.request(0, behind);
     let tail = *world.open.keys().next_back().expect("a copy");
     assert_ne!(op, tail);
     (0..RANKS).for_each(|rank| world.report(tail, rank, true, EPOCH));
@@ -290,20 +290,20 @@ fn a_store_waits_for_what_it_was_asked_to_store_and_nothing_else() {
         failed_pages: 0,
     });
     assert_eq!(answer_of(&world), Some(Ok(stored)));
-    assert_eq!(world.asked[&(0, first)].1, None, "its copy goes on");
+    assert_eq!(world.requests[&(0, first)].1, None, "its copy goes on");
 }
 
 #[test]
 fn who_is_waited_for_is_told() {
     let mut reader = Reader::new();
     let not_ready = |reader: &mut Reader, engine, id| {
-        let asked = reader.step(LeaderEvent::Request {
+        let requested = reader.step(LeaderEvent::Request {
             engine: engine_id(engine),
             id: RequestId(id),
             deadline: Time(1),
             request: lookup(0, 1, 0),
         });
-        match &asked[..] {
+        match &requested[..] {
             [
                 LeaderEffect::Answer {
                     answer: Err(why), ..
@@ -378,7 +378,7 @@ fn workers_of_one_rank_share_a_depot_as_long_as_they_are_there() {
         let (worker, other) = (worker(by.0, by.1), worker(other.0, other.1));
         Err(Refusal::DepotNotShared { worker, other })
     };
-    for (replica, rank, depot, told) in [
+    for (replica, rank, depot, reported) in [
         (0, 0, 10, Ok(())),
         // Another rank has another depot.
         (0, 1, 11, Ok(())),
@@ -387,7 +387,7 @@ fn workers_of_one_rank_share_a_depot_as_long_as_they_are_there() {
         (1, 0, 10, Ok(())),
         (0, 0, 98, not_shared((0, 0), (1, 0))),
     ] {
-        assert_eq!(attach_depot(&mut reader, replica, rank, depot), told);
+        assert_eq!(attach_depot(&mut reader, replica, rank, depot), reported);
     }
     reader.step(LeaderEvent::WorkerLost(worker(1, 1)));
     let alone = attach_depot(&mut reader, 0, 1, 99);
@@ -399,7 +399,7 @@ fn a_late_copy_is_cancelled_again_and_again_and_its_workers_go_behind_the_fence(
     let mut reader = Reader::served();
     let fence = reader.fence();
     let deadline = reader.now + Duration::from_secs(5);
-    let mut ask = |id, request| {
+    let mut send_request = |id, request| {
         reader.step(LeaderEvent::Request {
             engine: engine_id(0),
             id: RequestId(id),
@@ -407,14 +407,14 @@ fn a_late_copy_is_cancelled_again_and_again_and_its_workers_go_behind_the_fence(
             request,
         })
     };
-    ask(1, lookup(0, 8, 0));
+    send_request(1, lookup(0, 8, 0));
     let store = Request::Store {
         slot: SlotId(0),
         first_page: 0,
         more: None,
         source: PageList::run(0, 8),
     };
-    let copies = ask(2, store);
+    let copies = send_request(2, store);
     let [LeaderEffect::Copy { copy, .. }] = &copies[..] else {
         unreachable!("{copies:?}")
     };
@@ -478,7 +478,7 @@ fn copies_of(effects: &[LeaderEffect]) -> Vec<OpId> {
     effects.iter().filter_map(op).collect()
 }
 
-fn told_of(effects: &[LeaderEffect], request: u64) -> Option<Answer> {
+fn answer_to(effects: &[LeaderEffect], request: u64) -> Option<Answer> {
     effects.iter().find_map(|effect| match effect {
         LeaderEffect::Answer { id, answer, .. } if id.0 == request => answer.clone().ok(),
         _ => None,
@@ -558,11 +558,11 @@ fn a_store_that_waits_for_another_ones_copy_is_answered_at_its_own_deadline() {
     );
     reader.now = begun + Duration::from_secs(5);
     let effects = reader.step(LeaderEvent::Tick);
-    assert_eq!(told_of(&effects, 4), stored(0, 8));
+    assert_eq!(answer_to(&effects, 4), stored(0, 8));
     assert_eq!(effects.len(), 1, "the copy goes on: {effects:?}");
     let effects = end_everywhere(&mut reader, op, true);
-    assert_eq!(told_of(&effects, 2), stored(8, 0));
-    assert_eq!(told_of(&effects, 4), None, "answered once");
+    assert_eq!(answer_to(&effects, 2), stored(8, 0));
+    assert_eq!(answer_to(&effects, 4), None, "answered once");
 }
 
 #[test]
@@ -574,11 +574,11 @@ fn stores_that_wait_for_a_late_copy_are_told_at_once_that_its_pages_do_not_come(
     };
     reader.now = reader.now + Duration::from_secs(5);
     let effects = reader.step(LeaderEvent::Tick);
-    assert_eq!(told_of(&effects, 4), stored(0, 8));
-    assert_eq!(told_of(&effects, 2), None, "its pages may still be read");
+    assert_eq!(answer_to(&effects, 4), stored(0, 8));
+    assert_eq!(answer_to(&effects, 2), None, "its pages may still be read");
     let effects = end_everywhere(&mut reader, op, true);
-    assert_eq!(told_of(&effects, 2), stored(0, 8));
-    assert_eq!(told_of(&effects, 4), None, "answered once");
+    assert_eq!(answer_to(&effects, 2), stored(0, 8));
+    assert_eq!(answer_to(&effects, 4), None, "answered once");
 }
 
 #[test]
@@ -593,7 +593,7 @@ fn what_was_not_invalidated_is_requested_once_over_one_connection_and_given_up_a
         through: Generation(1),
         deadline,
     };
-    let asked = reader.step(LeaderEvent::Request {
+    let requested = reader.step(LeaderEvent::Request {
         engine: engine_id(0),
         id: RequestId(1),
         deadline,
@@ -602,7 +602,7 @@ fn what_was_not_invalidated_is_requested_once_over_one_connection_and_given_up_a
         },
     });
     assert_eq!(
-        asked,
+        requested,
         [invalidate(0, 0), invalidate(1, 0), invalidate(2, 0)]
     );
     let invalidated = |rank| LeaderEvent::Invalidated {
@@ -640,7 +640,7 @@ fn what_was_not_invalidated_is_requested_once_over_one_connection_and_given_up_a
 fn a_repeated_invalidation_spares_what_was_stored_after_the_reset() {
     let mut reader = Reader::served();
     let deadline = reader.now + Duration::from_secs(60);
-    let ask = |reader: &mut Reader, id, request| {
+    let send_request = |reader: &mut Reader, id, request| {
         reader.step(LeaderEvent::Request {
             engine: engine_id(0),
             id: RequestId(id),
@@ -649,7 +649,7 @@ fn a_repeated_invalidation_spares_what_was_stored_after_the_reset() {
         })
     };
     let store = |reader: &mut Reader, id, slot| {
-        ask(reader, id, lookup(slot, 8, 0));
+        send_request(reader, id, lookup(slot, 8, 0));
         let source = PageList::run(0, 8);
         let (slot, first_page, more) = (SlotId(slot), 0, None);
         let store = Request::Store {
@@ -658,7 +658,7 @@ fn a_repeated_invalidation_spares_what_was_stored_after_the_reset() {
             more,
             source,
         };
-        let copies = ask(reader, id + 1, store);
+        let copies = send_request(reader, id + 1, store);
         let [LeaderEffect::Copy { copy, .. }] = &copies[..] else {
             unreachable!("{copies:?}")
         };
@@ -687,9 +687,9 @@ fn a_repeated_invalidation_spares_what_was_stored_after_the_reset() {
             copies: vec![ended],
         });
     }
-    ask(&mut reader, 3, Request::Finish { slot: SlotId(0) });
+    send_request(&mut reader, 3, Request::Finish { slot: SlotId(0) });
     let scope = ResetScope::Everything;
-    let first = invalidations(ask(&mut reader, 4, Request::Reset { scope }));
+    let first = invalidations(send_request(&mut reader, 4, Request::Reset { scope }));
     assert_eq!(first.len(), usize::from(RANKS));
     let (_, after) = store(&mut reader, 5, 1);
     let lost = (0..RANKS).map(|rank| LeaderEvent::WorkerLost(worker(0, rank)));

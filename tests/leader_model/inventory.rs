@@ -19,7 +19,7 @@ pub(super) struct Reader {
 }
 
 /// A request for an inventory: replica and rank of the worker, and the first page.
-type Asked = ((u8, u16), u32);
+type ReadRequest = ((u8, u16), u32);
 
 impl Reader {
     pub(super) fn new() -> Self {
@@ -55,11 +55,13 @@ impl Reader {
         let mut effects = Vec::new();
         self.leader.step(self.now, event, &mut effects);
         self.leader.check().expect("the second count agrees");
-        let asked = effects.iter().filter_map(|effect| match effect {
-            LeaderEffect::ReadInventory { reading, .. } => Some(*reading),
+        let requested = effects.iter().filter_map(|effect| match effect {
+            LeaderEffect::ReadInventory {
+                read_id: reading, ..
+            } => Some(*reading),
             _ => None,
         });
-        self.reading = asked.max().unwrap_or(self.reading);
+        self.reading = requested.max().unwrap_or(self.reading);
         effects
     }
 
@@ -74,9 +76,9 @@ impl Reader {
     }
 
     /// The inventory requests that an event causes.
-    fn asks(&mut self, event: LeaderEvent) -> Vec<Asked> {
+    fn reads_requested(&mut self, event: LeaderEvent) -> Vec<ReadRequest> {
         let effects = self.step(event);
-        let asked = effects.into_iter().filter_map(|effect| match effect {
+        let requested = effects.into_iter().filter_map(|effect| match effect {
             LeaderEffect::ReadInventory {
                 worker,
                 depot,
@@ -89,16 +91,21 @@ impl Reader {
             }
             _ => None,
         });
-        asked.collect()
+        requested.collect()
     }
 
-    pub(super) fn attach(&mut self, engine: u8, rank: u16) -> Vec<Asked> {
+    pub(super) fn attach(&mut self, engine: u8, rank: u16) -> Vec<ReadRequest> {
         self.attach_with(engine, rank, ARENA_PAGES)
     }
 
-    pub(super) fn attach_with(&mut self, engine: u8, rank: u16, arena_pages: u32) -> Vec<Asked> {
+    pub(super) fn attach_with(
+        &mut self,
+        engine: u8,
+        rank: u16,
+        arena_pages: u32,
+    ) -> Vec<ReadRequest> {
         self.attaches += 1;
-        self.asks(LeaderEvent::Attach(AttachRequest {
+        self.reads_requested(LeaderEvent::Attach(AttachRequest {
             worker: worker(engine, rank),
             ranks: RANKS,
             shards: RANKS,
@@ -114,15 +121,15 @@ impl Reader {
     }
 
     /// Attaches all workers. Returns the inventory requests.
-    pub(super) fn attach_all(&mut self) -> Vec<Asked> {
-        let mut asked = Vec::new();
+    pub(super) fn attach_all(&mut self) -> Vec<ReadRequest> {
+        let mut requested = Vec::new();
         for engine in 0..2 {
             for rank in 0..RANKS {
-                assert!(asked.is_empty(), "asked before all had attached");
-                asked = self.attach(engine, rank);
+                assert!(requested.is_empty(), "asked before all had attached");
+                requested = self.attach(engine, rank);
             }
         }
-        asked
+        requested
     }
 
     pub(super) fn part(
@@ -131,11 +138,11 @@ impl Reader {
         from: u32,
         next: Option<u32>,
         pages: &[u32],
-    ) -> Vec<Asked> {
-        self.asks(LeaderEvent::Inventory {
+    ) -> Vec<ReadRequest> {
+        self.reads_requested(LeaderEvent::Inventory {
             worker: worker(who.0, who.1),
             depot: DepotId(who.1.into()),
-            reading: self.reading,
+            read_id: self.reading,
             from,
             next,
             records: pages.iter().map(|page| record(*page)).collect(),
@@ -151,9 +158,9 @@ impl Reader {
             .filter(|_| self.leader.is_ready())
     }
 
-    fn tick_at(&mut self, at: Time) -> Vec<Asked> {
+    fn tick_at(&mut self, at: Time) -> Vec<ReadRequest> {
         self.now = at;
-        self.asks(LeaderEvent::Tick)
+        self.reads_requested(LeaderEvent::Tick)
     }
 }
 
@@ -174,7 +181,7 @@ pub(super) fn record(page: u32) -> PageRecord {
     }
 }
 
-const FIRST: [Asked; 3] = [((0, 0), 0), ((0, 1), 0), ((0, 2), 0)];
+const FIRST: [ReadRequest; 3] = [((0, 0), 0), ((0, 1), 0), ((0, 2), 0)];
 
 #[test]
 fn parts_are_asked_for_one_after_another_until_no_shard_has_more() {
@@ -204,12 +211,12 @@ fn what_was_not_asked_for_is_not_taken() {
     let other_depot = LeaderEvent::Inventory {
         worker: worker(0, 0),
         depot: DepotId(77),
-        reading: 1,
+        read_id: 1,
         from: 0,
         next: None,
         records: Vec::new(),
     };
-    assert_eq!(reader.asks(other_depot), []);
+    assert_eq!(reader.reads_requested(other_depot), []);
     // A part must begin where the one before ended. Records outside of its range are ignored.
     assert_eq!(reader.part((0, 0), 0, Some(8), &[7, 8, 9]), [((0, 0), 8)]);
     assert_eq!(reader.part((0, 0), 0, Some(8), &[7]), [], "said again");
@@ -247,7 +254,7 @@ fn another_worker_of_the_shard_reads_on_when_one_is_dead() {
     assert_eq!(reader.attach_all(), FIRST);
     assert_eq!(reader.part((0, 1), 0, Some(8), &[2]), [((0, 1), 8)]);
     let dead = LeaderEvent::WorkerDead(worker(0, 1));
-    assert_eq!(reader.asks(dead), [((1, 1), 8)]);
+    assert_eq!(reader.reads_requested(dead), [((1, 1), 8)]);
     assert_eq!(reader.part((0, 1), 8, None, &[9]), [], "it was not asked");
     assert_eq!(reader.part((1, 1), 8, None, &[9]), []);
     for rank in [0, 2] {
@@ -257,11 +264,17 @@ fn another_worker_of_the_shard_reads_on_when_one_is_dead() {
     // Without another worker of the shard, its successor receives the request.
     let mut reader = Reader::new();
     assert_eq!(reader.attach_all(), FIRST);
-    assert_eq!(reader.asks(LeaderEvent::WorkerDead(worker(1, 1))), []);
-    assert_eq!(reader.asks(LeaderEvent::WorkerLost(worker(0, 1))), []);
+    assert_eq!(
+        reader.reads_requested(LeaderEvent::WorkerDead(worker(1, 1))),
+        []
+    );
+    assert_eq!(
+        reader.reads_requested(LeaderEvent::WorkerLost(worker(0, 1))),
+        []
+    );
     assert_eq!(reader.attach(1, 1), [], "the first may still divide it");
     let dead = LeaderEvent::WorkerDead(worker(0, 1));
-    assert_eq!(reader.asks(dead), [((1, 1), 0)]);
+    assert_eq!(reader.reads_requested(dead), [((1, 1), 0)]);
 }
 
 #[test]
@@ -269,7 +282,10 @@ fn nobody_else_reads_a_depot_that_a_lost_worker_may_still_divide() {
     for attaches in [false, true] {
         let mut reader = Reader::new();
         assert_eq!(reader.attach_all(), FIRST);
-        assert_eq!(reader.asks(LeaderEvent::WorkerLost(worker(0, 1))), []);
+        assert_eq!(
+            reader.reads_requested(LeaderEvent::WorkerLost(worker(0, 1))),
+            []
+        );
         assert!(reader.leader.has_unanswered_read(worker(0, 1)));
         // The others are read. The depot whose answer is owed is not read by another worker, and no pool opens.
         for rank in [0, 2] {
@@ -282,11 +298,11 @@ fn nobody_else_reads_a_depot_that_a_lost_worker_may_still_divide() {
             true => (0, 1),
             false => (1, 1),
         };
-        let asked = match attaches {
+        let requested = match attaches {
             true => reader.attach(0, 1),
-            false => reader.asks(LeaderEvent::WorkerDead(worker(0, 1))),
+            false => reader.reads_requested(LeaderEvent::WorkerDead(worker(0, 1))),
         };
-        assert_eq!(asked, [(next, 0)]);
+        assert_eq!(requested, [(next, 0)]);
         assert_eq!(reader.part(next, 0, None, &[2]), []);
         assert_eq!(reader.recovered(), Some(1));
         assert_eq!(reader.leader.next_timeout(), None, "nothing is owed");
@@ -297,13 +313,16 @@ fn nobody_else_reads_a_depot_that_a_lost_worker_may_still_divide() {
 fn what_was_asked_for_a_reading_that_is_over_is_owed_all_the_same() {
     let mut reader = Reader::new();
     assert_eq!(reader.attach_all(), FIRST);
-    assert_eq!(reader.asks(LeaderEvent::WorkerLost(worker(0, 1))), []);
+    assert_eq!(
+        reader.reads_requested(LeaderEvent::WorkerLost(worker(0, 1))),
+        []
+    );
     // A smaller depot of another shard: all inventories must be read again, except where a lost worker may still divide
     // the depot.
-    let asked = reader.attach_with(1, 0, ARENA_PAGES / 2);
-    assert_eq!(asked, [FIRST[0], FIRST[2]]);
+    let requested = reader.attach_with(1, 0, ARENA_PAGES / 2);
+    assert_eq!(requested, [FIRST[0], FIRST[2]]);
     assert_eq!(
-        reader.asks(LeaderEvent::WorkerDead(worker(0, 1))),
+        reader.reads_requested(LeaderEvent::WorkerDead(worker(0, 1))),
         [((1, 1), 0)]
     );
 }
@@ -328,7 +347,7 @@ fn a_leader_that_stood_still_fences_nobody_before_it_has_looked_again() {
         let event = LeaderEvent::Inventory {
             worker: worker(0, rank),
             depot: DepotId(u128::from(rank)),
-            reading: reader.reading,
+            read_id: reader.reading,
             from: 0,
             next: None,
             records: Vec::new(),
@@ -348,7 +367,7 @@ fn a_worker_that_does_not_answer_within_the_fence_time_is_fenced() {
     for rank in [0, 2] {
         reader.part((0, rank), 0, None, &[]);
     }
-    reader.asks(LeaderEvent::WorkerLost(worker(0, 1)));
+    reader.reads_requested(LeaderEvent::WorkerLost(worker(0, 1)));
     assert_eq!(fenced(&reader.until(Time((Time(0) + FENCE).0 - 1))), []);
     for fences in 1..3 {
         assert_eq!(
@@ -357,7 +376,7 @@ fn a_worker_that_does_not_answer_within_the_fence_time_is_fenced() {
         );
     }
     assert_eq!(
-        reader.asks(LeaderEvent::WorkerDead(worker(0, 1))),
+        reader.reads_requested(LeaderEvent::WorkerDead(worker(0, 1))),
         [((1, 1), 0)]
     );
     // An answer to an earlier request shows that the worker is alive: for the later request it gets the whole fence
@@ -370,7 +389,7 @@ fn a_worker_that_does_not_answer_within_the_fence_time_is_fenced() {
     reader.step(LeaderEvent::Inventory {
         worker: worker(1, 1),
         depot: DepotId(1),
-        reading: first,
+        read_id: first,
         from: 0,
         next: None,
         records: Vec::new(),
@@ -426,12 +445,12 @@ fn another_depot_is_read_from_its_first_page() {
         }),
     };
     let effects = reader.step(LeaderEvent::Attach(attached));
-    let asked = effects.iter().filter_map(|effect| match effect {
+    let requested = effects.iter().filter_map(|effect| match effect {
         LeaderEffect::ReadInventory { depot, from, .. } => Some((depot.0, *from)),
         _ => None,
     });
-    let asked: Vec<(u128, u32)> = asked.collect();
-    assert_eq!(asked, [(0, 0), (500, 0), (2, 0)], "all shards anew");
+    let requested: Vec<(u128, u32)> = requested.collect();
+    assert_eq!(requested, [(0, 0), (500, 0), (2, 0)], "all shards anew");
 }
 
 #[test]

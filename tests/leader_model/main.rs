@@ -107,7 +107,7 @@ struct World {
     now: Time,
     next_id: u64,
     /// Requests, by engine and id, with their answers.
-    asked: BTreeMap<(u8, RequestId), (Request, Option<Reply>)>,
+    requests: BTreeMap<(u8, RequestId), (Request, Option<Reply>)>,
     /// Running copies: direction, engine, and the ranks on which the copy has not ended.
     open: BTreeMap<OpId, (Direction, u8, BTreeSet<u16>)>,
     attaches: u64,
@@ -171,7 +171,7 @@ impl World {
             leader: Leader::new(settings()),
             now: Time(0),
             next_id: 0,
-            asked: BTreeMap::new(),
+            requests: BTreeMap::new(),
             open: BTreeMap::new(),
             attaches: 0,
             slots: BTreeMap::new(),
@@ -201,10 +201,10 @@ impl World {
         }));
     }
 
-    fn ask(&mut self, engine: u8, request: Request) {
+    fn request(&mut self, engine: u8, request: Request) {
         self.next_id += 1;
         let id = RequestId(self.next_id);
-        self.asked.insert((engine, id), (request.clone(), None));
+        self.requests.insert((engine, id), (request.clone(), None));
         self.send(engine, id, request);
     }
 
@@ -258,13 +258,13 @@ impl World {
                 LeaderEffect::ReadInventory {
                     worker,
                     depot,
-                    reading,
+                    read_id: reading,
                     from,
                     ..
                 } => self.event(LeaderEvent::Inventory {
                     worker,
                     depot,
-                    reading,
+                    read_id: reading,
                     from,
                     next: None,
                     records: Vec::new(),
@@ -287,7 +287,7 @@ impl World {
 
     fn answered(&mut self, engine: u8, id: RequestId, answer: Reply) {
         let (request, known) = self
-            .asked
+            .requests
             .get_mut(&(engine, id))
             .expect("a request that was asked");
         match known {
@@ -300,7 +300,7 @@ impl World {
         ) = (&*request, &answer)
         {
             let wanted = *slot;
-            let before = self.asked.range((engine, RequestId(0))..(engine, id));
+            let before = self.requests.range((engine, RequestId(0))..(engine, id));
             for (key, (request, answer)) in before {
                 let meant = match request {
                     Request::Store { slot, .. } => wanted.is_none_or(|wanted| wanted == *slot),
@@ -388,7 +388,7 @@ impl World {
             } => {
                 let hashes = sequence(name, pages);
                 let (slot, namespace) = (SlotId(slot), vec![engine % 2]);
-                self.ask(
+                self.request(
                     engine,
                     Request::Lookup {
                         slot,
@@ -402,7 +402,7 @@ impl World {
                 let found = self.slots.get(&(engine, slot)).copied();
                 let (_, first_page, pages) = found.unwrap_or((0, 0, 1));
                 let destination = PageList::run(0, pages.max(1));
-                self.ask(
+                self.request(
                     engine,
                     Request::Load {
                         slot: SlotId(slot),
@@ -419,7 +419,7 @@ impl World {
                     .map_or(1, |(pages, _, _)| *pages);
                 let source = PageList::run(1, pages as u32);
                 let (slot, first_page, more) = (SlotId(slot), 0, None);
-                self.ask(
+                self.request(
                     engine,
                     Request::Store {
                         slot,
@@ -430,17 +430,17 @@ impl World {
                 );
             }
             Step::Finish { engine, slot } => {
-                self.ask(engine, Request::Finish { slot: SlotId(slot) })
+                self.request(engine, Request::Finish { slot: SlotId(slot) })
             }
             Step::CancelStores { engine, slot } => {
                 let slot = slot.map(SlotId);
-                self.ask(engine, Request::CancelStores { slot });
+                self.request(engine, Request::CancelStores { slot });
             }
-            Step::Retry(which) if !self.asked.is_empty() => {
+            Step::Retry(which) if !self.requests.is_empty() => {
                 let (key, (request, _)) = self
-                    .asked
+                    .requests
                     .iter()
-                    .nth(which % self.asked.len())
+                    .nth(which % self.requests.len())
                     .expect("a request");
                 let ((engine, id), request) = (*key, request.clone());
                 let copies = self.open.len();
@@ -509,7 +509,7 @@ proptest! {
             world.take(step);
         }
         world.settle();
-        for ((engine, id), (request, answer)) in &world.asked {
+        for ((engine, id), (request, answer)) in &world.requests {
             prop_assert!(answer.is_some(), "engine {} {}: {:?} was never answered", engine, id, request);
         }
     }

@@ -8,7 +8,7 @@ use super::*;
 const DEADLINE: Duration = Duration::from_secs(60);
 
 /// Replica and rank of each worker that received an invalidation from a step.
-fn asked(effects: &[LeaderEffect]) -> Vec<(u16, u16)> {
+fn requested(effects: &[LeaderEffect]) -> Vec<(u16, u16)> {
     let invalidate = |effect: &LeaderEffect| match effect {
         LeaderEffect::Invalidate {
             worker, id, scope, ..
@@ -63,10 +63,10 @@ fn a_reset_whose_last_shard_answers_while_a_new_pool_is_swept_is_answered_with_t
     for rank in 0..RANKS {
         reader.part((0, rank), 0, None, &[]);
     }
-    let mut invalidations = asked(&reset(&mut reader));
+    let mut invalidations = requested(&reset(&mut reader));
     while invalidations.len() < usize::from(RANKS) {
         reader.now = reader.leader.next_timeout().expect("a slice");
-        invalidations.extend(asked(&reader.step(LeaderEvent::Tick)));
+        invalidations.extend(requested(&reader.step(LeaderEvent::Tick)));
     }
     assert_eq!(invalidations, [(0, 0), (0, 1), (0, 2)]);
     for rank in 1..RANKS {
@@ -86,16 +86,16 @@ fn a_reset_whose_last_shard_answers_while_a_new_pool_is_swept_is_answered_with_t
         "pages of the new pool have still to be forgotten"
     );
     let deadline = reader.now + DEADLINE / 2;
-    let told = loop {
+    let reported = loop {
         reader.now = reader.leader.next_timeout().expect("a slice");
         assert!(reader.now < deadline, "nobody goes on with the reset");
         let effects = reader.step(LeaderEvent::Tick);
-        assert_eq!(asked(&effects), [], "every shard has answered");
-        if let Some(told) = answer(&effects) {
-            break told;
+        assert_eq!(requested(&effects), [], "every shard has answered");
+        if let Some(reported) = answer(&effects) {
+            break reported;
         }
     };
-    assert_eq!(told, Ok(Answer::Reset(ResetAnswer { pages: 4 })));
+    assert_eq!(reported, Ok(Answer::Reset(ResetAnswer { pages: 4 })));
 }
 
 /// A leader that stood still receives an attach twice. Its first answer came too late for the worker, which therefore
@@ -103,7 +103,7 @@ fn a_reset_whose_last_shard_answers_while_a_new_pool_is_swept_is_answered_with_t
 #[test]
 fn an_invalidation_is_repeated_after_each_answer_to_an_attach() {
     let mut reader = Reader::served();
-    assert_eq!(asked(&reset(&mut reader)), [(0, 0), (0, 1), (0, 2)]);
+    assert_eq!(requested(&reset(&mut reader)), [(0, 0), (0, 1), (0, 2)]);
     for replica in 0..2 {
         reader.step(LeaderEvent::WorkerDead(worker(replica, 1)));
     }
@@ -124,12 +124,12 @@ fn an_invalidation_is_repeated_after_each_answer_to_an_attach() {
         let invalidate = effects
             .iter()
             .position(|effect| matches!(effect, LeaderEffect::Invalidate { .. }));
-        assert_eq!(asked(&effects), [(0, 1)], "answer {copy}: {effects:?}");
+        assert_eq!(requested(&effects), [(0, 1)], "answer {copy}: {effects:?}");
         assert!(admitted < invalidate, "the order is behind the answer");
     }
     for rank in [0, 2, 1] {
-        let told = answer(&invalidated(&mut reader, rank));
-        assert_eq!(told.is_some(), rank == 1);
+        let reported = answer(&invalidated(&mut reader, rank));
+        assert_eq!(reported.is_some(), rank == 1);
     }
 }
 
@@ -138,14 +138,14 @@ fn an_invalidation_is_repeated_after_each_answer_to_an_attach() {
 #[test]
 fn an_answer_to_a_reset_of_another_epoch_does_not_count() {
     let mut reader = Reader::served();
-    assert_eq!(asked(&reset(&mut reader)), [(0, 0), (0, 1), (0, 2)]);
+    assert_eq!(requested(&reset(&mut reader)), [(0, 0), (0, 1), (0, 2)]);
     for epoch in [Epoch(EPOCH.0 - 1), Epoch(EPOCH.0 + 1)] {
         for rank in 0..RANKS {
             assert_eq!(invalidated_in(&mut reader, rank, epoch), []);
         }
     }
     for rank in 0..RANKS {
-        let told = answer(&invalidated(&mut reader, rank));
-        assert_eq!(told.is_some(), rank == RANKS - 1);
+        let reported = answer(&invalidated(&mut reader, rank));
+        assert_eq!(reported.is_some(), rank == RANKS - 1);
     }
 }

@@ -74,7 +74,7 @@ fn a_worker_of_an_engine_with_more_ranks_than_the_leader_was_started_for_is_turn
     assert!(!leader.is_ready());
     assert_eq!(leader.attached_workers(), 0);
     let mut effects = Vec::new();
-    let asked = LeaderEvent::Request {
+    let requested = LeaderEvent::Request {
         engine: engine_id(0),
         id: RequestId(1),
         deadline: Time(1),
@@ -85,7 +85,7 @@ fn a_worker_of_an_engine_with_more_ranks_than_the_leader_was_started_for_is_turn
             device_pages: 0,
         },
     };
-    leader.step(Time(0), asked, &mut effects);
+    leader.step(Time(0), requested, &mut effects);
     let [
         LeaderEffect::Answer {
             answer: Err(why), ..
@@ -106,7 +106,7 @@ fn a_worker_with_other_settings_is_turned_away_and_one_with_the_same_is_not() {
     for own in all {
         for theirs in all.into_iter().chain([(0, 0), (4, 0), (0, 1)]) {
             let mut leader = leader(own.0, own.1);
-            let told = verdict(&attach(&mut leader, 0, theirs));
+            let reported = verdict(&attach(&mut leader, 0, theirs));
             let differs = |setting, value, expected| {
                 let worker = worker(0, 0);
                 Err(Refusal::SettingDiffers {
@@ -123,7 +123,7 @@ fn a_worker_with_other_settings_is_turned_away_and_one_with_the_same_is_not() {
             } else {
                 Ok(OpId(0))
             };
-            assert_eq!(told, expected, "{own:?} {theirs:?}");
+            assert_eq!(reported, expected, "{own:?} {theirs:?}");
         }
     }
 }
@@ -148,7 +148,9 @@ fn a_depot_that_has_seen_the_epoch_of_a_leader_that_has_read_nothing_is_turned_a
     let effects = attach_depot(&mut leader, 0, (1, 1), Epoch(EPOCH.0 - 1));
     let [
         LeaderEffect::Admit { .. },
-        LeaderEffect::ReadInventory { reading, .. },
+        LeaderEffect::ReadInventory {
+            read_id: reading, ..
+        },
     ] = &effects[..]
     else {
         panic!("{effects:?}");
@@ -158,7 +160,7 @@ fn a_depot_that_has_seen_the_epoch_of_a_leader_that_has_read_nothing_is_turned_a
         LeaderEvent::Inventory {
             worker: worker(0, 0),
             depot: DepotId(0),
-            reading: *reading,
+            read_id: *reading,
             from: 0,
             next: None,
             records: Vec::new(),

@@ -7,7 +7,7 @@ use super::*;
 /// A leader of one engine with four ranks and two shards.
 struct Shared {
     leader: Leader,
-    asked: u64,
+    last_request: u64,
 }
 
 fn place(rank: u16) -> WorkerId {
@@ -25,7 +25,7 @@ impl Shared {
         settings.replicas = 1;
         let mut shared = Self {
             leader: Leader::new(settings),
-            asked: 0,
+            last_request: 0,
         };
         shared.step(LeaderEvent::EngineOpened(engine_id(0)));
         shared
@@ -34,11 +34,11 @@ impl Shared {
     /// A leader that serves.
     fn ready() -> Self {
         let mut shared = Self::new();
-        let mut asked = Vec::new();
+        let mut requested = Vec::new();
         for rank in 0..4 {
-            asked = shared.attach(rank, depot(rank));
+            requested = shared.attach(rank, depot(rank));
         }
-        let read: Vec<(WorkerId, DepotId)> = asked
+        let read: Vec<(WorkerId, DepotId)> = requested
             .into_iter()
             .filter_map(|effect| match effect {
                 LeaderEffect::ReadInventory { worker, depot, .. } => Some((worker, depot)),
@@ -54,7 +54,7 @@ impl Shared {
             shared.step(LeaderEvent::Inventory {
                 worker,
                 depot,
-                reading: 1,
+                read_id: 1,
                 from: 0,
                 next: None,
                 records: Vec::new(),
@@ -72,12 +72,12 @@ impl Shared {
     }
 
     fn attach(&mut self, rank: u16, depot: DepotId) -> Vec<LeaderEffect> {
-        self.asked += 1;
+        self.last_request += 1;
         self.step(LeaderEvent::Attach(AttachRequest {
             worker: place(rank),
             ranks: 4,
             shards: 2,
-            attach: AttachId(self.asked),
+            attach: AttachId(self.last_request),
             depot,
             depot_epoch: Epoch(0),
             memory: Some(WorkerMemory {
@@ -88,11 +88,11 @@ impl Shared {
         }))
     }
 
-    fn ask(&mut self, request: Request) -> Vec<LeaderEffect> {
-        self.asked += 1;
+    fn request(&mut self, request: Request) -> Vec<LeaderEffect> {
+        self.last_request += 1;
         self.step(LeaderEvent::Request {
             engine: engine_id(0),
-            id: RequestId(self.asked),
+            id: RequestId(self.last_request),
             deadline: Time(0) + Duration::from_secs(5),
             request,
         })
@@ -100,13 +100,13 @@ impl Shared {
 
     /// Looks up a sequence, then sends the request. Returns the ranks that copy for it, and the copy.
     fn copies(&mut self, slot: u64, name: u8, request: Request) -> (Vec<u16>, OpId) {
-        self.ask(Request::Lookup {
+        self.request(Request::Lookup {
             slot: SlotId(slot),
             namespace: vec![7],
             hashes: sequence(name, 8),
             device_pages: 0,
         });
-        let effects = self.ask(request);
+        let effects = self.request(request);
         let [LeaderEffect::Copy { ranks, copy, .. }] = &effects[..] else {
             unreachable!("{effects:?}")
         };
@@ -200,7 +200,7 @@ fn a_depot_is_of_one_shard() {
 #[test]
 fn what_is_reset_is_invalidated_once_a_shard() {
     let mut shared = Shared::ready();
-    let invalidations = shared.ask(Request::Reset {
+    let invalidations = shared.request(Request::Reset {
         scope: ResetScope::Everything,
     });
     let invalidate = |rank| LeaderEffect::Invalidate {

@@ -38,7 +38,7 @@ const B: Here = Here {
 struct Site {
     leader: Leader,
     attaches: u64,
-    asked: u64,
+    last_request: u64,
 }
 
 impl Site {
@@ -49,7 +49,7 @@ impl Site {
         Self {
             leader: Leader::new(settings),
             attaches: 0,
-            asked: 0,
+            last_request: 0,
         }
     }
 
@@ -106,7 +106,7 @@ impl Site {
                 worker,
                 depot,
                 page_bytes,
-                reading,
+                read_id: reading,
                 from,
             } = effect
             {
@@ -114,7 +114,7 @@ impl Site {
                 self.step(LeaderEvent::Inventory {
                     worker: *worker,
                     depot: *depot,
-                    reading: *reading,
+                    read_id: *reading,
                     from: *from,
                     next: None,
                     records: records.to_vec(),
@@ -124,11 +124,11 @@ impl Site {
         sizes
     }
 
-    fn ask(&mut self, engine: u8, request: Request) -> Vec<LeaderEffect> {
-        self.asked += 1;
+    fn request(&mut self, engine: u8, request: Request) -> Vec<LeaderEffect> {
+        self.last_request += 1;
         self.step(LeaderEvent::Request {
             engine: engine_id(engine),
-            id: RequestId(self.asked),
+            id: RequestId(self.last_request),
             deadline: Time(5_000_000_000),
             request,
         })
@@ -141,14 +141,14 @@ impl Site {
             hashes: sequence(0, 8),
             device_pages: 0,
         };
-        answer(&self.ask(engine, lookup)).expect("answered at once")
+        answer(&self.request(engine, lookup)).expect("answered at once")
     }
 
     fn store_from(&mut self, engine: u8, first: u32) -> Vec<LeaderEffect> {
         self.lookup(engine).expect("a slot");
         let source = PageList::run(first, 8);
         let (slot, first_page, more) = (SlotId(1), 0, None);
-        self.ask(
+        self.request(
             engine,
             Request::Store {
                 slot,
@@ -162,7 +162,7 @@ impl Site {
     fn load(&mut self, engine: u8, first: u32) -> Vec<LeaderEffect> {
         let destination = PageList::run(first, 8);
         let (slot, first_page) = (SlotId(1), 0);
-        self.ask(
+        self.request(
             engine,
             Request::Load {
                 slot,
@@ -228,8 +228,8 @@ fn hit(hit_pages: u32) -> Reply {
 #[test]
 fn an_engine_with_smaller_pages_ends_the_pool_of_the_one_before_it() {
     let mut site = Site::new(1, 1);
-    let asked = site.attach((0, 0), Some(A));
-    assert_eq!(site.read(&asked), [64]);
+    let requested = site.attach((0, 0), Some(A));
+    assert_eq!(site.read(&requested), [64]);
     site.stored((0, 0), A.engine);
 
     site.attach((0, 0), None);
@@ -237,17 +237,17 @@ fn an_engine_with_smaller_pages_ends_the_pool_of_the_one_before_it() {
         site.leader.pool().is_some(),
         "the same engine may come back"
     );
-    let asked = site.attach((0, 0), Some(B));
+    let requested = site.attach((0, 0), Some(B));
     assert!(site.leader.pool().is_none(), "its pages are those of A");
     assert_eq!(site.lookup(B.engine), Err(Refusal::Reading));
-    assert_eq!(site.read(&asked), [32]);
+    assert_eq!(site.read(&requested), [32]);
     let capacity = site.leader.pool().map(|pool| pool.capacity_pages());
     assert_eq!(capacity, Some(120), "all of the depot is used");
     site.stored((0, 0), B.engine);
 
     site.attach((0, 0), None);
-    let asked = site.attach((0, 0), Some(A));
-    assert_eq!(site.read(&asked), [64]);
+    let requested = site.attach((0, 0), Some(A));
+    assert_eq!(site.read(&requested), [64]);
     assert_eq!(
         site.lookup(A.engine),
         hit(0),
@@ -258,13 +258,13 @@ fn an_engine_with_smaller_pages_ends_the_pool_of_the_one_before_it() {
 #[test]
 fn pages_of_one_size_in_another_layout_end_the_pool_too() {
     let mut site = Site::new(1, 1);
-    let asked = site.attach((0, 0), Some(A));
-    site.read(&asked);
+    let requested = site.attach((0, 0), Some(A));
+    site.read(&requested);
     site.stored((0, 0), A.engine);
     let other = Here { layout: 9, ..A };
     site.attach((0, 0), None);
-    let asked = site.attach((0, 0), Some(other));
-    assert_eq!(site.read(&asked), [64]);
+    let requested = site.attach((0, 0), Some(other));
+    assert_eq!(site.read(&requested), [64]);
     // The engine has kept its id, but its lookup for the other layout is no longer valid.
     let refused = answer(&site.load(A.engine, 0));
     assert_eq!(refused, Some(Err(Refusal::UnknownSlot(SlotId(1)))));
@@ -275,8 +275,8 @@ fn pages_of_one_size_in_another_layout_end_the_pool_too() {
 fn copies_of_a_pool_that_ends_are_cancelled_and_awaited_before_anything_is_read() {
     let mut site = Site::new(1, 2);
     site.attach((1, 0), Some(A));
-    let asked = site.attach((0, 0), Some(Here { engine: 3, ..A }));
-    site.read(&asked);
+    let requested = site.attach((0, 0), Some(Here { engine: 3, ..A }));
+    site.read(&requested);
     let op = copy(&site.store_from(A.engine, 0)).expect("a copy");
     // The worker that copies is unreachable, and the other replica gets an engine with other pages.
     site.step(LeaderEvent::WorkerLost(worker(1, 0)));
@@ -305,15 +305,15 @@ fn copies_of_a_pool_that_ends_are_cancelled_and_awaited_before_anything_is_read(
 #[test]
 fn no_hold_outlives_the_depot() {
     let mut site = Site::new(1, 1);
-    let asked = site.attach((0, 0), Some(A));
-    site.read(&asked);
+    let requested = site.attach((0, 0), Some(A));
+    site.read(&requested);
     site.stored((0, 0), A.engine);
     assert_eq!(site.leader.pool().map(|pool| pool.pins()), Some(1));
 
     site.step(LeaderEvent::WorkerDead(worker(0, 0)));
-    let asked = site.attach((0, 0), Some(Here { depot: 70, ..A }));
+    let requested = site.attach((0, 0), Some(Here { depot: 70, ..A }));
     assert_eq!(answer(&site.load(A.engine, 0)), Some(Err(Refusal::Reading)));
-    assert_eq!(site.read(&asked), [64]);
+    assert_eq!(site.read(&requested), [64]);
     let effects = site.load(A.engine, 0);
     assert_eq!(copy(&effects), None, "the new depot holds nothing");
     let not_pinned = Refusal::NotPinned {
@@ -328,8 +328,8 @@ fn no_hold_outlives_the_depot() {
 fn a_load_under_way_keeps_a_pool_that_ends_until_it_has_ended_itself() {
     let mut site = Site::new(2, 1);
     site.attach((0, 0), Some(A));
-    let asked = site.attach((0, 1), Some(A));
-    site.read(&asked);
+    let requested = site.attach((0, 1), Some(A));
+    site.read(&requested);
     let op = copy(&site.store_from(A.engine, 0)).expect("a copy");
     site.ended((0, 0), op);
     site.ended((0, 1), op);
@@ -348,13 +348,13 @@ fn a_load_under_way_keeps_a_pool_that_ends_until_it_has_ended_itself() {
 #[test]
 fn a_reading_keeps_the_room_of_the_engine_that_it_began_for() {
     let mut site = Site::new(1, 1);
-    let asked = site.attach((0, 0), Some(A));
+    let requested = site.attach((0, 0), Some(A));
     site.attach((0, 0), None);
-    assert_eq!(site.read(&asked), [64]);
+    assert_eq!(site.read(&requested), [64]);
     let capacity = |site: &Site| site.leader.pool().map(|pool| pool.capacity_pages());
     assert_ne!(capacity(&site), Some(0), "room is taken from nobody");
-    let asked = site.attach((0, 0), Some(A));
-    site.read(&asked);
+    let requested = site.attach((0, 0), Some(A));
+    site.read(&requested);
     assert_eq!(capacity(&site), Some(60));
     site.stored((0, 0), A.engine);
 }
@@ -387,8 +387,8 @@ fn pages_are_checked_against_the_memory_of_the_engine_that_asks() {
     };
     site.attach((0, 0), Some(A));
     site.attach((1, 0), Some(large));
-    let asked = site.attach((2, 0), Some(small));
-    site.read(&asked);
+    let requested = site.attach((2, 0), Some(small));
+    site.read(&requested);
     let refused =
         |effects: &[LeaderEffect]| matches!(answer(effects), Some(Err(Refusal::Invalid { .. })));
 
@@ -408,8 +408,8 @@ fn pages_are_checked_against_the_memory_of_the_engine_that_asks() {
 fn a_second_engine_with_other_pages_is_declined_and_the_first_is_undisturbed() {
     let mut site = Site::new(1, 2);
     site.attach((0, 0), None);
-    let asked = site.attach((1, 0), Some(A));
-    site.read(&asked);
+    let requested = site.attach((1, 0), Some(A));
+    site.read(&requested);
     site.stored((1, 0), A.engine);
     let refused = verdict(&site.attach((0, 0), Some(B)));
     let Err(Refusal::RankDisagrees { field, value, .. }) = refused else {
@@ -429,10 +429,10 @@ fn two_engines_that_differ_do_not_keep_each_other_out() {
     // Each engine has one of its two ranks when the other engine comes.
     assert_eq!(verdict(&site.attach((0, 0), Some(A))), Ok(()));
     let first = verdict(&site.attach((1, 1), Some(B)));
-    let asked = site.attach((0, 1), Some(A));
-    let second = verdict(&asked);
+    let requested = site.attach((0, 1), Some(A));
+    let second = verdict(&requested);
     assert!(second.is_ok(), "{first:?}, {second:?}");
-    assert_eq!(site.read(&asked), [64, 64]);
+    assert_eq!(site.read(&requested), [64, 64]);
     assert!(site.leader.is_ready());
     let late = verdict(&site.attach((1, 0), Some(B)));
     assert!(
@@ -444,9 +444,9 @@ fn two_engines_that_differ_do_not_keep_each_other_out() {
         site.attach(place, None);
     }
     site.attach((1, 1), Some(B));
-    let asked = site.attach((1, 0), Some(B));
-    assert_eq!(verdict(&asked), Ok(()));
-    assert_eq!(site.read(&asked), [32, 32]);
+    let requested = site.attach((1, 0), Some(B));
+    assert_eq!(verdict(&requested), Ok(()));
+    assert_eq!(site.read(&requested), [32, 32]);
 }
 
 #[test]
@@ -456,8 +456,8 @@ fn an_engine_of_another_shape_does_not_take_the_turn_of_one_whose_workers_attach
         site.attach(place, None);
     }
     site.attach((1, 0), Some(A));
-    let asked = site.attach((1, 1), Some(A));
-    site.read(&asked);
+    let requested = site.attach((1, 1), Some(A));
+    site.read(&requested);
     let op = copy(&site.store_from(A.engine, 0)).expect("a copy");
     for rank in [0, 1] {
         site.ended((1, rank), op);
@@ -491,7 +491,7 @@ fn a_reset_of_a_namespace_means_the_pages_of_every_layout() {
     let other = || ResetScope::Namespace(vec![8]);
     let single = || ResetScope::Pages(vec![7], sequence(0, 1));
     // A block is forgotten as a whole.
-    for (scope, forgotten, left) in [
+    for (scope, removed, left) in [
         (ResetScope::Everything, 8, 0),
         (ResetScope::Namespace(vec![7]), 8, 0),
         (single(), 8, 7),
@@ -501,8 +501,8 @@ fn a_reset_of_a_namespace_means_the_pages_of_every_layout() {
         for engine in [1, 2] {
             site.step(LeaderEvent::EngineOpened(engine_id(engine)));
         }
-        let asked = site.attach((0, 0), Some(A));
-        site.read(&asked);
+        let requested = site.attach((0, 0), Some(A));
+        site.read(&requested);
         let stored = site.store_from(1, 0);
         let record = stored.iter().find_map(|effect| match effect {
             LeaderEffect::Copy { copy, .. } => copy.record.clone(),
@@ -518,11 +518,11 @@ fn a_reset_of_a_namespace_means_the_pages_of_every_layout() {
             layout: 2,
             ..A
         };
-        let asked = site.attach((0, 0), Some(second));
-        site.read_with(&asked, &listed);
+        let requested = site.attach((0, 0), Some(second));
+        site.read_with(&requested, &listed);
         assert_eq!(site.lookup(2), hit(0), "they are of another layout");
         let name = format!("{scope:?}");
-        let effects = site.ask(2, Request::Reset { scope });
+        let effects = site.request(2, Request::Reset { scope });
         let (id, scope) = invalidate(&effects);
         let through = listed.len();
         listed.retain(|page| !scope.contains(page.domain, page.fingerprint));
@@ -535,16 +535,16 @@ fn a_reset_of_a_namespace_means_the_pages_of_every_layout() {
             epoch: EPOCH,
             id,
         };
-        let told = answer(&site.step(invalidated));
+        let reported = answer(&site.step(invalidated));
         assert_eq!(
-            told,
-            Some(Ok(Answer::Reset(ResetAnswer { pages: forgotten }))),
+            reported,
+            Some(Ok(Answer::Reset(ResetAnswer { pages: removed }))),
             "{name}"
         );
 
         // The first engine attaches again.
-        let asked = site.attach((0, 0), Some(A));
-        site.read_with(&asked, &listed);
+        let requested = site.attach((0, 0), Some(A));
+        site.read_with(&requested, &listed);
         let found = if left == 8 { 8 } else { 0 };
         assert_eq!(site.lookup(1), hit(found), "{name}");
     }
@@ -565,20 +565,20 @@ fn a_worker_with_pages_of_another_size_is_not_asked_for_the_inventory_of_the_eng
         site.attach((1, rank), None);
     }
     site.attach((0, 0), Some(A));
-    let asked = |effects: &[LeaderEffect]| -> Vec<(WorkerId, u64)> {
-        let asked = effects.iter().filter_map(|effect| match effect {
+    let requested = |effects: &[LeaderEffect]| -> Vec<(WorkerId, u64)> {
+        let requested = effects.iter().filter_map(|effect| match effect {
             LeaderEffect::ReadInventory {
                 worker, page_bytes, ..
             } => Some((*worker, *page_bytes)),
             _ => None,
         });
-        asked.collect()
+        requested.collect()
     };
-    let first = asked(&site.attach((0, 1), Some(A)));
+    let first = requested(&site.attach((0, 1), Some(A)));
     assert_eq!(first, [(worker(0, 0), 64), (worker(0, 1), 64)]);
     // The engine leaves while its depots are read, and a rank of an engine with smaller pages takes a seat.
-    assert_eq!(asked(&site.attach((0, 1), None)), [(worker(0, 1), 64)]);
+    assert_eq!(requested(&site.attach((0, 1), None)), [(worker(0, 1), 64)]);
     let attached = site.attach((0, 0), Some(B));
     assert_eq!(verdict(&attached), Ok(()));
-    assert_eq!(asked(&attached), [(worker(1, 0), 64)]);
+    assert_eq!(requested(&attached), [(worker(1, 0), 64)]);
 }

@@ -93,7 +93,7 @@ struct Fill {
 
 /// A worker's seat, as both sides see it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-struct Place {
+struct Seat {
     /// Epoch of the leader to which the worker is connected.
     link: Option<Epoch>,
     /// Whether the leader knows this connection.
@@ -117,7 +117,7 @@ struct State {
     last: OpId,
     fill: Option<Fill>,
     ready: Option<OpId>,
-    places: [Place; RANKS as usize],
+    places: [Seat; RANKS as usize],
     network: Network<Message>,
     broken: u8,
     remapped: u8,
@@ -126,7 +126,7 @@ struct State {
     started_old: bool,
 }
 
-impl Place {
+impl Seat {
     fn new() -> Self {
         let first = Past::new().then(WorkerEvent::DepotReady);
         let after = RequestId(0);
@@ -243,13 +243,13 @@ impl State {
         let Some(fill) = self.fill.as_mut().filter(|fill| fill.op == op) else {
             return false;
         };
-        let news = fill.missing.0.remove(rank);
-        fill.failed |= news && !complete;
+        let first_report = fill.missing.0.remove(rank);
+        fill.failed |= first_report && !complete;
         if fill.missing.0.is_empty() {
             self.ready = (!fill.failed && !fill.late).then_some(op);
             self.fill = None;
         }
-        news
+        first_report
     }
 
     fn fail_copies_of(&mut self, rank: Rank) {
@@ -288,7 +288,7 @@ impl State {
     }
 
     /// Hands an event to a worker, and carries out its effects.
-    fn tell(&mut self, rule: Rule, rank: Rank, event: WorkerEvent) {
+    fn step(&mut self, rule: Rule, rank: Rank, event: WorkerEvent) {
         let place = &mut self.places[at(rank)];
         for effect in place.step(event) {
             match effect {
@@ -332,7 +332,7 @@ impl State {
                     batch,
                     copies,
                 };
-                self.tell(rule, rank, event);
+                self.step(rule, rank, event);
                 let place = &mut self.places[at(rank)];
                 let again = rule == Rule::RunAgain && place.link == Some(order.0);
                 if again && !place.running.contains(&order) {
@@ -349,7 +349,7 @@ impl State {
                 let batch = BatchId(100 + op.0);
                 let ops = vec![op];
                 let event = WorkerEvent::Cancel { epoch, batch, ops };
-                self.tell(rule, rank, event);
+                self.step(rule, rank, event);
             }
             _ => {}
         }
@@ -365,7 +365,7 @@ impl State {
             Message::Admit(rank, attach, after) => {
                 let after = Some(after);
                 self.changed(rank, |state| {
-                    state.tell(rule, rank, WorkerEvent::Admitted { attach, after });
+                    state.step(rule, rank, WorkerEvent::Admitted { attach, after });
                 })
             }
             Message::Order(rank, _) | Message::Cancel(rank, _) => {
@@ -393,7 +393,7 @@ impl State {
             bytes: 0,
             copy_us: 0,
         };
-        self.tell(rule, rank, WorkerEvent::CopiesEnded(vec![ended]));
+        self.step(rule, rank, WorkerEvent::CopiesEnded(vec![ended]));
     }
 
     fn restart(&mut self, rule: Rule) {
@@ -409,14 +409,14 @@ impl State {
         let place = &mut self.places[at(rank)];
         place.connected = true;
         place.link = Some(self.epoch);
-        self.tell(rule, rank, WorkerEvent::LeaderFound(self.epoch));
+        self.step(rule, rank, WorkerEvent::LeaderFound(self.epoch));
     }
 
     fn die(&mut self, rank: Rank) {
         self.dead += 1;
         self.cut(Rule::Built, rank);
         self.fail_copies_of(rank);
-        self.places[at(rank)] = Place::new();
+        self.places[at(rank)] = Seat::new();
         self.places[at(rank)].other_depot = true;
     }
 
@@ -435,7 +435,7 @@ impl Model for Epochs {
             last: OpId(0),
             fill: None,
             ready: None,
-            places: [Place::new(), Place::new()],
+            places: [Seat::new(), Seat::new()],
             network: Network::new(),
             broken: 0,
             remapped: 0,
@@ -497,13 +497,13 @@ impl Model for Epochs {
                     after,
                     bounds: BOUNDS,
                 };
-                state.tell(self.rule, rank, event);
+                state.step(self.rule, rank, event);
                 let through = RequestId(u64::MAX);
                 let event = WorkerEvent::Written {
                     engine: ENGINE,
                     through,
                 };
-                state.tell(self.rule, rank, event);
+                state.step(self.rule, rank, event);
             }
             Action::Die(rank) => state.die(rank),
         }
@@ -525,8 +525,8 @@ impl Model for Epochs {
             Property::always(AWAITED, |_, state: &State| {
                 ranks().all(|rank| {
                     let place = &state.places[at(rank)];
-                    let owes = |fill: &Fill| fill.missing.0.contains(rank);
-                    let awaited = state.fill.as_ref().filter(|fill| owes(fill));
+                    let awaits_rank = |fill: &Fill| fill.missing.0.contains(rank);
+                    let awaited = state.fill.as_ref().filter(|fill| awaits_rank(fill));
                     let awaited = awaited.map(|fill| (state.epoch, fill.op));
                     let mut running = place.running.iter();
                     place.attached.is_none() || running.all(|copy| Some(*copy) == awaited)
@@ -552,7 +552,7 @@ impl Model for Epochs {
             Property::sometimes(
                 "a copy outlives its leader, or what it was for",
                 |_, state: &State| {
-                    let outlives = |place: &Place| {
+                    let outlives = |place: &Seat| {
                         let mut running = place.running.iter();
                         running.any(|(epoch, _)| *epoch != state.epoch || place.attached.is_none())
                     };
@@ -662,7 +662,7 @@ fn a_worker_that_attaches_too_early_writes_what_nobody_waits_for() {
 }
 
 #[test]
-fn a_worker_that_is_heard_again_over_the_next_connection_writes_what_nobody_waits_for() {
+fn a_worker_that_is_received_again_over_the_next_connection_writes_what_nobody_waits_for() {
     let model = || Epochs::one_leader(Rule::AttachAgain, 1, 0, 0);
     breaks("epochs: attach again", model, AWAITED);
 }

@@ -94,7 +94,7 @@ enum Event {
 }
 
 impl State {
-    fn tell(&mut self, event: Event) {
+    fn step(&mut self, event: Event) {
         self.past = self.past.then(event);
     }
 
@@ -110,7 +110,7 @@ impl State {
         for rank in ranks() {
             self.network.send(Message::Order(rank, generation, page));
         }
-        self.tell(Event::Grow);
+        self.step(Event::Grow);
     }
 
     fn start(&mut self, rank: Rank, generation: Generation, page: Page) -> bool {
@@ -155,7 +155,7 @@ impl State {
                 }
             }
         }
-        self.tell(Event::Ended(generation, rank, complete, result));
+        self.step(Event::Ended(generation, rank, complete, result));
         effect
     }
 
@@ -166,7 +166,7 @@ impl State {
         if rule == Rule::FreeLate {
             self.fill = None;
         }
-        self.tell(Event::Late(generation));
+        self.step(Event::Late(generation));
     }
 
     /// Pages that a lookup finds.

@@ -111,14 +111,14 @@ struct State {
 }
 
 impl State {
-    fn tell(&mut self, event: LeaderEvent) {
+    fn step(&mut self, event: LeaderEvent) {
         self.past = self.past.then((self.now, event));
     }
 
-    fn ask(&mut self, request: Request) {
+    fn request(&mut self, request: Request) {
         let (engine, id) = (ENGINE, RequestId(0));
         let deadline = time(self.now + DEADLINE);
-        self.tell(LeaderEvent::Request {
+        self.step(LeaderEvent::Request {
             engine,
             id,
             deadline,
@@ -161,7 +161,7 @@ impl State {
             .retain(|block| block.filling || !block.retired || block.pins > 0);
     }
 
-    fn let_go(&mut self, name: usize) {
+    fn release_block(&mut self, name: usize) {
         let hold = self.slots[name].as_mut().and_then(Option::take);
         if let Some(hold) = hold {
             self.unpin(hold.block);
@@ -169,7 +169,7 @@ impl State {
     }
 
     fn lookup(&mut self, name: usize) {
-        self.let_go(name);
+        self.release_block(name);
         self.slots[name] = Some(None);
         let found = self.found(name).filter(|block| !block.filling);
         if let Some(block) = found.map(|block| block.id) {
@@ -178,7 +178,7 @@ impl State {
             let until = self.now + HOLD;
             self.slots[name] = Some(Some(Hold { block, until }));
         }
-        self.ask(Request::Lookup {
+        self.request(Request::Lookup {
             slot: SlotId(name as u64),
             namespace: Vec::new(),
             hashes: sequence(name),
@@ -190,7 +190,7 @@ impl State {
         let hold = self.slots[name].as_mut().and_then(Option::take);
         let block = hold.expect("a hold").block;
         self.begin(block, true);
-        self.ask(Request::Load {
+        self.request(Request::Load {
             slot: SlotId(name as u64),
             first_page: 0,
             destination: PageList::run(name as u32, 1),
@@ -221,7 +221,7 @@ impl State {
             Some(_) => {}
             None => self.reserve(rule, name),
         }
-        self.ask(Request::Store {
+        self.request(Request::Store {
             slot: SlotId(name as u64),
             first_page: 0,
             more: None,
@@ -256,15 +256,15 @@ impl State {
         let Some(op) = self.ops.iter_mut().find(|op| op.id == id) else {
             return false;
         };
-        let news = op.missing.0.remove(rank);
-        op.failed |= news && !complete;
+        let first_report = op.missing.0.remove(rank);
+        op.failed |= first_report && !complete;
         let (op, last) = (op.clone(), op.missing.0.is_empty());
-        let again = rule == Rule::ReleaseAgain && !news && op.load;
+        let again = rule == Rule::ReleaseAgain && !first_report && op.load;
         let first = rule == Rule::UntilFirst && op.leased;
         if again || first {
             self.release(id);
         }
-        if news && last {
+        if first_report && last {
             self.release(id);
             self.ops.retain(|op| op.id != id);
             if !op.load {
@@ -272,7 +272,7 @@ impl State {
             }
             self.closing &= !self.ops.is_empty();
         }
-        news || again
+        first_report || again
     }
 
     fn release(&mut self, id: OpId) {
@@ -300,7 +300,7 @@ impl State {
         for name in 0..NAMES {
             let hold = self.slots[name].as_ref().and_then(Option::as_ref);
             if hold.is_some_and(|hold| hold.until <= now) {
-                self.let_go(name);
+                self.release_block(name);
             }
         }
         let due = self.ops.iter_mut().filter(|op| op.deadline <= now);
@@ -317,30 +317,30 @@ impl State {
             self.gone_at = None;
             for name in 0..NAMES {
                 if rule != Rule::Keep {
-                    self.let_go(name);
+                    self.release_block(name);
                 }
                 self.slots[name] = None;
             }
         }
-        self.tell(LeaderEvent::Tick);
+        self.step(LeaderEvent::Tick);
     }
 
     fn die(&mut self, rule: Rule, rank: Rank) {
         self.dead += 1;
-        let owed: Vec<OpId> = self.ops.iter().map(|op| op.id).collect();
-        for op in owed {
+        let awaited: Vec<OpId> = self.ops.iter().map(|op| op.id).collect();
+        for op in awaited {
             self.ended(rule, op, rank, false);
         }
         self.blocks
             .iter_mut()
             .for_each(|block| block.retired = true);
         // A load must not read pages of the new depot, so no hold outlives the old one.
-        (0..NAMES).for_each(|name| self.let_go(name));
+        (0..NAMES).for_each(|name| self.release_block(name));
         self.free_if_unheld();
         self.closing = !self.ops.is_empty();
         let worker = worker(rank);
-        self.tell(LeaderEvent::WorkerDead(worker));
-        self.tell(LeaderEvent::Attach(attached(worker, 2)));
+        self.step(LeaderEvent::WorkerDead(worker));
+        self.step(LeaderEvent::Attach(attached(worker, 2)));
     }
 
     /// Every block that a slot holds or a load reads, once for each holder.
@@ -430,13 +430,13 @@ impl Model for Leases {
             Action::Load(name) => state.load(name),
             Action::Store(name) => state.store(self.rule, name),
             Action::Finish(name) => {
-                state.let_go(name);
+                state.release_block(name);
                 state.slots[name] = None;
                 let slot = SlotId(name as u64);
-                state.ask(Request::Finish { slot });
+                state.request(Request::Finish { slot });
             }
             Action::Ended(op, rank, complete) => {
-                let news = state.ended(self.rule, op, rank, complete);
+                let first_report = state.ended(self.rule, op, rank, complete);
                 let ended = EndedCopy {
                     op,
                     complete,
@@ -444,12 +444,12 @@ impl Model for Leases {
                     bytes: 0,
                     copy_us: 0,
                 };
-                state.tell(LeaderEvent::Ended {
+                state.step(LeaderEvent::Ended {
                     worker: worker(rank),
                     epoch: EPOCH,
                     copies: vec![ended],
                 });
-                if !news {
+                if !first_report {
                     state.differs = self.compare(&state);
                     return state.differs.is_some().then_some(state);
                 }
@@ -459,12 +459,12 @@ impl Model for Leases {
                 state.disconnected += 1;
                 state.connected = false;
                 state.gone_at = Some(state.now + GRACE);
-                state.tell(LeaderEvent::EngineClosed(ENGINE));
+                state.step(LeaderEvent::EngineClosed(ENGINE));
             }
             Action::Reconnect => {
                 state.connected = true;
                 state.gone_at = None;
-                state.tell(LeaderEvent::EngineOpened(ENGINE));
+                state.step(LeaderEvent::EngineOpened(ENGINE));
             }
             Action::Die(rank) => state.die(self.rule, rank),
         }
@@ -530,7 +530,7 @@ impl Leases {
     }
 
     /// One more copy, time for everything to expire, and an engine that disconnects.
-    fn forgotten(rule: Rule) -> Self {
+    fn never_unpinned(rule: Rule) -> Self {
         Self {
             rule,
             ops: 3,
@@ -559,7 +559,10 @@ fn what_is_held_is_never_evicted_and_is_let_go_by_its_last_holder() {
 
 #[test]
 fn what_an_engine_held_is_let_go_when_it_is_forgotten() {
-    holds("leases, engines go away", Leases::forgotten(Rule::Built));
+    holds(
+        "leases, engines go away",
+        Leases::never_unpinned(Rule::Built),
+    );
 }
 
 #[test]
@@ -587,7 +590,11 @@ fn a_lease_until_the_first_end_lets_pages_go_that_are_still_read() {
 
 #[test]
 fn what_a_forgotten_engine_keeps_is_held_for_nobody() {
-    breaks("holds are kept", || Leases::forgotten(Rule::Keep), COUNTED);
+    breaks(
+        "holds are kept",
+        || Leases::never_unpinned(Rule::Keep),
+        COUNTED,
+    );
 }
 
 #[test]

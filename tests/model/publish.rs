@@ -155,7 +155,7 @@ enum Event {
 }
 
 impl State {
-    fn tell(&mut self, event: Event) {
+    fn step(&mut self, event: Event) {
         self.past = self.past.then(event);
     }
 
@@ -190,7 +190,7 @@ impl State {
                 page,
             });
         }
-        self.tell(Event::Reserve(name));
+        self.step(Event::Reserve(name));
     }
 
     fn start(&mut self, rank: Rank, generation: Generation, page: Page) -> bool {
@@ -237,8 +237,8 @@ impl State {
         };
         let block = block?;
         let fill = block.fill.as_mut()?;
-        let news = fill.missing.0.remove(rank);
-        if !news && rule != Rule::Count {
+        let first_report = fill.missing.0.remove(rank);
+        if !first_report && rule != Rule::Count {
             return None;
         }
         fill.answers += 1;
@@ -265,7 +265,7 @@ impl State {
                 self.freed = true;
             }
         }
-        self.tell(Event::Ended(generation, rank, complete, result));
+        self.step(Event::Ended(generation, rank, complete, result));
         Some(())
     }
 
@@ -285,7 +285,7 @@ impl State {
         if rule == Rule::FreeLate {
             self.release(page);
         }
-        self.tell(Event::Late(generation));
+        self.step(Event::Late(generation));
     }
 
     fn die(&mut self, rule: Rule, rank: Rank) {
@@ -295,13 +295,13 @@ impl State {
         self.seen[at(rank)] = (1..=self.last.0).map(Generation).collect();
         self.network
             .cut(|message| matches!(message, Message::Order { rank: to, .. } if *to == rank));
-        let owed = self.blocks.iter().filter(|block| {
+        let awaited = self.blocks.iter().filter(|block| {
             let fill = block.fill.as_ref();
             fill.is_some_and(|fill| fill.missing.0.contains(rank))
         });
-        let mut owed: Vec<_> = owed.map(|block| block.generation).collect();
-        owed.sort_unstable();
-        for generation in owed {
+        let mut awaited: Vec<_> = awaited.map(|block| block.generation).collect();
+        awaited.sort_unstable();
+        for generation in awaited {
             self.ended(rule, generation, rank, false);
         }
         let (kept, gone) = std::mem::take(&mut self.blocks)
@@ -313,7 +313,7 @@ impl State {
         self.blocks
             .iter_mut()
             .for_each(|block| block.retired = true);
-        self.tell(Event::Reset);
+        self.step(Event::Reset);
     }
 
     fn restart(&mut self) {
@@ -326,7 +326,7 @@ impl State {
         self.seen = Default::default();
         self.network
             .cut(|message| matches!(message, Message::Order { .. }));
-        self.tell(Event::New);
+        self.step(Event::New);
     }
 }
 
@@ -408,7 +408,7 @@ impl Model for Publish {
                 }
                 if state.ended(self.rule, generation, rank, complete).is_none() {
                     // The pool must ignore the acknowledgement as well.
-                    state.tell(Event::Ended(generation, rank, complete, None));
+                    state.step(Event::Ended(generation, rank, complete, None));
                     state.differs = self.compare(&state);
                     return state.differs.is_some().then_some(state);
                 }

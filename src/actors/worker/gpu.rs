@@ -63,7 +63,7 @@ impl Host {
                 let (number, way) = (self.number, self.gpu_copy);
                 tokio::task::spawn_blocking(move || {
                     let worker = myself.clone();
-                    let tell = move |outcome| match outcome {
+                    let notify = move |outcome| match outcome {
                         CopierReport::Ended(copies) => {
                             transfer.cast(TransferMessage::Ended(copies)).is_ok()
                         }
@@ -79,7 +79,7 @@ impl Host {
                             tracing::debug!("the worker has stopped");
                         }
                     };
-                    let message = match Gpu::start(uuid, depot, number, way, pinned, tell) {
+                    let message = match Gpu::start(uuid, depot, number, way, pinned, notify) {
                         Ok(gpu) => WorkerMessage::Gpu(Ok(Arc::new(gpu))),
                         Err(error) => match error.fatal() {
                             Some(fatal) => WorkerMessage::GpuLost(fatal),

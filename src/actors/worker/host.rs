@@ -7,8 +7,8 @@ use ractor::ActorRef;
 
 use super::gpu_state::GpuState;
 use super::{UNPROVEN, WorkerMessage};
+use crate::depot::DepotProgress;
 use crate::gpu::EngineSide;
-use crate::pool::DepotProgress;
 use crate::processes::{self, Process};
 use crate::readiness::ReadinessReporter;
 use crate::transfer::TransferMessage;
@@ -16,7 +16,7 @@ use kvferry_cuda::Announced;
 use kvferry_memory::{BufferError, Depot, DropWaiter};
 use kvferry_protocol::limits::PAGE_RECORDS_MAX;
 use kvferry_protocol::{ErrorBody, ErrorCode, Inventory, Message, ReadInventory};
-use kvferry_shell::{Fatal, INVALIDATE_SLICE_SLOTS, Peers, Registering, WorkerHost};
+use kvferry_shell::{Fatal, HolderPeers, INVALIDATE_SLICE_SLOTS, Registering, WorkerHost};
 use kvferry_transport::{Client, Clock, FdReceiver, LinkId, PeerId, Replier};
 use kvferry_types::{
     Copy, DepotId, EngineId, Epoch, GpuCopy, GroupGeometry, OpId, PageRun, Record, Registration,
@@ -84,7 +84,7 @@ impl Host {
             let error = ErrorBody::new(ErrorCode::Invalid, "this worker has no depot");
             return Ok(Err(error));
         };
-        if !depot.hold_pages_for(read.page_bytes, (epoch, read.reading))? {
+        if !depot.hold_pages_for(read.page_bytes, (epoch, read.read_id))? {
             let text = "a later reading of this depot has begun";
             return Ok(Err(ErrorBody::new(ErrorCode::Invalid, text)));
         }
@@ -105,7 +105,7 @@ impl Host {
     }
 }
 
-impl Peers for Host {
+impl HolderPeers for Host {
     type Process = Process;
 
     fn is_live(&self, peer: PeerId) -> bool {

@@ -12,8 +12,8 @@ use kvferry_types::{
 };
 use kvferry_workload::content::POISON;
 
-use super::order::{Ordered, measure};
-use super::pages::Pages;
+use super::copy_fixture::CopyFixture;
+use super::dispatch_latency::{Ordered, measure};
 use super::spread;
 
 /// Sets of pages that are used in turn, so that no cache holds the bytes of the next copy.
@@ -92,7 +92,7 @@ impl Arguments {
         let fragment = u64::from(kib) * 1024;
         let pages = self.fragments * ROTATION;
         let bytes = fragment * u64::from(pages);
-        let bench = Pages::new(&registration(fragment, pages), pages)?;
+        let bench = CopyFixture::new(&registration(fragment, pages), pages)?;
         let engine = CopyEngine::new(usize::from(self.threads)).map_err(CommandError::failed)?;
         let (mut memcpy, mut gather, mut scatter) = (Vec::new(), Vec::new(), Vec::new());
         let source = vec![1_u8; usize::try_from(bytes).unwrap_or(0)];

@@ -17,11 +17,11 @@ use kvferry_types::{Direction, FragmentPair, OpId, PageList};
 use kvferry_workload::content::POISON;
 
 use super::copy::registration;
-use super::pages::{gather, shuffled, turned};
+use super::copy_fixture::{gather, shuffled, turned};
 use super::spread;
 
 /// Time limit of a copy. Only a hanging copy takes this long.
-const PATIENCE: Duration = Duration::from_secs(60);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Arguments {
@@ -143,7 +143,7 @@ impl Arguments {
         })?;
         let context = Context::new(driver, *device).map_err(CommandError::failed)?;
         let report = self.measure(context, driver.version());
-        report?.say(self.json)
+        report?.print(self.json)
     }
 
     fn measure(
@@ -182,7 +182,7 @@ impl Arguments {
 }
 
 impl GpuReport {
-    fn say(&self, json: bool) -> Result<(), CommandError> {
+    fn print(&self, json: bool) -> Result<(), CommandError> {
         if json {
             print_line(&serde_json::to_string_pretty(self).map_err(CommandError::failed)?);
             return Ok(());
@@ -271,12 +271,12 @@ struct Giver {
 
 impl Giver {
     fn start(context: &Arc<Context>, copies_a_call: usize) -> Result<Self, CommandError> {
-        let (tell, outcomes) = channel();
+        let (sender, outcomes) = channel();
         let copier = Copier::start(CopierSettings {
             context: Arc::clone(context),
             copies_a_call,
             mark: Box::new(|_| ()),
-            report: Box::new(move |outcome| tell.send(outcome).is_ok()),
+            report: Box::new(move |outcome| sender.send(outcome).is_ok()),
         });
         Ok(Self {
             copier: copier.map_err(CommandError::failed)?,
@@ -296,7 +296,7 @@ impl Giver {
         while copies > 0 {
             match self
                 .outcomes
-                .recv_timeout(PATIENCE)
+                .recv_timeout(ANSWER_TIMEOUT)
                 .map_err(CommandError::failed)?
             {
                 CopierReport::Ended(ended) => {

@@ -2,10 +2,10 @@
 //! sides in turn.
 
 mod copy;
+mod copy_fixture;
+mod dispatch_latency;
+mod end_to_end;
 mod gpu;
-mod moved;
-mod order;
-mod pages;
 pub mod rig;
 
 use clap::Subcommand;
@@ -19,7 +19,7 @@ pub(super) enum Command {
     /// Copies between a GPU and pinned host memory, beside one copy of as many bytes.
     Gpu(gpu::Arguments),
     /// Stores and loads of an engine through leader and worker, beside the same copies by the copy engine alone.
-    Move(moved::Arguments),
+    Move(end_to_end::Arguments),
 }
 
 impl Command {

@@ -13,7 +13,7 @@ use crate::error::CommandError;
 use kvferry_client::{EngineClient, EngineSettings};
 use kvferry_engine::driver::EngineParts;
 use kvferry_engine::fleet::Fleet;
-use kvferry_engine::observed::EngineMetrics;
+use kvferry_engine::metrics::EngineMetrics;
 use kvferry_memory::MemoryAvailable;
 use kvferry_protocol::StatusAnswer;
 use kvferry_transport::ZmqTransport;

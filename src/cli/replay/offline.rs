@@ -41,7 +41,7 @@ pub(super) fn leader(arguments: &Arguments, workload: &Workload, tiers: bool) ->
     // The key only determines the place of an anchor in a table.
     let key = AnchorKey([0; 32]);
     let mut settings = LeaderSettings::new(Epoch(1), arguments.ranks, workload.ratio, key);
-    settings.tiers = tiers;
+    settings.host_tier = tiers;
     settings.sharding = workload.sharding;
     Leader::new(settings)
 }

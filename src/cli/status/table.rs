@@ -136,8 +136,8 @@ fn blocks(status: &StatusAnswer) -> Option<String> {
 
 fn hits(status: &StatusAnswer) -> String {
     let lookups = counter(status, "lookups");
-    let asked = counter(status, "lookup_pages");
-    let missing = asked.saturating_sub(counter(status, "device_pages"));
+    let requested = counter(status, "lookup_pages");
+    let missing = requested.saturating_sub(counter(status, "device_pages"));
     let hit = counter(status, "hit_pages");
     let tokens = u64::from(status.engine_page_tokens);
     match percent(hit, missing) {

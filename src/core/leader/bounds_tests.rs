@@ -181,8 +181,12 @@ fn a_reset_of_many_pages_is_done_in_bounded_slices_and_others_are_served_between
         Request::Finish { slot: SlotId(9) },
     );
 
-    let (answered, asked, steps) = go_on(&mut leader, &mut now);
-    assert_eq!((answered, asked), (vec![], 1), "the shard is asked once");
+    let (answered, requested, steps) = go_on(&mut leader, &mut now);
+    assert_eq!(
+        (answered, requested),
+        (vec![], 1),
+        "the shard is asked once"
+    );
     assert!(steps >= 2 * 1024 / 64, "{steps} steps");
     let largest = leader.counts().largest_reset_slice_pages;
     assert!(
@@ -194,8 +198,8 @@ fn a_reset_of_many_pages_is_done_in_bounded_slices_and_others_are_served_between
     // The shard receives no second request over the same connection, however long it takes.
     now = now + Duration::from_secs(30);
     assert_eq!(invalidations(&step(&mut leader, now, LeaderEvent::Tick)), 0);
-    let forgotten = Ok(Answer::Reset(ResetAnswer { pages: 1024 }));
-    assert_eq!(answers(&invalidated(&mut leader, now)), [forgotten]);
+    let removed = Ok(Answer::Reset(ResetAnswer { pages: 1024 }));
+    assert_eq!(answers(&invalidated(&mut leader, now)), [removed]);
     assert_eq!(found(&mut leader, now, 8_000_000, 8, &other), 256);
     assert_eq!(found(&mut leader, now, 8_000_002, 7, &young), 8);
     assert!(
@@ -217,9 +221,9 @@ fn a_reset_that_is_refused_in_its_last_slice_has_forgotten_nothing() {
     let scope = ResetScope::Namespace(vec![7]);
     let effects = request(&mut leader, now, 4_000_001, Request::Reset { scope });
     assert_eq!(answers(&effects), []);
-    let (answered, asked, _) = go_on(&mut leader, &mut now);
+    let (answered, requested, _) = go_on(&mut leader, &mut now);
     assert_eq!(
-        (answered, asked),
+        (answered, requested),
         (vec![Err(Refusal::Leased { holders: 1 })], 0)
     );
     request(
@@ -391,7 +395,7 @@ fn a_page_that_is_listed_again_and_again_is_kept_once() {
     let part = LeaderEvent::Inventory {
         worker: WORKER,
         depot: DepotId(1),
-        reading: leader.next_id,
+        read_id: leader.next_id,
         from: 0,
         next: None,
         records,
@@ -464,7 +468,7 @@ fn one_engines_waiting_requests_do_not_use_up_the_room_of_another() {
     let ratio = Ratio::new(RATIO).expect("in bounds");
     let settings = LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey([1; 32]));
     let mut leader = Leader::new(settings);
-    let ask = |leader: &mut Leader, engine: u8, id: u64| {
+    let send_request = |leader: &mut Leader, engine: u8, id: u64| {
         let event = LeaderEvent::Request {
             engine: EngineId([engine; 16]),
             id: RequestId(id),
@@ -480,20 +484,20 @@ fn one_engines_waiting_requests_do_not_use_up_the_room_of_another() {
     };
     let max = OPEN_REQUESTS_MAX as u64;
     for id in 1..=max {
-        assert_eq!(ask(&mut leader, 1, id), []);
+        assert_eq!(send_request(&mut leader, 1, id), []);
     }
-    assert_eq!(ask(&mut leader, 1, max), [], "it waits already");
+    assert_eq!(send_request(&mut leader, 1, max), [], "it waits already");
     assert_eq!(
-        ask(&mut leader, 1, max + 1),
+        send_request(&mut leader, 1, max + 1),
         [Err(Refusal::Crowded { max })]
     );
-    assert_eq!(ask(&mut leader, 2, 1), [], "another engine");
+    assert_eq!(send_request(&mut leader, 2, 1), [], "another engine");
     // A parked request of an engine whose connection broke frees its room, and may be sent again.
     let gone = EngineId([1; 16]);
     step(&mut leader, Time(0), LeaderEvent::EngineOpened(gone));
     step(&mut leader, Time(0), LeaderEvent::EngineClosed(gone));
     assert_eq!(
-        ask(&mut leader, 1, max + 1),
+        send_request(&mut leader, 1, max + 1),
         [],
         "the same id, refused before"
     );

@@ -78,7 +78,7 @@ pub struct LeaderSettings {
     pub depot_bytes: Option<u64>,
     /// There is a tier, with room for at least one block. Without a tier every store is refused, as a baseline.
     /// Default: on.
-    pub tiers: bool,
+    pub host_tier: bool,
     /// Keep the digest of decisions. Default: on.
     pub record_decisions: bool,
 }
@@ -99,7 +99,7 @@ impl LeaderSettings {
             deadline_max: Duration::from_secs(120),
             reset_slice_pages: RESET_SLICE_PAGES,
             depot_bytes: None,
-            tiers: true,
+            host_tier: true,
             record_decisions: true,
         }
     }
@@ -178,7 +178,7 @@ impl Leader {
             LeaderEvent::Inventory {
                 worker,
                 depot,
-                reading,
+                read_id: reading,
                 from,
                 next,
                 records,
@@ -186,7 +186,7 @@ impl Leader {
                 let part = InventoryPart {
                     worker,
                     depot,
-                    reading,
+                    read_id: reading,
                     from,
                     next,
                     records,

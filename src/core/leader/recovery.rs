@@ -1,8 +1,8 @@
 //! Recovery: a new leader reads the inventories of the depots part by part, until it can open its pool.
 //!
-//! Before a worker answers an inventory request, it divides its depot into pages of the requested size, one slot after
-//! another. A worker that is stopped in the middle of that may write slots at any later time, and if the pages are
-//! larger by then, those slots lie inside pages. A request is therefore owed like a copy: until its worker has
+//! Before a worker answers an inventory request, it divides its depot into pages of the requested size, one entry after
+//! another. A worker that is stopped in the middle of that may write entries at any later time, and if the pages are
+//! larger by then, those entries lie inside pages. A request is therefore owed like a copy: until its worker has
 //! answered, has attached again or is known to be dead, no other worker receives a request for that depot. After the
 //! fence time the worker is fenced.
 
@@ -53,14 +53,14 @@ struct UnansweredRead {
     /// When the worker is checked next, every quarter of the fence time.
     due: Time,
     /// Checks since the worker's first open request, or since its last answer.
-    looks: u32,
+    checks: u32,
 }
 
 /// A part of an inventory, as a worker sent it.
 pub(super) struct InventoryPart {
     pub(super) worker: WorkerId,
     pub(super) depot: DepotId,
-    pub(super) reading: u64,
+    pub(super) read_id: u64,
     pub(super) from: u32,
     pub(super) next: Option<u32>,
     pub(super) records: Vec<PageRecord>,
@@ -85,7 +85,7 @@ pub(super) struct Recovery {
 impl Recovery {
     /// The key of the pool that is being recovered.
     pub(super) fn key(&self) -> Option<&TierKey> {
-        self.scan.as_ref().map(|readings| &readings.key)
+        self.scan.as_ref().map(|scan| &scan.key)
     }
 
     /// Begins to read the inventories of all shards. Answers to requests up to number `after` are not part of it.
@@ -109,36 +109,36 @@ impl Recovery {
     }
 
     fn take(&mut self, timers: &mut Timers) -> Option<RecoveryScan> {
-        let readings = self.scan.take()?;
-        timers.clear(readings.again, Timer::RecoveryScan);
-        Some(readings)
+        let scan = self.scan.take()?;
+        timers.clear(scan.again, Timer::RecoveryScan);
+        Some(scan)
     }
 
     /// The next request of each shard that has none open, which counts as sent. Where a worker owes an answer for the
     /// depot, only that worker receives the request, and none is sent while that worker is not attached.
     fn next_parts(&mut self, roster: &Roster) -> Vec<PartRequest> {
-        let Some(readings) = &mut self.scan else {
+        let Some(scan) = &mut self.scan else {
             return Vec::new();
         };
-        let workers = roster.reader_of_each_shard(readings.key.page_bytes);
+        let workers = roster.reader_of_each_shard(scan.key.page_bytes);
         let mut requests = Vec::new();
-        for ((reading, worker), shard) in readings.shards.iter_mut().zip(workers).zip(0..) {
+        for ((shard_scan, worker), shard) in scan.shards.iter_mut().zip(workers).zip(0..) {
             let (Some(from), Some(depot), None) = (
-                reading.from,
+                shard_scan.from,
                 roster.depot(Shard(shard)),
-                reading.requested_from,
+                shard_scan.requested_from,
             ) else {
                 continue;
             };
-            let mut owing = self.unanswered.iter();
-            let worker = match owing.find(|(_, owed)| owed.depot == depot) {
-                Some((owing, _)) => Some(*owing).filter(|owing| roster.is_attached(*owing)),
+            let mut reader = self.unanswered.iter();
+            let worker = match reader.find(|(_, open_read)| open_read.depot == depot) {
+                Some((reader, _)) => Some(*reader).filter(|reader| roster.is_attached(*reader)),
                 None => worker,
             };
             let Some(worker) = worker else {
                 continue;
             };
-            reading.requested_from = Some(worker);
+            shard_scan.requested_from = Some(worker);
             requests.push(PartRequest {
                 worker,
                 depot,
@@ -149,7 +149,7 @@ impl Recovery {
     }
 
     /// Notes that a worker owes the answer to a request. Its earlier checks still count.
-    fn owe(
+    fn note_request(
         &mut self,
         worker: WorkerId,
         depot: DepotId,
@@ -157,20 +157,27 @@ impl Recovery {
         first_check: Time,
         timers: &mut Timers,
     ) {
-        let owed = self.unanswered.get(&worker);
-        let (due, looks) = owed.map_or((first_check, 0), |owed| (owed.due, owed.looks));
-        let owed = UnansweredRead {
+        let open_read = self.unanswered.get(&worker);
+        let (due, looks) = open_read.map_or((first_check, 0), |open_read| {
+            (open_read.due, open_read.checks)
+        });
+        let open_read = UnansweredRead {
             depot,
             number,
             due,
-            looks,
+            checks: looks,
         };
-        self.note_unanswered(worker, owed, timers);
+        self.note_unanswered(worker, open_read, timers);
     }
 
-    fn note_unanswered(&mut self, worker: WorkerId, owed: UnansweredRead, timers: &mut Timers) {
-        timers.set(owed.due, Timer::UnansweredRead(worker));
-        self.unanswered.insert(worker, owed);
+    fn note_unanswered(
+        &mut self,
+        worker: WorkerId,
+        open_read: UnansweredRead,
+        timers: &mut Timers,
+    ) {
+        timers.set(open_read.due, Timer::UnansweredRead(worker));
+        self.unanswered.insert(worker, open_read);
     }
 
     /// No inventory request of this worker is in flight any longer.
@@ -179,22 +186,22 @@ impl Recovery {
     }
 
     fn take_unanswered(&mut self, worker: WorkerId, timers: &mut Timers) -> Option<UnansweredRead> {
-        let owed = self.unanswered.remove(&worker)?;
-        timers.clear(owed.due, Timer::UnansweredRead(worker));
-        Some(owed)
+        let open_read = self.unanswered.remove(&worker)?;
+        timers.clear(open_read.due, Timer::UnansweredRead(worker));
+        Some(open_read)
     }
 
     /// Notes the answer to a request. If the worker still owes the answer to a later one, its fence time starts again:
     /// the next check is at `due`.
     fn answered(&mut self, worker: WorkerId, number: u64, due: Time, timers: &mut Timers) {
-        let owed = self.take_unanswered(worker, timers);
-        if let Some(owed) = owed.filter(|owed| number < owed.number) {
-            let owed = UnansweredRead {
+        let open_read = self.take_unanswered(worker, timers);
+        if let Some(open_read) = open_read.filter(|open_read| number < open_read.number) {
+            let open_read = UnansweredRead {
                 due,
-                looks: 0,
-                ..owed
+                checks: 0,
+                ..open_read
             };
-            self.note_unanswered(worker, owed, timers);
+            self.note_unanswered(worker, open_read, timers);
         }
     }
 
@@ -206,35 +213,43 @@ impl Recovery {
         fence: Duration,
         timers: &mut Timers,
     ) -> bool {
-        let Some(owed) = self.unanswered.get(&worker).copied() else {
+        let Some(open_read) = self.unanswered.get(&worker).copied() else {
             return false;
         };
         let due = now + fence / 4;
-        let expired = owed.looks + 1 >= CHECKS_MAX;
-        let looks = if expired { 0 } else { owed.looks + 1 };
-        self.note_unanswered(worker, UnansweredRead { due, looks, ..owed }, timers);
+        let expired = open_read.checks + 1 >= CHECKS_MAX;
+        let looks = if expired { 0 } else { open_read.checks + 1 };
+        self.note_unanswered(
+            worker,
+            UnansweredRead {
+                due,
+                checks: looks,
+                ..open_read
+            },
+            timers,
+        );
         expired
     }
 
     /// Every part counts as not requested, and the next time for that is `again`. Returns false if there is no reading.
     fn request_anew(&mut self, again: Time, timers: &mut Timers) -> bool {
-        let Some(readings) = &mut self.scan else {
+        let Some(scan) = &mut self.scan else {
             return false;
         };
-        for reading in &mut readings.shards {
-            reading.requested_from = None;
+        for shard_scan in &mut scan.shards {
+            shard_scan.requested_from = None;
         }
-        readings.again = again;
+        scan.again = again;
         timers.set(again, Timer::RecoveryScan);
         true
     }
 
     /// The parts that this worker was to send count as not requested.
     fn reader_lost(&mut self, worker: WorkerId) {
-        let readings = self.scan.iter_mut();
-        let readings = readings.flat_map(|readings| &mut readings.shards);
-        for reading in readings.filter(|reading| reading.requested_from == Some(worker)) {
-            reading.requested_from = None;
+        let scan = self.scan.iter_mut();
+        let scan = scan.flat_map(|scan| &mut scan.shards);
+        for shard_scan in scan.filter(|shard_scan| shard_scan.requested_from == Some(worker)) {
+            shard_scan.requested_from = None;
         }
     }
 
@@ -247,21 +262,21 @@ impl Recovery {
     ) -> Option<(TierKey, Vec<Vec<PageRecord>>)> {
         let shard = roster.shard_of(part.worker);
         let current = roster.depot(shard) == Some(part.depot);
-        let asked = |readings: &&mut RecoveryScan| current && readings.after < part.reading;
-        let readings = self.scan.as_mut().filter(asked)?;
-        let reading = readings.shards.get_mut(usize::from(shard.0))?;
-        if reading.requested_from != Some(part.worker) || reading.from != Some(part.from) {
+        let requested = |scan: &&mut RecoveryScan| current && scan.after < part.read_id;
+        let scan = self.scan.as_mut().filter(requested)?;
+        let shard_scan = scan.shards.get_mut(usize::from(shard.0))?;
+        if shard_scan.requested_from != Some(part.worker) || shard_scan.from != Some(part.from) {
             return None;
         }
         // A part whose `next` does not advance would be repeated forever: treat it as the last one.
         let next = part.next.filter(|next| *next > part.from);
         let within = |page: u32| page >= part.from && next.is_none_or(|next| page < next);
-        let capacity = readings.key.pages;
+        let capacity = scan.key.pages;
         let records = part.records.into_iter();
         let records = records.filter(|record| within(record.page) && record.page < capacity);
         // Pages must ascend: a page that is listed twice, or after a higher one, is left out, so that each page has one
         // record at most.
-        let mut listed = reading.records.last().map(|record| record.page);
+        let mut listed = shard_scan.records.last().map(|record| record.page);
         let records = records.filter(|record| {
             let ascends = listed.is_none_or(|last| last < record.page);
             if ascends {
@@ -269,15 +284,19 @@ impl Recovery {
             }
             ascends
         });
-        let room = (capacity as usize).saturating_sub(reading.records.len());
-        reading.records.extend(records.take(room));
-        reading.requested_from = None;
-        reading.from = next.filter(|next| *next < capacity);
-        if readings.shards.iter().any(|reading| reading.from.is_some()) {
+        let room = (capacity as usize).saturating_sub(shard_scan.records.len());
+        shard_scan.records.extend(records.take(room));
+        shard_scan.requested_from = None;
+        shard_scan.from = next.filter(|next| *next < capacity);
+        if scan
+            .shards
+            .iter()
+            .any(|shard_scan| shard_scan.from.is_some())
+        {
             return None;
         }
         let RecoveryScan { key, shards, .. } = self.take(timers)?;
-        let records = shards.into_iter().map(|reading| reading.records);
+        let records = shards.into_iter().map(|shard_scan| shard_scan.records);
         Some((key, records.collect()))
     }
 
@@ -285,8 +304,8 @@ impl Recovery {
     /// first contradiction.
     pub(super) fn check(&self) -> Result<(), Contradiction> {
         let mut depots = BTreeSet::new();
-        let mut owed = self.unanswered.iter();
-        match owed.find(|(_, owed)| !depots.insert(owed.depot)) {
+        let mut open_read = self.unanswered.iter();
+        match open_read.find(|(_, open_read)| !depots.insert(open_read.depot)) {
             None => Ok(()),
             Some((worker, _)) => Err(format!("{worker} and another worker read one depot").into()),
         }
@@ -313,7 +332,7 @@ impl Leader {
         let Some(page_bytes) = self.recovery.key().map(|key| key.page_bytes) else {
             return;
         };
-        let reading = self.next_id + 1;
+        let read_id = self.next_id + 1;
         let first_check = now + self.settings.fence / 4;
         for request in self.recovery.next_parts(&self.roster) {
             let PartRequest {
@@ -321,20 +340,20 @@ impl Leader {
                 depot,
                 from,
             } = request;
-            self.next_id = reading;
+            self.next_id = read_id;
             effects.push(LeaderEffect::ReadInventory {
                 worker,
                 depot,
                 page_bytes,
-                reading,
+                read_id,
                 from,
             });
             self.recovery
-                .owe(worker, depot, reading, first_check, &mut self.timers);
+                .note_request(worker, depot, read_id, first_check, &mut self.timers);
         }
     }
 
-    /// Fences a worker that does not answer within the fence time: only its end proves that it writes no slot any
+    /// Fences a worker that does not answer within the fence time: only its end proves that it writes no entry any
     /// longer.
     pub(super) fn read_overdue(&mut self, now: Time, worker: WorkerId) {
         let fence = self.settings.fence;
@@ -387,7 +406,7 @@ impl Leader {
     ) {
         let due = now + self.settings.fence / 4;
         self.recovery
-            .answered(part.worker, part.reading, due, &mut self.timers);
+            .answered(part.worker, part.read_id, due, &mut self.timers);
         let read = self
             .recovery
             .take_part(part, &self.roster, &mut self.timers);

@@ -250,7 +250,9 @@ impl Resets {
     /// requested again.
     pub(super) fn request_again(&mut self, worker: WorkerId) {
         for reset in self.open.values_mut() {
-            reset.requested_from.retain(|_, asked| *asked != worker);
+            reset
+                .requested_from
+                .retain(|_, requested| *requested != worker);
         }
     }
 

@@ -14,7 +14,7 @@ use crate::event::{AttachRequest, LeaderEffect, WorkerMemory};
 use crate::rank_set::{RANKS_MAX, RankSet};
 use crate::refusal::Refusal;
 use kvferry_types::{
-    AttachId, DepotId, EngineId, GroupGeometry, INVENTORY_SLOT_BYTES, OpId, Rank, Replica, Shard,
+    AttachId, DepotId, EngineId, GroupGeometry, INVENTORY_ENTRY_BYTES, OpId, Rank, Replica, Shard,
     Sharding, Time, WorkerId,
 };
 
@@ -295,7 +295,7 @@ impl Roster {
         }
     }
 
-    /// The answer to an attach request that is no news: `Some(None)` for one that is older than the last, `Some` with the
+    /// The answer to an attach request that is not new: `Some(None)` for one that is older than the last, `Some` with the
     /// verdict for the last one again.
     fn answered(&mut self, worker: WorkerId, attach: AttachId) -> Option<Option<AttachVerdict>> {
         let (last, verdict) = self.seat(worker)?.last.clone()?;
@@ -306,7 +306,7 @@ impl Roster {
         }
     }
 
-    /// All earlier orders of a worker have ended, and its attach request is about to be judged.
+    /// All earlier orders of a worker have ended, and its attach request is about to be checked.
     fn begin_attach(&mut self, worker: WorkerId) {
         if let Some(seat) = self.seat(worker) {
             seat.attached = false;
@@ -356,7 +356,7 @@ impl Roster {
     }
 
     /// Every worker is clear: no check for silent ones is needed.
-    fn nobody_overdue(&mut self, timers: &mut Timers) {
+    fn stop_overdue_checks(&mut self, timers: &mut Timers) {
         if let Some(at) = self.overdue_check_at {
             timers.clear(at, Timer::AttachOverdue);
         }
@@ -583,7 +583,7 @@ impl Leader {
         }
         if let (Some(depot_bytes), Some(memory)) = (self.settings.depot_bytes, &attached.memory) {
             let page_bytes = memory.geometry.page_bytes;
-            let most_pages = depot_bytes / page_bytes.saturating_add(INVENTORY_SLOT_BYTES);
+            let most_pages = depot_bytes / page_bytes.saturating_add(INVENTORY_ENTRY_BYTES);
             if page_bytes == 0 || u64::from(memory.arena_pages) > most_pages {
                 return Err(Refusal::DepotTooLarge {
                     worker: attached.worker,
@@ -593,7 +593,7 @@ impl Leader {
                 });
             }
         }
-        let block = match self.settings.tiers {
+        let block = match self.settings.host_tier {
             true => self.settings.ratio.pages(),
             false => 0,
         };
@@ -641,7 +641,7 @@ impl Leader {
     /// Continues operations that waited for workers to attach or to die.
     fn roster_changed(&mut self, now: Time, effects: &mut Vec<LeaderEffect>) {
         if self.roster.all_fenced() {
-            self.roster.nobody_overdue(&mut self.timers);
+            self.roster.stop_overdue_checks(&mut self.timers);
             self.refuse_parked(effects);
         }
         self.open_pool(now, effects);

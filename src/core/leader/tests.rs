@@ -109,7 +109,7 @@ fn serving_with(settings: LeaderSettings, arena_pages: u32) -> Leader {
     let inventory = LeaderEvent::Inventory {
         worker,
         depot,
-        reading: 1,
+        read_id: 1,
         from: 0,
         next: None,
         records: Vec::new(),
@@ -122,7 +122,7 @@ fn serving_with(settings: LeaderSettings, arena_pages: u32) -> Leader {
 }
 
 /// Sends a request; returns the answer if the leader gives one in the same step.
-fn ask(leader: &mut Leader, id: u64, request: Request) -> Option<Result<Answer, Refusal>> {
+fn request(leader: &mut Leader, id: u64, request: Request) -> Option<Result<Answer, Refusal>> {
     let mut effects = Vec::new();
     let event = LeaderEvent::Request {
         engine: ENGINE,
@@ -168,28 +168,28 @@ fn hash_bytes(leader: &mut Leader) -> &mut usize {
 fn the_bytes_of_hashes_are_those_of_the_slots() {
     let mut leader = serving();
     assert!(
-        ask(&mut leader, 1, lookup(1, 4))
+        request(&mut leader, 1, lookup(1, 4))
             .expect("an answer")
             .is_ok()
     );
     assert!(
-        ask(&mut leader, 2, lookup(2, 2))
+        request(&mut leader, 2, lookup(2, 2))
             .expect("an answer")
             .is_ok()
     );
     assert_eq!(*hash_bytes(&mut leader), 96);
     assert!(
-        ask(&mut leader, 3, lookup(1, 3))
+        request(&mut leader, 3, lookup(1, 3))
             .expect("an answer")
             .is_ok()
     );
     assert_eq!(*hash_bytes(&mut leader), 80, "the slot began anew");
     assert_eq!(
-        ask(&mut leader, 4, store(1, Some((3, hashes(16, 2))))),
+        request(&mut leader, 4, store(1, Some((3, hashes(16, 2))))),
         None
     );
     assert_eq!(*hash_bytes(&mut leader), 112);
-    let other_width = ask(&mut leader, 5, store(2, Some((2, hashes(32, 2)))));
+    let other_width = request(&mut leader, 5, store(2, Some((2, hashes(32, 2)))));
     let refused = Err(Refusal::Invalid {
         field: "hash_bytes",
         value: "32".to_owned(),
@@ -200,7 +200,7 @@ fn the_bytes_of_hashes_are_those_of_the_slots() {
     for (id, slot, left) in [(6, 1, 32), (7, 2, 0)] {
         let slot = SlotId(slot);
         assert!(
-            ask(&mut leader, id, Request::Finish { slot })
+            request(&mut leader, id, Request::Finish { slot })
                 .expect("an answer")
                 .is_ok()
         );
@@ -211,7 +211,7 @@ fn the_bytes_of_hashes_are_those_of_the_slots() {
 #[test]
 fn hashes_of_a_store_continue_those_of_the_slot() {
     let mut leader = serving();
-    let known = ask(&mut leader, 1, lookup(1, 3));
+    let known = request(&mut leader, 1, lookup(1, 3));
     assert!(known.expect("an answer").is_ok());
     let others = PageHashes::packed(16, vec![4; 48]).expect("fits");
     let refused = [
@@ -227,7 +227,7 @@ fn hashes_of_a_store_continue_those_of_the_slot() {
         ),
     ];
     for (id, (field, value, more)) in (2..).zip(refused) {
-        match ask(&mut leader, id, store(1, Some(more))) {
+        match request(&mut leader, id, store(1, Some(more))) {
             Some(Err(Refusal::Invalid {
                 field: named,
                 value: said,
@@ -238,7 +238,7 @@ fn hashes_of_a_store_continue_those_of_the_slot() {
         assert_eq!(*hash_bytes(&mut leader), 48);
     }
     let overlapping = store(1, Some((1, hashes(16, 4))));
-    assert_eq!(ask(&mut leader, 4, overlapping), None, "a copy begins");
+    assert_eq!(request(&mut leader, 4, overlapping), None, "a copy begins");
     assert_eq!(*hash_bytes(&mut leader), 80);
 }
 
@@ -252,31 +252,31 @@ fn an_engine_has_no_more_bytes_of_hashes_than_the_limit() {
         }))
     };
     assert!(
-        ask(&mut leader, 1, lookup(1, 1))
+        request(&mut leader, 1, lookup(1, 1))
             .expect("an answer")
             .is_ok()
     );
     *hash_bytes(&mut leader) = HASH_BYTES_PER_ENGINE_MAX - 32;
-    assert_eq!(ask(&mut leader, 2, lookup(2, 3)), limit());
+    assert_eq!(request(&mut leader, 2, lookup(2, 3)), limit());
     assert_eq!(
-        ask(&mut leader, 3, store(1, Some((1, hashes(16, 3))))),
+        request(&mut leader, 3, store(1, Some((1, hashes(16, 3))))),
         limit()
     );
     assert_eq!(*hash_bytes(&mut leader), HASH_BYTES_PER_ENGINE_MAX - 32);
     *hash_bytes(&mut leader) += 16;
     assert_eq!(
-        ask(&mut leader, 4, store(1, Some((1, hashes(16, 1))))),
+        request(&mut leader, 4, store(1, Some((1, hashes(16, 1))))),
         None
     );
     assert_eq!(*hash_bytes(&mut leader), HASH_BYTES_PER_ENGINE_MAX);
     *hash_bytes(&mut leader) -= 16;
     assert!(
-        ask(&mut leader, 5, lookup(2, 1))
+        request(&mut leader, 5, lookup(2, 1))
             .expect("an answer")
             .is_ok()
     );
     assert_eq!(*hash_bytes(&mut leader), HASH_BYTES_PER_ENGINE_MAX);
-    assert_eq!(ask(&mut leader, 6, lookup(3, 1)), limit());
+    assert_eq!(request(&mut leader, 6, lookup(3, 1)), limit());
 }
 
 /// Uses blocks of one page, so that a sequence has as many runs as pages.

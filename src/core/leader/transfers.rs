@@ -21,7 +21,7 @@ pub(super) const CHECKS_MAX: u32 = 4;
 
 /// One copy that was ordered and has not ended on every rank.
 #[derive(Debug)]
-struct Transfer {
+struct TransferInFlight {
     replica: Replica,
     direction: Direction,
     /// Ranks that have not reported their end.
@@ -33,10 +33,10 @@ struct Transfer {
     /// When the copy is checked next: at its deadline, then every quarter of the fence time.
     next: Time,
     /// Number of checks so far, of which the first is at the deadline.
-    looks: u32,
+    checks: u32,
 }
 
-impl Transfer {
+impl TransferInFlight {
     fn awaits(&self, worker: WorkerId) -> bool {
         self.replica == worker.replica && self.missing.contains(worker.rank)
     }
@@ -95,7 +95,7 @@ struct Late {
 /// The copies in flight. See the module.
 #[derive(Debug, Default)]
 pub(super) struct Transfers {
-    in_flight: BTreeMap<OpId, Transfer>,
+    in_flight: BTreeMap<OpId, TransferInFlight>,
     /// Copies that this step cancels, collected so that each worker is notified once.
     cancels: BTreeMap<WorkerId, BTreeSet<OpId>>,
 }
@@ -103,14 +103,14 @@ pub(super) struct Transfers {
 impl Transfers {
     pub(super) fn begin(&mut self, begun: Begun, timers: &mut Timers) {
         timers.set(begun.deadline, Timer::Copy(begun.id));
-        let transfer = Transfer {
+        let transfer = TransferInFlight {
             replica: begun.replica,
             direction: begun.direction,
             missing: begun.ranks,
             failed: 0,
             complete_pages: begun.pages,
             next: begun.deadline,
-            looks: 0,
+            checks: 0,
         };
         self.in_flight.insert(begun.id, transfer);
     }
@@ -132,7 +132,7 @@ impl Transfers {
             transfer.failed += 1;
             transfer.complete_pages = complete_pages.min(transfer.complete_pages);
         }
-        let Transfer {
+        let TransferInFlight {
             direction,
             failed,
             complete_pages,
@@ -160,8 +160,8 @@ impl Transfers {
         timers: &mut Timers,
     ) -> Option<Late> {
         let transfer = self.in_flight.get_mut(&id)?;
-        let (first, expired) = (transfer.looks == 0, transfer.looks >= CHECKS_MAX);
-        transfer.looks = transfer.looks.saturating_add(1);
+        let (first, expired) = (transfer.checks == 0, transfer.checks >= CHECKS_MAX);
+        transfer.checks = transfer.checks.saturating_add(1);
         transfer.next = now + fence / 4;
         timers.set(transfer.next, Timer::Copy(id));
         let replica = transfer.replica;
@@ -195,19 +195,19 @@ impl Transfers {
     fn take_cancels(&mut self) -> impl Iterator<Item = (WorkerId, Vec<OpId>)> {
         let cancels = std::mem::take(&mut self.cancels);
         cancels.into_iter().map(|(worker, ids)| {
-            let owes = |id: &OpId| {
+            let is_awaited = |id: &OpId| {
                 let transfer = self.in_flight.get(id);
                 transfer.is_some_and(|transfer| transfer.awaits(worker))
             };
-            (worker, ids.into_iter().filter(owes).collect())
+            (worker, ids.into_iter().filter(is_awaited).collect())
         })
     }
 
     /// The copies whose end a worker owes.
     fn awaited_from(&self, worker: WorkerId) -> impl Iterator<Item = (OpId, Direction)> {
         let in_flight = self.in_flight.iter();
-        let owed = in_flight.filter(move |(_, transfer)| transfer.awaits(worker));
-        owed.map(|(id, transfer)| (*id, transfer.direction))
+        let awaited = in_flight.filter(move |(_, transfer)| transfer.awaits(worker));
+        awaited.map(|(id, transfer)| (*id, transfer.direction))
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -326,8 +326,8 @@ impl Leader {
 
     /// Number of copies of this direction whose end this worker owes.
     pub fn awaited_from(&self, worker: WorkerId, direction: Direction) -> usize {
-        let owed = self.transfers.awaited_from(worker);
-        owed.filter(|(_, owed)| *owed == direction).count()
+        let awaited = self.transfers.awaited_from(worker);
+        awaited.filter(|(_, awaited)| *awaited == direction).count()
     }
 
     /// Copies that have not ended, with the ranks that owe their ends: for checks.

@@ -38,8 +38,8 @@ pub(super) struct LeaderLink {
 
 impl LeaderLink {
     pub(super) fn next_timeout(&self) -> Option<Time> {
-        let asked = self.link.as_ref().and_then(|link| link.open_attach);
-        asked.map(|asked| asked.again)
+        let requested = self.link.as_ref().and_then(|link| link.open_attach);
+        requested.map(|requested| requested.again)
     }
 
     pub(super) fn depot_ready(&mut self) {
@@ -103,23 +103,25 @@ impl LeaderLink {
                 again: now,
             });
         }
-        let asked = link
+        let requested = link
             .open_attach
             .as_mut()
-            .filter(|asked| asked.again <= now)?;
-        asked.again = now + every;
+            .filter(|requested| requested.again <= now)?;
+        requested.again = now + every;
         Some(WorkerEffect::Attach {
-            attach: asked.attach,
-            engine: asked.engine,
+            attach: requested.attach,
+            engine: requested.engine,
         })
     }
 
     /// Notes the answer to an attach request. Returns false if it is not the answer to the last one. `rejected`: the
     /// leader rejected the memory of an engine, so that the worker attaches again without an engine.
     fn answered(&mut self, attach: AttachId, admitted: bool, rejected: bool) -> bool {
-        let asked =
-            |link: &&mut FoundLeader| link.open_attach.is_some_and(|asked| asked.attach == attach);
-        let Some(link) = self.link.as_mut().filter(asked) else {
+        let requested = |link: &&mut FoundLeader| {
+            link.open_attach
+                .is_some_and(|requested| requested.attach == attach)
+        };
+        let Some(link) = self.link.as_mut().filter(requested) else {
             return false;
         };
         link.open_attach = None;
@@ -129,7 +131,7 @@ impl LeaderLink {
     }
 
     /// Accepts or refuses a request to read the inventory; `floor` is the number of the last attach.
-    fn take_reading(&mut self, epoch: Epoch, number: u64, floor: u64) -> Result<(), OrderRefusal> {
+    fn take_read(&mut self, epoch: Epoch, number: u64, floor: u64) -> Result<(), OrderRefusal> {
         let followed = self.followed();
         let link = self.link.as_mut().filter(|link| link.epoch == epoch);
         let stale = OrderRefusal::StaleEpoch {
@@ -142,7 +144,7 @@ impl LeaderLink {
         }
         let last = link.read.max(floor);
         if number <= last {
-            return Err(OrderRefusal::OldReading { number, last });
+            return Err(OrderRefusal::OldRead { number, last });
         }
         link.read = number;
         Ok(())
@@ -152,9 +154,9 @@ impl LeaderLink {
 impl Worker {
     /// Accepts or refuses a request to read the inventory. For the leader, the answer to a later request or a new
     /// attach settles all earlier requests, so an earlier one must not be carried out after that.
-    pub fn take_reading(&mut self, epoch: Epoch, number: u64) -> Result<(), OrderRefusal> {
+    pub fn take_read(&mut self, epoch: Epoch, number: u64) -> Result<(), OrderRefusal> {
         let floor = self.orders.floor().0;
-        self.leader.take_reading(epoch, number, floor)
+        self.leader.take_read(epoch, number, floor)
     }
 
     pub(super) fn leader_found(

@@ -81,7 +81,7 @@ impl AbandonedRequests {
 /// An unanswered `Abandon` that waits until none of its copies runs.
 #[derive(Debug)]
 struct Abandoning {
-    ask: u64,
+    number: u64,
     running: BTreeSet<OpId>,
 }
 
@@ -136,7 +136,7 @@ impl Abandoned {
         self.abandoning.retain_mut(|waiting| {
             let last = waiting.running.remove(&op) && waiting.running.is_empty();
             if last {
-                answered.push(waiting.ask);
+                answered.push(waiting.number);
             }
             !last
         });
@@ -145,9 +145,9 @@ impl Abandoned {
 
     /// Checks that every `Abandon` waits for open copies only. `Err` names the first contradiction.
     pub(super) fn check(&self, copies: &Copies) -> Result<(), Contradiction> {
-        for Abandoning { ask, running } in &self.abandoning {
+        for Abandoning { number, running } in &self.abandoning {
             if running.is_empty() || running.iter().any(|op| !copies.contains(*op)) {
-                return Err(format!("abandon {ask} waits for a copy that is not open").into());
+                return Err(format!("abandon {number} waits for a copy that is not open").into());
             }
         }
         Ok(())
@@ -160,7 +160,7 @@ impl Worker {
         &mut self,
         now: Time,
         engine: EngineId,
-        ask: u64,
+        number: u64,
         requests: &BTreeSet<RequestId>,
         effects: &mut Vec<WorkerEffect>,
     ) {
@@ -175,9 +175,9 @@ impl Worker {
         }
         let abandoning = &mut self.abandoned.abandoning;
         if running.is_empty() {
-            effects.push(WorkerEffect::Abandoned { ask });
-        } else if !abandoning.iter().any(|waiting| waiting.ask == ask) {
-            abandoning.push(Abandoning { ask, running });
+            effects.push(WorkerEffect::Abandoned { number });
+        } else if !abandoning.iter().any(|waiting| waiting.number == number) {
+            abandoning.push(Abandoning { number, running });
         }
     }
 }

@@ -138,7 +138,7 @@ pub enum WorkerEvent {
         /// The engine that abandons.
         engine: EngineId,
         /// Identifies the request in [`WorkerEffect::Abandoned`].
-        ask: u64,
+        number: u64,
         /// The abandoned requests, at most [`WORKER_ABANDONED_MAX`]: with more, the worker also refuses older requests
         /// that were not abandoned.
         requests: BTreeSet<RequestId>,
@@ -213,8 +213,8 @@ pub enum WorkerEffect {
     },
     /// Report to the engine that nothing is copied any longer for the requests that it abandoned.
     Abandoned {
-        /// The `ask` of the [`WorkerEvent::Abandon`] that is answered.
-        ask: u64,
+        /// The `number` of the [`WorkerEvent::Abandon`] that is answered.
+        number: u64,
     },
     /// End this process: a stopped copy has not ended in time, and only the end of the process ends it.
     ExitProcess,
@@ -294,9 +294,9 @@ impl Worker {
             WorkerEvent::Written { engine, through } => self.wrote(engine, through),
             WorkerEvent::Abandon {
                 engine,
-                ask,
+                number,
                 requests,
-            } => self.abandon(now, engine, ask, &requests, effects),
+            } => self.abandon(now, engine, number, &requests, effects),
             WorkerEvent::CopiesEnded(copies) => {
                 for copy in copies {
                     self.end(now, copy, effects);
@@ -403,7 +403,7 @@ impl Worker {
             effects.extend(self.orders.report(batch, ended));
         }
         let answered = self.abandoned.ended(ended.op);
-        effects.extend(answered.map(|ask| WorkerEffect::Abandoned { ask }));
+        effects.extend(answered.map(|number| WorkerEffect::Abandoned { number }));
     }
 }
 

@@ -37,7 +37,7 @@ pub enum OrderRefusal {
     #[error(
         "this reading has number {number}, and everything up to {last} is over: read with a new number"
     )]
-    OldReading {
+    OldRead {
         /// Number of the request.
         number: u64,
         /// The last number that is no longer accepted.

@@ -294,7 +294,7 @@ fn a_copy_that_waits_in_vain_ends_at_its_deadline() {
 }
 
 #[test]
-fn a_new_leader_hears_nothing_of_old_orders_and_nothing_at_all_before_they_have_ended() {
+fn a_new_leader_receives_nothing_of_old_orders_and_nothing_at_all_before_they_have_ended() {
     let mut worker = worker();
     order(&mut worker, 1, 1, vec![load(1), store(2, 5)]);
     let effects = step(&mut worker, 1, WorkerEvent::LeaderFound(Epoch(2)));
@@ -384,13 +384,13 @@ fn copies_of_memory_that_is_not_there_are_refused() {
 }
 
 #[test]
-fn what_an_engine_abandons_is_over_when_it_hears_so() {
+fn what_an_engine_abandons_is_over_when_it_receives_so() {
     let mut worker = worker();
     order(&mut worker, 1, 1, vec![store(1, 3), store(2, 4)]);
     written(&mut worker, 3);
     let abandon = |requests: &[u64]| WorkerEvent::Abandon {
         engine: ENGINE,
-        ask: 9,
+        number: 9,
         requests: requests.iter().copied().map(RequestId).collect(),
     };
     let effects = step(&mut worker, 1, abandon(&[3, 4, 5]));
@@ -404,7 +404,7 @@ fn what_an_engine_abandons_is_over_when_it_hears_so() {
     let copies = vec![refused(OpId(2)), late];
     assert_eq!(
         effects,
-        [report(1, copies), WorkerEffect::Abandoned { ask: 9 }]
+        [report(1, copies), WorkerEffect::Abandoned { number: 9 }]
     );
     let effects = order(&mut worker, 1, 2, vec![store(3, 5)]);
     assert_eq!(
@@ -415,15 +415,15 @@ fn what_an_engine_abandons_is_over_when_it_hears_so() {
 }
 
 #[test]
-fn an_engine_hears_of_what_it_abandoned_when_the_last_copy_has_ended() {
+fn an_engine_receives_of_what_it_abandoned_when_the_last_copy_has_ended() {
     let mut worker = worker();
     let copies = [(1, 5), (2, 5), (3, 6)].map(|(op, request)| copy(op, Direction::Load, request));
     order(&mut worker, 1, 1, copies.to_vec());
-    let (engine, ask) = (ENGINE, 9);
+    let (engine, number) = (ENGINE, 9);
     let requests = BTreeSet::from([RequestId(5)]);
     let abandon = WorkerEvent::Abandon {
         engine,
-        ask,
+        number,
         requests,
     };
     let effects = step(&mut worker, 1, abandon);
@@ -436,11 +436,12 @@ fn an_engine_hears_of_what_it_abandoned_when_the_last_copy_has_ended() {
         [1, 2],
         "3 is of another request"
     );
-    let heard = |effects: Vec<WorkerEffect>| effects.contains(&WorkerEffect::Abandoned { ask });
-    assert!(!heard(effects));
-    assert!(!heard(ended(&mut worker, 2, vec![complete(2)])));
-    assert!(heard(ended(&mut worker, 3, vec![complete(1)])));
-    assert!(!heard(ended(&mut worker, 4, vec![complete(3)])), "once");
+    let received =
+        |effects: Vec<WorkerEffect>| effects.contains(&WorkerEffect::Abandoned { number });
+    assert!(!received(effects));
+    assert!(!received(ended(&mut worker, 2, vec![complete(2)])));
+    assert!(received(ended(&mut worker, 3, vec![complete(1)])));
+    assert!(!received(ended(&mut worker, 4, vec![complete(3)])), "once");
 }
 
 #[test]
@@ -496,15 +497,15 @@ fn abandoned_requests_are_remembered_within_a_limit() {
     let requests: BTreeSet<RequestId> = (10..=10 + WORKER_ABANDONED_MAX as u64)
         .map(RequestId)
         .collect();
-    let (engine, ask) = (ENGINE, 1);
+    let (engine, number) = (ENGINE, 1);
     let abandon = WorkerEvent::Abandon {
         engine,
-        ask,
+        number,
         requests,
     };
     assert_eq!(
         step(&mut worker, 0, abandon),
-        [WorkerEffect::Abandoned { ask }]
+        [WorkerEffect::Abandoned { number }]
     );
     let effects = order(&mut worker, 1, 1, vec![store(1, 10)]);
     assert_eq!(effects, [report(1, vec![refused(OpId(1))])]);
@@ -515,7 +516,7 @@ fn as_many_abandoned_requests_as_the_limit_are_remembered_one_by_one() {
     let mut worker = worker();
     let abandon = |requests: std::ops::Range<u64>| WorkerEvent::Abandon {
         engine: ENGINE,
-        ask: 1,
+        number: 1,
         requests: requests.map(RequestId).collect(),
     };
     step(
@@ -533,11 +534,11 @@ fn as_many_abandoned_requests_as_the_limit_are_remembered_one_by_one() {
 #[test]
 fn what_is_older_than_an_abandoned_request_is_copied_as_ever() {
     let mut worker = worker();
-    let (engine, ask) = (ENGINE, 1);
+    let (engine, number) = (ENGINE, 1);
     let requests = BTreeSet::from([RequestId(5)]);
     let abandon = WorkerEvent::Abandon {
         engine,
-        ask,
+        number,
         requests,
     };
     step(&mut worker, 0, abandon);
@@ -721,10 +722,10 @@ fn a_copy_of_pages_that_are_not_there_is_refused_before_anything_is_written() {
 fn an_abandoned_request_of_the_highest_number_costs_no_other_one_its_copies() {
     let mut worker = worker();
     let abandon = |worker: &mut Worker, engine, request| {
-        let (ask, requests) = (1, BTreeSet::from([RequestId(request)]));
+        let (number, requests) = (1, BTreeSet::from([RequestId(request)]));
         let abandon = WorkerEvent::Abandon {
             engine,
-            ask,
+            number,
             requests,
         };
         step(worker, 0, abandon)
@@ -757,24 +758,24 @@ mod writes;
 #[test]
 fn a_question_for_the_inventory_that_the_leader_counts_as_over_is_not_taken() {
     let mut worker = worker();
-    let old = |number, last| Err(OrderRefusal::OldReading { number, last });
-    assert_eq!(worker.take_reading(Epoch(1), 3), Ok(()));
-    assert_eq!(worker.take_reading(Epoch(1), 3), old(3, 3), "repeated");
-    assert_eq!(worker.take_reading(Epoch(1), 2), old(2, 3), "overtaken");
+    let old = |number, last| Err(OrderRefusal::OldRead { number, last });
+    assert_eq!(worker.take_read(Epoch(1), 3), Ok(()));
+    assert_eq!(worker.take_read(Epoch(1), 3), old(3, 3), "repeated");
+    assert_eq!(worker.take_read(Epoch(1), 2), old(2, 3), "overtaken");
     let stale = OrderRefusal::StaleEpoch {
         order: Epoch(2),
         followed: Epoch(1),
     };
-    assert_eq!(worker.take_reading(Epoch(2), 9), Err(stale));
+    assert_eq!(worker.take_read(Epoch(2), 9), Err(stale));
     // The worker attaches again: requests from before that attach are refused.
     register(&mut worker, 0, ENGINE, RequestId(0));
-    let refused = worker.take_reading(Epoch(1), 4);
+    let refused = worker.take_read(Epoch(1), 4);
     assert_eq!(refused, Err(OrderRefusal::NotAttached));
     let (attach, after) = (AttachId(2), Some(OpId(5)));
     step(&mut worker, 0, WorkerEvent::Admitted { attach, after });
-    assert_eq!(worker.take_reading(Epoch(1), 5), old(5, 5));
-    assert_eq!(worker.take_reading(Epoch(1), 6), Ok(()));
+    assert_eq!(worker.take_read(Epoch(1), 5), old(5, 5));
+    assert_eq!(worker.take_read(Epoch(1), 6), Ok(()));
     // Another leader starts its numbers at 1 again.
     find(&mut worker, 2, 3);
-    assert_eq!(worker.take_reading(Epoch(2), 1), Ok(()));
+    assert_eq!(worker.take_read(Epoch(2), 1), Ok(()));
 }

@@ -11,7 +11,7 @@ use std::sync::OnceLock;
 use cudarc::driver::sys;
 use libloading::Library;
 
-use super::types::{Access, Address, Code, IpcHandle, Properties};
+use super::types::{Access, Code, DeviceAddress, IpcHandle, Properties};
 use crate::error::NoDriver;
 
 /// The driver's library.
@@ -85,30 +85,30 @@ functions! {
         cuEventRecord: fn(sys::CUevent, sys::CUstream),
         cuEventQuery: fn(sys::CUevent),
         cuEventDestroy_v2: fn(sys::CUevent),
-        cuMemAlloc_v2: fn(*mut Address, usize),
-        cuMemFree_v2: fn(Address),
-        cuMemGetAddressRange_v2: fn(*mut Address, *mut usize, Address),
-        cuMemcpyAsync: fn(Address, Address, usize, sys::CUstream),
+        cuMemAlloc_v2: fn(*mut DeviceAddress, usize),
+        cuMemFree_v2: fn(DeviceAddress),
+        cuMemGetAddressRange_v2: fn(*mut DeviceAddress, *mut usize, DeviceAddress),
+        cuMemcpyAsync: fn(DeviceAddress, DeviceAddress, usize, sys::CUstream),
         cuMemHostRegister_v2: fn(*mut c_void, usize, c_uint),
         cuMemHostUnregister: fn(*mut c_void),
-        cuIpcGetMemHandle: fn(*mut IpcHandle, Address),
-        cuIpcOpenMemHandle_v2: fn(*mut Address, IpcHandle, c_uint),
-        cuIpcCloseMemHandle: fn(Address),
+        cuIpcGetMemHandle: fn(*mut IpcHandle, DeviceAddress),
+        cuIpcOpenMemHandle_v2: fn(*mut DeviceAddress, IpcHandle, c_uint),
+        cuIpcCloseMemHandle: fn(DeviceAddress),
         cuMemGetAllocationGranularity: fn(*mut usize, *const Properties, c_uint),
         cuMemCreate: fn(*mut u64, usize, *const Properties, u64),
         cuMemRelease: fn(u64),
         cuMemExportToShareableHandle: fn(*mut c_void, u64, c_uint, u64),
         cuMemImportFromShareableHandle: fn(*mut u64, *mut c_void, c_uint),
-        cuMemAddressReserve: fn(*mut Address, usize, usize, Address, u64),
-        cuMemAddressFree: fn(Address, usize),
-        cuMemMap: fn(Address, usize, usize, u64, u64),
-        cuMemUnmap: fn(Address, usize),
-        cuMemSetAccess: fn(Address, usize, *const Access, usize),
+        cuMemAddressReserve: fn(*mut DeviceAddress, usize, usize, DeviceAddress, u64),
+        cuMemAddressFree: fn(DeviceAddress, usize),
+        cuMemMap: fn(DeviceAddress, usize, usize, u64, u64),
+        cuMemUnmap: fn(DeviceAddress, usize),
+        cuMemSetAccess: fn(DeviceAddress, usize, *const Access, usize),
     }
     optional {
         cuDeviceGetUuid_v2: fn(*mut [u8; 16], c_int),
-        cuStreamWriteValue64_v2: fn(sys::CUstream, Address, u64, c_uint),
-        cuMemcpyBatchAsync: fn(*mut Address, *mut Address, *mut usize, usize, *mut c_void, *mut usize, usize, *mut usize, sys::CUstream),
-        cuMemcpyBatchAsync_v2: fn(*mut Address, *mut Address, *mut usize, usize, *mut c_void, *mut usize, usize, sys::CUstream),
+        cuStreamWriteValue64_v2: fn(sys::CUstream, DeviceAddress, u64, c_uint),
+        cuMemcpyBatchAsync: fn(*mut DeviceAddress, *mut DeviceAddress, *mut usize, usize, *mut c_void, *mut usize, usize, *mut usize, sys::CUstream),
+        cuMemcpyBatchAsync_v2: fn(*mut DeviceAddress, *mut DeviceAddress, *mut usize, usize, *mut c_void, *mut usize, usize, sys::CUstream),
     }
 }

@@ -8,7 +8,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::Context;
 use super::memory::{DeviceSide, HostMemory, host_range};
-use super::types::Address;
+use super::types::DeviceAddress;
 use crate::error::CudaError;
 use cudarc::driver::sys;
 use kvferry_memory::CopyRange;
@@ -24,8 +24,8 @@ const ACCESS_IN_ORDER: c_uint = 1;
 /// One copy. Lies in both memories, and on the host in one registered part.
 #[derive(Clone, Copy)]
 pub(super) struct Piece {
-    pub(super) to: Address,
-    pub(super) from: Address,
+    pub(super) to: DeviceAddress,
+    pub(super) from: DeviceAddress,
     pub(super) bytes: usize,
 }
 
@@ -65,7 +65,7 @@ impl Sides<'_> {
         let len_bytes = part.min(range.len_bytes - done);
         let memory = self.device.memory(range.allocation)?;
         let at_device = memory.range(range.device_bytes + done, len_bytes)?;
-        let at_host = host_range(self.host.buffer(), depot_bytes, len_bytes)? as Address;
+        let at_host = host_range(self.host.buffer(), depot_bytes, len_bytes)? as DeviceAddress;
         let (to, from) = match self.direction {
             Direction::Store => (at_host, at_device),
             Direction::Load => (at_device, at_host),
@@ -92,8 +92,8 @@ const _: () = assert!(size_of::<Attributes>() == 24);
 /// Arguments of one batched call. Nothing guarantees that the driver has read all of them when the call returns, so
 /// they are kept as long as the memory that is copied.
 pub(super) struct Descriptors {
-    to: Vec<Address>,
-    from: Vec<Address>,
+    to: Vec<DeviceAddress>,
+    from: Vec<DeviceAddress>,
     bytes: Vec<usize>,
     /// Either an attribute index for each copy, or the first copy for each attribute: zeros are right for both.
     attributes_of: Vec<usize>,

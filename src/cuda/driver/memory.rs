@@ -5,7 +5,7 @@ use std::ptr;
 use std::sync::Arc;
 
 use super::Context;
-use super::types::{Address, IPC_HANDLE_BYTES, IpcHandle};
+use super::types::{DeviceAddress, IPC_HANDLE_BYTES, IpcHandle};
 use super::vmm::{Mapped, Physical, SharedChunk, Sharing, granularity};
 use crate::error::CudaError;
 use kvferry_memory::{Depot, SharedBuffer};
@@ -28,7 +28,7 @@ pub(super) enum Source {
 /// Device memory with an address in this process.
 pub struct DeviceMemory {
     pub(super) context: Arc<Context>,
-    pub(super) address: Address,
+    pub(super) address: DeviceAddress,
     pub(super) bytes: u64,
     pub(super) source: Source,
 }
@@ -159,7 +159,7 @@ impl DeviceMemory {
         self.address == other.address
     }
 
-    pub(super) fn range(&self, offset_bytes: u64, len_bytes: u64) -> Option<Address> {
+    pub(super) fn range(&self, offset_bytes: u64, len_bytes: u64) -> Option<DeviceAddress> {
         let end = offset_bytes.checked_add(len_bytes)?;
         (end <= self.bytes).then(|| self.address + offset_bytes)
     }

@@ -5,7 +5,7 @@ use std::ffi::{c_int, c_uint, c_void};
 /// `CUresult`.
 pub(super) type Code = u32;
 /// `CUdeviceptr`.
-pub(super) type Address = u64;
+pub(super) type DeviceAddress = u64;
 
 /// Bytes of a `cudaIpcMemHandle_t`.
 pub const IPC_HANDLE_BYTES: usize = 64;

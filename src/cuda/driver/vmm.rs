@@ -8,7 +8,7 @@ use std::ptr;
 use std::sync::Arc;
 
 use super::Context;
-use super::types::{Access, Address, Location, Properties};
+use super::types::{Access, DeviceAddress, Location, Properties};
 use crate::error::CudaError;
 
 /// Bytes of a `CUmemFabricHandle`.
@@ -161,7 +161,7 @@ impl std::fmt::Debug for Physical {
 /// A reserved range of addresses of this process; the first `mapped_bytes` of it are mapped.
 pub(super) struct Mapped {
     pub(super) context: Arc<Context>,
-    pub(super) address: Address,
+    pub(super) address: DeviceAddress,
     pub(super) bytes: u64,
     pub(super) mapped_bytes: u64,
 }

@@ -111,12 +111,12 @@ fn an_end_that_nobody_knows_is_not_told() {
     // The creation of the world takes 1 record for each allocation, which is one here, and one for the timeline.
     let fails = "fail=*/cuEventRecord/3/1;fail=*/cuStreamSynchronize/1/1";
     let settings = format!("delay_us=300;{fails}");
-    let said = fake::under(&settings, || tell(Ways::default()));
+    let said = fake::under(&settings, || report(Ways::default()));
     let Some(said) = said else { return };
     assert!(said.contains("in words: cuEventRecord answered"), "{said}");
 }
 
-fn tell(ways: Ways) {
+fn report(ways: Ways) {
     match there_and_back(ways) {
         Ok(()) => println!("all went well"),
         Err(error) => println!("in words: {error}"),
@@ -125,7 +125,7 @@ fn tell(ways: Ways) {
 
 fn each_call_fails(ways: Ways) {
     if fake::is_inside() {
-        return tell(ways);
+        return report(ways);
     }
     for code in CODES {
         let failures = (1..).take_while(|nth| one_failure(*nth, code)).count();

@@ -16,7 +16,7 @@ use kvferry_types::{Direction, FragmentPair, OpId, PageList};
 use super::copies::plain;
 use super::engine::Roles;
 use super::fake;
-use super::world::{PATIENCE, Wanted, World};
+use super::world::{TEST_TIMEOUT, Wanted, World};
 
 /// Runs a body under these settings, and returns the driver's trace.
 fn traced(settings: &str, body: impl FnOnce()) -> Option<String> {
@@ -56,19 +56,19 @@ fn a_load_is_given_after_one_turn_of_a_store_of_small_fragments() {
         // The copier blocks in its first report until both orders are queued.
         let (first, stands) = channel();
         let (go_on, may_go_on) = channel::<()>();
-        let (tell, outcomes) = channel();
-        let told = std::sync::Mutex::new(Some((first, may_go_on)));
+        let (sender, outcomes) = channel();
+        let reported = std::sync::Mutex::new(Some((first, may_go_on)));
         let context = Context::new(Driver::get().expect("there"), device()).expect("a context");
         let copier = Copier::start(CopierSettings {
             context,
             copies_a_call: 1,
             mark: Box::new(|_| ()),
             report: Box::new(move |outcome| {
-                if let Some((first, may_go_on)) = told.lock().expect("no panic").take() {
+                if let Some((first, may_go_on)) = reported.lock().expect("no panic").take() {
                     first.send(()).expect("the test goes on");
                     may_go_on.recv().expect("the test goes on");
                 }
-                tell.send(outcome).is_ok()
+                sender.send(outcome).is_ok()
             }),
         });
         let copier = copier.expect("a copier");
@@ -90,13 +90,15 @@ fn a_load_is_given_after_one_turn_of_a_store_of_small_fragments() {
             assert!(given, "a place");
         };
         order(1, Direction::Store, 0..1);
-        stands.recv_timeout(PATIENCE).expect("the first copy ends");
+        stands
+            .recv_timeout(TEST_TIMEOUT)
+            .expect("the first copy ends");
         order(2, Direction::Store, 0..PAGES - 2);
         order(3, Direction::Load, PAGES - 2..PAGES);
         go_on.send(()).expect("the copier waits");
         let mut left = 3;
         while left > 0 {
-            match outcomes.recv_timeout(PATIENCE).expect("they end") {
+            match outcomes.recv_timeout(TEST_TIMEOUT).expect("they end") {
                 CopierReport::Ended(ended) => {
                     assert!(ended.iter().all(|copy| copy.complete), "{ended:?}");
                     left -= ended.len();
@@ -270,7 +272,7 @@ fn a_process_with_a_thread_in_the_driver_ends_without_the_driver() {
             pages: vec![(0, 0)],
             pages_a_part: 1,
         };
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TEST_TIMEOUT;
         while !a_thread_is_in_the_driver() {
             assert!(Instant::now() < until, "the call returns");
             // Refused while the queue is full.

@@ -20,7 +20,7 @@ use super::engine::addresses;
 use super::fake::on_gpu;
 
 /// Time limit of a wait, exceeded only if something hangs.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+pub const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 
 pub struct World {
     pub registration: Registration,
@@ -138,12 +138,12 @@ impl World {
         let depot = Arc::new(pinned_depot.map_err(words)?);
         assert_eq!(pinned, depot.depot().buffer().len());
         let in_depot: Vec<Vec<u8>> = (0..depot_pages).map(|_| noise(layout.page_bytes)).collect();
-        let (tell, outcomes) = channel();
+        let (sender, outcomes) = channel();
         let copier = Copier::start(CopierSettings {
             context: Arc::clone(&context),
             copies_a_call: ways.copies_a_call,
             mark: Box::new(|_| ()),
-            report: Box::new(move |outcome| tell.send(outcome).is_ok()),
+            report: Box::new(move |outcome| sender.send(outcome).is_ok()),
         });
         let geometry = layout.geometry(&registration);
         let world = Self {
@@ -225,7 +225,9 @@ impl World {
 
     /// The next outcome of the actor.
     pub fn outcome(&self) -> CopierReport {
-        self.outcomes.recv_timeout(PATIENCE).expect("it goes on")
+        self.outcomes
+            .recv_timeout(TEST_TIMEOUT)
+            .expect("it goes on")
     }
 
     /// The copies that end next, at least one.
@@ -375,7 +377,7 @@ impl World {
 
     /// Waits for the end of copies, and returns how each ended, ordered by id.
     pub fn wait(&self, ops: &[OpId]) -> Vec<EndedCopy> {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TEST_TIMEOUT;
         let mut ended: Vec<EndedCopy> = Vec::new();
         while ended.len() < ops.len() {
             assert!(Instant::now() < until, "copies do not end");

@@ -6,9 +6,9 @@
 
 mod kernel;
 mod plan;
-mod pool;
 #[cfg(test)]
 mod tests;
+mod threads;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,7 +20,7 @@ use kvferry_types::{Direction, FragmentPair};
 
 pub use kernel::NON_TEMPORAL_MIN_BYTES;
 pub use plan::{COPY_PART_BYTES, CUT_BYTES, CopyPlan, CopyRange, CopyRequest};
-pub use pool::{CopyEngine, POOL_MIN_BYTES};
+pub use threads::{CopyEngine, POOL_MIN_BYTES};
 
 /// One of the two memories of a copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -210,7 +210,7 @@ pub fn verify_proofs<E>(
                     continue;
                 };
                 match found == proof.bytes {
-                    true => its.proven |= tells(found),
+                    true => its.proven |= distinguishes(found),
                     false => its.other = its.other.or(Some(proof.offset_bytes)),
                 }
             }
@@ -229,7 +229,7 @@ pub fn verify_proofs<E>(
 }
 
 /// Whether bytes are unlikely to occur anywhere else.
-fn tells(bytes: &[u8]) -> bool {
+fn distinguishes(bytes: &[u8]) -> bool {
     let mut values = bytes.to_vec();
     values.sort_unstable();
     values.dedup();

@@ -73,7 +73,7 @@ pub struct ReadInventory {
     pub page_bytes: u64,
     /// Number of the request: an answer to one of an earlier reading may list pages that have been removed since.
     #[serde(default)]
-    pub reading: u64,
+    pub read_id: u64,
     /// First arena page to read.
     pub from: u32,
 }
@@ -86,7 +86,7 @@ pub struct Inventory {
     #[schemars(with = "Vec<u8>", extend("contentEncoding" = "binary"))]
     pub depot: [u8; 16],
     /// Number of the request.
-    pub reading: u64,
+    pub read_id: u64,
     /// First arena page that was read.
     pub from: u32,
     /// First arena page that was not read; absent after the last page.
@@ -174,8 +174,8 @@ impl Invalidate {
 }
 
 impl Inventory {
-    /// Builds the answer to `asked`.
-    pub fn new(asked: &ReadInventory, next: Option<u32>, pages: &[PageRecord]) -> Self {
+    /// Builds the answer to `requested`.
+    pub fn new(requested: &ReadInventory, next: Option<u32>, pages: &[PageRecord]) -> Self {
         let mut records = Vec::with_capacity(pages.len() * PAGE_RECORD_BYTES);
         for page in pages {
             records.extend(page.page.to_be_bytes());
@@ -189,9 +189,9 @@ impl Inventory {
             records.extend(page.fingerprint.0.to_be_bytes());
         }
         Self {
-            depot: asked.depot,
-            reading: asked.reading,
-            from: asked.from,
+            depot: requested.depot,
+            read_id: requested.read_id,
+            from: requested.from,
             next,
             records,
         }

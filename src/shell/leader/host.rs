@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::Peers;
+use crate::HolderPeers;
 use kvferry_core::{Leader, LeaderEffect, LeaderEvent};
 use kvferry_protocol::Message;
 use kvferry_types::{Epoch, PeerId, RequestId, Time, WorkerId};
@@ -12,7 +12,7 @@ pub type HostError = Box<dyn std::error::Error + Send + Sync>;
 
 /// The process of a leader, live or simulated. A call acts or returns a value; its consequences arrive later, as calls
 /// of the shell.
-pub trait LeaderHost: Peers {
+pub trait LeaderHost: HolderPeers {
     /// The clock of deadlines.
     fn now(&self) -> Time;
 

@@ -159,7 +159,7 @@ impl<P: fmt::Debug> LeaderShell<P> {
                 let event = LeaderEvent::Inventory {
                     worker,
                     depot: DepotId(u128::from_be_bytes(inventory.depot)),
-                    reading: inventory.reading,
+                    read_id: inventory.read_id,
                     from: inventory.from,
                     next: inventory.next,
                     records: inventory.pages(),
@@ -295,13 +295,13 @@ impl<P: fmt::Debug> LeaderShell<P> {
                     worker,
                     depot,
                     page_bytes,
-                    reading,
+                    read_id: reading,
                     from,
                 } => {
                     let read = Message::ReadInventory(ReadInventory {
                         depot: depot.0.to_be_bytes(),
                         page_bytes,
-                        reading,
+                        read_id: reading,
                         from,
                     });
                     self.order(host, worker, read, Duration::ZERO);

@@ -3,7 +3,7 @@
 use std::error::Error;
 use std::time::Duration;
 
-use crate::Peers;
+use crate::HolderPeers;
 use kvferry_protocol::{ErrorBody, Message, ReadInventory};
 use kvferry_types::{
     Copy, DepotId, EngineId, Epoch, GroupGeometry, LinkId, OpId, PageRun, PeerId, Record,
@@ -30,7 +30,7 @@ pub struct Registering {
 
 /// The process of a worker, live or simulated. A call acts or returns a value; its consequences arrive later, as calls
 /// of the shell.
-pub trait WorkerHost: Peers {
+pub trait WorkerHost: HolderPeers {
     /// An engine's memory, mapped into this process.
     type Memory;
 

@@ -1,4 +1,4 @@
-//! Removes the pages of a reset from the inventory slice by slice: a reset visits every slot of a depot, and copies
+//! Removes the pages of a reset from the inventory slice by slice: a reset visits every entry of a depot, and copies
 //! must be able to start and end between two slices.
 
 use std::collections::VecDeque;
@@ -9,7 +9,7 @@ use kvferry_core::{RESET_PAGES_OPEN_MAX, RESETS_OPEN_MAX};
 use kvferry_protocol::{ErrorBody, ErrorCode, Invalidated, Message};
 use kvferry_types::{RequestId, ResetId, Scope, Stored, Time};
 
-/// Slots of the inventory that one slice of a reset visits: about 1 ms.
+/// Entries of the inventory that one slice of a reset visits: about 1 ms.
 pub const INVALIDATE_SLICE_SLOTS: u32 = 8192;
 
 /// Limit on waiting resets: as many as a leader has open at a time. A further reset is refused, and so is one whose
@@ -31,7 +31,7 @@ pub(super) struct PendingInvalidation {
     order: RequestId,
     /// Time at which the leader gives the reset up.
     deadline: Time,
-    /// The slot at which the next slice begins.
+    /// The entry at which the next slice begins.
     next: u32,
 }
 

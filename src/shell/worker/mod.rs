@@ -218,8 +218,8 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
                 };
                 self.answer(host, RequestId(batch.0), Message::Ended(body));
             }
-            WorkerEffect::Abandoned { ask } => {
-                if let Some((peer, request)) = self.ranks.take_abandoning(ask) {
+            WorkerEffect::Abandoned { number } => {
+                if let Some((peer, request)) = self.ranks.take_abandoning(number) {
                     host.reply(peer, request, Message::AbandonAnswer(Empty {}));
                 }
             }

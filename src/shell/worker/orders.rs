@@ -80,7 +80,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         epoch: Epoch,
         read: ReadInventory,
     ) -> Result<(), Fatal> {
-        if let Err(refusal) = self.core.take_reading(epoch, read.reading) {
+        if let Err(refusal) = self.core.take_read(epoch, read.read_id) {
             self.refuse_order(host, order, refusal);
             return Ok(());
         }
@@ -114,7 +114,7 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
         let code = match refusal {
             OrderRefusal::StaleEpoch { .. } => ErrorCode::StaleEpoch,
             OrderRefusal::NotAttached => ErrorCode::NotReady,
-            OrderRefusal::OldReading { .. } => ErrorCode::Invalid,
+            OrderRefusal::OldRead { .. } => ErrorCode::Invalid,
         };
         tracing::warn!(worker = %self.worker, %refusal, "order refused");
         let error = ErrorBody::new(code, refusal.to_string());

@@ -5,7 +5,7 @@ use std::fmt;
 
 use super::host::Registering;
 use super::{Fatal, WorkerHost, WorkerShell};
-use crate::{Holder, Peers};
+use crate::{Holder, HolderPeers};
 use kvferry_core::{MemoryBounds, WorkerEvent};
 use kvferry_protocol::{
     Abandon, Empty, Envelope, ErrorBody, ErrorCode, Hello, Message, Register, Registered, Written,
@@ -78,9 +78,9 @@ impl<P: fmt::Debug, M> Ranks<P, M> {
         (mapped.engine == engine).then_some(&mapped.memory)
     }
 
-    /// Takes the rank, and its request, that waits for the end of `ask`.
-    pub(super) fn take_abandoning(&mut self, ask: u64) -> Option<(PeerId, RequestId)> {
-        self.abandoning.remove(&ask)
+    /// Takes the rank, and its request, that waits for the end of `number`.
+    pub(super) fn take_abandoning(&mut self, number: u64) -> Option<(PeerId, RequestId)> {
+        self.abandoning.remove(&number)
     }
 
     /// Counts the end of an opening of this rank's memory.
@@ -95,7 +95,7 @@ impl<P: fmt::Debug, M> Ranks<P, M> {
 
     /// Returns why a rank does not get the seat of the registered memory: another process has it, which is connected
     /// and lives.
-    fn seat_taken(&self, host: &impl Peers<Process = P>, peer: PeerId) -> Option<ErrorBody> {
+    fn seat_taken(&self, host: &impl HolderPeers<Process = P>, peer: PeerId) -> Option<ErrorBody> {
         let mapped = self.mapped.as_ref().filter(|mapped| mapped.peer != peer)?;
         let rank = self.connected.get(&mapped.peer)?;
         let pid = self.connected.get(&peer).and_then(|rank| rank.holder.pid);
@@ -107,7 +107,7 @@ impl<P: fmt::Debug, M> Ranks<P, M> {
     /// memory.
     fn registered_by_another(
         &self,
-        host: &impl Peers<Process = P>,
+        host: &impl HolderPeers<Process = P>,
         peer: PeerId,
         engine: EngineId,
     ) -> Option<ErrorBody> {
@@ -268,11 +268,11 @@ impl<P: fmt::Debug, M> WorkerShell<P, M> {
             return Ok(());
         }
         ranks.last_abandoning += 1;
-        let ask = ranks.last_abandoning;
-        ranks.abandoning.insert(ask, (peer, request));
+        let number = ranks.last_abandoning;
+        ranks.abandoning.insert(number, (peer, request));
         let event = WorkerEvent::Abandon {
             engine,
-            ask,
+            number,
             requests: abandon.requests.iter().copied().map(RequestId).collect(),
         };
         self.step(host, event)

@@ -3,10 +3,10 @@
 use std::time::Duration;
 
 use super::*;
-use crate::{Peers, Registering};
+use crate::{HolderPeers, Registering};
 use kvferry_protocol::{
-    Abandon, Attached, Cancel, Envelope, Hello, Kind, ReadInventory, Register, Role, Unregister,
-    VERSION, Written,
+    Abandon, Attached, Cancel, Envelope, Hello, MessageKind, ReadInventory, Register, Role,
+    Unregister, VERSION, Written,
 };
 use kvferry_types::{
     Attention, Copy, DepotId, GroupId, Nonce, PageRun, PeerId, Rank, Record, Registration, Replica,
@@ -41,7 +41,7 @@ struct Process {
     ended: Vec<i32>,
 }
 
-impl Peers for Process {
+impl HolderPeers for Process {
     type Process = i32;
 
     fn is_live(&self, _: PeerId) -> bool {
@@ -295,7 +295,7 @@ impl World {
     }
 
     /// Returns the messages sent to the ranks since the last call.
-    fn heard(&mut self) -> Vec<(u64, u64, Kind, Option<ErrorCode>)> {
+    fn received(&mut self) -> Vec<(u64, u64, MessageKind, Option<ErrorCode>)> {
         let sent = std::mem::take(&mut self.process.to_ranks);
         let sent = sent.into_iter().map(|(peer, request, message)| {
             let code = match &message {
@@ -321,7 +321,7 @@ fn a_leader_that_refuses_for_now_turns_nobody_away() {
         world.register(5, 1, 1);
         world.answer_attach(Err(ErrorBody::new(code, "not now")));
         assert!(
-            world.heard().is_empty(),
+            world.received().is_empty(),
             "{code:?} says nothing of the memory"
         );
         assert!(world.process.closed.is_empty());
@@ -330,7 +330,7 @@ fn a_leader_that_refuses_for_now_turns_nobody_away() {
         world.run(|shell, process| shell.tick(process));
         assert_eq!(world.process.attaches.len(), sent + 1, "attaches again");
         world.answer_attach(Ok(()));
-        assert_eq!(world.heard(), [(5, 1, Kind::Registered, None)]);
+        assert_eq!(world.received(), [(5, 1, MessageKind::Registered, None)]);
     }
 }
 
@@ -353,17 +353,17 @@ fn a_leader_that_turns_a_worker_away_is_quoted_to_the_rank() {
 }
 
 #[test]
-fn a_rank_that_took_its_memory_for_registered_connects_again_to_hear_why_not() {
+fn a_rank_that_took_its_memory_for_registered_connects_again_to_receive_why_not() {
     let mut world = World::new();
     world.connect(5, 1, 50);
     world.register(5, 1, 1);
     world.answer_attach(Ok(()));
-    world.heard();
+    world.received();
     world.run(|shell, process| shell.leader_lost(process));
     world.run(|shell, process| shell.leader_found(process, Epoch(4), LinkId(2)));
     let refused = ErrorBody::new(ErrorCode::RankDisagrees, "another model");
     world.answer_attach(Err(refused));
-    assert_eq!(world.heard(), []);
+    assert_eq!(world.received(), []);
     assert_eq!(world.process.disconnected, [PeerId(5)]);
 }
 
@@ -374,15 +374,15 @@ fn a_second_registration_over_one_connection_maps_the_memory_again() {
     world.register(5, 1, 1);
     let first = world.process.attaches.len();
     world.register(5, 2, 1);
-    let refused = (5, 1, Kind::Error, Some(ErrorCode::Invalid));
-    assert_eq!(world.heard(), [refused], "the first one is over");
+    let refused = (5, 1, MessageKind::Error, Some(ErrorCode::Invalid));
+    assert_eq!(world.received(), [refused], "the first one is over");
     assert_eq!(world.process.closed, [1]);
     assert!(
         world.process.attaches.len() > first,
         "the leader agrees anew"
     );
     world.answer_attach(Ok(()));
-    assert_eq!(world.heard(), [(5, 2, Kind::Registered, None)]);
+    assert_eq!(world.received(), [(5, 2, MessageKind::Registered, None)]);
 }
 
 #[test]
@@ -391,22 +391,22 @@ fn the_seat_of_a_live_process_is_not_given_to_another_one() {
     world.connect(5, 1, 50);
     world.register(5, 1, 1);
     world.answer_attach(Ok(()));
-    world.heard();
+    world.received();
     world.connect(6, 2, 60);
     world.send_registration(6, 1, 2, registration());
-    let not_ready = (6, 1, Kind::Error, Some(ErrorCode::NotReady));
-    assert_eq!(world.heard(), [not_ready]);
+    let not_ready = (6, 1, MessageKind::Error, Some(ErrorCode::NotReady));
+    assert_eq!(world.received(), [not_ready]);
     assert!(world.process.opening.is_empty());
     // Process 70 may not abandon requests of that engine either.
     world.connect(7, 1, 70);
     let abandon = Message::Abandon(Abandon { requests: vec![4] });
     world.send(7, 2, abandon);
-    let not_ready = (7, 2, Kind::Error, Some(ErrorCode::NotReady));
-    assert_eq!(world.heard(), [not_ready]);
+    let not_ready = (7, 2, MessageKind::Error, Some(ErrorCode::NotReady));
+    assert_eq!(world.received(), [not_ready]);
     world.process.ended.push(50);
     world.register(6, 3, 2);
     world.answer_attach(Ok(()));
-    assert_eq!(world.heard(), [(6, 3, Kind::Registered, None)]);
+    assert_eq!(world.received(), [(6, 3, MessageKind::Registered, None)]);
 }
 
 #[test]
@@ -419,16 +419,16 @@ fn memory_that_opens_after_its_rank_has_left_is_closed() {
     assert_eq!(world.process.closed, [1]);
     // A rank that unregisters while its memory is being opened is refused until that has ended.
     world.connect(6, 1, 60);
-    world.heard();
+    world.received();
     world.send_registration(6, 1, 1, registration());
     world.send(6, 2, Message::Unregister(Unregister {}));
-    let not_ready = (6, 2, Kind::Error, Some(ErrorCode::NotReady));
-    assert_eq!(world.heard(), [not_ready]);
+    let not_ready = (6, 2, MessageKind::Error, Some(ErrorCode::NotReady));
+    assert_eq!(world.received(), [not_ready]);
     world.open();
     assert_eq!(world.process.closed, [1, 2]);
-    world.heard();
+    world.received();
     world.send(6, 3, Message::Unregister(Unregister {}));
-    assert_eq!(world.heard(), [(6, 3, Kind::Unregistered, None)]);
+    assert_eq!(world.received(), [(6, 3, MessageKind::Unregistered, None)]);
 }
 
 #[test]
@@ -444,8 +444,8 @@ fn a_registration_for_another_rank_or_shard_is_refused_unopened() {
         let mut registration = registration();
         change(&mut registration);
         world.send_registration(5, 1, 1, registration);
-        let invalid = (5, 1, Kind::Error, Some(ErrorCode::Invalid));
-        assert_eq!(world.heard(), [invalid]);
+        let invalid = (5, 1, MessageKind::Error, Some(ErrorCode::Invalid));
+        assert_eq!(world.received(), [invalid]);
         assert!(world.process.opening.is_empty());
         assert!(world.process.problem.starts_with("registration."));
     }
@@ -468,12 +468,12 @@ fn pages_are_reported_written_by_the_rank_whose_memory_is_registered() {
     world.send(5, 4, written(true));
     let invalid = Some(ErrorCode::Invalid);
     assert_eq!(
-        world.heard(),
+        world.received(),
         [
-            (5, 1, Kind::Error, invalid),
-            (5, 2, Kind::Registered, None),
-            (5, 3, Kind::WrittenAnswer, None),
-            (5, 4, Kind::Error, invalid),
+            (5, 1, MessageKind::Error, invalid),
+            (5, 2, MessageKind::Registered, None),
+            (5, 3, MessageKind::WrittenAnswer, None),
+            (5, 4, MessageKind::Error, invalid),
         ]
     );
 }
@@ -510,12 +510,12 @@ fn an_answer_to_an_attach_of_an_older_connection_is_ignored() {
         world.run(|shell, process| shell.leader_answered(process, old, Ok(attached)));
     }
     assert_eq!(
-        world.heard(),
+        world.received(),
         [],
         "only the attach over this connection counts"
     );
     world.answer_attach(Ok(()));
-    assert_eq!(world.heard(), [(5, 1, Kind::Registered, None)]);
+    assert_eq!(world.received(), [(5, 1, MessageKind::Registered, None)]);
 }
 
 #[test]
@@ -526,7 +526,7 @@ fn the_inventory_of_another_depot_or_of_other_pages_is_not_read() {
     world.answer_attach(Ok(()));
     let read = |reading, depot: DepotId, page_bytes| {
         let read = ReadInventory {
-            reading,
+            read_id: reading,
             depot: depot.0.to_be_bytes(),
             page_bytes,
             from: 0,
@@ -549,10 +549,10 @@ fn the_inventory_of_another_depot_or_of_other_pages_is_not_read() {
     assert_eq!(
         answers,
         [
-            (11, Kind::Error),
-            (12, Kind::Error),
-            (13, Kind::Inventory),
-            (13, Kind::Error),
+            (11, MessageKind::Error),
+            (12, MessageKind::Error),
+            (13, MessageKind::Inventory),
+            (13, MessageKind::Error),
         ]
     );
 }

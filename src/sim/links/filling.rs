@@ -4,7 +4,7 @@ use super::{FlowId, Links, Stage, fixed};
 
 /// Capacity of a link that is not assigned yet.
 #[derive(Debug, Clone, Copy)]
-struct Room {
+struct LinkRoom {
     link: u32,
     /// Rate that is not assigned to frozen flows.
     rate: u128,
@@ -20,7 +20,7 @@ struct Rising {
     cap: Option<u128>,
 }
 
-impl Room {
+impl LinkRoom {
     /// Rate for each unit of weight at which the link is full.
     fn level(&self) -> Option<u128> {
         self.rate.checked_div(u128::from(self.weight))
@@ -41,10 +41,10 @@ impl Links {
     /// capacity.
     pub(super) fn fill(&mut self, name: u32) {
         let group = &self.groups[name as usize];
-        let mut rooms: Vec<Room> = group
+        let mut rooms: Vec<LinkRoom> = group
             .links
             .iter()
-            .map(|link| Room {
+            .map(|link| LinkRoom {
                 link: *link,
                 rate: fixed::from_rate(self.links[*link as usize].capacity),
                 weight: self.links[*link as usize].single_weight,
@@ -104,7 +104,7 @@ impl Links {
     }
 
     /// Fixes the rate of a flow and subtracts it from its links.
-    fn freeze(&mut self, rising: Rising, at: u128, rooms: &mut [Room]) {
+    fn freeze(&mut self, rising: Rising, at: u128, rooms: &mut [LinkRoom]) {
         let Some(flow) = self.flows.get_mut(&rising.id) else {
             return;
         };

@@ -9,7 +9,7 @@ use kvferry_types::Time;
 use super::{Flow, FlowId, Links, Stage, Utilisation, fixed};
 
 #[derive(Debug)]
-pub(super) struct Link {
+pub(super) struct BandwidthLink {
     pub(super) capacity: u64,
     /// Name of the group that the link belongs to.
     pub(super) group: u32,
@@ -42,7 +42,7 @@ pub(super) struct Group {
     pub(super) stale: bool,
 }
 
-impl Link {
+impl BandwidthLink {
     pub(super) fn new(capacity: u64, group: u32) -> Self {
         Self {
             capacity,

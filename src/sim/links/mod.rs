@@ -38,14 +38,14 @@ use smallvec::SmallVec;
 
 use kvferry_types::Time;
 
-use group::{Group, Link};
+use group::{BandwidthLink, Group};
 
 /// Most links of one flow.
 pub const LINKS_PER_FLOW_MAX: usize = 8;
 
 /// Id of a link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct LinkId(u32);
+pub struct BandwidthLinkId(u32);
 
 /// Id of a flow. Flows that start later have larger ids.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -55,7 +55,7 @@ pub struct FlowId(pub u64);
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FlowSpec<'a> {
     /// 1 to [`LINKS_PER_FLOW_MAX`] different links.
-    pub links: &'a [LinkId],
+    pub links: &'a [BandwidthLinkId],
     /// Bytes to move.
     pub bytes: u64,
     /// Weight of the flow when links are shared, at least 1.
@@ -118,7 +118,7 @@ struct Flow {
 /// Links and the flows on them.
 #[derive(Debug, Default)]
 pub struct Links {
-    links: Vec<Link>,
+    links: Vec<BandwidthLink>,
     /// Indexed by the link that names the group. A group whose link belongs to another group is unused.
     groups: Vec<Group>,
     flows: HashMap<FlowId, Flow>,
@@ -144,14 +144,14 @@ impl Links {
     /// # Errors
     ///
     /// A capacity of zero.
-    pub fn add_link(&mut self, bytes_per_s: u64) -> Result<LinkId, LinksError> {
+    pub fn add_link(&mut self, bytes_per_s: u64) -> Result<BandwidthLinkId, LinksError> {
         if bytes_per_s == 0 {
             return Err(LinksError::NoCapacity);
         }
         let index = u32::try_from(self.links.len()).unwrap_or(u32::MAX);
-        self.links.push(Link::new(bytes_per_s, index));
+        self.links.push(BandwidthLink::new(bytes_per_s, index));
         self.groups.push(Group::of_one(index));
-        Ok(LinkId(index))
+        Ok(BandwidthLinkId(index))
     }
 
     /// Starts a flow at `now`, which is no earlier than the time of any earlier call; an earlier one counts as the
@@ -236,7 +236,7 @@ impl Links {
     }
 
     /// Usage of a link up to the time of the last call.
-    pub fn utilisation(&self, id: LinkId) -> Utilisation {
+    pub fn utilisation(&self, id: BandwidthLinkId) -> Utilisation {
         self.links
             .get(id.0 as usize)
             .map_or_else(Utilisation::default, |link| link.used_until(self.now))
@@ -253,7 +253,7 @@ impl Links {
             return Err(LinksError::LinkCount(flow.links.len()));
         }
         let mut links = SmallVec::new();
-        for LinkId(link) in flow.links {
+        for BandwidthLinkId(link) in flow.links {
             if *link as usize >= self.links.len() || links.contains(link) {
                 return Err(LinksError::LinkName(*link));
             }

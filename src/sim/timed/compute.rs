@@ -110,14 +110,14 @@ impl Formula {
 
 /// The device that computes prompts: one after another if `serial`, or all at once.
 #[derive(Debug)]
-pub(super) struct Device {
+pub(super) struct TimedDevice {
     prefill: Prefill,
     serial: bool,
     free_at: Time,
     busy: Duration,
 }
 
-impl Device {
+impl TimedDevice {
     pub(super) fn new(prefill: Prefill, serial: bool) -> Self {
         Self {
             prefill,
@@ -172,12 +172,12 @@ mod tests {
     #[test]
     fn a_serial_device_computes_one_prompt_after_another() {
         let ms = |ms: u64| Time(ms * 1_000_000);
-        let mut serial = Device::new(Prefill::Rate(1_000), true);
+        let mut serial = TimedDevice::new(Prefill::Rate(1_000), true);
         assert_eq!(serial.compute(ms(0), 10), ms(10));
         assert_eq!(serial.compute(ms(4), 5), ms(15));
         assert_eq!(serial.compute(ms(20), 5), ms(25));
         assert_eq!(serial.busy(), Duration::from_millis(20));
-        let mut parallel = Device::new(Prefill::Rate(1_000), false);
+        let mut parallel = TimedDevice::new(Prefill::Rate(1_000), false);
         assert_eq!(parallel.compute(ms(0), 10), ms(10));
         assert_eq!(parallel.compute(ms(4), 5), ms(9));
     }

@@ -3,14 +3,14 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use crate::links::{FlowId, FlowSpec, LinkId, Links, LinksError};
+use crate::links::{BandwidthLinkId, FlowId, FlowSpec, Links, LinksError};
 use kvferry_types::{Copy, Direction, EndedCopy, OpId, Rank, RequestId, Time};
 
 use super::{DIRECTIONS, Measurements, TimedSettings, pages};
 
 /// A copy that a worker has received and not reported.
 #[derive(Debug, Clone, Copy)]
-struct Task {
+struct CopyTask {
     direction: Direction,
     bytes: u64,
     /// When the copy was ordered and its source pages were written, whichever is later.
@@ -20,14 +20,14 @@ struct Task {
 }
 
 #[derive(Debug)]
-pub(super) struct Copies {
+pub(super) struct TimedCopies {
     links: Links,
     /// The links of each rank, by direction.
-    by_rank: Vec<[LinkId; 2]>,
+    by_rank: Vec<[BandwidthLinkId; 2]>,
     bytes_per_s: [u64; 2],
     latency: Duration,
     page_bytes: u64,
-    tasks: HashMap<(Rank, OpId), Task>,
+    tasks: HashMap<(Rank, OpId), CopyTask>,
     flows: HashMap<FlowId, (Rank, OpId)>,
     /// Requests up to which everything is written, and when the workers were notified. Both grow.
     written: Vec<(RequestId, Time)>,
@@ -39,7 +39,7 @@ fn index(direction: Direction) -> usize {
     usize::from(direction == Direction::Load)
 }
 
-impl Copies {
+impl TimedCopies {
     pub(super) fn new(
         settings: &TimedSettings,
         ranks: u16,
@@ -76,7 +76,7 @@ impl Copies {
     /// Notes copies that a worker receives.
     pub(super) fn ordered(&mut self, now: Time, rank: Rank, copies: &[Copy]) {
         for copy in copies {
-            let task = Task {
+            let task = CopyTask {
                 direction: copy.direction,
                 bytes: pages(copy) * self.page_bytes,
                 ready_at: now,

@@ -8,12 +8,12 @@ use kvferry_types::{Answer, Request, RequestId, SlotId, StoreAnswer, Time};
 use kvferry_workload::scheduler::{Action, REQUEST_TIMEOUT, Scheduler, Served, WorkKind};
 
 use super::agenda::Agenda;
-use super::compute::Device;
+use super::compute::TimedDevice;
 use super::{Arrival, Measurements, TimedEvent, TimedSettings};
 
 /// A prompt that is not over.
 #[derive(Debug, Clone, Copy)]
-struct Open {
+struct OpenPrompt {
     tokens: u64,
     output_tokens: u64,
     arrived_at: Time,
@@ -23,7 +23,7 @@ struct Open {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Asked {
+enum RequestKind {
     Lookup,
     Load,
     Store,
@@ -31,14 +31,14 @@ enum Asked {
 }
 
 #[derive(Debug)]
-pub(super) struct Engine {
+pub(super) struct TimedEngine {
     scheduler: Scheduler,
-    device: Device,
+    device: TimedDevice,
     message_latency: Duration,
     decode_per_token: Duration,
     page_tokens: u64,
-    open: HashMap<SlotId, Open>,
-    asked: HashMap<RequestId, (Asked, Time)>,
+    open: HashMap<SlotId, OpenPrompt>,
+    requests: HashMap<RequestId, (RequestKind, Time)>,
     /// Stores of prompts that are not computed yet.
     unwritten: BTreeSet<RequestId>,
     last_store: RequestId,
@@ -49,16 +49,16 @@ pub(super) struct Engine {
     seen: Measurements,
 }
 
-impl Engine {
+impl TimedEngine {
     pub(super) fn new(scheduler: Scheduler, settings: &TimedSettings, page_tokens: u32) -> Self {
         Self {
             scheduler,
-            device: Device::new(settings.prefill, settings.serial_prefill),
+            device: TimedDevice::new(settings.prefill, settings.serial_prefill),
             message_latency: settings.message_latency,
             decode_per_token: settings.decode_per_token,
             page_tokens: u64::from(page_tokens),
             open: HashMap::new(),
-            asked: HashMap::new(),
+            requests: HashMap::new(),
             unwritten: BTreeSet::new(),
             last_store: RequestId(0),
             first_arrival: None,
@@ -78,7 +78,7 @@ impl Engine {
     }
 
     pub(super) fn arrive(&mut self, now: Time, arrival: Arrival) {
-        let open = Open {
+        let open = OpenPrompt {
             tokens: arrival.prompt.tokens,
             output_tokens: arrival.output_tokens,
             arrived_at: now,
@@ -91,14 +91,14 @@ impl Engine {
     }
 
     pub(super) fn answered(&mut self, now: Time, id: RequestId, answer: Option<Answer>) {
-        let Some((asked, at)) = self.asked.remove(&id) else {
+        let Some((requested, at)) = self.requests.remove(&id) else {
             return;
         };
         let took = nanoseconds(at, now);
-        match asked {
-            Asked::Lookup => self.seen.lookup_ns.push(took),
-            Asked::Load => self.seen.load_ns.push(took),
-            Asked::Store
+        match requested {
+            RequestKind::Lookup => self.seen.lookup_ns.push(took),
+            RequestKind::Load => self.seen.load_ns.push(took),
+            RequestKind::Store
                 if !matches!(
                     answer,
                     Some(Answer::Store(StoreAnswer {
@@ -109,7 +109,7 @@ impl Engine {
             {
                 self.seen.late_stores += 1;
             }
-            Asked::Store | Asked::Finish => {}
+            RequestKind::Store | RequestKind::Finish => {}
         }
         self.scheduler.answered(id, answer, &mut self.actions);
     }
@@ -234,16 +234,16 @@ impl Engine {
         agenda: &mut Agenda<TimedEvent>,
     ) {
         let mut sent_at = now;
-        let asked = match &request {
+        let requested = match &request {
             Request::Lookup { slot, .. } => {
                 if let Some(open) = self.open.get_mut(slot) {
                     open.admitted_at = now;
                 }
-                Asked::Lookup
+                RequestKind::Lookup
             }
-            Request::Load { .. } => Asked::Load,
+            Request::Load { .. } => RequestKind::Load,
             Request::Store { .. } | Request::Reset { .. } | Request::CancelStores { .. } => {
-                Asked::Store
+                RequestKind::Store
             }
             Request::Finish { slot } => {
                 if let Some(open) = self.open.get(slot)
@@ -252,10 +252,10 @@ impl Engine {
                     let tokens = u32::try_from(open.output_tokens).unwrap_or(u32::MAX);
                     sent_at = now.max(first + self.decode_per_token.saturating_mul(tokens));
                 }
-                Asked::Finish
+                RequestKind::Finish
             }
         };
-        self.asked.insert(id, (asked, sent_at));
+        self.requests.insert(id, (requested, sent_at));
         let deadline = from.max(sent_at) + REQUEST_TIMEOUT;
         agenda.add(
             sent_at + self.message_latency,

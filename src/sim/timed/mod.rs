@@ -15,7 +15,7 @@ mod agenda;
 mod compute;
 mod copies;
 mod engine;
-mod seen;
+mod metrics;
 mod settings;
 #[cfg(test)]
 mod tests;
@@ -33,11 +33,11 @@ use kvferry_types::{
 use kvferry_workload::scheduler::{Scheduler, Served};
 
 use agenda::Agenda;
-use copies::Copies;
-use engine::Engine;
+use copies::TimedCopies;
+use engine::TimedEngine;
 
 pub use compute::{Formula, Polynomial, Prefill};
-pub use seen::{LinkUse, Measurements};
+pub use metrics::{LinkUse, Measurements};
 pub use settings::{Arrival, LINK_BYTES_PER_S, LINK_LATENCY, MESSAGE_LATENCY, Pace, TimedSettings};
 
 /// An event on the agenda: a message in flight, or work whose end is known.
@@ -79,8 +79,8 @@ pub struct Timed {
     settings: TimedSettings,
     leader: Leader,
     workers: Vec<Worker>,
-    engine: Engine,
-    copies: Copies,
+    engine: TimedEngine,
+    copies: TimedCopies,
     agenda: Agenda<TimedEvent>,
     now: Time,
     batches: u64,
@@ -129,12 +129,12 @@ impl Timed {
             worker
         };
         let workers = (0..ranks).map(|_| worker()).collect();
-        let copies = Copies::new(&settings, ranks, geometry.page_bytes);
+        let copies = TimedCopies::new(&settings, ranks, geometry.page_bytes);
         Ok(Self {
             settings,
             workers,
             leader,
-            engine: Engine::new(scheduler, &settings, geometry.engine_page_tokens),
+            engine: TimedEngine::new(scheduler, &settings, geometry.engine_page_tokens),
             copies: copies?,
             agenda: Agenda::new(),
             now: Time(0),
@@ -167,8 +167,8 @@ impl Timed {
             };
             self.now = self.now.max(next);
             self.end_copies();
-            while let Some(happening) = self.agenda.take_due(self.now) {
-                self.happen(happening);
+            while let Some(event) = self.agenda.take_due(self.now) {
+                self.happen(event);
             }
             self.tick();
             if arrives.is_some_and(|at| at <= self.now)
@@ -208,8 +208,8 @@ impl Timed {
             .min()
     }
 
-    fn happen(&mut self, happening: TimedEvent) {
-        match happening {
+    fn happen(&mut self, event: TimedEvent) {
+        match event {
             TimedEvent::Asked {
                 id,
                 deadline,

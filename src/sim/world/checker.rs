@@ -2,10 +2,10 @@
 
 use std::collections::BTreeMap;
 
-use super::env::expected;
+use super::context::expected;
 use super::leader::LeaderProcess;
 use super::storage::Storage;
-use super::{NodeId, World};
+use super::{NodeId, SimWorld};
 use kvferry_core::{BlockView, CANCELS_MAX, Contradiction, TierKey};
 use kvferry_types::{Generation, OpId, Shard};
 
@@ -20,7 +20,7 @@ struct Pages {
     filling: BTreeMap<u32, OpId>,
 }
 
-impl World {
+impl SimWorld {
     /// Checks the invariants. Called after the leader has decided something or a depot was written.
     pub(super) fn check(&mut self) {
         self.checks += 1;
@@ -175,13 +175,13 @@ impl World {
 
     /// Most engines that a leader may remember: all incarnations so far.
     fn engines_known(&self) -> usize {
-        let lives: u32 = self.engines.iter().map(|engine| engine.life).sum();
+        let lives: u32 = self.engines.iter().map(|engine| engine.incarnation).sum();
         lives as usize
     }
 
     /// True when every process runs and nothing is pending.
     pub(super) fn is_quiet(&self) -> bool {
-        let everyone = self.everyone().all(|who| self.life(who).is_some());
+        let everyone = self.everyone().all(|who| self.incarnation(who).is_some());
         let leader = self.leader.state.as_ref().is_some_and(|leader| {
             let core = leader.core();
             core.is_ready()
@@ -206,13 +206,13 @@ impl World {
     pub(super) fn pending(&self) -> String {
         let dead: Vec<NodeId> = self
             .everyone()
-            .filter(|who| self.life(*who).is_none())
+            .filter(|who| self.incarnation(*who).is_none())
             .collect();
         let leader = self.leader.state.as_ref().map(|leader| {
             let core = leader.core();
-            let owed: Vec<_> = core.awaited().collect();
+            let awaited: Vec<_> = core.awaited().collect();
             format!(
-                "ready {}, {} slots, {} requests, copies {owed:?}",
+                "ready {}, {} slots, {} requests, copies {awaited:?}",
                 core.is_ready(),
                 core.slots(),
                 core.open_requests()

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use super::net::{ConnectionId, End, Heard};
-use super::{Env, NodeId};
+use super::net::{ConnectionEnd, ConnectionId, Received};
+use super::{NodeId, SimContext};
 use kvferry_protocol::{Envelope, Header, Hello, Message, Role, VERSION_MIN, decode};
 use kvferry_session::{ClientEvent, ClientRequest, ClientSession, ClientTimes, Failure};
 use kvferry_types::{EngineId, Epoch, LinkId, RequestId, Time, WorkerId};
@@ -11,13 +11,13 @@ use kvferry_types::{EngineId, Epoch, LinkId, RequestId, Time, WorkerId};
 /// Silence after which a side is pinged. After three times that without a message, the connection counts as lost.
 pub(super) const HEARTBEAT: Duration = Duration::from_millis(20);
 /// Timeout of a request that is bound to one connection.
-const PATIENCE: Duration = Duration::from_secs(2);
+const ANSWER_GRACE: Duration = Duration::from_secs(2);
 
 /// A client session of a process.
 #[derive(Debug)]
-pub(super) struct Client {
+pub(super) struct SimClient {
     me: NodeId,
-    life: u32,
+    incarnation: u32,
     server: NodeId,
     session: ClientSession<()>,
     connection: Option<ConnectionId>,
@@ -27,7 +27,7 @@ pub(super) struct Client {
 
 /// An event of a client session.
 #[derive(Debug)]
-pub(super) enum SessionEvent {
+pub(super) enum SimClientEvent {
     Welcomed {
         epoch: Epoch,
         link: LinkId,
@@ -41,8 +41,13 @@ pub(super) enum SessionEvent {
     Answered(RequestId, Box<Result<Message, Failure>>),
 }
 
-impl Client {
-    pub(super) fn new(env: &Env, (me, life): (NodeId, u32), server: NodeId, hello: Hello) -> Self {
+impl SimClient {
+    pub(super) fn new(
+        env: &SimContext,
+        (me, incarnation): (NodeId, u32),
+        server: NodeId,
+        hello: Hello,
+    ) -> Self {
         let reconnect = env.setup.reconnect;
         let times = ClientTimes {
             welcome: HEARTBEAT * 3,
@@ -51,7 +56,7 @@ impl Client {
         };
         Self {
             me,
-            life,
+            incarnation,
             server,
             session: ClientSession::new(hello, times, Time(0)),
             connection: None,
@@ -81,24 +86,29 @@ impl Client {
     }
 
     /// Incarnation of the process at the other end.
-    pub(super) fn server_life(&self, env: &Env) -> Option<u32> {
-        self.connection.and_then(|id| env.net.life_of_server(id))
+    pub(super) fn server_incarnation(&self, env: &SimContext) -> Option<u32> {
+        self.connection
+            .and_then(|id| env.net.incarnation_of_server(id))
     }
 
     pub(super) fn next_timeout(&self) -> Time {
         self.session.next_timeout()
     }
 
-    pub(super) fn tick(&mut self, env: &mut Env) -> Vec<SessionEvent> {
+    pub(super) fn tick(&mut self, env: &mut SimContext) -> Vec<SimClientEvent> {
         self.session.tick(env.now());
         self.act(env)
     }
 
     /// Handles bytes or a close that came over this client's connection.
-    pub(super) fn hear(&mut self, env: &mut Env, heard: Heard) -> Vec<SessionEvent> {
-        match heard {
-            Heard::Closed => self.session.disconnected(env.now(), "closed"),
-            Heard::Bytes { header, body } => {
+    pub(super) fn receive(
+        &mut self,
+        env: &mut SimContext,
+        received: Received,
+    ) -> Vec<SimClientEvent> {
+        match received {
+            Received::Closed => self.session.disconnected(env.now(), "closed"),
+            Received::Bytes { header, body } => {
                 let read = Header::from_bytes(&header).and_then(|header| decode(header, &body));
                 if let Err(error) = read {
                     env.violated(format!("a message was not understood: {error}"));
@@ -113,7 +123,7 @@ impl Client {
     /// longer its answer is of use.
     pub(super) fn request(
         &mut self,
-        env: &mut Env,
+        env: &mut SimContext,
         id: RequestId,
         wait: (Duration, Duration),
         message: Message,
@@ -122,26 +132,26 @@ impl Client {
     }
 
     /// Sends a request, over this connection or not at all.
-    pub(super) fn request_here(&mut self, env: &mut Env, id: RequestId, message: Message) {
+    pub(super) fn request_here(&mut self, env: &mut SimContext, id: RequestId, message: Message) {
         if let Some((link, _)) = self.welcomed {
-            self.request_over(env, link, id, message);
+            self.request_on(env, link, id, message);
         }
     }
 
     /// Sends a request, over the connection with this link id or not at all.
-    pub(super) fn request_over(
+    pub(super) fn request_on(
         &mut self,
-        env: &mut Env,
+        env: &mut SimContext,
         link: LinkId,
         id: RequestId,
         message: Message,
     ) {
-        self.send(env, id, (PATIENCE, Duration::ZERO), Some(link), message);
+        self.send(env, id, (ANSWER_GRACE, Duration::ZERO), Some(link), message);
     }
 
     fn send(
         &mut self,
-        env: &mut Env,
+        env: &mut SimContext,
         id: RequestId,
         (left, grace): (Duration, Duration),
         link: Option<LinkId>,
@@ -163,7 +173,7 @@ impl Client {
     /// Answers a request that came over the connection with this link id.
     pub(super) fn reply(
         &mut self,
-        env: &mut Env,
+        env: &mut SimContext,
         link: LinkId,
         correlation: RequestId,
         message: Message,
@@ -173,44 +183,44 @@ impl Client {
     }
 
     /// Sends what is queued. An event of the session at this point is a violation.
-    fn nothing_more(&mut self, env: &mut Env) {
+    fn nothing_more(&mut self, env: &mut SimContext) {
         let noticed = self.act(env);
         if !noticed.is_empty() {
             env.violated(format!("a client notices {noticed:?} while it sends"));
         }
     }
 
-    fn act(&mut self, env: &mut Env) -> Vec<SessionEvent> {
+    fn act(&mut self, env: &mut SimContext) -> Vec<SimClientEvent> {
         let mut noticed = Vec::new();
         while let Some(event) = self.session.poll() {
             match event {
                 ClientEvent::Connect => {
-                    self.connection = Some(env.net.connect(self.me, self.life, self.server));
+                    self.connection = Some(env.net.connect(self.me, self.incarnation, self.server));
                     self.session.connected(env.now());
                 }
                 ClientEvent::Disconnect => {
                     if let Some(id) = self.connection.take() {
-                        env.close(id, End::Client);
+                        env.close(id, ConnectionEnd::Client);
                     }
                 }
                 ClientEvent::Send(message) => {
                     if let Some(id) = self.connection {
-                        env.send(id, End::Client, message);
+                        env.send(id, ConnectionEnd::Client, message);
                     }
                 }
                 ClientEvent::Welcomed { epoch, link, .. } => {
                     self.welcomed = Some((link, epoch));
-                    noticed.push(SessionEvent::Welcomed { epoch, link });
+                    noticed.push(SimClientEvent::Welcomed { epoch, link });
                 }
                 ClientEvent::Lost => {
                     self.welcomed = None;
-                    noticed.push(SessionEvent::Lost);
+                    noticed.push(SimClientEvent::Lost);
                 }
                 ClientEvent::Request { link, envelope } => {
-                    noticed.push(SessionEvent::Request { link, envelope });
+                    noticed.push(SimClientEvent::Request { link, envelope });
                 }
                 ClientEvent::Answered { id, answer, .. } => {
-                    noticed.push(SessionEvent::Answered(id, Box::new(answer)));
+                    noticed.push(SimClientEvent::Answered(id, Box::new(answer)));
                 }
                 // The process itself repeats requests that it still needs.
                 ClientEvent::Failed { .. } => {}

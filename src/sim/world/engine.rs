@@ -6,13 +6,13 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::client::{Client, SessionEvent};
-use super::net::{ConnectionId, Heard};
+use super::client::{SimClient, SimClientEvent};
+use super::net::{ConnectionId, Received};
 use super::prompts;
 use super::saboteur::Lie;
 use super::setup::Shape;
 use super::storage::TORN;
-use super::{Env, NodeId, SimEvent};
+use super::{NodeId, SimContext, SimEvent};
 use kvferry_protocol::{Abandon, Message, Register, Role, Written};
 use kvferry_types::{
     Answer, Attention, EngineId, GroupId, Nonce, Rank, Registration, Replica, Request, RequestId,
@@ -30,26 +30,26 @@ const PROMPTS_MAX: u64 = 1 << 40;
 
 /// A request that is not over: not answered, or abandoned on some ranks only.
 #[derive(Debug)]
-struct Asked {
+struct OpenRequest {
     message: Message,
     due: Time,
     again: Time,
     /// The scheduler has been notified that the request was given up.
-    gave_up: bool,
+    abandoned: bool,
     /// Ranks whose workers have not yet confirmed that no copy runs for the request.
     abandoning: BTreeSet<u16>,
-    kind: Kind,
+    kind: RequestKind,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Kind {
+enum RequestKind {
     Lookup,
     Pages,
     Finish,
     Reset,
 }
 
-impl Kind {
+impl RequestKind {
     /// How long an answer is still used after the deadline. Pages of a load or store belong to the leader until it
     /// answers.
     fn grace(self) -> Duration {
@@ -63,22 +63,22 @@ impl Kind {
 /// The session with one rank's worker.
 #[derive(Debug)]
 struct RankSide {
-    client: Client,
+    client: SimClient,
     /// Incarnation of the worker at which this engine's memory is registered.
     registered: Option<u32>,
     again: Time,
     /// When an unanswered registration is sent again.
     register_again: Time,
-    /// The last `written` that was sent to the worker, and the last that it acknowledged (`heard`).
-    told: RequestId,
-    heard: RequestId,
+    /// The last `written` that was sent to the worker, and the last that it acknowledged (`confirmed_written`).
+    sent_written: RequestId,
+    confirmed_written: RequestId,
     registering: Option<RequestId>,
-    telling: BTreeMap<RequestId, RequestId>,
+    reporting: BTreeMap<RequestId, RequestId>,
     abandoning: BTreeMap<RequestId, RequestId>,
 }
 
 #[derive(Debug)]
-struct Work {
+struct DeviceWork {
     slot: SlotId,
     kind: WorkKind,
     positions: Range<u32>,
@@ -92,12 +92,12 @@ struct Work {
 pub(super) struct EngineProcess {
     pub(super) id: EngineId,
     replica: Replica,
-    life: u32,
+    incarnation: u32,
     pub(super) scheduler: Scheduler,
     shape: Shape,
-    leader: Client,
+    leader: SimClient,
     ranks: Vec<RankSide>,
-    asked: BTreeMap<RequestId, Asked>,
+    requests: BTreeMap<RequestId, OpenRequest>,
     /// The highest request id of the scheduler so far. Resets take their ids from [`CLIENT_ID_BASE`] on.
     highest: RequestId,
     /// Everything up to this request is written. Requests whose pages are still being computed are in `unwritten`.
@@ -105,7 +105,7 @@ pub(super) struct EngineProcess {
     unwritten: BTreeSet<RequestId>,
     /// When the device finishes the last work whose end the scheduler was notified of early.
     device_until: Time,
-    work: BTreeMap<u64, Work>,
+    work: BTreeMap<u64, DeviceWork>,
     next: u64,
     namespaces: BTreeMap<SlotId, u8>,
     next_slot: u64,
@@ -116,43 +116,48 @@ pub(super) struct EngineProcess {
 const CLIENT_ID_BASE: u64 = 1 << 32;
 
 impl EngineProcess {
-    pub(super) fn start(env: &mut Env, replica: Replica, life: u32) -> Self {
+    pub(super) fn start(env: &mut SimContext, replica: Replica, incarnation: u32) -> Self {
         let mut id = [0; 16];
         id[0] = u8::try_from(replica.0).unwrap_or(0);
-        id[1..5].copy_from_slice(&life.to_be_bytes());
+        id[1..5].copy_from_slice(&incarnation.to_be_bytes());
         let id = EngineId(id);
         let me = NodeId::Engine(replica);
         let version = env.setup.version_max;
         let place = |rank| WorkerId { replica, rank };
-        let hello = |role, rank| Client::hello(role, id, place(Rank(rank)), version);
+        let hello = |role, rank| SimClient::hello(role, id, place(Rank(rank)), version);
         let ranks = (0..env.setup.ranks).map(|rank| RankSide {
-            client: Client::new(
+            client: SimClient::new(
                 env,
-                (me, life),
+                (me, incarnation),
                 NodeId::Worker(place(Rank(rank))),
                 hello(Role::Rank, rank),
             ),
             registered: None,
             again: Time(0),
             register_again: Time(0),
-            told: RequestId(0),
-            heard: RequestId(0),
+            sent_written: RequestId(0),
+            confirmed_written: RequestId(0),
             registering: None,
-            telling: BTreeMap::new(),
+            reporting: BTreeMap::new(),
             abandoning: BTreeMap::new(),
         });
         let ranks: Vec<RankSide> = ranks.collect();
-        let leader = Client::new(env, (me, life), NodeId::Leader, hello(Role::Engine, 0));
+        let leader = SimClient::new(
+            env,
+            (me, incarnation),
+            NodeId::Leader,
+            hello(Role::Engine, 0),
+        );
         let memory = env.add_memory(id);
         Self {
             id,
             replica,
-            life,
+            incarnation,
             scheduler: Scheduler::new(memory.device_pages, env.setup.cached_pages),
             shape: memory.shape,
             leader,
             ranks,
-            asked: BTreeMap::new(),
+            requests: BTreeMap::new(),
             highest: RequestId(0),
             written: RequestId(0),
             unwritten: BTreeSet::new(),
@@ -166,90 +171,89 @@ impl EngineProcess {
     }
 
     pub(super) fn is_idle(&self) -> bool {
-        self.scheduler.open_prompts() == 0 && self.asked.is_empty()
+        self.scheduler.open_prompts() == 0 && self.requests.is_empty()
     }
 
     /// Everything that the engine waits for, as text for a report.
     pub(super) fn waits(&self) -> String {
-        let asked: Vec<String> = self
-            .asked
+        let requested: Vec<String> = self
+            .requests
             .iter()
-            .map(|(id, asked)| {
+            .map(|(id, requested)| {
                 format!(
                     "{id} {:?} {:?} {:?}",
-                    asked.kind, asked.gave_up, asked.abandoning
+                    requested.kind, requested.abandoned, requested.abandoning
                 )
             })
             .collect();
         let ranks: Vec<Option<u32>> = self.ranks.iter().map(|rank| rank.registered).collect();
         format!(
-            "{} prompts, asked {asked:?}, ranks {ranks:?}, work {:?}",
+            "{} prompts, asked {requested:?}, ranks {ranks:?}, work {:?}",
             self.scheduler.open_prompts(),
             self.work
         )
     }
 
     pub(super) fn next_timeout(&self) -> Time {
-        let asked =
-            self.asked
-                .values()
-                .map(|asked| match asked.gave_up || asked.kind == Kind::Finish {
-                    true => asked.again,
-                    false => asked.again.min(asked.due),
-                });
+        let requested = self.requests.values().map(|requested| {
+            match requested.abandoned || requested.kind == RequestKind::Finish {
+                true => requested.again,
+                false => requested.again.min(requested.due),
+            }
+        });
         let ranks = self
             .ranks
             .iter()
             .map(|rank| rank.again.min(rank.client.next_timeout()));
-        asked
+        requested
             .chain(ranks)
             .min()
             .unwrap_or(Time::NEVER)
             .min(self.leader.next_timeout())
     }
 
-    pub(super) fn tick(&mut self, env: &mut Env) {
+    pub(super) fn tick(&mut self, env: &mut SimContext) {
         for noticed in self.leader.tick(env) {
-            self.leader_says(env, noticed);
+            self.leader_event(env, noticed);
         }
         for rank in 0..self.ranks.len() {
             for noticed in self.ranks[rank].client.tick(env) {
-                self.rank_says(env, rank, noticed);
+                self.rank_event(env, rank, noticed);
             }
-            self.speak_to_rank(env, rank);
+            self.serve_rank(env, rank);
         }
-        self.ask_again(env);
+        self.repeat_requests(env);
         self.act(env);
     }
 
-    pub(super) fn hear(&mut self, env: &mut Env, id: ConnectionId, heard: Heard) {
+    pub(super) fn receive(&mut self, env: &mut SimContext, id: ConnectionId, received: Received) {
         if self.leader.is(id) {
-            for noticed in self.leader.hear(env, heard) {
-                self.leader_says(env, noticed);
+            for noticed in self.leader.receive(env, received) {
+                self.leader_event(env, noticed);
             }
         } else if let Some(rank) = self.ranks.iter().position(|rank| rank.client.is(id)) {
-            for noticed in self.ranks[rank].client.hear(env, heard) {
-                self.rank_says(env, rank, noticed);
+            for noticed in self.ranks[rank].client.receive(env, received) {
+                self.rank_event(env, rank, noticed);
             }
         }
         self.act(env);
     }
 
-    fn leader_says(&mut self, env: &mut Env, noticed: SessionEvent) {
+    fn leader_event(&mut self, env: &mut SimContext, noticed: SimClientEvent) {
         match noticed {
-            SessionEvent::Lost => {}
+            SimClientEvent::Lost => {}
             // Unanswered requests are sent again, to this leader or its successor.
-            SessionEvent::Welcomed { .. } => {
-                self.asked
+            SimClientEvent::Welcomed { .. } => {
+                self.requests
                     .values_mut()
-                    .for_each(|asked| asked.again = env.now());
-                self.ask_again(env);
+                    .for_each(|requested| requested.again = env.now());
+                self.repeat_requests(env);
             }
-            SessionEvent::Request { envelope, .. } => {
+            SimClientEvent::Request { envelope, .. } => {
                 let kind = envelope.message.kind().name();
                 env.violated(format!("an engine is asked for {kind}"));
             }
-            SessionEvent::Answered(id, answer) => {
+            SimClientEvent::Answered(id, answer) => {
                 if let Err(failure) = &*answer
                     && (!failure.over && self.refused_for_now(id)
                         || failure.retry && self.is_finish(id))
@@ -257,10 +261,10 @@ impl EngineProcess {
                     env.counts.refusals += 1;
                     return;
                 }
-                let Some(asked) = self.asked.remove(&id) else {
+                let Some(requested) = self.requests.remove(&id) else {
                     return;
                 };
-                if asked.kind == Kind::Pages {
+                if requested.kind == RequestKind::Pages {
                     env.check_over(self.id, id);
                 }
                 let answer: Option<Answer> = answer.ok().and_then(|message| message.answer());
@@ -277,37 +281,40 @@ impl EngineProcess {
     /// Handles an error that frees no page: the workers are requested to abandon the copies of this load or store.
     /// Returns false when the request names no pages.
     fn refused_for_now(&mut self, id: RequestId) -> bool {
-        let asked = self.asked.get_mut(&id);
-        let Some(asked) = asked.filter(|asked| asked.kind == Kind::Pages) else {
+        let requested = self.requests.get_mut(&id);
+        let Some(requested) = requested.filter(|requested| requested.kind == RequestKind::Pages)
+        else {
             return false;
         };
-        if !std::mem::replace(&mut asked.gave_up, true) {
-            self.scheduler.gave_up(id, &mut self.actions);
+        if !std::mem::replace(&mut requested.abandoned, true) {
+            self.scheduler.abandoned(id, &mut self.actions);
         }
         true
     }
 
     /// True for a `finish`. An engine repeats it until it succeeds, because the leader keeps the slot until then.
     fn is_finish(&self, id: RequestId) -> bool {
-        let asked = self.asked.get(&id);
-        asked.is_some_and(|asked| asked.kind == Kind::Finish)
+        let requested = self.requests.get(&id);
+        requested.is_some_and(|requested| requested.kind == RequestKind::Finish)
     }
 
-    fn ask_again(&mut self, env: &mut Env) {
+    fn repeat_requests(&mut self, env: &mut SimContext) {
         let now = env.now();
         let mut given_up = Vec::new();
-        for (id, asked) in &mut self.asked {
-            if now >= asked.due && !asked.gave_up && asked.kind != Kind::Finish {
-                asked.gave_up = true;
-                given_up.push((*id, asked.kind));
+        for (id, requested) in &mut self.requests {
+            if now >= requested.due && !requested.abandoned && requested.kind != RequestKind::Finish
+            {
+                requested.abandoned = true;
+                given_up.push((*id, requested.kind));
             }
-            if now < asked.again {
+            if now < requested.again {
                 continue;
             }
-            asked.again = now + AGAIN;
-            let wait = (now.until(asked.due).max(AGAIN), asked.kind.grace());
-            self.leader.request(env, *id, wait, asked.message.clone());
-            for rank in &asked.abandoning {
+            requested.again = now + AGAIN;
+            let wait = (now.until(requested.due).max(AGAIN), requested.kind.grace());
+            self.leader
+                .request(env, *id, wait, requested.message.clone());
+            for rank in &requested.abandoning {
                 self.next += 1;
                 let correlation = RequestId(self.next);
                 let side = &mut self.ranks[usize::from(*rank)];
@@ -320,31 +327,31 @@ impl EngineProcess {
         }
         for (id, kind) in given_up {
             env.counts.given_up += 1;
-            if kind != Kind::Pages {
-                self.asked.remove(&id);
+            if kind != RequestKind::Pages {
+                self.requests.remove(&id);
             }
-            self.scheduler.gave_up(id, &mut self.actions);
+            self.scheduler.abandoned(id, &mut self.actions);
         }
     }
 
-    fn rank_says(&mut self, env: &mut Env, rank: usize, noticed: SessionEvent) {
+    fn rank_event(&mut self, env: &mut SimContext, rank: usize, noticed: SimClientEvent) {
         let side = &mut self.ranks[rank];
         match noticed {
-            SessionEvent::Lost => {
+            SimClientEvent::Lost => {
                 side.registered = None;
                 side.registering = None;
                 side.again = env.now();
             }
-            SessionEvent::Welcomed { .. } => side.again = env.now(),
-            SessionEvent::Request { envelope, .. } => {
+            SimClientEvent::Welcomed { .. } => side.again = env.now(),
+            SimClientEvent::Request { envelope, .. } => {
                 let kind = envelope.message.kind().name();
                 env.violated(format!("a rank is asked for {kind}"));
             }
-            SessionEvent::Answered(id, answer) => match *answer {
+            SimClientEvent::Answered(id, answer) => match *answer {
                 Ok(Message::Registered(_)) if side.registering == Some(id) => {
                     side.registering = None;
-                    side.registered = side.client.server_life(env);
-                    side.heard = RequestId(0);
+                    side.registered = side.client.server_incarnation(env);
+                    side.confirmed_written = RequestId(0);
                     side.again = env.now();
                 }
                 Err(_) if side.registering == Some(id) => {
@@ -352,8 +359,8 @@ impl EngineProcess {
                     side.again = env.now() + AGAIN;
                 }
                 Ok(Message::WrittenAnswer(_)) => {
-                    if let Some(through) = side.telling.remove(&id) {
-                        side.heard = side.heard.max(through);
+                    if let Some(through) = side.reporting.remove(&id) {
+                        side.confirmed_written = side.confirmed_written.max(through);
                     }
                 }
                 Ok(Message::AbandonAnswer(_)) => {
@@ -367,11 +374,11 @@ impl EngineProcess {
                 }
             },
         }
-        self.speak_to_rank(env, rank);
+        self.serve_rank(env, rank);
     }
 
     /// Sends the registration or the `written` message that is due to a rank's worker.
-    fn speak_to_rank(&mut self, env: &mut Env, rank: usize) {
+    fn serve_rank(&mut self, env: &mut SimContext, rank: usize) {
         let now = env.now();
         let highest = self.highest;
         let side = &mut self.ranks[rank];
@@ -397,11 +404,11 @@ impl EngineProcess {
             });
             return side.client.request_here(env, correlation, body);
         }
-        if side.heard < self.written {
-            side.told = self.written;
-            side.telling.insert(correlation, self.written);
-            while side.telling.len() > 64 {
-                side.telling.pop_first();
+        if side.confirmed_written < self.written {
+            side.sent_written = self.written;
+            side.reporting.insert(correlation, self.written);
+            while side.reporting.len() > 64 {
+                side.reporting.pop_first();
             }
             let body = Message::Written(Written {
                 timeline: false,
@@ -414,35 +421,35 @@ impl EngineProcess {
     }
 
     /// Handles the death of a worker. If this engine's memory was registered there, none of its copies run any longer.
-    pub(super) fn died(&mut self, env: &mut Env, worker: WorkerId, life: u32) {
+    pub(super) fn died(&mut self, env: &mut SimContext, worker: WorkerId, incarnation: u32) {
         let rank = usize::from(worker.rank.0);
-        if worker.replica != self.replica || self.ranks[rank].registered != Some(life) {
+        if worker.replica != self.replica || self.ranks[rank].registered != Some(incarnation) {
             return;
         }
         self.ranks[rank].registered = None;
         self.ranks[rank].registering = None;
         self.ranks[rank].again = env.now();
-        let open: Vec<RequestId> = self.asked.keys().copied().collect();
+        let open: Vec<RequestId> = self.requests.keys().copied().collect();
         open.into_iter()
             .for_each(|request| self.abandoned(env, rank, request));
         self.act(env);
     }
 
     /// A rank's worker runs no copy for the request any longer. After the last rank, the request is over.
-    fn abandoned(&mut self, env: &mut Env, rank: usize, request: RequestId) {
+    fn abandoned(&mut self, env: &mut SimContext, rank: usize, request: RequestId) {
         let rank = u16::try_from(rank).unwrap_or(u16::MAX);
-        let Some(asked) = self.asked.get_mut(&request) else {
+        let Some(requested) = self.requests.get_mut(&request) else {
             return;
         };
-        if asked.abandoning.remove(&rank) && asked.abandoning.is_empty() {
-            self.asked.remove(&request);
+        if requested.abandoning.remove(&rank) && requested.abandoning.is_empty() {
+            self.requests.remove(&request);
             env.check_over(self.id, request);
             self.scheduler.answered(request, None, &mut self.actions);
         }
     }
 
     /// A prompt arrives, and the next arrival is scheduled.
-    pub(super) fn arrive(&mut self, env: &mut Env) {
+    pub(super) fn arrive(&mut self, env: &mut SimContext) {
         if env.arrivals_end() || self.next_slot >= PROMPTS_MAX {
             return;
         }
@@ -466,12 +473,18 @@ impl EngineProcess {
             }
             self.act(env);
         }
-        let (replica, life) = (self.replica, self.life);
+        let (replica, incarnation) = (self.replica, self.incarnation);
         let at = env.now() + Duration::from_micros(env.rng.u64(50..4000));
-        env.queue.push(at, SimEvent::Arrive { replica, life });
+        env.queue.push(
+            at,
+            SimEvent::Arrive {
+                replica,
+                incarnation,
+            },
+        );
     }
 
-    fn reset(&mut self, env: &mut Env) {
+    fn reset(&mut self, env: &mut SimContext) {
         let (namespace, hashes) = prompts::draw(env);
         let scope = match env.rng.u8(0..3) {
             0 => ResetScope::Everything,
@@ -480,36 +493,42 @@ impl EngineProcess {
         };
         self.next += 1;
         let id = RequestId(self.next);
-        self.ask(env, id, Request::Reset { scope }, Kind::Reset);
+        self.request(env, id, Request::Reset { scope }, RequestKind::Reset);
     }
 
     /// Cancels the stores of all slots, or of one slot that may already be finished.
-    fn cancel_stores(&mut self, env: &mut Env) {
+    fn cancel_stores(&mut self, env: &mut SimContext) {
         let slot = env.rng.u64(..=2 * self.next_slot);
         let slot = (slot <= self.next_slot).then_some(SlotId(slot));
         self.next += 1;
         let id = RequestId(self.next);
-        self.ask(env, id, Request::CancelStores { slot }, Kind::Reset);
+        self.request(env, id, Request::CancelStores { slot }, RequestKind::Reset);
     }
 
-    fn ask(&mut self, env: &mut Env, id: RequestId, request: Request, kind: Kind) {
+    fn request(
+        &mut self,
+        env: &mut SimContext,
+        id: RequestId,
+        request: Request,
+        kind: RequestKind,
+    ) {
         let now = env.now();
         let message: Message = request.into();
         let timeout = env.setup.request_timeout;
         let wait = (timeout, kind.grace());
         self.leader.request(env, id, wait, message.clone());
-        let asked = Asked {
+        let requested = OpenRequest {
             message,
             due: now + timeout,
             again: now + AGAIN,
-            gave_up: false,
+            abandoned: false,
             abandoning: BTreeSet::new(),
             kind,
         };
-        self.asked.insert(id, asked);
+        self.requests.insert(id, requested);
     }
 
-    fn act(&mut self, env: &mut Env) {
+    fn act(&mut self, env: &mut SimContext) {
         let mut next = 0;
         while let Some(action) = self.actions.get_mut(next) {
             tracing::trace!(engine = %self.id, ?action);
@@ -519,13 +538,13 @@ impl EngineProcess {
                 Action::Send { id, request } => {
                     self.highest = self.highest.max(id);
                     let kind = match &request {
-                        Request::Lookup { .. } => Kind::Lookup,
-                        Request::Load { .. } | Request::Store { .. } => Kind::Pages,
-                        Request::Finish { .. } => Kind::Finish,
-                        Request::Reset { .. } | Request::CancelStores { .. } => Kind::Reset,
+                        Request::Lookup { .. } => RequestKind::Lookup,
+                        Request::Load { .. } | Request::Store { .. } => RequestKind::Pages,
+                        Request::Finish { .. } => RequestKind::Finish,
+                        Request::Reset { .. } | Request::CancelStores { .. } => RequestKind::Reset,
                     };
                     let store = matches!(request, Request::Store { .. });
-                    self.ask(env, id, request, kind);
+                    self.request(env, id, request, kind);
                     if store && env.lies(Lie::ReleaseSource) {
                         self.scheduler.answered(id, None, &mut self.actions);
                     }
@@ -537,9 +556,9 @@ impl EngineProcess {
                     written_through,
                 } => self.work(env, slot, kind, positions, written_through),
                 Action::Abandon { id } => {
-                    if let Some(asked) = self.asked.get_mut(&id) {
-                        asked.abandoning = (0..env.setup.ranks).collect();
-                        asked.again = env.now();
+                    if let Some(requested) = self.requests.get_mut(&id) {
+                        requested.abandoning = (0..env.setup.ranks).collect();
+                        requested.again = env.now();
                     }
                 }
                 Action::Done(served) => {
@@ -554,7 +573,7 @@ impl EngineProcess {
 
     fn work(
         &mut self,
-        env: &mut Env,
+        env: &mut SimContext,
         slot: SlotId,
         kind: WorkKind,
         positions: Range<u32>,
@@ -563,7 +582,7 @@ impl EngineProcess {
         self.next += 1;
         let ticket = self.next;
         let late = kind == WorkKind::Poison && env.rng.u8(..) < 64;
-        let work = Work {
+        let work = DeviceWork {
             slot,
             kind,
             positions,
@@ -572,7 +591,7 @@ impl EngineProcess {
         };
         self.unwritten.extend(work.through);
         self.work.insert(ticket, work);
-        let (replica, life) = (self.replica, self.life);
+        let (replica, incarnation) = (self.replica, self.incarnation);
         // A device works in order: no work overtakes the late writes of earlier work.
         let mut at = env.now() + Duration::from_micros(env.rng.u64(1..600));
         at = at.max(self.device_until + Duration::from_micros(1));
@@ -584,7 +603,7 @@ impl EngineProcess {
             at,
             SimEvent::Worked {
                 replica,
-                life,
+                incarnation,
                 ticket,
             },
         );
@@ -594,7 +613,7 @@ impl EngineProcess {
     }
 
     /// A piece of work is complete on every rank.
-    pub(super) fn worked(&mut self, env: &mut Env, ticket: u64) {
+    pub(super) fn worked(&mut self, env: &mut SimContext, ticket: u64) {
         let Some(work) = self.work.remove(&ticket) else {
             return;
         };
@@ -607,7 +626,7 @@ impl EngineProcess {
             };
             for rank in 0..self.ranks.len() {
                 self.ranks[rank].again = env.now();
-                self.speak_to_rank(env, rank);
+                self.serve_rank(env, rank);
             }
         }
         if !work.late {
@@ -617,7 +636,7 @@ impl EngineProcess {
         self.act(env);
     }
 
-    fn carry_out(&self, env: &mut Env, work: &Work) {
+    fn carry_out(&self, env: &mut SimContext, work: &DeviceWork) {
         let Some((hashes, pages)) = self.scheduler.pages_of(work.slot) else {
             return;
         };
@@ -659,7 +678,7 @@ impl EngineProcess {
 }
 
 /// Registration of one rank's memory. A simulated worker does not check the memory itself.
-fn registration(env: &Env, engine: EngineId, rank: usize) -> Registration {
+fn registration(env: &SimContext, engine: EngineId, rank: usize) -> Registration {
     let rank = Rank(u16::try_from(rank).unwrap_or(0));
     Registration {
         group: GroupId(0),

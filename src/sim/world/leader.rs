@@ -3,34 +3,34 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use super::net::{ConnectionId, Heard};
-use super::oracle::Question;
+use super::net::{ConnectionId, Received};
+use super::oracle::ArrivedRequest;
 use super::saboteur::Lie;
-use super::server::{Server, SessionEvent, connection, peer};
-use super::{Env, NodeId};
+use super::server::{SimServer, SimServerEvent, connection, peer};
+use super::{NodeId, SimContext};
 use kvferry_core::{
     AttachRequest, Leader, LeaderEffect, LeaderEvent, LeaderSettings, Refusal, TierKey,
 };
 use kvferry_protocol::{ErrorCode, Message, Role};
-use kvferry_shell::{HostError, LeaderHost, LeaderShell, Peers};
+use kvferry_shell::{HolderPeers, HostError, LeaderHost, LeaderShell};
 use kvferry_types::{Epoch, PeerId, RequestId, Time, WorkerId};
 
 /// One incarnation of the leader.
 #[derive(Debug)]
 pub(super) struct LeaderProcess {
     shell: LeaderShell<i32>,
-    server: Server,
+    server: SimServer,
     epoch: Epoch,
     /// Last attach request of each worker.
     attaching: BTreeMap<WorkerId, AttachRequest>,
 }
 
 impl LeaderProcess {
-    pub(super) fn start(env: &Env, settings: LeaderSettings) -> Self {
+    pub(super) fn start(env: &SimContext, settings: LeaderSettings) -> Self {
         let epoch = settings.epoch;
         Self {
             shell: LeaderShell::new(settings, [0x5a; 8]),
-            server: Server::new(epoch, &[Role::Engine, Role::Worker], env.now()),
+            server: SimServer::new(epoch, &[Role::Engine, Role::Worker], env.now()),
             epoch,
             attaching: BTreeMap::new(),
         }
@@ -40,7 +40,7 @@ impl LeaderProcess {
         self.shell.core()
     }
 
-    pub(super) fn next_timeout(&self, env: &Env) -> Time {
+    pub(super) fn next_timeout(&self, env: &SimContext) -> Time {
         let core = self.shell.next_timeout().unwrap_or(Time::NEVER);
         let core = match env.lies(Lie::WallClock) {
             true => env.when_wall_shows(core),
@@ -49,35 +49,41 @@ impl LeaderProcess {
         core.min(self.server.next_timeout())
     }
 
-    pub(super) fn tick(&mut self, env: &mut Env) {
+    pub(super) fn tick(&mut self, env: &mut SimContext) {
         for silent in self.server.tick(env) {
             self.run(env, |shell, host| shell.closed(host, peer(silent)));
         }
         self.run(env, |shell, host| shell.tick(host));
     }
 
-    pub(super) fn hear(&mut self, env: &mut Env, id: ConnectionId, heard: Heard) {
-        match self.server.hear(env, id, heard) {
+    pub(super) fn receive(&mut self, env: &mut SimContext, id: ConnectionId, received: Received) {
+        match self.server.receive(env, id, received) {
             None => {}
-            Some(SessionEvent::Closed) => self.run(env, |shell, host| shell.closed(host, peer(id))),
-            Some(SessionEvent::Opened(hello)) => {
+            Some(SimServerEvent::Closed) => {
+                self.run(env, |shell, host| shell.closed(host, peer(id)))
+            }
+            Some(SimServerEvent::Opened(hello)) => {
                 let pid = env.visible_pid(id);
                 self.run(env, |shell, host| shell.opened(host, peer(id), &hello, pid));
             }
-            Some(SessionEvent::Message(envelope)) => {
+            Some(SimServerEvent::Message(envelope)) => {
                 self.run(env, |shell, host| shell.message(host, peer(id), envelope));
             }
         }
     }
 
     /// Handles the end of a worker's process.
-    pub(super) fn died(&mut self, env: &mut Env, worker: WorkerId, life: u32) {
-        if let Some(pid) = env.pids.of(NodeId::Worker(worker), life) {
+    pub(super) fn died(&mut self, env: &mut SimContext, worker: WorkerId, incarnation: u32) {
+        if let Some(pid) = env.pids.of(NodeId::Worker(worker), incarnation) {
             self.run(env, |shell, host| shell.worker_exited(host, pid));
         }
     }
 
-    fn run(&mut self, env: &mut Env, call: impl FnOnce(&mut LeaderShell<i32>, &mut Host<'_>)) {
+    fn run(
+        &mut self,
+        env: &mut SimContext,
+        call: impl FnOnce(&mut LeaderShell<i32>, &mut Host<'_>),
+    ) {
         let mut host = Host {
             env,
             server: &mut self.server,
@@ -94,15 +100,15 @@ impl LeaderProcess {
 
 /// Environment of the leader's shell. Reports every step to the checker.
 struct Host<'a> {
-    env: &'a mut Env,
-    server: &'a mut Server,
+    env: &'a mut SimContext,
+    server: &'a mut SimServer,
     epoch: Epoch,
     attaching: &'a mut BTreeMap<WorkerId, AttachRequest>,
     /// The key of the leader's tier before the step.
     before: Option<TierKey>,
 }
 
-impl Peers for Host<'_> {
+impl HolderPeers for Host<'_> {
     type Process = i32;
 
     fn is_live(&self, peer: PeerId) -> bool {
@@ -209,7 +215,7 @@ impl LeaderHost for Host<'_> {
                 request,
             } => {
                 let workers = usize::from(env.setup.ranks) * usize::from(env.setup.replicas);
-                let question = Question {
+                let question = ArrivedRequest {
                     left: LeaderHost::now(self).until(*deadline),
                     all_fenced: self.env.oracle.roster.all_fenced(workers),
                     request,
@@ -217,7 +223,7 @@ impl LeaderHost for Host<'_> {
                 let now = self.env.now();
                 self.env
                     .oracle
-                    .asked(now, self.epoch, *engine, *id, &question);
+                    .arrived(now, self.epoch, *engine, *id, &question);
             }
             LeaderEvent::Inventory { .. }
             | LeaderEvent::Invalidated { .. }

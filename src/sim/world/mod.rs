@@ -11,12 +11,12 @@
 
 mod checker;
 mod client;
+mod context;
 mod counts;
 mod engine;
-mod env;
 mod faults;
 mod leader;
-mod lives;
+mod lifecycle;
 mod nemesis;
 mod net;
 mod oracle;
@@ -44,17 +44,17 @@ use siphasher::sip128::Hasher128;
 use kvferry_core::{AnchorKey, TierKey};
 use kvferry_types::{Epoch, OpId, Replica, Time, WorkerId};
 
+use context::SimContext;
 pub use counts::Counts;
 use engine::EngineProcess;
-use env::Env;
 pub use faults::{Fault, FaultCounts};
 use leader::LeaderProcess;
-use net::{ConnectionId, End, Packet};
-use process::{Place, Process};
+use net::{ConnectionEnd, ConnectionId, Packet};
+use process::{Delivery, SimProcess};
 pub use saboteur::Lie;
 pub use setup::{Chances, Setup, Shape};
-pub use storage::{CONTENT_MIN, Content, Depot, EMPTY, Hold, NOWHERE, Storage, TORN};
-pub use summary::{RUNS_TO_JUDGE, Summary};
+pub use storage::{CONTENT_MIN, Content, EMPTY, Hold, NOWHERE, SimDepot, Storage, TORN};
+pub use summary::{RUNS_MIN, Summary};
 use worker::WorkerProcess;
 
 /// Anchor key of the depots. Every leader gets the same one, so that a new leader finds the stored pages.
@@ -81,52 +81,52 @@ enum SimEvent {
     /// A packet arrives.
     Packet {
         id: ConnectionId,
-        to: End,
+        to: ConnectionEnd,
         packet: Packet,
     },
     /// A timer of a process fires.
-    Wake { who: NodeId, life: u32 },
+    Wake { who: NodeId, incarnation: u32 },
     /// A copy makes its next step.
     CopyStep {
         worker: WorkerId,
-        life: u32,
+        incarnation: u32,
         op: OpId,
     },
     /// A worker clears the next slots of a depot that it divides.
-    Divide { worker: WorkerId, life: u32 },
+    Divide { worker: WorkerId, incarnation: u32 },
     /// A worker does the next slice of a reset.
-    Invalidate { worker: WorkerId, life: u32 },
+    Invalidate { worker: WorkerId, incarnation: u32 },
     /// A worker has opened the memory of an engine.
     Opened {
         worker: WorkerId,
-        life: u32,
+        incarnation: u32,
         opening: u64,
     },
     /// An engine has computed or compared.
     Worked {
         replica: Replica,
-        life: u32,
+        incarnation: u32,
         ticket: u64,
     },
     /// A prompt arrives.
-    Arrive { replica: Replica, life: u32 },
+    Arrive { replica: Replica, incarnation: u32 },
     /// A process starts.
     Begin(NodeId),
     /// A slow process reads its next message from its inbox.
-    Read { who: NodeId, life: u32 },
+    Read { who: NodeId, incarnation: u32 },
     /// A paused process continues.
     Resume { who: NodeId, pause: u32 },
     /// A worker's process is killed.
-    Kill { worker: WorkerId, life: u32 },
+    Kill { worker: WorkerId, incarnation: u32 },
     /// An engine's process ends while inventories are read.
-    Leave { replica: Replica, life: u32 },
+    Leave { replica: Replica, incarnation: u32 },
     /// The leader's process dies while copies that it ordered run.
     LeaderDies,
     /// A process is notified that a worker's process has ended.
     Died {
         to: NodeId,
         worker: WorkerId,
-        life: u32,
+        incarnation: u32,
     },
     /// A fault of a process is injected.
     Nemesis,
@@ -134,7 +134,7 @@ enum SimEvent {
 
 /// The result of a run.
 #[derive(Debug, Clone)]
-pub struct Outcome {
+pub struct SimOutcome {
     /// Seed that the run was drawn from.
     pub seed: u64,
     /// Configuration drawn from the seed.
@@ -149,12 +149,12 @@ pub struct Outcome {
     pub violation: Option<String>,
 }
 
-struct World {
-    env: Env,
-    leader: Process<LeaderProcess>,
+struct SimWorld {
+    env: SimContext,
+    leader: SimProcess<LeaderProcess>,
     epoch: Epoch,
-    workers: BTreeMap<WorkerId, Process<WorkerProcess>>,
-    engines: Vec<Process<EngineProcess>>,
+    workers: BTreeMap<WorkerId, SimProcess<WorkerProcess>>,
+    engines: Vec<SimProcess<EngineProcess>>,
     /// Key of the leader's pool, and whether the leader was reading inventories, both after the previous step.
     seen: (Option<TierKey>, bool),
     /// When the leader last handled an event or continued after a pause.
@@ -163,13 +163,13 @@ struct World {
 }
 
 /// Runs a seed: `steps` events with faults, then a quiet end without faults until nothing is pending.
-pub fn run(seed: u64, steps: u64) -> Outcome {
+pub fn run(seed: u64, steps: u64) -> SimOutcome {
     run_with(seed, steps, None)
 }
 
 /// Runs a seed like [`run`], in a world whose hosts tell `lie`, if any.
-pub fn run_with(seed: u64, steps: u64, lie: Option<Lie>) -> Outcome {
-    let mut world = World::new(seed, lie);
+pub fn run_with(seed: u64, steps: u64, lie: Option<Lie>) -> SimOutcome {
+    let mut world = SimWorld::new(seed, lie);
     world.begin();
     while world.env.violation.is_none() && world.env.counts.steps < steps {
         world.next();
@@ -177,7 +177,7 @@ pub fn run_with(seed: u64, steps: u64, lie: Option<Lie>) -> Outcome {
     if world.env.violation.is_none() {
         world.quiet();
     }
-    let Env {
+    let SimContext {
         mut counts,
         faults,
         setup,
@@ -189,7 +189,7 @@ pub fn run_with(seed: u64, steps: u64, lie: Option<Lie>) -> Outcome {
     } = world.env;
     counts.messages = net.sent;
     counts.virtual_ms = queue.now().0 / 1_000_000;
-    Outcome {
+    SimOutcome {
         seed,
         setup,
         counts,
@@ -199,9 +199,9 @@ pub fn run_with(seed: u64, steps: u64, lie: Option<Lie>) -> Outcome {
     }
 }
 
-impl World {
+impl SimWorld {
     fn new(seed: u64, lie: Option<Lie>) -> Self {
-        let env = Env::new(seed, lie);
+        let env = SimContext::new(seed, lie);
         let replicas = (0..env.setup.replicas).map(Replica);
         let ranks = env.setup.ranks;
         let places = replicas.flat_map(|replica| {
@@ -211,10 +211,10 @@ impl World {
             })
         });
         Self {
-            leader: Process::new(),
+            leader: SimProcess::new(),
             epoch: Epoch(0),
-            workers: places.map(|place| (place, Process::new())).collect(),
-            engines: (0..env.setup.replicas).map(|_| Process::new()).collect(),
+            workers: places.map(|place| (place, SimProcess::new())).collect(),
+            engines: (0..env.setup.replicas).map(|_| SimProcess::new()).collect(),
             seen: (None, false),
             awake_since: Time(0),
             checks: 0,
@@ -244,90 +244,138 @@ impl World {
 
     /// Handles the next event and runs the checks after it.
     fn next(&mut self) -> bool {
-        let Some((number, happening)) = self.env.queue.pop() else {
+        let Some((number, event)) = self.env.queue.pop() else {
             self.env.violated("nothing happens any more".to_owned());
             return false;
         };
         self.env.counts.steps += 1;
         self.env.digest.write_u64(number);
         self.env.digest.write_u64(self.env.queue.now().0);
-        self.dispatch(happening);
+        self.dispatch(event);
         self.after();
         true
     }
 
-    fn dispatch(&mut self, happening: SimEvent) {
-        tracing::trace!(at = %self.env.now(), ?happening);
-        match happening {
+    fn dispatch(&mut self, event: SimEvent) {
+        tracing::trace!(at = %self.env.now(), ?event);
+        match event {
             SimEvent::Packet { id, to, packet } => self.packet(id, to, packet),
-            SimEvent::Wake { who, life } => self.to(who, Some(life), SimEvent::Wake { who, life }),
-            SimEvent::CopyStep { worker, life, op } => {
-                let event = SimEvent::CopyStep { worker, life, op };
-                self.to(NodeId::Worker(worker), Some(life), event);
+            SimEvent::Wake { who, incarnation } => {
+                self.to(who, Some(incarnation), SimEvent::Wake { who, incarnation })
             }
-            SimEvent::Invalidate { worker, life } => {
-                let event = SimEvent::Invalidate { worker, life };
-                self.to(NodeId::Worker(worker), Some(life), event);
+            SimEvent::CopyStep {
+                worker,
+                incarnation,
+                op,
+            } => {
+                let event = SimEvent::CopyStep {
+                    worker,
+                    incarnation,
+                    op,
+                };
+                self.to(NodeId::Worker(worker), Some(incarnation), event);
+            }
+            SimEvent::Invalidate {
+                worker,
+                incarnation,
+            } => {
+                let event = SimEvent::Invalidate {
+                    worker,
+                    incarnation,
+                };
+                self.to(NodeId::Worker(worker), Some(incarnation), event);
             }
             SimEvent::Opened {
                 worker,
-                life,
+                incarnation,
                 opening,
             } => {
                 let event = SimEvent::Opened {
                     worker,
-                    life,
+                    incarnation,
                     opening,
                 };
-                self.to(NodeId::Worker(worker), Some(life), event);
+                self.to(NodeId::Worker(worker), Some(incarnation), event);
             }
-            SimEvent::Divide { worker, life } => {
-                let event = SimEvent::Divide { worker, life };
-                self.to(NodeId::Worker(worker), Some(life), event);
+            SimEvent::Divide {
+                worker,
+                incarnation,
+            } => {
+                let event = SimEvent::Divide {
+                    worker,
+                    incarnation,
+                };
+                self.to(NodeId::Worker(worker), Some(incarnation), event);
             }
             SimEvent::Worked {
                 replica,
-                life,
+                incarnation,
                 ticket,
             } => {
                 let event = SimEvent::Worked {
                     replica,
-                    life,
+                    incarnation,
                     ticket,
                 };
-                self.to(NodeId::Engine(replica), Some(life), event);
+                self.to(NodeId::Engine(replica), Some(incarnation), event);
             }
-            SimEvent::Arrive { replica, life } => {
+            SimEvent::Arrive {
+                replica,
+                incarnation,
+            } => {
                 self.to(
                     NodeId::Engine(replica),
-                    Some(life),
-                    SimEvent::Arrive { replica, life },
+                    Some(incarnation),
+                    SimEvent::Arrive {
+                        replica,
+                        incarnation,
+                    },
                 );
             }
-            SimEvent::Died { to, worker, life } => {
-                self.to(to, None, SimEvent::Died { to, worker, life });
+            SimEvent::Died {
+                to,
+                worker,
+                incarnation,
+            } => {
+                self.to(
+                    to,
+                    None,
+                    SimEvent::Died {
+                        to,
+                        worker,
+                        incarnation,
+                    },
+                );
             }
             SimEvent::Begin(who) => self.begin_process(who),
-            SimEvent::Read { who, life } => self.read_next(who, life),
+            SimEvent::Read { who, incarnation } => self.read_next(who, incarnation),
             SimEvent::Resume { who, pause } => self.resume(who, pause),
-            SimEvent::Kill { worker, life } => {
-                if self.workers[&worker].life == life && self.workers[&worker].state.is_some() {
+            SimEvent::Kill {
+                worker,
+                incarnation,
+            } => {
+                if self.workers[&worker].incarnation == incarnation
+                    && self.workers[&worker].state.is_some()
+                {
                     self.crash(NodeId::Worker(worker));
                 }
             }
-            SimEvent::Leave { replica, life } => self.leave(replica, life),
+            SimEvent::Leave {
+                replica,
+                incarnation,
+            } => self.leave(replica, incarnation),
             SimEvent::LeaderDies => self.leader_dies(),
             SimEvent::Nemesis => self.nemesis(),
         }
     }
 
-    fn packet(&mut self, id: ConnectionId, to: End, packet: Packet) {
+    fn packet(&mut self, id: ConnectionId, to: ConnectionEnd, packet: Packet) {
         let Some(who) = self.env.net.receiver(id, to) else {
             return;
         };
-        if self.life(who).is_none() {
+        if self.incarnation(who).is_none() {
             let env = &mut self.env;
-            env.net.hear(
+            env.net.receive(
                 &mut env.queue,
                 &mut env.rng,
                 &mut env.faults,
@@ -342,58 +390,60 @@ impl World {
     }
 
     /// Number of the running incarnation of a process, `None` while it is dead.
-    fn life(&self, who: NodeId) -> Option<u32> {
+    fn incarnation(&self, who: NodeId) -> Option<u32> {
         match who {
-            NodeId::Leader => self.leader.state.as_ref().map(|_| self.leader.life),
+            NodeId::Leader => self.leader.state.as_ref().map(|_| self.leader.incarnation),
             NodeId::Worker(worker) => {
                 let process = &self.workers[&worker];
-                process.state.as_ref().map(|_| process.life)
+                process.state.as_ref().map(|_| process.incarnation)
             }
             NodeId::Engine(replica) => {
                 let process = &self.engines[usize::from(replica.0)];
-                process.state.as_ref().map(|_| process.life)
+                process.state.as_ref().map(|_| process.incarnation)
             }
         }
     }
 
     /// Delivers an event to a process: at once, or later when the process is paused, busy or slow.
-    fn to(&mut self, who: NodeId, life: Option<u32>, happening: SimEvent) {
-        let Some(lives) = self.life(who) else { return };
-        if life.is_some_and(|life| life != lives) {
+    fn to(&mut self, who: NodeId, incarnation: Option<u32>, event: SimEvent) {
+        let Some(lives) = self.incarnation(who) else {
+            return;
+        };
+        if incarnation.is_some_and(|incarnation| incarnation != lives) {
             return;
         }
         let now = self.env.now();
-        if let Some(happening) = self.hold_back(who, now, happening) {
-            self.handle(who, lives, happening);
+        if let Some(event) = self.hold_back(who, now, event) {
+            self.handle(who, lives, event);
         }
     }
 
     /// Queues the event in the inbox of a process that is paused, busy or slow. Returns the event if it can be handled
     /// now.
-    fn hold_back(&mut self, who: NodeId, now: Time, happening: SimEvent) -> Option<SimEvent> {
-        let message = matches!(happening, SimEvent::Packet { .. });
-        let divides = matches!(happening, SimEvent::Divide { .. });
+    fn hold_back(&mut self, who: NodeId, now: Time, event: SimEvent) -> Option<SimEvent> {
+        let message = matches!(event, SimEvent::Packet { .. });
+        let divides = matches!(event, SimEvent::Divide { .. });
         let busy = !divides && self.is_dividing(who);
-        let life = self.life(who)?;
+        let incarnation = self.incarnation(who)?;
         let place = self.place(who)?;
         if *place.paused || busy {
-            place.inbox.push_back(happening);
+            place.inbox.push_back(event);
             return None;
         }
         if divides {
-            return Some(happening);
+            return Some(event);
         }
         let slow = place.slow.filter(|(_, until)| message && now < *until);
         if !(slow.is_some() || message && !place.inbox.is_empty()) {
-            return Some(happening);
+            return Some(event);
         }
-        place.inbox.push_back(happening);
+        place.inbox.push_back(event);
         let waits = place.inbox.len() > 1;
         if !std::mem::replace(place.reading, true) {
             let each = slow.map_or(Duration::ZERO, |(each, _)| each);
             self.env
                 .queue
-                .push(now + each, SimEvent::Read { who, life });
+                .push(now + each, SimEvent::Read { who, incarnation });
         }
         if waits {
             self.env.faults.took_effect(Fault::SlowConsumer);
@@ -402,8 +452,8 @@ impl World {
     }
 
     /// Handles the next message of a slow process, and schedules the read of the one after it.
-    fn read_next(&mut self, who: NodeId, life: u32) {
-        if self.life(who) != Some(life) {
+    fn read_next(&mut self, who: NodeId, incarnation: u32) {
+        if self.incarnation(who) != Some(incarnation) {
             return;
         }
         let now = self.env.now();
@@ -413,7 +463,7 @@ impl World {
         if *place.paused || busy {
             return;
         }
-        let Some(happening) = place.inbox.pop_front() else {
+        let Some(event) = place.inbox.pop_front() else {
             return;
         };
         if !place.inbox.is_empty() {
@@ -422,9 +472,9 @@ impl World {
             let each = slow.map_or(Duration::ZERO, |(each, _)| each);
             self.env
                 .queue
-                .push(now + each, SimEvent::Read { who, life });
+                .push(now + each, SimEvent::Read { who, incarnation });
         }
-        self.handle(who, life, happening);
+        self.handle(who, incarnation, event);
     }
 
     /// True while a worker divides its depot: it handles no other events until that is done.
@@ -437,58 +487,65 @@ impl World {
         worker.is_some_and(WorkerProcess::is_dividing)
     }
 
-    fn place(&mut self, who: NodeId) -> Option<Place<'_>> {
+    fn place(&mut self, who: NodeId) -> Option<Delivery<'_>> {
         match who {
-            NodeId::Leader => Some(self.leader.place()),
-            NodeId::Worker(worker) => self.workers.get_mut(&worker).map(Process::place),
+            NodeId::Leader => Some(self.leader.delivery()),
+            NodeId::Worker(worker) => self.workers.get_mut(&worker).map(SimProcess::delivery),
             NodeId::Engine(replica) => self
                 .engines
                 .get_mut(usize::from(replica.0))
-                .map(Process::place),
+                .map(SimProcess::delivery),
         }
     }
 
-    fn handle(&mut self, who: NodeId, life: u32, happening: SimEvent) {
-        let heard = match happening {
+    fn handle(&mut self, who: NodeId, incarnation: u32, event: SimEvent) {
+        let received = match event {
             SimEvent::Packet { id, to, packet } => {
                 let env = &mut self.env;
-                let heard = env.net.hear(
+                let received = env.net.receive(
                     &mut env.queue,
                     &mut env.rng,
                     &mut env.faults,
                     id,
                     to,
-                    Some(life),
+                    Some(incarnation),
                     packet,
                 );
-                match heard {
-                    Some(heard) => Err((id, to, heard)),
+                match received {
+                    Some(received) => Err((id, to, received)),
                     None => return,
                 }
             }
             other => Ok(other),
         };
         match who {
-            NodeId::Leader => self.handle_leader(heard),
-            NodeId::Worker(worker) => self.handle_worker(worker, heard),
-            NodeId::Engine(replica) => self.handle_engine(replica, heard),
+            NodeId::Leader => self.handle_leader(received),
+            NodeId::Worker(worker) => self.handle_worker(worker, received),
+            NodeId::Engine(replica) => self.handle_engine(replica, received),
         }
     }
 
-    fn handle_leader(&mut self, happening: Result<SimEvent, (ConnectionId, End, net::Heard)>) {
+    fn handle_leader(
+        &mut self,
+        event: Result<SimEvent, (ConnectionId, ConnectionEnd, net::Received)>,
+    ) {
         let now = self.env.now();
         let awake = now - self.awake_since;
         self.awake_since = now;
         let Some(mut leader) = self.leader.state.take() else {
             return;
         };
-        match happening {
-            Err((id, _, heard)) => leader.hear(&mut self.env, id, heard),
+        match event {
+            Err((id, _, received)) => leader.receive(&mut self.env, id, received),
             Ok(SimEvent::Wake { .. }) => {
                 self.leader.armed = Time::NEVER;
                 leader.tick(&mut self.env);
             }
-            Ok(SimEvent::Died { worker, life, .. }) => leader.died(&mut self.env, worker, life),
+            Ok(SimEvent::Died {
+                worker,
+                incarnation,
+                ..
+            }) => leader.died(&mut self.env, worker, incarnation),
             Ok(other) => self.env.violated(format!("the leader was given {other:?}")),
         }
         let forgot = |engine| !leader.core().knows(engine);
@@ -499,8 +556,10 @@ impl World {
         let next = leader.next_timeout(&self.env);
         if next < self.leader.armed {
             self.leader.armed = next;
-            let (who, life) = (NodeId::Leader, self.leader.life);
-            self.env.queue.push(next, SimEvent::Wake { who, life });
+            let (who, incarnation) = (NodeId::Leader, self.leader.incarnation);
+            self.env
+                .queue
+                .push(next, SimEvent::Wake { who, incarnation });
         }
         self.leader.state = Some(leader);
     }
@@ -508,7 +567,7 @@ impl World {
     fn handle_worker(
         &mut self,
         id: WorkerId,
-        happening: Result<SimEvent, (ConnectionId, End, net::Heard)>,
+        event: Result<SimEvent, (ConnectionId, ConnectionEnd, net::Received)>,
     ) {
         let Some(process) = self.workers.get_mut(&id) else {
             return;
@@ -518,8 +577,8 @@ impl World {
         };
         let dividing = worker.is_dividing();
         let env = &mut self.env;
-        match happening {
-            Err((connection, to, heard)) => worker.hear(env, connection, to, heard),
+        match event {
+            Err((connection, to, received)) => worker.receive(env, connection, to, received),
             Ok(SimEvent::Wake { .. }) => {
                 process.armed = Time::NEVER;
                 worker.tick(env);
@@ -533,50 +592,54 @@ impl World {
         let next = worker.next_timeout();
         if next < process.armed {
             process.armed = next;
-            let (who, life) = (NodeId::Worker(id), process.life);
-            env.queue.push(next, SimEvent::Wake { who, life });
+            let (who, incarnation) = (NodeId::Worker(id), process.incarnation);
+            env.queue.push(next, SimEvent::Wake { who, incarnation });
         }
-        let over = worker.gave_up();
+        let over = worker.has_failed();
         let waited = match dividing && !worker.is_dividing() {
             true => std::mem::take(&mut process.inbox),
             false => VecDeque::new(),
         };
-        let life = process.life;
+        let incarnation = process.incarnation;
         process.state = Some(worker);
         if over {
             self.crash(NodeId::Worker(id));
         }
-        for happening in waited {
-            self.to(NodeId::Worker(id), Some(life), happening);
+        for event in waited {
+            self.to(NodeId::Worker(id), Some(incarnation), event);
         }
     }
 
     fn handle_engine(
         &mut self,
         replica: Replica,
-        happening: Result<SimEvent, (ConnectionId, End, net::Heard)>,
+        event: Result<SimEvent, (ConnectionId, ConnectionEnd, net::Received)>,
     ) {
         let process = &mut self.engines[usize::from(replica.0)];
         let Some(mut engine) = process.state.take() else {
             return;
         };
         let env = &mut self.env;
-        match happening {
-            Err((id, _, heard)) => engine.hear(env, id, heard),
+        match event {
+            Err((id, _, received)) => engine.receive(env, id, received),
             Ok(SimEvent::Wake { .. }) => {
                 process.armed = Time::NEVER;
                 engine.tick(env);
             }
             Ok(SimEvent::Worked { ticket, .. }) => engine.worked(env, ticket),
             Ok(SimEvent::Arrive { .. }) => engine.arrive(env),
-            Ok(SimEvent::Died { worker, life, .. }) => engine.died(env, worker, life),
+            Ok(SimEvent::Died {
+                worker,
+                incarnation,
+                ..
+            }) => engine.died(env, worker, incarnation),
             Ok(other) => env.violated(format!("an engine was given {other:?}")),
         }
         let next = engine.next_timeout();
         if next < process.armed {
             process.armed = next;
-            let (who, life) = (NodeId::Engine(replica), process.life);
-            env.queue.push(next, SimEvent::Wake { who, life });
+            let (who, incarnation) = (NodeId::Engine(replica), process.incarnation);
+            env.queue.push(next, SimEvent::Wake { who, incarnation });
         }
         process.state = Some(engine);
     }
@@ -585,8 +648,8 @@ impl World {
     /// checks the invariants if the step decided anything.
     fn after(&mut self) {
         for (worker, pid) in std::mem::take(&mut self.env.to_fence) {
-            let life = self.workers[&worker].life;
-            let known = self.env.pids.of(NodeId::Worker(worker), life);
+            let incarnation = self.workers[&worker].incarnation;
+            let known = self.env.pids.of(NodeId::Worker(worker), incarnation);
             if pid.is_some() && pid != known {
                 continue;
             }
@@ -595,7 +658,13 @@ impl World {
                 false => Duration::from_micros(self.env.rng.u64(100..5000)),
             };
             let at = self.env.now() + late;
-            self.env.queue.push(at, SimEvent::Kill { worker, life });
+            self.env.queue.push(
+                at,
+                SimEvent::Kill {
+                    worker,
+                    incarnation,
+                },
+            );
         }
         for worker in std::mem::take(&mut self.env.divides) {
             self.pause_divider(worker);

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::faults::Fault;
 use super::setup::{Chances, TROUBLES, pick};
-use super::{LIVENESS_BOUND, NodeId, QUIET_STEPS_MAX, SimEvent, World};
+use super::{LIVENESS_BOUND, NodeId, QUIET_STEPS_MAX, SimEvent, SimWorld};
 use kvferry_types::{Rank, Replica, WorkerId};
 
 /// The fault that counts the pauses of a process.
@@ -16,7 +16,7 @@ pub(super) fn pause_of(who: NodeId) -> Fault {
     }
 }
 
-impl World {
+impl SimWorld {
     /// Injects a fault, and schedules the next one.
     pub(super) fn nemesis(&mut self) {
         if self.env.closing {
@@ -92,14 +92,14 @@ impl World {
         if busy {
             self.env.faults.took_effect(fault);
         }
-        if self.life(who).is_some() {
+        if self.incarnation(who).is_some() {
             self.crash(who);
         }
     }
 
     /// Pauses a process, sometimes for longer than any deadline and the fence together.
     fn pause(&mut self, who: NodeId) {
-        if self.life(who).is_none() {
+        if self.incarnation(who).is_none() {
             return;
         }
         self.env.faults.injected(pause_of(who));
@@ -126,11 +126,17 @@ impl World {
             return;
         }
         for replica in (0..self.env.setup.replicas).map(Replica) {
-            let life = self.engines[usize::from(replica.0)].life;
+            let incarnation = self.engines[usize::from(replica.0)].incarnation;
             let env = &mut self.env;
             let longest = env.setup.request_timeout;
             let at = env.now() + longest.mul_f64(env.rng.f64());
-            env.queue.push(at, SimEvent::Leave { replica, life });
+            env.queue.push(
+                at,
+                SimEvent::Leave {
+                    replica,
+                    incarnation,
+                },
+            );
         }
     }
 
@@ -197,7 +203,7 @@ impl World {
         let workers: Vec<WorkerId> = self.workers.keys().copied().collect();
         for worker in workers {
             let who = NodeId::Worker(worker);
-            if self.env.depot_of(worker.rank) == shard && self.life(who).is_some() {
+            if self.env.depot_of(worker.rank) == shard && self.incarnation(who).is_some() {
                 self.crash(who);
             }
         }
@@ -226,14 +232,20 @@ impl World {
         let env = &mut self.env;
         if began && !env.closing && env.rng.u32(0..1_000_000) < env.setup.leave_while_reading {
             let replica = Replica(env.rng.u16(0..env.setup.replicas));
-            let life = self.engines[usize::from(replica.0)].life;
+            let incarnation = self.engines[usize::from(replica.0)].incarnation;
             let at = env.now() + Duration::from_micros(env.rng.u64(0..200));
-            env.queue.push(at, SimEvent::Leave { replica, life });
+            env.queue.push(
+                at,
+                SimEvent::Leave {
+                    replica,
+                    incarnation,
+                },
+            );
         }
     }
 
     pub(super) fn leader_dies(&mut self) {
-        if self.env.closing || self.life(NodeId::Leader).is_none() {
+        if self.env.closing || self.incarnation(NodeId::Leader).is_none() {
             return;
         }
         self.env.faults.injected(Fault::LeaderCrashInCopy);
@@ -243,9 +255,9 @@ impl World {
         self.crash(NodeId::Leader);
     }
 
-    pub(super) fn leave(&mut self, replica: Replica, life: u32) {
+    pub(super) fn leave(&mut self, replica: Replica, incarnation: u32) {
         let who = NodeId::Engine(replica);
-        if self.life(who) != Some(life) {
+        if self.incarnation(who) != Some(incarnation) {
             return;
         }
         self.env.faults.injected(Fault::ReadingLeft);
@@ -290,7 +302,7 @@ impl World {
     }
 }
 
-fn stand_still<S>(process: &mut super::Process<S>) -> u32 {
+fn stand_still<S>(process: &mut super::SimProcess<S>) -> u32 {
     process.paused = true;
     process.pauses += 1;
     process.pauses

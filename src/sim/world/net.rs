@@ -22,14 +22,14 @@ pub(super) struct ConnectionId(pub(super) u64);
 
 /// An end of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum End {
+pub(super) enum ConnectionEnd {
     /// The process that connected.
     Client,
     /// The process that accepted the connection.
     Server,
 }
 
-impl End {
+impl ConnectionEnd {
     fn other(self) -> Self {
         match self {
             Self::Client => Self::Server,
@@ -56,12 +56,12 @@ struct Connection {
     ends: [(NodeId, Option<u32>); 2],
     open: [bool; 2],
     sent: [u64; 2],
-    heard: [u64; 2],
+    received: [u64; 2],
 }
 
 /// A message or a close that a process receives.
 #[derive(Debug)]
-pub(super) enum Heard {
+pub(super) enum Received {
     Bytes {
         header: [u8; HEADER_BYTES],
         body: Vec<u8>,
@@ -96,28 +96,33 @@ impl Net {
 
     /// Opens a connection from a live process to a seat. The other end is the incarnation that runs there when the
     /// first message arrives.
-    pub(super) fn connect(&mut self, client: NodeId, life: u32, server: NodeId) -> ConnectionId {
+    pub(super) fn connect(
+        &mut self,
+        client: NodeId,
+        incarnation: u32,
+        server: NodeId,
+    ) -> ConnectionId {
         self.next += 1;
         let id = ConnectionId(self.next);
         let connection = Connection {
-            ends: [(client, Some(life)), (server, None)],
+            ends: [(client, Some(incarnation)), (server, None)],
             open: [true, true],
             sent: [0; 2],
-            heard: [0; 2],
+            received: [0; 2],
         };
         self.connections.insert(id, connection);
         id
     }
 
     /// Incarnation of the server, once a message has reached it. Serves as its process id.
-    pub(super) fn life_of_server(&self, id: ConnectionId) -> Option<u32> {
+    pub(super) fn incarnation_of_server(&self, id: ConnectionId) -> Option<u32> {
         self.connections.get(&id)?.ends[1].1
     }
 
     /// The client of a connection, and its incarnation.
     pub(super) fn client(&self, id: ConnectionId) -> Option<(NodeId, u32)> {
-        let (who, life) = self.connections.get(&id)?.ends[0];
-        Some((who, life?))
+        let (who, incarnation) = self.connections.get(&id)?.ends[0];
+        Some((who, incarnation?))
     }
 
     /// Sends an encoded message. Returns false when this end of the connection is closed.
@@ -127,7 +132,7 @@ impl Net {
         rng: &mut Rng,
         faults: &mut FaultCounts,
         id: ConnectionId,
-        from: End,
+        from: ConnectionEnd,
         (header, body): ([u8; HEADER_BYTES], Vec<u8>),
     ) -> bool {
         let connection = self.connections.get_mut(&id);
@@ -153,7 +158,7 @@ impl Net {
         rng: &mut Rng,
         faults: &mut FaultCounts,
         id: ConnectionId,
-        from: End,
+        from: ConnectionEnd,
     ) {
         let open = self
             .connections
@@ -170,7 +175,7 @@ impl Net {
         rng: &mut Rng,
         faults: &mut FaultCounts,
         id: ConnectionId,
-        from: End,
+        from: ConnectionEnd,
         packet: Packet,
     ) {
         let Some(connection) = self.connections.get(&id) else {
@@ -215,7 +220,7 @@ impl Net {
     }
 
     /// The seat that a packet is addressed to.
-    pub(super) fn receiver(&self, id: ConnectionId, to: End) -> Option<NodeId> {
+    pub(super) fn receiver(&self, id: ConnectionId, to: ConnectionEnd) -> Option<NodeId> {
         Some(self.connections.get(&id)?.ends[to as usize].0)
     }
 
@@ -225,23 +230,23 @@ impl Net {
         clippy::too_many_arguments,
         reason = "a packet and the world it comes from"
     )]
-    pub(super) fn hear(
+    pub(super) fn receive(
         &mut self,
         queue: &mut Queue<SimEvent>,
         rng: &mut Rng,
         faults: &mut FaultCounts,
         id: ConnectionId,
-        to: End,
-        life: Option<u32>,
+        to: ConnectionEnd,
+        incarnation: Option<u32>,
         packet: Packet,
-    ) -> Option<Heard> {
+    ) -> Option<Received> {
         let connection = self.connections.get_mut(&id)?;
         let end = to as usize;
         let (_, known) = &mut connection.ends[end];
         if known.is_none() && connection.open[end] {
-            *known = life;
+            *known = incarnation;
         }
-        if life.is_none() || *known != life || !connection.open[end] {
+        if incarnation.is_none() || *known != incarnation || !connection.open[end] {
             // The connection is unknown here: send a close to the other end.
             connection.open[end] = false;
             if !matches!(packet, Packet::Close) {
@@ -252,26 +257,26 @@ impl Net {
         match packet {
             Packet::Close => {
                 connection.open[end] = false;
-                Some(Heard::Closed)
+                Some(Received::Closed)
             }
             Packet::Bytes {
                 header,
                 body,
                 number,
             } => {
-                if number < connection.heard[end] {
+                if number < connection.received[end] {
                     faults.took_effect(Fault::Delay);
-                } else if number == connection.heard[end] {
+                } else if number == connection.received[end] {
                     faults.took_effect(Fault::Duplicate);
                 }
-                connection.heard[end] = connection.heard[end].max(number);
+                connection.received[end] = connection.received[end].max(number);
                 if tracing::enabled!(tracing::Level::TRACE)
                     && let Ok(header) = Header::from_bytes(&header)
                     && let Ok(envelope) = decode(header, &body)
                 {
-                    tracing::trace!(to = ?connection.ends[end], ?id, message = ?envelope.message, correlation = %envelope.correlation, "hears");
+                    tracing::trace!(to = ?connection.ends[end], ?id, message = ?envelope.message, correlation = %envelope.correlation, "receives");
                 }
-                Some(Heard::Bytes { header, body })
+                Some(Received::Bytes { header, body })
             }
         }
     }
@@ -286,7 +291,7 @@ impl Net {
     ) {
         let mut ends = Vec::new();
         for (id, connection) in &self.connections {
-            for end in [End::Client, End::Server] {
+            for end in [ConnectionEnd::Client, ConnectionEnd::Server] {
                 if connection.ends[end as usize].0 == who && connection.open[end as usize] {
                     ends.push((*id, end));
                 }

@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use super::roster::Roster;
+use super::roster::AdmittedWorkers;
 use kvferry_core::Refusal;
 use kvferry_types::{
     Answer, Copy, Direction, DomainId, EngineId, Epoch, Fingerprint, OpId, Request, RequestId,
@@ -17,7 +17,7 @@ use kvferry_types::{
 pub(super) struct TouchedPages<'a> {
     pub(super) worker: WorkerId,
     pub(super) shard: Shard,
-    pub(super) life: u32,
+    pub(super) incarnation: u32,
     pub(super) copy: &'a Copy,
     pub(super) pages: &'a [(u32, u32)],
     /// Cells of one depot page.
@@ -36,14 +36,14 @@ pub(super) struct PageAccesses {
 
 #[derive(Debug, Default, Clone)]
 struct Uses {
-    readers: Vec<Copier>,
-    writers: Vec<Copier>,
+    readers: Vec<PageUser>,
+    writers: Vec<PageUser>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Copier {
+struct PageUser {
     worker: WorkerId,
-    life: u32,
+    incarnation: u32,
     op: OpId,
     /// The engine's request that the copy serves.
     request: RequestId,
@@ -80,12 +80,12 @@ impl PageAccesses {
     fn each(
         &mut self,
         touched: &TouchedPages<'_>,
-        mut with: impl FnMut(&mut Uses, Copier, bool) -> Option<Copier>,
+        mut with: impl FnMut(&mut Uses, PageUser, bool) -> Option<PageUser>,
     ) {
         let TouchedPages {
             worker,
             shard,
-            life,
+            incarnation,
             copy,
             pages,
             cells,
@@ -98,9 +98,9 @@ impl PageAccesses {
             } else {
                 (*destination, *source)
             };
-            let copier = Copier {
+            let copier = PageUser {
                 worker,
-                life,
+                incarnation,
                 op: copy.op,
                 request: copy.request,
                 page: depot,
@@ -135,8 +135,9 @@ impl PageAccesses {
     }
 
     /// Removes the copies of a worker's process that has died.
-    pub(super) fn died(&mut self, worker: WorkerId, life: u32) {
-        let of_the_dead = |copier: &Copier| (copier.worker, copier.life) == (worker, life);
+    pub(super) fn died(&mut self, worker: WorkerId, incarnation: u32) {
+        let of_the_dead =
+            |copier: &PageUser| (copier.worker, copier.incarnation) == (worker, incarnation);
         for uses in self.depot.values_mut().chain(self.device.values_mut()) {
             uses.readers.retain(|copier| !of_the_dead(copier));
             uses.writers.retain(|copier| !of_the_dead(copier));
@@ -188,7 +189,7 @@ impl PageAccesses {
 
 /// A request that a leader has received.
 #[derive(Debug)]
-struct Taken {
+struct ReceivedRequest {
     answer: Option<Result<Answer, Refusal>>,
     reset: Option<ResetScope>,
     /// The request names engine pages, and copies of an older leader may have been running when it arrived: the leader
@@ -199,7 +200,7 @@ struct Taken {
 
 /// A request as it reaches a leader.
 #[derive(Debug)]
-pub(super) struct Question<'a> {
+pub(super) struct ArrivedRequest<'a> {
     /// Time until its deadline.
     pub(super) left: Duration,
     /// No copy of an older leader is running.
@@ -209,7 +210,7 @@ pub(super) struct Question<'a> {
 
 /// Scope of a confirmed reset, and when the reset was requested.
 #[derive(Debug)]
-struct Forgotten {
+struct ConfirmedReset {
     scope: ResetScope,
     at: Time,
 }
@@ -218,7 +219,7 @@ struct Forgotten {
 #[derive(Debug, Default)]
 pub(super) struct Oracle {
     pub(super) touched: PageAccesses,
-    taken: BTreeMap<(Epoch, EngineId, RequestId), Taken>,
+    taken: BTreeMap<(Epoch, EngineId, RequestId), ReceivedRequest>,
     /// Time that the leader has left for each open request. Time in which the leader is paused does not count.
     open: BTreeMap<(Epoch, EngineId, RequestId), Duration>,
     /// When a store of each page was last ordered.
@@ -228,9 +229,9 @@ pub(super) struct Oracle {
     /// Arena pages that were filling at the last check, and the copy that fills each.
     filling: BTreeMap<u32, OpId>,
     /// Confirmed resets, in the order of the times at which they were requested.
-    forgotten: Vec<Forgotten>,
+    resets: Vec<ConfirmedReset>,
     /// The workers that the leader has admitted.
-    pub(super) roster: Roster,
+    pub(super) roster: AdmittedWorkers,
     /// When the leader may forget each disconnected engine.
     away: BTreeMap<EngineId, Time>,
     /// The engine that connected again in this step, after the leader may have forgotten it.
@@ -250,15 +251,15 @@ impl Oracle {
         }
     }
 
-    pub(super) fn asked(
+    pub(super) fn arrived(
         &mut self,
         now: Time,
         epoch: Epoch,
         engine: EngineId,
         id: RequestId,
-        question: &Question<'_>,
+        question: &ArrivedRequest<'_>,
     ) {
-        let Question {
+        let ArrivedRequest {
             left,
             all_fenced,
             request,
@@ -278,7 +279,7 @@ impl Oracle {
         };
         self.open.insert(key, left);
         let names_pages = matches!(request, Request::Load { .. } | Request::Store { .. });
-        let taken = Taken {
+        let taken = ReceivedRequest {
             answer: None,
             reset,
             parked: names_pages && !all_fenced,
@@ -329,8 +330,8 @@ impl Oracle {
         // Deadlines that passed in the same step were answered before the engine was opened again.
         let reopened = self.reopened.take();
         self.taken.retain(|(of, engine, _), taken| {
-            let forgotten = forgot(*engine) || reopened == Some(*engine);
-            *of != epoch || taken.answer.is_none() || !forgotten
+            let removed = forgot(*engine) || reopened == Some(*engine);
+            *of != epoch || taken.answer.is_none() || !removed
         });
     }
 
@@ -339,7 +340,7 @@ impl Oracle {
         self.deadlines.clear();
         self.filling.clear();
         self.away.clear();
-        self.roster = Roster::default();
+        self.roster = AdmittedWorkers::default();
         self.open.retain(|(of, ..), _| *of > epoch);
         self.taken.retain(|(of, ..), _| *of > epoch);
     }
@@ -378,11 +379,9 @@ impl Oracle {
             (taken.reset.take(), answer, first)
         {
             let at = taken.at;
-            let place = self
-                .forgotten
-                .partition_point(|forgotten| forgotten.at <= at);
-            let forgotten = Forgotten { scope, at };
-            self.forgotten.insert(place, forgotten);
+            let place = self.resets.partition_point(|removed| removed.at <= at);
+            let removed = ConfirmedReset { scope, at };
+            self.resets.insert(place, removed);
         }
         None
     }
@@ -434,7 +433,7 @@ impl Oracle {
             .unwrap_or(Time(0));
         // A reset of a namespace covers the pages of every layout, also those of engines that attached after it was
         // requested.
-        let meant = |forgotten: &&Forgotten| match &forgotten.scope {
+        let meant = |removed: &&ConfirmedReset| match &removed.scope {
             ResetScope::Everything => true,
             ResetScope::Namespace(name) => name == &[namespace],
             ResetScope::Pages(name, hashes) => {
@@ -442,11 +441,11 @@ impl Oracle {
                     && (0..hashes.len()).any(|page| hashes.fingerprint(page) == fingerprint)
             }
         };
-        self.forgotten
+        self.resets
             .iter()
             .rev()
-            .take_while(|forgotten| forgotten.at > stored)
+            .take_while(|removed| removed.at > stored)
             .find(meant)
-            .map(|forgotten| forgotten.at)
+            .map(|removed| removed.at)
     }
 }

@@ -13,22 +13,22 @@ pub(super) struct Pids {
 
 impl Pids {
     /// Assigns an id to a process that starts.
-    pub(super) fn begin(&mut self, who: NodeId, life: u32) {
+    pub(super) fn begin(&mut self, who: NodeId, incarnation: u32) {
         let next = i32::try_from(self.known.len() + 1).unwrap_or(i32::MAX);
-        self.known.insert((who, life), next);
+        self.known.insert((who, incarnation), next);
         self.living.insert(next);
     }
 
     /// Notes that a process has ended.
-    pub(super) fn end(&mut self, who: NodeId, life: u32) {
-        if let Some(pid) = self.of(who, life) {
+    pub(super) fn end(&mut self, who: NodeId, incarnation: u32) {
+        if let Some(pid) = self.of(who, incarnation) {
             self.living.remove(&pid);
         }
     }
 
     /// Id of a process that has started, also after its end.
-    pub(super) fn of(&self, who: NodeId, life: u32) -> Option<i32> {
-        self.known.get(&(who, life)).copied()
+    pub(super) fn of(&self, who: NodeId, incarnation: u32) -> Option<i32> {
+        self.known.get(&(who, incarnation)).copied()
     }
 
     /// True while a process has not ended.

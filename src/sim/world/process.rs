@@ -7,8 +7,8 @@ use super::SimEvent;
 use kvferry_types::Time;
 
 #[derive(Debug)]
-pub(super) struct Process<S> {
-    pub(super) life: u32,
+pub(super) struct SimProcess<S> {
+    pub(super) incarnation: u32,
     pub(super) state: Option<S>,
     /// Whether the process is paused. `pauses` counts its pauses so far.
     pub(super) paused: bool,
@@ -20,10 +20,10 @@ pub(super) struct Process<S> {
     pub(super) armed: Time,
 }
 
-impl<S> Process<S> {
+impl<S> SimProcess<S> {
     pub(super) fn new() -> Self {
         Self {
-            life: 0,
+            incarnation: 0,
             state: None,
             paused: false,
             pauses: 0,
@@ -36,16 +36,16 @@ impl<S> Process<S> {
 }
 
 /// Delivery state of a process, independent of its kind.
-pub(super) struct Place<'a> {
+pub(super) struct Delivery<'a> {
     pub(super) paused: &'a mut bool,
     pub(super) inbox: &'a mut VecDeque<SimEvent>,
     pub(super) slow: Option<(Duration, Time)>,
     pub(super) reading: &'a mut bool,
 }
 
-impl<S> Process<S> {
-    pub(super) fn place(&mut self) -> Place<'_> {
-        Place {
+impl<S> SimProcess<S> {
+    pub(super) fn delivery(&mut self) -> Delivery<'_> {
+        Delivery {
             paused: &mut self.paused,
             inbox: &mut self.inbox,
             slow: self.slow,

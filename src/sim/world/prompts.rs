@@ -5,14 +5,14 @@ use std::hash::Hasher;
 
 use siphasher::sip128::{Hasher128, SipHasher24};
 
-use super::Env;
+use super::SimContext;
 use kvferry_types::PageHashes;
 
 /// Branches of a family, its trunk included.
 const BRANCHES: u64 = 4;
 
 /// Draws a namespace and the page hashes of a sequence. The same hashes occur in every namespace.
-pub(super) fn draw(env: &mut Env) -> (u8, PageHashes) {
+pub(super) fn draw(env: &mut SimContext) -> (u8, PageHashes) {
     let namespace = env.rng.u8(0..env.setup.namespaces);
     let family = env.rng.u64(0..env.setup.families);
     let branch = env.rng.u64(0..BRANCHES);

@@ -7,14 +7,14 @@ use kvferry_types::{DepotId, EngineId, Replica, Shard, WorkerId};
 
 /// The admitted workers of one leader.
 #[derive(Debug, Default)]
-pub(super) struct Roster {
+pub(super) struct AdmittedWorkers {
     memories: BTreeMap<WorkerId, WorkerMemory>,
     depots: BTreeMap<Shard, DepotId>,
     /// Workers that have attached or died since the leader started: they run no copy of an older leader.
     clear: BTreeSet<WorkerId>,
 }
 
-impl Roster {
+impl AdmittedWorkers {
     /// Notes an admitted worker.
     pub(super) fn attached(
         &mut self,

@@ -3,29 +3,29 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use super::Env;
+use super::SimContext;
 use super::client::HEARTBEAT;
-use super::net::{ConnectionId, End, Heard};
+use super::net::{ConnectionEnd, ConnectionId, Received};
 use kvferry_protocol::{Envelope, Hello, Message, Role};
 use kvferry_session::{Encoded, ServerEvent, ServerHost, ServerSession, ServerSettings};
 use kvferry_types::{Epoch, PeerId, RequestId, Time};
 
 /// The sessions of all clients of a process.
 #[derive(Debug)]
-pub(super) struct Server {
+pub(super) struct SimServer {
     session: ServerSession,
     hellos: BTreeMap<ConnectionId, Hello>,
 }
 
 /// An event of a server session.
 #[derive(Debug)]
-pub(super) enum SessionEvent {
+pub(super) enum SimServerEvent {
     Opened(Hello),
     Closed,
     Message(Envelope),
 }
 
-impl Server {
+impl SimServer {
     pub(super) fn new(epoch: Epoch, roles: &[Role], now: Time) -> Self {
         let settings = ServerSettings {
             epoch,
@@ -52,36 +52,36 @@ impl Server {
     }
 
     /// Fires due timers. Returns the connections that were closed because they were silent for too long.
-    pub(super) fn tick(&mut self, env: &mut Env) -> Vec<ConnectionId> {
+    pub(super) fn tick(&mut self, env: &mut SimContext) -> Vec<ConnectionId> {
         let silent = self.session.tick(&mut Host::new(env));
         let silent: Vec<ConnectionId> = silent.into_iter().map(connection).collect();
-        silent.iter().for_each(|id| self.forget(*id));
+        silent.iter().for_each(|id| self.remove(*id));
         silent
     }
 
-    pub(super) fn close(&mut self, env: &mut Env, id: ConnectionId) {
-        self.forget(id);
-        env.close(id, End::Server);
+    pub(super) fn close(&mut self, env: &mut SimContext, id: ConnectionId) {
+        self.remove(id);
+        env.close(id, ConnectionEnd::Server);
     }
 
-    fn forget(&mut self, id: ConnectionId) {
+    fn remove(&mut self, id: ConnectionId) {
         self.session.closed(peer(id));
         self.hellos.remove(&id);
     }
 
     /// Handles bytes or a close that came over a connection.
-    pub(super) fn hear(
+    pub(super) fn receive(
         &mut self,
-        env: &mut Env,
+        env: &mut SimContext,
         id: ConnectionId,
-        heard: Heard,
-    ) -> Option<SessionEvent> {
-        let (header, body) = match heard {
-            Heard::Closed => {
+        received: Received,
+    ) -> Option<SimServerEvent> {
+        let (header, body) = match received {
+            Received::Closed => {
                 self.session.closed(peer(id));
-                return self.hellos.remove(&id).map(|_| SessionEvent::Closed);
+                return self.hellos.remove(&id).map(|_| SimServerEvent::Closed);
             }
-            Heard::Bytes { header, body } => (header, body),
+            Received::Bytes { header, body } => (header, body),
         };
         let pid = env.pid_of_client(id);
         if !self.session.knows(peer(id)) {
@@ -91,22 +91,22 @@ impl Server {
         let event = self.session.message(&mut host, peer(id), &header, &body);
         if host.disconnected {
             self.session.closed(peer(id));
-            return self.hellos.remove(&id).map(|_| SessionEvent::Closed);
+            return self.hellos.remove(&id).map(|_| SimServerEvent::Closed);
         }
         match event? {
             ServerEvent::Opened { hello, .. } => {
                 self.hellos.insert(id, hello.clone());
-                Some(SessionEvent::Opened(hello))
+                Some(SimServerEvent::Opened(hello))
             }
-            ServerEvent::Message { envelope, .. } => Some(SessionEvent::Message(envelope)),
-            ServerEvent::Closed { .. } => Some(SessionEvent::Closed),
+            ServerEvent::Message { envelope, .. } => Some(SimServerEvent::Message(envelope)),
+            ServerEvent::Closed { .. } => Some(SimServerEvent::Closed),
         }
     }
 
     /// Answers a request.
     pub(super) fn reply(
         &mut self,
-        env: &mut Env,
+        env: &mut SimContext,
         id: ConnectionId,
         request: RequestId,
         message: Message,
@@ -118,7 +118,7 @@ impl Server {
     /// Sends an order. Returns false when it was not sent.
     pub(super) fn order(
         &mut self,
-        env: &mut Env,
+        env: &mut SimContext,
         id: ConnectionId,
         order: RequestId,
         message: Message,
@@ -139,13 +139,13 @@ pub(super) fn connection(peer: PeerId) -> ConnectionId {
 
 /// Environment of the server session.
 struct Host<'a> {
-    env: &'a mut Env,
+    env: &'a mut SimContext,
     /// Set when the session has closed a connection.
     disconnected: bool,
 }
 
 impl<'a> Host<'a> {
-    fn new(env: &'a mut Env) -> Self {
+    fn new(env: &'a mut SimContext) -> Self {
         let disconnected = false;
         Self { env, disconnected }
     }
@@ -157,12 +157,13 @@ impl ServerHost for Host<'_> {
     }
 
     fn send(&mut self, peer: PeerId, message: Encoded) -> bool {
-        self.env.send(connection(peer), End::Server, message)
+        self.env
+            .send(connection(peer), ConnectionEnd::Server, message)
     }
 
     fn disconnect(&mut self, peer: PeerId) {
         self.disconnected = true;
-        self.env.close(connection(peer), End::Server);
+        self.env.close(connection(peer), ConnectionEnd::Server);
     }
 
     /// Nothing to watch: the network closes the connections of a process that ends.

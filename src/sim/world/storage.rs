@@ -2,14 +2,14 @@
 //!
 //! Memory is a row of cells. A page of `n` cells with the number `k` lies in the cells `k * n ..`, as a page of a real
 //! depot lies at an offset that follows from its number and its size: pages of different sizes overlap, and a write to
-//! a page of one size destroys pages of another. The slots of the inventory lie before the pages, one for each page:
-//! smaller pages have more slots, and clearing the slots of smaller pages destroys larger pages.
+//! a page of one size destroys pages of another. The entries of the inventory lie before the pages, one for each page:
+//! smaller pages have more entries, and clearing the entries of smaller pages destroys larger pages.
 
 use std::ops::Range;
 
 use super::setup::{CELL_BYTES, Shape};
 use kvferry_types::{
-    DepotId, Epoch, INVENTORY_SLOT_BYTES, PageRecord, PageRun, Record, Scope, Stored,
+    DepotId, Epoch, INVENTORY_ENTRY_BYTES, PageRecord, PageRun, Record, Scope, Stored,
 };
 
 /// Content of a cell: a number made from the page that the cell belongs to and from its shard, or one of the constants
@@ -30,7 +30,7 @@ pub const CONTENT_MIN: Content = 3;
 pub enum Hold {
     /// The depot holds pages of this shape.
     Held,
-    /// The depot held pages of another shape, or none: every slot must be cleared first.
+    /// The depot held pages of another shape, or none: every entry must be cleared first.
     Divide,
     /// A later reading has already started: nothing is changed.
     Late,
@@ -48,7 +48,7 @@ pub trait Storage {
     /// Prepares the inventory for pages of this shape. If it had pages of another shape, none are added until
     /// [`Self::clear`] has been called for every page of this shape, and then [`Self::divided`].
     fn hold(&mut self, shape: Shape, reading: (Epoch, u64)) -> Hold;
-    /// Clears the slot of a page, also where the slot lies inside a page of the present shape.
+    /// Clears the entry of a page, also where the entry lies inside a page of the present shape.
     fn clear(&mut self, page: u32);
     /// Ends a division: the inventory takes pages of this shape from now on, unless another shape was set meanwhile.
     fn divided(&mut self, shape: Shape);
@@ -61,13 +61,13 @@ pub trait Storage {
     fn write(&mut self, shape: Shape, page: u32, content: Content) -> bool;
     /// Removes pages from the inventory before they are overwritten.
     fn unlist_run(&mut self, run: PageRun);
-    /// Removes the pages of a scope in these slots that were stored by `through` or before. Returns the next slot,
+    /// Removes the pages of a scope in these entries that were stored by `through` or before. Returns the next entry,
     /// `None` after the last one.
     fn invalidate_scope(
         &mut self,
         scope: &Scope,
         through: Stored,
-        slots: Range<u32>,
+        entries: Range<u32>,
     ) -> Option<u32>;
     /// Adds complete pages to the inventory.
     fn list(&mut self, record: &Record);
@@ -77,16 +77,16 @@ pub trait Storage {
 
 /// Host memory of one shard.
 #[derive(Debug)]
-pub struct Depot {
+pub struct SimDepot {
     id: DepotId,
     cells: Vec<Content>,
-    /// Inventory slots: one for each page of the smallest size.
+    /// Inventory entries: one for each page of the smallest size.
     inventory: Vec<Option<PageRecord>>,
     holds: Option<u32>,
     reading: (Epoch, u64),
 }
 
-impl Depot {
+impl SimDepot {
     /// An empty depot of this many cells.
     pub fn new(id: DepotId, cells: u32) -> Self {
         Self {
@@ -105,7 +105,7 @@ impl Depot {
     }
 }
 
-impl Storage for Depot {
+impl Storage for SimDepot {
     fn id(&self) -> DepotId {
         self.id
     }
@@ -131,15 +131,15 @@ impl Storage for Depot {
     }
 
     fn clear(&mut self, page: u32) {
-        if let Some(slot) = self.inventory.get_mut(page as usize) {
-            *slot = None;
+        if let Some(entry) = self.inventory.get_mut(page as usize) {
+            *entry = None;
         }
         let Some(holds) = self.holds else {
             return;
         };
-        let slots = self.cells.len() / holds as usize;
-        if let Some(behind) = (page as usize).checked_sub(slots) {
-            let at = behind as u64 * INVENTORY_SLOT_BYTES / CELL_BYTES;
+        let entries = self.cells.len() / holds as usize;
+        if let Some(behind) = (page as usize).checked_sub(entries) {
+            let at = behind as u64 * INVENTORY_ENTRY_BYTES / CELL_BYTES;
             let at = usize::try_from(at).unwrap_or(usize::MAX);
             if let Some(cell) = self.cells.get_mut(at) {
                 *cell = TORN;
@@ -178,26 +178,28 @@ impl Storage for Depot {
 
     fn unlist_run(&mut self, run: PageRun) {
         let pages = self.inventory.iter_mut().skip(run.start as usize);
-        pages.take(run.count as usize).for_each(|slot| *slot = None);
+        pages
+            .take(run.count as usize)
+            .for_each(|entry| *entry = None);
     }
 
     fn invalidate_scope(
         &mut self,
         scope: &Scope,
         through: Stored,
-        slots: Range<u32>,
+        entries: Range<u32>,
     ) -> Option<u32> {
         let all = self.inventory.len();
-        let count = slots.len();
-        let slice = self.inventory.iter_mut().skip(slots.start as usize);
-        for slot in slice.take(count) {
-            if slot.is_some_and(|page| {
+        let count = entries.len();
+        let slice = self.inventory.iter_mut().skip(entries.start as usize);
+        for entry in slice.take(count) {
+            if entry.is_some_and(|page| {
                 page.stored <= through && scope.contains(page.domain, page.fingerprint)
             }) {
-                *slot = None;
+                *entry = None;
             }
         }
-        ((slots.end as usize) < all).then_some(slots.end)
+        ((entries.end as usize) < all).then_some(entries.end)
     }
 
     fn list(&mut self, record: &Record) {
@@ -205,8 +207,8 @@ impl Storage for Depot {
             return;
         }
         for page in record.pages() {
-            if let Some(slot) = self.inventory.get_mut(page.page as usize) {
-                *slot = Some(page);
+            if let Some(entry) = self.inventory.get_mut(page.page as usize) {
+                *entry = Some(page);
             }
         }
     }
@@ -229,7 +231,7 @@ mod tests {
 
     #[test]
     fn a_page_lies_inside_those_of_other_sizes() {
-        let mut depot = Depot::new(DepotId(1), 12);
+        let mut depot = SimDepot::new(DepotId(1), 12);
         assert!(depot.write(shape(4), 1, 77));
         assert_eq!((depot.read(shape(2), 2), depot.read(shape(2), 3)), (77, 77));
         assert!(depot.write(shape(2), 3, 88));
@@ -240,7 +242,7 @@ mod tests {
         assert_eq!(depot.read(shape(4), 3), NOWHERE);
     }
 
-    fn hold(depot: &mut Depot, shape: Shape, reading: (Epoch, u64)) -> Hold {
+    fn hold(depot: &mut SimDepot, shape: Shape, reading: (Epoch, u64)) -> Hold {
         let hold = depot.hold(shape, reading);
         if hold == Hold::Divide {
             (0..depot.pages(shape)).for_each(|page| depot.clear(page));
@@ -251,7 +253,7 @@ mod tests {
 
     #[test]
     fn a_reading_that_comes_late_changes_nothing() {
-        let mut depot = Depot::new(DepotId(1), 12);
+        let mut depot = SimDepot::new(DepotId(1), 12);
         assert_eq!(hold(&mut depot, shape(4), (Epoch(1), 1)), Hold::Divide);
         assert_eq!(hold(&mut depot, shape(2), (Epoch(1), 2)), Hold::Divide);
         assert_eq!(hold(&mut depot, shape(4), (Epoch(1), 1)), Hold::Late);
@@ -262,12 +264,12 @@ mod tests {
 
     #[test]
     fn slots_of_smaller_pages_lie_in_larger_ones() {
-        let mut depot = Depot::new(DepotId(1), 12);
+        let mut depot = SimDepot::new(DepotId(1), 12);
         hold(&mut depot, shape(1), (Epoch(1), 1));
         hold(&mut depot, shape(4), (Epoch(1), 2));
         assert!(depot.write(shape(4), 0, 77));
         (0..3).for_each(|page| depot.clear(page));
-        assert_eq!(depot.read(shape(4), 0), 77, "slots of its own");
+        assert_eq!(depot.read(shape(4), 0), 77, "entries of its own");
         depot.clear(3);
         assert_eq!(depot.read(shape(4), 0), TORN);
     }

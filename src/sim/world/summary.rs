@@ -2,10 +2,10 @@
 
 use std::fmt;
 
-use super::{Counts, Fault, FaultCounts, Outcome};
+use super::{Counts, Fault, FaultCounts, SimOutcome};
 
 /// Runs from which on every kind of fault is expected to have had an effect: fewer may miss one by chance.
-pub const RUNS_TO_JUDGE: u64 = 200;
+pub const RUNS_MIN: u64 = 200;
 /// Most violations that are kept with their text.
 const KEPT: usize = 32;
 
@@ -27,7 +27,7 @@ pub struct Summary {
 
 impl Summary {
     /// Adds a run.
-    pub fn add(&mut self, outcome: &Outcome) {
+    pub fn add(&mut self, outcome: &SimOutcome) {
         self.runs += 1;
         self.digest = self.digest.wrapping_add(outcome.digest);
         self.steps.push(outcome.counts.steps);
@@ -54,10 +54,10 @@ impl Summary {
         self.faults.add(&other.faults);
     }
 
-    /// Kinds of faults that never had an effect. Empty before [`RUNS_TO_JUDGE`] runs.
+    /// Kinds of faults that never had an effect. Empty before [`RUNS_MIN`] runs.
     pub fn toothless(&self) -> Vec<Fault> {
         let idle = self.faults.iter().filter(|(_, _, effect)| *effect == 0);
-        let idle = idle.filter(|_| self.runs >= RUNS_TO_JUDGE);
+        let idle = idle.filter(|_| self.runs >= RUNS_MIN);
         idle.map(|(fault, ..)| fault).collect()
     }
 

@@ -10,7 +10,7 @@ use kvferry_types::{EngineId, Request, RequestId, SlotId};
 /// Steps of the short runs.
 const SHORT: u64 = 2000;
 
-fn tell(text: &str) {
+fn print(text: &str) {
     writeln!(std::io::stderr(), "{text}").expect("standard error");
 }
 
@@ -33,7 +33,7 @@ fn two_seeds_are_two_stories() {
 fn a_thousand_short_worlds_hold() {
     let mut summary = Summary::default();
     (0..1000).for_each(|seed| summary.add(&run(seed, SHORT)));
-    tell(&format!("{summary}"));
+    print(&format!("{summary}"));
     assert!(summary.failed.is_empty(), "{:?}", summary.failed);
     assert_eq!(summary.toothless(), [], "these faults never had an effect");
 }
@@ -86,16 +86,16 @@ fn hunt(lie: Lie, enough: usize) -> (Vec<u64>, u64) {
 fn every_lie_is_found() {
     // `KVFERRY_PLANTED` (part of a lie's name, or empty) reports how often each lie is found. Without it, one find is
     // enough.
-    let asked = std::env::var("KVFERRY_PLANTED");
-    let enough = if asked.is_ok() { 3 } else { 1 };
-    let only = asked.unwrap_or_default();
+    let requested = std::env::var("KVFERRY_PLANTED");
+    let enough = if requested.is_ok() { 3 } else { 1 };
+    let only = requested.unwrap_or_default();
     let all: Vec<_> = Lie::ALL
         .iter()
         .filter(|lie| format!("{lie:?}").contains(&only))
         .map(|lie| (*lie, hunt(*lie, enough)))
         .collect();
     for (lie, (seeds, of)) in &all {
-        tell(&format!(
+        print(&format!(
             "{lie:?}: found in {} of {of} seeds: {seeds:?}",
             seeds.len()
         ));
@@ -105,7 +105,7 @@ fn every_lie_is_found() {
         .filter(|(_, (seeds, _))| seeds.is_empty())
         .map(|(lie, _)| *lie)
         .collect();
-    tell(&format!(
+    print(&format!(
         "{} of {} lies found",
         all.len() - missed.len(),
         all.len()
@@ -114,19 +114,19 @@ fn every_lie_is_found() {
 }
 
 /// Passes a store with 10 ms to its deadline to the checker.
-fn asked(oracle: &mut oracle::Oracle, engine: EngineId, all_fenced: bool) {
+fn deliver(oracle: &mut oracle::Oracle, engine: EngineId, all_fenced: bool) {
     let request = Request::Store {
         slot: SlotId(1),
         first_page: 0,
         more: None,
         source: kvferry_types::PageList::default(),
     };
-    let question = oracle::Question {
+    let question = oracle::ArrivedRequest {
         left: Duration::from_millis(10),
         all_fenced,
         request: &request,
     };
-    oracle.asked(Time(0), Epoch(1), engine, RequestId(1), &question);
+    oracle.arrived(Time(0), Epoch(1), engine, RequestId(1), &question);
 }
 
 #[test]
@@ -140,7 +140,7 @@ fn the_checker_expects_an_answer_to_a_parked_request_only_while_its_connection_l
         (true, true, true),
     ] {
         let mut oracle = oracle::Oracle::new(Duration::from_millis(50));
-        asked(&mut oracle, engine, all_fenced);
+        deliver(&mut oracle, engine, all_fenced);
         if breaks {
             oracle.went(Epoch(1), engine, Time(1));
         }

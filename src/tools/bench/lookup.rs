@@ -9,7 +9,7 @@ use kvferry::cli::print_line;
 use kvferry::error::CommandError;
 use kvferry_core::Pool;
 
-use super::filled::FilledLeader;
+use super::preloaded_leader::PreloadedLeader;
 use kvferry::cli::bench::rig::{HASH_BYTES, hashes};
 
 /// Bytes that are written before a cold lookup to empty the caches: several times the largest last-level cache of one
@@ -105,7 +105,7 @@ impl Arguments {
 
     fn measure(&self, pages: u32, rows: &mut Vec<LookupRow>) -> Result<(), CommandError> {
         let prompts = u64::from(pages.div_ceil(self.prompt_pages)).max(1);
-        let mut leader = FilledLeader::new(prompts, self.prompt_pages)?;
+        let mut leader = PreloadedLeader::new(prompts, self.prompt_pages)?;
         let plain = Plain::of(leader.pool()?);
         let mut caches = vec![0_u64; EVICT_BYTES / size_of::<u64>()];
         let mut rng = fastrand::Rng::with_seed(2);
@@ -189,13 +189,13 @@ impl Plain {
                 break;
             };
             let held = &self.pages[*start as usize..][..*pages as usize];
-            let asked = hashes[found..]
+            let requested = hashes[found..]
                 .iter()
                 .map(|hash| u128::from_be_bytes(*hash));
             let equal = held
                 .iter()
-                .zip(asked)
-                .take_while(|(held, asked)| *held == asked);
+                .zip(requested)
+                .take_while(|(held, requested)| *held == requested);
             found += equal.count();
         }
         let took = begun.elapsed();

@@ -3,11 +3,11 @@
 
 mod arena;
 mod codec;
-mod filled;
-mod found;
 mod lookup;
+mod preloaded_leader;
 mod reset;
 mod rpc;
+mod rpc_hit;
 
 use clap::Subcommand;
 
@@ -27,7 +27,7 @@ pub(super) enum Command {
     Rpc(rpc::Arguments),
     /// Stands for a leader in `rpc`.
     #[command(hide = true)]
-    Busy(found::BusyArguments),
+    Busy(rpc_hit::BusyArguments),
 }
 
 impl Command {

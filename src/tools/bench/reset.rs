@@ -7,7 +7,7 @@ use kvferry::cli::print_line;
 use kvferry::error::CommandError;
 use kvferry_core::RESET_SLICE_PAGES;
 
-use super::filled::FilledLeader;
+use super::preloaded_leader::PreloadedLeader;
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Arguments {
@@ -58,9 +58,9 @@ fn us(span: Duration) -> f64 {
 impl Arguments {
     pub(crate) fn run(self) -> Result<(), CommandError> {
         let prompts = u64::from(self.pages.div_ceil(self.prompt_pages)).max(1);
-        let mut leader = FilledLeader::new(prompts, self.prompt_pages)?;
+        let mut leader = PreloadedLeader::new(prompts, self.prompt_pages)?;
         let mut rng = fastrand::Rng::with_seed(2);
-        let mut look_up = |leader: &mut FilledLeader| {
+        let mut look_up = |leader: &mut PreloadedLeader| {
             let prompt = rng.u64(0..prompts);
             let encoded = leader.encoded(prompt)?;
             let took = us(leader.lookup(&encoded)?.whole);

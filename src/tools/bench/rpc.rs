@@ -10,7 +10,7 @@ use kvferry::error::CommandError;
 use kvferry_protocol::{ErrorCode, Lookup, Role};
 use kvferry_transport::Client;
 
-use super::found;
+use super::rpc_hit;
 
 /// Sizes of the page hashes in a request, in bytes.
 const HASH_BYTES: [usize; 3] = [160, 4 << 10, 64 << 10];
@@ -41,7 +41,7 @@ struct RpcRow {
 #[derive(Debug, serde::Serialize)]
 struct RpcReport {
     refused: Vec<RpcRow>,
-    found: Vec<found::HitRow>,
+    found: Vec<rpc_hit::HitRow>,
 }
 
 impl Arguments {
@@ -69,7 +69,7 @@ impl Arguments {
         print_line(
             "A lookup that a leader answers, beside a server that is busy as long as the core's step takes in the leader.",
         );
-        print_line(found::HitRow::heading());
+        print_line(rpc_hit::HitRow::heading());
         for row in report.found {
             print_line(&row.text());
         }
@@ -88,14 +88,14 @@ impl Arguments {
         ];
         let mut leader = rig::process(&leader, folder.path())?;
         let (client, mut incoming) =
-            rig::client(found::leader_address(folder.path()), Role::Engine);
+            rig::client(rpc_hit::leader_address(folder.path()), Role::Engine);
         tokio::spawn(async move { while incoming.recv().await.is_some() {} });
         let mut rows = Vec::new();
         for hash_bytes in HASH_BYTES {
             rows.push(self.measure(&client, hash_bytes).await?);
         }
         let busy = folder.path().join("busy");
-        let found = found::measure(&client, folder.path(), &busy, self.rounds).await?;
+        let found = rpc_hit::measure(&client, folder.path(), &busy, self.rounds).await?;
         leader.kill().await.map_err(CommandError::failed)?;
         Ok(RpcReport {
             refused: rows,

@@ -23,8 +23,8 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
+use super::handshake_permits::{HandshakePermit, HandshakePermits};
 use super::listener::{Intake, PeerLink, Peers, QueuedEvent};
-use super::places::{HandshakePermit, HandshakePermits};
 use super::router::Router;
 use super::zmtp::{self, Item, Parser};
 use super::{Limits, PeerId, SendError, SharedLogLimit, Violation};

@@ -38,7 +38,7 @@ impl Bench {
     pub(super) async fn try_connect(&self, limits: &Limits) -> Result<Connection, TransportError> {
         let limits = limits.clone();
         self.transport
-            .connect(&self.address, limits, PATIENCE)
+            .connect(&self.address, limits, TEST_TIMEOUT)
             .await
     }
 

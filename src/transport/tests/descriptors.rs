@@ -30,7 +30,9 @@ fn pipe() -> (io::PipeReader, io::PipeWriter) {
 /// Completes when every copy of the writing end is closed.
 async fn all_closed(mut reader: io::PipeReader) {
     let reading = tokio::task::spawn_blocking(move || reader.read(&mut [0; 1]));
-    let read = timeout(PATIENCE, reading).await.expect("closed in time");
+    let read = timeout(TEST_TIMEOUT, reading)
+        .await
+        .expect("closed in time");
     assert_eq!(read.expect("no panic").expect("read"), 0);
 }
 
@@ -53,7 +55,7 @@ async fn raw(path: &Path, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<u8
         let mut answer = [0; 1];
         (&stream).read_exact(&mut answer).map(|()| answer[0])
     });
-    timeout(PATIENCE, answer)
+    timeout(TEST_TIMEOUT, answer)
         .await
         .expect("in time")
         .expect("no panic")
@@ -66,7 +68,7 @@ async fn hands_over_a_descriptor_once() {
     let (_root, path, receiver) = bench();
     let mut file = tempfile::tempfile().expect("a file");
     file.write_all(b"the same file").expect("written");
-    send_fd(&path, &TICKET, file.as_fd(), PATIENCE)
+    send_fd(&path, &TICKET, file.as_fd(), TEST_TIMEOUT)
         .await
         .expect("sent");
     assert!(receiver.take(&[8; TICKET_BYTES]).is_none());
@@ -85,10 +87,10 @@ async fn refuses_a_ticket_that_waits_already() {
     let (_root, path, receiver) = bench();
     let (first_reader, first) = pipe();
     let (second_reader, second) = pipe();
-    send_fd(&path, &TICKET, first.as_fd(), PATIENCE)
+    send_fd(&path, &TICKET, first.as_fd(), TEST_TIMEOUT)
         .await
         .expect("sent");
-    let again = send_fd(&path, &TICKET, second.as_fd(), PATIENCE).await;
+    let again = send_fd(&path, &TICKET, second.as_fd(), TEST_TIMEOUT).await;
     assert!(matches!(again, Err(FdError::Refused)), "{again:?}");
     drop(second);
     all_closed(second_reader).await;
@@ -145,12 +147,12 @@ async fn keeps_so_many_and_not_one_more() {
     let all: Vec<_> = (0..UNTAKEN_MAX)
         .map(|n| (ticket(n), writer.as_fd()))
         .collect();
-    send_fds(&path, &all, PATIENCE).await.expect("sent");
+    send_fds(&path, &all, TEST_TIMEOUT).await.expect("sent");
     let none = usize::MAX;
-    let one_more = send_fd(&path, &ticket(none), writer.as_fd(), PATIENCE).await;
+    let one_more = send_fd(&path, &ticket(none), writer.as_fd(), TEST_TIMEOUT).await;
     assert!(matches!(one_more, Err(FdError::Refused)), "{one_more:?}");
     drop(receiver.take(&ticket(5)).expect("came"));
-    send_fd(&path, &ticket(none), writer.as_fd(), PATIENCE)
+    send_fd(&path, &ticket(none), writer.as_fd(), TEST_TIMEOUT)
         .await
         .expect("sent");
     drop(writer);
@@ -182,7 +184,7 @@ async fn silent_senders_do_not_keep_others_out() {
 async fn closes_what_nobody_takes() {
     let (_root, path, receiver) = bench();
     let (reader, writer) = pipe();
-    send_fd(&path, &TICKET, writer.as_fd(), PATIENCE)
+    send_fd(&path, &TICKET, writer.as_fd(), TEST_TIMEOUT)
         .await
         .expect("sent");
     drop(writer);
@@ -193,7 +195,7 @@ async fn closes_what_nobody_takes() {
 
     tokio::time::resume();
     let (reader, writer) = pipe();
-    send_fd(&path, &TICKET, writer.as_fd(), PATIENCE)
+    send_fd(&path, &TICKET, writer.as_fd(), TEST_TIMEOUT)
         .await
         .expect("sent");
     drop(writer);
@@ -213,7 +215,7 @@ async fn says_in_time_that_nobody_answers() {
     let (_root, path, receiver) = bench();
     let (_reader, writer) = pipe();
     drop(receiver);
-    let gone = send_fd(&path, &TICKET, writer.as_fd(), PATIENCE).await;
+    let gone = send_fd(&path, &TICKET, writer.as_fd(), TEST_TIMEOUT).await;
     assert!(matches!(gone, Err(FdError::Io(_))), "{gone:?}");
     let _mute = std::os::unix::net::UnixListener::bind(path.join("fds.sock")).expect("binds");
     let short = Duration::from_millis(50);

@@ -19,7 +19,7 @@ fn mode(path: &Path) -> u32 {
 async fn refused(path: &Path) -> String {
     let address = Address::Directory(path.to_owned());
     let listening = ZmqTransport.listen(&address, Limits::default()).await;
-    let connecting = ZmqTransport.connect(&address, Limits::default(), PATIENCE);
+    let connecting = ZmqTransport.connect(&address, Limits::default(), TEST_TIMEOUT);
     let (listening, connecting) = (listening.err(), connecting.await.err());
     let texts = [listening, connecting].map(|error| error.expect("refused").to_string());
     assert_eq!(texts[0], texts[1]);
@@ -140,7 +140,7 @@ async fn replaces_the_sockets_of_a_listener_that_was_killed() {
         .await
         .expect("listens");
     assert!(!path.join("gate-inner-1-1").exists());
-    let connecting = ZmqTransport.connect(&address, Limits::default(), PATIENCE);
+    let connecting = ZmqTransport.connect(&address, Limits::default(), TEST_TIMEOUT);
     let _client = connecting.await.expect("connects");
     opened(&mut listener).await;
 }

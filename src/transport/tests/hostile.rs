@@ -48,13 +48,13 @@ async fn write(stream: &mut UnixStream, bytes: &[u8]) {
 async fn read_to_end(stream: &mut UnixStream) {
     let mut buffer = [0; 4096];
     let end = async { while let Ok(1..) = stream.read(&mut buffer).await {} };
-    timeout(PATIENCE, end).await.expect("closed in time");
+    timeout(TEST_TIMEOUT, end).await.expect("closed in time");
 }
 
 /// Reads the gate's greeting and READY.
 async fn read_hello(stream: &mut UnixStream) {
     let mut bytes = vec![0; 64 + zmtp::ready("ROUTER", b"").len()];
-    let read = timeout(PATIENCE, stream.read_exact(&mut bytes)).await;
+    let read = timeout(TEST_TIMEOUT, stream.read_exact(&mut bytes)).await;
     read.expect("in time").expect("open");
     assert_eq!(bytes[64..], zmtp::ready("ROUTER", b""));
 }
@@ -70,7 +70,7 @@ async fn shaken(address: &Address, listener: &mut Listener) -> (UnixStream, Peer
 
 /// Asserts that a new client gets its echo and that the listener has no other event.
 async fn serves(address: &Address, listener: &mut Listener) {
-    let connecting = ZmqTransport.connect(address, Limits::default(), PATIENCE);
+    let connecting = ZmqTransport.connect(address, Limits::default(), TEST_TIMEOUT);
     let mut client = connecting.await.expect("connects");
     let peer = opened(listener).await;
     client.send(frame("h", "still here")).await.expect("sent");
@@ -177,7 +177,7 @@ async fn random_bytes_at_every_stage() {
     }
     // Connections that reached READY were opened and are closed again; the others left no trace.
     let mut open = 0;
-    let honest = ZmqTransport.connect(&address, Limits::default(), PATIENCE);
+    let honest = ZmqTransport.connect(&address, Limits::default(), TEST_TIMEOUT);
     let honest = honest.await.expect("connects");
     honest.send(frame("h", "honest")).await.expect("sent");
     let mut seen = false;
@@ -239,7 +239,7 @@ async fn a_flood_of_silent_connections_ends_and_harms_no_open_one() {
 #[tokio::test]
 async fn silent_connections_do_not_keep_others_out() {
     let limits = Limits {
-        handshake: PATIENCE * 3,
+        handshake: TEST_TIMEOUT * 3,
         ..Limits::default()
     };
     let (_root, address, mut listener) = zmq_listener(limits).await;
@@ -290,7 +290,7 @@ async fn an_identity_cannot_be_taken_over() {
         .try_send(first, frame("h", "for the victim"))
         .expect("sent");
     let mut got = vec![0; sent.len()];
-    let read = timeout(PATIENCE, victim.read_exact(&mut got)).await;
+    let read = timeout(TEST_TIMEOUT, victim.read_exact(&mut got)).await;
     read.expect("in time").expect("open");
     assert_eq!(got, sent);
 }
@@ -329,7 +329,7 @@ async fn a_ping_is_answered_and_disturbs_nothing() {
     for _ in 0..3 {
         write(&mut stream, ping).await;
         let mut got = [0; 11];
-        let read = timeout(PATIENCE, stream.read_exact(&mut got)).await;
+        let read = timeout(TEST_TIMEOUT, stream.read_exact(&mut got)).await;
         read.expect("in time").expect("open");
         assert_eq!(&got, pong);
     }

@@ -18,14 +18,14 @@ use super::{
 };
 
 /// Deadline that suffices on a loaded machine; reached only when a test fails.
-const PATIENCE: Duration = Duration::from_secs(20);
+const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 
 fn frame(header: &str, body: &str) -> Frame {
     Frame::new(header.to_owned(), body.to_owned())
 }
 
 async fn event(listener: &mut Listener) -> ListenerEvent {
-    let next = timeout(PATIENCE, listener.next()).await;
+    let next = timeout(TEST_TIMEOUT, listener.next()).await;
     next.expect("an event in time").expect("tasks run")
 }
 
@@ -54,7 +54,7 @@ async fn closed(listener: &mut Listener) -> (PeerId, CloseReason) {
 }
 
 async fn received(connection: &mut Connection) -> Frame {
-    let received = timeout(PATIENCE, connection.recv()).await;
+    let received = timeout(TEST_TIMEOUT, connection.recv()).await;
     received.expect("a frame in time").expect("open")
 }
 

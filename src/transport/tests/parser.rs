@@ -83,16 +83,16 @@ fn put_message(out: &mut Vec<u8>, header: &[u8], body: &[u8]) {
 const PING: &[u8] = b"\x04\x0b\x04PING\x00\x05ctx!";
 
 #[derive(Debug, Clone)]
-enum Said {
+enum Written {
     Message(Vec<u8>, Vec<u8>),
     Ping,
 }
 
-fn said() -> impl Strategy<Value = Said> {
+fn written() -> impl Strategy<Value = Written> {
     let bytes = |max| proptest::collection::vec(any::<u8>(), 0..=max);
     prop_oneof![
-        4 => (bytes(300), bytes(1000)).prop_map(|(header, body)| Said::Message(header, body)),
-        1 => Just(Said::Ping),
+        4 => (bytes(300), bytes(1000)).prop_map(|(header, body)| Written::Message(header, body)),
+        1 => Just(Written::Ping),
     ]
 }
 
@@ -101,20 +101,20 @@ proptest! {
 
     #[test]
     fn any_split_of_a_stream_reads_the_same(
-        said in proptest::collection::vec(said(), 0..6),
+        said in proptest::collection::vec(written(), 0..6),
         cuts in proptest::collection::vec(any::<prop::sample::Index>(), 0..40),
     ) {
         let mut bytes = hello();
         let mut expected = vec![Found::Greeting, Found::Ready];
         for said in said {
             match said {
-                Said::Message(header, body) => {
+                Written::Message(header, body) => {
                     put_message(&mut bytes, &header, &body);
                     expected.push(Found::Part(Part::Header, header.len() as u64, header));
                     expected.push(Found::Part(Part::Body, body.len() as u64, body));
                     expected.push(Found::End);
                 }
-                Said::Ping => {
+                Written::Ping => {
                     bytes.extend_from_slice(PING);
                     expected.push(Found::Ping);
                 }

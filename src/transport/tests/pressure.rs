@@ -56,7 +56,7 @@ pub(super) async fn closes_a_client_that_sends_too_much(bench: Bench) {
         client.send(sent).await.expect("within its own limits");
         let reason = CloseReason::Violation(violation);
         assert_eq!(closed(&mut listener).await, (peer, reason));
-        let end = timeout(PATIENCE, client.recv()).await.expect("in time");
+        let end = timeout(TEST_TIMEOUT, client.recv()).await.expect("in time");
         assert_eq!(end, Err(Closed::ByServer));
         listener.close().await;
     }
@@ -74,7 +74,7 @@ pub(super) async fn closes_the_connection_when_the_server_sends_too_much(bench: 
         .sender()
         .try_send(peer, Frame::new("h", vec![1; 301]));
     sent.expect("within its own limits");
-    let end = timeout(PATIENCE, client.recv()).await.expect("in time");
+    let end = timeout(TEST_TIMEOUT, client.recv()).await.expect("in time");
     assert_eq!(end, Err(Closed::Violation(Violation::BodyTooLong)));
     assert_eq!(closed(&mut listener).await, (peer, CloseReason::ByPeer));
 }
@@ -115,7 +115,7 @@ pub(super) async fn closes_a_client_that_does_not_read(bench: Bench) {
 
 pub(super) async fn closes_a_client_for_which_too_much_waits(bench: Bench) {
     let patient = Limits {
-        slow_after: PATIENCE * 10,
+        slow_after: TEST_TIMEOUT * 10,
         ..tight()
     };
     let mut listener = bench.listen(&patient).await;

@@ -121,7 +121,7 @@ async fn disconnects_after_what_was_sent(bench: Bench) {
     for _ in 0..8 {
         assert_eq!(received(&mut client).await, last);
     }
-    let end = timeout(PATIENCE, client.recv()).await.expect("in time");
+    let end = timeout(TEST_TIMEOUT, client.recv()).await.expect("in time");
     assert_eq!(end, Err(Closed::ByServer));
     assert_eq!(client.recv().await, Err(Closed::ByServer));
     assert_eq!(closed(&mut listener).await, (peer, CloseReason::ByUs));
@@ -132,7 +132,7 @@ async fn tells_the_client_when_the_listener_goes(bench: Bench) {
     let mut client = bench.connect().await;
     opened(&mut listener).await;
     drop(listener);
-    let end = timeout(PATIENCE, client.recv()).await.expect("in time");
+    let end = timeout(TEST_TIMEOUT, client.recv()).await.expect("in time");
     assert_eq!(end, Err(Closed::ByServer));
     assert_eq!(client.send(frame("h", "b")).await, Err(SendError::Gone));
 }
@@ -144,7 +144,9 @@ async fn frees_the_address_at_close(bench: Bench) {
         let peer = opened(&mut listener).await;
         client.send(frame("h", "b")).await.expect("sent");
         assert_eq!(arrived(&mut listener).await.0, peer);
-        timeout(PATIENCE, listener.close()).await.expect("in time");
+        timeout(TEST_TIMEOUT, listener.close())
+            .await
+            .expect("in time");
     }
 }
 
@@ -227,7 +229,9 @@ async fn splits_into_halves(bench: Bench) {
         .sender()
         .try_send(peer, frame("h", "two"))
         .expect("sent");
-    let two = timeout(PATIENCE, receiver.recv()).await.expect("in time");
+    let two = timeout(TEST_TIMEOUT, receiver.recv())
+        .await
+        .expect("in time");
     assert_eq!(two, Ok(frame("h", "two")));
     drop(receiver);
     assert_eq!(closed(&mut listener).await, (peer, CloseReason::ByPeer));

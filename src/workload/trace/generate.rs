@@ -61,7 +61,7 @@ impl Default for Shape {
 /// block.
 pub fn generate(shape: &Shape, seed: u64) -> Trace {
     let block_tokens = shape.block_tokens.max(1);
-    let requests = Workload::new(shape, seed).requests();
+    let requests = GeneratedWorkload::new(shape, seed).requests();
     Trace::new(format!("builtin-{seed}"), block_tokens, requests)
 }
 
@@ -119,7 +119,7 @@ struct Conversation {
     turns: Vec<u64>,
 }
 
-struct Workload<'a> {
+struct GeneratedWorkload<'a> {
     shape: &'a Shape,
     block_tokens: u64,
     random: SplitMix64,
@@ -128,7 +128,7 @@ struct Workload<'a> {
     conversations: Vec<Conversation>,
 }
 
-impl<'a> Workload<'a> {
+impl<'a> GeneratedWorkload<'a> {
     fn new(shape: &'a Shape, seed: u64) -> Self {
         let mut workload = Self {
             shape,

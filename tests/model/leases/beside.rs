@@ -66,8 +66,8 @@ fn leader() -> Leader {
         let event = LeaderEvent::Attach(attached(worker(rank), 1));
         leader.step(Time(0), event, &mut effects);
     }
-    let asked = std::mem::take(&mut effects);
-    for event in asked.iter().filter_map(empty_inventory) {
+    let requested = std::mem::take(&mut effects);
+    for event in requested.iter().filter_map(empty_inventory) {
         leader.step(Time(0), event, &mut effects);
     }
     leader
@@ -78,7 +78,7 @@ fn empty_inventory(effect: &LeaderEffect) -> Option<LeaderEvent> {
     let LeaderEffect::ReadInventory {
         worker,
         depot,
-        reading,
+        read_id: reading,
         from,
         ..
     } = *effect
@@ -88,7 +88,7 @@ fn empty_inventory(effect: &LeaderEffect) -> Option<LeaderEvent> {
     Some(LeaderEvent::Inventory {
         worker,
         depot,
-        reading,
+        read_id: reading,
         from,
         next: None,
         records: Vec::new(),

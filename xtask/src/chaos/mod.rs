@@ -237,10 +237,10 @@ impl Chaos {
             signal(pid, Signal::STOP)?;
             // Without an answer of the leader it is unknown whether the worker copies.
             if let Some(status) = self.cluster.status() {
-                let owes = |key: &str| number(&status, &format!("/ranks/{place}/{key}")) > 0;
+                let has_open = |key: &str| number(&status, &format!("/ranks/{place}/{key}")) > 0;
                 let caught = match key {
-                    Some(key) => owes(key),
-                    None => owes("gathers") || owes("scatters"),
+                    Some(key) => has_open(key),
+                    None => has_open("gathers") || has_open("scatters"),
                 };
                 if caught && number(&status, &format!("/ranks/{place}/pid")) == pid {
                     return Ok((place, pid, status));

@@ -179,8 +179,8 @@ impl Bench {
         tensors.sort_by_key(|tensor| (tensor.layer, tensor.role));
         let page_bytes: u64 = tensors.iter().map(|tensor| tensor.page_bytes).sum();
         let stride = page_bytes.div_ceil(64) * 64;
-        let slots = u64::from(self.depot.arena_pages(page_bytes));
-        let pages_at = (4096 + slots * 80).div_ceil(4096) * 4096;
+        let entries = u64::from(self.depot.arena_pages(page_bytes));
+        let pages_at = (4096 + entries * 80).div_ceil(4096) * 4096;
         for pair in &job.pairs {
             for (src, dst) in pair.src.iter_pages().zip(pair.dst.iter_pages()) {
                 let (device_page, depot_page) = match job.direction {

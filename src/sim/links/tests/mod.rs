@@ -29,7 +29,7 @@ impl Transfer {
     }
 }
 
-pub(super) fn links(capacities: &[u64]) -> (Links, Vec<LinkId>) {
+pub(super) fn links(capacities: &[u64]) -> (Links, Vec<BandwidthLinkId>) {
     let mut links = Links::new();
     let ids = capacities
         .iter()
@@ -38,8 +38,8 @@ pub(super) fn links(capacities: &[u64]) -> (Links, Vec<LinkId>) {
     (links, ids)
 }
 
-pub(super) fn start(links: &mut Links, ids: &[LinkId], transfer: &Transfer) -> FlowId {
-    let over: Vec<LinkId> = transfer.links.iter().map(|link| ids[*link]).collect();
+pub(super) fn start(links: &mut Links, ids: &[BandwidthLinkId], transfer: &Transfer) -> FlowId {
+    let over: Vec<BandwidthLinkId> = transfer.links.iter().map(|link| ids[*link]).collect();
     let flow = FlowSpec {
         links: &over,
         bytes: transfer.bytes,
@@ -215,7 +215,7 @@ fn what_cannot_be_is_refused() {
         latency: Duration::ZERO,
     };
     let mut refuse = |flow: FlowSpec<'_>| model.start(Time(0), &flow).expect_err("refused");
-    let (none, twice, unknown) = ([], [ids[0]; 2], [LinkId(1)]);
+    let (none, twice, unknown) = ([], [ids[0]; 2], [BandwidthLinkId(1)]);
     let cases = [
         (
             FlowSpec {

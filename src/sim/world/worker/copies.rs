@@ -7,12 +7,12 @@ use super::super::faults::Fault;
 use super::super::oracle::{PageAccesses, TouchedPages};
 use super::super::saboteur::Lie;
 use super::super::storage::TORN;
-use super::super::{Env, SimEvent};
+use super::super::{SimContext, SimEvent};
 use kvferry_types::{Copy, Direction, EndedCopy, OpId, WorkerId};
 
 /// A running copy.
 #[derive(Debug)]
-struct Running {
+struct RunningCopy {
     copy: Copy,
     /// Source and destination pages.
     pages: Vec<(u32, u32)>,
@@ -42,17 +42,17 @@ enum Fate {
 
 /// The copies that run in one process.
 #[derive(Debug)]
-pub(super) struct Copies {
+pub(super) struct RunningCopies {
     worker: WorkerId,
-    life: u32,
-    running: BTreeMap<OpId, Running>,
+    incarnation: u32,
+    running: BTreeMap<OpId, RunningCopy>,
 }
 
-impl Copies {
-    pub(super) fn new(worker: WorkerId, life: u32) -> Self {
+impl RunningCopies {
+    pub(super) fn new(worker: WorkerId, incarnation: u32) -> Self {
         Self {
             worker,
-            life,
+            incarnation,
             running: BTreeMap::new(),
         }
     }
@@ -70,7 +70,7 @@ impl Copies {
         }
     }
 
-    pub(super) fn start(&mut self, env: &mut Env, copy: Copy) {
+    pub(super) fn start(&mut self, env: &mut SimContext, copy: Copy) {
         let pairs = copy.pairs.iter();
         let pages: Vec<(u32, u32)> = pairs
             .flat_map(|pair| pair.src.iter_pages().zip(pair.dst.iter_pages()))
@@ -83,7 +83,7 @@ impl Copies {
         };
         self.touch(env, &copy, &pages, PageAccesses::begin);
         let op = copy.op;
-        let running = Running {
+        let running = RunningCopy {
             copy,
             pages,
             done: 0,
@@ -100,7 +100,7 @@ impl Copies {
         env.leader_may_die(complete);
     }
 
-    fn fate(&self, env: &mut Env, copy: &Copy, pages: usize) -> Fate {
+    fn fate(&self, env: &mut SimContext, copy: &Copy, pages: usize) -> Fate {
         let chances = env.net.chances;
         let dice = env.rng.u32(0..1_000_000);
         if env
@@ -131,7 +131,7 @@ impl Copies {
     /// Notes for the checker that the copy begins or ends to touch its pages.
     fn touch(
         &self,
-        env: &mut Env,
+        env: &mut SimContext,
         copy: &Copy,
         pages: &[(u32, u32)],
         with: fn(&mut PageAccesses, &TouchedPages<'_>),
@@ -139,7 +139,7 @@ impl Copies {
         let touched = TouchedPages {
             worker: self.worker,
             shard: env.setup.sharding.of(self.worker.rank),
-            life: self.life,
+            incarnation: self.incarnation,
             copy,
             pages,
             cells: env.memory(copy.engine).shape.cells,
@@ -149,7 +149,7 @@ impl Copies {
     }
 
     /// Marks the next page of a copy as half written.
-    fn tear(&self, env: &mut Env, op: OpId) {
+    fn tear(&self, env: &mut SimContext, op: OpId) {
         let Some(running) = self.running.get(&op) else {
             return;
         };
@@ -158,11 +158,18 @@ impl Copies {
         }
     }
 
-    fn go_on(&self, env: &mut Env, op: OpId, pace: Duration) {
+    fn go_on(&self, env: &mut SimContext, op: OpId, pace: Duration) {
         let late = pace.mul_f64(0.5 + env.rng.f64());
-        let (worker, life) = (self.worker, self.life);
+        let (worker, incarnation) = (self.worker, self.incarnation);
         let at = env.now() + late;
-        env.queue.push(at, SimEvent::CopyStep { worker, life, op });
+        env.queue.push(
+            at,
+            SimEvent::CopyStep {
+                worker,
+                incarnation,
+                op,
+            },
+        );
     }
 
     /// Notes that the process was paused: its running copies may continue after their deadlines.
@@ -173,7 +180,7 @@ impl Copies {
     }
 
     /// Copies one more page, or ends the copy. Returns the end of a copy one step after its last byte.
-    pub(super) fn step(&mut self, env: &mut Env, op: OpId) -> Option<EndedCopy> {
+    pub(super) fn step(&mut self, env: &mut SimContext, op: OpId) -> Option<EndedCopy> {
         let now = env.now();
         let rank = self.worker.rank;
         let running = self.running.get_mut(&op)?;
@@ -217,7 +224,7 @@ impl Copies {
     }
 
     /// Ends a copy: it no longer reads or writes.
-    fn ended(&mut self, env: &mut Env, op: OpId, complete: bool) -> Option<EndedCopy> {
+    fn ended(&mut self, env: &mut SimContext, op: OpId, complete: bool) -> Option<EndedCopy> {
         let running = self.running.remove(&op)?;
         self.touch(env, &running.copy, &running.pages, PageAccesses::end);
         Some(EndedCopy {

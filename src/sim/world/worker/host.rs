@@ -3,20 +3,20 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use super::super::client::Client;
+use super::super::client::SimClient;
 use super::super::saboteur::Lie;
-use super::super::server::{Server, connection};
+use super::super::server::{SimServer, connection};
 use super::super::storage::{Hold, Storage};
-use super::super::{Env, SimEvent};
-use super::copies::Copies;
+use super::super::{SimContext, SimEvent};
+use super::copies::RunningCopies;
 use kvferry_protocol::{ErrorBody, ErrorCode, Inventory, Message, ReadInventory};
-use kvferry_shell::{Fatal, Peers, Registering, WorkerHost};
+use kvferry_shell::{Fatal, HolderPeers, Registering, WorkerHost};
 use kvferry_types::{
     Copy, DepotId, EngineId, Epoch, GroupGeometry, LinkId, OpId, PageRun, PeerId, Record,
     Registration, RequestId, Scope, Stored, Time, WorkerId,
 };
 
-/// A depot that is being divided for a reading, slot by slot. The process receives nothing meanwhile, and continues
+/// A depot that is being divided for a reading, entry by entry. The process receives nothing meanwhile, and continues
 /// even if its connection has closed.
 #[derive(Debug)]
 pub(super) struct Dividing {
@@ -25,7 +25,7 @@ pub(super) struct Dividing {
     read: ReadInventory,
     /// Depot that is divided. Another one may have replaced it meanwhile.
     depot: DepotId,
-    /// First slot that is not cleared yet.
+    /// First entry that is not cleared yet.
     next: u32,
     /// Time that one slice takes.
     pace: Duration,
@@ -38,10 +38,10 @@ const DIVIDE_SLICES: u32 = 4;
 #[derive(Debug)]
 pub(super) struct Parts {
     id: WorkerId,
-    life: u32,
-    pub(super) leader: Client,
-    pub(super) server: Server,
-    pub(super) copies: Copies,
+    incarnation: u32,
+    pub(super) leader: SimClient,
+    pub(super) server: SimServer,
+    pub(super) copies: RunningCopies,
     pub(super) dividing: Option<Dividing>,
     /// Registrations whose memory is being opened.
     pub(super) opening: BTreeMap<u64, Registering>,
@@ -52,13 +52,17 @@ pub(super) struct Parts {
 }
 
 impl Parts {
-    pub(super) fn new((id, life): (WorkerId, u32), leader: Client, server: Server) -> Self {
+    pub(super) fn new(
+        (id, incarnation): (WorkerId, u32),
+        leader: SimClient,
+        server: SimServer,
+    ) -> Self {
         Self {
             id,
-            life,
+            incarnation,
             leader,
             server,
-            copies: Copies::new(id, life),
+            copies: RunningCopies::new(id, incarnation),
             dividing: None,
             opening: BTreeMap::new(),
             openings: 0,
@@ -70,7 +74,7 @@ impl Parts {
 
 /// Environment of the worker's shell while it handles one event.
 pub(super) struct Host<'a> {
-    pub(super) env: &'a mut Env,
+    pub(super) env: &'a mut SimContext,
     pub(super) parts: &'a mut Parts,
 }
 
@@ -81,25 +85,28 @@ impl Host<'_> {
     }
 
     /// Schedules an event of this worker after `wait`.
-    fn later(&mut self, wait: Duration, happening: impl FnOnce(WorkerId, u32) -> SimEvent) {
-        let happening = happening(self.parts.id, self.parts.life);
+    fn later(&mut self, wait: Duration, event: impl FnOnce(WorkerId, u32) -> SimEvent) {
+        let event = event(self.parts.id, self.parts.incarnation);
         let at = self.env.now() + wait;
-        self.env.queue.push(at, happening);
+        self.env.queue.push(at, event);
     }
 
     fn divide_later(&mut self) {
         if let Some(pace) = self.parts.dividing.as_ref().map(|dividing| dividing.pace) {
-            self.later(pace, |worker, life| SimEvent::Divide { worker, life });
+            self.later(pace, |worker, incarnation| SimEvent::Divide {
+                worker,
+                incarnation,
+            });
         }
     }
 
-    /// Clears one slice of the slots. After the last slice, sends the inventory.
+    /// Clears one slice of the entries. After the last slice, sends the inventory.
     pub(super) fn divide(&mut self) {
         let shard = self.shard();
         let Some(dividing) = &mut self.parts.dividing else {
             return;
         };
-        let shape = Env::shape(dividing.read.page_bytes, [0; 16]);
+        let shape = SimContext::shape(dividing.read.page_bytes, [0; 16]);
         let depot = &mut self.env.depots[shard];
         if depot.id() == dividing.depot {
             let pages = depot.pages(shape);
@@ -122,7 +129,7 @@ impl Host<'_> {
     }
 
     fn send_inventory(&mut self, link: LinkId, order: RequestId, read: &ReadInventory) {
-        let shape = Env::shape(read.page_bytes, [0; 16]);
+        let shape = SimContext::shape(read.page_bytes, [0; 16]);
         let depot = &self.env.depots[self.shard()];
         let message = if depot.holds() == Some(shape.cells) {
             let end = read.from.saturating_add(self.env.setup.inventory_pages);
@@ -137,7 +144,7 @@ impl Host<'_> {
     }
 }
 
-impl Peers for Host<'_> {
+impl HolderPeers for Host<'_> {
     type Process = i32;
 
     fn is_live(&self, peer: PeerId) -> bool {
@@ -170,7 +177,7 @@ impl WorkerHost for Host<'_> {
     fn request_leader(&mut self, link: LinkId, message: Message, _: Duration) -> RequestId {
         self.parts.requests += 1;
         let id = RequestId(self.parts.requests);
-        self.parts.leader.request_over(self.env, link, id, message);
+        self.parts.leader.request_on(self.env, link, id, message);
         id
     }
 
@@ -196,9 +203,9 @@ impl WorkerHost for Host<'_> {
         let opening = self.parts.openings;
         self.parts.opening.insert(opening, registering);
         let wait = Duration::from_micros(self.env.rng.u64(5..2000));
-        self.later(wait, |worker, life| SimEvent::Opened {
+        self.later(wait, |worker, incarnation| SimEvent::Opened {
             worker,
-            life,
+            incarnation,
             opening,
         });
         Ok(())
@@ -233,7 +240,7 @@ impl WorkerHost for Host<'_> {
     }
 
     fn arena_pages(&self, page_bytes: u64) -> u32 {
-        self.env.depots[self.shard()].pages(Env::shape(page_bytes, [0; 16]))
+        self.env.depots[self.shard()].pages(SimContext::shape(page_bytes, [0; 16]))
     }
 
     fn read_inventory(
@@ -243,10 +250,10 @@ impl WorkerHost for Host<'_> {
         epoch: Epoch,
         read: ReadInventory,
     ) -> Result<(), Fatal> {
-        let shape = Env::shape(read.page_bytes, [0; 16]);
+        let shape = SimContext::shape(read.page_bytes, [0; 16]);
         let shard = self.shard();
         let depot = &mut self.env.depots[shard];
-        match depot.hold(shape, (epoch, read.reading)) {
+        match depot.hold(shape, (epoch, read.read_id)) {
             Hold::Held => self.send_inventory(link, order, &read),
             Hold::Divide => {
                 let depot = depot.id();
@@ -292,7 +299,10 @@ impl WorkerHost for Host<'_> {
 
     fn invalidate_later(&mut self) -> Result<(), Fatal> {
         let wait = Duration::from_micros(self.env.rng.u64(1..20));
-        self.later(wait, |worker, life| SimEvent::Invalidate { worker, life });
+        self.later(wait, |worker, incarnation| SimEvent::Invalidate {
+            worker,
+            incarnation,
+        });
         Ok(())
     }
 

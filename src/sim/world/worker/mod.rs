@@ -3,10 +3,10 @@
 mod copies;
 mod host;
 
-use super::client::{self, Client};
-use super::net::{ConnectionId, End, Heard};
-use super::server::{self, Server, peer};
-use super::{Env, NodeId};
+use super::client::{self, SimClient};
+use super::net::{ConnectionEnd, ConnectionId, Received};
+use super::server::{self, SimServer, peer};
+use super::{NodeId, SimContext};
 use kvferry_core::{Worker, WorkerSettings};
 use kvferry_protocol::{ErrorBody, Message, Role};
 use kvferry_shell::{Fatal, WorkerFailure, WorkerShell};
@@ -19,23 +19,28 @@ use host::{Host, Parts};
 pub(super) struct WorkerProcess {
     shell: WorkerShell<i32, EngineId>,
     parts: Parts,
-    gave_up: bool,
+    failed: bool,
 }
 
 impl WorkerProcess {
-    pub(super) fn start(env: &mut Env, id: WorkerId, life: u32) -> Self {
-        let hello = Client::hello(Role::Worker, EngineId::default(), id, env.setup.version_max);
+    pub(super) fn start(env: &mut SimContext, id: WorkerId, incarnation: u32) -> Self {
+        let hello = SimClient::hello(Role::Worker, EngineId::default(), id, env.setup.version_max);
         let settings = WorkerSettings {
             running_max: env.setup.running_max,
             fence: env.setup.fence,
             attach_every: env.setup.attach_every,
         };
-        let leader = Client::new(env, (NodeId::Worker(id), life), NodeId::Leader, hello);
-        let server = Server::new(Epoch(0), &[Role::Rank], env.now());
+        let leader = SimClient::new(
+            env,
+            (NodeId::Worker(id), incarnation),
+            NodeId::Leader,
+            hello,
+        );
+        let server = SimServer::new(Epoch(0), &[Role::Rank], env.now());
         let mut process = Self {
             shell: WorkerShell::new(id, env.setup.sharding, settings),
-            parts: Parts::new((id, life), leader, server),
-            gave_up: false,
+            parts: Parts::new((id, incarnation), leader, server),
+            failed: false,
         };
         process.run(env, |shell, host| shell.depot_ready(host));
         process
@@ -45,8 +50,8 @@ impl WorkerProcess {
         self.shell.core()
     }
 
-    pub(super) fn gave_up(&self) -> bool {
-        self.gave_up
+    pub(super) fn has_failed(&self) -> bool {
+        self.failed
     }
 
     pub(super) fn is_dividing(&self) -> bool {
@@ -63,9 +68,9 @@ impl WorkerProcess {
             .min(self.parts.server.next_timeout())
     }
 
-    pub(super) fn tick(&mut self, env: &mut Env) {
+    pub(super) fn tick(&mut self, env: &mut SimContext) {
         for noticed in self.parts.leader.tick(env) {
-            self.leader_says(env, noticed);
+            self.leader_event(env, noticed);
         }
         for silent in self.parts.server.tick(env) {
             self.run(env, |shell, host| shell.closed(host, peer(silent)));
@@ -73,40 +78,46 @@ impl WorkerProcess {
         self.run(env, |shell, host| shell.tick(host));
     }
 
-    pub(super) fn hear(&mut self, env: &mut Env, id: ConnectionId, to: End, heard: Heard) {
-        if to == End::Client {
+    pub(super) fn receive(
+        &mut self,
+        env: &mut SimContext,
+        id: ConnectionId,
+        to: ConnectionEnd,
+        received: Received,
+    ) {
+        if to == ConnectionEnd::Client {
             if self.parts.leader.is(id) {
-                for noticed in self.parts.leader.hear(env, heard) {
-                    self.leader_says(env, noticed);
+                for noticed in self.parts.leader.receive(env, received) {
+                    self.leader_event(env, noticed);
                 }
             }
             return;
         }
-        match self.parts.server.hear(env, id, heard) {
+        match self.parts.server.receive(env, id, received) {
             None => {}
-            Some(server::SessionEvent::Opened(hello)) => {
+            Some(server::SimServerEvent::Opened(hello)) => {
                 let pid = env.visible_pid(id);
                 self.run(env, |shell, host| {
                     shell.opened(host, peer(id), &hello, pid);
                     Ok(())
                 });
             }
-            Some(server::SessionEvent::Closed) => {
+            Some(server::SimServerEvent::Closed) => {
                 self.run(env, |shell, host| shell.closed(host, peer(id)));
             }
-            Some(server::SessionEvent::Message(envelope)) => {
+            Some(server::SimServerEvent::Message(envelope)) => {
                 self.run(env, |shell, host| shell.message(host, peer(id), envelope));
             }
         }
     }
 
-    fn leader_says(&mut self, env: &mut Env, noticed: client::SessionEvent) {
+    fn leader_event(&mut self, env: &mut SimContext, noticed: client::SimClientEvent) {
         match noticed {
-            client::SessionEvent::Welcomed { epoch, link } => {
+            client::SimClientEvent::Welcomed { epoch, link } => {
                 self.run(env, |shell, host| shell.leader_found(host, epoch, link));
             }
-            client::SessionEvent::Lost => self.run(env, |shell, host| shell.leader_lost(host)),
-            client::SessionEvent::Request { link, envelope } => {
+            client::SimClientEvent::Lost => self.run(env, |shell, host| shell.leader_lost(host)),
+            client::SimClientEvent::Request { link, envelope } => {
                 let understood = match &envelope.message {
                     Message::Invalidate(invalidate) => invalidate.scope().is_ok(),
                     Message::Transfer(transfer) => !transfer.copies.is_empty(),
@@ -118,7 +129,7 @@ impl WorkerProcess {
                 }
                 self.run(env, |shell, host| shell.order(host, link, *envelope));
             }
-            client::SessionEvent::Answered(id, answer) => {
+            client::SimClientEvent::Answered(id, answer) => {
                 if let Ok(other) = &*answer
                     && !matches!(other, Message::Attached(_))
                 {
@@ -132,7 +143,7 @@ impl WorkerProcess {
     }
 
     /// Handles the end of opening an engine's memory.
-    pub(super) fn opened(&mut self, env: &mut Env, opening: u64) {
+    pub(super) fn opened(&mut self, env: &mut SimContext, opening: u64) {
         if let Some(registering) = self.parts.opening.remove(&opening) {
             let memory = Ok(registering.engine);
             self.run(env, |shell, host| shell.mapped(host, registering, memory));
@@ -140,12 +151,12 @@ impl WorkerProcess {
     }
 
     /// Does the next slice of a reset.
-    pub(super) fn continue_invalidations(&mut self, env: &mut Env) {
+    pub(super) fn continue_invalidations(&mut self, env: &mut SimContext) {
         self.run(env, |shell, host| shell.continue_invalidations(host));
     }
 
-    /// Clears the next slots of a depot that is being divided.
-    pub(super) fn divide(&mut self, env: &mut Env) {
+    /// Clears the next entries of a depot that is being divided.
+    pub(super) fn divide(&mut self, env: &mut SimContext) {
         let Self { parts, .. } = self;
         Host { env, parts }.divide();
     }
@@ -156,7 +167,7 @@ impl WorkerProcess {
     }
 
     /// Makes the next step of a copy.
-    pub(super) fn copy_step(&mut self, env: &mut Env, op: OpId) {
+    pub(super) fn copy_step(&mut self, env: &mut SimContext, op: OpId) {
         if let Some(ended) = self.parts.copies.step(env, op) {
             self.run(env, |shell, host| shell.copies_ended(host, vec![ended]));
         }
@@ -164,7 +175,7 @@ impl WorkerProcess {
 
     fn run(
         &mut self,
-        env: &mut Env,
+        env: &mut SimContext,
         call: impl FnOnce(&mut WorkerShell<i32, EngineId>, &mut Host<'_>) -> Result<(), Fatal>,
     ) {
         let Self { shell, parts, .. } = self;
@@ -176,7 +187,7 @@ impl WorkerProcess {
         let Err(why) = ended else {
             return;
         };
-        self.gave_up = true;
+        self.failed = true;
         if why.downcast_ref() != Some(&WorkerFailure::CopyStuck) {
             env.violated(format!("a worker must end: {why}"));
         }

@@ -23,7 +23,7 @@ use kvferry_transport::{
 };
 use kvferry_types::{EndedCopy, Epoch, OpId, PageList};
 
-use super::filled::{FilledLeader, geometry};
+use super::preloaded_leader::{PreloadedLeader, geometry};
 
 /// Pages of the prompts, one row each.
 const PROMPT_PAGES: [u32; 4] = [10, 256, 2048, 4096];
@@ -32,7 +32,7 @@ const WINDOWS: u32 = 20;
 /// Prompts of each length, used in turn.
 const PROMPTS: u64 = 16;
 /// Time limit of a request.
-const PATIENCE: Duration = Duration::from_secs(10);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// One row of the result, in microseconds.
 #[derive(Debug, serde::Serialize)]
@@ -177,7 +177,7 @@ async fn lookup_ns(engine: &Client) -> Result<u64, CommandError> {
 /// Measures the core's step of a lookup without sockets and actors, in microseconds. Decoding is excluded, because the
 /// busy server decodes as well.
 fn in_core(pages: u32, rounds: u32) -> Result<f64, CommandError> {
-    let mut leader = FilledLeader::new(PROMPTS, pages)?;
+    let mut leader = PreloadedLeader::new(PROMPTS, pages)?;
     let mut took = Vec::new();
     for (_, prompt) in (0..rounds).zip((0..PROMPTS).cycle()) {
         let encoded = leader.encoded(prompt)?;
@@ -197,7 +197,7 @@ fn lookup(slot: u64, prompt: u64, pages: u32) -> Lookup {
 }
 
 async fn request<C: Call>(client: &Client, call: C) -> Result<C::Answer, CommandError> {
-    let answer = client.call(call, PATIENCE).await;
+    let answer = client.call(call, ANSWER_TIMEOUT).await;
     answer.map_err(CommandError::failed)
 }
 
@@ -237,8 +237,8 @@ async fn attach(leader: &Path) -> Result<tokio::task::JoinHandle<()>, CommandErr
     };
     let orders = worker.clone();
     let obeys = tokio::spawn(async move {
-        while let Some(heard) = incoming.recv().await {
-            let Incoming::Request { link, envelope } = heard else {
+        while let Some(received) = incoming.recv().await {
+            let Incoming::Request { link, envelope } = received else {
                 continue;
             };
             if let Some(answer) = obey(envelope.message) {
@@ -247,13 +247,13 @@ async fn attach(leader: &Path) -> Result<tokio::task::JoinHandle<()>, CommandErr
         }
     });
     request(&worker, attach).await?;
-    let limit = Instant::now() + PATIENCE;
+    let limit = Instant::now() + ANSWER_TIMEOUT;
     loop {
         if request(&worker, Status { check: false }).await?.ready {
             return Ok(obeys);
         }
         if Instant::now() >= limit {
-            let text = format!("the leader is not ready after {PATIENCE:?}");
+            let text = format!("the leader is not ready after {ANSWER_TIMEOUT:?}");
             return Err(CommandError::Failed(text));
         }
     }

@@ -7,13 +7,13 @@ use fastrand::Rng;
 use siphasher::sip128::SipHasher24;
 
 use super::faults::{Fault, FaultCounts};
-use super::net::{ConnectionId, End, Net};
+use super::net::{ConnectionEnd, ConnectionId, Net};
 use super::oracle::Oracle;
 use super::pids::Pids;
 use super::queue::Queue;
 use super::saboteur::Lie;
 use super::setup::{CELL_BYTES, Setup, Shape, pick};
-use super::storage::{CONTENT_MIN, Content, Depot, EMPTY, NOWHERE, Storage};
+use super::storage::{CONTENT_MIN, Content, EMPTY, NOWHERE, SimDepot, Storage};
 use super::{Counts, SimEvent};
 use kvferry_core::{Domain, Refusal};
 use kvferry_protocol::HEADER_BYTES;
@@ -35,7 +35,7 @@ pub(super) struct Memory {
 }
 
 /// The environment of a world's processes.
-pub(super) struct Env {
+pub(super) struct SimContext {
     pub(super) setup: Setup,
     /// The lie that the hosts tell.
     pub(super) lie: Option<Lie>,
@@ -44,7 +44,7 @@ pub(super) struct Env {
     pub(super) net: Net,
     pub(super) faults: FaultCounts,
     pub(super) counts: Counts,
-    pub(super) depots: Vec<Depot>,
+    pub(super) depots: Vec<SimDepot>,
     depots_made: u128,
     /// Registered memory of each engine, dead incarnations included.
     engines: BTreeMap<EngineId, Memory>,
@@ -70,7 +70,7 @@ pub(super) struct Env {
     pub(super) digest: SipHasher24,
 }
 
-impl Env {
+impl SimContext {
     /// True if the hosts of this world tell this lie.
     pub(super) fn lies(&self, lie: Lie) -> bool {
         self.lie == Some(lie)
@@ -120,7 +120,7 @@ impl Env {
     }
 
     /// Makes an empty depot, with room for at least one block of the largest pages.
-    fn make_depot(&mut self) -> Depot {
+    fn make_depot(&mut self) -> SimDepot {
         self.depots_made += 1;
         let setup = &self.setup;
         let largest = setup.shapes.iter().map(|shape| shape.cells).max();
@@ -129,7 +129,7 @@ impl Env {
         if setup.depots_differ {
             cells = self.rng.u32(cells / 2..=cells);
         }
-        Depot::new(DepotId(self.depots_made), cells.max(least))
+        SimDepot::new(DepotId(self.depots_made), cells.max(least))
     }
 
     /// Replaces the depot of a shard by a new, empty one.
@@ -206,7 +206,7 @@ impl Env {
     pub(super) fn send(
         &mut self,
         id: ConnectionId,
-        from: End,
+        from: ConnectionEnd,
         message: ([u8; HEADER_BYTES], Vec<u8>),
     ) -> bool {
         self.net.send(
@@ -219,18 +219,18 @@ impl Env {
         )
     }
 
-    pub(super) fn close(&mut self, id: ConnectionId, from: End) {
+    pub(super) fn close(&mut self, id: ConnectionId, from: ConnectionEnd) {
         self.net
             .close(&mut self.queue, &mut self.rng, &mut self.faults, id, from);
     }
 
     /// Process id of the client of a connection, as the kernel reports it.
     pub(super) fn pid_of_client(&self, id: ConnectionId) -> Option<i32> {
-        let (who, life) = self.net.client(id)?;
-        self.pids.of(who, life)
+        let (who, incarnation) = self.net.client(id)?;
+        self.pids.of(who, incarnation)
     }
 
-    /// Like [`Env::pid_of_client`], but `None` where processes are unseen.
+    /// Like [`SimContext::pid_of_client`], but `None` where processes are unseen.
     pub(super) fn visible_pid(&self, id: ConnectionId) -> Option<i32> {
         match self.setup.processes_unseen {
             true => None,
@@ -412,7 +412,7 @@ impl Env {
     }
 }
 
-/// See [`Env::expected`].
+/// See [`SimContext::expected`].
 pub(super) fn expected(
     namespace: u8,
     shape: Shape,

@@ -13,7 +13,7 @@ use tokio::process::Child;
 use crate::cli::socket_paths::SocketPaths;
 use crate::cli::{block_on, engine_rank, print_line, status};
 use crate::error::CommandError;
-use kvferry_client::{EngineClient, EngineSettings, Prompt, RequestGuard, StoredPages};
+use kvferry_client::{EngineClient, EngineSettings, PromptPages, RequestGuard, StoredPages};
 use kvferry_engine::layout::describe;
 use kvferry_engine::pipe::{self, RankOrder, RankReport};
 use kvferry_engine::rank_pipe::RankPipe;
@@ -26,7 +26,7 @@ use kvferry_types::{
 use kvferry_workload::models::Model;
 use kvferry_workload::scheduler::WorkKind;
 
-use super::pages::{Pages, set_of, shuffled};
+use super::copy_fixture::{CopyFixture, set_of, shuffled};
 use super::rig::{self, ENGINE, HASH_BYTES, hashes};
 use super::spread;
 
@@ -40,7 +40,7 @@ const ARENA_PAGES_MIN: u32 = 64;
 /// Rounds that are not counted.
 const WARM_UP: u32 = 4;
 /// Time limit of each wait.
-const PATIENCE: Duration = Duration::from_secs(60);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Arguments {
@@ -173,7 +173,7 @@ impl Arguments {
         let mut up = self.start_up(folder.path(), Depot::bytes_for(arena_pages, page_bytes))?;
         let played = self.play(&socket_paths, &rank, pages, &bare).await;
         drop(up.stdin.take());
-        let ended = tokio::time::timeout(PATIENCE, up.wait()).await;
+        let ended = tokio::time::timeout(ANSWER_TIMEOUT, up.wait()).await;
         let (store, load) = played?;
         match ended {
             Ok(Ok(status)) if status.success() => {}
@@ -212,7 +212,7 @@ impl Arguments {
             model: self.model,
             device: EngineDevice::Cpu,
             layout: self.layout,
-            start_limit_s: PATIENCE.as_secs(),
+            start_limit_s: ANSWER_TIMEOUT.as_secs(),
         }
     }
 
@@ -253,7 +253,7 @@ impl Arguments {
 /// The copy engine alone, on memory of its own.
 struct Bare {
     engine: CopyEngine,
-    memory: Pages,
+    memory: CopyFixture,
     pages: u32,
 }
 
@@ -269,7 +269,7 @@ impl Bare {
             bytes: vec![0; 16],
         };
         let registration = describe(&rank.settings()?, [0; 16], nonce);
-        let memory = Pages::new(&registration, PLACES * pages)?;
+        let memory = CopyFixture::new(&registration, PLACES * pages)?;
         let engine = CopyEngine::new(usize::from(arguments.copy_threads));
         Ok(Self {
             engine: engine.map_err(CommandError::failed)?,
@@ -314,9 +314,9 @@ impl Moves {
         pages: u32,
     ) -> Result<Self, CommandError> {
         let mut process = rank.start()?;
-        let ready = process.wait_until_ready(PATIENCE).await;
+        let ready = process.wait_until_ready(ANSWER_TIMEOUT).await;
         ready.map_err(CommandError::failed)?;
-        status::until_ready(socket_paths, PATIENCE).await?;
+        status::until_ready(socket_paths, ANSWER_TIMEOUT).await?;
         let settings = EngineSettings::new(socket_paths.leader_address(), ENGINE, "bench");
         let leader = EngineClient::start(Arc::new(ZmqTransport), settings);
         let mut moves = Self {
@@ -357,7 +357,7 @@ impl Moves {
             more: None,
         };
         let begun = Instant::now();
-        let stored = prompt.store(stored, (), PATIENCE).await;
+        let stored = prompt.store(stored, (), ANSWER_TIMEOUT).await;
         let took = milliseconds(begun);
         let (answer, ()) = stored.map_err(CommandError::failed)?;
         if answer.stored_pages != self.pages {
@@ -376,7 +376,7 @@ impl Moves {
         let destination = self.page_list(set);
         let begun = Instant::now();
         let loaded = prompt
-            .load(0, destination, RequestId(0), (), PATIENCE)
+            .load(0, destination, RequestId(0), (), ANSWER_TIMEOUT)
             .await;
         let took = milliseconds(begun);
         let (answer, ()) = loaded.map_err(CommandError::failed)?;
@@ -395,14 +395,14 @@ impl Moves {
         expected: u32,
     ) -> Result<RequestGuard, CommandError> {
         let hashes = PageHashes::packed(HASH_BYTES, hashes(u64::from(round), self.pages));
-        let prompt = Prompt {
+        let prompt = PromptPages {
             slot: SlotId(slot),
             namespace: Vec::new(),
             hashes: hashes
                 .ok_or_else(|| CommandError::Failed("hashes of odd length".to_owned()))?,
             device_pages: 0,
         };
-        let found = self.leader.lookup(prompt, PATIENCE).await;
+        let found = self.leader.lookup(prompt, ANSWER_TIMEOUT).await;
         let found = found.map_err(CommandError::failed)?;
         match found.hit_pages() {
             hit_pages if hit_pages == expected => Ok(found),
@@ -437,7 +437,7 @@ impl Moves {
         self.tickets = order.ticket;
         let sent = pipe::write(&mut self.rank.orders, &order).await;
         sent.map_err(CommandError::failed)?;
-        let report = tokio::time::timeout(PATIENCE, pipe::read(&mut self.rank.reports)).await;
+        let report = tokio::time::timeout(ANSWER_TIMEOUT, pipe::read(&mut self.rank.reports)).await;
         let report = report.map_err(|_| late("the rank's report"))?;
         let report: Option<RankReport> = report.map_err(CommandError::failed)?;
         match report {
@@ -449,7 +449,7 @@ impl Moves {
 
     async fn end(mut self) -> Result<(), CommandError> {
         drop(self.rank.orders);
-        let ended = tokio::time::timeout(PATIENCE, self.rank.child.wait()).await;
+        let ended = tokio::time::timeout(ANSWER_TIMEOUT, self.rank.child.wait()).await;
         match ended.map_err(|_| late("the rank's end"))? {
             Ok(status) if status.success() => Ok(()),
             other => Err(CommandError::Failed(format!("the rank: {other:?}"))),
@@ -458,7 +458,7 @@ impl Moves {
 }
 
 fn late(what: &str) -> CommandError {
-    CommandError::Failed(format!("{what} did not come within {PATIENCE:?}"))
+    CommandError::Failed(format!("{what} did not come within {ANSWER_TIMEOUT:?}"))
 }
 
 fn milliseconds(begun: Instant) -> f64 {

@@ -32,17 +32,17 @@ class Abandon:
     requests: list[int]
 
 
-Demand = Register | Written | Abandon
+RankRequest = Register | Written | Abandon
 
 
 @dataclass
-class Owed:
+class Outbox:
     """The owed requests of one rank. Plain data; not thread-safe."""
 
     #: Number of groups of the memory, and how many of them the worker has. Groups are registered one after another.
     groups: int = 1
     registered_groups: int = 0
-    asked: set[type] = field(default_factory=set)
+    sent: set[type] = field(default_factory=set)
     #: Everything up to this request is written, and what of it the worker has confirmed since the registration.
     written: int = 0
     confirmed: int = 0
@@ -59,7 +59,7 @@ class Owed:
         """Handles a broken connection: the worker drops the memory."""
         self.registered_groups = 0
         self.confirmed = 0
-        self.asked.clear()
+        self.sent.clear()
 
     def wrote(self, through: int) -> None:
         """Records that the pages of stores up to this request are written."""
@@ -74,26 +74,26 @@ class Owed:
         self.over = max([self.over, *requests])
         self.abandoned.update(requests)
 
-    def next(self) -> Demand | None:
+    def next(self) -> RankRequest | None:
         """Returns the next request to send; at most one of a kind is open at a time."""
-        if not self.registered and Register not in self.asked:
-            self.asked.add(Register)
+        if not self.registered and Register not in self.sent:
+            self.sent.add(Register)
             return Register(self.over, self.registered_groups)
         # Does not wait for the registration, which may take as long as a leader is away.
-        if self.abandoned and Abandon not in self.asked:
-            self.asked.add(Abandon)
+        if self.abandoned and Abandon not in self.sent:
+            self.sent.add(Abandon)
             return Abandon(sorted(self.abandoned)[:ABANDONED_MAX])
-        if self.registered and self.written > self.confirmed and Written not in self.asked:
-            self.asked.add(Written)
+        if self.registered and self.written > self.confirmed and Written not in self.sent:
+            self.sent.add(Written)
             return Written(self.written)
         return None
 
-    def answered(self, demand: Demand, confirmed: bool) -> list[int]:
+    def answered(self, rank_request: RankRequest, confirmed: bool) -> list[int]:
         """Handles the end of a request, which is retried unless confirmed. Returns abandoned requests that are over."""
-        self.asked.discard(type(demand))
+        self.sent.discard(type(rank_request))
         if not confirmed:
             return []
-        match demand:
+        match rank_request:
             case Register(group=group):
                 self.registered_groups = group + 1
             case Written(through):
@@ -104,7 +104,7 @@ class Owed:
                 return over
         return []
 
-    def forgotten(self) -> None:
+    def memory_dropped(self) -> None:
         """Handles the worker's report that it has no memory of this rank."""
         self.registered_groups = 0
         self.confirmed = 0

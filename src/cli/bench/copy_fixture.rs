@@ -15,13 +15,13 @@ const BLOCK_PAGES: usize = 32;
 const STEP_BYTES: usize = 1 << 20;
 
 /// An engine's memory and a depot. All memory is touched before the first copy.
-pub(super) struct Pages {
+pub(super) struct CopyFixture {
     job: CopyJob,
     memory: RegisteredMemory,
     order: Vec<u32>,
 }
 
-impl Pages {
+impl CopyFixture {
     /// Creates the memory that a registration describes, in one allocation, and a depot of `arena_pages`.
     pub(super) fn new(registration: &Registration, arena_pages: u32) -> Result<Self, CommandError> {
         let layout = validate(registration).map_err(CommandError::failed)?;

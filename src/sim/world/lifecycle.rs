@@ -7,18 +7,18 @@ use super::engine::EngineProcess;
 use super::faults::Fault;
 use super::leader::LeaderProcess;
 use super::worker::WorkerProcess;
-use super::{ANCHOR_KEY, NodeId, Process, SimEvent, World, nemesis};
+use super::{ANCHOR_KEY, NodeId, SimEvent, SimProcess, SimWorld, nemesis};
 use kvferry_core::LeaderSettings;
 use kvferry_types::{Epoch, Ratio};
 
-impl World {
+impl SimWorld {
     pub(super) fn begin_process(&mut self, who: NodeId) {
-        if self.life(who).is_some() {
+        if self.incarnation(who).is_some() {
             return;
         }
-        let life = self.lives_so_far(who) + 1;
+        let incarnation = self.incarnations_so_far(who) + 1;
         let env = &mut self.env;
-        env.pids.begin(who, life);
+        env.pids.begin(who, incarnation);
         match who {
             NodeId::Leader => {
                 self.epoch = Epoch(self.epoch.0 + 1);
@@ -40,59 +40,64 @@ impl World {
                     _ => settings.reset_slice_pages,
                 };
                 self.awake_since = env.now();
-                self.leader = Process {
-                    life,
+                self.leader = SimProcess {
+                    incarnation,
                     state: Some(LeaderProcess::start(env, settings)),
                     pauses: self.leader.pauses,
-                    ..Process::new()
+                    ..SimProcess::new()
                 };
             }
             NodeId::Worker(id) => {
                 let Some(process) = self.workers.get_mut(&id) else {
                     return;
                 };
-                if env.setup.standalone && life > 1 {
+                if env.setup.standalone && incarnation > 1 {
                     env.lose_depot(env.depot_of(id.rank));
                     env.faults.injected(Fault::DepotLoss);
                 }
-                *process = Process {
-                    life,
-                    state: Some(WorkerProcess::start(env, id, life)),
+                *process = SimProcess {
+                    incarnation,
+                    state: Some(WorkerProcess::start(env, id, incarnation)),
                     pauses: process.pauses,
-                    ..Process::new()
+                    ..SimProcess::new()
                 };
             }
             NodeId::Engine(replica) => {
                 let process = &mut self.engines[usize::from(replica.0)];
-                *process = Process {
-                    life,
-                    state: Some(EngineProcess::start(env, replica, life)),
+                *process = SimProcess {
+                    incarnation,
+                    state: Some(EngineProcess::start(env, replica, incarnation)),
                     pauses: process.pauses,
-                    ..Process::new()
+                    ..SimProcess::new()
                 };
-                env.queue
-                    .push(env.queue.now(), SimEvent::Arrive { replica, life });
+                env.queue.push(
+                    env.queue.now(),
+                    SimEvent::Arrive {
+                        replica,
+                        incarnation,
+                    },
+                );
             }
         }
         env.queue
-            .push(env.queue.now(), SimEvent::Wake { who, life });
+            .push(env.queue.now(), SimEvent::Wake { who, incarnation });
     }
 
     /// Number of incarnations of a process so far.
-    fn lives_so_far(&self, who: NodeId) -> u32 {
+    fn incarnations_so_far(&self, who: NodeId) -> u32 {
         match who {
-            NodeId::Leader => self.leader.life,
-            NodeId::Worker(worker) => self.workers[&worker].life,
-            NodeId::Engine(replica) => self.engines[usize::from(replica.0)].life,
+            NodeId::Leader => self.leader.incarnation,
+            NodeId::Worker(worker) => self.workers[&worker].incarnation,
+            NodeId::Engine(replica) => self.engines[usize::from(replica.0)].incarnation,
         }
     }
 
     /// Ends a process: its state is lost, its copies end, and it is scheduled to start again.
     pub(super) fn crash(&mut self, who: NodeId) {
         tracing::trace!(?who, "dies");
-        let life = self.lives_so_far(who);
+        let incarnation = self.incarnations_so_far(who);
         let env = &mut self.env;
-        env.pids.end(who, life);
+        env.pids.end(who, incarnation);
         match who {
             NodeId::Leader => {
                 if let Some(leader) = self.leader.state.take() {
@@ -112,13 +117,13 @@ impl World {
                 {
                     env.faults.took_effect(Fault::CopyStuck);
                 }
-                env.oracle.touched.died(id, life);
+                env.oracle.touched.died(id, incarnation);
                 for to in [NodeId::Leader, NodeId::Engine(id.replica)] {
                     let at = env.queue.now() + Duration::from_micros(env.rng.u64(20..3000));
                     let died = SimEvent::Died {
                         to,
                         worker: id,
-                        life,
+                        incarnation,
                     };
                     env.queue.push(at, died);
                 }
@@ -133,7 +138,7 @@ impl World {
 
     /// Continues a paused process and delivers the events that waited for it, in order.
     pub(super) fn resume(&mut self, who: NodeId, pause: u32) {
-        fn awake<S>(process: &mut Process<S>, pause: u32) -> Option<VecDeque<SimEvent>> {
+        fn awake<S>(process: &mut SimProcess<S>, pause: u32) -> Option<VecDeque<SimEvent>> {
             (process.paused && process.pauses == pause).then(|| {
                 process.paused = false;
                 std::mem::take(&mut process.inbox)
@@ -153,14 +158,14 @@ impl World {
             }),
             NodeId::Engine(replica) => awake(&mut self.engines[usize::from(replica.0)], pause),
         };
-        let (Some(inbox), Some(life)) = (inbox, self.life(who)) else {
+        let (Some(inbox), Some(incarnation)) = (inbox, self.incarnation(who)) else {
             return;
         };
         if !inbox.is_empty() {
             self.env.faults.took_effect(nemesis::pause_of(who));
         }
-        for happening in inbox {
-            self.to(who, Some(life), happening);
+        for event in inbox {
+            self.to(who, Some(incarnation), event);
         }
     }
 }

@@ -15,8 +15,8 @@ use kvferry_types::{Epoch, Ratio, RequestId, WorkerId};
 use super::unregister::{Memory, register, registered};
 use super::workers::{agree, attaching, rank, worker};
 use super::world::{
-    Answered, Engine, HEARTBEAT, Heard, PATIENCE, Puppet, client, hello, leader, lookup, puppets,
-    server, soon,
+    Answered, Engine, HEARTBEAT, Puppet, Received, TEST_TIMEOUT, client, hello, leader, lookup,
+    puppets, server, soon,
 };
 
 /// Workers that a leader requested to be ended, each with the process that the leader names.
@@ -68,20 +68,20 @@ async fn a_live_workers_place_is_not_given_to_another_process_and_its_successor_
     engine.until_ready().await;
 
     let mut newcomer = Puppet::start(&transport.of_process(second.pid()), 0);
-    assert!(matches!(newcomer.hear().await, Heard::Welcomed(1)));
-    assert_in_use(newcomer.ask_to_attach().await, first.pid());
+    assert!(matches!(newcomer.receive().await, Received::Welcomed(1)));
+    assert_in_use(newcomer.request_attach().await, first.pid());
     // The newcomer is still refused after a while in which both send heartbeats.
     tokio::time::sleep(HEARTBEAT * 20).await;
-    assert_in_use(newcomer.ask_to_attach().await, first.pid());
+    assert_in_use(newcomer.request_attach().await, first.pid());
     assert!(engine.status().await.ready, "the holder goes on");
     engine.lookup(1, 1, 4).await.expect("an answer");
-    let asking = engine.clone();
-    let asked = tokio::spawn(async move { asking.store(2, 1, 4, PATIENCE).await });
+    let requesting = engine.clone();
+    let requested = tokio::spawn(async move { requesting.store(2, 1, 4, TEST_TIMEOUT).await });
     for worker in [&mut holder, &mut beside] {
         let order = worker.order().await;
         worker.ended(&order, true);
     }
-    asked.await.expect("no panic").expect("stored");
+    requested.await.expect("no panic").expect("stored");
 
     // A new connection of the same process replaces the older one.
     let mut again = Puppet::start(&transport.of_process(first.pid()), 0);
@@ -106,19 +106,19 @@ async fn a_lost_workers_place_stays_its_own_while_it_owes_copies() {
     beside.begin().await;
     engine.until_ready().await;
     engine.lookup(1, 1, 4).await.expect("an answer");
-    let asking = engine.clone();
-    let asked = tokio::spawn(async move { asking.store(2, 1, 4, PATIENCE).await });
+    let requesting = engine.clone();
+    let requested = tokio::spawn(async move { requesting.store(2, 1, 4, TEST_TIMEOUT).await });
     let order = beside.order().await;
     beside.ended(&order, true);
     holder.order().await;
     holder.leave().await;
 
     let mut newcomer = Puppet::start(&transport.of_process(second.pid()), 0);
-    assert!(matches!(newcomer.hear().await, Heard::Welcomed(1)));
-    assert_in_use(newcomer.ask_to_attach().await, first.pid());
+    assert!(matches!(newcomer.receive().await, Received::Welcomed(1)));
+    assert_in_use(newcomer.request_attach().await, first.pid());
     first.end();
     newcomer.attach().await;
-    match asked.await.expect("no panic") {
+    match requested.await.expect("no panic") {
         Ok(answer) => assert_eq!(answer.failed_pages, 4),
         other => panic!("{other:?} instead of the answer to a store"),
     }
@@ -164,18 +164,18 @@ async fn a_persons_command_gets_its_own_answers_whatever_it_calls_itself() {
     // Neither tool has an engine's name, and both use the same request id: both requests are carried out.
     for (namespace, invalidations) in [(b"a", 2), (b"b", 4)] {
         let tool = quiet(&transport, Role::Admin, 0);
-        let asked = tool.call_as(RequestId(1), reset(namespace), PATIENCE, Duration::ZERO);
-        let answer = soon("an answer", asked).await;
+        let requested = tool.call_as(RequestId(1), reset(namespace), TEST_TIMEOUT, Duration::ZERO);
+        let answer = soon("an answer", requested).await;
         assert!(answer.is_ok(), "{answer:?}");
         assert_eq!(*invalidated.lock().expect("no panic"), invalidations);
     }
     // A tool with an engine's name receives none of that engine's answers, and the engine still receives its own.
     let thief = quiet(&transport, Role::Admin, 1);
-    let asked = thief.call_as(RequestId(7), reset(b"c"), PATIENCE, Duration::ZERO);
-    soon("an answer", asked).await.expect("it is done");
+    let requested = thief.call_as(RequestId(7), reset(b"c"), TEST_TIMEOUT, Duration::ZERO);
+    soon("an answer", requested).await.expect("it is done");
     engine.lookup(8, 1, 4).await.expect("an answer");
-    let asked = thief.call(lookup(1, 4), PATIENCE).await;
-    let failure = asked.expect_err("it is no engine");
+    let requested = thief.call(lookup(1, 4), TEST_TIMEOUT).await;
+    let failure = requested.expect_err("it is no engine");
     assert_eq!(failure.code, ErrorCode::UnknownKind);
     process.stop().await;
 }
@@ -185,7 +185,7 @@ async fn one_second_count_a_second_is_made_and_others_are_told_when() {
     let transport = MemoryTransport::default();
     let (process, _) = leader(&transport, 1).await;
     let admins = [(); 3].map(|()| quiet(&transport, Role::Admin, 0));
-    let status = async |who: &Client, check| who.call(Status { check }, PATIENCE).await;
+    let status = async |who: &Client, check| who.call(Status { check }, TEST_TIMEOUT).await;
     let (mut counted, mut busy) = (0, 0);
     for round in 0..100 {
         match status(&admins[round % 3], true).await {
@@ -205,11 +205,11 @@ async fn one_second_count_a_second_is_made_and_others_are_told_when() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_supervisor_hears_which_process_is_to_end_and_one_that_is_not_its_own_is_ended_all_the_same()
+async fn a_supervisor_receives_which_process_is_to_end_and_one_that_is_not_its_own_is_ended_all_the_same()
  {
     let transport = MemoryTransport::default();
-    let told: Arc<Mutex<Kills>> = Arc::default();
-    let hears = Arc::clone(&told);
+    let reported: Arc<Mutex<Kills>> = Arc::default();
+    let receives = Arc::clone(&reported);
     let ratio = Ratio::new(4).expect("in bounds");
     let settings = LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey([7; 32]));
     let fence = settings.fence;
@@ -217,7 +217,7 @@ async fn a_supervisor_hears_which_process_is_to_end_and_one_that_is_not_its_own_
         settings,
         server: server(&transport, 1, Limits::default()).await,
         supervisor: Some(Box::new(move |worker, pid| {
-            hears.lock().expect("no panic").push((worker, pid));
+            receives.lock().expect("no panic").push((worker, pid));
         })),
         raise_epoch: None,
     });
@@ -226,13 +226,13 @@ async fn a_supervisor_hears_which_process_is_to_end_and_one_that_is_not_its_own_
     let mut stranger = Other::start();
     let holder = quiet(&transport.of_process(stranger.pid()), Role::Worker, 0);
     let waiting = quiet(&transport, Role::Engine, 1);
-    let status = async || waiting.call(Status { check: false }, PATIENCE).await;
+    let status = async || waiting.call(Status { check: false }, TEST_TIMEOUT).await;
     status().await.expect("an answer");
     tokio::time::sleep(fence + HEARTBEAT).await;
     status().await.expect("an answer");
-    let heard = told.lock().expect("no panic").clone();
+    let received = reported.lock().expect("no panic").clone();
     assert_eq!(
-        heard.iter().map(|(_, pid)| *pid).collect::<Vec<_>>(),
+        received.iter().map(|(_, pid)| *pid).collect::<Vec<_>>(),
         [Some(stranger.pid())]
     );
     assert!(
@@ -261,16 +261,16 @@ async fn a_live_engines_memory_is_not_replaced_or_taken_back_by_another_process(
     let (memory, other) = (Memory::new(), Memory::new());
     registered(&mut leader, &holder, &memory, 1).await;
 
-    let asked = stranger.request(other.registration(2), PATIENCE).await;
-    assert_in_use(asked, first.pid());
-    let asked = stranger
-        .request(Message::Unregister(Unregister {}), PATIENCE)
+    let requested = stranger.request(other.registration(2), TEST_TIMEOUT).await;
+    assert_in_use(requested, first.pid());
+    let requested = stranger
+        .request(Message::Unregister(Unregister {}), TEST_TIMEOUT)
         .await;
-    assert_in_use(asked, first.pid());
+    assert_in_use(requested, first.pid());
     let abandon = Message::Abandon(Abandon {
         requests: vec![u64::MAX],
     });
-    assert_in_use(stranger.request(abandon, PATIENCE).await, first.pid());
+    assert_in_use(stranger.request(abandon, TEST_TIMEOUT).await, first.pid());
     assert!(memory.is_open(), "it is used as before");
     assert!(!other.is_open());
 
@@ -278,8 +278,8 @@ async fn a_live_engines_memory_is_not_replaced_or_taken_back_by_another_process(
     first.end();
     let agreeing = async {
         loop {
-            let asked = attaching(&mut leader).await;
-            agree(&leader, asked);
+            let requested = attaching(&mut leader).await;
+            agree(&leader, requested);
         }
     };
     let answer = tokio::select! {

@@ -303,8 +303,8 @@ mod tests {
             let (progress, cancel) = (DepotProgress::default(), AtomicBool::new(false));
             prepare(settings, place, &progress, &cancel, &report)
         });
-        let patience = Duration::from_secs(600);
-        let bytes = opened.recv_timeout(patience);
+        let timeout = Duration::from_secs(600);
+        let bytes = opened.recv_timeout(timeout);
         assert_eq!(bytes, Ok(1 << 20), "opened while the driver starts");
         assert!(!ready.load(Ordering::Relaxed), "nothing is touched yet");
         answer.send(()).expect("it waits");

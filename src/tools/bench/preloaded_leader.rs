@@ -50,7 +50,7 @@ pub(super) struct Took {
 }
 
 /// A leader's core that holds prompts `0..prompts`.
-pub(super) struct FilledLeader {
+pub(super) struct PreloadedLeader {
     leader: Leader,
     prompt_pages: u32,
     requests: u64,
@@ -61,7 +61,7 @@ pub(super) struct FilledLeader {
     effects: Vec<LeaderEffect>,
 }
 
-impl FilledLeader {
+impl PreloadedLeader {
     pub(super) fn new(prompts: u64, prompt_pages: u32) -> Result<Self, CommandError> {
         let ratio = Ratio::default();
         let settings = LeaderSettings::new(Epoch(1), 1, ratio, AnchorKey([5; 32]));
@@ -107,7 +107,7 @@ impl FilledLeader {
         };
         let inventory = LeaderEvent::Inventory {
             worker: WORKER,
-            reading: 1,
+            read_id: 1,
             from: 0,
             next: None,
             depot,

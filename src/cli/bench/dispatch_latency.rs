@@ -14,7 +14,7 @@ use kvferry_types::{Copy, Direction, EndedCopy, EngineId, OpId, RequestId, Time}
 use super::percentiles;
 
 /// Time limit of a copy of one page.
-const PATIENCE: Duration = Duration::from_secs(10);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Latencies of copies of one page each, in microseconds.
 #[derive(Debug, serde::Serialize)]
@@ -102,10 +102,10 @@ pub(super) async fn measure(
         };
         let begun = Instant::now();
         transfer.cast(start).map_err(CommandError::failed)?;
-        let copies = tokio::time::timeout(PATIENCE, ended.recv()).await;
+        let copies = tokio::time::timeout(ANSWER_TIMEOUT, ended.recv()).await;
         let copies = copies.map_err(|_| {
             CommandError::Failed(format!(
-                "a copy of one page did not end within {PATIENCE:?}"
+                "a copy of one page did not end within {ANSWER_TIMEOUT:?}"
             ))
         })?;
         let copies =

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvferry.client import Client, Failure, Question
+from kvferry.client import Client, Failure, PendingRequest
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -38,8 +38,8 @@ class Copy:
     pages: list[int]
     store: bool
     blocks: list[Any] = field(default_factory=list)
-    asked_at: float = field(default_factory=time.monotonic)
-    question: Question | None = None
+    requested_at: float = field(default_factory=time.monotonic)
+    pending: PendingRequest | None = None
     #: Number of ranks that have confirmed the end of an abandoned copy, None before it is abandoned; and the time when
     #: it was abandoned.
     ranks_over: int | None = None
@@ -48,15 +48,15 @@ class Copy:
     @property
     def answer(self) -> msgspec.Struct | None:
         """The leader's answer to a copy that was carried out; None otherwise, and for an abandoned copy."""
-        return self.question.answer if self.question and self.ranks_over is None else None
+        return self.pending.answer if self.pending and self.ranks_over is None else None
 
     @property
     def failure(self) -> Failure | None:
         """Why the copy was not carried out, if known."""
-        return self.question.failure if self.question else None
+        return self.pending.failure if self.pending else None
 
 
-class Copies:
+class CopiesInFlight:
     """All copies that are not known to be over. For the scheduler's thread alone."""
 
     def __init__(self, client: Client, ranks: int):
@@ -64,8 +64,8 @@ class Copies:
         self._ranks = ranks
         self._pool: BlockPool | None = None
         self._open: dict[int, Copy] = {}
-        self._ended: collections.deque[Question] = collections.deque()
-        self._news = threading.Event()
+        self._ended: collections.deque[PendingRequest] = collections.deque()
+        self._any_ended = threading.Event()
         self._over: collections.deque[Copy] = collections.deque()
         self._to_abandon: list[int] = []
         self._stored_pages = 0
@@ -84,37 +84,37 @@ class Copies:
             copy.blocks = [self._pool.blocks[page] for page in copy.pages]
             self._pool.touch(copy.blocks)
             self._holds.update(copy.pages)
-        question = self._client.ask(message, timeout_s, patience_s=FENCE_S, until=self._question_ended)
-        copy.question = question
-        self._open[question.id] = copy
+        pending = self._client.request(message, timeout_s, grace_s=FENCE_S, until=self._request_ended)
+        copy.pending = pending
+        self._open[pending.id] = copy
         self._stored_pages += len(copy.blocks)
-        return question.id
+        return pending.id
 
-    def _question_ended(self, question: Question) -> None:
+    def _request_ended(self, pending: PendingRequest) -> None:
         """Queues an ended request. Runs on the client's thread."""
-        self._ended.append(question)
-        self._news.set()
+        self._ended.append(pending)
+        self._any_ended.set()
 
     def wait(self, timeout_s: float) -> None:
         """Waits until a copy has ended, at most ``timeout_s``."""
-        self._news.wait(timeout_s)
+        self._any_ended.wait(timeout_s)
 
     def settle(self) -> Iterator[Copy]:
         """Yields the copies that are over since the last call. Pages of stores have been returned to the pool."""
-        self._news.clear()
+        self._any_ended.clear()
         lost_at = self._client.lost_at
         if lost_at is not None and time.monotonic() - lost_at > LOST_S:
             for request, copy in self._open.items():
                 self._abandon(request, copy)
         while self._ended:
-            question = self._ended.popleft()
-            copy = self._open.get(question.id)
+            pending = self._ended.popleft()
+            copy = self._open.get(pending.id)
             if copy is None or copy.ranks_over is not None:
                 continue
-            if question.failure is not None and not question.failure.over:
-                self._abandon(question.id, copy)
+            if pending.failure is not None and not pending.failure.over:
+                self._abandon(pending.id, copy)
             else:
-                self._end(question.id)
+                self._end(pending.id)
         # One by one, so that copies that are not taken because of an exception are yielded by the next call.
         while self._over:
             yield self._over.popleft()
@@ -170,7 +170,7 @@ class Copies:
 
     def frees_since(self) -> float | None:
         """When the oldest store began that has a page held by stores only; None without such a store."""
-        times = [copy.asked_at for copy in self._open.values() if copy.blocks and self._keeps(copy)]
+        times = [copy.requested_at for copy in self._open.values() if copy.blocks and self._keeps(copy)]
         return min(times, default=None)
 
     def _keeps(self, copy: Copy) -> bool:

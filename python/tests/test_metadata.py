@@ -6,15 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from daemon import PATIENCE_S, Daemon, eventually, running
+from daemon import TIMEOUT_S, Daemon, eventually, running
 from test_scheduler import PAGE_TOKENS, Pool, Request, request
 
 from kvferry import wire
 from kvferry.memory import Group, KvMemory, Place
+from kvferry.metadata import RankReport, StepMetadata
 from kvferry.rank import RankSession
 from kvferry.scheduler import SchedulerSide
 from kvferry.settings import Settings
-from kvferry.steps import RankReport, StepMetadata
 
 ENGINE = b"e" * 16
 #: A load's own time, which a step takes longer than.
@@ -87,11 +87,11 @@ def load_behind_a_step(engine: Engine) -> int:
 
 
 def test_a_step_that_takes_longer_than_a_load_may_makes_no_miss(daemon: Daemon) -> None:
-    engine = Engine(daemon, step_timeout_ms=int(PATIENCE_S * 1000))
+    engine = Engine(daemon, step_timeout_ms=int(TIMEOUT_S * 1000))
     through = load_behind_a_step(engine)
     (copy,) = engine.side._copies._open.values()
-    assert copy.question is not None
-    assert not copy.question.wait(2 * LOAD_S), "it waits for the step"
+    assert copy.pending is not None
+    assert not copy.pending.wait(2 * LOAD_S), "it waits for the step"
     engine.rank.wrote(through)
     over = engine.over()
     assert (over.loaded, over.failed_pages, copy.answer) == (["a"], [], wire.LoadAnswer(2))
